@@ -1,0 +1,35 @@
+# Every target sets up .venv by itself, and again when pyproject.toml or constraints.txt changed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: train test lint bench clean
+
+train: $(VENV)/core
+	$(BIN)/paceline train
+
+test: $(VENV)/dev
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/dev
+	$(BIN)/python benchmarks/cpu.py
+
+$(VENV)/core: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Python %d.%d, 3.11 or later is needed\n  fix: make PYTHON=python3.12" % sys.version_info[:2])'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) "$$(grep ^torch== constraints.txt)"
+	$(PIP) -e .
+	touch $@
+
+$(VENV)/dev: $(VENV)/core
+	$(PIP) -e '.[dev,datasets]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,362 @@
+"""
+The command line: one short function per command. It loads, calls, prints, and returns an exit code.
+
+Exit codes: 0 done; 1 an error of the user's, with its fix; 2 wrong usage; 3 the training failed; 130 interrupted.
+Nothing here imports torch; a command that needs it imports it inside its own function.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from paceline import __version__
+from paceline.errors import PacelineError, UsageError
+
+HELP = """\
+paceline trains GPT-style language models on the GPUs you have.
+
+  paceline train [CONFIG] [--key value ...]     train; with no arguments, a small GPT on text that is always at hand
+  paceline resume RUN [--key value ...]         go on from the last good checkpoint, on any number of devices
+  paceline eval RUN                             bits per byte on held-out text
+  paceline sample RUN --prompt TEXT             text from the model
+  paceline runs [DIR]                           all runs: state, steps, val_bpb, tok/s
+  paceline data prepare|info [CONFIG]           text to token shards; what is in them
+  paceline tokenizer train|info                 train a BPE tokenizer; look at one
+
+paceline COMMAND --help tells more, with an example.  --version prints the version.
+"""
+
+
+def main() -> None:
+    sys.exit(run_command(sys.argv[1:]))
+
+
+def run_command(args: list[str]) -> int:
+    """Dispatches, and turns errors into two lines on stderr and an exit code."""
+    try:
+        if not args or args[0] in ("-h", "--help", "help"):
+            print(HELP, end="")
+            return 0
+        if args[0] == "--version":
+            print(f"paceline {__version__}")
+            return 0
+        command = COMMANDS.get(args[0])
+        if command is None:
+            import difflib
+
+            near = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            raise UsageError(f"unknown command {args[0]}", fix=f"paceline {near[0]}" if near else "paceline --help lists them")
+        if any(arg in ("-h", "--help") for arg in args[1:]):
+            print(command_help(args[0]), end="")
+            return 0
+        return command(args[1:])
+    except PacelineError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of a pipe went away: `paceline runs | head`
+        return 0
+
+
+def train(args: list[str]) -> int:
+    """paceline train [CONFIG] [--key value ...]
+
+    Plans, prepares the text, starts one process per device, trains, and leaves everything in runs/NAME. Without CONFIG
+    it takes configs/tiny.toml. CONFIG is a .toml file, or a .py file of plain `key = literal` lines.
+
+      paceline train configs/balanced.toml --data ~/books --name books
+    """
+    from paceline.config import load_config, parse_flags
+    from paceline.start import start_run
+
+    words, flags = parse_flags(args)
+    file = flags.pop("config", None)
+    if words and file or len(words) > 1:
+        raise UsageError(f"one config file is taken, {len(words) + bool(file)} are given", fix="paceline train CONFIG --key value")
+    config, notes = load_config(words[0] if words else file or TINY, flags)
+    for note in notes:
+        print(note)
+    return start_run(config)
+
+
+def resume(args: list[str]) -> int:
+    """paceline resume RUN [--key value ...]
+
+    Goes on from the last good checkpoint of a run folder (or a run's name under runs/), on any number of devices. A larger
+    --num-steps extends a finished run; its learning rates are then worked out anew for the whole length.
+
+      paceline resume books --nproc 1
+    """
+    from paceline.config import parse_flags
+    from paceline.start import resume_run
+
+    words, flags = parse_flags(args)
+    if flags.pop("config", None):
+        raise UsageError("a run has its own config", fix="paceline resume RUN --key value")
+    return resume_run(find_run(words, runs_dir=flags.get("runs_dir")), flags)
+
+
+def evaluate(args: list[str]) -> int:
+    """paceline eval RUN [--data SOURCE] [--tokens N] [--step N] [--device cpu|cuda] [--json]
+
+    Bits per byte of the newest good checkpoint (or of --step) on the run's held-out text, or on all of another SOURCE.
+
+      paceline eval books --data builtin
+    """
+    words, options = parse_options(args, {"data": str, "tokens": int, "step": int, "device": str, "runs-dir": str, "json": bool})
+    run = find_run(words, runs_dir=options.get("runs-dir"))
+    from paceline.train.offline import evaluate_run
+
+    result = evaluate_run(
+        run, data=options.get("data"), tokens=options.get("tokens"), step=options.get("step"), device=options.get("device")
+    )
+    if options.get("json"):
+        print(json.dumps(result))
+    else:
+        print(f"{run.name} at step {result['step']:,}: val_bpb {result['val_bpb']:.4f} on {result['tokens']:,} tokens of {result['data']}")
+    return 0
+
+
+def sample(args: list[str]) -> int:
+    """paceline sample RUN [--prompt TEXT] [--num N] [--tokens N] [--temperature T] [--top-k K] [--seed S] [--step N] [--device D] [--json]
+
+    Writes text from the newest good checkpoint (or of --step), as it comes. --temperature 0 always takes the likeliest token.
+    --prompt - reads the prompt from standard input.
+
+      paceline sample books --prompt "Once upon" --num 3
+    """
+    known = {
+        "prompt": str, "num": int, "tokens": int, "temperature": float, "top-k": int, "seed": int, "step": int,
+        "device": str, "runs-dir": str, "json": bool,
+    }  # fmt: skip
+    words, options = parse_options(args, known)
+    run = find_run(words, runs_dir=options.get("runs-dir"))
+    from paceline.train.offline import sample_run
+
+    prompt = options.get("prompt", "")
+    as_json = bool(options.get("json"))
+    texts = sample_run(
+        run,
+        prompt=sys.stdin.read() if prompt == "-" else prompt,
+        num_samples=options.get("num", 1),
+        max_new_tokens=options.get("tokens", 200),
+        temperature=options.get("temperature", 0.8),
+        top_k=options.get("top-k", 50),
+        seed=options.get("seed", 42),
+        step=options.get("step"),
+        device=options.get("device"),
+        write=(lambda _: None) if as_json else write_now,
+    )
+    if as_json:
+        print(json.dumps({"prompt": prompt, "samples": texts}, ensure_ascii=False))
+    return 0
+
+
+def runs(args: list[str]) -> int:
+    """paceline runs [DIR] [--json]
+
+    The runs under DIR (runs), the latest first.
+
+      paceline runs --json | jq .[0].val_bpb
+    """
+    from paceline.watch.status import format_runs, list_runs
+
+    words, options = parse_options(args, {"json": bool})
+    folder = Path(one_word(words, "DIR", default="runs"))
+    found = list_runs(folder)
+    if options.get("json"):
+        print(json.dumps([status.to_json() for status in found], indent=1))
+    elif found:
+        print(format_runs(found))
+    else:
+        raise PacelineError(f"no runs in {folder}", fix="paceline train makes one")
+    return 0
+
+
+def data(args: list[str]) -> int:
+    """paceline data prepare|info [CONFIG] [--data SOURCE] [--tokenizer FILE] [--vocab-size N] [--cache-dir DIR] [--json] [--verify]
+
+    prepare: text to token shards, as `train` would do it before it starts. info: what is in them; --verify hashes them all.
+
+      paceline data prepare --data ~/books --vocab-size 32768
+    """
+    from paceline.config import load_config, parse_flags
+
+    action, rest = one_action(args, ("prepare", "info"), command="data")
+    rest, as_json = take_flag(rest, "--json")
+    rest, verified = take_flag(rest, "--verify")
+    words, flags = parse_flags(rest)
+    file = flags.pop("config", None) or one_word(words, "CONFIG", default=str(TINY))
+    config, _ = load_config(file, flags)
+    from paceline.data.shards import data_info, verify
+    from paceline.start import prepare_data
+
+    dataset = prepare_data(config, must_exist=action == "info")
+    if verified:
+        verify(dataset)
+    facts = data_info(dataset)
+    print(json.dumps(facts) if as_json else format_facts(facts))
+    return 0
+
+
+def tokenizer(args: list[str]) -> int:
+    """paceline tokenizer train --out FILE [--data SOURCE] [--vocab-size N] | tokenizer info FILE [--text TEXT] [--json]
+
+    train: a byte-level BPE on the training part of the text. info: its size, special tokens, and how it cuts a text.
+
+      paceline tokenizer train --data ~/books --vocab-size 32768 --out books.json
+    """
+    action, rest = one_action(args, ("train", "info"), command="tokenizer")
+    known: dict[str, Callable[[str], Any]] = (
+        {"out": str, "data": str, "vocab-size": int, "json": bool} if action == "train" else {"text": str, "json": bool}
+    )
+    words, options = parse_options(rest, known)
+    from paceline.start import show_progress
+
+    if action == "train":
+        if "out" not in options or words:
+            raise UsageError("tokenizer train needs --out FILE and no other word", fix="paceline tokenizer train --out tokenizer.json")
+        from paceline.data.shards import train_tokenizer_on
+
+        with show_progress() as progress:
+            made = train_tokenizer_on(
+                options.get("data", "builtin"),
+                vocab_size=options.get("vocab-size", 32_768),
+                out=Path(options["out"]),
+                progress=progress,
+            )
+        facts = made.info()
+    else:
+        from paceline.data.tokenizer import Tokenizer
+
+        if len(words) != 1:
+            raise UsageError("tokenizer info needs one FILE", fix="paceline tokenizer info tokenizer.json")
+        facts = Tokenizer.load(Path(words[0])).info(options.get("text"))
+    print(json.dumps(facts, ensure_ascii=False) if options.get("json") else format_facts(facts))
+    return 0
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "train": train,
+    "resume": resume,
+    "eval": evaluate,
+    "sample": sample,
+    "runs": runs,
+    "data": data,
+    "tokenizer": tokenizer,
+}
+TINY = Path(__file__).parent / "configs" / "tiny.toml"
+
+
+def command_help(name: str) -> str:
+    """The command's own text; for those that take config keys, the table of keys after it."""
+    import inspect
+
+    text = inspect.cleandoc(COMMANDS[name].__doc__ or "") + "\n"
+    if name not in ("train", "resume"):
+        return text
+    from paceline.config import KEYS
+
+    group = ""
+    for key, field in KEYS.items():
+        if field.metadata["group"] != group:
+            group = field.metadata["group"]
+            text += f"\n{group}\n"
+        default = "auto" if field.default is None else str(field.default).lower() if field.type is bool else field.default
+        choices = f" ({', '.join(field.metadata['choices'])})" if field.metadata["choices"] else ""
+        text += f"  --{key.replace('_', '-'):<26}{field.metadata['about']}{choices} [{default}]\n"
+    return text
+
+
+def parse_options(args: list[str], known: dict[str, Callable[[str], Any]]) -> tuple[list[str], dict[str, Any]]:
+    """Words and options of the commands that take no config keys."""
+    words: list[str] = []
+    options: dict[str, Any] = {}
+    rest = list(args)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            words.append(word)
+            continue
+        name, equals, text = word[2:].partition("=")
+        name = name.replace("_", "-")
+        if name not in known:
+            import difflib
+
+            near = difflib.get_close_matches(name, known, n=1)
+            raise UsageError(f"unknown flag --{name}", fix=f"--{near[0]}" if near else "one of " + ", ".join(f"--{k}" for k in known))
+        if known[name] is bool:
+            options[name] = True
+            continue
+        if not equals:
+            if not rest:
+                raise UsageError(f"--{name} has no value", fix=f"--{name} VALUE")
+            text = rest.pop(0)
+        try:
+            options[name] = known[name](text)
+        except ValueError:
+            kind = "an integer" if known[name] is int else "a number"
+            raise UsageError(f"--{name} {text}: not {kind}", fix=f"--{name} 8") from None
+    return words, options
+
+
+def find_run(words: list[str], *, runs_dir: str | None) -> Any:
+    """The run folder that a path, or a name under runs/, means."""
+    from paceline.rundir import RunDir
+
+    if len(words) != 1:
+        raise UsageError(f"one RUN is needed, {len(words)} are given", fix="a run's folder or name; paceline runs lists them")
+    folder = Path(runs_dir or "runs")
+    for path in (Path(words[0]), folder / words[0]):
+        if (path / "config.toml").is_file():
+            return RunDir(path)
+    names = sorted(path.parent.name for path in folder.glob("*/config.toml"))
+    known = f"one of {', '.join(names[-5:])}" if names else "paceline train makes one; give the folder if it is elsewhere"
+    raise PacelineError(f"no run {words[0]}: neither it nor {folder / words[0]} holds a config.toml", fix=known)
+
+
+def one_word(words: list[str], what: str, *, default: str) -> str:
+    if len(words) > 1:
+        raise UsageError(f"one {what} is taken, {len(words)} are given", fix=f"leave {' '.join(words[1:])} out")
+    return words[0] if words else default
+
+
+def one_action(args: list[str], actions: tuple[str, ...], *, command: str) -> tuple[str, list[str]]:
+    if not args or args[0] not in actions:
+        given = f"not {args[0]}" if args else "none is given"
+        raise UsageError(f"{command} takes {' or '.join(actions)}, {given}", fix=f"paceline {command} {actions[0]}")
+    return args[0], args[1:]
+
+
+def take_flag(args: list[str], flag: str) -> tuple[list[str], bool]:
+    return [arg for arg in args if arg != flag], flag in args
+
+
+def format_facts(facts: dict[str, Any]) -> str:
+    """Aligned `name  value` lines; thousands separated."""
+    width = max(len(name) for name in facts)
+    return "\n".join(f"{name:<{width}}  {format_fact(value)}" for name, value in facts.items())
+
+
+def format_fact(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "n/a"}[value]
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.4g}"
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def write_now(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

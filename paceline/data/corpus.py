@@ -1,0 +1,287 @@
+"""
+Where text comes from: a source string becomes files, files become documents, and some documents are held out.
+
+    builtin             the running Python's own standard library sources, without its tests (PSF licence)
+    PATH                one file, or a folder with everything under it: .txt .md .py .jsonl .parquet .txt.gz .jsonl.gz
+    hf:NAME[:CONFIG]    the `train` split of a dataset in Hugging Face `datasets` format; NAME may be a local folder
+
+A document is one text file, one line of jsonl or one row of a table; a long one is cut at line ends into parts, each a
+document of its own. Nothing here knows about tokens.
+"""
+
+import math
+import os
+import stat
+import sysconfig
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+
+from paceline.data.readers import Document, SourceFile, UnreadableFile, read_documents
+from paceline.errors import PacelineError
+
+Progress = Callable[[str, float, float], None]  # what is done now, how much of it, of how much
+
+FORMATS = {
+    ".txt": "text",
+    ".md": "text",
+    ".py": "text",
+    ".txt.gz": "text",
+    ".jsonl": "jsonl",
+    ".jsonl.gz": "jsonl",
+    ".parquet": "parquet",
+}
+NOT_TEXT_TO_LEARN = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
+
+MIN_PART_BYTES, MAX_PART_BYTES = 4 << 10, 256 << 10
+PARTS_WANTED = 64  # of a source that is one long file, so that some can be held out
+
+HELD_OUT_ONE_IN = 50
+SMALL_CORPUS_BYTES, SMALL_HELD_OUT_ONE_IN = 4 << 20, 10  # under 4 MiB, 2 percent is too little text to measure on
+
+SCAN_AFTER_ERROR_BYTES = 256 << 20  # how much more is read only to say how many files are broken
+
+
+def list_files(source: str) -> list[SourceFile]:
+    """The files of a source in a fixed order, none of them opened. Cheap: it runs at every start."""
+    if source == "builtin":
+        return _builtin_files()
+    if source.startswith("hf:"):
+        return [_hf_source(source)]
+    path = Path(source).expanduser()
+    if not os.path.lexists(path):
+        raise PacelineError(
+            f"no such file or folder: {source} (looked in {Path.cwd()})",
+            fix="check the path; `builtin` is text that is always there, hf:NAME a dataset from the Hugging Face hub",
+        )
+    return _folder_files(path) if path.is_dir() else [_single_file(path)]
+
+
+def read_corpus(
+    files: list[SourceFile], *, part_bytes: int, max_bytes: int | None = None
+) -> Iterator[tuple[Document, float]]:
+    """All documents in order, each with the number of source bytes read so far, for a progress bar.
+
+    With max_bytes only about so much text, from the start of each file in proportion to its size. When a file cannot
+    be read, the error names it and says how many of those after it are broken too.
+    """
+    total_bytes = sum(file.num_bytes for file in files)
+    done = 0.0
+    for number, file in enumerate(files):
+        allowed = math.inf if max_bytes is None else max_bytes * file.num_bytes / total_bytes
+        try:
+            for document in read_documents(file, part_bytes=part_bytes):
+                yield document, done + document.share_read * file.num_bytes
+                allowed -= document.num_bytes
+                if allowed <= 0:
+                    break
+        except UnreadableFile as error:
+            more = _count_unreadable(files[number + 1 :])
+            also = f" (and {more} more of the {len(files)} files cannot be read either)" if more else ""
+            raise UnreadableFile(error.message + also, fix=error.fix) from error
+        done += file.num_bytes
+
+
+def part_bytes_of(files: list[SourceFile]) -> int:
+    """Documents longer than this are cut: a power of two, so that a corpus that grows is rarely cut anew."""
+    total_bytes = sum(file.num_bytes for file in files)
+    wanted = max(MIN_PART_BYTES, min(MAX_PART_BYTES, total_bytes // PARTS_WANTED))
+    return 1 << (wanted.bit_length() - 1)
+
+
+def held_out_below(files: list[SourceFile], *, part_bytes: int) -> int:
+    """Documents whose digest is below this number are held out: 1 in 50, or 1 in 10 of a source under 4 MiB.
+
+    The digest is of the document's content alone, so a document stays on its side when others come, go or move. Where
+    that leaves a side empty (few documents), exactly the document with the smallest digest is held out.
+    """
+    small = sum(file.num_bytes for file in files) < SMALL_CORPUS_BYTES
+    limit = (1 << 64) // (SMALL_HELD_OUT_ONE_IN if small else HELD_OUT_ONE_IN)
+    sides, digests, num_bytes = set(), set(), 0
+    for document, _ in read_corpus(files, part_bytes=part_bytes):
+        sides.add(document.digest < limit)
+        if len(sides) == 2:
+            return limit
+        digests.add(document.digest)
+        num_bytes += document.num_bytes
+    if len(digests) < 2:
+        raise PacelineError(
+            f"{_name(files)} is too small to train on: {num_bytes:,} bytes of text in {len(digests)} distinct"
+            " documents, and one must be held out",
+            fix=f"add text: two different documents, or one of more than {2 * MIN_PART_BYTES:,} bytes",
+        )
+    return min(digests) + 1
+
+
+def _count_unreadable(files: list[SourceFile]) -> int:
+    """Broken ones among the files that follow, as far as a quick look goes."""
+    count = budget = 0
+    for file in files:
+        budget += file.num_bytes
+        if budget > SCAN_AFTER_ERROR_BYTES:
+            break
+        try:
+            for _ in read_documents(file, part_bytes=MAX_PART_BYTES):
+                pass
+        except UnreadableFile:
+            count += 1
+    return count
+
+
+def _name(files: list[SourceFile]) -> str:
+    return files[0].path if len(files) == 1 else f"the text of {len(files)} files ({files[0].path}, ...)"
+
+
+def _builtin_files() -> list[SourceFile]:
+    root = Path(sysconfig.get_path("stdlib"))
+    files = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = sorted(set(subfolders) - NOT_TEXT_TO_LEARN)
+        for name in sorted(names):
+            if name.endswith(".py"):
+                path = Path(folder, name)
+                file = _source_file(path, path.stat())
+                if file.num_bytes:
+                    files.append(file)
+    if not files:
+        raise PacelineError(
+            f"this Python has no standard library sources in {root}: there is no built-in text",
+            fix="give text of your own: --data PATH",
+        )
+    return files
+
+
+def _folder_files(folder: Path) -> list[SourceFile]:
+    """Every file of a known type under the folder; names that begin with a dot are passed over, empty files too."""
+    files: list[SourceFile] = []
+    broken: list[PacelineError] = []
+    others: list[str] = []
+    num_empty = 0
+    for path in _walk(folder, broken):
+        if _format(path) is None:
+            others.append(str(path.relative_to(folder)))
+            continue
+        try:
+            file = _source_file(path, _stat_file(path))
+        except PacelineError as error:
+            broken.append(error)
+            continue
+        if file.num_bytes:
+            files.append(file)
+        else:
+            num_empty += 1
+    if broken:
+        more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
+        raise UnreadableFile(broken[0].message + more, fix=broken[0].fix) from broken[0]
+    if not files:
+        raise _nothing_in(folder, others=others, num_empty=num_empty)
+    return files
+
+
+def _nothing_in(folder: Path, *, others: list[str], num_empty: int) -> PacelineError:
+    known = " ".join(FORMATS)
+    if num_empty:
+        return PacelineError(
+            f"nothing to read in {folder}: all its text files are empty ({num_empty} of them)",
+            fix="put text into them, or give another path",
+        )
+    if not others:
+        return PacelineError(
+            f"{folder} is an empty folder", fix=f"put text files there ({known}), or give another path"
+        )
+    listed = ", ".join(islice(others, 5)) + (f" and {len(others) - 5} more" if len(others) > 5 else "")
+    return PacelineError(
+        f"no text file in {folder}: it holds {listed}",
+        fix=f"give a folder with files of these types: {known}",
+    )
+
+
+def _walk(folder: Path, broken: list[PacelineError]) -> Iterator[Path]:
+    """Files under the folder in sorted order. Linked folders are entered once, whatever loops the links make."""
+
+    def unreadable(error: OSError) -> None:
+        broken.append(_stat_error(Path(error.filename), error))
+
+    entered: set[tuple[int, int]] = set()
+    for here, subfolders, names in os.walk(folder, followlinks=True, onerror=unreadable):
+        inode = Path(here).stat()
+        if (inode.st_dev, inode.st_ino) in entered:
+            subfolders.clear()
+            continue
+        entered.add((inode.st_dev, inode.st_ino))
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith(".") and name != "__pycache__")
+        yield from (Path(here, name) for name in sorted(names) if not name.startswith("."))
+
+
+def _single_file(path: Path) -> SourceFile:
+    status = _stat_file(path)
+    if _format(path) is None:
+        raise PacelineError(
+            f"{path} is not of a type that can be read",
+            fix=f"these can: {' '.join(FORMATS)}; plain text under another name only needs renaming",
+        )
+    if status.st_size == 0:
+        raise PacelineError(f"{path} is empty", fix="put text into it, or give another path")
+    return _source_file(path, status)
+
+
+def _format(path: Path) -> str | None:
+    name = path.name.lower()
+    return next((kind for suffix, kind in FORMATS.items() if name.endswith(suffix)), None)
+
+
+def _source_file(path: Path, status: os.stat_result) -> SourceFile:
+    kind = _format(path)
+    assert kind is not None
+    stamp = f"{status.st_size}:{status.st_mtime_ns}"
+    return SourceFile(path=str(path.absolute()), format=kind, num_bytes=status.st_size, stamp=stamp)
+
+
+def _stat_file(path: Path) -> os.stat_result:
+    try:
+        status = path.stat()
+        if stat.S_ISREG(status.st_mode) and not os.access(path, os.R_OK):
+            raise PermissionError
+    except OSError as error:
+        raise _stat_error(path, error) from error
+    if not stat.S_ISREG(status.st_mode):
+        raise UnreadableFile(f"{path} is not a regular file", fix="give a file or a folder of files")
+    return status
+
+
+def _stat_error(path: Path, error: OSError) -> UnreadableFile:
+    if isinstance(error, PermissionError):
+        return UnreadableFile(f"no permission to read {path}", fix=f"chmod u+rX '{path}', or ask its owner")
+    if path.is_symlink():
+        return UnreadableFile(
+            f"{path} is a link to {path.readlink()}, which leads nowhere",
+            fix=f"put the file back, or remove the link: rm '{path}'",
+        )
+    return UnreadableFile(f"cannot read {path}: {error.strerror}", fix="check the disk and the path")
+
+
+def _hf_source(source: str) -> SourceFile:
+    """One SourceFile for the whole dataset. A local one is stamped by its files; one from the hub by its name alone."""
+    name, config = source.removeprefix("hf:"), ""
+    if ":" in name and not Path(name).expanduser().exists():
+        name, config = name.rsplit(":", 1)
+    if not name:
+        raise PacelineError(
+            f"{source} names no dataset", fix="write hf:NAME or hf:NAME:CONFIG, such as hf:roneneldan/TinyStories"
+        )
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        if name.startswith((".", "/", "~")):
+            raise PacelineError(f"no such dataset folder: {name}", fix="check the path; hub datasets are hf:OWNER/NAME")
+        return SourceFile(path=name, format="hf", num_bytes=1, stamp="hub", config=config)
+    broken: list[PacelineError] = []
+    stamps, num_bytes = [], 0
+    for path in _walk(folder, broken):
+        status = _stat_file(path)
+        num_bytes += status.st_size
+        stamps.append(f"{path.relative_to(folder)}:{status.st_size}:{status.st_mtime_ns}")
+    if broken or not stamps:
+        raise broken[0] if broken else PacelineError(f"{folder} is an empty folder", fix="save a dataset there first")
+    return SourceFile(
+        path=str(folder.absolute()), format="hf", num_bytes=num_bytes, stamp=" ".join(stamps), config=config
+    )

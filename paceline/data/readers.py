@@ -1,0 +1,278 @@
+"""
+One file in, documents out: text, gzip, jsonl, parquet and `datasets` folders.
+
+Everything is streamed, so memory is bounded by one part (text) or one row group (tables), not by the file. Every way a
+file can be broken becomes an UnreadableFile that names the file and the place in it. Optional libraries are imported
+by the function that needs them.
+"""
+
+import gzip
+import hashlib
+import json
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
+
+from paceline.errors import PacelineError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+TEXT_FIELD = "text"
+BOM = b"\xef\xbb\xbf"
+ROWS_AT_ONCE = 1024
+
+
+class UnreadableFile(PacelineError):
+    """A source file that is broken, missing or not text; others may be fine."""
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file, or a whole `datasets` dataset, before it is opened."""
+
+    path: str
+    format: str  # text, jsonl, parquet or hf
+    num_bytes: int
+    stamp: str  # changes when the content may have changed: size and mtime_ns
+    config: str = ""  # of a dataset from the hub
+
+
+@dataclass(frozen=True)
+class Document:
+    text: str
+    num_bytes: int  # in UTF-8
+    digest: int  # 64 bits of BLAKE2b of the text: on which side of the held-out line it falls
+    share_read: float  # of the file it is from, up to its end: 0 to 1
+
+
+def read_documents(file: SourceFile, *, part_bytes: int) -> Iterator[Document]:
+    """The documents of one file in order; those of nothing but white space are passed over."""
+    read = {"text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet, "hf": _read_hf}[file.format]
+    for content, share_read in read(file, part_bytes):
+        text = content.decode()
+        if text and not text.isspace():
+            digest = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+            yield Document(text=text, num_bytes=len(content), digest=digest, share_read=share_read)
+
+
+def cut_at_line_ends(content: bytes, part_bytes: int) -> Iterator[bytes]:
+    """Parts of at most part_bytes that end with a line, or inside a line that is longer, never inside a character."""
+    start = 0
+    while len(content) - start > part_bytes:
+        end = content.rfind(b"\n", start, start + part_bytes) + 1
+        if end <= start:
+            end = start + part_bytes
+            while end > start + part_bytes - 4 and content[end] & 0xC0 == 0x80:  # inside a character
+                end -= 1
+        yield content[start:end]
+        start = end
+    if start < len(content):
+        yield content[start:]
+
+
+def _read_text(file: SourceFile, part_bytes: int) -> Iterator[tuple[bytes, float]]:
+    with _opened(file) as (stream, raw):
+        rest = stream.read(part_bytes)
+        offset = len(BOM) if rest.startswith(BOM) else 0
+        rest = rest[offset:]
+        while block := stream.read(part_bytes):
+            *full, rest = cut_at_line_ends(rest + block, part_bytes)
+            for part in full:
+                yield _checked_utf8(file, part, offset), _share(raw, file)
+                offset += len(part)
+        for part in cut_at_line_ends(rest, part_bytes):
+            yield _checked_utf8(file, part, offset), 1.0
+            offset += len(part)
+
+
+def _read_jsonl(file: SourceFile, part_bytes: int) -> Iterator[tuple[bytes, float]]:
+    field = None
+    with _opened(file) as (stream, raw):
+        for number, line in enumerate(stream, start=1):
+            where = f"{file.path}:{number}"
+            if number == 1:
+                line = line.removeprefix(BOM)
+            if line.isspace():
+                continue
+            record = _json_object(where, line)
+            field = field or _text_field(where, {key: isinstance(value, str) for key, value in record.items()})
+            if field not in record:
+                raise UnreadableFile(
+                    f"{where} has no field {field!r}, which the lines before it have; it has {_listed(record)}",
+                    fix=f"give every line the field {field!r}",
+                )
+            for part in _cut_value(where, record[field], part_bytes):
+                yield part, _share(raw, file)
+
+
+def _read_parquet(file: SourceFile, part_bytes: int) -> Iterator[tuple[bytes, float]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise _missing_extra(file.path) from error
+    try:
+        with pyarrow.parquet.ParquetFile(file.path) as table:
+            column = _text_field(file.path, {field.name: _is_string(str(field.type)) for field in table.schema_arrow})
+            num_rows, row = table.metadata.num_rows, 0
+            for batch in table.iter_batches(ROWS_AT_ONCE, columns=[column]):
+                for value in batch.column(0).to_pylist():
+                    row += 1
+                    for part in _cut_value(f"row {row} of {file.path}", value, part_bytes):
+                        yield part, row / num_rows
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UnreadableFile(
+            f"{file.path} cannot be read as parquet: {_first_line(error)}",
+            fix="download or write the file again, or move it out of the folder",
+        ) from error
+
+
+def _read_hf(file: SourceFile, part_bytes: int) -> Iterator[tuple[bytes, float]]:
+    dataset = _load_hf(file)
+    column = _text_field(
+        file.path,
+        {name: _is_string(str(getattr(feature, "dtype", ""))) for name, feature in dataset.features.items()},
+    )
+    num_rows, row = len(dataset), 0
+    for batch in dataset.select_columns([column]).iter(ROWS_AT_ONCE):
+        for value in batch[column]:
+            row += 1
+            for part in _cut_value(f"row {row} of {file.path}", value, part_bytes):
+                yield part, row / num_rows
+
+
+def _load_hf(file: SourceFile) -> "Dataset":
+    """The `train` split; a local folder written by save_to_disk, a local folder of data files, or a name on the hub."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise _missing_extra(f"hf:{file.path}") from error
+    folder = Path(file.path)
+    try:
+        if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
+            loaded = datasets.load_from_disk(file.path)
+        else:
+            loaded = datasets.load_dataset(file.path, file.config or None)
+    except Exception as error:  # datasets raises whatever its parts raise: hub, network, pandas, arrow
+        raise _hf_error(file, error) from error
+    if isinstance(loaded, datasets.Dataset):
+        return loaded
+    if "train" not in loaded:
+        raise UnreadableFile(
+            f"dataset {file.path} has no split `train`; it has {_listed(loaded)}",
+            fix="save the split you want as parquet or with save_to_disk, and give that path",
+        )
+    return loaded["train"]
+
+
+def _hf_error(file: SourceFile, error: Exception) -> UnreadableFile:
+    fix = f"check the name and the network: https://huggingface.co/datasets/{file.path}"
+    if Path(file.path).is_dir():
+        fix = "write the folder again with Dataset.save_to_disk, or put parquet files in it"
+    elif "onfig name" in str(error):  # "Config name is missing", "BuilderConfig 'x' not found"
+        fix = f"name the configuration: hf:{file.path}:CONFIG, one of those listed on its page"
+    return UnreadableFile(f"dataset {file.path} cannot be loaded: {_first_line(error)}", fix=fix)
+
+
+@contextmanager
+def _opened(file: SourceFile) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    """The stream of text bytes and the file under it, which is another one when compressed."""
+    try:
+        with open(file.path, "rb") as raw:
+            yield (cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if file.path.lower().endswith(".gz") else raw), raw
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise UnreadableFile(
+            f"{file.path} is damaged, or not gzip: {_first_line(error)}",
+            fix=f"download or write it again; `gzip -t '{file.path}'` tests it",
+        ) from error
+    except OSError as error:
+        raise UnreadableFile(
+            f"cannot read {file.path}: {error.strerror or error}",
+            fix="check that the file is there, that you may read it, and the disk",
+        ) from error
+
+
+def _checked_utf8(file: SourceFile, part: bytes, offset: int) -> bytes:
+    """The part as it is, when it is UTF-8; `offset` is where in the file it begins."""
+    try:
+        part.decode()
+    except UnicodeDecodeError as error:
+        utf_16 = part.startswith((b"\xff\xfe", b"\xfe\xff"))
+        encoding = "utf-16" if utf_16 else "latin-1"
+        raise UnreadableFile(
+            f"{file.path} is not UTF-8: byte 0x{part[error.start]:02x} at offset {offset + error.start:,}",
+            fix=f"iconv -f {encoding} -t utf-8 '{file.path}' > new.txt, with the encoding it is in",
+        ) from error
+    return part
+
+
+def _json_object(where: str, line: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        cut = "" if line.endswith(b"\n") else ", and the file ends within the line: it may be cut short"
+        raise UnreadableFile(
+            f"{where} is not JSON: {_first_line(error)}{cut}", fix="mend or delete that line, or get the file again"
+        ) from error
+    if not isinstance(record, dict):
+        raise UnreadableFile(
+            f"{where} is a JSON {type(record).__name__}, not an object", fix='write each line as {"text": "..."}'
+        )
+    return record
+
+
+def _text_field(where: str, is_string: dict[str, bool]) -> str:
+    """`text`, or the only field of strings."""
+    strings = [name for name, yes in is_string.items() if yes]
+    if TEXT_FIELD in strings:
+        return TEXT_FIELD
+    if len(strings) == 1:
+        return strings[0]
+    raise UnreadableFile(
+        f"{where} has no field {TEXT_FIELD!r} of strings, and {len(strings)} other fields are strings;"
+        f" it has {_listed(is_string)}",
+        fix=f"rename the field that holds the text to {TEXT_FIELD!r}",
+    )
+
+
+def _cut_value(where: str, value: Any, part_bytes: int) -> Iterator[bytes]:
+    """A row's text in parts; a null is a row without text."""
+    if value is None:
+        return
+    if not isinstance(value, str):
+        raise UnreadableFile(f"{where} holds {type(value).__name__}, not text", fix="make it a string, or null")
+    try:
+        content = value.encode()
+    except UnicodeEncodeError as error:
+        raise UnreadableFile(
+            f"{where} holds half a character: \\u{ord(value[error.start]):04x} at character {error.start:,}",
+            fix="write the file again from its source: half of a surrogate pair cannot be UTF-8",
+        ) from error
+    yield from cut_at_line_ends(content, part_bytes)
+
+
+def _is_string(dtype: str) -> bool:
+    return dtype in ("string", "large_string", "string_view")
+
+
+def _share(raw: BinaryIO, file: SourceFile) -> float:
+    return min(1.0, raw.tell() / file.num_bytes)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names) or "none"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _missing_extra(name: str) -> PacelineError:
+    return PacelineError(
+        f"{name} needs the packages datasets and pyarrow, which are not installed",
+        fix="pip install 'paceline[datasets]'",
+    )

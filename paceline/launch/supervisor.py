@@ -1,0 +1,265 @@
+"""
+One attempt of a run, from the start of its processes to what came of it; no torch, never touches a tensor.
+
+The agent (launch/agent.py) is at the other end of its stdin and stdout and holds the engine and the workers. Ctrl-C
+reaches only this process, which asks the agent to stop. What the attempt did stands in events.jsonl.
+"""
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+from paceline.launch.agent import Lines, kill_processes
+from paceline.launch.failure import Failure, find_failures, read_log_tail
+from paceline.rundir import RunDir, append_event, read_json_lines
+
+TICK_S = 0.1
+FAILED_EXIT_CODE = 3
+INTERRUPTED_EXIT_CODE = 130
+ONE_CTRL_C_S = 0.3  # wrappers such as `uv run` pass on the signal that the terminal has sent already
+AGENT_MARGIN_S = 12.0  # the agent ends what will not end by itself, and then itself, within this
+LAUNCH_LOG = "launch.log"  # stderr of the agent and the engine
+
+State = Literal["finished", "failed", "interrupted"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    state: State
+    exit_code: int
+    attempt: int
+    failures: list[Failure]  # the root cause first
+
+    @property
+    def root(self) -> Failure | None:
+        return self.failures[0] if self.failures else None
+
+
+def run_attempt(
+    run: RunDir,
+    *,
+    command: list[str],
+    nproc: int,
+    attempt: int,
+    env: Mapping[str, str],
+    lock_fd: int | None,
+    on_tick: Callable[[], None],
+    stop_grace_s: float = 60.0,
+) -> Outcome:
+    """Start `nproc` workers and stay until they have ended; call it from the main thread, as it takes the signals.
+
+    on_tick is called some ten times a second. lock_fd: flock on the run folder, which agent and engine keep too.
+    """
+    logs_dir = run.logs(attempt).resolve()
+    logs_dir.mkdir(parents=True, exist_ok=True)
+    job = {
+        "command": command,
+        "nproc": nproc,
+        "env": dict(env),
+        "logs_dir": str(logs_dir),
+        "run_id": uuid.uuid4().hex,
+        "lock_fd": lock_fd,
+        "stop_grace_s": stop_grace_s,
+    }
+    watch = AttemptWatch(run, attempt, nproc)
+    with caught_signals() as caught, started_agent(job) as link:
+        while not link.ended:
+            for line in link.read(timeout_s=TICK_S):
+                watch.note(line)
+            if caught.first and not watch.stopping:
+                watch.note_stop(caught.first)
+                link.send("stop", give_up_s=stop_grace_s + AGENT_MARGIN_S)
+            if caught.kill and not watch.killing:
+                watch.killing = True
+                link.send("kill", give_up_s=AGENT_MARGIN_S)
+            on_tick()
+    outcome = watch.outcome(agent_exit_code=link.agent.returncode)
+    on_tick()
+    return outcome
+
+
+class AttemptWatch:
+    """What the agent has told so far, and the events that follow from it."""
+
+    def __init__(self, run: RunDir, attempt: int, nproc: int):
+        self.run = run
+        self.attempt = attempt
+        self.nproc = nproc
+        self.stopping = False
+        self.killing = False
+        self.failed_first = False  # a rank had failed before anyone asked to stop
+        self.ranks: list[dict[str, Any]] = []
+        self.engine_exit_code: int | None = None
+
+    def note(self, line: dict[str, Any]) -> None:
+        if "ranks" in line:
+            self.ranks = line["ranks"]
+        if line["event"] == "started":
+            pids = {each["rank"]: each["pid"] for each in self.ranks}
+            append_event(
+                self.run, "attempt", attempt=self.attempt, nproc=self.nproc, world_size=len(pids), pids=list(pids.values())
+            )
+        elif line["event"] == "rank_failed":
+            self.failed_first = not self.stopping
+        elif line["event"] == "engine_ended":
+            self.engine_exit_code = line["exit_code"]
+            if line["left"]:
+                pids = ", ".join(map(str, line["left"]))
+                append_event(self.run, "note", text=f"processes that do not end even when killed: {pids}")
+
+    def note_stop(self, signal_name: str) -> None:
+        self.stopping = True
+        append_event(self.run, "stopping", attempt=self.attempt, signal=signal_name)
+
+    def outcome(self, *, agent_exit_code: int) -> Outcome:
+        failures = find_failures(self.run, self.attempt, self.ranks)
+        for failure in failures:
+            append_event(
+                self.run,
+                "rank_failed",
+                attempt=self.attempt,
+                rank=failure.rank,
+                exit_code=failure.exit_code,
+                signal=failure.signal,
+                message=failure.message,
+                consequence=failure.consequence,
+            )
+        if not failures and not self.stopping and (self.engine_exit_code or self.engine_exit_code is None):
+            failures = [self.launch_failure(agent_exit_code)]
+        state = self.state(failures)
+        outcome = Outcome(state, exit_code_of(state, failures), self.attempt, failures)
+        append_event(self.run, "attempt_ended", attempt=self.attempt, state=state, exit_code=outcome.exit_code)
+        return outcome
+
+    def state(self, failures: list[Failure]) -> State:
+        if not self.stopping or self.failed_first:
+            return "failed" if failures else "finished"
+        if any(failure.traceback and not failure.consequence for failure in failures):
+            return "failed"  # an error while stopping, such as a full disk: perhaps nothing was saved
+        return "finished" if self.all_done() else "interrupted"
+
+    def all_done(self) -> bool:
+        """Every rank says that it had reached its last step: the order to stop came too late to matter."""
+        paths = [self.run.progress(each["rank"]) for each in self.ranks]
+        last = [list(read_json_lines(path))[-1:] for path in paths]
+        return bool(last) and all(line and line[0].get("phase") == "done" for line in last)
+
+    def launch_failure(self, agent_exit_code: int) -> Failure:
+        who, exit_code = "torch's elastic agent", self.engine_exit_code
+        if exit_code is None:
+            who, exit_code = "the launch agent", agent_exit_code
+        killed_by = signal.Signals(-exit_code).name if exit_code < 0 else None
+        return Failure(
+            rank=None,
+            exit_code=None if killed_by else exit_code,
+            signal=killed_by,
+            message=f"{who} was ended by {killed_by}" if killed_by else f"{who} ended with code {exit_code}",
+            time=time.time(),
+            consequence=False,
+            traceback=None if killed_by else "\n".join(read_log_tail(self.run.logs(self.attempt) / LAUNCH_LOG)),
+        )
+
+
+def exit_code_of(state: State, failures: list[Failure]) -> int:
+    if state == "failed":
+        return failures[0].user_exit_code if failures[0].fix else FAILED_EXIT_CODE
+    return INTERRUPTED_EXIT_CODE if state == "interrupted" else 0
+
+
+@dataclass
+class Caught:
+    """Signals since the attempt began."""
+
+    first: str | None = None
+    first_time: float = 0.0
+    kill: bool = False
+
+    def take(self, signum: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.first is None:
+            self.first, self.first_time = signal.Signals(signum).name, now
+        elif signum == signal.SIGINT and now - self.first_time > ONE_CTRL_C_S:
+            self.kill = True  # a second SIGTERM is only a batch system repeating itself
+
+
+@contextmanager
+def caught_signals() -> Iterator[Caught]:
+    caught = Caught()
+    before = {signum: signal.signal(signum, caught.take) for signum in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield caught
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+class AgentLink:
+    """JSON lines to and from one agent. `ended` when it has closed its side, as it does on every end, a kill included."""
+
+    def __init__(self, agent: subprocess.Popen[bytes]):
+        assert agent.stdout is not None
+        self.agent = agent
+        self.give_up_at = float("inf")
+        self._lines = Lines(agent.stdout.fileno())
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(agent.stdout, selectors.EVENT_READ)
+
+    @property
+    def ended(self) -> bool:
+        return self._lines.ended
+
+    def read(self, *, timeout_s: float) -> list[dict[str, Any]]:
+        """What has come by now, after at most timeout_s; a signal's effect is seen as late as that."""
+        if time.monotonic() > self.give_up_at:
+            self.agent.kill()  # the engine and the workers follow by PDEATHSIG
+        return self._lines.read() if self._selector.select(timeout_s) else []
+
+    def send(self, do: str, *, give_up_s: float) -> None:
+        self.give_up_at = min(self.give_up_at, time.monotonic() + give_up_s)
+        self.write({"do": do})
+
+    def write(self, line: dict[str, Any]) -> None:
+        assert self.agent.stdin is not None
+        with suppress(BrokenPipeError):  # the agent has ended: read() says so next
+            self.agent.stdin.write(json.dumps(line).encode() + b"\n")
+            self.agent.stdin.flush()
+
+    def close(self) -> None:
+        self._selector.close()
+        self.agent.kill()
+        with suppress(BrokenPipeError):
+            self.agent.__exit__(None, None, None)  # closes both pipes and reaps
+
+
+@contextmanager
+def started_agent(job: dict[str, Any]) -> Iterator[AgentLink]:
+    """However the block is left, nothing of the attempt runs afterwards."""
+    lock_fds = () if job["lock_fd"] is None else (job["lock_fd"],)
+    with (Path(job["logs_dir"]) / LAUNCH_LOG).open("ab") as log:
+        agent = subprocess.Popen(
+            [sys.executable, "-P", "-m", "paceline.launch.agent"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env=os.environ,
+            pass_fds=lock_fds,
+            start_new_session=True,  # a terminal's Ctrl-C reaches the supervisor alone
+        )
+    link = AgentLink(agent)
+    try:
+        link.write(job)
+        yield link
+    finally:
+        link.close()
+        kill_processes(job["run_id"], timeout_s=AGENT_MARGIN_S)

@@ -1,0 +1,294 @@
+"""
+Checkpoints: save in the background while training goes on, load on any number of ranks.
+
+Each rank hands in the pieces it owns; the copy is taken before `save` returns and a thread writes it (publish.py),
+without a collective, so a save cannot disturb those of the training. Keys are logical and know no rank: what two ranks
+saved three can load. What lies in the folder, and whether it is whole: manifest.py. What the tensors are for, and what
+the numbers in `state` mean, is not known here.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+import paceline
+from paceline.errors import PacelineError
+from paceline.model.manifest import (
+    NoCheckpoint,
+    TensorEntry,
+    clean_leftovers,
+    list_checkpoints,
+    newest_good,
+    num_rows,
+    read_manifest,
+    verify,
+)
+from paceline.model.publish import PendingSave, explained, give_up, prune, publish, shard_name, write_part
+from paceline.model.shard_file import RawTensor
+
+__all__ = [
+    "CheckpointReader",
+    "CheckpointWriter",
+    "NoCheckpoint",
+    "Piece",
+    "SavedCheckpoint",
+    "clean_leftovers",
+    "list_checkpoints",
+    "load_newest_good",
+    "open_checkpoint",
+    "verify",
+]
+
+DTYPE_CODES = {  # torch -> safetensors
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows [lo, hi) of the tensor `key`, whose full shape is `shape`; a scalar has the one row (0, 1) and shape ()."""
+
+    key: str
+    shape: tuple[int, ...]
+    rows: tuple[int, int]
+    tensor: Tensor
+
+    @property
+    def name(self) -> str:
+        """The tensor's name in its file."""
+        lo, hi = self.rows
+        return self.key if (lo, hi) == (0, num_rows(self.shape)) else f"{self.key}[{lo}:{hi}]"
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A checkpoint that is on disk; seconds from the call of `save` until it was."""
+
+    path: Path
+    step: int
+    seconds: float
+    bytes: int
+
+
+class CheckpointWriter:
+    """Writes this rank's part of each checkpoint; rank 0 also completes it, and removes old ones.
+
+    attempt: the same on all ranks and never used before in this run, so that what a killed attempt left at the same
+    step is never taken for this one's. on_saved is called on rank 0, from the thread. Call `wait` before the process
+    ends: the thread does not keep it alive, and a save that is cut off leaves only what `clean_leftovers` removes.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        rank: int,
+        world_size: int,
+        attempt: str,
+        keep_last: int,
+        on_saved: Callable[[SavedCheckpoint], None],
+        deadline_s: float = 600.0,
+    ):
+        assert keep_last >= 1, keep_last
+        self._directory = directory
+        self._rank = rank
+        self._world_size = world_size
+        self._attempt = attempt
+        self._keep_last = keep_last
+        self._on_saved = on_saved
+        self._deadline_s = deadline_s
+        self._num_saves = 0
+        self._copies: dict[str, Tensor] = {}  # kept for the next save: fresh memory costs more than the copying
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def save(
+        self, step: int, pieces: Sequence[Piece], state: Mapping[str, Any], *, val_bpb: float | None = None
+    ) -> float:
+        """Copy the pieces and begin to write them; returns the seconds it waited for the save before to end.
+
+        All ranks call it for the same steps in the same order; no rank waits for another. state: plain JSON values,
+        rank 0's are kept. Raises what the save before met. Saving a step again replaces it.
+        """
+        began = time.monotonic()
+        self.wait()
+        waited_s = time.monotonic() - began
+        self._num_saves += 1
+        save = PendingSave(
+            directory=self._directory,
+            step=step,
+            rank=self._rank,
+            world_size=self._world_size,
+            attempt=f"{self._attempt}-{self._num_saves}",  # a step saved again after a failure is another attempt
+            tensors=self._copy(pieces),
+            entries=_entries(pieces, file=shard_name(self._rank, self._world_size)),
+        )
+        state = json.loads(json.dumps(state, allow_nan=False))  # as it is now
+        self._thread = threading.Thread(
+            target=self._run, args=(save, state, val_bpb, began + waited_s), name="checkpoint", daemon=True
+        )
+        self._thread.start()
+        return waited_s
+
+    def wait(self) -> None:
+        """Until the save under way has ended; raises what it met."""
+        if self._thread:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error:
+            raise error
+
+    @torch.no_grad()
+    def _copy(self, pieces: Sequence[Piece]) -> list[RawTensor]:
+        """The pieces' bytes in CPU memory; those without rows are left out."""
+        copies: dict[str, Tensor] = {}
+        for piece in pieces:
+            lo, hi = piece.rows
+            source = piece.tensor
+            assert source.shape == ((hi - lo, *piece.shape[1:]) if piece.shape else ()), (piece.name, source.shape)
+            assert piece.name not in copies, f"{piece.name} twice on rank {self._rank}"
+            if lo == hi:
+                continue
+            copy = self._copies.get(piece.name)
+            if copy is None or (copy.shape, copy.dtype) != (source.shape, source.dtype):
+                copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+            copies[piece.name] = copy.copy_(source, non_blocking=True)
+        for device in {piece.tensor.device for piece in pieces if piece.tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()  # the next step overwrites what is being copied
+        self._copies = copies
+        # wide dtypes first: every tensor then starts on a multiple of its element size
+        wide_first = sorted(copies.items(), key=lambda item: -item[1].element_size())
+        return [RawTensor(name, DTYPE_CODES[copy.dtype], tuple(copy.shape), _bytes(copy)) for name, copy in wide_first]
+
+    def _run(self, save: PendingSave, state: Mapping[str, Any], val_bpb: float | None, began: float) -> None:
+        try:
+            write_part(save)
+            if self._rank == 0:
+                versions = {"paceline": paceline.__version__, "torch": torch.__version__}
+                path, num_bytes = publish(
+                    save, state=state, val_bpb=val_bpb, versions=versions, deadline_s=self._deadline_s
+                )
+                prune(self._directory, step=save.step, keep_last=self._keep_last)
+                self._on_saved(SavedCheckpoint(path, save.step, time.monotonic() - began, num_bytes))
+        except OSError as error:
+            give_up(save)
+            self._error = explained(error, save)
+            self._error.__cause__ = error
+        except BaseException as error:
+            give_up(save)
+            self._error = error
+
+
+class CheckpointReader:
+    """A checkpoint's tensors by key and rows, whoever saved them. Reads from disk only what is asked for."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._manifest = read_manifest(path)
+        self._open_files: dict[str, Any] = {}
+
+    @property
+    def step(self) -> int:
+        return self._manifest.step
+
+    @property
+    def world_size(self) -> int:
+        return self._manifest.world_size
+
+    @property
+    def val_bpb(self) -> float | None:
+        return self._manifest.val_bpb
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        return self._manifest.state
+
+    def keys(self) -> list[str]:
+        return list(self._manifest.tensors)
+
+    def read(self, key: str, lo: int, hi: int) -> Tensor:
+        """Rows [lo, hi) on the CPU, in the dtype they were saved in; a scalar's one row has shape ()."""
+        entry = self._entry(key)
+        assert 0 <= lo <= hi <= num_rows(entry.shape), f"rows {lo} to {hi} of {key} {entry.shape}"
+        rows = torch.empty((hi - lo, *entry.shape[1:]), dtype=getattr(torch, entry.dtype))
+        for part in entry.parts:
+            first, last = max(lo, part.rows[0]), min(hi, part.rows[1])
+            if first < last and entry.shape:
+                stored = self._file(part.file).get_slice(part.name)
+                rows[first - lo : last - lo] = stored[first - part.rows[0] : last - part.rows[0]]
+            elif first < last:
+                rows[0] = self._file(part.file).get_tensor(part.name)
+        return rows if entry.shape else rows[0]
+
+    def read_all(self, key: str) -> Tensor:
+        return self.read(key, 0, num_rows(self._entry(key).shape))
+
+    def load_model_state(self) -> dict[str, Tensor]:
+        """The model's parameters by their names in the module, fp32."""
+        keys = [key for key in self.keys() if key.startswith("model.")]
+        return {key.removeprefix("model."): self.read_all(key).float() for key in keys}
+
+    def _entry(self, key: str) -> TensorEntry:
+        entry = self._manifest.tensors.get(key)
+        if entry is None:
+            near = get_close_matches(key, self.keys(), n=1)
+            raise PacelineError(
+                f"checkpoint {self.path} has no tensor {key}" + (f"; the nearest is {near[0]}" if near else ""),
+                fix="use the configuration it was saved with: config.toml of its run",
+            )
+        return entry
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open_files:
+            try:
+                self._open_files[name] = safe_open(self.path / name, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise PacelineError(
+                    f"checkpoint {self.path} cannot be read ({name}: {error})",
+                    fix=f"paceline resume {self.path.parent.parent} goes on from the newest one that is whole",
+                ) from error
+        return self._open_files[name]
+
+
+def open_checkpoint(path: Path) -> CheckpointReader:
+    """For a rank that was told the path by the rank that verified it."""
+    return CheckpointReader(path)
+
+
+def load_newest_good(directory: Path, *, set_aside: bool = False) -> tuple[CheckpointReader, list[str]]:
+    """Verify from the newest on, on one rank; the lines name the damaged ones passed over. See `newest_good`."""
+    path, notes = newest_good(directory, set_aside=set_aside)
+    return CheckpointReader(path), notes
+
+
+def _entries(pieces: Sequence[Piece], *, file: str) -> dict[str, dict[str, Any]]:
+    """What this rank holds of each key, as the manifest will say it; no parts where it holds no row."""
+    entries: dict[str, dict[str, Any]] = {}
+    for piece in pieces:
+        dtype = str(piece.tensor.dtype).removeprefix("torch.")
+        entry = entries.setdefault(piece.key, {"shape": list(piece.shape), "dtype": dtype, "parts": []})
+        assert (entry["shape"], entry["dtype"]) == (list(piece.shape), dtype), piece.key
+        if piece.rows[0] < piece.rows[1]:
+            entry["parts"].append({"file": file, "name": piece.name, "rows": piece.rows})
+    return entries
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -1,0 +1,186 @@
+"""
+The bytes of a save on their way to the disk: each rank's part, then on rank 0 the manifest and the folder's name.
+
+Ranks meet through files alone. Each writes its safetensors file and, when that is synced, a small JSON beside it into
+a folder with a hidden name; rank 0 waits for the JSON of all, writes the manifest last and renames the folder. A kill
+at any moment leaves the checkpoints before it, and a hidden folder that `clean_leftovers` removes. No torch: this runs
+in a thread beside the training and touches no tensor.
+"""
+
+import errno
+import json
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import PacelineError
+from paceline.model.manifest import (
+    MANIFEST,
+    Manifest,
+    TensorEntry,
+    discard,
+    encode_manifest,
+    list_checkpoints,
+    step_folder_name,
+    tensor_entry,
+)
+from paceline.model.shard_file import FileEntry, RawTensor, shard_bytes, write_shard
+from paceline.rundir import utc_now, write_atomic
+from paceline.units import format_bytes
+
+POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class PendingSave:
+    """One rank's share of one save."""
+
+    directory: Path  # checkpoints/ of the run
+    step: int
+    rank: int
+    world_size: int
+    attempt: str  # the same on all ranks, other than that of any earlier save of this step
+    tensors: Sequence[RawTensor]
+    entries: Mapping[str, dict[str, Any]]  # key -> shape, dtype, parts of this rank
+
+    @property
+    def folder(self) -> Path:
+        """Where it is written; renamed when it is complete."""
+        return self.directory / f".{step_folder_name(self.step)}.{self.attempt}.tmp"
+
+    @property
+    def file(self) -> Path:
+        return self.folder / shard_name(self.rank, self.world_size)
+
+
+def shard_name(rank: int, world_size: int) -> str:
+    return f"shard_{rank:05d}_of_{world_size:05d}.safetensors"
+
+
+def write_part(save: PendingSave) -> None:
+    """Every rank: its file, then the JSON that says it is whole. A rank that owns nothing writes the JSON alone."""
+    save.folder.mkdir(parents=True, exist_ok=True)
+    files = {save.file.name: asdict(write_shard(save.file, save.tensors))} if save.tensors else {}
+    write_atomic(save.file.with_suffix(".json"), json.dumps({"files": files, "tensors": save.entries}))
+
+
+def publish(
+    save: PendingSave,
+    *,
+    state: Mapping[str, Any],
+    val_bpb: float | None,
+    versions: Mapping[str, str],
+    deadline_s: float,
+) -> tuple[Path, int]:
+    """Rank 0: wait for all parts, merge them, let the folder appear under its name; returns its path and bytes."""
+    parts = _collect(save, deadline_s=deadline_s)
+    files = {name: FileEntry(**entry) for part in parts for name, entry in part["files"].items()}
+    manifest = Manifest(
+        step=save.step,
+        world_size=save.world_size,
+        time=utc_now(),
+        val_bpb=val_bpb,
+        files=files,
+        tensors=_merged([part["tensors"] for part in parts]),
+        state=state,
+        **versions,
+    )
+    write_atomic(save.folder / MANIFEST, encode_manifest(manifest))
+    for rank in range(save.world_size):
+        (save.folder / shard_name(rank, save.world_size)).with_suffix(".json").unlink()
+    _sync_folder(save.folder)
+    final = save.directory / step_folder_name(save.step)
+    replaced = final.with_name(f"{final.name}.replaced")
+    if final.exists():  # a kill between the two renames is mended by clean_leftovers
+        final.rename(replaced)
+    save.folder.rename(final)
+    _sync_folder(save.directory)
+    if replaced.exists():
+        discard(replaced)
+    return final, sum(entry.bytes for entry in files.values())
+
+
+def prune(directory: Path, *, step: int, keep_last: int) -> None:
+    """Keep the newest keep_last up to `step` and the best of them; what is newer than `step` is left alone."""
+    listed = [info for info in list_checkpoints(directory) if info.step <= step]
+    scored = [(info.val_bpb, -info.step) for info in listed if info.val_bpb is not None]
+    best_step = -min(scored)[1] if scored else None
+    for info in listed[keep_last:]:
+        if info.step != best_step:
+            discard(info.path)
+
+
+def give_up(save: PendingSave) -> None:
+    """Free the disk, and tell rank 0 not to wait."""
+    if save.rank == 0:
+        shutil.rmtree(save.folder, ignore_errors=True)
+        return
+    try:
+        save.file.unlink(missing_ok=True)
+        save.file.with_suffix(".failed").touch()
+    except OSError:
+        return  # rank 0 gave up before, or learns it at its deadline
+
+
+def explained(error: OSError, save: PendingSave) -> PacelineError:
+    """What the user reads when the disk said no. After `give_up`, so that the free space is what he will find."""
+    who = f"rank {save.rank} of {save.world_size}"
+    resume = f"paceline resume {save.directory.parent}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        needed, free = shard_bytes(save.tensors), shutil.disk_usage(save.directory).free
+        return PacelineError(
+            f"no space for the checkpoint of step {save.step}: {who} needs {format_bytes(needed)},"
+            f" {format_bytes(free)} free in {save.directory}; the checkpoints before it are untouched",
+            fix=f"free some space (older checkpoints lie there too), then: {resume}",
+        )
+    return PacelineError(
+        f"{who} cannot write the checkpoint of step {save.step} to {save.directory}: {error.strerror}",
+        fix=f"make the folder writable, then: {resume}",
+    )
+
+
+def _collect(save: PendingSave, *, deadline_s: float) -> list[dict[str, Any]]:
+    """What each rank wrote, once all have."""
+    deadline = time.monotonic() + deadline_s
+    notes = [(save.folder / shard_name(rank, save.world_size)).with_suffix(".json") for rank in range(save.world_size)]
+    while missing := [rank for rank, note in enumerate(notes) if not note.exists()]:
+        for rank in missing:
+            if notes[rank].with_suffix(".failed").exists():
+                raise PacelineError(
+                    f"rank {rank} of {save.world_size} could not write its part of the checkpoint of step {save.step};"
+                    " the checkpoints before it are untouched",
+                    fix=f"see the end of rank {rank}'s log, then: paceline resume {save.directory.parent}",
+                )
+        if time.monotonic() > deadline:
+            raise PacelineError(
+                f"no checkpoint of step {save.step}: after {deadline_s:g} s rank {', '.join(map(str, missing))}"
+                f" of {save.world_size} has not written its part to {save.directory}",
+                fix="see that rank's log; on several hosts the run folder must lie on a file system that all share",
+            )
+        time.sleep(POLL_S)
+    return [json.loads(note.read_text("utf-8")) for note in notes]
+
+
+def _merged(ranks: Sequence[Mapping[str, dict[str, Any]]]) -> dict[str, TensorEntry]:
+    """Every rank's entries as one; ValueError for a row that no rank owns, or two: a bug of the sharding."""
+    merged: dict[str, dict[str, Any]] = {}
+    for entries in ranks:
+        for key, entry in entries.items():
+            whole = merged.setdefault(key, {**entry, "parts": []})
+            if (whole["shape"], whole["dtype"]) != (entry["shape"], entry["dtype"]):
+                raise ValueError(f"{key}: {whole['dtype']} {whole['shape']} and {entry['dtype']} {entry['shape']}")
+            whole["parts"] += entry["parts"]
+    return {key: tensor_entry(**merged[key]) for key in sorted(merged)}
+
+
+def _sync_folder(path: Path) -> None:
+    """Makes the names in it last through a power cut."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,130 @@
+"""
+The devices here, asked of the driver, and what each can do. No torch: a plan must not cost two seconds of import.
+
+Peaks are dense bf16 with fp32 accumulation, boost clock, from the vendor's data sheets: A100 (DS-10031), H100/H200 (H100 data sheet,
+SXM), L40S, and the Ada and Blackwell architecture white papers (4090: 165.2, 5090: 209.5 TFLOP/s).
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.errors import PlanError
+
+PEAK_BF16_FLOPS = {  # longest matching name wins
+    "A100": 312e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "L40S": 362e12,
+    "RTX 3090": 71e12,
+    "RTX 4090": 165.2e12,
+    "RTX 5090": 209.5e12,
+}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One visible CUDA device; index is CUDA's, after CUDA_VISIBLE_DEVICES."""
+
+    index: int
+    name: str
+    memory_bytes: int
+    capability: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class Machine:
+    gpus: tuple[Gpu, ...]
+    cpu_cores: int
+    cpu_bf16: bool  # the CPU multiplies bf16 natively
+    memory_bytes: int
+
+
+def probe_machine() -> Machine:
+    """What is here now. A missing driver means no GPUs, not an error."""
+    return Machine(
+        gpus=probe_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")),
+        cpu_cores=probe_cpu_cores(),
+        cpu_bf16=probe_cpu_bf16(),
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    )
+
+
+def probe_gpus(visible: str | None) -> tuple[Gpu, ...]:
+    """visible: the value of CUDA_VISIBLE_DEVICES, None if unset."""
+    if visible is not None and not visible.strip():
+        return ()
+    try:
+        import pynvml  # type: ignore[import-untyped, unused-ignore]
+
+        pynvml.nvmlInit()
+    except Exception as error:  # NVML raises its own class per cause; each of them means "no NVIDIA driver here"
+        if type(error).__name__ in {"NVMLError_LibraryNotFound", "NVMLError_DriverNotLoaded", "ModuleNotFoundError"}:
+            return ()
+        raise PlanError(f"the NVIDIA driver does not answer: {error}", fix="run nvidia-smi; or --device cpu") from error
+    try:
+        count = pynvml.nvmlDeviceGetCount()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(count)]
+        uuids = [_text(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
+        gpus = []
+        for index, physical in enumerate(visible_devices(visible, uuids)):
+            handle = handles[physical]
+            gpus.append(
+                Gpu(
+                    index=index,
+                    name=_text(pynvml.nvmlDeviceGetName(handle)),
+                    memory_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+                    capability=tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
+                )
+            )
+        return tuple(gpus)
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def visible_devices(visible: str | None, uuids: list[str]) -> list[int]:
+    """Physical indices in CUDA's order. As CUDA does it: the first invalid entry hides itself and all after it."""
+    if visible is None:
+        return list(range(len(uuids)))
+    chosen: list[int] = []
+    for word in (w.strip() for w in visible.split(",")):
+        matches = [i for i, uuid in enumerate(uuids) if word and uuid.startswith(word)]
+        if word.isdigit() and int(word) < len(uuids):
+            chosen.append(int(word))
+        elif len(matches) == 1:
+            chosen.append(matches[0])
+        else:
+            break
+    return chosen
+
+
+def probe_cpu_cores() -> int:
+    """Cores that this process may use: affinity, then the cgroup's quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = Path("/sys/fs/cgroup/cpu.max")
+    if quota.is_file():
+        limit, _, period = quota.read_text().partition(" ")
+        if limit.isdigit():
+            cores = min(cores, max(1, int(limit) // int(period)))
+    return cores
+
+
+def probe_cpu_bf16() -> bool:
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.is_file():
+        return False
+    words = next((line.split() for line in cpuinfo.read_text().splitlines() if line.startswith("flags")), [])
+    return "avx512_bf16" in words or "amx_bf16" in words
+
+
+def peak_flops(gpu_name: str, precision: str) -> float | None:
+    """Dense peak of one device in FLOP/s; None where no figure with a source is known."""
+    if precision not in ("bf16", "fp16"):
+        return None
+    matches = [name for name in PEAK_BF16_FLOPS if name in gpu_name]
+    return PEAK_BF16_FLOPS[max(matches, key=len)] if matches else None
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

@@ -1,0 +1,252 @@
+"""
+`train` and `resume` from the first word to the last: text, plan, run folder, attempt, closing lines.
+
+The order matters: what can be refused by arithmetic is refused before the text is prepared, and the text is prepared once,
+before any worker starts.
+"""
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from paceline.config import Config, check_config, format_toml, load_config, override
+from paceline.data.shards import TokenDataset, open_dataset, prepare
+from paceline.errors import PacelineError
+from paceline.launch.digest import Digest, format_failure
+from paceline.launch.env import worker_env
+from paceline.launch.supervisor import Outcome, run_attempt
+from paceline.plan.machine import Machine, probe_machine
+from paceline.plan.planner import Plan, format_plan, make_plan
+from paceline.rundir import RunDir, append_event, lock_run, read_json_lines, write_atomic
+from paceline.units import format_count, format_duration
+from paceline.watch.status import run_status
+
+# keys that shape weights or choose rows: a run cannot change them and still be the same run
+FIXED = (
+    "name", "runs_dir", "seed", "data", "tokenizer", "vocab_size", "depth", "n_embd", "head_dim", "n_kv_head", "sequence_len",
+    "total_batch_size", "optimizer", "shard",
+)  # fmt: skip
+
+
+def start_run(config: Config) -> int:
+    """A new run; returns the exit code."""
+    machine = probe_machine()
+    check_config(config)
+    make_plan(config, machine, vocab_size=config.vocab_size, num_rows=0)  # refuse what cannot be before reading any text
+    run = RunDir(Path(config.runs_dir) / (config.name or default_name(config)))
+    check_new(run)
+    dataset = prepare_data(config)
+    plan = plan_run(config, machine, dataset)
+    config = resolved(config, plan)
+    create_run(run, config, plan, dataset)
+    return supervise(run, config, plan, source=describe(dataset), started=time.monotonic())
+
+
+def resume_run(run: RunDir, changes: dict[str, Any]) -> int:
+    """Goes on from the run's last good checkpoint, with some keys changed; returns the exit code."""
+    before, _ = load_config(run.config_toml, {})
+    fixed = [key for key in FIXED if key in changes and changes[key] != getattr(before, key)]
+    if fixed:
+        raise PacelineError(
+            f"{fixed[0]} is {getattr(before, fixed[0])} in {run.name} and cannot change within a run",
+            fix="start a new run with it: paceline train " + str(run.config_toml) + f" --{fixed[0].replace('_', '-')} ... --name NEW",
+        )
+    if "nproc" in changes and "device_batch_size" not in changes:
+        changes = {**changes, "device_batch_size": None}  # the same rows on other devices: how many at once is worked out anew
+    values = override({key: getattr(before, key) for key in before.__dataclass_fields__}, changes)
+    config = Config(**values)
+    check_config(config)
+    dataset = reopen_data(run, config)
+    plan = plan_run(config, probe_machine(), dataset)
+    old = Plan.from_json(run.plan_json.read_text())
+    if config.compile is None and plan.world_size == old.world_size:
+        plan = replace(plan, compile=old.compile)  # a trial's answer holds for the whole run: bits depend on it
+    status = run_status(run)
+    if status.state == "finished" and plan.num_steps <= status.step:
+        raise PacelineError(
+            f"{run.name} is finished at step {status.step:,} of {plan.num_steps:,}",
+            fix=f"paceline resume {run.path} --num-steps {2 * plan.num_steps} goes on from there",
+        )
+    config = resolved(config, plan)
+    lock = lock_run(run)
+    if plan.num_steps != old.num_steps:
+        text = f"length changed from {old.num_steps:,} to {plan.num_steps:,} steps: learning rates are worked out anew for all of it"
+        append_event(run, "note", text=text)
+    write_atomic(run.config_toml, format_toml(config))
+    write_atomic(run.plan_json, plan.to_json())
+    return supervise(run, config, plan, source=describe(dataset), started=time.monotonic(), lock=lock)
+
+
+def supervise(
+    run: RunDir, config: Config, plan: Plan, *, source: str, started: float, lock: int | None = None
+) -> int:
+    """One attempt, shown as it goes; then where things are and what to type next."""
+    lock = lock_run(run) if lock is None else lock
+    print("\n".join([*format_plan(plan, source=source), f"run     {run.path}", ""]), flush=True)
+    attempt = 1 + max((e["attempt"] for e in read_json_lines(run.events) if e.get("event") == "attempt"), default=0)
+    env, _ = worker_env(dict(os.environ), nproc=plan.world_size, device=plan.device, cpu_cores=plan.threads * plan.world_size)
+    digest = Digest(run, num_steps=plan.num_steps)
+    try:
+        outcome = run_attempt(
+            run,
+            command=[sys.executable, "-m", "paceline.train.worker", str(run.path), "--attempt", str(attempt)],
+            nproc=plan.world_size,
+            attempt=attempt,
+            env=env,
+            lock_fd=lock,
+            on_tick=digest.poll,
+        )
+    finally:
+        digest.close()
+        os.close(lock)
+    print(closing_lines(run, outcome, plan, seconds=time.monotonic() - started), file=sys.stderr if outcome.exit_code else sys.stdout)
+    return outcome.exit_code
+
+
+def closing_lines(run: RunDir, outcome: Outcome, plan: Plan, *, seconds: float) -> str:
+    if outcome.state == "failed":
+        append_event(run, "failed", rank=outcome.rank, exit_code=outcome.exit_code)
+        return format_failure(outcome, run)
+    status = run_status(run)
+    bpb = "n/a" if status.val_bpb is None else f"{status.val_bpb:.4f}"
+    if outcome.state == "interrupted":
+        saved = max((e["step"] for e in read_json_lines(run.events) if e.get("event") == "checkpoint"), default=None)
+        kept = f"checkpoint at step {saved:,}" if saved else "before the first checkpoint"
+        return f"\ninterrupted after {format_duration(seconds)}, {kept}\nnext    paceline resume {run.path}"
+    return "\n".join(
+        [
+            "",
+            f"done    {status.step:,} steps in {format_duration(seconds)}, val_bpb {bpb}",
+            f"run     {run.path}",
+            f"next    paceline sample {run.path} --prompt \"...\"",
+            f"        paceline eval {run.path}",
+            f"        paceline resume {run.path} --num-steps {2 * plan.num_steps}",
+        ]
+    )
+
+
+def plan_run(config: Config, machine: Machine, dataset: TokenDataset) -> Plan:
+    num_rows = dataset.split("train").num_rows(config.sequence_len)
+    return make_plan(config, machine, vocab_size=dataset.meta.vocab_size, num_rows=num_rows)
+
+
+def resolved(config: Config, plan: Plan) -> Config:
+    """What decides the result is written down; what only fits this machine (nproc, rows at once, compile) stays as asked."""
+    return replace(
+        config,
+        vocab_size=plan.model.vocab_size,
+        n_embd=plan.model.n_embd,
+        n_kv_head=plan.model.n_kv_head,
+        window_pattern=plan.model.window_pattern,
+        total_batch_size=plan.total_batch_size,
+        num_steps=plan.num_steps,
+        epochs=None,
+        precision=plan.precision,
+    )
+
+
+def default_name(config: Config) -> str:
+    return f"d{config.depth}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def check_new(run: RunDir) -> None:
+    """Refuses a folder that holds something; makes sure that it can be written."""
+    if run.path.exists() and (not run.path.is_dir() or any(run.path.iterdir())):
+        is_run = run.config_toml.is_file()
+        raise PacelineError(
+            f"{run.path} is already there" + ("" if is_run else ", and is not a run"),
+            fix=f"paceline resume {run.path}, or another --name" if is_run else "another --name",
+        )
+    try:
+        run.path.mkdir(parents=True, exist_ok=True)
+        probe = run.path / ".probe"
+        probe.write_bytes(b"x")
+        probe.unlink()
+    except OSError as error:
+        raise PacelineError(f"run folder {run.path} cannot be written: {error.strerror}", fix="--runs-dir DIR in a place you can write") from error
+
+
+def create_run(run: RunDir, config: Config, plan: Plan, dataset: TokenDataset) -> None:
+    """config.toml comes last: a folder without it is not a run."""
+    run.tokenizer_json.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(dataset.path / "tokenizer.json", run.tokenizer_json)
+    write_atomic(run.dataset_json, json.dumps({"path": str(dataset.path.resolve()), "fingerprint": dataset.meta.fingerprint}) + "\n")
+    write_atomic(run.plan_json, plan.to_json())
+    write_atomic(run.config_toml, format_toml(config))
+
+
+def prepare_data(config: Config, *, must_exist: bool = False) -> TokenDataset:
+    with show_progress() as progress:
+        return prepare(
+            config.data,
+            tokenizer=Path(config.tokenizer) if config.tokenizer else None,
+            vocab_size=config.vocab_size,
+            cache_dir=cache_dir(config),
+            num_workers=probe_machine().cpu_cores,
+            progress=progress,
+        )
+
+
+def reopen_data(run: RunDir, config: Config) -> TokenDataset:
+    """The shards that the run began with; prepared anew where they are gone, and refused if the text has changed since."""
+    record = json.loads(run.dataset_json.read_text())
+    if (Path(record["path"]) / "meta.json").is_file():
+        return open_dataset(Path(record["path"]))
+    dataset = prepare_data(replace(config, tokenizer=str(run.tokenizer_json)))
+    if dataset.meta.fingerprint != record["fingerprint"]:
+        raise PacelineError(
+            f"the token shards of {run.name} are gone and its text has changed since", fix="bring the text back, or start a new run"
+        )
+    write_atomic(run.dataset_json, json.dumps({**record, "path": str(dataset.path.resolve())}) + "\n")
+    return dataset
+
+
+def cache_dir(config: Config) -> Path:
+    if config.cache_dir:
+        return Path(config.cache_dir).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")  # the desktop standard, not a setting of ours
+    return (Path(base) if base else Path.home() / ".cache") / "paceline"
+
+
+def describe(dataset: TokenDataset) -> str:
+    meta = dataset.meta
+    return (
+        f"{meta.source}: {format_count(meta.train.num_tokens)} tokens to train on, {format_count(meta.val.num_tokens)} held out"
+        + (", prepared before" if dataset.reused else "")
+    )
+
+
+@contextmanager
+def show_progress() -> Iterator[Callable[[str, float, float], None]]:
+    """progress(label, done, total): a bar on a terminal; one line per label when piped."""
+    if not sys.stderr.isatty():
+        seen: set[str] = set()
+
+        def line(label: str, done: float, total: float) -> None:
+            if label not in seen:
+                seen.add(label)
+                print(f"{label} ...", file=sys.stderr, flush=True)
+
+        yield line
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        tasks: dict[str, Any] = {}
+
+        def update(label: str, done: float, total: float) -> None:
+            if label not in tasks:
+                tasks[label] = bar.add_task(label, total=total)
+            bar.update(tasks[label], completed=done, total=total)
+
+        yield update

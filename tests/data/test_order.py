@@ -1,0 +1,109 @@
+"""The order of data: a stateless permutation, and how ranks share a step."""
+
+import time
+import warnings
+
+import numpy as np
+import pytest
+
+from paceline.data.order import micro_batch_rows, rows_of_step
+
+SIZES = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 100, 255, 256, 257, 1000, 1023, 1024, 1025, 4095, 4097, 65_535, 65_537]
+
+
+def epoch(number: int, *, num_rows: int, seed: int = 0) -> list[int]:
+    return rows_of_step(number, rows_per_step=num_rows, num_rows=num_rows, seed=seed).tolist()
+
+
+@pytest.mark.parametrize("num_rows", SIZES)
+def test_an_epoch_holds_every_row_exactly_once(num_rows):
+    for number in (0, 1, 7):
+        assert sorted(epoch(number, num_rows=num_rows)) == list(range(num_rows))
+
+
+@pytest.mark.parametrize("rows_per_step", [1, 3, 10, 64, 97, 250])
+def test_steps_that_cross_an_epoch_border_still_see_every_row_once_an_epoch(rows_per_step):
+    num_rows, num_epochs = 97, 5
+    steps = -(-num_rows * num_epochs // rows_per_step)
+    rows = np.concatenate([rows_of_step(s, rows_per_step=rows_per_step, num_rows=num_rows, seed=3) for s in range(steps)])
+    for number in range(num_epochs):
+        rows_of_epoch = rows[number * num_rows : (number + 1) * num_rows]
+        assert sorted(rows_of_epoch) == list(range(num_rows))
+
+
+def test_the_size_of_a_step_does_not_change_the_order():
+    def first_120(rows_per_step):
+        return np.concatenate(
+            [rows_of_step(s, rows_per_step=rows_per_step, num_rows=50, seed=1) for s in range(120 // rows_per_step)]
+        ).tolist()
+
+    assert first_120(1) == first_120(8) == first_120(60) == first_120(120)
+
+
+def test_the_order_is_frozen_so_that_old_runs_resume_on_the_same_rows():
+    assert rows_of_step(0, rows_per_step=8, num_rows=1000, seed=42).tolist() == GOLDEN_FIRST
+    assert rows_of_step(10**9, rows_per_step=4, num_rows=2**40, seed=-1).tolist() == GOLDEN_FAR
+
+
+def test_epochs_and_seeds_differ_and_do_not_repeat_each_other():
+    orders = {tuple(epoch(e, num_rows=100, seed=s)) for e in range(10) for s in range(10)}
+    assert len(orders) == 100
+
+
+def test_small_corpora_are_shuffled_too():
+    assert {tuple(epoch(e, num_rows=2)) for e in range(20)} == {(0, 1), (1, 0)}
+    assert len({tuple(epoch(e, num_rows=3)) for e in range(100)}) == 6
+    assert len({tuple(epoch(e, num_rows=4)) for e in range(300)}) == 24
+
+
+def test_rows_up_to_two_to_the_forty_are_in_range_and_distinct():
+    rows = rows_of_step(12_345, rows_per_step=4096, num_rows=2**40 - 1, seed=5)
+    assert rows.dtype == np.int64
+    assert rows.min() >= 0 and rows.max() < 2**40 - 1
+    assert len(set(rows.tolist())) == 4096
+    assert rows.max() > 2**39  # not only the low ones
+
+
+def test_an_epoch_is_well_mixed():
+    order = np.array(epoch(0, num_rows=10_000))
+    displacement = np.abs(order - np.arange(10_000)).mean()
+    assert displacement == pytest.approx(10_000 / 3, rel=0.03)  # the mean of a random permutation
+    steps = np.diff(order)
+    assert np.unique(steps).size > 5_000  # no fixed distance between neighbours
+    assert (np.abs(steps) == 1).mean() < 0.002
+    assert abs(np.corrcoef(order, np.roll(order, 1))[0, 1]) < 0.03
+    assert abs(np.corrcoef(order, epoch(1, num_rows=10_000))[0, 1]) < 0.03
+
+
+def test_each_row_is_as_likely_at_each_place():
+    num_rows, num_epochs = 10, 4000
+    counts = np.zeros((num_rows, num_rows))
+    rows = rows_of_step(0, rows_per_step=num_rows * num_epochs, num_rows=num_rows, seed=9).reshape(num_epochs, num_rows)
+    for place in range(num_rows):
+        counts[place] = np.bincount(rows[:, place], minlength=num_rows)
+    expected = num_epochs / num_rows
+    chi_squared = ((counts - expected) ** 2 / expected).sum()
+    assert chi_squared < 81 + 4 * (2 * 81) ** 0.5  # 81 degrees of freedom, four standard deviations
+
+
+def test_a_step_takes_well_under_a_millisecond_and_warns_of_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        seconds = []
+        for step in range(50):
+            start = time.perf_counter()
+            rows_of_step(step, rows_per_step=512, num_rows=100_003, seed=step)
+            seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 1e-3
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_ranks_and_micro_steps_together_take_exactly_the_rows_of_the_step(world_size):
+    device_batch_size, grad_accum_steps = 2, 12 // world_size // 2 * 2
+    rows = rows_of_step(7, rows_per_step=device_batch_size * grad_accum_steps * world_size, num_rows=1000, seed=0)
+    taken = [
+        micro_batch_rows(rows, micro_step=m, rank=r, world_size=world_size, device_batch_size=device_batch_size)
+        for m in range(grad_accum_steps)
+        for r in range(world_size)
+    ]
+    assert np.concatenate(taken).tolist() == rows.tolist()

@@ -1,0 +1,104 @@
+"""Real launches for the tests here: a supervisor process of its own around a script given as text."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from textwrap import dedent
+
+import psutil
+import pytest
+
+from paceline.rundir import RunDir, read_json_lines
+
+DRIVE = Path(__file__).with_name("drive.py")
+
+
+class Launch:
+    def __init__(self, run: RunDir, command: list[str]):
+        self.run = run
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.tree: list[psutil.Process] = []
+
+    def wait_until_running(self) -> "Launch":
+        """Until every rank has written 'ready'; remembers every process of the launch."""
+        self.wait_for(lambda: "attempt" in self.events())
+        nproc = self.event("attempt")["nproc"]
+        self.wait_for(lambda: all("ready" in self.log(rank) for rank in range(nproc)))
+        self.tree = psutil.Process(self.process.pid).children(recursive=True)
+        return self
+
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert self.process.poll() is None, self.process.communicate()[0]
+            assert time.monotonic() < deadline, "the launch did not come this far"
+            time.sleep(0.02)
+
+    def events(self) -> list[str]:
+        return [event["event"] for event in read_json_lines(self.run.events)]
+
+    def event(self, name: str) -> dict:
+        return next(event for event in read_json_lines(self.run.events) if event["event"] == name)
+
+    def log(self, rank: int) -> str:
+        path = self.run.rank_log(1, rank)
+        return path.read_text() if path.exists() else ""
+
+    def pid_of(self, part: str) -> int:
+        """Of the process whose command line has `part`: paceline.launch.agent, paceline.train.elastic."""
+        return next(process.pid for process in self.tree if part in process.cmdline())
+
+    def worker_pid(self, rank: int) -> int:
+        return int((self.run.logs(1) / f"{rank}.pid").read_text())
+
+    def signal(self, signum: signal.Signals) -> None:
+        self.process.send_signal(signum)
+
+    def end(self, timeout_s: float = 20.0) -> "Launch":
+        self.output = self.process.communicate(timeout=timeout_s)[0]
+        self.exit_code = self.process.returncode
+        return self
+
+    @property
+    def outcome(self) -> dict:
+        return json.loads(self.output.splitlines()[-1])
+
+    def left(self, timeout_s: float) -> list[str]:
+        """What of the remembered processes still runs after timeout_s."""
+        deadline = time.monotonic() + timeout_s
+        while (alive := [each for each in self.tree if runs(each)]) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return [" ".join(each.cmdline()) for each in alive]
+
+
+def runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
+    launches: list[Launch] = []
+
+    def start(
+        script: str, *, nproc: int = 2, stop_grace_s: float = 10.0, name: str = "run", prefix: tuple[str, ...] = ()
+    ) -> Launch:
+        path = tmp_path / f"{name}.py"
+        path.write_text(dedent(script))
+        command = [*prefix, sys.executable, str(DRIVE), str(tmp_path / name), str(nproc), str(stop_grace_s), str(path)]
+        launches.append(Launch(RunDir(tmp_path / name), command))
+        return launches[-1]
+
+    yield start
+    for each in launches:
+        each.process.kill()
+        each.process.wait()
+        for process in each.tree:
+            if runs(process):
+                process.kill()

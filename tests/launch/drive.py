@@ -1,0 +1,32 @@
+"""A supervisor of its own, for tests that signal or kill it: `drive.py RUN_PATH NPROC STOP_GRACE_S SCRIPT [ARGS]`."""
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+
+from paceline.launch.digest import Digest, format_failure
+from paceline.launch.env import worker_env
+from paceline.launch.supervisor import run_attempt
+from paceline.rundir import RunDir, lock_run
+
+run = RunDir(Path(sys.argv[1]))
+nproc, stop_grace_s, script = int(sys.argv[2]), float(sys.argv[3]), sys.argv[4:]
+run.path.mkdir(parents=True, exist_ok=True)
+env, _ = worker_env(os.environ, nproc=nproc, device="cpu", cpu_cores=nproc)
+digest = Digest(run, num_steps=100, total_batch_size=1024, stream=sys.stdout)
+outcome = run_attempt(
+    run,
+    command=[sys.executable, *script],
+    nproc=nproc,
+    attempt=1,
+    env=env,
+    lock_fd=lock_run(run),
+    on_tick=digest.poll,
+    stop_grace_s=stop_grace_s,
+)
+digest.close()
+print(format_failure(outcome, run))
+print(json.dumps(dataclasses.asdict(outcome)))
+sys.exit(outcome.exit_code)

@@ -1,0 +1,265 @@
+"""What a person meets: a normal end, a rank that fails, Ctrl-C, odd paths and host names."""
+
+import signal
+import subprocess
+import time
+
+import pytest
+
+pytestmark = pytest.mark.dist
+
+SLEEPS = """
+    import os, time
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+
+SAVES_ON_SIGTERM = """
+    import os, pathlib, signal, sys, time
+    def save(*_):
+        time.sleep(0.3)
+        print("saved", flush=True)
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, save)
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+
+DDP = """
+    import os, sys, time
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+    for step in range(int(sys.argv[1]) if len(sys.argv) > 1 else 3):
+        model(torch.ones(2, 4)).sum().backward()
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    print("world", dist.get_world_size(), "sum", total.item())
+    dist.destroy_process_group()
+"""
+
+
+def test_a_run_that_ends_well_is_finished_and_says_so_in_its_events(launch):
+    ended = launch("print('ready')").end()
+    assert (ended.exit_code, ended.outcome["state"]) == (0, "finished")
+    assert ended.events() == ["attempt", "attempt_ended"]
+    attempt = ended.event("attempt")
+    assert (attempt["nproc"], attempt["world_size"], len(attempt["pids"])) == (2, 2, 2)
+
+
+def test_each_rank_has_its_output_whole_in_its_own_file_from_the_first_byte(launch):
+    script = """
+        import os, sys
+        os.write(1, b"first\\n")
+        print("out", os.environ["RANK"])
+        print("err", os.environ["RANK"], file=sys.stderr)
+        os.write(1, b"last, no newline")
+    """
+    ended = launch(script).end()
+    assert ended.log(0) == "first\nout 0\nerr 0\nlast, no newline"
+    assert ended.log(1) == "first\nout 1\nerr 1\nlast, no newline"
+
+
+def test_a_script_for_torchrun_trains_with_ddp_as_it_is(launch):
+    ended = launch(DDP).end()
+    assert ended.exit_code == 0, ended.output
+    assert ended.log(0) == ended.log(1) == "world 2 sum 2.0\n"
+
+
+def test_a_crash_while_importing_is_shown_with_its_traceback(launch):
+    ended = launch("import a_module_that_is_not_there").end()
+    assert (ended.exit_code, ended.outcome["state"]) == (3, "failed")
+    assert "ModuleNotFoundError: No module named 'a_module_that_is_not_there'" in ended.log(0)
+    assert "    import a_module_that_is_not_there\n" in ended.output
+
+
+def test_a_command_that_cannot_start_is_named(launch):
+    ended = launch("import os; os.execvp('no-such-program', ['no-such-program'])", nproc=1).end()
+    assert "FileNotFoundError" in ended.outcome["failures"][0]["message"]
+
+
+def test_the_traceback_shown_is_that_of_the_rank_that_raised(launch):
+    script = """
+        import os, torch.distributed as dist, torch
+        dist.init_process_group("gloo")
+        print("ready", flush=True)
+        if os.environ["RANK"] == "1":
+            raise ValueError("boom")
+        dist.all_reduce(torch.ones(1))
+    """
+    ended = launch(script).end()
+    assert ended.outcome["failures"][0]["rank"] == 1
+    assert ended.outcome["failures"][0]["message"] == "ValueError: boom"
+    assert ended.output.startswith("rank 1 failed: ValueError: boom\nrank 0 ended after it: ")
+    assert '    raise ValueError("boom")\n' in ended.output
+    assert "Connection closed" not in ended.output.partition("Traceback")[2].partition("log: ")[0]
+
+
+def test_peers_that_take_no_signal_end_with_the_failed_rank_within_six_seconds(launch):
+    script = """
+        import ctypes, os, signal, time
+        if os.environ["RANK"] == "0":
+            time.sleep(0.5)
+            raise ValueError("boom")
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        ctypes.PyDLL(None).sleep(60)  # in C and holding the GIL, as a rank in a collective can be
+    """
+    ended = launch(script).end()
+    failed_at = ended.outcome["failures"][0]["time"]
+    assert ended.outcome["failures"][0]["rank"] == 0
+    assert ended.outcome["failures"][1]["signal"] == "SIGKILL"
+    assert ended.outcome["failures"][1]["consequence"] is True
+    assert time.time() - failed_at < 6
+
+
+def test_a_rank_killed_from_outside_is_named_with_its_signal(launch):
+    running = launch(SLEEPS).wait_until_running()
+    subprocess.run(["kill", "-KILL", str(running.worker_pid(1))], check=True)
+    ended = running.end()
+    root = ended.outcome["failures"][0]
+    assert (root["rank"], root["signal"], root["exit_code"]) == (1, "SIGKILL", None)
+    assert ended.output.startswith("rank 1 failed: ended by SIGKILL")
+    assert ended.exit_code == 3
+    assert ended.event("rank_failed")["signal"] == "SIGKILL"
+
+
+def test_a_rank_that_ends_silently_is_named_with_its_exit_code(launch):
+    ended = launch("import os, time; os.environ['RANK'] == '0' and os._exit(3); time.sleep(60)").end()
+    root = ended.outcome["failures"][0]
+    assert (root["rank"], root["exit_code"], root["message"]) == (0, 3, "exit code 3, without a word")
+
+
+def test_a_crash_in_native_code_leaves_a_traceback(launch):
+    ended = launch("import ctypes\nctypes.string_at(0)", nproc=1).end()
+    root = ended.outcome["failures"][0]
+    assert (root["signal"], root["message"]) == ("SIGSEGV", "Fatal Python error: Segmentation fault")
+
+
+def test_an_error_with_a_fix_is_a_mistake_of_the_users_and_is_shown_in_two_lines(launch):
+    script = """
+        import json, os, sys
+        path = os.environ["TORCHELASTIC_ERROR_FILE"]
+        error = {"time": "2026-01-01T00:00:00.000Z", "type": "PlanError", "message": "no room", "fix": "make room",
+                 "traceback": "Traceback (most recent call last):\\n  ...", "step": 0}
+        json.dump(error, open(path, "w"))
+        sys.exit(1)
+    """
+    ended = launch(script, nproc=1).end()
+    assert ended.exit_code == 1
+    assert ended.output.splitlines()[-3:-1] == ["error: no room", "  fix: make room"]
+    assert "Traceback" not in ended.output.rpartition("\n{")[0]
+
+
+def test_an_error_noted_by_torch_record_is_read(launch):
+    script = """
+        from torch.distributed.elastic.multiprocessing.errors import record
+        @record
+        def main():
+            raise ValueError("boom")
+        main()
+    """
+    ended = launch(script, nproc=1).end()
+    assert ended.outcome["failures"][0]["message"] == "ValueError: boom"
+
+
+def test_ctrl_c_lets_every_rank_save_and_ends_as_interrupted(launch):
+    running = launch(SAVES_ON_SIGTERM).wait_until_running()
+    running.signal(signal.SIGINT)
+    ended = running.end()
+    assert (ended.exit_code, ended.outcome["state"], ended.outcome["failures"]) == (130, "interrupted", [])
+    assert ended.log(0) == ended.log(1) == "ready\nsaved\n"
+    assert "stopping: saving a checkpoint; Ctrl-C again to end now\n" in ended.output
+    assert ended.events() == ["attempt", "stopping", "attempt_ended"]
+
+
+def test_sigterm_saves_too_and_a_rank_that_dies_of_it_does_not_cut_the_others_short(launch):
+    script = """
+        import os, signal, sys, time
+        def save(*_):
+            time.sleep(4)
+            print("saved", flush=True)
+            sys.exit(0)
+        if os.environ["RANK"] == "0":
+            signal.signal(signal.SIGTERM, save)
+        print("ready", flush=True)
+        time.sleep(60)
+    """
+    running = launch(script).wait_until_running()
+    running.signal(signal.SIGTERM)
+    ended = running.end()
+    assert (ended.exit_code, ended.outcome["state"]) == (130, "interrupted")
+    assert ended.log(0) == "ready\nsaved\n"
+
+
+def test_ctrl_c_twice_ends_at_once(launch):
+    script = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready'); time.sleep(60)"
+    running = launch(script).wait_until_running()
+    running.signal(signal.SIGINT)
+    time.sleep(0.5)
+    running.signal(signal.SIGINT)
+    asked = time.monotonic()
+    ended = running.end()
+    assert (ended.exit_code, ended.outcome["state"]) == (130, "interrupted")
+    assert time.monotonic() - asked < 2
+    assert running.left(0) == []
+
+
+def test_one_ctrl_c_that_arrives_twice_is_one(launch):
+    running = launch(SAVES_ON_SIGTERM).wait_until_running()
+    running.signal(signal.SIGINT)
+    time.sleep(0.05)
+    running.signal(signal.SIGINT)
+    assert running.end().log(0) == "ready\nsaved\n"
+
+
+def test_a_worker_that_does_not_stop_is_killed_after_its_grace(launch):
+    script = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready'); time.sleep(60)"
+    running = launch(script, stop_grace_s=1.0).wait_until_running()
+    running.signal(signal.SIGINT)
+    ended = running.end(timeout_s=6)
+    assert (ended.exit_code, ended.outcome["state"]) == (130, "interrupted")
+
+
+def test_an_error_while_saving_is_a_failure_not_an_interruption(launch):
+    script = """
+        import signal, time
+        def save(*_):
+            raise OSError("No space left on device")
+        signal.signal(signal.SIGTERM, save)
+        print("ready", flush=True)
+        time.sleep(60)
+    """
+    running = launch(script, nproc=1).wait_until_running()
+    running.signal(signal.SIGINT)
+    ended = running.end()
+    assert (ended.exit_code, ended.outcome["failures"][0]["message"]) == (3, "OSError: No space left on device")
+
+
+def test_ctrl_c_before_the_workers_have_started_ends_as_interrupted(launch):
+    running = launch(SLEEPS)
+    running.wait_for((running.run.logs(1) / "job.json").exists)
+    running.signal(signal.SIGINT)
+    ended = running.end(timeout_s=8)
+    assert (ended.exit_code, ended.outcome["state"]) == (130, "interrupted")
+
+
+@pytest.mark.parametrize("name", ["größe 模型", "a run with spaces", "quote ' and $HOME"])
+def test_any_run_path_will_do(launch, name):
+    ended = launch("import sys; print('ready', sys.argv[0])", name=name, nproc=1).end()
+    assert ended.exit_code == 0
+    assert ended.log(0) == f"ready {ended.run.path}.py\n"
+
+
+def test_two_runs_at_once_do_not_meet(launch):
+    runs = [launch(DDP, name=name) for name in ("one", "two")]
+    for run in runs:
+        assert run.end(timeout_s=40).log(1) == "world 2 sum 2.0\n"
+
+
+def test_a_host_that_cannot_resolve_its_own_name_trains(launch):
+    unshare = ["unshare", "--net", "--uts", "--", "sh", "-c", 'ip link set lo up; hostname no-such-host; exec "$@"', "sh"]
+    if subprocess.run([*unshare, "true"], capture_output=True).returncode:
+        pytest.skip("no network namespaces here")
+    ended = launch(DDP, prefix=tuple(unshare)).end()
+    assert ended.exit_code == 0, ended.output
+    assert ended.log(0) == "world 2 sum 2.0\n"

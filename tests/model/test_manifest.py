@@ -1,0 +1,215 @@
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.errors import PacelineError
+from paceline.model.checkpoint import CheckpointWriter, Piece
+from paceline.model.manifest import (
+    DamagedCheckpoint,
+    NoCheckpoint,
+    clean_leftovers,
+    list_checkpoints,
+    newest_good,
+    read_manifest,
+    tensor_entry,
+    verify,
+)
+
+SHARD = "shard_00000_of_00001.safetensors"
+
+
+def save_steps(directory: Path, *steps: int) -> None:
+    writer = CheckpointWriter(directory, rank=0, world_size=1, attempt="1", keep_last=9, on_saved=lambda saved: None)
+    for step in steps:
+        piece = Piece("model.w", (4, 8), (0, 4), torch.full((4, 8), float(step)))
+        writer.save(step, [piece], {"step_count": step}, val_bpb=1.0 + step)
+    writer.wait()
+
+
+def flip_byte(path: Path, offset: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[offset] ^= 1
+    path.write_bytes(raw)
+
+
+def test_the_list_is_newest_first_and_says_what_each_is(tmp_path: Path):
+    save_steps(tmp_path, 20, 40, 1_000_000)
+    newest, middle, oldest = list_checkpoints(tmp_path)
+    assert [newest.path.name, middle.path.name, oldest.path.name] == ["step_1000000", "step_000040", "step_000020"]
+    assert (middle.step, middle.val_bpb, middle.world_size) == (40, 41.0, 1)
+    assert middle.bytes == (middle.path / SHARD).stat().st_size
+
+
+def test_a_folder_that_is_not_there_holds_no_checkpoints(tmp_path: Path):
+    assert list_checkpoints(tmp_path / "none") == []
+
+
+def test_extra_files_harm_nothing(tmp_path: Path):
+    save_steps(tmp_path, 20)
+    (tmp_path / "step_000020" / ".DS_Store").write_text("x")
+    (tmp_path / "notes.txt").write_text("x")
+    (tmp_path / "step_old").mkdir()
+    verify(tmp_path / "step_000020")
+    assert len(list_checkpoints(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("offset", [0, 60, -200, -1])
+def test_a_flipped_byte_in_a_shard_is_named(tmp_path: Path, offset: int):
+    save_steps(tmp_path, 20)
+    flip_byte(tmp_path / "step_000020" / SHARD, offset)
+    with pytest.raises(DamagedCheckpoint) as error:
+        verify(tmp_path / "step_000020")
+    assert error.value.message == f"checkpoint step_000020 is damaged ({SHARD}: sha256 differs)"
+
+
+def test_no_flipped_byte_in_the_manifest_passes(tmp_path: Path):
+    save_steps(tmp_path, 20)
+    path = tmp_path / "step_000020" / "manifest.json"
+    for offset in range(path.stat().st_size):
+        flip_byte(path, offset)
+        with pytest.raises(DamagedCheckpoint, match=r"manifest\.json: its own sha256 differs"):
+            verify(path.parent)
+        flip_byte(path, offset)
+    verify(path.parent)
+
+
+def test_a_truncated_file_is_named_with_both_sizes(tmp_path: Path):
+    save_steps(tmp_path, 20)
+    path = tmp_path / "step_000020" / SHARD
+    size = path.stat().st_size
+    os.truncate(path, 100)
+    with pytest.raises(DamagedCheckpoint, match=rf"{SHARD}: 100 bytes instead of {size}"):
+        verify(path.parent)
+
+
+@pytest.mark.parametrize("name", [SHARD, "manifest.json"])
+def test_a_missing_file_is_named(tmp_path: Path, name: str):
+    save_steps(tmp_path, 20)
+    (tmp_path / "step_000020" / name).unlink()
+    with pytest.raises(DamagedCheckpoint, match=rf"step_000020 is damaged \({name}: No such file or directory\)"):
+        verify(tmp_path / "step_000020")
+
+
+@pytest.mark.parametrize("raw", [b"", b"{}", b"\x00" * 300, b"[1,\n2]"])
+def test_a_manifest_that_is_empty_or_rubbish_is_damaged_and_not_listed(tmp_path: Path, raw: bytes):
+    save_steps(tmp_path, 20, 40)
+    (tmp_path / "step_000040" / "manifest.json").write_bytes(raw)
+    with pytest.raises(DamagedCheckpoint):
+        verify(tmp_path / "step_000040")
+    assert [info.step for info in list_checkpoints(tmp_path)] == [20]
+
+
+def test_a_damaged_newest_is_passed_over_with_one_line(tmp_path: Path):
+    save_steps(tmp_path, 20, 40, 60)
+    flip_byte(tmp_path / "step_000060" / SHARD, -1)
+    path, notes = newest_good(tmp_path, set_aside=False)
+    assert path == tmp_path / "step_000040"
+    damage = f"checkpoint step_000060 is damaged ({SHARD}: sha256 differs)"
+    assert notes == [f"{damage}: going on from step_000040, 20 steps are done again"]
+    assert (tmp_path / "step_000060").is_dir()
+
+
+def test_each_damaged_one_gets_its_line(tmp_path: Path):
+    save_steps(tmp_path, 20, 40, 60)
+    (tmp_path / "step_000060" / "manifest.json").write_text("")
+    (tmp_path / "step_000040" / SHARD).unlink()
+    path, notes = newest_good(tmp_path, set_aside=False)
+    assert path.name == "step_000020"
+    assert [note.rpartition(", ")[2] for note in notes] == ["40 steps are done again", "20 steps are done again"]
+
+
+def test_set_aside_keeps_the_evidence_and_frees_the_name(tmp_path: Path):
+    for _ in range(2):
+        save_steps(tmp_path, 20, 40)
+        flip_byte(tmp_path / "step_000040" / SHARD, -1)
+        newest_good(tmp_path, set_aside=True)
+    save_steps(tmp_path, 40)
+    assert newest_good(tmp_path, set_aside=True) == (tmp_path / "step_000040", [])
+    assert sorted(path.name for path in tmp_path.glob("*.damaged*")) == ["step_000040.damaged", "step_000040.damaged-2"]
+
+
+def test_when_all_are_damaged_all_are_named_and_none_is_moved(tmp_path: Path):
+    save_steps(tmp_path, 20, 40)
+    for step in (20, 40):
+        flip_byte(tmp_path / f"step_0000{step}" / SHARD, -1)
+    with pytest.raises(PacelineError) as error:
+        newest_good(tmp_path, set_aside=True)
+    damaged = f"is damaged ({SHARD}: sha256 differs)"
+    assert error.value.message == (
+        f"no good checkpoint in {tmp_path}: checkpoint step_000040 {damaged}; checkpoint step_000020 {damaged}"
+    )
+    assert "backup" in error.value.fix
+    assert not isinstance(error.value, NoCheckpoint)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000020", "step_000040"]
+
+
+def test_none_at_all_is_another_error(tmp_path: Path):
+    with pytest.raises(NoCheckpoint, match="no checkpoint in"):
+        newest_good(tmp_path, set_aside=True)
+
+
+def test_a_newer_format_is_refused_not_called_damaged(tmp_path: Path):
+    save_steps(tmp_path, 20)
+    path = tmp_path / "step_000020" / "manifest.json"
+    text = path.read_text().replace('"format": 1', '"format": 2')
+    digest = hashlib.sha256(text.rpartition(",\n")[0].encode()).hexdigest()
+    path.write_text(text.replace(json.loads(text)["manifest_sha256"], digest))
+    with pytest.raises(PacelineError) as error:
+        newest_good(tmp_path, set_aside=False)
+    assert error.value.message == f"checkpoint {path.parent} has format 2, this paceline reads 1"
+
+
+def test_a_replacement_that_was_killed_between_its_renames_is_put_back(tmp_path: Path):
+    save_steps(tmp_path, 20, 40)
+    (tmp_path / "step_000040").rename(tmp_path / "step_000040.replaced")
+    clean_leftovers(tmp_path)
+    assert [info.step for info in list_checkpoints(tmp_path)] == [40, 20]
+
+
+def test_leftovers_of_killed_saves_are_removed_and_nothing_else(tmp_path: Path):
+    save_steps(tmp_path, 20)
+    (tmp_path / ".step_000040.1-2.tmp").mkdir()
+    (tmp_path / ".step_000040.1-2.tmp" / SHARD).write_bytes(b"x")
+    (tmp_path / "step_000020.replaced").mkdir()
+    (tmp_path / "step_000030.damaged").mkdir()
+    clean_leftovers(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000020", "step_000030.damaged"]
+
+
+def test_a_row_that_nobody_or_two_hold_is_refused():
+    def part(lo: int, hi: int) -> dict[str, object]:
+        return {"file": "f", "name": "w", "rows": [lo, hi]}
+
+    assert [p.rows for p in tensor_entry([5, 2], "float32", [part(3, 5), part(0, 3)]).parts] == [(0, 3), (3, 5)]
+    with pytest.raises(ValueError, match="rows 4 to 5 follow row 3"):
+        tensor_entry([5, 2], "float32", [part(0, 3), part(4, 5)])
+    with pytest.raises(ValueError, match="rows 2 to 5 follow row 3"):
+        tensor_entry([5, 2], "float32", [part(0, 3), part(2, 5)])
+    with pytest.raises(ValueError, match="3 of 5 rows"):
+        tensor_entry([5, 2], "float32", [part(0, 3)])
+
+
+def test_listing_and_verifying_need_no_torch(tmp_path: Path):
+    save_steps(tmp_path, 20)
+    code = (
+        "import sys, pathlib; from paceline.model.manifest import list_checkpoints, newest_good;"
+        "print(newest_good(pathlib.Path(sys.argv[1]), set_aside=False)[0].name, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert done.stdout == "step_000020 False\n", done.stderr
+
+
+def test_the_manifest_gives_back_what_went_in(tmp_path: Path):
+    save_steps(tmp_path / "läufe mit leerzeichen", 20)
+    manifest = read_manifest(tmp_path / "läufe mit leerzeichen" / "step_000020")
+    assert (manifest.step, manifest.world_size, manifest.val_bpb) == (20, 1, 21.0)
+    assert manifest.state == {"step_count": 20}
+    assert manifest.tensors["model.w"].shape == (4, 8)
+    assert manifest.tensors["model.w"].dtype == "float32"
+    assert list(manifest.files) == [SHARD]

@@ -1,0 +1,243 @@
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.errors import PacelineError
+from paceline.model.checkpoint import CheckpointWriter, Piece, open_checkpoint
+from paceline.model.manifest import clean_leftovers, list_checkpoints, newest_good, verify
+
+
+def make_writer(
+    directory: Path,
+    rank: int = 0,
+    world_size: int = 1,
+    *,
+    attempt: str = "1",
+    keep_last: int = 3,
+    deadline_s: float = 20.0,
+) -> CheckpointWriter:
+    return CheckpointWriter(
+        directory,
+        rank=rank,
+        world_size=world_size,
+        attempt=attempt,
+        keep_last=keep_last,
+        on_saved=lambda saved: None,
+        deadline_s=deadline_s,
+    )
+
+
+def rows_of(rank: int, world_size: int, value: float, num_rows: int = 8) -> list[Piece]:
+    lo, hi = rank * num_rows // world_size, (rank + 1) * num_rows // world_size
+    return [Piece("x", (num_rows, 4), (lo, hi), torch.full((hi - lo, 4), value))]
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    mounted = tmp_path / "disk"
+    mounted.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mounted)], capture_output=True).returncode:
+        pytest.skip("may not mount here")
+    yield mounted
+    subprocess.run(["umount", str(mounted)], check=True)
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path: Path):
+    writer = make_writer(tmp_path, keep_last=2)
+    for step, val_bpb in ((10, 3.0), (20, 1.0), (30, 2.0), (40, None), (50, 1.5), (60, 1.2)):
+        writer.save(step, rows_of(0, 1, step), {}, val_bpb=val_bpb)
+    writer.wait()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000020", "step_000050", "step_000060"]
+
+
+def test_among_equally_good_ones_the_newest_is_the_best(tmp_path: Path):
+    writer = make_writer(tmp_path, keep_last=1)
+    for step in (10, 20, 30):
+        writer.save(step, rows_of(0, 1, step), {}, val_bpb=2.0 if step == 30 else 1.0)
+    writer.wait()
+    assert [info.step for info in list_checkpoints(tmp_path)] == [30, 20]
+
+
+def test_the_one_just_saved_is_never_pruned_for_a_newer_one(tmp_path: Path):
+    for step in (60, 40):
+        writer = make_writer(tmp_path, keep_last=1)
+        writer.save(step, rows_of(0, 1, step), {})
+        writer.wait()
+    assert [info.step for info in list_checkpoints(tmp_path)] == [60, 40]
+
+
+def test_a_full_disk_is_told_with_numbers_and_leaves_the_older_checkpoint(tiny_disk: Path):
+    directory = tiny_disk / "checkpoints"
+    writer = make_writer(directory)
+    writer.save(20, rows_of(0, 1, 20.0), {})
+    writer.save(40, [Piece("x", (500_000,), (0, 500_000), torch.ones(500_000))], {})
+    with pytest.raises(PacelineError) as error:
+        writer.wait()
+    assert "no space for the checkpoint of step 40: rank 0 of 1 needs 1.9 MiB, 10" in error.value.message  # 10xx KiB
+    assert f" KiB free in {directory}; the checkpoints before it are untouched" in error.value.message
+    assert error.value.fix == f"free some space (older checkpoints lie there too), then: paceline resume {tiny_disk}"
+    assert [path.name for path in directory.iterdir()] == ["step_000020"]
+    writer.save(60, rows_of(0, 1, 60.0), {})
+    writer.wait()
+    assert newest_good(directory, set_aside=False) == (directory / "step_000060", [])
+
+
+def test_a_rank_with_a_full_disk_stops_the_others_at_once(tiny_disk: Path):
+    full, fine = make_writer(tiny_disk, 1, 2), make_writer(tiny_disk, 0, 2)
+    full.save(40, [Piece("x", (500_000,), (0, 500_000), torch.ones(500_000))], {})
+    fine.save(40, [], {})
+    with pytest.raises(PacelineError, match="rank 1 of 2 needs"):
+        full.wait()
+    with pytest.raises(PacelineError) as error:
+        fine.wait()
+    assert error.value.message == (
+        "rank 1 of 2 could not write its part of the checkpoint of step 40; the checkpoints before it are untouched"
+    )
+    assert list(tiny_disk.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_told_with_the_reason(tiny_disk: Path):
+    if subprocess.run(["mount", "-o", "remount,ro", str(tiny_disk)], capture_output=True).returncode:
+        pytest.skip("may not remount here")
+    writer = make_writer(tiny_disk / "checkpoints")
+    writer.save(40, rows_of(0, 1, 1.0), {})
+    with pytest.raises(PacelineError) as error:
+        writer.wait()
+    assert error.value.message == (
+        f"rank 0 of 1 cannot write the checkpoint of step 40 to {tiny_disk}/checkpoints: Read-only file system"
+    )
+
+
+def test_a_rank_that_never_writes_is_named_at_the_deadline(tmp_path: Path):
+    writer = make_writer(tmp_path, 0, 4, deadline_s=0.2)
+    other = make_writer(tmp_path, 2, 4)
+    other.save(40, rows_of(2, 4, 1.0), {})
+    writer.save(40, rows_of(0, 4, 1.0), {})
+    with pytest.raises(PacelineError) as error:
+        writer.wait()
+    assert error.value.message == (
+        f"no checkpoint of step 40: after 0.2 s rank 1, 3 of 4 has not written its part to {tmp_path}"
+    )
+    other.wait()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("attempt", ["1", "2"])
+def test_leftovers_of_a_killed_attempt_are_never_merged(tmp_path: Path, attempt: str):
+    dead = make_writer(tmp_path, 1, 2, attempt="1")
+    dead.save(40, rows_of(1, 2, 666.0), {})  # rank 0 was killed before it wrote anything
+    dead.wait()
+    if attempt == "1":  # another attempt has another name anyway
+        clean_leftovers(tmp_path)
+    writers = [make_writer(tmp_path, rank, 2, attempt=attempt) for rank in range(2)]
+    writers[0].save(40, rows_of(0, 2, 1.0), {})
+    time.sleep(0.2)
+    assert list_checkpoints(tmp_path) == []
+    writers[1].save(40, rows_of(1, 2, 1.0), {})
+    for writer in writers:
+        writer.wait()
+    assert open_checkpoint(tmp_path / "step_000040").read_all("x").unique().tolist() == [1.0]
+
+
+def test_a_step_saved_again_after_a_failure_takes_nothing_of_the_first_try(tmp_path: Path):
+    writers = [make_writer(tmp_path, rank, 2, deadline_s=0.1) for rank in range(2)]
+    writers[0].save(40, rows_of(0, 2, 1.0), {})
+    with pytest.raises(PacelineError):
+        writers[0].wait()
+    writers[1].save(40, rows_of(1, 2, 666.0), {})  # too late: rank 0 has given up
+    writers[1].wait()
+    writers[1].save(40, rows_of(1, 2, 2.0), {})
+    writers[0].save(40, rows_of(0, 2, 2.0), {})
+    for writer in writers:
+        writer.wait()
+    assert open_checkpoint(tmp_path / "step_000040").read_all("x").unique().tolist() == [2.0]
+
+
+SAVE_FOREVER = """if True:
+    import itertools, os, sys, torch
+    from pathlib import Path
+    from paceline.model.checkpoint import CheckpointWriter, Piece
+
+    def save_forever(rank, attempt, first_step):
+        writer = CheckpointWriter(Path(sys.argv[1]), rank=rank, world_size=2, attempt=str(attempt), keep_last=2,
+                                  on_saved=lambda saved: None)
+        for twice in itertools.count(2 * first_step):  # every step again, so that kills meet replacements too
+            step = twice // 2
+            rows = torch.full((50_000, 4), float(step))
+            writer.save(step, [Piece("x", (100_000, 4), (rank * 50_000, (rank + 1) * 50_000), rows)], {"step": step})
+
+    torch.set_num_threads(1)
+    print("ready", flush=True)
+    for line in sys.stdin:  # "attempt first_step": two ranks, forked, since importing torch takes longer than a round
+        for rank in range(2):
+            pid = os.fork()
+            if pid == 0:
+                save_forever(rank, *map(int, line.split()))
+            print(pid, flush=True)
+        for rank in range(2):
+            os.wait()
+        print("ended", flush=True)
+"""
+
+
+@pytest.mark.dist
+def test_ranks_killed_at_any_moment_of_a_save_leave_only_whole_checkpoints(tmp_path: Path):
+    chance = random.Random(0)
+    host = subprocess.Popen(
+        [sys.executable, "-c", SAVE_FOREVER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert host.stdin and host.stdout and host.stdout.readline() == "ready\n"
+    last_step, leftovers = 0, 0
+    for attempt in range(15):
+        print(attempt, last_step + 1, file=host.stdin, flush=True)
+        pids = [int(host.stdout.readline()) for _ in range(2)]
+        time.sleep(chance.uniform(0.02, 0.25))
+        for pid in chance.sample(pids, 2):
+            os.kill(pid, signal.SIGKILL)
+        assert host.stdout.readline() == "ended\n"
+        leftovers += any(tmp_path.glob(".*.tmp"))
+        clean_leftovers(tmp_path)
+        listed = list_checkpoints(tmp_path)
+        assert {info.path for info in listed} == set(tmp_path.iterdir())
+        for info in listed:
+            verify(info.path)
+            assert open_checkpoint(info.path).read_all("x").unique().tolist() == [float(info.step)]
+        newest = max((info.step for info in listed), default=0)
+        assert newest >= last_step  # what was there before the kill is there after it
+        last_step = newest
+    host.stdin.close()
+    host.wait()
+    assert last_step > 0
+    assert leftovers > 0  # the kills did meet saves under way
+
+
+@pytest.mark.dist
+def test_what_two_processes_save_one_reads(tmp_path: Path):
+    code = """if True:
+        import sys, torch
+        from pathlib import Path
+        from paceline.model.checkpoint import CheckpointWriter, Piece
+        rank = int(sys.argv[2])
+        writer = CheckpointWriter(Path(sys.argv[1]), rank=rank, world_size=2, attempt="1", keep_last=1, on_saved=print)
+        rows = torch.arange(rank * 12, rank * 12 + 12).reshape(3, 4)
+        writer.save(40, [Piece("x", (6, 4), (rank * 3, rank * 3 + 3), rows)], {})
+        writer.wait()
+    """
+    ranks = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(rank)]) for rank in range(2)]
+    assert [rank.wait(60) for rank in ranks] == [0, 0]
+    path, notes = newest_good(tmp_path, set_aside=True)
+    assert torch.equal(open_checkpoint(path).read("x", 1, 5), torch.arange(24).reshape(6, 4)[1:5])
+    assert notes == []

@@ -1,0 +1,101 @@
+"""What "auto" becomes, and what is refused before anything starts."""
+
+from dataclasses import replace
+
+import pytest
+
+from paceline.config import Config
+from paceline.errors import PlanError
+from paceline.plan.machine import Gpu, Machine
+from paceline.plan.planner import Plan, format_plan, grad_accum_steps, make_plan
+
+LAPTOP = Machine(gpus=(), cpu_cores=2, cpu_bf16=True, memory_bytes=24 << 30)
+TWO_5090 = Machine(
+    gpus=tuple(Gpu(i, "NVIDIA GeForce RTX 5090", 32_607 << 20, (12, 0)) for i in range(2)),
+    cpu_cores=32,
+    cpu_bf16=False,
+    memory_bytes=128 << 30,
+)
+TINY = Config(depth=4, n_embd=256, head_dim=64, sequence_len=256, total_batch_size=12_288, num_steps=10)
+
+
+def plan(config: Config, machine: Machine = LAPTOP, *, num_rows: int = 1000) -> Plan:
+    return make_plan(config, machine, vocab_size=4096, num_rows=num_rows)
+
+
+def test_a_batch_that_does_not_divide_names_the_nearest_that_do():
+    with pytest.raises(PlanError) as error:
+        grad_accum_steps(500_000, device_batch_size=16, sequence_len=2048, world_size=8)
+    assert error.value.fix == "set total_batch_size to 524,288 or 262,144"
+
+
+def test_a_batch_smaller_than_one_row_a_device_names_the_smallest_that_works():
+    with pytest.raises(PlanError) as error:
+        plan(replace(TINY, total_batch_size=100))
+    assert error.value.fix == "set total_batch_size to 512"
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3, 4, 6])
+def test_the_tiny_batch_divides_over_any_small_number_of_processes(nproc):
+    made = plan(replace(TINY, nproc=nproc))
+    assert made.device_batch_size * made.grad_accum_steps * nproc * 256 == 12_288
+    assert made.device_batch_size * 256 <= 2048
+
+
+def test_without_a_gpu_two_processes_run_on_the_cpu_in_bf16_where_it_has_it():
+    made = plan(TINY)
+    assert (made.device, made.world_size, made.threads, made.precision, made.peak_flops) == ("cpu", 2, 1, "bf16", None)
+    assert plan(TINY, replace(LAPTOP, cpu_bf16=False)).precision == "fp32"
+
+
+def test_with_gpus_every_one_is_used_with_windows_and_a_known_peak():
+    made = plan(Config(depth=12, num_steps=5), TWO_5090)
+    assert (made.device, made.world_size, made.precision, made.attention) == ("cuda", 2, "bf16", "flex")
+    assert (made.model.window_pattern, made.peak_flops) == ("SSSL", 209.5e12)
+
+
+def test_the_depth_dial_sets_width_heads_batch_and_length():
+    made = plan(Config(depth=12), TWO_5090)
+    assert (made.model.n_embd, made.model.n_head, made.total_batch_size) == (768, 6, 524_288)
+    assert made.num_steps == round(12 * (12 * 12 * 768**2 + 4096 * 768 + 6 * 6 * 12) / 524_288)
+
+
+def test_epochs_become_steps_that_cover_every_row():
+    made = plan(replace(TINY, num_steps=None, epochs=3.0), num_rows=1000)
+    assert made.num_steps == -(-3000 // 48)
+
+
+@pytest.mark.parametrize(
+    ("changes", "machine", "message", "fix"),
+    [
+        ({"device": "cuda"}, LAPTOP, "no GPU is visible here", "--device cpu"),
+        ({"nproc": 3}, TWO_5090, "nproc is 3, but 2 GPUs are visible", "--nproc 2"),
+        ({"nproc": 100}, LAPTOP, "this machine has 2 cores", "--nproc 2"),
+        ({"n_embd": 200}, LAPTOP, "n_embd 200 is not a multiple of head_dim 64", "--n-embd 256 or 192"),
+        ({"n_kv_head": 3}, LAPTOP, "n_kv_head 3 does not divide 4 heads", "one of 1, 2, 4"),
+        ({"head_dim": 65, "n_embd": 260}, LAPTOP, "head_dim 65 is odd", "--head-dim 66"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_can(changes, machine, message, fix):
+    with pytest.raises(PlanError) as error:
+        plan(replace(TINY, **changes), machine)
+    assert message in error.value.message
+    assert fix in error.value.fix
+
+
+def test_bf16_on_a_card_without_it_is_refused():
+    volta = replace(TWO_5090, gpus=(Gpu(0, "Tesla V100", 16 << 30, (7, 0)),))
+    with pytest.raises(PlanError) as error:
+        plan(replace(TINY, precision="bf16"), volta)
+    assert error.value.fix == "--precision fp16"
+    assert plan(TINY, volta).precision == "fp32"
+
+
+def test_a_plan_survives_its_file():
+    made = plan(TINY)
+    assert Plan.from_json(made.to_json()) == made
+
+
+def test_the_screen_shows_the_batch_arithmetic():
+    lines = format_plan(plan(TINY), source="builtin")
+    assert lines[2] == "step    12,288 tokens = 8 rows x 256 tokens x 2 processes x 3 micro-steps"

@@ -1,0 +1,87 @@
+"""The layers of the design: imports point one way, torch stays where it belongs, importing does nothing."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "paceline"
+
+# layer -> what of paceline it may import besides itself; "config" stands for config, foreign, errors, units, rundir
+FOUNDATION = {"config", "foreign", "errors", "units", "rundir", "__init__"}
+MAY_IMPORT = {
+    "plan": {"foundation"},
+    "data": {"foundation"},
+    "watch": {"foundation"},
+    "launch": {"foundation", "plan"},
+    "model": {"foundation", "plan"},
+    "train": {"foundation", "plan", "data", "model"},
+    "foundation": set(),
+}
+TORCH_LAYERS = {"model", "train"}
+MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
+
+
+def layer_of(module: str) -> str:
+    """paceline.plan.cost -> plan; paceline.errors -> foundation; paceline.cli -> cli."""
+    parts = module.split(".")
+    top = parts[1] if len(parts) > 1 else "__init__"
+    return "foundation" if top in FOUNDATION else top
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+def imports_of(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+            names |= {f"{node.module}.{alias.name}" for alias in node.names if node.module == "paceline"}
+    return names
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_a_module_imports_only_the_layers_below_it(path):
+    layer = layer_of(name_of(path))
+    if layer in ("cli", "start"):
+        return  # they stand on top; below, nothing may import them
+    allowed = MAY_IMPORT[layer] | {layer}
+    used = {layer_of(name) for name in imports_of(path) if name.startswith("paceline.")}
+    assert used <= allowed
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_torch_is_imported_in_model_and_train_alone(path):
+    if layer_of(name_of(path)) in TORCH_LAYERS:
+        return
+    assert not {name for name in imports_of(path) if name.split(".")[0] in ("torch", "safetensors")}
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["runs", "nowhere"], ["plan"]], ids=" ".join)
+def test_a_command_that_needs_no_torch_imports_none(arguments, tmp_path):
+    code = (
+        "import sys; from paceline.cli import run_command; run_command(sys.argv[1:]);"
+        "heavy = {'torch', 'rich', 'tokenizers', 'datasets', 'pyarrow', 'numpy'} & set(sys.modules); print('loaded', heavy)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert done.stdout.splitlines()[-1] == "loaded set()"
+
+
+def test_importing_a_module_prints_nothing_and_changes_no_environment():
+    modules = [name_of(path) for path in MODULES if path.name != "rank.py"]
+    code = (
+        "import importlib, os, sys; before = dict(os.environ)\n"
+        f"for name in {modules!r}: importlib.import_module(name)\n"
+        "changed = {k for k in os.environ if os.environ[k] != before.get(k)} - {'KMP_INIT_AT_FORK', 'KMP_DUPLICATE_LIB_OK',"
+        " 'TORCHINDUCTOR_CACHE_DIR', 'TRITON_CACHE_DIR'}\n"
+        "assert not changed, changed"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr

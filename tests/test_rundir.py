@@ -1,0 +1,53 @@
+"""The run folder's files: whole lines, whole files, one holder at a time."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from paceline.errors import PacelineError
+from paceline.rundir import RunDir, append_event, append_json_line, lock_run, read_json_lines, write_atomic
+from paceline.watch.status import is_locked
+
+
+def test_a_half_written_last_line_is_passed_over(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    append_json_line(file, {"step": 1})
+    with file.open("a") as out:
+        out.write('{"step": 2')
+    assert list(read_json_lines(file)) == [{"step": 1}]
+
+
+def test_a_line_damaged_in_the_middle_hides_no_other(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1}\n\x00\x00{broken\n[1]\n{"step": 2}\n')
+    assert list(read_json_lines(file)) == [{"step": 1}, {"step": 2}]
+
+
+def test_an_event_carries_utc_time_and_its_fields(tmp_path):
+    run = RunDir(tmp_path)
+    append_event(run, "checkpoint", step=40)
+    (event,) = read_json_lines(run.events)
+    assert (event["event"], event["step"], event["time"][-1]) == ("checkpoint", 40, "Z")
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+    file = tmp_path / "plan.json"
+    write_atomic(file, "one")
+    write_atomic(file, "two")
+    assert (file.read_text(), os.listdir(tmp_path)) == ("two", ["plan.json"])
+
+
+def test_a_run_in_use_names_its_process_and_is_free_when_that_ends(tmp_path):
+    run = RunDir(tmp_path)
+    code = "import sys; from pathlib import Path; from paceline.rundir import *; lock_run(RunDir(Path(sys.argv[1]))); print('held', flush=True); input()"
+    holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline() == "held\n"
+    assert is_locked(run)
+    with pytest.raises(PacelineError, match=f"in use by process {holder.pid}"):
+        lock_run(run)
+    holder.kill()
+    holder.wait()
+    assert not is_locked(run)
+    os.close(lock_run(run))

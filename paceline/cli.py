@@ -196,7 +196,7 @@ def data(args: list[str]) -> int:
     from paceline.data.shards import data_info, verify
     from paceline.start import prepare_data
 
-    dataset = prepare_data(config, must_exist=action == "info")
+    dataset = prepare_data(config)
     if verified:
         verify(dataset)
     facts = data_info(dataset)
@@ -216,27 +216,22 @@ def tokenizer(args: list[str]) -> int:
         {"out": str, "data": str, "vocab-size": int, "json": bool} if action == "train" else {"text": str, "json": bool}
     )
     words, options = parse_options(rest, known)
+    from paceline.data.tokenizer import Tokenizer, tokenizer_info, train_tokenizer_on
     from paceline.start import show_progress
 
     if action == "train":
         if "out" not in options or words:
             raise UsageError("tokenizer train needs --out FILE and no other word", fix="paceline tokenizer train --out tokenizer.json")
-        from paceline.data.shards import train_tokenizer_on
-
         with show_progress() as progress:
             made = train_tokenizer_on(
-                options.get("data", "builtin"),
-                vocab_size=options.get("vocab-size", 32_768),
-                out=Path(options["out"]),
-                progress=progress,
+                options.get("data", "builtin"), vocab_size=options.get("vocab-size", 32_768), progress=progress
             )
-        facts = made.info()
+        made.save(Path(options["out"]))
+        facts = tokenizer_info(made, sample=SAMPLE_TEXT)
     else:
-        from paceline.data.tokenizer import Tokenizer
-
         if len(words) != 1:
             raise UsageError("tokenizer info needs one FILE", fix="paceline tokenizer info tokenizer.json")
-        facts = Tokenizer.load(Path(words[0])).info(options.get("text"))
+        facts = tokenizer_info(Tokenizer.load(Path(words[0])), sample=options.get("text", SAMPLE_TEXT))
     print(json.dumps(facts, ensure_ascii=False) if options.get("json") else format_facts(facts))
     return 0
 
@@ -250,6 +245,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "data": data,
     "tokenizer": tokenizer,
 }
+SAMPLE_TEXT = "def fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)\n"
 TINY = Path(__file__).parent / "configs" / "tiny.toml"
 
 

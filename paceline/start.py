@@ -23,7 +23,7 @@ from paceline.errors import PacelineError
 from paceline.launch.digest import Digest, format_failure
 from paceline.launch.env import worker_env
 from paceline.launch.supervisor import Outcome, run_attempt
-from paceline.plan.machine import Machine, probe_machine
+from paceline.plan.machine import Machine, probe_cpu_cores, probe_machine
 from paceline.plan.planner import Plan, format_plan, make_plan
 from paceline.rundir import RunDir, append_event, lock_run, read_json_lines, write_atomic
 from paceline.units import format_count, format_duration
@@ -93,7 +93,7 @@ def supervise(
     print("\n".join([*format_plan(plan, source=source), f"run     {run.path}", ""]), flush=True)
     attempt = 1 + max((e["attempt"] for e in read_json_lines(run.events) if e.get("event") == "attempt"), default=0)
     env, _ = worker_env(dict(os.environ), nproc=plan.world_size, device=plan.device, cpu_cores=plan.threads * plan.world_size)
-    digest = Digest(run, num_steps=plan.num_steps)
+    digest = Digest(run, num_steps=plan.num_steps, total_batch_size=plan.total_batch_size, stream=sys.stdout)
     try:
         outcome = run_attempt(
             run,
@@ -113,7 +113,7 @@ def supervise(
 
 def closing_lines(run: RunDir, outcome: Outcome, plan: Plan, *, seconds: float) -> str:
     if outcome.state == "failed":
-        append_event(run, "failed", rank=outcome.rank, exit_code=outcome.exit_code)
+        append_event(run, "failed", rank=outcome.root.rank if outcome.root else None, exit_code=outcome.exit_code)
         return format_failure(outcome, run)
     status = run_status(run)
     bpb = "n/a" if status.val_bpb is None else f"{status.val_bpb:.4f}"
@@ -135,7 +135,7 @@ def closing_lines(run: RunDir, outcome: Outcome, plan: Plan, *, seconds: float) 
 
 def plan_run(config: Config, machine: Machine, dataset: TokenDataset) -> Plan:
     num_rows = dataset.split("train").num_rows(config.sequence_len)
-    return make_plan(config, machine, vocab_size=dataset.meta.vocab_size, num_rows=num_rows)
+    return make_plan(config, machine, vocab_size=dataset.vocab_size, num_rows=num_rows)
 
 
 def resolved(config: Config, plan: Plan) -> Config:
@@ -177,20 +177,21 @@ def check_new(run: RunDir) -> None:
 def create_run(run: RunDir, config: Config, plan: Plan, dataset: TokenDataset) -> None:
     """config.toml comes last: a folder without it is not a run."""
     run.tokenizer_json.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(dataset.path / "tokenizer.json", run.tokenizer_json)
-    write_atomic(run.dataset_json, json.dumps({"path": str(dataset.path.resolve()), "fingerprint": dataset.meta.fingerprint}) + "\n")
+    shutil.copyfile(dataset.tokenizer_json, run.tokenizer_json)
+    write_atomic(run.dataset_json, json.dumps({"path": str(dataset.path.resolve()), "fingerprint": dataset.meta["fingerprint"]}) + "\n")
     write_atomic(run.plan_json, plan.to_json())
     write_atomic(run.config_toml, format_toml(config))
 
 
-def prepare_data(config: Config, *, must_exist: bool = False) -> TokenDataset:
+def prepare_data(config: Config) -> TokenDataset:
+    """The text of `config` as token shards: made now, or found as they were made before."""
     with show_progress() as progress:
         return prepare(
             config.data,
             tokenizer=Path(config.tokenizer) if config.tokenizer else None,
             vocab_size=config.vocab_size,
             cache_dir=cache_dir(config),
-            num_workers=probe_machine().cpu_cores,
+            num_workers=probe_cpu_cores(),
             progress=progress,
         )
 
@@ -200,8 +201,8 @@ def reopen_data(run: RunDir, config: Config) -> TokenDataset:
     record = json.loads(run.dataset_json.read_text())
     if (Path(record["path"]) / "meta.json").is_file():
         return open_dataset(Path(record["path"]))
-    dataset = prepare_data(replace(config, tokenizer=str(run.tokenizer_json)))
-    if dataset.meta.fingerprint != record["fingerprint"]:
+    dataset = prepare_data(config)
+    if dataset.meta["fingerprint"] != record["fingerprint"]:
         raise PacelineError(
             f"the token shards of {run.name} are gone and its text has changed since", fix="bring the text back, or start a new run"
         )
@@ -217,9 +218,9 @@ def cache_dir(config: Config) -> Path:
 
 
 def describe(dataset: TokenDataset) -> str:
-    meta = dataset.meta
+    num_tokens = {name: format_count(facts["num_tokens"]) for name, facts in dataset.meta["splits"].items()}
     return (
-        f"{meta.source}: {format_count(meta.train.num_tokens)} tokens to train on, {format_count(meta.val.num_tokens)} held out"
+        f"{dataset.meta['source']}: {num_tokens['train']} tokens to train on, {num_tokens['val']} held out"
         + (", prepared before" if dataset.reused else "")
     )
 

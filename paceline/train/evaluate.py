@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.data.shards import TokenSplit
+from paceline.data.rows import TokenSplit
 from paceline.errors import PacelineError
 from paceline.model.gpt import GPT
 from paceline.train.dist import all_reduce_sum

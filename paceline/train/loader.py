@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.data.order import micro_batch_rows, rows_of_step
-from paceline.data.shards import TokenSplit
+from paceline.data.rows import TokenSplit
 from paceline.plan.planner import Plan
 
 

@@ -4,6 +4,7 @@ Using a trained model in one process: evaluate a checkpoint, sample from it. The
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def evaluate_run(run: RunDir, *, data: str | None, tokens: int | None, step: int
     bpb = val_bpb(
         model,
         dataset.split("val"),
-        token_bytes=torch.from_numpy(dataset.token_bytes()).to(next(model.parameters()).device),
+        token_bytes=torch.from_numpy(Tokenizer.load(dataset.tokenizer_json).token_bytes()).to(next(model.parameters()).device),
         max_tokens=max_tokens,
         device_batch_size=8,
         rank=0,
@@ -80,9 +81,8 @@ def run_dataset(run: RunDir) -> TokenDataset:
 
 
 def other_dataset(run: RunDir, data: str) -> TokenDataset:
-    from dataclasses import replace
-
     from paceline.start import prepare_data
+
 
     config, _ = load_config(run.config_toml, {})
     return prepare_data(replace(config, data=data, tokenizer=str(run.tokenizer_json)))
@@ -124,7 +124,8 @@ def sample_run(
             if token is not None:
                 row.append(token)
         if new[0] is not None:
-            write(live(new[0]))
+            write(live.push(new[0]))
+    write(live.end())
     texts = [tokenizer.decode(row) for row in tokens]
     write("\n")
     for number, text in enumerate(texts[1:], 2):

@@ -24,10 +24,12 @@ from torch import Tensor
 
 from paceline.config import Config, load_config
 from paceline.data.shards import TokenDataset, open_dataset
+from paceline.data.tokenizer import Tokenizer
 from paceline.errors import PacelineError
 from paceline.model.checkpoint import (
     CheckpointReader,
     CheckpointWriter,
+    NoCheckpoint,
     Piece,
     SavedCheckpoint,
     clean_leftovers,
@@ -50,7 +52,7 @@ log = logging.getLogger("paceline")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 COMPILE_TRIAL_MICRO_STEPS = 3
-SAMPLE_PROMPT_TOKENS, SAMPLE_TOKENS = 0, 160
+SAMPLE_TOKENS = 160
 
 
 def main() -> None:
@@ -122,13 +124,12 @@ def work(run: RunDir, *, attempt: int, stop: StopRequest, progress: Progress) ->
         attempt=str(attempt),
         on_saved=lambda saved: on_saved(run, saved),
     )
-    token_bytes = torch.from_numpy(dataset.token_bytes()).to(device)
-
     def evaluate() -> float:
+        tokenizer = Tokenizer.load(dataset.tokenizer_json)
         return val_bpb(
             model,
             dataset.split("val"),
-            token_bytes=token_bytes,
+            token_bytes=torch.from_numpy(tokenizer.token_bytes()).to(device),
             max_tokens=config.eval_tokens,
             device_batch_size=plan.device_batch_size,
             rank=rank,
@@ -205,8 +206,8 @@ def resume(
     choice: tuple[str | None, list[str]] = (None, [])
     if rank == 0 and run.checkpoints.is_dir():
         clean_leftovers(run.checkpoints)
-        if any(run.checkpoints.glob("step_*")):
-            reader, notes = load_newest_good(run.checkpoints)
+        with contextlib.suppress(NoCheckpoint):
+            reader, notes = load_newest_good(run.checkpoints, set_aside=True)
             choice = (str(reader.path), notes)
     path, notes = broadcast_object(choice)
     if path is None:
@@ -308,7 +309,7 @@ def on_saved(run: RunDir, saved: SavedCheckpoint) -> None:
 @torch.no_grad()
 def write_sample(run: RunDir, model: GPT, dataset: TokenDataset, *, step: int, seed: int) -> None:
     """Text from nothing but the document mark, to samples/ and the screen. Rank 0 only; the others wait at the next collective."""
-    tokenizer = dataset.tokenizer()
+    tokenizer = Tokenizer.load(dataset.tokenizer_json)
     tokens: list[int] = []
     for new in generate(
         model,

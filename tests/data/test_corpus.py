@@ -1,0 +1,229 @@
+"""Sources become files, files become documents, and some of them are held out."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from paceline.data.corpus import held_out_below, list_files, part_bytes_of, read_corpus
+from paceline.errors import PacelineError
+
+
+def texts(source, part_bytes=256 << 10):
+    return [document.text for document, _ in read_corpus(list_files(str(source)), part_bytes=part_bytes)]
+
+
+def held_out(source):
+    files = list_files(str(source))
+    part_bytes = part_bytes_of(files)
+    below = held_out_below(files, part_bytes=part_bytes)
+    return {document.text for document, _ in read_corpus(files, part_bytes=part_bytes) if document.digest < below}
+
+
+def write_many(folder, numbers):
+    folder.mkdir(exist_ok=True)
+    for number in numbers:
+        (folder / f"{number}.txt").write_text(f"document {number}")
+    return folder
+
+
+def refused(source):
+    with pytest.raises(PacelineError) as error:
+        texts(source)
+    assert error.value.fix
+    return error.value
+
+
+def test_the_builtin_corpus_is_the_standard_library_without_tests():
+    files = list_files("builtin")
+    names = [file.path for file in files]
+    assert any(name.endswith("/argparse.py") for name in names)
+    assert not any("/site-packages/" in name or "/test/" in name or "/tests/" in name for name in names)
+    assert sum(file.num_bytes for file in files) > 8_000_000
+    assert files == list_files("builtin")
+
+
+def test_every_file_of_the_builtin_corpus_can_be_read():
+    files = list_files("builtin")
+    assert sum(document.num_bytes for document, _ in read_corpus(files, part_bytes=256 << 10)) == pytest.approx(
+        sum(file.num_bytes for file in files), rel=1e-3
+    )
+
+
+def test_listing_the_builtin_corpus_takes_well_under_100_ms():
+    list_files("builtin")
+    start = time.perf_counter()
+    list_files("builtin")
+    assert time.perf_counter() - start < 0.1
+
+
+def test_importing_the_corpus_loads_no_library():
+    code = (
+        "import sys, paceline.data.shards; print([m for m in ('numpy', 'tokenizers', 'pyarrow') if m in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"[]\n"
+
+
+def test_a_folder_gives_its_files_in_sorted_order_with_those_below_it(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "ö 1.md").write_text("three")
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "c.PY").write_text("two")
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "x.txt").write_text("hidden")
+    (tmp_path / "empty.txt").touch()
+    assert texts(tmp_path) == ["one", "two", "three"]
+
+
+def test_linked_folders_are_entered_once_even_in_a_loop(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "a.txt").write_text("one")
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "link").symlink_to(tmp_path / "real")
+    (tmp_path / "real" / "loop").symlink_to(source)
+    assert texts(source) == ["one"]
+
+
+def test_a_file_may_be_given_relative_to_the_home_folder_and_the_current_one(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("one")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert texts("~/a.txt") == texts("a.txt") == ["one"]
+
+
+def test_progress_counts_source_bytes_up_to_all_of_them(tmp_path):
+    write_many(tmp_path, range(5))
+    files = list_files(str(tmp_path))
+    done = [read for _, read in read_corpus(files, part_bytes=4096)]
+    assert done == sorted(done)
+    assert done[-1] == sum(file.num_bytes for file in files)
+
+
+def test_a_byte_budget_is_shared_by_all_files_alike(tmp_path):
+    for name in "abcd":
+        (tmp_path / f"{name}.txt").write_text(f"{name * 99}\n" * 1000)
+    read = [d.text[0] for d, _ in read_corpus(list_files(str(tmp_path)), part_bytes=4096, max_bytes=40_000)]
+    assert {name: read.count(name) for name in "abcd"} == dict.fromkeys("abcd", 3)  # 3 parts of 4 KB pass 10 KB
+
+
+def test_one_small_file_has_both_sides(tmp_path):
+    (tmp_path / "play.txt").write_text("\n".join(f"line {number}" for number in range(5000)))
+    files = list_files(str(tmp_path / "play.txt"))
+    assert part_bytes_of(files) == 4096
+    assert 0 < len(held_out(tmp_path / "play.txt")) < len(texts(tmp_path / "play.txt", 4096))
+
+
+def test_parts_are_large_where_there_is_much_text(tmp_path):
+    with (tmp_path / "large.txt").open("wb") as file:
+        file.truncate(100 << 20)
+    assert part_bytes_of(list_files(str(tmp_path / "large.txt"))) == 256 << 10
+
+
+def test_about_one_document_in_ten_of_a_small_corpus_is_held_out(tmp_path):
+    assert 70 <= len(held_out(write_many(tmp_path / "c", range(1000)))) <= 130
+
+
+def test_what_is_held_out_stays_so_when_the_corpus_grows_or_is_renamed(tmp_path):
+    before = held_out(write_many(tmp_path / "c", range(100)))
+    for number in range(50):
+        (tmp_path / "c" / f"{number}.txt").rename(tmp_path / "c" / f"renamed_{number}.md")
+    after = held_out(write_many(tmp_path / "c", range(100, 200)))
+    assert {text for text in after if int(text.split()[1]) < 100} == before
+
+
+@pytest.mark.parametrize("num_documents", [2, 3, 4])
+def test_few_documents_still_have_both_sides_the_same_ones_each_time(tmp_path, num_documents):
+    for start in range(0, 100, 10):
+        folder = write_many(tmp_path / f"{start}", range(start, start + num_documents))
+        assert 1 <= len(held_out(folder)) < num_documents
+        assert held_out(folder) == held_out(folder)
+
+
+@pytest.mark.parametrize("contents", [["only one"], ["same", "same"], [" \n", "one"]])
+def test_a_corpus_of_one_distinct_document_is_too_small(tmp_path, contents):
+    for number, content in enumerate(contents):
+        (tmp_path / f"{number}.txt").write_text(content)
+    with pytest.raises(PacelineError, match="too small to train on: .* in 1 distinct documents"):
+        held_out(tmp_path)
+
+
+def test_a_missing_path_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    error = refused("no/such/café")
+    assert error.message == f"no such file or folder: no/such/café (looked in {tmp_path})"
+
+
+def test_an_empty_file_and_an_empty_folder_are_named(tmp_path):
+    (tmp_path / "a.txt").touch()
+    (tmp_path / "none").mkdir()
+    assert refused(tmp_path / "a.txt").message == f"{tmp_path}/a.txt is empty"
+    assert refused(tmp_path).message == f"nothing to read in {tmp_path}: all its text files are empty (1 of them)"
+    assert refused(tmp_path / "none").message == f"{tmp_path}/none is an empty folder"
+
+
+def test_a_folder_without_text_says_what_it_holds(tmp_path):
+    for number in range(7):
+        (tmp_path / f"{number}.csv").write_text("a,b")
+    error = refused(tmp_path)
+    assert error.message == f"no text file in {tmp_path}: it holds 0.csv, 1.csv, 2.csv, 3.csv, 4.csv and 2 more"
+    assert ".jsonl" in error.fix
+
+
+def test_a_file_of_another_type_says_which_can_be_read(tmp_path):
+    (tmp_path / "a.docx").write_bytes(b"PK")
+    assert refused(tmp_path / "a.docx").message == f"{tmp_path}/a.docx is not of a type that can be read"
+
+
+def test_a_broken_link_is_named_with_where_it_points(tmp_path):
+    (tmp_path / "a.txt").symlink_to("gone.txt")
+    for source in (tmp_path, tmp_path / "a.txt"):
+        assert refused(source).message == f"{tmp_path}/a.txt is a link to gone.txt, which leads nowhere"
+
+
+def test_a_pipe_is_refused_instead_of_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "a.txt")
+    assert refused(tmp_path / "a.txt").message == f"{tmp_path}/a.txt is not a regular file"
+
+
+@pytest.fixture
+def as_nobody(tmp_path):
+    """Root may read everything, so these tests ask as someone else. Yields a folder that anyone may enter."""
+    for folder in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
+        folder.chmod(0o755)
+    if os.geteuid() == 0:
+        os.setresuid(65534, 65534, 0)
+    yield tmp_path
+    if os.getresuid()[2] == 0:
+        os.setresuid(0, 0, 0)
+
+
+def test_a_file_and_a_folder_without_permission_are_named(as_nobody):
+    os.seteuid(os.getresuid()[2])
+    (as_nobody / "a.txt").write_text("one")
+    (as_nobody / "closed").mkdir()
+    (as_nobody / "a.txt").chmod(0)
+    (as_nobody / "closed").chmod(0)
+    os.seteuid(os.getresuid()[0])
+    assert refused(as_nobody / "a.txt").message == f"no permission to read {as_nobody}/a.txt"
+    assert refused(as_nobody / "closed").message == f"no permission to read {as_nobody}/closed"
+    assert refused(as_nobody).message == f"no permission to read {as_nobody}/a.txt (and 1 more)"
+    os.seteuid(os.getresuid()[2])
+    (as_nobody / "closed").chmod(0o755)
+
+
+def test_the_first_broken_file_is_named_with_the_number_of_others(tmp_path):
+    write_many(tmp_path, range(5))
+    for name in ("1.txt", "2.txt", "4.txt"):
+        (tmp_path / name).write_bytes(b"caf\xe9")
+    error = refused(tmp_path)
+    assert error.message.startswith(f"{tmp_path}/1.txt is not UTF-8")
+    assert error.message.endswith("(and 2 more of the 5 files cannot be read either)")
+
+
+@pytest.mark.parametrize("source", ["hf:", "hf:/no/such/folder", "hf:./no"])
+def test_a_dataset_source_that_names_nothing_is_refused(source):
+    assert refused(source).fix

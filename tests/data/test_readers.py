@@ -1,0 +1,199 @@
+"""Every kind of file, whole and broken."""
+
+import gzip
+import json
+import subprocess
+import sys
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from paceline.data.corpus import list_files
+from paceline.data.readers import cut_at_line_ends, read_documents
+from paceline.errors import PacelineError
+
+
+def texts(source, part_bytes=256 << 10):
+    return [d.text for file in list_files(str(source)) for d in read_documents(file, part_bytes=part_bytes)]
+
+
+def refused(source):
+    with pytest.raises(PacelineError) as error:
+        texts(source)
+    assert error.value.fix
+    return error.value
+
+
+def write(path, content):
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def jsonl(*records):
+    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+
+
+def test_text_is_read_as_it_is_but_for_the_byte_order_mark(tmp_path):
+    assert texts(write(tmp_path / "a.txt", b"\xef\xbb\xbfna\xc3\xafve\r\n\ttwo \x00\n")) == ["naïve\r\n\ttwo \x00\n"]
+
+
+def test_white_space_alone_is_no_document(tmp_path):
+    assert texts(write(tmp_path / "a.txt", " \n\t\n")) == []
+
+
+@pytest.mark.parametrize("part_bytes", [16, 17, 100, 4096])
+def test_a_long_text_is_cut_at_line_ends_and_nothing_is_lost(tmp_path, part_bytes):
+    content = "".join(f"{'é' * (number % 13)} {number}\n" for number in range(500)) + "日本語" * 50
+    parts = texts(write(tmp_path / "a.txt", content), part_bytes)
+    assert "".join(parts) == content
+    assert max(len(part.encode()) for part in parts) <= part_bytes
+    assert texts(write(tmp_path / "a.txt.gz", gzip.compress(content.encode())), part_bytes) == parts
+    assert texts(write(tmp_path / "a.jsonl", jsonl({"text": content})), part_bytes) == parts
+
+
+def test_a_part_ends_with_a_line_where_there_is_one():
+    assert list(cut_at_line_ends(b"aaa\nbb\ncccccc\n", 8)) == [b"aaa\nbb\n", b"cccccc\n"]
+    assert list(cut_at_line_ends(b"a\n" + "é".encode() * 3, 5)) == [b"a\n", "éé".encode(), "é".encode()]
+    assert list(cut_at_line_ends(b"", 8)) == []
+
+
+@pytest.mark.parametrize("part_bytes", [4, 16, 256 << 10])
+def test_the_offset_of_a_byte_that_is_not_utf8_is_named(tmp_path, part_bytes):
+    path = write(tmp_path / "ü.txt", b"\xef\xbb\xbf" + b"0123456\n" * 4 + b"caf\xe9 au lait\n")
+    with pytest.raises(PacelineError) as error:
+        list(read_documents(list_files(str(path))[0], part_bytes=part_bytes))
+    assert error.value.message == f"{path} is not UTF-8: byte 0xe9 at offset 38"
+    assert error.value.fix == f"iconv -f latin-1 -t utf-8 '{path}' > new.txt, with the encoding it is in"
+
+
+def test_text_cut_inside_a_character_is_named_at_its_end(tmp_path):
+    path = write(tmp_path / "a.txt", "abc€".encode()[:-1])
+    assert refused(path).message == f"{path} is not UTF-8: byte 0xe2 at offset 3"
+
+
+def test_utf16_is_recognised(tmp_path):
+    assert "iconv -f utf-16" in refused(write(tmp_path / "a.txt", "hello".encode("utf-16"))).fix
+
+
+def test_a_compressed_file_that_is_cut_short_or_no_gzip_is_named(tmp_path):
+    whole = gzip.compress(jsonl(*({"text": f"document {n} " * 20} for n in range(500))).encode())
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 0xFF
+    for content in (whole[:-20], b"plain text", bytes(flipped)):
+        path = write(tmp_path / "a.jsonl.gz", content)
+        error = refused(path)
+        assert error.message.startswith(f"{path} is damaged, or not gzip") or ".jsonl.gz:" in error.message
+    assert refused(write(tmp_path / "a.jsonl.gz", whole[:-20])).fix.startswith("download or write it again")
+
+
+def test_jsonl_gives_a_document_for_each_line_of_the_text_field(tmp_path):
+    content = b"\xef\xbb\xbf" + jsonl({"id": "1", "text": "one"}, {"text": "zwei\u2028ß"}).encode() + b"\n"
+    content += jsonl({"text": None}, {"text": ""}).encode() + b'{"text": "last"}'
+    assert texts(write(tmp_path / "a.jsonl", content)) == ["one", "zwei\u2028ß", "last"]
+    assert texts(write(tmp_path / "b.jsonl.gz", gzip.compress(content))) == ["one", "zwei\u2028ß", "last"]
+
+
+def test_jsonl_takes_the_only_field_of_strings_when_there_is_no_text(tmp_path):
+    assert texts(write(tmp_path / "a.jsonl", jsonl({"n": 1, "body": "one"}, {"n": 2, "body": "two"}))) == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            jsonl({"title": "a", "body": "b"}),
+            ":1 has no field 'text' of strings, and 2 other fields are strings; it has",
+        ),
+        (jsonl({"n": 1}), ":1 has no field 'text' of strings, and 0 other fields are strings; it has n"),
+        (jsonl({"text": "a"}, {"body": "b"}), ":2 has no field 'text', which the lines before it have; it has body"),
+        (jsonl({"text": "a"}, {"text": ["b"]}), ":2 holds list, not text"),
+        ('{"text": "a"}\n["b"]\n', ":2 is a JSON list, not an object"),
+        ('{"text": "a"}\n\n{"text": b}\n{}\n', ":3 is not JSON"),
+        ('{"text": "a"}\n{"text": "cut of', "and the file ends within the line: it may be cut short"),
+        ('{"text": "a"}\n{"text": "\\ud83d"}\n', ":2 holds half a character: \\ud83d at character 0"),
+        (b'{"text": "caf\xe9"}\n', ":1 is not JSON"),
+    ],
+)
+def test_a_broken_line_of_jsonl_is_named_by_its_number(tmp_path, content, message):
+    path = write(tmp_path / "a.jsonl", content)
+    error = refused(path)
+    assert error.message.startswith(f"{path}:")
+    assert message in error.message
+
+
+def test_parquet_gives_a_document_for_each_row_of_the_text_column(tmp_path):
+    rows = [f"row {number}" for number in range(3000)]
+    table = pyarrow.table({"id": [str(n) for n in range(3000)], "text": rows})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=700)
+    assert texts(tmp_path) == rows
+    other = pyarrow.table({"n": [1, 2, 3], "content": pyarrow.array(["a", None, "b"], type=pyarrow.large_string())})
+    pyarrow.parquet.write_table(other, tmp_path / "a.parquet")
+    assert texts(tmp_path) == ["a", "b"]
+
+
+def test_broken_parquet_and_parquet_without_text_are_named(tmp_path):
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["x" * 50] * 1000, "b": ["y"] * 1000}), path)
+    whole = path.read_bytes()
+    for content in (whole[:-30], b"PAR1 nothing", whole[:40] + b"\xff" * 60 + whole[100:]):
+        assert refused(write(path, content)).message.startswith(f"{path} cannot be read as parquet: ")
+    pyarrow.parquet.write_table(pyarrow.table({"a": ["x"], "b": ["y"], "n": [1]}), path)
+    assert refused(path).message.endswith("and 2 other fields are strings; it has a, b, n")
+
+
+@pytest.fixture(autouse=True)
+def datasets_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf-cache")
+
+
+def test_a_dataset_saved_to_disk_is_read(tmp_path):
+    dataset = datasets.Dataset.from_dict({"id": [1, 2, 3], "text": ["one", "", "thrée"]})
+    dataset.save_to_disk(tmp_path / "plain")
+    datasets.DatasetDict({"train": dataset, "test": dataset}).save_to_disk(tmp_path / "dict")
+    assert texts(f"hf:{tmp_path}/plain") == texts(f"hf:{tmp_path}/dict") == ["one", "thrée"]
+
+
+def test_a_dataset_folder_of_parquet_files_gives_its_train_split(tmp_path):
+    folder = tmp_path / "my data" / "data"
+    folder.mkdir(parents=True)
+    for split, word in (("train", "seen"), ("test", "unseen")):
+        datasets.Dataset.from_dict({"text": [word] * 3}).to_parquet(folder / f"{split}-00000-of-00001.parquet")
+    assert texts(f"hf:{tmp_path}/my data") == ["seen"] * 3
+
+
+def test_a_dataset_that_cannot_be_used_is_named(tmp_path):
+    datasets.DatasetDict({"test": datasets.Dataset.from_dict({"text": ["a"]})}).save_to_disk(tmp_path / "no-train")
+    assert refused(f"hf:{tmp_path}/no-train").message.endswith("has no split `train`; it has test")
+    datasets.Dataset.from_dict({"q": ["a"], "a": ["b"]}).save_to_disk(tmp_path / "no-text")
+    assert "it has q, a" in refused(f"hf:{tmp_path}/no-text").message
+    (tmp_path / "broken").mkdir()
+    write(tmp_path / "broken" / "state.json", "{")
+    assert refused(f"hf:{tmp_path}/broken").message.startswith(f"dataset {tmp_path}/broken cannot be loaded: ")
+    (tmp_path / "nothing").mkdir()
+    assert refused(f"hf:{tmp_path}/nothing").message == f"{tmp_path}/nothing is an empty folder"
+
+
+def test_a_local_dataset_that_changes_has_another_stamp(tmp_path):
+    datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(tmp_path / "d")
+    before = list_files(f"hf:{tmp_path}/d")
+    assert list_files(f"hf:{tmp_path}/d") == before
+    (tmp_path / "d" / "state.json").touch()
+    assert list_files(f"hf:{tmp_path}/d") != before
+
+
+@pytest.mark.dist
+def test_a_hub_dataset_without_a_network_says_so_in_two_lines():
+    code = "from paceline.data.corpus import *; list(read_corpus(list_files('hf:no-one/nothing:x'), part_bytes=4096))"
+    env = {"HF_HUB_OFFLINE": "1", "PATH": ""}
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert "UnreadableFile: error: dataset no-one/nothing cannot be loaded: " in ended.stderr
+    assert "fix: check the name and the network: https://huggingface.co/datasets/no-one/nothing" in ended.stderr
+
+
+@pytest.mark.parametrize(("library", "source"), [("pyarrow", "a.parquet"), ("datasets", "hf:someone/something")])
+def test_a_missing_library_is_named_with_the_extra_that_brings_it(tmp_path, monkeypatch, library, source):
+    monkeypatch.setitem(sys.modules, library, None)
+    monkeypatch.chdir(write(tmp_path / "a.parquet", b"PAR1").parent)
+    assert refused(source).fix == "pip install 'paceline[datasets]'"

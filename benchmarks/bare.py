@@ -39,14 +39,18 @@ def main() -> None:
     tokens = np.memmap(args.tokens, dtype=np.uint16, mode="r")
     rng = np.random.default_rng(rank)
     seconds, first = [], 0.0
-    for step in range(args.steps):
+    for _ in range(args.steps):
         started = time.perf_counter()
         for micro_step in range(args.accum):
             starts = rng.integers(0, len(tokens) - config.sequence_len - 1, args.rows)
-            rows = torch.from_numpy(np.stack([tokens[i : i + config.sequence_len + 1] for i in starts]).astype(np.int64))
+            rows = torch.from_numpy(
+                np.stack([tokens[i : i + config.sequence_len + 1] for i in starts]).astype(np.int64)
+            )
             if ddp is not model:
                 ddp.require_backward_grad_sync = micro_step == args.accum - 1
-            loss = ddp(rows[:, :-1].contiguous(), rows[:, 1:].contiguous()) / (args.rows * config.sequence_len * args.accum)
+            loss = ddp(rows[:, :-1].contiguous(), rows[:, 1:].contiguous()) / (
+                args.rows * config.sequence_len * args.accum
+            )
             loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -46,8 +46,30 @@ def run_bare(folder: Path, *, nproc: int, threads: int, steps: int, shard: Path)
 def run_paceline(folder: Path, *, nproc: int, threads: int, steps: int, flags: list[str]) -> tuple[float, float]:
     """The same of `paceline train`, read from its run folder."""
     name = f"run-{time.time_ns()}"
-    command = [sys.executable, "-m", "paceline.cli", "train", "--runs-dir", str(folder), "--name", name, "--nproc", str(nproc)]
-    command += ["--num-steps", str(steps), "--log-every", "1", "--eval-every", "0", "--save-every", "0", "--eval-tokens", "256"]
+    command = [
+        sys.executable,
+        "-m",
+        "paceline.cli",
+        "train",
+        "--runs-dir",
+        str(folder),
+        "--name",
+        name,
+        "--nproc",
+        str(nproc),
+    ]
+    command += [
+        "--num-steps",
+        str(steps),
+        "--log-every",
+        "1",
+        "--eval-every",
+        "0",
+        "--save-every",
+        "0",
+        "--eval-tokens",
+        "256",
+    ]
     started = time.time()
     subprocess.run([*command, *flags], env=thread_env(threads), capture_output=True, text=True, check=True)
     lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
@@ -62,7 +84,12 @@ def thread_env(threads: int) -> dict[str, str]:
 
 
 def same_model_flags(total: int) -> list[str]:
-    shape = {"depth": SHAPE.n_layer, "n-embd": SHAPE.n_embd, "head-dim": SHAPE.head_dim, "sequence-len": SHAPE.sequence_len}
+    shape = {
+        "depth": SHAPE.n_layer,
+        "n-embd": SHAPE.n_embd,
+        "head-dim": SHAPE.head_dim,
+        "sequence-len": SHAPE.sequence_len,
+    }
     rest = {"vocab-size": SHAPE.vocab_size, "device-batch-size": ROWS, "total-batch-size": total}
     return [word for key, value in {**shape, **rest}.items() for word in (f"--{key}", str(value))]
 
@@ -94,7 +121,9 @@ def main() -> None:
             compare_optimizers(folder, args)
 
 
-def compare_loops(folder: Path, *, nproc: int, threads: int, args: argparse.Namespace, wanted: set[str], shard: Path) -> None:
+def compare_loops(
+    folder: Path, *, nproc: int, threads: int, args: argparse.Namespace, wanted: set[str], shard: Path
+) -> None:
     flags = [*same_model_flags(nproc * ROWS * SHAPE.sequence_len), "--optimizer", "adamw"]
     fp32, auto, bare, first, bare_first = [], [], [], [], []
     for _ in range(args.rounds):

@@ -7,7 +7,7 @@ Nothing here imports torch; a command that needs it imports it inside its own fu
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,9 @@ def run_command(args: list[str]) -> int:
             import difflib
 
             near = difflib.get_close_matches(args[0], COMMANDS, n=1)
-            raise UsageError(f"unknown command {args[0]}", fix=f"paceline {near[0]}" if near else "paceline --help lists them")
+            raise UsageError(
+                f"unknown command {args[0]}", fix=f"paceline {near[0]}" if near else "paceline --help lists them"
+            )
         if any(arg in ("-h", "--help") for arg in args[1:]):
             print(command_help(args[0]), end="")
             return 0
@@ -76,8 +78,10 @@ def train(args: list[str]) -> int:
 
     words, flags = parse_flags(args)
     file = flags.pop("config", None)
-    if words and file or len(words) > 1:
-        raise UsageError(f"one config file is taken, {len(words) + bool(file)} are given", fix="paceline train CONFIG --key value")
+    if (words and file) or len(words) > 1:
+        raise UsageError(
+            f"one config file is taken, {len(words) + bool(file)} are given", fix="paceline train CONFIG --key value"
+        )
     config, notes = load_config(words[0] if words else file or TINY, flags)
     for note in notes:
         print(note)
@@ -108,22 +112,30 @@ def evaluate(args: list[str]) -> int:
 
       paceline eval books --data builtin
     """
-    words, options = parse_options(args, {"data": str, "tokens": int, "step": int, "device": str, "runs-dir": str, "json": bool})
+    words, options = parse_options(
+        args, {"data": str, "tokens": int, "step": int, "device": str, "runs-dir": str, "json": bool}
+    )
     run = find_run(words, runs_dir=options.get("runs-dir"))
+    from paceline.start import run_data
     from paceline.train.offline import evaluate_run
 
+    dataset = run_data(run, other=options.get("data"))
     result = evaluate_run(
-        run, data=options.get("data"), tokens=options.get("tokens"), step=options.get("step"), device=options.get("device")
+        run, dataset=dataset, max_tokens=options.get("tokens"), step=options.get("step"), device=options.get("device")
     )
     if options.get("json"):
         print(json.dumps(result))
     else:
-        print(f"{run.name} at step {result['step']:,}: val_bpb {result['val_bpb']:.4f} on {result['tokens']:,} tokens of {result['data']}")
+        print(
+            f"{run.name} at step {result['step']:,}: val_bpb {result['val_bpb']:.4f}"
+            f" on {result['tokens']:,} tokens of {result['data']}"
+        )
     return 0
 
 
 def sample(args: list[str]) -> int:
-    """paceline sample RUN [--prompt TEXT] [--num N] [--tokens N] [--temperature T] [--top-k K] [--seed S] [--step N] [--device D] [--json]
+    """paceline sample RUN [--prompt TEXT] [--num N] [--tokens N] [--temperature T] [--top-k K] [--seed S] [--step N]
+                       [--device cpu|cuda] [--json]
 
     Writes text from the newest good checkpoint (or of --step), as it comes. --temperature 0 always takes the likeliest token.
     --prompt - reads the prompt from standard input.
@@ -187,7 +199,7 @@ def data(args: list[str]) -> int:
     """
     from paceline.config import load_config, parse_flags
 
-    action, rest = one_action(args, ("prepare", "info"), command="data")
+    _, rest = one_action(args, ("prepare", "info"), command="data")
     rest, as_json = take_flag(rest, "--json")
     rest, verified = take_flag(rest, "--verify")
     words, flags = parse_flags(rest)
@@ -221,7 +233,10 @@ def tokenizer(args: list[str]) -> int:
 
     if action == "train":
         if "out" not in options or words:
-            raise UsageError("tokenizer train needs --out FILE and no other word", fix="paceline tokenizer train --out tokenizer.json")
+            raise UsageError(
+                "tokenizer train needs --out FILE and no other word",
+                fix="paceline tokenizer train --out tokenizer.json",
+            )
         with show_progress() as progress:
             made = train_tokenizer_on(
                 options.get("data", "builtin"), vocab_size=options.get("vocab-size", 32_768), progress=progress
@@ -263,13 +278,15 @@ def command_help(name: str) -> str:
         if field.metadata["group"] != group:
             group = field.metadata["group"]
             text += f"\n{group}\n"
-        default = "auto" if field.default is None else str(field.default).lower() if field.type is bool else field.default
+        default = (
+            "auto" if field.default is None else str(field.default).lower() if field.type is bool else field.default
+        )
         choices = f" ({', '.join(field.metadata['choices'])})" if field.metadata["choices"] else ""
         text += f"  --{key.replace('_', '-'):<26}{field.metadata['about']}{choices} [{default}]\n"
     return text
 
 
-def parse_options(args: list[str], known: dict[str, Callable[[str], Any]]) -> tuple[list[str], dict[str, Any]]:
+def parse_options(args: list[str], known: Mapping[str, Callable[[str], Any]]) -> tuple[list[str], dict[str, Any]]:
     """Words and options of the commands that take no config keys."""
     words: list[str] = []
     options: dict[str, Any] = {}
@@ -285,7 +302,9 @@ def parse_options(args: list[str], known: dict[str, Callable[[str], Any]]) -> tu
             import difflib
 
             near = difflib.get_close_matches(name, known, n=1)
-            raise UsageError(f"unknown flag --{name}", fix=f"--{near[0]}" if near else "one of " + ", ".join(f"--{k}" for k in known))
+            raise UsageError(
+                f"unknown flag --{name}", fix=f"--{near[0]}" if near else "one of " + ", ".join(f"--{k}" for k in known)
+            )
         if known[name] is bool:
             options[name] = True
             continue
@@ -306,13 +325,17 @@ def find_run(words: list[str], *, runs_dir: str | None) -> Any:
     from paceline.rundir import RunDir
 
     if len(words) != 1:
-        raise UsageError(f"one RUN is needed, {len(words)} are given", fix="a run's folder or name; paceline runs lists them")
+        raise UsageError(
+            f"one RUN is needed, {len(words)} are given", fix="a run's folder or name; paceline runs lists them"
+        )
     folder = Path(runs_dir or "runs")
     for path in (Path(words[0]), folder / words[0]):
         if (path / "config.toml").is_file():
             return RunDir(path)
     names = sorted(path.parent.name for path in folder.glob("*/config.toml"))
-    known = f"one of {', '.join(names[-5:])}" if names else "paceline train makes one; give the folder if it is elsewhere"
+    known = (
+        f"one of {', '.join(names[-5:])}" if names else "paceline train makes one; give the folder if it is elsewhere"
+    )
     raise PacelineError(f"no run {words[0]}: neither it nor {folder / words[0]} holds a config.toml", fix=known)
 
 

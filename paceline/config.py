@@ -44,7 +44,9 @@ def key(
     choices: tuple[str, ...] = (),
     group: str,
 ) -> Any:
-    return field(default=default, metadata={"about": about, "low": low, "high": high, "choices": choices, "group": group})
+    return field(
+        default=default, metadata={"about": about, "low": low, "high": high, "choices": choices, "group": group}
+    )
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,9 @@ class Config:
     vocab_size: int = key(32_768, "tokens of the tokenizer that is trained", low=257, high=2**31 - 1, group="text")
     cache_dir: str | None = key(None, "prepared token shards; auto: ~/.cache/paceline", group="text")
 
-    depth: int = key(4, "layers; the dial that sets width, batch, learning rates and length", low=1, high=512, group="model")
+    depth: int = key(
+        4, "layers; the dial that sets width, batch, learning rates and length", low=1, high=512, group="model"
+    )
     n_embd: int | None = key(None, "width; auto: 64 x depth rounded up to head_dim", low=8, high=1 << 17, group="model")
     head_dim: int = key(128, "width of one attention head", low=8, high=256, group="model")
     n_kv_head: int | None = key(None, "key/value heads (GQA); auto: as many as heads", low=1, group="model")
@@ -69,7 +73,9 @@ class Config:
         None, "attention per layer: L full, S a quarter; auto: SSSL on CUDA, L on CPU", group="model"
     )
 
-    device_batch_size: int | None = key(None, "rows in one micro-step of one device; auto: the largest", low=1, group="batch")
+    device_batch_size: int | None = key(
+        None, "rows in one micro-step of one device; auto: the largest", low=1, group="batch"
+    )
     total_batch_size: int | None = key(None, "tokens in one optimizer step, over all devices", low=1, group="batch")
     num_steps: int | None = key(None, "optimizer steps; auto: from tokens_per_param", low=1, high=10**9, group="batch")
     epochs: float | None = key(None, "passes over the text, instead of num_steps", low=1e-9, high=1e6, group="batch")
@@ -84,14 +90,22 @@ class Config:
         choices=("optimizer", "none"),
         group="optimizer",
     )
-    matrix_lr: float | None = key(None, "matrices; auto: 0.02 for muon, 0.002 for adamw", low=0, high=100, group="optimizer")
+    matrix_lr: float | None = key(
+        None, "matrices; auto: 0.02 for muon, 0.002 for adamw", low=0, high=100, group="optimizer"
+    )
     embedding_lr: float = key(0.3, "token embedding (value embeddings take half)", low=0, high=100, group="optimizer")
     unembedding_lr: float = key(0.008, "lm_head", low=0, high=100, group="optimizer")
-    weight_decay: float = key(0.28, "of matrices at depth 12; scaled to this run's length", low=0, high=100, group="optimizer")
+    weight_decay: float = key(
+        0.28, "of matrices at depth 12; scaled to this run's length", low=0, high=100, group="optimizer"
+    )
     warmup_steps: int = key(40, "steps of linear warm-up", low=0, high=10**9, group="optimizer")
-    warmdown_ratio: float = key(0.65, "share of the run in which the learning rate falls", low=0, high=1, group="optimizer")
+    warmdown_ratio: float = key(
+        0.65, "share of the run in which the learning rate falls", low=0, high=1, group="optimizer"
+    )
     final_lr_frac: float = key(0.05, "learning rate at the end, of its peak", low=0, high=1, group="optimizer")
-    grad_clip: float | None = key(None, "largest gradient norm; auto: no clipping", low=1e-9, high=1e9, group="optimizer")
+    grad_clip: float | None = key(
+        None, "largest gradient norm; auto: no clipping", low=1e-9, high=1e9, group="optimizer"
+    )
 
     nproc: int | None = key(None, "processes; auto: one per GPU, else two on the CPU", low=1, high=1024, group="device")
     device: str | None = key(None, "auto: cuda where there is one", choices=("cuda", "cpu"), group="device")
@@ -99,7 +113,9 @@ class Config:
         None, "auto: bf16 where the hardware has it", choices=("fp32", "bf16", "fp16"), group="device"
     )
     compile: bool | None = key(None, "torch.compile; auto: measured, where the run is long enough", group="device")
-    activation_checkpointing: bool = key(False, "recompute blocks in backward: less memory, 4/3 of the time", group="device")
+    activation_checkpointing: bool = key(
+        False, "recompute blocks in backward: less memory, 4/3 of the time", group="device"
+    )
     logits_mib: int = key(512, "memory that logits may take at once, in MiB", low=1, high=1 << 20, group="device")
 
     log_every: int = key(10, "steps between lines of metrics", low=1, high=10**9, group="watch")
@@ -141,7 +157,7 @@ FOREIGN = {
     "dataset": "data",
     "nproc_per_node": "nproc",
 }
-FOREIGN_VALUES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "": None, -1: None, -1.0: None}
+FOREIGN_VALUES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "": None, -1: None}
 
 
 def load_config(file: str | Path | None, flags: dict[str, Any]) -> tuple[Config, list[str]]:
@@ -174,7 +190,9 @@ def check_config(config: Config) -> None:
             f"window_pattern {config.window_pattern!r} has letters other than S and L", fix="for example SSSL, or L"
         )
     if config.name is not None and (not config.name.strip(". ") or "/" in config.name or "\0" in config.name):
-        raise PacelineError(f"name {config.name!r} cannot be a folder", fix="letters, digits, - and _; runs_dir sets the place")
+        raise PacelineError(
+            f"name {config.name!r} cannot be a folder", fix="letters, digits, - and _; runs_dir sets the place"
+        )
 
 
 def read_config_file(path: Path) -> tuple[dict[str, Any], list[str]]:
@@ -192,13 +210,17 @@ def read_config_file(path: Path) -> tuple[dict[str, Any], list[str]]:
 
         return read_python_config(text, path=path)
     if path.suffix != ".toml":
-        raise PacelineError(f"config file {path} is neither .toml nor .py", fix="name it with its kind, such as my.toml")
+        raise PacelineError(
+            f"config file {path} is neither .toml nor .py", fix="name it with its kind, such as my.toml"
+        )
     import tomllib
 
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise PacelineError(f"config file {path} is not valid TOML: {error}", fix="flat lines such as depth = 12") from error
+        raise PacelineError(
+            f"config file {path} is not valid TOML: {error}", fix="flat lines such as depth = 12"
+        ) from error
     return {name: checked_value(name, value, where=str(path)) for name, value in table.items()}, []
 
 
@@ -217,7 +239,9 @@ def parse_flags(args: list[str]) -> tuple[list[str], dict[str, Any]]:
         word = rest.pop(0)
         if not word.startswith("--") or word == "--":
             if word.startswith("-") and len(word) > 1:
-                raise UsageError(f"unknown flag {word}", fix="flags have two dashes: --depth 12; see paceline train --help")
+                raise UsageError(
+                    f"unknown flag {word}", fix="flags have two dashes: --depth 12; see paceline train --help"
+                )
             words.append(word)
             continue
         flag, equals, text = word[2:].partition("=")
@@ -357,7 +381,13 @@ def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t").replace("\r", "\\r")
+        escaped = (
+            value.replace("\\", "\\\\")
+            .replace('"', '\\"')
+            .replace("\n", "\\n")
+            .replace("\t", "\\t")
+            .replace("\r", "\\r")
+        )
         return f'"{escaped}"'
     return str(value)
 

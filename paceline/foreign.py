@@ -52,7 +52,9 @@ def read_python_config(text: str, *, path: Path) -> tuple[dict[str, Any], list[s
         elif value in HARMLESS.get(name, ()) or name.startswith(TRACKERS):
             unused.append(name)
         elif name in HARMLESS:
-            raise PacelineError(f"{path}: paceline has no {name}, and {value!r} asks for it", fix=f"delete the line {name}")
+            raise PacelineError(
+                f"{path}: paceline has no {name}, and {value!r} asks for it", fix=f"delete the line {name}"
+            )
         else:
             checked_value(name, value, where=str(path))  # raises: unknown, with the nearest
     if n_head is not None:
@@ -75,17 +77,23 @@ def _literals(text: str, *, path: Path) -> dict[str, Any]:
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError) as error:
-        raise PacelineError(f"config file {path} is not valid Python: {error}", fix="plain lines: depth = 12") from error
+        raise PacelineError(
+            f"config file {path} is not valid Python: {error}", fix="plain lines: depth = 12"
+        ) from error
     values: dict[str, Any] = {}
     for node in tree.body:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             continue  # a docstring
         match node:
-            case ast.Assign(targets=[ast.Name(id=name)], value=value) | ast.AnnAssign(target=ast.Name(id=name), value=value) if value:
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=value)
+                | ast.AnnAssign(target=ast.Name(id=name), value=value)
+            ) if value:
                 values[name] = _evaluate(value, values, path=path)
             case _:
                 raise PacelineError(
-                    f"{path}:{node.lineno}: only `key = literal` lines are read, nothing is executed", fix="delete that line"
+                    f"{path}:{node.lineno}: only `key = literal` lines are read, nothing is executed",
+                    fix="delete that line",
                 )
     return values
 
@@ -103,6 +111,12 @@ def _evaluate(node: ast.expr, known: dict[str, Any], *, path: Path) -> Any:
         case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
             a, b = _evaluate(left, known, path=path), _evaluate(right, known, path=path)
             sane = all(isinstance(v, int | float) and abs(v) < 2**63 for v in (a, b))
-            if sane and not (isinstance(op, ast.Pow) and abs(b) > 64) and not (b == 0 and isinstance(op, ast.Div | ast.FloorDiv)):
+            if (
+                sane
+                and not (isinstance(op, ast.Pow) and abs(b) > 64)
+                and not (b == 0 and isinstance(op, ast.Div | ast.FloorDiv))
+            ):
                 return OPERATORS[type(op)](a, b)
-    raise PacelineError(f"{path}:{node.lineno}: {ast.unparse(node)} is not a plain value", fix="write the number or the text itself")
+    raise PacelineError(
+        f"{path}:{node.lineno}: {ast.unparse(node)} is not a plain value", fix="write the number or the text itself"
+    )

@@ -118,7 +118,7 @@ def write_atomic(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(part, path)
+    part.replace(path)
 
 
 def lock_run(run: RunDir) -> int:

@@ -40,7 +40,9 @@ def start_run(config: Config) -> int:
     """A new run; returns the exit code."""
     machine = probe_machine()
     check_config(config)
-    make_plan(config, machine, vocab_size=config.vocab_size, num_rows=0)  # refuse what cannot be before reading any text
+    make_plan(
+        config, machine, vocab_size=config.vocab_size, num_rows=0
+    )  # refuse what cannot be before reading any text
     run = RunDir(Path(config.runs_dir) / (config.name or default_name(config)))
     check_new(run)
     dataset = prepare_data(config)
@@ -57,10 +59,15 @@ def resume_run(run: RunDir, changes: dict[str, Any]) -> int:
     if fixed:
         raise PacelineError(
             f"{fixed[0]} is {getattr(before, fixed[0])} in {run.name} and cannot change within a run",
-            fix="start a new run with it: paceline train " + str(run.config_toml) + f" --{fixed[0].replace('_', '-')} ... --name NEW",
+            fix="start a new run with it: paceline train "
+            + str(run.config_toml)
+            + f" --{fixed[0].replace('_', '-')} ... --name NEW",
         )
     if "nproc" in changes and "device_batch_size" not in changes:
-        changes = {**changes, "device_batch_size": None}  # the same rows on other devices: how many at once is worked out anew
+        changes = {
+            **changes,
+            "device_batch_size": None,
+        }  # the same rows on other devices: how many at once is worked out anew
     values = override({key: getattr(before, key) for key in before.__dataclass_fields__}, changes)
     config = Config(**values)
     check_config(config)
@@ -78,21 +85,24 @@ def resume_run(run: RunDir, changes: dict[str, Any]) -> int:
     config = resolved(config, plan)
     lock = lock_run(run)
     if plan.num_steps != old.num_steps:
-        text = f"length changed from {old.num_steps:,} to {plan.num_steps:,} steps: learning rates are worked out anew for all of it"
+        text = (
+            f"length changed from {old.num_steps:,} to {plan.num_steps:,} steps:"
+            " learning rates are worked out anew for the whole of it"
+        )
         append_event(run, "note", text=text)
     write_atomic(run.config_toml, format_toml(config))
     write_atomic(run.plan_json, plan.to_json())
     return supervise(run, config, plan, source=describe(dataset), started=time.monotonic(), lock=lock)
 
 
-def supervise(
-    run: RunDir, config: Config, plan: Plan, *, source: str, started: float, lock: int | None = None
-) -> int:
+def supervise(run: RunDir, config: Config, plan: Plan, *, source: str, started: float, lock: int | None = None) -> int:
     """One attempt, shown as it goes; then where things are and what to type next."""
     lock = lock_run(run) if lock is None else lock
     print("\n".join([*format_plan(plan, source=source), f"run     {run.path}", ""]), flush=True)
     attempt = 1 + max((e["attempt"] for e in read_json_lines(run.events) if e.get("event") == "attempt"), default=0)
-    env, _ = worker_env(dict(os.environ), nproc=plan.world_size, device=plan.device, cpu_cores=plan.threads * plan.world_size)
+    env, _ = worker_env(
+        dict(os.environ), nproc=plan.world_size, device=plan.device, cpu_cores=plan.threads * plan.world_size
+    )
     digest = Digest(run, num_steps=plan.num_steps, total_batch_size=plan.total_batch_size, stream=sys.stdout)
     try:
         outcome = run_attempt(
@@ -107,7 +117,10 @@ def supervise(
     finally:
         digest.close()
         os.close(lock)
-    print(closing_lines(run, outcome, plan, seconds=time.monotonic() - started), file=sys.stderr if outcome.exit_code else sys.stdout)
+    print(
+        closing_lines(run, outcome, plan, seconds=time.monotonic() - started),
+        file=sys.stderr if outcome.exit_code else sys.stdout,
+    )
     return outcome.exit_code
 
 
@@ -126,7 +139,7 @@ def closing_lines(run: RunDir, outcome: Outcome, plan: Plan, *, seconds: float) 
             "",
             f"done    {status.step:,} steps in {format_duration(seconds)}, val_bpb {bpb}",
             f"run     {run.path}",
-            f"next    paceline sample {run.path} --prompt \"...\"",
+            f'next    paceline sample {run.path} --prompt "..."',
             f"        paceline eval {run.path}",
             f"        paceline resume {run.path} --num-steps {2 * plan.num_steps}",
         ]
@@ -171,14 +184,19 @@ def check_new(run: RunDir) -> None:
         probe.write_bytes(b"x")
         probe.unlink()
     except OSError as error:
-        raise PacelineError(f"run folder {run.path} cannot be written: {error.strerror}", fix="--runs-dir DIR in a place you can write") from error
+        raise PacelineError(
+            f"run folder {run.path} cannot be written: {error.strerror}", fix="--runs-dir DIR in a place you can write"
+        ) from error
 
 
 def create_run(run: RunDir, config: Config, plan: Plan, dataset: TokenDataset) -> None:
     """config.toml comes last: a folder without it is not a run."""
     run.tokenizer_json.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(dataset.tokenizer_json, run.tokenizer_json)
-    write_atomic(run.dataset_json, json.dumps({"path": str(dataset.path.resolve()), "fingerprint": dataset.meta["fingerprint"]}) + "\n")
+    write_atomic(
+        run.dataset_json,
+        json.dumps({"path": str(dataset.path.resolve()), "fingerprint": dataset.meta["fingerprint"]}) + "\n",
+    )
     write_atomic(run.plan_json, plan.to_json())
     write_atomic(run.config_toml, format_toml(config))
 
@@ -204,10 +222,19 @@ def reopen_data(run: RunDir, config: Config) -> TokenDataset:
     dataset = prepare_data(config)
     if dataset.meta["fingerprint"] != record["fingerprint"]:
         raise PacelineError(
-            f"the token shards of {run.name} are gone and its text has changed since", fix="bring the text back, or start a new run"
+            f"the token shards of {run.name} are gone and its text has changed since",
+            fix="bring the text back, or start a new run",
         )
     write_atomic(run.dataset_json, json.dumps({**record, "path": str(dataset.path.resolve())}) + "\n")
     return dataset
+
+
+def run_data(run: RunDir, *, other: str | None) -> TokenDataset:
+    """The run's own text, or another one cut by the run's tokenizer."""
+    config, _ = load_config(run.config_toml, {})
+    if other is None:
+        return reopen_data(run, config)
+    return prepare_data(replace(config, data=other, tokenizer=str(run.tokenizer_json)))
 
 
 def cache_dir(config: Config) -> Path:
@@ -219,9 +246,8 @@ def cache_dir(config: Config) -> Path:
 
 def describe(dataset: TokenDataset) -> str:
     num_tokens = {name: format_count(facts["num_tokens"]) for name, facts in dataset.meta["splits"].items()}
-    return (
-        f"{dataset.meta['source']}: {num_tokens['train']} tokens to train on, {num_tokens['val']} held out"
-        + (", prepared before" if dataset.reused else "")
+    return f"{dataset.meta['source']}: {num_tokens['train']} tokens to train on, {num_tokens['val']} held out" + (
+        ", prepared before" if dataset.reused else ""
     )
 
 

@@ -28,7 +28,7 @@ def format_duration(seconds: float | None) -> str:
     """1457 -> '24m17s'; 'n/a' for None."""
     if seconds is None:
         return "n/a"
-    whole = int(round(seconds))
+    whole = round(seconds)
     if whole < 60:
         return f"{whole}s"
     minutes, rest = divmod(whole, 60)

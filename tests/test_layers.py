@@ -70,7 +70,9 @@ def test_a_command_that_needs_no_torch_imports_none(arguments, tmp_path):
         "import sys; from paceline.cli import run_command; run_command(sys.argv[1:]);"
         "heavy = {'torch', 'rich', 'tokenizers', 'datasets', 'pyarrow', 'numpy'} & set(sys.modules); print('loaded', heavy)"
     )
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=tmp_path, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=tmp_path, check=True
+    )
     assert done.stdout.splitlines()[-1] == "loaded set()"
 
 

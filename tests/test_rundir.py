@@ -41,8 +41,13 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
 
 def test_a_run_in_use_names_its_process_and_is_free_when_that_ends(tmp_path):
     run = RunDir(tmp_path)
-    code = "import sys; from pathlib import Path; from paceline.rundir import *; lock_run(RunDir(Path(sys.argv[1]))); print('held', flush=True); input()"
-    holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    code = (
+        "import sys; from pathlib import Path; from paceline.rundir import RunDir, lock_run;"
+        "lock_run(RunDir(Path(sys.argv[1]))); print('held', flush=True); input()"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert holder.stdout.readline() == "held\n"
     assert is_locked(run)
     with pytest.raises(PacelineError, match=f"in use by process {holder.pid}"):

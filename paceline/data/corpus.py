@@ -39,6 +39,7 @@ PARTS_WANTED = 64  # of a source that is one long file, so that some can be held
 HELD_OUT_ONE_IN = 50
 SMALL_CORPUS_BYTES, SMALL_HELD_OUT_ONE_IN = 4 << 20, 10  # under 4 MiB, 2 percent is too little text to measure on
 
+HUB_BYTES = 64 << 20  # what a dataset of the hub counts as: its size is not known before it is downloaded
 SCAN_AFTER_ERROR_BYTES = 256 << 20  # how much more is read only to say how many files are broken
 
 
@@ -49,11 +50,15 @@ def list_files(source: str) -> list[SourceFile]:
     if source.startswith("hf:"):
         return [_hf_source(source)]
     path = Path(source).expanduser()
-    if not os.path.lexists(path):
+    try:
+        path.lstat()
+    except FileNotFoundError as error:
         raise PacelineError(
             f"no such file or folder: {source} (looked in {Path.cwd()})",
             fix="check the path; `builtin` is text that is always there, hf:NAME a dataset from the Hugging Face hub",
-        )
+        ) from error
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        raise _stat_error(path, error) from error
     return _folder_files(path) if path.is_dir() else [_single_file(path)]
 
 
@@ -249,15 +254,15 @@ def _stat_file(path: Path) -> os.stat_result:
     return status
 
 
-def _stat_error(path: Path, error: OSError) -> UnreadableFile:
+def _stat_error(path: Path, error: Exception) -> UnreadableFile:
     if isinstance(error, PermissionError):
         return UnreadableFile(f"no permission to read {path}", fix=f"chmod u+rX '{path}', or ask its owner")
-    if path.is_symlink():
+    if isinstance(error, FileNotFoundError) and path.is_symlink():
         return UnreadableFile(
             f"{path} is a link to {path.readlink()}, which leads nowhere",
             fix=f"put the file back, or remove the link: rm '{path}'",
         )
-    return UnreadableFile(f"cannot read {path}: {error.strerror}", fix="check the disk and the path")
+    return UnreadableFile(f"cannot read {path}: {error}", fix="check the path and the disk")
 
 
 def _hf_source(source: str) -> SourceFile:
@@ -273,7 +278,7 @@ def _hf_source(source: str) -> SourceFile:
     if not folder.is_dir():
         if name.startswith((".", "/", "~")):
             raise PacelineError(f"no such dataset folder: {name}", fix="check the path; hub datasets are hf:OWNER/NAME")
-        return SourceFile(path=name, format="hf", num_bytes=1, stamp="hub", config=config)
+        return SourceFile(path=name, format="hf", num_bytes=HUB_BYTES, stamp="hub", config=config)
     broken: list[PacelineError] = []
     stamps, num_bytes = [], 0
     for path in _walk(folder, broken):

@@ -150,8 +150,13 @@ def verify(dataset: TokenDataset, *, progress: Progress | None = None) -> None:
     total = sum(facts["bytes"] for facts in dataset.meta["files"].values())
     done = 0
     for name, facts in dataset.meta["files"].items():
-        with (dataset.path / name).open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+        try:
+            with (dataset.path / name).open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise PacelineError(
+                f"cannot read {dataset.path / name}: {error.strerror}", fix=_again(dataset.path)
+            ) from error
         if found != facts["sha256"]:
             raise PacelineError(
                 f"{dataset.path / name} is damaged: its SHA-256 is {found[:12]}..., not {facts['sha256'][:12]}...",

@@ -7,6 +7,7 @@ of at most two instead of three: better at small vocabularies (the nanochat log 
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -34,6 +35,8 @@ SPLIT_PATTERN = (
     r"|\s+(?!\S)"
     r"|\s+"
 )
+# a word of a hundred thousand letters (a gene, a file of zeros) takes the trainer a minute; cut, it teaches the same
+LONG_RUN = re.compile(r"(\S{1000})|(\s{1000})\s+")
 MAX_TRAINING_BYTES = 32 << 20  # more text hardly changes the merges and costs seconds
 MIN_VOCAB_SIZE = 257  # every byte and the separator: any text can be encoded
 
@@ -102,7 +105,8 @@ class Tokenizer:
     @cached_property
     def _is_byte_level(self) -> bool:
         """Each character of a token stands for one byte (GPT-2's alphabet); added tokens are written as they are."""
-        steps = [json.loads(self.json_bytes).get(key) or {} for key in ("pre_tokenizer", "decoder")]
+        settings = json.loads(self.json_bytes)
+        steps = [settings.get(key) or {} for key in ("pre_tokenizer", "decoder")]
         for step in list(steps):
             steps += [*step.get("pretokenizers", []), *step.get("decoders", [])]
         return any(step.get("type") == "ByteLevel" for step in steps)
@@ -151,9 +155,11 @@ def training_texts(
 ) -> Iterator[str]:
     """What is not held out, up to MAX_TRAINING_BYTES taken from all files alike."""
     total = sum(file.num_bytes for file in files)
+    told = 0.0
     for document, done in read_corpus(files, part_bytes=part_bytes, max_bytes=MAX_TRAINING_BYTES):
-        if progress is not None:
+        if progress is not None and done >= told:
             progress("train tokenizer", done, total)
+            told = done + total / 100
         if document.digest >= below:
             yield document.text
 
@@ -181,7 +187,8 @@ def train_tokenizer(texts: Iterator[str], *, vocab_size: int) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    inner.train_from_iterator(texts, trainer)
+    cut = [LONG_RUN.sub(r"\1\n\2", text) for text in texts]  # all of them here: in its own thread Ctrl-C is not heard
+    inner.train_from_iterator(cut, trainer)
     return _wrapped(inner)
 
 

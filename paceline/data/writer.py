@@ -20,13 +20,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import numpy.typing as npt
 
 from paceline.data.corpus import Progress, held_out_below, part_bytes_of, read_corpus
 from paceline.data.readers import Document, SourceFile
+from paceline.data.shards import META, TOKENIZER
 from paceline.data.tokenizer import Tokenizer, train_tokenizer, training_texts
 from paceline.errors import PacelineError
 from paceline.rundir import utc_now
@@ -34,7 +35,6 @@ from paceline.units import format_bytes
 
 BATCH_BYTES = 512 << 10  # of text: large enough to keep cores busy, small enough that Ctrl-C is answered at once
 MAX_UINT16_VOCAB = 1 << 16
-TOKENIZER = "tokenizer.json"
 
 
 def write_dataset(
@@ -172,17 +172,18 @@ class Batch:
 def new_folder(path: Path, *, progress: Progress | None) -> Iterator[Path | None]:
     """A folder to fill, which becomes `path` when the block ends well and is removed when it does not.
 
-    None when another process made `path` while this one waited for the lock. What a killed process left is removed.
+    None when another process made `path` while this one waited for the lock.
     """
     making = path.with_name(f".{path.name}.making")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path.with_name(f".{path.name}.lock"), progress=progress):
-            if (path / "meta.json").exists():
+        with _locked(making, progress=progress):
+            if (path / META).exists():
                 yield None
                 return
-            shutil.rmtree(path, ignore_errors=True)  # without meta.json it is not a prepared folder
+            _remove_left_overs(path.parent, but=making)
             shutil.rmtree(making, ignore_errors=True)
+            shutil.rmtree(path, ignore_errors=True)  # without meta.json it is not a prepared folder
             try:
                 making.mkdir()
                 yield making
@@ -195,16 +196,31 @@ def new_folder(path: Path, *, progress: Progress | None) -> Iterator[Path | None
 
 
 @contextmanager
-def _locked(path: Path, *, progress: Progress | None) -> Iterator[None]:
-    """The lock file stays: removing it would let two processes hold locks on two files of one name."""
-    with path.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+def _locked(making: Path, *, progress: Progress | None) -> Iterator[None]:
+    """Its lock file stays: removing it would let two processes hold locks on two files of one name."""
+    with making.with_suffix(".lock").open("a") as file:
+        if not _try_lock(file):
             if progress is not None:
                 progress("wait for another process that prepares the same text", 0, 1)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def _remove_left_overs(folder: Path, *, but: Path) -> None:
+    """What killed processes left half made, of other texts too: nobody may ever ask for those again."""
+    for making in folder.glob(".*.making"):
+        if making != but:
+            with making.with_suffix(".lock").open("a") as file:
+                if _try_lock(file):
+                    shutil.rmtree(making, ignore_errors=True)
+
+
+def _try_lock(file: TextIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _cannot_write(path: Path, error: OSError) -> PacelineError:

@@ -7,6 +7,7 @@ save, then everything ends. So it works alike as a child process and at the far 
 up at once and stay small beside the workers.
 """
 
+import ctypes
 import json
 import os
 import selectors
@@ -18,8 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from paceline.launch import rank
-
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+RANK_SCRIPT = Path(__file__).with_name("rank.py")
 LINK_LOST_GRACE_S = 20.0  # nobody watches any more: time for a save, not for more
 ENGINE_MARGIN_S = 3.0  # how much later than its own deadline the engine may end before it is killed
 FAILED_GRACE_S = 3.0  # the engine gives the peers of a failed rank this long
@@ -116,7 +117,8 @@ def start_engine(job: dict[str, Any]) -> subprocess.Popen[bytes]:
     logs_dir.mkdir(parents=True, exist_ok=True)
     engine_job = {key: job[key] for key in ("command", "nproc", "logs_dir", "run_id", "stop_grace_s")}
     job_json = logs_dir / "job.json"  # without the environment: it may hold keys, and the folder may be shared
-    job_json.write_text(json.dumps({**engine_job, "rank_script": rank.__file__, "agent_pid": os.getpid()}))
+    job_json.write_text(json.dumps({**engine_job, "rank_script": str(RANK_SCRIPT), "agent_pid": os.getpid()}))
+    prctl = ctypes.CDLL(None).prctl
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "paceline.train.elastic", str(job_json)],
         env=job["env"],
@@ -124,6 +126,7 @@ def start_engine(job: dict[str, Any]) -> subprocess.Popen[bytes]:
         stdout=subprocess.PIPE,
         # the run stays locked until the engine is gone too, and with it, by PDEATHSIG, its workers
         pass_fds=() if job["lock_fd"] is None else (job["lock_fd"],),
+        preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL),  # safe here: no second thread that holds a lock
     )
 
 

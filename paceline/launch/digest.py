@@ -19,11 +19,12 @@ from paceline.rundir import RunDir, utc_now
 from paceline.units import format_bytes, format_count, format_duration, format_mfu
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
+    pass
 
 ETA_RECORDS = 50  # logged steps over which the speed is taken: evaluations and saves are in it
 TRACEBACK_LINES = 40
 REDRAW_S = 0.25
+BAR_WIDTH = 16
 
 
 class Digest:
@@ -102,9 +103,10 @@ class Follow:
 
     def read(self) -> list[dict[str, Any]]:
         inode, size = self.stat()
-        again = inode != self.inode or size < self.offset
+        again = size < self.offset or self.inode not in (0, inode)  # 0: there was no file yet, all of it is new
         if again:
-            self.inode, self.offset = inode, 0
+            self.offset = 0
+        self.inode = inode
         if size <= self.offset:
             return []
         with self.path.open("rb") as file:
@@ -133,12 +135,14 @@ class Bar:
     def __init__(self, stream: TextIO, *, num_steps: int):
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
+        from rich.table import Column
 
+        one_line = Column(no_wrap=True, overflow="ellipsis", ratio=1)  # a narrow terminal loses the last numbers
         self.width = len(str(num_steps))
         self.progress: Progress = Progress(
-            TextColumn("{task.fields[step]}", markup=False),
-            BarColumn(bar_width=None),
-            TextColumn("{task.fields[numbers]}", markup=False),
+            TextColumn("{task.fields[step]}", markup=False, table_column=Column(no_wrap=True)),
+            BarColumn(bar_width=BAR_WIDTH),
+            TextColumn("{task.fields[numbers]}", markup=False, table_column=one_line),
             console=Console(file=stream),
             auto_refresh=False,
             expand=True,
@@ -154,7 +158,7 @@ class Bar:
             self.task,
             completed=step,
             step=f"step {step:>{self.width}}/{self.progress.tasks[0].total:.0f}",
-            numbers=" | ".join([*format_numbers(record, eta_s=eta_s), f"{format_count(tokens)} tokens"]),
+            numbers=" | ".join([*by_importance(format_numbers(record, eta_s=eta_s)), f"{format_count(tokens)} tokens"]),
         )
         self.changed = True
 
@@ -177,7 +181,8 @@ def is_terminal(stream: TextIO) -> bool:
 
 
 def step_label(step: int, num_steps: int) -> str:
-    return f"step {step:05d}/{num_steps:05d}"
+    width = max(5, len(str(num_steps)))
+    return f"step {step:0{width}d}/{num_steps:0{width}d}"
 
 
 def format_step(record: dict[str, Any], *, num_steps: int, eta_s: float | None) -> str:
@@ -197,15 +202,21 @@ def format_numbers(record: dict[str, Any], *, eta_s: float | None) -> list[str]:
     ]
 
 
+def by_importance(numbers: list[str]) -> list[str]:
+    """Loss and time left first, what is unknown left out: a bar has room for less than a line."""
+    loss, *rest, eta = numbers
+    return [loss, eta, *(number for number in rest if "n/a" not in number)]
+
+
 def seconds_left(records: list[dict[str, Any]], *, num_steps: int) -> float | None:
     """From the clock between logged steps; from step_ms as long as there is one of them only."""
     first, last = records[0], records[-1]
-    steps = last["step"] - first["step"]
+    steps_left: int = num_steps - last["step"]
+    steps: int = last["step"] - first["step"]
     if steps > 0:
-        seconds = unix_time(last["time"]) - unix_time(first["time"])
-        return seconds / steps * (num_steps - last["step"])
+        return (unix_time(last["time"]) - unix_time(first["time"])) / steps * steps_left
     step_ms: float | None = last.get("step_ms")
-    return None if step_ms is None else step_ms / 1000 * (num_steps - last["step"])
+    return None if step_ms is None else step_ms / 1000 * steps_left
 
 
 def unix_time(utc: str) -> float:
@@ -235,7 +246,7 @@ def format_event(event: dict[str, Any], *, num_steps: int) -> str | None:
 
 
 def format_failure(outcome: Outcome, run: RunDir) -> str:
-    """Which rank, what it said, where its log is. A mistake the user can mend ends in two lines and has no traceback."""
+    """Which rank, what it said, where its log is. What the user can mend ends in two lines, without a traceback."""
     root = outcome.root
     if root is None:
         return ""

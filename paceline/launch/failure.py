@@ -24,7 +24,8 @@ LOG_TAIL_LINES = 400
 PEER_LOST = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|typically caused by a remote worker crashing|connectFullMesh failed"
     r"|ncclRemoteError|remote process exited|NCCL communicator was aborted|DistNetworkError|DistStoreError"
-    r"|Timed out waiting \d+ms|Some NCCL operations have failed or timed out|Watchdog caught collective operation timeout"
+    r"|Timed out waiting \d+ms|Some NCCL operations have failed or timed out"
+    r"|Watchdog caught collective operation timeout"
 )
 SENT_SIGNALS = {"SIGTERM", "SIGKILL", "SIGINT", "SIGHUP"}  # from outside, whatever the program was doing
 TORCH_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # before each line of a traceback once there is a process group

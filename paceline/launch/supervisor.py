@@ -106,23 +106,26 @@ class AttemptWatch:
         if "ranks" in line:
             self.ranks = line["ranks"]
         if line["event"] == "started":
-            pids = {each["rank"]: each["pid"] for each in self.ranks}
-            append_event(
-                self.run, "attempt", attempt=self.attempt, nproc=self.nproc, world_size=len(pids), pids=list(pids.values())
-            )
+            self.note_attempt()
         elif line["event"] == "rank_failed":
             self.failed_first = not self.stopping
         elif line["event"] == "engine_ended":
             self.engine_exit_code = line["exit_code"]
             if line["left"]:
-                pids = ", ".join(map(str, line["left"]))
-                append_event(self.run, "note", text=f"processes that do not end even when killed: {pids}")
+                left = ", ".join(map(str, line["left"]))
+                append_event(self.run, "note", text=f"processes that do not end even when killed: {left}")
+
+    def note_attempt(self) -> None:
+        pids = [each["pid"] for each in self.ranks]  # none when it ended before the workers were started
+        append_event(self.run, "attempt", attempt=self.attempt, nproc=self.nproc, world_size=self.nproc, pids=pids)
 
     def note_stop(self, signal_name: str) -> None:
         self.stopping = True
         append_event(self.run, "stopping", attempt=self.attempt, signal=signal_name)
 
     def outcome(self, *, agent_exit_code: int) -> Outcome:
+        if not self.ranks:
+            self.note_attempt()
         failures = find_failures(self.run, self.attempt, self.ranks)
         for failure in failures:
             append_event(
@@ -205,7 +208,7 @@ def caught_signals() -> Iterator[Caught]:
 
 
 class AgentLink:
-    """JSON lines to and from one agent. `ended` when it has closed its side, as it does on every end, a kill included."""
+    """JSON lines to and from one agent; `ended` once its side is closed, be it by a kill."""
 
     def __init__(self, agent: subprocess.Popen[bytes]):
         assert agent.stdout is not None

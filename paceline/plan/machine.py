@@ -1,8 +1,8 @@
 """
 The devices here, asked of the driver, and what each can do. No torch: a plan must not cost two seconds of import.
 
-Peaks are dense bf16 with fp32 accumulation, boost clock, from the vendor's data sheets: A100 (DS-10031), H100/H200 (H100 data sheet,
-SXM), L40S, and the Ada and Blackwell architecture white papers (4090: 165.2, 5090: 209.5 TFLOP/s).
+Peaks are dense bf16 with fp32 accumulation, boost clock, from the vendor's data sheets: A100, H100 and H200 (SXM unless
+the name says PCIe), L40S, and the Ada and Blackwell architecture white papers (4090: 165.2, 5090: 209.5 TFLOP/s).
 """
 
 import os

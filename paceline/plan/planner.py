@@ -118,17 +118,24 @@ def make_plan(config: Config, machine: Machine, *, vocab_size: int, num_rows: in
 def choose_device(config: Config, machine: Machine) -> str:
     device = config.device or ("cuda" if machine.gpus else "cpu")
     if device == "cuda" and not machine.gpus:
-        raise PlanError("device is cuda, but no GPU is visible here", fix="--device cpu, or see CUDA_VISIBLE_DEVICES and nvidia-smi")
+        raise PlanError(
+            "device is cuda, but no GPU is visible here", fix="--device cpu, or see CUDA_VISIBLE_DEVICES and nvidia-smi"
+        )
     return device
 
 
 def choose_world_size(config: Config, machine: Machine, *, device: str) -> int:
     if device == "cuda":
         if config.nproc is not None and config.nproc > len(machine.gpus):
-            raise PlanError(f"nproc is {config.nproc}, but {len(machine.gpus)} GPUs are visible", fix=f"--nproc {len(machine.gpus)}")
+            raise PlanError(
+                f"nproc is {config.nproc}, but {len(machine.gpus)} GPUs are visible", fix=f"--nproc {len(machine.gpus)}"
+            )
         return config.nproc or len(machine.gpus)
     if config.nproc is not None and config.nproc > 8 * machine.cpu_cores:
-        raise PlanError(f"nproc is {config.nproc}, but this machine has {machine.cpu_cores} cores", fix=f"--nproc {machine.cpu_cores}")
+        raise PlanError(
+            f"nproc is {config.nproc}, but this machine has {machine.cpu_cores} cores",
+            fix=f"--nproc {machine.cpu_cores}",
+        )
     return config.nproc or min(2, machine.cpu_cores)
 
 
@@ -138,7 +145,8 @@ def choose_precision(config: Config, machine: Machine, *, device: str) -> str:
         native = capability is None or capability >= (8, 0)
         if config.precision == "bf16" and not native:
             raise PlanError(
-                f"precision is bf16, but {machine.gpus[0].name} has no bf16 units (capability {capability})", fix="--precision fp16"
+                f"precision is bf16, but {machine.gpus[0].name} has no bf16 units (capability {capability})",
+                fix="--precision fp16",
             )
     else:
         native = machine.cpu_bf16
@@ -155,7 +163,9 @@ def make_model_config(config: Config, *, vocab_size: int, device: str) -> ModelC
             fix=f"--n-embd {lower + config.head_dim}" + (f" or {lower}" if lower else ""),
         )
     if config.head_dim % 2:
-        raise PlanError(f"head_dim {config.head_dim} is odd, rotary positions turn pairs", fix=f"--head-dim {config.head_dim + 1}")
+        raise PlanError(
+            f"head_dim {config.head_dim} is odd, rotary positions turn pairs", fix=f"--head-dim {config.head_dim + 1}"
+        )
     n_kv_head = config.n_kv_head or n_head
     if n_head % n_kv_head:
         divisors = [str(n) for n in range(1, n_head + 1) if n_head % n == 0]
@@ -223,17 +233,23 @@ def format_plan(plan: Plan, *, source: str) -> list[str]:
     devices = (
         f"{plan.world_size} x {plan.device_name}"
         if plan.device == "cuda"
-        else f"{plan.world_size} CPU process{'es' if plan.world_size > 1 else ''} x {plan.threads} thread{'s' if plan.threads > 1 else ''}"
+        else f"{_counted(plan.world_size, 'CPU process', 'CPU processes')} x {_counted(plan.threads, 'thread', 'threads')}"
     )
     compiled = {True: "compiled", False: "eager", None: "compile: measured first"}[plan.compile]
-    states = "states replicated (DDP)" if plan.shard == "none" else "states sharded" if plan.world_size > 1 else "one device"
+    states = (
+        "states replicated (DDP)" if plan.shard == "none" else "states sharded" if plan.world_size > 1 else "one device"
+    )
     epochs = f", {plan.epochs:.3g} epochs" if plan.epochs else ""
     return [
         f"model   depth {model.n_layer}, {model.n_embd} wide, {model.n_head} heads, vocabulary {model.vocab_size:,},"
         f" {format_count(num_params(model))} parameters",
         f"text    {source}",
         f"step    {plan.total_batch_size:,} tokens = {plan.device_batch_size} rows x {model.sequence_len:,} tokens"
-        f" x {plan.world_size} process{'es' if plan.world_size > 1 else ''} x {accum} micro-step{'s' if accum > 1 else ''}",
+        f" x {_counted(plan.world_size, 'process', 'processes')} x {_counted(accum, 'micro-step', 'micro-steps')}",
         f"length  {plan.num_steps:,} steps, {format_count(plan.num_steps * plan.total_batch_size)} tokens{epochs}",
         f"device  {devices}, {plan.precision}, {plan.optimizer}, {states}, {compiled}",
     ]
+
+
+def _counted(count: int, one: str, many: str) -> str:
+    return f"{count} {one if count == 1 else many}"

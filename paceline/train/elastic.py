@@ -10,7 +10,6 @@ the store of the attempt before, and the supervisor decides about attempts). Wha
 - rendezvous on one host needs no host name and no port chosen beforehand.
 """
 
-import ctypes
 import json
 import os
 import signal
@@ -22,14 +21,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torch.distributed import PrefixStore, TCPStore
-from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 MONITOR_INTERVAL_S = 0.1
 PEER_GRACE_S = 3.0  # a peer may print its traceback or finish a file; one that waits in a collective never returns
 LOOPBACK = "127.0.0.1"
@@ -37,9 +35,8 @@ LOOPBACK = "127.0.0.1"
 
 def main(job_path: str) -> int:
     job = json.loads(Path(job_path).read_text(encoding="utf-8"))
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != job["agent_pid"]:
-        return 1  # the agent ended while torch was being imported
+        return 1  # the agent ended before it had tied this process to its life
 
     # torch puts the host's full name into each of its own events: some ten look-ups a start, seconds each on slow DNS
     socket.getfqdn = lambda name="": name or socket.gethostname()
@@ -76,7 +73,7 @@ class Engine(LocalElasticAgent):
         self._ended_by_us: set[int] = set()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        pids = super()._start_workers(worker_group)
+        pids: dict[int, Any] = super()._start_workers(worker_group)
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(signum, self._request_stop)  # torch has just installed handlers that would end us at once
         report("started", ranks=self.ranks())
@@ -98,7 +95,8 @@ class Engine(LocalElasticAgent):
             report("rank_failed", ranks=failed)
             self._ended_by_us.update(running)
             self._pcontext.close(signal.SIGTERM, timeout=int(PEER_GRACE_S))  # then SIGKILL
-        return super()._monitor_workers(worker_group)
+        result: RunResult = super()._monitor_workers(worker_group)
+        return result
 
     def _wait_for_stop(self) -> bool:
         """True while the workers have time left; the first call tells them."""

@@ -165,7 +165,9 @@ class Loop:
         bad[self.rank] = ~nats_sum.isfinite()
         asked = torch.full((1,), float(self.stop.asked), device=self.device)
         # the step's one wait for the device: loss, stop flags and gradient norm decide what comes next on every rank alike
-        loss_sum, stop_count, *rest = optimizer.reduce(torch.cat([nats_sum.nan_to_num(0, 0, 0)[None], asked, bad])).tolist()
+        loss_sum, stop_count, *rest = optimizer.reduce(
+            torch.cat([nats_sum.nan_to_num(0, 0, 0)[None], asked, bad])
+        ).tolist()
         bad_ranks = [rank for rank, flag in enumerate(rest[:-1]) if flag]
         if bad_ranks:
             raise TrainingFailed(

@@ -2,16 +2,13 @@
 Using a trained model in one process: evaluate a checkpoint, sample from it. The run is only read, never changed.
 """
 
-import json
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from paceline.config import load_config
-from paceline.data.shards import TokenDataset, open_dataset
+from paceline.data.shards import TokenDataset
 from paceline.data.tokenizer import Tokenizer
 from paceline.errors import PacelineError
 from paceline.model.checkpoint import CheckpointReader, load_newest_good, open_checkpoint
@@ -45,47 +42,31 @@ def find_checkpoint(run: RunDir, step: int | None) -> CheckpointReader:
     if not path.is_dir():
         kept = sorted(int(p.name[5:]) for p in run.checkpoints.glob("step_*") if p.name[5:].isdigit())
         raise PacelineError(
-            f"{run.name} has no checkpoint at step {step}", fix="--step " + (" or ".join(map(str, kept)) or "after a save; none yet")
+            f"{run.name} has no checkpoint at step {step}",
+            fix="--step " + (" or ".join(map(str, kept)) or "after a save; none yet"),
         )
     return open_checkpoint(path)
 
 
-def evaluate_run(run: RunDir, *, data: str | None, tokens: int | None, step: int | None, device: str | None) -> dict[str, Any]:
-    """val_bpb of a checkpoint on the run's held-out text, or on `data`'s held-out part cut by the run's own tokenizer."""
+def evaluate_run(
+    run: RunDir, *, dataset: TokenDataset, max_tokens: int | None, step: int | None, device: str | None
+) -> dict[str, Any]:
+    """val_bpb of a checkpoint on the held-out part of `dataset`, which the run's own tokenizer has cut."""
     config, _ = load_config(run.config_toml, {})
     model, reader = load_model(run, step=step, device=device)
-    dataset = run_dataset(run) if data is None else other_dataset(run, data)
-    max_tokens = tokens or config.eval_tokens
+    split, tokenizer = dataset.split("val"), Tokenizer.load(run.tokenizer_json)
+    max_tokens = max_tokens or config.eval_tokens
     bpb = val_bpb(
         model,
-        dataset.split("val"),
-        token_bytes=torch.from_numpy(Tokenizer.load(dataset.tokenizer_json).token_bytes()).to(next(model.parameters()).device),
+        split,
+        token_bytes=torch.from_numpy(tokenizer.token_bytes()).to(next(model.parameters()).device),
         max_tokens=max_tokens,
         device_batch_size=8,
         rank=0,
         world_size=1,
     )
-    return {
-        "step": reader.step,
-        "val_bpb": bpb,
-        "tokens": min(max_tokens, dataset.split("val").num_tokens),
-        "data": data or config.data,
-    }
-
-
-def run_dataset(run: RunDir) -> TokenDataset:
-    path = Path(json.loads(run.dataset_json.read_text())["path"])
-    if not (path / "meta.json").is_file():
-        raise PacelineError(f"the token shards of {run.name} are gone from {path}", fix="paceline eval with --data and the run's text")
-    return open_dataset(path)
-
-
-def other_dataset(run: RunDir, data: str) -> TokenDataset:
-    from paceline.start import prepare_data
-
-
-    config, _ = load_config(run.config_toml, {})
-    return prepare_data(replace(config, data=data, tokenizer=str(run.tokenizer_json)))
+    tokens = min(max_tokens, split.num_tokens)
+    return {"step": reader.step, "val_bpb": bpb, "tokens": tokens, "data": dataset.meta["source"]}
 
 
 def sample_run(
@@ -102,7 +83,12 @@ def sample_run(
     write: Callable[[str], None],
 ) -> list[str]:
     """Streams the texts through `write`, one sample live and the others after it; returns all of them."""
-    for name, value, low in (("num", num_samples, 1), ("tokens", max_new_tokens, 1), ("temperature", temperature, 0), ("top-k", top_k, 0)):
+    for name, value, low in (
+        ("num", num_samples, 1),
+        ("tokens", max_new_tokens, 1),
+        ("temperature", temperature, 0),
+        ("top-k", top_k, 0),
+    ):
         if not low <= value <= 1_000_000:
             raise PacelineError(f"--{name} is {value}", fix=f"a number from {low} to 1,000,000")
     model, _ = load_model(run, step=step, device=device)

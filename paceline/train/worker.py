@@ -17,12 +17,11 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.config import Config, load_config
+from paceline.config import load_config
 from paceline.data.shards import TokenDataset, open_dataset
 from paceline.data.tokenizer import Tokenizer
 from paceline.errors import PacelineError
@@ -44,7 +43,7 @@ from paceline.rundir import RunDir, append_event, read_json_lines, utc_now, writ
 from paceline.train.dist import broadcast_object, init_distributed, shutdown
 from paceline.train.evaluate import val_bpb
 from paceline.train.loader import TrainLoader
-from paceline.train.loop import LossScale, Loop, Progress, StopRequest
+from paceline.train.loop import Loop, LossScale, Progress, StopRequest
 from paceline.train.optim import ReplicatedAdamW, ShardedOptimizer
 from paceline.units import format_bytes, format_duration
 
@@ -64,7 +63,10 @@ def main() -> None:
     stop = StopRequest()
     signal.signal(signal.SIGTERM, lambda *_: setattr(stop, "asked", True))
     logging.basicConfig(
-        stream=sys.stdout, level=logging.INFO, format="[%(levelname)s] %(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"
+        stream=sys.stdout,
+        level=logging.INFO,
+        format="[%(levelname)s] %(asctime)s %(message)s",
+        datefmt="%Y-%m-%d %H:%M:%S",
     )
     progress = Progress(run, rank)
     progress.mark(0, "start")
@@ -124,6 +126,7 @@ def work(run: RunDir, *, attempt: int, stop: StopRequest, progress: Progress) ->
         attempt=str(attempt),
         on_saved=lambda saved: on_saved(run, saved),
     )
+
     def evaluate() -> float:
         tokenizer = Tokenizer.load(dataset.tokenizer_json)
         return val_bpb(
@@ -137,7 +140,12 @@ def work(run: RunDir, *, attempt: int, stop: StopRequest, progress: Progress) ->
         )
 
     def save(step: int, bpb: float | None) -> None:
-        state = {"optimizer": optimizer.state_dict(), "scale": scale.state_dict(), "seed": config.seed, "momentum_form": "ema"}
+        state = {
+            "optimizer": optimizer.state_dict(),
+            "scale": scale.state_dict(),
+            "seed": config.seed,
+            "momentum_form": "ema",
+        }
         writer.save(step, optimizer.pieces() + rng_pieces(rank, device), state, val_bpb=bpb)
 
     def sample(step: int) -> None:
@@ -164,7 +172,8 @@ def start_ranks(plan: Plan) -> tuple[torch.device, int]:
     rank, world_size, local_rank = init_distributed(plan.device)
     if world_size != plan.world_size:
         raise PacelineError(
-            f"{world_size} ranks were started, the plan is for {plan.world_size}", fix="start it through paceline train or resume"
+            f"{world_size} ranks were started, the plan is for {plan.world_size}",
+            fix="start it through paceline train or resume",
         )
     if plan.device == "cuda":
         torch.set_float32_matmul_precision("highest" if plan.precision == "fp32" else "high")
@@ -222,8 +231,12 @@ def resume(
         for note in notes:
             append_event(run, "note", text=note)
         dropped = drop_metrics_after(run, checkpoint.step)
-        append_event(run, "resumed", step=checkpoint.step, from_world_size=checkpoint.world_size, dropped_metrics=dropped)
-        log.info(f"resumed from {path}, step {checkpoint.step}; saved by {checkpoint.world_size} ranks, now {plan.world_size}")
+        append_event(
+            run, "resumed", step=checkpoint.step, from_world_size=checkpoint.world_size, dropped_metrics=dropped
+        )
+        log.info(
+            f"resumed from {path}, step {checkpoint.step}; saved by {checkpoint.world_size} ranks, now {plan.world_size}"
+        )
     return checkpoint.step
 
 

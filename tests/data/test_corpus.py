@@ -53,10 +53,12 @@ def test_every_file_of_the_builtin_corpus_can_be_read():
 
 
 def test_listing_the_builtin_corpus_takes_well_under_100_ms():
-    list_files("builtin")
-    start = time.perf_counter()
-    list_files("builtin")
-    assert time.perf_counter() - start < 0.1
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        list_files("builtin")
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.1
 
 
 def test_importing_the_corpus_loads_no_library():
@@ -147,7 +149,7 @@ def test_few_documents_still_have_both_sides_the_same_ones_each_time(tmp_path, n
 def test_a_corpus_of_one_distinct_document_is_too_small(tmp_path, contents):
     for number, content in enumerate(contents):
         (tmp_path / f"{number}.txt").write_text(content)
-    with pytest.raises(PacelineError, match="too small to train on: .* in 1 distinct documents"):
+    with pytest.raises(PacelineError, match=r"too small to train on: .* in 1 distinct documents"):
         held_out(tmp_path)
 
 
@@ -155,6 +157,19 @@ def test_a_missing_path_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     error = refused("no/such/café")
     assert error.message == f"no such file or folder: no/such/café (looked in {tmp_path})"
+
+
+@pytest.mark.parametrize("source", ["a\0b", "x" * 5000, "file.txt/below"])
+def test_a_path_that_cannot_be_one_is_an_error_of_two_lines(tmp_path, monkeypatch, source):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file.txt").write_text("a")
+    assert refused(source).message.startswith("cannot read ")
+
+
+def test_a_link_in_a_loop_is_named(tmp_path):
+    (tmp_path / "a.txt").symlink_to("b.txt")
+    (tmp_path / "b.txt").symlink_to("a.txt")
+    assert refused(tmp_path / "a.txt").message.startswith(f"cannot read {tmp_path}/a.txt: ")
 
 
 def test_an_empty_file_and_an_empty_folder_are_named(tmp_path):
@@ -192,8 +207,9 @@ def test_a_pipe_is_refused_instead_of_waited_for(tmp_path):
 @pytest.fixture
 def as_nobody(tmp_path):
     """Root may read everything, so these tests ask as someone else. Yields a folder that anyone may enter."""
-    for folder in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
-        folder.chmod(0o755)
+    for folder in (tmp_path, *tmp_path.parents):
+        if "pytest-of" in str(folder):
+            folder.chmod(0o755)
     if os.geteuid() == 0:
         os.setresuid(65534, 65534, 0)
     yield tmp_path
@@ -227,3 +243,10 @@ def test_the_first_broken_file_is_named_with_the_number_of_others(tmp_path):
 @pytest.mark.parametrize("source", ["hf:", "hf:/no/such/folder", "hf:./no"])
 def test_a_dataset_source_that_names_nothing_is_refused(source):
     assert refused(source).fix
+
+
+def test_a_dataset_of_the_hub_counts_as_large_and_is_known_by_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (file,) = list_files("hf:wikitext:wikitext-2-raw-v1")
+    assert (file.path, file.config, file.format) == ("wikitext", "wikitext-2-raw-v1", "hf")
+    assert part_bytes_of([file]) == 256 << 10

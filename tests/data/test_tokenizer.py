@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ TEXT = "The quick brown fox jumps over the lazy dog in 2024.\n  def f(x):\n\tret
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return train_tokenizer(iter([TEXT] * 20), vocab_size=350)
+    return train_tokenizer(iter([TEXT] * 20), vocab_size=320)
 
 
 def gpt2_like(path, *, separator="<|endoftext|>", special=True):
@@ -42,7 +43,7 @@ def test_decoding_what_was_encoded_gives_the_same_text(tokenizer, text):
 
 
 def test_the_vocabulary_has_the_size_asked_for_and_begins_documents_with_bos(tokenizer):
-    assert tokenizer.vocab_size == 350
+    assert tokenizer.vocab_size == 320
     assert tokenizer.bos_token == "<|bos|>"
     assert tokenizer.special_tokens() == {"<|bos|>": tokenizer.bos_id}
 
@@ -66,7 +67,7 @@ def test_a_batch_gives_the_ids_of_each_text(tokenizer):
 
 def test_token_bytes_add_up_to_the_length_of_any_text(tokenizer):
     lengths = tokenizer.token_bytes()
-    assert lengths.shape == (350,) and lengths.dtype == np.int64
+    assert lengths.shape == (320,) and lengths.dtype == np.int64
     assert lengths[tokenizer.bos_id] == 0
     assert (np.delete(lengths, tokenizer.bos_id) > 0).all()
     for text in (TEXT, "😀", "ÿ\x00\n", "ਪੰਜਾਬੀ"):
@@ -76,11 +77,11 @@ def test_token_bytes_add_up_to_the_length_of_any_text(tokenizer):
 def test_training_twice_gives_the_same_file_in_another_process_too(tokenizer):
     code = (
         "import sys; from paceline.data.tokenizer import train_tokenizer;"
-        "print(train_tokenizer(iter([sys.stdin.buffer.read().decode()] * 20), vocab_size=350).hash)"
+        "print(train_tokenizer(iter([sys.stdin.buffer.read().decode()] * 20), vocab_size=320).hash)"
     )
     other = subprocess.run([sys.executable, "-c", code], input=TEXT.encode(), capture_output=True, check=True)
     assert other.stdout.decode().strip() == tokenizer.hash
-    assert train_tokenizer(iter([TEXT] * 20), vocab_size=350).hash == tokenizer.hash
+    assert train_tokenizer(iter([TEXT] * 20), vocab_size=320).hash == tokenizer.hash
 
 
 def test_a_saved_tokenizer_loads_as_the_same(tokenizer, tmp_path):
@@ -91,7 +92,16 @@ def test_a_saved_tokenizer_loads_as_the_same(tokenizer, tmp_path):
 
 
 def test_a_small_text_gives_fewer_tokens_than_asked_for():
-    assert train_tokenizer(iter(["ab ab ab"]), vocab_size=5000).vocab_size == 258  # bytes, bos and `ab`
+    assert train_tokenizer(iter(["ab ab ab"]), vocab_size=5000).vocab_size == 259  # bytes, bos, `ab` and ` ab`
+
+
+@pytest.mark.parametrize("run", ["a", " ", "\0", "GATTACA"])
+def test_a_run_without_an_end_does_not_stall_the_training(run):
+    text = run * (200_000 // len(run))
+    start = time.perf_counter()
+    tokenizer = train_tokenizer(iter([TEXT, text]), vocab_size=400)
+    assert time.perf_counter() - start < 10  # 20 s and more when it stalls, on idle cores
+    assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_a_vocabulary_smaller_than_the_bytes_is_refused():
@@ -177,7 +187,7 @@ def test_a_missing_tokenizer_and_a_folder_are_named(tmp_path):
         Tokenizer.load(tmp_path / "none.json")
     with pytest.raises(PacelineError, match="is a folder") as error:
         Tokenizer.load(tmp_path)
-    assert error.value.fix == f"give the file: {tmp_path}/tokenizer.json"
+    assert error.value.fix == f"give the file in it: {tmp_path}/tokenizer.json"
 
 
 def test_a_prompt_that_is_not_text_is_refused(tokenizer):
@@ -187,7 +197,7 @@ def test_a_prompt_that_is_not_text_is_refused(tokenizer):
 
 def test_info_says_size_separator_and_bytes_per_token_on_a_sample(tokenizer):
     facts = tokenizer_info(tokenizer, sample=TEXT)
-    assert facts["vocab_size"] == 350
+    assert facts["vocab_size"] == 320
     assert facts["bytes_per_token"] == len(TEXT.encode()) / len(tokenizer.encode(TEXT))
     assert facts["lossless"] is True
     assert json.loads(json.dumps(facts)) == facts

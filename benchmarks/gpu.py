@@ -1,0 +1,156 @@
+"""
+One command on a machine with one CUDA GPU, under 8 minutes: is it right, then how fast is it.
+
+    python benchmarks/gpu.py [--depths 8,12,20] [--budget-s 460]
+
+Everything is a real `paceline train` in a temporary folder. Right: loss on the GPU against the CPU, compiled against eager, fp16
+and bf16 against fp32, a broken run against an unbroken one. Fast: tokens/s, MFU and peak memory in bf16 per depth, rows of
+2,048 tokens. Exit code 1 if anything is wrong. Needs torch 2.11+, numpy, tokenizers, safetensors, rich, psutil.
+`--device cpu --depths 2 --sequence-len 128` goes through the same steps without a GPU.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TINY = {"depth": 2, "n-embd": 128, "head-dim": 64, "sequence-len": 128, "vocab-size": 512, "total-batch-size": 2048,
+        "device-batch-size": 8, "num-steps": 8, "seed": 1, "window-pattern": "L"}  # fmt: skip
+ROWS_OF_DEPTH = {8: 32, 12: 32, 20: 16}  # device_batch_size at 2,048 tokens, for a card of 80 GB or more
+EVERY_STEP = {"log-every": 1, "eval-every": 0, "eval-tokens": 4096}
+SKIPPED_STEPS = 3
+
+
+def train(folder: Path, name: str, keys: dict[str, object], *, command: str = "train") -> Path:
+    """Runs the command to its end; the run folder. A failure shows its output and ends the benchmark."""
+    if command == "train":
+        keys = {"name": name, "runs-dir": folder, "nproc": 1, **EVERY_STEP, **keys}
+    words = ["resume", str(folder / name)] if command == "resume" else ["train"]
+    words += [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run([sys.executable, "-m", "paceline.cli", *words], env=env, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(
+            f"paceline {' '.join(words)} ended with {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        )
+    return folder / name
+
+
+def metrics(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run: Path) -> list[float]:
+    return [line["loss"] for line in metrics(run)]
+
+
+def weights_hash(run: Path, step: int) -> str:
+    hashes = hashlib.sha256()
+    for file in sorted((run / "checkpoints" / f"step_{step:06d}").glob("*.safetensors")):
+        hashes.update(file.read_bytes())
+    return hashes.hexdigest()[:16]
+
+
+def check_correctness(folder: Path, device: str) -> list[tuple[str, bool, str]]:
+    """(what, right, figures)"""
+    base = {**TINY, "device": device, "compile": "false"}
+    cpu = losses(train(folder, "cpu", {**base, "device": "cpu", "precision": "fp32"}))
+    fp32 = losses(train(folder, "fp32", {**base, "precision": "fp32"}))
+    found = [within("fp32 here against fp32 on the CPU", fp32, cpu, 2e-3)]
+    for precision in ("bf16", "fp16"):
+        ours = losses(train(folder, precision, {**base, "precision": precision}))
+        found.append(within(f"{precision} against fp32", ours, fp32, 0.05))
+    compiled = losses(train(folder, "compiled", {**base, "precision": "fp32", "compile": "true"}))
+    found.append(within("compiled against eager, fp32", compiled, fp32, 2e-3))
+    if device == "cuda":
+        windows = losses(
+            train(folder, "windows", {**base, "precision": "fp32", "window-pattern": "SL", "sequence-len": 256})
+        )
+        masked = {**base, "precision": "fp32", "window-pattern": "SL", "sequence-len": 256, "device": "cpu"}
+        found.append(
+            within(
+                "window attention (flex) against masks on the CPU",
+                windows,
+                losses(train(folder, "masks", masked)),
+                2e-3,
+            )
+        )
+    found.append(check_resume(folder, {**base, "precision": "bf16"}))
+    return found
+
+
+def within(what: str, ours: list[float], reference: list[float], tolerance: float) -> tuple[str, bool, str]:
+    worst = max(abs(a - b) for a, b in zip(ours, reference, strict=True))
+    return (
+        what,
+        worst <= tolerance,
+        f"largest difference of the loss {worst:.2e} over {len(ours)} steps (allowed {tolerance:g})",
+    )
+
+
+def check_resume(folder: Path, keys: dict[str, object]) -> tuple[str, bool, str]:
+    """A run that lost its last checkpoint, resumed from the one before, ends with the same bits."""
+    run = train(folder, "resumed", {**keys, "save-every": 4})
+    unbroken = weights_hash(run, 8)
+    shutil.rmtree(run / "checkpoints" / "step_000008")
+    train(folder, "resumed", {"num-steps": 8}, command="resume")
+    resumed = weights_hash(run, 8)
+    return "resumed from step 4 against unbroken", resumed == unbroken, f"weights and states {unbroken} and {resumed}"
+
+
+def measure(folder: Path, depth: int, *, device: str, sequence_len: int, steps: int) -> str:
+    """One line of the table."""
+    rows = ROWS_OF_DEPTH.get(depth, 8)
+    keys = {"depth": depth, "sequence-len": sequence_len, "device-batch-size": rows, "total-batch-size": rows * sequence_len,
+            "num-steps": steps, "device": device, "compile": "true" if device == "cuda" else "false", "save-every": 0}  # fmt: skip
+    started = time.monotonic()
+    run = train(folder, f"d{depth}", keys)
+    lines = metrics(run)[SKIPPED_STEPS:]
+    shutil.rmtree(run)
+    speed = statistics.median(line["tok_per_sec"] for line in lines)
+    share = lines[-1]["mfu"]
+    mfu = "n/a" if share is None else f"{100 * speed / lines[-1]['tok_per_sec'] * share:.1f} %"
+    return (
+        f"{depth:>5}  {rows:>4} x {sequence_len:<6}{speed:>12,.0f}  {mfu:>7}  {lines[-1]['peak_bytes'] / 2**30:>7.1f} GiB"
+        f"  {time.monotonic() - started:>5.0f} s in all"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--depths", default="8,12,20")
+    parser.add_argument("--sequence-len", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=13)
+    parser.add_argument("--budget-s", type=float, default=460, help="no new depth is begun after this many seconds")
+    args = parser.parse_args()
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        found = check_correctness(folder, args.device)
+        for what, right, figures in found:
+            print(f"{'ok   ' if right else 'WRONG'}  {what}: {figures}", flush=True)
+        print(
+            f"\ndepth  rows            tokens/s      mfu      peak memory   ({time.monotonic() - started:.0f} s so far)",
+            flush=True,
+        )
+        for depth in map(int, args.depths.split(",")):
+            if time.monotonic() - started > args.budget_s:
+                print(f"{depth:>5}  not measured: {args.budget_s:.0f} s are over")
+                continue
+            print(
+                measure(folder, depth, device=args.device, sequence_len=args.sequence_len, steps=args.steps), flush=True
+            )
+    sys.exit(0 if all(right for _, right, _ in found) else 1)
+
+
+if __name__ == "__main__":
+    main()

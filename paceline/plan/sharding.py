@@ -1,0 +1,181 @@
+"""
+Which rank owns what of the optimizer: buckets, owners, segments, padding. Pure arithmetic, for worker and planner.
+
+A bucket is one flat buffer of world_size equal segments; rank r owns segment r: it sums the gradients there, holds the
+fp32 weights and the states, and sends the new weights to the others. Tensors lie whole and contiguous in their bucket,
+so a parameter is a view of it. Muon needs whole matrices: each lies inside one segment. AdamW is elementwise: its
+tensors are cut at row borders. Tensors under SMALL elements are kept and updated by every rank.
+
+Buckets stand in the order in which backward completes them, and are sent in that order on all ranks.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import lcm, prod
+
+from paceline.plan.shapes import MUON_GROUPS, ParamShape
+
+ALIGNMENT = 64  # elements between borders: vector instructions then round the same elements alike at any world size
+SMALL = 1024  # elements; below, a collective of its own costs more than updating it everywhere
+NUM_BUCKETS = 6  # of each kind, about: enough to overlap, few enough for long messages and batches of matrices
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A tensor's place in its bucket: `offset` elements from the start."""
+
+    param: ParamShape
+    offset: int
+
+
+@dataclass(frozen=True)
+class Share:
+    """Rows [lo, hi) of a tensor, `start` elements into their owner's segment."""
+
+    param: ParamShape
+    lo: int
+    hi: int
+    start: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """whole: no tensor is split over ranks (Muon). segment: elements of each rank."""
+
+    placements: tuple[Placement, ...]
+    segment: int
+    whole: bool
+
+    def shares(self, rank: int) -> tuple[Share, ...]:
+        """What lies in segment `rank`, in order."""
+        begin, end = rank * self.segment, (rank + 1) * self.segment
+        shares = []
+        for placement in self.placements:
+            param, cols = placement.param, row_size(placement.param)
+            lo, hi = (
+                min(max(border - placement.offset, 0), param.numel) // cols for border in (begin, end)
+            )  # borders lie between rows
+            if lo < hi:
+                shares.append(Share(param, lo, hi, placement.offset + lo * cols - begin))
+        return tuple(shares)
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    world_size: int
+    buckets: tuple[Bucket, ...]  # in the order they are sent
+    replicated: tuple[ParamShape, ...]
+
+    @property
+    def padding(self) -> int:
+        """Elements of all buckets that belong to no tensor."""
+        tensors = sum(placement.param.numel for bucket in self.buckets for placement in bucket.placements)
+        return sum(bucket.segment for bucket in self.buckets) * self.world_size - tensors
+
+
+def shard_plan(shapes: Sequence[ParamShape], *, world_size: int, optimizer: str) -> ShardPlan:
+    """optimizer: "muon" gives matrices whole owners, "adamw" splits everything by rows."""
+    muon = [shape for shape in shapes if optimizer == "muon" and shape.group in MUON_GROUPS]
+    replicated = [shape for shape in shapes if shape not in muon and shape.numel < SMALL]
+    ready = {shape.name: position for position, shape in enumerate(backward_order(shapes))}
+
+    def in_order(members: Iterable[ParamShape]) -> list[ParamShape]:
+        return sorted(members, key=lambda shape: ready[shape.name])
+
+    loads = [0] * world_size  # Newton-Schulz FLOPs, carried from bucket to bucket
+    buckets = [_whole_bucket(group, loads) for group in _matrix_groups(in_order(muon), world_size)]
+    by_rows = in_order(shape for shape in shapes if shape not in muon and shape not in replicated)
+    buckets += [_row_bucket(group, world_size) for group in _row_groups(by_rows)]
+    buckets.sort(key=lambda bucket: max(ready[placement.param.name] for placement in bucket.placements))
+    return ShardPlan(world_size, tuple(buckets), tuple(replicated))
+
+
+def newton_schulz_flops(shape: tuple[int, ...]) -> int:
+    """Multiply-adds of one iteration: the Gram matrix of the short side, its square, and its product with the matrix."""
+    short, long = sorted(shape)
+    return 2 * short * short * long + short**3
+
+
+def row_size(param: ParamShape) -> int:
+    return prod(param.shape[1:])
+
+
+def backward_order(shapes: Sequence[ParamShape]) -> list[ParamShape]:
+    """Last used, first ready: what is registered after the layers, the layers from the last on, what is before them.
+
+    A value embedding, registered behind the layers, belongs to its own.
+    """
+    layers = [_layer(shape) for shape in shapes]
+    last = max((i for i, layer in enumerate(layers) if layer is not None), default=-1)
+
+    def depth(i: int) -> int:
+        layer = layers[i]
+        return layer if layer is not None else len(shapes) if i > last else -1
+
+    return [shapes[i] for i in sorted(range(len(shapes)), key=lambda i: (-depth(i), -i))]
+
+
+def _layer(shape: ParamShape) -> int | None:
+    return next((int(part) for part in shape.name.split(".") if part.isdigit()), None)
+
+
+def _matrix_groups(matrices: list[ParamShape], world_size: int) -> list[list[ParamShape]]:
+    """Closed when large enough and when every large shape divides evenly over the ranks: then no segment is padded."""
+    wanted = sum(matrix.numel for matrix in matrices) / NUM_BUCKETS
+    groups: list[list[ParamShape]] = [[]]
+    for matrix in matrices:
+        group = groups[-1]
+        group.append(matrix)
+        shapes = [tuple(sorted(each.shape)) for each in group if each.numel >= SMALL]
+        even = all(shapes.count(shape) % world_size == 0 for shape in set(shapes))
+        if even and sum(each.numel for each in group) >= wanted:
+            groups.append([])
+    return [group for group in groups if group]
+
+
+def _whole_bucket(matrices: list[ParamShape], loads: list[int]) -> Bucket:
+    """Longest processing time first, each matrix to the least loaded rank. Adds to loads."""
+    owned: list[list[ParamShape]] = [[] for _ in loads]
+    for matrix in sorted(matrices, key=lambda each: (-newton_schulz_flops(each.shape), each.shape)):
+        rank = loads.index(min(loads))
+        owned[rank].append(matrix)
+        loads[rank] += newton_schulz_flops(matrix.shape)
+    segment = max(sum(_aligned(matrix.numel, ALIGNMENT) for matrix in each) for each in owned)
+    placements = []
+    for rank, each in enumerate(owned):
+        offset = rank * segment
+        for matrix in each:
+            placements.append(Placement(matrix, offset))
+            offset += _aligned(matrix.numel, ALIGNMENT)
+    return Bucket(tuple(placements), segment, whole=True)
+
+
+def _row_groups(tensors: list[ParamShape]) -> list[list[ParamShape]]:
+    """A bucket's tensors: row sizes that divide each other, so that one border is a row border of all."""
+    wanted = sum(tensor.numel for tensor in tensors) / NUM_BUCKETS
+    groups: list[list[ParamShape]] = []
+    for tensor in tensors:
+        fits = groups and max(_unit([*groups[-1], tensor])) == lcm(*_unit([*groups[-1], tensor]))
+        if not fits or sum(each.numel for each in groups[-1]) >= wanted:
+            groups.append([])
+        groups[-1].append(tensor)
+    return groups
+
+
+def _row_bucket(tensors: list[ParamShape], world_size: int) -> Bucket:
+    """Tensors one after the other, cut into equal segments at multiples of the unit."""
+    unit = max(_unit(tensors))
+    placements, offset = [], 0
+    for tensor in tensors:
+        placements.append(Placement(tensor, offset))
+        offset += _aligned(tensor.numel, unit)
+    return Bucket(tuple(placements), _aligned(-(-offset // world_size), unit), whole=False)
+
+
+def _unit(tensors: list[ParamShape]) -> list[int]:
+    """For each tensor, the smallest number of elements that is whole rows and aligned."""
+    return [lcm(row_size(tensor), ALIGNMENT) for tensor in tensors]
+
+
+def _aligned(numel: int, unit: int) -> int:
+    return -(-numel // unit) * unit

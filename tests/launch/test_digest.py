@@ -1,0 +1,203 @@
+"""What a person sees of a run, on a pipe and on a terminal, from files alone."""
+
+import io
+import json
+import os
+import pty
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from paceline.launch.digest import Digest, format_failure, format_step, seconds_left
+from paceline.launch.failure import Failure
+from paceline.launch.supervisor import Outcome
+from paceline.rundir import RunDir, append_event, append_json_line, utc_now, write_atomic
+
+STEP = {
+    "step": 120, "loss": 4.12034, "lr_mult": 1.0, "grad_norm": 0.4, "step_ms": 612.2, "tok_per_sec": 856679.4,
+    "mfu": 0.412, "peak_bytes": 40909668352, "time": "2026-11-20T10:00:00.000Z",
+}  # fmt: skip
+
+
+def metrics(step, **fields):
+    return {**STEP, "step": step, "time": utc_now(), **fields}
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunDir(tmp_path)
+
+
+@pytest.fixture
+def stream():
+    return io.StringIO()
+
+
+@pytest.fixture
+def digest(run, stream):
+    return Digest(run, num_steps=2500, total_batch_size=524_288, stream=stream)
+
+
+def test_a_step_is_one_line_with_units():
+    assert format_step(STEP, num_steps=2500, eta_s=1457) == (
+        "step 00120/02500 | loss 4.1203 | 612 ms | 856,679 tok/s | mfu 41.2% | 38.1 GiB | eta 24m17s"
+    )
+
+
+def test_what_is_unknown_is_not_shown_as_zero():
+    unknown = {**STEP, "step_ms": None, "tok_per_sec": None, "mfu": None, "peak_bytes": None}
+    assert format_step(unknown, num_steps=2500, eta_s=None) == (
+        "step 00120/02500 | loss 4.1203 | n/a ms | n/a tok/s | mfu n/a | n/a GiB | eta n/a"
+    )
+
+
+def test_quick_steps_keep_a_decimal_and_long_runs_keep_their_columns():
+    line = format_step({**STEP, "step_ms": 8.44}, num_steps=1_000_000, eta_s=1)
+    assert line.startswith("step 0000120/1000000 | loss 4.1203 | 8.4 ms | ")
+
+
+def test_a_pipe_gets_a_line_for_each_step_and_event_in_order(run, stream, digest):
+    append_event(run, "attempt", attempt=1, nproc=2, world_size=2)
+    append_json_line(run.metrics, metrics(1, mfu=None))
+    append_json_line(run.metrics, metrics(2, val_bpb=1.70124))
+    append_event(run, "checkpoint", step=2, seconds=3.44, bytes=1 << 30)
+    append_event(run, "sample", step=2, text="def main():\n    pass")
+    append_event(run, "note", text="compile pays: on")
+    digest.close()
+    first, second, *rest = stream.getvalue().splitlines()
+    assert first.startswith("step 00001/02500 | loss 4.1203 | 612 ms | 856,679 tok/s | mfu n/a | 38.1 GiB | eta 25m")
+    assert second.startswith("step 00002/02500 | loss ")
+    assert rest == [
+        "step 00002/02500 | val_bpb 1.7012",
+        "step 00002/02500 | checkpoint saved | 1.0 GiB | 3.4 s",
+        "step 00002/02500 | sample: def main(): pass",
+        "compile pays: on",
+    ]
+
+
+def test_a_half_written_line_is_shown_once_it_is_whole(run, stream, digest):
+    line = json.dumps(metrics(1)).encode() + b"\n"
+    with run.metrics.open("ab", buffering=0) as file:
+        file.write(line[:40])
+        digest.poll()
+        assert stream.getvalue() == ""
+        file.write(line[40:] + b'{"broken\n[1]\n')
+    digest.poll()
+    digest.poll()
+    assert stream.getvalue().count("\n") == 1
+
+
+def test_a_resumed_run_does_not_repeat_what_was_shown_before(run, stream):
+    append_json_line(run.metrics, metrics(1))
+    time.sleep(0.002)
+    digest = Digest(run, num_steps=10, total_batch_size=1, stream=stream)
+    append_json_line(run.metrics, metrics(2))
+    digest.poll()
+    assert stream.getvalue().startswith("step 00002/00010 ")
+
+
+def test_steps_done_again_after_a_resume_are_shown_again(run, stream):
+    for step in (1, 2, 3):
+        append_json_line(run.metrics, metrics(step))
+    digest = Digest(run, num_steps=10, total_batch_size=1, stream=stream)
+    time.sleep(0.002)
+    kept, _, _ = run.metrics.read_text().splitlines(keepends=True)
+    write_atomic(run.metrics, kept)  # the worker takes back what came after its checkpoint
+    append_json_line(run.metrics, metrics(2))
+    digest.poll()
+    append_json_line(run.metrics, metrics(3))
+    digest.poll()
+    assert [line.split(" | ")[0] for line in stream.getvalue().splitlines()] == ["step 00002/00010", "step 00003/00010"]
+
+
+def test_the_time_left_counts_what_happens_between_steps():
+    records = [
+        {"step": 10, "time": "2026-01-01T00:00:00.000Z", "step_ms": 1000.0},
+        {"step": 30, "time": "2026-01-01T00:01:00.000Z", "step_ms": 1000.0},
+    ]
+    assert seconds_left(records[:1], num_steps=30) == 20.0
+    assert seconds_left(records, num_steps=130) == 300.0
+    assert seconds_left([{"step": 1, "time": "2026-01-01T00:00:00.000Z"}], num_steps=2) is None
+
+
+def test_the_order_to_stop_is_shown_once_though_every_process_notes_it(run, stream, digest):
+    append_event(run, "stopping", signal="SIGINT")
+    append_event(run, "stopping", step=3)
+    digest.poll()
+    assert stream.getvalue() == "stopping: saving a checkpoint; Ctrl-C again to end now\n"
+
+
+def on_a_terminal(run: RunDir, env: dict[str, str]) -> str:
+    """All that a real terminal of 100 columns receives while a digest shows three steps."""
+    script = Path(__file__).with_name("show_digest.py")
+    leader, follower = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(run.path)], stdout=follower, env={**os.environ, "COLUMNS": "100", **env}
+    )
+    os.close(follower)
+    received = b""
+    try:
+        while chunk := os.read(leader, 1 << 16):
+            received += chunk
+    except OSError:  # Linux says so when the other end is closed
+        pass
+    assert process.wait() == 0
+    return received.decode()
+
+
+def test_a_terminal_gets_a_bar_with_the_events_above_it(run):
+    received = on_a_terminal(run, {"TERM": "xterm-256color"})
+    assert "step 3/3" in received
+    assert "loss 4.1203" in received
+    assert "step 00003/00003 | checkpoint saved | 1.0 MiB | 0.5 s\r\n" in received
+    assert "\x1b[38;5;" in received or "\x1b[3" in received
+
+
+def test_no_color_is_respected_on_a_terminal(run):
+    received = on_a_terminal(run, {"TERM": "xterm-256color", "NO_COLOR": "1"})
+    assert "step 3/3" in received
+    assert "\x1b[3" not in received
+
+
+def test_a_dumb_terminal_gets_plain_lines(run):
+    received = on_a_terminal(run, {"TERM": "dumb"})
+    assert "\x1b" not in received
+    assert received.count("| loss 4.1203 |") == 3
+
+
+def failure(rank, message, **fields):
+    return Failure(rank, 1, None, message, 0.0, **{"consequence": False, **fields})
+
+
+def test_a_failure_names_the_rank_and_shows_its_own_traceback_and_log(run):
+    traceback = "Traceback (most recent call last):\n  ...\nValueError: boom"
+    lost = failure(0, "RuntimeError: Connection closed by peer", consequence=True)
+    outcome = Outcome("failed", 3, 2, [failure(1, "ValueError: boom", traceback=traceback), lost])
+    assert format_failure(outcome, run).splitlines() == [
+        "rank 1 failed: ValueError: boom",
+        "rank 0 ended after it: RuntimeError: Connection closed by peer",
+        "",
+        *traceback.splitlines(),
+        "",
+        f"log: {run.path}/logs/2/1.log",
+    ]
+
+
+def test_a_mistake_of_the_users_ends_in_error_and_fix_without_a_traceback(run):
+    outcome = Outcome("failed", 1, 1, [failure(0, "no room", fix="make room", traceback="Traceback ...")])
+    assert format_failure(outcome, run).splitlines() == [
+        "rank 0 failed: no room",
+        f"log: {run.path}/logs/1/0.log",
+        "error: no room",
+        "  fix: make room",
+    ]
+
+
+def test_a_launch_that_failed_before_any_rank_points_at_its_own_log(run):
+    outcome = Outcome("failed", 3, 1, [failure(None, "the launch agent was ended by SIGKILL")])
+    assert format_failure(outcome, run) == (
+        f"launch failed: the launch agent was ended by SIGKILL\nlog: {run.path}/logs/1/launch.log"
+    )

@@ -1,0 +1,77 @@
+"""Which rank failed first, from what the ranks left behind."""
+
+import json
+
+import pytest
+
+from paceline.launch.failure import find_failures
+from paceline.rundir import RunDir
+
+BOOM = 'Traceback (most recent call last):\n  File "t.py", line 1, in <module>\nValueError: boom\n'
+PEER = BOOM.replace("ValueError: boom", "RuntimeError: [../pair.cc:553] Connection closed by peer [127.0.0.1]:1")
+
+
+def ended(rank, exit_code, *, time=100.0, ended_by_us=False):
+    return {"rank": rank, "exit_code": exit_code, "time": time, "ended_by_us": ended_by_us}
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = RunDir(tmp_path)
+    run.logs(1).mkdir(parents=True)
+    return run
+
+
+def test_a_rank_that_lost_its_peer_is_not_the_root_though_it_ended_first(run):
+    run.rank_log(1, 0).write_text(PEER)
+    run.rank_log(1, 1).write_text(BOOM)
+    failures = find_failures(run, 1, [ended(0, 1, time=100.0), ended(1, 1, time=100.5)])
+    assert [(failure.rank, failure.consequence) for failure in failures] == [(1, False), (0, True)]
+
+
+def test_a_rank_that_hangs_with_its_own_error_until_it_is_ended_is_the_root(run):
+    run.rank_log(1, 0).write_text(PEER)
+    run.rank_log(1, 1).write_text(BOOM)
+    failures = find_failures(run, 1, [ended(0, 1), ended(1, -9, time=103.0, ended_by_us=True)])
+    assert (failures[0].rank, failures[0].message) == (1, "ValueError: boom")
+
+
+def test_a_lost_connection_is_the_root_when_the_others_were_only_ended(run):
+    run.rank_log(1, 0).write_text(PEER)
+    failures = find_failures(run, 1, [ended(0, 1), ended(1, -15, ended_by_us=True)])
+    assert failures[0].rank == 0
+
+
+def test_a_killed_rank_is_the_root_and_what_it_had_survived_before_is_not_shown(run):
+    run.rank_log(1, 0).write_text(PEER)
+    run.rank_log(1, 1).write_text(BOOM + "trying again\n")
+    failures = find_failures(run, 1, [ended(0, 1), ended(1, -9, time=100.1)])
+    assert (failures[0].rank, failures[0].signal, failures[0].traceback) == (1, "SIGKILL", None)
+
+
+def test_the_earlier_of_two_own_errors_is_the_root(run):
+    for rank, second in ((0, 5), (1, 4)):
+        error = {"time": f"2026-01-01T00:00:0{second}.000Z", "type": "ValueError", "message": "boom", "traceback": BOOM}
+        run.rank_error(1, rank).write_text(json.dumps(error))
+    assert find_failures(run, 1, [ended(0, 1), ended(1, 1)])[0].rank == 1
+
+
+def test_an_error_file_cut_by_a_kill_counts_as_none(run):
+    run.rank_error(1, 0).write_text('{"time": "2026-01-01T0')
+    run.rank_log(1, 0).write_text("fatal: no config\n")
+    assert find_failures(run, 1, [ended(0, 2)])[0].message == "exit code 2, last line: fatal: no config"
+
+
+@pytest.mark.parametrize(
+    ("error_type", "exit_code"), [("PlanError", 1), ("PacelineError", 1), ("TrainingFailed", 3), ("TheirOwnError", 1)]
+)
+def test_an_error_with_a_fix_keeps_the_exit_code_of_its_class(run, error_type, exit_code):
+    error = {"time": "2026-01-01T00:00:00.000Z", "type": error_type, "message": "no room", "fix": "make room"}
+    run.rank_error(1, 0).write_text(json.dumps(error))
+    failure = find_failures(run, 1, [ended(0, 1)])[0]
+    assert (failure.user_exit_code, failure.message, failure.fix) == (exit_code, "no room", "make room")
+
+
+def test_the_prefix_that_torch_puts_before_a_traceback_is_taken_off(run):
+    run.rank_log(1, 3).write_text("".join(f"[rank3]: {line}\n" for line in BOOM.splitlines()))
+    assert find_failures(run, 1, [ended(3, 1)])[0].traceback == BOOM.rstrip()

@@ -1,0 +1,106 @@
+"""Bad input: each case ends non-zero with an error: and a fix: line, no traceback, and nothing lost."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from paceline.cli import run_command
+
+TINY = ["--vocab-size", "300", "--sequence-len", "32", "--total-batch-size", "64", "--num-steps", "1"]
+
+
+def put(folder: Path, name: str, content: str | bytes) -> str:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return str(path)
+
+
+def make_run(folder: Path) -> str:
+    put(folder, "runs/old/config.toml", "depth = 2\nname = 'old'\n")
+    return "old"
+
+
+# name, what is typed (given the folder), exit code, a word of the error, a word of the fix
+CASES = [
+    ("no such command", lambda d: ["trian"], 2, "trian", "paceline train"),
+    ("no such flag", lambda d: ["train", "--dpeth", "4"], 2, "--dpeth", "--depth"),
+    ("a name of nanochat", lambda d: ["train", "--num-iterations", "5"], 2, "num_steps", "--num-steps 5"),
+    ("a name of nanoGPT", lambda d: ["train", "--block_size=64"], 2, "sequence_len", "--sequence-len 64"),
+    ("a flag without its value", lambda d: ["train", "--depth"], 2, "no value", "--depth"),
+    ("a flag twice", lambda d: ["train", "--depth", "2", "--depth", "3"], 2, "twice", "once"),
+    ("a single dash", lambda d: ["train", "-depth", "2"], 2, "-depth", "two dashes"),
+    ("two config files", lambda d: ["train", "a.toml", "b.toml"], 2, "one config file", "CONFIG"),
+    ("text for a number", lambda d: ["train", "--depth", "deep"], 2, "deep", "--depth"),
+    ("a fraction for a count", lambda d: ["train", "--num-steps", "1.5"], 2, "1.5", "--num-steps"),
+    ("zero steps", lambda d: ["train", "--num-steps", "0"], 2, "out of range", "from 1"),
+    ("negative epochs", lambda d: ["train", "--epochs", "-1"], 2, "out of range", "number"),
+    ("a huge depth", lambda d: ["train", "--depth", "99999999999999999999"], 2, "out of range", "512"),
+    ("not a number", lambda d: ["train", "--warmdown-ratio", "nan"], 2, "nan", "from 0 to 1"),
+    ("an unknown precision", lambda d: ["train", "--precision", "fp12"], 2, "fp12", "bf16"),
+    ("an unknown device", lambda d: ["train", "--device", "tpu"], 2, "tpu", "cuda"),
+    ("steps and epochs", lambda d: ["train", "--num-steps", "5", "--epochs", "1"], 1, "num_steps and epochs", "one of them"),
+    ("DDP with Muon", lambda d: ["train", "--shard", "none"], 1, "muon", "--optimizer adamw"),
+    ("a strange window", lambda d: ["train", "--window-pattern", "LXS"], 1, "LXS", "SSSL"),
+    ("a name with a slash", lambda d: ["train", "--name", "a/b"], 1, "a/b", "runs_dir"),
+    ("no GPU", lambda d: ["train", "--device", "cuda"], 1, "no GPU", "--device cpu"),
+    ("more processes than cores", lambda d: ["train", "--nproc", "1000"], 1, "1000", "--nproc"),
+    ("a batch that does not divide", lambda d: ["train", "--total-batch-size", "1000"], 1, "not a multiple", "total_batch_size to"),
+    ("a width that is no multiple", lambda d: ["train", "--n-embd", "100"], 1, "not a multiple", "--n-embd 128"),
+    ("missing config", lambda d: ["train", "none.toml"], 1, "does not exist", "give one"),
+    ("config is a folder", lambda d: ["train", str(d)], 1, "folder", ".toml"),
+    ("config of another kind", lambda d: ["train", put(d, "a.yaml", "depth: 4")], 1, "neither .toml nor .py", ".toml"),
+    ("broken TOML", lambda d: ["train", put(d, "a.toml", "depth = = 4")], 1, "not valid TOML", "depth = 12"),
+    ("a TOML section", lambda d: ["train", put(d, "a.toml", "[model]\ndepth = 4")], 1, "[model]", "section"),
+    ("a wrong type in a file", lambda d: ["train", put(d, "a.toml", "depth = '4'")], 1, "'4'", "depth ="),
+    ("bytes that are no text in a file", lambda d: ["train", put(d, "a.toml", b"\xff\xfe\x00")], 1, "cannot be read", "UTF-8"),
+    ("code in a .py file", lambda d: ["train", put(d, "a.py", "import os")], 1, "a.py:1", "delete"),
+    ("broken Python", lambda d: ["train", put(d, "a.py", "depth = (")], 1, "not valid Python", "depth = 12"),
+    ("missing text", lambda d: ["train", "--data", str(d / "none.txt")], 1, "none.txt", ""),
+    ("an empty file", lambda d: ["train", "--data", put(d, "a.txt", "")], 1, "a.txt", ""),
+    ("an empty folder", lambda d: ["train", "--data", str(d)], 1, "", ""),
+    ("a folder without text", lambda d: ["train", "--data", str(Path(put(d, "x/a.png", "png")).parent)], 1, ".png", ""),
+    ("text in latin-1", lambda d: ["train", "--data", put(d, "a.txt", "caf\xe9 " .encode("latin-1") * 500)], 1, "UTF-8", "iconv"),
+    ("a broken gzip", lambda d: ["train", "--data", put(d, "a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 999)[:-9])], 1, "a.jsonl.gz", ""),
+    ("jsonl without text", lambda d: ["train", "--data", put(d, "a.jsonl", json.dumps({"n": 1}) + "\n")], 1, "a.jsonl", "text"),
+    ("jsonl cut in a line", lambda d: ["train", "--data", put(d, "a.jsonl", '{"text": "a"}\n{"text": ')], 1, "a.jsonl", ""),
+    ("a broken parquet", lambda d: ["train", "--data", put(d, "a.parquet", "PAR1 no")], 1, "a.parquet", ""),
+    ("a vocabulary below bytes", lambda d: ["train", "--vocab-size", "100"], 2, "out of range", "257"),
+    ("a missing tokenizer", lambda d: ["train", "--tokenizer", str(d / "t.json")], 1, "t.json", ""),
+    ("a tokenizer that is none", lambda d: ["train", "--tokenizer", put(d, "t.json", "{}")], 1, "t.json", ""),
+    ("runs_dir is a file", lambda d: ["train", *TINY, "--runs-dir", put(d, "f", "x")], 1, "cannot be written", "--runs-dir"),
+    ("a name that is taken", lambda d: ["train", *TINY, "--name", make_run(d)], 1, "already there", "resume"),
+    ("a cache that is a file", lambda d: ["train", *TINY, "--cache-dir", put(d, "c", "x")], 1, "", ""),
+    ("resume what is not there", lambda d: ["resume", "none"], 1, "no run none", "paceline train"),
+    ("resume without a run", lambda d: ["resume"], 2, "one RUN", "paceline runs"),
+    ("resume with another depth", lambda d: ["resume", make_run(d), "--depth", "3"], 1, "depth is 2", "new run"),
+    ("sample what is not there", lambda d: ["sample", "none"], 1, "no run none", ""),
+    ("sample with a wrong flag", lambda d: ["sample", "x", "--promt", "a"], 2, "--promt", "--prompt"),
+    ("sample with text for a number", lambda d: ["sample", "x", "--num", "two"], 2, "two", "--num"),
+    ("eval what is not there", lambda d: ["eval", "none"], 1, "no run none", ""),
+    ("runs of an empty folder", lambda d: ["runs", str(d)], 1, "no runs", "paceline train"),
+    ("data without an action", lambda d: ["data"], 2, "prepare or info", "data prepare"),
+    ("tokenizer info of nothing", lambda d: ["tokenizer", "info", str(d / "t.json")], 1, "t.json", ""),
+    ("tokenizer train without a place", lambda d: ["tokenizer", "train"], 2, "--out", "--out tokenizer.json"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("typed", "code", "said", "fix"), [case[1:] for case in CASES], ids=[case[0] for case in CASES]
+)
+def test_bad_input_ends_in_two_lines_that_say_what_and_how_to_mend_it(
+    typed, code, said, fix, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert run_command(typed(tmp_path)) == code
+    out, err = capsys.readouterr()
+    *_, error_line, fix_line = err.strip().splitlines()
+    assert error_line.startswith("error: ")
+    assert said in error_line
+    assert fix_line.startswith("  fix: ")
+    assert fix in fix_line
+    assert "Traceback" not in out + err

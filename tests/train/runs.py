@@ -1,0 +1,71 @@
+"""Real runs for the tests of this folder: the command, a small text, a small model, and what a run left behind."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+MODULES = ("argparse.py", "ast.py", "datetime.py", "decimal.py", "difflib.py", "inspect.py", "pathlib.py", "typing.py")
+SMALL = {
+    "depth": 2, "n-embd": 64, "head-dim": 32, "sequence-len": 64, "vocab-size": 512, "total-batch-size": 768,
+    "device-batch-size": 2, "num-steps": 12, "precision": "fp32", "device": "cpu", "eval-tokens": 4096, "log-every": 1,
+    "eval-every": 0, "save-every": 0,
+}  # fmt: skip
+
+
+class Workshop:
+    """A folder with a text, a cache and runs in it."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.text = folder / "text"
+        self.text.mkdir()
+        for name in MODULES:
+            (self.text / name).write_bytes((Path(sysconfig.get_path("stdlib")) / name).read_bytes()[:60_000])
+
+    def command(self, *words: str, **keys: object) -> list[str]:
+        flags = [word for key, value in keys.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+        return [sys.executable, "-m", "paceline.cli", *words, *flags]
+
+    def train_command(self, name: str, **keys: object) -> list[str]:
+        merged = {**SMALL, **{key.replace("_", "-"): value for key, value in keys.items()}}
+        places = {"name": name, "runs-dir": self.folder / "runs", "cache-dir": self.folder / "cache", "data": self.text}
+        return self.command("train", **{**places, **merged})
+
+    def train(self, name: str, **keys: object) -> Path:
+        self.finish(self.train_command(name, **keys))
+        return self.folder / "runs" / name
+
+    def resume(self, run: Path, **keys: object) -> str:
+        return self.finish(self.command("resume", str(run), **keys))
+
+    def finish(self, command: list[str], *, code: int = 0) -> str:
+        """Output of a command that must end with `code`."""
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+        assert done.returncode == code, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done.stdout + done.stderr
+
+
+def metrics(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def events(run: Path, kind: str) -> list[dict]:
+    lines = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    return [event for event in lines if event["event"] == kind]
+
+
+def final_bits(run: Path) -> dict[str, str]:
+    """Hash of every tensor of the newest checkpoint, weights and optimizer states, however they are split over files."""
+    from paceline.model.checkpoint import load_newest_good
+
+    reader, notes = load_newest_good(run / "checkpoints")
+    assert notes == []
+    keys = [key for key in reader.keys() if not key.startswith("rng.")]
+    bits = {key: hashlib.sha256(reader.read_all(key).contiguous().numpy().tobytes()).hexdigest() for key in keys}
+    return {"step": str(reader.step), **bits}

@@ -252,7 +252,10 @@ def format_failure(outcome: Outcome, run: RunDir) -> str:
         return ""
     log = run.logs(outcome.attempt) / LAUNCH_LOG if root.rank is None else run.rank_log(outcome.attempt, root.rank)
     lines = [f"{name_of(root)} failed: {root.message}"]
-    lines += [f"{name_of(failure)} ended after it: {failure.message}" for failure in outcome.failures[1:]]
+    for failure in outcome.failures[1:]:
+        lines.append(
+            f"{name_of(failure)} {'ended after it' if failure.consequence else 'failed too'}: {failure.message}"
+        )
     if root.fix is None and root.traceback:
         lines += ["", *root.traceback.splitlines()[-TRACEBACK_LINES:], ""]
     lines.append(f"log: {log}")

@@ -8,17 +8,16 @@ connections and often end first or together with it; blaming the first exit code
 import json
 import re
 import signal
-from collections import deque
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from paceline import errors
-from paceline.errors import PacelineError
+from paceline.errors import TrainingFailed
 from paceline.rundir import RunDir
 
-LOG_TAIL_LINES = 400
+FAILED_EXIT_CODE = TrainingFailed.exit_code
+LOG_TAIL_BYTES = 1 << 16  # a log may have grown to gigabytes
 
 # what a healthy rank says when a peer has gone
 PEER_LOST = re.compile(
@@ -43,7 +42,7 @@ class Failure:
     time: float  # Unix time of the error where the rank noted it, else of its end
     consequence: bool  # of a peer's failure, or of the order to end
     fix: str | None = None  # with a fix it is a mistake the user can mend
-    user_exit_code: int = 1
+    exit_with: int = FAILED_EXIT_CODE  # what the command ends with when this is the root cause
     traceback: str | None = None
 
 
@@ -77,7 +76,7 @@ def read_failure(run: RunDir, attempt: int, ended: dict[str, Any]) -> Failure:
         time=error.get("time") or ended["time"],
         consequence=bool(PEER_LOST.search(said or "")) or (ended["ended_by_us"] and not error),
         fix=fix,
-        user_exit_code=getattr(errors, error.get("type", ""), PacelineError).exit_code if fix else 1,
+        exit_with=error.get("exit_code", FAILED_EXIT_CODE),
         traceback=traceback,
     )
 
@@ -103,10 +102,10 @@ def read_error(path: Path) -> dict[str, Any]:
                 "time": float(extra["timestamp"]),
             }
         return {
-            "type": str(error["type"]),
-            "message": error["message"] if error.get("fix") else f"{error['type']}: {error['message']}",
+            "message": error["message"] if error.get("fix") else f"{error['type']}: {error['message']}".rstrip(": "),
             "traceback": error.get("traceback"),
             "fix": error.get("fix"),
+            "exit_code": int(error.get("exit_code", FAILED_EXIT_CODE)),
             "time": datetime.fromisoformat(error["time"]).timestamp(),
         }
     except (OSError, ValueError, KeyError, TypeError):
@@ -115,10 +114,12 @@ def read_error(path: Path) -> dict[str, Any]:
 
 def read_log_tail(path: Path) -> list[str]:
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            return [TORCH_PREFIX.sub("", line.rstrip("\n")) for line in deque(file, LOG_TAIL_LINES)]
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
+            text = file.read().decode(errors="replace")
     except OSError:
         return []
+    return [TORCH_PREFIX.sub("", line) for line in text.splitlines()]
 
 
 def last_traceback(lines: list[str]) -> str | None:

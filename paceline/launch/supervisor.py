@@ -20,13 +20,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
+from paceline.errors import Interrupted
 from paceline.launch.agent import Lines, kill_processes
 from paceline.launch.failure import Failure, find_failures, read_log_tail
 from paceline.rundir import RunDir, append_event, read_json_lines
 
 TICK_S = 0.1
-FAILED_EXIT_CODE = 3
-INTERRUPTED_EXIT_CODE = 130
 ONE_CTRL_C_S = 0.3  # wrappers such as `uv run` pass on the signal that the terminal has sent already
 AGENT_MARGIN_S = 12.0  # the agent ends what will not end by itself, and then itself, within this
 LAUNCH_LOG = "launch.log"  # stderr of the agent and the engine
@@ -176,8 +175,8 @@ class AttemptWatch:
 
 def exit_code_of(state: State, failures: list[Failure]) -> int:
     if state == "failed":
-        return failures[0].user_exit_code if failures[0].fix else FAILED_EXIT_CODE
-    return INTERRUPTED_EXIT_CODE if state == "interrupted" else 0
+        return failures[0].exit_with
+    return Interrupted.exit_code if state == "interrupted" else 0
 
 
 @dataclass

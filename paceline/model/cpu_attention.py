@@ -6,7 +6,7 @@ takes a third of the time of PyTorch's own CPU kernel, in fp32 somewhat less tha
 dtype before softmax; QK norm keeps them small.
 """
 
-# N rows times heads, T tokens, D head_dim
+# B rows, H heads, N = B*H, T tokens, D head_dim
 
 from collections.abc import Iterator
 from typing import Any, cast
@@ -20,7 +20,7 @@ KEEP_TOKENS = 512  # up to here probabilities are kept for backward; beyond they
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, window: int) -> Tensor:
-    """q, k, v: (N, T, D) -> (N, T, D). Each token sees itself and the window - 1 tokens before."""
+    """q, k, v: (B, H, T, D) -> (B, T, H, D). Each token sees itself and the window - 1 tokens before."""
     return cast(Tensor, _CausalAttention.apply(q, k, v, window))
 
 
@@ -41,19 +41,23 @@ def probabilities(q: Tensor, k: Tensor, rows: slice, keys: slice, window: int) -
 class _CausalAttention(Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-        y, kept = torch.empty_like(q), []
-        for rows, keys in blocks(q.shape[1], window):
+        shape, num_tokens = q.shape, q.shape[2]
+        q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)  # (N, T, D)
+        y = q.new_empty(shape[0], num_tokens, shape[1], shape[3])  # (B, T, H, D)
+        kept = []
+        for rows, keys in blocks(num_tokens, window):
             p = probabilities(q, k, rows, keys, window)
-            y[:, rows] = torch.bmm(p, v[:, keys])
-            if q.shape[1] <= KEEP_TOKENS:
+            y[:, rows] = torch.bmm(p, v[:, keys]).unflatten(0, shape[:2]).transpose(1, 2)
+            if num_tokens <= KEEP_TOKENS:
                 kept.append(p)
-        ctx.window = window
+        ctx.shape, ctx.window = shape, window
         ctx.save_for_backward(q, k, v, *kept)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        (dy,), (q, k, v, *kept) = grads, ctx.saved_tensors
+        q, k, v, *kept = ctx.saved_tensors
+        dy = grads[0].transpose(1, 2).flatten(0, 1)  # (N, T, D)
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for i, (rows, keys) in enumerate(blocks(q.shape[1], ctx.window)):
             p = kept[i] if kept else probabilities(q, k, rows, keys, ctx.window)
@@ -62,4 +66,4 @@ class _CausalAttention(Function):
             dq[:, rows] = torch.bmm(ds, k[:, keys])
             dk[:, keys] += torch.bmm(ds.transpose(1, 2), q[:, rows])
         scale = q.shape[-1] ** -0.5
-        return dq.mul_(scale), dk.mul_(scale), dv, None
+        return dq.mul_(scale).view(ctx.shape), dk.mul_(scale).view(ctx.shape), dv.view(ctx.shape), None

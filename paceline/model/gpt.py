@@ -14,7 +14,7 @@ nothing of optimizers, ranks or files. Its parameters are those of plan/shapes.p
 
 import hashlib
 import math
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.config import ModelConfig
 from paceline.errors import PlanError
+from paceline.model.cpu_attention import causal_attention
 from paceline.model.kv_cache import KVCache
 from paceline.model.loss import nats_per_token, softcap, sum_of_nats
 from paceline.model.pointwise import mix, relu_squared, rms_norm, rotary_norm
@@ -33,7 +34,7 @@ from paceline.plan.shapes import SMEAR_GATE_CHANNELS, VE_GATE_CHANNELS, has_valu
 ROTARY_BASE = 100_000
 VE_GATE_MAX = 3.0
 
-Rotary = tuple[Tensor, Tensor]  # cos and sin, (T, 1, D/2) each
+Rotary = tuple[Tensor, Tensor]  # cos and sin, (T, D) each
 Mask = Tensor | BlockMask | None  # None: all earlier tokens
 
 
@@ -58,7 +59,7 @@ class Embedding(nn.Embedding):
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
-        self.layer = layer
+        self.layer, self.window = layer, window_sizes(config)[layer]
         self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.n_kv_head, config.head_dim
         self.c_q = Linear(config.n_embd, config.n_head * config.head_dim)
         self.c_k = Linear(config.n_embd, config.n_kv_head * config.head_dim)
@@ -71,25 +72,30 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, ve: Tensor | None, rotary: Rotary, mask: Mask, cache: KVCache | None) -> Tensor:
         """x: (B, T, C) normed; ve: (B, T, K*D) or None -> (B, T, C)."""
         heads, kv_heads = (*x.shape[:2], self.n_head, self.head_dim), (*x.shape[:2], self.n_kv_head, self.head_dim)
-        q = rotary_norm(self.c_q(x).view(heads), *rotary)  # (B, T, H, D)
-        k = rotary_norm(self.c_k(x).view(kv_heads), *rotary)  # (B, T, K, D)
+        q = rotary_norm(self.c_q(x).view(heads), *rotary)  # (B, H, T, D)
+        k = rotary_norm(self.c_k(x).view(kv_heads), *rotary)  # (B, K, T, D)
         v = self.c_v(x).view(kv_heads)  # (B, T, K, D)
         if ve is not None:
             gate = VE_GATE_MAX * torch.sigmoid(self.ve_gate(x[..., : self.gate_channels]))  # (B, T, K)
             v = torch.addcmul(v, gate.unsqueeze(-1), ve.view(kv_heads))
+        v = v.transpose(1, 2)  # (B, K, T, D)
         if cache is not None:
-            k, v = cache.extend(self.layer, k, v)  # (B, all that is seen, K, D)
-        y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, self.window)  # (B, H, T, D)
-        return cast(Tensor, self.c_proj(y.transpose(1, 2).flatten(2)))
+            k, v = cache.extend(self.layer, k, v)  # (B, K, all that is seen, D)
+        y = attend(q, k, v, mask, window=self.window)  # (B, T, H, D)
+        return cast(Tensor, self.c_proj(y.flatten(2)))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-    """q: (B, H, T, D); k, v: (B, K, T, D). One query sees every key given; the cache has picked them."""
-    grouped = q.shape[1] != k.shape[1]
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int) -> Tensor:
+    """q: (B, H, T, D); k, v: (B, K, T, D) -> (B, T, H, D). One query alone sees every key given: the cache has picked them."""
+    groups, several = q.shape[1] // k.shape[1], q.shape[2] > 1
+    if several and q.device.type == "cpu":
+        return causal_attention(q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), window=window)
     if isinstance(mask, BlockMask):
-        return cast(Tensor, flex_attention(q, k, v, block_mask=mask, enable_gqa=grouped))
-    causal = mask is None and q.shape[2] > 1
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
+        y = cast(Tensor, flex_attention(q, k, v, block_mask=mask, enable_gqa=groups > 1))
+    else:
+        causal = several and mask is None
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=groups > 1)
+    return y.transpose(1, 2)
 
 
 class MLP(nn.Module):
@@ -208,18 +214,19 @@ class GPT(nn.Module):
         """Computed where it is used: nothing to move between devices, and no last position."""
         dim = self.config.head_dim
         speeds = ROTARY_BASE ** (-torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)  # (D/2,)
-        angles = torch.arange(start, end, dtype=torch.float32, device=device).view(-1, 1, 1) * speeds  # (T, 1, D/2)
-        return angles.cos().to(self.compute_dtype), angles.sin().to(self.compute_dtype)
+        angles = torch.outer(torch.arange(start, end, dtype=torch.float32, device=device), speeds)  # (T, D/2)
+        cos, sin = angles.cos().to(self.compute_dtype), angles.sin().to(self.compute_dtype)
+        return torch.cat((cos, cos), dim=-1), torch.cat((sin, -sin), dim=-1)  # (T, D)
 
     def masks(self, num_tokens: int, device: torch.device) -> dict[int, Mask]:
-        """A mask for each window; SDPA's windows are dense masks, which on a GPU rule out its flash kernels."""
+        """One for each window. On the CPU none is needed; with SDPA it is dense, which rules out a GPU's flash kernels."""
         if self.attention == "flex" and device.type == "cpu":
-            raise PlanError("FlexAttention trains on CUDA only, and this is the CPU", fix="attention sdpa, or window_pattern L")
+            raise PlanError("FlexAttention trains on CUDA only and this is the CPU", fix="attention sdpa")
         if num_tokens > self.config.sequence_len:
             raise ValueError(f"{num_tokens} tokens in a row, the model takes {self.config.sequence_len}")
         masks: dict[int, Mask] = {}
         for window in set(self.windows):
-            if window >= num_tokens:
+            if window >= num_tokens or device.type == "cpu":
                 masks[window] = None
             elif self.attention == "flex":
                 masks[window] = sliding_block_mask(num_tokens, window, device)

@@ -39,7 +39,9 @@ def sum_of_nats(
 
     budget_bytes bounds all that is as large as logits: themselves, their gradient and the fp32 copies between (one token's at least).
     """
-    return cast(Tensor, _SumOfNats.apply(x, weight, targets, vocab_size, budget_bytes, compiled, torch.is_grad_enabled()))
+    return cast(
+        Tensor, _SumOfNats.apply(x, weight, targets, vocab_size, budget_bytes, compiled, torch.is_grad_enabled())
+    )
 
 
 @torch.compiler.disable

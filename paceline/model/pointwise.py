@@ -24,9 +24,9 @@ def rms_norm(x: Tensor) -> Tensor:
 
 
 def rotary_norm(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """QK_GAIN * rms_norm(x), each pair (d, d + D/2) turned by its position's angle.
+    """QK_GAIN * rms_norm(x), each pair (d, d + D/2) turned by its position's angle. x: (B, T, H, D) -> (B, H, T, D).
 
-    x: (B, T, H, D); cos, sin: (T, 1, D/2) in x.dtype.
+    cos, sin: (T, D) in x.dtype, the same angles for both halves, the second half's sines negative.
     """
     return cast(Tensor, _RotaryNorm.apply(x, cos, sin))
 
@@ -46,9 +46,8 @@ def rms_scale(x: Tensor, *, gain: float = 1.0) -> Tensor:
     return (norm.square() / x.shape[-1] + RMS_EPS).rsqrt().mul(gain).to(x.dtype)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    low, high = x.chunk(2, dim=-1)
-    return torch.cat((torch.addcmul(low * cos, high, sin), torch.addcmul(high * cos, low, sin, value=-1)), dim=-1)
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, direction: float) -> Tensor:
+    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin, value=direction)
 
 
 class _RMSNorm(Function):
@@ -69,8 +68,12 @@ class _RMSNorm(Function):
 class _RotaryNorm(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x.transpose(1, 2)  # (B, H, T, D)
         scale = rms_scale(x, gain=QK_GAIN)
-        y = rotate(x * scale, cos, sin)
+        unit = torch.mul(
+            x, scale, out=torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        )  # lays it out anew as it goes
+        y = rotate(unit, cos, sin, direction=1)
         ctx.save_for_backward(y, scale, cos, sin)
         return y
 
@@ -79,7 +82,9 @@ class _RotaryNorm(Function):
         (dy,), (y, scale, cos, sin) = grads, ctx.saved_tensors
         # a rotation keeps dot products, so the norm's gradient is taken of the rotated vectors and turned back once
         along = (dy * y).mean(-1, keepdim=True)
-        return rotate(torch.addcmul(dy, y, along, value=-(QK_GAIN**-2)), cos, -sin).mul_(scale), None, None
+        unturned = rotate(torch.addcmul(dy, y, along, value=-(QK_GAIN**-2)), cos, sin, direction=-1)
+        dx = torch.empty_like(unturned.transpose(1, 2), memory_format=torch.contiguous_format)  # (B, T, H, D)
+        return torch.mul(unturned.transpose(1, 2), scale.transpose(1, 2), out=dx), None, None
 
 
 class _ReluSquared(Function):

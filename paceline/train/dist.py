@@ -116,7 +116,7 @@ class SegmentSum:
 
 
 def start_all_gather(flat: Tensor, *, rank: int, world_size: int, tag: int) -> list[dist.Work]:
-    """Every rank's segment of `flat` to all others, in place. Wait for the works before reading the others' or writing one's own."""
+    """Every rank's segment of `flat` to all others, in place; `flat` may be touched when the works are done."""
     segments = flat.view(world_size, -1)  # (world_size, segment)
     if flat.is_cuda:
         return [_all_gather(flat, segments[rank])]
@@ -131,7 +131,9 @@ def start_all_gather(flat: Tensor, *, rank: int, world_size: int, tag: int) -> l
 
 
 def _reduce_scatter(output: Tensor, flat: Tensor) -> dist.Work:
-    name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"  # torch < 2.13
+    name = (
+        "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+    )  # torch < 2.13
     return _work(getattr(dist, name)(output, flat, async_op=True))
 
 

@@ -43,7 +43,7 @@ def adamw_update(
     weight_decay: float,
     grad_scale: float,
 ) -> None:
-    """Decoupled decay, both moments, bias correction; all fp32, all but lr in place. `step` counts from 1.
+    """Decoupled decay, both moments, bias correction; all fp32, in place. `step` counts from 1.
 
     grads are multiplied by grad_scale, in place too. A tensor cut at multiples of 64 elements gets the same bits in parts as
     whole: the kernel's vectors then cover the same elements (tests/train/test_updates.py).
@@ -141,7 +141,9 @@ def second_momentum_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 def reduce_variance(update: Tensor, second_momentum_buffer: Tensor, *, beta2: float) -> Tensor:
     """Rows (or columns, the longer side) that moved much of late move less; the whole keeps its norm."""
     dim = -1 if update.size(-2) >= update.size(-1) else -2
-    variance = torch.linalg.vector_norm(update, dim=dim, keepdim=True).square_() / update.size(dim)  # (..., m, 1) or (..., 1, n)
+    variance = torch.linalg.vector_norm(update, dim=dim, keepdim=True).square_() / update.size(
+        dim
+    )  # (..., m, 1) or (..., 1, n)
     second_momentum_buffer.lerp_(variance, 1 - beta2)
     scale = second_momentum_buffer.clamp_min(SMALLEST_VARIANCE).rsqrt_()
     norm = variance.sum(dim=(-2, -1), keepdim=True).sqrt_()

@@ -62,14 +62,12 @@ def test_an_error_file_cut_by_a_kill_counts_as_none(run):
     assert find_failures(run, 1, [ended(0, 2)])[0].message == "exit code 2, last line: fatal: no config"
 
 
-@pytest.mark.parametrize(
-    ("error_type", "exit_code"), [("PlanError", 1), ("PacelineError", 1), ("TrainingFailed", 3), ("TheirOwnError", 1)]
-)
-def test_an_error_with_a_fix_keeps_the_exit_code_of_its_class(run, error_type, exit_code):
-    error = {"time": "2026-01-01T00:00:00.000Z", "type": error_type, "message": "no room", "fix": "make room"}
-    run.rank_error(1, 0).write_text(json.dumps(error))
-    failure = find_failures(run, 1, [ended(0, 1)])[0]
-    assert (failure.user_exit_code, failure.message, failure.fix) == (exit_code, "no room", "make room")
+@pytest.mark.parametrize(("error_type", "exit_code"), [("PlanError", 1), ("TrainingFailed", 3)])
+def test_an_error_with_a_fix_keeps_its_exit_code(run, error_type, exit_code):
+    error = {"type": error_type, "message": "no room", "fix": "make room", "exit_code": exit_code}
+    run.rank_error(1, 0).write_text(json.dumps({**error, "time": "2026-01-01T00:00:00.000Z"}))
+    failure = find_failures(run, 1, [ended(0, exit_code)])[0]
+    assert (failure.exit_with, failure.message, failure.fix) == (exit_code, "no room", "make room")
 
 
 def test_the_prefix_that_torch_puts_before_a_traceback_is_taken_off(run):

@@ -141,7 +141,7 @@ def test_an_error_with_a_fix_is_a_mistake_of_the_users_and_is_shown_in_two_lines
         import json, os, sys
         path = os.environ["TORCHELASTIC_ERROR_FILE"]
         error = {"time": "2026-01-01T00:00:00.000Z", "type": "PlanError", "message": "no room", "fix": "make room",
-                 "traceback": "Traceback (most recent call last):\\n  ...", "step": 0}
+                 "exit_code": 1, "traceback": "Traceback (most recent call last):\\n  ...", "step": 0}
         json.dump(error, open(path, "w"))
         sys.exit(1)
     """

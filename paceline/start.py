@@ -23,6 +23,7 @@ from paceline.errors import PacelineError
 from paceline.launch.digest import Digest, format_failure
 from paceline.launch.env import worker_env
 from paceline.launch.supervisor import Outcome, run_attempt
+from paceline.model.manifest import newest_good, read_manifest
 from paceline.plan.machine import Machine, probe_cpu_cores, probe_machine
 from paceline.plan.planner import Plan, format_plan, make_plan
 from paceline.rundir import RunDir, append_event, lock_run, read_json_lines, write_atomic
@@ -76,10 +77,9 @@ def resume_run(run: RunDir, changes: dict[str, Any]) -> int:
     old = Plan.from_json(run.plan_json.read_text())
     if config.compile is None and plan.world_size == old.world_size:
         plan = replace(plan, compile=old.compile)  # a trial's answer holds for the whole run: bits depend on it
-    status = run_status(run)
-    if status.state == "finished" and plan.num_steps <= status.step:
+    if run_status(run).state == "finished" and last_good_step(run) >= plan.num_steps:
         raise PacelineError(
-            f"{run.name} is finished at step {status.step:,} of {plan.num_steps:,}",
+            f"{run.name} is finished at step {last_good_step(run):,} of {plan.num_steps:,}",
             fix=f"paceline resume {run.path} --num-steps {2 * plan.num_steps} goes on from there",
         )
     config = resolved(config, plan)
@@ -90,9 +90,19 @@ def resume_run(run: RunDir, changes: dict[str, Any]) -> int:
             " learning rates are worked out anew for the whole of it"
         )
         append_event(run, "note", text=text)
+        print(text)
     write_atomic(run.config_toml, format_toml(config))
     write_atomic(run.plan_json, plan.to_json())
     return supervise(run, config, plan, source=describe(dataset), started=time.monotonic(), lock=lock)
+
+
+def last_good_step(run: RunDir) -> int:
+    """Of its newest checkpoint whose hashes are right; 0 if there is none."""
+    try:
+        path, _ = newest_good(run.checkpoints, set_aside=False)
+    except PacelineError:
+        return 0
+    return read_manifest(path).step
 
 
 def supervise(run: RunDir, config: Config, plan: Plan, *, source: str, started: float, lock: int | None = None) -> int:

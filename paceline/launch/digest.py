@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from paceline.launch.failure import Failure
+from paceline.launch.failure import Failure, read_log_tail
 from paceline.launch.supervisor import LAUNCH_LOG, Outcome
 from paceline.rundir import RunDir, utc_now
 from paceline.units import format_bytes, format_count, format_duration, format_mfu
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 ETA_RECORDS = 50  # logged steps over which the speed is taken: evaluations and saves are in it
 TRACEBACK_LINES = 40
+LAST_LINES = 10  # of a rank that left no traceback
+SAMPLE_WIDTH = 160
 REDRAW_S = 0.25
 BAR_WIDTH = 16
 
@@ -234,7 +236,7 @@ def format_event(event: dict[str, Any], *, num_steps: int) -> str | None:
             parts += [] if seconds is None else [f"{seconds:.1f} s"]
             return " | ".join(parts)
         case "sample":
-            return f"{label} | sample: {' '.join(str(event.get('text', '')).split())}"
+            return f"{label} | sample: {one_line(str(event.get('text', '')))}"
         case "resumed":
             return f"{label} | resumed"
         case "stopping":
@@ -245,23 +247,26 @@ def format_event(event: dict[str, Any], *, num_steps: int) -> str | None:
             return None
 
 
+def one_line(text: str) -> str:
+    """The beginning of a text, without the terminal codes that a model may write; the whole is in samples/ and logs/."""
+    line = " ".join("".join(each if each.isprintable() else " " for each in text).split())
+    return line if len(line) <= SAMPLE_WIDTH else line[: SAMPLE_WIDTH - 1] + "…"
+
+
 def format_failure(outcome: Outcome, run: RunDir) -> str:
     """Which rank, what it said, where its log is. What the user can mend ends in two lines, without a traceback."""
     root = outcome.root
     if root is None:
         return ""
     log = run.logs(outcome.attempt) / LAUNCH_LOG if root.rank is None else run.rank_log(outcome.attempt, root.rank)
+    if root.fix is not None:
+        return f"{name_of(root)} failed, log: {log}\nerror: {root.message}\n  fix: {root.fix}"
     lines = [f"{name_of(root)} failed: {root.message}"]
     for failure in outcome.failures[1:]:
-        lines.append(
-            f"{name_of(failure)} {'ended after it' if failure.consequence else 'failed too'}: {failure.message}"
-        )
-    if root.fix is None and root.traceback:
-        lines += ["", *root.traceback.splitlines()[-TRACEBACK_LINES:], ""]
-    lines.append(f"log: {log}")
-    if root.fix is not None:
-        lines += [f"error: {root.message}", f"  fix: {root.fix}"]
-    return "\n".join(lines)
+        how = "ended after it" if failure.consequence else "failed too"
+        lines.append(f"{name_of(failure)} {how}: {one_line(failure.message)}")
+    said = root.traceback.splitlines()[-TRACEBACK_LINES:] if root.traceback else read_log_tail(log)[-LAST_LINES:]
+    return "\n".join([*lines, *(["", *said, ""] if said else []), f"log: {log}"])
 
 
 def name_of(failure: Failure) -> str:

@@ -37,14 +37,14 @@ def generate(
     generator = torch.Generator().manual_seed(seed)
     ended = [False] * num_samples
     logits, cache = prefill(model, prompt_tokens, num_samples)
-    for step in range(max_new_tokens):
-        if step:
-            logits = decode(model, newest, cache)
+    for step in range(1, max_new_tokens + 1):
         newest = next_tokens(logits, temperature=temperature, top_k=top_k, generator=generator)
         ended = [done or token == stop_token for done, token in zip(ended, newest, strict=True)]
         if all(ended):
             return
         yield [None if done else token for done, token in zip(ended, newest, strict=True)]
+        if step < max_new_tokens:
+            logits = decode(model, newest, cache)
 
 
 def check_request(

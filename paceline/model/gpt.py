@@ -6,15 +6,17 @@ value embeddings on every second layer; learned scalars that scale the residual 
 token takes in some of the one before); backout (the middle of the stream is taken off its end); soft-capped logits in fp32; an
 untied head; windowed attention by a pattern. What each is worth: nanochat's dev/LOG.md.
 
-Activations are in compute_dtype whatever the weights are stored in; norms, softmax, scalars and the loss reduce in fp32. The model knows
-nothing of optimizers, ranks or files. Its parameters are those of plan/shapes.py.
+Activations are in compute_dtype whatever the weights are stored in; norms, softmax, scalars and the loss reduce in fp32. The
+model knows nothing of optimizers, ranks or files. Its parameters are those of plan/shapes.py.
 """
 
 # B rows, T tokens in a row, C n_embd, H n_head, K n_kv_head, D head_dim, V padded_vocab_size
 
+import functools
 import hashlib
 import math
-from typing import Literal, cast
+from collections.abc import Callable
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -91,11 +93,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int) -> Tenso
     if several and q.device.type == "cpu":
         return causal_attention(q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), window=window)
     if isinstance(mask, BlockMask):
-        y = cast(Tensor, flex_attention(q, k, v, block_mask=mask, enable_gqa=groups > 1))
+        flex = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
+        y = flex(q, k, v, block_mask=mask, enable_gqa=groups > 1)
     else:
         causal = several and mask is None
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=groups > 1)
     return y.transpose(1, 2)
+
+
+@functools.cache
+def compiled_flex_attention() -> Callable[..., Any]:
+    """Even in an eager model: uncompiled, FlexAttention holds all scores at once."""
+    return torch.compile(flex_attention, dynamic=False)
 
 
 class MLP(nn.Module):
@@ -151,14 +160,17 @@ class GPT(nn.Module):
         self.backout_lambda = nn.Parameter(torch.empty(1))
 
     def forward(self, idx: Tensor, targets: Tensor, *, reduction: Literal["sum", "none"] = "sum") -> Tensor:
-        """Nats of targets, (B, T) int64 where -1 does not count: their sum, () fp32, or each one's, (B, T) fp32."""
+        """Nats of targets, (B, T) int64, -1 not counted: their sum, () fp32, or each one's, (B, T) fp32 without gradient."""
         x = self.hidden(idx).flatten(0, 1)  # (B*T, C)
-        weight, at = self.lm_head.weight.to(x.dtype), targets.flatten()
-        vocab, budget = self.config.vocab_size, self.logits_budget_bytes
+        weight = self.lm_head.weight.to(x.dtype)
+        options = {
+            "vocab_size": self.config.vocab_size,
+            "budget_bytes": self.logits_budget_bytes,
+            "compiled": torch.compiler.is_compiling(),  # known here, while tracing; the loss runs outside the trace
+        }
         if reduction == "none":
-            return nats_per_token(x, weight, at, vocab_size=vocab, budget_bytes=budget).view_as(targets)
-        compiled = torch.compiler.is_compiling()  # known here while tracing; the loss itself runs outside the trace
-        return sum_of_nats(x, weight, at, vocab_size=vocab, budget_bytes=budget, compiled=compiled)
+            return cast(Tensor, nats_per_token(x, weight, targets.flatten(), **options)).view_as(targets)
+        return cast(Tensor, sum_of_nats(x, weight, targets.flatten(), **options))
 
     def logits(self, idx: Tensor, *, cache: KVCache | None = None, newest_only: bool = False) -> Tensor:
         """(B, T, vocab_size) fp32, capped; with newest_only (B, 1, vocab_size), of the last token alone."""

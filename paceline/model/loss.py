@@ -13,13 +13,12 @@ Values stay within [0, 30], so exp needs no maximum taken off.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.utils.checkpoint import checkpoint
 
 SOFTCAP = 15.0
 FP32_COPIES = 4  # tensors as large as a block's logits that capped_nats_ holds at once, in fp32
@@ -31,72 +30,85 @@ def softcap(logits: Tensor) -> Tensor:
     return SOFTCAP * torch.tanh(logits / SOFTCAP)
 
 
-@torch.compiler.disable  # a compiler may keep several chunks alive; only capped_nats_ is compiled
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiler may keep chunks alive; only capped_nats_ is compiled
 def sum_of_nats(
     x: Tensor, weight: Tensor, targets: Tensor, *, vocab_size: int, budget_bytes: int, compiled: bool
 ) -> Tensor:
     """() fp32: nats summed over the targets that are not -1. x: (N, C); weight: (V, C) in x.dtype; targets: (N,) int64.
 
-    budget_bytes bounds all that is as large as logits: themselves, their gradient and the fp32 copies between (one token's at least).
+    budget_bytes bounds what is as large as logits: themselves, their gradient, fp32 copies between; one token's at least.
     """
-    return cast(
-        Tensor, _SumOfNats.apply(x, weight, targets, vocab_size, budget_bytes, compiled, torch.is_grad_enabled())
-    )
+    if torch.is_grad_enabled():
+        return cast(Tensor, _SumOfNats.apply(x, weight, targets, vocab_size, budget_bytes, compiled))  # type: ignore[no-untyped-call]
+    chunks = nats_by_chunk(x, weight, targets, vocab_size, budget_bytes, compiled=compiled, with_grad=False)
+    return torch.cat([nats for _, nats, _ in chunks]).sum()
 
 
-@torch.compiler.disable
-def nats_per_token(x: Tensor, weight: Tensor, targets: Tensor, *, vocab_size: int, budget_bytes: int) -> Tensor:
-    """(N,) fp32: nats of each target, 0 where it is -1. Differentiable; a chunk's logits are computed again for backward."""
-    rows, _ = chunk_rows(x, weight.shape[0], budget_bytes)
-    chunks = zip(x.split(rows), targets.split(rows), strict=True)
-    return torch.cat([checkpoint(_plain_nats, *chunk, weight, vocab_size, use_reentrant=False) for chunk in chunks])
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.no_grad()
+def nats_per_token(
+    x: Tensor, weight: Tensor, targets: Tensor, *, vocab_size: int, budget_bytes: int, compiled: bool
+) -> Tensor:
+    """(N,) fp32: nats of each target, 0 where it is -1. To evaluate with: it has no gradient."""
+    chunks = nats_by_chunk(x, weight, targets, vocab_size, budget_bytes, compiled=compiled, with_grad=False)
+    return torch.cat([nats for _, nats, _ in chunks])
 
 
-def _plain_nats(x: Tensor, targets: Tensor, weight: Tensor, vocab_size: int) -> Tensor:
-    logits = softcap((x @ weight.t())[:, :vocab_size].float())
-    return torch.nn.functional.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
+def nats_by_chunk(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    budget_bytes: int,
+    *,
+    compiled: bool,
+    with_grad: bool,
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Of each chunk: its tokens, (chunk,) fp32 nats, and (chunk, V) their gradient by the logits, or the logits.
+
+    All chunks' logits lie in the same memory: use them before the next chunk.
+    """
+    chunk, block = chunk_rows(x, weight.shape[0], budget_bytes, compiled=compiled)
+    capped = _compiled_capped_nats() if compiled else capped_nats_
+    buffer = x.new_empty(chunk, weight.shape[0])  # (chunk, V) x.dtype
+    for start in range(0, x.shape[0], chunk):
+        rows = slice(start, min(start + chunk, x.shape[0]))
+        logits = torch.mm(x[rows], weight.t(), out=buffer[: rows.stop - start])
+        pairs = zip(logits.split(block), targets[rows].split(block), strict=True)  # type: ignore[no-untyped-call]
+        yield rows, torch.cat([capped(z, at, vocab_size, with_grad) for z, at in pairs]), logits
 
 
-def chunk_rows(x: Tensor, vocab: int, budget_bytes: int) -> tuple[int, int]:
-    """Tokens whose logits are computed at once, and tokens of these that are turned into nats and gradient at once."""
+def chunk_rows(x: Tensor, vocab: int, budget_bytes: int, *, compiled: bool) -> tuple[int, int]:
+    """Tokens whose logits are computed at once, and tokens of these that go through capped_nats_ at once."""
+    num_tokens = x.shape[0]
+    if compiled and x.device.type != "cpu":  # one kernel without copies
+        chunk = min(num_tokens, max(1, budget_bytes // (vocab * x.element_size())))
+        return chunk, chunk
     chunk_bytes, block_bytes = budget_bytes // 2, budget_bytes // 2 // FP32_COPIES
     if x.device.type == "cpu":
         chunk_bytes, block_bytes = min(chunk_bytes, CPU_CHUNK_BYTES), min(block_bytes, CPU_BLOCK_BYTES)
-    chunk = min(x.shape[0], max(1, chunk_bytes // (vocab * x.element_size())))
+    chunk = min(num_tokens, max(1, chunk_bytes // (vocab * x.element_size())))
     return chunk, min(chunk, max(1, block_bytes // (vocab * 4)))
 
 
 class _SumOfNats(Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        vocab_size: int,
-        budget_bytes: int,
-        compiled: bool,
-        with_grad: bool,
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, budget_bytes: int, compiled: bool
     ) -> Tensor:
-        nats = torch.zeros((), dtype=torch.float32, device=x.device)
-        dx, dw = torch.empty_like(x if with_grad else x[:0]), None
-        chunk, block = chunk_rows(x, weight.shape[0], budget_bytes)
-        capped = _compiled_capped_nats() if compiled else capped_nats_
-        for at in range(0, x.shape[0], chunk):
-            rows = slice(at, at + chunk)
-            logits = x[rows] @ weight.t()  # (chunk, V) x.dtype
-            pairs = zip(logits.split(block), targets[rows].split(block), strict=True)
-            nats += torch.stack([capped(z, y, vocab_size, with_grad) for z, y in pairs]).sum()
-            if with_grad:  # logits hold their gradient now
-                torch.mm(logits, weight, out=dx[rows])
-                dw = plus_matmul(dw, logits.t(), x[rows])
+        dx, dw, sums = torch.empty_like(x), None, []
+        chunks = nats_by_chunk(x, weight, targets, vocab_size, budget_bytes, compiled=compiled, with_grad=True)
+        for rows, nats, dlogits in chunks:
+            torch.mm(dlogits, weight, out=dx[rows])
+            dw = plus_matmul(dw, dlogits.t(), x[rows])
+            sums.append(nats.sum())
         ctx.save_for_backward(dx, dw)
-        return nats
+        return torch.stack(sums).sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dnats,), (dx, dw) = grads, ctx.saved_tensors
-        return dx * dnats.to(dx.dtype), dw.mul_(dnats), None, None, None, None, None
+        return dx * dnats.to(dx.dtype), dw * dnats, None, None, None, None
 
 
 def plus_matmul(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
@@ -107,7 +119,7 @@ def plus_matmul(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
 
 
 def capped_nats_(z: Tensor, targets: Tensor, vocab_size: int, with_grad: bool) -> Tensor:
-    """() fp32 sum of nats; puts d(nats)/dz in z's place.
+    """(n,) fp32 nats; with_grad puts d(nats)/dz in z's place.
 
     z: (n, V) logits before the cap; columns from vocab_size on stand for no token.
     """
@@ -120,7 +132,7 @@ def capped_nats_(z: Tensor, targets: Tensor, vocab_size: int, with_grad: bool) -
         z[:, :vocab_size] = e.mul_(4 * valid / total).mul_(s.addcmul_(s, s, value=-1))
         z[:, vocab_size:] = 0
         z.scatter_(-1, at, (4 * valid * (e_at / total - 1) * s_at * (1 - s_at)).to(z.dtype))
-    return ((total.log() - s_at * (2 * SOFTCAP)) * valid).sum()
+    return ((total.log() - s_at * (2 * SOFTCAP)) * valid).squeeze(-1)
 
 
 @functools.cache

@@ -20,7 +20,7 @@ QK_GAIN = 1.2  # of q and of k after their norm: sharper attention than unit vec
 
 def rms_norm(x: Tensor) -> Tensor:
     """x over its root mean square along the last dim."""
-    return cast(Tensor, _RMSNorm.apply(x))
+    return cast(Tensor, _RMSNorm.apply(x))  # type: ignore[no-untyped-call]
 
 
 def rotary_norm(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -28,22 +28,23 @@ def rotary_norm(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     cos, sin: (T, D) in x.dtype, the same angles for both halves, the second half's sines negative.
     """
-    return cast(Tensor, _RotaryNorm.apply(x, cos, sin))
+    return cast(Tensor, _RotaryNorm.apply(x, cos, sin))  # type: ignore[no-untyped-call]
 
 
 def relu_squared(x: Tensor) -> Tensor:
-    return cast(Tensor, _ReluSquared.apply(x))
+    return cast(Tensor, _ReluSquared.apply(x))  # type: ignore[no-untyped-call]
 
 
 def mix(x: Tensor, y: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """a * x + b * y; a and b are fp32 scalars, and so are their gradients."""
-    return cast(Tensor, _Mix.apply(x, y, a, b))
+    return cast(Tensor, _Mix.apply(x, y, a, b))  # type: ignore[no-untyped-call]
 
 
 def rms_scale(x: Tensor, *, gain: float = 1.0) -> Tensor:
     """What rms_norm multiplies by, (..., 1) in x.dtype."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True).float()  # its sum is fp32 whatever x is
-    return (norm.square() / x.shape[-1] + RMS_EPS).rsqrt().mul(gain).to(x.dtype)
+    scale: Tensor = (norm.square() / x.shape[-1] + RMS_EPS).rsqrt() * gain
+    return scale.to(x.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, direction: float) -> Tensor:
@@ -97,7 +98,8 @@ class _ReluSquared(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (dy,), (positive,) = grads, ctx.saved_tensors
-        return (dy * positive).mul_(2)
+        dx: Tensor = dy * positive
+        return dx.mul_(2)
 
 
 class _Mix(Function):

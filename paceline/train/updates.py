@@ -15,8 +15,8 @@ from torch import Tensor
 
 from paceline.plan.machine import probe_cpu_bf16
 
-# a, b, c of x -> a x + (b xx' + c (xx')^2) x, for five iterations, safety factor 0.02, cushion 2: as nanochat and modded-nanogpt
-# publish them, from arXiv 2505.16932
+# a, b, c of x -> a x + (b xx' + c (xx')^2) x, one line an iteration: arXiv 2505.16932 for five iterations, safety factor 0.02
+# and cushion 2, with the digits that nanochat and modded-nanogpt publish
 POLAR_EXPRESS = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -104,7 +104,7 @@ def equilibrate_rows(update: Tensor) -> Tensor:
     """Every row to the rows' root mean square norm: the spectrum that enters orthogonalization is flatter."""
     row_norms = torch.linalg.vector_norm(update, dim=-1, keepdim=True)  # (..., m, 1)
     wanted = row_norms.square().mean(dim=-2, keepdim=True).sqrt_()  # (..., 1, 1)
-    return update * (wanted / row_norms.clamp_min_(SMALLEST_NORM))
+    return update.mul(wanted / row_norms.clamp_min_(SMALLEST_NORM))
 
 
 def orthogonalize(
@@ -117,7 +117,7 @@ def orthogonalize(
     """Towards the nearest semi-orthogonal matrix, all singular values near 1; (..., m, n) in `dtype`."""
     norm = torch.linalg.vector_norm(update, dim=(-2, -1), keepdim=True) * margin + SMALLEST_NORM
     tall = update.size(-2) > update.size(-1)
-    x = (update / norm).to(dtype)
+    x: Tensor = (update / norm).to(dtype)
     x = x.mT.contiguous() if tall else x  # (..., m, n) with m <= n: the Gram matrix is of the short side
     multiply_add = torch.baddbmm if x.ndim == 3 else torch.addmm
     for a, b, c in coefficients:
@@ -129,7 +129,7 @@ def orthogonalize(
 def renormalize(update: Tensor) -> Tensor:
     """To the norm of an exactly semi-orthogonal matrix, which five iterations miss by a little."""
     norm = torch.linalg.vector_norm(update, dim=(-2, -1), keepdim=True).clamp_min_(SMALLEST_NORM)
-    return update * (min(update.shape[-2:]) ** 0.5 / norm)
+    return update.mul(min(update.shape[-2:]) ** 0.5 / norm)
 
 
 def second_momentum_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -141,14 +141,13 @@ def second_momentum_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 def reduce_variance(update: Tensor, second_momentum_buffer: Tensor, *, beta2: float) -> Tensor:
     """Rows (or columns, the longer side) that moved much of late move less; the whole keeps its norm."""
     dim = -1 if update.size(-2) >= update.size(-1) else -2
-    variance = torch.linalg.vector_norm(update, dim=dim, keepdim=True).square_() / update.size(
-        dim
-    )  # (..., m, 1) or (..., 1, n)
+    sums = torch.linalg.vector_norm(update, dim=dim, keepdim=True).square_()  # (..., m, 1) or (..., 1, n)
+    variance = sums / update.size(dim)
     second_momentum_buffer.lerp_(variance, 1 - beta2)
     scale = second_momentum_buffer.clamp_min(SMALLEST_VARIANCE).rsqrt_()
     norm = variance.sum(dim=(-2, -1), keepdim=True).sqrt_()
     scaled_norm = (variance * scale.square()).sum(dim=(-2, -1), keepdim=True).sqrt_()
-    return update * (scale * (norm / scaled_norm.clamp_min_(SMALLEST_VARIANCE)))
+    return update.mul(scale * (norm / scaled_norm.clamp_min_(SMALLEST_VARIANCE)))
 
 
 def descend(weight: Tensor, update: Tensor, *, lr: float, weight_decay: float) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch.digest import Digest, format_failure, format_step, seconds_left
+from paceline.launch.digest import Digest, format_event, format_failure, format_step, seconds_left
 from paceline.launch.failure import Failure
 from paceline.launch.supervisor import Outcome
 from paceline.rundir import RunDir, append_event, append_json_line, utc_now, write_atomic
@@ -123,6 +123,13 @@ def test_the_time_left_counts_what_happens_between_steps():
     assert seconds_left([{"step": 1, "time": "2026-01-01T00:00:00.000Z"}], num_steps=2) is None
 
 
+def test_a_long_sample_is_cut_and_cannot_steer_the_terminal():
+    event = {"event": "sample", "step": 5, "text": "\x1b[31mred\x07 " + "word " * 100}
+    text = format_event(event, num_steps=10).removeprefix("step 00005/00010 | sample: ")
+    assert text.startswith("[31mred word word ")
+    assert len(text) == 160
+
+
 def test_the_order_to_stop_is_shown_once_though_every_process_notes_it(run, stream, digest):
     append_event(run, "stopping", signal="SIGINT")
     append_event(run, "stopping", step=3)
@@ -169,7 +176,9 @@ def test_a_dumb_terminal_gets_plain_lines(run):
 
 
 def failure(rank, message, **fields):
-    return Failure(rank, 1, None, message, 0.0, **{"consequence": False, **fields})
+    return Failure(
+        rank, **{"exit_code": 1, "signal": None, "message": message, "time": 0.0, "consequence": False, **fields}
+    )
 
 
 def test_a_failure_names_the_rank_and_shows_its_own_traceback_and_log(run):
@@ -189,10 +198,24 @@ def test_a_failure_names_the_rank_and_shows_its_own_traceback_and_log(run):
 def test_a_mistake_of_the_users_ends_in_error_and_fix_without_a_traceback(run):
     outcome = Outcome("failed", 1, 1, [failure(0, "no room", fix="make room", traceback="Traceback ...")])
     assert format_failure(outcome, run).splitlines() == [
-        "rank 0 failed: no room",
-        f"log: {run.path}/logs/1/0.log",
+        f"rank 0 failed, log: {run.path}/logs/1/0.log",
         "error: no room",
         "  fix: make room",
+    ]
+
+
+def test_a_rank_without_a_traceback_is_shown_with_the_end_of_its_log(run):
+    run.logs(1).mkdir(parents=True)
+    run.rank_log(1, 0).write_text("".join(f"line {number}\n" for number in range(30)))
+    shown = format_failure(
+        Outcome("failed", 3, 1, [failure(0, "ended by SIGKILL", signal="SIGKILL")]), run
+    ).splitlines()
+    assert shown == [
+        "rank 0 failed: ended by SIGKILL",
+        "",
+        *(f"line {n}" for n in range(20, 30)),
+        "",
+        f"log: {run.path}/logs/1/0.log",
     ]
 
 

@@ -1,0 +1,59 @@
+"""Names, shapes and groups of the parameters."""
+
+import pytest
+
+from paceline.config import ModelConfig
+from paceline.plan.shapes import ParamShape, has_value_embed, matmul_params, num_params, param_shapes
+
+
+def model(**changes: int) -> ModelConfig:
+    sizes = dict(n_layer=2, n_embd=64, n_head=4, n_kv_head=2, head_dim=16, sequence_len=32, vocab_size=100)
+    return ModelConfig(**{**sizes, **changes})
+
+
+def test_every_parameter_of_a_small_model_is_listed_once_with_its_shape_and_group():
+    listed = {shape.name: (shape.shape, shape.group) for shape in param_shapes(model(n_layer=1))}
+    assert listed == {
+        "wte.weight": ((128, 64), "wte"),
+        "h.0.attn.c_q.weight": ((64, 64), "matrix"),
+        "h.0.attn.c_k.weight": ((32, 64), "matrix"),
+        "h.0.attn.c_v.weight": ((32, 64), "matrix"),
+        "h.0.attn.c_proj.weight": ((64, 64), "matrix"),
+        "h.0.attn.ve_gate.weight": ((2, 12), "matrix"),
+        "h.0.mlp.c_fc.weight": ((256, 64), "matrix"),
+        "h.0.mlp.c_proj.weight": ((64, 256), "matrix"),
+        "value_embeds.0.weight": ((128, 32), "value_embeds"),
+        "lm_head.weight": ((128, 64), "lm_head"),
+        "resid_lambdas": ((1,), "resid_lambdas"),
+        "x0_lambdas": ((1,), "x0_lambdas"),
+        "smear_gate.weight": ((1, 24), "smear"),
+        "smear_lambda": ((1,), "smear"),
+        "backout_lambda": ((1,), "smear"),
+    }
+
+
+@pytest.mark.parametrize(("n_layer", "layers"), [(1, [0]), (2, [1]), (5, [0, 2, 4]), (12, [1, 3, 5, 7, 9, 11])])
+def test_every_second_layer_has_a_value_embedding_and_the_last_one_always(n_layer, layers):
+    assert [layer for layer in range(n_layer) if has_value_embed(layer, n_layer)] == layers
+
+
+def test_gates_are_no_wider_than_the_model():
+    shapes = {shape.name: shape.shape for shape in param_shapes(model(n_embd=8, n_head=1, n_kv_head=1, head_dim=8))}
+    assert (shapes["h.1.attn.ve_gate.weight"], shapes["smear_gate.weight"]) == ((1, 8), (1, 8))
+
+
+def test_counts_are_those_of_nanochat_at_depth_12():
+    """286M parameters, 110M of them in matrix products: 12 matrices of 768 x 768 a layer, 6 gates of 6 x 12, lm_head."""
+    d12 = ModelConfig(n_layer=12, n_embd=768, n_head=6, n_kv_head=6, head_dim=128, sequence_len=2048, vocab_size=32_768)
+    assert (num_params(d12), matmul_params(d12)) == (286_261_730, 12 * 12 * 768 * 768 + 6 * 6 * 12 + 32_768 * 768)
+
+
+def test_embeddings_count_as_parameters_but_not_as_products():
+    small = model()
+    matrices = 2 * (4 * 64 * 64 // 2 + 2 * 32 * 64) + 2 * 2 * 256 * 64 + 2 * 12
+    assert matmul_params(small) == sum(s.numel for s in param_shapes(small) if s.group in ("matrix", "lm_head"))
+    assert matmul_params(small) == matrices + 128 * 64
+
+
+def test_numel_of_a_shape_is_its_product():
+    assert ParamShape("p", (3, 5), "matrix").numel == 15

@@ -1,0 +1,131 @@
+"""Who owns what, for many world sizes and depths."""
+
+from itertools import pairwise
+
+import pytest
+
+from paceline.config import ModelConfig
+from paceline.plan.shapes import ParamShape, param_shapes
+from paceline.plan.sharding import ALIGNMENT, ShardPlan, backward_order, newton_schulz_flops, row_size, shard_plan
+
+WORLD_SIZES = range(1, 17)
+DEPTHS = (2, 3, 4, 5, 6, 7, 8, 12, 13, 16, 20, 24, 32)
+
+
+def shapes_of(depth: int) -> tuple[ParamShape, ...]:
+    model = ModelConfig(n_layer=depth, n_embd=128, n_head=4, n_kv_head=4, head_dim=32, sequence_len=64, vocab_size=1000)
+    return param_shapes(model)
+
+
+def owners(plan: ShardPlan) -> dict[str, list[tuple[int, int, int]]]:
+    """Tensor -> (rank, lo, hi) of each share, in rank order."""
+    found: dict[str, list[tuple[int, int, int]]] = {}
+    for bucket in plan.buckets:
+        for rank in range(plan.world_size):
+            for share in bucket.shares(rank):
+                found.setdefault(share.param.name, []).append((rank, share.lo, share.hi))
+    return found
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_every_row_of_every_tensor_is_owned_once_or_replicated(world_size, optimizer):
+    for depth in DEPTHS:
+        shapes = shapes_of(depth)
+        plan = shard_plan(shapes, world_size=world_size, optimizer=optimizer)
+        owned = owners(plan)
+        assert sorted([*owned, *(shape.name for shape in plan.replicated)]) == sorted(shape.name for shape in shapes)
+        for shape in shapes:
+            if shape.name in owned:
+                parts = owned[shape.name]
+                assert parts[0][1] == 0
+                assert parts[-1][2] == shape.shape[0]
+                assert all(before[2] == after[1] for before, after in pairwise(parts))
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_muon_never_splits_a_matrix_and_loads_differ_by_one_matrix_at_most(world_size):
+    for depth in DEPTHS:
+        shapes = {shape.name: shape for shape in shapes_of(depth)}
+        owned = owners(shard_plan(tuple(shapes.values()), world_size=world_size, optimizer="muon"))
+        loads = [0] * world_size
+        for name, parts in owned.items():
+            if shapes[name].group == "matrix":
+                assert len(parts) == 1
+                loads[parts[0][0]] += newton_schulz_flops(shapes[name].shape)
+        largest = max(newton_schulz_flops(shape.shape) for shape in shapes.values() if shape.group == "matrix")
+        assert max(loads) - min(loads) <= largest
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_tensors_lie_in_their_bucket_without_overlap_and_aligned(world_size):
+    for optimizer in ("muon", "adamw"):
+        plan = shard_plan(shapes_of(5), world_size=world_size, optimizer=optimizer)
+        for bucket in plan.buckets:
+            assert bucket.segment % ALIGNMENT == 0
+            ends = [0]
+            for placement in sorted(bucket.placements, key=lambda each: each.offset):
+                assert placement.offset % ALIGNMENT == 0
+                assert placement.offset >= ends[-1]
+                ends.append(placement.offset + placement.param.numel)
+            assert ends[-1] <= bucket.segment * world_size
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_a_split_tensor_is_cut_at_aligned_row_borders(world_size):
+    shapes = (ParamShape("embedding", (1003, 24), "wte"), ParamShape("odd", (301, 57), "wte"))
+    plan = shard_plan(shapes, world_size=world_size, optimizer="muon")
+    for bucket in plan.buckets:
+        for rank in range(world_size):
+            for share in bucket.shares(rank):
+                assert share.lo * row_size(share.param) % ALIGNMENT == 0
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 6, 8])
+def test_segments_have_no_padding_when_the_ranks_divide_twice_the_layers(world_size):
+    for depth in (depth for depth in DEPTHS if 2 * depth % world_size == 0):
+        matrices = tuple(s for s in shapes_of(depth) if s.group == "matrix" and "ve_gate" not in s.name)
+        assert shard_plan(matrices, world_size=world_size, optimizer="muon").padding == 0
+
+
+@pytest.mark.parametrize("world_size", [3, 5, 7])
+def test_an_odd_number_of_ranks_pads_little(world_size):
+    shapes = shapes_of(16)
+    plan = shard_plan(shapes, world_size=world_size, optimizer="muon")
+    assert plan.padding < 0.1 * sum(shape.numel for shape in shapes)
+
+
+def test_one_rank_owns_everything_and_pads_nothing_but_alignment():
+    plan = shard_plan(shapes_of(4), world_size=1, optimizer="muon")
+    assert plan.padding < ALIGNMENT * len(shapes_of(4))
+
+
+def test_small_tensors_are_replicated_but_small_matrices_of_muon_are_not():
+    muon, adamw = (shard_plan(shapes_of(2), world_size=2, optimizer=name) for name in ("muon", "adamw"))
+    scalars = ["resid_lambdas", "x0_lambdas", "smear_lambda", "backout_lambda", "smear_gate.weight"]
+    assert [shape.name for shape in muon.replicated] == scalars
+    assert sorted(shape.name for shape in adamw.replicated) == sorted([*scalars, "h.1.attn.ve_gate.weight"])
+
+
+def test_buckets_are_sent_in_the_order_in_which_backward_completes_them():
+    shapes = shapes_of(12)
+    ready = {shape.name: position for position, shape in enumerate(backward_order(shapes))}
+    for world_size in (1, 2, 3, 8):
+        plan = shard_plan(shapes, world_size=world_size, optimizer="muon")
+        complete = [max(ready[placement.param.name] for placement in bucket.placements) for bucket in plan.buckets]
+        assert complete == sorted(complete)
+        assert plan.buckets[0].placements[0].param.name == "lm_head.weight"
+        assert plan.buckets[-1].placements[-1].param.name == "wte.weight"
+
+
+def test_a_value_embedding_is_ready_with_its_layer():
+    order = [shape.name for shape in backward_order(shapes_of(4))]
+    places = [order.index(name) for name in ("h.3.mlp.c_fc.weight", "value_embeds.3.weight", "h.2.mlp.c_fc.weight")]
+    assert sorted(places[:2]) < [places[2]]
+    assert order.index("value_embeds.1.weight") > places[2]
+
+
+def test_there_are_several_buckets_so_that_sending_overlaps_with_backward():
+    for world_size in (1, 2, 4, 8):
+        assert 8 <= len(shard_plan(shapes_of(16), world_size=world_size, optimizer="muon").buckets) <= 20
+        assert 4 <= len(shard_plan(shapes_of(16), world_size=world_size, optimizer="adamw").buckets) <= 10

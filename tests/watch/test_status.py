@@ -1,0 +1,49 @@
+"""What a run folder says of its run."""
+
+import os
+
+from paceline.rundir import RunDir, append_event, append_json_line, lock_run
+from paceline.watch.status import format_runs, list_runs, run_status
+
+
+def make_run(folder, name="a"):
+    run = RunDir(folder / name)
+    run.path.mkdir()
+    run.config_toml.write_text("depth = 4\n")
+    run.plan_json.write_text('{"num_steps": 100}')
+    append_event(run, "attempt", attempt=1)
+    append_json_line(run.metrics, {"step": 50, "loss": 2.5, "tok_per_sec": 1000.0})
+    append_json_line(run.metrics, {"step": 60, "loss": 2.25, "val_bpb": 1.25, "tok_per_sec": 2000.0})
+    return run
+
+
+def test_a_run_that_ended_without_a_word_is_broken(tmp_path):
+    status = run_status(make_run(tmp_path))
+    assert (status.state, status.step, status.num_steps, status.val_bpb) == ("broken", 60, 100, 1.25)
+
+
+def test_a_run_whose_lock_is_held_is_running(tmp_path):
+    run = make_run(tmp_path)
+    fd = lock_run(run)
+    assert run_status(run).state == "running"
+    os.close(fd)
+
+
+def test_the_last_word_decides_the_state(tmp_path):
+    run = make_run(tmp_path)
+    append_event(run, "finished", step=100)
+    append_event(run, "attempt_ended", state="finished")
+    assert run_status(run).state == "finished"
+    append_event(run, "attempt", attempt=2)
+    append_event(run, "stopped", step=110)
+    assert (run_status(run).state, run_status(run).attempts) == ("stopped", 2)
+
+
+def test_the_table_lines_up_and_shows_what_is_unknown(tmp_path):
+    make_run(tmp_path)
+    empty = RunDir(tmp_path / "long-name")
+    empty.path.mkdir()
+    empty.config_toml.write_text("")
+    lines = format_runs(list_runs(tmp_path)).splitlines()
+    assert [len(line) for line in lines[:2]] == [len(lines[0])] * 2
+    assert lines[2].split() == ["long-name", "broken", "0", "n/a", "n/a", "n/a", "n/a"]

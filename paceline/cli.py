@@ -212,6 +212,8 @@ def data(args: list[str]) -> int:
     if verified:
         verify(dataset)
     facts = data_info(dataset)
+    if not as_json:
+        facts = {**facts.pop("splits"), **facts, "files": len(facts["files"])}
     print(json.dumps(facts) if as_json else format_facts(facts))
     return 0
 
@@ -357,7 +359,13 @@ def take_flag(args: list[str], flag: str) -> tuple[list[str], bool]:
 
 
 def format_facts(facts: dict[str, Any]) -> str:
-    """Aligned `name  value` lines; thousands separated."""
+    """Aligned `name  value` lines; thousands separated; a table within becomes lines of its own, `train num_tokens`."""
+    for name, value in list(facts.items()):
+        if isinstance(value, dict) and value:
+            facts = {**facts, **{f"{name} {key}": inner for key, inner in value.items()}}
+            del facts[name]
+    if any(isinstance(value, dict) and value for value in facts.values()):
+        return format_facts(facts)
     width = max(len(name) for name in facts)
     return "\n".join(f"{name:<{width}}  {format_fact(value)}" for name, value in facts.items())
 

@@ -8,6 +8,7 @@ import pytest
 
 from paceline.cli import run_command
 
+BROKEN_GZIP = gzip.compress(b'{"text": "a"}\n' * 999)[:-9]
 TINY = ["--vocab-size", "300", "--sequence-len", "32", "--total-batch-size", "64", "--num-steps", "1"]
 
 
@@ -63,7 +64,7 @@ CASES = [
     ("an empty folder", lambda d: ["train", "--data", str(d)], 1, "", ""),
     ("a folder without text", lambda d: ["train", "--data", str(Path(put(d, "x/a.png", "png")).parent)], 1, ".png", ""),
     ("text in latin-1", lambda d: ["train", "--data", put(d, "a.txt", "caf\xe9 " .encode("latin-1") * 500)], 1, "UTF-8", "iconv"),
-    ("a broken gzip", lambda d: ["train", "--data", put(d, "a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 999)[:-9])], 1, "a.jsonl.gz", ""),
+    ("a broken gzip", lambda d: ["train", "--data", put(d, "a.jsonl.gz", BROKEN_GZIP)], 1, "a.jsonl.gz", ""),
     ("jsonl without text", lambda d: ["train", "--data", put(d, "a.jsonl", json.dumps({"n": 1}) + "\n")], 1, "a.jsonl", "text"),
     ("jsonl cut in a line", lambda d: ["train", "--data", put(d, "a.jsonl", '{"text": "a"}\n{"text": ')], 1, "a.jsonl", ""),
     ("a broken parquet", lambda d: ["train", "--data", put(d, "a.parquet", "PAR1 no")], 1, "a.parquet", ""),

@@ -114,7 +114,8 @@ def test_a_wrong_file_is_refused_and_named(tmp_path, text, message):
 
 
 def test_a_python_file_of_literals_is_read_and_its_names_become_ours(tmp_path):
-    text = "# comment\nbatch_size = 12\nblock_size = 1024\ngradient_accumulation_steps = 5 * 8\nmax_iters = 600_000\nwandb_log = True\n"
+    text = "batch_size = 12  # rows\nblock_size = 1024\ngradient_accumulation_steps = 5 * 8\n"
+    text += "max_iters = 600_000\nwandb_log = True\n"
     config, notes = load_config(write(tmp_path / "train_gpt2.py", text), {})
     assert (config.device_batch_size, config.sequence_len, config.total_batch_size) == (12, 1024, 12 * 1024 * 40)
     assert config.num_steps == 600_000

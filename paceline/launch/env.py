@@ -6,13 +6,12 @@ itself (RANK, MASTER_ADDR, TORCH_NCCL_ASYNC_ERROR_HANDLING, ...) is not repeated
 """
 
 from collections.abc import Mapping
-from typing import Literal
 
 ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is the older name of the first
 
 
 def worker_env(
-    user_env: Mapping[str, str], *, nproc: int, device: Literal["cuda", "cpu"], cpu_cores: int
+    user_env: Mapping[str, str], *, nproc: int, device: str, cpu_cores: int
 ) -> tuple[dict[str, str], list[str]]:
     """The environment of every worker on one host, and a line of reason for each variable that was added."""
     threads = max(1, cpu_cores // nproc)

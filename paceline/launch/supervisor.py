@@ -126,6 +126,16 @@ class AttemptWatch:
         if not self.ranks:
             self.note_attempt()
         failures = find_failures(self.run, self.attempt, self.ranks)
+        if not failures and not self.stopping and (self.engine_exit_code or self.engine_exit_code is None):
+            failures = [self.launch_failure(agent_exit_code)]
+        state = self.state(failures)
+        if state == "failed":
+            self.note_failures(failures)
+        outcome = Outcome(state, exit_code_of(state, failures), self.attempt, failures)
+        append_event(self.run, "attempt_ended", attempt=self.attempt, state=state, exit_code=outcome.exit_code)
+        return outcome
+
+    def note_failures(self, failures: list[Failure]) -> None:
         for failure in failures:
             append_event(
                 self.run,
@@ -137,12 +147,6 @@ class AttemptWatch:
                 message=failure.message,
                 consequence=failure.consequence,
             )
-        if not failures and not self.stopping and (self.engine_exit_code or self.engine_exit_code is None):
-            failures = [self.launch_failure(agent_exit_code)]
-        state = self.state(failures)
-        outcome = Outcome(state, exit_code_of(state, failures), self.attempt, failures)
-        append_event(self.run, "attempt_ended", attempt=self.attempt, state=state, exit_code=outcome.exit_code)
-        return outcome
 
     def state(self, failures: list[Failure]) -> State:
         if not self.stopping or self.failed_first:

@@ -84,8 +84,7 @@ class _RotaryNorm(Function):
         # a rotation keeps dot products, so the norm's gradient is taken of the rotated vectors and turned back once
         along = (dy * y).mean(-1, keepdim=True)
         unturned = rotate(torch.addcmul(dy, y, along, value=-(QK_GAIN**-2)), cos, sin, direction=-1)
-        dx = torch.empty_like(unturned.transpose(1, 2), memory_format=torch.contiguous_format)  # (B, T, H, D)
-        return torch.mul(unturned.transpose(1, 2), scale.transpose(1, 2), out=dx), None, None
+        return unturned.mul_(scale).transpose(1, 2), None, None  # (B, T, H, D)
 
 
 class _ReluSquared(Function):

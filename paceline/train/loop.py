@@ -17,6 +17,7 @@ import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -65,6 +66,12 @@ class StopRequest:
     """Set by a signal handler at any moment; ranks agree on it in the step's own collective."""
 
     asked: bool = False
+    training: bool = False  # before the first step there is nothing to save
+
+    def ask(self, signum: int, frame: FrameType | None) -> None:
+        if not self.training:
+            os._exit(0)
+        self.asked = True
 
 
 class Progress:
@@ -125,6 +132,7 @@ class Loop:
         """From start_step to the end of the plan. Returns steps done, the last val_bpb, and whether it was stopped early."""
         plan, clock = self.plan, StepClock()
         bpb: float | None = None
+        self.stop.training = True
         self.progress.mark(start_step, "train")
         for step in range(start_step, plan.num_steps):
             clock.start()
@@ -159,7 +167,7 @@ class Loop:
             idx, targets = self.loader.micro_batch(step, micro_step)  # (B, T) int64
             with optimizer.micro_step(last=micro_step == plan.grad_accum_steps - 1):
                 nats = self.forward(idx, targets)  # () fp32
-                (nats if self.scale.value == 1 else nats * self.scale.value).backward()
+                (nats if self.scale.value == 1 else nats * self.scale.value).backward()  # type: ignore[no-untyped-call]
             nats_sum += nats.detach()
         bad = torch.zeros(plan.world_size, device=self.device)
         bad[self.rank] = ~nats_sum.isfinite()

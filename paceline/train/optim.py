@@ -125,7 +125,8 @@ class ShardedOptimizer:
         small = [grad_or_zeros(share.param) for share in self._replicated]
         sizes = [extras.numel(), 1, *(grad.numel() for grad in small)]
         message = torch.cat([extras, sum_of_squares(own, self._device)[None], *(grad.flatten() for grad in small)])
-        all_reduce_sum(message)
+        if self._world_size > 1:
+            all_reduce_sum(message)
         summed_extras, squares, *parts = torch.split(message, sizes)
         for share, part in zip(self._replicated, parts, strict=True):
             share.grad = part.view_as(share.master)
@@ -248,7 +249,8 @@ class ReplicatedAdamW:
         for share in self._shares:
             share.grad = grad_or_zeros(share.param)
         message = extras.clone()
-        all_reduce_sum(message)
+        if self._world_size > 1:
+            all_reduce_sum(message)
         # DDP's gradients are the mean over ranks
         squares = sum_of_squares([share.grad for share in self._shares], self._device) * self._world_size**2
         return torch.cat([message, squares[None]])

@@ -61,7 +61,7 @@ def main() -> None:
     args = parser.parse_args()
     run, rank = RunDir(args.run), int(os.environ.get("RANK", "0"))
     stop = StopRequest()
-    signal.signal(signal.SIGTERM, lambda *_: setattr(stop, "asked", True))
+    signal.signal(signal.SIGTERM, stop.ask)
     logging.basicConfig(
         stream=sys.stdout,
         level=logging.INFO,
@@ -79,6 +79,9 @@ def main() -> None:
         # exit at once: interpreter shutdown would wait in the destructors of collectives whose peers are gone
         os._exit(error.exit_code if isinstance(error, PacelineError) else 1)
     shutdown()
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads under DDP abort in the interpreter's own exit, now and then (torch 2.13)
 
 
 def write_error(run: RunDir, *, attempt: int, rank: int, error: BaseException) -> None:

@@ -190,6 +190,7 @@ def test_sigterm_saves_too_and_a_rank_that_dies_of_it_does_not_cut_the_others_sh
     ended = running.end()
     assert (ended.exit_code, ended.outcome["state"]) == (130, "interrupted")
     assert ended.log(0) == "ready\nsaved\n"
+    assert "rank_failed" not in ended.events()
 
 
 def test_ctrl_c_twice_ends_at_once(launch):

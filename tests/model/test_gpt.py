@@ -17,6 +17,7 @@ from paceline.plan.shapes import param_shapes
 CONFIG = ModelConfig(
     n_layer=4, n_embd=32, n_head=4, n_kv_head=2, head_dim=8, sequence_len=300, vocab_size=100, window_pattern="SL"
 )
+STREAM_SCALARS = {"resid_lambdas", "x0_lambdas", "backout_lambda"}
 
 
 def make_gpt(config=CONFIG, *, compute_dtype=torch.float32, lively=True, **options):
@@ -159,13 +160,14 @@ def test_no_logit_depends_on_a_later_token(changed):
 
 
 def test_bf16_gives_nearly_the_loss_and_gradient_of_fp32():
+    """Scalars of the stream are left out: norms make it orthogonal to its gradient, so theirs is a small rest of a large sum."""
     idx, targets = rows()
     exact_loss, exact = gradients(make_gpt(), idx, targets)
     loss, mine = gradients(make_gpt(compute_dtype=torch.bfloat16), idx, targets)
     assert loss.item() == pytest.approx(exact_loss.item(), rel=5e-3)
-    for name, grad in exact.items():
-        assert mine[name].dtype == torch.float32
-        assert (mine[name] - grad).norm() < 0.1 * grad.norm(), name
+    assert {grad.dtype for grad in mine.values()} == {torch.float32}
+    for name in exact.keys() - STREAM_SCALARS:
+        assert (mine[name] - exact[name]).norm() < 0.04 * exact[name].norm(), name
 
 
 def test_bf16_weights_take_gradients_into_flat_buffers_in_fp32():
@@ -244,11 +246,11 @@ def test_a_row_longer_than_the_model_takes_is_refused():
 @pytest.mark.slow
 @pytest.mark.parametrize("compute_dtype", [torch.float32, torch.bfloat16])
 def test_compiled_and_eager_agree(compute_dtype):
-    model = make_gpt(replace(CONFIG, n_layer=2), compute_dtype=compute_dtype)
+    model = make_gpt(replace(CONFIG, n_layer=3), compute_dtype=compute_dtype)
     idx, targets = rows()
     eager_loss, eager = gradients(model, idx, targets)
     loss, compiled = gradients(model, idx, targets, forward=torch.compile(model, dynamic=False))
     narrow = compute_dtype == torch.bfloat16
     assert loss.item() == pytest.approx(eager_loss.item(), rel=2e-3 if narrow else 1e-5)
-    for name, grad in eager.items():
-        assert (compiled[name] - grad).norm() < (0.1 if narrow else 1e-3) * grad.norm(), name
+    for name in eager.keys() - (STREAM_SCALARS if narrow else set()):
+        assert (compiled[name] - eager[name]).norm() < (0.04 if narrow else 1e-3) * eager[name].norm(), name

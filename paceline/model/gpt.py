@@ -93,8 +93,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int) -> Tenso
     if several and q.device.type == "cpu":
         return causal_attention(q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), window=window)
     if isinstance(mask, BlockMask):
-        flex = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
-        y = flex(q, k, v, block_mask=mask, enable_gqa=groups > 1)
+        flex: Callable[..., Any] = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
+        y: Tensor = flex(q, k, v, block_mask=mask, enable_gqa=groups > 1)
     else:
         causal = several and mask is None
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=groups > 1)

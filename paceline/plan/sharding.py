@@ -155,7 +155,8 @@ def _row_groups(tensors: list[ParamShape]) -> list[list[ParamShape]]:
     wanted = sum(tensor.numel for tensor in tensors) / NUM_BUCKETS
     groups: list[list[ParamShape]] = []
     for tensor in tensors:
-        fits = groups and max(_unit([*groups[-1], tensor])) == lcm(*_unit([*groups[-1], tensor]))
+        units = _units([*groups[-1], tensor]) if groups else []
+        fits = units and max(units) == lcm(*units)  # all divide the largest
         if not fits or sum(each.numel for each in groups[-1]) >= wanted:
             groups.append([])
         groups[-1].append(tensor)
@@ -164,7 +165,7 @@ def _row_groups(tensors: list[ParamShape]) -> list[list[ParamShape]]:
 
 def _row_bucket(tensors: list[ParamShape], world_size: int) -> Bucket:
     """Tensors one after the other, cut into equal segments at multiples of the unit."""
-    unit = max(_unit(tensors))
+    unit = max(_units(tensors))
     placements, offset = [], 0
     for tensor in tensors:
         placements.append(Placement(tensor, offset))
@@ -172,7 +173,7 @@ def _row_bucket(tensors: list[ParamShape], world_size: int) -> Bucket:
     return Bucket(tuple(placements), _aligned(-(-offset // world_size), unit), whole=False)
 
 
-def _unit(tensors: list[ParamShape]) -> list[int]:
+def _units(tensors: list[ParamShape]) -> list[int]:
     """For each tensor, the smallest number of elements that is whole rows and aligned."""
     return [lcm(row_size(tensor), ALIGNMENT) for tensor in tensors]
 

@@ -99,14 +99,14 @@ class MatrixBatch:
     second_momentum_buffer: Tensor
 
 
-def matrix_batches(shares: Sequence[Owned]) -> list[MatrixBatch]:
-    """On a GPU all of one shape at once: single small products leave it idle.
+def matrix_batches(shares: Sequence[Owned], *, together: bool) -> list[MatrixBatch]:
+    """together: neighbours of one shape in one batch, for a GPU, which single small products leave idle.
 
-    On a CPU each by itself: it stays in the cache, and its bits cannot depend on how many this rank owns.
+    A CPU takes each by itself: it stays in the cache, and its bits cannot depend on how many this rank owns.
     """
     batches: list[list[Owned]] = []
     for share in shares:
-        if share.master.is_cuda and batches and batches[-1][0].shape.shape == share.shape.shape:
+        if together and batches and batches[-1][0].shape.shape == share.shape.shape:
             batches[-1].append(share)
         else:
             batches.append([share])

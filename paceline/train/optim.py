@@ -67,7 +67,8 @@ class ShardedOptimizer:
         self._params = list(params.values())
         self._replicated = [whole_tensor(params[shape.name], shape) for shape in plan.replicated]
         self._rank = rank
-        self._batches = {bucket.tag: matrix_batches(bucket.shares) for bucket in self._buckets if bucket.whole}
+        together = self._device.type == "cuda"
+        self._batches = {b.tag: matrix_batches(b.shares, together=together) for b in self._buckets if b.whole}
         self._last = False  # in the micro-step after whose backward the ranks meet
         self._next = 0  # bucket that is to be sent next
         if world_size > 1:

@@ -7,7 +7,15 @@ from paceline.plan.shapes import ParamShape, has_value_embed, matmul_params, num
 
 
 def model(**changes: int) -> ModelConfig:
-    sizes = {"n_layer": 2, "n_embd": 64, "n_head": 4, "n_kv_head": 2, "head_dim": 16, "sequence_len": 32, "vocab_size": 100}
+    sizes = {
+        "n_layer": 2,
+        "n_embd": 64,
+        "n_head": 4,
+        "n_kv_head": 2,
+        "head_dim": 16,
+        "sequence_len": 32,
+        "vocab_size": 100,
+    }
     return ModelConfig(**{**sizes, **changes})
 
 

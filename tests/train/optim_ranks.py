@@ -206,6 +206,11 @@ def first_phase(rank: int, world_size: int) -> dict[str, object]:
         found["traffic"] = traffic_of_a_step(rank, world_size)
         found["missing"] = missing_gradients(rank, world_size)
         found["narrow"] = narrow_gradients(rank, world_size)
+    if world_size == 2:
+        compiled = make_optimizer(rank, world_size)
+        compiled.module.compile(backend="aot_eager")
+        train(compiled, rank, world_size, steps=range(3))
+        found["compiled"] = rows(compiled)
     total = torch.tensor([rank + 1.0])
     all_reduce_sum(total)
     found["sum"], found["broadcast"] = total.item(), broadcast_object(f"from {rank}")

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from paceline.plan.scaling import GroupSettings
 from paceline.plan.shapes import ParamShape
+from paceline.train.buckets import matrix_batches
 from paceline.train.optim import ReplicatedAdamW, ShardedOptimizer
 
 SHAPES = (
@@ -197,6 +198,56 @@ def test_decay_of_muon_follows_its_schedule_and_that_of_adamw_is_constant():
     one_step(none, make_grads(0), weight_decay_mult=0.0)
     differ = {key for key, tensor in saved(strong).items() if not torch.equal(tensor, saved(none)[key])}
     assert differ == {"model.square", "model.wide", "model.tall", "model.odd"}
+
+
+def test_matrices_updated_together_move_as_each_by_itself():
+    shapes = tuple(ParamShape(f"p{i}", (64, 96), "matrix") for i in range(12))
+    optimizers = [
+        ShardedOptimizer(
+            Tensors(shapes),
+            shapes,
+            {"matrix": MUON},
+            rank=0,
+            world_size=1,
+            compute_dtype=torch.bfloat16,
+            grad_accum_steps=1,
+        )
+        for _ in range(2)
+    ]
+    buckets = optimizers[1]._buckets
+    optimizers[1]._batches = {b.tag: matrix_batches(b.shares, together=True) for b in buckets}  # as on a GPU
+    assert [len(batch.shares) for bucket in buckets for batch in optimizers[1]._batches[bucket.tag]] == [2] * 6
+    for step in range(2):
+        generator = torch.Generator().manual_seed(step)
+        grads = {shape.name: torch.randn(shape.shape, generator=generator) for shape in shapes}
+        for optimizer in optimizers:
+            one_step(optimizer, grads)
+    alone, together = (saved(optimizer) for optimizer in optimizers)
+    for key in alone:
+        assert (alone[key] - together[key]).norm() < 0.01 * alone[key].norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("compute_dtype", [torch.float32, torch.bfloat16])
+def test_a_gpu_takes_the_steps_of_a_cpu(compute_dtype):
+    on_cpu, model = make_optimizer(compute_dtype=compute_dtype), Tensors().cuda()
+    groups = {"matrix": MUON, "wte": ADAMW, "scalars": ADAMW}
+    on_gpu = ShardedOptimizer(
+        model, SHAPES, groups, rank=0, world_size=1, compute_dtype=compute_dtype, grad_accum_steps=1
+    )
+    for step in range(3):
+        grads = make_grads(step)
+        one_step(on_cpu, grads)
+        on_gpu.zero_grad()
+        with on_gpu.micro_step(last=True):
+            on_gpu.module({name: grad.cuda() for name, grad in grads.items()}).backward()
+        on_gpu.reduce(torch.zeros(1, device="cuda"))
+        on_gpu.step(**STEP)
+    found, expected, start = saved(on_gpu), saved(on_cpu), Tensors()
+    for name, param in start.named_parameters():
+        moved = (expected[f"model.{name}"] - param.detach()).norm()
+        assert (found[f"model.{name}"].cpu() - expected[f"model.{name}"]).norm() < 0.05 * moved
 
 
 def test_a_model_that_differs_from_the_planned_shapes_is_refused():

@@ -72,6 +72,10 @@ def test_weights_and_states_are_those_of_one_rank_to_the_last_bit(folder, run, w
     assert same_bits(gathered(results(folder, world_size, run)), gathered(results(folder, 1, run)))
 
 
+def test_a_compiled_model_sums_the_same_gradients(folder):
+    assert same_bits(*(gathered(results(folder, 2, run)) for run in ("compiled", "exact")))
+
+
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_every_rank_computes_with_the_same_weights(folder, world_size):
     masters = gathered(results(folder, 1, "exact"))

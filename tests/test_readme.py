@@ -1,0 +1,58 @@
+"""README's commands, typed as they stand there, on a small model and a small text."""
+
+import os
+import re
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+TYPED = [line.split("#")[0].strip() for line in re.findall(r"^\$ (paceline .*)$", README, re.M)]
+NEEDS_THE_HUB = "hf:"
+SMALLER = (  # what a test has time for; each replaces what a person would type
+    (
+        re.compile(r"^paceline train --data ~/books --name books$"),
+        " --depth 2 --n-embd 64 --head-dim 32 --num-steps 4 --vocab-size 300 --sequence-len 64 --total-batch-size 768",
+    ),
+)
+
+
+@pytest.mark.dist
+def test_the_commands_of_the_readme_work_in_the_order_they_stand_there(tmp_path):
+    books = tmp_path / "books"
+    books.mkdir()
+    for name in ("ast.py", "argparse.py"):
+        (books / name).write_bytes((Path(sysconfig.get_path("stdlib")) / name).read_bytes())
+    env = {**os.environ, "HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    bin_dir = Path(sysconfig.get_path("scripts"))
+    env["PATH"] = f"{bin_dir}{os.pathsep}{env['PATH']}"
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    assert len(TYPED) >= 8
+    for line in TYPED:
+        if NEEDS_THE_HUB in line:
+            continue
+        wanted = 1 if line == "paceline train --total-batch-size 1000" else 0
+        for pattern, more in SMALLER:
+            line += more if pattern.search(line) else ""
+        line = line.replace("--num-steps 5000", "--num-steps 8")
+        if line == "paceline resume books":
+            cut_short(tmp_path / "runs" / "books")
+        done = subprocess.run(line, shell=True, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+        assert done.returncode == wanted, f"{line}\n{done.stdout}\n{done.stderr}"
+
+
+def cut_short(run: Path) -> None:
+    """As if the run had been stopped: its last checkpoint is not there yet."""
+    (run / "checkpoints" / "step_000004").rename(run / "checkpoints" / "elsewhere")
+
+
+def test_the_error_shown_in_the_readme_is_the_one_that_comes(tmp_path, capsys, monkeypatch):
+    from paceline.cli import run_command
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.chdir(tmp_path)
+    run_command(["train", "--total-batch-size", "1000", "--nproc", "2"])
+    assert capsys.readouterr().err in README

@@ -1,0 +1,87 @@
+"""How runs end: interrupted, refused, broken by a number; and what the user is told last."""
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from runs import Workshop, events, final_bits, metrics
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory) -> Workshop:
+    return Workshop(tmp_path_factory.mktemp("endings ü"))
+
+
+def wait_for_step(run: Path, step: int) -> None:
+    deadline = time.monotonic() + 90
+    while not (run / "metrics.jsonl").exists() or len(metrics(run)) < step:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_saves_ends_with_130_and_resumes_to_the_same_bits(shop, signum):
+    name = f"interrupted-{signum}"
+    unbroken = shop.train(f"whole-{signum}", nproc=2, num_steps=40)
+    command = shop.train_command(name, nproc=2, num_steps=40)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    run = shop.folder / "runs" / name
+    wait_for_step(run, 5)
+    process.send_signal(signum)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    step = events(run, "stopped")[0]["step"]
+    assert f"checkpoint at step {step}" in output
+    assert output.rstrip().endswith(f"paceline resume {run}")
+    shop.resume(run)
+    assert final_bits(run) == final_bits(unbroken)
+
+
+def test_a_loss_that_is_not_a_number_stops_naming_step_and_rank(shop):
+    run = shop.train("poisoned", nproc=2, num_steps=4)
+    poison(run, "model.h.0.mlp.c_fc.weight")
+    output = shop.finish(shop.command("resume", str(run), num_steps=8), code=3)
+    *_, error, fix = output.strip().splitlines()
+    assert "not finite at step 5 on ranks 0, 1" in error
+    assert "paceline resume" in fix
+    assert len(metrics(run)) == 4
+
+
+def poison(run: Path, key: str) -> None:
+    """Puts a NaN into one tensor of the newest checkpoint, which is then saved again with right hashes."""
+    from paceline.model.checkpoint import CheckpointWriter, Piece, load_newest_good
+
+    reader, _ = load_newest_good(run / "checkpoints")
+    tensors = {name: reader.read_all(name) for name in reader.keys()}
+    tensors[key].view(-1)[0] = torch.nan
+    pieces = [Piece(name, tuple(t.shape), (0, t.shape[0]), t) for name, t in tensors.items()]
+    writer = CheckpointWriter(
+        run / "checkpoints", rank=0, world_size=1, attempt="poison", keep_last=1, on_saved=lambda saved: None
+    )
+    writer.save(reader.step, pieces, dict(reader.state))
+    writer.wait()
+
+
+def test_plain_ddp_trains_like_the_sharded_optimizer(shop):
+    sharded = shop.train("sharded", nproc=2, optimizer="adamw")
+    replicated = shop.train("replicated", nproc=2, optimizer="adamw", shard="none")
+    for one, other in zip(metrics(sharded), metrics(replicated), strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], abs=2e-4)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_narrow_precision_trains_close_to_fp32(shop, precision):
+    fp32 = metrics(shop.train(f"fp32-for-{precision}", nproc=2))
+    narrow = metrics(shop.train(precision, nproc=2, precision=precision))
+    assert narrow[-1]["loss"] == pytest.approx(fp32[-1]["loss"], abs=0.05)
+
+
+def test_compile_changes_the_graph_not_the_losses(shop):
+    eager = metrics(shop.train("eager", nproc=1, compile="false"))
+    run = shop.train("compiled", nproc=1, compile="true")
+    assert [line["loss"] for line in metrics(run)] == pytest.approx([line["loss"] for line in eager], abs=2e-3)

@@ -72,8 +72,8 @@ def broadcast_object(value: Any) -> Any:
 class SegmentSum:
     """Sums a flat buffer of world_size equal segments over ranks, for this rank's segment alone.
 
-    flat: (world_size * segment,) fp32, bf16 or fp16. The sum is fp32 and its order is fixed, so a repeat has the same bits. All
-    ranks start the same buckets in the same order; `tag` tells apart those that are under way at once.
+    flat: (world_size * segment,) fp32, bf16 or fp16. The result is fp32, and so is gloo's summing, in a fixed order: a repeat
+    has the same bits. All ranks start the same buckets in the same order; `tag` tells apart those that are under way at once.
     """
 
     def __init__(self, flat: Tensor, *, rank: int, world_size: int, tag: int):

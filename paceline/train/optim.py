@@ -28,8 +28,9 @@ from paceline.train.updates import muon_update, newton_schulz_dtype
 class ShardedOptimizer:
     """Muon for the matrices and AdamW for the rest, or AdamW for all, as `groups` says; each state on one rank alone.
 
-    Gradients are fp32 where several micro-steps or fp16 need it, else in compute_dtype; their sum over ranks and the update are
-    always fp32. Parameters become views of flat buffers in compute_dtype; those under plan/sharding.py's SMALL stay fp32.
+    Gradients are fp32; bf16 where they are sent after a single bf16 micro-step. The update is fp32 in any case, and so is the sum
+    over ranks but for NCCL's of bf16. Parameters become views of flat buffers in compute_dtype; those under plan/sharding.py's
+    SMALL elements stay fp32.
     """
 
     def __init__(

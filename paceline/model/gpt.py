@@ -16,7 +16,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from paceline.config import ModelConfig
 from paceline.errors import PlanError
 from paceline.model.cpu_attention import causal_attention
+from paceline.model.embedding import Embedding
 from paceline.model.kv_cache import KVCache
 from paceline.model.loss import nats_per_token, softcap, sum_of_nats
 from paceline.model.pointwise import mix, relu_squared, rms_norm, rotary_norm
@@ -51,11 +52,6 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype))
-
-
-class Embedding(nn.Embedding):
-    def reset_parameters(self) -> None:
-        """Nothing: GPT.init_weights draws all weights."""
 
 
 class Attention(nn.Module):
@@ -93,8 +89,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int) -> Tenso
     if several and q.device.type == "cpu":
         return causal_attention(q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), window=window)
     if isinstance(mask, BlockMask):
-        flex: Callable[..., Any] = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
-        y: Tensor = flex(q, k, v, block_mask=mask, enable_gqa=groups > 1)
+        flex = cast(Callable[..., Tensor], flex_attention)
+        flex = flex if torch.compiler.is_compiling() else compiled_flex_attention()
+        y = flex(q, k, v, block_mask=mask, enable_gqa=groups > 1)
     else:
         causal = several and mask is None
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=groups > 1)
@@ -102,9 +99,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int) -> Tenso
 
 
 @functools.cache
-def compiled_flex_attention() -> Callable[..., Any]:
+def compiled_flex_attention() -> Callable[..., Tensor]:
     """Even in an eager model: uncompiled, FlexAttention holds all scores at once."""
-    return torch.compile(flex_attention, dynamic=False)
+    return cast(Callable[..., Tensor], torch.compile(flex_attention, dynamic=False))
 
 
 class MLP(nn.Module):
@@ -181,7 +178,7 @@ class GPT(nn.Module):
         """(B, T, C): what lm_head reads. idx: (B, T) int64; with a cache, the tokens that follow those it holds."""
         num_tokens, before = idx.shape[1], cache.length if cache is not None else 0
         rotary = self.rotary(before, before + num_tokens, idx.device)
-        masks = self.masks(num_tokens, idx.device)
+        masks = self.masks(num_tokens, idx.device, flex=self.attention == "flex" and cache is None)
         x = self.smear(rms_norm(self.wte(idx).to(self.compute_dtype)), cache)  # (B, T, C)
         x0 = middle = x
         lambdas = zip(self.resid_lambdas.unbind(), self.x0_lambdas.unbind(), strict=True)
@@ -230,9 +227,12 @@ class GPT(nn.Module):
         cos, sin = angles.cos().to(self.compute_dtype), angles.sin().to(self.compute_dtype)
         return torch.cat((cos, cos), dim=-1), torch.cat((sin, -sin), dim=-1)  # (T, D)
 
-    def masks(self, num_tokens: int, device: torch.device) -> dict[int, Mask]:
-        """One for each window. On the CPU none is needed; with SDPA it is dense, which rules out a GPU's flash kernels."""
-        if self.attention == "flex" and device.type == "cpu":
+    def masks(self, num_tokens: int, device: torch.device, *, flex: bool) -> dict[int, Mask]:
+        """One for each window; none where all earlier tokens are seen, and none on the CPU, whose attention knows windows.
+
+        SDPA's are dense, which rules out a GPU's flash kernels; flex's are compiled for one number of tokens.
+        """
+        if flex and device.type == "cpu":
             raise PlanError("FlexAttention trains on CUDA only and this is the CPU", fix="attention sdpa")
         if num_tokens > self.config.sequence_len:
             raise ValueError(f"{num_tokens} tokens in a row, the model takes {self.config.sequence_len}")
@@ -240,7 +240,7 @@ class GPT(nn.Module):
         for window in set(self.windows):
             if window >= num_tokens or device.type == "cpu":
                 masks[window] = None
-            elif self.attention == "flex":
+            elif flex:
                 masks[window] = sliding_block_mask(num_tokens, window, device)
             else:
                 at = torch.arange(num_tokens, device=device)

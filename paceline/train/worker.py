@@ -35,6 +35,7 @@ from paceline.model.checkpoint import (
     load_newest_good,
     open_checkpoint,
 )
+from paceline.model.cpu_process import fp32_matmul_through_onednn, keep_freed_memory
 from paceline.model.generate import generate
 from paceline.model.gpt import GPT
 from paceline.plan.planner import Plan
@@ -181,6 +182,9 @@ def start_ranks(plan: Plan) -> tuple[torch.device, int]:
     if plan.device == "cuda":
         torch.set_float32_matmul_precision("highest" if plan.precision == "fp32" else "high")
         return torch.device("cuda", local_rank), rank
+    keep_freed_memory()
+    if plan.precision == "fp32" and fp32_matmul_through_onednn():
+        log.info("fp32 matmuls go through oneDNN, checked against fp64: PyTorch's default library is slower on this CPU")
     return torch.device("cpu"), rank
 
 

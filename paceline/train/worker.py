@@ -184,7 +184,9 @@ def start_ranks(plan: Plan) -> tuple[torch.device, int]:
         return torch.device("cuda", local_rank), rank
     keep_freed_memory()
     if plan.precision == "fp32" and fp32_matmul_through_onednn():
-        log.info("fp32 matmuls go through oneDNN, checked against fp64: PyTorch's default library is slower on this CPU")
+        log.info(
+            "fp32 matmuls go through oneDNN, checked against fp64: PyTorch's default library is slower on this CPU"
+        )
     return torch.device("cpu"), rank
 
 

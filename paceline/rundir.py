@@ -56,6 +56,9 @@ class RunDir:
     def samples(self) -> Path:
         return self.path / "samples"
 
+    def sample(self, step: int) -> Path:
+        return self.samples / f"step_{step:06d}.txt"
+
     @property
     def tokenizer_json(self) -> Path:
         return self.path / "tokenizer" / "tokenizer.json"

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -146,6 +147,7 @@ def closing_lines(run: RunDir, outcome: Outcome, plan: Plan, *, seconds: float) 
         return f"\ninterrupted after {format_duration(seconds)}, {kept}\nnext    paceline resume {run.path}"
     return "\n".join(
         [
+            *last_sample(run, status.step),
             "",
             f"done    {status.step:,} steps in {format_duration(seconds)}, val_bpb {bpb}",
             f"run     {run.path}",
@@ -154,6 +156,19 @@ def closing_lines(run: RunDir, outcome: Outcome, plan: Plan, *, seconds: float) 
             f"        paceline resume {run.path} --num-steps {2 * plan.num_steps}",
         ]
     )
+
+
+def last_sample(run: RunDir, step: int) -> list[str]:
+    """What the model wrote at the end, as it stands in samples/."""
+    if not run.sample(step).is_file():
+        return []
+    text = run.sample(step).read_text(encoding="utf-8")
+    shown = "".join(each if each.isprintable() or each == "\n" else " " for each in text).rstrip()
+    return [
+        "",
+        f"sample, the first lines held-out text ({run.sample(step)}):",
+        textwrap.indent(shown, "  | ", lambda _: True),
+    ]
 
 
 def plan_run(config: Config, machine: Machine, dataset: TokenDataset) -> Plan:

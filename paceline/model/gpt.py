@@ -180,7 +180,7 @@ class GPT(nn.Module):
         rotary = self.rotary(before, before + num_tokens, idx.device)
         masks = self.masks(num_tokens, idx.device, flex=self.attention == "flex" and cache is None)
         x = self.smear(rms_norm(self.wte(idx).to(self.compute_dtype)), cache)  # (B, T, C)
-        x0 = middle = x
+        x0, middle = x.view_as(x), x  # a tensor of its own: torch.compile cannot trace mix(x, x)
         lambdas = zip(self.resid_lambdas.unbind(), self.x0_lambdas.unbind(), strict=True)
         for i, (resid, again) in enumerate(lambdas):
             rest = (i, idx, resid, again, rotary, masks[self.windows[i]], cache)

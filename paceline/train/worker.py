@@ -52,7 +52,7 @@ log = logging.getLogger("paceline")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 COMPILE_TRIAL_MICRO_STEPS = 3
-SAMPLE_TOKENS = 160
+SAMPLE_PROMPT_TOKENS, SAMPLE_TOKENS = 48, 160
 
 
 def main() -> None:
@@ -330,12 +330,15 @@ def on_saved(run: RunDir, saved: SavedCheckpoint) -> None:
 
 @torch.no_grad()
 def write_sample(run: RunDir, model: GPT, dataset: TokenDataset, *, step: int, seed: int) -> None:
-    """Text from nothing but the document mark, to samples/ and the screen. Rank 0 only; the others wait at the next collective."""
+    """The model goes on from held-out tokens, to samples/ and the screen. Rank 0 only; others wait at the next collective."""
     tokenizer = Tokenizer.load(dataset.tokenizer_json)
+    held_out = dataset.split("val")
+    middle = held_out.num_tokens // 2
+    prompt = held_out.tokens(middle, min(middle + SAMPLE_PROMPT_TOKENS, held_out.num_tokens)).tolist()
     tokens: list[int] = []
     for new in generate(
         model,
-        [tokenizer.bos_id],
+        prompt,
         num_samples=1,
         max_new_tokens=SAMPLE_TOKENS,
         temperature=0.8,
@@ -344,10 +347,10 @@ def write_sample(run: RunDir, model: GPT, dataset: TokenDataset, *, step: int, s
         stop_token=tokenizer.bos_id,
     ):
         tokens += [token for token in new if token is not None]
-    text = tokenizer.decode(tokens)
+    before, text = tokenizer.decode(prompt), tokenizer.decode(tokens)
     run.samples.mkdir(exist_ok=True)
-    write_atomic(run.samples / f"step_{step:06d}.txt", text)
-    append_event(run, "sample", step=step, text=text)
+    write_atomic(run.sample(step), before + text)
+    append_event(run, "sample", step=step, prompt=before, text=text)
 
 
 def finish(

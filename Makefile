@@ -10,7 +10,7 @@ train: $(VENV)/core
 	$(BIN)/paceline train
 
 test: $(VENV)/dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/dev
 	$(BIN)/ruff check .

@@ -24,7 +24,7 @@ def train(folder: Path, name: str, data: str, words: list[str]) -> float:
     command = [sys.executable, "-m", "paceline.cli", "train", "--runs-dir", str(folder), "--name", name, "--data", data]
     command += ["--eval-every", "0", "--save-every", "0", *words]
     subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ)
-    return float(json.loads((folder / name / "metrics.jsonl").read_text().splitlines()[-1]["val_bpb"]))
+    return float(json.loads((folder / name / "metrics.jsonl").read_text().splitlines()[-1])["val_bpb"])
 
 
 def main() -> None:

@@ -124,17 +124,25 @@ def write_atomic(path: Path, text: str) -> None:
     part.replace(path)
 
 
+class RunInUse(PacelineError):
+    """Some process holds the run: `pid`, which may be gone while the workers it started still save and end."""
+
+    def __init__(self, run: RunDir, pid: int | None):
+        super().__init__(
+            f"run {run.name} is in use by process {pid or 'unknown'}", fix="wait for it to end, or give another --name"
+        )
+        self.pid = pid
+
+
 def lock_run(run: RunDir) -> int:
     """File descriptor that holds the run; it is released when every process that inherited it has ended."""
     fd = os.open(run.lock, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        holder = os.pread(fd, 64, 0).decode(errors="replace").strip() or "unknown"
+        holder = os.pread(fd, 64, 0).decode(errors="replace").strip()
         os.close(fd)
-        raise PacelineError(
-            f"run {run.name} is in use by process {holder}", fix="wait for it to end, or give another --name"
-        ) from None
+        raise RunInUse(run, int(holder) if holder.isdigit() else None) from None
     os.ftruncate(fd, 0)
     os.pwrite(fd, str(os.getpid()).encode(), 0)
     return fd

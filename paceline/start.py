@@ -27,9 +27,11 @@ from paceline.launch.supervisor import Outcome, run_attempt
 from paceline.model.manifest import newest_good, read_manifest
 from paceline.plan.machine import Machine, probe_cpu_cores, probe_machine
 from paceline.plan.planner import Plan, format_plan, make_plan
-from paceline.rundir import RunDir, append_event, lock_run, read_json_lines, write_atomic
+from paceline.rundir import RunDir, RunInUse, append_event, lock_run, read_json_lines, write_atomic
 from paceline.units import format_count, format_duration
 from paceline.watch.status import run_status
+
+ENDING_S = 60.0  # workers without a supervisor save and end, or are killed, within this
 
 # keys that shape weights or choose rows: a run cannot change them and still be the same run
 FIXED = (
@@ -84,7 +86,7 @@ def resume_run(run: RunDir, changes: dict[str, Any]) -> int:
             fix=f"paceline resume {run.path} --num-steps {2 * plan.num_steps} goes on from there",
         )
     config = resolved(config, plan)
-    lock = lock_run(run)
+    lock = lock_when_free(run)
     if plan.num_steps != old.num_steps:
         text = (
             f"length changed from {old.num_steps:,} to {plan.num_steps:,} steps:"
@@ -95,6 +97,21 @@ def resume_run(run: RunDir, changes: dict[str, Any]) -> int:
     write_atomic(run.config_toml, format_toml(config))
     write_atomic(run.plan_json, plan.to_json())
     return supervise(run, config, plan, source=describe(dataset), started=time.monotonic(), lock=lock)
+
+
+def lock_when_free(run: RunDir) -> int:
+    """As lock_run; but where the supervisor is dead and only its workers are still saving, waits for them."""
+    deadline, said = time.monotonic() + ENDING_S, False
+    while True:
+        try:
+            return lock_run(run)
+        except RunInUse as error:
+            if error.pid is None or Path(f"/proc/{error.pid}").exists() or time.monotonic() > deadline:
+                raise
+        if not said:
+            print(f"waiting for the workers of {run.name}'s last attempt to end", flush=True)
+            said = True
+        time.sleep(0.2)
 
 
 def last_good_step(run: RunDir) -> int:

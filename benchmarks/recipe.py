@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-ADAMW_LRS = (0.005, 0.01, 0.02, 0.04)
+ADAMW_LRS = (0.0025, 0.005, 0.01)
 
 
 def train(folder: Path, name: str, data: str, words: list[str]) -> float:

@@ -1,7 +1,7 @@
 """
 The recipe's claim: Muon reaches AdamW's val_bpb in at most 60 % of its steps. Same model, rows and schedule, depth 4.
 
-    python benchmarks/recipe.py [--data FILE] [--steps 400] [--share 0.6]
+    python benchmarks/recipe.py [--data FILE] [--steps 300] [--share 0.6]
 
 AdamW trains for all steps at each of several learning rates and its best counts; then Muon trains for that share of the
 steps, with its own default settings. Both have their whole schedule, warm-down included. Prints a table; exit code 1 if the
@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-ADAMW_LRS = (0.0025, 0.005, 0.01)
+ADAMW_LRS = (0.005, 0.01, 0.02)
 
 
 def train(folder: Path, name: str, data: str, words: list[str]) -> float:
@@ -30,7 +30,7 @@ def train(folder: Path, name: str, data: str, words: list[str]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="builtin")
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--share", type=float, default=0.6)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:

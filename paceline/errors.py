@@ -1,4 +1,7 @@
-"""The two ways to say no: an error that stops, and a usage error of the command line itself."""
+"""The two ways to say no: an error that ends the command, and a finding about a machine or a config, of which there may be many."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 
 class PacelineError(Exception):
@@ -35,3 +38,19 @@ class Interrupted(PacelineError):
     """Ctrl-C or SIGTERM; a checkpoint was saved where there was something to save."""
 
     exit_code = 130
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that a check found: `stop` would fail, `warn` would hurt, `note` is good to know."""
+
+    id: str  # stable, kebab-case: people silence and search for it
+    severity: Literal["stop", "warn", "note"]
+    what: str  # with the numbers
+    why: str  # what comes of it
+    fix: str  # a command or a value
+    evidence: dict[str, Any] = field(default_factory=dict)  # the facts it follows from: "network.addresses" -> value
+    host: str | None = None  # None: of the config, or of all hosts together
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)

@@ -7,12 +7,13 @@ Nothing here imports torch; a command that needs it imports it inside its own fu
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from paceline import __version__
 from paceline.errors import PacelineError, UsageError
+from paceline.options import find_run, one_action, one_word, parse_options, take_flag
 
 HELP = """\
 paceline trains GPT-style language models on the GPUs you have.
@@ -286,76 +287,6 @@ def command_help(name: str) -> str:
         choices = f" ({', '.join(field.metadata['choices'])})" if field.metadata["choices"] else ""
         text += f"  --{key.replace('_', '-'):<26}{field.metadata['about']}{choices} [{default}]\n"
     return text
-
-
-def parse_options(args: list[str], known: Mapping[str, Callable[[str], Any]]) -> tuple[list[str], dict[str, Any]]:
-    """Words and options of the commands that take no config keys."""
-    words: list[str] = []
-    options: dict[str, Any] = {}
-    rest = list(args)
-    while rest:
-        word = rest.pop(0)
-        if not word.startswith("--"):
-            words.append(word)
-            continue
-        name, equals, text = word[2:].partition("=")
-        name = name.replace("_", "-")
-        if name not in known:
-            import difflib
-
-            near = difflib.get_close_matches(name, known, n=1)
-            raise UsageError(
-                f"unknown flag --{name}", fix=f"--{near[0]}" if near else "one of " + ", ".join(f"--{k}" for k in known)
-            )
-        if known[name] is bool:
-            options[name] = True
-            continue
-        if not equals:
-            if not rest:
-                raise UsageError(f"--{name} has no value", fix=f"--{name} VALUE")
-            text = rest.pop(0)
-        try:
-            options[name] = known[name](text)
-        except ValueError:
-            kind = "an integer" if known[name] is int else "a number"
-            raise UsageError(f"--{name} {text}: not {kind}", fix=f"--{name} 8") from None
-    return words, options
-
-
-def find_run(words: list[str], *, runs_dir: str | None) -> Any:
-    """The run folder that a path, or a name under runs/, means."""
-    from paceline.rundir import RunDir
-
-    if len(words) != 1:
-        raise UsageError(
-            f"one RUN is needed, {len(words)} are given", fix="a run's folder or name; paceline runs lists them"
-        )
-    folder = Path(runs_dir or "runs")
-    for path in (Path(words[0]), folder / words[0]):
-        if (path / "config.toml").is_file():
-            return RunDir(path)
-    names = sorted(path.parent.name for path in folder.glob("*/config.toml"))
-    known = (
-        f"one of {', '.join(names[-5:])}" if names else "paceline train makes one; give the folder if it is elsewhere"
-    )
-    raise PacelineError(f"no run {words[0]}: neither it nor {folder / words[0]} holds a config.toml", fix=known)
-
-
-def one_word(words: list[str], what: str, *, default: str) -> str:
-    if len(words) > 1:
-        raise UsageError(f"one {what} is taken, {len(words)} are given", fix=f"leave {' '.join(words[1:])} out")
-    return words[0] if words else default
-
-
-def one_action(args: list[str], actions: tuple[str, ...], *, command: str) -> tuple[str, list[str]]:
-    if not args or args[0] not in actions:
-        given = f"not {args[0]}" if args else "none is given"
-        raise UsageError(f"{command} takes {' or '.join(actions)}, {given}", fix=f"paceline {command} {actions[0]}")
-    return args[0], args[1:]
-
-
-def take_flag(args: list[str], flag: str) -> tuple[list[str], bool]:
-    return [arg for arg in args if arg != flag], flag in args
 
 
 def format_facts(facts: dict[str, Any]) -> str:

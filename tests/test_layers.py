@@ -10,8 +10,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "paceline"
 
-# layer -> what of paceline it may import besides itself; "config" stands for config, foreign, errors, units, rundir
-FOUNDATION = {"config", "foreign", "errors", "units", "rundir", "__init__"}
+# layer -> what of paceline it may import besides itself; "foundation" stands for the modules of FOUNDATION
+FOUNDATION = {"config", "foreign", "errors", "units", "rundir", "options", "__init__"}
 MAY_IMPORT = {
     "plan": {"foundation"},
     "data": {"foundation"},

@@ -144,6 +144,7 @@ class GPT(nn.Module):
         self.activation_checkpointing = activation_checkpointing
         self.attention = attention
         self.windows = window_sizes(config)
+        self.block_masks: dict[tuple[int, int], BlockMask] = {}  # (tokens, window) -> FlexAttention's mask
         vocab, kv_width = config.padded_vocab_size, config.n_kv_head * config.head_dim
         value_layers = [i for i in range(config.n_layer) if has_value_embed(i, config.n_layer)]
         self.wte = Embedding(vocab, config.n_embd)
@@ -230,7 +231,8 @@ class GPT(nn.Module):
     def masks(self, num_tokens: int, device: torch.device, *, flex: bool) -> dict[int, Mask]:
         """One for each window; none where all earlier tokens are seen, and none on the CPU, whose attention knows windows.
 
-        SDPA's are dense, which rules out a GPU's flash kernels; flex's are compiled for one number of tokens.
+        SDPA's are dense, which rules out a GPU's flash kernels; flex's are for one number of tokens, made once and kept. Call
+        it before torch.compile, so that none is made within the graph.
         """
         if flex and device.type == "cpu":
             raise PlanError("FlexAttention trains on CUDA only and this is the CPU", fix="attention sdpa")
@@ -241,7 +243,9 @@ class GPT(nn.Module):
             if window >= num_tokens or device.type == "cpu":
                 masks[window] = None
             elif flex:
-                masks[window] = sliding_block_mask(num_tokens, window, device)
+                if (num_tokens, window) not in self.block_masks:
+                    self.block_masks[num_tokens, window] = sliding_block_mask(num_tokens, window, device)
+                masks[window] = self.block_masks[num_tokens, window]
             else:
                 at = torch.arange(num_tokens, device=device)
                 back = at.unsqueeze(1) - at  # (T, T): how far key j lies before query i

@@ -116,6 +116,7 @@ def work(run: RunDir, *, attempt: int, stop: StopRequest, progress: Progress) ->
     )
     model.init_weights(seed=config.seed)
     model.to(device)
+    model.masks(plan.model.sequence_len, device, flex=plan.attention == "flex")
     torch.manual_seed(config.seed * 1_000_003 + rank)
     optimizer = make_optimizer(model, plan, rank=rank)
     loader = TrainLoader(dataset.split("train"), plan, seed=config.seed, rank=rank, device=device)

@@ -1,5 +1,6 @@
 """How runs end: interrupted, refused, broken by a number; and what the user is told last."""
 
+import json
 import signal
 import subprocess
 import time
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import Workshop, events, final_bits, metrics
+from runs import SMALL, Workshop, events, final_bits, metrics
 
 pytestmark = pytest.mark.dist
 
@@ -86,3 +87,26 @@ def test_compile_changes_the_graph_not_the_losses(shop):
     eager = metrics(shop.train("eager", nproc=1, compile="false"))
     run = shop.train("compiled", nproc=1, compile="true")
     assert [line["loss"] for line in metrics(run)] == pytest.approx([line["loss"] for line in eager], abs=2e-3)
+
+
+@pytest.mark.slow
+def test_a_long_run_measures_whether_compiling_pays_and_keeps_the_answer(shop):
+    command = shop.train_command("measured", nproc=1, num_steps=10_000_000)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    run = shop.folder / "runs" / "measured"
+    wait_for_step(run, 3)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    [note] = [event["text"] for event in events(run, "note") if event["text"].startswith("compile: a micro-step takes")]
+    assert "compile: measured first" in output
+    assert note in output
+    assert json.loads((run / "plan.json").read_text())["compile"] is note.endswith(": compiled")
+
+
+def test_epochs_train_on_every_row_as_often_as_asked(shop):
+    whole = shop.train("epochs", nproc=2, epochs=0.5, num_steps="auto")
+    facts = json.loads(Path(json.loads((whole / "dataset.json").read_text())["path"], "meta.json").read_text())
+    num_rows = (facts["splits"]["train"]["num_tokens"] - 1) // SMALL["sequence-len"]
+    rows_per_step = SMALL["total-batch-size"] // SMALL["sequence-len"]
+    assert metrics(whole)[-1]["step"] == -(-num_rows // 2 // rows_per_step)

@@ -1,0 +1,73 @@
+"""plan/memory.py against every tensor that really lives when a model and its optimizer stand ready for an update."""
+
+import pytest
+import torch
+
+from paceline.config import ModelConfig
+from paceline.model.gpt import GPT
+from paceline.plan.memory import checkpoint_bytes, state_bytes
+from paceline.plan.scaling import group_settings
+from paceline.plan.shapes import param_shapes
+from paceline.train.optim import ReplicatedAdamW, ShardedOptimizer
+
+CONFIG = ModelConfig(n_layer=3, n_embd=64, n_head=2, n_kv_head=1, head_dim=32, sequence_len=16, vocab_size=320)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def live_bytes(made) -> int:
+    """Of all storages that the model, its gradients and its optimizer refer to, each counted once."""
+    tensors = [tensor for param in made.module.parameters() for tensor in (param.data, param.grad)]
+    buckets = getattr(made, "_buckets", [])
+    shares = [share for bucket in buckets for share in bucket.shares]
+    for share in shares + (made._replicated if buckets else made._shares):
+        tensors += [share.weight, share.master, *share.states.values()]
+    for sums in (bucket.sum for bucket in buckets if bucket.sum):
+        tensors += [sums._flat, sums._received, sums._total]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def ready_for_an_update(*, world_size=1, rank=0, optimizer="muon", shard="optimizer", precision="fp32", accum=1):
+    model = GPT(CONFIG, compute_dtype=DTYPES[precision])
+    model.init_weights(seed=1)
+    rates = {"matrix_lr": None, "embedding_lr": 0.3, "unembedding_lr": 0.008, "weight_decay": 0.0}
+    length = {"total_batch_size": 32, "num_steps": 1, "tokens_per_param": 1.0}
+    made = (ReplicatedAdamW if shard == "none" else ShardedOptimizer)(
+        model,
+        param_shapes(CONFIG),
+        group_settings(CONFIG, optimizer=optimizer, **length, **rates),
+        rank=rank,
+        world_size=world_size,
+        compute_dtype=DTYPES[precision],
+        grad_accum_steps=accum,
+    )
+    with made.micro_step(last=False):
+        made.module(torch.zeros(1, 16, dtype=torch.int64), torch.ones(1, 16, dtype=torch.int64)).backward()
+    return made
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("world_size, rank, accum", [(1, 0, 1), (2, 0, 1), (3, 2, 1), (3, 1, 4)])
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_the_planned_bytes_are_those_that_live(precision, world_size, rank, accum, optimizer):
+    layout = {"world_size": world_size, "rank": rank, "optimizer": optimizer, "precision": precision}
+    made = ready_for_an_update(**layout, accum=accum)
+    planned = state_bytes(CONFIG, **layout, shard="optimizer", grad_accum_steps=accum, device="cpu")
+    assert live_bytes(made) == planned.total
+
+
+def test_replicated_adamw_holds_sixteen_bytes_a_parameter():
+    layout = {"world_size": 1, "rank": 0, "optimizer": "adamw", "shard": "none", "precision": "fp32"}
+    made = ready_for_an_update(**layout)
+    planned = state_bytes(CONFIG, **layout, grad_accum_steps=1, device="cpu")
+    assert live_bytes(made) == planned.total == 16 * sum(p.numel() for p in made.module.parameters())
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_a_checkpoint_holds_the_pieces_of_all_ranks(optimizer):
+    pieces = [
+        p for rank in range(2) for p in ready_for_an_update(world_size=2, rank=rank, optimizer=optimizer).pieces()
+    ]
+    assert checkpoint_bytes(CONFIG, optimizer=optimizer) == sum(
+        p.tensor.numel() * p.tensor.element_size() for p in pieces
+    )

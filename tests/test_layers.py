@@ -16,12 +16,14 @@ MAY_IMPORT = {
     "plan": {"foundation"},
     "data": {"foundation"},
     "watch": {"foundation"},
-    "launch": {"foundation", "plan"},
+    "check": {"foundation", "plan"},
+    "launch": {"foundation", "plan", "check"},
     "model": {"foundation", "plan"},
     "train": {"foundation", "plan", "data", "model"},
     "foundation": set(),
 }
 TORCH_LAYERS = {"model", "train"}
+TORCH_PROCESSES = {"paceline.check.torch_probe"}  # a process of its own, that asks what this torch is
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
 
 
@@ -58,8 +60,8 @@ def test_a_module_imports_only_the_layers_below_it(path):
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_torch_is_imported_in_model_and_train_alone(path):
-    if layer_of(name_of(path)) in TORCH_LAYERS:
+def test_torch_is_imported_in_model_train_and_its_own_probe_alone(path):
+    if layer_of(name_of(path)) in TORCH_LAYERS or name_of(path) in TORCH_PROCESSES:
         return
     assert not {name for name in imports_of(path) if name.split(".")[0] in ("torch", "safetensors")}
 

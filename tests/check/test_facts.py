@@ -1,0 +1,236 @@
+"""All probes at once: the whole facts against their schema, and probes that hang, crash or babble."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import venv
+from pathlib import Path
+
+import jsonschema
+import psutil
+import pytest
+from probing import ask
+
+from paceline.check.facts import DEFAULTS, PROBES, Probe, ask_probes, gather_facts
+
+ROOT = Path(__file__).parents[2]
+SCHEMA = json.loads((ROOT / "docs/facts.schema.json").read_text())
+SECRET = "0123456789abcdef0123456789abcdef01234567"
+pytestmark = pytest.mark.dist
+
+
+def ask_one(*command: str, deadline_s: float = 5.0) -> dict:
+    """The facts of one probe that is this command."""
+    return ask_probes([Probe("host", ("host",), command, deadline_s)], {})
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory) -> dict:
+    folder = tmp_path_factory.mktemp("facts")
+    return ask(
+        "facts", run_dir=str(folder / "runs/a"), data="builtin", cache_dir=str(folder), port=29500, vocab_size=512
+    )
+
+
+def check_schema(facts: dict) -> None:
+    jsonschema.Draft202012Validator(SCHEMA).validate(facts)
+
+
+def test_the_schema_is_one():
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+
+
+def test_the_facts_of_this_machine_are_as_the_schema_says(facts):
+    check_schema(facts)
+    assert list(facts["probes"]) == [probe.name for probe in PROBES]
+    assert {name: probe["error"] for name, probe in facts["probes"].items()} == dict.fromkeys(facts["probes"])
+    assert facts["torch"]["error"] is None
+    assert facts["host"]["name"] == facts["network"]["hostname"]
+
+
+def test_every_part_that_the_schema_has_is_filled_by_a_probe():
+    filled = {part for probe in PROBES for part in probe.fills}
+    assert filled | {"version", "time", "probes", "env"} == set(SCHEMA["properties"])
+
+
+def test_all_facts_come_in_under_six_seconds(tmp_path):
+    started = time.monotonic()
+    gather_facts(run_dir=tmp_path, data="builtin", tokenizer=None, cache_dir=tmp_path, port=None, vocab_size=512)
+    assert time.monotonic() - started < 6.0
+
+
+def test_without_torch_psutil_and_pynvml_the_rest_is_told_quickly(tmp_path):
+    """A Python of its own with nothing installed."""
+    venv.create(tmp_path / "bare", symlinks=True)
+    started = time.monotonic()
+    done = subprocess.run(
+        [tmp_path / "bare/bin/python", "-m", "paceline.check.facts"],
+        input=json.dumps({"run_dir": str(tmp_path / "runs"), "data": "builtin", "cache_dir": str(tmp_path)}),
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    seconds = time.monotonic() - started
+    facts = json.loads(done.stdout)
+    check_schema(facts)
+    assert (facts["torch"], facts["packages"]["numpy"], facts["probes"]["torch"]["ok"]) == (None, None, True)
+    assert all(probe["ok"] for probe in facts["probes"].values())
+    assert seconds < 3.0  # 0.7 s on two cores with nothing else to do
+
+
+def test_a_kept_answer_about_torch_costs_no_import(tmp_path):
+    names = ("run_dir", "data", "tokenizer", "cache_dir", "port", "vocab_size")
+    arguments = dict.fromkeys(names)
+    first = gather_facts(**arguments, cached_torch=tmp_path / "torch.json", measure_disk=False)
+    started = time.monotonic()
+    second = gather_facts(**arguments, cached_torch=tmp_path / "torch.json", measure_disk=False)
+    assert time.monotonic() - started < 3.0
+    check_schema(second)
+    assert second["probes"]["torch"] == {"ok": True, "seconds": 0.0, "error": None, "cached": True}
+    assert second["torch"] == first["torch"]
+
+
+def test_nothing_secret_is_in_the_facts(tmp_path):
+    environment = {
+        "WANDB_API_KEY": SECRET,
+        "HF_TOKEN": "hf_" + SECRET,
+        "HF_ENDPOINT": f"https://ada:{SECRET}@example.org",
+        "NCCL_CONF_FILE": f"https://{SECRET}@example.org/conf",
+        "SLURM_JWT": SECRET,
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "TORCH_ENDPOINT_PASSWORD": SECRET,
+    }
+    text = json.dumps(ask("facts", env=environment, measure_disk=False, torch_path=str(tmp_path)))
+    assert SECRET not in text
+    facts = json.loads(text)
+    assert (facts["env"]["WANDB_API_KEY"], facts["env"]["HF_TOKEN"]) == ("set", "set")
+    assert facts["env"]["HF_ENDPOINT"] == "https://set@example.org"
+    assert "AWS_SECRET_ACCESS_KEY" not in facts["env"]
+    assert facts["tools"]["wandb"]["logged_in"] is True
+
+
+def test_each_probe_is_reported_when_it_is_done():
+    seen = []
+    ask_probes(
+        [Probe("slow", (), ("sleep", "0.5")), Probe("fast", (), ("true",))],
+        {},
+        on_probe=lambda name, entry: seen.append((name, entry["error"])),
+    )
+    assert seen == [("fast", "ended with exit code 0 and no answer"), ("slow", "ended with exit code 0 and no answer")]
+
+
+@pytest.mark.parametrize(
+    ("script", "error"),
+    [
+        ("kill -SEGV $$", "ended by SIGSEGV"),
+        ("kill -KILL $$", "ended by SIGKILL"),
+        ("echo hello", "answered no JSON: 'hello'"),
+        ("echo '{\"half\": '", "answered no JSON: '{\"half\":'"),
+        ("echo oh dear >&2; exit 3", "oh dear"),
+        ("exit 3", "ended with exit code 3 and no answer"),
+    ],
+)
+def test_a_probe_that_crashes_or_babbles_is_a_fact(script, error):
+    facts = ask_one("bash", "-c", script)
+    assert facts["host"] is None
+    assert (facts["probes"]["host"]["ok"], facts["probes"]["host"]["error"]) == (False, error)
+
+
+def test_a_program_that_is_not_there_is_a_fact():
+    assert ask_one("/no/such/python")["probes"]["host"]["error"].startswith("FileNotFoundError")
+
+
+def test_an_exception_in_a_probe_is_a_fact():
+    code = "from paceline.check.probe import answer\nanswer(lambda request: 1 / 0)"
+    assert ask_one(sys.executable, "-c", code)["probes"]["host"]["error"] == "ZeroDivisionError: division by zero"
+
+
+def test_what_a_probe_prints_beside_its_answer_is_no_part_of_it():
+    code = (
+        "print('hello'); from paceline.check.probe import answer\nanswer(lambda request: print('more') or {'host': 1})"
+    )
+    assert ask_one(sys.executable, "-c", code)["host"] == 1
+
+
+def test_an_answer_counts_though_its_process_hangs_on_the_way_out():
+    facts = ask_one("bash", "-c", "echo '{\"host\": 1}'; sleep 100")
+    assert (facts["host"], facts["probes"]["host"]["ok"]) == (1, True)
+    assert facts["probes"]["host"]["seconds"] < 2.0
+
+
+def test_a_probe_that_hangs_is_ended_at_its_deadline_with_all_it_started(tmp_path):
+    os.mkfifo(tmp_path / "pipe")  # nobody ever writes: to open it hangs
+    started = time.monotonic()
+    facts = ask_one("bash", "-c", f"sleep 1000 & echo $! > {tmp_path}/pid; read line < {tmp_path}/pipe", deadline_s=1.0)
+    assert facts["probes"]["host"]["error"] == "no answer in 1 s"
+    assert time.monotonic() - started < 2.5
+    pid = int((tmp_path / "pid").read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_torch_that_hangs_leaves_everything_else_known(tmp_path):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text(f"open({str(tmp_path / 'pipe')!r})")
+    (tmp_path / "torch/version.py").write_text("__version__ = '9.9.9'")
+    os.mkfifo(tmp_path / "pipe")
+    probes = [Probe(p.name, p.fills, p.command, 2.0) if p.name == "torch" else p for p in PROBES]
+    facts = ask_probes(probes, {**DEFAULTS, "torch_path": str(tmp_path), "measure_disk": False})
+    check_schema(facts)
+    assert (facts["torch"]["error"], facts["torch"]["version"]) == ("no answer in 1 s", "9.9.9")
+    assert {name for name, probe in facts["probes"].items() if not probe["ok"]} == {"torch"}
+
+
+def test_ctrl_c_ends_every_probe(tmp_path):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text(f"open({str(tmp_path / 'pipe')!r})")
+    os.mkfifo(tmp_path / "pipe")
+    asker = subprocess.Popen(
+        [sys.executable, "-m", "paceline.check.facts"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    asker.stdin.write(json.dumps({"torch_path": str(tmp_path)}).encode())
+    asker.stdin.close()
+    time.sleep(1.5)
+    started = psutil.Process(asker.pid).children(recursive=True)
+    assert started
+    asker.send_signal(signal.SIGINT)
+    assert (asker.wait(5), asker.stderr.read()) == (130, b"")
+    _, alive = psutil.wait_procs(started, timeout=3)
+    assert alive == []
+    asker.stdout.close()
+    asker.stderr.close()
+
+
+@pytest.mark.parametrize("request_text", ["[", '{"hosts": []}', "[]"])
+def test_a_request_that_is_none_is_refused_with_what_would_be(request_text):
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline.check.facts"], input=request_text, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: no request for facts")
+    assert "fix: send a JSON object with run_dir, " in done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root to give it up, and setpriv")
+def test_it_works_without_root(tmp_path):
+    """By the system's Python, since another user may not be able to read this one."""
+    python = "/usr/bin/python3"
+    user = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", python]
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "HOME": "/nonexistent"}
+    look = "import sys; assert sys.version_info >= (3, 11); import paceline.check.facts"
+    if subprocess.run([*user, "-c", look], env=environment, cwd="/", capture_output=True, check=False).returncode:
+        pytest.skip("needs a system Python of 3.11 or later that may read this folder")
+    request = json.dumps({"run_dir": str(tmp_path / "runs"), "port": 80, "measure_disk": False})
+    command = [*user, "-m", "paceline.check.facts"]
+    done = subprocess.run(command, input=request, env=environment, cwd="/", capture_output=True, text=True, check=True)
+    facts = json.loads(done.stdout)
+    check_schema(facts)
+    assert all(probe["ok"] for probe in facts["probes"].values()), facts["probes"]
+    assert (facts["host"]["root"], facts["storage"]["run_dir"]["error"]) == (False, "Permission denied")

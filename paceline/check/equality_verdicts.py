@@ -1,0 +1,136 @@
+"""
+Verdicts on several hosts together: what must be equal, and is not.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
+from typing import Any
+
+from paceline.check.ask import Ask
+from paceline.check.verdict import Facts, Seen, Verdict, at, short_name, visible_gpus
+
+CLOCK_SKEW_S = 5.0  # facts of hosts are gathered within this
+PACKAGES = ("numpy", "tokenizers", "safetensors", "triton", "paceline", "accelerate", "transformers")
+
+
+def by_value(hosts: Sequence[Facts], value: Callable[[Facts], Any]) -> dict[Any, list[str]]:
+    """value -> names of the hosts that have it; unknown values are left out."""
+    found: dict[Any, list[str]] = {}
+    for host in hosts:
+        each = value(host)
+        if each is not None:
+            found.setdefault(each, []).append(str(at(host, "host.name")))
+    return found
+
+
+def told(found: dict[Any, list[str]]) -> str:
+    return ", ".join(
+        f"{value} on {' and '.join(names)}" for value, names in sorted(found.items(), key=lambda item: str(item[0]))
+    )
+
+
+def differs(what: str, path: str, fix: str) -> Callable[[Sequence[Facts], Ask], Iterator[Seen]]:
+    """A verdict that one fact is the same on all hosts. fix: with {newest} for the highest value."""
+
+    def compare(hosts: Sequence[Facts], ask: Ask) -> Iterator[Seen]:
+        found = by_value(hosts, lambda host: at(host, path))
+        if len(found) > 1:
+            yield Seen(f"{what}: {told(found)}", fix.format(newest=max(found, key=str)))
+
+    return compare
+
+
+def packages_differ(hosts: Sequence[Facts], ask: Ask) -> Iterator[Seen]:
+    for package in PACKAGES:
+        found = by_value(hosts, lambda host, package=package: at(host, f"packages.{package}"))  # type: ignore[misc]
+        if len(found) > 1:
+            yield Seen(f"{package}: {told(found)}", f"pip install {package}=={max(found, key=str)}")
+
+
+def code_differs(hosts: Sequence[Facts], ask: Ask) -> Iterator[Seen]:
+    found = by_value(hosts, lambda host: (at(host, "tools.code.commit") or "")[:12] or None)
+    dirty = [str(at(host, "host.name")) for host in hosts if at(host, "tools.code.dirty")]
+    if len(found) > 1:
+        yield Seen(f"commit of the code: {told(found)}", f"git checkout {max(found, key=str)}")
+    elif dirty and len(dirty) < len(hosts):
+        yield Seen(f"the code is changed on {' and '.join(dirty)} alone", "git stash")
+
+
+def gpus_differ(hosts: Sequence[Facts], ask: Ask) -> Iterator[Seen]:
+    def cards(host: Facts) -> str | None:
+        names = [short_name(gpu.get("name")) for gpu in visible_gpus(host)]
+        return ", ".join(f"{names.count(name)} x {name}" for name in sorted(set(names))) or None
+
+    found = by_value(hosts, cards)
+    if len(found) > 1:
+        yield Seen(f"GPUs: {told(found)}", "export CUDA_VISIBLE_DEVICES so that each host has the same cards")
+
+
+def clocks_differ(hosts: Sequence[Facts], ask: Ask) -> Iterator[Seen]:
+    """Each host's clock against the time at which its facts came, by the clock of the host that asked."""
+    skews = {}
+    for host in hosts:
+        unix, received = at(host, "host.clock.unix"), host.get("received") or host.get("time")
+        if unix is not None and received:
+            skews[str(at(host, "host.name"))] = unix - datetime.fromisoformat(received).timestamp()
+    if len(skews) > 1 and max(skews.values()) - min(skews.values()) > CLOCK_SKEW_S:
+        early, late = min(skews, key=lambda name: skews[name]), max(skews, key=lambda name: skews[name])
+        yield Seen(
+            f"the clock of {late} is {skews[late] - skews[early]:.0f} s ahead of that of {early}",
+            "sudo timedatectl set-ntp true",
+        )
+
+
+def mtu_differs(hosts: Sequence[Facts], ask: Ask) -> Iterator[Seen]:
+    def mtu(host: Facts) -> int | None:
+        name = at(host, "network.default_interface")
+        return next((each["mtu"] for each in at(host, "network.interfaces") or () if each["name"] == name), None)
+
+    found = by_value(hosts, mtu)
+    if len(found) > 1:
+        name = at(hosts[0], "network.default_interface")
+        yield Seen(f"MTU: {told(found)}", f"sudo ip link set {name} mtu {min(found)}")
+
+
+VERDICTS = (
+    Verdict("hosts-torch", "stop", compare=differs("torch", "torch.version", "pip install torch=={newest}"),
+            cause="Hosts have different versions of torch.",
+            why="ranks may speak different protocols and hang",
+            fix="The same version on all."),
+    Verdict("hosts-nccl", "stop", compare=differs("NCCL", "torch.nccl", "pip install --force-reinstall torch"),
+            cause="Hosts have different versions of NCCL.",
+            why="NCCL refuses or hangs: its version must match on all hosts (nccl-tests#15)",
+            fix="The same torch wheel on all."),
+    Verdict("hosts-cuda", "warn", compare=differs("CUDA", "torch.cuda", "pip install --force-reinstall torch"),
+            cause="The torch of the hosts is built for different CUDA versions.",
+            why="kernels, and with them results, differ",
+            fix="The same torch wheel on all."),
+    Verdict("hosts-driver", "warn", compare=differs("driver", "driver.version", "install driver {newest} on all hosts"),
+            cause="Hosts have different NVIDIA drivers.",
+            why="one of them may lack what the others use",
+            fix="The same driver on all."),
+    Verdict("hosts-python", "warn", compare=differs("Python", "python.version", "python{newest}"),
+            cause="Hosts have different versions of Python.",
+            why="pickled objects and packages may not fit",
+            fix="The same version on all."),
+    Verdict("hosts-packages", "warn", compare=packages_differ,
+            cause="Hosts have different versions of a package.",
+            why="the same text may give other tokens, the same code other results",
+            fix="The same version on all."),
+    Verdict("hosts-code", "stop", compare=code_differs,
+            cause="Hosts have different code.",
+            why="ranks that run different code wait for each other",
+            fix="The same commit on all."),
+    Verdict("hosts-gpus", "warn", compare=gpus_differ,
+            cause="Hosts have different GPUs.",
+            why="all wait for the slowest",
+            fix="The same cards on each."),
+    Verdict("hosts-clock", "warn", compare=clocks_differ,
+            cause="The clocks of the hosts differ by over 5 s.",
+            why="events of hosts cannot be put in order",
+            fix="Turn NTP on."),
+    Verdict("hosts-mtu", "warn", compare=mtu_differs,
+            cause="The MTU of the hosts differs.",
+            why="where the way between them has the smaller one, small messages pass and large ones hang",
+            fix="The smaller one on all."),
+)  # fmt: skip

@@ -13,13 +13,19 @@ from typing import Any
 
 from paceline import __version__
 from paceline.errors import PacelineError, UsageError
-from paceline.options import find_run, one_action, one_word, parse_options, take_flag
+from paceline.options import find_run, one_action, one_word, parse_options, take_flag, take_option
+from paceline.terminal import waiting, write_now
 
 HELP = """\
 paceline trains GPT-style language models on the GPUs you have.
 
   paceline train [CONFIG] [--key value ...]     train; with no arguments, a small GPT on text that is always at hand
   paceline resume RUN [--key value ...]         go on from the last good checkpoint, on any number of devices
+  paceline run [--nproc N] -- SCRIPT [args]     the same launch, checks and logs around any script that torchrun can start
+  paceline check [CONFIG] [--key value ...]     is everything ready: findings, each with its fix
+  paceline comm [CONFIG]                        do collectives give right results, how fast, what it means for training
+  paceline torch check|recipe|build             is this PyTorch right; how to get one that is
+  paceline accelerate-config                    write an accelerate config that fits this machine
   paceline eval RUN                             bits per byte on held-out text
   paceline sample RUN --prompt TEXT             text from the model
   paceline runs [DIR]                           all runs: state, steps, val_bpb, tok/s
@@ -74,19 +80,12 @@ def train(args: list[str]) -> int:
 
       paceline train configs/balanced.toml --data ~/books --name books
     """
-    from paceline.config import load_config, parse_flags
-    from paceline.start import start_run
+    from paceline.start import Options, start_run
 
-    words, flags = parse_flags(args)
-    file = flags.pop("config", None)
-    if (words and file) or len(words) > 1:
-        raise UsageError(
-            f"one config file is taken, {len(words) + bool(file)} are given", fix="paceline train CONFIG --key value"
-        )
-    config, notes = load_config(words[0] if words else file or TINY, flags)
-    for note in notes:
-        print(note)
-    return start_run(config)
+    args, no_check = take_flag(args, "--no-check")
+    args, show_env = take_flag(args, "--show-env")
+    config, flags = config_of(args, command="train")
+    return start_run(config, Options(check=not no_check, show_env=show_env, set_keys=frozenset(flags)))
 
 
 def resume(args: list[str]) -> int:
@@ -98,12 +97,120 @@ def resume(args: list[str]) -> int:
       paceline resume books --nproc 1
     """
     from paceline.config import parse_flags
-    from paceline.start import resume_run
+    from paceline.start import Options, resume_run
 
+    args, no_check = take_flag(args, "--no-check")
+    args, show_env = take_flag(args, "--show-env")
     words, flags = parse_flags(args)
     if flags.pop("config", None):
         raise UsageError("a run has its own config", fix="paceline resume RUN --key value")
-    return resume_run(find_run(words, runs_dir=flags.get("runs_dir")), flags)
+    options = Options(check=not no_check, show_env=show_env, set_keys=frozenset(flags))
+    return resume_run(find_run(words, runs_dir=flags.get("runs_dir")), flags, options)
+
+
+def run(args: list[str]) -> int:
+    """paceline run [--nproc N] [--name X] [--device cpu|cuda] [--runs-dir DIR] [--quiet-ranks] [--show-env] [--no-check]
+                    -- SCRIPT.py [args]   or   -m MODULE [args]
+
+    Starts a script once per device, as torchrun would, with paceline's checks, environment, logs and clean ending. Each
+    rank's output is kept whole in runs/X/logs and shown as it comes, rank before line; --quiet-ranks shows rank 0 alone.
+    --show-env prints what the script would find in its environment, and why. Ends with the exit code of the rank that
+    failed first.
+
+      paceline run --nproc 2 -- train.py --lr 3e-4
+    """
+    from paceline.launch.script import run_words
+    from paceline.start import check_script
+
+    return run_words(args, check=check_script)
+
+
+def check(args: list[str]) -> int:
+    """paceline check [CONFIG] [--key value ...] [--port N] [--verbose] [--json]
+
+    Is this machine ready to train that config (configs/tiny.toml)? Findings, each with what comes of it and what mends it;
+    exit code 1 if one would stop the run. --port: a port that you mean to use. docs/checks.md lists what is looked for.
+
+      paceline check configs/balanced.toml --nproc 2
+    """
+    from paceline.check.format import colour, format_findings, format_host, format_summary, to_json
+    from paceline.check.ready import check_config_here
+    from paceline.plan.machine import probe_machine
+
+    args, as_json = take_flag(args, "--json")
+    args, verbose = take_flag(args, "--verbose")
+    args, port = take_option(args, "port", int)
+    config, flags = config_of(args, command="check")
+    with waiting("checking") as on_probe:
+        checked = check_config_here(
+            config, probe_machine(), set_keys=frozenset(flags), port=port, on_probe=lambda name, _: on_probe(name)
+        )
+    findings = checked.findings
+    if as_json:
+        print(json.dumps(to_json(findings, checked.facts), indent=1))
+    else:
+        found = format_findings(findings, verbose=verbose)
+        blocks = [*map(format_host, checked.facts), colour(found) if sys.stdout.isatty() else found]
+        print("\n\n".join(block for block in (*blocks, format_summary(findings)) if block))
+    return 1 if any(finding.severity == "stop" for finding in findings) else 0
+
+
+def comm(args: list[str]) -> int:
+    """paceline comm [CONFIG] [--key value ...] [--max-bytes N] [--deadline S] [--tok-per-sec N] [--out FILE] [--json]
+
+    Tests that what ranks send each other arrives right, measures how fast, and says what that means for a training step of
+    the config (depth 12 without one). A rank that does not come is named after the deadline. The figures go to FILE
+    (~/.cache/paceline/comm.json), where a plan finds them. --tok-per-sec: of one process alone, if you know it.
+
+      paceline comm --nproc 2 --device cpu
+    """
+    from paceline.check.facts import gather_facts
+    from paceline.launch.comm import DEADLINE_S, format_comm, measure_comm
+    from paceline.start import cache_dir
+    from paceline.terminal import show_progress
+
+    args, as_json = take_flag(args, "--json")
+    args, max_bytes = take_option(args, "max-bytes", int)
+    args, deadline_s = take_option(args, "deadline", float)
+    args, tok_per_sec = take_option(args, "tok-per-sec", float)
+    args, out = take_option(args, "out", Path)
+    config, _ = config_of(args, command="comm", default={"depth": 12})
+    cache = cache_dir(config)
+    facts = gather_facts(measure_disk=False, cached_torch=cache / "torch.json")
+    with show_progress() as progress:
+        results = measure_comm(
+            config,
+            cache_dir=cache,
+            gpus=facts["gpus"] or (),
+            max_bytes=max_bytes,
+            deadline_s=DEADLINE_S if deadline_s is None else deadline_s,
+            tok_per_sec=tok_per_sec,
+            out=out,
+            libuv=(facts["torch"] or {}).get("libuv") is not False,
+            progress=progress,
+        )
+    print(json.dumps(results, indent=1) if as_json else format_comm(results))
+    return 0 if results["right"] else 3
+
+
+def accelerate_config(args: list[str]) -> int:
+    """paceline accelerate-config [--out FILE] [--nproc N] [--device cpu|cuda] [--precision fp32|bf16|fp16] [--fsdp] [--force]
+                                  [--nnodes N --node-rank R --main-address A [--main-port P]] [--json]
+
+    Writes an accelerate config that fits this machine: its devices, its precision, DDP or FSDP2. FILE is accelerate.yaml, or -
+    for standard output. With several hosts, one file on each.
+
+      paceline accelerate-config --out two-cards.yaml
+    """
+    from paceline.launch.accelerate import OPTIONS
+    from paceline.launch.accelerate import accelerate_config as write
+    from paceline.plan.machine import probe_machine
+
+    words, options = parse_options(args, OPTIONS)
+    if words:
+        raise UsageError(f"accelerate-config takes options alone, not {words[0]}", fix=f"--out {words[0]}")
+    print(write(options, probe_machine()))
+    return 0
 
 
 def evaluate(args: list[str]) -> int:
@@ -232,7 +339,7 @@ def tokenizer(args: list[str]) -> int:
     )
     words, options = parse_options(rest, known)
     from paceline.data.tokenizer import Tokenizer, tokenizer_info, train_tokenizer_on
-    from paceline.start import show_progress
+    from paceline.terminal import show_progress
 
     if action == "train":
         if "out" not in options or words:
@@ -259,12 +366,39 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "resume": resume,
     "eval": evaluate,
     "sample": sample,
+    "run": run,
+    "check": check,
+    "comm": comm,
+    "accelerate-config": accelerate_config,
     "runs": runs,
     "data": data,
     "tokenizer": tokenizer,
 }
 SAMPLE_TEXT = "def fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)\n"
 TINY = Path(__file__).parent / "configs" / "tiny.toml"
+
+
+def config_of(args: list[str], *, command: str, default: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    """The config that the words mean, and the keys that flags have set; notes about a .py file are printed.
+
+    Without a file: configs/tiny.toml, or the defaults of all keys with those of `default`.
+    """
+    from paceline.config import load_config, parse_flags
+
+    words, flags = parse_flags(args)
+    file = flags.pop("config", None)
+    if (words and file) or len(words) > 1:
+        raise UsageError(
+            f"one config file is taken, {len(words) + bool(file)} are given",
+            fix=f"paceline {command} CONFIG --key value",
+        )
+    file = words[0] if words else file
+    if file is None and default is not None:
+        return load_config(None, {**default, **flags})[0], flags
+    config, notes = load_config(file or TINY, flags)
+    for note in notes:
+        print(note, file=sys.stderr)
+    return config, flags
 
 
 def command_help(name: str) -> str:
@@ -309,11 +443,6 @@ def format_fact(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.4g}"
     return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-
-
-def write_now(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

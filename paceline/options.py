@@ -73,5 +73,19 @@ def one_action(args: list[str], actions: tuple[str, ...], *, command: str) -> tu
     return args[0], args[1:]
 
 
+def take_option(args: list[str], name: str, kind: Callable[[str], Any]) -> tuple[list[str], Any]:
+    """One option out of words that are config keys else; its value, or None."""
+    rest: list[str] = []
+    value = None
+    words = iter(args)
+    for word in words:
+        if word.partition("=")[0].replace("_", "-") == f"--{name}":
+            given = [word] if "=" in word else [word, *([text] if (text := next(words, None)) is not None else [])]
+            value = parse_options(given, {name: kind})[1][name]
+        else:
+            rest.append(word)
+    return rest, value
+
+
 def take_flag(args: list[str], flag: str) -> tuple[list[str], bool]:
     return [arg for arg in args if arg != flag], flag in args

@@ -40,6 +40,15 @@ class RunDir:
         """Where the prepared token shards lie, and their fingerprint."""
         return self.path / "dataset.json"
 
+    def facts(self, host: str) -> Path:
+        """What a host was like when an attempt began."""
+        return self.path / "facts" / f"{host}.json"
+
+    @property
+    def findings(self) -> Path:
+        """What the checks said before the last attempt."""
+        return self.path / "findings.json"
+
     @property
     def events(self) -> Path:
         return self.path / "events.jsonl"

@@ -11,23 +11,27 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from paceline.check.ask import Ask
+from paceline.check.ready import Checked, Gathering, ask_for_training, files_of, gathering, judge, keep, refuse
 from paceline.config import Config, check_config, format_toml, load_config, override
 from paceline.data.shards import TokenDataset, open_dataset, prepare
 from paceline.errors import PacelineError
 from paceline.launch.digest import Digest, format_failure
-from paceline.launch.env import worker_env
+from paceline.launch.env import EnvRow, format_env, harm_lines, worker_env
+from paceline.launch.script import Cleared, Script
 from paceline.launch.supervisor import Outcome, run_attempt
 from paceline.model.manifest import newest_good, read_manifest
 from paceline.plan.machine import Machine, probe_cpu_cores, probe_machine
 from paceline.plan.planner import Plan, format_plan, make_plan
 from paceline.rundir import RunDir, RunInUse, append_event, lock_run, read_json_lines, write_atomic
+from paceline.terminal import show_progress
 from paceline.units import format_count, format_duration
 from paceline.watch.status import run_status
 
@@ -40,7 +44,16 @@ FIXED = (
 )  # fmt: skip
 
 
-def start_run(config: Config) -> int:
+@dataclass(frozen=True)
+class Options:
+    """What the command line says beside the config."""
+
+    check: bool = True
+    show_env: bool = False
+    set_keys: frozenset[str] = frozenset()
+
+
+def start_run(config: Config, options: Options) -> int:
     """A new run; returns the exit code."""
     machine = probe_machine()
     check_config(config)
@@ -48,15 +61,20 @@ def start_run(config: Config) -> int:
         config, machine, vocab_size=config.vocab_size, num_rows=0
     )  # refuse what cannot be before reading any text
     run = RunDir(Path(config.runs_dir) / (config.name or default_name(config)))
-    check_new(run)
-    dataset = prepare_data(config)
-    plan = plan_run(config, machine, dataset)
+    with check_beside(config, run, options) as gathered:
+        check_new(run)
+        dataset = prepare_data(config)
+        plan = plan_run(config, machine, dataset)
+        checked = pass_checks(gathered, config, plan, run, options, command="train")
+    if options.show_env:
+        print(format_env(environment(plan, checked)[1]))
+        return 0
     config = resolved(config, plan)
     create_run(run, config, plan, dataset)
-    return supervise(run, config, plan, source=describe(dataset), started=time.monotonic())
+    return supervise(run, config, plan, checked, source=describe(dataset), started=time.monotonic())
 
 
-def resume_run(run: RunDir, changes: dict[str, Any]) -> int:
+def resume_run(run: RunDir, changes: dict[str, Any], options: Options) -> int:
     """Goes on from the run's last good checkpoint, with some keys changed; returns the exit code."""
     before, _ = load_config(run.config_toml, {})
     fixed = [key for key in FIXED if key in changes and changes[key] != getattr(before, key)]
@@ -75,8 +93,13 @@ def resume_run(run: RunDir, changes: dict[str, Any]) -> int:
     values = override({key: getattr(before, key) for key in before.__dataclass_fields__}, changes)
     config = Config(**values)
     check_config(config)
-    dataset = reopen_data(run, config)
-    plan = plan_run(config, probe_machine(), dataset)
+    with check_beside(config, run, options) as gathered:
+        dataset = reopen_data(run, config)
+        plan = plan_run(config, probe_machine(), dataset)
+        checked = pass_checks(gathered, config, plan, run, options, command="resume")
+    if options.show_env:
+        print(format_env(environment(plan, checked)[1]))
+        return 0
     old = Plan.from_json(run.plan_json.read_text())
     if config.compile is None and plan.world_size == old.world_size:
         plan = replace(plan, compile=old.compile)  # a trial's answer holds for the whole run: bits depend on it
@@ -96,7 +119,54 @@ def resume_run(run: RunDir, changes: dict[str, Any]) -> int:
         print(text)
     write_atomic(run.config_toml, format_toml(config))
     write_atomic(run.plan_json, plan.to_json())
-    return supervise(run, config, plan, source=describe(dataset), started=time.monotonic(), lock=lock)
+    return supervise(run, config, plan, checked, source=describe(dataset), started=time.monotonic(), lock=lock)
+
+
+@contextmanager
+def check_beside(config: Config, run: RunDir, options: Options) -> Iterator[Gathering | None]:
+    """Gathers the facts of this host while the block prepares the run."""
+    if not options.check:
+        yield None
+        return
+    request = {"run_dir": run.path, "cache_dir": cache_dir(config), "cached_torch": cache_dir(config) / "torch.json"}
+    text = {"data": config.data, "tokenizer": config.tokenizer, "vocab_size": config.vocab_size}
+    with gathering(**request, **text, measure_disk=False) as gathered:
+        yield gathered
+
+
+def pass_checks(
+    gathered: Gathering | None, config: Config, plan: Plan, run: RunDir, options: Options, *, command: str
+) -> Checked | None:
+    """Raises where the run would surely fail."""
+    if gathered is None:
+        return None
+    ask = ask_for_training(config, plan, command=command, set_keys=options.set_keys, run_path=run.path)
+    checked = judge([gathered.facts()], ask)
+    refuse(checked.findings, stopped="this run")
+    return checked
+
+
+def check_script(script: Script, run: RunDir) -> Cleared:
+    """The checks of `paceline run`: what would hurt goes to stderr, the script has stdout."""
+    places = {"run_dir": run.path, "cache_dir": None, "cached_torch": cache_dir(Config()) / "torch.json"}
+    with gathering(**places, measure_disk=False) as gathered:
+        ask = Ask(command="run", device=script.device, nproc=script.nproc, run_dir=str(run.path))
+        checked = judge([gathered.facts()], ask)
+    try:
+        refuse(checked.findings, stopped="this script", stream=sys.stderr)
+    except PacelineError as error:
+        return Cleared(libuv=checked.libuv, stop=error)
+    return Cleared(libuv=checked.libuv, files=files_of(run, checked))
+
+
+def environment(plan: Plan, checked: Checked | None) -> tuple[dict[str, str], list[EnvRow]]:
+    return worker_env(
+        dict(os.environ),
+        nproc=plan.world_size,
+        device=plan.device,
+        cpu_cores=plan.threads * plan.world_size,
+        libuv=checked is None or checked.libuv,
+    )
 
 
 def lock_when_free(run: RunDir) -> int:
@@ -123,14 +193,23 @@ def last_good_step(run: RunDir) -> int:
     return read_manifest(path).step
 
 
-def supervise(run: RunDir, config: Config, plan: Plan, *, source: str, started: float, lock: int | None = None) -> int:
+def supervise(
+    run: RunDir,
+    config: Config,
+    plan: Plan,
+    checked: Checked | None,
+    *,
+    source: str,
+    started: float,
+    lock: int | None = None,
+) -> int:
     """One attempt, shown as it goes; then where things are and what to type next."""
     lock = lock_run(run) if lock is None else lock
-    print("\n".join([*format_plan(plan, source=source), f"run     {run.path}", ""]), flush=True)
+    if checked is not None:
+        keep(run, checked)
+    env, rows = environment(plan, checked)
+    print("\n".join([*format_plan(plan, source=source), f"run     {run.path}", *harm_lines(rows), ""]), flush=True)
     attempt = 1 + max((e["attempt"] for e in read_json_lines(run.events) if e.get("event") == "attempt"), default=0)
-    env, _ = worker_env(
-        dict(os.environ), nproc=plan.world_size, device=plan.device, cpu_cores=plan.threads * plan.world_size
-    )
     digest = Digest(run, num_steps=plan.num_steps, total_batch_size=plan.total_batch_size, stream=sys.stdout)
     try:
         outcome = run_attempt(
@@ -141,6 +220,7 @@ def supervise(run: RunDir, config: Config, plan: Plan, *, source: str, started: 
             env=env,
             lock_fd=lock,
             on_tick=digest.poll,
+            libuv=checked is None or checked.libuv,
         )
     finally:
         digest.close()
@@ -291,31 +371,3 @@ def describe(dataset: TokenDataset) -> str:
     return f"{dataset.meta['source']}: {num_tokens['train']} tokens to train on, {num_tokens['val']} held out" + (
         ", prepared before" if dataset.reused else ""
     )
-
-
-@contextmanager
-def show_progress() -> Iterator[Callable[[str, float, float], None]]:
-    """progress(label, done, total): a bar on a terminal; one line per label when piped."""
-    if not sys.stderr.isatty():
-        seen: set[str] = set()
-
-        def line(label: str, done: float, total: float) -> None:
-            if label not in seen:
-                seen.add(label)
-                print(f"{label} ...", file=sys.stderr, flush=True)
-
-        yield line
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        tasks: dict[str, Any] = {}
-
-        def update(label: str, done: float, total: float) -> None:
-            if label not in tasks:
-                tasks[label] = bar.add_task(label, total=total)
-            bar.update(tasks[label], completed=done, total=total)
-
-        yield update

@@ -32,3 +32,4 @@ class Ask:
     num_checkpoints: int | None = None  # at one time
     port: int | None = None  # None: the kernel picks one
     tracker: str | None = None
+    refused: tuple[str, str] | None = None  # message and fix of a plan that cannot be

@@ -20,6 +20,11 @@ def batch_is_indivisible(facts: Facts, ask: Ask) -> Iterator[Seen]:
         yield Seen(error.message, error.fix)
 
 
+def plan_is_refused(facts: Facts, ask: Ask) -> Iterator[Seen]:
+    if ask.refused and not any(seen.what == ask.refused[0] for seen in batch_is_indivisible(facts, ask)):
+        yield Seen(*ask.refused)
+
+
 def interval_is_long(facts: Facts, ask: Ask) -> Iterator[Seen]:
     config = ask.config or {}
     for key in ("eval_every", "save_every", "sample_every"):
@@ -84,6 +89,10 @@ def epochs_are_many(facts: Facts, ask: Ask) -> Iterator[Seen]:
 
 
 VERDICTS = (
+    Verdict("plan-refused", "stop", look=plan_is_refused,
+            cause="The config cannot be laid out on this machine.",
+            why="there is no such model, or no such device",
+            fix="What the message says."),
     Verdict("batch-indivisible", "stop", look=batch_is_indivisible,
             cause="total_batch_size is not a multiple of what all processes take at once.",
             why="a step cannot be cut into whole micro-steps",

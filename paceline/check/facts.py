@@ -67,12 +67,12 @@ DEFAULTS: Json = {
 
 def gather_facts(
     *,
-    run_dir: Path | None,
-    data: str | None,
-    tokenizer: str | None,
-    cache_dir: Path | None,
-    port: int | None,
-    vocab_size: int | None,
+    run_dir: Path | None = None,
+    data: str | None = None,
+    tokenizer: str | None = None,
+    cache_dir: Path | None = None,
+    port: int | None = None,
+    vocab_size: int | None = None,
     torch_path: Path | None = None,
     measure_disk: bool = True,
     cached_torch: Path | None = None,

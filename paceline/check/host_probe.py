@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from paceline.check.cgroup import cpu_quota, memory_limit
-from paceline.check.probe import Json, answer, read_text
+from paceline.check.probe import Json, answer, names_in, process_name, read_text
 from paceline.plan.machine import probe_cpu_bf16, probe_cpu_cores
 
 SHM = "/dev/shm"
+NUM_LARGEST = 3  # processes that are named where memory is short
 LIMITS = {
     "nofile": resource.RLIMIT_NOFILE,
     "nproc": resource.RLIMIT_NPROC,
@@ -86,7 +87,7 @@ def probe_cpu() -> dict[str, Any]:
     }
 
 
-def probe_memory() -> dict[str, int | None]:
+def probe_memory() -> dict[str, Any]:
     lines = (line.split() for line in (read_text("/proc/meminfo") or "").splitlines())
     sizes = {words[0].rstrip(":"): int(words[1]) << 10 for words in lines if len(words) == 3}
     limit = memory_limit()
@@ -97,7 +98,19 @@ def probe_memory() -> dict[str, int | None]:
         "cgroup_limit_bytes": limit.limit_bytes if limit and limit.limit_bytes < total_bytes else None,
         "cgroup_used_bytes": limit.used_bytes if limit and limit.limit_bytes < total_bytes else None,
         "swap_total_bytes": sizes.get("SwapTotal"),
+        "largest": largest_processes(),
     }
+
+
+def largest_processes() -> list[dict[str, Any]]:
+    """Those that hold the most memory, the largest first."""
+    found = []
+    for name in names_in("/proc"):
+        pages = (read_text(f"/proc/{name}/statm") or "").split() if name.isdigit() else []
+        if len(pages) > 1:
+            found.append((int(pages[1]) * os.sysconf("SC_PAGE_SIZE"), int(name)))
+    largest = sorted(found, reverse=True)[:NUM_LARGEST]
+    return [{"pid": pid, "name": process_name(pid) or "unknown", "rss_bytes": rss} for rss, pid in largest]
 
 
 def probe_shm(path: str) -> dict[str, Any] | None:

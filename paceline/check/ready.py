@@ -9,19 +9,20 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from paceline.check.ask import Ask
-from paceline.check.facts import MAX_ANSWER_BYTES
-from paceline.check.format import format_findings
+from paceline.check.facts import MAX_ANSWER_BYTES, OnProbe, gather_facts
+from paceline.check.format import colour, format_findings
 from paceline.check.verdict import Facts
 from paceline.check.verdicts import find
 from paceline.config import Config
-from paceline.errors import Finding, PacelineError
+from paceline.errors import Finding, PacelineError, PlanError
+from paceline.plan.machine import Machine
 from paceline.plan.memory import checkpoint_bytes, state_bytes
-from paceline.plan.planner import Plan
+from paceline.plan.planner import Plan, make_plan
 from paceline.rundir import RunDir, write_atomic
 
 DEADLINE_S = 40.0  # the slowest probe has 30
@@ -126,11 +127,48 @@ def judge(hosts: Sequence[Facts], ask: Ask) -> Checked:
     return Checked(hosts, find(hosts, ask))
 
 
-def refuse(findings: Sequence[Finding], *, stopped: str) -> None:
+def check_config_here(
+    config: Config, machine: Machine, *, set_keys: frozenset[str], port: int | None, on_probe: OnProbe
+) -> Checked:
+    """`paceline check`: what `train` would do with this config here, and nothing of it done."""
+    run_path = Path(config.runs_dir) / (config.name or "")
+    cache = Path(config.cache_dir).expanduser() if config.cache_dir else None
+    facts = gather_facts(
+        run_dir=run_path,
+        data=config.data,
+        tokenizer=config.tokenizer,
+        cache_dir=cache,
+        vocab_size=config.vocab_size,
+        port=port,
+        on_probe=on_probe,
+    )
+    try:
+        plan = make_plan(config, machine, vocab_size=config.vocab_size, num_rows=0)
+        ask = ask_for_training(config, plan, command="check", set_keys=set_keys, run_path=run_path)
+    except PlanError as error:
+        ask = Ask(
+            device=config.device,
+            nproc=config.nproc or (len(machine.gpus) if machine.gpus else min(2, machine.cpu_cores)),
+            precision=config.precision,
+            compile=config.compile,
+            set_keys=set_keys,
+            run_dir=str(run_path),
+            data=config.data,
+            sequence_len=config.sequence_len,
+            device_batch_size=config.device_batch_size or 1,
+            total_batch_size=config.total_batch_size,
+            refused=(error.message, error.fix),
+        )
+    return judge([facts], replace(ask, port=port))
+
+
+def refuse(findings: Sequence[Finding], *, stopped: str, stream: TextIO | None = None) -> None:
     """Shows what would hurt; raises where something would surely fail. Notes are for `paceline check`."""
+    stream = stream or sys.stdout
     shown = [finding for finding in findings if finding.severity != "note"]
     if shown:
-        print(format_findings(shown), flush=True)
+        text = format_findings(shown)
+        print(colour(text) if stream.isatty() else text, file=stream, flush=True)
     stops = [finding.id for finding in shown if finding.severity == "stop"]
     if stops:
         raise PacelineError(

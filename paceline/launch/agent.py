@@ -115,13 +115,14 @@ class Agent:
 def start_engine(job: dict[str, Any]) -> subprocess.Popen[bytes]:
     logs_dir = Path(job["logs_dir"])
     logs_dir.mkdir(parents=True, exist_ok=True)
-    engine_job = {key: job[key] for key in ("command", "nproc", "logs_dir", "run_id", "stop_grace_s")}
+    engine_job = {key: job[key] for key in ("command", "nproc", "logs_dir", "run_id", "stop_grace_s", "libuv")}
     job_json = logs_dir / "job.json"  # without the environment: it may hold keys, and the folder may be shared
     job_json.write_text(json.dumps({**engine_job, "rank_script": str(RANK_SCRIPT), "agent_pid": os.getpid()}))
     prctl = ctypes.CDLL(None).prctl
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "paceline.train.elastic", str(job_json)],
         env=job["env"],
+        cwd=job["cwd"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         # the run stays locked until the engine is gone too, and with it, by PDEATHSIG, its workers

@@ -39,6 +39,7 @@ class Outcome:
     exit_code: int
     attempt: int
     failures: list[Failure]  # the root cause first
+    joined: bool | None = None  # False: every rank ended well, and none had joined the others in a process group
 
     @property
     def root(self) -> Failure | None:
@@ -55,10 +56,15 @@ def run_attempt(
     lock_fd: int | None,
     on_tick: Callable[[], None],
     stop_grace_s: float = 60.0,
+    libuv: bool = True,
+    cwd: Path | None = None,
+    own_exit_codes: bool = False,
 ) -> Outcome:
     """Start `nproc` workers and stay until they have ended; call it from the main thread, as it takes the signals.
 
     on_tick is called some ten times a second. lock_fd: flock on the run folder, which agent and engine keep too.
+    libuv: False where torch was built without it; `env` must say so too (launch/env.py). cwd: of the workers.
+    own_exit_codes: the attempt ends with what its root cause ended with, as a shell would say it.
     """
     logs_dir = run.logs(attempt).resolve()
     logs_dir.mkdir(parents=True, exist_ok=True)
@@ -70,8 +76,10 @@ def run_attempt(
         "run_id": uuid.uuid4().hex,
         "lock_fd": lock_fd,
         "stop_grace_s": stop_grace_s,
+        "libuv": libuv,
+        "cwd": None if cwd is None else str(cwd),
     }
-    watch = AttemptWatch(run, attempt, nproc)
+    watch = AttemptWatch(run, attempt, nproc, own_exit_codes=own_exit_codes)
     with caught_signals() as caught, started_agent(job) as link:
         while not link.ended:
             for line in link.read(timeout_s=TICK_S):
@@ -91,15 +99,17 @@ def run_attempt(
 class AttemptWatch:
     """What the agent has told so far, and the events that follow from it."""
 
-    def __init__(self, run: RunDir, attempt: int, nproc: int):
+    def __init__(self, run: RunDir, attempt: int, nproc: int, *, own_exit_codes: bool):
         self.run = run
         self.attempt = attempt
         self.nproc = nproc
+        self.own_exit_codes = own_exit_codes
         self.stopping = False
         self.killing = False
         self.failed_first = False  # a rank had failed before anyone asked to stop
         self.ranks: list[dict[str, Any]] = []
         self.engine_exit_code: int | None = None
+        self.joined: bool | None = None
 
     def note(self, line: dict[str, Any]) -> None:
         if "ranks" in line:
@@ -108,6 +118,8 @@ class AttemptWatch:
             self.note_attempt()
         elif line["event"] == "rank_failed":
             self.failed_first = not self.stopping
+        elif line["event"] == "ended":
+            self.joined = line["joined"]
         elif line["event"] == "engine_ended":
             self.engine_exit_code = line["exit_code"]
             if line["left"]:
@@ -131,7 +143,8 @@ class AttemptWatch:
         state = self.state(failures)
         if state == "failed":
             self.note_failures(failures)
-        outcome = Outcome(state, exit_code_of(state, failures), self.attempt, failures)
+        exit_code = exit_code_of(state, failures, own=self.own_exit_codes)
+        outcome = Outcome(state, exit_code, self.attempt, failures, self.joined)
         append_event(self.run, "attempt_ended", attempt=self.attempt, state=state, exit_code=outcome.exit_code)
         return outcome
 
@@ -177,9 +190,12 @@ class AttemptWatch:
         )
 
 
-def exit_code_of(state: State, failures: list[Failure]) -> int:
+def exit_code_of(state: State, failures: list[Failure], *, own: bool) -> int:
     if state == "failed":
-        return failures[0].exit_with
+        root = failures[0]
+        if own and root.rank is not None:
+            return root.exit_code or 128 + signal.Signals[root.signal or "SIGKILL"]
+        return root.exit_with
     return Interrupted.exit_code if state == "interrupted" else 0
 
 

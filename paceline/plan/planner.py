@@ -188,9 +188,10 @@ def grad_accum_steps(total_batch_size: int, *, device_batch_size: int, sequence_
     steps, rest = divmod(total_batch_size, tokens_per_micro_step)
     if rest:
         lower, upper = steps * tokens_per_micro_step, (steps + 1) * tokens_per_micro_step
+        takers = _counted(world_size, "process takes", "processes take")
         raise PlanError(
             f"total_batch_size {total_batch_size:,} is not a multiple of the {tokens_per_micro_step:,} tokens"
-            f" that {world_size} GPUs take at once ({device_batch_size} rows x {sequence_len} tokens each)",
+            f" that {takers} at once ({device_batch_size} rows x {sequence_len} tokens each)",
             fix=f"set total_batch_size to {upper:,}" + (f" or {lower:,}" if lower else ""),
         )
     return steps

@@ -2,12 +2,14 @@
 The engine of one host: PyTorch's own elastic agent around the workers, `python -m paceline.train.elastic JOB.json`.
 
 Started by launch/agent.py, which reads the JSON lines it prints: `started` with every pid, `rank_failed` as soon as a
-rank ends badly, `ended` with every exit code. It never starts a rank again (max_restarts is 0: a restart would reuse
-the store of the attempt before, and the supervisor decides about attempts). What differs from torchrun:
+rank ends badly, `ended` with every exit code and whether any rank joined the others. It never starts a rank again
+(max_restarts is 0: a restart would reuse the store of the attempt before, and the supervisor decides about attempts).
+What differs from torchrun:
 
 - the others are ended 3 s after a failed rank, not 30 s;
 - SIGTERM lets every worker save and leave at its own pace, up to `stop_grace_s`;
-- rendezvous on one host needs no host name and no port chosen beforehand.
+- rendezvous on one host needs no host name and no port chosen beforehand;
+- a torch without libuv will do.
 """
 
 import json
@@ -42,10 +44,11 @@ def main(job_path: str) -> int:
     socket.getfqdn = lambda name="": name or socket.gethostname()
 
     shim = [sys.executable, "-I", "-S", job["rank_script"], str(os.getpid()), job["logs_dir"]]
+    rendezvous = OneHostRendezvous(job["run_id"], libuv=job["libuv"])
     spec = WorkerSpec(
         role="worker",
         local_world_size=job["nproc"],
-        rdzv_handler=OneHostRendezvous(job["run_id"]),
+        rdzv_handler=rendezvous,
         entrypoint=shim[0],
         args=(*shim[1:], *job["command"]),
         max_restarts=0,
@@ -53,7 +56,7 @@ def main(job_path: str) -> int:
     )
     engine = Engine(spec, logs_specs=RankLogs(Path(job["logs_dir"])), stop_grace_s=job["stop_grace_s"])
     engine.run()
-    report("ended", ranks=engine.ranks())
+    report("ended", ranks=engine.ranks(), joined=engine.joined)
     return 0
 
 
@@ -71,8 +74,11 @@ class Engine(LocalElasticAgent):
         self._stop_deadline: float | None = None
         self._ended_at: dict[int, float] = {}  # rank -> Unix time at which its end was seen
         self._ended_by_us: set[int] = set()
+        self._keys_before = 0
+        self.joined: bool | None = None  # a rank took part in a process group; None: not known
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._keys_before = self._num_keys()
         pids: dict[int, Any] = super()._start_workers(worker_group)
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(signum, self._request_stop)  # torch has just installed handlers that would end us at once
@@ -96,7 +102,13 @@ class Engine(LocalElasticAgent):
             self._ended_by_us.update(running)
             self._pcontext.close(signal.SIGTERM, timeout=int(PEER_GRACE_S))  # then SIGKILL
         result: RunResult = super()._monitor_workers(worker_group)
+        if result.state == WorkerState.SUCCEEDED and worker_group.spec.rdzv_handler.use_agent_store:
+            self.joined = self._num_keys() > self._keys_before  # joining leaves addresses in the store that all share
         return result
+
+    def _num_keys(self) -> int:
+        """Of the whole store: those of the agent itself stand under its prefix, those of the workers beside it."""
+        return int(self._worker_group.store.num_keys())  # type: ignore[attr-defined]  # declared None
 
     def _wait_for_stop(self) -> bool:
         """True while the workers have time left; the first call tells them."""
@@ -134,19 +146,25 @@ class OneHostRendezvous(RendezvousHandler):
 
     torch's `c10d` handler would do, but sleeps up to 0.3 s at random before its first round and asks its store ten
     times a second whether another host has come; its `static` handler wants a port that is free by luck.
+
+    Without libuv the workers cannot join this store: torch's client of an agent's store asks for libuv whatever
+    USE_LIBUV says. Rank 0 then hosts one of its own, on a port that is kept free for it.
     """
 
-    def __init__(self, run_id: str):
+    def __init__(self, run_id: str, *, libuv: bool):
         self._run_id = run_id
-        self._store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        self._store = TCPStore(
+            LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60), use_libuv=libuv
+        )
+        self._kept_port = None if libuv else keep_port()
 
     @property
     def use_agent_store(self) -> bool:
-        return True  # rank 0 joins this store like the others; no second port to find
+        return self._kept_port is None  # then rank 0 joins this store like the others; no second port to find
 
     def next_rendezvous(self) -> RendezvousInfo:
-        address = RendezvousStoreInfo(LOOPBACK, self._store.port)
-        return RendezvousInfo(PrefixStore(self._run_id, self._store), 0, 1, address)
+        port = self._kept_port.getsockname()[1] if self._kept_port else self._store.port
+        return RendezvousInfo(PrefixStore(self._run_id, self._store), 0, 1, RendezvousStoreInfo(LOOPBACK, port))
 
     def get_backend(self) -> str:
         return "one-host"
@@ -165,6 +183,14 @@ class OneHostRendezvous(RendezvousHandler):
 
     def shutdown(self) -> bool:
         return True
+
+
+def keep_port() -> socket.socket:
+    """Bound, not listening: the kernel gives the port to nobody else, and a store that reuses addresses can take it."""
+    kept = socket.socket()
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    kept.bind((LOOPBACK, 0))
+    return kept
 
 
 class RankLogs(LogsSpecs):

@@ -31,6 +31,7 @@ class RunStatus:
     tok_per_sec: float | None
     attempts: int
     time: str | None  # of the last event
+    command: list[str] | None = None  # of `paceline run`; such a run has no steps and no metrics of ours
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -38,10 +39,12 @@ class RunStatus:
 
 def run_status(run: RunDir) -> RunStatus:
     state, attempts, step, time, val_bpb = "broken", 0, 0, None, None
+    command: list[str] | None = None
     for event in read_json_lines(run.events):
         kind, time = event.get("event"), event.get("time", time)
         state = ENDS.get(str(kind), state if kind in ("checkpoint", "sample", "note", "attempt_ended") else "broken")
         attempts += kind == "attempt"
+        command = event.get("command", command) if kind == "script" else command
     loss = tok_per_sec = None
     for record in read_json_lines(run.metrics):
         step = record.get("step", step)
@@ -58,6 +61,7 @@ def run_status(run: RunDir) -> RunStatus:
         tok_per_sec=tok_per_sec,
         attempts=attempts,
         time=time,
+        command=command,
     )
 
 
@@ -89,7 +93,7 @@ def format_runs(runs: list[RunStatus]) -> str:
         (
             status.name,
             status.state,
-            f"{status.step:,}/{status.num_steps:,}" if status.num_steps else f"{status.step:,}",
+            format_steps(status),
             "n/a" if status.loss is None else f"{status.loss:.4f}",
             "n/a" if status.val_bpb is None else f"{status.val_bpb:.4f}",
             "n/a" if status.tok_per_sec is None else format_count(status.tok_per_sec),
@@ -105,6 +109,12 @@ def format_runs(runs: list[RunStatus]) -> str:
         for row in [head, *rows]
     ]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def format_steps(status: RunStatus) -> str:
+    if status.command is not None:
+        return "n/a"
+    return f"{status.step:,}/{status.num_steps:,}" if status.num_steps else f"{status.step:,}"
 
 
 def _num_steps(run: RunDir) -> int | None:

@@ -1,10 +1,16 @@
-"""What is added to the workers' environment, and what never is."""
+"""What is added to the workers' environment and why, what never is, and which of the user's values are named."""
 
-from paceline.launch.env import worker_env
+import pytest
+
+from paceline.launch.env import EnvRow, format_env, harm_lines, worker_env
+
+
+def row_of(rows, name):
+    return next(row for row in rows if row.name == name)
 
 
 def test_cpu_processes_share_the_cores_and_meet_on_the_loopback():
-    env, reasons = worker_env({"PATH": "/bin"}, nproc=3, device="cpu", cpu_cores=8)
+    env, rows = worker_env({"PATH": "/bin"}, nproc=3, device="cpu", cpu_cores=8)
     assert env == {
         "PATH": "/bin",
         "OMP_NUM_THREADS": "2",
@@ -12,9 +18,10 @@ def test_cpu_processes_share_the_cores_and_meet_on_the_loopback():
         "PYTHONFAULTHANDLER": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "GLOO_SOCKET_IFNAME": "lo",
+        "TORCH_FR_BUFFER_SIZE": "2000",
     }
-    assert reasons[0] == "OMP_NUM_THREADS=2: 8 CPU cores for 3 processes"
-    assert len(reasons) == 5
+    assert rows[0] == EnvRow("OMP_NUM_THREADS", "2", "8 CPU cores for 3 processes", "added")
+    assert len(rows) == 6
 
 
 def test_more_processes_than_cores_have_one_thread_each():
@@ -23,17 +30,115 @@ def test_more_processes_than_cores_have_one_thread_each():
 
 def test_what_the_user_has_set_stays():
     user = {"OMP_NUM_THREADS": "7", "GLOO_SOCKET_IFNAME": "eth0", "PYTHONUNBUFFERED": "", "CUDA_VISIBLE_DEVICES": "1"}
-    env, reasons = worker_env(user, nproc=2, device="cuda", cpu_cores=8)
+    env, rows = worker_env(user, nproc=2, device="cuda", cpu_cores=8)
     assert {name: env[name] for name in user} == user
-    assert not [line for line in reasons if line.split("=")[0] in user]
+    assert not [row for row in rows if row.name in user and row.origin == "added"]
 
 
-def test_cuda_workers_get_expandable_segments():
+def test_a_row_for_the_users_value_tells_what_paceline_would_have_set():
+    _, rows = worker_env({"GLOO_SOCKET_IFNAME": "eth0"}, nproc=2, device="cpu", cpu_cores=8)
+    assert row_of(rows, "GLOO_SOCKET_IFNAME") == (
+        "GLOO_SOCKET_IFNAME",
+        "eth0",
+        "set by you; paceline would set lo",
+        "yours",
+    )
+
+
+def test_cuda_workers_number_their_gpus_as_nvidia_smi_does_and_meet_on_the_loopback():
     env, _ = worker_env({}, nproc=2, device="cuda", cpu_cores=8)
     assert env["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert env["NCCL_SOCKET_IFNAME"] == "lo"
     assert "CUDA_VISIBLE_DEVICES" not in env
 
 
-def test_an_allocator_setting_under_its_older_name_stands():
-    env, _ = worker_env({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, nproc=1, device="cuda", cpu_cores=8)
-    assert "PYTORCH_ALLOC_CONF" not in env
+def test_several_hosts_meet_on_the_interface_that_leads_to_the_others():
+    env, _ = worker_env({}, nproc=2, device="cuda", cpu_cores=8, num_hosts=2, interface="eth0")
+    assert (env["GLOO_SOCKET_IFNAME"], env["NCCL_SOCKET_IFNAME"]) == ("eth0", "=eth0")
+
+
+def test_without_a_known_interface_several_hosts_choose_their_own():
+    env, _ = worker_env({}, nproc=2, device="cuda", cpu_cores=8, num_hosts=2)
+    assert not {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} & set(env)
+
+
+def test_a_torch_without_libuv_is_told_to_do_without():
+    assert worker_env({}, nproc=2, device="cpu", cpu_cores=8, libuv=False)[0]["USE_LIBUV"] == "0"
+    assert "USE_LIBUV" not in worker_env({}, nproc=2, device="cpu", cpu_cores=8)[0]
+
+
+def test_a_script_on_the_cpu_sees_no_gpu_and_accelerate_is_told_to_join_its_processes():
+    env, _ = worker_env({}, nproc=2, device="cpu", cpu_cores=8, for_script=True)
+    assert (env["CUDA_VISIBLE_DEVICES"], env["ACCELERATE_USE_CPU"]) == ("", "true")
+
+
+@pytest.mark.parametrize("old, new", [
+    ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"), ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"),
+])  # fmt: skip
+def test_a_setting_under_its_older_name_stands(old, new):
+    env, _ = worker_env({old: "5"}, nproc=1, device="cuda", cpu_cores=8)
+    assert new not in env
+
+
+HARMFUL = {
+    "OMP_NUM_THREADS": ("32", "2 processes x 32 threads wait for each other on 8 cores"),
+    "PYTHONUNBUFFERED": ("", "output is held back, and lost when a rank is killed"),
+    "TOKENIZERS_PARALLELISM": ("true", "each of 2 processes starts a thread per core"),
+    "TORCH_FR_BUFFER_SIZE": ("0", "no rank remembers its collectives: a hang cannot be traced"),
+    "CUDA_DEVICE_ORDER": ("FASTEST_FIRST", "GPU numbers may not be those of nvidia-smi and of the plan, where cards differ"),
+    "PYTORCH_ALLOC_CONF": ("expandable_segments:False", "GPU memory is lost to fragments"),
+    "CUDA_LAUNCH_BLOCKING": ("1", "every kernel is waited for: good for finding a fault, slow for training"),
+    "TORCH_DISTRIBUTED_DEBUG": (
+        "DETAIL", "every collective is checked by another one: good for finding a fault, slow for training",
+    ),
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": ("0", "a rank whose peer has failed waits without end"),
+    "ACCELERATE_USE_CPU": ("true", "accelerate stays on the CPU"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HARMFUL)
+def test_a_value_of_the_users_that_hurts_stays_and_is_named_in_one_line(name):
+    value, harm = HARMFUL[name]
+    env, rows = worker_env({name: value}, nproc=2, device="cuda", cpu_cores=8, for_script=True)
+    assert env[name] == value
+    assert harm_lines(rows) == [f"note    {name}={value} is yours: {harm}"]
+
+
+@pytest.mark.parametrize("name, value, device, settings, harm", [
+    ("USE_LIBUV", "1", "cpu", {"libuv": False}, "this torch was built without libuv: a store cannot be made; set it to 0"),
+    ("GLOO_SOCKET_IFNAME", "lo", "cpu", {"num_hosts": 2}, "2 hosts do not reach each other over the loopback"),
+    ("NCCL_SOCKET_IFNAME", "=lo", "cuda", {"num_hosts": 2}, "2 hosts do not reach each other over the loopback"),
+    ("CUDA_VISIBLE_DEVICES", "0", "cpu", {"for_script": True}, "on the CPU was asked, and the script sees these GPUs"),
+    ("OMP_NUM_THREADS", "many", "cpu", {}, "not a number of threads: each process takes every core"),
+])  # fmt: skip
+def test_what_hurts_depends_on_the_launch(name, value, device, settings, harm):
+    _, rows = worker_env({name: value}, nproc=2, device=device, cpu_cores=8, **settings)
+    assert harm_lines(rows) == [f"note    {name}={value} is yours: {harm}"]
+
+
+@pytest.mark.parametrize("name, value", [
+    ("OMP_NUM_THREADS", "1"), ("OMP_NUM_THREADS", "4"), ("OMP_NUM_THREADS", "4,2"), ("USE_LIBUV", "0"), ("USE_LIBUV", "1"),
+    ("TORCH_DISTRIBUTED_DEBUG", "INFO"), ("CUDA_LAUNCH_BLOCKING", "0"), ("GLOO_SOCKET_IFNAME", "lo"), ("PATH", ""),
+])  # fmt: skip
+def test_what_does_no_harm_is_not_named(name, value):
+    _, rows = worker_env({name: value}, nproc=2, device="cuda", cpu_cores=8)
+    assert harm_lines(rows) == []
+
+
+def test_the_table_shows_each_variable_with_its_origin_and_reason():
+    _, rows = worker_env({"OMP_NUM_THREADS": "32"}, nproc=2, device="cpu", cpu_cores=8)
+    assert format_env(rows).splitlines() == [
+        "PYTHONUNBUFFERED=1            added         a log is whole up to the moment of a crash",
+        "PYTHONFAULTHANDLER=1          added         a crash in native code leaves a traceback",
+        "TOKENIZERS_PARALLELISM=false  added         tokenizers must not start a thread per core in every process",
+        "GLOO_SOCKET_IFNAME=lo         added         all processes are on this host, whatever its name resolves to",
+        "TORCH_FR_BUFFER_SIZE=2000     added         each rank remembers its last collectives, for the day they hang",
+        "OMP_NUM_THREADS=32            yours, hurts  2 processes x 32 threads wait for each other on 8 cores",
+    ]
+
+
+def test_nothing_secret_of_the_users_environment_is_in_the_table():
+    _, rows = worker_env({"WANDB_API_KEY": "abc", "HF_TOKEN": "def"}, nproc=2, device="cpu", cpu_cores=8)
+    assert "abc" not in format_env(rows)
+    assert "HF_TOKEN" not in format_env(rows)

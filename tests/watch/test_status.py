@@ -47,3 +47,16 @@ def test_the_table_lines_up_and_shows_what_is_unknown(tmp_path):
     lines = format_runs(list_runs(tmp_path)).splitlines()
     assert [len(line) for line in lines[:2]] == [len(lines[0])] * 2
     assert lines[2].split() == ["long-name", "broken", "0", "n/a", "n/a", "n/a", "n/a"]
+
+
+def test_a_script_has_a_state_and_a_command_but_no_steps(tmp_path):
+    run = RunDir(tmp_path / "train-1")
+    run.path.mkdir()
+    run.config_toml.write_text('command = ["train.py"]\n')
+    append_event(run, "script", command=["train.py"], nproc=2, device="cpu")
+    append_event(run, "attempt", attempt=1)
+    append_event(run, "attempt_ended", attempt=1, state="finished")
+    append_event(run, "finished")
+    status = run_status(run)
+    assert (status.state, status.command, status.attempts) == ("finished", ["train.py"], 1)
+    assert format_runs([status]).splitlines()[1].split()[:6] == ["train-1", "finished", *["n/a"] * 4]

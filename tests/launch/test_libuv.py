@@ -1,0 +1,102 @@
+"""A torch that was built without libuv launches all the same: agent, workers, any script, the trainer."""
+
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.dist
+HERE = Path(__file__).parent
+SYMBOL = "_ZN4c10d6detail35is_libuv_tcpstore_backend_availableEv"
+RUN = """
+import sys
+from paceline.launch.script import Cleared, run_words
+sys.exit(run_words(sys.argv[2:], check=lambda *_: Cleared(libuv=sys.argv[1] == "yes")))
+"""
+LAUNCH = """
+import os, sys
+from pathlib import Path
+from paceline.launch.env import worker_env
+from paceline.launch.supervisor import run_attempt
+from paceline.rundir import RunDir
+env, _ = worker_env(os.environ, nproc=2, device="cpu", cpu_cores=2, libuv=False)
+outcome = run_attempt(
+    RunDir(Path("run")), command=[sys.executable, "-c", sys.argv[1]], nproc=2, attempt=1, env=env, lock_fd=None,
+    on_tick=lambda: None, libuv=False,
+)
+sys.exit(outcome.exit_code)
+"""
+ERROR = "use_libuv was requested but PyTorch was built without libuv support"
+WORKER = """
+import torch
+from paceline.train.dist import all_reduce_sum, init_distributed, shutdown
+rank, world_size, _ = init_distributed("cpu")
+total = torch.ones(1)
+all_reduce_sum(total)
+print("rank", rank, "of", world_size, "sum", total.item())
+shutdown()
+"""
+
+
+@pytest.fixture(scope="module")
+def env():
+    """An environment in which every torch has no libuv."""
+    if sys.platform != "linux" or platform.machine() != "x86_64" or shutil.which("nm") is None:
+        pytest.skip("the patch needs x86-64 Linux and nm")
+    library = Path(importlib.util.find_spec("torch").origin).parent / "lib" / "libtorch_cpu.so"
+    symbols = subprocess.run(["nm", library], capture_output=True, text=True).stdout.splitlines()
+    offset = next((line.split()[0] for line in symbols if line.endswith(SYMBOL)), None)
+    if offset is None:
+        pytest.skip("this torch does not name its check for libuv")
+    return {
+        **os.environ,
+        "PYTHONPATH": str(HERE / "no_libuv"),
+        "NO_LIBUV_OFFSET": str(int(offset, 16)),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def run(code, *words, cwd, env):
+    command = [sys.executable, "-c", code, *words]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=100)
+
+
+def test_the_patch_makes_torch_one_without_libuv(tmp_path, env):
+    code = "from torch.distributed import TCPStore; TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)"
+    assert ERROR in run(code, cwd=tmp_path, env=env).stderr
+
+
+def test_a_script_for_torchrun_trains_on_it(tmp_path, env):
+    done = run(RUN, "no", "--nproc", "2", "--", str(HERE / "scripts" / "ddp.py"), "1", cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    weights = [line.split("weights ")[1] for line in done.stdout.splitlines() if "weights" in line]
+    assert len(weights) == 2
+    assert weights[0] == weights[1]
+
+
+def test_a_failing_rank_is_still_the_one_named(tmp_path, env):
+    done = run(RUN, "no", "--nproc", "2", "--", str(HERE / "scripts" / "recorded.py"), cwd=tmp_path, env=env)
+    assert done.returncode in (
+        1,
+        134,
+    )  # gloo aborts now and then when python ends with an error; the error is the cause
+    assert "rank 1 failed: RuntimeError: the batch of rank 1 is empty\n" in done.stderr
+
+
+def test_the_workers_of_the_trainer_join_on_it(tmp_path, env):
+    done = run(LAUNCH, WORKER, cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
+    logs = [(tmp_path / "run" / "logs" / "1" / f"{rank}.log").read_text() for rank in range(2)]
+    assert logs == ["rank 0 of 2 sum 2.0\n", "rank 1 of 2 sum 2.0\n"]
+
+
+def test_a_launch_that_was_not_told_fails_with_torchs_own_words(tmp_path, env):
+    (tmp_path / "train.py").write_text("print('started')")
+    done = run(RUN, "yes", "--nproc", "2", "--", "train.py", cwd=tmp_path, env=env)
+    assert done.returncode == 3
+    assert ERROR in done.stderr

@@ -1,0 +1,253 @@
+"""Every verdict on recorded facts: it fires on its fault, with its severity and a fix to paste, and is silent without it."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.check.ask import Ask
+from paceline.check.catalogue import format_catalogue
+from paceline.check.verdict import Verdict, at
+from paceline.check.verdicts import VERDICTS, find
+from paceline.errors import Finding
+
+ROOT = Path(__file__).parents[2]
+HOSTS = {path.stem: json.loads(path.read_text()) for path in (Path(__file__).parent / "hosts").glob("*.json")}
+GIB = 1 << 30
+TRAIN = {"command": "train", "nproc": 2, "config": {"depth": 4, "keep_last": 2, "log_every": 10}, "num_steps": 300}
+CUDA = {**TRAIN, "device": "cuda", "precision": "bf16", "need_gpu_bytes": 8 * GIB, "need_host_bytes": 4 * GIB}
+CPU = {**TRAIN, "device": "cpu", "precision": "bf16", "need_host_bytes": 2 * GIB}
+DISK = {**CPU, "checkpoint_bytes": 2 * GIB, "num_checkpoints": 4}
+TWO_HOSTS = {**CUDA, "num_hosts": 2}
+ETH0 = "network.interfaces.1"
+BRIDGE = {"name": "br-1", "up": True, "loopback": False, "kind": "bridge", "addresses": ["172.18.0.1"], "mtu": 1500,
+          "speed_mbps": None, "driver": None}  # fmt: skip
+TOKENIZER = {"path": "books.json", "exists": True, "vocab_size": 32_768, "error": None}
+FOREIGN_LIBRARY = [{"name": "libc10.so", "path": "/opt/old/lib/libc10.so", "expected": False, "version": None}]
+HELD = [{"pid": 4711, "name": "python train.py", "used_bytes": 30 * GIB}]
+
+# id, host, what is changed in its facts, what is asked, severity
+CASES: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
+    ("torch-missing", "workstation", {"torch": None}, CUDA, "stop"),
+    ("torch-broken", "workstation", {"torch.error": "ImportError: libcudart.so.12: cannot open shared object file"}, CUDA, "stop"),
+    ("torch-old", "workstation", {"torch.version": "2.6.0+cu124"}, CUDA, "stop"),
+    ("torch-old", "workstation", {"torch.version": "2.6.0+cu124"}, {"command": "run"}, "warn"),
+    ("torch-cpu-build", "workstation", {"torch.cuda": None, "torch.archs": []}, CUDA, "stop"),
+    ("torch-cpu-build", "workstation", {"torch.cuda": None, "torch.archs": []}, CPU, "note"),
+    ("torch-no-kernels", "workstation", {"torch.archs": ["sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]}, CUDA, "stop"),
+    ("driver-old", "workstation", {"driver.version": "470.256.02"}, CUDA, "stop"),
+    ("driver-old", "workstation", {"torch.cuda": "13.0"}, CUDA, "stop"),
+    ("torch-no-cuda", "workstation", {"torch.cuda_available": False, "torch.cuda_error": "CUDA unknown error"}, CUDA, "stop"),
+    ("torch-no-libuv", "cpu_box", {"torch.libuv": False}, CPU, "warn"),
+    ("torch-no-backend", "workstation", {"torch.nccl_backend": False}, CUDA, "stop"),
+    ("torch-no-backend", "cpu_box", {"torch.gloo": False}, CPU, "stop"),
+    ("torch-no-backend", "cpu_box", {"torch.distributed": False}, CPU, "stop"),
+    ("library-foreign", "cpu_box", {"torch.libraries": FOREIGN_LIBRARY, "env.LD_LIBRARY_PATH": "/opt/old/lib"}, CPU, "warn"),
+    ("libuv-mismatch", "cpu_box", {"torch.libuv_header": "1.48.0", "torch.libuv_library": "1.44.2"}, CPU, "warn"),
+    ("torch-build-left", "cpu_box", {"torch.build_tree": {"path": "/src/build", "libraries_newer": ["libc10.so"]}}, CPU, "warn"),
+    ("torch-debug", "cpu_box", {"torch.debug": True}, CPU, "warn"),
+    ("nccl-mixed", "workstation", {"packages.nvidia-nccl-cu12": "2.21.5"}, CUDA, "warn"),
+    ("torch-from-pythonpath", "cpu_box", {"torch.path": "/src/torch", "env.PYTHONPATH": "/src"}, CPU, "note"),
+    ("gpu-missing", "cpu_box", {}, {"device": "cuda"}, "stop"),
+    ("gpu-missing", "workstation",
+     {"gpus.0.visible": False, "gpus.1.visible": False, "env.CUDA_VISIBLE_DEVICES": ""}, CUDA, "stop"),
+    ("gpu-driver-silent", "workstation", {"nvml_error": "Driver/library version mismatch", "gpus": None}, CUDA, "stop"),
+    ("gpu-fewer", "workstation", {"gpus.1.visible": False, "env.CUDA_VISIBLE_DEVICES": "0"}, CUDA, "stop"),
+    ("gpu-hidden", "workstation", {"gpus.1.visible": False, "env.CUDA_VISIBLE_DEVICES": "0"}, {"nproc": 1}, "note"),
+    ("gpu-name-wrong", "workstation", {"env.CUDA_VISIBLE_DEVICES": "0,1,2"}, CUDA, "warn"),
+    ("gpu-memory-held", "workstation", {"gpus.1.memory_free_bytes": 20 * GIB, "gpus.1.processes": HELD}, CUDA, "warn"),
+    ("gpu-memory-held", "workstation", {"gpus.1.memory_free_bytes": 2 * GIB, "gpus.1.processes": HELD}, CUDA, "stop"),
+    ("gpu-memory-short", "workstation", {"gpus.0.memory_total_bytes": 6 * GIB}, CUDA, "stop"),
+    ("gpu-link-narrow", "workstation", {"gpus.1.pcie.width": 4}, CUDA, "warn"),
+    ("gpu-p2p-lies", "workstation", {"gpus.0.p2p": {"1": True}, "gpus.1.p2p": {"0": True}, "driver.version": "565.57"}, CUDA, "warn"),
+    ("gpu-p2p-lies", "workstation", {"gpus.0.p2p": {"1": True}, "gpus.1.p2p": {"0": True}, "network.iommu": True}, CUDA, "warn"),
+    ("gpu-p2p-off", "server", {"env.NCCL_P2P_DISABLE": "1"}, CUDA, "warn"),
+    ("gpu-mixed", "workstation", {"gpus.1.name": "NVIDIA GeForce RTX 3060"}, CUDA, "warn"),
+    ("gpu-refuses-work", "workstation", {"gpus.0.compute_mode": "prohibited"}, CUDA, "stop"),
+    ("gpu-mig", "server", {"gpus.3.mig": True}, CUDA, "warn"),
+    ("gpu-ecc-errors", "server", {"gpus.3.ecc_errors": 2}, CUDA, "warn"),
+    ("gpu-hot", "workstation", {"gpus.0.temperature_c": 91, "gpus.0.throttle": ["thermal"]}, CUDA, "warn"),
+    ("gpu-power-limited", "workstation", {"gpus.0.power_limit_w": 400.0}, CUDA, "note"),
+    ("precision-unsupported", "workstation", {"gpus.0.capability": [7, 5]}, CUDA, "stop"),
+    ("probe-failed", "cpu_box", {"probes.gpu": {"ok": False, "seconds": 5.0, "error": "no answer in 5 s"}}, CPU, "warn"),
+    ("memory-short", "cpu_box", {"host.memory.cgroup_limit_bytes": GIB, "host.memory.cgroup_used_bytes": 0}, CPU, "stop"),
+    ("memory-held", "cpu_box", {"host.memory.available_bytes": GIB}, CPU, "stop"),
+    ("memory-low", "cpu_box", {"host.memory.available_bytes": GIB}, {}, "note"),
+    ("shm-small", "workstation", {"host.shm.free_bytes": 64 << 20}, CUDA, "warn"),
+    ("shm-small", "workstation", {"host.shm.free_bytes": 1000}, CUDA, "stop"),
+    ("nofile-low", "cpu_box", {"host.limits.nofile": [256, 4096]}, CPU, "warn"),
+    ("nofile-low", "cpu_box", {"host.limits.nofile": [64, 64]}, CPU, "stop"),
+    ("nproc-low", "cpu_box", {"host.limits.nproc": [100, 4096]}, CPU, "warn"),
+    ("memlock-low", "server", {"host.limits.memlock": [65536, 65536]}, TWO_HOSTS, "warn"),
+    ("clock-free", "server", {"host.clock.synchronized": False}, TWO_HOSTS, "warn"),
+    ("wsl", "workstation", {"host.wsl": True}, CUDA, "note"),
+    ("container-no-gpus", "cpu_box", {"nvidia_cards": 2, "host.container": "docker"}, {}, "note"),
+    ("cores-few", "cpu_box", {}, {**CPU, "nproc": 3}, "warn"),
+    ("cpu-no-bf16", "cpu_box", {"host.cpu.bf16": False}, CPU, "warn"),
+    ("omp-threads", "cpu_box", {"env.OMP_NUM_THREADS": "16"}, CPU, "warn"),
+    ("launcher-left", "cpu_box", {"env.RANK": "0", "env.WORLD_SIZE": "8"}, CPU, "warn"),
+    ("debug-left", "workstation", {"env.CUDA_LAUNCH_BLOCKING": "1"}, CUDA, "warn"),
+    ("async-errors-off", "workstation", {"env.TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, CUDA, "warn"),
+    ("nccl-shm-off", "workstation", {"env.NCCL_SHM_DISABLE": "1"}, CUDA, "warn"),
+    ("allocator-twice", "workstation", {"env.PYTORCH_ALLOC_CONF": "a:1", "env.PYTORCH_CUDA_ALLOC_CONF": "a:2"}, CUDA, "warn"),
+    ("allocator-clash", "workstation",
+     {"env.PYTORCH_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:128"}, CUDA, "warn"),
+    ("compiler-missing", "cpu_box", {"tools.cxx": None}, {**CPU, "compile": True}, "stop"),
+    ("compiler-missing", "workstation", {"packages.triton": None}, {**CUDA, "compile": True}, "stop"),
+    ("wandb-silent", "cpu_box", {"env.WANDB_PROJECT": "books"}, CPU, "warn"),
+    ("folder-unwritable", "cpu_box",
+     {"storage.run_dir.writable": False, "storage.run_dir.error": "Read-only file system"}, DISK, "stop"),
+    ("disk-full", "cpu_box", {"storage.run_dir.free_bytes": 3 * GIB}, DISK, "stop"),
+    ("disk-slow", "cpu_box", {"storage.run_dir.write_bytes_per_s": 8e6}, DISK, "warn"),
+    ("disk-no-inodes", "cpu_box", {"storage.run_dir.free_inodes": 12}, DISK, "warn"),
+    ("cache-on-network", "cpu_box", {"storage.cache.network": True, "storage.cache.filesystem": "nfs4"}, CPU, "note"),
+    ("tmp-small", "cpu_box", {"storage.tmp.free_bytes": 1 << 20}, CPU, "warn"),
+    ("text-missing", "cpu_box", {"text.data": "books", "text.exists": False}, CPU, "stop"),
+    ("text-unreadable", "cpu_box", {"text.data": "books", "text.error": "Permission denied"}, CPU, "stop"),
+    ("text-empty", "cpu_box", {"text.data": "books", "text.bytes": 0}, CPU, "stop"),
+    ("tokenizer-missing", "cpu_box", {"text.tokenizer": {**TOKENIZER, "exists": False}}, CPU, "stop"),
+    ("vocabulary-differs", "cpu_box", {"text.tokenizer": TOKENIZER},
+     {**CPU, "config": {"vocab_size": 4096}, "set_keys": frozenset({"vocab_size"})}, "warn"),
+    ("text-not-prepared", "cpu_box", {"text.prepared": False}, {"command": "check"}, "note"),
+    ("name-unknown", "cpu_box", {"network.resolve_error": "Name or service not known"}, {"command": "run"}, "warn"),
+    ("name-unknown", "server", {"network.resolve_error": "Name or service not known"}, TWO_HOSTS, "stop"),
+    ("name-loopback", "cpu_box", {"network.addresses": ["127.0.1.1"]}, {"command": "run"}, "warn"),
+    ("name-loopback", "server", {"network.addresses": ["127.0.1.1"]}, TWO_HOSTS, "stop"),
+    ("name-slow", "cpu_box", {"network.resolve_s": 4.0}, CPU, "warn"),
+    ("interface-missing", "cpu_box", {"env.GLOO_SOCKET_IFNAME": "eth9"}, CPU, "stop"),
+    ("interface-missing", "workstation", {"env.NCCL_SOCKET_IFNAME": "=eth"}, CUDA, "stop"),
+    ("interface-missing", "workstation", {"env.NCCL_SOCKET_IFNAME": "eth", f"{ETH0}.up": False}, CUDA, "stop"),
+    ("interface-wrong", "server", {"env.NCCL_SOCKET_IFNAME": "lo"}, TWO_HOSTS, "stop"),
+    ("interface-bridge", "server", {"network.interfaces.2": BRIDGE}, TWO_HOSTS, "warn"),
+    ("infiniband-off", "server", {"env.NCCL_IB_DISABLE": "1"}, TWO_HOSTS, "warn"),
+    ("infiniband-down", "server", {"network.ib_devices.0.state": "DOWN"}, TWO_HOSTS, "note"),
+    ("port-taken", "cpu_box",
+     {"network.ports": [{"port": 29500, "free": False, "error": "Address already in use", "holder": {"pid": 7, "name": "x"}}],
+      "network.free_port": 29501}, {"port": 29500}, "stop"),
+    ("port-ephemeral", "cpu_box", {}, {"port": 40000}, "note"),
+    ("plan-refused", "cpu_box", {}, {"refused": ("n_kv_head 3 does not divide 2 heads", "one of 1, 2")}, "stop"),
+    ("batch-indivisible", "cpu_box", {},
+     {**CPU, "total_batch_size": 1000, "device_batch_size": 3, "sequence_len": 256}, "stop"),
+    ("interval-long", "cpu_box", {}, {**CPU, "config": {"eval_every": 500}, "set_keys": frozenset({"eval_every"})}, "note"),
+    ("log-rare", "cpu_box", {}, {**CPU, "config": {"log_every": 500}}, "warn"),
+    ("save-never", "cpu_box", {},
+     {**CPU, "num_steps": 5000, "config": {"save_every": 0}, "set_keys": frozenset({"save_every"})}, "warn"),
+    ("warmup-long", "cpu_box", {}, {**CPU, "config": {"warmup_steps": 200}, "set_keys": frozenset({"warmup_steps"})}, "note"),
+    ("length-twice", "cpu_box", {},
+     {**CPU, "config": {"num_steps": 300, "tokens_per_param": 8.0}, "set_keys": frozenset({"num_steps", "tokens_per_param"})},
+     "note"),
+    ("warmdown-none", "cpu_box", {},
+     {**CPU, "config": {"final_lr_frac": 0.1, "warmdown_ratio": 0}, "set_keys": frozenset({"final_lr_frac"})}, "note"),
+    ("checkpointing-on-cpu", "cpu_box", {},
+     {**CPU, "config": {"activation_checkpointing": True}, "set_keys": frozenset({"activation_checkpointing"})}, "note"),
+    ("epochs-many", "cpu_box", {}, {**CPU, "config": {"epochs": 40.0}}, "note"),
+]  # fmt: skip
+
+# id, what is changed on the second host
+PAIRS: list[tuple[str, dict[str, Any]]] = [
+    ("hosts-torch", {"torch.version": "2.12.1+cu128"}),
+    ("hosts-nccl", {"torch.nccl": "2.26.2"}),
+    ("hosts-cuda", {"torch.cuda": "13.0"}),
+    ("hosts-driver", {"driver.version": "570.86.10"}),
+    ("hosts-python", {"python.version": "3.12.3"}),
+    ("hosts-packages", {"packages.tokenizers": "0.20.0"}),
+    ("hosts-code", {"tools.code.commit": "0" * 40}),
+    ("hosts-code", {"tools.code.dirty": True}),
+    ("hosts-gpus", {"gpus.1.name": "NVIDIA H100 80GB HBM3"}),
+    ("hosts-clock", {"host.clock.unix": 1795240138.0}),
+    ("hosts-mtu", {f"{ETH0}.mtu": 9000}),
+]
+
+
+def changed(facts: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """The facts with other values at some paths; a list's member by its number."""
+    facts = copy.deepcopy(facts)
+    for path, value in changes.items():
+        *way, last = path.split(".") if not path.startswith("packages.") else ["packages", path[len("packages.") :]]
+        place: Any = facts
+        for name in way:
+            place = place[int(name)] if isinstance(place, list) else place[name]
+        place[int(last) if isinstance(place, list) else last] = value
+    return facts
+
+
+def found(id: str, hosts: list[dict[str, Any]], ask: dict[str, Any]) -> list[Finding]:
+    return [finding for finding in find(hosts, Ask(**ask)) if finding.id == id]
+
+
+def names(case: tuple[Any, ...]) -> str:
+    return case[0]
+
+
+@pytest.mark.parametrize("case", CASES, ids=names)
+def test_a_verdict_fires_on_its_fault_and_is_silent_without_it(case):
+    id, host, changes, ask, severity = case
+    [first, *_] = found(id, [changed(HOSTS[host], changes)], ask)
+    assert first.severity == severity
+    assert first.what and first.why and first.fix
+    assert first.host == HOSTS[host]["host"]["name"]
+    healthy_ask = ask if changes else {"device": "cpu", "nproc": 2}  # where the fault lies in what was asked
+    assert found(id, [HOSTS[host]], healthy_ask) == []
+
+
+@pytest.mark.parametrize("case", PAIRS, ids=names)
+def test_a_difference_between_hosts_is_named_with_both(case):
+    id, changes = case
+    first = HOSTS["server"]
+    second = changed(first, {"host.name": "node2", **changes})
+    [finding] = found(id, [first, second], TWO_HOSTS)
+    assert finding.host is None
+    assert "node1" in finding.what or "node2" in finding.what
+    assert found(id, [first, changed(first, {"host.name": "node2"})], TWO_HOSTS) == []
+
+
+@pytest.mark.parametrize("host, ask", [
+    ("cpu_box", {}), ("cpu_box", CPU), ("cpu_box", DISK), ("cpu_box", {"command": "run"}), ("cpu_box", {"port": 29500}),
+    ("workstation", {}), ("workstation", CUDA), ("workstation", CPU), ("workstation", {"command": "run"}),
+    ("server", {}), ("server", {**CUDA, "nproc": 8}), ("server", TWO_HOSTS),
+])  # fmt: skip
+def test_a_healthy_machine_is_left_in_peace(host, ask):
+    assert find([HOSTS[host]], Ask(**ask)) == []
+
+
+def test_unknown_facts_never_fire():
+    blank = dict.fromkeys(HOSTS["cpu_box"])
+    for ask in ({}, CPU, CUDA, DISK, TWO_HOSTS, {"command": "run", "port": 29500}):
+        assert [f for f in find([blank, blank], Ask(**ask)) if f.id not in ("cores-few",)] == []
+
+
+def test_any_single_unknown_fact_is_survived():
+    for facts in HOSTS.values():
+        for section, value in facts.items():
+            find([{**facts, section: None}], Ask(**TWO_HOSTS))
+            for key in value if isinstance(value, dict) else ():
+                find([{**facts, section: {**value, key: None}}], Ask(**TWO_HOSTS))
+
+
+def test_every_verdict_has_a_case_here():
+    assert {verdict.id for verdict in VERDICTS} == {case[0] for case in (*CASES, *PAIRS)}
+    assert len(VERDICTS) >= 40
+
+
+@pytest.mark.parametrize("verdict", VERDICTS, ids=lambda verdict: verdict.id)
+def test_a_verdict_is_told_in_whole_sentences(verdict: Verdict):
+    assert verdict.cause.endswith(".") and verdict.fix.endswith((".", "!"))
+    assert (not verdict.why.endswith(".") and verdict.why[0].islower()) or verdict.why.startswith(("NCCL", "CUDA"))
+
+
+def test_stop_comes_before_warn_and_warn_before_note():
+    facts = changed(HOSTS["cpu_box"], {"host.wsl": True, "torch.debug": True, "text.exists": False})
+    assert [finding.severity for finding in find([facts], Ask(**CPU))] == ["stop", "warn", "note"]
+
+
+def test_evidence_holds_the_facts_it_follows_from():
+    facts = changed(HOSTS["cpu_box"], {"host.limits.nofile": [256, 4096]})
+    [finding] = found("nofile-low", [facts], CPU)
+    assert finding.evidence == {"host.limits.nofile": at(facts, "host.limits.nofile")}
+    assert finding.fix == "ulimit -n 4096"
+
+
+def test_the_page_of_checks_is_up_to_date():
+    assert (ROOT / "docs" / "checks.md").read_text() == format_catalogue()

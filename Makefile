@@ -28,7 +28,7 @@ $(VENV)/core: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/dev: $(VENV)/core
-	$(PIP) -e '.[dev,datasets]'
+	$(PIP) -e '.[dev,datasets,peers]'
 	touch $@
 
 clean:

@@ -57,7 +57,7 @@ def run_command(args: list[str]) -> int:
             raise UsageError(
                 f"unknown command {args[0]}", fix=f"paceline {near[0]}" if near else "paceline --help lists them"
             )
-        if any(arg in ("-h", "--help") for arg in args[1:]):
+        if asks_help(args[0], args[1:]):
             print(command_help(args[0]), end="")
             return 0
         return command(args[1:])
@@ -70,6 +70,15 @@ def run_command(args: list[str]) -> int:
     except BrokenPipeError:
         sys.stderr.close()  # the reader of a pipe went away: `paceline runs | head`
         return 0
+
+
+def asks_help(name: str, args: list[str]) -> bool:
+    """A script's own words, its --help among them, are not ours."""
+    if name == "run":
+        from paceline.launch.command import split_command
+
+        args = split_command(args)[0]
+    return any(arg in ("-h", "--help") for arg in args)
 
 
 def train(args: list[str]) -> int:

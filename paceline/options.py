@@ -3,7 +3,9 @@ The words and options of the commands that take no config keys; config keys are 
 """
 
 import difflib
+import tomllib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +54,23 @@ def find_run(words: list[str], *, runs_dir: str | None) -> RunDir:
     folder = Path(runs_dir or "runs")
     for path in (Path(words[0]), folder / words[0]):
         if (path / "config.toml").is_file():
-            return RunDir(path)
+            return run_of_ours(RunDir(path))
     names = sorted(path.parent.name for path in folder.glob("*/config.toml"))
     known = (
         f"one of {', '.join(names[-5:])}" if names else "paceline train makes one; give the folder if it is elsewhere"
     )
     raise PacelineError(f"no run {words[0]}: neither it nor {folder / words[0]} holds a config.toml", fix=known)
+
+
+def run_of_ours(run: RunDir) -> RunDir:
+    """The run, unless a script's: that has no config of ours and no checkpoint that we can read."""
+    with suppress(OSError, ValueError):
+        if "command" in tomllib.loads(run.config_toml.read_text(encoding="utf-8")):
+            raise PacelineError(
+                f"{run.name} is the run of a script, not a training run of paceline's own",
+                fix=f"paceline run {run.config_toml} runs it again",
+            )
+    return run
 
 
 def one_word(words: list[str], what: str, *, default: str) -> str:

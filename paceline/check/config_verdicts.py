@@ -38,7 +38,7 @@ def interval_is_long(facts: Facts, ask: Ask) -> Iterator[Seen]:
 
 def logs_too_rarely(facts: Facts, ask: Ask) -> Iterator[Seen]:
     every = (ask.config or {}).get("log_every")
-    if every and ask.num_steps and every > ask.num_steps:
+    if "log_every" in ask.set_keys and every and ask.num_steps and every > ask.num_steps:
         yield Seen(
             f"log_every is {every:,}, the run has {ask.num_steps:,} steps", f"--log-every {max(1, ask.num_steps // 10)}"
         )

@@ -98,16 +98,16 @@ def probe_memory() -> dict[str, Any]:
         "cgroup_limit_bytes": limit.limit_bytes if limit and limit.limit_bytes < total_bytes else None,
         "cgroup_used_bytes": limit.used_bytes if limit and limit.limit_bytes < total_bytes else None,
         "swap_total_bytes": sizes.get("SwapTotal"),
-        "largest": largest_processes(),
+        "largest": largest_processes(own_cgroup=limit is not None and limit.limit_bytes < total_bytes),
     }
 
 
-def largest_processes() -> list[dict[str, Any]]:
-    """Those that hold the most memory, the largest first."""
-    found = []
+def largest_processes(*, own_cgroup: bool) -> list[dict[str, Any]]:
+    """Those that hold the most memory, the largest first. own_cgroup: only those that share our limit."""
+    found, ours = [], read_text("/proc/self/cgroup")
     for name in names_in("/proc"):
         pages = (read_text(f"/proc/{name}/statm") or "").split() if name.isdigit() else []
-        if len(pages) > 1:
+        if len(pages) > 1 and (not own_cgroup or read_text(f"/proc/{name}/cgroup") == ours):
             found.append((int(pages[1]) * os.sysconf("SC_PAGE_SIZE"), int(name)))
     largest = sorted(found, reverse=True)[:NUM_LARGEST]
     return [{"pid": pid, "name": process_name(pid) or "unknown", "rss_bytes": rss} for rss, pid in largest]

@@ -9,7 +9,7 @@ from paceline.check.verdict import Facts, Seen, Verdict, at, env, is_on, num_ran
 from paceline.units import GIB, MIB, format_bytes
 
 SHM_PER_RANK = 64 * MIB  # NCCL's buffers and a data loader's batches
-NOFILE_LOW, NOFILE_STOP = 1024, 64
+NOFILE_LOW = 1024
 NPROC_PER_RANK = 256  # threads count too
 MEMLOCK_LOW = 64 * MIB
 LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE", "GROUP_RANK")
@@ -92,13 +92,12 @@ def nofile_is_low(facts: Facts, ask: Ask) -> Iterator[Seen]:
     soft, hard = at(facts, "host.limits.nofile") or (-1, -1)
     if not 0 <= soft < NOFILE_LOW:
         return
-    more = 65536 if hard == -1 or at(facts, "host.root") else min(hard, 65536)
+    more = 65536 if hard == -1 else min(hard, 65536)
     fix = f"ulimit -n {more}" if more > soft else "echo '* - nofile 65536' | sudo tee -a /etc/security/limits.conf"
     yield Seen(
         f"{soft} open files are allowed, {hard} at most",
         fix,
         ("host.limits.nofile",),
-        "stop" if soft <= NOFILE_STOP else "warn",
     )
 
 
@@ -281,7 +280,7 @@ VERDICTS = (
             why="NCCL and data loader workers fail with `unable to allocate shared memory` or bus errors",
             fix="Make it larger."),
     Verdict("nofile-low", "warn", look=nofile_is_low,
-            cause="Few open files are allowed; 64 or fewer are a stop.",
+            cause="Few open files are allowed.",
             why="sockets and token shards fail with `Too many open files`",
             fix="Raise the limit."),
     Verdict("nproc-low", "warn", look=nproc_is_low,

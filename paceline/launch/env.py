@@ -111,7 +111,7 @@ def cpu_values(launch: Launch) -> list[tuple[str, str, str]]:
     if not launch.for_script:
         return []
     return [
-        ("CUDA_VISIBLE_DEVICES", "", "on the CPU was asked: the script sees no GPU"),
+        ("CUDA_VISIBLE_DEVICES", "", "the device is cpu: the script sees no GPU"),
         ("ACCELERATE_USE_CPU", "true", "accelerate joins processes on the CPU only when it is told"),
     ]
 
@@ -143,7 +143,7 @@ def harm_of(name: str, value: str, launch: Launch) -> str | None:
         case "TORCH_NCCL_ASYNC_ERROR_HANDLING" | "NCCL_ASYNC_ERROR_HANDLING" if value == "0":
             return "a rank whose peer has failed waits without end"
         case "CUDA_VISIBLE_DEVICES" if value and launch.for_script and launch.device == "cpu":
-            return "on the CPU was asked, and the script sees these GPUs"
+            return "the device is cpu, and the script sees these GPUs"
         case "ACCELERATE_USE_CPU" if launch.for_script and launch.device == "cuda" and is_true(value):
             return "accelerate stays on the CPU"
         case _:

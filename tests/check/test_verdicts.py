@@ -31,7 +31,7 @@ HELD = [{"pid": 4711, "name": "python train.py", "used_bytes": 30 * GIB}]
 # id, host, what is changed in its facts, what is asked, severity
 CASES: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("torch-missing", "workstation", {"torch": None}, CUDA, "stop"),
-    ("torch-broken", "workstation", {"torch.error": "ImportError: libcudart.so.12: cannot open shared object file"}, CUDA, "stop"),
+    ("torch-broken", "workstation", {"torch.error": "ImportError: libcudart.so.12: cannot open"}, CUDA, "stop"),
     ("torch-old", "workstation", {"torch.version": "2.6.0+cu124"}, CUDA, "stop"),
     ("torch-old", "workstation", {"torch.version": "2.6.0+cu124"}, {"command": "run"}, "warn"),
     ("torch-cpu-build", "workstation", {"torch.cuda": None, "torch.archs": []}, CUDA, "stop"),
@@ -78,7 +78,6 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("shm-small", "workstation", {"host.shm.free_bytes": 64 << 20}, CUDA, "warn"),
     ("shm-small", "workstation", {"host.shm.free_bytes": 1000}, CUDA, "stop"),
     ("nofile-low", "cpu_box", {"host.limits.nofile": [256, 4096]}, CPU, "warn"),
-    ("nofile-low", "cpu_box", {"host.limits.nofile": [64, 64]}, CPU, "stop"),
     ("nproc-low", "cpu_box", {"host.limits.nproc": [100, 4096]}, CPU, "warn"),
     ("memlock-low", "server", {"host.limits.memlock": [65536, 65536]}, TWO_HOSTS, "warn"),
     ("clock-free", "server", {"host.clock.synchronized": False}, TWO_HOSTS, "warn"),
@@ -131,7 +130,7 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("batch-indivisible", "cpu_box", {},
      {**CPU, "total_batch_size": 1000, "device_batch_size": 3, "sequence_len": 256}, "stop"),
     ("interval-long", "cpu_box", {}, {**CPU, "config": {"eval_every": 500}, "set_keys": frozenset({"eval_every"})}, "note"),
-    ("log-rare", "cpu_box", {}, {**CPU, "config": {"log_every": 500}}, "warn"),
+    ("log-rare", "cpu_box", {}, {**CPU, "config": {"log_every": 500}, "set_keys": frozenset({"log_every"})}, "warn"),
     ("save-never", "cpu_box", {},
      {**CPU, "num_steps": 5000, "config": {"save_every": 0}, "set_keys": frozenset({"save_every"})}, "warn"),
     ("warmup-long", "cpu_box", {}, {**CPU, "config": {"warmup_steps": 200}, "set_keys": frozenset({"warmup_steps"})}, "note"),

@@ -109,7 +109,7 @@ def test_a_value_of_the_users_that_hurts_stays_and_is_named_in_one_line(name):
     ("USE_LIBUV", "1", "cpu", {"libuv": False}, "this torch was built without libuv: a store cannot be made; set it to 0"),
     ("GLOO_SOCKET_IFNAME", "lo", "cpu", {"num_hosts": 2}, "2 hosts do not reach each other over the loopback"),
     ("NCCL_SOCKET_IFNAME", "=lo", "cuda", {"num_hosts": 2}, "2 hosts do not reach each other over the loopback"),
-    ("CUDA_VISIBLE_DEVICES", "0", "cpu", {"for_script": True}, "on the CPU was asked, and the script sees these GPUs"),
+    ("CUDA_VISIBLE_DEVICES", "0", "cpu", {"for_script": True}, "the device is cpu, and the script sees these GPUs"),
     ("OMP_NUM_THREADS", "many", "cpu", {}, "not a number of threads: each process takes every core"),
 ])  # fmt: skip
 def test_what_hurts_depends_on_the_launch(name, value, device, settings, harm):

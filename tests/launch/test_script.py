@@ -20,12 +20,12 @@ from paceline.watch.status import run_status
 
 pytestmark = pytest.mark.dist
 SCRIPTS = Path(__file__).with_name("scripts")
-RUN_WORDS = Path(__file__).with_name("run_words.py")
+COMMAND = [sys.executable, "-m", "paceline.cli", "run"]
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 class Bench:
-    """A folder with scripts; `run` is the command with --name r."""
+    """A folder with scripts; `run` is the command with --name r, and without the checks unless they are wanted."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -35,9 +35,9 @@ class Bench:
         (self.folder / name).write_text(dedent(text))
         return name
 
-    def start(self, *words, name="r", **kwargs):
-        named = ["--name", name] if name else []
-        command = [sys.executable, str(RUN_WORDS), *named, *map(str, words)]
+    def start(self, *words, name="r", checked=False, **kwargs):
+        ours = [*(["--name", name] if name else []), *([] if checked else ["--no-check"])]
+        command = [*COMMAND, *ours, *map(str, words)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         return subprocess.Popen(command, cwd=self.folder, text=True, env=ENV, **{**pipes, **kwargs})
 
@@ -72,7 +72,7 @@ def weights(done):
 
 
 def test_a_ddp_script_trains_and_goes_on_from_its_snapshot(bench):
-    done = bench.run("--nproc", 2, SCRIPTS / "ddp.py", 1)
+    done = bench.run("--nproc", 2, SCRIPTS / "ddp.py", 1, checked=True)
     assert done.returncode == 0, done.err
     assert "[0] [rank 0] Epoch 0 | Steps: 4 | Loss " in done.out
     assert len(set(weights(done))) == 1
@@ -101,7 +101,7 @@ def test_a_recorded_error_is_the_last_thing_said_with_its_own_traceback(bench):
 ])  # fmt: skip
 def test_a_script_of_another_trainer_runs_as_it_is_on_two_processes(bench, script, package, said):
     pytest.importorskip(package, reason=f"{package} is not installed")
-    done = bench.run("--nproc", 2, "--", SCRIPTS / script, bench.folder / "out", timeout_s=100)
+    done = bench.run("--nproc", 2, "--", SCRIPTS / script, bench.folder / "out", timeout_s=100, checked=True)
     assert done.returncode == 0, done.out + done.err
     last = {
         rank: next(line for line in done.out.splitlines() if f"rank {rank} of 2, {said}" in line) for rank in (0, 1)
@@ -234,7 +234,7 @@ def test_a_reader_that_has_seen_enough_does_not_end_the_run(bench):
             time.sleep(0.05)
         open("ended", "w").close()
     """)
-    words = shlex.join([sys.executable, str(RUN_WORDS), "--nproc", "1", "--name", "r", "--", "train.py"])
+    words = shlex.join([*COMMAND, "--no-check", "--nproc", "1", "--name", "r", "--", "train.py"])
     subprocess.run(f"{words} | head -1", shell=True, cwd=bench.folder, env=ENV, capture_output=True, timeout=60)
     deadline = time.monotonic() + 20
     while run_status(bench.run_dir).state == "running" and time.monotonic() < deadline:

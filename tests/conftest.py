@@ -1,8 +1,15 @@
 """What all tests share: gpu tests are skipped without a CUDA GPU, slow ones without a C++ compiler to compile with."""
 
+import importlib.util
+import platform
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+
+LIBUV_CHECK = "_ZN4c10d6detail35is_libuv_tcpstore_backend_availableEv"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -18,3 +25,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no CUDA GPU here"))
+
+
+@pytest.fixture(scope="session")
+def without_libuv() -> dict[str, str]:
+    """Variables that make every Python's torch one that was built without libuv (tests/no_libuv)."""
+    if sys.platform != "linux" or platform.machine() != "x86_64" or shutil.which("nm") is None:
+        pytest.skip("the patch needs x86-64 Linux and nm")
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    library = Path(spec.origin).parent / "lib" / "libtorch_cpu.so"
+    symbols = subprocess.run(["nm", library], capture_output=True, text=True).stdout.splitlines()
+    offset = next((line.split()[0] for line in symbols if line.endswith(LIBUV_CHECK)), None)
+    if offset is None:
+        pytest.skip("this torch does not name its check for libuv")
+    return {"PYTHONPATH": str(Path(__file__).parent / "no_libuv"), "NO_LIBUV_OFFSET": str(int(offset, 16))}

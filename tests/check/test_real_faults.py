@@ -16,7 +16,6 @@ from probing import NAMESPACES, in_mounts, made_host
 
 pytestmark = pytest.mark.dist
 MEND = Path(__file__).parent / "mend.py"
-LAUNCH = Path(__file__).parents[1] / "launch"
 DEADLINE_S = 20.0
 CGROUPS = Path("/sys/fs/cgroup/memory")
 
@@ -149,13 +148,8 @@ def test_memory_that_another_process_holds_is_found(cgroup, tmp_path):
     assert finding["fix"] == f"kill {holder.pid}"
 
 
-def test_a_torch_without_libuv_is_found(tmp_path):
-    if b"is_libuv_tcpstore" not in subprocess.run(["nm", torch_lib() / "libtorch_cpu.so"], capture_output=True).stdout:
-        pytest.skip("this torch has no symbol table")
-    env = {
-        "PYTHONPATH": str(LAUNCH / "no_libuv"),
-        "INSTEAD": "unset PYTHONPATH",
-    }  # another build, without installing it
+def test_a_torch_without_libuv_is_found(without_libuv, tmp_path):
+    env = {**without_libuv, "INSTEAD": "unset PYTHONPATH"}  # as after installing another build
     assert mended("torch-no-libuv", folder=tmp_path, severity="warn", env=env)["fix"] == "paceline torch recipe"
 
 

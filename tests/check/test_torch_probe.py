@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from textwrap import dedent
 
 import pytest
 from probing import ask
@@ -111,32 +110,8 @@ def test_a_loaded_libuv_tells_its_own_version(tmp_path):
 
 @pytest.mark.dist
 @pytest.mark.skipif(shutil.which("nm") is None or os.uname().machine != "x86_64", reason="needs nm and x86-64")
-def test_a_torch_without_libuv_gives_its_own_words(tmp_path):
-    """The check inside libtorch_cpu.so is overwritten in memory with `return false`, then says what such a build says."""
-    patch = """
-        import ctypes, mmap, os, subprocess, sys
-        def patch(so):
-            lines = subprocess.run(["nm", so], capture_output=True, text=True).stdout.splitlines()
-            name = "_ZN4c10d6detail35is_libuv_tcpstore_backend_availableEv"
-            offset = [int(line.split()[0], 16) for line in lines if line.endswith(name)][0]
-            base = min(int(line.split("-")[0], 16) for line in open("/proc/self/maps") if line.rstrip().endswith(so))
-            start = (base + offset) & -mmap.PAGESIZE
-            libc = ctypes.CDLL(None)
-            assert libc.mprotect(ctypes.c_void_p(start), ctypes.c_size_t(2 * mmap.PAGESIZE), 7) == 0
-            ctypes.memmove(base + offset, b"\\x31\\xc0\\xc3", 3)  # xor eax, eax; ret
-            libc.mprotect(ctypes.c_void_p(start), ctypes.c_size_t(2 * mmap.PAGESIZE), 5)
-        class Finder:
-            def find_spec(self, name, path=None, target=None):
-                if name == "torch.distributed":
-                    sys.meta_path.remove(self)
-                    patch(os.path.join(os.path.dirname(path[0]), "torch/lib/libtorch_cpu.so"))
-        sys.meta_path.insert(0, Finder())
-    """
-    (tmp_path / "sitecustomize.py").write_text(dedent(patch))
-    torch_lib = Path(__import__("importlib.util").util.find_spec("torch").origin).parent / "lib/libtorch_cpu.so"
-    if b"is_libuv_tcpstore" not in subprocess.run(["nm", torch_lib], capture_output=True, check=True).stdout:
-        pytest.skip("this torch has no symbol table")
-    section = ask("torch_probe", env={"PYTHONPATH": str(tmp_path)})["torch"]
+def test_a_torch_without_libuv_gives_its_own_words(without_libuv):
+    section = ask("torch_probe", env=without_libuv)["torch"]
     assert (section["error"], section["libuv"], section["libuv_error"], section["gloo"]) == (
         None,
         False,

@@ -24,6 +24,7 @@ TWO_HOSTS = {**CUDA, "num_hosts": 2}
 ETH0 = "network.interfaces.1"
 BRIDGE = {"name": "br-1", "up": True, "loopback": False, "kind": "bridge", "addresses": ["172.18.0.1"], "mtu": 1500,
           "speed_mbps": None, "driver": None}  # fmt: skip
+P2P = {"gpus.0.p2p": {"1": True}, "gpus.1.p2p": {"0": True}}
 TOKENIZER = {"path": "books.json", "exists": True, "vocab_size": 32_768, "error": None}
 FOREIGN_LIBRARY = [{"name": "libc10.so", "path": "/opt/old/lib/libc10.so", "expected": False, "version": None}]
 HELD = [{"pid": 4711, "name": "python train.py", "used_bytes": 30 * GIB}]
@@ -61,8 +62,8 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("gpu-memory-held", "workstation", {"gpus.1.memory_free_bytes": 2 * GIB, "gpus.1.processes": HELD}, CUDA, "stop"),
     ("gpu-memory-short", "workstation", {"gpus.0.memory_total_bytes": 6 * GIB}, CUDA, "stop"),
     ("gpu-link-narrow", "workstation", {"gpus.1.pcie.width": 4}, CUDA, "warn"),
-    ("gpu-p2p-lies", "workstation", {"gpus.0.p2p": {"1": True}, "gpus.1.p2p": {"0": True}, "driver.version": "565.57"}, CUDA, "warn"),
-    ("gpu-p2p-lies", "workstation", {"gpus.0.p2p": {"1": True}, "gpus.1.p2p": {"0": True}, "network.iommu": True}, CUDA, "warn"),
+    ("gpu-p2p-lies", "workstation", {**P2P, "driver.version": "565.57"}, CUDA, "warn"),
+    ("gpu-p2p-lies", "workstation", {**P2P, "network.iommu": True}, CUDA, "warn"),
     ("gpu-p2p-off", "server", {"env.NCCL_P2P_DISABLE": "1"}, CUDA, "warn"),
     ("gpu-mixed", "workstation", {"gpus.1.name": "NVIDIA GeForce RTX 3060"}, CUDA, "warn"),
     ("gpu-refuses-work", "workstation", {"gpus.0.compute_mode": "prohibited"}, CUDA, "stop"),

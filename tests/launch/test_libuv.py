@@ -1,9 +1,6 @@
 """A torch that was built without libuv launches all the same: agent, workers, any script, the trainer."""
 
-import importlib.util
 import os
-import platform
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +9,6 @@ import pytest
 
 pytestmark = pytest.mark.dist
 HERE = Path(__file__).parent
-SYMBOL = "_ZN4c10d6detail35is_libuv_tcpstore_backend_availableEv"
 RUN = """
 import sys
 from paceline.launch.script import Cleared, run_words
@@ -44,21 +40,8 @@ shutdown()
 
 
 @pytest.fixture(scope="module")
-def env():
-    """An environment in which every torch has no libuv."""
-    if sys.platform != "linux" or platform.machine() != "x86_64" or shutil.which("nm") is None:
-        pytest.skip("the patch needs x86-64 Linux and nm")
-    library = Path(importlib.util.find_spec("torch").origin).parent / "lib" / "libtorch_cpu.so"
-    symbols = subprocess.run(["nm", library], capture_output=True, text=True).stdout.splitlines()
-    offset = next((line.split()[0] for line in symbols if line.endswith(SYMBOL)), None)
-    if offset is None:
-        pytest.skip("this torch does not name its check for libuv")
-    return {
-        **os.environ,
-        "PYTHONPATH": str(HERE / "no_libuv"),
-        "NO_LIBUV_OFFSET": str(int(offset, 16)),
-        "OMP_NUM_THREADS": "1",
-    }
+def env(without_libuv):
+    return {**os.environ, **without_libuv, "OMP_NUM_THREADS": "1"}
 
 
 def run(code, *words, cwd, env):

@@ -21,6 +21,9 @@ class AfterTorch(importlib.abc.MetaPathFinder):
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec("torch")
+        sys.meta_path.insert(0, self)  # this may have been a question, not the import
+        if spec is None:
+            return None
         execute = spec.loader.exec_module
 
         def execute_and_patch(module):

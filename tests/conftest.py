@@ -3,6 +3,7 @@
 import importlib.util
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,12 @@ from pathlib import Path
 import pytest
 
 LIBUV_CHECK = "_ZN4c10d6detail35is_libuv_tcpstore_backend_availableEv"
+
+
+def pytest_configure() -> None:
+    """A shell starts background jobs with SIGINT ignored, and what they start inherits that: Ctrl-C could not be tested."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "paceline"
 
 # layer -> what of paceline it may import besides itself; "foundation" stands for the modules of FOUNDATION
-FOUNDATION = {"config", "foreign", "errors", "units", "rundir", "options", "terminal", "__init__"}
+FOUNDATION = {"config", "foreign", "errors", "units", "rundir", "options", "terminal", "kernel_files", "__init__"}
 MAY_IMPORT = {
     "plan": {"foundation"},
     "data": {"foundation"},

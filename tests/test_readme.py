@@ -10,8 +10,20 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-TYPED = [line.split("#")[0].strip() for line in re.findall(r"^\$ (paceline .*)$", README, re.M)]
+TYPED = [line.split("#")[0].strip() for line in re.findall(r"^\$ ((?:[A-Z_]+=\w+ )*paceline .*)$", README, re.M)]
 NEEDS_THE_HUB = "hf:"
+WANTED = {  # of those that do not end with 0
+    "paceline train --total-batch-size 1000": 1,
+    "GLOO_SOCKET_IFNAME=eth9 OMP_NUM_THREADS=16 paceline check --data ~/boks --port 29500": 1,
+    "paceline run --nproc 2 -- train.py": 1,
+}
+SCRIPT = """
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+if dist.get_rank() == 1: raise ValueError("boom")
+dist.all_reduce(torch.ones(1))
+"""
 SMALLER = (  # what a test has time for; each replaces what a person would type
     (
         re.compile(r"^paceline train --data ~/books --name books$"),
@@ -30,11 +42,14 @@ def test_the_commands_of_the_readme_work_in_the_order_they_stand_there(tmp_path)
     bin_dir = Path(sysconfig.get_path("scripts"))
     env["PATH"] = f"{bin_dir}{os.pathsep}{env['PATH']}"
     (tmp_path / "configs").symlink_to(ROOT / "configs")
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "train.py").write_text("print('hello')")
     assert len(TYPED) >= 8
     for line in TYPED:
         if NEEDS_THE_HUB in line:
             continue
-        wanted = 1 if line == "paceline train --total-batch-size 1000" else 0
+        wanted = WANTED.get(line, 0)
         for pattern, more in SMALLER:
             line += more if pattern.search(line) else ""
         line = line.replace("--num-steps 5000", "--num-steps 8")

@@ -10,7 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from paceline.check.probe import Json, answer, names_in, process_name, read_text
+from paceline.check.probe import Json, answer, process_name
+from paceline.kernel_files import names_in, read_text
 from paceline.plan.machine import visible_devices
 
 NVIDIA_PCI_VENDOR, DISPLAY_PCI_CLASS = "0x10de", "0x03"

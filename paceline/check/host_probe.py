@@ -13,8 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from paceline.check.cgroup import cpu_quota, memory_limit
-from paceline.check.probe import Json, answer, names_in, process_name, read_text
+from paceline.check.probe import Json, answer, process_name
+from paceline.kernel_files import names_in, read_text
+from paceline.plan.cgroup import memory_limit
 from paceline.plan.machine import probe_cpu_bf16, probe_cpu_cores
 
 SHM = "/dev/shm"
@@ -76,12 +77,9 @@ def probe_container() -> str | None:
 def probe_cpu() -> dict[str, Any]:
     fields = [line.partition(":") for line in (read_text("/proc/cpuinfo") or "").splitlines()]
     model = next((value.strip() for name, _, value in fields if name.strip() in ("model name", "Model")), None)
-    cores, quota = probe_cpu_cores(), cpu_quota()
-    if quota is not None:
-        cores = min(cores, max(1, int(quota)))
     return {
         "model": model or platform.processor() or None,
-        "cores": cores,
+        "cores": probe_cpu_cores(),
         "logical": os.cpu_count(),
         "bf16": probe_cpu_bf16(),
     }

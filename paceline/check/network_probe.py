@@ -15,7 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from paceline.check.probe import Json, answer, names_in, process_name, read_int, read_text
+from paceline.check.probe import Json, answer, process_name
+from paceline.kernel_files import names_in, read_int, read_text
 
 RESOLVE_DEADLINE_S = 2.0
 PORTS_TRIED = 10  # after the one that was asked for

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from paceline.kernel_files import read_text
+
 Json = dict[str, Any]
 OVERTIME_S = 2.0  # a probe whose asker is gone ends itself this long after its deadline
 
@@ -37,30 +39,6 @@ def error_line(error: BaseException) -> str:
     """`OSError: [Errno 5] Input/output error`: type and first line."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
-
-
-def read_text(path: Path | str) -> str | None:
-    """A file's text without the last newline; None where it is not there or cannot be read."""
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace").rstrip("\n")
-    except OSError:
-        return None
-
-
-def read_int(path: Path | str) -> int | None:
-    text = read_text(path)
-    try:
-        return None if text is None else int(text)
-    except ValueError:
-        return None
-
-
-def names_in(folder: Path | str) -> list[str]:
-    """Sorted names in a folder; none where there is no such folder."""
-    try:
-        return sorted(os.listdir(folder))
-    except OSError:
-        return []
 
 
 def process_name(pid: int) -> str | None:

@@ -13,7 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from paceline.check.probe import Json, answer, read_text
+from paceline.check.probe import Json, answer
+from paceline.kernel_files import read_text
 
 PLACE_DEADLINE_S = 3.0  # a dead network disk answers never
 SPEED_DEADLINE_S = 1.5

@@ -14,8 +14,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from paceline.check.probe import Json, answer, names_in, read_text
+from paceline.check.probe import Json, answer
 from paceline.check.storage_probe import local_path
+from paceline.kernel_files import names_in, read_text
 
 TYPES = (".txt", ".md", ".py", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")  # data/corpus.py's FORMATS
 NOT_TEXT_TO_LEARN = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from paceline.check.probe import names_in, read_text
+from paceline.kernel_files import names_in, read_text
 
 SOURCE_MARKS = ("CMakeLists.txt", "aten", "c10")  # beside torch/ in its source tree
 CACHE_VERSION = 1  # of the kept section's fields

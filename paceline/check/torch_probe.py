@@ -23,7 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from paceline.check.probe import Json, answer, error_line, read_text
+from paceline.check.probe import Json, answer, error_line
 from paceline.check.torch_files import (
     add_torch_path,
     cache_key,
@@ -33,6 +33,7 @@ from paceline.check.torch_files import (
     read_version_file,
 )
 from paceline.errors import PacelineError
+from paceline.kernel_files import read_text
 from paceline.rundir import write_atomic
 
 DEADLINE_S, MARGIN_S = (

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import PlanError
+from paceline.plan.cgroup import cpu_quota
 
 PEAK_BF16_FLOPS = {  # longest matching name wins
     "A100": 312e12,
@@ -100,13 +101,10 @@ def visible_devices(visible: str | None, uuids: list[str]) -> list[int]:
 
 
 def probe_cpu_cores() -> int:
-    """Cores that this process may use: affinity, then the cgroup's quota."""
+    """Cores that this process may use: affinity, then the quota of its cgroups."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = Path("/sys/fs/cgroup/cpu.max")
-    if quota.is_file():
-        limit, _, period = quota.read_text().partition(" ")
-        if limit.isdigit():
-            cores = min(cores, max(1, int(limit) // int(period)))
+    if (quota := cpu_quota()) is not None:
+        cores = min(cores, max(1, int(quota)))
     return cores
 
 

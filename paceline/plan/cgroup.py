@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.check.probe import read_int, read_text
+from paceline.kernel_files import read_int, read_text
 
 NO_LIMIT_BYTES = 1 << 60  # version 1 writes "no limit" as the largest whole number of pages
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from probing import ask
 
-from paceline.check.cgroup import MemoryLimit, cpu_quota, memory_limit
+from paceline.plan.cgroup import MemoryLimit, cpu_quota, memory_limit
 
 GIB = 1 << 30
 NO_LIMIT = "9223372036854771712"

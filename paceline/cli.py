@@ -202,6 +202,49 @@ def comm(args: list[str]) -> int:
     return 0 if results["right"] else 3
 
 
+def torch(args: list[str]) -> int:
+    """paceline torch check [--path DIR] [--json]
+       paceline torch recipe [--arch 12.0] [--driver 570.133] [--build] [--json]
+       paceline torch build --source DIR [--build-dir DIR] [--prefix DIR] [--arch 12.0] [--jobs N] [--dry-run] [--json]
+
+    check: what this PyTorch is, then tried: a store with libuv, process groups, products on every device; exit code 1 if
+    not right. --path: another install, a venv or a source tree. recipe: the wheel for these cards and this driver, or the
+    build that fits; --build: the build in any case. build: configures, compiles and installs a source tree, then checks it;
+    the same command goes on after an interruption. Without --prefix it replaces the torch of this Python. docs/torch.md.
+
+      paceline torch recipe --arch 12.0 --driver 570.133
+    """
+    from paceline.check.torch_build import check_torch, format_check, recipe_here
+    from paceline.check.torch_recipe import format_recipe
+    from paceline.check.torch_source import build_torch
+
+    action, rest = one_action(args, ("check", "recipe", "build"), command="torch")
+    known: dict[str, dict[str, Callable[[str], Any]]] = {
+        "check": {"path": Path, "json": bool},
+        "recipe": {"arch": str, "driver": str, "build": bool, "json": bool},
+        "build": {"source": Path, "build-dir": Path, "prefix": Path, "arch": str, "jobs": int, "dry-run": bool, "json": bool},
+    }  # fmt: skip
+    words, options = parse_options(rest, known[action])
+    if words:
+        raise UsageError(f"torch {action} takes options alone, not {words[0]}", fix="paceline torch --help")
+    if action == "build" and "source" not in options:
+        raise UsageError("torch build needs --source DIR", fix="paceline torch build --source ~/pytorch")
+    as_json = options.pop("json", False)
+    if action == "recipe":
+        recipe = recipe_here(**options)
+        print(json.dumps(recipe.to_json(), indent=1) if as_json else format_recipe(recipe))
+        return 0
+    if action == "build":
+        checked = build_torch(options.pop("source"), **{k.replace("-", "_"): v for k, v in options.items()})
+        if checked is None:  # a dry run
+            return 0
+    else:
+        with waiting("trying") as on_trial:
+            checked = check_torch(options.get("path"), on_trial=on_trial)
+    print(json.dumps(checked.to_json(), indent=1) if as_json else format_check(checked))
+    return 0 if checked.is_right else 1
+
+
 def accelerate_config(args: list[str]) -> int:
     """paceline accelerate-config [--out FILE] [--nproc N] [--device cpu|cuda] [--precision fp32|bf16|fp16] [--fsdp] [--force]
                                   [--nnodes N --node-rank R --main-address A [--main-port P]] [--json]
@@ -378,6 +421,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "run": run,
     "check": check,
     "comm": comm,
+    "torch": torch,
     "accelerate-config": accelerate_config,
     "runs": runs,
     "data": data,

@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "foundation": set(),
 }
 TORCH_LAYERS = {"model", "train"}
-TORCH_PROCESSES = {"paceline.check.torch_probe"}  # a process of its own, that asks what this torch is
+TORCH_PROCESSES = {"paceline.check.torch_probe", "paceline.check.torch_proof"}  # of their own, that try this torch
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
 
 

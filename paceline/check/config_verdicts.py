@@ -76,6 +76,26 @@ def never_warms_down(facts: Facts, ask: Ask) -> Iterator[Seen]:
         yield Seen(f"final_lr_frac is {config.get('final_lr_frac')}, and warmdown_ratio is 0", "--warmdown-ratio 0.65")
 
 
+def keys_are_idle(facts: Facts, ask: Ask) -> Iterator[Seen]:
+    """As plan/scaling.py, train/schedule.py and train/loop.py read them."""
+    config = ask.config or {}
+    for key, idle, because, fix in (
+        ("weight_decay", config.get("optimizer") == "adamw", "optimizer is adamw, with its own", "--optimizer muon"),
+        ("warmdown_ratio", config.get("final_lr_frac") == 1, "final_lr_frac is 1", "--final-lr-frac 0.05"),
+        ("keep_last", config.get("save_every") == 0, "save_every is 0: there is one checkpoint", "--save-every 250"),
+        ("window_pattern", config.get("depth") == 1, "depth is 1, and the last layer sees all", "--depth 2"),
+    ):
+        if key in ask.set_keys and idle and config.get(key) is not None:
+            yield Seen(f"{key} is {config[key]}, and {because}", fix)
+
+
+def rate_is_zero(facts: Facts, ask: Ask) -> Iterator[Seen]:
+    usual = {"matrix_lr": "auto", "embedding_lr": "0.3", "unembedding_lr": "0.008"}
+    for key, value in usual.items():
+        if (ask.config or {}).get(key) == 0:
+            yield Seen(f"{key} is 0", f"--{key.replace('_', '-')} {value}")
+
+
 def recomputes_on_a_cpu(facts: Facts, ask: Ask) -> Iterator[Seen]:
     config = ask.config or {}
     if config.get("activation_checkpointing") and ask.device == "cpu" and "activation_checkpointing" in ask.set_keys:
@@ -115,12 +135,20 @@ VERDICTS = (
             fix="A shorter warm-up."),
     Verdict("length-twice", "note", look=length_is_said_twice,
             cause="tokens_per_param is set beside num_steps or epochs.",
-            why="tokens_per_param does nothing",
+            why="tokens_per_param does not set the length then, only the automatic batch size and the weight decay",
             fix="Leave one out."),
     Verdict("warmdown-none", "note", look=never_warms_down,
             cause="final_lr_frac is set and there is no warm-down.",
             why="final_lr_frac does nothing",
             fix="A warm-down."),
+    Verdict("key-idle", "note", look=keys_are_idle,
+            cause="A key is set that does nothing beside another one.",
+            why="it changes no step",
+            fix="Leave it out, or change the other."),
+    Verdict("rate-zero", "warn", look=rate_is_zero,
+            cause="A learning rate is 0.",
+            why="those weights stay as they were drawn",
+            fix="A rate above 0."),
     Verdict("checkpointing-on-cpu", "note", look=recomputes_on_a_cpu,
             cause="Activation checkpointing on a CPU.",
             why="it costs a third of the speed and saves memory that is not short",

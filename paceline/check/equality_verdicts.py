@@ -2,12 +2,13 @@
 Verdicts on several hosts together: what must be equal, and is not.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from typing import Any
 
 from paceline.check.ask import Ask
-from paceline.check.verdict import Facts, Seen, Verdict, at, short_name, visible_gpus
+from paceline.check.torch_verdicts import WHEELS
+from paceline.check.verdict import Facts, Seen, Verdict, at, short_name, version_of, visible_gpus
 
 CLOCK_SKEW_S = 5.0  # facts of hosts are gathered within this
 PACKAGES = ("numpy", "tokenizers", "safetensors", "triton", "paceline", "accelerate", "transformers")
@@ -35,23 +36,47 @@ def differs(what: str, path: str, fix: str) -> Callable[[Sequence[Facts], Ask], 
     def compare(hosts: Sequence[Facts], ask: Ask) -> Iterator[Seen]:
         found = by_value(hosts, lambda host: at(host, path))
         if len(found) > 1:
-            yield Seen(f"{what}: {told(found)}", fix.format(newest=max(found, key=str)))
+            yield Seen(f"{what}: {told(found)}", fix.format(newest=newest(found)))
 
     return compare
+
+
+def newest(found: Iterable[Any]) -> str:
+    """2.13 is newer than 2.9, which as text comes after it."""
+    return str(max(found, key=lambda value: (version_of(str(value)) or (0,), str(value))))
+
+
+def torch_differs(hosts: Sequence[Facts], ask: Ask) -> Iterator[Seen]:
+    """Another release may speak another protocol; another build or patch of it does not."""
+    found = by_value(hosts, lambda host: at(host, "torch.version"))
+    if len(found) > 1:
+        release, _, tag = newest(found).partition("+")
+        index = f" -i {WHEELS}/{tag}" if tag else ""
+        apart = len({(version_of(version) or ())[:2] for version in found}) > 1
+        yield Seen(f"torch: {told(found)}", f"pip install torch=={release}{index}", (), "stop" if apart else "warn")
+
+
+def python_differs(hosts: Sequence[Facts], ask: Ask) -> Iterator[Seen]:
+    found = by_value(hosts, lambda host: at(host, "python.version"))
+    if len(found) > 1:
+        apart = len({(version_of(version) or ())[:2] for version in found}) > 1
+        fix = f"python{'.'.join(newest(found).split('.')[:2])} -m venv .venv"
+        yield Seen(f"Python: {told(found)}", fix, (), "warn" if apart else "note")
 
 
 def packages_differ(hosts: Sequence[Facts], ask: Ask) -> Iterator[Seen]:
     for package in PACKAGES:
         found = by_value(hosts, lambda host, package=package: at(host, f"packages.{package}"))  # type: ignore[misc]
         if len(found) > 1:
-            yield Seen(f"{package}: {told(found)}", f"pip install {package}=={max(found, key=str)}")
+            yield Seen(f"{package}: {told(found)}", f"pip install {package}=={newest(found)}")
 
 
 def code_differs(hosts: Sequence[Facts], ask: Ask) -> Iterator[Seen]:
     found = by_value(hosts, lambda host: (at(host, "tools.code.commit") or "")[:12] or None)
     dirty = [str(at(host, "host.name")) for host in hosts if at(host, "tools.code.dirty")]
     if len(found) > 1:
-        yield Seen(f"commit of the code: {told(found)}", f"git checkout {max(found, key=str)}")
+        first = next(iter(found))  # of the host that asks
+        yield Seen(f"commit of the code: {told(found)}", f"git fetch && git checkout {first}")
     elif dirty and len(dirty) < len(hosts):
         yield Seen(f"the code is changed on {' and '.join(dirty)} alone", "git stash")
 
@@ -93,8 +118,8 @@ def mtu_differs(hosts: Sequence[Facts], ask: Ask) -> Iterator[Seen]:
 
 
 VERDICTS = (
-    Verdict("hosts-torch", "stop", compare=differs("torch", "torch.version", "pip install torch=={newest}"),
-            cause="Hosts have different versions of torch.",
+    Verdict("hosts-torch", "stop", compare=torch_differs,
+            cause="Hosts have different versions of torch; a warning where only the build or the patch differs.",
             why="ranks may speak different protocols and hang",
             fix="The same version on all."),
     Verdict("hosts-nccl", "stop", compare=differs("NCCL", "torch.nccl", "pip install --force-reinstall torch"),
@@ -109,16 +134,16 @@ VERDICTS = (
             cause="Hosts have different NVIDIA drivers.",
             why="one of them may lack what the others use",
             fix="The same driver on all."),
-    Verdict("hosts-python", "warn", compare=differs("Python", "python.version", "python{newest}"),
-            cause="Hosts have different versions of Python.",
+    Verdict("hosts-python", "warn", compare=python_differs,
+            cause="Hosts have different versions of Python; a note where only the patch differs.",
             why="pickled objects and packages may not fit",
             fix="The same version on all."),
     Verdict("hosts-packages", "warn", compare=packages_differ,
             cause="Hosts have different versions of a package.",
             why="the same text may give other tokens, the same code other results",
             fix="The same version on all."),
-    Verdict("hosts-code", "stop", compare=code_differs,
-            cause="Hosts have different code.",
+    Verdict("hosts-code", "warn", compare=code_differs,
+            cause="Hosts have different code in the current folder.",
             why="ranks that run different code wait for each other",
             fix="The same commit on all."),
     Verdict("hosts-gpus", "warn", compare=gpus_differ,

@@ -5,7 +5,8 @@ P2P on consumer boards: pain 11 of the field's public threads (nccl-tests#117, n
 RTX 40 and 50 cards where it does not work, and an IOMMU breaks it as well.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from paceline.check.ask import Ask
 from paceline.check.verdict import (
@@ -27,10 +28,11 @@ from paceline.units import format_bytes
 P2P_DRIVER = 570
 CONSUMER_WITHOUT_P2P = ("RTX 40", "RTX 50")
 HELD_SHARE = 0.05  # of a card; a desktop takes less
+SEE_HOLDERS = "nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv"
 HOT_C = 85
 LOW_POWER_SHARE = 0.8
 NARROW_WIDTH = 4
-BF16_CAPABILITY, FP16_CAPABILITY = (8, 0), (7, 0)
+BF16_CAPABILITY, FP16_CAPABILITY = (8, 0), (5, 3)
 
 
 def are_missing(facts: Facts, ask: Ask) -> Iterator[Seen]:
@@ -91,17 +93,39 @@ def are_held(facts: Facts, ask: Ask) -> Iterator[Seen]:
     for name, gpu in each_gpu(facts):
         total, free = gpu.get("memory_total_bytes"), gpu.get("memory_free_bytes")
         processes = gpu.get("processes") or []
-        if not total or free is None or not processes or total - free < HELD_SHARE * total:
+        if not total or free is None:
             continue
         short = ask.need_gpu_bytes is not None and free < ask.need_gpu_bytes <= total
-        held = ", ".join(f"{each.get('name') or 'unknown'} (pid {each.get('pid')})" for each in processes)
+        if not short and (not processes or total - free < HELD_SHARE * total):
+            continue
+        held = ", ".join(holder(each) for each in processes) or "processes that are not seen from here"
         needs = f", {format_bytes(ask.need_gpu_bytes)} needed" if short and ask.need_gpu_bytes else ""
         yield Seen(
             f"{name}: {format_bytes(total - free)} of {format_bytes(total)} held by {held}{needs}",
-            f"kill {' '.join(str(each.get('pid')) for each in processes)}",
+            way_out(facts, gpu, ask),
             ("gpus",),
             "stop" if short and wants_cuda(facts, ask) else "warn",
         )
+
+
+def holder(process: Mapping[str, Any]) -> str:
+    used = process.get("used_bytes")
+    size = f", {format_bytes(used)}" if used else ""
+    return f"{process.get('name') or 'unknown'} (pid {process.get('pid')}{size})"
+
+
+def way_out(facts: Facts, gpu: Mapping[str, Any], ask: Ask) -> str:
+    """kill for Python alone, never for a desktop, nor for a pid without a name: that is one of outside this container."""
+    ours = [str(each["pid"]) for each in gpu.get("processes") or () if str(each.get("name") or "").startswith("python")]
+    free = [str(each.get("index")) for each in visible_gpus(facts) if is_free(each, ask)]
+    return (
+        f"kill {' '.join(ours)}" if ours else f"export CUDA_VISIBLE_DEVICES={','.join(free)}" if free else SEE_HOLDERS
+    )
+
+
+def is_free(gpu: Mapping[str, Any], ask: Ask) -> bool:
+    total, free = gpu.get("memory_total_bytes") or 0, gpu.get("memory_free_bytes") or 0
+    return total - free < HELD_SHARE * total and free >= (ask.need_gpu_bytes or 1)
 
 
 def are_short(facts: Facts, ask: Ask) -> Iterator[Seen]:
@@ -215,14 +239,20 @@ def has_little_power(facts: Facts, ask: Ask) -> Iterator[Seen]:
 
 def driver_is_silent(facts: Facts, ask: Ask) -> Iterator[Seen]:
     error = facts.get("nvml_error")
-    if error:
-        mismatch = "mismatch" in error
-        yield Seen(
-            f"the NVIDIA driver does not answer: {error}",
-            "sudo reboot" if mismatch else "nvidia-smi",
-            ("nvml_error", "driver"),
-            "stop" if ask.device == "cuda" else "warn",
-        )
+    if not error:
+        return
+    fix = "sudo reboot" if "mismatch" in error else "nvidia-smi"
+    if "nvidia-ml-py" in error:
+        fix = "pip install nvidia-ml-py"
+    rest = [str(gpu.get("index")) for gpu in visible_gpus(facts) if gpu.get("name")]
+    if rest:
+        fix = f"export CUDA_VISIBLE_DEVICES={','.join(rest)}"
+    yield Seen(
+        f"the GPUs cannot be asked: {error}",
+        fix,
+        ("nvml_error", "driver"),
+        "stop" if ask.device == "cuda" and not rest else "warn",
+    )
 
 
 def lacks_precision(facts: Facts, ask: Ask) -> Iterator[Seen]:
@@ -264,7 +294,7 @@ VERDICTS = (
             why="CUDA hides it and all that stand after it",
             fix="Name those that are here."),
     Verdict("gpu-memory-held", "warn", look=are_held,
-            cause="Another process holds memory of a GPU; a stop where what is left is too little.",
+            cause="Another process holds memory of a GPU, seen from here or not; a stop where what is left is too little.",
             why="out of memory, at the start or at the first evaluation",
             fix="End it, or hide that card."),
     Verdict("gpu-memory-short", "stop", look=are_short,

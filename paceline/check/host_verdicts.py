@@ -5,7 +5,7 @@ Verdicts on the host: memory, limits, shared memory, processes, compilers, and v
 from collections.abc import Iterator
 
 from paceline.check.ask import Ask
-from paceline.check.verdict import Facts, Seen, Verdict, at, env, is_on, num_ranks, visible_gpus, wants_cuda
+from paceline.check.verdict import Facts, Seen, Verdict, at, env, is_on, num_ranks, version_of, wants_cuda
 from paceline.units import GIB, MIB, format_bytes
 
 SHM_PER_RANK = 64 * MIB  # NCCL's buffers and a data loader's batches
@@ -17,7 +17,6 @@ DEBUG_VALUES = {
     "CUDA_LAUNCH_BLOCKING": ("1",),
     "TORCH_DISTRIBUTED_DEBUG": ("DETAIL",),
     "NCCL_DEBUG": ("TRACE",),
-    "TORCH_SHOW_CPP_STACKTRACES": ("1",),
     "PYTORCH_NO_CUDA_MEMORY_CACHING": ("1",),
 }
 
@@ -36,6 +35,11 @@ def memory_limit(facts: Facts) -> tuple[int | None, bool]:
     return (min(known) if known else None), limit is not None and limit == min(known)
 
 
+def swap_bytes(facts: Facts, by_cgroup: bool) -> int:
+    """What may go to the disk before the kernel ends a process; within a cgroup nothing that is known."""
+    return 0 if by_cgroup else at(facts, "host.memory.swap_total_bytes") or 0
+
+
 def memory_is_short(facts: Facts, ask: Ask) -> Iterator[Seen]:
     limit, by_cgroup = memory_limit(facts)
     if limit is None or not ask.need_host_bytes or limit >= ask.need_host_bytes:
@@ -51,6 +55,7 @@ def memory_is_short(facts: Facts, ask: Ask) -> Iterator[Seen]:
         f"{source} {format_bytes(limit)}, {ranks} processes need {format_bytes(ask.need_host_bytes)} at least",
         fix,
         ("host.memory",),
+        "stop" if limit + swap_bytes(facts, by_cgroup) < ask.need_host_bytes else "warn",
     )
 
 
@@ -65,11 +70,13 @@ def memory_is_held(facts: Facts, ask: Ask) -> Iterator[Seen]:
         return
     largest = at(facts, "host.memory.largest") or []
     held = ", ".join(f"{each['name']} (pid {each['pid']}, {format_bytes(each['rss_bytes'])})" for each in largest[:3])
+    ours = [each["pid"] for each in largest[:1] if each["name"].startswith("python")]  # never a desktop or a service
     yield Seen(
         f"{format_bytes(left)} of {format_bytes(limit)} are free, {num_ranks(facts, ask)} processes need"
         f" {format_bytes(ask.need_host_bytes)} at least" + (f"; most is held by {held}" if held else ""),
-        f"kill {largest[0]['pid']}" if largest else "free",
+        f"kill {ours[0]}" if ours else "ps -eo pid,rss,args --sort=-rss | head",
         ("host.memory",),
+        "stop" if left + swap_bytes(facts, by_cgroup) < ask.need_host_bytes else "warn",
     )
 
 
@@ -95,7 +102,7 @@ def nofile_is_low(facts: Facts, ask: Ask) -> Iterator[Seen]:
     more = 65536 if hard == -1 else min(hard, 65536)
     fix = f"ulimit -n {more}" if more > soft else "echo '* - nofile 65536' | sudo tee -a /etc/security/limits.conf"
     yield Seen(
-        f"{soft} open files are allowed, {hard} at most",
+        f"{soft} open files are allowed, {'any number' if hard == -1 else hard} at most",
         fix,
         ("host.limits.nofile",),
     )
@@ -156,6 +163,16 @@ def threads_are_many(facts: Facts, ask: Ask) -> Iterator[Seen]:
         )
 
 
+def threads_are_few(facts: Facts, ask: Ask) -> Iterator[Seen]:
+    value, cores, ranks = env(facts, "OMP_NUM_THREADS"), at(facts, "host.cpu.cores"), num_ranks(facts, ask)
+    if value and value.isdigit() and cores and not wants_cuda(facts, ask) and 2 * max(1, int(value)) * ranks <= cores:
+        yield Seen(
+            f"OMP_NUM_THREADS={value} for each of {ranks} processes, on {cores} cores",
+            "unset OMP_NUM_THREADS",
+            ("env.OMP_NUM_THREADS", "host.cpu.cores"),
+        )
+
+
 def launcher_left(facts: Facts, ask: Ask) -> Iterator[Seen]:
     left = [name for name in LAUNCHER_NAMES if env(facts, name) is not None]
     if left:
@@ -185,6 +202,16 @@ def allocator_is_named_twice(facts: Facts, ask: Ask) -> Iterator[Seen]:
         )
 
 
+def allocator_has_its_old_name(facts: Facts, ask: Ask) -> Iterator[Seen]:
+    old = env(facts, "PYTORCH_CUDA_ALLOC_CONF")
+    if old and not env(facts, "PYTORCH_ALLOC_CONF") and (version_of(at(facts, "torch.version")) or (0,)) >= (2, 9):
+        yield Seen(
+            f"PYTORCH_CUDA_ALLOC_CONF={old}",
+            f"export PYTORCH_ALLOC_CONF={old}; unset PYTORCH_CUDA_ALLOC_CONF",
+            ("env.PYTORCH_CUDA_ALLOC_CONF",),
+        )
+
+
 def allocator_clashes(facts: Facts, ask: Ask) -> Iterator[Seen]:
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         value = env(facts, name) or ""
@@ -199,25 +226,33 @@ def allocator_clashes(facts: Facts, ask: Ask) -> Iterator[Seen]:
 
 
 def compiler_is_missing(facts: Facts, ask: Ask) -> Iterator[Seen]:
-    tools = facts.get("tools")
-    if tools is None or ask.compile is False or (ask.compile is None and not (ask.config or {}).get("compile")):
+    tools, config = facts.get("tools"), ask.config or {}
+    pattern = config.get("window_pattern") or "SSSL"
+    cuda = wants_cuda(facts, ask)
+    always = cuda and bool(config) and "S" in pattern  # FlexAttention is compiled even in an eager model
+    tried = ask.compile or (ask.compile is None and bool(config))  # None: the worker compiles, to see what it gives
+    if tools is None or not (always or tried):
         return
     missing = [] if tools.get("cxx") else ["a C++ compiler"]
-    if wants_cuda(facts, ask) and tools.get("python_headers") is False:
+    if cuda and tools.get("python_headers") is False:
         missing.append("Python's headers")
-    if (
-        wants_cuda(facts, ask)
-        and visible_gpus(facts)
-        and at(facts, "packages.triton") is None
-        and facts.get("packages")
-    ):
+    if cuda and facts.get("packages") and not has_triton(facts):
         missing.append("triton")
+    fixes = ["pip install triton"] if "triton" in missing else []
+    if missing != ["triton"]:
+        fixes.append("sudo apt-get install -y g++ python3-dev")
     if missing:
         yield Seen(
             f"torch.compile needs {' and '.join(missing)}, not found here",
-            "--compile false" if "triton" in missing else "sudo apt-get install -y g++ python3-dev",
+            " && ".join(fixes),
             ("tools.cxx", "tools.python_headers", "packages.triton"),
         )
+
+
+def has_triton(facts: Facts) -> bool:
+    """Under whichever name: nightly wheels bring pytorch-triton."""
+    installed = any("triton" in name and version for name, version in facts["packages"].items())
+    return installed or str(at(facts, "torch.compile_backend") or "").startswith("triton")
 
 
 def tracker_is_silent(facts: Facts, ask: Ask) -> Iterator[Seen]:
@@ -264,11 +299,12 @@ VERDICTS = (
             why="what it would have told is not known",
             fix="Run that part alone and see what it says."),
     Verdict("memory-short", "stop", look=memory_is_short,
-            cause="The host, or the cgroup around this process, has less memory than the processes need.",
+            cause="The host, or the cgroup around this process, has less memory than the processes need. A warning where "
+                  "swap makes up for it.",
             why="the kernel ends a rank with SIGKILL, exit -9 and no traceback",
             fix="Fewer processes, or a higher limit."),
     Verdict("memory-held", "stop", look=memory_is_held,
-            cause="There is enough memory, but others hold it.",
+            cause="There is enough memory, but others hold it. A warning where swap makes up for it.",
             why="the kernel ends a rank with SIGKILL, exit -9 and no traceback",
             fix="End what holds it."),
     Verdict("memory-low", "note", look=memory_is_low,
@@ -315,6 +351,10 @@ VERDICTS = (
             cause="OMP_NUM_THREADS times processes is more than there are cores.",
             why="threads wait for each other",
             fix="As many as there are cores for a process."),
+    Verdict("omp-threads-few", "warn", look=threads_are_few,
+            cause="OMP_NUM_THREADS leaves half of the cores or more without work, as images that set it to 1 do.",
+            why="a CPU run takes several times as long",
+            fix="Unset it: paceline sets what fits."),
     Verdict("launcher-left", "warn", look=launcher_left,
             cause="Variables of a launcher are set outside of it.",
             why="a script may think itself a rank of another job and wait for the others",
@@ -335,14 +375,19 @@ VERDICTS = (
             cause="Both names of the allocator's variable are set, and differ.",
             why="which one counts depends on the version of torch",
             fix="Keep PYTORCH_ALLOC_CONF."),
+    Verdict("allocator-old-name", "note", look=allocator_has_its_old_name,
+            cause="The allocator's variable has its name from before torch 2.9.",
+            why="a later torch will not read it",
+            fix="Use the new name."),
     Verdict("allocator-clash", "warn", look=allocator_clashes,
             cause="Allocator settings that do not go together.",
             why="one of them does nothing",
             fix="Keep one."),
     Verdict("compiler-missing", "stop", look=compiler_is_missing,
-            cause="torch.compile is asked for, without a compiler, Python's headers or triton.",
+            cause="torch.compile is asked for or will be tried, or window_pattern has an S on a GPU, and a compiler, Python's "
+                  "headers or triton is missing.",
             why="the first step fails in inductor",
-            fix="Install them, or --compile false."),
+            fix="Install them; or --compile false, on a GPU with --window-pattern L."),
     Verdict("wandb-silent", "warn", look=tracker_is_silent,
             cause="W&B is asked for, but not installed, not logged in, or offline.",
             why="curves are missing, or the script stops to ask for a key",

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from paceline.check.ask import Ask
-from paceline.check.verdict import Facts, Seen, Verdict, at, env, is_on
+from paceline.check.verdict import Facts, Seen, Verdict, at, env, is_on, num_ranks, wants_cuda
 
 SLOW_LOOKUP_S = 1.0
 VIRTUAL = ("bridge", "veth", "tunnel")
@@ -46,10 +46,10 @@ def name_is_loopback(facts: Facts, ask: Ask) -> Iterator[Seen]:
     only = addresses and all(address.startswith("127.") or address == "::1" for address in addresses)
     if name and only and (alias or ask.num_hosts > 1):
         shown = addresses[0]
+        without = f"sed -E '/^127[.]/s/[[:space:]]+{name.replace('.', '[.]')}\\b//g' /etc/hosts"  # localhost stays
         yield Seen(
             f"this host's own name {name} resolves to {shown}, its address is {own_address(facts)}",
-            f"sed 's/^{shown.replace('.', '[.]')}\\b/{own_address(facts)}/' /etc/hosts | sudo tee /etc/hosts.new"
-            " && sudo cp /etc/hosts.new /etc/hosts",
+            f"({without}; echo '{own_address(facts)} {name}') | sudo tee /etc/hosts.new && sudo cp /etc/hosts.new /etc/hosts",
             ("network.hostname", "network.addresses"),
             severity_of_names(ask),
         )
@@ -72,7 +72,7 @@ def chosen_interfaces(facts: Facts, name: str) -> tuple[str, list[dict[str, Any]
         return None
     if name == "GLOO_SOCKET_IFNAME":
         return value, [each for each in interfaces if each["name"] in value.split(",")]
-    exact, words = value.startswith("="), value.lstrip("=^").split(",")
+    exact, words = value.lstrip("^").startswith("="), value.lstrip("=^").split(",")
     named = [
         each
         for each in interfaces
@@ -94,7 +94,18 @@ def interface_is_missing(facts: Facts, ask: Ask) -> Iterator[Seen]:
             continue
         state = "is down or has no address" if interfaces else "is not here"
         here = ", ".join(each["name"] for each in at(facts, "network.interfaces") if each.get("up"))
-        yield Seen(f"{name}={value} {state}; up are {here}", f"unset {name}", (f"env.{name}", "network.interfaces"))
+        yield Seen(
+            f"{name}={value} {state}; up are {here}",
+            f"unset {name}",
+            (f"env.{name}", "network.interfaces"),
+            "stop" if uses_interface(facts, ask, name) else "warn",
+        )
+
+
+def uses_interface(facts: Facts, ask: Ask, name: str) -> bool:
+    """Several ranks of ours: NCCL on GPUs, gloo on CPUs. A script may use either, or none."""
+    ours = "NCCL_SOCKET_IFNAME" if wants_cuda(facts, ask) else "GLOO_SOCKET_IFNAME"
+    return name == ours and ask.command != "run" and num_ranks(facts, ask) * ask.num_hosts > 1
 
 
 def interface_is_wrong(facts: Facts, ask: Ask) -> Iterator[Seen]:
@@ -161,7 +172,7 @@ def port_is_taken(facts: Facts, ask: Ask) -> Iterator[Seen]:
         holder, other = port.get("holder"), at(facts, "network.free_port")
         whom = f"held by {holder.get('name') or 'unknown'} (pid {holder['pid']})" if holder else port.get("error")
         tried = "" if other else "; so are the ten after it"
-        fix = f"--port {other}" if other else f"kill {holder['pid']}" if holder else "--port 40000"
+        fix = f"--port {other}" if other else f"kill {holder['pid']}" if holder else "--port 28500"
         yield Seen(f"port {port['port']} is {whom}{tried}", fix, ("network.ports", "network.free_port"))
 
 
@@ -192,7 +203,7 @@ VERDICTS = (
             fix="Name it in /etc/hosts."),
     Verdict("interface-missing", "stop", look=interface_is_missing,
             cause="GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names an interface that is not here, down, or without an "
-                  "address.",
+                  "address. A warning where the run does not use that backend.",
             why="gloo ends with `Unable to find address`, the other ranks wait out their timeout",
             fix="Unset it: paceline sets what is right."),
     Verdict("interface-wrong", "stop", look=interface_is_wrong,

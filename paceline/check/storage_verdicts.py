@@ -3,6 +3,7 @@ Verdicts on disks and on what lies there: the run folder, the cache, the text, t
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 from paceline.check.ask import Ask
 from paceline.check.verdict import Facts, Seen, Verdict, at
@@ -10,6 +11,7 @@ from paceline.units import MIB, format_bytes
 
 SLOW_BYTES_PER_S = 50e6
 FEW_INODES = 1000
+NO_ROOM = MIB  # not even for logs
 SMALL_TMP = 256 * MIB
 PLACES = (("run_dir", "the run folder", "--runs-dir ~/runs"), ("cache", "the cache", "--cache-dir ~/.cache/paceline"))
 
@@ -17,24 +19,35 @@ PLACES = (("run_dir", "the run folder", "--runs-dir ~/runs"), ("cache", "the cac
 def is_unwritable(facts: Facts, ask: Ask) -> Iterator[Seen]:
     for key, name, fix in (*PLACES, ("tmp", "the folder for temporary files", "export TMPDIR=~")):
         place = at(facts, f"storage.{key}")
-        full = place and place.get("free_bytes") is not None and place["free_bytes"] < MIB  # disk-full says it better
+        full = key == "run_dir" and has_no_room(place)  # disk-full says it better
+        readable = key == "cache" and at(facts, "text.prepared")  # what is prepared is only read
         if place and place.get("writable") is False and not full:
             yield Seen(
                 f"{name} {place['path']} cannot be written: {place.get('error') or 'no permission'}",
                 fix,
                 (f"storage.{key}",),
-                "warn" if key == "tmp" or (ask.command == "check" and ask.run_dir is None) else None,
+                "warn" if key == "tmp" or readable or (ask.command == "check" and ask.run_dir is None) else None,
             )
+
+
+def has_no_room(place: Any) -> bool:
+    free = at(place, "free_bytes")
+    return free is not None and free < NO_ROOM
 
 
 def is_full(facts: Facts, ask: Ask) -> Iterator[Seen]:
     place = at(facts, "storage.run_dir")
-    if not place or place.get("free_bytes") is None or not ask.checkpoint_bytes:
+    if not place or place.get("free_bytes") is None:
         return
-    free, each, number = place["free_bytes"], ask.checkpoint_bytes, ask.num_checkpoints or 1
+    free, each = place["free_bytes"], ask.checkpoint_bytes or 0
+    number = checkpoints_at_once(ask, ask.num_checkpoints or 1)
+    if has_no_room(place) and place.get("writable") is False:
+        yield Seen(f"{place['path']} has {format_bytes(free)} free", "--runs-dir ~/runs", ("storage.run_dir",))
+        return
     if free >= each * number:
         return
-    least = number - ((ask.config or {}).get("keep_last") or 1) + 1  # with keep_last 1
+    kept = (ask.config or {}).get("keep_last") or 1
+    least = checkpoints_at_once(ask, (ask.num_checkpoints or 1) - kept + 1)  # with keep_last 1
     fix = "--keep-last 1" if free >= each * least and least < number else "--runs-dir ~/runs"
     yield Seen(
         f"{place['path']} has {format_bytes(free)} free, {number} checkpoints of {format_bytes(each)} need"
@@ -42,6 +55,14 @@ def is_full(facts: Facts, ask: Ask) -> Iterator[Seen]:
         fix,
         ("storage.run_dir",),
     )
+
+
+def checkpoints_at_once(ask: Ask, wanted: int) -> int:
+    """At most as many as the run makes."""
+    every = (ask.config or {}).get("save_every")
+    if every is None or not ask.num_steps:
+        return wanted
+    return min(wanted, -(-ask.num_steps // every) if every else 1)
 
 
 def is_slow(facts: Facts, ask: Ask) -> Iterator[Seen]:
@@ -91,7 +112,7 @@ def text_is_missing(facts: Facts, ask: Ask) -> Iterator[Seen]:
 
 def text_is_unreadable(facts: Facts, ask: Ask) -> Iterator[Seen]:
     error = at(facts, "text.error")
-    if error and at(facts, "text.exists"):
+    if error and at(facts, "text.exists") is not False:
         yield Seen(f"{at(facts, 'text.data')}: {error}", "--data builtin", ("text.data", "text.error"))
 
 

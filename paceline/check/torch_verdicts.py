@@ -5,6 +5,7 @@ Wheels: pytorch/pytorch RELEASE.md. Driver of a CUDA version: NVIDIA's CUDA Tool
 compatibility: any driver of the family runs every minor version of a major one, from the family's first driver on.
 """
 
+import re
 from collections.abc import Iterator
 
 from paceline.check.ask import Ask
@@ -24,7 +25,8 @@ from paceline.check.verdict import (
 OLDEST_TORCH = (2, 11)
 WHEELS = "https://download.pytorch.org/whl"
 DRIVER_OF_CUDA = {11: 450, 12: 525, 13: 580}  # Linux, major CUDA version -> first driver
-WHEEL_OF_DRIVER = ((580, "cu130"), (525, "cu126"))  # the newest wheels that run on it
+OLDEST_WHEEL_DRIVER = 525  # of cu126 and cu128
+STAGE = re.compile(r"(versions|distributed|store|cuda|cuda_libraries|compile): ")  # torch_probe.py: it was imported
 BLACKWELL = (10, 0)  # from here on kernels need CUDA 12.8
 
 
@@ -51,14 +53,24 @@ def is_missing(facts: Facts, ask: Ask) -> Iterator[Seen]:
 def is_broken(facts: Facts, ask: Ask) -> Iterator[Seen]:
     error = at(facts, "torch.error")
     if error:
-        shadowing = at(facts, "torch.shadowing") or at(facts, "torch.libraries") or []
-        foreign = [library for library in shadowing if not library.get("expected")]
-        fix = (
-            "unset LD_LIBRARY_PATH LD_PRELOAD" if foreign else install(wheel_for(facts) if facts.get("gpus") else "cpu")
-        )
+        part, late = STAGE.match(error), error.startswith("no answer")
+        fix = install(wheel_for(facts) if facts.get("gpus") else "cpu")
+        if foreign_libraries(facts):
+            fix = "unset LD_LIBRARY_PATH LD_PRELOAD"
+        elif late:
+            fix = "time python -c 'import torch'"
         yield Seen(
-            f"torch {at(facts, 'torch.version')} cannot be imported: {error}", fix, ("torch.error", "torch.path")
+            f"torch {at(facts, 'torch.version')} {'is imported, but' if part else 'cannot be imported:'} {error}",
+            fix,
+            ("torch.error", "torch.path"),
+            "warn" if part or late else "stop",
         )
+
+
+def foreign_libraries(facts: Facts) -> list[str]:
+    """Paths of what is loaded, or would be, before torch's own of the same name."""
+    loaded = at(facts, "torch.libraries") or ()
+    return sorted({*(at(facts, "torch.shadowing") or ()), *(lib["path"] for lib in loaded if lib["expected"] is False)})
 
 
 def is_old(facts: Facts, ask: Ask) -> Iterator[Seen]:
@@ -79,14 +91,16 @@ def is_cpu_build(facts: Facts, ask: Ask) -> Iterator[Seen]:
             f"torch {at(facts, 'torch.version')} was built without CUDA, and {len(gpus)} GPUs are here",
             install(wheel_for(facts)),
             ("torch.version", "torch.cuda"),
-            "stop" if wants_cuda(facts, ask) else "note",
+            "note" if not wants_cuda(facts, ask) else "warn" if ask.command == "run" else "stop",
         )
 
 
 def runs_on(arch: str, capability: tuple[int, int]) -> bool:
-    """sm_90: binary, for its major version from its minor on. compute_90: PTX, for that and everything later."""
+    """sm_90: binary, for its major version from its minor on; sm_90a: for that one alone. compute_90: PTX, for all later."""
     kind, _, digits = arch.partition("_")
-    digits = digits.rstrip("af")
+    if digits.endswith("a"):
+        return digits[:-1] == f"{capability[0]}{capability[1]}"
+    digits = digits.rstrip("f")
     if not digits.isdigit():
         return False
     major, minor = int(digits[:-1]), int(digits[-1])
@@ -113,8 +127,9 @@ def lacks_kernels(facts: Facts, ask: Ask) -> Iterator[Seen]:
 def has_old_driver(facts: Facts, ask: Ask) -> Iterator[Seen]:
     cuda, driver = version_of(at(facts, "torch.cuda")), version_of(at(facts, "driver.version"))
     needed = DRIVER_OF_CUDA.get(cuda[0]) if cuda else None
-    if cuda and driver and needed and driver[0] < needed:
-        fitting = next((tag for first, tag in WHEEL_OF_DRIVER if driver[0] >= first), None)
+    works = at(facts, "torch.cuda_available")  # with NVIDIA's forward compatibility package an older one does
+    if cuda and driver and needed and driver[0] < needed and not works:
+        fitting = wheel_for(facts) if driver[0] >= OLDEST_WHEEL_DRIVER else None
         newer = f"a driver {needed} or later: https://www.nvidia.com/drivers"
         yield Seen(
             f"driver {at(facts, 'driver.version')}, torch's CUDA {at(facts, 'torch.cuda')} needs {needed} or later",
@@ -158,14 +173,12 @@ def lacks_backend(facts: Facts, ask: Ask) -> Iterator[Seen]:
 
 
 def loads_foreign_libraries(facts: Facts, ask: Ask) -> Iterator[Seen]:
-    found = {library["path"]: library for library in at(facts, "torch.shadowing") or () if isinstance(library, dict)}
-    found |= {lib["path"]: lib for lib in at(facts, "torch.libraries") or () if lib.get("expected") is False}
     by_path = env(facts, "LD_LIBRARY_PATH") or env(facts, "LD_PRELOAD")
-    for path in sorted(found):
+    for path in foreign_libraries(facts):
         yield Seen(
             f"{path} is loaded in place of torch's own library",
             "unset LD_LIBRARY_PATH LD_PRELOAD" if by_path else f"mv {path} {path}.old",
-            ("torch.libraries", "env.LD_LIBRARY_PATH"),
+            ("torch.libraries", "torch.shadowing", "env.LD_LIBRARY_PATH"),
         )
 
 
@@ -202,7 +215,7 @@ def mixes_nccl(facts: Facts, ask: Ask) -> Iterator[Seen]:
     installed = version_of(package)
     if used and installed and used[:3] != installed[:3]:
         yield Seen(
-            f"torch was built for NCCL {at(facts, 'torch.nccl')}, nvidia-nccl-cu{major} is {package}",
+            f"torch runs with NCCL {at(facts, 'torch.nccl')}, nvidia-nccl-cu{major} is {package}",
             f"pip install nvidia-nccl-cu{major}=={at(facts, 'torch.nccl')}",
             ("torch.nccl", f"packages.nvidia-nccl-cu{major}"),
         )
@@ -221,7 +234,8 @@ VERDICTS = (
             why="nothing can be trained without it",
             fix="Install the wheel for this driver and card; `paceline torch recipe` prints which."),
     Verdict("torch-broken", "stop", look=is_broken,
-            cause="`import torch` fails: a library is missing, foreign or of another version.",
+            cause="`import torch` fails: a library is missing, foreign or of another version. A warning where it is only "
+                  "slow, or where a part of it fails after the import.",
             why="every rank would end at its first line",
             fix="Clear LD_LIBRARY_PATH, or install the wheel again."),
     Verdict("torch-old", "warn", look=is_old,
@@ -271,7 +285,7 @@ VERDICTS = (
             why="it is several times slower",
             fix="Install a release."),
     Verdict("nccl-mixed", "warn", look=mixes_nccl,
-            cause="The installed NCCL package is not of the version that torch was built for.",
+            cause="The installed NCCL package is not of the version that torch runs with.",
             why="NCCL calls fail or hang when the versions differ",
             fix="Install the matching one."),
     Verdict("torch-from-pythonpath", "note", look=comes_from_pythonpath,

@@ -3,12 +3,15 @@ import platform
 import resource
 import subprocess
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 from probing import NAMESPACES, ask, in_mounts
 
 from paceline.check.host_probe import probe_container, probe_host, probe_shm
+
+GIB = 1 << 30
 
 
 def test_the_host_is_as_the_system_says():
@@ -72,3 +75,24 @@ def test_pinned_cores_are_the_ones_that_count():
         pytest.skip("needs taskset")
     core = str(min(os.sched_getaffinity(0)))
     assert ask("host_probe", before=["taskset", "-c", core])["host"]["cpu"]["cores"] == 1
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_real_limit_is_found_by_a_process_in_the_group_and_in_one_below(nested):
+    """Version 1, as mounted here."""
+    memory = Path("/sys/fs/cgroup/memory")
+    if os.geteuid() != 0 or not (memory / "memory.limit_in_bytes").exists() or not os.access(memory, os.W_OK):
+        pytest.skip("needs root and control groups of version 1")
+    group = memory / f"paceline-facts-{os.getpid()}"
+    inner = group / "inner" if nested else group
+    inner.mkdir(parents=True)
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(GIB))
+        host = ask("host_probe", before=["bash", "-c", f'echo $$ > {inner}/cgroup.procs; exec "$@"', "bash"])["host"]
+        assert host["memory"]["cgroup_limit_bytes"] == GIB
+        assert 0 <= host["memory"]["cgroup_used_bytes"] < GIB
+    finally:
+        inner.rmdir()
+        if nested:
+            group.rmdir()

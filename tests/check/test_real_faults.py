@@ -95,7 +95,8 @@ def test_a_disk_without_room_for_the_checkpoints_is_found(size, fix, tmp_path):
     runs = tmp_path / "runs"
     runs.mkdir()
     before = in_mounts(f"mount -t tmpfs -o size={size} t {runs}")
-    assert mended("disk-full", folder=tmp_path, severity="stop", before=before)["fix"] == fix
+    finding = mended("disk-full", "--save-every", "50", folder=tmp_path, severity="stop", before=before)
+    assert finding["fix"] == fix
 
 
 def test_too_few_open_files_are_found(tmp_path):

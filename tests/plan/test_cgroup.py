@@ -1,10 +1,6 @@
-"""Control groups: version 2 and containers from files as their kernels show them, version 1 for real where it is mounted."""
+"""Control groups: version 2 and containers from files as their kernels show them; for real in tests/check/test_host_probe.py."""
 
-import os
 from pathlib import Path
-
-import pytest
-from probing import ask
 
 from paceline.plan.cgroup import MemoryLimit, cpu_quota, memory_limit
 
@@ -72,24 +68,3 @@ def test_a_version_1_container_that_sees_the_hosts_names(tmp_path):
 
 def test_a_host_without_control_groups_has_no_limit(tmp_path):
     assert (memory_limit(tmp_path), cpu_quota(tmp_path)) == (None, None)
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("nested", [False, True])
-def test_a_real_limit_is_found_by_a_process_in_the_group_and_in_one_below(nested):
-    """Version 1, as mounted here."""
-    memory = Path("/sys/fs/cgroup/memory")
-    if os.geteuid() != 0 or not (memory / "memory.limit_in_bytes").exists() or not os.access(memory, os.W_OK):
-        pytest.skip("needs root and control groups of version 1")
-    group = memory / f"paceline-facts-{os.getpid()}"
-    inner = group / "inner" if nested else group
-    inner.mkdir(parents=True)
-    try:
-        (group / "memory.limit_in_bytes").write_text(str(GIB))
-        host = ask("host_probe", before=["bash", "-c", f'echo $$ > {inner}/cgroup.procs; exec "$@"', "bash"])["host"]
-        assert host["memory"]["cgroup_limit_bytes"] == GIB
-        assert 0 <= host["memory"]["cgroup_used_bytes"] < GIB
-    finally:
-        inner.rmdir()
-        if nested:
-            group.rmdir()

@@ -1,0 +1,247 @@
+"""`paceline torch check`: the torch that is installed, and broken ones made for real; what is tried and what is said."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.check.torch_build import (
+    Proof,
+    TorchCheck,
+    capabilities_of,
+    check_torch,
+    describe_end,
+    format_check,
+    locate_torch,
+    prove_torch,
+    recipe_here,
+)
+from paceline.errors import Finding, PacelineError
+
+ON_CPU = ["import", "store with libuv", "gloo all_reduce", "matmul fp32 cpu", "matmul bf16 cpu"]
+needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+
+
+@pytest.fixture(autouse=True)
+def one_thread_and_no_card(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def write_torch(folder: Path, init: str) -> Path:
+    (folder / "torch").mkdir(parents=True)
+    (folder / "torch/__init__.py").write_text(init)
+    return folder
+
+
+def on_pythonpath(monkeypatch, folder: Path, text: str) -> None:
+    """Python code that every process runs at its start."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+
+
+def prove(path=None, deadline_s=30.0):
+    return list(prove_torch(path, deadline_s=deadline_s))
+
+
+@pytest.mark.dist
+def test_the_installed_torch_is_right():
+    import torch
+
+    begun = []
+    check = check_torch(on_trial=begun.append)
+    assert check.is_right, format_check(check)
+    assert begun == [proof.name for proof in check.proofs] == ON_CPU
+    lines = format_check(check).splitlines()
+    assert lines[0] == f"torch   {torch.__version__}, wheel, {Path(torch.__file__).parent}"
+    assert "libuv" in lines[1] and "without" not in lines[1]
+    assert lines[-1] == "this torch is right"
+    assert check.to_json()["right"] is True
+
+
+@pytest.mark.dist
+def test_a_torch_without_libuv_is_not_right_and_the_rest_of_it_is(without_libuv, monkeypatch):
+    for name, value in without_libuv.items():
+        monkeypatch.setenv(name, value)
+    check = check_torch()
+    wrong = [proof for proof in check.proofs if not proof.ok]
+    assert [proof.name for proof in wrong] == ["store with libuv"]
+    assert "was built without libuv support" in wrong[0].said
+    assert "torch-no-libuv" in [finding.id for finding in check.findings]
+    text = format_check(check)
+    assert "without libuv" in text.splitlines()[1]
+    assert text.splitlines()[-1] == "this torch is not right: store with libuv"
+
+
+@pytest.mark.dist
+@needs_gcc
+def test_a_stale_library_in_front_of_torchs_is_named(tmp_path, monkeypatch):
+    source = "int nothing_of_c10(void) { return 1; }"
+    stale = tmp_path / "libc10.so"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-xc", "-o", stale, "-"], input=source, text=True, check=True)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    check = check_torch()
+    assert [(proof.name, proof.ok) for proof in check.proofs] == [("import", False)]
+    assert {"torch-broken", "library-foreign"} <= {finding.id for finding in check.findings}
+    assert f"loaded  {stale} is not torch's own" in format_check(check)
+
+
+@pytest.mark.dist
+def test_a_torch_elsewhere_is_the_one_that_is_tried(tmp_path):
+    import torch
+
+    (tmp_path / "torch").symlink_to(Path(torch.__file__).parent)
+    check = check_torch(tmp_path)
+    assert (check.is_right, check.facts["torch"]["path"]) == (True, str(tmp_path / "torch"))
+
+
+@pytest.mark.dist
+def test_an_empty_package_is_no_torch(tmp_path):
+    check = check_torch(write_torch(tmp_path, ""))
+    assert not check.is_right
+    assert "torch-broken" in [finding.id for finding in check.findings]
+    assert check.proofs[0] == Proof("import", False, check.proofs[0].seconds, check.proofs[0].said)
+
+
+@pytest.mark.dist
+def test_a_product_that_comes_out_wrong_is_found(tmp_path, monkeypatch):
+    on_pythonpath(
+        monkeypatch,
+        tmp_path / "site",
+        "import torch\n"
+        "right = torch.Tensor.__matmul__\n"
+        "torch.Tensor.__matmul__ = lambda a, b: right(a, b).index_fill(0, torch.tensor([3]), 9)\n",
+    )
+    proofs = {proof.name: proof for proof in prove()}
+    assert proofs["matmul fp32 cpu"].said == "ArithmeticError: 128 of 32,768 elements are wrong"
+    assert proofs["gloo all_reduce"].ok
+
+
+@pytest.mark.dist
+def test_a_trial_that_crashes_the_process_is_named_with_its_signal(tmp_path, monkeypatch):
+    on_pythonpath(
+        monkeypatch,
+        tmp_path / "site",
+        "import torch.distributed, ctypes, sys\n"
+        "def crash(*a, **k):\n"
+        "    print('about to fall', file=sys.stderr, flush=True)\n"
+        "    ctypes.string_at(0)\n"
+        "torch.distributed.init_process_group = crash\n",
+    )
+    last = prove()[-1]
+    assert last == Proof("gloo all_reduce", False, None, "ended by SIGSEGV; its last line: about to fall")
+
+
+@pytest.mark.dist
+def test_a_trial_that_hangs_is_given_up_and_nothing_of_it_is_left(tmp_path):
+    pid_file = tmp_path / "pid"
+    folder = write_torch(
+        tmp_path / "t", f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    )
+    assert prove(folder, deadline_s=2.0) == [Proof("import", False, None, "no answer in 2 s")]
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid_file.read_text()), 0)
+
+
+@pytest.mark.parametrize(
+    ("init", "said"),
+    [
+        ("raise SystemExit(3)", "ended with exit code 3"),
+        ("import os; os.abort()", "ended by SIGABRT"),
+        ("import nothing_of_the_name", "ModuleNotFoundError: No module named 'nothing_of_the_name'"),
+    ],
+)
+@pytest.mark.dist
+def test_an_import_that_breaks_is_the_only_trial(tmp_path, init, said):
+    proof = prove(write_torch(tmp_path, init))[-1]
+    assert (proof.name, proof.ok, proof.said) == ("import", False, said)
+
+
+def test_the_last_line_is_told_with_the_signal():
+    assert describe_end(-signal.SIGKILL, "") == "ended by SIGKILL"
+    assert describe_end(-signal.SIGSEGV, "one\ntwo\n") == "ended by SIGSEGV; its last line: two"
+
+
+def test_a_folder_that_is_not_there_or_holds_no_torch_is_refused(tmp_path):
+    with pytest.raises(PacelineError) as error:
+        locate_torch(tmp_path / "nowhere")
+    assert error.value.message == f"--path {tmp_path}/nowhere: there is no such folder"
+    (tmp_path / "torch").mkdir()
+    with pytest.raises(PacelineError) as error:
+        locate_torch(tmp_path)
+    assert error.value.message == f"no torch in {tmp_path}"
+
+
+def test_site_packages_a_venv_and_the_torch_folder_mean_the_same(tmp_path):
+    site = tmp_path / f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
+    write_torch(site, "")
+    assert [locate_torch(path) for path in (tmp_path, site, site / "torch")] == [site] * 3
+
+
+def test_a_venv_of_another_python_is_refused(tmp_path):
+    write_torch(tmp_path / "lib/python3.99/site-packages", "")
+    with pytest.raises(PacelineError) as error:
+        locate_torch(tmp_path)
+    assert f"has a torch for Python 3.99, this is Python {sys.version_info[0]}.{sys.version_info[1]}" in str(
+        error.value
+    )
+
+
+def test_a_source_tree_that_is_not_built_says_how_to_build_it(tmp_path):
+    write_torch(tmp_path, "")
+    (tmp_path / "CMakeLists.txt").touch()
+    with pytest.raises(PacelineError) as error:
+        locate_torch(tmp_path)
+    assert error.value.fix == f"paceline torch build --source {tmp_path}"
+    (tmp_path / "torch/_C.cpython-311-x86_64-linux-gnu.so").touch()
+    assert locate_torch(tmp_path) == tmp_path
+
+
+def test_a_build_for_cards_is_told_with_its_parts():
+    torch = {
+        "version": "2.11.0+cu128", "build": "wheel", "path": "/p/torch", "cuda": "12.8", "cudnn": "9.17.1", "nccl": "2.28.9",
+        "archs": ["sm_90", "sm_120"], "libuv": True, "libuv_library": "1.41.0", "libuv_header": "1.48.0", "gloo": True,
+        "nccl_backend": False,
+        "libraries": [{"path": "/p/torch/lib/libc10.so", "expected": True}, {"path": "/old/libnccl.so.2", "expected": False}],
+    }  # fmt: skip
+    stop = Finding("torch-no-kernels", "stop", "what", "why", "fix")
+    check = TorchCheck({"torch": torch}, (stop,), (Proof("import", True, 1.5, "2.11.0+cu128"),))
+    assert format_check(check).splitlines() == [
+        "torch   2.11.0+cu128, wheel, /p/torch",
+        "built   CUDA 12.8, cuDNN 9.17.1, NCCL 2.28.9, sm_90 sm_120, libuv 1.41.0, gloo, without nccl",
+        "loaded  1 library from /p/torch/lib",
+        "loaded  1 library from /old",
+        "loaded  /old/libnccl.so.2 is not torch's own",
+        "libuv   header 1.48.0, library 1.41.0",
+        "",
+        "right   import    1.50 s  2.11.0+cu128",
+        "",
+        "stop  torch-no-kernels  what",
+        "  why                   why",
+        "  fix                   fix",
+        "",
+        "this torch is not right: torch-no-kernels",
+    ]
+
+
+def test_cards_that_cannot_be_asked_are_not_taken_for_none():
+    gpus = [{"capability": [8, 6], "visible": True}, {"capability": [12, 0], "visible": False}]
+    assert capabilities_of({"gpus": gpus, "nvidia_cards": 2, "nvml_error": None}) == ((8, 6),)
+    assert capabilities_of({"gpus": [], "nvidia_cards": 0, "nvml_error": None}) == ()
+    with pytest.raises(PacelineError) as error:
+        capabilities_of({"gpus": None, "nvidia_cards": 2, "nvml_error": "Driver/library version mismatch"})
+    assert error.value.message == (
+        "2 NVIDIA cards are here and the driver does not tell which: Driver/library version mismatch"
+    )
+
+
+def test_the_recipe_for_other_cards_than_those_here():
+    assert recipe_here(arch="12.0", driver="570.133").command.endswith("/cu128")
+    with pytest.raises(PacelineError) as error:
+        recipe_here(driver="new")
+    assert error.value.message == "--driver new: no driver version"

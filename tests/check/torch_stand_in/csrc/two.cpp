@@ -1,0 +1,1 @@
+int two() { return 2; }

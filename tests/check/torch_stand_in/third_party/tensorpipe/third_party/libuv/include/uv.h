@@ -1,0 +1,1 @@
+#include "uv/version.h"

@@ -1,0 +1,3 @@
+#define UV_VERSION_MAJOR 1
+#define UV_VERSION_MINOR 41
+#define UV_VERSION_PATCH 0

@@ -13,8 +13,8 @@ from typing import Any
 
 from paceline import __version__
 from paceline.errors import PacelineError, UsageError
-from paceline.options import find_run, one_action, one_word, parse_options, take_flag, take_option
-from paceline.terminal import waiting, write_now
+from paceline.options import TINY, config_of, find_run, one_action, one_word, parse_options, take_flag, take_option
+from paceline.terminal import format_facts, waiting, write_now
 
 HELP = """\
 paceline trains GPT-style language models on the GPUs you have.
@@ -428,30 +428,6 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "tokenizer": tokenizer,
 }
 SAMPLE_TEXT = "def fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)\n"
-TINY = Path(__file__).parent / "configs" / "tiny.toml"
-
-
-def config_of(args: list[str], *, command: str, default: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-    """The config that the words mean, and the keys that flags have set; notes about a .py file are printed.
-
-    Without a file: configs/tiny.toml, or the defaults of all keys with those of `default`.
-    """
-    from paceline.config import load_config, parse_flags
-
-    words, flags = parse_flags(args)
-    file = flags.pop("config", None)
-    if (words and file) or len(words) > 1:
-        raise UsageError(
-            f"one config file is taken, {len(words) + bool(file)} are given",
-            fix=f"paceline {command} CONFIG --key value",
-        )
-    file = words[0] if words else file
-    if file is None and default is not None:
-        return load_config(None, {**default, **flags})[0], flags
-    config, notes = load_config(file or TINY, flags)
-    for note in notes:
-        print(note, file=sys.stderr)
-    return config, flags
 
 
 def command_help(name: str) -> str:
@@ -474,28 +450,6 @@ def command_help(name: str) -> str:
         choices = f" ({', '.join(field.metadata['choices'])})" if field.metadata["choices"] else ""
         text += f"  --{key.replace('_', '-'):<26}{field.metadata['about']}{choices} [{default}]\n"
     return text
-
-
-def format_facts(facts: dict[str, Any]) -> str:
-    """Aligned `name  value` lines; thousands separated; a table within becomes lines of its own, `train num_tokens`."""
-    for name, value in list(facts.items()):
-        if isinstance(value, dict) and value:
-            facts = {**facts, **{f"{name} {key}": inner for key, inner in value.items()}}
-            del facts[name]
-    if any(isinstance(value, dict) and value for value in facts.values()):
-        return format_facts(facts)
-    width = max(len(name) for name in facts)
-    return "\n".join(f"{name:<{width}}  {format_fact(value)}" for name, value in facts.items())
-
-
-def format_fact(value: Any) -> str:
-    if isinstance(value, bool) or value is None:
-        return {True: "yes", False: "no", None: "n/a"}[value]
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, float):
-        return f"{value:,.4g}"
-    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,48 @@
 """
-The words and options of the commands that take no config keys; config keys are read by config.py.
+What the words of a command line mean: a run, a config with its flags, the options of commands that take no config keys.
 """
 
 import difflib
+import sys
 import tomllib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.errors import PacelineError, UsageError
 from paceline.rundir import RunDir
+
+if TYPE_CHECKING:
+    from paceline.config import Config
+
+
+TINY = Path(__file__).parent / "configs" / "tiny.toml"
+
+
+def config_of(
+    args: list[str], *, command: str, default: dict[str, Any] | None = None
+) -> tuple["Config", dict[str, Any]]:
+    """The config that the words mean, and the keys that flags have set; notes about a .py file are printed.
+
+    Without a file: configs/tiny.toml, or the defaults of all keys with those of `default`.
+    """
+    from paceline.config import load_config, parse_flags
+
+    words, flags = parse_flags(args)
+    file = flags.pop("config", None)
+    if (words and file) or len(words) > 1:
+        raise UsageError(
+            f"one config file is taken, {len(words) + bool(file)} are given",
+            fix=f"paceline {command} CONFIG --key value",
+        )
+    file = words[0] if words else file
+    if file is None and default is not None:
+        return load_config(None, {**default, **flags})[0], flags
+    config, notes = load_config(file or TINY, flags)
+    for note in notes:
+        print(note, file=sys.stderr)
+    return config, flags
 
 
 def parse_options(args: list[str], known: Mapping[str, Callable[[str], Any]]) -> tuple[list[str], dict[str, Any]]:

@@ -1,5 +1,7 @@
 """
-What long work shows while it lasts: a bar or a line on a terminal, plain lines in a pipe. Rich is imported when a bar is drawn.
+Text on the screen: what long work shows while it lasts, a bar or a line on a terminal and plain lines in a pipe; tables of facts.
+
+Rich is imported when a bar is drawn.
 """
 
 import sys
@@ -56,3 +58,25 @@ def waiting(label: str) -> Iterator[Callable[[str], None]]:
 def write_now(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+def format_facts(facts: dict[str, Any]) -> str:
+    """Aligned `name  value` lines; thousands separated; a table within becomes lines of its own, `train num_tokens`."""
+    for name, value in list(facts.items()):
+        if isinstance(value, dict) and value:
+            facts = {**facts, **{f"{name} {key}": inner for key, inner in value.items()}}
+            del facts[name]
+    if any(isinstance(value, dict) and value for value in facts.values()):
+        return format_facts(facts)
+    width = max(len(name) for name in facts)
+    return "\n".join(f"{name:<{width}}  {format_fact(value)}" for name, value in facts.items())
+
+
+def format_fact(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "n/a"}[value]
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.4g}"
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

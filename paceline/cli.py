@@ -149,6 +149,8 @@ def check(args: list[str]) -> int:
     args, as_json = take_flag(args, "--json")
     args, verbose = take_flag(args, "--verbose")
     args, port = take_option(args, "port", int)
+    if port is not None and not 0 < port < 1 << 16:
+        raise UsageError(f"--port {port}: not a port", fix="--port 29500")
     config, flags = config_of(args, command="check")
     with waiting("checking") as on_probe:
         checked = check_config_here(

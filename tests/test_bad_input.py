@@ -24,6 +24,11 @@ def make_run(folder: Path) -> str:
     return "old"
 
 
+def script_run(folder: Path) -> str:
+    put(folder, "runs/hello/config.toml", 'command = ["train.py"]\nnproc = 2\ndevice = "cpu"\ncwd = "/"\n')
+    return "hello"
+
+
 # name, what is typed (given the folder), exit code, a word of the error, a word of the fix
 CASES = [
     ("no such command", lambda d: ["trian"], 2, "trian", "paceline train"),
@@ -77,6 +82,19 @@ CASES = [
     ("resume what is not there", lambda d: ["resume", "none"], 1, "no run none", "paceline train"),
     ("resume without a run", lambda d: ["resume"], 2, "one RUN", "paceline runs"),
     ("resume with another depth", lambda d: ["resume", make_run(d), "--depth", "3"], 1, "depth is 2", "new run"),
+    ("resume the run of a script", lambda d: ["resume", script_run(d)], 1, "run of a script", "paceline run"),
+    ("run without a script", lambda d: ["run"], 2, "needs a script", "paceline run --"),
+    ("run a script that is not there", lambda d: ["run", "none.py"], 1, "none.py does not exist", "path"),
+    ("run a launcher", lambda d: ["run", "--nproc", "2", "torchrun", "train.py"], 2, "starts ranks", "-- train.py"),
+    ("an option of torchrun", lambda d: ["run", "--nproc-per-node", "2", "train.py"], 2, "not an option", "--nproc 2"),
+    ("a port that is text", lambda d: ["check", "--port", "banana"], 2, "banana", "--port"),
+    ("a port that is none", lambda d: ["check", "--port", "70000"], 2, "not a port", "--port 29500"),
+    ("collectives of one process", lambda d: ["comm", "--nproc", "1", "--cache-dir", str(d)], 1, "one process", "--nproc 2"),
+    ("a deadline in the past", lambda d: ["comm", "--nproc", "2", "--deadline", "-1", "--cache-dir", str(d)], 1, "-1 s", "10"),
+    ("torch in a folder without it", lambda d: ["torch", "check", "--path", str(d)], 1, "no torch", "site-packages"),
+    ("torch built from nothing", lambda d: ["torch", "build", "--source", str(d)], 1, "no PyTorch source", "git clone"),
+    ("hosts without a rank", lambda d: ["accelerate-config", "--nnodes", "2"], 2, "--node-rank", "each host"),
+    ("a file where there is no folder", lambda d: ["accelerate-config", "--out", str(d / "a/b")], 1, "cannot be written", "--out"),
     ("sample what is not there", lambda d: ["sample", "none"], 1, "no run none", ""),
     ("sample with a wrong flag", lambda d: ["sample", "x", "--promt", "a"], 2, "--promt", "--prompt"),
     ("sample with text for a number", lambda d: ["sample", "x", "--num", "two"], 2, "two", "--num"),

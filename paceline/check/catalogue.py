@@ -3,15 +3,7 @@ docs/checks.md from the table of verdicts: `python -m paceline.check.catalogue >
 up to date.
 """
 
-from paceline.check import (
-    config_verdicts,
-    equality_verdicts,
-    gpu_verdicts,
-    host_verdicts,
-    network_verdicts,
-    storage_verdicts,
-    torch_verdicts,
-)
+from paceline.check.verdicts import SUBJECTS
 
 INTRO = """\
 # What `paceline check` looks for
@@ -22,22 +14,13 @@ Made from the code: `python -m paceline.check.catalogue > docs/checks.md`.
 `note`: good to know. What is not known never counts as wrong. `paceline check --json` has the same with all facts
 (`check.schema.json`, `facts.schema.json`); `--verbose` shows the facts that a finding follows from.
 """
-SUBJECTS = (
-    ("Config", config_verdicts),
-    ("PyTorch", torch_verdicts),
-    ("GPUs", gpu_verdicts),
-    ("Host", host_verdicts),
-    ("Disk and text", storage_verdicts),
-    ("Network", network_verdicts),
-    ("Several hosts", equality_verdicts),
-)
 
 
 def format_catalogue() -> str:
     lines = [INTRO]
-    for title, module in SUBJECTS:
+    for title, verdicts in SUBJECTS:
         lines += [f"## {title}", ""]
-        for verdict in module.VERDICTS:
+        for verdict in verdicts:
             lines.append(f"### {verdict.id} ({verdict.severity})")
             lines += ["", verdict.cause, "", f"- What comes of it: {verdict.why}.", f"- Fix: {verdict.fix}", ""]
     return "\n".join(lines).rstrip() + "\n"

@@ -20,15 +20,16 @@ from paceline.check.ask import Ask
 from paceline.check.verdict import Facts, Seen, Verdict, at
 from paceline.errors import Finding
 
-VERDICTS: tuple[Verdict, ...] = (
-    *config_verdicts.VERDICTS,
-    *torch_verdicts.VERDICTS,
-    *gpu_verdicts.VERDICTS,
-    *host_verdicts.VERDICTS,
-    *storage_verdicts.VERDICTS,
-    *network_verdicts.VERDICTS,
-    *equality_verdicts.VERDICTS,
+SUBJECTS = (
+    ("Config", config_verdicts.VERDICTS),
+    ("PyTorch", torch_verdicts.VERDICTS),
+    ("GPUs", gpu_verdicts.VERDICTS),
+    ("Host", host_verdicts.VERDICTS),
+    ("Disk and text", storage_verdicts.VERDICTS),
+    ("Network", network_verdicts.VERDICTS),
+    ("Several hosts", equality_verdicts.VERDICTS),
 )
+VERDICTS: tuple[Verdict, ...] = tuple(verdict for _, verdicts in SUBJECTS for verdict in verdicts)
 ORDER = {"stop": 0, "warn": 1, "note": 2}
 
 

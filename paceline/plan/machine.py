@@ -6,11 +6,16 @@ the name says PCIe), L40S, and the Ada and Blackwell architecture white papers (
 """
 
 import os
-from dataclasses import dataclass
+import shutil
+import subprocess
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.errors import PlanError
 from paceline.plan.cgroup import cpu_quota
+from paceline.units import MIB
+
+NVIDIA_SMI_S = 20.0  # the first call after a boot loads the driver
 
 PEAK_BF16_FLOPS = {  # longest matching name wins
     "A100": 312e12,
@@ -56,32 +61,66 @@ def probe_gpus(visible: str | None) -> tuple[Gpu, ...]:
     """visible: the value of CUDA_VISIBLE_DEVICES, None if unset."""
     if visible is not None and not visible.strip():
         return ()
+    found = gpus_of_driver()
+    chosen = visible_devices(visible, [uuid for uuid, _ in found])
+    return tuple(replace(found[physical][1], index=index) for index, physical in enumerate(chosen))
+
+
+def gpus_of_driver() -> list[tuple[str, Gpu]]:
+    """Every card with its UUID, in the driver's order; none without a driver. nvidia-smi tells where nvidia-ml-py is missing."""
     try:
         import pynvml  # type: ignore[import-untyped, unused-ignore]
-
-        pynvml.nvmlInit()
-    except Exception as error:  # NVML raises its own class per cause; each of them means "no NVIDIA driver here"
-        if type(error).__name__ in {"NVMLError_LibraryNotFound", "NVMLError_DriverNotLoaded", "ModuleNotFoundError"}:
-            return ()
-        raise PlanError(f"the NVIDIA driver does not answer: {error}", fix="run nvidia-smi; or --device cpu") from error
+    except ModuleNotFoundError:
+        return gpus_of_nvidia_smi()
     try:
-        count = pynvml.nvmlDeviceGetCount()
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(count)]
-        uuids = [_text(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
-        gpus = []
-        for index, physical in enumerate(visible_devices(visible, uuids)):
-            handle = handles[physical]
-            gpus.append(
-                Gpu(
-                    index=index,
-                    name=_text(pynvml.nvmlDeviceGetName(handle)),
-                    memory_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
-                    capability=tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
-                )
+        pynvml.nvmlInit()
+    except Exception as error:  # NVML raises its own class per cause; two of them mean "no NVIDIA driver here"
+        if type(error).__name__ in {"NVMLError_LibraryNotFound", "NVMLError_DriverNotLoaded"}:
+            return []
+        raise driver_is_silent(error) from error
+    try:
+        found = []
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            gpu = Gpu(
+                index=index,
+                name=_text(pynvml.nvmlDeviceGetName(handle)),
+                memory_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+                capability=tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
             )
-        return tuple(gpus)
+            found.append((_text(pynvml.nvmlDeviceGetUUID(handle)), gpu))
+        return found
     finally:
         pynvml.nvmlShutdown()
+
+
+def gpus_of_nvidia_smi() -> list[tuple[str, Gpu]]:
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", "--query-gpu=uuid,name,memory.total,compute_cap", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise driver_is_silent(error) from error
+    if done.returncode:
+        raise driver_is_silent((done.stdout + done.stderr).strip() or f"nvidia-smi ended with {done.returncode}")
+    return read_nvidia_smi(done.stdout)
+
+
+def read_nvidia_smi(table: str) -> list[tuple[str, Gpu]]:
+    """`GPU-5f..., NVIDIA H200, 143771, 9.0` for each card; memory in MiB, `[N/A]` for what a driver does not tell."""
+    found = []
+    for index, line in enumerate(line for line in table.splitlines() if line.startswith("GPU-")):
+        uuid, name, memory_mib, capability = (word.strip() for word in line.split(","))
+        major, _, minor = capability.partition(".")
+        known = major.isdigit() and minor.isdigit()
+        memory_bytes = int(memory_mib) * MIB if memory_mib.isdigit() else 0
+        found.append((uuid, Gpu(index, name, memory_bytes, (int(major), int(minor)) if known else None)))
+    return found
+
+
+def driver_is_silent(why: object) -> PlanError:
+    return PlanError(f"the NVIDIA driver does not answer: {why}", fix="run nvidia-smi; or --device cpu")
 
 
 def visible_devices(visible: str | None, uuids: list[str]) -> list[int]:

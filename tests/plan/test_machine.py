@@ -1,8 +1,12 @@
 """Which devices are visible, and what is known of them."""
 
+import os
+import sys
+
 import pytest
 
-from paceline.plan.machine import peak_flops, probe_gpus, probe_machine, visible_devices
+from paceline.errors import PlanError
+from paceline.plan.machine import Gpu, peak_flops, probe_gpus, probe_machine, read_nvidia_smi, visible_devices
 
 UUIDS = ["GPU-aaaa-1", "GPU-bbbb-2", "GPU-bbcc-3"]
 
@@ -43,3 +47,26 @@ def test_this_machine_has_cores_and_memory():
     machine = probe_machine()
     assert machine.cpu_cores >= 1
     assert machine.memory_bytes > 1 << 28
+
+
+def test_nvidia_smi_tells_what_nvml_would():
+    table = (
+        "GPU-11111111-0000-4000-8000-000000000000, NVIDIA H200, 143771, 9.0\n"
+        "GPU-22222222-0000-4000-8000-000000000000, NVIDIA GeForce RTX 5090, [N/A], [N/A]\n"
+    )
+    [(uuid, h200), (_, unknown)] = read_nvidia_smi(table)
+    assert (uuid[:12], h200) == ("GPU-11111111", Gpu(0, "NVIDIA H200", 143771 << 20, (9, 0)))
+    assert unknown == Gpu(1, "NVIDIA GeForce RTX 5090", 0, None)
+
+
+def test_without_nvml_a_program_nvidia_smi_is_asked(tmp_path, monkeypatch):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 'GPU-1, NVIDIA A10, 23028, 8.6'\necho 'GPU-2, NVIDIA A10, 23028, 8.6'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # as where it is not installed
+    assert [gpu.name for gpu in probe_gpus(None)] == ["NVIDIA A10", "NVIDIA A10"]
+    assert probe_gpus("1") == (Gpu(0, "NVIDIA A10", 23028 << 20, (8, 6)),)
+    smi.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'; exit 18\n")
+    with pytest.raises(PlanError, match="version mismatch"):
+        probe_gpus(None)

@@ -4,13 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: train test lint bench clean
+.PHONY: train test soak lint bench clean
 
 train: $(VENV)/core
 	$(BIN)/paceline train
 
 test: $(VENV)/dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+soak: $(VENV)/dev
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m soak
 
 lint: $(VENV)/dev
 	$(BIN)/ruff check .

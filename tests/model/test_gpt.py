@@ -245,7 +245,7 @@ def test_a_row_longer_than_the_model_takes_is_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compute_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("compute_dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.soak)])
 def test_compiled_and_eager_agree_and_only_the_loss_is_outside_the_graph(compute_dtype):
     narrow = compute_dtype == torch.bfloat16
     model = make_gpt(replace(CONFIG, n_layer=2), compute_dtype=compute_dtype, activation_checkpointing=narrow)

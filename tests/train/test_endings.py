@@ -25,7 +25,7 @@ def wait_for_step(run: Path, step: int) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.soak)])
 def test_an_interrupted_run_saves_ends_with_130_and_resumes_to_the_same_bits(shop, signum):
     name = f"interrupted-{signum}"
     unbroken = shop.train(f"whole-{signum}", nproc=2, num_steps=40)

@@ -11,6 +11,7 @@ from paceline.check.torch_verdicts import WHEELS
 from paceline.check.verdict import Facts, Seen, Verdict, at, short_name, version_of, visible_gpus
 
 CLOCK_SKEW_S = 5.0  # facts of hosts are gathered within this
+SETTINGS = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "USE_LIBUV")
 PACKAGES = ("numpy", "tokenizers", "safetensors", "triton", "paceline", "accelerate", "transformers")
 
 
@@ -81,6 +82,16 @@ def code_differs(hosts: Sequence[Facts], ask: Ask) -> Iterator[Seen]:
         yield Seen(f"the code is changed on {' and '.join(dirty)} alone", "git stash")
 
 
+def settings_differ(hosts: Sequence[Facts], ask: Ask) -> Iterator[Seen]:
+    """Variables that change how ranks talk or compute; interfaces may have another name on each host."""
+    names = {name for host in hosts for name in host.get("env") or {} if name.startswith(SETTINGS)}
+    hosts = [host for host in hosts if host.get("env") is not None]
+    for name in sorted(name for name in names if not name.endswith("_SOCKET_IFNAME")):
+        found = by_value(hosts, lambda host, name=name: host["env"].get(name, "not set"))  # type: ignore[misc]
+        if len(found) > 1:
+            yield Seen(f"{name}: {told(found)}", f"unset {name}")
+
+
 def gpus_differ(hosts: Sequence[Facts], ask: Ask) -> Iterator[Seen]:
     def cards(host: Facts) -> str | None:
         names = [short_name(gpu.get("name")) for gpu in visible_gpus(host)]
@@ -146,6 +157,10 @@ VERDICTS = (
             cause="Hosts have different code in the current folder.",
             why="ranks that run different code wait for each other",
             fix="The same commit on all."),
+    Verdict("hosts-settings", "warn", compare=settings_differ,
+            cause="A variable of NCCL, gloo, torch or its allocator is set on some hosts, or has another value there.",
+            why="ranks may take different ways to each other, and hang",
+            fix="The same on all, or on none."),
     Verdict("hosts-gpus", "warn", compare=gpus_differ,
             cause="Hosts have different GPUs.",
             why="all wait for the slowest",

@@ -117,7 +117,7 @@ def test_the_ranks_are_told_what_torchrun_would_tell_them_and_stdin_is_empty(ben
     """)
     done = bench.run("--nproc", 2, "--", "train.py", "--nproc", "7", "-m", "a b", stdin=subprocess.PIPE)
     words = "True '' ['--nproc', '7', '-m', 'a b']"
-    assert done.out.splitlines() == [f"[0] 0 0 2 2 127.0.0.1 {words}", f"[1] 1 1 2 2 127.0.0.1 {words}"]
+    assert sorted(done.out.splitlines()) == [f"[0] 0 0 2 2 127.0.0.1 {words}", f"[1] 1 1 2 2 127.0.0.1 {words}"]
 
 
 def test_the_run_folder_has_what_happened_and_repeats_the_run(bench):
@@ -133,7 +133,7 @@ def test_the_run_folder_has_what_happened_and_repeats_the_run(bench):
     elsewhere = bench.folder / "elsewhere"
     elsewhere.mkdir()
     again = bench.run("--runs-dir", "more", bench.run_dir.config_toml, name="r2")
-    assert again.out == done.out
+    assert sorted(again.out.splitlines()) == sorted(done.out.splitlines())
     assert (bench.folder / "more" / "r2" / "config.toml").read_text() == bench.run_dir.config_toml.read_text()
 
 

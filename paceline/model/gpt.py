@@ -87,7 +87,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int) -> Tenso
     """q: (B, H, T, D); k, v: (B, K, T, D) -> (B, T, H, D). One query alone sees every key given: the cache has picked them."""
     groups, several = q.shape[1] // k.shape[1], q.shape[2] > 1
     if several and q.device.type == "cpu":
-        return causal_attention(q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), window=window)
+        if groups > 1:
+            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        return causal_attention(q, k, v, window=window)
     if isinstance(mask, BlockMask):
         flex = cast(Callable[..., Tensor], flex_attention)
         flex = flex if torch.compiler.is_compiling() else compiled_flex_attention()

@@ -71,9 +71,10 @@ class _RotaryNorm(Function):
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x.transpose(1, 2)  # (B, H, T, D)
         scale = rms_scale(x, gain=QK_GAIN)
-        unit = torch.mul(
-            x, scale, out=torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        )  # lays it out anew as it goes
+        # a CPU's batched matmuls want each head's rows together, so they are laid out anew as they are written; a GPU's flash
+        # kernels take any order and answer in that of q: as it is here, c_proj reads the answer without a copy
+        out = torch.empty(x.shape, dtype=x.dtype) if x.device.type == "cpu" else None
+        unit = torch.mul(x, scale, out=out)
         y = rotate(unit, cos, sin, direction=1)
         ctx.save_for_backward(y, scale, cos, sin)
         return y

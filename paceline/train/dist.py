@@ -81,7 +81,7 @@ class SegmentSum:
         self._segments = flat.view(world_size, -1)  # (world_size, segment)
         self._works: list[dist.Work] = []
         own = self._segments[rank]
-        if flat.is_cuda:
+        if flat.device.type != "cpu":
             self._received = torch.empty_like(own)
             self._total = self._received if flat.dtype == torch.float32 else torch.empty_like(own, dtype=torch.float32)
         else:
@@ -89,7 +89,7 @@ class SegmentSum:
             self._total = own if flat.dtype == torch.float32 else torch.empty_like(own, dtype=torch.float32)
 
     def start(self) -> None:
-        if self._flat.is_cuda:
+        if self._flat.device.type != "cpu":
             self._works = [_reduce_scatter(self._received, self._flat)]
             return
         for distance in range(1, self._world_size):
@@ -104,7 +104,7 @@ class SegmentSum:
         for work in self._works:
             work.wait()
         self._works = []
-        if self._flat.is_cuda:
+        if self._flat.device.type != "cpu":
             if self._total is not self._received:
                 self._total.copy_(self._received)
             return self._total
@@ -118,7 +118,7 @@ class SegmentSum:
 def start_all_gather(flat: Tensor, *, rank: int, world_size: int, tag: int) -> list[dist.Work]:
     """Every rank's segment of `flat` to all others, in place; `flat` may be touched when the works are done."""
     segments = flat.view(world_size, -1)  # (world_size, segment)
-    if flat.is_cuda:
+    if flat.device.type != "cpu":
         return [_all_gather(flat, segments[rank])]
     works = []
     for distance in range(1, world_size):

@@ -21,7 +21,15 @@ from paceline.plan.shapes import ParamShape
 from paceline.plan.sharding import shard_plan
 from paceline.train.buckets import BucketBuffers, MatrixBatch, matrix_batches
 from paceline.train.dist import all_reduce_sum
-from paceline.train.owned import Read, check_shapes, grad_or_zeros, step_adamw, sum_of_squares, whole_tensor
+from paceline.train.owned import (
+    NO_GRADIENT,
+    Read,
+    check_shapes,
+    grad_or_zeros,
+    step_adamw,
+    sum_of_squares,
+    whole_tensor,
+)
 from paceline.train.updates import muon_update, newton_schulz_dtype
 
 
@@ -68,7 +76,7 @@ class ShardedOptimizer:
         self._params = list(params.values())
         self._replicated = [whole_tensor(params[shape.name], shape) for shape in plan.replicated]
         self._rank = rank
-        together = self._device.type == "cuda"
+        together = self._device.type != "cpu"
         self._batches = {b.tag: matrix_batches(b.shares, together=together) for b in self._buckets if b.whole}
         self._last = False  # in the micro-step after whose backward the ranks meet
         self._next = 0  # bucket that is to be sent next
@@ -81,6 +89,8 @@ class ShardedOptimizer:
         """Costs nothing: the first micro-step's gradients are then written, not added."""
         for param in self._params:
             param.grad = None
+        for share in (share for bucket in self._buckets for share in bucket.shares):
+            share.grad = NO_GRADIENT  # else one rank would hold the last step's through the next step's backward
 
     @contextmanager
     def micro_step(self, *, last: bool) -> Iterator[None]:
@@ -239,7 +249,7 @@ class ReplicatedAdamW:
 
     def zero_grad(self) -> None:
         for share in self._shares:
-            share.param.grad = None
+            share.param.grad, share.grad = None, NO_GRADIENT
 
     def micro_step(self, *, last: bool) -> AbstractContextManager[None]:
         """Forward and backward go inside; DDP averages the gradients under the last backward of a step."""

@@ -3,7 +3,7 @@ What one rank updates: rows of a parameter with their fp32 master, their gradien
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from paceline.plan.shapes import ParamShape
 from paceline.train.updates import adamw_update, second_momentum_shape
 
 Read = Callable[[str, int, int], Tensor]  # key, first row, last row + 1 -> those rows
+NO_GRADIENT = torch.empty(0)
 
 
 @dataclass
@@ -30,7 +31,7 @@ class Owned:
     weight: Tensor
     master: Tensor
     states: dict[str, Tensor]
-    grad: Tensor = field(default_factory=lambda: torch.empty(0))  # fp32, summed over ranks: set by each reduce
+    grad: Tensor = NO_GRADIENT  # fp32, summed over ranks: set by each reduce
 
     def pieces(self) -> Iterator[Piece]:
         name, shape, rows = self.shape.name, self.shape.shape, (self.lo, self.hi)

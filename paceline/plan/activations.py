@@ -21,7 +21,7 @@ CPU_ATTENTION_BLOCK, CPU_KEEP_TOKENS = 128, 512  # model/cpu_attention.py
 
 
 @dataclass(frozen=True)
-class StepSetup:
+class MemorySetup:
     """All that the memory of one rank depends on.
 
     attention: the kernel: flash (FlexAttention keeps the same), efficient, math, or cpu (model/cpu_attention.py).
@@ -69,7 +69,7 @@ class StepSetup:
         return self.num_tokens * self.model.n_kv_head * self.model.head_dim * self.element_bytes
 
 
-def stem_bytes(setup: StepSetup) -> int:
+def stem_bytes(setup: MemorySetup) -> int:
     """Tokens and targets; the normed embedding and its scale, its smeared sum, the smear gate; cos and sin."""
     model, num_tokens, element = setup.model, setup.num_tokens, setup.element_bytes
     tokens = 2 * INT64 * num_tokens
@@ -77,7 +77,7 @@ def stem_bytes(setup: StepSetup) -> int:
     return tokens + rotary + 2 * setup.stream_bytes + 3 * num_tokens * element
 
 
-def layer_bytes(setup: StepSetup, layer: int) -> int:
+def layer_bytes(setup: MemorySetup, layer: int) -> int:
     """What one layer keeps for its backward: all that its ops save, its input among it."""
     model, num_tokens, element = setup.model, setup.num_tokens, setup.element_bytes
     stream, query, value = setup.stream_bytes, setup.query_bytes, setup.value_bytes
@@ -100,7 +100,7 @@ def layer_weights(model: ModelConfig) -> int:
     return model.n_embd * (2 * q_width + 2 * kv_width + 8 * model.n_embd)
 
 
-def _attention_bytes(setup: StepSetup, layer: int) -> int:
+def _attention_bytes(setup: MemorySetup, layer: int) -> int:
     """v, the output, and what the kernel keeps beside them; q and k are the norm's."""
     model, num_tokens = setup.model, setup.num_tokens
     kept = setup.value_bytes + setup.query_bytes
@@ -116,12 +116,12 @@ def _attention_bytes(setup: StepSetup, layer: int) -> int:
     return kept + FP32 * num_tokens * model.n_head  # the log of each row's sum
 
 
-def _widened_bytes(setup: StepSetup) -> int:
+def _widened_bytes(setup: MemorySetup) -> int:
     """q, k and v for every head, in fp32: what the math kernel makes of them."""
     return 3 * FP32 * setup.num_tokens * setup.model.n_head * setup.model.head_dim
 
 
-def score_bytes(setup: StepSetup) -> int:
+def score_bytes(setup: MemorySetup) -> int:
     """Scores of a layer, all at once and in fp32 whatever the inputs are: what the math kernel makes, several times over."""
     return FP32 * setup.device_batch_size * setup.model.n_head * setup.model.sequence_len**2
 
@@ -135,12 +135,12 @@ def _block_scores(model: ModelConfig, layer: int) -> int:
     return total
 
 
-def checkpointed_layer_bytes(setup: StepSetup, layer: int) -> int:
+def checkpointed_layer_bytes(setup: MemorySetup, layer: int) -> int:
     """With activation checkpointing a layer keeps its input alone."""
     return setup.stream_bytes if layer else 0
 
 
-def head_bytes(setup: StepSetup) -> int:
+def head_bytes(setup: MemorySetup) -> int:
     """The final norm's output and scale; and the middle of the stream, where no layer after it keeps it as its input."""
     middle_is_last = setup.model.n_layer // 2 == setup.model.n_layer - 1
     return (2 if middle_is_last else 1) * setup.stream_bytes + setup.num_tokens * setup.element_bytes
@@ -154,7 +154,7 @@ class LossBytes:
     working: int
 
 
-def chunk_sizes(setup: StepSetup) -> tuple[int, int]:
+def chunk_sizes(setup: MemorySetup) -> tuple[int, int]:
     """Tokens whose logits exist at once, and tokens whose fp32 copies do: as model/loss.py's chunk_rows."""
     vocab, element, budget = setup.model.padded_vocab_size, setup.element_bytes, setup.logits_budget_bytes
     if setup.compiled and setup.device != "cpu":
@@ -167,7 +167,7 @@ def chunk_sizes(setup: StepSetup) -> tuple[int, int]:
     return chunk, min(chunk, max(1, block_bytes // (vocab * FP32)))
 
 
-def loss_bytes(setup: StepSetup, *, with_grad: bool = True) -> LossBytes:
+def loss_bytes(setup: MemorySetup, *, with_grad: bool = True) -> LossBytes:
     vocab, element = setup.model.padded_vocab_size, setup.element_bytes
     chunk, block = chunk_sizes(setup)
     fused = setup.compiled and setup.device != "cpu"  # one kernel without copies
@@ -184,7 +184,7 @@ def loss_bytes(setup: StepSetup, *, with_grad: bool = True) -> LossBytes:
     return LossBytes(kept=setup.stream_bytes + gradient, working=logits + max(0, working) + cast)
 
 
-def running_layer_bytes(setup: StepSetup) -> int:
+def running_layer_bytes(setup: MemorySetup) -> int:
     """A layer that keeps nothing, at its fullest: three of the stream, the MLP before and after its ReLU, a value embedding."""
     mlp, scores = (3 + 3 * 4) * setup.stream_bytes, 0
     if setup.attention == "math":
@@ -192,12 +192,12 @@ def running_layer_bytes(setup: StepSetup) -> int:
     return max(mlp, scores) + setup.value_bytes
 
 
-def forward_extra_bytes(setup: StepSetup) -> int:
+def forward_extra_bytes(setup: MemorySetup) -> int:
     """Beside what a layer keeps, at its fullest: the mixed stream, the stream after attention, the MLP before its ReLU."""
     return max((2 + 4) * setup.stream_bytes, _scores_beside_the_mlp(setup))
 
 
-def backward_extra_bytes(setup: StepSetup, layer: int) -> int:
+def backward_extra_bytes(setup: MemorySetup, layer: int) -> int:
     """Beside what a layer keeps, at its fullest: gradients of its output, of x0, of the middle, and of the MLP's square.
 
     A checkpointed layer is fullest at the end of its second forward.
@@ -208,7 +208,7 @@ def backward_extra_bytes(setup: StepSetup, layer: int) -> int:
     return streams * stream + max(mlp * stream, _scores_beside_the_mlp(setup))
 
 
-def _scores_beside_the_mlp(setup: StepSetup) -> int:
+def _scores_beside_the_mlp(setup: MemorySetup) -> int:
     """The math kernel holds three times the scores, one of them kept, while nothing of the MLP is there."""
     if setup.attention != "math":
         return 0

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from paceline.config import ModelConfig
 from paceline.plan.activations import (
-    StepSetup,
+    MemorySetup,
     backward_extra_bytes,
     checkpointed_layer_bytes,
     forward_extra_bytes,
@@ -54,11 +54,11 @@ class Phase:
         return sum(self.parts.values())
 
 
-def peak_phase(setup: StepSetup) -> Phase:
+def peak_phase(setup: MemorySetup) -> Phase:
     return max(phases(setup), key=lambda phase: phase.bytes)
 
 
-def phases(setup: StepSetup) -> tuple[Phase, ...]:
+def phases(setup: MemorySetup) -> tuple[Phase, ...]:
     """Of the fullest rank, in the order of a step."""
     held = fullest_state(setup)
     base = {"weights": held.weights, "masters": held.masters, "states": held.states}
@@ -93,18 +93,18 @@ def phases(setup: StepSetup) -> tuple[Phase, ...]:
     )
 
 
-def _kept(setup: StepSetup, layer: int) -> int:
+def _kept(setup: MemorySetup, layer: int) -> int:
     return (checkpointed_layer_bytes if setup.activation_checkpointing else layer_bytes)(setup, layer)
 
 
-def _recomputed(setup: StepSetup, layer: int) -> int:
+def _recomputed(setup: MemorySetup, layer: int) -> int:
     """What a checkpointed layer holds while it runs, beyond what it keeps."""
     if not setup.activation_checkpointing:
         return 0
     return layer_bytes(setup, layer) - checkpointed_layer_bytes(setup, layer)
 
 
-def _backward(setup: StepSetup, kept: list[int], *, before: int, fresh: bool) -> dict[str, int]:
+def _backward(setup: MemorySetup, kept: list[int], *, before: int, fresh: bool) -> dict[str, int]:
     """At its fullest: at the start of one layer's backward, or where an embedding's gradient is made."""
     model, stream = setup.model, setup.stream_bytes
     table = model.padded_vocab_size * model.n_kv_head * model.head_dim
@@ -142,14 +142,14 @@ def _layer_numel(model: ModelConfig, layer: int) -> int:
     return model.n_embd * (2 * q_width + 2 * kv_width + 8 * model.n_embd)
 
 
-def _evaluation_bytes(setup: StepSetup) -> int:
+def _evaluation_bytes(setup: MemorySetup) -> int:
     """Without gradients: tokens, the stream, its copies at the start and in the middle, and one layer or the logits."""
     stream = setup.stream_bytes
     layer = 2 * stream + running_layer_bytes(setup)
     return stem_bytes(setup) - stream + max(layer, loss_bytes(setup, with_grad=False).working)
 
 
-def _update_bytes(setup: StepSetup) -> int:
+def _update_bytes(setup: MemorySetup) -> int:
     """Temporaries of Muon's largest batch of matrices; AdamW updates in place."""
     if setup.shard == "none" or setup.optimizer == "adamw":
         return 0
@@ -185,7 +185,7 @@ def _batch_bytes(shape: tuple[int, ...], count: int, width: int) -> int:
     return stacks + max(division, iteration, 3 * FP32 * numel)
 
 
-def fullest_state(setup: StepSetup) -> StateBytes:
+def fullest_state(setup: MemorySetup) -> StateBytes:
     """Of the rank that holds most."""
     ranks = range(setup.world_size) if setup.shard != "none" else (0,)
     found = (

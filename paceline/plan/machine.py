@@ -1,32 +1,23 @@
 """
-The devices here, asked of the driver, and what each can do. No torch: a plan must not cost two seconds of import.
+The devices here, asked of the driver, or imagined from the table of GPUs. No torch: a plan must not cost two seconds of import.
 
-Peaks are dense bf16 with fp32 accumulation, boost clock, from the vendor's data sheets: A100, H100 and H200 (SXM unless
-the name says PCIe), L40S, and the Ada and Blackwell architecture white papers (4090: 165.2, 5090: 209.5 TFLOP/s).
+The driver tells name, memory and capability; bandwidth, peaks and links are the table's (plan/gpus.py). A card that it does
+not have stays usable, with `spec` None.
 """
 
 import os
 import shutil
 import subprocess
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import ModuleType
 
 from paceline.errors import PlanError
 from paceline.plan.cgroup import cpu_quota
+from paceline.plan.gpus import GpuSpec, spec_of
 from paceline.units import MIB
 
 NVIDIA_SMI_S = 20.0  # the first call after a boot loads the driver
-
-PEAK_BF16_FLOPS = {  # longest matching name wins
-    "A100": 312e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "L40S": 362e12,
-    "RTX 3090": 71e12,
-    "RTX 4090": 165.2e12,
-    "RTX 5090": 209.5e12,
-}
 
 
 @dataclass(frozen=True)
@@ -37,14 +28,16 @@ class Gpu:
     name: str
     memory_bytes: int
     capability: tuple[int, int] | None
+    spec: GpuSpec | None = field(default=None, compare=False)  # what the table knows; None: an unknown card
 
 
 @dataclass(frozen=True)
 class Machine:
-    gpus: tuple[Gpu, ...]
+    gpus: tuple[Gpu, ...]  # of one host
     cpu_cores: int
     cpu_bf16: bool  # the CPU multiplies bf16 natively
     memory_bytes: int
+    hosts: int = 1  # each with the same GPUs
 
 
 def probe_machine() -> Machine:
@@ -63,7 +56,20 @@ def probe_gpus(visible: str | None) -> tuple[Gpu, ...]:
         return ()
     found = gpus_of_driver()
     chosen = visible_devices(visible, [uuid for uuid, _ in found])
-    return tuple(replace(found[physical][1], index=index) for index, physical in enumerate(chosen))
+    return tuple(with_spec(replace(found[physical][1], index=index)) for index, physical in enumerate(chosen))
+
+
+def with_spec(gpu: Gpu) -> Gpu:
+    """What the table knows of this card, and its memory where the driver reports none (GB10 shares the host's)."""
+    spec = spec_of(gpu.name, gpu.memory_bytes)
+    memory_bytes = gpu.memory_bytes or (spec.memory_mib * MIB if spec else 0)
+    return replace(gpu, spec=spec, memory_bytes=memory_bytes)
+
+
+def imagined_machine(spec: GpuSpec, *, gpus: int, hosts: int) -> Machine:
+    """Hosts with these GPUs that are not here. Nothing is known of their CPUs: one core for each GPU, no bf16, memory 0."""
+    cards = tuple(Gpu(i, spec.driver_names[0], spec.memory_mib * MIB, spec.capability, spec) for i in range(gpus))
+    return Machine(gpus=cards, cpu_cores=gpus, cpu_bf16=False, memory_bytes=0, hosts=hosts)
 
 
 def gpus_of_driver() -> list[tuple[str, Gpu]]:
@@ -85,13 +91,23 @@ def gpus_of_driver() -> list[tuple[str, Gpu]]:
             gpu = Gpu(
                 index=index,
                 name=_text(pynvml.nvmlDeviceGetName(handle)),
-                memory_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+                memory_bytes=_memory_bytes(pynvml, handle),
                 capability=tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
             )
             found.append((_text(pynvml.nvmlDeviceGetUUID(handle)), gpu))
         return found
     finally:
         pynvml.nvmlShutdown()
+
+
+def _memory_bytes(pynvml: ModuleType, handle: object) -> int:
+    """0 where the driver reports none."""
+    try:
+        return int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+    except Exception as error:  # NVML raises its own class per cause; this one is how GB10 answers
+        if type(error).__name__ == "NVMLError_NotSupported":
+            return 0
+        raise driver_is_silent(error) from error
 
 
 def gpus_of_nvidia_smi() -> list[tuple[str, Gpu]]:
@@ -153,14 +169,6 @@ def probe_cpu_bf16() -> bool:
         return False
     words = next((line.split() for line in cpuinfo.read_text().splitlines() if line.startswith("flags")), [])
     return "avx512_bf16" in words or "amx_bf16" in words
-
-
-def peak_flops(gpu_name: str, precision: str) -> float | None:
-    """Dense peak of one device in FLOP/s; None where no figure with a source is known."""
-    if precision not in ("bf16", "fp16"):
-        return None
-    matches = [name for name in PEAK_BF16_FLOPS if name in gpu_name]
-    return PEAK_BF16_FLOPS[max(matches, key=len)] if matches else None
 
 
 def _text(value: str | bytes) -> str:

@@ -12,7 +12,8 @@ from typing import Any
 from paceline.config import Config, ModelConfig
 from paceline.errors import PlanError
 from paceline.plan.cost import flops_per_token
-from paceline.plan.machine import Machine, peak_flops
+from paceline.plan.gpus import peak_flops
+from paceline.plan.machine import Machine
 from paceline.plan.scaling import GroupSettings, batch_of_horizon, group_settings, horizon_tokens, width_of_depth
 from paceline.plan.shapes import num_params
 from paceline.units import MIB, format_count
@@ -111,7 +112,7 @@ def make_plan(config: Config, machine: Machine, *, vocab_size: int, num_rows: in
         logits_budget_bytes=config.logits_mib * MIB,
         activation_checkpointing=config.activation_checkpointing,
         flops_per_token=flops,
-        peak_flops=peak_flops(name, precision) if device == "cuda" else None,
+        peak_flops=peak_flops(machine.gpus[0].spec, precision) if device == "cuda" else None,
     )
 
 

@@ -17,6 +17,7 @@ from paceline.check.links import (
     training_cost,
 )
 from paceline.config import Config
+from paceline.plan.gpus import spec_of
 from paceline.plan.machine import Gpu, Machine
 from paceline.plan.planner import Plan, make_plan
 from paceline.plan.shapes import num_params
@@ -36,7 +37,7 @@ def wrong(collective: str, ranks: tuple[int, ...], rank: int, sender: int | None
 
 
 def plan_of(name: str | None = "NVIDIA GeForce RTX 5090", count: int = 2, **keys: object) -> Plan:
-    gpus = tuple(Gpu(i, name, 32 << 30, (12, 0)) for i in range(count)) if name else ()
+    gpus = tuple(Gpu(i, name, 32 << 30, (12, 0), spec_of(name, 32 << 30)) for i in range(count)) if name else ()
     machine = Machine(gpus=gpus, cpu_cores=16, cpu_bf16=False, memory_bytes=64 << 30)
     config = Config(**{"depth": 12, "nproc": count, **keys})
     return make_plan(config, machine, vocab_size=config.vocab_size, num_rows=0)

@@ -2,11 +2,22 @@
 
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from paceline.errors import PlanError
-from paceline.plan.machine import Gpu, peak_flops, probe_gpus, probe_machine, read_nvidia_smi, visible_devices
+from paceline.plan.gpus import find_gpu
+from paceline.plan.machine import (
+    Gpu,
+    Machine,
+    imagined_machine,
+    probe_gpus,
+    probe_machine,
+    read_nvidia_smi,
+    visible_devices,
+    with_spec,
+)
 
 UUIDS = ["GPU-aaaa-1", "GPU-bbbb-2", "GPU-bbcc-3"]
 
@@ -33,14 +44,52 @@ def test_an_empty_cuda_visible_devices_means_no_gpu():
     assert probe_gpus("") == ()
 
 
-def test_the_longest_matching_name_gives_the_peak():
-    assert peak_flops("NVIDIA H100 PCIe", "bf16") == 756e12
-    assert peak_flops("NVIDIA H100 80GB HBM3", "bf16") == 989e12
+def test_a_card_here_brings_what_the_table_knows_of_it():
+    assert with_spec(Gpu(0, "NVIDIA H100 80GB HBM3", 81559 << 20, (9, 0))).spec is find_gpu("H100 SXM")
+    assert with_spec(Gpu(0, "NVIDIA A100-SXM4-40GB", 40537 << 20, (8, 0))).spec is find_gpu("A100 SXM 40GB")
 
 
-def test_an_unknown_card_or_precision_has_no_peak():
-    assert peak_flops("NVIDIA H100 80GB HBM3", "fp32") is None
-    assert peak_flops("Some Card", "bf16") is None
+def test_an_unknown_card_keeps_what_the_driver_tells():
+    card = with_spec(Gpu(0, "Some Card", 20 << 30, (8, 9)))
+    assert (card.spec, card.memory_bytes, card.capability) == (None, 20 << 30, (8, 9))
+
+
+def test_a_card_that_reports_no_memory_has_that_of_the_table():
+    assert with_spec(Gpu(0, "NVIDIA GB10", 0, (12, 1))).memory_bytes == find_gpu("GB10").memory_mib << 20
+    assert with_spec(Gpu(0, "Some Card", 0, None)).memory_bytes == 0
+
+
+def test_a_machine_is_imagined_as_its_driver_would_report_it():
+    spec = find_gpu("RTX 5090")
+    machine = imagined_machine(spec, gpus=2, hosts=3)
+    cards = tuple(Gpu(i, "NVIDIA GeForce RTX 5090", 32_607 << 20, (12, 0)) for i in range(2))
+    assert machine == Machine(gpus=cards, cpu_cores=2, cpu_bf16=False, memory_bytes=0, hosts=3)
+    assert [gpu.spec for gpu in machine.gpus] == [spec, spec]
+
+
+def test_a_driver_without_a_memory_figure_for_a_card_is_no_error(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", nvml_of_gb10())
+    [gb10] = probe_gpus(None)
+    assert (gb10.name, gb10.spec) == ("NVIDIA GB10", find_gpu("GB10"))
+
+
+def nvml_of_gb10() -> SimpleNamespace:
+    class NVMLError_NotSupported(Exception):
+        pass
+
+    def raise_not_supported(_: object) -> None:
+        raise NVMLError_NotSupported
+
+    return SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetCount=lambda: 1,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetName=lambda _: "NVIDIA GB10",
+        nvmlDeviceGetMemoryInfo=raise_not_supported,
+        nvmlDeviceGetCudaComputeCapability=lambda _: (12, 1),
+        nvmlDeviceGetUUID=lambda _: "GPU-1",
+    )
 
 
 def test_this_machine_has_cores_and_memory():
@@ -67,6 +116,7 @@ def test_without_nvml_a_program_nvidia_smi_is_asked(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)  # as where it is not installed
     assert [gpu.name for gpu in probe_gpus(None)] == ["NVIDIA A10", "NVIDIA A10"]
     assert probe_gpus("1") == (Gpu(0, "NVIDIA A10", 23028 << 20, (8, 6)),)
+    assert probe_gpus("1")[0].spec is find_gpu("A10")
     smi.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'; exit 18\n")
     with pytest.raises(PlanError, match="version mismatch"):
         probe_gpus(None)

@@ -6,12 +6,13 @@ import pytest
 
 from paceline.config import Config
 from paceline.errors import PlanError
+from paceline.plan.gpus import find_gpu
 from paceline.plan.machine import Gpu, Machine
 from paceline.plan.planner import Plan, format_plan, grad_accum_steps, make_plan
 
 LAPTOP = Machine(gpus=(), cpu_cores=2, cpu_bf16=True, memory_bytes=24 << 30)
 TWO_5090 = Machine(
-    gpus=tuple(Gpu(i, "NVIDIA GeForce RTX 5090", 32_607 << 20, (12, 0)) for i in range(2)),
+    gpus=tuple(Gpu(i, "NVIDIA GeForce RTX 5090", 32_607 << 20, (12, 0), find_gpu("RTX 5090")) for i in range(2)),
     cpu_cores=32,
     cpu_bf16=False,
     memory_bytes=128 << 30,

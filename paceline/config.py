@@ -113,10 +113,25 @@ class Config:
         None, "auto: bf16 where the hardware has it", choices=("fp32", "bf16", "fp16"), group="device"
     )
     compile: bool | None = key(None, "torch.compile; auto: measured, where the run is long enough", group="device")
-    activation_checkpointing: bool = key(
-        False, "recompute blocks in backward: less memory, 4/3 of the time", group="device"
+    profile: str = key(
+        "balanced",
+        "share of each device's memory to fill: 48, 65 or 90 %",
+        choices=("conservative", "balanced", "aggressive"),
+        group="device",
     )
-    logits_mib: int = key(512, "memory that logits may take at once, in MiB", low=1, high=1 << 20, group="device")
+    memory_share: float | None = key(
+        None, "the same as a number; auto: the profile's", low=0.01, high=1.0, group="device"
+    )
+    activation_checkpointing: bool | None = key(
+        None, "recompute blocks in backward, less memory, 4/3 of the time; auto: where needed", group="device"
+    )
+    logits_mib: int | None = key(
+        None,
+        "memory that logits may take at once, in MiB; auto: 512, less where needed",
+        low=1,
+        high=1 << 20,
+        group="device",
+    )
 
     log_every: int = key(10, "steps between lines of metrics", low=1, high=10**9, group="watch")
     eval_every: int = key(250, "steps between evaluations; 0: only at the end", low=0, high=10**9, group="watch")

@@ -3,7 +3,7 @@ The bytes that live while ops run, without running them: every tensor storage is
 
 On the CPU's fake tensors the sums are those of PyTorch's own profiler, to some bytes in a gigabyte. For a GPU the model is traced
 on the meta device, with the attention kernel that the GPU would take: PyTorch's own meta kernels tell what it keeps. What a
-kernel allocates for itself while it runs is not seen. The method is that of torch.distributed._tools.mem_tracker, in a tenth of its time.
+kernel allocates for itself while it runs is not seen. The method: torch.distributed._tools.mem_tracker, in a tenth of its time.
 """
 
 import weakref

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 from paceline.errors import PlanError
-from paceline.plan.cgroup import cpu_quota
+from paceline.plan.cgroup import cpu_quota, memory_limit
 from paceline.plan.gpus import GpuSpec, spec_of
 from paceline.units import MIB
 
@@ -46,7 +46,7 @@ def probe_machine() -> Machine:
         gpus=probe_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")),
         cpu_cores=probe_cpu_cores(),
         cpu_bf16=probe_cpu_bf16(),
-        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        memory_bytes=probe_memory_bytes(),
     )
 
 
@@ -161,6 +161,13 @@ def probe_cpu_cores() -> int:
     if (quota := cpu_quota()) is not None:
         cores = min(cores, max(1, int(quota)))
     return cores
+
+
+def probe_memory_bytes() -> int:
+    """Of this host, or what its control groups leave of it."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = memory_limit()
+    return min(physical, limit.limit_bytes) if limit else physical
 
 
 def probe_cpu_bf16() -> bool:

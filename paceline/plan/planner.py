@@ -6,19 +6,21 @@ Pure arithmetic. The worker reads the Plan from the run folder and decides nothi
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from paceline.config import Config, ModelConfig
 from paceline.errors import PlanError
+from paceline.plan.activations import MemorySetup
 from paceline.plan.cost import flops_per_token
+from paceline.plan.estimate import Calibration
+from paceline.plan.fit import LOGITS_MIB, choose_fit
 from paceline.plan.gpus import peak_flops
 from paceline.plan.machine import Machine
 from paceline.plan.scaling import GroupSettings, batch_of_horizon, group_settings, horizon_tokens, width_of_depth
 from paceline.plan.shapes import num_params
 from paceline.units import MIB, format_count
 
-MICRO_STEP_TOKENS = {"cuda": 32_768, "cpu": 2_048}  # auto device_batch_size stays at or under this
 SHORT_RUN_FLOPS = 2e15  # a CPU run under this ends sooner than compiling pays back
 
 
@@ -46,6 +48,12 @@ class Plan:
     activation_checkpointing: bool
     flops_per_token: int
     peak_flops: float | None
+    hosts: int = 1
+    attention_kernel: str = "cpu"  # that `attention` is expected to take: decides what backward keeps
+    memory_share: float | None = None  # of the device that was to be filled; None where device_batch_size was given
+    memory: Mapping[str, Any] = field(default_factory=dict)  # estimate.MemoryEstimate.to_json
+    cost: Mapping[str, Any] = field(default_factory=dict)  # what a step and the run are expected to take
+    notes: tuple[str, ...] = ()  # what was chosen and costs speed, or was set and is not used
 
     @property
     def rows_per_step(self) -> int:
@@ -65,34 +73,63 @@ class Plan:
         values["groups"] = {
             name: GroupSettings(**{**group, "betas": tuple(group["betas"])}) for name, group in values["groups"].items()
         }
-        return Plan(**values)
+        values["notes"] = tuple(values.get("notes", ()))
+        known = {each.name for each in fields(Plan)}
+        return Plan(**{name: value for name, value in values.items() if name in known})
 
 
-def make_plan(config: Config, machine: Machine, *, vocab_size: int, num_rows: int) -> Plan:
-    """vocab_size: the tokenizer's. num_rows: rows of one epoch, 0 if not known yet (then epochs cannot be worked out)."""
+def make_plan(
+    config: Config, machine: Machine, *, vocab_size: int, num_rows: int, calibration: Calibration | None = None
+) -> Plan:
+    """vocab_size: the tokenizer's. num_rows: rows of one epoch, 0 if not known yet (then epochs cannot be worked out).
+
+    calibration: what this machine measured of such models, if it did.
+    """
     device = choose_device(config, machine)
     world_size = choose_world_size(config, machine, device=device)
     precision = choose_precision(config, machine, device=device)
     model = make_model_config(config, vocab_size=vocab_size, device=device)
     total = config.total_batch_size or _auto_total_batch_size(config, model, world_size=world_size)
-    rows = config.device_batch_size or _auto_device_batch_size(
-        total, sequence_len=model.sequence_len, world_size=world_size, device=device
+    grad_accum_steps(
+        total,
+        device_batch_size=config.device_batch_size or 1,
+        sequence_len=model.sequence_len,
+        world_size=world_size,
     )
-    accum = grad_accum_steps(total, device_batch_size=rows, sequence_len=model.sequence_len, world_size=world_size)
     num_steps = choose_num_steps(config, model, total_batch_size=total, num_rows=num_rows)
     flops = flops_per_token(model)
-    name = machine.gpus[0].name if device == "cuda" else "CPU"
+    compiled = _auto_compile(config, flops=flops * total * num_steps, device=device)
+    attention = "flex" if device == "cuda" and "S" in model.window_pattern else "sdpa"
+    share_rows = total // model.sequence_len // world_size
+    rows = config.device_batch_size or 1
+    setup = MemorySetup(
+        model=model,
+        device=device,
+        world_size=world_size,
+        optimizer=config.optimizer,
+        shard=config.shard,
+        precision=precision,
+        device_batch_size=rows,
+        grad_accum_steps=share_rows // rows,
+        logits_budget_bytes=(config.logits_mib or LOGITS_MIB) * MIB,
+        activation_checkpointing=bool(config.activation_checkpointing),
+        attention=attention_kernel(model, machine, device=device, attention=attention, precision=precision),
+        compiled=compiled is True,
+    )
+    chosen = choose_fit(config, setup, machine, share_rows=share_rows, calibration=calibration)
+    setup = chosen.setup
+    gpu = machine.gpus[0] if device == "cuda" else None
     return Plan(
         model=model,
         device=device,
-        device_name=name,
+        device_name=gpu.name if gpu else "CPU",
         world_size=world_size,
-        threads=max(1, machine.cpu_cores // world_size),
+        threads=max(1, machine.cpu_cores * machine.hosts // world_size),
         precision=precision,
         optimizer=config.optimizer,
         shard=config.shard,
-        device_batch_size=rows,
-        grad_accum_steps=accum,
+        device_batch_size=setup.device_batch_size,
+        grad_accum_steps=setup.grad_accum_steps,
         total_batch_size=total,
         num_steps=num_steps,
         num_rows=num_rows,
@@ -107,13 +144,46 @@ def make_plan(config: Config, machine: Machine, *, vocab_size: int, num_rows: in
             unembedding_lr=config.unembedding_lr,
             weight_decay=config.weight_decay,
         ),
-        attention="flex" if device == "cuda" and "S" in model.window_pattern else "sdpa",
-        compile=_auto_compile(config, flops=flops * total * num_steps, device=device),
-        logits_budget_bytes=config.logits_mib * MIB,
-        activation_checkpointing=config.activation_checkpointing,
+        attention=attention,
+        compile=compiled,
+        logits_budget_bytes=setup.logits_budget_bytes,
+        activation_checkpointing=setup.activation_checkpointing,
         flops_per_token=flops,
-        peak_flops=peak_flops(machine.gpus[0].spec, precision) if device == "cuda" else None,
+        peak_flops=peak_flops(gpu.spec, precision) if gpu else None,
+        hosts=machine.hosts,
+        attention_kernel=setup.attention,
+        memory_share=chosen.share,
+        memory=chosen.estimate.to_json(),
+        notes=chosen.notes,
     )
+
+
+def memory_setup(plan: Plan) -> MemorySetup:
+    """What the memory of a plan's ranks depends on."""
+    return MemorySetup(
+        model=plan.model,
+        device=plan.device,
+        world_size=plan.world_size,
+        optimizer=plan.optimizer,
+        shard=plan.shard,
+        precision=plan.precision,
+        device_batch_size=plan.device_batch_size,
+        grad_accum_steps=plan.grad_accum_steps,
+        logits_budget_bytes=plan.logits_budget_bytes,
+        activation_checkpointing=plan.activation_checkpointing,
+        attention=plan.attention_kernel,
+        compiled=plan.compile is True,
+    )
+
+
+def attention_kernel(model: ModelConfig, machine: Machine, *, device: str, attention: str, precision: str) -> str:
+    """The kernel that PyTorch takes: flash for 16 bits from Ampere on, else the memory-efficient one, which knows no GQA."""
+    if device == "cpu":
+        return "cpu"
+    capability = machine.gpus[0].capability
+    if attention == "flex" or (precision != "fp32" and (capability is None or capability >= (8, 0))):
+        return "flash"
+    return "efficient" if model.n_kv_head == model.n_head else "math"
 
 
 def choose_device(config: Config, machine: Machine) -> str:
@@ -131,7 +201,7 @@ def choose_world_size(config: Config, machine: Machine, *, device: str) -> int:
             raise PlanError(
                 f"nproc is {config.nproc}, but {len(machine.gpus)} GPUs are visible", fix=f"--nproc {len(machine.gpus)}"
             )
-        return config.nproc or len(machine.gpus)
+        return (config.nproc or len(machine.gpus)) * machine.hosts
     if config.nproc is not None and config.nproc > 8 * machine.cpu_cores:
         raise PlanError(
             f"nproc is {config.nproc}, but this machine has {machine.cpu_cores} cores",
@@ -212,14 +282,6 @@ def _auto_total_batch_size(config: Config, model: ModelConfig, *, world_size: in
     wanted = batch_of_horizon(model, tokens_per_param=config.tokens_per_param)
     unit = (config.device_batch_size or 1) * model.sequence_len * world_size
     return max(1, round(wanted / unit)) * unit
-
-
-def _auto_device_batch_size(total_batch_size: int, *, sequence_len: int, world_size: int, device: str) -> int:
-    """The largest number of rows that divides a device's share and stays under MICRO_STEP_TOKENS."""
-    grad_accum_steps(total_batch_size, device_batch_size=1, sequence_len=sequence_len, world_size=world_size)
-    share = total_batch_size // sequence_len // world_size
-    limit = max(1, MICRO_STEP_TOKENS[device] // sequence_len)
-    return max(rows for rows in range(1, min(share, limit) + 1) if share % rows == 0)
 
 
 def _auto_compile(config: Config, *, flops: float, device: str) -> bool | None:

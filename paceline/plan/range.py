@@ -17,3 +17,6 @@ class Range:
     def scaled(self, factor: float) -> "Range":
         """The same uncertainty in another unit; factor is positive."""
         return Range(self.low * factor, self.expected * factor, self.high * factor)
+
+    def rounded(self) -> dict[str, int]:
+        return {"low": round(self.low), "expected": round(self.expected), "high": round(self.high)}

@@ -4,6 +4,7 @@ From the bytes of a step to what a device must have: the allocator's part, the p
 What this machine measured before (plan/kept.py) narrows the range. Pure arithmetic; sources stand beside the figures.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,9 @@ class Calibration:
     ratio: float
     beside_bytes: int | None  # process minus allocated, as the driver says; None where it was not measured
     source: str  # "measured in 3 runs, the last on 2026-11-21"
+
+
+Calibrate = Callable[[str, MemorySetup], Calibration | None]  # device name, setup -> what was measured of such
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from paceline.config import Config, ModelConfig
 from paceline.errors import PlanError
 from paceline.plan.activations import MemorySetup
-from paceline.plan.estimate import Calibration, MemoryEstimate, estimate_memory
+from paceline.plan.estimate import Calibrate, MemoryEstimate, estimate_memory
 from paceline.plan.machine import Machine
 from paceline.plan.scaling import width_of_depth
 from paceline.units import MIB, format_bytes
@@ -22,6 +22,14 @@ CPU_MICRO_STEP_TOKENS = 2_048  # of an automatic device_batch_size: more are no 
 BLIND_MICRO_STEP_TOKENS = 32_768  # the same on a GPU whose memory is not known
 
 Estimate = Callable[[MemorySetup], MemoryEstimate]
+
+
+class DoesNotFit(PlanError):
+    """estimate: of the least that was tried."""
+
+    def __init__(self, message: str, *, fix: str, estimate: MemoryEstimate):
+        super().__init__(message, fix=fix)
+        self.estimate = estimate
 
 
 @dataclass(frozen=True)
@@ -36,6 +44,8 @@ class Free:
 
 @dataclass(frozen=True)
 class Chosen:
+    """A setup that fits, and what it is expected to need."""
+
     setup: MemorySetup
     estimate: MemoryEstimate
     share: float | None  # of the device that was to be filled; None where device_batch_size was given
@@ -43,7 +53,7 @@ class Chosen:
 
 
 def choose_fit(
-    config: Config, setup: MemorySetup, machine: Machine, *, share_rows: int, calibration: Calibration | None
+    config: Config, setup: MemorySetup, machine: Machine, *, share_rows: int, calibrate: Calibrate | None
 ) -> Chosen:
     """setup: as the config has it. Raises PlanError, with the smallest change that would fit."""
     gpu = machine.gpus[0] if setup.device == "cuda" else None
@@ -51,6 +61,7 @@ def choose_fit(
 
     def estimate(candidate: MemorySetup) -> MemoryEstimate:
         consumer = gpu.spec.consumer if gpu and gpu.spec else None
+        calibration = calibrate(gpu.name if gpu else "CPU", candidate) if calibrate else None
         return estimate_memory(candidate, card_bytes=card_bytes, consumer=consumer, calibration=calibration)
 
     share = memory_share(config) if config.device_batch_size is None else 1.0
@@ -89,7 +100,7 @@ def cost_notes(asked: MemorySetup, found: MemorySetup) -> Iterator[str]:
 
 def does_not_fit(
     config: Config, setup: MemorySetup, *, share_rows: int, share: float, free: Free, estimate: Estimate
-) -> PlanError:
+) -> DoesNotFit:
     least = list(relaxations(setup, free))[-1] if free.rows else setup
     if free.rows:
         least = with_rows(least, 1, share_rows=share_rows)
@@ -99,10 +110,11 @@ def does_not_fit(
     rows = f"{least.device_batch_size} row{'s' if least.device_batch_size > 1 else ''} at once"
     allowed = f"{100 * share:.0f} % of its " if share < 1 else ""
     device = "GPU" if setup.device == "cuda" else "process"
-    return PlanError(
+    return DoesNotFit(
         f"{format_bytes(needs.process.expected)} needed on each {device} with {rows}, {allowed}{format_bytes(needs.card_bytes)}"
         f" may be used ({parts})",
         fix=smallest_change(config, setup, share_rows=share_rows, share=share, free=free, estimate=estimate),
+        estimate=needs,
     )
 
 

@@ -13,7 +13,7 @@ from paceline.config import Config, ModelConfig
 from paceline.errors import PlanError
 from paceline.plan.activations import MemorySetup
 from paceline.plan.cost import flops_per_token
-from paceline.plan.estimate import Calibration
+from paceline.plan.estimate import Calibrate
 from paceline.plan.fit import LOGITS_MIB, choose_fit
 from paceline.plan.gpus import peak_flops
 from paceline.plan.machine import Machine
@@ -79,11 +79,11 @@ class Plan:
 
 
 def make_plan(
-    config: Config, machine: Machine, *, vocab_size: int, num_rows: int, calibration: Calibration | None = None
+    config: Config, machine: Machine, *, vocab_size: int, num_rows: int, calibrate: Calibrate | None = None
 ) -> Plan:
     """vocab_size: the tokenizer's. num_rows: rows of one epoch, 0 if not known yet (then epochs cannot be worked out).
 
-    calibration: what this machine measured of such models, if it did.
+    calibrate: finds what this machine measured of such models.
     """
     device = choose_device(config, machine)
     world_size = choose_world_size(config, machine, device=device)
@@ -116,7 +116,7 @@ def make_plan(
         attention=attention_kernel(model, machine, device=device, attention=attention, precision=precision),
         compiled=compiled is True,
     )
-    chosen = choose_fit(config, setup, machine, share_rows=share_rows, calibration=calibration)
+    chosen = choose_fit(config, setup, machine, share_rows=share_rows, calibrate=calibrate)
     setup = chosen.setup
     gpu = machine.gpus[0] if device == "cuda" else None
     return Plan(

@@ -19,7 +19,7 @@ from paceline.plan.gpus import peak_flops
 from paceline.plan.machine import Machine
 from paceline.plan.scaling import GroupSettings, batch_of_horizon, group_settings, horizon_tokens, width_of_depth
 from paceline.plan.shapes import num_params
-from paceline.units import MIB, format_count
+from paceline.units import MIB, format_bytes, format_count, format_duration
 
 SHORT_RUN_FLOPS = 2e15  # a CPU run under this ends sooner than compiling pays back
 
@@ -292,13 +292,21 @@ def _auto_compile(config: Config, *, flops: float, device: str) -> bool | None:
 
 
 def format_plan(plan: Plan, *, source: str) -> list[str]:
-    """Aligned lines for the screen."""
+    """What is about to be done, for the screen: the plan with its text, and what it is expected to need."""
+    model, *rest = plan_lines(plan)
+    return [model, f"text    {source}", *rest, *expected_lines(plan), *(f"note    {note}" for note in plan.notes)]
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """Aligned lines."""
     model, accum = plan.model, plan.grad_accum_steps
     devices = (
         f"{plan.world_size} x {plan.device_name}"
         if plan.device == "cuda"
         else f"{_counted(plan.world_size, 'CPU process', 'CPU processes')} x {_counted(plan.threads, 'thread', 'threads')}"
     )
+    if plan.hosts > 1:
+        devices += f" on {plan.hosts} hosts"
     compiled = {True: "compiled", False: "eager", None: "compile: measured first"}[plan.compile]
     states = (
         "states replicated (DDP)" if plan.shard == "none" else "states sharded" if plan.world_size > 1 else "one device"
@@ -307,12 +315,28 @@ def format_plan(plan: Plan, *, source: str) -> list[str]:
     return [
         f"model   depth {model.n_layer}, {model.n_embd} wide, {model.n_head} heads, vocabulary {model.vocab_size:,},"
         f" {format_count(num_params(model))} parameters",
-        f"text    {source}",
         f"step    {plan.total_batch_size:,} tokens = {plan.device_batch_size} rows x {model.sequence_len:,} tokens"
         f" x {_counted(plan.world_size, 'process', 'processes')} x {_counted(accum, 'micro-step', 'micro-steps')}",
         f"length  {plan.num_steps:,} steps, {format_count(plan.num_steps * plan.total_batch_size)} tokens{epochs}",
         f"device  {devices}, {plan.precision}, {plan.optimizer}, {states}, {compiled}",
     ]
+
+
+def expected_lines(plan: Plan) -> list[str]:
+    """Memory and time in a line each; none for a plan of an older version."""
+    lines = []
+    if plan.memory:
+        need, card = plan.memory["process_bytes"]["expected"], plan.memory["card_bytes"]
+        of_card = f" of {format_bytes(card)}, {100 * need / card:.0f} %" if card else ""
+        lines.append(
+            f"memory  {format_bytes(need)} expected on each {'GPU' if plan.device == 'cuda' else 'process'}{of_card}"
+        )
+    if plan.cost.get("seconds"):
+        seconds = plan.cost["seconds"]["expected"]
+        lines.append(
+            f"time    {1000 * seconds:,.0f} ms a step expected, {format_duration(seconds * plan.num_steps)} in all"
+        )
+    return lines
 
 
 def _counted(count: int, one: str, many: str) -> str:

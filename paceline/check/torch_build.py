@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,12 @@ from paceline.check import torch_verdicts
 from paceline.check.ask import Ask
 from paceline.check.facts import PROBES, OnProbe, ask_probes, gather_facts
 from paceline.check.format import format_findings
-from paceline.check.torch_recipe import Capability, Recipe, Tools, make_recipe, parse_archs
+from paceline.check.torch_archs import AUTO, Capability, parse_archs, split_archs
+from paceline.check.torch_owner import fix_at, versions_in
+from paceline.check.torch_recipe import Recipe, Tools, make_recipe
 from paceline.check.verdict import Facts, at, visible_gpus
 from paceline.check.verdicts import find
-from paceline.errors import Finding, PacelineError
+from paceline.errors import Finding, PacelineError, UsageError
 
 PROOF = (sys.executable, "-m", "paceline.check.torch_proof")  # without -P, as a worker is started
 DEADLINE_S = 60.0  # for one trial: a first import from a slow disk, the first kernel on a card
@@ -83,7 +85,11 @@ def check_torch(
     facts = gather_facts(torch_path=torch_path, measure_disk=False, on_probe=on_probe)
     if at(facts, "probes.torch.ok") and facts["torch"] is None:
         raise PacelineError(f"no torch in {sys.executable}", fix="paceline torch recipe")
+    if torch_path is not None:  # the packages beside that torch, not those of this Python
+        facts["packages"] = dict.fromkeys(facts["packages"] or ()) | versions_in(torch_path)
     findings = [finding for finding in find([facts], Ask(command="torch")) if finding.id in TORCH_VERDICTS]
+    if torch_path is not None:
+        findings = [replace(finding, fix=fix_at(finding.fix, torch_path)) for finding in findings]
     error = at(facts, "torch.error") or at(facts, "probes.torch.error")
     if error and error.startswith("no answer"):  # the probe has waited for long already
         proofs = [Proof("import", False, None, error)]
@@ -236,11 +242,21 @@ def describe_libraries(torch: Mapping[str, Any]) -> list[str]:
 def recipe_here(*, arch: str | None = None, driver: str | None = None, build: bool = False) -> Recipe:
     """`paceline torch recipe`: for the cards and the driver here, or for those that are given."""
     here = probe_builder()
+    arch = None if arch == AUTO else arch
     capabilities = parse_archs(arch) if arch else capabilities_of(here)
+    if arch and not capabilities:
+        raise UsageError(f"--arch {arch} names no card to find a wheel for", fix="--arch 12.0, your card's capability")
     if driver is not None and not driver.replace(".", "").isdigit():
         raise PacelineError(f"--driver {driver}: no driver version", fix="--driver 570.133, as nvidia-smi shows it")
     driver = driver or at(here, "driver.version")
-    return make_recipe(capabilities, driver=driver, machine=platform.machine(), tools=tools_of(here), build=build)
+    return make_recipe(
+        capabilities,
+        driver=driver,
+        machine=platform.machine(),
+        tools=tools_of(here),
+        build=build,
+        archs=split_archs(arch or ""),
+    )
 
 
 def probe_builder() -> Facts:

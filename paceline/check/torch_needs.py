@@ -5,10 +5,10 @@ named at once, each with what mends it.
 
 import configparser
 import importlib.metadata
+import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tomllib
@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from paceline.check.torch_archs import Capability, parse_archs
 from paceline.check.torch_files import UV_HEADERS, UV_PART
-from paceline.check.torch_recipe import DISK_BYTES, TOOLKITS, Capability, Option, parse_archs
+from paceline.check.torch_recipe import DISK_BYTES, TOOLKITS, Option
 from paceline.check.verdict import Facts, at, version_of
 from paceline.errors import PacelineError
 from paceline.kernel_files import names_in, read_text
@@ -31,6 +32,7 @@ PROGRAMS_IN_REQUIRES = {"cmake", "ninja"}  # any of that name on PATH will do
 BUNDLED_UV = Path("third_party/tensorpipe/third_party/libuv")
 FLAGS = ("CFLAGS", "CXXFLAGS", "CPPFLAGS")
 SHOWN = 4
+BLOCK_BYTES = 512  # of st_blocks, whatever the file system
 
 
 @dataclass(frozen=True)
@@ -190,6 +192,10 @@ def needs_disk(build: Path, num_bytes: int) -> Iterator[Need]:
 
 
 def folder_bytes(folder: Path) -> int:
-    done = subprocess.run(["du", "-sk", str(folder)], capture_output=True, text=True, check=False)
-    digits = done.stdout.split()[:1]
-    return int(digits[0]) * 1024 if digits and digits[0].isdigit() else 0
+    """On the disk; a file that goes away meanwhile counts for nothing."""
+    num_bytes = 0
+    for path, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                num_bytes += Path(path, name).lstat().st_blocks * BLOCK_BYTES
+    return num_bytes

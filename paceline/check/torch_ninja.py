@@ -27,6 +27,7 @@ from paceline.units import format_duration
 STATUS = "[%f/%t] "  # NINJA_STATUS: finished and all steps of this call
 PROGRESS = re.compile(r"^\[(\d+)/(\d+)\] ")
 ENDING_S = 5.0
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 EVERY_S, TENTHS = 60.0, 10  # a plain line of progress comes so often
 SHOWN_LINES = 6
@@ -52,6 +53,15 @@ CMAKE_FIXES = (  # what CMake says -> what mends it
     (r"GCC-[\d.]+ or newer|C\+\+\d+ support", "export CXX=g++-13 CC=gcc-13, a newer compiler"),
 )
 
+
+class StepInterrupted(KeyboardInterrupt):
+    """Ctrl-C or a signal during a step. done, total: of what ninja had to do; 0 where it told nothing."""
+
+    def __init__(self, done: int, total: int):
+        super().__init__()
+        self.done, self.total = done, total
+
+
 OnProgress = Callable[[int, int], None]
 
 
@@ -69,10 +79,11 @@ def run_step(
     cwd: Path | None = None,
     on_progress: OnProgress | None = None,
 ) -> Ended:
-    """Raises KeyboardInterrupt when it was interrupted, after all of it has ended."""
+    """Raises StepInterrupted when it was interrupted, after all of it has ended."""
     kept: list[str] = []
+    progress = 0, 0
     libc = ctypes.CDLL(None)  # before the fork
-    with terminated_as_interrupted(), log.open("a", encoding="utf-8", errors="replace") as out:
+    with interrupts() as release, log.open("a", encoding="utf-8", errors="replace") as out:
         out.write(f"$ {shlex.join(command)}\n")
         process = subprocess.Popen(
             command,
@@ -88,16 +99,20 @@ def run_step(
         )
         assert process.stdout is not None
         try:
+            release()
             for line in process.stdout:
                 out.write(line)
                 kept.append(line.rstrip("\n"))
                 if len(kept) > 2 * KEPT_LINES:
                     del kept[:-KEPT_LINES]
-                found = PROGRESS.match(line)
-                if found and on_progress is not None:
-                    out.flush()
-                    on_progress(int(found[1]), int(found[2]))
+                if found := PROGRESS.match(line):
+                    progress = int(found[1]), int(found[2])
+                    if on_progress is not None:
+                        out.flush()
+                        on_progress(*progress)
             process.wait()
+        except KeyboardInterrupt:
+            raise StepInterrupted(*progress) from None
         finally:
             end_session(process)
             process.stdout.close()
@@ -105,18 +120,31 @@ def run_step(
 
 
 @contextmanager
-def terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the work as Ctrl-C does."""
+def interrupts() -> Iterator[Callable[[], None]]:
+    """SIGTERM and SIGHUP end the work as Ctrl-C does, unless ignored (nohup). All wait until what is given here is called:
+    between fork and exec they would break the start of the step, or leave a process that nobody knows.
+    """
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield lambda: None
         return
+    held, came = True, False
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
+        nonlocal came
+        came = True
+        if not held:
+            raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    def release() -> None:
+        nonlocal held
+        held = False
+        if came:
+            raise KeyboardInterrupt
+
+    heard = [number for number in ENDING_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, interrupt) for number in heard}
     try:
-        yield
+        yield release
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -127,7 +155,7 @@ def end_session(process: subprocess.Popen[str]) -> None:
     if process.poll() is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGINT)
-        with suppress(subprocess.TimeoutExpired):
+        with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):  # a second Ctrl-C: no more waiting
             process.wait(ENDING_S)
     for pid in map(int, filter(str.isdigit, names_in("/proc"))):
         with suppress(ProcessLookupError, PermissionError):

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from paceline.check.torch_archs import Capability
 from paceline.check.torch_verdicts import DRIVER_OF_CUDA, install, runs_on
 from paceline.check.verdict import version_of
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import PacelineError
 from paceline.units import GIB
 
-Capability = tuple[int, int]
 X86_64 = ("50", "60", "70", "75", "80", "86", "90")
 X86_64_13 = ("75", "80", "86", "90", "100", "120", "+120")  # + for PTX
 AARCH64_13 = ("80", "90", "100", "110", "120", "+120")
@@ -135,15 +135,16 @@ def make_recipe(
     machine: str,
     tools: Tools,
     build: bool = False,
+    archs: Sequence[str] = (),
 ) -> Recipe:
     """capabilities: of the cards, none for a CPU alone. driver: None where unknown, then a new one is assumed.
 
-    build: the build, though a wheel may fit.
+    build: the build, though a wheel may fit. archs: what a build is for, as it was asked; else the capabilities.
     """
     cards = tuple(sorted(set(capabilities)))
     common: dict[str, Any] = {"capabilities": cards, "driver": driver, "machine": machine}
     if build and not cards:
-        return build_recipe("a build was asked for", toolkit=None, tools=tools, common=common)
+        return build_recipe("a build was asked for", [], toolkit=None, tools=tools, common=common)
     if not cards:
         return Recipe("wheel", install("cpu"), "no GPU is asked for or found here", **common)
     fitting = next((wheel for wheel in WHEELS if wheel.why_not(cards, driver, machine) is None), None)
@@ -163,11 +164,13 @@ def make_recipe(
     if (version_of(driver) or (first_driver,))[0] < first_driver:
         return newer_driver(first_driver, f"CUDA {toolkit[0]}, which has kernels for {join(cards)}, needs it", common)
     why = "a build was asked for" if fitting else f"no wheel for {machine} has kernels for {join(cards)} together"
-    return build_recipe(why, toolkit=toolkit[0], tools=tools, common=common)
+    archs = archs or [f"{major}.{minor}" for major, minor in cards]
+    return build_recipe(why, archs, toolkit=toolkit[0], tools=tools, common=common)
 
 
-def build_recipe(why: str, *, toolkit: str | None, tools: Tools, common: Mapping[str, Any]) -> Recipe:
-    archs = [f"{major}.{minor}" for major, minor in common["capabilities"]]
+def build_recipe(
+    why: str, archs: Sequence[str], *, toolkit: str | None, tools: Tools, common: Mapping[str, Any]
+) -> Recipe:
     asked = f" --arch '{';'.join(archs)}'" if archs else ""
     notes = ["DIR: git clone --recursive https://github.com/pytorch/pytorch"]
     if toolkit:
@@ -195,17 +198,6 @@ def notes_on(wheel: Wheel) -> tuple[str, ...]:
         f"torch {wheel.last} is the last with CUDA {wheel.cuda}; driver {newer.driver} or later takes {newer.tag},"
         f" up to torch {NEWEST_TORCH}",
     )
-
-
-def parse_archs(text: str) -> tuple[Capability, ...]:
-    """'7.0;12.0', '7.0,12.0' or '12.0+PTX' as capabilities."""
-    capabilities = []
-    for word in text.replace(",", ";").split(";"):
-        major, _, minor = word.strip().removesuffix("+PTX").partition(".")
-        if not (major.isdigit() and minor.isdigit()):
-            raise UsageError(f"--arch {text}: {word.strip() or 'nothing'} is no capability", fix="--arch 12.0")
-        capabilities.append((int(major), int(minor)))
-    return tuple(capabilities)
 
 
 def num_jobs(*, memory_bytes: int | None, cores: int, cuda: bool) -> int:

@@ -20,19 +20,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from paceline.check.torch_archs import ARCH_FLAG, ARCH_VARIABLE, AUTO, parse_archs, split_archs
 from paceline.check.torch_build import TorchCheck, capabilities_of, check_torch, probe_builder, tools_of
 from paceline.check.torch_needs import build_backend, check_source, find_needs
 from paceline.check.torch_ninja import (
     SHOWN_LINES,
     STATUS,
     PlainProgress,
+    StepInterrupted,
     cmake_message,
     compile_failed,
     configure_failed,
     run_step,
     say,
 )
-from paceline.check.torch_recipe import DEPENDS, Option, build_options, format_options, num_jobs, parse_archs
+from paceline.check.torch_recipe import DEPENDS, Option, build_options, format_options, num_jobs
 from paceline.check.verdict import Facts, at, is_on
 from paceline.errors import Interrupted, PacelineError, UsageError
 from paceline.kernel_files import read_text
@@ -115,16 +117,35 @@ def build_torch(
     if dry_run:
         return None
     made.build.mkdir(parents=True, exist_ok=True)
+    with only_one(made.build):
+        use_build_folder(made)
+        for step, doing in ((configure, "configuring"), (compile_all, "compiling"), (install, "installing")):
+            with interruption_told(doing, made):
+                step(made, tell)
+    installed = made.prefix or Path(sysconfig.get_path("purelib"))
     try:
-        with only_one(made.build):
-            use_build_folder(made)
-            configure(made, tell)
-            compile_all(made, tell)
-            install(made, tell)
+        tell(f"installed into {made.prefix or sys.prefix}; log {made.log}")
+        return check_torch(installed)
     except KeyboardInterrupt:
-        raise Interrupted("the build was interrupted", fix="the same command goes on where it stopped") from None
-    tell(f"installed into {made.prefix or sys.prefix}; log {made.log}")
-    return check_torch(made.prefix or Path(sysconfig.get_path("purelib")))
+        raise Interrupted(
+            "interrupted while it was tried; it is installed",
+            fix=f"paceline torch check --path {shlex.quote(str(installed))}",
+        ) from None
+
+
+@contextmanager
+def interruption_told(doing: str, made: Build) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        steps = ""
+        if isinstance(stop, StepInterrupted) and stop.total and doing == "compiling":
+            steps = f", {stop.done:,} of {stop.total:,} steps done"
+        half = f"; the torch in {made.prefix or sys.prefix} may be half there" if doing == "installing" else ""
+        raise Interrupted(
+            f"interrupted while {doing}{steps}: all that was compiled is kept in {made.build}{half}",
+            fix="the same command goes on from there",
+        ) from None
 
 
 def plan_build(
@@ -151,18 +172,19 @@ def plan_build(
 
 def archs_asked(arch: str | None, here: Facts, env: Mapping[str, str]) -> list[str]:
     """--arch, else the environment's list, else the cards here; none where there are none, or CUDA is switched off."""
-    given = env.get("USE_CUDA")
-    if given is not None and not is_on(given):
+    switched = env.get("USE_CUDA")
+    if switched is not None and not is_on(switched):
         return []
-    listed = arch or env.get("TORCH_CUDA_ARCH_LIST")
-    if not listed:
-        listed = ";".join(f"{major}.{minor}" for major, minor in sorted(set(capabilities_of(here))))
-    if not listed and given is not None:
-        raise UsageError("USE_CUDA is set, and there is no GPU here to know the architecture of", fix="--arch 12.0")
-    archs = [word for word in re.split(r"[;, ]+", listed) if word]
-    if archs:
-        parse_archs(";".join(archs))
-    return archs
+    given, listed = (ARCH_FLAG, arch) if arch else (ARCH_VARIABLE, env.get(ARCH_VARIABLE) or AUTO)
+    archs = split_archs(listed)
+    if archs != [AUTO]:
+        parse_archs(listed, given=given)
+        return archs
+    cards = [f"{major}.{minor}" for major, minor in sorted(set(capabilities_of(here)))]
+    asking = "USE_CUDA is set" if switched else f"{given} is {AUTO}" if arch or env.get(ARCH_VARIABLE) else None
+    if asking and not cards:
+        raise UsageError(f"{asking}, and there is no GPU here to know the architecture of", fix="--arch 12.0")
+    return cards
 
 
 def with_environment(options: Sequence[Option], env: Mapping[str, str]) -> tuple[Option, ...]:
@@ -170,7 +192,7 @@ def with_environment(options: Sequence[Option], env: Mapping[str, str]) -> tuple
     changed = []
     for option in options:
         given = env.get(option.name)
-        if given is None or option.name == "TORCH_CUDA_ARCH_LIST":
+        if given is None or option.name == ARCH_VARIABLE:
             changed.append(option)
         else:
             value = SWITCHES[is_on(given)] if option.is_switch else given

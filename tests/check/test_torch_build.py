@@ -167,6 +167,26 @@ def test_the_last_line_is_told_with_the_signal():
     assert describe_end(-signal.SIGSEGV, "one\ntwo\n") == "ended by SIGSEGV; its last line: two"
 
 
+@pytest.mark.dist
+def test_a_fix_for_a_torch_elsewhere_changes_that_one(tmp_path):
+    site = tmp_path / f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
+    write_torch(site, "raise ImportError('broken')")
+    (site / "pip").mkdir()
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/python").touch()
+    fixes = {finding.id: finding.fix for finding in check_torch(tmp_path).findings}
+    assert fixes["torch-broken"].startswith(f"{tmp_path}/bin/python -m pip install --force-reinstall torch -i ")
+
+
+@pytest.mark.dist
+def test_the_packages_beside_a_torch_elsewhere_are_looked_at_not_ours(tmp_path):
+    site = write_torch(tmp_path, "raise ImportError('broken')")
+    (site / "nvidia_nccl_cu12-2.27.3.dist-info").mkdir()
+    (site / "nvidia_nccl_cu12-2.27.3.dist-info/METADATA").write_text("Name: nvidia-nccl-cu12\nVersion: 2.27.3\n")
+    packages = check_torch(site).facts["packages"]
+    assert (packages["nvidia-nccl-cu12"], packages["numpy"]) == ("2.27.3", None)
+
+
 def test_a_folder_that_is_not_there_or_holds_no_torch_is_refused(tmp_path):
     with pytest.raises(PacelineError) as error:
         locate_torch(tmp_path / "nowhere")
@@ -242,6 +262,10 @@ def test_cards_that_cannot_be_asked_are_not_taken_for_none():
 
 def test_the_recipe_for_other_cards_than_those_here():
     assert recipe_here(arch="12.0", driver="570.133").command.endswith("/cu128")
+    assert recipe_here(arch="9.0a 8.9+PTX", driver="580.1", build=True).command.endswith("--arch '9.0a;8.9+PTX'")
+    with pytest.raises(PacelineError) as error:
+        recipe_here(arch="All")
+    assert error.value.message == "--arch All names no card to find a wheel for"
     with pytest.raises(PacelineError) as error:
         recipe_here(driver="new")
     assert error.value.message == "--driver new: no driver version"

@@ -11,6 +11,7 @@ from paceline.check.torch_needs import (
     build_backend,
     check_source,
     find_needs,
+    folder_bytes,
     needs_disk,
     needs_nvcc,
     needs_one_libuv,
@@ -85,6 +86,8 @@ def test_a_build_for_gpus_needs_an_nvcc_that_compiles_for_them():
     ]
     here = {"tools": {"nvcc": {"path": "/usr/bin/nvcc", "version": "13.0"}}}
     assert list(needs_nvcc(here, archs="12.0")) == []
+    assert list(needs_nvcc(here, archs="9.0a;10.0f;8.9+PTX;Blackwell")) == []
+    assert [need.what for need in needs_nvcc(here, archs="Volta")] == ["nvcc 13.0 does not compile for 7.0"]
     assert list(needs_nvcc(here, archs="7.0;12.0")) == [Need("nvcc 13.0 does not compile for 7.0", "CUDA 12.9")]
 
 
@@ -133,6 +136,16 @@ def test_a_disk_too_small_is_named_and_what_was_built_counts(tmp_path):
     assert [need.fix for need in needs_disk(tmp_path / "not/yet", free + GIB)] == ["--build-dir on a larger disk"]
     (tmp_path / "objects").write_bytes(bytes(32 << 20))
     assert list(needs_disk(tmp_path, shutil.disk_usage(tmp_path).free + (16 << 20))) == []
+
+
+def test_what_was_built_is_counted_without_du(tmp_path, monkeypatch):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep/objects").write_bytes(bytes(1 << 20))
+    (tmp_path / "gone").symlink_to("nowhere")
+    (tmp_path.parent / "link").symlink_to(tmp_path)
+    monkeypatch.setenv("PATH", "")
+    assert 1 << 20 <= folder_bytes(tmp_path) < 2 << 20
+    assert folder_bytes(tmp_path.parent / "link") == folder_bytes(tmp_path)
 
 
 def test_a_folder_that_is_no_source_tree_is_refused(tmp_path):

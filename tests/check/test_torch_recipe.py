@@ -11,11 +11,10 @@ from paceline.check.torch_recipe import (
     format_recipe,
     make_recipe,
     num_jobs,
-    parse_archs,
 )
 from paceline.check.torch_verdicts import WHEELS as INDEX
 from paceline.check.torch_verdicts import wheel_for
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import PacelineError
 from paceline.units import GIB
 
 
@@ -62,6 +61,12 @@ def test_cards_that_no_wheel_has_together_are_built_for():
     assert made.why == "no wheel for x86_64 has kernels for 7.0, 12.0 together"
     assert made.notes[0] == "CUDA 12.9 compiles for 7.0, 12.0; of nvcc here is 13.0"
     assert [each.value for each in made.options if each.name == "TORCH_CUDA_ARCH_LIST"] == ["7.0;12.0"]
+
+
+def test_a_build_keeps_the_architectures_as_they_were_asked():
+    made = make_recipe([(9, 0)], driver="580.1", machine="x86_64", tools=Tools(), build=True, archs=["9.0a", "9.0+PTX"])
+    assert made.command == "paceline torch build --source DIR --arch '9.0a;9.0+PTX'"
+    assert [each.value for each in made.options if each.name == "TORCH_CUDA_ARCH_LIST"] == ["9.0a;9.0+PTX"]
 
 
 def test_a_build_whose_cuda_the_driver_cannot_run_asks_for_the_driver():
@@ -136,11 +141,3 @@ def test_a_build_for_the_cpu_names_nothing_of_cuda_but_that_it_is_off():
 )
 def test_jobs_fit_into_memory(memory_bytes, cores, cuda, jobs):
     assert num_jobs(memory_bytes=memory_bytes, cores=cores, cuda=cuda) == jobs
-
-
-def test_architectures_are_read_as_pytorch_writes_them():
-    assert parse_archs("7.0;12.0+PTX") == ((7, 0), (12, 0))
-    assert parse_archs("8.6, 9.0") == ((8, 6), (9, 0))
-    with pytest.raises(UsageError) as error:
-        parse_archs("sm_120")
-    assert str(error.value) == "error: --arch sm_120: sm_120 is no capability\n  fix: --arch 12.0"

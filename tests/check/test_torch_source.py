@@ -5,14 +5,15 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from paceline.check.torch_build import format_check
-from paceline.check.torch_ninja import run_step
-from paceline.check.torch_source import build_torch, switches_taken
+from paceline.check.torch_build import check_torch, format_check
+from paceline.check.torch_ninja import StepInterrupted, run_step
+from paceline.check.torch_source import archs_asked, build_torch, switches_taken
 from paceline.errors import PacelineError, UsageError
 
 STAND_IN = Path(__file__).parent / "torch_stand_in"
@@ -184,6 +185,66 @@ def test_an_interrupted_build_leaves_no_process_and_goes_on(source, number):
     assert 1 <= total < SLOW_FILES + 4
 
 
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("after", "said"),
+    [
+        ("configuring", "interrupted while configuring: all that was compiled is kept in {build}"),
+        ("compiled 2/", "interrupted while compiling, 2 of 10 steps done: all that was compiled is kept in {build}"),
+        (
+            "installing",
+            "interrupted while installing: all that was compiled is kept in {build}; the torch in {prefix} may be half there",
+        ),
+    ],
+)
+def test_ctrl_c_in_the_command_says_what_is_kept_and_how_to_go_on(source, after, said):
+    slow_down(source)
+    prefix = source.parent / "prefix"
+    process = start_command(source, prefix)
+    for line in process.stderr:
+        if line.startswith(after):
+            break
+    ended, lines = press_ctrl_c(process)
+    assert (process.returncode, ended < 2) == (130, True)
+    assert lines[-2:] == [
+        "error: " + said.format(build=source / "build", prefix=prefix),
+        "  fix: the same command goes on from there",
+    ]
+    assert all(line.startswith("compiled") for line in lines[:-2])
+    assert left_in(source / "build") + left_in(source) == []
+
+
+@pytest.mark.dist
+def test_ctrl_c_once_it_is_installed_says_how_to_try_it(source):
+    prefix = source.parent / "prefix"
+    process = start_command(source, prefix)
+    for line in process.stderr:
+        if line.startswith("installed"):
+            break
+    ended, lines = press_ctrl_c(process)
+    assert (process.returncode, ended < 2) == (130, True)
+    assert lines == [
+        "error: interrupted while it was tried; it is installed",
+        f"  fix: paceline torch check --path {prefix}",
+    ]
+    assert check_torch(prefix).is_right
+
+
+def start_command(source, prefix):
+    words = ["-m", "paceline.cli", "torch", "build", "--source", str(source), "--prefix", str(prefix), "--jobs", "1"]
+    return subprocess.Popen([sys.executable, *words], stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def press_ctrl_c(process):
+    """To the whole foreground group, as a terminal does. Seconds to the end, and what was said."""
+    started = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    lines = process.stderr.read().splitlines()
+    process.wait(10)
+    process.stderr.close()
+    return time.monotonic() - started, lines
+
+
 def left_in(folder):
     """Processes that work in it, after those that are dying had time to."""
     deadline = time.monotonic() + 5
@@ -252,6 +313,37 @@ def test_cuda_without_a_known_card_asks_for_the_architecture(source, monkeypatch
     assert error.value.fix == "--arch 12.0"
 
 
+@pytest.mark.parametrize(
+    ("arch", "listed", "archs"),
+    [
+        (None, "9.0a, 10.0f 8.9+PTX", ["9.0a", "10.0f", "8.9+PTX"]),
+        (None, "Ampere Hopper", ["Ampere", "Hopper"]),
+        ("12.0a", "9.0", ["12.0a"]),
+        (None, "All", ["All"]),
+        (None, "Auto", ["8.6", "12.0"]),
+        ("Auto", "9.0", ["8.6", "12.0"]),
+        (None, None, ["8.6", "12.0"]),
+    ],
+)
+def test_the_flag_wins_over_the_variable_and_that_over_the_cards_here(arch, listed, archs):
+    cards = [{"capability": capability, "visible": True} for capability in ([12, 0], [8, 6], [12, 0])]
+    here = {"gpus": cards, "nvidia_cards": 3, "nvml_error": None}
+    assert archs_asked(arch, here, {"TORCH_CUDA_ARCH_LIST": listed} if listed else {}) == archs
+
+
+def test_an_architecture_from_the_environment_is_not_blamed_on_a_flag(source, monkeypatch):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "sm_90")
+    error = failure(source)
+    assert error.message == "TORCH_CUDA_ARCH_LIST=sm_90, set in your environment: sm_90 is no architecture"
+    assert error.fix.startswith("export TORCH_CUDA_ARCH_LIST=9.0, or unset it")
+
+
+def test_auto_without_a_card_is_no_build_for_the_cpu(source):
+    assert failure(source, arch="Auto").message == (
+        "--arch is Auto, and there is no GPU here to know the architecture of"
+    )
+
+
 def test_no_compiler_at_all_is_refused(source):
     with pytest.raises(UsageError):
         build_torch(source, jobs=0)
@@ -271,6 +363,54 @@ def test_a_failed_install_quotes_pip(source):
     error = failure(source)
     assert error.message.startswith("the install step failed: ")
     assert "no such thing" in error.message
+
+
+def test_an_interrupt_while_a_step_starts_waits_until_it_can_be_ended(tmp_path, monkeypatch):
+    start = subprocess.Popen
+
+    def start_interrupted(*words, **settings):
+        before_exec = settings.pop("preexec_fn")
+
+        def interrupted_before_exec():
+            os.kill(os.getpid(), signal.SIGINT)
+            before_exec()
+
+        process = start(*words, preexec_fn=interrupted_before_exec, **settings)
+        os.kill(os.getpid(), signal.SIGINT)
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", start_interrupted)
+    with pytest.raises(StepInterrupted):
+        run_step(["sleep", "600"], env=dict(os.environ), log=tmp_path / "log", cwd=tmp_path)
+    assert left_in(tmp_path) == []
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_step_under_nohup_outlives_the_terminal(tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        ended = run_step(
+            ["sh", "-c", "echo '[1/1] x'"],
+            env=dict(os.environ),
+            log=tmp_path / "log",
+            on_progress=lambda done, total: os.kill(os.getpid(), signal.SIGHUP),
+        )
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert ended.exit_code == 0
+
+
+def test_a_second_ctrl_c_does_not_wait_for_a_step_that_ignores_the_first(tmp_path):
+    def press_twice(done, total):
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        raise KeyboardInterrupt
+
+    words = ["sh", "-c", "trap '' INT; echo '[1/2] x'; sleep 600"]
+    started = time.monotonic()
+    with pytest.raises(StepInterrupted) as stop:
+        run_step(words, env=dict(os.environ), log=tmp_path / "log", cwd=tmp_path, on_progress=press_twice)
+    assert (stop.value.done, stop.value.total, time.monotonic() - started < 3) == (1, 2, True)
+    assert left_in(tmp_path) == []
 
 
 def test_a_step_that_ignores_the_interrupt_is_killed(tmp_path, monkeypatch):

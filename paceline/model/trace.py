@@ -6,6 +6,7 @@ on the meta device, with the attention kernel that the GPU would take: PyTorch's
 kernel allocates for itself while it runs is not seen. The method: torch.distributed._tools.mem_tracker, in a tenth of its time.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,6 +54,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for leaf in tree_leaves(made):
             if isinstance(leaf, Tensor):
                 self._see(leaf.untyped_storage())
+        if torch.Tag.pointwise in func.tags:
+            self._pass(_cast_bytes([leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]))
         return made
 
     def _see(self, storage: torch.UntypedStorage) -> None:
@@ -65,16 +68,39 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._made_in[self.phase] = self._made_in.get(self.phase, 0) + size
         self.events.append((self._count, size))
         self.now += size
+        self._note_peak()
+        weakref.finalize(storage, self._die, key)
+
+    def _pass(self, size: int) -> None:
+        """Bytes that live while one op runs."""
+        if size:
+            self._count += 1
+            self.events += [(self._count, size), (self._count, -size)]
+            self.now += size
+            self._made_in[self.phase] = self._made_in.get(self.phase, 0) + size
+            self._note_peak()
+            self.now -= size
+            self._made_in[self.phase] -= size
+
+    def _note_peak(self) -> None:
         peak = self.peaks.setdefault(self.phase, Peak())
         if self.now > peak.bytes:
             peak.bytes, peak.made_in = self.now, dict(self._made_in)
-        weakref.finalize(storage, self._die, key)
 
     def _die(self, key: int) -> None:
         number, size, phase = self._alive.pop(key)
         self._made_in[phase] -= size
         self.now -= size
         self.events.append((number, -size))
+
+
+def _cast_bytes(operands: list[Tensor]) -> int:
+    """What a CPU's kernel copies first where dtypes differ; a GPU's casts as it reads."""
+    operands = [operand for operand in operands if operand.ndim and operand.device.type == "cpu"]
+    if len({operand.dtype for operand in operands}) < 2:
+        return 0
+    common = functools.reduce(torch.promote_types, (operand.dtype for operand in operands))
+    return sum(operand.numel() * common.itemsize for operand in operands if operand.dtype != common)
 
 
 @contextmanager

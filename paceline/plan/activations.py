@@ -109,7 +109,7 @@ def _attention_bytes(setup: MemorySetup, layer: int) -> int:
             kept += 2 * setup.query_bytes - setup.value_bytes  # k and v repeated for every head
         if model.sequence_len <= CPU_KEEP_TOKENS:
             rows = setup.device_batch_size * model.n_head
-            kept += rows * _block_scores(model, layer) * setup.element_bytes
+            kept += rows * block_scores(model, layer) * setup.element_bytes
         return kept
     if setup.attention == "math":
         return setup.query_bytes + _widened_bytes(setup) + score_bytes(setup)
@@ -126,7 +126,7 @@ def score_bytes(setup: MemorySetup) -> int:
     return FP32 * setup.device_batch_size * setup.model.n_head * setup.model.sequence_len**2
 
 
-def _block_scores(model: ModelConfig, layer: int) -> int:
+def block_scores(model: ModelConfig, layer: int) -> int:
     """Probabilities of one head and row: blocks of queries, each with the keys that any of them sees."""
     window, total = window_sizes(model)[layer], 0
     for start in range(0, model.sequence_len, CPU_ATTENTION_BLOCK):
@@ -170,17 +170,25 @@ def chunk_sizes(setup: MemorySetup) -> tuple[int, int]:
 def loss_bytes(setup: MemorySetup, *, with_grad: bool = True) -> LossBytes:
     vocab, element = setup.model.padded_vocab_size, setup.element_bytes
     chunk, block = chunk_sizes(setup)
-    fused = setup.compiled and setup.device != "cpu"  # one kernel without copies
     logits = chunk * vocab * element
-    copies = 0 if fused else LOSS_COPIES * block * vocab * FP32
+    if setup.compiled:
+        widened = FP32 if setup.device == "cpu" else 0
+        copies = (
+            (widened + element * with_grad) * block * vocab
+        )  # with_grad: the gradient, before it takes the logits' place
+    else:
+        copies = LOSS_COPIES * block * vocab * FP32
     cast = vocab * setup.model.n_embd * element if setup.casts_weights else 0
     if not with_grad:
         return LossBytes(kept=0, working=logits + copies + cast)
     weight = vocab * setup.model.n_embd
     gradient = FP32 * weight  # by lm_head's weight, summed over chunks in fp32
     product = element * weight if element != FP32 else 0  # one chunk's, before it is added
-    several = chunk < setup.num_tokens
-    working = max(copies, product) if several else max(copies - gradient, product)
+    if chunk < setup.num_tokens:
+        widened = FP32 * weight if product and setup.device == "cpu" else 0  # a CPU copies what it adds to fp32
+        working = max(copies, product + widened)
+    else:
+        working = max(copies - gradient, product)
     return LossBytes(kept=setup.stream_bytes + gradient, working=logits + max(0, working) + cast)
 
 
@@ -200,12 +208,13 @@ def forward_extra_bytes(setup: MemorySetup) -> int:
 def backward_extra_bytes(setup: MemorySetup, layer: int) -> int:
     """Beside what a layer keeps, at its fullest: gradients of its output, of x0, of the middle, and of the MLP's square.
 
-    A checkpointed layer is fullest at the end of its second forward.
+    A checkpointed layer may be fuller at the end of its second forward.
     """
     n_layer, stream = setup.model.n_layer, setup.stream_bytes
     streams = 1 + (layer < n_layer - 1) + (n_layer // 2 < layer)
-    mlp = 6 if setup.activation_checkpointing else 4
-    return streams * stream + max(mlp * stream, _scores_beside_the_mlp(setup))
+    weight = setup.element_bytes * 4 * setup.model.n_embd**2  # the gradient of the MLP's second matrix
+    again = 6 * stream if setup.activation_checkpointing else 0
+    return streams * stream + max(again, 4 * stream + weight, _scores_beside_the_mlp(setup) + weight)
 
 
 def _scores_beside_the_mlp(setup: MemorySetup) -> int:

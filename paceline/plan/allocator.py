@@ -38,6 +38,8 @@ class _Pool:
     def take(self, size: int) -> _Block:
         at = bisect_left(self.free, (size, -1, -1))
         if at < len(self.free):
+            if self.expandable and at + 1 < len(self.free) and self._is_last(self.free[at]):
+                at += 1  # the arena's end counts as large as it may become: a larger hole fits better
             _, segment, start = self.free.pop(at)
             block = self.blocks[segment, start]
         else:
@@ -60,6 +62,10 @@ class _Pool:
                 self._drop(neighbour)
                 start, end = min(start, neighbour.start), max(end, neighbour.start + neighbour.size)
         self._put(_Block(start, end - start, block.segment, free=True))
+
+    def _is_last(self, free: tuple[int, int, int]) -> bool:
+        size, _, start = free
+        return start + size == self.reserved
 
     def _grow(self, size: int) -> _Block:
         if not self.expandable:
@@ -104,7 +110,7 @@ class Replay:
 def replay(events: Iterable[tuple[int, int]], *, expandable: bool) -> Replay:
     """events: (name, bytes), bytes negative where that name is freed."""
     small = _Pool(expandable, SMALL_SEGMENT, splits_below=ROUND_BYTES)
-    large = _Pool(expandable, SMALL_SEGMENT if expandable else LARGE_SEGMENT, splits_below=SMALL_BYTES + 1)
+    large = _Pool(expandable, LARGE_SEGMENT, splits_below=ROUND_BYTES if expandable else SMALL_BYTES + 1)
     held: dict[int, tuple[_Pool, _Block]] = {}
     requested = allocated = 0
     peak_requested = peak_allocated = 0

@@ -21,6 +21,13 @@ from paceline.plan.activations import (
     running_layer_bytes,
     stem_bytes,
 )
+from paceline.plan.compiled import (
+    compiled_backward,
+    compiled_forward_extra_bytes,
+    compiled_layer_bytes,
+    compiled_running_layer_bytes,
+    compiled_stem_bytes,
+)
 from paceline.plan.shapes import ParamShape, has_value_embed, param_shapes
 from paceline.plan.sharding import Bucket, ShardPlan, shard_plan
 
@@ -65,14 +72,16 @@ def phases(setup: MemorySetup) -> tuple[Phase, ...]:
     if held.communication:
         base["communication"] = held.communication
     fresh = setup.world_size == 1 and setup.grad_accum_steps == 1  # gradients come into being during the backward
-    before = 0 if fresh else held.gradients
+    unsummed = setup.shard == "none" and setup.world_size > 1 and setup.grad_accum_steps > 1
+    before = 0 if fresh else held.gradients * (2 if unsummed else 1)  # DDP's buckets, and what is not in them yet
     kept = [_kept(setup, layer) for layer in range(setup.model.n_layer)]
-    activations = stem_bytes(setup) + sum(kept)
+    activations = (compiled_stem_bytes if setup.compiled else stem_bytes)(setup) + sum(kept)
+    backward = (compiled_backward if setup.compiled else _backward)(setup, kept, before=before, fresh=fresh)
     loss = loss_bytes(setup)
     forward = {
         "gradients": before,
         "activations": activations,
-        "working": running_layer_bytes(setup) if setup.activation_checkpointing else forward_extra_bytes(setup),
+        "working": _forward_extra(setup),
     }
     losing = {
         "gradients": before,
@@ -87,14 +96,22 @@ def phases(setup: MemorySetup) -> tuple[Phase, ...]:
     return (
         Phase("forward", base | forward),
         Phase("loss", base | losing),
-        Phase("backward", base | _backward(setup, kept, before=before, fresh=fresh)),
+        Phase("backward", base | backward),
         Phase("optimizer", base | {"gradients": held.gradients, "working": _update_bytes(setup)}),
         Phase("evaluation", base | evaluation),
     )
 
 
 def _kept(setup: MemorySetup, layer: int) -> int:
-    return (checkpointed_layer_bytes if setup.activation_checkpointing else layer_bytes)(setup, layer)
+    if setup.activation_checkpointing:
+        return checkpointed_layer_bytes(setup, layer)
+    return (compiled_layer_bytes if setup.compiled else layer_bytes)(setup, layer)
+
+
+def _forward_extra(setup: MemorySetup) -> int:
+    if setup.compiled:
+        return compiled_forward_extra_bytes(setup)
+    return running_layer_bytes(setup) if setup.activation_checkpointing else forward_extra_bytes(setup)
 
 
 def _recomputed(setup: MemorySetup, layer: int) -> int:
@@ -109,7 +126,6 @@ def _backward(setup: MemorySetup, kept: list[int], *, before: int, fresh: bool) 
     model, stream = setup.model, setup.stream_bytes
     table = model.padded_vocab_size * model.n_kv_head * model.head_dim
     looked_up = 0 if setup.element_bytes == FP32 else FP32 * setup.num_tokens * model.n_kv_head * model.head_dim
-    weight = 4 * model.n_embd**2
     stem = stem_bytes(setup)
     gradients = before + (FP32 * model.padded_vocab_size * model.n_embd if fresh else 0)
     fullest: dict[str, int] = {}
@@ -118,8 +134,7 @@ def _backward(setup: MemorySetup, kept: list[int], *, before: int, fresh: bool) 
         extra = backward_extra_bytes(setup, layer)
         if setup.activation_checkpointing:
             extra += _recomputed(setup, layer)
-        working = extra + setup.element_bytes * weight
-        found = [{"gradients": gradients, "activations": saved, "working": working}]
+        found = [{"gradients": gradients, "activations": saved, "working": extra}]
         if fresh:
             gradients += FP32 * _layer_numel(model, layer)
         if has_value_embed(layer, model.n_layer):
@@ -145,7 +160,7 @@ def _layer_numel(model: ModelConfig, layer: int) -> int:
 def _evaluation_bytes(setup: MemorySetup) -> int:
     """Without gradients: tokens, the stream, its copies at the start and in the middle, and one layer or the logits."""
     stream = setup.stream_bytes
-    layer = 2 * stream + running_layer_bytes(setup)
+    layer = 2 * stream + (compiled_running_layer_bytes if setup.compiled else running_layer_bytes)(setup)
     return stem_bytes(setup) - stream + max(layer, loss_bytes(setup, with_grad=False).working)
 
 
@@ -202,6 +217,13 @@ def fullest_state(setup: MemorySetup) -> StateBytes:
         for rank in ranks
     )
     return max(found, key=lambda state: state.total)
+
+
+def copies_bytes(setup: MemorySetup) -> int:
+    """Of the fullest rank's part of a checkpoint, weights in fp32 and states: kept in the host's memory from the first save on."""
+    held = fullest_state(setup)
+    masters = held.masters or (held.weights if setup.shard == "none" else held.weights // setup.world_size)
+    return masters + held.states
 
 
 @lru_cache(maxsize=64)

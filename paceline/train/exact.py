@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from paceline.errors import PlanError
 from paceline.model.gpt import GPT
 from paceline.model.trace import LiveBytes, Peak, attention_kernel
 from paceline.plan.activations import MemorySetup
@@ -29,7 +30,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Trace:
-    """peaks: of each phase of the second step, and of an evaluation."""
+    """peaks: of each phase: setup, forward, backward, optimizer, evaluation."""
 
     peaks: dict[str, Peak]
     replay: Replay  # expandable segments, which the launcher sets
@@ -41,14 +42,23 @@ class Trace:
 
 def trace_steps(setup: MemorySetup, *, rank: int = 0) -> Trace:
     """As rank `rank` of a world that is not there: sums and gathers take their buffers and send nothing."""
+    if setup.shard == "none" and setup.world_size > 1:
+        raise PlanError(
+            "DDP (shard none on several ranks) cannot be traced: it reads the values of what its ranks send",
+            fix="without --exact: the closed form counts it too; or --shard optimizer",
+        )
     live = LiveBytes()
+
+    def at(phase: str) -> None:
+        live.phase = phase
+
     with fake_world(setup.world_size, rank):
         if setup.device == "cpu":
             with FakeTensorMode(), live:
-                _steps(setup, rank, live, device="cpu")
+                run_steps(setup, rank=rank, device="cpu", at=at)
         else:
             with attention_kernel(setup.attention), live:
-                _steps(setup, rank, live, device="meta")
+                run_steps(setup, rank=rank, device="meta", at=at)
     return Trace(live.peaks, replay(live.events, expandable=True))
 
 
@@ -64,24 +74,20 @@ def fake_world(world_size: int, rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _steps(setup: MemorySetup, rank: int, live: LiveBytes, *, device: str) -> None:
-    def at(phase: str) -> None:
-        live.phase = phase
-
+def run_steps(setup: MemorySetup, *, rank: int, device: str, at: Callable[[str], None]) -> None:
+    """Two steps and an evaluation, fake or real as `device` is here. Calls at(phase) where a phase begins."""
     at("setup")
-    optimizer, loss_of = _build(setup, rank, device, at)
+    optimizer = _build(setup, rank, device)
     shape = (setup.device_batch_size, setup.model.sequence_len)
     micro_steps = min(setup.grad_accum_steps, MICRO_STEPS)
-    for step in range(NUM_STEPS):
-        if step == NUM_STEPS - 1:
-            live.peaks.clear()
+    for _ in range(NUM_STEPS):
         optimizer.zero_grad()
         sums = torch.zeros((), device=device)
         for micro_step in range(micro_steps):
             at("forward")
             idx, targets = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
             with optimizer.micro_step(last=micro_step == micro_steps - 1):
-                nats = loss_of(idx, targets)
+                nats = optimizer.module(idx, targets)
                 at("backward")
                 torch.autograd.backward(nats)
             sums += nats.detach()
@@ -93,9 +99,7 @@ def _steps(setup: MemorySetup, rank: int, live: LiveBytes, *, device: str) -> No
         optimizer.module(idx, targets, reduction="none")
 
 
-def _build(
-    setup: MemorySetup, rank: int, device: str, at: Callable[[str], None]
-) -> tuple[ShardedOptimizer | ReplicatedAdamW, Callable[..., torch.Tensor]]:
+def _build(setup: MemorySetup, rank: int, device: str) -> ShardedOptimizer | ReplicatedAdamW:
     with torch.device(device):
         model = GPT(
             setup.model,
@@ -108,7 +112,7 @@ def _build(
     matrix = muon if setup.optimizer == "muon" else adamw
     groups = {shape.group: matrix if shape.group == "matrix" else adamw for shape in shapes}
     kind = ReplicatedAdamW if setup.shard == "none" else ShardedOptimizer
-    optimizer = kind(
+    return kind(
         model,
         shapes,
         groups,
@@ -117,4 +121,3 @@ def _build(
         compute_dtype=DTYPES[setup.precision],
         grad_accum_steps=setup.grad_accum_steps,
     )
-    return optimizer, optimizer.module

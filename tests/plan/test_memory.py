@@ -1,0 +1,195 @@
+"""The phases of a step and their parts, in figures that can be checked by hand, and what always holds between setups."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from paceline.config import ModelConfig
+from paceline.plan.activations import (
+    MemorySetup,
+    checkpointed_layer_bytes,
+    chunk_sizes,
+    layer_bytes,
+    loss_bytes,
+    stem_bytes,
+)
+from paceline.plan.memory import Phase, fullest_state, peak_phase, phases
+from paceline.plan.shapes import param_shapes
+
+MIB = 1 << 20
+MODEL = ModelConfig(n_layer=2, n_embd=128, n_head=2, n_kv_head=2, head_dim=64, sequence_len=256, vocab_size=1024)
+SETUP = MemorySetup(
+    model=MODEL,
+    device="cuda",
+    world_size=1,
+    optimizer="adamw",
+    shard="optimizer",
+    precision="bf16",
+    device_batch_size=4,
+    grad_accum_steps=2,
+    logits_budget_bytes=256 * MIB,
+    activation_checkpointing=False,
+    attention="flash",
+    compiled=False,
+)
+NUM_TOKENS = 4 * 256
+STREAM = NUM_TOKENS * 128 * 2  # (B, T, C) in bf16
+NUMEL = sum(shape.numel for shape in param_shapes(MODEL))
+
+
+def by_name(setup: MemorySetup) -> dict[str, Phase]:
+    return {phase.name: phase for phase in phases(setup)}
+
+
+def test_phases_stand_in_the_order_of_a_step():
+    assert [phase.name for phase in phases(SETUP)] == ["forward", "loss", "backward", "optimizer", "evaluation"]
+
+
+def test_a_phase_is_the_sum_of_its_parts_and_the_peak_is_the_largest():
+    for phase in phases(SETUP):
+        assert phase.bytes == sum(phase.parts.values())
+        assert all(size >= 0 for size in phase.parts.values())
+    assert peak_phase(SETUP).bytes == max(phase.bytes for phase in phases(SETUP))
+
+
+def test_the_stem_is_tokens_the_stream_twice_a_gate_and_the_angles():
+    tokens, gate, angles = 2 * 8 * NUM_TOKENS, 3 * 2 * NUM_TOKENS, 2 * 2 * 256 * 64
+    assert stem_bytes(SETUP) == tokens + 2 * STREAM + gate + angles
+
+
+def test_a_layer_keeps_sixteen_streams_and_what_is_small():
+    """Of the last layer, with a value embedding: input, 2 norms, q, k, v, the output, 4 + 4 of the MLP, the value embedding."""
+    norms, qk_norms, row_sums = 2 * 2 * NUM_TOKENS, 2 * (2 + 2) * NUM_TOKENS, 4 * 2 * NUM_TOKENS
+    gate = 2 * (2 * 2 + 12) * NUM_TOKENS
+    assert layer_bytes(SETUP, 1) == 16 * STREAM + norms + qk_norms + row_sums + gate
+    assert layer_bytes(SETUP, 0) == 14 * STREAM + norms + qk_norms + row_sums  # its input is the stem's
+
+
+def test_a_checkpointed_layer_keeps_its_input():
+    assert [checkpointed_layer_bytes(SETUP, layer) for layer in (0, 1)] == [0, STREAM]
+
+
+def test_the_loss_keeps_two_gradients_and_works_on_one_chunk_of_logits():
+    loss = loss_bytes(SETUP)
+    assert chunk_sizes(SETUP) == (NUM_TOKENS, NUM_TOKENS)
+    assert loss.kept == STREAM + 4 * 1024 * 128
+    logits = NUM_TOKENS * 1024
+    assert loss.working == 2 * logits + 3 * 4 * logits - 4 * 1024 * 128  # the weight's gradient comes after the copies
+
+
+def test_a_small_budget_cuts_the_loss_into_chunks():
+    small = replace(SETUP, logits_budget_bytes=MIB)
+    assert chunk_sizes(small) == (256, 32)  # half the budget for logits in bf16, an eighth for each copy in fp32
+    assert loss_bytes(small).working == 256 * 1024 * 2 + 3 * 32 * 1024 * 4
+
+
+def test_a_cpu_widens_the_chunk_that_it_adds_to_the_gradient():
+    on_cpu = replace(SETUP, device="cpu", attention="cpu", logits_budget_bytes=MIB)
+    assert loss_bytes(on_cpu).working == 256 * 1024 * 2 + (2 + 4) * 1024 * 128
+
+
+def test_what_is_held_from_step_to_step_is_eighteen_bytes_a_parameter():
+    """bf16 weights, fp32 gradients, masters and two states; tensors under 1,024 elements need no master and are fp32."""
+    held = by_name(SETUP)["optimizer"].parts
+    small = sum(shape.numel for shape in param_shapes(MODEL) if shape.numel < 1024)
+    assert held["weights"] == 2 * (NUMEL - small) + 4 * small
+    assert (held["gradients"], held["masters"], held["states"]) == (4 * NUMEL, 4 * (NUMEL - small), 8 * NUMEL)
+    assert "communication" not in held
+
+
+def test_one_micro_step_of_one_rank_makes_its_gradients_in_the_backward():
+    several, single = by_name(SETUP), by_name(replace(SETUP, grad_accum_steps=1))
+    assert several["forward"].parts["gradients"] == 4 * NUMEL and single["forward"].parts["gradients"] == 0
+    assert 0 < single["backward"].parts["gradients"] < 4 * NUMEL
+    assert single["optimizer"].parts["gradients"] == 4 * NUMEL
+
+
+def test_ddp_holds_gradients_twice_until_the_last_micro_step():
+    """Its buckets, and the tensors that earlier micro-steps add to."""
+    ddp = replace(SETUP, shard="none", world_size=2)
+    assert by_name(ddp)["forward"].parts["gradients"] == 8 * NUMEL
+    assert by_name(replace(ddp, grad_accum_steps=1))["forward"].parts["gradients"] == 4 * NUMEL
+    assert by_name(ddp)["optimizer"].parts["gradients"] == 4 * NUMEL
+
+
+def test_evaluation_has_no_activations_to_keep():
+    assert by_name(SETUP)["evaluation"].parts["activations"] == 0
+
+
+def test_a_window_saves_probabilities_on_a_cpu():
+    on_cpu = replace(SETUP, device="cpu", attention="cpu")
+    windowed = replace(on_cpu, model=replace(MODEL, window_pattern="S"))
+    assert peak_phase(windowed).bytes < peak_phase(on_cpu).bytes
+
+
+@pytest.mark.parametrize("attention, scores", [("flash", 0), ("efficient", 0), ("math", 4 * 4 * 2 * 256**2)])
+def test_only_the_math_kernel_keeps_scores(attention, scores):
+    longer = replace(MODEL, sequence_len=512)
+    once, twice = (layer_bytes(replace(SETUP, attention=attention, model=model), 0) for model in (MODEL, longer))
+    assert twice - 2 * once == 2 * scores  # all but scores grows as the tokens do
+
+
+@st.composite
+def setups(draw: st.DrawFn) -> MemorySetup:
+    device = draw(st.sampled_from(["cpu", "cuda"]))
+    heads = draw(st.integers(1, 6))
+    model = ModelConfig(
+        n_layer=draw(st.integers(1, 12)),
+        n_embd=64 * heads,
+        n_head=heads,
+        n_kv_head=draw(st.sampled_from([1, heads])),
+        head_dim=64,
+        sequence_len=draw(st.sampled_from([64, 500, 1024])),
+        vocab_size=draw(st.integers(256, 40_000)),
+    )
+    optimizer, shard = draw(st.sampled_from([("muon", "optimizer"), ("adamw", "optimizer"), ("adamw", "none")]))
+    return MemorySetup(
+        model=model,
+        device=device,
+        world_size=draw(st.sampled_from([1, 2, 4])),
+        optimizer=optimizer,
+        shard=shard,
+        precision=draw(st.sampled_from(["fp32", "bf16", "fp16"])),
+        device_batch_size=draw(st.integers(1, 16)),
+        grad_accum_steps=draw(st.integers(1, 3)),
+        logits_budget_bytes=draw(st.sampled_from([32, 256, 1024])) * MIB,
+        activation_checkpointing=draw(st.booleans()),
+        attention="cpu" if device == "cpu" else draw(st.sampled_from(["flash", "math"])),
+        compiled=False,
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(setups())
+def test_another_row_never_needs_less(setup):
+    more = replace(setup, device_batch_size=setup.device_batch_size + 1)
+    for phase, larger in zip(phases(setup), phases(more), strict=True):
+        assert phase.bytes <= larger.bytes, phase.name
+
+
+@settings(max_examples=60, deadline=None)
+@given(setups())
+def test_checkpointing_of_several_layers_never_needs_more(setup):
+    assume(setup.model.n_layer > 1)
+    with_it, without = (peak_phase(replace(setup, activation_checkpointing=on)).bytes for on in (True, False))
+    assert with_it <= without
+
+
+@settings(max_examples=60, deadline=None)
+@given(setups())
+def test_twice_the_ranks_hold_no_more_each(setup):
+    """Masters and states are shared out; padding of buckets is the exception, and small."""
+    assume(setup.shard == "optimizer")
+    held, halved = (fullest_state(replace(setup, world_size=size)) for size in (2, 4))
+    assert halved.states + halved.masters <= 1.05 * (held.states + held.masters)
+
+
+@settings(max_examples=60, deadline=None)
+@given(setups())
+def test_a_smaller_budget_for_logits_never_needs_more(setup):
+    """Once there are several chunks: with one alone, the weight's gradient comes after the copies and not beside them."""
+    assume(chunk_sizes(setup)[0] < setup.num_tokens)
+    smaller = replace(setup, logits_budget_bytes=setup.logits_budget_bytes // 2)
+    assert loss_bytes(smaller).working <= loss_bytes(setup).working

@@ -1,0 +1,89 @@
+"""
+The two steps of train/exact.py on real CPU tensors: bytes as PyTorch's profiler counts them, and as Linux does.
+
+Run as a program it prints by how much the process grows at its highest: a fresh process for each setup.
+"""
+
+import os
+import pickle
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from paceline.config import ModelConfig
+from paceline.plan.activations import MemorySetup
+from paceline.train.dist import init_distributed, shutdown
+from paceline.train.exact import run_steps
+
+PHASES = ("setup", "forward", "backward", "optimizer", "evaluation")
+KIB, MIB = 1 << 10, 1 << 20
+
+
+def setup_of(
+    *, depth: int, device: str = "cpu", n_embd: int | None = None, head_dim: int = 64, n_kv_head: int | None = None,
+    sequence_len: int = 128, vocab_size: int = 2048, window_pattern: str = "SSSL", **keys: object,
+) -> MemorySetup:  # fmt: skip
+    """A model of `depth` layers; keys: any of MemorySetup's."""
+    width = n_embd or -(-64 * depth // head_dim) * head_dim
+    heads = width // head_dim
+    model = ModelConfig(depth, width, heads, n_kv_head or heads, head_dim, sequence_len, vocab_size, window_pattern)
+    usual = {
+        "world_size": 1, "optimizer": "muon", "shard": "optimizer", "precision": "fp32", "device_batch_size": 4,
+        "grad_accum_steps": 1, "logits_budget_bytes": 256 * MIB, "activation_checkpointing": False,
+        "attention": "cpu" if device == "cpu" else "flash", "compiled": False,
+    }  # fmt: skip
+    return MemorySetup(model=model, device=device, **{**usual, **keys})
+
+
+def profiled_peaks(setup: MemorySetup, *, rank: int = 0) -> dict[str, int]:
+    """Of each phase, the most bytes that live at once, from the profiler's record of allocations and frees."""
+    torch.set_num_threads(1)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, ExitStack() as marks:
+
+        def at(phase: str) -> None:
+            marks.pop_all().close()
+            marks.enter_context(record_function(f"phase {phase}"))
+
+        run_steps(setup, rank=rank, device="cpu", at=at)
+    live, phase, peaks = 0, "setup", dict.fromkeys(PHASES, 0)
+    for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name().startswith("phase "):
+            phase = event.name().removeprefix("phase ")
+        elif event.name() == "[memory]":
+            live += event.nbytes()
+            peaks[phase] = max(peaks[phase], live)
+    return peaks
+
+
+def profile_as_rank(rank: int, world_size: int, port: int, setup: MemorySetup, path: Path) -> None:
+    """One real process of several, over gloo."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+    values = (rank, rank, world_size, "127.0.0.1", port, True)
+    os.environ.update(zip(names, map(str, values), strict=True))
+    init_distributed("cpu", timeout_s=60)
+    torch.save(profiled_peaks(setup, rank=rank), path)
+    dist.barrier()
+    shutdown()
+    os._exit(0)  # as the worker ends: gloo's threads under DDP abort in the interpreter's own exit, now and then
+
+
+def resident_growth(setup: MemorySetup) -> int:
+    """By how much these steps raise the most that this process ever had in memory."""
+    torch.set_num_threads(1)
+    torch.ones(64, 64) @ torch.ones(64, 64)  # libraries load and make their buffers
+    before = resident_bytes("VmRSS")
+    run_steps(setup, rank=0, device="cpu", at=lambda phase: None)
+    return resident_bytes("VmHWM") - before
+
+
+def resident_bytes(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
+
+
+if __name__ == "__main__":
+    print(resident_growth(pickle.loads(bytes.fromhex(sys.argv[1]))))

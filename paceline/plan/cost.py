@@ -1,15 +1,22 @@
 """
-FLOPs of training, from shapes alone. Pure arithmetic: no torch, no GPU, no clock.
+FLOPs, messages and updates of a training step, from shapes alone. Pure arithmetic: no torch, no GPU, no clock.
 
 PaLM, arXiv 2204.02311, appendix B. Attention counts the whole window, the causal half is not taken off, as nanochat counts it:
 an MFU here compares with those published.
 """
 
-from paceline.config import ModelConfig
-from paceline.plan.shapes import matmul_params
+from dataclasses import dataclass
+from functools import lru_cache
 
+from paceline.config import ModelConfig
+from paceline.plan.shapes import matmul_params, param_shapes
+from paceline.plan.sharding import ShardPlan, newton_schulz_flops, shard_plan
+
+FP32, NARROW = 4, 2
 BACKWARD_PER_FORWARD = 2  # one matmul forward is two backward: by input and by weight
 SHORT_WINDOW_MULTIPLE = 128
+ATTENTION_BLOCK = 128  # queries that model/cpu_attention.py and a GPU's kernels take at once
+NEWTON_SCHULZ_ITERATIONS = 5  # the lines of train/updates.py's POLAR_EXPRESS
 
 
 def window_sizes(model: ModelConfig) -> tuple[int, ...]:
@@ -31,3 +38,75 @@ def flops_per_token(model: ModelConfig) -> int:
 def mfu(tok_per_sec: float, flops_per_token: int, peak_flops: float | None) -> float | None:
     """Share of one device's peak, 0 to 1; None where the peak is unknown. tok_per_sec is that of one device."""
     return tok_per_sec * flops_per_token / peak_flops if peak_flops else None
+
+
+def attention_pairs(num_tokens: int, window: int, *, device: str) -> int:
+    """Pairs of query and key of one head in one row that a kernel computes, whole blocks of 128 queries at a time."""
+    total = 0
+    for start in range(0, num_tokens, ATTENTION_BLOCK):
+        end = min(start + ATTENTION_BLOCK, num_tokens)
+        first = max(0, start - window + 1)
+        if device != "cpu":  # whole blocks of keys too
+            first = first // ATTENTION_BLOCK * ATTENTION_BLOCK
+        total += (end - start) * (end - first)
+    return total
+
+
+def newton_schulz_total_flops(shape: tuple[int, ...]) -> int:
+    """Of all iterations of one update."""
+    return 2 * NEWTON_SCHULZ_ITERATIONS * newton_schulz_flops(shape)
+
+
+@dataclass(frozen=True)
+class Messages:
+    """What one rank's step sends: bytes of each collective over all ranks, in the order they start."""
+
+    reduce_scatter: tuple[int, ...]
+    all_gather: tuple[int, ...]
+    all_reduce: tuple[int, ...]
+
+
+def step_messages(
+    model: ModelConfig, *, world_size: int, optimizer: str, shard: str, precision: str, grad_accum_steps: int
+) -> Messages:
+    """Gradients to their owners, new weights from them, the small rest to all; under DDP every gradient to all."""
+    if world_size == 1:
+        return Messages((), (), ())
+    shapes = param_shapes(model)
+    if shard == "none":
+        return Messages((), (), (FP32 * sum(shape.numel for shape in shapes),))
+    plan = layout(model, world_size, optimizer)
+    weight_bytes = FP32 if precision == "fp32" else NARROW
+    grad_bytes = NARROW if precision == "bf16" and grad_accum_steps == 1 else FP32
+    numels = [bucket.segment * world_size for bucket in plan.buckets]
+    small = FP32 * sum(shape.numel for shape in plan.replicated)
+    return Messages(
+        tuple(grad_bytes * numel for numel in numels), tuple(weight_bytes * numel for numel in numels), (small,)
+    )
+
+
+@dataclass(frozen=True)
+class UpdateWork:
+    """Of the rank with the most Newton-Schulz: its matrices; and elements that AdamW updates there."""
+
+    matrices: tuple[tuple[int, ...], ...]
+    adamw_elements: int
+
+
+def update_work(model: ModelConfig, *, world_size: int, optimizer: str, shard: str) -> UpdateWork:
+    if shard == "none":
+        return UpdateWork((), sum(shape.numel for shape in param_shapes(model)))
+    plan = layout(model, world_size, optimizer)
+    owned = [
+        [share for bucket in plan.buckets if bucket.whole for share in bucket.shares(rank)]
+        for rank in range(world_size)
+    ]
+    fullest = max(owned, key=lambda shares: sum(newton_schulz_flops(share.param.shape) for share in shares))
+    rows = sum(bucket.segment for bucket in plan.buckets if not bucket.whole)
+    small = sum(shape.numel for shape in plan.replicated)
+    return UpdateWork(tuple(share.param.shape for share in fullest), rows + small)
+
+
+@lru_cache(maxsize=64)
+def layout(model: ModelConfig, world_size: int, optimizer: str) -> ShardPlan:
+    return shard_plan(param_shapes(model), world_size=world_size, optimizer=optimizer)

@@ -1,0 +1,146 @@
+"""
+What ranks send each other over, how fast it is, and how that is known: named by the user, measured by `paceline comm`, or assumed.
+
+A Link's bytes_per_s is bus bandwidth: what each rank sends and receives at once in an all-reduce (nccl-tests, PERFORMANCE.md).
+Between GPUs that do not reach each other directly every byte crosses two links and the host's memory: two RTX 5090 at PCIe 5.0
+x8 + x8 give 24 GB/s one way alone and about 15 each way at once (open-gpu-kernel-modules fork); 25 to 28 is what NCCL reaches
+at x16 without P2P (nccl issue 1639, a host with five 4090), 50 to 56 with it (rtx6kpro tables).
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.errors import PlanError
+from paceline.plan.gpus import GpuSpec
+from paceline.plan.machine import Machine
+from paceline.plan.speeds import Speeds
+
+PCIE_LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}  # PCI-SIG, one direction
+THROUGH_HOST_SHARE = 0.45  # of a lane's rate: 15 of 31.5 GB/s and 28 of 63 were seen, both ways at once
+DIRECT_SHARE = 0.85  # 54 of 63 GB/s
+ETHERNET_SHARE = 0.9  # of the wire, for TCP's headers and framing
+INFINIBAND_SHARE = 0.92
+NVLINK_SHARE = 0.8  # 360 of 450 GB/s: NCCL's all-reduce on an 8x H100 board, without NVLink SHARP
+INFINIBAND_GBITS = {"edr": 100, "hdr": 200, "ndr": 400, "xdr": 800}  # four lanes
+LATENCY_S = {"pcie": 30e-6, "nvlink": 15e-6, "ib": 20e-6, "ethernet": 100e-6}
+X8_X8_CARDS = 2  # a desktop board splits its sixteen lanes over two slots
+DEFAULT_ETHERNET_GBITS = 10
+WORDS = "1GbE, 10GbE, 25GbE, 100GbE, PCIe 4 x16, PCIe 5 x8, PCIe 5 x16 P2P, NVLink, IB HDR, IB NDR"
+
+
+@dataclass(frozen=True)
+class Link:
+    """bytes_per_s: each way at once, of one rank. latency_s: of one collective. spread: how far off it may be, as a share."""
+
+    name: str
+    bytes_per_s: float
+    latency_s: float
+    source: str
+    spread: float = 0.3
+
+
+def link_of(
+    words: str | None,
+    machine: Machine,
+    *,
+    world_size: int,
+    device: str,
+    comm: Mapping[str, Any] | None,
+) -> Link | None:
+    """Of all ranks together; over several hosts the slower of the links within and between. None: nobody to send to, or not known.
+
+    words: what the user typed, for the link between hosts where there are several. world_size: over all hosts.
+    comm: what `paceline comm` wrote.
+    """
+    if world_size == 1:
+        return None
+    spec = machine.gpus[0].spec if device == "cuda" and machine.gpus else None
+    named = read_link(words, spec) if words else None
+    if machine.hosts == 1:
+        if named is not None:
+            return named
+        return measured_link(comm, machine, world_size=world_size, device=device) or inner_link(
+            spec, num_gpus=world_size, device=device
+        )
+    between = named or _ethernet(
+        DEFAULT_ETHERNET_GBITS, source=f"assumed: {DEFAULT_ETHERNET_GBITS}GbE between hosts; --link names another"
+    )
+    per_host = world_size // machine.hosts
+    within = inner_link(spec, num_gpus=per_host, device=device) if per_host > 1 else None
+    return between if within is None or between.bytes_per_s <= within.bytes_per_s else within
+
+
+def read_link(words: str, spec: GpuSpec | None) -> Link:
+    """What a user typed, forgiving about case and spaces."""
+    text = re.sub(r"[\s_-]+", "", words.lower()).replace(".0", "")
+    if found := re.fullmatch(r"(\d+)(?:gbe|gbit|gb/s|g|gigabit)?(?:ethernet)?", text):
+        if 1 <= int(found[1]) <= 800 and not text.isdigit():
+            return _ethernet(int(found[1]), source="as asked")
+    elif found := re.fullmatch(r"pcie(?:gen)?(\d)x(\d+)(p2p)?", text):
+        if int(found[1]) in PCIE_LANE_BYTES_PER_S and int(found[2]) in (1, 2, 4, 8, 16):
+            return _pcie(int(found[1]), int(found[2]), direct=bool(found[3]), source="as asked")
+    elif found := re.fullmatch(r"(?:ib|infiniband)?(edr|hdr|ndr|xdr)", text):
+        gbits = INFINIBAND_GBITS[found[1]]
+        rate = INFINIBAND_SHARE * gbits * 1e9 / 8
+        return Link(f"InfiniBand {found[1].upper()}", rate, LATENCY_S["ib"], f"as asked: {gbits} Gb/s", spread=0.2)
+    elif text == "nvlink":
+        if spec is None or spec.nvlink_bytes_per_s is None:
+            who = spec.name if spec else "this card"
+            raise PlanError(f"--link NVLink, but no NVLink of {who} is known", fix=f"one of {WORDS}")
+        return _nvlink(spec.nvlink_bytes_per_s, source="as asked")
+    raise PlanError(f"--link {words} is not a known link", fix=f"one of {WORDS}")
+
+
+def link_of_speeds(speeds: Speeds | None, *, world_size: int) -> Link | None:
+    """What train/measure.py found with as many ranks; None without it."""
+    rate = speeds.rate("send") if speeds is not None and speeds.processes == world_size else None
+    if speeds is None or rate is None:
+        return None
+    name = f"{world_size} x {speeds.device_name}"
+    return Link(name, rate, speeds.host.get("send", 0.0), speeds.source, spread=speeds.spread)
+
+
+def measured_link(comm: Mapping[str, Any] | None, machine: Machine, *, world_size: int, device: str) -> Link | None:
+    """comm.json's figures, if they are of these devices: as many, of the same names, on one host."""
+    if not comm or not comm.get("right") or not comm.get("collectives"):
+        return None
+    names = ["CPU"] * world_size if device == "cpu" else [gpu.name for gpu in machine.gpus[:world_size]]
+    if comm["device"] != device or comm["world_size"] != world_size or sorted(comm["device_names"]) != sorted(names):
+        return None
+    share = (world_size - 1) / world_size  # bus over algorithm bandwidth of these two
+    fits = [comm["collectives"][name] for name in ("reduce_scatter", "all_gather")]
+    seconds = sum(1 / (share * fit["bytes_per_s"]) for fit in fits) / len(fits)
+    latency_s = sum(fit["latency_s"] for fit in fits) / len(fits)
+    source = f"measured by paceline comm {comm['time'][:10]}"
+    return Link(f"{world_size} x {names[0]}", 1 / seconds, latency_s, source, spread=0.15)
+
+
+def inner_link(spec: GpuSpec | None, *, num_gpus: int, device: str) -> Link | None:
+    """Between the GPUs of one host, where nobody has measured; None for CPUs and for cards that no table knows."""
+    if device == "cpu" or spec is None:
+        return None
+    if spec.nvlink_bytes_per_s is not None and not spec.consumer:
+        return _nvlink(spec.nvlink_bytes_per_s, source=f"assumed: the NVLinks of {spec.name} all connected")
+    if spec.pcie_gen is None or spec.pcie_lanes is None:
+        return None
+    shared = spec.consumer and num_gpus <= X8_X8_CARDS
+    lanes = min(spec.pcie_lanes, 8) if shared else spec.pcie_lanes
+    slots = "a desktop board's two slots, eight lanes each, " if shared else ""
+    why = f"assumed: {slots}PCIe {spec.pcie_gen} x{lanes} through host memory, without P2P; paceline comm measures it"
+    return _pcie(spec.pcie_gen, lanes, direct=False, source=why)
+
+
+def _pcie(generation: int, lanes: int, *, direct: bool, source: str) -> Link:
+    rate = PCIE_LANE_BYTES_PER_S[generation] * lanes * (DIRECT_SHARE if direct else THROUGH_HOST_SHARE)
+    name = f"PCIe {generation} x{lanes}" + (" P2P" if direct else "")
+    return Link(name, rate, LATENCY_S["pcie"], source, spread=0.35)
+
+
+def _nvlink(bytes_per_s: float, *, source: str) -> Link:
+    return Link("NVLink", NVLINK_SHARE * bytes_per_s, LATENCY_S["nvlink"], source, spread=0.25)
+
+
+def _ethernet(gbits: int, *, source: str) -> Link:
+    return Link(f"{gbits}GbE", ETHERNET_SHARE * gbits * 1e9 / 8, LATENCY_S["ethernet"], source, spread=0.2)

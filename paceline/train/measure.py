@@ -1,0 +1,374 @@
+"""
+How fast this device does the pieces of a training step: `python -m paceline.train.measure --device cpu --threads N --out FILE`.
+
+A few seconds, once for each machine and number of processes. With --processes N as many measure at once, since they share memory
+and cores as a run's ranks do. The pieces are the model's own functions, at sizes between which plan/speeds.py interpolates; what
+a layer takes beyond its products and attention is the difference between deeper and shallower models. Knows no plan, no run.
+"""
+
+# t tokens, C width, V vocabulary
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.config import ModelConfig
+from paceline.model.cpu_process import fp32_matmul_through_onednn, keep_freed_memory
+from paceline.model.embedding import embedding_gradient
+from paceline.model.gpt import GPT, attend
+from paceline.model.loss import capped_nats_, chunk_rows, plus_matmul
+from paceline.plan.cost import attention_pairs, newton_schulz_total_flops
+from paceline.plan.speeds import Speeds
+from paceline.rundir import utc_now, write_atomic
+from paceline.train.dist import SegmentSum, start_all_gather
+from paceline.train.updates import adamw_update, muon_update, newton_schulz_dtype, second_momentum_shape
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SHORTEST_S = 0.04  # a piece is repeated until it has taken so long
+FEWEST, MOST = 4, 50  # repeats
+TURNS = 5  # of a deeper and a shallower model
+SENDS = 12
+HEAD_DIM, HEADS = 64, 2
+LEAST_REST = 0.05  # of a layer: what noise may leave for the ops between products
+BUDGET_BYTES = 512 << 20  # of logits: the config's default
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Small enough for seconds on this kind of device, wide enough for what is trained on it."""
+
+    tokens: int
+    widths: tuple[int, ...]
+    layer_widths: tuple[int, ...]
+    row_lengths: tuple[int, ...]
+    vocab: int
+    muon_widths: tuple[int, ...]
+    elements: int
+
+
+SIZES = {
+    "cpu": Sizes(1024, (64, 128, 256, 512, 768), (128, 384), (128, 256, 512, 1024), 4096,
+                 (64, 128, 256, 512), 1 << 21),
+    "cuda": Sizes(32768, (256, 512, 768, 1024, 1536, 2048), (512, 1024, 1536), (1024, 2048, 4096), 32768,
+                  (256, 512, 1024, 1536), 1 << 25),
+}  # fmt: skip
+
+
+class Bench:
+    """Times on one rank, averaged over all."""
+
+    def __init__(self, device: torch.device, world_size: int):
+        self.device, self.world_size = device, world_size
+
+    def seconds(self, piece: Callable[[], object], *, repeats: int | None = None) -> float:
+        """Of one call, the lower quartile: others on the machine only add.
+
+        Collective: all ranks are at the same piece at the same time. repeats: a piece that is itself collective must be done
+        as often by all.
+        """
+        piece()
+        self.wait()
+        if self.world_size > 1:
+            dist.barrier()
+        times: list[float] = []
+        fewest, most = (FEWEST, MOST) if repeats is None else (repeats, repeats)
+        while len(times) < fewest or (sum(times) < SHORTEST_S and len(times) < most):
+            started = time.perf_counter()
+            piece()
+            self.wait()
+            times.append(time.perf_counter() - started)
+        return self.mean(statistics.quantiles(times, n=4)[0] if len(times) > 1 else times[0])
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def mean(self, seconds: float) -> float:
+        if self.world_size == 1:
+            return seconds
+        value = torch.tensor([seconds], dtype=torch.float64)
+        dist.all_reduce(value)
+        return float(value) / self.world_size
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Speeds of this device, for paceline plan")
+    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--precision", default="bf16,fp32")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--store", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank is None and args.processes > 1:
+        sys.exit(start_processes(args.processes, sys.argv[1:]))
+    torch.set_num_threads(args.threads)
+    device = torch.device(args.device, args.rank or 0) if args.device == "cuda" else torch.device("cpu")
+    if args.processes > 1:
+        where = f"file://{args.store}"
+        dist.init_process_group("gloo", init_method=where, rank=args.rank, world_size=args.processes)
+    speeds = measure(device, threads=args.threads, processes=args.processes, precisions=args.precision.split(","))
+    if not args.rank:
+        write_atomic(args.out, json.dumps(asdict(speeds), indent=1) + "\n")
+    if args.processes > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # as the worker: gloo's threads abort in the interpreter's own exit, now and then
+
+
+def start_processes(count: int, words: list[str]) -> int:
+    """One rank each; the exit code of the first that failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "paceline.train.measure", *words, "--store", str(Path(folder) / "store")]
+        ranks = [subprocess.Popen([*command, "--rank", str(rank)]) for rank in range(count)]
+        codes = [rank.wait() for rank in ranks]
+    return next((code for code in codes if code), 0)
+
+
+def measure(device: torch.device, *, threads: int, processes: int, precisions: list[str]) -> Speeds:
+    """Collective, where there are several processes."""
+    if device.type == "cpu":
+        keep_freed_memory()
+    bench, sizes = Bench(device, processes), SIZES[device.type]
+    rates: dict[str, list[tuple[float, float]]] = {}
+    layer_s, micro_step_s = host_seconds(bench)
+    for precision in sorted(precisions):  # bf16 before fp32, whose setting holds for the rest of the process
+        if device.type == "cpu" and precision == "fp32":
+            fp32_matmul_through_onednn()
+        rates |= {
+            f"{name} {precision}": points
+            for name, points in layer_rates(bench, sizes, DTYPES[precision], host_s=layer_s).items()
+        }
+    rates |= {
+        "muon": [muon_rate(bench, width, aspect=1) for width in sizes.muon_widths],
+        "muon_long": [muon_rate(bench, width, aspect=4) for width in sizes.muon_widths],
+        "adamw": [(1.0, adamw_rate(bench, sizes.elements))],
+        "table": [(1.0, table_rate(bench, sizes))],
+        "copy": [(1.0, copy_rate(bench, 4 * sizes.elements))],
+    }
+    host = {"layer": layer_s, "micro_step": micro_step_s, "update": muon_seconds(bench, (8, 8))}
+    if processes > 1:
+        host["send"], rate = send_rate(bench, processes)
+        rates["send"] = [(1.0, rate)]
+    return Speeds(
+        device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        threads=threads,
+        processes=processes,
+        rates={name: tuple(points) for name, points in rates.items()},
+        host=host,
+        source=f"measured {utc_now()[:10]} with torch {torch.__version__} on {platform.machine()}",
+    )
+
+
+def layer_rates(
+    bench: Bench, sizes: Sizes, dtype: torch.dtype, *, host_s: float
+) -> dict[str, list[tuple[float, float]]]:
+    linear = [linear_rate(bench, width, sizes.tokens, dtype) for width in sizes.widths]
+    dots, pairs = [], []
+    for row_length in sizes.row_lengths:
+        dot_rate, pair_rate = attention_rates(bench, row_length, sizes.tokens, dtype)
+        dots.append((float(row_length), dot_rate))
+        pairs.append((float(row_length), pair_rate))
+    head = [head_rate(bench, width, sizes, dtype) for width in sizes.layer_widths]
+    logits = [logits_rate(bench, vocab, dtype) for vocab in (sizes.vocab // 8, sizes.vocab)]
+    return {
+        "linear": linear,
+        "attention_dots": dots,
+        "attention_pairs": pairs,
+        "pointwise": [pointwise_rate(bench, width, sizes, dtype, host_s=host_s) for width in sizes.layer_widths],
+        "head": head,
+        "logits": logits,
+    }
+
+
+def linear_rate(bench: Bench, width: int, tokens: int, dtype: torch.dtype) -> tuple[float, float]:
+    """Of a layer's matrices together: four square ones and two four times as large."""
+    seconds = bench.seconds(linear_piece(bench, width, tokens, dtype))
+    return float(width), 6 * tokens * 12 * width**2 / seconds
+
+
+def linear_piece(bench: Bench, width: int, tokens: int, dtype: torch.dtype) -> Callable[[], object]:
+    sides = [(width, width)] * 4 + [(4 * width, width), (width, 4 * width)]
+    weights = [torch.randn(side, dtype=dtype, device=bench.device) for side in sides]
+    streams = {side: torch.randn(tokens, side, dtype=dtype, device=bench.device) for side in (width, 4 * width)}
+
+    def piece() -> None:
+        for weight in weights:
+            x, dy = streams[weight.shape[1]], streams[weight.shape[0]]
+            _ = x @ weight.t(), dy @ weight, dy.t() @ x
+
+    return piece
+
+
+def attention_rates(bench: Bench, row_length: int, tokens: int, dtype: torch.dtype) -> tuple[float, float]:
+    """By two head widths: what grows with the width are the products, the rest is the softmax."""
+    narrow, wide = 32, 128
+    narrow_s, wide_s = (attention_seconds(bench, row_length, tokens, dtype, each) for each in (narrow, wide))
+    rows = max(1, tokens // row_length)
+    pairs = rows * HEADS * attention_pairs(row_length, row_length, device=bench.device.type)
+    slope = max(wide_s - narrow_s, 0.1 * wide_s) / (wide - narrow)
+    rest = max(narrow_s - narrow * slope, 0.02 * narrow_s)
+    return 12 * pairs / slope, pairs / rest
+
+
+def attention_seconds(bench: Bench, row_length: int, tokens: int, dtype: torch.dtype, head_dim: int) -> float:
+    shape = (max(1, tokens // row_length), HEADS, row_length, head_dim)
+    q, k, v = (torch.randn(shape, dtype=dtype, device=bench.device, requires_grad=True) for _ in range(3))
+
+    def piece() -> None:
+        y = attend(q, k, v, None, window=row_length)
+        torch.autograd.grad(y, (q, k, v), y.detach())
+
+    return bench.seconds(piece)
+
+
+def layer_seconds(bench: Bench, width: int, tokens: int, dtype: torch.dtype, *, row_length: int) -> float:
+    """One layer of the real model, forward and backward: a deeper one's time less a shallower one's, in turn."""
+    heads, shallow, deep = max(1, width // HEAD_DIM), 1, 4
+    models = [ModelConfig(depth, width, heads, heads, HEAD_DIM, row_length, 64) for depth in (shallow, deep)]
+    pieces = [model_piece(bench, model, tokens, dtype) for model in models]
+    differences = [-bench.seconds(pieces[0], repeats=1) + bench.seconds(pieces[1], repeats=1) for _ in range(TURNS)]
+    return statistics.median(differences) / (deep - shallow)
+
+
+def model_piece(bench: Bench, config: ModelConfig, tokens: int, dtype: torch.dtype) -> Callable[[], object]:
+    model = GPT(config, compute_dtype=dtype)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0, 0.02)
+    model.to(bench.device)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data = parameter.data.to(dtype)
+    idx = torch.randint(0, 64, (max(1, tokens // config.sequence_len), config.sequence_len), device=bench.device)
+
+    def piece() -> None:
+        for parameter in model.parameters():
+            parameter.grad = None
+        model(idx, idx).backward()
+
+    return piece
+
+
+def pointwise_rate(bench: Bench, width: int, sizes: Sizes, dtype: torch.dtype, *, host_s: float) -> tuple[float, float]:
+    """What a layer takes beyond products, attention and the host's share."""
+    row_length, tokens = sizes.row_lengths[1], 2 * sizes.tokens
+    whole = layer_seconds(bench, width, tokens, dtype, row_length=row_length)
+    products = bench.seconds(linear_piece(bench, width, tokens, dtype))
+    attention = attention_seconds(bench, row_length, tokens, dtype, HEAD_DIM) * (width // HEAD_DIM) / HEADS
+    rest = whole - products - attention - (host_s if bench.device.type == "cpu" else 0.0)
+    return float(tokens * width), tokens * width / max(rest, LEAST_REST * whole)
+
+
+def head_rate(bench: Bench, width: int, sizes: Sizes, dtype: torch.dtype) -> tuple[float, float]:
+    """lm_head's three products, a chunk of tokens at a time, as model/loss.py makes them."""
+    x = torch.randn(sizes.tokens, width, dtype=dtype, device=bench.device)
+    weight = torch.randn(sizes.vocab, width, dtype=dtype, device=bench.device)
+    chunk, _ = chunk_rows(x, sizes.vocab, BUDGET_BYTES, compiled=bench.device.type == "cuda")
+    buffer, dx = x.new_empty(chunk, sizes.vocab), torch.empty_like(x)
+
+    def piece() -> None:
+        dw = None
+        for start in range(0, sizes.tokens, chunk):
+            rows = x[start : start + chunk]
+            logits = torch.mm(rows, weight.t(), out=buffer[: len(rows)])
+            torch.mm(logits, weight, out=dx[start : start + chunk])
+            dw = plus_matmul(dw, logits.t(), rows)
+
+    return float(width), 6 * sizes.tokens * width * sizes.vocab / bench.seconds(piece)
+
+
+def logits_rate(bench: Bench, vocab: int, dtype: torch.dtype) -> tuple[float, float]:
+    """From logits to their gradient, on a block that model/loss.py takes at once."""
+    z = torch.zeros(4096, vocab, dtype=dtype, device=bench.device)
+    _, block = chunk_rows(z, vocab, BUDGET_BYTES, compiled=False)
+    z = z[:block].normal_()
+    targets = torch.randint(0, vocab, (block,), device=bench.device)
+    return float(vocab), block * vocab / bench.seconds(lambda: capped_nats_(z, targets, vocab, True))
+
+
+def muon_rate(bench: Bench, width: int, *, aspect: int) -> tuple[float, float]:
+    """An update of a square matrix, or of one as many times as long."""
+    shape = (aspect * width, width)
+    return float(width), newton_schulz_total_flops(shape) / muon_seconds(bench, shape)
+
+
+def muon_seconds(bench: Bench, shape: tuple[int, int]) -> float:
+    weight, grad, momentum = (torch.randn(shape, device=bench.device) for _ in range(3))
+    second = torch.ones(second_momentum_shape(shape), device=bench.device)
+    return bench.seconds(lambda: one_muon_update(bench, weight, grad, momentum, second))
+
+
+def one_muon_update(bench: Bench, weight: Tensor, grad: Tensor, momentum: Tensor, second: Tensor) -> None:
+    dtype = newton_schulz_dtype(bench.device)
+    settings = {"lr": 0.0, "momentum": 0.9, "beta2": 0.9, "weight_decay": 0.1, "grad_scale": 1.0}
+    muon_update(weight, grad, momentum, second, dtype=dtype, **settings)
+
+
+def adamw_rate(bench: Bench, elements: int) -> float:
+    weight, grad, exp_avg, exp_avg_sq = (torch.ones(elements, device=bench.device) for _ in range(4))
+
+    def piece() -> None:
+        settings = {"lr": 0.0, "eps": 1e-10, "weight_decay": 0.1, "grad_scale": 1.0}
+        adamw_update([weight], [grad], [exp_avg], [exp_avg_sq], step=1, betas=(0.9, 0.95), **settings)
+
+    return elements / bench.seconds(piece)
+
+
+def table_rate(bench: Bench, sizes: Sizes) -> float:
+    width = 128
+    dy = torch.randn(sizes.tokens, width, device=bench.device)
+    idx = torch.randint(0, sizes.vocab, (sizes.tokens,), device=bench.device)
+    seconds = bench.seconds(lambda: embedding_gradient(dy, idx, sizes.vocab))
+    return width * (sizes.tokens + sizes.vocab) / seconds
+
+
+def copy_rate(bench: Bench, num_bytes: int) -> float:
+    source = torch.ones(4 * num_bytes, dtype=torch.uint8, device=bench.device)
+    target = torch.ones_like(source)  # zeros may all be one page of memory
+    return 2 * len(source) / bench.seconds(lambda: target.copy_(source))
+
+
+def host_seconds(bench: Bench) -> tuple[float, float]:
+    """Of a layer and of a micro-step, whose tensors are so small that the ops themselves take no time."""
+    models = [ModelConfig(depth, 32, 2, 2, 16, sequence_len=8, vocab_size=64) for depth in (2, 6)]
+    shallow, deep = (bench.seconds(model_piece(bench, model, 8, torch.float32)) for model in models)
+    layer = max(deep - shallow, 0.0) / 4
+    return layer, max(shallow - 2 * layer, 0.0)
+
+
+def send_rate(bench: Bench, processes: int) -> tuple[float, float]:
+    """Seconds of a message, and bytes a second each way; a sum over ranks and then a gather, as in a step."""
+    rank, times = dist.get_rank(), []
+    for segment in (1 << 14, 1 << 20):
+        flat = torch.ones(processes * segment)
+        total = SegmentSum(flat, rank=rank, world_size=processes, tag=1)
+
+        def piece(flat: Tensor = flat, total: SegmentSum = total) -> None:
+            total.start()
+            total.wait()
+            for work in start_all_gather(flat, rank=rank, world_size=processes, tag=2):
+                work.wait()
+
+        times.append(bench.seconds(piece, repeats=SENDS) / 2)
+    sent = [4 * segment * (processes - 1) for segment in (1 << 14, 1 << 20)]
+    rate = (sent[1] - sent[0]) / max(times[1] - times[0], 1e-9)
+    return max(times[0] - sent[0] / rate, 0.0), rate
+
+
+if __name__ == "__main__":
+    main()

@@ -9,10 +9,14 @@ bar: the time from the command to the first step is counted in tenths of a secon
 import json
 import os
 from collections import deque
+from collections.abc import Callable
+from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from paceline.check.format import format_findings
+from paceline.errors import Finding
 from paceline.launch.failure import Failure, read_log_tail
 from paceline.launch.supervisor import LAUNCH_LOG, Outcome
 from paceline.rundir import RunDir, utc_now
@@ -28,12 +32,23 @@ SAMPLE_WIDTH = 160
 REDRAW_S = 0.25
 BAR_WIDTH = 16
 
+OnMetrics = Callable[[dict[str, Any]], None]  # takes each line of metrics.jsonl
+
 
 class Digest:
     """Call poll() some times a second; it costs two stat() calls when nothing is new."""
 
-    def __init__(self, run: RunDir, *, num_steps: int, total_batch_size: int, stream: TextIO):
+    def __init__(
+        self,
+        run: RunDir,
+        *,
+        num_steps: int,
+        total_batch_size: int,
+        stream: TextIO,
+        on_metrics: OnMetrics = lambda record: None,
+    ):
         self.num_steps = num_steps
+        self.on_metrics = on_metrics
         self.total_batch_size = total_batch_size
         self.stream = stream
         self.metrics = Follow(run.metrics)
@@ -48,6 +63,7 @@ class Digest:
         # a step first, then what was done after it: checkpoints, samples
         for record in self.metrics.read():
             self.show_metrics(record)
+            self.on_metrics(record)
         for event in self.events.read():
             self.show_event(event)
         if self.bar:
@@ -196,12 +212,17 @@ def format_numbers(record: dict[str, Any], *, eta_s: float | None) -> list[str]:
     step_ms, tok_per_sec, peak_bytes = (record.get(key) for key in ("step_ms", "tok_per_sec", "peak_bytes"))
     return [
         f"loss {record['loss']:.4f}",
-        "n/a ms" if step_ms is None else f"{step_ms:.0f} ms" if step_ms >= 100 else f"{step_ms:.1f} ms",
+        "n/a ms" if step_ms is None else format_ms(step_ms / 1000),
         "n/a tok/s" if tok_per_sec is None else f"{tok_per_sec:,.0f} tok/s",
         f"mfu {format_mfu(record.get('mfu'))}",
         "n/a GiB" if peak_bytes is None else format_bytes(peak_bytes),
         f"eta {format_duration(eta_s)}",
     ]
+
+
+def format_ms(seconds: float) -> str:
+    ms = 1000 * seconds
+    return f"{ms:,.0f} ms" if ms >= 100 else f"{ms:.1f} ms"
 
 
 def by_importance(numbers: list[str]) -> list[str]:
@@ -243,6 +264,12 @@ def format_event(event: dict[str, Any], *, num_steps: int) -> str | None:
             return "stopping: saving a checkpoint; Ctrl-C again to end now"
         case "note":
             return str(event.get("text", ""))
+        case "step_time":
+            planned_s, measured_s = event["planned_s"], event["measured_s"]
+            gap = f"{100 * (measured_s / planned_s - 1):+.0f} %"
+            return f"planned {format_ms(planned_s)} a step, measured {format_ms(measured_s)} ({gap})"
+        case "finding":
+            return format_findings([Finding(**{each.name: event[each.name] for each in fields(Finding)})])
         case _:
             return None
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,12 +29,12 @@ from paceline.plan.cost import mfu
 from paceline.plan.planner import Plan
 from paceline.rundir import RunDir, append_json_line, utc_now
 from paceline.train import schedule
-from paceline.train.loader import TrainLoader
 from paceline.train.optim import ReplicatedAdamW, ShardedOptimizer
 from paceline.units import format_bytes, format_duration, format_mfu
 
 log = logging.getLogger("paceline")
 
+MEMORY_STEPS = 20  # of an attempt: what is taken by then was taken in every step so far
 SCALE_GROWTH_STEPS = 2000  # fp16: so many good steps double the loss scale, as torch.amp.GradScaler does
 
 
@@ -109,6 +109,13 @@ class StepClock:
         return step_ms
 
 
+class Loader(Protocol):
+    """train/loader.py's TrainLoader, or the probe's of made-up tokens."""
+
+    def micro_batch(self, step: int, micro_step: int) -> tuple[Tensor, Tensor]:
+        """idx, targets: (B, T) int64 on the device."""
+
+
 @dataclass
 class Loop:
     """One rank's training. The hooks are given by the worker: what to do at an evaluation, a checkpoint, a sample."""
@@ -118,13 +125,14 @@ class Loop:
     plan: Plan
     optimizer: ShardedOptimizer | ReplicatedAdamW
     forward: Callable[..., Tensor]
-    loader: TrainLoader
+    loader: Loader
     rank: int
     device: torch.device
     stop: StopRequest
     evaluate: Callable[[], float]
     save: Callable[[int, float | None], None]
     sample: Callable[[int], None]
+    note_memory: Callable[[int], None]
     progress: Progress
     scale: LossScale
 
@@ -153,6 +161,8 @@ class Loop:
                 self.save(done, bpb)
             if not stopping and (last or _due(done, self.config.sample_every)):
                 self.sample(done)
+            if done == start_step + MEMORY_STEPS:
+                self.note_memory(done)
             self.progress.mark(done, "train")
             if stopping:
                 return done, bpb, not last

@@ -43,6 +43,7 @@ from paceline.plan.shapes import param_shapes
 from paceline.rundir import RunDir, append_event, read_json_lines, utc_now, write_atomic
 from paceline.train.dist import broadcast_object, init_distributed, shutdown
 from paceline.train.evaluate import val_bpb
+from paceline.train.footprint import MemoryNotes
 from paceline.train.loader import TrainLoader
 from paceline.train.loop import Loop, LossScale, Progress, StopRequest
 from paceline.train.optim import ReplicatedAdamW, ShardedOptimizer
@@ -107,22 +108,14 @@ def work(run: RunDir, *, attempt: int, stop: StopRequest, progress: Progress) ->
     torch.set_num_threads(plan.threads)
     device, rank = start_ranks(plan)
     dataset = open_dataset(Path(json.loads(run.dataset_json.read_text())["path"]))
-    model = GPT(
-        plan.model,
-        compute_dtype=DTYPES[plan.precision],
-        logits_budget_bytes=plan.logits_budget_bytes,
-        activation_checkpointing=plan.activation_checkpointing,
-        attention="flex" if plan.attention == "flex" else "sdpa",
-    )
-    model.init_weights(seed=config.seed)
-    model.to(device)
-    model.masks(plan.model.sequence_len, device, flex=plan.attention == "flex")
+    model = make_model(plan, seed=config.seed, device=device)
     torch.manual_seed(config.seed * 1_000_003 + rank)
     optimizer = make_optimizer(model, plan, rank=rank)
     loader = TrainLoader(dataset.split("train"), plan, seed=config.seed, rank=rank, device=device)
     scale = LossScale(initial_scale(plan), dynamic=plan.precision == "fp16")
     start = resume(run, optimizer, scale, rank=rank, device=device, plan=plan)
     forward = choose_compile(run, model, optimizer, plan, loader, rank=rank)
+    memory = MemoryNotes(run, attempt, rank, device, plan, compiled=model._compiled_call_impl is not None)
     writer = CheckpointWriter(
         run.checkpoints,
         rank=rank,
@@ -151,19 +144,23 @@ def work(run: RunDir, *, attempt: int, stop: StopRequest, progress: Progress) ->
             "seed": config.seed,
             "momentum_form": "ema",
         }
-        writer.save(step, optimizer.pieces() + rng_pieces(rank, device), state, val_bpb=bpb)
+        pieces = optimizer.pieces() + rng_pieces(rank, device)
+        memory.copies_bytes = sum(piece.tensor.nbytes for piece in pieces)
+        writer.save(step, pieces, state, val_bpb=bpb)
 
     def sample(step: int) -> None:
         if rank == 0:
             write_sample(run, model, dataset, step=step, seed=config.seed)
 
     loop = Loop(
-        run, config, plan, optimizer, forward, loader, rank, device, stop, evaluate, save, sample, progress, scale
-    )
+        run, config, plan, optimizer, forward, loader, rank, device, stop, evaluate, save, sample, memory.note, progress,
+        scale,
+    )  # fmt: skip
     if start >= plan.num_steps:
         finish(run, step=start, bpb=None, stopped=False, rank=rank, progress=progress, writer=writer)
         return
     done, bpb, stopped = loop.train(start)
+    memory.note(done)
     finish(run, step=done, bpb=bpb, stopped=stopped, rank=rank, progress=progress, writer=writer)
 
 
@@ -189,6 +186,20 @@ def start_ranks(plan: Plan) -> tuple[torch.device, int]:
             "fp32 matmuls go through oneDNN, checked against fp64: PyTorch's default library is slower on this CPU"
         )
     return torch.device("cpu"), rank
+
+
+def make_model(plan: Plan, *, seed: int, device: torch.device) -> GPT:
+    model = GPT(
+        plan.model,
+        compute_dtype=DTYPES[plan.precision],
+        logits_budget_bytes=plan.logits_budget_bytes,
+        activation_checkpointing=plan.activation_checkpointing,
+        attention="flex" if plan.attention == "flex" else "sdpa",
+    )
+    model.init_weights(seed=seed)
+    model.to(device)
+    model.masks(plan.model.sequence_len, device, flex=plan.attention == "flex")
+    return model
 
 
 def make_optimizer(model: GPT, plan: Plan, *, rank: int) -> ShardedOptimizer | ReplicatedAdamW:

@@ -15,6 +15,15 @@ from paceline.rundir import RunDir, read_json_lines
 from paceline.units import format_count
 
 ENDS = {"finished": "finished", "stopped": "stopped", "failed": "failed", "interrupted": "stopped"}
+PASSING = {
+    "checkpoint",
+    "sample",
+    "note",
+    "memory",
+    "step_time",
+    "finding",
+    "attempt_ended",
+}  # say nothing of the state
 
 
 @dataclass(frozen=True)
@@ -42,7 +51,7 @@ def run_status(run: RunDir) -> RunStatus:
     command: list[str] | None = None
     for event in read_json_lines(run.events):
         kind, time = event.get("event"), event.get("time", time)
-        state = ENDS.get(str(kind), state if kind in ("checkpoint", "sample", "note", "attempt_ended") else "broken")
+        state = ENDS.get(str(kind), state if kind in PASSING else "broken")
         attempts += kind == "attempt"
         command = event.get("command", command) if kind == "script" else command
     loss = tok_per_sec = None

@@ -1,0 +1,111 @@
+"""What runs measure of memory, and that what was learnt does not change a run under way."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from runs import Workshop, events, final_bits, metrics
+
+from paceline.config import Config
+from paceline.plan.kept import FILE_NAME, keep_record, read_records
+from paceline.plan.machine import Machine
+from paceline.plan.planner import make_plan
+from paceline.train.footprint import footprint, highest_resident_bytes, own_bytes
+from paceline.train.probe import MadeUpTokens, shortened
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory) -> Workshop:
+    return Workshop(tmp_path_factory.mktemp("memory"))
+
+
+@pytest.fixture(scope="module")
+def unbroken(shop) -> Path:
+    return shop.train("unbroken", nproc=2, num_steps=40, device_batch_size="auto")
+
+
+@pytest.mark.dist
+def test_every_rank_says_what_it_took_at_step_20_and_at_the_end(unbroken):
+    noted = events(unbroken, "memory")
+    assert sorted((event["rank"], event["step"]) for event in noted) == [(0, 20), (0, 40), (1, 20), (1, 40)]
+    for event in noted:
+        assert event["attempt"] == 1
+        assert event["driver_bytes"] > event["planned_bytes"] > 0
+        assert (event["copies_bytes"] > 0) == (event["step"] == 40)  # one checkpoint, at the end
+
+
+@pytest.mark.dist
+def test_a_run_leaves_what_its_fullest_rank_took_to_the_next_plan(shop, unbroken):
+    [record] = [record for record in read_records(shop.folder / "cache") if record.source == "unbroken"]
+    last = [event for event in events(unbroken, "memory") if event["step"] == 40]
+    assert record.driver_bytes == max(event["driver_bytes"] for event in last)
+    assert (record.device_name, record.compiled, record.allocated_bytes) == ("CPU", False, None)
+
+
+@pytest.mark.dist
+def test_a_calibration_learnt_while_a_run_was_broken_off_does_not_change_its_bits(shop, unbroken):
+    command = shop.train_command("broken", nproc=2, num_steps=40, device_batch_size="auto")
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    run, deadline = shop.folder / "runs" / "broken", time.monotonic() + 120
+    while not (run / "metrics.jsonl").exists() or len(metrics(run)) < 5:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60) and process.returncode == 130
+    cache = shop.folder / "cache"
+    [record] = [record for record in read_records(cache) if record.source == "broken"]  # of an interrupted attempt too
+    (cache / FILE_NAME).unlink()
+    keep_record(cache, replace(record, driver_bytes=1 << 42))
+    refused = shop.finish(shop.train_command("other", nproc=2, device_batch_size="auto"), code=1)
+    assert "needed on each process" in refused
+    shop.resume(run)
+    assert json.loads((run / "plan.json").read_text())["device_batch_size"] == 6
+    assert final_bits(run) == final_bits(unbroken)
+    (cache / FILE_NAME).unlink()
+
+
+def test_the_probe_takes_as_many_micro_steps_as_change_anything():
+    machine = Machine(gpus=(), cpu_cores=1, cpu_bf16=False, memory_bytes=8 << 30)
+    config = Config(depth=2, n_embd=64, head_dim=32, sequence_len=64, total_batch_size=64 * 12, num_steps=3)
+    for rows, micro_steps in ((12, 1), (6, 2), (3, 2)):
+        plan = shortened(make_plan(replace(config, device_batch_size=rows), machine, vocab_size=512, num_rows=0))
+        assert (plan.grad_accum_steps, plan.total_batch_size) == (micro_steps, micro_steps * rows * 64)
+        idx, targets = MadeUpTokens(plan, torch.device("cpu")).micro_batch(0, 0)
+        assert idx.shape == targets.shape == (rows, 64)
+        assert idx.min() >= 0 and idx.max() < 512
+
+
+def test_on_a_cpu_the_highest_resident_size_is_what_the_kernel_knows():
+    before = highest_resident_bytes()
+    held = torch.ones(before + (64 << 20), dtype=torch.uint8)  # an earlier test's peak stays the process's
+    assert footprint(torch.device("cpu")) == {
+        "allocated_bytes": None,
+        "reserved_bytes": None,
+        "driver_bytes": highest_resident_bytes(),
+    }
+    assert highest_resident_bytes() >= held.nbytes
+
+
+def test_the_driver_is_believed_about_this_process_and_about_one_that_is_alone():
+    here = os.getpid()
+    assert own_bytes([(here, 5), (1, 9)], at_least=5) == 5
+    assert own_bytes([(1, 9)], at_least=5) == 9  # a container: pids are the host's
+    assert own_bytes([(1, 9), (2, 9)], at_least=5) is None
+    assert own_bytes([(1, 3)], at_least=5) is None  # less than this process holds: another one
+    assert own_bytes([], at_least=5) is None
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_allocator_and_the_driver_tell():
+    device = torch.device("cuda", 0)
+    held = torch.ones(256 << 20, dtype=torch.uint8, device=device)
+    found = footprint(device)
+    assert found["allocated_bytes"] >= held.nbytes
+    assert found["reserved_bytes"] >= found["allocated_bytes"]
+    assert found["driver_bytes"] is None or found["driver_bytes"] > found["reserved_bytes"]

@@ -2,11 +2,15 @@
 One command on a machine with one CUDA GPU, under 8 minutes: is it right, then how fast is it.
 
     python benchmarks/gpu.py [--depths 8,12,20] [--budget-s 460]
+    python benchmarks/gpu.py --plan [--depths 8,12,16,24]
 
 Everything is a real `paceline train` in a temporary folder. Right: loss on the GPU against the CPU, compiled against eager, fp16
 and bf16 against fp32, a broken run against an unbroken one. Fast: tokens/s, MFU and peak memory in bf16 per depth, rows of
 2,048 tokens. Exit code 1 if anything is wrong. Needs torch 2.11+, numpy, tokenizers, safetensors, rich, psutil.
 `--device cpu --depths 2 --sequence-len 128` goes through the same steps without a GPU.
+
+--plan: the planned peak of memory beside the measured one, eager, compiled and checkpointed at each depth; first by arithmetic
+alone, then by a plan that knows what these runs have measured. On a CPU it is the process, with what PyTorch itself takes.
 """
 
 import argparse
@@ -20,6 +24,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 TINY = {"depth": 2, "n-embd": 128, "head-dim": 64, "sequence-len": 128, "vocab-size": 512, "total-batch-size": 2048,
@@ -124,6 +129,50 @@ def measure(folder: Path, depth: int, *, device: str, sequence_len: int, steps: 
     )
 
 
+def plan_table(folder: Path, depths: list[int], *, device: str, sequence_len: int, budget_s: float) -> int:
+    """Prints it. The number of configurations whose plan is more than 5 % off once it knows the measurements."""
+    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")  # what was measured before must not help
+    ways = {"eager": {"compile": "false"}, "compiled": {"compile": "true"}}
+    ways["checkpointed"] = {"compile": "false", "activation-checkpointing": "true"}
+    started, runs = time.monotonic(), []
+    for depth, (way, extra) in ((depth, way) for depth in depths for way in ways.items()):
+        if time.monotonic() - started > budget_s:
+            print(f"depth {depth} {way} left out: {budget_s:.0f} s are over")
+            continue
+        rows = ROWS_OF_DEPTH.get(depth, 8)
+        keys = {"depth": depth, "sequence-len": sequence_len, "device-batch-size": rows, "device": device, "nproc": 1,
+                "total-batch-size": 2 * rows * sequence_len, "num-steps": 3, "save-every": 0, **extra}  # fmt: skip
+        run = train(folder, f"plan-d{depth}-{way}", keys)
+        planned = json.loads((run / "plan.json").read_text())["memory"]
+        measured = max(line["peak_bytes"] for line in metrics(run))
+        shutil.rmtree(run)
+        runs.append((depth, way, rows, keys, planned, measured))
+    figure = "allocated_bytes" if device == "cuda" else "process_bytes"
+    print("depth  way           rows       measured   by arithmetic     off   after runs     off")
+    misses = 0
+    for depth, way, rows, keys, planned, measured in runs:
+        beside = planned["process_bytes"]["expected"] - planned["allocated_bytes"]["expected"]
+        before = max(planned["phases"].values()) + (0 if device == "cuda" else beside)
+        after = plan_of(keys)["memory"][figure]["expected"]
+        misses += abs(after / measured - 1) > 0.05
+        print(
+            f"{depth:>5}  {way:<12}{rows:>6}  {measured / 2**30:>9.2f} GiB"
+            f"  {before / 2**30:>9.2f} GiB  {100 * (before / measured - 1):>+5.1f} %"
+            f"  {after / 2**30:>6.2f} GiB  {100 * (after / measured - 1):>+5.1f} %"
+        )
+    return misses
+
+
+def plan_of(keys: dict[str, object]) -> dict[str, Any]:
+    words = [word for key, value in keys.items() if key != "num-steps" for word in (f"--{key}", str(value))]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-m", "paceline.cli", "plan", *words, "--num-steps", "3", "--json"]
+    answer: dict[str, Any] = json.loads(
+        subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+    )
+    return answer
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
@@ -131,10 +180,17 @@ def main() -> None:
     parser.add_argument("--sequence-len", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=13)
     parser.add_argument("--budget-s", type=float, default=460, help="no new depth is begun after this many seconds")
+    parser.add_argument("--plan", action="store_true", help="planned memory beside measured")
     args = parser.parse_args()
     started = time.monotonic()
+    depths = [int(word) for word in args.depths.split(",")]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        if args.plan:
+            sys.exit(
+                plan_table(folder, depths, device=args.device, sequence_len=args.sequence_len, budget_s=args.budget_s)
+                > 0
+            )
         found = check_correctness(folder, args.device)
         for what, right, figures in found:
             print(f"{'ok   ' if right else 'WRONG'}  {what}: {figures}", flush=True)
@@ -142,7 +198,7 @@ def main() -> None:
             f"\ndepth  rows            tokens/s      mfu      peak memory   ({time.monotonic() - started:.0f} s so far)",
             flush=True,
         )
-        for depth in map(int, args.depths.split(",")):
+        for depth in depths:
             if time.monotonic() - started > args.budget_s:
                 print(f"{depth:>5}  not measured: {args.budget_s:.0f} s are over")
                 continue

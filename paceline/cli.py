@@ -22,6 +22,7 @@ paceline trains GPT-style language models on the GPUs you have.
   paceline train [CONFIG] [--key value ...]     train; with no arguments, a small GPT on text that is always at hand
   paceline resume RUN [--key value ...]         go on from the last good checkpoint, on any number of devices
   paceline run [--nproc N] -- SCRIPT [args]     the same launch, checks and logs around any script that torchrun can start
+  paceline plan [CONFIG] [--gpu NAME --gpus N]  what fits, how fast, how long, what it costs; on GPUs here or imagined
   paceline check [CONFIG] [--key value ...]     is everything ready: findings, each with its fix
   paceline comm [CONFIG]                        do collectives give right results, how fast, what it means for training
   paceline torch check|recipe|build             is this PyTorch right; how to get one that is
@@ -134,6 +135,33 @@ def run(args: list[str]) -> int:
     return run_words(args, check=check_script)
 
 
+def plan(args: list[str]) -> int:
+    """paceline plan [CONFIG] [--key value ...] [--gpu NAME] [--gpus N] [--hosts N] [--link NAME] [--price P] [--watts W]
+                     [--time 12h] [--budget 50] [--compare NAMES] [--sweep KEY[=A,B]] [--exact] [--measure] [--json]
+
+    What a run would need and take: memory by part, the rows at once that fit, seconds of a step, hours, energy and money, each
+    with its range and what it stands on; for the GPUs here, or for any that it knows. Without CONFIG: configs/tiny.toml, as
+    train takes; where GPUs are named or a time is given, depth 12 and the defaults of all keys.
+
+      --link      10GbE, "PCIe 5 x8", NVLink ...: between the devices; `paceline comm` measures it
+      --price     0.30/kWh or 2.50/gpu-hour
+      --time, --budget   the deepest model that the scaling rules make of so much time or money
+      --compare   "RTX 4090,RTX 5090,H100": side by side
+      --sweep     device_batch_size, depth=8,12,16 ...: one line for each value
+      --exact     two real steps traced without a GPU (needs torch, some seconds)
+      --measure   a short measurement of the device here, kept for every later plan
+
+      paceline plan configs/balanced.toml --gpu "RTX 5090" --gpus 2
+    """
+    from paceline.options import cache_dir
+    from paceline.planning import DEFAULTS_OF_A_PLAN, answer, take_wanted
+
+    args, wanted = take_wanted(args)
+    config, flags = config_of(args, command="plan", default=DEFAULTS_OF_A_PLAN if wanted.is_imagined else None)
+    print(answer(config, wanted, set_keys=frozenset(flags), cache=cache_dir(config)))
+    return 0
+
+
 def check(args: list[str]) -> int:
     """paceline check [CONFIG] [--key value ...] [--port N] [--verbose] [--json]
 
@@ -177,7 +205,7 @@ def comm(args: list[str]) -> int:
     """
     from paceline.check.facts import gather_facts
     from paceline.launch.comm import DEADLINE_S, format_comm, measure_comm
-    from paceline.start import cache_dir
+    from paceline.options import cache_dir
     from paceline.terminal import show_progress
 
     args, as_json = take_flag(args, "--json")
@@ -421,6 +449,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "eval": evaluate,
     "sample": sample,
     "run": run,
+    "plan": plan,
     "check": check,
     "comm": comm,
     "torch": torch,

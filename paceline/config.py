@@ -241,7 +241,7 @@ def read_config_file(path: Path) -> tuple[dict[str, Any], list[str]]:
 
 def _nearby(path: Path) -> str:
     folder = path.parent
-    found = sorted(str(folder / p.name) for p in folder.glob("*.toml")) if folder.is_dir() else []
+    found = sorted(str(folder / p.name) for p in folder.glob("*.toml") if p.name != "pyproject.toml")
     return ": " + ", ".join(found[:5]) if found else ", such as configs/tiny.toml"
 
 

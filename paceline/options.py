@@ -3,6 +3,7 @@ What the words of a command line mean: a run, a config with its flags, the optio
 """
 
 import difflib
+import os
 import sys
 import tomllib
 from collections.abc import Callable, Mapping
@@ -134,3 +135,11 @@ def take_option(args: list[str], name: str, kind: Callable[[str], Any]) -> tuple
 
 def take_flag(args: list[str], flag: str) -> tuple[list[str], bool]:
     return [arg for arg in args if arg != flag], flag in args
+
+
+def cache_dir(config: "Config") -> Path:
+    """Where prepared text and what was measured of this machine are kept."""
+    if config.cache_dir:
+        return Path(config.cache_dir).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")  # the desktop standard, not a setting of ours
+    return (Path(base) if base else Path.home() / ".cache") / "paceline"

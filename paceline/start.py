@@ -9,10 +9,9 @@ import json
 import os
 import shutil
 import sys
-import textwrap
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -23,16 +22,23 @@ from paceline.check.ready import Checked, Gathering, ask_for_training, files_of,
 from paceline.config import Config, check_config, format_toml, load_config, override
 from paceline.data.shards import TokenDataset, open_dataset, prepare
 from paceline.errors import PacelineError
-from paceline.launch.digest import Digest, format_failure
+from paceline.launch.closing import closing_lines
+from paceline.launch.confirm import confirm, wants_probe
+from paceline.launch.digest import Digest
 from paceline.launch.env import EnvRow, format_env, harm_lines, worker_env
+from paceline.launch.pace import watch_steps
 from paceline.launch.script import Cleared, Script
-from paceline.launch.supervisor import Outcome, run_attempt
+from paceline.launch.supervisor import run_attempt
 from paceline.model.manifest import newest_good, read_manifest
+from paceline.options import cache_dir
+from paceline.plan.again import MakePlan, plan_again
+from paceline.plan.forecast import Asked, forecast
+from paceline.plan.kept import keep_attempt, kept_calibration
 from paceline.plan.machine import Machine, probe_cpu_cores, probe_machine
-from paceline.plan.planner import Plan, format_plan, make_plan
+from paceline.plan.planner import Plan, format_plan, make_plan, memory_setup
 from paceline.rundir import RunDir, RunInUse, append_event, lock_run, read_json_lines, write_atomic
 from paceline.terminal import show_progress
-from paceline.units import format_count, format_duration
+from paceline.units import format_count
 from paceline.watch.status import run_status
 
 ENDING_S = 60.0  # workers without a supervisor save and end, or are killed, within this
@@ -58,7 +64,7 @@ def start_run(config: Config, options: Options) -> int:
     machine = probe_machine()
     check_config(config)
     make_plan(
-        config, machine, vocab_size=config.vocab_size, num_rows=0
+        config, machine, vocab_size=config.vocab_size, num_rows=0, calibrate=kept_calibration(cache_dir(config))
     )  # refuse what cannot be before reading any text
     run = RunDir(Path(config.runs_dir) / (config.name or default_name(config)))
     with check_beside(config, run, options) as gathered:
@@ -69,8 +75,16 @@ def start_run(config: Config, options: Options) -> int:
     if options.show_env:
         print(format_env(environment(plan, checked)[1]))
         return 0
+    try:
+        plan, tried = confirmed(config, plan, machine, dataset, checked)
+        check_new(run)  # the trial takes long enough for another run of this name to begin
+    except BaseException:
+        with suppress(OSError):
+            run.path.rmdir()
+        raise
     config = resolved(config, plan)
     create_run(run, config, plan, dataset)
+    note_trial(run, tried)
     return supervise(run, config, plan, checked, source=describe(dataset), started=time.monotonic())
 
 
@@ -85,7 +99,8 @@ def resume_run(run: RunDir, changes: dict[str, Any], options: Options) -> int:
             + str(run.config_toml)
             + f" --{fixed[0].replace('_', '-')} ... --name NEW",
         )
-    if "nproc" in changes and "device_batch_size" not in changes:
+    old, asked = Plan.from_json(run.plan_json.read_text()), frozenset(changes)
+    if changes.get("nproc", old.world_size) != old.world_size and "device_batch_size" not in changes:
         changes = {
             **changes,
             "device_batch_size": None,
@@ -95,21 +110,22 @@ def resume_run(run: RunDir, changes: dict[str, Any], options: Options) -> int:
     check_config(config)
     with check_beside(config, run, options) as gathered:
         dataset = reopen_data(run, config)
-        plan = plan_run(config, probe_machine(), dataset)
+        machine = probe_machine()
+        plan = plan_again(old, config, machine, make=planner(dataset), changed=asked)
         checked = pass_checks(gathered, config, plan, run, options, command="resume")
     if options.show_env:
         print(format_env(environment(plan, checked)[1]))
         return 0
-    old = Plan.from_json(run.plan_json.read_text())
-    if config.compile is None and plan.world_size == old.world_size:
-        plan = replace(plan, compile=old.compile)  # a trial's answer holds for the whole run: bits depend on it
     if run_status(run).state == "finished" and last_good_step(run) >= plan.num_steps:
         raise PacelineError(
             f"{run.name} is finished at step {last_good_step(run):,} of {plan.num_steps:,}",
             fix=f"paceline resume {run.path} --num-steps {2 * plan.num_steps} goes on from there",
         )
-    config = resolved(config, plan)
     lock = lock_when_free(run)
+    if memory_setup(plan) != memory_setup(old):
+        plan, tried = confirmed(config, plan, machine, dataset, checked)
+        note_trial(run, tried)
+    config = resolved(config, plan)
     if plan.num_steps != old.num_steps:
         text = (
             f"length changed from {old.num_steps:,} to {plan.num_steps:,} steps:"
@@ -210,7 +226,13 @@ def supervise(
     env, rows = environment(plan, checked)
     print("\n".join([*format_plan(plan, source=source), f"run     {run.path}", *harm_lines(rows), ""]), flush=True)
     attempt = 1 + max((e["attempt"] for e in read_json_lines(run.events) if e.get("event") == "attempt"), default=0)
-    digest = Digest(run, num_steps=plan.num_steps, total_batch_size=plan.total_batch_size, stream=sys.stdout)
+    digest = Digest(
+        run,
+        num_steps=plan.num_steps,
+        total_batch_size=plan.total_batch_size,
+        stream=sys.stdout,
+        on_metrics=watch_steps(run, plan, cache=cache_dir(config)),
+    )
     try:
         outcome = run_attempt(
             run,
@@ -225,52 +247,46 @@ def supervise(
     finally:
         digest.close()
         os.close(lock)
-    print(
-        closing_lines(run, outcome, plan, seconds=time.monotonic() - started),
-        file=sys.stderr if outcome.exit_code else sys.stdout,
+    keep_attempt(cache_dir(config), run, attempt)
+    if outcome.state == "failed":
+        append_event(run, "failed", rank=outcome.root.rank if outcome.root else None, exit_code=outcome.exit_code)
+    status = run_status(run)
+    text = closing_lines(
+        run, outcome, plan, step=status.step, val_bpb=status.val_bpb, seconds=time.monotonic() - started
     )
+    print(text, file=sys.stderr if outcome.exit_code else sys.stdout)
     return outcome.exit_code
 
 
-def closing_lines(run: RunDir, outcome: Outcome, plan: Plan, *, seconds: float) -> str:
-    if outcome.state == "failed":
-        append_event(run, "failed", rank=outcome.root.rank if outcome.root else None, exit_code=outcome.exit_code)
-        return format_failure(outcome, run)
-    status = run_status(run)
-    bpb = "n/a" if status.val_bpb is None else f"{status.val_bpb:.4f}"
-    if outcome.state == "interrupted":
-        saved = max((e["step"] for e in read_json_lines(run.events) if e.get("event") == "checkpoint"), default=None)
-        kept = f"checkpoint at step {saved:,}" if saved else "before the first checkpoint"
-        return f"\ninterrupted after {format_duration(seconds)}, {kept}\nnext    paceline resume {run.path}"
-    return "\n".join(
-        [
-            *last_sample(run, status.step),
-            "",
-            f"done    {status.step:,} steps in {format_duration(seconds)}, val_bpb {bpb}",
-            f"run     {run.path}",
-            f'next    paceline sample {run.path} --prompt "..."',
-            f"        paceline eval {run.path}",
-            f"        paceline resume {run.path} --num-steps {2 * plan.num_steps}",
-        ]
-    )
-
-
-def last_sample(run: RunDir, step: int) -> list[str]:
-    """What the model wrote at the end, as it stands in samples/."""
-    if not run.sample(step).is_file():
-        return []
-    text = run.sample(step).read_text(encoding="utf-8")
-    shown = "".join(each if each.isprintable() or each == "\n" else " " for each in text).rstrip()
-    return [
-        "",
-        f"sample, the first lines held-out text ({run.sample(step)}):",
-        textwrap.indent(shown, "  | ", lambda _: True),
-    ]
-
-
 def plan_run(config: Config, machine: Machine, dataset: TokenDataset) -> Plan:
-    num_rows = dataset.split("train").num_rows(config.sequence_len)
-    return make_plan(config, machine, vocab_size=dataset.vocab_size, num_rows=num_rows)
+    return forecast(
+        config,
+        machine,
+        asked=Asked(),
+        cache=cache_dir(config),
+        vocab_size=dataset.vocab_size,
+        num_rows=dataset.split("train").num_rows(config.sequence_len),
+    ).plan
+
+
+def confirmed(
+    config: Config, plan: Plan, machine: Machine, dataset: TokenDataset, checked: Checked | None
+) -> tuple[Plan, str | None]:
+    """A plan that fills most of its devices is tried on them first, and takes fewer rows where it must; and what came of it."""
+    if not wants_probe(plan):
+        return plan, None
+    libuv = checked is None or checked.libuv
+    found = confirm(plan, folder=cache_dir(config), env=environment(plan, checked)[0], libuv=libuv)
+    return plan_again(found.plan, config, machine, make=planner(dataset)), found.text
+
+
+def note_trial(run: RunDir, text: str | None) -> None:
+    if text is not None:
+        append_event(run, "note", text=text)
+
+
+def planner(dataset: TokenDataset) -> MakePlan:
+    return lambda config, machine: plan_run(config, machine, dataset)
 
 
 def resolved(config: Config, plan: Plan) -> Config:
@@ -357,13 +373,6 @@ def run_data(run: RunDir, *, other: str | None) -> TokenDataset:
     if other is None:
         return reopen_data(run, config)
     return prepare_data(replace(config, data=other, tokenizer=str(run.tokenizer_json)))
-
-
-def cache_dir(config: Config) -> Path:
-    if config.cache_dir:
-        return Path(config.cache_dir).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")  # the desktop standard, not a setting of ours
-    return (Path(base) if base else Path.home() / ".cache") / "paceline"
 
 
 def describe(dataset: TokenDataset) -> str:

@@ -71,3 +71,13 @@ def test_the_error_shown_in_the_readme_is_the_one_that_comes(tmp_path, capsys, m
     monkeypatch.chdir(tmp_path)
     run_command(["train", "--total-batch-size", "1000", "--nproc", "2"])
     assert capsys.readouterr().err in README
+
+
+def test_the_plan_shown_in_the_readme_is_the_one_that_comes(tmp_path, capsys, monkeypatch):
+    from paceline.cli import run_command
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.chdir(ROOT)
+    run_command(["plan", "configs/balanced.toml", "--gpu", "RTX 5090", "--gpus", "2", "--price", "0.30/kWh"])
+    assert capsys.readouterr().out in README

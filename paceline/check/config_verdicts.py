@@ -111,7 +111,7 @@ def epochs_are_many(facts: Facts, ask: Ask) -> Iterator[Seen]:
 VERDICTS = (
     Verdict("plan-refused", "stop", look=plan_is_refused,
             cause="The config cannot be laid out on this machine.",
-            why="there is no such model, or no such device",
+            why="there is no such model or device, or the device does not hold it",
             fix="What the message says."),
     Verdict("batch-indivisible", "stop", look=batch_is_indivisible,
             cause="total_batch_size is not a multiple of what all processes take at once.",

@@ -20,6 +20,8 @@ from paceline.check.verdict import Facts
 from paceline.check.verdicts import find
 from paceline.config import Config
 from paceline.errors import Finding, PacelineError, PlanError
+from paceline.options import cache_dir
+from paceline.plan.kept import kept_calibration
 from paceline.plan.machine import Machine
 from paceline.plan.memory import checkpoint_bytes, state_bytes
 from paceline.plan.planner import Plan, make_plan
@@ -143,7 +145,13 @@ def check_config_here(
         on_probe=on_probe,
     )
     try:
-        plan = make_plan(config, machine, vocab_size=config.vocab_size, num_rows=0)
+        plan = make_plan(
+            config,
+            machine,
+            vocab_size=config.vocab_size,
+            num_rows=0,
+            calibrate=kept_calibration(cache_dir(config)),
+        )
         ask = ask_for_training(config, plan, command="check", set_keys=set_keys, run_path=run_path)
     except PlanError as error:
         ask = Ask(

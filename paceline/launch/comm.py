@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from paceline.launch.env import worker_env
 from paceline.launch.failure import Failure
 from paceline.launch.hang import HangWatch, Progress
 from paceline.launch.supervisor import run_attempt
-from paceline.plan.machine import probe_machine
+from paceline.plan.machine import Machine, probe_machine
 from paceline.plan.planner import Plan, make_plan
 from paceline.rundir import RunDir, utc_now, write_atomic
 from paceline.units import MIB, format_bytes
@@ -78,7 +78,7 @@ def measure_comm(
     is started once per rank.
     """
     started = time.monotonic()
-    plan = make_plan(config, probe_machine(), vocab_size=config.vocab_size, num_rows=0)
+    plan = make_plan(config, of_any_memory(probe_machine()), vocab_size=config.vocab_size, num_rows=0)
     check_ranks(plan)
     max_bytes = max_bytes or MAX_BYTES[plan.device]
     if max_bytes < SMALLEST_BYTES:
@@ -101,6 +101,11 @@ def measure_comm(
     if results["right"] or out is not None:  # a plan must not count on a machine that computes wrong
         write_results(file, results)
     return {**results, "file": str(file)}
+
+
+def of_any_memory(machine: Machine) -> Machine:
+    """Whether the model would fit is not asked: only its messages are."""
+    return replace(machine, gpus=tuple(replace(gpu, memory_bytes=0) for gpu in machine.gpus), memory_bytes=0)
 
 
 def check_ranks(plan: Plan) -> None:

@@ -136,6 +136,14 @@ def smallest_change(
     found = fit(setup, share_rows=share_rows, budget_bytes=share * card, free=everything, estimate=estimate)
     if found is not None:
         return f"{flags_of(setup, found)} needs {format_bytes(estimate(found).process.expected)}, same total_batch_size"
+    if setup.device == "cpu" and setup.world_size > 1:  # which share the host's memory
+        alone, rows, memory = replace(setup, world_size=1), share_rows * setup.world_size, card * setup.world_size
+
+        def of_all(candidate: MemorySetup) -> MemoryEstimate:
+            return replace(estimate(candidate), card_bytes=memory)
+
+        if fit(alone, share_rows=rows, budget_bytes=share * memory, free=everything, estimate=of_all):
+            return "--nproc 1"
     for depth in range(setup.model.n_layer - 1, 0, -1):
         smaller = replace(setup, model=_shallower(config, setup.model, depth))
         if fit(smaller, share_rows=share_rows, budget_bytes=share * card, free=everything, estimate=estimate):

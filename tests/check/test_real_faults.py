@@ -132,8 +132,10 @@ def within(cgroup: Path, *, limit_bytes: int) -> list[str]:
 
 
 def test_a_memory_limit_under_the_need_is_found(cgroup, tmp_path):
-    before = within(cgroup, limit_bytes=600 << 20)
-    assert mended("memory-short", folder=tmp_path, severity="stop", before=before)["fix"] == "--nproc 1"
+    before = within(cgroup, limit_bytes=800 << 20)
+    finding = mended("plan-refused", folder=tmp_path, severity="stop", before=before)
+    assert finding["fix"] == "--nproc 1"
+    assert "65 % of its 400 MiB may be used" in finding["what"]
 
 
 def test_memory_that_another_process_holds_is_found(cgroup, tmp_path):

@@ -26,7 +26,7 @@ from paceline.launch.comm import (
     new_folder,
 )
 from paceline.launch.hang import Hung
-from paceline.plan.machine import Gpu, Machine
+from paceline.plan.machine import Gpu, Machine, with_spec
 from paceline.plan.planner import Plan, make_plan
 
 WRONG_RANK = str(Path(__file__).parents[1] / "train" / "wrong_rank.py")
@@ -35,7 +35,7 @@ GIB = 1 << 30
 
 
 def plan_of(config: Config, *, gpus: int = 0) -> Plan:
-    cards = tuple(Gpu(i, "NVIDIA GeForce RTX 4090", 24 * GIB, (8, 9)) for i in range(gpus))
+    cards = tuple(with_spec(Gpu(i, "NVIDIA GeForce RTX 4090", 24 * GIB, (8, 9))) for i in range(gpus))
     return make_plan(config, Machine(cards, 4, False, 64 * GIB), vocab_size=config.vocab_size, num_rows=0)
 
 

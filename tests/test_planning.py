@@ -1,0 +1,185 @@
+"""`paceline plan` as a user meets it: what it prints and answers, for GPUs that are not here."""
+
+import itertools
+import json
+import subprocess
+import sys
+
+import pytest
+
+from paceline.cli import run_command
+from paceline.plan.gpus import find_gpu
+from paceline.units import MIB
+
+TWO = ["--gpu", "RTX 5090", "--gpus", "2"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_measured(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def plan(capsys, *words: str) -> str:
+    assert run_command(["plan", *words]) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys, *words: str) -> tuple[str, str]:
+    assert run_command(["plan", *words]) in (1, 2)
+    error, fix = capsys.readouterr().err.splitlines()
+    return error.removeprefix("error: "), fix.removeprefix("  fix: ")
+
+
+def table(text: str) -> list[list[str]]:
+    """Cells of a printed table, columns two spaces apart."""
+    return [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in text.splitlines()]
+
+
+def test_a_plan_is_one_screen_and_says_what_it_stands_on(capsys):
+    lines = plan(capsys, "configs/balanced.toml", *TWO).splitlines()
+    starts = [line[:8].strip() for line in lines if line and not line.startswith(" ")]
+    assert starts == ["model", "step", "length", "device", "memory", "time", "run", "helps", "assumed"]
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 120
+    assert "2 x NVIDIA GeForce RTX 5090, bf16, muon, states sharded" in lines[3]
+
+
+def test_the_parts_add_up_to_what_is_needed_and_with_what_is_free_to_the_card(capsys):
+    answer = json.loads(plan(capsys, "configs/balanced.toml", *TWO, "--json"))
+    memory = answer["memory"]
+    assert sum(memory["parts"].values()) == max(memory["phases"].values()) < memory["allocated_bytes"]["expected"]
+    assert memory["process_bytes"]["expected"] > memory["allocated_bytes"]["expected"]
+    assert memory["card_bytes"] == find_gpu("RTX 5090").memory_mib * MIB
+    shown = plan(capsys, "configs/balanced.toml", *TWO)
+    shares = [int(row.split("%")[0].split()[-1]) for row in shown.splitlines() if " %  " in row and "GiB" in row]
+    assert 95 <= sum(shares) <= 105
+
+
+def test_the_bars_stand_end_to_end(capsys):
+    rows = [line for line in plan(capsys, "configs/balanced.toml", *TWO).splitlines() if " %  " in line]
+    bars = [row.split(" %  ", 1)[1] for row in rows if "needed" not in row]
+    filled = [(len(bar) - len(bar.lstrip(" ")), len(bar)) for bar in bars]
+    for (_, end), (start, _) in itertools.pairwise(filled):
+        assert start in (end - 1, end)
+    assert bars[-1].strip("· ") == ""
+
+
+def test_what_is_aimed_at_is_the_profile_s_share(capsys):
+    shares = [
+        json.loads(plan(capsys, "configs/balanced.toml", *TWO, "--profile", name, "--json"))["memory_share"]
+        for name in ("conservative", "balanced", "aggressive")
+    ]
+    assert shares == [0.48, 0.65, 0.90]
+
+
+def test_cards_stand_side_by_side(capsys):
+    head, *rows = table(plan(capsys, "configs/balanced.toml", "--compare", "RTX 4090,RTX 5090,H100", "--gpus", "2"))
+    assert head == ["GPU", "rows", "memory", "of card", "fits", "checkpointing", "step", "tok/s", "mfu", "run", "kWh"]
+    assert [row[0] for row in rows] == ["RTX 4090", "RTX 5090", "H100"]
+    speeds = [int(row[7].replace(",", "")) for row in rows]
+    assert speeds == sorted(speeds)
+
+
+def test_a_card_on_which_nothing_fits_has_its_line_and_its_reason(capsys):
+    text = plan(capsys, "--depth", "24", "--compare", "RTX 3060,H200", "--num-steps", "10")
+    small, large, _, reason = text.splitlines()[1:]
+    assert small.split()[:5] == ["RTX", "3060", "22.0", "GiB", "no"] or " no" in small
+    assert " yes " in large
+    assert reason.startswith("RTX 3060: ") and "needed on each GPU with 1 row at once" in reason
+
+
+def test_a_sweep_of_rows_takes_every_divisor_of_a_device_s_rows(capsys):
+    words = ["configs/balanced.toml", *TWO, "--sweep", "device_batch_size", "--json"]
+    found = json.loads(plan(capsys, *words))
+    assert [each["device_batch_size"] for each in found] == [1, 2, 3, 4, 6, 12]
+    needs = [each["memory"]["process_bytes"]["expected"] for each in found]
+    assert needs == sorted(needs)
+    assert {each["total_batch_size"] for each in found} == {49_152}
+
+
+def test_a_sweep_takes_values_of_any_key(capsys):
+    rows = table(plan(capsys, *TWO, "--sweep", "depth=4,8", "--num-steps", "10"))
+    assert [row[0] for row in rows] == ["depth", "4", "8"]
+
+
+def test_a_time_gives_the_deepest_model_whose_length_ends_in_it(capsys):
+    answer = json.loads(plan(capsys, *TWO, "--time", "12h", "--json"))
+    assert answer["advice"]["depth"] == answer["model"]["n_layer"]
+    assert answer["cost"]["seconds"]["expected"] * answer["num_steps"] <= 12 * 3600
+    deeper = json.loads(plan(capsys, *TWO, "--depth", str(answer["advice"]["depth"] + 1), "--json"))
+    assert deeper["cost"]["seconds"]["expected"] * deeper["num_steps"] > 12 * 3600
+    assert answer["advice"]["val_bpb"] is None
+
+
+def test_a_budget_is_time_at_a_price(capsys):
+    budget = json.loads(plan(capsys, *TWO, "--budget", "24", "--price", "1/gpu-hour", "--json"))
+    time = json.loads(plan(capsys, *TWO, "--time", "12h", "--json"))
+    assert budget["advice"] == time["advice"]
+
+
+def test_measured_points_of_the_recipe_give_an_expected_val_bpb(capsys):
+    text = plan(capsys, "--gpu", "H100", "--gpus", "8", "--time", "3h", "--data", "hf:karpathy/climbmix-400b-shuffle")
+    assert "val_bpb 0.713 to 0.723" in text
+
+
+def test_hosts_without_a_named_link_get_an_assumed_one_that_is_said(capsys):
+    text = plan(capsys, *TWO, "--hosts", "2", "--num-steps", "10")
+    assert "4 x NVIDIA GeForce RTX 5090 on 2 hosts" in text
+    assert "10GbE" in text and "assumed" in text
+
+
+def test_a_cpu_that_was_not_measured_has_no_time_and_says_why(capsys):
+    text = plan(capsys, "--device", "cpu", "--nproc", "2")
+    assert "time    n/a, this CPU was not measured yet" in text
+
+
+def test_a_plan_is_the_plan_that_train_would_take(capsys):
+    answer = json.loads(plan(capsys, "--device", "cpu", "--nproc", "2", "--json"))
+    assert (answer["device_batch_size"], answer["grad_accum_steps"], answer["total_batch_size"]) == (8, 3, 12_288)
+
+
+def test_exact_traces_the_plan_that_was_found(capsys):
+    answer = json.loads(plan(capsys, *TWO, "--depth", "4", "--num-steps", "1", "--exact", "--json"))
+    assert abs(answer["exact"]["difference"]) < 0.03
+    assert answer["exact"]["reserved_bytes"] >= answer["exact"]["allocated_bytes"] >= answer["exact"]["traced_bytes"]
+    shown = plan(capsys, *TWO, "--depth", "4", "--num-steps", "1", "--exact")
+    assert "exact   " in shown and "reserved with expandable segments" in shown
+
+
+def test_without_torch_numpy_and_rich_a_plan_is_made(tmp_path):
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'numpy', 'rich', 'tokenizers', 'safetensors', 'psutil'): sys.modules[name] = None\n"
+        "from paceline.cli import run_command\n"
+        "sys.exit(run_command(['plan', '--gpu', 'RTX 5090', '--gpus', '2']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("model   depth 12, 768 wide")
+
+
+REFUSALS = [
+    (["--gpu", "RTX 5091"], "no GPU called RTX 5091 is known", "RTX 5090"),
+    (["--gpu", "RTX 4060 Ti"], "the name of 2 cards", "RTX 4060 Ti 8GB"),
+    (["--gpus", "0", "--gpu", "5090"], "--gpus 0: not a number above 0", "--gpus 2"),
+    ([*TWO, "--link", "warp"], "warp is not a known link", "10GbE"),
+    ([*TWO, "--price", "3"], "does not say what is paid for", "2.50/gpu-hour"),
+    ([*TWO, "--budget", "50"], "--budget needs a price", "--price 2.50/gpu-hour"),
+    ([*TWO, "--time", "soon"], "--time soon: not a time", "--time 12h"),
+    ([*TWO, "--time", "12h", "--depth", "9"], "depth is set", "leave depth at auto"),
+    ([*TWO, "--sweep", "colour"], "unknown key colour", "train --help"),
+    ([*TWO, "--sweep", "vocab_size"], "which values?", "--sweep vocab_size=A,B,C"),
+    ([*TWO, "--compare", ","], "names no GPU", "--compare"),
+    ([*TWO, "--epochs", "2"], "given in epochs", "--num-steps N"),
+    ([*TWO, "--measure"], "measures the device here", "leave --gpu RTX 5090 out"),
+    ([*TWO, "--depth", "64"], "needed on each GPU with 1 row at once", "--depth"),
+    (["--gpu", "5090", "--gpus", "2", "--shard", "none", "--optimizer", "adamw", "--exact", "--depth", "2"],
+     "cannot be traced", "--shard optimizer"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words, error, fix", REFUSALS, ids=[" ".join(words[-2:]) for words, _, _ in REFUSALS])
+def test_what_cannot_be_planned_is_refused_with_its_fix(capsys, words, error, fix):
+    message, shown = refused(capsys, *words)
+    assert error in message
+    assert fix in shown

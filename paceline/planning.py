@@ -20,7 +20,7 @@ from paceline.options import take_flag, take_option
 from paceline.plan.advice import Advice, Fit, advise, time_of_budget
 from paceline.plan.fit import DoesNotFit, divisors
 from paceline.plan.forecast import Asked, Forecast, forecast, machine_asked
-from paceline.plan.format import format_forecast, format_table, hours_words, seconds_words
+from paceline.plan.format import format_forecast, format_table, hours_words, kwh_words, seconds_words
 from paceline.plan.machine import probe_machine
 from paceline.plan.planner import memory_setup
 from paceline.plan.run_cost import parse_price
@@ -293,7 +293,7 @@ def row_words(each: Row) -> dict[str, str]:
         "tok/s": f"{step.tok_per_sec.expected:,.0f}" if step.tok_per_sec else "n/a",
         "mfu": format_mfu(step.mfu),
         "run": hours_words(found.run.hours) if found.run else "n/a",
-        "kWh": f"{found.run.kwh.expected:.3g}" if found.run and found.run.kwh else "n/a",
+        "kWh": kwh_words(found.run.kwh) if found.run and found.run.kwh else "n/a",
     }
     if found.run and found.run.money:
         words["cost"] = f"{found.run.money.expected:,.2f}"

@@ -2,6 +2,7 @@
 A forecast on one screen: memory by part with a bar against the device, time and cost with their ranges, what they stand on.
 """
 
+import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -136,10 +137,15 @@ def run_words(run: RunCost, plan: Plan) -> str:
     )
     words = [f"{hours} for {plan.num_steps:,} steps, {tokens} tokens"]
     if run.kwh is not None:
-        words.append(f"{run.kwh.expected:.3g} kWh")
+        words.append(f"{kwh_words(run.kwh)} kWh")
     if run.money is not None:
         words.append(f"costs {run.money.expected:,.2f} ({run.money.low:,.2f} to {run.money.high:,.2f})")
     return ", ".join(words)
+
+
+def kwh_words(kwh: Range) -> str:
+    """Three digits."""
+    return f"{kwh.expected:,.{max(0, 2 - math.floor(math.log10(max(1e-3, kwh.expected))))}f}"
 
 
 def assumed_lines(forecast: Forecast) -> Iterator[str]:

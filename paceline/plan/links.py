@@ -54,6 +54,8 @@ def link_of(
     words: what the user typed, for the link between hosts where there are several. world_size: over all hosts.
     comm: what `paceline comm` wrote.
     """
+    if world_size == 1 and words:
+        raise PlanError(f"--link {words}, but one device alone sends nothing", fix="--gpus 2 or --hosts 2")
     if world_size == 1:
         return None
     spec = machine.gpus[0].spec if device == "cuda" and machine.gpus else None

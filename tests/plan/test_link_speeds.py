@@ -103,6 +103,15 @@ def test_one_device_has_no_link():
     assert asked(gpus=1) is None
 
 
+def test_a_link_named_for_one_device_is_refused():
+    with pytest.raises(PlanError) as error:
+        asked(words="10GbE", gpus=1)
+    assert (error.value.message, error.value.fix) == (
+        "--link 10GbE, but one device alone sends nothing",
+        "--gpus 2 or --hosts 2",
+    )
+
+
 def test_cpus_and_unknown_cards_have_none_until_they_are_measured():
     assert link_of(None, CPUS, world_size=2, device="cpu", comm=None) is None
     assert inner_link(None, num_gpus=2, device="cuda") is None

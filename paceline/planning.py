@@ -73,9 +73,9 @@ def take_wanted(args: list[str]) -> tuple[list[str], Wanted]:
     args, budget = take_option(args, "budget", float)
     args, compare = take_option(args, "compare", str)
     args, sweep = take_option(args, "sweep", str)
-    for name, value in (("gpus", gpus), ("hosts", hosts), ("watts", watts), ("budget", budget)):
+    for name, value, likely in (("gpus", gpus, 2), ("hosts", hosts, 2), ("watts", watts, 450), ("budget", budget, 50)):
         if value is not None and not 0 < value < 1e6:
-            raise UsageError(f"--{name} {value:g}: not a number above 0", fix=f"--{name} 2")
+            raise UsageError(f"--{name} {value:g}: not a number above 0", fix=f"--{name} {likely}")
     names = tuple(name.strip() for name in (compare or "").split(",") if name.strip())
     if compare is not None and not names:
         raise UsageError("--compare names no GPU", fix='--compare "RTX 4090,RTX 5090,H100"')

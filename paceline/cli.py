@@ -8,6 +8,7 @@ Nothing here imports torch; a command that needs it imports it inside its own fu
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ paceline trains GPT-style language models on the GPUs you have.
   paceline accelerate-config                    write an accelerate config that fits this machine
   paceline eval RUN                             bits per byte on held-out text
   paceline sample RUN --prompt TEXT             text from the model
-  paceline runs [DIR]                           all runs: state, steps, val_bpb, tok/s
+  paceline runs [DIR] | show RUN                all runs: state, steps, val_bpb, tok/s; one run: attempts, where its time went
   paceline data prepare|info [CONFIG]           text to token shards; what is in them
   paceline tokenizer train|info                 train a BPE tokenizer; look at one
 
@@ -83,23 +84,26 @@ def asks_help(name: str, args: list[str]) -> bool:
 
 
 def train(args: list[str]) -> int:
-    """paceline train [CONFIG] [--key value ...]
+    """paceline train [CONFIG] [--key value ...] [--max-attempts N] [--no-recover] [--hang-after SECONDS]
+                   [--show-env] [--no-check]
 
     Plans, prepares the text, starts one process per device, trains, and leaves everything in runs/NAME. Without CONFIG
-    it takes configs/tiny.toml. CONFIG is a .toml file, or a .py file of plain `key = literal` lines.
+    it takes configs/tiny.toml. CONFIG is a .toml file, or a .py file of plain `key = literal` lines. What breaks on the way
+    and may pass is tried again from the last good checkpoint, N times in all (10); docs/recovery.md tells what, and how. A rank
+    that makes no progress for so many seconds within a step (60, or 6 usual steps) is ended and tried again.
 
       paceline train configs/balanced.toml --data ~/books --name books
     """
-    from paceline.start import Options, start_run
+    from paceline.start import start_run, take_options
 
-    args, no_check = take_flag(args, "--no-check")
-    args, show_env = take_flag(args, "--show-env")
+    args, options = take_options(args)
     config, flags = config_of(args, command="train")
-    return start_run(config, Options(check=not no_check, show_env=show_env, set_keys=frozenset(flags)))
+    return start_run(config, replace(options, set_keys=frozenset(flags)))
 
 
 def resume(args: list[str]) -> int:
-    """paceline resume RUN [--key value ...]
+    """paceline resume RUN [--key value ...] [--max-attempts N] [--no-recover] [--hang-after SECONDS]
+                   [--show-env] [--no-check]
 
     Goes on from the last good checkpoint of a run folder (or a run's name under runs/), on any number of devices. A larger
     --num-steps extends a finished run; its learning rates are then worked out anew for the whole length.
@@ -107,25 +111,25 @@ def resume(args: list[str]) -> int:
       paceline resume books --nproc 1
     """
     from paceline.config import parse_flags
-    from paceline.start import Options, resume_run
+    from paceline.start import resume_run, take_options
 
-    args, no_check = take_flag(args, "--no-check")
-    args, show_env = take_flag(args, "--show-env")
+    args, options = take_options(args)
     words, flags = parse_flags(args)
     if flags.pop("config", None):
         raise UsageError("a run has its own config", fix="paceline resume RUN --key value")
-    options = Options(check=not no_check, show_env=show_env, set_keys=frozenset(flags))
+    options = replace(options, set_keys=frozenset(flags))
     return resume_run(find_run(words, runs_dir=flags.get("runs_dir")), flags, options)
 
 
 def run(args: list[str]) -> int:
     """paceline run [--nproc N] [--name X] [--device cpu|cuda] [--runs-dir DIR] [--quiet-ranks] [--show-env] [--no-check]
-                    -- SCRIPT.py [args]   or   -m MODULE [args]
+                    [--max-attempts N] [--no-recover] [--hang-after SECONDS] -- SCRIPT.py [args]   or   -m MODULE [args]
 
     Starts a script once per device, as torchrun would, with paceline's checks, environment, logs and clean ending. Each
     rank's output is kept whole in runs/X/logs and shown as it comes, rank before line; --quiet-ranks shows rank 0 alone.
-    --show-env prints what the script would find in its environment, and why. Ends with the exit code of the rank that
-    failed first.
+    --show-env prints what the script would find in its environment, and why. What breaks from outside is tried again, N times
+    in all (10), with the same words; the script finds PACELINE_ATTEMPT (1, 2, ...) and PACELINE_RUN, a folder for its
+    checkpoints. Ends with the exit code of the rank that failed first.
 
       paceline run --nproc 2 -- train.py --lr 3e-4
     """
@@ -361,14 +365,23 @@ def sample(args: list[str]) -> int:
 
 def runs(args: list[str]) -> int:
     """paceline runs [DIR] [--json]
+       paceline runs show RUN [--json]
 
-    The runs under DIR (runs), the latest first.
+    The runs under DIR (runs), the latest first. show: one run's attempts, what each ended of and what was decided then, and
+    where its time went.
 
       paceline runs --json | jq .[0].val_bpb
     """
+    from paceline.watch.show import find_any_run, format_story, tell_run
     from paceline.watch.status import format_runs, list_runs
 
     words, options = parse_options(args, {"json": bool})
+    if words[:1] == ["show"]:
+        if len(words) != 2:
+            raise UsageError("runs show takes one RUN", fix="paceline runs lists them")
+        story = tell_run(find_any_run(words[1]))
+        print(json.dumps(story.to_json(), indent=1) if options.get("json") else format_story(story))
+        return 0
     folder = Path(one_word(words, "DIR", default="runs"))
     found = list_runs(folder)
     if options.get("json"):

@@ -140,6 +140,20 @@ class Config:
     sample_every: int = key(0, "steps between samples; 0: only at the end", low=0, high=10**9, group="watch")
     keep_last: int = key(2, "checkpoints kept, beside the best", low=1, high=10**6, group="watch")
 
+    max_loss_spike: float | None = key(
+        None,
+        "nats by which a step's loss may exceed its recent mean; auto: any, while it is a number",
+        low=1e-3,
+        high=1e6,
+        group="trouble",
+    )
+    on_nan: str = key(
+        "stop",
+        "loss no number, or a spike; rollback: to the last checkpoint, past the rows",
+        choices=("stop", "rollback"),
+        group="trouble",
+    )
+
 
 KEYS: dict[str, Field[Any]] = {f.name: f for f in fields(Config)}
 HINTS: dict[str, Any] = typing.get_type_hints(Config)

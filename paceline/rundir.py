@@ -5,16 +5,21 @@ It is the only interface between a run and everyone who looks at it, so names an
 Readers meet half-written last lines and go on. Nothing here knows what a step or a process is.
 """
 
+import errno
 import fcntl
 import json
 import os
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,15 @@ class RunDir:
     def sample(self, step: int) -> Path:
         return self.samples / f"step_{step:06d}.txt"
 
+    def trouble(self, step: int) -> Path:
+        """What is known of a step whose loss or gradient was no number, or leapt; a file for each attempt and rank."""
+        return self.path / "trouble" / f"step_{step:06d}"
+
+    @property
+    def skipped_json(self) -> Path:
+        """The batches of rows that the run passes over, after a rollback."""
+        return self.path / "skipped.json"
+
     @property
     def tokenizer_json(self) -> Path:
         return self.path / "tokenizer" / "tokenizer.json"
@@ -89,19 +103,81 @@ class RunDir:
         """Written by a rank that ends with an exception: {time, type, message, fix, traceback, step}."""
         return self.logs(attempt) / f"{rank}.error.json"
 
+    def rank_stacks(self, attempt: int, rank: int) -> Path:
+        """Where a rank of our trainer writes the stacks of its threads whenever it is sent SIGUSR2; else empty."""
+        return self.logs(attempt) / f"{rank}.stacks"
+
+    def hang(self, attempt: int) -> Path:
+        """What was known of a hang: hang.json and a file for each rank."""
+        return self.path / "hangs" / str(attempt)
+
 
 def utc_now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def append_json_line(path: Path, record: dict[str, Any]) -> None:
-    """One write call per line, in append mode: lines of several writers do not mix."""
-    line = json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    """One write call per line, in append mode: lines of several writers do not mix.
+
+    On a full disk the line goes to stderr instead, and what is at work goes on; PacelineError where the folder is gone or
+    cannot be written.
+    """
+    line = (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode()
     try:
-        os.write(fd, line.encode())
+        with _opened_to_append(path) as fd:
+            written = os.write(fd, line if _ends_well(fd) else b"\n" + line)
+            if written < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise unwritable(path, error) from error
+        print(f"{path}: no space, not kept: {line.decode().rstrip()}", file=sys.stderr, flush=True)
+
+
+class LineFile:
+    """JSON lines of one writer. On a full disk they wait in memory, in their order, until a later append finds room."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._waiting = b""
+
+    def append(self, record: dict[str, Any]) -> None:
+        self._waiting += (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode()
+        try:
+            with _opened_to_append(self.path) as fd:
+                while self._waiting:
+                    self._waiting = self._waiting[os.write(fd, self._waiting) :]
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise unwritable(self.path, error) from error
+
+
+@contextmanager
+def _opened_to_append(path: Path) -> Iterator[int]:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        yield fd
     finally:
         os.close(fd)
+
+
+def _ends_well(fd: int) -> bool:
+    """False after a line that a crash or a full disk has cut: a new one must not be glued to it."""
+    size = os.fstat(fd).st_size
+    return size == 0 or os.pread(fd, 1, size - 1) == b"\n"
+
+
+def unwritable(path: Path, error: OSError) -> PacelineError:
+    """What the user reads when a file of a run folder cannot be written for another reason than a full disk."""
+    if not path.parent.is_dir():
+        return PacelineError(
+            f"{path.parent} is gone: it was there when the run began",
+            fix="bring the run folder back, or mount it again, then paceline resume it; else start a new run",
+        )
+    return PacelineError(
+        f"{path} cannot be written: {error.strerror}",
+        fix=f"make the run folder writable again, then: paceline resume {path.parent}",
+    )
 
 
 def append_event(run: RunDir, event: str, **fields: Any) -> None:

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -22,23 +22,23 @@ from paceline.check.ready import Checked, Gathering, ask_for_training, files_of,
 from paceline.config import Config, check_config, format_toml, load_config, override
 from paceline.data.shards import TokenDataset, open_dataset, prepare
 from paceline.errors import PacelineError
+from paceline.launch.attempts import Recovery, recovery_of, run_attempts
 from paceline.launch.closing import closing_lines
 from paceline.launch.confirm import confirm, wants_probe
-from paceline.launch.digest import Digest
 from paceline.launch.env import EnvRow, format_env, harm_lines, worker_env
-from paceline.launch.pace import watch_steps
 from paceline.launch.script import Cleared, Script
-from paceline.launch.supervisor import run_attempt
+from paceline.launch.training import TrainingJob
 from paceline.model.manifest import newest_good, read_manifest
-from paceline.options import cache_dir
+from paceline.options import cache_dir, take_flag, take_option
 from paceline.plan.again import MakePlan, plan_again
 from paceline.plan.forecast import Asked, forecast
-from paceline.plan.kept import keep_attempt, kept_calibration
+from paceline.plan.kept import kept_calibration
 from paceline.plan.machine import Machine, probe_cpu_cores, probe_machine
 from paceline.plan.planner import Plan, format_plan, make_plan, memory_setup
-from paceline.rundir import RunDir, RunInUse, append_event, lock_run, read_json_lines, write_atomic
+from paceline.rundir import RunDir, RunInUse, append_event, lock_run, write_atomic
 from paceline.terminal import show_progress
 from paceline.units import format_count
+from paceline.watch.goodput import format_line, goodput_of
 from paceline.watch.status import run_status
 
 ENDING_S = 60.0  # workers without a supervisor save and end, or are killed, within this
@@ -57,10 +57,23 @@ class Options:
     check: bool = True
     show_env: bool = False
     set_keys: frozenset[str] = frozenset()
+    recovery: Recovery = field(default_factory=Recovery)
+
+
+def take_options(args: list[str]) -> tuple[list[str], Options]:
+    """What `train` and `resume` take beside config keys, and the words that are left."""
+    args, no_check = take_flag(args, "--no-check")
+    args, show_env = take_flag(args, "--show-env")
+    args, no_recover = take_flag(args, "--no-recover")
+    args, max_attempts = take_option(args, "max-attempts", int)
+    args, hang_after_s = take_option(args, "hang-after", float)
+    recovery = recovery_of(max_attempts=max_attempts, no_recover=no_recover, hang_after_s=hang_after_s)
+    return args, Options(check=not no_check, show_env=show_env, recovery=recovery)
 
 
 def start_run(config: Config, options: Options) -> int:
     """A new run; returns the exit code."""
+    began = time.monotonic()
     machine = probe_machine()
     check_config(config)
     make_plan(
@@ -85,11 +98,12 @@ def start_run(config: Config, options: Options) -> int:
     config = resolved(config, plan)
     create_run(run, config, plan, dataset)
     note_trial(run, tried)
-    return supervise(run, config, plan, checked, source=describe(dataset), started=time.monotonic())
+    return supervise(run, config, plan, checked, dataset, options, began=began)
 
 
 def resume_run(run: RunDir, changes: dict[str, Any], options: Options) -> int:
     """Goes on from the run's last good checkpoint, with some keys changed; returns the exit code."""
+    began = time.monotonic()
     before, _ = load_config(run.config_toml, {})
     fixed = [key for key in FIXED if key in changes and changes[key] != getattr(before, key)]
     if fixed:
@@ -135,7 +149,7 @@ def resume_run(run: RunDir, changes: dict[str, Any], options: Options) -> int:
         print(text)
     write_atomic(run.config_toml, format_toml(config))
     write_atomic(run.plan_json, plan.to_json())
-    return supervise(run, config, plan, checked, source=describe(dataset), started=time.monotonic(), lock=lock)
+    return supervise(run, config, plan, checked, dataset, options, began=began, lock=lock)
 
 
 @contextmanager
@@ -214,46 +228,42 @@ def supervise(
     config: Config,
     plan: Plan,
     checked: Checked | None,
+    dataset: TokenDataset,
+    options: Options,
     *,
-    source: str,
-    started: float,
+    began: float,
     lock: int | None = None,
 ) -> int:
-    """One attempt, shown as it goes; then where things are and what to type next."""
+    """All attempts, shown as they go; then where things are and what to type next. began: when the command did."""
     lock = lock_run(run) if lock is None else lock
+    started = time.monotonic()
     if checked is not None:
         keep(run, checked)
-    env, rows = environment(plan, checked)
-    print("\n".join([*format_plan(plan, source=source), f"run     {run.path}", *harm_lines(rows), ""]), flush=True)
-    attempt = 1 + max((e["attempt"] for e in read_json_lines(run.events) if e.get("event") == "attempt"), default=0)
-    digest = Digest(
+    lines = [*format_plan(plan, source=describe(dataset)), f"run     {run.path}"]
+    print("\n".join([*lines, *harm_lines(environment(plan, checked)[1]), ""]), flush=True)
+    append_event(run, "launch", prepared_s=round(started - began, 3))
+    job = TrainingJob(
         run,
-        num_steps=plan.num_steps,
-        total_batch_size=plan.total_batch_size,
-        stream=sys.stdout,
-        on_metrics=watch_steps(run, plan, cache=cache_dir(config)),
+        config,
+        make=planner(dataset),
+        env_of=lambda plan: environment(plan, checked)[0],
+        cache=cache_dir(config),
+        lock=lock,
+        libuv=checked is None or checked.libuv,
+        hang_after_s=options.recovery.hang_after_s,
     )
     try:
-        outcome = run_attempt(
-            run,
-            command=[sys.executable, "-m", "paceline.train.worker", str(run.path), "--attempt", str(attempt)],
-            nproc=plan.world_size,
-            attempt=attempt,
-            env=env,
-            lock_fd=lock,
-            on_tick=digest.poll,
-            libuv=checked is None or checked.libuv,
-        )
+        ending = run_attempts(job, options.recovery)
     finally:
-        digest.close()
         os.close(lock)
-    keep_attempt(cache_dir(config), run, attempt)
+    outcome = ending.outcome
     if outcome.state == "failed":
         append_event(run, "failed", rank=outcome.root.rank if outcome.root else None, exit_code=outcome.exit_code)
-    status = run_status(run)
-    text = closing_lines(
-        run, outcome, plan, step=status.step, val_bpb=status.val_bpb, seconds=time.monotonic() - started
-    )
+    elif ending.waiting:
+        append_event(run, "interrupted")
+    status, spent = run_status(run), format_line(goodput_of(run))
+    seconds = time.monotonic() - started
+    text = closing_lines(run, ending, plan, step=status.step, val_bpb=status.val_bpb, seconds=seconds, spent=spent)
     print(text, file=sys.stderr if outcome.exit_code else sys.stdout)
     return outcome.exit_code
 

@@ -11,13 +11,25 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "paceline"
 
 # layer -> what of paceline it may import besides itself; "foundation" stands for the modules of FOUNDATION
-FOUNDATION = {"config", "foreign", "errors", "units", "rundir", "options", "terminal", "kernel_files", "__init__"}
+FOUNDATION = {
+    "config",
+    "foreign",
+    "errors",
+    "units",
+    "marks",
+    "rundir",
+    "options",
+    "terminal",
+    "kernel_files",
+    "__init__",
+}
 MAY_IMPORT = {
     "plan": {"foundation"},
     "data": {"foundation"},
     "watch": {"foundation"},
     "check": {"foundation", "plan"},
-    "launch": {"foundation", "plan", "check"},
+    "explain": {"foundation"},
+    "launch": {"foundation", "plan", "check", "explain"},
     "model": {"foundation", "plan"},
     "train": {"foundation", "plan", "data", "model"},
     "foundation": set(),

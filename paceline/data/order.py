@@ -10,6 +10,7 @@ Feistel and cycle walking). The round function is the finalizer of SplitMix64 (S
 """
 
 import math
+from collections.abc import Collection
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,18 @@ def rows_of_step(step: int, *, rows_per_step: int, num_rows: int, seed: int) -> 
     positions = np.arange(step * rows_per_step, (step + 1) * rows_per_step, dtype=np.uint64)
     epochs, places = np.divmod(positions, np.uint64(num_rows))
     return _permute(places, _keys(epochs, seed=seed), num_rows=num_rows).astype(np.int64)
+
+
+def batch_of_step(step: int, passed_over: Collection[int]) -> int:
+    """The batch that step `step` takes: batch b holds the rows of step b of a run that passes over none.
+
+    Steps move up over the batches passed over. Those before the first of them take what they always took, so a run that
+    goes back to a checkpoint and passes over a later batch is the run that had passed over it from the start.
+    """
+    batch = step
+    for passed in sorted(set(passed_over)):
+        batch += passed <= batch
+    return batch
 
 
 def micro_batch_rows(

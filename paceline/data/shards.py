@@ -15,6 +15,7 @@ rows.py maps it, each loaded when there is such work.
 
 import hashlib
 import json
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -145,11 +146,12 @@ def open_dataset(path: Path) -> TokenDataset:
     return TokenDataset(path=path, meta=meta)
 
 
-def verify(dataset: TokenDataset, *, progress: Progress | None = None) -> None:
-    """Reads every file again and holds it against its hash in meta.json; raises at the first that differs."""
-    total = sum(facts["bytes"] for facts in dataset.meta["files"].values())
+def verify(dataset: TokenDataset, *, files: Collection[str] | None = None, progress: Progress | None = None) -> None:
+    """Reads every file again, or those named, and holds it against its hash in meta.json; raises at the first that differs."""
+    chosen = {name: facts for name, facts in dataset.meta["files"].items() if files is None or name in files}
+    total = sum(facts["bytes"] for facts in chosen.values())
     done = 0
-    for name, facts in dataset.meta["files"].items():
+    for name, facts in chosen.items():
         try:
             with (dataset.path / name).open("rb") as file:
                 found = hashlib.file_digest(file, "sha256").hexdigest()

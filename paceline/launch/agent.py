@@ -1,7 +1,7 @@
 """
 One host's end of the launch: `python -m paceline.launch.agent`, JSON lines in on stdin and out on stdout.
 
-The first line in is the job; later ones are {"do": "stop"} and {"do": "kill"}. Lines out are the engine's
+The first line in is the job; later ones are {"do": "stop"}, {"do": "kill"} and {"do": "kill_rank"}. Lines out are the engine's
 (train/elastic.py) and, last, `engine_ended`. When stdin ends the supervisor or the connection is gone: the workers may
 save, then everything ends. So it works alike as a child process and at the far end of ssh. No torch here: it must be
 up at once and stay small beside the workers.
@@ -61,7 +61,8 @@ class Agent:
         self.stop_grace_s: float = job["stop_grace_s"]
         self.commands = commands
         self.kill_at = float("inf")
-        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        self.pids: dict[int, int] = {}
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(signum, lambda *_: self.stop(self.stop_grace_s))
         self.engine = start_engine(job)
         assert self.engine.stdout is not None
@@ -88,7 +89,9 @@ class Agent:
     def pass_on(self) -> None:
         for line in self.reports.read():
             send(line)
-            if line["event"] == "rank_failed":
+            if line["event"] == "started":
+                self.pids = {each["rank"]: each["pid"] for each in line["ranks"]}
+            elif line["event"] == "rank_failed":
                 self.kill_after(FAILED_GRACE_S + ENGINE_MARGIN_S)
 
     def follow(self) -> None:
@@ -102,11 +105,21 @@ class Agent:
                 self.stop(self.stop_grace_s)
             elif line["do"] == "kill":
                 self.kill_after(0.0)
+            elif line["do"] == "kill_rank":
+                self.kill_rank(line["rank"])
 
     def stop(self, grace_s: float) -> None:
         """The engine tells its workers, and gives them stop_grace_s; one still importing torch just ends."""
         self.engine.send_signal(signal.SIGTERM)
         self.kill_after(grace_s + ENGINE_MARGIN_S)
+
+    def kill_rank(self, rank: int) -> None:
+        """One that hangs, with its data loaders; the engine sees it end and ends the others."""
+        pid = self.pids.get(rank)
+        if pid in processes_of(self.run_id):  # else it has ended, and its number may be another's by now
+            with suppress(OSError):
+                os.killpg(pid, signal.SIGKILL)
+        self.kill_after(FAILED_GRACE_S + ENGINE_MARGIN_S)
 
     def kill_after(self, seconds: float) -> None:
         self.kill_at = min(self.kill_at, time.monotonic() + seconds)

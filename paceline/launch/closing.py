@@ -4,29 +4,32 @@ The last lines on the screen: what came of an attempt, where it lies, what to ty
 
 import textwrap
 
-from paceline.launch.digest import format_failure
-from paceline.launch.supervisor import Outcome
+from paceline.launch.attempts import Ending
+from paceline.launch.digest import format_explained
 from paceline.plan.planner import Plan
 from paceline.rundir import RunDir, read_json_lines
 from paceline.units import format_duration
 
 
 def closing_lines(
-    run: RunDir, outcome: Outcome, plan: Plan, *, step: int, val_bpb: float | None, seconds: float
+    run: RunDir, ending: Ending, plan: Plan, *, step: int, val_bpb: float | None, seconds: float, spent: str
 ) -> str:
-    """step, val_bpb: the last of the run. seconds: since the command began."""
+    """step, val_bpb: the last of the run. seconds: since the command began. spent: where the run's time went."""
+    outcome = ending.outcome
     if outcome.state == "failed":
-        return format_failure(outcome, run)
+        return format_explained(outcome, run, ending.explanation)
     bpb = "n/a" if val_bpb is None else f"{val_bpb:.4f}"
     if outcome.state == "interrupted":
         saved = max((e["step"] for e in read_json_lines(run.events) if e.get("event") == "checkpoint"), default=None)
         kept = f"checkpoint at step {saved:,}" if saved else "before the first checkpoint"
-        return f"\ninterrupted after {format_duration(seconds)}, {kept}\nnext    paceline resume {run.path}"
+        head = f"\ninterrupted after {format_duration(seconds)}, {kept}"
+        return f"{head}\ntime    {spent}\nnext    paceline resume {run.path}"
     return "\n".join(
         [
             *last_sample(run, step),
             "",
             f"done    {step:,} steps in {format_duration(seconds)}, val_bpb {bpb}",
+            f"time    {spent}",
             f"run     {run.path}",
             f'next    paceline sample {run.path} --prompt "..."',
             f"        paceline eval {run.path}",

@@ -13,7 +13,14 @@ from pathlib import Path
 
 from paceline.errors import PacelineError, UsageError
 
-VALUED = {"nproc", "name", "runs-dir", "device"}  # our options that take a value; the others are switches
+VALUED = {
+    "nproc",
+    "name",
+    "runs-dir",
+    "device",
+    "max-attempts",
+    "hang-after",
+}  # our options that take a value; the others are switches
 HERE = "paceline finds a free port on this host by itself: leave it out"
 
 # options of torchrun, accelerate launch and deepspeed -> what to write instead
@@ -33,7 +40,7 @@ FOREIGN = {
     "master-port": HERE,
     "main-process-ip": HERE,
     "main-process-port": HERE,
-    "max-restarts": "leave it out: paceline runs a script once",
+    "max-restarts": "--max-attempts, which counts the first one too",
     "tee": "leave it out: every rank's output is shown and kept",
     "redirects": "leave it out: every rank's output is shown and kept",
     "no-python": "leave it out: any executable will do",

@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from paceline.check.format import format_findings
 from paceline.errors import Finding
+from paceline.explain.catalogue import load_catalogue
+from paceline.explain.format import format_explanation, with_place
+from paceline.explain.record import Explanation
 from paceline.launch.failure import Failure, read_log_tail
 from paceline.launch.supervisor import LAUNCH_LOG, Outcome
 from paceline.rundir import RunDir, utc_now
@@ -256,6 +259,13 @@ def format_event(event: dict[str, Any], *, num_steps: int) -> str | None:
             parts += [] if size is None else [format_bytes(size)]
             parts += [] if seconds is None else [f"{seconds:.1f} s"]
             return " | ".join(parts)
+        case "save_failed":
+            needed, free = event["needed_bytes"], event.get("free_bytes")
+            room = f"{format_bytes(needed)} needed" + ("" if free is None else f", {format_bytes(free)} free")
+            return f"{label} | checkpoint not saved: {room}; the run goes on and saves as soon as there is room"
+        case "rollback":
+            back = f"back to step {event['to_step']:,}, past the rows of this step"
+            return f"{label} | {event['cause']}: rollback {event['number']} of at most {event['at_most']}, {back}"
         case "sample":
             return f"{label} | sample: {one_line(str(event.get('text', '')))}"
         case "resumed":
@@ -278,6 +288,18 @@ def one_line(text: str) -> str:
     """The beginning of a text, without the terminal codes that a model may write; the whole is in samples/ and logs/."""
     line = " ".join("".join(each if each.isprintable() else " " for each in text).split())
     return line if len(line) <= SAMPLE_WIDTH else line[: SAMPLE_WIDTH - 1] + "…"
+
+
+def format_explained(outcome: Outcome, run: RunDir, found: Explanation | None) -> str:
+    """The last words on a failed run: what its rank said, then the cause and the fix."""
+    said = format_failure(outcome, run)
+    if found is None or outcome.root is None or outcome.root.fix is not None:
+        return said  # the rank has named both itself
+    if found.cause != "unknown" and found.cause not in load_catalogue().causes:
+        return (
+            f"{said}\n\n{found.cause}: {with_place(found)}\n  fix: {found.fix}"  # only the supervisor knows it, no log
+        )
+    return f"{said}\n\n{format_explanation(found)}"
 
 
 def format_failure(outcome: Outcome, run: RunDir) -> str:

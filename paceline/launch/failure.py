@@ -26,7 +26,7 @@ PEER_LOST = re.compile(
     r"|Timed out waiting \d+ms|Some NCCL operations have failed or timed out"
     r"|Watchdog caught collective operation timeout"
 )
-SENT_SIGNALS = {"SIGTERM", "SIGKILL", "SIGINT", "SIGHUP"}  # from outside, whatever the program was doing
+SENT_SIGNALS = {"SIGTERM", "SIGKILL", "SIGINT", "SIGHUP", "SIGUSR1"}  # from outside, whatever the program was doing
 TORCH_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # before each line of a traceback once there is a process group
 ERROR_START = ("Traceback (most recent call last):", "Fatal Python error: ")
 

@@ -19,11 +19,14 @@ from typing import Any
 
 from paceline.config import Config, check_config, checked_value
 from paceline.errors import PacelineError, UsageError
+from paceline.launch.attempts import Ending, recovery_of, run_attempts
 from paceline.launch.command import executed, name_of_command, split_command
-from paceline.launch.digest import Follow, format_failure
+from paceline.launch.digest import Follow, format_explained
 from paceline.launch.env import format_env, harm_lines, worker_env
+from paceline.launch.policy import Abilities, Decision, Ended
 from paceline.launch.supervisor import Outcome, run_attempt
 from paceline.launch.tail import Tail, wants_colour
+from paceline.launch.watchdog import Watchdog
 from paceline.options import parse_options
 from paceline.plan.machine import Machine, probe_machine
 from paceline.plan.planner import choose_device, choose_world_size
@@ -32,8 +35,9 @@ from paceline.units import format_duration
 
 OPTIONS: dict[str, Callable[[str], Any]] = {
     "nproc": int, "name": str, "runs-dir": str, "device": str, "quiet-ranks": bool, "show-env": bool, "no-check": bool,
+    "max-attempts": int, "no-recover": bool, "hang-after": float,
 }  # fmt: skip
-ATTEMPT = 1
+PROGRESS_S = 600.0  # what a script saves is not known: an attempt that lasted as long has come further
 STOP_GRACE_S = 60.0
 CONFIG_KEYS = {"command", "nproc", "device", "cwd"}
 
@@ -61,6 +65,11 @@ def run_words(words: list[str], *, check: Callable[[Script, RunDir], Cleared] | 
     """The command with its words; returns the exit code. check: asked before anything starts, unless --no-check."""
     own, command = split_command(words)
     _, options = parse_options(own, OPTIONS)
+    recovery = recovery_of(
+        max_attempts=options.get("max-attempts"),
+        no_recover=bool(options.get("no-recover")),
+        hang_after_s=options.get("hang-after"),
+    )
     machine = probe_machine()
     script = make_script(command, options, machine)
     argv = executed(script.command, cwd=script.cwd)
@@ -82,11 +91,14 @@ def run_words(words: list[str], *, check: Callable[[Script, RunDir], Cleared] | 
     lock = create_run(run, script, files=checked.files)
     say([*format_script(script, machine), f"run     {run.path}", *harm_lines(rows), ""])
     started = time.monotonic()
-    outcome = follow_attempt(
-        run, script, argv, env=env, lock=lock, libuv=checked.libuv, quiet=bool(options.get("quiet-ranks"))
-    )
-    say(closing_lines(run, script, outcome, seconds=time.monotonic() - started))
-    return outcome.exit_code
+    quiet = bool(options.get("quiet-ranks"))
+    job = ScriptJob(run, script, argv, env, lock, checked.libuv, quiet, recovery.hang_after_s)
+    try:
+        ending = run_attempts(job, recovery)
+    finally:
+        os.close(lock)
+    say(closing_lines(run, script, ending, seconds=time.monotonic() - started))
+    return ending.outcome.exit_code
 
 
 def make_script(command: list[str], options: Mapping[str, Any], machine: Machine) -> Script:
@@ -177,38 +189,61 @@ def create_run(run: RunDir, script: Script, *, files: Mapping[Path, str]) -> int
     return lock
 
 
-def follow_attempt(
-    run: RunDir, script: Script, argv: list[str], *, env: Mapping[str, str], lock: int, libuv: bool, quiet: bool
-) -> Outcome:
-    """The attempt, its lines shown as they come."""
-    ranks = range(1 if quiet else script.nproc)
-    tail = Tail(
-        {rank: run.rank_log(ATTEMPT, rank) for rank in ranks}, stream=sys.stdout, colour=wants_colour(sys.stdout)
-    )
-    events = Follow(run.events)
+@dataclass(frozen=True)
+class ScriptJob:
+    """The script as launch/attempts.py attempts it: the same words each time, and which attempt it is in the environment."""
 
-    def show() -> None:
-        tail.poll()
-        if any(event.get("event") == "stopping" for event in events.read()):
-            say([f"stopping: the script has {STOP_GRACE_S:.0f} s to end; Ctrl-C again to end now"])
+    run: RunDir
+    script: Script
+    argv: list[str]
+    env: Mapping[str, str]
+    lock: int
+    libuv: bool
+    quiet: bool  # rank 0 alone is shown
+    hang_after_s: float | None
 
-    try:
-        return run_attempt(
-            run,
-            command=argv,
-            nproc=script.nproc,
-            attempt=ATTEMPT,
-            env=env,
-            lock_fd=lock,
-            on_tick=show,
-            stop_grace_s=STOP_GRACE_S,
-            libuv=libuv,
-            cwd=script.cwd,
-            own_exit_codes=True,
-        )
-    finally:
-        tail.close()
-        os.close(lock)
+    def attempt(self, number: int) -> Outcome:
+        """Its lines are shown as they come."""
+        ranks = range(1 if self.quiet else self.script.nproc)
+        logs = {rank: self.run.rank_log(number, rank) for rank in ranks}
+        tail = Tail(logs, stream=sys.stdout, colour=wants_colour(sys.stdout))
+        events = Follow(self.run.events)
+
+        def show() -> None:
+            tail.poll()
+            if any(event.get("event") == "stopping" for event in events.read()):
+                say([f"stopping: the script has {STOP_GRACE_S:.0f} s to end; Ctrl-C again to end now"])
+
+        told = {"PACELINE_ATTEMPT": str(number), "PACELINE_RUN": str(self.run.path.resolve())}
+        try:
+            return run_attempt(
+                self.run,
+                command=self.argv,
+                nproc=self.script.nproc,
+                attempt=number,
+                env={**self.env, **told},
+                lock_fd=self.lock,
+                on_tick=show,
+                watchdog=Watchdog(self.run, number, self.script.nproc, hang_after_s=self.hang_after_s, script=True),
+                stop_grace_s=STOP_GRACE_S,
+                libuv=self.libuv,
+                cwd=self.script.cwd,
+                own_exit_codes=True,
+            )
+        finally:
+            tail.close()
+
+    def came_further(self, ended: Ended) -> bool:
+        return ended.seconds >= PROGRESS_S
+
+    def abilities(self, ended: Ended) -> Abilities:
+        return Abilities()
+
+    def change(self, decision: Decision) -> None:
+        """Nothing: what is in the script is its author's. A port of ours is another one each time."""
+
+    def say(self, lines: list[str]) -> None:
+        say(lines)
 
 
 def format_script(script: Script, machine: Machine) -> list[str]:
@@ -221,13 +256,14 @@ def format_script(script: Script, machine: Machine) -> list[str]:
     return [f"script  {' '.join(script.command)}", f"device  {devices}"]
 
 
-def closing_lines(run: RunDir, script: Script, outcome: Outcome, *, seconds: float) -> list[str]:
-    """How it ended; where a rank failed, its own traceback."""
-    logs = f"logs    {run.logs(ATTEMPT)}"
+def closing_lines(run: RunDir, script: Script, ending: Ending, *, seconds: float) -> list[str]:
+    """How it ended; where a rank failed, its own traceback and what it means."""
+    outcome = ending.outcome
+    logs = f"logs    {run.logs(outcome.attempt)}"
     if outcome.state == "failed":
         rank = outcome.root.rank if outcome.root else None
         append_event(run, "failed", rank=rank, exit_code=outcome.exit_code)
-        return ["", format_failure(outcome, run)]
+        return ["", format_explained(outcome, run, ending.explanation)]
     append_event(run, outcome.state)
     if outcome.state == "interrupted":
         return ["", f"interrupted after {format_duration(seconds)}", logs]

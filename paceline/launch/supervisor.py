@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -23,12 +23,19 @@ from typing import Any, Literal
 from paceline.errors import Interrupted
 from paceline.launch.agent import Lines, kill_processes
 from paceline.launch.failure import Failure, find_failures, read_log_tail
+from paceline.launch.watchdog import Hang, Watchdog
 from paceline.rundir import RunDir, append_event, read_json_lines
 
 TICK_S = 0.1
 ONE_CTRL_C_S = 0.3  # wrappers such as `uv run` pass on the signal that the terminal has sent already
 AGENT_MARGIN_S = 12.0  # the agent ends what will not end by itself, and then itself, within this
 LAUNCH_LOG = "launch.log"  # stderr of the agent and the engine
+
+STOP_SIGNALS = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGUSR1,
+)  # SIGUSR1: a batch system says that the time is nearly up
 
 State = Literal["finished", "failed", "interrupted"]
 
@@ -55,6 +62,7 @@ def run_attempt(
     env: Mapping[str, str],
     lock_fd: int | None,
     on_tick: Callable[[], None],
+    watchdog: Watchdog | None = None,
     stop_grace_s: float = 60.0,
     libuv: bool = True,
     cwd: Path | None = None,
@@ -62,7 +70,8 @@ def run_attempt(
 ) -> Outcome:
     """Start `nproc` workers and stay until they have ended; call it from the main thread, as it takes the signals.
 
-    on_tick is called some ten times a second. lock_fd: flock on the run folder, which agent and engine keep too.
+    on_tick is called some ten times a second; so is the watchdog, and the rank that it names is killed. lock_fd: flock on the
+    run folder, which agent and engine keep too.
     libuv: False where torch was built without it; `env` must say so too (launch/env.py). cwd: of the workers.
     own_exit_codes: the attempt ends with what its root cause ended with, as a shell would say it.
     """
@@ -79,6 +88,7 @@ def run_attempt(
         "libuv": libuv,
         "cwd": None if cwd is None else str(cwd),
     }
+    forget_marks(run)
     watch = AttemptWatch(run, attempt, nproc, own_exit_codes=own_exit_codes)
     with caught_signals() as caught, started_agent(job) as link:
         while not link.ended:
@@ -91,9 +101,21 @@ def run_attempt(
                 watch.killing = True
                 link.send("kill", give_up_s=AGENT_MARGIN_S)
             on_tick()
+            if watchdog and not watch.stopping and (hang := watchdog.poll()):
+                watch.note_hang(hang)
+                if hang.rank is None:
+                    link.send("kill", give_up_s=AGENT_MARGIN_S)
+                else:
+                    link.send("kill_rank", rank=hang.rank, give_up_s=AGENT_MARGIN_S)
     outcome = watch.outcome(agent_exit_code=link.agent.returncode)
     on_tick()
     return outcome
+
+
+def forget_marks(run: RunDir) -> None:
+    """Where the ranks of the attempt before came to would pass for signs of life of the next."""
+    for path in run.progress(0).parent.glob("*"):
+        path.unlink(missing_ok=True)
 
 
 class AttemptWatch:
@@ -110,6 +132,7 @@ class AttemptWatch:
         self.ranks: list[dict[str, Any]] = []
         self.engine_exit_code: int | None = None
         self.joined: bool | None = None
+        self.hang: Hang | None = None
 
     def note(self, line: dict[str, Any]) -> None:
         if "ranks" in line:
@@ -134,11 +157,17 @@ class AttemptWatch:
         self.stopping = True
         append_event(self.run, "stopping", attempt=self.attempt, signal=signal_name)
 
+    def note_hang(self, hang: Hang) -> None:
+        self.hang = hang
+        append_event(self.run, "hang", attempt=self.attempt, **asdict(hang))
+
     def outcome(self, *, agent_exit_code: int) -> Outcome:
         if not self.ranks:
             self.note_attempt()
         failures = find_failures(self.run, self.attempt, self.ranks)
-        if not failures and not self.stopping and (self.engine_exit_code or self.engine_exit_code is None):
+        if self.hang:
+            failures = hang_first(self.hang, failures)
+        elif not failures and not self.stopping and (self.engine_exit_code or self.engine_exit_code is None):
             failures = [self.launch_failure(agent_exit_code)]
         state = self.state(failures)
         if state == "failed":
@@ -163,16 +192,25 @@ class AttemptWatch:
 
     def state(self, failures: list[Failure]) -> State:
         if not self.stopping or self.failed_first:
-            return "failed" if failures else "finished"
+            if failures:
+                return "failed"
+            return (
+                "interrupted" if "stopped" in self.last_phases() else "finished"
+            )  # the signal went to the workers alone
         if any(failure.traceback and not failure.consequence for failure in failures):
             return "failed"  # an error while stopping, such as a full disk: perhaps nothing was saved
         return "finished" if self.all_done() else "interrupted"
 
     def all_done(self) -> bool:
         """Every rank says that it had reached its last step: the order to stop came too late to matter."""
+        phases = self.last_phases()
+        return bool(phases) and all(phase == "done" for phase in phases)
+
+    def last_phases(self) -> list[str | None]:
+        """Of each rank, where it marks its progress, as those of a script do not."""
         paths = [self.run.progress(each["rank"]) for each in self.ranks]
         last = [list(read_json_lines(path))[-1:] for path in paths]
-        return bool(last) and all(line and line[0].get("phase") == "done" for line in last)
+        return [line[0].get("phase") if line else None for line in last]
 
     def launch_failure(self, agent_exit_code: int) -> Failure:
         who, exit_code = "torch's elastic agent", self.engine_exit_code
@@ -188,6 +226,14 @@ class AttemptWatch:
             consequence=False,
             traceback=None if killed_by else "\n".join(read_log_tail(self.run.logs(self.attempt) / LAUNCH_LOG)),
         )
+
+
+def hang_first(hang: Hang, failures: list[Failure]) -> list[Failure]:
+    """The rank that was named is the root cause; what the others said when it was killed only followed."""
+    named = Failure(
+        rank=hang.rank, exit_code=None, signal="SIGKILL", message=hang.text, time=time.time(), consequence=False
+    )
+    return [named, *(replace(each, consequence=True) for each in failures if each.rank != hang.rank)]
 
 
 def exit_code_of(state: State, failures: list[Failure], *, own: bool) -> int:
@@ -218,7 +264,7 @@ class Caught:
 @contextmanager
 def caught_signals() -> Iterator[Caught]:
     caught = Caught()
-    before = {signum: signal.signal(signum, caught.take) for signum in (signal.SIGINT, signal.SIGTERM)}
+    before = {signum: signal.signal(signum, caught.take) for signum in STOP_SIGNALS}
     try:
         yield caught
     finally:
@@ -247,9 +293,9 @@ class AgentLink:
             self.agent.kill()  # the engine and the workers follow by PDEATHSIG
         return self._lines.read() if self._selector.select(timeout_s) else []
 
-    def send(self, do: str, *, give_up_s: float) -> None:
+    def send(self, do: str, *, give_up_s: float, **fields: int) -> None:
         self.give_up_at = min(self.give_up_at, time.monotonic() + give_up_s)
-        self.write({"do": do})
+        self.write({"do": do, **fields})
 
     def write(self, line: dict[str, Any]) -> None:
         assert self.agent.stdin is not None

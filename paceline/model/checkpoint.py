@@ -32,13 +32,24 @@ from paceline.model.manifest import (
     read_manifest,
     verify,
 )
-from paceline.model.publish import PendingSave, explained, give_up, prune, publish, shard_name, write_part
+from paceline.model.publish import (
+    NoSpace,
+    PendingSave,
+    explained,
+    free_space,
+    give_up,
+    prune,
+    publish,
+    shard_name,
+    write_part,
+)
 from paceline.model.shard_file import RawTensor
 
 __all__ = [
     "CheckpointReader",
     "CheckpointWriter",
     "NoCheckpoint",
+    "NoSpace",
     "Piece",
     "SavedCheckpoint",
     "clean_leftovers",
@@ -47,6 +58,8 @@ __all__ = [
     "open_checkpoint",
     "verify",
 ]
+
+LOOK_S, LONGEST_LOOK_S = 2.0, 300.0  # between looks for space after a save that found none; doubled when it fails again
 
 DTYPE_CODES = {  # torch -> safetensors
     torch.float64: "F64",
@@ -92,6 +105,10 @@ class CheckpointWriter:
     attempt: the same on all ranks and never used before in this run, so that what a killed attempt left at the same
     step is never taken for this one's. on_saved is called on rank 0, from the thread. Call `wait` before the process
     ends: the thread does not keep it alive, and a save that is cut off leaves only what `clean_leftovers` removes.
+
+    on_no_space: called from the thread of any rank that learns of a full disk, which then is no error of `save` and
+    `wait`: the checkpoints before stand and the training goes on; rank 0's `has_space_again` tells when to try again.
+    whole_bytes: of a checkpoint, over all ranks.
     """
 
     def __init__(
@@ -104,6 +121,8 @@ class CheckpointWriter:
         keep_last: int,
         on_saved: Callable[[SavedCheckpoint], None],
         deadline_s: float = 600.0,
+        on_no_space: Callable[[NoSpace], None] | None = None,
+        whole_bytes: int | None = None,
     ):
         assert keep_last >= 1, keep_last
         self._directory = directory
@@ -113,6 +132,10 @@ class CheckpointWriter:
         self._keep_last = keep_last
         self._on_saved = on_saved
         self._deadline_s = deadline_s
+        self._on_no_space = on_no_space
+        self._whole_bytes = whole_bytes
+        self.no_space: NoSpace | None = None  # what the last save met
+        self._look_s, self._next_look = LOOK_S, 0.0
         self._num_saves = 0
         self._copies: dict[str, Tensor] = {}  # kept for the next save: fresh memory costs more than the copying
         self._thread: threading.Thread | None = None
@@ -138,6 +161,7 @@ class CheckpointWriter:
             attempt=f"{self._attempt}-{self._num_saves}",  # a step saved again after a failure is another attempt
             tensors=self._copy(pieces),
             entries=_entries(pieces, file=shard_name(self._rank, self._world_size)),
+            whole_bytes=self._whole_bytes,
         )
         state = json.loads(json.dumps(state, allow_nan=False))  # as it is now
         self._thread = threading.Thread(
@@ -154,6 +178,15 @@ class CheckpointWriter:
         error, self._error = self._error, None
         if error:
             raise error
+
+    def has_space_again(self) -> bool:
+        """On rank 0, whether the last save found no space and now there is some; cheap enough to be asked in every step."""
+        if self.no_space is None or self._rank != 0 or time.monotonic() < self._next_look:
+            return False
+        self._next_look = time.monotonic() + self._look_s
+        if self._thread is not None and self._thread.is_alive():
+            return False
+        return (free_space(self._directory) or 0) >= self.no_space.needed_bytes
 
     @torch.no_grad()
     def _copy(self, pieces: Sequence[Piece]) -> list[RawTensor]:
@@ -187,13 +220,21 @@ class CheckpointWriter:
                 )
                 prune(self._directory, step=save.step, keep_last=self._keep_last)
                 self._on_saved(SavedCheckpoint(path, save.step, time.monotonic() - began, num_bytes))
-        except OSError as error:
-            give_up(save)
-            self._error = explained(error, save)
-            self._error.__cause__ = error
+            self.no_space, self._look_s = None, LOOK_S
         except BaseException as error:
-            give_up(save)
+            give_up(save, error)
+            self._note(explained(error, save) if isinstance(error, OSError) else error, cause=error)
+
+    def _note(self, error: BaseException, *, cause: BaseException) -> None:
+        """An error of the save is raised by the next call; a full disk is not, where someone is told of it."""
+        if error is not cause:
+            error.__cause__ = cause
+        if self._on_no_space is None or not isinstance(error, NoSpace):
             self._error = error
+            return
+        self._look_s = LOOK_S if self.no_space is None else min(2 * self._look_s, LONGEST_LOOK_S)
+        self.no_space, self._next_look = error, time.monotonic() + self._look_s
+        self._on_no_space(error)
 
 
 class CheckpointReader:

@@ -7,12 +7,12 @@ at any moment leaves the checkpoints before it, and a hidden folder that `clean_
 in a thread beside the training and touches no tensor.
 """
 
-import errno
 import json
 import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,19 @@ from paceline.model.manifest import (
     tensor_entry,
 )
 from paceline.model.shard_file import FileEntry, RawTensor, shard_bytes, write_shard
-from paceline.rundir import utc_now, write_atomic
+from paceline.rundir import NO_SPACE, unwritable, utc_now, write_atomic
 from paceline.units import format_bytes
 
 POLL_S = 0.02
+
+
+class NoSpace(PacelineError):
+    """The disk or the quota is full: the training can go on, and a later save may find room."""
+
+    def __init__(self, message: str, *, fix: str, step: int, needed_bytes: int, free_bytes: int | None):
+        super().__init__(message, fix=fix)
+        self.step = step
+        self.needed_bytes, self.free_bytes = needed_bytes, free_bytes  # of the whole checkpoint; free after giving up
 
 
 @dataclass(frozen=True)
@@ -46,6 +55,7 @@ class PendingSave:
     attempt: str  # the same on all ranks, other than that of any earlier save of this step
     tensors: Sequence[RawTensor]
     entries: Mapping[str, dict[str, Any]]  # key -> shape, dtype, parts of this rank
+    whole_bytes: int | None = None  # of all ranks' tensors together, where that is known
 
     @property
     def folder(self) -> Path:
@@ -63,7 +73,8 @@ def shard_name(rank: int, world_size: int) -> str:
 
 def write_part(save: PendingSave) -> None:
     """Every rank: its file, then the JSON that says it is whole. A rank that owns nothing writes the JSON alone."""
-    save.folder.mkdir(parents=True, exist_ok=True)
+    save.directory.mkdir(exist_ok=True)  # a run folder that has vanished is not made anew
+    save.folder.mkdir(exist_ok=True)
     files = {save.file.name: asdict(write_shard(save.file, save.tensors))} if save.tensors else {}
     write_atomic(save.file.with_suffix(".json"), json.dumps({"files": files, "tensors": save.entries}))
 
@@ -114,33 +125,57 @@ def prune(directory: Path, *, step: int, keep_last: int) -> None:
             discard(info.path)
 
 
-def give_up(save: PendingSave) -> None:
+def give_up(save: PendingSave, error: BaseException) -> None:
     """Free the disk, and tell rank 0 not to wait."""
     if save.rank == 0:
         shutil.rmtree(save.folder, ignore_errors=True)
         return
     try:
         save.file.unlink(missing_ok=True)
-        save.file.with_suffix(".failed").touch()
+        save.file.with_suffix(".full" if is_full(error) else ".failed").touch()
     except OSError:
         return  # rank 0 gave up before, or learns it at its deadline
+
+
+def is_full(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in NO_SPACE
 
 
 def explained(error: OSError, save: PendingSave) -> PacelineError:
     """What the user reads when the disk said no. After `give_up`, so that the free space is what he will find."""
     who = f"rank {save.rank} of {save.world_size}"
-    resume = f"paceline resume {save.directory.parent}"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        needed, free = shard_bytes(save.tensors), shutil.disk_usage(save.directory).free
-        return PacelineError(
-            f"no space for the checkpoint of step {save.step}: {who} needs {format_bytes(needed)},"
-            f" {format_bytes(free)} free in {save.directory}; the checkpoints before it are untouched",
-            fix=f"free some space (older checkpoints lie there too), then: {resume}",
-        )
+    if is_full(error):
+        return no_space(save, who, num_bytes=shard_bytes(save.tensors))
+    if not save.directory.parent.is_dir():
+        return unwritable(save.directory, error)
     return PacelineError(
         f"{who} cannot write the checkpoint of step {save.step} to {save.directory}: {error.strerror}",
-        fix=f"make the folder writable, then: {resume}",
+        fix=f"make the folder writable, then: paceline resume {save.directory.parent}",
     )
+
+
+def no_space(save: PendingSave, who: str, *, num_bytes: int | None) -> NoSpace:
+    """num_bytes: what `who` has to write, where this rank knows."""
+    free_bytes = free_space(save.directory)
+    needs = "has not enough" if num_bytes is None else f"needs {format_bytes(num_bytes)}"
+    if save.whole_bytes is not None and save.world_size > 1:
+        needs += f", all together {format_bytes(save.whole_bytes)}"
+    free = "" if free_bytes is None else f", {format_bytes(free_bytes)} free in {save.directory}"
+    return NoSpace(
+        f"no space for the checkpoint of step {save.step}: {who} {needs}{free}; the checkpoints before it are untouched",
+        fix=f"free some space (older checkpoints lie there too), then: paceline resume {save.directory.parent}",
+        step=save.step,
+        needed_bytes=max(save.whole_bytes or 0, num_bytes or 0),
+        free_bytes=free_bytes,
+    )
+
+
+def free_space(directory: Path) -> int | None:
+    """Bytes, for a folder that is there or to be made; None where its parent is gone too."""
+    for place in (directory, directory.parent):
+        with suppress(OSError):
+            return shutil.disk_usage(place).free
+    return None
 
 
 def _collect(save: PendingSave, *, deadline_s: float) -> list[dict[str, Any]]:
@@ -149,6 +184,8 @@ def _collect(save: PendingSave, *, deadline_s: float) -> list[dict[str, Any]]:
     notes = [(save.folder / shard_name(rank, save.world_size)).with_suffix(".json") for rank in range(save.world_size)]
     while missing := [rank for rank, note in enumerate(notes) if not note.exists()]:
         for rank in missing:
+            if notes[rank].with_suffix(".full").exists():
+                raise no_space(save, f"rank {rank} of {save.world_size}", num_bytes=None)
             if notes[rank].with_suffix(".failed").exists():
                 raise PacelineError(
                     f"rank {rank} of {save.world_size} could not write its part of the checkpoint of step {save.step};"

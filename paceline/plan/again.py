@@ -6,11 +6,12 @@ it every bit that follows. What was learnt of this machine since must not change
 """
 
 from collections.abc import Callable, Set
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from paceline.config import Config
-from paceline.plan.fit import DoesNotFit
+from paceline.plan.fit import DoesNotFit, divisors
 from paceline.plan.machine import Machine
 from paceline.plan.planner import Plan, choose_device, choose_world_size, memory_setup
 from paceline.units import MIB
@@ -45,6 +46,38 @@ def plan_again(old: Plan, config: Config, machine: Machine, *, make: MakePlan, c
     if "device_batch_size" in kept:
         plan = replace(plan, memory_share=old.memory_share, notes=old.notes)
     return plan
+
+
+def smaller_plan(old: Plan, config: Config, machine: Machine, *, make: MakePlan) -> Plan | None:
+    """The next that needs less memory for the same steps: fewer rows at once, then activation checkpointing; else None."""
+    share_rows = old.device_batch_size * old.grad_accum_steps
+    fewer = [count for count in divisors(share_rows) if count < old.device_batch_size]
+    tries: list[dict[str, Any]] = [{"device_batch_size": count} for count in fewer]
+    if not old.activation_checkpointing and config.activation_checkpointing is None:
+        tries.append({"device_batch_size": old.device_batch_size, "activation_checkpointing": True})
+    for change in tries:
+        with suppress(DoesNotFit):
+            return plan_again(old, replace(config, **change), machine, make=make, changed=frozenset(change))
+    return None
+
+
+def words_of_change(old: Plan, new: Plan) -> str:
+    """4 rows at once instead of 8, 6 micro-steps instead of 3"""
+    words = []
+    if new.device_batch_size != old.device_batch_size:
+        rows = "row" if new.device_batch_size == 1 else "rows"
+        words.append(f"{new.device_batch_size} {rows} at once instead of {old.device_batch_size}")
+    if new.grad_accum_steps != old.grad_accum_steps:
+        words.append(f"{new.grad_accum_steps} micro-steps instead of {old.grad_accum_steps}")
+    if new.activation_checkpointing and not old.activation_checkpointing:
+        words.append("activation checkpointing")
+    return ", ".join(words)
+
+
+def fewer_ranks(old: Plan, *, devices: int) -> int:
+    """The most ranks, of so many devices, that can share the rows of each step; 0 if none can."""
+    rows = old.total_batch_size // old.model.sequence_len
+    return next((count for count in range(min(devices, old.world_size), 0, -1) if rows % count == 0), 0)
 
 
 def _make_unrefused(old: Plan, config: Config, machine: Machine, make: MakePlan) -> Plan:

@@ -42,6 +42,17 @@ def _used_bytes(folder: Path, used_name: str) -> int | None:
     return None if used is None else max(0, used - droppable)
 
 
+def oom_kills(root: Path = Path("/")) -> int | None:
+    """Processes of this one's group that the kernel has ended for want of memory, so far; None where it does not say."""
+    for folder in _groups("memory", root):
+        for name in ("memory.events", "memory.oom_control"):
+            lines = (line.split() for line in (read_text(folder / name) or "").splitlines())
+            found = [int(words[1]) for words in lines if len(words) == 2 and words[0] == "oom_kill"]
+            if found:
+                return found[0]
+    return None
+
+
 def cpu_quota(root: Path = Path("/")) -> float | None:
     """CPU seconds per second that the groups allow; None where they do not limit."""
     found = []

@@ -22,6 +22,9 @@ CPU_MICRO_STEP_TOKENS = 2_048  # of an automatic device_batch_size: more are no 
 BLIND_MICRO_STEP_TOKENS = 32_768  # the same on a GPU whose memory is not known
 
 Estimate = Callable[[MemorySetup], MemoryEstimate]
+TooLarge = Callable[
+    [str, MemorySetup, int | None], bool
+]  # device name, setup, bytes of the device -> it failed here before
 
 
 class DoesNotFit(PlanError):
@@ -40,6 +43,7 @@ class Free:
     logits: bool
     checkpointing: bool
     most_rows: int | None = None  # more are no faster on this device
+    too_large: Callable[[MemorySetup], bool] = lambda setup: False  # it ran out of memory here before
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,13 @@ class Chosen:
 
 
 def choose_fit(
-    config: Config, setup: MemorySetup, machine: Machine, *, share_rows: int, calibrate: Calibrate | None
+    config: Config,
+    setup: MemorySetup,
+    machine: Machine,
+    *,
+    share_rows: int,
+    calibrate: Calibrate | None,
+    too_large: TooLarge | None = None,
 ) -> Chosen:
     """setup: as the config has it. Raises PlanError, with the smallest change that would fit."""
     gpu = machine.gpus[0] if setup.device == "cuda" else None
@@ -64,6 +74,9 @@ def choose_fit(
         calibration = calibrate(gpu.name if gpu else "CPU", candidate) if calibrate else None
         return estimate_memory(candidate, card_bytes=card_bytes, consumer=consumer, calibration=calibration)
 
+    def failed_here(candidate: MemorySetup) -> bool:
+        return too_large is not None and too_large(gpu.name if gpu else "CPU", candidate, card_bytes or None)
+
     share = memory_share(config) if config.device_batch_size is None else 1.0
     most = CPU_MICRO_STEP_TOKENS if gpu is None else None if card_bytes else BLIND_MICRO_STEP_TOKENS
     free = Free(
@@ -71,6 +84,7 @@ def choose_fit(
         logits=config.logits_mib is None,
         checkpointing=config.activation_checkpointing is None,
         most_rows=max(1, most // setup.model.sequence_len) if most else None,
+        **({"too_large": failed_here} if config.device_batch_size is None else {}),
     )
     found = fit(
         setup,
@@ -192,12 +206,10 @@ def fit(
     rows = divisors(share_rows) if free.rows else [setup.device_batch_size]
     if free.rows and free.most_rows is not None:
         rows = [count for count in rows if count <= free.most_rows]
-    if budget_bytes is None:
-        return with_rows(setup, rows[0], share_rows=share_rows)
     for relaxed in relaxations(setup, free):
         for count in rows:
             candidate = with_rows(relaxed, count, share_rows=share_rows)
-            if fits(estimate(candidate), budget_bytes):
+            if not free.too_large(candidate) and (budget_bytes is None or fits(estimate(candidate), budget_bytes)):
                 return candidate
     return None
 

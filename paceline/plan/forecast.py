@@ -25,6 +25,7 @@ from paceline.plan.planner import Plan, make_plan
 from paceline.plan.run_cost import Price, RunCost, run_cost
 from paceline.plan.speeds import load_speeds
 from paceline.plan.step_time import StepSetup, StepTime, step_time
+from paceline.plan.too_large import kept_too_large
 
 FULLEST_SHARE = 0.9  # of a device's memory, that a lever may suggest
 
@@ -72,7 +73,12 @@ def forecast(
 ) -> Forecast:
     """Raises PlanError where nothing fits."""
     planned = partial(
-        make_plan, machine=machine, vocab_size=vocab_size, num_rows=num_rows, calibrate=kept_calibration(cache)
+        make_plan,
+        machine=machine,
+        vocab_size=vocab_size,
+        num_rows=num_rows,
+        calibrate=kept_calibration(cache),
+        too_large=kept_too_large(cache),
     )
     plan = planned(config)
     link = link_of(asked.link, machine, world_size=plan.world_size, device=plan.device, comm=read_comm(cache))

@@ -14,7 +14,7 @@ from paceline.errors import PlanError
 from paceline.plan.activations import MemorySetup
 from paceline.plan.cost import flops_per_token
 from paceline.plan.estimate import Calibrate
-from paceline.plan.fit import LOGITS_MIB, choose_fit
+from paceline.plan.fit import LOGITS_MIB, TooLarge, choose_fit
 from paceline.plan.gpus import peak_flops
 from paceline.plan.machine import Machine
 from paceline.plan.scaling import GroupSettings, batch_of_horizon, group_settings, horizon_tokens, width_of_depth
@@ -79,11 +79,17 @@ class Plan:
 
 
 def make_plan(
-    config: Config, machine: Machine, *, vocab_size: int, num_rows: int, calibrate: Calibrate | None = None
+    config: Config,
+    machine: Machine,
+    *,
+    vocab_size: int,
+    num_rows: int,
+    calibrate: Calibrate | None = None,
+    too_large: TooLarge | None = None,
 ) -> Plan:
     """vocab_size: the tokenizer's. num_rows: rows of one epoch, 0 if not known yet (then epochs cannot be worked out).
 
-    calibrate: finds what this machine measured of such models.
+    calibrate: finds what this machine measured of such models. too_large: what ran out of memory here.
     """
     device = choose_device(config, machine)
     world_size = choose_world_size(config, machine, device=device)
@@ -116,7 +122,7 @@ def make_plan(
         attention=attention_kernel(model, machine, device=device, attention=attention, precision=precision),
         compiled=compiled is True,
     )
-    chosen = choose_fit(config, setup, machine, share_rows=share_rows, calibrate=calibrate)
+    chosen = choose_fit(config, setup, machine, share_rows=share_rows, calibrate=calibrate, too_large=too_large)
     setup = chosen.setup
     gpu = machine.gpus[0] if device == "cuda" else None
     return Plan(

@@ -80,7 +80,7 @@ class Engine(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._keys_before = self._num_keys()
         pids: dict[int, Any] = super()._start_workers(worker_group)
-        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(signum, self._request_stop)  # torch has just installed handlers that would end us at once
         report("started", ranks=self.ranks())
         return pids

@@ -9,7 +9,6 @@ are the optimizer's own collectives and the evaluation's sum; nothing else needs
 # B rows in a micro-batch, T tokens in a row
 
 import gc
-import json
 import logging
 import math
 import os
@@ -18,18 +17,19 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from paceline.config import Config
-from paceline.errors import TrainingFailed
 from paceline.plan.cost import mfu
 from paceline.plan.planner import Plan
-from paceline.rundir import RunDir, append_json_line, utc_now
+from paceline.rundir import LineFile, RunDir, utc_now
 from paceline.train import schedule
 from paceline.train.optim import ReplicatedAdamW, ShardedOptimizer
+from paceline.train.progress import Progress
+from paceline.train.trouble import LossGuard, find_trouble
 from paceline.units import format_bytes, format_duration, format_mfu
 
 log = logging.getLogger("paceline")
@@ -74,20 +74,6 @@ class StopRequest:
         self.asked = True
 
 
-class Progress:
-    """progress/<rank>: a few bytes overwritten in place, so that others see where this rank is."""
-
-    WIDTH = 96
-
-    def __init__(self, run: RunDir, rank: int):
-        run.progress(rank).parent.mkdir(parents=True, exist_ok=True)
-        self.fd = os.open(run.progress(rank), os.O_WRONLY | os.O_CREAT, 0o644)
-
-    def mark(self, step: int, phase: str) -> None:
-        line = json.dumps({"step": step, "phase": phase, "time": round(time.time(), 3)})
-        os.pwrite(self.fd, line.ljust(self.WIDTH - 1).encode() + b"\n", 0)
-
-
 @dataclass
 class StepClock:
     """Seconds spent in steps since the last line of metrics; evaluations and samples are not in it."""
@@ -107,6 +93,13 @@ class StepClock:
         step_ms = 1000 * self.seconds / self.steps
         self.steps, self.seconds = 0, 0.0
         return step_ms
+
+
+class Agreed(NamedTuple):
+    """What some rank asked for before a step, and all do after it."""
+
+    stop: bool
+    save: bool
 
 
 class Loader(Protocol):
@@ -135,6 +128,11 @@ class Loop:
     note_memory: Callable[[int], None]
     progress: Progress
     scale: LossScale
+    guard: LossGuard = field(default_factory=LossGuard)
+    save_again: Callable[[], bool] = lambda: False  # the last save found no space, and now there is some
+
+    def __post_init__(self) -> None:
+        self.metrics = LineFile(self.run.metrics)
 
     def train(self, start_step: int) -> tuple[int, float | None, bool]:
         """From start_step to the end of the plan. Returns steps done, the last val_bpb, and whether it was stopped early."""
@@ -144,10 +142,10 @@ class Loop:
         self.progress.mark(start_step, "train")
         for step in range(start_step, plan.num_steps):
             clock.start()
-            values, stopping = self.one_step(step)
+            values, agreed = self.one_step(step)
             clock.stop()
             done = step + 1
-            last = done == plan.num_steps
+            last, stopping = done == plan.num_steps, agreed.stop
             if done == start_step + 1:
                 gc.collect()
                 gc.freeze()  # model and optimizer objects live to the end: later collections need not walk them
@@ -156,51 +154,72 @@ class Loop:
             bpb = self._evaluate(done) if due and not stopping else None
             if last or stopping or due or done == start_step + 1 or done % self.config.log_every == 0:
                 self._log(done, values, bpb=bpb, step_ms=clock.take_step_ms())
-            if last or stopping or _due(done, self.config.save_every):
+            if last or stopping or agreed.save or _due(done, self.config.save_every):
                 self.progress.mark(done, "save")
                 self.save(done, bpb)
             if not stopping and (last or _due(done, self.config.sample_every)):
+                self.progress.mark(done, "sample")
                 self.sample(done)
             if done == start_step + MEMORY_STEPS:
                 self.note_memory(done)
-            self.progress.mark(done, "train")
             if stopping:
                 return done, bpb, not last
         return plan.num_steps, bpb, False
 
-    def one_step(self, step: int) -> tuple[dict[str, float], bool]:
-        """Forward, backward, agree, update. Returns metrics of the step, and whether some rank was asked to stop."""
-        plan, config, optimizer = self.plan, self.config, self.optimizer
+    def one_step(self, step: int) -> tuple[dict[str, float], Agreed]:
+        """Forward, backward, agree, update. Returns metrics of the step, and what the ranks have agreed to do after it."""
+        plan, optimizer = self.plan, self.optimizer
         optimizer.zero_grad()
-        nats_sum = torch.zeros((), device=self.device)
-        for micro_step in range(plan.grad_accum_steps):
-            idx, targets = self.loader.micro_batch(step, micro_step)  # (B, T) int64
-            with optimizer.micro_step(last=micro_step == plan.grad_accum_steps - 1):
-                nats = self.forward(idx, targets)  # () fp32
-                (nats if self.scale.value == 1 else nats * self.scale.value).backward()  # type: ignore[no-untyped-call]
-            nats_sum += nats.detach()
+        nats_sum = self._micro_steps(step)
         bad = torch.zeros(plan.world_size, device=self.device)
         bad[self.rank] = ~nats_sum.isfinite()
-        asked = torch.full((1,), float(self.stop.asked), device=self.device)
+        # two counts in one number, so that the message keeps its length
+        asks = self.stop.asked + (plan.world_size + 1) * self.save_again()
+        asked = torch.full((1,), float(asks), device=self.device)
+        self.progress.mark(step, "reduce", plan.grad_accum_steps - 1)
         # the step's one wait for the device: loss, stop flags and gradient norm decide what comes next on every rank alike
-        loss_sum, stop_count, *rest = optimizer.reduce(
+        loss_sum, asked_sum, *bad_flags, squares = optimizer.reduce(
             torch.cat([nats_sum.nan_to_num(0, 0, 0)[None], asked, bad])
         ).tolist()
-        bad_ranks = [rank for rank, flag in enumerate(rest[:-1]) if flag]
-        if bad_ranks:
-            raise TrainingFailed(
-                f"the loss is not finite at step {step + 1} on rank{'s' if len(bad_ranks) > 1 else ''}"
-                f" {', '.join(map(str, bad_ranks))}",
-                fix=f"lower --matrix-lr or --embedding-lr and go on from the last checkpoint: paceline resume {self.run.path}",
-            )
-        grad_scale = 1 / (plan.total_batch_size * self.scale.value)
-        grad_norm = math.sqrt(rest[-1]) * grad_scale if math.isfinite(rest[-1]) else math.inf
+        save_count, stop_count = divmod(int(asked_sum), plan.world_size + 1)
+        loss = loss_sum / plan.total_batch_size
+        grad_norm = math.sqrt(squares) * self.grad_scale if math.isfinite(squares) else math.inf
         overflow = not math.isfinite(grad_norm)
-        if overflow and not self.scale.dynamic:
-            raise TrainingFailed(
-                f"the gradient is not finite at step {step + 1}, the loss still is",
-                fix=f"--precision fp32 tells whether it is the number format: paceline resume {self.run.path} --precision fp32",
-            )
+        bad_ranks = tuple(rank for rank, flag in enumerate(bad_flags) if flag)
+        trouble = find_trouble(
+            self.guard, step + 1, loss=loss, bad_ranks=bad_ranks, gradient_bad=overflow and not self.scale.dynamic
+        )
+        if trouble is not None:
+            raise trouble.explained(self.run, rank_nats=float(nats_sum))
+        self.progress.mark(step, "update", plan.grad_accum_steps - 1)
+        mult = self._update(step, grad_norm=grad_norm)
+        if self.scale.dynamic:
+            self.scale.update(overflow=overflow)
+        self.progress.mark(step + 1, "train")
+        return {"loss": loss, "lr_mult": mult, "grad_norm": grad_norm}, Agreed(stop_count > 0, save_count > 0)
+
+    @property
+    def grad_scale(self) -> float:
+        """Makes the summed gradient that of the mean loss."""
+        return 1 / (self.plan.total_batch_size * self.scale.value)
+
+    def _micro_steps(self, step: int) -> Tensor:
+        """The step's gradients; returns this rank's loss, the sum over its tokens, () fp32."""
+        nats_sum = torch.zeros((), device=self.device)
+        for micro_step in range(self.plan.grad_accum_steps):
+            self.progress.mark(step, "load", micro_step)
+            idx, targets = self.loader.micro_batch(step, micro_step)  # (B, T) int64
+            with self.optimizer.micro_step(last=micro_step == self.plan.grad_accum_steps - 1):
+                self.progress.mark(step, "forward", micro_step)
+                nats = self.forward(idx, targets)  # () fp32
+                self.progress.mark(step, "backward", micro_step)
+                (nats if self.scale.value == 1 else nats * self.scale.value).backward()  # type: ignore[no-untyped-call]
+            nats_sum += nats.detach()
+        return nats_sum
+
+    def _update(self, step: int, *, grad_norm: float) -> float:
+        """The optimizer's step, unless fp16 has overflowed; returns the learning rate's multiplier."""
+        plan, config = self.plan, self.config
         mult = schedule.lr_mult(
             step,
             plan.num_steps,
@@ -208,18 +227,15 @@ class Loop:
             warmdown_ratio=config.warmdown_ratio,
             final_lr_frac=config.final_lr_frac,
         )
-        if not overflow:
+        if math.isfinite(grad_norm):
             clip = 1.0 if config.grad_clip is None else min(1.0, config.grad_clip / (grad_norm + 1e-6))
-            optimizer.step(
+            self.optimizer.step(
                 lr_mult=mult,
                 momentum=schedule.muon_momentum(step, plan.num_steps, warmdown_ratio=config.warmdown_ratio),
                 weight_decay_mult=schedule.weight_decay_mult(step, plan.num_steps),
-                grad_scale=grad_scale * clip,
+                grad_scale=self.grad_scale * clip,
             )
-        if self.scale.dynamic:
-            self.scale.update(overflow=overflow)
-        self.progress.mark(step + 1, "train")
-        return {"loss": loss_sum / plan.total_batch_size, "lr_mult": mult, "grad_norm": grad_norm}, stop_count > 0
+        return mult
 
     def _evaluate(self, done: int) -> float:
         self.progress.mark(done, "eval")
@@ -237,8 +253,7 @@ class Loop:
         if bpb is not None:
             record["val_bpb"] = bpb
         finite_norm = values["grad_norm"] if math.isfinite(values["grad_norm"]) else None
-        append_json_line(
-            self.run.metrics,
+        self.metrics.append(
             {
                 **record,
                 "lr_mult": round(values["lr_mult"], 6),

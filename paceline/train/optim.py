@@ -23,9 +23,11 @@ from paceline.train.buckets import BucketBuffers, MatrixBatch, matrix_batches
 from paceline.train.dist import all_reduce_sum
 from paceline.train.owned import (
     NO_GRADIENT,
+    Owned,
     Read,
     check_shapes,
     grad_or_zeros,
+    norms_of,
     step_adamw,
     sum_of_squares,
     whole_tensor,
@@ -193,8 +195,15 @@ class ShardedOptimizer:
 
     def pieces(self) -> list[Piece]:
         """What this rank saves: fp32 weights and states, every row on exactly one rank."""
+        return [piece for share in self._own() for piece in share.pieces()]
+
+    def norms(self, *, grad_scale: float) -> dict[str, dict[str, Any]]:
+        """Of weights and summed gradients, of what this rank saves; after reduce."""
+        return norms_of(self._own(), grad_scale=grad_scale)
+
+    def _own(self) -> list[Owned]:
         shares = [share for bucket in self._buckets for share in bucket.shares]
-        return [piece for share in shares + (self._replicated if self._rank == 0 else []) for piece in share.pieces()]
+        return shares + (self._replicated if self._rank == 0 else [])
 
     @torch.no_grad()
     def load(self, read: Read) -> None:
@@ -278,6 +287,10 @@ class ReplicatedAdamW:
     def pieces(self) -> list[Piece]:
         """Everything, on rank 0."""
         return [piece for share in self._shares for piece in share.pieces()] if self._rank == 0 else []
+
+    def norms(self, *, grad_scale: float) -> dict[str, dict[str, Any]]:
+        """As ShardedOptimizer's."""
+        return norms_of(self._shares if self._rank == 0 else [], grad_scale=grad_scale * self._world_size)
 
     @torch.no_grad()
     def load(self, read: Read) -> None:

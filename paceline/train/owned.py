@@ -2,8 +2,10 @@
 What one rank updates: rows of a parameter with their fp32 master, their gradient and their states; and AdamW over a list of such.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -106,3 +108,28 @@ def whole_tensor(param: nn.Parameter, shape: ParamShape) -> Owned:
 
 def grad_or_zeros(param: nn.Parameter) -> Tensor:
     return torch.zeros_like(param) if param.grad is None else param.grad.detach()
+
+
+def norms_of(shares: Sequence[Owned], *, grad_scale: float) -> dict[str, dict[str, Any]]:
+    """What stands out in the rows of each parameter that this rank owns, after a reduce; None where a norm is no number."""
+    return {
+        share.shape.name: {
+            "rows": [share.lo, share.hi],
+            "weight_norm": _norm(share.master),
+            "weight_bad": _num_bad(share.master),
+            "grad_norm": _norm(share.grad, scale=grad_scale),
+            "grad_bad": _num_bad(share.grad),
+        }
+        for share in shares
+        if share.lo < share.hi
+    }
+
+
+def _norm(x: Tensor, *, scale: float = 1.0) -> float | None:
+    norm = float(torch.linalg.vector_norm(x.float())) * scale
+    return norm if math.isfinite(norm) else None
+
+
+def _num_bad(x: Tensor) -> int:
+    """Elements that are not finite."""
+    return int((~x.isfinite()).sum())

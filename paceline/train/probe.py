@@ -24,7 +24,8 @@ from paceline.plan.planner import Plan
 from paceline.rundir import RunDir, utc_now, write_atomic
 from paceline.train.dist import shutdown
 from paceline.train.footprint import footprint, forget_peaks
-from paceline.train.loop import Loop, LossScale, Progress, StopRequest
+from paceline.train.loop import Loop, LossScale, StopRequest
+from paceline.train.progress import Progress
 from paceline.train.worker import initial_scale, make_model, make_optimizer, start_ranks, write_error
 
 NUM_STEPS = 2  # the first has no states and gradients of an earlier one

@@ -2,11 +2,12 @@
 One rank of a run: `python -m paceline.train.worker RUN --attempt N`, started by the elastic engine with RANK and WORLD_SIZE set.
 
 Everything it needs stands in the run folder: config.toml, plan.json, the newest good checkpoint if there is one. It decides
-nothing of the plan again. On SIGTERM it finishes the step, saves, and ends with 0; all ranks agree on that step.
+nothing of the plan again. On SIGTERM or SIGUSR1 it finishes the step, saves, and ends with 0; all ranks agree on that step.
 """
 
 import argparse
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -22,36 +23,37 @@ import torch
 from torch import Tensor
 
 from paceline.config import load_config
-from paceline.data.shards import TokenDataset, open_dataset
+from paceline.data.rows import BadToken
+from paceline.data.shards import TokenDataset, open_dataset, verify
 from paceline.data.tokenizer import Tokenizer
 from paceline.errors import PacelineError
 from paceline.model.checkpoint import (
-    CheckpointReader,
     CheckpointWriter,
-    NoCheckpoint,
-    Piece,
+    NoSpace,
     SavedCheckpoint,
-    clean_leftovers,
-    load_newest_good,
-    open_checkpoint,
 )
 from paceline.model.cpu_process import fp32_matmul_through_onednn, keep_freed_memory
 from paceline.model.generate import generate
 from paceline.model.gpt import GPT
+from paceline.plan.memory import checkpoint_bytes
 from paceline.plan.planner import Plan
 from paceline.plan.shapes import param_shapes
-from paceline.rundir import RunDir, append_event, read_json_lines, utc_now, write_atomic
+from paceline.rundir import NO_SPACE, RunDir, append_event, read_json_lines, unwritable, utc_now, write_atomic
 from paceline.train.dist import broadcast_object, init_distributed, shutdown
 from paceline.train.evaluate import val_bpb
 from paceline.train.footprint import MemoryNotes
 from paceline.train.loader import TrainLoader
-from paceline.train.loop import Loop, LossScale, Progress, StopRequest
+from paceline.train.loop import Loop, LossScale, StopRequest
 from paceline.train.optim import ReplicatedAdamW, ShardedOptimizer
+from paceline.train.progress import Progress, answer_with_stacks
+from paceline.train.saved import numbers_to_save, resume, rng_pieces
+from paceline.train.trouble import LossGuard, LossTrouble, answer_trouble, keep_evidence, load_skipped
 from paceline.units import format_bytes, format_duration
 
 log = logging.getLogger("paceline")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # SIGUSR1: a batch system's warning that the time is nearly up
 COMPILE_TRIAL_MICRO_STEPS = 3
 SAMPLE_PROMPT_TOKENS, SAMPLE_TOKENS = 48, 160
 
@@ -63,7 +65,8 @@ def main() -> None:
     args = parser.parse_args()
     run, rank = RunDir(args.run), int(os.environ.get("RANK", "0"))
     stop = StopRequest()
-    signal.signal(signal.SIGTERM, stop.ask)
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, stop.ask)
     logging.basicConfig(
         stream=sys.stdout,
         level=logging.INFO,
@@ -72,18 +75,32 @@ def main() -> None:
     )
     progress = Progress(run, rank)
     progress.mark(0, "start")
+    answer_with_stacks(run, attempt=args.attempt, rank=rank)
     try:
         work(run, attempt=args.attempt, stop=stop, progress=progress)
     except BaseException as error:
-        write_error(run, attempt=args.attempt, rank=rank, error=error)
-        traceback.print_exc()
-        sys.stdout.flush()
+        told = in_run_folder(run, error)
+        write_error(run, attempt=args.attempt, rank=rank, error=told)
+        with contextlib.suppress(OSError):  # the log may lie on a full disk
+            traceback.print_exception(told)
+            sys.stdout.flush()
         # exit at once: interpreter shutdown would wait in the destructors of collectives whose peers are gone
-        os._exit(error.exit_code if isinstance(error, PacelineError) else 1)
+        os._exit(told.exit_code if isinstance(told, PacelineError) else 1)
     shutdown()
     logging.shutdown()
-    sys.stdout.flush()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
     os._exit(0)  # gloo's threads under DDP abort in the interpreter's own exit, now and then (torch 2.13)
+
+
+def in_run_folder(run: RunDir, error: BaseException) -> BaseException:
+    """In words that a user can act on, where the error is that the run folder cannot be written."""
+    if not isinstance(error, OSError) or error.filename is None:
+        return error
+    path = Path(os.fsdecode(error.filename))
+    if path.is_relative_to(run.path) and (not run.path.is_dir() or error.errno in (errno.EROFS, errno.EACCES)):
+        return unwritable(path if run.path.is_dir() else run.config_toml, error)
+    return error
 
 
 def write_error(run: RunDir, *, attempt: int, rank: int, error: BaseException) -> None:
@@ -95,11 +112,12 @@ def write_error(run: RunDir, *, attempt: int, rank: int, error: BaseException) -
         "message": error.message if isinstance(error, PacelineError) else str(error),
         "fix": error.fix if isinstance(error, PacelineError) else None,
         "exit_code": error.exit_code if isinstance(error, PacelineError) else 3,
-        "traceback": traceback.format_exc(),
+        "traceback": "".join(traceback.format_exception(error)),
+        **(error.record if isinstance(error, LossTrouble) else {}),
     }
     path = run.rank_error(attempt, rank)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, json.dumps(record))
+    with contextlib.suppress(OSError):  # the run folder may be what has failed: the traceback is in the rank's log too
+        write_atomic(path, json.dumps(record))
 
 
 def work(run: RunDir, *, attempt: int, stop: StopRequest, progress: Progress) -> None:
@@ -111,9 +129,15 @@ def work(run: RunDir, *, attempt: int, stop: StopRequest, progress: Progress) ->
     model = make_model(plan, seed=config.seed, device=device)
     torch.manual_seed(config.seed * 1_000_003 + rank)
     optimizer = make_optimizer(model, plan, rank=rank)
-    loader = TrainLoader(dataset.split("train"), plan, seed=config.seed, rank=rank, device=device)
+    skipped = broadcast_object(load_skipped(run) if rank == 0 else [])
+    passed_over = [each["batch"] for each in skipped]
+    loader = TrainLoader(
+        dataset.split("train"), plan, seed=config.seed, rank=rank, device=device, passed_over=passed_over
+    )
     scale = LossScale(initial_scale(plan), dynamic=plan.precision == "fp16")
-    start = resume(run, optimizer, scale, rank=rank, device=device, plan=plan)
+    guard = LossGuard(config.max_loss_spike)
+    start = resume(run, optimizer, scale, guard, rank=rank, device=device, plan=plan)
+    progress.mark(start, "compile")
     forward = choose_compile(run, model, optimizer, plan, loader, rank=rank)
     memory = MemoryNotes(run, attempt, rank, device, plan, compiled=model._compiled_call_impl is not None)
     writer = CheckpointWriter(
@@ -123,6 +147,8 @@ def work(run: RunDir, *, attempt: int, stop: StopRequest, progress: Progress) ->
         keep_last=config.keep_last,
         attempt=str(attempt),
         on_saved=lambda saved: on_saved(run, saved),
+        on_no_space=lambda error: on_no_space(run, error, rank=rank),
+        whole_bytes=checkpoint_bytes(plan.model, optimizer=plan.optimizer),
     )
 
     def evaluate() -> float:
@@ -138,12 +164,7 @@ def work(run: RunDir, *, attempt: int, stop: StopRequest, progress: Progress) ->
         )
 
     def save(step: int, bpb: float | None) -> None:
-        state = {
-            "optimizer": optimizer.state_dict(),
-            "scale": scale.state_dict(),
-            "seed": config.seed,
-            "momentum_form": "ema",
-        }
+        state = {**numbers_to_save(optimizer, scale, guard), "seed": config.seed, "momentum_form": "ema"}
         pieces = optimizer.pieces() + rng_pieces(rank, device)
         memory.copies_bytes = sum(piece.tensor.nbytes for piece in pieces)
         writer.save(step, pieces, state, val_bpb=bpb)
@@ -154,12 +175,33 @@ def work(run: RunDir, *, attempt: int, stop: StopRequest, progress: Progress) ->
 
     loop = Loop(
         run, config, plan, optimizer, forward, loader, rank, device, stop, evaluate, save, sample, memory.note, progress,
-        scale,
+        scale, guard, writer.has_space_again,
     )  # fmt: skip
     if start >= plan.num_steps:
         finish(run, step=start, bpb=None, stopped=False, rank=rank, progress=progress, writer=writer)
         return
-    done, bpb, stopped = loop.train(start)
+    try:
+        done, bpb, stopped = loop.train(start)
+    except BadToken:
+        progress.mark(start, "ending")
+        verify(dataset)  # names the file, where one is damaged
+        raise
+    except LossTrouble as error:
+        progress.mark(error.trouble.step - 1, "ending")
+        progress.mark(error.trouble.step - 1, "ending")
+        verify(dataset, files=loader.files_of(error.trouble.step - 1))  # no rollback mends a damaged file
+        writer.wait()  # the checkpoint that the next attempt goes on from may still be under way
+        keep_evidence(
+            run,
+            error,
+            attempt=attempt,
+            rank=rank,
+            model=model,
+            optimizer=optimizer,
+            loader=loader,
+            grad_scale=loop.grad_scale,
+        )
+        raise answer_trouble(run, error, skipped, on_nan=config.on_nan, rank=rank) from error
     memory.note(done)
     finish(run, step=done, bpb=bpb, stopped=stopped, rank=rank, progress=progress, writer=writer)
 
@@ -223,53 +265,6 @@ def initial_scale(plan: Plan) -> float:
     return float(2 ** max(0, 16 - (tokens - 1).bit_length()))
 
 
-def resume(
-    run: RunDir,
-    optimizer: ShardedOptimizer | ReplicatedAdamW,
-    scale: LossScale,
-    *,
-    rank: int,
-    device: torch.device,
-    plan: Plan,
-) -> int:
-    """Steps done at the newest good checkpoint, loaded; 0 for a fresh run. Rank 0 checks the hashes, the others take its word."""
-    choice: tuple[str | None, list[str]] = (None, [])
-    if rank == 0 and run.checkpoints.is_dir():
-        clean_leftovers(run.checkpoints)
-        with contextlib.suppress(NoCheckpoint):
-            reader, notes = load_newest_good(run.checkpoints, set_aside=True)
-            choice = (str(reader.path), notes)
-    path, notes = broadcast_object(choice)
-    if path is None:
-        return 0
-    checkpoint = open_checkpoint(Path(path))
-    optimizer.load(checkpoint.read)
-    optimizer.load_state_dict(checkpoint.state["optimizer"])
-    if scale.dynamic and checkpoint.state["scale"]["value"] != 1.0:
-        scale.load_state_dict(checkpoint.state["scale"])
-    load_rng(checkpoint, rank=rank, device=device)
-    if rank == 0:
-        for note in notes:
-            append_event(run, "note", text=note)
-        dropped = drop_metrics_after(run, checkpoint.step)
-        append_event(
-            run, "resumed", step=checkpoint.step, from_world_size=checkpoint.world_size, dropped_metrics=dropped
-        )
-        log.info(
-            f"resumed from {path}, step {checkpoint.step}; saved by {checkpoint.world_size} ranks, now {plan.world_size}"
-        )
-    return checkpoint.step
-
-
-def drop_metrics_after(run: RunDir, step: int) -> int:
-    """Lines of steps that are done again are replaced: metrics.jsonl never holds a step twice. Returns how many went."""
-    records = list(read_json_lines(run.metrics))
-    kept = [record for record in records if record["step"] <= step]
-    if run.metrics.exists():
-        write_atomic(run.metrics, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in kept))
-    return len(records) - len(kept)
-
-
 def choose_compile(
     run: RunDir,
     model: GPT,
@@ -319,25 +314,19 @@ def trial_ms(optimizer: ShardedOptimizer | ReplicatedAdamW, loader: TrainLoader)
     return sorted(times)[len(times) // 2]
 
 
-def rng_pieces(rank: int, device: torch.device) -> list[Piece]:
-    states = {f"rng.cpu.{rank}": torch.get_rng_state()}
-    if device.type == "cuda":
-        states[f"rng.cuda.{rank}"] = torch.cuda.get_rng_state(device)
-    return [Piece(key, tuple(state.shape), (0, len(state)), state) for key, state in states.items()]
-
-
-def load_rng(checkpoint: CheckpointReader, *, rank: int, device: torch.device) -> None:
-    """Each rank takes its own generators back; a rank that did not exist then keeps its fresh seed."""
-    keys = checkpoint.keys()
-    if f"rng.cpu.{rank}" in keys:
-        torch.set_rng_state(checkpoint.read_all(f"rng.cpu.{rank}"))
-    if device.type == "cuda" and f"rng.cuda.{rank}" in keys:
-        torch.cuda.set_rng_state(checkpoint.read_all(f"rng.cuda.{rank}"), device)
-
-
 def on_saved(run: RunDir, saved: SavedCheckpoint) -> None:
     append_event(run, "checkpoint", step=saved.step, seconds=round(saved.seconds, 3), bytes=saved.bytes)
     log.info(f"checkpoint at step {saved.step}: {format_bytes(saved.bytes)} in {saved.seconds:.1f} s")
+
+
+def on_no_space(run: RunDir, error: NoSpace, *, rank: int) -> None:
+    """The training goes on: with the next due save, or as soon as there is room, the loop tries again."""
+    if rank == 0:
+        needed_bytes, free_bytes = error.needed_bytes, error.free_bytes
+        append_event(
+            run, "save_failed", step=error.step, needed_bytes=needed_bytes, free_bytes=free_bytes, message=error.message
+        )
+    log.warning(f"{error.message}; the training goes on, and saves as soon as there is room")
 
 
 @torch.no_grad()
@@ -360,8 +349,13 @@ def write_sample(run: RunDir, model: GPT, dataset: TokenDataset, *, step: int, s
     ):
         tokens += [token for token in new if token is not None]
     before, text = tokenizer.decode(prompt), tokenizer.decode(tokens)
-    run.samples.mkdir(exist_ok=True)
-    write_atomic(run.sample(step), before + text)
+    try:
+        run.samples.mkdir(exist_ok=True)
+        write_atomic(run.sample(step), before + text)
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise
+        log.warning(f"{run.sample(step)} not written: {error.strerror}")  # the event below has the text
     append_event(run, "sample", step=step, prompt=before, text=text)
 
 
@@ -369,7 +363,10 @@ def finish(
     run: RunDir, *, step: int, bpb: float | None, stopped: bool, rank: int, progress: Progress, writer: CheckpointWriter
 ) -> None:
     """Ends the run's files: the last checkpoint is on disk before anyone is told so."""
+    progress.mark(step, "ending")
     writer.wait()
+    if writer.no_space:
+        raise writer.no_space  # the last weights are lost: not what anyone calls finished
     if rank == 0:
         with contextlib.suppress(IndexError):
             bpb = bpb if bpb is not None else [r["val_bpb"] for r in read_json_lines(run.metrics) if "val_bpb" in r][-1]

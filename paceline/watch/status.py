@@ -23,6 +23,9 @@ PASSING = {
     "step_time",
     "finding",
     "attempt_ended",
+    "verdict",
+    "decision",
+    "save_failed",
 }  # say nothing of the state
 
 

@@ -6,7 +6,7 @@ import warnings
 import numpy as np
 import pytest
 
-from paceline.data.order import micro_batch_rows, rows_of_step
+from paceline.data.order import batch_of_step, micro_batch_rows, rows_of_step
 
 SIZES = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 100, 255, 256, 257, 1000, 1023, 1024, 1025, 4095, 4097, 65_535, 65_537]
 
@@ -110,3 +110,17 @@ def test_ranks_and_micro_steps_together_take_exactly_the_rows_of_the_step(world_
         for r in range(world_size)
     ]
     assert np.concatenate(taken).tolist() == rows.tolist()
+
+
+def test_steps_move_up_over_the_batches_that_are_passed_over():
+    assert [batch_of_step(step, []) for step in range(5)] == [0, 1, 2, 3, 4]
+    assert [batch_of_step(step, [2]) for step in range(5)] == [0, 1, 3, 4, 5]
+    assert [batch_of_step(step, [3, 0, 2]) for step in range(4)] == [1, 4, 5, 6]
+
+
+def test_passing_over_one_more_batch_changes_no_step_before_it():
+    for more in range(2, 9):
+        before, after = ([batch_of_step(step, batches) for step in range(8)] for batches in ([1], [1, more]))
+        same = before.index(more)
+        assert after[:same] == before[:same]
+        assert more not in after

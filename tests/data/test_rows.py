@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from paceline.data.rows import TokenSplit
+from paceline.data.rows import BadToken, TokenSplit
 
 BOS = 7
 
@@ -14,7 +14,7 @@ BOS = 7
 def make_split(tmp_path):
     """Tokens 0, 1, 2, ... in shards of shard_tokens."""
 
-    def make(num_tokens, *, shard_tokens=1000, dtype="uint16"):
+    def make(num_tokens, *, shard_tokens=1000, dtype="uint16", vocab_size=1 << 20):
         tokens = np.arange(num_tokens, dtype=np.dtype(dtype).newbyteorder("<"))
         shards = []
         for number in range(-(-num_tokens // shard_tokens)):
@@ -29,6 +29,7 @@ def make_split(tmp_path):
             "docs": "train.docs.npy",
         }
         meta = {"bos_id": BOS, "dtype": dtype, "shard_tokens": shard_tokens, "splits": {"train": facts}}
+        meta["vocab_size"] = vocab_size
         return TokenSplit(tmp_path, "train", json.loads(json.dumps(meta)))
 
     return make
@@ -75,3 +76,19 @@ def test_token_ids_over_65535_are_kept_in_uint32(make_split):
 def test_a_row_that_is_not_there_is_a_bug(make_split):
     with pytest.raises(AssertionError):
         make_split(9).rows(np.array([2]), 4)
+
+
+def test_the_shards_that_rows_lie_in_are_named(make_split):
+    split = make_split(100, shard_tokens=30)
+    assert split.files_of(np.array([0]), 10) == ["train_00000.bin"]
+    assert split.files_of(np.array([2]), 10) == ["train_00000.bin", "train_00001.bin"]  # its last target is token 30
+    assert split.files_of(np.array([9, 4]), 10) == ["train_00001.bin", "train_00003.bin"]
+
+
+def test_a_token_that_the_vocabulary_has_not_is_told_with_its_row(make_split, tmp_path):
+    split = make_split(100, vocab_size=42)
+    split.rows(np.array([0, 3]), 10)
+    for row in (4, 5):  # as a target, as an input
+        with pytest.raises(BadToken) as error:
+            split.rows(np.array([0, row]), 10)
+        assert error.value.message.startswith(f"row {row} of the text in {tmp_path} has the token ")

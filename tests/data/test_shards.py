@@ -167,6 +167,15 @@ def test_a_flipped_byte_is_found_and_its_file_named(source, tmp_path):
         path.write_bytes(whole)
 
 
+def test_of_chosen_files_only_those_are_read(source, tmp_path):
+    dataset = prepared(source, tmp_path)
+    path = dataset.path / "train_00000.bin"
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    verify(dataset, files=["val_00000.bin"])
+    with pytest.raises(PacelineError, match="train_00000.bin is damaged"):
+        verify(dataset, files=["train_00000.bin"])
+
+
 def test_a_file_that_is_cut_short_or_gone_is_named_at_once(source, tmp_path):
     dataset = prepared(source, tmp_path)
     shard = dataset.path / "train_00000.bin"

@@ -123,6 +123,18 @@ def test_the_time_left_counts_what_happens_between_steps():
     assert seconds_left([{"step": 1, "time": "2026-01-01T00:00:00.000Z"}], num_steps=2) is None
 
 
+def test_a_save_without_room_and_a_rollback_are_said():
+    full = {"event": "save_failed", "step": 5, "needed_bytes": 3 << 30, "free_bytes": 1 << 30}
+    assert format_event(full, num_steps=10) == (
+        "step 00005/00010 | checkpoint not saved: 3.0 GiB needed, 1.0 GiB free; the run goes on and saves as soon as there"
+        " is room"
+    )
+    rollback = {"event": "rollback", "step": 7, "to_step": 4, "cause": "loss-nan", "number": 1, "at_most": 3}
+    assert format_event(rollback, num_steps=10) == (
+        "step 00007/00010 | loss-nan: rollback 1 of at most 3, back to step 4, past the rows of this step"
+    )
+
+
 def test_a_long_sample_is_cut_and_cannot_steer_the_terminal():
     event = {"event": "sample", "step": 5, "text": "\x1b[31mred\x07 " + "word " * 100}
     text = format_event(event, num_steps=10).removeprefix("step 00005/00010 | sample: ")

@@ -231,6 +231,7 @@ def test_a_process_that_ends_without_waiting_ends_at_once_and_leaves_no_half_che
 def test_the_example_in_the_docs_reads_a_tensor_without_paceline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     table = torch.randn(10, 4, generator=torch.Generator().manual_seed(3))
     pieces_of = [[piece] for piece in split("model.wte.weight", table, [0, 7, 10])]
+    (tmp_path / "runs" / "tiny").mkdir(parents=True)
     save_as_ranks(tmp_path / "runs" / "tiny" / "checkpoints", pieces_of)
     [example] = re.findall(r"```python\n(.*?)```", DOCS.read_text("utf-8"), re.DOTALL)
     monkeypatch.chdir(tmp_path)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from paceline.plan.cgroup import MemoryLimit, cpu_quota, memory_limit
+from paceline.plan.cgroup import MemoryLimit, cpu_quota, memory_limit, oom_kills
 
 GIB = 1 << 30
 NO_LIMIT = "9223372036854771712"
@@ -68,3 +68,16 @@ def test_a_version_1_container_that_sees_the_hosts_names(tmp_path):
 
 def test_a_host_without_control_groups_has_no_limit(tmp_path):
     assert (memory_limit(tmp_path), cpu_quota(tmp_path)) == (None, None)
+
+
+def test_processes_killed_for_want_of_memory_are_counted_in_the_own_group(tmp_path):
+    events = "low 0\nmax 12\noom 3\noom_kill {}"
+    files = {"memory.events": events.format(7), "user-1000.slice/session-2.scope/memory.events": events.format(2)}
+    assert oom_kills(v2(tmp_path / "v2", files)) == 2
+    first = {
+        "proc/self/mountinfo": "31 30 0:26 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory",
+        "proc/self/cgroup": "4:memory:/job",
+        "sys/fs/cgroup/memory/job/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 1",
+    }
+    assert oom_kills(write_tree(tmp_path / "v1", first)) == 1
+    assert oom_kills(tmp_path / "nothing") is None

@@ -71,7 +71,7 @@ def test_a_longer_plan_extends_a_finished_run_and_says_so(shop):
 
 
 @pytest.mark.parametrize("victim", ["rank 0", "rank 1", "agent", "supervisor", "save"])
-def test_a_killed_run_resumes_to_the_same_bits_as_one_never_broken(shop, unbroken, victim):
+def test_a_killed_run_goes_on_to_the_same_bits_as_one_never_broken(shop, unbroken, victim):
     name = f"killed-{victim.replace(' ', '-')}"
     command = shop.train_command(name, nproc=2, num_steps=STEPS, save_every=20)
     run = shop.folder / "runs" / name
@@ -80,10 +80,12 @@ def test_a_killed_run_resumes_to_the_same_bits_as_one_never_broken(shop, unbroke
     if victim == "save":
         wait_for(lambda: any((run / "checkpoints").glob(".step_*.tmp")) or supervisor.poll() is not None)
     os.kill(pid_of(run, supervisor.pid, victim), signal.SIGKILL)
-    code = supervisor.wait(60)
-    assert code != 0 or victim == "save"
-    done = subprocess.run(shop.command("resume", str(run)), capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0 or "is finished" in done.stderr, done.stderr
+    code = supervisor.wait(120)
+    if victim == "supervisor":  # all others it outlives
+        assert code != 0
+        shop.resume(run)
+    else:
+        assert code == 0
     assert final_bits(run) == final_bits(unbroken)
     assert [line["step"] for line in metrics(run)] == list(range(1, STEPS + 1))
 

@@ -1,9 +1,8 @@
-"""The parts of the loop that stand alone: loss scale, clock, progress marks."""
+"""The parts of the loop that stand alone: loss scale, clock."""
 
 import json
 
-from paceline.rundir import RunDir
-from paceline.train.loop import SCALE_GROWTH_STEPS, LossScale, Progress, StepClock
+from paceline.train.loop import SCALE_GROWTH_STEPS, LossScale, StepClock
 
 
 def test_an_overflow_halves_the_scale_and_many_good_steps_double_it():
@@ -26,13 +25,3 @@ def test_the_clock_gives_the_mean_of_the_steps_since_the_last_line():
     clock = StepClock(steps=4, seconds=2.0)
     assert clock.take_step_ms() == 500.0
     assert (clock.steps, clock.seconds) == (0, 0.0)
-
-
-def test_a_progress_mark_is_one_whole_line_overwritten_in_place(tmp_path):
-    run = RunDir(tmp_path)
-    progress = Progress(run, 1)
-    progress.mark(123456, "train")
-    progress.mark(7, "eval")
-    lines = run.progress(1).read_text().splitlines()
-    assert len(lines) == 1
-    assert (json.loads(lines[0])["step"], json.loads(lines[0])["phase"]) == (7, "eval")

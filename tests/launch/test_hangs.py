@@ -1,0 +1,260 @@
+"""Ranks that hang, with real processes: who is named, how soon, what is kept; and what is no hang."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from textwrap import dedent
+
+import psutil
+import pytest
+from launch.conftest import Launch, runs
+
+from paceline.marks import read_mark
+from paceline.rundir import RunDir
+
+pytestmark = pytest.mark.dist
+
+DRIVE = Path(__file__).with_name("hang_drive.py")
+
+# steps of a trainer that marks its progress: two micro-steps, then a collective; `mischief` is done in place of loading data
+TRAINS = """
+    import os, sys, time
+    from pathlib import Path
+    import torch, torch.distributed as dist
+    from paceline.rundir import RunDir
+    from paceline.train.progress import Progress, answer_with_stacks
+    run, rank = RunDir(Path(sys.argv[1])), int(os.environ["RANK"])
+    num_steps = int(sys.argv[2])
+    progress = Progress(run, rank)
+    progress.mark(0, "start")
+    answer_with_stacks(run, attempt=1, rank=rank)
+    dist.init_process_group("gloo")
+
+    def mischief(step):
+        pass
+
+    def evaluate(step):
+        pass
+
+{more}
+    progress.mark(0, "train")
+    print("ready", flush=True)
+    for step in range(num_steps):
+        for micro_step in range(2):
+            progress.mark(step, "load", micro_step)
+            mischief(step)
+            progress.mark(step, "forward", micro_step)
+            time.sleep(0.05)
+        progress.mark(step, "reduce", 1)
+        dist.all_reduce(torch.ones(1))
+        progress.mark(step + 1, "train")
+        evaluate(step + 1)
+    progress.mark(num_steps, "ending")
+    dist.barrier()
+    progress.mark(num_steps, "done")
+    os._exit(0)
+"""
+
+LOOPS_IN_THE_LOADER = """
+    def mischief(step):
+        while rank == 1 and step == 5:
+            sum(range(1000))
+"""
+
+
+@pytest.fixture
+def watched(tmp_path):
+    launches = []
+
+    def start(script, *, nproc=2, hang_after_s=8, kind="own", more="", num_steps=100_000):
+        path = tmp_path / "script.py"
+        path.write_text(dedent(script.replace("{more}", more)))
+        words = [str(tmp_path / "run"), str(nproc), str(hang_after_s), kind, str(path), str(tmp_path / "run")]
+        launches.append(Launch(RunDir(tmp_path / "run"), [sys.executable, str(DRIVE), *words, str(num_steps)]))
+        return launches[-1]
+
+    yield start
+    for each in launches:
+        each.process.kill()
+        each.process.wait()
+        for process in each.tree:
+            if runs(process):
+                process.kill()
+
+
+def wait_for_step(launch, step):
+    launch.wait_until_running()
+    launch.wait_for(lambda: (mark := read_mark(launch.run.progress(0))) is not None and mark.step >= step, 60)
+
+
+def wait_for_hang(launch, timeout_s):
+    """The event, and how long it took to come."""
+    started = time.monotonic()
+    launch.wait_for(lambda: "hang" in launch.events(), timeout_s)
+    return launch.event("hang"), time.monotonic() - started
+
+
+def is_over(launch):
+    launch.end(30)
+    assert launch.left(5) == []
+    assert launch.exit_code == 3
+    assert launch.events()[-3:].count("attempt_ended") == 1
+    return [event for event in launch.events() if event == "hang"] == ["hang"]
+
+
+@pytest.mark.parametrize(("nproc", "stopped"), [(2, 1), (2, 0), (3, 2)])
+def test_a_stopped_rank_is_named_within_ten_seconds_killed_and_all_ends(watched, nproc, stopped):
+    launch = watched(TRAINS, nproc=nproc)
+    wait_for_step(launch, 5)
+    os.kill(launch.worker_pid(stopped), signal.SIGSTOP)
+    hang, took_s = wait_for_hang(launch, 15)
+    print(f"named after {took_s:.2f} s: {hang['text']}")
+    assert took_s <= 10
+    assert hang["rank"] == stopped
+    assert f"rank {stopped} is stopped (state T)" in hang["text"]
+    assert is_over(launch)
+    named = [e for e in failures(launch) if not e["consequence"]]
+    assert [(e["rank"], e["signal"]) for e in named] == [(stopped, "SIGKILL")]
+    kept = launch.run.hang(1)
+    assert {path.name for path in kept.iterdir()} == {"hang.json", *(f"{rank}.txt" for rank in range(nproc))}
+    waiting = (stopped + 1) % nproc
+    assert "all_reduce" in (kept / f"{waiting}.txt").read_text()
+    assert json.loads((kept / "hang.json").read_text())["ranks"][stopped]["state"] == "T"
+
+
+def failures(launch):
+    lines = [json.loads(line) for line in launch.run.events.read_text().splitlines()]
+    return [event for event in lines if event["event"] == "rank_failed"]
+
+
+def test_a_loop_in_a_data_loader_is_named_by_its_mark_and_its_place_while_the_others_wait(watched):
+    launch = watched(TRAINS, nproc=3, hang_after_s=4, more=LOOPS_IN_THE_LOADER)
+    wait_for_step(launch, 5)
+    hang, _ = wait_for_hang(launch, 15)
+    assert (hang["rank"], hang["phase"], hang["step"]) == (1, "load", 5)
+    assert "rank 1 is at work" in hang["text"]
+    assert "mischief at" in hang["text"]
+    assert (
+        "did not come to reduce of step 6; ranks 0 and 2 wait in reduce of step 6, all_reduce, called at"
+        in hang["text"]
+    )
+    assert is_over(launch)
+    assert "mischief" in (launch.run.hang(1) / "1.txt").read_text()
+
+
+def test_at_the_same_mark_the_rank_outside_the_collective_is_named_by_its_stack(watched):
+    more = """
+    def evaluate(step):
+        while rank == 1 and step == 3:
+            time.sleep(0.1)
+    """
+    marks_nothing = TRAINS.replace('progress.mark(step, "load", micro_step)', "pass").replace(
+        'progress.mark(step, "forward", micro_step)', "pass"
+    )
+    script = marks_nothing.replace('progress.mark(step, "reduce", 1)', "pass")
+    launch = watched(script, hang_after_s=4, more=more)
+    wait_for_step(launch, 3)
+    hang, _ = wait_for_hang(launch, 15)
+    assert hang["rank"] == 1
+    assert "evaluate at" in hang["text"]
+    assert is_over(launch)
+
+
+def test_a_long_evaluation_a_slow_first_step_and_a_slow_start_are_no_hang(watched):
+    more = """
+    def evaluate(step):
+        if step in (2, 4):
+            progress.mark(step, "eval")
+            time.sleep(5)
+
+    def mischief(step):
+        if step == 0 and rank == 0:
+            time.sleep(3)
+
+    time.sleep(4)
+    """
+    launch = watched(TRAINS, hang_after_s=2, more=more, num_steps=6)
+    assert launch.end(90).exit_code == 0, launch.output
+    assert "hang" not in launch.events()
+
+
+def test_a_run_that_is_suspended_as_a_whole_goes_on_without_a_hang(watched):
+    launch = watched(TRAINS, hang_after_s=3)
+    wait_for_step(launch, 3)
+    everyone = [psutil.Process(launch.process.pid), *launch.tree]
+    for process in everyone:
+        process.suspend()
+    time.sleep(8)
+    for process in everyone:
+        process.resume()
+    before = read_mark(launch.run.progress(0)).step
+    wait_for_step(launch, before + 20)
+    assert "hang" not in launch.events()
+
+
+def test_a_stopped_rank_at_the_start_is_named_as_well(watched):
+    more = """
+    if rank == 1:
+        print("ready", flush=True)
+        os.kill(os.getpid(), 19)
+    print("ready", flush=True)
+    """
+    launch = watched(TRAINS, hang_after_s=3, more=more)
+    launch.wait_until_running()
+    hang, _ = wait_for_hang(launch, 15)
+    assert (hang["rank"], hang["phase"]) == (1, "start")
+    assert is_over(launch)
+
+
+SCRIPT = """
+    import os, sys, time
+    import torch, torch.distributed as dist
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo")
+    print("ready", flush=True)
+    for step in range(10_000):
+        time.sleep(0.1)
+{more}
+        dist.all_reduce(torch.ones(1))
+        print(rank, "step", step, flush=True)
+"""
+
+
+def test_a_script_whose_ranks_are_silent_and_idle_is_ended_and_its_stopped_rank_named(watched):
+    launch = watched(SCRIPT, kind="script", hang_after_s=5)
+    launch.wait_until_running()
+    launch.wait_for(lambda: "step 3" in launch.log(0))
+    os.kill(launch.worker_pid(0), signal.SIGSTOP)
+    hang, took_s = wait_for_hang(launch, 20)
+    assert took_s <= 8
+    assert (hang["rank"], hang["phase"]) == (0, None)
+    assert is_over(launch)
+
+
+def test_a_script_whose_ranks_all_wait_for_ever_is_ended_without_a_name(watched):
+    more = """
+        if step == 3:
+            time.sleep(1000)
+    """
+    launch = watched(SCRIPT, kind="script", hang_after_s=3, more=more)
+    launch.wait_until_running()
+    hang, _ = wait_for_hang(launch, 20)
+    assert hang["rank"] is None
+    assert "nothing tells the ranks apart" in hang["text"]
+    assert is_over(launch)
+
+
+def test_a_silent_script_at_work_is_left_alone_for_longer(watched):
+    more = """
+        if step == 3:
+            until = time.monotonic() + 8
+            while time.monotonic() < until:
+                sum(range(1000))
+            os._exit(0)
+    """
+    launch = watched(SCRIPT, kind="script", hang_after_s=2, more=more)
+    assert launch.end(90).exit_code == 0
+    assert "hang" not in launch.events()

@@ -1,0 +1,235 @@
+"""Real runs that break and go on: killed, out of a device's or the host's memory, a checkpoint damaged, a script of the user's."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
+from runs import Workshop, events, final_bits, metrics
+
+pytestmark = pytest.mark.dist
+SMALL_MEMORY = Path(__file__).with_name("small_memory")
+CGROUPS = Path("/sys/fs/cgroup/memory")
+ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory) -> Workshop:
+    return Workshop(tmp_path_factory.mktemp("recovery"))
+
+
+@pytest.fixture(scope="module")
+def unbroken(shop) -> dict[str, str]:
+    return final_bits(shop.train("unbroken", nproc=2, num_steps=30))
+
+
+def start(command: list[str], **kwargs) -> subprocess.Popen:
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **{"env": ENV, **kwargs}
+    )
+
+
+def wait_for(condition, timeout_s: float = 90) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def at_step(run: Path, step: int) -> None:
+    wait_for(lambda: (run / "metrics.jsonl").exists() and metrics(run) and metrics(run)[-1]["step"] >= step)
+
+
+def kill(run: Path, rank: int) -> None:
+    os.kill(events(run, "attempt")[-1]["pids"][rank], signal.SIGKILL)
+
+
+def decisions(run: Path) -> list[tuple]:
+    return [(event["action"], event["cause"], event["rank"]) for event in events(run, "decision")]
+
+
+def test_a_rank_is_killed_and_the_run_ends_as_if_nothing_had_happened(shop, unbroken):
+    process = start(shop.train_command("killed", nproc=2, num_steps=30, save_every=10))
+    run = shop.folder / "runs" / "killed"
+    at_step(run, 15)
+    kill(run, 1)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert decisions(run) == [("retry", "killed", 1)]
+    assert "attempt 2 in 1 s from step 10: it may pass" in output
+    assert [line["step"] for line in metrics(run)] == list(range(1, 31))
+    assert final_bits(run) == unbroken
+
+
+def test_a_rank_that_stands_still_is_named_and_ended_and_the_run_goes_on(shop, unbroken):
+    process = start([*shop.train_command("stopped", nproc=2, num_steps=30, save_every=10), "--hang-after", "5"])
+    run = shop.folder / "runs" / "stopped"
+    at_step(run, 15)
+    os.kill(events(run, "attempt")[-1]["pids"][1], signal.SIGSTOP)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    assert decisions(run) == [("retry", "hang", 1)]
+    assert final_bits(run) == unbroken
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(shop, unbroken):
+    process = start(shop.train_command("damaged", nproc=2, num_steps=30, save_every=10))
+    run = shop.folder / "runs" / "damaged"
+    wait_for(lambda: (run / "events.jsonl").exists() and len(events(run, "checkpoint")) > 1)
+    [file, *_] = sorted((run / "checkpoints" / "step_000020").glob("*.safetensors"))
+    with file.open("r+b") as opened:
+        opened.seek(-100, os.SEEK_END)
+        opened.write(b"\xff" * 50)
+    kill(run, 0)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert events(run, "resumed")[0]["step"] == 10
+    assert final_bits(run) == unbroken
+
+
+def test_a_device_without_room_is_given_fewer_rows_for_the_same_steps(shop):
+    """The same weights as of a run that began with the rows that fit; the next plan does not choose the others again."""
+    env = {**ENV, "PYTHONPATH": str(SMALL_MEMORY), "MOST_ROWS": "2"}
+    cache = {"cache_dir": shop.folder / "cache-of-oom"}
+    process = start(shop.train_command("oom", nproc=2, device_batch_size="auto", **cache), env=env)
+    output, _ = process.communicate(timeout=150)
+    run = shop.folder / "runs" / "oom"
+    assert process.returncode == 0, output
+    assert [(action, cause) for action, cause, _ in decisions(run)] == [("smaller", "cuda-oom")] * 2
+    assert "memory ran out: 3 rows at once instead of 6, 2 micro-steps instead of 1" in output
+    assert "memory ran out: 2 rows at once instead of 3, 3 micro-steps instead of 2" in output
+    assert events(run, "plan_changed")[-1]["device_batch_size"] == 2
+    assert "device_batch_size" not in tomllib.loads((run / "config.toml").read_text())
+    assert final_bits(run) == final_bits(shop.train("rows-that-fit", nproc=2, device_batch_size=2))
+    again = shop.train("after-oom", nproc=2, device_batch_size="auto", num_steps=1, **cache)
+    assert json.loads((again / "plan.json").read_text())["device_batch_size"] == 2
+
+
+def test_with_nothing_smaller_left_the_run_stops(shop):
+    env = {**ENV, "PYTHONPATH": str(SMALL_MEMORY), "MOST_ROWS": "0"}
+    keys = {"nproc": 1, "device_batch_size": 1, "total_batch_size": 64, "activation_checkpointing": "true"}
+    process = start(shop.train_command("hopeless", **keys), env=env)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 3
+    assert decisions(shop.folder / "runs" / "hopeless") == [("stop", "cuda-oom", 0)]
+    assert "no further attempt: memory ran out, and nothing smaller is left" in output
+
+
+@pytest.fixture
+def cgroup():
+    """A memory cgroup of version 1."""
+    if os.geteuid() != 0 or not CGROUPS.is_dir() or not os.access(CGROUPS, os.W_OK):
+        pytest.skip("needs root and a memory cgroup of version 1")
+    folder = CGROUPS / f"paceline-recovery-{os.getpid()}"
+    try:
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"no cgroup can be made: {error}")
+    yield folder
+    for pid in (folder / "cgroup.procs").read_text().split():
+        os.kill(int(pid), signal.SIGKILL)
+    for _ in range(100):
+        try:
+            folder.rmdir()
+            break
+        except OSError:
+            time.sleep(0.05)
+
+
+def test_a_host_that_runs_out_of_memory_is_given_fewer_rows(shop, cgroup):
+    """The kernel kills the rank as soon as others have taken what it needs: here, the limit is lowered under it."""
+    keys = {
+        "nproc": 1,
+        "sequence_len": 512,
+        "total_batch_size": 64 * 512,
+        "device_batch_size": 64,
+        "depth": 4,
+        "n_embd": 128,
+    }
+    command = shop.train_command("host", num_steps=2, **keys)
+    inside = ["bash", "-c", f'echo $$ > {cgroup}/cgroup.procs; exec "$@"', "bash"]
+    process = start([*inside, *command])
+    run = shop.folder / "runs" / "host"
+    wait_for(lambda: (run / "events.jsonl").exists() and events(run, "attempt"))
+    (cgroup / "memory.limit_in_bytes").write_text(str(1300 << 20))
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    assert decisions(run)[0] == ("smaller", "host-oom-killed", 0)
+    assert json.loads((run / "plan.json").read_text())["device_batch_size"] < 64
+    assert metrics(run)[-1]["step"] == 2
+
+
+def test_ctrl_c_between_two_attempts_ends_at_once_and_says_how_to_go_on(shop):
+    process = start(shop.train_command("waiting", nproc=1, num_steps=100_000, save_every=5))
+    run = shop.folder / "runs" / "waiting"
+    at_step(run, 8)
+    kill(run, 0)
+    wait_for(lambda: events(run, "decision"))
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert len(events(run, "attempt")) == 1
+    assert output.rstrip().endswith(f"next    paceline resume {run}")
+
+
+def run_script(folder: Path, text: str, *words: str) -> subprocess.CompletedProcess:
+    (folder / "train.py").write_text(dedent(text))
+    command = [
+        sys.executable,
+        "-m",
+        "paceline.cli",
+        "run",
+        "--no-check",
+        "--name",
+        "r",
+        *words,
+        "--",
+        "train.py",
+        "a b",
+    ]
+    return subprocess.run(command, cwd=folder, env=ENV, capture_output=True, text=True, timeout=100)
+
+
+def test_a_script_is_told_which_attempt_it_is_and_goes_on_from_its_own_checkpoint(tmp_path):
+    done = run_script(tmp_path, """
+        import os, pathlib, signal, sys
+        saved = pathlib.Path(os.environ["PACELINE_RUN"]) / "mine.txt"
+        print("attempt", os.environ["PACELINE_ATTEMPT"], sys.argv[1:], saved.exists())
+        if os.environ["RANK"] == "1" and not saved.exists():
+            saved.write_text("step 7")
+            os.kill(os.getpid(), signal.SIGKILL)
+    """, "--nproc", "2")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "[1] attempt 2 ['a b'] True" in done.stdout
+    assert decisions(tmp_path / "runs" / "r") == [("retry", "killed", 1)]
+    assert "attempt 2 in 1 s: it may pass" in done.stderr
+
+
+@pytest.mark.parametrize("text, cause", [
+    ("import nmupy", "import-error"),
+    ("import torch; torch.ones(2, 3) @ torch.ones(2, 3)", "shape-mismatch"),
+    ("raise SystemExit('train.py: error: unrecognized arguments: a b')", None),
+])  # fmt: skip
+def test_a_mistake_in_a_script_is_attempted_once_and_explained_last(text, cause, tmp_path):
+    done = run_script(tmp_path, text)
+    assert done.returncode == 1
+    run = tmp_path / "runs" / "r"
+    assert len(events(run, "attempt")) == 1
+    [verdict] = events(run, "verdict")
+    assert cause in (None, verdict["cause"])
+    assert verdict["summary"] in done.stderr[done.stderr.index("no further attempt") :]
+
+
+def test_a_script_that_is_killed_each_time_is_attempted_as_often_as_asked(tmp_path):
+    done = run_script(tmp_path, "import os; os.kill(os.getpid(), 9)", "--max-attempts", "2")
+    assert done.returncode == 137
+    assert [action for action, *_ in decisions(tmp_path / "runs" / "r")] == ["retry", "stop"]
+    assert "no further attempt: 2 attempts were made, --max-attempts allows no more" in done.stderr

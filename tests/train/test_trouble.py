@@ -1,0 +1,217 @@
+"""A loss that is no number, or leaps: seen, kept on file, and with --on-nan rollback left behind on any number of ranks."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from runs import SMALL, Workshop, events, final_bits, metrics
+
+from paceline.data.order import rows_of_step
+from paceline.data.shards import open_dataset
+from paceline.train.trouble import LossGuard, find_trouble
+
+SEQUENCE_LEN = SMALL["sequence-len"]
+ROWS_PER_STEP = SMALL["total-batch-size"] // SEQUENCE_LEN
+SPIKE_BATCH, NAN_BATCH = 20, 6
+NAN_ROW = 3  # of its batch: rank 1 of 2 takes it
+
+
+def test_a_loss_far_above_the_mean_of_those_before_is_a_spike_and_does_not_count_towards_it():
+    guard = LossGuard(max_spike=1.0)
+    assert [guard.check(loss) for loss in (5.0, 4.0, 4.5)] == [None, None, None]
+    mean = guard.mean
+    assert guard.check(mean + 1.5) == pytest.approx(1.5)
+    assert guard.mean == mean
+
+
+def test_without_a_bound_no_loss_is_a_spike():
+    guard = LossGuard()
+    assert [guard.check(loss) for loss in (5.0, 1e9)] == [None, None]
+
+
+def test_a_mean_taken_up_from_a_checkpoint_is_the_same_to_the_last_bit():
+    guard, other = LossGuard(), LossGuard()
+    for loss in (5.1, 4.3, 0.7):
+        guard.check(loss)
+    other.load_state_dict(json.loads(json.dumps(guard.state_dict())))
+    assert other == guard
+
+
+def test_a_bad_rank_is_named_before_any_other_trouble():
+    trouble = find_trouble(LossGuard(), 7, loss=3.0, bad_ranks=(1, 2), gradient_bad=True)
+    assert (trouble.cause, trouble.message) == ("loss-nan", "the loss is not finite at step 7 on ranks 1, 2")
+
+
+LEAPS = {"num_steps": 26, "save_every": 8, "max_loss_spike": 0.5, "on_nan": "rollback"}
+
+
+class Shard:
+    """The only shard of a run's training text, to be changed where it lies."""
+
+    def __init__(self, run: Path):
+        self.dataset = open_dataset(Path(json.loads((run / "dataset.json").read_text())["path"]))
+        [name] = self.dataset.meta["splits"]["train"]["shards"]
+        self.path = self.dataset.path / name
+        self.tokens = np.memmap(self.path, dtype="<u2", mode="r+")
+        self.lone_token = 0
+
+    def rows(self, batch: int) -> list[int]:
+        num_rows = self.dataset.split("train").num_rows(SEQUENCE_LEN)
+        return rows_of_step(batch, rows_per_step=ROWS_PER_STEP, num_rows=num_rows, seed=42).tolist()
+
+    def row(self, row: int) -> np.ndarray:
+        """Without its first token, which is the last target of the row before."""
+        return self.tokens[row * SEQUENCE_LEN + 1 : (row + 1) * SEQUENCE_LEN]
+
+    def sign(self) -> None:
+        """Gives the shard the hash of what it holds."""
+        self.tokens.flush()
+        meta = self.dataset.meta
+        meta["files"][self.path.name]["sha256"] = hashlib.sha256(self.path.read_bytes()).hexdigest()
+        (self.dataset.path / "meta.json").write_text(json.dumps(meta))
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory) -> Workshop:
+    """Its text has one batch of rare tokens, and in another batch one row with a token that is nowhere else."""
+    shop = Workshop(tmp_path_factory.mktemp("trouble"))
+    shop.train("prepares-the-text", nproc=1, num_steps=1)
+    shard = Shard(shop.folder / "runs" / "prepares-the-text")
+    counts = np.bincount(shard.tokens, minlength=SMALL["vocab-size"])
+    rare = np.argsort(counts, kind="stable")[:64]
+    shard.lone_token = int(rare[0])
+    shard.tokens[shard.tokens == shard.lone_token] = rare[1]
+    for row in shard.rows(SPIKE_BATCH):
+        shard.row(row)[:] = rare[1:]
+    shard.row(shard.rows(NAN_BATCH)[NAN_ROW])[20] = shard.lone_token
+    shard.sign()
+    shop.shard = shard
+    return shop
+
+
+@pytest.fixture(scope="module")
+def poisoned(shop):
+    """Copies of a run of 4 steps on 2 ranks whose checkpoint has a NaN where the lone token is embedded."""
+    first = shop.train("poisoned", nproc=2, num_steps=4)
+    poison(first, "model.wte.weight", shop.shard.lone_token)
+    return lambda name: Path(shutil.copytree(first, first.with_name(name)))
+
+
+def poison(run: Path, key: str, row: int) -> None:
+    """Puts a NaN into one row of a tensor of the newest checkpoint, which is then saved again with right hashes."""
+    from paceline.model.checkpoint import CheckpointWriter, Piece, load_newest_good
+
+    reader, _ = load_newest_good(run / "checkpoints")
+    tensors = {name: reader.read_all(name) for name in reader.keys()}
+    tensors[key][row, 0] = float("nan")
+    pieces = [Piece(name, tuple(t.shape), (0, t.shape[0]), t) for name, t in tensors.items()]
+    writer = CheckpointWriter(
+        run / "checkpoints", rank=0, world_size=1, attempt="poison", keep_last=1, on_saved=lambda saved: None
+    )
+    writer.save(reader.step, pieces, dict(reader.state))
+    writer.wait()
+
+
+def evidence(run: Path, step: int, rank: int) -> dict:
+    [path] = (run / "trouble" / f"step_{step:06d}").glob(f"attempt_*_rank_{rank}.json")
+    return json.loads(path.read_text())
+
+
+def skipped(run: Path) -> list[int]:
+    return [each["batch"] for each in json.loads((run / "skipped.json").read_text())["batches"]]
+
+
+@pytest.mark.dist
+def test_a_loss_that_is_no_number_stops_the_run_and_the_evidence_names_rank_and_row(shop, poisoned):
+    run = poisoned("stops")
+    output = shop.finish(shop.command("resume", str(run), num_steps=8), code=3)
+    assert f"error: the loss is not finite at step {NAN_BATCH + 1} on rank 1" in output
+    assert f"fix: see {run / 'trouble' / 'step_000007'}; then lower --matrix-lr" in output
+    [event] = events(run, "trouble")
+    assert (event["step"], event["cause"], event["ranks"]) == (7, "loss-nan", [1])
+    well, bad = evidence(run, 7, 0), evidence(run, 7, 1)
+    assert sorted(well["rows"] + bad["rows"]) == sorted(shop.shard.rows(NAN_BATCH))
+    assert None not in well["row_loss"]
+    assert [row for row, loss in zip(bad["rows"], bad["row_loss"], strict=True) if loss is None] == [
+        shop.shard.rows(NAN_BATCH)[NAN_ROW]
+    ]
+    assert sum(each["parameters"]["wte.weight"]["weight_bad"] for each in (well, bad)) == 1
+    assert not (run / "skipped.json").exists()
+
+
+@pytest.mark.dist
+def test_a_rollback_goes_past_the_rows_as_if_they_had_never_been_there(shop, poisoned):
+    run = poisoned("rolls-back")
+    knowing = run.with_name("knows-already")
+    shutil.copytree(run, knowing)
+    shop.resume(run, num_steps=12, on_nan="rollback")
+    assert skipped(run) == [NAN_BATCH]
+    assert [line["step"] for line in metrics(run)] == list(range(1, 13))
+    [event] = events(run, "rollback")
+    assert (event["step"], event["to_step"], event["batch"], event["number"], event["at_most"]) == (7, 4, 6, 1, 3)
+    shutil.copy(run / "skipped.json", knowing)
+    shop.resume(knowing, num_steps=12)
+    assert final_bits(run) == final_bits(knowing)
+
+
+@pytest.mark.dist
+def test_other_numbers_of_ranks_pass_over_the_same_rows(shop, poisoned):
+    alone, two = poisoned("alone"), poisoned("two")
+    shop.resume(alone, num_steps=12, nproc=1, on_nan="rollback")
+    shutil.copy(alone / "skipped.json", two)
+    shop.resume(two, num_steps=12)
+    assert skipped(alone) == [NAN_BATCH]
+    for one, other in zip(metrics(alone), metrics(two), strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], abs=2e-3)
+
+
+@pytest.mark.dist
+def test_a_leap_of_the_loss_is_passed_over_from_the_last_checkpoint_on(shop):
+    run = shop.train("leaps", nproc=2, **LEAPS)
+    assert [event["state"] for event in events(run, "attempt_ended")] == ["failed", "finished"]
+    assert skipped(run) == [SPIKE_BATCH]
+    [event] = events(run, "rollback")
+    assert (event["step"], event["to_step"], event["cause"]) == (SPIKE_BATCH + 1, 16, "loss-spike")
+    assert [line["step"] for line in metrics(run)] == list(range(1, 27))
+    ends = [evidence(run, SPIKE_BATCH + 1, rank)["loss_of_all_ranks"] for rank in (0, 1)]
+    assert ends[0] == ends[1] > metrics(run)[15]["loss"] + 0.5
+
+
+@pytest.mark.dist
+def test_after_three_rollbacks_the_run_stops(shop, poisoned):
+    run = poisoned("hopeless")
+    poison(run, "model.h.0.mlp.c_fc.weight", 0)
+    output = shop.finish(shop.command("resume", str(run), num_steps=8, on_nan="rollback"), code=3)
+    assert skipped(run) == [4, 5, 6]
+    assert "the rows of 3 steps (5, 5, 5) have been passed over already" in output
+
+
+@pytest.fixture
+def damage(shop):
+    """Sets one token of a row of a batch, and leaves the hash in meta.json as it was; mended after the test."""
+    whole = shop.shard.path.read_bytes()
+
+    def change(batch: int, token: int) -> None:
+        shop.shard.row(shop.shard.rows(batch)[0])[5] = token
+
+    yield change
+    shop.shard.path.write_bytes(whole)
+
+
+@pytest.mark.dist
+def test_a_leap_over_rows_of_a_damaged_shard_is_told_as_that_and_nothing_is_passed_over(shop, damage):
+    damage(SPIKE_BATCH + 10, token=7)
+    output = shop.finish(shop.train_command("leaps-on-damage", nproc=2, **LEAPS), code=1)
+    assert f"error: {shop.shard.path} is damaged: its SHA-256 is" in output
+    assert not (shop.folder / "runs" / "leaps-on-damage" / "skipped.json").exists()
+
+
+@pytest.mark.dist
+def test_a_token_that_the_vocabulary_has_not_is_told_with_the_damaged_shard(shop, damage):
+    damage(1, token=SMALL["vocab-size"] + 5)
+    output = shop.finish(shop.train_command("no-such-token", nproc=1), code=1)
+    assert f"error: {shop.shard.path} is damaged: its SHA-256 is" in output
+    assert f"rm -r '{shop.shard.path.parent}'" in output

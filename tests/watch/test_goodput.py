@@ -1,0 +1,124 @@
+"""Where the time of a run went, by events and metrics written for it: every second is of one kind."""
+
+from datetime import UTC, datetime
+
+import pytest
+
+from paceline.watch.goodput import Goodput, format_goodput, format_line, goodput
+
+START = 1_800_000_000
+
+
+def at(seconds: float) -> str:
+    return datetime.fromtimestamp(START + seconds, UTC).isoformat()
+
+
+def event(seconds, name, **fields):
+    return {"time": at(seconds), "event": name, **fields}
+
+
+def line(seconds, step, step_ms, **fields):
+    return {"time": at(seconds), "step": step, "step_ms": step_ms, **fields}
+
+
+# 4 s of checks, 6 s of start-up and a first step of 3 s, steps of 1 s, 2 s of evaluation at step 3, a save of 1 s after step 3
+BEGIN = [event(4, "launch", prepared_s=4.0), event(5, "attempt", attempt=1)]
+LINES = [line(13, 1, 3000), line(14, 2, 1000), line(17, 3, 1000, val_bpb=2.0), line(19, 4, 1000)]
+SAVE = [event(18, "checkpoint", step=3)]
+
+
+def spent(events, metrics, **options) -> dict[str, float]:
+    found = goodput(events, metrics, **{"tokens_per_step": 100, **options})
+    return {kind: seconds for kind, seconds in found.seconds.items() if seconds}
+
+
+def test_a_run_that_nothing_befell():
+    events = [*BEGIN, *SAVE, event(20, "attempt_ended", state="finished")]
+    assert spent(events, LINES) == {
+        "steps": 4.0, "start_up": 6.0, "checks": 4.0, "compile": 2.0, "checkpoint": 2.0, "evaluation": 2.0,
+    }  # fmt: skip
+    found = goodput(events, LINES, tokens_per_step=100)
+    assert (found.num_steps, found.busy_s, found.tok_per_sec, found.share) == (4, 20.0, 20.0, 0.2)
+
+
+def test_what_came_after_the_checkpoint_that_the_next_attempt_took_is_lost():
+    """Line 4 went when step 4 was done again. From the fault to the first new step it is recovery."""
+    events = [
+        *BEGIN, *SAVE, event(22, "attempt_ended", state="failed"), event(22, "decision", action="retry"),
+        event(24, "attempt", attempt=2), event(29, "resumed", step=3), event(31, "attempt_ended", state="finished"),
+    ]  # fmt: skip
+    found = spent(events, [*LINES[:3], line(30, 4, 1000)])
+    assert found["lost"] == 5.0
+    assert found["recovery"] == 2.0 + 5.0
+    assert found["steps"] == 3.0 + 1.0
+    assert sum(found.values()) == 31.0
+
+
+def test_an_attempt_that_left_nothing_is_lost_whole():
+    events = [
+        *BEGIN, event(15, "attempt_ended", state="failed"), event(16, "attempt", attempt=2),
+        event(30, "attempt_ended", state="finished"),
+    ]  # fmt: skip
+    found = spent(events, [line(20, 1, 1000), line(21, 2, 1000)])
+    assert found["lost"] == 10.0
+
+
+def test_the_time_until_somebody_resumes_is_idle_and_counts_for_no_speed():
+    stopped = [*BEGIN, event(19.5, "checkpoint", step=4), event(20, "attempt_ended", state="interrupted")]
+    resumed = [
+        event(104, "launch", prepared_s=4.0), event(105, "attempt", attempt=2), event(110, "resumed", step=4),
+        event(120, "attempt_ended", state="finished"),
+    ]  # fmt: skip
+    metrics = [*LINES, line(112, 5, 1000)]
+    found = goodput([*stopped, *resumed], metrics, tokens_per_step=100)
+    assert found.seconds["idle"] == 80.0
+    assert (found.seconds["recovery"], found.seconds["lost"]) == (0.0, 0.0)
+    assert (found.num_steps, found.busy_s, found.tok_per_sec) == (5, 40.0, 12.5)
+
+
+def test_a_run_that_failed_has_lost_what_a_resume_would_do_again():
+    found = spent([*BEGIN, *SAVE, event(25, "attempt_ended", state="failed")], LINES)
+    assert found["lost"] == 8.0  # step 4 and the wait until the end was noticed
+
+
+def test_of_a_run_that_still_runs_nothing_is_lost_yet():
+    events = [*BEGIN, *SAVE]
+    assert "lost" not in spent(events, LINES, running=True)
+    assert spent(events, LINES)["lost"] == 2.0
+
+
+def test_of_a_script_only_attempts_recovery_and_idle_are_known():
+    events = [
+        event(0, "script", command=["x.py"]), event(1, "attempt", attempt=1), event(11, "attempt_ended", state="failed"),
+        event(13, "attempt", attempt=2), event(33, "attempt_ended", state="finished"),
+    ]  # fmt: skip
+    found = goodput(events, [], tokens_per_step=None)
+    assert {kind: value for kind, value in found.seconds.items() if value} == {
+        "steps": 30.0,
+        "start_up": 1.0,
+        "recovery": 2.0,
+    }
+    assert found.tok_per_sec is None
+
+
+@pytest.mark.parametrize("events", [[], [event(0, "launch", prepared_s=1.0)], [event(0, "attempt", attempt=1)]])
+def test_a_run_without_a_step_has_no_speed(events):
+    found = goodput(events, [], tokens_per_step=100)
+    assert (found.num_steps, found.tok_per_sec) == (0, None)
+    assert format_line(found).startswith("n/a of 0s")
+
+
+def test_the_table_and_the_line():
+    seconds = {"steps": 60.0, "start_up": 30.0, "checks": 2.0, "compile": 0.0, "checkpoint": 0.0, "evaluation": 0.0,
+               "lost": 8.0, "recovery": 0.0, "idle": 3600.0}  # fmt: skip
+    found = Goodput(seconds, 10, 1234.5)
+    assert format_goodput(found) == [
+        "  steps that counted            1m00s   60.0 %",
+        "  start-up                        30s   30.0 %",
+        "  text, plan and checks            2s    2.0 %",
+        "  work lost                        8s    8.0 %",
+        "  idle                          1h00m",
+    ]
+    assert format_line(found) == (
+        "60 % of 1m40s in steps that counted, 30 % start-up, 8 % work lost; 1,234 tok/s overall"
+    )

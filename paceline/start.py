@@ -23,7 +23,7 @@ from paceline.check.ready import Checked, Gathering, ask_for_training, files_of,
 from paceline.config import Config, check_config, format_toml, load_config, override
 from paceline.data.shards import TokenDataset, open_dataset, prepare
 from paceline.errors import PacelineError
-from paceline.launch.digest import Digest, format_failure
+from paceline.launch.digest import Digest, explain_failure
 from paceline.launch.env import EnvRow, format_env, harm_lines, worker_env
 from paceline.launch.script import Cleared, Script
 from paceline.launch.supervisor import Outcome, run_attempt
@@ -234,8 +234,9 @@ def supervise(
 
 def closing_lines(run: RunDir, outcome: Outcome, plan: Plan, *, seconds: float) -> str:
     if outcome.state == "failed":
+        said = explain_failure(outcome, run)
         append_event(run, "failed", rank=outcome.root.rank if outcome.root else None, exit_code=outcome.exit_code)
-        return format_failure(outcome, run)
+        return said
     status = run_status(run)
     bpb = "n/a" if status.val_bpb is None else f"{status.val_bpb:.4f}"
     if outcome.state == "interrupted":

@@ -248,12 +248,12 @@ def supervise(
         digest.close()
         os.close(lock)
     keep_attempt(cache_dir(config), run, attempt)
-    if outcome.state == "failed":
-        append_event(run, "failed", rank=outcome.root.rank if outcome.root else None, exit_code=outcome.exit_code)
     status = run_status(run)
     text = closing_lines(
         run, outcome, plan, step=status.step, val_bpb=status.val_bpb, seconds=time.monotonic() - started
     )
+    if outcome.state == "failed":
+        append_event(run, "failed", rank=outcome.root.rank if outcome.root else None, exit_code=outcome.exit_code)
     print(text, file=sys.stderr if outcome.exit_code else sys.stdout)
     return outcome.exit_code
 

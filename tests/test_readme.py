@@ -24,6 +24,11 @@ dist.init_process_group("gloo")
 if dist.get_rank() == 1: raise ValueError("boom")
 dist.all_reduce(torch.ones(1))
 """
+LOG = """\
+5: step 1840/20000 | loss 2.913
+5: [rank5]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 23.56 GiB
+srun: error: node-1: task 5: Exited with exit code 1
+"""
 SMALLER = (  # what a test has time for; each replaces what a person would type
     (
         re.compile(r"^paceline train --data ~/books --name books$"),
@@ -43,6 +48,7 @@ def test_the_commands_of_the_readme_work_in_the_order_they_stand_there(tmp_path)
     env["PATH"] = f"{bin_dir}{os.pathsep}{env['PATH']}"
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "slurm-4711.out").write_text(LOG)
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "train.py").write_text("print('hello')")
     assert len(TYPED) >= 8

@@ -4,7 +4,7 @@ The last lines on the screen: what came of an attempt, where it lies, what to ty
 
 import textwrap
 
-from paceline.launch.digest import format_failure
+from paceline.launch.digest import explain_failure
 from paceline.launch.supervisor import Outcome
 from paceline.plan.planner import Plan
 from paceline.rundir import RunDir, read_json_lines
@@ -16,7 +16,7 @@ def closing_lines(
 ) -> str:
     """step, val_bpb: the last of the run. seconds: since the command began."""
     if outcome.state == "failed":
-        return format_failure(outcome, run)
+        return explain_failure(outcome, run)
     bpb = "n/a" if val_bpb is None else f"{val_bpb:.4f}"
     if outcome.state == "interrupted":
         saved = max((e["step"] for e in read_json_lines(run.events) if e.get("event") == "checkpoint"), default=None)

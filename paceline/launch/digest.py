@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from paceline.check.format import format_findings
 from paceline.errors import Finding
+from paceline.explain.format import format_explanation
+from paceline.explain.run import explain_run
 from paceline.launch.failure import Failure, read_log_tail
 from paceline.launch.supervisor import LAUNCH_LOG, Outcome
-from paceline.rundir import RunDir, utc_now
+from paceline.rundir import RunDir, append_event, utc_now
 from paceline.units import format_bytes, format_count, format_duration, format_mfu
 
 if TYPE_CHECKING:
@@ -278,6 +280,17 @@ def one_line(text: str) -> str:
     """The beginning of a text, without the terminal codes that a model may write; the whole is in samples/ and logs/."""
     line = " ".join("".join(each if each.isprintable() else " " for each in text).split())
     return line if len(line) <= SAMPLE_WIDTH else line[: SAMPLE_WIDTH - 1] + "…"
+
+
+def explain_failure(outcome: Outcome, run: RunDir) -> str:
+    """The last words on a failed run: what its rank said, then the cause and the fix, which go into events.jsonl as well."""
+    said = format_failure(outcome, run)
+    if outcome.root is None or outcome.root.fix is not None:
+        return said  # the rank has named both itself
+    found = explain_run(run, attempt=outcome.attempt)
+    facts = {"cause": found.cause, "rank": found.rank, "step": found.step, "confidence": found.confidence}
+    append_event(run, "verdict", attempt=outcome.attempt, **facts, summary=found.summary, fix=found.fix)
+    return f"{said}\n\n{format_explanation(found)}"
 
 
 def format_failure(outcome: Outcome, run: RunDir) -> str:

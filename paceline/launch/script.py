@@ -20,7 +20,7 @@ from typing import Any
 from paceline.config import Config, check_config, checked_value
 from paceline.errors import PacelineError, UsageError
 from paceline.launch.command import executed, name_of_command, split_command
-from paceline.launch.digest import Follow, format_failure
+from paceline.launch.digest import Follow, explain_failure
 from paceline.launch.env import format_env, harm_lines, worker_env
 from paceline.launch.supervisor import Outcome, run_attempt
 from paceline.launch.tail import Tail, wants_colour
@@ -226,8 +226,9 @@ def closing_lines(run: RunDir, script: Script, outcome: Outcome, *, seconds: flo
     logs = f"logs    {run.logs(ATTEMPT)}"
     if outcome.state == "failed":
         rank = outcome.root.rank if outcome.root else None
+        said = explain_failure(outcome, run)
         append_event(run, "failed", rank=rank, exit_code=outcome.exit_code)
-        return ["", format_failure(outcome, run)]
+        return ["", said]
     append_event(run, outcome.state)
     if outcome.state == "interrupted":
         return ["", f"interrupted after {format_duration(seconds)}", logs]

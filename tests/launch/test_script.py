@@ -83,7 +83,7 @@ def test_a_ddp_script_trains_and_goes_on_from_its_snapshot(bench):
     assert "Epoch 0" not in again.out
 
 
-def test_a_recorded_error_is_the_last_thing_said_with_its_own_traceback(bench):
+def test_a_recorded_error_is_shown_with_its_own_traceback_and_explained_last(bench):
     done = bench.run("--nproc", 2, "--", SCRIPTS / "recorded.py")
     assert done.returncode in (
         1,
@@ -91,10 +91,12 @@ def test_a_recorded_error_is_the_last_thing_said_with_its_own_traceback(bench):
     )  # gloo aborts now and then when python ends with an error; the error is the cause
     end = done.err[done.err.index("rank 1 failed") :].splitlines()
     assert end[0] == "rank 1 failed: RuntimeError: the batch of rank 1 is empty"
-    assert end[-4:] == [
+    log = end.index("log: runs/r/logs/1/1.log")
+    assert end[log - 3 : log] == [
         '    raise RuntimeError("the batch of rank 1 is empty")', "RuntimeError: the batch of rank 1 is empty", "",
-        "log: runs/r/logs/1/1.log",
     ]  # fmt: skip
+    assert end[log + 2].startswith("dataset-empty: ") and end[log + 2].endswith("(rank 1)")
+    assert end[log + 3].startswith("  fix: ")
 
 
 @pytest.mark.parametrize("script, package, said", [

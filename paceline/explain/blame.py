@@ -52,6 +52,8 @@ def culprit_rank(event: Event, standing: Sequence[Event], logs: Sequence[Log]) -
         return rank_waited_for(alike, logs)
     if event.record.rank is not None:
         return event.record.rank
+    if (told := next((each.record.rank for each in alike if each.record.rank is not None), None)) is not None:
+        return told
     blamed = launcher_blames(record for log in logs for record in log.records)
     if blamed is None and event.record.kind in ("exit", "signal"):
         return only_silent(victims, logs)  # a killed rank says nothing; who lost it does

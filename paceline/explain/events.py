@@ -24,7 +24,7 @@ ENDS = re.compile(r"-(?:2|9|15)\b|SIG(?:INT|KILL|TERM)\b")
 MILD_LINE = re.compile(
     r"^\W*(?:W|I|D|INFO|WARN|WARNING|DEBUG|NOTE)\b(?!.*\b(?:ERROR|FATAL|Error:))|\bWarning: |\[(?:WARNING|INFO"
     r"|DEBUG)\]|NCCL INFO|^\s*warnings\.warn"
-    r"|\b(?:WARNING|WARN|INFO|DEBUG)\b[ :|\]-]"
+    r"|(?<!NCCL )\b(?:WARNING|WARN|INFO|DEBUG)\b[ :|\]-]"
 )
 
 
@@ -79,7 +79,8 @@ def weight_of(record: Record) -> float:
         return PASSED_ON
     if record.kind == "exception":
         return 1.0
-    return MILD if MILD_LINE.search(record.text) else LOOSE_LINE
+    mild = record.kind == "line" and MILD_LINE.search(record.text)  # a launcher tells of signals and exits as of news
+    return MILD if mild else LOOSE_LINE
 
 
 def is_survived(record: Record, log: Log) -> bool:

@@ -42,6 +42,9 @@ EXIT = re.compile(
 PASSED_ON = re.compile(
     r"Sending process \d+ closing signal|ended after it: |Sending signal .* to process"
 )  # by launchers to the others
+AFTER_BAR = re.compile(  # what the shell says of a process that had not ended its line
+    r"[\d\]%)s](?P<word>(?:Killed|Terminated|Aborted|Bus error|Segmentation fault)(?: \(core dumped\))?)$"
+)
 BANNER_RANK = re.compile(r"^\s+rank\s+: (?P<rank>\d+) \(local_rank: \d+\)")
 BANNER_HOST = re.compile(r"^\s+host\s+: (?P<host>\S+)")
 BANNER_LINE = re.compile(r"^\s+(?:time|error_file)\s+: ")
@@ -187,6 +190,8 @@ class LogReader:
 
     def _record(self, number: int, line: Line, step: int | None) -> Record:
         text = line.text
+        if match := AFTER_BAR.search(text):
+            text = match["word"]
         rank, host = line.rank, line.host
         if match := BANNER_RANK.match(text):
             self._banner_rank = int(match["rank"])

@@ -37,7 +37,7 @@ HOST = re.compile(  # pdsh: accelerate and DeepSpeed over several hosts; docker 
 )
 TORCHRUN_APP = re.compile(r"[\w.]+(?:/\d+)? (?=\[default\d+\]:|\[rank\d+\]:)")  # torchx
 LISTING = re.compile(
-    r"\d{1,6}[ \t]+(?=(?:Traceback \(|  File \"|File \"|(?:\w+\.)*\w*(?:Error|Exception): ))"
+    r" {0,6}\d{1,6}[ \t]+(?=(?:Traceback \(|  File \"|File \"|(?:\w+\.)*\w*(?:Error|Exception): ))"
 )  # cat -n
 PYTEST = re.compile(r"E {2,40}(?=\S)| {2,8}\| (?=Traceback|  File|\w+(?:Error|Exception))")  # and exception groups
 
@@ -97,8 +97,7 @@ def split_prefix(text: str) -> Line:
             stream = stream or match[0].strip(" :")
         elif match := NCCL.match(text):
             host = match["host"]
-            stream = stream or match[0].strip()
-            rank = int(match["device"]) if rank is None and match["device"][0] != "-" else rank
+            stream = stream or match[0].strip()  # [5] is the GPU's number on its host: with several hosts not the rank
         elif match := HOST.match(text):
             host = match["host"]
             stream = stream or match["host"]

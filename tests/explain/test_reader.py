@@ -52,9 +52,9 @@ def test_a_traceback_behind_any_launchers_prefix_is_whole(prefix, rank, host):
     assert (record.rank, record.host, record.line) == (rank, host, 1)
 
 
-def test_an_nccl_line_tells_host_and_device():
+def test_an_nccl_line_tells_its_host_and_a_device_that_is_no_rank():
     line = split_prefix("gpu-7:4711:4802 [3] socket.c:123 NCCL WARN connection refused")
-    assert (line.host, line.rank, line.text) == ("gpu-7", 3, "socket.c:123 NCCL WARN connection refused")
+    assert (line.host, line.rank, line.text) == ("gpu-7", None, "socket.c:123 NCCL WARN connection refused")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from paceline.explain.catalogue import load_catalogue
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 TYPED = [line.split("#")[0].strip() for line in re.findall(r"^\$ ((?:[A-Z_]+=\w+ )*paceline .*)$", README, re.M)]
@@ -87,3 +89,7 @@ def test_the_plan_shown_in_the_readme_is_the_one_that_comes(tmp_path, capsys, mo
     monkeypatch.chdir(ROOT)
     run_command(["plan", "configs/balanced.toml", "--gpu", "RTX 5090", "--gpus", "2", "--price", "0.30/kWh"])
     assert capsys.readouterr().out in README
+
+
+def test_the_readme_counts_the_causes_of_the_catalogue():
+    assert f"{len(load_catalogue().causes)} causes are in [docs/causes.md]" in README

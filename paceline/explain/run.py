@@ -10,6 +10,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,8 +18,9 @@ from paceline.errors import PacelineError, TrainingFailed, UsageError
 from paceline.explain.catalogue import Catalogue, load_catalogue
 from paceline.explain.error_file import read_own_error
 from paceline.explain.explain import chunks_from, explain, read_files
+from paceline.explain.fill import fill, known
 from paceline.explain.flight import late_rank
-from paceline.explain.kernel_log import kernel_lines
+from paceline.explain.kernel_log import kernel_lines, killed_for_memory
 from paceline.explain.reader import Log, read_log
 from paceline.explain.record import Explanation, Progress, Record
 from paceline.explain.verdict import UNKNOWN, reach_verdict
@@ -26,6 +28,7 @@ from paceline.rundir import RunDir, read_json_lines
 
 NO_LINES = Log(records=(), progress=Progress(), last_marks=(), last_lines=(), num_lines=0, num_bytes=0)
 SURE = 0.8
+FOR_MEMORY, FROM_OUTSIDE = "host-oom-killed", "killed-from-outside"  # of the catalogue
 
 
 def explain_run(run: RunDir, *, attempt: int | None = None) -> Explanation:
@@ -36,7 +39,8 @@ def explain_run(run: RunDir, *, attempt: int | None = None) -> Explanation:
     files = sorted(run.logs(attempt).glob("*.log")) + sorted(run.logs(attempt).glob("*.error.json"))
     logs = [*read_files(files, catalogue), exits_of(events), steps_of(run), *kernel_logs(events, catalogue)]
     logs += [late] if (late := late_rank(sorted(run.path.rglob("nccl_trace_rank_*")))) else []
-    said = reach_verdict(logs, catalogue, values=values_of(run))
+    values = values_of(run)
+    said = by_whose_hand(reach_verdict(logs, catalogue, values=values), events, catalogue, values)
     return with_own_words(said, run, attempt)
 
 
@@ -91,6 +95,21 @@ def kernel_logs(events: Sequence[Mapping[str, Any]], catalogue: Catalogue) -> li
     return [
         read_log([line.encode()], literals=catalogue.literals, rank=rank, source="kernel log") for rank, line in found
     ]
+
+
+def by_whose_hand(
+    said: Explanation, events: Sequence[Mapping[str, Any]], catalogue: Catalogue, values: Mapping[str, str]
+) -> Explanation:
+    """A bare SIGKILL mostly means memory. Where the kernel log knows of no such kill, somebody sent it."""
+    if said.cause != FOR_MEMORY or any(each.source != "events.jsonl" for each in said.evidence):
+        return said
+    times = [datetime.fromisoformat(event["time"]).timestamp() for event in events if "time" in event]
+    if not times or killed_for_memory(times[0], times[-1]) is not False:
+        return said
+    cause = catalogue.causes[FROM_OUTSIDE]
+    filled = {**values, **known({"rank": said.rank, "host": said.host})}
+    summary, fix = fill(cause.summary, filled), fill(cause.fix, filled)
+    return replace(said, cause=cause.id, also=(FOR_MEMORY,), summary=summary, fix=fix)
 
 
 def values_of(run: RunDir) -> dict[str, str]:

@@ -96,7 +96,7 @@ class ErrorReader:
             if self._continues(error, text):
                 error.message.append(text)
                 return done, True
-            done.append(self._finish(key))
+            done += self._finish(key)
             error = None
         if STACK.search(text):
             self._stacks.add(key)
@@ -126,7 +126,7 @@ class ErrorReader:
 
     def flush(self) -> list[Record]:
         """What is unfinished at a gap or at the end."""
-        return [record for key in list(self._open) for record in [self._finish(key)] if record.text]
+        return [record for key in list(self._open) for record in self._finish(key) if record.text]
 
     def _start(self, key: str, number: int, line: Line, step: int | None) -> Unfinished:
         if len(self._open) >= MAX_STREAMS:
@@ -178,11 +178,14 @@ class ErrorReader:
         self._open.pop(key, None)
         return []
 
-    def _finish(self, key: str) -> Record:
+    def _finish(self, key: str) -> list[Record]:
+        """Nothing of an exception that Python says it ignored: no run ends with it."""
         error = self._open.pop(key)
+        if error.ignored:
+            return []
         text = "\n".join(error.message)[:MAX_MESSAGE_CHARS].rstrip()
         record = Record(
-            kind="banner" if error.ignored or WRAPPER.search(text) else "exception",
+            kind="banner" if WRAPPER.search(text) else "exception",
             text=text,
             line=error.line,
             rank=error.start.rank if error.rank is None else error.rank,
@@ -193,7 +196,7 @@ class ErrorReader:
             chained_from=unlink(error.chained_from),
         )
         self._last[key] = record
-        return record
+        return [record]
 
 
 def unlink(record: Record | None, depth: int = 4) -> Record | None:

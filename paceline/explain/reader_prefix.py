@@ -39,6 +39,7 @@ TORCHRUN_APP = re.compile(r"[\w.]+(?:/\d+)? (?=\[default\d+\]:|\[rank\d+\]:)")  
 LISTING = re.compile(
     r" {0,6}\d{1,6}[ \t]+(?=(?:Traceback \(|  File \"|File \"|(?:\w+\.)*\w*(?:Error|Exception): ))"
 )  # cat -n
+NOTEBOOK = re.compile(r"\d+\.\d+s[ \t]+\d+[ \t]+")  # Kaggle: seconds, line number
 PYTEST = re.compile(r"E {2,40}(?=\S)| {2,8}\| (?=Traceback|  File|\w+(?:Error|Exception))")  # and exception groups
 
 ISO = re.compile(
@@ -110,7 +111,9 @@ def split_prefix(text: str) -> Line:
         elif match := SLURM.match(text):
             rank = int(match["rank"]) if rank is None else rank
             stream = stream or match[0].strip(" :")
-        elif not (match := TORCHRUN_APP.match(text) or LISTING.match(text) or PYTEST.match(text)):
+        elif not (
+            match := TORCHRUN_APP.match(text) or LISTING.match(text) or NOTEBOOK.match(text) or PYTEST.match(text)
+        ):
             break
         text = text[match.end() :]
     return Line(text=text.rstrip(), rank=rank, host=host, time=time, stream=stream)

@@ -108,6 +108,8 @@ def ended_without_a_word(standing: Sequence[Event], unexplained: Sequence[Record
     if any(event.cause.id in WAITING - {PEER_DIED} for event in standing):
         return None
     told = {event.record.rank for event in standing}
+    if None in told:
+        return None  # it may be that very rank's
     ends = [record for record in unexplained if record.kind in ("exit", "signal") and record.rank not in told]
     return next((record for record in ends if not BY_OTHERS.search(record.text)), None)
 

@@ -106,7 +106,10 @@ def test_a_run_is_explained_by_its_folder_and_by_its_name(run, capsys, monkeypat
     monkeypatch.chdir(run.path.parents[1])
     said = json.loads(explained(capsys, "books", "--json"))
     assert (said["rank"], said["step"], said["victims"]) == (1, 40, [0])
-    assert said["cause"] in ("host-oom-killed", "killed-from-outside")  # where the kernel log may be read, it tells which
+    assert said["cause"] in (
+        "host-oom-killed",
+        "killed-from-outside",
+    )  # where the kernel log may be read, it tells which
     assert json.loads(explained(capsys, "runs/books", "--json")) == said
 
 

@@ -25,6 +25,7 @@ paceline trains GPT-style language models on the GPUs you have.
   paceline run [--nproc N] -- SCRIPT [args]     the same launch, checks and logs around any script that torchrun can start
   paceline plan [CONFIG] [--gpu NAME --gpus N]  what fits, how fast, how long, what it costs; on GPUs here or imagined
   paceline check [CONFIG] [--key value ...]     is everything ready: findings, each with its fix
+  paceline explain LOG... | RUN | -             what broke in any training log, on which rank, and what mends it
   paceline comm [CONFIG]                        do collectives give right results, how fast, what it means for training
   paceline torch check|recipe|build             is this PyTorch right; how to get one that is
   paceline accelerate-config                    write an accelerate config that fits this machine
@@ -196,6 +197,41 @@ def check(args: list[str]) -> int:
         blocks = [*map(format_host, checked.facts), colour(found) if sys.stdout.isatty() else found]
         print("\n\n".join(block for block in (*blocks, format_summary(findings)) if block))
     return 1 if any(finding.severity == "stop" for finding in findings) else 0
+
+
+def explain(args: list[str]) -> int:
+    """paceline explain LOG... | RUN | - [--json] [--markdown]
+       paceline explain --list [--json]
+       paceline explain --cause ID [--json]
+
+    Names the root cause in any training log, on which rank and step, and what mends it; then the evidence, then what only
+    followed. LOG: a file, one for each rank, or a folder; of any launcher, of any size, packed or not. RUN: a run folder, or a
+    run's name under runs/. -: standard input. --markdown: for pasting into an issue. --list: all causes that are known.
+    --cause: everything known about one.
+
+      paceline explain slurm-4711.out
+    """
+    from paceline.explain.format import format_explanation, format_markdown, to_json
+    from paceline.explain.listing import cause_json, causes_json, format_cause, format_causes
+    from paceline.explain.run import explain_words
+
+    known = {"json": bool, "markdown": bool, "list": bool, "cause": str, "runs-dir": str}
+    words, options = parse_options(args, known)
+    as_json = options.get("json")
+    if options.get("list"):
+        print(causes_json() if as_json else format_causes())
+        return 0
+    if "cause" in options:
+        print(cause_json(options["cause"]) if as_json else format_cause(options["cause"]))
+        return 0
+    said = explain_words(words, runs_dir=options.get("runs-dir"), stdin=sys.stdin.buffer)
+    if as_json:
+        print(to_json(said))
+    elif options.get("markdown"):
+        print(format_markdown(said))
+    else:
+        print(format_explanation(said, coloured=sys.stdout.isatty()))
+    return 0
 
 
 def comm(args: list[str]) -> int:
@@ -464,6 +500,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "run": run,
     "plan": plan,
     "check": check,
+    "explain": explain,
     "comm": comm,
     "torch": torch,
     "accelerate-config": accelerate_config,

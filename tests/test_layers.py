@@ -78,7 +78,9 @@ def test_torch_is_imported_in_model_train_and_its_own_probe_alone(path):
     assert not {name for name in imports_of(path) if name.split(".")[0] in ("torch", "safetensors")}
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["runs", "nowhere"], ["plan"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["train", "--help"], ["runs", "nowhere"], ["plan"], ["explain", "--list"]], ids=" ".join
+)
 def test_a_command_that_needs_no_torch_imports_none(arguments, tmp_path):
     code = (
         "import sys; from paceline.cli import run_command; run_command(sys.argv[1:]);"

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from paceline.explain.catalogue import load_catalogue
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 TYPED = [line.split("#")[0].strip() for line in re.findall(r"^\$ ((?:[A-Z_]+=\w+ )*paceline .*)$", README, re.M)]
@@ -23,6 +25,11 @@ import torch.distributed as dist
 dist.init_process_group("gloo")
 if dist.get_rank() == 1: raise ValueError("boom")
 dist.all_reduce(torch.ones(1))
+"""
+LOG = """\
+5: step 1840/20000 | loss 2.913
+5: [rank5]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 23.56 GiB
+srun: error: node-1: task 5: Exited with exit code 1
 """
 SMALLER = (  # what a test has time for; each replaces what a person would type
     (
@@ -43,6 +50,7 @@ def test_the_commands_of_the_readme_work_in_the_order_they_stand_there(tmp_path)
     env["PATH"] = f"{bin_dir}{os.pathsep}{env['PATH']}"
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "slurm-4711.out").write_text(LOG)
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "train.py").write_text("print('hello')")
     assert len(TYPED) >= 8
@@ -81,3 +89,7 @@ def test_the_plan_shown_in_the_readme_is_the_one_that_comes(tmp_path, capsys, mo
     monkeypatch.chdir(ROOT)
     run_command(["plan", "configs/balanced.toml", "--gpu", "RTX 5090", "--gpus", "2", "--price", "0.30/kWh"])
     assert capsys.readouterr().out in README
+
+
+def test_the_readme_counts_the_causes_of_the_catalogue():
+    assert f"{len(load_catalogue().causes)} causes are in [docs/causes.md]" in README

@@ -18,9 +18,9 @@ from paceline.launch.policy import OURS_ONCE_MORE, Ended, Retry
 from paceline.launch.supervisor import Outcome
 from paceline.rundir import RunDir, read_json_lines
 
-OUTSIDE = {"killed", "hang"}  # causes that the catalogue does not have: no log shows them
+OUTSIDE = {"killed-from-outside", "hang"}  # of which the dead rank could say nothing
 REFUSED = "refused"  # the rank itself has named what is wrong and what mends it, and the catalogue knows no better name
-HOST_MEMORY = "host-oom-killed"
+HOST_MEMORY, KILLED = "host-oom-killed", "killed-from-outside"
 NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")  # pids, addresses and sizes differ where the error is the same
 
 
@@ -83,12 +83,12 @@ def explain_kill(found: Explanation, root: Failure, *, memory_ran_out: bool | No
         return replace(
             found, cause=HOST_MEMORY, rank=root.rank, summary=told.summary if told else summary, confidence=1.0
         )
-    if found.cause not in (HOST_MEMORY, "unknown", "peer-died"):
+    if found.cause not in (HOST_MEMORY, KILLED, "unknown", "peer-died"):
         return found
     summary = f"{who} was ended by SIGKILL, which something outside the run has sent"
     why = "memory did not run out. " if memory_ran_out is False else ""
     fix = f"{why}A batch system's limit, a container's end or a person sends such a signal; the run can go on"
-    return replace(found, cause="killed", rank=root.rank, summary=summary, fix=fix, confidence=0.8)
+    return replace(found, cause=KILLED, rank=root.rank, summary=summary, fix=fix, confidence=0.8)
 
 
 def has_new_checkpoint(run: RunDir, attempt: int) -> bool:

@@ -31,7 +31,7 @@ OURS_ONCE_MORE = frozenset({
 class Ended:
     """What an attempt came to."""
 
-    cause: str  # of the catalogue, or "hang", "killed", "refused"
+    cause: str  # of the catalogue, or "hang", "refused"
     retry: Retry  # whether trying again can help, as the catalogue has it
     rank: int | None
     step: int | None

@@ -75,10 +75,10 @@ def test_a_killed_rank_is_explained_and_the_next_attempt_ends_it(tmp_path):
     ending = run_attempts(job, Recovery())
     assert (ending.outcome.state, ending.outcome.attempt, ending.explanation) == ("finished", 2, None)
     [verdict], [decision] = job.events("verdict"), job.events("decision")
-    assert (verdict["attempt"], verdict["cause"], verdict["rank"]) == (1, "killed", 1)
+    assert (verdict["attempt"], verdict["cause"], verdict["rank"]) == (1, "killed-from-outside", 1)
     decided = {key: decision[key] for key in ("attempt", "action", "why", "wait_s", "cause", "rank")}
     assert decided == {
-        "attempt": 1, "action": "retry", "why": "it may pass", "wait_s": 1.0, "cause": "killed", "rank": 1,
+        "attempt": 1, "action": "retry", "why": "it may pass", "wait_s": 1.0, "cause": "killed-from-outside", "rank": 1,
     }  # fmt: skip
     assert job.changes == ["retry"]
     assert job.said == [

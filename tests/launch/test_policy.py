@@ -10,7 +10,7 @@ from paceline.launch import policy
 from paceline.launch.policy import OURS_ONCE_MORE, RULES, Abilities, Decision, Ended, Situation, decide, rule_for
 
 DOCS = Path(__file__).parents[2] / "docs" / "recovery.md"
-KILLED = Ended("killed", "same", rank=1, step=7, new_checkpoint=False, seconds=60, error="")
+KILLED = Ended("killed-from-outside", "same", rank=1, step=7, new_checkpoint=False, seconds=60, error="")
 SAVED = replace(KILLED, new_checkpoint=True)
 CRASHED = replace(KILLED, cause="sigsegv", retry="never", error="ended by SIGSEGV")
 TYPO = replace(KILLED, cause="import-error", retry="never", step=None, error="No module named 'nmupy'")

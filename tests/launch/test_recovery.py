@@ -63,7 +63,7 @@ def test_a_rank_is_killed_and_the_run_ends_as_if_nothing_had_happened(shop, unbr
     kill(run, 1)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
-    assert decisions(run) == [("retry", "killed", 1)]
+    assert decisions(run) == [("retry", "killed-from-outside", 1)]
     assert "attempt 2 in 1 s from step 10: it may pass" in output
     assert [line["step"] for line in metrics(run)] == list(range(1, 31))
     assert final_bits(run) == unbroken
@@ -209,7 +209,7 @@ def test_a_script_is_told_which_attempt_it_is_and_goes_on_from_its_own_checkpoin
     """, "--nproc", "2")  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "[1] attempt 2 ['a b'] True" in done.stdout
-    assert decisions(tmp_path / "runs" / "r") == [("retry", "killed", 1)]
+    assert decisions(tmp_path / "runs" / "r") == [("retry", "killed-from-outside", 1)]
     assert "attempt 2 in 1 s: it may pass" in done.stderr
 
 

@@ -10,7 +10,7 @@ EVENTS = """\
 {"time": "2026-11-21T13:00:00.000Z", "event": "script", "command": ["x.py"]}
 {"time": "2026-11-21T13:00:01.000Z", "event": "attempt", "attempt": 1}
 {"time": "2026-11-21T13:00:11.000Z", "event": "attempt_ended", "attempt": 1, "state": "failed"}
-{"time": "2026-11-21T13:00:11.100Z", "event": "verdict", "attempt": 1, "cause": "killed", "summary": "rank 1 was killed"}
+{"time": "2026-11-21T13:00:11.100Z", "event": "verdict", "attempt": 1, "cause": "killed-from-outside", "summary": "rank 1 was killed"}
 {"time": "2026-11-21T13:00:11.200Z", "event": "decision", "attempt": 1, "action": "retry", "why": "it may pass"}
 {"time": "2026-11-21T13:00:13.000Z", "event": "attempt", "attempt": 2}
 {"time": "2026-11-21T13:00:23.000Z", "event": "attempt_ended", "attempt": 2, "state": "finished"}

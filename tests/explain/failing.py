@@ -1,0 +1,190 @@
+"""
+Starts a script of tests/explain/faults/ for real, under a launcher, and keeps what launcher and ranks print as one log.
+
+Everything started has a TMPDIR of its own, by which it is found and ended afterwards, whatever session or group it is in.
+Small disks are mounted in a mount namespace, and limits are control groups below the one that the test runs in.
+"""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from signal import Signals
+
+import psutil
+import pytest
+
+FAULTS = Path(__file__).with_name("faults")
+MODULE = [sys.executable, "-m"]
+EVERY = "every"  # all ranks fail alike: any of them, or none, is right
+MOUNT = 'mkdir -p $1; mount -t tmpfs -o size=$2 none $1; shift 2; exec "$@"'
+NO_NETWORK = ("unshare", "--net")
+BEFORE_SIGNAL = b"step 00003"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One kind of failure: how it is started, and what has to be found in its log."""
+
+    script: str
+    cause: str
+    rank: int | str | None  # the culprit; None: no rank, EVERY: all alike
+    shows: str  # stands in the log if the failure is the one that was meant
+    launcher: str = "torchrun"
+    nproc: int = 2
+    also: tuple[str, ...] = ()  # other causes that the log honestly supports
+    args: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    around: tuple[str, ...] = ()  # command words before the launcher's
+    limits: tuple[str, str, str] | None = None  # control group of argument 1: controller, file, value
+    signal: Signals | None = None  # sent to the launcher's group after step 3
+    package: str | None = None  # that the script imports and this project does not require
+    timeout_s: float = 120.0
+
+    def __str__(self) -> str:
+        return "-".join([self.launcher, self.script, *self.args, *([self.signal.name] if self.signal else [])])
+
+
+@dataclass(frozen=True)
+class Ended:
+    exit_code: int
+    log: Path
+
+
+def small_disk(folder: str, size: str) -> tuple[str, ...]:
+    """Command words for a tmpfs of that size at folder, seen by what follows them alone."""
+    return ("unshare", "--mount", "sh", "-c", MOUNT, "sh", folder, size)
+
+
+def fail(fault: Fault, log: Path, *, env: Mapping[str, str]) -> Ended:
+    """Runs a fault to its end; skips the test where this machine cannot make it fail so."""
+    skip_without(fault)
+    folder = tempfile.mkdtemp(prefix="fault")  # short: the loader workers' sockets lie in it, whose paths are limited
+    command = [*fault.around, *launch_words(fault), str(FAULTS / f"{fault.script}.py"), *fault.args]
+    own = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2", "MASTER_ADDR": "127.0.0.1"}
+    own |= {"MASTER_PORT": str(free_port()), "TMPDIR": folder, **env, **fault.env}
+    with limited(fault.limits) as group, log.open("wb") as out:
+        try:
+            process = subprocess.Popen(
+                [*command, *group],
+                cwd=folder,
+                env=os.environ | own,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            if fault.signal is not None:
+                wait_for_text(log, BEFORE_SIGNAL, process)
+                os.killpg(process.pid, fault.signal)
+            exit_code = process.wait(fault.timeout_s)
+        finally:
+            end_everything_of(folder)
+            shutil.rmtree(folder)
+    return Ended(exit_code, log)
+
+
+def launch_words(fault: Fault) -> list[str]:
+    nproc, port = str(fault.nproc), str(free_port())
+    match fault.launcher:
+        case "torchrun":
+            return [*MODULE, "torch.distributed.run", "--standalone", "--nproc-per-node", nproc]
+        case "torchrun tee":  # every line gets a prefix such as [default1]:
+            return [*MODULE, "torch.distributed.run", "--standalone", "--nproc-per-node", nproc, "--tee", "3"]
+        case "torchrun static":
+            return [*MODULE, "torch.distributed.run", "--nproc-per-node", nproc, "--master-port", port]
+        case "accelerate":
+            launch = [*MODULE, "accelerate.commands.launch", "--multi_gpu", "--num_processes", nproc]
+            return ["env", "ACCELERATE_USE_CPU=true", *launch, "--main_process_port", port]
+        case "deepspeed":
+            deepspeed = str(Path(sys.executable).with_name("deepspeed"))
+            launch = [deepspeed, "--num_accelerators", nproc, "--master_port", port, "--no_local_rank"]
+            return ["env", "DS_ACCELERATOR=cpu", *launch]
+        case "paceline":
+            return [
+                str(Path(sys.executable).with_name("paceline")),
+                "run",
+                "--nproc",
+                nproc,
+                "--device",
+                "cpu",
+                "--no-check",
+                "--",
+            ]
+        case "python":
+            return [sys.executable]
+    raise ValueError(fault.launcher)
+
+
+def skip_without(fault: Fault) -> None:
+    for package in {fault.package, fault.launcher} & {"accelerate", "lightning", "deepspeed", "huggingface_hub"}:
+        if find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    if fault.around and subprocess.run([*fault.around[:2], "true"], capture_output=True).returncode:
+        pytest.skip(f"{' '.join(fault.around[:2])} is not allowed here")
+
+
+@contextmanager
+def limited(limits: tuple[str, str, str] | None) -> Iterator[list[str]]:
+    """A control group with that limit, below the one this process is in; gives its path as the script's argument."""
+    if limits is None:
+        yield []
+        return
+    controller, name, value = limits
+    groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    own = next((path for _, controllers, path in groups if controller in controllers.split(",")), "")
+    group = Path(f"/sys/fs/cgroup/{controller}{own}/fault-{os.getpid()}")
+    try:
+        group.mkdir()
+        (group / name).write_text(value)
+    except OSError as error:
+        pytest.skip(f"no control group of {controller} can be made here: {error}")
+    try:
+        yield [str(group)]
+    finally:
+        deadline = time.monotonic() + 5
+        while group.exists() and time.monotonic() < deadline:
+            with suppress(OSError):  # busy until the last process in it is gone
+                group.rmdir()
+            time.sleep(0.05)
+
+
+def wait_for_text(log: Path, text: bytes, process: subprocess.Popen[bytes], timeout_s: float = 40.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while text not in log.read_bytes():
+        assert process.poll() is None, log.read_text(errors="replace")
+        assert time.monotonic() < deadline, log.read_text(errors="replace")
+        time.sleep(0.05)
+
+
+def end_everything_of(folder: str) -> None:
+    """Kills what was started with this TMPDIR until nothing of it is left."""
+    deadline = time.monotonic() + 10
+    while (
+        alive := [each for each in psutil.process_iter() if was_started_in(each, folder)]
+    ) and time.monotonic() < deadline:
+        for process in alive:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(alive, timeout=1)
+    assert not alive, alive
+
+
+def was_started_in(process: psutil.Process, folder: str) -> bool:
+    try:
+        return process.environ().get("TMPDIR") == folder and process.status() != psutil.STATUS_ZOMBIE
+    except (psutil.NoSuchProcess, psutil.AccessDenied, OSError):
+        return False
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]

@@ -1,0 +1,15 @@
+"""A data loader worker of rank 1 raises; its traceback comes inside rank 1's."""
+
+from job import start, train
+from torch.utils.data import DataLoader
+
+
+class Samples(list):
+    def __getitem__(self, index):
+        return {"text": "abc"}["label"]
+
+
+rank, _ = start()
+for step in train():
+    if rank == 1 and step == 3:
+        next(iter(DataLoader(Samples([0] * 8), batch_size=2, num_workers=1)))

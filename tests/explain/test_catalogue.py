@@ -1,0 +1,139 @@
+"""The catalogue: every entry is whole, and each known wording shows its cause first."""
+
+import re
+import time
+import tomllib
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from paceline.explain.catalogue import KINDS, MENDERS, RETRIES, SEVERITIES, load_catalogue, make_catalogue
+from paceline.explain.causes_page import format_page
+from paceline.explain.fill import fill
+
+HERE = Path(__file__).parent
+PAGE = HERE.parents[1] / "docs" / "causes.md"
+CATALOGUE = load_catalogue()
+CAUSES = list(CATALOGUE.causes.values())
+PATTERNS = [(cause, pattern) for cause in CAUSES for pattern in cause.patterns]
+WORDINGS = tomllib.loads((HERE / "wordings.toml").read_text(encoding="utf-8"))["wording"]
+SHOWN = [wording for wording in WORDINGS if wording["cause"] != "harmless"]
+HARMLESS = [wording for wording in WORDINGS if wording["cause"] == "harmless"]
+OF_THE_RECORD = {  # values that a sentence may use without a pattern that catches them
+    *("rank", "step", "host", "source", "script", "where", "type", "message"),
+    *("exit_code", "signal", "last_step", "half_batch", "num_ranks", "run", "file"),
+}
+ENTRY = {"id": "a", "group": "G", "title": "A", "summary": "it broke", "fix": "mend it"}
+
+
+def name_of(wording):
+    return f"{wording['cause']}: {wording['text'][:40]}"
+
+
+@pytest.mark.parametrize("wording", SHOWN, ids=name_of)
+def test_a_known_wording_shows_its_cause_first(wording):
+    assert [match.cause.id for match in CATALOGUE.match(wording["text"], wording["kind"])][:1] == [wording["cause"]]
+
+
+@pytest.mark.parametrize("wording", HARMLESS, ids=name_of)
+def test_a_line_of_a_healthy_run_shows_nothing_that_ends_a_run(wording):
+    found = CATALOGUE.match(wording["text"], wording["kind"])
+    assert [match.cause.id for match in found if match.cause.severity == "fatal"] == []
+
+
+def test_every_cause_is_tested_on_two_wordings_at_least():
+    counts = Counter(wording["cause"] for wording in WORDINGS)
+    assert [cause.id for cause in CAUSES if counts[cause.id] < 2] == []
+
+
+@pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.id)
+def test_an_entry_is_whole(cause):
+    assert cause.severity in SEVERITIES
+    assert cause.mend in MENDERS
+    assert cause.retry in RETRIES
+    assert cause.patterns
+    assert all([cause.title, cause.summary, cause.fix, cause.source, cause.group])
+    follows = {*cause.mistaken_for, *(cause.follows if isinstance(cause.follows, frozenset) else ())}
+    assert follows - {cause.id} <= set(CATALOGUE.causes)
+    assert cause.id not in follows
+
+
+@pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.id)
+def test_sentences_use_only_values_that_can_be_known(cause):
+    caught = {name for pattern in cause.patterns for name in pattern.regex.groupindex}
+    assert set(re.findall(r"\{(\w+)\}", cause.summary + cause.fix)) <= caught | OF_THE_RECORD
+
+
+@pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.id)
+def test_sentences_read_well_where_the_log_tells_nothing_but_a_message(cause):
+    said = fill(cause.summary, {"message": "it broke"}) + fill(cause.fix, {"message": "it broke"})
+    assert "n/a" not in said
+    assert not set("{}[]") & set(re.sub(r"\[[\w., '=-]*\]", "", said))
+
+
+def test_patterns_compile_and_their_weights_and_literals_are_in_range():
+    for cause, pattern in PATTERNS:
+        assert pattern.kind in KINDS, cause.id
+        assert 0 < pattern.weight < 1, cause.id
+        assert pattern.literals, cause.id
+        assert all(literal and literal == literal.lower() for literal in pattern.literals), cause.id
+        assert pattern.regex.search("") is None, cause.id
+        assert pattern.unless_regex.pattern == pattern.unless
+
+
+@pytest.mark.parametrize("wording", WORDINGS, ids=name_of)
+def test_a_literal_stands_in_every_text_that_its_pattern_matches(wording):
+    text = wording["text"]
+    for cause, pattern in PATTERNS:
+        if pattern.fits(wording["kind"]) and pattern.regex.search(text):
+            assert any(literal in text.lower() for literal in pattern.literals), f"{cause.id}: {pattern.match}"
+
+
+def test_no_pattern_takes_long_on_a_long_line():
+    for text in (
+        "a" * 8000,
+        "error " * 1400,
+        "x: " * 2600,
+        "(" * 8000,
+        "/a.b-c_" * 1100,
+        "Exception: 0 [" * 570,
+        "1 " * 4000,
+    ):
+        began = time.process_time()
+        CATALOGUE.match(text, "line")
+        CATALOGUE.match(text, "exception")
+        assert time.process_time() - began < 2
+
+
+def test_the_weightiest_pattern_of_a_cause_gives_its_values():
+    patterns = [
+        {"match": "lost (?P<what>\\w+)", "literal": "lost", "weight": 0.5},
+        {"match": "lost card (?P<card>\\d+)", "literal": "lost card", "weight": 0.9},
+    ]
+    (match,) = make_catalogue([ENTRY | {"pattern": patterns}]).match("lost card 3", "line")
+    assert (match.weight, match.values) == (0.9, {"card": "3"})
+
+
+def test_unless_takes_a_match_back_and_a_kind_restricts_it():
+    pattern = {"match": "lost", "literal": "lost", "weight": 0.5, "unless": "found", "kind": "exception"}
+    catalogue = make_catalogue([ENTRY | {"pattern": [pattern]}])
+    assert [
+        len(catalogue.match(*text))
+        for text in (("lost", "exception"), ("lost", "line"), ("lost and found", "exception"))
+    ] == [1, 0, 0]
+
+
+def test_a_pattern_may_follow_from_other_things_than_its_cause():
+    pattern = {"match": "lost", "literal": "lost", "weight": 0.5, "follows": True}
+    (match,) = make_catalogue([ENTRY | {"pattern": [pattern]}]).match("lost", "line")
+    assert match.cause.follows is True
+
+
+def test_two_entries_of_one_name_are_refused():
+    with pytest.raises(ValueError, match="two entries a"):
+        make_catalogue([ENTRY, ENTRY])
+
+
+def test_the_page_of_causes_is_up_to_date():
+    assert PAGE.read_text(encoding="utf-8") == format_page(CATALOGUE)

@@ -87,13 +87,12 @@ def test_a_killed_rank_is_explained_and_the_next_attempt_ends_it(tmp_path):
     ]
 
 
-def test_what_no_log_can_show_ends_in_two_lines(tmp_path):
+def test_the_explanation_stands_last(tmp_path):
     job = Told(tmp_path, KILLED)
     ending = run_attempts(job, Recovery(recover=False))
-    assert format_explained(ending.outcome, job.run, ending.explanation).splitlines()[-2:] == [
-        "killed: rank 1 was ended by SIGKILL, which something outside the run has sent (step 1)",
-        "  fix: " + ending.explanation.fix,
-    ]
+    shown = format_explained(ending.outcome, job.run, ending.explanation)
+    first = "killed-from-outside: rank 1 was ended by SIGKILL, which something outside the run has sent (step 1)"
+    assert f"\n\n{first}\n  fix: {ending.explanation.fix}" in shown
 
 
 def test_a_mistake_is_attempted_once(tmp_path):

@@ -10,7 +10,7 @@ EVENTS = """\
 {"time": "2026-11-21T13:00:00.000Z", "event": "script", "command": ["x.py"]}
 {"time": "2026-11-21T13:00:01.000Z", "event": "attempt", "attempt": 1}
 {"time": "2026-11-21T13:00:11.000Z", "event": "attempt_ended", "attempt": 1, "state": "failed"}
-{"time": "2026-11-21T13:00:11.100Z", "event": "verdict", "attempt": 1, "cause": "killed-from-outside", "summary": "rank 1 was killed"}
+{"time": "2026-11-21T13:00:11.100Z", "event": "verdict", "attempt": 1, "cause": "hang", "summary": "rank 1 hung"}
 {"time": "2026-11-21T13:00:11.200Z", "event": "decision", "attempt": 1, "action": "retry", "why": "it may pass"}
 {"time": "2026-11-21T13:00:13.000Z", "event": "attempt", "attempt": 2}
 {"time": "2026-11-21T13:00:23.000Z", "event": "attempt_ended", "attempt": 2, "state": "finished"}
@@ -35,7 +35,7 @@ r: finished
 run     {run.path}
 
 attempt 1, 2026-11-21 13:00:01 UTC: failed
-  killed: rank 1 was killed
+  hang: rank 1 hung
   retry: it may pass
 attempt 2, 2026-11-21 13:00:13 UTC: finished
 

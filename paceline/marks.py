@@ -6,7 +6,7 @@ JSON, always of the same length. Its last field is the CRC-32 of the line before
 
 import json
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 # in the order in which a rank comes to them after `step` steps
@@ -26,6 +26,7 @@ class Mark:
     micro_step: int
     phase: str
     monotonic: float  # of the host, in seconds; stands still while it is suspended
+    time: float = field(default=0.0, compare=False)  # Unix seconds: what another host can compare
 
     @property
     def place(self) -> tuple[int, int, int]:
@@ -40,6 +41,6 @@ def read_mark(path: Path) -> Mark | None:
         said = json.loads(line)
         if len(line) != WIDTH or zlib.crc32(line[: -len(SUM % 0)]) != said["sum"]:
             return None
-        return Mark(said["step"], said["micro_step"], said["phase"], said["monotonic"])
+        return Mark(said["step"], said["micro_step"], said["phase"], said["monotonic"], said["time"])
     except (OSError, ValueError, KeyError, TypeError):
         return None

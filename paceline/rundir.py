@@ -10,8 +10,9 @@ import fcntl
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 
 from paceline.errors import PacelineError
 
+LOCK_TRIES, LOCK_TRY_S = 3, 0.02  # whoever only looks at a run, `is_locked`, holds it for some microseconds
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -107,6 +109,18 @@ class RunDir:
         """Where a rank of our trainer writes the stacks of its threads whenever it is sent SIGUSR2; else empty."""
         return self.logs(attempt) / f"{rank}.stacks"
 
+    @property
+    def health_dir(self) -> Path:
+        """A file for each host: samples of its GPUs, memory, disk and network."""
+        return self.path / "health"
+
+    def health(self, host: str) -> Path:
+        return self.health_dir / f"{host}.jsonl"
+
+    def track(self, name: str) -> Path:
+        """How far a tracker has come."""
+        return self.path / "track" / f"{name}.json"
+
     def hang(self, attempt: int) -> Path:
         """What was known of a hang: hang.json and a file for each rank."""
         return self.path / "hangs" / str(attempt)
@@ -132,6 +146,17 @@ def append_json_line(path: Path, record: dict[str, Any]) -> None:
         if error.errno not in NO_SPACE:
             raise unwritable(path, error) from error
         print(f"{path}: no space, not kept: {line.decode().rstrip()}", file=sys.stderr, flush=True)
+
+
+def append_sample(path: Path, record: dict[str, Any]) -> bool:
+    """A line that nobody misses: what finds no room, or no folder, is left out. Returns whether it was written."""
+    line = (json.dumps(record, separators=(",", ":"), ensure_ascii=False) + "\n").encode()
+    try:
+        path.parent.mkdir(exist_ok=True)
+        with _opened_to_append(path) as fd:
+            return os.write(fd, line if _ends_well(fd) else b"\n" + line) >= len(line)
+    except OSError:
+        return False
 
 
 class LineFile:
@@ -199,6 +224,18 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
                     yield record
 
 
+def read_end(path: Path, length: int) -> tuple[bytes, bool]:
+    """The whole lines among the last bytes, and whether they are all."""
+    try:
+        with path.open("rb") as file:
+            start = max(0, file.seek(0, os.SEEK_END) - length)
+            file.seek(start)
+            found = file.read(length)
+    except OSError:
+        return b"", True
+    return found[found.find(b"\n") + 1 if start else 0 : found.rfind(b"\n") + 1], start == 0
+
+
 def write_atomic(path: Path, text: str) -> None:
     """Complete or as before: a reader never meets half a file."""
     part = path.with_name(path.name + ".part")
@@ -222,12 +259,35 @@ class RunInUse(PacelineError):
 def lock_run(run: RunDir) -> int:
     """File descriptor that holds the run; it is released when every process that inherited it has ended."""
     fd = os.open(run.lock, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    for _ in range(LOCK_TRIES):
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        time.sleep(LOCK_TRY_S)
+    else:
         holder = os.pread(fd, 64, 0).decode(errors="replace").strip()
         os.close(fd)
         raise RunInUse(run, int(holder) if holder.isdigit() else None) from None
     os.ftruncate(fd, 0)
     os.pwrite(fd, str(os.getpid()).encode(), 0)
     return fd
+
+
+def is_locked(run: RunDir) -> bool:
+    """Whether some process holds the run."""
+    try:
+        fd = os.open(run.lock, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def holder_of(run: RunDir) -> str | None:
+    """The process id in the lock; None where nobody holds the run."""
+    return run.lock.read_text(errors="replace").strip() if is_locked(run) else None

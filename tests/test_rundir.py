@@ -7,8 +7,15 @@ import sys
 import pytest
 
 from paceline.errors import PacelineError
-from paceline.rundir import RunDir, append_event, append_json_line, lock_run, read_json_lines, write_atomic
-from paceline.watch.status import is_locked
+from paceline.rundir import (
+    RunDir,
+    append_event,
+    append_json_line,
+    is_locked,
+    lock_run,
+    read_json_lines,
+    write_atomic,
+)
 
 
 def test_a_half_written_last_line_is_passed_over(tmp_path):

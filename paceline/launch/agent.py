@@ -19,6 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from paceline.launch.sampler import end_sampler, start_sampler
+
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 RANK_SCRIPT = Path(__file__).with_name("rank.py")
 LINK_LOST_GRACE_S = 20.0  # nobody watches any more: time for a save, not for more
@@ -65,6 +67,7 @@ class Agent:
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(signum, lambda *_: self.stop(self.stop_grace_s))
         self.engine = start_engine(job)
+        self.sampler = start_sampler(job["run_path"], every_s=job["health_every_s"], run_id=self.run_id)
         assert self.engine.stdout is not None
         self.reports = Lines(self.engine.stdout.fileno())
 
@@ -82,6 +85,7 @@ class Agent:
                 if time.monotonic() >= self.kill_at:
                     self.engine.kill()
         exit_code = self.engine.wait()
+        end_sampler(self.sampler)
         left = kill_processes(self.run_id, timeout_s=KILL_DEADLINE_S)
         send({"event": "engine_ended", "exit_code": exit_code, "left": left})
         return 0

@@ -67,6 +67,7 @@ def run_attempt(
     libuv: bool = True,
     cwd: Path | None = None,
     own_exit_codes: bool = False,
+    health_every_s: float = 0.0,
 ) -> Outcome:
     """Start `nproc` workers and stay until they have ended; call it from the main thread, as it takes the signals.
 
@@ -74,6 +75,7 @@ def run_attempt(
     run folder, which agent and engine keep too.
     libuv: False where torch was built without it; `env` must say so too (launch/env.py). cwd: of the workers.
     own_exit_codes: the attempt ends with what its root cause ended with, as a shell would say it.
+    health_every_s: between two samples of the host's health; 0: none.
     """
     logs_dir = run.logs(attempt).resolve()
     logs_dir.mkdir(parents=True, exist_ok=True)
@@ -87,6 +89,8 @@ def run_attempt(
         "stop_grace_s": stop_grace_s,
         "libuv": libuv,
         "cwd": None if cwd is None else str(cwd),
+        "run_path": str(run.path.resolve()),
+        "health_every_s": health_every_s,
     }
     forget_marks(run)
     watch = AttemptWatch(run, attempt, nproc, own_exit_codes=own_exit_codes)

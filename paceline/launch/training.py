@@ -39,6 +39,7 @@ class TrainingJob:
         lock: int,
         libuv: bool,
         hang_after_s: float | None = None,
+        health_every_s: float = 0.0,
         probe: Callable[[], Machine] = probe_machine,
     ):
         self.run = run
@@ -49,6 +50,7 @@ class TrainingJob:
         self.lock = lock
         self.libuv = libuv
         self.hang_after_s = hang_after_s
+        self.health_every_s = health_every_s
         self.probe = probe
         self.next_plan: Plan | None = None
 
@@ -77,6 +79,7 @@ class TrainingJob:
                 on_tick=digest.poll,
                 watchdog=Watchdog(self.run, number, plan.world_size, hang_after_s=self.hang_after_s),
                 libuv=self.libuv,
+                health_every_s=self.health_every_s,
             )
         finally:
             digest.close()

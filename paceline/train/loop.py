@@ -27,6 +27,7 @@ from paceline.plan.cost import mfu
 from paceline.plan.planner import Plan
 from paceline.rundir import LineFile, RunDir, utc_now
 from paceline.train import schedule
+from paceline.train.busy import BusyClock
 from paceline.train.optim import ReplicatedAdamW, ShardedOptimizer
 from paceline.train.progress import Progress
 from paceline.train.trouble import LossGuard, find_trouble
@@ -133,6 +134,7 @@ class Loop:
 
     def __post_init__(self) -> None:
         self.metrics = LineFile(self.run.metrics)
+        self.busy = BusyClock(self.device)
 
     def train(self, start_step: int) -> tuple[int, float | None, bool]:
         """From start_step to the end of the plan. Returns steps done, the last val_bpb, and whether it was stopped early."""
@@ -154,6 +156,7 @@ class Loop:
             bpb = self._evaluate(done) if due and not stopping else None
             if last or stopping or due or done == start_step + 1 or done % self.config.log_every == 0:
                 self._log(done, values, bpb=bpb, step_ms=clock.take_step_ms())
+                self.busy.forget()
             if last or stopping or agreed.save or _due(done, self.config.save_every):
                 self.progress.mark(done, "save")
                 self.save(done, bpb)
@@ -166,26 +169,30 @@ class Loop:
                 return done, bpb, not last
         return plan.num_steps, bpb, False
 
-    def one_step(self, step: int) -> tuple[dict[str, float], Agreed]:
+    def one_step(self, step: int) -> tuple[dict[str, Any], Agreed]:
         """Forward, backward, agree, update. Returns metrics of the step, and what the ranks have agreed to do after it."""
         plan, optimizer = self.plan, self.optimizer
         optimizer.zero_grad()
+        self.busy.start()
         nats_sum = self._micro_steps(step)
-        bad = torch.zeros(plan.world_size, device=self.device)
-        bad[self.rank] = ~nats_sum.isfinite()
+        self.busy.stop()
+        told = torch.zeros(
+            plan.world_size, device=self.device
+        )  # by each rank: its busy time, -1 if its loss is no number
+        told[self.rank] = torch.where(nats_sum.isfinite(), self.busy.mean_ms, -1.0)
         # two counts in one number, so that the message keeps its length
         asks = self.stop.asked + (plan.world_size + 1) * self.save_again()
         asked = torch.full((1,), float(asks), device=self.device)
         self.progress.mark(step, "reduce", plan.grad_accum_steps - 1)
         # the step's one wait for the device: loss, stop flags and gradient norm decide what comes next on every rank alike
-        loss_sum, asked_sum, *bad_flags, squares = optimizer.reduce(
-            torch.cat([nats_sum.nan_to_num(0, 0, 0)[None], asked, bad])
+        loss_sum, asked_sum, *rank_ms, squares = optimizer.reduce(
+            torch.cat([nats_sum.nan_to_num(0, 0, 0)[None], asked, told])
         ).tolist()
         save_count, stop_count = divmod(int(asked_sum), plan.world_size + 1)
         loss = loss_sum / plan.total_batch_size
         grad_norm = math.sqrt(squares) * self.grad_scale if math.isfinite(squares) else math.inf
         overflow = not math.isfinite(grad_norm)
-        bad_ranks = tuple(rank for rank, flag in enumerate(bad_flags) if flag)
+        bad_ranks = tuple(rank for rank, ms in enumerate(rank_ms) if ms < 0)
         trouble = find_trouble(
             self.guard, step + 1, loss=loss, bad_ranks=bad_ranks, gradient_bad=overflow and not self.scale.dynamic
         )
@@ -196,7 +203,8 @@ class Loop:
         if self.scale.dynamic:
             self.scale.update(overflow=overflow)
         self.progress.mark(step + 1, "train")
-        return {"loss": loss, "lr_mult": mult, "grad_norm": grad_norm}, Agreed(stop_count > 0, save_count > 0)
+        values = {"loss": loss, "lr_mult": mult, "grad_norm": grad_norm, "rank_ms": rank_ms}
+        return values, Agreed(stop_count > 0, save_count > 0)
 
     @property
     def grad_scale(self) -> float:
@@ -242,16 +250,18 @@ class Loop:
         gc.collect()
         return self.evaluate()
 
-    def _log(self, done: int, values: dict[str, float], *, bpb: float | None, step_ms: float) -> None:
+    def _log(self, done: int, values: dict[str, Any], *, bpb: float | None, step_ms: float) -> None:
         if self.rank != 0:
             return
         plan = self.plan
         speed = plan.total_batch_size / (step_ms / 1000)
         share = mfu(speed / plan.world_size, plan.flops_per_token, plan.peak_flops)
         peak = peak_bytes(self.device)
-        record = {"step": done, "loss": values["loss"]}
+        record: dict[str, Any] = {"step": done, "loss": values["loss"]}
         if bpb is not None:
             record["val_bpb"] = bpb
+        if all(values["rank_ms"]) and not self.optimizer.waits_in_backward:
+            record["rank_ms"] = [round(ms, 2) for ms in values["rank_ms"]]
         finite_norm = values["grad_norm"] if math.isfinite(values["grad_norm"]) else None
         self.metrics.append(
             {

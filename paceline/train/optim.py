@@ -43,6 +43,8 @@ class ShardedOptimizer:
     SMALL elements stay fp32.
     """
 
+    waits_in_backward = False  # for other ranks
+
     def __init__(
         self,
         model: nn.Module,
@@ -248,6 +250,7 @@ class ReplicatedAdamW:
         self._groups, self._rank, self._world_size = groups, rank, world_size
         self._device = next(iter(params.values())).device
         self._shares = [whole_tensor(params[shape.name], shape) for shape in shapes]
+        self.waits_in_backward = world_size > 1  # DDP, for its last bucket
         self._ddp: DistributedDataParallel | None = None
         if world_size > 1:
             device_ids = [self._device.index] if self._device.type == "cuda" else None

@@ -25,6 +25,7 @@ outcome = run_attempt(
     lock_fd=lock_run(run),
     on_tick=digest.poll,
     stop_grace_s=stop_grace_s,
+    health_every_s=float(os.environ.get("HEALTH_EVERY_S", "0")),
 )
 digest.close()
 print(format_failure(outcome, run))

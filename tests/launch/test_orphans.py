@@ -23,10 +23,11 @@ WORKER = """
 IGNORES_SIGTERM = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
 
 
-def test_nothing_is_left_when_the_supervisor_is_killed(launch):
+def test_nothing_is_left_when_the_supervisor_is_killed(launch, monkeypatch):
+    monkeypatch.setenv("HEALTH_EVERY_S", "1")  # with a sampler of health beside the agent
     running = launch(WORKER).wait_until_running()
     running.signal(signal.SIGKILL)
-    assert len(running.tree) == 8
+    assert len(running.tree) == 9
     assert running.left(timeout_s=5) == []
 
 

@@ -12,7 +12,7 @@ MODULES = ("argparse.py", "ast.py", "datetime.py", "decimal.py", "difflib.py", "
 SMALL = {
     "depth": 2, "n-embd": 64, "head-dim": 32, "sequence-len": 64, "vocab-size": 512, "total-batch-size": 768,
     "device-batch-size": 2, "num-steps": 12, "precision": "fp32", "device": "cpu", "eval-tokens": 4096, "log-every": 1,
-    "eval-every": 0, "save-every": 0,
+    "eval-every": 0, "save-every": 0, "health-every": 0,
 }  # fmt: skip
 
 

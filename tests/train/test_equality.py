@@ -37,6 +37,12 @@ def test_tokens_are_counted_once_over_all_ranks(unbroken):
         assert line["tok_per_sec"] * line["step_ms"] / 1000 == pytest.approx(768, rel=1e-3)
 
 
+def test_each_rank_tells_how_long_its_own_work_took(unbroken):
+    for line in metrics(unbroken):
+        assert len(line["rank_ms"]) == 2
+        assert 0 < line["rank_ms"][0] < line["step_ms"]
+
+
 def test_every_step_is_logged_once_and_in_order(unbroken):
     assert [line["step"] for line in metrics(unbroken)] == list(range(1, STEPS + 1))
 

@@ -1,0 +1,171 @@
+"""Samples of a host's health: what stands in a line, when, and that the training never waits for them.
+
+No card was asked: the values are listed here as nvml.h gives them.
+"""
+
+import os
+import re
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pynvml
+import pytest
+
+from paceline.errors import UsageError
+from paceline.launch import gpu_health
+from paceline.launch.gpu_health import GpuSampler
+from paceline.launch.health import WHOLE_EVERY, Sampler
+from paceline.launch.host_health import HostSampler
+from paceline.launch.sampler import check_every
+from paceline.rundir import RunDir, read_json_lines
+
+GIB = 1 << 30
+RTX_5090: dict[str, Any] = {
+    "Name": "NVIDIA GeForce RTX 5090",
+    "MemoryInfo": SimpleNamespace(total=32 * GIB, used=26 * GIB),
+    "UtilizationRates": SimpleNamespace(gpu=97, memory=60),
+    "PowerUsage": 521_500,
+    "EnforcedPowerLimit": 575_000,
+    "Temperature": 71,
+    "ClockInfo": 2460,
+    "CurrentClocksEventReasons": 0x1 | 0x4,
+    "CurrPcieLinkGeneration": 5,
+    "CurrPcieLinkWidth": 16,
+    "PcieThroughput": 1200,
+    "ComputeRunningProcesses_v3": [SimpleNamespace(pid=os.getpid(), usedGpuMemory=25 * GIB)],
+    "TotalEccErrors": 3,
+}
+
+
+class Timeout(pynvml.NVMLError):
+    pass
+
+
+class Driver:
+    """pynvml's functions over one card; a field that is not listed is not supported."""
+
+    NVMLError = pynvml.NVMLError
+    NVMLError_Timeout = Timeout
+    nvmlEventTypeXidCriticalError = 8
+
+    def __init__(self, fields: dict[str, Any], xids: list[int] | None = None):
+        self.fields, self.xids = fields, xids
+
+    def __getattr__(self, name: str) -> Any:
+        field = self.fields.get(name.removeprefix("nvmlDeviceGet"))
+        if not name.startswith("nvmlDeviceGet") or field is None:
+            raise AttributeError(name)
+        return lambda *_: field
+
+    def nvmlEventSetCreate(self) -> str:
+        return "set"
+
+    def nvmlDeviceRegisterEvents(self, *_: Any) -> None:
+        if self.xids is None:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    def nvmlDeviceGetIndex(self, device: int) -> int:
+        return device
+
+    def nvmlEventSetWait_v2(self, *_: Any) -> Any:
+        if not self.xids:
+            raise Timeout(pynvml.NVML_ERROR_TIMEOUT)
+        return SimpleNamespace(device=0, eventData=self.xids.pop(0))
+
+
+def gpus_of(driver: Driver) -> GpuSampler:
+    return GpuSampler(driver, {0: "card"}, run_id="abc")
+
+
+def test_a_card_is_told_in_full():
+    (gpu,) = gpus_of(Driver(RTX_5090)).sample()
+    (process,) = gpu.pop("processes")
+    assert gpu == {
+        "index": 0, "name": "NVIDIA GeForce RTX 5090", "used_bytes": 26 * GIB, "total_bytes": 32 * GIB, "use": 0.97,
+        "memory_use": 0.6, "power_w": 521.5, "power_limit_w": 575.0, "temperature_c": 71, "sm_mhz": 2460, "memory_mhz": 2460,
+        "throttle": ["power"], "pcie": "gen 5 x16", "pcie_out_bps": 1_200_000, "pcie_in_bps": 1_200_000,
+        "errors": {"ecc_corrected": 3, "ecc_uncorrected": 3},
+    }  # fmt: skip
+    assert (process["pid"], process["bytes"], process["ours"]) == (os.getpid(), 25 * GIB, False)
+
+
+def test_traffic_is_the_growth_of_the_drivers_counters_where_it_has_them():
+    def fields(sent, came):
+        return [SimpleNamespace(nvmlReturn=0, value=SimpleNamespace(ullVal=count)) for count in (sent, came)]
+
+    driver = Driver({"FieldValues": fields(1000, 2000)})
+    sampler = gpus_of(driver)
+    assert "pcie_out_bps" not in sampler.sample()[0]
+    driver.fields["FieldValues"] = fields(1000, 10**12)
+    gpu = sampler.sample()[0]
+    assert gpu["pcie_out_bps"] == 0
+    assert gpu["pcie_in_bps"] > 10**9
+
+
+def test_an_xid_error_ends_the_wait_and_stands_in_the_next_sample():
+    sampler = gpus_of(Driver(RTX_5090, xids=[79, 31]))
+    sampler.wait(60.0)
+    sampler.wait(60.0)
+    sampler.wait(60.0)  # times out in the driver
+    errors = sampler.sample()[0]["errors"]
+    assert (errors["xid"], errors["xid_count"]) == (31, 2)
+
+
+def test_every_function_that_is_asked_for_is_the_bindings():
+    source = Path(gpu_health.__file__).read_text()
+    assert set(re.findall(r"nvml(?:Device|Event|System|Init)\w+", source)) - set(dir(pynvml)) == set()
+
+
+def test_what_seldom_changes_stands_in_the_first_line_when_it_changes_and_now_and_then(tmp_path):
+    driver = Driver(RTX_5090)
+    sampler = Sampler(RunDir(tmp_path), HostSampler(tmp_path), gpus_of(driver))
+    for number in range(WHOLE_EVERY + 1):
+        driver.fields = {**RTX_5090, "TotalEccErrors": 3 if number < 2 else 4}
+        sampler.write()
+    lines = list(read_json_lines(sampler.path))
+    for name, where in {"name": [0, 30], "errors": [0, 2, 30], "use": list(range(31))}.items():
+        assert [number for number, line in enumerate(lines) if name in line["gpus"][0]] == where, name
+    assert [number for number, line in enumerate(lines) if "ram_total" in line] == [0, 30]
+
+
+def test_a_disk_without_room_costs_lines_and_nothing_else(tmp_path):
+    run = RunDir(tmp_path / "gone")
+    sampler = Sampler(run, HostSampler(tmp_path), GpuSampler(None, {}, "abc"))
+    sampler.write()
+    run.path.mkdir()
+    sampler.write()
+    sampler.write()
+    first, second = read_json_lines(sampler.path)
+    assert "ram_total" in first
+    assert "ram_total" not in second
+
+
+def test_a_host_tells_its_processors_memory_disk_and_network(tmp_path):
+    host = HostSampler(tmp_path)
+    host.sample()
+    time.sleep(0.05)
+    sample = host.sample()
+    assert 0 <= sample["cpu"] <= 1
+    assert 0 < sample["ram_used"] <= sample["ram_total"]
+    assert 0 < sample["disk_free"] <= sample["disk_total"]
+
+
+@pytest.mark.parametrize("every_s", [-1.0, 0.01, 1e9])
+def test_a_time_between_samples_that_makes_no_sense_is_refused(every_s):
+    with pytest.raises(UsageError):
+        check_every(every_s)
+
+
+@pytest.mark.dist
+def test_an_attempt_has_its_samples_and_leaves_no_sampler(launch, monkeypatch):
+    monkeypatch.setenv("HEALTH_EVERY_S", "0.1")
+    started = launch("import time; print('ready', flush=True); time.sleep(1)", nproc=1).wait_until_running()
+    assert any("paceline.launch.health" in each.cmdline() for each in started.tree)
+    started.end()
+    (path,) = started.run.health_dir.iterdir()
+    lines = list(read_json_lines(path))
+    assert len(lines) >= 3
+    assert "ram_used" in lines[-1]
+    assert started.left(timeout_s=5.0) == []

@@ -31,7 +31,7 @@ $(VENV)/core: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/dev: $(VENV)/core
-	$(PIP) -e '.[dev,datasets,peers]'
+	$(PIP) -e '.[dev,datasets,peers,trackers]'
 	touch $@
 
 clean:

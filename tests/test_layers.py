@@ -26,7 +26,7 @@ FOUNDATION = {
 MAY_IMPORT = {
     "plan": {"foundation"},
     "data": {"foundation"},
-    "watch": {"foundation"},
+    "watch": {"foundation", "explain"},
     "check": {"foundation", "plan"},
     "explain": {"foundation"},
     "launch": {"foundation", "plan", "check", "explain"},

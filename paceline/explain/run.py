@@ -24,6 +24,7 @@ from paceline.explain.kernel_log import kernel_lines, killed_for_memory
 from paceline.explain.reader import Log, read_log
 from paceline.explain.record import Explanation, Progress, Record
 from paceline.explain.verdict import UNKNOWN, reach_verdict
+from paceline.explain.xid import read_xids
 from paceline.rundir import RunDir, read_json_lines
 
 NO_LINES = Log(records=(), progress=Progress(), last_marks=(), last_lines=(), num_lines=0, num_bytes=0)
@@ -38,6 +39,7 @@ def explain_run(run: RunDir, *, attempt: int | None = None) -> Explanation:
     events = [event for event in read_json_lines(run.events) if event.get("attempt") in (None, attempt)]
     files = sorted(run.logs(attempt).glob("*.log")) + sorted(run.logs(attempt).glob("*.error.json"))
     logs = [*read_files(files, catalogue), exits_of(events), steps_of(run), *kernel_logs(events, catalogue)]
+    logs += xid_logs(run, events, catalogue)
     logs += [late] if (late := late_rank(sorted(run.path.rglob("nccl_trace_rank_*")))) else []
     values = values_of(run)
     said = by_whose_hand(reach_verdict(logs, catalogue, values=values), events, catalogue, values)
@@ -94,6 +96,21 @@ def kernel_logs(events: Sequence[Mapping[str, Any]], catalogue: Catalogue) -> li
     found = kernel_lines({pid: rank for rank, pid in enumerate(pids) if isinstance(pid, int)})
     return [
         read_log([line.encode()], literals=catalogue.literals, rank=rank, source="kernel log") for rank, line in found
+    ]
+
+
+def xid_logs(run: RunDir, events: Sequence[Mapping[str, Any]], catalogue: Catalogue) -> list[Log]:
+    """Xid errors that the samples of health saw in this attempt, in the words of the kernel."""
+    attempt = next((event for event in events if event.get("event") == "attempt"), None)
+    if attempt is None:
+        return []
+    ranks = {pid: rank for rank, pid in enumerate(attempt.get("pids") or ())}
+    return [
+        read_log(
+            [each.line.encode()], literals=catalogue.literals, rank=ranks.get(each.pid), source=f"health/{each.host}"
+        )
+        for path in sorted(run.health_dir.glob("*.jsonl"))
+        for each in read_xids(path, since=attempt["time"])
     ]
 
 

@@ -9,17 +9,17 @@ one, a checkpoint where one was begun, and of the steps else.
 
 import json
 import math
-import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
-from itertools import pairwise
 from typing import Any
 
-from paceline.rundir import RunDir, read_json_lines
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.rundir import RunDir, is_locked, read_json_lines
 from paceline.units import format_duration
-from paceline.watch.status import is_locked
 
 Record = dict[str, Any]
 
@@ -57,6 +57,34 @@ class Goodput:
         return {**asdict(self), "share": self.share}
 
 
+@dataclass(frozen=True)
+class StepLines:
+    """Lines of metrics.jsonl as columns; val_bpb is NaN where a line has none."""
+
+    step: NDArray[np.float64]
+    time: NDArray[np.float64]  # Unix seconds
+    step_ms: NDArray[np.float64]
+    val_bpb: NDArray[np.float64]
+
+    @staticmethod
+    def of(records: Iterable[Record]) -> "StepLines":
+        rows = [
+            (line["step"], unix_time(line), line["step_ms"], line.get("val_bpb"))
+            for line in records
+            if "time" in line and "step_ms" in line
+        ]
+        return StepLines(*np.array(rows, dtype=float).reshape(-1, 4).T)
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    def where(self, chosen: NDArray[np.bool_]) -> "StepLines":
+        return StepLines(self.step[chosen], self.time[chosen], self.step_ms[chosen], self.val_bpb[chosen])
+
+
+NO_LINES = StepLines.of([])
+
+
 @dataclass
 class Attempt:
     """One attempt as the events tell it; times are Unix seconds."""
@@ -68,19 +96,19 @@ class Attempt:
     resumed: int = 0  # the step it went on from
     saved: list[int] = field(default_factory=list)  # steps of its checkpoints
     samples: list[int] = field(default_factory=list)
-    lines: list[Record] = field(default_factory=list)
+    lines: StepLines = NO_LINES
 
 
 def goodput_of(run: RunDir) -> Goodput:
     tokens = None
     with suppress(OSError, ValueError, KeyError):  # a script's run has no plan
         tokens = int(json.loads(run.plan_json.read_text(encoding="utf-8"))["total_batch_size"])
-    events, metrics = list(read_json_lines(run.events)), list(read_json_lines(run.metrics))
+    events, metrics = list(read_json_lines(run.events)), StepLines.of(read_json_lines(run.metrics))
     return goodput(events, metrics, tokens_per_step=tokens, running=is_locked(run))
 
 
 def goodput(
-    events: Sequence[Record], metrics: Sequence[Record], *, tokens_per_step: int | None, running: bool = False
+    events: Sequence[Record], metrics: StepLines, *, tokens_per_step: int | None, running: bool = False
 ) -> Goodput:
     """tokens_per_step None: a script's run, whose steps are not known; the time of its attempts counts as steps."""
     attempts, launches = read_attempts(events, metrics)
@@ -104,7 +132,7 @@ def goodput(
     return Goodput(found.seconds, num_steps, round(num_steps * tokens_per_step / found.busy_s, 1))
 
 
-def read_attempts(events: Sequence[Record], metrics: Sequence[Record]) -> tuple[list[Attempt], list[Record]]:
+def read_attempts(events: Sequence[Record], metrics: StepLines) -> tuple[list[Attempt], list[Record]]:
     """The attempts, each with its lines of metrics, and the events `launch` or `script`, one for each command."""
     attempts: list[Attempt] = []
     launches: list[Record] = []
@@ -119,9 +147,9 @@ def read_attempts(events: Sequence[Record], metrics: Sequence[Record]) -> tuple[
             note_event(attempts[-1], event)
     for index, attempt in enumerate(attempts):
         until = attempts[index + 1].start if index + 1 < len(attempts) else math.inf
-        attempt.lines = [line for line in metrics if "time" in line and attempt.start <= unix_time(line) < until]
-        if attempt.state is None and attempt.lines:
-            attempt.end = max(attempt.end, unix_time(attempt.lines[-1]))
+        attempt.lines = metrics.where((attempt.start <= metrics.time) & (metrics.time < until))
+        if attempt.state is None and len(attempt.lines):
+            attempt.end = max(attempt.end, float(attempt.lines.time[-1]))
     return attempts, launches
 
 
@@ -149,7 +177,7 @@ def add_launch(seconds: dict[str, float], launch: Record, attempt: Attempt, *, s
 
 def kept_step(attempts: Sequence[Attempt], index: int, *, running: bool) -> float:
     """Up to which step an attempt's work is in the weights: infinity where all of it is."""
-    later = [each.resumed for each in attempts[index + 1 :] if each.resumed or each.lines]
+    later = [each.resumed for each in attempts[index + 1 :] if each.resumed or len(each.lines)]
     if later:
         return min(later)
     if attempts[index].state == "finished" or running:
@@ -158,42 +186,47 @@ def kept_step(attempts: Sequence[Attempt], index: int, *, running: bool) -> floa
 
 
 def steps_that_counted(attempt: Attempt, *, kept: float) -> int:
-    last = attempt.lines[-1]["step"] if attempt.lines else attempt.resumed
+    last = int(attempt.lines.step[-1]) if len(attempt.lines) else attempt.resumed
     return max(0, (last if kept == math.inf else int(kept)) - attempt.resumed)
 
 
 def time_of_attempt(attempt: Attempt, *, kept: float) -> dict[str, float]:
     """Its seconds by kind. kept: see kept_step."""
-    lines = [line for line in attempt.lines if line["step"] <= kept]
+    lines = attempt.lines.where(attempt.lines.step <= kept)
     whole = attempt.end - attempt.start
-    if not lines:
+    if not len(lines):
         return {"start_up" if attempt.state == "finished" else "lost": whole}
     seconds = dict.fromkeys(("steps", "start_up", "compile", "checkpoint", "evaluation", "lost"), 0.0)
-    first, first_s = lines[0], lines[0]["step_ms"] / 1000
-    usual_s = statistics.median(line["step_ms"] for line in lines[1:] or lines) / 1000
-    seconds["start_up"] = max(0.0, unix_time(first) - attempt.start - first_s)
+    first_s = float(lines.step_ms[0]) / 1000
+    usual_s = float(np.median(lines.step_ms[1:] if len(lines) > 1 else lines.step_ms)) / 1000
+    seconds["start_up"] = max(0.0, float(lines.time[0]) - attempt.start - first_s)
     seconds["compile"] = max(0.0, first_s - usual_s)
-    seconds["steps"] = first_s - seconds["compile"]
-    for before, line in pairwise(lines):
-        wall = unix_time(line) - unix_time(before)
-        steps_s = min(wall, (line["step"] - before["step"]) * line["step_ms"] / 1000)
-        seconds["steps"] += steps_s
-        seconds[kind_of_rest(attempt, before, line)] += wall - steps_s
-    rest = max(0.0, attempt.end - unix_time(lines[-1]))
+    wall = np.diff(lines.time)
+    steps_s = np.minimum(wall, np.diff(lines.step) * lines.step_ms[1:] / 1000)
+    seconds["steps"] = first_s - seconds["compile"] + float(steps_s.sum())
+    for kind, chosen in kinds_of_rest(attempt, lines).items():
+        seconds[kind] += float((wall - steps_s)[chosen].sum())
+    rest = max(0.0, attempt.end - float(lines.time[-1]))
     if kept == math.inf or attempt.state == "interrupted":
         seconds["checkpoint"] += rest  # its last weights were saved
     else:
-        redone_s = min(rest, (kept - lines[-1]["step"]) * lines[-1]["step_ms"] / 1000)
+        redone_s = min(rest, (kept - float(lines.step[-1])) * float(lines.step_ms[-1]) / 1000)
         seconds["steps"] += redone_s
         seconds["lost"] += rest - redone_s
     return seconds
 
 
-def kind_of_rest(attempt: Attempt, before: Record, line: Record) -> str:
-    between = range(before["step"], line["step"])
-    if "val_bpb" in line or any(step in between for step in attempt.samples):
-        return "evaluation"
-    return "checkpoint" if any(step in between for step in attempt.saved) else "steps"
+def kinds_of_rest(attempt: Attempt, lines: StepLines) -> dict[str, NDArray[np.bool_]]:
+    """Of each pair of neighbouring lines, what passed between them beside steps."""
+
+    def holds(steps: Sequence[int]) -> NDArray[np.bool_]:
+        """Whether one of the steps lies in the pair's, from its first up to but without its last."""
+        before = np.searchsorted(np.sort(np.array(steps, dtype=float)), lines.step)
+        return np.asarray(np.diff(before) > 0)
+
+    evaluation = ~np.isnan(lines.val_bpb[1:]) | holds(attempt.samples)
+    checkpoint = ~evaluation & holds(attempt.saved)
+    return {"evaluation": evaluation, "checkpoint": checkpoint, "steps": ~evaluation & ~checkpoint}
 
 
 def unix_time(record: Record) -> float:

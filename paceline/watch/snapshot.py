@@ -4,10 +4,13 @@ What both views, the report and `paceline runs show --json` know of a run at one
 What is not known is None, or empty; nobody fills it in with a guess. Times are Unix seconds, bytes are bytes, shares 0 to 1.
 """
 
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from __future__ import annotations
 
-from paceline.watch.goodput import Goodput
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from paceline.watch.goodput import Goodput
 
 State = Literal[
     "starting",  # an attempt has begun, and no step is done yet
@@ -135,6 +138,7 @@ class Snapshot:
     )  # by field of metrics.jsonl: loss, val_bpb, tok_per_sec, ...
     rank_series: list[Series] = field(default_factory=list)  # busy_ms of each rank, by rank; empty where not known
     gpu_series: dict[str, Series] = field(default_factory=dict)  # "HOST/INDEX use", "HOST/INDEX used_bytes", ...
+    host_series: dict[str, Series] = field(default_factory=dict)  # "HOST cpu", "HOST ram_used", "HOST net_in_bps", ...
     ranks: list[RankView] = field(default_factory=list)
     hosts: list[HostView] = field(default_factory=list)
     events: list[EventView] = field(default_factory=list)  # the last 500, oldest first

@@ -1,32 +1,46 @@
 """
-The one reading of a run folder: what state a run is in, how far it got, how fast it is.
+The one way to what a run or a log is: `open_reader` for one in full, again and again; `list_runs` for all at a glance.
 
 Reads files only. A run is `running` while some process holds its lock; what else it can be stands in its last event.
 """
 
-import fcntl
 import json
-import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from paceline.rundir import RunDir, read_json_lines
+from paceline.errors import PacelineError
+from paceline.rundir import RunDir, is_locked, read_end, read_json_lines
 from paceline.units import format_count
+from paceline.watch.attempts import end_of
+from paceline.watch.lines import parse_lines
+from paceline.watch.snapshot import Snapshot
 
-ENDS = {"finished": "finished", "stopped": "stopped", "failed": "failed", "interrupted": "stopped"}
-PASSING = {
-    "checkpoint",
-    "sample",
-    "note",
-    "memory",
-    "step_time",
-    "finding",
-    "attempt_ended",
-    "verdict",
-    "decision",
-    "save_failed",
-}  # say nothing of the state
+LAST_BYTES = 64 << 10  # read of metrics.jsonl for a list of runs, unless a field is further back
+LOOKED_BACK_BYTES = 4 << 20
+
+
+class Reader(Protocol):
+    """`update` as often as you like: it reads only what is new, and survives whatever happens to the files."""
+
+    def update(self) -> Snapshot: ...
+
+
+def open_reader(path: Path) -> Reader:
+    """A run folder, or any log file. Reads nothing yet."""
+    from paceline.watch.log_reading import LogReader  # here: numpy is for who reads a run in full
+    from paceline.watch.reading import RunReader
+
+    if (path / "config.toml").is_file():
+        return RunReader(RunDir(path))
+    if path.is_file():
+        return LogReader(path)
+    if path.is_dir():
+        raise PacelineError(
+            f"{path} is no run: no config.toml is in it", fix="paceline runs lists them; or name a log file"
+        )
+    raise PacelineError(f"no such file: {path}", fix="a run's folder, or the log of a training")
 
 
 @dataclass(frozen=True)
@@ -50,31 +64,36 @@ class RunStatus:
 
 
 def run_status(run: RunDir) -> RunStatus:
-    state, attempts, step, time, val_bpb = "broken", 0, 0, None, None
-    command: list[str] | None = None
-    for event in read_json_lines(run.events):
-        kind, time = event.get("event"), event.get("time", time)
-        state = ENDS.get(str(kind), state if kind in PASSING else "broken")
-        attempts += kind == "attempt"
-        command = event.get("command", command) if kind == "script" else command
-    loss = tok_per_sec = None
-    for record in read_json_lines(run.metrics):
-        step = record.get("step", step)
-        loss, tok_per_sec = record.get("loss", loss), record.get("tok_per_sec", tok_per_sec)
-        val_bpb = record.get("val_bpb", val_bpb)
+    """From the ends of its files: a hundred long runs are listed at once."""
+    events = list(read_json_lines(run.events))
+    values = last_values(run.metrics, ("step", "loss", "val_bpb", "tok_per_sec"))
     return RunStatus(
         name=run.name,
         path=str(run.path),
-        state="running" if is_locked(run) else state,
-        step=step,
+        state="running" if is_locked(run) else end_of(events),
+        step=values.get("step", 0),
         num_steps=_num_steps(run),
-        loss=loss,
-        val_bpb=val_bpb,
-        tok_per_sec=tok_per_sec,
-        attempts=attempts,
-        time=time,
-        command=command,
+        loss=values.get("loss"),
+        val_bpb=values.get("val_bpb"),
+        tok_per_sec=values.get("tok_per_sec"),
+        attempts=sum(event.get("event") == "attempt" for event in events),
+        time=next((event["time"] for event in reversed(events) if "time" in event), None),
+        command=next((event.get("command") for event in reversed(events) if event.get("event") == "script"), None),
     )
+
+
+def last_values(path: Path, names: Sequence[str]) -> dict[str, Any]:
+    """The last value of each field in a file of JSON lines; what stands only further from its end than LOOKED_BACK_BYTES is
+    not found."""
+    values: dict[str, Any] = {}
+    length = LAST_BYTES
+    while True:
+        found, is_whole = read_end(path, length)
+        for record in parse_lines(found):
+            values |= {name: record[name] for name in names if record.get(name) is not None}
+        if is_whole or len(values) == len(names) or length >= LOOKED_BACK_BYTES:
+            return values
+        length *= 16
 
 
 def list_runs(runs_dir: Path) -> list[RunStatus]:
@@ -83,19 +102,6 @@ def list_runs(runs_dir: Path) -> list[RunStatus]:
         return []
     found = [run_status(RunDir(path)) for path in runs_dir.iterdir() if (path / "config.toml").is_file()]
     return sorted(found, key=lambda status: status.time or "", reverse=True)
-
-
-def is_locked(run: RunDir) -> bool:
-    if not run.lock.exists():
-        return False
-    fd = os.open(run.lock, os.O_RDONLY)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(fd)
-    return False
 
 
 def format_runs(runs: list[RunStatus]) -> str:

@@ -4,7 +4,8 @@ from datetime import UTC, datetime
 
 import pytest
 
-from paceline.watch.goodput import Goodput, format_goodput, format_line, goodput
+from paceline.watch.goodput import Goodput, StepLines, format_goodput, format_line
+from paceline.watch.goodput import goodput as goodput_of_lines
 
 START = 1_800_000_000
 
@@ -25,6 +26,10 @@ def line(seconds, step, step_ms, **fields):
 BEGIN = [event(4, "launch", prepared_s=4.0), event(5, "attempt", attempt=1)]
 LINES = [line(13, 1, 3000), line(14, 2, 1000), line(17, 3, 1000, val_bpb=2.0), line(19, 4, 1000)]
 SAVE = [event(18, "checkpoint", step=3)]
+
+
+def goodput(events, metrics, **options) -> Goodput:
+    return goodput_of_lines(events, StepLines.of(metrics), **options)
 
 
 def spent(events, metrics, **options) -> dict[str, float]:

@@ -4,7 +4,8 @@ import pytest
 
 from paceline.errors import PacelineError
 from paceline.rundir import RunDir
-from paceline.watch.show import find_any_run, format_story, tell_run
+from paceline.watch.show import find_any_run, format_story, story_json
+from paceline.watch.status import open_reader
 
 EVENTS = """\
 {"time": "2026-11-21T13:00:00.000Z", "event": "script", "command": ["x.py"]}
@@ -29,7 +30,7 @@ def run(tmp_path):
 
 def test_each_attempt_with_its_cause_and_what_was_decided(run):
     assert (
-        format_story(tell_run(run))
+        format_story(open_reader(run.path).update())
         == f"""\
 r: finished
 run     {run.path}
@@ -48,7 +49,7 @@ time    87 % of 23s in steps that counted, 9 % recovery"""
 
 
 def test_programs_get_the_same(run):
-    told = tell_run(run).to_json()
+    told = story_json(open_reader(run.path).update())
     assert (told["state"], told["attempts"], told["goodput"]["seconds"]["recovery"]) == ("finished", 2, 2.0)
     assert told["each_attempt"][0]["action"] == "retry"
 

@@ -22,6 +22,15 @@ def test_a_run_that_ended_without_a_word_is_broken(tmp_path):
     assert (status.state, status.step, status.num_steps, status.val_bpb) == ("broken", 60, 100, 1.25)
 
 
+def test_a_long_run_is_read_from_its_end_as_far_back_as_a_field_stands(tmp_path):
+    run = make_run(tmp_path)
+    with run.metrics.open("a") as file:
+        file.writelines(f'{{"step": {step}, "loss": 2.0, "tok_per_sec": 5.0}}\n' for step in range(61, 10_000))
+        file.write('{"step": 10000, "lo')
+    status = run_status(run)
+    assert (status.step, status.loss, status.val_bpb, status.tok_per_sec) == (9999, 2.0, 1.25, 5.0)
+
+
 def test_a_run_whose_lock_is_held_is_running(tmp_path):
     run = make_run(tmp_path)
     fd = lock_run(run)

@@ -1,0 +1,131 @@
+"""
+How fast a long run opens: 8 ranks, 200,000 logged steps, samples of three days. `python benchmarks/watch.py [--steps N]`.
+
+Makes the run folder, then reads it as both views do, each time in a fresh process: seconds until the first snapshot, seconds of
+a later one after a new line, CPU seconds of the first with all imports (on a busy machine the truer figure), and the most
+memory that the process held.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+RANKS, DAYS, EVERY_S = 8, 3, 2
+START = datetime(2026, 1, 1, tzinfo=UTC)
+
+READ = """
+import json, resource, sys, time
+began = time.perf_counter()
+from pathlib import Path
+from paceline.watch.status import open_reader
+imported = time.perf_counter()
+reader = open_reader(Path(sys.argv[1]))
+snapshot = reader.update()
+first, cpu = time.perf_counter(), time.process_time()
+with (Path(sys.argv[1]) / "metrics.jsonl").open("a") as file:
+    file.write(sys.argv[2])
+before = time.perf_counter()
+assert reader.update().step == snapshot.step + 1
+again = time.perf_counter()
+print(json.dumps({
+    "import_s": round(imported - began, 3), "open_s": round(first - imported, 3), "cpu_s": round(cpu, 3),
+    "update_s": round(again - before, 4),
+    "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
+    "points": max(len(each.steps) for each in [*snapshot.series.values(), *snapshot.rank_series]),
+}))
+"""
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--steps", type=int, default=200_000)
+    options.add_argument("--runs", type=int, default=3)
+    asked = options.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "long"
+        make_run(run, steps=asked.steps)
+        sizes = {
+            path.name: path.stat().st_size >> 20 for path in (run / "metrics.jsonl", run / "health" / "node.jsonl")
+        }
+        print(f"{asked.steps:,} steps of {RANKS} ranks, samples of {DAYS} days; MiB: {sizes}")
+        for number in range(asked.runs):
+            line = metric_line(asked.steps + 1 + number, asked.steps)
+            done = subprocess.run(
+                [sys.executable, "-c", READ, str(run), line], capture_output=True, text=True, check=True
+            )
+            print(done.stdout.strip())
+        began = time.perf_counter()
+        listed = subprocess.run([sys.executable, "-m", "paceline.cli", "runs", folder], capture_output=True, text=True)
+        print(f"paceline runs: {time.perf_counter() - began:.3f} s\n{listed.stdout}")
+
+
+def make_run(run: Path, *, steps: int) -> None:
+    (run / "health").mkdir(parents=True)
+    (run / "config.toml").write_text("depth = 12\n")
+    (run / "plan.json").write_text(json.dumps({"num_steps": 2 * steps, "total_batch_size": 524_288}))
+    events = [{"time": stamp(0), "event": "launch", "prepared_s": 3.0}]
+    events.append({"time": stamp(0.1), "event": "attempt", "attempt": 1, "nproc": RANKS, "world_size": RANKS})
+    events += [{"time": stamp(at(s, steps)), "event": "checkpoint", "step": s} for s in range(1000, steps, 1000)]
+    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    with (run / "metrics.jsonl").open("w") as file:
+        file.writelines(metric_line(step, steps) for step in range(1, steps + 1))
+    with (run / "health" / "node.jsonl").open("w") as file:
+        file.writelines(health_line(number) for number in range(DAYS * 86400 // EVERY_S))
+
+
+def at(step: int, steps: int) -> float:
+    return 1 + step * DAYS * 86400 / (steps + 10)
+
+
+def stamp(seconds: float) -> str:
+    return (START + timedelta(seconds=seconds)).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def metric_line(step: int, steps: int) -> str:
+    noise = step * 2654435761 % 1000 / 1000
+    record = {"step": step, "loss": 3 + 8 / (1 + step / 100) + noise / 10}
+    if step % 250 == 0:
+        record["val_bpb"] = 0.9 + 2 / (1 + step / 100)
+    ranks = [round(1200 + 10 * ((step * (rank + 7)) % 13) / 13, 2) for rank in range(RANKS)]
+    record |= {
+        "rank_ms": ranks, "lr_mult": 1.0, "grad_norm": 0.3 + noise, "step_ms": round(1290 + noise, 2),
+        "tok_per_sec": round(406_000 + 100 * noise, 1), "mfu": 0.412345678901 + noise / 1000, "peak_bytes": 30_123_456_789,
+        "time": stamp(at(step, steps)),
+    }  # fmt: skip
+    return json.dumps(record) + "\n"
+
+
+def health_line(number: int) -> str:
+    slow = number % 30 == 0
+    host = {
+        "cpu": 0.25,
+        "ram_used": 40_000_000_000 + number,
+        "disk_free": 10**12 - number,
+        "net_in_bps": 1000,
+        "net_out_bps": 900,
+    }
+    gpus = []
+    for index in range(RANKS):
+        gpu = {
+            "index": index, "used_bytes": 30_000_000_000 + number, "use": number % 100 / 100, "memory_use": 0.5, "power_w": 500.25,
+            "temperature_c": 60 + number % 9, "sm_mhz": 2460, "memory_mhz": 13_000, "pcie_out_bps": 10**9, "pcie_in_bps": 10**9,
+        }  # fmt: skip
+        if slow:
+            process = {"pid": 4000 + index, "name": "python", "bytes": 29_000_000_000, "ours": True}
+            gpu |= {
+                "name": "NVIDIA GeForce RTX 5090",
+                "total_bytes": 33_000_000_000,
+                "pcie": "gen 5 x16",
+                "processes": [process],
+            }
+        gpus.append(gpu)
+    return json.dumps({"time": stamp(number * EVERY_S), **host, "gpus": gpus}, separators=(",", ":")) + "\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""The line that tells whether a run is well."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from snapshots import GIB, NOW, STATES, curve, gpu, host, rank_view, training, two_hosts
+
+from paceline.watch.concerns import Summary, summary
+
+TOLD = {
+    "starting": ("info", "No step is done yet: compile."),
+    "training": ("good", "All well: the loss is falling, 2 GPUs are busy 97 % of the time, no rank is slow."),
+    "recovering": (
+        "warning",
+        "Attempt 1 ended: rank 1 asked for 2.0 GiB more than its GPU had. The next one is on its way.",
+    ),
+    "failed": ("error", "Rank 1 asked for 2.00 GiB more than its GPU had (31.4 GiB, 29.9 in use by this process)."),
+    "broken": ("error", "It ended without a word."),
+    "finished": ("good", "All steps are done."),
+    "stopped": ("info", "Stopped on request; it can be resumed."),
+    "two_hosts": ("warning", "Rank 5 is slower than the others; GPU 1 of node-1 is held back: thermal."),
+    "script": ("good", "All well: 2 GPUs are busy 97 % of the time."),
+    "unknown_log": None,
+}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_each_state_in_a_line(name):
+    said = TOLD[name]
+    assert summary(STATES[name](NOW), now=NOW) == (said and Summary(*said))
+
+
+def loss(value):
+    return {"series": {"loss": curve(value, now=NOW)}}
+
+
+def pace(value):
+    return {"plan": None, "series": {"step_ms": curve(value, now=NOW)}}
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"updated": NOW - 125}, "No sign of life for 2m05s."),
+        ({"ranks": [rank_view(0), rank_view(1, silent_s=75.0, phase="reduce")]}, "Rank 1 is silent for 1m15s in reduce."),
+        (loss(lambda step: math.nan), "The loss is no number."),
+        (loss(lambda step: 3.0 if step < 1050 else 3.3), "The loss is 10 % higher since step 1,050 than before."),
+        ({"step_ms": 700.0}, "A step takes 25 % longer than planned."),
+        (pace(lambda step: 300.0 if step < 700 else 500.0), "A step takes 500 ms now and took 300 ms at its best."),
+        ({"hosts": [host("tower", [gpu(0, use=0.12)])]}, "GPU 0 of tower is busy 12 % of the time."),
+        ({"hosts": [host("tower", [gpu(0, errors={"xid": 79, "ecc_corrected": 3})])]}, "GPU 0 of tower has errors: xid 79."),
+        ({"hosts": [host("tower", [], cgroup_used=95 * GIB)]}, "Tower has 1.0 GiB of 96.0 GiB RAM left."),
+        ({"hosts": [host("tower", [], disk_free=2 * GIB)]}, "Tower has 2.0 GiB of disk left."),
+    ],
+)  # fmt: skip
+def test_what_wants_a_look_is_told_with_its_number(changed, said):
+    assert summary(replace(training(), **changed), now=NOW) == Summary("warning", said)
+
+
+def test_how_cards_run_every_day_and_a_long_compilation_are_no_concern():
+    usual = host("tower", [gpu(0, throttle=["power"], errors={"ecc_corrected": 2})])
+    ranks = [rank_view(0, phase="eval", silent_s=200.0)]
+    found = summary(replace(training(), hosts=[usual], ranks=ranks), now=NOW)
+    assert found is not None and found.level == "good"
+
+
+def test_many_slow_ranks_are_not_all_named():
+    ranks = [rank_view(rank, slow=True) for rank in range(9)]
+    found = summary(replace(two_hosts(), ranks=ranks, hosts=[]), now=NOW)
+    assert found == Summary("warning", "Ranks 0, 1, 2, 3, 4, 5 ... are slower than the others.")

@@ -1,0 +1,154 @@
+"""Logs of anybody's training: what a line tells, what the whole log tells, its end and what is found in it."""
+
+import os
+import time
+
+import pytest
+
+from paceline.watch.log_lines import framework_of, read_line
+from paceline.watch.log_reading import QUIET_S
+from paceline.watch.logs import read_tail, search
+from paceline.watch.status import open_reader
+
+LINES = {
+    "step 00010/21400 (0.05%) | loss: 10.123456 | lrm: 1.00 | dt: 1234.56ms | tok/sec: 424,123 | mfu: 45.20 | total time: 0.10m": (
+        "nanochat", 10, 21400, {"loss": 10.123456, "step_ms": 1234.56, "tok_per_sec": 424123.0, "mfu": 0.452},
+    ),
+    "Step 00250 | Validation bpb: 1.0123": ("nanochat", 250, None, {"val_bpb": 1.0123}),
+    "{'loss': 2.3456, 'grad_norm': 1.25, 'learning_rate': 4.9e-05, 'epoch': 0.1}": (
+        "Hugging Face Trainer", None, None, {"loss": 2.3456, "grad_norm": 1.25, "lr": 4.9e-05},
+    ),
+    "  5%|▌         | 500/10000 [01:23<26:00,  5.00it/s]": (None, 500, 10000, {"step_ms": 200.0}),
+    "Epoch 2:  10%|█         | 100/1000 [00:10<01:30, 10.00it/s, v_num=0, train_loss=2.300]": (
+        "Lightning", 2100, None, {"loss": 2.3, "step_ms": 100.0},
+    ),
+    "Epoch 1 | iter 100 step 25 | loss train: 3.456, val: 3.500 | iter time: 123.45 ms (step)": (
+        "litgpt", 100, None, {"loss": 3.456, "val_loss": 3.5, "step_ms": 123.45},
+    ),
+    "steps: 10 loss: 2.3456 iter time (s): 0.125 samples/sec: 123.456": (
+        "DeepSpeed", 10, None, {"loss": 2.3456, "step_ms": 125.0},
+    ),
+    " iteration      100/  500000 | consumed samples:  51200 | elapsed time per iteration (ms): 1234.5 | lm loss: 6.5E+00 |": (
+        "Megatron", 100, 500000, {"loss": 6.5, "step_ms": 1234.5},
+    ),
+    "[titan] 2026-01-02 03:04:05,678 - root - INFO - step: 10  loss:  8.1234  tps: 12,345  tflops: 12.34  mfu: 12.30%": (
+        "torchtitan", 10, None, {"loss": 8.1234, "tok_per_sec": 12345.0, "mfu": 0.123},
+    ),
+    "iter 100: loss 3.4567, time 123.45ms, mfu 12.34%": (
+        "nanoGPT", 100, None, {"loss": 3.4567, "step_ms": 123.45, "mfu": 0.1234},
+    ),
+    "[0] step 00120/02500 | loss 4.1203 | val_bpb 1.2034 | 612 ms | 856,679 tok/s | mfu 41.2% | 38.1 GiB | eta 24m17s": (
+        "paceline", 120, 2500, {"loss": 4.1203, "val_bpb": 1.2034, "step_ms": 612.0, "tok_per_sec": 856679.0, "mfu": 0.412},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "told"), LINES.items())
+def test_a_trainers_line_is_known(line, told):
+    found = read_line(line)
+    assert (framework_of(line), found.step, found.num_steps, found.values) == told
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Loading checkpoint shards:  50%|█████     | 2/4 [00:01<00:01, 1.2it/s]",
+        "Validation DataLoader 0:  50%|█████     | 5/10 [00:00<00:00, 50.0it/s]",
+        "Saved to step_100/model.pt",
+        "total steps = 1000",
+        "This takes 3 steps 2 at a time",
+        "loss function: cross entropy",
+        "time: 12:04:05",
+        "{'train_runtime': 83.1, 'train_samples_per_second': 12.0, 'train_loss': 2.1, 'epoch': 1.0}",
+    ],
+)
+def test_prose_and_other_bars_tell_of_no_progress(line):
+    assert read_line(line) is None
+
+
+def write(path, text, *, ago=0.0):
+    path.write_text(text)
+    os.utime(path, (time.time() - ago,) * 2)
+    return open_reader(path)
+
+
+def test_a_bar_gives_the_steps_of_the_lines_between_its_states_and_an_evaluations_bar_none(tmp_path):
+    text = (
+        "  1%|  | 10/1000 [00:01<01:30, 10.00it/s]\r  2%|  | 20/1000 [00:02<01:30, 10.00it/s]\n{'loss': 3.0, 'epoch': 0.1}\n"
+        "100%|██| 13/13 [00:01<00:00, 10.00it/s]\n"
+        "  3%|  | 30/1000 [00:03<01:30, 10.00it/s]\n{'loss': 2.5, 'epoch': 0.2}\n"
+    )
+    snapshot = write(tmp_path / "out.log", text).update()
+    assert (snapshot.kind, snapshot.state, snapshot.framework) == ("log", "running", "Hugging Face Trainer")
+    assert (snapshot.step, snapshot.num_steps, snapshot.eta_s) == (30, 1000, 97.0)
+    assert (snapshot.series["loss"].steps, snapshot.series["loss"].values) == ([20, 30], [3.0, 2.5])
+
+
+def test_a_log_whose_lines_count_no_steps_is_counted(tmp_path):
+    snapshot = write(tmp_path / "out.log", "{'loss': 3.0, 'epoch': 0.1}\n{'loss': 2.5, 'epoch': 0.2}\n").update()
+    assert snapshot.series["loss"].steps == [1, 2]
+
+
+def test_a_log_that_grows_is_followed_and_one_that_is_cut_read_anew(tmp_path):
+    path = tmp_path / "out.log"
+    reader = write(path, "step 1 loss: 3.0\nstep 2 loss: 2")
+    assert reader.update().step == 1
+    with path.open("a") as file:
+        file.write(".5\n")
+    assert reader.update().loss == 2.5
+    path.write_text("step 1 loss: 9.0\n")
+    assert reader.update().series["loss"].values == [9.0]
+    path.unlink()
+    assert reader.update().notes == [f"{path} is gone"]
+
+
+@pytest.mark.parametrize(
+    ("text", "ago", "state"),
+    [
+        ("step 1/2 loss: 3.0\nstep 2/2 loss: 2.0\nTraining complete\n", 0.0, "finished"),
+        ("step 1/2 loss: 3.0\n", 2 * QUIET_S, "broken"),
+        ("nothing of interest\n", 0.0, "unknown"),
+    ],
+)
+def test_the_state_of_a_log(tmp_path, text, ago, state):
+    assert write(tmp_path / "out.log", text, ago=ago).update().state == state
+
+
+def test_a_log_that_ends_in_an_error_is_explained(tmp_path):
+    text = (
+        "step 1/9 loss: 3.0\nTraceback (most recent call last):\n"
+        "  File \"t.py\", line 3, in <module>\nModuleNotFoundError: No module named 'flash_attn'\n"
+    )
+    snapshot = write(tmp_path / "out.log", text).update()
+    assert (snapshot.state, snapshot.explanation["line"]) == ("failed", 2)
+
+
+def test_of_a_log_of_many_megabytes_pieces_make_the_curve(tmp_path):
+    path = tmp_path / "long.log"
+    with path.open("w") as file:
+        file.writelines(f"step {step}/20000 loss: {10 - step / 2000:.5f} {'-' * 200}\n" for step in range(1, 15_001))
+    assert path.stat().st_size > 3 << 20
+    snapshot = open_reader(path).update()
+    loss = snapshot.series["loss"]
+    assert (snapshot.step, loss.steps[0], loss.steps[-1]) == (15_000, 1, 15_000)
+    assert loss.values == sorted(loss.values, reverse=True)
+    assert max(later - step for step, later in zip(loss.steps, loss.steps[1:], strict=False)) < 500
+
+
+def test_the_end_of_a_log_is_whole_lines_as_a_terminal_shows_them(tmp_path):
+    path = tmp_path / "x.log"
+    path.write_bytes(b"first line\n 1%|\r 2%|\r 3%|\n\x1b[31mred\x1b[0m\x07\nlast \xff")
+    assert read_tail(path).splitlines() == ["first line", " 3%|", "red", "last �"]
+    assert read_tail(path, max_bytes=38).splitlines()[0] == " 3%|"
+    assert read_tail(tmp_path / "none.log") == ""
+
+
+def test_a_search_gives_the_last_lines_that_hold_the_text_with_their_numbers(tmp_path):
+    path = tmp_path / "x.log"
+    path.write_text(
+        "".join(f"line {number} {'ERROR' if number % 1000 == 0 else 'ok'}\n" for number in range(1, 100_001))
+    )
+    found = search(path, "error", limit=3)
+    assert found == [(98000, "line 98000 ERROR"), (99000, "line 99000 ERROR"), (100000, "line 100000 ERROR")]
+    assert search(path, "nothing like it") == []
+    assert search(path, "") == []

@@ -1,0 +1,336 @@
+"""The terminal view itself: every key, live changes, few repaints, a real terminal."""
+
+import asyncio
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from snapshots import NOW, STATES, failed, recovered, training, two_hosts
+
+from paceline.errors import PacelineError
+from paceline.watch.snapshot import LogView, Snapshot
+from paceline.watch.terminal.app import Keys, Lines, Watch
+from paceline.watch.terminal.keys import PAGES
+
+LOG = "".join(f"step {step:04d} loss {4 - step / 1000:.3f}\n" for step in range(1, 901))
+MOST_S = 60.0  # for what takes a second
+
+
+class Told:
+    """A reader of what a test says next."""
+
+    def __init__(self, snapshot: Snapshot):
+        self.snapshot, self.error, self.reads = snapshot, "", 0
+
+    def update(self) -> Snapshot:
+        self.reads += 1
+        if self.error:
+            raise PacelineError(self.error, fix="wait")
+        return self.snapshot
+
+
+def seen(app: Watch) -> str:
+    """The text on the screen."""
+    parts = [*app.query(Lines), *app.query(Keys)]
+    return "\n".join(
+        "".join(piece.text for piece in part.render_line(y)) for part in parts for y in range(part.size.height)
+    )
+
+
+async def settle(app: Watch, pilot) -> None:
+    await app.workers.wait_for_complete()
+    await pilot.pause()
+
+
+def watched(told: Told, script: Callable[[Watch, object], Awaitable[None]], size: tuple[int, int] = (80, 24)) -> None:
+    async def run() -> None:
+        app = Watch(told, interval_s=3600, clock=lambda: NOW)
+        async with app.run_test(size=size) as pilot:
+            await settle(app, pilot)
+
+            async def press(*keys: str) -> str:
+                await pilot.press(*keys)
+                await settle(app, pilot)
+                return seen(app)
+
+            app.press, app.pilot = press, pilot
+            await script(app, pilot)
+
+    asyncio.run(asyncio.wait_for(run(), MOST_S))
+
+
+@pytest.fixture
+def logs(tmp_path):
+    """A run with two attempts of two ranks each, and their logs."""
+    found = []
+    for attempt in (1, 2):
+        for rank in (0, 1):
+            path = tmp_path / f"{attempt}-{rank}.log"
+            path.write_text(
+                f"here is rank {rank} of attempt {attempt}\n{LOG}RuntimeError: [rank {rank}] \x1b[31mboom\x1b[0m\n"
+            )
+            found.append(LogView(attempt, rank, str(path), path.stat().st_size))
+    return replace(recovered(), logs=found)
+
+
+def test_every_state_is_shown_and_every_page_of_it():
+    async def script(app, pilot):
+        for make in STATES.values():
+            app.take(make(NOW))
+            for number, page in enumerate(PAGES):
+                app.action_page(page)
+                assert f"{number + 1} {page}" in seen(app).splitlines()[-1]
+        for number, page in enumerate(PAGES):
+            await pilot.press(str(number + 1))
+            assert app.page == page
+
+    watched(Told(training()), script)
+
+
+def test_tab_and_shift_tab_go_round_and_escape_comes_back():
+    async def script(app, pilot):
+        await app.press("tab", "tab")
+        assert app.page == "machines"
+        await app.press("shift+tab", "shift+tab", "shift+tab")
+        assert app.page == "why"
+        await app.press("escape")
+        assert app.page == "overview"
+
+    watched(Told(training()), script)
+
+
+def test_keys_of_the_curves():
+    async def script(app, pilot):
+        assert "── loss" in (await app.press("2"))
+        assert "── val_bpb" in (await app.press("right"))
+        assert "── loss" in (await app.press("up"))
+        assert "last 50% of the steps" in (await app.press("z"))
+        assert "last 10% of the steps, logarithmic" in (await app.press("z", "y"))
+        shown = await app.press("z", "y")
+        assert "── all steps ──" in shown and "logarithmic" not in shown
+
+    watched(Told(training()), script)
+
+
+def test_the_log_of_any_rank_and_attempt_with_its_end_first(logs):
+    async def script(app, pilot):
+        shown = await app.press("5")
+        assert "log of rank 0" in shown and "attempt 2" in shown
+        assert "RuntimeError: [rank 0] boom" in shown
+        assert "log of rank 1" in (await app.press("right"))
+        shown = await app.press("a")
+        assert "attempt 1" in shown and "[rank 1] boom" in shown
+        assert "here is rank 1 of attempt 1" in (await app.press("g"))
+        assert "here is" not in (await app.press("G"))
+
+    watched(Told(logs), script)
+
+
+def test_the_log_follows_what_is_written_unless_one_looks_further_up(logs):
+    async def script(app, pilot):
+        path = logs.logs[2].path
+        await app.press("5")
+        with open(path, "a") as file:
+            file.write("one line more\n")
+        assert "one line more" in (await app.press("r"))
+        await app.press("up", "up", "up")
+        with open(path, "a") as file:
+            file.write("and another\n")
+        assert "and another" not in (await app.press("r"))
+
+    watched(Told(logs), script)
+
+
+def test_a_text_is_found_in_the_whole_log_and_escape_goes_back_to_its_end(logs):
+    async def script(app, pilot):
+        await app.press("5", "slash", *"STEP", "space", *"012q")
+        shown = await app.press("backspace", "enter")
+        assert "10 lines with STEP 012" in shown and "121  step 0120" in shown
+        assert "step 0500" not in shown
+        assert "[rank 0] boom" in (await app.press("escape"))
+        await app.press("slash", *"zz")
+        assert "no such line" in (await app.press("enter"))
+        await app.press("1")
+        assert "[rank 0] boom" in (await app.press("5"))
+        await app.press("slash", "x")
+        await app.press("escape")
+        assert not app.query_one("#find").display and app.page == "log"
+
+    watched(Told(logs), script)
+
+
+def test_events_open_at_the_last_and_stay_there():
+    many = replace(training(), events=[replace(training().events[0], text=f"event {i}") for i in range(100)])
+    told = Told(many)
+
+    async def script(app, pilot):
+        assert "event 99 " in (await app.press("4"))
+        told.snapshot = replace(many, events=[*many.events, replace(many.events[0], text="and one more")])
+        assert "and one more" in (await app.press("r"))
+        assert "event 0 " in (await app.press("g"))
+
+    watched(told, script)
+
+
+def test_a_long_line_is_cut_or_shown_whole(logs, tmp_path):
+    path = tmp_path / "long.log"
+    path.write_text("word " * 60 + "end\n")
+    snapshot = replace(logs, logs=[LogView(1, 0, str(path), 400)])
+
+    async def script(app, pilot):
+        assert "…" in (await app.press("5"))
+        assert "end" in (await app.press("w"))
+
+    watched(Told(snapshot), script)
+
+
+def test_a_held_picture_stays_until_it_goes_on():
+    told = Told(training())
+
+    async def script(app, pilot):
+        assert "space go on" in (await app.press("space"))
+        told.snapshot = failed()
+        assert "● training" in (await app.press("r"))
+        assert "✗ failed" in (await app.press("space"))
+
+    watched(told, script)
+
+
+def test_the_explanation_and_its_fix_copied():
+    async def script(app, pilot):
+        assert "97% sure" in (await app.press("6"))
+        assert "c copied" in (await app.press("c"))
+        assert app.clipboard == "paceline resume books --device-batch-size 16"
+
+    watched(Told(failed()), script)
+
+
+def test_help_says_all_keys_and_goes_as_it_came():
+    async def script(app, pilot):
+        assert "Shift+Tab" in (await app.press("question_mark"))
+        assert app.page == "help"
+        await app.press("question_mark")
+        assert app.page == "overview"
+
+    watched(Told(training()), script)
+
+
+@pytest.mark.parametrize("key", ["q", "ctrl+c"])
+def test_q_and_ctrl_c_leave_even_while_a_text_is_typed(key):
+    async def script(app, pilot):
+        await app.press("5", *(["slash"] if key == "ctrl+c" else []))
+        await pilot.press(key)
+        await pilot.pause()
+        assert app._exit
+
+    watched(Told(training()), script)
+
+
+def test_keys_can_be_clicked():
+    async def script(app, pilot):
+        at = seen(app).splitlines()[-1].index("3 machines")
+        await pilot.click(Keys, offset=(at, 0))
+        assert app.page == "machines"
+
+    watched(Told(training()), script)
+
+
+def test_what_cannot_be_read_is_said_and_the_last_picture_stays():
+    told = Told(training())
+
+    async def script(app, pilot):
+        told.error = "runs/books is gone"
+        shown = await app.press("r")
+        assert "! runs/books is gone" in shown and "1,240/2,500" in shown
+        told.error = ""
+        assert "● training" in (await app.press("r"))
+
+    watched(told, script)
+
+
+def test_only_what_differs_is_painted_again():
+    told = Told(training())
+
+    async def script(app, pilot):
+        painted = []
+        for part in app.query(Lines):
+            part.refresh = lambda *regions, **_: painted.extend(regions)
+        app.take(training())
+        assert painted == []
+        app.take(replace(training(), tok_per_sec=1.0))
+        assert [(region.y, region.height) for region in painted] == [(2, 1)]
+        assert painted[0].x > 30
+
+    watched(told, script)
+
+
+def test_another_size_is_filled_at_once():
+    async def script(app, pilot):
+        await pilot.resize_terminal(200, 60)
+        await settle(app, pilot)
+        shown = seen(app).splitlines()
+        assert len(shown) == 60 and {len(line) for line in shown} == {200}
+        await pilot.resize_terminal(30, 8)
+        await settle(app, pilot)
+        assert len(seen(app).splitlines()) == 8
+
+    watched(Told(two_hosts()), script)
+
+
+RUN = """
+import sys
+sys.path[:0] = [{tests!r}]
+from snapshots import training
+from paceline.watch.terminal.app import watch
+class Told:
+    def update(self): return training()
+watch(Told(), interval_s=3600, ascii_only={ascii})
+print("left")
+"""
+
+
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="no tmux here")
+@pytest.mark.parametrize(("no_color", "ascii"), [("", False), ("1", True)])
+def test_in_a_tmux_of_80_by_24(tmp_path, no_color, ascii):
+    """In colour, or without any and in plain characters; Ctrl-C leaves the terminal as it was."""
+    script = tmp_path / "run.py"
+    script.write_text(RUN.format(tests=str(Path(__file__).parent), ascii=ascii))
+    tmux = ["tmux", "-S", str(tmp_path / "tmux"), "-f", "/dev/null"]
+    env = {
+        **{k: v for k, v in os.environ.items() if k not in ("TMUX", "NO_COLOR")},
+        "LC_ALL": "C.UTF-8",
+        "TERM": "screen-256color",
+    }
+    env |= {"NO_COLOR": no_color} if no_color else {}
+
+    def pane(*options: str) -> str:
+        asked = [*tmux, "capture-pane", "-p", *options, "-t", "a"]
+        return subprocess.run(asked, env=env, capture_output=True, text=True, check=True).stdout
+
+    def wait_for(word: str) -> str:
+        until = time.monotonic() + MOST_S
+        while word not in (shown := pane()):
+            assert time.monotonic() < until, shown
+            time.sleep(0.05)
+        return shown
+
+    start = [*tmux, "new-session", "-d", "-s", "a", "-x", "80", "-y", "24", f"{sys.executable} {script}; sleep 60"]
+    subprocess.run(start, env=env, check=True)
+    try:
+        shown = wait_for("1,240/2,500")
+        lines = shown.splitlines()
+        assert len(lines) == 24 and max(map(len, lines)) <= 80
+        assert lines[0].startswith(" books  * training" if ascii else " books  ● training")
+        assert shown.isascii() == ascii
+        assert bool(re.search(r"\x1b\[[\d;]*(3[0-7]|38)[;m]", pane("-e"))) != bool(no_color)
+        subprocess.run([*tmux, "send-keys", "-t", "a", "C-c"], env=env, check=True)
+        wait_for("left")
+    finally:
+        subprocess.run([*tmux, "kill-server"], env=env, check=False)

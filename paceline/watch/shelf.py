@@ -1,0 +1,114 @@
+"""
+The runs that a page may ask for, by name, each read as it grows: the only way from what a browser says to a file.
+
+A name is looked up among the run folders that are there, a log among those that the snapshot lists. No part of a path is ever
+made of what came from outside.
+"""
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from paceline.rundir import RunDir
+from paceline.watch.about import read_about
+from paceline.watch.logs import read_tail, search
+from paceline.watch.snapshot import LogView, Snapshot
+from paceline.watch.status import Reader, list_runs, open_reader, run_status
+
+FRESH_S = 0.8  # a snapshot is not read again within this time, however many look
+MAX_OPEN = 8  # readers kept; the one that was asked for longest ago goes
+TAIL_BYTES = 256 << 10
+MAX_HITS = 200
+
+
+@dataclass
+class Opened:
+    reader: Reader
+    lock: Lock = field(default_factory=Lock)
+    snapshot: Snapshot | None = None
+    read_at: float = 0.0
+    asked_at: float = 0.0
+
+
+class Shelf:
+    """`named`: a run folder or a log file that is shown too, wherever it lies."""
+
+    def __init__(self, runs_dir: Path, named: Path | None = None):
+        self.runs_dir = runs_dir
+        self.named = named and named.absolute()  # a run may be called `.`
+        self._opened: dict[str, Opened] = {}
+        self._lock = Lock()
+
+    def paths(self) -> dict[str, Path]:
+        """Every run that can be asked for, by name."""
+        found: dict[str, Path] = {}
+        if self.runs_dir.is_dir():
+            found = {path.name: path for path in self.runs_dir.iterdir() if (path / "config.toml").is_file()}
+        return found | ({self.named.name: self.named} if self.named else {})
+
+    def runs(self) -> list[dict[str, Any]]:
+        """The runs at a glance, the latest first; a log file before them."""
+        found = [status.to_json() for status in list_runs(self.runs_dir)]
+        if self.named is None or any(Path(each["path"]).resolve() == self.named.resolve() for each in found):
+            return found
+        others = [each for each in found if each["name"] != self.named.name]
+        if self.named.is_dir():
+            return [run_status(RunDir(self.named)).to_json(), *others]
+        return [log_at_a_glance(self.snapshot(self.named.name)), *others]
+
+    def snapshot(self, name: str) -> Snapshot:
+        """KeyError where no such run is there."""
+        opened = self._open(name)
+        with opened.lock:
+            now = time.monotonic()
+            if opened.snapshot is None or now - opened.read_at > FRESH_S:
+                opened.snapshot = opened.reader.update()
+                opened.read_at = time.monotonic()
+            return opened.snapshot
+
+    def _open(self, name: str) -> Opened:
+        path = self.paths()[name]
+        with self._lock:
+            if name not in self._opened:
+                self._opened[name] = Opened(open_reader(path))
+            self._opened[name].asked_at = time.monotonic()
+            while len(self._opened) > MAX_OPEN:
+                del self._opened[min(self._opened, key=lambda each: self._opened[each].asked_at)]
+            return self._opened[name]
+
+    def about(self, name: str) -> dict[str, Any]:
+        path = self.paths()[name]
+        return read_about(RunDir(path)) if path.is_dir() else {"config": {}, "facts": [], "samples": []}
+
+    def log_tail(self, name: str, *, attempt: int, rank: int | None) -> dict[str, Any]:
+        path = self._log(name, attempt=attempt, rank=rank)
+        text = read_tail(path, max_bytes=TAIL_BYTES)
+        return {"text": text, "whole": path.stat().st_size <= TAIL_BYTES}
+
+    def log_hits(self, name: str, text: str, *, attempt: int, rank: int | None) -> dict[str, Any]:
+        hits = search(self._log(name, attempt=attempt, rank=rank), text, limit=MAX_HITS)
+        return {"hits": hits, "all": len(hits) < MAX_HITS}
+
+    def _log(self, name: str, *, attempt: int, rank: int | None) -> Path:
+        """KeyError where the snapshot lists no such log, or it is a link that leads out of the run folder."""
+        root = self.paths()[name]
+        for log in self.snapshot(name).logs:
+            if (log.attempt, log.rank) == (attempt, rank):
+                return within(root, log)
+        raise KeyError(f"no log of attempt {attempt}, rank {rank}")
+
+
+def within(root: Path, log: LogView) -> Path:
+    if root.is_file():
+        return root
+    path = next((each for each in (Path(log.path), root / log.path) if each.is_file()), root)
+    if path == root or not path.resolve().is_relative_to(root.resolve()):
+        raise KeyError(f"{log.path} is not in the run folder")
+    return path
+
+
+def log_at_a_glance(snapshot: Snapshot) -> dict[str, Any]:
+    names = ("name", "path", "state", "step", "num_steps", "loss", "val_bpb", "tok_per_sec")
+    return {name: getattr(snapshot, name) for name in names} | {"attempts": 1, "time": None, "command": None}

@@ -1,0 +1,239 @@
+"""The page in a real browser: every state draws, it lives, compares, explains, fits a phone, obeys keys, and stays on loopback.
+
+Pictures of what was seen lie in build/screenshots afterwards, for a look.
+"""
+
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_folders import TOKEN, append_step, serving, write_run
+from snapshots import LOG_TEXT, NOW, STATES, two_hosts
+
+from paceline.watch.report import html_report
+from paceline.watch.shelf import Shelf
+from paceline.watch.snapshot import Snapshot
+
+playwright = pytest.importorskip("playwright.sync_api")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium or google-chrome is installed")
+
+PICTURES = Path(__file__).parents[2] / "build" / "screenshots"
+EVIL = "<img src=x onerror=alert(1)><script>alert(1)</script>"
+DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+SOON_MS = 30_000  # for what takes a tenth of a second
+POINTS = "app.page.run.curves.series.loss.steps.length"
+
+
+class HandMade:
+    """A shelf of the hand-made snapshots, one for each state."""
+
+    def snapshot(self, name: str) -> Snapshot:
+        now = time.time() // 20 * 20  # the page compares with the clock; twenty seconds are not yet silence
+        return replace(STATES[name](now), name=name)
+
+    def runs(self) -> list[dict[str, Any]]:
+        names = ("name", "state", "step", "num_steps", "loss", "val_bpb", "tok_per_sec", "command")
+        return [{key: getattr(self.snapshot(name), key) for key in names} | {"time": None} for name in STATES]
+
+    def about(self, name: str) -> dict[str, Any]:
+        config = {"name": name, "matrix_lr": 0.1 if name == "training" else 0.05, "depth": 12}
+        return {"config": config, "facts": [], "samples": [{"name": "step 001000", "text": EVIL}]}
+
+    def log_tail(self, name: str, *, attempt: int, rank: int | None) -> dict[str, Any]:
+        return {"text": LOG_TEXT + EVIL + "\n\x1b[31mTraceback\x1b[0m\n", "whole": True}
+
+    def log_hits(self, name: str, text: str, *, attempt: int, rank: int | None) -> dict[str, Any]:
+        return {"hits": [[3, f"a line with {text}"]], "all": True}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as started:
+        found = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    with serving(HandMade()) as number:
+        yield number
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """A page of which everything that goes wrong, and every address that it asks, is kept."""
+    context = browser.new_context(viewport=DESKTOP, color_scheme="light", reduced_motion="reduce")
+    context.set_default_timeout(SOON_MS)
+    opened = context.new_page()
+    wrong: list[str] = []
+    asked: list[str] = []
+    opened.on("console", lambda said: wrong.append(said.text) if said.type in ("error", "warning") else None)
+    opened.on("pageerror", lambda error: wrong.append(str(error)))
+    opened.on("dialog", lambda dialog: (wrong.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+    opened.on("request", lambda request: asked.append(request.url))
+    yield opened
+    context.close()
+    assert wrong == []
+    assert [url for url in asked if not url.startswith(("http://127.0.0.1:", "file://", "data:"))] == []
+
+
+def go(page: Any, port: int, where: str = "/") -> None:
+    page.goto(f"http://127.0.0.1:{port}/?token={TOKEN}#{where}")
+    page.wait_for_selector("main:not(.waiting) h1")
+
+
+def picture(page: Any, name: str) -> None:
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=PICTURES / f"{name}.png", full_page=True)
+
+
+def overflow(page: Any) -> int:
+    return page.evaluate("document.documentElement.scrollWidth - innerWidth")
+
+
+def test_every_state_is_drawn_in_both_themes_and_nothing_goes_wrong(page, port):
+    go(page, port)
+    for name, state in STATES.items():
+        page.evaluate("name => { location.hash = `#/run/${name}`; }", name)
+        page.wait_for_function("name => app.page.run?.head.name === name", arg=name)
+        assert page.text_content("h1 .badge")[1:] == state(NOW).state
+        page.keyboard.press("t")
+        assert overflow(page) == 0, name
+
+
+def test_the_token_does_not_stay_in_the_address_and_a_reload_still_works(page, port):
+    go(page, port, "/run/training")
+    assert page.url == f"http://127.0.0.1:{port}/#/run/training"
+    page.reload()
+    page.wait_for_selector("main:not(.waiting) h1")
+
+
+def test_a_run_shows_its_curves_ranks_devices_events_and_log(page, port):
+    go(page, port, "/run/two_hosts")
+    page.wait_for_selector(".log div")
+    assert page.locator(".chart[data-field=loss] canvas").count() == 1
+    assert page.evaluate("app.page.run.curves.series.loss.steps") == two_hosts(NOW).series["loss"].steps
+    slow = page.locator(".heat-values div", has_text="slow")
+    assert slow.inner_text().split() == ["761", "ms", "▲", "slow"]
+    assert "Rank 5 is slower than the others; GPU 1 of node-1 is held back: thermal" in page.inner_text(".summary")
+    assert page.locator(".gpu").count() == 8
+    picture(page, "two-hosts")
+
+
+def test_the_straggler_is_orange_in_the_map_and_the_others_are_not(page, port):
+    go(page, port, "/run/two_hosts")
+    pixels = page.evaluate("""() => {
+        const canvas = document.querySelector('#ranks canvas');
+        const column = canvas.getContext('2d').getImageData(canvas.width - 4, 0, 1, canvas.height).data;
+        const colour = (row) => [...column.slice(4 * Math.round((row + 0.5) * canvas.height / 8)).slice(0, 4)];
+        return [colour(5), colour(4)];
+    }""")
+    (red, _, blue, _), other = pixels
+    assert red > blue + 100 and max(other[:3]) - min(other[:3]) < 16
+
+
+def test_a_failed_run_shows_its_explanation_first(page, port):
+    go(page, port, "/run/failed")
+    assert page.inner_text(".cause b") == "cuda-oom"
+    assert page.inner_text(".fix code") == "paceline resume books --device-batch-size 16"
+    assert page.locator(".evidence").first.inner_text().count("OutOfMemoryError") == 1
+    assert page.evaluate(
+        "document.querySelector('#why').getBoundingClientRect().top < document.querySelector('.tiles').getBoundingClientRect().top"
+    )
+    picture(page, "failed")
+
+
+def test_markup_in_names_events_samples_and_logs_is_shown_as_text(page, port):
+    go(page, port, "/run/hostile")
+    page.wait_for_selector(".log div.error")
+    assert EVIL in page.inner_text(".log") and "\x1b" not in page.inner_text(".log")
+    assert EVIL in page.text_content("#samples pre")
+    assert page.locator("main img, main script, .log b").count() == 0
+
+
+def test_the_list_leads_to_runs_and_to_a_comparison_of_those_chosen(page, port):
+    go(page, port)
+    page.keyboard.press("j")
+    page.keyboard.press("j")
+    page.keyboard.press(" ")
+    page.check("[data-run=finished]")
+    assert page.inner_text("button.main") == "Compare 2 runs"
+    picture(page, "runs")
+    page.keyboard.press("c")
+    page.wait_for_selector("#differences td")
+    assert page.url.endswith("#/compare/training/finished")
+    assert page.locator("#differences tbody tr").inner_text().split() == ["matrix_lr", "0.1", "0.05"]
+    assert page.locator(".chart[data-field=loss] .chart-now span").count() == 2
+    for axis in ("tokens", "hours"):
+        page.keyboard.press("x")
+        assert page.inner_text(".segments [aria-pressed=true]") == axis
+    picture(page, "compare")
+
+
+def test_keys_move_zoom_and_smooth_the_curves_and_a_drag_zooms(page, port):
+    go(page, port, "/run/training")
+    shown = "app.page.board.together.range"
+    paper = page.locator(".chart[data-field=loss] .u-over").bounding_box()
+    page.mouse.move(paper["x"] + 100, paper["y"] + 50)
+    page.mouse.down()
+    page.mouse.move(paper["x"] + 300, paper["y"] + 50, steps=4)
+    page.mouse.up()
+    begin, end = page.evaluate(shown)
+    assert 0 < begin < end < 1240
+    page.keyboard.press("-")
+    page.keyboard.press("r")
+    assert page.evaluate(shown) is None
+    page.keyboard.press("+")
+    page.keyboard.press("s")
+    page.keyboard.press("l")
+    assert page.evaluate("[app.page.board.together.weight, app.page.board.together.log]") == [0.6, True]
+    page.keyboard.press("?")
+    assert page.is_visible("dialog kbd")
+    page.keyboard.press("Escape")
+    page.keyboard.press("/")
+    page.keyboard.type("loss x")
+    page.wait_for_selector(".log mark")
+    assert page.inner_text(".log mark") == "loss x"
+
+
+def test_a_phone_sees_all_without_a_sideways_scroll(page, port):
+    page.set_viewport_size(PHONE)
+    for where in ("/", "/run/failed", "/run/two_hosts", "/compare/training/finished"):
+        go(page, port, where)
+        assert overflow(page) == 0, where
+    picture(page, "phone-compare")
+    go(page, port, "/run/two_hosts")
+    picture(page, "phone")
+
+
+def test_the_page_grows_with_the_run_and_follows_its_end(page, tmp_path):
+    run = write_run(tmp_path, "live", steps=50, end=None)
+    with serving(Shelf(tmp_path)) as port:
+        go(page, port, "/run/live")
+        assert page.evaluate(POINTS) == 50
+        append_step(run, 51, loss=1.25)
+        page.wait_for_function(f"() => {POINTS} === 51")
+        assert page.inner_text(".chart[data-field=loss] .chart-now") == "1.2500"
+        with run.events.open("a") as file:
+            file.write(json.dumps({"time": "2026-11-21T08:40:00.000Z", "event": "finished", "step": 51}) + "\n")
+        page.wait_for_selector("h1 .badge[data-state=finished]")
+        assert "✓" in page.title()
+        page.wait_for_function("() => app.state === 'live'")
+
+
+def test_a_report_opens_from_a_file_and_asks_for_nothing(page, tmp_path):
+    run = write_run(tmp_path, "kept")
+    file = tmp_path / "kept.html"
+    file.write_text(html_report(run.path, now=NOW))
+    page.goto(f"file://{file}")
+    page.wait_for_selector(".chart[data-field=loss] canvas")
+    assert page.inner_text("h1 .badge").endswith("finished")
+    assert page.locator("#config dt").count() == 3 and page.locator("#logs").count() == 0
+    picture(page, "report")

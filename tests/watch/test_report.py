@@ -1,0 +1,100 @@
+"""One run in one file."""
+
+import json
+import re
+
+import pytest
+from run_folders import utc, write_run
+from snapshots import NOW
+
+from paceline.cli import run_command
+from paceline.rundir import append_json_line
+from paceline.watch.report import STATIC, bars, hash_of, html_report, markdown_report
+
+EVIL = "</script><script>alert(1)</script> *x* <!-- |"
+
+
+@pytest.fixture
+def run(tmp_path):
+    return write_run(tmp_path, "kept")
+
+
+def test_the_html_holds_all_that_it_shows_and_asks_for_nothing(run):
+    page = html_report(run.path, now=NOW)
+    assert not re.search(
+        r"""(?:src|href)=["'](?!data:|#)|@import|url\(|\bfetch\(["']http""", page.partition("<body>")[0]
+    )
+    assert not re.search(r"https?://(?!www\.w3\.org/|github\.com/leeoniya)[\w.]+", page)
+    assert page.count("<script") == 2 and page.count("</script>") == 2
+    held = json.loads(re.search(r'id="report">(.*?)</script>', page)[1])
+    assert (held["head"]["name"], held["curves"]["series"]["loss"]["steps"][-1], held["about"]["config"]["depth"]) == (
+        "kept",
+        100,
+        4,
+    )
+
+
+def test_the_policy_of_the_html_allows_its_own_script_alone(run):
+    page = html_report(run.path, now=NOW)
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="(.*?)"', page)[1]
+    script = page.rpartition("<script>")[2].partition("</script>")[0]
+    assert f"script-src '{hash_of(script)}'" in policy and policy.startswith("default-src 'none'")
+
+
+def test_markup_in_the_run_stays_text(tmp_path):
+    run = write_run(tmp_path, "kept", note=EVIL)
+    append_json_line(run.events, {"time": utc(50), "event": "note", "text": EVIL})
+    page = html_report(run.path, now=NOW)
+    assert EVIL not in page and page.count("</script>") == 2
+    text = markdown_report(run.path, now=NOW)
+    assert r"\<script\>alert(1)\</script\> \*x\*" in text
+
+
+def test_what_is_secret_is_taken_out(tmp_path, monkeypatch, capsys):
+    run = write_run(tmp_path, "kept", data="https://me:hunter2@host/x")
+    monkeypatch.chdir(tmp_path)
+    assert run_command(["report", str(run.path)]) == 0
+    assert run_command(["report", str(run.path), "--markdown"]) == 0
+    assert "hunter2" not in (tmp_path / "kept.html").read_text() + capsys.readouterr().out
+
+
+def test_the_markdown_tells_the_run(run):
+    assert markdown_report(run.path, now=NOW).splitlines()[:12] == [
+        "# kept: finished",
+        "",
+        "All steps are done.",
+        "",
+        "step 100 of 200, 1.2M tokens, 1m40s in all, begun 2026-11-21 08:33 UTC",
+        "",
+        "| | measured | plan | |",
+        "|---|---:|---:|---:|",
+        "| loss | 3.0000 |  |  |",
+        "| tok_per_sec | 20,000 |  |  |",
+        "| step_ms | 600 ms |  |  |",
+        "| total_s | 1m40s |  |  |",
+    ]
+
+
+def test_a_log_of_any_training_has_a_report_too(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.log").write_text("step 10/20 | loss 3.0\nstep 11/20 | loss 2.9\n")
+    assert run_command(["report", "train.log", "--markdown"]) == 0
+    assert capsys.readouterr().out.startswith("# train.log: ")
+
+
+def test_a_run_that_is_not_there_is_an_error_with_a_fix(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run_command(["report", "nowhere"]) == 1
+    assert capsys.readouterr().err.startswith("error: no run nowhere")
+
+
+def test_a_curve_in_a_line_of_text():
+    assert (bars([0, 1, 2, 3, 4, 5, 6, 7]), bars([1.0, 1.0])) == ("▁▂▃▄▅▆▇█", "▁▁")
+
+
+def test_every_file_of_the_page_is_in_its_list_or_the_licence_of_one():
+    page = (STATIC / "index.html").read_text()
+    assert {name for name in map(str, [each.name for each in STATIC.iterdir()]) if name not in page} == {
+        "index.html",
+        "uplot.LICENSE",
+    }

@@ -1,0 +1,241 @@
+"""The server of `paceline watch --web`: who may look, what can be asked, and that nothing else is answered."""
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from run_folders import TOKEN, append_step, asked, serving, write_run
+
+from paceline.errors import PacelineError, UsageError
+from paceline.watch.shelf import FRESH_S, Shelf
+from paceline.watch.web import EVERY_S, HEADERS, listen, name_in
+
+SECRET = "nobody may read this"
+ADDRESSES = (
+    "/",
+    "/static/app.js",
+    "/api/runs",
+    "/api/stream",
+    "/api/runs/a",
+    "/api/runs/a/about",
+    "/api/runs/a/log?attempt=1&rank=0",
+)
+OUT = (
+    "..",
+    "../secret.txt",
+    "..%2fsecret.txt",
+    "%2e%2e",
+    "%2e%2e%2fsecret.txt",
+    "%252e%252e%252f",
+    "....//",
+    "/etc/passwd",
+    "a%00",
+    "C:%5c",
+)
+EVIL = "<script>alert(1)</script>"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """runs/ with two runs, a secret beside it, and links in a run that lead to the secret."""
+    home = tmp_path_factory.mktemp("home")
+    (home / "secret.txt").write_text(SECRET)
+    (home / "runs").mkdir()
+    write_run(home / "runs", "a", log=f"step 1 {EVIL}\nstep 2\n")
+    run = write_run(home / "runs", EVIL.replace("/", "|"))
+    run.rank_log(1, 1).symlink_to(home / "secret.txt")
+    run.samples.mkdir()
+    (run.samples / "step_000001.txt").symlink_to(home / "secret.txt")
+    (run.path / "facts").symlink_to(home)
+    return home / "runs"
+
+
+@pytest.fixture(scope="module")
+def port(folder):
+    with serving(Shelf(folder)) as number:
+        yield number
+
+
+@pytest.mark.parametrize("path", ADDRESSES)
+def test_without_the_token_nothing_is_answered(port, path):
+    assert asked(port, path, token=False)[0] == 403
+    assert asked(port, path + ("&" if "?" in path else "?") + "token=wrong", token=False)[0] == 403
+    assert asked(port, path, token=False, cookie="paceline_00000000=wrong; token=x")[0] == 403
+
+
+def test_what_is_not_there_is_told_to_nobody_without_the_token(port):
+    assert asked(port, "/nothing", token=False)[0] == 403
+    assert asked(port, "/nothing")[0] == 404
+
+
+def test_the_token_becomes_a_cookie_that_scripts_and_other_sites_do_not_get(port):
+    status, headers, _ = asked(port, "/")
+    name, _, rest = headers["set-cookie"].partition("=")
+    assert (status, rest) == (200, f"{TOKEN}; Path=/; HttpOnly; SameSite=Strict")
+    assert asked(port, "/api/runs", token=False, cookie=f"other=1; {name}={TOKEN}")[0] == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "evil.example:8765",
+        "127.0.0.1.evil.example",
+        "localhost.evil.example:80",
+        "",
+        "192.168.1.7:8765",
+    ],
+)
+def test_a_foreign_host_is_refused_even_with_the_token(port, host):
+    assert asked(port, "/api/runs", host=host)[0] == 403
+
+
+@pytest.mark.parametrize("host", ["localhost:9000", "127.0.0.1:80", "LOCALHOST", "[::1]:8765"])
+def test_any_port_of_loopback_is_its_own_for_it_may_be_a_tunnel(port, host):
+    assert asked(port, "/api/runs", host=host)[0] == 200
+
+
+def test_a_page_of_another_site_cannot_ask_even_with_the_token(port):
+    assert asked(port, "/api/runs", sec_fetch_site="cross-site", sec_fetch_mode="no-cors")[0] == 403
+    assert asked(port, "/", sec_fetch_site="cross-site", sec_fetch_mode="navigate")[0] == 200  # a link that was clicked
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"])
+def test_there_is_no_verb_that_writes(port, method):
+    for path in ("/", "/api/runs", "/api/runs/a", "/api/runs/a/log?attempt=1&rank=0"):
+        status, headers, _ = asked(port, path, method=method)
+        assert (status, headers["allow"]) == (405, "GET, HEAD")
+
+
+@pytest.mark.parametrize("out", OUT)
+def test_no_parameter_leads_out_of_the_run_folders(port, out):
+    paths = [
+        f"/{out}",
+        f"/static/{out}",
+        f"/api/runs/{out}",
+        f"/api/runs/{out}/about",
+        f"/api/runs/{out}/log?attempt=1&rank=0",
+    ]
+    for path in paths:
+        status, _, text = asked(port, path)
+        assert status == 404 and SECRET not in text, path
+    for query in (f"attempt={out}&rank=0", f"attempt=1&rank={out}"):
+        assert asked(port, f"/api/runs/a/log?{query}")[0] == 400
+    assert json.loads(first_event(port, f"run={out}"))["gone"] is True
+
+
+def test_a_link_in_a_run_folder_that_leads_out_of_it_is_not_followed(port):
+    name = "%3Cscript%3Ealert(1)%3C%7Cscript%3E"
+    assert asked(port, f"/api/runs/{name}/log?attempt=1&rank=0")[0] == 200
+    assert asked(port, f"/api/runs/{name}/log?attempt=1&rank=1")[0] == 404
+    about = json.loads(asked(port, f"/api/runs/{name}/about")[2])
+    assert (about["facts"], about["samples"], about["config"]["depth"]) == ([], [], 4)
+
+
+def test_every_answer_forbids_the_browser_to_load_or_guess_anything_else(port):
+    for path in (*ADDRESSES[:3], "/nothing"):
+        headers = asked(port, path)[1]
+        assert headers.items() >= HEADERS.items()
+    assert "script-src 'self'" in HEADERS["content-security-policy"] and "unsafe" not in str(HEADERS)
+
+
+def test_markup_goes_out_as_json_that_no_browser_takes_for_a_page(port):
+    _, headers, text = asked(port, "/api/runs/a/log?attempt=1&rank=0")
+    assert (headers["content-type"], json.loads(text)["text"].splitlines()[0]) == ("application/json", f"step 1 {EVIL}")
+
+
+def test_a_log_is_searched(port):
+    assert json.loads(asked(port, "/api/runs/a/log?attempt=1&rank=0&find=STEP%202")[2]) == {
+        "hits": [[2, "step 2"]],
+        "all": True,
+    }
+
+
+def test_the_page_loads_nothing_from_elsewhere(port):
+    page = asked(port, "/")[2]
+    assert "http://www.w3.org/2000/svg" in page  # the name of the icon's language, not an address
+    assert page.count("//") == 1
+    assert {asked(port, f"/{name}")[0] for name in page.split('"') if name.startswith("static/")} == {200}
+
+
+def first_event(port: int, query: str, *, after: int = 0) -> str:
+    """The message of a stream that comes after so many others."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection.request("GET", f"/api/stream?{query}&token={TOKEN}")
+    answer, found = connection.getresponse(), []
+    while len(found) <= after:
+        line = answer.readline().decode()
+        found += [line[6:]] if line.startswith("data: ") else []
+    connection.close()
+    return found[-1]
+
+
+def test_a_new_point_comes_alone_and_is_looked_for_often_enough_to_be_seen_within_three_seconds(folder):
+    assert EVERY_S + FRESH_S < 2
+    run = write_run(folder, "growing", end=None)
+    with serving(Shelf(folder)) as port:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        connection.request("GET", f"/api/stream?run=growing&token={TOKEN}")
+        answer = connection.getresponse()
+        whole = json.loads(answer.readline()[6:])
+        assert (whole["whole"], len(whole["curves"]["series"]["loss"]["steps"])) == (True, 100)
+        append_step(run, 101, loss=2.5)
+        while "series" not in (message := next_message(answer)).get("curves", {}):
+            pass
+        loss = message["curves"]["series"]["loss"]
+        assert (loss["from"], loss["steps"], loss["values"], message["whole"]) == (100, [101], [2.5], False)
+
+
+def next_message(answer: http.client.HTTPResponse) -> dict:
+    while not (line := answer.readline()).startswith(b"data: "):
+        assert line, "the stream has ended"
+    return json.loads(line[6:])
+
+
+def test_the_list_has_every_run_and_a_log_file_that_was_named(folder, tmp_path):
+    log = tmp_path / "train.log"
+    log.write_text("step 10/20 | loss 3.0\nstep 11/20 | loss 2.9\n")
+    shelf = Shelf(folder, log)
+    assert next(iter(shelf.runs()))["name"] == "train.log"
+    assert {"a", "train.log"} <= set(shelf.paths())
+    assert shelf.log_tail("train.log", attempt=1, rank=None)["text"].startswith("step 10/20")
+
+
+def test_a_taken_port_is_named_and_the_next_free_one_is_taken_where_none_is_asked_for():
+    with listen(None) as first, listen(None) as second:
+        taken = first.getsockname()[1]
+        assert second.getsockname()[1] > taken
+        with pytest.raises(PacelineError, match=f"port {taken} cannot be listened on"):
+            listen(taken)
+    with pytest.raises(UsageError):
+        listen(70_000)
+
+
+@pytest.mark.parametrize(
+    ("host", "name"),
+    [("localhost", "localhost"), ("a:1:2", "a:1"), ("[::1]", "[::1]"), ("[::1]:80", "[::1]"), ("", "")],
+)
+def test_the_name_in_a_host_header(host, name):
+    assert name_in(host) == name
+
+
+def test_ctrl_c_ends_the_view_and_leaves_the_run_as_it_was(folder):
+    before = {path: path.stat().st_mtime_ns for path in (folder / "a").rglob("*")}
+    command = [sys.executable, "-m", "paceline.cli", "watch", "a", "--web", "--port", "0", "--runs-dir", str(folder)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+    ) as process:
+        lines = [process.stdout.readline() for _ in range(3)]
+        address = lines[2].strip()
+        assert address.startswith("http://127.0.0.1:") and address.endswith("#/run/a")
+        port = int(address.split(":")[2].split("/")[0])
+        stream = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        stream.request("GET", f"/api/stream?run=a&{address.partition('?')[2].partition('#')[0]}")
+        assert stream.getresponse().readline().startswith(b"data: ")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+    assert {path: path.stat().st_mtime_ns for path in (folder / "a").rglob("*")} == before

@@ -7,6 +7,7 @@ Nothing here imports torch; a command that needs it imports it inside its own fu
 
 import json
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,9 @@ paceline trains GPT-style language models on the GPUs you have.
   paceline accelerate-config                    write an accelerate config that fits this machine
   paceline eval RUN                             bits per byte on held-out text
   paceline sample RUN --prompt TEXT             text from the model
+  paceline report RUN [--markdown]              one run in one file to keep or send: HTML that needs no server, or Markdown
+  paceline track RUN --to TRACKER               its numbers to TensorBoard, W&B or trackio, now or later; nothing twice
+  paceline watch [RUN | --log FILE]             how a run is, live in the terminal; --once as text, --web in the browser
   paceline runs [DIR] | show RUN                all runs: state, steps, val_bpb, tok/s; one run: attempts, where its time went
   paceline data prepare|info [CONFIG]           text to token shards; what is in them
   paceline tokenizer train|info                 train a BPE tokenizer; look at one
@@ -86,12 +90,13 @@ def asks_help(name: str, args: list[str]) -> bool:
 
 def train(args: list[str]) -> int:
     """paceline train [CONFIG] [--key value ...] [--max-attempts N] [--no-recover] [--hang-after SECONDS]
-                   [--show-env] [--no-check]
+                   [--health-every SECONDS] [--track TRACKERS] [--notify URL] [--show-env] [--no-check]
 
     Plans, prepares the text, starts one process per device, trains, and leaves everything in runs/NAME. Without CONFIG
     it takes configs/tiny.toml. CONFIG is a .toml file, or a .py file of plain `key = literal` lines. What breaks on the way
     and may pass is tried again from the last good checkpoint, N times in all (10); docs/recovery.md tells what, and how. A rank
-    that makes no progress for so many seconds within a step (60, or 6 usual steps) is ended and tried again.
+    that makes no progress for so many seconds within a step (60, or 6 usual steps) is ended and tried again. --track
+    tensorboard,wandb,trackio sends its numbers on; --notify tells a URL that it failed, recovered, finished: docs/trackers.md.
 
       paceline train configs/balanced.toml --data ~/books --name books
     """
@@ -104,7 +109,7 @@ def train(args: list[str]) -> int:
 
 def resume(args: list[str]) -> int:
     """paceline resume RUN [--key value ...] [--max-attempts N] [--no-recover] [--hang-after SECONDS]
-                   [--show-env] [--no-check]
+                   [--health-every SECONDS] [--track TRACKERS] [--notify URL] [--show-env] [--no-check]
 
     Goes on from the last good checkpoint of a run folder (or a run's name under runs/), on any number of devices. A larger
     --num-steps extends a finished run; its learning rates are then worked out anew for the whole length.
@@ -124,7 +129,8 @@ def resume(args: list[str]) -> int:
 
 def run(args: list[str]) -> int:
     """paceline run [--nproc N] [--name X] [--device cpu|cuda] [--runs-dir DIR] [--quiet-ranks] [--show-env] [--no-check]
-                    [--max-attempts N] [--no-recover] [--hang-after SECONDS] -- SCRIPT.py [args]   or   -m MODULE [args]
+                    [--max-attempts N] [--no-recover] [--hang-after SECONDS] [--health-every SECONDS] [--track TRACKERS]
+                    [--notify URL] -- SCRIPT.py [args]   or   -m MODULE [args]
 
     Starts a script once per device, as torchrun would, with paceline's checks, environment, logs and clean ending. Each
     rank's output is kept whole in runs/X/logs and shown as it comes, rank before line; --quiet-ranks shows rank 0 alone.
@@ -399,6 +405,22 @@ def sample(args: list[str]) -> int:
     return 0
 
 
+def watch(args: list[str]) -> int:
+    """paceline watch [RUN | --log FILE] [--interval S] [--once [--json]] [--ascii]
+       paceline watch [RUN | --log FILE] --web [--port N] [--open]
+
+    A run, or any training's log, live in the terminal: how far, how fast, curves, GPUs, ranks, events, logs, and why it failed.
+    Without RUN, the one that runs, else the latest. Keys are in the last line; leaving changes nothing. --once: as text, once.
+    --interval: seconds between two looks (3). --ascii: for terminals without UTF-8. --web: in the browser, on this machine
+    alone; --open opens it. docs/watch.md and docs/web.md.
+
+      paceline watch --log slurm-4711.out
+    """
+    from paceline.watch.look import watch_words
+
+    return watch_words(args)
+
+
 def runs(args: list[str]) -> int:
     """paceline runs [DIR] [--json]
        paceline runs show RUN [--json]
@@ -408,15 +430,16 @@ def runs(args: list[str]) -> int:
 
       paceline runs --json | jq .[0].val_bpb
     """
-    from paceline.watch.show import find_any_run, format_story, tell_run
-    from paceline.watch.status import format_runs, list_runs
+    from paceline.watch.status import format_runs, list_runs, open_reader
 
     words, options = parse_options(args, {"json": bool})
     if words[:1] == ["show"]:
+        from paceline.watch.show import find_any_run, format_story, story_json
+
         if len(words) != 2:
             raise UsageError("runs show takes one RUN", fix="paceline runs lists them")
-        story = tell_run(find_any_run(words[1]))
-        print(json.dumps(story.to_json(), indent=1) if options.get("json") else format_story(story))
+        story = open_reader(find_any_run(words[1]).path).update()
+        print(json.dumps(story_json(story), indent=1) if options.get("json") else format_story(story))
         return 0
     folder = Path(one_word(words, "DIR", default="runs"))
     found = list_runs(folder)
@@ -426,6 +449,56 @@ def runs(args: list[str]) -> int:
         print(format_runs(found))
     else:
         raise PacelineError(f"no runs in {folder}", fix="paceline train makes one")
+    return 0
+
+
+def report(args: list[str]) -> int:
+    """paceline report RUN [--markdown] [--output FILE] [--runs-dir DIR]
+
+    A run, or any training's log, in one file: curves, explanation, plan against measured, where the time went, events, config,
+    machine, samples. HTML goes to NAME.html here and needs no server and no network; Markdown, for an issue, to standard
+    output. --output - is standard output. docs/web.md.
+
+      paceline report books --markdown
+    """
+    from paceline.check.redaction import redact
+    from paceline.watch.report import find_reported, html_report, markdown_report, write_report
+
+    words, options = parse_options(args, {"markdown": bool, "output": str, "runs-dir": str})
+    if len(words) != 1:
+        raise UsageError(f"report takes one RUN, {len(words)} are given", fix="paceline runs lists them")
+    path = find_reported(words[0], runs_dir=options.get("runs-dir"))
+    make = markdown_report if options.get("markdown") else html_report
+    output = options.get("output", "-" if options.get("markdown") else f"{path.name}.html")
+    text = make(path, now=time.time(), redact=redact)
+    if output == "-":
+        print(text, end="")
+    else:
+        write_report(Path(output), text)
+        print(f"report  {output}")
+    return 0
+
+
+def track(args: list[str]) -> int:
+    """paceline track RUN --to tensorboard|wandb|trackio [--runs-dir DIR]
+
+    Sends the logged steps and the health of a run to a tracker, once each: what an earlier time has sent, beside the run or
+    after it, is passed over. A run that goes on is followed until its end. --track of `train`, `resume` and `run` does the
+    same beside the run. docs/trackers.md.
+
+      paceline track books --to tensorboard
+    """
+    from paceline.launch.beside import tracker_names
+    from paceline.watch.show import find_any_run
+    from paceline.watch.track import track_now
+
+    words, options = parse_options(args, {"to": str, "runs-dir": str})
+    names = tracker_names(options.get("to", ""), flag="--to")
+    if len(words) != 1 or not names:
+        raise UsageError("track takes one RUN and --to", fix="paceline track RUN --to tensorboard")
+    run = find_any_run(words[0], runs_dir=options.get("runs-dir", "runs"))
+    for name in names:
+        track_now(run, name)
     return 0
 
 
@@ -504,7 +577,10 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "comm": comm,
     "torch": torch,
     "accelerate-config": accelerate_config,
+    "watch": watch,
     "runs": runs,
+    "report": report,
+    "track": track,
     "data": data,
     "tokenizer": tokenizer,
 }

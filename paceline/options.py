@@ -121,16 +121,22 @@ def one_action(args: list[str], actions: tuple[str, ...], *, command: str) -> tu
 
 def take_option(args: list[str], name: str, kind: Callable[[str], Any]) -> tuple[list[str], Any]:
     """One option out of words that are config keys else; its value, or None."""
+    rest, values = take_values(args, name, kind)
+    return rest, values[-1] if values else None
+
+
+def take_values(args: list[str], name: str, kind: Callable[[str], Any] = str) -> tuple[list[str], list[Any]]:
+    """The values of an option that may be given several times."""
     rest: list[str] = []
-    value = None
+    values = []
     words = iter(args)
     for word in words:
         if word.partition("=")[0].replace("_", "-") == f"--{name}":
             given = [word] if "=" in word else [word, *([text] if (text := next(words, None)) is not None else [])]
-            value = parse_options(given, {name: kind})[1][name]
+            values.append(parse_options(given, {name: kind})[1][name])
         else:
             rest.append(word)
-    return rest, value
+    return rest, values
 
 
 def take_flag(args: list[str], flag: str) -> tuple[list[str], bool]:

@@ -23,9 +23,11 @@ from paceline.config import Config, check_config, format_toml, load_config, over
 from paceline.data.shards import TokenDataset, open_dataset, prepare
 from paceline.errors import PacelineError
 from paceline.launch.attempts import Recovery, recovery_of, run_attempts
+from paceline.launch.beside import Beside, beside, take_beside
 from paceline.launch.closing import closing_lines
 from paceline.launch.confirm import confirm, wants_probe
 from paceline.launch.env import EnvRow, format_env, harm_lines, worker_env
+from paceline.launch.sampler import check_every
 from paceline.launch.script import Cleared, Script
 from paceline.launch.training import TrainingJob
 from paceline.model.manifest import newest_good, read_manifest
@@ -58,6 +60,8 @@ class Options:
     show_env: bool = False
     set_keys: frozenset[str] = frozenset()
     recovery: Recovery = field(default_factory=Recovery)
+    health_every_s: float = 0.0
+    beside: Beside = field(default_factory=Beside)
 
 
 def take_options(args: list[str]) -> tuple[list[str], Options]:
@@ -67,8 +71,11 @@ def take_options(args: list[str]) -> tuple[list[str], Options]:
     args, no_recover = take_flag(args, "--no-recover")
     args, max_attempts = take_option(args, "max-attempts", int)
     args, hang_after_s = take_option(args, "hang-after", float)
+    args, health_every_s = take_option(args, "health-every", float)
+    args, wanted = take_beside(args)
     recovery = recovery_of(max_attempts=max_attempts, no_recover=no_recover, hang_after_s=hang_after_s)
-    return args, Options(check=not no_check, show_env=show_env, recovery=recovery)
+    every_s = check_every(health_every_s)
+    return args, Options(not no_check, show_env, recovery=recovery, health_every_s=every_s, beside=wanted)
 
 
 def start_run(config: Config, options: Options) -> int:
@@ -251,31 +258,29 @@ def supervise(
         lock=lock,
         libuv=checked is None or checked.libuv,
         hang_after_s=options.recovery.hang_after_s,
+        health_every_s=options.health_every_s,
     )
-    try:
-        ending = run_attempts(job, options.recovery)
-    finally:
-        os.close(lock)
-    outcome = ending.outcome
-    if outcome.state == "failed":
-        append_event(run, "failed", rank=outcome.root.rank if outcome.root else None, exit_code=outcome.exit_code)
-    elif ending.waiting:
-        append_event(run, "interrupted")
-    status, spent = run_status(run), format_line(goodput_of(run))
-    seconds = time.monotonic() - started
-    text = closing_lines(run, ending, plan, step=status.step, val_bpb=status.val_bpb, seconds=seconds, spent=spent)
-    print(text, file=sys.stderr if outcome.exit_code else sys.stdout)
+    with beside(run, options.beside):
+        try:
+            ending = run_attempts(job, options.recovery)
+        finally:
+            os.close(lock)
+        outcome = ending.outcome
+        if outcome.state == "failed":
+            append_event(run, "failed", rank=outcome.root.rank if outcome.root else None, exit_code=outcome.exit_code)
+        elif ending.waiting:
+            append_event(run, "interrupted")
+        status, spent = run_status(run), format_line(goodput_of(run))
+        seconds = time.monotonic() - started
+        text = closing_lines(run, ending, plan, step=status.step, val_bpb=status.val_bpb, seconds=seconds, spent=spent)
+        print(text, file=sys.stderr if outcome.exit_code else sys.stdout, flush=True)
     return outcome.exit_code
 
 
 def plan_run(config: Config, machine: Machine, dataset: TokenDataset) -> Plan:
+    num_rows = dataset.split("train").num_rows(config.sequence_len)
     return forecast(
-        config,
-        machine,
-        asked=Asked(),
-        cache=cache_dir(config),
-        vocab_size=dataset.vocab_size,
-        num_rows=dataset.split("train").num_rows(config.sequence_len),
+        config, machine, asked=Asked(), cache=cache_dir(config), vocab_size=dataset.vocab_size, num_rows=num_rows
     ).plan
 
 

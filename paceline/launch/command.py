@@ -20,6 +20,9 @@ VALUED = {
     "device",
     "max-attempts",
     "hang-after",
+    "health-every",
+    "track",
+    "notify",
 }  # our options that take a value; the others are switches
 HERE = "paceline finds a free port on this host by itself: leave it out"
 

@@ -20,10 +20,12 @@ from typing import Any
 from paceline.config import Config, check_config, checked_value
 from paceline.errors import PacelineError, UsageError
 from paceline.launch.attempts import Ending, recovery_of, run_attempts
+from paceline.launch.beside import beside, take_beside
 from paceline.launch.command import executed, name_of_command, split_command
 from paceline.launch.digest import Follow, format_explained
 from paceline.launch.env import format_env, harm_lines, worker_env
 from paceline.launch.policy import Abilities, Decision, Ended
+from paceline.launch.sampler import check_every
 from paceline.launch.supervisor import Outcome, run_attempt
 from paceline.launch.tail import Tail, wants_colour
 from paceline.launch.watchdog import Watchdog
@@ -35,7 +37,7 @@ from paceline.units import format_duration
 
 OPTIONS: dict[str, Callable[[str], Any]] = {
     "nproc": int, "name": str, "runs-dir": str, "device": str, "quiet-ranks": bool, "show-env": bool, "no-check": bool,
-    "max-attempts": int, "no-recover": bool, "hang-after": float,
+    "max-attempts": int, "no-recover": bool, "hang-after": float, "health-every": float,
 }  # fmt: skip
 PROGRESS_S = 600.0  # what a script saves is not known: an attempt that lasted as long has come further
 STOP_GRACE_S = 60.0
@@ -64,12 +66,14 @@ class Cleared:
 def run_words(words: list[str], *, check: Callable[[Script, RunDir], Cleared] | None = None) -> int:
     """The command with its words; returns the exit code. check: asked before anything starts, unless --no-check."""
     own, command = split_command(words)
+    own, wanted = take_beside(own)
     _, options = parse_options(own, OPTIONS)
     recovery = recovery_of(
         max_attempts=options.get("max-attempts"),
         no_recover=bool(options.get("no-recover")),
         hang_after_s=options.get("hang-after"),
     )
+    health_every_s = check_every(options.get("health-every"))
     machine = probe_machine()
     script = make_script(command, options, machine)
     argv = executed(script.command, cwd=script.cwd)
@@ -92,12 +96,13 @@ def run_words(words: list[str], *, check: Callable[[Script, RunDir], Cleared] | 
     say([*format_script(script, machine), f"run     {run.path}", *harm_lines(rows), ""])
     started = time.monotonic()
     quiet = bool(options.get("quiet-ranks"))
-    job = ScriptJob(run, script, argv, env, lock, checked.libuv, quiet, recovery.hang_after_s)
-    try:
-        ending = run_attempts(job, recovery)
-    finally:
-        os.close(lock)
-    say(closing_lines(run, script, ending, seconds=time.monotonic() - started))
+    job = ScriptJob(run, script, argv, env, lock, checked.libuv, quiet, recovery.hang_after_s, health_every_s)
+    with beside(run, wanted):
+        try:
+            ending = run_attempts(job, recovery)
+        finally:
+            os.close(lock)
+        say(closing_lines(run, script, ending, seconds=time.monotonic() - started))
     return ending.outcome.exit_code
 
 
@@ -201,6 +206,7 @@ class ScriptJob:
     libuv: bool
     quiet: bool  # rank 0 alone is shown
     hang_after_s: float | None
+    health_every_s: float
 
     def attempt(self, number: int) -> Outcome:
         """Its lines are shown as they come."""
@@ -211,8 +217,11 @@ class ScriptJob:
 
         def show() -> None:
             tail.poll()
-            if any(event.get("event") == "stopping" for event in events.read()):
-                say([f"stopping: the script has {STOP_GRACE_S:.0f} s to end; Ctrl-C again to end now"])
+            for event in events.read():
+                if event.get("event") == "stopping":
+                    say([f"stopping: the script has {STOP_GRACE_S:.0f} s to end; Ctrl-C again to end now"])
+                elif event.get("event") == "note":
+                    say([event["text"]])
 
         told = {"PACELINE_ATTEMPT": str(number), "PACELINE_RUN": str(self.run.path.resolve())}
         try:
@@ -229,6 +238,7 @@ class ScriptJob:
                 libuv=self.libuv,
                 cwd=self.script.cwd,
                 own_exit_codes=True,
+                health_every_s=self.health_every_s,
             )
         finally:
             tail.close()

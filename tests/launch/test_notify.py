@@ -1,0 +1,260 @@
+"""Messages of a run to whoever waits elsewhere: when, in which form, and that a receiver of any kind never hurts."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from paceline.errors import UsageError
+from paceline.launch import notify
+from paceline.launch.beside import Beside, beside
+from paceline.launch.notify import Receiver, Story, receiver_of, send
+from paceline.rundir import RunDir, append_event, append_json_line, lock_run, read_json_lines, utc_now
+
+MESSAGE = {"event": "failed", "run": "books", "title": "books failed on one", "text": "rank 1: <boom> & more"}
+VERDICT = {"cause": "hang", "rank": 1, "summary": "rank 1 hung", "fix": "look at it"}
+
+
+class Receiving(BaseHTTPRequestHandler):
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["content-length"])).decode()
+        self.server.came.append((self.path, dict(self.headers), body))
+        self.send_response(self.server.answers.pop(0) if self.server.answers else 200)
+        self.send_header("Location", "/elsewhere")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server():
+    with ThreadingHTTPServer(("127.0.0.1", 0), Receiving) as server:
+        server.came, server.answers = [], []
+        server.url = f"http://127.0.0.1:{server.server_port}/s3cret"
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = RunDir(tmp_path / "books")
+    run.path.mkdir()
+    run.plan_json.write_text("{}")
+    return run
+
+
+@pytest.mark.parametrize(
+    "word, receiver",
+    [
+        ("https://ntfy.sh/books", Receiver("https://ntfy.sh/books", "ntfy", "ntfy.sh")),
+        ("ntfy+http://box:8080/books", Receiver("http://box:8080/books", "ntfy", "box:8080")),
+        ("https://hooks.slack.com/services/T/B/X", Receiver("https://hooks.slack.com/services/T/B/X", "slack", "hooks.slack.com")),
+        ("slack+https://chat.me/hooks/x", Receiver("https://chat.me/hooks/x", "slack", "chat.me")),
+        ("https://me:pass@chat.me/hooks/a+b", Receiver("https://me:pass@chat.me/hooks/a+b", "json", "chat.me")),
+    ],
+)  # fmt: skip
+def test_the_address_tells_the_form_and_only_its_host_is_shown(word, receiver):
+    assert receiver_of(word) == receiver
+
+
+def test_an_address_may_stand_in_a_file(tmp_path):
+    (tmp_path / "hook").write_text("https://ntfy.sh/books\n")
+    assert receiver_of(f"@{tmp_path / 'hook'}").url == "https://ntfy.sh/books"
+
+
+@pytest.mark.parametrize(
+    "word", ["s3cret", "ftp://s3cret", "http://", "http://[s3cret", "http://a/s3 cret", "@/s3cret"]
+)
+def test_what_is_no_address_is_refused_without_telling_it(word):
+    with pytest.raises(UsageError) as error:
+        receiver_of(word)
+    assert "s3cret" not in str(error.value) or word.startswith("@")
+
+
+def test_plain_json_has_all_facts(server):
+    assert send(receiver_of(server.url), MESSAGE) is None
+    assert [(path, json.loads(body)) for path, _, body in server.came] == [("/s3cret", MESSAGE)]
+
+
+def test_ntfy_gets_a_text_with_title_and_priority(server):
+    send(receiver_of("ntfy+" + server.url), MESSAGE)
+    ((_, headers, body),) = server.came
+    assert body == "rank 1: <boom> & more"
+    assert (headers["Title"], headers["Priority"], headers["Tags"]) == ("books failed on one", "high", "rotating_light")
+
+
+def test_slack_gets_a_text_in_which_nothing_is_markup(server):
+    send(receiver_of("slack+" + server.url), MESSAGE)
+    assert json.loads(server.came[0][2]) == {"text": "*books failed on one*\nrank 1: &lt;boom&gt; &amp; more"}
+
+
+@pytest.mark.parametrize(
+    "answers, tries, problem",
+    [
+        ([503, 429], 3, None),
+        ([404], 1, "it answers 404"),
+        ([302], 1, "it answers 302"),
+        ([500] * 9, 5, "it answers 500"),
+    ],
+)
+def test_faults_that_may_pass_are_tried_again(server, monkeypatch, answers, tries, problem):
+    monkeypatch.setattr(notify, "WAITS_S", (0.0,) * 5)
+    server.answers = answers
+    assert send(receiver_of(server.url), MESSAGE) == problem
+    assert len(server.came) == tries
+
+
+def test_a_receiver_that_is_not_there_or_says_nothing_is_left_in_time(server, monkeypatch):
+    monkeypatch.setattr(notify, "WAITS_S", (0.0,))
+    monkeypatch.setattr(notify, "TIMEOUT_S", 1)
+    assert send(Receiver("http://127.0.0.1:9/s3cret", "json", "here"), MESSAGE) == "[Errno 111] Connection refused"
+    monkeypatch.setattr(Receiving, "do_POST", lambda self: time.sleep(3))
+    assert send(receiver_of(server.url), MESSAGE) == "no answer within 1 s"
+
+
+def told(server, count):
+    """What has come, as soon as there are so many."""
+    deadline = time.monotonic() + 30
+    while len(server.came) < count and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return [json.loads(body) for _, _, body in server.came]
+
+
+def step(run, number):
+    append_json_line(run.metrics, {"step": number, "loss": 3.5, "val_bpb": 1.25, "time": utc_now()})
+
+
+def test_a_run_that_recovers_and_finishes_says_both(run, server):
+    append_event(run, "failed")  # of the command before
+    with beside(run, Beside(notify=(server.url,))):
+        append_event(run, "attempt", attempt=2)
+        step(run, 10)
+        append_event(run, "attempt_ended", attempt=2, state="failed")
+        append_event(run, "verdict", attempt=2, **VERDICT)
+        append_event(run, "attempt", attempt=3)
+        time.sleep(0.01)  # lines of one time are in no order
+        step(run, 20)
+        (recovered,) = told(server, 1)
+        append_event(run, "finished")
+    _, finished = told(server, 2)
+    assert (recovered["event"], recovered["text"]) == ("recovered", "step 20, attempt 3; before it: rank 1 hung")
+    assert (recovered["cause"], recovered["step"], recovered["attempt"]) == ("hang", 20, 3)
+    assert (finished["event"], finished["val_bpb"], "cause" in finished) == ("finished", 1.25, False)
+    assert not [path for path in run.path.rglob("*") if path.is_file() and b"s3cret" in path.read_bytes()]
+
+
+def test_a_run_that_fails_says_the_cause_and_the_fix(run, server):
+    with beside(run, Beside(notify=(server.url,))):
+        append_event(run, "attempt", attempt=1)
+        append_event(run, "verdict", attempt=1, **VERDICT)
+        append_event(run, "failed", rank=1)
+    (failed,) = told(server, 1)
+    assert (failed["event"], failed["fix"]) == ("failed", "look at it")
+    assert failed["text"].startswith("rank 1 hung (after ")
+
+
+def stopping(signal):
+    return {"event": "stopping", "attempt": 1, "signal": signal}
+
+
+@pytest.mark.parametrize(
+    "events, messages",
+    [
+        ([{"event": "finished"}], ["finished"]),
+        ([stopping("SIGINT"), {"event": "stopped"}], []),  # by somebody who sits there
+        ([stopping("SIGTERM"), {"event": "stopped"}], ["stopped"]),
+        ([stopping("SIGINT"), {"event": "finished"}], ["finished"]),
+        ([{"event": "stopped"}, {"event": "attempt_ended", "attempt": 1, "state": "interrupted"}], ["stopped"]),
+        ([{"event": "stopped"}], ["failed"]),  # the workers have saved: what held them was killed
+        ([], ["failed"]),
+    ],
+)  # fmt: skip
+def test_what_is_told_at_the_end(run, events, messages):
+    story = Story(run)
+    for event in ({"event": "attempt", "attempt": 1}, *events):
+        append_event(run, **event)
+    assert list(story.read(ended=True)) == messages
+
+
+def test_a_command_that_was_killed_has_failed_but_not_before_its_workers_have_saved(run, server):
+    lock = lock_run(run)
+    append_event(run, "attempt", attempt=1)
+    command = [sys.executable, "-m", "paceline.launch.notify"]
+    helper = subprocess.Popen(command, stdin=subprocess.PIPE)
+    job = {"run": str(run.path), "to": server.url, "events_bytes": 0, "metrics_bytes": 0}
+    helper.stdin.write(json.dumps(job).encode() + b"\n")
+    helper.stdin.close()
+    with pytest.raises(subprocess.TimeoutExpired):
+        helper.wait(timeout=2)
+    os.close(lock)
+    assert helper.wait(timeout=30) == 0
+    (failed,) = told(server, 1)
+    assert failed["text"].startswith("it ended without a word, after ")
+
+
+def test_a_receiver_that_refuses_is_a_line_of_the_run_without_its_address(run, server):
+    server.answers = [403]
+    with beside(run, Beside(notify=(server.url,))):
+        append_event(run, "finished")
+    last = list(read_json_lines(run.events))[-1]
+    shown = server.url.split("/")[2]
+    assert (last["event"], last["text"]) == (
+        "note",
+        f"notify: {shown} could not be told that the run has finished: it answers 403",
+    )
+
+
+def test_a_helper_that_takes_long_is_left_behind(run, server, monkeypatch, capsys):
+    monkeypatch.setattr("paceline.launch.beside.LEAVE_AFTER_S", 0.5)
+    monkeypatch.setattr("paceline.launch.beside.SAY_AFTER_S", 0.1)
+    monkeypatch.setattr(Receiving, "do_POST", lambda self: time.sleep(5))
+    with beside(run, Beside(notify=(server.url,))):
+        append_event(run, "finished")
+    assert capsys.readouterr().err.splitlines() == [
+        "waiting for notify, at most 0 s; Ctrl-C leaves it at work",
+        "still sending: notify; ends by itself",
+    ]
+
+
+def test_a_tracker_that_dies_is_one_line(run, capsys):
+    with beside(run, Beside(track=("other",))):
+        append_event(run, "finished")
+    sends = f"paceline track {run.path} --to other sends what is missing"
+    assert capsys.readouterr().err == f"other: KeyError: 'other'; {sends}\n"
+
+
+@pytest.mark.dist
+def test_a_script_is_tracked_and_its_end_told_and_the_address_stands_nowhere(tmp_path, server):
+    pytest.importorskip("tensorboard")
+    (tmp_path / "train.py").write_text(
+        "for step in range(1, 4): print(f'step {step}/3 | loss {4 - step}.5', flush=True)"
+    )
+    (tmp_path / "hook").write_text(server.url)
+    ours = ["--name", "r", "--nproc", "1", "--device", "cpu", "--no-check"]
+    command = [
+        sys.executable,
+        "-m",
+        "paceline.cli",
+        "run",
+        *ours,
+        "--track",
+        "tensorboard",
+        "--notify",
+        f"@{tmp_path}/hook",
+    ]
+    done = subprocess.run([*command, "--", "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "tensorboard: tensorboard --logdir runs/r/track/tensorboard" in done.stderr
+    assert [message["event"] for message in told(server, 1)] == ["finished"]
+    run = RunDir(tmp_path / "runs" / "r")
+    assert json.loads(run.track("tensorboard").read_text())["step"] == 3
+    texts = [path.read_bytes() for path in run.path.rglob("*") if path.is_file()]
+    assert not [text for text in texts if b"s3cret" in text]

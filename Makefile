@@ -10,7 +10,7 @@ train: $(VENV)/core
 	$(BIN)/paceline train
 
 test: $(VENV)/dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 soak: $(VENV)/dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m soak

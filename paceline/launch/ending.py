@@ -20,6 +20,7 @@ from paceline.rundir import RunDir, read_json_lines
 
 OUTSIDE = {"killed-from-outside", "hang"}  # of which the dead rank could say nothing
 REFUSED = "refused"  # the rank itself has named what is wrong and what mends it, and the catalogue knows no better name
+EXITED = "exited-early"  # with 0, which no log tells from a good end
 HOST_MEMORY, KILLED = "host-oom-killed", "killed-from-outside"
 NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")  # pids, addresses and sizes differ where the error is the same
 
@@ -31,7 +32,9 @@ def ended_of(
     root = outcome.root
     events = [e for e in read_json_lines(run.events) if e.get("attempt") in (None, outcome.attempt)]
     hang = next((e for e in reversed(events) if e.get("event") == "hang"), None)
-    if hang is not None:
+    if root is not None and root.exit_code == 0:
+        found = explain_exit(found, root)
+    elif hang is not None:
         found = explain_hang(found, hang)
     elif root is not None and root.signal == "SIGKILL" and root.traceback is None and not root.consequence:
         found = explain_kill(found, root, memory_ran_out=memory_ran_out)
@@ -55,7 +58,7 @@ def ended_of(
 
 
 def retry_of(found: Explanation, root: Failure | None, own: dict[str, Any]) -> Retry:
-    if found.cause in OUTSIDE or own.get("rollback"):
+    if found.cause in OUTSIDE or found.cause == EXITED or own.get("rollback"):
         return "same"
     if root is not None and (OUT_OF_MEMORY.search(root.message) or NO_PRIMITIVE.search(root.message)):
         return "smaller"
@@ -63,6 +66,11 @@ def retry_of(found: Explanation, root: Failure | None, own: dict[str, Any]) -> R
         return "never"  # the rank has named the mistake and what mends it
     cause = load_catalogue().causes.get(found.cause)
     return "never" if cause is None else cause.retry  # type: ignore[return-value]  # test_policy.py holds the words together
+
+
+def explain_exit(found: Explanation, root: Failure) -> Explanation:
+    fix = f"its last words: logs/*/{root.rank}.log of the run; a library that calls exit, or a SIGTERM before the first step"
+    return replace(found, cause=EXITED, rank=root.rank, summary=root.message, fix=fix, confidence=1.0)
 
 
 def explain_hang(found: Explanation, hang: dict[str, Any]) -> Explanation:

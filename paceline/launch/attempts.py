@@ -83,7 +83,9 @@ def run_attempts(job: Job, recovery: Recovery) -> Ending:
             if outcome.state != "failed":
                 return Ending(outcome)
             kills = oom_kills()
-            found = explained(job.run, number)
+            found = explained(job, number)
+            if found is None:
+                return Ending(outcome)
             memory_ran_out = None if kills is None or kills_before is None else kills > kills_before
             ended, found = ended_of(
                 job.run, outcome, found, seconds=time.monotonic() - started, memory_ran_out=memory_ran_out
@@ -117,17 +119,25 @@ def note_cut_off(job: Job) -> None:
     if not attempts or attempts[-1]["event"] == "attempt_ended":
         return
     attempt = attempts[-1]["attempt"]
-    summary = f"the command that ran attempt {attempt} was itself ended, and could not say why; its workers ended with it"
+    summary = (
+        f"the command that ran attempt {attempt} was itself ended, and could not say why; its workers ended with it"
+    )
     fix = "look for who ended it: a closed session without nohup or tmux, a batch system, the kernel for want of memory"
     note_verdict(job, attempt, Explanation(CUT_OFF, (), 1.0, None, None, None, None, summary, fix))
     job.say([f"attempt {attempt}: {summary}"])
 
 
-def explained(run: RunDir, attempt: int) -> Explanation:
+def explained(job: Job, attempt: int) -> Explanation | None:
+    """None, and one line about it, where the explanation itself breaks: what the run died of is then shown as it is."""
     try:
-        return explain_run(run, attempt=attempt)
+        return explain_run(job.run, attempt=attempt)
     except PacelineError as error:  # logs that cannot be read
         return Explanation("unknown", (), 0.0, None, None, None, None, error.message, error.fix)
+    except Exception as error:  # a bug of ours must not hide theirs
+        text = f"what it died of could not be explained ({type(error).__name__}: {error})"
+        append_event(job.run, "note", text=f"attempt {attempt}: {text}")
+        job.say([f"no further attempt: {text}"])
+        return None
 
 
 def asked_to_stop(run: RunDir, attempt: int) -> bool:

@@ -29,7 +29,9 @@ from paceline.rundir import RunDir, append_event, read_json_lines
 
 TICK_S = 0.1
 ONE_CTRL_C_S = 0.3  # wrappers such as `uv run` pass on the signal that the terminal has sent already
-EARLY_GRACE_S = 3.0  # a rank has left: its peers may save and say so, but one that waits for it to join never learns of it
+EARLY_GRACE_S = (
+    3.0  # a rank has left: its peers may save and say so, but one that waits for it to join never learns of it
+)
 AGENT_MARGIN_S = 12.0  # the agent ends what will not end by itself, and then itself, within this
 LAUNCH_LOG = "launch.log"  # stderr of the agent and the engine
 

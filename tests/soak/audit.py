@@ -116,7 +116,9 @@ def cause_of(story: Story, each: Struck, *, until: float) -> tuple[str, bool]:
         noted = any(e["event"] == "note" and "damaged" in e["text"] for e in story.events if seconds(e) >= each.struck)
         if not fault.restarts:
             return ("note: damaged" if noted else "nothing"), noted and said is None
-        return f"{said}, note: damaged" if noted else str(said), noted and said in CAUSES["checkpoint"] and rank == each.rank
+        return f"{said}, note: damaged" if noted else str(said), noted and said in CAUSES[
+            "checkpoint"
+        ] and rank == each.rank
     right = said in CAUSES[fault.kind] and rank == (None if fault.kind in RANKLESS else each.rank)
     return f"{said}" + ("" if rank is None else f" of rank {rank}") + (f", was {each.rank}" if not right else ""), right
 
@@ -145,7 +147,9 @@ def again_of(story: Story, each: Struck) -> float | None:
     return next((time - each.struck for time in times if starts and time > starts[0]), None)
 
 
-def problems_of_run(story: Story, *, num_steps: int, exit_code: int, left: Sequence[int], unbroken: Mapping[str, str]) -> list[str]:
+def problems_of_run(
+    story: Story, *, num_steps: int, exit_code: int, left: Sequence[int], unbroken: Mapping[str, str]
+) -> list[str]:
     """Of the whole run."""
     found = []
     if exit_code:
@@ -176,7 +180,9 @@ def problems_of_files(run: RunDir) -> list[str]:
             json.loads(line)
         except ValueError:
             found.append(f"events.jsonl has the line {line[:60]!r}")
-    found += [f"{path.relative_to(run.path)} is empty" for path in (run.config_toml, run.plan_json) if not path.stat().st_size]
+    found += [
+        f"{path.relative_to(run.path)} is empty" for path in (run.config_toml, run.plan_json) if not path.stat().st_size
+    ]
     return found
 
 

@@ -54,9 +54,7 @@ class Drive:
         self.group = host.memory_group(name)
         self.words = [*("--hang-after", str(hang_after_s)), *("--max-attempts", "20")]
         self.keys = loop_keys(nproc=run.nproc, num_steps=num_steps)
-        self.struck = [
-            Struck(fault, run.rank(number), run.nproc) for number, fault in enumerate(run.faults)
-        ]
+        self.struck = [Struck(fault, run.rank(number), run.nproc) for number, fault in enumerate(run.faults)]
         self.process: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
@@ -79,7 +77,8 @@ class Drive:
             self.end()
 
     def start(self, command: list[str]) -> None:
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(INSIDE), "SOAK_ORDERS": str(self.orders)}
+        path = os.pathsep.join([str(INSIDE), *filter(None, [os.environ.get("PYTHONPATH")])])
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "SOAK_ORDERS": str(self.orders)}
         with self.screen.open("ab") as screen:
             self.process = subprocess.Popen(
                 self.host.inside(self.group, [*command, *self.words]), stdout=screen, stderr=screen, env=env
@@ -142,14 +141,16 @@ class Drive:
                 os.kill(pid, signal.SIGKILL)
         elif fault.kind == "memory" and not fault.variant:
             self.host.limit(self.group)
+        elif fault.kind == "disk":
+            self.fill_for_a_while(go, left=0 if fault.variant else LITTLE_BYTES)
         go.touch()
-        if fault.kind == "disk":
-            self.fill_for_a_while(0 if fault.variant else LITTLE_BYTES)
 
-    def fill_for_a_while(self, left: int) -> None:
+    def fill_for_a_while(self, go: Path, *, left: int) -> None:
+        """Until a checkpoint has found no room."""
+        saved = max((event["step"] for event in self.events("checkpoint")), default=0)
         filler = self.disk / "filler"
         filler.write_bytes(bytes(shutil.disk_usage(self.disk).free - left))
-        saved = max((event["step"] for event in self.events("checkpoint")), default=0)
+        go.touch()
         self.wait_for(lambda: self.furthest() >= saved + INTERVAL + 2, "steps on a full disk")
         filler.unlink()
 
@@ -211,4 +212,3 @@ def damage(checkpoint: Path, *, rank: int, cut: bool) -> None:
             was = opened.read(1)
             opened.seek(size - CUT_BYTES)
             opened.write(bytes([was[0] ^ 0x10]))  # one bit
-

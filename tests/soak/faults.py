@@ -73,14 +73,13 @@ class Run:
     def rank(self, number: int) -> int:
         return {"first": 0, "middle": self.nproc // 2, "last": self.nproc - 1}[self.faults[number].rank]
 
+
 def num_steps(most_faults: int) -> int:
     """Of every run with up to so many: all need the same learning rates to be compared."""
     return WINDOW * (most_faults + 1) + INTERVAL
 
 
-def sample(
-    seed: int, count: int, *, kinds: Sequence[str] = tuple(KINDS), ranks: Sequence[str] = RANKS
-) -> list[Fault]:
+def sample(seed: int, count: int, *, kinds: Sequence[str] = tuple(KINDS), ranks: Sequence[str] = RANKS) -> list[Fault]:
     """Every kind in turn; of each, ranks and phases so that all pairs come before one comes again."""
     rng = random.Random(seed)
     first = {kind: rng.randrange(len(RANKS) * len(PHASES)) for kind in KINDS}
@@ -108,7 +107,9 @@ def pack(faults: Sequence[Fault], *, seed: int, most: int, nprocs: Sequence[int]
     open_runs: list[tuple[int, list[Fault]]] = [(nprocs[n % len(nprocs)], []) for n in range(-(-len(faults) // most))]
     for fault in sorted(faults, key=lambda each: (hard_to_place(each), rng.random())):
         wide = fault.rank == "middle"
-        room = [run for run in open_runs if len(run[1]) < most and (run[0] > 2 or not wide) and ordered([*run[1], fault])]
+        room = [
+            run for run in open_runs if len(run[1]) < most and (run[0] > 2 or not wide) and ordered([*run[1], fault])
+        ]
         if not room:
             room = [(3 if wide else nprocs[0], [])]
             open_runs += room

@@ -73,7 +73,9 @@ def soak(
             judged += found
             problems += wrong
             done, spent = len(judged), time.monotonic() - began
-            say(f"{done}/{count} faults | {number + 1}/{len(runs)} runs | eta {spent / done * (count - done) / 60:.0f} min")
+            say(
+                f"{done}/{count} faults | {number + 1}/{len(runs)} runs | eta {spent / done * (count - done) / 60:.0f} min"
+            )
             for each in found:
                 say(f"  {describe(each)}")
             for text in wrong:
@@ -118,7 +120,9 @@ def describe(each: Judged) -> str:
     lost = "" if each.lost_steps is None else f", {each.lost_steps} steps lost"
     again = "" if each.again_s is None else f", next step after {each.again_s:.1f} s"
     fault = each.fault
-    return f"{fault.kind} {fault.rank} of {each.nproc} at {fault.phase} ({fault.place}): {each.cause}{notice}{lost}{again}"
+    return (
+        f"{fault.kind} {fault.rank} of {each.nproc} at {fault.phase} ({fault.place}): {each.cause}{notice}{lost}{again}"
+    )
 
 
 if __name__ == "__main__":

@@ -13,10 +13,21 @@ from soak.faults import INTERVAL, KINDS, PHASES, RANKS
 INTRO = """\
 # What a run survives
 
-Made by `make soak`: real runs of `paceline train` on 2 and 3 CPU processes, and faults that strike one rank, or what holds the
-ranks, at an exact place of an exact step. After each run: its final weights and optimizer states have the bits of an undisturbed run of
-the same number of ranks; no process is left; metrics.jsonl has every step once and in order; every checkpoint is whole. A fault counts as
-recovered when the run then came to its end with all of this.
+Made by `make soak`: real runs of `paceline train` on 2 and 3 CPU processes, and faults that strike one rank, or what holds
+the ranks, at an exact place of an exact step. After each run: its final weights and optimizer states have the bits of an
+undisturbed run of as many ranks; no process is left; metrics.jsonl has every step once and in order; every checkpoint is
+whole. A fault counts as recovered when its run came to its end with all of this.
+"""
+
+NOTES = f"""\
+`noticed` and `next step`, in seconds from the fault: medians, and the longest. `next step` is the end of the first step after the fault,
+on a machine with other work; 1 s of it is the wait before an attempt. A stopped rank is known by its silence (`--hang-after 8`).
+Where the command itself is killed, `noticed` is when its last worker had saved and ended. A full disk and a slow rank end no
+attempt; nor does damage done before a checkpoint is read.
+
+A checkpoint is saved every {INTERVAL} steps; where the newest is damaged, the one before it counts. Less memory here means activation
+checkpointing, which changes no bit. Fewer rows at once, or fewer ranks, change the order of summation: such runs are compared
+with one that began so (tests/launch/test_recovery.py).
 """
 
 
@@ -47,8 +58,7 @@ def format_page(result: Result) -> str:
         "",
         format_table(result),
         "",
-        *notes(),
-        "",
+        NOTES,
         "How many of each struck where:",
         "",
         *grid(result.judged),
@@ -62,8 +72,8 @@ def format_page(result: Result) -> str:
 
 
 def format_table(result: Result) -> str:
-    head = "| fault | times | cause right | noticed after, s: median, longest | steps lost, most | next step after, s: median, longest |"
-    rows = [head, "|---|---|---|---|---|---|"]
+    columns = ("fault", "times", "cause right", "noticed, s", "longest", "steps lost, most", "next step, s", "longest")
+    rows = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for kind, spec in KINDS.items():
         if found := [each for each in result.judged if each.fault.kind == kind]:
             rows.append(row(spec.what, found))
@@ -79,19 +89,7 @@ def row(what: str, found: Sequence[Judged]) -> str:
 
 
 def spread(values: Sequence[float]) -> str:
-    return f"{median(values):.1f}, {max(values):.1f}" if values else ""
-
-
-def notes() -> list[str]:
-    return [
-        f"A checkpoint is saved every {INTERVAL} steps; where the newest is damaged, the one before it counts. A stopped rank is known by"
-        " its silence (--hang-after 8).",
-        "The two that end no attempt have no times. Where the command itself is killed, `noticed` is when its last worker had saved and"
-        " ended.",
-        "Less memory here means activation checkpointing, which changes no bit; fewer rows at once, or fewer ranks, change the order of"
-        " summation",
-        "and are compared with a run that began so (tests/launch/test_recovery.py).",
-    ]
+    return f"{median(values):.1f} | {max(values):.1f}" if values else " | "
 
 
 def grid(judged: Sequence[Judged]) -> list[str]:

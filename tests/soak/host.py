@@ -11,7 +11,7 @@ from pathlib import Path
 
 GROUPS = Path("/sys/fs/cgroup/memory")  # version 1; under version 2 a group with processes in it may not be divided
 DISK_BYTES = 24 << 20  # a checkpoint of the small model takes 2 MB
-ROOM_BYTES = 100 << 20  # that the run may still take when its memory is limited
+LIMIT_BYTES = 2500 << 20  # of memory, for three ranks and what holds them: enough for the next attempt
 NO_LIMIT = "-1"
 
 
@@ -64,8 +64,7 @@ class Host:
 
     def limit(self, group: Path | None) -> None:
         assert group is not None
-        used = int((group / "memory.usage_in_bytes").read_text())
-        (group / "memory.limit_in_bytes").write_text(str(used + ROOM_BYTES))
+        (group / "memory.limit_in_bytes").write_text(str(LIMIT_BYTES))
 
     def unlimit(self, group: Path | None) -> None:
         if group is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 GROUPS = Path("/sys/fs/cgroup/memory")  # version 1; under version 2 a group with processes in it may not be divided
 DISK_BYTES = 24 << 20  # a checkpoint of the small model takes 2 MB
-LIMIT_BYTES = 2500 << 20  # of memory, for three ranks and what holds them: enough for the next attempt
+LIMIT_BYTES = 1600 << 20  # of memory, for three ranks and what holds them: enough for the next attempt
 NO_LIMIT = "-1"
 
 

@@ -7,6 +7,8 @@ Ends with 1 where any fault was not recovered from as it must be. The same seed 
 """
 
 import argparse
+import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -30,8 +32,9 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--only", help=f"kinds, of {', '.join(KINDS)}")
     parser.add_argument("--write", type=Path, help="the page that the table goes to")
-    parser.add_argument("--keep", type=Path, help="a folder for the runs; else they are removed")
+    parser.add_argument("--keep", type=Path, help="a folder; runs with which something was wrong stay in its `broken`")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing stays mounted
     kinds = args.only.split(",") if args.only else list(KINDS)
     with tempfile.TemporaryDirectory() as name:
         folder = args.keep or Path(name)
@@ -69,7 +72,9 @@ def soak(
         judged: list[Judged] = []
         problems: list[str] = []
         for number, run in enumerate(runs):
-            found, wrong = one_run(shop, host, run, f"run-{number:02d}", steps, unbroken[run.nproc], hang_after_s)
+            found, wrong = one_run(shop, host, run, name_of(number), steps, unbroken[run.nproc], hang_after_s)
+            if wrong:
+                shutil.copytree(folder / "disks" / name_of(number), folder / "broken" / name_of(number))
             judged += found
             problems += wrong
             done, spent = len(judged), time.monotonic() - began
@@ -83,6 +88,10 @@ def soak(
     finally:
         host.close()
     return Result(tuple(judged), tuple(problems), seed, len(runs), time.monotonic() - began, tuple(host.notes))
+
+
+def name_of(number: int) -> str:
+    return f"run-{number:02d}"
 
 
 def undisturbed(shop: Workshop, *, nproc: int, steps: int) -> dict[str, str]:

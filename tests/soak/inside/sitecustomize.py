@@ -13,7 +13,7 @@ from pathlib import Path
 
 ORDERS = Path(os.environ["SOAK_ORDERS"]) if "SOAK_ORDERS" in os.environ else None
 WAIT_S = 60.0
-GREED_BYTES = 3 << 30
+GREED_BYTES = 2 << 30
 SLOW_S, SLOW_MARKS = 0.1, 15
 
 
@@ -65,9 +65,7 @@ def grow():
     """The kernel looks for the greatest process of the control group; this one says it is."""
     (ORDERS / "greedy").touch()
     Path("/proc/self/oom_score_adj").write_text("1000")
-    taken = bytearray(GREED_BYTES)
-    for byte in range(0, len(taken), 4096):
-        taken[byte] = 1
+    bytearray(b"x") * GREED_BYTES
 
 
 def cap_address_space():

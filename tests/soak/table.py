@@ -20,14 +20,14 @@ whole. A fault counts as recovered when its run came to its end with all of this
 """
 
 NOTES = f"""\
-`noticed` and `next step`, in seconds from the fault: medians, and the longest. `next step` is the end of the first step after the fault,
-on a machine with other work; 1 s of it is the wait before an attempt. A stopped rank is known by its silence (`--hang-after 8`).
-Where the command itself is killed, `noticed` is when its last worker had saved and ended. A full disk and a slow rank end no
-attempt; nor does damage done before a checkpoint is read.
+`noticed` and `next step` are seconds from the fault: medians, and the longest. `next step` is the end of the first step after
+it, on a machine with other work; 1 s of it is the wait before an attempt. A stopped rank is known by its silence
+(`--hang-after 8`). Where the command itself is killed, `noticed` is when its last worker had saved and ended. A full disk and
+a slow rank end no attempt; nor does damage done before a checkpoint is read.
 
-A checkpoint is saved every {INTERVAL} steps; where the newest is damaged, the one before it counts. Less memory here means activation
-checkpointing, which changes no bit. Fewer rows at once, or fewer ranks, change the order of summation: such runs are compared
-with one that began so (tests/launch/test_recovery.py).
+A checkpoint is saved every {INTERVAL} steps; where the newest is damaged, the one before it counts. Less memory here means
+activation checkpointing, which changes no bit. Fewer rows at once, or fewer ranks, change the order of summation: such runs
+are compared with one that began so (tests/launch/test_recovery.py).
 """
 
 

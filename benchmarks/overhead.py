@@ -3,10 +3,10 @@ What watching and saving cost a run, and how soon one that breaks is at work aga
 
     python benchmarks/overhead.py [--pairs 60] [--rounds 5] [--only supervisor,checkpoints,restart,hang]
 
-A/B rows (VARIANTS): one run, in which blocks of steps with a thing take turns with blocks without it; each block without is compared
-with the two beside it, as neighbours share what else the machine does. restart: seconds from a SIGKILL of a rank to the end of the
-first new step, against command to first step of the same run. hang: seconds from a SIGSTOP of a rank until it is named. Real runs
-on 2 CPU processes with one thread each.
+A/B rows (VARIANTS): one run, in which blocks of steps with a thing take turns with blocks without it; each block without is
+compared with the two beside it, as neighbours share what else the machine does. Seconds, and CPU seconds of all processes of
+the run, which tell more on a busy machine. restart: seconds from a SIGKILL of a rank to the end of the first new step, against command to
+first step of the same run. hang: seconds from a SIGSTOP of a rank until it is named. Real runs on 2 CPU processes with one thread.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -147,53 +148,49 @@ def compare(folder: Path, variant: Variant, *, pairs: int) -> None:
     switch = f"{variant.switch} {variant.block}" if variant.switch else None
     with running(folder, *variant.flags, num_steps=(blocks + 2) * variant.block, switch=switch) as run:
         variant.begin(run)
-        spent, began = holders_seconds(run), time.time()
+        everyone = [*run.holders, *(psutil.Process(rank_pid(run, rank)) for rank in range(NPROC))]
+        used = [cpu_seconds(everyone)]  # at each border
         file = run.run.metrics.open("rb")
-        step, block = 0, 0
-        while block < blocks:
+        step = 0
+        while len(used) <= blocks:
             step += sum(1 for line in file if line.endswith(b"\n"))
-            if step // variant.block != block:
-                block = step // variant.block
-                (variant.off if block % 2 else variant.on)(run)
+            if step // variant.block == len(used):
+                (variant.off if len(used) % 2 else variant.on)(run)
+                used.append(cpu_seconds(everyone))
             time.sleep(0.005)
             assert run.process.poll() is None, "the run has ended"
         variant.on(run)
-        share = (holders_seconds(run) - spent) / (time.time() - began)
         ends = {line["step"]: seconds_of(line) for line in run.metrics}
-    report(variant, block_seconds(ends, variant, blocks), share=share)
+    report(variant, "tokens/s", block_seconds(ends, variant, blocks))
+    report(variant, "CPU time", [after - before for before, after in pairwise(used[2:])])
+
+
+def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
+    return sum(sum(each.cpu_times()[:2]) for each in processes)
 
 
 def block_seconds(ends: dict[int, float], variant: Variant, blocks: int) -> list[float]:
     """Of each block after the warm-up, without its first steps."""
     size, skip = variant.block, variant.skip
     return [
-        (ends[(number + 1) * size] - ends[number * size + skip]) / (size - skip)
-        for number in range(2, blocks)
-        if (number + 1) * size in ends and number * size + skip in ends
+        (ends[(number + 1) * size] - ends[number * size + skip]) / (size - skip) * size for number in range(2, blocks)
     ]
 
 
-def report(variant: Variant, seconds: Sequence[float], *, share: float) -> None:
+def report(variant: Variant, what: str, seconds: Sequence[float]) -> None:
     """Each block without it is compared with the mean of the two with it beside it, so that a drift falls out."""
-    ratios = [
+    ratios = sorted(
         seconds[number] / math.sqrt(seconds[number - 1] * seconds[number + 1])
         for number in range(1, len(seconds) - 1, 2)
-    ]
-    ordered = sorted(ratios)
-    middle = statistics.median(ratios)
-    low, high = ordered[len(ordered) // 4], ordered[3 * len(ordered) // 4]
+    )
+    low, middle, high = ratios[len(ratios) // 4], statistics.median(ratios), ratios[3 * len(ratios) // 4]
     error = statistics.stdev(ratios) / math.sqrt(len(ratios))
-    cost = 1 - middle
     print(
-        f"{variant.name:<12} tokens/s with / without: median {middle:.4f} (middle half {low:.3f} to {high:.3f}, standard error"
-        f" {error:.4f}, {len(ratios)} pairs, {statistics.median(seconds) * 1000:.0f} ms a step);"
-        f" costs {100 * cost:.2f} %, bar {100 * variant.bar:.1f} %; supervisor and agents use {100 * share:.2f} % of a core",
+        f"{variant.name:<12} {what}: costs {100 * (1 - middle):.2f} %, bar {100 * variant.bar:.1f} %; without / with: median"
+        f" {middle:.4f} (middle half {low:.3f} to {high:.3f}, standard error {error:.4f}, {len(ratios)} pairs,"
+        f" {1000 * statistics.median(seconds) / variant.block:.0f} ms a step)",
         flush=True,
     )
-
-
-def holders_seconds(run: Running) -> float:
-    return sum(sum(each.cpu_times()[:2]) for each in run.holders)
 
 
 def seconds_of(record: dict) -> float:

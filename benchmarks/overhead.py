@@ -5,8 +5,8 @@ What watching and saving cost a run, and how soon one that breaks is at work aga
 
 A/B rows (VARIANTS): one run, in which blocks of steps with a thing take turns with blocks without it; each block without is
 compared with the two beside it, as neighbours share what else the machine does. Seconds, and CPU seconds of all processes of
-the run, which tell more on a busy machine. restart: seconds from a SIGKILL of a rank to the end of the first new step, against command to
-first step of the same run. hang: seconds from a SIGSTOP of a rank until it is named. Real runs on 2 CPU processes with one thread.
+the run, which tell more on a busy machine. restart: from a SIGKILL of a rank to the end of the first new step, against command
+to first step of the same run. hang: from a SIGSTOP of a rank until it is named. Real runs on 2 CPU processes with one thread.
 """
 
 import argparse

@@ -11,7 +11,7 @@ from pathlib import Path
 
 GROUPS = Path("/sys/fs/cgroup/memory")  # version 1; under version 2 a group with processes in it may not be divided
 DISK_BYTES = 24 << 20  # a checkpoint of the small model takes 2 MB
-LIMIT_BYTES = 1600 << 20  # of memory, for three ranks and what holds them: enough for the next attempt
+ROOM_BYTES, LEAST_BYTES = 150 << 20, 1100 << 20  # a memory limit leaves so much room, and is enough for the next attempt
 NO_LIMIT = "-1"
 
 
@@ -64,7 +64,8 @@ class Host:
 
     def limit(self, group: Path | None) -> None:
         assert group is not None
-        (group / "memory.limit_in_bytes").write_text(str(LIMIT_BYTES))
+        used = int((group / "memory.usage_in_bytes").read_text())
+        (group / "memory.limit_in_bytes").write_text(str(max(used + ROOM_BYTES, LEAST_BYTES)))
 
     def unlimit(self, group: Path | None) -> None:
         if group is not None:

@@ -63,6 +63,7 @@ class Running:
     run: RunDir
     process: subprocess.Popen[bytes]
     started: float
+    screen: Path
 
     @property
     def holders(self) -> list[psutil.Process]:
@@ -80,7 +81,7 @@ class Running:
     def wait_for(self, condition: Callable[[], object], every_s: float = 0.02) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while not condition():
-            assert self.process.poll() is None, f"the run has ended: {self.run.path}"
+            assert self.process.poll() is None, self.screen.read_text()
             assert time.monotonic() < deadline, "it did not come to this"
             time.sleep(every_s)
 
@@ -124,14 +125,16 @@ def main() -> None:
 def running(folder: Path, *flags: str, num_steps: int, switch: str | None = None) -> Iterator[Running]:
     name = f"run-{time.time_ns()}"
     places = {"name": name, "runs-dir": folder / "runs", "num-steps": num_steps}
-    words = [word for key, value in {**SHAPE, **places}.items() for word in (f"--{key}", str(value))]
+    values = {f"--{key}": str(value) for key, value in {**SHAPE, **places}.items()}
+    words = [word for pair in (values | dict(zip(flags[::2], flags[1::2], strict=True))).items() for word in pair]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     if switch:
         env |= {"PYTHONPATH": str(SWITCH), "OVERHEAD_SWITCH": switch}
     started = time.time()
-    command = [sys.executable, "-m", "paceline.cli", "train", *words, *flags]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env)
-    found = Running(RunDir(folder / "runs" / name), process, started)
+    command = [sys.executable, "-m", "paceline.cli", "train", *words]
+    with (folder / "screen.txt").open("wb") as screen:
+        process = subprocess.Popen(command, stdout=screen, stderr=screen, env=env)
+    found = Running(RunDir(folder / "runs" / name), process, started, folder / "screen.txt")
     try:
         found.wait_for(lambda: found.metrics)
         yield found
@@ -158,7 +161,7 @@ def compare(folder: Path, variant: Variant, *, pairs: int) -> None:
                 (variant.off if len(used) % 2 else variant.on)(run)
                 used.append(cpu_seconds(everyone))
             time.sleep(0.005)
-            assert run.process.poll() is None, "the run has ended"
+            assert run.process.poll() is None, run.screen.read_text()
         variant.on(run)
         ends = {line["step"]: seconds_of(line) for line in run.metrics}
     report(variant, "tokens/s", block_seconds(ends, variant, blocks))

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -149,7 +150,8 @@ class Drive:
         """Until a checkpoint has found no room."""
         saved = max((event["step"] for event in self.events("checkpoint")), default=0)
         filler = self.disk / "filler"
-        filler.write_bytes(bytes(shutil.disk_usage(self.disk).free - left))
+        with suppress(OSError):  # the run may write meanwhile: then it is full to the last byte
+            filler.write_bytes(bytes(shutil.disk_usage(self.disk).free - left))
         go.touch()
         self.wait_for(lambda: self.furthest() >= saved + INTERVAL + 2, "steps on a full disk")
         filler.unlink()

@@ -11,7 +11,10 @@ from pathlib import Path
 
 GROUPS = Path("/sys/fs/cgroup/memory")  # version 1; under version 2 a group with processes in it may not be divided
 DISK_BYTES = 24 << 20  # a checkpoint of the small model takes 2 MB
-ROOM_BYTES, LEAST_BYTES = 150 << 20, 1100 << 20  # a memory limit leaves so much room, and is enough for the next attempt
+ROOM_BYTES, LEAST_BYTES = (
+    150 << 20,
+    1100 << 20,
+)  # a memory limit leaves so much room, and is enough for the next attempt
 NO_LIMIT = "-1"
 
 

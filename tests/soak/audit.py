@@ -94,7 +94,7 @@ def judge(story: Story, each: Struck, following: Struck | None, *, hang_after_s:
         allowed_s = 25.0  # the agent's own grace for a save, and the kill after it
     if notice_s is not None and notice_s > allowed_s:
         problems.append(f"noticed after {notice_s:.1f} s")
-    if lost is not None and lost > INTERVAL * (2 if fault.kind == "checkpoint" else 1):
+    if lost is not None and lost > may_lose(story, each):
         problems.append(f"{lost} steps lost")
     return Judged(fault, each.nproc, story.run.name, cause, right, notice_s, lost, again_s, tuple(problems))
 
@@ -139,6 +139,14 @@ def lost_steps(story: Story, each: Struck) -> int | None:
         return None
     resumed = [event["step"] for event in story.after(each.attempt) if event["event"] == "resumed"]
     return max(0, each.step - (resumed[0] if resumed else 0))
+
+
+def may_lose(story: Story, each: Struck) -> int:
+    """What was done since the newest checkpoint, which one interval covers but where its save was still under way."""
+    saves = [e["step"] for e in story.events if e["event"] == "checkpoint" and seconds(e) < each.struck]
+    if each.fault.kind == "checkpoint":
+        saves = sorted(set(saves))[:-1]  # that one is damaged
+    return each.step - (saves[-1] if saves else 0)
 
 
 def again_of(story: Story, each: Struck) -> float | None:

@@ -25,8 +25,9 @@ it, on a machine with other work; 1 s of it is the wait before an attempt. A sto
 (`--hang-after 8`). Where the command itself is killed, `noticed` is when its last worker had saved and ended. A full disk and
 a slow rank end no attempt; nor does damage done before a checkpoint is read.
 
-A checkpoint is saved every {INTERVAL} steps; where the newest is damaged, the one before it counts. Less memory here means
-activation checkpointing, which changes no bit. Fewer rows at once, or fewer ranks, change the order of summation: such runs
+A checkpoint is saved every {INTERVAL} steps, in the background: that is what may be lost, and the steps of a save that was still
+under way; where the newest is damaged, those since the one before it. Less memory here means activation checkpointing, which
+changes no bit. Fewer rows at once, or fewer ranks, change the order of summation: such runs
 are compared with one that began so (tests/launch/test_recovery.py).
 """
 

@@ -33,8 +33,8 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(mounted)], check=True)
 
 
-def start(shop: Workshop, disk: Path, **keys: object) -> tuple[subprocess.Popen, Path]:
-    command = shop.train_command("run", nproc=2, num_steps=STEPS, runs_dir=disk, **keys)
+def start(shop: Workshop, disk: Path, *words: str, **keys: object) -> tuple[subprocess.Popen, Path]:
+    command = [*shop.train_command("run", nproc=2, num_steps=STEPS, runs_dir=disk, **keys), *words]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     return process, disk / "run"
 
@@ -91,7 +91,7 @@ def test_lines_of_metrics_that_found_no_room_come_when_there_is_some(shop, disk)
 
 @pytest.mark.soak
 def test_a_run_that_cannot_save_its_end_says_so_and_goes_on_when_there_is_room(shop, disk):
-    process, run = start(shop, disk, save_every=60)
+    process, run = start(shop, disk, "--no-recover", save_every=60)
     wait_for(lambda: (run / "checkpoints" / "step_000060").exists(), process)
     filler = fill(disk, left=300_000)
     output, _ = process.communicate(timeout=120)

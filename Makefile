@@ -10,10 +10,12 @@ train: $(VENV)/core
 	$(BIN)/paceline train
 
 test: $(VENV)/dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
+# the long tests, then a hundred faults; ARGS='--seed 2 --faults 24 --only sigkill,disk' takes others
 soak: $(VENV)/dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m soak
+	PYTHONPATH=tests $(BIN)/python -m soak.loop $(or $(ARGS),--write docs/reliability.md)
 
 lint: $(VENV)/dev
 	$(BIN)/ruff check .

@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from paceline.explain.record import Evidence, Explanation
+from paceline.explain.record import SUPERVISED, Evidence, Explanation
 
 RED, GREEN, FAINT, PLAIN = "\x1b[1;31m", "\x1b[32m", "\x1b[2m", "\x1b[0m"
 LINES_OF_ONE = 4  # shown of a message
@@ -68,9 +68,10 @@ def notes_of(explanation: Explanation) -> list[str]:
         notes.append(f"rank{'s' if len(explanation.victims) > 1 else ''} {some} only followed")
     if explanation.cause not in ("healthy", "unknown"):
         also = f"; it could also be {' or '.join(explanation.also)}" if explanation.also else ""
-        notes.append(
-            f"{explanation.confidence:.0%} sure{also}; paceline explain --cause {explanation.cause} tells more"
+        more = (
+            f"; paceline explain --cause {explanation.cause} tells more" if explanation.cause not in SUPERVISED else ""
         )
+        notes.append(f"{explanation.confidence:.0%} sure{also}{more}")
     return notes
 
 

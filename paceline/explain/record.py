@@ -43,6 +43,9 @@ class Progress:
     silent_end: bool = False  # it ends on a progress mark, without a word of an end
 
 
+SUPERVISED = frozenset({"hang", "exited-early", "supervisor-lost"})  # causes that no log tells and no catalogue has
+
+
 @dataclass(frozen=True)
 class Evidence:
     """A line of the log that a verdict rests on."""

@@ -22,13 +22,14 @@ from paceline.explain.fill import fill, known
 from paceline.explain.flight import late_rank
 from paceline.explain.kernel_log import kernel_lines, killed_for_memory
 from paceline.explain.reader import Log, read_log
-from paceline.explain.record import Explanation, Progress, Record
+from paceline.explain.record import SUPERVISED, Evidence, Explanation, Progress, Record
 from paceline.explain.verdict import UNKNOWN, reach_verdict
 from paceline.explain.xid import read_xids
 from paceline.rundir import RunDir, read_json_lines
 
 NO_LINES = Log(records=(), progress=Progress(), last_marks=(), last_lines=(), num_lines=0, num_bytes=0)
 SURE = 0.8
+HANG_LINES = {"mark": ("mark:",), "state": ("State:",), "frame": ("File ",)}  # of hangs/<attempt>/<rank>.txt
 FOR_MEMORY, FROM_OUTSIDE = "host-oom-killed", "killed-from-outside"  # of the catalogue
 
 
@@ -43,7 +44,7 @@ def explain_run(run: RunDir, *, attempt: int | None = None) -> Explanation:
     logs += [late] if (late := late_rank(sorted(run.path.rglob("nccl_trace_rank_*")))) else []
     values = values_of(run)
     said = by_whose_hand(reach_verdict(logs, catalogue, values=values), events, catalogue, values)
-    return with_own_words(said, run, attempt)
+    return as_supervised(with_own_words(said, run, attempt), run, events, attempt)
 
 
 def last_attempt(run: RunDir) -> int:
@@ -127,6 +128,33 @@ def by_whose_hand(
     filled = {**values, **known({"rank": said.rank, "host": said.host})}
     summary, fix = fill(cause.summary, filled), fill(cause.fix, filled)
     return replace(said, cause=cause.id, also=(FOR_MEMORY,), summary=summary, fix=fix)
+
+
+def as_supervised(said: Explanation, run: RunDir, events: Sequence[Mapping[str, Any]], attempt: int) -> Explanation:
+    """What no log tells, and the supervisor has found: it stands in its verdict, and of a hang in hangs/<attempt>/ too."""
+    verdict = next((event for event in reversed(events) if event.get("event") == "verdict"), None)
+    if verdict is None or verdict.get("cause") not in SUPERVISED:
+        return said
+    told: dict[str, Any] = {
+        name: verdict.get(name) for name in ("cause", "rank", "step", "summary", "fix", "confidence")
+    }
+    seen = hang_evidence(run, attempt, told["rank"]) if told["cause"] == "hang" else ()
+    return replace(said, **told, also=(), evidence=(*seen, *said.evidence))
+
+
+def hang_evidence(run: RunDir, attempt: int, rank: int | None) -> tuple[Evidence, ...]:
+    """Of the rank that held up the others: its last mark, its state, and where its stack stood."""
+    path = run.hang(attempt) / f"{rank}.txt"
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ()
+    found: dict[str, Evidence] = {}
+    for number, line in enumerate(lines, 1):
+        kind = next((kind for kind, start in HANG_LINES.items() if line.lstrip().startswith(start)), None)
+        if kind and kind not in found:
+            found[kind] = Evidence(number, line.strip(), rank, str(path.relative_to(run.path)))
+    return tuple(found.values())
 
 
 def values_of(run: RunDir) -> dict[str, str]:

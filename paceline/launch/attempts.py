@@ -20,6 +20,7 @@ from paceline.plan.cgroup import oom_kills
 from paceline.rundir import RunDir, append_event, read_json_lines
 
 POLL_S = 0.05
+CUT_OFF = "supervisor-lost"
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class Ending:
 def run_attempts(job: Job, recovery: Recovery) -> Ending:
     """Until one is done, or no further one would help, or somebody stops it; call it from the main thread."""
     number, history = next_attempt(job.run), list[Ended]()
+    note_cut_off(job)
     with caught_signals() as caught:
         while True:
             started, kills_before = time.monotonic(), oom_kills()
@@ -81,7 +83,9 @@ def run_attempts(job: Job, recovery: Recovery) -> Ending:
             if outcome.state != "failed":
                 return Ending(outcome)
             kills = oom_kills()
-            found = explained(job.run, number)
+            found = explained(job, number)
+            if found is None:
+                return Ending(outcome)
             memory_ran_out = None if kills is None or kills_before is None else kills > kills_before
             ended, found = ended_of(
                 job.run, outcome, found, seconds=time.monotonic() - started, memory_ran_out=memory_ran_out
@@ -109,11 +113,31 @@ def next_attempt(run: RunDir) -> int:
     return 1 + max((e["attempt"] for e in read_json_lines(run.events) if e.get("event") == "attempt"), default=0)
 
 
-def explained(run: RunDir, attempt: int) -> Explanation:
+def note_cut_off(job: Job) -> None:
+    """Of an attempt whose supervisor was itself ended: nobody was left to say so, and its workers have saved and ended."""
+    attempts = [e for e in read_json_lines(job.run.events) if e.get("event") in ("attempt", "attempt_ended")]
+    if not attempts or attempts[-1]["event"] == "attempt_ended":
+        return
+    attempt = attempts[-1]["attempt"]
+    summary = (
+        f"the command that ran attempt {attempt} was itself ended, and could not say why; its workers ended with it"
+    )
+    fix = "look for who ended it: a closed session without nohup or tmux, a batch system, the kernel for want of memory"
+    note_verdict(job, attempt, Explanation(CUT_OFF, (), 1.0, None, None, None, None, summary, fix))
+    job.say([f"attempt {attempt}: {summary}"])
+
+
+def explained(job: Job, attempt: int) -> Explanation | None:
+    """None, and one line about it, where the explanation itself breaks: what the run died of is then shown as it is."""
     try:
-        return explain_run(run, attempt=attempt)
+        return explain_run(job.run, attempt=attempt)
     except PacelineError as error:  # logs that cannot be read
         return Explanation("unknown", (), 0.0, None, None, None, None, error.message, error.fix)
+    except Exception as error:  # a bug of ours must not hide theirs
+        text = f"what it died of could not be explained ({type(error).__name__}: {error})"
+        append_event(job.run, "note", text=f"attempt {attempt}: {text}")
+        job.say([f"no further attempt: {text}"])
+        return None
 
 
 def asked_to_stop(run: RunDir, attempt: int) -> bool:

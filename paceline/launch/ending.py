@@ -7,6 +7,8 @@ the rank hung (event `hang`), or somebody else. And an error that a rank ends wi
 
 import json
 import re
+import shutil
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +22,9 @@ from paceline.rundir import RunDir, read_json_lines
 
 OUTSIDE = {"killed-from-outside", "hang"}  # of which the dead rank could say nothing
 REFUSED = "refused"  # the rank itself has named what is wrong and what mends it, and the catalogue knows no better name
+EXITED = "exited-early"  # with 0, which no log tells from a good end
+FULL = "disk-full"
+NO_ROOM_BYTES = 1 << 16
 HOST_MEMORY, KILLED = "host-oom-killed", "killed-from-outside"
 NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")  # pids, addresses and sizes differ where the error is the same
 
@@ -31,10 +36,14 @@ def ended_of(
     root = outcome.root
     events = [e for e in read_json_lines(run.events) if e.get("attempt") in (None, outcome.attempt)]
     hang = next((e for e in reversed(events) if e.get("event") == "hang"), None)
-    if hang is not None:
+    if root is not None and root.exit_code == 0:
+        found = explain_exit(found, root)
+    elif hang is not None:
         found = explain_hang(found, hang)
     elif root is not None and root.signal == "SIGKILL" and root.traceback is None and not root.consequence:
         found = explain_kill(found, root, memory_ran_out=memory_ran_out)
+    if found.cause == "unknown" and disk_is_full(run):
+        found = explain_full_disk(found, run)
     own = own_record(run, outcome)
     found = replace(found, cause=own.get("cause", found.cause))
     if root is not None and root.fix is not None and found.cause in OURS_ONCE_MORE:
@@ -55,7 +64,7 @@ def ended_of(
 
 
 def retry_of(found: Explanation, root: Failure | None, own: dict[str, Any]) -> Retry:
-    if found.cause in OUTSIDE or own.get("rollback"):
+    if found.cause in OUTSIDE or found.cause == EXITED or own.get("rollback"):
         return "same"
     if root is not None and (OUT_OF_MEMORY.search(root.message) or NO_PRIMITIVE.search(root.message)):
         return "smaller"
@@ -63,6 +72,23 @@ def retry_of(found: Explanation, root: Failure | None, own: dict[str, Any]) -> R
         return "never"  # the rank has named the mistake and what mends it
     cause = load_catalogue().causes.get(found.cause)
     return "never" if cause is None else cause.retry  # type: ignore[return-value]  # test_policy.py holds the words together
+
+
+def explain_exit(found: Explanation, root: Failure) -> Explanation:
+    fix = f"its last words: logs/*/{root.rank}.log of the run; a library that calls exit, or a SIGTERM before the first step"
+    return replace(found, cause=EXITED, rank=root.rank, summary=root.message, fix=fix, confidence=1.0)
+
+
+def disk_is_full(run: RunDir) -> bool:
+    """Then a process may end without a word: there was no room for one."""
+    with suppress(OSError):
+        return shutil.disk_usage(run.path).free < NO_ROOM_BYTES
+    return False
+
+
+def explain_full_disk(found: Explanation, run: RunDir) -> Explanation:
+    fix = f"make room in the file system of {run.path} (df -h); then paceline resume {run.path}"
+    return replace(found, cause=FULL, summary="the disk of the run folder is full: nothing could be written", fix=fix)
 
 
 def explain_hang(found: Explanation, hang: dict[str, Any]) -> Explanation:

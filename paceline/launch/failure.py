@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import TrainingFailed
+from paceline.marks import read_mark
 from paceline.rundir import RunDir
 
 FAILED_EXIT_CODE = TrainingFailed.exit_code
@@ -50,6 +51,19 @@ def find_failures(run: RunDir, attempt: int, ranks: list[dict[str, Any]]) -> lis
     """One for each rank that ended badly, the root cause first. `ranks` as train/elastic.py reports them."""
     failures = [read_failure(run, attempt, each) for each in ranks if each["exit_code"]]
     return sorted(failures, key=blame)
+
+
+def find_early_exits(run: RunDir, ranks: list[dict[str, Any]]) -> list[Failure]:
+    """Ranks of our trainer that ended with 0 by themselves, with work left to do by their marks. Peers then wait for them."""
+    found = []
+    for each in ranks:
+        mark = read_mark(run.progress(each["rank"]))
+        if each["exit_code"] != 0 or each["ended_by_us"] or mark is None or mark.phase in ("stopped", "done"):
+            continue
+        where = "at its start" if mark.phase == "start" else f"after step {mark.step:,}, in {mark.phase}"
+        message = f"rank {each['rank']} ended with exit code 0 {where}, before its work was done"
+        found.append(Failure(each["rank"], 0, None, message, each["time"], consequence=False))
+    return found
 
 
 def blame(failure: Failure) -> tuple[bool, bool, bool, float]:

@@ -76,6 +76,8 @@ class Situation:
         ended = self.last
         if self.can.own_trainer and ended.retry == "never" and ended.cause in OURS_ONCE_MORE:
             return "same"
+        if self.can.own_trainer and ended.cause == "disk-full":
+            return "later"
         if not self.can.own_trainer and ended.retry == "other-checkpoint":
             return "never"  # which of its files a script reads is its own business
         return ended.retry
@@ -203,6 +205,14 @@ RULES = (
         "older-checkpoint",
         lambda now: "from the newest checkpoint that is whole",
         "back-off",
+    ),
+    Rule(
+        "disk-full",
+        "there was no room for the last checkpoint, or for anything at all: somebody may make some",
+        lambda now: now.retry == "later" and now.last.cause == "disk-full",
+        "retry",
+        lambda now: "there may be room by then",
+        "later",
     ),
     Rule(
         "away",

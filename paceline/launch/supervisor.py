@@ -6,6 +6,7 @@ reaches only this process, which asks the agent to stop. What the attempt did st
 """
 
 import json
+import math
 import os
 import selectors
 import signal
@@ -22,12 +23,15 @@ from typing import Any, Literal
 
 from paceline.errors import Interrupted
 from paceline.launch.agent import Lines, kill_processes
-from paceline.launch.failure import Failure, find_failures, read_log_tail
+from paceline.launch.failure import Failure, find_early_exits, find_failures, read_log_tail
 from paceline.launch.watchdog import Hang, Watchdog
 from paceline.rundir import RunDir, append_event, read_json_lines
 
 TICK_S = 0.1
 ONE_CTRL_C_S = 0.3  # wrappers such as `uv run` pass on the signal that the terminal has sent already
+EARLY_GRACE_S = (
+    3.0  # a rank has left: its peers may save and say so, but one that waits for it to join never learns of it
+)
 AGENT_MARGIN_S = 12.0  # the agent ends what will not end by itself, and then itself, within this
 LAUNCH_LOG = "launch.log"  # stderr of the agent and the engine
 
@@ -101,7 +105,7 @@ def run_attempt(
             if caught.first and not watch.stopping:
                 watch.note_stop(caught.first)
                 link.send("stop", give_up_s=stop_grace_s + AGENT_MARGIN_S)
-            if caught.kill and not watch.killing:
+            if (caught.kill or watch.left_early()) and not watch.killing:
                 watch.killing = True
                 link.send("kill", give_up_s=AGENT_MARGIN_S)
             on_tick()
@@ -137,6 +141,7 @@ class AttemptWatch:
         self.engine_exit_code: int | None = None
         self.joined: bool | None = None
         self.hang: Hang | None = None
+        self.left_at = math.inf  # when a rank was seen to have ended with 0 before its work was done
 
     def note(self, line: dict[str, Any]) -> None:
         if "ranks" in line:
@@ -145,6 +150,8 @@ class AttemptWatch:
             self.note_attempt()
         elif line["event"] == "rank_failed":
             self.failed_first = not self.stopping
+        elif line["event"] == "rank_ended" and find_early_exits(self.run, self.ranks):
+            self.left_at = min(self.left_at, time.monotonic())
         elif line["event"] == "ended":
             self.joined = line["joined"]
         elif line["event"] == "engine_ended":
@@ -152,6 +159,9 @@ class AttemptWatch:
             if line["left"]:
                 left = ", ".join(map(str, line["left"]))
                 append_event(self.run, "note", text=f"processes that do not end even when killed: {left}")
+
+    def left_early(self) -> bool:
+        return not self.stopping and time.monotonic() - self.left_at > EARLY_GRACE_S
 
     def note_attempt(self) -> None:
         pids = [each["pid"] for each in self.ranks]  # none when it ended before the workers were started
@@ -169,7 +179,10 @@ class AttemptWatch:
         if not self.ranks:
             self.note_attempt()
         failures = find_failures(self.run, self.attempt, self.ranks)
-        if self.hang:
+        early = [] if self.stopping else find_early_exits(self.run, self.ranks)
+        if early:
+            failures = [*early, *(replace(each, consequence=True) for each in failures)]
+        elif self.hang:
             failures = hang_first(self.hang, failures)
         elif not failures and not self.stopping and (self.engine_exit_code or self.engine_exit_code is None):
             failures = [self.launch_failure(agent_exit_code)]

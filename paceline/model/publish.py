@@ -33,6 +33,7 @@ from paceline.rundir import NO_SPACE, unwritable, utc_now, write_atomic
 from paceline.units import format_bytes
 
 POLL_S = 0.02
+GIVEN_UP = "given_up"  # rank 0 leaves it in the hidden folder: a rank that comes later removes what it has written
 
 
 class NoSpace(PacelineError):
@@ -77,6 +78,8 @@ def write_part(save: PendingSave) -> None:
     save.folder.mkdir(exist_ok=True)
     files = {save.file.name: asdict(write_shard(save.file, save.tensors))} if save.tensors else {}
     write_atomic(save.file.with_suffix(".json"), json.dumps({"files": files, "tensors": save.entries}))
+    if (save.folder / GIVEN_UP).exists():  # rank 0 did not wait: on a full disk nothing may stay that nobody needs
+        remove_part(save)
 
 
 def publish(
@@ -89,6 +92,8 @@ def publish(
 ) -> tuple[Path, int]:
     """Rank 0: wait for all parts, merge them, let the folder appear under its name; returns its path and bytes."""
     parts = _collect(save, deadline_s=deadline_s)
+    for note in save.directory.glob(f".step_*.tmp/{GIVEN_UP}"):  # of earlier saves: by now every rank has left them
+        shutil.rmtree(note.parent, ignore_errors=True)
     files = {name: FileEntry(**entry) for part in parts for name, entry in part["files"].items()}
     manifest = Manifest(
         step=save.step,
@@ -127,14 +132,22 @@ def prune(directory: Path, *, step: int, keep_last: int) -> None:
 
 def give_up(save: PendingSave, error: BaseException) -> None:
     """Free the disk, and tell rank 0 not to wait."""
-    if save.rank == 0:
+    if save.world_size == 1:
         shutil.rmtree(save.folder, ignore_errors=True)
         return
-    try:
-        save.file.unlink(missing_ok=True)
-        save.file.with_suffix(".full" if is_full(error) else ".failed").touch()
-    except OSError:
-        return  # rank 0 gave up before, or learns it at its deadline
+    with suppress(OSError):  # else rank 0 learns it at its deadline, and the others' parts stay until the next attempt
+        remove_part(save)
+        if save.rank != 0:
+            save.file.with_suffix(".full" if is_full(error) else ".failed").touch()
+            return
+        (save.folder / GIVEN_UP).touch()
+        for path in save.folder.glob("shard_*"):
+            path.unlink(missing_ok=True)
+
+
+def remove_part(save: PendingSave) -> None:
+    save.file.unlink(missing_ok=True)
+    save.file.with_suffix(".json").unlink(missing_ok=True)
 
 
 def is_full(error: BaseException) -> bool:

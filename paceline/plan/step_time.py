@@ -164,7 +164,8 @@ def _summed(setup: StepSetup, speeds: Speeds, parts: Mapping[str, float], sendin
     link_spread = setup.link.spread if setup.link else 0.0
     sent = shown.get("gradients sent", 0.0) + shown.get("weights sent", 0.0)
     off = max(SMALLEST_SPREAD * total, spread * (total - sent) + link_spread * sent)
-    seconds = Range(total - off, total, total + off)
+    # earlier runs, on a busy machine, may have been off by more than the whole: then as many times less as more
+    seconds = Range(total - off if off < total / 2 else total / (1 + off / total), total, total + off)
     tokens = setup.total_batch_size
     speed = Range(tokens / seconds.high, tokens / total, tokens / seconds.low)
     peak = setup.spec.peak_flops.get(setup.precision) if setup.spec else None

@@ -74,6 +74,7 @@ class Engine(LocalElasticAgent):
         self._stop_deadline: float | None = None
         self._ended_at: dict[int, float] = {}  # rank -> Unix time at which its end was seen
         self._ended_by_us: set[int] = set()
+        self._num_ended_well = 0
         self._keys_before = 0
         self.joined: bool | None = None  # a rank took part in a process group; None: not known
 
@@ -93,6 +94,9 @@ class Engine(LocalElasticAgent):
         ranks = self.ranks()
         running = [each["rank"] for each in ranks if each["exit_code"] is None]
         failed = [each for each in ranks if each["exit_code"]]
+        if running and len(ranks) - len(running) - len(failed) > self._num_ended_well:
+            self._num_ended_well = len(ranks) - len(running) - len(failed)
+            report("rank_ended", ranks=ranks)  # with 0: whether that is too early only its mark can tell
         if self._stop_requested:
             if running and self._wait_for_stop():
                 return RunResult(state=WorkerState.HEALTHY)  # torch would end them all at the first that is not 0

@@ -188,7 +188,6 @@ def work(run: RunDir, *, attempt: int, stop: StopRequest, progress: Progress) ->
         raise
     except LossTrouble as error:
         progress.mark(error.trouble.step - 1, "ending")
-        progress.mark(error.trouble.step - 1, "ending")
         verify(dataset, files=loader.files_of(error.trouble.step - 1))  # no rollback mends a damaged file
         writer.wait()  # the checkpoint that the next attempt goes on from may still be under way
         keep_evidence(

@@ -171,3 +171,27 @@ def test_a_log_of_a_megabyte_takes_less_than_a_third_of_a_second_of_cpu_time_and
     last = [subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()[-1] for _ in range(3)]
     assert all(line.endswith(" set()") for line in last)
     assert min(float(line.split()[0]) for line in last) < 0.3  # start-up included
+
+
+def test_a_hang_is_told_by_what_the_supervisor_kept_of_it(run, capsys):
+    run.hang(1).mkdir(parents=True)
+    (run.hang(1) / "1.txt").write_text(
+        'rank 1, process 4712\nmark: {"step": 40, "phase": "load"}\n\nState: S (sleeping)\n\nstacks, by faulthandler\n'
+        'Current thread 0x7f (most recent call first):\n  File "loader.py", line 80 in micro_batch\n  File "loop.py", line 9\n'
+    )
+    verdict = {
+        "cause": "hang",
+        "rank": 1,
+        "step": 40,
+        "summary": "no rank got on for 60 s: rank 1 is in load",
+        "fix": "x",
+    }
+    append_event(run, "verdict", attempt=1, confidence=1.0, **verdict)
+    lines = explained(capsys, run.path).splitlines()
+    assert lines[:2] == ["hang: no rank got on for 60 s: rank 1 is in load (step 40)", "  fix: x"]
+    assert lines[4:7] == [
+        '  hangs/1/1.txt:2  rank 1  mark: {"step": 40, "phase": "load"}',
+        "  hangs/1/1.txt:4  rank 1  State: S (sleeping)",
+        '  hangs/1/1.txt:8  rank 1  File "loader.py", line 80 in micro_batch',
+    ]
+    assert "100% sure" in lines

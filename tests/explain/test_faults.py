@@ -30,14 +30,14 @@ QUICK = [
     Fault("disk_full", "disk-full", 0, "unexpected pos", around=small_disk(DISK, "256k"), args=(DISK,)),
     Fault("waits_for_a_signal", "preempted-sigterm", None, "got signal: 15", signal=signal.SIGTERM),
     Fault("ddp_unused", "ddp-unused-parameters", EVERY, "find_unused_parameters"),
+    Fault("exception_on_one", "user-code-exception", 1, BAD_SAMPLE, launcher="paceline"),
+]
+LONG = [
     Fault("unknown_flag", "config-error", EVERY, "unrecognized arguments"),
     Fault("joins", "master-unreachable", None, "timed out after", launcher="python", env=CLOSED),
-    Fault("exception_on_one", "user-code-exception", 1, BAD_SAMPLE, launcher="paceline"),
     Fault("port_taken", "port-in-use", None, "EADDRINUSE", launcher="python"),
     Fault("module_missing", "import-error", EVERY, "No module named"),
     Fault("wrong_state_dict", "state-dict-mismatch", EVERY, "Missing key(s) in state_dict"),
-]
-LONG = [
     Fault("exceptions_on_two", "user-code-exception", 1, "KeyError"),
     Fault("collective_order", "collective-timeout-desync", 1, "Detected mismatch", env=DETAIL, nproc=3),
     Fault("accelerate_fit", "user-code-exception", 1, BAD_SAMPLE, launcher="accelerate", args=("raise",)),

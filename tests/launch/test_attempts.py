@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -153,6 +154,47 @@ def test_an_agent_that_is_killed_is_no_fault_of_a_rank(tmp_path):
     job = Told(tmp_path, failure(None, signal="SIGKILL", message="the launch agent was ended by SIGKILL"), None)
     assert run_attempts(job, Recovery()).outcome.attempt == 2
     assert job.said[0].startswith("attempt 1 failed: the launch agent was ended by SIGKILL")
+
+
+def test_a_rank_that_leaves_with_0_too_early_is_tried_again_once(tmp_path):
+    left = replace(failure(1, message="rank 1 ended with exit code 0 after step 9, in load"), exit_code=0)
+    job = Told(tmp_path, left, left, None)
+    ending = run_attempts(job, Recovery())
+    assert [event["cause"] for event in job.events("verdict")] == ["exited-early"] * 2
+    assert (ending.outcome.attempt, ending.explanation.summary) == (2, left.message)
+    assert job.said[-1] == "no further attempt: the same error as before: it does not come from outside"
+
+
+def test_a_wordless_end_on_a_full_disk_is_the_disks(tmp_path, monkeypatch):
+    monkeypatch.setattr("paceline.launch.ending.NO_ROOM_BYTES", 1 << 62)
+    job = Told(tmp_path, failure(message="exit code 120, without a word"), None)
+    run_attempts(job, Recovery(recover=False))
+    [verdict] = job.events("verdict")
+    assert (verdict["cause"], verdict["summary"]) == (
+        "disk-full", "the disk of the run folder is full: nothing could be written",
+    )  # fmt: skip
+
+
+def test_an_attempt_whose_command_was_ended_is_told_by_the_next(tmp_path):
+    append_event(RunDir(tmp_path), "attempt", attempt=1)
+    append_event(RunDir(tmp_path), "attempt_ended", attempt=1, state="failed")
+    append_event(RunDir(tmp_path), "attempt", attempt=2)
+    job = Told(tmp_path, None)
+    run_attempts(job, Recovery())
+    [verdict] = job.events("verdict")
+    assert (verdict["attempt"], verdict["cause"], verdict["rank"]) == (2, "supervisor-lost", None)
+    assert job.said[0].startswith("attempt 2: the command that ran attempt 2 was itself ended")
+
+
+def test_an_explanation_that_breaks_hides_nothing(tmp_path, monkeypatch):
+    def breaks(run, *, attempt):
+        raise KeyError("rank")
+
+    monkeypatch.setattr("paceline.launch.attempts.explain_run", breaks)
+    job = Told(tmp_path, TYPO, None)
+    ending = run_attempts(job, Recovery())
+    assert job.said == ["no further attempt: what it died of could not be explained (KeyError: 'rank')"]
+    assert TYPO.message in format_explained(ending.outcome, job.run, ending.explanation)
 
 
 def test_a_rollback_goes_on_at_once(tmp_path):

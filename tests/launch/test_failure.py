@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from paceline.launch.failure import find_failures
+from paceline.launch.failure import find_early_exits, find_failures
 from paceline.rundir import RunDir
+from paceline.train.progress import Progress
 
 BOOM = 'Traceback (most recent call last):\n  File "t.py", line 1, in <module>\nValueError: boom\n'
 PEER = BOOM.replace("ValueError: boom", "RuntimeError: [../pair.cc:553] Connection closed by peer [127.0.0.1]:1")
@@ -73,3 +74,12 @@ def test_an_error_with_a_fix_keeps_its_exit_code(run, error_type, exit_code):
 def test_the_prefix_that_torch_puts_before_a_traceback_is_taken_off(run):
     run.rank_log(1, 3).write_text("".join(f"[rank3]: {line}\n" for line in BOOM.splitlines()))
     assert find_failures(run, 1, [ended(3, 1)])[0].traceback == BOOM.rstrip()
+
+
+def test_a_rank_that_ends_with_0_has_left_too_early_unless_its_mark_says_that_it_is_done(run):
+    for rank, phase in enumerate(("backward", "done", "stopped", "start")):
+        Progress(run, rank).mark(rank, phase)
+    ranks = [ended(0, 0), ended(1, 0), ended(2, 0), ended(3, 0, ended_by_us=True), ended(4, 0)]
+    [early] = find_early_exits(run, ranks)
+    assert (early.rank, early.exit_code, early.consequence) == (0, 0, False)
+    assert early.message == "rank 0 ended with exit code 0 after step 0, in backward, before its work was done"

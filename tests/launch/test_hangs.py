@@ -105,7 +105,13 @@ def is_over(launch):
     return [event for event in launch.events() if event == "hang"] == ["hang"]
 
 
-@pytest.mark.parametrize(("nproc", "stopped"), [(2, 1), (2, 0), (3, 2)])
+@pytest.mark.parametrize(
+    ("nproc", "stopped"),
+    [
+        (2, 0),
+        *(pytest.param(*each, marks=pytest.mark.soak) for each in ((2, 1), (3, 2))),
+    ],
+)
 def test_a_stopped_rank_is_named_within_ten_seconds_killed_and_all_ends(watched, nproc, stopped):
     launch = watched(TRAINS, nproc=nproc)
     wait_for_step(launch, 5)
@@ -145,6 +151,7 @@ def test_a_loop_in_a_data_loader_is_named_by_its_mark_and_its_place_while_the_ot
     assert "mischief" in (launch.run.hang(1) / "1.txt").read_text()
 
 
+@pytest.mark.soak
 def test_at_the_same_mark_the_rank_outside_the_collective_is_named_by_its_stack(watched):
     more = """
     def evaluate(step):
@@ -195,6 +202,7 @@ def test_a_run_that_is_suspended_as_a_whole_goes_on_without_a_hang(watched):
     assert "hang" not in launch.events()
 
 
+@pytest.mark.soak
 def test_a_stopped_rank_at_the_start_is_named_as_well(watched):
     more = """
     if rank == 1:
@@ -247,6 +255,7 @@ def test_a_script_whose_ranks_all_wait_for_ever_is_ended_without_a_name(watched)
     assert is_over(launch)
 
 
+@pytest.mark.soak
 def test_a_silent_script_at_work_is_left_alone_for_longer(watched):
     more = """
         if step == 3:

@@ -55,6 +55,10 @@ EXAMPLES = {
     "checkpoint-damaged": (
         [DAMAGED], OURS, {}, Decision("older-checkpoint", 1, "from the newest checkpoint that is whole"),
     ),
+    "disk-full": (
+        [replace(KILLED, cause="disk-full", retry="other-checkpoint", error="No space left on device")], OURS, {},
+        Decision("retry", 30, "there may be room by then"),
+    ),
     "away": (
         [replace(KILLED, cause="hub-offline", retry="later", error="offline")], SCRIPT, {},
         Decision("retry", 30, "what is away may be back by then"),

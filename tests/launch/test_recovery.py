@@ -56,6 +56,7 @@ def decisions(run: Path) -> list[tuple]:
     return [(event["action"], event["cause"], event["rank"]) for event in events(run, "decision")]
 
 
+@pytest.mark.soak
 def test_a_rank_is_killed_and_the_run_ends_as_if_nothing_had_happened(shop, unbroken):
     process = start(shop.train_command("killed", nproc=2, num_steps=30, save_every=10))
     run = shop.folder / "runs" / "killed"
@@ -77,9 +78,14 @@ def test_a_rank_that_stands_still_is_named_and_ended_and_the_run_goes_on(shop, u
     output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output
     assert decisions(run) == [("retry", "hang", 1)]
+    [hang] = events(run, "hang")
+    assert hang["rank"] == 1
+    assert "rank 1 is stopped (state T)" in hang["text"]
+    assert [each["state"] for each in json.loads((run / "hangs" / "1" / "hang.json").read_text())["ranks"]][1] == "T"
     assert final_bits(run) == unbroken
 
 
+@pytest.mark.soak
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(shop, unbroken):
     process = start(shop.train_command("damaged", nproc=2, num_steps=30, save_every=10))
     run = shop.folder / "runs" / "damaged"

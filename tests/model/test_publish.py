@@ -13,6 +13,7 @@ import torch
 from paceline.errors import PacelineError
 from paceline.model.checkpoint import CheckpointWriter, Piece, open_checkpoint
 from paceline.model.manifest import clean_leftovers, list_checkpoints, newest_good, verify
+from paceline.model.publish import GIVEN_UP
 
 
 def make_writer(
@@ -33,6 +34,10 @@ def make_writer(
         on_saved=lambda saved: None,
         deadline_s=deadline_s,
     )
+
+
+def files_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.rglob("*") if path.is_file()}
 
 
 def rows_of(rank: int, world_size: int, value: float, num_rows: int = 8) -> list[Piece]:
@@ -102,7 +107,7 @@ def test_a_rank_with_a_full_disk_stops_the_others_at_once(tiny_disk: Path):
     message = error.value.message  # rank 0 hears of rank 1, or meets the full disk itself
     assert message.startswith(("rank 1 of 2 could not write its part of the checkpoint of step 40", "no space for the"))
     assert message.endswith("the checkpoints before it are untouched")
-    assert list(tiny_disk.iterdir()) == []
+    assert files_in(tiny_disk) <= {GIVEN_UP, "shard_00001_of_00002.full"}
 
 
 def test_a_folder_that_cannot_be_written_is_told_with_the_reason(tiny_disk: Path):
@@ -128,7 +133,22 @@ def test_a_rank_that_never_writes_is_named_at_the_deadline(tmp_path: Path):
         f"no checkpoint of step 40: after 0.2 s rank 1, 3 of 4 has not written its part to {tmp_path}"
     )
     other.wait()
-    assert list(tmp_path.iterdir()) == []
+    assert files_in(tmp_path) == {GIVEN_UP}
+
+
+def test_a_rank_that_comes_after_rank_0_has_given_up_leaves_nothing_on_the_disk(tmp_path: Path):
+    first, late = make_writer(tmp_path, 0, 2, deadline_s=0.1), make_writer(tmp_path, 1, 2)
+    first.save(40, rows_of(0, 2, 1.0), {})
+    with pytest.raises(PacelineError):
+        first.wait()
+    late.save(40, rows_of(1, 2, 1.0), {})
+    late.wait()
+    assert files_in(tmp_path) == {GIVEN_UP}
+    late.save(60, rows_of(1, 2, 1.0), {})
+    late.wait()
+    first.save(60, rows_of(0, 2, 1.0), {})
+    first.wait()
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000060"]
 
 
 @pytest.mark.parametrize("attempt", ["1", "2"])

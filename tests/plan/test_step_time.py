@@ -90,6 +90,13 @@ def test_a_run_that_was_timed_corrects_the_next_plan_of_the_same_setup():
     assert after.seconds.high / after.seconds.expected < before.seconds.high / before.seconds.expected
 
 
+def test_runs_that_were_off_by_several_times_make_the_range_wide_and_no_time_negative():
+    setup = on_cpu()
+    seconds = step_time(replace(setup, speeds=replace(MEASURED_CPU, steps={"a": 0.8, "b": 1.2, "c": 4.5}))).seconds
+    assert 0 < seconds.low < seconds.expected / 3
+    assert seconds.high > 3 * seconds.expected
+
+
 def test_a_measured_card_has_fused_ops_at_the_speed_of_its_memory():
     rates = {**MEASURED_CPU.rates, **{name.replace("fp32", "bf16"): rate for name, rate in MEASURED_CPU.rates.items()}}
     measured = replace(on("RTX 5090", gpt(12)), speeds=replace(MEASURED_CPU, rates={**rates, "copy": ((1, 1e12),)}))

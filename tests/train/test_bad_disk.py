@@ -33,8 +33,8 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(mounted)], check=True)
 
 
-def start(shop: Workshop, disk: Path, **keys: object) -> tuple[subprocess.Popen, Path]:
-    command = shop.train_command("run", nproc=2, num_steps=STEPS, runs_dir=disk, **keys)
+def start(shop: Workshop, disk: Path, *words: str, **keys: object) -> tuple[subprocess.Popen, Path]:
+    command = [*shop.train_command("run", nproc=2, num_steps=STEPS, runs_dir=disk, **keys), *words]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     return process, disk / "run"
 
@@ -89,8 +89,9 @@ def test_lines_of_metrics_that_found_no_room_come_when_there_is_some(shop, disk)
     assert [line["step"] for line in metrics(run)] == list(range(1, STEPS + 1))
 
 
+@pytest.mark.soak
 def test_a_run_that_cannot_save_its_end_says_so_and_goes_on_when_there_is_room(shop, disk):
-    process, run = start(shop, disk, save_every=60)
+    process, run = start(shop, disk, "--no-recover", save_every=60)
     wait_for(lambda: (run / "checkpoints" / "step_000060").exists(), process)
     filler = fill(disk, left=300_000)
     output, _ = process.communicate(timeout=120)
@@ -118,6 +119,7 @@ def test_a_run_folder_that_turns_read_only_stops_the_run_with_its_name(shop, dis
     assert "Traceback" not in output
 
 
+@pytest.mark.soak
 def test_a_run_folder_that_vanishes_stops_the_run_and_is_not_made_anew(shop, disk):
     process, run = start(shop, disk)
     wait_for(lambda: num_steps(run) >= 5, process)
@@ -151,6 +153,7 @@ def test_a_line_cut_by_a_crash_does_not_swallow_the_next(tmp_path):
     assert [record["n"] for record in read_json_lines(path)] == [1, 3]
 
 
+@pytest.mark.soak
 def test_an_attempt_that_ended_before_its_first_checkpoint_leaves_no_line_twice(shop):
     command = shop.train_command("no-checkpoint", nproc=2, num_steps=20)
     process = subprocess.Popen([*command, "--no-recover"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

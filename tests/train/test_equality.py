@@ -76,7 +76,14 @@ def test_a_longer_plan_extends_a_finished_run_and_says_so(shop):
     assert metrics(run)[10]["lr_mult"] > metrics(run)[9]["lr_mult"]
 
 
-@pytest.mark.parametrize("victim", ["rank 0", "rank 1", "agent", "supervisor", "save"])
+@pytest.mark.parametrize(
+    "victim",
+    [
+        *(pytest.param(each, marks=pytest.mark.soak) for each in ("rank 0", "agent", "save")),
+        "rank 1",
+        "supervisor",
+    ],
+)
 def test_a_killed_run_goes_on_to_the_same_bits_as_one_never_broken(shop, unbroken, victim):
     name = f"killed-{victim.replace(' ', '-')}"
     command = shop.train_command(name, nproc=2, num_steps=STEPS, save_every=20)

@@ -10,7 +10,7 @@ from paceline.config import ModelConfig
 from paceline.plan.speeds import RATES, Speeds
 from paceline.plan.step_time import StepSetup, step_time
 
-PROCESSES = [1, pytest.param(2, marks=pytest.mark.dist)]
+PROCESSES = [1, pytest.param(2, marks=[pytest.mark.dist, pytest.mark.soak])]
 
 
 @pytest.mark.parametrize("processes", PROCESSES)

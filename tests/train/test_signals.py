@@ -67,6 +67,7 @@ def test_the_warning_of_a_batch_system_saves_ends_and_resumes_to_the_same_bits(s
     assert final_bits(running.run) == final_bits(unbroken)
 
 
+@pytest.mark.soak
 def test_a_warning_to_every_process_of_the_job_is_one_warning(shop, unbroken):
     running = Running(shop, "all-warned")
     for process in [psutil.Process(running.process.pid), *running.tree]:
@@ -77,7 +78,7 @@ def test_a_warning_to_every_process_of_the_job_is_one_warning(shop, unbroken):
     assert final_bits(running.run) == final_bits(unbroken)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [pytest.param(signal.SIGUSR1, marks=pytest.mark.soak), signal.SIGTERM])
 def test_a_signal_to_one_worker_alone_ends_all_at_one_step_and_is_no_failure(shop, unbroken, signum):
     running = Running(shop, f"one-worker-{signum}")
     os.kill(running.workers[1], signum)
@@ -106,6 +107,7 @@ def test_ctrl_c_twice_ends_a_run_now_and_it_goes_on_from_its_last_checkpoint(sho
     assert final_bits(running.run) == final_bits(unbroken)
 
 
+@pytest.mark.soak
 def test_a_killed_supervisor_leaves_no_process_and_its_run_goes_on(shop, unbroken):
     running = Running(shop, "killed", save_every=3)
     running.process.send_signal(signal.SIGKILL)

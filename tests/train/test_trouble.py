@@ -158,6 +158,7 @@ def test_a_rollback_goes_past_the_rows_as_if_they_had_never_been_there(shop, poi
 
 
 @pytest.mark.dist
+@pytest.mark.soak
 def test_other_numbers_of_ranks_pass_over_the_same_rows(shop, poisoned):
     alone, two = poisoned("alone"), poisoned("two")
     shop.resume(alone, num_steps=12, nproc=1, on_nan="rollback")
@@ -181,6 +182,7 @@ def test_a_leap_of_the_loss_is_passed_over_from_the_last_checkpoint_on(shop):
 
 
 @pytest.mark.dist
+@pytest.mark.soak
 def test_after_three_rollbacks_the_run_stops(shop, poisoned):
     run = poisoned("hopeless")
     poison(run, "model.h.0.mlp.c_fc.weight", 0)
@@ -210,6 +212,7 @@ def test_a_leap_over_rows_of_a_damaged_shard_is_told_as_that_and_nothing_is_pass
 
 
 @pytest.mark.dist
+@pytest.mark.soak
 def test_a_token_that_the_vocabulary_has_not_is_told_with_the_damaged_shard(shop, damage):
     damage(1, token=SMALL["vocab-size"] + 5)
     output = shop.finish(shop.train_command("no-such-token", nproc=1), code=1)

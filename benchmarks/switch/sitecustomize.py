@@ -1,0 +1,40 @@
+"""
+On PYTHONPATH of a run that benchmarks/overhead.py measures: what the ranks do in one block of steps and leave out in the next.
+
+OVERHEAD_SWITCH is "marks 10" or "saves 50": what, and the steps of a block. Blocks with an even number have it.
+"""
+
+import os
+import sys
+
+
+def has_it(step, block):
+    return step // block % 2 == 0
+
+
+def switch_marks(block):
+    from paceline.train.progress import Progress
+
+    mark = Progress.mark
+
+    def mark_or_not(self, step, phase, micro_step=0):
+        if has_it(step, block):
+            mark(self, step, phase, micro_step)
+
+    Progress.mark = mark_or_not
+
+
+def switch_saves(block):
+    from paceline.model.checkpoint import CheckpointWriter
+
+    save = CheckpointWriter.save
+
+    def save_or_not(self, step, *args, **kwargs):
+        return save(self, step, *args, **kwargs) if has_it(step, block) else 0.0
+
+    CheckpointWriter.save = save_or_not
+
+
+if "paceline.train.worker" in sys.orig_argv and "OVERHEAD_SWITCH" in os.environ:
+    what, words = os.environ["OVERHEAD_SWITCH"].split()
+    {"marks": switch_marks, "saves": switch_saves}.get(what, lambda block: None)(int(words))

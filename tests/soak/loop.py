@@ -1,0 +1,138 @@
+"""
+The fault loop: real runs on CPU ranks, faults at exact places, and what came of each.
+
+    python -m soak.loop [--seed 1] [--faults 100] [--only sigkill,disk] [--write docs/reliability.md]     (PYTHONPATH=tests)
+
+Ends with 1 where any fault was not recovered from as it must be. The same seed gives the same faults at the same places.
+"""
+
+import argparse
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from soak.audit import Judged, judge, problems_of_run, read_story
+from soak.drive import Drive, RunEnded, loop_keys
+from soak.faults import KINDS, RANKS, Run, num_steps, pack, sample
+from soak.host import Host
+from soak.table import Result, format_page, format_table
+from train.runs import Workshop, final_bits
+
+MOST = 5  # faults in a run
+HANG_AFTER_S = 8.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--faults", type=int, default=100)
+    parser.add_argument("--only", help=f"kinds, of {', '.join(KINDS)}")
+    parser.add_argument("--write", type=Path, help="the page that the table goes to")
+    parser.add_argument("--keep", type=Path, help="a folder; runs with which something was wrong stay in its `broken`")
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing stays mounted
+    kinds = args.only.split(",") if args.only else list(KINDS)
+    with tempfile.TemporaryDirectory() as name:
+        folder = args.keep or Path(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        result = soak(folder, seed=args.seed, count=args.faults, kinds=kinds)
+    print(format_table(result))
+    if args.write:
+        args.write.write_text(format_page(result))
+    return 1 if result.problems else 0
+
+
+def soak(
+    folder: Path,
+    *,
+    seed: int,
+    count: int,
+    kinds: Sequence[str] = tuple(KINDS),
+    ranks: Sequence[str] = RANKS,
+    nprocs: Sequence[int] = (2, 3),
+    most: int = MOST,
+    hang_after_s: float = HANG_AFTER_S,
+    say: Callable[[str], None] = lambda text: print(text, flush=True),
+) -> Result:
+    """All runs, one after the other."""
+    began = time.monotonic()
+    host = Host(folder)
+    try:
+        kinds = [kind for kind in kinds if kind != "disk" or host.can_mount]
+        runs = pack(sample(seed, count, kinds=kinds, ranks=ranks), seed=seed, most=most, nprocs=nprocs)
+        for note in host.notes:
+            say(note)
+        shop = Workshop(folder)
+        steps = num_steps(most)
+        unbroken = {nproc: undisturbed(shop, nproc=nproc, steps=steps) for nproc in sorted({run.nproc for run in runs})}
+        judged: list[Judged] = []
+        problems: list[str] = []
+        for number, run in enumerate(runs):
+            found, wrong = one_run(shop, host, run, name_of(number), steps, unbroken[run.nproc], hang_after_s)
+            if wrong:
+                shutil.copytree(folder / "disks" / name_of(number), folder / "broken" / name_of(number))
+            judged += found
+            problems += wrong
+            done, spent = len(judged), time.monotonic() - began
+            say(
+                f"{done}/{count} faults | {number + 1}/{len(runs)} runs | eta {spent / done * (count - done) / 60:.0f} min"
+            )
+            for each in found:
+                say(f"  {describe(each)}")
+            for text in wrong:
+                say(f"  PROBLEM {text}")
+    finally:
+        host.close()
+    return Result(tuple(judged), tuple(problems), seed, len(runs), time.monotonic() - began, tuple(host.notes))
+
+
+def name_of(number: int) -> str:
+    return f"run-{number:02d}"
+
+
+def undisturbed(shop: Workshop, *, nproc: int, steps: int) -> dict[str, str]:
+    return final_bits(shop.train(f"undisturbed-{nproc}", **loop_keys(nproc=nproc, num_steps=steps)))
+
+
+def one_run(
+    shop: Workshop, host: Host, run: Run, name: str, steps: int, unbroken: dict[str, str], hang_after_s: float
+) -> tuple[list[Judged], list[str]]:
+    """Its faults, and what was wrong with them or with the run."""
+    drive = Drive(shop, host, run, name=name, num_steps=steps, hang_after_s=hang_after_s)
+    wrong: list[str] = []
+    exit_code = None
+    try:
+        exit_code = drive.run()
+    except RunEnded as error:
+        wrong.append(f"{name}: {error}")
+    left = host.processes_of(drive.orders) if exit_code is not None else []
+    host.end_all(drive.orders)
+    story = read_story(drive.run_dir)
+    struck = [each for each in drive.struck if each.struck]
+    found = [
+        judge(story, each, following, hang_after_s=hang_after_s)
+        for each, following in zip(struck, [*struck[1:], None], strict=True)
+    ]
+    wrong += [f"{name}: {describe(each)}: {text}" for each in found for text in each.problems]
+    if exit_code is not None:
+        texts = problems_of_run(story, num_steps=steps, exit_code=exit_code, left=left, unbroken=unbroken)
+        wrong += [f"{name}: {text}" for text in texts]
+    return found, wrong
+
+
+def describe(each: Judged) -> str:
+    notice = "" if each.notice_s is None else f", noticed after {each.notice_s:.1f} s"
+    lost = "" if each.lost_steps is None else f", {each.lost_steps} steps lost"
+    again = "" if each.again_s is None else f", next step after {each.again_s:.1f} s"
+    fault = each.fault
+    return (
+        f"{fault.kind} {fault.rank} of {each.nproc} at {fault.phase} ({fault.place}): {each.cause}{notice}{lost}{again}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

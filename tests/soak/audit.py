@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 
 from soak.drive import Struck
-from soak.faults import INTERVAL, Fault
+from soak.faults import Fault
 from train.runs import final_bits
 
 from paceline.errors import PacelineError

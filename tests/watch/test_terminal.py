@@ -292,7 +292,7 @@ from paceline.watch.terminal.app import watch
 class Told:
     def update(self): return training()
 watch(Told(), interval_s=3600, ascii_only={ascii})
-print("left")
+print("the view was left")
 """
 
 
@@ -331,6 +331,6 @@ def test_in_a_tmux_of_80_by_24(tmp_path, no_color, ascii):
         assert shown.isascii() == ascii
         assert bool(re.search(r"\x1b\[[\d;]*(3[0-7]|38)[;m]", pane("-e"))) != bool(no_color)
         subprocess.run([*tmux, "send-keys", "-t", "a", "C-c"], env=env, check=True)
-        wait_for("left")
+        wait_for("the view was left")
     finally:
         subprocess.run([*tmux, "kill-server"], env=env, check=False)

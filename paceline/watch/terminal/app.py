@@ -171,9 +171,9 @@ class Watch(App[None]):
         yield Keys(plain=self._plain)
 
     def on_mount(self) -> None:
-        for name in (signal.SIGTERM, signal.SIGHUP):
-            with suppress(NotImplementedError, RuntimeError, ValueError):  # not the main thread: a test
-                asyncio.get_running_loop().add_signal_handler(name, self.exit)
+        # SIGHUP ends the process at once: the terminal that an orderly end would write to is gone
+        with suppress(NotImplementedError, RuntimeError, ValueError):  # not the main thread: a test
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self.exit)
         self.app_resume_signal.subscribe(self, lambda _: self.action_repaint())
         self.query_one("#page", Lines).focus()
         self.set_interval(self.interval_s, self.action_read)

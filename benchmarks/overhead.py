@@ -1,26 +1,31 @@
 """
 What watching and saving cost a run, and how soon one that breaks is at work again.
 
-    python benchmarks/overhead.py [--pairs 60] [--rounds 5] [--only supervisor,checkpoints,restart,hang]
+    python benchmarks/overhead.py [--pairs 60] [--rounds 5] [--only supervisor,checkpoints,viewers,restart,hang]
 
 A/B rows (VARIANTS): one run, in which blocks of steps with a thing take turns with blocks without it; each block without is
 compared with the two beside it, as neighbours share what else the machine does. Seconds, and CPU seconds of all processes of
-the run, which tell more on a busy machine. restart: from a SIGKILL of a rank to the end of the first new step, against command
-to first step of the same run. hang: from a SIGSTOP of a rank until it is named. Real runs on 2 CPU processes with one thread.
+the run, which tell more on a busy machine. Real runs on 2 CPU processes with one thread. viewers: the terminal view, the page
+in a browser and TensorBoard forwarding, all at once; beside one rank, so that a core is free, as it is where GPUs train.
+restart: from a SIGKILL of a rank to the end of the first new step, against command to first step of the same run. hang: from a
+SIGSTOP of a rank until it is named.
 """
 
 import argparse
 import math
 import os
+import pty
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
@@ -53,7 +58,9 @@ class Variant:
     begin: Deed = lambda running: None
     off: Deed = lambda running: None
     on: Deed = lambda running: None
+    end: Deed = lambda running: None
     skip: int = 2  # steps after a border, which is seen from outside a little late
+    nproc: int = NPROC
 
 
 @dataclass
@@ -64,6 +71,7 @@ class Running:
     process: subprocess.Popen[bytes]
     started: float
     screen: Path
+    viewers: list[psutil.Process] = field(default_factory=list)
 
     @property
     def holders(self) -> list[psutil.Process]:
@@ -96,11 +104,58 @@ def thaw(running: Running) -> None:
         each.resume()
 
 
-# a viewer's row: begin starts it, off and on suspend and resume it
+def look(running: Running) -> None:
+    """In a terminal of 120 x 36, in a browser, and through TensorBoard's forwarder, which --track has started."""
+    words = [sys.executable, "-m", "paceline.cli", "watch", str(running.run.path)]
+    screen, terminal = pty.openpty()
+    env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120", "LINES": "36"}
+    shown = subprocess.Popen(words, stdin=terminal, stdout=terminal, stderr=terminal, env=env, start_new_session=True)
+    threading.Thread(target=lambda: all(iter(lambda: os.read(screen, 1 << 16), b"")), daemon=True).start()
+    served = subprocess.Popen([*words, "--web", "--port", "0"], stdout=subprocess.PIPE, text=True)
+    address = next(line.strip() for line in served.stdout if "http" in line)
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
+    headless = [
+        browser,
+        "--headless=new",
+        "--no-sandbox",
+        "--remote-debugging-port=0",
+        f"--user-data-dir={running.screen}.d",
+    ]
+    page = subprocess.Popen([*headless, address], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    forwarders = [each for each in running.holders if "tensorboard" in each.cmdline()]
+    assert forwarders, "no forwarder"
+    running.wait_for(lambda: running.metrics[-1]["step"] > CRASH_STEP)  # all have begun
+    running.viewers += [*(psutil.Process(each.pid) for each in (shown, served, page)), *forwarders]
+
+
+def everything_of(viewers: Sequence[psutil.Process]) -> list[psutil.Process]:
+    return [*viewers, *(child for each in viewers for child in each.children(recursive=True))]
+
+
+def close_eyes(running: Running) -> None:
+    for each in everything_of(running.viewers):
+        each.suspend()
+
+
+def open_eyes(running: Running) -> None:
+    for each in everything_of(running.viewers):
+        each.resume()
+
+
+def leave(running: Running) -> None:
+    open_eyes(running)
+    for each in everything_of(running.viewers[:-1]):  # the forwarder ends with the run
+        each.kill()
+
+
 VARIANTS = (
     Variant("supervisor", block=10, bar=0.005, switch="marks", off=freeze, on=thaw),
     Variant("checkpoints", block=50, bar=0.02, switch="saves", flags=("--save-every", "50"), skip=0),
-)
+    Variant(
+        "viewers", block=40, bar=0.01, flags=("--nproc", "1", "--track", "tensorboard"), nproc=1,
+        begin=look, off=close_eyes, on=open_eyes, end=leave,
+    ),
+)  # fmt: skip
 
 
 def main() -> None:
@@ -151,7 +206,7 @@ def compare(folder: Path, variant: Variant, *, pairs: int) -> None:
     switch = f"{variant.switch} {variant.block}" if variant.switch else None
     with running(folder, *variant.flags, num_steps=(blocks + 2) * variant.block, switch=switch) as run:
         variant.begin(run)
-        everyone = [*run.holders, *(psutil.Process(rank_pid(run, rank)) for rank in range(NPROC))]
+        everyone = [*run.holders, *(psutil.Process(rank_pid(run, rank)) for rank in range(variant.nproc))]
         used = [cpu_seconds(everyone)]  # at each border
         file = run.run.metrics.open("rb")
         step = 0
@@ -163,6 +218,7 @@ def compare(folder: Path, variant: Variant, *, pairs: int) -> None:
             time.sleep(0.005)
             assert run.process.poll() is None, run.screen.read_text()
         variant.on(run)
+        variant.end(run)
         ends = {line["step"]: seconds_of(line) for line in run.metrics}
     report(variant, "tokens/s", block_seconds(ends, variant, blocks))
     report(variant, "CPU time", [after - before for before, after in pairwise(used[2:])])

@@ -176,9 +176,8 @@ class Loop:
         self.busy.start()
         nats_sum = self._micro_steps(step)
         self.busy.stop()
-        told = torch.zeros(
-            plan.world_size, device=self.device
-        )  # by each rank: its busy time, -1 if its loss is no number
+        # by each rank: its busy time, or -1 where its loss is no number
+        told = torch.zeros(plan.world_size, device=self.device)
         told[self.rank] = torch.where(nats_sum.isfinite(), self.busy.mean_ms, -1.0)
         # two counts in one number, so that the message keeps its length
         asks = self.stop.asked + (plan.world_size + 1) * self.save_again()

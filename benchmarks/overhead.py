@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
@@ -139,8 +139,9 @@ def running(folder: Path, *flags: str, num_steps: int, switch: str | None = None
         found.wait_for(lambda: found.metrics)
         yield found
     finally:
-        if process.poll() is None:
+        with suppress(psutil.Error):  # it may have ended just now
             thaw(found)
+        if process.poll() is None:
             process.send_signal(signal.SIGTERM)
         process.wait(PATIENCE_S)
 

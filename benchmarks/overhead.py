@@ -214,6 +214,7 @@ def restart(folder: Path, *, rounds: int) -> None:
             run.wait_for(lambda run=run, since=second_s: seconds_of(run.metrics[-1]) > since)
             first_new = next(line for line in run.metrics if seconds_of(line) > second_s)
             again.append(seconds_of(first_new) - struck)
+        print(f"round {len(fresh)}: fresh {fresh[-1]:.2f} s, again {again[-1]:.2f} s", file=sys.stderr, flush=True)
     ratios = sorted(a / b for a, b in zip(again, fresh, strict=True))
     print(
         f"restart      fault to the first new step {statistics.median(again):.2f} s, command to the first step"

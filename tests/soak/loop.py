@@ -63,7 +63,7 @@ def soak(
 ) -> Result:
     """All runs, so many at once."""
     began = time.monotonic()
-    host = Host(folder)
+    host, pool = Host(folder), ThreadPoolExecutor(jobs)
     try:
         kinds = [kind for kind in kinds if kind != "disk" or host.can_mount]
         runs = pack(sample(seed, count, kinds=kinds, ranks=ranks), seed=seed, most=most, nprocs=nprocs)
@@ -79,7 +79,6 @@ def soak(
             run = runs[number]
             return number, *one_run(shop, host, run, name_of(number), steps, unbroken[run.nproc], hang_after_s)
 
-        pool = ThreadPoolExecutor(jobs)
         for taken in as_completed([pool.submit(take, number) for number in range(len(runs))]):
             number, found, wrong = taken.result()
             if wrong:
@@ -95,6 +94,8 @@ def soak(
             for text in wrong:
                 say(f"  PROBLEM {text}")
     finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        host.end_all(folder / "orders")
         host.close()
     return Result(tuple(judged), tuple(problems), seed, len(runs), time.monotonic() - began, tuple(host.notes))
 

@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 
 from soak.drive import Struck
-from soak.faults import INTERVAL, Fault
+from soak.faults import Fault
 from train.runs import final_bits
 
 from paceline.errors import PacelineError
@@ -146,7 +146,7 @@ def may_lose(story: Story, each: Struck) -> int:
     saves = [e["step"] for e in story.events if e["event"] == "checkpoint" and seconds(e) < each.struck]
     if each.fault.kind == "checkpoint":
         saves = sorted(set(saves))[:-1]  # that one is damaged
-    return each.step - (saves[-1] if saves else 0)
+    return max(0, each.step - (saves[-1] if saves else 0))
 
 
 def again_of(story: Story, each: Struck) -> float | None:

@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import pairwise
@@ -194,8 +194,9 @@ def running(folder: Path, *flags: str, num_steps: int, switch: str | None = None
         found.wait_for(lambda: found.metrics)
         yield found
     finally:
-        if process.poll() is None:
+        with suppress(psutil.Error):  # it may have ended just now
             thaw(found)
+        if process.poll() is None:
             process.send_signal(signal.SIGTERM)
         process.wait(PATIENCE_S)
 
@@ -269,6 +270,7 @@ def restart(folder: Path, *, rounds: int) -> None:
             run.wait_for(lambda run=run, since=second_s: seconds_of(run.metrics[-1]) > since)
             first_new = next(line for line in run.metrics if seconds_of(line) > second_s)
             again.append(seconds_of(first_new) - struck)
+        print(f"round {len(fresh)}: fresh {fresh[-1]:.2f} s, again {again[-1]:.2f} s", file=sys.stderr, flush=True)
     ratios = sorted(a / b for a, b in zip(again, fresh, strict=True))
     print(
         f"restart      fault to the first new step {statistics.median(again):.2f} s, command to the first step"

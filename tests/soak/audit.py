@@ -146,7 +146,7 @@ def may_lose(story: Story, each: Struck) -> int:
     saves = [e["step"] for e in story.events if e["event"] == "checkpoint" and seconds(e) < each.struck]
     if each.fault.kind == "checkpoint":
         saves = sorted(set(saves))[:-1]  # that one is damaged
-    return each.step - (saves[-1] if saves else 0)
+    return max(0, each.step - (saves[-1] if saves else 0))
 
 
 def again_of(story: Story, each: Struck) -> float | None:

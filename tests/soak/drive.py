@@ -141,7 +141,7 @@ class Drive:
                 each.struck = time.time()
                 os.kill(pid, signal.SIGKILL)
         elif fault.kind == "memory" and not fault.variant:
-            self.host.limit(self.group)
+            self.host.limit(self.group, nproc=self.spec.nproc)
         elif fault.kind == "disk":
             self.fill_for_a_while(go, left=0 if fault.variant else LITTLE_BYTES)
         go.touch()

@@ -11,10 +11,7 @@ from pathlib import Path
 
 GROUPS = Path("/sys/fs/cgroup/memory")  # version 1; under version 2 a group with processes in it may not be divided
 DISK_BYTES = 24 << 20  # a checkpoint of the small model takes 2 MB
-ROOM_BYTES, LEAST_BYTES = (
-    150 << 20,
-    1100 << 20,
-)  # a memory limit leaves so much room, and is enough for the next attempt
+LIMIT_BYTES = 500 << 20  # of memory for each rank: enough for the next attempt
 NO_LIMIT = "-1"
 
 
@@ -65,22 +62,24 @@ class Host:
             return command
         return ["bash", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "bash", *command]
 
-    def limit(self, group: Path | None) -> None:
+    def limit(self, group: Path | None, *, nproc: int) -> None:
         assert group is not None
-        used = int((group / "memory.usage_in_bytes").read_text())
-        (group / "memory.limit_in_bytes").write_text(str(max(used + ROOM_BYTES, LEAST_BYTES)))
+        (group / "memory.limit_in_bytes").write_text(str(nproc * LIMIT_BYTES))
 
     def unlimit(self, group: Path | None) -> None:
         if group is not None:
             (group / "memory.limit_in_bytes").write_text(NO_LIMIT)
 
     def processes_of(self, orders: Path) -> list[int]:
-        """All that were started by the run with these orders, whoever their parent is by now."""
+        """All that were started by the run with these orders, or orders below, whoever their parent is by now."""
         mark = f"SOAK_ORDERS={orders}".encode()
         found = []
         for folder in Path("/proc").iterdir():
             with contextlib.suppress(OSError):  # it has just ended
-                if folder.name.isdigit() and mark in (folder / "environ").read_bytes().split(b"\0"):
+                if folder.name.isdigit() and any(
+                    word == mark or word.startswith(mark + b"/")
+                    for word in (folder / "environ").read_bytes().split(b"\0")
+                ):
                     found.append(int(folder.name))
         return found
 

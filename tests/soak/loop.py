@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from soak.audit import Judged, judge, problems_of_run, read_story
@@ -30,6 +31,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--faults", type=int, default=100)
+    parser.add_argument("--jobs", type=int, default=2, help="runs at once")
     parser.add_argument("--only", help=f"kinds, of {', '.join(KINDS)}")
     parser.add_argument("--write", type=Path, help="the page that the table goes to")
     parser.add_argument("--keep", type=Path, help="a folder; runs with which something was wrong stay in its `broken`")
@@ -39,7 +41,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = args.keep or Path(name)
         folder.mkdir(parents=True, exist_ok=True)
-        result = soak(folder, seed=args.seed, count=args.faults, kinds=kinds)
+        result = soak(folder, seed=args.seed, count=args.faults, kinds=kinds, jobs=args.jobs)
     print(format_table(result))
     if args.write:
         args.write.write_text(format_page(result))
@@ -55,12 +57,13 @@ def soak(
     ranks: Sequence[str] = RANKS,
     nprocs: Sequence[int] = (2, 3),
     most: int = MOST,
+    jobs: int = 1,
     hang_after_s: float = HANG_AFTER_S,
     say: Callable[[str], None] = lambda text: print(text, flush=True),
 ) -> Result:
-    """All runs, one after the other."""
+    """All runs, so many at once."""
     began = time.monotonic()
-    host = Host(folder)
+    host, pool = Host(folder), ThreadPoolExecutor(jobs)
     try:
         kinds = [kind for kind in kinds if kind != "disk" or host.can_mount]
         runs = pack(sample(seed, count, kinds=kinds, ranks=ranks), seed=seed, most=most, nprocs=nprocs)
@@ -71,21 +74,28 @@ def soak(
         unbroken = {nproc: undisturbed(shop, nproc=nproc, steps=steps) for nproc in sorted({run.nproc for run in runs})}
         judged: list[Judged] = []
         problems: list[str] = []
-        for number, run in enumerate(runs):
-            found, wrong = one_run(shop, host, run, name_of(number), steps, unbroken[run.nproc], hang_after_s)
+
+        def take(number: int) -> tuple[int, list[Judged], list[str]]:
+            run = runs[number]
+            return number, *one_run(shop, host, run, name_of(number), steps, unbroken[run.nproc], hang_after_s)
+
+        for taken in as_completed([pool.submit(take, number) for number in range(len(runs))]):
+            number, found, wrong = taken.result()
             if wrong:
                 shutil.copytree(folder / "disks" / name_of(number), folder / "broken" / name_of(number))
             judged += found
             problems += wrong
             done, spent = len(judged), time.monotonic() - began
             say(
-                f"{done}/{count} faults | {number + 1}/{len(runs)} runs | eta {spent / done * (count - done) / 60:.0f} min"
+                f"{done}/{count} faults | run {number + 1} of {len(runs)} | eta {spent / done * (count - done) / 60:.0f} min"
             )
             for each in found:
                 say(f"  {describe(each)}")
             for text in wrong:
                 say(f"  PROBLEM {text}")
     finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        host.end_all(folder / "orders")
         host.close()
     return Result(tuple(judged), tuple(problems), seed, len(runs), time.monotonic() - began, tuple(host.notes))
 

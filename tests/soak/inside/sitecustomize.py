@@ -13,7 +13,7 @@ from pathlib import Path
 
 ORDERS = Path(os.environ["SOAK_ORDERS"]) if "SOAK_ORDERS" in os.environ else None
 WAIT_S = 60.0
-GREED_BYTES = 1 << 30
+GREED_BYTES = 1500 << 20
 SLOW_S, SLOW_MARKS = 0.1, 15
 
 

@@ -130,22 +130,25 @@ def utc_now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
+_waiting: dict[Path, bytes] = {}  # lines of this process that found no room, by file
+
+
 def append_json_line(path: Path, record: dict[str, Any]) -> None:
     """One write call per line, in append mode: lines of several writers do not mix.
 
-    On a full disk the line goes to stderr instead, and what is at work goes on; PacelineError where the folder is gone or
-    cannot be written.
+    On a full disk the line is said on stderr, waits for the next one that finds room, and what is at work goes on;
+    PacelineError where the folder is gone or cannot be written.
     """
     line = (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    lines = _waiting.pop(path, b"") + line
     try:
         with _opened_to_append(path) as fd:
-            written = os.write(fd, line if _ends_well(fd) else b"\n" + line)
-            if written < len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            _write_whole(fd, lines)
     except OSError as error:
         if error.errno not in NO_SPACE:
             raise unwritable(path, error) from error
-        print(f"{path}: no space, not kept: {line.decode().rstrip()}", file=sys.stderr, flush=True)
+        _waiting[path] = lines
+        print(f"{path}: no space, waits for some: {line.decode().rstrip()}", file=sys.stderr, flush=True)
 
 
 def append_sample(path: Path, record: dict[str, Any]) -> bool:
@@ -154,9 +157,10 @@ def append_sample(path: Path, record: dict[str, Any]) -> bool:
     try:
         path.parent.mkdir(exist_ok=True)
         with _opened_to_append(path) as fd:
-            return os.write(fd, line if _ends_well(fd) else b"\n" + line) >= len(line)
+            _write_whole(fd, line)
     except OSError:
         return False
+    return True
 
 
 class LineFile:
@@ -190,6 +194,17 @@ def _ends_well(fd: int) -> bool:
     """False after a line that a crash or a full disk has cut: a new one must not be glued to it."""
     size = os.fstat(fd).st_size
     return size == 0 or os.pread(fd, 1, size - 1) == b"\n"
+
+
+def _write_whole(fd: int, lines: bytes) -> None:
+    """All or nothing: the part that a full disk took is given back. After a line that a crash has cut, on a new one."""
+    text = lines if _ends_well(fd) else b"\n" + lines
+    before = os.fstat(fd).st_size
+    written = os.write(fd, text)
+    if written < len(text):
+        if os.fstat(fd).st_size == before + written:  # no other writer came after it
+            os.ftruncate(fd, before)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def unwritable(path: Path, error: OSError) -> PacelineError:

@@ -94,7 +94,8 @@ def judge(story: Story, each: Struck, following: Struck | None, *, hang_after_s:
         allowed_s = 25.0  # the agent's own grace for a save, and the kill after it
     if notice_s is not None and notice_s > allowed_s:
         problems.append(f"noticed after {notice_s:.1f} s")
-    if lost is not None and lost > may_lose(story, each):
+    damaged = fault.kind == "checkpoint" or (following is not None and strikes_what_is_read(following.fault))
+    if lost is not None and lost > may_lose(story, each, damaged=damaged):
         problems.append(f"{lost} steps lost")
     return Judged(fault, each.nproc, story.run.name, cause, right, notice_s, lost, again_s, tuple(problems))
 
@@ -141,11 +142,16 @@ def lost_steps(story: Story, each: Struck) -> int | None:
     return max(0, each.step - (resumed[0] if resumed else 0))
 
 
-def may_lose(story: Story, each: Struck) -> int:
+def strikes_what_is_read(fault: Fault) -> bool:
+    """It damages the checkpoint that the attempt after the fault before it goes on from."""
+    return fault.kind == "checkpoint" and fault.phase == "start"
+
+
+def may_lose(story: Story, each: Struck, *, damaged: bool) -> int:
     """What was done since the newest checkpoint, which one interval covers but where its save was still under way."""
     saves = [e["step"] for e in story.events if e["event"] == "checkpoint" and seconds(e) < each.struck]
-    if each.fault.kind == "checkpoint":
-        saves = sorted(set(saves))[:-1]  # that one is damaged
+    if damaged:
+        saves = sorted(set(saves))[:-1]
     return max(0, each.step - (saves[-1] if saves else 0))
 
 

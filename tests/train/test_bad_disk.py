@@ -1,6 +1,8 @@
 """Runs whose disk fills up, turns read-only or vanishes under them."""
 
+import os
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 from runs import Workshop, events, final_bits, metrics
 
+from paceline.model.checkpoint import LOOK_S
 from paceline.rundir import RunDir, append_event, append_json_line, read_json_lines
 
 pytestmark = pytest.mark.dist
@@ -57,12 +60,23 @@ def fill(disk: Path, *, left: int) -> Path:
     return filler
 
 
+def stand_still(run: Path, *, seconds: float) -> None:
+    """So that a quick machine does no more steps until the ranks look for room again."""
+    pids = events(run, "attempt")[0]["pids"]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(seconds)
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+
+
 def test_a_full_disk_costs_a_run_a_checkpoint_and_nothing_else(shop, disk):
     process, run = start(shop, disk, save_every=60)
     wait_for(lambda: num_steps(run) >= 5, process)
     filler = fill(disk, left=300_000)
     wait_for(lambda: any(e["event"] == "save_failed" for e in read_json_lines(run / "events.jsonl")), process)
     filler.unlink()
+    stand_still(run, seconds=LOOK_S)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     [failed] = events(run, "save_failed")
@@ -134,15 +148,16 @@ def test_a_run_folder_that_vanishes_stops_the_run_and_is_not_made_anew(shop, dis
     assert [line["step"] for line in metrics(run)] == list(range(1, STEPS + 1))
 
 
-def test_an_event_that_finds_no_room_is_said_instead_and_ends_nothing(disk, capsys):
+def test_an_event_that_finds_no_room_is_said_and_waits_for_some_and_ends_nothing(disk, capsys):
     run = RunDir(disk)
     append_event(run, "note", text="x" * 4000)
     fill(disk, left=0)
     append_event(run, "note", text="y" * 4000)
     assert '"text": "yyy' in capsys.readouterr().err
+    assert run.events.read_bytes().endswith(b"\n")
     (disk / "filler").unlink()
     append_event(run, "note", text="z")
-    assert [event["text"][0] for event in read_json_lines(run.events)] == ["x", "z"]
+    assert [event["text"][0] for event in read_json_lines(run.events)] == ["x", "y", "z"]
 
 
 def test_a_line_cut_by_a_crash_does_not_swallow_the_next(tmp_path):

@@ -16,7 +16,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -158,6 +158,8 @@ class GPT(nn.Module):
         self.smear_gate = Linear(min(SMEAR_GATE_CHANNELS, config.n_embd), 1)
         self.smear_lambda = nn.Parameter(torch.empty(1))
         self.backout_lambda = nn.Parameter(torch.empty(1))
+        self.nats_per_token: Callable[..., Tensor] = nats_per_token
+        self.sum_of_nats: Callable[..., Tensor] = sum_of_nats
 
     def forward(self, idx: Tensor, targets: Tensor, *, reduction: Literal["sum", "none"] = "sum") -> Tensor:
         """Nats of targets, (B, T) int64, -1 not counted: their sum, () fp32, or each one's, (B, T) fp32 without gradient."""
@@ -169,8 +171,15 @@ class GPT(nn.Module):
             "compiled": torch.compiler.is_compiling(),  # known here, while tracing; the loss runs outside the trace
         }
         if reduction == "none":
-            return cast(Tensor, nats_per_token(x, weight, targets.flatten(), **options)).view_as(targets)
-        return cast(Tensor, sum_of_nats(x, weight, targets.flatten(), **options))
+            return self.nats_per_token(x, weight, targets.flatten(), **options).view_as(targets)
+        return self.sum_of_nats(x, weight, targets.flatten(), **options)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """nn.Module's, with the loss outside the graph: a compiler may keep its chunks alive. What takes a loss out of graphs
+        takes a second to import, which a model that stays eager need not wait for."""
+        disable = torch.compiler.disable
+        self.nats_per_token, self.sum_of_nats = disable(nats_per_token), disable(sum_of_nats)  # type: ignore[no-untyped-call]
+        super().compile(*args, **kwargs)
 
     def logits(self, idx: Tensor, *, cache: KVCache | None = None, newest_only: bool = False) -> Tensor:
         """(B, T, vocab_size) fp32, capped; with newest_only (B, 1, vocab_size), of the last token alone."""

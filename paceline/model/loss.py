@@ -30,7 +30,6 @@ def softcap(logits: Tensor) -> Tensor:
     return SOFTCAP * torch.tanh(logits / SOFTCAP)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiler may keep chunks alive; only capped_nats_ is compiled
 def sum_of_nats(
     x: Tensor, weight: Tensor, targets: Tensor, *, vocab_size: int, budget_bytes: int, compiled: bool
 ) -> Tensor:
@@ -44,7 +43,6 @@ def sum_of_nats(
     return torch.cat([nats for _, nats, _ in chunks]).sum()
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 @torch.no_grad()
 def nats_per_token(
     x: Tensor, weight: Tensor, targets: Tensor, *, vocab_size: int, budget_bytes: int, compiled: bool

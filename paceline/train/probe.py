@@ -97,6 +97,7 @@ def probe(run: RunDir, plan: Plan) -> None:
             }
         )
     write_stages(run, rank, stages)
+    loop.progress.mark(NUM_STEPS, "done")
 
 
 def without(figures: dict[str, int | None], spare_bytes: int) -> dict[str, int | None]:

@@ -160,7 +160,10 @@ def test_a_compiler_that_is_killed_asks_for_fewer_jobs(source):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, *(pytest.param(each, marks=pytest.mark.soak) for each in (signal.SIGTERM, signal.SIGKILL))],
+)
 def test_an_interrupted_build_leaves_no_process_and_goes_on(source, number):
     slow_down(source)
     code = (

@@ -152,6 +152,7 @@ def test_under_a_memory_limit_the_run_trains_with_the_rows_that_passed(tmp_path)
     assert [record.source for record in read_records(tmp_path / "cache")] == ["probe", "deep"]
 
 
+@pytest.mark.soak
 def test_ctrl_c_while_it_is_tried_ends_with_130_and_leaves_nothing(tmp_path):
     process = subprocess.Popen(train(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     deadline = time.monotonic() + 120

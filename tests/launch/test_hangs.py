@@ -136,6 +136,7 @@ def failures(launch):
     return [event for event in lines if event["event"] == "rank_failed"]
 
 
+@pytest.mark.soak
 def test_a_loop_in_a_data_loader_is_named_by_its_mark_and_its_place_while_the_others_wait(watched):
     launch = watched(TRAINS, nproc=3, hang_after_s=4, more=LOOPS_IN_THE_LOADER)
     wait_for_step(launch, 5)
@@ -188,6 +189,7 @@ def test_a_long_evaluation_a_slow_first_step_and_a_slow_start_are_no_hang(watche
     assert "hang" not in launch.events()
 
 
+@pytest.mark.soak
 def test_a_run_that_is_suspended_as_a_whole_goes_on_without_a_hang(watched):
     launch = watched(TRAINS, hang_after_s=3)
     wait_for_step(launch, 3)

@@ -150,6 +150,7 @@ def cgroup():
             time.sleep(0.05)
 
 
+@pytest.mark.soak
 def test_a_host_that_runs_out_of_memory_is_given_fewer_rows(shop, cgroup):
     """The kernel kills the rank as soon as others have taken what it needs: here, the limit is lowered under it."""
     keys = {

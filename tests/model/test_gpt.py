@@ -252,7 +252,8 @@ def test_compiled_and_eager_agree_and_only_the_loss_is_outside_the_graph(compute
     idx, targets = rows()
     eager_loss, eager = gradients(model, idx, targets)
     counters.clear()
-    loss, compiled = gradients(model, idx, targets, forward=torch.compile(model, dynamic=False))
+    model.compile(dynamic=False)
+    loss, compiled = gradients(model, idx, targets)
     assert [reason.splitlines()[0] for reason in counters["graph_break"]] == [
         "Skip calling `torch.compiler.disable()`d function"
     ]

@@ -89,6 +89,7 @@ def test_a_full_disk_costs_a_run_a_checkpoint_and_nothing_else(shop, disk):
     assert final_bits(run) == final_bits(shop.train("unbroken", nproc=2, num_steps=STEPS))
 
 
+@pytest.mark.soak
 def test_lines_of_metrics_that_found_no_room_come_when_there_is_some(shop, disk):
     process, run = start(shop, disk)
     wait_for(lambda: num_steps(run) >= 5, process)

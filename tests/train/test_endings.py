@@ -43,6 +43,7 @@ def test_an_interrupted_run_saves_ends_with_130_and_resumes_to_the_same_bits(sho
     assert final_bits(run) == final_bits(unbroken)
 
 
+@pytest.mark.soak
 def test_a_loss_that_is_not_a_number_stops_naming_step_and_rank(shop):
     run = shop.train("poisoned", nproc=2, num_steps=4)
     poison(run, "model.h.0.mlp.c_fc.weight")
@@ -75,7 +76,7 @@ def test_plain_ddp_trains_like_the_sharded_optimizer(shop):
         assert one["loss"] == pytest.approx(other["loss"], abs=2e-4)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.soak)])
 def test_a_narrow_precision_trains_close_to_fp32(shop, precision):
     fp32 = metrics(shop.train(f"fp32-for-{precision}", nproc=2))
     narrow = metrics(shop.train(precision, nproc=2, precision=precision))

@@ -56,6 +56,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_at_one_and_at_three(shop, unbroken):
         assert [event["from_world_size"] for event in events(run, "resumed")] == [2]
 
 
+@pytest.mark.soak
 def test_a_flipped_byte_in_the_newest_checkpoint_is_found_and_the_one_before_used(shop, unbroken):
     run = shop.train("flipped", nproc=2, num_steps=STEPS, save_every=20)
     file = sorted((run / "checkpoints" / "step_000060").glob("*.safetensors"))[-1]
@@ -79,9 +80,8 @@ def test_a_longer_plan_extends_a_finished_run_and_says_so(shop):
 @pytest.mark.parametrize(
     "victim",
     [
-        *(pytest.param(each, marks=pytest.mark.soak) for each in ("rank 0", "agent", "save")),
+        *(pytest.param(each, marks=pytest.mark.soak) for each in ("rank 0", "agent", "save", "supervisor")),
         "rank 1",
-        "supervisor",
     ],
 )
 def test_a_killed_run_goes_on_to_the_same_bits_as_one_never_broken(shop, unbroken, victim):

@@ -78,7 +78,8 @@ def test_a_warning_to_every_process_of_the_job_is_one_warning(shop, unbroken):
     assert final_bits(running.run) == final_bits(unbroken)
 
 
-@pytest.mark.parametrize("signum", [pytest.param(signal.SIGUSR1, marks=pytest.mark.soak), signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGTERM])
+@pytest.mark.soak
 def test_a_signal_to_one_worker_alone_ends_all_at_one_step_and_is_no_failure(shop, unbroken, signum):
     running = Running(shop, f"one-worker-{signum}")
     os.kill(running.workers[1], signum)

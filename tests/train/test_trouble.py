@@ -170,6 +170,7 @@ def test_other_numbers_of_ranks_pass_over_the_same_rows(shop, poisoned):
 
 
 @pytest.mark.dist
+@pytest.mark.soak
 def test_a_leap_of_the_loss_is_passed_over_from_the_last_checkpoint_on(shop):
     run = shop.train("leaps", nproc=2, **LEAPS)
     assert [event["state"] for event in events(run, "attempt_ended")] == ["failed", "finished"]

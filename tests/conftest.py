@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import setuptools  # noqa: F401  before anything takes the standard library's distutils: wandb does, inductor then cannot
 
 LIBUV_CHECK = "_ZN4c10d6detail35is_libuv_tcpstore_backend_availableEv"
 

@@ -25,14 +25,14 @@ QUICK = [
     Fault("healthy", "healthy", None, "training finished"),
     Fault("exception_on_one", "user-code-exception", 1, BAD_SAMPLE, nproc=3),
     Fault("sigkill", "host-oom-killed", 1, "Signal 9"),
-    Fault("sigsegv", "sigsegv", 1, "Signal 11"),
-    Fault("slow_rank", "collective-timeout-desync", 1, "Timed out waiting"),
     Fault("disk_full", "disk-full", 0, "unexpected pos", around=small_disk(DISK, "256k"), args=(DISK,)),
-    Fault("waits_for_a_signal", "preempted-sigterm", None, "got signal: 15", signal=signal.SIGTERM),
     Fault("ddp_unused", "ddp-unused-parameters", EVERY, "find_unused_parameters"),
-    Fault("exception_on_one", "user-code-exception", 1, BAD_SAMPLE, launcher="paceline"),
 ]
 LONG = [
+    Fault("sigsegv", "sigsegv", 1, "Signal 11"),
+    Fault("slow_rank", "collective-timeout-desync", 1, "Timed out waiting"),
+    Fault("waits_for_a_signal", "preempted-sigterm", None, "got signal: 15", signal=signal.SIGTERM),
+    Fault("exception_on_one", "user-code-exception", 1, BAD_SAMPLE, launcher="paceline"),
     Fault("unknown_flag", "config-error", EVERY, "unrecognized arguments"),
     Fault("joins", "master-unreachable", None, "timed out after", launcher="python", env=CLOSED),
     Fault("port_taken", "port-in-use", None, "EADDRINUSE", launcher="python"),

@@ -171,6 +171,7 @@ def test_at_the_same_mark_the_rank_outside_the_collective_is_named_by_its_stack(
     assert is_over(launch)
 
 
+@pytest.mark.soak
 def test_a_long_evaluation_a_slow_first_step_and_a_slow_start_are_no_hang(watched):
     more = """
     def evaluate(step):
@@ -244,6 +245,7 @@ def test_a_script_whose_ranks_are_silent_and_idle_is_ended_and_its_stopped_rank_
     assert is_over(launch)
 
 
+@pytest.mark.soak
 def test_a_script_whose_ranks_all_wait_for_ever_is_ended_without_a_name(watched):
     more = """
         if step == 3:

@@ -70,6 +70,7 @@ def test_a_rank_is_killed_and_the_run_ends_as_if_nothing_had_happened(shop, unbr
     assert final_bits(run) == unbroken
 
 
+@pytest.mark.soak
 def test_a_rank_that_stands_still_is_named_and_ended_and_the_run_goes_on(shop, unbroken):
     process = start([*shop.train_command("stopped", nproc=2, num_steps=30, save_every=10), "--hang-after", "5"])
     run = shop.folder / "runs" / "stopped"

@@ -1,6 +1,8 @@
 """The model against its definition in plain PyTorch, and what must hold whatever the weights are."""
 
 import math
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -242,6 +244,24 @@ def test_flex_s_block_mask_shows_what_a_window_shows():
 def test_a_row_longer_than_the_model_takes_is_refused():
     with pytest.raises(ValueError, match="301 tokens in a row, the model takes 300"):
         make_gpt().logits(torch.zeros(1, 301, dtype=torch.int64))
+
+
+def test_a_step_that_is_not_compiled_does_not_import_the_compiler():
+    """It takes longer to import than all else that a small run waits for at its start."""
+    code = """
+import sys, torch, paceline.train.worker
+from paceline.config import ModelConfig
+from paceline.model.gpt import GPT
+config = ModelConfig(
+    n_layer=2, n_embd=32, n_head=4, n_kv_head=2, head_dim=8, sequence_len=32, vocab_size=64, window_pattern="L"
+)
+model = GPT(config, compute_dtype=torch.float32)
+model.init_weights(seed=1)
+idx = torch.zeros(1, 32, dtype=torch.int64)
+model(idx, idx).backward()
+print("torch._dynamo" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
+import torch._dynamo  # activation checkpointing brings it in at its first call: it counts as code, not as tensors
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 

@@ -84,6 +84,7 @@ def test_a_narrow_precision_trains_close_to_fp32(shop, precision):
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_compile_changes_the_graph_not_the_losses(shop):
     eager = metrics(shop.train("eager", nproc=1, compile="false"))
     run = shop.train("compiled", nproc=1, compile="true")

@@ -193,7 +193,7 @@ def beside_bytes() -> float:
 )
 @pytest.mark.parametrize(
     "setup",
-    [pytest.param(setup, id=name, marks=[pytest.mark.soak] * (name > "0.4")) for name, setup in RESIDENT.items()],
+    [pytest.param(setup, id=name, marks=pytest.mark.soak) for name, setup in RESIDENT.items()],
 )
 def test_a_process_grows_by_the_traced_bytes(setup: MemorySetup, beside_bytes: float):
     assert resident_growth(setup) - beside_bytes == pytest.approx(trace_steps(setup).peak_bytes, rel=0.05)

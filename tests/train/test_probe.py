@@ -49,6 +49,7 @@ def test_a_run_leaves_what_its_fullest_rank_took_to_the_next_plan(shop, unbroken
 
 
 @pytest.mark.dist
+@pytest.mark.soak
 def test_a_calibration_learnt_while_a_run_was_broken_off_does_not_change_its_bits(shop, unbroken):
     command = shop.train_command("broken", nproc=2, num_steps=40, device_batch_size="auto")
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

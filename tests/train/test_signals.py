@@ -92,6 +92,7 @@ def test_a_signal_to_one_worker_alone_ends_all_at_one_step_and_is_no_failure(sho
     assert final_bits(running.run) == final_bits(unbroken)
 
 
+@pytest.mark.soak
 def test_ctrl_c_twice_ends_a_run_now_and_it_goes_on_from_its_last_checkpoint(shop, unbroken):
     running = Running(shop, "twice", save_every=3)
     wait_for(lambda: bool(events(running.run, "checkpoint")))

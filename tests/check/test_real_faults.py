@@ -189,6 +189,7 @@ def test_an_absent_compiler_is_found(tmp_path):
     assert finding["fix"] == "sudo apt-get install -y g++ python3-dev"
 
 
+@pytest.mark.soak
 def test_a_stop_ends_train_before_any_worker_unless_no_check_is_given(tmp_path):
     train = [sys.executable, "-m", "paceline.cli", "train", "--runs-dir", str(tmp_path / "runs"), "--cache-dir"]
     train += [

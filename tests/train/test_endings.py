@@ -92,6 +92,7 @@ def test_compile_changes_the_graph_not_the_losses(shop):
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_a_long_run_measures_whether_compiling_pays_and_keeps_the_answer(shop):
     command = shop.train_command("measured", nproc=1, num_steps=10_000_000)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -106,6 +107,7 @@ def test_a_long_run_measures_whether_compiling_pays_and_keeps_the_answer(shop):
     assert json.loads((run / "plan.json").read_text())["compile"] is note.endswith(": compiled")
 
 
+@pytest.mark.soak
 def test_epochs_train_on_every_row_as_often_as_asked(shop):
     whole = shop.train("epochs", nproc=2, epochs=0.5, num_steps="auto")
     facts = json.loads(Path(json.loads((whole / "dataset.json").read_text())["path"], "meta.json").read_text())

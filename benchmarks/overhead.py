@@ -39,7 +39,7 @@ NPROC = 2
 SHAPE = {
     "depth": 4, "n-embd": 128, "head-dim": 64, "sequence-len": 256, "vocab-size": 2048, "total-batch-size": 4096,
     "device-batch-size": 8, "precision": "fp32", "device": "cpu", "nproc": NPROC, "log-every": 1, "eval-every": 0,
-    "sample-every": 0, "save-every": 0, "eval-tokens": 256,
+    "sample-every": 0, "save-every": 0, "eval-tokens": 256, "compile": "false",
 }  # fmt: skip
 PATIENCE_S = 300.0
 CRASH_STEP = 12

@@ -81,6 +81,7 @@ def test_what_is_built_is_installed_and_tried(source):
 
 
 @pytest.mark.dist
+@pytest.mark.soak
 def test_a_second_build_goes_on_and_a_changed_option_is_said(source, monkeypatch):
     build(source)
     told = []

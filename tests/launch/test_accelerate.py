@@ -191,6 +191,7 @@ def test_accelerate_launches_one_cpu_process(tmp_path):
 
 
 @pytest.mark.dist
+@pytest.mark.soak
 def test_two_hosts_with_a_file_each_train_together(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

@@ -131,6 +131,7 @@ def train(folder: Path, **keys: object) -> list[str]:
     return [sys.executable, "-m", "paceline.cli", "train", "--no-check", *words]
 
 
+@pytest.mark.soak
 def test_under_a_memory_limit_the_run_trains_with_the_rows_that_passed(tmp_path):
     limit = (LIMIT_BYTES, LIMIT_BYTES)
     done = subprocess.run(

@@ -232,6 +232,7 @@ def test_a_tracker_that_dies_is_one_line(run, capsys):
 
 
 @pytest.mark.dist
+@pytest.mark.soak
 def test_a_script_is_tracked_and_its_end_told_and_the_address_stands_nowhere(tmp_path, server):
     pytest.importorskip("tensorboard")
     (tmp_path / "train.py").write_text(

@@ -83,6 +83,7 @@ def test_a_ddp_script_trains_and_goes_on_from_its_snapshot(bench):
     assert "Epoch 0" not in again.out
 
 
+@pytest.mark.soak
 def test_a_recorded_error_is_shown_with_its_own_traceback_and_explained_last(bench):
     done = bench.run("--nproc", 2, "--", SCRIPTS / "recorded.py")
     assert done.returncode in (

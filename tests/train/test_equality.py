@@ -47,6 +47,7 @@ def test_every_step_is_logged_once_and_in_order(unbroken):
     assert [line["step"] for line in metrics(unbroken)] == list(range(1, STEPS + 1))
 
 
+@pytest.mark.soak
 def test_a_checkpoint_of_two_ranks_goes_on_at_one_and_at_three(shop, unbroken):
     for nproc in (1, 3):
         run = shop.train(f"reshard-{nproc}", nproc=2, num_steps=STEPS, save_every=20, keep_last=5)

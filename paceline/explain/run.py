@@ -2,7 +2,8 @@
 A run folder of ours, explained: its rank logs, with what a log alone lacks.
 
 Exit codes and who ended whom stand in events.jsonl, errors in `<rank>.error.json`, how far each rank got in progress/, the batch
-size in config.toml, and what the kernel did to the run's processes in the kernel log, where it may be read.
+size in config.toml, how the hosts were in health/, and what the kernel did to the run's processes in the kernel log, where it may
+be read.
 """
 
 from __future__ import annotations
@@ -23,14 +24,19 @@ from paceline.explain.flight import late_rank
 from paceline.explain.kernel_log import kernel_lines, killed_for_memory
 from paceline.explain.reader import Log, read_log
 from paceline.explain.record import SUPERVISED, Evidence, Explanation, Progress, Record
+from paceline.explain.samples import Samples, held_down, read_samples, short_of_disk, short_of_memory, xids_of
 from paceline.explain.verdict import UNKNOWN, reach_verdict
-from paceline.explain.xid import read_xids
 from paceline.rundir import RunDir, read_json_lines
 
 NO_LINES = Log(records=(), progress=Progress(), last_marks=(), last_lines=(), num_lines=0, num_bytes=0)
 SURE = 0.8
 HANG_LINES = {"mark": ("mark:",), "state": ("State:",), "frame": ("File ",)}  # of hangs/<attempt>/<rank>.txt
 FOR_MEMORY, FROM_OUTSIDE = "host-oom-killed", "killed-from-outside"  # of the catalogue
+TELLING = (  # samples, and the causes that they say something of
+    (short_of_memory, {FOR_MEMORY, FROM_OUTSIDE, "dataloader-worker-killed", UNKNOWN}),
+    (short_of_disk, {"disk-full", "checkpoint-corrupt", UNKNOWN}),
+    (held_down, {"hang", "collective-timeout-desync", "gpu-throttled", UNKNOWN}),
+)
 
 
 def explain_run(run: RunDir, *, attempt: int | None = None) -> Explanation:
@@ -40,11 +46,12 @@ def explain_run(run: RunDir, *, attempt: int | None = None) -> Explanation:
     events = [event for event in read_json_lines(run.events) if event.get("attempt") in (None, attempt)]
     files = sorted(run.logs(attempt).glob("*.log")) + sorted(run.logs(attempt).glob("*.error.json"))
     logs = [*read_files(files, catalogue), exits_of(events), steps_of(run), *kernel_logs(events, catalogue)]
-    logs += xid_logs(run, events, catalogue)
+    samples = samples_of(run, events)
+    logs += xid_logs(samples, events, catalogue)
     logs += [late] if (late := late_rank(sorted(run.path.rglob("nccl_trace_rank_*")))) else []
     values = values_of(run)
     said = by_whose_hand(reach_verdict(logs, catalogue, values=values), events, catalogue, values)
-    return as_supervised(with_own_words(said, run, attempt), run, events, attempt)
+    return with_samples(as_supervised(with_own_words(said, run, attempt), run, events, attempt), samples)
 
 
 def last_attempt(run: RunDir) -> int:
@@ -100,19 +107,29 @@ def kernel_logs(events: Sequence[Mapping[str, Any]], catalogue: Catalogue) -> li
     ]
 
 
-def xid_logs(run: RunDir, events: Sequence[Mapping[str, Any]], catalogue: Catalogue) -> list[Log]:
-    """Xid errors that the samples of health saw in this attempt, in the words of the kernel."""
-    attempt = next((event for event in events if event.get("event") == "attempt"), None)
-    if attempt is None:
-        return []
-    ranks = {pid: rank for rank, pid in enumerate(attempt.get("pids") or ())}
+def samples_of(run: RunDir, events: Sequence[Mapping[str, Any]]) -> list[Samples]:
+    """Each host's, of this attempt."""
+    began = next((event["time"] for event in events if event.get("event") == "attempt"), None)
+    return [read_samples(path, since=began) for path in sorted(run.health_dir.glob("*.jsonl"))] if began else []
+
+
+def xid_logs(samples: Sequence[Samples], events: Sequence[Mapping[str, Any]], catalogue: Catalogue) -> list[Log]:
+    """Xid errors that the samples have, in the words of the kernel."""
+    pids: Sequence[Any] = next((event.get("pids") or () for event in events if event.get("event") == "attempt"), ())
+    ranks = {pid: rank for rank, pid in enumerate(pids)}
     return [
         read_log(
             [each.line.encode()], literals=catalogue.literals, rank=ranks.get(each.pid), source=f"health/{each.host}"
         )
-        for path in sorted(run.health_dir.glob("*.jsonl"))
-        for each in read_xids(path, since=attempt["time"])
+        for host in samples
+        for each in xids_of(host)
     ]
+
+
+def with_samples(said: Explanation, samples: Sequence[Samples]) -> Explanation:
+    """The verdict stands; what the hosts were like at its end is shown beside it, where it bears on such a cause."""
+    seen = [each for tell, causes in TELLING if said.cause in causes for host in samples for each in tell(host)]
+    return replace(said, evidence=(*said.evidence, *seen))
 
 
 def by_whose_hand(

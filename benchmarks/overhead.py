@@ -184,7 +184,8 @@ def running(folder: Path, *flags: str, num_steps: int, switch: str | None = None
     words = [word for pair in (values | dict(zip(flags[::2], flags[1::2], strict=True))).items() for word in pair]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     if switch:
-        env |= {"PYTHONPATH": str(SWITCH), "OVERHEAD_SWITCH": switch}
+        paths = [str(SWITCH), *filter(None, [os.environ.get("PYTHONPATH")])]
+        env |= {"PYTHONPATH": os.pathsep.join(paths), "OVERHEAD_SWITCH": switch}
     started = time.time()
     command = [sys.executable, "-m", "paceline.cli", "train", *words]
     with (folder / "screen.txt").open("wb") as screen:

@@ -5,6 +5,7 @@ JSON, always of the same length. Its last field is the CRC-32 of the line before
 """
 
 import json
+import os
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +38,11 @@ class Mark:
 def read_mark(path: Path) -> Mark | None:
     """None where there is none, or one that is being written just now."""
     try:
-        line = path.read_bytes()
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            line = os.read(fd, WIDTH + 1)
+        finally:
+            os.close(fd)
         said = json.loads(line)
         if len(line) != WIDTH or zlib.crc32(line[: -len(SUM % 0)]) != said["sum"]:
             return None

@@ -21,6 +21,7 @@ from typing import Any
 from paceline.errors import PacelineError
 
 LOCK_TRIES, LOCK_TRY_S = 3, 0.02  # whoever only looks at a run, `is_locked`, holds it for some microseconds
+RECORDED = "comm_lib_trace_rank_"  # as torch calls what its flight recorder writes; the rank follows
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -108,6 +109,10 @@ class RunDir:
     def rank_stacks(self, attempt: int, rank: int) -> Path:
         """Where a rank of our trainer writes the stacks of its threads whenever it is sent SIGUSR2; else empty."""
         return self.logs(attempt) / f"{rank}.stacks"
+
+    def recorded(self, attempt: int) -> list[Path]:
+        """Of its last collectives by each rank that was asked, or that met torch's own timeout (launch/recorder.py)."""
+        return sorted(self.logs(attempt).glob(f"{RECORDED}*"))
 
     @property
     def health_dir(self) -> Path:

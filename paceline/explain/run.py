@@ -48,7 +48,7 @@ def explain_run(run: RunDir, *, attempt: int | None = None) -> Explanation:
     logs = [*read_files(files, catalogue), exits_of(events), steps_of(run), *kernel_logs(events, catalogue)]
     samples = samples_of(run, events)
     logs += xid_logs(samples, events, catalogue)
-    logs += [late] if (late := late_rank(sorted(run.path.rglob("nccl_trace_rank_*")))) else []
+    logs += late_of(run, attempt, events)
     values = values_of(run)
     said = by_whose_hand(reach_verdict(logs, catalogue, values=values), events, catalogue, values)
     return with_samples(as_supervised(with_own_words(said, run, attempt), run, events, attempt), samples)
@@ -105,6 +105,14 @@ def kernel_logs(events: Sequence[Mapping[str, Any]], catalogue: Catalogue) -> li
     return [
         read_log([line.encode()], literals=catalogue.literals, rank=rank, source="kernel log") for rank, line in found
     ]
+
+
+def late_of(run: RunDir, attempt: int, events: Sequence[Mapping[str, Any]]) -> list[Log]:
+    """By what every rank recorded: a rank that did not is late itself, and then those that wait for it stand apart too."""
+    recorded = run.recorded(attempt)
+    started = next((event.get("world_size") for event in events if event.get("event") == "attempt"), None)
+    late = late_rank(recorded) if len(recorded) == started else None
+    return [late] if late else []
 
 
 def samples_of(run: RunDir, events: Sequence[Mapping[str, Any]]) -> list[Samples]:

@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from paceline.launch.recorder import remove_pipes
 from paceline.launch.sampler import end_sampler, start_sampler
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -61,6 +62,7 @@ class Agent:
     def __init__(self, job: dict[str, Any], commands: Lines):
         self.run_id: str = job["run_id"]
         self.stop_grace_s: float = job["stop_grace_s"]
+        self.logs_dir = Path(job["logs_dir"])
         self.commands = commands
         self.kill_at = float("inf")
         self.pids: dict[int, int] = {}
@@ -87,6 +89,7 @@ class Agent:
         exit_code = self.engine.wait()
         end_sampler(self.sampler)
         left = kill_processes(self.run_id, timeout_s=KILL_DEADLINE_S)
+        remove_pipes(self.logs_dir)
         send({"event": "engine_ended", "exit_code": exit_code, "left": left})
         return 0
 

@@ -24,10 +24,11 @@ from typing import Any, Literal
 from paceline.errors import Interrupted
 from paceline.launch.agent import Lines, kill_processes
 from paceline.launch.failure import Failure, find_early_exits, find_failures, read_log_tail
+from paceline.launch.recorder import recorder_env
 from paceline.launch.watchdog import Hang, Watchdog
 from paceline.rundir import RunDir, append_event, read_json_lines
 
-TICK_S = 0.1
+TICK_S = 0.2
 ONE_CTRL_C_S = 0.3  # wrappers such as `uv run` pass on the signal that the terminal has sent already
 EARLY_GRACE_S = (
     3.0  # a rank has left: its peers may save and say so, but one that waits for it to join never learns of it
@@ -75,7 +76,7 @@ def run_attempt(
 ) -> Outcome:
     """Start `nproc` workers and stay until they have ended; call it from the main thread, as it takes the signals.
 
-    on_tick is called some ten times a second; so is the watchdog, and the rank that it names is killed. lock_fd: flock on the
+    on_tick is called some times a second; so is the watchdog, and the rank that it names is killed. lock_fd: flock on the
     run folder, which agent and engine keep too.
     libuv: False where torch was built without it; `env` must say so too (launch/env.py). cwd: of the workers.
     own_exit_codes: the attempt ends with what its root cause ended with, as a shell would say it.
@@ -86,7 +87,7 @@ def run_attempt(
     job = {
         "command": command,
         "nproc": nproc,
-        "env": dict(env),
+        "env": {**env, **recorder_env(env, logs_dir)},
         "logs_dir": str(logs_dir),
         "run_id": uuid.uuid4().hex,
         "lock_fd": lock_fd,

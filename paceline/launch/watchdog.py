@@ -15,8 +15,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from paceline.launch.culprit import Rank, find_culprits, tell
-from paceline.launch.hang import process_state
+from paceline.launch.hang import STILL, process_state
 from paceline.launch.processes import cpu_seconds, describe_process, rank_pids
+from paceline.launch.recorder import ask_recorders, wait_for_dumps
 from paceline.launch.signs import LONG, LogSigns, MarkSigns
 from paceline.launch.stacks import main_frames, take_stacks
 from paceline.rundir import RunDir, utc_now, write_atomic
@@ -41,7 +42,7 @@ class Hang:
 
 
 class Watchdog:
-    """poll() some ten times a second, from the start of an attempt; it returns a hang once, and then never again.
+    """poll() some times a second, from the start of an attempt; it returns a hang once, and then never again.
 
     hang_after_s: of silence within a step; None: the default. script: the ranks are not our trainer's.
     """
@@ -113,6 +114,7 @@ class Watchdog:
     def _find(
         self, pids: dict[int, int], states: Mapping[int, str | None], cores: Mapping[int, float], *, silent_s: float
     ) -> Hang:
+        asked = ask_recorders(self.run, self.attempt, [rank for rank in pids if states.get(rank) not in STILL])
         stacks = take_stacks(self.run, self.attempt, pids, own=self.signs.own)
         ranks = [
             Rank(
@@ -125,6 +127,7 @@ class Watchdog:
             )
             for rank in range(self.nproc)
         ]
+        wait_for_dumps(asked)
         return self._name(ranks, stacks, silent_s=silent_s)
 
     def _cores(self, pids: Mapping[int, int]) -> dict[int, float]:
@@ -164,7 +167,7 @@ def keep_evidence(
         for name, text in texts.items():
             write_atomic(folder / name, text)
             kept.append(str((folder / name).relative_to(run.path)))
-    kept += [str(path.relative_to(run.path)) for path in sorted(run.path.rglob("nccl_trace_rank_*"))]
+    kept += [str(path.relative_to(run.path)) for path in run.recorded(attempt)]
     return tuple(kept)
 
 

@@ -46,6 +46,7 @@ from paceline.train.loader import TrainLoader
 from paceline.train.loop import Loop, LossScale, StopRequest
 from paceline.train.optim import ReplicatedAdamW, ShardedOptimizer
 from paceline.train.progress import Progress, answer_with_stacks
+from paceline.train.recorder import answer_with_collectives
 from paceline.train.saved import numbers_to_save, resume, rng_pieces
 from paceline.train.trouble import LossGuard, LossTrouble, answer_trouble, keep_evidence, load_skipped
 from paceline.units import format_bytes, format_duration
@@ -218,6 +219,7 @@ def start_ranks(plan: Plan) -> tuple[torch.device, int]:
             f"{world_size} ranks were started, the plan is for {plan.world_size}",
             fix="start it through paceline train or resume",
         )
+    answer_with_collectives(rank)
     if plan.device == "cuda":
         torch.set_float32_matmul_precision("highest" if plan.precision == "fp32" else "high")
         return torch.device("cuda", local_rank), rank

@@ -3,6 +3,8 @@
 import pickle
 
 from paceline.explain.flight import late_rank
+from paceline.explain.run import late_of
+from paceline.rundir import RECORDED, RunDir
 
 
 def dump(folder, rank, sequence, name="nccl:all_reduce"):
@@ -40,3 +42,13 @@ def test_a_pickle_that_would_run_something_is_refused(tmp_path):
     path.write_bytes(pickle.dumps(Evil()))
     assert late_rank([path, dump(tmp_path, 1, 3)]) is None
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_run_folder_names_a_rank_only_where_all_have_told(tmp_path):
+    run = RunDir(tmp_path)
+    run.logs(1).mkdir(parents=True)
+    paths = [dump(tmp_path, rank, 40 if rank == 2 else 41) for rank in range(3)]
+    for rank, path in enumerate(paths):
+        path.rename(run.logs(1) / f"{RECORDED}{rank}")
+    assert [log.records[0].rank for log in late_of(run, 1, [{"event": "attempt", "world_size": 3}])] == [2]
+    assert late_of(run, 1, [{"event": "attempt", "world_size": 4}]) == []

@@ -12,8 +12,9 @@ import psutil
 import pytest
 from launch.conftest import Launch, runs
 
+from paceline.explain.flight import read_last
 from paceline.marks import read_mark
-from paceline.rundir import RunDir
+from paceline.rundir import RECORDED, RunDir
 
 pytestmark = pytest.mark.dist
 
@@ -26,12 +27,14 @@ TRAINS = """
     import torch, torch.distributed as dist
     from paceline.rundir import RunDir
     from paceline.train.progress import Progress, answer_with_stacks
+    from paceline.train.recorder import answer_with_collectives
     run, rank = RunDir(Path(sys.argv[1])), int(os.environ["RANK"])
     num_steps = int(sys.argv[2])
     progress = Progress(run, rank)
     progress.mark(0, "start")
     answer_with_stacks(run, attempt=1, rank=rank)
     dist.init_process_group("gloo")
+    answer_with_collectives(rank)
 
     def mischief(step):
         pass
@@ -129,6 +132,11 @@ def test_a_stopped_rank_is_named_within_ten_seconds_killed_and_all_ends(watched,
     waiting = (stopped + 1) % nproc
     assert "all_reduce" in (kept / f"{waiting}.txt").read_text()
     assert json.loads((kept / "hang.json").read_text())["ranks"][stopped]["state"] == "T"
+    recorded = launch.run.recorded(1)
+    assert [path.name for path in recorded] == [f"{RECORDED}{rank}" for rank in range(nproc) if rank != stopped]
+    assert read_last(recorded[0]).name == "gloo:all_reduce"
+    assert str(recorded[0].relative_to(launch.run.path)) in hang["evidence"]
+    assert not list(launch.run.logs(1).glob("*.pipe"))
 
 
 def failures(launch):

@@ -120,7 +120,6 @@ def test_a_process_that_would_not_answer_is_never_signalled(tmp_path, monkeypatc
         process.wait()
 
 
-@pytest.mark.skipif(find_py_spy() is None, reason="py-spy is not installed")
 @pytest.mark.parametrize("stopped", [False, True])
 def test_py_spy_shows_any_python_process_a_stopped_one_too(spinning, stopped):
     run, process = spinning

@@ -22,7 +22,7 @@ def answer_with_collectives(rank: int) -> None:
 
 
 def answer(fd: int, dump: Path) -> None:
-    from torch._C._distributed_c10d import _dump_fr_trace  # torch 2.8 and later
+    from torch._C._distributed_c10d import _dump_fr_trace  # type: ignore[attr-defined]
 
     while os.read(fd, 1):  # where each collective was called is left out: that takes torch a second or two
         dump.write_bytes(_dump_fr_trace(includeStackTraces=False))

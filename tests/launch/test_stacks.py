@@ -8,7 +8,7 @@ import time
 import pytest
 
 from paceline.launch.hang import process_state
-from paceline.launch.stacks import Frame, catches, find_py_spy, main_frames, take_stacks, waits_for_others, what_it_does
+from paceline.launch.stacks import Frame, catches, main_frames, take_stacks, waits_for_others, what_it_does
 from paceline.rundir import RunDir
 
 PY_SPY = """py-spy

@@ -38,5 +38,13 @@ def format_duration(seconds: float | None) -> str:
     return f"{hours}h{minutes:02d}m" if hours < 48 else f"{hours // 24}d{hours % 24:02d}h"
 
 
+def format_energy(joules: float) -> str:
+    """4_500_000 -> '1.25 kWh'; '31.2 Wh', as electricity is paid for; three significant digits."""
+    hours = joules / 3600
+    value, unit = (hours / 1000, "kWh") if hours >= 1000 else (hours, "Wh")
+    digits = 2 if value < 10 else 1 if value < 100 else 0
+    return f"{value:,.{digits}f} {unit}"
+
+
 def format_mfu(mfu: float | None) -> str:
     return "n/a" if mfu is None else f"{100 * mfu:.1f}%"

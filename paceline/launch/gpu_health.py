@@ -30,6 +30,7 @@ class GpuSampler:
         self._ours: dict[int, bool | None] = {}
         self._xids: dict[int, list[int]] = {index: [] for index in handles}
         self._counted: dict[int, tuple[float, int, int]] = {}
+        self._first_mj: dict[int, int] = {}
         self._samples = 0
         self._events = self._register()
 
@@ -96,6 +97,7 @@ class GpuSampler:
             "memory_use": None if use is None else use.memory / 100,
             "power_w": watts(value("nvmlDeviceGetPowerUsage")),
             "power_limit_w": watts(limit),
+            "energy_j": self._energy(index, value("nvmlDeviceGetTotalEnergyConsumption")),
             "temperature_c": value("nvmlDeviceGetTemperature", GPU_SENSOR),
             "sm_mhz": value("nvmlDeviceGetClockInfo", SM_CLOCK),
             "memory_mhz": value("nvmlDeviceGetClockInfo", MEMORY_CLOCK),
@@ -132,6 +134,12 @@ class GpuSampler:
             "pcie_replays": value("nvmlDeviceGetPcieReplayCounter"),
         }
         return {name: count for name, count in found.items() if count is not None}
+
+    def _energy(self, index: int, millijoules: int | None) -> int | None:
+        """Since this sampler began; the driver counts from its own start."""
+        if millijoules is None:
+            return None
+        return round((millijoules - self._first_mj.setdefault(index, millijoules)) / 1000)
 
     def _traffic(self, index: int, value: Any) -> dict[str, int]:
         """Bytes per second over PCIe, seen from the card."""

@@ -32,7 +32,7 @@ def can_have_pipes(folder: Path) -> bool:
     """Not on every network file system; torch would end the rank there."""
     try:
         os.mkfifo(folder / "try.pipe")
-        os.unlink(folder / "try.pipe")
+        (folder / "try.pipe").unlink()
     except OSError:
         return False
     return True

@@ -12,6 +12,7 @@ from typing import Any
 
 import orjson
 
+from paceline.units import format_energy
 from paceline.watch.goodput import KINDS
 from paceline.watch.snapshot import Series, Snapshot
 
@@ -44,7 +45,10 @@ def changes(before: Snapshot | None, after: Snapshot) -> dict[str, Any]:
 
 def plain(name: str, value: Any) -> Any:
     if name == "goodput":
-        return None if value is None else {**value.to_json(), "words": KINDS}
+        if value is None:
+            return None
+        energy = None if value.energy_j is None else format_energy(value.energy_j)
+        return {**value.to_json(), "words": KINDS, "energy": energy}
     if isinstance(value, list):
         return [asdict(each) if is_dataclass(each) and not isinstance(each, type) else each for each in value]
     return value

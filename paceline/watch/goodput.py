@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.rundir import RunDir, is_locked, read_json_lines
-from paceline.units import format_duration
+from paceline.units import format_duration, format_energy
+from paceline.watch.hosts import Host
 
 Record = dict[str, Any]
 
@@ -38,11 +39,15 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Goodput:
-    """seconds: by kind, in the order of KINDS. tok_per_sec: of all time but idle; None where there is no such number."""
+    """seconds: by kind, in the order of KINDS. tok_per_sec: of all time but idle; None where there is no such number.
+
+    energy_j: of the GPUs in all attempts, lost work included; None where no card tells.
+    """
 
     seconds: dict[str, float]
     num_steps: int  # that counted
     tok_per_sec: float | None
+    energy_j: int | None = None
 
     @property
     def busy_s(self) -> float:
@@ -104,11 +109,25 @@ def goodput_of(run: RunDir) -> Goodput:
     with suppress(OSError, ValueError, KeyError):  # a script's run has no plan
         tokens = int(json.loads(run.plan_json.read_text(encoding="utf-8"))["total_batch_size"])
     events, metrics = list(read_json_lines(run.events)), StepLines.of(read_json_lines(run.metrics))
-    return goodput(events, metrics, tokens_per_step=tokens, running=is_locked(run))
+    hosts = [Host(path) for path in sorted(run.health_dir.glob("*.jsonl"))]
+    for host in hosts:
+        host.read()
+    energy_j = energy_of(host.energy_j for host in hosts)
+    return goodput(events, metrics, tokens_per_step=tokens, running=is_locked(run), energy_j=energy_j)
+
+
+def energy_of(hosts: Iterable[int | None]) -> int | None:
+    told = [joules for joules in hosts if joules is not None]
+    return sum(told) if told else None
 
 
 def goodput(
-    events: Sequence[Record], metrics: StepLines, *, tokens_per_step: int | None, running: bool = False
+    events: Sequence[Record],
+    metrics: StepLines,
+    *,
+    tokens_per_step: int | None,
+    running: bool = False,
+    energy_j: int | None = None,
 ) -> Goodput:
     """tokens_per_step None: a script's run, whose steps are not known; the time of its attempts counts as steps."""
     attempts, launches = read_attempts(events, metrics)
@@ -126,10 +145,10 @@ def goodput(
             spent, num_steps = time_of_attempt(attempt, kept=kept), num_steps + steps_that_counted(attempt, kept=kept)
         for kind, value in spent.items():
             seconds["recovery" if again and kind == "start_up" else kind] += value
-    found = Goodput({kind: round(max(0.0, value), 3) for kind, value in seconds.items()}, num_steps, None)
+    found = Goodput({kind: round(max(0.0, value), 3) for kind, value in seconds.items()}, num_steps, None, energy_j)
     if not tokens_per_step or not found.busy_s:
         return found
-    return Goodput(found.seconds, num_steps, round(num_steps * tokens_per_step / found.busy_s, 1))
+    return replace(found, tok_per_sec=round(num_steps * tokens_per_step / found.busy_s, 1))
 
 
 def read_attempts(events: Sequence[Record], metrics: StepLines) -> tuple[list[Attempt], list[Record]]:
@@ -241,11 +260,13 @@ def format_goodput(found: Goodput) -> list[str]:
         share = f"{100 * value / found.busy_s:5.1f} %" if found.busy_s and kind != "idle" else ""
         if value:
             lines.append(f"  {words:<26}{format_duration(value):>9}  {share}".rstrip())
+    if found.energy_j is not None:
+        lines.append(f"  {'energy of the GPUs':<26}{format_energy(found.energy_j):>9}")
     return lines
 
 
 def format_line(found: Goodput) -> str:
-    """64 % of 29s in steps that counted, 21 % work lost, 10 % recovery; 1,042 tok/s overall"""
+    """64 % of 29s in steps that counted, 21 % work lost, 10 % recovery; 1,042 tok/s overall; 2.91 Wh"""
     parts = sorted(found.seconds.items(), key=lambda item: -item[1])
     others = [
         f"{100 * value / found.busy_s:.0f} % {KINDS[kind]}"
@@ -254,4 +275,5 @@ def format_line(found: Goodput) -> str:
     ]
     share = "n/a" if found.share is None else f"{100 * found.share:.0f} %"
     speed = "" if found.tok_per_sec is None else f"; {found.tok_per_sec:,.0f} tok/s overall"
-    return f"{share} of {format_duration(found.busy_s)} in {', '.join([KINDS['steps'], *others])}{speed}"
+    energy = "" if found.energy_j is None else f"; {format_energy(found.energy_j)}"
+    return f"{share} of {format_duration(found.busy_s)} in {', '.join([KINDS['steps'], *others])}{speed}{energy}"

@@ -41,6 +41,7 @@ class Host:
         self.gpu_curves: dict[tuple[int, str], Curve] = {}
         self._values: dict[str, Any] = {}
         self._gpus: dict[int, dict[str, Any]] = {}
+        self._energy: dict[int, tuple[int, int]] = {}  # of each GPU: of earlier attempts, and of the last
 
     def read(self) -> None:
         """What is new."""
@@ -74,6 +75,7 @@ class Host:
                 known = self._gpus.setdefault(gpu["index"], {})
                 known.update({"throttle": []} | {name: gpu[name] for name in GPU_FIELDS & gpu.keys()})
                 parts.append((gpu["index"], GPU_CURVES, gpu))
+                self._add_energy(gpu["index"], gpu.get("energy_j"))
             for index, names, values in parts:
                 for name in names:
                     if isinstance(value := values.get(name), int | float):
@@ -86,6 +88,17 @@ class Host:
             else:
                 curve = self.gpu_curves.setdefault((index, name), Curve())
             curve.extend(times, found, times)
+
+    def _add_energy(self, index: int, joules: Any) -> None:
+        """It is counted from the start of an attempt: where it is less than before, another has begun."""
+        if isinstance(joules, int):
+            before, last = self._energy.get(index, (0, 0))
+            self._energy[index] = (before + last, joules) if joules < last else (before, joules)
+
+    @property
+    def energy_j(self) -> int | None:
+        """Of all its GPUs in all attempts; None where no card tells."""
+        return sum(map(sum, self._energy.values())) if self._energy else None
 
     def view(self) -> HostView:
         gpus = [GpuView(index, **values) for index, values in sorted(self._gpus.items())]

@@ -20,7 +20,7 @@ from paceline.explain.run import explain_run
 from paceline.marks import Mark, read_mark
 from paceline.rundir import RunDir, is_locked
 from paceline.watch.attempts import attempts_of, end_of
-from paceline.watch.goodput import Goodput, StepLines, goodput
+from paceline.watch.goodput import Goodput, StepLines, energy_of, goodput
 from paceline.watch.growing import GrowingFile
 from paceline.watch.hosts import Host
 from paceline.watch.lines import parse_lines, unix_time
@@ -241,7 +241,8 @@ class RunReader:
         )
         if self._goodput is None or self._goodput[0] != key or time.monotonic() > self._goodput[1]:
             lines = StepLines(*map(self.metrics.column, ("step", "time", "step_ms", "val_bpb")))
-            found = goodput(self.events, lines, tokens_per_step=tokens, running=running)
+            energy_j = energy_of(host.energy_j for host in self.hosts.values())
+            found = goodput(self.events, lines, tokens_per_step=tokens, running=running, energy_j=energy_j)
             self._goodput = (key, time.monotonic() + GOODPUT_EVERY_S, found)
         return self._goodput[2]
 

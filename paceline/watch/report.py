@@ -18,7 +18,7 @@ from typing import Any
 
 from paceline.errors import PacelineError
 from paceline.rundir import RunDir
-from paceline.units import format_bytes, format_count, format_duration, format_mfu
+from paceline.units import format_bytes, format_count, format_duration, format_energy, format_mfu
 from paceline.watch.about import read_about
 from paceline.watch.concerns import summary
 from paceline.watch.feed import changes, to_text
@@ -202,10 +202,13 @@ def time_spent(snapshot: Snapshot) -> list[str]:
     if found is None or not found.busy_s:
         return []
     spent = sorted(((seconds, kind) for kind, seconds in found.seconds.items() if seconds), reverse=True)
-    return ["| | | |", "|---|---:|---:|"] + [
+    rows = [
         f"| {KINDS[kind]} | {format_duration(seconds)} | {'' if kind == 'idle' else f'{100 * seconds / found.busy_s:.1f} %'} |"
         for seconds, kind in spent
     ]
+    if found.energy_j is not None:
+        rows.append(f"| energy of the GPUs | {format_energy(found.energy_j)} | |")
+    return ["| | | |", "|---|---:|---:|", *rows]
 
 
 def attempts(snapshot: Snapshot) -> Iterator[str]:

@@ -29,6 +29,7 @@ RTX_5090: dict[str, Any] = {
     "PowerUsage": 521_500,
     "EnforcedPowerLimit": 575_000,
     "Temperature": 71,
+    "TotalEnergyConsumption": 7_000_000,
     "ClockInfo": 2460,
     "CurrentClocksEventReasons": 0x1 | 0x4,
     "CurrPcieLinkGeneration": 5,
@@ -85,10 +86,18 @@ def test_a_card_is_told_in_full():
     assert gpu == {
         "index": 0, "name": "NVIDIA GeForce RTX 5090", "used_bytes": 26 * GIB, "total_bytes": 32 * GIB, "use": 0.97,
         "memory_use": 0.6, "power_w": 521.5, "power_limit_w": 575.0, "temperature_c": 71, "sm_mhz": 2460, "memory_mhz": 2460,
-        "throttle": ["power"], "pcie": "gen 5 x16", "pcie_out_bps": 1_200_000, "pcie_in_bps": 1_200_000,
+        "energy_j": 0, "throttle": ["power"], "pcie": "gen 5 x16", "pcie_out_bps": 1_200_000, "pcie_in_bps": 1_200_000,
         "errors": {"ecc_corrected": 3, "ecc_uncorrected": 3},
     }  # fmt: skip
     assert (process["pid"], process["bytes"], process["ours"]) == (os.getpid(), 25 * GIB, False)
+
+
+def test_energy_is_counted_from_the_start_of_the_attempt():
+    driver = Driver(RTX_5090)
+    sampler = gpus_of(driver)
+    assert sampler.sample()[0]["energy_j"] == 0
+    driver.fields = {**RTX_5090, "TotalEnergyConsumption": 7_900_400}
+    assert sampler.sample()[0]["energy_j"] == 900
 
 
 def test_traffic_is_the_growth_of_the_drivers_counters_where_it_has_them():

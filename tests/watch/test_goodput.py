@@ -1,10 +1,12 @@
 """Where the time of a run went, by events and metrics written for it: every second is of one kind."""
 
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
 
-from paceline.watch.goodput import Goodput, StepLines, format_goodput, format_line
+from paceline.rundir import RunDir, append_sample
+from paceline.watch.goodput import Goodput, StepLines, format_goodput, format_line, goodput_of
 from paceline.watch.goodput import goodput as goodput_of_lines
 
 START = 1_800_000_000
@@ -124,6 +126,23 @@ def test_the_table_and_the_line():
         "  work lost                        8s    8.0 %",
         "  idle                          1h00m",
     ]
+    assert format_goodput(replace(found, energy_j=4_500_000))[-1] == "  energy of the GPUs         1.25 kWh"
+    assert format_line(replace(found, energy_j=90_000)).endswith("tok/s overall; 25.0 Wh")
     assert format_line(found) == (
         "60 % of 1m40s in steps that counted, 30 % start-up, 8 % work lost; 1,234 tok/s overall"
     )
+
+
+def test_energy_is_that_of_all_gpus_hosts_and_attempts(tmp_path):
+    run = RunDir(tmp_path)
+    for name, counted in {"tower": ([0, 400, 900, 0, 50], [0, 10, 20, 0, 1]), "shed": ([0, 7],)}.items():
+        for number in range(len(counted[0])):
+            gpus = [{"index": index, "energy_j": joules[number]} for index, joules in enumerate(counted)]
+            append_sample(run.health(name), {"time": at(number), "gpus": gpus})
+    append_sample(run.health("old-card"), {"time": at(0), "gpus": [{"index": 0, "use": 0.5}]})
+    assert goodput_of(run).energy_j == 900 + 50 + 20 + 1 + 7
+
+
+def test_energy_that_no_card_tells_is_unknown(tmp_path):
+    append_sample(RunDir(tmp_path).health("tower"), {"time": at(0), "cpu": 0.5})
+    assert goodput_of(RunDir(tmp_path)).energy_j is None

@@ -230,6 +230,7 @@ function drawGoodput(run) {
       ),
     ),
     el('ul', { class: 'spent' }, spent.map(row), found.seconds.idle ? row(['idle', found.seconds.idle]) : null),
+    found.energy ? el('p', { class: 'muted' }, `${found.energy}, the GPUs`) : null,
   );
 }
 

@@ -7,7 +7,7 @@ Pure: a Snapshot, the time and a width in, lines out. Times are UTC, as everywhe
 import math
 from datetime import UTC, datetime
 
-from paceline.units import format_bytes, format_count, format_duration
+from paceline.units import format_bytes, format_count, format_duration, format_energy
 from paceline.watch.concerns import LIVE, summary
 from paceline.watch.goodput import KINDS
 from paceline.watch.snapshot import EventView, Snapshot
@@ -218,6 +218,8 @@ def time_spent(snapshot: Snapshot, *, width: int) -> list[Line]:
         lines.append(
             ((f" {cut(KINDS[kind], 24):<25}", "faint"), *bar(share, max(2, room), style=style), (after, "strong"))
         )
+    if found.energy_j is not None:
+        lines.append(((f" {'energy of the GPUs':<25}", "faint"), (format_energy(found.energy_j), "strong")))
     return lines
 
 

@@ -1,17 +1,21 @@
 """What all tests share: gpu tests are skipped without a CUDA GPU, slow ones without a C++ compiler to compile with."""
 
 import importlib.util
+import os
 import platform
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import setuptools  # noqa: F401  before anything takes the standard library's distutils: wandb does, inductor then cannot
 
+CGROUPS = Path("/sys/fs/cgroup/memory")
 LIBUV_CHECK = "_ZN4c10d6detail35is_libuv_tcpstore_backend_availableEv"
 
 
@@ -52,3 +56,35 @@ def without_libuv() -> dict[str, str]:
     if offset is None:
         pytest.skip("this torch does not name its check for libuv")
     return {"PYTHONPATH": str(Path(__file__).parent / "no_libuv"), "NO_LIBUV_OFFSET": str(int(offset, 16))}
+
+
+@pytest.fixture
+def cgroup() -> Iterator[Path]:
+    """A memory cgroup of version 1, empty; the end of the test is the end of whatever is in it."""
+    if os.geteuid() != 0 or not CGROUPS.is_dir() or not os.access(CGROUPS, os.W_OK):
+        pytest.skip("needs root and a memory cgroup of version 1")
+    folder = CGROUPS / f"paceline-test-{os.getpid()}"
+    try:
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"no cgroup can be made: {error}")
+    yield folder
+    for pid in (folder / "cgroup.procs").read_text().split():
+        os.kill(int(pid), signal.SIGKILL)
+    for _ in range(100):
+        try:
+            folder.rmdir()
+            break
+        except OSError:
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    mounted = tmp_path / "disk"
+    mounted.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mounted)], capture_output=True).returncode:
+        pytest.skip("may not mount here")
+    yield mounted
+    subprocess.run(["umount", str(mounted)], check=True)

@@ -26,6 +26,7 @@ from paceline.explain.reader import Log, read_log
 from paceline.explain.record import SUPERVISED, Evidence, Explanation, Progress, Record
 from paceline.explain.samples import Samples, held_down, read_samples, short_of_disk, short_of_memory, xids_of
 from paceline.explain.verdict import UNKNOWN, reach_verdict
+from paceline.marks import read_mark
 from paceline.rundir import RunDir, read_json_lines
 
 NO_LINES = Log(records=(), progress=Progress(), last_marks=(), last_lines=(), num_lines=0, num_bytes=0)
@@ -79,9 +80,8 @@ def steps_of(run: RunDir) -> Log:
     """How far each rank got, by progress/ and metrics.jsonl."""
     steps: dict[int, int] = {}
     for path in run.path.glob("progress/*"):
-        last = next(iter(list(read_json_lines(path))[-1:]), None)
-        if path.name.isdecimal() and last and isinstance(last.get("step"), int):
-            steps[int(path.name)] = last["step"]
+        if path.name.isdecimal() and (mark := read_mark(path)):
+            steps[int(path.name)] = mark.step
     progress = Progress(last_step=max(steps.values(), default=None))
     for record in read_json_lines(run.metrics):
         if isinstance(step := record.get("step"), int):

@@ -26,6 +26,7 @@ class GpuSampler:
     def __init__(self, nvml: Any, handles: dict[int, Any], run_id: str):
         """handles: by the driver's index."""
         self.nvml, self.handles = nvml, handles
+        self.silent: str | None = None
         self._mark = f"TORCHELASTIC_RUN_ID={run_id}".encode()
         self._ours: dict[int, bool | None] = {}
         self._xids: dict[int, list[int]] = {index: [] for index in handles}
@@ -36,7 +37,7 @@ class GpuSampler:
 
     @staticmethod
     def open(run_id: str) -> "GpuSampler":
-        """Without any GPU where NVML does not answer."""
+        """Without any GPU where there is none, or where NVML does not answer: `silent` then says why."""
         if count_nvidia_cards() == 0:
             return GpuSampler(None, {}, run_id)
         try:
@@ -44,8 +45,10 @@ class GpuSampler:
 
             pynvml.nvmlInit()
             every = [ask(pynvml, pynvml.nvmlDeviceGetHandleByIndex, i) for i in range(pynvml.nvmlDeviceGetCount())]
-        except Exception:  # no package, no driver, one of another version: nothing that a sampler could mend
-            return GpuSampler(None, {}, run_id)
+        except Exception as error:  # no driver, one of another version: nothing that a sampler could mend
+            sampler = GpuSampler(None, {}, run_id)
+            sampler.silent = f"{type(error).__name__}: {error}"
+            return sampler
         uuids = [text(ask(pynvml, pynvml.nvmlDeviceGetUUID, handle)) or "" for handle in every]
         seen = visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES"), uuids)
         return GpuSampler(pynvml, {index: every[index] for index in sorted(seen)}, run_id)

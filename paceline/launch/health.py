@@ -16,7 +16,7 @@ from typing import Any
 
 from paceline.launch.gpu_health import GpuSampler
 from paceline.launch.host_health import HostSampler
-from paceline.rundir import RunDir, append_sample, utc_now
+from paceline.rundir import RunDir, append_event, append_sample, utc_now
 
 WHOLE_EVERY = 30  # lines
 NICENESS = 10
@@ -29,7 +29,12 @@ def main() -> None:
     run_path, every_s, run_id = sys.argv[1:]
     os.nice(NICENESS)
     run = RunDir(Path(run_path))
-    Sampler(run, HostSampler(run.path), GpuSampler.open(run_id)).follow(float(every_s))
+    gpus = GpuSampler.open(run_id)
+    if gpus.silent:
+        append_event(
+            run, "note", text=f"samples of health are without the GPUs: the driver does not answer ({gpus.silent})"
+        )
+    Sampler(run, HostSampler(run.path), gpus).follow(float(every_s))
 
 
 class Sampler:

@@ -84,6 +84,7 @@ def run_attempt(
     """
     logs_dir = run.logs(attempt).resolve()
     logs_dir.mkdir(parents=True, exist_ok=True)
+    forget_marks(run)
     job = {
         "command": command,
         "nproc": nproc,
@@ -97,7 +98,6 @@ def run_attempt(
         "run_path": str(run.path.resolve()),
         "health_every_s": health_every_s,
     }
-    forget_marks(run)
     watch = AttemptWatch(run, attempt, nproc, own_exit_codes=own_exit_codes)
     with caught_signals() as caught, started_agent(job) as link:
         while not link.ended:
@@ -112,13 +112,17 @@ def run_attempt(
             on_tick()
             if watchdog and not watch.stopping and (hang := watchdog.poll()):
                 watch.note_hang(hang)
-                if hang.rank is None:
-                    link.send("kill", give_up_s=AGENT_MARGIN_S)
-                else:
-                    link.send("kill_rank", rank=hang.rank, give_up_s=AGENT_MARGIN_S)
+                end_hang(link, hang)
     outcome = watch.outcome(agent_exit_code=link.agent.returncode)
     on_tick()
     return outcome
+
+
+def end_hang(link: "AgentLink", hang: Hang) -> None:
+    if hang.rank is None:
+        link.send("kill", give_up_s=AGENT_MARGIN_S)
+    else:
+        link.send("kill_rank", rank=hang.rank, give_up_s=AGENT_MARGIN_S)
 
 
 def forget_marks(run: RunDir) -> None:

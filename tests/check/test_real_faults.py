@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -17,7 +16,6 @@ from probing import NAMESPACES, in_mounts, made_host
 pytestmark = pytest.mark.dist
 MEND = Path(__file__).parent / "mend.py"
 DEADLINE_S = 20.0
-CGROUPS = Path("/sys/fs/cgroup/memory")
 
 
 def mended(
@@ -103,27 +101,6 @@ def test_too_few_open_files_are_found(tmp_path):
     before = ["bash", "-c", 'ulimit -Sn 64; exec "$@"', "bash"]
     finding = mended("nofile-low", folder=tmp_path, severity="warn", before=before)
     assert finding["what"].startswith("64 open files")
-
-
-@pytest.fixture
-def cgroup():
-    """A memory cgroup of version 1, as words that put a command into it."""
-    if os.geteuid() != 0 or not CGROUPS.is_dir() or not os.access(CGROUPS, os.W_OK):
-        pytest.skip("needs root and a memory cgroup of version 1")
-    folder = CGROUPS / f"paceline-test-{os.getpid()}"
-    try:
-        folder.mkdir()
-    except OSError as error:
-        pytest.skip(f"no cgroup can be made: {error}")
-    yield folder
-    for pid in (folder / "cgroup.procs").read_text().split():
-        os.kill(int(pid), signal.SIGKILL)
-    for _ in range(100):
-        try:
-            folder.rmdir()
-            break
-        except OSError:
-            subprocess.run(["sleep", "0.05"], check=True)
 
 
 def within(cgroup: Path, *, limit_bytes: int) -> list[str]:

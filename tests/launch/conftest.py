@@ -83,9 +83,20 @@ def runs(process: psutil.Process) -> bool:
 
 
 @pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
-    launches: list[Launch] = []
+def launches() -> Iterator[list[Launch]]:
+    """Those of a test, which end with it."""
+    started: list[Launch] = []
+    yield started
+    for each in started:
+        each.process.kill()
+        each.process.wait()
+        for process in each.tree:
+            if runs(process):
+                process.kill()
 
+
+@pytest.fixture
+def launch(tmp_path: Path, launches: list[Launch]) -> Callable[..., Launch]:
     def start(
         script: str, *, nproc: int = 2, stop_grace_s: float = 10.0, name: str = "run", prefix: tuple[str, ...] = ()
     ) -> Launch:
@@ -95,10 +106,4 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
         launches.append(Launch(RunDir(tmp_path / name), command))
         return launches[-1]
 
-    yield start
-    for each in launches:
-        each.process.kill()
-        each.process.wait()
-        for process in each.tree:
-            if runs(process):
-                process.kill()
+    return start

@@ -1,4 +1,8 @@
-"""A supervisor of its own, for tests that signal or kill it: `drive.py RUN_PATH NPROC STOP_GRACE_S SCRIPT [ARGS]`."""
+"""
+A supervisor of its own, for tests that signal or kill it: `drive.py RUN_PATH NPROC STOP_GRACE_S SCRIPT [ARGS]`.
+
+With HANG_AFTER_S set it has a watchdog; RANKS_ARE=script says that the ranks mark nothing.
+"""
 
 import dataclasses
 import json
@@ -9,12 +13,19 @@ from pathlib import Path
 from paceline.launch.digest import Digest, format_failure
 from paceline.launch.env import worker_env
 from paceline.launch.supervisor import run_attempt
+from paceline.launch.watchdog import Watchdog
 from paceline.rundir import RunDir, lock_run
 
 run = RunDir(Path(sys.argv[1]))
 nproc, stop_grace_s, script = int(sys.argv[2]), float(sys.argv[3]), sys.argv[4:]
 run.path.mkdir(parents=True, exist_ok=True)
 env, _ = worker_env(os.environ, nproc=nproc, device="cpu", cpu_cores=nproc)
+hang_after_s = os.environ.get("HANG_AFTER_S")
+watchdog = (
+    Watchdog(run, 1, nproc, hang_after_s=float(hang_after_s), script=os.environ["RANKS_ARE"] == "script")
+    if hang_after_s
+    else None
+)
 digest = Digest(run, num_steps=100, total_batch_size=1024, stream=sys.stdout)
 outcome = run_attempt(
     run,
@@ -24,6 +35,7 @@ outcome = run_attempt(
     env=env,
     lock_fd=lock_run(run),
     on_tick=digest.poll,
+    watchdog=watchdog,
     stop_grace_s=stop_grace_s,
     health_every_s=float(os.environ.get("HEALTH_EVERY_S", "0")),
 )

@@ -5,12 +5,11 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 from textwrap import dedent
 
 import psutil
 import pytest
-from launch.conftest import Launch, runs
+from launch.conftest import DRIVE, Launch
 
 from paceline.explain.flight import read_last
 from paceline.marks import read_mark
@@ -18,7 +17,6 @@ from paceline.rundir import RECORDED, RunDir
 
 pytestmark = pytest.mark.dist
 
-DRIVE = Path(__file__).with_name("hang_drive.py")
 
 # steps of a trainer that marks its progress: two micro-steps, then a collective; `mischief` is done in place of loading data
 TRAINS = """
@@ -69,23 +67,18 @@ LOOPS_IN_THE_LOADER = """
 
 
 @pytest.fixture
-def watched(tmp_path):
-    launches = []
-
+def watched(tmp_path, launches):
     def start(script, *, nproc=2, hang_after_s=8, kind="own", more="", num_steps=100_000):
         path = tmp_path / "script.py"
         path.write_text(dedent(script.replace("{more}", more)))
-        words = [str(tmp_path / "run"), str(nproc), str(hang_after_s), kind, str(path), str(tmp_path / "run")]
-        launches.append(Launch(RunDir(tmp_path / "run"), [sys.executable, str(DRIVE), *words, str(num_steps)]))
+        watch = ["env", f"HANG_AFTER_S={hang_after_s}", f"RANKS_ARE={kind}"]
+        run_path, words = str(tmp_path / "run"), [str(path), str(tmp_path / "run"), str(num_steps)]
+        launches.append(
+            Launch(RunDir(tmp_path / "run"), [*watch, sys.executable, str(DRIVE), run_path, str(nproc), "60", *words])
+        )
         return launches[-1]
 
-    yield start
-    for each in launches:
-        each.process.kill()
-        each.process.wait()
-        for process in each.tree:
-            if runs(process):
-                process.kill()
+    return start
 
 
 def wait_for_step(launch, step):

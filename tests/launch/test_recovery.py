@@ -17,7 +17,6 @@ from runs import Workshop, events, final_bits, metrics
 
 pytestmark = pytest.mark.dist
 SMALL_MEMORY = Path(__file__).with_name("small_memory")
-CGROUPS = Path("/sys/fs/cgroup/memory")
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
@@ -128,27 +127,6 @@ def test_with_nothing_smaller_left_the_run_stops(shop):
     assert process.returncode == 3
     assert decisions(shop.folder / "runs" / "hopeless") == [("stop", "cuda-oom", 0)]
     assert "no further attempt: memory ran out, and nothing smaller is left" in output
-
-
-@pytest.fixture
-def cgroup():
-    """A memory cgroup of version 1."""
-    if os.geteuid() != 0 or not CGROUPS.is_dir() or not os.access(CGROUPS, os.W_OK):
-        pytest.skip("needs root and a memory cgroup of version 1")
-    folder = CGROUPS / f"paceline-recovery-{os.getpid()}"
-    try:
-        folder.mkdir()
-    except OSError as error:
-        pytest.skip(f"no cgroup can be made: {error}")
-    yield folder
-    for pid in (folder / "cgroup.procs").read_text().split():
-        os.kill(int(pid), signal.SIGKILL)
-    for _ in range(100):
-        try:
-            folder.rmdir()
-            break
-        except OSError:
-            time.sleep(0.05)
 
 
 @pytest.mark.soak

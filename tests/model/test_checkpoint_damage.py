@@ -2,7 +2,6 @@
 
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,17 +13,6 @@ from paceline.model.checkpoint import CheckpointWriter, NoSpace, Piece, load_new
 from paceline.model.manifest import clean_leftovers, list_checkpoints
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB."""
-    mounted = tmp_path / "disk"
-    mounted.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mounted)], capture_output=True).returncode:
-        pytest.skip("may not mount here")
-    yield mounted
-    subprocess.run(["umount", str(mounted)], check=True)
 
 
 class Saver:
@@ -58,26 +46,26 @@ def fill(disk: Path, *, left: int) -> Path:
     return filler
 
 
-def test_a_full_disk_ends_nothing_and_the_older_checkpoint_stands(disk):
-    saver = Saver(disk)
+def test_a_full_disk_ends_nothing_and_the_older_checkpoint_stands(tiny_disk):
+    saver = Saver(tiny_disk)
     saver.save(10)
     saver.writer.wait()
-    fill(disk, left=100_000)
+    fill(tiny_disk, left=100_000)
     saver.save(20)
     saver.writer.wait()
     [error] = saver.told
     assert (error.step, error.needed_bytes) == (20, 400_104)  # with the header
     assert 90_000 < error.free_bytes <= 100_000
     assert error.message.startswith("no space for the checkpoint of step 20: rank 0 of 1 needs 391 KiB, ")
-    assert [info.step for info in list_checkpoints(disk / "checkpoints")] == [10]
-    assert [path.name for path in (disk / "checkpoints").iterdir()] == ["step_000010"]
+    assert [info.step for info in list_checkpoints(tiny_disk / "checkpoints")] == [10]
+    assert [path.name for path in (tiny_disk / "checkpoints").iterdir()] == ["step_000010"]
 
 
-def test_it_is_said_when_there_is_room_again_and_the_next_save_goes_well(disk, monkeypatch):
+def test_it_is_said_when_there_is_room_again_and_the_next_save_goes_well(tiny_disk, monkeypatch):
     monkeypatch.setattr(checkpoint, "LOOK_S", 0.0)
-    saver = Saver(disk)
+    saver = Saver(tiny_disk)
     assert not saver.writer.has_space_again()
-    filler = fill(disk, left=100_000)
+    filler = fill(tiny_disk, left=100_000)
     saver.save(20)
     saver.writer.wait()
     assert not saver.writer.has_space_again()
@@ -89,9 +77,9 @@ def test_it_is_said_when_there_is_room_again_and_the_next_save_goes_well(disk, m
     assert not saver.writer.has_space_again()
 
 
-def test_looks_for_space_become_rare_while_saves_go_on_failing(disk):
-    saver = Saver(disk)
-    fill(disk, left=100_000)
+def test_looks_for_space_become_rare_while_saves_go_on_failing(tiny_disk):
+    saver = Saver(tiny_disk)
+    fill(tiny_disk, left=100_000)
     for step in (20, 21, 22):
         saver.save(step)
         saver.writer.wait()
@@ -100,9 +88,9 @@ def test_looks_for_space_become_rare_while_saves_go_on_failing(disk):
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_one_rank_without_space_is_told_on_rank_0_and_stops_nobody(disk, late):
-    fill(disk, left=300_000)  # room for one half of the checkpoint
-    savers = [Saver(disk, rank, 2) for rank in (0, 1)]
+def test_one_rank_without_space_is_told_on_rank_0_and_stops_nobody(tiny_disk, late):
+    fill(tiny_disk, left=300_000)  # room for one half of the checkpoint
+    savers = [Saver(tiny_disk, rank, 2) for rank in (0, 1)]
     for rank in (1 - late, late):
         savers[rank].save(20)
     for saver in savers:
@@ -110,7 +98,7 @@ def test_one_rank_without_space_is_told_on_rank_0_and_stops_nobody(disk, late):
     assert savers[0].writer.no_space is not None
     assert savers[0].told[0].needed_bytes == 400_000
     assert "all together 391 KiB" in savers[0].told[0].message
-    assert list_checkpoints(disk / "checkpoints") == []
+    assert list_checkpoints(tiny_disk / "checkpoints") == []
 
 
 def test_a_run_folder_that_is_gone_is_an_error_and_is_not_made_anew(tmp_path):
@@ -127,10 +115,10 @@ def test_a_run_folder_that_is_gone_is_an_error_and_is_not_made_anew(tmp_path):
     assert not run.exists()
 
 
-def test_a_read_only_folder_is_an_error_even_for_one_that_bears_a_full_disk(disk):
-    if subprocess.run(["mount", "-o", "remount,ro", str(disk)], capture_output=True).returncode:
+def test_a_read_only_folder_is_an_error_even_for_one_that_bears_a_full_disk(tiny_disk):
+    if subprocess.run(["mount", "-o", "remount,ro", str(tiny_disk)], capture_output=True).returncode:
         pytest.skip("may not remount here")
-    saver = Saver(disk)
+    saver = Saver(tiny_disk)
     saver.save(20)
     with pytest.raises(PacelineError, match="cannot write the checkpoint of step 20 .* Read-only file system"):
         saver.writer.wait()

@@ -4,7 +4,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -43,17 +42,6 @@ def files_in(folder: Path) -> set[str]:
 def rows_of(rank: int, world_size: int, value: float, num_rows: int = 8) -> list[Piece]:
     lo, hi = rank * num_rows // world_size, (rank + 1) * num_rows // world_size
     return [Piece("x", (num_rows, 4), (lo, hi), torch.full((hi - lo, 4), value))]
-
-
-@pytest.fixture
-def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB."""
-    mounted = tmp_path / "disk"
-    mounted.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mounted)], capture_output=True).returncode:
-        pytest.skip("may not mount here")
-    yield mounted
-    subprocess.run(["umount", str(mounted)], check=True)
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path: Path):

@@ -15,7 +15,7 @@ Action = Literal["stop", "retry", "smaller", "other-port", "older-checkpoint", "
 
 MAX_ATTEMPTS = 10
 MAX_WITHOUT_PROGRESS = 3
-WAITS_S = (1.0, 5.0, 30.0, 60.0)  # before an attempt, after so many in a row without progress
+WAITS_S = (0.0, 1.0, 5.0, 30.0, 60.0)  # before an attempt, after so many in a row without progress
 LATER_WAIT_S = 30.0  # at least: what is away does not come back within a second
 
 # what in a script is the user's to mend, and in our own trainer, where no code of the user's runs, is nobody's: the machine's, or
@@ -247,7 +247,7 @@ def rule_for(now: Situation) -> Rule:
 def wait_s(rule: Rule, now: Situation) -> float:
     if rule.wait == "none":
         return 0.0
-    back_off = WAITS_S[min(max(0, now.without_progress - 1), len(WAITS_S) - 1)]
+    back_off = WAITS_S[min(now.without_progress, len(WAITS_S) - 1)]
     return max(back_off, LATER_WAIT_S) if rule.wait == "later" else back_off
 
 
@@ -262,7 +262,7 @@ one line each. `--no-recover` ends with the first attempt, `--max-attempts N` wi
 """
 
 NOTES = """\
-Waits are {waits} s, by how many attempts in a row came no further; {later:.0f} s at least where something is away.
+Waits are {waits} s, after none, one, two, ... attempts in a row that came no further; {later:.0f} s at least where something is away.
 
 The next attempt goes on from the newest checkpoint that is whole, so that a broken run and an unbroken one end with the same
 weights. The two that change how steps are cut, `smaller` and `fewer-ranks`, keep the rows of each step, total_batch_size and the
@@ -289,7 +289,7 @@ def notes() -> str:
 
 
 def _table() -> Iterator[str]:
-    waits = {"none": "", "back-off": "1 to 60 s", "later": "30 to 60 s"}
+    waits = {"none": "", "back-off": "0 to 60 s", "later": "30 to 60 s"}
     yield "| rule | when | what is done | wait |"
     yield "|---|---|---|---|"
     for rule in RULES:

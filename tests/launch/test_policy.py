@@ -39,7 +39,7 @@ EXAMPLES = {
         Decision("stop", 0, "a GPU is gone, and those left cannot share the run's steps"),
     ),
     "device-gone": ([TYPO], replace(OURS, ranks_left=1), {}, Decision("fewer-ranks", 1, "a GPU is gone: on with 1")),
-    "out-of-memory": ([NO_MEMORY], OURS, {}, Decision("smaller", 1, "memory ran out: 4 rows at once instead of 8")),
+    "out-of-memory": ([NO_MEMORY], OURS, {}, Decision("smaller", 0, "memory ran out: 4 rows at once instead of 8")),
     "nothing-smaller": (
         [NO_MEMORY], replace(OURS, smaller=None), {}, Decision("stop", 0, "memory ran out, and nothing smaller is left"),
     ),
@@ -76,7 +76,7 @@ def test_each_rule_decides_its_example(rule):
 
 
 def test_the_waits_grow_while_nothing_is_saved_and_begin_again_when_something_is():
-    assert [after(*[SAVED] * n).wait_s for n in (1, 2, 3)] == [1, 1, 1]
+    assert [after(*[SAVED] * n).wait_s for n in (1, 2, 3)] == [0, 0, 0]
     assert [after(SAVED, *[KILLED] * n).wait_s for n in (1, 2)] == [1, 5]
     away = replace(KILLED, retry="later")
     assert [after(away).wait_s, after(SAVED, away).wait_s] == [30, 30]

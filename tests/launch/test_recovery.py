@@ -153,6 +153,28 @@ def test_a_host_that_runs_out_of_memory_is_given_fewer_rows(shop, cgroup):
     assert metrics(run)[-1]["step"] == 2
 
 
+@pytest.mark.soak
+def test_an_allocator_that_has_no_room_is_given_fewer_rows(shop):
+    """torch's own, under a limit of the address space that half of the rows keep to."""
+    keys = {
+        "nproc": 1,
+        "sequence_len": 512,
+        "total_batch_size": 64 * 512,
+        "device_batch_size": 64,
+        "depth": 4,
+        "n_embd": 128,
+    }
+    command = shop.train_command("capped", num_steps=2, **keys)
+    limited = ["bash", "-c", 'ulimit -v 1800000; exec "$@"', "bash"]
+    process = start([*limited, *command])
+    output, _ = process.communicate(timeout=200)
+    run = shop.folder / "runs" / "capped"
+    assert process.returncode == 0, output
+    assert decisions(run)[0] == ("smaller", "host-oom-killed", 0)
+    assert json.loads((run / "plan.json").read_text())["device_batch_size"] < 64
+    assert metrics(run)[-1]["step"] == 2
+
+
 def test_ctrl_c_between_two_attempts_ends_at_once_and_says_how_to_go_on(shop):
     process = start(shop.train_command("waiting", nproc=1, num_steps=100_000, save_every=5))
     run = shop.folder / "runs" / "waiting"

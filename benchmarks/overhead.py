@@ -210,6 +210,7 @@ def compare(folder: Path, variant: Variant, *, pairs: int) -> None:
         variant.begin(run)
         everyone = [*run.holders, *(psutil.Process(rank_pid(run, rank)) for rank in range(variant.nproc))]
         used = [cpu_seconds(everyone)]  # at each border
+        held, began = cpu_seconds(run.holders), time.monotonic()
         file = run.run.metrics.open("rb")
         step = 0
         while len(used) <= blocks:
@@ -219,11 +220,14 @@ def compare(folder: Path, variant: Variant, *, pairs: int) -> None:
                 used.append(cpu_seconds(everyone))
             time.sleep(0.005)
             assert run.process.poll() is None, run.screen.read_text()
+        share = (cpu_seconds(run.holders) - held) / (time.monotonic() - began)
         variant.on(run)
         variant.end(run)
         ends = {line["step"]: seconds_of(line) for line in run.metrics}
     report(variant, "tokens/s", block_seconds(ends, variant, blocks))
     report(variant, "CPU time", [after - before for before, after in pairwise(used[2:])])
+    if variant.off is freeze:  # for half of the blocks
+        print(f"{variant.name:<12} all processes but the ranks use {200 * share:.2f} % of one core", flush=True)
 
 
 def cpu_seconds(processes: Sequence[psutil.Process]) -> float:

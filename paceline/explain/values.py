@@ -9,12 +9,14 @@ import re
 from paceline.explain.events import Event
 from paceline.explain.fill import known
 from paceline.explain.record import Progress, Record
+from paceline.units import format_bytes
 
 FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+)(?:,? in (?P<name>\S+))?')
 INSTALLED = re.compile(r"site-packages|dist-packages|/lib/python\d|<frozen |^<")
 TYPE = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:\(\w+\))?: ?(?P<message>.*)")
 EXIT_CODE = re.compile(r"(?:exit ?code|return code|status)\s*[:=]?\s*(?P<code>-?\d{1,5})", re.IGNORECASE)
 SIGNAL = re.compile(r"\bSIG[A-Z]{2,5}\d?\b")
+BYTES = re.compile(r"(\d+)(?: bytes)?")
 BATCH = re.compile(r"(?:device|micro|per_device_train|per_gpu)[_-]batch[_-]size['\"]?\s*[:= ]\s*(?P<size>\d{1,6})\b")
 
 
@@ -37,6 +39,8 @@ def values_of(event: Event, *, rank: int | None, step: int | None, progress: Pro
         **{name: value for name, value in event.match.values.items() if value},
         "rank": rank,
     }
+    if wanted := BYTES.fullmatch(str(found.get("wanted", ""))):
+        found["wanted"] = format_bytes(int(wanted[1]))
     return known(found)
 
 

@@ -15,6 +15,7 @@ import argparse
 import math
 import os
 import pty
+import re
 import shutil
 import signal
 import statistics
@@ -226,8 +227,20 @@ def compare(folder: Path, variant: Variant, *, pairs: int) -> None:
         ends = {line["step"]: seconds_of(line) for line in run.metrics}
     report(variant, "tokens/s", block_seconds(ends, variant, blocks))
     report(variant, "CPU time", [after - before for before, after in pairwise(used[2:])])
+    if variant.switch == "saves":
+        report_saves(run)
     if variant.off is freeze:  # for half of the blocks
         print(f"{variant.name:<12} all processes but the ranks use {200 * share:.2f} % of one core", flush=True)
+
+
+def report_saves(run: Running) -> None:
+    """What each save took of a rank, as the switch has it told."""
+    text = "".join(run.run.rank_log(1, rank).read_text() for rank in range(NPROC))
+    loop, beside = (
+        statistics.median(map(float, re.findall(rf"^save: ([\d.]+) ms {where}", text, re.MULTILINE)))
+        for where in ("in the loop", "of CPU beside it")
+    )
+    print(f"checkpoints  each save of a rank: {loop:.1f} ms in the loop, {beside:.1f} ms of CPU beside it", flush=True)
 
 
 def cpu_seconds(processes: Sequence[psutil.Process]) -> float:

@@ -153,7 +153,8 @@ def append_json_line(path: Path, record: dict[str, Any]) -> None:
         if error.errno not in NO_SPACE:
             raise unwritable(path, error) from error
         _waiting[path] = lines
-        print(f"{path}: no space, waits for some: {line.decode().rstrip()}", file=sys.stderr, flush=True)
+        with suppress(OSError):  # stderr may be a log on the same disk
+            print(f"{path}: no space, waits for some: {line.decode().rstrip()}", file=sys.stderr, flush=True)
 
 
 def append_sample(path: Path, record: dict[str, Any]) -> bool:

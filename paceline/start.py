@@ -38,7 +38,7 @@ from paceline.plan.kept import kept_calibration
 from paceline.plan.machine import Machine, probe_cpu_cores, probe_machine
 from paceline.plan.planner import Plan, format_plan, make_plan, memory_setup
 from paceline.rundir import RunDir, RunInUse, append_event, lock_run, write_atomic
-from paceline.terminal import show_progress
+from paceline.terminal import lasting_screen, show_progress
 from paceline.units import format_count
 from paceline.watch.goodput import format_line, goodput_of
 from paceline.watch.status import run_status
@@ -230,6 +230,7 @@ def last_good_step(run: RunDir) -> int:
     return read_manifest(path).step
 
 
+@lasting_screen()
 def supervise(
     run: RunDir,
     config: Config,

@@ -4,10 +4,13 @@ Text on the screen: what long work shows while it lasts, a bar or a line on a te
 Rich is imported when a bar is drawn.
 """
 
+import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO
+
+from paceline.rundir import NO_SPACE
 
 
 @contextmanager
@@ -80,3 +83,57 @@ def format_fact(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.4g}"
     return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+class Lasting:
+    """A stream that raises nothing: once nobody reads it any more it is silent, and on a full disk lines are lost."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._bear(error)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._bear(error)
+
+    def end(self) -> None:
+        """What is still held back would be an error of the interpreter's own end."""
+        try:
+            self._stream.flush()
+        except OSError:
+            self._silence()
+
+    def _bear(self, error: OSError) -> None:
+        if error.errno not in NO_SPACE:
+            self._silence()
+
+    def _silence(self) -> None:
+        with suppress(OSError, ValueError):
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self._stream.fileno())
+            os.close(null)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def lasting_screen() -> Iterator[None]:
+    """For as long as a run is under way, stdout and stderr may vanish: `| head`, a closed terminal, a log on a full disk."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = Lasting(before[0]), Lasting(before[1])
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, Lasting):
+                stream.end()
+        sys.stdout, sys.stderr = before

@@ -64,11 +64,8 @@ class Tail:
         if not lines:
             return
         encoding = getattr(self.stream, "encoding", None) or "utf-8"
-        try:
-            self.stream.write(lines.decode(errors="replace").encode(encoding, "replace").decode(encoding))
-            self.stream.flush()
-        except BrokenPipeError:  # `| head` has seen enough: the run goes on, and its logs are whole
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+        self.stream.write(lines.decode(errors="replace").encode(encoding, "replace").decode(encoding))
+        self.stream.flush()
 
 
 class RankLog:

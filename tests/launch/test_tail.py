@@ -8,6 +8,7 @@ import tracemalloc
 import pytest
 
 from paceline.launch.tail import Tail
+from paceline.terminal import Lasting
 
 
 class Screen:
@@ -204,7 +205,7 @@ def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path):
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as stream:
-        tail = Tail({0: tmp_path / "0.log"}, stream=stream, colour=False)
+        tail = Tail({0: tmp_path / "0.log"}, stream=Lasting(stream), colour=False)
         (tmp_path / "0.log").write_text("a\n")
         tail.poll()
         (tmp_path / "0.log").write_text("a\nb\n")

@@ -18,13 +18,15 @@ MAX_WITHOUT_PROGRESS = 3
 WAITS_S = (0.0, 1.0, 5.0, 30.0, 60.0)  # before an attempt, after so many in a row without progress
 LATER_WAIT_S = 30.0  # at least: what is away does not come back within a second
 
-# what in a script is the user's to mend, and in our own trainer, where no code of the user's runs, is nobody's: the machine's, or
-# a bug, which shows by coming again
-OURS_ONCE_MORE = frozenset({
-    "unknown", "user-code-exception", "sigsegv", "native-abort", "illegal-instruction", "floating-point-exception",
-    "illegal-memory-access", "cuda-error", "cuda-driver-broken", "nccl-cuda-failure", "nccl-internal-error", "nccl-p2p-failure",
-    "nccl-p2p-hang", "gloo-connect-failure", "collective-bad-tensor", "gpu-kernel-timeout", "cufft-failure",
+# a crash below Python: the machine's, or a bug, which shows by coming again
+CRASHES = frozenset({
+    "sigsegv", "native-abort", "illegal-instruction", "floating-point-exception", "illegal-memory-access", "cuda-error",
+    "nccl-cuda-failure", "nccl-internal-error", "nccl-p2p-failure", "nccl-p2p-hang", "gloo-connect-failure", "gpu-kernel-timeout",
+    "cufft-failure",
 })  # fmt: skip
+# in a script the user's to mend; in our own trainer, where no code of the user's runs, a crash like those
+OURS_ONCE_MORE = CRASHES | {"unknown", "user-code-exception", "cuda-driver-broken", "collective-bad-tensor"}
+HOST_MEMORY = "host-oom-killed"
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Abilities:
     """What could be changed for another attempt."""
 
     own_trainer: bool = False  # paceline's; else it is a script of the user's
+    rows_on_host: bool = True  # fewer of them at once need less of the host's memory: the ranks run on its processors
     smaller: str | None = None  # the next that needs less memory, in words
     ranks_left: int | None = None  # where devices are gone: how many the run can go on with; None where all are there
 
@@ -72,9 +75,11 @@ class Situation:
 
     @property
     def retry(self) -> Retry:
-        """As the catalogue says, but for what only a script can be blamed for."""
+        """As the catalogue says, but for what only a script can be blamed for, and what nobody can."""
         ended = self.last
-        if self.can.own_trainer and ended.retry == "never" and ended.cause in OURS_ONCE_MORE:
+        if ended.retry == "never" and ended.cause in (OURS_ONCE_MORE if self.can.own_trainer else CRASHES):
+            return "same"
+        if self.can.own_trainer and ended.cause == HOST_MEMORY and not self.can.rows_on_host:
             return "same"
         if self.can.own_trainer and ended.cause == "disk-full":
             return "later"
@@ -89,7 +94,8 @@ class Situation:
         for ended in reversed(self.history):
             if ended.new_checkpoint:
                 break
-            count += ended.retry != "smaller" and not ended.rolled_back
+            smaller = ended.retry == "smaller" and (self.can.rows_on_host or ended.cause != HOST_MEMORY)
+            count += not smaller and not ended.rolled_back
         return count
 
     @property
@@ -148,10 +154,10 @@ RULES = (
     ),
     Rule(
         "no-device",
-        "a GPU is gone, and on none of those left the steps can be divided",
+        "a GPU is gone, and those left cannot hold or divide the steps",
         lambda now: now.can.ranks_left == 0,
         "stop",
-        lambda now: "a GPU is gone, and those left cannot share the run's steps",
+        lambda now: "a GPU is gone, and those left cannot hold or share the run's steps",
     ),
     Rule(
         "device-gone",
@@ -262,19 +268,21 @@ one line each. `--no-recover` ends with the first attempt, `--max-attempts N` wi
 """
 
 NOTES = """\
-Waits are {waits} s, after none, one, two, ... attempts in a row that came no further; {later:.0f} s at least where something is away.
+Waits are {waits} s, after none, one, two, ... attempts in a row that came no further; {later:.0f} s at least where something
+is away.
 
 The next attempt goes on from the newest checkpoint that is whole, so that a broken run and an unbroken one end with the same
 weights. The two that change how steps are cut, `smaller` and `fewer-ranks`, keep the rows of each step, total_batch_size and the
 learning rates; `plan.json` then has what is used, `config.toml` what was asked. Sizes that did not fit are kept for this machine
-and model (`too_large.json` in the cache folder), and no plan chooses them again while the device has no more memory.
+and model (`too_large.jsonl` in the cache folder), and no plan chooses them again while the device has no more memory.
 
 A script is started again with the same words. It finds the number of the attempt in PACELINE_ATTEMPT, from 1, and the run folder,
-a place for checkpoints of its own, in PACELINE_RUN. What its author has to mend is never tried again.
+a place for checkpoints of its own, in PACELINE_RUN. What its author has to mend is never tried again; a crash below Python is,
+once:
+{crashes}.
 
-In paceline's own trainer no code of the user's runs: a crash there, of a kind that in a script would be its author's, is tried
-once more. These are:
-{ours}.
+In paceline's own trainer no code of the user's runs, so these are tried once more as well: {ours}.
+Where it trains on GPUs and the host's memory ran out, fewer rows would not help: the next attempt is the same.
 """
 
 
@@ -284,8 +292,9 @@ def format_docs() -> str:
 
 def notes() -> str:
     waits = ", ".join(f"{seconds:.0f}" for seconds in WAITS_S)
-    ours = fill(", ".join(sorted(OURS_ONCE_MORE)), width=120, break_on_hyphens=False)
-    return NOTES.format(waits=waits, later=LATER_WAIT_S, ours=ours)
+    crashes = fill(", ".join(sorted(CRASHES)), width=120, break_on_hyphens=False)
+    ours = ", ".join(sorted(OURS_ONCE_MORE - CRASHES))
+    return NOTES.format(waits=waits, later=LATER_WAIT_S, crashes=crashes, ours=ours)
 
 
 def _table() -> Iterator[str]:

@@ -6,23 +6,27 @@ The worker decides nothing: it reads plan.json again. What the user asked stays 
 
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from paceline.config import Config
 from paceline.errors import PlanError
+from paceline.explain.samples import read_samples
 from paceline.launch.digest import Digest
-from paceline.launch.pace import watch_steps
+from paceline.launch.pace import planned_step, watch_steps
 from paceline.launch.policy import Abilities, Decision, Ended
-from paceline.launch.supervisor import Outcome, run_attempt
+from paceline.launch.supervisor import Caught, Outcome, run_attempt
 from paceline.launch.watchdog import Watchdog
 from paceline.plan.again import MakePlan, fewer_ranks, plan_again, smaller_plan, words_of_change
 from paceline.plan.kept import keep_attempt
 from paceline.plan.machine import Machine, probe_machine
+from paceline.plan.memory import checkpoint_bytes
 from paceline.plan.planner import Plan
 from paceline.plan.too_large import keep_too_large
 from paceline.rundir import RunDir, append_event, write_atomic
+
+SAVE_BYTES_PER_S = 50e6  # of a slow disk
+STOP_GRACE_S = 60.0
 
 
 class TrainingJob:
@@ -59,7 +63,7 @@ class TrainingJob:
         """As it stands: a worker may have added whether it compiles."""
         return Plan.from_json(self.run.plan_json.read_text())
 
-    def attempt(self, number: int) -> Outcome:
+    def attempt(self, number: int, caught: Caught) -> Outcome:
         plan = self.plan
         digest = Digest(
             self.run,
@@ -76,6 +80,8 @@ class TrainingJob:
                 attempt=number,
                 env=self.env_of(plan),
                 lock_fd=self.lock,
+                caught=caught,
+                stop_grace_s=stop_grace_s(plan),
                 on_tick=digest.poll,
                 watchdog=Watchdog(self.run, number, plan.world_size, hang_after_s=self.hang_after_s),
                 libuv=self.libuv,
@@ -91,16 +97,28 @@ class TrainingJob:
 
     def abilities(self, ended: Ended) -> Abilities:
         old = self.plan
-        self.next_plan, smaller, ranks_left = None, None, None
-        with suppress(PlanError):  # a driver that is silent: how many devices are left is not known
+        can = Abilities(own_trainer=True, rows_on_host=old.device == "cpu")
+        self.next_plan = None
+        try:
             machine = self.probe()
-            if old.device == "cuda" and len(machine.gpus) < old.world_size:
-                ranks_left = fewer_ranks(old, devices=len(machine.gpus))
-                self.next_plan = self.plan_of_ranks(old, ranks_left, machine) if ranks_left else None
-            elif ended.retry == "smaller":
-                self.next_plan = smaller_plan(old, self.config, machine, make=self.make)
-                smaller = words_of_change(old, self.next_plan) if self.next_plan else None
-        return Abilities(own_trainer=True, smaller=smaller, ranks_left=ranks_left)
+        except PlanError:  # a driver that is silent: how many devices are left is not known
+            return can
+        if old.device == "cuda" and len(machine.gpus) < old.world_size:
+            return replace(can, ranks_left=self.plan_fewer_ranks(old, machine))
+        if ended.retry == "smaller":
+            self.next_plan = smaller_plan(old, self.config, machine, make=self.make)
+            return replace(can, smaller=words_of_change(old, self.next_plan) if self.next_plan else None)
+        return can
+
+    def plan_fewer_ranks(self, old: Plan, machine: Machine) -> int:
+        """How many the run can go on with, 0 for none; next_plan is theirs."""
+        count = fewer_ranks(old, devices=len(machine.gpus))
+        if count:
+            try:
+                self.next_plan = self.plan_of_ranks(old, count, machine)
+            except PlanError:  # too large for those that are left
+                return 0
+        return count
 
     def plan_of_ranks(self, old: Plan, count: int, machine: Machine) -> Plan:
         """The same steps on fewer devices; how many rows at once is worked out anew."""
@@ -112,7 +130,9 @@ class TrainingJob:
             return
         old, new = self.plan, self.next_plan
         if decision.action == "smaller":
-            keep_too_large(self.cache, old, card_bytes=new.memory.get("card_bytes"), source=self.run.name)
+            card_bytes = new.memory.get("card_bytes")
+            had = None if card_bytes is None else card_bytes - held_by_others(self.run)
+            keep_too_large(self.cache, old, card_bytes=had, source=self.run.name)
         write_atomic(self.run.plan_json, new.to_json())
         changed = {
             name: getattr(new, name)
@@ -122,3 +142,22 @@ class TrainingJob:
 
     def say(self, lines: list[str]) -> None:
         print("\n".join(lines), flush=True)
+
+
+def stop_grace_s(plan: Plan) -> float:
+    """What ranks that are told to stop may take: two steps, a checkpoint, and a minute."""
+    step = planned_step(plan.cost).seconds if plan.cost.get("seconds") else None
+    saving_s = checkpoint_bytes(plan.model, optimizer=plan.optimizer) / SAVE_BYTES_PER_S
+    return STOP_GRACE_S + saving_s + (2 * step.high if step else 0.0)
+
+
+def held_by_others(run: RunDir) -> int:
+    """Bytes that processes of others held of a GPU at the last samples, the most of any; 0 where no driver tells."""
+    held: dict[tuple[str, int], int] = {}
+    for path in run.health_dir.glob("*.jsonl"):
+        for line in read_samples(path, since="").lines:
+            for gpu in line.get("gpus", ()):
+                if "processes" in gpu:
+                    others = [each.get("bytes", 0) for each in gpu["processes"] if each.get("ours") is False]
+                    held[path.stem, gpu["index"]] = sum(others)
+    return max(held.values(), default=0)

@@ -8,6 +8,7 @@ not have stays usable, with `spec` None.
 import os
 import shutil
 import subprocess
+import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -87,17 +88,26 @@ def gpus_of_driver() -> list[tuple[str, Gpu]]:
     try:
         found = []
         for index in range(pynvml.nvmlDeviceGetCount()):
-            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            gpu = Gpu(
-                index=index,
-                name=_text(pynvml.nvmlDeviceGetName(handle)),
-                memory_bytes=_memory_bytes(pynvml, handle),
-                capability=tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
-            )
-            found.append((_text(pynvml.nvmlDeviceGetUUID(handle)), gpu))
+            try:
+                found.append(_gpu_of_driver(pynvml, index))
+            except Exception as error:  # NVML raises its own class per cause; this one is a card that left the bus
+                if type(error).__name__ != "NVMLError_GpuIsLost":
+                    raise
+                print(f"note    GPU {index} does not answer ({error}): it is left out", file=sys.stderr)
         return found
     finally:
         pynvml.nvmlShutdown()
+
+
+def _gpu_of_driver(pynvml: ModuleType, index: int) -> tuple[str, Gpu]:
+    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    gpu = Gpu(
+        index=index,
+        name=_text(pynvml.nvmlDeviceGetName(handle)),
+        memory_bytes=_memory_bytes(pynvml, handle),
+        capability=tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
+    )
+    return _text(pynvml.nvmlDeviceGetUUID(handle)), gpu
 
 
 def _memory_bytes(pynvml: ModuleType, handle: object) -> int:

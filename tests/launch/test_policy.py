@@ -13,6 +13,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "recovery.md"
 KILLED = Ended("killed-from-outside", "same", rank=1, step=7, new_checkpoint=False, seconds=60, error="")
 SAVED = replace(KILLED, new_checkpoint=True)
 CRASHED = replace(KILLED, cause="sigsegv", retry="never", error="ended by SIGSEGV")
+BROKEN = replace(CRASHED, cause="user-code-exception", error="ValueError: boom")
 TYPO = replace(KILLED, cause="import-error", retry="never", step=None, error="No module named 'nmupy'")
 NO_MEMORY = replace(KILLED, cause="cuda-oom", retry="smaller", error="CUDA out of memory")
 DAMAGED = replace(KILLED, cause="checkpoint-corrupt", retry="other-checkpoint", error="hash differs")
@@ -36,7 +37,7 @@ EXAMPLES = {
     ),
     "no-device": (
         [CRASHED], replace(OURS, ranks_left=0), {},
-        Decision("stop", 0, "a GPU is gone, and those left cannot share the run's steps"),
+        Decision("stop", 0, "a GPU is gone, and those left cannot hold or share the run's steps"),
     ),
     "device-gone": ([TYPO], replace(OURS, ranks_left=1), {}, Decision("fewer-ranks", 1, "a GPU is gone: on with 1")),
     "out-of-memory": ([NO_MEMORY], OURS, {}, Decision("smaller", 0, "memory ran out: 4 rows at once instead of 8")),
@@ -82,9 +83,23 @@ def test_the_waits_grow_while_nothing_is_saved_and_begin_again_when_something_is
     assert [after(away).wait_s, after(SAVED, away).wait_s] == [30, 30]
 
 
-@pytest.mark.parametrize("ended", [CRASHED, TYPO, DAMAGED, NO_MEMORY], ids=lambda ended: ended.cause)
+@pytest.mark.parametrize("ended", [BROKEN, TYPO, DAMAGED, NO_MEMORY], ids=lambda ended: ended.cause)
 def test_a_script_is_not_tried_again_for_what_its_author_must_mend(ended):
     assert after(ended, can=SCRIPT).action == "stop"
+
+
+def test_a_crash_below_python_is_tried_once_more_whosever_the_code_is():
+    for can in (OURS, SCRIPT):
+        assert after(CRASHED, can=can).action == "retry"
+        assert after(CRASHED, CRASHED, can=can).action == "stop"
+
+
+def test_fewer_rows_on_gpus_leave_the_host_no_more_memory():
+    on_gpus = replace(OURS, rows_on_host=False)
+    killed = replace(NO_MEMORY, cause="host-oom-killed", error="")
+    assert (after(killed).action, after(killed, can=on_gpus).action) == ("smaller", "retry")
+    assert after(*[killed] * 3, can=on_gpus).action == "stop"
+    assert after(NO_MEMORY, can=on_gpus).action == "smaller"
 
 
 def test_memory_may_run_out_as_often_as_something_smaller_is_left():

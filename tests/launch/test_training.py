@@ -8,16 +8,17 @@ import pytest
 from paceline.config import Config
 from paceline.errors import PlanError
 from paceline.launch.policy import Abilities, Decision, Ended
-from paceline.launch.training import TrainingJob
+from paceline.launch.training import TrainingJob, stop_grace_s
 from paceline.plan.gpus import find_gpu
 from paceline.plan.machine import Gpu, Machine
 from paceline.plan.planner import Plan, make_plan
-from paceline.rundir import RunDir, read_json_lines
+from paceline.rundir import RunDir, append_sample, read_json_lines, utc_now
 
 CARD = Gpu(0, "NVIDIA GeForce RTX 5090", 32_607 << 20, (12, 0), find_gpu("RTX 5090"))
 ONE, TWO, NONE = (Machine(tuple(replace(CARD, index=i) for i in range(n)), 16, False, 64 << 30) for n in (1, 2, 0))
 CONFIG = Config(depth=12, num_steps=50, total_batch_size=524_288)
 LOST = Ended("gpu-hardware-error", "same", rank=1, step=7, new_checkpoint=False, seconds=60, error="fell off the bus")
+ON_GPUS = Abilities(own_trainer=True, rows_on_host=False)
 NO_MEMORY = replace(LOST, cause="cuda-oom", retry="smaller")
 
 
@@ -49,7 +50,7 @@ def changed(job, action):
 def test_a_card_that_is_gone_leaves_the_same_steps_to_the_others(job_on):
     job = job_on(lambda: ONE)
     before = job.plan
-    assert job.abilities(LOST) == Abilities(own_trainer=True, ranks_left=1)
+    assert job.abilities(LOST) == replace(ON_GPUS, ranks_left=1)
     assert changed(job, "fewer-ranks")["world_size"] == 1
     after = job.plan
     assert (after.world_size, after.total_batch_size, after.num_steps) == (1, before.total_batch_size, 50)
@@ -57,8 +58,30 @@ def test_a_card_that_is_gone_leaves_the_same_steps_to_the_others(job_on):
     assert not (job.cache / "too_large.jsonl").exists()
 
 
+def test_where_the_steps_do_not_fit_the_cards_that_are_left_there_is_nothing_to_go_on_with(job_on):
+    small = Machine((replace(CARD, memory_bytes=2 << 30),), 16, False, 64 << 30)
+    job = job_on(lambda: small)
+    assert job.abilities(LOST).ranks_left == 0
+
+
+def test_a_size_that_failed_beside_another_process_is_not_held_against_the_whole_card(job_on):
+    job = job_on(lambda: TWO)
+    others = [{"pid": 1, "bytes": 9 << 30, "ours": False}, {"pid": 2, "bytes": 20 << 30, "ours": True}]
+    append_sample(
+        job.run.health("tower"), {"time": utc_now(), "gpus": [{"index": 0}, {"index": 1, "processes": others}]}
+    )
+    assert job.abilities(NO_MEMORY).smaller
+    job.change(Decision("smaller", 0, "x"))
+    [kept] = read_json_lines(job.cache / "too_large.jsonl")
+    assert kept["card_bytes"] == job.plan.memory["card_bytes"] - (9 << 30)
+
+
+def test_ranks_that_stop_may_take_as_long_as_a_large_checkpoint(job_on):
+    assert 60 < stop_grace_s(make(replace(CONFIG, depth=4), TWO)) < stop_grace_s(job_on(lambda: TWO).plan) < 600
+
+
 def test_where_no_card_is_left_there_is_nothing_to_go_on_with(job_on):
-    assert job_on(lambda: NONE).abilities(LOST) == Abilities(own_trainer=True, ranks_left=0)
+    assert job_on(lambda: NONE).abilities(LOST) == replace(ON_GPUS, ranks_left=0)
 
 
 def test_memory_that_ran_out_makes_the_next_attempt_smaller_and_is_kept(job_on):
@@ -75,7 +98,7 @@ def test_memory_that_ran_out_makes_the_next_attempt_smaller_and_is_kept(job_on):
 def test_any_other_end_changes_nothing(job_on):
     job = job_on(lambda: TWO)
     before = job.run.plan_json.read_text()
-    assert job.abilities(LOST) == Abilities(own_trainer=True)
+    assert job.abilities(LOST) == ON_GPUS
     job.change(Decision("retry", 1, "it may pass"))
     assert job.run.plan_json.read_text() == before
     assert not job.run.events.exists()
@@ -85,4 +108,4 @@ def test_a_driver_that_is_silent_tells_of_no_card(job_on):
     def silent():
         raise PlanError("the driver does not answer", fix="nvidia-smi")
 
-    assert job_on(silent).abilities(LOST) == Abilities(own_trainer=True)
+    assert job_on(silent).abilities(LOST) == ON_GPUS

@@ -73,6 +73,23 @@ def test_a_driver_without_a_memory_figure_for_a_card_is_no_error(monkeypatch):
     assert (gb10.name, gb10.spec) == ("NVIDIA GB10", find_gpu("GB10"))
 
 
+def test_a_card_that_left_the_bus_is_left_out_and_named(monkeypatch, capsys):
+    class NVMLError_GpuIsLost(Exception):
+        pass
+
+    def handle(index: int) -> int:
+        if index == 1:
+            raise NVMLError_GpuIsLost("GPU is lost")
+        return index
+
+    nvml = nvml_of_gb10()
+    nvml.nvmlDeviceGetCount, nvml.nvmlDeviceGetHandleByIndex = lambda: 3, handle
+    nvml.nvmlDeviceGetUUID = lambda handle: f"GPU-{handle}"
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert len(probe_gpus(None)) == 2
+    assert "GPU 1 does not answer (GPU is lost): it is left out" in capsys.readouterr().err
+
+
 def nvml_of_gb10() -> SimpleNamespace:
     class NVMLError_NotSupported(Exception):
         pass

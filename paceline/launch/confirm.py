@@ -17,10 +17,11 @@ from typing import Any
 from paceline.errors import PacelineError, TrainingFailed
 from paceline.launch.failure import Failure
 from paceline.launch.supervisor import run_attempt
+from paceline.launch.watchdog import Watchdog
 from paceline.plan.fit import divisors
 from paceline.plan.kept import PROBE, MemoryRecord, keep_record, record_of
 from paceline.plan.planner import Plan
-from paceline.rundir import RunDir
+from paceline.rundir import RunDir, read_json_lines
 from paceline.terminal import waiting
 from paceline.units import format_bytes
 
@@ -119,6 +120,7 @@ def try_once(
             env=env,
             lock_fd=None,
             on_tick=lambda: None,
+            watchdog=Watchdog(run, 1, plan.world_size),
             stop_grace_s=STOP_GRACE_S,
             libuv=libuv,
         )
@@ -126,8 +128,9 @@ def try_once(
             raise KeyboardInterrupt
         if outcome.state == "finished":
             return read_records(run, plan)
+        hung = any(event.get("event") == "hang" for event in read_json_lines(run.events))
         for failure in outcome.failures:
-            if how := ran_out(failure, plan):
+            if not hung and (how := ran_out(failure, plan)):
                 return OutOfMemory(failure.rank, how)
         failed = True
         raise said(run, outcome.failures[0])

@@ -8,24 +8,31 @@ the rank hung (event `hang`), or somebody else. And an error that a rank ends wi
 import json
 import re
 import shutil
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import psutil
+
 from paceline.explain.catalogue import load_catalogue
+from paceline.explain.reader import Log
 from paceline.explain.record import Explanation
+from paceline.explain.run import late_of
 from paceline.launch.confirm import NO_PRIMITIVE, OUT_OF_MEMORY
 from paceline.launch.failure import SENT_SIGNALS, Failure
-from paceline.launch.policy import OURS_ONCE_MORE, Ended, Retry
+from paceline.launch.policy import HOST_MEMORY, OURS_ONCE_MORE, Ended, Retry
 from paceline.launch.supervisor import Outcome
+from paceline.plan.cgroup import memory_limit
 from paceline.rundir import RunDir, read_json_lines
+from paceline.units import format_bytes
 
 OUTSIDE = {"killed-from-outside", "hang"}  # of which the dead rank could say nothing
 REFUSED = "refused"  # the rank itself has named what is wrong and what mends it, and the catalogue knows no better name
 EXITED = "exited-early"  # with 0, which no log tells from a good end
 FULL = "disk-full"
 NO_ROOM_BYTES = 1 << 16
-HOST_MEMORY, KILLED = "host-oom-killed", "killed-from-outside"
+KILLED = "killed-from-outside"
 NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")  # pids, addresses and sizes differ where the error is the same
 
 
@@ -39,7 +46,7 @@ def ended_of(
     if root is not None and root.exit_code == 0:
         found = explain_exit(found, root)
     elif hang is not None:
-        found = explain_hang(found, hang)
+        found = explain_hang(found, hang, recorded=late_of(run, outcome.attempt, events))
     elif root is not None and root.signal == "SIGKILL" and root.traceback is None and not root.consequence:
         found = explain_kill(found, root, memory_ran_out=memory_ran_out)
     if found.cause == "unknown" and disk_is_full(run):
@@ -91,8 +98,10 @@ def explain_full_disk(found: Explanation, run: RunDir) -> Explanation:
     return replace(found, cause=FULL, summary="the disk of the run folder is full: nothing could be written", fix=fix)
 
 
-def explain_hang(found: Explanation, hang: dict[str, Any]) -> Explanation:
-    rank = hang.get("rank")
+def explain_hang(found: Explanation, hang: dict[str, Any], *, recorded: Sequence[Log]) -> Explanation:
+    """recorded: what the flight recorders tell of the rank that is late."""
+    late = recorded[0].records[0].rank if recorded else None
+    rank = late if hang.get("rank") is None else hang["rank"]
     who = "a rank" if rank is None else f"rank {rank}"
     summary = hang.get("text") or f"{who} made no step for {hang.get('silent_s', 0):.0f} s"
     fix = f"hangs/{hang['attempt']} of the run has what every rank was at; --hang-after SECONDS bears a longer silence"
@@ -105,7 +114,7 @@ def explain_kill(found: Explanation, root: Failure, *, memory_ran_out: bool | No
     who = "the launch agent" if root.rank is None else f"rank {root.rank}"
     if memory_ran_out or any(each.source == "kernel log" for each in found.evidence):
         told = found if found.cause == HOST_MEMORY else None
-        summary = f"the kernel killed {who}: this host, or the memory limit of its group, had none left"
+        summary = f"the kernel killed {who}: {none_left()}"
         return replace(
             found, cause=HOST_MEMORY, rank=root.rank, summary=told.summary if told else summary, confidence=1.0
         )
@@ -115,6 +124,14 @@ def explain_kill(found: Explanation, root: Failure, *, memory_ran_out: bool | No
     why = "memory did not run out. " if memory_ran_out is False else ""
     fix = f"{why}A batch system's limit, a container's end or a person sends such a signal; the run can go on"
     return replace(found, cause=KILLED, rank=root.rank, summary=summary, fix=fix, confidence=0.8)
+
+
+def none_left() -> str:
+    """Of what memory, as it is now that the run has ended."""
+    host, group = psutil.virtual_memory(), memory_limit()
+    if group is not None and group.limit_bytes < host.total:
+        return f"its group may take {format_bytes(group.limit_bytes)} of memory, and none was left"
+    return f"this host has {format_bytes(host.total)} of memory, and none was left"
 
 
 def has_new_checkpoint(run: RunDir, attempt: int) -> bool:

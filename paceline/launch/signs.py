@@ -4,6 +4,7 @@ Signs of life of a run's ranks, and for how long they may be missing: marks of o
 What is usual is learned as the attempt goes on. Knows files and seconds; processes are launch/watchdog.py's.
 """
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
@@ -79,7 +80,8 @@ class MarkSigns:
         mark = self.marks.get(rank)
         if mark is not None and mark.phase in IN_STEP and mark.step > self.first_step[rank]:
             return max(self.floor_s, STEPS * median(self.step_s)) if self.step_s else self.floor_s
-        long_s = LONG * self.floor_s * (AT_WORK if cores >= WORKING else 1)
+        at_work = cores >= WORKING and not (mark and mark.phase == "reduce")  # whoever waits for a GPU may spin
+        long_s = LONG * self.floor_s * (AT_WORK if at_work else 1)
         return max(long_s, STEPS * self.longest_s.get(mark.phase, 0.0)) if mark is not None else long_s
 
 
@@ -102,4 +104,4 @@ class LogSigns:
         return self.sizes != before
 
     def allowed_s(self, cores: Mapping[int, float]) -> float:
-        return self.floor_s if all(used < IDLE for used in cores.values()) else LONG * self.floor_s
+        return self.floor_s if all(used < IDLE for used in cores.values()) else math.inf

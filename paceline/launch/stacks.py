@@ -29,6 +29,9 @@ FRAME = re.compile(
 )
 MAIN_THREAD = re.compile(r'^Thread \S+ \([^)]*\): "MainThread"')
 COLLECTIVES = "torch/distributed/distributed_c10d.py"
+STDLIB = re.compile(
+    r"/lib/python3\.\d+/(?!(site|dist)-packages/)|<frozen "
+)  # a queue, a lock, a child: waits for no rank
 LIBRARY = re.compile(r"/(site|dist)-packages/(?!paceline/)|/lib/python3\.\d+/|<frozen ")
 
 
@@ -46,7 +49,7 @@ class Frame:
     @property
     def waits_for_others(self) -> bool:
         """Inside torch's collectives, or at the wait for one that was started before."""
-        return self.file.endswith(COLLECTIVES) or ".wait(" in self.source
+        return self.file.endswith(COLLECTIVES) or (".wait(" in self.source and not STDLIB.search(self.file))
 
     @property
     def source(self) -> str:

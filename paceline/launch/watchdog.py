@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from paceline.launch.culprit import Rank, find_culprits, tell
 from paceline.launch.hang import STILL, process_state
@@ -20,12 +21,13 @@ from paceline.launch.processes import cpu_seconds, describe_process, rank_pids
 from paceline.launch.recorder import ask_recorders, wait_for_dumps
 from paceline.launch.signs import LONG, LogSigns, MarkSigns
 from paceline.launch.stacks import main_frames, take_stacks
-from paceline.rundir import RunDir, utc_now, write_atomic
+from paceline.rundir import RunDir, read_end, utc_now, write_atomic
 
 HANG_AFTER_S = 60.0  # of silence within a step
 SCRIPT_HANG_AFTER_S = 600.0  # of a script, which may say nothing for long
 LOOK_EVERY_S = 0.5  # at processes, once silence lasts
 UNSEEN_S = 1.0  # between two polls no more than this counts
+SAMPLE_BYTES = 1 << 16  # of the end of health/<host>.jsonl: more than one line
 ENDED = ("Z", None)  # states of a process
 
 
@@ -159,7 +161,7 @@ def keep_evidence(
     """A file for each rank and hang.json; returns those that could be written."""
     folder = run.hang(attempt)
     texts = {f"{each.rank}.txt": describe_rank(each, stacks.get(each.rank)) for each in ranks}
-    record = {"time": utc_now(), **asdict(hang), "ranks": [asdict(each) for each in ranks], "host": describe_host()}
+    record = {"time": utc_now(), **asdict(hang), "ranks": [asdict(each) for each in ranks], "host": describe_host(run)}
     texts["hang.json"] = json.dumps({key: value for key, value in record.items() if key != "evidence"}, indent=1) + "\n"
     kept = []
     with suppress(OSError):  # a full disk must not keep the run from going on
@@ -180,9 +182,12 @@ def describe_rank(rank: Rank, stacks: str | None) -> str:
     )
 
 
-def describe_host() -> dict[str, str]:
-    """Load and memory, as /proc has them."""
-    found = {}
+def describe_host(run: RunDir) -> dict[str, Any]:
+    """Load and memory, as /proc has them; and the last sample of health, the GPUs' too."""
+    found: dict[str, Any] = {}
+    for path in sorted(run.health_dir.glob("*.jsonl")):
+        with suppress(ValueError, IndexError):
+            found[path.stem] = json.loads(read_end(path, SAMPLE_BYTES)[0].splitlines()[-1])
     for name in ("loadavg", "meminfo"):
         with suppress(OSError):
             lines = Path("/proc", name).read_text().splitlines()

@@ -261,7 +261,7 @@ def test_a_script_whose_ranks_all_wait_for_ever_is_ended_without_a_name(watched)
 
 
 @pytest.mark.soak
-def test_a_silent_script_at_work_is_left_alone_for_longer(watched):
+def test_a_silent_script_at_work_is_left_alone(watched):
     more = """
         if step == 3:
             until = time.monotonic() + 8

@@ -1,8 +1,11 @@
 """Stacks of processes, taken from outside and read."""
 
+import inspect
+import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -63,6 +66,12 @@ def test_a_wait_for_work_that_was_started_before_is_a_wait_for_others(tmp_path):
     source.write_text("def finish(works):\n    for work in works:\n        work.wait()\n")
     assert waits_for_others([Frame("finish", str(source), 3)])
     assert not waits_for_others([Frame("finish", str(source), 2)])
+
+
+def test_a_wait_for_a_queue_or_a_lock_is_none_for_other_ranks():
+    lines, first = inspect.getsourcelines(queue.Queue.get)
+    at = first + next(number for number, line in enumerate(lines) if ".wait(" in line)
+    assert not waits_for_others([Frame("wait", threading.__file__, 320), Frame("get", queue.__file__, at)])
 
 
 def test_no_stack_is_no_place():

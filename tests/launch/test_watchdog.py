@@ -8,7 +8,7 @@ import time
 import pytest
 
 from paceline.launch.watchdog import Watchdog
-from paceline.rundir import RunDir
+from paceline.rundir import RunDir, append_sample
 from paceline.train.progress import Progress
 
 
@@ -154,6 +154,8 @@ def test_a_rank_that_has_gone_without_a_word_is_named_when_the_other_waits_for_i
 
 
 def test_what_was_known_is_kept_in_a_file_for_each_rank_and_one_for_programs(bench):
+    for second in (0, 2):
+        append_sample(bench.run.health("tower"), {"time": f"2026-01-01T00:00:0{second}.000Z", "cpu": 0.5})
     in_step_nine(bench)
     hang = bench.after(10)
     assert hang.evidence == ("hangs/1/0.txt", "hangs/1/1.txt", "hangs/1/hang.json")
@@ -161,6 +163,7 @@ def test_what_was_known_is_kept_in_a_file_for_each_rank_and_one_for_programs(ben
     assert (said["rank"], said["text"]) == (1, hang.text)
     assert [rank["mark"]["phase"] for rank in said["ranks"]] == ["reduce", "load"]
     assert "MemTotal" in said["host"]["meminfo"]
+    assert said["host"]["tower"] == {"time": "2026-01-01T00:00:02.000Z", "cpu": 0.5}
     text = (bench.run.hang(1) / "1.txt").read_text()
     assert f"rank 1, process {bench.processes[1].pid}" in text
     assert "State: S (sleeping)" in text

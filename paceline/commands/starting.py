@@ -58,11 +58,13 @@ def run(args: list[str]) -> int:
     rank's output is kept whole in runs/X/logs and shown as it comes, rank before line; --quiet-ranks shows rank 0 alone.
     --show-env prints what the script would find in its environment, and why. What breaks from outside is tried again, N times
     in all (10), with the same words; the script finds PACELINE_ATTEMPT (1, 2, ...) and PACELINE_RUN, a folder for its
-    checkpoints. Ends with the exit code of the rank that failed first.
+    checkpoints. Ranks that say nothing and do nothing for 600 s hang; --hang-after SECONDS is another time. Ends with the exit
+    code of the rank that failed first, and with 1 where that was a known mistake of the script or its flags.
 
       paceline run --nproc 2 -- train.py --lr 3e-4
     """
     from paceline.launch.script import run_words
     from paceline.start import check_script
+    from paceline.watch.goodput import format_line, goodput_of
 
-    return run_words(args, check=check_script)
+    return run_words(args, check=check_script, spent=lambda run: format_line(goodput_of(run)))

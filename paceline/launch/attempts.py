@@ -17,7 +17,7 @@ from paceline.launch.ending import ended_of
 from paceline.launch.policy import MAX_ATTEMPTS, Abilities, Decision, Ended, decide
 from paceline.launch.supervisor import Caught, Outcome, caught_signals
 from paceline.plan.cgroup import oom_kills
-from paceline.rundir import RunDir, append_event, read_json_lines
+from paceline.rundir import NO_SPACE, RunDir, append_event, read_json_lines
 
 POLL_S = 0.05
 CUT_OFF = "supervisor-lost"
@@ -49,7 +49,8 @@ class Job(Protocol):
     @property
     def run(self) -> RunDir: ...
 
-    def attempt(self, number: int) -> Outcome: ...
+    def attempt(self, number: int, caught: Caught) -> Outcome:
+        """caught: signals since the first attempt began; those of this one go there too."""
 
     def came_further(self, ended: Ended) -> bool:
         """Beside what its checkpoints tell."""
@@ -79,7 +80,7 @@ def run_attempts(job: Job, recovery: Recovery) -> Ending:
     with caught_signals() as caught:
         while True:
             started, kills_before = time.monotonic(), oom_kills()
-            outcome = job.attempt(number)
+            outcome = attempted(job, number, caught)
             if outcome.state != "failed":
                 return Ending(outcome)
             kills = oom_kills()
@@ -107,6 +108,18 @@ def run_attempts(job: Job, recovery: Recovery) -> Ending:
                 stopped = replace(outcome, state="interrupted", exit_code=Interrupted.exit_code)
                 return Ending(stopped, waiting=True)
             number += 1
+
+
+def attempted(job: Job, number: int, caught: Caught) -> Outcome:
+    try:
+        return job.attempt(number, caught)
+    except OSError as error:  # logs/ and plan.json; what the ranks write has its own ways
+        if error.errno not in NO_SPACE:
+            raise
+        raise PacelineError(
+            f"attempt {number} could not start: no space in {job.run.path}",
+            fix=f"make room in its file system (df -h), then: paceline resume {job.run.path}",
+        ) from error
 
 
 def next_attempt(run: RunDir) -> int:

@@ -17,7 +17,7 @@ def closing_lines(
     """step, val_bpb: the last of the run. seconds: since the command began. spent: where the run's time went."""
     outcome = ending.outcome
     if outcome.state == "failed":
-        return format_explained(outcome, run, ending.explanation)
+        return f"\ntime    {spent}\n\n{format_explained(outcome, run, ending.explanation)}"
     bpb = "n/a" if val_bpb is None else f"{val_bpb:.4f}"
     if outcome.state == "interrupted":
         saved = max((e["step"] for e in read_json_lines(run.events) if e.get("event") == "checkpoint"), default=None)

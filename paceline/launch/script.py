@@ -19,20 +19,22 @@ from typing import Any
 
 from paceline.config import Config, check_config, checked_value
 from paceline.errors import PacelineError, UsageError
+from paceline.explain.catalogue import load_catalogue
 from paceline.launch.attempts import Ending, recovery_of, run_attempts
 from paceline.launch.beside import beside, take_beside
 from paceline.launch.command import executed, name_of_command, split_command
 from paceline.launch.digest import Follow, format_explained
 from paceline.launch.env import format_env, harm_lines, worker_env
-from paceline.launch.policy import Abilities, Decision, Ended
+from paceline.launch.policy import CRASHES, Abilities, Decision, Ended
 from paceline.launch.sampler import check_every
-from paceline.launch.supervisor import Outcome, run_attempt
+from paceline.launch.supervisor import Caught, Outcome, run_attempt
 from paceline.launch.tail import Tail, wants_colour
 from paceline.launch.watchdog import Watchdog
 from paceline.options import parse_options
 from paceline.plan.machine import Machine, probe_machine
 from paceline.plan.planner import choose_device, choose_world_size
-from paceline.rundir import RunDir, append_event, lock_run, write_atomic
+from paceline.rundir import RunDir, append_event, lock_run, read_json_lines, write_atomic
+from paceline.terminal import lasting_screen
 from paceline.units import format_duration
 
 OPTIONS: dict[str, Callable[[str], Any]] = {
@@ -63,8 +65,17 @@ class Cleared:
     files: Mapping[Path, str] = field(default_factory=dict)  # to be written once the run folder is there: findings.json
 
 
-def run_words(words: list[str], *, check: Callable[[Script, RunDir], Cleared] | None = None) -> int:
-    """The command with its words; returns the exit code. check: asked before anything starts, unless --no-check."""
+@lasting_screen()
+def run_words(
+    words: list[str],
+    *,
+    check: Callable[[Script, RunDir], Cleared] | None = None,
+    spent: Callable[[RunDir], str] | None = None,
+) -> int:
+    """The command with its words; returns the exit code.
+
+    check: asked before anything starts, unless --no-check. spent: where the run's time went, in a line for its end.
+    """
     own, command = split_command(words)
     own, wanted = take_beside(own)
     _, options = parse_options(own, OPTIONS)
@@ -102,8 +113,19 @@ def run_words(words: list[str], *, check: Callable[[Script, RunDir], Cleared] | 
             ending = run_attempts(job, recovery)
         finally:
             os.close(lock)
-        say(closing_lines(run, script, ending, seconds=time.monotonic() - started))
-    return ending.outcome.exit_code
+        seconds = time.monotonic() - started
+        times = [f"time    {spent(run)}"] if spent else []
+        say(closing_lines(run, script, ending, seconds=seconds, times=times))
+    return exit_code_of(ending)
+
+
+def exit_code_of(ending: Ending) -> int:
+    """The script's own; but 1 for a known mistake of its author's, of which argparse's 2 is one way to end."""
+    cause = load_catalogue().causes.get(ending.explanation.cause) if ending.explanation else None
+    root = ending.outcome.root
+    theirs = root is not None and root.rank is not None
+    known = theirs and cause is not None and cause.retry == "never" and cause.id not in CRASHES
+    return PacelineError.exit_code if known else ending.outcome.exit_code
 
 
 def make_script(command: list[str], options: Mapping[str, Any], machine: Machine) -> Script:
@@ -208,7 +230,7 @@ class ScriptJob:
     hang_after_s: float | None
     health_every_s: float
 
-    def attempt(self, number: int) -> Outcome:
+    def attempt(self, number: int, caught: Caught) -> Outcome:
         """Its lines are shown as they come."""
         ranks = range(1 if self.quiet else self.script.nproc)
         logs = {rank: self.run.rank_log(number, rank) for rank in ranks}
@@ -232,6 +254,7 @@ class ScriptJob:
                 attempt=number,
                 env={**self.env, **told},
                 lock_fd=self.lock,
+                caught=caught,
                 on_tick=show,
                 watchdog=Watchdog(self.run, number, self.script.nproc, hang_after_s=self.hang_after_s, script=True),
                 stop_grace_s=STOP_GRACE_S,
@@ -244,7 +267,10 @@ class ScriptJob:
             tail.close()
 
     def came_further(self, ended: Ended) -> bool:
-        return ended.seconds >= PROGRESS_S
+        """By time alone; a hang's silence is none."""
+        hangs = [event["silent_s"] for event in read_json_lines(self.run.events) if event.get("event") == "hang"]
+        silent_s = hangs[-1] if hangs and ended.cause == "hang" else 0.0
+        return ended.seconds - silent_s >= PROGRESS_S
 
     def abilities(self, ended: Ended) -> Abilities:
         return Abilities()
@@ -266,22 +292,23 @@ def format_script(script: Script, machine: Machine) -> list[str]:
     return [f"script  {' '.join(script.command)}", f"device  {devices}"]
 
 
-def closing_lines(run: RunDir, script: Script, ending: Ending, *, seconds: float) -> list[str]:
-    """How it ended; where a rank failed, its own traceback and what it means."""
+def closing_lines(run: RunDir, script: Script, ending: Ending, *, seconds: float, times: list[str]) -> list[str]:
+    """How it ended; where a rank failed, its own traceback and what it means. times: lines that tell where the time went."""
     outcome = ending.outcome
     logs = f"logs    {run.logs(outcome.attempt)}"
     if outcome.state == "failed":
         rank = outcome.root.rank if outcome.root else None
-        append_event(run, "failed", rank=rank, exit_code=outcome.exit_code)
-        return ["", format_explained(outcome, run, ending.explanation)]
+        append_event(run, "failed", rank=rank, exit_code=exit_code_of(ending))
+        return ["", *times, "", format_explained(outcome, run, ending.explanation)]
     append_event(run, outcome.state)
     if outcome.state == "interrupted":
-        return ["", f"interrupted after {format_duration(seconds)}", logs]
+        return ["", f"interrupted after {format_duration(seconds)}", *times, logs]
     alone = "note    no rank joined the others in a process group: each of {} has worked by itself"
     return [
         "",
         *([alone.format(script.nproc)] if outcome.joined is False and script.nproc > 1 else []),
         f"done    in {format_duration(seconds)}",
+        *times,
         logs,
     ]
 

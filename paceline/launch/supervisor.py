@@ -67,6 +67,7 @@ def run_attempt(
     env: Mapping[str, str],
     lock_fd: int | None,
     on_tick: Callable[[], None],
+    caught: "Caught | None" = None,
     watchdog: Watchdog | None = None,
     stop_grace_s: float = 60.0,
     libuv: bool = True,
@@ -76,6 +77,7 @@ def run_attempt(
 ) -> Outcome:
     """Start `nproc` workers and stay until they have ended; call it from the main thread, as it takes the signals.
 
+    caught: signals that have come before count as well.
     on_tick is called some times a second; so is the watchdog, and the rank that it names is killed. lock_fd: flock on the
     run folder, which agent and engine keep too.
     libuv: False where torch was built without it; `env` must say so too (launch/env.py). cwd: of the workers.
@@ -99,7 +101,7 @@ def run_attempt(
         "health_every_s": health_every_s,
     }
     watch = AttemptWatch(run, attempt, nproc, own_exit_codes=own_exit_codes)
-    with caught_signals() as caught, started_agent(job) as link:
+    with caught_signals(caught) as caught, started_agent(job) as link:
         while not link.ended:
             for line in link.read(timeout_s=TICK_S):
                 watch.note(line)
@@ -284,8 +286,9 @@ class Caught:
 
 
 @contextmanager
-def caught_signals() -> Iterator[Caught]:
-    caught = Caught()
+def caught_signals(caught: Caught | None = None) -> Iterator[Caught]:
+    """Those that come within the block; with `caught`, added to what it has already."""
+    caught = caught or Caught()
     before = {signum: signal.signal(signum, caught.take) for signum in STOP_SIGNALS}
     try:
         yield caught

@@ -11,6 +11,7 @@ import pytest
 from paceline.cli import run_command
 from paceline.explain.catalogue import load_catalogue
 from paceline.rundir import RunDir, append_event, write_atomic
+from paceline.train.progress import Progress
 
 LOG = """\
 step 00001/00100 | loss 3.100
@@ -46,8 +47,7 @@ def run(tmp_path):
     append_event(run, "rank_failed", rank=1, signal="SIGKILL", consequence=False, **lost)
     append_event(run, "rank_failed", rank=0, signal="SIGTERM", consequence=True, **lost)
     for rank in (0, 1):
-        run.progress(rank).parent.mkdir(exist_ok=True)
-        run.progress(rank).write_text('{"step": 40, "phase": "train"}\n')
+        Progress(run, rank).mark(40, "train")
     return run
 
 

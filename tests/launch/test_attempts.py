@@ -1,6 +1,8 @@
 """Attempts in a row, without any process: what is written of each, what is waited for, when it ends."""
 
 import os
+import pickle
+import re
 import signal
 import threading
 import time
@@ -14,7 +16,7 @@ from paceline.launch.digest import format_explained
 from paceline.launch.failure import Failure
 from paceline.launch.policy import Abilities
 from paceline.launch.supervisor import Outcome
-from paceline.rundir import RunDir, append_event, read_json_lines
+from paceline.rundir import RECORDED, RunDir, append_event, read_json_lines
 
 
 def failure(rank=0, *, signal=None, message="boom", fix=None, traceback=None):
@@ -31,20 +33,21 @@ TYPO = failure(message="ModuleNotFoundError: No module named 'nmupy'", traceback
 class Told:
     """A job whose attempts end as told: a Failure, "interrupted", or None for a good end."""
 
-    def __init__(self, folder, *ends, can=None, on_attempt=lambda number: None):
+    def __init__(self, folder, *ends, can=None, on_attempt=lambda number: None, world_size=1):
         self.run = RunDir(folder)
         self.ends = list(ends)
+        self.world_size = world_size
         self.can = can or Abilities(own_trainer=True)
         self.on_attempt = on_attempt
         self.changes, self.said = [], []
 
-    def attempt(self, number):
+    def attempt(self, number, caught):
         end = self.ends.pop(0)
         self.run.logs(number).mkdir(parents=True)
         self.run.rank_log(number, 0).write_text(
             f"Traceback (most recent call last):\n  File 'x'\n{TYPO.message}\n" if end == TYPO else "step 1\n"
         )
-        append_event(self.run, "attempt", attempt=number)
+        append_event(self.run, "attempt", attempt=number, world_size=self.world_size)
         if isinstance(end, Failure):
             append_event(
                 self.run, "rank_failed", attempt=number, rank=end.rank, exit_code=end.exit_code, signal=end.signal
@@ -141,6 +144,23 @@ def test_a_hang_is_the_cause_whatever_the_log_says(tmp_path):
     assert job.said[0] == "attempt 1 failed: rank 1 made no step for 61 s (step 9)"
 
 
+def test_a_hang_of_ranks_that_nothing_tells_apart_has_the_rank_that_the_flight_recorders_name(tmp_path):
+    def hang(number):
+        append_event(
+            RunDir(tmp_path), "hang", attempt=number, rank=None, silent_s=61.0, text="nothing tells them apart"
+        )
+        for rank, sequence in enumerate((41, 40)):
+            entries = [
+                {"pg_id": 0, "collective_seq_id": sequence, "profiling_name": "gloo:all_reduce", "is_p2p": False}
+            ]
+            path = RunDir(tmp_path).logs(number) / f"{RECORDED}{rank}"
+            path.write_bytes(pickle.dumps({"entries": entries}))
+
+    job = Told(tmp_path, KILLED, "interrupted", on_attempt=hang, world_size=2)
+    run_attempts(job, Recovery())
+    assert [(verdict["cause"], verdict["rank"]) for verdict in job.events("verdict")] == [("hang", 1)]
+
+
 def test_a_rank_that_the_kernel_killed_for_memory_is_not_a_killed_one(tmp_path, monkeypatch):
     counts = iter([4, 5])
     monkeypatch.setattr("paceline.launch.attempts.oom_kills", lambda: next(counts))
@@ -148,6 +168,7 @@ def test_a_rank_that_the_kernel_killed_for_memory_is_not_a_killed_one(tmp_path, 
     run_attempts(job, Recovery())
     [decision] = job.events("decision")
     assert (decision["cause"], decision["why"]) == ("host-oom-killed", "memory ran out, and nothing smaller is left")
+    assert re.search(r"(this host has|its group may take) [\d.]+ GiB of memory", job.events("verdict")[0]["summary"])
 
 
 def test_an_agent_that_is_killed_is_no_fault_of_a_rank(tmp_path):

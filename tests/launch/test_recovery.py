@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -176,7 +177,7 @@ def test_an_allocator_that_has_no_room_is_given_fewer_rows(shop):
 
 
 def test_ctrl_c_between_two_attempts_ends_at_once_and_says_how_to_go_on(shop):
-    process = start(shop.train_command("waiting", nproc=1, num_steps=100_000, save_every=5))
+    process = start(shop.train_command("waiting", nproc=1, num_steps=100_000))
     run = shop.folder / "runs" / "waiting"
     at_step(run, 8)
     kill(run, 0)
@@ -224,7 +225,7 @@ def test_a_script_is_told_which_attempt_it_is_and_goes_on_from_its_own_checkpoin
 @pytest.mark.parametrize("text, cause", [
     ("import nmupy", "import-error"),
     ("import torch; torch.ones(2, 3) @ torch.ones(2, 3)", "shape-mismatch"),
-    ("raise SystemExit('train.py: error: unrecognized arguments: a b')", None),
+    ("import argparse; argparse.ArgumentParser().parse_args()", None),
 ])  # fmt: skip
 def test_a_mistake_in_a_script_is_attempted_once_and_explained_last(text, cause, tmp_path):
     done = run_script(tmp_path, text)
@@ -241,3 +242,36 @@ def test_a_script_that_is_killed_each_time_is_attempted_as_often_as_asked(tmp_pa
     assert done.returncode == 137
     assert [action for action, *_ in decisions(tmp_path / "runs" / "r")] == ["retry", "stop"]
     assert "no further attempt: 2 attempts were made, --max-attempts allows no more" in done.stderr
+
+
+def test_a_script_that_hangs_is_named_and_ended(tmp_path):
+    done = run_script(tmp_path, """
+        import os, time
+        print("ready", flush=True)
+        time.sleep(1000)
+    """, "--nproc", "2", "--hang-after", "2", "--max-attempts", "2")  # fmt: skip
+    run = tmp_path / "runs" / "r"
+    assert done.returncode == 3
+    assert [action for action, *_ in decisions(run)] == ["retry", "stop"]
+    assert {verdict["cause"] for verdict in events(run, "verdict")} == {"hang"}
+    assert "time    " in done.stderr
+    assert done.stderr.rstrip().splitlines()[-1].startswith("  fix: ")
+
+
+def test_a_reader_that_has_seen_enough_does_not_end_a_training(shop):
+    words = " ".join(shop.train_command("piped", nproc=1, num_steps=30, save_every=10))
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {words} | head -2"], env=ENV, capture_output=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert metrics(shop.folder / "runs" / "piped")[-1]["step"] == 30
+
+
+def test_a_log_of_the_screen_on_a_full_disk_does_not_end_a_training(shop, tiny_disk):
+    (tiny_disk / "filler").write_bytes(bytes(shutil.disk_usage(tiny_disk).free - 4096))
+    with (tiny_disk / "train.log").open("wb") as log:
+        done = subprocess.run(
+            shop.train_command("logged", nproc=1, num_steps=100), stdout=log, stderr=log, env=ENV, timeout=100
+        )
+    assert done.returncode == 0
+    assert metrics(shop.folder / "runs" / "logged")[-1]["step"] == 100

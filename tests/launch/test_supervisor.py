@@ -1,10 +1,15 @@
 """What a person meets: a normal end, a rank that fails, Ctrl-C, odd paths and host names."""
 
+import os
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
+
+from paceline.launch.supervisor import Caught, run_attempt
+from paceline.rundir import RunDir
 
 pytestmark = pytest.mark.dist
 
@@ -266,3 +271,20 @@ def test_a_host_that_cannot_resolve_its_own_name_trains(launch):
     ended = launch(DDP, prefix=tuple(unshare)).end()
     assert ended.exit_code == 0, ended.output
     assert ended.log(0).endswith("world 2 sum 2.0\n")
+
+
+def test_a_signal_that_came_before_the_attempt_ends_it(tmp_path):
+    caught = Caught()
+    caught.take(signal.SIGTERM, None)
+    outcome = run_attempt(
+        RunDir(tmp_path / "run"),
+        command=[sys.executable, "-c", "import time; time.sleep(60)"],
+        nproc=1,
+        attempt=1,
+        env=os.environ,
+        lock_fd=None,
+        caught=caught,
+        on_tick=lambda: None,
+        stop_grace_s=2.0,
+    )
+    assert (outcome.state, outcome.exit_code) == ("interrupted", 130)

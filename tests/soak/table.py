@@ -21,9 +21,9 @@ whole. A fault counts as recovered when its run came to its end with all of this
 
 NOTES = f"""\
 `noticed` and `next step` are seconds from the fault: medians, and the longest. `next step` is the end of the first step after
-it, on a machine with other work; 1 s of it is the wait before an attempt. A stopped rank is known by its silence
-(`--hang-after 8`). Where the command itself is killed, `noticed` is when its last worker had saved and ended. A full disk and
-a slow rank end no attempt; nor does damage done before a checkpoint is read.
+it, on a machine with other work. A stopped rank is known by its silence (`--hang-after 8`). Where the command itself is killed,
+`noticed` is when its last worker had saved and ended. A full disk and a slow rank end no attempt; nor does damage done before a
+checkpoint is read.
 
 A checkpoint is saved every {INTERVAL} steps, in the background: that is what may be lost, and the steps of a save that was still
 under way; where the newest is damaged, those since the one before it. Less memory here means activation checkpointing, which
@@ -55,6 +55,7 @@ def format_page(result: Result) -> str:
         INTRO,
         f"{count} faults in {result.num_runs} runs, seed {result.seed}, {result.seconds / 60:.0f} minutes:"
         f" {result.recovered} recovered, cause right in {right}.",
+        lost_line(result.judged),
         *result.notes,
         "",
         format_table(result),
@@ -70,6 +71,13 @@ def format_page(result: Result) -> str:
     if result.problems:
         lines += ["", "What was wrong:", "", *(f"- {text}" for text in result.problems)]
     return "\n".join(lines) + "\n"
+
+
+def lost_line(judged: Sequence[Judged]) -> str:
+    lost = [each.lost_steps for each in judged if each.lost_steps is not None]
+    more = sum(steps > INTERVAL for steps in lost)
+    within = f"{len(lost) - more} cost no more than the {INTERVAL} steps from one checkpoint to the next"
+    return f"Of {len(lost)} that ended an attempt, {within}."
 
 
 def format_table(result: Result) -> str:

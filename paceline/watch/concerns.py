@@ -51,7 +51,7 @@ def summary(snapshot: Snapshot, *, now: float) -> Summary | None:
 def concerns(snapshot: Snapshot, *, now: float) -> Iterator[str]:
     """The gravest first."""
     yield from silence(snapshot, now=now)
-    yield from of_the_loss(snapshot.series.get("loss"))
+    yield from of_the_loss(snapshot.loss, snapshot.series.get("loss", Series()))
     if slow := [rank for rank in snapshot.ranks if rank.slow]:
         yield f"{names('rank', [rank.rank for rank in slow])} slower than the others"
     for host in snapshot.hosts:
@@ -70,13 +70,11 @@ def silence(snapshot: Snapshot, *, now: float) -> Iterator[str]:
         yield f"{names('rank', [rank.rank for rank in quiet])} silent for {format_duration(quiet[0].silent_s)}{place}"
 
 
-def of_the_loss(loss: Series | None) -> Iterator[str]:
-    if loss is None or not loss.values:
-        return
-    if not math.isfinite(loss.values[-1]):
+def of_the_loss(loss: float | None, curve: Series) -> Iterator[str]:
+    if loss is not None and not math.isfinite(loss):
         yield "the loss is no number"
-    elif (change := trend(loss)) is not None and change > RISE:
-        since = loss.steps[-TREND_POINTS]
+    elif (change := trend(curve)) is not None and change > RISE:
+        since = curve.steps[-TREND_POINTS]
         yield f"the loss is {100 * change:.0f} % higher since step {since:,} than before"
 
 

@@ -148,7 +148,7 @@ class LogRows:
                 if found.step is not None and found.step != self.step:
                     yield from self.take(at)
                     self.step = found.step
-                self.values |= found.values
+                self.values |= dict(numbers(found.values))
         if last:
             yield from self.take(time.time())
 

@@ -6,6 +6,7 @@ What is not known is None, or empty; nobody fills it in with a guess. Times are 
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -122,7 +123,7 @@ class Snapshot:
     framework: str | None = None  # of a log, where its lines tell
     step: int = 0
     num_steps: int | None = None
-    loss: float | None = None
+    loss: float | None = None  # may be NaN or infinite: what was told last
     val_bpb: float | None = None
     tok_per_sec: float | None = None
     step_ms: float | None = None
@@ -149,4 +150,13 @@ class Snapshot:
     notes: list[str] = field(default_factory=list)  # what could not be read, a line each
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "goodput": self.goodput.to_json() if self.goodput else None}
+        """What is no number is None: JSON has no word for it."""
+        return only_finite({**asdict(self), "goodput": self.goodput.to_json() if self.goodput else None})  # type: ignore[no-any-return]
+
+
+def only_finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: only_finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [only_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

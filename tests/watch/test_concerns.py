@@ -44,7 +44,7 @@ def pace(value):
     [
         ({"updated": NOW - 125}, "No sign of life for 2m05s."),
         ({"ranks": [rank_view(0), rank_view(1, silent_s=75.0, phase="reduce")]}, "Rank 1 is silent for 1m15s in reduce."),
-        (loss(lambda step: math.nan), "The loss is no number."),
+        ({"loss": math.nan}, "The loss is no number."),
         (loss(lambda step: 3.0 if step < 1050 else 3.3), "The loss is 10 % higher since step 1,050 than before."),
         ({"step_ms": 700.0}, "A step takes 25 % longer than planned."),
         (pace(lambda step: 300.0 if step < 700 else 500.0), "A step takes 500 ms now and took 300 ms at its best."),

@@ -58,6 +58,7 @@ def test_a_trainers_line_is_known(line, told):
         "total steps = 1000",
         "This takes 3 steps 2 at a time",
         "loss function: cross entropy",
+        "loss information: none",
         "time: 12:04:05",
         "{'train_runtime': 83.1, 'train_samples_per_second': 12.0, 'train_loss': 2.1, 'epoch': 1.0}",
     ],

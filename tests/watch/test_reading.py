@@ -1,6 +1,7 @@
 """One snapshot after another of a run folder whose files grow, shrink, break off and vanish."""
 
 import json
+import math
 import os
 import random
 import time
@@ -11,6 +12,7 @@ import pytest
 from paceline.errors import PacelineError
 from paceline.marks import LINE, QUOTED, SUM
 from paceline.rundir import RunDir, append_event, append_json_line, append_sample, lock_run
+from paceline.watch.concerns import Summary, summary
 from paceline.watch.snapshot import Snapshot
 from paceline.watch.status import open_reader
 
@@ -35,6 +37,14 @@ class Folder:
         self.event("launch", prepared_s=1.0)
         self.event("attempt", attempt=attempt, world_size=world_size)
 
+    def begin_script(self, *, attempt):
+        self.event("attempt", attempt=attempt, world_size=1)
+        self.run.logs(attempt).mkdir(parents=True)
+
+    def print(self, text, *, attempt=1):
+        with self.run.rank_log(attempt, 0).open("a") as file:
+            file.write(text)
+
     def log(self, step, *, second=0, **fields):
         line = {"step": step, "loss": 3.0, "step_ms": 100.0, "time": f"2026-01-01T00:00:{second:02d}.000Z", **fields}
         append_json_line(self.run.metrics, line)
@@ -48,6 +58,15 @@ class Folder:
 @pytest.fixture
 def folder(tmp_path):
     return Folder(tmp_path)
+
+
+@pytest.fixture
+def script(held):
+    """A script's run of one rank, held."""
+    held.run.config_toml.write_text('command = ["train.py"]\n')
+    held.event("script", command=["train.py"], nproc=1)
+    held.begin_script(attempt=1)
+    return held
 
 
 @pytest.fixture
@@ -225,16 +244,22 @@ def test_a_long_file_of_samples_is_read_at_even_distances_and_to_its_end(folder)
     assert series.values[-1] == 1.0
 
 
-def test_a_script_is_read_by_what_it_prints(held):
-    held.run.config_toml.write_text('command = ["train.py"]\n')
-    held.event("script", command=["train.py"], nproc=1)
-    held.event("attempt", attempt=1, world_size=1)
-    held.run.logs(1).mkdir(parents=True)
-    held.run.rank_log(1, 0).write_text("step 3/10 loss: 2.5 tok/s: 1,000\n")
-    snapshot = held.look()
+def test_a_script_is_read_by_what_it_prints(script):
+    script.print("step 3/10 loss: 2.5 tok/s: 1,000\n")
+    snapshot = script.look()
     assert (snapshot.kind, snapshot.state, snapshot.command) == ("script", "running", ["train.py"])
     assert (snapshot.step, snapshot.num_steps, snapshot.loss, snapshot.tok_per_sec) == (3, 10, 2.5, 1000.0)
     assert [(log.attempt, log.rank) for log in snapshot.logs] == [(1, 0)]
+
+
+def test_a_loss_that_is_no_number_is_said_and_stands_in_no_json(script):
+    script.print("step 1/10 loss: 2.5\nstep 2/10 loss: nan\nstep 3/10 loss: nan\n")
+    snapshot = script.look()
+    assert (snapshot.step, math.isnan(snapshot.loss), snapshot.series["loss"].values) == (3, True, [2.5])
+    assert summary(snapshot, now=time.time()) == Summary("warning", "The loss is no number.")
+    assert json.loads(json.dumps(snapshot.to_json(), allow_nan=False))["loss"] is None
+    script.print("step 4/10 loss: 2.25\n")
+    assert script.look().loss == 2.25
 
 
 def test_what_is_neither_a_run_nor_a_file_is_refused_with_a_fix(tmp_path):

@@ -7,6 +7,7 @@ pieces at even distances make the curves.
 
 import math
 import os
+import re
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,13 +19,14 @@ import numpy as np
 
 from paceline.errors import PacelineError
 from paceline.explain.explain import explain
-from paceline.watch.growing import GrowingFile
+from paceline.watch.growing import STATES, GrowingFile, last_end
 from paceline.watch.log_lines import WORTH_A_LOOK, framework_of, read_line
 from paceline.watch.series import Curve
 from paceline.watch.snapshot import LogView, Series, Snapshot, State
 
 WHOLE_BYTES = 1 << 20  # read whole up to this size
 PIECE_BYTES = 8 << 10
+LINE_END = re.compile(rb"[\n\r]")
 NUM_PIECES = 64
 EXPLAINED_BYTES = 64 << 20
 EXPLAIN_EVERY_S = 15.0  # while it grows
@@ -35,7 +37,7 @@ class LogCurves:
     """The measures of one log. `read` now and then; then the rest."""
 
     def __init__(self, path: Path):
-        self.file = GrowingFile(path)
+        self.file = GrowingFile(path, ends=STATES)
         self._forget()
 
     def _forget(self) -> None:
@@ -81,9 +83,10 @@ class LogCurves:
             end = size - WHOLE_BYTES // 4
             for number in range(NUM_PIECES):
                 piece = os.pread(file.fileno(), PIECE_BYTES, end * number // NUM_PIECES)
-                self._add(piece[piece.find(b"\n") + 1 if number else 0 : piece.rfind(b"\n") + 1])
+                first = LINE_END.search(piece)
+                self._add(piece[first.end() if first and number else 0 : last_end(piece, STATES)])
             before = os.pread(file.fileno(), PIECE_BYTES, end - PIECE_BYTES)
-            whole = before.rfind(b"\n") + 1
+            whole = last_end(before, STATES)
             self.file.skip_to(end - PIECE_BYTES + whole, before=before[:whole])
 
     def _add(self, block: bytes) -> None:

@@ -85,6 +85,26 @@ def test_a_bar_gives_the_steps_of_the_lines_between_its_states_and_an_evaluation
     assert (snapshot.series["loss"].steps, snapshot.series["loss"].values) == ([20, 30], [3.0, 2.5])
 
 
+def lightning_state(step):
+    return f"\rEpoch 0:  50%|█████     | {step}/100000 [00:10<01:30, 10.00it/s, v_num=0, train_loss={10 - step / 20_000:.3f}]"
+
+
+def test_a_bar_that_has_not_ended_its_line_is_read_as_it_moves(tmp_path):
+    path = tmp_path / "out.log"
+    reader = write(path, "".join(map(lightning_state, range(1, 500))))
+    assert (reader.update().step, reader.update().loss) == (498, 9.975)  # of the last one nothing says that it is whole
+    with path.open("a") as file:
+        file.write(lightning_state(500) + "\r")
+    assert reader.update().step == 500
+
+
+def test_of_a_bar_of_many_megabytes_pieces_make_the_curve(tmp_path):
+    snapshot = write(tmp_path / "out.log", "".join(map(lightning_state, range(1, 20_001))) + "\r").update()
+    loss = snapshot.series["loss"]
+    assert (snapshot.step, loss.steps[0], loss.steps[-1]) == (20_000, 1, 20_000)
+    assert max(later - step for step, later in zip(loss.steps, loss.steps[1:], strict=False)) < 500
+
+
 def test_a_log_whose_lines_count_no_steps_is_counted(tmp_path):
     snapshot = write(tmp_path / "out.log", "{'loss': 3.0, 'epoch': 0.1}\n{'loss': 2.5, 'epoch': 0.2}\n").update()
     assert snapshot.series["loss"].steps == [1, 2]

@@ -3,7 +3,7 @@
 import os
 
 from paceline.rundir import RunDir, append_event, append_json_line, lock_run
-from paceline.watch.status import format_runs, list_runs, run_status
+from paceline.watch.status import format_runs, list_runs, open_reader, run_status
 
 
 def make_run(folder, name="a"):
@@ -46,6 +46,17 @@ def test_the_last_word_decides_the_state(tmp_path):
     append_event(run, "attempt", attempt=2)
     append_event(run, "stopped", step=110)
     assert (run_status(run).state, run_status(run).attempts) == ("stopped", 2)
+
+
+def test_a_run_that_was_interrupted_before_its_first_step_is_stopped(tmp_path):
+    run = make_run(tmp_path)
+    append_event(run, "stopping", attempt=1, signal="SIGINT")
+    assert run_status(run).state == "broken"
+    append_event(run, "attempt_ended", attempt=1, state="interrupted", exit_code=130)
+    append_event(run, "note", text="wandb: ...")
+    assert (run_status(run).state, open_reader(run.path).update().state) == ("stopped", "stopped")
+    append_event(run, "attempt", attempt=2)
+    assert run_status(run).state == "broken"
 
 
 def test_the_table_lines_up_and_shows_what_is_unknown(tmp_path):

@@ -10,11 +10,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from paceline.units import format_bytes, format_duration
+from paceline.watch.lines import unix_time
 from paceline.watch.snapshot import GpuView, HostView, Level, Series, Snapshot
 
 LIVE = ("starting", "training", "evaluating", "saving", "recovering", "running")
 SILENT_S = 60.0  # for a run that goes on, and at least as long as SILENT_STEPS steps
 SILENT_STEPS = 5
+SILENT_SAMPLES = 5  # of a host, and at least SILENT_S
 LONG_PHASES = ("start", "load", "compile", "eval", "sample", "save")  # in which a rank may be silent ten times as long
 IDLE_USE = 0.3  # of a GPU while its run trains
 SLOWER_THAN_PLANNED, SLOWER_THAN_IT_WAS = 1.15, 1.5
@@ -54,8 +56,13 @@ def concerns(snapshot: Snapshot, *, now: float) -> Iterator[str]:
     yield from of_the_loss(snapshot.loss, snapshot.series.get("loss", Series()))
     if slow := [rank for rank in snapshot.ranks if rank.slow]:
         yield f"{names('rank', [rank.rank for rank in slow])} slower than the others"
+    began = unix_time(snapshot.attempts[-1].time) if snapshot.attempts else 0.0
     for host in snapshot.hosts:
-        yield from of_a_host(host, busy=snapshot.state == "training")
+        quiet_s = now - max(host.time or 0.0, began)
+        if host.every_s is not None and quiet_s > max(SILENT_S, SILENT_SAMPLES * host.every_s):
+            yield f"no sample of {host.name} for {format_duration(quiet_s)}"
+        else:
+            yield from of_a_host(host, busy=snapshot.state == "training")
     yield from of_the_pace(snapshot)
 
 

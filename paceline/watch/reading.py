@@ -91,7 +91,7 @@ class RunReader:
             "updated": updated,
             "elapsed_s": None if math.isnan(started) else max(0.0, until - started - spent.seconds["idle"]),
             "ranks": self._ranks(marks, running=running),
-            "hosts": [host.view() for host in self.hosts.values()],
+            "hosts": [host.view() for host in self._hosts_now()],
             "host_series": {
                 f"{host.name} {name}": self._by_time(curve)
                 for host in self.hosts.values()
@@ -163,6 +163,13 @@ class RunReader:
         for path in sorted(self.run.health_dir.glob("*.jsonl")):
             self.hosts.setdefault(path.stem, Host(path)).read()
 
+    def _hosts_now(self) -> list[Host]:
+        """Those of the last attempt that has samples: a resume in another container is on a host of another name."""
+        last = max((host.time or 0.0 for host in self.hosts.values()), default=0.0)
+        began = (unix_time(event["time"]) for event in self.events if event.get("event") == "attempt")
+        since = max((time for time in began if time <= last), default=0.0)
+        return [host for host in self.hosts.values() if (host.time or 0.0) >= since]
+
     def _marks(self) -> dict[int, Mark]:
         found = {}
         for path in self.run.progress(0).parent.glob("*"):
@@ -209,7 +216,8 @@ class RunReader:
 
     def _ranks(self, marks: dict[int, Mark], *, running: bool) -> list[RankView]:
         """The ranks of the last attempt."""
-        host = next(iter(self.hosts)) if len(self.hosts) == 1 else None
+        hosts = self._hosts_now()
+        host = hosts[0].name if len(hosts) == 1 else None
         recent = [ms for line in self.metrics.recent if is_times(ms := line.get("rank_ms"))][-SLOW_LINES:]
         now = recent[-1] if recent else []
         usual = [statistics.median(ms[rank] for ms in recent if len(ms) == len(now)) for rank in range(len(now))]

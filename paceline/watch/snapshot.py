@@ -70,6 +70,7 @@ class GpuView:
 class HostView:
     name: str
     time: float | None = None  # of the sample
+    every_s: float | None = None  # between two samples, usually
     cpu: float | None = None  # share of all cores
     cores: int | None = None
     ram_used: int | None = None

@@ -50,6 +50,7 @@ def pace(value):
         (pace(lambda step: 300.0 if step < 700 else 500.0), "A step takes 500 ms now and took 300 ms at its best."),
         ({"hosts": [host("tower", [gpu(0, use=0.12)])]}, "GPU 0 of tower is busy 12 % of the time."),
         ({"hosts": [host("tower", [gpu(0, errors={"xid": 79, "ecc_corrected": 3})])]}, "GPU 0 of tower has errors: xid 79."),
+        ({"hosts": [host("tower", [gpu(0, use=0.12)], time=NOW - 125, every_s=2.0)]}, "No sample of tower for 2m05s."),
         ({"hosts": [host("tower", [], cgroup_used=95 * GIB)]}, "Tower has 1.0 GiB of 96.0 GiB RAM left."),
         ({"hosts": [host("tower", [], disk_free=2 * GIB)]}, "Tower has 2.0 GiB of disk left."),
     ],
@@ -59,7 +60,7 @@ def test_what_wants_a_look_is_told_with_its_number(changed, said):
 
 
 def test_how_cards_run_every_day_and_a_long_compilation_are_no_concern():
-    usual = host("tower", [gpu(0, throttle=["power"], errors={"ecc_corrected": 2})])
+    usual = host("tower", [gpu(0, throttle=["power"], errors={"ecc_corrected": 2})], time=NOW - 125, every_s=60.0)
     ranks = [rank_view(0, phase="eval", silent_s=200.0)]
     found = summary(replace(training(), hosts=[usual], ranks=ranks), now=NOW)
     assert found is not None and found.level == "good"

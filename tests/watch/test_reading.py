@@ -8,6 +8,7 @@ import time
 import zlib
 
 import pytest
+from run_folders import utc
 
 from paceline.errors import PacelineError
 from paceline.marks import LINE, QUOTED, SUM
@@ -222,6 +223,20 @@ def test_a_field_of_a_sample_holds_until_it_is_told_anew(folder):
     assert (host.gpus[0].name, host.gpus[0].used_bytes, host.gpus[0].throttle) == ("RTX 5090", 9, [])
     assert snapshot.gpu_series["node7/0 used_bytes"].values == [8.0, 9.0]
     assert snapshot.host_series["node7 cpu"].values == [0.5, 0.7]
+
+
+def test_a_host_of_an_earlier_attempt_is_none_of_now(folder):
+    def sampled(host, second):
+        append_sample(folder.run.health(host), {"time": utc(second), "cpu": 0.5})
+        return [(each.name, each.every_s) for each in folder.look().hosts]
+
+    append_json_line(folder.run.events, {"time": utc(0), "event": "attempt", "attempt": 1, "world_size": 1})
+    sampled("box-1", 2)
+    assert sampled("box-1", 4) == [("box-1", 2.0)]
+    append_json_line(folder.run.events, {"time": utc(60), "event": "attempt", "attempt": 2, "world_size": 1})
+    assert sampled("box-1", 5) == [("box-1", 1.5)]  # the last that is known, until there is a newer one
+    assert sampled("box-2", 61) == [("box-2", None)]
+    assert (folder.look().ranks[0].host, sorted(folder.look().host_series)) == ("box-2", ["box-1 cpu", "box-2 cpu"])
 
 
 def test_a_long_file_of_samples_is_read_at_even_distances_and_to_its_end(folder):

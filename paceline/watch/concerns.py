@@ -16,6 +16,8 @@ from paceline.watch.snapshot import GpuView, HostView, Level, Series, Snapshot
 LIVE = ("starting", "training", "evaluating", "saving", "recovering", "running")
 SILENT_S = 60.0  # for a run that goes on, and at least as long as SILENT_STEPS steps
 SILENT_STEPS = 5
+SILENT_UNSEEN_S = 300.0  # of a script or a log of which neither a step's time nor a silence is known yet
+SILENCES = 2  # times the longest that it came back from
 SILENT_SAMPLES = 5  # of a host, and at least SILENT_S
 LONG_PHASES = ("start", "load", "compile", "eval", "sample", "save")  # in which a rank may be silent ten times as long
 IDLE_USE = 0.3  # of a GPU while its run trains
@@ -67,7 +69,7 @@ def concerns(snapshot: Snapshot, *, now: float) -> Iterator[str]:
 
 
 def silence(snapshot: Snapshot, *, now: float) -> Iterator[str]:
-    longest = max(SILENT_S, SILENT_STEPS * (snapshot.step_ms or 0) / 1000)
+    longest = longest_silence(snapshot.step_ms, snapshot.silence_s, marked=snapshot.kind == "training")
     if snapshot.updated is not None and now - snapshot.updated > longest:
         yield f"no sign of life for {format_duration(now - snapshot.updated)}"
     elif quiet := [
@@ -75,6 +77,13 @@ def silence(snapshot: Snapshot, *, now: float) -> Iterator[str]:
     ]:
         place = f" in {quiet[0].phase}" if quiet[0].phase else ""
         yield f"{names('rank', [rank.rank for rank in quiet])} silent for {format_duration(quiet[0].silent_s)}{place}"
+
+
+def longest_silence(step_ms: float | None, silence_s: float | None, *, marked: bool = False) -> float:
+    """Seconds after which it is worth a word. silence_s: see Snapshot; marked: its ranks leave marks in progress/."""
+    if step_ms is None and silence_s is None and not marked:
+        return SILENT_UNSEEN_S
+    return max(SILENT_S, SILENT_STEPS * (step_ms or 0) / 1000, SILENCES * (silence_s or 0))
 
 
 def of_the_loss(loss: float | None, curve: Series) -> Iterator[str]:

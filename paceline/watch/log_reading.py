@@ -9,6 +9,7 @@ import math
 import os
 import re
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
@@ -19,6 +20,7 @@ import numpy as np
 
 from paceline.errors import PacelineError
 from paceline.explain.explain import explain
+from paceline.watch.concerns import longest_silence
 from paceline.watch.growing import STATES, GrowingFile, last_end
 from paceline.watch.log_lines import WORTH_A_LOOK, framework_of, read_line
 from paceline.watch.series import Curve
@@ -30,7 +32,8 @@ LINE_END = re.compile(rb"[\n\r]")
 NUM_PIECES = 64
 EXPLAINED_BYTES = 64 << 20
 EXPLAIN_EVERY_S = 15.0  # while it grows
-QUIET_S = 120.0  # a log that has not grown for so long has ended
+QUIET = 2  # times the silence that is worth a word: a log that has not grown for so long has ended
+LAST_SILENCES = 100  # looks between which a log grew, from which it is known how long it may be silent
 
 
 class LogCurves:
@@ -46,6 +49,10 @@ class LogCurves:
         self.framework: str | None = None
         self.step: int | None = None
         self.num_steps: int | None = None
+        self.first_step: int | None = None
+        self.num_lines = 0  # that tell of progress, of those that were read
+        self._silences: deque[float] = deque(maxlen=LAST_SILENCES)
+        self._seen: tuple[int, float] | None = None  # at the last look: its size, seconds since it was written
         self._told = False  # a line has said which step it is of
         self._now = 0.0  # when the file was written last
 
@@ -54,7 +61,10 @@ class LogCurves:
         if self.file.is_other():
             self._forget()
         with suppress(OSError):
-            self._now = self.file.path.stat().st_mtime
+            stat = self.file.path.stat()
+            if self._seen and stat.st_size > self._seen[0]:
+                self._silences.append(self._seen[1])
+            self._now, self._seen = stat.st_mtime, (stat.st_size, max(0.0, time.time() - stat.st_mtime))
         if self.file.offset == 0:
             self._read_pieces()
         for block in self.file.blocks():
@@ -72,8 +82,14 @@ class LogCurves:
         known = {name: latest.get(name) for name in ("loss", "val_bpb", "tok_per_sec", "step_ms", "mfu")}
         return {
             "framework": self.framework, "step": self.step or 0, "num_steps": self.num_steps, "eta_s": eta_s,
-            "series": self.series(), **known,
+            "silence_s": max(self._silences, default=None), "series": self.series(), **known,
         }  # fmt: skip
+
+    def eta_s(self, *, since: float) -> float | None:
+        """At the pace of the steps that were done since then, a Unix time; for a log whose lines tell none."""
+        if not self.num_steps or self.step is None or self.step <= (first := self.first_step or 0):
+            return None
+        return max(0, self.num_steps - self.step) * (time.time() - since) / (self.step - first)
 
     def _read_pieces(self) -> None:
         with suppress(OSError), self.file.path.open("rb") as file:
@@ -98,11 +114,13 @@ class LogCurves:
             if found is None or (found.by_bar and (found.num_steps or math.inf) < (self.num_steps or 0)):
                 continue  # a shorter bar is that of an evaluation
             self.num_steps = found.num_steps or self.num_steps
+            self.num_lines += 1
             if found.step is not None:
                 if self.step is not None and found.step < self.step:
                     self._extend(points)  # it began again from an earlier step
-                    points = {}
+                    points, self.first_step = {}, None
                 self.step, self._told = found.step, True
+                self.first_step = found.step if self.first_step is None else self.first_step
             elif not self._told and "loss" in found.values:
                 self.step = (self.step or 0) + 1  # nothing counts the steps: the lines do
             for name, value in found.values.items():
@@ -143,9 +161,10 @@ class LogReader:
         except OSError:
             return Snapshot(self.path.name, str(self.path), "log", "unknown", notes=[f"{self.path} is gone"])
         said = self._explanation(stat.st_size)
-        state = state_of(said, quiet=time.time() - stat.st_mtime > QUIET_S)
-        told = said if said and state in ("failed", "broken") else None
         fields = self.curves.fields()
+        quiet_s = QUIET * longest_silence(fields["step_ms"], fields["silence_s"])
+        state = state_of(said, quiet=time.time() - stat.st_mtime > quiet_s)
+        told = said if said and state in ("failed", "broken") else None
         if state != "running":
             fields["eta_s"] = None
         return Snapshot(

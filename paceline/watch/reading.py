@@ -141,11 +141,13 @@ class RunReader:
         most = max(told, key=lambda each: len(each.curves), default=None)
         fields = {**common, **(most.fields() if most else {})}
         fields["ranks"] = common["ranks"] or [RankView(log.rank) for log in last if log.rank is not None]
+        began = max((unix_time(e["time"]) for e in self.events if e.get("event") == "attempt"), default=math.nan)
         if fields["state"] != "running":
             fields["eta_s"] = None
-        elif fields.get("eta_s") is None and fields.get("num_steps") and fields["step"]:
-            began = max(unix_time(event["time"]) for event in self.events if event.get("event") == "attempt")
-            fields["eta_s"] = (fields["num_steps"] - fields["step"]) * (time.time() - began) / fields["step"]
+        elif most and fields["eta_s"] is None:
+            fields["eta_s"] = most.eta_s(since=began)
+        if most and most.num_lines and fields["silence_s"] is None and common["updated"]:
+            fields["silence_s"] = max(0.0, common["updated"] - began) / most.num_lines
         return Snapshot(kind="script", command=config["command"], **fields)
 
     def _read_events(self) -> None:

@@ -6,7 +6,6 @@ import time
 import pytest
 
 from paceline.watch.log_lines import framework_of, read_line
-from paceline.watch.log_reading import QUIET_S
 from paceline.watch.logs import read_tail, search
 from paceline.watch.status import open_reader
 
@@ -127,12 +126,25 @@ def test_a_log_that_grows_is_followed_and_one_that_is_cut_read_anew(tmp_path):
     ("text", "ago", "state"),
     [
         ("step 1/2 loss: 3.0\nstep 2/2 loss: 2.0\nTraining complete\n", 0.0, "finished"),
-        ("step 1/2 loss: 3.0\n", 2 * QUIET_S, "broken"),
+        ("step 1/2 loss: 3.0 dt: 100ms\n", 130.0, "broken"),
+        ("step 1/2 loss: 3.0\n", 130.0, "running"),  # how often it writes is not known
+        ("step 1/2 loss: 3.0\n", 700.0, "broken"),
         ("nothing of interest\n", 0.0, "unknown"),
     ],
 )
 def test_the_state_of_a_log(tmp_path, text, ago, state):
     assert write(tmp_path / "out.log", text, ago=ago).update().state == state
+
+
+def test_a_log_that_came_back_from_a_silence_may_be_silent_as_long_again(tmp_path):
+    path = tmp_path / "out.log"
+    reader = write(path, "step 1/9 loss: 3.0 dt: 100ms\n", ago=250.0)
+    assert reader.update().state == "broken"
+    with path.open("a") as file:
+        file.write("step 2/9 loss: 3.0 dt: 100ms\n")
+    for ago, state in ((0.0, "running"), (990.0, "running"), (1010.0, "broken")):
+        os.utime(path, (time.time() - ago,) * 2)
+        assert reader.update().state == state
 
 
 def test_a_log_that_ends_in_an_error_is_explained(tmp_path):

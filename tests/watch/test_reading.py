@@ -6,9 +6,11 @@ import os
 import random
 import time
 import zlib
+from dataclasses import replace
 
 import pytest
-from run_folders import utc
+from run_folders import START, utc
+from snapshots import NOW
 
 from paceline.errors import PacelineError
 from paceline.marks import LINE, QUOTED, SUM
@@ -38,13 +40,15 @@ class Folder:
         self.event("launch", prepared_s=1.0)
         self.event("attempt", attempt=attempt, world_size=world_size)
 
-    def begin_script(self, *, attempt):
-        self.event("attempt", attempt=attempt, world_size=1)
+    def begin_script(self, *, attempt=1, ago=0.0):
+        began = {"time": utc(time.time() - START - ago), "event": "attempt", "attempt": attempt, "world_size": 1}
+        append_json_line(self.run.events, began)
         self.run.logs(attempt).mkdir(parents=True)
 
-    def print(self, text, *, attempt=1):
+    def print(self, text, *, attempt=1, ago=0.0):
         with self.run.rank_log(attempt, 0).open("a") as file:
             file.write(text)
+        os.utime(self.run.rank_log(attempt, 0), (time.time() - ago,) * 2)
 
     def log(self, step, *, second=0, **fields):
         line = {"step": step, "loss": 3.0, "step_ms": 100.0, "time": f"2026-01-01T00:00:{second:02d}.000Z", **fields}
@@ -63,10 +67,9 @@ def folder(tmp_path):
 
 @pytest.fixture
 def script(held):
-    """A script's run of one rank, held."""
+    """A script's run of one rank, held; no attempt has begun."""
     held.run.config_toml.write_text('command = ["train.py"]\n')
     held.event("script", command=["train.py"], nproc=1)
-    held.begin_script(attempt=1)
     return held
 
 
@@ -260,6 +263,7 @@ def test_a_long_file_of_samples_is_read_at_even_distances_and_to_its_end(folder)
 
 
 def test_a_script_is_read_by_what_it_prints(script):
+    script.begin_script()
     script.print("step 3/10 loss: 2.5 tok/s: 1,000\n")
     snapshot = script.look()
     assert (snapshot.kind, snapshot.state, snapshot.command) == ("script", "running", ["train.py"])
@@ -267,7 +271,27 @@ def test_a_script_is_read_by_what_it_prints(script):
     assert [(log.attempt, log.rank) for log in snapshot.logs] == [(1, 0)]
 
 
+def test_the_time_that_a_script_has_left_is_by_the_steps_of_its_last_attempt(script):
+    script.begin_script(attempt=1, ago=50_000.0)
+    script.print("step 9000/10000 loss: 2.5\n")
+    script.begin_script(attempt=2, ago=60.0)
+    script.print("step 9000/10000 loss: 2.5\n", attempt=2)
+    assert script.look().eta_s is None
+    script.print("step 9010/10000 loss: 2.5\n", attempt=2)
+    assert script.look().eta_s == pytest.approx(990 * 60 / 10, rel=0.05)
+
+
+def test_a_script_that_tells_of_itself_every_few_minutes_is_not_called_silent(script):
+    script.begin_script(ago=1000.0)
+    script.print("step 1/10 loss: 2.5\nstep 2/10 loss: 2.4\nstep 3/10 loss: 2.3\n", ago=400.0)
+    snapshot = script.look()
+    assert snapshot.silence_s == pytest.approx(200.0, abs=5)
+    assert summary(replace(snapshot, updated=NOW - 390), now=NOW) == Summary("good", "All well.")
+    assert summary(replace(snapshot, updated=NOW - 450), now=NOW) == Summary("warning", "No sign of life for 7m30s.")
+
+
 def test_a_loss_that_is_no_number_is_said_and_stands_in_no_json(script):
+    script.begin_script()
     script.print("step 1/10 loss: 2.5\nstep 2/10 loss: nan\nstep 3/10 loss: nan\n")
     snapshot = script.look()
     assert (snapshot.step, math.isnan(snapshot.loss), snapshot.series["loss"].values) == (3, True, [2.5])

@@ -78,7 +78,7 @@ class RunReader:
         tokens = plan.get("total_batch_size")
         spent = self._spent(running, tokens)
         started = unix_time(self.events[0].get("time")) if self.events else math.nan
-        updated = self._updated(marks, logs)
+        updated = self._updated(marks, logs, running=running)
         state = self._state(running, marks)
         until = now if running else updated or now
         return {
@@ -187,10 +187,13 @@ class RunReader:
                 found.append(LogView(int(path.parent.name), rank, str(path), path.stat().st_size))
         return sorted(found, key=lambda log: (log.attempt, log.rank is None, log.rank))
 
-    def _updated(self, marks: dict[int, Mark], logs: Sequence[LogView]) -> float | None:
+    def _updated(self, marks: dict[int, Mark], logs: Sequence[LogView], *, running: bool) -> float | None:
+        """Of a run that has ended by what stands in its files alone: a copy of them has other times."""
         times = [mark.time for mark in marks.values()]
         times += [unix_time(line.get("time")) for line in (*list(self.metrics.recent)[-1:], *self.events[-1:])]
-        for log in logs[-16:]:
+        if not running:
+            times += [host.time or math.nan for host in self.hosts.values()]
+        for log in logs[-16:] if running else ():
             with suppress(OSError):
                 times.append(Path(log.path).stat().st_mtime if log.bytes else math.nan)
         return max((each for each in times if each > 0), default=None)

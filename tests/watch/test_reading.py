@@ -4,12 +4,13 @@ import json
 import math
 import os
 import random
+import shutil
 import time
 import zlib
 from dataclasses import replace
 
 import pytest
-from run_folders import START, utc
+from run_folders import START, utc, write_run
 from snapshots import NOW
 
 from paceline.errors import PacelineError
@@ -188,6 +189,16 @@ def test_damaged_lines_hide_no_others(folder):
     snapshot = folder.look()
     assert (snapshot.step, snapshot.series["loss"].values) == (2, [2.0])
     assert [event.text for event in snapshot.events] == ["attempt", "checkpoint at step 3"]
+
+
+@pytest.mark.parametrize("end", ["finished", None])
+def test_a_copy_of_a_run_tells_the_same_times(tmp_path, end):
+    run = write_run(tmp_path, "a", end=end)
+    append_sample(run.health("one"), {"time": utc(110), "cpu": 0.5})
+    shutil.copytree(run.path, tmp_path / "b", copy_function=shutil.copyfile)  # without the times of the files
+    for path in (run.path, tmp_path / "b"):
+        snapshot = open_reader(path).update()
+        assert (snapshot.updated, snapshot.elapsed_s) == (START + 110, 110.0)
 
 
 def test_the_pace_of_the_last_lines_gives_the_time_that_is_left(held):

@@ -19,7 +19,16 @@ SILENT_STEPS = 5
 SILENT_UNSEEN_S = 300.0  # of a script or a log of which neither a step's time nor a silence is known yet
 SILENCES = 2  # times the longest that it came back from
 SILENT_SAMPLES = 5  # of a host, and at least SILENT_S
-LONG_PHASES = ("start", "load", "compile", "eval", "sample", "save")  # in which a rank may be silent ten times as long
+ENDED = ("done", "stopped")  # phases of a rank of which no more is to come
+LONG_PHASES = (
+    "start",
+    "load",
+    "compile",
+    "eval",
+    "sample",
+    "save",
+    "ending",
+)  # in which silence may be ten times as long
 IDLE_USE = 0.3  # of a GPU while its run trains
 SLOWER_THAN_PLANNED, SLOWER_THAN_IT_WAS = 1.15, 1.5
 LAST_STEPS, LEAST_STEPS = 10, 40  # logged ones: whose median is now, and how many a run must have to have been faster
@@ -72,9 +81,9 @@ def silence(snapshot: Snapshot, *, now: float) -> Iterator[str]:
     longest = longest_silence(snapshot.step_ms, snapshot.silence_s, marked=snapshot.kind == "training")
     if snapshot.updated is not None and now - snapshot.updated > longest:
         yield f"no sign of life for {format_duration(now - snapshot.updated)}"
-    elif quiet := [
-        rank for rank in snapshot.ranks if (rank.silent_s or 0) > longest * (10 if rank.phase in LONG_PHASES else 1)
-    ]:
+        return
+    going = [rank for rank in snapshot.ranks if rank.phase not in ENDED]
+    if quiet := [rank for rank in going if (rank.silent_s or 0) > longest * (10 if rank.phase in LONG_PHASES else 1)]:
         place = f" in {quiet[0].phase}" if quiet[0].phase else ""
         yield f"{names('rank', [rank.rank for rank in quiet])} silent for {format_duration(quiet[0].silent_s)}{place}"
 

@@ -59,9 +59,10 @@ def test_what_wants_a_look_is_told_with_its_number(changed, said):
     assert summary(replace(training(), **changed), now=NOW) == Summary("warning", said)
 
 
-def test_how_cards_run_every_day_and_a_long_compilation_are_no_concern():
+def test_how_cards_run_every_day_a_long_evaluation_and_ranks_that_are_done_are_no_concern():
     usual = host("tower", [gpu(0, throttle=["power"], errors={"ecc_corrected": 2})], time=NOW - 125, every_s=60.0)
-    ranks = [rank_view(0, phase="eval", silent_s=200.0)]
+    ranks = [rank_view(0, phase="eval", silent_s=200.0), rank_view(1, phase="ending", silent_s=200.0)]
+    ranks += [rank_view(2, phase="stopped", silent_s=2000.0), rank_view(3, phase="done", silent_s=2000.0)]
     found = summary(replace(training(), hosts=[usual], ranks=ranks), now=NOW)
     assert found is not None and found.level == "good"
 

@@ -20,8 +20,9 @@ import numpy as np
 
 from paceline.errors import PacelineError
 from paceline.explain.explain import explain
+from paceline.units import format_bytes
 from paceline.watch.concerns import longest_silence
-from paceline.watch.growing import STATES, GrowingFile, last_end
+from paceline.watch.growing import LINES, STATES, GrowingFile, last_end
 from paceline.watch.log_lines import WORTH_A_LOOK, framework_of, read_line
 from paceline.watch.series import Curve
 from paceline.watch.snapshot import LogView, Series, Snapshot, State
@@ -30,9 +31,14 @@ WHOLE_BYTES = 1 << 20  # read whole up to this size
 PIECE_BYTES = 8 << 10
 LINE_END = re.compile(rb"[\n\r]")
 NUM_PIECES = 64
-EXPLAINED_BYTES = 64 << 20
+EXPLAINED_BYTES = 64 << 20  # explained whole up to this size; of a longer log its first FIRST_BYTES and its end
+FIRST_BYTES = 8 << 20
 EXPLAIN_EVERY_S = 15.0  # while it grows
 QUIET = 2  # times the silence that is worth a word: a log that has not grown for so long has ended
+LEFT_OUT = (
+    f"of {{}} the first {FIRST_BYTES >> 20} MiB and the last {(EXPLAINED_BYTES - FIRST_BYTES) >> 20} are searched for the cause,"
+    " and lines counted in these"
+)
 LAST_SILENCES = 100  # looks between which a log grew, from which it is known how long it may be silent
 
 
@@ -167,18 +173,30 @@ class LogReader:
         told = said if said and state in ("failed", "broken") else None
         if state != "running":
             fields["eta_s"] = None
+        notes = [LEFT_OUT.format(format_bytes(stat.st_size))] if told and stat.st_size > EXPLAINED_BYTES else []
         return Snapshot(
             name=self.path.name, path=str(self.path), kind="log", state=state, updated=stat.st_mtime,
-            logs=[LogView(1, None, str(self.path), stat.st_size)], explanation=told, **fields,
+            logs=[LogView(1, None, str(self.path), stat.st_size)], explanation=told, notes=notes,
+            **fields,
         )  # fmt: skip
 
     def _explanation(self, size: int) -> dict[str, Any] | None:
         known_size, at = self._explained_at
-        if size != known_size and size <= EXPLAINED_BYTES and time.monotonic() - at > EXPLAIN_EVERY_S:
-            with suppress(PacelineError):
-                self._explained = asdict(explain(self.path))
+        if size != known_size and time.monotonic() - at > EXPLAIN_EVERY_S:
+            with suppress(PacelineError, OSError):
+                self._explained = asdict(explain(self.path if size <= EXPLAINED_BYTES else ends_of(self.path, size)))
             self._explained_at = (size, time.monotonic())
         return self._explained
+
+
+def ends_of(path: Path, size: int) -> Iterator[bytes]:
+    """The whole lines at both ends of a file."""
+    with path.open("rb") as file:
+        first = file.read(FIRST_BYTES)
+        yield first[: last_end(first, LINES)]
+        file.seek(size - EXPLAINED_BYTES + FIRST_BYTES)
+        file.readline(PIECE_BYTES)
+        yield from iter(lambda: file.read(WHOLE_BYTES), b"")
 
 
 def state_of(said: dict[str, Any] | None, *, quiet: bool) -> State:

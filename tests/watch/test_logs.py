@@ -6,6 +6,7 @@ import time
 import pytest
 
 from paceline.watch.log_lines import framework_of, read_line
+from paceline.watch.log_reading import EXPLAINED_BYTES
 from paceline.watch.logs import read_tail, search
 from paceline.watch.status import open_reader
 
@@ -154,6 +155,20 @@ def test_a_log_that_ends_in_an_error_is_explained(tmp_path):
     )
     snapshot = write(tmp_path / "out.log", text).update()
     assert (snapshot.state, snapshot.explanation["line"]) == ("failed", 2)
+
+
+@pytest.mark.parametrize(
+    ("end", "state"),
+    [("ModuleNotFoundError: No module named 'flash_attn'\n", "failed"), ("Training complete\n", "finished")],
+)
+def test_the_end_of_a_log_that_is_too_long_to_explain_whole_is_known(tmp_path, end, state):
+    path = tmp_path / "out.log"
+    with path.open("w") as file:
+        file.writelines(f"step {step}/99999 loss: 3.0 {'-' * 4000}\n" for step in range(1, 18_000))
+        file.write(end)
+    assert path.stat().st_size > EXPLAINED_BYTES
+    snapshot = open_reader(path).update()
+    assert (snapshot.state, len(snapshot.notes)) == (state, int(state == "failed"))
 
 
 def test_of_a_log_of_many_megabytes_pieces_make_the_curve(tmp_path):

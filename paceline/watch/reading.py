@@ -39,6 +39,14 @@ GOODPUT_EVERY_S = 5.0
 EXPLAINED_BYTES = (
     64 << 20
 )  # logs of an attempt beyond this are not read again: the verdict in events.jsonl stands alone
+TELLING = (
+    "attempt",
+    "rank_failed",
+    "stopping",
+    "hang",
+    "attempt_ended",
+    "verdict",
+)  # events that an explanation goes by
 DAMAGED = (KeyError, TypeError, ValueError, AttributeError)  # what reading a damaged file may end in
 NEEDED = {"attempt": ("attempt",), "resumed": ("step",), "checkpoint": ("step",), "sample": ("step",)}
 PHASE_STATES: dict[str, State] = {"eval": "evaluating", "sample": "evaluating", "save": "saving"}
@@ -57,7 +65,7 @@ class RunReader:
         self._script_logs: dict[str, LogCurves] = {}
         self._kept: dict[Path, tuple[tuple[int, int], Any]] = {}  # small files by what they were like when read
         self._goodput: tuple[tuple[int, bool, int], float, Goodput] | None = None
-        self._explained: tuple[tuple[int, int], dict[str, Any] | None] | None = None
+        self._explained: tuple[tuple[int, int, int], dict[str, Any] | None] | None = None
 
     def update(self) -> Snapshot:
         running = is_locked(self.run)
@@ -280,12 +288,12 @@ class RunReader:
         return found if isinstance(found, list) else []
 
     def _explanation(self, logs: Sequence[LogView]) -> dict[str, Any] | None:
-        """Of the last attempt that has logs; read once for each state of its files."""
+        """Of the last attempt that has logs; read once for each state of its logs and of the events that count."""
         if not logs:
             return None
         attempt = max(log.attempt for log in logs)
         size = sum(log.bytes for log in logs if log.attempt == attempt)
-        key = (attempt, size + len(self.events))
+        key = (attempt, size, sum(event.get("event") in TELLING for event in self.events))
         if self._explained is None or self._explained[0] != key:
             said = [e for e in self.events if e.get("event") == "verdict" and e.get("attempt") == attempt]
             found = dict(said[-1]) if said else None

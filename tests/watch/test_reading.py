@@ -137,6 +137,8 @@ def test_a_failed_run_is_explained_from_its_logs(folder):
     snapshot = folder.look()
     assert (snapshot.state, snapshot.explanation["cause"]) == ("failed", "cuda-oom")
     assert snapshot.explanation["evidence"][0]["line"] == 1
+    folder.event("note", text="wandb: all of it has arrived")
+    assert folder.look().explanation is snapshot.explanation  # nothing that it goes by is new
 
 
 def test_only_new_lines_are_read_and_a_half_one_waits_for_its_rest(folder):

@@ -1,5 +1,6 @@
 """
-How fast a long run opens: 8 ranks, 200,000 logged steps, samples of three days. `python benchmarks/watch.py [--steps N]`.
+How fast a long run opens: 8 ranks, 200,000 logged steps, samples of three days, then the same run after it failed, with its logs:
+its explanation comes on top. `python benchmarks/watch.py [--steps N]`.
 
 Makes the run folder, then reads it as both views do, each time in a fresh process: seconds until the first snapshot, seconds of
 a later one after a new line, CPU seconds of the first with all imports (on a busy machine the truer figure), and the most
@@ -18,6 +19,10 @@ from pathlib import Path
 RANKS, DAYS, EVERY_S = 8, 3, 2
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
+OUT_OF_MEMORY = """Traceback (most recent call last):
+  File "train.py", line 1, in <module>
+torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.20 GiB. GPU 0 has a total capacity of 7.79 GiB.
+"""
 READ = """
 import json, resource, sys, time
 began = time.perf_counter()
@@ -36,6 +41,7 @@ print(json.dumps({
     "import_s": round(imported - began, 3), "open_s": round(first - imported, 3), "cpu_s": round(cpu, 3),
     "update_s": round(again - before, 4),
     "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
+    "explained": bool(snapshot.explanation),
     "points": max(len(each.steps) for each in [*snapshot.series.values(), *snapshot.rank_series]),
 }))
 """
@@ -53,15 +59,33 @@ def main() -> None:
             path.name: path.stat().st_size >> 20 for path in (run / "metrics.jsonl", run / "health" / "node.jsonl")
         }
         print(f"{asked.steps:,} steps of {RANKS} ranks, samples of {DAYS} days; MiB: {sizes}")
-        for number in range(asked.runs):
-            line = metric_line(asked.steps + 1 + number, asked.steps)
-            done = subprocess.run(
-                [sys.executable, "-c", READ, str(run), line], capture_output=True, text=True, check=True
-            )
-            print(done.stdout.strip())
+        read(run, steps=asked.steps, runs=asked.runs)
+        fail(run, steps=asked.steps + asked.runs)
+        print("failed, with logs:")
+        read(run, steps=asked.steps + asked.runs, runs=asked.runs)
         began = time.perf_counter()
         listed = subprocess.run([sys.executable, "-m", "paceline.cli", "runs", folder], capture_output=True, text=True)
         print(f"paceline runs: {time.perf_counter() - began:.3f} s\n{listed.stdout}")
+
+
+def read(run: Path, *, steps: int, runs: int) -> None:
+    for number in range(runs):
+        line = metric_line(steps + 1 + number, steps)
+        done = subprocess.run([sys.executable, "-c", READ, str(run), line], capture_output=True, text=True, check=True)
+        print(done.stdout.strip())
+
+
+def fail(run: Path, *, steps: int) -> None:
+    """Its logs, and how it ended."""
+    logs = run / "logs" / "1"
+    logs.mkdir(parents=True)
+    for rank in range(RANKS):
+        with (logs / f"{rank}.log").open("w") as file:
+            file.writelines(log_line(step, steps) for step in range(1, steps + 1) if rank == 0)
+            file.write(OUT_OF_MEMORY)
+    ends = [{"event": "attempt_ended", "attempt": 1, "state": "failed"}, {"event": "failed", "rank": 0}]
+    with (run / "events.jsonl").open("a") as file:
+        file.writelines(json.dumps({"time": stamp(at(steps, steps)), **end}) + "\n" for end in ends)
 
 
 def make_run(run: Path, *, steps: int) -> None:
@@ -98,6 +122,10 @@ def metric_line(step: int, steps: int) -> str:
         "time": stamp(at(step, steps)),
     }  # fmt: skip
     return json.dumps(record) + "\n"
+
+
+def log_line(step: int, steps: int) -> str:
+    return f"step {step}/{2 * steps} | loss 3.1234 | 1,290 ms | 406,000 tok/s | mfu 41.2% | 28.1 GiB | eta 24m17s\n"
 
 
 def health_line(number: int) -> str:

@@ -8,8 +8,10 @@ be read.
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -24,10 +26,19 @@ from paceline.explain.flight import late_rank
 from paceline.explain.kernel_log import kernel_lines, killed_for_memory
 from paceline.explain.reader import Log, read_log
 from paceline.explain.record import SUPERVISED, Evidence, Explanation, Progress, Record
-from paceline.explain.samples import Samples, held_down, read_samples, short_of_disk, short_of_memory, xids_of
+from paceline.explain.samples import (
+    END_BYTES,
+    Samples,
+    count_lines,
+    held_down,
+    read_samples,
+    short_of_disk,
+    short_of_memory,
+    xids_of,
+)
 from paceline.explain.verdict import UNKNOWN, reach_verdict
 from paceline.marks import read_mark
-from paceline.rundir import RunDir, read_json_lines
+from paceline.rundir import RunDir, read_end, read_json_lines
 
 NO_LINES = Log(records=(), progress=Progress(), last_marks=(), last_lines=(), num_lines=0, num_bytes=0)
 SURE = 0.8
@@ -83,16 +94,14 @@ def steps_of(run: RunDir) -> Log:
         if path.name.isdecimal() and (mark := read_mark(path)):
             steps[int(path.name)] = mark.step
     progress = Progress(last_step=max(steps.values(), default=None))
-    for record in read_json_lines(run.metrics):
-        if isinstance(step := record.get("step"), int):
-            first = step if progress.first_step is None else progress.first_step
-            progress = replace(
-                progress,
-                steps=progress.steps + 1,
-                first_step=first,
-                last_step=step,
-                last_loss=record.get("loss", progress.last_loss),
-            )
+    first = next((each for each in read_json_lines(run.metrics) if isinstance(each.get("step"), int)), None)
+    if first is not None:
+        last = dict(first)
+        for line in read_end(run.metrics, END_BYTES)[0].splitlines():
+            with suppress(ValueError, AttributeError):  # a crash has cut it
+                record = json.loads(line)
+                last |= record if isinstance(record.get("step"), int) else {}
+        progress = Progress(count_lines(run.metrics), first["step"], last["step"], last.get("loss"))
     return replace(NO_LINES, progress=progress, last_steps=steps, ranks=frozenset(steps))
 
 

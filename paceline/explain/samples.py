@@ -28,9 +28,12 @@ Sample = dict[str, Any]
 class Samples:
     """A host's last ones of an attempt, the oldest first."""
 
-    host: str
+    path: Path
     lines: Sequence[Sample]
-    last_line: int  # of the file, from 1
+
+    @property
+    def host(self) -> str:
+        return self.path.stem
 
     def ends_of(self, name: str) -> tuple[Sample, Sample] | None:
         """The first and the last that tell a field."""
@@ -60,10 +63,11 @@ def read_samples(path: Path, *, since: str) -> Samples:
             sample: Sample = json.loads(line)
             if sample["time"] >= since:
                 lines.append(sample)
-    return Samples(path.stem, lines, count_lines(path))
+    return Samples(path, lines)
 
 
 def count_lines(path: Path) -> int:
+    """Of a file of any length, without a look at what they are."""
     with suppress(OSError), path.open("rb") as file:
         return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
     return 0
@@ -127,4 +131,4 @@ def clock(sample: Sample) -> str:
 
 
 def evidence(samples: Samples, text: str) -> Evidence:
-    return Evidence(samples.last_line, text, None, f"health/{samples.host}.jsonl")
+    return Evidence(count_lines(samples.path), text, None, f"health/{samples.host}.jsonl")

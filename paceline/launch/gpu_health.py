@@ -57,20 +57,22 @@ class GpuSampler:
         self._samples += 1
         return [self._gpu(index, handle) for index, handle in self.handles.items()]
 
-    def wait(self, seconds: float) -> None:
-        """Until the time is up, or an Xid error came."""
+    def wait(self, seconds: float) -> bool:
+        """Until the time is up, or an Xid error came; whether one came."""
         if self._events is None:
             time.sleep(seconds)
-            return
+            return False
         nvml = self.nvml
         try:
-            event = nvml.nvmlEventSetWait_v2(self._events, int(1000 * seconds))
+            event = nvml.nvmlEventSetWait_v2(self._events, int(1000 * seconds) + 1)
             self._xids[nvml.nvmlDeviceGetIndex(event.device)].append(int(event.eventData))
+            return True
         except nvml.NVMLError_Timeout:
-            return
+            return False
         except (nvml.NVMLError, KeyError):
             self._events = None
             time.sleep(seconds)
+            return False
 
     def _register(self) -> Any:
         """For Xid errors; None where no card tells of them."""
@@ -88,6 +90,7 @@ class GpuSampler:
         def value(name: str, *arguments: Any) -> Any:
             return ask(self.nvml, getattr(self.nvml, name, lambda *_: None), handle, *arguments)
 
+        running = processes(value)
         memory, use = value("nvmlDeviceGetMemoryInfo"), value("nvmlDeviceGetUtilizationRates")
         generation, width = value("nvmlDeviceGetCurrPcieLinkGeneration"), value("nvmlDeviceGetCurrPcieLinkWidth")
         limit = value("nvmlDeviceGetEnforcedPowerLimit") or value("nvmlDeviceGetPowerManagementLimit")
@@ -107,7 +110,7 @@ class GpuSampler:
             "throttle": throttle(value),
             "pcie": None if width is None else f"gen {generation or '?'} x{width}",
             **self._traffic(index, value),
-            "processes": [self._process(each) for each in processes(value) or ()],
+            "processes": None if running is None else [self._process(each) for each in running],
             "errors": self._errors(index, value),
         }
 

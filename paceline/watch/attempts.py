@@ -19,6 +19,8 @@ def end_of(events: Iterable[dict[str, Any]]) -> State:
     for event in events:
         kind = str(event.get("event"))
         state = ENDS.get(kind, state if kind in PASSING else "broken")
+        if state == "broken" and kind == "attempt_ended" and event.get("state") == "interrupted":
+            state = "stopped"  # before its first step, or asked twice: no rank says that it has stopped
     return state
 
 

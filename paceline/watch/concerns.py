@@ -10,12 +10,25 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from paceline.units import format_bytes, format_duration
+from paceline.watch.lines import unix_time
 from paceline.watch.snapshot import GpuView, HostView, Level, Series, Snapshot
 
 LIVE = ("starting", "training", "evaluating", "saving", "recovering", "running")
 SILENT_S = 60.0  # for a run that goes on, and at least as long as SILENT_STEPS steps
 SILENT_STEPS = 5
-LONG_PHASES = ("start", "load", "compile", "eval", "sample", "save")  # in which a rank may be silent ten times as long
+SILENT_UNSEEN_S = 300.0  # of a script or a log of which neither a step's time nor a silence is known yet
+SILENCES = 2  # times the longest that it came back from
+SILENT_SAMPLES = 5  # of a host, and at least SILENT_S
+ENDED = ("done", "stopped")  # phases of a rank of which no more is to come
+LONG_PHASES = (
+    "start",
+    "load",
+    "compile",
+    "eval",
+    "sample",
+    "save",
+    "ending",
+)  # in which silence may be ten times as long
 IDLE_USE = 0.3  # of a GPU while its run trains
 SLOWER_THAN_PLANNED, SLOWER_THAN_IT_WAS = 1.15, 1.5
 LAST_STEPS, LEAST_STEPS = 10, 40  # logged ones: whose median is now, and how many a run must have to have been faster
@@ -51,32 +64,42 @@ def summary(snapshot: Snapshot, *, now: float) -> Summary | None:
 def concerns(snapshot: Snapshot, *, now: float) -> Iterator[str]:
     """The gravest first."""
     yield from silence(snapshot, now=now)
-    yield from of_the_loss(snapshot.series.get("loss"))
+    yield from of_the_loss(snapshot.loss, snapshot.series.get("loss", Series()))
     if slow := [rank for rank in snapshot.ranks if rank.slow]:
         yield f"{names('rank', [rank.rank for rank in slow])} slower than the others"
+    began = unix_time(snapshot.attempts[-1].time) if snapshot.attempts else 0.0
     for host in snapshot.hosts:
-        yield from of_a_host(host, busy=snapshot.state == "training")
+        quiet_s = now - max(host.time or 0.0, began)
+        if host.every_s is not None and quiet_s > max(SILENT_S, SILENT_SAMPLES * host.every_s):
+            yield f"no sample of {host.name} for {format_duration(quiet_s)}"
+        else:
+            yield from of_a_host(host, busy=snapshot.state == "training")
     yield from of_the_pace(snapshot)
 
 
 def silence(snapshot: Snapshot, *, now: float) -> Iterator[str]:
-    longest = max(SILENT_S, SILENT_STEPS * (snapshot.step_ms or 0) / 1000)
+    longest = longest_silence(snapshot.step_ms, snapshot.silence_s, marked=snapshot.kind == "training")
     if snapshot.updated is not None and now - snapshot.updated > longest:
         yield f"no sign of life for {format_duration(now - snapshot.updated)}"
-    elif quiet := [
-        rank for rank in snapshot.ranks if (rank.silent_s or 0) > longest * (10 if rank.phase in LONG_PHASES else 1)
-    ]:
+        return
+    going = [rank for rank in snapshot.ranks if rank.phase not in ENDED]
+    if quiet := [rank for rank in going if (rank.silent_s or 0) > longest * (10 if rank.phase in LONG_PHASES else 1)]:
         place = f" in {quiet[0].phase}" if quiet[0].phase else ""
         yield f"{names('rank', [rank.rank for rank in quiet])} silent for {format_duration(quiet[0].silent_s)}{place}"
 
 
-def of_the_loss(loss: Series | None) -> Iterator[str]:
-    if loss is None or not loss.values:
-        return
-    if not math.isfinite(loss.values[-1]):
+def longest_silence(step_ms: float | None, silence_s: float | None, *, marked: bool = False) -> float:
+    """Seconds after which it is worth a word. silence_s: see Snapshot; marked: its ranks leave marks in progress/."""
+    if step_ms is None and silence_s is None and not marked:
+        return SILENT_UNSEEN_S
+    return max(SILENT_S, SILENT_STEPS * (step_ms or 0) / 1000, SILENCES * (silence_s or 0))
+
+
+def of_the_loss(loss: float | None, curve: Series) -> Iterator[str]:
+    if loss is not None and not math.isfinite(loss):
         yield "the loss is no number"
-    elif (change := trend(loss)) is not None and change > RISE:
-        since = loss.steps[-TREND_POINTS]
+    elif (change := trend(curve)) is not None and change > RISE:
+        since = curve.steps[-TREND_POINTS]
         yield f"the loss is {100 * change:.0f} % higher since step {since:,} than before"
 
 

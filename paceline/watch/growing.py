@@ -10,14 +10,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 BLOCK_BYTES = 1 << 20
+LINES, STATES = b"\n", b"\n\r"  # what a program ends its lines with; those of a progress bar too
 REMEMBERED_BYTES = 64  # before the place we have come to: other bytes there mean another file
 
 
 class GrowingFile:
     """`is_other` first, then `blocks`."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, *, ends: bytes = LINES):
+        """ends: STATES where a line that a progress bar overwrites is not to be waited for."""
         self.path = path
+        self.ends = ends
         self.offset = 0
         self._inode = 0
         self._before = b""  # the last bytes that were read
@@ -36,14 +39,14 @@ class GrowingFile:
         return not same
 
     def blocks(self, *, block_bytes: int = BLOCK_BYTES) -> Iterator[bytes]:
-        """Whole lines, each with its newline. A line longer than a block comes in pieces."""
+        """Whole lines, each with its end. A line longer than a block comes in pieces."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self.offset)
                 rest = b""
                 while chunk := file.read(block_bytes):
                     block = rest + chunk
-                    end = block.rfind(b"\n") + 1 or (len(block) if len(block) > 2 * block_bytes else 0)
+                    end = last_end(block, self.ends) or (len(block) if len(block) > 2 * block_bytes else 0)
                     block, rest = block[:end], block[end:]
                     if block:
                         self.skip_to(self.offset + len(block), before=block)
@@ -61,3 +64,8 @@ class GrowingFile:
             return os.pread(fd, len(self._before), self.offset - len(self._before)) == self._before
         finally:
             os.close(fd)
+
+
+def last_end(block: bytes, ends: bytes) -> int:
+    """Where the last whole line of a block ends; 0 where there is none."""
+    return max(map(block.rfind, ends)) + 1

@@ -6,6 +6,8 @@ only in some lines; it holds until it is told anew.
 """
 
 import os
+import statistics
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import fields
@@ -21,9 +23,10 @@ WHOLE_BYTES = 2 << 20  # read whole up to this size
 END_BYTES = 256 << 10  # of a longer file: the last minutes, whole
 NUM_SAMPLES = 1000  # of what stands before
 LINE_BYTES = 16 << 10  # no line is longer
+LAST_GAPS = 9  # between samples, whose median is the usual one
 GPU_CURVES = ("use", "used_bytes", "power_w", "temperature_c", "sm_mhz")
 HOST_CURVES = ("cpu", "ram_used", "cgroup_used", "disk_free", "net_in_bps", "net_out_bps")
-HOST_FIELDS = {field.name for field in fields(HostView)} - {"name", "time", "gpus"}
+HOST_FIELDS = {field.name for field in fields(HostView)} - {"name", "time", "every_s", "gpus"}
 GPU_FIELDS = {field.name for field in fields(GpuView)} - {"index"}
 
 
@@ -39,6 +42,7 @@ class Host:
         self.time: float | None = None
         self.host_curves: dict[str, Curve] = {}
         self.gpu_curves: dict[tuple[int, str], Curve] = {}
+        self._gaps: deque[float] = deque(maxlen=LAST_GAPS)
         self._values: dict[str, Any] = {}
         self._gpus: dict[int, dict[str, Any]] = {}
         self._energy: dict[int, tuple[int, int]] = {}  # of each GPU: of earlier attempts, and of the last
@@ -68,6 +72,8 @@ class Host:
             time = unix_time(record.get("time"))
             if not time > (self.time or 0):
                 continue
+            if self.time is not None:
+                self._gaps.append(time - self.time)
             self.time = time
             self._values.update({name: record[name] for name in HOST_FIELDS & record.keys()})
             parts: list[tuple[int | None, tuple[str, ...], dict[str, Any]]] = [(None, HOST_CURVES, record)]
@@ -102,7 +108,8 @@ class Host:
 
     def view(self) -> HostView:
         gpus = [GpuView(index, **values) for index, values in sorted(self._gpus.items())]
-        return HostView(self.name, self.time, **self._values, gpus=gpus)
+        every_s = statistics.median(self._gaps) if self._gaps else None
+        return HostView(self.name, self.time, every_s, **self._values, gpus=gpus)
 
 
 def sampled_lines(fd: int, *, end: int) -> Iterator[dict[str, Any]]:

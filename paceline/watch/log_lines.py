@@ -15,7 +15,7 @@ from paceline.explain.reader_progress import BAR, find_mark, take_bars
 WORTH_A_LOOK = re.compile(
     rb"(?i)loss|step|iter|it/s|s/it|bpb|tok|epoch|\d\s*/\s*\d|%\|"
 )  # a line without any of these tells nothing here
-NUMBER = r"(?P<value>[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|inf)"
+NUMBER = r"(?P<value>[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|(?:nan|inf)\b)"
 BETWEEN = r"['\"]?\s*[:=|]?\s*['\"]?"
 OF = re.compile(
     r"(?i)(?<![a-z])(?:global[_ ]?steps?|steps?|iter(?:ation)?s?|it|batch)['\"]?\s*[:=# \[(]{0,3}\s*\d[\d,]*\s*/\s*(?P<of>\d[\d,]*)"
@@ -64,7 +64,7 @@ FRAMEWORKS = (
 
 @dataclass(frozen=True)
 class LineValues:
-    """step and num_steps are None where the line does not say; by_bar: a progress bar says it."""
+    """step and num_steps are None where the line does not say; by_bar: a progress bar says it. The loss may be no number."""
 
     step: int | None = None
     num_steps: int | None = None
@@ -90,7 +90,7 @@ def read_line(raw: str) -> LineValues | None:
         num_steps = whole(of["of"])
     elif not values and not BEGINS_WITH_STEP.search(text):
         return None  # "total steps: 1000"
-    values = {name: value for name, value in values.items() if math.isfinite(value)}
+    values = {name: value for name, value in values.items() if math.isfinite(value) or name == "loss"}
     return LineValues(step, num_steps, values, bar is not None) if values or step is not None else None
 
 

@@ -39,6 +39,14 @@ GOODPUT_EVERY_S = 5.0
 EXPLAINED_BYTES = (
     64 << 20
 )  # logs of an attempt beyond this are not read again: the verdict in events.jsonl stands alone
+TELLING = (
+    "attempt",
+    "rank_failed",
+    "stopping",
+    "hang",
+    "attempt_ended",
+    "verdict",
+)  # events that an explanation goes by
 DAMAGED = (KeyError, TypeError, ValueError, AttributeError)  # what reading a damaged file may end in
 NEEDED = {"attempt": ("attempt",), "resumed": ("step",), "checkpoint": ("step",), "sample": ("step",)}
 PHASE_STATES: dict[str, State] = {"eval": "evaluating", "sample": "evaluating", "save": "saving"}
@@ -57,7 +65,7 @@ class RunReader:
         self._script_logs: dict[str, LogCurves] = {}
         self._kept: dict[Path, tuple[tuple[int, int], Any]] = {}  # small files by what they were like when read
         self._goodput: tuple[tuple[int, bool, int], float, Goodput] | None = None
-        self._explained: tuple[tuple[int, int], dict[str, Any] | None] | None = None
+        self._explained: tuple[tuple[int, int, int], dict[str, Any] | None] | None = None
 
     def update(self) -> Snapshot:
         running = is_locked(self.run)
@@ -78,7 +86,7 @@ class RunReader:
         tokens = plan.get("total_batch_size")
         spent = self._spent(running, tokens)
         started = unix_time(self.events[0].get("time")) if self.events else math.nan
-        updated = self._updated(marks, logs)
+        updated = self._updated(marks, logs, running=running)
         state = self._state(running, marks)
         until = now if running else updated or now
         return {
@@ -91,7 +99,7 @@ class RunReader:
             "updated": updated,
             "elapsed_s": None if math.isnan(started) else max(0.0, until - started - spent.seconds["idle"]),
             "ranks": self._ranks(marks, running=running),
-            "hosts": [host.view() for host in self.hosts.values()],
+            "hosts": [host.view() for host in self._hosts_now()],
             "host_series": {
                 f"{host.name} {name}": self._by_time(curve)
                 for host in self.hosts.values()
@@ -141,11 +149,13 @@ class RunReader:
         most = max(told, key=lambda each: len(each.curves), default=None)
         fields = {**common, **(most.fields() if most else {})}
         fields["ranks"] = common["ranks"] or [RankView(log.rank) for log in last if log.rank is not None]
+        began = max((unix_time(e["time"]) for e in self.events if e.get("event") == "attempt"), default=math.nan)
         if fields["state"] != "running":
             fields["eta_s"] = None
-        elif fields.get("eta_s") is None and fields.get("num_steps") and fields["step"]:
-            began = max(unix_time(event["time"]) for event in self.events if event.get("event") == "attempt")
-            fields["eta_s"] = (fields["num_steps"] - fields["step"]) * (time.time() - began) / fields["step"]
+        elif most and fields["eta_s"] is None:
+            fields["eta_s"] = most.eta_s(since=began)
+        if most and most.num_lines and fields["silence_s"] is None and common["updated"]:
+            fields["silence_s"] = max(0.0, common["updated"] - began) / most.num_lines
         return Snapshot(kind="script", command=config["command"], **fields)
 
     def _read_events(self) -> None:
@@ -163,6 +173,13 @@ class RunReader:
         for path in sorted(self.run.health_dir.glob("*.jsonl")):
             self.hosts.setdefault(path.stem, Host(path)).read()
 
+    def _hosts_now(self) -> list[Host]:
+        """Those of the last attempt that has samples: a resume in another container is on a host of another name."""
+        last = max((host.time or 0.0 for host in self.hosts.values()), default=0.0)
+        began = (unix_time(event["time"]) for event in self.events if event.get("event") == "attempt")
+        since = max((time for time in began if time <= last), default=0.0)
+        return [host for host in self.hosts.values() if (host.time or 0.0) >= since]
+
     def _marks(self) -> dict[int, Mark]:
         found = {}
         for path in self.run.progress(0).parent.glob("*"):
@@ -178,10 +195,13 @@ class RunReader:
                 found.append(LogView(int(path.parent.name), rank, str(path), path.stat().st_size))
         return sorted(found, key=lambda log: (log.attempt, log.rank is None, log.rank))
 
-    def _updated(self, marks: dict[int, Mark], logs: Sequence[LogView]) -> float | None:
+    def _updated(self, marks: dict[int, Mark], logs: Sequence[LogView], *, running: bool) -> float | None:
+        """Of a run that has ended by what stands in its files alone: a copy of them has other times."""
         times = [mark.time for mark in marks.values()]
         times += [unix_time(line.get("time")) for line in (*list(self.metrics.recent)[-1:], *self.events[-1:])]
-        for log in logs[-16:]:
+        if not running:
+            times += [host.time or math.nan for host in self.hosts.values()]
+        for log in logs[-16:] if running else ():
             with suppress(OSError):
                 times.append(Path(log.path).stat().st_mtime if log.bytes else math.nan)
         return max((each for each in times if each > 0), default=None)
@@ -209,7 +229,8 @@ class RunReader:
 
     def _ranks(self, marks: dict[int, Mark], *, running: bool) -> list[RankView]:
         """The ranks of the last attempt."""
-        host = next(iter(self.hosts)) if len(self.hosts) == 1 else None
+        hosts = self._hosts_now()
+        host = hosts[0].name if len(hosts) == 1 else None
         recent = [ms for line in self.metrics.recent if is_times(ms := line.get("rank_ms"))][-SLOW_LINES:]
         now = recent[-1] if recent else []
         usual = [statistics.median(ms[rank] for ms in recent if len(ms) == len(now)) for rank in range(len(now))]
@@ -267,12 +288,12 @@ class RunReader:
         return found if isinstance(found, list) else []
 
     def _explanation(self, logs: Sequence[LogView]) -> dict[str, Any] | None:
-        """Of the last attempt that has logs; read once for each state of its files."""
+        """Of the last attempt that has logs; read once for each state of its logs and of the events that count."""
         if not logs:
             return None
         attempt = max(log.attempt for log in logs)
         size = sum(log.bytes for log in logs if log.attempt == attempt)
-        key = (attempt, size + len(self.events))
+        key = (attempt, size, sum(event.get("event") in TELLING for event in self.events))
         if self._explained is None or self._explained[0] != key:
             said = [e for e in self.events if e.get("event") == "verdict" and e.get("attempt") == attempt]
             found = dict(said[-1]) if said else None

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.rundir import RunDir, read_json_lines
-from paceline.watch.growing import GrowingFile
+from paceline.watch.growing import STATES, GrowingFile
 from paceline.watch.lines import parse_lines, unix_time
 from paceline.watch.log_lines import read_line
 from paceline.watch.log_reading import worth_a_look
@@ -132,7 +132,7 @@ class LogRows:
 
     def __init__(self, path: Path):
         self.path = path
-        self.file = GrowingFile(path)
+        self.file = GrowingFile(path, ends=STATES)
         self.step: int | None = None
         self.values: dict[str, float] = {}
 
@@ -148,7 +148,7 @@ class LogRows:
                 if found.step is not None and found.step != self.step:
                     yield from self.take(at)
                     self.step = found.step
-                self.values |= found.values
+                self.values |= dict(numbers(found.values))
         if last:
             yield from self.take(time.time())
 

@@ -15,7 +15,7 @@ from paceline.rundir import RunDir
 from paceline.watch.about import read_about
 from paceline.watch.logs import read_tail, search
 from paceline.watch.snapshot import LogView, Snapshot
-from paceline.watch.status import Reader, list_runs, open_reader, run_status
+from paceline.watch.status import Reader, RunList, open_reader, run_folders, run_status
 
 FRESH_S = 0.8  # a snapshot is not read again within this time, however many look
 MAX_OPEN = 8  # readers kept; the one that was asked for longest ago goes
@@ -38,19 +38,18 @@ class Shelf:
     def __init__(self, runs_dir: Path, named: Path | None = None):
         self.runs_dir = runs_dir
         self.named = named and named.absolute()  # a run may be called `.`
+        self._list = RunList(runs_dir)
         self._opened: dict[str, Opened] = {}
         self._lock = Lock()
 
     def paths(self) -> dict[str, Path]:
         """Every run that can be asked for, by name."""
-        found: dict[str, Path] = {}
-        if self.runs_dir.is_dir():
-            found = {path.name: path for path in self.runs_dir.iterdir() if (path / "config.toml").is_file()}
+        found = {path.name: path for path in run_folders(self.runs_dir)}
         return found | ({self.named.name: self.named} if self.named else {})
 
     def runs(self) -> list[dict[str, Any]]:
         """The runs at a glance, the latest first; a log file before them."""
-        found = [status.to_json() for status in list_runs(self.runs_dir)]
+        found = [status.to_json() for status in self._list.read()]
         if self.named is None or any(Path(each["path"]).resolve() == self.named.resolve() for each in found):
             return found
         others = [each for each in found if each["name"] != self.named.name]

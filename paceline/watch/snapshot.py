@@ -6,6 +6,7 @@ What is not known is None, or empty; nobody fills it in with a guess. Times are 
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -69,6 +70,7 @@ class GpuView:
 class HostView:
     name: str
     time: float | None = None  # of the sample
+    every_s: float | None = None  # between two samples, usually
     cpu: float | None = None  # share of all cores
     cores: int | None = None
     ram_used: int | None = None
@@ -122,7 +124,7 @@ class Snapshot:
     framework: str | None = None  # of a log, where its lines tell
     step: int = 0
     num_steps: int | None = None
-    loss: float | None = None
+    loss: float | None = None  # may be NaN or infinite: what was told last
     val_bpb: float | None = None
     tok_per_sec: float | None = None
     step_ms: float | None = None
@@ -133,6 +135,9 @@ class Snapshot:
     tokens_per_step: int | None = None
     started: float | None = None
     updated: float | None = None  # the latest sign of life in any file
+    silence_s: float | None = (
+        None  # of a script or a log: the longest of late that it came back from, as far as it was seen
+    )
     series: dict[str, Series] = field(default_factory=dict)  # by field of metrics.jsonl: loss, val_bpb, ...
     rank_series: list[Series] = field(default_factory=list)  # busy_ms of each rank, by rank; empty where not known
     gpu_series: dict[str, Series] = field(default_factory=dict)  # "HOST/INDEX use", "HOST/INDEX used_bytes", ...
@@ -149,4 +154,13 @@ class Snapshot:
     notes: list[str] = field(default_factory=list)  # what could not be read, a line each
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "goodput": self.goodput.to_json() if self.goodput else None}
+        """What is no number is None: JSON has no word for it."""
+        return only_finite({**asdict(self), "goodput": self.goodput.to_json() if self.goodput else None})  # type: ignore[no-any-return]
+
+
+def only_finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: only_finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [only_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -6,6 +6,7 @@ Reads files only. A run is `running` while some process holds its lock; what els
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -86,22 +87,58 @@ def last_values(path: Path, names: Sequence[str]) -> dict[str, Any]:
     """The last value of each field in a file of JSON lines; what stands only further from its end than LOOKED_BACK_BYTES is
     not found."""
     values: dict[str, Any] = {}
-    length = LAST_BYTES
-    while True:
+    for length in (LAST_BYTES, 16 * LAST_BYTES, LOOKED_BACK_BYTES):
         found, is_whole = read_end(path, length)
         for record in parse_lines(found):
             values |= {name: record[name] for name in names if record.get(name) is not None}
-        if is_whole or len(values) == len(names) or length >= LOOKED_BACK_BYTES:
-            return values
-        length *= 16
+        if is_whole or len(values) == len(names):
+            break
+    return values
 
 
 def list_runs(runs_dir: Path) -> list[RunStatus]:
     """All runs of a folder, the latest first."""
+    return RunList(runs_dir).read()
+
+
+class RunList:
+    """The runs of a folder at a glance, again and again: only those whose files are others than before are read."""
+
+    def __init__(self, runs_dir: Path):
+        self.runs_dir = runs_dir
+        self._known: dict[Path, tuple[Any, RunStatus]] = {}
+
+    def read(self) -> list[RunStatus]:
+        """The latest first."""
+        known: dict[Path, tuple[Any, RunStatus]] = {}
+        for path in run_folders(self.runs_dir):
+            with suppress(OSError):  # it has gone, or is another user's
+                run = RunDir(path)
+                key = (is_locked(run), *map(stamp_of, (run.events, run.metrics, run.plan_json)))
+                before = self._known.get(path)
+                known[path] = before if before and before[0] == key else (key, run_status(run))
+        self._known = known
+        return sorted((status for _, status in known.values()), key=lambda status: status.time or "", reverse=True)
+
+
+def run_folders(runs_dir: Path) -> list[Path]:
+    """Those that can be read: a folder of another user, or of the file system itself, is passed over."""
     if not runs_dir.is_dir():
         return []
-    found = [run_status(RunDir(path)) for path in runs_dir.iterdir() if (path / "config.toml").is_file()]
-    return sorted(found, key=lambda status: status.time or "", reverse=True)
+    found = []
+    for path in runs_dir.iterdir():
+        with suppress(OSError):
+            if (path / "config.toml").is_file():
+                found.append(path)
+    return found
+
+
+def stamp_of(path: Path) -> tuple[int, int] | None:
+    """What tells that a file is another than before; None where there is none."""
+    with suppress(FileNotFoundError):
+        stat = path.stat()
+        return stat.st_mtime_ns, stat.st_size
+    return None
 
 
 def format_runs(runs: list[RunStatus]) -> str:

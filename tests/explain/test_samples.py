@@ -1,5 +1,10 @@
 """What the samples of health tell of a run that failed."""
 
+import json
+from pathlib import Path
+
+import pytest
+
 from paceline.explain.run import explain_run
 from paceline.rundir import RunDir, append_event, append_sample, utc_now
 
@@ -39,6 +44,37 @@ def sampled(tmp_path, log, *samples):
     for sample in samples:
         append_sample(run.health("node7"), {"time": utc_now(), **sample})
     return explain_run(run)
+
+
+def bytes_read():
+    """By this process so far."""
+    path = Path("/proc/self/io")
+    if not path.exists():
+        pytest.skip("this system does not count what a process reads")
+    return int(path.read_text().split()[1])
+
+
+def test_of_days_of_samples_the_end_is_read(tmp_path):
+    run = RunDir(tmp_path)
+    sampled(tmp_path, FAILED, FULL)
+    with run.health("node7").open("a") as file:
+        file.writelines(
+            json.dumps({"time": utc_now(), "ram_used": 1 << 30, "pad": "x" * 400}) + "\n" for _ in range(50_000)
+        )
+    before = bytes_read()
+    assert explain_run(run).cause == "illegal-memory-access"
+    assert bytes_read() - before < 5 << 20 < run.health("node7").stat().st_size
+
+
+def test_how_far_a_long_run_got_is_read_from_both_ends_of_its_metrics(tmp_path):
+    run = RunDir(tmp_path)
+    with run.metrics.open("w") as file:
+        file.write('{"broken\n')
+        file.writelines(f'{{"step": {step}, "loss": 2.5, "pad": "{"x" * 100}"}}\n' for step in range(1, 10_001))
+        file.write('{"step": 10001}\n{"step": "x"}\n[1]\n{"step": 10002, "lo')
+    progress = sampled(tmp_path, FAILED).progress
+    assert (progress.first_step, progress.last_step, progress.last_loss) == (1, 10_001, 2.5)
+    assert progress.steps >= 10_001
 
 
 def texts(found):

@@ -5,6 +5,7 @@ No card was asked: the values are listed here as nvml.h gives them.
 
 import os
 import re
+import socket
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from paceline.launch.health import WHOLE_EVERY, Sampler
 from paceline.launch.host_health import HostSampler
 from paceline.launch.sampler import check_every
 from paceline.rundir import RunDir, read_json_lines
+from paceline.watch.hosts import Host
 
 GIB = 1 << 30
 RTX_5090: dict[str, Any] = {
@@ -120,6 +122,46 @@ def test_an_xid_error_ends_the_wait_and_stands_in_the_next_sample():
     sampler.wait(60.0)  # times out in the driver
     errors = sampler.sample()[0]["errors"]
     assert (errors["xid"], errors["xid_count"]) == (31, 2)
+
+
+class Storm(Driver):
+    """Whose Xid errors all come at once; it ends the sampler after three lines."""
+
+    def __init__(self, path: Path, xids: list[int]):
+        super().__init__({}, xids)
+        self.path = path
+
+    def nvmlEventSetWait_v2(self, events: str, wait_ms: int) -> Any:
+        if len(list(read_json_lines(self.path))) == 3:
+            raise SystemExit
+        if not self.xids:
+            time.sleep(wait_ms / 1000)
+        return super().nvmlEventSetWait_v2()
+
+
+def test_a_storm_of_xid_errors_is_told_soon_in_one_line_and_no_line_is_left_out_for_it(tmp_path):
+    run = RunDir(tmp_path)
+    gpus = gpus_of(Storm(run.health(socket.gethostname()), [79] * 50))
+    sampler, began = Sampler(run, HostSampler(tmp_path), gpus), time.monotonic()
+    with pytest.raises(SystemExit):
+        sampler.follow(0.4)
+    counts = [line["gpus"][0].get("errors", {}).get("xid_count") for line in read_json_lines(sampler.path)]
+    assert counts == [None, 50, None]  # as it was
+    assert time.monotonic() - began < 10
+
+
+def test_what_a_card_no_longer_has_is_told_once(tmp_path):
+    driver = Driver(RTX_5090)
+    sampler = Sampler(RunDir(tmp_path), HostSampler(tmp_path), gpus_of(driver))
+    sampler.write()
+    driver.fields = {**RTX_5090, "ComputeRunningProcesses_v3": []}
+    for _ in range(3):
+        sampler.write()
+    told = [line["gpus"][0].get("processes") for line in read_json_lines(sampler.path)]
+    assert [told[0][0]["pid"], *told[1:]] == [os.getpid(), [], None, None]
+    host = Host(sampler.path)
+    host.read()
+    assert host.view().gpus[0].processes == []
 
 
 def test_every_function_that_is_asked_for_is_the_bindings():

@@ -44,12 +44,13 @@ def pace(value):
     [
         ({"updated": NOW - 125}, "No sign of life for 2m05s."),
         ({"ranks": [rank_view(0), rank_view(1, silent_s=75.0, phase="reduce")]}, "Rank 1 is silent for 1m15s in reduce."),
-        (loss(lambda step: math.nan), "The loss is no number."),
+        ({"loss": math.nan}, "The loss is no number."),
         (loss(lambda step: 3.0 if step < 1050 else 3.3), "The loss is 10 % higher since step 1,050 than before."),
         ({"step_ms": 700.0}, "A step takes 25 % longer than planned."),
         (pace(lambda step: 300.0 if step < 700 else 500.0), "A step takes 500 ms now and took 300 ms at its best."),
         ({"hosts": [host("tower", [gpu(0, use=0.12)])]}, "GPU 0 of tower is busy 12 % of the time."),
         ({"hosts": [host("tower", [gpu(0, errors={"xid": 79, "ecc_corrected": 3})])]}, "GPU 0 of tower has errors: xid 79."),
+        ({"hosts": [host("tower", [gpu(0, use=0.12)], time=NOW - 125, every_s=2.0)]}, "No sample of tower for 2m05s."),
         ({"hosts": [host("tower", [], cgroup_used=95 * GIB)]}, "Tower has 1.0 GiB of 96.0 GiB RAM left."),
         ({"hosts": [host("tower", [], disk_free=2 * GIB)]}, "Tower has 2.0 GiB of disk left."),
     ],
@@ -58,9 +59,10 @@ def test_what_wants_a_look_is_told_with_its_number(changed, said):
     assert summary(replace(training(), **changed), now=NOW) == Summary("warning", said)
 
 
-def test_how_cards_run_every_day_and_a_long_compilation_are_no_concern():
-    usual = host("tower", [gpu(0, throttle=["power"], errors={"ecc_corrected": 2})])
-    ranks = [rank_view(0, phase="eval", silent_s=200.0)]
+def test_how_cards_run_every_day_a_long_evaluation_and_ranks_that_are_done_are_no_concern():
+    usual = host("tower", [gpu(0, throttle=["power"], errors={"ecc_corrected": 2})], time=NOW - 125, every_s=60.0)
+    ranks = [rank_view(0, phase="eval", silent_s=200.0), rank_view(1, phase="ending", silent_s=200.0)]
+    ranks += [rank_view(2, phase="stopped", silent_s=2000.0), rank_view(3, phase="done", silent_s=2000.0)]
     found = summary(replace(training(), hosts=[usual], ranks=ranks), now=NOW)
     assert found is not None and found.level == "good"
 

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from paceline.watch.log_lines import framework_of, read_line
-from paceline.watch.log_reading import QUIET_S
+from paceline.watch.log_reading import EXPLAINED_BYTES
 from paceline.watch.logs import read_tail, search
 from paceline.watch.status import open_reader
 
@@ -58,6 +58,7 @@ def test_a_trainers_line_is_known(line, told):
         "total steps = 1000",
         "This takes 3 steps 2 at a time",
         "loss function: cross entropy",
+        "loss information: none",
         "time: 12:04:05",
         "{'train_runtime': 83.1, 'train_samples_per_second': 12.0, 'train_loss': 2.1, 'epoch': 1.0}",
     ],
@@ -84,6 +85,26 @@ def test_a_bar_gives_the_steps_of_the_lines_between_its_states_and_an_evaluation
     assert (snapshot.series["loss"].steps, snapshot.series["loss"].values) == ([20, 30], [3.0, 2.5])
 
 
+def lightning_state(step):
+    return f"\rEpoch 0:  50%|█████     | {step}/100000 [00:10<01:30, 10.00it/s, v_num=0, train_loss={10 - step / 20_000:.3f}]"
+
+
+def test_a_bar_that_has_not_ended_its_line_is_read_as_it_moves(tmp_path):
+    path = tmp_path / "out.log"
+    reader = write(path, "".join(map(lightning_state, range(1, 500))))
+    assert (reader.update().step, reader.update().loss) == (498, 9.975)  # of the last one nothing says that it is whole
+    with path.open("a") as file:
+        file.write(lightning_state(500) + "\r")
+    assert reader.update().step == 500
+
+
+def test_of_a_bar_of_many_megabytes_pieces_make_the_curve(tmp_path):
+    snapshot = write(tmp_path / "out.log", "".join(map(lightning_state, range(1, 20_001))) + "\r").update()
+    loss = snapshot.series["loss"]
+    assert (snapshot.step, loss.steps[0], loss.steps[-1]) == (20_000, 1, 20_000)
+    assert max(later - step for step, later in zip(loss.steps, loss.steps[1:], strict=False)) < 500
+
+
 def test_a_log_whose_lines_count_no_steps_is_counted(tmp_path):
     snapshot = write(tmp_path / "out.log", "{'loss': 3.0, 'epoch': 0.1}\n{'loss': 2.5, 'epoch': 0.2}\n").update()
     assert snapshot.series["loss"].steps == [1, 2]
@@ -106,12 +127,25 @@ def test_a_log_that_grows_is_followed_and_one_that_is_cut_read_anew(tmp_path):
     ("text", "ago", "state"),
     [
         ("step 1/2 loss: 3.0\nstep 2/2 loss: 2.0\nTraining complete\n", 0.0, "finished"),
-        ("step 1/2 loss: 3.0\n", 2 * QUIET_S, "broken"),
+        ("step 1/2 loss: 3.0 dt: 100ms\n", 130.0, "broken"),
+        ("step 1/2 loss: 3.0\n", 130.0, "running"),  # how often it writes is not known
+        ("step 1/2 loss: 3.0\n", 700.0, "broken"),
         ("nothing of interest\n", 0.0, "unknown"),
     ],
 )
 def test_the_state_of_a_log(tmp_path, text, ago, state):
     assert write(tmp_path / "out.log", text, ago=ago).update().state == state
+
+
+def test_a_log_that_came_back_from_a_silence_may_be_silent_as_long_again(tmp_path):
+    path = tmp_path / "out.log"
+    reader = write(path, "step 1/9 loss: 3.0 dt: 100ms\n", ago=250.0)
+    assert reader.update().state == "broken"
+    with path.open("a") as file:
+        file.write("step 2/9 loss: 3.0 dt: 100ms\n")
+    for ago, state in ((0.0, "running"), (990.0, "running"), (1010.0, "broken")):
+        os.utime(path, (time.time() - ago,) * 2)
+        assert reader.update().state == state
 
 
 def test_a_log_that_ends_in_an_error_is_explained(tmp_path):
@@ -121,6 +155,20 @@ def test_a_log_that_ends_in_an_error_is_explained(tmp_path):
     )
     snapshot = write(tmp_path / "out.log", text).update()
     assert (snapshot.state, snapshot.explanation["line"]) == ("failed", 2)
+
+
+@pytest.mark.parametrize(
+    ("end", "state"),
+    [("ModuleNotFoundError: No module named 'flash_attn'\n", "failed"), ("Training complete\n", "finished")],
+)
+def test_the_end_of_a_log_that_is_too_long_to_explain_whole_is_known(tmp_path, end, state):
+    path = tmp_path / "out.log"
+    with path.open("w") as file:
+        file.writelines(f"step {step}/99999 loss: 3.0 {'-' * 4000}\n" for step in range(1, 18_000))
+        file.write(end)
+    assert path.stat().st_size > EXPLAINED_BYTES
+    snapshot = open_reader(path).update()
+    assert (snapshot.state, len(snapshot.notes)) == (state, int(state == "failed"))
 
 
 def test_of_a_log_of_many_megabytes_pieces_make_the_curve(tmp_path):

@@ -1,16 +1,22 @@
 """One snapshot after another of a run folder whose files grow, shrink, break off and vanish."""
 
 import json
+import math
 import os
 import random
+import shutil
 import time
 import zlib
+from dataclasses import replace
 
 import pytest
+from run_folders import START, utc, write_run
+from snapshots import NOW
 
 from paceline.errors import PacelineError
 from paceline.marks import LINE, QUOTED, SUM
 from paceline.rundir import RunDir, append_event, append_json_line, append_sample, lock_run
+from paceline.watch.concerns import Summary, summary
 from paceline.watch.snapshot import Snapshot
 from paceline.watch.status import open_reader
 
@@ -35,6 +41,16 @@ class Folder:
         self.event("launch", prepared_s=1.0)
         self.event("attempt", attempt=attempt, world_size=world_size)
 
+    def begin_script(self, *, attempt=1, ago=0.0):
+        began = {"time": utc(time.time() - START - ago), "event": "attempt", "attempt": attempt, "world_size": 1}
+        append_json_line(self.run.events, began)
+        self.run.logs(attempt).mkdir(parents=True)
+
+    def print(self, text, *, attempt=1, ago=0.0):
+        with self.run.rank_log(attempt, 0).open("a") as file:
+            file.write(text)
+        os.utime(self.run.rank_log(attempt, 0), (time.time() - ago,) * 2)
+
     def log(self, step, *, second=0, **fields):
         line = {"step": step, "loss": 3.0, "step_ms": 100.0, "time": f"2026-01-01T00:00:{second:02d}.000Z", **fields}
         append_json_line(self.run.metrics, line)
@@ -48,6 +64,14 @@ class Folder:
 @pytest.fixture
 def folder(tmp_path):
     return Folder(tmp_path)
+
+
+@pytest.fixture
+def script(held):
+    """A script's run of one rank, held; no attempt has begun."""
+    held.run.config_toml.write_text('command = ["train.py"]\n')
+    held.event("script", command=["train.py"], nproc=1)
+    return held
 
 
 @pytest.fixture
@@ -113,6 +137,8 @@ def test_a_failed_run_is_explained_from_its_logs(folder):
     snapshot = folder.look()
     assert (snapshot.state, snapshot.explanation["cause"]) == ("failed", "cuda-oom")
     assert snapshot.explanation["evidence"][0]["line"] == 1
+    folder.event("note", text="wandb: all of it has arrived")
+    assert folder.look().explanation is snapshot.explanation  # nothing that it goes by is new
 
 
 def test_only_new_lines_are_read_and_a_half_one_waits_for_its_rest(folder):
@@ -167,6 +193,16 @@ def test_damaged_lines_hide_no_others(folder):
     assert [event.text for event in snapshot.events] == ["attempt", "checkpoint at step 3"]
 
 
+@pytest.mark.parametrize("end", ["finished", None])
+def test_a_copy_of_a_run_tells_the_same_times(tmp_path, end):
+    run = write_run(tmp_path, "a", end=end)
+    append_sample(run.health("one"), {"time": utc(110), "cpu": 0.5})
+    shutil.copytree(run.path, tmp_path / "b", copy_function=shutil.copyfile)  # without the times of the files
+    for path in (run.path, tmp_path / "b"):
+        snapshot = open_reader(path).update()
+        assert (snapshot.updated, snapshot.elapsed_s) == (START + 110, 110.0)
+
+
 def test_the_pace_of_the_last_lines_gives_the_time_that_is_left(held):
     held.event("launch", prepared_s=0.0)
     held.run.events.open("a").write(
@@ -205,6 +241,20 @@ def test_a_field_of_a_sample_holds_until_it_is_told_anew(folder):
     assert snapshot.host_series["node7 cpu"].values == [0.5, 0.7]
 
 
+def test_a_host_of_an_earlier_attempt_is_none_of_now(folder):
+    def sampled(host, second):
+        append_sample(folder.run.health(host), {"time": utc(second), "cpu": 0.5})
+        return [(each.name, each.every_s) for each in folder.look().hosts]
+
+    append_json_line(folder.run.events, {"time": utc(0), "event": "attempt", "attempt": 1, "world_size": 1})
+    sampled("box-1", 2)
+    assert sampled("box-1", 4) == [("box-1", 2.0)]
+    append_json_line(folder.run.events, {"time": utc(60), "event": "attempt", "attempt": 2, "world_size": 1})
+    assert sampled("box-1", 5) == [("box-1", 1.5)]  # the last that is known, until there is a newer one
+    assert sampled("box-2", 61) == [("box-2", None)]
+    assert (folder.look().ranks[0].host, sorted(folder.look().host_series)) == ("box-2", ["box-1 cpu", "box-2 cpu"])
+
+
 def test_a_long_file_of_samples_is_read_at_even_distances_and_to_its_end(folder):
     path = folder.run.health("node7")
     path.parent.mkdir()
@@ -225,16 +275,43 @@ def test_a_long_file_of_samples_is_read_at_even_distances_and_to_its_end(folder)
     assert series.values[-1] == 1.0
 
 
-def test_a_script_is_read_by_what_it_prints(held):
-    held.run.config_toml.write_text('command = ["train.py"]\n')
-    held.event("script", command=["train.py"], nproc=1)
-    held.event("attempt", attempt=1, world_size=1)
-    held.run.logs(1).mkdir(parents=True)
-    held.run.rank_log(1, 0).write_text("step 3/10 loss: 2.5 tok/s: 1,000\n")
-    snapshot = held.look()
+def test_a_script_is_read_by_what_it_prints(script):
+    script.begin_script()
+    script.print("step 3/10 loss: 2.5 tok/s: 1,000\n")
+    snapshot = script.look()
     assert (snapshot.kind, snapshot.state, snapshot.command) == ("script", "running", ["train.py"])
     assert (snapshot.step, snapshot.num_steps, snapshot.loss, snapshot.tok_per_sec) == (3, 10, 2.5, 1000.0)
     assert [(log.attempt, log.rank) for log in snapshot.logs] == [(1, 0)]
+
+
+def test_the_time_that_a_script_has_left_is_by_the_steps_of_its_last_attempt(script):
+    script.begin_script(attempt=1, ago=50_000.0)
+    script.print("step 9000/10000 loss: 2.5\n")
+    script.begin_script(attempt=2, ago=60.0)
+    script.print("step 9000/10000 loss: 2.5\n", attempt=2)
+    assert script.look().eta_s is None
+    script.print("step 9010/10000 loss: 2.5\n", attempt=2)
+    assert script.look().eta_s == pytest.approx(990 * 60 / 10, rel=0.05)
+
+
+def test_a_script_that_tells_of_itself_every_few_minutes_is_not_called_silent(script):
+    script.begin_script(ago=1000.0)
+    script.print("step 1/10 loss: 2.5\nstep 2/10 loss: 2.4\nstep 3/10 loss: 2.3\n", ago=400.0)
+    snapshot = script.look()
+    assert snapshot.silence_s == pytest.approx(200.0, abs=5)
+    assert summary(replace(snapshot, updated=NOW - 390), now=NOW) == Summary("good", "All well.")
+    assert summary(replace(snapshot, updated=NOW - 450), now=NOW) == Summary("warning", "No sign of life for 7m30s.")
+
+
+def test_a_loss_that_is_no_number_is_said_and_stands_in_no_json(script):
+    script.begin_script()
+    script.print("step 1/10 loss: 2.5\nstep 2/10 loss: nan\nstep 3/10 loss: nan\n")
+    snapshot = script.look()
+    assert (snapshot.step, math.isnan(snapshot.loss), snapshot.series["loss"].values) == (3, True, [2.5])
+    assert summary(snapshot, now=time.time()) == Summary("warning", "The loss is no number.")
+    assert json.loads(json.dumps(snapshot.to_json(), allow_nan=False))["loss"] is None
+    script.print("step 4/10 loss: 2.25\n")
+    assert script.look().loss == 2.25
 
 
 def test_what_is_neither_a_run_nor_a_file_is_refused_with_a_fix(tmp_path):

@@ -1,9 +1,22 @@
 """What a run folder says of its run."""
 
 import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 
 from paceline.rundir import RunDir, append_event, append_json_line, lock_run
-from paceline.watch.status import format_runs, list_runs, run_status
+from paceline.watch.status import (
+    LOOKED_BACK_BYTES,
+    RunList,
+    format_runs,
+    last_values,
+    list_runs,
+    open_reader,
+    run_status,
+)
 
 
 def make_run(folder, name="a"):
@@ -48,6 +61,17 @@ def test_the_last_word_decides_the_state(tmp_path):
     assert (run_status(run).state, run_status(run).attempts) == ("stopped", 2)
 
 
+def test_a_run_that_was_interrupted_before_its_first_step_is_stopped(tmp_path):
+    run = make_run(tmp_path)
+    append_event(run, "stopping", attempt=1, signal="SIGINT")
+    assert run_status(run).state == "broken"
+    append_event(run, "attempt_ended", attempt=1, state="interrupted", exit_code=130)
+    append_event(run, "note", text="wandb: ...")
+    assert (run_status(run).state, open_reader(run.path).update().state) == ("stopped", "stopped")
+    append_event(run, "attempt", attempt=2)
+    assert run_status(run).state == "broken"
+
+
 def test_the_table_lines_up_and_shows_what_is_unknown(tmp_path):
     make_run(tmp_path)
     empty = RunDir(tmp_path / "long-name")
@@ -56,6 +80,50 @@ def test_the_table_lines_up_and_shows_what_is_unknown(tmp_path):
     lines = format_runs(list_runs(tmp_path)).splitlines()
     assert [len(line) for line in lines[:2]] == [len(lines[0])] * 2
     assert lines[2].split() == ["long-name", "broken", "0", "n/a", "n/a", "n/a", "n/a"]
+
+
+LISTED_BY_NOBODY = """
+import os, sys
+from pathlib import Path
+from paceline.watch.shelf import Shelf
+if os.geteuid() == 0:
+    os.seteuid(65534)
+print([each["name"] for each in Shelf(Path(sys.argv[1])).runs()], sorted(Shelf(Path(sys.argv[1])).paths()))
+"""
+
+
+def test_a_folder_that_may_not_be_read_hides_no_other():
+    with tempfile.TemporaryDirectory() as name:  # not pytest's, which are its user's alone
+        folder = Path(name)
+        folder.chmod(0o755)
+        make_run(folder)
+        make_run(folder, "half").events.chmod(0)
+        make_run(folder, "secret").path.chmod(0)
+        listed = subprocess.run([sys.executable, "-c", LISTED_BY_NOBODY, name], capture_output=True, text=True)
+        (folder / "secret").chmod(0o700)
+    assert listed.stdout == "['a'] ['a', 'half']\n", listed.stderr
+
+
+def test_runs_are_listed_again_as_they_are_then(tmp_path):
+    runs, run = RunList(tmp_path), make_run(tmp_path)
+    (first,) = runs.read()
+    assert runs.read() == [first]
+    assert runs.read()[0] is first  # nothing was read
+    append_json_line(run.metrics, {"step": 70})
+    assert [status.step for status in runs.read()] == [70]
+    fd = lock_run(run)
+    assert [status.state for status in runs.read()] == ["running"]
+    os.close(fd)
+    append_event(run, "finished", step=100)
+    assert [status.state for status in runs.read()] == ["finished"]
+    shutil.rmtree(run.path)
+    assert runs.read() == []
+
+
+def test_a_field_that_a_run_does_not_have_is_not_looked_for_in_all_of_it(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"val_bpb": 1.5}\n' + '{"step": 1, "loss": 2.0}\n' * (LOOKED_BACK_BYTES // 25 + 2))
+    assert last_values(path, ("step", "val_bpb")) == {"step": 1}
 
 
 def test_a_script_has_a_state_and_a_command_but_no_steps(tmp_path):

@@ -2,19 +2,34 @@
 How fast a long run opens: 8 ranks, 200,000 logged steps, samples of three days, then the same run after it failed, with its logs:
 its explanation comes on top. `python benchmarks/watch.py [--steps N]`.
 
-Makes the run folder, then reads it as both views do, each time in a fresh process: seconds until the first snapshot, seconds of
-a later one after a new line, CPU seconds of the first with all imports (on a busy machine the truer figure), and the most
-memory that the process held.
+Makes the run folder and opens it in both views: seconds from the command to the first full screen of a terminal of 120 x 36, and
+from the address to curves on the page, of a server that has read nothing yet; the most memory that each process held; how soon
+a new line of metrics is known to the page. Then reads it as both views do, each time in a fresh process: seconds until the
+first snapshot, seconds of a later one after a new line, CPU seconds of the first with all imports (on a busy machine the truer
+figure), and the most memory; and the same of a run that failed, with logs.
 """
 
 import argparse
+import fcntl
 import json
+import os
+import pty
+import shutil
+import signal
+import struct
 import subprocess
 import sys
 import tempfile
+import termios
 import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+
+import psutil
+
+WATCH = [sys.executable, "-m", "paceline.cli", "watch"]
+TERMINAL = {**os.environ, "TERM": "xterm-256color"}
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 RANKS, DAYS, EVERY_S = 8, 3, 2
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -59,13 +74,67 @@ def main() -> None:
             path.name: path.stat().st_size >> 20 for path in (run / "metrics.jsonl", run / "health" / "node.jsonl")
         }
         print(f"{asked.steps:,} steps of {RANKS} ranks, samples of {DAYS} days; MiB: {sizes}")
-        read(run, steps=asked.steps, runs=asked.runs)
-        fail(run, steps=asked.steps + asked.runs)
-        print("failed, with logs:")
+        for number in range(asked.runs):
+            open_in_terminal(run)
+            open_in_browser(run, step=asked.steps + 1 + number, steps=asked.steps)
         read(run, steps=asked.steps + asked.runs, runs=asked.runs)
+        fail(run, steps=asked.steps + 2 * asked.runs)
+        print("failed, with logs:")
+        read(run, steps=asked.steps + 2 * asked.runs, runs=asked.runs)
         began = time.perf_counter()
         listed = subprocess.run([sys.executable, "-m", "paceline.cli", "runs", folder], capture_output=True, text=True)
         print(f"paceline runs: {time.perf_counter() - began:.3f} s\n{listed.stdout}")
+
+
+def open_in_terminal(run: Path) -> None:
+    screen, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 36, 120, 0, 0))
+    began = time.perf_counter()
+    view = psutil.Popen([*WATCH, str(run)], stdin=terminal, stdout=terminal, stderr=terminal, env=TERMINAL)
+    shown = b""
+    while b"quit" not in shown or b"tok/s" not in shown:  # the key line, and the figures
+        shown += os.read(screen, 1 << 16)
+    took_s = time.perf_counter() - began
+    print(f"terminal: {took_s:.2f} s, {held(view)} MiB, {sum(view.cpu_times()[:2]):.2f} CPU s", flush=True)
+    end(view)
+    os.close(screen)
+    os.close(terminal)
+
+
+def open_in_browser(run: Path, *, step: int, steps: int) -> None:
+    from playwright.sync_api import sync_playwright
+
+    command = [*WATCH, str(run), "--web", "--port", "0"]
+    server = psutil.Popen(command, stdout=subprocess.PIPE, text=True)
+    address = next(line.strip() for line in server.stdout if "http" in line)
+    with sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page()
+        began = time.perf_counter()
+        page.goto(address)
+        page.wait_for_selector(".u-over")
+        took_s = time.perf_counter() - began
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(metric_line(step, steps))
+        began = time.perf_counter()
+        page.wait_for_function("step => app.page.run?.head.step === step", arg=step, polling=20)
+        print(
+            f"page: {took_s:.2f} s, server {held(server)} MiB; a new line {time.perf_counter() - began:.2f} s",
+            flush=True,
+        )
+        browser.close()
+    end(server)
+
+
+def held(process: psutil.Process) -> int:
+    """MiB, at most so far."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) >> 10
+
+
+def end(process: psutil.Popen) -> None:
+    process.send_signal(signal.SIGINT)
+    process.wait(20)
 
 
 def read(run: Path, *, steps: int, runs: int) -> None:

@@ -11,6 +11,7 @@ from paceline.cli import run_command
 from paceline.rundir import append_json_line
 from paceline.watch.report import STATIC, bars, hash_of, html_report, markdown_report
 
+SECRET = "hf_abcdefghijklmnopqrstuvwx"
 EVIL = "</script><script>alert(1)</script> *x* <!-- |"
 
 
@@ -56,6 +57,17 @@ def test_what_is_secret_is_taken_out(tmp_path, monkeypatch, capsys):
     assert run_command(["report", str(run.path)]) == 0
     assert run_command(["report", str(run.path), "--markdown"]) == 0
     assert "hunter2" not in (tmp_path / "kept.html").read_text() + capsys.readouterr().out
+
+
+def test_what_is_secret_in_the_log_of_a_rank_that_failed_is_taken_out(tmp_path, monkeypatch, capsys):
+    line = f"OSError: 401 Client Error: https://me:hunter2@host/x with {SECRET}"
+    run = write_run(tmp_path, "kept", end="failed", log=f"step 1\nTraceback (most recent call last):\n{line}\n")
+    monkeypatch.chdir(tmp_path)
+    assert run_command(["report", str(run.path)]) == 0
+    assert run_command(["report", str(run.path), "--markdown"]) == 0
+    told = (tmp_path / "kept.html").read_text() + capsys.readouterr().out
+    assert told.count("OSError: 401 Client Error: https://set@host/x with set") >= 2
+    assert "hunter2" not in told and SECRET not in told
 
 
 def test_the_markdown_tells_the_run(run):

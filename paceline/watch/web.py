@@ -17,7 +17,6 @@ import webbrowser
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict
 from functools import partial
-from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote
@@ -27,7 +26,7 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import Request, cookie_parser
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -164,11 +163,8 @@ class Guard:
         return None
 
     def kept(self, headers: Headers) -> str:
-        try:
-            found = SimpleCookie(headers.get("cookie", "")).get(self.cookie)
-        except CookieError:
-            return ""
-        return found.value if found else ""
+        """A browser sends the cookies of all ports of 127.0.0.1, in whatever form their servers gave them."""
+        return cookie_parser(headers.get("cookie", "")).get(self.cookie, "")
 
 
 def is_same(said: str, token: str) -> bool:

@@ -79,6 +79,14 @@ def test_the_token_becomes_a_cookie_that_scripts_and_other_sites_do_not_get(port
     assert asked(port, "/api/runs", token=False, cookie=f"other=1; {name}={TOKEN}")[0] == 200
 
 
+@pytest.mark.parametrize("foreign", ['s={"theme":"dark"}', "a b=c", "=", "x", "n\u00e4me=1", 'q="a;b"', "paceline_x=1"])
+def test_the_cookies_of_other_servers_on_this_host_do_not_hide_its_own(port, foreign):
+    own = asked(port, "/")[1]["set-cookie"].partition(";")[0]
+    for cookie in (f"{foreign}; {own}", f"{own}; {foreign}"):
+        assert asked(port, "/api/runs", token=False, cookie=cookie)[0] == 200
+    assert asked(port, "/api/runs", token=False, cookie=foreign)[0] == 403
+
+
 @pytest.mark.parametrize(
     "host",
     [

@@ -34,7 +34,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from paceline.errors import PacelineError, UsageError
 from paceline.watch.concerns import Summary, summary
 from paceline.watch.feed import changes, to_text
-from paceline.watch.shelf import Shelf
+from paceline.watch.shelf import Shelf, check_links
 from paceline.watch.snapshot import Snapshot
 from paceline.watch.status import open_reader
 
@@ -64,9 +64,12 @@ def serve(runs_dir: Path, run: Path | None, *, port: int | None, open_browser: b
     """Until Ctrl-C. run: a run folder or a log file to begin with. Returns the exit code."""
     if run is not None:
         open_reader(run)  # says now what is wrong with it, not in the browser
+        check_links(run)
     shelf, token, listening = Shelf(runs_dir, run), secrets.token_urlsafe(24), listen(port)
     number = listening.getsockname()[1]
     address = f"http://127.0.0.1:{number}/?token={token}" + (f"#/run/{quote(run.absolute().name)}" if run else "")
+    for link in shelf.refused():
+        print(f"not shown: {link} leads out of its run folder")
     print(f"{run or runs_dir} in the browser, until Ctrl-C:\n\n  {address}\n")
     print(f"from another computer: ssh -L {number}:127.0.0.1:{number} THIS_HOST, then the same address", flush=True)
     config = uvicorn.Config(

@@ -12,9 +12,12 @@ import hmac
 import mimetypes
 import secrets
 import socket
+import tempfile
+import threading
 import time
 import webbrowser
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -77,15 +80,37 @@ def serve(runs_dir: Path, run: Path | None, *, port: int | None, open_browser: b
     )
     server = uvicorn.Server(config)
     config.app = make_app(shelf, token, is_ending=lambda: server.should_exit)
-    if open_browser:
-        webbrowser.open(address)
     try:
-        server.run(sockets=[listening])
+        with opened(address) if open_browser else nullcontext():
+            server.run(sockets=[listening])
     except KeyboardInterrupt:
         pass  # uvicorn has ended well, and passes the signal on
     finally:
         listening.close()
     return 0
+
+
+@contextmanager
+def opened(address: str) -> Iterator[None]:
+    """The browser is given a file that leads to the address: every user of this host can read the words of a command.
+
+    The file is this user's alone, and lies in the home folder: a browser in a sandbox reads no other.
+    """
+    try:
+        fd, name = tempfile.mkstemp(prefix="paceline-", suffix=".html", dir=Path.home())
+    except OSError as error:
+        raise PacelineError(
+            f"--open: no file can be made in {Path.home()}: {error.strerror}",
+            fix="leave --open out, and open the address that is printed",
+        ) from error
+    try:
+        with open(fd, "w") as file:
+            file.write(f'<meta http-equiv="refresh" content="0; url={address}">\n')
+        # in a thread: a browser of the terminal returns when it is left, and waits for the server until then
+        threading.Thread(target=webbrowser.open, args=[Path(name).as_uri()], daemon=True).start()
+        yield
+    finally:
+        Path(name).unlink(missing_ok=True)
 
 
 def listen(port: int | None) -> socket.socket:

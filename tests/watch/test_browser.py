@@ -4,7 +4,11 @@ Pictures of what was seen lie in build/screenshots afterwards, for a look.
 """
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -113,6 +117,38 @@ def test_the_token_does_not_stay_in_the_address_and_a_reload_still_works(page, p
     assert page.url == f"http://127.0.0.1:{port}/#/run/training"
     page.reload()
     page.wait_for_selector("main:not(.waiting) h1")
+
+
+def test_open_tells_the_token_to_the_browser_alone(page, tmp_path):
+    """A browser of the terminal returns only when it is left; the list of processes shows its words to every user."""
+    write_run(tmp_path / "runs", "a")
+    said, left, browser = tmp_path / "said", tmp_path / "left", tmp_path / "browser"
+    browser.write_text(
+        f'#!/bin/sh\necho "$@" > {said}.part\nmv {said}.part {said}\nuntil [ -e {left} ]; do sleep 0.1; done\n'
+    )
+    browser.chmod(0o700)
+    command = [sys.executable, "-m", "paceline.cli", "watch", "a", "--web", "--open", "--port", "0"]
+    env = {**os.environ, "BROWSER": str(browser), "HOME": str(tmp_path)}
+    process = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while not said.exists():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        words = said.read_text().strip()
+        file = Path(words.removeprefix("file://"))
+        assert words.startswith(f"file://{tmp_path}/paceline-") and file.stat().st_mode & 0o777 == 0o600
+        page.goto(words)
+        page.wait_for_selector("main:not(.waiting) h1 .badge")
+        assert page.url.endswith("/#/run/a")
+        page.reload()
+        page.wait_for_selector("main:not(.waiting) h1 .badge")
+        page.goto("about:blank")
+    finally:
+        left.touch()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+    assert not file.exists()
 
 
 def test_a_run_shows_its_curves_ranks_devices_events_and_log(page, port):

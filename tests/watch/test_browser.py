@@ -19,6 +19,7 @@ import pytest
 from run_folders import TOKEN, append_step, serving, write_run
 from snapshots import LOG_TEXT, NOW, STATES, two_hosts
 
+from paceline.rundir import RunDir
 from paceline.watch.report import html_report
 from paceline.watch.shelf import Shelf
 from paceline.watch.snapshot import Snapshot
@@ -262,6 +263,70 @@ def test_the_page_grows_with_the_run_and_follows_its_end(page, tmp_path):
         page.wait_for_selector("h1 .badge[data-state=finished]")
         assert "✓" in page.title()
         page.wait_for_function("() => app.state === 'live'")
+
+
+def grow_log(page: Any, run: RunDir, text: str) -> None:
+    """Until the page knows."""
+    with run.rank_log(1, 0).open("a") as file:
+        file.write(text)
+    size = run.rank_log(1, 0).stat().st_size
+    page.wait_for_function(f"() => app.page.run.parts.logs[0].bytes === {size}")
+
+
+def test_a_log_that_grows_is_read_again_in_sight_alone_and_not_searched_again(page, tmp_path):
+    run = write_run(tmp_path, "live", end=None)
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url) if "/log?" in request.url else None)
+    with serving(Shelf(tmp_path)) as port:
+        go(page, port, "/run/live")
+        page.wait_for_selector(".log div")
+        page.wait_for_function("() => !app.page.logs.inSight")
+        grow_log(page, run, "step 2\n")
+        assert (len(asked), page.inner_text(".log")) == (1, "step 1\n")
+        page.keyboard.press("/")
+        page.wait_for_selector(".log div:has-text('step 2')")
+        grow_log(page, run, "step 3\n")
+        page.wait_for_selector(".log div:has-text('step 3')")
+        page.keyboard.type("step")
+        page.wait_for_selector(".log mark")
+        grow_log(page, run, "step 4\n")
+        assert [url.partition("find=")[2] for url in asked] == ["", "", "", "step"]
+        page.keyboard.press("Enter")
+        page.wait_for_selector(".log div:has-text('step 4')")
+
+
+def test_a_log_is_asked_for_once_at_a_time(page, tmp_path):
+    write_run(tmp_path, "live", log="one\ntwo\nthree\n")
+    held: list[Any] = []
+    with serving(Shelf(tmp_path)) as port:
+        go(page, port, "/run/live")
+        page.wait_for_selector(".log div")
+        page.route("**/log?*", lambda route: held.append(route))
+        page.keyboard.press("/")
+        page.keyboard.type("two")
+        page.wait_for_function("() => app.page.logs.loading")
+        page.fill("#logs input", "th")
+        page.wait_for_function("() => app.page.logs.again")
+        page.fill("#logs input", "three")
+        page.wait_for_function("() => app.page.logs.find === 'three'")
+        assert len(held) == 1
+        held[0].continue_()
+        page.wait_for_function("() => !app.page.logs.again")
+        held[1].continue_()
+        page.wait_for_selector(".log mark")
+        assert (page.inner_text(".log mark"), len(held)) == ("three", 2)
+        page.unroute("**/log?*")
+
+
+def test_a_search_says_which_of_many_lines_it_shows(page, tmp_path):
+    write_run(tmp_path, "long", log="".join(f"line {number}\n" for number in range(1, 301)))
+    with serving(Shelf(tmp_path)) as port:
+        go(page, port, "/run/long")
+        page.keyboard.press("/")
+        page.keyboard.type("line")
+        page.wait_for_selector(".log mark")
+        assert page.locator(".log div").first.inner_text() == "101line 101\n"
+        assert page.inner_text("#logs .tools .faint") == "the last 200 lines with it"
 
 
 def test_a_report_opens_from_a_file_and_asks_for_nothing(page, tmp_path):

@@ -94,6 +94,13 @@ def test_a_log_of_any_training_has_a_report_too(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("# train.log: ")
 
 
+def test_the_report_of_the_run_in_whose_folder_one_stands_has_its_name(run, monkeypatch, capsys):
+    monkeypatch.chdir(run.path)
+    assert run_command(["report", "."]) == 0
+    assert capsys.readouterr().out == "report  kept.html\n"
+    assert "<title>kept · paceline</title>" in (run.path / "kept.html").read_text()
+
+
 def test_a_run_that_is_not_there_is_an_error_with_a_fix(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert run_command(["report", "nowhere"]) == 1

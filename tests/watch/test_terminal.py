@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from snapshots import NOW, STATES, failed, recovered, training, two_hosts
+from textual.events import AppBlur, AppFocus
 
 from paceline.errors import PacelineError
 from paceline.watch.snapshot import LogView, Snapshot
@@ -162,6 +163,24 @@ def test_a_text_is_found_in_the_whole_log_and_escape_goes_back_to_its_end(logs):
         await app.press("slash", "x")
         await app.press("escape")
         assert not app.query_one("#find").display and app.page == "log"
+
+    watched(Told(logs), script)
+
+
+def test_a_click_into_the_log_leaves_the_text_that_is_typed_and_another_window_does_not(logs):
+    async def script(app, pilot):
+        await app.press("5", "slash", *"boo")
+        app.post_message(AppBlur())
+        await settle(app, pilot)
+        app.post_message(AppFocus())
+        await app.press("m")
+        find = app.query_one("#find")
+        assert (find.value, find.display, app.focused) == ("boom", True, find)
+        await pilot.click("#page", offset=(5, 5))
+        await settle(app, pilot)
+        assert not find.display and "5 log" in seen(app).splitlines()[-1]
+        assert app.query_one(Keys).display and app.page == "log"
+        assert "here is rank 0" in (await app.press("g"))
 
     watched(Told(logs), script)
 

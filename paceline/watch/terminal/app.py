@@ -343,6 +343,11 @@ class Watch(App[None]):
         find.display, keys.display = shown, not shown
         (find if shown else self.query_one("#page", Lines)).focus()
 
+    def on_descendant_focus(self, event: events.DescendantFocus) -> None:
+        """A click beside the text that is typed leaves it, as Esc does; the terminal's own loss of focus does not."""
+        if self.query_one("#find").display and not isinstance(event.widget, Input):
+            self.show_find(False)
+
     def action_out(self) -> None:
         """Out of what is typed, found or explained; else to the overview."""
         if isinstance(self.focused, Input):

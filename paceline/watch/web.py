@@ -58,7 +58,7 @@ HEADERS = {
     "cache-control": "no-store",
 }
 EVERY_S = 1.0  # how often a stream looks for something new
-LIST_EVERY_S = 3.0
+LIST_EVERY = 3  # so many times EVERY_S
 SILENCE_S = 15.0  # after which a stream says that it lives
 MAX_COMPARED = 5
 
@@ -309,5 +309,6 @@ async def stream_list(shelf: Shelf) -> AsyncIterator[dict[str, Any] | None]:
         if runs != sent:
             yield {"runs": runs, "now": time.time()}
         sent = runs
-        yield None
-        await asyncio.sleep(LIST_EVERY_S)
+        for _ in range(LIST_EVERY):  # an end is noticed meanwhile
+            yield None
+            await asyncio.sleep(EVERY_S)

@@ -267,19 +267,20 @@ def test_the_name_in_a_host_header(host, name):
     assert name_in(host) == name
 
 
-def test_ctrl_c_ends_the_view_and_leaves_the_run_as_it_was(folder):
+@pytest.mark.parametrize("query", ["run=a&", ""])
+def test_ctrl_c_ends_the_view_without_a_word_and_leaves_the_run_as_it_was(query, folder):
     before = {path: path.stat().st_mtime_ns for path in (folder / "a").rglob("*")}
     command = [sys.executable, "-m", "paceline.cli", "watch", "a", "--web", "--port", "0", "--runs-dir", str(folder)]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
     ) as process:
         lines = [process.stdout.readline() for _ in range(3)]
         address = lines[2].strip()
         assert address.startswith("http://127.0.0.1:") and address.endswith("#/run/a")
         port = int(address.split(":")[2].split("/")[0])
         stream = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-        stream.request("GET", f"/api/stream?run=a&{address.partition('?')[2].partition('#')[0]}")
+        stream.request("GET", f"/api/stream?{query}{address.partition('?')[2].partition('#')[0]}")
         assert stream.getresponse().readline().startswith(b"data: ")
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
+        assert (process.wait(20), process.stderr.read()) == (0, "")
     assert {path: path.stat().st_mtime_ns for path in (folder / "a").rglob("*")} == before

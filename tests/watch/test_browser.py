@@ -200,7 +200,7 @@ def test_the_list_leads_to_runs_and_to_a_comparison_of_those_chosen(page, port):
     page.keyboard.press("j")
     page.keyboard.press("j")
     page.keyboard.press(" ")
-    page.check("[data-run=finished]")
+    page.check("input[data-run=finished]")
     assert page.inner_text("button.main") == "Compare 2 runs"
     picture(page, "runs")
     page.keyboard.press("c")
@@ -212,6 +212,29 @@ def test_the_list_leads_to_runs_and_to_a_comparison_of_those_chosen(page, port):
         page.keyboard.press("x")
         assert page.inner_text(".segments [aria-pressed=true]") == axis
     picture(page, "compare")
+
+
+def test_the_place_in_the_list_stays_while_a_run_in_it_goes_on(page, tmp_path):
+    for name in ("a", "b"):
+        write_run(tmp_path, name)
+    run = write_run(tmp_path, "c", end=None)
+    focused = "() => document.activeElement.tagName + ' ' + document.activeElement.dataset.run"
+    with serving(Shelf(tmp_path)) as port:
+        go(page, port)
+        first, second, third = page.evaluate("app.page.runs.map(({ name }) => name)")
+        page.keyboard.press("j")
+        page.keyboard.press("j")
+        assert page.evaluate(focused) == f"A {second}"
+        append_step(run, 150, loss=1.0)
+        page.wait_for_function("() => app.page.runs.some(({ step }) => step === 150)")
+        assert page.evaluate(focused) == f"A {second}"
+        page.keyboard.press("j")
+        page.keyboard.press(" ")
+        assert page.evaluate("[...app.page.chosen]") == [third]
+        page.focus(f"input[data-run={first}]")
+        append_step(run, 151, loss=1.0)
+        page.wait_for_function("() => app.page.runs.some(({ step }) => step === 151)")
+        assert page.evaluate(focused) == f"INPUT {first}"
 
 
 def test_keys_move_zoom_and_smooth_the_curves_and_a_drag_zooms(page, port):

@@ -214,6 +214,24 @@ def test_the_list_leads_to_runs_and_to_a_comparison_of_those_chosen(page, port):
     picture(page, "compare")
 
 
+def test_five_runs_are_compared_and_six_are_not(page, tmp_path):
+    for number in range(6):
+        write_run(tmp_path, f"r{number}", matrix_lr=0.01 * number)
+    with serving(Shelf(tmp_path)) as port:
+        go(page, port)
+        for number in range(6):
+            page.check(f"input[data-run=r{number}]")
+        assert (page.inner_text("button.main"), page.is_disabled("button.main")) == ("Compare: 5 at most", True)
+        page.uncheck("input[data-run=r5]")
+        page.click("button.main")
+        page.wait_for_selector("#differences td")
+        assert page.inner_text("h1") == "5 runs compared"
+        page.wait_for_function("() => app.page.runs.every(({ run }) => run.curves.series.loss?.steps.length === 100)")
+        assert page.locator(".chart[data-field=loss] .chart-now span").count() == 5
+        row = page.locator("#differences tbody tr", has_text="matrix_lr")
+        assert row.inner_text().split() == ["matrix_lr", "0", "0.01", "0.02", "0.03", "0.04"]
+
+
 def test_the_place_in_the_list_stays_while_a_run_in_it_goes_on(page, tmp_path):
     for name in ("a", "b"):
         write_run(tmp_path, name)

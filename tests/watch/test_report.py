@@ -87,6 +87,69 @@ def test_the_markdown_tells_the_run(run):
     ]
 
 
+@pytest.fixture
+def failed(tmp_path):
+    """A run with something in every section."""
+    log = "step 1\nTraceback (most recent call last):\nModuleNotFoundError: No module named 'flash_attn'\n"
+    run = write_run(tmp_path, "kept", end=None, log=log)
+    append_json_line(run.events, {"time": utc(30), "event": "checkpoint", "step": 50, "bytes": 2 << 30, "seconds": 1.5})
+    append_json_line(run.events, {"time": utc(100), "event": "attempt_ended", "attempt": 1, "state": "failed"})
+    facts = {"time": utc(0), "gpus": [{"name": "RTX 5090"}] * 2, "driver": "570.1", "torch": {"version": "2.9.1"}}
+    files = {
+        "facts/tower.json": json.dumps(facts),
+        "findings.json": json.dumps([{"what": "GPU 1 has a link of 4 lanes"}]),
+        "samples/step_000050.txt": "an older one",
+        "samples/step_000100.txt": "The old house",
+    }
+    for name, text in files.items():
+        (run.path / name).parent.mkdir(exist_ok=True)
+        (run.path / name).write_text(text)
+    return run
+
+
+def test_the_markdown_tells_why_where_the_time_went_what_happened_and_on_which_machine(failed):
+    sections = dict(part.split("\n\n", 1) for part in markdown_report(failed.path, now=NOW).split("\n## ")[1:])
+    assert list(sections) == [
+        "What happened",
+        "Curves",
+        "Where the time went",
+        "Events",
+        "Findings of the checks",
+        "Machine",
+        "Sample",
+        "Config",
+    ]
+    why = sections["What happened"]
+    assert why.startswith(
+        "**import-error**: the module flash_attn is not installed in the environment that runs\n\n**Fix:** `"
+    )
+    assert "ModuleNotFoundError: No module named 'flash_attn'" in why.partition("```text")[2]
+    assert sections["Where the time went"].splitlines()[2:4] == [
+        "| work lost | 1m10s | 68.6 % |",
+        "| steps that counted | 30s | 29.4 % |",
+    ]
+    assert sections["Events"].splitlines() == [
+        "- 11-21 08:33:20  launched; text, plan and checks took 2 s",
+        "- 11-21 08:33:20  attempt 1 on 2 ranks",
+        "- 11-21 08:33:50  checkpoint at step 50, 2.0 GiB, 1.5 s",
+        "- 11-21 08:35:00  attempt 1 failed",
+    ]
+    assert sections["Findings of the checks"].strip() == "- GPU 1 has a link of 4 lanes"
+    machine = "- tower: GPUs 2 x RTX 5090, driver 570.1, torch 2.9.1, read 2026-11-21 08:33:20 UTC"
+    assert sections["Machine"].strip() == machine
+    assert sections["Sample"].strip() == "```text\nThe old house\n```"
+    assert "depth = 4" in sections["Config"]
+
+
+def test_the_html_holds_the_same(failed):
+    held = json.loads(re.search(r'id="report">(.*?)</script>', html_report(failed.path, now=NOW))[1])
+    parts, about = held["parts"], held["about"]
+    assert (parts["explanation"]["cause"], parts["events"][-1]["text"]) == ("import-error", "attempt 1 failed")
+    assert parts["goodput"]["seconds"]["lost"] == 70
+    assert parts["findings"] == [{"what": "GPU 1 has a link of 4 lanes"}]
+    assert (about["facts"][0]["rows"][0], about["samples"][0]["text"]) == (["GPUs", "2 x RTX 5090"], "The old house")
+
+
 def test_a_log_of_any_training_has_a_report_too(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.log").write_text("step 10/20 | loss 3.0\nstep 11/20 | loss 2.9\n")

@@ -44,6 +44,6 @@ def redact(value: Any) -> Any:
         return SECRET_VALUE.sub(SET, value)
     if isinstance(value, dict):
         return {key: redact(each) for key, each in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [redact(each) for each in value]
     return value

@@ -14,13 +14,13 @@ from paceline.options import one_word, parse_options
 
 
 def watch(args: list[str]) -> int:
-    """paceline watch [RUN | --log FILE] [--interval S] [--once [--json]] [--ascii]
-       paceline watch [RUN | --log FILE] --web [--port N] [--open]
+    """paceline watch [RUN | --log FILE] [--interval S] [--once [--json]] [--ascii] [--runs-dir DIR]
+       paceline watch [RUN | --log FILE] --web [--port N] [--open] [--runs-dir DIR]
 
     A run, or any training's log, live in the terminal: how far, how fast, curves, GPUs, ranks, events, logs, and why it failed.
     Without RUN, the one that runs, else the latest. Keys are in the last line; leaving changes nothing. --once: as text, once.
     --interval: seconds between two looks (3). --ascii: for terminals without UTF-8. --web: in the browser, on this machine
-    alone; --open opens it. docs/watch.md and docs/web.md.
+    alone; --open opens it. --runs-dir: where the runs are (runs). docs/watch.md and docs/web.md.
 
       paceline watch --log slurm-4711.out
     """

@@ -68,6 +68,9 @@ def check_words(words: list[str], options: dict[str, Any]) -> None:
         raise UsageError("--json is of --once", fix="paceline watch --once --json")
     if ("port" in options or options.get("open")) and not options.get("web"):
         raise UsageError("--port and --open are of --web", fix="paceline watch --web")
+    others = [f"--{name}" for name in ("once", "json", "interval", "ascii") if name in options]
+    if options.get("web") and others:
+        raise UsageError(f"{others[0]} is not of --web", fix=f"leave out {' and '.join(others)}, or --web")
 
 
 def what_to_watch(words: list[str], options: dict[str, Any]) -> Path:

@@ -2,19 +2,21 @@
 The runs that a page may ask for, by name, each read as it grows: the only way from what a browser says to a file.
 
 A name is looked up among the run folders that are there, a log among those that the snapshot lists. No part of a path is ever
-made of what came from outside.
+made of what came from outside, and a run with a link that leads out of its folder is not shown.
 """
 
+import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from paceline.errors import PacelineError
 from paceline.rundir import RunDir
 from paceline.watch.about import read_about
 from paceline.watch.logs import read_tail, search
-from paceline.watch.snapshot import LogView, Snapshot
+from paceline.watch.snapshot import Snapshot
 from paceline.watch.status import Reader, RunList, open_reader, run_folders, run_status
 
 FRESH_S = 0.8  # a snapshot is not read again within this time, however many look
@@ -47,9 +49,13 @@ class Shelf:
         found = {path.name: path for path in run_folders(self.runs_dir)}
         return found | ({self.named.name: self.named} if self.named else {})
 
+    def refused(self) -> list[Path]:
+        """The links for which a run is not shown."""
+        return [link for path in self.paths().values() if (link := link_out_of(path))]
+
     def runs(self) -> list[dict[str, Any]]:
         """The runs at a glance, the latest first; a log file before them."""
-        found = [status.to_json() for status in self._list.read()]
+        found = [status.to_json() for status in self._list.read() if not link_out_of(Path(status.path))]
         if self.named is None or any(Path(each["path"]).resolve() == self.named.resolve() for each in found):
             return found
         others = [each for each in found if each["name"] != self.named.name]
@@ -58,7 +64,7 @@ class Shelf:
         return [log_at_a_glance(self.snapshot(self.named.name)), *others]
 
     def snapshot(self, name: str) -> Snapshot:
-        """KeyError where no such run is there."""
+        """KeyError where no such run is there, PacelineError where it is refused."""
         opened = self._open(name)
         with opened.lock:
             now = time.monotonic()
@@ -69,6 +75,7 @@ class Shelf:
 
     def _open(self, name: str) -> Opened:
         path = self.paths()[name]
+        check_links(path)
         with self._lock:
             if name not in self._opened:
                 self._opened[name] = Opened(open_reader(path))
@@ -91,21 +98,37 @@ class Shelf:
         return {"hits": hits, "all": len(hits) < MAX_HITS}
 
     def _log(self, name: str, *, attempt: int, rank: int | None) -> Path:
-        """KeyError where the snapshot lists no such log, or it is a link that leads out of the run folder."""
-        root = self.paths()[name]
+        """KeyError where the snapshot lists no such log."""
         for log in self.snapshot(name).logs:
             if (log.attempt, log.rank) == (attempt, rank):
-                return within(root, log)
+                return Path(log.path)
         raise KeyError(f"no log of attempt {attempt}, rank {rank}")
 
 
-def within(root: Path, log: LogView) -> Path:
-    if root.is_file():
-        return root
-    path = next((each for each in (Path(log.path), root / log.path) if each.is_file()), root)
-    if path == root or not path.resolve().is_relative_to(root.resolve()):
-        raise KeyError(f"{log.path} is not in the run folder")
-    return path
+def check_links(path: Path) -> None:
+    if link := link_out_of(path):
+        raise PacelineError(
+            f"{link} is a link that leads out of the run folder: the browser is not shown what it leads to",
+            fix=f"paceline watch {path} shows it in the terminal",
+        )
+
+
+def link_out_of(path: Path) -> Path | None:
+    """A link that leads out of a run folder, among the files that are read of it. The folder may be a link itself."""
+    run, inside = RunDir(path), os.path.realpath(path)
+    files = (run.config_toml, run.plan_json, run.findings, run.events, run.metrics)
+    folders = (
+        path / "facts",
+        run.health_dir,
+        run.progress(0).parent,
+        run.logs(0).parent,
+        run.samples,
+        run.hang(0).parent,
+    )
+    for each in (*files, *folders, *(found for folder in folders for found in folder.rglob("*"))):
+        if each.is_symlink() and not Path(os.path.realpath(each)).is_relative_to(inside):
+            return each
+    return None
 
 
 def log_at_a_glance(snapshot: Snapshot) -> dict[str, Any]:

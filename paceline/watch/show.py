@@ -13,7 +13,10 @@ from paceline.watch.snapshot import Snapshot
 
 def find_any_run(word: str, *, runs_dir: str = "runs") -> RunDir:
     """A training run's or a script's folder, or its name under runs/."""
-    for path in (Path(word), Path(runs_dir) / word):
+    named = Path(word)
+    if named.name in ("", ".."):
+        named = named.resolve()  # a run is called by the name of its folder
+    for path in (named, Path(runs_dir) / word):
         if (path / "config.toml").is_file():
             return RunDir(path)
     raise PacelineError(f"no run {word}: no config.toml is in it", fix="paceline runs lists them")

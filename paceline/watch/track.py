@@ -20,6 +20,7 @@ from pathlib import Path
 
 from paceline.errors import PacelineError
 from paceline.rundir import RunDir, append_event, holder_of, is_locked, read_json_lines, write_atomic
+from paceline.watch.attempts import end_of
 from paceline.watch.rows import Position, RunRows
 from paceline.watch.trackers import Tracker, open_tracker
 
@@ -28,7 +29,6 @@ SAVING_POLL_S = 0.2
 KEEP_S = 10.0  # how often the position is written down
 LAST_S = 900.0  # after the command that held the run, for all that is still to be sent
 NICENESS = 19  # the training has the processor first
-ENDS = {"finished": 0, "stopped": 0, "interrupted": 0, "failed": 1}
 
 
 def main() -> int:
@@ -144,8 +144,7 @@ def exit_code_of(run: RunDir) -> int:
     """0 unless the run has failed, or ended without a word."""
     if is_locked(run):
         return 0  # it goes on, and is left
-    kinds = [str(event.get("event")) for event in read_json_lines(run.events)]
-    return next((ENDS[kind] for kind in reversed(kinds) if kind in ENDS), 1)
+    return 0 if end_of(read_json_lines(run.events)) in ("finished", "stopped") else 1
 
 
 def read_position(run: RunDir, name: str) -> Position:

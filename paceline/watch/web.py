@@ -12,12 +12,14 @@ import hmac
 import mimetypes
 import secrets
 import socket
+import tempfile
+import threading
 import time
 import webbrowser
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
-from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote
@@ -27,7 +29,7 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import Request, cookie_parser
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -35,7 +37,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from paceline.errors import PacelineError, UsageError
 from paceline.watch.concerns import Summary, summary
 from paceline.watch.feed import changes, to_text
-from paceline.watch.shelf import Shelf
+from paceline.watch.shelf import Shelf, check_links
 from paceline.watch.snapshot import Snapshot
 from paceline.watch.status import open_reader
 
@@ -56,7 +58,7 @@ HEADERS = {
     "cache-control": "no-store",
 }
 EVERY_S = 1.0  # how often a stream looks for something new
-LIST_EVERY_S = 3.0
+LIST_EVERY = 3  # so many times EVERY_S
 SILENCE_S = 15.0  # after which a stream says that it lives
 MAX_COMPARED = 5
 
@@ -65,9 +67,12 @@ def serve(runs_dir: Path, run: Path | None, *, port: int | None, open_browser: b
     """Until Ctrl-C. run: a run folder or a log file to begin with. Returns the exit code."""
     if run is not None:
         open_reader(run)  # says now what is wrong with it, not in the browser
+        check_links(run)
     shelf, token, listening = Shelf(runs_dir, run), secrets.token_urlsafe(24), listen(port)
     number = listening.getsockname()[1]
     address = f"http://127.0.0.1:{number}/?token={token}" + (f"#/run/{quote(run.absolute().name)}" if run else "")
+    for link in shelf.refused():
+        print(f"not shown: {link} leads out of its run folder")
     print(f"{run or runs_dir} in the browser, until Ctrl-C:\n\n  {address}\n")
     print(f"from another computer: ssh -L {number}:127.0.0.1:{number} THIS_HOST, then the same address", flush=True)
     config = uvicorn.Config(
@@ -75,15 +80,37 @@ def serve(runs_dir: Path, run: Path | None, *, port: int | None, open_browser: b
     )
     server = uvicorn.Server(config)
     config.app = make_app(shelf, token, is_ending=lambda: server.should_exit)
-    if open_browser:
-        webbrowser.open(address)
     try:
-        server.run(sockets=[listening])
+        with opened(address) if open_browser else nullcontext():
+            server.run(sockets=[listening])
     except KeyboardInterrupt:
         pass  # uvicorn has ended well, and passes the signal on
     finally:
         listening.close()
     return 0
+
+
+@contextmanager
+def opened(address: str) -> Iterator[None]:
+    """The browser is given a file that leads to the address: every user of this host can read the words of a command.
+
+    The file is this user's alone, and lies in the home folder: a browser in a sandbox reads no other.
+    """
+    try:
+        fd, name = tempfile.mkstemp(prefix="paceline-", suffix=".html", dir=Path.home())
+    except OSError as error:
+        raise PacelineError(
+            f"--open: no file can be made in {Path.home()}: {error.strerror}",
+            fix="leave --open out, and open the address that is printed",
+        ) from error
+    try:
+        with open(fd, "w") as file:
+            file.write(f'<meta http-equiv="refresh" content="0; url={address}">\n')
+        # in a thread: a browser of the terminal returns when it is left, and waits for the server until then
+        threading.Thread(target=webbrowser.open, args=[Path(name).as_uri()], daemon=True).start()
+        yield
+    finally:
+        Path(name).unlink(missing_ok=True)
 
 
 def listen(port: int | None) -> socket.socket:
@@ -164,11 +191,8 @@ class Guard:
         return None
 
     def kept(self, headers: Headers) -> str:
-        try:
-            found = SimpleCookie(headers.get("cookie", "")).get(self.cookie)
-        except CookieError:
-            return ""
-        return found.value if found else ""
+        """A browser sends the cookies of all ports of 127.0.0.1, in whatever form their servers gave them."""
+        return cookie_parser(headers.get("cookie", "")).get(self.cookie, "")
 
 
 def is_same(said: str, token: str) -> bool:
@@ -285,5 +309,6 @@ async def stream_list(shelf: Shelf) -> AsyncIterator[dict[str, Any] | None]:
         if runs != sent:
             yield {"runs": runs, "now": time.time()}
         sent = runs
-        yield None
-        await asyncio.sleep(LIST_EVERY_S)
+        for _ in range(LIST_EVERY):  # an end is noticed meanwhile
+            yield None
+            await asyncio.sleep(EVERY_S)

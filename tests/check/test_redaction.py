@@ -62,6 +62,7 @@ def test_a_bare_key_under_a_harmless_name_is_hidden():
 )
 def test_logins_and_keys_are_taken_out_of_any_text(text, shown):
     assert redact({"a": [text]}) == {"a": [shown]}
+    assert redact({"a": ({"b": text},)}) == {"a": [{"b": shown}]}  # a dataclass as a dict keeps its tuples
 
 
 def test_what_is_no_text_stays_as_it_is():

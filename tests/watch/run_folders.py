@@ -55,7 +55,7 @@ def write_run(
 def serving(shelf: Any) -> Iterator[int]:
     """The port on which the shelf's runs are shown."""
     listening = listen(0)
-    config = uvicorn.Config("", log_level="error", lifespan="off", timeout_graceful_shutdown=1)
+    config = uvicorn.Config("", log_level="error", lifespan="off", timeout_graceful_shutdown=10)
     server = uvicorn.Server(config)
     config.app = make_app(shelf, TOKEN, is_ending=lambda: server.should_exit)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})

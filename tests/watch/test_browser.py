@@ -4,7 +4,11 @@ Pictures of what was seen lie in build/screenshots afterwards, for a look.
 """
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,6 +19,7 @@ import pytest
 from run_folders import TOKEN, append_step, serving, write_run
 from snapshots import LOG_TEXT, NOW, STATES, two_hosts
 
+from paceline.rundir import RunDir
 from paceline.watch.report import html_report
 from paceline.watch.shelf import Shelf
 from paceline.watch.snapshot import Snapshot
@@ -115,6 +120,38 @@ def test_the_token_does_not_stay_in_the_address_and_a_reload_still_works(page, p
     page.wait_for_selector("main:not(.waiting) h1")
 
 
+def test_open_tells_the_token_to_the_browser_alone(page, tmp_path):
+    """A browser of the terminal returns only when it is left; the list of processes shows its words to every user."""
+    write_run(tmp_path / "runs", "a")
+    said, left, browser = tmp_path / "said", tmp_path / "left", tmp_path / "browser"
+    browser.write_text(
+        f'#!/bin/sh\necho "$@" > {said}.part\nmv {said}.part {said}\nuntil [ -e {left} ]; do sleep 0.1; done\n'
+    )
+    browser.chmod(0o700)
+    command = [sys.executable, "-m", "paceline.cli", "watch", "a", "--web", "--open", "--port", "0"]
+    env = {**os.environ, "BROWSER": str(browser), "HOME": str(tmp_path)}
+    process = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while not said.exists():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        words = said.read_text().strip()
+        file = Path(words.removeprefix("file://"))
+        assert words.startswith(f"file://{tmp_path}/paceline-") and file.stat().st_mode & 0o777 == 0o600
+        page.goto(words)
+        page.wait_for_selector("main:not(.waiting) h1 .badge")
+        assert page.url.endswith("/#/run/a")
+        page.reload()
+        page.wait_for_selector("main:not(.waiting) h1 .badge")
+        page.goto("about:blank")
+    finally:
+        left.touch()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+    assert not file.exists()
+
+
 def test_a_run_shows_its_curves_ranks_devices_events_and_log(page, port):
     go(page, port, "/run/two_hosts")
     page.wait_for_selector(".log div")
@@ -163,7 +200,7 @@ def test_the_list_leads_to_runs_and_to_a_comparison_of_those_chosen(page, port):
     page.keyboard.press("j")
     page.keyboard.press("j")
     page.keyboard.press(" ")
-    page.check("[data-run=finished]")
+    page.check("input[data-run=finished]")
     assert page.inner_text("button.main") == "Compare 2 runs"
     picture(page, "runs")
     page.keyboard.press("c")
@@ -175,6 +212,47 @@ def test_the_list_leads_to_runs_and_to_a_comparison_of_those_chosen(page, port):
         page.keyboard.press("x")
         assert page.inner_text(".segments [aria-pressed=true]") == axis
     picture(page, "compare")
+
+
+def test_five_runs_are_compared_and_six_are_not(page, tmp_path):
+    for number in range(6):
+        write_run(tmp_path, f"r{number}", matrix_lr=0.01 * number)
+    with serving(Shelf(tmp_path)) as port:
+        go(page, port)
+        for number in range(6):
+            page.check(f"input[data-run=r{number}]")
+        assert (page.inner_text("button.main"), page.is_disabled("button.main")) == ("Compare: 5 at most", True)
+        page.uncheck("input[data-run=r5]")
+        page.click("button.main")
+        page.wait_for_selector("#differences td")
+        assert page.inner_text("h1") == "5 runs compared"
+        page.wait_for_function("() => app.page.runs.every(({ run }) => run.curves.series.loss?.steps.length === 100)")
+        assert page.locator(".chart[data-field=loss] .chart-now span").count() == 5
+        row = page.locator("#differences tbody tr", has_text="matrix_lr")
+        assert row.inner_text().split() == ["matrix_lr", "0", "0.01", "0.02", "0.03", "0.04"]
+
+
+def test_the_place_in_the_list_stays_while_a_run_in_it_goes_on(page, tmp_path):
+    for name in ("a", "b"):
+        write_run(tmp_path, name)
+    run = write_run(tmp_path, "c", end=None)
+    focused = "() => document.activeElement.tagName + ' ' + document.activeElement.dataset.run"
+    with serving(Shelf(tmp_path)) as port:
+        go(page, port)
+        first, second, third = page.evaluate("app.page.runs.map(({ name }) => name)")
+        page.keyboard.press("j")
+        page.keyboard.press("j")
+        assert page.evaluate(focused) == f"A {second}"
+        append_step(run, 150, loss=1.0)
+        page.wait_for_function("() => app.page.runs.some(({ step }) => step === 150)")
+        assert page.evaluate(focused) == f"A {second}"
+        page.keyboard.press("j")
+        page.keyboard.press(" ")
+        assert page.evaluate("[...app.page.chosen]") == [third]
+        page.focus(f"input[data-run={first}]")
+        append_step(run, 151, loss=1.0)
+        page.wait_for_function("() => app.page.runs.some(({ step }) => step === 151)")
+        assert page.evaluate(focused) == f"INPUT {first}"
 
 
 def test_keys_move_zoom_and_smooth_the_curves_and_a_drag_zooms(page, port):
@@ -226,6 +304,78 @@ def test_the_page_grows_with_the_run_and_follows_its_end(page, tmp_path):
         page.wait_for_selector("h1 .badge[data-state=finished]")
         assert "✓" in page.title()
         page.wait_for_function("() => app.state === 'live'")
+
+
+def grow_log(page: Any, run: RunDir, text: str) -> None:
+    """Until the page knows."""
+    with run.rank_log(1, 0).open("a") as file:
+        file.write(text)
+    size = run.rank_log(1, 0).stat().st_size
+    page.wait_for_function(f"() => app.page.run.parts.logs[0].bytes === {size}")
+
+
+def test_a_log_that_grows_is_read_again_in_sight_alone_and_not_searched_again(page, tmp_path):
+    run = write_run(tmp_path, "live", end=None)
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url) if "/log?" in request.url else None)
+    with serving(Shelf(tmp_path)) as port:
+        go(page, port, "/run/live")
+        page.wait_for_selector(".log div")
+        page.wait_for_function("() => !app.page.logs.inSight")
+        grow_log(page, run, "step 2\n")
+        assert (len(asked), page.inner_text(".log")) == (1, "step 1\n")
+        page.keyboard.press("/")
+        page.wait_for_selector(".log div:has-text('step 2')")
+        grow_log(page, run, "step 3\n")
+        page.wait_for_selector(".log div:has-text('step 3')")
+        page.keyboard.type("step")
+        page.wait_for_selector(".log mark")
+        grow_log(page, run, "step 4\n")
+        assert [url.partition("find=")[2] for url in asked] == ["", "", "", "step"]
+        page.keyboard.press("Enter")
+        page.wait_for_selector(".log div:has-text('step 4')")
+
+
+def test_a_log_is_asked_for_once_at_a_time(page, tmp_path):
+    write_run(tmp_path, "live", log="one\ntwo\nthree\n")
+    held: list[Any] = []
+
+    def wait_for(number: int) -> None:
+        until = time.monotonic() + SOON_MS / 1000
+        while len(held) < number:
+            assert time.monotonic() < until
+            page.wait_for_timeout(20)
+
+    with serving(Shelf(tmp_path)) as port:
+        go(page, port, "/run/live")
+        page.wait_for_selector(".log div")
+        page.route("**/log?*", lambda route: held.append(route))
+        page.keyboard.press("/")
+        page.keyboard.type("two")
+        page.wait_for_function("() => app.page.logs.loading")
+        page.fill("#logs input", "th")
+        page.wait_for_function("() => app.page.logs.again")
+        page.fill("#logs input", "three")
+        page.wait_for_function("() => app.page.logs.find === 'three'")
+        wait_for(1)
+        assert len(held) == 1
+        held[0].continue_()
+        wait_for(2)
+        held[1].continue_()
+        page.wait_for_selector(".log mark")
+        assert (page.inner_text(".log mark"), len(held)) == ("three", 2)
+        page.unroute("**/log?*")
+
+
+def test_a_search_says_which_of_many_lines_it_shows(page, tmp_path):
+    write_run(tmp_path, "long", log="".join(f"line {number}\n" for number in range(1, 301)))
+    with serving(Shelf(tmp_path)) as port:
+        go(page, port, "/run/long")
+        page.keyboard.press("/")
+        page.keyboard.type("line")
+        page.wait_for_selector(".log mark")
+        assert page.locator(".log div").first.inner_text() == "101line 101\n"
+        assert page.inner_text("#logs .tools .faint") == "the last 200 lines with it"
 
 
 def test_a_report_opens_from_a_file_and_asks_for_nothing(page, tmp_path):

@@ -12,6 +12,7 @@ from snapshots import NOW, STATES, failed, hostile, training, unknown_log
 
 from paceline.cli import run_command
 from paceline.rundir import RunDir, append_json_line, lock_run
+from paceline.watch.look import KNOWN
 from paceline.watch.once import format_once
 
 
@@ -112,6 +113,9 @@ def test_in_a_pipe_it_looks_once_and_says_so(tmp_path, monkeypatch, capsys):
         (["--interval", "0"], 2, "--interval 0: not between"),
         (["--json"], 2, "--json is of --once"),
         (["--port", "80"], 2, "--port and --open are of --web"),
+        (["--web", "--once", "--json"], 2, "--once is not of --web"),
+        (["--web", "--interval", "5"], 2, "--interval is not of --web"),
+        (["--web", "--ascii"], 2, "--ascii is not of --web"),
     ],
 )
 def test_what_cannot_be_watched_is_said_with_a_fix(words, code, said, tmp_path, monkeypatch, capsys):
@@ -119,6 +123,12 @@ def test_what_cannot_be_watched_is_said_with_a_fix(words, code, said, tmp_path, 
     assert run_command(["watch", *words]) == code
     error = capsys.readouterr().err
     assert said in error and "fix: " in error
+
+
+def test_the_help_of_watch_names_every_option(capsys):
+    assert run_command(["watch", "--help"]) == 0
+    usage = capsys.readouterr().out.partition("\n\n")[0]
+    assert [name for name in KNOWN if f"--{name}" not in usage] == []
 
 
 def test_help_and_one_look_load_no_library(tmp_path):

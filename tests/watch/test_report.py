@@ -11,6 +11,7 @@ from paceline.cli import run_command
 from paceline.rundir import append_json_line
 from paceline.watch.report import STATIC, bars, hash_of, html_report, markdown_report
 
+SECRET = "hf_abcdefghijklmnopqrstuvwx"
 EVIL = "</script><script>alert(1)</script> *x* <!-- |"
 
 
@@ -58,6 +59,17 @@ def test_what_is_secret_is_taken_out(tmp_path, monkeypatch, capsys):
     assert "hunter2" not in (tmp_path / "kept.html").read_text() + capsys.readouterr().out
 
 
+def test_what_is_secret_in_the_log_of_a_rank_that_failed_is_taken_out(tmp_path, monkeypatch, capsys):
+    line = f"OSError: 401 Client Error: https://me:hunter2@host/x with {SECRET}"
+    run = write_run(tmp_path, "kept", end="failed", log=f"step 1\nTraceback (most recent call last):\n{line}\n")
+    monkeypatch.chdir(tmp_path)
+    assert run_command(["report", str(run.path)]) == 0
+    assert run_command(["report", str(run.path), "--markdown"]) == 0
+    told = (tmp_path / "kept.html").read_text() + capsys.readouterr().out
+    assert told.count("OSError: 401 Client Error: https://set@host/x with set") >= 2
+    assert "hunter2" not in told and SECRET not in told
+
+
 def test_the_markdown_tells_the_run(run):
     assert markdown_report(run.path, now=NOW).splitlines()[:12] == [
         "# kept: finished",
@@ -75,11 +87,81 @@ def test_the_markdown_tells_the_run(run):
     ]
 
 
+@pytest.fixture
+def failed(tmp_path):
+    """A run with something in every section."""
+    log = "step 1\nTraceback (most recent call last):\nModuleNotFoundError: No module named 'flash_attn'\n"
+    run = write_run(tmp_path, "kept", end=None, log=log)
+    append_json_line(run.events, {"time": utc(30), "event": "checkpoint", "step": 50, "bytes": 2 << 30, "seconds": 1.5})
+    append_json_line(run.events, {"time": utc(100), "event": "attempt_ended", "attempt": 1, "state": "failed"})
+    facts = {"time": utc(0), "gpus": [{"name": "RTX 5090"}] * 2, "driver": "570.1", "torch": {"version": "2.9.1"}}
+    files = {
+        "facts/tower.json": json.dumps(facts),
+        "findings.json": json.dumps([{"what": "GPU 1 has a link of 4 lanes"}]),
+        "samples/step_000050.txt": "an older one",
+        "samples/step_000100.txt": "The old house",
+    }
+    for name, text in files.items():
+        (run.path / name).parent.mkdir(exist_ok=True)
+        (run.path / name).write_text(text)
+    return run
+
+
+def test_the_markdown_tells_why_where_the_time_went_what_happened_and_on_which_machine(failed):
+    sections = dict(part.split("\n\n", 1) for part in markdown_report(failed.path, now=NOW).split("\n## ")[1:])
+    assert list(sections) == [
+        "What happened",
+        "Curves",
+        "Where the time went",
+        "Events",
+        "Findings of the checks",
+        "Machine",
+        "Sample",
+        "Config",
+    ]
+    why = sections["What happened"]
+    assert why.startswith(
+        "**import-error**: the module flash_attn is not installed in the environment that runs\n\n**Fix:** `"
+    )
+    assert "ModuleNotFoundError: No module named 'flash_attn'" in why.partition("```text")[2]
+    assert sections["Where the time went"].splitlines()[2:4] == [
+        "| work lost | 1m10s | 68.6 % |",
+        "| steps that counted | 30s | 29.4 % |",
+    ]
+    assert sections["Events"].splitlines() == [
+        "- 11-21 08:33:20  launched; text, plan and checks took 2 s",
+        "- 11-21 08:33:20  attempt 1 on 2 ranks",
+        "- 11-21 08:33:50  checkpoint at step 50, 2.0 GiB, 1.5 s",
+        "- 11-21 08:35:00  attempt 1 failed",
+    ]
+    assert sections["Findings of the checks"].strip() == "- GPU 1 has a link of 4 lanes"
+    machine = "- tower: GPUs 2 x RTX 5090, driver 570.1, torch 2.9.1, read 2026-11-21 08:33:20 UTC"
+    assert sections["Machine"].strip() == machine
+    assert sections["Sample"].strip() == "```text\nThe old house\n```"
+    assert "depth = 4" in sections["Config"]
+
+
+def test_the_html_holds_the_same(failed):
+    held = json.loads(re.search(r'id="report">(.*?)</script>', html_report(failed.path, now=NOW))[1])
+    parts, about = held["parts"], held["about"]
+    assert (parts["explanation"]["cause"], parts["events"][-1]["text"]) == ("import-error", "attempt 1 failed")
+    assert parts["goodput"]["seconds"]["lost"] == 70
+    assert parts["findings"] == [{"what": "GPU 1 has a link of 4 lanes"}]
+    assert (about["facts"][0]["rows"][0], about["samples"][0]["text"]) == (["GPUs", "2 x RTX 5090"], "The old house")
+
+
 def test_a_log_of_any_training_has_a_report_too(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.log").write_text("step 10/20 | loss 3.0\nstep 11/20 | loss 2.9\n")
     assert run_command(["report", "train.log", "--markdown"]) == 0
     assert capsys.readouterr().out.startswith("# train.log: ")
+
+
+def test_the_report_of_the_run_in_whose_folder_one_stands_has_its_name(run, monkeypatch, capsys):
+    monkeypatch.chdir(run.path)
+    assert run_command(["report", "."]) == 0
+    assert capsys.readouterr().out == "report  kept.html\n"
+    assert "<title>kept · paceline</title>" in (run.path / "kept.html").read_text()
 
 
 def test_a_run_that_is_not_there_is_an_error_with_a_fix(tmp_path, monkeypatch, capsys):

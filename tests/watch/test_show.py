@@ -54,6 +54,14 @@ def test_programs_get_the_same(run):
     assert told["each_attempt"][0]["action"] == "retry"
 
 
+@pytest.mark.parametrize(("word", "inside"), [(".", "."), ("./", "."), ("..", "logs")])
+def test_a_run_in_whose_folder_one_stands_has_its_name(word, inside, run, monkeypatch):
+    (run.path / "logs").mkdir()
+    monkeypatch.chdir(run.path / inside)
+    assert find_any_run(word) == run
+    assert open_reader(find_any_run(word).path).update().name == "r"
+
+
 def test_a_run_is_found_by_its_folder_or_its_name(run):
     assert find_any_run(str(run.path)) == run
     assert find_any_run("r", runs_dir=str(run.path.parent)) == run

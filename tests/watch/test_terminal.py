@@ -1,18 +1,12 @@
-"""The terminal view itself: every key, live changes, few repaints, a real terminal."""
+"""The terminal view itself: every key, live changes, few repaints."""
 
 import asyncio
-import os
-import re
-import shutil
-import subprocess
-import sys
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from snapshots import NOW, STATES, failed, recovered, training, two_hosts
+from textual.events import AppBlur, AppFocus
 
 from paceline.errors import PacelineError
 from paceline.watch.snapshot import LogView, Snapshot
@@ -111,6 +105,10 @@ def test_keys_of_the_curves():
         assert "── loss" in (await app.press("2"))
         assert "── val_bpb" in (await app.press("right"))
         assert "── loss" in (await app.press("up"))
+        assert "── val_bpb" in (await app.press("down"))
+        assert "── loss" in (await app.press("left"))
+        assert "── val_bpb" in (await app.press("j"))
+        assert "── loss" in (await app.press("k"))
         assert "last 50% of the steps" in (await app.press("z"))
         assert "last 10% of the steps, logarithmic" in (await app.press("z", "y"))
         shown = await app.press("z", "y")
@@ -125,10 +123,36 @@ def test_the_log_of_any_rank_and_attempt_with_its_end_first(logs):
         assert "log of rank 0" in shown and "attempt 2" in shown
         assert "RuntimeError: [rank 0] boom" in shown
         assert "log of rank 1" in (await app.press("right"))
+        assert "log of rank 0" in (await app.press("left"))
+        assert "log of rank 1" in (await app.press("left"))  # round
         shown = await app.press("a")
         assert "attempt 1" in shown and "[rank 1] boom" in shown
         assert "here is rank 1 of attempt 1" in (await app.press("g"))
         assert "here is" not in (await app.press("G"))
+
+    watched(Told(logs), script)
+
+
+@pytest.mark.parametrize(
+    ("first", "keys", "moved"),
+    [
+        ("home", "down j j", 3),
+        ("g", "down down up k j", 1),
+        ("home", "pagedown", 18),
+        ("home", "pagedown pagedown pageup", 18),
+        ("end", "k up", -2),
+        ("G", "pageup", -18),
+        ("end", "pageup home", None),
+    ],
+)
+def test_keys_that_scroll(logs, first, keys, moved):
+    async def script(app, pilot):
+        page = app.query_one("#page", Lines)
+        await app.press("5", first)
+        start = page.scroll_offset.y
+        assert start == (0 if first in ("home", "g") else page.max_scroll_y) and page.size.height == 18
+        await app.press(*keys.split())
+        assert page.scroll_offset.y == (0 if moved is None else start + moved)
 
     watched(Told(logs), script)
 
@@ -162,6 +186,24 @@ def test_a_text_is_found_in_the_whole_log_and_escape_goes_back_to_its_end(logs):
         await app.press("slash", "x")
         await app.press("escape")
         assert not app.query_one("#find").display and app.page == "log"
+
+    watched(Told(logs), script)
+
+
+def test_a_click_into_the_log_leaves_the_text_that_is_typed_and_another_window_does_not(logs):
+    async def script(app, pilot):
+        await app.press("5", "slash", *"boo")
+        app.post_message(AppBlur())
+        await settle(app, pilot)
+        app.post_message(AppFocus())
+        await app.press("m")
+        find = app.query_one("#find")
+        assert (find.value, find.display, app.focused) == ("boom", True, find)
+        await pilot.click("#page", offset=(5, 5))
+        await settle(app, pilot)
+        assert not find.display and "5 log" in seen(app).splitlines()[-1]
+        assert app.query_one(Keys).display and app.page == "log"
+        assert "here is rank 0" in (await app.press("g"))
 
     watched(Told(logs), script)
 
@@ -212,11 +254,12 @@ def test_the_explanation_and_its_fix_copied():
     watched(Told(failed()), script)
 
 
-def test_help_says_all_keys_and_goes_as_it_came():
+@pytest.mark.parametrize("key", ["question_mark", "h"])
+def test_help_says_all_keys_and_goes_as_it_came(key):
     async def script(app, pilot):
-        assert "Shift+Tab" in (await app.press("question_mark"))
+        assert "Shift+Tab" in (await app.press(key))
         assert app.page == "help"
-        await app.press("question_mark")
+        await app.press(key)
         assert app.page == "overview"
 
     watched(Told(training()), script)
@@ -282,55 +325,3 @@ def test_another_size_is_filled_at_once():
         assert len(seen(app).splitlines()) == 8
 
     watched(Told(two_hosts()), script)
-
-
-RUN = """
-import sys
-sys.path[:0] = [{tests!r}]
-from snapshots import training
-from paceline.watch.terminal.app import watch
-class Told:
-    def update(self): return training()
-watch(Told(), interval_s=3600, ascii_only={ascii})
-print("the view was left")
-"""
-
-
-@pytest.mark.skipif(shutil.which("tmux") is None, reason="no tmux here")
-@pytest.mark.parametrize(("no_color", "ascii"), [("", False), ("1", True)])
-def test_in_a_tmux_of_80_by_24(tmp_path, no_color, ascii):
-    """In colour, or without any and in plain characters; Ctrl-C leaves the terminal as it was."""
-    script = tmp_path / "run.py"
-    script.write_text(RUN.format(tests=str(Path(__file__).parent), ascii=ascii))
-    tmux = ["tmux", "-S", str(tmp_path / "tmux"), "-f", "/dev/null"]
-    env = {
-        **{k: v for k, v in os.environ.items() if k not in ("TMUX", "NO_COLOR")},
-        "LC_ALL": "C.UTF-8",
-        "TERM": "screen-256color",
-    }
-    env |= {"NO_COLOR": no_color} if no_color else {}
-
-    def pane(*options: str) -> str:
-        asked = [*tmux, "capture-pane", "-p", *options, "-t", "a"]
-        return subprocess.run(asked, env=env, capture_output=True, text=True, check=True).stdout
-
-    def wait_for(word: str) -> str:
-        until = time.monotonic() + MOST_S
-        while word not in (shown := pane()):
-            assert time.monotonic() < until, shown
-            time.sleep(0.05)
-        return shown
-
-    start = [*tmux, "new-session", "-d", "-s", "a", "-x", "80", "-y", "24", f"{sys.executable} {script}; sleep 60"]
-    subprocess.run(start, env=env, check=True)
-    try:
-        shown = wait_for("1,240/2,500")
-        lines = shown.splitlines()
-        assert len(lines) == 24 and max(map(len, lines)) <= 80
-        assert lines[0].startswith(" books  * training" if ascii else " books  ● training")
-        assert shown.isascii() == ascii
-        assert bool(re.search(r"\x1b\[[\d;]*(3[0-7]|38)[;m]", pane("-e"))) != bool(no_color)
-        subprocess.run([*tmux, "send-keys", "-t", "a", "C-c"], env=env, check=True)
-        wait_for("the view was left")
-    finally:
-        subprocess.run([*tmux, "kill-server"], env=env, check=False)

@@ -185,6 +185,24 @@ def test_wandb_goes_on_offline_and_its_server_gets_every_row_once_when_it_can(ru
         assert server.steps == [10, 20, 30, 40]
 
 
+IN_A_TERMINAL = (
+    "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"  # where nobody types
+)
+
+
+def test_wandb_asks_nobody_for_a_key_in_a_terminal_either(run, tmp_path):
+    pytest.importorskip("wandb")
+    with WandbServer() as server:
+        env = {"HOME": str(tmp_path), "WANDB_API_KEY": "", "WANDB_BASE_URL": server.url}
+        words = [sys.executable, "-c", IN_A_TERMINAL, sys.executable, "-m", "paceline.cli", "track", str(run.path)]
+        done = subprocess.run(
+            [*words, "--to", "wandb"],
+            env={**os.environ, **env}, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "wandb: 5 rows sent")
+    assert done.stdout.startswith("wandb: not logged in, `wandb login` does; kept offline, ")
+
+
 @pytest.mark.soak
 def test_wandb_whose_server_is_not_there_is_kept_offline(run, tmp_path):
     pytest.importorskip("wandb")

@@ -12,7 +12,7 @@ from run_folders import TOKEN, append_step, asked, serving, write_run
 
 from paceline.errors import PacelineError, UsageError
 from paceline.watch.shelf import FRESH_S, Shelf
-from paceline.watch.web import EVERY_S, HEADERS, listen, name_in
+from paceline.watch.web import EVERY_S, HEADERS, listen, name_in, serve
 
 SECRET = "nobody may read this"
 ADDRESSES = (
@@ -41,16 +41,12 @@ EVIL = "<script>alert(1)</script>"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """runs/ with two runs, a secret beside it, and links in a run that lead to the secret."""
+    """runs/ with two runs, and a secret beside it."""
     home = tmp_path_factory.mktemp("home")
     (home / "secret.txt").write_text(SECRET)
     (home / "runs").mkdir()
     write_run(home / "runs", "a", log=f"step 1 {EVIL}\nstep 2\n")
-    run = write_run(home / "runs", EVIL.replace("/", "|"))
-    run.rank_log(1, 1).symlink_to(home / "secret.txt")
-    run.samples.mkdir()
-    (run.samples / "step_000001.txt").symlink_to(home / "secret.txt")
-    (run.path / "facts").symlink_to(home)
+    write_run(home / "runs", EVIL.replace("/", "|"))
     return home / "runs"
 
 
@@ -77,6 +73,14 @@ def test_the_token_becomes_a_cookie_that_scripts_and_other_sites_do_not_get(port
     name, _, rest = headers["set-cookie"].partition("=")
     assert (status, rest) == (200, f"{TOKEN}; Path=/; HttpOnly; SameSite=Strict")
     assert asked(port, "/api/runs", token=False, cookie=f"other=1; {name}={TOKEN}")[0] == 200
+
+
+@pytest.mark.parametrize("foreign", ['s={"theme":"dark"}', "a b=c", "=", "x", "n\u00e4me=1", 'q="a;b"', "paceline_x=1"])
+def test_the_cookies_of_other_servers_on_this_host_do_not_hide_its_own(port, foreign):
+    own = asked(port, "/")[1]["set-cookie"].partition(";")[0]
+    for cookie in (f"{foreign}; {own}", f"{own}; {foreign}"):
+        assert asked(port, "/api/runs", token=False, cookie=cookie)[0] == 200
+    assert asked(port, "/api/runs", token=False, cookie=foreign)[0] == 403
 
 
 @pytest.mark.parametrize(
@@ -128,12 +132,52 @@ def test_no_parameter_leads_out_of_the_run_folders(port, out):
     assert json.loads(first_event(port, f"run={out}"))["gone"] is True
 
 
-def test_a_link_in_a_run_folder_that_leads_out_of_it_is_not_followed(port):
-    name = "%3Cscript%3Ealert(1)%3C%7Cscript%3E"
-    assert asked(port, f"/api/runs/{name}/log?attempt=1&rank=0")[0] == 200
-    assert asked(port, f"/api/runs/{name}/log?attempt=1&rank=1")[0] == 404
-    about = json.loads(asked(port, f"/api/runs/{name}/about")[2])
-    assert (about["facts"], about["samples"], about["config"]["depth"]) == ([], [], 4)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.toml",
+        "plan.json",
+        "findings.json",
+        "events.jsonl",
+        "metrics.jsonl",
+        "health/host.jsonl",
+        "progress/0",
+        "logs/1/0.log",
+        "logs/1/0.error.json",
+        "samples/step_000001.txt",
+        "facts/host.json",
+        "hangs",
+    ],
+)
+def test_a_run_with_a_link_that_leads_out_of_its_folder_is_not_shown(name, tmp_path):
+    """In no answer, also where the link comes later than the view."""
+    outside = write_run(tmp_path / "elsewhere", "b", log=SECRET, matrix_lr=SECRET, end="failed")
+    runs = tmp_path / "runs"
+    run = write_run(runs, "a", end="failed")
+    with serving(Shelf(runs)) as port:
+        assert asked(port, "/api/runs/a")[0] == 200
+        link = run.path / name
+        link.parent.mkdir(exist_ok=True)
+        link.unlink(missing_ok=True)
+        link.symlink_to(outside.path / name)
+        assert Shelf(runs).refused() == [link]
+        assert asked(port, "/api/runs/a")[0] == asked(port, "/api/runs/a/log?attempt=1&rank=0")[0] == 404
+        assert json.loads(first_event(port, "run=a")) == {"run": "a", "gone": True}
+        assert json.loads(asked(port, "/api/runs")[2]) == []
+        assert SECRET not in asked(port, "/api/runs/a/about")[2]
+    with pytest.raises(PacelineError, match="is a link that leads out of the run folder"):
+        serve(runs, run.path, port=0, open_browser=False)
+
+
+def test_a_run_folder_that_is_a_link_is_shown_and_so_is_one_with_links_within_itself(tmp_path):
+    run = write_run(tmp_path / "disk", "a", log="step 1\n")
+    run.rank_log(1, 1).symlink_to("0.log")
+    (run.path / "checkpoints").symlink_to(tmp_path)  # is not read
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "linked").symlink_to(run.path)
+    with serving(Shelf(tmp_path / "runs")) as port:
+        assert [each["name"] for each in json.loads(asked(port, "/api/runs")[2])] == ["linked"]
+        assert json.loads(asked(port, "/api/runs/linked/log?attempt=1&rank=1")[2])["text"] == "step 1\n"
 
 
 def test_every_answer_forbids_the_browser_to_load_or_guess_anything_else(port):
@@ -223,19 +267,20 @@ def test_the_name_in_a_host_header(host, name):
     assert name_in(host) == name
 
 
-def test_ctrl_c_ends_the_view_and_leaves_the_run_as_it_was(folder):
+@pytest.mark.parametrize("query", ["run=a&", ""])
+def test_ctrl_c_ends_the_view_without_a_word_and_leaves_the_run_as_it_was(query, folder):
     before = {path: path.stat().st_mtime_ns for path in (folder / "a").rglob("*")}
     command = [sys.executable, "-m", "paceline.cli", "watch", "a", "--web", "--port", "0", "--runs-dir", str(folder)]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
     ) as process:
         lines = [process.stdout.readline() for _ in range(3)]
         address = lines[2].strip()
         assert address.startswith("http://127.0.0.1:") and address.endswith("#/run/a")
         port = int(address.split(":")[2].split("/")[0])
         stream = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-        stream.request("GET", f"/api/stream?run=a&{address.partition('?')[2].partition('#')[0]}")
+        stream.request("GET", f"/api/stream?{query}{address.partition('?')[2].partition('#')[0]}")
         assert stream.getresponse().readline().startswith(b"data: ")
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
+        assert (process.wait(20), process.stderr.read()) == (0, "")
     assert {path: path.stat().st_mtime_ns for path in (folder / "a").rglob("*")} == before

@@ -15,7 +15,9 @@ class Logs {
       wrap: recall('wrap') !== 'no',
       follow: true,
       size: null,
-      asked: 0,
+      loading: false,
+      again: false,
+      inSight: false,
     });
     this.which = el('select', {
       'aria-label': 'log of',
@@ -29,6 +31,7 @@ class Logs {
       placeholder: 'Search this log  /',
       'aria-label': 'Search this log',
       oninput: () => this.typed(),
+      onkeydown: (event) => event.key === 'Enter' && this.look(),
     });
     this.wrapped = el(
       'button',
@@ -46,11 +49,17 @@ class Logs {
       el('div', { class: 'tools' }, this.which, this.search, this.wrapped, this.note),
       this.text,
     );
+    this.sight = new IntersectionObserver(([{ isIntersecting }]) => {
+      this.inSight = isIntersecting;
+      this.update();
+    });
+    this.sight.observe(this.node);
     this.setWrap(this.wrap);
   }
 
   remove() {
     clearTimeout(this.typing);
+    this.sight.disconnect();
   }
 
   setWrap(wrap) {
@@ -62,17 +71,21 @@ class Logs {
 
   typed() {
     clearTimeout(this.typing);
-    this.typing = setTimeout(() => {
-      this.find = this.search.value;
-      this.load();
-    }, 250);
+    this.typing = setTimeout(() => this.look(), 250);
+  }
+
+  look() {
+    clearTimeout(this.typing);
+    this.find = this.search.value;
+    this.load();
   }
 
   keyOf({ attempt, rank }) {
     return `${attempt}/${rank ?? ''}`;
   }
 
-  // Called as the snapshot changes: the sizes of the logs stand in it, so only a log that has grown is asked for
+  // Called as the snapshot changes: the sizes of the logs stand in it, so only a log that has grown is asked for, and only in
+  // sight. What was looked for is not looked for again: the file may be large, Enter does.
   update() {
     const logs = this.run.parts.logs || [];
     const keys = logs.map((log) => this.keyOf(log)).join();
@@ -103,7 +116,7 @@ class Logs {
     }
     const log = logs.find((each) => this.keyOf(each) === this.chosen);
     if (!log) this.say('No log yet.');
-    else if (log.bytes !== this.size || this.shown !== this.chosen) this.load();
+    else if (this.shown !== this.chosen || (log.bytes !== this.size && this.inSight && !this.find)) this.load();
   }
 
   say(words) {
@@ -111,21 +124,33 @@ class Logs {
     this.note.textContent = words;
   }
 
+  // One request at a time: what is wanted meanwhile is asked for after it
   async load() {
-    const log = (this.run.parts.logs || []).find((each) => this.keyOf(each) === this.chosen);
+    this.again = this.loading;
+    if (this.loading) return;
+    this.loading = true;
+    do {
+      this.again = false;
+      await this.loadOnce();
+    } while (this.again);
+    this.loading = false;
+  }
+
+  async loadOnce() {
+    const { chosen, find } = this;
+    const log = (this.run.parts.logs || []).find((each) => this.keyOf(each) === chosen);
     if (!log) return;
     this.size = log.bytes;
-    this.shown = this.chosen;
-    const asked = (this.asked += 1);
+    this.shown = chosen;
     const query = new URLSearchParams({
       attempt: log.attempt,
       ...(log.rank === null ? {} : { rank: log.rank }),
-      ...(this.find ? { find: this.find } : {}),
+      ...(find ? { find } : {}),
     });
     const answer = await ask(`api/runs/${encodeURIComponent(this.run.name)}/log?${query}`);
-    if (asked !== this.asked) return; // another was asked for since
+    if (chosen !== this.chosen || find !== this.find) return; // another is asked for next
     if (!answer) this.say('This log cannot be read now.');
-    else if (this.find) this.showHits(answer);
+    else if (find) this.showHits(answer);
     else this.showTail(answer, log);
   }
 
@@ -145,7 +170,7 @@ class Logs {
   showHits({ hits, all }) {
     this.text.replaceChildren(...hits.map(([number, line]) => logLine(line.replace(ESCAPES, ''), number, this.find)));
     this.note.textContent = hits.length
-      ? `${all ? '' : 'the first '}${hits.length} lines with it`
+      ? `${all ? '' : 'the last '}${hits.length} lines with it`
       : 'No line has this text.';
     this.text.scrollTop = 0;
   }

@@ -41,7 +41,7 @@ class RunsPage {
     const wanted = (this.runs || []).filter(({ name, state }) =>
       `${name} ${state}`.toLowerCase().includes(this.find.toLowerCase()),
     );
-    const had = document.activeElement?.dataset.run;
+    const had = document.activeElement;
     if (!wanted.length) {
       this.body.replaceChildren(
         el(
@@ -74,7 +74,8 @@ class RunsPage {
         ),
       );
     }
-    if (had) this.body.querySelector(`[data-run="${CSS.escape(had)}"]`)?.focus();
+    if (had?.dataset.run)
+      this.body.querySelector(`${had.tagName}[data-run="${CSS.escape(had.dataset.run)}"]`)?.focus({ preventScroll: true });
     this.count();
   }
 
@@ -101,7 +102,7 @@ class RunsPage {
       el(
         'th',
         { scope: 'row' },
-        el('a', { href: `#/run/${encodeURIComponent(run.name)}` }, run.name),
+        el('a', { href: `#/run/${encodeURIComponent(run.name)}`, 'data-run': run.name }, run.name),
         run.command ? el('span', { class: 'faint command' }, run.command.join(' ')) : null,
       ),
       el('td', {}, stateBadge(run.state)),

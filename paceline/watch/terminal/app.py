@@ -134,7 +134,7 @@ class Watch(App[None]):
         Binding("a", "attempt", show=False),
         Binding("w", "wrap", show=False),
         Binding("c", "copy_fix", show=False),
-        Binding("slash", "find", show=False),
+        Binding("slash", "find", show=False, priority=True),  # the next key may be there already
         Binding("j,down", "scroll(1)", show=False),
         Binding("k,up", "scroll(-1)", show=False),
         Binding("g", "end(False)", show=False),
@@ -341,7 +341,12 @@ class Watch(App[None]):
     def show_find(self, shown: bool) -> None:
         find, keys = self.query_one("#find", Input), self.query_one(Keys)
         find.display, keys.display = shown, not shown
-        (find if shown else self.query_one("#page", Lines)).focus()
+        self.set_focus(find if shown else self.query_one("#page", Lines))
+
+    def on_descendant_focus(self, event: events.DescendantFocus) -> None:
+        """A click beside the text that is typed leaves it, as Esc does; the terminal's own loss of focus does not."""
+        if self.query_one("#find").display and not isinstance(event.widget, Input):
+            self.show_find(False)
 
     def action_out(self) -> None:
         """Out of what is typed, found or explained; else to the overview."""

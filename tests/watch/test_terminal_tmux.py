@@ -1,0 +1,124 @@
+"""The terminal view in a real terminal: its colours, how it is left and stopped, and that it writes into no run folder."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from run_folders import write_run
+
+MOST_S = 60.0  # for what takes a second
+WHOLE = ("1,240/2,500", "q quit", " events ")  # stand at the beginning, at the end and between
+SHOW = """
+import sys
+sys.path[:0] = [{tests!r}]
+from snapshots import training
+from paceline.watch.terminal.app import watch
+class Told:
+    def update(self): return training()
+watch(Told(), interval_s=3600, ascii_only={ascii})
+"""
+
+pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="no tmux here")
+
+
+class Tmux:
+    """A terminal of 80 by 24 with a shell in it."""
+
+    def __init__(self, folder: Path):
+        self.words = ["tmux", "-S", str(folder / "tmux"), "-f", "/dev/null"]
+        self.env = {name: value for name, value in os.environ.items() if name not in ("TMUX", "NO_COLOR")}
+        self.env |= {"LC_ALL": "C.UTF-8", "TERM": "screen-256color"}
+        self.ask("new-session", "-d", "-s", "a", "-x", "80", "-y", "24", "bash --norc --noprofile -i")
+
+    def ask(self, *words: str) -> str:
+        return subprocess.run([*self.words, *words], env=self.env, capture_output=True, text=True, check=True).stdout
+
+    def pane(self, *options: str) -> str:
+        return self.ask("capture-pane", "-p", *options, "-t", "a")
+
+    def press(self, *keys: str) -> None:
+        self.ask("send-keys", "-t", "a", *keys)
+
+    def run(self, *words: str) -> None:
+        """The shell says how it ended."""
+        self.press("-l", f"{shlex.join(words)}; echo left: $?")
+        self.press("Enter")
+
+    def wait_for(self, *words: str) -> str:
+        until = time.monotonic() + MOST_S
+        while not all(word in (shown := self.pane()) for word in words):
+            assert time.monotonic() < until, shown
+            time.sleep(0.05)
+        return shown
+
+
+@pytest.fixture
+def tmux(tmp_path: Path) -> Iterator[Tmux]:
+    started = Tmux(tmp_path)
+    yield started
+    started.ask("kill-server")
+
+
+def show(folder: Path, *, ascii: bool = False) -> list[str]:
+    script = folder / "show.py"
+    script.write_text(SHOW.format(tests=str(Path(__file__).parent), ascii=ascii))
+    return [sys.executable, str(script)]
+
+
+@pytest.mark.parametrize(("no_color", "ascii"), [(False, False), (True, True)])
+def test_in_a_tmux_of_80_by_24(tmux, tmp_path, no_color, ascii):
+    """In colour, or without any and in plain characters; Ctrl-C leaves the terminal as it was."""
+    tmux.run(*(["env", "NO_COLOR=1"] if no_color else []), *show(tmp_path, ascii=ascii))
+    lines = (shown := tmux.wait_for(*WHOLE)).splitlines()
+    assert len(lines) == 24 and max(map(len, lines)) <= 80
+    assert lines[0].startswith(" books  * training" if ascii else " books  ● training")
+    assert shown.isascii() == ascii
+    assert bool(re.search(r"\x1b\[[\d;]*(3[0-7]|38)[;m]", tmux.pane("-e"))) != no_color
+    tmux.press("C-c")
+    tmux.wait_for("left: 0")
+
+
+def test_ctrl_z_gives_the_terminal_back_and_fg_and_ctrl_l_paint_everything_again(tmux, tmp_path):
+    tmux.run(*show(tmp_path))
+    tmux.wait_for(*WHOLE)
+    tmux.press("C-z")
+    assert "1,240/2,500" not in tmux.wait_for("Stopped")
+    tmux.press("f", "g", "Enter")
+    tmux.wait_for(*WHOLE)
+    tty = Path(tmux.ask("display-message", "-p", "-t", "a", "#{pane_tty}").strip())
+    tty.write_text("\x1b[2J\x1b[Hsomething else")
+    assert "1,240/2,500" not in tmux.wait_for("something else")
+    tmux.press("C-l")
+    assert "something else" not in tmux.wait_for(*WHOLE)
+
+
+@pytest.mark.parametrize("leave", ["q", "C-c"])
+def test_the_view_leaves_a_run_as_it_was(tmux, tmp_path, leave):
+    """After every page, a text found and a picture held."""
+    run = write_run(tmp_path / "runs", "a", end="failed", log="step 1\nRuntimeError: boom\n")
+    before = kept(run.path)
+    words = ["watch", "a", "--interval", "0.2", "--runs-dir", str(tmp_path / "runs")]
+    tmux.run(sys.executable, "-m", "paceline.cli", *words)
+    tmux.wait_for("failed")
+    for page in "234":
+        tmux.press(page)
+    tmux.press("5")
+    tmux.wait_for("log of rank 0")
+    tmux.press("/", "b", "o", "o", "Enter")
+    tmux.wait_for("1 lines with boo")
+    tmux.press("6", "c", "Space", "r", "r", "Space", "1")
+    tmux.wait_for("1 overview")
+    tmux.press(leave)
+    tmux.wait_for("left: 0")
+    assert kept(run.path) == before
+
+
+def kept(folder: Path) -> dict[Path, tuple[int, bytes]]:
+    return {path: (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"") for path in folder.rglob("*")}

@@ -10,7 +10,7 @@ train: $(VENV)/core
 	$(BIN)/paceline train
 
 test: $(VENV)/dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 25
 
 # the long tests, then a hundred faults; ARGS='--seed 2 --faults 24 --only sigkill,disk' takes others
 soak: $(VENV)/dev

@@ -106,9 +106,11 @@ def test_ranks_have_right_results_and_figures_of_every_collective_and_pair(nproc
     ("fault", "rank", "nproc", "where"),
     [
         ("result", "1", 2, "rank 1 alone gets wrong results; what it sends arrives right"),
-        ("message", "1", 2, "rank 1 -> rank 0 gives wrong results"),
+        pytest.param("message", "1", 2, "rank 1 -> rank 0 gives wrong results", marks=pytest.mark.soak),
         ("share", "1", 3, "rank 1 is in every pair with wrong results: 0-1 and 1-2"),
-        ("barrier", "all", 2, "ranks 0 go through a barrier before all ranks have come to it"),
+        pytest.param(
+            "barrier", "all", 2, "ranks 0 go through a barrier before all ranks have come to it", marks=pytest.mark.soak
+        ),
     ],
 )
 def test_a_rank_that_gives_wrong_results_is_named(fault, rank, nproc, where, tmp_path):

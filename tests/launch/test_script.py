@@ -101,7 +101,8 @@ def test_a_recorded_error_is_shown_with_its_own_traceback_and_explained_last(ben
 
 
 @pytest.mark.parametrize("script, package, said", [
-    ("lightning_fit.py", "lightning", "4 steps"), ("hf_trainer.py", "transformers", "3 steps"),
+    pytest.param("lightning_fit.py", "lightning", "4 steps", marks=pytest.mark.soak),
+    pytest.param("hf_trainer.py", "transformers", "3 steps", marks=pytest.mark.soak),
     ("accelerated.py", "accelerate", "sum 2.0, 4 steps"),
 ])  # fmt: skip
 def test_a_script_of_another_trainer_runs_as_it_is_on_two_processes(bench, script, package, said):

@@ -70,6 +70,7 @@ def stand_still(run: Path, *, seconds: float) -> None:
         os.kill(pid, signal.SIGCONT)
 
 
+@pytest.mark.soak
 def test_a_full_disk_costs_a_run_a_checkpoint_and_nothing_else(shop, disk):
     process, run = start(shop, disk, save_every=60)
     wait_for(lambda: num_steps(run) >= 5, process)

@@ -69,6 +69,7 @@ def poison(run: Path, key: str) -> None:
     writer.wait()
 
 
+@pytest.mark.soak
 def test_plain_ddp_trains_like_the_sharded_optimizer(shop):
     sharded = shop.train("sharded", nproc=2, optimizer="adamw")
     replicated = shop.train("replicated", nproc=2, optimizer="adamw", shard="none")

@@ -7,6 +7,7 @@ made of what came from outside, and a run with a link that leads out of its fold
 
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
@@ -72,6 +73,11 @@ class Shelf:
                 opened.snapshot = opened.reader.update()
                 opened.read_at = time.monotonic()
             return opened.snapshot
+
+    def read_ahead(self, name: str) -> None:
+        """What is wrong with it is said to who asks for it."""
+        with suppress(KeyError, PacelineError, OSError):
+            self.snapshot(name)
 
     def _open(self, name: str) -> Opened:
         path = self.paths()[name]

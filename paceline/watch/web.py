@@ -69,6 +69,8 @@ def serve(runs_dir: Path, run: Path | None, *, port: int | None, open_browser: b
         open_reader(run)  # says now what is wrong with it, not in the browser
         check_links(run)
     shelf, token, listening = Shelf(runs_dir, run), secrets.token_urlsafe(24), listen(port)
+    if run is not None:  # read by the time the browser asks for it
+        threading.Thread(target=shelf.read_ahead, args=[run.absolute().name], daemon=True).start()
     number = listening.getsockname()[1]
     address = f"http://127.0.0.1:{number}/?token={token}" + (f"#/run/{quote(run.absolute().name)}" if run else "")
     for link in shelf.refused():

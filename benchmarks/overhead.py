@@ -6,7 +6,7 @@ What watching and saving cost a run, and how soon one that breaks is at work aga
 A/B rows (VARIANTS): one run, in which blocks of steps with a thing take turns with blocks without it; each block without is
 compared with the two beside it, as neighbours share what else the machine does. Seconds, and CPU seconds of all processes of
 the run, which tell more on a busy machine. Real runs on 2 CPU processes with one thread. viewers: the terminal view, the page
-in a browser and TensorBoard forwarding, all at once; beside one rank, so that a core is free, as it is where GPUs train.
+in a browser and TensorBoard forwarding, all at once; the run on one core and the views on another, as where GPUs train.
 restart: from a SIGKILL of a rank to the end of the first new step, against command to first step of the same run. hang: from a
 SIGSTOP of a rank until it is named.
 """
@@ -62,6 +62,7 @@ class Variant:
     end: Deed = lambda running: None
     skip: int = 2  # steps after a border, which is seen from outside a little late
     nproc: int = NPROC
+    cores: frozenset[int] | None = None  # for the run; the views have the others
 
 
 @dataclass
@@ -107,6 +108,7 @@ def thaw(running: Running) -> None:
 
 def look(running: Running) -> None:
     """In a terminal of 120 x 36, in a browser, and through TensorBoard's forwarder, which --track has started."""
+    os.sched_setaffinity(0, os.sched_getaffinity(0) - os.sched_getaffinity(running.process.pid))
     words = [sys.executable, "-m", "paceline.cli", "watch", str(running.run.path)]
     screen, terminal = pty.openpty()
     env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120", "LINES": "36"}
@@ -153,7 +155,7 @@ VARIANTS = (
     Variant("supervisor", block=10, bar=0.005, switch="marks", off=freeze, on=thaw),
     Variant("checkpoints", block=50, bar=0.02, switch="saves", flags=("--save-every", "50"), skip=0),
     Variant(
-        "viewers", block=40, bar=0.01, flags=("--nproc", "1", "--track", "tensorboard"), nproc=1,
+        "viewers", block=30, bar=0.01, flags=("--nproc", "1", "--track", "tensorboard"), nproc=1, cores=frozenset({0}),
         begin=look, off=close_eyes, on=open_eyes, end=leave,
     ),
 )  # fmt: skip
@@ -178,7 +180,9 @@ def main() -> None:
 
 
 @contextmanager
-def running(folder: Path, *flags: str, num_steps: int, switch: str | None = None) -> Iterator[Running]:
+def running(
+    folder: Path, *flags: str, num_steps: int, switch: str | None = None, cores: frozenset[int] | None = None
+) -> Iterator[Running]:
     name = f"run-{time.time_ns()}"
     places = {"name": name, "runs-dir": folder / "runs", "num-steps": num_steps}
     values = {f"--{key}": str(value) for key, value in {**SHAPE, **places}.items()}
@@ -190,7 +194,8 @@ def running(folder: Path, *flags: str, num_steps: int, switch: str | None = None
     started = time.time()
     command = [sys.executable, "-m", "paceline.cli", "train", *words]
     with (folder / "screen.txt").open("wb") as screen:
-        process = subprocess.Popen(command, stdout=screen, stderr=screen, env=env)
+        pin = None if cores is None else (lambda: os.sched_setaffinity(0, cores))
+        process = subprocess.Popen(command, stdout=screen, stderr=screen, env=env, preexec_fn=pin)
     found = Running(RunDir(folder / "runs" / name), process, started, folder / "screen.txt")
     try:
         found.wait_for(lambda: found.metrics)
@@ -207,7 +212,9 @@ def compare(folder: Path, variant: Variant, *, pairs: int) -> None:
     """Blocks 0, 2, 4, ... have it, 1, 3, 5, ... do not; the first two are warm-up."""
     blocks = 2 * pairs + 3
     switch = f"{variant.switch} {variant.block}" if variant.switch else None
-    with running(folder, *variant.flags, num_steps=(blocks + 2) * variant.block, switch=switch) as run:
+    with running(
+        folder, *variant.flags, num_steps=(blocks + 2) * variant.block, switch=switch, cores=variant.cores
+    ) as run:
         variant.begin(run)
         everyone = [*run.holders, *(psutil.Process(rank_pid(run, rank)) for rank in range(variant.nproc))]
         used = [cpu_seconds(everyone)]  # at each border

@@ -149,6 +149,7 @@ def leave(running: Running) -> None:
     open_eyes(running)
     for each in everything_of(running.viewers[:-1]):  # the forwarder ends with the run
         each.kill()
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
 
 VARIANTS = (

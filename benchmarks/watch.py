@@ -3,7 +3,7 @@ How fast a long run opens: 8 ranks, 200,000 logged steps, samples of three days,
 its explanation comes on top. `python benchmarks/watch.py [--steps N]`.
 
 Makes the run folder and opens it in both views: seconds from the command to the first full screen of a terminal of 120 x 36, and
-from the address to curves on the page, of a server that has read nothing yet; the most memory that each process held; how soon
+from the address to curves on the page; the most memory that each process held; how soon
 a new line of metrics is known to the page. Then reads it as both views do, each time in a fresh process: seconds until the
 first snapshot, seconds of a later one after a new line, CPU seconds of the first with all imports (on a busy machine the truer
 figure), and the most memory; and the same of a run that failed, with logs.

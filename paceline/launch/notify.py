@@ -84,10 +84,8 @@ def main() -> int:
     job = json.loads(sys.stdin.buffer.readline())  # nothing follows but the end
     run, receiver = RunDir(Path(job["run"])), receiver_of(job["to"])
     os.nice(10)
-    for signum in (
-        signal.SIGTERM,
-        signal.SIGUSR1,
-    ):  # a batch system sends them to all alike, and the run has yet to end
+    # a batch system sends them to all alike, and the run has yet to end
+    for signum in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(signum, lambda *_: None)
     holder = holder_of(run)
     story = Story(run)

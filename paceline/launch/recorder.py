@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from paceline.rundir import RECORDED, RunDir
+from paceline.rundir import RECORDED, RunDir, append_event
 
 PIPE, DUMP = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_FR_DUMP_TEMP_FILE"  # stems, to which torch adds the rank
 OLDER_DUMP = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
@@ -21,9 +21,14 @@ ANSWER_S = 1.2
 PAUSE_S = 0.02
 
 
-def recorder_env(user_env: Mapping[str, str], logs_dir: Path) -> dict[str, str]:
-    """What an attempt's ranks must be told; nothing where the user has said it, or where no pipe can be."""
-    if any(name in user_env for name in (PIPE, DUMP, OLDER_DUMP)) or not can_have_pipes(logs_dir):
+def recorder_env(user_env: Mapping[str, str], run: RunDir, logs_dir: Path) -> dict[str, str]:
+    """What an attempt's ranks must be told; nothing where the user has said it, or, with a note, where no pipe can be."""
+    if any(name in user_env for name in (PIPE, DUMP, OLDER_DUMP)):
+        return {}
+    if not can_have_pipes(logs_dir):
+        append_event(
+            run, "note", text=f"{logs_dir} holds no named pipes: should the run hang, no flight recorder is asked"
+        )
         return {}
     return {PIPE: str(logs_dir / PIPE_STEM), DUMP: str(logs_dir / RECORDED)}
 

@@ -90,7 +90,7 @@ def run_attempt(
     job = {
         "command": command,
         "nproc": nproc,
-        "env": {**env, **recorder_env(env, logs_dir)},
+        "env": {**env, **recorder_env(env, run, logs_dir)},
         "logs_dir": str(logs_dir),
         "run_id": uuid.uuid4().hex,
         "lock_fd": lock_fd,

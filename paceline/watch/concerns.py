@@ -20,15 +20,8 @@ SILENT_UNSEEN_S = 300.0  # of a script or a log of which neither a step's time n
 SILENCES = 2  # times the longest that it came back from
 SILENT_SAMPLES = 5  # of a host, and at least SILENT_S
 ENDED = ("done", "stopped")  # phases of a rank of which no more is to come
-LONG_PHASES = (
-    "start",
-    "load",
-    "compile",
-    "eval",
-    "sample",
-    "save",
-    "ending",
-)  # in which silence may be ten times as long
+# in which a rank may be silent ten times as long
+LONG_PHASES = ("start", "load", "compile", "eval", "sample", "save", "ending")
 IDLE_USE = 0.3  # of a GPU while its run trains
 SLOWER_THAN_PLANNED, SLOWER_THAN_IT_WAS = 1.15, 1.5
 LAST_STEPS, LEAST_STEPS = 10, 40  # logged ones: whose median is now, and how many a run must have to have been faster

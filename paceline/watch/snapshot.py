@@ -135,9 +135,7 @@ class Snapshot:
     tokens_per_step: int | None = None
     started: float | None = None
     updated: float | None = None  # the latest sign of life in any file
-    silence_s: float | None = (
-        None  # of a script or a log: the longest of late that it came back from, as far as it was seen
-    )
+    silence_s: float | None = None  # of a script or a log: the longest of late that it came back from
     series: dict[str, Series] = field(default_factory=dict)  # by field of metrics.jsonl: loss, val_bpb, ...
     rank_series: list[Series] = field(default_factory=list)  # busy_ms of each rank, by rank; empty where not known
     gpu_series: dict[str, Series] = field(default_factory=dict)  # "HOST/INDEX use", "HOST/INDEX used_bytes", ...

@@ -35,10 +35,8 @@ def main() -> int:
     """Beside a run: until stdin ends, of which the command that holds the run has the other end, and its workers have ended."""
     run, name = RunDir(Path(sys.argv[1])), sys.argv[2]
     os.nice(NICENESS)
-    for signum in (
-        signal.SIGTERM,
-        signal.SIGUSR1,
-    ):  # a batch system sends them to all alike, and the run has yet to end
+    # a batch system sends them to all alike, and the run has yet to end
+    for signum in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(signum, lambda *_: None)
     released = release_of(os.dup(0))
     with open(os.devnull) as nothing:

@@ -18,6 +18,10 @@ from runs import Workshop, events, final_bits, metrics
 
 pytestmark = pytest.mark.dist
 SMALL_MEMORY = Path(__file__).with_name("small_memory")
+# a size that takes more than a GiB
+LARGE = {
+    "nproc": 1, "sequence_len": 512, "total_batch_size": 64 * 512, "device_batch_size": 64, "depth": 4, "n_embd": 128,
+}  # fmt: skip
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
@@ -133,15 +137,7 @@ def test_with_nothing_smaller_left_the_run_stops(shop):
 @pytest.mark.soak
 def test_a_host_that_runs_out_of_memory_is_given_fewer_rows(shop, cgroup):
     """The kernel kills the rank as soon as others have taken what it needs: here, the limit is lowered under it."""
-    keys = {
-        "nproc": 1,
-        "sequence_len": 512,
-        "total_batch_size": 64 * 512,
-        "device_batch_size": 64,
-        "depth": 4,
-        "n_embd": 128,
-    }
-    command = shop.train_command("host", num_steps=2, **keys)
+    command = shop.train_command("host", num_steps=2, **LARGE)
     inside = ["bash", "-c", f'echo $$ > {cgroup}/cgroup.procs; exec "$@"', "bash"]
     process = start([*inside, *command])
     run = shop.folder / "runs" / "host"
@@ -157,15 +153,7 @@ def test_a_host_that_runs_out_of_memory_is_given_fewer_rows(shop, cgroup):
 @pytest.mark.soak
 def test_an_allocator_that_has_no_room_is_given_fewer_rows(shop):
     """torch's own, under a limit of the address space that half of the rows keep to."""
-    keys = {
-        "nproc": 1,
-        "sequence_len": 512,
-        "total_batch_size": 64 * 512,
-        "device_batch_size": 64,
-        "depth": 4,
-        "n_embd": 128,
-    }
-    command = shop.train_command("capped", num_steps=2, **keys)
+    command = shop.train_command("capped", num_steps=2, **LARGE)
     limited = ["bash", "-c", 'ulimit -v 1800000; exec "$@"', "bash"]
     process = start([*limited, *command])
     output, _ = process.communicate(timeout=200)

@@ -4,13 +4,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: train test soak lint bench clean
+.PHONY: train quick test soak lint bench clean
 
 train: $(VENV)/core
 	$(BIN)/paceline train
 
+# the pure tests: no training, no compiler, no browser
+quick: $(VENV)/dev
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not dist and not slow and not soak'
+
 test: $(VENV)/dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 25
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 10
 
 # the long tests, then a hundred faults; ARGS='--seed 2 --faults 24 --only sigkill,disk' takes others
 soak: $(VENV)/dev
@@ -21,6 +25,7 @@ lint: $(VENV)/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python dev/measure_code.py --lint
 
 bench: $(VENV)/dev
 	$(BIN)/python benchmarks/cpu.py

@@ -14,16 +14,19 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from paceline.train.dist import init_distributed, shutdown
-from paceline.train.selftest import dist_store
-from paceline.train.sweep import Measure, measures
+from paceline.comm.rank_process import dist_store
+from paceline.comm.sweep import Measure, measures
+from paceline.heartbeat import OperationHeartbeat
+from paceline.rundir import RunDir
+from paceline.train.process import init_distributed, shutdown
 from paceline.units import MIB, format_bytes
 
 SIZES = {"cpu": [MIB, 4 * MIB, 16 * MIB], "cuda": [MIB, 16 * MIB, 256 * MIB]}
@@ -56,16 +59,17 @@ def work(rounds: int, device_type: str) -> None:
     rank, world_size, local_rank = init_distributed(device_type)
     device = torch.device("cuda", local_rank) if device_type == "cuda" else torch.device("cpu")
     sweep = measures(rank, world_size, device, sizes=SIZES[device_type])
-    all_reduces = [each for each in sweep if each.collective == "all_reduce"]
+    all_reduces = [measure for measure in sweep if measure.collective == "all_reduce"]
+    heartbeat = OperationHeartbeat(RunDir(Path(tempfile.mkdtemp())), rank)
     for turn in range(rounds):
         for measure in all_reduces:
             numbered = replace(measure, number=turn * len(sweep) + measure.number)
             count = max(1, int(SECONDS / GROUPS * EXPECTED_BYTES_PER_S[device_type] / measure.num_bytes))
 
             def ours(numbered: Measure = numbered) -> float:
-                found = numbered.run(lambda *_: nullcontext(), lambda: None, dist_store(), budget_s=SECONDS)
-                assert found is not None
-                return float(found["bytes"] / found["seconds"])
+                result = numbered.run(heartbeat, dist_store(), budget_s=SECONDS)
+                assert result is not None
+                return float(result["bytes"] / result["seconds"])
 
             def bare(num_bytes: int = measure.num_bytes, count: int = count) -> float:
                 return bare_bandwidth(num_bytes, count, device)

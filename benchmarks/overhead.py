@@ -125,7 +125,7 @@ def look(running: Running) -> None:
         f"--user-data-dir={running.screen}.d",
     ]
     page = subprocess.Popen([*headless, address], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    forwarders = [each for each in running.holders if "paceline.watch.track" in each.cmdline()]
+    forwarders = [each for each in running.holders if "paceline.track.follower" in each.cmdline()]
     assert forwarders, "no forwarder"
     running.wait_for(lambda: running.metrics[-1]["step"] > CRASH_STEP)  # all have begun
     running.viewers += [*(psutil.Process(each.pid) for each in (shown, served, page)), *forwarders]

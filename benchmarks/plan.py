@@ -20,10 +20,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from paceline.plan.forecast import step_setup
 from paceline.plan.machine import probe_machine
 from paceline.plan.planner import Plan
 from paceline.plan.speeds import Speeds, keep_speeds, load_speeds, remember_step
@@ -176,21 +177,7 @@ def run(folder: Path, case: Case, *, steps: int) -> tuple[Plan, float]:
 
 
 def setup_of(plan: Plan, cache: Path) -> StepSetup:
-    speeds = load_speeds(cache, device_name="CPU", threads=plan.threads, processes=plan.world_size)
-    return StepSetup(
-        model=plan.model,
-        device="cpu",
-        world_size=plan.world_size,
-        precision=plan.precision,
-        optimizer=plan.optimizer,
-        shard=plan.shard,
-        device_batch_size=plan.device_batch_size,
-        grad_accum_steps=plan.grad_accum_steps,
-        activation_checkpointing=plan.activation_checkpointing,
-        compile=False,
-        threads=plan.threads,
-        speeds=speeds,
-    )
+    return replace(step_setup(plan, probe_machine(), link=None, cache=cache), compile=False)
 
 
 def predict(plan: Plan, cache: Path) -> StepTime:

@@ -3,8 +3,9 @@ How fast a long run opens: 8 ranks, 200,000 logged steps, samples of three days,
 its explanation comes on top. `python benchmarks/watch.py [--steps N]`.
 
 Makes the run folder and opens it in both views: seconds from the command to the first full screen of a terminal of 120 x 36, and
-from the address to curves on the page; the most memory that each process held; how soon
-a new line of metrics is known to the page. Then reads it as both views do, each time in a fresh process: seconds until the
+from the address to the numbers and to the curves on the page; the most memory that each process held; how soon
+a new line of metrics is known to the page; which share of a core the open page takes while a step is logged each second.
+Then reads it as both views do, each time in a fresh process: seconds until the
 first snapshot, seconds of a later one after a new line, CPU seconds of the first with all imports (on a busy machine the truer
 figure), and the most memory; and the same of a run that failed, with logs.
 """
@@ -22,8 +23,11 @@ import sys
 import tempfile
 import termios
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -51,36 +55,38 @@ with (Path(sys.argv[1]) / "metrics.jsonl").open("a") as file:
     file.write(sys.argv[2])
 before = time.perf_counter()
 assert reader.update().step == snapshot.step + 1
-again = time.perf_counter()
+updated = time.perf_counter()
 print(json.dumps({
     "import_s": round(imported - began, 3), "open_s": round(first - imported, 3), "cpu_s": round(cpu, 3),
-    "update_s": round(again - before, 4),
+    "update_s": round(updated - before, 4),
     "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
     "explained": bool(snapshot.explanation),
-    "points": max(len(each.steps) for each in [*snapshot.series.values(), *snapshot.rank_series]),
+    "points": max(len(series.steps) for series in [*snapshot.series.values(), *snapshot.rank_series]),
 }))
 """
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--steps", type=int, default=200_000)
-    options.add_argument("--runs", type=int, default=3)
-    asked = options.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=200_000)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--live-s", type=float, default=30, help="seconds for which the open page is watched")
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "long"
-        make_run(run, steps=asked.steps)
+        make_run(run, steps=args.steps)
         sizes = {
             path.name: path.stat().st_size >> 20 for path in (run / "metrics.jsonl", run / "health" / "node.jsonl")
         }
-        print(f"{asked.steps:,} steps of {RANKS} ranks, samples of {DAYS} days; MiB: {sizes}")
-        for number in range(asked.runs):
+        print(f"{args.steps:,} steps of {RANKS} ranks, samples of {DAYS} days; MiB: {sizes}")
+        for number in range(args.runs):
             open_in_terminal(run)
-            open_in_browser(run, step=asked.steps + 1 + number, steps=asked.steps)
-        read(run, steps=asked.steps + asked.runs, runs=asked.runs)
-        fail(run, steps=asked.steps + 2 * asked.runs)
+            open_in_browser(run, step=args.steps + 1 + number, steps=args.steps)
+        last = follow_in_browser(run, step=args.steps + args.runs, steps=args.steps, seconds=args.live_s)
+        read(run, steps=last, runs=args.runs)
+        fail(run, steps=last + args.runs)
         print("failed, with logs:")
-        read(run, steps=asked.steps + 2 * asked.runs, runs=asked.runs)
+        read(run, steps=last + args.runs, runs=args.runs)
         began = time.perf_counter()
         listed = subprocess.run([sys.executable, "-m", "paceline.cli", "runs", folder], capture_output=True, text=True)
         print(f"paceline runs: {time.perf_counter() - began:.3f} s\n{listed.stdout}")
@@ -95,13 +101,79 @@ def open_in_terminal(run: Path) -> None:
     while b"quit" not in shown or b"tok/s" not in shown:  # the key line, and the figures
         shown += os.read(screen, 1 << 16)
     took_s = time.perf_counter() - began
-    print(f"terminal: {took_s:.2f} s, {held(view)} MiB, {sum(view.cpu_times()[:2]):.2f} CPU s", flush=True)
+    print(f"terminal: {took_s:.2f} s, {peak_mib(view)} MiB, {sum(view.cpu_times()[:2]):.2f} CPU s", flush=True)
     end(view)
     os.close(screen)
     os.close(terminal)
 
 
 def open_in_browser(run: Path, *, step: int, steps: int) -> None:
+    with open_page(run) as (page, server, began):
+        page.wait_for_selector(".tile b")
+        numbers_s = time.perf_counter() - began
+        page.wait_for_selector(".chart canvas")
+        curves_s = time.perf_counter() - began
+        cpu = ", ".join(
+            f"{name} {sum(map(cpu_s, group)):.2f}" for name, group in (("server", [server]), ("browser", browsers()))
+        )
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(metric_line(step, steps))
+        began = time.perf_counter()
+        page.wait_for_function("step => app.page.run?.head.step === step", arg=step, polling=20)
+        new_line_s = time.perf_counter() - began
+        print(
+            f"page: numbers {numbers_s:.2f} s, curves {curves_s:.2f} s, server {peak_mib(server)} MiB, CPU s: {cpu};"
+            f" a new line {new_line_s:.2f} s",
+            flush=True,
+        )
+
+
+def follow_in_browser(run: Path, *, step: int, steps: int, seconds: float) -> int:
+    """Prints which share of a core the browser's processes and the server take while a step is logged each second.
+
+    Returns the last step.
+    """
+    with open_page(run) as (page, server, _):
+        page.wait_for_selector(".chart canvas")
+        time.sleep(5)
+        browser = browsers()
+        before, began = {child.pid: cpu_s(child) for child in (server, *browser)}, time.perf_counter()
+        while time.perf_counter() < began + seconds:
+            step += 1
+            with (run / "metrics.jsonl").open("a") as file:
+                file.write(metric_line(step, steps))
+            if step % EVERY_S == 0:
+                with (run / "health" / "node.jsonl").open("a") as file:
+                    file.write(health_line(DAYS * 86400 // EVERY_S + step))
+            time.sleep(1)
+        took_s = time.perf_counter() - began
+        shares = {child.pid: (cpu_s(child) - before[child.pid]) / took_s for child in (server, *browser)}
+        kinds = {child.pid: kind_of(child) for child in browser}
+        parts = ", ".join(f"{kinds[pid]} {100 * shares[pid]:.1f} %" for pid in kinds if shares[pid] > 0.002)
+        whole = sum(shares[pid] for pid in kinds)
+        print(
+            f"live page: {100 * whole:.1f} % of a core ({parts}); server {100 * shares[server.pid]:.1f} %", flush=True
+        )
+    return step
+
+
+def browsers() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children(recursive=True) if "chrom" in child.name()]
+
+
+def cpu_s(process: psutil.Process) -> float:
+    return sum(process.cpu_times()[:2])
+
+
+def kind_of(process: psutil.Process) -> str:
+    """renderer, gpu-process, ...; "browser" for the one that started them."""
+    kinds = [word.removeprefix("--type=") for word in process.cmdline() if word.startswith("--type=")]
+    return kinds[0] if kinds else "browser"
+
+
+@contextmanager
+def open_page(run: Path) -> Iterator[tuple[Any, psutil.Popen, float]]:
+    """A page of the run in a headless browser, its server, and when the address was opened."""
     from playwright.sync_api import sync_playwright
 
     command = [*WATCH, str(run), "--web", "--port", "0"]
@@ -111,23 +183,14 @@ def open_in_browser(run: Path, *, step: int, steps: int) -> None:
         browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         page = browser.new_page()
         began = time.perf_counter()
-        page.goto(address)
-        page.wait_for_selector(".u-over")
-        took_s = time.perf_counter() - began
-        with (run / "metrics.jsonl").open("a") as file:
-            file.write(metric_line(step, steps))
-        began = time.perf_counter()
-        page.wait_for_function("step => app.page.run?.head.step === step", arg=step, polling=20)
-        print(
-            f"page: {took_s:.2f} s, server {held(server)} MiB; a new line {time.perf_counter() - began:.2f} s",
-            flush=True,
-        )
+        page.goto(address, wait_until="commit")
+        yield page, server, began
         browser.close()
     end(server)
 
 
-def held(process: psutil.Process) -> int:
-    """MiB, at most so far."""
+def peak_mib(process: psutil.Process) -> int:
+    """Returns the most memory that the process held so far."""
     status = Path(f"/proc/{process.pid}/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) >> 10
 

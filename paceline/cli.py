@@ -1,43 +1,330 @@
 """
-The command line: from the first word to its command (paceline/commands), from an error to two lines and an exit code.
+The command line: one short function for each command, and from an error to two lines and an exit code.
 
-Exit codes: 0 done; 1 an error of the user's, with its fix; 2 wrong usage; 3 the training failed; 130 interrupted.
-Nothing here imports torch; a command that needs it imports it inside its own function.
+What a command takes, and its help, is a dataclass of paceline/options.py. Nothing here imports torch; a function imports what its
+command needs. Exit codes: 0 done; 1 an error of the user's, with its fix; 2 wrong usage; 3 the training failed; 130 interrupted.
 """
 
+import json
 import sys
+import time
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from paceline import __version__
-from paceline.commands.looking import explain, report, runs, track, watch
-from paceline.commands.readiness import accelerate_config, check, comm, plan, torch
-from paceline.commands.starting import resume, run, train
-from paceline.commands.using import data, evaluate, sample, tokenizer
+from paceline import __version__, options
+from paceline.command_line import HELP_FLAGS, parse, split_command, split_name, unknown_action
+from paceline.config_file import resolve_config
 from paceline.errors import PacelineError, UsageError
+from paceline.help import completion_script, format_commands, format_help
+from paceline.terminal import tolerant_output
 
-HELP = """\
-paceline trains GPT-style language models on the GPUs you have.
+SAMPLE_TEXT = "def fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)\n"
 
-  paceline train [CONFIG] [--key value ...]     train; with no arguments, a small GPT on text that is always at hand
-  paceline resume RUN [--key value ...]         go on from the last good checkpoint, on any number of devices
-  paceline run [--nproc N] -- SCRIPT [args]     the same launch, checks and logs around any script that torchrun can start
-  paceline plan [CONFIG] [--gpu NAME --gpus N]  what fits, how fast, how long, what it costs; on GPUs here or imagined
-  paceline check [CONFIG] [--key value ...]     is everything ready: findings, each with its fix
-  paceline comm [CONFIG]                        do collectives give right results, how fast, what it means for training
-  paceline watch [RUN | --log FILE]             how a run is, live in the terminal; --once as text, --web in the browser
-  paceline explain LOG... | RUN | -             what broke in any training log, on which rank, and what mends it
-  paceline runs [DIR] | show RUN                all runs: state, steps, val_bpb, tok/s; one run: attempts, where its time went
-  paceline report RUN [--markdown]              one run in one file to keep or send: HTML that needs no server, or Markdown
-  paceline track RUN --to TRACKER               its numbers to TensorBoard, W&B or trackio, now or later; nothing twice
-  paceline torch check|recipe|build             is this PyTorch right; how to get one that is
-  paceline accelerate-config                    write an accelerate config that fits this machine
-  paceline eval RUN                             bits per byte on held-out text
-  paceline sample RUN --prompt TEXT             text from the model
-  paceline data prepare|info [CONFIG]           text to token shards; what is in them
-  paceline tokenizer train|info                 train a BPE tokenizer; look at one
 
-paceline COMMAND --help tells more, with an example.  --version prints the version.
-"""
+@tolerant_output()
+def train(args: options.TrainOptions) -> int:
+    from paceline.launch.train import start_run
+
+    return start_run(resolve_config(args.config, args.keys), args)
+
+
+@tolerant_output()
+def resume(args: options.ResumeOptions) -> int:
+    from paceline.launch.train import resume_run
+    from paceline.rundir import find_training_run
+
+    return resume_run(find_training_run(args.run, runs_dir=args.keys.get("runs_dir", "runs")), args)
+
+
+@tolerant_output()
+def run(args: options.ScriptOptions) -> int:
+    from paceline.launch.script import run_script
+
+    return run_script(args)
+
+
+def plan(args: options.PlanOptions) -> int:
+    from paceline.config import cache_dir
+    from paceline.plan.query import DEFAULTS_OF_A_PLAN, answer, query_of
+
+    query = query_of(args)
+    config = resolve_config(args.config, args.keys, default=DEFAULTS_OF_A_PLAN if query.is_imagined else None)
+    print(answer(config, query, set_keys=frozenset(args.keys), cache=cache_dir(config)))
+    return 0
+
+
+def check(args: options.CheckOptions) -> int:
+    from paceline.check.ready import check_config_here, colour, format_findings, format_host, format_summary, to_json
+    from paceline.plan.machine import probe_machine
+    from paceline.terminal import progress_line
+
+    config = resolve_config(args.config, args.keys)
+    with progress_line("checking") as on_probe:
+        checked = check_config_here(
+            config,
+            probe_machine(),
+            set_keys=frozenset(args.keys),
+            port=args.port,
+            on_probe=lambda name, _: on_probe(name),
+        )
+    findings = checked.findings
+    if args.json:
+        print(format_json(to_json(findings, checked.facts)))
+    else:
+        text = format_findings(findings, verbose=args.verbose)
+        blocks = [*map(format_host, checked.facts), colour(text) if sys.stdout.isatty() else text]
+        print("\n\n".join(block for block in (*blocks, format_summary(findings)) if block))
+    return 1 if any(finding.severity == "stop" for finding in findings) else 0
+
+
+def comm(args: options.CommOptions) -> int:
+    from paceline.check.probes.facts import gather_facts
+    from paceline.comm.analysis import format_comm
+    from paceline.comm.session import measure_comm
+    from paceline.config import cache_dir
+    from paceline.terminal import show_progress
+
+    config = resolve_config(args.config, args.keys, default={"depth": 12})
+    cache = cache_dir(config)
+    facts = gather_facts(measure_disk=False, cached_torch=cache / "torch.json")
+    with show_progress() as progress:
+        results = measure_comm(
+            config,
+            cache_dir=cache,
+            gpus=facts["gpus"] or (),
+            max_bytes=args.max_bytes,
+            deadline_s=args.deadline_s,
+            tok_per_sec=args.tok_per_sec,
+            out=args.out,
+            libuv=(facts["torch"] or {}).get("libuv") is not False,
+            progress=progress,
+        )
+    print(format_json(results) if args.json else format_comm(results))
+    return 0 if results["right"] else 3
+
+
+def watch(args: options.WatchOptions) -> int:
+    from paceline.watch.view import show_run
+
+    return show_run(args)
+
+
+def explain(args: options.ExplainOptions) -> int:
+    from paceline.explain.catalogue import cause_json, causes_json, format_cause, format_causes
+    from paceline.explain.explanation import format_explanation, format_markdown, to_json
+    from paceline.explain.run_folder import explain_logs
+
+    if args.list:
+        print(causes_json() if args.json else format_causes())
+    elif args.cause is not None:
+        print(cause_json(args.cause) if args.json else format_cause(args.cause))
+    else:
+        explanation = explain_logs(args.logs, runs_dir=args.runs_dir, stdin=sys.stdin.buffer)
+        text = format_markdown(explanation) if args.markdown else ""
+        text = to_json(explanation) if args.json else text
+        print(text or format_explanation(explanation, coloured=sys.stdout.isatty()))
+    return 0
+
+
+def runs(args: options.RunsOptions) -> int:
+    from paceline.watch.status import format_runs, list_runs
+
+    statuses = list_runs(Path(args.dir))
+    if args.json:
+        print(format_json([status.to_json() for status in statuses]))
+    elif statuses:
+        print(format_runs(statuses))
+    else:
+        raise PacelineError(f"no runs in {args.dir}", fix="paceline train makes one")
+    return 0
+
+
+def runs_show(args: options.RunsShowOptions) -> int:
+    from paceline.rundir import find_run
+    from paceline.watch.status import format_run, open_reader, run_json
+
+    snapshot = open_reader(find_run(args.run, runs_dir=args.runs_dir).path).update()
+    print(format_json(run_json(snapshot)) if args.json else format_run(snapshot))
+    return 0
+
+
+def report(args: options.ReportOptions) -> int:
+    from paceline.check.probes.facts import redact
+    from paceline.watch.view import find_reported, html_report, markdown_report, write_report
+
+    path = find_reported(args.run, runs_dir=args.runs_dir)
+    make = markdown_report if args.markdown else html_report
+    output = args.output or ("-" if args.markdown else f"{path.name}.html")
+    text = make(path, now=time.time(), redact=redact)
+    if output == "-":
+        print(text, end="")
+    else:
+        write_report(Path(output), text)
+        print(f"report  {output}")
+    return 0
+
+
+def track(args: options.TrackOptions) -> int:
+    from paceline.launch.notify import tracker_names
+    from paceline.rundir import find_run
+    from paceline.track.follower import track_now
+
+    names = tracker_names(args.to, flag="--to")
+    if not names:
+        raise UsageError("track needs --to", fix="paceline track RUN --to tensorboard")
+    folder = find_run(args.run, runs_dir=args.runs_dir)
+    for name in names:
+        track_now(folder, name)
+    return 0
+
+
+def torch_check(args: options.TorchCheckOptions) -> int:
+    from paceline.check.torch_check import check_torch, format_check
+    from paceline.terminal import progress_line
+
+    with progress_line("trying") as on_trial:
+        checked = check_torch(args.path, on_trial=on_trial)
+    print(format_json(checked.to_json()) if args.json else format_check(checked))
+    return 0 if checked.is_right else 1
+
+
+def torch_recipe(args: options.TorchRecipeOptions) -> int:
+    from paceline.check.torch_check import recipe_here, write_recipe_script
+    from paceline.check.torch_recipe import format_recipe
+
+    if args.script:
+        recipe = write_recipe_script(args.script, arch=args.arch, driver=args.driver)
+    else:
+        recipe = recipe_here(arch=args.arch, driver=args.driver, build=args.build)
+    print(format_json(recipe.to_json()) if args.json else format_recipe(recipe, script=args.script))
+    return 0
+
+
+def accelerate_config(args: options.AccelerateOptions) -> int:
+    from paceline.launch.env import accelerate_config as make
+    from paceline.plan.machine import probe_machine
+
+    print(make(args, probe_machine()))
+    return 0
+
+
+def evaluate(args: options.EvalOptions) -> int:
+    from paceline.rundir import find_training_run
+
+    folder = find_training_run(args.run, runs_dir=args.runs_dir)
+    from paceline.launch.train import run_data
+    from paceline.train.evaluate import evaluate_run
+
+    dataset = run_data(folder, other=args.data)
+    result = evaluate_run(folder, dataset=dataset, max_tokens=args.tokens, step=args.step, device=args.device)
+    step, tokens = f"step {result['step']:,}", f"{result['tokens']:,} tokens of {result['data']}"
+    text = f"{folder.name} at {step}: val_bpb {result['val_bpb']:.4f} on {tokens}"
+    print(json.dumps(result) if args.json else text)
+    return 0
+
+
+def sample(args: options.SampleOptions) -> int:
+    from paceline.rundir import find_training_run
+    from paceline.terminal import write_now
+
+    folder = find_training_run(args.run, runs_dir=args.runs_dir)
+    from paceline.train.evaluate import sample_run
+
+    texts = sample_run(
+        folder,
+        prompt=sys.stdin.read() if args.prompt == "-" else args.prompt,
+        num_samples=args.num,
+        max_new_tokens=args.tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        seed=args.seed,
+        step=args.step,
+        device=args.device,
+        write=(lambda _: None) if args.json else write_now,
+    )
+    if args.json:
+        print(json.dumps({"prompt": args.prompt, "samples": texts}, ensure_ascii=False))
+    return 0
+
+
+def data(args: options.DataOptions) -> int:
+    from paceline.data.prepare import data_info, verify
+    from paceline.launch.train import prepare_data
+
+    dataset = prepare_data(resolve_config(args.config, args.keys))
+    if args.verify:
+        verify(dataset)
+    facts = data_info(dataset)
+    if not args.json:
+        facts = {**facts.pop("splits"), **facts, "files": len(facts["files"])}
+    print_facts(facts, as_json=args.json)
+    return 0
+
+
+def tokenizer_train(args: options.TokenizerTrainOptions) -> int:
+    from paceline.data.tokenizer import tokenizer_info, train_tokenizer_on
+    from paceline.terminal import show_progress
+
+    if args.out is None:
+        raise UsageError("tokenizer train needs --out FILE", fix="paceline tokenizer train --out tokenizer.json")
+    with show_progress() as progress:
+        tokenizer = train_tokenizer_on(args.data, vocab_size=args.vocab_size, progress=progress)
+    tokenizer.save(args.out)
+    print_facts(tokenizer_info(tokenizer, sample=SAMPLE_TEXT), as_json=args.json)
+    return 0
+
+
+def tokenizer_info(args: options.TokenizerInfoOptions) -> int:
+    from paceline.data.tokenizer import Tokenizer
+    from paceline.data.tokenizer import tokenizer_info as info
+
+    sample_text = SAMPLE_TEXT if args.text is None else args.text
+    print_facts(info(Tokenizer.load(args.file), sample=sample_text), as_json=args.json)
+    return 0
+
+
+def completion(args: options.CompletionOptions) -> int:
+    print(completion_script(args.shell, {name: takes for name, (_, takes) in COMMANDS.items()}), end="")
+    return 0
+
+
+def format_json(value: Any) -> str:
+    return json.dumps(value, indent=1)
+
+
+def print_facts(facts: dict[str, Any], *, as_json: bool) -> None:
+    from paceline.terminal import format_facts
+
+    print(json.dumps(facts, ensure_ascii=False) if as_json else format_facts(facts))
+
+
+# name -> what it does and what it takes; the dataclass's docstring is the help
+COMMANDS: dict[str, tuple[Callable[..., int], type]] = {
+    "train": (train, options.TrainOptions),
+    "resume": (resume, options.ResumeOptions),
+    "run": (run, options.ScriptOptions),
+    "plan": (plan, options.PlanOptions),
+    "check": (check, options.CheckOptions),
+    "comm": (comm, options.CommOptions),
+    "watch": (watch, options.WatchOptions),
+    "explain": (explain, options.ExplainOptions),
+    "runs": (runs, options.RunsOptions),
+    "runs show": (runs_show, options.RunsShowOptions),
+    "report": (report, options.ReportOptions),
+    "track": (track, options.TrackOptions),
+    "torch check": (torch_check, options.TorchCheckOptions),
+    "torch recipe": (torch_recipe, options.TorchRecipeOptions),
+    "accelerate-config": (accelerate_config, options.AccelerateOptions),
+    "eval": (evaluate, options.EvalOptions),
+    "sample": (sample, options.SampleOptions),
+    "data prepare": (data, options.DataOptions),
+    "data info": (data, options.DataInfoOptions),
+    "tokenizer train": (tokenizer_train, options.TokenizerTrainOptions),
+    "tokenizer info": (tokenizer_info, options.TokenizerInfoOptions),
+    "completion": (completion, options.CompletionOptions),
+}
 
 
 def main() -> None:
@@ -45,26 +332,9 @@ def main() -> None:
 
 
 def run_command(args: list[str]) -> int:
-    """Dispatches, and turns errors into two lines on stderr and an exit code."""
+    """Runs the command and returns its exit code; an error becomes two lines on stderr."""
     try:
-        if not args or args[0] in ("-h", "--help", "help"):
-            print(HELP, end="")
-            return 0
-        if args[0] == "--version":
-            print(f"paceline {__version__}")
-            return 0
-        command = COMMANDS.get(args[0])
-        if command is None:
-            import difflib
-
-            near = difflib.get_close_matches(args[0], COMMANDS, n=1)
-            raise UsageError(
-                f"unknown command {args[0]}", fix=f"paceline {near[0]}" if near else "paceline --help lists them"
-            )
-        if asks_help(args[0], args[1:]):
-            print(command_help(args[0]), end="")
-            return 0
-        return command(args[1:])
+        return dispatch(args)
     except PacelineError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -76,56 +346,30 @@ def run_command(args: list[str]) -> int:
         return 0
 
 
-def asks_help(name: str, args: list[str]) -> bool:
-    """A script's own words, its --help among them, are not ours."""
+def dispatch(args: list[str]) -> int:
+    commands = {name: takes for name, (_, takes) in COMMANDS.items()}
+    if args[:1] == ["--version"]:
+        print(f"paceline {__version__}")
+        return 0
+    if args[:1] == ["help"]:
+        args = [*args[1:], "--help"]
+    if not args or args[0] in HELP_FLAGS:
+        print(format_commands(commands), end="")
+        return 0
+    name, args = split_name(args, commands)
+    script: list[str] = []
     if name == "run":
-        from paceline.launch.command import split_command
-
-        args = split_command(args)[0]
-    return any(arg in ("-h", "--help") for arg in args)
-
-
-COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "train": train,
-    "resume": resume,
-    "run": run,
-    "plan": plan,
-    "check": check,
-    "comm": comm,
-    "watch": watch,
-    "explain": explain,
-    "runs": runs,
-    "report": report,
-    "track": track,
-    "torch": torch,
-    "accelerate-config": accelerate_config,
-    "eval": evaluate,
-    "sample": sample,
-    "data": data,
-    "tokenizer": tokenizer,
-}
-
-
-def command_help(name: str) -> str:
-    """The command's own text; for those that take config keys, the table of keys after it."""
-    import inspect
-
-    text = inspect.cleandoc(COMMANDS[name].__doc__ or "") + "\n"
-    if name not in ("train", "resume"):
-        return text
-    from paceline.config import KEYS
-
-    group = ""
-    for key, field in KEYS.items():
-        if field.metadata["group"] != group:
-            group = field.metadata["group"]
-            text += f"\n{group}\n"
-        default = (
-            "auto" if field.default is None else str(field.default).lower() if field.type is bool else field.default
-        )
-        choices = f" ({', '.join(field.metadata['choices'])})" if field.metadata["choices"] else ""
-        text += f"  --{key.replace('_', '-'):<26}{field.metadata['about']}{choices} [{default}]\n"
-    return text
+        args, script = split_command(args, commands[name])
+    if any(arg in HELP_FLAGS for arg in args):
+        actions = {action: takes for action, takes in commands.items() if action.startswith(f"{name} ")}
+        text = format_help(name, options=commands[name]) if name in commands else format_commands(actions)
+        print(text, end="")
+        return 0
+    if name not in commands:
+        raise unknown_action(name, args, commands)
+    function, takes = COMMANDS[name]
+    values: Any = parse(args, command=name, options=takes)
+    return function(replace(values, command=tuple(script)) if name == "run" else values)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,17 @@
 """
-One way to configure: defaults here, a file over them, flags over the file; checked once, frozen.
+The config: every key with its default, its limits and its help; frozen and checked once.
 
-A file is TOML with flat keys, or a `.py` file of plain `key = literal` lines as nanoGPT and nanochat forks keep them; the latter
-is parsed, never executed. What follows from config and machine is `Plan` (plan/planner.py), not `Config`. `None` is "auto".
+A file overrides the defaults and flags override the file (config_file.py). What follows from config and machine is `Plan`
+(plan/planner.py), not `Config`. `None` is "auto".
 """
 
-import difflib
-import types
-import typing
-from dataclasses import Field, asdict, dataclass, field, fields, replace
+import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from paceline.errors import PacelineError, UsageError
+from paceline.command_line import option, parameters_of
+from paceline.errors import PacelineError
+from paceline.units import parse_duration
 
 VOCAB_MULTIPLE = 64  # embedding and lm_head rows are padded to this: tensor cores want it, no token maps there
 
@@ -35,128 +34,113 @@ class ModelConfig:
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
-def key(
-    default: Any,
-    about: str,
-    *,
-    low: float | None = None,
-    high: float | None = None,
-    choices: tuple[str, ...] = (),
-    group: str,
-) -> Any:
-    return field(
-        default=default, metadata={"about": about, "low": low, "high": high, "choices": choices, "group": group}
-    )
-
-
 @dataclass(frozen=True)
 class Config:
-    """Every key there is. Flags are the same names with dashes."""
+    """Every key. Flags have the same names with dashes."""
 
-    name: str | None = key(None, "the run's folder under runs_dir; auto: depth and time", group="run")
-    runs_dir: str = key("runs", "where run folders are made", group="run")
-    seed: int = key(42, "initial weights and order of rows", low=0, high=2**63 - 1, group="run")
+    name: str | None = option(None, "the run's folder under runs_dir; auto: depth and time", group="run", value="NAME")
+    runs_dir: str = option("runs", "where run folders are made", value="DIR")
+    seed: int = option(42, "seed of the initial weights and of the order of rows", low=0, high=2**63 - 1)
 
-    data: str = key("builtin", "text: builtin, a file or folder, or hf:NAME[:CONFIG]", group="text")
-    tokenizer: str | None = key(None, "a tokenizer.json to use; auto: train one on the text", group="text")
-    vocab_size: int = key(32_768, "tokens of the tokenizer that is trained", low=257, high=2**31 - 1, group="text")
-    cache_dir: str | None = key(None, "prepared token shards; auto: ~/.cache/paceline", group="text")
+    data: str = option("builtin", "text: builtin, a file or folder, or hf:NAME[:CONFIG]", group="text", value="SOURCE")
+    tokenizer: str | None = option(None, "a tokenizer.json to use; auto: train one on the text", value="FILE")
+    vocab_size: int = option(32_768, "tokens of the tokenizer that is trained", low=257, high=2**31 - 1)
+    cache_dir: str | None = option(None, "folder of prepared token shards; auto: ~/.cache/paceline", value="DIR")
 
-    depth: int = key(
+    depth: int = option(
         4, "layers; the dial that sets width, batch, learning rates and length", low=1, high=512, group="model"
     )
-    n_embd: int | None = key(None, "width; auto: 64 x depth rounded up to head_dim", low=8, high=1 << 17, group="model")
-    head_dim: int = key(128, "width of one attention head", low=8, high=256, group="model")
-    n_kv_head: int | None = key(None, "key/value heads (GQA); auto: as many as heads", low=1, group="model")
-    sequence_len: int = key(2048, "tokens in a row", low=2, high=1 << 20, group="model")
-    window_pattern: str | None = key(
-        None, "attention per layer: L full, S a quarter; auto: SSSL on CUDA, L on CPU", group="model"
+    n_embd: int | None = option(None, "width; auto: 64 x depth rounded up to head_dim", low=8, high=1 << 17)
+    head_dim: int = option(128, "width of one attention head", low=8, high=256)
+    n_kv_head: int | None = option(None, "key/value heads (GQA); auto: as many as heads", low=1)
+    sequence_len: int = option(2048, "tokens in a row", low=2, high=1 << 20)
+    window_pattern: str | None = option(None, "attention per layer: L full, S a quarter; auto: SSSL on CUDA, L on CPU")
+
+    device_batch_size: int | None = option(
+        None, "rows in one micro-step of one device; auto: the most that fit", low=1, group="batch"
+    )
+    total_batch_size: int | None = option(None, "tokens in one optimizer step, over all devices", low=1)
+    num_steps: int | None = option(None, "optimizer steps; auto: from tokens_per_param", low=1, high=10**9)
+    epochs: float | None = option(None, "passes over the text, in place of num_steps", low=1e-9, high=1e6)
+    time: str | None = option(
+        None, "length as a time such as 2m or 8h, in place of num_steps: the speed is measured first"
+    )
+    tokens_per_param: float = option(
+        12.0, "training tokens per parameter, where none of num_steps, epochs and time is set", low=1e-6, high=1e6
     )
 
-    device_batch_size: int | None = key(
-        None, "rows in one micro-step of one device; auto: the largest", low=1, group="batch"
+    optimizer: str = option(
+        "muon", "muon: Muon + AdamW; adamw: AdamW alone", choices=("muon", "adamw"), group="optimizer"
     )
-    total_batch_size: int | None = key(None, "tokens in one optimizer step, over all devices", low=1, group="batch")
-    num_steps: int | None = key(None, "optimizer steps; auto: from tokens_per_param", low=1, high=10**9, group="batch")
-    epochs: float | None = key(None, "passes over the text, instead of num_steps", low=1e-9, high=1e6, group="batch")
-    tokens_per_param: float = key(
-        12.0, "length when neither num_steps nor epochs is set", low=1e-6, high=1e6, group="batch"
-    )
-
-    optimizer: str = key("muon", "muon: Muon + AdamW; adamw: AdamW alone", choices=("muon", "adamw"), group="optimizer")
-    shard: str = key(
+    shard: str = option(
         "optimizer",
-        "optimizer: states and their update split over devices; none: replicated DDP",
+        "optimizer: states and updates are sharded over devices; none: plain DDP",
         choices=("optimizer", "none"),
-        group="optimizer",
     )
-    matrix_lr: float | None = key(
-        None, "matrices; auto: 0.02 for muon, 0.002 for adamw", low=0, high=100, group="optimizer"
+    matrix_lr: float | None = option(
+        None, "learning rate of matrices; auto: 0.02 for muon, 0.002 for adamw", low=0, high=100
     )
-    embedding_lr: float = key(0.3, "token embedding (value embeddings take half)", low=0, high=100, group="optimizer")
-    unembedding_lr: float = key(0.008, "lm_head", low=0, high=100, group="optimizer")
-    weight_decay: float = key(
-        0.28, "of matrices at depth 12; scaled to this run's length", low=0, high=100, group="optimizer"
+    embedding_lr: float = option(
+        0.3, "learning rate of the token embedding; value embeddings use half", low=0, high=100
     )
-    warmup_steps: int = key(40, "steps of linear warm-up", low=0, high=10**9, group="optimizer")
-    warmdown_ratio: float = key(
-        0.65, "share of the run in which the learning rate falls", low=0, high=1, group="optimizer"
+    unembedding_lr: float = option(0.008, "learning rate of lm_head", low=0, high=100)
+    weight_decay: float = option(
+        0.28, "weight decay of matrices at depth 12; scaled to the run's length", low=0, high=100
     )
-    final_lr_frac: float = key(0.05, "learning rate at the end, of its peak", low=0, high=1, group="optimizer")
-    grad_clip: float | None = key(
-        None, "largest gradient norm; auto: no clipping", low=1e-9, high=1e9, group="optimizer"
-    )
+    warmup_steps: int = option(40, "steps of linear warm-up", low=0, high=10**9)
+    warmdown_ratio: float = option(0.65, "fraction of the run in which the learning rate falls", low=0, high=1)
+    final_lr_frac: float = option(0.05, "learning rate at the end, as a fraction of its peak", low=0, high=1)
+    grad_clip: float | None = option(None, "largest gradient norm; auto: no clipping", low=1e-9, high=1e9)
 
-    nproc: int | None = key(None, "processes; auto: one per GPU, else two on the CPU", low=1, high=1024, group="device")
-    device: str | None = key(None, "auto: cuda where there is one", choices=("cuda", "cpu"), group="device")
-    precision: str | None = key(
-        None, "auto: bf16 where the hardware has it", choices=("fp32", "bf16", "fp16"), group="device"
+    nproc: int | None = option(
+        None, "processes; auto: one per GPU, else two on the CPU", low=1, high=1024, group="device"
     )
-    compile: bool | None = key(None, "torch.compile; auto: measured, where the run is long enough", group="device")
-    profile: str = key(
+    device: str | None = option(None, "device of the ranks; auto: cuda where there is one", choices=("cuda", "cpu"))
+    precision: str | None = option(
+        None, "precision of matrix products; auto: bf16 where the hardware has it", choices=("fp32", "bf16", "fp16")
+    )
+    compile: bool | None = option(None, "use torch.compile; auto: measured, where the run is long enough")
+    profile: str = option(
         "balanced",
-        "share of each device's memory to fill: 48, 65 or 90 %",
+        "how much of each device's memory to fill: 48, 65 or 90 %",
         choices=("conservative", "balanced", "aggressive"),
-        group="device",
     )
-    memory_share: float | None = key(
-        None, "the same as a number; auto: the profile's", low=0.01, high=1.0, group="device"
+    memory_share: float | None = option(None, "the same as a fraction; auto: the profile's", low=0.01, high=1.0)
+    activation_checkpointing: bool | None = option(
+        None, "recompute blocks in the backward pass: less memory, 4/3 of the time; auto: where needed"
     )
-    activation_checkpointing: bool | None = key(
-        None, "recompute blocks in backward, less memory, 4/3 of the time; auto: where needed", group="device"
+    logits_mib: int | None = option(
+        None, "MiB of logits in memory at a time; auto: 512, less where needed", low=1, high=1 << 20
     )
-    logits_mib: int | None = key(
+
+    log_every: int = option(10, "steps between lines of metrics", low=1, high=10**9, group="watch")
+    eval_every: int = option(250, "steps between evaluations; 0: only at the end", low=0, high=10**9)
+    eval_tokens: int | None = option(
         None,
-        "memory that logits may take at once, in MiB; auto: 512, less where needed",
+        "held-out tokens of one evaluation; auto: a tenth of the run's time for all of them, 1,048,576 at most",
         low=1,
-        high=1 << 20,
-        group="device",
+        high=10**12,
     )
+    save_every: int = option(250, "steps between checkpoints; 0: only at the end", low=0, high=10**9)
+    sample_every: int = option(0, "steps between samples; 0: only at the end", low=0, high=10**9)
+    keep_last: int = option(2, "checkpoints to keep besides the best one", low=1, high=10**6)
 
-    log_every: int = key(10, "steps between lines of metrics", low=1, high=10**9, group="watch")
-    eval_every: int = key(250, "steps between evaluations; 0: only at the end", low=0, high=10**9, group="watch")
-    eval_tokens: int = key(1 << 20, "held-out tokens of one evaluation, at most", low=1, high=10**12, group="watch")
-    save_every: int = key(250, "steps between checkpoints; 0: only at the end", low=0, high=10**9, group="watch")
-    sample_every: int = key(0, "steps between samples; 0: only at the end", low=0, high=10**9, group="watch")
-    keep_last: int = key(2, "checkpoints kept, beside the best", low=1, high=10**6, group="watch")
-
-    max_loss_spike: float | None = key(
+    max_loss_spike: float | None = option(
         None,
-        "nats by which a step's loss may exceed its recent mean; auto: any, while it is a number",
+        "nats by which a step's loss may exceed its recent mean; auto: any finite loss is accepted",
         low=1e-3,
         high=1e6,
         group="trouble",
     )
-    on_nan: str = key(
+    on_nan: str = option(
         "stop",
-        "loss no number, or a spike; rollback: to the last checkpoint, past the rows",
+        "after a NaN, infinite or spiking loss: stop, or roll back to the last checkpoint and skip the batch",
         choices=("stop", "rollback"),
-        group="trouble",
     )
 
 
-KEYS: dict[str, Field[Any]] = {f.name: f for f in fields(Config)}
-HINTS: dict[str, Any] = typing.get_type_hints(Config)
+LENGTH_KEYS = ("num_steps", "epochs", "time")  # ways to set one thing: a flag for one replaces a file's other
+KEYS = parameters_of(Config)
 
 # names of nanoGPT, nanochat and their forks -> ours; read in .py files, an error as flags or in TOML
 FOREIGN = {
@@ -189,26 +173,16 @@ FOREIGN = {
 FOREIGN_VALUES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "": None, -1: None}
 
 
-def load_config(file: str | Path | None, flags: dict[str, Any]) -> tuple[Config, list[str]]:
-    """Defaults < file < flags, checked. Second value: lines to tell the user about what a .py file held."""
-    from_file, notes = read_config_file(Path(file)) if file is not None else ({}, [])
-    values = override(from_file, flags)
-    config = Config(**values)
-    check_config(config)
-    return config, notes
-
-
-def override(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
-    """`upper` wins key by key; num_steps and epochs are two ways to say one thing, so either replaces both."""
-    if {"num_steps", "epochs"} & {name for name, value in upper.items() if value is not None}:
-        lower = {name: value for name, value in lower.items() if name not in ("num_steps", "epochs")}
-    return {**lower, **upper}
-
-
 def check_config(config: Config) -> None:
-    """What no single key can know."""
-    if config.num_steps is not None and config.epochs is not None:
-        raise PacelineError("num_steps and epochs are both set", fix="give one of them")
+    """Raises a PacelineError where keys contradict each other, or a text has a form that no limit describes."""
+    lengths = [name for name in LENGTH_KEYS if getattr(config, name) is not None]
+    if len(lengths) > 1:
+        raise PacelineError(f"{lengths[0]} and {lengths[1]} are both set", fix="give one of them")
+    if config.time is not None:
+        try:
+            parse_duration(config.time)
+        except ValueError:
+            raise PacelineError(f"time is {config.time!r}, not a duration", fix="for example 2m, 8h or 1d12h") from None
     if config.shard == "none" and config.optimizer == "muon":
         raise PacelineError(
             "shard = none is plain DDP with AdamW, but optimizer is muon",
@@ -224,205 +198,9 @@ def check_config(config: Config) -> None:
         )
 
 
-def read_config_file(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """Checked values of a .toml or .py file, and notes about what was passed over."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise PacelineError(f"config file {path} does not exist", fix=f"give one that does{_nearby(path)}") from None
-    except IsADirectoryError:
-        raise PacelineError(f"config {path} is a folder", fix=f"give a .toml file{_nearby(path / 'x')}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise PacelineError(f"config file {path} cannot be read: {error}", fix="a readable UTF-8 .toml file") from error
-    if path.suffix == ".py":
-        from paceline.foreign import read_python_config  # only here: most runs never need ast
-
-        return read_python_config(text, path=path)
-    if path.suffix != ".toml":
-        raise PacelineError(
-            f"config file {path} is neither .toml nor .py", fix="name it with its kind, such as my.toml"
-        )
-    import tomllib
-
-    try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise PacelineError(
-            f"config file {path} is not valid TOML: {error}", fix="flat lines such as depth = 12"
-        ) from error
-    return {name: checked_value(name, value, where=str(path)) for name, value in table.items()}, []
-
-
-def _nearby(path: Path) -> str:
-    folder = path.parent
-    found = sorted(str(folder / p.name) for p in folder.glob("*.toml") if p.name != "pyproject.toml")
-    return ": " + ", ".join(found[:5]) if found else ", such as configs/tiny.toml"
-
-
-def parse_flags(args: list[str]) -> tuple[list[str], dict[str, Any]]:
-    """Positional words and config keys of a command line: --key value, --key=value, --bool-key, --no-bool-key."""
-    words: list[str] = []
-    values: dict[str, Any] = {}
-    rest = list(args)
-    while rest:
-        word = rest.pop(0)
-        if not word.startswith("--") or word == "--":
-            if word.startswith("-") and len(word) > 1:
-                raise UsageError(
-                    f"unknown flag {word}", fix="flags have two dashes: --depth 12; see paceline train --help"
-                )
-            words.append(word)
-            continue
-        flag, equals, text = word[2:].partition("=")
-        name = flag.replace("-", "_")
-        if name.startswith("no_") and name not in KEYS and bool in _kinds(name[3:]) and not equals:
-            name, equals, text = name[3:], "=", "false"
-        if name != "config" and name not in KEYS:
-            raise unknown_key(name, where="flag", value=text or (rest[0] if rest else ""))
-        if not equals:
-            if bool in _kinds(name) and (not rest or rest[0].lower() not in _BOOLS | {"auto": None}):
-                text = "true"
-            elif not rest or rest[0].startswith("--"):
-                raise UsageError(f"--{flag} has no value", fix=f"--{flag} {_example(name)}")
-            else:
-                text = rest.pop(0)
-        if name in values:
-            raise UsageError(f"--{flag} is given twice", fix="give it once")
-        values[name] = text if name == "config" else parsed_value(name, text)
-    return words, values
-
-
-_BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-
-
-def _kinds(name: str) -> tuple[type, ...]:
-    """(int,), (float, NoneType) ... of a key; () for an unknown one."""
-    hint = HINTS.get(name)
-    if hint is None:
-        return ()
-    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-
-
-def _example(name: str) -> str:
-    if name not in KEYS:
-        return "FILE"
-    default = KEYS[name].default
-    choices = KEYS[name].metadata["choices"]
-    return str(default if default is not None else choices[0] if choices else "8")
-
-
-def parsed_value(name: str, text: str) -> Any:
-    """A flag's text as the key's type."""
-    kinds = _kinds(name)
-    flag = "--" + name.replace("_", "-")
-    if type(None) in kinds and text.lower() == "auto":
-        return None
-    value: Any = text
-    try:
-        if bool in kinds:
-            value = _BOOLS[text.lower()]
-        elif int in kinds:
-            value = int(text.replace(",", ""))
-        elif float in kinds:
-            value = float(text)
-    except (ValueError, KeyError):
-        raise UsageError(f"{flag} {text}: not {_wanted(name)}", fix=f"{flag} {_example(name)}") from None
-    try:
-        return checked_value(name, value, where=flag)
-    except UsageError:
-        raise
-    except PacelineError as error:
-        raise UsageError(error.message, fix=error.fix) from None
-
-
-def checked_value(name: str, value: Any, *, where: str) -> Any:
-    """The value of key `name`, or an error that tells the allowed ones. `where`: the file or flag it came from."""
-    if name not in KEYS:
-        raise unknown_key(name, where=where, value=value)
-    kinds, limits = _kinds(name), KEYS[name].metadata
-    if value is None and type(None) in kinds:
-        return None
-    if float in kinds and type(value) is int:
-        value = float(value)
-    if type(value) not in kinds:
-        raise PacelineError(f"{where}: {name} is {value!r}, not {_wanted(name)}", fix=f"{name} = {_toml(_typed(name))}")
-    if limits["choices"] and value not in limits["choices"]:
-        raise PacelineError(f"{where}: {name} is {value!r}", fix=f"one of {', '.join(limits['choices'])}")
-    low, high = limits["low"], limits["high"]
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        below, above = low is not None and value < low, high is not None and value > high
-        if below or above or value != value:
-            raise PacelineError(f"{where}: {name} is {value:,}, out of range", fix=_wanted(name))
-    if isinstance(value, str) and (not value or "\0" in value):
-        raise PacelineError(f"{where}: {name} is empty", fix=f"leave {name} out, or give it a value")
-    return value
-
-
-def _typed(name: str) -> Any:
-    """A value of the right type to show in a fix."""
-    if KEYS[name].default is not None:
-        return KEYS[name].default
-    kinds = _kinds(name)
-    return True if bool in kinds else 8 if int in kinds else 1.0 if float in kinds else _example(name)
-
-
-def _wanted(name: str) -> str:
-    """'an integer from 1 to 512', 'one of fp32, bf16, fp16', 'true or false' ..."""
-    kinds, limits = _kinds(name), KEYS[name].metadata
-    if limits["choices"]:
-        text = "one of " + ", ".join(limits["choices"])
-    elif bool in kinds:
-        text = "true or false"
-    elif int in kinds or float in kinds:
-        text = "an integer" if int in kinds else "a number"
-        show = "{:,}" if int in kinds else "{:g}"
-        text += f" from {show.format(limits['low'])}" if limits["low"] is not None else ""
-        text += f" to {show.format(limits['high'])}" if limits["high"] is not None else ""
-    else:
-        text = "text"
-    return text + (", or auto" if type(None) in kinds else "")
-
-
-def unknown_key(name: str, *, where: str, value: Any = "") -> PacelineError:
-    """Names ours for a name of another trainer, else the nearest key."""
-    kind = UsageError if where == "flag" else PacelineError
-    what = f"unknown flag --{name.replace('_', '-')}" if where == "flag" else f"{where}: unknown key {name}"
-    if isinstance(value, dict):
-        return kind(f"{where}: [{name}] is a table, keys are flat", fix="write its keys without the [section] line")
-    ours = FOREIGN.get(name)
-    if ours:
-        shown = f" {value}" if value != "" else ""
-        fix = f"--{ours.replace('_', '-')}{shown}" if where == "flag" else f"{ours} = {_toml(value)}"
-        return kind(f"{what}; paceline calls it {ours}", fix=fix)
-    near = difflib.get_close_matches(name, KEYS, n=1, cutoff=0.5)
-    if not near:
-        return kind(what, fix="paceline train --help lists all keys")
-    return kind(what, fix=f"did you mean {'--' + near[0].replace('_', '-') if where == 'flag' else near[0]}?")
-
-
-def format_toml(config: Config) -> str:
-    """The file that gives this Config back; keys at auto are left out."""
-    lines = [f"{name} = {_toml(value)}" for name, value in asdict(config).items() if value is not None]
-    return "\n".join(lines) + "\n"
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        escaped = (
-            value.replace("\\", "\\\\")
-            .replace('"', '\\"')
-            .replace("\n", "\\n")
-            .replace("\t", "\\t")
-            .replace("\r", "\\r")
-        )
-        return f'"{escaped}"'
-    return str(value)
-
-
-def with_values(config: Config, **values: Any) -> Config:
-    """A checked copy."""
-    changed = replace(config, **values)
-    check_config(changed)
-    return changed
+def cache_dir(config: Config) -> Path:
+    """Returns the folder of prepared text and of what was measured on this machine."""
+    if config.cache_dir:
+        return Path(config.cache_dir).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")  # the desktop standard, not a setting of ours
+    return (Path(base) if base else Path.home() / ".cache") / "paceline"

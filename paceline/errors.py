@@ -1,11 +1,11 @@
-"""The two ways to say no: an error that ends the command, and a finding about a machine or a config, of which there may be many."""
+"""The two kinds of problems: an error, which ends the command, and findings of a check about a machine or a config."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 
 class PacelineError(Exception):
-    """Something a user can mend. Printed as two lines, `error:` and `fix:`, without a traceback."""
+    """Something that the user can fix. It is printed as two lines, `error:` and `fix:`, without a traceback."""
 
     exit_code = 1
 
@@ -19,13 +19,13 @@ class PacelineError(Exception):
 
 
 class UsageError(PacelineError):
-    """The command line is wrong: unknown command, unknown flag, a value that no such flag takes."""
+    """The command line is wrong: an unknown command, an unknown flag, or a value that the flag does not take."""
 
     exit_code = 2
 
 
 class PlanError(PacelineError):
-    """The run cannot be laid out as asked; `fix` names what can."""
+    """No plan fits the request; `fix` names one that does."""
 
 
 class TrainingFailed(PacelineError):
@@ -42,15 +42,17 @@ class Interrupted(PacelineError):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a check found: `stop` would fail, `warn` would hurt, `note` is good to know."""
+    """One result of a check: with `stop` the run would fail, `warn` would hurt it, `note` is good to know."""
 
     id: str  # stable, kebab-case: people silence and search for it
     severity: Literal["stop", "warn", "note"]
     what: str  # with the numbers
-    why: str  # what comes of it
+    why: str  # the consequence
     fix: str  # a command or a value
-    evidence: dict[str, Any] = field(default_factory=dict)  # the facts it follows from: "network.addresses" -> value
-    host: str | None = None  # None: of the config, or of all hosts together
+    # the facts that it follows from: "network.addresses" -> value
+    evidence: dict[str, Any] = field(default_factory=dict)
+    host: str | None = None  # None: it concerns the config, or all hosts together
 
     def to_json(self) -> dict[str, Any]:
+        """Returns the finding as findings.json has it."""
         return asdict(self)

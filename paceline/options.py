@@ -1,151 +1,399 @@
 """
-What the words of a command line mean: a run, a config with its flags, the options of commands that take no config keys.
+What each command takes: one frozen dataclass for each, with defaults, limits and help. command_line.py parses them.
+
+They are apart from the functions that take them: those import much, and `--help` and completion need only these.
 """
 
-import difflib
-import os
-import sys
-import tomllib
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, dataclass_transform
 
-from paceline.errors import PacelineError, UsageError
-from paceline.rundir import RunDir
+from paceline.command_line import keys_of, option, positional
+from paceline.config import FOREIGN, Config
 
-if TYPE_CHECKING:
-    from paceline.config import Config
-
-
-TINY = Path(__file__).parent / "configs" / "tiny.toml"
-
-
-def config_of(
-    args: list[str], *, command: str, default: dict[str, Any] | None = None
-) -> tuple["Config", dict[str, Any]]:
-    """The config that the words mean, and the keys that flags have set; notes about a .py file are printed.
-
-    Without a file: configs/tiny.toml, or the defaults of all keys with those of `default`.
-    """
-    from paceline.config import load_config, parse_flags
-
-    words, flags = parse_flags(args)
-    file = flags.pop("config", None)
-    if (words and file) or len(words) > 1:
-        raise UsageError(
-            f"one config file is taken, {len(words) + bool(file)} are given",
-            fix=f"paceline {command} CONFIG --key value",
-        )
-    file = words[0] if words else file
-    if file is None and default is not None:
-        return load_config(None, {**default, **flags})[0], flags
-    config, notes = load_config(file or TINY, flags)
-    for note in notes:
-        print(note, file=sys.stderr)
-    return config, flags
+RUN = "the run's folder, or its name under --runs-dir"
+CONFIG = "a .toml file, or a .py file of plain `key = literal` lines; auto: configs/tiny.toml"
+ANY_RUN = "a run's folder or name, or a log file of any training"
+TRACKERS = "tensorboard, wandb, trackio"
 
 
-def parse_options(args: list[str], known: Mapping[str, Callable[[str], Any]]) -> tuple[list[str], dict[str, Any]]:
-    """Words and options of the commands that take no config keys."""
-    words: list[str] = []
-    options: dict[str, Any] = {}
-    rest = list(args)
-    while rest:
-        word = rest.pop(0)
-        if not word.startswith("--"):
-            words.append(word)
-            continue
-        name, equals, text = word[2:].partition("=")
-        name = name.replace("_", "-")
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            raise UsageError(
-                f"unknown flag --{name}", fix=f"--{near[0]}" if near else "one of " + ", ".join(f"--{k}" for k in known)
-            )
-        if known[name] is bool:
-            options[name] = True
-            continue
-        if not equals:
-            if not rest:
-                raise UsageError(f"--{name} has no value", fix=f"--{name} VALUE")
-            text = rest.pop(0)
-        try:
-            options[name] = known[name](text)
-        except ValueError:
-            kind = "an integer" if known[name] is int else "a number"
-            raise UsageError(f"--{name} {text}: not {kind}", fix=f"--{name} 8") from None
-    return words, options
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+class Options:
+    """Each subclass is a frozen dataclass, whose docstring is the help of its command."""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, kw_only=True)(cls)
 
 
-def find_run(words: list[str], *, runs_dir: str | None) -> RunDir:
-    """The run folder that a path, or a name under runs/, means."""
-    if len(words) != 1:
-        raise UsageError(
-            f"one RUN is needed, {len(words)} are given", fix="a run's folder or name; paceline runs lists them"
-        )
-    folder = Path(runs_dir or "runs")
-    for path in (Path(words[0]), folder / words[0]):
-        if (path / "config.toml").is_file():
-            return run_of_ours(RunDir(path))
-    names = sorted(path.parent.name for path in folder.glob("*/config.toml"))
-    known = (
-        f"one of {', '.join(names[-5:])}" if names else "paceline train makes one; give the folder if it is elsewhere"
+class ConfigOptions(Options):
+    """A config file and any key of it."""
+
+    config: str | None = positional("CONFIG", CONFIG, default=None, has_flag=True)
+    keys: Mapping[str, Any] = keys_of(Config, foreign=FOREIGN)
+
+
+class JsonOption(Options):
+    """Output for programs."""
+
+    json: bool = option(False, "print JSON")
+
+
+class RunsOption(Options):
+    """Where runs are."""
+
+    runs_dir: str = option("runs", "the folder that holds the runs", value="DIR")
+
+
+class Recovery(Options):
+    """How attempts are repeated."""
+
+    max_attempts: int = option(10, "attempts in all, the first included", low=1, high=10**6, group="recovery")
+    recover: bool = option(True, "stop at the first failure")
+    hang_after_s: float | None = option(
+        None,
+        "seconds without progress after which a rank counts as hung; auto: 60 or 6 usual steps within a step,"
+        " 600 of a script's silence",
+        low=0.1,
+        high=1e6,
     )
-    raise PacelineError(f"no run {words[0]}: neither it nor {folder / words[0]} holds a config.toml", fix=known)
 
 
-def run_of_ours(run: RunDir) -> RunDir:
-    """The run, unless a script's: that has no config of ours and no checkpoint that we can read."""
-    with suppress(OSError, ValueError):
-        if "command" in tomllib.loads(run.config_toml.read_text(encoding="utf-8")):
-            raise PacelineError(
-                f"{run.name} is the run of a script, not a training run of paceline's own",
-                fix=f"paceline run {run.config_toml} runs it again",
-            )
-    return run
+class Services(Options):
+    """Processes that follow a run: trackers and notifications."""
+
+    track: tuple[str, ...] = option(
+        (), f"send metrics to these trackers, separated by commas: {TRACKERS}", group="services", value="TRACKERS"
+    )
+    notify: tuple[str, ...] = option(
+        (),
+        "report failed, recovered and finished to this address (ntfy, Slack, any JSON receiver), or @FILE with the"
+        " address in it; may be repeated",
+        value="URL",
+    )
 
 
-def one_word(words: list[str], what: str, *, default: str) -> str:
-    if len(words) > 1:
-        raise UsageError(f"one {what} is taken, {len(words)} are given", fix=f"leave {' '.join(words[1:])} out")
-    return words[0] if words else default
+class LaunchOptions(Recovery, Services):
+    """What `train`, `resume` and `run` share."""
+
+    check: bool = option(True, "start even if a check says that the run would fail", group="launch")
+    show_env: bool = option(False, "print the environment of the ranks, and why each variable is set, and stop")
+    health_every_s: float = option(2.0, "seconds between health samples of the host; 0: no samples", low=0, high=86_400)
 
 
-def one_action(args: list[str], actions: tuple[str, ...], *, command: str) -> tuple[str, list[str]]:
-    if not args or args[0] not in actions:
-        given = f"not {args[0]}" if args else "none is given"
-        raise UsageError(f"{command} takes {' or '.join(actions)}, {given}", fix=f"paceline {command} {actions[0]}")
-    return args[0], args[1:]
+class TrainOptions(LaunchOptions, ConfigOptions):
+    """Train a GPT; without CONFIG, a small one on text that is always at hand.
+
+    Plans, prepares the text, starts one process for each device, trains, and leaves everything in runs/NAME. A failure that is
+    usually transient is retried from the last good checkpoint (docs/recovery.md). A rank that hangs is stopped and the attempt
+    repeated. Every config key is an option; options override CONFIG.
+
+    $ paceline train configs/balanced.toml --data ~/books --name books
+    """
 
 
-def take_option(args: list[str], name: str, kind: Callable[[str], Any]) -> tuple[list[str], Any]:
-    """One option out of words that are config keys else; its value, or None."""
-    rest, values = take_values(args, name, kind)
-    return rest, values[-1] if values else None
+class ResumeOptions(LaunchOptions):
+    """Continue a run from its last good checkpoint, on any number of devices.
+
+    A larger --num-steps extends a finished run; its learning rates are then computed for the whole new length. Keys that
+    shape weights or choose rows cannot change.
+
+    $ paceline resume books --nproc 1
+    """
+
+    run: str = positional("RUN", RUN)
+    keys: Mapping[str, Any] = keys_of(Config, foreign=FOREIGN)
 
 
-def take_values(args: list[str], name: str, kind: Callable[[str], Any] = str) -> tuple[list[str], list[Any]]:
-    """The values of an option that may be given several times."""
-    rest: list[str] = []
-    values = []
-    words = iter(args)
-    for word in words:
-        if word.partition("=")[0].replace("_", "-") == f"--{name}":
-            given = [word] if "=" in word else [word, *([text] if (text := next(words, None)) is not None else [])]
-            values.append(parse_options(given, {name: kind})[1][name])
-        else:
-            rest.append(word)
-    return rest, values
+class ScriptOptions(LaunchOptions):
+    """Start any script that torchrun can start, with paceline's checks, logs and recovery.
+
+    Starts SCRIPT.py, or -m MODULE, once for each device. Each rank's output is kept whole in runs/NAME/logs and shown as it
+    comes, with the rank before each line. A failure from outside the script is retried with the same command; the script finds
+    PACELINE_ATTEMPT (1, 2, ...) and PACELINE_RUN, a folder for its checkpoints. The exit code is that of the rank that failed
+    first, or 1 if the cause is a known mistake in the script or its arguments.
+
+    $ paceline run --nproc 2 -- train.py --lr 3e-4
+    $ paceline run -- -m package.train --lr 3e-4
+    """
+
+    command: tuple[str, ...] = ()  # the script's own line, which is not ours to parse
+    quiet_ranks: bool = option(False, "show the output of rank 0 only; logs keep every rank's", group="launch")
+    keys: Mapping[str, Any] = keys_of(Config, names=("nproc", "device", "name", "runs_dir"))
 
 
-def take_flag(args: list[str], flag: str) -> tuple[list[str], bool]:
-    return [arg for arg in args if arg != flag], flag in args
+class PlanOptions(JsonOption, ConfigOptions):
+    """Show what fits, how fast, how long and at what cost, on the GPUs here or on others.
+
+    Shows memory by part, the largest micro-batch, the time of a step and of the run, energy and money, each with its range
+    and what it is based on. Without CONFIG it plans configs/tiny.toml, as train would; where GPUs are named or a time is given,
+    depth 12 and the defaults of all keys. --time and --budget choose the depth by scaling rules.
+
+    $ paceline plan configs/balanced.toml --gpu "RTX 5090" --gpus 2
+    """
+
+    gpu: str | None = option(None, 'plan for this GPU, such as "RTX 5090"; auto: the GPUs here', value="NAME")
+    gpus: int | None = option(None, "GPUs of each host; auto: those here, or 1 of --gpu", low=1, high=10**6)
+    hosts: int | None = option(None, "hosts, each with as many GPUs; auto: 1", low=1, high=10**6)
+    link: str | None = option(
+        None,
+        'the link between the devices: 10GbE, "PCIe 5 x8", NVLink ...; auto: what `paceline comm` measured',
+        value="NAME",
+    )
+    price: str | None = option(None, "0.30/kWh or 2.50/gpu-hour: adds what the run costs", value="PRICE")
+    watts: float | None = option(None, "power of one GPU under load; auto: the GPU's limit", low=1e-3, high=1e6)
+    time: str | None = option(None, "the deepest model whose training ends in this time: 12h, 90m", value="TIME")
+    budget: float | None = option(
+        None, "the deepest model whose training costs at most this; needs --price", low=1e-3, high=1e9
+    )
+    compare: str | None = option(None, '"RTX 4090,RTX 5090,H100": a table with one line for each GPU', value="NAMES")
+    sweep: str | None = option(
+        None, "device_batch_size, depth=8,12,16 ...: a table with one line for each value of a key", value="KEY[=A,B]"
+    )
+    exact: bool = option(False, "trace two real steps without a GPU (needs torch, takes seconds)")
+    measure: bool = option(False, "measure the device here first, under a minute; later plans use the result")
 
 
-def cache_dir(config: "Config") -> Path:
-    """Where prepared text and what was measured of this machine are kept."""
-    if config.cache_dir:
-        return Path(config.cache_dir).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")  # the desktop standard, not a setting of ours
-    return (Path(base) if base else Path.home() / ".cache") / "paceline"
+class CheckOptions(JsonOption, ConfigOptions):
+    """Check whether this machine is ready to train a config: findings, each with its fix.
+
+    The exit code is 1 if a finding would stop the run. docs/checks.md lists what is checked.
+
+    $ paceline check configs/balanced.toml --nproc 2
+    """
+
+    port: int | None = option(None, "check this port too", low=1, high=65_535)
+    verbose: bool = option(False, "show the reasons and the facts of each finding")
+
+
+class CommOptions(JsonOption, ConfigOptions):
+    """Test and measure the collectives between the ranks.
+
+    Checks that every result is right, measures how fast the links are, and shows what that means for a training step of
+    the config (depth 12 without one). A rank that does not respond is reported after the deadline.
+
+    $ paceline comm --nproc 2 --device cpu
+    """
+
+    max_bytes: int | None = option(None, "the largest message; auto: by the device", low=4, high=1 << 40)
+    deadline_s: float = option(10.0, "seconds of silence after which a rank is reported as stuck", low=1, high=1e6)
+    tok_per_sec: float | None = option(
+        None, "tokens per second of one process alone; auto: as planned", low=1e-3, high=1e12
+    )
+    out: Path | None = option(
+        None, "where the results go; auto: ~/.cache/paceline/comm.json, where a plan finds them", value="FILE"
+    )
+
+
+class WatchOptions(JsonOption, RunsOption):
+    """Show a run, or the log of any training, live: in the terminal, as text, or in the browser.
+
+    Shows progress, speed, curves, GPUs, ranks, events and logs, and the cause if it failed. The last line lists the keys.
+    Watching changes nothing in the run. docs/watch.md and docs/web.md.
+
+    $ paceline watch --log slurm-4711.out
+    $ paceline watch --web --open
+    """
+
+    run: str | None = positional("RUN", ANY_RUN + "; auto: the run that is active, else the latest", default=None)
+    log: Path | None = option(None, "watch this log file of any training", value="FILE")
+    once: bool = option(False, "print one view as text and stop")
+    interval_s: float | None = option(None, "seconds between refreshes; auto: 3", low=0.2, high=3600)
+    ascii: bool = option(False, "draw with ASCII characters only")
+    web: bool = option(False, "serve a page to this machine's browser")
+    port: int | None = option(None, "the port of --web; auto: a free one", low=0, high=65_535)
+    open: bool = option(False, "open the browser on the page of --web")
+
+
+class ExplainOptions(JsonOption, RunsOption):
+    """Name the root cause of a failure in any training log, on which rank and step, and the fix.
+
+    Then the evidence, and what was only a consequence. Logs may come from any launcher, be of any size, and be compressed.
+
+    $ paceline explain slurm-4711.out
+    $ paceline explain books
+    """
+
+    logs: tuple[str, ...] = positional(
+        "LOG|RUN|-",
+        "a log, one log for each rank, a folder of logs, a run's folder or name, or - for standard input",
+        default=(),
+    )
+    markdown: bool = option(False, "print Markdown, for an issue")
+    list: bool = option(False, "list every cause that can be recognized")
+    cause: str | None = option(None, "describe one cause of --list", value="ID")
+
+
+class RunsOptions(JsonOption):
+    """List the runs, the latest first: state, steps, val_bpb, tok/s.
+
+    $ paceline runs --json | jq .[0].val_bpb
+    """
+
+    dir: str = positional("DIR", "the folder that holds the runs", default="runs")
+
+
+class RunsShowOptions(JsonOption, RunsOption):
+    """Show one run: why each attempt ended, what was done next, and where the time went.
+
+    $ paceline runs show books
+    """
+
+    run: str = positional("RUN", RUN)
+
+
+class ReportOptions(RunsOption):
+    """Write one run, or the log of any training, to one file: HTML or Markdown.
+
+    Curves, explanation, plan against measurement, where the time went, events, config, machine and samples. The HTML file
+    needs no server and no network. docs/web.md.
+
+    $ paceline report books --markdown
+    """
+
+    run: str = positional("RUN", ANY_RUN)
+    markdown: bool = option(False, "write Markdown, for an issue, to standard output")
+    output: str | None = option(None, "the file to write, or - for standard output; auto: NAME.html here", value="FILE")
+
+
+class TrackOptions(RunsOption):
+    """Send the metrics and health of a run to TensorBoard, W&B or trackio.
+
+    Each step is sent once: what was sent before is skipped. A run that is still active is followed until it ends. docs/trackers.md.
+
+    $ paceline track books --to tensorboard
+    """
+
+    run: str = positional("RUN", RUN)
+    to: str = option("", f"the trackers, separated by commas: {TRACKERS}", value="TRACKERS")
+
+
+class TorchCheckOptions(JsonOption):
+    """Check this PyTorch: libuv, NCCL, process groups, and products on every device.
+
+    The exit code is 1 if something is not right. docs/torch.md.
+
+    $ paceline torch check
+    """
+
+    path: Path | None = option(
+        None, "another install: a virtual environment or a source tree; auto: this Python's", value="DIR"
+    )
+
+
+class TorchRecipeOptions(JsonOption):
+    """Show the PyTorch wheel for these GPUs and this driver, or the build that fits.
+
+    $ paceline torch recipe --arch 12.0 --driver 570.133
+    """
+
+    arch: str | None = option(
+        None, "compute capability of the GPU, such as 12.0; auto: the GPUs here", value="CAPABILITY"
+    )
+    driver: str | None = option(None, "version of the driver, such as 570.133; auto: the one here", value="VERSION")
+    build: bool = option(False, "show the build even if a wheel fits")
+    script: Path | None = option(
+        None, "write a bash script that builds PyTorch for them, to read and run", value="FILE"
+    )
+
+
+class AccelerateOptions(JsonOption):
+    """Write an accelerate config that fits this machine: its devices, its precision, DDP or FSDP2.
+
+    With several hosts, write one file on each, with --nnodes, --node-rank and --main-address.
+
+    $ paceline accelerate-config --out two-cards.yaml
+    """
+
+    out: str = option("accelerate.yaml", "the file to write, or - for standard output", value="FILE")
+    force: bool = option(False, "write over a file that exists")
+    fsdp: bool = option(False, "FSDP2 in place of DDP")
+    nnodes: int = option(1, "hosts", low=1, high=10**6)
+    node_rank: int | None = option(None, "the rank of this host, of several", low=0, high=10**6)
+    main_address: str | None = option(None, "the address of the host with --node-rank 0", value="ADDRESS")
+    main_port: int | None = option(
+        None, "the port of the rendezvous; auto: a free one, 29500 for several hosts", low=0, high=65_535
+    )
+    keys: Mapping[str, Any] = keys_of(Config, names=("nproc", "device", "precision"))
+
+
+class CheckpointOptions(JsonOption, RunsOption):
+    """Which checkpoint, and where it is loaded."""
+
+    run: str = positional("RUN", RUN)
+    step: int | None = option(None, "the checkpoint's step; auto: the newest good one", low=0, high=10**12)
+    device: str | None = option(None, "auto: cuda where there is one", choices=("cuda", "cpu"))
+
+
+class EvalOptions(CheckpointOptions):
+    """Measure bits per byte of a run's model on held-out text, or on all of another text.
+
+    $ paceline eval books --data builtin
+    """
+
+    data: str | None = option(
+        None, "other text: builtin, a file or folder, or hf:NAME; auto: the run's held-out text", value="SOURCE"
+    )
+    tokens: int | None = option(None, "evaluate at most this many; auto: all", low=1, high=10**15)
+
+
+class SampleOptions(CheckpointOptions):
+    """Write text with a run's model, as it comes.
+
+    $ paceline sample books --prompt "Once upon" --num 3
+    """
+
+    prompt: str = option("", "how the text begins; -: read it from standard input")
+    num: int = option(1, "texts", low=1, high=10**6)
+    tokens: int = option(200, "tokens of each text, at most", low=1, high=10**9)
+    temperature: float = option(0.8, "0 always takes the likeliest token", low=0, high=1e3)
+    top_k: int = option(50, "choose among this many of the likeliest tokens; 0: among all", low=0, high=10**9)
+    seed: int = option(42, "seed of the random choices", low=0, high=2**63 - 1)
+
+
+class DataOptions(JsonOption, ConfigOptions):
+    """Turn text into token shards, as `train` does before it starts.
+
+    $ paceline data prepare --data ~/books --vocab-size 32768
+    """
+
+    verify: bool = option(False, "hash every shard and compare")
+
+
+class DataInfoOptions(DataOptions):
+    """Show what is in the token shards of a text, which are prepared if they are not there.
+
+    $ paceline data info --data ~/books --verify
+    """
+
+
+class TokenizerTrainOptions(JsonOption):
+    """Train a byte-level BPE tokenizer on the training part of a text.
+
+    $ paceline tokenizer train --data ~/books --vocab-size 32768 --out books.json
+    """
+
+    out: Path | None = option(None, "the tokenizer.json to write (required)", value="FILE")
+    data: str = option("builtin", "text: builtin, a file or folder, or hf:NAME[:CONFIG]", value="SOURCE")
+    vocab_size: int = option(32_768, "tokens of the tokenizer", low=257, high=2**31 - 1)
+
+
+class TokenizerInfoOptions(JsonOption):
+    """Show a tokenizer's size, its special tokens, and how it cuts a text.
+
+    $ paceline tokenizer info books.json --text "Once upon a time"
+    """
+
+    file: Path = positional("FILE", "a tokenizer.json")
+    text: str | None = option(None, "the text to cut into tokens; auto: a few lines of Python")
+
+
+class CompletionOptions(Options):
+    """Print a script that completes commands, options, files and runs in your shell.
+
+    $ source <(paceline completion bash)
+    $ paceline completion zsh > ~/.zfunc/_paceline
+    $ paceline completion fish > ~/.config/fish/completions/paceline.fish
+    """
+
+    shell: str = positional("bash|zsh|fish", "the shell", choices=("bash", "zsh", "fish"))

@@ -1,8 +1,8 @@
 """
 The run folder: every file name in it, how each is written and read.
 
-It is the only interface between a run and everyone who looks at it, so names and fields stay for good. Times are UTC.
-Readers meet half-written last lines and go on. Nothing here knows what a step or a process is.
+It is the only interface between a run and everything that reads it, so names and fields never change. Times are UTC. Readers skip a
+half-written last line. Nothing here depends on what a step or a process is.
 """
 
 import errno
@@ -11,8 +11,9 @@ import json
 import os
 import sys
 import time
+import tomllib
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,9 +21,19 @@ from typing import Any
 
 from paceline.errors import PacelineError
 
-LOCK_TRIES, LOCK_TRY_S = 3, 0.02  # whoever only looks at a run, `is_locked`, holds it for some microseconds
-RECORDED = "comm_lib_trace_rank_"  # as torch calls what its flight recorder writes; the rank follows
+LOCK_ATTEMPTS, LOCK_RETRY_S = 3, 0.02  # `is_locked` holds the lock for some microseconds
+RECORDER_DUMP = "comm_lib_trace_rank_"  # torch's name for a dump of its flight recorder; the rank follows
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+
+class Entry:
+    """A path in the run folder, by its name there."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __get__(self, run: "RunDir", _: type["RunDir"]) -> Path:
+        return run.path / self.name
 
 
 @dataclass(frozen=True)
@@ -31,194 +42,149 @@ class RunDir:
 
     path: Path
 
+    config_toml = Entry("config.toml")  # the resolved config; written last, it makes the folder a run
+    plan_json = Entry("plan.json")  # what the planner chose and expected
+    dataset_json = Entry("dataset.json")  # the folder of the token shards and their fingerprint
+    findings = Entry("findings.json")  # the findings of the checks before the last attempt
+    events = Entry("events.jsonl")  # what happened: attempts, checkpoints, failures, decisions
+    metrics = Entry("metrics.jsonl")  # one line for each logged step
+    checkpoints = Entry("checkpoints")  # a folder for each checkpoint
+    samples = Entry("samples")  # text that the model wrote during the run
+    skipped_json = Entry("skipped.json")  # the batches that the run skips after a rollback
+    tokenizer_json = Entry("tokenizer/tokenizer.json")  # the tokenizer that the run's text was tokenized with
+    lock = Entry(".lock")  # locked while a process holds the run; it has the process id
+    health_dir = Entry("health")  # a file for each host: samples of its GPUs, memory, disk and network
+
     @property
     def name(self) -> str:
+        """The run's name, which is its folder's."""
         return self.path.name
 
-    @property
-    def config_toml(self) -> Path:
-        return self.path / "config.toml"
-
-    @property
-    def plan_json(self) -> Path:
-        return self.path / "plan.json"
-
-    @property
-    def dataset_json(self) -> Path:
-        """Where the prepared token shards lie, and their fingerprint."""
-        return self.path / "dataset.json"
-
     def facts(self, host: str) -> Path:
-        """What a host was like when an attempt began."""
+        """The facts of a host when an attempt began."""
         return self.path / "facts" / f"{host}.json"
 
-    @property
-    def findings(self) -> Path:
-        """What the checks said before the last attempt."""
-        return self.path / "findings.json"
-
-    @property
-    def events(self) -> Path:
-        return self.path / "events.jsonl"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def samples(self) -> Path:
-        return self.path / "samples"
-
     def sample(self, step: int) -> Path:
+        """The sample of a step."""
         return self.samples / f"step_{step:06d}.txt"
 
     def trouble(self, step: int) -> Path:
-        """What is known of a step whose loss or gradient was no number, or leapt; a file for each attempt and rank."""
+        """Details of a step whose loss or gradient was NaN or infinite, or whose loss spiked; a file for each attempt and rank."""
         return self.path / "trouble" / f"step_{step:06d}"
 
-    @property
-    def skipped_json(self) -> Path:
-        """The batches of rows that the run passes over, after a rollback."""
-        return self.path / "skipped.json"
-
-    @property
-    def tokenizer_json(self) -> Path:
-        return self.path / "tokenizer" / "tokenizer.json"
-
-    @property
-    def lock(self) -> Path:
-        return self.path / ".lock"
-
     def progress(self, rank: int) -> Path:
+        """A rank's heartbeat."""
         return self.path / "progress" / str(rank)
 
     def logs(self, attempt: int) -> Path:
+        """The folder with the logs of an attempt."""
         return self.path / "logs" / str(attempt)
 
     def rank_log(self, attempt: int, rank: int) -> Path:
+        """A rank's output, whole."""
         return self.logs(attempt) / f"{rank}.log"
 
     def rank_error(self, attempt: int, rank: int) -> Path:
-        """Written by a rank that ends with an exception: {time, type, message, fix, traceback, step}."""
+        """The exception that ended a rank: {time, type, message, fix, traceback, step}."""
         return self.logs(attempt) / f"{rank}.error.json"
 
     def rank_stacks(self, attempt: int, rank: int) -> Path:
-        """Where a rank of our trainer writes the stacks of its threads whenever it is sent SIGUSR2; else empty."""
+        """The stacks of a trainer's rank, written when it receives SIGUSR2; otherwise empty."""
         return self.logs(attempt) / f"{rank}.stacks"
 
-    def recorded(self, attempt: int) -> list[Path]:
-        """Of its last collectives by each rank that was asked, or that met torch's own timeout (launch/recorder.py)."""
-        return sorted(self.logs(attempt).glob(f"{RECORDED}*"))
-
-    @property
-    def health_dir(self) -> Path:
-        """A file for each host: samples of its GPUs, memory, disk and network."""
-        return self.path / "health"
+    def recorder_dumps(self, attempt: int) -> list[Path]:
+        """Dumps of torch's flight recorder: a rank's last collectives, on request or after torch's timeout (launch/stacks.py)."""
+        return sorted(self.logs(attempt).glob(f"{RECORDER_DUMP}*"))
 
     def health(self, host: str) -> Path:
+        """The samples of one host."""
         return self.health_dir / f"{host}.jsonl"
 
     def track(self, name: str) -> Path:
-        """How far a tracker has come."""
+        """What a tracker has sent so far."""
         return self.path / "track" / f"{name}.json"
 
     def hang(self, attempt: int) -> Path:
-        """What was known of a hang: hang.json and a file for each rank."""
+        """The evidence of a hang: hang.json and a file for each rank."""
         return self.path / "hangs" / str(attempt)
 
 
 def utc_now() -> str:
+    """Returns the time as every file of a run has it: 2026-11-20T10:00:00.000Z."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-_waiting: dict[Path, bytes] = {}  # lines of this process that found no room, by file
+_pending: dict[Path, bytes] = {}  # lines of this process that did not fit on the disk yet, by file
 
 
 def append_json_line(path: Path, record: dict[str, Any]) -> None:
-    """One write call per line, in append mode: lines of several writers do not mix.
+    """Appends a line in one write call, so that lines of several writers do not mix.
 
-    On a full disk the line is said on stderr, waits for the next one that finds room, and what is at work goes on;
-    PacelineError where the folder is gone or cannot be written.
+    On a full disk it prints the line on stderr and writes it together with the next line that fits. Raises PacelineError where the
+    folder is gone or cannot be written.
     """
     line = (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode()
-    lines = _waiting.pop(path, b"") + line
+    lines = _pending.pop(path, b"") + line
     try:
-        with _opened_to_append(path) as fd:
-            _write_whole(fd, lines)
+        _append_whole(path, lines)
     except OSError as error:
         if error.errno not in NO_SPACE:
-            raise unwritable(path, error) from error
-        _waiting[path] = lines
+            raise unwritable_file(path, error) from error
+        _pending[path] = lines
         with suppress(OSError):  # stderr may be a log on the same disk
-            print(f"{path}: no space, waits for some: {line.decode().rstrip()}", file=sys.stderr, flush=True)
+            print(f"{path}: no space left, writing this later: {line.decode().rstrip()}", file=sys.stderr, flush=True)
 
 
 def append_sample(path: Path, record: dict[str, Any]) -> bool:
-    """A line that nobody misses: what finds no room, or no folder, is left out. Returns whether it was written."""
+    """Appends a line that may be lost: on a full disk or without a folder it is skipped. Returns whether it was written."""
     line = (json.dumps(record, separators=(",", ":"), ensure_ascii=False) + "\n").encode()
     try:
         path.parent.mkdir(exist_ok=True)
-        with _opened_to_append(path) as fd:
-            _write_whole(fd, line)
+        _append_whole(path, line)
     except OSError:
         return False
     return True
 
 
 class LineFile:
-    """JSON lines of one writer. On a full disk they wait in memory, in their order, until a later append finds room."""
+    """JSON lines of one writer. On a full disk they stay in memory, in order, until a later append succeeds."""
 
     def __init__(self, path: Path):
         self.path = path
-        self._waiting = b""
+        self._pending = b""
 
     def append(self, record: dict[str, Any]) -> None:
-        self._waiting += (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode()
+        """Appends a line. Raises PacelineError where the folder is gone or cannot be written."""
+        self._pending += (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode()
         try:
-            with _opened_to_append(self.path) as fd:
-                while self._waiting:
-                    self._waiting = self._waiting[os.write(fd, self._waiting) :]
+            _append_whole(self.path, self._pending)
+            self._pending = b""
         except OSError as error:
             if error.errno not in NO_SPACE:
-                raise unwritable(self.path, error) from error
+                raise unwritable_file(self.path, error) from error
 
 
-@contextmanager
-def _opened_to_append(path: Path) -> Iterator[int]:
+def _append_whole(path: Path, lines: bytes) -> None:
+    """Writes all of the lines or none; after a line that a crash or a full disk has cut, it starts a new one."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
-        yield fd
+        before = os.fstat(fd).st_size
+        text = lines if before == 0 or os.pread(fd, 1, before - 1) == b"\n" else b"\n" + lines
+        written = os.write(fd, text)
+        if written < len(text):
+            if os.fstat(fd).st_size == before + written:  # no other writer has appended since
+                os.ftruncate(fd, before)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     finally:
         os.close(fd)
 
 
-def _ends_well(fd: int) -> bool:
-    """False after a line that a crash or a full disk has cut: a new one must not be glued to it."""
-    size = os.fstat(fd).st_size
-    return size == 0 or os.pread(fd, 1, size - 1) == b"\n"
-
-
-def _write_whole(fd: int, lines: bytes) -> None:
-    """All or nothing: the part that a full disk took is given back. After a line that a crash has cut, on a new one."""
-    text = lines if _ends_well(fd) else b"\n" + lines
-    before = os.fstat(fd).st_size
-    written = os.write(fd, text)
-    if written < len(text):
-        if os.fstat(fd).st_size == before + written:  # no other writer came after it
-            os.ftruncate(fd, before)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def unwritable(path: Path, error: OSError) -> PacelineError:
-    """What the user reads when a file of a run folder cannot be written for another reason than a full disk."""
+def unwritable_file(path: Path, error: OSError) -> PacelineError:
+    """Returns the error for a file of a run folder that cannot be written for another reason than a full disk."""
     if not path.parent.is_dir():
         return PacelineError(
-            f"{path.parent} is gone: it was there when the run began",
-            fix="bring the run folder back, or mount it again, then paceline resume it; else start a new run",
+            f"{path.parent} is gone: it existed when the run began",
+            fix="restore the run folder or mount it again, then paceline resume it; or start a new run",
         )
     return PacelineError(
         f"{path} cannot be written: {error.strerror}",
@@ -226,12 +192,28 @@ def unwritable(path: Path, error: OSError) -> PacelineError:
     )
 
 
+def unwritable_run(run: RunDir, error: OSError) -> PacelineError:
+    """Returns the error for a run folder that cannot be created or written."""
+    return PacelineError(
+        f"run folder {run.path} cannot be written: {error.strerror}", fix="--runs-dir DIR in a place you can write"
+    )
+
+
+def check_unused(run: RunDir, *, fix: str) -> None:
+    """Raises PacelineError where the folder holds something. fix: for a folder that is a run."""
+    if run.path.exists() and (not run.path.is_dir() or any(run.path.iterdir())):
+        is_run = run.config_toml.is_file()
+        text = f"{run.path} already exists" + ("" if is_run else " and is not a run")
+        raise PacelineError(text, fix=fix if is_run else "another --name")
+
+
 def append_event(run: RunDir, event: str, **fields: Any) -> None:
+    """Appends a line to events.jsonl, with the time."""
     append_json_line(run.events, {"time": utc_now(), "event": event, **fields})
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Complete lines only; a half-written last line, or one cut by a crash, is passed over."""
+    """Yields the records of a file; a half-written last line, or one that a crash has cut, is skipped."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -246,19 +228,19 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_end(path: Path, length: int) -> tuple[bytes, bool]:
-    """The whole lines among the last bytes, and whether they are all."""
+    """Returns the whole lines among the last `length` bytes, and whether they are the whole file."""
     try:
         with path.open("rb") as file:
             start = max(0, file.seek(0, os.SEEK_END) - length)
             file.seek(start)
-            found = file.read(length)
+            end = file.read(length)
     except OSError:
         return b"", True
-    return found[found.find(b"\n") + 1 if start else 0 : found.rfind(b"\n") + 1], start == 0
+    return end[end.find(b"\n") + 1 if start else 0 : end.rfind(b"\n") + 1], start == 0
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Complete or as before: a reader never meets half a file."""
+    """Replaces a file at once: a reader never sees half of it, nor does a crash leave half of it."""
     part = path.with_name(path.name + ".part")
     with part.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -268,7 +250,7 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 class RunInUse(PacelineError):
-    """Some process holds the run: `pid`, which may be gone while the workers it started still save and end."""
+    """A process holds the run. pid: of the supervisor, which may be gone while its workers still save and end."""
 
     def __init__(self, run: RunDir, pid: int | None):
         super().__init__(
@@ -278,13 +260,13 @@ class RunInUse(PacelineError):
 
 
 def lock_run(run: RunDir) -> int:
-    """File descriptor that holds the run; it is released when every process that inherited it has ended."""
+    """Returns a file descriptor that holds the run until every process that inherited it has ended. Raises RunInUse."""
     fd = os.open(run.lock, os.O_RDWR | os.O_CREAT, 0o644)
-    for _ in range(LOCK_TRIES):
+    for _ in range(LOCK_ATTEMPTS):
         with suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
-        time.sleep(LOCK_TRY_S)
+        time.sleep(LOCK_RETRY_S)
     else:
         holder = os.pread(fd, 64, 0).decode(errors="replace").strip()
         os.close(fd)
@@ -295,7 +277,7 @@ def lock_run(run: RunDir) -> int:
 
 
 def is_locked(run: RunDir) -> bool:
-    """Whether some process holds the run."""
+    """Whether a process holds the run."""
     try:
         fd = os.open(run.lock, os.O_RDONLY)
     except OSError:
@@ -310,5 +292,30 @@ def is_locked(run: RunDir) -> bool:
 
 
 def holder_of(run: RunDir) -> str | None:
-    """The process id in the lock; None where nobody holds the run."""
+    """Returns the process id in the lock; None where no process holds the run."""
     return run.lock.read_text(errors="replace").strip() if is_locked(run) else None
+
+
+def find_run(name: str, *, runs_dir: str = "runs") -> RunDir:
+    """The run folder that a path, or a name in runs_dir, means: a training run's or a script's."""
+    named, folder = Path(name), Path(runs_dir)
+    if named.name in ("", ".."):
+        named = named.resolve()  # a run is called by the name of its folder
+    for path in (named, folder / name):
+        if (path / "config.toml").is_file():
+            return RunDir(path)
+    names = sorted(path.parent.name for path in folder.glob("*/config.toml"))
+    fix = f"one of {', '.join(names[-5:])}" if names else "paceline train makes one; give the folder if it is elsewhere"
+    raise PacelineError(f"no run {name}: neither it nor {folder / name} holds a config.toml", fix=fix)
+
+
+def find_training_run(name: str, *, runs_dir: str) -> RunDir:
+    """find_run, but for a script's run, which has neither our config nor a checkpoint that we can read."""
+    run = find_run(name, runs_dir=runs_dir)
+    with suppress(OSError, ValueError):
+        if "command" in tomllib.loads(run.config_toml.read_text(encoding="utf-8")):
+            raise PacelineError(
+                f"{run.name} is the run of a script, not a training run of paceline's own",
+                fix=f"paceline run {run.config_toml} runs it again",
+            )
+    return run

@@ -1,5 +1,5 @@
 """
-Text on the screen: what long work shows while it lasts, a bar or a line on a terminal and plain lines in a pipe; tables of facts.
+Text on the screen: the progress of long work, as a bar or a line on a terminal and as plain lines in a pipe; tables of facts.
 
 Rich is imported when a bar is drawn.
 """
@@ -15,13 +15,13 @@ from paceline.rundir import NO_SPACE
 
 @contextmanager
 def show_progress() -> Iterator[Callable[[str, float, float], None]]:
-    """progress(label, done, total): a bar on a terminal; one line per label when piped."""
+    """Yields progress(label, done, total), which draws a bar on a terminal and prints one line for each label in a pipe."""
     if not sys.stderr.isatty():
-        seen: set[str] = set()
+        shown: set[str] = set()
 
         def line(label: str, done: float, total: float) -> None:
-            if label not in seen:
-                seen.add(label)
+            if label not in shown:
+                shown.add(label)
                 print(f"{label} ...", file=sys.stderr, flush=True)
 
         yield line
@@ -42,8 +42,8 @@ def show_progress() -> Iterator[Callable[[str, float, float], None]]:
 
 
 @contextmanager
-def waiting(label: str) -> Iterator[Callable[[str], None]]:
-    """On a terminal, one line that says what is done so far, and goes when all is."""
+def progress_line(label: str) -> Iterator[Callable[[str], None]]:
+    """Yields a function that adds a name to a line on the terminal; the line is erased at the end."""
     done: list[str] = []
 
     def add(name: str) -> None:
@@ -64,7 +64,7 @@ def write_now(text: str) -> None:
 
 
 def format_facts(facts: dict[str, Any]) -> str:
-    """Aligned `name  value` lines; thousands separated; a table within becomes lines of its own, `train num_tokens`."""
+    """Aligned `name  value` lines with separated thousands; a nested table becomes lines such as `train num_tokens`."""
     for name, value in list(facts.items()):
         if isinstance(value, dict) and value:
             facts = {**facts, **{f"{name} {key}": inner for key, inner in value.items()}}
@@ -85,8 +85,8 @@ def format_fact(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-class Lasting:
-    """A stream that raises nothing: once nobody reads it any more it is silent, and on a full disk lines are lost."""
+class TolerantStream:
+    """A stream that raises nothing: it is silent once its reader has gone, and loses lines on a full disk."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -95,23 +95,23 @@ class Lasting:
         try:
             return self._stream.write(text)
         except OSError as error:
-            self._bear(error)
+            self._tolerate(error)
             return len(text)
 
     def flush(self) -> None:
         try:
             self._stream.flush()
         except OSError as error:
-            self._bear(error)
+            self._tolerate(error)
 
     def end(self) -> None:
-        """What is still held back would be an error of the interpreter's own end."""
+        """Flushes what is buffered, which would otherwise raise when the interpreter exits."""
         try:
             self._stream.flush()
         except OSError:
             self._silence()
 
-    def _bear(self, error: OSError) -> None:
+    def _tolerate(self, error: OSError) -> None:
         if error.errno not in NO_SPACE:
             self._silence()
 
@@ -126,14 +126,19 @@ class Lasting:
 
 
 @contextmanager
-def lasting_screen() -> Iterator[None]:
-    """For as long as a run is under way, stdout and stderr may vanish: `| head`, a closed terminal, a log on a full disk."""
+def tolerant_output() -> Iterator[None]:
+    """Keeps a run going when stdout or stderr vanish: `| head`, a closed terminal, a log on a full disk.
+
+    It must cover a command from its first line: a reader that leaves before the launch must not prevent the launch.
+    """
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = Lasting(before[0]), Lasting(before[1])
+    sys.stdout, sys.stderr = TolerantStream(before[0]), TolerantStream(before[1])
     try:
         yield
+    except BrokenPipeError as error:  # of a helper process: it must not pass for a reader that has left the screen
+        raise RuntimeError("a process that this command had started closed its pipe") from error
     finally:
         for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, Lasting):
+            if isinstance(stream, TolerantStream):
                 stream.end()
         sys.stdout, sys.stderr = before

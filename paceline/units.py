@@ -1,4 +1,12 @@
-"""Bytes, counts, durations and FLOPs as people read them. Units live here and nowhere else in the code."""
+"""
+Bytes, counts, times, lists and ranks as people read and write them. Units live here and nowhere else in the code.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from typing import Any
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -6,22 +14,19 @@ MIB = 1 << 20
 
 def format_bytes(num_bytes: float) -> str:
     """1536 -> '1.5 KiB'; three significant digits at most."""
-    size = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(size) < 1024 or unit == "TiB":
-            break
-        size /= 1024
-    return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
+    return scaled(num_bytes, 1024, (" B", " KiB", " MiB", " GiB", " TiB"))
 
 
 def format_count(count: float) -> str:
     """2_516_000 -> '2.5M'; for parameters and tokens on a screen."""
-    size = float(count)
-    for unit in ("", "K", "M", "B", "T"):
-        if abs(size) < 1000 or unit == "T":
-            break
-        size /= 1000
-    return f"{size:.0f}{unit}" if unit == "" or size >= 100 else f"{size:.1f}{unit}"
+    return scaled(count, 1000, ("", "K", "M", "B", "T"))
+
+
+def scaled(value: float, factor: int, units: Sequence[str]) -> str:
+    number = 0
+    while abs(value) >= factor and number < len(units) - 1:
+        value, number = value / factor, number + 1
+    return f"{value:.{0 if number == 0 or value >= 100 else 1}f}{units[number]}"
 
 
 def format_duration(seconds: float | None) -> str:
@@ -31,11 +36,41 @@ def format_duration(seconds: float | None) -> str:
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"
-    minutes, rest = divmod(whole, 60)
+    minutes, whole = divmod(whole, 60)
     if minutes < 60:
-        return f"{minutes}m{rest:02d}s"
+        return f"{minutes}m{whole:02d}s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02d}m" if hours < 48 else f"{hours // 24}d{hours % 24:02d}h"
+
+
+def parse_duration(text: str) -> float:
+    """'90m', '12h', '1d12h', '2m30s' -> seconds; raises ValueError for any other text and for a duration of zero."""
+    number = r"(\d+(?:\.\d+)?)"
+    match = re.fullmatch(rf"(?:{number}d)?(?:{number}h)?(?:{number}m)?(?:{number}s)?", text.strip().lower(), re.ASCII)
+    parts = match.groups() if match else ()
+    seconds = sum(float(part or 0) * unit for part, unit in zip(parts, (86_400, 3600, 60, 1), strict=False))
+    if not seconds:
+        raise ValueError(f"{text} is not a duration such as 90m, 12h or 1d12h")
+    return seconds
+
+
+def format_ms(ms: float) -> str:
+    """612.3 -> '612 ms', 12.34 -> '12.3 ms', 1.234 -> '1.23 ms'."""
+    digits = 0 if ms >= 100 else 1 if ms >= 10 else 2
+    return f"{ms:,.{digits}f} ms"
+
+
+def parse_time(text: str) -> float:
+    """'2026-07-25T14:31:02.120Z' -> Unix seconds; raises ValueError for any other text."""
+    return datetime.fromisoformat(text).timestamp()
+
+
+def unix_time(value: Any) -> float:
+    """Parses a time of a record that may be damaged; NaN for anything that is not a time."""
+    try:
+        return parse_time(value)
+    except (ValueError, TypeError):
+        return math.nan
 
 
 def format_energy(joules: float) -> str:
@@ -48,3 +83,23 @@ def format_energy(joules: float) -> str:
 
 def format_mfu(mfu: float | None) -> str:
     return "n/a" if mfu is None else f"{100 * mfu:.1f}%"
+
+
+def format_list(items: Iterable[object], *, limit: int | None = None) -> str:
+    """(0, 1, 2) -> '0, 1 and 2'; past `limit` items it counts the others: '0, 1 and 6 more'."""
+    texts = [str(item) for item in items]
+    if limit is not None and len(texts) > limit:
+        texts[limit:] = [f"{len(texts) - limit} more"]
+    *first, last = texts or ["none"]
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def format_ranks(ranks: Iterable[int], *, limit: int | None = None) -> str:
+    """(1,) -> 'rank 1'; (0, 1, 2) -> 'ranks 0, 1 and 2'."""
+    numbers = list(ranks)
+    return f"{'rank' if len(numbers) == 1 else 'ranks'} {format_list(numbers, limit=limit)}"
+
+
+def format_number_of(count: int, singular: str, plural: str | None = None) -> str:
+    """(1, 'row') -> '1 row'; (2, 'row') -> '2 rows'; (2, 'process', 'processes') -> '2 processes'."""
+    return f"{count:,} {singular if count == 1 else plural or singular + 's'}"

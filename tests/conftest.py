@@ -1,4 +1,4 @@
-"""What all tests share: gpu tests are skipped without a CUDA GPU, slow ones without a C++ compiler to compile with."""
+"""What all tests share: gpu tests are skipped without a CUDA GPU, those that compile C++ without a compiler."""
 
 import importlib.util
 import os
@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: -heavy[item.path])
     if shutil.which("g++") is None and shutil.which("c++") is None:
         for item in items:
-            if item.get_closest_marker("slow"):
+            if item.get_closest_marker("compiler"):
                 item.add_marker(pytest.mark.skip(reason="no C++ compiler here"))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:

@@ -1,37 +1,150 @@
 """The command line: help for every command, quick, and the README's own commands."""
 
+import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from paceline.cli import COMMANDS, HELP, run_command
+from paceline.cli import COMMANDS, run_command
+from paceline.command_line import all_parameters, parse, split_command, split_name
 from paceline.config import KEYS
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+TAKES = {name: takes for name, (_, takes) in COMMANDS.items()}
 
 
-def test_help_lists_every_command(capsys):
-    assert run_command(["--help"]) == 0
-    assert capsys.readouterr().out == HELP
-    assert all(f"paceline {name} " in HELP for name in COMMANDS)
+def typed(line: str) -> list[str]:
+    """The arguments of a README's or an example's line, without the shell's pipes and redirections."""
+    words = shlex.split(line, comments=True)
+    end = next((number for number, word in enumerate(words) if word in ("|", ">", "&", "&&", ";")), len(words))
+    return words[1:end]
+
+
+def options_of(args: list[str]) -> object:
+    """Parses a whole command line, as far as a command sees it."""
+    name, args = split_name(args, COMMANDS)
+    return parse(split_command(args, TAKES["run"])[0] if name == "run" else args, command=name, options=TAKES[name])
+
+
+@pytest.mark.parametrize("args", [[], ["--help"], ["-h"], ["help"]], ids=str)
+def test_help_lists_every_command(args, capsys):
+    assert run_command(args) == 0
+    text = capsys.readouterr().out
+    assert all(re.search(rf"^  {name} +\S", text, re.M) for name in COMMANDS)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_has_help_with_an_example_and_stands_in_the_readme(name, capsys):
-    assert run_command([name, "--help"]) == 0
+    assert run_command([*name.split(), "--help"]) == 0
     text = capsys.readouterr().out
-    assert re.search(rf"^  paceline {name}", text, re.M), text
-    assert f"paceline {name}" in README
+    assert text.startswith(f"usage: paceline {name}")
+    examples = text.partition("examples:\n")[2].splitlines()
+    assert any(f"paceline {name}" in line for line in examples)
+    assert name == "completion" or f"paceline {name.split()[0]}" in README
+    assert run_command(["help", *name.split()]) == 0
+    assert capsys.readouterr().out == text
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_stands_in_the_help_with_its_meaning_and_its_default(name, capsys):
+    run_command([*name.split(), "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for parameter in all_parameters(TAKES[name]).values():
+        assert len(parameter.about) > 3
+        assert " ".join(f"{parameter.usage} {parameter.help}".split()) in text
+        if parameter.default not in (None, ..., "", (), True, False):
+            assert f"[{parameter.default}]".replace(".0]", "]") in text
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_is_read_by_the_code(name):
+    """An option that no line of the package reads as an attribute would be a promise that nobody keeps."""
+    code = "\n".join(path.read_text() for path in (ROOT / "paceline").rglob("*.py"))
+    unread = [option for option in all_parameters(TAKES[name]) if not re.search(rf"\.{option}\b", code)]
+    assert not [option for option in unread if f'"{option}"' not in code]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_examples_of_the_help_parse(name, capsys):
+    run_command([*name.split(), "--help"])
+    for line in capsys.readouterr().out.partition("examples:\n")[2].splitlines():
+        if line.startswith("  paceline"):
+            options_of(typed(line))
+
+
+def test_the_commands_of_the_readme_parse():
+    lines = [line.removeprefix("$ ") for line in README.splitlines() if line.startswith("$ paceline ")]
+    commands = [line for line in lines if typed(line)[:1] and typed(line)[0] in {name.split()[0] for name in COMMANDS}]
+    assert len(commands) > 10
+    for line in commands:
+        if not {"...", "[CONFIG]"} & set(typed(line)):
+            options_of(typed(line))
 
 
 def test_the_help_of_train_shows_every_key_with_its_default(capsys):
     run_command(["train", "--help"])
     text = capsys.readouterr().out
     for key in KEYS:
-        assert f"--{key.replace('_', '-')} " in text
+        assert f"--{key.replace('_', '-')}" in text
+
+
+@pytest.mark.parametrize(("columns", "name"), [("80", "train"), ("120", "watch"), ("50", "plan"), ("50", "")])
+def test_help_fits_the_terminal_and_has_no_colours(columns, name, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline.cli", *name.split(), "--help"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": columns, "FORCE_COLOR": "1"},
+        check=True,
+    )
+    assert "\x1b" not in done.stdout
+    prose = [line for line in done.stdout.splitlines() if not line.startswith(("  paceline", "usage:"))]
+    assert max(map(len, prose)) <= max(64, int(columns))
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--device-batch-size", "8", "--no-check", "--no-compile"],
+        ["--device_batch_size=8", "--check=false", "--compile", "false"],
+        ["--device-batch-size=8", "--no_check", "--compile=no"],
+    ],
+    ids=" ".join,
+)
+def test_an_option_has_the_same_meaning_in_every_form(args):
+    options = options_of(["train", "a.toml", *args])
+    assert (options.check, options.config) == (False, "a.toml")
+    assert options.keys == {"device_batch_size": 8, "compile": False}
+
+
+@pytest.mark.parametrize(
+    ("args", "fix"),
+    [
+        (["trian"], "paceline train"),
+        (["tokeniser", "train"], "paceline tokenizer train"),
+        (["torch", "chekc"], "paceline torch check"),
+        (["watch", "--onec"], "did you mean --once?"),
+        (["run", "--quiet-rank", "x.py"], "did you mean --quiet-ranks?"),
+        (["resume", "books", "--nprocs", "2"], "did you mean --nproc?"),
+        (["explain", "--zzzzzz"], "--help lists the options"),
+    ],
+    ids=str,
+)
+def test_a_typo_is_answered_with_the_nearest_name(args, fix, capsys):
+    assert run_command(args) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"  fix: {fix}"
+
+
+def test_a_group_of_commands_lists_its_actions(capsys):
+    assert run_command(["tokenizer", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "tokenizer train" in text
+    assert "  watch" not in text
 
 
 def test_the_version_is_printed(capsys):

@@ -4,10 +4,20 @@ from pathlib import Path
 
 import pytest
 
-from paceline.config import KEYS, Config, format_toml, load_config, parse_flags
+from paceline.command_line import parse
+from paceline.config import KEYS, Config
+from paceline.config_file import format_toml, load_config
 from paceline.errors import PacelineError, UsageError
+from paceline.options import ConfigOptions
 
+USAGE = "paceline train [CONFIG] [--key value ...] [options]"
 CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+def parse_flags(args: list[str]) -> tuple[str | None, dict[str, object]]:
+    """The config file and the keys of a command that takes a config."""
+    options = parse(args, command="train", options=ConfigOptions)
+    return options.config, dict(options.keys)
 
 
 def write(path: Path, text: str) -> Path:
@@ -31,12 +41,12 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
     ],
 )
 def test_a_flag_takes_dashes_or_underscores_with_or_without_equals(args):
-    assert parse_flags(args) == ([], {"device_batch_size": 8})
+    assert parse_flags(args) == (None, {"device_batch_size": 8})
 
 
 def test_the_config_file_stands_first_or_after_its_flag():
-    assert parse_flags(["a.toml", "--depth", "2"]) == (["a.toml"], {"depth": 2})
-    assert parse_flags(["--config", "a.toml", "--depth", "2"]) == ([], {"config": "a.toml", "depth": 2})
+    assert parse_flags(["a.toml", "--depth", "2"]) == ("a.toml", {"depth": 2})
+    assert parse_flags(["--config", "a.toml", "--depth", "2"]) == ("a.toml", {"depth": 2})
 
 
 def test_a_switch_needs_no_value_and_no_turns_it_off():
@@ -68,25 +78,35 @@ def test_the_written_config_reads_back_the_same(tmp_path):
 def test_an_unknown_flag_names_the_nearest():
     with pytest.raises(UsageError) as error:
         parse_flags(["--device-batchsize", "8"])
-    assert str(error.value) == "error: unknown flag --device-batchsize\n  fix: did you mean --device-batch-size?"
+    assert str(error.value) == "error: unknown option --device-batchsize\n  fix: did you mean --device-batch-size?"
 
 
 def test_a_flag_of_another_trainer_is_told_by_our_name():
     with pytest.raises(UsageError) as error:
         parse_flags(["--max-seq-len", "512"])
-    assert error.value.message == "unknown flag --max-seq-len; paceline calls it sequence_len"
+    assert error.value.message == "unknown option --max-seq-len; paceline calls it sequence_len"
     assert error.value.fix == "--sequence-len 512"
 
 
 @pytest.mark.parametrize(
     ("args", "message", "fix"),
     [
-        (["--depth", "many"], "--depth many: not an integer from 1 to 512", "--depth 4"),
-        (["--depth", "0"], "--depth: depth is 0, out of range", "an integer from 1 to 512"),
-        (["--precision", "bf17"], "--precision: precision is 'bf17'", "one of fp32, bf16, fp16"),
-        (["--warmdown-ratio", "nan"], "--warmdown-ratio: warmdown_ratio is nan, out of range", "a number from 0 to 1"),
+        (["--depth", "many"], "--depth many is not an integer from 1 to 512", "--depth 4"),
+        (["--depth="], "--depth is empty", "give it a value, or leave it out"),
+        (["--data", ""], "--data is empty", "give it a value, or leave it out"),
+        (["--depth", "0"], "--depth 0 is out of range", "an integer from 1 to 512"),
+        (["--precision", "bf17"], "--precision bf17 is not known", "one of fp32, bf16, fp16, or auto"),
+        (["--warmdown-ratio", "nan"], "--warmdown-ratio nan is out of range", "a number from 0 to 1"),
+        (["--compile=perhaps"], "--compile perhaps is not true or false, or auto", "--compile, --no-compile"),
         (["--depth"], "--depth has no value", "--depth 4"),
+        (["--depth", "--seed", "3"], "--depth has no value", "--depth 4"),
         (["--depth", "3", "--depth=4"], "--depth is given twice", "give it once"),
+        (["--compile", "--no-compile"], "--compile is given twice", "give it once"),
+        (
+            ["--config", "a.toml", "b.toml"],
+            "train takes one CONFIG, 2 are given",
+            USAGE,
+        ),
     ],
 )
 def test_a_wrong_value_is_refused_with_the_allowed_ones(args, message, fix):
@@ -157,4 +177,33 @@ def test_the_shipped_profiles_hold_their_sizes_and_say_their_share(name, values)
 
 
 def test_every_key_says_what_it_is():
-    assert all(field.metadata["about"] for field in KEYS.values())
+    assert all(key.about for key in KEYS.values())
+
+
+@pytest.mark.parametrize(("first", "second"), [("num_steps", "epochs"), ("num_steps", "time"), ("epochs", "time")])
+def test_two_lengths_at_once_are_refused(first, second):
+    values = {"num_steps": 10, "epochs": 1.0, "time": "2m"}
+    with pytest.raises(PacelineError) as error:
+        load_config(None, {first: values[first], second: values[second]})
+    assert (error.value.message, error.value.fix) == (f"{first} and {second} are both set", "give one of them")
+
+
+def test_a_flag_for_one_length_replaces_the_files_other(tmp_path):
+    file = write(tmp_path / "a.toml", 'time = "2m"\n')
+    config, _ = load_config(file, {"num_steps": 10})
+    assert (config.num_steps, config.time) == (10, None)
+    config, _ = load_config(write(file, "num_steps = 10\n"), {"time": "8h"})
+    assert (config.num_steps, config.time) == (None, "8h")
+
+
+@pytest.mark.parametrize("text", ["2", "soon", "0s", "-2m"])
+def test_a_time_that_is_no_duration_is_refused_with_examples(text):
+    with pytest.raises(PacelineError) as error:
+        load_config(None, {"time": text})
+    assert error.value.message == f"time is {text!r}, not a duration"
+    assert error.value.fix == "for example 2m, 8h or 1d12h"
+
+
+def test_the_run_without_a_config_takes_about_two_minutes():
+    config, _ = load_config(CONFIGS / "tiny.toml", {})
+    assert (config.time, config.num_steps, config.eval_tokens) == ("2m", None, None)

@@ -1,19 +1,83 @@
 """
-Which PyTorch fits these cards and this driver: the wheel to install, or the CMake options of a build that does. Pure.
+Which PyTorch fits these cards and this driver: the wheel to install, or the CMake options of a build. Pure.
 
-Wheels and their kernels: pytorch/pytorch RELEASE.md, release and CUDA support matrices, as they stand for 2.14. Driver of a
-CUDA version: torch_verdicts.py. Options: pytorch/pytorch CMakeLists.txt and cmake/Dependencies.cmake. docs/torch.md has the rest.
+Wheels and their kernels: pytorch/pytorch RELEASE.md, release and CUDA support matrices as of 2.14. Driver of a CUDA version:
+torch_verdicts.py. Options: pytorch/pytorch CMakeLists.txt and cmake/Dependencies.cmake. docs/torch.md explains them.
+GPU architectures are written as PyTorch's CMake accepts them: cmake/Modules_CUDA_fix/upstream/FindCUDA/select_compute_arch.cmake
+of torch 2.13. Commas are an addition of ours; CMake gets semicolons.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+import shlex
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
-from paceline.check.torch_archs import Capability
-from paceline.check.torch_verdicts import DRIVER_OF_CUDA, install, runs_on
-from paceline.check.verdict import version_of
-from paceline.errors import PacelineError
-from paceline.units import GIB
+from paceline.check.verdicts.rules import version_of
+from paceline.check.verdicts.torch_verdicts import DRIVER_OF_CUDA, install, runs_on
+from paceline.errors import PacelineError, UsageError
+
+Capability = tuple[int, int]
+AUTO = "Auto"  # the cards that are here
+SETS = (AUTO, "Common", "All")  # these stand alone; the toolkit decides what they contain
+NAMED: dict[str, tuple[Capability, ...]] = {
+    "Kepler+Tesla": ((3, 7),),
+    "Kepler": ((3, 5),),
+    "Maxwell+Tegra": ((5, 3),),
+    "Maxwell": ((5, 0), (5, 2)),
+    "Pascal": ((6, 0), (6, 1)),
+    "Volta+Tegra": ((7, 2),),
+    "Volta": ((7, 0),),
+    "Turing": ((7, 5),),
+    "Ampere+Tegra": ((8, 7),),
+    "Ampere": ((8, 0), (8, 6)),
+    "Ada": ((8, 9),),
+    "Hopper": ((9, 0),),
+    "Blackwell+Tegra": ((10, 1),),
+    "Blackwell": ((10, 0), (12, 0)),
+}
+PTX = "+PTX"
+# 9.0a: for that one alone; 10.0f: for its family; 8.9(8.6): from the PTX of 8.6
+NUMBER = re.compile(r"(\d+)\.(\d)[af]?(\(\d+\.\d\))?")
+NEARLY = re.compile(r"(?:sm_?|compute_?)?([3-9]|\d\d)\.?(\d)([af]?)(\+ptx)?")  # sm_120, 120, 9.0A
+EXAMPLE = "12.0"
+
+
+def split_archs(text: str) -> list[str]:
+    return [arch for arch in re.split(r"[;,\s]+", text) if arch]
+
+
+def parse_archs(text: str) -> tuple[Capability, ...]:
+    """Returns the capabilities of '7.0;12.0', '8.6, 9.0a', '12.0+PTX' or 'Ampere Hopper'; none for a set such as 'All'."""
+    archs = split_archs(text)
+    if len(archs) == 1 and archs[0] in SETS:
+        return ()
+    unknown = [arch for arch in archs if not capabilities_in(arch)]
+    if unknown or not archs:
+        corrected = ";".join(arch if capabilities_in(arch) else nearest_arch(arch) for arch in archs) or EXAMPLE
+        raise UsageError(
+            f"--arch {text}: {unknown[0] if unknown else 'nothing'} is not an architecture",
+            fix=f"--arch {shlex.quote(corrected)}",
+        )
+    return tuple(dict.fromkeys(capability for arch in archs for capability in capabilities_in(arch)))
+
+
+def capabilities_in(arch: str) -> tuple[Capability, ...]:
+    """Returns the capabilities of one name or number; none for what CMake refuses."""
+    bare = arch.removesuffix(PTX)
+    number = NUMBER.fullmatch(bare)
+    return ((int(number[1]), int(number[2])),) if number else NAMED.get(bare, ())
+
+
+def nearest_arch(text: str) -> str:
+    """Returns the architecture that was probably meant."""
+    match = NEARLY.fullmatch(text.lower())
+    if match:
+        return f"{match[1]}.{match[2]}{match[3]}" + (PTX if match[4] else "")
+    names = {name.lower(): name for name in NAMED}
+    return names.get(text.lower().removesuffix(PTX.lower()), EXAMPLE)
+
 
 X86_64 = ("50", "60", "70", "75", "80", "86", "90")
 X86_64_13 = ("75", "80", "86", "90", "100", "120", "+120")  # + for PTX
@@ -21,35 +85,22 @@ AARCH64_13 = ("80", "90", "100", "110", "120", "+120")
 SOURCE = (
     "pytorch/pytorch RELEASE.md (release and CUDA support matrices, as of 2.14); NVIDIA's CUDA release notes (drivers)"
 )
-JOB_BYTES = {  # our rule, so that no compiler is killed; pytorch issue 124018: 4.5 GiB seen for one CUDA file
-    True: 4 * GIB,
-    False: 2 * GIB,
-}
-DISK_BYTES = {True: 40 * GIB, False: 15 * GIB}  # our rule: sources with submodules, objects and libraries
-DEPENDS = {  # cmake_dependent_option in CMakeLists.txt: off, without a word, where what it depends on is off
-    "USE_TENSORPIPE": "USE_DISTRIBUTED",
-    "USE_GLOO": "USE_DISTRIBUTED",
-    "USE_MPI": "USE_DISTRIBUTED",
-    "USE_NCCL": "USE_CUDA",
-    "USE_CUDNN": "USE_CUDA",
-    "USE_SYSTEM_NCCL": "USE_NCCL",
-}
 
 
 @dataclass(frozen=True)
 class Wheel:
-    """The wheels of one index: torch from `first` to `last` (None: still made), built for CUDA `cuda`."""
+    """The wheels of one index: torch from `first` to `last` (None: still released), built for CUDA `cuda`."""
 
     tag: str
     cuda: str
     first: str
     last: str | None
-    x86_64: tuple[str, ...]  # kernels, by machine
+    x86_64: tuple[str, ...]  # kernels on that machine
     aarch64: tuple[str, ...]
 
     @property
     def driver(self) -> int:
-        return DRIVER_OF_CUDA[int(self.cuda.partition(".")[0])]
+        return driver_of(self.cuda)
 
     @property
     def torch(self) -> str:
@@ -59,23 +110,23 @@ class Wheel:
         return {"x86_64": self.x86_64, "aarch64": self.aarch64}.get(machine, ())
 
     def why_not(self, capabilities: Iterable[Capability], driver: str | None, machine: str) -> str | None:
-        """None where it fits."""
+        """Returns None where the wheel fits."""
         archs = [arch_name(arch) for arch in self.kernels(machine)]
-        lacking = [each for each in capabilities if not any(runs_on(arch, each) for arch in archs)]
+        lacking = [card for card in capabilities if not any(runs_on(arch, card) for arch in archs)]
         if lacking:
             return f"no kernels for {join(lacking)}"
-        major = version_of(driver)
-        return f"needs driver {self.driver}" if major and major[0] < self.driver else None
+        return None if runs_on_driver(self.cuda, driver) else f"needs driver {self.driver}"
 
 
 NEWEST_TORCH = "2.14"
-WHEELS = (  # the first that fits is taken
+WHEELS = (  # the first that fits is recommended
     Wheel("cu130", "13.0", "2.11", None, X86_64_13, AARCH64_13),
     Wheel("cu126", "12.6", "2.11", None, X86_64, ("80", "90")),
     Wheel("cu128", "12.8", "2.11", "2.11", ("75", "80", "86", "90", "100", "120"), ("80", "90", "100", "120")),
     Wheel("cu132", "13.2", "2.12", None, X86_64_13, AARCH64_13),
 )
-TOOLKITS: tuple[tuple[str, Capability, Capability], ...] = (  # nvcc of CUDA, first and last capability it compiles for
+# CUDA version, first and last capability that its nvcc compiles for
+TOOLKITS: tuple[tuple[str, Capability, Capability], ...] = (
     ("13.0", (7, 5), (12, 1)),  # CUDA 13.0 release notes: Maxwell, Pascal and Volta removed
     ("12.9", (5, 0), (12, 1)),
     ("12.8", (5, 0), (12, 0)),
@@ -91,22 +142,25 @@ class Option:
     value: str
     why: str
 
-    @property
-    def is_switch(self) -> bool:
-        return self.value in ("ON", "OFF")
-
 
 @dataclass(frozen=True)
 class Tools:
-    """What of a build's tools is here. nvcc: its version."""
+    """The build tools that this host has. nvcc: its version."""
 
     nvcc: str | None = None
     cudnn: bool = False
     ccache: bool = False
 
 
+SCRIPT = "paceline torch recipe --script build.sh"
+REQUESTED = "a build was requested"
+SOURCE_NOTE = "the script downloads the sources, compiles and installs them; read it, then run it with bash"
+
+
 @dataclass(frozen=True)
 class Recipe:
+    """The answer of `paceline torch recipe`: what to install, build or update, and why."""
+
     kind: Literal["wheel", "build", "driver"]
     command: str
     why: str
@@ -115,6 +169,7 @@ class Recipe:
     machine: str
     notes: tuple[str, ...] = ()
     options: tuple[Option, ...] = ()
+    toolkit: str | None = None  # the CUDA version that a build needs
 
     def to_json(self) -> dict[str, Any]:
         wheels = [
@@ -137,109 +192,110 @@ def make_recipe(
     build: bool = False,
     archs: Sequence[str] = (),
 ) -> Recipe:
-    """capabilities: of the cards, none for a CPU alone. driver: None where unknown, then a new one is assumed.
+    """Returns the wheel, the build or the driver that these cards need. Raises PacelineError where no CUDA compiles for them.
 
-    build: the build, though a wheel may fit. archs: what a build is for, as it was asked; else the capabilities.
+    capabilities: of the cards; none: CPU only. driver: None where unknown, a new one is assumed. build: a build even where a
+    wheel fits. archs: the architectures of a build as the user wrote them, by default the capabilities.
     """
     cards = tuple(sorted(set(capabilities)))
     common: dict[str, Any] = {"capabilities": cards, "driver": driver, "machine": machine}
-    if build and not cards:
-        return build_recipe("a build was asked for", [], toolkit=None, tools=tools, common=common)
+    if not cards and not build:
+        return Recipe("wheel", install("cpu"), "there is no GPU, here or in --arch", **common)
     if not cards:
-        return Recipe("wheel", install("cpu"), "no GPU is asked for or found here", **common)
-    fitting = next((wheel for wheel in WHEELS if wheel.why_not(cards, driver, machine) is None), None)
-    if fitting and not build:
-        why = f"CUDA {fitting.cuda} has kernels for {join(cards)} and runs on driver {fitting.driver} and later"
-        return Recipe("wheel", install(fitting.tag), why, notes=notes_on(fitting), **common)
-    late = next((wheel for wheel in WHEELS if wheel.why_not(cards, None, machine) is None), None)
-    if late and not fitting:
-        return newer_driver(late.driver, f"the wheels with kernels for {join(cards)} need it", common)
-    toolkit = next((each for each in TOOLKITS if all(each[1] <= card <= each[2] for card in cards)), None)
-    if toolkit is None:
+        return Recipe("build", SCRIPT, REQUESTED, notes=(SOURCE_NOTE,), options=build_options([], tools), **common)
+    wheel = first_wheel(cards, driver, machine)
+    if wheel and not build:
+        why = f"CUDA {wheel.cuda} has kernels for {join(cards)} and runs on driver {wheel.driver} and later"
+        return Recipe("wheel", install(wheel.tag), why, notes=notes_on(wheel), **common)
+    if not wheel and not build and (newer_wheel := first_wheel(cards, None, machine)):
+        why = f"the wheels with kernels for {join(cards)} need it"
+        return Recipe("driver", driver_command(newer_wheel.driver), why, **common)
+    toolkits = [name for name, first, last in TOOLKITS if all(first <= card <= last for card in cards)]
+    if not toolkits:
         raise PacelineError(
             f"neither CUDA 12 nor 13 compiles for {join(cards)}, and PyTorch 2.11 and later need one of them",
             fix="cards of capability 5.0 or later; or train with --device cpu",
         )
-    first_driver = DRIVER_OF_CUDA[int(toolkit[0].partition(".")[0])]
-    if (version_of(driver) or (first_driver,))[0] < first_driver:
-        return newer_driver(first_driver, f"CUDA {toolkit[0]}, which has kernels for {join(cards)}, needs it", common)
-    why = "a build was asked for" if fitting else f"no wheel for {machine} has kernels for {join(cards)} together"
+    toolkit = next((name for name in toolkits if runs_on_driver(name, driver)), None)
+    if toolkit is None:
+        why = f"CUDA {toolkits[-1]}, which has kernels for {join(cards)}, needs it"
+        return Recipe("driver", driver_command(driver_of(toolkits[-1])), why, **common)
     archs = archs or [f"{major}.{minor}" for major, minor in cards]
-    return build_recipe(why, archs, toolkit=toolkit[0], tools=tools, common=common)
-
-
-def build_recipe(
-    why: str, archs: Sequence[str], *, toolkit: str | None, tools: Tools, common: Mapping[str, Any]
-) -> Recipe:
-    asked = f" --arch '{';'.join(archs)}'" if archs else ""
-    notes = ["DIR: git clone --recursive https://github.com/pytorch/pytorch"]
-    if toolkit:
-        here = f"here is {tools.nvcc}" if tools.nvcc else "there is none here"
-        notes.insert(0, f"CUDA {toolkit} compiles for {join(common['capabilities'])}; of nvcc {here}")
+    nvcc = f"this host has {tools.nvcc}" if tools.nvcc else "this host has none"
     return Recipe(
         "build",
-        f"paceline torch build --source DIR{asked}",
-        why,
-        notes=tuple(notes),
+        f"{SCRIPT} --arch '{';'.join(archs)}'",
+        REQUESTED if wheel else f"no wheel for {machine} has kernels for {join(cards)} together",
+        notes=(f"it needs nvcc of CUDA {toolkit}, which compiles for {join(cards)}; {nvcc}", SOURCE_NOTE),
         options=build_options(archs, tools),
+        toolkit=toolkit,
         **common,
     )
 
 
-def newer_driver(first: int, why: str, common: Mapping[str, Any]) -> Recipe:
-    return Recipe("driver", f"a driver {first} or later: https://www.nvidia.com/drivers", why, **common)
+def first_wheel(cards: Sequence[Capability], driver: str | None, machine: str) -> Wheel | None:
+    return next((wheel for wheel in WHEELS if wheel.why_not(cards, driver, machine) is None), None)
+
+
+def driver_of(cuda: str) -> int:
+    """Returns the first driver that runs this CUDA version."""
+    return DRIVER_OF_CUDA[int(cuda.partition(".")[0])]
+
+
+def runs_on_driver(cuda: str, driver: str | None) -> bool:
+    version = version_of(driver)
+    return version is None or version[0] >= driver_of(cuda)
+
+
+def driver_command(first: int) -> str:
+    return f"a driver {first} or later: https://www.nvidia.com/drivers"
 
 
 def notes_on(wheel: Wheel) -> tuple[str, ...]:
     if wheel.last is None:
         return ()
-    newer = next(each for each in WHEELS if each.last is None and each.driver > wheel.driver)
+    newer = next(other for other in WHEELS if other.last is None and other.driver > wheel.driver)
     return (
-        f"torch {wheel.last} is the last with CUDA {wheel.cuda}; driver {newer.driver} or later takes {newer.tag},"
+        f"torch {wheel.last} is the last with CUDA {wheel.cuda}; with driver {newer.driver} or later {newer.tag} fits,"
         f" up to torch {NEWEST_TORCH}",
     )
 
 
-def num_jobs(*, memory_bytes: int | None, cores: int, cuda: bool) -> int:
-    """Compilers that fit into memory at once; at least one."""
-    return max(1, cores if memory_bytes is None else min(cores, memory_bytes // JOB_BYTES[cuda]))
-
-
 def build_options(archs: Sequence[str], tools: Tools) -> tuple[Option, ...]:
-    """archs: as TORCH_CUDA_ARCH_LIST has them; none: a build for the CPU alone."""
+    """Returns the CMake options of a build. archs: as in TORCH_CUDA_ARCH_LIST; none: a build without CUDA."""
     cuda = bool(archs)
     options = [
         Option("CMAKE_BUILD_TYPE", "Release", "a debug build is several times slower"),
         Option("BUILD_PYTHON", "ON", "libtorch_python and torch._C"),
-        Option("BUILD_TEST", "OFF", "C++ tests that nobody runs here; their default in setup.py is ON"),
-        Option("USE_DISTRIBUTED", "ON", "torch.distributed; OFF takes tensorpipe, gloo and NCCL with it, without a word"),
-        Option("USE_TENSORPIPE", "ON", "brings libuv: with it Dependencies.cmake adds -DTORCH_USE_LIBUV and third_party's"
-               " own libuv; an option USE_LIBUV does nothing on Linux"),
+        Option("BUILD_TEST", "OFF", "C++ tests are not needed; their default in setup.py is ON"),
+        Option("USE_DISTRIBUTED", "ON", "torch.distributed; OFF silently switches tensorpipe, gloo and NCCL off"),
+        Option("USE_TENSORPIPE", "ON", "brings libuv: Dependencies.cmake then adds -DTORCH_USE_LIBUV and the libuv in third_party"),
         Option("USE_GLOO", "ON", "collectives between CPUs"),
-        Option("USE_MPI", "OFF", "ON would take any MPI that is found, and tie the build to it"),
-        Option("USE_CUDA", "ON" if cuda else "OFF", "kernels for the GPUs" if cuda else "no GPU is asked for or found here"),
+        Option("USE_MPI", "OFF", "ON would use any MPI on this host and tie the build to it"),
+        Option("USE_CUDA", "ON" if cuda else "OFF", "kernels for the GPUs" if cuda else "there is no GPU, here or in --arch"),
     ]  # fmt: skip
     if cuda:
-        listed = ";".join(archs)
         options += [
-            Option("TORCH_CUDA_ARCH_LIST", listed, "these cards alone; each further one lengthens the build"),
+            Option("TORCH_CUDA_ARCH_LIST", ";".join(archs), "only these cards; every further one lengthens the build"),
             Option("USE_NCCL", "ON", "collectives between GPUs"),
-            Option("USE_SYSTEM_NCCL", "OFF", "the NCCL that this PyTorch pins, built along and linked in"),
-            Option("USE_CUDNN", "ON" if tools.cudnn else "OFF", "cudnn.h is here" if tools.cudnn else "no cudnn.h here; paceline's"
-                   " models do without it"),
+            Option("USE_SYSTEM_NCCL", "OFF", "the NCCL version that this PyTorch pins, compiled and linked with it"),
+            Option("USE_CUDNN", "ON" if tools.cudnn else "OFF", "this host has cudnn.h" if tools.cudnn else "no cudnn.h here, and"
+                   " paceline's models do not need it"),
         ]  # fmt: skip
     if tools.ccache:
         languages = ("C", "CXX", "CUDA") if cuda else ("C", "CXX")
-        options += [Option(f"CMAKE_{each}_COMPILER_LAUNCHER", "ccache", "a second build is fast") for each in languages]
+        options += [Option(f"CMAKE_{name}_COMPILER_LAUNCHER", "ccache", "a second build is fast") for name in languages]
     return tuple(options)
 
 
-def format_recipe(recipe: Recipe) -> str:
+def format_recipe(recipe: Recipe, *, script: Path | None = None) -> str:
+    """Returns the recipe as text. script: the file that the build script was written to."""
     cards = f"capability {join(recipe.capabilities)}" if recipe.capabilities else "none"
-    driver = recipe.driver or "not known, a new one is assumed"
+    driver = recipe.driver or "unknown, a new one is assumed"
     lines = [f"cards    {cards}" + (f"; driver {driver}" if recipe.capabilities else "")]
     name = {"wheel": "install", "build": "build", "driver": "need"}[recipe.kind]
-    lines += [f"{name:<9}{recipe.command}", f"why      {recipe.why}", *(f"note     {note}" for note in recipe.notes)]
+    command = f"bash {shlex.quote(str(script))}" if script else recipe.command
+    lines += [f"{name:<9}{command}", f"why      {recipe.why}", *(f"note     {note}" for note in recipe.notes)]
     if recipe.options:
         lines += ["", *format_options(recipe.options)]
     if recipe.capabilities:
@@ -250,17 +306,21 @@ def format_recipe(recipe: Recipe) -> str:
 def format_wheels(recipe: Recipe) -> list[str]:
     rows = [("wheel", "torch", "CUDA", "driver", f"kernels ({recipe.machine})", "here")]
     for wheel in WHEELS:
-        archs = " ".join(shown(arch) for arch in wheel.kernels(recipe.machine))
+        archs = " ".join(capability_text(arch) for arch in wheel.kernels(recipe.machine))
         rows.append((wheel.tag, wheel.torch, wheel.cuda, str(wheel.driver), archs, recipe.why_not(wheel) or "fits"))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return [*lines, f"source   {SOURCE}"]
 
 
-def format_options(options: Iterable[Option]) -> list[str]:
-    words = [f"-D{option.name}={option.value}" for option in options]
-    width = max(map(len, words))
-    return [f"{word:<{width}}  {option.why}" for word, option in zip(words, options, strict=True)]
+def format_options(
+    options: Iterable[Option], *, write: Callable[[str], str] = "-D{}".format, before_why: str = "  "
+) -> list[str]:
+    """Returns NAME=VALUE, as `write` makes it, and why, aligned."""
+    definitions = [write(f"{option.name}={option.value}") for option in options]
+    width = max(map(len, definitions))
+    pairs = zip(definitions, options, strict=True)
+    return [f"{definition:<{width}}{before_why}{option.why}" for definition, option in pairs]
 
 
 def join(capabilities: Iterable[Capability]) -> str:
@@ -268,10 +328,11 @@ def join(capabilities: Iterable[Capability]) -> str:
 
 
 def arch_name(arch: str) -> str:
-    """'90' -> sm_90, '+120' -> compute_120, as torch lists them."""
+    """Returns sm_90 for '90' and compute_120 for '+120', as torch.cuda.get_arch_list() has them."""
     return f"compute_{arch[1:]}" if arch.startswith("+") else f"sm_{arch}"
 
 
-def shown(arch: str) -> str:
+def capability_text(arch: str) -> str:
+    """Returns 9.0 for '90' and 12.0+PTX for '+120'."""
     digits = arch.lstrip("+")
     return f"{digits[:-1]}.{digits[-1]}" + ("+PTX" if arch.startswith("+") else "")

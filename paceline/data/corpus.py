@@ -1,18 +1,19 @@
 """
-Where text comes from: a source string becomes files, files become documents, and some documents are held out.
+The text of a run: a source string becomes files, files become documents, and some documents are held out.
 
     builtin             the running Python's own standard library sources, without its tests (PSF licence)
     PATH                one file, or a folder with everything under it: .txt .md .py .jsonl .parquet .txt.gz .jsonl.gz
     hf:NAME[:CONFIG]    the `train` split of a dataset in Hugging Face `datasets` format; NAME may be a local folder
 
 A document is one text file, one line of jsonl or one row of a table; a long one is cut at line ends into parts, each a
-document of its own. Nothing here knows about tokens.
+document of its own. This module does not depend on tokens.
 """
 
 import math
 import os
 import stat
 import sysconfig
+from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -20,7 +21,7 @@ from pathlib import Path
 from paceline.data.readers import Document, SourceFile, UnreadableFile, read_documents
 from paceline.errors import PacelineError
 
-Progress = Callable[[str, float, float], None]  # what is done now, how much of it, of how much
+Progress = Callable[[str, float, float], None]  # label of the work, amount done, amount in all
 
 FORMATS = {
     ".txt": "text",
@@ -34,17 +35,20 @@ FORMATS = {
 NOT_TEXT_TO_LEARN = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 MIN_PART_BYTES, MAX_PART_BYTES = 4 << 10, 256 << 10
-PARTS_WANTED = 64  # of a source that is one long file, so that some can be held out
+TARGET_PARTS = 64  # of a source that is one long file, so that some can be held out
 
 HELD_OUT_ONE_IN = 50
 SMALL_CORPUS_BYTES, SMALL_HELD_OUT_ONE_IN = 4 << 20, 10  # under 4 MiB, 2 percent is too little text to measure on
 
-HUB_BYTES = 64 << 20  # what a dataset of the hub counts as: its size is not known before it is downloaded
-SCAN_AFTER_ERROR_BYTES = 256 << 20  # how much more is read only to say how many files are broken
+HUB_BYTES = 64 << 20  # assumed for a dataset of the hub: its size is not known before it is downloaded
+SCAN_AFTER_ERROR_BYTES = 256 << 20  # read at most to count the other broken files
 
 
 def list_files(source: str) -> list[SourceFile]:
-    """The files of a source in a fixed order, none of them opened. Cheap: it runs at every start."""
+    """Returns the files of a source in a fixed order without opening any, since it runs at every start.
+
+    Raises PacelineError for a source that does not exist or holds no text.
+    """
     if source == "builtin":
         return _builtin_files()
     if source.startswith("hf:"):
@@ -65,10 +69,10 @@ def list_files(source: str) -> list[SourceFile]:
 def read_corpus(
     files: list[SourceFile], *, part_bytes: int, max_bytes: int | None = None
 ) -> Iterator[tuple[Document, float]]:
-    """All documents in order, each with the number of source bytes read so far, for a progress bar.
+    """Yields all documents in order, each with the number of source bytes read so far, for a progress bar.
 
-    With max_bytes only about so much text, from the start of each file in proportion to its size. When a file cannot
-    be read, the error names it and says how many of those after it are broken too.
+    With max_bytes it yields only about so much text, from the start of each file in proportion to its size. When a file
+    cannot be read, the error names it and counts the broken files after it.
     """
     total_bytes = sum(file.num_bytes for file in files)
     done = 0.0
@@ -88,14 +92,14 @@ def read_corpus(
 
 
 def part_bytes_of(files: list[SourceFile]) -> int:
-    """Documents longer than this are cut: a power of two, so that a corpus that grows is rarely cut anew."""
+    """Returns the length above which documents are cut: a power of two, so that it rarely changes when a corpus grows."""
     total_bytes = sum(file.num_bytes for file in files)
-    wanted = max(MIN_PART_BYTES, min(MAX_PART_BYTES, total_bytes // PARTS_WANTED))
-    return 1 << (wanted.bit_length() - 1)
+    target = max(MIN_PART_BYTES, min(MAX_PART_BYTES, total_bytes // TARGET_PARTS))
+    return 1 << (target.bit_length() - 1)
 
 
 def held_out_below(files: list[SourceFile], *, part_bytes: int) -> int:
-    """Documents whose digest is below this number are held out: 1 in 50, or 1 in 10 of a source under 4 MiB.
+    """Returns the number below which a document's digest means that it is held out: 1 in 50, or 1 in 10 under 4 MiB.
 
     The digest is of the document's content alone, so a document stays on its side when others come, go or move. Where
     that leaves a side empty (few documents), exactly the document with the smallest digest is held out.
@@ -119,15 +123,14 @@ def held_out_below(files: list[SourceFile], *, part_bytes: int) -> int:
 
 
 def _count_unreadable(files: list[SourceFile]) -> int:
-    """Broken ones among the files that follow, as far as a quick look goes."""
+    """Counts the broken ones among the files that follow, within SCAN_AFTER_ERROR_BYTES."""
     count = budget = 0
     for file in files:
         budget += file.num_bytes
         if budget > SCAN_AFTER_ERROR_BYTES:
             break
         try:
-            for _ in read_documents(file, part_bytes=MAX_PART_BYTES):
-                pass
+            deque(read_documents(file, part_bytes=MAX_PART_BYTES), maxlen=0)
         except UnreadableFile:
             count += 1
     return count
@@ -142,12 +145,8 @@ def _builtin_files() -> list[SourceFile]:
     files = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = sorted(set(subfolders) - NOT_TEXT_TO_LEARN)
-        for name in sorted(names):
-            if name.endswith(".py"):
-                path = Path(folder, name)
-                file = _source_file(path, path.stat())
-                if file.num_bytes:
-                    files.append(file)
+        paths = [Path(folder, name) for name in sorted(names) if name.endswith(".py")]
+        files += [_source_file(path, status) for path in paths if (status := path.stat()).st_size]
     if not files:
         raise PacelineError(
             f"this Python has no standard library sources in {root}: there is no built-in text",
@@ -157,11 +156,10 @@ def _builtin_files() -> list[SourceFile]:
 
 
 def _folder_files(folder: Path) -> list[SourceFile]:
-    """Every file of a known type under the folder; names that begin with a dot are passed over, empty files too."""
+    """Returns every file of a known type under the folder, without hidden and empty ones."""
     files: list[SourceFile] = []
     broken: list[PacelineError] = []
-    others: list[str] = []
-    num_empty = 0
+    others, num_empty = [], 0
     for path in _walk(folder, broken):
         if _format(path) is None:
             others.append(str(path.relative_to(folder)))
@@ -171,10 +169,8 @@ def _folder_files(folder: Path) -> list[SourceFile]:
         except PacelineError as error:
             broken.append(error)
             continue
-        if file.num_bytes:
-            files.append(file)
-        else:
-            num_empty += 1
+        files += [file] if file.num_bytes else []
+        num_empty += not file.num_bytes
     if broken:
         more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
         raise UnreadableFile(broken[0].message + more, fix=broken[0].fix) from broken[0]
@@ -202,7 +198,7 @@ def _nothing_in(folder: Path, *, others: list[str], num_empty: int) -> PacelineE
 
 
 def _walk(folder: Path, broken: list[PacelineError]) -> Iterator[Path]:
-    """Files under the folder in sorted order. Linked folders are entered once, whatever loops the links make."""
+    """Yields the files under the folder in sorted order. Linked folders are entered once, whatever loops the links make."""
 
     def unreadable(error: OSError) -> None:
         broken.append(_stat_error(Path(error.filename), error))
@@ -266,7 +262,7 @@ def _stat_error(path: Path, error: Exception) -> UnreadableFile:
 
 
 def _hf_source(source: str) -> SourceFile:
-    """One SourceFile for the whole dataset. A local one is stamped by its files; one from the hub by its name alone."""
+    """Returns one SourceFile for the whole dataset; a local one is stamped by its files, one from the hub by its name alone."""
     name, config = source.removeprefix("hf:"), ""
     if ":" in name and not Path(name).expanduser().exists():
         name, config = name.rsplit(":", 1)

@@ -1,5 +1,5 @@
 """
-One file in, documents out: text, gzip, jsonl, parquet and `datasets` folders.
+Reads one file into documents: text, gzip, jsonl, parquet and `datasets` folders.
 
 Everything is streamed, so memory is bounded by one part (text) or one row group (tables), not by the file. Every way a
 file can be broken becomes an UnreadableFile that names the file and the place in it. Optional libraries are imported
@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 TEXT_FIELD = "text"
 BOM = b"\xef\xbb\xbf"
-ROWS_AT_ONCE = 1024
+BATCH_ROWS = 1024
 
 
 class UnreadableFile(PacelineError):
@@ -43,14 +44,16 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Document:
+    """A piece of text that is trained on as one."""
+
     text: str
     num_bytes: int  # in UTF-8
-    digest: int  # 64 bits of BLAKE2b of the text: on which side of the held-out line it falls
-    share_read: float  # of the file it is from, up to its end: 0 to 1
+    digest: int  # 64 bits of BLAKE2b of the text: decides whether it is held out
+    share_read: float  # of its file, up to its end: 0 to 1
 
 
 def read_documents(file: SourceFile, *, part_bytes: int) -> Iterator[Document]:
-    """The documents of one file in order; those of nothing but white space are passed over."""
+    """Yields the documents of one file in order, but skips those of white space alone; raises UnreadableFile."""
     read = {"text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet, "hf": _read_hf}[file.format]
     for content, share_read in read(file, part_bytes):
         text = content.decode()
@@ -60,7 +63,7 @@ def read_documents(file: SourceFile, *, part_bytes: int) -> Iterator[Document]:
 
 
 def cut_at_line_ends(content: bytes, part_bytes: int) -> Iterator[bytes]:
-    """Parts of at most part_bytes that end with a line, or inside a line that is longer, never inside a character."""
+    """Yields parts of at most part_bytes that end with a line, or inside a longer line, never inside a character."""
     start = 0
     while len(content) - start > part_bytes:
         end = content.rfind(b"\n", start, start + part_bytes) + 1
@@ -76,15 +79,15 @@ def cut_at_line_ends(content: bytes, part_bytes: int) -> Iterator[bytes]:
 
 def _read_text(file: SourceFile, part_bytes: int) -> Iterator[tuple[bytes, float]]:
     with _opened(file) as (stream, raw):
-        rest = stream.read(part_bytes)
-        offset = len(BOM) if rest.startswith(BOM) else 0
-        rest = rest[offset:]
+        tail = stream.read(part_bytes)
+        offset = len(BOM) if tail.startswith(BOM) else 0
+        tail = tail[offset:]
         while block := stream.read(part_bytes):
-            *full, rest = cut_at_line_ends(rest + block, part_bytes)
+            *full, tail = cut_at_line_ends(tail + block, part_bytes)
             for part in full:
                 yield _checked_utf8(file, part, offset), _share(raw, file)
                 offset += len(part)
-        for part in cut_at_line_ends(rest, part_bytes):
+        for part in cut_at_line_ends(tail, part_bytes):
             yield _checked_utf8(file, part, offset), 1.0
             offset += len(part)
 
@@ -102,7 +105,7 @@ def _read_jsonl(file: SourceFile, part_bytes: int) -> Iterator[tuple[bytes, floa
             field = field or _text_field(where, {key: isinstance(value, str) for key, value in record.items()})
             if field not in record:
                 raise UnreadableFile(
-                    f"{where} has no field {field!r}, which the lines before it have; it has {_listed(record)}",
+                    f"{where} has no field {field!r}, which the lines before it have; it has {', '.join(record) or 'none'}",
                     fix=f"give every line the field {field!r}",
                 )
             for part in _cut_value(where, record[field], part_bytes):
@@ -118,12 +121,8 @@ def _read_parquet(file: SourceFile, part_bytes: int) -> Iterator[tuple[bytes, fl
     try:
         with pyarrow.parquet.ParquetFile(file.path) as table:
             column = _text_field(file.path, {field.name: _is_string(str(field.type)) for field in table.schema_arrow})
-            num_rows, row = table.metadata.num_rows, 0
-            for batch in table.iter_batches(ROWS_AT_ONCE, columns=[column]):
-                for value in batch.column(0).to_pylist():
-                    row += 1
-                    for part in _cut_value(f"row {row} of {file.path}", value, part_bytes):
-                        yield part, row / num_rows
+            batches = (batch.column(0).to_pylist() for batch in table.iter_batches(BATCH_ROWS, columns=[column]))
+            yield from _table_parts(file, batches, table.metadata.num_rows, part_bytes)
     except (pyarrow.ArrowException, OSError) as error:
         raise UnreadableFile(
             f"{file.path} cannot be read as parquet: {_first_line(error)}",
@@ -137,12 +136,16 @@ def _read_hf(file: SourceFile, part_bytes: int) -> Iterator[tuple[bytes, float]]
         file.path,
         {name: _is_string(str(getattr(feature, "dtype", ""))) for name, feature in dataset.features.items()},
     )
-    num_rows, row = len(dataset), 0
-    for batch in dataset.select_columns([column]).iter(ROWS_AT_ONCE):
-        for value in batch[column]:
-            row += 1
-            for part in _cut_value(f"row {row} of {file.path}", value, part_bytes):
-                yield part, row / num_rows
+    batches = (batch[column] for batch in dataset.select_columns([column]).iter(BATCH_ROWS))
+    yield from _table_parts(file, batches, len(dataset), part_bytes)
+
+
+def _table_parts(
+    file: SourceFile, batches: Iterable[list[Any]], num_rows: int, part_bytes: int
+) -> Iterator[tuple[bytes, float]]:
+    for row, value in enumerate(chain.from_iterable(batches), start=1):
+        for part in _cut_value(f"row {row} of {file.path}", value, part_bytes):
+            yield part, row / num_rows
 
 
 def _load_hf(file: SourceFile) -> "Dataset":
@@ -163,7 +166,7 @@ def _load_hf(file: SourceFile) -> "Dataset":
         return loaded
     if "train" not in loaded:
         raise UnreadableFile(
-            f"dataset {file.path} has no split `train`; it has {_listed(loaded)}",
+            f"dataset {file.path} has no split `train`; it has {', '.join(loaded) or 'none'}",
             fix="save the split you want as parquet or with save_to_disk, and give that path",
         )
     return loaded["train"]
@@ -201,8 +204,7 @@ def _checked_utf8(file: SourceFile, part: bytes, offset: int) -> bytes:
     try:
         part.decode()
     except UnicodeDecodeError as error:
-        utf_16 = part.startswith((b"\xff\xfe", b"\xfe\xff"))
-        encoding = "utf-16" if utf_16 else "latin-1"
+        encoding = "utf-16" if part.startswith((b"\xff\xfe", b"\xfe\xff")) else "latin-1"
         raise UnreadableFile(
             f"{file.path} is not UTF-8: byte 0x{part[error.start]:02x} at offset {offset + error.start:,}",
             fix=f"iconv -f {encoding} -t utf-8 '{file.path}' > new.txt, with the encoding it is in",
@@ -216,7 +218,7 @@ def _json_object(where: str, line: bytes) -> dict[str, Any]:
     except ValueError as error:
         cut = "" if line.endswith(b"\n") else ", and the file ends within the line: it may be cut short"
         raise UnreadableFile(
-            f"{where} is not JSON: {_first_line(error)}{cut}", fix="mend or delete that line, or get the file again"
+            f"{where} is not JSON: {_first_line(error)}{cut}", fix="fix or delete that line, or get the file again"
         ) from error
     if not isinstance(record, dict):
         raise UnreadableFile(
@@ -226,21 +228,19 @@ def _json_object(where: str, line: bytes) -> dict[str, Any]:
 
 
 def _text_field(where: str, is_string: dict[str, bool]) -> str:
-    """`text`, or the only field of strings."""
+    """Returns `text`, or the only field of strings; raises UnreadableFile."""
     strings = [name for name, yes in is_string.items() if yes]
-    if TEXT_FIELD in strings:
-        return TEXT_FIELD
-    if len(strings) == 1:
-        return strings[0]
+    if TEXT_FIELD in strings or len(strings) == 1:
+        return TEXT_FIELD if TEXT_FIELD in strings else strings[0]
     raise UnreadableFile(
         f"{where} has no field {TEXT_FIELD!r} of strings, and {len(strings)} other fields are strings;"
-        f" it has {_listed(is_string)}",
+        f" it has {', '.join(is_string) or 'none'}",
         fix=f"rename the field that holds the text to {TEXT_FIELD!r}",
     )
 
 
 def _cut_value(where: str, value: Any, part_bytes: int) -> Iterator[bytes]:
-    """A row's text in parts; a null is a row without text."""
+    """Yields a row's text in parts; a null is a row without text."""
     if value is None:
         return
     if not isinstance(value, str):
@@ -261,10 +261,6 @@ def _is_string(dtype: str) -> bool:
 
 def _share(raw: BinaryIO, file: SourceFile) -> float:
     return min(1.0, raw.tell() / file.num_bytes)
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names) or "none"
 
 
 def _first_line(error: BaseException) -> str:

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import tokenizers
 
+TOKENIZER_FILE = "tokenizer.json"  # in a prepared folder
 BOS = "<|bos|>"
-# what separates documents, by its name in tokenizers made elsewhere; the first that is there is taken
+# the token between documents, by its names in tokenizers made elsewhere; the first that exists is taken
 SEPARATORS = (BOS, "<|endoftext|>", "<|begin_of_text|>", "<s>", "<bos>", "</s>", "<eos>", "<|end_of_text|>", "[CLS]")
 
 SPLIT_PATTERN = (
@@ -42,7 +43,7 @@ MIN_VOCAB_SIZE = 257  # every byte and the separator: any text can be encoded
 
 
 class Tokenizer:
-    """Text to token ids and back. Special tokens written out in a text are text, never special."""
+    """Encodes text to token ids and back. Special tokens written out in a text are text, never special."""
 
     def __init__(self, json_bytes: bytes, *, name: str):
         self.json_bytes = json_bytes
@@ -54,37 +55,41 @@ class Tokenizer:
 
     @staticmethod
     def load(path: Path) -> "Tokenizer":
+        """Reads a tokenizer.json; raises PacelineError where that is not one."""
         return Tokenizer(read_tokenizer_file(path), name=str(path))
 
     def save(self, path: Path) -> None:
+        """Writes the tokenizer.json, byte for byte as it was read."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(self.json_bytes)
 
     def encode(self, text: str) -> list[int]:
+        """Returns the token ids of a text, without a separator; raises PacelineError for text that is not UTF-8."""
         try:
             ids: list[int] = self._inner.encode(text, add_special_tokens=False).ids
-        except TypeError as error:  # what the library says to half of a surrogate pair
+        except TypeError as error:  # the library raises this for half of a surrogate pair
             raise PacelineError(
                 "the text holds bytes that are not UTF-8", fix="check the terminal's encoding (LANG), or the file's"
             ) from error
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """On all cores, and the interpreter is free meanwhile: several threads may call this at once."""
+        """Returns the token ids of each text, on all cores; it releases the interpreter, so several threads may call it."""
         return [encoding.ids for encoding in self._inner.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Special tokens give no text; bytes that are not UTF-8 give U+FFFD."""
+        """Returns the text of token ids: special tokens give none, bytes that are not UTF-8 give U+FFFD."""
         text: str = self._inner.decode(ids, skip_special_tokens=True)
         return text
 
     def decode_stream(self) -> "DecodeStream":
+        """Returns a decoder for tokens that come one by one."""
         return DecodeStream(self)
 
     def token_bytes(self) -> "npt.NDArray[np.int64]":
-        """(vocab_size,) int64: the UTF-8 length of each token, 0 for special tokens and ids that stand for nothing.
+        """Returns the UTF-8 length of each token, (vocab_size,) int64: 0 for special tokens and unused ids.
 
-        Exact for byte-level BPE, where a token may be part of a character. In others a word's mark counts as the space
+        It is exact for byte-level BPE, where a token may be part of a character. In others a word's mark counts as the space
         it stands for, so a text's sum may be off by the one at its start.
         """
         import numpy as np
@@ -98,6 +103,7 @@ class Tokenizer:
         return lengths
 
     def special_tokens(self) -> dict[str, int]:
+        """Returns the ids of the special tokens by their text."""
         added = self._inner.get_added_tokens_decoder()
         special = {token.content: token_id for token_id, token in sorted(added.items()) if token.special}
         return special | {self.bos_token: self.bos_id}
@@ -113,28 +119,28 @@ class Tokenizer:
 
 
 class DecodeStream:
-    """Text of tokens that come one by one: a character is given out when its last byte is there."""
+    """Decodes tokens that come one by one: a character is returned when its last byte has come."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
-        self._before: list[int] = []  # given out, ending with a whole character; a token's text may depend on it
+        self._before: list[int] = []  # returned, ending with a whole character; a token's text may depend on them
         self._waiting: list[int] = []  # after that
-        self._num_given = 0  # characters of the waiting tokens that are given out
+        self._num_returned = 0  # characters of the waiting tokens that are returned already
 
     def push(self, token_id: int) -> str:
-        """The text that became complete with this token, often none."""
+        """Returns the text that became complete with this token, often none."""
         self._waiting.append(token_id)
         text = self._text()
         complete = text.rstrip("\ufffd")  # a last character that lacks bytes decodes to this
-        new = complete[self._num_given :]
-        self._num_given = max(self._num_given, len(complete))
+        new = complete[self._num_returned :]
+        self._num_returned = max(self._num_returned, len(complete))
         if text and complete == text:
-            self._before, self._waiting, self._num_given = self._waiting, [], 0
+            self._before, self._waiting, self._num_returned = self._waiting, [], 0
         return new
 
     def end(self) -> str:
-        """What is left when no more tokens come."""
-        return self._text()[self._num_given :]
+        """Returns the remaining text when no more tokens come."""
+        return self._text()[self._num_returned :]
 
     def _text(self) -> str:
         decode = self._tokenizer.decode
@@ -142,7 +148,7 @@ class DecodeStream:
 
 
 def train_tokenizer_on(source: str, *, vocab_size: int, progress: Progress | None = None) -> Tokenizer:
-    """A tokenizer of the source's training split; the same as `prepare` trains for it."""
+    """Trains a tokenizer on the source's training split, the same as `prepare` trains for it."""
     files = list_files(source)
     part_bytes = part_bytes_of(files)
     below = held_out_below(files, part_bytes=part_bytes)
@@ -153,27 +159,28 @@ def train_tokenizer_on(source: str, *, vocab_size: int, progress: Progress | Non
 def training_texts(
     files: list[SourceFile], *, part_bytes: int, below: int, progress: Progress | None = None
 ) -> Iterator[str]:
-    """What is not held out, up to MAX_TRAINING_BYTES taken from all files alike."""
+    """Yields the texts that are not held out, up to MAX_TRAINING_BYTES taken from all files alike."""
     total = sum(file.num_bytes for file in files)
-    told = 0.0
+    next_report = 0.0
     for document, done in read_corpus(files, part_bytes=part_bytes, max_bytes=MAX_TRAINING_BYTES):
-        if progress is not None and done >= told:
+        if progress is not None and done >= next_report:
             progress("train tokenizer", done, total)
-            told = done + total / 100
+            next_report = done + total / 100
         if document.digest >= below:
             yield document.text
 
 
 def train_tokenizer(texts: Iterator[str], *, vocab_size: int) -> Tokenizer:
-    """Byte-level BPE; the same texts give the same tokenizer. A small text may give fewer tokens than vocab_size."""
+    """Trains byte-level BPE; the same texts give the same tokenizer, and a small text may give fewer tokens than vocab_size."""
     if vocab_size < MIN_VOCAB_SIZE:
         raise PacelineError(
             f"vocab_size {vocab_size:,} is too small: 256 bytes and the token {BOS} are {MIN_VOCAB_SIZE}",
             fix=f"--vocab-size {MIN_VOCAB_SIZE} or more; 4096 suits a small corpus, 32768 a large one",
         )
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer as Library
 
-    inner = Tokenizer(models.BPE())
+    inner = Library(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(SPLIT_PATTERN), "isolated"),
@@ -187,13 +194,13 @@ def train_tokenizer(texts: Iterator[str], *, vocab_size: int) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    cut = [LONG_RUN.sub(r"\1\n\2", text) for text in texts]  # all of them here: in its own thread Ctrl-C is not heard
-    inner.train_from_iterator(cut, trainer)
-    return _wrapped(inner)
+    # a list, read before training: the library's own thread does not see Ctrl-C
+    inner.train_from_iterator([LONG_RUN.sub(r"\1\n\2", text) for text in texts], trainer)
+    return Tokenizer(inner.to_str(pretty=True).encode(), name="the tokenizer trained here")
 
 
 def tokenizer_info(tokenizer: Tokenizer, *, sample: str) -> dict[str, Any]:
-    """What `paceline tokenizer info` prints: sizes, special tokens, and how it does on a sample text."""
+    """Returns what `paceline tokenizer info` prints: sizes, special tokens, and the result on a sample text."""
     ids = tokenizer.encode(sample)
     sample_bytes = len(sample.encode())
     return {
@@ -211,7 +218,7 @@ def tokenizer_info(tokenizer: Tokenizer, *, sample: str) -> dict[str, Any]:
 
 
 def read_tokenizer_file(path: Path) -> bytes:
-    """Its content, without a look at what it says."""
+    """Returns the file's content without parsing it; raises PacelineError where it cannot be read."""
     try:
         content = path.expanduser().read_bytes()
     except FileNotFoundError as error:
@@ -250,8 +257,7 @@ def _load_inner(json_bytes: bytes, name: str) -> "tokenizers.Tokenizer":
 
 def _separator(inner: "tokenizers.Tokenizer", name: str) -> tuple[str, int]:
     for token in SEPARATORS:
-        token_id = inner.token_to_id(token)
-        if token_id is not None:
+        if (token_id := inner.token_to_id(token)) is not None:
             return token, token_id
     raise PacelineError(
         f"{name} has no token to put between documents; known ones: {' '.join(SEPARATORS)}",
@@ -259,12 +265,8 @@ def _separator(inner: "tokenizers.Tokenizer", name: str) -> tuple[str, int]:
     )
 
 
-def _wrapped(inner: "tokenizers.Tokenizer") -> Tokenizer:
-    return Tokenizer(inner.to_str(pretty=True).encode(), name="the tokenizer trained here")
-
-
 def _marked_bytes(token: str) -> int:
-    """For vocabularies that write text as it is: SentencePiece marks a space, WordPiece the lack of one."""
+    """Returns the bytes of a token written as text: SentencePiece marks a space, WordPiece the lack of one."""
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         return 1  # a byte of its own
     return len(token.replace("▁", " ").removeprefix("##").encode())

@@ -1,9 +1,9 @@
 """
-Takes a log apart into records, in one pass and bounded memory.
+Parses a log into records, in one pass and bounded memory, whatever its encoding, size or launcher.
 
-Any encoding, any size, any launcher: reader_filter.py finds the lines worth a look, reader_prefix.py says whose they are,
-reader_errors.py puts exceptions together, reader_progress.py reads the steps. What the records mean is for the
-catalogue and the verdict.
+Most lines of a training log equal an earlier line except for their digits. LineFilter looks only at new line shapes; shapes
+without any error word are remembered and then skipped at the speed of bytes.translate and a set. The lines that remain are
+parsed by lines.py and tracebacks.py. What a record means is decided by the catalogue and the verdict.
 """
 
 from __future__ import annotations
@@ -11,26 +11,43 @@ from __future__ import annotations
 import codecs
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from paceline.explain.reader_errors import ErrorReader
-from paceline.explain.reader_filter import AFTER, LineFilter
-from paceline.explain.reader_prefix import Line, plain, split_prefix
-from paceline.explain.reader_progress import MAX_RANKS, MarkPlace, ProgressNotes, take_bars
-from paceline.explain.record import Progress, Record, RecordKind
+from paceline.explain.explanation import LogProgress, Record, RecordKind
+from paceline.explain.lines import (
+    MAX_RANKS,
+    LogLine,
+    ProgressLine,
+    ProgressTracker,
+    split_prefix,
+    strip_bars,
+    strip_escapes,
+)
+from paceline.explain.tracebacks import TracebackReader
 
 CHUNK_BYTES = 1 << 21
 MAX_LINE_CHARS = 4000
-MAX_LINE_BYTES = 1 << 16  # of a longer line only the beginning is looked at
+MAX_LINE_BYTES = 1 << 16  # only the beginning of a longer line is parsed
 MAX_WORD_CHARS = 400  # a pattern that begins with a word takes time by the square of the word's length
 LONG_WORD = re.compile(rb"\S{401,}")
-FIRST_RECORDS, LAST_RECORDS = 2000, 1000  # kept of a log that tells of errors without end
-MARKS_LOOKED_BACK = 60  # lines, for the step that a telling line is of
-FIRST_TELLING, LAST_TELLING = 6000, 3000  # lines looked at of a log in which nearly every line tells of something
-LAST_LINES = 8  # kept for those cases of which nothing is known
+FIRST_RECORDS, LAST_RECORDS = 2000, 1000  # stored of a log with more errors
+FIRST_SELECTED, LAST_SELECTED = 6000, 3000  # lines parsed of a log in which nearly every line has an error word
+LAST_LINES = 8  # stored for a failure that is not in the catalogue
+PROGRESS_LINES = 60  # searched for a step before a selected line
+BEFORE, AFTER = 3, 24  # lines selected around one with an error word: the context and the further lines of its message
+MAX_SHAPES = 50_000  # remembered; with more the set is cleared
+MAX_REPEATS = 200  # times that a line shape with an error word is parsed
+# digits, separators, blocks of progress bars
+SHAPE_DROPS = b" \t0123456789.,-+:\xe2\x96\x88\x89\x8a\x8b\x8c\x8d\x8e\x8f"
 
+ERROR_WORD = re.compile(
+    rb"error|exception|traceback|fatal|fail|abort|assert|kill|signal|sig[a-z]{3,4}\b|core dumped|terminat|interrupt|cancel"
+    rb"|cannot|can't|unable|not found|no such|denied|refused|timed? ?out|exceed|exhaust|out of|overflow|corrupt|invalid"
+    rb"|unexpected|mismatch|panic|crash|undefined symbol|nccl warn|xid|file \"|broken|unreachable|\bexit|exited|preempt"
+    rb"|\.py[:(]\d|in <module>|\bnan\b|\binf\b|rank +:|host +:|time +:"
+)
 SIGNAL = re.compile(
     r"\bSIG(?:KILL|TERM|SEGV|ABRT|BUS|INT|HUP|ILL|FPE|PIPE|USR1|USR2)\b|[Ss]ignal:? \d+|Segmentation fault|core dumped"
     r"|^(?:.*: line \d+: +\d+ )?(?:Killed|Aborted|Terminated|Bus error|Illegal instruction)\b|Signals\.SIG"
@@ -39,10 +56,10 @@ EXIT = re.compile(
     r"exit(?:ed|ing|s)? (?:\w+ )?(?:with )?(?:exit )?(?:status|code)|exit ?code|non-zero exit|return code|Exited with",
     re.IGNORECASE,
 )
-PASSED_ON = re.compile(
+FORWARDED = re.compile(  # by a launcher to the other ranks
     r"Sending process \d+ closing signal|ended after it: |Sending signal .* to process"
-)  # by launchers to the others
-AFTER_BAR = re.compile(  # what the shell says of a process that had not ended its line
+)
+AFTER_BAR = re.compile(  # the shell's message about a process, behind a progress bar without a newline
     r"[\d\]%)s](?P<word>(?:Killed|Terminated|Aborted|Bus error|Segmentation fault)(?: \(core dumped\))?)$"
 )
 BANNER_RANK = re.compile(r"^\s+rank\s+: (?P<rank>\d+) \(local_rank: \d+\)")
@@ -58,137 +75,136 @@ RANK_IN_TEXT = re.compile(
 
 @dataclass(frozen=True)
 class Log:
-    """All that the verdict needs of a log."""
+    """What the verdict uses of a log."""
 
-    records: tuple[Record, ...]
-    progress: Progress
-    last_marks: tuple[MarkPlace, ...]  # the last signs of progress
-    last_lines: tuple[tuple[int, str], ...]
-    num_lines: int
-    num_bytes: int
-    dropped: int = 0  # records that were too many
-    last_steps: Mapping[int, int] = field(default_factory=dict)  # by rank, where lines say whose they are
-    ranks: frozenset[int] = frozenset()  # that have written anything telling
+    records: tuple[Record, ...] = ()
+    progress: LogProgress = field(default_factory=LogProgress)
+    last_progress: tuple[ProgressLine, ...] = ()
+    last_lines: tuple[tuple[int, str], ...] = ()
+    last_steps: Mapping[int, int] = field(default_factory=dict)  # by rank, of lines that have a rank
+    ranks: frozenset[int] = frozenset()  # whose lines were parsed
 
 
 def read_log(
     chunks: Iterable[bytes], *, literals: Iterable[str] = (), rank: int | None = None, source: str | None = None
 ) -> Log:
-    """literals: of the catalogue. rank: whose log it is, where the file says so and the lines do not."""
-    reader = LogReader(literals, rank=rank, source=source)
+    """Parses a log that comes in chunks of any size.
+
+    literals: the catalogue's; a line with one of them is parsed even if it has no error word.
+    rank, source: of the whole file, where a line does not report its rank.
+    """
+    parser = LogParser(literals, rank=rank, source=source)
     for block in whole_lines(as_utf8(chunks)):
-        reader.feed(block)
-    return reader.finish()
+        parser.feed(block)
+    return parser.finish()
 
 
-class LogReader:
-    """One log; feed() takes blocks of whole lines."""
+class LogParser:
+    """Parses one log; feed() takes blocks of whole lines."""
 
     def __init__(self, literals: Iterable[str], *, rank: int | None, source: str | None):
         self._filter = LineFilter(literals)
-        self._errors = ErrorReader()
+        self._tracebacks = TracebackReader()
         self._rank, self._source = rank, source
         self._first: list[Record] = []
         self._last: deque[Record] = deque(maxlen=LAST_RECORDS)
-        self._dropped = 0
-        self._looked = 0
-        self._late: deque[tuple[int, bytes]] = deque(maxlen=LAST_TELLING)
-        self._number = 0  # of the line last read
-        self._bytes = 0
-        self._owed = 0  # lines of the next block that follow a telling one
-        self._notes = ProgressNotes()
+        self._num_selected = 0
+        self._late: deque[tuple[int, bytes]] = deque(maxlen=LAST_SELECTED)  # selected lines after the first ones
+        self._number = 0  # of the last line
+        self._pending = 0  # lines at the start of the next block that follow a selected one
+        self._progress = ProgressTracker()
         self._ranks: set[int] = set() if rank is None else {rank}
         self._tail: deque[tuple[int, str]] = deque(maxlen=LAST_LINES)
         self._banner_rank: int | None = None
         self._banner_host: str | None = None
 
     def feed(self, block: bytes) -> None:
-        self._bytes += len(block)
-        lines = block.split(b"\n")
-        numbers = None
-        if b"\r" in block:
-            parts = [line.rstrip(b"\r").split(b"\r") for line in lines]
-            numbers = [at for at, pieces in enumerate(parts) for _ in pieces]
-            lines = [piece for pieces in parts for piece in pieces]
-            block = b"\n".join(lines)
-        keep = self._filter.kept(lines, block)
-        if self._owed:
-            keep = sorted({*range(min(self._owed, len(lines))), *keep})
-        self._owed = AFTER if keep and keep[-1] == len(lines) - 1 else 0
+        block, lines, numbers = self._split(block)
+        selected = self._filter.select(lines, block)
+        if self._pending:
+            selected = sorted({*range(min(self._pending, len(lines))), *selected})
+        self._pending = AFTER if selected and selected[-1] == len(lines) - 1 else 0
         before = -1
-        for at in keep:
+        for at in selected:
             if at != before + 1:
-                self._gap(lines, before, at, numbers)
-            self._look_at(self._number + 1 + (numbers[at] if numbers else at), lines[at])
+                self._skip(lines, numbers, range(before + 1, at))
+            self._take(numbers[at], lines[at])
             before = at
         if before < len(lines) - 1:
-            self._gap(lines, before, len(lines), numbers)
-        self._note_tail(lines, numbers)
-        self._number += (numbers[-1] if numbers else len(lines) - 1) + 1
+            self._skip(lines, numbers, range(before + 1, len(lines)))
+        self._store_tail(lines, numbers)
+        self._number = numbers[-1]
 
     def finish(self) -> Log:
-        self._take_late()
-        self._add(self._errors.flush())
+        self._parse_late()
+        self._add(self._tracebacks.flush())
         tail = tuple((number, text) for number, text in self._tail if text)
-        last_number = tail[-1][0] if tail else None
         return Log(
             records=(*self._first, *self._last),
-            progress=self._notes.progress(last_number),
-            last_marks=tuple(self._notes.marks),
+            progress=self._progress.progress(tail[-1][0] if tail else None),
+            last_progress=tuple(self._progress.lines),
             last_lines=tail,
-            num_lines=self._number,
-            num_bytes=self._bytes,
-            dropped=self._dropped,
-            last_steps=self._notes.steps_of,
+            last_steps=self._progress.steps_by_rank,
             ranks=frozenset(self._ranks),
         )
 
-    def _gap(self, lines: list[bytes], after: int, until: int, numbers: list[int] | None) -> None:
-        """Lines that tell of no error are passed over; the first and the last mark of progress in them count."""
-        self._add(self._errors.flush())
-        start = max(after + 1, until - MARKS_LOOKED_BACK)
-        looked = [*range(start, until)]
-        if self._notes.first_step is None:
-            looked = [*range(after + 1, min(after + 1 + MARKS_LOOKED_BACK, start)), *looked]
-        for at in looked:
-            text, bar = take_bars(plain(lines[at][:MAX_LINE_CHARS].decode("utf-8", "replace")))
-            self._notes.note(self._number + 1 + (numbers[at] if numbers else at), split_prefix(text), bar)
+    def _split(self, block: bytes) -> tuple[bytes, list[bytes], Sequence[int]]:
+        """The block with carriage returns as newlines, its lines, and the number of each line in the log."""
+        lines = block.split(b"\n")
+        if b"\r" not in block:
+            return block, lines, range(self._number + 1, self._number + 1 + len(lines))
+        states = [line.rstrip(b"\r").split(b"\r") for line in lines]
+        numbers = [number for number, parts in enumerate(states, self._number + 1) for _ in parts]
+        lines = [part for parts in states for part in parts]
+        return b"\n".join(lines), lines, numbers
 
-    def _look_at(self, number: int, raw: bytes) -> None:
-        """Now, or at the end if it is among the last."""
-        if self._looked < FIRST_TELLING:
-            self._looked += 1
-            self._take(number, raw)
+    def _skip(self, lines: list[bytes], numbers: Sequence[int], gap: range) -> None:
+        """Skips lines without an error word, except for progress lines at the end of the gap and the first ones of the log."""
+        self._add(self._tracebacks.flush())
+        start = max(gap.start, gap.stop - PROGRESS_LINES)
+        searched = [*range(start, gap.stop)]
+        if self._progress.first_step is None:
+            searched = [*range(gap.start, min(gap.start + PROGRESS_LINES, start)), *searched]
+        for at in searched:
+            text, bar = strip_bars(strip_escapes(lines[at][:MAX_LINE_CHARS].decode("utf-8", "replace")))
+            self._progress.add(numbers[at], split_prefix(text), bar)
+
+    def _take(self, number: int, raw: bytes) -> None:
+        """Parses a selected line now, or at the end of the log if there were many before it."""
+        if self._num_selected < FIRST_SELECTED:
+            self._num_selected += 1
+            self._parse(number, raw)
         else:
             self._late.append((number, cut_middle(raw)))
 
-    def _take_late(self) -> None:
+    def _parse_late(self) -> None:
         before = 0
         for number, raw in self._late:
             if number > before + 1:
-                self._add(self._errors.flush())
-            self._take(number, raw)
+                self._add(self._tracebacks.flush())
+            self._parse(number, raw)
             before = number
 
-    def _take(self, number: int, raw: bytes) -> None:
-        text = plain(cut_middle(raw).decode("utf-8", "replace"))
-        text, bar = take_bars(text)
-        line = split_prefix(unboxed(text))
+    def _parse(self, number: int, raw: bytes) -> None:
+        text, bar = strip_bars(decode_line(raw))
+        line = split_prefix(strip_box(text))
         if line.rank is None and self._rank is not None:
             line = replace(line, rank=self._rank)
         if line.rank is not None and len(self._ranks) < MAX_RANKS:
             self._ranks.add(line.rank)
-        if not self._notes.marks or number >= self._notes.marks[-1].line:  # a late line's place is before later marks
-            self._notes.note(number, line, bar)
+        progress_lines = self._progress.lines
+        if not progress_lines or number >= progress_lines[-1].line:  # late lines stand before progress already read
+            self._progress.add(number, line, bar)
         if BANNER_TRACEBACK.match(line.text) and self._banner_rank is not None:
             line = replace(line, rank=self._banner_rank, host=self._banner_host)
-        step = self._notes.step_of(line.rank)
-        finished, is_part = self._errors.feed(number, line, step)
-        self._add(finished)
+        step = self._progress.step_of(line.rank)
+        completed, is_part = self._tracebacks.feed(number, line, step)
+        self._add(completed)
         if not is_part and line.text.strip():
             self._add([self._record(number, line, step)])
 
-    def _record(self, number: int, line: Line, step: int | None) -> Record:
+    def _record(self, number: int, line: LogLine, step: int | None) -> Record:
+        """The record of a line that is not part of a traceback; rank and host may come from torchrun's banner above it."""
         text = line.text
         if match := AFTER_BAR.search(text):
             text = match["word"]
@@ -197,25 +213,20 @@ class LogReader:
             self._banner_rank = int(match["rank"])
         elif match := BANNER_HOST.match(text):
             self._banner_host = match["host"]
-        in_banner = bool(
-            self._banner_rank is not None
-            and text.startswith("  ")
-            and (EXIT.search(text) or BANNER_TRACEBACK.match(text))
-        )
-        if in_banner:
+        in_banner = self._banner_rank is not None and text.startswith("  ")
+        if in_banner and (EXIT.search(text) or BANNER_TRACEBACK.match(text)):
             rank, host = self._banner_rank, self._banner_host
         elif rank is None and (match := RANK_IN_TEXT.search(text)):
             rank = int(match[match.lastgroup or 0])
         kind: RecordKind = "signal" if SIGNAL.search(text) else "exit" if EXIT.search(text) else "line"
-        if PASSED_ON.search(text) or BANNER_LINE.match(text) or BANNER_HOST.match(text) or BANNER_RANK.match(text):
+        if FORWARDED.search(text) or BANNER_LINE.match(text) or BANNER_HOST.match(text) or BANNER_RANK.match(text):
             kind = "banner"
         return Record(kind=kind, text=text, line=number, rank=rank, host=host, time=line.time, step=step)
 
-    def _note_tail(self, lines: list[bytes], numbers: list[int] | None) -> None:
+    def _store_tail(self, lines: list[bytes], numbers: Sequence[int]) -> None:
         for at in range(max(0, len(lines) - 4 * LAST_LINES), len(lines)):
             if lines[at].strip():
-                text = plain(cut_middle(lines[at]).decode("utf-8", "replace")).rstrip()
-                self._tail.append((self._number + 1 + (numbers[at] if numbers else at), text))
+                self._tail.append((numbers[at], decode_line(lines[at]).rstrip()))
 
     def _add(self, records: list[Record]) -> None:
         for record in records:
@@ -223,15 +234,65 @@ class LogReader:
                 record = replace(record, source=self._source)
             if record.rank is None and self._rank is not None:
                 record = replace(record, rank=self._rank)
-            if len(self._first) < FIRST_RECORDS:
-                self._first.append(record)
-            else:
-                self._dropped += len(self._last) == LAST_RECORDS
-                self._last.append(record)
+            (self._first if len(self._first) < FIRST_RECORDS else self._last).append(record)
+
+
+class LineFilter:
+    """Selects the lines worth parsing by their shape: the line without digits, spaces and bars.
+
+    A shape is worth parsing if it contains an error word or one of the literals (lower-case words).
+    """
+
+    def __init__(self, literals: Iterable[str]):
+        lowered = {literal.lower().encode() for literal in literals if literal}
+        self._literals = sorted(literal for literal in lowered if not ERROR_WORD.search(literal))
+        self._ignored: set[bytes] = set()
+        self._repeats: dict[bytes, int] = {}
+
+    def select(self, lines: list[bytes], block: bytes) -> list[int]:
+        """Indices of the lines worth parsing and of those around them; block is the same lines joined by newlines."""
+        shapes = block.translate(None, SHAPE_DROPS).split(b"\n")
+        new_shapes = set(shapes) - self._ignored
+        if not new_shapes:
+            return []
+        candidates = [at for at, shape in enumerate(shapes) if shape in new_shapes]
+        first = {shapes[at]: lines[at] for at in reversed(candidates)}
+        error_shapes = self._error_shapes(first)
+        self._ignore(new_shapes - error_shapes)
+        selected: set[int] = set()
+        for at in candidates:
+            if (shape := shapes[at]) in error_shapes:
+                repeats = self._repeats[shape] = self._repeats.get(shape, 0) + 1
+                if repeats > MAX_REPEATS:
+                    self._ignored.add(shape)
+                else:
+                    selected.update(range(max(0, at - BEFORE), min(len(lines), at + AFTER + 1)))
+        return sorted(selected)
+
+    def _error_shapes(self, first: dict[bytes, bytes]) -> set[bytes]:
+        """The shapes worth parsing; first maps each shape to its first line."""
+        lowered = {shape: line[:MAX_LINE_BYTES].lower() for shape, line in first.items()}
+        error_shapes = {shape for shape, line in lowered.items() if ERROR_WORD.search(line)}
+        others = {shape: line for shape, line in lowered.items() if shape not in error_shapes}
+        joined = b"\n".join(others.values())
+        literals = [literal for literal in self._literals if literal in joined]
+        return error_shapes | {shape for shape, line in others.items() if any(literal in line for literal in literals)}
+
+    def _ignore(self, shapes: set[bytes]) -> None:
+        if len(self._ignored) + len(shapes) > MAX_SHAPES:
+            self._ignored.clear()
+        if len(self._repeats) > MAX_SHAPES:
+            self._repeats.clear()
+        self._ignored |= {shape for shape in shapes if len(shape) < MAX_LINE_BYTES}
+
+
+def decode_line(raw: bytes) -> str:
+    """The line as text of limited length, without escape sequences."""
+    return strip_escapes(cut_middle(raw).decode("utf-8", "replace"))
 
 
 def cut_middle(raw: bytes) -> bytes:
-    """A line of any length, and words of any length, with their two ends."""
+    """Shortens a long line and long words in it to their two ends."""
     if len(raw) <= MAX_WORD_CHARS:
         return raw
     raw = LONG_WORD.sub(
@@ -242,32 +303,32 @@ def cut_middle(raw: bytes) -> bytes:
     return raw[: MAX_LINE_CHARS * 3 // 4] + b" ... " + raw[-MAX_LINE_CHARS // 4 :]
 
 
-def unboxed(text: str) -> str:
-    """A line of rich's traceback without the frame around it."""
+def strip_box(text: str) -> str:
+    """A line of rich's traceback without the box around it."""
     if text[:1] not in "│╭╰┃" or not text:
         return text
     return text.strip("│┃╭╮╰╯─ ").replace("❱", " ") or ""
 
 
 def as_utf8(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """UTF-16, as PowerShell's > writes it, becomes UTF-8; anything else goes on as it is."""
+    """Converts UTF-16, which PowerShell's > writes, to UTF-8 and leaves any other encoding as it is."""
     iterator = iter(chunks)
     first = next((chunk for chunk in iterator if chunk), b"")
     nuls = first[:4096].count(0)
-    wide = first.startswith((b"\xff\xfe", b"\xfe\xff")) or (nuls * 5 > 2 * len(first[:4096]) and len(first) > 8)
-    if not wide:
+    is_utf16 = first.startswith((b"\xff\xfe", b"\xfe\xff")) or (nuls * 5 > 2 * len(first[:4096]) and len(first) > 8)
+    if not is_utf16:
         yield first
         yield from iterator
         return
-    big = first.startswith(b"\xfe\xff") or (not first.startswith(b"\xff\xfe") and first[:2][:1] == b"\0")
-    decoder = codecs.getincrementaldecoder("utf-16-be" if big else "utf-16-le")("replace")
+    is_big = first.startswith(b"\xfe\xff") or (not first.startswith(b"\xff\xfe") and first[:1] == b"\0")
+    decoder = codecs.getincrementaldecoder("utf-16-be" if is_big else "utf-16-le")("replace")
     for chunk in chain([first], iterator):
         yield decoder.decode(chunk).encode("utf-8", "replace")
     yield decoder.decode(b"", final=True).encode("utf-8", "replace")
 
 
 def whole_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Blocks that end where a line ends, without the last newline. A line without end is cut at CHUNK_BYTES."""
+    """Blocks that end at a line end, without the last newline. A longer line is cut at CHUNK_BYTES."""
     part = b""
     for chunk in chunks:
         part += chunk

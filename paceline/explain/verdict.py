@@ -1,9 +1,9 @@
 """
-Orders what happened: which event came first and on which rank, and which only followed.
+Chooses the cause: which event came first and on which rank, and which events are only consequences.
 
-Pure: takes logs as the reader gives them and the catalogue, returns an Explanation. An event is left out of the choice where
-the work went on after it, and where its cause can be a mere consequence of another that is there. Of what remains the
-surest wins, and among nearly equally sure ones the first.
+An event is not chosen if the run continued after it or if its cause can be a consequence of another event. Of the events that
+remain the one with the highest score wins, and among nearly equal ones the first. A sentence of the catalogue is a template: its
+values come from the pattern's groups, from the record, and from the caller.
 """
 
 from __future__ import annotations
@@ -12,63 +12,71 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from paceline.explain.blame import PEER_DIED, WAITING, culprit_rank, launcher_blames, named_rank
 from paceline.explain.catalogue import Catalogue
-from paceline.explain.events import Event, events_of, loud_lines, untold
-from paceline.explain.fill import fill, known
+from paceline.explain.explanation import Evidence, Explanation, LogProgress, Record
+from paceline.explain.matches import (
+    PEER_DIED,
+    WAITING,
+    Event,
+    culprit_rank,
+    error_lines,
+    find_events,
+    rank_blamed_by_launcher,
+    rank_in_text,
+    unexplained_failures,
+)
 from paceline.explain.reader import Log
-from paceline.explain.record import Evidence, Explanation, Progress, Record
-from paceline.explain.values import values_of
+from paceline.units import format_bytes
 
-HEALTHY, UNKNOWN, DIVERGED = "healthy", "unknown", "loss-nan"
-NEAR = 0.12  # scores that differ by less are decided by what came first
-ALSO_NEAR = 0.2
-RIGHT = (
-    (0.3, 0.4),
-    (0.5, 0.6),
-    (0.6, 0.8),
-    (0.8, 0.88),
-    (0.9, 0.92),
-    (1.01, 0.97),
-)  # score below which, how often right
-LEAST = 0.2  # a score below it says nothing
-NATIVE = {
-    "native-abort",
-    "sigsegv",
-}  # also how a process goes down after an exception of Python's: its threads are torn down
+HEALTHY, UNKNOWN, DIVERGED, ABORT = "healthy", "unknown", "loss-nan", "native-abort"
+CRASHES = {ABORT, "sigsegv"}  # also how a process goes down after a Python exception, while its threads are torn down
+MIN_SCORE = 0.2  # an event with a lower score is ignored
+NEAR = 0.12  # of scores that differ by less the first event wins
+ALSO_NEAR = 0.2  # of scores that differ by less the other cause is reported too
+# score below which, how often such a verdict was right on labelled logs that nothing was tuned on
+CALIBRATION = ((0.3, 0.4), (0.5, 0.6), (0.6, 0.8), (0.8, 0.88), (0.9, 0.92), (1.01, 0.97))
 MAX_EVIDENCE, MAX_CONSEQUENCES = 6, 8
-MAX_TEXT = 600
-ONE_LOG_EACH = "torchrun --redirects 3 --log-dir logs, then paceline explain logs"
-BY_OTHERS = re.compile(r"-15\b|SIGTERM|-6\b|SIGABRT")  # ended by the launcher, or went down with its communicator
-WATCHDOG = re.compile(
-    r"[Ww]atchdog|ProcessGroupNCCL|taking the entire process down"
-)  # NCCL's aborts the process after its error
-NO_DIGITS = str.maketrans("", "", "0123456789")
+MAX_TEXT, MAX_VALUE_CHARS = 600, 300
+MAX_STEP_DIGITS = 15
+UNKNOWN_VALUE = "n/a"
+ONE_LOG_PER_RANK = "torchrun --redirects 3 --log-dir logs, then paceline explain logs"
+
+STOPPED = re.compile(r"-15\b|SIGTERM|-6\b|SIGABRT")  # by the launcher, or by the abort of its communicator
+WATCHDOG = re.compile(r"[Ww]atchdog|ProcessGroupNCCL|taking the entire process down")  # NCCL's aborts the process
+DIGITS = str.maketrans("", "", "0123456789")
+FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+)(?:,? in (?P<name>\S+))?')
+INSTALLED = re.compile(r"site-packages|dist-packages|/lib/python\d|<frozen |^<")
+TYPE = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:\(\w+\))?: ?(?P<message>.*)")
+EXIT_CODE = re.compile(r"(?:exit ?code|return code|status)\s*[:=]?\s*(?P<code>-?\d{1,5})", re.IGNORECASE)
+SIGNAL = re.compile(r"\bSIG[A-Z]{2,5}\d?\b")
+BYTES = re.compile(r"(\d+)(?: bytes)?")
+OPTIONAL = re.compile(r"\[([^\[\]]*\{[^\[\]]*)\]")
+PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
 def reach_verdict(logs: Sequence[Log], catalogue: Catalogue, *, values: Mapping[str, str] | None = None) -> Explanation:
-    """values: what is known beside the logs, for the sentences of the catalogue."""
-    events = [event for number, log in enumerate(logs) for event in events_of(log, catalogue, number=number)]
-    progress = together([log.progress for log in logs])
-    fatal = [event for event in events if event.cause.severity == "fatal" and event.score >= LEAST]
-    standing = [event for event in fatal if not event.survived]
-    unexplained = [record for log in logs for record in untold(log, events)]
-    if not standing and unexplained and all(record.kind != "exception" for record in unexplained):
-        standing = fatal  # others went on for a while: it is the last word that tells that it broke
-    if not standing:
+    """The explanation of the logs of one run; values are those that the logs do not contain, such as the batch size."""
+    events = [event for number, log in enumerate(logs) for event in find_events(log, catalogue, number=number)]
+    progress = merge_progress([log.progress for log in logs])
+    fatal = [event for event in events if event.cause.severity == "fatal" and event.score >= MIN_SCORE]
+    candidates = [event for event in fatal if not event.run_continued]
+    unexplained = [record for log in logs for record in unexplained_failures(log, events)]
+    if not candidates and unexplained and all(record.kind != "exception" for record in unexplained):
+        candidates = fatal  # other ranks continued for a while, but the exit shows that the run failed
+    if not candidates:
         if diverged := explain_divergence(catalogue, progress, values):
             return diverged
-        unexplained = unexplained or [record for log in logs for record in loud_lines(log)]
+        unexplained = unexplained or [record for log in logs for record in error_lines(log)]
         return explain_unknown(logs, unexplained, progress) if unexplained else explain_health(progress)
-    if wordless := ended_without_a_word(standing, unexplained):
-        return explain_unknown(logs, [wordless], progress, followed=standing)
-    free = [event for event in standing if not follows(event, standing)] or standing
-    culprit = choose(free, launcher_blames(record for log in logs for record in log.records))
-    return explain_event(culprit, free, standing, logs, progress, values or {})
+    if exit_record := silent_exit(candidates, unexplained):
+        return explain_unknown(logs, [exit_record], progress, consequences=candidates)
+    roots = [event for event in candidates if not is_consequence(event, candidates)] or candidates
+    culprit = choose_culprit(roots, rank_blamed_by_launcher(record for log in logs for record in log.records))
+    return explain_event(culprit, roots, candidates, logs, progress, values or {})
 
 
-def choose(events: Sequence[Event], blamed: int | None) -> Event:
-    """The surest; among nearly equal ones the first. blamed: the rank that a launcher saw fail first."""
+def choose_culprit(events: Sequence[Event], blamed: int | None) -> Event:
+    """The event with the highest score, or the first of nearly equal ones; blamed is the rank that a launcher reports."""
     best = max(event.score for event in events)
     leaders = [event for event in events if event.score >= best - NEAR]
     if len({event.place[0] for event in leaders}) == 1:
@@ -78,217 +86,257 @@ def choose(events: Sequence[Event], blamed: int | None) -> Event:
     return min(leaders, key=lambda event: (event.record.rank != blamed, -event.score, event.place))
 
 
-def follows(event: Event, others: Sequence[Event]) -> bool:
-    """Whether it can be a mere consequence of another that is there."""
+def is_consequence(event: Event, others: Sequence[Event]) -> bool:
+    """Whether the event can be a mere consequence of one of the others."""
     for other in others:
-        if other.record is event.record or (
-            other.cause.id == event.cause.id and event.by_launcher == other.by_launcher
-        ):
+        same_cause = other.cause.id == event.cause.id and event.from_launcher == other.from_launcher
+        if other.record is event.record or same_cause:
             continue
-        if event.by_launcher and not other.by_launcher:
+        if event.from_launcher and not other.from_launcher:
             return True
-        if may_follow(event, other) and not (may_follow(other, event) and goes_before(event, other)):
+        if can_follow(event, other) and not (can_follow(other, event) and is_root(event, other)):
             return True
     return False
 
 
-def goes_before(event: Event, other: Event) -> bool:
-    """Which of two that may each follow from the other is the root: on one rank the earlier, else what is no mere loss."""
-    one, two = event.record, other.record
-    if one.rank is not None and one.rank == two.rank and event.place[0] == other.place[0]:
-        return event.place[1] <= other.place[1]
-    mere, other_mere = event.cause.follows is True, other.cause.follows is True
-    return event.score >= other.score if mere == other_mere else other_mere
-
-
-def ended_without_a_word(standing: Sequence[Event], unexplained: Sequence[Record]) -> Record | None:
-    """The exit of a rank that said nothing, where all that is told can only have followed from some other rank's end."""
-    if any(event.cause.follows is not True and not event.by_launcher for event in standing):
-        return None
-    if any(event.cause.id in WAITING - {PEER_DIED} for event in standing):
-        return None
-    told = {event.record.rank for event in standing}
-    if None in told:
-        return None  # it may be that very rank's
-    ends = [record for record in unexplained if record.kind in ("exit", "signal") and record.rank not in told]
-    return next((record for record in ends if not BY_OTHERS.search(record.text)), None)
-
-
-def may_follow(event: Event, other: Event) -> bool:
-    allowed = event.cause.follows
-    if is_end(event, "native-abort") and WATCHDOG.search(other.record.text):
+def can_follow(event: Event, other: Event) -> bool:
+    """Whether the event can be a consequence of the other one."""
+    is_abort, other_is_abort = (e.cause.id == ABORT and e.record.kind in ("exit", "signal") for e in (event, other))
+    if is_abort and WATCHDOG.search(other.record.text):
         return True
-    if is_end(other, "native-abort") and WATCHDOG.search(event.record.text):
+    if other_is_abort and WATCHDOG.search(event.record.text):
         return False
-    if event.cause.id in NATIVE and event.record.kind != "exception" and other.record.kind == "exception":
+    if event.cause.id in CRASHES and event.record.kind != "exception" and other.record.kind == "exception":
         ranks = {event.record.rank, other.record.rank} - {None}
         return len(ranks) < 2 and other.cause.follows is not True
-    if isinstance(allowed, bool):
-        return allowed
-    return other.cause.id in allowed
+    follows = event.cause.follows
+    return follows if isinstance(follows, bool) else other.cause.id in follows
 
 
-def is_end(event: Event, cause: str) -> bool:
-    return event.cause.id == cause and event.record.kind in ("exit", "signal")
+def is_root(event: Event, other: Event) -> bool:
+    """Which of two events that can each follow from the other came first; on different ranks, which is not a lost peer."""
+    if event.record.rank is not None and event.record.rank == other.record.rank and event.place[0] == other.place[0]:
+        return event.place[1] <= other.place[1]
+    follows, other_follows = event.cause.follows is True, other.cause.follows is True
+    return event.score >= other.score if follows == other_follows else other_follows
+
+
+def silent_exit(candidates: Sequence[Event], unexplained: Sequence[Record]) -> Record | None:
+    """The exit of a rank without any message, if all other events can only have followed from it."""
+    if any(event.cause.follows is not True and not event.from_launcher for event in candidates):
+        return None
+    if any(event.cause.id in WAITING - {PEER_DIED} for event in candidates):
+        return None
+    ranks = {event.record.rank for event in candidates}
+    if None in ranks:
+        return None  # the message may be that of the rank that exited
+    exits = [record for record in unexplained if record.kind in ("exit", "signal") and record.rank not in ranks]
+    return next((record for record in exits if not STOPPED.search(record.text)), None)
 
 
 def explain_event(
     culprit: Event,
-    free: Sequence[Event],
-    standing: Sequence[Event],
+    roots: Sequence[Event],
+    candidates: Sequence[Event],
     logs: Sequence[Log],
-    progress: Progress,
+    progress: LogProgress,
     values: Mapping[str, str],
 ) -> Explanation:
     cause, record = culprit.cause, culprit.record
-    alike = [event for event in standing if event.cause.id == cause.id]
-    rank = culprit_rank(culprit, standing, logs)
-    also = other_causes(culprit, free)
+    rank = culprit_rank(culprit, candidates, logs)
     step = step_of(culprit, progress)
-    filled = values_of(culprit, rank=rank, step=step, progress=progress) | dict(values)
-    evidence = shown([record, *(event.record for event in alike)], MAX_EVIDENCE)
-    told = {(each.source, each.line) for each in evidence}
-    consequences = [event.record for event in standing if (event.record.source, event.record.line) not in told]
+    values = {**template_values(culprit, rank=rank, step=step, progress=progress), **values}
+    same_cause = [event.record for event in candidates if event.cause.id == cause.id]
+    evidence = make_evidence([record, *same_cause], MAX_EVIDENCE)
+    places = {(item.source, item.line) for item in evidence}
+    consequences = [event.record for event in candidates if (event.record.source, event.record.line) not in places]
     return Explanation(
         cause=cause.id,
-        also=tuple(also),
-        confidence=confidence(culprit, free),
+        also=other_causes(culprit, roots),
+        confidence=confidence(culprit, roots),
         rank=rank,
         step=step,
         host=culprit.match.values.get("host") or record.host,
         line=record.line,
-        summary=fill(cause.summary, filled),
-        fix=fill(cause.fix, filled),
-        evidence=tuple(evidence),
-        consequences=tuple(shown(consequences, MAX_CONSEQUENCES)),
+        summary=fill_template(cause.summary, values),
+        fix=fill_template(cause.fix, values),
+        evidence=evidence,
+        consequences=make_evidence(consequences, MAX_CONSEQUENCES),
         progress=progress,
-        victims=victims_of(rank, culprit, standing),
+        victims=find_victims(rank, culprit, candidates),
     )
 
 
-def other_causes(culprit: Event, free: Sequence[Event]) -> list[str]:
-    near = sorted((event for event in free if event.score >= culprit.score - ALSO_NEAR), key=lambda event: -event.score)
-    return [cause for cause in dict.fromkeys(event.cause.id for event in near) if cause != culprit.cause.id]
+def other_causes(culprit: Event, roots: Sequence[Event]) -> tuple[str, ...]:
+    """Causes whose score is near the culprit's, the most likely first."""
+    near = [event for event in roots if event.score >= culprit.score - ALSO_NEAR and event.cause.id != culprit.cause.id]
+    return tuple(dict.fromkeys(event.cause.id for event in sorted(near, key=lambda event: -event.score)))
 
 
-def confidence(culprit: Event, free: Sequence[Event]) -> float:
-    """How often a verdict of this score, with this lead, was right on labelled logs that nothing was tuned on."""
-    rival = max((event.score for event in free if event.cause.id != culprit.cause.id), default=0.0)
+def confidence(culprit: Event, roots: Sequence[Event]) -> float:
+    """How often a verdict with this score and this lead over the next cause is right."""
+    rival = max((event.score for event in roots if event.cause.id != culprit.cause.id), default=0.0)
     lead = min(max(culprit.score - rival, 0.0), ALSO_NEAR) / ALSO_NEAR
-    right = next((known for score, known in RIGHT if culprit.score < score), RIGHT[-1][1])
-    return round(right * (0.75 + 0.25 * lead), 2)
+    accuracy = next((accuracy for score, accuracy in CALIBRATION if culprit.score < score), CALIBRATION[-1][1])
+    return round(accuracy * (0.75 + 0.25 * lead), 2)
 
 
-def step_of(event: Event, progress: Progress) -> int | None:
-    """The text's own, else of the last mark before; where that rank has told of none, the last that any has told of."""
-    said = event.match.values.get("step")
-    if said and said.isdecimal() and len(said) < 16:
-        return int(said)
+def step_of(event: Event, progress: LogProgress) -> int | None:
+    """The step that the text reports, else the last one before the record, else the last one that any rank reports."""
+    text = event.match.values.get("step")
+    if text and text.isdecimal() and len(text) <= MAX_STEP_DIGITS:
+        return int(text)
     return progress.last_step if event.record.step is None else event.record.step
 
 
-def victims_of(rank: int | None, culprit: Event, standing: Sequence[Event]) -> tuple[int, ...]:
-    """Ranks that told of something else, or only of the wait."""
-    waits = culprit.cause.id in WAITING or named_rank(culprit) is not None
-    same = {event.record.rank for event in standing if event.cause.id == culprit.cause.id and not waits}
-    ranks = {event.record.rank for event in standing} - same - {rank, None}
-    return tuple(sorted(each for each in ranks if each is not None))
+def find_victims(rank: int | None, culprit: Event, candidates: Sequence[Event]) -> tuple[int, ...]:
+    """Ranks that report another error, or only that they wait for the culprit."""
+    is_wait = culprit.cause.id in WAITING or rank_in_text(culprit) is not None
+    same_cause = {event.record.rank for event in candidates if event.cause.id == culprit.cause.id and not is_wait}
+    ranks = {event.record.rank for event in candidates} - same_cause - {rank}
+    return tuple(sorted(victim for victim in ranks if victim is not None))
 
 
-def shown(records: Sequence[Record], most: int) -> list[Evidence]:
-    """In the order given; what differs from another by digits alone is shown once for each rank."""
-    found: dict[tuple[int | None, str], Evidence] = {}
+def make_evidence(records: Sequence[Record], limit: int) -> tuple[Evidence, ...]:
+    """The first records; texts of one rank that differ only by digits appear once."""
+    distinct: dict[tuple[int | None, str], Evidence] = {}
     for record in records:
-        text = clipped(record.text)
-        found.setdefault(
-            (record.rank, text.translate(NO_DIGITS)), Evidence(record.line, text, record.rank, record.source)
-        )
-    return list(found.values())[:most]
+        text = shorten(record.text)
+        key = (record.rank, text.translate(DIGITS))
+        distinct.setdefault(key, Evidence(record.line, text, record.rank, record.source))
+    return tuple(distinct.values())[:limit]
 
 
-def clipped(text: str) -> str:
+def shorten(text: str) -> str:
     text = text.strip()
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
 
 
-def together(parts: Sequence[Progress]) -> Progress:
-    """Of several logs, one a rank: the log that tells most, with what the others add."""
+def merge_progress(parts: Sequence[LogProgress]) -> LogProgress:
+    """The progress of a run with one log per rank: that of the log with the most steps, with the ends of all."""
     if not parts:
-        return Progress()
-    most = max(parts, key=lambda each: (each.steps, each.last_step or 0))
+        return LogProgress()
+    longest = max(parts, key=lambda part: (part.steps, part.last_step or 0))
     return replace(
-        most,
-        finished=any(each.finished for each in parts),
-        silent_end=all(each.silent_end for each in parts if each.steps) and most.silent_end,
+        longest,
+        finished=any(part.finished for part in parts),
+        silent_end=all(part.silent_end for part in parts if part.steps) and longest.silent_end,
     )
 
 
 def explain_divergence(
-    catalogue: Catalogue, progress: Progress, values: Mapping[str, str] | None
+    catalogue: Catalogue, progress: LogProgress, values: Mapping[str, str] | None
 ) -> Explanation | None:
-    """The loss is no number any more, and nothing else broke."""
+    """For a log whose losses are NaN or infinite to its end and which has no other failure."""
     cause = catalogue.causes.get(DIVERGED)
     if progress.nan_line is None or cause is None:
         return None
-    filled = known({"step": progress.nan_step, "last_step": progress.last_step}) | dict(values or {})
+    values = {**clean_values({"step": progress.nan_step, "last_step": progress.last_step}), **(values or {})}
     return Explanation(
-        cause=DIVERGED, also=(), confidence=0.8, rank=None, step=progress.nan_step, host=None, line=progress.nan_line,
-        summary=fill(cause.summary, filled), fix=fill(cause.fix, filled),
+        cause=DIVERGED, confidence=0.8, step=progress.nan_step, line=progress.nan_line,
+        summary=fill_template(cause.summary, values), fix=fill_template(cause.fix, values),
         evidence=(Evidence(progress.nan_line, f"loss {progress.last_loss} from here to the end"),), progress=progress,
     )  # fmt: skip
 
 
-def explain_health(progress: Progress) -> Explanation:
-    loss = f", loss {progress.last_loss:g}" if progress.last_loss is not None else ""
-    if progress.last_step is None:
-        summary = "no failure found"
-    else:
+def explain_health(progress: LogProgress) -> Explanation:
+    """For a log without any failure; one that stops at a progress line may have been cut off."""
+    summary, fix = "no failure found", ""
+    if progress.last_step is not None:
+        loss = f", loss {progress.last_loss:g}" if progress.last_loss is not None else ""
         steps = f"step {progress.first_step or 0:,} to {progress.last_step:,}"
-        summary = f"no failure found: {progress.steps:,} progress marks, {steps}{loss}"
-    fix = ""
+        summary += f": {progress.steps:,} progress lines, {steps}{loss}"
     if progress.silent_end:
-        summary += "; the log ends there without a word of an end"
-        fix = "if the job is gone: sacct -j JOB, or dmesg on its host; if it stands still: py-spy dump --pid PID on each rank"
-    return Explanation(
-        cause=HEALTHY, also=(), confidence=0.6 if progress.silent_end else 0.9 if progress.steps else 0.7, rank=None, step=None,
-        host=None, line=None, summary=summary, fix=fix, progress=progress,
-    )  # fmt: skip
+        summary += "; the log stops there without an error or a final message"
+        fix = "if the job ended: check sacct -j JOB, or dmesg on its host; if it hangs: run py-spy dump --pid PID on each rank"
+    confidence = 0.6 if progress.silent_end else 0.9 if progress.steps else 0.7
+    return Explanation(HEALTHY, confidence=confidence, summary=summary, fix=fix, progress=progress)
 
 
 def explain_unknown(
-    logs: Sequence[Log], unexplained: Sequence[Record], progress: Progress, *, followed: Sequence[Event] = ()
+    logs: Sequence[Log], unexplained: Sequence[Record], progress: LogProgress, *, consequences: Sequence[Event] = ()
 ) -> Explanation:
-    """It broke, and the catalogue does not say why: what tells most, and what would tell more."""
+    """For a failure that is not in the catalogue: its records, and what to collect for a better answer."""
     first = min(unexplained, key=lambda record: (record.kind != "exception", record.line))
-    last = [Evidence(number, clipped(text), None, None) for log in logs for number, text in log.last_lines[-3:]]
+    last = [Evidence(number, shorten(text), None, None) for log in logs for number, text in log.last_lines[-3:]]
+    victims = {event.record.rank for event in consequences} - {first.rank}
     return Explanation(
         cause=UNKNOWN,
-        also=(),
-        confidence=0.0,
         rank=first.rank,
         step=first.step,
         host=first.host,
         line=first.line,
-        summary=f"it ended with something that is not in the catalogue: {clipped(first.text.splitlines()[0])[:200]}",
-        fix=next_to_collect(first, logs),
+        summary=f"the failure is not in the catalogue: {shorten(first.text.splitlines()[0])[:200]}",
+        fix=unknown_fix(first, logs),
         evidence=(
-            *shown([first, *unexplained], MAX_EVIDENCE),
-            *(last if len(unexplained) < 2 and not followed else ()),
+            *make_evidence([first, *unexplained], MAX_EVIDENCE),
+            *(last if len(unexplained) < 2 and not consequences else ()),
         ),
-        consequences=tuple(shown([event.record for event in followed], MAX_CONSEQUENCES)),
+        consequences=make_evidence([event.record for event in consequences], MAX_CONSEQUENCES),
         progress=progress,
-        victims=tuple(
-            sorted({event.record.rank for event in followed if event.record.rank is not None} - {first.rank})
-        ),
+        victims=tuple(sorted(rank for rank in victims if rank is not None)),
     )
 
 
-def next_to_collect(first: Record, logs: Sequence[Log]) -> str:
-    if first.kind == "exception":
+def unknown_fix(record: Record, logs: Sequence[Log]) -> str:
+    if record.kind == "exception":
         return (
-            "read the frames above that line; if they do not tell, the same again with CUDA_LAUNCH_BLOCKING=1"
+            "read the frames above that line; if they do not show the cause, run again with CUDA_LAUNCH_BLOCKING=1"
             " and TORCH_SHOW_CPP_STACKTRACES=1"
         )
     if all(record.kind != "exception" for log in logs for record in log.records):
-        return f"what the failed rank itself wrote is not here: {ONE_LOG_EACH}; and dmesg of its host"
-    return f"PYTHONFAULTHANDLER=1 and NCCL_DEBUG=INFO, and a log for each rank: {ONE_LOG_EACH}"
+        return f"the failed rank's own output is missing: {ONE_LOG_PER_RANK}; also check dmesg on its host"
+    return f"run again with PYTHONFAULTHANDLER=1, NCCL_DEBUG=INFO and one log per rank: {ONE_LOG_PER_RANK}"
+
+
+def template_values(event: Event, *, rank: int | None, step: int | None, progress: LogProgress) -> dict[str, str]:
+    """The values for a template of the catalogue, by name."""
+    record = event.record
+    first = record.text.splitlines()[0] if record.text else ""
+    exception = TYPE.match(first) if record.kind in ("exception", "banner") else None
+    code, signal = EXIT_CODE.search(record.text), SIGNAL.search(record.text)
+    values = {
+        "step": step,
+        "host": record.host,
+        "source": record.source,
+        "last_step": progress.last_step,
+        "type": exception["type"].rpartition(".")[2] if exception else None,
+        "message": exception["message"] if exception else first,
+        "exit_code": code["code"] if code else None,
+        "signal": signal[0] if signal else None,
+        **frame_values(record),
+        **{name: value for name, value in event.match.values.items() if value},
+        "rank": rank,
+    }
+    if num_bytes := BYTES.fullmatch(str(values.get("requested", ""))):
+        values["requested"] = format_bytes(int(num_bytes[1]))
+    return clean_values(values)
+
+
+def frame_values(record: Record) -> dict[str, str | None]:
+    """`where`: the innermost frame in the user's own code; `script`: the file of the outermost one."""
+    frames = [match for frame in record.frames if (match := FRAME.search(frame))]
+    frames = [frame for frame in frames if not INSTALLED.search(frame["file"])] or frames
+    if not frames:
+        return {}
+    outer, inner = (frame["file"].replace("\\", "/").rpartition("/")[2] for frame in (frames[0], frames[-1]))
+    name = frames[-1]["name"]
+    function = f" in {name}" if name and name != "<module>" else ""
+    return {"where": f"{inner}:{frames[-1]['line']}{function}", "script": outer}
+
+
+def fill_template(template: str, values: Mapping[str, str]) -> str:
+    """The sentence with its values, on one line.
+
+    A part in [ ] is left out if one of its values is unknown. Elsewhere an unknown rank reads "a rank" and any other unknown
+    value "n/a".
+    """
+    text = OPTIONAL.sub(lambda match: match[1] if set(PLACEHOLDER.findall(match[1])) <= values.keys() else "", template)
+    text = text.replace("rank {rank}", "a rank") if "rank" not in values else text
+    return " ".join(PLACEHOLDER.sub(lambda match: values.get(match[1], UNKNOWN_VALUE), text).split())
+
+
+def clean_values(values: Mapping[str, object]) -> dict[str, str]:
+    """The known values, each as short text on one line."""
+    texts = {name: " ".join(str(value).split()) for name, value in values.items() if value is not None}
+    return {name: text[:MAX_VALUE_CHARS] for name, text in texts.items() if text}

@@ -1,10 +1,10 @@
 """
-One host's end of the launch: `python -m paceline.launch.agent`, JSON lines in on stdin and out on stdout.
+One host's side of the launch: `python -m paceline.launch.agent`, with JSON lines on stdin and stdout.
 
-The first line in is the job; later ones are {"do": "stop"}, {"do": "kill"} and {"do": "kill_rank"}. Lines out are the engine's
-(train/elastic.py) and, last, `engine_ended`. When stdin ends the supervisor or the connection is gone: the workers may
-save, then everything ends. So it works alike as a child process and at the far end of ssh. No torch here: it must be
-up at once and stay small beside the workers.
+The first line on stdin is the job; later ones are {"do": "stop"}, {"do": "kill"} and {"do": "kill_rank"}. Stdout has the engine's
+lines (launch/elastic.py) and, last, `engine_ended`. When stdin ends, the supervisor or the connection is gone: the workers may
+save, then everything ends. So the agent works the same as a child process and at the far end of ssh. No torch: it must start at
+once and stay small beside the workers.
 """
 
 import ctypes
@@ -19,30 +19,31 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from paceline.launch.recorder import remove_pipes
-from paceline.launch.sampler import end_sampler, start_sampler
+from paceline.launch.health import end_sampler, start_sampler
+from paceline.launch.stacks import remove_pipes
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 RANK_SCRIPT = Path(__file__).with_name("rank.py")
-LINK_LOST_GRACE_S = 20.0  # nobody watches any more: time for a save, not for more
+LINK_LOST_GRACE_S = 20.0  # without a supervisor: enough for a save
 ENGINE_MARGIN_S = 3.0  # how much later than its own deadline the engine may end before it is killed
 FAILED_GRACE_S = 3.0  # the engine gives the peers of a failed rank this long
 KILL_DEADLINE_S = 10.0
-WAKE_UP_S = 0.5  # a signal does not interrupt select: deadlines it sets are seen this late
+WAKE_UP_S = 0.5  # a signal does not interrupt select: its deadline is noticed this late
 
 
 def main() -> int:
+    """Reads the job from stdin and runs it."""
     commands = Lines(sys.stdin.fileno())
     lines = commands.read()
     while not lines and not commands.ended:
         lines = commands.read()
     if not lines:
-        return 1  # the supervisor ended before it gave a job
+        return 1  # the supervisor ended before it sent a job
     return Agent(lines[0], commands).run(lines[1:])
 
 
 class Lines:
-    """JSON lines from a pipe, as far as they have come; never waits for the rest of one."""
+    """JSON lines from a pipe. It never waits for the end of a line."""
 
     def __init__(self, fd: int):
         self.fd = fd
@@ -50,6 +51,7 @@ class Lines:
         self._part = b""
 
     def read(self) -> list[dict[str, Any]]:
+        """Returns the whole lines that have arrived."""
         chunk = os.read(self.fd, 1 << 16)
         self.ended = not chunk
         *whole, self._part = (self._part + chunk).split(b"\n")
@@ -57,7 +59,7 @@ class Lines:
 
 
 class Agent:
-    """The engine's parent: passes its lines on, stops it when asked, and leaves nothing running."""
+    """The engine's parent: it forwards the engine's lines, stops it on request and leaves nothing running."""
 
     def __init__(self, job: dict[str, Any], commands: Lines):
         self.run_id: str = job["run_id"]
@@ -74,9 +76,10 @@ class Agent:
         self.reports = Lines(self.engine.stdout.fileno())
 
     def run(self, lines: list[dict[str, Any]]) -> int:
+        """Serves until the engine has ended. lines: those that arrived together with the job."""
         with selectors.DefaultSelector() as selector:
-            selector.register(self.reports.fd, selectors.EVENT_READ, self.pass_on)
-            selector.register(self.commands.fd, selectors.EVENT_READ, self.follow)
+            selector.register(self.reports.fd, selectors.EVENT_READ, self.forward)
+            selector.register(self.commands.fd, selectors.EVENT_READ, self.read_orders)
             self.obey(lines)
             while not self.reports.ended:
                 timeout = max(0.0, min(WAKE_UP_S, self.kill_at - time.monotonic()))
@@ -88,25 +91,28 @@ class Agent:
                     self.engine.kill()
         exit_code = self.engine.wait()
         end_sampler(self.sampler)
-        left = kill_processes(self.run_id, timeout_s=KILL_DEADLINE_S)
+        survivors = kill_processes(self.run_id, timeout_s=KILL_DEADLINE_S)
         remove_pipes(self.logs_dir)
-        send({"event": "engine_ended", "exit_code": exit_code, "left": left})
+        send({"event": "engine_ended", "exit_code": exit_code, "survivors": survivors})
         return 0
 
-    def pass_on(self) -> None:
+    def forward(self) -> None:
+        """Forwards the engine's lines to the supervisor."""
         for line in self.reports.read():
             send(line)
             if line["event"] == "started":
-                self.pids = {each["rank"]: each["pid"] for each in line["ranks"]}
+                self.pids = {rank["rank"]: rank["pid"] for rank in line["ranks"]}
             elif line["event"] == "rank_failed":
                 self.kill_after(FAILED_GRACE_S + ENGINE_MARGIN_S)
 
-    def follow(self) -> None:
+    def read_orders(self) -> None:
+        """Obeys the supervisor's lines; without a supervisor it stops the workers."""
         self.obey(self.commands.read())
         if self.commands.ended:
             self.stop(min(self.stop_grace_s, LINK_LOST_GRACE_S))
 
     def obey(self, lines: list[dict[str, Any]]) -> None:
+        """Carries out the orders in these lines."""
         for line in lines:
             if line["do"] == "stop":
                 self.stop(self.stop_grace_s)
@@ -116,23 +122,25 @@ class Agent:
                 self.kill_rank(line["rank"])
 
     def stop(self, grace_s: float) -> None:
-        """The engine tells its workers, and gives them stop_grace_s; one still importing torch just ends."""
+        """Stops the engine, which gives its workers grace_s; an engine that still imports torch just ends."""
         self.engine.send_signal(signal.SIGTERM)
         self.kill_after(grace_s + ENGINE_MARGIN_S)
 
     def kill_rank(self, rank: int) -> None:
-        """One that hangs, with its data loaders; the engine sees it end and ends the others."""
+        """Kills a rank that hangs, with its data loaders; the engine then ends the other ranks."""
         pid = self.pids.get(rank)
-        if pid in processes_of(self.run_id):  # else it has ended, and its number may be another's by now
+        if pid in processes_of(self.run_id):  # otherwise it has ended, and the pid may belong to another process
             with suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)
         self.kill_after(FAILED_GRACE_S + ENGINE_MARGIN_S)
 
     def kill_after(self, seconds: float) -> None:
+        """Kills the engine after this time, unless an earlier deadline is set."""
         self.kill_at = min(self.kill_at, time.monotonic() + seconds)
 
 
 def start_engine(job: dict[str, Any]) -> subprocess.Popen[bytes]:
+    """Starts launch/elastic.py with the workers' environment."""
     logs_dir = Path(job["logs_dir"])
     logs_dir.mkdir(parents=True, exist_ok=True)
     engine_job = {key: job[key] for key in ("command", "nproc", "logs_dir", "run_id", "stop_grace_s", "libuv")}
@@ -140,25 +148,26 @@ def start_engine(job: dict[str, Any]) -> subprocess.Popen[bytes]:
     job_json.write_text(json.dumps({**engine_job, "rank_script": str(RANK_SCRIPT), "agent_pid": os.getpid()}))
     prctl = ctypes.CDLL(None).prctl
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "paceline.train.elastic", str(job_json)],
+        [sys.executable, "-P", "-m", "paceline.launch.elastic", str(job_json)],
         env=job["env"],
         cwd=job["cwd"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        # the run stays locked until the engine is gone too, and with it, by PDEATHSIG, its workers
+        # the run stays locked until the engine has ended too, and with it, by PDEATHSIG, its workers
         pass_fds=() if job["lock_fd"] is None else (job["lock_fd"],),
         preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL),  # safe here: no second thread that holds a lock
     )
 
 
 def send(line: dict[str, Any]) -> None:
-    with suppress(BrokenPipeError):  # the supervisor is gone; its end of stdin says so too
+    """Sends a line to the supervisor."""
+    with suppress(BrokenPipeError):  # the supervisor is gone, which ends stdin too
         sys.stdout.write(json.dumps(line) + "\n")
         sys.stdout.flush()
 
 
 def kill_processes(run_id: str, *, timeout_s: float) -> list[int]:
-    """SIGKILL to whatever still runs under the workers of this attempt; returns those that would not end."""
+    """Kills whatever still runs of this attempt's workers and their children; returns the pids that survive until timeout_s."""
     deadline = time.monotonic() + timeout_s
     while (pids := processes_of(run_id)) and time.monotonic() < deadline:
         for pid in pids:
@@ -169,18 +178,18 @@ def kill_processes(run_id: str, *, timeout_s: float) -> list[int]:
 
 
 def processes_of(run_id: str) -> list[int]:
-    """Workers and all they started, detached ones included: torch puts the attempt's id into their environment.
+    """Returns the pids of the workers and of everything that they started, detached processes included.
 
-    Only what carries that id was started by this attempt, so a pid that the system has given away again is never hit.
+    torch puts the attempt's id into their environment. Only this attempt's processes have it, so a reused pid is never hit.
     """
-    mark = f"TORCHELASTIC_RUN_ID={run_id}".encode()
-    found = []
+    variable = f"TORCHELASTIC_RUN_ID={run_id}".encode()
+    pids = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             with suppress(OSError):  # it has just ended, or belongs to another user
-                if mark in (folder / "environ").read_bytes().split(b"\0"):
-                    found.append(int(folder.name))
-    return found
+                if variable in (folder / "environ").read_bytes().split(b"\0"):
+                    pids.append(int(folder.name))
+    return pids
 
 
 if __name__ == "__main__":

@@ -1,192 +1,249 @@
 """
-A run's attempts, one after the other: each that fails is explained, and the policy decides what follows. No torch.
+All attempts of a job, from the first start to the closing lines: of a training (launch/job.py) or a script (launch/script.py).
 
-The same for training runs and for scripts; what differs is a Job's. Explanation and decision stand in events.jsonl and on the
-screen. Ctrl-C and SIGTERM end an attempt (launch/supervisor.py) or the wait before the next.
+Each failed attempt is explained, and the policy decides what happens next; both are written to events.jsonl and printed. Ctrl-C and
+SIGTERM end an attempt (launch/supervisor.py) or the wait before the next one. No torch.
 """
 
+import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
-from paceline.errors import Interrupted, PacelineError, UsageError
-from paceline.explain.format import with_place
-from paceline.explain.record import Explanation
-from paceline.explain.run import explain_run
-from paceline.launch.ending import ended_of
-from paceline.launch.policy import MAX_ATTEMPTS, Abilities, Decision, Ended, decide
-from paceline.launch.supervisor import Caught, Outcome, caught_signals
-from paceline.plan.cgroup import oom_kills
+from paceline.errors import Interrupted, PacelineError
+from paceline.explain.catalogue import load_catalogue
+from paceline.explain.explanation import Explanation, format_explanation, format_summary
+from paceline.explain.run_folder import explain_run
+from paceline.launch.failure import Failure, explain_end, read_log_tail
+from paceline.launch.notify import run_services
+from paceline.launch.policy import Abilities, AttemptEnd, Decision, decide
+from paceline.launch.supervisor import LAUNCH_LOG, Outcome, StopSignals, catch_signals
+from paceline.options import Recovery, Services
+from paceline.plan.host import oom_kills
 from paceline.rundir import NO_SPACE, RunDir, append_event, read_json_lines
+from paceline.watch.events import one_line
+from paceline.watch.goodput import goodput_of
+from paceline.watch.summary import goodput_line
 
 POLL_S = 0.05
-CUT_OFF = "supervisor-lost"
-
-
-@dataclass(frozen=True)
-class Recovery:
-    """What the command line says of attempts."""
-
-    max_attempts: int = MAX_ATTEMPTS
-    recover: bool = True
-    hang_after_s: float | None = None  # of silence; None: the watchdog's default
-
-
-def recovery_of(*, max_attempts: int | None, no_recover: bool, hang_after_s: float | None) -> Recovery:
-    """Of the options' values; None: not given."""
-    if hang_after_s is not None and not hang_after_s > 0:
-        raise UsageError(f"--hang-after {hang_after_s:g}: not a time", fix="--hang-after 60, in seconds")
-    if max_attempts is not None and max_attempts < 1:
-        raise UsageError(
-            f"--max-attempts {max_attempts}: at least one is made", fix="--max-attempts 1, or --no-recover"
-        )
-    return Recovery(max_attempts or MAX_ATTEMPTS, not no_recover, hang_after_s)
-
-
-class Job(Protocol):
-    """What is attempted."""
-
-    @property
-    def run(self) -> RunDir: ...
-
-    def attempt(self, number: int, caught: Caught) -> Outcome:
-        """caught: signals since the first attempt began; those of this one go there too."""
-
-    def came_further(self, ended: Ended) -> bool:
-        """Beside what its checkpoints tell."""
-
-    def abilities(self, ended: Ended) -> Abilities:
-        """What could be changed after such an end."""
-
-    def change(self, decision: Decision) -> None:
-        """For the next attempt, as `abilities` has promised."""
-
-    def say(self, lines: list[str]) -> None: ...
+SUPERVISOR_LOST = "supervisor-lost"  # a cause
+TRACEBACK_LINES = 40
+LOG_LINES = 10  # shown of a rank that left no traceback
+MESSAGE_CHARS = 160
 
 
 @dataclass(frozen=True)
 class Ending:
-    """What came of all attempts. explanation: of the last, where it failed. waiting: it was stopped between two."""
+    """The outcome of all attempts."""
 
     outcome: Outcome
-    explanation: Explanation | None = None
-    waiting: bool = False
+    explanation: Explanation | None = None  # of the last attempt, if it failed
+    between_attempts: bool = False  # the user stopped the run while no attempt was running
+
+
+class Job:
+    """What is attempted: a training or a script."""
+
+    run: RunDir
+    lock: int  # the file descriptor that holds the run
+    workers_record_end = False  # whether the workers write `finished` and `stopped` to events.jsonl themselves
+
+    def attempt(self, number: int, signals: StopSignals) -> Outcome:
+        """Makes one attempt. signals: those since the first attempt began; it adds the ones it receives."""
+        raise NotImplementedError
+
+    def made_progress(self, end: AttemptEnd) -> bool:
+        """Whether the attempt made progress that its checkpoints do not show."""
+        return False
+
+    def abilities(self, end: AttemptEnd) -> Abilities:
+        """Returns what can be changed for the next attempt."""
+        return Abilities()
+
+    def change(self, decision: Decision) -> None:
+        """Prepares the next attempt as `abilities` has promised."""
+
+    def show(self, lines: Sequence[str], *, exit_code: int = 0) -> None:
+        """Prints lines of paceline's own. exit_code: of the run, for its closing lines."""
+        raise NotImplementedError
+
+    def exit_code(self, ending: Ending) -> int:
+        """Returns the exit code of the command."""
+        return ending.outcome.exit_code
+
+    def closing_lines(self, ending: Ending, *, seconds: float, time_line: str) -> list[str]:
+        """Returns what to print after a run that did not fail. time_line: where the run's time went."""
+        raise NotImplementedError
+
+
+def run_job(job: Job, recovery: Recovery, services: Services) -> int:
+    """Runs all attempts with trackers and notifications beside them, prints the closing lines and returns the exit code.
+
+    It releases the run's lock when the last attempt has ended. Call it from the main thread, as it handles signals.
+    """
+    started = time.monotonic()
+    with run_services(job.run, services):
+        try:
+            ending = run_attempts(job, recovery)
+        finally:
+            os.close(job.lock)
+        exit_code = job.exit_code(ending)
+        outcome = ending.outcome
+        if outcome.state == "failed":
+            append_event(job.run, "failed", rank=outcome.root.rank if outcome.root else None, exit_code=exit_code)
+        elif ending.between_attempts or not job.workers_record_end:
+            append_event(job.run, outcome.state)
+        time_line = f"time    {goodput_line(goodput_of(job.run))}"
+        if outcome.state == "failed":
+            lines = ["", time_line, "", format_explained(outcome, job.run, ending.explanation)]
+        else:
+            lines = job.closing_lines(ending, seconds=time.monotonic() - started, time_line=time_line)
+        job.show(lines, exit_code=exit_code)
+    return exit_code
 
 
 def run_attempts(job: Job, recovery: Recovery) -> Ending:
-    """Until one is done, or no further one would help, or somebody stops it; call it from the main thread."""
-    number, history = next_attempt(job.run), list[Ended]()
-    note_cut_off(job)
-    with caught_signals() as caught:
+    """Makes attempts until one succeeds, no further one would help, or the user stops the run. Call it from the main thread."""
+    number, history = next_attempt(job.run), list[AttemptEnd]()
+    record_lost_supervisor(job)
+    with catch_signals() as signals:
         while True:
-            started, kills_before = time.monotonic(), oom_kills()
-            outcome = attempted(job, number, caught)
-            if outcome.state != "failed":
+            outcome, explained_end = run_one_attempt(job, number, signals)
+            if explained_end is None:
                 return Ending(outcome)
-            kills = oom_kills()
-            found = explained(job, number)
-            if found is None:
-                return Ending(outcome)
-            memory_ran_out = None if kills is None or kills_before is None else kills > kills_before
-            ended, found = ended_of(
-                job.run, outcome, found, seconds=time.monotonic() - started, memory_ran_out=memory_ran_out
-            )
-            if job.came_further(ended):
-                ended = replace(ended, new_checkpoint=True)
-            history.append(ended)
-            note_verdict(job, number, found)
-            if asked_to_stop(job.run, number) or caught.first:
-                return Ending(outcome, found)
+            end, explanation = explained_end
+            history.append(end)
+            record_verdict(job, number, explanation)
+            stops = (e for e in read_json_lines(job.run.events) if e.get("event") == "stopping")
+            if signals.first or any(stop.get("attempt") == number for stop in stops):
+                return Ending(outcome, explanation)
+            abilities = job.abilities(end)
             decision = decide(
-                history, max_attempts=recovery.max_attempts, recover=recovery.recover, can=job.abilities(ended)
+                history, max_attempts=recovery.max_attempts, recover=recovery.recover, abilities=abilities
             )
-            note_decision(job, ended, decision, outcome, found)
+            record_decision(job, end, decision, outcome, explanation)
             if decision.action == "stop":
-                return Ending(outcome, found)
+                return Ending(outcome, explanation)
             job.change(decision)
-            if not wait(decision.wait_s, caught):
+            if not wait_for_retry(decision.wait_s, signals):
                 stopped = replace(outcome, state="interrupted", exit_code=Interrupted.exit_code)
-                return Ending(stopped, waiting=True)
+                return Ending(stopped, between_attempts=True)
             number += 1
 
 
-def attempted(job: Job, number: int, caught: Caught) -> Outcome:
+def run_one_attempt(
+    job: Job, number: int, signals: StopSignals
+) -> tuple[Outcome, tuple[AttemptEnd, Explanation] | None]:
+    """Makes one attempt; returns its outcome and, if it failed and could be explained, how and why it ended."""
+    started, num_kills_before = time.monotonic(), oom_kills()
     try:
-        return job.attempt(number, caught)
-    except OSError as error:  # logs/ and plan.json; what the ranks write has its own ways
+        outcome = job.attempt(number, signals)
+    except OSError as error:  # from writing logs/ and plan.json; a full disk in a worker is a failure of that worker
         if error.errno not in NO_SPACE:
             raise
         raise PacelineError(
             f"attempt {number} could not start: no space in {job.run.path}",
             fix=f"make room in its file system (df -h), then: paceline resume {job.run.path}",
         ) from error
+    seconds = time.monotonic() - started
+    if outcome.state != "failed":
+        return outcome, None
+    num_kills = oom_kills()
+    explanation = explain_attempt(job, number)
+    if explanation is None:
+        return outcome, None
+    ran_out = None if num_kills is None or num_kills_before is None else num_kills > num_kills_before
+    end, explanation = explain_end(job.run, number, outcome.root, explanation, seconds=seconds, memory_ran_out=ran_out)
+    if job.made_progress(end):
+        end = replace(end, new_checkpoint=True)
+    return outcome, (end, explanation)
 
 
 def next_attempt(run: RunDir) -> int:
-    return 1 + max((e["attempt"] for e in read_json_lines(run.events) if e.get("event") == "attempt"), default=0)
+    """Returns the number of the next attempt, counted from 1 over all commands that ran it."""
+    attempts = (event["attempt"] for event in read_json_lines(run.events) if event.get("event") == "attempt")
+    return 1 + max(attempts, default=0)
 
 
-def note_cut_off(job: Job) -> None:
-    """Of an attempt whose supervisor was itself ended: nobody was left to say so, and its workers have saved and ended."""
-    attempts = [e for e in read_json_lines(job.run.events) if e.get("event") in ("attempt", "attempt_ended")]
-    if not attempts or attempts[-1]["event"] == "attempt_ended":
+def record_lost_supervisor(job: Job) -> None:
+    """Writes the verdict on an attempt whose supervisor was killed and could not write it. Its workers have saved and ended."""
+    events = [e for e in read_json_lines(job.run.events) if e.get("event") in ("attempt", "attempt_ended")]
+    if not events or events[-1]["event"] == "attempt_ended":
         return
-    attempt = attempts[-1]["attempt"]
-    summary = (
-        f"the command that ran attempt {attempt} was itself ended, and could not say why; its workers ended with it"
-    )
-    fix = "look for who ended it: a closed session without nohup or tmux, a batch system, the kernel for want of memory"
-    note_verdict(job, attempt, Explanation(CUT_OFF, (), 1.0, None, None, None, None, summary, fix))
-    job.say([f"attempt {attempt}: {summary}"])
+    attempt = events[-1]["attempt"]
+    summary = f"the command that ran attempt {attempt} was itself killed before it could report why; its workers ended with it"
+    fix = "find out who killed it: a closed session without nohup or tmux, a batch system, or the kernel when memory ran out"
+    record_verdict(job, attempt, Explanation(SUPERVISOR_LOST, (), 1.0, None, None, None, None, summary, fix))
+    job.show([f"attempt {attempt}: {summary}"])
 
 
-def explained(job: Job, attempt: int) -> Explanation | None:
-    """None, and one line about it, where the explanation itself breaks: what the run died of is then shown as it is."""
+def explain_attempt(job: Job, attempt: int) -> Explanation | None:
+    """Explains a failed attempt. None, with a line on the screen, if that itself fails: the failure is then shown unexplained."""
     try:
         return explain_run(job.run, attempt=attempt)
     except PacelineError as error:  # logs that cannot be read
         return Explanation("unknown", (), 0.0, None, None, None, None, error.message, error.fix)
-    except Exception as error:  # a bug of ours must not hide theirs
-        text = f"what it died of could not be explained ({type(error).__name__}: {error})"
+    except Exception as error:  # a bug of paceline's must not hide the failure of the run
+        text = f"the failure could not be explained ({type(error).__name__}: {error})"
         append_event(job.run, "note", text=f"attempt {attempt}: {text}")
-        job.say([f"no further attempt: {text}"])
+        job.show([f"no further attempt: {text}"])
         return None
 
 
-def asked_to_stop(run: RunDir, attempt: int) -> bool:
-    return any(e.get("event") == "stopping" and e.get("attempt") == attempt for e in read_json_lines(run.events))
+def record_verdict(job: Job, attempt: int, explanation: Explanation) -> None:
+    """Writes why an attempt failed to events.jsonl."""
+    names = ("cause", "rank", "step", "confidence", "summary", "fix")
+    append_event(job.run, "verdict", attempt=attempt, **{name: getattr(explanation, name) for name in names})
 
 
-def note_verdict(job: Job, attempt: int, found: Explanation) -> None:
-    facts = {"cause": found.cause, "rank": found.rank, "step": found.step, "confidence": found.confidence}
-    append_event(job.run, "verdict", attempt=attempt, **facts, summary=found.summary, fix=found.fix)
-
-
-def note_decision(job: Job, ended: Ended, decision: Decision, outcome: Outcome, found: Explanation) -> None:
-    """In events.jsonl and, but for an end that was ordered, on the screen; what comes last there, the closing lines say."""
+def record_decision(job: Job, end: AttemptEnd, decision: Decision, outcome: Outcome, explanation: Explanation) -> None:
+    """Writes the decision to events.jsonl and prints it; the failure too, unless the closing lines will show it."""
     facts = {"action": decision.action, "why": decision.why, "wait_s": decision.wait_s}
-    append_event(job.run, "decision", attempt=outcome.attempt, **facts, cause=ended.cause, rank=ended.rank)
+    append_event(job.run, "decision", attempt=outcome.attempt, **facts, cause=end.cause, rank=end.rank)
     if decision.action == "stop":
-        job.say([f"no further attempt: {decision.why}"])
+        job.show([f"no further attempt: {decision.why}"])
     else:
-        job.say(
-            [
-                f"attempt {outcome.attempt} failed: {with_place(found)}",
-                format_next(job.run, decision, outcome.attempt + 1),
-            ]
-        )
+        failed = f"attempt {outcome.attempt} failed: {format_summary(explanation)}"
+        steps = [event["step"] for event in read_json_lines(job.run.events) if event.get("event") == "checkpoint"]
+        start = f" from step {steps[-1]:,}" if steps else ""
+        wait = f" in {decision.wait_s:.0f} s" if decision.wait_s else " now"
+        job.show([failed, f"attempt {outcome.attempt + 1}{wait}{start}: {decision.why}"])
 
 
-def format_next(run: RunDir, decision: Decision, number: int) -> str:
-    saved = [e["step"] for e in read_json_lines(run.events) if e.get("event") == "checkpoint"]
-    start = f" from step {saved[-1]:,}" if saved else ""
-    wait = f" in {decision.wait_s:.0f} s" if decision.wait_s else " now"
-    return f"attempt {number}{wait}{start}: {decision.why}"
-
-
-def wait(seconds: float, caught: Caught) -> bool:
-    """False as soon as somebody asks to stop."""
+def wait_for_retry(seconds: float, signals: StopSignals) -> bool:
+    """Waits; returns False as soon as somebody asks to stop."""
     until = time.monotonic() + seconds
-    while caught.first is None and (left := until - time.monotonic()) > 0:
-        time.sleep(min(POLL_S, left))
-    return caught.first is None
+    while signals.first is None and (remaining_s := until - time.monotonic()) > 0:
+        time.sleep(min(POLL_S, remaining_s))
+    return signals.first is None
+
+
+def format_explained(outcome: Outcome, run: RunDir, explanation: Explanation | None) -> str:
+    """Returns the closing lines of a failed run: the failed rank's output, then the cause and the fix."""
+    failure = format_failure(outcome, run)
+    if explanation is None or outcome.root is None or outcome.root.fix is not None:
+        return failure  # the rank itself reported cause and fix
+    if explanation.cause not in {"unknown", *load_catalogue().causes}:  # only the supervisor knows it
+        return f"{failure}\n\n{explanation.cause}: {format_summary(explanation)}\n  fix: {explanation.fix}"
+    return f"{failure}\n\n{format_explanation(explanation)}"
+
+
+def format_failure(outcome: Outcome, run: RunDir) -> str:
+    """Returns which rank failed, its output and its log. A mistake that the user can fix takes two lines and no traceback."""
+    root = outcome.root
+    if root is None:
+        return ""
+    log = run.logs(outcome.attempt) / LAUNCH_LOG if root.rank is None else run.rank_log(outcome.attempt, root.rank)
+    if root.fix is not None:
+        return f"{format_rank(root)} failed, log: {log}\nerror: {root.message}\n  fix: {root.fix}"
+    lines = [f"{format_rank(root)} failed: {root.message}"]
+    for failure in outcome.failures[1:]:
+        verb = "ended after it" if failure.consequence else "failed too"
+        lines.append(f"{format_rank(failure)} {verb}: {one_line(failure.message, MESSAGE_CHARS)}")
+    output = root.traceback.splitlines()[-TRACEBACK_LINES:] if root.traceback else read_log_tail(log)[-LOG_LINES:]
+    return "\n".join([*lines, *(["", *output, ""] if output else []), f"log: {log}"])
+
+
+def format_rank(failure: Failure) -> str:
+    """Returns 'rank 3', or 'launch' for a failure of the launch itself."""
+    return "launch" if failure.rank is None else f"rank {failure.rank}"

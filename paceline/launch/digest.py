@@ -1,45 +1,53 @@
 """
-What the terminal shows while a run goes on, read from the run folder alone: metrics.jsonl and events.jsonl.
+What the terminal shows while a run goes on: a training's steps and events, or the lines of a script's ranks.
 
-On a terminal a progress bar with the events above it, else one plain line per logged step. It begins with what is
-written after it was made, so a resumed run does not repeat itself. Rich is imported when a terminal first shows a
-bar: the time from the command to the first step is counted in tenths of a second.
+A training's digest comes from metrics.jsonl and events.jsonl alone: on a terminal a progress bar with the events above it,
+otherwise one plain line per logged step. It starts with what is written after it was made, so a resumed run does not repeat itself.
+Rich is imported when a terminal first shows a bar: the time from the command to the first step counts in tenths of a second.
+
+A script's rank logs are shown for eyes, while the files keep every byte. Of a line that a progress bar overwrites, only the last
+state is shown, at most every BAR_EVERY_S; an unfinished line is shown after UNFINISHED_AFTER_S; a very long line is cut; bytes that
+would move the cursor or are no text are left out. The tail holds one line of each rank in memory, never more.
 """
 
-import json
 import os
+import re
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
-from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
-from paceline.check.format import format_findings
+from paceline.check.ready import format_findings
 from paceline.errors import Finding
-from paceline.explain.catalogue import load_catalogue
-from paceline.explain.format import format_explanation, with_place
-from paceline.explain.record import Explanation
-from paceline.launch.failure import Failure, read_log_tail
-from paceline.launch.supervisor import LAUNCH_LOG, Outcome
 from paceline.rundir import RunDir, utc_now
-from paceline.units import format_bytes, format_count, format_duration, format_mfu
+from paceline.units import format_bytes, format_count, format_duration, format_mfu, format_ms, parse_time
+from paceline.watch.events import event_line, step_label
+from paceline.watch.growing_file import GrowingFile, parse_lines
 
-if TYPE_CHECKING:
-    pass
-
-ETA_RECORDS = 50  # logged steps over which the speed is taken: evaluations and saves are in it
-TRACEBACK_LINES = 40
-LAST_LINES = 10  # of a rank that left no traceback
-SAMPLE_WIDTH = 160
+ETA_RECORDS = 50  # logged steps that the speed is taken from: it includes evaluations and saves
 REDRAW_S = 0.25
 BAR_WIDTH = 16
 
-OnMetrics = Callable[[dict[str, Any]], None]  # takes each line of metrics.jsonl
+CHUNK_BYTES = 1 << 18
+TURN_BYTES = 1 << 23  # of one rank before the other ranks have their turn and a Ctrl-C is noticed
+LINE_BYTES = 4096  # shown of one line
+UNFINISHED_AFTER_S = 1.0
+BAR_EVERY_S = 10.0
+COLOURS = (36, 33, 32, 35, 34, 31)  # of ranks 0, 1, ... on a terminal: cyan, yellow, green, magenta, blue, red
+
+CONTROL = bytes({*range(32), 127} - {*b"\t\n\r\x1b"})
+SPECIAL = CONTROL + b"\r\x1b"  # a line without these is shown as it is
+ESCAPE = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*([@-~])|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])?")
+COLOUR_END = b"\x1b[0m"
+
+Record = dict[str, Any]
+OnMetrics = Callable[[Record], None]  # takes each line of metrics.jsonl
 
 
 class Digest:
-    """Call poll() some times a second; it costs two stat() calls when nothing is new."""
+    """What a training prints. Call poll() several times a second; it costs little when nothing is new."""
 
     def __init__(
         self,
@@ -54,16 +62,17 @@ class Digest:
         self.on_metrics = on_metrics
         self.total_batch_size = total_batch_size
         self.stream = stream
-        self.metrics = Follow(run.metrics)
-        self.events = Follow(run.events)
-        self.recent: deque[dict[str, Any]] = deque(maxlen=ETA_RECORDS)
+        self.metrics = NewRecords(run.metrics)
+        self.events = NewRecords(run.events)
+        self.recent: deque[Record] = deque(maxlen=ETA_RECORDS)
         self.bar: Bar | None = None
-        self.stopping_said = False
+        self.stop_shown = False
 
     def poll(self) -> None:
+        """Shows what is new in the run folder."""
         if self.bar is None and is_terminal(self.stream):
             self.bar = Bar(self.stream, num_steps=self.num_steps)
-        # a step first, then what was done after it: checkpoints, samples
+        # a step first, then what follows it: checkpoints, samples
         for record in self.metrics.read():
             self.show_metrics(record)
             self.on_metrics(record)
@@ -73,11 +82,13 @@ class Digest:
             self.bar.redraw()
 
     def close(self) -> None:
+        """Shows the last lines and leaves the bar as it is."""
         self.poll()
         if self.bar:
             self.bar.close()
 
-    def show_metrics(self, record: dict[str, Any]) -> None:
+    def show_metrics(self, record: Record) -> None:
+        """Shows a line of metrics.jsonl."""
         step = record.get("step")
         if not isinstance(step, int):
             return
@@ -87,71 +98,54 @@ class Digest:
             if self.bar:
                 self.bar.update(record, tokens=step * self.total_batch_size, eta_s=eta_s)
             else:
-                self.say(format_step(record, num_steps=self.num_steps, eta_s=eta_s))
+                self.show(format_step(record, num_steps=self.num_steps, eta_s=eta_s))
         if record.get("val_bpb") is not None:
-            self.say(f"{step_label(step, self.num_steps)} | val_bpb {record['val_bpb']:.4f}")
+            self.show(f"{step_label(step, self.num_steps)} | val_bpb {record['val_bpb']:.4f}")
 
-    def show_event(self, event: dict[str, Any]) -> None:
+    def show_event(self, event: Record) -> None:
+        """Shows a line of events.jsonl, unless only the file needs it."""
         kind = event.get("event")
-        if kind == "stopping" and self.stopping_said:
+        if kind == "stopping" and self.stop_shown:
             return  # the supervisor and the workers may both write it
-        self.stopping_said = kind == "stopping" or (self.stopping_said and kind != "attempt")
-        if text := format_event(event, num_steps=self.num_steps):
-            self.say(text)
+        self.stop_shown = kind == "stopping" or (self.stop_shown and kind != "attempt")
+        if kind == "finding":
+            self.show(format_findings([Finding(**{field.name: event[field.name] for field in fields(Finding)})]))
+        elif text := event_line(event, num_steps=self.num_steps):
+            self.show(text)
 
-    def say(self, text: str) -> None:
+    def show(self, text: str) -> None:
+        """Prints a line, above the bar if there is one."""
         if self.bar:
-            self.bar.say(text)
+            self.bar.show(text)
         else:
             self.stream.write(text + "\n")
             self.stream.flush()
 
 
-class Follow:
-    """New JSON lines of a file that grows, and that a resume may write anew with its last lines gone."""
+class NewRecords:
+    """The records that are appended to a file of JSON lines. A resume may rewrite the file without its last lines."""
 
-    def __init__(self, path: Path):
-        self.path = path
-        self.inode, self.offset = self.stat()
-        self.shown_until = utc_now()
+    def __init__(self, path: Path, *, offset: int | None = None):
+        """offset: bytes of the file that count as read; None: all that it has now."""
+        self._file = GrowingFile(path)
+        self._file.restarted()  # it remembers which file this is
+        size = path.stat().st_size if path.exists() else 0
+        self._file.skip_to(size if offset is None else offset, before=b"")
+        self._read_until = utc_now()
 
-    def stat(self) -> tuple[int, int]:
-        try:
-            found = self.path.stat()
-        except OSError:
-            return 0, 0
-        return found.st_ino, found.st_size
-
-    def read(self) -> list[dict[str, Any]]:
-        inode, size = self.stat()
-        again = size < self.offset or self.inode not in (0, inode)  # 0: there was no file yet, all of it is new
-        if again:
-            self.offset = 0
-        self.inode = inode
-        if size <= self.offset:
-            return []
-        with self.path.open("rb") as file:
-            file.seek(self.offset)
-            whole = file.read().rpartition(b"\n")[0]  # a half-written line is read when it is whole
-        self.offset += len(whole) + bool(whole)
-        records = [record for line in whole.split(b"\n") if (record := read_record(line))]
-        if again:
-            records = [record for record in records if str(record.get("time", "")) > self.shown_until]
+    def read(self) -> list[Record]:
+        """Returns the records that are new since the last call; after a rewrite, those that are newer than the last one."""
+        is_rewritten = self._file.restarted()
+        records = [record for block in self._file.blocks() for record in parse_lines(block)]
+        if is_rewritten:
+            records = [record for record in records if str(record.get("time", "")) > self._read_until]
         if records:
-            self.shown_until = max(self.shown_until, str(records[-1].get("time", "")))
+            self._read_until = max(self._read_until, str(records[-1].get("time", "")))
         return records
 
 
-def read_record(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
-
-
 class Bar:
-    """The rich progress bar; drawn by redraw() alone, so that no thread of ours runs beside the workers."""
+    """The rich progress bar. Only redraw() draws it, so that no thread of ours competes with the workers."""
 
     def __init__(self, stream: TextIO, *, num_steps: int):
         from rich.console import Console
@@ -173,49 +167,58 @@ class Bar:
         self.drawn_at = 0.0
         self.changed = True
 
-    def update(self, record: dict[str, Any], *, tokens: int, eta_s: float | None) -> None:
+    def update(self, record: Record, *, tokens: int, eta_s: float | None) -> None:
+        """Sets the bar to a logged step."""
         step = record["step"]
+        # a bar has less room than a line: loss and remaining time come first, unknown numbers are left out
+        loss, *others, eta = format_numbers(record, eta_s=eta_s)
+        numbers = [loss, eta, *(number for number in others if "n/a" not in number), f"{format_count(tokens)} tokens"]
         self.progress.update(
             self.task,
             completed=step,
             step=f"step {step:>{self.width}}/{self.progress.tasks[0].total:.0f}",
-            numbers=" | ".join([*by_importance(format_numbers(record, eta_s=eta_s)), f"{format_count(tokens)} tokens"]),
+            numbers=" | ".join(numbers),
         )
         self.changed = True
 
-    def say(self, text: str) -> None:
+    def show(self, text: str) -> None:
+        """Prints a line above the bar."""
         self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def redraw(self) -> None:
+        """Draws the bar if it has changed, at most every REDRAW_S."""
         now = self.progress.get_time()
         if self.changed and now - self.drawn_at >= REDRAW_S:
             self.progress.refresh()
             self.drawn_at, self.changed = now, False
 
     def close(self) -> None:
+        """Draws the bar a last time."""
         self.progress.refresh()
         self.progress.stop()
 
 
 def is_terminal(stream: TextIO) -> bool:
+    """Whether the stream is a terminal that can move its cursor."""
     return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
-def step_label(step: int, num_steps: int) -> str:
-    width = max(5, len(str(num_steps)))
-    return f"step {step:0{width}d}/{num_steps:0{width}d}"
+def wants_colour(stream: TextIO) -> bool:
+    """Whether the stream is a terminal and NO_COLOR (no-color.org) is not set."""
+    return is_terminal(stream) and not os.environ.get("NO_COLOR")
 
 
-def format_step(record: dict[str, Any], *, num_steps: int, eta_s: float | None) -> str:
-    """step 00120/02500 | loss 4.1203 | 612 ms | 856,679 tok/s | mfu 41.2% | 38.1 GiB | eta 24m17s"""
+def format_step(record: Record, *, num_steps: int, eta_s: float | None) -> str:
+    """Returns 'step 00120/02500 | loss 4.1203 | 612 ms | 856,679 tok/s | mfu 41.2% | 38.1 GiB | eta 24m17s'."""
     return " | ".join([step_label(record["step"], num_steps), *format_numbers(record, eta_s=eta_s)])
 
 
-def format_numbers(record: dict[str, Any], *, eta_s: float | None) -> list[str]:
+def format_numbers(record: Record, *, eta_s: float | None) -> list[str]:
+    """Returns the numbers of a logged step with their units; 'n/a' for what is unknown."""
     step_ms, tok_per_sec, peak_bytes = (record.get(key) for key in ("step_ms", "tok_per_sec", "peak_bytes"))
     return [
         f"loss {record['loss']:.4f}",
-        "n/a ms" if step_ms is None else format_ms(step_ms / 1000),
+        "n/a ms" if step_ms is None else format_ms(step_ms),
         "n/a tok/s" if tok_per_sec is None else f"{tok_per_sec:,.0f} tok/s",
         f"mfu {format_mfu(record.get('mfu'))}",
         "n/a GiB" if peak_bytes is None else format_bytes(peak_bytes),
@@ -223,100 +226,158 @@ def format_numbers(record: dict[str, Any], *, eta_s: float | None) -> list[str]:
     ]
 
 
-def format_ms(seconds: float) -> str:
-    ms = 1000 * seconds
-    return f"{ms:,.0f} ms" if ms >= 100 else f"{ms:.1f} ms"
-
-
-def by_importance(numbers: list[str]) -> list[str]:
-    """Loss and time left first, what is unknown left out: a bar has room for less than a line."""
-    loss, *rest, eta = numbers
-    return [loss, eta, *(number for number in rest if "n/a" not in number)]
-
-
-def seconds_left(records: list[dict[str, Any]], *, num_steps: int) -> float | None:
-    """From the clock between logged steps; from step_ms as long as there is one of them only."""
+def seconds_left(records: list[Record], *, num_steps: int) -> float | None:
+    """Returns the remaining time, from the clock between logged steps; from step_ms while only one step is logged."""
     first, last = records[0], records[-1]
     steps_left: int = num_steps - last["step"]
     steps: int = last["step"] - first["step"]
     if steps > 0:
-        return (unix_time(last["time"]) - unix_time(first["time"])) / steps * steps_left
+        return (parse_time(last["time"]) - parse_time(first["time"])) / steps * steps_left
     step_ms: float | None = last.get("step_ms")
     return None if step_ms is None else step_ms / 1000 * steps_left
 
 
-def unix_time(utc: str) -> float:
-    return datetime.fromisoformat(utc).timestamp()
+class LogTail:
+    """The rank logs on the terminal: whole lines, each with its rank. With nothing new, poll() costs a stat() per rank."""
+
+    def __init__(
+        self,
+        paths: Mapping[int, Path],
+        *,
+        stream: TextIO,
+        colour: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        width = max(map(len, map(str, paths)))
+        self.stream = stream
+        self.logs = [
+            RankLog(path, prefix=prefix_of(rank, width, colour=colour) if len(paths) > 1 else b"", colour=colour)
+            for rank, path in paths.items()
+        ]
+        self.clock = clock
+
+    def poll(self) -> None:
+        """Shows what is new in the logs."""
+        for log in self.logs:
+            start = log.offset
+            while log.offset - start < TURN_BYTES and (chunk := log.read()):
+                self.show(log.take(chunk, now=self.clock()))
+            self.show(log.take(b"", now=self.clock()))
+
+    def close(self) -> None:
+        """Shows everything that the files have, unfinished last lines included."""
+        for log in self.logs:
+            while chunk := log.read():
+                self.show(log.take(chunk, now=self.clock()))
+            self.show(log.finish())
+
+    def show(self, lines: bytes) -> None:
+        """Prints lines; characters that the stream cannot encode are replaced."""
+        if not lines:
+            return
+        encoding = getattr(self.stream, "encoding", None) or "utf-8"
+        self.stream.write(lines.decode(errors="replace").encode(encoding, "replace").decode(encoding))
+        self.stream.flush()
 
 
-def format_event(event: dict[str, Any], *, num_steps: int) -> str | None:
-    """The line for an event of the run; None for those that only the file needs."""
-    label = step_label(event["step"], num_steps) if isinstance(event.get("step"), int) else ""
-    match event.get("event"):
-        case "checkpoint":
-            size, seconds = event.get("bytes"), event.get("seconds")
-            parts = [label, "checkpoint saved"]
-            parts += [] if size is None else [format_bytes(size)]
-            parts += [] if seconds is None else [f"{seconds:.1f} s"]
-            return " | ".join(parts)
-        case "save_failed":
-            needed, free = event["needed_bytes"], event.get("free_bytes")
-            room = f"{format_bytes(needed)} needed" + ("" if free is None else f", {format_bytes(free)} free")
-            return f"{label} | checkpoint not saved: {room}; the run goes on and saves as soon as there is room"
-        case "rollback":
-            back = f"back to step {event['to_step']:,}, past the rows of this step"
-            return f"{label} | {event['cause']}: rollback {event['number']} of at most {event['at_most']}, {back}"
-        case "sample":
-            return f"{label} | sample: {one_line(str(event.get('text', '')))}"
-        case "resumed":
-            return f"{label} | resumed"
-        case "stopping":
-            return "stopping: saving a checkpoint; Ctrl-C again to end now"
-        case "note":
-            return str(event.get("text", ""))
-        case "step_time":
-            planned_s, measured_s = event["planned_s"], event["measured_s"]
-            gap = f"{100 * (measured_s / planned_s - 1):+.0f} %"
-            return f"planned {format_ms(planned_s)} a step, measured {format_ms(measured_s)} ({gap})"
-        case "finding":
-            return format_findings([Finding(**{each.name: event[each.name] for each in fields(Finding)})])
-        case _:
-            return None
+class RankLog:
+    """One rank's log file and its unfinished last line."""
+
+    def __init__(self, path: Path, *, prefix: bytes, colour: bool):
+        self.path = path
+        self.prefix = prefix
+        self.colour = colour
+        self.offset = 0
+        self._part = b""  # the visible part of the unfinished line, at most LINE_BYTES
+        self._num_cut = 0  # bytes of that line that were dropped
+        self._grown_at = 0.0
+        self._bar_at = float("-inf")
+        self._bar_shown = b""
+
+    def read(self) -> bytes:
+        """Returns the next bytes of the file; empty where nothing is new."""
+        try:
+            if self.path.stat().st_size <= self.offset:
+                return b""
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
+                chunk = file.read(CHUNK_BYTES)
+        except OSError:
+            return b""  # the rank has not started yet
+        self.offset += len(chunk)
+        return chunk
+
+    def take(self, chunk: bytes, *, now: float) -> bytes:
+        """Takes bytes of the file and returns the lines to show now."""
+        *whole, last = chunk.split(b"\n")
+        lines = []
+        if whole:
+            self._extend(whole[0])
+            lines = [self._finish(), self._lines(whole[1:])]
+        if last:
+            self._extend(last)
+            self._grown_at = now
+        return b"".join([*lines, self._unfinished(now=now)])
+
+    def _lines(self, lines: list[bytes]) -> bytes:
+        text = b"\n".join(lines)
+        if lines and len(text.translate(None, SPECIAL)) == len(text) and max(map(len, lines)) <= LINE_BYTES:
+            return b"%s%s\n" % (self.prefix, text.replace(b"\n", b"\n" + self.prefix))  # five times as fast
+        return b"".join(map(self._line, lines))
+
+    def finish(self) -> bytes:
+        """Returns the unfinished line."""
+        return self._finish() if self._part else b""
+
+    def _extend(self, piece: bytes) -> None:
+        line = self._part + piece
+        if b"\r" in line:
+            self._num_cut *= b"\r" not in piece  # the cut bytes are overwritten
+            text = line.rstrip(b"\r")
+            end = b"\r" * (len(line) > len(text))  # "\r\n" may be split in two, and a bar may write its "\r" last
+            line = b"\r" * (b"\r" in text) + text.rpartition(b"\r")[2] + end
+        self._part, num_cut = line[: LINE_BYTES + 1], len(line) - LINE_BYTES - 1
+        self._num_cut += max(0, num_cut)
+
+    def _finish(self) -> bytes:
+        line, num_cut, bar_shown = self._part, self._num_cut, self._bar_shown
+        self._part, self._num_cut, self._bar_shown = b"", 0, b""
+        if bar_shown and line.strip(b"\r") == bar_shown:
+            return b""  # the bar's last state is on the screen already
+        if line.startswith(b"\r") and not line.strip():
+            return b""  # a bar that erased itself
+        return self._line(line, num_cut=num_cut)
+
+    def _unfinished(self, *, now: float) -> bytes:
+        """Returns a progress bar's state from time to time, and a line that has not grown for a moment."""
+        state = self._part.strip(b"\r")
+        if self._part.startswith(b"\r") or self._part.endswith(b"\r"):
+            if not state.strip() or state == self._bar_shown or now - self._bar_at < BAR_EVERY_S:
+                return b""
+            self._bar_at, self._bar_shown = now, state
+            return self._line(state)
+        if not state or now - self._grown_at < UNFINISHED_AFTER_S:
+            return b""
+        return self._finish()
+
+    def _line(self, line: bytes, *, num_cut: int = 0) -> bytes:
+        line = line.rstrip(b"\r")
+        if b"\r" in line:
+            line = line.rpartition(b"\r")[2]
+        if len(line) > LINE_BYTES:
+            num_cut += len(line) - LINE_BYTES
+            line = line[:LINE_BYTES]
+        if b"\x1b" in line:
+            line = ESCAPE.sub(self._colours_only, line) + COLOUR_END * self.colour
+        line = line.translate(None, CONTROL)
+        more = f" … {num_cut:,} more bytes: {self.path}".encode() if num_cut else b""
+        return b"%s%s%s\n" % (self.prefix, line, more)
+
+    def _colours_only(self, match: re.Match[bytes]) -> bytes:
+        return match[0] if self.colour and match[1] == b"m" else b""
 
 
-def one_line(text: str) -> str:
-    """The beginning of a text, without the terminal codes that a model may write; the whole is in samples/ and logs/."""
-    line = " ".join("".join(each if each.isprintable() else " " for each in text).split())
-    return line if len(line) <= SAMPLE_WIDTH else line[: SAMPLE_WIDTH - 1] + "…"
-
-
-def format_explained(outcome: Outcome, run: RunDir, found: Explanation | None) -> str:
-    """The last words on a failed run: what its rank said, then the cause and the fix."""
-    said = format_failure(outcome, run)
-    if found is None or outcome.root is None or outcome.root.fix is not None:
-        return said  # the rank has named both itself
-    if found.cause != "unknown" and found.cause not in load_catalogue().causes:
-        return (
-            f"{said}\n\n{found.cause}: {with_place(found)}\n  fix: {found.fix}"  # only the supervisor knows it, no log
-        )
-    return f"{said}\n\n{format_explanation(found)}"
-
-
-def format_failure(outcome: Outcome, run: RunDir) -> str:
-    """Which rank, what it said, where its log is. What the user can mend ends in two lines, without a traceback."""
-    root = outcome.root
-    if root is None:
-        return ""
-    log = run.logs(outcome.attempt) / LAUNCH_LOG if root.rank is None else run.rank_log(outcome.attempt, root.rank)
-    if root.fix is not None:
-        return f"{name_of(root)} failed, log: {log}\nerror: {root.message}\n  fix: {root.fix}"
-    lines = [f"{name_of(root)} failed: {root.message}"]
-    for failure in outcome.failures[1:]:
-        how = "ended after it" if failure.consequence else "failed too"
-        lines.append(f"{name_of(failure)} {how}: {one_line(failure.message)}")
-    said = root.traceback.splitlines()[-TRACEBACK_LINES:] if root.traceback else read_log_tail(log)[-LAST_LINES:]
-    return "\n".join([*lines, *(["", *said, ""] if said else []), f"log: {log}"])
-
-
-def name_of(failure: Failure) -> str:
-    return "launch" if failure.rank is None else f"rank {failure.rank}"
+def prefix_of(rank: int, width: int, *, colour: bool) -> bytes:
+    """Returns '[3] ', padded to the widest rank, in the rank's own colour."""
+    text = f"[{rank}]".ljust(width + 2)
+    return f"\x1b[{COLOURS[rank % len(COLOURS)]}m{text}\x1b[0m ".encode() if colour else f"{text} ".encode()

@@ -1,28 +1,64 @@
 """
-What the workers' environment must say, and why. Pure: from the user's environment to the workers'.
+What a worker finds around it: its environment variables, with the reason for each, and accelerate's config for the same launch.
 
-Whatever the user has set stays as it is; a value that is known to hurt is named in one line. What torch's elastic
-agent sets itself (RANK, MASTER_ADDR, ...) is not repeated here. CUDA_VISIBLE_DEVICES is the user's: it is written only
-to hide the GPUs from a script that was asked to stay on the CPU.
+Whatever the user has set stays; a value that is known to hurt is reported in one line. What torch's elastic agent sets itself
+(RANK, MASTER_ADDR, ...) is not repeated here. CUDA_VISIBLE_DEVICES belongs to the user: it is set only to hide the GPUs from a
+script that runs on the CPU.
 
-torch 2.13 reads TORCH_FR_BUFFER_SIZE, and TORCH_NCCL_TRACE_BUFFER_SIZE with a warning that it is the older name
-(FlightRecorder.hpp). USE_LIBUV is read where a worker hosts its own store (torch/distributed/rendezvous.py), not where it
-joins an agent's.
+torch 2.13 reads TORCH_FR_BUFFER_SIZE, and TORCH_NCCL_TRACE_BUFFER_SIZE with a warning that the name is old (FlightRecorder.hpp).
+USE_LIBUV is read where a worker hosts its own store (torch/distributed/rendezvous.py), not where it joins an agent's.
+
+With the config, `accelerate launch --config_file FILE script.py` does what `paceline run` would. Its keys are those of accelerate
+1.15 (commands/config/config_args.py, commands/launch.py), which is not needed to write it. Two facts decide what it has for a CPU:
+
+- distributed_type MULTI_CPU starts one process, whatever num_processes is, and leaves the others to mpirun; the launcher that
+  starts several processes on a host belongs to MULTI_GPU, with or without GPUs;
+- processes join on the CPU only where ACCELERATE_USE_CPU is set or the script has Accelerator(cpu=True).
 """
 
+import json
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from paceline.config import Config
+from paceline.config_file import checked_value
+from paceline.errors import PacelineError, UsageError
+from paceline.options import AccelerateOptions
+from paceline.plan.machine import Machine
+from paceline.plan.planner import choose_device, choose_precision, choose_world_size
+from paceline.units import format_number_of
 
 ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is the older name of the first
 RECORDER_NAMES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 RECORDED_COLLECTIVES = 2000  # torch 2.13's own default; older ones record none
 LOOPBACK_INTERFACE = "lo"
 
+ACCELERATE_TRUE = ("1", "true", "yes", "on", "y", "t")
+DEFAULT_PORT = 29500  # between hosts all must name the same one
+MIXED_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
+
+# FSDP2; what is not here is accelerate's default
+FSDP: dict[str, Any] = {
+    "fsdp_version": 2,
+    "fsdp_reshard_after_forward": True,
+    "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+    "fsdp_cpu_ram_efficient_loading": True,
+    "fsdp_offload_params": False,
+    "fsdp_activation_checkpointing": False,
+}
+COMMENTS = {
+    "num_processes": "on all hosts together",
+    "main_process_port": "0: each launch finds a free port",
+    "fsdp_auto_wrap_policy": "transformers models have their layers' names; for others set fsdp_transformer_layer_cls_to_wrap",
+}
+
 Origin = Literal["added", "yours", "yours-harmful"]
 
 
 class EnvRow(NamedTuple):
-    """One variable of the workers. reason: why it is added, what would be set instead, or what the user's value does."""
+    """One variable. reason: why it is added, what paceline would set instead, or what the user's value does."""
 
     name: str
     value: str
@@ -31,7 +67,7 @@ class EnvRow(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """What the environment depends on, besides the user's own."""
+    """What the environment depends on, besides the user's variables."""
 
     nproc: int  # on this host
     device: str
@@ -53,30 +89,30 @@ def worker_env(
     libuv: bool = True,
     for_script: bool = False,
 ) -> tuple[dict[str, str], list[EnvRow]]:
-    """The environment of every worker on one host, and a row for each variable that was added or is the user's.
+    """Returns the environment of every worker on one host, and a row for each variable that paceline adds or would have set.
 
-    interface: of this host, towards the others; only with several hosts. libuv: whether this torch has it.
-    for_script: the workers are a script of the user's, which may use any library.
+    interface: this host's network interface to the others; only with several hosts. libuv: whether this torch has it. for_script:
+    the workers run a script of the user's, which may use any library.
     """
     launch = Launch(nproc, device, cpu_cores, num_hosts, interface, libuv, for_script)
-    wanted = {name: (value, reason) for name, value, reason in wanted_values(user_env, launch)}
-    rows = [EnvRow(name, value, reason, "added") for name, (value, reason) in wanted.items() if name not in user_env]
+    defaults = {name: (value, reason) for name, value, reason in default_values(user_env, launch)}
+    rows = [EnvRow(name, value, reason, "added") for name, (value, reason) in defaults.items() if name not in user_env]
     for name, value in sorted(user_env.items()):
         harm = harm_of(name, value, launch)
         if harm:
             rows.append(EnvRow(name, value, harm, "yours-harmful"))
-        elif name in wanted:
-            ours, reason = wanted[name]
-            unlike = "" if value == ours else f"; paceline would set {ours or 'it empty'}"
-            rows.append(EnvRow(name, value, reason if value == ours else f"set by you{unlike}", "yours"))
+        elif name in defaults:
+            default, reason = defaults[name]
+            difference = f"set by you; paceline would set {default or 'it empty'}"
+            rows.append(EnvRow(name, value, reason if value == default else difference, "yours"))
     added = {row.name: row.value for row in rows if row.origin == "added"}
     return {**user_env, **added}, rows
 
 
-def wanted_values(user_env: Mapping[str, str], launch: Launch) -> list[tuple[str, str, str]]:
-    """Name, value and reason of everything that paceline would set."""
+def default_values(user_env: Mapping[str, str], launch: Launch) -> list[tuple[str, str, str]]:
+    """Returns name, value and reason of every variable that paceline sets where the user does not."""
     threads = max(1, launch.cpu_cores // launch.nproc)
-    wanted = [
+    values = [
         ("OMP_NUM_THREADS", str(threads), f"{launch.cpu_cores} CPU cores for {launch.nproc} processes"),
         ("PYTHONUNBUFFERED", "1", "a log is whole up to the moment of a crash"),
         ("PYTHONFAULTHANDLER", "1", "a crash in native code leaves a traceback"),
@@ -84,93 +120,213 @@ def wanted_values(user_env: Mapping[str, str], launch: Launch) -> list[tuple[str
     ]
     if launch.num_hosts == 1:
         why = "all processes are on this host, whatever its name resolves to"
-        wanted.append(("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE, why))
+        values.append(("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE, why))
     elif launch.interface:
-        wanted.append(("GLOO_SOCKET_IFNAME", launch.interface, "the way from this host to the others"))
+        values.append(("GLOO_SOCKET_IFNAME", launch.interface, "the network interface from this host to the others"))
     if not any(name in user_env for name in RECORDER_NAMES):
-        why = "each rank remembers its last collectives, for the day they hang"
-        wanted.append((RECORDER_NAMES[0], str(RECORDED_COLLECTIVES), why))
+        why = "each rank remembers its last collectives, so that a hang can be traced"
+        values.append((RECORDER_NAMES[0], str(RECORDED_COLLECTIVES), why))
     if not launch.libuv:
-        wanted.append(("USE_LIBUV", "0", "this torch was built without libuv"))
-    return [*wanted, *(cuda_values(user_env, launch) if launch.device == "cuda" else cpu_values(launch))]
+        values.append(("USE_LIBUV", "0", "this torch was built without libuv"))
+    if launch.device == "cuda":
+        return [*values, *cuda_values(user_env, launch)]
+    if launch.for_script:
+        values.append(("CUDA_VISIBLE_DEVICES", "", "the device is cpu: the script sees no GPU"))
+        values.append(("ACCELERATE_USE_CPU", "true", "accelerate joins processes on the CPU only if this is set"))
+    return values
 
 
 def cuda_values(user_env: Mapping[str, str], launch: Launch) -> list[tuple[str, str, str]]:
-    wanted = [("CUDA_DEVICE_ORDER", "PCI_BUS_ID", "GPU numbers are those of nvidia-smi and of the plan")]
+    """Returns name, value and reason of the variables for GPUs."""
+    values = [("CUDA_DEVICE_ORDER", "PCI_BUS_ID", "GPU numbers are those of nvidia-smi and of the plan")]
     if not any(name in user_env for name in ALLOCATOR_NAMES):
-        wanted.append((ALLOCATOR_NAMES[0], "expandable_segments:True", "less GPU memory lost to fragments"))
+        values.append((ALLOCATOR_NAMES[0], "expandable_segments:True", "less GPU memory is lost to fragmentation"))
     if launch.num_hosts == 1:
         why = "all processes are on this host: no VPN, bridge or Wi-Fi between them"
-        wanted.append(("NCCL_SOCKET_IFNAME", LOOPBACK_INTERFACE, why))
+        values.append(("NCCL_SOCKET_IFNAME", LOOPBACK_INTERFACE, why))
     elif launch.interface:
-        wanted.append(("NCCL_SOCKET_IFNAME", f"={launch.interface}", "the way to the others, by its whole name"))
-    return wanted
-
-
-def cpu_values(launch: Launch) -> list[tuple[str, str, str]]:
-    if not launch.for_script:
-        return []
-    return [
-        ("CUDA_VISIBLE_DEVICES", "", "the device is cpu: the script sees no GPU"),
-        ("ACCELERATE_USE_CPU", "true", "accelerate joins processes on the CPU only when it is told"),
-    ]
+        why = "the network interface to the others, by its full name"
+        values.append(("NCCL_SOCKET_IFNAME", f"={launch.interface}", why))
+    return values
 
 
 def harm_of(name: str, value: str, launch: Launch) -> str | None:
-    """What a user's value is known to do, if it does harm; None else."""
+    """Returns the harm that a user's value is known to do; None where it does none."""
     several = launch.num_hosts > 1
     match name:
         case "OMP_NUM_THREADS":
             return harm_of_threads(value, launch)
         case "PYTHONUNBUFFERED" if not value:
-            return "output is held back, and lost when a rank is killed"
+            return "output is buffered, and lost when a rank is killed"
         case "TOKENIZERS_PARALLELISM" if value.lower() not in ("", "0", "false", "off", "f", "no", "n"):
             return f"each of {launch.nproc} processes starts a thread per core"
         case "GLOO_SOCKET_IFNAME" | "NCCL_SOCKET_IFNAME" if several and value.lstrip("=") == LOOPBACK_INTERFACE:
-            return f"{launch.num_hosts} hosts do not reach each other over the loopback"
+            return f"{launch.num_hosts} hosts cannot reach each other over the loopback interface"
         case "TORCH_FR_BUFFER_SIZE" | "TORCH_NCCL_TRACE_BUFFER_SIZE" if value == "0":
             return "no rank remembers its collectives: a hang cannot be traced"
         case "USE_LIBUV" if value != "0" and not launch.libuv:
-            return "this torch was built without libuv: a store cannot be made; set it to 0"
+            return "this torch was built without libuv and cannot create a store with it: set it to 0"
         case "CUDA_DEVICE_ORDER" if value != "PCI_BUS_ID" and launch.device == "cuda":
             return "GPU numbers may not be those of nvidia-smi and of the plan, where cards differ"
         case "PYTORCH_ALLOC_CONF" | "PYTORCH_CUDA_ALLOC_CONF" if "expandable_segments:False" in value:
-            return "GPU memory is lost to fragments"
+            return "GPU memory is lost to fragmentation"
         case "CUDA_LAUNCH_BLOCKING" if value not in ("", "0") and launch.device == "cuda":
-            return "every kernel is waited for: good for finding a fault, slow for training"
+            return "the host waits for every kernel: good for debugging, slow for training"
         case "TORCH_DISTRIBUTED_DEBUG" if value.upper() == "DETAIL":
-            return "every collective is checked by another one: good for finding a fault, slow for training"
+            return "every collective is checked by another one: good for debugging, slow for training"
         case "TORCH_NCCL_ASYNC_ERROR_HANDLING" | "NCCL_ASYNC_ERROR_HANDLING" if value == "0":
-            return "a rank whose peer has failed waits without end"
+            return "a rank whose peer has failed waits forever"
         case "CUDA_VISIBLE_DEVICES" if value and launch.for_script and launch.device == "cpu":
             return "the device is cpu, and the script sees these GPUs"
-        case "ACCELERATE_USE_CPU" if launch.for_script and launch.device == "cuda" and is_true(value):
+        case "ACCELERATE_USE_CPU" if launch.for_script and launch.device == "cuda" and value.lower() in ACCELERATE_TRUE:
             return "accelerate stays on the CPU"
         case _:
             return None
 
 
 def harm_of_threads(value: str, launch: Launch) -> str | None:
+    """Returns the harm of OMP_NUM_THREADS: more threads than cores, or no number."""
     if not value.isdigit() or not int(value):
-        return "not a number of threads: each process takes every core" if "," not in value else None
-    wanted = launch.nproc * int(value)
-    if wanted <= launch.cpu_cores or int(value) == 1:
+        return "not a number of threads: each process uses every core" if "," not in value else None
+    num_threads = launch.nproc * int(value)
+    if num_threads <= launch.cpu_cores or int(value) == 1:
         return None
     return f"{launch.nproc} processes x {value} threads wait for each other on {launch.cpu_cores} cores"
 
 
-def is_true(value: str) -> bool:
-    return value.lower() in ("1", "true", "yes", "on", "y", "t")
-
-
 def harm_lines(rows: list[EnvRow]) -> list[str]:
-    """One line for each value of the user's that is known to hurt; it stays all the same."""
+    """Returns a line for each value of the user's that is known to hurt; it stays anyway."""
     return [f"note    {row.name}={row.value} is yours: {row.reason}" for row in rows if row.origin == "yours-harmful"]
 
 
 def format_env(rows: list[EnvRow]) -> str:
-    """A table for --show-env: what is added, what is the user's, and why."""
-    said = {"added": "added", "yours": "yours", "yours-harmful": "yours, hurts"}
-    table = [(f"{row.name}={row.value}", said[row.origin], row.reason) for row in rows]
+    """Returns the table of --show-env: which variables are added, which are the user's, and why."""
+    origins = {"added": "added", "yours": "yours", "yours-harmful": "yours, hurts"}
+    table = [(f"{row.name}={row.value}", origins[row.origin], row.reason) for row in rows]
     widths = [max(len(row[i]) for row in table) for i in range(2)]
     return "\n".join(f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in table)
+
+
+def make_accelerate_config(
+    machine: Machine,
+    *,
+    nproc: int | None = None,
+    device: str | None = None,
+    precision: str | None = None,
+    nnodes: int = 1,
+    node_rank: int | None = None,
+    main_address: str | None = None,
+    main_port: int | None = None,
+    fsdp: bool = False,
+) -> dict[str, Any]:
+    """Returns accelerate's keys and values. nproc: processes on this host; None: one for each GPU, two on the CPU.
+
+    Raises UsageError for hosts that do not match, PacelineError for what this machine does not have.
+    """
+    keys = {"nproc": nproc, "device": device, "precision": precision}
+    config = Config(**{key: checked_value(key, value, where=f"--{key}") for key, value in keys.items()})
+    device = choose_device(config, machine)
+    nproc = choose_world_size(config, machine, device=device)
+    world_size = nproc * nnodes
+    check_hosts(nnodes, node_rank=node_rank, main_address=main_address, main_port=main_port)
+    if fsdp and device == "cpu":
+        raise PacelineError("accelerate supports FSDP on GPUs only, and device is cpu", fix="leave --fsdp out")
+    if fsdp and world_size == 1:
+        raise PacelineError("FSDP shards a model over GPUs, and there is one process", fix="leave --fsdp out")
+    values: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "FSDP" if fsdp else "MULTI_GPU" if world_size > 1 else "NO",
+        "use_cpu": device == "cpu",
+        "mixed_precision": MIXED_PRECISION[choose_precision(config, machine, device=device)],
+        "num_processes": world_size,
+        "num_machines": nnodes,
+        "machine_rank": node_rank or 0,
+    }
+    if nnodes > 1:
+        port = main_port or DEFAULT_PORT
+        values |= {"main_process_ip": main_address, "main_process_port": port, "rdzv_backend": "static"}
+    elif world_size > 1:
+        values["main_process_port"] = main_port or 0
+    return {**values, "fsdp_config": FSDP} if fsdp else values
+
+
+def check_hosts(nnodes: int, *, node_rank: int | None, main_address: str | None, main_port: int | None) -> None:
+    """Raises UsageError where the options about hosts do not match."""
+    if nnodes == 1:
+        if node_rank or main_address:
+            raise UsageError("--node-rank and --main-address need several hosts", fix="--nnodes 2, or leave them out")
+        return
+    if node_rank is None or not 0 <= node_rank < nnodes:
+        value = "not set" if node_rank is None else node_rank
+        raise UsageError(
+            f"--node-rank must be 0 to {nnodes - 1} on {nnodes} hosts, it is {value}",
+            fix="write one file on each host, with --node-rank 0 on the host of --main-address",
+        )
+    if not main_address:
+        raise UsageError(f"{nnodes} hosts need --main-address", fix="the IP address of the host with --node-rank 0")
+    if main_port == 0:
+        raise UsageError("--main-port 0: several hosts must use the same port", fix=f"--main-port {DEFAULT_PORT}")
+
+
+def format_yaml(values: dict[str, Any]) -> str:
+    """Returns the config file, with the command that uses it on top."""
+    lines = [f"# {line}" for line in launch_lines(values)]
+    for key, value in values.items():
+        if isinstance(value, dict):
+            lines += [f"{key}:", *(f"  {yaml_line(name, inner)}" for name, inner in value.items())]
+        else:
+            lines.append(yaml_line(key, value))
+    return "\n".join(lines) + "\n"
+
+
+def launch_lines(values: dict[str, Any], *, file: str = "FILE") -> list[str]:
+    """Returns the command that launches with the config."""
+    command = f"accelerate launch --config_file {file} script.py"
+    if values["use_cpu"] and values["num_processes"] > 1:
+        note = "(without that variable the processes do not join; the config has no key for it)"
+        return [f"ACCELERATE_USE_CPU=true {command}", note]
+    return [command]
+
+
+def yaml_line(key: str, value: Any) -> str:
+    """Returns a key with its value, and its comment if there is one."""
+    comment = f"  # {COMMENTS[key]}" if key in COMMENTS and (key != "main_process_port" or value == 0) else ""
+    # a JSON string is a YAML string too; it is always quoted, since NO and no would be booleans
+    return f"{key}: {json.dumps(value, ensure_ascii=False)}{comment}"
+
+
+def accelerate_config(options: AccelerateOptions, machine: Machine) -> str:
+    """Writes the file of `accelerate-config` and returns what to print. Raises PacelineError for what the user can fix."""
+    values = make_accelerate_config(
+        machine,
+        **options.keys,
+        nnodes=options.nnodes,
+        node_rank=options.node_rank,
+        main_address=options.main_address,
+        main_port=options.main_port,
+        fsdp=options.fsdp,
+    )
+    if options.json:
+        return json.dumps(values, ensure_ascii=False)
+    file = options.out
+    if file == "-":
+        return format_yaml(values).rstrip("\n")
+    if Path(file).exists() and not options.force:
+        raise PacelineError(f"{file} already exists", fix="--force overwrites it, --out FILE writes another one")
+    try:
+        Path(file).write_text(format_yaml(values), encoding="utf-8")
+    except OSError as error:
+        fix = "--out FILE in a place you can write"
+        raise PacelineError(f"{file} cannot be written: {error.strerror}", fix=fix) from error
+    first, *more = launch_lines(values, file=file)
+    lines = [f"wrote   {file}: {describe_accelerate_config(values)}", f"next    {first}"]
+    return "\n".join([*lines, *(f"        {line}" for line in more)])
+
+
+def describe_accelerate_config(values: dict[str, Any]) -> str:
+    """Returns '2 processes, GPU, DDP, mixed precision bf16'."""
+    device = "CPU" if values["use_cpu"] else "GPU"
+    sharding = {"FSDP": ", FSDP2", "MULTI_GPU": ", DDP", "NO": ""}[values["distributed_type"]]
+    hosts = f" on {values['num_machines']} hosts" if values["num_machines"] > 1 else ""
+    processes = format_number_of(values["num_processes"], "process", "processes")
+    return f"{processes}{hosts}, {device}{sharding}, mixed precision {values['mixed_precision']}"

@@ -1,132 +1,162 @@
 """
-What a failed rank left behind, and which of several failed first.
+Why an attempt failed: which rank failed first, what it left behind, and the explanation corrected by what the supervisor observed.
 
-Reads exit codes, `<rank>.error.json` and the end of the rank's log. When one rank dies, its peers lose their
-connections and often end first or together with it; blaming the first exit code seen would name the wrong rank.
+It reads exit codes, `<rank>.error.json` and the end of the rank's log. When one rank dies, its peers lose their connections and
+often end before it or together with it, so the first exit code would blame the wrong rank. A log does not show who killed a rank:
+the kernel because the host ran out of memory (its counter of such kills has grown), the supervisor because the rank hung (event
+`hang`), or somebody else.
 """
 
 import json
 import re
+import shutil
 import signal
-from dataclasses import dataclass
-from datetime import datetime
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import TrainingFailed
-from paceline.marks import read_mark
-from paceline.rundir import RunDir
+from paceline.explain.catalogue import load_catalogue
+from paceline.explain.explanation import Explanation
+from paceline.explain.reader import Log
+from paceline.explain.run_folder import flight_recorder_logs
+from paceline.heartbeat import read_heartbeat
+from paceline.launch.policy import HOST_MEMORY, TRAINER_CRASHES, AttemptEnd, Retry
+from paceline.plan.host import memory_limit, physical_memory_bytes
+from paceline.rundir import RunDir, read_json_lines
+from paceline.units import format_bytes, parse_time
 
 FAILED_EXIT_CODE = TrainingFailed.exit_code
 LOG_TAIL_BYTES = 1 << 16  # a log may have grown to gigabytes
 
-# what a healthy rank says when a peer has gone
+# what a healthy rank prints when it has lost a peer
 PEER_LOST = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|typically caused by a remote worker crashing|connectFullMesh failed"
     r"|ncclRemoteError|remote process exited|NCCL communicator was aborted|DistNetworkError|DistStoreError"
     r"|Timed out waiting \d+ms|Some NCCL operations have failed or timed out"
     r"|Watchdog caught collective operation timeout"
 )
-SENT_SIGNALS = {"SIGTERM", "SIGKILL", "SIGINT", "SIGHUP", "SIGUSR1"}  # from outside, whatever the program was doing
+OUT_OF_MEMORY = re.compile(
+    r"OutOfMemoryError|MemoryError|out of memory|allocate memory|not enough memory|bad_alloc|ALLOC_FAILED",
+    re.IGNORECASE,
+)
+# oneDNN's only message when memory runs out
+NO_PRIMITIVE = re.compile(r"could not (create|execute) a primitive( descriptor)?")
+# sent from outside, whatever the program was doing
+OUTSIDE_SIGNALS = {"SIGTERM", "SIGKILL", "SIGINT", "SIGHUP", "SIGUSR1"}
 TORCH_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # before each line of a traceback once there is a process group
 ERROR_START = ("Traceback (most recent call last):", "Fatal Python error: ")
+
+# causes that no log shows
+KILLED = "killed-from-outside"
+HANG = "hang"
+REFUSED = "refused"  # the rank itself reported what is wrong and how to fix it
+EXITED = "exited-early"  # with exit code 0, which no log tells from success
+DISK_FULL = "disk-full"
+
+FULL_DISK_BYTES = 1 << 16  # with less free space a process may end without any output
+NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")  # pids, addresses and sizes differ where the error is the same
 
 
 @dataclass(frozen=True)
 class Failure:
-    """One rank's end, or with rank None that of the launch itself."""
+    """How one rank failed, or with rank None the launch itself."""
 
     rank: int | None
     exit_code: int | None  # None when a signal ended it
     signal: str | None  # "SIGKILL"
     message: str
-    time: float  # Unix time of the error where the rank noted it, else of its end
-    consequence: bool  # of a peer's failure, or of the order to end
-    fix: str | None = None  # with a fix it is a mistake the user can mend
-    exit_with: int = FAILED_EXIT_CODE  # what the command ends with when this is the root cause
+    time: float  # Unix time of the error where the rank recorded it, otherwise of the rank's end
+    consequence: bool  # of a peer's failure, or of the order to stop
+    fix: str | None = None  # set where it is a mistake that the user can fix
+    exit_with: int = FAILED_EXIT_CODE  # the command's exit code when this is the root cause
     traceback: str | None = None
 
 
 def find_failures(run: RunDir, attempt: int, ranks: list[dict[str, Any]]) -> list[Failure]:
-    """One for each rank that ended badly, the root cause first. `ranks` as train/elastic.py reports them."""
-    failures = [read_failure(run, attempt, each) for each in ranks if each["exit_code"]]
-    return sorted(failures, key=blame)
+    """Returns a failure for each rank that did not exit with 0, the root cause first. ranks: as launch/elastic.py reports them."""
+    failures = [read_failure(run, attempt, rank) for rank in ranks if rank["exit_code"]]
+    return sorted(failures, key=blame_order)
 
 
 def find_early_exits(run: RunDir, ranks: list[dict[str, Any]]) -> list[Failure]:
-    """Ranks of our trainer that ended with 0 by themselves, with work left to do by their marks. Peers then wait for them."""
-    found = []
-    for each in ranks:
-        mark = read_mark(run.progress(each["rank"]))
-        if each["exit_code"] != 0 or each["ended_by_us"] or mark is None or mark.phase in ("stopped", "done"):
+    """Returns the trainer's ranks that exited with 0 although their heartbeats show work left; their peers wait for them."""
+    failures = []
+    for end in ranks:
+        heartbeat = read_heartbeat(run.progress(end["rank"]))
+        if end["exit_code"] != 0 or end["ended_by_us"] or heartbeat is None or heartbeat.phase in ("stopped", "done"):
             continue
-        where = "at its start" if mark.phase == "start" else f"after step {mark.step:,}, in {mark.phase}"
-        message = f"rank {each['rank']} ended with exit code 0 {where}, before its work was done"
-        found.append(Failure(each["rank"], 0, None, message, each["time"], consequence=False))
-    return found
+        place = "at its start" if heartbeat.phase == "start" else f"after step {heartbeat.step:,}, in {heartbeat.phase}"
+        message = f"rank {end['rank']} ended with exit code 0 {place}, before its work was done"
+        failures.append(Failure(end["rank"], 0, None, message, end["time"], consequence=False))
+    return failures
 
 
-def blame(failure: Failure) -> tuple[bool, bool, bool, float]:
-    """Sorts the root cause first. A rank that stands blocked with its own error unsaid may be ended last, by us."""
-    silent = failure.signal in SENT_SIGNALS and failure.traceback is None
+def blame_order(failure: Failure) -> tuple[bool, bool, bool, float]:
+    """Sorts the root cause first. A rank that blocks before it can print its own error may be the last to end, killed by us."""
+    silent = failure.signal in OUTSIDE_SIGNALS and failure.traceback is None
     return failure.consequence, failure.consequence and silent, bool(PEER_LOST.search(failure.message)), failure.time
 
 
-def read_failure(run: RunDir, attempt: int, ended: dict[str, Any]) -> Failure:
-    rank, exit_code = ended["rank"], ended["exit_code"]
+def read_failure(run: RunDir, attempt: int, end: dict[str, Any]) -> Failure:
+    """Returns how a rank failed, from its exit code, its error file and its log. end: as launch/elastic.py reports it."""
+    rank, exit_code = end["rank"], end["exit_code"]
     lines = read_log_tail(run.rank_log(attempt, rank))
     error = read_error(run.rank_error(attempt, rank))
     signal_name = signal.Signals(-exit_code).name if exit_code < 0 else None
     traceback = error.get("traceback")
-    if not traceback and (ended["ended_by_us"] or signal_name not in SENT_SIGNALS):
-        traceback = last_traceback(lines)  # else it is of an error that the program had survived
-    said = error.get("message") or (exception_line(traceback) if traceback else None)
-    fix = error.get("fix")
+    if not traceback and (end["ended_by_us"] or signal_name not in OUTSIDE_SIGNALS):
+        traceback = last_traceback(lines)  # otherwise it belongs to an error that the program had survived
+    message = error.get("message") or (exception_line(traceback) if traceback else None)
     return Failure(
         rank=rank,
         exit_code=exit_code if exit_code > 0 else None,
         signal=signal_name,
-        message=said or describe_exit(exit_code, lines),
-        time=error.get("time") or ended["time"],
-        consequence=bool(PEER_LOST.search(said or "")) or (ended["ended_by_us"] and not error),
-        fix=fix,
+        message=message or describe_exit(exit_code, lines),
+        time=error.get("time") or end["time"],
+        consequence=bool(PEER_LOST.search(message or "")) or (end["ended_by_us"] and not error),
+        fix=error.get("fix"),
         exit_with=error.get("exit_code", FAILED_EXIT_CODE),
         traceback=traceback,
     )
 
 
 def describe_exit(exit_code: int, lines: list[str]) -> str:
+    """Returns the message of a rank that left none of its own. exit_code: negative for a signal. lines: the end of its log."""
     if exit_code == -signal.SIGKILL:
-        return "ended by SIGKILL: sent by someone, or by the kernel when memory ran out"
+        return "ended by SIGKILL: sent by somebody, or by the kernel when memory ran out"
     if exit_code < 0:
         return f"ended by {signal.Signals(-exit_code).name}"
     last = next((line.strip() for line in reversed(lines) if line.strip()), None)
-    return f"exit code {exit_code}, " + (f"last line: {last}" if last else "without a word")
+    return f"exit code {exit_code}, " + (f"last line: {last}" if last else "no output")
 
 
 def read_error(path: Path) -> dict[str, Any]:
-    """As our worker writes it, or as torch's @record does: {"message": {"message", "extraInfo": {...}}}; else empty."""
+    """Returns the error that the trainer's worker or torch's @record wrote; empty where there is none.
+
+    torch writes {"message": {"message": ..., "extraInfo": {"py_callstack": ..., "timestamp": ...}}}.
+    """
     try:
         error = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(error["message"], dict):
             extra = error["message"]["extraInfo"]
-            return {
-                "message": error["message"]["message"],
-                "traceback": extra["py_callstack"],
-                "time": float(extra["timestamp"]),
-            }
+            message, seconds = error["message"]["message"], float(extra["timestamp"])
+            return {"message": message, "traceback": extra["py_callstack"], "time": seconds}
         return {
             "message": error["message"] if error.get("fix") else f"{error['type']}: {error['message']}".rstrip(": "),
             "traceback": error.get("traceback"),
             "fix": error.get("fix"),
             "exit_code": int(error.get("exit_code", FAILED_EXIT_CODE)),
-            "time": datetime.fromisoformat(error["time"]).timestamp(),
+            "time": parse_time(error["time"]),
         }
     except (OSError, ValueError, KeyError, TypeError):
-        return {}  # none, or one that a kill left half-written: the log tells
+        return {}  # no file, or one that a kill left half-written: the log has to do
 
 
 def read_log_tail(path: Path) -> list[str]:
+    """Returns the last lines of a log, at most LOG_TAIL_BYTES, without torch's rank prefix; empty where there is no log."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
@@ -137,7 +167,7 @@ def read_log_tail(path: Path) -> list[str]:
 
 
 def last_traceback(lines: list[str]) -> str | None:
-    """From the last start of an error to the end of the log; native frames and warnings after it belong to it."""
+    """Returns the log from its last error on; native frames and warnings after that belong to it. None where there is no error."""
     for start in range(len(lines) - 1, -1, -1):
         if lines[start].lstrip().startswith(ERROR_START):
             return "\n".join(lines[start:])
@@ -145,8 +175,130 @@ def last_traceback(lines: list[str]) -> str | None:
 
 
 def exception_line(traceback: str) -> str:
-    """'ValueError: boom', the first line under the frames."""
-    first, *rest = traceback.strip().splitlines()
+    """Returns 'ValueError: boom', the first line below the frames."""
+    first, *lines = traceback.strip().splitlines()
     if not first.lstrip().startswith(ERROR_START[0]):
         return first
-    return next((line for line in rest if line.strip() and not line.startswith(" ")), first)
+    return next((line for line in lines if line.strip() and not line.startswith(" ")), first)
+
+
+def explain_end(
+    run: RunDir,
+    attempt: int,
+    root: Failure | None,
+    explanation: Explanation,
+    *,
+    seconds: float,
+    memory_ran_out: bool | None,
+) -> tuple[AttemptEnd, Explanation]:
+    """Returns the attempt's outcome for the policy, and the explanation corrected by what the supervisor observed.
+
+    seconds: how long the attempt lasted. memory_ran_out: the kernel killed a process of this run because the host ran out of
+    memory; None where that is unknown.
+    """
+    all_events = list(read_json_lines(run.events))
+    events = [event for event in all_events if event.get("attempt") in (None, attempt)]
+    hang = next((event for event in reversed(events) if event.get("event") == "hang"), None)
+    if root is not None and root.exit_code == 0:
+        fix = (
+            f"look at its last output in logs/*/{root.rank}.log of the run;"
+            " usually a library called exit, or SIGTERM came before the first step"
+        )
+        explanation = replace(explanation, cause=EXITED, rank=root.rank, summary=root.message, fix=fix, confidence=1.0)
+    elif hang is not None:
+        explanation = explain_hang(explanation, hang, recorder_logs=flight_recorder_logs(run, attempt, events))
+    elif root is not None and root.signal == "SIGKILL" and root.traceback is None and not root.consequence:
+        explanation = explain_kill(explanation, root, memory_ran_out=memory_ran_out)
+    if explanation.cause == "unknown":
+        explanation = explain_full_disk(explanation, run)
+    record = read_own_record(run, attempt, root)
+    explanation = replace(explanation, cause=record.get("cause", explanation.cause))
+    if root is not None and root.fix is not None and explanation.cause in TRAINER_CRASHES:
+        explanation = replace(explanation, cause=REFUSED, summary=root.message, fix=root.fix, confidence=1.0)
+    milestones = [event["event"] for event in all_events if event.get("event") in ("attempt", "checkpoint")]
+    end = AttemptEnd(
+        cause=explanation.cause,
+        retry=retry_class(explanation, root, record),
+        rank=explanation.rank if explanation.rank is not None or root is None else root.rank,
+        step=record.get("step", explanation.step),
+        new_checkpoint=milestones[-1:] == ["checkpoint"],
+        seconds=seconds,
+        error="" if explanation.cause in (KILLED, HANG) else error_message(root),
+        rolled_back=record.get("rollback") is True,
+    )
+    return end, explanation
+
+
+def retry_class(explanation: Explanation, root: Failure | None, record: dict[str, Any]) -> Retry:
+    """Returns whether a retry can help. record: what the rank to blame wrote about its error."""
+    if explanation.cause in (KILLED, HANG, EXITED) or record.get("rollback"):
+        return "same"
+    if root is not None and (OUT_OF_MEMORY.search(root.message) or NO_PRIMITIVE.search(root.message)):
+        return "smaller"
+    if root is not None and root.fix is not None:
+        return "never"  # the rank reported a mistake and its fix
+    cause = load_catalogue().causes.get(explanation.cause)
+    return "never" if cause is None else cause.retry  # type: ignore[return-value]  # test_policy.py compares the two sets
+
+
+def explain_full_disk(explanation: Explanation, run: RunDir) -> Explanation:
+    """Explains an end without output where the disk is so full that nothing could be written."""
+    with suppress(OSError):
+        if shutil.disk_usage(run.path).free < FULL_DISK_BYTES:
+            fix = f"make room in the file system of {run.path} (df -h); then paceline resume {run.path}"
+            summary = "the disk of the run folder is full: nothing could be written"
+            return replace(explanation, cause=DISK_FULL, summary=summary, fix=fix)
+    return explanation
+
+
+def explain_hang(explanation: Explanation, hang: dict[str, Any], *, recorder_logs: Sequence[Log]) -> Explanation:
+    """Explains a hang. recorder_logs: what the flight recorders show of the rank that is late."""
+    late_rank = recorder_logs[0].records[0].rank if recorder_logs else None
+    rank = late_rank if hang.get("rank") is None else hang["rank"]
+    subject = "a rank" if rank is None else f"rank {rank}"
+    summary = hang.get("text") or f"{subject} made no step for {hang.get('silent_s', 0):.0f} s"
+    fix = f"hangs/{hang['attempt']} of the run shows what every rank was doing; --hang-after SECONDS allows a longer silence"
+    step = hang.get("step", explanation.step)
+    return replace(explanation, cause=HANG, rank=rank, step=step, summary=summary, fix=fix, confidence=1.0)
+
+
+def explain_kill(explanation: Explanation, root: Failure, *, memory_ran_out: bool | None) -> Explanation:
+    """Explains a rank that SIGKILL ended: the kernel killed it for memory, or somebody outside the run did."""
+    subject = "the launch agent" if root.rank is None else f"rank {root.rank}"
+    if memory_ran_out or any(evidence.source == "kernel log" for evidence in explanation.evidence):
+        summary = f"the kernel killed {subject}: {describe_memory()}"
+        if explanation.cause == HOST_MEMORY:
+            summary = explanation.summary  # from the kernel's own log
+        return replace(explanation, cause=HOST_MEMORY, rank=root.rank, summary=summary, confidence=1.0)
+    if explanation.cause not in (HOST_MEMORY, KILLED, "unknown", "peer-died"):
+        return explanation
+    summary = f"{subject} was killed by SIGKILL from outside the run"
+    memory = "memory did not run out. " if memory_ran_out is False else ""
+    fix = (
+        f"{memory}A batch system's limit, the end of a container or a person sends this signal; the run can be resumed"
+    )
+    return replace(explanation, cause=KILLED, rank=root.rank, summary=summary, fix=fix, confidence=0.8)
+
+
+def describe_memory() -> str:
+    """Returns the limit that the host's memory or its cgroup has, as a reason for a kill."""
+    host_bytes, group = physical_memory_bytes(), memory_limit()
+    if group is not None and group.limit_bytes < host_bytes:
+        return f"its cgroup may use {format_bytes(group.limit_bytes)} of memory, and none was left"
+    return f"this host has {format_bytes(host_bytes)} of memory, and none was left"
+
+
+def read_own_record(run: RunDir, attempt: int, root: Failure | None) -> dict[str, Any]:
+    """Returns what the rank to blame wrote about its error; empty where it is a script's, or wrote nothing."""
+    record = None
+    if root is not None and root.rank is not None:
+        with suppress(OSError, ValueError):
+            record = json.loads(run.rank_error(attempt, root.rank).read_text(encoding="utf-8"))
+    return record if isinstance(record, dict) else {}
+
+
+def error_message(root: Failure | None) -> str:
+    """Returns the program's own error without numbers that change; empty where a signal from outside ended it."""
+    if root is None or (root.signal in OUTSIDE_SIGNALS and root.traceback is None) or root.consequence:
+        return ""
+    return NUMBERS.sub("N", root.message.splitlines()[0] if root.message else "")

@@ -1,23 +1,47 @@
 """
-Samples of a host's health while an attempt runs: `python -m paceline.launch.health`, which launch/sampler.py starts.
+Samples of a host's health while an attempt runs: `python -m paceline.launch.health`, which the agent starts through start_sampler.
 
-A process of its own: a wedged driver or a dead disk stops the samples and nothing else. A line of health/<host>.jsonl every few
-seconds; a field that this machine does not tell is absent, and one that seldom changes (SLOW) stands in the lines where it
-has, and in every WHOLE_EVERY-th. A line that finds no room is left out.
+The sampler is a process of its own: a wedged driver or a dead disk stops the samples and nothing else. It writes a line of
+health/<host>.jsonl every few seconds. A field that this machine does not report is absent, and one that seldom changes (SLOW)
+stands in the lines where it has changed, and in every WHOLE_EVERY-th. A line that the disk has no room for is left out. An Xid
+error is an event of the driver: the wait between two samples is the wait for them.
+
+The agent imports this module, so psutil and nvidia-ml-py are imported only in the sampler (plan/host.py, plan/nvml.py).
 """
 
+import ctypes
 import json
 import os
+import shutil
+import signal
 import socket
+import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from paceline.launch.gpu_health import GpuSampler
-from paceline.launch.host_health import HostSampler
+from paceline.plan.host import cpu_use, memory_limit, memory_sizes, physical_memory_bytes, transfer_counters
+from paceline.plan.nvml import (
+    CORRECTED,
+    SINCE_BOOT,
+    UNCORRECTED,
+    Card,
+    XidEvents,
+    count_nvidia_cards,
+    import_nvml,
+    list_cards,
+    visible_devices,
+)
 from paceline.rundir import RunDir, append_event, append_sample, utc_now
 
+END_S = 2.0  # a sampler in a system call that does not return is left behind
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+SM_CLOCK, MEMORY_CLOCK = 1, 2  # nvml.h
+PCIE_TX_BYTES, PCIE_RX_BYTES = 197, 198  # NVML_FI_DEV_PCIE_COUNT_*: counters, of newer drivers
+THROUGHPUT_TX, THROUGHPUT_RX = 0, 1
+THROUGHPUT_EVERY = 5  # samples: without the counters each question takes the driver 20 ms
 WHOLE_EVERY = 30  # lines
 EARLIEST = 0.25  # of the time between two lines: no line comes sooner, however many Xid errors do
 NICENESS = 10
@@ -26,60 +50,245 @@ SLOW = {
 }  # fmt: skip
 
 
-def main() -> None:
-    run_path, every_s, run_id = sys.argv[1:]
-    os.nice(NICENESS)
-    run = RunDir(Path(run_path))
-    gpus = GpuSampler.open(run_id)
-    if gpus.silent:
-        append_event(
-            run, "note", text=f"samples of health are without the GPUs: the driver does not answer ({gpus.silent})"
+def start_sampler(run_path: str, *, every_s: float, run_id: str) -> subprocess.Popen[bytes] | None:
+    """Starts the process that samples; None where every_s is 0. run_id stands in the environment of the attempt's processes."""
+    if not every_s:
+        return None
+    prctl = ctypes.CDLL(None).prctl
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "paceline.launch.health", run_path, str(every_s), run_id],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL),  # safe here: the agent has one thread
         )
-    Sampler(run, HostSampler(run.path), gpus).follow(float(every_s))
+    except OSError as error:  # no more processes, or no memory: the training may still begin
+        print(f"no samples of health: {error}", file=sys.stderr)
+        return None
+
+
+def end_sampler(sampler: subprocess.Popen[bytes] | None) -> None:
+    """Kills the sampler, which has nothing to finish."""
+    if sampler is not None:
+        sampler.kill()
+        with suppress(subprocess.TimeoutExpired):
+            sampler.wait(END_S)
+
+
+class GpuSampler:
+    """The GPUs that this process sees; sample() as often as you like."""
+
+    def __init__(self, nvml: Any, cards: dict[int, Card], run_id: str):
+        """cards: by the driver's index."""
+        self.cards = cards
+        self.open_error: str | None = None  # why the driver does not answer
+        self._run_mark = f"TORCHELASTIC_RUN_ID={run_id}".encode()
+        self._is_own: dict[int, bool | None] = {}
+        self._xids: dict[int, list[int]] = {index: [] for index in cards}
+        self._pcie_counts: dict[int, tuple[float, int, int]] = {}
+        self._first_mj: dict[int, int] = {}
+        self._samples = 0
+        self._xid_events = XidEvents(nvml, list(cards.values()))
+
+    @staticmethod
+    def open(run_id: str) -> "GpuSampler":
+        """Opens the driver; without one, or where it does not answer, the sampler has no cards and open_error says why."""
+        if count_nvidia_cards() == 0:
+            return GpuSampler(None, {}, run_id)
+        try:
+            nvml = import_nvml()
+            if nvml is None:
+                raise ModuleNotFoundError("nvidia-ml-py is not installed")
+            nvml.nvmlInit()
+            cards = list_cards(nvml)
+        except Exception as error:  # no driver, or one of another version: a sampler can fix neither
+            sampler = GpuSampler(None, {}, run_id)
+            sampler.open_error = f"{type(error).__name__}: {error}"
+            return sampler
+        visible = visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES"), [card.uuid() or "" for card in cards])
+        return GpuSampler(nvml, {index: cards[index] for index in sorted(visible)}, run_id)
+
+    def sample(self) -> list[dict[str, Any]]:
+        """Returns the values of every card; None for what it does not report."""
+        self._samples += 1
+        return [self._values(index, card) for index, card in self.cards.items()]
+
+    def wait(self, seconds: float) -> bool:
+        """Waits until the time is up or an Xid error came; returns whether one came."""
+        event = self._xid_events.wait(seconds)
+        if event is None or event[0] not in self._xids:
+            return False
+        index, xid = event
+        self._xids[index].append(xid)
+        return True
+
+    def _values(self, index: int, card: Card) -> dict[str, Any]:
+        value, processes = card.value, card.processes()
+        memory, use = value("nvmlDeviceGetMemoryInfo"), value("nvmlDeviceGetUtilizationRates")
+        generation, width = value("nvmlDeviceGetCurrPcieLinkGeneration"), value("nvmlDeviceGetCurrPcieLinkWidth")
+        return {
+            "index": index,
+            "name": card.name(),
+            "used_bytes": None if memory is None else int(memory.used),
+            "total_bytes": None if memory is None else int(memory.total),
+            "use": None if use is None else use.gpu / 100,
+            "memory_use": None if use is None else use.memory / 100,
+            "power_w": card.power_w(),
+            "power_limit_w": card.power_limit_w(),
+            "energy_j": self._energy(index, value("nvmlDeviceGetTotalEnergyConsumption")),
+            "temperature_c": card.temperature_c(),
+            "sm_mhz": value("nvmlDeviceGetClockInfo", SM_CLOCK),
+            "memory_mhz": value("nvmlDeviceGetClockInfo", MEMORY_CLOCK),
+            "throttle": card.throttle(),
+            "pcie": None if width is None else f"gen {generation or '?'} x{width}",
+            **self._traffic(index, card),
+            "processes": None if processes is None else [self._process(process) for process in processes],
+            "errors": self._errors(index, card),
+        }
+
+    def _process(self, process: dict[str, Any]) -> dict[str, Any]:
+        """Returns one process of a card. ours: whether it is of this attempt; absent in containers that hide its pid."""
+        pid = process["pid"]
+        if pid not in self._is_own:
+            self._is_own[pid] = self._has_run_id(pid)
+        values = {"name": process["name"], "bytes": process["used_bytes"], "ours": self._is_own[pid]}
+        return {"pid": pid, **{name: value for name, value in values.items() if value is not None}}
+
+    def _has_run_id(self, pid: int) -> bool | None:
+        try:
+            return self._run_mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except PermissionError:
+            return False  # another user's
+        except OSError:
+            return None
+
+    def _errors(self, index: int, card: Card) -> dict[str, int]:
+        xids, value = self._xids[index], card.value
+        counts = {
+            "xid": xids[-1] if xids else None,
+            "xid_count": len(xids) or None,
+            "ecc_corrected": value("nvmlDeviceGetTotalEccErrors", CORRECTED, SINCE_BOOT),
+            "ecc_uncorrected": value("nvmlDeviceGetTotalEccErrors", UNCORRECTED, SINCE_BOOT),
+            "pcie_replays": value("nvmlDeviceGetPcieReplayCounter"),
+        }
+        return {name: count for name, count in counts.items() if count is not None}
+
+    def _energy(self, index: int, millijoules: int | None) -> int | None:
+        """Returns the energy used since this sampler began; the driver counts from its own start."""
+        if millijoules is None:
+            return None
+        return round((millijoules - self._first_mj.setdefault(index, millijoules)) / 1000)
+
+    def _traffic(self, index: int, card: Card) -> dict[str, int]:
+        """Returns bytes per second over PCIe, seen from the card."""
+        fields = card.value("nvmlDeviceGetFieldValues", [PCIE_TX_BYTES, PCIE_RX_BYTES]) or ()
+        counts = [int(field.value.ullVal) for field in fields if field.nvmlReturn == 0]
+        if len(counts) == 2 and any(counts):
+            now, before = time.monotonic(), self._pcie_counts.get(index)
+            self._pcie_counts[index] = (now, counts[0], counts[1])
+            if before is None:
+                return {}
+            seconds = now - before[0]
+            sent, received = counts[0] - before[1], counts[1] - before[2]
+            return {"pcie_out_bps": round(sent / seconds), "pcie_in_bps": round(received / seconds)}
+        if self._samples % THROUGHPUT_EVERY != 1:
+            return {}
+        kilobytes = [card.value("nvmlDeviceGetPcieThroughput", counter) for counter in (THROUGHPUT_TX, THROUGHPUT_RX)]
+        names = ("pcie_out_bps", "pcie_in_bps")
+        return {name: 1000 * count for name, count in zip(names, kilobytes, strict=True) if count is not None}
+
+
+class HostSampler:
+    """The host's processors, memory, disk and network; sample() returns rates over the time since the previous sample."""
+
+    def __init__(self, folder: Path):
+        """folder: a folder on the disk that is sampled."""
+        self.folder = folder
+        self._counters: dict[str, int] = {}
+        self._time = 0.0
+
+    def sample(self) -> dict[str, Any]:
+        """Returns the host's values; None for what it does not report."""
+        memory, limit = memory_sizes(), memory_limit()
+        total, available = memory.get("MemTotal") or physical_memory_bytes(), memory.get("MemAvailable")
+        cpu = cpu_use()
+        values: dict[str, Any] = {
+            "cpu": round(cpu, 3) if self._time else None,
+            "cores": os.cpu_count(),
+            "ram_used": None if available is None else total - available,
+            "ram_total": total,
+            "cgroup_used": limit.used_bytes if limit else None,
+            "cgroup_limit": limit.limit_bytes if limit else None,
+        }
+        with suppress(OSError):
+            disk = shutil.disk_usage(self.folder)
+            values |= {"disk_free": disk.free, "disk_total": disk.total}
+        return values | self._rates()
+
+    def _rates(self) -> dict[str, int]:
+        """Returns bytes per second, by the counters that this host has."""
+        now, counters = time.monotonic(), transfer_counters()
+        seconds, before = now - self._time, self._counters
+        self._time, self._counters = now, counters
+        return {f"{name}_bps": round((counters[name] - before[name]) / seconds) for name in counters if name in before}
 
 
 class Sampler:
-    """One host's lines."""
+    """Writes the lines of one host."""
 
     def __init__(self, run: RunDir, host: HostSampler, gpus: GpuSampler):
         self.host, self.gpus = host, gpus
         self.path = run.health(socket.gethostname().replace("/", "_"))
         self._lines = 0
-        self._told: dict[Any, Any] = {}  # the SLOW values that were written last, by where they stand
+        self._written: dict[Any, Any] = {}  # the SLOW values that were written last, by GPU and name
 
     def follow(self, every_s: float) -> None:
-        """Until it is killed."""
+        """Writes a line every every_s seconds, and one soon after an Xid error, until the process is killed."""
         due = time.monotonic()
         while True:
             self.write()
             due, earliest = max(due + every_s, time.monotonic()), time.monotonic() + EARLIEST * every_s
-            while (left := due - time.monotonic()) > 0:
-                if self.gpus.wait(left):
+            while (seconds := due - time.monotonic()) > 0:
+                if self.gpus.wait(seconds):
                     due = min(due, max(earliest, time.monotonic()))
 
     def write(self) -> None:
+        """Samples once and appends the line."""
         gpus = self.gpus.sample()
-        line = {"time": utc_now(), **self._brief(None, self.host.sample())}
+        line = {"time": utc_now(), **self._without_repeats(None, self.host.sample())}
         if gpus:
-            line["gpus"] = [{"index": gpu["index"], **self._brief(gpu["index"], gpu)} for gpu in gpus]
+            line["gpus"] = [{"index": gpu["index"], **self._without_repeats(gpu["index"], gpu)} for gpu in gpus]
         if append_sample(self.path, line):
             self._lines += 1
         else:
-            self._lines, self._told = 0, {}
+            self._lines, self._written = 0, {}
 
-    def _brief(self, place: int | None, values: dict[str, Any]) -> dict[str, Any]:
-        """Without what is as it was."""
-        kept = {}
+    def _without_repeats(self, index: int | None, values: dict[str, Any]) -> dict[str, Any]:
+        """Returns the values without those of SLOW that are as they were. index: of a GPU, None for the host."""
+        line = {}
         for name, value in values.items():
-            if value is None or (name not in SLOW and value in ([], {})):  # of those that hold, an empty one is told
+            # a SLOW value that became empty is written once
+            if value is None or (name not in SLOW and value in ([], {})):
                 continue
             if name in SLOW:
-                known = json.dumps([each["pid"] for each in value] if name == "processes" else value)
-                if self._told.get((place, name)) == known and self._lines % WHOLE_EVERY:
+                content = json.dumps([process["pid"] for process in value] if name == "processes" else value)
+                if self._written.get((index, name)) == content and self._lines % WHOLE_EVERY:
                     continue
-                self._told[place, name] = known
-            kept[name] = value
-        return kept
+                self._written[index, name] = content
+            line[name] = value
+        return line
+
+
+def main() -> None:
+    """Runs the sampler process until it is killed."""
+    run_path, every_s, run_id = sys.argv[1:]
+    os.nice(NICENESS)
+    run = RunDir(Path(run_path))
+    gpus = GpuSampler.open(run_id)
+    if gpus.open_error:
+        text = f"health samples have no GPUs: the NVIDIA driver does not answer ({gpus.open_error})"
+        append_event(run, "note", text=text)
+    Sampler(run, HostSampler(run.path), gpus).follow(float(every_s))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """
-Tells somebody elsewhere that a run has failed, recovered, finished or been stopped; `python -m paceline.launch.notify`, beside it.
+Trackers and notifications: processes beside a run that follow its folder and send what happens elsewhere.
 
-A process for each receiver, so that one that is slow or dead holds nothing up. It reads the run folder, and hears of the end of
-the command that holds the run by the end of its stdin; so it tells of a command that was killed too. The address is a secret: it
-comes through stdin, and nothing that is written or shown has more of it than the host.
+Each receiver has its own process, so one that is slow or dead delays nothing. Whether they work, hang or die, the run goes on; it
+waits a moment for them at its end and leaves behind what takes longer. They learn that the command has ended from the end of their
+stdin, which the command holds open, so a command that is killed is reported too. Trackers are paceline.track's; the process that
+sends notifications is `python -m paceline.launch.notify`. Its address is a secret: it arrives through stdin, and only its host is
+ever written or printed.
 """
 
 import http.client
@@ -12,187 +14,286 @@ import os
 import platform
 import select
 import signal
+import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from paceline.errors import PacelineError, UsageError
-from paceline.launch.digest import Follow
+from paceline.launch.digest import NewRecords
+from paceline.options import Services
 from paceline.rundir import RunDir, append_event, holder_of, utc_now
 from paceline.units import format_duration
 
+TRACKERS = ("tensorboard", "wandb", "trackio")
+ANNOUNCE_AFTER_S = 2.0  # of waiting at the end of a run
+LEAVE_AFTER_S = 30.0
+END_POLL_S = 0.05
+
 POLL_S = 1.0
-TIMEOUT_S = 10  # of one try, the name's look-up included
-WAITS_S = (0.0, 1.0, 4.0, 15.0, 30.0)  # before each try
-TRY_AGAIN = {408, 425, 429}  # beside the server's own faults
-SCRIPT_RECOVERED_S = 60.0  # a script's steps are not known: its next attempt has lasted as long
-TAGS = {
-    "failed": "rotating_light",
-    "recovered": "arrows_counterclockwise",
-    "finished": "white_check_mark",
-    "stopped": "octagonal_sign",
-}  # of ntfy
+TIMEOUT_S = 10  # of one request, with the lookup of the name
+WAITS_S = (0.0, 1.0, 4.0, 15.0, 30.0)  # before each request
+RETRIED_CODES = {408, 425, 429}  # besides the server's own faults
+SCRIPT_RECOVERED_S = 60.0  # a script's steps are unknown: its next attempt has run this long
+NTFY_TAGS = {
+    "failed": "rotating_light", "recovered": "arrows_counterclockwise", "finished": "white_check_mark", "stopped": "octagonal_sign",
+}  # fmt: skip
 
 Form = Literal["json", "ntfy", "slack"]
-Happening = Literal["failed", "recovered", "finished", "stopped"]
+Notice = Literal["failed", "recovered", "finished", "stopped"]
 
 
 @dataclass(frozen=True)
 class Receiver:
-    """url: complete, a secret. shown: what may be told of it."""
+    """Where notifications go. url: a secret. host: what may be printed of it."""
 
     url: str
     form: Form
-    shown: str
+    host: str
 
 
-def receiver_of(word: str) -> Receiver:
-    """https://ntfy.sh/TOPIC, https://hooks.slack.com/..., any other URL for plain JSON; ntfy+ or slack+ before it says the form.
+def checked_services(options: Services) -> Services:
+    """Returns the services with their trackers split. Raises PacelineError for one that cannot be used."""
+    for address in options.notify:
+        parse_receiver(address)
+    return Services(track=tracker_names(",".join(options.track)), notify=options.notify)
 
-    @FILE: the file holds the address, which then is in no list of processes.
+
+def tracker_names(text: str, *, flag: str = "--track") -> tuple[str, ...]:
+    """Returns the trackers of 'wandb,tensorboard'. Raises PacelineError for one that is unknown or not installed."""
+    names = tuple(dict.fromkeys(name for name in text.split(",") if name))
+    for name in names:
+        if name not in TRACKERS:
+            raise UsageError(f"{flag} {name}: no such tracker", fix=f"one of {', '.join(TRACKERS)}")
+        if (spec := find_spec(name)) is None or spec.origin is None:  # a folder called wandb/ is not the package
+            raise PacelineError(f"{name} is not installed", fix=f"pip install {name}")
+    return names
+
+
+def parse_receiver(address: str) -> Receiver:
+    """Returns the receiver of an address. Raises UsageError, which does not repeat it.
+
+    The address is https://ntfy.sh/TOPIC, https://hooks.slack.com/... or any other URL, which receives plain JSON; ntfy+ or slack+
+    before it sets the form. @FILE: the file holds the address, which then is in no list of processes.
     """
-    if word.startswith("@"):
+    if address.startswith("@"):
         try:
-            word = Path(word[1:]).expanduser().read_text(encoding="utf-8").strip()
+            address = Path(address[1:]).expanduser().read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"--notify {word}: {error}", fix="a file that holds one address") from None
-    asked, plus, url = word.partition("+")
-    if asked not in ("ntfy", "slack", "json") or not plus:
-        asked, url = "", word
+            raise UsageError(f"--notify {address}: {error}", fix="a file that holds one address") from None
+    prefix, plus, url = address.partition("+")
+    if prefix not in ("ntfy", "slack", "json") or not plus:
+        prefix, url = "", address
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError:
         host, port = None, None
-    if not host or parts.scheme not in ("http", "https") or any(ord(each) < 33 for each in url):
-        raise UsageError(
-            "--notify: not an address", fix="--notify https://ntfy.sh/TOPIC, or any http:// or https:// URL"
-        )
+    if not host or parts.scheme not in ("http", "https") or any(ord(char) < 33 for char in url):
+        fix = "--notify https://ntfy.sh/TOPIC, or any http:// or https:// URL"
+        raise UsageError("--notify: not an address", fix=fix)
     form: Form = "ntfy" if host.startswith("ntfy.") else "slack" if host == "hooks.slack.com" else "json"
-    return Receiver(url, asked or form, host + (f":{port}" if port else ""))  # type: ignore[arg-type]
+    return Receiver(url, prefix or form, host + (f":{port}" if port else ""))  # type: ignore[arg-type]
+
+
+@contextmanager
+def run_services(run: RunDir, services: Services) -> Iterator[None]:
+    """Runs trackers and notifications during the block and for some seconds after it."""
+    helpers = start_services(run, services)
+    try:
+        yield
+    finally:
+        end_services(run, helpers)
+
+
+def start_services(run: RunDir, services: Services) -> dict[str, subprocess.Popen[bytes]]:
+    """Returns the processes by name. One that cannot be started is reported on stderr: the run does not need it."""
+    sizes = {f"{path.stem}_bytes": path.stat().st_size if path.exists() else 0 for path in (run.events, run.metrics)}
+    starts: list[tuple[str, list[str], Path, object]] = [
+        (f"notify {number}", ["paceline.launch.notify"], Path(os.devnull), {"run": str(run.path), "to": to, **sizes})
+        for number, to in enumerate(services.notify)
+    ]
+    for name in services.track:
+        log = run.track(name).with_suffix(".log")
+        starts.append((name, ["paceline.track.follower", str(run.path), name], log, None))
+    helpers = {}
+    for name, command, log, job in starts:
+        try:
+            log.parent.mkdir(exist_ok=True)
+            helpers[name] = start_helper(command, log=log, job=job)
+        except OSError as error:  # a full disk, or no more processes allowed
+            print(f"{name.split()[0]} could not be started: {error}", file=sys.stderr, flush=True)
+    return helpers
+
+
+def start_helper(command: list[str], *, log: Path, job: object) -> subprocess.Popen[bytes]:
+    """Starts a module in its own session, so that a terminal's Ctrl-C does not reach it. job: the first line of its stdin."""
+    with log.open("ab") as output:
+        helper = subprocess.Popen(
+            [sys.executable, "-P", "-m", *command],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    if job is not None:
+        assert helper.stdin is not None
+        with suppress(BrokenPipeError):
+            helper.stdin.write(json.dumps(job).encode() + b"\n")
+            helper.stdin.flush()
+    return helper
+
+
+def end_services(run: RunDir, helpers: dict[str, subprocess.Popen[bytes]]) -> None:
+    """Waits while the services send their last lines, then prints what they report. Ctrl-C leaves them running."""
+    events = NewRecords(run.events)
+    for helper in helpers.values():
+        assert helper.stdin is not None
+        helper.stdin.close()
+    started, announced = time.monotonic(), False
+    with suppress(KeyboardInterrupt):
+        while (names := names_of_running(helpers)) and time.monotonic() - started < LEAVE_AFTER_S:
+            if not announced and time.monotonic() - started > ANNOUNCE_AFTER_S:
+                announced = True
+                wait = f"waiting for {names}, at most {LEAVE_AFTER_S:.0f} s; Ctrl-C leaves it running"
+                print(wait, file=sys.stderr, flush=True)
+            time.sleep(END_POLL_S)
+    lines = [str(event["text"]) for event in events.read() if event.get("event") == "note"]
+    lines += [f"{name} was killed" for name, helper in helpers.items() if (helper.poll() or 0) < 0]
+    if names := names_of_running(helpers):
+        lines.append(f"still sending: {names}; it ends by itself")
+    for line in lines:
+        print(line, file=sys.stderr, flush=True)
+
+
+def names_of_running(helpers: dict[str, subprocess.Popen[bytes]]) -> str:
+    """Returns the names of the services that still run, each once."""
+    return ", ".join(dict.fromkeys(name.split()[0] for name, helper in helpers.items() if helper.poll() is None))
 
 
 def main() -> int:
-    """The first line of stdin is {"run", "to", "events_bytes", "metrics_bytes"}: folder, address, where new lines begin."""
-    job = json.loads(sys.stdin.buffer.readline())  # nothing follows but the end
-    run, receiver = RunDir(Path(job["run"])), receiver_of(job["to"])
+    """Sends notifications. The first line of stdin is {"run", "to", "events_bytes", "metrics_bytes"}: new lines start there."""
+    job = json.loads(sys.stdin.buffer.readline())  # only the end of stdin follows
+    run, receiver = RunDir(Path(job["run"])), parse_receiver(job["to"])
     os.nice(10)
-    # a batch system sends them to all alike, and the run has yet to end
+    # a batch system sends these to all processes of a job, and the run has yet to end
     for signum in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(signum, lambda *_: None)
     holder = holder_of(run)
-    story = Story(run)
-    story.events.offset, story.metrics.offset = job["events_bytes"], job["metrics_bytes"]
-    held = True
-    while held:
-        held = is_held(sys.stdin.fileno()) or (holder is not None and holder_of(run) == holder)
-        for happening in story.read(ended=not held):
-            if problem := send(receiver, message_of(happening, story)):
-                text = f"notify: {receiver.shown} could not be told that the run has {happening}: {problem}"
+    news = RunNews(run, events_bytes=job["events_bytes"], metrics_bytes=job["metrics_bytes"])
+    active = True
+    while active:
+        active = is_stdin_open(sys.stdin.fileno()) or (holder is not None and holder_of(run) == holder)
+        for notice in news.read(ended=not active):
+            if problem := send(receiver, make_message(notice, news)):
+                text = f"notify: {receiver.host} did not receive that the run has {notice}: {problem}"
                 with suppress(PacelineError):  # the folder is gone too
                     append_event(run, "note", text=text)
     return 0
 
 
-def is_held(link: int) -> bool:
-    """Waits until the next look is due, or the other end is closed."""
-    ready, _, _ = select.select([link], [], [], POLL_S)
-    if not ready or os.read(link, 4096):
+def is_stdin_open(fd: int) -> bool:
+    """Waits until the next poll is due or the other end is closed."""
+    ready, _, _ = select.select([fd], [], [], POLL_S)
+    if not ready or os.read(fd, 4096):
         return True
     time.sleep(0.1)  # a closed pipe is always ready, and the workers may still be saving
     return False
 
 
-class Story:
-    """The run as its files tell it, from now on; `read` again and again."""
+class RunNews:
+    """What happened in a run since its files had these sizes."""
 
-    def __init__(self, run: RunDir):
+    def __init__(self, run: RunDir, *, events_bytes: int = 0, metrics_bytes: int = 0):
         self.run = run
-        self.events, self.metrics = Follow(run.events), Follow(run.metrics)
-        self.began = time.monotonic()
-        self.verdict: dict[str, Any] = {}  # of the last attempt that failed
+        self.events = NewRecords(run.events, offset=events_bytes)
+        self.metrics = NewRecords(run.metrics, offset=metrics_bytes)
+        self.started = time.monotonic()
+        self.verdict: dict[str, Any] = {}  # on the last attempt that failed
         self.attempt: int | None = None
-        self.again: tuple[str, float] | None = None  # when the attempt after a failure began, UTC and monotonic
-        self.ended: Happening | None = None
-        self.stopped_by = "SIGINT"  # which somebody at a terminal has sent
+        self.retry_start: tuple[str, float] | None = None  # of the attempt after a failure, UTC and monotonic
+        self.end: Notice | None = None
+        self.stop_signal = "SIGINT"  # which a person at a terminal sends
         self.latest: dict[str, Any] = {}  # step, loss, val_bpb
-        self.stepped = ""  # time of the last logged step
+        self.last_step_time = ""
 
-    def read(self, *, ended: bool) -> Iterator[Happening]:
-        """What is worth a message. ended: nothing more will come."""
+    def read(self, *, ended: bool) -> Iterator[Notice]:
+        """Yields what is worth a message. ended: nothing more will happen."""
         for event in self.events.read():
-            self.note(event)
+            self.add_event(event)
         for record in self.metrics.read():
             self.latest |= {name: record[name] for name in ("step", "loss", "val_bpb") if record.get(name) is not None}
-            self.stepped = str(record.get("time", ""))
-        if self.again and not self.ended:
-            began, monotonic = self.again
-            if self.stepped > began or time.monotonic() - monotonic > SCRIPT_RECOVERED_S:
-                self.again = None
+            self.last_step_time = str(record.get("time", ""))
+        if self.retry_start and not self.end:
+            start_time, start_s = self.retry_start
+            if self.last_step_time > start_time or time.monotonic() - start_s > SCRIPT_RECOVERED_S:
+                self.retry_start = None
                 yield "recovered"
-        if ended and (self.ended != "stopped" or self.stopped_by != "SIGINT"):
-            yield self.ended or "failed"
+        if ended and (self.end != "stopped" or self.stop_signal != "SIGINT"):
+            yield self.end or "failed"
 
-    def note(self, event: dict[str, Any]) -> None:
+    def add_event(self, event: dict[str, Any]) -> None:
+        """Takes a line of events.jsonl."""
         kind = str(event.get("event"))
         if kind in ("failed", "finished"):
-            self.ended = "failed" if kind == "failed" else "finished"
+            self.end = "failed" if kind == "failed" else "finished"
         elif kind in ("stopping", "interrupted"):
-            self.ended, self.stopped_by = "stopped", str(event.get("signal", "SIGINT"))
+            self.end, self.stop_signal = "stopped", str(event.get("signal", "SIGINT"))
         elif kind == "verdict":
             self.verdict = event
         elif kind == "attempt":
-            self.attempt, self.ended = event.get("attempt"), None
-            self.again = (str(event["time"]), time.monotonic()) if self.verdict else None
+            self.attempt, self.end = event.get("attempt"), None
+            self.retry_start = (str(event["time"]), time.monotonic()) if self.verdict else None
         elif kind == "attempt_ended":
-            self.again = None
-            if event.get("state") == "interrupted" and self.ended is None:
-                self.ended, self.stopped_by = "stopped", "a signal to its workers"
+            self.retry_start = None
+            if event.get("state") == "interrupted" and self.end is None:
+                self.end, self.stop_signal = "stopped", "a signal to its workers"
 
 
-def message_of(happening: Happening, story: Story) -> dict[str, Any]:
-    """As plain JSON has it; title and text are for people."""
-    verdict, latest = story.verdict, story.latest
+def make_message(notice: Notice, news: RunNews) -> dict[str, Any]:
+    """Returns the message as plain JSON; its title and text are for people."""
+    verdict, latest = news.verdict, news.latest
     step = f"step {latest['step']:,}, " if "step" in latest else ""
-    after = f"after {format_duration(time.monotonic() - story.began)}"
-    match happening:
+    after = f"after {format_duration(time.monotonic() - news.started)}"
+    match notice:
         case "finished":
             bpb = f", val_bpb {latest['val_bpb']:.4f}" if "val_bpb" in latest else ""
             text = f"{step}{after}{bpb}"
         case "recovered":
-            text = f"{step}attempt {story.attempt}; before it: {verdict.get('summary')}"
-        case "failed" if story.ended == "failed":
+            text = f"{step}attempt {news.attempt}; before it: {verdict.get('summary')}"
+        case "failed" if news.end == "failed":
             fix = f"\nfix: {verdict['fix']}" if verdict.get("fix") else ""
-            text = f"{verdict.get('summary', 'no cause is known')} ({step}{after}){fix}"
+            text = f"{verdict.get('summary', 'the cause is unknown')} ({step}{after}){fix}"
         case "stopped":
-            then = f"; paceline resume {story.run.path} goes on" if story.run.plan_json.exists() else ""
-            text = f"by {story.stopped_by}, {step}{after}{then}"
+            resume = f"; resume it with: paceline resume {news.run.path}" if news.run.plan_json.exists() else ""
+            text = f"by {news.stop_signal}, {step}{after}{resume}"
         case "failed":
-            text = f"it ended without a word, {step}{after}: the command that held it was killed"
+            text = f"it ended without a message, {step}{after}: the command that ran it was killed"
     explained = {name: verdict.get(name) for name in ("cause", "summary", "rank", "fix")} if verdict else {}
-    name, host = story.run.name, platform.node()
-    title = f"{name} {happening} on {host}"
-    facts = {"event": happening, "run": name, "host": host, "time": utc_now(), "attempt": story.attempt}
-    return {**facts, **latest, **({} if happening == "finished" else explained), "title": title, "text": text}
+    name, host = news.run.name, platform.node()
+    facts = {"event": notice, "run": name, "host": host, "time": utc_now(), "attempt": news.attempt}
+    title = f"{name} {notice} on {host}"
+    return {**facts, **latest, **({} if notice == "finished" else explained), "title": title, "text": text}
 
 
 def send(receiver: Receiver, message: dict[str, Any]) -> str | None:
-    """What was wrong with the last try, where none has gone well."""
+    """Sends a message, with retries. Returns what was wrong with the last request; None where one succeeded."""
     problem = None
     for wait_s in WAITS_S:
         time.sleep(wait_s)
         try:
-            post(request_of(receiver, message))
+            post(make_request(receiver, message))
         except urllib.error.HTTPError as error:
             problem = f"it answers {error.code}"
-            if error.code < 500 and error.code not in TRY_AGAIN:
+            if error.code < 500 and error.code not in RETRIED_CODES:
                 return problem
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
@@ -202,42 +303,41 @@ def send(receiver: Receiver, message: dict[str, Any]) -> str | None:
     return problem
 
 
-def request_of(receiver: Receiver, message: dict[str, Any]) -> urllib.request.Request:
+def make_request(receiver: Receiver, message: dict[str, Any]) -> urllib.request.Request:
+    """Returns the request in the receiver's own form."""
     headers = {"User-Agent": "paceline", "Content-Type": "application/json"}
     if receiver.form == "ntfy":
-        headers |= {"Title": message["title"].encode("ascii", "replace").decode(), "Tags": TAGS[message["event"]]}
+        headers |= {"Title": message["title"].encode("ascii", "replace").decode(), "Tags": NTFY_TAGS[message["event"]]}
         headers |= {"Priority": "high" if message["event"] == "failed" else "default", "Content-Type": "text/plain"}
         body = message["text"].encode()
     elif receiver.form == "slack":
-        text = (
-            f"*{message['title']}*\n{message['text']}".replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-        )
-        body = json.dumps({"text": text}).encode()
+        text = f"*{message['title']}*\n{message['text']}"
+        body = json.dumps({"text": text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")}).encode()
     else:
         body = json.dumps(message).encode()
     return urllib.request.Request(receiver.url, data=body, headers=headers, method="POST")
 
 
 class NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirected POST would come as a GET, without the message."""
+    """Follows no redirect: a redirected POST would arrive as a GET, without the message."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
 
 
 def post(request: urllib.request.Request) -> None:
-    """Within TIMEOUT_S, whatever it is that takes so long; for the main thread."""
+    """Sends a request within TIMEOUT_S, whatever takes so long. Call it from the main thread."""
 
     def give_up(*_: Any) -> None:
         raise TimeoutError(f"no answer within {TIMEOUT_S} s")
 
-    before = signal.signal(signal.SIGALRM, give_up)
+    handler = signal.signal(signal.SIGALRM, give_up)
     signal.alarm(TIMEOUT_S)
     try:
         urllib.request.build_opener(NoRedirect).open(request, timeout=TIMEOUT_S).close()
     finally:
         signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, handler)
 
 
 if __name__ == "__main__":

@@ -1,110 +1,112 @@
 """
-What happened, and before -> what is done now: again, again with less memory, on fewer devices, or an end. Pure.
+What to do after an attempt has failed: retry, retry with less memory, continue on fewer devices, or stop. Pure.
 
-The first rule that applies decides; docs/recovery.md is made of them: `python -m paceline.launch.policy > docs/recovery.md`. What
-an attempt ended of is for paceline.explain, whose catalogue says of each cause whether trying again can help.
+The first rule that applies decides. dev/recovery_page.py writes docs/recovery.md from the rules. Why an attempt ended is
+paceline.explain's question; its catalogue says for each cause whether a retry can help.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from textwrap import fill
 from typing import Literal
+
+from paceline.options import Recovery
 
 Retry = Literal["never", "same", "smaller", "other-port", "other-checkpoint", "later"]
 Action = Literal["stop", "retry", "smaller", "other-port", "older-checkpoint", "fewer-ranks"]
 
-MAX_ATTEMPTS = 10
 MAX_WITHOUT_PROGRESS = 3
-WAITS_S = (0.0, 1.0, 5.0, 30.0, 60.0)  # before an attempt, after so many in a row without progress
-LATER_WAIT_S = 30.0  # at least: what is away does not come back within a second
+WAITS_S = (0.0, 1.0, 5.0, 30.0, 60.0)  # before an attempt, by the number of attempts in a row without progress
+UNAVAILABLE_WAIT_S = 30.0  # at least: a service or a full disk does not recover within a second
 
-# a crash below Python: the machine's, or a bug, which shows by coming again
+# A crash below Python comes from the machine or from a bug; a bug shows itself by crashing a second time.
 CRASHES = frozenset({
     "sigsegv", "native-abort", "illegal-instruction", "floating-point-exception", "illegal-memory-access", "cuda-error",
     "nccl-cuda-failure", "nccl-internal-error", "nccl-p2p-failure", "nccl-p2p-hang", "gloo-connect-failure", "gpu-kernel-timeout",
     "cufft-failure",
 })  # fmt: skip
-# in a script the user's to mend; in our own trainer, where no code of the user's runs, a crash like those
-OURS_ONCE_MORE = CRASHES | {"unknown", "user-code-exception", "cuda-driver-broken", "collective-bad-tensor"}
+# In a script these are the author's to fix. The trainer runs no code of the user's, so there they count as crashes.
+TRAINER_CRASHES = CRASHES | {"unknown", "user-code-exception", "cuda-driver-broken", "collective-bad-tensor"}
 HOST_MEMORY = "host-oom-killed"
 
 
 @dataclass(frozen=True)
-class Ended:
-    """What an attempt came to."""
+class AttemptEnd:
+    """How and why an attempt ended."""
 
-    cause: str  # of the catalogue, or "hang", "refused"
-    retry: Retry  # whether trying again can help, as the catalogue has it
+    cause: str  # a cause of the catalogue, or one that only the supervisor knows: "hang", "refused", ...
+    retry: Retry  # whether a retry can help, as the catalogue has it
     rank: int | None
     step: int | None
-    new_checkpoint: bool  # it got further than the attempt before
+    new_checkpoint: bool  # the attempt made progress
     seconds: float
-    error: str  # what a program said of itself; empty where something from outside ended it
-    rolled_back: bool = False  # it ended itself to go on from before a bad step, without that step's rows
+    error: str  # the program's own error message; empty where something from outside ended it
+    rolled_back: bool = False  # it ended itself to resume before a bad step and to skip that step's batch
 
 
 @dataclass(frozen=True)
 class Abilities:
-    """What could be changed for another attempt."""
+    """What can be changed for the next attempt."""
 
-    own_trainer: bool = False  # paceline's; else it is a script of the user's
-    rows_on_host: bool = True  # fewer of them at once need less of the host's memory: the ranks run on its processors
-    smaller: str | None = None  # the next that needs less memory, in words
-    ranks_left: int | None = None  # where devices are gone: how many the run can go on with; None where all are there
+    own_trainer: bool = False  # paceline's trainer; otherwise a script of the user's
+    rows_on_host: bool = True  # ranks run on CPUs, so a smaller micro-batch needs less of the host's memory
+    smaller: str | None = None  # the next configuration that needs less memory, as text
+    ranks_left: int | None = None  # ranks that the remaining devices can run; None: no device is missing
 
 
 @dataclass(frozen=True)
 class Decision:
+    """What to do next, and the reason in one line for the screen and events.jsonl."""
+
     action: Action
     wait_s: float
-    why: str  # one line, for the screen and events.jsonl
+    why: str
 
 
 @dataclass(frozen=True)
 class Situation:
-    """All that a rule may look at."""
+    """Everything that a rule may depend on."""
 
-    history: Sequence[Ended]
+    history: Sequence[AttemptEnd]
     max_attempts: int
     recover: bool
-    can: Abilities
+    abilities: Abilities
 
     @property
-    def last(self) -> Ended:
+    def last(self) -> AttemptEnd:
+        """The attempt that has just ended."""
         return self.history[-1]
 
     @property
     def retry(self) -> Retry:
-        """As the catalogue says, but for what only a script can be blamed for, and what nobody can."""
-        ended = self.last
-        if ended.retry == "never" and ended.cause in (OURS_ONCE_MORE if self.can.own_trainer else CRASHES):
+        """The catalogue's retry class, overridden where it depends on whose code ran."""
+        own_trainer = self.abilities.own_trainer
+        if self.last.retry == "never" and self.last.cause in (TRAINER_CRASHES if own_trainer else CRASHES):
             return "same"
-        if self.can.own_trainer and ended.cause == HOST_MEMORY and not self.can.rows_on_host:
+        if own_trainer and self.last.cause == HOST_MEMORY and not self.abilities.rows_on_host:
             return "same"
-        if self.can.own_trainer and ended.cause == "disk-full":
+        if own_trainer and self.last.cause == "disk-full":
             return "later"
-        if not self.can.own_trainer and ended.retry == "other-checkpoint":
-            return "never"  # which of its files a script reads is its own business
-        return ended.retry
+        if not own_trainer and self.last.retry == "other-checkpoint":
+            return "never"  # a script chooses the files that it reads
+        return self.last.retry
 
     @property
-    def without_progress(self) -> int:
-        """Attempts in a row, up to the last, that left no new checkpoint; what the next one does otherwise is not counted."""
+    def num_without_progress(self) -> int:
+        """Attempts in a row without a new checkpoint; those whose successor changes something are not counted."""
         count = 0
-        for ended in reversed(self.history):
-            if ended.new_checkpoint:
+        for end in reversed(self.history):
+            if end.new_checkpoint:
                 break
-            smaller = ended.retry == "smaller" and (self.can.rows_on_host or ended.cause != HOST_MEMORY)
-            count += not smaller and not ended.rolled_back
+            gets_smaller = end.retry == "smaller" and (self.abilities.rows_on_host or end.cause != HOST_MEMORY)
+            count += not gets_smaller and not end.rolled_back
         return count
 
     @property
-    def same_error_before(self) -> bool:
-        """Of what does not come and go by itself, as a taken port or a service that is away does."""
-        last = self.last
-        if not last.error or self.retry not in ("same", "other-checkpoint"):
+    def is_repeated_error(self) -> bool:
+        """Whether an earlier attempt had the same error at the same step. Only for errors that are not transient by nature."""
+        if not self.last.error or self.retry not in ("same", "other-checkpoint"):
             return False
-        return any((each.error, each.step) == (last.error, last.step) for each in self.history[:-1])
+        return any((end.error, end.step) == (self.last.error, self.last.step) for end in self.history[:-1])
 
 
 @dataclass(frozen=True)
@@ -116,194 +118,103 @@ class Rule:
     applies: Callable[[Situation], bool]
     action: Action
     why: Callable[[Situation], str]
-    wait: Literal["none", "back-off", "later"] = "none"
+    wait: Literal["none", "back-off", "long"] = "none"
 
 
-def at_step(ended: Ended) -> str:
-    return "" if ended.step is None else f" at step {ended.step:,}"
+def at_step(end: AttemptEnd) -> str:
+    """' at step 7', or nothing where the step is unknown."""
+    return "" if end.step is None else f" at step {end.step:,}"
 
 
 RULES = (
     Rule(
-        "no-recover",
-        "`--no-recover` was given",
-        lambda now: not now.recover,
-        "stop",
-        lambda now: "--no-recover was given",
+        "no-recover", "`--no-recover` was given",
+        lambda state: not state.recover, "stop", lambda state: "--no-recover was given",
     ),
     Rule(
-        "mistake",
-        "the cause is one that stays until somebody mends it (`retry` is `never` in `paceline explain --list`)",
-        lambda now: now.retry == "never" and now.can.ranks_left is None,
-        "stop",
-        lambda now: "another attempt would end the same",
+        "mistake", "the cause stays until somebody fixes it (`retry` is `never` in `paceline explain --list`)",
+        lambda state: state.retry == "never" and state.abilities.ranks_left is None, "stop",
+        lambda state: "another attempt would fail the same way",
     ),
     Rule(
-        "max-attempts",
-        f"as many attempts as `--max-attempts` allows ({MAX_ATTEMPTS}, unless said)",
-        lambda now: len(now.history) >= now.max_attempts,
-        "stop",
-        lambda now: f"{len(now.history)} attempts were made, --max-attempts allows no more",
+        "max-attempts", f"`--max-attempts` attempts were made ({Recovery.max_attempts} by default)",
+        lambda state: len(state.history) >= state.max_attempts, "stop",
+        lambda state: f"{len(state.history)} attempts were made, --max-attempts allows no more",
     ),
     Rule(
-        "rollback",
-        "the loss was no number or leapt, and `--on-nan rollback` passes over the rows of that step",
-        lambda now: now.last.rolled_back,
-        "retry",
-        lambda now: f"past the rows{at_step(now.last)}",
+        "rollback", "the loss was NaN or infinite or spiked, and `--on-nan rollback` skips the batch of that step",
+        lambda state: state.last.rolled_back, "retry",
+        lambda state: "skipping the bad batch" if state.last.step is None else f"skipping the batch of step {state.last.step:,}",
     ),
     Rule(
-        "no-device",
-        "a GPU is gone, and those left cannot hold or divide the steps",
-        lambda now: now.can.ranks_left == 0,
-        "stop",
-        lambda now: "a GPU is gone, and those left cannot hold or share the run's steps",
+        "no-device", "a GPU was lost, and the remaining ones cannot hold the model or divide the batch",
+        lambda state: state.abilities.ranks_left == 0, "stop",
+        lambda state: "lost a GPU, and the remaining ones cannot hold the model or divide the batch",
     ),
     Rule(
-        "device-gone",
-        "a GPU is gone, and others are left: the same steps on fewer of them",
-        lambda now: now.can.ranks_left is not None,
-        "fewer-ranks",
-        lambda now: f"a GPU is gone: on with {now.can.ranks_left}",
-        "back-off",
+        "device-gone", "a GPU was lost, and others remain: the same steps on fewer GPUs",
+        lambda state: state.abilities.ranks_left is not None, "fewer-ranks",
+        lambda state: f"lost a GPU: continuing on {state.abilities.ranks_left}", "back-off",
     ),
     Rule(
         "out-of-memory",
-        "memory ran out, of a GPU or of the host: fewer rows at once and more micro-steps, then activation checkpointing",
-        lambda now: now.retry == "smaller" and now.can.smaller is not None,
-        "smaller",
-        lambda now: f"memory ran out: {now.can.smaller}",
-        "back-off",
+        "a GPU or the host ran out of memory: a smaller micro-batch with more micro-steps, then activation checkpointing",
+        lambda state: state.retry == "smaller" and state.abilities.smaller is not None, "smaller",
+        lambda state: f"memory ran out: {state.abilities.smaller}", "back-off",
     ),
     Rule(
-        "nothing-smaller",
-        "memory ran out, and nothing smaller is left; or it is a script's own",
-        lambda now: now.retry == "smaller",
-        "stop",
-        lambda now: "memory ran out, and " + ("nothing smaller is left" if now.can.own_trainer else "its size is the script's own"),
+        "nothing-smaller", "memory ran out, and no smaller configuration exists, or a script chooses its own sizes",
+        lambda state: state.retry == "smaller", "stop",
+        lambda state: "memory ran out, and "
+        + ("no smaller configuration exists" if state.abilities.own_trainer else "the script chooses its own sizes"),
     ),
     Rule(
-        "same-error",
-        "the program ended with the same words at the same step as in an attempt before",
-        lambda now: now.same_error_before,
-        "stop",
-        lambda now: f"the same error{at_step(now.last)} as before: it does not come from outside",
+        "same-error", "the program ended with the same message at the same step as in an earlier attempt",
+        lambda state: state.is_repeated_error, "stop",
+        lambda state: f"the same error{at_step(state.last)} as in an earlier attempt: it is not transient",
     ),
     Rule(
         "no-progress",
-        f"{MAX_WITHOUT_PROGRESS} attempts in a row without a new checkpoint; of a script, none that lasted ten minutes",
-        lambda now: now.without_progress >= MAX_WITHOUT_PROGRESS,
-        "stop",
-        lambda now: f"{MAX_WITHOUT_PROGRESS} attempts in a row came no further",
+        f"{MAX_WITHOUT_PROGRESS} attempts in a row made no progress: no new checkpoint, or for a script less than ten minutes",
+        lambda state: state.num_without_progress >= MAX_WITHOUT_PROGRESS, "stop",
+        lambda state: f"{MAX_WITHOUT_PROGRESS} attempts in a row made no progress",
     ),
     Rule(
-        "port-taken",
-        "a port is taken: the next attempt takes another",
-        lambda now: now.retry == "other-port",
-        "other-port",
-        lambda now: "the port is taken: with another one",
-        "back-off",
+        "port-taken", "a port is in use: the next attempt uses another one",
+        lambda state: state.retry == "other-port", "other-port", lambda state: "port in use: retrying on another port", "back-off",
     ),
     Rule(
-        "checkpoint-damaged",
-        "a checkpoint is damaged: the one before it",
-        lambda now: now.retry == "other-checkpoint",
-        "older-checkpoint",
-        lambda now: "from the newest checkpoint that is whole",
-        "back-off",
+        "checkpoint-damaged", "a checkpoint is damaged: the next attempt uses the one before it",
+        lambda state: state.retry == "other-checkpoint", "older-checkpoint",
+        lambda state: "using the newest intact checkpoint", "back-off",
     ),
     Rule(
-        "disk-full",
-        "there was no room for the last checkpoint, or for anything at all: somebody may make some",
-        lambda now: now.retry == "later" and now.last.cause == "disk-full",
-        "retry",
-        lambda now: "there may be room by then",
-        "later",
+        "disk-full", "the disk had no room for the last checkpoint, or for anything at all: somebody may make room",
+        lambda state: state.retry == "later" and state.last.cause == "disk-full", "retry",
+        lambda state: "the disk was full and may have room by then", "long",
     ),
     Rule(
-        "away",
-        "something is away that comes back by itself: a service, a disk, a network",
-        lambda now: now.retry == "later",
-        "retry",
-        lambda now: "what is away may be back by then",
-        "later",
+        "away", "a service, a disk or a network is unavailable and usually comes back by itself",
+        lambda state: state.retry == "later", "retry", lambda state: "a service was unavailable and may be back by then", "long",
     ),
     Rule(
         "transient",
-        "anything else that passes: a killed or hung rank, a lost connection; in paceline's own trainer any crash, once",
-        lambda now: True,
-        "retry",
-        lambda now: "it may pass",
-        "back-off",
+        "anything else, usually transient: a killed or hung rank, a lost connection; in paceline's own trainer any crash, once",
+        lambda state: True, "retry", lambda state: "this is usually transient", "back-off",
     ),
 )  # fmt: skip
 
 
-def decide(history: Sequence[Ended], *, max_attempts: int, recover: bool, can: Abilities) -> Decision:
-    """history: every attempt of this command, the last one last."""
-    now = Situation(history, max_attempts, recover, can)
-    rule = rule_for(now)
-    return Decision(rule.action, wait_s(rule, now), rule.why(now))
+def decide(history: Sequence[AttemptEnd], *, max_attempts: int, recover: bool, abilities: Abilities) -> Decision:
+    """Returns what to do next. history: every attempt of this command, the last one last."""
+    state = Situation(history, max_attempts, recover, abilities)
+    rule = find_rule(state)
+    wait_s = 0.0 if rule.wait == "none" else WAITS_S[min(state.num_without_progress, len(WAITS_S) - 1)]
+    if rule.wait == "long":
+        wait_s = max(wait_s, UNAVAILABLE_WAIT_S)
+    return Decision(rule.action, wait_s, rule.why(state))
 
 
-def rule_for(now: Situation) -> Rule:
-    return next(rule for rule in RULES if rule.applies(now))
-
-
-def wait_s(rule: Rule, now: Situation) -> float:
-    if rule.wait == "none":
-        return 0.0
-    back_off = WAITS_S[min(now.without_progress, len(WAITS_S) - 1)]
-    return max(back_off, LATER_WAIT_S) if rule.wait == "later" else back_off
-
-
-INTRO = """\
-# When paceline goes on by itself
-
-Made from the code: `python -m paceline.launch.policy > docs/recovery.md`.
-
-An attempt of `train`, `resume` or `run` that ends before its work is done is explained (`paceline explain RUN`); what follows is
-decided by the first row that applies. Explanation and decision stand in `events.jsonl` (`verdict`, `decision`) and on the screen,
-one line each. `--no-recover` ends with the first attempt, `--max-attempts N` with the Nth. Ctrl-C ends a wait at once.
-"""
-
-NOTES = """\
-Waits are {waits} s, after none, one, two, ... attempts in a row that came no further; {later:.0f} s at least where something
-is away.
-
-The next attempt goes on from the newest checkpoint that is whole, so that a broken run and an unbroken one end with the same
-weights. The two that change how steps are cut, `smaller` and `fewer-ranks`, keep the rows of each step, total_batch_size and the
-learning rates; `plan.json` then has what is used, `config.toml` what was asked. Sizes that did not fit are kept for this machine
-and model (`too_large.jsonl` in the cache folder), and no plan chooses them again while the device has no more memory.
-
-A script is started again with the same words. It finds the number of the attempt in PACELINE_ATTEMPT, from 1, and the run folder,
-a place for checkpoints of its own, in PACELINE_RUN. What its author has to mend is never tried again; a crash below Python is,
-once:
-{crashes}.
-
-In paceline's own trainer no code of the user's runs, so these are tried once more as well: {ours}.
-Where it trains on GPUs and the host's memory ran out, fewer rows would not help: the next attempt is the same.
-"""
-
-
-def format_docs() -> str:
-    return "\n".join([INTRO, *_table(), "", notes()])
-
-
-def notes() -> str:
-    waits = ", ".join(f"{seconds:.0f}" for seconds in WAITS_S)
-    crashes = fill(", ".join(sorted(CRASHES)), width=120, break_on_hyphens=False)
-    ours = ", ".join(sorted(OURS_ONCE_MORE - CRASHES))
-    return NOTES.format(waits=waits, later=LATER_WAIT_S, crashes=crashes, ours=ours)
-
-
-def _table() -> Iterator[str]:
-    waits = {"none": "", "back-off": "0 to 60 s", "later": "30 to 60 s"}
-    yield "| rule | when | what is done | wait |"
-    yield "|---|---|---|---|"
-    for rule in RULES:
-        yield f"| {rule.id} | {rule.when} | {rule.action} | {waits[rule.wait]} |"
-
-
-if __name__ == "__main__":
-    print(format_docs(), end="")
+def find_rule(state: Situation) -> Rule:
+    """Returns the first rule that applies; the last one always does."""
+    return next(rule for rule in RULES if rule.applies(state))

@@ -1,9 +1,9 @@
 """
-What a worker's process is before it becomes the worker: `python -I -S rank.py ENGINE_PID LOGS_DIR COMMAND...`.
+The first program of a worker's process: `python -I -S rank.py ENGINE_PID LOGS_DIR COMMAND...`.
 
-It ties the process to the engine's life, points stdout and stderr at the rank's own log and becomes COMMAND. So any
-program, ours or not, has its output whole from the first byte, a crash while importing included. Standard library
-only and no site-packages: it costs every start some 15 ms. Knows nothing of torch but the RANK it sets.
+It ties the process to the engine's life, redirects stdout and stderr to the rank's own log and executes COMMAND. So the output of
+any program, paceline's or not, is whole from the first byte, even if it crashes while importing. It uses the standard library
+without site-packages: each start costs about 15 ms. Of torch it only uses the variable RANK.
 """
 
 import ctypes
@@ -15,6 +15,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h; kept by exec, so the worker has it too
 
 
 def main(argv: list[str]) -> int:
+    """Becomes the worker; returns an exit code only where that is impossible."""
     engine_pid, logs_dir, *command = argv
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(engine_pid):

@@ -1,224 +1,114 @@
 """
-`paceline run` from the first word to the last: any script, started as `train` starts its workers.
+`run`: prepare, check, attempts, close, around any script that works under torchrun.
 
-The run folder is a training run's without our metrics: config.toml repeats the run, events and logs tell what
-happened. What the ranks say goes to stdout, what paceline says to stderr. What the script does with its ranks is its own
-business; it finds what torchrun would have told it in its environment.
+The run folder is a training run's without metrics: config.toml repeats the run, events and logs show what happened. The ranks'
+output goes to stdout, paceline's own to stderr. The script finds in its environment what torchrun would have set; what it does with
+its ranks is its own business.
 """
 
-import json
 import os
+import shutil
 import sys
-import time
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from paceline.config import Config, check_config, checked_value
+from paceline.check.ready import check_files, judge_facts, report_and_refuse, start_gathering
+from paceline.check.verdicts.rules import Intent
+from paceline.config import Config, cache_dir, check_config
+from paceline.config_file import checked_value, format_toml_value
 from paceline.errors import PacelineError, UsageError
 from paceline.explain.catalogue import load_catalogue
-from paceline.launch.attempts import Ending, recovery_of, run_attempts
-from paceline.launch.beside import beside, take_beside
-from paceline.launch.command import executed, name_of_command, split_command
-from paceline.launch.digest import Follow, format_explained
+from paceline.launch.attempts import Ending, Job, run_job
+from paceline.launch.digest import LogTail, NewRecords, wants_colour
 from paceline.launch.env import format_env, harm_lines, worker_env
-from paceline.launch.policy import CRASHES, Abilities, Decision, Ended
-from paceline.launch.sampler import check_every
-from paceline.launch.supervisor import Caught, Outcome, run_attempt
-from paceline.launch.tail import Tail, wants_colour
+from paceline.launch.notify import checked_services
+from paceline.launch.policy import CRASHES, AttemptEnd
+from paceline.launch.supervisor import Outcome, StopSignals, run_attempt
 from paceline.launch.watchdog import Watchdog
-from paceline.options import parse_options
+from paceline.options import ScriptOptions
 from paceline.plan.machine import Machine, probe_machine
 from paceline.plan.planner import choose_device, choose_world_size
-from paceline.rundir import RunDir, append_event, lock_run, read_json_lines, write_atomic
-from paceline.terminal import lasting_screen
-from paceline.units import format_duration
+from paceline.rundir import RunDir, append_event, check_unused, lock_run, read_json_lines, unwritable_run, write_atomic
+from paceline.units import format_duration, format_number_of
 
-OPTIONS: dict[str, Callable[[str], Any]] = {
-    "nproc": int, "name": str, "runs-dir": str, "device": str, "quiet-ranks": bool, "show-env": bool, "no-check": bool,
-    "max-attempts": int, "no-recover": bool, "hang-after": float, "health-every": float,
-}  # fmt: skip
-PROGRESS_S = 600.0  # what a script saves is not known: an attempt that lasted as long has come further
+PROGRESS_S = 600.0  # what a script saves is unknown: an attempt that lasted this long has made progress
 STOP_GRACE_S = 60.0
+LAUNCHER_MODULES = {"torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"}
+LAUNCHERS = {"torchrun", "deepspeed", "mpirun", "mpiexec", "horovodrun"}
 CONFIG_KEYS = {"command", "nproc", "device", "cwd"}
 
 
 @dataclass(frozen=True)
 class Script:
-    """What is run, and on what."""
+    """A command and the processes that run it."""
 
-    command: tuple[str, ...]  # the user's words: train.py --lr 0.1
+    command: tuple[str, ...]  # as the user typed it: train.py --lr 0.1
     nproc: int
     device: str
     cwd: Path
 
 
 @dataclass(frozen=True)
-class Cleared:
-    """What the checks before a launch say to it."""
+class Clearance:
+    """The result of the checks before the launch."""
 
     libuv: bool = True
-    stop: PacelineError | None = None  # why it would fail
-    files: Mapping[Path, str] = field(default_factory=dict)  # to be written once the run folder is there: findings.json
+    stop: PacelineError | None = None  # why the script would fail
+    files: Mapping[Path, str] = field(default_factory=dict)  # to write once the run folder exists: findings.json
 
 
-@lasting_screen()
-def run_words(
-    words: list[str],
+def run_script(
+    options: ScriptOptions,
     *,
-    check: Callable[[Script, RunDir], Cleared] | None = None,
-    spent: Callable[[RunDir], str] | None = None,
+    check: Callable[[Script, RunDir], Clearance] | None = None,
 ) -> int:
-    """The command with its words; returns the exit code.
+    """Runs a script and returns its exit code. check: called before anything starts, unless --no-check; by default check_script.
 
-    check: asked before anything starts, unless --no-check. spent: where the run's time went, in a line for its end.
+    Raises PacelineError for what the user can fix.
     """
-    own, command = split_command(words)
-    own, wanted = take_beside(own)
-    _, options = parse_options(own, OPTIONS)
-    recovery = recovery_of(
-        max_attempts=options.get("max-attempts"),
-        no_recover=bool(options.get("no-recover")),
-        hang_after_s=options.get("hang-after"),
-    )
-    health_every_s = check_every(options.get("health-every"))
+    services = checked_services(options)
     machine = probe_machine()
-    script = make_script(command, options, machine)
-    argv = executed(script.command, cwd=script.cwd)
-    run = chosen_run(options, script)
-    checked = check(script, run) if check and not options.get("no-check") else Cleared()
+    script = make_script(options.command, options.keys, machine)
+    argv = make_argv(script.command, cwd=script.cwd)
+    run = choose_run(options.keys.get("name"), options.keys.get("runs_dir", Config.runs_dir), script)
+    clearance = (check or check_script)(script, run) if options.check else Clearance()
     env, rows = worker_env(
         dict(os.environ),
         nproc=script.nproc,
         device=script.device,
         cpu_cores=machine.cpu_cores,
-        libuv=checked.libuv,
+        libuv=clearance.libuv,
         for_script=True,
     )
-    if options.get("show-env"):
+    if options.show_env:
         print(format_env(rows))
         return 0
-    if checked.stop:
-        raise checked.stop
-    lock = create_run(run, script, files=checked.files)
-    say([*format_script(script, machine), f"run     {run.path}", *harm_lines(rows), ""])
-    started = time.monotonic()
-    quiet = bool(options.get("quiet-ranks"))
-    job = ScriptJob(run, script, argv, env, lock, checked.libuv, quiet, recovery.hang_after_s, health_every_s)
-    with beside(run, wanted):
-        try:
-            ending = run_attempts(job, recovery)
-        finally:
-            os.close(lock)
-        seconds = time.monotonic() - started
-        times = [f"time    {spent(run)}"] if spent else []
-        say(closing_lines(run, script, ending, seconds=seconds, times=times))
-    return exit_code_of(ending)
-
-
-def exit_code_of(ending: Ending) -> int:
-    """The script's own; but 1 for a known mistake of its author's, of which argparse's 2 is one way to end."""
-    cause = load_catalogue().causes.get(ending.explanation.cause) if ending.explanation else None
-    root = ending.outcome.root
-    theirs = root is not None and root.rank is not None
-    known = theirs and cause is not None and cause.retry == "never" and cause.id not in CRASHES
-    return PacelineError.exit_code if known else ending.outcome.exit_code
-
-
-def make_script(command: list[str], options: Mapping[str, Any], machine: Machine) -> Script:
-    """From the words, or from the config.toml that an earlier run has left; what is not said follows from the machine."""
-    said = {name: options[name] for name in ("nproc", "device") if name in options}
-    cwd = Path.cwd()
-    if command and command[0].endswith(".toml"):
-        if command[1:]:
-            raise UsageError(f"{command[0]} has its own command", fix=f"paceline run {command[0]}")
-        before = read_config(Path(command[0]))
-        command, cwd = list(before["command"]), Path(before["cwd"])
-        said = {"nproc": before["nproc"], "device": before["device"], **said}
-        if not cwd.is_dir():
-            raise PacelineError(f"{cwd}, where the command is to run, is not there", fix="bring it back, or change cwd")
-    config = Config(**{name: checked_value(name, value, where=f"--{name}") for name, value in said.items()})
-    device = choose_device(config, machine)
-    return Script(tuple(command), choose_world_size(config, machine, device=device), device, cwd)
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise PacelineError(f"config file {path} cannot be read: {error}", fix="config.toml of a run folder") from error
-    if missing := sorted(CONFIG_KEYS - set(values)):
-        raise PacelineError(
-            f"{path} is not the config of a script: {', '.join(missing)} not in it",
-            fix=f"paceline train {path}, if it is that of a training run",
-        )
-    words = values["command"]
-    if set(values) > CONFIG_KEYS or not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-        raise PacelineError(
-            f"{path}: command is a list of words, beside nproc, device and cwd", fix='command = ["x.py"]'
-        )
-    return values
-
-
-def format_config(script: Script) -> str:
-    """The config.toml that gives this script back."""
-    words = ", ".join(toml_string(word) for word in script.command)
-    return (
-        f"command = [{words}]\nnproc = {script.nproc}\ndevice = {toml_string(script.device)}\n"
-        f"cwd = {toml_string(str(script.cwd))}\n"
+    if clearance.stop:
+        raise clearance.stop
+    lock = create_run(run, script, files=clearance.files)
+    show([*format_script(script, machine), f"run     {run.path}", *harm_lines(rows), ""])
+    job = ScriptJob(
+        run,
+        script,
+        argv,
+        env,
+        lock,
+        libuv=clearance.libuv,
+        quiet=options.quiet_ranks,
+        hang_after_s=options.hang_after_s,
+        health_every_s=options.health_every_s,
     )
-
-
-def toml_string(text: str) -> str:
-    """A JSON string is a basic string of TOML, but for the one character that JSON does not escape."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def chosen_run(options: Mapping[str, Any], script: Script) -> RunDir:
-    """The folder the run will have; nothing is made yet."""
-    runs_dir = Path(options.get("runs-dir", Config.runs_dir))
-    name = options.get("name")
-    if name is None:
-        stem = f"{name_of_command(script.command)}-{datetime.now():%Y%m%d-%H%M%S}"
-        names = [stem, *(f"{stem}-{i}" for i in range(2, 100))]
-        return RunDir(next(runs_dir / each for each in names if not (runs_dir / each).exists()))
-    check_config(Config(name=name))
-    run = RunDir(runs_dir / name)
-    if run.path.exists() and (not run.path.is_dir() or any(run.path.iterdir())):
-        raise PacelineError(f"{run.path} is already there", fix="another --name; without one, script and time make it")
-    return run
-
-
-def create_run(run: RunDir, script: Script, *, files: Mapping[Path, str]) -> int:
-    """The folder with what is known before the start; returns its lock. config.toml comes last and makes it a run."""
-    try:
-        config = format_config(script)
-        config.encode()
-    except UnicodeEncodeError:
-        raise PacelineError(
-            "a word of the command is not UTF-8: the run could not be repeated", fix="rename the file"
-        ) from None
-    try:
-        run.path.mkdir(parents=True, exist_ok=True)
-        lock = lock_run(run)
-        for path, text in files.items():
-            path.parent.mkdir(exist_ok=True)
-            write_atomic(path, text)
-        append_event(run, "script", command=list(script.command), nproc=script.nproc, device=script.device)
-        write_atomic(run.config_toml, config)
-    except OSError as error:
-        raise PacelineError(
-            f"run folder {run.path} cannot be written: {error.strerror}", fix="--runs-dir DIR in a place you can write"
-        ) from error
-    return lock
+    return run_job(job, options, services)
 
 
 @dataclass(frozen=True)
-class ScriptJob:
-    """The script as launch/attempts.py attempts it: the same words each time, and which attempt it is in the environment."""
+class ScriptJob(Job):
+    """A script as a job of launch/attempts.py: the same command each time, with the number of the attempt in its environment."""
 
     run: RunDir
     script: Script
@@ -226,36 +116,37 @@ class ScriptJob:
     env: Mapping[str, str]
     lock: int
     libuv: bool
-    quiet: bool  # rank 0 alone is shown
+    quiet: bool  # only rank 0 is shown
     hang_after_s: float | None
     health_every_s: float
+    workers_record_end = False
 
-    def attempt(self, number: int, caught: Caught) -> Outcome:
-        """Its lines are shown as they come."""
+    def attempt(self, number: int, signals: StopSignals) -> Outcome:
+        """Runs the script on every rank and shows its lines as they come."""
         ranks = range(1 if self.quiet else self.script.nproc)
         logs = {rank: self.run.rank_log(number, rank) for rank in ranks}
-        tail = Tail(logs, stream=sys.stdout, colour=wants_colour(sys.stdout))
-        events = Follow(self.run.events)
+        tail = LogTail(logs, stream=sys.stdout, colour=wants_colour(sys.stdout))
+        events = NewRecords(self.run.events)
 
-        def show() -> None:
+        def show_new() -> None:
             tail.poll()
             for event in events.read():
                 if event.get("event") == "stopping":
-                    say([f"stopping: the script has {STOP_GRACE_S:.0f} s to end; Ctrl-C again to end now"])
+                    self.show([f"stopping: the script has {STOP_GRACE_S:.0f} s to end; Ctrl-C again to end now"])
                 elif event.get("event") == "note":
-                    say([event["text"]])
+                    self.show([event["text"]])
 
-        told = {"PACELINE_ATTEMPT": str(number), "PACELINE_RUN": str(self.run.path.resolve())}
+        variables = {"PACELINE_ATTEMPT": str(number), "PACELINE_RUN": str(self.run.path.resolve())}
         try:
             return run_attempt(
                 self.run,
                 command=self.argv,
                 nproc=self.script.nproc,
                 attempt=number,
-                env={**self.env, **told},
+                env={**self.env, **variables},
                 lock_fd=self.lock,
-                caught=caught,
-                on_tick=show,
+                signals=signals,
+                on_tick=show_new,
                 watchdog=Watchdog(self.run, number, self.script.nproc, hang_after_s=self.hang_after_s, script=True),
                 stop_grace_s=STOP_GRACE_S,
                 libuv=self.libuv,
@@ -266,58 +157,214 @@ class ScriptJob:
         finally:
             tail.close()
 
-    def came_further(self, ended: Ended) -> bool:
-        """By time alone; a hang's silence is none."""
+    def made_progress(self, end: AttemptEnd) -> bool:
+        """Whether the attempt lasted long enough, without the silence of a hang."""
         hangs = [event["silent_s"] for event in read_json_lines(self.run.events) if event.get("event") == "hang"]
-        silent_s = hangs[-1] if hangs and ended.cause == "hang" else 0.0
-        return ended.seconds - silent_s >= PROGRESS_S
+        silent_s = hangs[-1] if hangs and end.cause == "hang" else 0.0
+        return end.seconds - silent_s >= PROGRESS_S
 
-    def abilities(self, ended: Ended) -> Abilities:
-        return Abilities()
+    def show(self, lines: Sequence[str], *, exit_code: int = 0) -> None:
+        """Prints to stderr: stdout is the script's."""
+        show(lines)
 
-    def change(self, decision: Decision) -> None:
-        """Nothing: what is in the script is its author's. A port of ours is another one each time."""
+    def exit_code(self, ending: Ending) -> int:
+        """Returns the script's exit code; 1 for a known mistake of its author, which argparse, for one, ends with 2."""
+        cause = load_catalogue().causes.get(ending.explanation.cause) if ending.explanation else None
+        root = ending.outcome.root
+        is_rank = root is not None and root.rank is not None
+        is_mistake = is_rank and cause is not None and cause.retry == "never" and cause.id not in CRASHES
+        return PacelineError.exit_code if is_mistake else ending.outcome.exit_code
 
-    def say(self, lines: list[str]) -> None:
-        say(lines)
+    def closing_lines(self, ending: Ending, *, seconds: float, time_line: str) -> list[str]:
+        """Returns how the script ended and where its logs are."""
+        logs = f"logs    {self.run.logs(ending.outcome.attempt)}"
+        if ending.outcome.state == "interrupted":
+            return ["", f"interrupted after {format_duration(seconds)}", time_line, logs]
+        lines = ["", f"done    in {format_duration(seconds)}", time_line, logs]
+        if ending.outcome.joined is False and self.script.nproc > 1:
+            alone = f"note    no rank joined a process group: each of the {self.script.nproc} ranks worked alone"
+            lines.insert(1, alone)
+        return lines
+
+
+def check_script(script: Script, run: RunDir) -> Clearance:
+    """Checks whether the script would fail here, and prints what would hurt it."""
+    folders = {"run_dir": run.path, "cache_dir": None, "cached_torch": cache_dir(Config()) / "torch.json"}
+    with start_gathering(**folders, measure_disk=False) as gathered:
+        intent = Intent(command="run", device=script.device, nproc=script.nproc, run_dir=str(run.path))
+        checked = judge_facts([gathered.facts()], intent)
+    try:
+        report_and_refuse(checked.findings, stopped="this script", stream=sys.stderr)
+    except PacelineError as error:
+        return Clearance(libuv=checked.libuv, stop=error)
+    return Clearance(libuv=checked.libuv, files=check_files(run, checked))
+
+
+def make_script(command: Sequence[str], keys: Mapping[str, Any], machine: Machine) -> Script:
+    """Returns the script of a command, or of the config.toml of an earlier run. keys: nproc and device are used, if they are set.
+
+    What is not set follows from the machine. Raises PacelineError for a config that is not a script's.
+    """
+    values, cwd = {name: keys[name] for name in ("nproc", "device") if name in keys}, Path.cwd()
+    if command and command[0].endswith(".toml"):
+        if command[1:]:
+            raise UsageError(f"{command[0]} has its own command", fix=f"paceline run {command[0]}")
+        config_toml = read_config(Path(command[0]))
+        command, cwd = list(config_toml["command"]), Path(config_toml["cwd"])
+        values = {"nproc": config_toml["nproc"], "device": config_toml["device"], **values}
+        if not cwd.is_dir():
+            raise PacelineError(f"{cwd}, where the command runs, does not exist", fix="restore it, or change cwd")
+    config = Config(**{name: checked_value(name, value, where=f"--{name}") for name, value in values.items()})
+    device = choose_device(config, machine)
+    return Script(tuple(command), choose_world_size(config, machine, device=device), device, cwd)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Returns the values of a script's config.toml. Raises PacelineError for any other file."""
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise PacelineError(f"config file {path} cannot be read: {error}", fix="config.toml of a run folder") from error
+    if missing := sorted(CONFIG_KEYS - set(values)):
+        raise PacelineError(
+            f"{path} is not the config of a script: {', '.join(missing)} not in it",
+            fix=f"paceline train {path}, if it is that of a training run",
+        )
+    args = values["command"]
+    if set(values) > CONFIG_KEYS or not isinstance(args, list) or not all(isinstance(arg, str) for arg in args):
+        raise PacelineError(
+            f"{path}: it takes command, a list of strings, with nproc, device and cwd", fix='command = ["x.py"]'
+        )
+    return values
+
+
+def format_config(script: Script) -> str:
+    """Returns the config.toml that gives this script back."""
+    values = {"command": script.command, "nproc": script.nproc, "device": script.device, "cwd": str(script.cwd)}
+    return "".join(f"{name} = {format_toml_value(value)}\n" for name, value in values.items())
+
+
+def choose_run(name: str | None, runs_dir: str, script: Script) -> RunDir:
+    """Returns the folder that the run will have, and creates nothing. Raises PacelineError where it is in use."""
+    if name is None:
+        stem = f"{command_name(script.command)}-{datetime.now():%Y%m%d-%H%M%S}"
+        names = [stem, *(f"{stem}-{i}" for i in range(2, 100))]
+        return RunDir(next(Path(runs_dir) / name for name in names if not (Path(runs_dir) / name).exists()))
+    check_config(Config(name=name))
+    run = RunDir(Path(runs_dir) / name)
+    check_unused(run, fix="another --name; without --name, script and time make the name")
+    return run
+
+
+def create_run(run: RunDir, script: Script, *, files: Mapping[Path, str]) -> int:
+    """Creates the folder with what is known before the start; returns its lock. config.toml comes last and makes it a run."""
+    config = format_config(script)
+    try:
+        config.encode()
+    except UnicodeEncodeError:
+        raise PacelineError(
+            "an argument of the command is not UTF-8: the run could not be repeated", fix="rename the file"
+        ) from None
+    try:
+        run.path.mkdir(parents=True, exist_ok=True)
+        lock = lock_run(run)
+        for path, text in files.items():
+            path.parent.mkdir(exist_ok=True)
+            write_atomic(path, text)
+        append_event(run, "script", command=list(script.command), nproc=script.nproc, device=script.device)
+        write_atomic(run.config_toml, config)
+    except OSError as error:
+        raise unwritable_run(run, error) from error
+    return lock
 
 
 def format_script(script: Script, machine: Machine) -> list[str]:
-    threads = max(1, machine.cpu_cores // script.nproc)
-    devices = (
-        f"{script.nproc} x {machine.gpus[0].name}"
-        if script.device == "cuda"
-        else f"{counted(script.nproc, 'CPU process', 'CPU processes')} x {counted(threads, 'thread', 'threads')}"
-    )
+    """Returns the first lines on the screen: the command and its processes."""
+    if script.device == "cuda":
+        devices = f"{script.nproc} x {machine.gpus[0].name}"
+    else:
+        threads = format_number_of(max(1, machine.cpu_cores // script.nproc), "thread")
+        devices = f"{format_number_of(script.nproc, 'CPU process', 'CPU processes')} x {threads}"
     return [f"script  {' '.join(script.command)}", f"device  {devices}"]
 
 
-def closing_lines(run: RunDir, script: Script, ending: Ending, *, seconds: float, times: list[str]) -> list[str]:
-    """How it ended; where a rank failed, its own traceback and what it means. times: lines that tell where the time went."""
-    outcome = ending.outcome
-    logs = f"logs    {run.logs(outcome.attempt)}"
-    if outcome.state == "failed":
-        rank = outcome.root.rank if outcome.root else None
-        append_event(run, "failed", rank=rank, exit_code=exit_code_of(ending))
-        return ["", *times, "", format_explained(outcome, run, ending.explanation)]
-    append_event(run, outcome.state)
-    if outcome.state == "interrupted":
-        return ["", f"interrupted after {format_duration(seconds)}", *times, logs]
-    alone = "note    no rank joined the others in a process group: each of {} has worked by itself"
-    return [
-        "",
-        *([alone.format(script.nproc)] if outcome.joined is False and script.nproc > 1 else []),
-        f"done    in {format_duration(seconds)}",
-        *times,
-        logs,
-    ]
+def make_argv(command: Sequence[str], *, cwd: Path) -> list[str]:
+    """Returns what a rank executes: python for a .py file or -m, otherwise the program. Raises PacelineError if it cannot run."""
+    if not command:
+        raise UsageError("run needs a script", fix="paceline run -- train.py --lr 0.1")
+    refuse_launchers(command)
+    first, *arguments = command
+    if first == "-m":
+        check_module(arguments, cwd=cwd)
+        return [sys.executable, "-m", *arguments]
+    if first.startswith("-"):
+        raise UsageError(f"{first} comes before the script", fix=f"paceline run -- SCRIPT.py {first} ...")
+    path = cwd / first
+    if first.endswith((".py", ".pyw")):
+        check_file(path, first)
+        return [sys.executable, first, *arguments]
+    if "/" in first or (path.is_file() and not shutil.which(first)):
+        check_file(path, first)
+        if not os.access(path, os.X_OK):
+            raise PacelineError(f"{first} is not executable", fix=f"chmod +x {first}, or -- python {first} ...")
+        return [first if "/" in first else f"./{first}", *arguments]
+    if shutil.which(first) is None:
+        raise PacelineError(f"there is no script and no program {first}", fix="the path of one that exists")
+    return [first, *arguments]
 
 
-def counted(count: int, one: str, many: str) -> str:
-    return f"{count} {one if count == 1 else many}"
+def check_module(arguments: Sequence[str], *, cwd: Path) -> None:
+    """Raises PacelineError where python -m would not find the module."""
+    if not arguments:
+        raise UsageError("-m needs a module", fix="paceline run -- -m package.train --lr 0.1")
+    top = arguments[0].partition(".")[0]
+    if PathFinder.find_spec(top, [str(cwd), *sys.path]) is None:
+        raise PacelineError(
+            f"there is no module {arguments[0]}", fix=f"install it, or start in the folder that holds {top}"
+        )
 
 
-def say(lines: list[str]) -> None:
-    """paceline's own words: beside the script's output, never in it."""
+def check_file(path: Path, name: str) -> None:
+    """Raises PacelineError where the script is not a file that can be read."""
+    if path.is_dir():
+        raise PacelineError(f"{name} is a folder", fix="the script in it, or -m for a package")
+    if not path.is_file():
+        raise PacelineError(f"script {name} does not exist in {path.parent}", fix="the path of one that exists")
+    if not os.access(path, os.R_OK):
+        raise PacelineError(f"script {name} cannot be read", fix=f"chmod +r {name}")
+
+
+def refuse_launchers(command: Sequence[str]) -> None:
+    """Raises UsageError for another launcher: it would start all ranks once for each rank."""
+    args = list(command)
+    if Path(args[0]).name.startswith("python") and len(args) > 1:
+        args = args[1:]
+    if args[0] == "-m" and len(args) > 1:
+        args = args[1:]
+    name = Path(args[0]).name
+    is_accelerate = name == "accelerate" and args[1:2] == ["launch"]
+    if not is_accelerate and name not in LAUNCHERS and args[0] not in LAUNCHER_MODULES:
+        return
+    launcher = "accelerate launch" if is_accelerate else name
+    script = next((i for i, arg in enumerate(args) if arg.endswith(".py")), None)
+    script_text = "SCRIPT.py ..." if script is None else " ".join(args[script:])
+    raise UsageError(
+        f"{launcher} starts ranks itself: each rank of paceline run would start them all again",
+        fix=f"the script alone: paceline run --nproc N -- {script_text}",
+    )
+
+
+def command_name(command: Sequence[str]) -> str:
+    """Returns the start of a run's default name: train.py -> train, -m package.train -> train, ./run.sh -> run."""
+    args = [arg for arg in command if arg != "-m"] if command[0] == "-m" else list(command)
+    if Path(args[0]).name.startswith("python") and not args[0].endswith(".py"):
+        args = [arg for arg in args[1:] if not arg.startswith("-")] or args
+    file = Path(args[0]).name
+    stem = file.rpartition(".")[2] if command[0] == "-m" else file.partition(".")[0]
+    return "".join(char if char.isalnum() or char in "-_" else "-" for char in stem).strip("-") or "script"
+
+
+def show(lines: Sequence[str]) -> None:
+    """Prints paceline's own lines after what the script has written so far."""
     sys.stdout.flush()
     print("\n".join(lines), file=sys.stderr, flush=True)

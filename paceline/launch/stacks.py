@@ -1,8 +1,12 @@
 """
-What a process is doing just now, from outside: the Python stacks of its threads, and what that says about collectives.
+What a rank's process does at this moment, seen from outside: its stacks, its state in /proc, its last collectives. No torch.
 
-py-spy takes them from any Python process, a stopped one included, where it is installed and may. A rank of our trainer writes its
-own at SIGUSR2 (train/progress.py). No torch, and nothing here waits for long: the process asked may never answer.
+py-spy takes the Python stacks of any Python process, a stopped one included, where it is installed and permitted. A rank of the
+trainer writes its own at SIGUSR2 (train/process.py). Nothing here waits for long, because the process may never answer.
+
+The flight recorders know the last collectives of each rank. torch's NCCL makes a named pipe for each rank, and at a byte in it
+writes the recording to a file (DumpPipe in torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp, torch 2.13; it checks the pipe once
+a second). It writes that file at its own timeouts as well. torch's gloo does neither: the trainer's ranks do (train/process.py).
 """
 
 import os
@@ -12,16 +16,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.launch.hang import STILL, process_state
-from paceline.rundir import RunDir
+import psutil
 
+from paceline.rundir import RECORDER_DUMP, RunDir, append_event
+
+WORKING = 0.2  # of one core: a process that uses less only waits
+IDLE = 0.05  # of one core: a script is idle when each of its ranks uses less
 PY_SPY_S = 4.0  # for all ranks together
-ANSWER_S = 1.0  # for a rank's own handler, which needs a few ms
+OWN_STACKS_S = 1.0  # for a rank's own handler, which needs a few ms
 PAUSE_S = 0.02
 FRAME = re.compile(
     r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$'  # faulthandler
@@ -29,10 +36,34 @@ FRAME = re.compile(
 )
 MAIN_THREAD = re.compile(r'^Thread \S+ \([^)]*\): "MainThread"')
 COLLECTIVES = "torch/distributed/distributed_c10d.py"
-STDLIB = re.compile(
-    r"/lib/python3\.\d+/(?!(site|dist)-packages/)|<frozen "
-)  # a queue, a lock, a child: waits for no rank
+# a queue, a lock or a child process is not another rank
+STDLIB = re.compile(r"/lib/python3\.\d+/(?!(site|dist)-packages/)|<frozen ")
 LIBRARY = re.compile(r"/(site|dist)-packages/(?!paceline/)|/lib/python3\.\d+/|<frozen ")
+STATES = {
+    "T": "stopped (state T)",
+    "t": "stopped by a debugger (state t)",
+    "Z": "ended (state Z)",
+    "D": "waiting for a disk or a device (state D)",
+    "R": "running (state R)",
+    "S": "waiting (state S)",
+}
+CANNOT_RUN = ("T", "t", "Z", None)  # None: the process is gone
+STATUS_FIELDS = (
+    "State", "VmRSS", "Threads", "SigBlk", "SigCgt", "voluntary_ctxt_switches", "nonvoluntary_ctxt_switches", "TracerPid",
+)  # fmt: skip
+PIPE, DUMP = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_FR_DUMP_TEMP_FILE"  # stems, to which torch adds the rank
+OLDER_DUMP = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
+PIPE_STEM = "collectives_"
+RECORDING_S = 1.2
+RECORDING_PAUSE_S = 0.02
+
+
+def process_state(pid: int) -> str | None:
+    """Returns the letter in /proc/PID/stat, None when there is no such process. The name before it may hold any character."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return None
 
 
 @dataclass(frozen=True)
@@ -42,13 +73,13 @@ class Frame:
     line: int
 
     @property
-    def where(self) -> str:
-        """With as much of the path as tells files apart."""
+    def place(self) -> str:
+        """The last two parts of the path and the line."""
         return f"{'/'.join(Path(self.file).parts[-2:])}:{self.line}"
 
     @property
     def waits_for_others(self) -> bool:
-        """Inside torch's collectives, or at the wait for one that was started before."""
+        """Whether this frame is one of torch's collectives, or waits for one that was started before."""
         return self.file.endswith(COLLECTIVES) or (".wait(" in self.source and not STDLIB.search(self.file))
 
     @property
@@ -59,26 +90,26 @@ class Frame:
             return ""
 
 
-def take_stacks(run: RunDir, attempt: int, pids: Mapping[int, int], *, own: bool) -> dict[int, str]:
-    """rank -> the text of its stacks, with the tool that took them; of those ranks that gave any. own: our trainer's ranks."""
+def take_stacks(run: RunDir, attempt: int, pids: Mapping[int, int], *, own_ranks: bool) -> dict[int, str]:
+    """Returns the stacks of each rank that could be read, after the name of the tool. own_ranks: they run paceline's own code."""
     py_spy = find_py_spy()
     texts = py_spy_stacks(py_spy, pids) if py_spy else {}
-    if own:
-        texts |= asked_stacks(run, attempt, {rank: pid for rank, pid in pids.items() if rank not in texts})
+    if own_ranks:
+        texts |= own_stacks(run, attempt, {rank: pid for rank, pid in pids.items() if rank not in texts})
     return texts
 
 
 def find_py_spy() -> str | None:
-    beside = Path(sys.executable).with_name("py-spy")
-    return str(beside) if beside.exists() else shutil.which("py-spy")
+    in_venv = Path(sys.executable).with_name("py-spy")
+    return str(in_venv) if in_venv.exists() else shutil.which("py-spy")
 
 
 def py_spy_stacks(py_spy: str, pids: Mapping[int, int]) -> dict[int, str]:
-    """All at once. It cannot pause a process that stands still already, and need not."""
+    """Takes all stacks in parallel. py-spy cannot pause a process that is stopped already, and need not."""
     dumps = {}
     for rank, pid in pids.items():
-        how = ["--nonblocking"] if process_state(pid) in STILL else []
-        command = [py_spy, "dump", "--full-filenames", *how, "--pid", str(pid)]
+        options = ["--nonblocking"] if process_state(pid) in CANNOT_RUN else []
+        command = [py_spy, "dump", "--full-filenames", *options, "--pid", str(pid)]
         with suppress(OSError):
             dumps[rank] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     deadline, texts = time.monotonic() + PY_SPY_S, dict[int, str]()
@@ -94,21 +125,21 @@ def py_spy_stacks(py_spy: str, pids: Mapping[int, int]) -> dict[int, str]:
     return texts
 
 
-def asked_stacks(run: RunDir, attempt: int, pids: Mapping[int, int]) -> dict[int, str]:
-    """Of ranks that have said they would answer: to any other process SIGUSR2 is the end."""
+def own_stacks(run: RunDir, attempt: int, pids: Mapping[int, int]) -> dict[int, str]:
+    """Asks the ranks that handle SIGUSR2 for their stacks; it would end any other process."""
     before = {}
     for rank, pid in pids.items():
-        if process_state(pid) not in STILL and catches(pid, signal.SIGUSR2):
+        if process_state(pid) not in CANNOT_RUN and catches(pid, signal.SIGUSR2):
             with suppress(OSError):
                 before[rank] = run.rank_stacks(attempt, rank).stat().st_size
                 os.kill(pid, signal.SIGUSR2)
-    deadline, texts = time.monotonic() + ANSWER_S, dict[int, str]()
+    deadline, texts = time.monotonic() + OWN_STACKS_S, dict[int, str]()
     while len(texts) < len(before) and time.monotonic() < deadline:
         sizes = {rank: run.rank_stacks(attempt, rank).stat().st_size for rank in before}
         time.sleep(PAUSE_S)
         for rank, size in sizes.items():
             path = run.rank_stacks(attempt, rank)
-            if size > before[rank] and path.stat().st_size == size:  # it has come, and nothing more comes
+            if size > before[rank] and path.stat().st_size == size:  # all of it has come
                 with path.open(encoding="utf-8", errors="replace") as file:
                     file.seek(before[rank])
                     texts[rank] = f"faulthandler\n{file.read()}"
@@ -116,7 +147,7 @@ def asked_stacks(run: RunDir, attempt: int, pids: Mapping[int, int]) -> dict[int
 
 
 def catches(pid: int, signum: signal.Signals) -> bool:
-    """By the mask of caught signals in /proc/PID/status."""
+    """Whether the process handles this signal, by its mask in /proc/PID/status."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -126,30 +157,119 @@ def catches(pid: int, signum: signal.Signals) -> bool:
 
 
 def main_frames(text: str) -> list[Frame]:
-    """Of the main thread, the innermost first. py-spy names it; faulthandler has it last."""
+    """Returns the frames of the main thread, innermost first. py-spy names that thread; faulthandler prints it last."""
     threads: list[list[Frame]] = []
     named: list[Frame] | None = None
     for line in text.splitlines():
         if line.startswith(("Thread ", "Current thread ")):
             threads.append([])
             named = threads[-1] if MAIN_THREAD.match(line) else named
-        elif threads and (found := FRAME.match(line)):
-            name, file, number = (found[key] or found[f"{key}2"] for key in ("name", "file", "line"))
+        elif threads and (match := FRAME.match(line)):
+            name, file, number = (match[key] or match[f"{key}2"] for key in ("name", "file", "line"))
             threads[-1].append(Frame(name, file, int(number)))
     return named or (threads[-1] if threads else [])
 
 
-def waits_for_others(frames: list[Frame]) -> bool:
-    """Whether the thread is inside a collective: it has come to it, and the end is up to other ranks."""
+def waits_for_others(frames: Sequence[Frame]) -> bool:
+    """Whether the thread is inside a collective, whose end depends on other ranks."""
     return any(frame.waits_for_others for frame in frames[:4])
 
 
-def what_it_does(frames: list[Frame]) -> str | None:
-    """'all_reduce, called at train/loop.py:185', or 'micro_batch at train/loader.py:80'; None where nothing is known."""
+def call_site(frames: Sequence[Frame]) -> str | None:
+    """Returns 'all_reduce, called at train/loop.py:185' or 'micro_batch at train/loop.py:152'; None without frames."""
     if not frames:
         return None
     called = next((frame for frame in frames if not LIBRARY.search(frame.file)), frames[0])
     collective = [frame for frame in frames if frame.file.endswith(COLLECTIVES)]
     if collective:
-        return f"{collective[-1].name}, called at {called.where}"
-    return f"{called.name} at {called.where}"
+        return f"{collective[-1].name}, called at {called.place}"
+    return f"{called.name} at {called.place}"
+
+
+def rank_pids(run: RunDir, attempt: int, nproc: int) -> dict[int, int]:
+    """Returns the process of each rank that has been started, as launch/rank.py recorded it."""
+    pids = {}
+    for rank in range(nproc):
+        with suppress(OSError, ValueError):
+            pids[rank] = int((run.logs(attempt) / f"{rank}.pid").read_text())
+    return pids
+
+
+def cpu_seconds(pid: int) -> float:
+    """Returns the processor time of the process, its children and those it has waited for; 0 when it is gone."""
+    seconds = 0.0
+    with suppress(psutil.Error):
+        process = psutil.Process(pid)
+        for member in (process, *process.children(recursive=True)):
+            with suppress(psutil.Error):  # it has just ended
+                used = member.cpu_times()
+                seconds += used.user + used.system + used.children_user + used.children_system
+    return seconds
+
+
+def describe_process(pid: int) -> str:
+    """Returns what /proc/PID reports, as text for a person."""
+    folder = Path("/proc") / str(pid)
+    lines = []
+    with suppress(OSError):
+        status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines() if ":" in line)
+        lines += [f"{name}: {status[name].strip()}" for name in STATUS_FIELDS if name in status]
+    for task in sorted(folder.glob("task/*"), key=lambda path: int(path.name)):
+        with suppress(OSError):
+            name, wchan = (task / "comm").read_text().strip(), (task / "wchan").read_text().strip()
+            state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+            place = "n/a" if wchan in ("", "0") else wchan
+            lines.append(f"thread {task.name} {name}: state {state}, waits in {place}")
+    return "\n".join(lines)
+
+
+def recorder_env(user_env: Mapping[str, str], run: RunDir, logs_dir: Path) -> dict[str, str]:
+    """Returns the variables that switch the recorders on; none where the user has set one, or where pipes cannot exist."""
+    if any(name in user_env for name in (PIPE, DUMP, OLDER_DUMP)):
+        return {}
+    if not can_have_pipes(logs_dir):
+        text = f"{logs_dir} holds no named pipes: flight recorders cannot be read if the run hangs"
+        append_event(run, "note", text=text)
+        return {}
+    return {PIPE: str(logs_dir / PIPE_STEM), DUMP: str(logs_dir / RECORDER_DUMP)}
+
+
+def can_have_pipes(folder: Path) -> bool:
+    """Whether the file system supports named pipes; torch ends the rank where it does not."""
+    try:
+        os.mkfifo(folder / "test.pipe")
+        (folder / "test.pipe").unlink()
+    except OSError:
+        return False
+    return True
+
+
+def request_recordings(run: RunDir, attempt: int, ranks: Sequence[int]) -> list[Path]:
+    """Asks the ranks that listen at their pipes; returns the files that they will write."""
+    paths = []
+    for rank in ranks:
+        with suppress(OSError):  # no pipe, or nobody reads it
+            pipe = os.open(run.logs(attempt) / f"{PIPE_STEM}{rank}.pipe", os.O_WRONLY | os.O_NONBLOCK)
+            try:
+                os.write(pipe, b"1")
+            finally:
+                os.close(pipe)
+            paths.append(run.logs(attempt) / f"{RECORDER_DUMP}{rank}")
+    return paths
+
+
+def wait_for_recordings(paths: Sequence[Path]) -> None:
+    """Waits a short time for all files to be complete."""
+    deadline, sizes = time.monotonic() + RECORDING_S, [0]
+    while time.monotonic() < deadline:
+        before, sizes = sizes, [path.stat().st_size if path.exists() else 0 for path in paths]
+        if before == sizes and all(sizes):
+            return
+        time.sleep(RECORDING_PAUSE_S)
+
+
+def remove_pipes(logs_dir: Path) -> None:
+    """Removes the pipes: whatever copies the folder would wait at one."""
+    for pipe in logs_dir.glob(f"{PIPE_STEM}*.pipe"):
+        with suppress(OSError):
+            pipe.unlink()

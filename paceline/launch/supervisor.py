@@ -1,8 +1,8 @@
 """
-One attempt of a run, from the start of its processes to what came of it; no torch, never touches a tensor.
+One attempt of a run, from the start of its processes to its outcome. No torch: it never touches a tensor.
 
-The agent (launch/agent.py) is at the other end of its stdin and stdout and holds the engine and the workers. Ctrl-C
-reaches only this process, which asks the agent to stop. What the attempt did stands in events.jsonl.
+It talks with the agent (launch/agent.py), which owns the engine and the workers, over the agent's stdin and stdout. Ctrl-C reaches
+only this process, which then asks the agent to stop. Everything that the attempt does is written to events.jsonl.
 """
 
 import json
@@ -24,37 +24,36 @@ from typing import Any, Literal
 from paceline.errors import Interrupted
 from paceline.launch.agent import Lines, kill_processes
 from paceline.launch.failure import Failure, find_early_exits, find_failures, read_log_tail
-from paceline.launch.recorder import recorder_env
+from paceline.launch.stacks import recorder_env
 from paceline.launch.watchdog import Hang, Watchdog
 from paceline.rundir import RunDir, append_event, read_json_lines
 
 TICK_S = 0.2
-ONE_CTRL_C_S = 0.3  # wrappers such as `uv run` pass on the signal that the terminal has sent already
-EARLY_GRACE_S = (
-    3.0  # a rank has left: its peers may save and say so, but one that waits for it to join never learns of it
-)
-AGENT_MARGIN_S = 12.0  # the agent ends what will not end by itself, and then itself, within this
+ONE_CTRL_C_S = 0.3  # wrappers such as `uv run` repeat the signal that the terminal has already sent
+# after a rank has exited too early: its peers may save and report it, but a peer that waits for it to join would wait forever
+EARLY_EXIT_GRACE_S = 3.0
+AGENT_MARGIN_S = 12.0  # within this the agent kills what does not end by itself, and then exits
 LAUNCH_LOG = "launch.log"  # stderr of the agent and the engine
 
-STOP_SIGNALS = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGUSR1,
-)  # SIGUSR1: a batch system says that the time is nearly up
+# a batch system sends SIGUSR1 when the time limit is near
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 State = Literal["finished", "failed", "interrupted"]
 
 
 @dataclass(frozen=True)
 class Outcome:
+    """How an attempt ended."""
+
     state: State
     exit_code: int
     attempt: int
     failures: list[Failure]  # the root cause first
-    joined: bool | None = None  # False: every rank ended well, and none had joined the others in a process group
+    joined: bool | None = None  # False: every rank succeeded, and none had joined a process group
 
     @property
     def root(self) -> Failure | None:
+        """The root cause; None for an attempt that did not fail."""
         return self.failures[0] if self.failures else None
 
 
@@ -67,7 +66,7 @@ def run_attempt(
     env: Mapping[str, str],
     lock_fd: int | None,
     on_tick: Callable[[], None],
-    caught: "Caught | None" = None,
+    signals: "StopSignals | None" = None,
     watchdog: Watchdog | None = None,
     stop_grace_s: float = 60.0,
     libuv: bool = True,
@@ -75,18 +74,17 @@ def run_attempt(
     own_exit_codes: bool = False,
     health_every_s: float = 0.0,
 ) -> Outcome:
-    """Start `nproc` workers and stay until they have ended; call it from the main thread, as it takes the signals.
+    """Starts `nproc` workers and returns when they have ended. Call it from the main thread, as it handles signals.
 
-    caught: signals that have come before count as well.
-    on_tick is called some times a second; so is the watchdog, and the rank that it names is killed. lock_fd: flock on the
-    run folder, which agent and engine keep too.
-    libuv: False where torch was built without it; `env` must say so too (launch/env.py). cwd: of the workers.
-    own_exit_codes: the attempt ends with what its root cause ended with, as a shell would say it.
-    health_every_s: between two samples of the host's health; 0: none.
+    signals: earlier ones count as well. on_tick and the watchdog are called several times a second; the rank that the watchdog
+    reports is killed. lock_fd: the flock on the run folder, which agent and engine inherit. libuv: False where torch was built
+    without it; `env` must agree (launch/env.py). cwd: of the workers. own_exit_codes: the attempt's exit code is that of its root
+    cause, as a shell reports it. health_every_s: between two samples of the host's health; 0 for none.
     """
     logs_dir = run.logs(attempt).resolve()
     logs_dir.mkdir(parents=True, exist_ok=True)
-    forget_marks(run)
+    for path in run.progress(0).parent.glob("*"):
+        path.unlink(missing_ok=True)  # heartbeats of the previous attempt
     job = {
         "command": command,
         "nproc": nproc,
@@ -100,41 +98,28 @@ def run_attempt(
         "run_path": str(run.path.resolve()),
         "health_every_s": health_every_s,
     }
-    watch = AttemptWatch(run, attempt, nproc, own_exit_codes=own_exit_codes)
-    with caught_signals(caught) as caught, started_agent(job) as link:
+    record = AttemptRecord(run, attempt, nproc, own_exit_codes=own_exit_codes)
+    with catch_signals(signals) as signals, start_agent(job) as link:
         while not link.ended:
             for line in link.read(timeout_s=TICK_S):
-                watch.note(line)
-            if caught.first and not watch.stopping:
-                watch.note_stop(caught.first)
+                record.add(line)
+            if signals.first and not record.stopping:
+                record.add_stop(signals.first)
                 link.send("stop", give_up_s=stop_grace_s + AGENT_MARGIN_S)
-            if (caught.kill or watch.left_early()) and not watch.killing:
-                watch.killing = True
+            if (signals.kill or record.must_end_early_exit()) and not record.killing:
+                record.killing = True
                 link.send("kill", give_up_s=AGENT_MARGIN_S)
             on_tick()
-            if watchdog and not watch.stopping and (hang := watchdog.poll()):
-                watch.note_hang(hang)
-                end_hang(link, hang)
-    outcome = watch.outcome(agent_exit_code=link.agent.returncode)
+            if watchdog and not record.stopping and (hang := watchdog.poll()):
+                record.add_hang(hang)
+                link.send("kill" if hang.rank is None else "kill_rank", rank=hang.rank, give_up_s=AGENT_MARGIN_S)
+    outcome = record.outcome(agent_exit_code=link.agent.returncode)
     on_tick()
     return outcome
 
 
-def end_hang(link: "AgentLink", hang: Hang) -> None:
-    if hang.rank is None:
-        link.send("kill", give_up_s=AGENT_MARGIN_S)
-    else:
-        link.send("kill_rank", rank=hang.rank, give_up_s=AGENT_MARGIN_S)
-
-
-def forget_marks(run: RunDir) -> None:
-    """Where the ranks of the attempt before came to would pass for signs of life of the next."""
-    for path in run.progress(0).parent.glob("*"):
-        path.unlink(missing_ok=True)
-
-
-class AttemptWatch:
-    """What the agent has told so far, and the events that follow from it."""
+class AttemptRecord:
+    """What the agent has reported so far. Writes the events that follow from it."""
 
     def __init__(self, run: RunDir, attempt: int, nproc: int, *, own_exit_codes: bool):
         self.run = run
@@ -148,119 +133,114 @@ class AttemptWatch:
         self.engine_exit_code: int | None = None
         self.joined: bool | None = None
         self.hang: Hang | None = None
-        self.left_at = math.inf  # when a rank was seen to have ended with 0 before its work was done
+        self.early_exit_at = math.inf  # when a rank was seen to have exited with 0 before its work was done
 
-    def note(self, line: dict[str, Any]) -> None:
+    def add(self, line: dict[str, Any]) -> None:
+        """Takes a line from the agent."""
         if "ranks" in line:
             self.ranks = line["ranks"]
         if line["event"] == "started":
-            self.note_attempt()
+            self.write_attempt()
         elif line["event"] == "rank_failed":
             self.failed_first = not self.stopping
         elif line["event"] == "rank_ended" and find_early_exits(self.run, self.ranks):
-            self.left_at = min(self.left_at, time.monotonic())
+            self.early_exit_at = min(self.early_exit_at, time.monotonic())
         elif line["event"] == "ended":
             self.joined = line["joined"]
         elif line["event"] == "engine_ended":
             self.engine_exit_code = line["exit_code"]
-            if line["left"]:
-                left = ", ".join(map(str, line["left"]))
-                append_event(self.run, "note", text=f"processes that do not end even when killed: {left}")
+            if line["survivors"]:
+                pids = ", ".join(map(str, line["survivors"]))
+                append_event(self.run, "note", text=f"processes that survive SIGKILL: {pids}")
 
-    def left_early(self) -> bool:
-        return not self.stopping and time.monotonic() - self.left_at > EARLY_GRACE_S
+    def must_end_early_exit(self) -> bool:
+        """Whether a rank exited too early and its peers have had their grace period."""
+        return not self.stopping and time.monotonic() - self.early_exit_at > EARLY_EXIT_GRACE_S
 
-    def note_attempt(self) -> None:
-        pids = [each["pid"] for each in self.ranks]  # none when it ended before the workers were started
+    def write_attempt(self) -> None:
+        """Writes the start of the attempt to events.jsonl."""
+        pids = [rank["pid"] for rank in self.ranks]  # none when it ended before the workers were started
         append_event(self.run, "attempt", attempt=self.attempt, nproc=self.nproc, world_size=self.nproc, pids=pids)
 
-    def note_stop(self, signal_name: str) -> None:
+    def add_stop(self, signal_name: str) -> None:
+        """Takes the order to stop."""
         self.stopping = True
         append_event(self.run, "stopping", attempt=self.attempt, signal=signal_name)
 
-    def note_hang(self, hang: Hang) -> None:
+    def add_hang(self, hang: Hang) -> None:
+        """Takes what the watchdog reports."""
         self.hang = hang
         append_event(self.run, "hang", attempt=self.attempt, **asdict(hang))
 
     def outcome(self, *, agent_exit_code: int) -> Outcome:
+        """Returns the outcome once the agent has ended."""
         if not self.ranks:
-            self.note_attempt()
+            self.write_attempt()
         failures = find_failures(self.run, self.attempt, self.ranks)
-        early = [] if self.stopping else find_early_exits(self.run, self.ranks)
-        if early:
-            failures = [*early, *(replace(each, consequence=True) for each in failures)]
+        early_exits = [] if self.stopping else find_early_exits(self.run, self.ranks)
+        if early_exits:
+            failures = [*early_exits, *(replace(failure, consequence=True) for failure in failures)]
         elif self.hang:
-            failures = hang_first(self.hang, failures)
+            failures = put_hang_first(self.hang, failures)
         elif not failures and not self.stopping and (self.engine_exit_code or self.engine_exit_code is None):
             failures = [self.launch_failure(agent_exit_code)]
         state = self.state(failures)
         if state == "failed":
-            self.note_failures(failures)
+            names = ("rank", "exit_code", "signal", "message", "consequence")
+            for failure in failures:
+                append_event(
+                    self.run, "rank_failed", attempt=self.attempt, **{name: getattr(failure, name) for name in names}
+                )
         exit_code = exit_code_of(state, failures, own=self.own_exit_codes)
         outcome = Outcome(state, exit_code, self.attempt, failures, self.joined)
         append_event(self.run, "attempt_ended", attempt=self.attempt, state=state, exit_code=outcome.exit_code)
         return outcome
 
-    def note_failures(self, failures: list[Failure]) -> None:
-        for failure in failures:
-            append_event(
-                self.run,
-                "rank_failed",
-                attempt=self.attempt,
-                rank=failure.rank,
-                exit_code=failure.exit_code,
-                signal=failure.signal,
-                message=failure.message,
-                consequence=failure.consequence,
-            )
-
     def state(self, failures: list[Failure]) -> State:
+        """Returns whether the attempt finished, failed or was stopped."""
         if not self.stopping or self.failed_first:
             if failures:
                 return "failed"
-            return (
-                "interrupted" if "stopped" in self.last_phases() else "finished"
-            )  # the signal went to the workers alone
+            # the workers alone may have received the signal
+            return "interrupted" if "stopped" in self.last_phases() else "finished"
         if any(failure.traceback and not failure.consequence for failure in failures):
             return "failed"  # an error while stopping, such as a full disk: perhaps nothing was saved
-        return "finished" if self.all_done() else "interrupted"
-
-    def all_done(self) -> bool:
-        """Every rank says that it had reached its last step: the order to stop came too late to matter."""
-        phases = self.last_phases()
-        return bool(phases) and all(phase == "done" for phase in phases)
+        # where every rank had reached its last step, the order to stop came too late to matter
+        return "finished" if set(self.last_phases()) == {"done"} else "interrupted"
 
     def last_phases(self) -> list[str | None]:
-        """Of each rank, where it marks its progress, as those of a script do not."""
-        paths = [self.run.progress(each["rank"]) for each in self.ranks]
+        """Returns the last phase that each rank reported; None for a script's ranks."""
+        paths = [self.run.progress(rank["rank"]) for rank in self.ranks]
         last = [list(read_json_lines(path))[-1:] for path in paths]
         return [line[0].get("phase") if line else None for line in last]
 
     def launch_failure(self, agent_exit_code: int) -> Failure:
-        who, exit_code = "torch's elastic agent", self.engine_exit_code
+        """Returns the failure of a launch in which no rank failed."""
+        process, exit_code = "torch's elastic agent", self.engine_exit_code
         if exit_code is None:
-            who, exit_code = "the launch agent", agent_exit_code
+            process, exit_code = "the launch agent", agent_exit_code
         killed_by = signal.Signals(-exit_code).name if exit_code < 0 else None
         return Failure(
             rank=None,
             exit_code=None if killed_by else exit_code,
             signal=killed_by,
-            message=f"{who} was ended by {killed_by}" if killed_by else f"{who} ended with code {exit_code}",
+            message=f"{process} was killed by {killed_by}" if killed_by else f"{process} exited with code {exit_code}",
             time=time.time(),
             consequence=False,
             traceback=None if killed_by else "\n".join(read_log_tail(self.run.logs(self.attempt) / LAUNCH_LOG)),
         )
 
 
-def hang_first(hang: Hang, failures: list[Failure]) -> list[Failure]:
-    """The rank that was named is the root cause; what the others said when it was killed only followed."""
-    named = Failure(
+def put_hang_first(hang: Hang, failures: list[Failure]) -> list[Failure]:
+    """Returns the failures with the hung rank as the root cause; the errors of its peers follow from its kill."""
+    root = Failure(
         rank=hang.rank, exit_code=None, signal="SIGKILL", message=hang.text, time=time.time(), consequence=False
     )
-    return [named, *(replace(each, consequence=True) for each in failures if each.rank != hang.rank)]
+    return [root, *(replace(failure, consequence=True) for failure in failures if failure.rank != hang.rank)]
 
 
 def exit_code_of(state: State, failures: list[Failure], *, own: bool) -> int:
+    """Returns the exit code of an attempt. own: that of the root cause's process, as a shell reports it."""
     if state == "failed":
         root = failures[0]
         if own and root.rank is not None:
@@ -270,75 +250,72 @@ def exit_code_of(state: State, failures: list[Failure], *, own: bool) -> int:
 
 
 @dataclass
-class Caught:
-    """Signals since the attempt began."""
+class StopSignals:
+    """The order to stop: the signals since the attempt began."""
 
     first: str | None = None
     first_time: float = 0.0
     kill: bool = False
 
-    def take(self, signum: int, frame: FrameType | None) -> None:
+    def add(self, signum: int, frame: FrameType | None) -> None:
+        """Takes a signal; it is a signal handler."""
         now = time.monotonic()
         if self.first is None:
             self.first, self.first_time = signal.Signals(signum).name, now
         elif signum == signal.SIGINT and now - self.first_time > ONE_CTRL_C_S:
-            self.kill = True  # a second SIGTERM is only a batch system repeating itself
+            self.kill = True  # a second SIGTERM is only a batch system that repeats itself
 
 
 @contextmanager
-def caught_signals(caught: Caught | None = None) -> Iterator[Caught]:
-    """Those that come within the block; with `caught`, added to what it has already."""
-    caught = caught or Caught()
-    before = {signum: signal.signal(signum, caught.take) for signum in STOP_SIGNALS}
+def catch_signals(signals: StopSignals | None = None) -> Iterator[StopSignals]:
+    """Collects the signals that arrive within the block, in `signals` if it is given."""
+    signals = signals or StopSignals()
+    handlers = {signum: signal.signal(signum, signals.add) for signum in STOP_SIGNALS}
     try:
-        yield caught
+        yield signals
     finally:
-        for signum, handler in before.items():
+        for signum, handler in handlers.items():
             signal.signal(signum, handler)
 
 
 class AgentLink:
-    """JSON lines to and from one agent; `ended` once its side is closed, be it by a kill."""
+    """JSON lines to and from one agent."""
 
     def __init__(self, agent: subprocess.Popen[bytes]):
         assert agent.stdout is not None
         self.agent = agent
         self.give_up_at = float("inf")
         self._lines = Lines(agent.stdout.fileno())
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(agent.stdout, selectors.EVENT_READ)
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(agent.stdout, selectors.EVENT_READ)
 
     @property
     def ended(self) -> bool:
+        """Whether the agent's side is closed, be it by a kill."""
         return self._lines.ended
 
     def read(self, *, timeout_s: float) -> list[dict[str, Any]]:
-        """What has come by now, after at most timeout_s; a signal's effect is seen as late as that."""
+        """Returns the lines that have arrived, after at most timeout_s; signals are noticed as late as that."""
         if time.monotonic() > self.give_up_at:
             self.agent.kill()  # the engine and the workers follow by PDEATHSIG
-        return self._lines.read() if self._selector.select(timeout_s) else []
+        return self._lines.read() if self.selector.select(timeout_s) else []
 
-    def send(self, do: str, *, give_up_s: float, **fields: int) -> None:
+    def send(self, do: str, *, give_up_s: float, **fields: int | None) -> None:
+        """Sends an order. An agent that has not ended give_up_s later is killed."""
         self.give_up_at = min(self.give_up_at, time.monotonic() + give_up_s)
         self.write({"do": do, **fields})
 
     def write(self, line: dict[str, Any]) -> None:
+        """Sends one line."""
         assert self.agent.stdin is not None
-        with suppress(BrokenPipeError):  # the agent has ended: read() says so next
+        with suppress(BrokenPipeError):  # the agent has ended, as the next read() shows
             self.agent.stdin.write(json.dumps(line).encode() + b"\n")
             self.agent.stdin.flush()
 
-    def close(self) -> None:
-        self._selector.close()
-        self.agent.kill()
-        with suppress(BrokenPipeError):
-            self.agent.__exit__(None, None, None)  # closes both pipes and reaps
-
 
 @contextmanager
-def started_agent(job: dict[str, Any]) -> Iterator[AgentLink]:
-    """However the block is left, nothing of the attempt runs afterwards."""
-    lock_fds = () if job["lock_fd"] is None else (job["lock_fd"],)
+def start_agent(job: dict[str, Any]) -> Iterator[AgentLink]:
+    """Starts the agent with its job. However the block is left, nothing of the attempt runs afterwards."""
     with (Path(job["logs_dir"]) / LAUNCH_LOG).open("ab") as log:
         agent = subprocess.Popen(
             [sys.executable, "-P", "-m", "paceline.launch.agent"],
@@ -346,7 +323,7 @@ def started_agent(job: dict[str, Any]) -> Iterator[AgentLink]:
             stdout=subprocess.PIPE,
             stderr=log,
             env=os.environ,
-            pass_fds=lock_fds,
+            pass_fds=() if job["lock_fd"] is None else (job["lock_fd"],),
             start_new_session=True,  # a terminal's Ctrl-C reaches the supervisor alone
         )
     link = AgentLink(agent)
@@ -354,5 +331,8 @@ def started_agent(job: dict[str, Any]) -> Iterator[AgentLink]:
         link.write(job)
         yield link
     finally:
-        link.close()
+        link.selector.close()
+        agent.kill()
+        with suppress(BrokenPipeError):
+            agent.__exit__(None, None, None)  # closes both pipes and reaps
         kill_processes(job["run_id"], timeout_s=AGENT_MARGIN_S)

@@ -1,39 +1,67 @@
 """
-Is the run still getting on: no sign of life for longer than usual is a hang, and the rank that holds up the others is named.
+Decides whether the ranks still make progress. Silence that lasts longer than usual is a hang, and the rank that holds up the
+others is its culprit.
 
-The ranks of our trainer mark every step and what they do in it (train/progress.py). A script of the user's is only seen to write
-lines and to use the processor. Whatever was learned is kept under RUN/hangs/<attempt>/; who is named, launch/supervisor.py ends.
-Time in which nobody looked does not count: a suspended laptop, a stopped container or a paused supervisor is no hang, and
+The ranks of the trainer and of `paceline comm` write heartbeats (paceline/heartbeat.py); a user's script shows activity only by
+log lines and processor time. The usual duration of a step is learned during the attempt. The evidence of a hang is kept under
+RUN/hangs/<attempt>/, and launch/supervisor.py kills the rank that is to blame.
+
+Time in which poll() was not called does not count: a suspended laptop, a stopped container or a paused supervisor is no hang, and
 neither is a jump of the clock. A rank under a debugger is left alone.
+
+The first of these criteria that separates some ranks from the others decides on the culprit: a process that cannot run; a heartbeat
+behind the others; a stack outside any collective while others wait in one; a process that uses its cores while others idle.
 """
 
 import json
+import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from paceline.launch.culprit import Rank, find_culprits, tell
-from paceline.launch.hang import STILL, process_state
-from paceline.launch.processes import cpu_seconds, describe_process, rank_pids
-from paceline.launch.recorder import ask_recorders, wait_for_dumps
-from paceline.launch.signs import LONG, LogSigns, MarkSigns
-from paceline.launch.stacks import main_frames, take_stacks
+from paceline.heartbeat import PHASES, Heartbeat, read_heartbeat
+from paceline.launch.stacks import (
+    CANNOT_RUN,
+    IDLE,
+    STATES,
+    WORKING,
+    Frame,
+    call_site,
+    cpu_seconds,
+    describe_process,
+    main_frames,
+    process_state,
+    rank_pids,
+    request_recordings,
+    take_stacks,
+    wait_for_recordings,
+    waits_for_others,
+)
 from paceline.rundir import RunDir, read_end, utc_now, write_atomic
+from paceline.units import format_ranks
 
 HANG_AFTER_S = 60.0  # of silence within a step
-SCRIPT_HANG_AFTER_S = 600.0  # of a script, which may say nothing for long
-LOOK_EVERY_S = 0.5  # at processes, once silence lasts
-UNSEEN_S = 1.0  # between two polls no more than this counts
+SCRIPT_HANG_AFTER_S = 600.0  # of a script, which may print nothing for long
+PROCESS_CHECK_S = 0.5  # between two looks at the processes while heartbeats are missing
+LONGEST_POLL_S = 1.0  # more time than this between two polls does not count
 SAMPLE_BYTES = 1 << 16  # of the end of health/<host>.jsonl: more than one line
-ENDED = ("Z", None)  # states of a process
+USUAL_STEPS = 6  # a step may take this many times the usual step, a long phase this many times its longest so far
+LONG_PHASE = 10  # times the floor: the start, the first step (it compiles), an evaluation, a checkpoint
+WORKING_PHASE = 6  # times that while the processor is used: a large model compiles, a large checkpoint is hashed
+IN_STEP = ("train", "load", "forward", "backward", "reduce", "update")
+MEDIAN_OF = 20  # steps
+GONE = ("Z", None)
+FINAL_PHASES = ("stopped", "done")
 
 
 @dataclass(frozen=True)
 class Hang:
-    """rank: None where nothing tells the ranks apart. text: one sentence for the user."""
+    """A hang, as events.jsonl and hang.json record it. rank: None where nothing distinguishes the ranks."""
 
     rank: int | None
     silent_s: float
@@ -43,10 +71,30 @@ class Hang:
     evidence: tuple[str, ...] = ()  # files, relative to the run folder
 
 
-class Watchdog:
-    """poll() some times a second, from the start of an attempt; it returns a hang once, and then never again.
+@dataclass(frozen=True)
+class RankState:
+    """What is known about one rank at the end of the silence."""
 
-    hang_after_s: of silence within a step; None: the default. script: the ranks are not our trainer's.
+    rank: int
+    pid: int | None
+    state: str | None  # the letter in /proc/PID/stat; None: there is no such process
+    heartbeat: Heartbeat | None = None  # None: it has written none, or it is a script's
+    frames: tuple[Frame, ...] = ()  # of its main thread, the innermost first
+    cores: float = 0.0  # used during the silence, with its children
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        return (-1, 0, 0) if self.heartbeat is None else self.heartbeat.place
+
+    def to_json(self) -> dict[str, Any]:
+        record = asdict(self)
+        return {"mark" if name == "heartbeat" else name: value for name, value in record.items()}
+
+
+class Watchdog:
+    """Call poll() some times a second from the start of an attempt: it returns a hang once, and None after that.
+
+    hang_after_s: seconds of silence within a step; None: the default. script: the ranks write no heartbeats.
     """
 
     def __init__(
@@ -64,132 +112,270 @@ class Watchdog:
         self.pids = pids or (lambda: rank_pids(run, attempt, nproc))
         default_s = SCRIPT_HANG_AFTER_S if script else HANG_AFTER_S
         self.floor_s = default_s if hang_after_s is None else hang_after_s
-        self.signs: MarkSigns | LogSigns = (
-            LogSigns(run, attempt, nproc, self.floor_s) if script else MarkSigns(run, nproc, self.floor_s)
+        self.activity: HeartbeatActivity | LogActivity = (
+            LogActivity(run, attempt, nproc, self.floor_s) if script else HeartbeatActivity(run, nproc, self.floor_s)
         )
-        self._clock, self._last = clock, clock()
-        self._awake_s = self._since_s = self._looked_s = 0.0
-        self._cpu: dict[int, float] = {}  # what each rank had used at _cpu_s, soon after the last sign of life
-        self._cpu_s = 0.0
-        self._stopped_s: float | None = None  # since when some process was seen to be stopped
-        self._ended: set[int] = set()  # ranks; one that ends has got on
-        self._found = False
+        self._clock, self._polled_at = clock, clock()
+        self._awake_s = 0.0  # time that counts: the sum of what passed between polls
+        self._active_s = self._checked_s = 0.0  # when the last activity and the last look at the processes were
+        self._cpu_s: dict[int, float] = {}  # processor time of each rank at _cpu_since_s, soon after the last activity
+        self._cpu_since_s = 0.0
+        self._stopped_since_s: float | None = None  # since when some process has been stopped
+        self._ended_ranks: set[int] = set()  # a rank that ends has made progress
+        self.hang: Hang | None = None
 
     def poll(self) -> Hang | None:
         now = self._clock()
-        self._awake_s += min(max(0.0, now - self._last), UNSEEN_S)
-        self._last = now
-        if self._found:
+        self._awake_s += min(max(0.0, now - self._polled_at), LONGEST_POLL_S)
+        self._polled_at = now
+        if self.hang is not None:
             return None
-        if self.signs.changed(self._awake_s):
-            self._since_s = self._looked_s = self._awake_s
-            self._cpu, self._stopped_s = {}, None
+        if self.activity.has_changed(self._awake_s):
+            self._active_s = self._checked_s = self._awake_s
+            self._cpu_s, self._stopped_since_s = {}, None
             return None
-        if self._awake_s - self._looked_s < LOOK_EVERY_S:
+        if self._awake_s - self._checked_s < PROCESS_CHECK_S:
             return None
-        self._looked_s = self._awake_s
-        return self._look(self.pids(), silent_s=self._awake_s - self._since_s)
+        self._checked_s = self._awake_s
+        return self._check_processes(self.pids(), silent_s=self._awake_s - self._active_s)
 
-    def _look(self, pids: dict[int, int], *, silent_s: float) -> Hang | None:
-        """At the processes, while there is no sign of life."""
-        if not self._cpu:
-            self._cpu, self._cpu_s = {rank: cpu_seconds(pid) for rank, pid in pids.items()}, self._awake_s
+    def _check_processes(self, pids: dict[int, int], *, silent_s: float) -> Hang | None:
+        """Checks the processes while heartbeats are missing."""
+        if not self._cpu_s:
+            self._cpu_s, self._cpu_since_s = {rank: cpu_seconds(pid) for rank, pid in pids.items()}, self._awake_s
         states = {rank: process_state(pid) for rank, pid in pids.items()}
         if "T" not in states.values():
-            self._stopped_s = None
-        elif self._stopped_s is None:
-            self._stopped_s = self._awake_s
-        ended = {rank for rank, state in states.items() if state in ENDED}
-        if "t" in states.values() or ended != self._ended:
-            self._ended, self._since_s = ended, self._awake_s
+            self._stopped_since_s = None
+        elif self._stopped_since_s is None:
+            self._stopped_since_s = self._awake_s
+        ended = {rank for rank, state in states.items() if state in GONE}
+        if "t" in states.values() or ended != self._ended_ranks:
+            self._ended_ranks, self._active_s = ended, self._awake_s
             return None
-        all_ended = len(ended) == len(states)  # or none has begun; the engine knows, unless it hangs itself
-        if silent_s < self.floor_s * (LONG if all_ended else 1):
+        all_ended = len(ended) == len(states)  # or none has begun; the engine notices, unless it hangs itself
+        if silent_s < self.floor_s * (LONG_PHASE if all_ended else 1):
             return None
         cores = self._cores(pids)
-        stopped = self._stopped_s is not None and self._awake_s - self._stopped_s >= self.floor_s
-        if not stopped and silent_s < self.signs.allowed_s(cores):
+        stopped = self._stopped_since_s is not None and self._awake_s - self._stopped_since_s >= self.floor_s
+        if not stopped and silent_s < self.activity.allowed_s(cores):
             return None
-        self._found = True
-        return self._find(pids, states, cores, silent_s=silent_s)
+        self.hang = self._report(pids, states, cores, silent_s=silent_s)
+        return self.hang
 
-    def _find(
+    def _cores(self, pids: Mapping[int, int]) -> dict[int, float]:
+        """Returns how many cores each rank has used on average during the silence."""
+        seconds = max(self._awake_s - self._cpu_since_s, PROCESS_CHECK_S)
+        return {
+            rank: max(0.0, cpu_seconds(pid) - self._cpu_s[rank]) / seconds
+            for rank, pid in pids.items()
+            if rank in self._cpu_s
+        }
+
+    def _report(
         self, pids: dict[int, int], states: Mapping[int, str | None], cores: Mapping[int, float], *, silent_s: float
     ) -> Hang:
-        asked = ask_recorders(self.run, self.attempt, [rank for rank in pids if states.get(rank) not in STILL])
-        stacks = take_stacks(self.run, self.attempt, pids, own=self.signs.own)
+        can_run = [rank for rank in pids if states.get(rank) not in CANNOT_RUN]
+        recordings = request_recordings(self.run, self.attempt, can_run)
+        stacks = take_stacks(self.run, self.attempt, pids, own_ranks=self.activity.own_ranks)
         ranks = [
-            Rank(
+            RankState(
                 rank,
                 pids.get(rank),
                 states.get(rank),
-                self.signs.marks.get(rank),
+                self.activity.heartbeats.get(rank),
                 tuple(main_frames(stacks.get(rank, ""))),
                 cores.get(rank, 0.0),
             )
             for rank in range(self.nproc)
         ]
-        wait_for_dumps(asked)
-        return self._name(ranks, stacks, silent_s=silent_s)
-
-    def _cores(self, pids: Mapping[int, int]) -> dict[int, float]:
-        """Of the processors, at work for each rank during the silence."""
-        seconds = max(self._awake_s - self._cpu_s, LOOK_EVERY_S)
-        return {
-            rank: max(0.0, cpu_seconds(pid) - self._cpu[rank]) / seconds
-            for rank, pid in pids.items()
-            if rank in self._cpu
-        }
-
-    def _name(self, ranks: Sequence[Rank], stacks: Mapping[int, str], *, silent_s: float) -> Hang:
-        culprits = find_culprits(ranks)
-        told_apart = len(culprits) < len(ranks) or len(ranks) == 1
-        mark = culprits[0].mark
-        hang = Hang(
-            rank=culprits[0].rank if told_apart else None,
-            silent_s=round(silent_s, 1),
-            phase=mark.phase if mark else None,
-            step=mark.step if mark else None,
-            text=tell(ranks, culprits, silent_s=silent_s),
-        )
-        return replace(hang, evidence=keep_evidence(self.run, self.attempt, hang, ranks, stacks))
+        wait_for_recordings(recordings)
+        hang = make_hang(ranks, silent_s=silent_s)
+        return replace(hang, evidence=write_evidence(self.run, self.attempt, hang, ranks, stacks))
 
 
-def keep_evidence(
-    run: RunDir, attempt: int, hang: Hang, ranks: Sequence[Rank], stacks: Mapping[int, str]
+def make_hang(ranks: Sequence[RankState], *, silent_s: float) -> Hang:
+    culprits = find_culprits(ranks)
+    is_certain = len(culprits) < len(ranks) or len(ranks) == 1
+    heartbeat = culprits[0].heartbeat
+    return Hang(
+        rank=culprits[0].rank if is_certain else None,
+        silent_s=round(silent_s, 1),
+        phase=heartbeat.phase if heartbeat else None,
+        step=heartbeat.step if heartbeat else None,
+        text=describe_hang(ranks, culprits, silent_s=silent_s),
+    )
+
+
+def write_evidence(
+    run: RunDir, attempt: int, hang: Hang, ranks: Sequence[RankState], stacks: Mapping[int, str]
 ) -> tuple[str, ...]:
-    """A file for each rank and hang.json; returns those that could be written."""
+    """Writes a file for each rank and hang.json; returns those that could be written, and the flight recordings."""
     folder = run.hang(attempt)
-    texts = {f"{each.rank}.txt": describe_rank(each, stacks.get(each.rank)) for each in ranks}
-    record = {"time": utc_now(), **asdict(hang), "ranks": [asdict(each) for each in ranks], "host": describe_host(run)}
-    texts["hang.json"] = json.dumps({key: value for key, value in record.items() if key != "evidence"}, indent=1) + "\n"
-    kept = []
-    with suppress(OSError):  # a full disk must not keep the run from going on
+    texts = {f"{rank.rank}.txt": describe_rank(rank, stacks.get(rank.rank)) for rank in ranks}
+    facts = {name: value for name, value in asdict(hang).items() if name != "evidence"}
+    record = {"time": utc_now(), **facts, "ranks": [rank.to_json() for rank in ranks], "host": describe_host(run)}
+    texts["hang.json"] = json.dumps(record, indent=1) + "\n"
+    written = []
+    with suppress(OSError):  # a full disk must not keep the run from continuing
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
             write_atomic(folder / name, text)
-            kept.append(str((folder / name).relative_to(run.path)))
-    kept += [str(path.relative_to(run.path)) for path in run.recorded(attempt)]
-    return tuple(kept)
+            written.append(str((folder / name).relative_to(run.path)))
+    written += [str(path.relative_to(run.path)) for path in run.recorder_dumps(attempt)]
+    return tuple(written)
 
 
-def describe_rank(rank: Rank, stacks: str | None) -> str:
-    mark = json.dumps(asdict(rank.mark)) if rank.mark else "none"
-    known = describe_process(rank.pid) if rank.pid is not None and rank.state is not None else "gone"
+def describe_rank(rank: RankState, stacks: str | None) -> str:
+    heartbeat = json.dumps(asdict(rank.heartbeat)) if rank.heartbeat else "none"
+    process = describe_process(rank.pid) if rank.pid is not None and rank.state is not None else "gone"
     return (
-        f"rank {rank.rank}, process {rank.pid or 'n/a'}\nmark: {mark}\nprocessors at work: {rank.cores:.2f}\n\n{known}\n\n"
-        f"stacks, by {stacks or 'nobody: no tool could take them'}\n"
+        f"rank {rank.rank}, process {rank.pid or 'n/a'}\nmark: {heartbeat}\ncores in use: {rank.cores:.2f}\n\n{process}\n\n"
+        f"stacks, taken by {stacks or 'no tool: none could take them'}\n"
     )
 
 
 def describe_host(run: RunDir) -> dict[str, Any]:
-    """Load and memory, as /proc has them; and the last sample of health, the GPUs' too."""
-    found: dict[str, Any] = {}
+    """Returns load and memory from /proc, and the last health sample, which includes the GPUs."""
+    facts: dict[str, Any] = {}
     for path in sorted(run.health_dir.glob("*.jsonl")):
         with suppress(ValueError, IndexError):
-            found[path.stem] = json.loads(read_end(path, SAMPLE_BYTES)[0].splitlines()[-1])
+            facts[path.stem] = json.loads(read_end(path, SAMPLE_BYTES)[0].splitlines()[-1])
     for name in ("loadavg", "meminfo"):
         with suppress(OSError):
             lines = Path("/proc", name).read_text().splitlines()
-            found[name] = "; ".join(lines[:3])
-    return found
+            facts[name] = "; ".join(lines[:3])
+    return facts
+
+
+def find_culprits(ranks: Sequence[RankState]) -> list[RankState]:
+    """Returns the ranks that hold up the others, and every rank where no criterion separates them."""
+    if all(rank.state in GONE for rank in ranks):
+        return list(ranks)
+    furthest = max(rank.place for rank in ranks)
+    some_wait = any(waits_for_others(rank.frames) for rank in ranks)
+    criteria: tuple[Callable[[RankState], bool], ...] = (
+        lambda rank: rank.state in CANNOT_RUN and not (rank.heartbeat and rank.heartbeat.phase in FINAL_PHASES),
+        lambda rank: rank.place < furthest,
+        lambda rank: some_wait and bool(rank.frames) and not waits_for_others(rank.frames),
+        lambda rank: rank.cores >= WORKING,
+    )
+    for criterion in criteria:
+        matching = [rank for rank in ranks if criterion(rank)]
+        if matching and len(matching) < len(ranks):
+            last = min(rank.place for rank in matching)
+            return [rank for rank in matching if rank.place == last]
+    return list(ranks)
+
+
+def describe_hang(ranks: Sequence[RankState], culprits: Sequence[RankState], *, silent_s: float) -> str:
+    """Returns one sentence: which ranks are stuck where, and which ranks wait for them."""
+    late, others = culprits[0], [rank for rank in ranks if rank not in culprits]
+    activity = f"{'is' if len(culprits) == 1 else 'are'} {describe_state(late)}{describe_place(late)}"
+    start = f"no rank made progress for {silent_s:.0f} s"
+    if not others:
+        subject = "the only rank" if len(ranks) == 1 else "nothing distinguishes the ranks: all"
+        return f"{start}: {subject} {activity}"
+    ahead = max(others, key=lambda rank: rank.place)
+    missed = ""
+    if ahead.heartbeat is not None and ahead.place > late.place:
+        missed = f" and did not reach {ahead.heartbeat.position}"
+    waiting = f"{format_ranks(rank.rank for rank in others)} {'waits' if len(others) == 1 else 'wait'}"
+    return (
+        f"{start}: {format_ranks(rank.rank for rank in culprits)} {activity}{missed}; {waiting}{describe_place(ahead)}"
+    )
+
+
+def describe_place(rank: RankState) -> str:
+    """Returns ' in load of step 3, micro_batch at train/loader.py:80', as far as it is known."""
+    parts = [rank.heartbeat.position if rank.heartbeat else None, call_site(rank.frames)]
+    text = ", ".join(part for part in parts if part)
+    return f" in {text}" if text else ""
+
+
+def describe_state(rank: RankState) -> str:
+    if rank.state in ("S", "R") and rank.cores >= WORKING:
+        return f"working ({rank.cores:.1f} cores)"
+    return STATES.get(rank.state or "", "gone")
+
+
+class HeartbeatActivity:
+    """The heartbeats of all ranks of this attempt, and how long each phase has taken so far."""
+
+    own_ranks = True
+
+    def __init__(self, run: RunDir, nproc: int, floor_s: float):
+        self.paths = {rank: run.progress(rank) for rank in range(nproc)}
+        self.floor_s = floor_s
+        self.heartbeats: dict[int, Heartbeat] = {}
+        self.first_step: dict[int, int] = {}  # of the attempt: that which may compile
+        self.entered_s: dict[int, float] = {}  # when the rank came to its phase
+        self.longest_s: dict[str, float] = {}  # of each phase that belongs to no step
+        self.step_s: deque[float] = deque(maxlen=MEDIAN_OF)
+        self.stepped_s = 0.0
+
+    def has_changed(self, awake_s: float) -> bool:
+        before = self._slowest_step()
+        changed = False
+        for rank, path in self.paths.items():
+            heartbeat = read_heartbeat(path)
+            if heartbeat is not None and heartbeat != self.heartbeats.get(rank):
+                self._note(rank, heartbeat, awake_s)
+                changed = True
+        if changed and (after := self._slowest_step()) > before:
+            if before > min(self.first_step.values(), default=before):
+                self.step_s.append((awake_s - self.stepped_s) / (after - before))
+            self.stepped_s = awake_s
+        return changed
+
+    def _slowest_step(self) -> int:
+        """Returns the steps that every rank has completed; -1 before all ranks have started."""
+        if len(self.heartbeats) < len(self.paths):
+            return -1
+        return min(heartbeat.step for heartbeat in self.heartbeats.values())
+
+    def _note(self, rank: int, heartbeat: Heartbeat, awake_s: float) -> None:
+        before = self.heartbeats.get(rank)
+        if before is None or before.phase != heartbeat.phase:
+            if before is not None:
+                duration_s = awake_s - self.entered_s[rank]
+                self.longest_s[before.phase] = max(duration_s, self.longest_s.get(before.phase, 0.0))
+            self.entered_s[rank] = awake_s
+        if heartbeat.phase in IN_STEP:
+            self.first_step.setdefault(rank, heartbeat.step)
+        self.heartbeats[rank] = heartbeat
+
+    def allowed_s(self, cores: Mapping[int, float]) -> float:
+        """Returns the longest silence that any rank's phase allows: the other ranks may be waiting for that rank."""
+        return max(self._allowed_s(rank, cores.get(rank, 0.0)) for rank in self.paths)
+
+    def _allowed_s(self, rank: int, cores: float) -> float:
+        heartbeat = self.heartbeats.get(rank)
+        if heartbeat is not None and heartbeat.phase not in PHASES:  # an operation of `paceline comm`
+            return self.floor_s
+        if heartbeat is not None and heartbeat.phase in IN_STEP and heartbeat.step > self.first_step[rank]:
+            return max(self.floor_s, USUAL_STEPS * median(self.step_s)) if self.step_s else self.floor_s
+        works = cores >= WORKING and not (heartbeat and heartbeat.phase == "reduce")  # a wait for a GPU may spin
+        long_s = LONG_PHASE * self.floor_s * (WORKING_PHASE if works else 1)
+        return max(long_s, USUAL_STEPS * self.longest_s.get(heartbeat.phase, 0.0)) if heartbeat else long_s
+
+
+class LogActivity:
+    """Bytes in the ranks' logs. A healthy script may print nothing for long, so its processors must be idle as well."""
+
+    own_ranks = False
+
+    def __init__(self, run: RunDir, attempt: int, nproc: int, floor_s: float):
+        self.paths = [run.rank_log(attempt, rank) for rank in range(nproc)]
+        self.floor_s = floor_s
+        self.heartbeats: dict[int, Heartbeat] = {}
+        self.sizes: list[int] = []
+
+    def has_changed(self, awake_s: float) -> bool:
+        before, self.sizes = self.sizes, []
+        for path in self.paths:
+            with suppress(OSError):
+                self.sizes.append(path.stat().st_size)
+        return self.sizes != before
+
+    def allowed_s(self, cores: Mapping[int, float]) -> float:
+        return self.floor_s if all(num_cores < IDLE for num_cores in cores.values()) else math.inf

@@ -1,17 +1,17 @@
 """
-Checkpoints: save in the background while training goes on, load on any number of ranks.
+Checkpoints: saved in the background while training continues, loaded on any number of ranks.
 
-Each rank hands in the pieces it owns; the copy is taken before `save` returns and a thread writes it (publish.py),
-without a collective, so a save cannot disturb those of the training. Keys are logical and know no rank: what two ranks
-saved three can load. What lies in the folder, and whether it is whole: manifest.py. What the tensors are for, and what
-the numbers in `state` mean, is not known here.
+Each rank passes the pieces that it owns. The copy is taken before `save` returns, and a thread writes it (publish.py) without a
+collective, so a save cannot disturb those of the training. Keys are logical and do not depend on ranks: two ranks may save what
+three load. The files of a checkpoint and their hashes: manifest.py. This module does not depend on what the tensors are for, or on
+what the numbers in `state` mean.
 """
 
 import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -22,16 +22,7 @@ from torch import Tensor
 
 import paceline
 from paceline.errors import PacelineError
-from paceline.model.manifest import (
-    NoCheckpoint,
-    TensorEntry,
-    clean_leftovers,
-    list_checkpoints,
-    newest_good,
-    num_rows,
-    read_manifest,
-    verify,
-)
+from paceline.model.manifest import RawTensor, TensorEntry, newest_good, num_rows, read_manifest
 from paceline.model.publish import (
     NoSpace,
     PendingSave,
@@ -43,23 +34,9 @@ from paceline.model.publish import (
     shard_name,
     write_part,
 )
-from paceline.model.shard_file import RawTensor
 
-__all__ = [
-    "CheckpointReader",
-    "CheckpointWriter",
-    "NoCheckpoint",
-    "NoSpace",
-    "Piece",
-    "SavedCheckpoint",
-    "clean_leftovers",
-    "list_checkpoints",
-    "load_newest_good",
-    "open_checkpoint",
-    "verify",
-]
-
-LOOK_S, LONGEST_LOOK_S = 2.0, 300.0  # between looks for space after a save that found none; doubled when it fails again
+# between checks for space after a save that found none; doubled by each further failure
+CHECK_S, LONGEST_CHECK_S = 2.0, 300.0
 
 DTYPE_CODES = {  # torch -> safetensors
     torch.float64: "F64",
@@ -84,14 +61,14 @@ class Piece:
 
     @property
     def name(self) -> str:
-        """The tensor's name in its file."""
+        """Returns the tensor's name in its file."""
         lo, hi = self.rows
         return self.key if (lo, hi) == (0, num_rows(self.shape)) else f"{self.key}[{lo}:{hi}]"
 
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint that is on disk; seconds from the call of `save` until it was."""
+    """A checkpoint that is on disk. seconds: from the call of `save` until it was there."""
 
     path: Path
     step: int
@@ -99,69 +76,60 @@ class SavedCheckpoint:
     bytes: int
 
 
+@dataclass(eq=False)
 class CheckpointWriter:
     """Writes this rank's part of each checkpoint; rank 0 also completes it, and removes old ones.
 
-    attempt: the same on all ranks and never used before in this run, so that what a killed attempt left at the same
-    step is never taken for this one's. on_saved is called on rank 0, from the thread. Call `wait` before the process
-    ends: the thread does not keep it alive, and a save that is cut off leaves only what `clean_leftovers` removes.
+    attempt: equal on all ranks and never used before in this run, so that the files of a killed attempt at the same step are never
+    taken for this attempt's. on_saved is called on rank 0, from the thread. Call `wait` before the process ends: the thread does
+    not keep it alive, and an interrupted save leaves only files that `clean_leftovers` removes.
 
-    on_no_space: called from the thread of any rank that learns of a full disk, which then is no error of `save` and
-    `wait`: the checkpoints before stand and the training goes on; rank 0's `has_space_again` tells when to try again.
+    on_no_space: called from the thread of any rank that meets a full disk; `save` and `wait` then raise nothing.
+    Earlier checkpoints stay and the training continues; `has_space_again` on rank 0 reports when a save may succeed.
     whole_bytes: of a checkpoint, over all ranks.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        rank: int,
-        world_size: int,
-        attempt: str,
-        keep_last: int,
-        on_saved: Callable[[SavedCheckpoint], None],
-        deadline_s: float = 600.0,
-        on_no_space: Callable[[NoSpace], None] | None = None,
-        whole_bytes: int | None = None,
-    ):
-        assert keep_last >= 1, keep_last
-        self._directory = directory
-        self._rank = rank
-        self._world_size = world_size
-        self._attempt = attempt
-        self._keep_last = keep_last
-        self._on_saved = on_saved
-        self._deadline_s = deadline_s
-        self._on_no_space = on_no_space
-        self._whole_bytes = whole_bytes
-        self.no_space: NoSpace | None = None  # what the last save met
-        self._look_s, self._next_look = LOOK_S, 0.0
+    directory: Path
+    _: KW_ONLY
+    rank: int
+    world_size: int
+    attempt: str
+    keep_last: int
+    on_saved: Callable[[SavedCheckpoint], None]
+    deadline_s: float = 600.0
+    on_no_space: Callable[[NoSpace], None] | None = None
+    whole_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        assert self.keep_last >= 1, self.keep_last
+        self.no_space: NoSpace | None = None  # the error of the last save
+        self._check_s, self._next_check = CHECK_S, 0.0
         self._num_saves = 0
-        self._copies: dict[str, Tensor] = {}  # kept for the next save: fresh memory costs more than the copying
+        self._copies: dict[str, Tensor] = {}  # reused by the next save: fresh memory costs more than the copying
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
     def save(
         self, step: int, pieces: Sequence[Piece], state: Mapping[str, Any], *, val_bpb: float | None = None
     ) -> float:
-        """Copy the pieces and begin to write them; returns the seconds it waited for the save before to end.
+        """Copies the pieces and starts to write them; returns the seconds that it waited for the previous save to end.
 
-        All ranks call it for the same steps in the same order; no rank waits for another. state: plain JSON values,
-        rank 0's are kept. Raises what the save before met. Saving a step again replaces it.
+        All ranks call it for the same steps in the same order; no rank waits for another. state: plain JSON values; rank 0's
+        are saved. Raises the error of the previous save. Saving a step again replaces it.
         """
         began = time.monotonic()
         self.wait()
         waited_s = time.monotonic() - began
         self._num_saves += 1
         save = PendingSave(
-            directory=self._directory,
+            directory=self.directory,
             step=step,
-            rank=self._rank,
-            world_size=self._world_size,
-            attempt=f"{self._attempt}-{self._num_saves}",  # a step saved again after a failure is another attempt
+            rank=self.rank,
+            world_size=self.world_size,
+            attempt=f"{self.attempt}-{self._num_saves}",  # a step saved again after a failure is another attempt
             tensors=self._copy(pieces),
-            entries=_entries(pieces, file=shard_name(self._rank, self._world_size)),
-            whole_bytes=self._whole_bytes,
+            entries=_entries(pieces, file=shard_name(self.rank, self.world_size)),
+            whole_bytes=self.whole_bytes,
         )
         state = json.loads(json.dumps(state, allow_nan=False))  # as it is now
         self._thread = threading.Thread(
@@ -171,7 +139,7 @@ class CheckpointWriter:
         return waited_s
 
     def wait(self) -> None:
-        """Until the save under way has ended; raises what it met."""
+        """Waits until the save under way has ended; raises its error."""
         if self._thread:
             self._thread.join()
             self._thread = None
@@ -180,23 +148,23 @@ class CheckpointWriter:
             raise error
 
     def has_space_again(self) -> bool:
-        """On rank 0, whether the last save found no space and now there is some; cheap enough to be asked in every step."""
-        if self.no_space is None or self._rank != 0 or time.monotonic() < self._next_look:
+        """Returns on rank 0 whether the last save found no space and now there is some; cheap enough to call in every step."""
+        if self.no_space is None or self.rank != 0 or time.monotonic() < self._next_check:
             return False
-        self._next_look = time.monotonic() + self._look_s
+        self._next_check = time.monotonic() + self._check_s
         if self._thread is not None and self._thread.is_alive():
             return False
-        return (free_space(self._directory) or 0) >= self.no_space.needed_bytes
+        return (free_space(self.directory) or 0) >= self.no_space.needed_bytes
 
     @torch.no_grad()
     def _copy(self, pieces: Sequence[Piece]) -> list[RawTensor]:
-        """The pieces' bytes in CPU memory; those without rows are left out."""
+        """Copies the pieces to CPU memory, (...) in their dtypes; skips those without rows."""
         copies: dict[str, Tensor] = {}
         for piece in pieces:
             lo, hi = piece.rows
             source = piece.tensor
             assert source.shape == ((hi - lo, *piece.shape[1:]) if piece.shape else ()), (piece.name, source.shape)
-            assert piece.name not in copies, f"{piece.name} twice on rank {self._rank}"
+            assert piece.name not in copies, f"{piece.name} twice on rank {self.rank}"
             if lo == hi:
                 continue
             copy = self._copies.get(piece.name)
@@ -213,59 +181,50 @@ class CheckpointWriter:
     def _run(self, save: PendingSave, state: Mapping[str, Any], val_bpb: float | None, began: float) -> None:
         try:
             write_part(save)
-            if self._rank == 0:
+            if self.rank == 0:
                 versions = {"paceline": paceline.__version__, "torch": torch.__version__}
                 path, num_bytes = publish(
-                    save, state=state, val_bpb=val_bpb, versions=versions, deadline_s=self._deadline_s
+                    save, state=state, val_bpb=val_bpb, versions=versions, deadline_s=self.deadline_s
                 )
-                prune(self._directory, step=save.step, keep_last=self._keep_last)
-                self._on_saved(SavedCheckpoint(path, save.step, time.monotonic() - began, num_bytes))
-            self.no_space, self._look_s = None, LOOK_S
+                prune(self.directory, step=save.step, keep_last=self.keep_last)
+                self.on_saved(SavedCheckpoint(path, save.step, time.monotonic() - began, num_bytes))
+            self.no_space, self._check_s = None, CHECK_S
         except BaseException as error:
             give_up(save, error)
-            self._note(explained(error, save) if isinstance(error, OSError) else error, cause=error)
+            if isinstance(error, OSError):
+                explanation = explained(error, save)
+                explanation.__cause__ = error
+                self._report(explanation)
+            else:
+                self._report(error)
 
-    def _note(self, error: BaseException, *, cause: BaseException) -> None:
-        """An error of the save is raised by the next call; a full disk is not, where someone is told of it."""
-        if error is not cause:
-            error.__cause__ = cause
-        if self._on_no_space is None or not isinstance(error, NoSpace):
+    def _report(self, error: BaseException) -> None:
+        """Stores the error for the next call to raise; passes a full disk to on_no_space instead, where there is one."""
+        if self.on_no_space is None or not isinstance(error, NoSpace):
             self._error = error
             return
-        self._look_s = LOOK_S if self.no_space is None else min(2 * self._look_s, LONGEST_LOOK_S)
-        self.no_space, self._next_look = error, time.monotonic() + self._look_s
-        self._on_no_space(error)
+        self._check_s = CHECK_S if self.no_space is None else min(2 * self._check_s, LONGEST_CHECK_S)
+        self.no_space, self._next_check = error, time.monotonic() + self._check_s
+        self.on_no_space(error)
 
 
 class CheckpointReader:
-    """A checkpoint's tensors by key and rows, whoever saved them. Reads from disk only what is asked for."""
+    """Reads a checkpoint's tensors by key and rows, whichever ranks saved them, and only the requested rows from disk."""
 
     def __init__(self, path: Path):
-        self.path = path
-        self._manifest = read_manifest(path)
+        """Opens the folder without verifying it: `newest_good` does that, on one rank."""
+        self.path, manifest = path, read_manifest(path)
+        self.step, self.world_size = manifest.step, manifest.world_size  # done at the save; the ranks that saved it
+        self.val_bpb, self.state = manifest.val_bpb, manifest.state
+        self._tensors = manifest.tensors
         self._open_files: dict[str, Any] = {}
 
-    @property
-    def step(self) -> int:
-        return self._manifest.step
-
-    @property
-    def world_size(self) -> int:
-        return self._manifest.world_size
-
-    @property
-    def val_bpb(self) -> float | None:
-        return self._manifest.val_bpb
-
-    @property
-    def state(self) -> Mapping[str, Any]:
-        return self._manifest.state
-
     def keys(self) -> list[str]:
-        return list(self._manifest.tensors)
+        """Returns the keys of all tensors."""
+        return list(self._tensors)
 
     def read(self, key: str, lo: int, hi: int) -> Tensor:
-        """Rows [lo, hi) on the CPU, in the dtype they were saved in; a scalar's one row has shape ()."""
+        """Returns rows [lo, hi) on the CPU, in the dtype that they were saved in; a scalar's one row has shape ()."""
         entry = self._entry(key)
         assert 0 <= lo <= hi <= num_rows(entry.shape), f"rows {lo} to {hi} of {key} {entry.shape}"
         rows = torch.empty((hi - lo, *entry.shape[1:]), dtype=getattr(torch, entry.dtype))
@@ -279,15 +238,16 @@ class CheckpointReader:
         return rows if entry.shape else rows[0]
 
     def read_all(self, key: str) -> Tensor:
+        """Returns a whole tensor, as `read` does."""
         return self.read(key, 0, num_rows(self._entry(key).shape))
 
     def load_model_state(self) -> dict[str, Tensor]:
-        """The model's parameters by their names in the module, fp32."""
+        """Returns the model's parameters by their names in the module, fp32."""
         keys = [key for key in self.keys() if key.startswith("model.")]
         return {key.removeprefix("model."): self.read_all(key).float() for key in keys}
 
     def _entry(self, key: str) -> TensorEntry:
-        entry = self._manifest.tensors.get(key)
+        entry = self._tensors.get(key)
         if entry is None:
             near = get_close_matches(key, self.keys(), n=1)
             raise PacelineError(
@@ -308,19 +268,14 @@ class CheckpointReader:
         return self._open_files[name]
 
 
-def open_checkpoint(path: Path) -> CheckpointReader:
-    """For a rank that was told the path by the rank that verified it."""
-    return CheckpointReader(path)
-
-
 def load_newest_good(directory: Path, *, set_aside: bool = False) -> tuple[CheckpointReader, list[str]]:
-    """Verify from the newest on, on one rank; the lines name the damaged ones passed over. See `newest_good`."""
+    """Opens the newest checkpoint that verifies, for one rank to call; the lines name the damaged ones. See `newest_good`."""
     path, notes = newest_good(directory, set_aside=set_aside)
     return CheckpointReader(path), notes
 
 
 def _entries(pieces: Sequence[Piece], *, file: str) -> dict[str, dict[str, Any]]:
-    """What this rank holds of each key, as the manifest will say it; no parts where it holds no row."""
+    """Returns this rank's parts of each key as the manifest lists them, none where it holds no row."""
     entries: dict[str, dict[str, Any]] = {}
     for piece in pieces:
         dtype = str(piece.tensor.dtype).removeprefix("torch.")

@@ -1,16 +1,13 @@
 """
 The GPT that paceline trains: nanochat's recipe of July 2026, whole.
 
-Rotary positions, RMSNorm without weights after the embedding, before attention and MLP, on q and k and at the end; ReLU^2 MLP;
-value embeddings on every second layer; learned scalars that scale the residual stream and bring the embedding back; smear (each
-token takes in some of the one before); backout (the middle of the stream is taken off its end); soft-capped logits in fp32; an
-untied head; windowed attention by a pattern. What each is worth: nanochat's dev/LOG.md.
+Rotary positions; RMSNorm without weights; ReLU^2 MLP; value embeddings on every second layer; learned scalars that scale the
+residual stream and bring the embedding back; smear; backout; soft-capped logits; an untied head; windowed attention. The reason
+for each stands at its line. What each is worth: nanochat's dev/LOG.md.
 
 Activations are in compute_dtype whatever the weights are stored in; norms, softmax, scalars and the loss reduce in fp32. The
-model knows nothing of optimizers, ranks or files. Its parameters are those of plan/shapes.py.
+model does not depend on optimizers, ranks or files. Its parameters are those of plan/shapes.py.
 """
-
-# B rows, T tokens in a row, C n_embd, H n_head, K n_kv_head, D head_dim, V padded_vocab_size
 
 import functools
 import hashlib
@@ -26,35 +23,47 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.config import ModelConfig
 from paceline.errors import PlanError
-from paceline.model.cpu_attention import causal_attention
-from paceline.model.embedding import Embedding
-from paceline.model.kv_cache import KVCache
-from paceline.model.loss import nats_per_token, softcap, sum_of_nats
-from paceline.model.pointwise import mix, relu_squared, rms_norm, rotary_norm
+from paceline.model.layers import (
+    Embedding,
+    causal_attention,
+    mix,
+    nats_per_token,
+    relu_squared,
+    rms_norm,
+    rotary_norm,
+    softcap,
+    sum_of_nats,
+)
 from paceline.plan.cost import window_sizes
-from paceline.plan.shapes import SMEAR_GATE_CHANNELS, VE_GATE_CHANNELS, has_value_embed
+from paceline.plan.shapes import has_value_embed, smear_gate_width, ve_gate_width
 
-ROTARY_BASE = 100_000
-VE_GATE_MAX = 3.0
+# B rows, T tokens in a row (with a cache: new tokens), C n_embd, H n_head, K n_kv_head, D head_dim, V padded_vocab_size
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # by the precision of a plan
+ROTARY_BASE = 100_000  # the slowest pair of dimensions turns less than once in 100,000 tokens
+VE_GATE_MAX = 3.0  # a value embedding may outweigh the value that attention computes
 
 Rotary = tuple[Tensor, Tensor]  # cos and sin, (T, D) each
 Mask = Tensor | BlockMask | None  # None: all earlier tokens
 
 
 class Linear(nn.Linear):
-    """Without bias; the weight is cast to the input's dtype, so fp32 and bf16 weights run alike."""
+    """A product without bias; the weight is cast to the input's dtype, so fp32 and bf16 weights run alike."""
 
     def __init__(self, in_features: int, out_features: int):
         super().__init__(in_features, out_features, bias=False)
 
     def reset_parameters(self) -> None:
-        """Nothing: GPT.init_weights draws all weights."""
+        """Does nothing: GPT.init_weights draws all weights."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """Returns x @ weight.T in x.dtype."""
         return F.linear(x, self.weight.to(x.dtype))
 
 
 class Attention(nn.Module):
+    """Causal attention of one layer, over all earlier tokens or a window of them."""
+
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
         self.layer, self.window = layer, window_sizes(config)[layer]
@@ -63,30 +72,33 @@ class Attention(nn.Module):
         self.c_k = Linear(config.n_embd, config.n_kv_head * config.head_dim)
         self.c_v = Linear(config.n_embd, config.n_kv_head * config.head_dim)
         self.c_proj = Linear(config.n_head * config.head_dim, config.n_embd)
-        self.gate_channels = min(VE_GATE_CHANNELS, config.n_embd)
+        self.gate_channels = ve_gate_width(config)
         if has_value_embed(layer, config.n_layer):
             self.ve_gate = Linear(self.gate_channels, config.n_kv_head)
 
-    def forward(self, x: Tensor, ve: Tensor | None, rotary: Rotary, mask: Mask, cache: KVCache | None) -> Tensor:
-        """x: (B, T, C) normed; ve: (B, T, K*D) or None -> (B, T, C)."""
+    def forward(self, x: Tensor, ve: Tensor | None, rotary: Rotary, mask: Mask, cache: "KVCache | None") -> Tensor:
+        """Returns (B, T, C). x: (B, T, C) normed; ve: the layer's value embeddings, (B, T, K*D), or None."""
         heads, kv_heads = (*x.shape[:2], self.n_head, self.head_dim), (*x.shape[:2], self.n_kv_head, self.head_dim)
+        # the norm on q and k bounds the scores, so no large logit saturates softmax early on; rotation makes a score depend on the
+        # distance of two tokens alone
         q = rotary_norm(self.c_q(x).view(heads), *rotary)  # (B, H, T, D)
         k = rotary_norm(self.c_k(x).view(kv_heads), *rotary)  # (B, K, T, D)
         v = self.c_v(x).view(kv_heads)  # (B, T, K, D)
         if ve is not None:
+            # what a token is, straight from a table: parameters that cost no FLOPs, gated by what stands there now
             gate = VE_GATE_MAX * torch.sigmoid(self.ve_gate(x[..., : self.gate_channels]))  # (B, T, K)
             v = torch.addcmul(v, gate.unsqueeze(-1), ve.view(kv_heads))
         v = v.transpose(1, 2)  # (B, K, T, D)
         if cache is not None:
-            k, v = cache.extend(self.layer, k, v)  # (B, K, all that is seen, D)
+            k, v = cache.extend(self.layer, k, v)  # (B, K, all visible tokens, D)
         y = attend(q, k, v, mask, window=self.window)  # (B, T, H, D)
         return cast(Tensor, self.c_proj(y.flatten(2)))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int) -> Tensor:
-    """q: (B, H, T, D); k, v: (B, K, T, D) -> (B, T, H, D). One query alone sees every key given: the cache has picked them."""
-    groups, several = q.shape[1] // k.shape[1], q.shape[2] > 1
-    if several and q.device.type == "cpu":
+    """Returns (B, T, H, D) of q: (B, H, T, D); k, v: (B, K, T, D). A single query sees every key: the cache has picked them."""
+    groups, many_queries = q.shape[1] // k.shape[1], q.shape[2] > 1
+    if many_queries and q.device.type == "cpu":
         if groups > 1:
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         return causal_attention(q, k, v, window=window)
@@ -95,40 +107,46 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int) -> Tenso
         flex = flex if torch.compiler.is_compiling() else compiled_flex_attention()
         y = flex(q, k, v, block_mask=mask, enable_gqa=groups > 1)
     else:
-        causal = several and mask is None
+        causal = many_queries and mask is None
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=groups > 1)
     return y.transpose(1, 2)
 
 
 @functools.cache
 def compiled_flex_attention() -> Callable[..., Tensor]:
-    """Even in an eager model: uncompiled, FlexAttention holds all scores at once."""
+    """Compiles FlexAttention even for an eager model: uncompiled it holds all scores at once."""
     return cast(Callable[..., Tensor], torch.compile(flex_attention, dynamic=False))
 
 
 class MLP(nn.Module):
+    """The MLP of one layer: four times as wide inside, (B, T, C) -> (B, T, C)."""
+
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.c_fc = Linear(config.n_embd, 4 * config.n_embd)
         self.c_proj = Linear(4 * config.n_embd, config.n_embd)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Returns (B, T, C). x: (B, T, C) normed."""
         return cast(Tensor, self.c_proj(relu_squared(self.c_fc(x))))
 
 
 class Block(nn.Module):
+    """One layer: attention and MLP, each on the normed stream and added to it, (B, T, C) -> (B, T, C)."""
+
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
         self.attn = Attention(config, layer)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, ve: Tensor | None, rotary: Rotary, mask: Mask, cache: KVCache | None) -> Tensor:
+    def forward(self, x: Tensor, ve: Tensor | None, rotary: Rotary, mask: Mask, cache: "KVCache | None") -> Tensor:
+        """Returns the stream with both added to it, (B, T, C)."""
         x = x + self.attn(rms_norm(x), ve, rotary, mask, cache)
         return cast(Tensor, x + self.mlp(rms_norm(x)))
 
 
 class GPT(nn.Module):
-    """Build it (on the meta device too), then init_weights or load_state_dict: until then its weights are arbitrary."""
+    """The whole network. Its weights are arbitrary until init_weights or load_state_dict; it may be built on the meta device."""
 
     def __init__(
         self,
@@ -140,11 +158,8 @@ class GPT(nn.Module):
         attention: Literal["sdpa", "flex"] = "sdpa",
     ):
         super().__init__()
-        self.config = config
-        self.compute_dtype = compute_dtype
-        self.logits_budget_bytes = logits_budget_bytes
-        self.activation_checkpointing = activation_checkpointing
-        self.attention = attention
+        self.config, self.compute_dtype, self.attention = config, compute_dtype, attention
+        self.logits_budget_bytes, self.activation_checkpointing = logits_budget_bytes, activation_checkpointing
         self.windows = window_sizes(config)
         self.block_masks: dict[tuple[int, int], BlockMask] = {}  # (tokens, window) -> FlexAttention's mask
         vocab, kv_width = config.padded_vocab_size, config.n_kv_head * config.head_dim
@@ -155,14 +170,14 @@ class GPT(nn.Module):
         self.lm_head = Linear(config.n_embd, vocab)
         self.resid_lambdas = nn.Parameter(torch.empty(config.n_layer))
         self.x0_lambdas = nn.Parameter(torch.empty(config.n_layer))
-        self.smear_gate = Linear(min(SMEAR_GATE_CHANNELS, config.n_embd), 1)
+        self.smear_gate = Linear(smear_gate_width(config), 1)
         self.smear_lambda = nn.Parameter(torch.empty(1))
         self.backout_lambda = nn.Parameter(torch.empty(1))
         self.nats_per_token: Callable[..., Tensor] = nats_per_token
         self.sum_of_nats: Callable[..., Tensor] = sum_of_nats
 
     def forward(self, idx: Tensor, targets: Tensor, *, reduction: Literal["sum", "none"] = "sum") -> Tensor:
-        """Nats of targets, (B, T) int64, -1 not counted: their sum, () fp32, or each one's, (B, T) fp32 without gradient."""
+        """Returns the nats of targets, (B, T) int64 with -1 not counted: their sum, () fp32; or with "none" (B, T) fp32."""
         x = self.hidden(idx).flatten(0, 1)  # (B*T, C)
         weight = self.lm_head.weight.to(x.dtype)
         options = {
@@ -175,35 +190,39 @@ class GPT(nn.Module):
         return self.sum_of_nats(x, weight, targets.flatten(), **options)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """nn.Module's, with the loss outside the graph: a compiler may keep its chunks alive. What takes a loss out of graphs
-        takes a second to import, which a model that stays eager need not wait for."""
+        """Compiles the model as nn.Module.compile does, with the loss outside the graph: a compiler may keep its chunks alive.
+
+        torch.compiler.disable takes a second to import, so it is called here: a model that stays eager does not wait for it.
+        """
         disable = torch.compiler.disable
         self.nats_per_token, self.sum_of_nats = disable(nats_per_token), disable(sum_of_nats)  # type: ignore[no-untyped-call]
         super().compile(*args, **kwargs)
 
-    def logits(self, idx: Tensor, *, cache: KVCache | None = None, newest_only: bool = False) -> Tensor:
-        """(B, T, vocab_size) fp32, capped; with newest_only (B, 1, vocab_size), of the last token alone."""
+    def logits(self, idx: Tensor, *, cache: "KVCache | None" = None, newest_only: bool = False) -> Tensor:
+        """Returns capped logits, (B, T, vocab_size) fp32; with newest_only (B, 1, vocab_size), those of the last token alone."""
         x = self.hidden(idx, cache=cache)
         return softcap(self.lm_head(x[:, -1:] if newest_only else x)[..., : self.config.vocab_size].float())
 
-    def hidden(self, idx: Tensor, *, cache: KVCache | None = None) -> Tensor:
-        """(B, T, C): what lm_head reads. idx: (B, T) int64; with a cache, the tokens that follow those it holds."""
+    def hidden(self, idx: Tensor, *, cache: "KVCache | None" = None) -> Tensor:
+        """Returns what lm_head reads, (B, T, C). idx: (B, T) int64; with a cache, the tokens that follow those it holds."""
         num_tokens, before = idx.shape[1], cache.length if cache is not None else 0
         rotary = self.rotary(before, before + num_tokens, idx.device)
         masks = self.masks(num_tokens, idx.device, flex=self.attention == "flex" and cache is None)
+        # the norm makes rare tokens, whose embeddings are hardly trained, as large as frequent ones
         x = self.smear(rms_norm(self.wte(idx).to(self.compute_dtype)), cache)  # (B, T, C)
-        x0, middle = x.view_as(x), x  # a tensor of its own: torch.compile cannot trace mix(x, x)
+        x0, middle = x.view_as(x), x  # x0 is a tensor of its own: torch.compile cannot trace mix(x, x)
         lambdas = zip(self.resid_lambdas.unbind(), self.x0_lambdas.unbind(), strict=True)
-        for i, (resid, again) in enumerate(lambdas):
-            rest = (i, idx, resid, again, rotary, masks[self.windows[i]], cache)
+        for i, (resid_lambda, x0_lambda) in enumerate(lambdas):
+            inputs = (x, x0, i, idx, resid_lambda, x0_lambda, rotary, masks[self.windows[i]], cache)
             if self.activation_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(self.layer, x, x0, *rest, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(self.layer, *inputs, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = self.layer(x, x0, *rest)
+                x = self.layer(*inputs)
             if i == self.config.n_layer // 2:
                 middle = x
         if cache is not None:
             cache.length += num_tokens
+        # backout: what the first half of the layers wrote for the second half to read is of no use to lm_head, and is taken off
         return rms_norm(x - self.backout_lambda.to(x.dtype) * middle)
 
     def layer(
@@ -212,27 +231,35 @@ class GPT(nn.Module):
         x0: Tensor,
         i: int,
         idx: Tensor,
-        resid: Tensor,
-        again: Tensor,
+        resid_lambda: Tensor,
+        x0_lambda: Tensor,
         rotary: Rotary,
         mask: Mask,
-        cache: KVCache | None,
+        cache: "KVCache | None",
     ) -> Tensor:
+        """Returns the stream after layer i, (B, T, C). x: the stream; x0: the embedding; resid_lambda, x0_lambda: () fp32."""
         ve = self.value_embeds[str(i)](idx).to(x.dtype) if str(i) in self.value_embeds else None  # (B, T, K*D)
-        return cast(Tensor, self.h[i](mix(x, x0, resid, again), ve, rotary, mask, cache))
+        # the scalars let each layer choose how much of the stream it keeps, and how much of the bare token it sees again
+        return cast(Tensor, self.h[i](mix(x, x0, resid_lambda, x0_lambda), ve, rotary, mask, cache))
 
-    def smear(self, x: Tensor, cache: KVCache | None) -> Tensor:
-        """Adds to each token's embedding a gated part of the one before; the first token of all has none before."""
+    def smear(self, x: Tensor, cache: "KVCache | None") -> Tensor:
+        """Adds to each token's embedding a gated part of the previous one; the very first token has no previous one.
+
+        Pairs of tokens are then known to the first layer, which otherwise spends attention heads on looking one token back.
+        """
         before = x[:, :-1]  # (B, T-1, C)
         if cache is not None:
             before = before if cache.last_embedding is None else torch.cat((cache.last_embedding, before), dim=1)
             cache.last_embedding = x[:, -1:]
-        later = x[:, x.shape[1] - before.shape[1] :]
-        gate = self.smear_lambda.to(x.dtype) * torch.sigmoid(self.smear_gate(later[..., : self.smear_gate.in_features]))
-        return torch.cat((x[:, : x.shape[1] - before.shape[1]], torch.addcmul(later, gate, before)), dim=1)
+        after = x[:, x.shape[1] - before.shape[1] :]  # the tokens that have a previous one
+        gate = self.smear_lambda.to(x.dtype) * torch.sigmoid(self.smear_gate(after[..., : self.smear_gate.in_features]))
+        return torch.cat((x[:, : x.shape[1] - before.shape[1]], torch.addcmul(after, gate, before)), dim=1)
 
     def rotary(self, start: int, end: int, device: torch.device) -> Rotary:
-        """Computed where it is used: nothing to move between devices, and no last position."""
+        """Returns cos and sin of positions start to end, (T, D) each in compute_dtype.
+
+        They are computed where they are used: there is no buffer to move between devices, and no last position.
+        """
         dim = self.config.head_dim
         speeds = ROTARY_BASE ** (-torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)  # (D/2,)
         angles = torch.outer(torch.arange(start, end, dtype=torch.float32, device=device), speeds)  # (T, D/2)
@@ -240,10 +267,10 @@ class GPT(nn.Module):
         return torch.cat((cos, cos), dim=-1), torch.cat((sin, -sin), dim=-1)  # (T, D)
 
     def masks(self, num_tokens: int, device: torch.device, *, flex: bool) -> dict[int, Mask]:
-        """One for each window; none where all earlier tokens are seen, and none on the CPU, whose attention knows windows.
+        """Returns a mask for each window; None where all earlier tokens are visible, and on the CPU, whose attention takes windows.
 
-        SDPA's are dense, which rules out a GPU's flash kernels; flex's are for one number of tokens, made once and kept. Call
-        it before torch.compile, so that none is made within the graph.
+        SDPA's masks are dense, which rules out a GPU's flash kernels. Flex's are for one number of tokens, made once and
+        cached: call this before torch.compile, so that none is made within the graph.
         """
         if flex and device.type == "cpu":
             raise PlanError("FlexAttention trains on CUDA only and this is the CPU", fix="attention sdpa")
@@ -265,39 +292,81 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, *, seed: int) -> None:
-        """The same bits on every rank, device and dtype: each parameter is drawn in fp32 on the CPU from (seed, its name)."""
+        """Draws all weights, the same bits on every rank, device and dtype: fp32 on the CPU from (seed, parameter's name)."""
         for name, p in self.named_parameters():
             p.copy_(initial_value(name, tuple(p.shape), self.config, seed=seed))
 
 
 def sliding_block_mask(num_tokens: int, window: int, device: torch.device) -> BlockMask:
-    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """Returns FlexAttention's mask of a causal window, for rows of num_tokens."""
+
+    def is_visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return (j <= i) & (i - j < window)
 
-    return create_block_mask(seen, None, None, num_tokens, num_tokens, device=str(device))
+    return create_block_mask(is_visible, None, None, num_tokens, num_tokens, device=str(device))
 
 
 def initial_value(name: str, shape: tuple[int, ...], config: ModelConfig, *, seed: int) -> Tensor:
-    """fp32 on the CPU. Uniform matrices have the deviation of a normal one without its outliers."""
+    """Returns a parameter's first value, fp32 on the CPU; uniform matrices deviate as a normal one without its outliers."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
     kind = name.removesuffix(".weight").rpartition(".")[2]
     bound = math.sqrt(3 / config.n_embd)
     value = torch.zeros(shape)
-    if kind == "wte":
-        return value.normal_(0, 0.8, generator=generator)
-    if kind == "lm_head":
-        return value.normal_(0, 0.001, generator=generator)
-    if kind in ("ve_gate", "smear_gate"):
-        return value.uniform_(0, 0.02, generator=generator)  # a little above neutral
-    if kind == "c_fc":
-        return value.uniform_(-0.4 * bound, 0.4 * bound, generator=generator)
-    if kind == "resid_lambdas":
-        return torch.linspace(1.15, 1.05, config.n_layer)
-    if kind == "x0_lambdas":
-        return torch.linspace(0.20, 0.05, config.n_layer)
-    if kind == "backout_lambda":
-        return value.fill_(0.2)
-    if kind in ("c_proj", "smear_lambda"):
-        return value  # zero: each block starts as the identity
+    match kind:
+        case "wte":
+            return value.normal_(0, 0.8, generator=generator)
+        case "lm_head":  # nearly uniform predictions: the first loss is that of a guess
+            return value.normal_(0, 0.001, generator=generator)
+        case "ve_gate" | "smear_gate":  # a little above neutral
+            return value.uniform_(0, 0.02, generator=generator)
+        case "c_fc":
+            return value.uniform_(-0.4 * bound, 0.4 * bound, generator=generator)
+        case "resid_lambdas":
+            return torch.linspace(1.15, 1.05, config.n_layer)
+        case "x0_lambdas":
+            return torch.linspace(0.20, 0.05, config.n_layer)
+        case "backout_lambda":
+            return value.fill_(0.2)
+        case "c_proj" | "smear_lambda":  # zero: each block starts as the identity
+            return value
     return value.uniform_(-bound, bound, generator=generator)  # c_q, c_k, c_v, value embeddings
+
+
+class KVCache:
+    """Keys and values of the tokens that a generation has read, so that each new token costs one row of work.
+
+    Each layer keeps as many tokens as its window sees, in a ring: memory is fixed and generation may continue past sequence_len.
+    Positions continue to count, since rotary attention depends only on differences.
+    """
+
+    def __init__(self, config: ModelConfig, *, num_rows: int, dtype: torch.dtype, device: torch.device):
+        sizes = [(num_rows, config.n_kv_head, window, config.head_dim) for window in window_sizes(config)]
+        self.k = [torch.empty(size, dtype=dtype, device=device) for size in sizes]
+        self.v = [torch.empty(size, dtype=dtype, device=device) for size in sizes]
+        self.last_embedding: Tensor | None = None  # (B, 1, C), which the next token smears in
+        self.length = 0  # tokens read
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores k and v, (B, K, T, D), and returns all keys and values that the newest token may attend to.
+
+        T > 1 is allowed only while the cache is empty: it then returns k and v themselves, for use under the layer's mask.
+        """
+        num_new, size = k.shape[2], self.k[layer].shape[2]
+        assert num_new == 1 or self.length == 0, "several tokens at once only on an empty cache"
+        num_stored = min(num_new, size)
+        end = self.length + num_new
+        slots = torch.arange(end - num_stored, end, device=k.device) % size
+        self.k[layer][:, :, slots] = k[:, :, -num_stored:]
+        self.v[layer][:, :, slots] = v[:, :, -num_stored:]
+        if num_new > 1:
+            return k, v
+        num_visible = min(end, size)
+        return self.k[layer][:, :, :num_visible], self.v[layer][:, :, :num_visible]
+
+    def repeat(self, num_rows: int) -> None:
+        """Makes num_rows equal rows of the one row."""
+        assert self.last_embedding is not None, "the cache is empty"
+        self.k = [k.repeat(num_rows, 1, 1, 1) for k in self.k]
+        self.v = [v.repeat(num_rows, 1, 1, 1) for v in self.v]
+        self.last_embedding = self.last_embedding.repeat(num_rows, 1, 1)

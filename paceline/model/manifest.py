@@ -1,14 +1,18 @@
 """
-What a checkpoint folder says of itself, and whether that is so.
+The files of a checkpoint: one safetensors file per rank, and the manifest that lists and hashes them.
 
-`checkpoints/step_000040/` holds one safetensors file per rank that owned something and `manifest.json`: every file's
-size and hash, which file holds which rows of which tensor, and the numbers that go with them. The folder gets its name
-by one rename after all of it is on disk, so a folder of that name is complete, or was damaged later: then a hash tells.
-docs/checkpoint.md describes the format to outsiders. No torch and no tensors here: any process may list and verify.
+`checkpoints/step_000040/` holds one safetensors file for each rank that owned something, and `manifest.json`. The folder gets its
+name by one rename after all of it is on disk, so a folder of that name is complete, or was damaged later, which a hash shows.
+docs/checkpoint.md describes the format. There is no torch here: any process may list and verify.
+
+safetensors' own writer takes everything in one call. `write_shard` writes in bounded chunks and hashes each, so that a save neither
+reads its file back nor holds the interpreter for long. The format: https://github.com/huggingface/safetensors#format.
 """
 
 import hashlib
+import itertools
 import json
+import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -18,20 +22,70 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError
-from paceline.model.shard_file import FileEntry
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 HASHING_THREADS = 4  # one reads and hashes about 1.5 GB/s, a disk gives more
+CHUNK_BYTES = 4 << 20  # hashing and writing release the interpreter once per chunk
 _STEP_FOLDER = re.compile(r"step_(\d{6,})")
 
 
+@dataclass(frozen=True)
+class RawTensor:
+    """A tensor as safetensors stores it: code such as 'F32', contiguous little-endian bytes."""
+
+    name: str
+    code: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """The size and hash of a checkpoint's file."""
+
+    bytes: int
+    sha256: str
+
+
+def write_shard(path: Path, tensors: Sequence[RawTensor]) -> FileEntry:
+    """Writes and syncs a safetensors file; raises OSError where the disk refuses."""
+    digest, num_bytes = hashlib.sha256(), 0
+    with path.open("wb", buffering=0) as file:
+        for block in (memoryview(_header(tensors)), *(tensor.data for tensor in tensors)):
+            for start in range(0, len(block), CHUNK_BYTES):
+                chunk = block[start : start + CHUNK_BYTES]
+                digest.update(chunk)
+                num_bytes += len(chunk)
+                while chunk:  # an unbuffered write may take less than its argument
+                    chunk = chunk[file.write(chunk) :]
+        os.fsync(file.fileno())
+    return FileEntry(num_bytes, digest.hexdigest())
+
+
+def shard_bytes(tensors: Sequence[RawTensor]) -> int:
+    """Returns the size of the file that `write_shard` makes."""
+    return len(_header(tensors)) + sum(len(tensor.data) for tensor in tensors)
+
+
+def _header(tensors: Sequence[RawTensor]) -> bytes:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for tensor in tensors:
+        end = start + len(tensor.data)
+        header[tensor.name] = {"dtype": tensor.code, "shape": tensor.shape, "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the first tensor starts on 8 bytes
+    return len(text).to_bytes(8, "little") + text
+
+
 class NoCheckpoint(PacelineError):
-    """There is none, not even a damaged one."""
+    """There is no checkpoint, not even a damaged one."""
 
 
 class DamagedCheckpoint(PacelineError):
-    """A folder that was complete and is not what it was."""
+    """A checkpoint that was complete and has changed since."""
 
     def __init__(self, path: Path, detail: str):
         super().__init__(
@@ -70,7 +124,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of manifest.json, but for its format number and its own hash."""
+    """The content of manifest.json, without its format number and its own hash."""
 
     step: int
     world_size: int  # that saved it; any other may read it
@@ -85,7 +139,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A checkpoint in a list."""
+    """What a list shows of a checkpoint."""
 
     path: Path
     step: int
@@ -96,22 +150,22 @@ class CheckpointInfo:
 
 
 def list_checkpoints(directory: Path) -> list[CheckpointInfo]:
-    """Newest first, by their manifests alone; one whose manifest is damaged is left out."""
-    found = []
+    """Returns the checkpoints newest first, by their manifests alone, without those whose manifest is damaged."""
+    checkpoints = []
     for path in step_folders(directory):
         try:
             manifest = read_manifest(path)
         except DamagedCheckpoint:
             continue
-        num_bytes = sum(entry.bytes for entry in manifest.files.values())
-        found.append(
-            CheckpointInfo(path, manifest.step, manifest.val_bpb, manifest.world_size, manifest.time, num_bytes)
+        size = sum(entry.bytes for entry in manifest.files.values())
+        checkpoints.append(
+            CheckpointInfo(path, manifest.step, manifest.val_bpb, manifest.world_size, manifest.time, size)
         )
-    return found
+    return checkpoints
 
 
 def verify(path: Path) -> None:
-    """Read every byte of the checkpoint; DamagedCheckpoint names the first file that is not as it was written."""
+    """Reads every byte of the checkpoint; raises DamagedCheckpoint with the first file that is not as it was written."""
     files = read_manifest(path).files
     with ThreadPoolExecutor(HASHING_THREADS) as pool:
         for name, damage in zip(files, pool.map(lambda name: _damage(path / name, files[name]), files), strict=True):
@@ -120,17 +174,17 @@ def verify(path: Path) -> None:
 
 
 def newest_good(directory: Path, *, set_aside: bool) -> tuple[Path, list[str]]:
-    """The newest checkpoint that verifies, and one line for each newer one that does not.
+    """Returns the newest checkpoint that verifies, and one line for each newer one that does not.
 
-    set_aside renames those to step_000060.damaged: the evidence stays, and the step can be saved again. For the process
-    that goes on training; one that only reads leaves them where they are.
+    set_aside renames those to step_000060.damaged: the evidence stays, and the step can be saved again. It is for the process that
+    continues training; one that only reads leaves them where they are. Raises NoCheckpoint, or PacelineError if all are damaged.
     """
     damaged: list[tuple[Path, DamagedCheckpoint]] = []
     for path in step_folders(directory):
         try:
             verify(path)
         except DamagedCheckpoint as error:
-            if path.exists():  # else the trainer has just pruned it
+            if path.exists():  # otherwise the trainer has just pruned it
                 damaged.append((path, error))
             continue
         notes = [
@@ -150,7 +204,7 @@ def newest_good(directory: Path, *, set_aside: bool) -> tuple[Path, list[str]]:
 
 
 def clean_leftovers(directory: Path) -> None:
-    """Remove what killed saves left. By rank 0, before any rank saves or loads."""
+    """Removes the files of killed saves. Rank 0 calls it before any rank saves or loads."""
     for path in directory.glob(".step_*.tmp"):
         shutil.rmtree(path)
     for path in directory.glob("step_*.replaced"):
@@ -162,7 +216,7 @@ def clean_leftovers(directory: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove a checkpoint; killed half-way, it leaves none that looks whole."""
+    """Removes a checkpoint; if it is killed half-way, no folder remains that looks whole."""
     hidden = path.with_name(f".{path.name}.discarded.tmp")
     shutil.rmtree(hidden, ignore_errors=True)
     path.rename(hidden)
@@ -170,7 +224,7 @@ def discard(path: Path) -> None:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint folder `path`; DamagedCheckpoint if it is not as it was written."""
+    """Reads the manifest of the checkpoint folder `path`; raises DamagedCheckpoint if it is not as it was written."""
     try:
         raw = (path / MANIFEST).read_bytes()
     except OSError as error:
@@ -192,7 +246,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def encode_manifest(manifest: Manifest) -> str:
-    """JSON with a line per field, file and tensor; the last line holds the sha256 of all bytes before it."""
+    """Returns JSON with a line per field, file and tensor; the last line holds the sha256 of all bytes before it."""
     lines = [f'"format": {FORMAT}']
     for field, value in asdict(manifest).items():
         if field in ("files", "tensors"):
@@ -205,21 +259,25 @@ def encode_manifest(manifest: Manifest) -> str:
 
 
 def tensor_entry(shape: Sequence[int], dtype: str, parts: Sequence[Mapping[str, Any]]) -> TensorEntry:
-    """From JSON, parts in any order; ValueError if a row is missing or there twice."""
-    ordered = sorted((Part(part["file"], part["name"], (part["rows"][0], part["rows"][1])) for part in parts), key=_lo)
-    return TensorEntry(tuple(shape), dtype, tuple(ordered))
+    """Makes an entry from JSON, with the parts in any order; raises ValueError if a row is missing or stored twice."""
+    ordered = sorted(parts, key=lambda part: part["rows"][0])
+    return TensorEntry(
+        tuple(shape), dtype, tuple(Part(part["file"], part["name"], tuple(part["rows"])) for part in ordered)
+    )
 
 
 def num_rows(shape: Sequence[int]) -> int:
+    """Returns the rows of a tensor: the size of its first dimension."""
     return shape[0] if shape else 1  # a scalar has one row
 
 
 def step_folder_name(step: int) -> str:
+    """Returns the name of a checkpoint's folder."""
     return f"step_{step:06d}"
 
 
 def step_folders(directory: Path) -> list[Path]:
-    """Newest first, damaged ones too."""
+    """Returns the checkpoints' folders newest first, damaged ones too."""
     if not directory.is_dir():
         return []
     return sorted((path for path in directory.iterdir() if _STEP_FOLDER.fullmatch(path.name)), key=_step, reverse=True)
@@ -241,16 +299,9 @@ def _step(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
-def _lo(part: Part) -> int:
-    return part.rows[0]
-
-
 def _free_name(path: Path) -> Path:
-    free, number = path, 1
-    while free.exists():
-        number += 1
-        free = path.with_name(f"{path.name}-{number}")
-    return free
+    names = itertools.chain([path], (path.with_name(f"{path.name}-{number}") for number in itertools.count(2)))
+    return next(free for free in names if not free.exists())
 
 
 def _seal(head: bytes) -> bytes:

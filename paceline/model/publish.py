@@ -1,10 +1,8 @@
 """
-The bytes of a save on their way to the disk: each rank's part, then on rank 0 the manifest and the folder's name.
+The way of a save to the disk: each rank writes its part, then rank 0 the manifest, and renames the folder.
 
-Ranks meet through files alone. Each writes its safetensors file and, when that is synced, a small JSON beside it into
-a folder with a hidden name; rank 0 waits for the JSON of all, writes the manifest last and renames the folder. A kill
-at any moment leaves the checkpoints before it, and a hidden folder that `clean_leftovers` removes. No torch: this runs
-in a thread beside the training and touches no tensor.
+Ranks meet through files alone: each writes its safetensors file and, when that is synced, a small JSON file with the same name into
+a folder with a hidden name. A kill at any moment leaves earlier checkpoints, and a hidden folder that `clean_leftovers` removes.
 """
 
 import json
@@ -20,65 +18,70 @@ from typing import Any
 from paceline.errors import PacelineError
 from paceline.model.manifest import (
     MANIFEST,
+    FileEntry,
     Manifest,
+    RawTensor,
     TensorEntry,
     discard,
     encode_manifest,
     list_checkpoints,
+    shard_bytes,
     step_folder_name,
     tensor_entry,
+    write_shard,
 )
-from paceline.model.shard_file import FileEntry, RawTensor, shard_bytes, write_shard
-from paceline.rundir import NO_SPACE, unwritable, utc_now, write_atomic
+from paceline.rundir import NO_SPACE, unwritable_file, utc_now, write_atomic
 from paceline.units import format_bytes
 
 POLL_S = 0.02
-GIVEN_UP = "given_up"  # rank 0 leaves it in the hidden folder: a rank that comes later removes what it has written
+GIVEN_UP = "given_up"  # rank 0 leaves it in the hidden folder: a rank that finishes later then removes its own files
 
 
 class NoSpace(PacelineError):
-    """The disk or the quota is full: the training can go on, and a later save may find room."""
+    """The disk or the quota is full: the training can continue, and a later save may find space."""
 
     def __init__(self, message: str, *, fix: str, step: int, needed_bytes: int, free_bytes: int | None):
         super().__init__(message, fix=fix)
-        self.step = step
-        self.needed_bytes, self.free_bytes = needed_bytes, free_bytes  # of the whole checkpoint; free after giving up
+        # needed: of the whole checkpoint; free: after giving up
+        self.step, self.needed_bytes, self.free_bytes = step, needed_bytes, free_bytes
 
 
 @dataclass(frozen=True)
 class PendingSave:
-    """One rank's share of one save."""
+    """One rank's part of one save."""
 
     directory: Path  # checkpoints/ of the run
     step: int
     rank: int
     world_size: int
-    attempt: str  # the same on all ranks, other than that of any earlier save of this step
+    attempt: str  # equal on all ranks, and different from that of any earlier save of this step
     tensors: Sequence[RawTensor]
     entries: Mapping[str, dict[str, Any]]  # key -> shape, dtype, parts of this rank
     whole_bytes: int | None = None  # of all ranks' tensors together, where that is known
 
     @property
     def folder(self) -> Path:
-        """Where it is written; renamed when it is complete."""
+        """Returns the hidden folder, which is renamed when the checkpoint is complete."""
         return self.directory / f".{step_folder_name(self.step)}.{self.attempt}.tmp"
 
     @property
     def file(self) -> Path:
+        """Returns this rank's safetensors file."""
         return self.folder / shard_name(self.rank, self.world_size)
 
 
 def shard_name(rank: int, world_size: int) -> str:
+    """Returns the name of a rank's file."""
     return f"shard_{rank:05d}_of_{world_size:05d}.safetensors"
 
 
 def write_part(save: PendingSave) -> None:
-    """Every rank: its file, then the JSON that says it is whole. A rank that owns nothing writes the JSON alone."""
-    save.directory.mkdir(exist_ok=True)  # a run folder that has vanished is not made anew
+    """Writes this rank's file, then the JSON that marks it as whole. A rank that owns nothing writes the JSON alone."""
+    save.directory.mkdir(exist_ok=True)  # a run folder that has vanished is not made again
     save.folder.mkdir(exist_ok=True)
     files = {save.file.name: asdict(write_shard(save.file, save.tensors))} if save.tensors else {}
     write_atomic(save.file.with_suffix(".json"), json.dumps({"files": files, "tensors": save.entries}))
-    if (save.folder / GIVEN_UP).exists():  # rank 0 did not wait: on a full disk nothing may stay that nobody needs
+    if (save.folder / GIVEN_UP).exists():  # rank 0 did not wait: on a full disk no useless file may stay
         remove_part(save)
 
 
@@ -90,9 +93,9 @@ def publish(
     versions: Mapping[str, str],
     deadline_s: float,
 ) -> tuple[Path, int]:
-    """Rank 0: wait for all parts, merge them, let the folder appear under its name; returns its path and bytes."""
+    """Waits for all parts, merges them and renames the folder; returns its path and bytes. For rank 0 alone."""
     parts = _collect(save, deadline_s=deadline_s)
-    for note in save.directory.glob(f".step_*.tmp/{GIVEN_UP}"):  # of earlier saves: by now every rank has left them
+    for note in save.directory.glob(f".step_*.tmp/{GIVEN_UP}"):  # of earlier saves: by now no rank writes to them
         shutil.rmtree(note.parent, ignore_errors=True)
     files = {name: FileEntry(**entry) for part in parts for name, entry in part["files"].items()}
     manifest = Manifest(
@@ -111,7 +114,7 @@ def publish(
     _sync_folder(save.folder)
     final = save.directory / step_folder_name(save.step)
     replaced = final.with_name(f"{final.name}.replaced")
-    if final.exists():  # a kill between the two renames is mended by clean_leftovers
+    if final.exists():  # clean_leftovers fixes a kill between the two renames
         final.rename(replaced)
     save.folder.rename(final)
     _sync_folder(save.directory)
@@ -121,7 +124,7 @@ def publish(
 
 
 def prune(directory: Path, *, step: int, keep_last: int) -> None:
-    """Keep the newest keep_last up to `step` and the best of them; what is newer than `step` is left alone."""
+    """Removes all checkpoints up to `step` but the newest keep_last and the best; newer ones stay."""
     listed = [info for info in list_checkpoints(directory) if info.step <= step]
     scored = [(info.val_bpb, -info.step) for info in listed if info.val_bpb is not None]
     best_step = -min(scored)[1] if scored else None
@@ -131,11 +134,11 @@ def prune(directory: Path, *, step: int, keep_last: int) -> None:
 
 
 def give_up(save: PendingSave, error: BaseException) -> None:
-    """Free the disk, and tell rank 0 not to wait."""
+    """Frees the disk, and marks this part as failed so that rank 0 does not wait for it."""
     if save.world_size == 1:
         shutil.rmtree(save.folder, ignore_errors=True)
         return
-    with suppress(OSError):  # else rank 0 learns it at its deadline, and the others' parts stay until the next attempt
+    with suppress(OSError):  # then rank 0 waits until its deadline, and the others' parts stay until the next attempt
         remove_part(save)
         if save.rank != 0:
             save.file.with_suffix(".full" if is_full(error) else ".failed").touch()
@@ -146,21 +149,23 @@ def give_up(save: PendingSave, error: BaseException) -> None:
 
 
 def remove_part(save: PendingSave) -> None:
+    """Removes this rank's files."""
     save.file.unlink(missing_ok=True)
     save.file.with_suffix(".json").unlink(missing_ok=True)
 
 
 def is_full(error: BaseException) -> bool:
+    """Returns whether the error is that the disk or the quota is full."""
     return isinstance(error, OSError) and error.errno in NO_SPACE
 
 
 def explained(error: OSError, save: PendingSave) -> PacelineError:
-    """What the user reads when the disk said no. After `give_up`, so that the free space is what he will find."""
+    """Returns the error for the user when the disk refused. Call it after `give_up`, so that it counts the freed space."""
     who = f"rank {save.rank} of {save.world_size}"
     if is_full(error):
         return no_space(save, who, num_bytes=shard_bytes(save.tensors))
     if not save.directory.parent.is_dir():
-        return unwritable(save.directory, error)
+        return unwritable_file(save.directory, error)
     return PacelineError(
         f"{who} cannot write the checkpoint of step {save.step} to {save.directory}: {error.strerror}",
         fix=f"make the folder writable, then: paceline resume {save.directory.parent}",
@@ -168,7 +173,7 @@ def explained(error: OSError, save: PendingSave) -> PacelineError:
 
 
 def no_space(save: PendingSave, who: str, *, num_bytes: int | None) -> NoSpace:
-    """num_bytes: what `who` has to write, where this rank knows."""
+    """Returns the error of a full disk. num_bytes: of the part of `who`, None if this rank does not know it."""
     free_bytes = free_space(save.directory)
     needs = "has not enough" if num_bytes is None else f"needs {format_bytes(num_bytes)}"
     if save.whole_bytes is not None and save.world_size > 1:
@@ -184,7 +189,7 @@ def no_space(save: PendingSave, who: str, *, num_bytes: int | None) -> NoSpace:
 
 
 def free_space(directory: Path) -> int | None:
-    """Bytes, for a folder that is there or to be made; None where its parent is gone too."""
+    """Returns the free bytes for a folder that exists or will be made; None where its parent is gone too."""
     for place in (directory, directory.parent):
         with suppress(OSError):
             return shutil.disk_usage(place).free
@@ -192,7 +197,7 @@ def free_space(directory: Path) -> int | None:
 
 
 def _collect(save: PendingSave, *, deadline_s: float) -> list[dict[str, Any]]:
-    """What each rank wrote, once all have."""
+    """Waits for all ranks' JSON and returns it; raises PacelineError where a rank failed or the deadline has passed."""
     deadline = time.monotonic() + deadline_s
     notes = [(save.folder / shard_name(rank, save.world_size)).with_suffix(".json") for rank in range(save.world_size)]
     while missing := [rank for rank, note in enumerate(notes) if not note.exists()]:
@@ -216,7 +221,7 @@ def _collect(save: PendingSave, *, deadline_s: float) -> list[dict[str, Any]]:
 
 
 def _merged(ranks: Sequence[Mapping[str, dict[str, Any]]]) -> dict[str, TensorEntry]:
-    """Every rank's entries as one; ValueError for a row that no rank owns, or two: a bug of the sharding."""
+    """Merges the ranks' entries; raises ValueError for a row that no rank owns, or two do: a bug of the sharding."""
     merged: dict[str, dict[str, Any]] = {}
     for entries in ranks:
         for key, entry in entries.items():
@@ -228,7 +233,7 @@ def _merged(ranks: Sequence[Mapping[str, dict[str, Any]]]) -> dict[str, TensorEn
 
 
 def _sync_folder(path: Path) -> None:
-    """Makes the names in it last through a power cut."""
+    """Syncs the folder, so that the names in it survive a power cut."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -1,30 +1,49 @@
 """
-Bytes that come and go within a micro-step: what forward keeps for backward, and what lives only while an op runs.
+Bytes that live within a micro-step: what forward saves for backward, and what exists only while an op runs. Pure arithmetic.
 
-Read off the code: model/gpt.py, pointwise.py, loss.py, cpu_attention.py say what each op keeps. Pure arithmetic, no torch; the
-sums are held against a trace of the model's own ops in tests/train/test_exact.py.
+Eager: read off the code. model/gpt.py, layers.py and loss.py show what each op saves; tests/train/test_exact.py holds the sums
+against a trace of the model's own ops.
+
+Compiled, where it differs: what forward saves is read off the graphs that AOT autograd's min-cut partitioner makes of the model on
+meta tensors with a GPU's flash kernel; what works besides it is read off inductor's own schedule on a CPU, its allocations as the
+profiler counts them. tests/train/test_compiled_memory.py does both again. A GPU's schedule was not seen and may fuse otherwise:
+what is saved is within 1 % of the graphs, a phase within 5 % of such runs and, by judgement, 15 % of a GPU's; with activation
+checkpointing, where most is work and inductor's order moves with sizes, 10 % and 20 %.
 """
 
 from dataclasses import dataclass
 
 from paceline.config import ModelConfig
-from paceline.plan.cost import window_sizes
-from paceline.plan.shapes import has_value_embed
+from paceline.plan.cost import attention_pairs, window_sizes
+from paceline.plan.shapes import (
+    ELEMENT_BYTES,
+    FP32,
+    INT64,
+    has_value_embed,
+    layer_weights,
+    smear_gate_width,
+    value_table,
+    ve_gate_width,
+)
 
-FP32, INT64 = 4, 8
-ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+LOSS_COPIES = 3  # fp32 tensors as large as a block's logits that model/layers.py holds at once
+BLOCK_SHARE = 4  # of a chunk's budget: what one block's fp32 copies may take
+CPU_CHUNK_BYTES = 16 << 20  # larger is not faster, and glibc hands larger tensors out as fresh pages, each a fault
+CPU_BLOCK_BYTES = 2 << 20  # a block's logits stay in the L2 cache from op to op
+# up to here a CPU's probabilities are kept for backward; beyond they would outweigh all other activations
+CPU_KEEP_TOKENS = 512
 
-LOSS_COPIES = 3  # fp32 tensors of a block's logits that model/loss.py holds at once
-BLOCK_SHARE = 4  # of a chunk's budget that one block's fp32 copies may take: model/loss.py's FP32_COPIES
-CPU_CHUNK_BYTES, CPU_BLOCK_BYTES = 16 << 20, 2 << 20  # model/loss.py: what stays in a CPU's cache
-CPU_ATTENTION_BLOCK, CPU_KEEP_TOKENS = 128, 512  # model/cpu_attention.py
+# of a compiled layer, in tensors as large as the residual stream
+RUNNING = 7  # of a layer that saves nothing: x, its norm, the MLP's inner 4 in place, the sum
+SQUARE_GRADIENT = 4  # of a layer that runs a second time
+POSTPONED = 8  # the square and its gradient of a layer above, until inductor makes the weights' gradients of them
 
 
 @dataclass(frozen=True)
 class MemorySetup:
     """All that the memory of one rank depends on.
 
-    attention: the kernel: flash (FlexAttention keeps the same), efficient, math, or cpu (model/cpu_attention.py).
+    attention: the kernel: flash (FlexAttention saves the same), efficient, math, or cpu (model/layers.py).
     """
 
     model: ModelConfig
@@ -42,7 +61,7 @@ class MemorySetup:
 
     @property
     def num_tokens(self) -> int:
-        """Of one micro-step on one device."""
+        """The tokens of one micro-step on one device."""
         return self.device_batch_size * self.model.sequence_len
 
     @property
@@ -70,7 +89,7 @@ class MemorySetup:
 
 
 def stem_bytes(setup: MemorySetup) -> int:
-    """Tokens and targets; the normed embedding and its scale, its smeared sum, the smear gate; cos and sin."""
+    """Returns tokens and targets; the normed embedding and its scale, its smeared sum, the smear gate; cos and sin."""
     model, num_tokens, element = setup.model, setup.num_tokens, setup.element_bytes
     tokens = 2 * INT64 * num_tokens
     rotary = 2 * model.sequence_len * model.head_dim * element
@@ -78,109 +97,111 @@ def stem_bytes(setup: MemorySetup) -> int:
 
 
 def layer_bytes(setup: MemorySetup, layer: int) -> int:
-    """What one layer keeps for its backward: all that its ops save, its input among it."""
+    """Returns what one layer saves for its backward, its input included."""
     model, num_tokens, element = setup.model, setup.num_tokens, setup.element_bytes
     stream, query, value = setup.stream_bytes, setup.query_bytes, setup.value_bytes
     norms = 2 * stream + 2 * num_tokens * element
     qk_norms = query + value + num_tokens * (model.n_head + model.n_kv_head) * element
     mlp = 2 * 4 * stream  # positive part and its square
-    kept = (stream if layer else 0) + norms + qk_norms + mlp  # the first layer's input is the stem's
-    kept += _attention_bytes(setup, layer)
+    saved = (stream if layer else 0) + norms + qk_norms + mlp  # the first layer's input is the stem's
+    saved += _attention_bytes(setup, layer)
     if has_value_embed(layer, model.n_layer):
-        gate_input = min(12, model.n_embd)
-        kept += value + num_tokens * (2 * model.n_kv_head + gate_input) * element
+        saved += value + num_tokens * (2 * model.n_kv_head + ve_gate_width(model)) * element
     if setup.casts_weights:
-        kept += element * layer_weights(model)
-    return kept
-
-
-def layer_weights(model: ModelConfig) -> int:
-    """Elements of a layer's matrices."""
-    q_width, kv_width = model.n_head * model.head_dim, model.n_kv_head * model.head_dim
-    return model.n_embd * (2 * q_width + 2 * kv_width + 8 * model.n_embd)
+        saved += element * layer_weights(model)
+    return saved
 
 
 def _attention_bytes(setup: MemorySetup, layer: int) -> int:
-    """v, the output, and what the kernel keeps beside them; q and k are the norm's."""
+    """Returns v, the output, and what the kernel saves besides them; q and k are counted with the norm."""
     model, num_tokens = setup.model, setup.num_tokens
-    kept = setup.value_bytes + setup.query_bytes
+    saved = setup.value_bytes + setup.query_bytes
     if setup.attention == "cpu":
         if model.n_head > model.n_kv_head:
-            kept += 2 * setup.query_bytes - setup.value_bytes  # k and v repeated for every head
+            saved += 2 * setup.query_bytes - setup.value_bytes  # k and v repeated for every head
         if model.sequence_len <= CPU_KEEP_TOKENS:
             rows = setup.device_batch_size * model.n_head
-            kept += rows * block_scores(model, layer) * setup.element_bytes
-        return kept
+            saved += rows * block_scores(model, layer) * setup.element_bytes
+        return saved
     if setup.attention == "math":
         return setup.query_bytes + _widened_bytes(setup) + score_bytes(setup)
-    return kept + FP32 * num_tokens * model.n_head  # the log of each row's sum
+    return saved + FP32 * num_tokens * model.n_head  # the log of each row's sum
 
 
 def _widened_bytes(setup: MemorySetup) -> int:
-    """q, k and v for every head, in fp32: what the math kernel makes of them."""
+    """Returns q, k and v for every head in fp32, as the math kernel makes them."""
     return 3 * FP32 * setup.num_tokens * setup.model.n_head * setup.model.head_dim
 
 
 def score_bytes(setup: MemorySetup) -> int:
-    """Scores of a layer, all at once and in fp32 whatever the inputs are: what the math kernel makes, several times over."""
+    """Returns a layer's scores, all at once and in fp32 whatever the inputs are: the math kernel makes them several times."""
     return FP32 * setup.device_batch_size * setup.model.n_head * setup.model.sequence_len**2
 
 
 def block_scores(model: ModelConfig, layer: int) -> int:
-    """Probabilities of one head and row: blocks of queries, each with the keys that any of them sees."""
-    window, total = window_sizes(model)[layer], 0
-    for start in range(0, model.sequence_len, CPU_ATTENTION_BLOCK):
-        end = min(start + CPU_ATTENTION_BLOCK, model.sequence_len)
-        total += (end - start) * (end - max(0, start - window + 1))
-    return total
+    """Returns the probabilities of one head and row on a CPU."""
+    return attention_pairs(model.sequence_len, window_sizes(model)[layer], device="cpu")
 
 
 def checkpointed_layer_bytes(setup: MemorySetup, layer: int) -> int:
-    """With activation checkpointing a layer keeps its input alone."""
+    """Returns what a layer saves with activation checkpointing: its input."""
     return setup.stream_bytes if layer else 0
 
 
 def head_bytes(setup: MemorySetup) -> int:
-    """The final norm's output and scale; and the middle of the stream, where no layer after it keeps it as its input."""
+    """Returns the final norm's output and scale, and the middle of the stream where no later layer saves it as its input."""
     middle_is_last = setup.model.n_layer // 2 == setup.model.n_layer - 1
     return (2 if middle_is_last else 1) * setup.stream_bytes + setup.num_tokens * setup.element_bytes
 
 
 @dataclass(frozen=True)
 class LossBytes:
-    """kept: to backward, gradients of the loss by its inputs. working: logits and their copies while they are computed."""
+    """saved: until backward, gradients of the loss by its inputs. working: logits and their copies while they are computed."""
 
-    kept: int
+    saved: int
     working: int
 
 
 def chunk_sizes(setup: MemorySetup) -> tuple[int, int]:
-    """Tokens whose logits exist at once, and tokens whose fp32 copies do: as model/loss.py's chunk_rows."""
-    vocab, element, budget = setup.model.padded_vocab_size, setup.element_bytes, setup.logits_budget_bytes
-    if setup.compiled and setup.device != "cpu":
-        chunk = min(setup.num_tokens, max(1, budget // (vocab * element)))
+    """Returns loss_chunks of a setup."""
+    return loss_chunks(
+        setup.num_tokens,
+        vocab=setup.model.padded_vocab_size,
+        element_bytes=setup.element_bytes,
+        budget_bytes=setup.logits_budget_bytes,
+        device=setup.device,
+        compiled=setup.compiled,
+    )
+
+
+def loss_chunks(
+    num_tokens: int, *, vocab: int, element_bytes: int, budget_bytes: int, device: str, compiled: bool
+) -> tuple[int, int]:
+    """Returns the tokens whose logits exist at once, and those of them whose fp32 copies do."""
+    if compiled and device != "cpu":  # one kernel without copies
+        chunk = min(num_tokens, max(1, budget_bytes // (vocab * element_bytes)))
         return chunk, chunk
-    chunk_bytes, block_bytes = budget // 2, budget // 2 // BLOCK_SHARE
-    if setup.device == "cpu":
+    chunk_bytes, block_bytes = budget_bytes // 2, budget_bytes // 2 // BLOCK_SHARE
+    if device == "cpu":
         chunk_bytes, block_bytes = min(chunk_bytes, CPU_CHUNK_BYTES), min(block_bytes, CPU_BLOCK_BYTES)
-    chunk = min(setup.num_tokens, max(1, chunk_bytes // (vocab * element)))
+    chunk = min(num_tokens, max(1, chunk_bytes // (vocab * element_bytes)))
     return chunk, min(chunk, max(1, block_bytes // (vocab * FP32)))
 
 
 def loss_bytes(setup: MemorySetup, *, with_grad: bool = True) -> LossBytes:
+    """Returns what the loss needs; without gradients, what an evaluation's needs."""
     vocab, element = setup.model.padded_vocab_size, setup.element_bytes
     chunk, block = chunk_sizes(setup)
     logits = chunk * vocab * element
     if setup.compiled:
         widened = FP32 if setup.device == "cpu" else 0
-        copies = (
-            (widened + element * with_grad) * block * vocab
-        )  # with_grad: the gradient, before it takes the logits' place
+        # with_grad: the gradient, before it takes the logits' place
+        copies = (widened + element * with_grad) * block * vocab
     else:
         copies = LOSS_COPIES * block * vocab * FP32
     cast = vocab * setup.model.n_embd * element if setup.casts_weights else 0
     if not with_grad:
-        return LossBytes(kept=0, working=logits + copies + cast)
+        return LossBytes(saved=0, working=logits + copies + cast)
     weight = vocab * setup.model.n_embd
     gradient = FP32 * weight  # by lm_head's weight, summed over chunks in fp32
     product = element * weight if element != FP32 else 0  # one chunk's, before it is added
@@ -189,11 +210,11 @@ def loss_bytes(setup: MemorySetup, *, with_grad: bool = True) -> LossBytes:
         working = max(copies, product + widened)
     else:
         working = max(copies - gradient, product)
-    return LossBytes(kept=setup.stream_bytes + gradient, working=logits + max(0, working) + cast)
+    return LossBytes(saved=setup.stream_bytes + gradient, working=logits + max(0, working) + cast)
 
 
 def running_layer_bytes(setup: MemorySetup) -> int:
-    """A layer that keeps nothing, at its fullest: three of the stream, the MLP before and after its ReLU, a value embedding."""
+    """Returns a layer that saves nothing: three of the stream, the MLP before and after its ReLU, a value embedding."""
     mlp, scores = (3 + 3 * 4) * setup.stream_bytes, 0
     if setup.attention == "math":
         scores = 3 * score_bytes(setup) + 2 * setup.stream_bytes + _widened_bytes(setup)
@@ -201,24 +222,134 @@ def running_layer_bytes(setup: MemorySetup) -> int:
 
 
 def forward_extra_bytes(setup: MemorySetup) -> int:
-    """Beside what a layer keeps, at its fullest: the mixed stream, the stream after attention, the MLP before its ReLU."""
-    return max((2 + 4) * setup.stream_bytes, _scores_beside_the_mlp(setup))
+    """Returns what a layer needs besides what it saves: the mixed stream, the stream after attention, the MLP before its ReLU."""
+    return max((2 + 4) * setup.stream_bytes, _scores_over_mlp(setup))
 
 
 def backward_extra_bytes(setup: MemorySetup, layer: int) -> int:
-    """Beside what a layer keeps, at its fullest: gradients of its output, of x0, of the middle, and of the MLP's square.
+    """Returns what backward needs besides what a layer saved: gradients of its output, of x0, of the middle, of the MLP's square.
 
     A checkpointed layer may be fuller at the end of its second forward.
     """
     n_layer, stream = setup.model.n_layer, setup.stream_bytes
     streams = 1 + (layer < n_layer - 1) + (n_layer // 2 < layer)
     weight = setup.element_bytes * 4 * setup.model.n_embd**2  # the gradient of the MLP's second matrix
-    again = 6 * stream if setup.activation_checkpointing else 0
-    return streams * stream + max(again, 4 * stream + weight, _scores_beside_the_mlp(setup) + weight)
+    second_forward = 6 * stream if setup.activation_checkpointing else 0
+    return streams * stream + max(second_forward, 4 * stream + weight, _scores_over_mlp(setup) + weight)
 
 
-def _scores_beside_the_mlp(setup: MemorySetup) -> int:
-    """The math kernel holds three times the scores, one of them kept, while nothing of the MLP is there."""
+def _scores_over_mlp(setup: MemorySetup) -> int:
+    """Returns the math kernel's three copies of the scores, without the saved one and the MLP, which does not exist yet."""
     if setup.attention != "math":
         return 0
     return 2 * score_bytes(setup) - (1 + 2 * 4) * setup.stream_bytes
+
+
+def compiled_stem_bytes(setup: MemorySetup) -> int:
+    """Returns tokens and targets; sines; the embedding, its scale and its smeared sum; the smear gate and a copy of its input."""
+    model, num_tokens, element = setup.model, setup.num_tokens, setup.element_bytes
+    gate = 1 + smear_gate_width(model)
+    rotary = model.sequence_len * model.head_dim * element  # cosines are computed again
+    return 2 * INT64 * num_tokens + rotary + 2 * setup.stream_bytes + (1 + gate) * num_tokens * element
+
+
+def compiled_layer_bytes(setup: MemorySetup, layer: int) -> int:
+    """Returns what a compiled layer saves: as eager, but the partitioner saves the MLP before its ReLU instead of after.
+
+    It saves only the input of the sigmoid of a value embedding's gate. On a CPU it saves all probabilities, however long the
+    rows, and q, k, v also as the batched matmuls read them.
+    """
+    model, element = setup.model, setup.element_bytes
+    saved = layer_bytes(setup, layer)
+    if has_value_embed(layer, model.n_layer):
+        saved -= setup.num_tokens * (model.n_kv_head + ve_gate_width(model)) * element
+    if setup.attention == "cpu":
+        if setup.device_batch_size > 1 and model.n_head == model.n_kv_head:
+            saved += 2 * setup.query_bytes
+        if model.sequence_len > CPU_KEEP_TOKENS:
+            saved += setup.device_batch_size * model.n_head * block_scores(model, layer) * element
+    return saved
+
+
+def compiled_forward_extra_bytes(setup: MemorySetup) -> int:
+    """Returns the mixed stream: pointwise ops write in their input's place."""
+    if setup.activation_checkpointing:
+        return compiled_running_layer_bytes(setup)
+    return forward_extra_bytes(setup) if setup.attention == "math" else setup.stream_bytes
+
+
+def compiled_running_layer_bytes(setup: MemorySetup) -> int:
+    """Returns a compiled layer that saves nothing, at its fullest."""
+    return running_layer_bytes(setup) if setup.attention == "math" else RUNNING * setup.stream_bytes
+
+
+def compiled_backward(setup: MemorySetup, saved: list[int], *, before: int, fresh: bool) -> dict[str, int]:
+    """Returns the fullest moment. One graph returns all gradients at its end, in the weights' dtype; autograd then assigns them."""
+    model, stem = setup.model, compiled_stem_bytes(setup)
+    head = FP32 * model.padded_vocab_size * model.n_embd if fresh else 0  # the loss has made it
+    gradients = before + head
+    moments: list[dict[str, int]] = []
+    for layer in reversed(range(model.n_layer)):
+        working = _layer_backward_bytes(setup, layer, saved[layer])
+        moments.append({"gradients": gradients, "activations": stem + sum(saved[: layer + 1]), "working": working})
+        gradients += _width(setup) * layer_weights(model)
+        if has_value_embed(layer, model.n_layer):
+            working = _streams(setup, layer - 1) * setup.stream_bytes
+            working += _embedding_bytes(setup, setup.value_bytes, value_table(model))
+            moments.append({"gradients": gradients, "activations": stem + sum(saved[:layer]), "working": working})
+            gradients += _width(setup) * value_table(model)
+    table = model.padded_vocab_size * model.n_embd
+    working = _embedding_bytes(setup, setup.stream_bytes, table)
+    moments.append({"gradients": gradients, "activations": 0, "working": working})
+    gradients += _width(setup) * table
+    handed = _handed_over_bytes(setup) if fresh and _width(setup) != FP32 else 0
+    moments.append({"gradients": gradients, "activations": 2 * INT64 * setup.num_tokens, "working": handed})
+    return max(moments, key=lambda parts: sum(parts.values()))
+
+
+def _width(setup: MemorySetup) -> int:
+    """Returns the bytes of a weight, and so of its gradient; replicated weights are fp32."""
+    return FP32 if setup.shard == "none" else setup.element_bytes
+
+
+def _streams(setup: MemorySetup, layer: int) -> int:
+    """Returns how many gradients as wide as the stream exist when layer's backward begins.
+
+    They are its output's; the part of x0's gradient of every layer above, since all are summed at the very end; and until the
+    middle the loss's gradient and the normed output, which the middle's gradient is computed from.
+    """
+    n_layer = setup.model.n_layer
+    shares = 0 if setup.activation_checkpointing else n_layer - 1 - layer
+    return 1 + shares + (2 if layer >= n_layer // 2 else 0)
+
+
+def _layer_backward_bytes(setup: MemorySetup, layer: int, saved: int) -> int:
+    """Returns the start of a layer's backward: the gradient of the MLP's second matrix besides the streams."""
+    working = _streams(setup, layer) * setup.stream_bytes + setup.element_bytes * 4 * setup.model.n_embd**2
+    if setup.activation_checkpointing:
+        extra = SQUARE_GRADIENT + (POSTPONED if layer < setup.model.n_layer - 1 else 0)
+        working += compiled_layer_bytes(setup, layer) - saved + extra * setup.stream_bytes
+    return working
+
+
+def _embedding_bytes(setup: MemorySetup, rows_bytes: int, table: int) -> int:
+    """Returns one table's gradient: by its rows, in fp32 too, then the table's in fp32, then that in the weight's dtype."""
+    if setup.element_bytes == FP32:
+        return rows_bytes + FP32 * table
+    widened = rows_bytes * FP32 // setup.element_bytes
+    return FP32 * table + max(rows_bytes + widened, _width(setup) * table if _width(setup) != FP32 else 0)
+
+
+def _handed_over_bytes(setup: MemorySetup) -> int:
+    """Returns the most that fp32 copies add to narrow gradients while autograd makes them one by one, in the order of forward."""
+    model, width = setup.model, _width(setup)
+    numels = [model.padded_vocab_size * model.n_embd]
+    for layer in range(model.n_layer):
+        numels += [value_table(model)] if has_value_embed(layer, model.n_layer) else []
+        mlp = 4 * model.n_embd**2
+        numels += [layer_weights(model) - 2 * mlp, mlp, mlp]
+    copied = fullest = 0
+    for numel in numels:
+        fullest = max(fullest, copied + FP32 * numel)
+        copied += (FP32 - width) * numel
+    return fullest

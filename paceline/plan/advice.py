@@ -1,20 +1,31 @@
 """
-What to train in a given time or for a given budget: the deepest model whose whole length, by the scaling rules, still ends in it.
+What a run costs, what to train in a given time or budget, and what would make a step faster.
 
-Depth sets width, batch and length (plan/scaling.py); what fits in memory is asked of the caller.
+The cost of a run is its steps, evaluations and checkpoints in hours, energy and money, each as a range; what a host draws besides
+its GPUs, and what storage costs, is not in it. The advice for a time or a budget is the deepest model whose whole length, by the
+rules of plan/shapes.py, still ends in it. A lever is the same step with one thing changed that the trainer can do. A measured step
+that is far from the planned one is a finding with its likely cause.
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from paceline.config import ModelConfig
-from paceline.errors import PlanError
-from paceline.plan.range import Range
-from paceline.plan.run_cost import HOUR_S, POWER_SHARE, Price
-from paceline.plan.scaling import batch_of_horizon, horizon_tokens, width_of_depth
+from paceline.errors import Finding, PlanError
+from paceline.plan.estimate import Range
+from paceline.plan.links import Link, inner_link, read_link
+from paceline.plan.shapes import batch_of_horizon, horizon_tokens, width_of_depth
 from paceline.plan.step_time import StepSetup, StepTime, step_time
 from paceline.units import format_duration
 
+FORWARD_SHARE = 1 / 3  # of a step: an evaluation has no backward
+DISK_BYTES_PER_S = 500e6  # a SATA drive; training continues meanwhile, a checkpoint waits for the one before
+POWER_SHARE = (0.7, 0.9, 1.0)  # of the board's limit while training: narrow models leave units idle
+HOUR_S = 3600.0
+PRICE_FORMS = "--price 0.30/kWh or --price 2.50/gpu-hour"
+UNITS: dict[str, Literal["kWh", "gpu-hour"]] = {"kwh": "kWh", "gpu-hour": "gpu-hour", "gpuhour": "gpu-hour"}
 DEPTHS = range(1, 129)
 
 # val_bpb by depth that nanochat reached with this recipe on ClimbMix and its own tokenizer of 32,768: 1.156B tokens at depth 12
@@ -22,6 +33,85 @@ DEPTHS = range(1, 129)
 MEASURED_BPB = {12: 0.854, 24: 0.718}
 MEASURED_DATA, MEASURED_VOCAB = "climbmix", 32_768
 BPB_SPREAD, BPB_SPREAD_BETWEEN = 0.005, 0.015  # at a measured depth; between two
+LEAST_GAIN = 0.01  # of a lever that is shown
+GAP = 0.20  # between a measured step and the planned one, before it is a finding
+FASTER_ETHERNET = {1: 10, 10: 25, 25: 100}
+
+
+@dataclass(frozen=True)
+class Price:
+    """What is paid for each kWh or each GPU-hour."""
+
+    amount: float
+    unit: Literal["kWh", "gpu-hour"]
+
+
+@dataclass(frozen=True)
+class RunCost:
+    """What a run takes. hours: of everything; evaluating and saving are expected parts of it. None: not known."""
+
+    hours: Range
+    evaluating_hours: float
+    saving_hours: float
+    gpu_hours: Range
+    kwh: Range | None
+    money: Range | None
+    assumptions: tuple[str, ...]
+
+
+def parse_price(text: str) -> Price:
+    """Reads '0.30/kWh' or '2.50/gpu-hour', with or without a currency sign; raises PlanError for anything else."""
+    match = re.fullmatch(r"[^\d.,]*(\d+(?:\.\d+)?|\.\d+)[^\d/]*/([a-z-]+)", text.lower().replace(" ", ""))
+    if match is None or match[2] not in UNITS:
+        raise PlanError(f"--price {text} does not say what is paid for", fix=PRICE_FORMS)
+    return Price(float(match[1]), UNITS[match[2]])
+
+
+def run_cost(
+    step: Range,
+    *,
+    num_steps: int,
+    world_size: int,
+    eval_every: int,
+    eval_tokens: int,
+    save_every: int,
+    total_batch_size: int,
+    checkpoint_bytes: int,
+    watts: float | None = None,
+    price: Price | None = None,
+) -> RunCost:
+    """Returns what a run costs. step: seconds. watts: one device's limit; None: no energy is known. Every 0 steps: at the end."""
+    training = step.scaled(num_steps)
+    evaluating = FORWARD_SHARE * eval_tokens / total_batch_size * _times(num_steps, eval_every) * step.expected
+    saving = saving_seconds(checkpoint_bytes, between_s=save_every * step.expected, saves=_times(num_steps, save_every))
+    seconds = Range(
+        training.low + evaluating * step.low / step.expected,
+        training.expected + evaluating + saving,
+        training.high + evaluating * step.high / step.expected + 2 * saving,
+    )
+    hours = seconds.scaled(1 / HOUR_S)
+    gpu_hours, kwh, money = hours.scaled(world_size), None, None
+    assumptions = [f"checkpoints to a disk of {DISK_BYTES_PER_S / 1e6:.0f} MB/s, written beside training"]
+    if watts is not None:
+        low, expected, high = (watts / 1000 * share for share in POWER_SHARE)
+        kwh = Range(gpu_hours.low * low, gpu_hours.expected * expected, gpu_hours.high * high)
+        shares = f"{POWER_SHARE[0]:.0%} to {POWER_SHARE[2]:.0%}"
+        assumptions.append(f"{shares} of {watts:.0f} W drawn by each device; the rest of the host is not in it")
+    if price is not None:
+        paid = gpu_hours if price.unit == "gpu-hour" else kwh
+        money = None if paid is None else paid.scaled(price.amount)
+    return RunCost(hours, evaluating / HOUR_S, saving / HOUR_S, gpu_hours, kwh, money, tuple(assumptions))
+
+
+def saving_seconds(checkpoint_bytes: int, *, between_s: float, saves: int) -> float:
+    """Returns the seconds that training waits for checkpoints: for the last, and for others if the next comes too soon."""
+    once = checkpoint_bytes / DISK_BYTES_PER_S
+    return once + max(0, saves - 1) * max(0.0, once - between_s)
+
+
+def _times(num_steps: int, every: int) -> int:
+    """Returns how often something is done every so many steps, and at the end in any case."""
+    return -(-num_steps // every) if every else 1
 
 
 @dataclass(frozen=True)
@@ -34,7 +124,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class Advice:
-    """seconds of the steps alone. deeper: why not one layer more."""
+    """The deepest model that ends in time. seconds: of the steps alone. deeper: why not one layer more."""
 
     depth: int
     setup: StepSetup
@@ -56,7 +146,11 @@ def advise(
     head_dim: int = 128,
     total_batch_size: int | None = None,
 ) -> Advice:
-    """template: the devices and how they are used; its model gives vocabulary, row length and window pattern."""
+    """Returns the deepest model whose whole length ends in time_s; raises PlanError where none does.
+
+    template: the devices and how they are used; its model gives vocabulary, row length and window pattern. fits: how a model fits
+    the devices' memory, None if it does not.
+    """
     best: Advice | None = None
     shortest: float | None = None
     deeper = f"depth {DEPTHS[-1]} is the deepest that is tried"
@@ -66,33 +160,34 @@ def advise(
         if fit is None:
             deeper = f"depth {depth} does not fit in memory"
             break
-        made = _make(template, model, fit, tokens_per_param=tokens_per_param, data=data, total=total_batch_size)
-        if made is None:
+        advice = _advice_of(template, model, fit, tokens_per_param=tokens_per_param, data=data, total=total_batch_size)
+        if advice is None:
             raise PlanError(
                 step_time(template).assumptions[0], fix="--gpu NAME of a known card, or measure this device"
             )
-        shortest = made.seconds.expected if shortest is None else min(shortest, made.seconds.expected)
-        if made.seconds.expected > time_s:
-            deeper = f"depth {depth} takes {format_duration(made.seconds.expected)}"
+        shortest = advice.seconds.expected if shortest is None else min(shortest, advice.seconds.expected)
+        if advice.seconds.expected > time_s:
+            deeper = f"depth {depth} takes {format_duration(advice.seconds.expected)}"
             if best is not None or depth > 2:
                 break
             continue
-        best = made
+        best = advice
     if best is None:
-        what = f"{format_duration(time_s)} is too short for a model of any depth"
+        message = f"{format_duration(time_s)} is too short for a model of any depth"
         if shortest is None:
             raise PlanError(f"no model fits: {deeper}", fix="--sequence-len or --vocab-size smaller, or another card")
-        raise PlanError(what, fix=f"--time {format_duration(-(-shortest // 60) * 60)} is enough for the smallest")
+        raise PlanError(message, fix=f"--time {format_duration(-(-shortest // 60) * 60)} is enough for the smallest")
     return replace(best, deeper=deeper)
 
 
 def model_of_depth(model: ModelConfig, depth: int, *, head_dim: int) -> ModelConfig:
+    """Returns the model of another depth, with the width that follows from it."""
     width = width_of_depth(depth, head_dim=head_dim)
     heads = width // head_dim
     return replace(model, n_layer=depth, n_embd=width, n_head=heads, n_kv_head=heads, head_dim=head_dim)
 
 
-def _make(
+def _advice_of(
     template: StepSetup, model: ModelConfig, fit: Fit, *, tokens_per_param: float, data: str, total: int | None
 ) -> Advice | None:
     horizon = horizon_tokens(model, tokens_per_param=tokens_per_param)
@@ -115,7 +210,7 @@ def _make(
 
 
 def expected_bpb(model: ModelConfig, *, data: str) -> Range | None:
-    """None for other text, another vocabulary, and beyond the measured depths: bits per byte do not carry over."""
+    """Returns val_bpb at the end; None for other text, another vocabulary, and beyond the measured depths."""
     depths = sorted(MEASURED_BPB)
     if MEASURED_DATA not in data.lower() or model.vocab_size != MEASURED_VOCAB:
         return None
@@ -129,7 +224,7 @@ def expected_bpb(model: ModelConfig, *, data: str) -> Range | None:
 
 
 def time_of_budget(budget: float, *, price: Price, num_gpus: int, watts: float | None) -> float:
-    """Seconds that the budget pays for. watts: of one GPU at its limit, needed for a price per kWh."""
+    """Returns the seconds that a budget pays for. watts: of one GPU at its limit, needed for a price per kWh."""
     if price.unit == "gpu-hour":
         per_hour = num_gpus * price.amount
     elif watts is None:
@@ -137,3 +232,98 @@ def time_of_budget(budget: float, *, price: Price, num_gpus: int, watts: float |
     else:
         per_hour = num_gpus * watts / 1000 * POWER_SHARE[1] * price.amount
     return budget / per_hour * HOUR_S
+
+
+@dataclass(frozen=True)
+class Lever:
+    """A change that makes the step faster. gain: tokens/s more, relative to now."""
+
+    what: str
+    gain: float
+
+
+def levers(
+    setup: StepSetup, *, largest_device_batch_size: int | None = None, fits_without_checkpointing: bool = False
+) -> tuple[Lever, ...]:
+    """Returns the changes that help, the largest gain first. largest_device_batch_size: rows that fit, if that is known."""
+    before = step_time(setup)
+    if before.tok_per_sec is None:
+        return ()
+    options = []
+    for what, changed_setup in _changes(setup, largest_device_batch_size, fits_without_checkpointing):
+        after = step_time(changed_setup)
+        if after.tok_per_sec is not None:
+            options.append(Lever(what, after.tok_per_sec.expected / before.tok_per_sec.expected - 1))
+    return tuple(sorted((lever for lever in options if lever.gain >= LEAST_GAIN), key=lambda lever: -lever.gain))
+
+
+def _changes(
+    setup: StepSetup, largest_device_batch_size: int | None, fits_without_checkpointing: bool
+) -> Iterator[tuple[str, StepSetup]]:
+    accum = setup.grad_accum_steps
+    yield "twice the total batch", replace(setup, grad_accum_steps=2 * accum)
+    share = accum * setup.device_batch_size
+    rows = [rows for rows in range(1, min(share, largest_device_batch_size or 0) + 1) if share % rows == 0]
+    if rows and rows[-1] > setup.device_batch_size:
+        more = replace(setup, device_batch_size=rows[-1], grad_accum_steps=share // rows[-1])
+        yield f"--device-batch-size {rows[-1]}", more
+    if setup.activation_checkpointing and fits_without_checkpointing:
+        yield "--no-activation-checkpointing", replace(setup, activation_checkpointing=False)
+    if not setup.compiled and setup.device == "cuda":
+        yield "--compile", replace(setup, compile=True)
+    if setup.world_size > 1 and setup.link is not None:
+        for what, link in _faster_links(setup, setup.link):
+            if link.bytes_per_s > setup.link.bytes_per_s:
+                yield what, replace(setup, link=link)
+    if setup.hosts > 1 and setup.spec is not None:
+        one = inner_link(setup.spec, num_gpus=setup.world_size, device=setup.device)
+        if one is not None:
+            yield f"all {setup.world_size} GPUs in one host", replace(setup, link=one, hosts=1)
+
+
+def _faster_links(setup: StepSetup, link: Link) -> Iterator[tuple[str, Link]]:
+    if match := re.fullmatch(r"PCIe (\d) x(\d+)( P2P)?", link.name):
+        generation, lanes = match[1], int(match[2])
+        if lanes < 16 and setup.spec is not None and lanes < (setup.spec.pcie_lanes or 0):
+            yield "a x16 slot for each card", read_link(f"PCIe {generation} x16{match[3] or ''}", setup.spec)
+    if match := re.fullmatch(r"(\d+)GbE", link.name):
+        faster = FASTER_ETHERNET.get(int(match[1]))
+        if faster is not None:
+            yield f"{faster}GbE between the hosts", read_link(f"{faster}GbE", setup.spec)
+
+
+def step_gap(setup: StepSetup, planned: StepTime, measured_s: float) -> Finding | None:
+    """Returns a finding after the first steps of a run; None where the plan was near enough or had no figure."""
+    if planned.seconds is None:
+        return None
+    gap = measured_s / planned.seconds.expected - 1
+    if abs(gap) <= GAP:
+        return None
+    planned_ms, measured_ms = 1000 * planned.seconds.expected, 1000 * measured_s
+    what = f"a step takes {measured_ms:,.0f} ms, {planned_ms:,.0f} were planned ({gap:+.0%})"
+    evidence = {"measured_s": measured_s, "planned_s": planned.seconds.expected, "limit": planned.limit}
+    if gap < 0:
+        why = "the plan stood on figures that are too low for this device"
+        return Finding("step-faster-than-planned", "note", what, why, "nothing: the next plan here knows it", evidence)
+    why, fix = _cause(setup, planned, extra_s=measured_s - planned.seconds.expected)
+    return Finding("step-slower-than-planned", "warn", what, why, fix, evidence)
+
+
+def _cause(setup: StepSetup, planned: StepTime, *, extra_s: float) -> tuple[str, str]:
+    """Returns the likely cause, and how to check it: a step's length alone proves none."""
+    sending = planned.hidden_s + planned.parts.get("gradients sent", 0.0) + planned.parts.get("weights sent", 0.0)
+    if setup.device == "cpu":
+        why = "likely other processes on these cores: the plan counts on all of them"
+        return why, "look at top; then python -m paceline.train.measure again"
+    if setup.world_size > 1 and extra_s < 4 * sending and sending > 0.05 * extra_s and planned.limit != "host":
+        name, rate = "the link", "planned"
+        if setup.link is not None:
+            name, rate = setup.link.name, f"the planned {setup.link.bytes_per_s / 1e9:.3g} GB/s"
+        why = f"likely the link: {name} slower than {rate}, or nothing hidden under the backward"
+        return why, f"paceline comm --nproc {setup.world_size} measures it"
+    if planned.limit == "host":
+        return "likely the host: it prepares ops slower than planned", "--compile, or a larger --device-batch-size"
+    if not setup.compiled:
+        return "likely ops that are not fused: the model runs eager", "--compile"
+    why = "likely the cards run below their clock (power limit, heat), or others use them"
+    return why, "nvidia-smi -q -d PERFORMANCE,POWER while it trains"

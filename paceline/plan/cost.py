@@ -5,22 +5,22 @@ PaLM, arXiv 2204.02311, appendix B. Attention counts the whole window, the causa
 an MFU here compares with those published.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 from paceline.config import ModelConfig
-from paceline.plan.shapes import matmul_params, param_shapes
-from paceline.plan.sharding import ShardPlan, newton_schulz_flops, shard_plan
+from paceline.plan.algorithms import ALGORITHMS
+from paceline.plan.shapes import FP32, NARROW, matmul_params, param_shapes
+from paceline.plan.sharding import ShardPlan, shard_plan
 
-FP32, NARROW = 4, 2
 BACKWARD_PER_FORWARD = 2  # one matmul forward is two backward: by input and by weight
 SHORT_WINDOW_MULTIPLE = 128
-ATTENTION_BLOCK = 128  # queries that model/cpu_attention.py and a GPU's kernels take at once
-NEWTON_SCHULZ_ITERATIONS = 5  # the lines of train/updates.py's POLAR_EXPRESS
+ATTENTION_BLOCK = 128  # queries at once: a smaller block skips more of the causal half but makes smaller matmuls
 
 
 def window_sizes(model: ModelConfig) -> tuple[int, ...]:
-    """Tokens that each layer's attention sees: all for L, a quarter rounded up to 128 for S; the last layer sees all."""
+    """Returns the tokens that each layer's attention sees: all for L, a quarter rounded up to 128 for S; all in the last layer."""
     full = model.sequence_len
     short = min(full, -(-full // 4 // SHORT_WINDOW_MULTIPLE) * SHORT_WINDOW_MULTIPLE)
     pattern = model.window_pattern
@@ -29,37 +29,37 @@ def window_sizes(model: ModelConfig) -> tuple[int, ...]:
 
 
 def flops_per_token(model: ModelConfig) -> int:
-    """FLOPs to train on one token, forward and backward; a multiply-add counts as two."""
+    """Returns the FLOPs to train on one token, forward and backward; a multiply-add counts as two."""
     weights = 2 * matmul_params(model)
     scores = 4 * model.n_head * model.head_dim * sum(window_sizes(model))  # q @ k and att @ v
     return (1 + BACKWARD_PER_FORWARD) * (weights + scores)
 
 
 def mfu(tok_per_sec: float, flops_per_token: int, peak_flops: float | None) -> float | None:
-    """Share of one device's peak, 0 to 1; None where the peak is unknown. tok_per_sec is that of one device."""
+    """Returns the share of one device's peak, 0 to 1; None where the peak is unknown. tok_per_sec is that of one device."""
     return tok_per_sec * flops_per_token / peak_flops if peak_flops else None
 
 
 def attention_pairs(num_tokens: int, window: int, *, device: str) -> int:
-    """Pairs of query and key of one head in one row that a kernel computes, whole blocks of 128 queries at a time."""
+    """Returns the pairs of query and key of one head in one row that a kernel computes, whole blocks of queries at a time."""
     total = 0
-    for start in range(0, num_tokens, ATTENTION_BLOCK):
-        end = min(start + ATTENTION_BLOCK, num_tokens)
-        first = max(0, start - window + 1)
-        if device != "cpu":  # whole blocks of keys too
-            first = first // ATTENTION_BLOCK * ATTENTION_BLOCK
-        total += (end - start) * (end - first)
+    for queries, keys in attention_blocks(num_tokens, window):
+        # a GPU's kernel takes whole blocks of keys too
+        first = keys.start if device == "cpu" else keys.start // ATTENTION_BLOCK * ATTENTION_BLOCK
+        total += (queries.stop - queries.start) * (keys.stop - first)
     return total
 
 
-def newton_schulz_total_flops(shape: tuple[int, ...]) -> int:
-    """Of all iterations of one update."""
-    return 2 * NEWTON_SCHULZ_ITERATIONS * newton_schulz_flops(shape)
+def attention_blocks(num_tokens: int, window: int) -> Iterator[tuple[slice, slice]]:
+    """Yields each block of queries, and the keys that any of them sees: itself and the window - 1 tokens before each query."""
+    for start in range(0, num_tokens, ATTENTION_BLOCK):
+        end = min(start + ATTENTION_BLOCK, num_tokens)
+        yield slice(start, end), slice(max(0, start - window + 1), end)
 
 
 @dataclass(frozen=True)
 class Messages:
-    """What one rank's step sends: bytes of each collective over all ranks, in the order they start."""
+    """What one rank's step sends: bytes of each collective over all ranks, in the order in which they start."""
 
     reduce_scatter: tuple[int, ...]
     all_gather: tuple[int, ...]
@@ -69,7 +69,7 @@ class Messages:
 def step_messages(
     model: ModelConfig, *, world_size: int, optimizer: str, shard: str, precision: str, grad_accum_steps: int
 ) -> Messages:
-    """Gradients to their owners, new weights from them, the small rest to all; under DDP every gradient to all."""
+    """Returns a step's messages: gradients to owners, new weights from them, small tensors to all; under DDP every gradient."""
     if world_size == 1:
         return Messages((), (), ())
     shapes = param_shapes(model)
@@ -87,13 +87,14 @@ def step_messages(
 
 @dataclass(frozen=True)
 class UpdateWork:
-    """Of the rank with the most Newton-Schulz: its matrices; and elements that AdamW updates there."""
+    """Updates of the rank with the most FLOPs: its whole matrices, and the elements that are updated by rows."""
 
     matrices: tuple[tuple[int, ...], ...]
-    adamw_elements: int
+    elements: int
 
 
 def update_work(model: ModelConfig, *, world_size: int, optimizer: str, shard: str) -> UpdateWork:
+    """Returns what the busiest rank updates in a step."""
     if shard == "none":
         return UpdateWork((), sum(shape.numel for shape in param_shapes(model)))
     plan = layout(model, world_size, optimizer)
@@ -101,7 +102,8 @@ def update_work(model: ModelConfig, *, world_size: int, optimizer: str, shard: s
         [share for bucket in plan.buckets if bucket.whole for share in bucket.shares(rank)]
         for rank in range(world_size)
     ]
-    fullest = max(owned, key=lambda shares: sum(newton_schulz_flops(share.param.shape) for share in shares))
+    flops = ALGORITHMS[optimizer].flops
+    fullest = max(owned, key=lambda shares: sum(flops(share.param.shape) for share in shares))
     rows = sum(bucket.segment for bucket in plan.buckets if not bucket.whole)
     small = sum(shape.numel for shape in plan.replicated)
     return UpdateWork(tuple(share.param.shape for share in fullest), rows + small)
@@ -109,4 +111,5 @@ def update_work(model: ModelConfig, *, world_size: int, optimizer: str, shard: s
 
 @lru_cache(maxsize=64)
 def layout(model: ModelConfig, world_size: int, optimizer: str) -> ShardPlan:
+    """Returns the shard plan of a model, computed once in a process."""
     return shard_plan(param_shapes(model), world_size=world_size, optimizer=optimizer)

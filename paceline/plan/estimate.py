@@ -1,47 +1,114 @@
 """
-From the bytes of a step to what a device must have: the allocator's part, the process's, and how sure either is.
+From the bytes of a step to what a device must have, and whether that fits: each figure as a range of what is believed.
 
-What this machine measured before (plan/kept.py) narrows the range. Pure arithmetic; sources stand beside the figures.
+Pure arithmetic. A card's memory is its total as the driver reports it. What this machine measured before (plan/history.py) narrows
+the ranges. Where the figures come from: non-torch memory in torch's out-of-memory messages (process in use, less allocated, less
+reserved but unallocated) of eleven runs of two ranks on RTX 5090 D (0.76 to 0.78 GiB each) and of single processes on RTX 4090, L40
+and L40S (0.41 to 0.50); "total capacity" in such messages against the driver's total. Eight ranks and other cards were not
+measured: their ranges are wide.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import astuple, dataclass
+from math import hypot
+from typing import Any, Literal
 
 from paceline.plan.activations import MemorySetup
-from paceline.plan.fits import Verdict, process_bytes, verdict
 from paceline.plan.memory import Phase, copies_bytes, phases
-from paceline.plan.range import Range
-from paceline.units import MIB
+from paceline.units import GIB, MIB
 
+
+@dataclass(frozen=True)
+class Range:
+    """A figure with its uncertainty: what is expected, and between what it is believed to lie."""
+
+    low: float
+    expected: float
+    high: float
+
+    def __post_init__(self) -> None:
+        assert self.low <= self.expected <= self.high, self
+
+    def __add__(self, other: "Range") -> "Range":
+        return Range(self.low + other.low, self.expected + other.expected, self.high + other.high)
+
+    def scaled(self, factor: float) -> "Range":
+        """Returns the same range in another unit; factor is positive."""
+        return Range(self.low * factor, self.expected * factor, self.high * factor)
+
+    def rounded(self) -> dict[str, int]:
+        """Returns the range in whole numbers, as JSON holds it."""
+        return {"low": round(self.low), "expected": round(self.expected), "high": round(self.high)}
+
+
+Verdict = Literal["fits", "does not fit", "undecidable"]
+
+CONTEXT = Range(0.3 * GIB, 0.45 * GIB, 0.7 * GIB)  # CUDA context and loaded kernels of one process
+TWO_CONSUMER_RANKS = Range(0.65 * GIB, 0.77 * GIB, 0.95 * GIB)  # context and NCCL, measured on one kind of card
+RANKS = Range(0.45 * GIB, 0.85 * GIB, 1.8 * GIB)  # context and NCCL, more ranks or another card: judgement
+# the driver's total less torch's capacity: 0.25 to 0.5 GiB of 12, 0.3 to 0.5 of 24 and 32, 0.3 to 0.65 of 45, 0.4 to 0.86 of 80
+HELD_BACK = Range(0.25 * GIB, 0.35 * GIB, 0.43 * GIB)
+HELD_BACK_SHARE = Range(0.0, 0.002, 0.0055)
+# reserved beyond allocated where a card is full: under 0.7 % in eleven messages with expandable segments, up to 3 % in simulation;
+# without them the allocator gives back what is wholly free and tries again, and what remains was not measured
+EXPANDABLE = Range(0.0, 0.007, 0.03)
+NOT_EXPANDABLE = Range(0.0, 0.04, 0.10)
 # torch.cuda.max_memory_allocated against the sum of tensors: kernels' own workspaces and what is not known of a card
 # (the facts' error budget of July 2026, nanochat-type models); a CPU's allocator is counted to the byte
 EAGER_ERROR, COMPILED_ERROR, CPU_ERROR, MEASURED_ERROR = 0.10, 0.15, 0.03, 0.04
 WORKSPACE_BYTES = 32 * MIB  # of cuBLASLt from Hopper on (pytorch pull request 120925); 8 to 12 before
-CPU_PROCESS_BYTES = Range(
-    200 * MIB, 260 * MIB, 420 * MIB
-)  # resident: Python, torch 2.13, gloo, no model; a compiler is 80 more
-# resident bytes for each that is allocated: malloc keeps what is freed in a heap with holes (model/cpu_process.py); two models of
+# resident: Python, torch 2.13, gloo, no model; a compiler is 80 more
+CPU_PROCESS_BYTES = Range(200 * MIB, 260 * MIB, 420 * MIB)
+# resident bytes for each that is allocated: malloc keeps what is freed in a heap with holes (train/process.py); two models of
 # 600 and 430 MiB at three numbers of rows grew by 1.6 to 1.7
 CPU_HEAP_GROWTH = Range(1.0, 1.5, 1.8)
 
 
+def verdict(need_bytes: Range, card_bytes: int) -> Verdict:
+    """Returns whether process_bytes fit a card. card_bytes: the card's total."""
+    if need_bytes.high <= card_bytes:
+        return "fits"
+    return "does not fit" if need_bytes.low > card_bytes else "undecidable"
+
+
+def process_bytes(allocated: Range, *, world_size: int, consumer: bool | None, expandable: bool) -> Range:
+    """Returns the total that a card must have for torch to allocate that much.
+
+    consumer: GeForce and the like; None if the card is not known. expandable: the allocator's expandable_segments.
+    """
+    fragments = (EXPANDABLE if expandable else NOT_EXPANDABLE).scaled(allocated.expected)
+    growing = HELD_BACK_SHARE.scaled(allocated.expected)
+    several = TWO_CONSUMER_RANKS if world_size == 2 and consumer else RANKS
+    overhead = CONTEXT if world_size == 1 else several
+    return sum_of_independent(allocated, fragments, overhead, HELD_BACK, growing)
+
+
+def sum_of_independent(*parts: Range) -> Range:
+    """Adds ranges whose deviations have separate causes: as squares, since all are not at their worst at once."""
+    expected = sum(part.expected for part in parts)
+    below = hypot(*(part.expected - part.low for part in parts))
+    above = hypot(*(part.high - part.expected for part in parts))
+    return Range(expected - below, expected, expected + above)
+
+
 @dataclass(frozen=True)
 class Calibration:
-    """What this machine measured of this kind of model: allocated bytes over planned ones, and the rest of the process."""
+    """What this machine measured of this kind of model: allocated bytes over planned ones, and the process's other memory."""
 
     ratio: float
-    beside_bytes: int | None  # process minus allocated, as the driver says; None where it was not measured
+    overhead_bytes: int | None  # process minus allocated, as the driver reports it; None where it was not measured
     source: str  # "measured in 3 runs, the last on 2026-11-21"
 
 
-Calibrate = Callable[[str, MemorySetup], Calibration | None]  # device name, setup -> what was measured of such
+Calibrate = Callable[[str, MemorySetup], Calibration | None]  # device name, setup -> what was measured of such models
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """phases: by arithmetic. ratio: of what was measured to that, 1 where nothing was. allocated: torch's peak, kernels'
-    workspaces in it. process: what the device must have. card_bytes: what it has, None if that is not known.
+    """What a setup is expected to need.
+
+    phases: by arithmetic. ratio: what was measured over phases, 1 where nothing was. allocated: torch's peak with kernels'
+    workspaces. process: what the device must have. card_bytes: what it has, None if that is not known.
     """
 
     phases: tuple[Phase, ...]
@@ -58,7 +125,7 @@ class MemoryEstimate:
 
     @property
     def share(self) -> float | None:
-        """Of the card, 0 to 1, as expected."""
+        """The expected part of the card, 0 to 1."""
         return self.process.expected / self.card_bytes if self.card_bytes else None
 
     @property
@@ -66,7 +133,7 @@ class MemoryEstimate:
         return verdict(self.process, self.card_bytes) if self.card_bytes else None
 
     def to_json(self) -> dict[str, Any]:
-        """For plan.json; bytes are whole numbers."""
+        """Returns what plan.json holds; bytes are whole numbers."""
         return {
             "peak_phase": self.peak.name,
             "parts": {name: round(self.ratio * size) for name, size in self.peak.parts.items()},
@@ -84,21 +151,23 @@ class MemoryEstimate:
 def estimate_memory(
     setup: MemorySetup, *, card_bytes: int | None, consumer: bool | None, calibration: Calibration | None
 ) -> MemoryEstimate:
-    """consumer: GeForce and the like, whose context was measured; None if the card is not in the table."""
-    found = phases(setup)
-    allocated = _allocated(setup, max(phase.bytes for phase in found), calibration)
+    """Returns what a setup needs. consumer: GeForce and the like, whose context was measured; None for an unknown card."""
+    planned = phases(setup)
+    allocated = _allocated(setup, max(phase.bytes for phase in planned), calibration)
     copies = copies_bytes(setup)
-    if calibration and calibration.beside_bytes is not None:
-        beside = Range(*(calibration.beside_bytes * factor for factor in (0.9, 1.0, 1.2)))
-        process = _sum(allocated, beside)
+    if calibration and calibration.overhead_bytes is not None:
+        overhead = Range(*(calibration.overhead_bytes * factor for factor in (0.9, 1.0, 1.2)))
+        process = allocated + overhead
     elif setup.device == "cpu":
-        held = Range(*(each * grown for each, grown in zip(_values(allocated), _values(CPU_HEAP_GROWTH), strict=True)))
-        process = _sum(held, _sum(CPU_PROCESS_BYTES, Range(copies, copies, copies)))
+        heap = Range(
+            *(size * growth for size, growth in zip(astuple(allocated), astuple(CPU_HEAP_GROWTH), strict=True))
+        )
+        process = heap + CPU_PROCESS_BYTES + Range(copies, copies, copies)
     else:
         process = process_bytes(allocated, world_size=setup.world_size, consumer=consumer, expandable=True)
     ratio = calibration.ratio if calibration else 1.0
     source = calibration.source if calibration else "arithmetic alone: nothing was measured on this kind of device yet"
-    return MemoryEstimate(found, allocated, process, card_bytes or None, copies, ratio, source)
+    return MemoryEstimate(planned, allocated, process, card_bytes or None, copies, ratio, source)
 
 
 def _allocated(setup: MemorySetup, peak: int, calibration: Calibration | None) -> Range:
@@ -109,11 +178,3 @@ def _allocated(setup: MemorySetup, peak: int, calibration: Calibration | None) -
     else:
         expected, error = float(peak + WORKSPACE_BYTES), COMPILED_ERROR if setup.compiled else EAGER_ERROR
     return Range(expected * (1 - error), expected, expected * (1 + error))
-
-
-def _values(of: Range) -> tuple[float, float, float]:
-    return of.low, of.expected, of.high
-
-
-def _sum(a: Range, b: Range) -> Range:
-    return Range(a.low + b.low, a.expected + b.expected, a.high + b.high)

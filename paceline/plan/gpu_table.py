@@ -1,7 +1,7 @@
 """
 GPUs and what is known of each: memory, bandwidth, dense peaks, links, watts, every figure with the name of its source.
 
-Data alone; plan/gpus.py finds a row. A figure without a source is left out: None, or no key in `peak_flops`.
+Data alone; plan/machine.py finds a row. A figure without a source is left out: None, or no key in `peak_flops`.
 
 memory_mib is what nvidia-smi prints as memory.total: less than the nominal GiB where ECC or the driver takes a share. Peaks
 are dense and accumulate in fp32. GeForce boards, A10G and L40 do that at half the rate of fp16 accumulation: the RTX 4090's
@@ -18,6 +18,8 @@ TERA = 10**12
 
 @dataclass(frozen=True)
 class GpuSpec:
+    """One card of the table."""
+
     name: str  # short and unique: what a user types
     memory_mib: int  # total as the driver reports it
     bytes_per_s: float  # DRAM bandwidth

@@ -1,5 +1,5 @@
 """
-What ranks send each other over, how fast it is, and how that is known: named by the user, measured by `paceline comm`, or assumed.
+Links between ranks and how fast they are: named by the user, measured by `paceline comm`, or assumed.
 
 A Link's bytes_per_s is bus bandwidth: what each rank sends and receives at once in an all-reduce (nccl-tests, PERFORMANCE.md).
 Between GPUs that do not reach each other directly every byte crosses two links and the host's memory: two RTX 5090 at PCIe 5.0
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.errors import PlanError
-from paceline.plan.gpus import GpuSpec
+from paceline.plan.gpu_table import GpuSpec
 from paceline.plan.machine import Machine
 from paceline.plan.speeds import Speeds
 
@@ -27,12 +27,12 @@ INFINIBAND_GBITS = {"edr": 100, "hdr": 200, "ndr": 400, "xdr": 800}  # four lane
 LATENCY_S = {"pcie": 30e-6, "nvlink": 15e-6, "ib": 20e-6, "ethernet": 100e-6}
 X8_X8_CARDS = 2  # a desktop board splits its sixteen lanes over two slots
 DEFAULT_ETHERNET_GBITS = 10
-WORDS = "1GbE, 10GbE, 25GbE, 100GbE, PCIe 4 x16, PCIe 5 x8, PCIe 5 x16 P2P, NVLink, IB HDR, IB NDR"
+EXAMPLES = "1GbE, 10GbE, 25GbE, 100GbE, PCIe 4 x16, PCIe 5 x8, PCIe 5 x16 P2P, NVLink, IB HDR, IB NDR"
 
 
 @dataclass(frozen=True)
 class Link:
-    """bytes_per_s: each way at once, of one rank. latency_s: of one collective. spread: how far off it may be, as a share."""
+    """What ranks send over. bytes_per_s: each way at once, of one rank. latency_s: of one collective. spread: relative error."""
 
     name: str
     bytes_per_s: float
@@ -42,31 +42,31 @@ class Link:
 
 
 def link_of(
-    words: str | None,
+    name: str | None,
     machine: Machine,
     *,
     world_size: int,
     device: str,
     comm: Mapping[str, Any] | None,
 ) -> Link | None:
-    """Of all ranks together; over several hosts the slower of the links within and between. None: nobody to send to, or not known.
+    """Returns the link of all ranks: over several hosts the slower one of within and between. None: one rank, or not known.
 
-    words: what the user typed, for the link between hosts where there are several. world_size: over all hosts.
+    name: what the user typed, for the link between hosts where there are several. world_size: over all hosts.
     comm: what `paceline comm` wrote.
     """
-    if world_size == 1 and words:
-        raise PlanError(f"--link {words}, but one device alone sends nothing", fix="--gpus 2 or --hosts 2")
+    if world_size == 1 and name:
+        raise PlanError(f"--link {name}, but one device alone sends nothing", fix="--gpus 2 or --hosts 2")
     if world_size == 1:
         return None
     spec = machine.gpus[0].spec if device == "cuda" and machine.gpus else None
-    named = read_link(words, spec) if words else None
+    user_link = read_link(name, spec) if name else None
     if machine.hosts == 1:
-        if named is not None:
-            return named
+        if user_link is not None:
+            return user_link
         return measured_link(comm, machine, world_size=world_size, device=device) or inner_link(
             spec, num_gpus=world_size, device=device
         )
-    between = named or _ethernet(
+    between = user_link or _ethernet(
         DEFAULT_ETHERNET_GBITS, source=f"assumed: {DEFAULT_ETHERNET_GBITS}GbE between hosts; --link names another"
     )
     per_host = world_size // machine.hosts
@@ -74,29 +74,29 @@ def link_of(
     return between if within is None or between.bytes_per_s <= within.bytes_per_s else within
 
 
-def read_link(words: str, spec: GpuSpec | None) -> Link:
-    """What a user typed, forgiving about case and spaces."""
-    text = re.sub(r"[\s_-]+", "", words.lower()).replace(".0", "")
-    if found := re.fullmatch(r"(\d+)(?:gbe|gbit|gb/s|g|gigabit)?(?:ethernet)?", text):
-        if 1 <= int(found[1]) <= 800 and not text.isdigit():
-            return _ethernet(int(found[1]), source="as asked")
-    elif found := re.fullmatch(r"pcie(?:gen)?(\d)x(\d+)(p2p)?", text):
-        if int(found[1]) in PCIE_LANE_BYTES_PER_S and int(found[2]) in (1, 2, 4, 8, 16):
-            return _pcie(int(found[1]), int(found[2]), direct=bool(found[3]), source="as asked")
-    elif found := re.fullmatch(r"(?:ib|infiniband)?(edr|hdr|ndr|xdr)", text):
-        gbits = INFINIBAND_GBITS[found[1]]
+def read_link(name: str, spec: GpuSpec | None) -> Link:
+    """Returns the link that a user named, in any case and spacing; raises PlanError for an unknown one."""
+    text = re.sub(r"[\s_-]+", "", name.lower()).replace(".0", "")
+    if match := re.fullmatch(r"(\d+)(?:gbe|gbit|gb/s|g|gigabit)?(?:ethernet)?", text):
+        if 1 <= int(match[1]) <= 800 and not text.isdigit():
+            return _ethernet(int(match[1]), source="as asked")
+    elif match := re.fullmatch(r"pcie(?:gen)?(\d)x(\d+)(p2p)?", text):
+        if int(match[1]) in PCIE_LANE_BYTES_PER_S and int(match[2]) in (1, 2, 4, 8, 16):
+            return _pcie(int(match[1]), int(match[2]), direct=bool(match[3]), source="as asked")
+    elif match := re.fullmatch(r"(?:ib|infiniband)?(edr|hdr|ndr|xdr)", text):
+        gbits = INFINIBAND_GBITS[match[1]]
         rate = INFINIBAND_SHARE * gbits * 1e9 / 8
-        return Link(f"InfiniBand {found[1].upper()}", rate, LATENCY_S["ib"], f"as asked: {gbits} Gb/s", spread=0.2)
+        return Link(f"InfiniBand {match[1].upper()}", rate, LATENCY_S["ib"], f"as asked: {gbits} Gb/s", spread=0.2)
     elif text == "nvlink":
         if spec is None or spec.nvlink_bytes_per_s is None:
             who = spec.name if spec else "this card"
-            raise PlanError(f"--link NVLink, but no NVLink of {who} is known", fix=f"one of {WORDS}")
+            raise PlanError(f"--link NVLink, but no NVLink of {who} is known", fix=f"one of {EXAMPLES}")
         return _nvlink(spec.nvlink_bytes_per_s, source="as asked")
-    raise PlanError(f"--link {words} is not a known link", fix=f"one of {WORDS}")
+    raise PlanError(f"--link {name} is not a known link", fix=f"one of {EXAMPLES}")
 
 
 def link_of_speeds(speeds: Speeds | None, *, world_size: int) -> Link | None:
-    """What train/measure.py found with as many ranks; None without it."""
+    """Returns the link that train/measure.py measured with as many ranks; None without it."""
     rate = speeds.rate("send") if speeds is not None and speeds.processes == world_size else None
     if speeds is None or rate is None:
         return None
@@ -105,7 +105,7 @@ def link_of_speeds(speeds: Speeds | None, *, world_size: int) -> Link | None:
 
 
 def measured_link(comm: Mapping[str, Any] | None, machine: Machine, *, world_size: int, device: str) -> Link | None:
-    """comm.json's figures, if they are of these devices: as many, of the same names, on one host."""
+    """Returns the link of comm.json, if it was measured with these devices: as many, of the same names, on one host."""
     if not comm or not comm.get("right") or not comm.get("collectives"):
         return None
     names = ["CPU"] * world_size if device == "cpu" else [gpu.name for gpu in machine.gpus[:world_size]]
@@ -120,7 +120,7 @@ def measured_link(comm: Mapping[str, Any] | None, machine: Machine, *, world_siz
 
 
 def inner_link(spec: GpuSpec | None, *, num_gpus: int, device: str) -> Link | None:
-    """Between the GPUs of one host, where nobody has measured; None for CPUs and for cards that no table knows."""
+    """Returns the link assumed between the GPUs of one host; None for CPUs and for cards that are not in the table."""
     if device == "cpu" or spec is None:
         return None
     if spec.nvlink_bytes_per_s is not None and not spec.consumer:

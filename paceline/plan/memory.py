@@ -1,11 +1,11 @@
 """
 Bytes of one rank: what it holds from step to step, the peak of each phase of a step, and the size of a checkpoint.
 
-What is held is exact, from the layout that the worker uses (plan/sharding.py); what comes and goes is plan/activations.py's. The
-peak is the largest of the phases. No torch; tests/train/test_exact.py holds both against a trace of the worker's own ops.
+What a rank holds is exact, from the layout that the worker uses (plan/sharding.py); plan/activations.py adds what lives within a
+step. The peak is the largest of the phases. No torch; tests/train/test_exact.py holds both against a trace of the worker's own ops.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -14,6 +14,11 @@ from paceline.plan.activations import (
     MemorySetup,
     backward_extra_bytes,
     checkpointed_layer_bytes,
+    compiled_backward,
+    compiled_forward_extra_bytes,
+    compiled_layer_bytes,
+    compiled_running_layer_bytes,
+    compiled_stem_bytes,
     forward_extra_bytes,
     head_bytes,
     layer_bytes,
@@ -21,24 +26,17 @@ from paceline.plan.activations import (
     running_layer_bytes,
     stem_bytes,
 )
-from paceline.plan.compiled import (
-    compiled_backward,
-    compiled_forward_extra_bytes,
-    compiled_layer_bytes,
-    compiled_running_layer_bytes,
-    compiled_stem_bytes,
-)
-from paceline.plan.shapes import ParamShape, has_value_embed, param_shapes
-from paceline.plan.sharding import Bucket, ShardPlan, shard_plan
-
-FP32, NARROW = 4, 2
+from paceline.plan.algorithms import ALGORITHMS, algorithm_of
+from paceline.plan.cost import layout
+from paceline.plan.shapes import FP32, NARROW, ParamShape, has_value_embed, layer_weights, param_shapes, value_table
+from paceline.plan.sharding import Bucket, row_size
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """What one rank holds."""
+    """The bytes that one rank holds from step to step."""
 
-    weights: int  # what the model computes with
+    weights: int  # that the model computes with
     gradients: int
     masters: int  # fp32 copies of the owned weights; none where the model computes in fp32
     states: int
@@ -51,7 +49,7 @@ class StateBytes:
 
 @dataclass(frozen=True)
 class Phase:
-    """A moment of a step. parts: bytes by what they are."""
+    """A moment of a step. parts: bytes by their kind."""
 
     name: str
     parts: Mapping[str, int]
@@ -62,47 +60,35 @@ class Phase:
 
 
 def peak_phase(setup: MemorySetup) -> Phase:
+    """Returns the phase that needs most."""
     return max(phases(setup), key=lambda phase: phase.bytes)
 
 
 def phases(setup: MemorySetup) -> tuple[Phase, ...]:
-    """Of the fullest rank, in the order of a step."""
-    held = fullest_state(setup)
-    base = {"weights": held.weights, "masters": held.masters, "states": held.states}
-    if held.communication:
-        base["communication"] = held.communication
-    fresh = setup.world_size == 1 and setup.grad_accum_steps == 1  # gradients come into being during the backward
+    """Returns the phases of the fullest rank, in the order of a step."""
+    state = fullest_state(setup)
+    base = {"weights": state.weights, "masters": state.masters, "states": state.states}
+    if state.communication:
+        base["communication"] = state.communication
+    fresh = setup.world_size == 1 and setup.grad_accum_steps == 1  # gradients are made during the backward
     unsummed = setup.shard == "none" and setup.world_size > 1 and setup.grad_accum_steps > 1
-    before = 0 if fresh else held.gradients * (2 if unsummed else 1)  # DDP's buckets, and what is not in them yet
-    kept = [_kept(setup, layer) for layer in range(setup.model.n_layer)]
-    activations = (compiled_stem_bytes if setup.compiled else stem_bytes)(setup) + sum(kept)
-    backward = (compiled_backward if setup.compiled else _backward)(setup, kept, before=before, fresh=fresh)
+    before = 0 if fresh else state.gradients * (2 if unsummed else 1)  # DDP's buckets, and what is not in them yet
+    saved = [_saved_bytes(setup, layer) for layer in range(setup.model.n_layer)]
+    activations = (compiled_stem_bytes if setup.compiled else stem_bytes)(setup) + sum(saved)
+    backward = (compiled_backward if setup.compiled else _backward)(setup, saved, before=before, fresh=fresh)
     loss = loss_bytes(setup)
-    forward = {
-        "gradients": before,
-        "activations": activations,
-        "working": _forward_extra(setup),
+    head = activations + head_bytes(setup)
+    moments = {
+        "forward": {"gradients": before, "activations": activations, "working": _forward_extra(setup)},
+        "loss": {"gradients": before, "activations": head, "loss": loss.saved + loss.working},
+        "backward": backward,
+        "optimizer": {"gradients": state.gradients, "working": _update_bytes(setup)},
+        "evaluation": {"gradients": state.gradients, "activations": 0, "working": _evaluation_bytes(setup)},
     }
-    losing = {
-        "gradients": before,
-        "activations": activations + head_bytes(setup),
-        "loss": loss.kept + loss.working,
-    }
-    evaluation = {
-        "gradients": held.gradients,
-        "activations": 0,
-        "working": _evaluation_bytes(setup),
-    }
-    return (
-        Phase("forward", base | forward),
-        Phase("loss", base | losing),
-        Phase("backward", base | backward),
-        Phase("optimizer", base | {"gradients": held.gradients, "working": _update_bytes(setup)}),
-        Phase("evaluation", base | evaluation),
-    )
+    return tuple(Phase(name, base | parts) for name, parts in moments.items())
 
 
-def _kept(setup: MemorySetup, layer: int) -> int:
+def _saved_bytes(setup: MemorySetup, layer: int) -> int:
     if setup.activation_checkpointing:
         return checkpointed_layer_bytes(setup, layer)
     return (compiled_layer_bytes if setup.compiled else layer_bytes)(setup, layer)
@@ -114,34 +100,27 @@ def _forward_extra(setup: MemorySetup) -> int:
     return running_layer_bytes(setup) if setup.activation_checkpointing else forward_extra_bytes(setup)
 
 
-def _recomputed(setup: MemorySetup, layer: int) -> int:
-    """What a checkpointed layer holds while it runs, beyond what it keeps."""
-    if not setup.activation_checkpointing:
-        return 0
-    return layer_bytes(setup, layer) - checkpointed_layer_bytes(setup, layer)
-
-
-def _backward(setup: MemorySetup, kept: list[int], *, before: int, fresh: bool) -> dict[str, int]:
-    """At its fullest: at the start of one layer's backward, or where an embedding's gradient is made."""
+def _backward(setup: MemorySetup, saved: list[int], *, before: int, fresh: bool) -> dict[str, int]:
+    """Returns the fullest moment: the start of one layer's backward, or where an embedding's gradient is made."""
     model, stream = setup.model, setup.stream_bytes
-    table = model.padded_vocab_size * model.n_kv_head * model.head_dim
+    table = value_table(model)
     looked_up = 0 if setup.element_bytes == FP32 else FP32 * setup.num_tokens * model.n_kv_head * model.head_dim
     stem = stem_bytes(setup)
     gradients = before + (FP32 * model.padded_vocab_size * model.n_embd if fresh else 0)
     fullest: dict[str, int] = {}
     for layer in reversed(range(model.n_layer)):
-        saved = stem + sum(kept[: layer + 1])
+        activations = stem + sum(saved[: layer + 1])
         extra = backward_extra_bytes(setup, layer)
-        if setup.activation_checkpointing:
-            extra += _recomputed(setup, layer)
-        found = [{"gradients": gradients, "activations": saved, "working": extra}]
+        if setup.activation_checkpointing:  # it holds all of the layer while that runs again
+            extra += layer_bytes(setup, layer) - checkpointed_layer_bytes(setup, layer)
+        moments = [{"gradients": gradients, "activations": activations, "working": extra}]
         if fresh:
-            gradients += FP32 * _layer_numel(model, layer)
+            gradients += FP32 * layer_weights(model)
         if has_value_embed(layer, model.n_layer):
-            made = FP32 * table + looked_up + setup.value_bytes + 3 * stream
-            found.append({"gradients": gradients, "activations": stem + sum(kept[:layer]), "working": made})
+            working = FP32 * table + looked_up + setup.value_bytes + 3 * stream
+            moments.append({"gradients": gradients, "activations": stem + sum(saved[:layer]), "working": working})
             gradients += FP32 * table if fresh else 0
-        fullest = max([fullest, *found], key=lambda parts: sum(parts.values()))
+        fullest = max([fullest, *moments], key=lambda parts: sum(parts.values()))
     embedding = {
         "gradients": gradients,
         "activations": stem,
@@ -152,35 +131,31 @@ def _backward(setup: MemorySetup, kept: list[int], *, before: int, fresh: bool) 
     return max(fullest, embedding, key=lambda parts: sum(parts.values()))
 
 
-def _layer_numel(model: ModelConfig, layer: int) -> int:
-    q_width, kv_width = model.n_head * model.head_dim, model.n_kv_head * model.head_dim
-    return model.n_embd * (2 * q_width + 2 * kv_width + 8 * model.n_embd)
-
-
 def _evaluation_bytes(setup: MemorySetup) -> int:
-    """Without gradients: tokens, the stream, its copies at the start and in the middle, and one layer or the logits."""
+    """Returns what an evaluation needs: tokens, the stream, its copies at the start and in the middle, one layer or the logits."""
     stream = setup.stream_bytes
     layer = 2 * stream + (compiled_running_layer_bytes if setup.compiled else running_layer_bytes)(setup)
     return stem_bytes(setup) - stream + max(layer, loss_bytes(setup, with_grad=False).working)
 
 
 def _update_bytes(setup: MemorySetup) -> int:
-    """Temporaries of Muon's largest batch of matrices; AdamW updates in place."""
-    if setup.shard == "none" or setup.optimizer == "adamw":
+    """Returns the temporaries of the largest batch of whole matrices."""
+    algorithm = ALGORITHMS[setup.optimizer]
+    if setup.shard == "none" or not algorithm.whole:
         return 0
     width = NARROW if setup.device != "cpu" else FP32
     largest = 0
-    for bucket in _layout(setup.model, setup.world_size, setup.optimizer).buckets:
+    for bucket in layout(setup.model, setup.world_size, setup.optimizer).buckets:
         if not bucket.whole:
             continue
         shapes = [share.param.shape for share in bucket.shares(0)]
         runs = _runs(shapes) if setup.device != "cpu" else [(shape, 1) for shape in shapes]
-        largest = max([largest, *(_batch_bytes(shape, count, width) for shape, count in runs)])
+        largest = max([largest, *(algorithm.working_bytes(shape, count, width) for shape, count in runs)])
     return largest
 
 
 def _runs(shapes: list[tuple[int, ...]]) -> list[tuple[tuple[int, ...], int]]:
-    """Neighbours of one shape are updated together."""
+    """Returns shapes and counts of neighbours of one shape, which are updated together."""
     runs: list[tuple[tuple[int, ...], int]] = []
     for shape in shapes:
         if runs and runs[-1][0] == shape:
@@ -190,20 +165,10 @@ def _runs(shapes: list[tuple[int, ...]]) -> list[tuple[tuple[int, ...], int]]:
     return runs
 
 
-def _batch_bytes(shape: tuple[int, ...], count: int, width: int) -> int:
-    """Stacks of weights and gradients where there are several; then the fullest line of train/updates.py."""
-    short, long = sorted(shape)
-    numel, gram = count * short * long, count * short * short
-    stacks = 2 * FP32 * numel if count > 1 else 0
-    division = (2 * FP32 + (width if width != FP32 else 0)) * numel
-    iteration = FP32 * numel + 2 * width * numel + 2 * width * gram
-    return stacks + max(division, iteration, 3 * FP32 * numel)
-
-
 def fullest_state(setup: MemorySetup) -> StateBytes:
-    """Of the rank that holds most."""
+    """Returns the state of the rank that holds most."""
     ranks = range(setup.world_size) if setup.shard != "none" else (0,)
-    found = (
+    states = (
         state_bytes(
             setup.model,
             world_size=setup.world_size,
@@ -216,19 +181,14 @@ def fullest_state(setup: MemorySetup) -> StateBytes:
         )
         for rank in ranks
     )
-    return max(found, key=lambda state: state.total)
+    return max(states, key=lambda state: state.total)
 
 
 def copies_bytes(setup: MemorySetup) -> int:
-    """Of the fullest rank's part of a checkpoint, weights in fp32 and states: kept in the host's memory from the first save on."""
-    held = fullest_state(setup)
-    masters = held.masters or (held.weights if setup.shard == "none" else held.weights // setup.world_size)
-    return masters + held.states
-
-
-@lru_cache(maxsize=64)
-def _layout(model: ModelConfig, world_size: int, optimizer: str) -> ShardPlan:
-    return shard_plan(param_shapes(model), world_size=world_size, optimizer=optimizer)
+    """Returns the fullest rank's part of a checkpoint, fp32 weights and states: it stays in host memory from the first save on."""
+    state = fullest_state(setup)
+    masters = state.masters or (state.weights if setup.shard == "none" else state.weights // setup.world_size)
+    return masters + state.states
 
 
 @lru_cache(maxsize=256)
@@ -243,41 +203,35 @@ def state_bytes(
     grad_accum_steps: int,
     device: str,
 ) -> StateBytes:
-    """Between two steps; gradients as they stand before the update."""
+    """Returns what a rank holds between two steps, with the gradients as they are before the update."""
     if shard == "none":
         numel = sum(shape.numel for shape in param_shapes(model))
-        return StateBytes(FP32 * numel, FP32 * numel, masters=0, states=2 * FP32 * numel, communication=0)
-    plan = _layout(model, world_size, optimizer)
+        state_numel = sum(_state_numel(optimizer, shape, shape.shape[0]) for shape in param_shapes(model))
+        return StateBytes(FP32 * numel, FP32 * numel, masters=0, states=FP32 * state_numel, communication=0)
+    plan = layout(model, world_size, optimizer)
     width = FP32 if precision == "fp32" else NARROW
     grad_width = NARROW if precision == "bf16" and grad_accum_steps == 1 and world_size > 1 else FP32
-    owned = [
-        (share.param, share.hi - share.lo, bucket.whole) for bucket in plan.buckets for share in bucket.shares(rank)
-    ]
+    owned = [(share.param, share.hi - share.lo) for bucket in plan.buckets for share in bucket.shares(rank)]
+    owned_numel = sum(rows * row_size(param) for param, rows in owned)
     small = sum(shape.numel for shape in plan.replicated)
-    num_owned = sum(rows * (param.numel // param.shape[0]) for param, rows, _ in owned)
+    with_states = owned + [(shape, shape.shape[0]) for shape in plan.replicated]
     return StateBytes(
         weights=width * sum(bucket.segment for bucket in plan.buckets) * world_size + FP32 * small,
         gradients=sum(_gradient_bytes(bucket, world_size, grad_width) for bucket in plan.buckets) + FP32 * small,
-        masters=0 if precision == "fp32" else FP32 * num_owned,
-        states=FP32 * (sum(_num_states(param, rows, muon=whole) for param, rows, whole in owned) + 2 * small),
+        masters=0 if precision == "fp32" else FP32 * owned_numel,
+        states=FP32 * sum(_state_numel(optimizer, param, rows) for param, rows in with_states),
         communication=sum(_received_bytes(bucket, world_size, grad_width, device) for bucket in plan.buckets),
     )
 
 
 def checkpoint_bytes(model: ModelConfig, *, optimizer: str) -> int:
-    """Weights in fp32 and states, over all ranks; the files' headers and generators add some kilobytes."""
+    """Returns the size of a checkpoint: fp32 weights and states of all ranks; headers and generators add some kilobytes."""
     shapes = param_shapes(model)
-    muon = {shape.name for bucket in _whole_buckets(model, optimizer) for shape in bucket}
-    return FP32 * sum(shape.numel + _num_states(shape, shape.shape[0], muon=shape.name in muon) for shape in shapes)
-
-
-def _whole_buckets(model: ModelConfig, optimizer: str) -> Iterable[list[ParamShape]]:
-    buckets = _layout(model, 1, optimizer).buckets
-    return ([placement.param for placement in bucket.placements] for bucket in buckets if bucket.whole)
+    return FP32 * sum(shape.numel + _state_numel(optimizer, shape, shape.shape[0]) for shape in shapes)
 
 
 def _gradient_bytes(bucket: Bucket, world_size: int, width: int) -> int:
-    """One rank keeps what autograd made; several have a flat buffer."""
+    """Returns the gradients of a bucket: one rank keeps what autograd made, several have a flat buffer."""
     if world_size == 1:
         return FP32 * sum(placement.param.numel for placement in bucket.placements)
     return width * bucket.segment * world_size
@@ -290,7 +244,6 @@ def _received_bytes(bucket: Bucket, world_size: int, width: int, device: str) ->
     return width * bucket.segment * received + (FP32 * bucket.segment if width != FP32 else 0)
 
 
-def _num_states(param: ParamShape, rows: int, *, muon: bool) -> int:
-    """Elements of the states of some rows: momentum and one variance per longer side; or AdamW's two."""
-    numel = rows * (param.numel // param.shape[0])
-    return numel + max(param.shape) if muon else 2 * numel
+def _state_numel(optimizer: str, param: ParamShape, rows: int) -> int:
+    """Returns the elements of the states of some rows."""
+    return algorithm_of(optimizer, param.group).state_numel((rows, *param.shape[1:]))

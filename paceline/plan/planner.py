@@ -1,27 +1,34 @@
 """
-Config + Machine -> Plan: everything that "auto" became, worked out before anything starts, and refused here if it cannot be.
+Config + Machine -> Plan: what every "auto" becomes, worked out before anything starts, and refused here if it is impossible.
 
-Pure arithmetic. The worker reads the Plan from the run folder and decides nothing of it again.
+Pure arithmetic. The worker reads the Plan from the run folder and decides none of it again. A run that is resumed is planned again
+here, with the choices of its first plan.
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Mapping, Set
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from paceline.config import Config, ModelConfig
 from paceline.errors import PlanError
 from paceline.plan.activations import MemorySetup
+from paceline.plan.algorithms import GroupSettings, group_settings
 from paceline.plan.cost import flops_per_token
 from paceline.plan.estimate import Calibrate
-from paceline.plan.fit import LOGITS_MIB, TooLarge, choose_fit
-from paceline.plan.gpus import peak_flops
-from paceline.plan.machine import Machine
-from paceline.plan.scaling import GroupSettings, batch_of_horizon, group_settings, horizon_tokens, width_of_depth
-from paceline.plan.shapes import num_params
-from paceline.units import MIB, format_bytes, format_count, format_duration
+from paceline.plan.machine import Machine, peak_flops
+from paceline.plan.shapes import batch_of_horizon, choose_num_steps, width_of_depth
+from paceline.plan.sizing import LOGITS_MIB, DoesNotFit, TooLarge, choose_fit, divisors
+from paceline.units import MIB, format_number_of, parse_duration
 
+# fields that a MemorySetup and a Plan have in common
+SETUP_FIELDS = tuple(field.name for field in fields(MemorySetup) if field.name not in ("attention", "compiled"))
+RATE_KEYS = ("tokens_per_param", "matrix_lr", "embedding_lr", "unembedding_lr", "weight_decay")
 SHORT_RUN_FLOPS = 2e15  # a CPU run under this ends sooner than compiling pays back
+SHORT_RUN_S = {"cpu": 10_000.0, "cuda": 600.0}  # the same for a run whose length is a time
+# a user who sets one of these on resume wants another fit
+FIT_KEYS = frozenset({"profile", "memory_share", "precision"})
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,7 @@ class Plan:
     device_batch_size: int
     grad_accum_steps: int
     total_batch_size: int
-    num_steps: int
+    num_steps: int  # an estimate where `time` is set
     num_rows: int  # training rows of one epoch; 0 while the text is not prepared
     groups: Mapping[str, GroupSettings]
     attention: str
@@ -49,10 +56,12 @@ class Plan:
     flops_per_token: int
     peak_flops: float | None
     hosts: int = 1
-    attention_kernel: str = "cpu"  # that `attention` is expected to take: decides what backward keeps
-    memory_share: float | None = None  # of the device that was to be filled; None where device_batch_size was given
+    attention_kernel: str = "cpu"  # the kernel that `attention` is expected to take: decides what backward keeps
+    memory_share: float | None = None  # of the device that was to be filled; None where device_batch_size is set
     memory: Mapping[str, Any] = field(default_factory=dict)  # estimate.MemoryEstimate.to_json
     cost: Mapping[str, Any] = field(default_factory=dict)  # what a step and the run are expected to take
+    # the length that was requested as a time, until a trial has measured how many steps that is
+    time: str | None = None
     notes: tuple[str, ...] = ()  # what was chosen and costs speed, or was set and is not used
 
     @property
@@ -64,17 +73,19 @@ class Plan:
         return self.num_steps * self.rows_per_step / self.num_rows if self.num_rows else None
 
     def to_json(self) -> str:
+        """Returns the text of plan.json."""
         return json.dumps(asdict(self), indent=1) + "\n"
 
     @staticmethod
     def from_json(text: str) -> "Plan":
+        """Reads the text of plan.json, ignoring fields of another version."""
         values: dict[str, Any] = json.loads(text)
         values["model"] = ModelConfig(**values["model"])
         values["groups"] = {
             name: GroupSettings(**{**group, "betas": tuple(group["betas"])}) for name, group in values["groups"].items()
         }
         values["notes"] = tuple(values.get("notes", ()))
-        known = {each.name for each in fields(Plan)}
+        known = {field.name for field in fields(Plan)}
         return Plan(**{name: value for name, value in values.items() if name in known})
 
 
@@ -87,28 +98,23 @@ def make_plan(
     calibrate: Calibrate | None = None,
     too_large: TooLarge | None = None,
 ) -> Plan:
-    """vocab_size: the tokenizer's. num_rows: rows of one epoch, 0 if not known yet (then epochs cannot be worked out).
+    """Returns the plan; raises PlanError where there is none.
 
-    calibrate: finds what this machine measured of such models. too_large: what ran out of memory here.
+    vocab_size: the tokenizer's. num_rows: rows of one epoch, 0 if not known yet (then epochs cannot be worked out).
+    calibrate: returns what this machine measured of such models. too_large: returns whether a size ran out of memory here.
     """
     device = choose_device(config, machine)
     world_size = choose_world_size(config, machine, device=device)
-    precision = choose_precision(config, machine, device=device)
     model = make_model_config(config, vocab_size=vocab_size, device=device)
     total = config.total_batch_size or _auto_total_batch_size(config, model, world_size=world_size)
-    grad_accum_steps(
-        total,
-        device_batch_size=config.device_batch_size or 1,
-        sequence_len=model.sequence_len,
-        world_size=world_size,
-    )
+    rows = config.device_batch_size or 1
+    accum = grad_accum_steps(total, device_batch_size=rows, sequence_len=model.sequence_len, world_size=world_size)
     num_steps = choose_num_steps(config, model, total_batch_size=total, num_rows=num_rows)
     flops = flops_per_token(model)
     compiled = _auto_compile(config, flops=flops * total * num_steps, device=device)
-    attention = "flex" if device == "cuda" and "S" in model.window_pattern else "sdpa"
     share_rows = total // model.sequence_len // world_size
-    rows = config.device_batch_size or 1
-    setup = MemorySetup(
+    precision = choose_precision(config, machine, device=device)
+    setup = MemorySetup(  # what the config leaves open has its preferred value until it is sized
         model=model,
         device=device,
         world_size=world_size,
@@ -116,83 +122,66 @@ def make_plan(
         shard=config.shard,
         precision=precision,
         device_batch_size=rows,
-        grad_accum_steps=share_rows // rows,
+        grad_accum_steps=accum,
         logits_budget_bytes=(config.logits_mib or LOGITS_MIB) * MIB,
         activation_checkpointing=bool(config.activation_checkpointing),
-        attention=attention_kernel(model, machine, device=device, attention=attention, precision=precision),
+        attention=attention_kernel(model, machine, device=device, precision=precision),
         compiled=compiled is True,
     )
-    chosen = choose_fit(config, setup, machine, share_rows=share_rows, calibrate=calibrate, too_large=too_large)
-    setup = chosen.setup
+    sized = choose_fit(config, setup, machine, share_rows=share_rows, calibrate=calibrate, too_large=too_large)
     gpu = machine.gpus[0] if device == "cuda" else None
     return Plan(
-        model=model,
-        device=device,
+        **{name: getattr(sized.setup, name) for name in SETUP_FIELDS},
         device_name=gpu.name if gpu else "CPU",
-        world_size=world_size,
         threads=max(1, machine.cpu_cores * machine.hosts // world_size),
-        precision=precision,
-        optimizer=config.optimizer,
-        shard=config.shard,
-        device_batch_size=setup.device_batch_size,
-        grad_accum_steps=setup.grad_accum_steps,
         total_batch_size=total,
         num_steps=num_steps,
         num_rows=num_rows,
-        groups=group_settings(
-            model,
-            optimizer=config.optimizer,
-            total_batch_size=total,
-            num_steps=num_steps,
-            tokens_per_param=config.tokens_per_param,
-            matrix_lr=config.matrix_lr,
-            embedding_lr=config.embedding_lr,
-            unembedding_lr=config.unembedding_lr,
-            weight_decay=config.weight_decay,
-        ),
-        attention=attention,
+        groups=_groups(config, model, total_batch_size=total, num_steps=num_steps),
+        attention=attention_function(model, device=device),
         compile=compiled,
-        logits_budget_bytes=setup.logits_budget_bytes,
-        activation_checkpointing=setup.activation_checkpointing,
         flops_per_token=flops,
         peak_flops=peak_flops(gpu.spec, precision) if gpu else None,
         hosts=machine.hosts,
         attention_kernel=setup.attention,
-        memory_share=chosen.share,
-        memory=chosen.estimate.to_json(),
-        notes=chosen.notes,
+        memory_share=sized.share,
+        memory=sized.estimate.to_json(),
+        time=config.time,
+        notes=sized.notes,
     )
+
+
+def _groups(config: Config, model: ModelConfig, *, total_batch_size: int, num_steps: int) -> dict[str, GroupSettings]:
+    rates = {key: getattr(config, key) for key in RATE_KEYS}
+    length = {"total_batch_size": total_batch_size, "num_steps": num_steps}
+    return group_settings(model, optimizer=config.optimizer, **length, **rates)
 
 
 def memory_setup(plan: Plan) -> MemorySetup:
-    """What the memory of a plan's ranks depends on."""
-    return MemorySetup(
-        model=plan.model,
-        device=plan.device,
-        world_size=plan.world_size,
-        optimizer=plan.optimizer,
-        shard=plan.shard,
-        precision=plan.precision,
-        device_batch_size=plan.device_batch_size,
-        grad_accum_steps=plan.grad_accum_steps,
-        logits_budget_bytes=plan.logits_budget_bytes,
-        activation_checkpointing=plan.activation_checkpointing,
-        attention=plan.attention_kernel,
-        compiled=plan.compile is True,
-    )
+    """Returns all that the memory of a plan's ranks depends on."""
+    shared = {name: getattr(plan, name) for name in SETUP_FIELDS}
+    return MemorySetup(**shared, attention=plan.attention_kernel, compiled=plan.compile is True)
 
 
-def attention_kernel(model: ModelConfig, machine: Machine, *, device: str, attention: str, precision: str) -> str:
-    """The kernel that PyTorch takes: flash for 16 bits from Ampere on, else the memory-efficient one, which knows no GQA."""
+def attention_function(model: ModelConfig, *, device: str) -> str:
+    """Returns flex for windows on a GPU, else PyTorch's scaled dot product."""
+    return "flex" if device == "cuda" and "S" in model.window_pattern else "sdpa"
+
+
+def attention_kernel(model: ModelConfig, machine: Machine, *, device: str, precision: str) -> str:
+    """Returns the kernel that PyTorch takes: flash for 16 bits from Ampere on, else the memory-efficient one, which has no GQA."""
     if device == "cpu":
         return "cpu"
     capability = machine.gpus[0].capability
-    if attention == "flex" or (precision != "fp32" and (capability is None or capability >= (8, 0))):
+    if attention_function(model, device=device) == "flex" or (
+        precision != "fp32" and (capability is None or capability >= (8, 0))
+    ):
         return "flash"
     return "efficient" if model.n_kv_head == model.n_head else "math"
 
 
 def choose_device(config: Config, machine: Machine) -> str:
+    """Returns cuda or cpu; raises PlanError for cuda where no GPU is visible."""
     device = config.device or ("cuda" if machine.gpus else "cpu")
     if device == "cuda" and not machine.gpus:
         raise PlanError(
@@ -202,6 +191,7 @@ def choose_device(config: Config, machine: Machine) -> str:
 
 
 def choose_world_size(config: Config, machine: Machine, *, device: str) -> int:
+    """Returns the ranks of all hosts; raises PlanError for more than the machine has devices for."""
     if device == "cuda":
         if config.nproc is not None and config.nproc > len(machine.gpus):
             raise PlanError(
@@ -217,6 +207,7 @@ def choose_world_size(config: Config, machine: Machine, *, device: str) -> int:
 
 
 def choose_precision(config: Config, machine: Machine, *, device: str) -> str:
+    """Returns the config's precision, or bf16 where the hardware multiplies it natively, else fp32."""
     capability = machine.gpus[0].capability if device == "cuda" else None
     if device == "cuda":
         native = capability is None or capability >= (8, 0)
@@ -231,9 +222,10 @@ def choose_precision(config: Config, machine: Machine, *, device: str) -> str:
 
 
 def make_model_config(config: Config, *, vocab_size: int, device: str) -> ModelConfig:
+    """Returns the network's dimensions; raises PlanError where heads do not divide them."""
     n_embd = config.n_embd or width_of_depth(config.depth, head_dim=config.head_dim)
-    n_head, rest = divmod(n_embd, config.head_dim)
-    if rest or not n_head:
+    n_head, remainder = divmod(n_embd, config.head_dim)
+    if remainder or not n_head:
         lower = n_head * config.head_dim
         raise PlanError(
             f"n_embd {n_embd} is not a multiple of head_dim {config.head_dim}",
@@ -260,12 +252,12 @@ def make_model_config(config: Config, *, vocab_size: int, device: str) -> ModelC
 
 
 def grad_accum_steps(total_batch_size: int, *, device_batch_size: int, sequence_len: int, world_size: int) -> int:
-    """Micro-steps per optimizer step. total_batch_size is in tokens, device_batch_size in rows."""
+    """Returns micro-steps per optimizer step. total_batch_size is in tokens, device_batch_size in rows."""
     tokens_per_micro_step = device_batch_size * sequence_len * world_size
-    steps, rest = divmod(total_batch_size, tokens_per_micro_step)
-    if rest:
+    steps, remainder = divmod(total_batch_size, tokens_per_micro_step)
+    if remainder:
         lower, upper = steps * tokens_per_micro_step, (steps + 1) * tokens_per_micro_step
-        takers = _counted(world_size, "process takes", "processes take")
+        takers = format_number_of(world_size, "process takes", "processes take")
         raise PlanError(
             f"total_batch_size {total_batch_size:,} is not a multiple of the {tokens_per_micro_step:,} tokens"
             f" that {takers} at once ({device_batch_size} rows x {sequence_len} tokens each)",
@@ -274,76 +266,97 @@ def grad_accum_steps(total_batch_size: int, *, device_batch_size: int, sequence_
     return steps
 
 
-def choose_num_steps(config: Config, model: ModelConfig, *, total_batch_size: int, num_rows: int) -> int:
-    if config.num_steps is not None:
-        return config.num_steps
-    if config.epochs is not None:
-        rows_per_step = total_batch_size // model.sequence_len
-        return max(1, -(-int(config.epochs * num_rows) // rows_per_step))
-    return max(1, round(horizon_tokens(model, tokens_per_param=config.tokens_per_param) / total_batch_size))
-
-
 def _auto_total_batch_size(config: Config, model: ModelConfig, *, world_size: int) -> int:
-    """The scaling rule's power of two, at least one row a device, rounded to what the devices can share."""
-    wanted = batch_of_horizon(model, tokens_per_param=config.tokens_per_param)
+    """Returns the scaling rule's power of two, rounded to what the devices can share: at least a row for each."""
+    ideal = batch_of_horizon(model, tokens_per_param=config.tokens_per_param)
     unit = (config.device_batch_size or 1) * model.sequence_len * world_size
-    return max(1, round(wanted / unit)) * unit
+    return max(1, round(ideal / unit)) * unit
 
 
 def _auto_compile(config: Config, *, flops: float, device: str) -> bool | None:
-    """False where a run is too short to win back the compiling; None where the worker is to measure."""
-    if config.compile is None and device == "cpu" and flops < SHORT_RUN_FLOPS:
-        return False
-    return config.compile
+    """Returns False where a run is too short to win back the compile time; None where the worker is to measure."""
+    if config.compile is not None:
+        return config.compile
+    if config.time is not None:
+        return False if parse_duration(config.time) < SHORT_RUN_S[device] else None
+    return False if device == "cpu" and flops < SHORT_RUN_FLOPS else None
 
 
-def format_plan(plan: Plan, *, source: str) -> list[str]:
-    """What is about to be done, for the screen: the plan with its text, and what it is expected to need."""
-    model, *rest = plan_lines(plan)
-    return [model, f"text    {source}", *rest, *expected_lines(plan), *(f"note    {note}" for note in plan.notes)]
+MakePlan = Callable[[Config, Machine], Plan]
 
 
-def plan_lines(plan: Plan) -> list[str]:
-    """Aligned lines."""
-    model, accum = plan.model, plan.grad_accum_steps
-    devices = (
-        f"{plan.world_size} x {plan.device_name}"
-        if plan.device == "cuda"
-        else f"{_counted(plan.world_size, 'CPU process', 'CPU processes')} x {_counted(plan.threads, 'thread', 'threads')}"
-    )
-    if plan.hosts > 1:
-        devices += f" on {plan.hosts} hosts"
-    compiled = {True: "compiled", False: "eager", None: "compile: measured first"}[plan.compile]
-    states = (
-        "states replicated (DDP)" if plan.shard == "none" else "states sharded" if plan.world_size > 1 else "one device"
-    )
-    epochs = f", {plan.epochs:.3g} epochs" if plan.epochs else ""
-    return [
-        f"model   depth {model.n_layer}, {model.n_embd} wide, {model.n_head} heads, vocabulary {model.vocab_size:,},"
-        f" {format_count(num_params(model))} parameters",
-        f"step    {plan.total_batch_size:,} tokens = {plan.device_batch_size} rows x {model.sequence_len:,} tokens"
-        f" x {_counted(plan.world_size, 'process', 'processes')} x {_counted(accum, 'micro-step', 'micro-steps')}",
-        f"length  {plan.num_steps:,} steps, {format_count(plan.num_steps * plan.total_batch_size)} tokens{epochs}",
-        f"device  {devices}, {plan.precision}, {plan.optimizer}, {states}, {compiled}",
-    ]
+def replan(old: Plan, config: Config, machine: Machine, *, make: MakePlan, set_keys: Set[str] = frozenset()) -> Plan:
+    """Returns what `make` does, with the rows, chunks, checkpointing and compiling of `old` where the config leaves them open.
+
+    These decide the order of additions, and with it every bit that follows: what was measured here since then must not change them
+    under a run that was interrupted. set_keys: keys that the user sets on resume, "auto" among their values. On other devices, or
+    another number of them, nothing is kept. What has run on this device is not refused by arithmetic.
+    """
+    device = choose_device(config, machine)
+    same = (device, choose_world_size(config, machine, device=device)) == (old.device, old.world_size)
+    rows_are_open = "device_batch_size" in set_keys and config.device_batch_size is None
+    if not same or rows_are_open or set_keys & FIT_KEYS:
+        return make(config, machine)
+    values: dict[str, Any] = {
+        "device_batch_size": old.device_batch_size,
+        "logits_mib": old.logits_budget_bytes // MIB,
+        "activation_checkpointing": old.activation_checkpointing,
+        "compile": old.compile,
+    }
+    old_values = {key: value for key, value in values.items() if getattr(config, key) is None and key not in set_keys}
+    plan = _make_unrefused(old, replace(config, **old_values), machine, make)
+    if "compile" in old_values:
+        plan = replace(plan, compile=old.compile)  # a trial's answer holds for the whole run
+    if "device_batch_size" in old_values:
+        plan = replace(plan, memory_share=old.memory_share, notes=old.notes)
+    return plan
 
 
-def expected_lines(plan: Plan) -> list[str]:
-    """Memory and time in a line each; none for a plan of an older version."""
-    lines = []
-    if plan.memory:
-        need, card = plan.memory["process_bytes"]["expected"], plan.memory["card_bytes"]
-        of_card = f" of {format_bytes(card)}, {100 * need / card:.0f} %" if card else ""
-        lines.append(
-            f"memory  {format_bytes(need)} expected on each {'GPU' if plan.device == 'cuda' else 'process'}{of_card}"
-        )
-    if plan.cost.get("seconds"):
-        seconds = plan.cost["seconds"]["expected"]
-        lines.append(
-            f"time    {1000 * seconds:,.0f} ms a step expected, {format_duration(seconds * plan.num_steps)} in all"
-        )
-    return lines
+def smaller_plan(old: Plan, config: Config, machine: Machine, *, make: MakePlan) -> Plan | None:
+    """Returns the next plan that needs less memory for the same steps: a smaller micro-batch, then activation checkpointing."""
+    share_rows = old.device_batch_size * old.grad_accum_steps
+    fewer = [count for count in divisors(share_rows) if count < old.device_batch_size]
+    changes: list[dict[str, Any]] = [{"device_batch_size": count} for count in fewer]
+    if not old.activation_checkpointing and config.activation_checkpointing is None:
+        changes.append({"device_batch_size": old.device_batch_size, "activation_checkpointing": True})
+    for change in changes:
+        with suppress(DoesNotFit):
+            return replan(old, replace(config, **change), machine, make=make, set_keys=frozenset(change))
+    return None
 
 
-def _counted(count: int, one: str, many: str) -> str:
-    return f"{count} {one if count == 1 else many}"
+def format_change(old: Plan, new: Plan) -> str:
+    """Returns `device_batch_size 4 instead of 8, 6 micro-steps instead of 3`."""
+    parts = []
+    if new.device_batch_size != old.device_batch_size:
+        parts.append(f"device_batch_size {new.device_batch_size} instead of {old.device_batch_size}")
+    if new.grad_accum_steps != old.grad_accum_steps:
+        parts.append(f"{new.grad_accum_steps} micro-steps instead of {old.grad_accum_steps}")
+    if new.activation_checkpointing and not old.activation_checkpointing:
+        parts.append("activation checkpointing")
+    return ", ".join(parts)
+
+
+def fewer_ranks(old: Plan, *, devices: int) -> int:
+    """Returns the most ranks, on so many devices, that can share the rows of each step; 0 if none can."""
+    rows = old.total_batch_size // old.model.sequence_len
+    return next((count for count in range(min(devices, old.world_size), 0, -1) if rows % count == 0), 0)
+
+
+def _make_unrefused(old: Plan, config: Config, machine: Machine, make: MakePlan) -> Plan:
+    """Returns the plan; one that equals the old plan is made even where arithmetic says that it does not fit."""
+    try:
+        return make(config, machine)
+    except DoesNotFit as error:
+        plan = make(config, of_unknown_memory(machine))
+        old_bytes, card_bytes = old.memory.get("card_bytes"), error.estimate.card_bytes
+        is_same = (plan.device_name, memory_setup(plan)) == (old.device_name, memory_setup(old))
+        if not is_same or old_bytes is None or card_bytes is None or card_bytes < old_bytes:
+            raise
+        return replace(plan, memory=error.estimate.to_json())
+
+
+def of_unknown_memory(machine: Machine) -> Machine:
+    """Returns the machine with devices of unknown memory, on which nothing is refused."""
+    gpus = tuple(replace(gpu, memory_bytes=0) for gpu in machine.gpus)
+    return replace(machine, gpus=gpus, memory_bytes=0)

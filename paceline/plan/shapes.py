@@ -1,24 +1,42 @@
 """
-Every parameter's name, shape and group, from the model config alone; the model and the planner both stand on this.
+Every parameter's name, shape and group, and what the depth dial makes of them: width, batch size, steps. Pure arithmetic.
 
-Order is registration order in model/gpt.py; tests/model/test_gpt.py holds the two together.
+The model and the planner both stand on this. Parameters are in the order in which model/gpt.py registers them;
+tests/model/test_gpt.py holds the two together. The dial's rules are nanochat's of July 2026 (its base_train.py and dev/LOG.md).
+
+The steps follow from num_steps, epochs, time or tokens_per_param; launch/trial.py measures the seconds of a step for a time. What
+is chosen is written to config.toml, so a resumed or repeated run computes nothing of it again.
 """
 
+import math
 from dataclasses import dataclass
 from math import prod
 
-from paceline.config import ModelConfig
+from paceline.config import Config, ModelConfig
 
+FP32, NARROW, INT64 = 4, 2, 8  # bytes of an element
+ELEMENT_BYTES = {"fp32": FP32, "bf16": NARROW, "fp16": NARROW}  # by the config's precision
 VE_GATE_CHANNELS = 12  # of the residual stream that open a layer's value embedding
 SMEAR_GATE_CHANNELS = 24  # of the embedding that open the mixing with the token before
-MUON_GROUPS = frozenset({"matrix"})
+MATRIX = "matrix"  # the group of the block matrices
+ASPECT = 64  # width per layer
+REFERENCE_DEPTH = 12  # the model that learning rates and batch size are tuned on
+REFERENCE_BATCH = 2**19  # tokens a step
+REFERENCE_WIDTH = 768
+BATCH_EXPONENT = 0.383  # optimal tokens a step grow with training tokens to this power
+MIN_STEPS = 60  # of a run whose length is a time: with fewer steps the loss hardly falls
+EVAL_SHARE = 0.1  # of a run's time, for all its evaluations
+EVAL_COST = 0.5  # of evaluating a token, in the time of training on one; the forward alone is a third
+MAX_EVAL_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True)
 class ParamShape:
+    """A parameter. group: key of the settings in plan/algorithms.py."""
+
     name: str
     shape: tuple[int, ...]
-    group: str  # key of plan/scaling.py's settings
+    group: str
 
     @property
     def numel(self) -> int:
@@ -26,12 +44,22 @@ class ParamShape:
 
 
 def has_value_embed(layer: int, n_layer: int) -> bool:
-    """Every second layer, the last one always."""
+    """Returns whether a layer has one: every second layer does, the last one always."""
     return layer % 2 == (n_layer - 1) % 2
 
 
+def ve_gate_width(model: ModelConfig) -> int:
+    """Returns the channels of the stream that open a layer's value embedding."""
+    return min(VE_GATE_CHANNELS, model.n_embd)
+
+
+def smear_gate_width(model: ModelConfig) -> int:
+    """Returns the channels of the embedding that open the mixing with the token before."""
+    return min(SMEAR_GATE_CHANNELS, model.n_embd)
+
+
 def param_shapes(model: ModelConfig) -> tuple[ParamShape, ...]:
-    """All parameters, in registration order."""
+    """Returns all parameters, in registration order."""
     width, vocab = model.n_embd, model.padded_vocab_size
     q_width, kv_width = model.n_head * model.head_dim, model.n_kv_head * model.head_dim
     value_layers = [i for i in range(model.n_layer) if has_value_embed(i, model.n_layer)]
@@ -44,28 +72,108 @@ def param_shapes(model: ModelConfig) -> tuple[ParamShape, ...]:
     ]
     for i in range(model.n_layer):
         shapes += [
-            ParamShape(f"h.{i}.attn.c_q.weight", (q_width, width), "matrix"),
-            ParamShape(f"h.{i}.attn.c_k.weight", (kv_width, width), "matrix"),
-            ParamShape(f"h.{i}.attn.c_v.weight", (kv_width, width), "matrix"),
-            ParamShape(f"h.{i}.attn.c_proj.weight", (width, q_width), "matrix"),
+            ParamShape(f"h.{i}.attn.c_q.weight", (q_width, width), MATRIX),
+            ParamShape(f"h.{i}.attn.c_k.weight", (kv_width, width), MATRIX),
+            ParamShape(f"h.{i}.attn.c_v.weight", (kv_width, width), MATRIX),
+            ParamShape(f"h.{i}.attn.c_proj.weight", (width, q_width), MATRIX),
         ]
         if i in value_layers:
-            gate = (model.n_kv_head, min(VE_GATE_CHANNELS, width))
-            shapes.append(ParamShape(f"h.{i}.attn.ve_gate.weight", gate, "matrix"))
+            gate = (model.n_kv_head, ve_gate_width(model))
+            shapes.append(ParamShape(f"h.{i}.attn.ve_gate.weight", gate, MATRIX))
         shapes += [
-            ParamShape(f"h.{i}.mlp.c_fc.weight", (4 * width, width), "matrix"),
-            ParamShape(f"h.{i}.mlp.c_proj.weight", (width, 4 * width), "matrix"),
+            ParamShape(f"h.{i}.mlp.c_fc.weight", (4 * width, width), MATRIX),
+            ParamShape(f"h.{i}.mlp.c_proj.weight", (width, 4 * width), MATRIX),
         ]
     shapes += [ParamShape(f"value_embeds.{i}.weight", (vocab, kv_width), "value_embeds") for i in value_layers]
     shapes.append(ParamShape("lm_head.weight", (vocab, width), "lm_head"))
-    shapes.append(ParamShape("smear_gate.weight", (1, min(SMEAR_GATE_CHANNELS, width)), "smear"))
+    shapes.append(ParamShape("smear_gate.weight", (1, smear_gate_width(model)), "smear"))
     return tuple(shapes)
 
 
+def layer_weights(model: ModelConfig) -> int:
+    """Returns the elements of one layer's matrices, without the gate of its value embedding."""
+    q_width, kv_width = model.n_head * model.head_dim, model.n_kv_head * model.head_dim
+    return model.n_embd * (2 * q_width + 2 * kv_width + 8 * model.n_embd)
+
+
+def value_table(model: ModelConfig) -> int:
+    """Returns the elements of one value embedding."""
+    return model.padded_vocab_size * model.n_kv_head * model.head_dim
+
+
 def num_params(model: ModelConfig) -> int:
+    """Counts all parameters."""
     return sum(shape.numel for shape in param_shapes(model))
 
 
 def matmul_params(model: ModelConfig) -> int:
-    """Parameters that multiply every token: block matrices and lm_head; embedding lookups are free."""
-    return sum(shape.numel for shape in param_shapes(model) if shape.group in ("matrix", "lm_head"))
+    """Counts the parameters that multiply every token: block matrices and lm_head; embedding lookups are free."""
+    return sum(shape.numel for shape in param_shapes(model) if shape.group in (MATRIX, "lm_head"))
+
+
+def width_of_depth(depth: int, *, head_dim: int) -> int:
+    """Returns 64 x depth, rounded up to whole heads."""
+    return -(-ASPECT * depth // head_dim) * head_dim
+
+
+def reference_model(model: ModelConfig) -> ModelConfig:
+    """Returns the depth-12 model that the rules were tuned on, with this run's vocabulary and row length."""
+    width = width_of_depth(REFERENCE_DEPTH, head_dim=128)
+    return ModelConfig(
+        n_layer=REFERENCE_DEPTH,
+        n_embd=width,
+        n_head=width // 128,
+        n_kv_head=width // 128,
+        head_dim=128,
+        sequence_len=model.sequence_len,
+        vocab_size=model.vocab_size,
+    )
+
+
+def horizon_tokens(model: ModelConfig, *, tokens_per_param: float) -> int:
+    """Returns the training tokens: so many per parameter of the block matrices and lm_head."""
+    return int(tokens_per_param * matmul_params(model))
+
+
+def batch_of_horizon(model: ModelConfig, *, tokens_per_param: float) -> int:
+    """Returns the tokens of a step, a power of two, that suit a run of horizon_tokens."""
+    growth = matmul_params(model) / matmul_params(reference_model(model))
+    return int(2 ** round(math.log2(REFERENCE_BATCH * growth**BATCH_EXPONENT)))
+
+
+def choose_num_steps(config: Config, model: ModelConfig, *, total_batch_size: int, num_rows: int) -> int:
+    """Returns the steps of the run; for a length that is a time, the fewest, until a trial has measured the speed."""
+    if config.num_steps is not None:
+        return config.num_steps
+    if config.time is not None:
+        return MIN_STEPS
+    if config.epochs is not None:
+        rows_per_step = total_batch_size // model.sequence_len
+        return max(1, -(-int(config.epochs * num_rows) // rows_per_step))
+    return max(1, round(horizon_tokens(model, tokens_per_param=config.tokens_per_param) / total_batch_size))
+
+
+def steps_of_time(time_s: float, *, step_s: float, eval_s: float | None = None, eval_every: int = 0) -> int:
+    """Returns the steps that end within time_s seconds together with their evaluations, but at least MIN_STEPS.
+
+    eval_s: seconds of one evaluation; None where eval_tokens is automatic, so that all evaluations take EVAL_SHARE of the time.
+    """
+    if eval_s is None:
+        num_steps = (1 - EVAL_SHARE) * time_s / step_s
+    else:
+        num_steps = (time_s - eval_s) / step_s  # one evaluation, at the end
+        if eval_every and num_steps > eval_every:
+            num_steps = time_s / (step_s + eval_s / eval_every)
+    return max(MIN_STEPS, int(num_steps))
+
+
+def choose_eval_tokens(config: Config, *, num_steps: int, total_batch_size: int, cost: float = EVAL_COST) -> int:
+    """Returns the tokens of one evaluation: the config's, or so many that all evaluations take EVAL_SHARE of the run's time.
+
+    An evaluation has at least the tokens of one step. cost: the time to evaluate a token, in that to train on one.
+    """
+    if config.eval_tokens is not None:
+        return config.eval_tokens
+    num_evals = -(-num_steps // config.eval_every) if config.eval_every else 1
+    num_tokens = EVAL_SHARE / (1 - EVAL_SHARE) * num_steps * total_batch_size / (num_evals * cost)
+    return min(MAX_EVAL_TOKENS, max(total_batch_size, int(num_tokens)))

@@ -1,10 +1,10 @@
 """
-Which rank owns what of the optimizer: buckets, owners, segments, padding. Pure arithmetic, for worker and planner.
+Which rank owns which part of the optimizer: buckets, segments, shards, padding. Pure arithmetic, for worker and planner.
 
 A bucket is one flat buffer of world_size equal segments; rank r owns segment r: it sums the gradients there, holds the
 fp32 weights and the states, and sends the new weights to the others. Tensors lie whole and contiguous in their bucket,
-so a parameter is a view of it. Muon needs whole matrices: each lies inside one segment. AdamW is elementwise: its
-tensors are cut at row borders. Tensors under SMALL elements are kept and updated by every rank.
+so a parameter is a view of it. Where the algorithm needs whole matrices (plan/algorithms.py), each lies inside one segment;
+other tensors are cut at row borders. Tensors under SMALL elements are kept and updated by every rank.
 
 Buckets stand in the order in which backward completes them, and are sent in that order on all ranks.
 """
@@ -13,7 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import lcm, prod
 
-from paceline.plan.shapes import MUON_GROUPS, ParamShape
+from paceline.plan.algorithms import ALGORITHMS, Algorithm, algorithm_of
+from paceline.plan.shapes import ParamShape
 
 ALIGNMENT = 64  # elements between borders: vector instructions then round the same elements alike at any world size
 SMALL = 1024  # elements; below, a collective of its own costs more than updating it everywhere
@@ -40,21 +41,20 @@ class Share:
 
 @dataclass(frozen=True)
 class Bucket:
-    """whole: no tensor is split over ranks (Muon). segment: elements of each rank."""
+    """A flat buffer. whole: no tensor is split over ranks. segment: elements of each rank."""
 
     placements: tuple[Placement, ...]
     segment: int
     whole: bool
 
     def shares(self, rank: int) -> tuple[Share, ...]:
-        """What lies in segment `rank`, in order."""
+        """Returns what lies in segment `rank`, in order."""
         begin, end = rank * self.segment, (rank + 1) * self.segment
         shares = []
         for placement in self.placements:
             param, cols = placement.param, row_size(placement.param)
-            lo, hi = (
-                min(max(border - placement.offset, 0), param.numel) // cols for border in (begin, end)
-            )  # borders lie between rows
+            # borders lie between rows
+            lo, hi = (min(max(border - placement.offset, 0), param.numel) // cols for border in (begin, end))
             if lo < hi:
                 shares.append(Share(param, lo, hi, placement.offset + lo * cols - begin))
         return tuple(shares)
@@ -62,48 +62,46 @@ class Bucket:
 
 @dataclass(frozen=True)
 class ShardPlan:
+    """The layout of all ranks. replicated: small tensors that every rank updates."""
+
     world_size: int
     buckets: tuple[Bucket, ...]  # in the order they are sent
     replicated: tuple[ParamShape, ...]
 
     @property
     def padding(self) -> int:
-        """Elements of all buckets that belong to no tensor."""
+        """The elements of all buckets that belong to no tensor."""
         tensors = sum(placement.param.numel for bucket in self.buckets for placement in bucket.placements)
         return sum(bucket.segment for bucket in self.buckets) * self.world_size - tensors
 
 
 def shard_plan(shapes: Sequence[ParamShape], *, world_size: int, optimizer: str) -> ShardPlan:
-    """optimizer: "muon" gives matrices whole owners, "adamw" splits everything by rows."""
-    muon = [shape for shape in shapes if optimizer == "muon" and shape.group in MUON_GROUPS]
-    replicated = [shape for shape in shapes if shape not in muon and shape.numel < SMALL]
+    """Lays out the optimizer's work. optimizer: the config's, whose row says which matrices need a whole owner."""
+    whole = [shape for shape in shapes if algorithm_of(optimizer, shape.group).whole]
+    replicated = [shape for shape in shapes if shape not in whole and shape.numel < SMALL]
     ready = {shape.name: position for position, shape in enumerate(backward_order(shapes))}
 
     def in_order(members: Iterable[ParamShape]) -> list[ParamShape]:
         return sorted(members, key=lambda shape: ready[shape.name])
 
-    loads = [0] * world_size  # Newton-Schulz FLOPs, carried from bucket to bucket
-    buckets = [_whole_bucket(group, loads) for group in _matrix_groups(in_order(muon), world_size)]
-    by_rows = in_order(shape for shape in shapes if shape not in muon and shape not in replicated)
+    loads = [0] * world_size  # FLOPs of the updates, carried from bucket to bucket
+    groups = _matrix_groups(in_order(whole), world_size)
+    buckets = [_whole_bucket(group, loads, ALGORITHMS[optimizer]) for group in groups]
+    by_rows = in_order(shape for shape in shapes if shape not in whole and shape not in replicated)
     buckets += [_row_bucket(group, world_size) for group in _row_groups(by_rows)]
     buckets.sort(key=lambda bucket: max(ready[placement.param.name] for placement in bucket.placements))
     return ShardPlan(world_size, tuple(buckets), tuple(replicated))
 
 
-def newton_schulz_flops(shape: tuple[int, ...]) -> int:
-    """Multiply-adds of one iteration: the Gram matrix of the short side, its square, and its product with the matrix."""
-    short, long = sorted(shape)
-    return 2 * short * short * long + short**3
-
-
 def row_size(param: ParamShape) -> int:
+    """Returns the elements of one row."""
     return prod(param.shape[1:])
 
 
 def backward_order(shapes: Sequence[ParamShape]) -> list[ParamShape]:
-    """Last used, first ready: what is registered after the layers, the layers from the last on, what is before them.
+    """Returns the order in which gradients are complete: after the layers, the layers from the last on, before the layers.
 
-    A value embedding, registered behind the layers, belongs to its own.
+    A value embedding, registered behind the layers, belongs to its own layer.
     """
     layers = [_layer(shape) for shape in shapes]
     last = max((i for i, layer in enumerate(layers) if layer is not None), default=-1)
@@ -120,51 +118,51 @@ def _layer(shape: ParamShape) -> int | None:
 
 
 def _matrix_groups(matrices: list[ParamShape], world_size: int) -> list[list[ParamShape]]:
-    """Closed when large enough and when every large shape divides evenly over the ranks: then no segment is padded."""
-    wanted = sum(matrix.numel for matrix in matrices) / NUM_BUCKETS
+    """Returns groups that are large enough and whose large shapes divide evenly over the ranks: then no segment is padded."""
+    group_numel = sum(matrix.numel for matrix in matrices) / NUM_BUCKETS
     groups: list[list[ParamShape]] = [[]]
     for matrix in matrices:
         group = groups[-1]
         group.append(matrix)
-        shapes = [tuple(sorted(each.shape)) for each in group if each.numel >= SMALL]
+        shapes = [tuple(sorted(member.shape)) for member in group if member.numel >= SMALL]
         even = all(shapes.count(shape) % world_size == 0 for shape in set(shapes))
-        if even and sum(each.numel for each in group) >= wanted:
+        if even and sum(member.numel for member in group) >= group_numel:
             groups.append([])
     return [group for group in groups if group]
 
 
-def _whole_bucket(matrices: list[ParamShape], loads: list[int]) -> Bucket:
-    """Longest processing time first, each matrix to the least loaded rank. Adds to loads."""
+def _whole_bucket(matrices: list[ParamShape], loads: list[int], algorithm: Algorithm) -> Bucket:
+    """Gives each matrix, the longest update first, to the least loaded rank. Adds to loads."""
     owned: list[list[ParamShape]] = [[] for _ in loads]
-    for matrix in sorted(matrices, key=lambda each: (-newton_schulz_flops(each.shape), each.shape)):
+    for matrix in sorted(matrices, key=lambda matrix: (-algorithm.flops(matrix.shape), matrix.shape)):
         rank = loads.index(min(loads))
         owned[rank].append(matrix)
-        loads[rank] += newton_schulz_flops(matrix.shape)
-    segment = max(sum(_aligned(matrix.numel, ALIGNMENT) for matrix in each) for each in owned)
+        loads[rank] += algorithm.flops(matrix.shape)
+    segment = max(sum(_aligned(matrix.numel, ALIGNMENT) for matrix in members) for members in owned)
     placements = []
-    for rank, each in enumerate(owned):
+    for rank, members in enumerate(owned):
         offset = rank * segment
-        for matrix in each:
+        for matrix in members:
             placements.append(Placement(matrix, offset))
             offset += _aligned(matrix.numel, ALIGNMENT)
     return Bucket(tuple(placements), segment, whole=True)
 
 
 def _row_groups(tensors: list[ParamShape]) -> list[list[ParamShape]]:
-    """A bucket's tensors: row sizes that divide each other, so that one border is a row border of all."""
-    wanted = sum(tensor.numel for tensor in tensors) / NUM_BUCKETS
+    """Returns the tensors of each bucket: their row sizes divide each other, so that one border is a row border of all."""
+    group_numel = sum(tensor.numel for tensor in tensors) / NUM_BUCKETS
     groups: list[list[ParamShape]] = []
     for tensor in tensors:
         units = _units([*groups[-1], tensor]) if groups else []
         fits = units and max(units) == lcm(*units)  # all divide the largest
-        if not fits or sum(each.numel for each in groups[-1]) >= wanted:
+        if not fits or sum(member.numel for member in groups[-1]) >= group_numel:
             groups.append([])
         groups[-1].append(tensor)
     return groups
 
 
 def _row_bucket(tensors: list[ParamShape], world_size: int) -> Bucket:
-    """Tensors one after the other, cut into equal segments at multiples of the unit."""
+    """Puts tensors one after the other, cut into equal segments at multiples of the unit."""
     unit = max(_units(tensors))
     placements, offset = [], 0
     for tensor in tensors:
@@ -174,7 +172,7 @@ def _row_bucket(tensors: list[ParamShape], world_size: int) -> Bucket:
 
 
 def _units(tensors: list[ParamShape]) -> list[int]:
-    """For each tensor, the smallest number of elements that is whole rows and aligned."""
+    """Returns for each tensor the smallest number of elements that is whole rows and aligned."""
     return [lcm(row_size(tensor), ALIGNMENT) for tensor in tensors]
 
 

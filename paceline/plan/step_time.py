@@ -1,5 +1,5 @@
 """
-Seconds of one optimizer step, part by part, what limits it, and what that stands on.
+Seconds of one optimizer step, part by part, with what limits it and what the figures stand on.
 
 The parts are what a rank does: products, attention, the layers' other ops, loss, gradients, update, and what is sent and not
 hidden. How much of each there is comes from plan/cost.py, how fast the device does it from plan/speeds.py. A GPU works while its
@@ -11,30 +11,39 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from paceline.config import ModelConfig
-from paceline.plan.assumed import assumed_speeds, with_fused_ops
+from paceline.plan.algorithms import ALGORITHMS, elementwise_algorithm
 from paceline.plan.cost import (
     Messages,
     attention_pairs,
     flops_per_token,
     mfu,
-    newton_schulz_total_flops,
     step_messages,
     update_work,
     window_sizes,
 )
-from paceline.plan.gpus import GpuSpec
+from paceline.plan.estimate import Range
+from paceline.plan.gpu_table import GpuSpec
 from paceline.plan.links import Link, link_of_speeds
-from paceline.plan.range import Range
-from paceline.plan.shapes import has_value_embed, num_params
-from paceline.plan.speeds import Speeds
+from paceline.plan.shapes import has_value_embed, layer_weights, num_params
+from paceline.plan.speeds import Speeds, assumed_speeds, with_fused_ops
 
-HIDDEN_SHARE = {
-    "cuda": 0.8,
-    "cpu": 0.0,
-}  # of the backward under which gradients are sent; a CPU's copying takes its own time
+# of the backward that hides what is sent under it; a CPU's copying takes its own time
+HIDDEN_SHARE = {"cuda": 0.8, "cpu": 0.0}
+DDP_BUCKETS = 8  # of 25 MiB: only the last is waited for
 BACKWARD_SHARE = 2 / 3
 RECOMPUTED = 4 / 3  # a layer's forward is done twice
 SMALLEST_SPREAD = 0.03
+LIMITS = {
+    "compute": ("matmuls", "attention", *(row.title for row in ALGORITHMS.values() if row.whole)),
+    "memory bandwidth": (
+        "elementwise",
+        "embeddings",
+        "gradients",
+        *(row.title for row in ALGORITHMS.values() if not row.whole),
+    ),
+    "link": ("gradients sent", "weights sent"),
+    "host": ("host",),
+}
 
 
 @dataclass(frozen=True)
@@ -60,12 +69,12 @@ class StepSetup:
 
     @property
     def compiled(self) -> bool:
-        """Left open, a GPU's worker nearly always finds compiling worth it; a CPU's seldom."""
+        """Where the worker decides, a GPU's is expected to compile and a CPU's is not."""
         return self.device == "cuda" if self.compile is None else self.compile
 
     @property
     def tokens(self) -> int:
-        """Of one micro-step on one device."""
+        """The tokens of one micro-step on one device."""
         return self.device_batch_size * self.model.sequence_len
 
     @property
@@ -74,7 +83,7 @@ class StepSetup:
 
     @property
     def key(self) -> str:
-        """What a run of it is remembered by."""
+        """The name under which plan/speeds.py keeps how long such a step really took."""
         m = self.model
         shape = (
             f"d{m.n_layer} {m.n_embd} {m.n_head}/{m.n_kv_head} x {m.sequence_len} v{m.vocab_size} {m.window_pattern}"
@@ -86,10 +95,10 @@ class StepSetup:
 
 @dataclass(frozen=True)
 class StepTime:
-    """seconds is None where the device is unknown, and with it all that follows.
+    """How long a step takes; seconds and all that follows from it are None where the device is unknown.
 
-    parts: expected seconds by name, their sum the step.
-    hidden_s: of sending, under other work. exposed_share: of the step, spent waiting for what is sent.
+    parts: expected seconds by name; their sum is the step. hidden_s: sending under other work. exposed_share: of the step, spent
+    waiting for what is sent.
     """
 
     seconds: Range | None
@@ -100,19 +109,11 @@ class StepTime:
     mfu: float | None
     limit: str | None
     assumptions: tuple[str, ...]
-    uncorrected_s: float | None = None  # without what earlier runs taught: what remember_step compares with
-
-
-@dataclass(frozen=True)
-class Sending:
-    """Of one step. gradients, weights: seconds that are waited for."""
-
-    gradients: float
-    weights: float
-    hidden: float
+    uncorrected_s: float | None = None  # without the correction by earlier runs: what remember_step compares with
 
 
 def step_time(setup: StepSetup) -> StepTime:
+    """Returns how long a step takes, from the measured speeds or else the data sheet's."""
     speeds = setup.speeds or (
         assumed_speeds(setup.spec, precision=setup.precision, compiled=setup.compiled) if setup.spec else None
     )
@@ -120,29 +121,30 @@ def step_time(setup: StepSetup) -> StepTime:
         speeds = with_fused_ops(setup.speeds, precision=setup.precision)
     if setup.device == "cpu" and (link := link_of_speeds(speeds, world_size=setup.world_size)) is not None:
         setup = replace(setup, link=link)  # measured with the trainer's own messages, while all cores were at work
-    lacking = _lacking(setup, speeds)
-    if speeds is None or lacking:
-        return StepTime(None, {}, 0.0, None, None, None, None, (lacking,))
+    missing = _missing_fact(setup, speeds)
+    if speeds is None or missing:
+        return StepTime(None, {}, 0.0, None, None, None, None, (missing,))
     micro = micro_step_parts(setup, speeds)
     device_parts = {name: setup.grad_accum_steps * seconds for name, seconds in micro.items()}
     device_parts["gradients"] = _gradient_seconds(setup, speeds)
     optimizer = _optimizer_seconds(setup, speeds)
-    sending = _sending(setup, micro_s=sum(micro.values()), muon_s=optimizer["Muon"])
+    whole_s = sum(optimizer.get(row.title, 0.0) for row in ALGORITHMS.values() if row.whole)
+    gradients_s, weights_s, hidden_s = _message_seconds(setup, micro_s=sum(micro.values()), whole_s=whole_s)
     computed = sum(device_parts.values())
     host = setup.grad_accum_steps * _host_seconds(setup, speeds)
     waiting_host = host if setup.device == "cpu" else max(0.0, host - computed)
     parts = {
         **device_parts,
         **optimizer,
-        "gradients sent": sending.gradients,
-        "weights sent": sending.weights,
+        "gradients sent": gradients_s,
+        "weights sent": weights_s,
         "host": waiting_host,
     }
-    return _summed(setup, speeds, {name: seconds for name, seconds in parts.items() if seconds > 0}, sending)
+    return _sum_parts(setup, speeds, {name: seconds for name, seconds in parts.items() if seconds > 0}, hidden_s)
 
 
-def _lacking(setup: StepSetup, speeds: Speeds | None) -> str:
-    """Why no time can be given; empty where one can."""
+def _missing_fact(setup: StepSetup, speeds: Speeds | None) -> str:
+    """Returns why there is no time; empty where there is one."""
     if speeds is None:
         if setup.device == "cpu":
             return "no time: this CPU was not measured yet"
@@ -155,14 +157,14 @@ def _lacking(setup: StepSetup, speeds: Speeds | None) -> str:
     return ""
 
 
-def _summed(setup: StepSetup, speeds: Speeds, parts: Mapping[str, float], sending: Sending) -> StepTime:
-    plain = sum(parts.values())
-    learned = speeds.ratio(setup.key)
-    factor, spread = learned or (1.0, speeds.spread)
-    shown = {name: factor * seconds for name, seconds in parts.items()}
-    total = factor * plain
+def _sum_parts(setup: StepSetup, speeds: Speeds, parts: Mapping[str, float], hidden_s: float) -> StepTime:
+    uncorrected = sum(parts.values())
+    correction = speeds.ratio(setup.key)
+    factor, spread = correction or (1.0, speeds.spread)
+    corrected = {name: factor * seconds for name, seconds in parts.items()}
+    total = factor * uncorrected
     link_spread = setup.link.spread if setup.link else 0.0
-    sent = shown.get("gradients sent", 0.0) + shown.get("weights sent", 0.0)
+    sent = corrected.get("gradients sent", 0.0) + corrected.get("weights sent", 0.0)
     off = max(SMALLEST_SPREAD * total, spread * (total - sent) + link_spread * sent)
     # earlier runs, on a busy machine, may have been off by more than the whole: then as many times less as more
     seconds = Range(total - off if off < total / 2 else total / (1 + off / total), total, total + off)
@@ -171,23 +173,22 @@ def _summed(setup: StepSetup, speeds: Speeds, parts: Mapping[str, float], sendin
     peak = setup.spec.peak_flops.get(setup.precision) if setup.spec else None
     return StepTime(
         seconds,
-        shown,
-        hidden_s=sending.hidden,
+        corrected,
+        hidden_s=hidden_s,
         exposed_share=sent / total,
         tok_per_sec=speed,
         mfu=mfu(speed.expected / setup.world_size, flops_per_token(setup.model), peak),
-        limit=_limit(shown),
-        assumptions=_assumptions(setup, speeds, learned),
-        uncorrected_s=plain,
+        limit=_limit(corrected),
+        assumptions=_assumptions(setup, speeds, correction),
+        uncorrected_s=uncorrected,
     )
 
 
 def micro_step_parts(setup: StepSetup, speeds: Speeds) -> dict[str, float]:
-    """Seconds of the device for one forward and backward."""
+    """Returns the device's seconds for one forward and backward, by part."""
     model, tokens, width = setup.model, setup.tokens, setup.model.n_embd
-    again = RECOMPUTED if setup.activation_checkpointing else 1.0
-    q_width, kv_width = model.n_head * model.head_dim, model.n_kv_head * model.head_dim
-    layer_weights = width * (2 * q_width + 2 * kv_width + 8 * width)
+    passes = RECOMPUTED if setup.activation_checkpointing else 1.0
+    kv_width = model.n_kv_head * model.head_dim
 
     def seconds(name: str, amount: float, size: float = 1.0, *, in_precision: bool = True) -> float:
         rate = speeds.rate(name, setup.precision if in_precision else None, size=size)
@@ -198,20 +199,20 @@ def micro_step_parts(setup: StepSetup, speeds: Speeds) -> dict[str, float]:
     vocab, elements = model.padded_vocab_size, tokens * width
     tables = 1 + sum(has_value_embed(layer, model.n_layer) for layer in range(model.n_layer))
     return {
-        "matmuls": again * seconds("linear", 6 * tokens * model.n_layer * layer_weights, width),
-        "attention": again
+        "matmuls": passes * seconds("linear", 6 * tokens * model.n_layer * layer_weights(model), width),
+        "attention": passes
         * (
             seconds("attention_dots", 12 * pairs * model.head_dim, model.sequence_len)
             + seconds("attention_pairs", pairs, model.sequence_len)
         ),
-        "elementwise": again * seconds("pointwise", model.n_layer * elements, elements),
+        "elementwise": passes * seconds("pointwise", model.n_layer * elements, elements),
         "loss": seconds("head", 6 * elements * vocab, width) + seconds("logits", tokens * vocab, vocab),
         "embeddings": seconds("table", tables * (vocab + tokens) * kv_width, in_precision=False),
     }
 
 
 def _gradient_seconds(setup: StepSetup, speeds: Speeds) -> float:
-    """Passes over gradients beyond those that write them: sums of micro-steps, copies to what is sent, changes of format."""
+    """Returns the time of passes over gradients beyond those that write them: sums of micro-steps, copies into messages, casts."""
     numel, narrow = num_params(setup.model), setup.precision != "fp32"
     bytes_moved = 12.0 * (setup.grad_accum_steps - 1)  # read two, write one
     if setup.world_size > 1:
@@ -225,26 +226,30 @@ def _gradient_seconds(setup: StepSetup, speeds: Speeds) -> float:
 
 
 def _optimizer_seconds(setup: StepSetup, speeds: Speeds) -> dict[str, float]:
-    """Of the rank with the most to do. A CPU takes matrices one by one, a GPU those of one shape together."""
+    """Returns the update's time on the rank with the most to do, by algorithm."""
     work = update_work(setup.model, world_size=setup.world_size, optimizer=setup.optimizer, shard=setup.shard)
-    adamw, muon = speeds.rate("adamw"), 0.0
+    row, elementwise, matrices = ALGORITHMS[setup.optimizer], elementwise_algorithm(setup.optimizer), 0.0
     for shape in work.matrices:
-        short, long = sorted(shape)
-        rate = speeds.rate("muon_long" if long > 2 * short else "muon", size=short)
-        by_flops = newton_schulz_total_flops(shape) / rate if rate else 0.0
-        muon += max(by_flops, speeds.host.get("update", 0.0))
-    return {"Muon": muon, "AdamW": work.adamw_elements / adamw if adamw else 0.0}
+        rate = speeds.rate(row.rate_name(shape), size=min(shape))
+        by_flops = row.flops(shape) / rate if rate else 0.0
+        matrices += max(by_flops, speeds.host.get("update", 0.0))
+    [rate_name] = elementwise.rates
+    rate = speeds.rate(rate_name)
+    return {row.title: matrices, elementwise.title: work.elements / rate if rate else 0.0}
 
 
 def _host_seconds(setup: StepSetup, speeds: Speeds) -> float:
-    again = RECOMPUTED if setup.activation_checkpointing else 1.0
-    return again * setup.model.n_layer * speeds.host["layer"] + speeds.host["micro_step"]
+    passes = RECOMPUTED if setup.activation_checkpointing else 1.0
+    return passes * setup.model.n_layer * speeds.host["layer"] + speeds.host["micro_step"]
 
 
-def _sending(setup: StepSetup, *, micro_s: float, muon_s: float) -> Sending:
-    """Sums start under the last backward, AdamW's gathers go on under Newton-Schulz; one message is always waited for."""
+def _message_seconds(setup: StepSetup, *, micro_s: float, whole_s: float) -> tuple[float, float, float]:
+    """Returns the seconds that gradients and weights are waited for, and the seconds of sending under other work.
+
+    Sums start under the last backward, gathers of rows continue under the updates of matrices; one message is always waited for.
+    """
     if setup.world_size == 1:
-        return Sending(0.0, 0.0, 0.0)
+        return 0.0, 0.0, 0.0
     assert setup.link is not None
     messages = step_messages(
         setup.model,
@@ -256,17 +261,15 @@ def _sending(setup: StepSetup, *, micro_s: float, muon_s: float) -> Sending:
     )
     summing, gathering = _sending_seconds(messages, setup.link, setup.world_size)
     hidden_share = HIDDEN_SHARE[setup.device]
-    buckets = (
-        max(1, len(messages.reduce_scatter)) if setup.shard != "none" else 8
-    )  # DDP's of 25 MiB, the last alone counts
+    buckets = max(1, len(messages.reduce_scatter)) if setup.shard != "none" else DDP_BUCKETS
     backward = hidden_share * BACKWARD_SHARE * micro_s
     gradients = max(summing / buckets, summing - backward)
-    weights = max(gathering / buckets, gathering - hidden_share * muon_s)
-    return Sending(gradients, weights, summing + gathering - gradients - weights)
+    weights = max(gathering / buckets, gathering - hidden_share * whole_s)
+    return gradients, weights, summing + gathering - gradients - weights
 
 
 def _sending_seconds(messages: Messages, link: Link, world_size: int) -> tuple[float, float]:
-    """Of all gradients, and of all weights, with nothing hidden."""
+    """Returns the seconds to sum all gradients and to gather all weights, with nothing hidden."""
     share = (world_size - 1) / world_size
 
     def seconds(sizes: tuple[int, ...], rounds: int) -> float:
@@ -276,25 +279,17 @@ def _sending_seconds(messages: Messages, link: Link, world_size: int) -> tuple[f
     return summing, seconds(messages.all_gather, 1)
 
 
-LIMITS = {
-    "compute": ("matmuls", "attention", "Muon"),
-    "memory bandwidth": ("elementwise", "embeddings", "gradients", "AdamW"),
-    "link": ("gradients sent", "weights sent"),
-    "host": ("host",),
-}
-
-
 def _limit(parts: Mapping[str, float]) -> str:
-    """What takes most of the step. The loss is a product first."""
+    """Returns what takes most of the step; the loss counts as a product."""
     sums = {limit: sum(parts.get(name, 0.0) for name in names) for limit, names in LIMITS.items()}
     sums["compute"] += parts.get("loss", 0.0)
     return max(sums, key=lambda limit: sums[limit])
 
 
-def _assumptions(setup: StepSetup, speeds: Speeds, learned: tuple[float, float] | None) -> tuple[str, ...]:
+def _assumptions(setup: StepSetup, speeds: Speeds, correction: tuple[float, float] | None) -> tuple[str, ...]:
     lines = [f"speeds {speeds.source}"]
-    if learned is not None:
-        lines.append(f"corrected by {learned[0]:.2f}, as {len(speeds.steps)} earlier runs here took")
+    if correction is not None:
+        lines.append(f"corrected by {correction[0]:.2f}, as {len(speeds.steps)} earlier runs here took")
     if setup.link is not None and setup.world_size > 1:
         rate = f"{setup.link.bytes_per_s / 1e9:.3g} GB/s each way"
         lines.append(f"link {setup.link.name}, {rate}, {setup.link.source}")

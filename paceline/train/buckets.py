@@ -1,26 +1,168 @@
 """
-The flat buffers behind the parameters on one rank, as plan/sharding.py lays them out, and the batches in which Muon updates them.
+What one rank updates: rows of a parameter with their fp32 master, gradient and states, in flat buffers that are sent as a whole.
+
+plan/sharding.py decides which rows a rank owns and where they lie in a buffer; plan/algorithms.py which states they have.
+
+gloo's own reduce-scatter is an all-reduce inside and its all-gather copies twice, so on the CPU segments go from rank to rank
+directly: the fewest bytes, no copy but the one on the wire (dev/LOG.md has the measurements). Only `Work.wait()` is used: on
+NCCL it orders streams and does not block, and gloo has no futures.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from paceline.model.checkpoint import Piece
+from paceline.plan.algorithms import ALGORITHMS, GroupSettings
+from paceline.plan.shapes import ParamShape
 from paceline.plan.sharding import Bucket
-from paceline.train.dist import SegmentSum, start_all_gather
-from paceline.train.owned import Owned, owned
+from paceline.train import updates
+
+# m rows and n columns of a matrix, k matrices in a batch, segment elements of a flat buffer for each rank
+
+Read = Callable[[str, int, int], Tensor]  # key, first row, last row + 1 -> those rows
+NO_GRADIENT = torch.empty(0)
+REDUCE_SCATTER = ("reduce_scatter_single", "reduce_scatter_tensor")  # the name since torch 2.13, and before
+ALL_GATHER = ("all_gather_single", "all_gather_into_tensor")
+
+
+@dataclass
+class Owned:
+    """Rows [lo, hi) of a parameter, whose update is this rank's work.
+
+    weight: what the model computes with. master: fp32, the same tensor as weight where the model computes in fp32.
+    """
+
+    param: nn.Parameter
+    shape: ParamShape
+    lo: int
+    hi: int
+    weight: Tensor
+    master: Tensor
+    states: dict[str, Tensor]
+    grad: Tensor = NO_GRADIENT  # fp32, summed over ranks: set by each reduce
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yields the master and the states under their keys in a checkpoint."""
+        name, shape, rows = self.shape.name, self.shape.shape, (self.lo, self.hi)
+        yield Piece(f"model.{name}", shape, rows, self.master)
+        for state, tensor in self.states.items():
+            by_row = tensor.shape == self.master.shape
+            yield Piece(
+                f"optim.{name}.{state}",
+                shape if by_row else tuple(tensor.shape),
+                rows if by_row else (0, tensor.shape[0]),
+                tensor,
+            )
+
+    def load(self, read: Read) -> None:
+        """Fills master, states and weight from a checkpoint."""
+        for piece in self.pieces():
+            piece.tensor.copy_(read(piece.key, *piece.rows))
+        self.publish()
+
+    def publish(self) -> None:
+        """Rounds the updated master into the weight."""
+        if self.weight is not self.master:
+            self.weight.copy_(self.master)
+
+
+def make_owned(
+    param: nn.Parameter,
+    shape: ParamShape,
+    groups: Mapping[str, GroupSettings],
+    *,
+    rows: tuple[int, int],
+    weight: Tensor,
+    master: Tensor,
+) -> Owned:
+    """Returns these rows with states of zero, those of their group's algorithm."""
+    algorithm = ALGORITHMS[groups[shape.group].algorithm]
+    states = {name: master.new_zeros(shape_of(tuple(master.shape))) for name, shape_of in algorithm.states.items()}
+    return Owned(param, shape, *rows, weight, master, states)
+
+
+def step_elementwise(
+    shares: Sequence[Owned], groups: Mapping[str, GroupSettings], *, step: int, lr_mult: float, grad_scale: float
+) -> None:
+    """Updates the shares by their groups' elementwise algorithms, in place; one call of the formula for each group."""
+    for name in dict.fromkeys(share.shape.group for share in shares):
+        group, members = groups[name], [share for share in shares if share.shape.group == name]
+        algorithm = ALGORITHMS[group.algorithm]
+        getattr(updates, algorithm.update)(
+            [share.master for share in members],
+            [share.grad for share in members],
+            *([share.states[state] for share in members] for state in algorithm.states),
+            step=step,
+            lr=group.lr * lr_mult,
+            betas=group.betas,
+            eps=group.eps,
+            weight_decay=group.weight_decay,
+            grad_scale=grad_scale,
+        )
+
+
+def sum_of_squares(grads: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Returns the sum over all elements, () fp32: non-finite as soon as one element is."""
+    norms = torch._foreach_norm(list(grads)) if grads else (torch.zeros((), device=device),)
+    return torch.stack(list(norms)).square_().sum()
+
+
+def check_shapes(params: Mapping[str, nn.Parameter], shapes: Sequence[ParamShape]) -> None:
+    """Asserts that the model's parameters are those of the plan, in fp32."""
+    actual, planned = {name: tuple(param.shape) for name, param in params.items()}, {s.name: s.shape for s in shapes}
+    assert actual == planned, f"the model and plan/shapes.py differ in {sorted(actual.items() ^ planned.items())}"
+    assert all(param.dtype == torch.float32 for param in params.values()), "weights are initialised in fp32"
+
+
+def whole_tensor(param: nn.Parameter, shape: ParamShape, groups: Mapping[str, GroupSettings]) -> Owned:
+    """Returns all rows of an fp32 parameter, which is its own master."""
+    return make_owned(param, shape, groups, rows=(0, shape.shape[0]), weight=param.data, master=param.data)
+
+
+def grad_or_zeros(param: nn.Parameter) -> Tensor:
+    """Returns the gradient; zeros for a parameter that took no part in the step."""
+    return torch.zeros_like(param) if param.grad is None else param.grad.detach()
+
+
+def norms_of(shares: Sequence[Owned], *, grad_scale: float) -> dict[str, dict[str, Any]]:
+    """Returns norms and counts of non-finite elements of each parameter's rows, after a reduce; None for a non-finite norm."""
+    return {
+        share.shape.name: {
+            "rows": [share.lo, share.hi],
+            "weight_norm": _norm(share.master),
+            "weight_bad": _num_bad(share.master),
+            "grad_norm": _norm(share.grad, scale=grad_scale),
+            "grad_bad": _num_bad(share.grad),
+        }
+        for share in shares
+        if share.lo < share.hi
+    }
+
+
+def _norm(x: Tensor, *, scale: float = 1.0) -> float | None:
+    norm = float(torch.linalg.vector_norm(x.float())) * scale
+    return norm if math.isfinite(norm) else None
+
+
+def _num_bad(x: Tensor) -> int:
+    """Counts the elements that are not finite."""
+    return int((~x.isfinite()).sum())
 
 
 class BucketBuffers:
-    """One bucket on one rank: flat weights, flat gradients, the sum over ranks, and what this rank owns of it."""
+    """One bucket on one rank: flat weights, flat gradients, their sum over ranks, and the rows that this rank owns."""
 
     def __init__(
         self,
         bucket: Bucket,
         params: Mapping[str, nn.Parameter],
+        groups: Mapping[str, GroupSettings],
         *,
         rank: int,
         world_size: int,
@@ -37,18 +179,18 @@ class BucketBuffers:
             view = self.weights[placement.offset : placement.offset + placement.param.numel].view(placement.param.shape)
             param.data = view.copy_(param.data)
             if grad_dtype != compute_dtype:
-                param.grad_dtype = grad_dtype  # else autograd would keep gradients in the weight's dtype
+                param.grad_dtype = grad_dtype  # otherwise autograd would keep gradients in the weight's dtype
         self.shares = []
         for share in bucket.shares(rank):
             param, name = params[share.param.name], share.param.name
             weight = param.data[share.lo : share.hi]
-            if compute_dtype == torch.float32:
-                master = weight
-            else:
+            master = weight
+            if compute_dtype != torch.float32:
                 rows = initial[name][share.lo : share.hi]
-                master = rows if len(rows) == len(param) else rows.clone()  # else the others' rows would stay in memory
+                # a view would keep the others' rows in memory
+                master = rows if len(rows) == len(param) else rows.clone()
             self.shares.append(
-                owned(param, share.param, rows=(share.lo, share.hi), weight=weight, master=master, muon=bucket.whole)
+                make_owned(param, share.param, groups, rows=(share.lo, share.hi), weight=weight, master=master)
             )
         self.grad_views: list[Tensor] = []
         self.sum: SegmentSum | None = None
@@ -60,10 +202,10 @@ class BucketBuffers:
             ]
             self.sum = SegmentSum(grads, rank=rank, world_size=world_size, tag=tag)
             self.starts = [share.start for share in bucket.shares(rank)]
-        self.waiting_for = 0  # parameters whose gradient of the last micro-step is not there yet
+        self.waiting_for = 0  # parameters whose gradient of the last micro-step is still missing
 
     def start_sum(self) -> None:
-        """Collective. A parameter that took no part in the step counts as a gradient of zero."""
+        """Starts the sum of gradients over ranks; a parameter that took no part in the step counts as zero. Collective."""
         assert self.sum is not None
         for param, view in zip(self.params, self.grad_views, strict=True):
             if param.grad is None:
@@ -71,7 +213,7 @@ class BucketBuffers:
         self.sum.start()
 
     def wait_sum(self) -> None:
-        """Gives each share its gradient."""
+        """Waits for the sum, and gives each share its gradient."""
         if self.sum is None:  # one rank: the gradients are where autograd left them
             for share in self.shares:
                 grad = share.param.grad
@@ -82,7 +224,7 @@ class BucketBuffers:
             share.grad = total[start : start + share.master.numel()].view_as(share.master)
 
     def start_gather(self) -> list[dist.Work]:
-        """Collective, after an update."""
+        """Publishes the updated rows and starts to send them to all ranks. Collective; the works must be waited for."""
         for share in self.shares:
             share.publish()
         if self.world_size == 1:
@@ -92,15 +234,14 @@ class BucketBuffers:
 
 @dataclass(frozen=True)
 class MatrixBatch:
-    """Matrices of one shape that Muon updates together."""
+    """Matrices of one shape that are updated together. states: one tensor for each state of the algorithm, (m, n) or (k, m, n)."""
 
     shares: list[Owned]
-    momentum_buffer: Tensor
-    second_momentum_buffer: Tensor
+    states: tuple[Tensor, ...]
 
 
 def matrix_batches(shares: Sequence[Owned], *, together: bool) -> list[MatrixBatch]:
-    """together: neighbours of one shape in one batch, for a GPU, which single small products leave idle.
+    """Returns neighbours of one shape in one batch where `together`, for a GPU, which single small products leave idle.
 
     A CPU takes each by itself: it stays in the cache, and its bits cannot depend on how many this rank owns.
     """
@@ -115,8 +256,81 @@ def matrix_batches(shares: Sequence[Owned], *, together: bool) -> list[MatrixBat
 
 def _matrix_batch(shares: list[Owned]) -> MatrixBatch:
     if len(shares) == 1:
-        return MatrixBatch(shares, *shares[0].states.values())
+        return MatrixBatch(shares, tuple(shares[0].states.values()))
     buffers = {name: torch.stack([share.states[name] for share in shares]) for name in shares[0].states}
     for i, share in enumerate(shares):
         share.states = {name: buffer[i] for name, buffer in buffers.items()}
-    return MatrixBatch(shares, *buffers.values())
+    return MatrixBatch(shares, tuple(buffers.values()))
+
+
+class SegmentSum:
+    """Sums a flat buffer of world_size equal segments over ranks, for this rank's segment alone.
+
+    flat: (world_size * segment,) fp32, bf16 or fp16. The result is fp32, and so is gloo's summing, in a fixed order: a repeat
+    has the same bits. All ranks start the same buckets in the same order; `tag` tells apart those that are under way at once.
+    """
+
+    def __init__(self, flat: Tensor, *, rank: int, world_size: int, tag: int):
+        self._flat, self._rank, self._world_size, self._tag = flat, rank, world_size, tag
+        self._segments = flat.view(world_size, -1)  # (world_size, segment)
+        self._works: list[dist.Work] = []
+        own = self._segments[rank]
+        if flat.device.type != "cpu":
+            self._received = torch.empty_like(own)
+            self._total = self._received if flat.dtype == torch.float32 else torch.empty_like(own, dtype=torch.float32)
+        else:
+            self._received = flat.new_empty(world_size - 1, own.numel())
+            self._total = own if flat.dtype == torch.float32 else torch.empty_like(own, dtype=torch.float32)
+
+    def start(self) -> None:
+        """Starts to send and receive; `flat` must not change until `wait` returns. Collective."""
+        if self._flat.device.type != "cpu":
+            self._works = [_single(REDUCE_SCATTER, self._received, self._flat)]
+            return
+        for distance in range(1, self._world_size):
+            sender, receiver = (self._rank - distance) % self._world_size, (self._rank + distance) % self._world_size
+            self._works += [
+                _work(dist.irecv(self._received[distance - 1], sender, tag=self._tag)),
+                _work(dist.isend(self._segments[receiver], receiver, tag=self._tag)),
+            ]
+
+    def wait(self) -> Tensor:
+        """Returns the sum over ranks of this rank's segment, (segment,) fp32; it is valid until the next start."""
+        for work in self._works:
+            work.wait()
+        self._works = []
+        if self._flat.device.type != "cpu":
+            if self._total is not self._received:
+                self._total.copy_(self._received)
+            return self._total
+        if self._flat.dtype != torch.float32:
+            self._total.copy_(self._segments[self._rank])
+        for received in self._received:
+            self._total += received
+        return self._total
+
+
+def start_all_gather(flat: Tensor, *, rank: int, world_size: int, tag: int) -> list[dist.Work]:
+    """Starts to send every rank's segment of `flat` to all others, in place; wait for the works before using `flat`. Collective."""
+    segments = flat.view(world_size, -1)  # (world_size, segment)
+    if flat.device.type != "cpu":
+        return [_single(ALL_GATHER, flat, segments[rank])]
+    works = []
+    for distance in range(1, world_size):
+        sender, receiver = (rank - distance) % world_size, (rank + distance) % world_size
+        works += [
+            _work(dist.irecv(segments[sender], sender, tag=tag)),
+            _work(dist.isend(segments[rank], receiver, tag=tag)),
+        ]
+    return works
+
+
+def _single(names: tuple[str, str], output: Tensor, source: Tensor) -> dist.Work:
+    """Starts NCCL's collective on one tensor, by its name since torch 2.13 or before."""
+    new, old = names
+    return _work(getattr(dist, new if hasattr(dist, new) else old)(output, source, async_op=True))
+
+
+def _work(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this process is not in the process group"
+    return work

@@ -1,20 +1,42 @@
 """
-Bits per byte on held-out text: unlike loss, comparable between tokenizers, and the same number at any world size.
+Bits per byte on held-out text, during a run and of its checkpoints; and text from a run's model.
+
+Bits per byte, unlike loss, compare between tokenizers, and are the same number at any world size. The functions on a run's
+checkpoints run in one process and change nothing in the run.
+
+A text is made one token at a time: the prompt is read once, then each step costs one token per sample. Samples are drawn on the CPU
+from their own generator, so one seed gives the same tokens on every device whose logits agree. A prompt longer than sequence_len is
+cut to its last sequence_len tokens. Generation continues past sequence_len: positions count on, and each layer sees as many tokens
+back as its window did in training.
 """
 
-# B rows in a micro-batch, T tokens in a row, V vocab_size
+# B rows in a micro-batch, T tokens in a row, S samples, V vocab_size
 
+import logging
 import math
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.data.rows import TokenSplit
+from paceline.config_file import load_config
+from paceline.data.dataset import TokenSplit
+from paceline.data.prepare import TokenDataset
+from paceline.data.tokenizer import Tokenizer
 from paceline.errors import PacelineError
-from paceline.model.gpt import GPT
-from paceline.train.dist import all_reduce_sum
-from paceline.train.loader import to_device
+from paceline.model.checkpoint import CheckpointReader, load_newest_good
+from paceline.model.gpt import DTYPES, GPT, KVCache
+from paceline.plan.planner import Plan
+from paceline.plan.shapes import choose_eval_tokens
+from paceline.rundir import NO_SPACE, RunDir, append_event, write_atomic
+from paceline.train.loop import to_device
+from paceline.train.process import all_reduce_sum
+
+log = logging.getLogger("paceline")
+
+SAMPLE_PROMPT_TOKENS, SAMPLE_TOKENS = 48, 160
 
 
 @torch.no_grad()
@@ -28,16 +50,17 @@ def val_bpb(
     rank: int,
     world_size: int,
 ) -> float:
-    """Over at most max_tokens of the split, evenly spread over it, always the same rows.
+    """Returns bits per byte over at most max_tokens of the split, evenly spread over it, always the same rows.
 
     token_bytes: (V,) int64, UTF-8 length of each token, 0 for special tokens: those do not count.
     Collective: every rank must call it, and every rank gets the same number.
     """
     sequence_len, device = model.config.sequence_len, token_bytes.device
-    mine = eval_rows(split.num_rows(sequence_len), max_rows=max(1, max_tokens // sequence_len))[rank::world_size]
+    max_rows = max(1, max_tokens // sequence_len)
+    rows = eval_rows(split.num_rows(sequence_len), max_rows=max_rows)[rank::world_size]  # this rank's
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # nats, bytes
-    for start in range(0, len(mine), device_batch_size):
-        arrays = split.rows(mine[start : start + device_batch_size], sequence_len)
+    for start in range(0, len(rows), device_batch_size):
+        arrays = split.rows(rows[start : start + device_batch_size], sequence_len)
         idx, targets = (to_device(array, device) for array in arrays)  # (B, T) int64
         nats = model(idx, targets, reduction="none")  # (B, T) fp32
         size = token_bytes[targets.clamp_min(0)] * (targets >= 0)  # (B, T) int64
@@ -51,6 +74,224 @@ def val_bpb(
 
 
 def eval_rows(num_rows: int, *, max_rows: int) -> np.ndarray:
-    """All rows, or max_rows of them at even distances: (n,) int64."""
+    """Returns all rows, or max_rows of them at even distances, (n,) int64."""
     count = min(num_rows, max_rows)
     return np.arange(count, dtype=np.int64) * num_rows // count
+
+
+@torch.no_grad()
+def write_sample(run: RunDir, model: GPT, dataset: TokenDataset, *, step: int, seed: int) -> None:
+    """Writes text that continues held-out tokens, to samples/ and the screen. On rank 0 alone; the others wait in the next step."""
+    tokenizer = Tokenizer.load(dataset.tokenizer_json)
+    held_out = dataset.split("val")
+    middle = held_out.num_tokens // 2
+    prompt = held_out.tokens(middle, min(middle + SAMPLE_PROMPT_TOKENS, held_out.num_tokens)).tolist()
+    tokens: list[int] = []
+    for new in generate(
+        model,
+        prompt,
+        num_samples=1,
+        max_new_tokens=SAMPLE_TOKENS,
+        temperature=0.8,
+        top_k=50,
+        seed=seed,
+        stop_token=tokenizer.bos_id,
+    ):
+        tokens += [token for token in new if token is not None]
+    prompt_text, text = tokenizer.decode(prompt), tokenizer.decode(tokens)
+    try:
+        run.samples.mkdir(exist_ok=True)
+        write_atomic(run.sample(step), prompt_text + text)
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise
+        log.warning(f"{run.sample(step)} not written: {error.strerror}")  # the event below has the text
+    append_event(run, "sample", step=step, prompt=prompt_text, text=text)
+
+
+def load_model(run: RunDir, *, step: int | None, device: str | None) -> tuple[GPT, CheckpointReader]:
+    """Returns the run's model at its newest good checkpoint, or at `step`, in the precision that it was trained in."""
+    plan = Plan.from_json(run.plan_json.read_text())
+    reader = find_checkpoint(run, step)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
+        raise PacelineError(f"device {device} is not here", fix="--device cpu")
+    model = GPT(plan.model, compute_dtype=DTYPES[plan.precision], logits_budget_bytes=plan.logits_budget_bytes)
+    model.load_state_dict(reader.load_model_state(), strict=True)
+    return model.to(device).eval(), reader
+
+
+def find_checkpoint(run: RunDir, step: int | None) -> CheckpointReader:
+    """Opens the newest good checkpoint, or that of `step`; raises PacelineError if there is none."""
+    if step is None:
+        reader, notes = load_newest_good(run.checkpoints)
+        for note in notes:
+            print(note)
+        return reader
+    path = run.checkpoints / f"step_{step:06d}"
+    if not path.is_dir():
+        steps = sorted(int(p.name[5:]) for p in run.checkpoints.glob("step_*") if p.name[5:].isdigit())
+        raise PacelineError(
+            f"{run.name} has no checkpoint at step {step}",
+            fix="--step " + (" or ".join(map(str, steps)) or "after a save; none yet"),
+        )
+    return CheckpointReader(path)
+
+
+def evaluate_run(
+    run: RunDir, *, dataset: TokenDataset, max_tokens: int | None, step: int | None, device: str | None
+) -> dict[str, Any]:
+    """Returns val_bpb of a checkpoint on the held-out part of `dataset`, which the run's own tokenizer has encoded."""
+    config, _ = load_config(run.config_toml, {})
+    model, reader = load_model(run, step=step, device=device)
+    split, tokenizer = dataset.split("val"), Tokenizer.load(run.tokenizer_json)
+    plan = Plan.from_json(run.plan_json.read_text())
+    max_tokens = max_tokens or choose_eval_tokens(
+        config, num_steps=plan.num_steps, total_batch_size=plan.total_batch_size
+    )
+    bpb = val_bpb(
+        model,
+        split,
+        token_bytes=torch.from_numpy(tokenizer.token_bytes()).to(next(model.parameters()).device),
+        max_tokens=max_tokens,
+        device_batch_size=8,
+        rank=0,
+        world_size=1,
+    )
+    tokens = min(max_tokens, split.num_tokens)
+    return {"step": reader.step, "val_bpb": bpb, "tokens": tokens, "data": dataset.meta["source"]}
+
+
+def sample_run(
+    run: RunDir,
+    *,
+    prompt: str,
+    num_samples: int,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int,
+    seed: int,
+    step: int | None,
+    device: str | None,
+    write: Callable[[str], None],
+) -> list[str]:
+    """Streams the first sample through `write`, then writes the others; returns all of them."""
+    for name, value, low in (
+        ("num", num_samples, 1),
+        ("tokens", max_new_tokens, 1),
+        ("temperature", temperature, 0),
+        ("top-k", top_k, 0),
+    ):
+        if not low <= value <= 1_000_000:
+            raise PacelineError(f"--{name} is {value}", fix=f"a number from {low} to 1,000,000")
+    model, _ = load_model(run, step=step, device=device)
+    tokenizer = Tokenizer.load(run.tokenizer_json)
+    live = tokenizer.decode_stream()
+    tokens: list[list[int]] = [[] for _ in range(num_samples)]
+    write(prompt)
+    for new in generate(
+        model,
+        [tokenizer.bos_id, *tokenizer.encode(prompt)],
+        num_samples=num_samples,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k or None,
+        seed=seed,
+        stop_token=tokenizer.bos_id,
+    ):
+        for row, token in zip(tokens, new, strict=True):
+            if token is not None:
+                row.append(token)
+        if new[0] is not None:
+            write(live.push(new[0]))
+    write(live.end())
+    texts = [tokenizer.decode(row) for row in tokens]
+    write("\n")
+    for number, text in enumerate(texts[1:], 2):
+        write(f"\n--- {number} of {num_samples}\n{prompt}{text}\n")
+    return texts
+
+
+def generate(
+    model: GPT,
+    prompt_tokens: list[int],
+    *,
+    num_samples: int,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    seed: int,
+    stop_token: int | None,
+) -> Iterator[list[int | None]]:
+    """Yields at each step the next token of every sample, None for one that has ended; ends when all have.
+
+    temperature 0 takes the most probable token. A sample ends at stop_token, which is not yielded. Raises PacelineError for a
+    request that makes no sense.
+    """
+    check_request(model, prompt_tokens, num_samples=num_samples, temperature=temperature, top_k=top_k)
+    generator = torch.Generator().manual_seed(seed)
+    ended = [False] * num_samples
+    logits, cache = prefill(model, prompt_tokens, num_samples)
+    for step in range(1, max_new_tokens + 1):
+        newest = next_tokens(logits, temperature=temperature, top_k=top_k, generator=generator)
+        ended = [done or token == stop_token for done, token in zip(ended, newest, strict=True)]
+        if all(ended):
+            return
+        yield [None if done else token for done, token in zip(ended, newest, strict=True)]
+        if step < max_new_tokens:
+            logits = decode(model, newest, cache)
+
+
+def check_request(
+    model: GPT, prompt_tokens: list[int], *, num_samples: int, temperature: float, top_k: int | None
+) -> None:
+    """Raises PacelineError for a request that cannot be fulfilled."""
+    vocab_size = model.config.vocab_size
+    if not prompt_tokens:
+        raise PacelineError(
+            "the prompt has no tokens", fix="begin with the tokenizer's document mark, or with some text"
+        )
+    outside = [token for token in prompt_tokens if not 0 <= token < vocab_size]
+    if outside:
+        raise PacelineError(
+            f"token {outside[0]} of the prompt is outside the model's vocabulary of {vocab_size:,}",
+            fix="encode it with the run's own tokenizer",
+        )
+    if num_samples < 1:
+        raise PacelineError(f"num_samples is {num_samples}", fix="at least 1")
+    if not 0 <= temperature < float("inf"):
+        raise PacelineError(f"temperature is {temperature}", fix="0 for the likeliest token, or up to about 1.5")
+    if top_k is not None and top_k < 1:
+        raise PacelineError(f"top_k is {top_k}", fix="at least 1, or leave it out for the whole vocabulary")
+
+
+@torch.inference_mode()
+def prefill(model: GPT, prompt_tokens: list[int], num_samples: int) -> tuple[Tensor, KVCache]:
+    """Returns (S, V) fp32 logits of the first new token, and the cache; the prompt is read once for all samples."""
+    device = model.lm_head.weight.device
+    cache = KVCache(model.config, num_rows=1, dtype=model.compute_dtype, device=device)
+    idx = torch.tensor([prompt_tokens[-model.config.sequence_len :]], device=device)  # (1, T)
+    logits = model.logits(idx, cache=cache, newest_only=True)  # (1, 1, V)
+    cache.repeat(num_samples)
+    return logits[:, -1].repeat(num_samples, 1), cache
+
+
+@torch.inference_mode()
+def decode(model: GPT, newest: list[int], cache: KVCache) -> Tensor:
+    """Returns (S, V) fp32 logits after one more token of each sample."""
+    idx = torch.tensor(newest, device=model.lm_head.weight.device).unsqueeze(1)  # (S, 1)
+    return model.logits(idx, cache=cache)[:, -1]
+
+
+@torch.inference_mode()
+def next_tokens(logits: Tensor, *, temperature: float, top_k: int | None, generator: torch.Generator) -> list[int]:
+    """Draws a token from each row of (S, V) logits. The host waits here for the device: the caller shows the token."""
+    logits = logits.cpu()
+    if temperature == 0:
+        return logits.argmax(-1).tolist()
+    if top_k is not None and top_k < logits.shape[-1]:
+        least = logits.topk(top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    # the maximum is taken off first: a tiny temperature then gives the most probable token instead of infinity
+    shares = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
+    return torch.multinomial(shares, 1, generator=generator).flatten().tolist()

@@ -1,9 +1,8 @@
 """
-How fast this device does the pieces of a training step: `python -m paceline.train.measure --device cpu --threads N --out FILE`.
+The speed of this device in each piece of a training step: `python -m paceline.train.measure --device cpu --threads N --out FILE`.
 
-A few seconds, once for each machine and number of processes. With --processes N as many measure at once, since they share memory
-and cores as a run's ranks do. The pieces are the model's own functions, at sizes between which plan/speeds.py interpolates; what
-a layer takes beyond its products and attention is the difference between deeper and shallower models. Knows no plan, no run.
+It takes some seconds, once for each machine and number of processes. With --processes N as many measure at once, since they share
+memory and cores as a run's ranks do. The pieces are the model's own functions, at sizes between which plan/speeds.py interpolates.
 """
 
 # t tokens, C width, V vocabulary
@@ -26,23 +25,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.config import ModelConfig
-from paceline.model.cpu_process import fp32_matmul_through_onednn, keep_freed_memory
-from paceline.model.embedding import embedding_gradient
-from paceline.model.gpt import GPT, attend
-from paceline.model.loss import capped_nats_, chunk_rows, plus_matmul
-from paceline.plan.cost import attention_pairs, newton_schulz_total_flops
+from paceline.model.gpt import DTYPES, GPT, attend
+from paceline.model.layers import capped_nats_, chunk_rows, embedding_gradient, plus_matmul
+from paceline.plan.algorithms import longer_side, newton_schulz_flops
+from paceline.plan.cost import attention_pairs
 from paceline.plan.speeds import Speeds
 from paceline.rundir import utc_now, write_atomic
-from paceline.train.dist import SegmentSum, start_all_gather
-from paceline.train.updates import adamw_update, muon_update, newton_schulz_dtype, second_momentum_shape
+from paceline.train.buckets import SegmentSum, start_all_gather
+from paceline.train.process import all_reduce_sum, fp32_matmul_through_onednn, keep_freed_memory
+from paceline.train.updates import adamw_update, muon_update, newton_schulz_dtype
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-SHORTEST_S = 0.04  # a piece is repeated until it has taken so long
+SHORTEST_S = 0.04  # a piece is repeated for at least so long
 FEWEST, MOST = 4, 50  # repeats
 TURNS = 5  # of a deeper and a shallower model
 SENDS = 12
 HEAD_DIM, HEADS = 64, 2
-LEAST_REST = 0.05  # of a layer: what noise may leave for the ops between products
+MIN_OTHER_SHARE = 0.05  # of a layer's time, for the ops between products: noise must not make it zero
 BUDGET_BYTES = 512 << 20  # of logits: the config's default
 
 
@@ -74,11 +72,7 @@ class Bench:
         self.device, self.world_size = device, world_size
 
     def seconds(self, piece: Callable[[], object], *, repeats: int | None = None) -> float:
-        """Of one call, the lower quartile: others on the machine only add.
-
-        Collective: all ranks are at the same piece at the same time. repeats: a piece that is itself collective must be done
-        as often by all.
-        """
+        """Of one call, the lower quartile: others on the machine only add. Collective; so is a piece with `repeats`."""
         piece()
         self.wait()
         if self.world_size > 1:
@@ -90,21 +84,18 @@ class Bench:
             piece()
             self.wait()
             times.append(time.perf_counter() - started)
-        return self.mean(statistics.quantiles(times, n=4)[0] if len(times) > 1 else times[0])
+        lower_quartile = statistics.quantiles(times, n=4)[0] if len(times) > 1 else times[0]
+        total = torch.tensor([lower_quartile], dtype=torch.float64)
+        all_reduce_sum(total)
+        return float(total) / self.world_size
 
     def wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def mean(self, seconds: float) -> float:
-        if self.world_size == 1:
-            return seconds
-        value = torch.tensor([seconds], dtype=torch.float64)
-        dist.all_reduce(value)
-        return float(value) / self.world_size
-
 
 def main() -> None:
+    """Measures and writes --out; with --processes it starts as many of itself."""
     parser = argparse.ArgumentParser(description="Speeds of this device, for paceline plan")
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--threads", type=int, required=True)
@@ -131,17 +122,17 @@ def main() -> None:
     os._exit(0)  # as the worker: gloo's threads abort in the interpreter's own exit, now and then
 
 
-def start_processes(count: int, words: list[str]) -> int:
-    """One rank each; the exit code of the first that failed."""
+def start_processes(count: int, args: list[str]) -> int:
+    """Starts one process for each rank; returns the exit code of the first that failed."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "paceline.train.measure", *words, "--store", str(Path(folder) / "store")]
+        command = [sys.executable, "-m", "paceline.train.measure", *args, "--store", str(Path(folder) / "store")]
         ranks = [subprocess.Popen([*command, "--rank", str(rank)]) for rank in range(count)]
         codes = [rank.wait() for rank in ranks]
     return next((code for code in codes if code), 0)
 
 
 def measure(device: torch.device, *, threads: int, processes: int, precisions: list[str]) -> Speeds:
-    """Collective, where there are several processes."""
+    """Measures all pieces. Collective where there are several processes."""
     if device.type == "cpu":
         keep_freed_memory()
     bench, sizes = Bench(device, processes), SIZES[device.type]
@@ -150,10 +141,8 @@ def measure(device: torch.device, *, threads: int, processes: int, precisions: l
     for precision in sorted(precisions):  # bf16 before fp32, whose setting holds for the rest of the process
         if device.type == "cpu" and precision == "fp32":
             fp32_matmul_through_onednn()
-        rates |= {
-            f"{name} {precision}": points
-            for name, points in layer_rates(bench, sizes, DTYPES[precision], host_s=layer_s).items()
-        }
+        points_of = layer_rates(bench, sizes, DTYPES[precision], host_s=layer_s)
+        rates |= {f"{name} {precision}": points for name, points in points_of.items()}
     rates |= {
         "muon": [muon_rate(bench, width, aspect=1) for width in sizes.muon_widths],
         "muon_long": [muon_rate(bench, width, aspect=4) for width in sizes.muon_widths],
@@ -178,21 +167,17 @@ def measure(device: torch.device, *, threads: int, processes: int, precisions: l
 def layer_rates(
     bench: Bench, sizes: Sizes, dtype: torch.dtype, *, host_s: float
 ) -> dict[str, list[tuple[float, float]]]:
-    linear = [linear_rate(bench, width, sizes.tokens, dtype) for width in sizes.widths]
-    dots, pairs = [], []
-    for row_length in sizes.row_lengths:
-        dot_rate, pair_rate = attention_rates(bench, row_length, sizes.tokens, dtype)
-        dots.append((float(row_length), dot_rate))
-        pairs.append((float(row_length), pair_rate))
-    head = [head_rate(bench, width, sizes, dtype) for width in sizes.layer_widths]
-    logits = [logits_rate(bench, vocab, dtype) for vocab in (sizes.vocab // 8, sizes.vocab)]
+    lengths = [float(row_length) for row_length in sizes.row_lengths]
+    dots, pairs = zip(
+        *(attention_rates(bench, length, sizes.tokens, dtype) for length in sizes.row_lengths), strict=True
+    )
     return {
-        "linear": linear,
-        "attention_dots": dots,
-        "attention_pairs": pairs,
+        "linear": [linear_rate(bench, width, sizes.tokens, dtype) for width in sizes.widths],
+        "attention_dots": list(zip(lengths, dots, strict=True)),
+        "attention_pairs": list(zip(lengths, pairs, strict=True)),
         "pointwise": [pointwise_rate(bench, width, sizes, dtype, host_s=host_s) for width in sizes.layer_widths],
-        "head": head,
-        "logits": logits,
+        "head": [head_rate(bench, width, sizes, dtype) for width in sizes.layer_widths],
+        "logits": [logits_rate(bench, vocab, dtype) for vocab in (sizes.vocab // 8, sizes.vocab)],
     }
 
 
@@ -216,14 +201,13 @@ def linear_piece(bench: Bench, width: int, tokens: int, dtype: torch.dtype) -> C
 
 
 def attention_rates(bench: Bench, row_length: int, tokens: int, dtype: torch.dtype) -> tuple[float, float]:
-    """By two head widths: what grows with the width are the products, the rest is the softmax."""
+    """By two head widths: what grows with the width are the products, the remainder is the softmax."""
     narrow, wide = 32, 128
-    narrow_s, wide_s = (attention_seconds(bench, row_length, tokens, dtype, each) for each in (narrow, wide))
+    narrow_s, wide_s = (attention_seconds(bench, row_length, tokens, dtype, width) for width in (narrow, wide))
     rows = max(1, tokens // row_length)
     pairs = rows * HEADS * attention_pairs(row_length, row_length, device=bench.device.type)
     slope = max(wide_s - narrow_s, 0.1 * wide_s) / (wide - narrow)
-    rest = max(narrow_s - narrow * slope, 0.02 * narrow_s)
-    return 12 * pairs / slope, pairs / rest
+    return 12 * pairs / slope, pairs / max(narrow_s - narrow * slope, 0.02 * narrow_s)
 
 
 def attention_seconds(bench: Bench, row_length: int, tokens: int, dtype: torch.dtype, head_dim: int) -> float:
@@ -270,12 +254,12 @@ def pointwise_rate(bench: Bench, width: int, sizes: Sizes, dtype: torch.dtype, *
     whole = layer_seconds(bench, width, tokens, dtype, row_length=row_length)
     products = bench.seconds(linear_piece(bench, width, tokens, dtype))
     attention = attention_seconds(bench, row_length, tokens, dtype, HEAD_DIM) * (width // HEAD_DIM) / HEADS
-    rest = whole - products - attention - (host_s if bench.device.type == "cpu" else 0.0)
-    return float(tokens * width), tokens * width / max(rest, LEAST_REST * whole)
+    remainder = whole - products - attention - (host_s if bench.device.type == "cpu" else 0.0)
+    return float(tokens * width), tokens * width / max(remainder, MIN_OTHER_SHARE * whole)
 
 
 def head_rate(bench: Bench, width: int, sizes: Sizes, dtype: torch.dtype) -> tuple[float, float]:
-    """lm_head's three products, a chunk of tokens at a time, as model/loss.py makes them."""
+    """lm_head's three products, a chunk of tokens at a time, as model/layers.py makes them."""
     x = torch.randn(sizes.tokens, width, dtype=dtype, device=bench.device)
     weight = torch.randn(sizes.vocab, width, dtype=dtype, device=bench.device)
     chunk, _ = chunk_rows(x, sizes.vocab, BUDGET_BYTES, compiled=bench.device.type == "cuda")
@@ -293,7 +277,7 @@ def head_rate(bench: Bench, width: int, sizes: Sizes, dtype: torch.dtype) -> tup
 
 
 def logits_rate(bench: Bench, vocab: int, dtype: torch.dtype) -> tuple[float, float]:
-    """From logits to their gradient, on a block that model/loss.py takes at once."""
+    """Returns logits per second, from logits to their gradient, on a block as model/layers.py takes it."""
     z = torch.zeros(4096, vocab, dtype=dtype, device=bench.device)
     _, block = chunk_rows(z, vocab, BUDGET_BYTES, compiled=False)
     z = z[:block].normal_()
@@ -302,24 +286,21 @@ def logits_rate(bench: Bench, vocab: int, dtype: torch.dtype) -> tuple[float, fl
 
 
 def muon_rate(bench: Bench, width: int, *, aspect: int) -> tuple[float, float]:
-    """An update of a square matrix, or of one as many times as long."""
+    """Returns FLOPs per second of an update; aspect: long side by short side of the matrix."""
     shape = (aspect * width, width)
-    return float(width), newton_schulz_total_flops(shape) / muon_seconds(bench, shape)
+    return float(width), newton_schulz_flops(shape) / muon_seconds(bench, shape)
 
 
 def muon_seconds(bench: Bench, shape: tuple[int, int]) -> float:
+    """Returns the seconds of one update of a matrix, with settings that change nothing of the time."""
     weight, grad, momentum = (torch.randn(shape, device=bench.device) for _ in range(3))
-    second = torch.ones(second_momentum_shape(shape), device=bench.device)
-    return bench.seconds(lambda: one_muon_update(bench, weight, grad, momentum, second))
-
-
-def one_muon_update(bench: Bench, weight: Tensor, grad: Tensor, momentum: Tensor, second: Tensor) -> None:
-    dtype = newton_schulz_dtype(bench.device)
+    second, dtype = torch.ones(longer_side(shape), device=bench.device), newton_schulz_dtype(bench.device)
     settings = {"lr": 0.0, "momentum": 0.9, "beta2": 0.9, "weight_decay": 0.1, "grad_scale": 1.0}
-    muon_update(weight, grad, momentum, second, dtype=dtype, **settings)
+    return bench.seconds(lambda: muon_update(weight, grad, momentum, second, dtype=dtype, **settings))
 
 
 def adamw_rate(bench: Bench, elements: int) -> float:
+    """Returns the elements that are updated per second."""
     weight, grad, exp_avg, exp_avg_sq = (torch.ones(elements, device=bench.device) for _ in range(4))
 
     def piece() -> None:
@@ -330,6 +311,7 @@ def adamw_rate(bench: Bench, elements: int) -> float:
 
 
 def table_rate(bench: Bench, sizes: Sizes) -> float:
+    """Returns the elements per second of an embedding's gradient."""
     width = 128
     dy = torch.randn(sizes.tokens, width, device=bench.device)
     idx = torch.randint(0, sizes.vocab, (sizes.tokens,), device=bench.device)
@@ -338,13 +320,14 @@ def table_rate(bench: Bench, sizes: Sizes) -> float:
 
 
 def copy_rate(bench: Bench, num_bytes: int) -> float:
+    """Returns bytes per second, read and written, of a copy in memory."""
     source = torch.ones(4 * num_bytes, dtype=torch.uint8, device=bench.device)
     target = torch.ones_like(source)  # zeros may all be one page of memory
     return 2 * len(source) / bench.seconds(lambda: target.copy_(source))
 
 
 def host_seconds(bench: Bench) -> tuple[float, float]:
-    """Of a layer and of a micro-step, whose tensors are so small that the ops themselves take no time."""
+    """Returns the host's seconds for a layer and for a micro-step, on tensors so small that the ops take no time."""
     models = [ModelConfig(depth, 32, 2, 2, 16, sequence_len=8, vocab_size=64) for depth in (2, 6)]
     shallow, deep = (bench.seconds(model_piece(bench, model, 8, torch.float32)) for model in models)
     layer = max(deep - shallow, 0.0) / 4
@@ -352,7 +335,7 @@ def host_seconds(bench: Bench) -> tuple[float, float]:
 
 
 def send_rate(bench: Bench, processes: int) -> tuple[float, float]:
-    """Seconds of a message, and bytes a second each way; a sum over ranks and then a gather, as in a step."""
+    """Returns seconds of a message and bytes per second each way, of a sum over ranks and a gather as in a step."""
     rank, times = dist.get_rank(), []
     for segment in (1 << 14, 1 << 20):
         flat = torch.ones(processes * segment)

@@ -1,9 +1,20 @@
 """
-The optimizers of a run: Muon and AdamW with gradients, states and update split over ranks; and AdamW on every rank, over DDP.
+The optimizers of a run: gradients, states and update split over ranks; or states replicated on every rank, over DDP.
 
-Both take a model whose weights are fp32 and initialised alike on all ranks, and have one interface: zero_grad, micro_step
-around each forward and backward, reduce, step, pieces and load. Formulas: updates.py. Who owns what: plan/sharding.py.
-Learning rate schedules, precision of activations and files are not known here.
+Both take a model whose weights are fp32 and initialised alike on all ranks, and have one interface: zero_grad, micro_step around
+each forward and backward, reduce, step, pieces and load. A sharded step communicates in three phases:
+
+1. Backward of the last micro-step: as soon as the gradients of a bucket are complete, their sum over ranks starts, each rank
+   receiving its own segment alone (a reduce-scatter). It runs under what is left of the backward.
+2. reduce: waits for the segments' sums, then one small all-reduce carries everything that each rank needs whole: the loss, the
+   stop requests, the gradients of the small replicated tensors and the sum of squares for the gradient norm.
+3. step: each rank updates the fp32 rows that it owns, rounds them into its segment of the weights, and an all-gather sends the
+   segment to the others. A bucket's gather runs under the update of the next bucket.
+
+DDP's one all-reduce sends as many bytes as 1 and 3 together, but each rank then keeps all states and computes the whole update.
+
+Which algorithm updates which parameter: plan/algorithms.py. Who owns what: plan/sharding.py. The formulas: updates.py. This module
+does not depend on learning rate schedules, precision of activations or files.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,34 +27,36 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.model.checkpoint import Piece
-from paceline.plan.scaling import GroupSettings
-from paceline.plan.shapes import ParamShape
+from paceline.plan.algorithms import ALGORITHMS, GroupSettings
+from paceline.plan.shapes import MATRIX, ParamShape
 from paceline.plan.sharding import shard_plan
-from paceline.train.buckets import BucketBuffers, MatrixBatch, matrix_batches
-from paceline.train.dist import all_reduce_sum
-from paceline.train.owned import (
+from paceline.train import updates
+from paceline.train.buckets import (
     NO_GRADIENT,
+    BucketBuffers,
+    MatrixBatch,
     Owned,
     Read,
     check_shapes,
     grad_or_zeros,
+    matrix_batches,
     norms_of,
-    step_adamw,
+    step_elementwise,
     sum_of_squares,
     whole_tensor,
 )
-from paceline.train.updates import muon_update, newton_schulz_dtype
+from paceline.train.process import all_reduce_sum
 
 
 class ShardedOptimizer:
-    """Muon for the matrices and AdamW for the rest, or AdamW for all, as `groups` says; each state on one rank alone.
+    """Updates each parameter by its group's algorithm; each state lives on one rank alone.
 
-    Gradients are fp32; bf16 where they are sent after a single bf16 micro-step. The update is fp32 in any case, and so is the sum
-    over ranks but for NCCL's of bf16. Parameters become views of flat buffers in compute_dtype; those under plan/sharding.py's
-    SMALL elements stay fp32.
+    Gradients are fp32, or bf16 where they are sent after a single bf16 micro-step. The update is fp32 in any case, and so is the
+    sum over ranks except NCCL's of bf16. Parameters become views of flat buffers in compute_dtype; those with fewer elements than
+    plan/sharding.py's SMALL stay fp32.
     """
 
-    waits_in_backward = False  # for other ranks
+    waits_in_backward = False  # whether backward waits for other ranks, so that its time is not this rank's own
 
     def __init__(
         self,
@@ -61,14 +74,15 @@ class ShardedOptimizer:
         params = dict(model.named_parameters())
         check_shapes(params, shapes)
         self._device = next(iter(params.values())).device
-        self._newton_schulz_dtype = newton_schulz_dtype(self._device)
-        muon = any(group.algorithm == "muon" for group in groups.values())
-        plan = shard_plan(shapes, world_size=world_size, optimizer="muon" if muon else "adamw")
+        self._newton_schulz_dtype = updates.newton_schulz_dtype(self._device)
+        plan = shard_plan(shapes, world_size=world_size, optimizer=groups[MATRIX].algorithm)
+        # one micro-step adds nothing to its gradients: in bf16 they lose no bits that the backward had, and half as much is sent
         narrow = compute_dtype == torch.bfloat16 and grad_accum_steps == 1 and world_size > 1
         self._buckets = [
             BucketBuffers(
                 bucket,
                 params,
+                groups,
                 rank=rank,
                 world_size=world_size,
                 tag=tag,
@@ -78,45 +92,45 @@ class ShardedOptimizer:
             for tag, bucket in enumerate(plan.buckets)
         ]
         self._params = list(params.values())
-        self._replicated = [whole_tensor(params[shape.name], shape) for shape in plan.replicated]
+        self._replicated = [whole_tensor(params[shape.name], shape, groups) for shape in plan.replicated]
         self._rank = rank
         together = self._device.type != "cpu"
         self._batches = {b.tag: matrix_batches(b.shares, together=together) for b in self._buckets if b.whole}
-        self._last = False  # in the micro-step after whose backward the ranks meet
-        self._next = 0  # bucket that is to be sent next
+        self._is_last = False  # in the step's last micro-step, whose backward starts the sums over ranks
+        self._next_bucket = 0  # the one to send next
         if world_size > 1:
             for bucket in self._buckets:
                 for param, view in zip(bucket.params, bucket.grad_views, strict=True):
                     param.register_post_accumulate_grad_hook(self._grad_hook(bucket, view))  # type: ignore[no-untyped-call]
 
     def zero_grad(self) -> None:
-        """Costs nothing: the first micro-step's gradients are then written, not added."""
+        """Drops the gradients, which costs nothing: the first micro-step then writes them instead of adding to zeros."""
         for param in self._params:
             param.grad = None
         for share in (share for bucket in self._buckets for share in bucket.shares):
-            share.grad = NO_GRADIENT  # else one rank would hold the last step's through the next step's backward
+            share.grad = NO_GRADIENT  # otherwise one rank would hold the last step's through the next step's backward
 
     @contextmanager
     def micro_step(self, *, last: bool) -> Iterator[None]:
-        """Forward and backward go inside. In a step's last, sums over ranks start as soon as backward has filled a bucket."""
-        self._last, self._next = last and self._world_size > 1, 0
+        """Surrounds a forward and backward; in a step's last one, sums over ranks start as soon as backward has filled a bucket."""
+        self._is_last, self._next_bucket = last and self._world_size > 1, 0
         for bucket in self._buckets:
             bucket.waiting_for = len(bucket.params)
         yield
-        if self._last:
+        if self._is_last:
             self._start_sums(len(self._buckets))  # those that wait for a parameter without gradient
-        self._last = False
+        self._is_last = False
 
     def _grad_hook(self, bucket: BucketBuffers, view: Tensor) -> Callable[[Tensor], None]:
         def hook(param: Tensor) -> None:
-            """After backward has added to param.grad."""
-            if param.grad is not view:  # the step's first: autograd made a tensor of its own
+            """Runs after backward has added to param.grad."""
+            if param.grad is not view:  # in the step's first micro-step autograd made a tensor of its own
                 assert param.grad is not None
                 view.copy_(param.grad)
                 param.grad = view
-            if self._last:
+            if self._is_last:
                 bucket.waiting_for -= 1
-                ready = self._next
+                ready = self._next_bucket
                 while ready < len(self._buckets) and not self._buckets[ready].waiting_for:
                     ready += 1
                 self._start_sums(ready)
@@ -124,67 +138,62 @@ class ShardedOptimizer:
         return hook
 
     def _start_sums(self, end: int) -> None:
-        """In the plan's order, not in the order of completion: ranks cannot disagree about it."""
-        while self._next < end:
-            self._next += 1
-            self._buckets[self._next - 1].start_sum()
+        """Starts the sums in the plan's order, not in the order of completion: ranks cannot disagree about it."""
+        while self._next_bucket < end:
+            self._next_bucket += 1
+            self._buckets[self._next_bucket - 1].start_sum()
 
     @torch.no_grad()
     def reduce(self, extras: Tensor) -> Tensor:
-        """After the last micro-step. extras: (k,) fp32. Collective: one all-reduce for all that is small.
+        """Ends the sums over ranks after the last micro-step. extras: (k,) fp32. Collective: one all-reduce of all small tensors.
 
         Returns (k + 1,) fp32: the extras' sums over ranks, then the sum of squares of the summed gradient.
         """
         for bucket in self._buckets:
             bucket.wait_sum()
-        own = [share.grad for bucket in self._buckets for share in bucket.shares]
-        small = [grad_or_zeros(share.param) for share in self._replicated]
-        sizes = [extras.numel(), 1, *(grad.numel() for grad in small)]
-        message = torch.cat([extras, sum_of_squares(own, self._device)[None], *(grad.flatten() for grad in small)])
+        own_squares = sum_of_squares([share.grad for bucket in self._buckets for share in bucket.shares], self._device)
+        small = [grad_or_zeros(share.param).flatten() for share in self._replicated]
+        message = torch.cat([extras, own_squares[None], *small])
         if self._world_size > 1:
             all_reduce_sum(message)
-        summed_extras, squares, *parts = torch.split(message, sizes)
+        summed_extras, squares, *parts = torch.split(message, [extras.numel(), 1, *map(len, small)])
         for share, part in zip(self._replicated, parts, strict=True):
             share.grad = part.view_as(share.master)
         return torch.cat([summed_extras, squares + sum_of_squares(parts, self._device)])
 
     @torch.no_grad()
     def step(self, *, lr_mult: float, momentum: float, weight_decay_mult: float, grad_scale: float) -> None:
-        """After reduce. grad_scale multiplies the summed gradient. weight_decay_mult is for Muon's groups. Collective.
+        """Updates the weights after reduce, and sends them to all ranks. Collective.
 
-        AdamW first: its gathers, the largest, then go on under Newton-Schulz.
+        grad_scale multiplies the summed gradient. momentum and weight_decay_mult are for algorithms on whole matrices. Elementwise
+        algorithms come first: their gathers, the largest, then run under the matrices' update, the longest.
         """
         self.step_count += 1
         works: list[dist.Work] = []
-        step_adamw(self._replicated, self._groups, step=self.step_count, lr_mult=lr_mult, grad_scale=grad_scale)
+        step_elementwise(self._replicated, self._groups, step=self.step_count, lr_mult=lr_mult, grad_scale=grad_scale)
         for bucket in sorted(self._buckets, key=lambda bucket: bucket.whole):
             if bucket.whole:
                 for batch in self._batches[bucket.tag]:
-                    self._step_muon(
-                        batch,
-                        lr_mult=lr_mult,
-                        momentum=momentum,
-                        weight_decay_mult=weight_decay_mult,
-                        grad_scale=grad_scale,
-                    )
+                    self._step_matrices(batch, lr_mult, momentum, weight_decay_mult, grad_scale)
             else:
-                step_adamw(bucket.shares, self._groups, step=self.step_count, lr_mult=lr_mult, grad_scale=grad_scale)
+                step_elementwise(
+                    bucket.shares, self._groups, step=self.step_count, lr_mult=lr_mult, grad_scale=grad_scale
+                )
             works += bucket.start_gather()
         for work in works:
             work.wait()
 
-    def _step_muon(
-        self, batch: MatrixBatch, *, lr_mult: float, momentum: float, weight_decay_mult: float, grad_scale: float
+    def _step_matrices(
+        self, batch: MatrixBatch, lr_mult: float, momentum: float, weight_decay_mult: float, grad_scale: float
     ) -> None:
         group = self._groups[batch.shares[0].shape.group]
         masters, grads = [share.master for share in batch.shares], [share.grad for share in batch.shares]
-        alone = len(masters) == 1
-        weight = masters[0] if alone else torch.stack(masters)  # (m, n) or (k, m, n)
-        muon_update(
+        single = len(masters) == 1
+        weight = masters[0] if single else torch.stack(masters)  # (m, n) or (k, m, n)
+        getattr(updates, ALGORITHMS[group.algorithm].update)(
             weight,
-            grads[0] if alone else torch.stack(grads),
-            batch.momentum_buffer,
-            batch.second_momentum_buffer,
+            grads[0] if single else torch.stack(grads),
+            *batch.states,
             lr=group.lr * lr_mult,
             momentum=momentum,
             beta2=group.betas[1],
@@ -192,15 +201,15 @@ class ShardedOptimizer:
             grad_scale=grad_scale,
             dtype=self._newton_schulz_dtype,
         )
-        if not alone:
+        if not single:
             torch._foreach_copy_(masters, list(weight.unbind()))
 
     def pieces(self) -> list[Piece]:
-        """What this rank saves: fp32 weights and states, every row on exactly one rank."""
+        """Returns what this rank saves: fp32 weights and states, every row on exactly one rank."""
         return [piece for share in self._own() for piece in share.pieces()]
 
     def norms(self, *, grad_scale: float) -> dict[str, dict[str, Any]]:
-        """Of weights and summed gradients, of what this rank saves; after reduce."""
+        """Returns norms of the weights and summed gradients that this rank saves; call it after reduce."""
         return norms_of(self._own(), grad_scale=grad_scale)
 
     def _own(self) -> list[Owned]:
@@ -209,7 +218,7 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def load(self, read: Read) -> None:
-        """From what any number of ranks saved. Collective."""
+        """Loads weights and states that any number of ranks saved. Collective."""
         for share in self._replicated:
             share.load(read)
         works = []
@@ -221,15 +230,16 @@ class ShardedOptimizer:
             work.wait()
 
     def state_dict(self) -> dict[str, Any]:
-        """What is not in pieces; the same on all ranks."""
+        """Returns what is not in pieces; it is the same on all ranks."""
         return {"step_count": self.step_count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes back what state_dict returned."""
         self.step_count = int(state["step_count"])
 
 
-class ReplicatedAdamW:
-    """AdamW whose states every rank holds, over DDP's all-reduced gradients; fp32 weights. For `--shard none`."""
+class ReplicatedOptimizer:
+    """Elementwise algorithms whose states every rank holds, over DDP's all-reduced gradients; fp32 weights. For `--shard none`."""
 
     def __init__(
         self,
@@ -239,18 +249,19 @@ class ReplicatedAdamW:
         *,
         rank: int,
         world_size: int,
-        compute_dtype: torch.dtype,
-        grad_accum_steps: int,
+        **unused: object,
     ):
-        """compute_dtype and grad_accum_steps change nothing here: weights and gradients are fp32."""
-        assert all(group.algorithm == "adamw" for group in groups.values()), "Muon needs --shard optimizer"
+        """Wraps the model in DDP. unused: compute_dtype and grad_accum_steps, since weights and gradients are fp32."""
+        assert not any(ALGORITHMS[group.algorithm].whole for group in groups.values()), (
+            "whole matrices need --shard optimizer"
+        )
         params = dict(model.named_parameters())
         check_shapes(params, shapes)
         self.step_count = 0
         self._groups, self._rank, self._world_size = groups, rank, world_size
         self._device = next(iter(params.values())).device
-        self._shares = [whole_tensor(params[shape.name], shape) for shape in shapes]
-        self.waits_in_backward = world_size > 1  # DDP, for its last bucket
+        self._shares = [whole_tensor(params[shape.name], shape, groups) for shape in shapes]
+        self.waits_in_backward = world_size > 1  # DDP waits for its last bucket
         self._ddp: DistributedDataParallel | None = None
         if world_size > 1:
             device_ids = [self._device.index] if self._device.type == "cuda" else None
@@ -260,16 +271,17 @@ class ReplicatedAdamW:
         self.module: nn.Module = self._ddp or model
 
     def zero_grad(self) -> None:
+        """Drops the gradients."""
         for share in self._shares:
             share.param.grad, share.grad = None, NO_GRADIENT
 
     def micro_step(self, *, last: bool) -> AbstractContextManager[None]:
-        """Forward and backward go inside; DDP averages the gradients under the last backward of a step."""
+        """Surrounds a forward and backward; DDP averages the gradients under the last backward of a step."""
         return nullcontext() if last or self._ddp is None else self._ddp.no_sync()
 
     @torch.no_grad()
     def reduce(self, extras: Tensor) -> Tensor:
-        """As ShardedOptimizer's. Collective."""
+        """Returns what ShardedOptimizer.reduce does. Collective."""
         for share in self._shares:
             share.grad = grad_or_zeros(share.param)
         message = extras.clone()
@@ -281,28 +293,33 @@ class ReplicatedAdamW:
 
     @torch.no_grad()
     def step(self, *, lr_mult: float, momentum: float, weight_decay_mult: float, grad_scale: float) -> None:
-        """After reduce; no communication. momentum and weight_decay_mult are Muon's."""
+        """Updates the weights after reduce, without communication. momentum and weight_decay_mult are for whole matrices."""
         self.step_count += 1
-        step_adamw(
+        step_elementwise(
             self._shares, self._groups, step=self.step_count, lr_mult=lr_mult, grad_scale=grad_scale * self._world_size
         )
 
     def pieces(self) -> list[Piece]:
-        """Everything, on rank 0."""
+        """Returns all weights and states on rank 0, nothing on the others."""
         return [piece for share in self._shares for piece in share.pieces()] if self._rank == 0 else []
 
     def norms(self, *, grad_scale: float) -> dict[str, dict[str, Any]]:
-        """As ShardedOptimizer's."""
+        """Returns what ShardedOptimizer.norms does."""
         return norms_of(self._shares if self._rank == 0 else [], grad_scale=grad_scale * self._world_size)
 
     @torch.no_grad()
     def load(self, read: Read) -> None:
-        """Every rank reads everything."""
+        """Loads weights and states; every rank reads all of them."""
         for share in self._shares:
             share.load(read)
 
     def state_dict(self) -> dict[str, Any]:
+        """Returns what is not in pieces."""
         return {"step_count": self.step_count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes back what state_dict returned."""
         self.step_count = int(state["step_count"])
+
+
+Optimizer = ShardedOptimizer | ReplicatedOptimizer

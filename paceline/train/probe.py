@@ -1,65 +1,59 @@
 """
-Does a plan fit this device: `python -m paceline.train.probe PLAN_JSON OUT_DIR`, one process per rank, started as the worker is.
+A plan tried on this device before the run: `python -m paceline.train.probe PLAN_JSON OUT_DIR`, one process per rank.
 
-The worker's own model, optimizer and step on made-up tokens: two steps, an evaluation, and on a CPU the checkpoint's copies. What
-was taken goes to OUT_DIR/probe/<rank>.json. Memory that runs out is an error like any other: launch/confirm.py reads it.
+The processes are started as the worker is. Each runs the worker's own model, optimizer and step on made-up tokens: two steps, an
+evaluation, and on a CPU the checkpoint's copies. Where the run's length is a time, it then measures how long steps and evaluations
+take. The memory and the seconds go to OUT_DIR/probe/<rank>.json. An error that memory runs out is written like any other:
+launch/trial.py reads it.
 """
 
 import argparse
 import json
 import os
-import sys
-import traceback
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.config import Config
-from paceline.errors import PacelineError
+from paceline.heartbeat import HeartbeatWriter
 from paceline.model.gpt import GPT
 from paceline.plan.planner import Plan
 from paceline.rundir import RunDir, utc_now, write_atomic
-from paceline.train.dist import shutdown
-from paceline.train.footprint import footprint, forget_peaks
 from paceline.train.loop import Loop, LossScale, StopRequest
-from paceline.train.progress import Progress
-from paceline.train.worker import initial_scale, make_model, make_optimizer, start_ranks, write_error
+from paceline.train.process import broadcast_object, footprint, forget_peaks, run_rank
+from paceline.train.setup import initial_scale, make_model, make_optimizer, start_ranks, trial_ms
 
 NUM_STEPS = 2  # the first has no states and gradients of an earlier one
-MICRO_STEPS = 2  # at most: a third is as the second
+MICRO_STEPS = 2  # at most: a third takes no more memory than the second
 SEED = 0
+TIMED_S = 2.0  # of each measurement, where one repeat is not longer
+TIMED_REPEATS = (2, 10)  # at least and at most
 SPARE_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}  # a run's tokenizer, text, samples and fragments come on top
 
 
 def main() -> None:
+    """Tries the plan, and ends the process with the error's exit code, or 0."""
     parser = argparse.ArgumentParser()
     parser.add_argument("plan_json", type=Path)
     parser.add_argument("out_dir", type=Path)
     args = parser.parse_args()
     run, rank = RunDir(args.out_dir), int(os.environ.get("RANK", "0"))
-    try:
-        probe(run, Plan.from_json(args.plan_json.read_text()))
-    except BaseException as error:
-        write_error(run, attempt=1, rank=rank, error=error)
-        traceback.print_exc()
-        sys.stdout.flush()
-        os._exit(error.exit_code if isinstance(error, PacelineError) else 1)
-    shutdown()
-    sys.stdout.flush()
-    os._exit(0)  # as the worker: gloo's threads abort in the interpreter's own exit, now and then
+    run_rank(lambda: probe(run, Plan.from_json(args.plan_json.read_text())), run, attempt=1, rank=rank)
 
 
 def probe(run: RunDir, plan: Plan) -> None:
-    """Where the plan leaves compiling to a trial, eager and compiled, as that trial does it."""
+    """Tries the plan, eager and compiled where it leaves that to a trial, and writes what each stage took. Collective."""
     torch.set_num_threads(plan.threads)
     device, rank = start_ranks(plan)
-    plan = shortened(plan)
-    spare = torch.ones(
-        SPARE_BYTES[device.type], dtype=torch.uint8, device=device
-    )  # written, so that it is really there
+    full_micro_steps, plan = plan.grad_accum_steps, shortened(plan)
+    # ones, not empty: the memory is written, so that it is really there
+    spare = torch.ones(SPARE_BYTES[device.type], dtype=torch.uint8, device=device)
     model = make_model(plan, seed=SEED, device=device)
     optimizer = make_optimizer(model, plan, rank=rank)
     loop = Loop(
@@ -75,44 +69,45 @@ def probe(run: RunDir, plan: Plan) -> None:
         evaluate=lambda: 0.0,
         save=lambda step, bpb: None,
         sample=lambda step: None,
-        note_memory=lambda step: None,
-        progress=Progress(run, rank),
+        record_memory=lambda step: None,
+        progress=HeartbeatWriter(run, rank),
         scale=LossScale(initial_scale(plan), dynamic=plan.precision == "fp16"),
     )
-    stages = []
+    stages, ready_time = [], time.time()
     for compiled in (False, True) if plan.compile is None else (plan.compile,):
         if compiled:
             forget_peaks(device)
             model.compile(dynamic=False)
         copies_bytes = train_and_evaluate(loop, model)
-        tried = compiled and plan.compile is None
-        stages.append(
-            {
-                "time": utc_now(),
-                "compiled": compiled,
-                "compile_tried": tried,
-                "torch": torch.__version__,
-                "copies_bytes": copies_bytes,
-                **without(footprint(device), spare.nbytes),
-            }
-        )
+        stage: dict[str, Any] = {
+            "time": utc_now(),
+            "compiled": compiled,
+            "compile_tried": compiled and plan.compile is None,
+            "torch": torch.__version__,
+            "copies_bytes": copies_bytes,
+            **without_spare(footprint(device), spare.nbytes),
+        }
+        if plan.time is not None:
+            stage |= {"ready_time": ready_time, **measure_speed(loop, model, micro_steps=full_micro_steps)}
+        stages.append(stage)
     write_stages(run, rank, stages)
-    loop.progress.mark(NUM_STEPS, "done")
+    loop.progress.beat(NUM_STEPS, "done")
 
 
-def without(figures: dict[str, int | None], spare_bytes: int) -> dict[str, int | None]:
+def without_spare(figures: dict[str, int | None], spare_bytes: int) -> dict[str, int | None]:
+    """Takes the probe's spare memory off each figure."""
     return {name: None if size is None else size - spare_bytes for name, size in figures.items()}
 
 
 def shortened(plan: Plan) -> Plan:
-    """The same memory with at most MICRO_STEPS micro-steps in a step."""
+    """Returns a plan that takes the same memory, with at most MICRO_STEPS micro-steps in a step."""
     micro_steps = min(MICRO_STEPS, plan.grad_accum_steps)
     tokens = plan.total_batch_size // plan.grad_accum_steps * micro_steps
     return replace(plan, grad_accum_steps=micro_steps, total_batch_size=tokens)
 
 
 def train_and_evaluate(loop: Loop, model: GPT) -> int:
-    """Returns the bytes of the copies that a checkpoint would make in this process's memory; on a GPU they are not on the card."""
+    """Does NUM_STEPS steps and an evaluation; returns the bytes of a checkpoint's copies in this process, 0 for a GPU."""
     copies: list[Tensor] = []
     for step in range(NUM_STEPS):
         loop.one_step(step)
@@ -124,8 +119,34 @@ def train_and_evaluate(loop: Loop, model: GPT) -> int:
     return sum(copy.nbytes for copy in copies)
 
 
+def measure_speed(loop: Loop, model: GPT, *, micro_steps: int) -> dict[str, float]:
+    """Seconds of a whole step of so many micro-steps, and of evaluating one token. Collective."""
+    step_s = median_s(lambda: loop.one_step(NUM_STEPS), loop.device)
+    more = micro_steps - loop.plan.grad_accum_steps
+    step_s += more * trial_ms(loop.optimizer, loop.loader) / 1000 if more else 0.0
+    idx, targets = loop.loader.micro_batch(0, 0)
+    with torch.no_grad():
+        eval_s = median_s(lambda: model(idx, targets, reduction="none"), loop.device)
+    return {"step_s": step_s, "eval_s_per_token": eval_s / (idx.numel() * loop.plan.world_size)}
+
+
+def median_s(work: Callable[[], object], device: torch.device) -> float:
+    """Median seconds of `work`, repeated for about TIMED_S. Collective: rank 0's clock decides how often, for all."""
+
+    def seconds() -> float:
+        started = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize()  # a clock needs the work to be done
+        return time.perf_counter() - started
+
+    least, most = TIMED_REPEATS
+    repeats = broadcast_object(min(most, max(least, int(TIMED_S / seconds()))))
+    return float(median(seconds() for _ in range(repeats)))
+
+
 class MadeUpTokens:
-    """Micro-batches that need no text; the same on every rank, for memory does not care."""
+    """Micro-batches of random tokens, the same on every rank: memory and time do not depend on their values."""
 
     def __init__(self, plan: Plan, device: torch.device):
         self.shape = (plan.device_batch_size, plan.model.sequence_len)
@@ -133,11 +154,13 @@ class MadeUpTokens:
         self.generator = torch.Generator().manual_seed(SEED)
 
     def micro_batch(self, step: int, micro_step: int) -> tuple[Tensor, Tensor]:
+        """Returns idx and targets, (B, T) int64 on the device."""
         idx, targets = (torch.randint(self.vocab_size, self.shape, generator=self.generator) for _ in range(2))
         return idx.to(self.device), targets.to(self.device)
 
 
 def write_stages(run: RunDir, rank: int, stages: list[dict[str, Any]]) -> None:
+    """Writes what each stage took on this rank."""
     path = run.path / "probe" / f"{rank}.json"
     path.parent.mkdir(exist_ok=True)
     write_atomic(path, json.dumps(stages))

@@ -1,19 +1,24 @@
 """
-The formulas of the optimizers, each once, on tensors: no ranks, no modules, no schedules.
+The formulas of the optimizers, each once, and what changes from step to step: learning rate, momentum and weight decay.
 
-AdamW: arXiv 1711.05101, torch's fused kernel. Muon, as nanochat has it (its optim.py, July 2026): momentum and orthogonalization
-of kellerjordan.github.io/posts/muon; Polar Express, arXiv 2505.16932; row equilibration (MuonEq), arXiv 2603.28254;
-renormalization (Muon+), arXiv 2602.21545; variance reduction (NorMuon), arXiv 2510.05491; cautious decay, arXiv 2510.12402.
+Formulas work on tensors in place and do not depend on ranks, modules or schedules. AdamW: arXiv 1711.05101, torch's fused kernel.
+Muon, as nanochat has it (its optim.py, July 2026): momentum and orthogonalization of kellerjordan.github.io/posts/muon; Polar
+Express, arXiv 2505.16932; row equilibration (MuonEq), arXiv 2603.28254; renormalization (Muon+), arXiv 2602.21545; variance
+reduction (NorMuon), arXiv 2510.05491; cautious decay, arXiv 2510.12402.
+
+Schedules are pure functions of (step, num_steps), so that extending a run, or resuming it anywhere, needs no scheduler state. Their
+shapes and figures: nanochat, July 2026. Their `step` counts the optimizer steps already done, so the first is made with step = 0.
 """
 
-# m rows and n columns of a matrix; ... is nothing, or a batch of matrices of one shape
-
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from paceline.plan.machine import probe_cpu_bf16
+from paceline.plan.host import probe_cpu_bf16
+
+# m rows and n columns of a matrix; ... is nothing, or a batch of matrices of one shape
 
 # a, b, c of x -> a x + (b xx' + c (xx')^2) x, one line an iteration: arXiv 2505.16932 for five iterations, safety factor 0.02
 # and cushion 2, with the digits that nanochat and modded-nanogpt publish
@@ -27,6 +32,8 @@ POLAR_EXPRESS = (
 POLAR_EXPRESS_MARGIN = 1.01  # rounding must not push a singular value above 1, where the polynomials diverge
 SMALLEST_NORM = 1e-6
 SMALLEST_VARIANCE = 1e-10
+MOMENTUM_START, MOMENTUM_PEAK, MOMENTUM_END = 0.85, 0.97, 0.90
+MOMENTUM_WARMUP_STEPS = 400
 
 
 @torch.no_grad()
@@ -43,7 +50,7 @@ def adamw_update(
     weight_decay: float,
     grad_scale: float,
 ) -> None:
-    """Decoupled decay, both moments, bias correction; all fp32, in place. `step` counts from 1.
+    """Applies decoupled decay, both moments and bias correction; all tensors are fp32 and change in place. `step` counts from 1.
 
     grads are multiplied by grad_scale, in place too. A tensor cut at multiples of 64 elements gets the same bits in parts as
     whole: the kernel's vectors then cover the same elements (tests/train/test_updates.py).
@@ -84,27 +91,30 @@ def muon_update(
     grad_scale: float,
     dtype: torch.dtype,
 ) -> None:
-    """One step of a matrix: weight, grad, momentum_buffer (..., m, n) fp32, second_momentum_buffer as `second_momentum_shape`.
+    """Takes one step of a matrix. weight, grad, momentum_buffer: (..., m, n) fp32.
 
-    All four are changed in place. dtype: of the orthogonalization, see `newton_schulz_dtype`.
+    second_momentum_buffer: (..., m, 1) or (..., 1, n) fp32, one number for each index of the longer side. All four change in
+    place. dtype: of the orthogonalization, see `newton_schulz_dtype`.
     """
+    # orthogonalization makes every direction of the update equally large: rare directions learn as fast as frequent ones
     update = nesterov(grad.mul_(grad_scale), momentum_buffer, momentum=momentum)
     update = orthogonalize(equilibrate_rows(update), dtype=dtype).float()
     update = reduce_variance(renormalize(update), second_momentum_buffer, beta2=beta2)
+    # a tall matrix takes a larger step: its orthogonal update moves each output by less
     descend(weight, update, lr=lr * max(1.0, weight.size(-2) / weight.size(-1)) ** 0.5, weight_decay=weight_decay)
 
 
 def nesterov(grad: Tensor, momentum_buffer: Tensor, *, momentum: float) -> Tensor:
-    """The buffer is a running mean (not a sum); returns the gradient looked at one step ahead. grad is overwritten."""
+    """Updates the buffer, a running mean (not a sum), and returns the momentum one step ahead. grad is overwritten."""
     momentum_buffer.lerp_(grad, 1 - momentum)
     return grad.lerp_(momentum_buffer, momentum)
 
 
 def equilibrate_rows(update: Tensor) -> Tensor:
-    """Every row to the rows' root mean square norm: the spectrum that enters orthogonalization is flatter."""
+    """Scales every row to the rows' root mean square norm: the spectrum that enters orthogonalization is flatter."""
     row_norms = torch.linalg.vector_norm(update, dim=-1, keepdim=True)  # (..., m, 1)
-    wanted = row_norms.square().mean(dim=-2, keepdim=True).sqrt_()  # (..., 1, 1)
-    return update.mul(wanted / row_norms.clamp_min_(SMALLEST_NORM))
+    target = row_norms.square().mean(dim=-2, keepdim=True).sqrt_()  # (..., 1, 1)
+    return update.mul(target / row_norms.clamp_min_(SMALLEST_NORM))
 
 
 def orthogonalize(
@@ -114,7 +124,7 @@ def orthogonalize(
     coefficients: Sequence[tuple[float, float, float]] = POLAR_EXPRESS,
     margin: float = POLAR_EXPRESS_MARGIN,
 ) -> Tensor:
-    """Towards the nearest semi-orthogonal matrix, all singular values near 1; (..., m, n) in `dtype`."""
+    """Returns nearly the nearest semi-orthogonal matrix, all singular values close to 1; (..., m, n) in `dtype`."""
     norm = torch.linalg.vector_norm(update, dim=(-2, -1), keepdim=True) * margin + SMALLEST_NORM
     tall = update.size(-2) > update.size(-1)
     x: Tensor = (update / norm).to(dtype)
@@ -127,19 +137,13 @@ def orthogonalize(
 
 
 def renormalize(update: Tensor) -> Tensor:
-    """To the norm of an exactly semi-orthogonal matrix, which five iterations miss by a little."""
+    """Scales to the norm of an exactly semi-orthogonal matrix, which five iterations miss by a little."""
     norm = torch.linalg.vector_norm(update, dim=(-2, -1), keepdim=True).clamp_min_(SMALLEST_NORM)
     return update.mul(min(update.shape[-2:]) ** 0.5 / norm)
 
 
-def second_momentum_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """One number for each index of the longer side."""
-    rows, cols = shape
-    return (rows, 1) if rows >= cols else (1, cols)
-
-
 def reduce_variance(update: Tensor, second_momentum_buffer: Tensor, *, beta2: float) -> Tensor:
-    """Rows (or columns, the longer side) that moved much of late move less; the whole keeps its norm."""
+    """Shrinks rows (or columns: the longer side) that recently moved much, and grows the others; the norm of the whole stays."""
     dim = -1 if update.size(-2) >= update.size(-1) else -2
     sums = torch.linalg.vector_norm(update, dim=dim, keepdim=True).square_()  # (..., m, 1) or (..., 1, n)
     variance = sums / update.size(dim)
@@ -151,14 +155,14 @@ def reduce_variance(update: Tensor, second_momentum_buffer: Tensor, *, beta2: fl
 
 
 def descend(weight: Tensor, update: Tensor, *, lr: float, weight_decay: float) -> None:
-    """Decays only the weights that the update shrinks as well (cautious)."""
+    """Applies the update, and decays only the weights that the update shrinks anyway: decay never works against it (cautious)."""
     shrinks = (update * weight) >= 0
     weight.addcmul_(weight, shrinks, value=-lr * weight_decay)
     weight.add_(update, alpha=-lr)
 
 
 def newton_schulz_dtype(device: torch.device) -> torch.dtype:
-    """bf16 where the device multiplies it natively: it stands the rounding, and it is 2 to 4 times faster than fp32.
+    """Returns bf16 where the device multiplies it natively: the iteration tolerates the rounding and is 2 to 4 times faster.
 
     Tensors on the meta device stand for a GPU's: a trace of memory has no other device to ask.
     """
@@ -167,3 +171,29 @@ def newton_schulz_dtype(device: torch.device) -> torch.dtype:
     else:
         native = device.type == "meta" or torch.cuda.get_device_capability(device) >= (8, 0)
     return torch.bfloat16 if native else torch.float32
+
+
+def lr_mult(step: int, num_steps: int, *, warmup_steps: int, warmdown_ratio: float, final_lr_frac: float) -> float:
+    """Returns the factor of the learning rates: linear warm-up, constant, linear warm-down to final_lr_frac.
+
+    A warm-up longer than a third of the run is cut to that.
+    """
+    warmup = min(warmup_steps, num_steps // 3)
+    if step < warmup:
+        return (step + 1) / warmup
+    warmdown = warmdown_ratio * num_steps
+    remaining = (num_steps - step) / warmdown if warmdown else 1.0
+    return 1.0 if remaining >= 1 else final_lr_frac + (1 - final_lr_frac) * remaining
+
+
+def momentum_of_step(step: int, num_steps: int, *, warmdown_ratio: float) -> float:
+    """Returns Muon's momentum: it rises over the first steps, when old gradients mislead, and falls with the learning rate."""
+    up = MOMENTUM_START + (MOMENTUM_PEAK - MOMENTUM_START) * min(1.0, step / MOMENTUM_WARMUP_STEPS)
+    warmdown = warmdown_ratio * num_steps
+    into = 1 - (num_steps - step) / warmdown if warmdown else 0.0
+    return up if into <= 0 else up + (MOMENTUM_END - up) * into
+
+
+def weight_decay_mult(step: int, num_steps: int) -> float:
+    """Returns the factor of the matrices' weight decay, a cosine from 1 to 0."""
+    return 0.5 * (1 + math.cos(math.pi * step / num_steps))

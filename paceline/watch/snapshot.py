@@ -1,20 +1,23 @@
 """
-What both views, the report and `paceline runs show --json` know of a run at one moment. Plain data, made by status.py alone.
+What is known of a run or a log at one moment: plain data, made by run_reader.py and log_reader.py, shown by every view and report.
 
-What is not known is None, or empty; nobody fills it in with a guess. Times are Unix seconds, bytes are bytes, shares 0 to 1.
+What is not known is None or empty, and nobody replaces it with a guess. Times are Unix seconds, bytes are bytes, shares 0 to 1.
+The fields are the JSON of `paceline watch --once --json`, so they keep their names. `changes` returns what the web page needs to
+know of a new snapshot: a curve that has grown from its first new point on, and every other part whole where it changed.
+static/stream.js puts the changes together to snapshots.
 """
 
-from __future__ import annotations
-
 import math
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from typing import Any, Literal
 
-if TYPE_CHECKING:
-    from paceline.watch.goodput import Goodput
+import orjson
+
+from paceline.units import format_energy
 
 State = Literal[
-    "starting",  # an attempt has begun, and no step is done yet
+    "starting",  # an attempt has begun and has not finished a step
     "training",
     "evaluating",
     "saving",
@@ -23,15 +26,29 @@ State = Literal[
     "finished",
     "stopped",
     "failed",
-    "broken",  # it ended without a word
-    "unknown",  # a log that tells no step and no error
+    "broken",  # ended without reporting why
+    "unknown",  # a log that shows neither a step nor an error
 ]
+LIVE = ("starting", "training", "evaluating", "saving", "recovering", "running")
+BROKEN = ("failed", "broken", "recovering", "unknown")  # states that an explanation is shown for
 Level = Literal["info", "good", "warning", "error"]
+
+TIME_KINDS = {  # of Goodput.seconds: what each is called
+    "steps": "steps that counted",
+    "start_up": "start-up",
+    "checks": "data, plan and checks",
+    "compile": "compiling and warm-up",
+    "checkpoint": "checkpoints",
+    "evaluation": "evaluations and samples",
+    "lost": "work lost",
+    "recovery": "recovery",
+    "idle": "idle",
+}
 
 
 @dataclass(frozen=True)
 class Series:
-    """One curve, thinned: the same number of steps, values and times, in the order of steps; extremes are kept."""
+    """One curve, thinned: as many values and times as steps, in the order of steps. Extremes are kept."""
 
     steps: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
@@ -43,10 +60,10 @@ class RankView:
     rank: int
     host: str | None = None
     step: int | None = None
-    phase: str | None = None  # of paceline.marks.PHASES
-    silent_s: float | None = None  # since its last mark
-    busy_ms: float | None = None  # of its last logged step: its own work, without waiting for the others
-    slow: bool = False  # clearly slower than the others
+    phase: str | None = None  # of paceline.heartbeat.PHASES
+    silent_s: float | None = None  # since its last heartbeat
+    busy_ms: float | None = None  # its own work in its last logged step, without waiting for other ranks
+    slow: bool = False  # clearly slower than the other ranks
 
 
 @dataclass(frozen=True)
@@ -69,8 +86,8 @@ class GpuView:
 @dataclass(frozen=True)
 class HostView:
     name: str
-    time: float | None = None  # of the sample
-    every_s: float | None = None  # between two samples, usually
+    time: float | None = None  # of the last sample
+    every_s: float | None = None  # the usual time between two samples
     cpu: float | None = None  # share of all cores
     cores: int | None = None
     ram_used: int | None = None
@@ -87,15 +104,15 @@ class HostView:
 @dataclass(frozen=True)
 class EventView:
     time: float | None
-    kind: str  # as events.jsonl names it
-    text: str  # one line for the eye
+    kind: str  # its name in events.jsonl
+    text: str  # one line
     level: Level = "info"
     step: int | None = None
 
 
 @dataclass(frozen=True)
 class AttemptView:
-    """One attempt: how it ended, what was found, what was decided then."""
+    """One attempt: how it ended, what the explanation found, what the policy decided."""
 
     attempt: int
     time: str
@@ -109,9 +126,31 @@ class AttemptView:
 @dataclass(frozen=True)
 class LogView:
     attempt: int
-    rank: int | None  # None: the launch's own
+    rank: int | None  # None: the launch's own log
     path: str
     bytes: int
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Where the time of a run went. `seconds` has every kind of TIME_KINDS, in that order."""
+
+    seconds: dict[str, float]
+    num_steps: int  # that counted
+    tok_per_sec: float | None  # over all time but idle; None where no such number exists
+    energy_j: int | None = None  # of the GPUs in all attempts, lost work included; None where no GPU reports it
+
+    @property
+    def busy_s(self) -> float:
+        return sum(self.seconds.values()) - self.seconds["idle"]
+
+    @property
+    def share(self) -> float | None:
+        """The share of the busy time that went into steps that counted, 0 to 1."""
+        return self.seconds["steps"] / self.busy_s if self.busy_s else None
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "share": self.share}
 
 
 @dataclass(frozen=True)
@@ -121,10 +160,10 @@ class Snapshot:
     kind: Literal["training", "script", "log"]
     state: State
     command: list[str] | None = None  # of a script's run
-    framework: str | None = None  # of a log, where its lines tell
+    framework: str | None = None  # of a log whose lines show it
     step: int = 0
     num_steps: int | None = None
-    loss: float | None = None  # may be NaN or infinite: what was told last
+    loss: float | None = None  # the last one reported; may be NaN or infinite
     val_bpb: float | None = None
     tok_per_sec: float | None = None
     step_ms: float | None = None
@@ -134,10 +173,10 @@ class Snapshot:
     elapsed_s: float | None = None
     tokens_per_step: int | None = None
     started: float | None = None
-    updated: float | None = None  # the latest sign of life in any file
-    silence_s: float | None = None  # of a script or a log: the longest of late that it came back from
+    updated: float | None = None  # the latest heartbeat or change of any file
+    silence_s: float | None = None  # of a script or a log: the longest recent silence that it came back from
     series: dict[str, Series] = field(default_factory=dict)  # by field of metrics.jsonl: loss, val_bpb, ...
-    rank_series: list[Series] = field(default_factory=list)  # busy_ms of each rank, by rank; empty where not known
+    rank_series: list[Series] = field(default_factory=list)  # busy_ms by rank; empty where not known
     gpu_series: dict[str, Series] = field(default_factory=dict)  # "HOST/INDEX use", "HOST/INDEX used_bytes", ...
     host_series: dict[str, Series] = field(default_factory=dict)  # "HOST cpu", "HOST ram_used", "HOST net_in_bps", ...
     ranks: list[RankView] = field(default_factory=list)
@@ -149,16 +188,109 @@ class Snapshot:
     plan: dict[str, Any] | None = None  # expected: step_ms, tok_per_sec, peak_bytes, mfu, total_s, where planned
     findings: list[dict[str, Any]] = field(default_factory=list)
     explanation: dict[str, Any] | None = None  # paceline.explain's, of the attempt that ended the run
-    notes: list[str] = field(default_factory=list)  # what could not be read, a line each
+    notes: list[str] = field(default_factory=list)  # what could not be read, one line each
 
     def to_json(self) -> dict[str, Any]:
-        """What is no number is None: JSON has no word for it."""
-        return only_finite({**asdict(self), "goodput": self.goodput.to_json() if self.goodput else None})  # type: ignore[no-any-return]
+        """Returns all fields for JSON, with None in place of NaN and infinity."""
+        return finite({**asdict(self), "goodput": self.goodput.to_json() if self.goodput else None})  # type: ignore[no-any-return]
 
 
-def only_finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: only_finite(each) for name, each in value.items()}
+        return {name: finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [only_finite(each) for each in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+CURVES = ("series", "rank_series", "gpu_series", "host_series")
+BY_TIME = ("gpu_series", "host_series")  # drawn over time only, so their steps are not sent
+PARTS = ("ranks", "hosts", "events", "attempts", "logs", "goodput", "plan", "findings", "explanation", "notes")
+HEAD = tuple(field.name for field in fields(Snapshot) if field.name not in (*CURVES, *PARTS))
+
+
+def changes(before: Snapshot | None, after: Snapshot) -> dict[str, Any]:
+    """Returns what changed: {head?, parts?: {name: value}, curves?: {group: {key: new points}}}.
+
+    before None: everything, which is also what a report holds.
+    """
+    news: dict[str, Any] = {}
+    head = {name: getattr(after, name) for name in HEAD}
+    if before is None or head != {name: getattr(before, name) for name in HEAD}:
+        news["head"] = head
+    parts = {
+        name: to_plain(getattr(after, name))
+        for name in PARTS
+        if before is None or getattr(before, name) != getattr(after, name)
+    }
+    curves = {
+        name: points
+        for name in CURVES
+        if (points := new_points(curves_of(before, name), curves_of(after, name), by_time=name in BY_TIME))
+    }
+    return news | ({"parts": parts} if parts else {}) | ({"curves": curves} if curves else {})
+
+
+def to_plain(value: Any) -> Any:
+    """Returns a part of a snapshot as JSON types."""
+    if isinstance(value, Goodput):
+        energy = None if value.energy_j is None else format_energy(value.energy_j)
+        return {**value.to_json(), "words": TIME_KINDS, "energy": energy}
+    if isinstance(value, list):
+        return [asdict(item) if is_dataclass(item) and not isinstance(item, type) else item for item in value]
+    return value
+
+
+def curves_of(snapshot: Snapshot | None, name: str) -> Mapping[str, Series]:
+    """Returns a group of curves by key; curves of ranks by the rank's number."""
+    if snapshot is None:
+        return {}
+    curves = getattr(snapshot, name)
+    return {str(rank): series for rank, series in enumerate(curves)} if isinstance(curves, list) else curves
+
+
+def new_points(before: Mapping[str, Series], after: Mapping[str, Series], *, by_time: bool) -> dict[str, Any]:
+    """Returns {from, steps?, values, times} by key: the points that replace all from index `from` on; None: the curve is gone."""
+    points: dict[str, Any] = {}
+    for key, series in after.items():
+        old = before.get(key)
+        if old != series:
+            start = shared_points(old, series) if old else 0
+            points[key] = {
+                "from": start,
+                **({} if by_time else {"steps": series.steps[start:]}),
+                "values": [short(value) for value in series.values[start:]],
+                "times": [round(time, 1) for time in series.times[start:]],
+            }
+    return points | {key: None for key in before if key not in after}
+
+
+def shared_points(old: Series, new: Series) -> int:
+    """Returns how many points both begin with: usually all of the old ones, fewer after a curve was thinned."""
+    size = len(old.steps)
+    if new.steps[:size] == old.steps and new.values[:size] == old.values and new.times[:size] == old.times:
+        return size
+    points = [zip(curve.steps, curve.values, curve.times, strict=True) for curve in (old, new)]
+    pairs = enumerate(zip(*points, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(size, len(new.steps)))
+
+
+def short(value: float) -> float | None:
+    """Returns eight significant digits, more than any screen shows; None, a gap, for NaN and infinity."""
+    return float(f"{value:.8g}") if math.isfinite(value) else None
+
+
+def to_text(message: Any) -> str:
+    """Returns JSON in one line; NaN and infinity become null, which every browser reads."""
+    try:
+        return orjson.dumps(message).decode()
+    except TypeError:  # a file name that is not UTF-8
+        return orjson.dumps(without_surrogates(message)).decode()
+
+
+def without_surrogates(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, Mapping):
+        return {without_surrogates(key): without_surrogates(item) for key, item in value.items()}
+    return [without_surrogates(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,56 +1,71 @@
 """
-The one way to what a run or a log is: `open_reader` for one in full, again and again; `list_runs` for all at a glance.
+The runs of a folder: a list of all, one by its name, a reader that makes snapshots of one, and what else its folder holds.
 
-Reads files only. A run is `running` while some process holds its lock; what else it can be stands in its last event.
+Only files are read, and no numpy is loaded, so `paceline runs` answers at once. A run is `running` while a process holds its lock;
+otherwise its events give its state. `read_about` is for the web view and the report: it reads large files in part, and skips
+links that lead out of the run folder. The Shelf is the only way from what a browser sends to a file: a run's name is looked up
+among the run folders, a log among those that the snapshot lists, and no path is ever made of text from outside. A run with a
+link that leads out of its folder is not shown.
 """
 
 import json
-from collections.abc import Sequence
+import os
+import time
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import Any, Protocol
 
 from paceline.errors import PacelineError
 from paceline.rundir import RunDir, is_locked, read_end, read_json_lines
-from paceline.units import format_count
-from paceline.watch.attempts import end_of
-from paceline.watch.lines import parse_lines
+from paceline.units import format_bytes, format_count
+from paceline.watch.events import end_state
+from paceline.watch.growing_file import parse_lines, read_tail, search
 from paceline.watch.snapshot import Snapshot
+from paceline.watch.summary import attempt_outcome, format_figure, format_time, goodput_line, goodput_table
 
-LAST_BYTES = 64 << 10  # read of metrics.jsonl for a list of runs, unless a field is further back
-LOOKED_BACK_BYTES = 4 << 20
+END_BYTES = 64 << 10  # read of metrics.jsonl for a list of runs, unless a field is further back
+MAX_END_BYTES = 4 << 20
+MAX_FILE_BYTES = 1 << 20  # read of a config, of facts, of a sample
+MAX_SAMPLES = 50
+FRESH_S = 0.8  # a snapshot is read at most this often, however many pages are open
+MAX_OPEN = 8  # readers; the least recently used one is closed
+TAIL_BYTES = 256 << 10
+MAX_HITS = 200
 
 
 class Reader(Protocol):
-    """`update` as often as you like: it reads only what is new, and survives whatever happens to the files."""
+    """`update` reads only what is new, and copes with files that are missing, half written or replaced."""
 
     def update(self) -> Snapshot: ...
 
 
 def open_reader(path: Path) -> Reader:
-    """A run folder, or any log file. Reads nothing yet."""
-    from paceline.watch.log_reading import LogReader  # here: numpy is for who reads a run in full
-    from paceline.watch.reading import RunReader
+    """Returns the reader for a run folder or any log file; it has read nothing yet."""
+    from paceline.watch.log_reader import TrainingLogReader
+    from paceline.watch.run_reader import RunReader
 
     if (path / "config.toml").is_file():
         return RunReader(RunDir(path))
     if path.is_file():
-        return LogReader(path)
+        return TrainingLogReader(path)
     if path.is_dir():
         raise PacelineError(
-            f"{path} is no run: no config.toml is in it", fix="paceline runs lists them; or name a log file"
+            f"{path} is not a run: it has no config.toml", fix="paceline runs lists all runs; or give a log file"
         )
-    raise PacelineError(f"no such file: {path}", fix="a run's folder, or the log of a training")
+    raise PacelineError(f"no such file: {path}", fix="give a run folder, or the log of a training")
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """One run at a glance. What is not known yet is None."""
+    """One line of the list of runs. What is not known yet is None."""
 
     name: str
     path: str
-    state: str  # running, finished, stopped, failed, or broken: it ended without a word
+    state: str  # running, finished, stopped, failed, or broken: it ended without reporting why
     step: int
     num_steps: int | None
     loss: float | None
@@ -58,22 +73,25 @@ class RunStatus:
     tok_per_sec: float | None
     attempts: int
     time: str | None  # of the last event
-    command: list[str] | None = None  # of `paceline run`; such a run has no steps and no metrics of ours
+    command: list[str] | None = None  # of `paceline run`, whose runs have no metrics.jsonl
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def run_status(run: RunDir) -> RunStatus:
-    """From the ends of its files: a hundred long runs are listed at once."""
+    """Reads only the end of metrics.jsonl, so that a hundred long runs are listed at once."""
     events = list(read_json_lines(run.events))
     values = last_values(run.metrics, ("step", "loss", "val_bpb", "tok_per_sec"))
+    num_steps = None
+    with suppress(OSError, ValueError, KeyError):
+        num_steps = int(json.loads(run.plan_json.read_text())["num_steps"])
     return RunStatus(
         name=run.name,
         path=str(run.path),
-        state="running" if is_locked(run) else end_of(events),
+        state="running" if is_locked(run) else end_state(events),
         step=values.get("step", 0),
-        num_steps=_num_steps(run),
+        num_steps=num_steps,
         loss=values.get("loss"),
         val_bpb=values.get("val_bpb"),
         tok_per_sec=values.get("tok_per_sec"),
@@ -84,12 +102,11 @@ def run_status(run: RunDir) -> RunStatus:
 
 
 def last_values(path: Path, names: Sequence[str]) -> dict[str, Any]:
-    """The last value of each field in a file of JSON lines; what stands only further from its end than LOOKED_BACK_BYTES is
-    not found."""
+    """Returns the last value of each field in a file of JSON lines, within MAX_END_BYTES of its end."""
     values: dict[str, Any] = {}
-    for length in (LAST_BYTES, 16 * LAST_BYTES, LOOKED_BACK_BYTES):
-        found, is_whole = read_end(path, length)
-        for record in parse_lines(found):
+    for length in (END_BYTES, 16 * END_BYTES, MAX_END_BYTES):
+        block, is_whole = read_end(path, length)
+        for record in parse_lines(block):
             values |= {name: record[name] for name in names if record.get(name) is not None}
         if is_whole or len(values) == len(names):
             break
@@ -97,44 +114,44 @@ def last_values(path: Path, names: Sequence[str]) -> dict[str, Any]:
 
 
 def list_runs(runs_dir: Path) -> list[RunStatus]:
-    """All runs of a folder, the latest first."""
+    """Returns all runs of a folder, the latest first."""
     return RunList(runs_dir).read()
 
 
 class RunList:
-    """The runs of a folder at a glance, again and again: only those whose files are others than before are read."""
+    """The runs of a folder; each `read` opens only those whose files have changed."""
 
     def __init__(self, runs_dir: Path):
         self.runs_dir = runs_dir
-        self._known: dict[Path, tuple[Any, RunStatus]] = {}
+        self._cached: dict[Path, tuple[Any, RunStatus]] = {}
 
     def read(self) -> list[RunStatus]:
-        """The latest first."""
-        known: dict[Path, tuple[Any, RunStatus]] = {}
+        """Returns the runs, the latest first."""
+        current: dict[Path, tuple[Any, RunStatus]] = {}
         for path in run_folders(self.runs_dir):
-            with suppress(OSError):  # it has gone, or is another user's
+            with suppress(OSError):  # it has vanished, or belongs to another user
                 run = RunDir(path)
-                key = (is_locked(run), *map(stamp_of, (run.events, run.metrics, run.plan_json)))
-                before = self._known.get(path)
-                known[path] = before if before and before[0] == key else (key, run_status(run))
-        self._known = known
-        return sorted((status for _, status in known.values()), key=lambda status: status.time or "", reverse=True)
+                key = (is_locked(run), *map(file_stamp, (run.events, run.metrics, run.plan_json)))
+                cached = self._cached.get(path)
+                current[path] = cached if cached and cached[0] == key else (key, run_status(run))
+        self._cached = current
+        return sorted((status for _, status in current.values()), key=lambda status: status.time or "", reverse=True)
 
 
 def run_folders(runs_dir: Path) -> list[Path]:
-    """Those that can be read: a folder of another user, or of the file system itself, is passed over."""
+    """Returns the run folders that can be read; a folder of another user or of the file system itself is skipped."""
     if not runs_dir.is_dir():
         return []
-    found = []
+    folders = []
     for path in runs_dir.iterdir():
         with suppress(OSError):
             if (path / "config.toml").is_file():
-                found.append(path)
-    return found
+                folders.append(path)
+    return folders
 
 
-def stamp_of(path: Path) -> tuple[int, int] | None:
-    """What tells that a file is another than before; None where there is none."""
+def file_stamp(path: Path) -> tuple[int, int] | None:
+    """What changes whenever a file changes; None where the file does not exist."""
     with suppress(FileNotFoundError):
         stat = path.stat()
         return stat.st_mtime_ns, stat.st_size
@@ -142,38 +159,230 @@ def stamp_of(path: Path) -> tuple[int, int] | None:
 
 
 def format_runs(runs: list[RunStatus]) -> str:
-    """A table for the screen."""
+    """Returns the list of runs as a table."""
     head = ("run", "state", "step", "loss", "val_bpb", "tok/s", "last event (UTC)")
     rows = [
         (
             status.name,
             status.state,
             format_steps(status),
-            "n/a" if status.loss is None else f"{status.loss:.4f}",
-            "n/a" if status.val_bpb is None else f"{status.val_bpb:.4f}",
+            format_figure("loss", status.loss),
+            format_figure("val_bpb", status.val_bpb),
             "n/a" if status.tok_per_sec is None else format_count(status.tok_per_sec),
-            (status.time or "n/a")[:19].replace("T", " "),
+            format_time(status.time or "n/a"),
         )
         for status in runs
     ]
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    lines = [
-        "  ".join(
-            cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in [head, *rows]
-    ]
-    return "\n".join(line.rstrip() for line in lines)
+    columns = []
+    for number, column in enumerate(zip(head, *rows, strict=True)):
+        width = max(map(len, column))
+        columns.append([cell.ljust(width) if number < 2 else cell.rjust(width) for cell in column])
+    return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))
 
 
-def format_steps(status: RunStatus) -> str:
+def format_steps(status: RunStatus | Snapshot) -> str:
     if status.command is not None:
         return "n/a"
     return f"{status.step:,}/{status.num_steps:,}" if status.num_steps else f"{status.step:,}"
 
 
-def _num_steps(run: RunDir) -> int | None:
-    try:
-        return int(json.loads(run.plan_json.read_text())["num_steps"])
-    except (OSError, ValueError, KeyError):
-        return None
+def run_json(snapshot: Snapshot) -> dict[str, Any]:
+    """Returns the whole snapshot for programs; `attempts` is their number, as in the list of runs."""
+    fields = snapshot.to_json()
+    return {**fields, "attempts": len(snapshot.attempts), "each_attempt": fields["attempts"]}
+
+
+def format_run(snapshot: Snapshot) -> str:
+    """Returns one run at length: its state, how each attempt ended and what was decided then, where its time went."""
+    figures = f", step {format_steps(snapshot)}, val_bpb {format_figure('val_bpb', snapshot.val_bpb)}"
+    of_steps = figures if snapshot.kind == "training" else ""
+    lines = [f"{snapshot.name}: {snapshot.state}{of_steps}", f"run     {snapshot.path}", ""]
+    for attempt in snapshot.attempts:
+        lines.append(f"attempt {attempt.attempt}, {format_time(attempt.time)} UTC: {attempt_outcome(attempt)}")
+        if attempt.summary:
+            lines.append(f"  {attempt.cause}: {attempt.summary}")
+        if attempt.action:
+            lines.append(f"  {attempt.action}: {attempt.why}")
+    if goodput := snapshot.goodput:
+        lines += ["", *goodput_table(goodput), "", f"time    {goodput_line(goodput)}"]
+    return "\n".join(lines)
+
+
+def read_about(run: RunDir) -> dict[str, Any]:
+    """Returns {config: {key: value}, facts: [{host, rows: [[name, value]]}], samples: [{name, text}]}, the latest sample first."""
+    return {
+        "config": next((config for _, config in parsed(run, run.config_toml.name, tomllib.loads)), {}),
+        "facts": [
+            {"host": path.stem, "rows": fact_rows(facts)} for path, facts in parsed(run, "facts/*.json", json.loads)
+        ],
+        "samples": [
+            {"name": path.stem.replace("_", " "), "text": text}
+            for path in files_in(run, "samples/*.txt")[: -MAX_SAMPLES - 1 : -1]
+            if (text := read_start(path)) is not None
+        ],
+    }
+
+
+def files_in(run: RunDir, pattern: str) -> list[Path]:
+    folder = run.path.resolve()
+    return [path for path in sorted(run.path.glob(pattern)) if path.is_file() and path.resolve().is_relative_to(folder)]
+
+
+def read_start(path: Path) -> str | None:
+    with suppress(OSError), path.open("rb") as file:
+        return file.read(MAX_FILE_BYTES).decode(errors="replace")
+    return None
+
+
+def parsed(run: RunDir, pattern: str, parse: Callable[[str], Any]) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yields the files that hold a table, and the table."""
+    for path in files_in(run, pattern):
+        with suppress(ValueError):
+            if isinstance(table := parse(read_start(path) or ""), dict):
+                yield path, table
+
+
+def fact_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """Returns the facts that readers ask for first, as text; what is not known is left out."""
+    host, torch = facts.get("host") or {}, facts.get("torch") or {}
+    cpu, memory = host.get("cpu") or {}, host.get("memory") or {}
+    gpus = [str(gpu.get("name")) for gpu in facts.get("gpus") or ()]
+    names = {name: gpus.count(name) for name in gpus}
+    rows = {
+        "GPUs": ", ".join(f"{count} x {name}" for name, count in names.items()) or "none",
+        "driver": facts.get("driver"),
+        "CPU": f"{cpu['model']}, {cpu.get('logical')} threads" if cpu.get("model") else None,
+        "RAM": format_bytes(memory["total_bytes"]) if memory.get("total_bytes") else None,
+        "system": " ".join(filter(None, (host.get("os"), host.get("arch"), host.get("kernel")))),
+        "container": host.get("container"),
+        "torch": torch.get("version"),
+        "CUDA": torch.get("cuda"),
+        "NCCL": torch.get("nccl"),
+        "Python": (facts.get("python") or {}).get("version"),
+        "paceline": (facts.get("packages") or {}).get("paceline"),
+        "commit": ((facts.get("tools") or {}).get("code") or {}).get("commit"),
+        "read": f"{format_time(facts.get('time', ''))} UTC",
+    }
+    return [(name, str(value)) for name, value in rows.items() if value]
+
+
+@dataclass
+class Opened:
+    reader: Reader
+    lock: Lock = field(default_factory=Lock)
+    snapshot: Snapshot | None = None
+    read_at: float = 0.0
+    used_at: float = 0.0
+
+
+class Shelf:
+    """The runs of a folder, each read as it grows. named: a run folder or a log file elsewhere that is shown too."""
+
+    def __init__(self, runs_dir: Path, named: Path | None = None):
+        self.runs_dir = runs_dir
+        self.named = named and named.absolute()  # a run may be called `.`
+        self._list = RunList(runs_dir)
+        self._opened: dict[str, Opened] = {}
+        self._lock = Lock()
+
+    def paths(self) -> dict[str, Path]:
+        """Returns every run that a page may request, by name."""
+        paths = {path.name: path for path in run_folders(self.runs_dir)}
+        return paths | ({self.named.name: self.named} if self.named else {})
+
+    def refused(self) -> list[Path]:
+        """Returns the links because of which a run is not shown."""
+        return [link for path in self.paths().values() if (link := link_out_of(path))]
+
+    def runs(self) -> list[dict[str, Any]]:
+        """Returns the runs at a glance, the latest first; a log file before them."""
+        runs = [status.to_json() for status in self._list.read() if not link_out_of(Path(status.path))]
+        if self.named is None or any(Path(run["path"]).resolve() == self.named.resolve() for run in runs):
+            return runs
+        others = [run for run in runs if run["name"] != self.named.name]
+        if self.named.is_dir():
+            return [run_status(RunDir(self.named)).to_json(), *others]
+        names = ("name", "path", "state", "step", "num_steps", "loss", "val_bpb", "tok_per_sec")
+        log = {name: getattr(self.snapshot(self.named.name), name) for name in names}
+        return [{**log, "attempts": 1, "time": None, "command": None}, *others]
+
+    def snapshot(self, name: str) -> Snapshot:
+        """Returns a snapshot at most FRESH_S old; KeyError for an unknown run, PacelineError for a refused one."""
+        opened = self._open(name)
+        with opened.lock:
+            now = time.monotonic()
+            if opened.snapshot is None or now - opened.read_at > FRESH_S:
+                opened.snapshot = opened.reader.update()
+                opened.read_at = time.monotonic()
+            return opened.snapshot
+
+    def glimpse(self, name: str) -> Snapshot | None:
+        """Returns the last figures of a run from the ends of its files, while nothing else of it has been read; else None."""
+        opened, path = self._open(name), self.paths()[name]
+        if opened.snapshot is not None or path.is_file():
+            return None
+        status = run_status(RunDir(path))
+        names = ("name", "path", "command", "step", "num_steps", "loss", "val_bpb", "tok_per_sec")
+        figures = {name: getattr(status, name) for name in names}
+        return Snapshot(kind="script" if status.command else "training", state=status.state, **figures)  # type: ignore[arg-type]
+
+    def read_ahead(self, name: str) -> None:
+        """Reads a run before a page requests it; errors are left to the request."""
+        with suppress(KeyError, PacelineError, OSError):
+            self.snapshot(name)
+
+    def _open(self, name: str) -> Opened:
+        path = self.paths()[name]
+        check_links(path)
+        with self._lock:
+            if name not in self._opened:
+                self._opened[name] = Opened(open_reader(path))
+            self._opened[name].used_at = time.monotonic()
+            while len(self._opened) > MAX_OPEN:
+                del self._opened[min(self._opened, key=lambda opened: self._opened[opened].used_at)]
+            return self._opened[name]
+
+    def about(self, name: str) -> dict[str, Any]:
+        return read_about(RunDir(self.paths()[name]))
+
+    def log_tail(self, name: str, *, attempt: int, rank: int | None) -> dict[str, Any]:
+        path = self._log(name, attempt=attempt, rank=rank)
+        text = read_tail(path, max_bytes=TAIL_BYTES)
+        return {"text": text, "whole": path.stat().st_size <= TAIL_BYTES}
+
+    def log_hits(self, name: str, text: str, *, attempt: int, rank: int | None) -> dict[str, Any]:
+        hits = search(self._log(name, attempt=attempt, rank=rank), text, limit=MAX_HITS)
+        return {"hits": hits, "all": len(hits) < MAX_HITS}
+
+    def _log(self, name: str, *, attempt: int, rank: int | None) -> Path:
+        """Returns the path of a log; KeyError where the snapshot lists no such log."""
+        for log in self.snapshot(name).logs:
+            if (log.attempt, log.rank) == (attempt, rank):
+                return Path(log.path)
+        raise KeyError(f"no log of attempt {attempt}, rank {rank}")
+
+
+def check_links(path: Path) -> None:
+    if link := link_out_of(path):
+        raise PacelineError(
+            f"{link} is a link that leads out of the run folder, so the browser may not show this run",
+            fix=f"paceline watch {path} shows it in the terminal",
+        )
+
+
+def link_out_of(path: Path) -> Path | None:
+    """Returns a link that leads out of the run folder, among the files that are read. The folder may be a link itself."""
+    run, inside = RunDir(path), os.path.realpath(path)
+    files = (run.config_toml, run.plan_json, run.findings, run.events, run.metrics)
+    folders = (
+        path / "facts",
+        run.health_dir,
+        run.progress(0).parent,
+        run.logs(0).parent,
+        run.samples,
+        run.hang(0).parent,
+    )
+    for path in (*files, *folders, *(child for folder in folders for child in folder.rglob("*"))):
+        if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(inside):
+            return path
+    return None

@@ -1,15 +1,14 @@
 """
-`paceline watch --web`: the runs in a browser. Starlette and uvicorn on loopback; one page, and a stream of what is new.
+Serves `paceline watch --web`: Starlette and uvicorn on loopback, one page, and a stream of what is new.
 
-Who may look: whoever has the address with its token, from a page of this server, under a name of loopback. What can be asked:
-the page, lists and numbers of runs, the end of a log; nothing writes, and shelf.py alone turns names into files. The page
-loads nothing from elsewhere, and its content policy says so to the browser.
+Access needs the token in the address, a request from a page of this server, and a host name of loopback. A request can read
+the page, lists and numbers of runs, and the end of a log. Nothing writes, and only status.py turns names into files. The page
+loads nothing from elsewhere, and its content policy enforces that in the browser.
 """
 
 import asyncio
 import hashlib
 import hmac
-import mimetypes
 import secrets
 import socket
 import tempfile
@@ -17,7 +16,7 @@ import threading
 import time
 import webbrowser
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -30,20 +29,21 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request, cookie_parser
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.errors import PacelineError, UsageError
-from paceline.watch.concerns import Summary, summary
-from paceline.watch.feed import changes, to_text
-from paceline.watch.shelf import Shelf, check_links
-from paceline.watch.snapshot import Snapshot
-from paceline.watch.status import open_reader
+from paceline.units import format_number_of
+from paceline.watch.panels import log_levels, run_panels, run_row
+from paceline.watch.snapshot import Snapshot, changes, to_text
+from paceline.watch.status import Shelf, check_links, open_reader
+from paceline.watch.summary import summarize
 
 STATIC = Path(__file__).parent / "static"
-PORT = 8765  # the first that is tried
-PORTS_TRIED = 20
+PORT = 8765  # the first port to try
+PORT_ATTEMPTS = 20
 OWN_NAMES = ("localhost", "127.0.0.1", "[::1]")  # under which a browser reaches loopback, directly or through a tunnel
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self';"
@@ -57,19 +57,19 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-store",
 }
-EVERY_S = 1.0  # how often a stream looks for something new
-LIST_EVERY = 3  # so many times EVERY_S
-SILENCE_S = 15.0  # after which a stream says that it lives
+EVERY_S = 1.0  # between two reads of a stream
+LIST_EVERY = 3  # reads of the list of runs, in multiples of EVERY_S
+SILENCE_S = 15.0  # without news, after which a stream sends a comment
 MAX_COMPARED = 5
 
 
 def serve(runs_dir: Path, run: Path | None, *, port: int | None, open_browser: bool) -> int:
-    """Until Ctrl-C. run: a run folder or a log file to begin with. Returns the exit code."""
+    """Serves the page until Ctrl-C and returns the exit code. run: a run folder or a log file to open with."""
     if run is not None:
-        open_reader(run)  # says now what is wrong with it, not in the browser
+        open_reader(run)  # reports a wrong path here, not in the browser
         check_links(run)
     shelf, token, listening = Shelf(runs_dir, run), secrets.token_urlsafe(24), listen(port)
-    if run is not None:  # read by the time the browser asks for it
+    if run is not None:  # the run is read while the browser opens the page
         threading.Thread(target=shelf.read_ahead, args=[run.absolute().name], daemon=True).start()
     number = listening.getsockname()[1]
     address = f"http://127.0.0.1:{number}/?token={token}" + (f"#/run/{quote(run.absolute().name)}" if run else "")
@@ -83,32 +83,32 @@ def serve(runs_dir: Path, run: Path | None, *, port: int | None, open_browser: b
     server = uvicorn.Server(config)
     config.app = make_app(shelf, token, is_ending=lambda: server.should_exit)
     try:
-        with opened(address) if open_browser else nullcontext():
+        with opened_browser(address) if open_browser else nullcontext():
             server.run(sockets=[listening])
     except KeyboardInterrupt:
-        pass  # uvicorn has ended well, and passes the signal on
+        pass  # uvicorn has shut down and re-raises the signal
     finally:
         listening.close()
     return 0
 
 
 @contextmanager
-def opened(address: str) -> Iterator[None]:
-    """The browser is given a file that leads to the address: every user of this host can read the words of a command.
+def opened_browser(address: str) -> Iterator[None]:
+    """Opens a file in the browser that redirects to the address, because every user of this host can read a command line.
 
-    The file is this user's alone, and lies in the home folder: a browser in a sandbox reads no other.
+    Only this user can read the file. It lies in the home folder, because a sandboxed browser reads no other.
     """
     try:
         fd, name = tempfile.mkstemp(prefix="paceline-", suffix=".html", dir=Path.home())
     except OSError as error:
         raise PacelineError(
-            f"--open: no file can be made in {Path.home()}: {error.strerror}",
-            fix="leave --open out, and open the address that is printed",
+            f"--open: cannot write a file to {Path.home()}: {error.strerror}",
+            fix="leave out --open and open the printed address",
         ) from error
     try:
         with open(fd, "w") as file:
             file.write(f'<meta http-equiv="refresh" content="0; url={address}">\n')
-        # in a thread: a browser of the terminal returns when it is left, and waits for the server until then
+        # in a thread, because a text browser returns only when it is closed, and needs the server until then
         threading.Thread(target=webbrowser.open, args=[Path(name).as_uri()], daemon=True).start()
         yield
     finally:
@@ -116,35 +116,38 @@ def opened(address: str) -> Iterator[None]:
 
 
 def listen(port: int | None) -> socket.socket:
-    """A socket on loopback. port None: the first free one from PORT on."""
+    """Returns a listening socket on loopback. port None: the first free port from PORT on."""
     if port is not None and not 0 <= port < 1 << 16:
-        raise UsageError(f"--port {port}: not a port", fix="--port 8765, or 0 for any free one")
-    for number in range(PORT, PORT + PORTS_TRIED) if port is None else [port]:
+        raise UsageError(f"--port {port}: not a port", fix="--port 8765, or --port 0 for any free port")
+    for number in range(PORT, PORT + PORT_ATTEMPTS) if port is None else [port]:
         listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listening.bind(("127.0.0.1", number))
-            listening.listen(64)  # from now on a browser waits, and no other can take the port
+            listening.listen(64)  # a browser waits from now on, and the port is taken
             return listening
         except OSError as error:
             listening.close()
             reason = error.strerror
-    tried = f"port {port}" if port is not None else f"ports {PORT} to {PORT + PORTS_TRIED - 1}"
-    raise PacelineError(
-        f"{tried} cannot be listened on: {reason}", fix="paceline watch --web --port 0 takes any free one"
-    )
+    ports = f"port {port}" if port is not None else f"ports {PORT} to {PORT + PORT_ATTEMPTS - 1}"
+    raise PacelineError(f"cannot listen on {ports}: {reason}", fix="paceline watch --web --port 0 takes any free port")
 
 
 def make_app(shelf: Shelf, token: str, *, is_ending: Callable[[], bool] = lambda: False) -> ASGIApp:
-    """Everything under a guard: nothing is answered, not even that something is not there, to who has no token."""
-    files = {path.name: path.read_bytes() for path in STATIC.iterdir() if path.is_file()}
+    """Returns the server behind its guard: without the token, nobody learns even what does not exist."""
+
+    def whole_run(name: str) -> dict[str, Any]:
+        """Returns the whole snapshot, as a stream begins: for scripts, and to compare runs that have ended."""
+        snapshot = shelf.snapshot(name)
+        return {**changes(None, snapshot), **readings(snapshot, now=time.time())}
+
     routes = [
-        Route("/", partial(answer_file, files=files, name="index.html")),
-        Route("/static/{name}", partial(answer_file, files=files)),
-        Route("/api/runs", partial(answer_runs, shelf=shelf)),
+        Route("/", partial(answer_file, path=STATIC / "index.html")),
+        Mount("/static", StaticFiles(directory=STATIC)),
+        Route("/api/runs", partial(answer_json, read=partial(listed, shelf))),
         Route("/api/stream", partial(answer_stream, shelf=shelf, is_ending=is_ending)),
-        Route("/api/runs/{run}", partial(answer_run, shelf=shelf)),
-        Route("/api/runs/{run}/about", partial(answer_about, shelf=shelf)),
+        Route("/api/runs/{run}", partial(answer_json, read=whole_run)),
+        Route("/api/runs/{run}/about", partial(answer_json, read=shelf.about)),
         Route("/api/runs/{run}/log", partial(answer_log, shelf=shelf)),
     ]
     app = Starlette(routes=routes)
@@ -153,98 +156,91 @@ def make_app(shelf: Shelf, token: str, *, is_ending: Callable[[], bool] = lambda
 
 
 class Guard:
-    """Lets nothing through but reading, under an own name, with the token in the address or in the cookie it was changed for."""
+    """Passes on only reading requests to a name of loopback that have the token, in the address or in the cookie."""
 
     def __init__(self, app: ASGIApp, token: str):
-        self.app = app
-        self.token = token
-        self.cookie = f"paceline_{hashlib.sha256(token.encode()).hexdigest()[:8]}"  # servers on other ports have others
+        self.app, self.token = app, token
+        # servers on other ports use other names
+        self.cookie = f"paceline_{hashlib.sha256(token.encode()).hexdigest()[:8]}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            return  # a websocket; it is closed unanswered
+            return  # a websocket: closed without an answer
         headers = Headers(scope=scope)
-        said = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
+        token = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
 
         async def send_guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
-                added = MutableHeaders(scope=message)
-                added.update(HEADERS)
-                if is_same(said, self.token):
-                    added["set-cookie"] = f"{self.cookie}={self.token}; Path=/; HttpOnly; SameSite=Strict"
+                answered = MutableHeaders(scope=message)
+                answered.update(HEADERS)
+                if is_same(token, self.token):
+                    answered["set-cookie"] = f"{self.cookie}={self.token}; Path=/; HttpOnly; SameSite=Strict"
             await send(message)
 
-        refused = self.refusal(scope["method"], headers, said)
-        await (refused or self.app)(scope, receive, send_guarded)
+        refusal = self.refusal(scope["method"], headers, token)
+        await (refusal or self.app)(scope, receive, send_guarded)
 
-    def refusal(self, method: str, headers: Headers, said: str) -> Response | None:
-        """None: let it through."""
+    def refusal(self, method: str, headers: Headers, token: str) -> Response | None:
+        """Returns why a request is refused; None lets it through."""
         if name_in(headers.get("host", "")) not in OWN_NAMES:
-            return PlainTextResponse("This server answers under names of loopback alone.\n", status_code=403)
-        if not (is_same(said, self.token) or is_same(self.kept(headers), self.token)):
-            words = "The token is missing. Open the whole address that paceline watch has printed.\n"
-            return PlainTextResponse(words, status_code=403)
+            return PlainTextResponse("This server answers only to localhost, 127.0.0.1 and [::1].\n", status_code=403)
+        # a browser sends the cookies of all ports of 127.0.0.1, some malformed
+        cookie_token = cookie_parser(headers.get("cookie", "")).get(self.cookie, "")
+        if not (is_same(token, self.token) or is_same(cookie_token, self.token)):
+            text = "The token is missing. Open the whole address that paceline watch printed.\n"
+            return PlainTextResponse(text, status_code=403)
         if headers.get("sec-fetch-site") in ("cross-site", "same-site") and headers.get("sec-fetch-mode") != "navigate":
-            return PlainTextResponse("This was asked by a page of another site.\n", status_code=403)
+            return PlainTextResponse("This request came from a page of another site.\n", status_code=403)
         if method not in ("GET", "HEAD"):
-            return PlainTextResponse(
-                "There is nothing to write here.\n", status_code=405, headers={"allow": "GET, HEAD"}
-            )
+            return PlainTextResponse("This server only reads.\n", status_code=405, headers={"allow": "GET, HEAD"})
         return None
 
-    def kept(self, headers: Headers) -> str:
-        """A browser sends the cookies of all ports of 127.0.0.1, in whatever form their servers gave them."""
-        return cookie_parser(headers.get("cookie", "")).get(self.cookie, "")
 
-
-def is_same(said: str, token: str) -> bool:
-    return hmac.compare_digest(said.encode(), token.encode())
+def is_same(candidate: str, token: str) -> bool:
+    """Compares in constant time, so that the time of an answer reveals nothing of the token."""
+    return hmac.compare_digest(candidate.encode(), token.encode())
 
 
 def name_in(host: str) -> str:
-    """localhost:8765 -> localhost; [::1]:80 -> [::1]."""
+    """Returns the name in a host header: localhost:8765 -> localhost; [::1]:80 -> [::1]."""
     return (host if host.endswith("]") else host.rpartition(":")[0] or host).lower()
 
 
-async def answer_file(request: Request, *, files: dict[str, bytes], name: str | None = None) -> Response:
-    name = name or request.path_params["name"]
-    if name not in files:
-        raise HTTPException(404)
-    kind = mimetypes.guess_type(name)[0] or "text/plain"
-    return Response(files[name], media_type=kind)
+async def answer_file(request: Request, *, path: Path) -> Response:
+    return FileResponse(path)
 
 
-async def answer_runs(request: Request, *, shelf: Shelf) -> Response:
-    return as_json(await run_in_threadpool(shelf.runs))
-
-
-async def answer_run(request: Request, *, shelf: Shelf) -> Response:
-    """The whole snapshot, as a stream would begin: for scripts, and for a comparison of runs that have ended."""
-    snapshot = await found(shelf.snapshot, request.path_params["run"])
-    says = summary(snapshot, now=time.time())
-    return as_json({**changes(None, snapshot), "summary": says and asdict(says)})
-
-
-async def answer_about(request: Request, *, shelf: Shelf) -> Response:
-    return as_json(await found(shelf.about, request.path_params["run"]))
+async def answer_json(request: Request, *, read: Callable[..., Any]) -> Response:
+    return as_json(await answer_of(read, *request.path_params.values()))
 
 
 async def answer_log(request: Request, *, shelf: Shelf) -> Response:
-    """?attempt=1&rank=0, without rank for the launch's own log; &find=TEXT: its lines with that text instead of its end."""
-    said, name = request.query_params, request.path_params["run"]
+    """Answers the end of a log, or with &find=TEXT its lines with that text. Without &rank: the log of the launch."""
+    query, name = request.query_params, request.path_params["run"]
     try:
-        attempt, rank = int(said.get("attempt", "")), int(said["rank"]) if "rank" in said else None
+        attempt, rank = int(query.get("attempt", "")), int(query["rank"]) if "rank" in query else None
     except ValueError:
         raise HTTPException(400, "attempt and rank are numbers") from None
-    if text := said.get("find"):
-        return as_json(await found(partial(shelf.log_hits, attempt=attempt, rank=rank), name, text[:1000]))
-    return as_json(await found(partial(shelf.log_tail, attempt=attempt, rank=rank), name))
+    if text := query.get("find"):
+        answer = await answer_of(partial(shelf.log_hits, attempt=attempt, rank=rank), name, text[:1000])
+        levels = log_levels([line for _, line in answer["hits"]])
+        return as_json({**answer, "levels": levels, "note": format_hits(len(answer["hits"]), is_all=answer["all"])})
+    answer = await answer_of(partial(shelf.log_tail, attempt=attempt, rank=rank), name)
+    return as_json({**answer, "levels": log_levels(answer["text"].split("\n"))})
 
 
-async def found(ask: Callable[..., Any], *words: str) -> Any:
-    """What the shelf answers; 404 where it has no such run or log, or where its files have just gone."""
+def format_hits(count: int, *, is_all: bool) -> str:
+    return (
+        f"{'' if is_all else 'the last '}{format_number_of(count, 'line')} with this text"
+        if count
+        else "No line has this text."
+    )
+
+
+async def answer_of(read: Callable[..., Any], *args: str) -> Any:
+    """Returns what the shelf answers; 404 where it has no such run or log, or where its files were just deleted."""
     try:
-        return await run_in_threadpool(ask, *words)
+        return await run_in_threadpool(read, *args)
     except (KeyError, OSError, PacelineError):
         raise HTTPException(404) from None
 
@@ -254,18 +250,20 @@ def as_json(value: Any) -> Response:
 
 
 async def answer_stream(request: Request, *, shelf: Shelf, is_ending: Callable[[], bool]) -> Response:
-    """?run=A&run=B: what is new of each; without a run: the list of runs."""
+    """Streams what is new of the runs in the query (?run=A&run=B); without a run, the list of runs."""
     names = request.query_params.getlist("run")[:MAX_COMPARED]
     if request.method == "HEAD":
         return Response(media_type="text/event-stream")
-    told = stream_runs(shelf, names) if names else stream_list(shelf)
-    return StreamingResponse(as_events(told, is_ending), media_type="text/event-stream")
+    messages = stream_runs(shelf, names) if names else stream_list(shelf)
+    return StreamingResponse(as_events(messages, is_ending), media_type="text/event-stream")
 
 
-async def as_events(told: AsyncIterator[dict[str, Any] | None], is_ending: Callable[[], bool]) -> AsyncIterator[str]:
-    """Server-sent events: a message for what is new, and now and then a comment, by which a closed page is noticed."""
+async def as_events(
+    messages: AsyncIterator[dict[str, Any] | None], is_ending: Callable[[], bool]
+) -> AsyncIterator[str]:
+    """Yields server-sent events: the messages, and a comment now and then, which fails once the page is closed."""
     last = time.monotonic()
-    async for message in told:
+    async for message in messages:
         if is_ending():
             return
         if message is not None:
@@ -277,9 +275,18 @@ async def as_events(told: AsyncIterator[dict[str, Any] | None], is_ending: Calla
 
 
 async def stream_runs(shelf: Shelf, names: list[str]) -> AsyncIterator[dict[str, Any] | None]:
-    """Messages {run, now, head?, parts?, curves?}, the first of each run whole; {run, gone} where it is not there."""
-    sent: dict[str, tuple[Snapshot, Summary | None]] = {}
+    """Yields {run, now, head?, parts?, curves?, summary?, panels?} as a run changes; {run, gone} without a run.
+
+    The first message of a run is marked `whole`. Before it, a run that takes long to read sends the panels of its last figures.
+    """
+    sent: dict[str, tuple[Snapshot, dict[str, Any]]] = {}
     gone: set[str] = set()
+    for name in names:
+        with suppress(KeyError, OSError, PacelineError):  # reported below
+            if glimpse := await run_in_threadpool(shelf.glimpse, name):
+                panels = run_panels(glimpse, now=time.time())  # nothing is judged before the whole is read
+                first = {"head": {**panels["head"], "summary": None}, "tiles": panels["tiles"]}
+                yield {"run": name, "now": time.time(), "panels": first}
     while True:
         for name in names:
             try:
@@ -291,26 +298,44 @@ async def stream_runs(shelf: Shelf, names: list[str]) -> AsyncIterator[dict[str,
                 sent.pop(name, None)
                 continue
             now = time.time()
-            before, said = sent.get(name, (None, None))
-            told, says = changes(before, snapshot), summary(snapshot, now=now)
-            if says != said:
-                told["summary"] = says and asdict(says)
-            if told:
-                yield {"run": name, "now": now, "whole": before is None, **told}
-            sent[name] = snapshot, says
+            before, shown = sent.get(name, (None, {}))
+            current = readings(snapshot, now=now)
+            news = {**changes(before, snapshot), **new_readings(shown, current)}
+            if news:
+                yield {"run": name, "now": now, "whole": before is None, **news}
+            sent[name] = snapshot, current
             gone.discard(name)
         yield None
         await asyncio.sleep(EVERY_S)
 
 
+def readings(snapshot: Snapshot, *, now: float) -> dict[str, Any]:
+    """Returns the texts of a page: the summary and the panels. They depend on the time as well."""
+    verdict = summarize(snapshot, now=now)
+    return {"summary": verdict and asdict(verdict), "panels": run_panels(snapshot, now=now)}
+
+
+def new_readings(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Returns the summary and the panels that differ; all of them where nothing was sent before."""
+    shown = before.get("panels", {})
+    panels = {name: panel for name, panel in after["panels"].items() if name not in shown or shown[name] != panel}
+    is_new = not before or before["summary"] != after["summary"]
+    return ({"summary": after["summary"]} if is_new else {}) | ({"panels": panels} if panels else {})
+
+
+def listed(shelf: Shelf) -> list[dict[str, Any]]:
+    """Returns the runs with the texts of their rows."""
+    return [{**run, "texts": run_row(run)} for run in shelf.runs()]
+
+
 async def stream_list(shelf: Shelf) -> AsyncIterator[dict[str, Any] | None]:
-    """Messages {runs, now} as the list changes."""
+    """Yields {runs, now} when the list changes."""
     sent: list[dict[str, Any]] | None = None
     while True:
-        runs = await run_in_threadpool(shelf.runs)
+        runs = await run_in_threadpool(listed, shelf)
         if runs != sent:
             yield {"runs": runs, "now": time.time()}
         sent = runs
-        for _ in range(LIST_EVERY):  # an end is noticed meanwhile
+        for _ in range(LIST_EVERY):  # in short sleeps, so that the end of the server is noticed
             yield None
             await asyncio.sleep(EVERY_S)

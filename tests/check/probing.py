@@ -20,12 +20,12 @@ NAMESPACES = pytest.mark.skipif(
 def ask(probe: str, *, before: Sequence[str] = (), env: dict[str, str] | None = None, **request: Any) -> Any:
     """What one probe answers, or all of them as `facts`. before: words such as `unshare -m` that the command goes after."""
     done = subprocess.run(
-        [*before, sys.executable, "-m", f"paceline.check.{probe}"],
+        [*before, sys.executable, "-m", *f"paceline.check.probes.{probe}".split()],
         input=json.dumps(request),
         capture_output=True,
         text=True,
         env={**os.environ, **(env or {})},
-        timeout=60,
+        timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -1,7 +1,11 @@
+import importlib.metadata
+import json
 import os
 import platform
 import resource
+import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -9,12 +13,20 @@ import psutil
 import pytest
 from probing import NAMESPACES, ask, in_mounts
 
-from paceline.check.host_probe import probe_container, probe_host, probe_shm
+from paceline.check.probes.host_probe import (
+    describe,
+    probe_container,
+    probe_host,
+    probe_packages,
+    probe_python,
+    probe_shm,
+    probe_tools,
+)
 
 GIB = 1 << 30
 
 
-def test_the_host_is_as_the_system_says():
+def test_the_host_is_described_as_the_system_does():
     host = probe_host({})["host"]
     assert (host["name"], host["kernel"], host["arch"]) == (platform.node(), platform.release(), platform.machine())
     assert host["root"] == (os.geteuid() == 0)
@@ -40,7 +52,7 @@ def test_a_pod_is_a_kubernetes_container(monkeypatch):
 
 @pytest.mark.dist
 @NAMESPACES
-def test_a_small_shared_memory_is_seen_with_its_size():
+def test_a_small_shared_memory_has_its_size():
     host = ask("host_probe", before=in_mounts("mount -t tmpfs -o size=64M tmpfs /dev/shm"))["host"]
     assert host["shm"] == {"path": "/dev/shm", "total_bytes": 64 << 20, "free_bytes": 64 << 20, "writable": True}
 
@@ -54,7 +66,7 @@ def test_a_read_only_shared_memory_is_not_writable():
 
 @pytest.mark.dist
 @NAMESPACES
-def test_a_kernel_that_hides_its_files_leaves_unknowns():
+def test_what_the_kernel_hides_is_unknown():
     """/proc and /sys under an empty folder, but for what the interpreter itself needs."""
     script = "mount -t tmpfs none /sys; for f in meminfo cpuinfo version; do mount --bind /dev/null /proc/$f; done"
     host = ask("host_probe", before=in_mounts(script))["host"]
@@ -69,7 +81,7 @@ def test_limits_are_those_of_the_process():
 
 
 @pytest.mark.dist
-def test_pinned_cores_are_the_ones_that_count():
+def test_only_the_pinned_cores_count():
     done = subprocess.run(["taskset", "--version"], capture_output=True, check=False)
     if done.returncode:
         pytest.skip("needs taskset")
@@ -79,7 +91,7 @@ def test_pinned_cores_are_the_ones_that_count():
 
 @pytest.mark.dist
 @pytest.mark.parametrize("nested", [False, True])
-def test_a_real_limit_is_found_by_a_process_in_the_group_and_in_one_below(nested):
+def test_a_cgroup_limit_is_read_in_the_group_and_in_a_group_below(nested):
     """Version 1, as mounted here."""
     memory = Path("/sys/fs/cgroup/memory")
     if os.geteuid() != 0 or not (memory / "memory.limit_in_bytes").exists() or not os.access(memory, os.W_OK):
@@ -96,3 +108,118 @@ def test_a_real_limit_is_found_by_a_process_in_the_group_and_in_one_below(nested
         inner.rmdir()
         if nested:
             group.rmdir()
+
+
+def test_the_python_is_the_one_that_runs():
+    python = probe_python({})["python"]
+    assert (python["version"], python["executable"]) == (platform.python_version(), sys.executable)
+    assert python["venv"] == (sys.prefix != sys.base_prefix)
+
+
+def test_versions_come_from_the_metadata_and_missing_packages_have_none():
+    packages = probe_packages()
+    assert packages["numpy"] == importlib.metadata.version("numpy")
+    assert packages["nvidia-ml-py"] == importlib.metadata.version("nvidia-ml-py")
+    assert packages["deepspeed"] is None
+    assert "nvidia-nccl-cu13" in packages
+
+
+def test_the_first_package_on_the_path_counts_and_cuda_wheels_are_listed(tmp_path, monkeypatch):
+    for name, version in (("numpy", "0.1"), ("nvidia_cublas_cu12", "12.8.4.1")):
+        folder = tmp_path / f"{name}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    packages = probe_packages()
+    assert (packages["numpy"], packages["nvidia-cublas-cu12"]) == ("0.1", "12.8.4.1")
+
+
+SECRET = "0123456789abcdef0123456789abcdef01234567"
+
+
+def write_program(path: Path, script: str) -> None:
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+def git(folder: Path, *words: str) -> str:
+    settings = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+    return subprocess.run(
+        ["git", *settings, *words], cwd=folder, capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("printed", "version"),
+    [
+        ("g++ (Debian 12.2.0-14+deb12u1) 12.2.0\nCopyright (C) 2022", "12.2.0"),
+        ("c++ (Ubuntu 13.3.0-6ubuntu2~24.04) 13.3.0", "13.3.0"),
+        ("Ubuntu clang version 18.1.3 (1ubuntu1)", "18.1.3"),
+        ("cmake version 3.25.1", "3.25.1"),
+        ("1.11.1", "1.11.1"),
+        (
+            "nvcc: NVIDIA (R) Cuda compiler driver\nBuilt on Fri_Feb_21\nCuda compilation tools, release 12.8, V12.8.93",
+            "12.8",
+        ),
+        (None, None),
+    ],
+)
+def test_versions_are_read_from_what_programs_print(printed, version):
+    assert describe("/usr/bin/x", printed) == {"path": "/usr/bin/x", "version": version}
+
+
+def test_without_any_program_every_tool_is_none(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))  # not the usual place, which may hold one
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.chdir(tmp_path)
+    tools = probe_tools({})["tools"]
+    names = ("cxx", "nvcc", "cmake", "ninja", "git", "ccache", "nvidia_smi")
+    assert [tools[name] for name in names] == [None] * len(names)
+    assert tools["code"] == {"path": str(tmp_path), "commit": None, "dirty": None}
+
+
+def test_a_compiler_that_hangs_has_no_version_and_other_tools_have_theirs(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "pipe")
+    write_program(tmp_path / "g++", f"read line < {tmp_path}/pipe")  # nobody ever writes
+    write_program(tmp_path / "cmake", "echo cmake version 3.30.0")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr("paceline.check.probes.host_probe.DEADLINE_S", 2.0)
+    tools = probe_tools({})["tools"]
+    assert tools["cxx"] == {"path": str(tmp_path / "g++"), "version": None}
+    assert tools["cmake"]["version"] == "3.30.0"
+
+
+def test_the_compiler_is_the_one_that_cxx_names(tmp_path, monkeypatch):
+    write_program(tmp_path / "mycxx", "echo mycxx 9.9.9")
+    monkeypatch.setenv("CXX", str(tmp_path / "mycxx"))
+    assert probe_tools({})["tools"]["cxx"] == {"path": str(tmp_path / "mycxx"), "version": "9.9.9"}
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_the_code_is_the_repository_of_the_current_folder(tmp_path, monkeypatch):
+    git(tmp_path, "init", "-q")
+    (tmp_path / "train.py").write_text("1")
+    git(tmp_path, "add", "train.py")
+    git(tmp_path, "commit", "-qm", "one")
+    (tmp_path / "sub").mkdir()
+    monkeypatch.chdir(tmp_path / "sub")
+    commit = git(tmp_path, "rev-parse", "HEAD")
+    assert probe_tools({})["tools"]["code"] == {"path": str(tmp_path), "commit": commit, "dirty": False}
+    (tmp_path / "train.py").write_text("2")
+    assert probe_tools({})["tools"]["code"]["dirty"] is True
+
+
+def test_a_login_in_the_environment_or_in_netrc_is_reported_and_never_shown(tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    assert probe_tools({})["tools"]["wandb"]["logged_in"] is False
+    (tmp_path / "netrc").write_text(f"machine api.wandb.ai\n  login user\n  password {SECRET}\n")
+    (tmp_path / "netrc").chmod(0o600)
+    tools = probe_tools({})["tools"]
+    assert tools["wandb"]["logged_in"] is True
+    (tmp_path / "netrc").unlink()
+    monkeypatch.setenv("WANDB_API_KEY", SECRET)
+    assert probe_tools({})["tools"]["wandb"]["logged_in"] is True
+    assert SECRET not in json.dumps(tools) + json.dumps(probe_tools({}))

@@ -1,12 +1,28 @@
+import argparse
+import inspect
+import json
 import os
+import shutil
 import subprocess
 import tempfile
+import typing
 from pathlib import Path
 
 import pytest
 from probing import NAMESPACES, ask, in_mounts
 
-from paceline.check.storage_probe import filesystem_of, local_path, probe_place, probe_storage
+from paceline.check.probes.storage_probe import (
+    filesystem_of,
+    local_path,
+    measure_folder,
+    probe_place,
+    probe_storage,
+    probe_text,
+    tokenizer_vocab_size,
+)
+from paceline.data.corpus import FORMATS, list_files
+from paceline.data.prepare import prepare
+from paceline.data.tokenizer import Tokenizer
 
 FIELDS = {
     "path", "exists", "writable", "error", "total_bytes", "free_bytes", "free_inodes", "filesystem", "network",
@@ -14,7 +30,7 @@ FIELDS = {
 }  # fmt: skip
 
 
-def test_a_place_has_every_field_and_nothing_is_left_in_it(tmp_path):
+def test_a_probed_folder_has_every_field_and_stays_empty(tmp_path):
     storage = probe_storage({"run_dir": str(tmp_path), "cache_dir": None, "data": "builtin", "measure_disk": False})[
         "storage"
     ]
@@ -34,29 +50,29 @@ def test_sizes_agree_with_df(tmp_path):
     assert (place["total_bytes"], place["filesystem"]) == (int(size), {"ext2/ext3": "ext4"}.get(kind, kind))
 
 
-def test_a_missing_folder_is_judged_by_its_nearest_parent_and_not_made(tmp_path):
+def test_a_missing_folder_is_judged_by_its_nearest_parent_and_not_created(tmp_path):
     place = probe_place(tmp_path / "a" / "b", write=True)
     assert (place["exists"], place["writable"], place["free_bytes"] > 0) == (False, True, True)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_in_the_way_is_no_folder(tmp_path):
+def test_a_file_in_place_of_a_folder_is_reported(tmp_path):
     (tmp_path / "file").write_text("x")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         place = probe_place(path, write=True)
         assert (place["writable"], place["error"]) == (False, "Not a directory")
 
 
-def test_a_file_of_text_is_a_good_place_for_data(tmp_path):
+def test_data_may_be_a_text_file(tmp_path):
     (tmp_path / "text.txt").write_text("x")
     place = probe_place(tmp_path / "text.txt", write=False)
     assert (place["exists"], place["error"]) == (True, None)
 
 
-def test_a_broken_link_says_where_it_leads(tmp_path):
+def test_a_broken_link_is_reported_with_its_target(tmp_path):
     (tmp_path / "runs").symlink_to("/nowhere/at/all")
     place = probe_place(tmp_path / "runs", write=True)
-    assert (place["writable"], place["error"]) == (False, "a link to /nowhere/at/all, which leads nowhere")
+    assert (place["writable"], place["error"]) == (False, "a link to /nowhere/at/all, which does not exist")
 
 
 def test_the_speed_is_measured_and_nothing_is_left(tmp_path):
@@ -84,13 +100,13 @@ def test_shared_memory_is_a_tmpfs():
         ("a.txt", "a.txt"),
     ],
 )
-def test_only_text_on_a_disk_has_a_place(data, path):
+def test_only_text_on_a_disk_has_a_path(data, path):
     assert local_path(data) == path
 
 
 @pytest.mark.dist
 @NAMESPACES
-def test_a_read_only_run_folder_is_found_by_writing(tmp_path):
+def test_a_read_only_run_folder_is_detected_by_writing(tmp_path):
     before = in_mounts(f"mount -t tmpfs -o ro tmpfs {tmp_path}")
     place = ask("storage_probe", before=before, run_dir=str(tmp_path / "runs"), measure_disk=True)["storage"]["run_dir"]
     assert (place["exists"], place["writable"], place["error"]) == (False, False, "Read-only file system")
@@ -99,7 +115,7 @@ def test_a_read_only_run_folder_is_found_by_writing(tmp_path):
 
 @pytest.mark.dist
 @NAMESPACES
-def test_a_full_disk_is_found_by_writing(tmp_path):
+def test_a_full_disk_is_detected_by_writing(tmp_path):
     script = f"mount -t tmpfs -o size=1M tmpfs {tmp_path}; head -c 2M /dev/zero > {tmp_path}/fill || true"
     place = ask("storage_probe", before=in_mounts(f"{{ {script}; }} 2>/dev/null"), run_dir=str(tmp_path))["storage"][
         "run_dir"
@@ -109,7 +125,7 @@ def test_a_full_disk_is_found_by_writing(tmp_path):
 
 @pytest.mark.dist
 @NAMESPACES
-def test_no_inodes_left_is_found(tmp_path):
+def test_missing_inodes_are_reported(tmp_path):
     script = f"mount -t tmpfs -o size=8M,nr_inodes=2 tmpfs {tmp_path}; touch {tmp_path}/last"
     place = ask("storage_probe", before=in_mounts(script), run_dir=str(tmp_path))["storage"]["run_dir"]
     assert (place["free_inodes"], place["free_bytes"]) == (0, 8 << 20)
@@ -129,3 +145,121 @@ def test_a_folder_of_another_user_is_not_writable():
             finally:
                 os._exit(2)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def text_facts(
+    data: str | None = None, *, tokenizer: Path | None = None, cache_dir: Path | None = None, vocab_size: int = 300
+):
+    request = {"data": data, "tokenizer": tokenizer and str(tokenizer), "vocab_size": vocab_size}
+    return probe_text(request | {"cache_dir": cache_dir and str(cache_dir)})["text"]
+
+
+@pytest.fixture
+def corpus(tmp_path) -> Path:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for number, module in enumerate((argparse, inspect, typing)):
+        shutil.copyfile(module.__file__, folder / f"{number}.txt")
+    return folder
+
+
+def test_without_a_request_for_text_there_are_no_facts_of_text():
+    assert probe_text({"data": None, "tokenizer": None}) == {"text": None}
+
+
+def test_the_builtin_text_has_the_size_that_the_data_layer_counts():
+    text = text_facts("builtin")
+    assert (text["exists"], text["bytes"]) == (True, sum(file.num_bytes for file in list_files("builtin")))
+
+
+def test_a_folder_has_the_size_that_the_data_layer_counts(corpus):
+    (corpus / "picture.png").write_bytes(b"1234")
+    (corpus / ".hidden.txt").write_text("x")
+    text = text_facts(str(corpus))
+    assert (text["exists"], text["bytes"], text["error"]) == (
+        True,
+        sum(file.num_bytes for file in list_files(str(corpus))),
+        None,
+    )
+
+
+def test_the_file_types_are_those_of_the_data_layer(tmp_path):
+    for kind in FORMATS:
+        (tmp_path / f"a{kind}").write_text("x")
+    assert text_facts(str(tmp_path))["bytes"] == len(FORMATS)
+
+
+@pytest.mark.parametrize(
+    ("name", "exists", "error"),
+    [
+        ("missing", False, None),
+        ("empty", True, "no text in it: no file of .txt .md .py .txt.gz .jsonl .jsonl.gz .parquet"),
+        ("broken", False, "a link to /nowhere, which does not exist"),
+        ("pipe", True, "not a regular file"),
+    ],
+)
+def test_unreadable_text_is_reported_with_the_reason(tmp_path, name, exists, error):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken").symlink_to("/nowhere")
+    os.mkfifo(tmp_path / "pipe")
+    text = text_facts(str(tmp_path / name))
+    assert (text["exists"], text["error"]) == (exists, error)
+
+
+def test_a_dataset_of_the_hub_is_unknown_until_it_was_downloaded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.delenv("HF_DATASETS_CACHE", raising=False)
+    assert text_facts("hf:owner/name")["exists"] is None
+    (tmp_path / "hub/datasets--owner--name/snapshots/abc").mkdir(parents=True)
+    assert text_facts("hf:owner/name")["exists"] is True
+
+
+def test_a_folder_too_large_to_count_has_no_size(corpus, monkeypatch):
+    monkeypatch.setattr("paceline.check.probes.storage_probe.LISTING_S", -1.0)
+    assert measure_folder(corpus, types=(".txt",), skip=set()) == ({"exists": True}, None)
+
+
+def test_text_counts_as_prepared_until_it_changes(corpus, tmp_path):
+    cache = tmp_path / "cache"
+    assert text_facts(str(corpus), cache_dir=cache)["prepared"] is False
+    prepare(str(corpus), tokenizer=None, vocab_size=300, cache_dir=cache)
+    assert text_facts(str(corpus), cache_dir=cache)["prepared"] is True
+    assert text_facts(str(corpus), cache_dir=cache, vocab_size=290)["prepared"] is False
+    assert (
+        text_facts(str(corpus), cache_dir=cache, vocab_size=400)["prepared"] is None
+    )  # the text may have had no more in it
+    os.utime(corpus / "0.txt", (4e9, 4e9))
+    assert text_facts(str(corpus), cache_dir=cache)["prepared"] is False
+
+
+def test_a_damaged_folder_is_not_prepared(corpus, tmp_path):
+    dataset = prepare(str(corpus), tokenizer=None, vocab_size=300, cache_dir=tmp_path / "cache")
+    (dataset.path / "train_00000.bin").write_bytes(b"short")
+    assert text_facts(str(corpus), cache_dir=tmp_path / "cache")["prepared"] is False
+
+
+def test_a_tokenizer_has_the_vocabulary_that_the_data_layer_counts(corpus, tmp_path):
+    dataset = prepare(str(corpus), tokenizer=None, vocab_size=300, cache_dir=tmp_path / "cache")
+    text = text_facts(str(corpus), tokenizer=dataset.tokenizer_json, cache_dir=tmp_path / "cache")
+    vocab_size = Tokenizer.load(dataset.tokenizer_json).vocab_size
+    assert text["tokenizer"] == {
+        "path": str(dataset.tokenizer_json), "exists": True, "vocab_size": vocab_size, "error": None,
+    }  # fmt: skip
+    assert (text["vocab_size"], text["prepared"]) == (vocab_size, True)
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [("not json", "not JSON"), ("{}", "not a tokenizer.json"), ("[1]", "not a tokenizer.json"), (None, None)],
+)
+def test_a_file_that_is_not_a_tokenizer_is_reported(tmp_path, content, error):
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    facts = text_facts("builtin", tokenizer=tmp_path / "tokenizer.json")["tokenizer"]
+    assert (facts["exists"], facts["vocab_size"], facts["error"]) == (content is not None, None, error)
+
+
+def test_a_unigram_vocabulary_is_a_list():
+    content = {"model": {"type": "Unigram", "vocab": [["a", -1.0], ["b", -2.0]]}, "added_tokens": [{"id": 7}]}
+    assert tokenizer_vocab_size(json.loads(json.dumps(content))) == 8

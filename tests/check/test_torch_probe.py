@@ -4,13 +4,12 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from probing import ask
 
-from paceline.check.torch_probe import cudnn_version, is_expected
+from paceline.check.probes.torch_probe import cudnn_version, is_expected
 
 VERSION_PY = "__version__ = '9.9.9'\ncuda: str = '12.8'\ngit_version = 'abc'\nhip = None\ndebug = False\n"
 NO_LIBUV = "use_libuv was requested but PyTorch was built without libuv support, run with USE_LIBUV=0 to disable it."
@@ -65,12 +64,10 @@ def test_the_installed_torch_is_described_as_it_describes_itself():
 
 
 @pytest.mark.dist
-def test_an_answer_is_kept_until_something_changes(tmp_path):
+def test_an_answer_is_cached_until_something_changes(tmp_path):
     kept = str(tmp_path / "deep/torch.json")
     first = ask("torch_probe", cached_torch=kept)
-    started = time.monotonic()
     second = ask("torch_probe", cached_torch=kept)
-    assert time.monotonic() - started < 1.5
     assert (second["torch"], "cached" in first, second["cached"]) == (first["torch"], False, True)
     other = write_torch(tmp_path / "other", "raise ImportError('other')")
     assert ask("torch_probe", cached_torch=kept, torch_path=str(other))["torch"]["error"] == "ImportError: other"
@@ -79,7 +76,7 @@ def test_an_answer_is_kept_until_something_changes(tmp_path):
 
 
 @pytest.mark.dist
-def test_a_kept_answer_that_is_damaged_is_asked_anew(tmp_path):
+def test_a_damaged_cached_answer_is_replaced(tmp_path):
     (tmp_path / "torch.json").write_text('{"key": ')
     fake = write_torch(tmp_path / "fake", "raise ImportError('x')")
     assert (
@@ -90,7 +87,7 @@ def test_a_kept_answer_that_is_damaged_is_asked_anew(tmp_path):
 
 @pytest.mark.dist
 @needs_gcc
-def test_a_foreign_library_in_front_of_torchs_is_named_though_it_never_loads(tmp_path):
+def test_a_foreign_library_before_the_one_of_torch_is_reported_although_it_never_loads(tmp_path):
     build_library(tmp_path / "old/libc10.so", "int nothing_of_c10(void) { return 1; }")
     section = ask("torch_probe", env={"LD_LIBRARY_PATH": str(tmp_path / "old")})["torch"]
     assert "undefined symbol" in section["error"]
@@ -101,7 +98,7 @@ def test_a_foreign_library_in_front_of_torchs_is_named_though_it_never_loads(tmp
 
 @pytest.mark.dist
 @needs_gcc
-def test_a_loaded_libuv_tells_its_own_version(tmp_path):
+def test_a_loaded_libuv_reports_its_own_version(tmp_path):
     build_library(tmp_path / "libuv.so.1", 'const char *uv_version_string(void) { return "1.44.2"; }')
     section = ask("torch_probe", env={"LD_PRELOAD": str(tmp_path / "libuv.so.1")})["torch"]
     assert section["libuv_library"] == "1.44.2"
@@ -110,7 +107,7 @@ def test_a_loaded_libuv_tells_its_own_version(tmp_path):
 
 @pytest.mark.dist
 @pytest.mark.skipif(shutil.which("nm") is None or os.uname().machine != "x86_64", reason="needs nm and x86-64")
-def test_a_torch_without_libuv_gives_its_own_words(without_libuv):
+def test_a_torch_without_libuv_is_reported_with_its_own_error(without_libuv):
     section = ask("torch_probe", env=without_libuv)["torch"]
     assert (section["error"], section["libuv"], section["libuv_error"], section["gloo"]) == (
         None,
@@ -131,7 +128,7 @@ def test_a_torch_without_libuv_gives_its_own_words(without_libuv):
         ("import nothing_of_the_name", "ModuleNotFoundError: No module named 'nothing_of_the_name'", False),
     ],
 )
-def test_a_torch_that_breaks_on_import_is_known_by_its_files(tmp_path, init, error, ended):
+def test_a_torch_that_cannot_be_imported_is_described_by_its_files(tmp_path, init, error, ended):
     folder = write_torch(tmp_path, init)
     os.mkfifo(folder / "torch/pipe")  # nobody ever writes: to open it hangs
     answer = ask("torch_probe", torch_path=str(folder / "torch"), deadline_s=2)

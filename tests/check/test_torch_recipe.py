@@ -1,21 +1,27 @@
-"""Which wheel, which build, which driver: for cards and drivers that are not here."""
+"""Which wheel, which build, which driver: for cards and drivers that this host does not have."""
 
+import importlib.util
 import itertools
+import re
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 
 from paceline.check.torch_recipe import (
+    NAMED,
     WHEELS,
     Tools,
     build_options,
     format_recipe,
     make_recipe,
-    num_jobs,
+    parse_archs,
+    split_archs,
 )
-from paceline.check.torch_verdicts import WHEELS as INDEX
-from paceline.check.torch_verdicts import wheel_for
-from paceline.errors import PacelineError
-from paceline.units import GIB
+from paceline.check.verdicts.torch_verdicts import WHEELS as INDEX
+from paceline.check.verdicts.torch_verdicts import wheel_for
+from paceline.errors import PacelineError, UsageError
 
 
 def recipe(*capabilities, driver=None, machine="x86_64", tools=Tools(), build=False):  # noqa: B008
@@ -44,61 +50,61 @@ def test_without_a_card_the_cpu_wheel_is_right():
     assert recipe().command == f"pip install --force-reinstall torch -i {INDEX}/cpu"
 
 
-def test_the_last_torch_of_a_cuda_is_said():
+def test_the_last_torch_of_a_cuda_version_is_noted():
     assert recipe((12, 0), driver="570.1").notes == (
-        "torch 2.11 is the last with CUDA 12.8; driver 580 or later takes cu130, up to torch 2.14",
+        "torch 2.11 is the last with CUDA 12.8; with driver 580 or later cu130 fits, up to torch 2.14",
     )
 
 
-def test_a_driver_too_old_for_every_wheel_is_named_with_the_one_to_get():
+def test_a_driver_too_old_for_every_wheel_is_reported_with_the_needed_one():
     made = recipe((12, 0), driver="470.82")
     assert (made.kind, made.command) == ("driver", "a driver 580 or later: https://www.nvidia.com/drivers")
 
 
-def test_cards_that_no_wheel_has_together_are_built_for():
+def test_cards_that_no_wheel_supports_together_need_a_build():
     made = recipe((12, 0), (7, 0), driver="570.1", tools=Tools(nvcc="13.0"))
-    assert (made.kind, made.command) == ("build", "paceline torch build --source DIR --arch '7.0;12.0'")
+    assert (made.kind, made.command) == ("build", "paceline torch recipe --script build.sh --arch '7.0;12.0'")
     assert made.why == "no wheel for x86_64 has kernels for 7.0, 12.0 together"
-    assert made.notes[0] == "CUDA 12.9 compiles for 7.0, 12.0; of nvcc here is 13.0"
-    assert [each.value for each in made.options if each.name == "TORCH_CUDA_ARCH_LIST"] == ["7.0;12.0"]
+    assert made.notes[0] == "it needs nvcc of CUDA 12.9, which compiles for 7.0, 12.0; this host has 13.0"
+    assert [option.value for option in made.options if option.name == "TORCH_CUDA_ARCH_LIST"] == ["7.0;12.0"]
 
 
-def test_a_build_keeps_the_architectures_as_they_were_asked():
+def test_a_build_keeps_the_architectures_as_the_user_wrote_them():
     made = make_recipe([(9, 0)], driver="580.1", machine="x86_64", tools=Tools(), build=True, archs=["9.0a", "9.0+PTX"])
-    assert made.command == "paceline torch build --source DIR --arch '9.0a;9.0+PTX'"
-    assert [each.value for each in made.options if each.name == "TORCH_CUDA_ARCH_LIST"] == ["9.0a;9.0+PTX"]
+    assert made.command == "paceline torch recipe --script build.sh --arch '9.0a;9.0+PTX'"
+    assert [option.value for option in made.options if option.name == "TORCH_CUDA_ARCH_LIST"] == ["9.0a;9.0+PTX"]
 
 
-def test_a_build_whose_cuda_the_driver_cannot_run_asks_for_the_driver():
+def test_a_build_whose_cuda_the_driver_cannot_run_needs_a_driver():
     made = recipe((7, 0), (12, 0), driver="470.1")
     assert (made.kind, made.command) == ("driver", "a driver 525 or later: https://www.nvidia.com/drivers")
 
 
-def test_a_machine_without_wheels_for_its_card_builds():
+def test_a_machine_without_wheels_for_its_card_needs_a_build():
     assert recipe((7, 5), driver="580.1", machine="aarch64").kind == "build"
     assert recipe((9, 0), driver="580.1", machine="aarch64").kind == "wheel"
 
 
-def test_a_card_that_no_cuda_compiles_for_any_more_is_refused():
+def test_a_card_that_no_current_cuda_compiles_for_is_refused():
     with pytest.raises(PacelineError) as error:
         recipe((3, 5), driver="470.1")
     assert error.value.message == "neither CUDA 12 nor 13 compiles for 3.5, and PyTorch 2.11 and later need one of them"
 
 
-def test_a_build_can_be_asked_for_where_a_wheel_fits():
+def test_a_build_can_be_requested_where_a_wheel_fits():
     made = recipe((8, 9), driver="580.1", build=True)
-    assert (made.kind, made.why) == ("build", "a build was asked for")
-    assert recipe(build=True).command == "paceline torch build --source DIR"
+    assert (made.kind, made.why) == ("build", "a build was requested")
+    assert recipe(build=True).command == "paceline torch recipe --script build.sh"
 
 
-def test_verdicts_and_recipe_name_the_same_wheel():
+def test_verdicts_and_recipe_recommend_the_same_wheel():
     cards = [(7, 0), (7, 5), (8, 6), (8, 9), (9, 0), (12, 0)]
     for card, driver in itertools.product(cards, ("570.1", "580.1")):
         facts = {"gpus": [{"capability": list(card), "visible": True}], "driver": {"version": driver}}
         assert recipe(card, driver=driver).command.endswith(f"/{wheel_for(facts)}"), (card, driver)
 
 
-def test_every_wheel_is_in_the_table_with_why_it_does_not_fit():
+def test_the_table_has_every_wheel_with_the_reason_why_it_does_not_fit():
     text = format_recipe(recipe((12, 0), driver="570.133"))
     rows = {line.split()[0]: line for line in text.splitlines() if line.startswith("cu1")}
     assert set(rows) == {wheel.tag for wheel in WHEELS}
@@ -110,34 +116,108 @@ def test_every_wheel_is_in_the_table_with_why_it_does_not_fit():
 
 def test_the_json_has_every_wheel_and_the_source():
     made = recipe((12, 0), driver="570.133").to_json()
-    assert {each["tag"]: each["why_not"] for each in made["wheels"]}["cu128"] is None
+    assert {wheel["tag"]: wheel["why_not"] for wheel in made["wheels"]}["cu128"] is None
     assert made["kind"] == "wheel"
     assert "RELEASE.md" in made["source"]
 
 
 def test_libuv_comes_with_tensorpipe_and_every_option_has_a_reason():
-    options = {each.name: each for each in build_options(["12.0"], Tools(cudnn=True, ccache=True))}
+    options = {option.name: option for option in build_options(["12.0"], Tools(cudnn=True, ccache=True))}
     assert "libuv" in options["USE_TENSORPIPE"].why
     assert "USE_LIBUV" not in options
     assert all(each.why for each in options.values())
     assert (options["USE_CUDNN"].value, options["CMAKE_CUDA_COMPILER_LAUNCHER"].value) == ("ON", "ccache")
 
 
-def test_a_build_for_the_cpu_names_nothing_of_cuda_but_that_it_is_off():
-    options = {each.name: each.value for each in build_options([], Tools(ccache=True))}
+def test_a_build_for_the_cpu_has_no_cuda_options_except_use_cuda_off():
+    options = {option.name: option.value for option in build_options([], Tools(ccache=True))}
     assert options["USE_CUDA"] == "OFF"
     assert not {"USE_NCCL", "USE_CUDNN", "TORCH_CUDA_ARCH_LIST", "CMAKE_CUDA_COMPILER_LAUNCHER"} & set(options)
 
 
+def test_a_build_uses_a_cuda_that_the_driver_runs():
+    assert recipe((12, 0), driver="570.133", build=True).toolkit == "12.9"
+    assert recipe((12, 0), driver="580.1", build=True).toolkit == "13.0"
+
+
+SELECT = "share/cmake/Caffe2/Modules_CUDA_fix/upstream/FindCUDA/select_compute_arch.cmake"
+ACCEPTED = [
+    "7.0;12.0+PTX",
+    "8.6 9.0",
+    "9.0a",
+    "12.0a",
+    "10.0f",
+    "8.9+PTX",
+    "10.0f+PTX",
+    "8.9(8.6)",
+    *NAMED,
+    "Ampere+PTX;Hopper",
+]
+REFUSED = ["sm_120", "12", "9.0b", "8.10", "hopper", "Zen", "9.0+ptx", "All;8.9", "Auto 8.9"]
+
+
+@pytest.fixture
+def cmake_capabilities(tmp_path):
+    """Returns a function: the capabilities that PyTorch's own file reads from a list, None where it refuses it."""
+    spec = importlib.util.find_spec("torch")
+    select = Path(spec.origin).parent / SELECT if spec else Path()
+    if shutil.which("cmake") is None or not select.is_file():
+        pytest.skip("needs cmake, and a torch that ships its CMake files")
+    script = tmp_path / "select.cmake"
+    script.write_text(
+        f'include("{select}")\ncuda_select_nvcc_arch_flags(made ${{LIST}})\nmessage("made ${{made_readable}}")\n'
+    )
+
+    def read(text):
+        command = ["cmake", f"-DLIST={text}", "-P", str(script)]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode:
+            return None
+        return {(int(major), int(minor)) for major, minor in re.findall(r"sm_(\d+)(\d)", result.stderr)}
+
+    return read
+
+
+@pytest.mark.parametrize("text", ACCEPTED)
+def test_what_the_cmake_of_pytorch_accepts_means_the_same_cards(cmake_capabilities, text):
+    assert set(parse_archs(text)) == cmake_capabilities(";".join(split_archs(text)))
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_what_the_cmake_of_pytorch_refuses_is_refused(cmake_capabilities, text):
+    assert cmake_capabilities(";".join(split_archs(text))) is None
+    with pytest.raises(UsageError):
+        parse_archs(text)
+
+
+def test_a_list_may_have_semicolons_commas_and_spaces():
+    assert parse_archs("8.6, 9.0a;12.0+PTX  8.6") == ((8, 6), (9, 0), (12, 0))
+
+
+@pytest.mark.parametrize("text", ["Auto", "Common", "All"])
+def test_a_set_has_no_capabilities(text):
+    assert parse_archs(text) == ()
+
+
 @pytest.mark.parametrize(
-    ("memory_bytes", "cores", "cuda", "jobs"),
+    ("text", "fix"),
     [
-        (64 * GIB, 32, True, 16),
-        (64 * GIB, 32, False, 32),
-        (64 * GIB, 8, True, 8),
-        (GIB, 8, True, 1),
-        (None, 4, True, 4),
+        ("sm_120", "--arch 12.0"),
+        ("90a", "--arch 9.0a"),
+        ("compute_89+ptx", "--arch 8.9+PTX"),
+        ("hopper", "--arch Hopper"),
+        ("8.6;sm_90;Ada", "--arch '8.6;9.0;Ada'"),
+        ("fast", "--arch 12.0"),
+        ("12", "--arch 12.0"),
     ],
 )
-def test_jobs_fit_into_memory(memory_bytes, cores, cuda, jobs):
-    assert num_jobs(memory_bytes=memory_bytes, cores=cores, cuda=cuda) == jobs
+def test_the_fix_is_the_architecture_that_was_probably_meant(text, fix):
+    with pytest.raises(UsageError) as error:
+        parse_archs(text)
+    assert error.value.fix == fix
+
+
+def test_the_error_names_the_flag():
+    with pytest.raises(UsageError) as error:
+        parse_archs("sm_120")
+    assert str(error.value) == "error: --arch sm_120: sm_120 is not an architecture\n  fix: --arch 12.0"

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from paceline.check.ask import Ask
-from paceline.check.catalogue import format_catalogue
-from paceline.check.verdict import Verdict, at
-from paceline.check.verdicts import VERDICTS, find
+from paceline.check.ready import VERDICTS, find_findings, format_catalogue
+from paceline.check.verdicts.rules import Intent, Verdict, at
 from paceline.errors import Finding
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +34,7 @@ DESKTOP = {"pid": 900, "name": "Xorg", "used_bytes": 11 * GIB}
 OUTSIDE = {"pid": 900, "name": None, "used_bytes": 11 * GIB}  # in a container: the pid is one of the host
 HELD = [{"pid": 4711, "name": "python train.py", "used_bytes": 30 * GIB}]
 
-# id, host, what is changed in its facts, what is asked, severity
+# id, host, changes of its facts, intent, severity
 CASES: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("torch-missing", "workstation", {"torch": None}, CUDA, "stop"),
     ("torch-broken", "workstation", {"torch.error": "ImportError: libcudart.so.12: cannot open"}, CUDA, "stop"),
@@ -204,8 +202,8 @@ def changed(facts: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return facts
 
 
-def found(id: str, hosts: list[dict[str, Any]], ask: dict[str, Any]) -> list[Finding]:
-    return [finding for finding in find(hosts, Ask(**ask)) if finding.id == id]
+def findings_of(id: str, hosts: list[dict[str, Any]], intent: dict[str, Any]) -> list[Finding]:
+    return [finding for finding in find_findings(hosts, Intent(**intent)) if finding.id == id]
 
 
 def names(case: tuple[Any, ...]) -> str:
@@ -214,37 +212,37 @@ def names(case: tuple[Any, ...]) -> str:
 
 @pytest.mark.parametrize("case", CASES, ids=names)
 def test_a_verdict_fires_on_its_fault_and_is_silent_without_it(case):
-    id, host, changes, ask, severity = case
-    [first, *_] = found(id, [changed(HOSTS[host], changes)], ask)
+    id, host, changes, intent, severity = case
+    [first, *_] = findings_of(id, [changed(HOSTS[host], changes)], intent)
     assert first.severity == severity
     assert first.what and first.why and first.fix
     assert first.host == HOSTS[host]["host"]["name"]
-    healthy_ask = ask if changes else {"device": "cpu", "nproc": 2}  # where the fault lies in what was asked
-    assert found(id, [HOSTS[host]], healthy_ask) == []
+    healthy_ask = intent if changes else {"device": "cpu", "nproc": 2}  # where the fault lies in what was asked
+    assert findings_of(id, [HOSTS[host]], healthy_ask) == []
 
 
 @pytest.mark.parametrize("case", PAIRS, ids=names)
-def test_a_difference_between_hosts_is_named_with_both(case):
+def test_a_difference_between_hosts_is_reported_with_both(case):
     id, changes = case
     first = HOSTS["server"]
     second = changed(first, {"host.name": "node2", **changes})
-    [finding] = found(id, [first, second], TWO_HOSTS)
+    [finding] = findings_of(id, [first, second], TWO_HOSTS)
     assert finding.host is None
     assert "node1" in finding.what or "node2" in finding.what
-    assert found(id, [first, changed(first, {"host.name": "node2"})], TWO_HOSTS) == []
+    assert findings_of(id, [first, changed(first, {"host.name": "node2"})], TWO_HOSTS) == []
 
 
-@pytest.mark.parametrize("host, ask", [
+@pytest.mark.parametrize("host, intent", [
     ("cpu_box", {}), ("cpu_box", CPU), ("cpu_box", DISK), ("cpu_box", {"command": "run"}), ("cpu_box", {"port": 29500}),
     ("workstation", {}), ("workstation", CUDA), ("workstation", CPU), ("workstation", {"command": "run"}),
     ("server", {}), ("server", {**CUDA, "nproc": 8}), ("server", TWO_HOSTS),
 ])  # fmt: skip
-def test_a_healthy_machine_is_left_in_peace(host, ask):
-    assert find([HOSTS[host]], Ask(**ask)) == []
+def test_a_healthy_machine_has_no_findings(host, intent):
+    assert find_findings([HOSTS[host]], Intent(**intent)) == []
 
 
-# what was once taken for a fault, or named with a fix that makes it worse: id, host, changes, asked, severity and fix or None
-SPARED: list[tuple[str, str, dict[str, Any], dict[str, Any], tuple[str, str] | None]] = [
+# what was once reported wrongly or with a harmful fix: id, host, changes, intent, severity and fix or None
+HEALTHY: list[tuple[str, str, dict[str, Any], dict[str, Any], tuple[str, str] | None]] = [
     # NVIDIA's forward compatibility package runs a newer CUDA on an older driver
     ("driver-old", "server", {"driver.version": "535.161.08", "torch.cuda": "13.0"}, CUDA, None),
     ("torch-no-kernels", "workstation", {"torch.archs": ["sm_90", "compute_90"]}, CUDA, None),
@@ -273,11 +271,11 @@ SPARED: list[tuple[str, str, dict[str, Any], dict[str, Any], tuple[str, str] | N
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", SPARED, ids=names)
-def test_a_fix_does_no_harm_and_a_healthy_variant_is_left_in_peace(case):
-    id, host, changes, ask, wanted = case
-    findings = found(id, [changed(HOSTS[host], changes)], ask)
-    assert [(finding.severity, finding.fix) for finding in findings] == ([wanted] if wanted else [])
+@pytest.mark.parametrize("case", HEALTHY, ids=names)
+def test_a_fix_does_no_harm_and_a_healthy_variant_has_no_finding(case):
+    id, host, changes, intent, expected = case
+    findings = findings_of(id, [changed(HOSTS[host], changes)], intent)
+    assert [(finding.severity, finding.fix) for finding in findings] == ([expected] if expected else [])
 
 
 @pytest.mark.parametrize("id, changes, severity, fix", [
@@ -288,17 +286,17 @@ def test_a_fix_does_no_harm_and_a_healthy_variant_is_left_in_peace(case):
     ("hosts-packages", {"packages.tokenizers": "0.9.4"}, "warn", "pip install tokenizers==0.23.3"),
     ("hosts-python", {"python.version": "3.9.1"}, "warn", "python3.11 -m venv .venv"),
 ])  # fmt: skip
-def test_hosts_are_brought_to_the_newest_version(id, changes, severity, fix):
+def test_the_fix_brings_hosts_to_the_newest_version(id, changes, severity, fix):
     first = HOSTS["server"]
-    [finding] = found(id, [first, changed(first, {"host.name": "node2", **changes})], TWO_HOSTS)
+    [finding] = findings_of(id, [first, changed(first, {"host.name": "node2", **changes})], TWO_HOSTS)
     assert (finding.severity, finding.fix) == (severity, fix)
 
 
-def test_the_fix_of_a_loopback_name_leaves_localhost_alone(tmp_path):
+def test_the_fix_of_a_loopback_name_does_not_change_localhost(tmp_path):
     before = "127.0.0.1 localhost node1\n127.0.1.1 node1.lan node1\n"
     (tmp_path / "hosts").write_text(before)
     facts = changed(HOSTS["server"], {"network.addresses": ["127.0.0.1"]})
-    [finding] = found("name-loopback", [facts], TWO_HOSTS)
+    [finding] = findings_of("name-loopback", [facts], TWO_HOSTS)
     fix = finding.fix.replace("/etc/hosts", str(tmp_path / "hosts"))
     subprocess.run(["bash", "-c", f'sudo() {{ "$@"; }}; {fix}'], check=True, stdout=subprocess.DEVNULL)
     lines = [line.split() for line in (tmp_path / "hosts").read_text().splitlines()]
@@ -308,38 +306,38 @@ def test_the_fix_of_a_loopback_name_leaves_localhost_alone(tmp_path):
 
 def test_unknown_facts_never_fire():
     blank = dict.fromkeys(HOSTS["cpu_box"])
-    for ask in ({}, CPU, CUDA, DISK, TWO_HOSTS, {"command": "run", "port": 29500}):
-        assert [f for f in find([blank, blank], Ask(**ask)) if f.id not in ("cores-few",)] == []
+    for intent in ({}, CPU, CUDA, DISK, TWO_HOSTS, {"command": "run", "port": 29500}):
+        assert [f for f in find_findings([blank, blank], Intent(**intent)) if f.id not in ("cores-few",)] == []
 
 
-def test_any_single_unknown_fact_is_survived():
+def test_no_single_unknown_fact_breaks_a_verdict():
     for facts in HOSTS.values():
         for section, value in facts.items():
-            find([{**facts, section: None}], Ask(**TWO_HOSTS))
+            find_findings([{**facts, section: None}], Intent(**TWO_HOSTS))
             for key in value if isinstance(value, dict) else ():
-                find([{**facts, section: {**value, key: None}}], Ask(**TWO_HOSTS))
+                find_findings([{**facts, section: {**value, key: None}}], Intent(**TWO_HOSTS))
 
 
 def test_every_verdict_has_a_case_here():
     assert {verdict.id for verdict in VERDICTS} == {case[0] for case in (*CASES, *PAIRS)}
     assert len(VERDICTS) >= 40
-    assert f"{len(VERDICTS)} such findings" in (ROOT / "README.md").read_text()
+    assert f"all {len(VERDICTS)} findings" in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("verdict", VERDICTS, ids=lambda verdict: verdict.id)
-def test_a_verdict_is_told_in_whole_sentences(verdict: Verdict):
+def test_the_texts_of_a_verdict_have_their_form(verdict: Verdict):
     assert verdict.cause.endswith(".") and verdict.fix.endswith((".", "!"))
     assert (not verdict.why.endswith(".") and verdict.why[0].islower()) or verdict.why.startswith(("NCCL", "CUDA"))
 
 
 def test_stop_comes_before_warn_and_warn_before_note():
     facts = changed(HOSTS["cpu_box"], {"host.wsl": True, "torch.debug": True, "text.exists": False})
-    assert [finding.severity for finding in find([facts], Ask(**CPU))] == ["stop", "warn", "note"]
+    assert [finding.severity for finding in find_findings([facts], Intent(**CPU))] == ["stop", "warn", "note"]
 
 
 def test_evidence_holds_the_facts_it_follows_from():
     facts = changed(HOSTS["cpu_box"], {"host.limits.nofile": [256, 4096]})
-    [finding] = found("nofile-low", [facts], CPU)
+    [finding] = findings_of("nofile-low", [facts], CPU)
     assert finding.evidence == {"host.limits.nofile": at(facts, "host.limits.nofile")}
     assert finding.fix == "ulimit -n 4096"
 

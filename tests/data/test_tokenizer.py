@@ -1,9 +1,9 @@
 """Tokenizers trained here and made elsewhere."""
 
 import json
+import re
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from paceline.data.corpus import held_out_below, list_files, read_corpus
-from paceline.data.tokenizer import Tokenizer, tokenizer_info, train_tokenizer, train_tokenizer_on
+from paceline.data.tokenizer import LONG_RUN, Tokenizer, tokenizer_info, train_tokenizer, train_tokenizer_on
 from paceline.errors import PacelineError
 
 TEXT = "The quick brown fox jumps over the lazy dog in 2024.\n  def f(x):\n\treturn 'naïve café' # 日本語 😀\n"
@@ -42,7 +42,7 @@ def test_decoding_what_was_encoded_gives_the_same_text(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_the_vocabulary_has_the_size_asked_for_and_begins_documents_with_bos(tokenizer):
+def test_the_vocabulary_has_the_requested_size_and_begins_documents_with_bos(tokenizer):
     assert tokenizer.vocab_size == 320
     assert tokenizer.bos_token == "<|bos|>"
     assert tokenizer.special_tokens() == {"<|bos|>": tokenizer.bos_id}
@@ -91,16 +91,17 @@ def test_a_saved_tokenizer_loads_as_the_same(tokenizer, tmp_path):
     assert (loaded.hash, loaded.encode(TEXT)) == (tokenizer.hash, tokenizer.encode(TEXT))
 
 
-def test_a_small_text_gives_fewer_tokens_than_asked_for():
+def test_a_small_text_gives_fewer_tokens_than_requested():
     assert train_tokenizer(iter(["ab ab ab"]), vocab_size=5000).vocab_size == 259  # bytes, bos, `ab` and ` ab`
 
 
 @pytest.mark.parametrize("run", ["a", " ", "\0", "GATTACA"])
 def test_a_run_without_an_end_does_not_stall_the_training(run):
+    """The trainer takes a minute for a word of 200,000 letters, so it gets none of more than 1001."""
     text = run * (200_000 // len(run))
-    start = time.perf_counter()
+    assert re.search(r"\S{1001}|\s{1002}", text)
+    assert not re.search(r"\S{1001}|\s{1002}", LONG_RUN.sub(r"\1\n\2", text))
     tokenizer = train_tokenizer(iter([TEXT, text]), vocab_size=400)
-    assert time.perf_counter() - start < 10  # 20 s and more when it stalls, on idle cores
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
@@ -122,7 +123,7 @@ def test_a_tokenizer_trained_on_a_source_does_not_see_what_is_held_out(tmp_path)
 
 
 @pytest.mark.parametrize("separator", ["<|endoftext|>", "<|begin_of_text|>", "<s>", "</s>", "<eos>"])
-def test_tokenizers_of_others_separate_documents_by_what_they_have(tmp_path, separator):
+def test_tokenizers_made_elsewhere_separate_documents_by_their_own_token(tmp_path, separator):
     tokenizer = Tokenizer.load(gpt2_like(tmp_path / "tokenizer.json", separator=separator, special=False))
     assert tokenizer.bos_token == separator
     assert tokenizer.token_bytes()[tokenizer.bos_id] == 0
@@ -145,7 +146,7 @@ def test_token_bytes_of_a_sentencepiece_like_vocabulary_count_the_space_mark_as_
     assert Tokenizer.load(tmp_path / "t.json").token_bytes().tolist() == [0, 0, 1, 1, 2, 3, 1]
 
 
-def test_a_stream_gives_out_a_character_only_when_its_last_byte_is_there(tokenizer):
+def test_a_stream_returns_a_character_only_when_its_last_byte_has_come(tokenizer):
     stream = tokenizer.decode_stream()
     ids = tokenizer.encode("aÿ€😀b")
     given = [stream.push(token) for token in ids]
@@ -195,7 +196,7 @@ def test_a_prompt_that_is_not_text_is_refused(tokenizer):
         tokenizer.encode("caf\udce9")
 
 
-def test_info_says_size_separator_and_bytes_per_token_on_a_sample(tokenizer):
+def test_info_shows_size_separator_and_bytes_per_token_on_a_sample(tokenizer):
     facts = tokenizer_info(tokenizer, sample=TEXT)
     assert facts["vocab_size"] == 320
     assert facts["bytes_per_token"] == len(TEXT.encode()) / len(tokenizer.encode(TEXT))

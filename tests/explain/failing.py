@@ -1,7 +1,7 @@
 """
-Starts a script of tests/explain/faults/ for real, under a launcher, and keeps what launcher and ranks print as one log.
+Runs a script of tests/explain/faults/ under a launcher and writes the output of launcher and ranks to one log.
 
-Everything started has a TMPDIR of its own, by which it is found and ended afterwards, whatever session or group it is in.
+Every process of a script has the same TMPDIR, by which it is identified and killed afterwards, whatever session or group it is in.
 Small disks are mounted in a mount namespace, and limits are control groups below the one that the test runs in.
 """
 
@@ -24,7 +24,7 @@ import pytest
 
 FAULTS = Path(__file__).with_name("faults")
 MODULE = [sys.executable, "-m"]
-EVERY = "every"  # all ranks fail alike: any of them, or none, is right
+EVERY = "every"  # all ranks fail the same way: any of them, or none, is right
 MOUNT = 'mkdir -p $1; mount -t tmpfs -o size=$2 none $1; shift 2; exec "$@"'
 NO_NETWORK = ("unshare", "--net")
 BEFORE_SIGNAL = b"step 00003"
@@ -32,21 +32,21 @@ BEFORE_SIGNAL = b"step 00003"
 
 @dataclass(frozen=True)
 class Fault:
-    """One kind of failure: how it is started, and what has to be found in its log."""
+    """One kind of failure: how it is started, and what its log must contain."""
 
     script: str
     cause: str
-    rank: int | str | None  # the culprit; None: no rank, EVERY: all alike
-    shows: str  # stands in the log if the failure is the one that was meant
+    rank: int | str | None  # the culprit; None: no rank, EVERY: any rank
+    shows: str  # in the log if the intended failure happened
     launcher: str = "torchrun"
     nproc: int = 2
-    also: tuple[str, ...] = ()  # other causes that the log honestly supports
+    also: tuple[str, ...] = ()  # other causes that the log supports too
     args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     around: tuple[str, ...] = ()  # command words before the launcher's
     limits: tuple[str, str, str] | None = None  # control group of argument 1: controller, file, value
     signal: Signals | None = None  # sent to the launcher's group after step 3
-    package: str | None = None  # that the script imports and this project does not require
+    package: str | None = None  # imported by the script and not required by this project
     timeout_s: float = 120.0
 
     def __str__(self) -> str:
@@ -68,7 +68,7 @@ def fail(fault: Fault, log: Path, *, env: Mapping[str, str]) -> Ended:
     """Runs a fault to its end; skips the test where this machine cannot make it fail so."""
     skip_without(fault)
     folder = tempfile.mkdtemp(prefix="fault")  # short: the loader workers' sockets lie in it, whose paths are limited
-    command = [*fault.around, *launch_words(fault), str(FAULTS / f"{fault.script}.py"), *fault.args]
+    command = [*fault.around, *launch_command(fault), str(FAULTS / f"{fault.script}.py"), *fault.args]
     own = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2", "MASTER_ADDR": "127.0.0.1"}
     own |= {"MASTER_PORT": str(free_port()), "TMPDIR": folder, **env, **fault.env}
     with limited(fault.limits) as group, log.open("wb") as out:
@@ -87,12 +87,12 @@ def fail(fault: Fault, log: Path, *, env: Mapping[str, str]) -> Ended:
                 os.killpg(process.pid, fault.signal)
             exit_code = process.wait(fault.timeout_s)
         finally:
-            end_everything_of(folder)
+            kill_processes_in(folder)
             shutil.rmtree(folder)
     return Ended(exit_code, log)
 
 
-def launch_words(fault: Fault) -> list[str]:
+def launch_command(fault: Fault) -> list[str]:
     nproc, port = str(fault.nproc), str(free_port())
     match fault.launcher:
         case "torchrun":
@@ -134,7 +134,7 @@ def skip_without(fault: Fault) -> None:
 
 @contextmanager
 def limited(limits: tuple[str, str, str] | None) -> Iterator[list[str]]:
-    """A control group with that limit, below the one this process is in; gives its path as the script's argument."""
+    """A control group with the limit, below that of this process; yields its path as an argument for the script."""
     if limits is None:
         yield []
         return
@@ -150,14 +150,14 @@ def limited(limits: tuple[str, str, str] | None) -> Iterator[list[str]]:
     try:
         yield [str(group)]
     finally:
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 120
         while group.exists() and time.monotonic() < deadline:
             with suppress(OSError):  # busy until the last process in it is gone
                 group.rmdir()
             time.sleep(0.05)
 
 
-def wait_for_text(log: Path, text: bytes, process: subprocess.Popen[bytes], timeout_s: float = 40.0) -> None:
+def wait_for_text(log: Path, text: bytes, process: subprocess.Popen[bytes], timeout_s: float = 120.0) -> None:
     deadline = time.monotonic() + timeout_s
     while text not in log.read_bytes():
         assert process.poll() is None, log.read_text(errors="replace")
@@ -165,11 +165,11 @@ def wait_for_text(log: Path, text: bytes, process: subprocess.Popen[bytes], time
         time.sleep(0.05)
 
 
-def end_everything_of(folder: str) -> None:
-    """Kills what was started with this TMPDIR until nothing of it is left."""
-    deadline = time.monotonic() + 10
+def kill_processes_in(folder: str) -> None:
+    """Kills the processes with this TMPDIR until none is left."""
+    deadline = time.monotonic() + 120
     while (
-        alive := [each for each in psutil.process_iter() if was_started_in(each, folder)]
+        alive := [process for process in psutil.process_iter() if was_started_in(process, folder)]
     ) and time.monotonic() < deadline:
         for process in alive:
             with suppress(psutil.NoSuchProcess):

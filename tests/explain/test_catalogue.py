@@ -1,4 +1,4 @@
-"""The catalogue: every entry is whole, and each known wording shows its cause first."""
+"""The catalogue: every entry is complete, and each known wording shows its cause first."""
 
 import re
 import time
@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.explain.catalogue import KINDS, MENDERS, RETRIES, SEVERITIES, load_catalogue, make_catalogue
-from paceline.explain.causes_page import format_page
-from paceline.explain.fill import fill
+from paceline.explain.catalogue import FIXERS, KINDS, RETRIES, SEVERITIES, format_page, load_catalogue, make_catalogue
+from paceline.explain.verdict import fill_template
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "causes.md"
@@ -20,37 +19,37 @@ PATTERNS = [(cause, pattern) for cause in CAUSES for pattern in cause.patterns]
 WORDINGS = tomllib.loads((HERE / "wordings.toml").read_text(encoding="utf-8"))["wording"]
 SHOWN = [wording for wording in WORDINGS if wording["cause"] != "harmless"]
 HARMLESS = [wording for wording in WORDINGS if wording["cause"] == "harmless"]
-OF_THE_RECORD = {  # values that a sentence may use without a pattern that catches them
+RECORD_VALUES = {  # that a sentence may use although no group of a pattern has them
     *("rank", "step", "host", "source", "script", "where", "type", "message"),
     *("exit_code", "signal", "last_step", "half_batch", "num_ranks", "run", "file"),
 }
-ENTRY = {"id": "a", "group": "G", "title": "A", "summary": "it broke", "fix": "mend it"}
+ENTRY = {"id": "a", "group": "G", "title": "A", "summary": "it broke", "fix": "repair it"}
 
 
-def name_of(wording):
+def wording_id(wording):
     return f"{wording['cause']}: {wording['text'][:40]}"
 
 
-@pytest.mark.parametrize("wording", SHOWN, ids=name_of)
+@pytest.mark.parametrize("wording", SHOWN, ids=wording_id)
 def test_a_known_wording_shows_its_cause_first(wording):
     assert [match.cause.id for match in CATALOGUE.match(wording["text"], wording["kind"])][:1] == [wording["cause"]]
 
 
-@pytest.mark.parametrize("wording", HARMLESS, ids=name_of)
+@pytest.mark.parametrize("wording", HARMLESS, ids=wording_id)
 def test_a_line_of_a_healthy_run_shows_nothing_that_ends_a_run(wording):
-    found = CATALOGUE.match(wording["text"], wording["kind"])
-    assert [match.cause.id for match in found if match.cause.severity == "fatal"] == []
+    matches = CATALOGUE.match(wording["text"], wording["kind"])
+    assert [match.cause.id for match in matches if match.cause.severity == "fatal"] == []
 
 
-def test_every_cause_is_tested_on_two_wordings_at_least():
+def test_every_cause_is_tested_on_at_least_two_wordings():
     counts = Counter(wording["cause"] for wording in WORDINGS)
     assert [cause.id for cause in CAUSES if counts[cause.id] < 2] == []
 
 
 @pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.id)
-def test_an_entry_is_whole(cause):
+def test_an_entry_is_complete(cause):
     assert cause.severity in SEVERITIES
-    assert cause.mend in MENDERS
+    assert cause.fixed_by in FIXERS
     assert cause.retry in RETRIES
     assert cause.patterns
     assert all([cause.title, cause.summary, cause.fix, cause.source, cause.group])
@@ -60,16 +59,18 @@ def test_an_entry_is_whole(cause):
 
 
 @pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.id)
-def test_sentences_use_only_values_that_can_be_known(cause):
-    caught = {name for pattern in cause.patterns for name in pattern.regex.groupindex}
-    assert set(re.findall(r"\{(\w+)\}", cause.summary + cause.fix)) <= caught | OF_THE_RECORD
+def test_sentences_use_only_values_that_a_log_can_contain(cause):
+    groups = {name for pattern in cause.patterns for name in pattern.regex.groupindex}
+    assert set(re.findall(r"\{(\w+)\}", cause.summary + cause.fix)) <= groups | RECORD_VALUES
 
 
 @pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.id)
-def test_sentences_read_well_where_the_log_tells_nothing_but_a_message(cause):
-    said = fill(cause.summary, {"message": "it broke"}) + fill(cause.fix, {"message": "it broke"})
-    assert "n/a" not in said
-    assert not set("{}[]") & set(re.sub(r"\[[\w., '=-]*\]", "", said))
+def test_sentences_are_complete_for_a_log_with_nothing_but_a_message(cause):
+    sentences = fill_template(cause.summary, {"message": "it broke"}) + fill_template(
+        cause.fix, {"message": "it broke"}
+    )
+    assert "n/a" not in sentences
+    assert not set("{}[]") & set(re.sub(r"\[[\w., '=-]*\]", "", sentences))
 
 
 def test_patterns_compile_and_their_weights_and_literals_are_in_range():
@@ -82,8 +83,8 @@ def test_patterns_compile_and_their_weights_and_literals_are_in_range():
         assert pattern.unless_regex.pattern == pattern.unless
 
 
-@pytest.mark.parametrize("wording", WORDINGS, ids=name_of)
-def test_a_literal_stands_in_every_text_that_its_pattern_matches(wording):
+@pytest.mark.parametrize("wording", WORDINGS, ids=wording_id)
+def test_every_text_that_a_pattern_matches_contains_one_of_its_literals(wording):
     text = wording["text"]
     for cause, pattern in PATTERNS:
         if pattern.fits(wording["kind"]) and pattern.regex.search(text):
@@ -106,7 +107,7 @@ def test_no_pattern_takes_long_on_a_long_line():
         assert time.process_time() - began < 2
 
 
-def test_the_weightiest_pattern_of_a_cause_gives_its_values():
+def test_the_pattern_with_the_highest_weight_gives_the_values():
     patterns = [
         {"match": "lost (?P<what>\\w+)", "literal": "lost", "weight": 0.5},
         {"match": "lost card (?P<card>\\d+)", "literal": "lost card", "weight": 0.9},
@@ -115,7 +116,7 @@ def test_the_weightiest_pattern_of_a_cause_gives_its_values():
     assert (match.weight, match.values) == (0.9, {"card": "3"})
 
 
-def test_unless_takes_a_match_back_and_a_kind_restricts_it():
+def test_unless_and_kind_restrict_a_pattern():
     pattern = {"match": "lost", "literal": "lost", "weight": 0.5, "unless": "found", "kind": "exception"}
     catalogue = make_catalogue([ENTRY | {"pattern": [pattern]}])
     assert [
@@ -124,13 +125,13 @@ def test_unless_takes_a_match_back_and_a_kind_restricts_it():
     ] == [1, 0, 0]
 
 
-def test_a_pattern_may_follow_from_other_things_than_its_cause():
+def test_a_pattern_can_override_what_its_cause_follows_from():
     pattern = {"match": "lost", "literal": "lost", "weight": 0.5, "follows": True}
     (match,) = make_catalogue([ENTRY | {"pattern": [pattern]}]).match("lost", "line")
     assert match.cause.follows is True
 
 
-def test_two_entries_of_one_name_are_refused():
+def test_two_entries_with_the_same_id_are_rejected():
     with pytest.raises(ValueError, match="two entries a"):
         make_catalogue([ENTRY, ENTRY])
 

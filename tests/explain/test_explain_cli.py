@@ -1,4 +1,4 @@
-"""`paceline explain` as it is typed: two lines first, any input, every form of output."""
+"""`paceline explain` on the command line: two lines first, any input, every output format."""
 
 import gzip
 import io
@@ -10,8 +10,8 @@ import pytest
 
 from paceline.cli import run_command
 from paceline.explain.catalogue import load_catalogue
+from paceline.heartbeat import HeartbeatWriter
 from paceline.rundir import RunDir, append_event, write_atomic
-from paceline.train.progress import Progress
 
 LOG = """\
 step 00001/00100 | loss 3.100
@@ -34,7 +34,7 @@ def log(tmp_path):
 
 @pytest.fixture
 def run(tmp_path):
-    """A run of two ranks of which one was killed and the other lost it."""
+    """A run of two ranks: one was killed, the other lost its connection."""
     run = RunDir(tmp_path / "runs" / "books")
     run.logs(1).mkdir(parents=True)
     write_atomic(run.config_toml, 'name = "books"\ndevice_batch_size = 16\n')
@@ -47,31 +47,38 @@ def run(tmp_path):
     append_event(run, "rank_failed", rank=1, signal="SIGKILL", consequence=False, **lost)
     append_event(run, "rank_failed", rank=0, signal="SIGTERM", consequence=True, **lost)
     for rank in (0, 1):
-        Progress(run, rank).mark(40, "train")
+        HeartbeatWriter(run, rank).beat(40, "train")
     return run
 
 
-def explained(capsys, *words):
-    assert run_command(["explain", *map(str, words)]) == 0
+def explained(capsys, *args):
+    """The output of the command with these arguments."""
+    assert run_command(["explain", *map(str, args)]) == 0
     return capsys.readouterr().out
 
 
-def test_the_first_two_lines_say_what_broke_where_and_what_mends_it(log, capsys):
-    first, second, *rest = explained(capsys, log).splitlines()
+def test_the_first_two_lines_have_the_cause_the_place_and_the_fix(log, capsys):
+    first, second, *others = explained(capsys, log).splitlines()
     assert first.startswith("disk-full: ") and "rank 1" in first and "step 2" in first
     assert second.startswith("  fix: ")
-    assert rest[1:3] == ["evidence", "  line 3  rank 1  OSError: [Errno 28] No space left on device"]
-    assert "only followed" in rest and "rank 0 only followed" in rest
+    assert others[1:3] == ["evidence", "  line 3  rank 1  OSError: [Errno 28] No space left on device"]
+    assert "consequences" in others and "rank 0 failed only as a consequence" in others
 
 
 def test_piped_text_has_no_colours(log, capsys):
     assert "\x1b" not in explained(capsys, log)
 
 
-def test_json_has_every_field_that_programs_rely_on(log, capsys):
-    said = json.loads(explained(capsys, log, "--json"))
-    assert set(said) >= KEYS
-    assert (said["cause"], said["rank"], said["step"], said["line"], said["victims"]) == ("disk-full", 1, 2, 3, [0])
+def test_json_has_every_field_that_programs_depend_on(log, capsys):
+    fields = json.loads(explained(capsys, log, "--json"))
+    assert set(fields) >= KEYS
+    assert (fields["cause"], fields["rank"], fields["step"], fields["line"], fields["victims"]) == (
+        "disk-full",
+        1,
+        2,
+        3,
+        [0],
+    )
 
 
 def test_markdown_can_be_pasted_into_an_issue(log, capsys):
@@ -84,36 +91,36 @@ def test_standard_input_is_read(monkeypatch, capsys):
     assert explained(capsys, "-").startswith("disk-full: ")
 
 
-def test_a_packed_log_is_read_as_it_is(tmp_path, capsys):
+def test_a_compressed_log_is_read_directly(tmp_path, capsys):
     path = tmp_path / "train.log.gz"
     path.write_bytes(gzip.compress(LOG.encode()))
     assert explained(capsys, path).startswith("disk-full: ")
 
 
-def test_a_packed_log_that_was_cut_is_read_as_far_as_it_goes(tmp_path, capsys):
+def test_an_incomplete_compressed_log_is_read_as_far_as_possible(tmp_path, capsys):
     path = tmp_path / "train.log.gz"
     path.write_bytes(gzip.compress(LOG.encode())[:-9])
     assert explained(capsys, path)
 
 
-def test_a_healthy_log_is_called_healthy(tmp_path, capsys):
+def test_a_healthy_log_is_reported_as_healthy(tmp_path, capsys):
     path = tmp_path / "x.log"
     path.write_text("step 1/2 | loss 3.0\nstep 2/2 | loss 2.5\n")
-    assert explained(capsys, path) == "healthy: no failure found: 2 progress marks, step 1 to 2, loss 2.5\n"
+    assert explained(capsys, path) == "healthy: no failure found: 2 progress lines, step 1 to 2, loss 2.5\n"
 
 
 def test_a_run_is_explained_by_its_folder_and_by_its_name(run, capsys, monkeypatch):
     monkeypatch.chdir(run.path.parents[1])
-    said = json.loads(explained(capsys, "books", "--json"))
-    assert (said["rank"], said["step"], said["victims"]) == (1, 40, [0])
-    assert said["cause"] in (
+    fields = json.loads(explained(capsys, "books", "--json"))
+    assert (fields["rank"], fields["step"], fields["victims"]) == (1, 40, [0])
+    assert fields["cause"] in (
         "host-oom-killed",
         "killed-from-outside",
-    )  # where the kernel log may be read, it tells which
-    assert json.loads(explained(capsys, "runs/books", "--json")) == said
+    )  # depends on whether the kernel log is readable
+    assert json.loads(explained(capsys, "runs/books", "--json")) == fields
 
 
-def test_the_mistake_that_a_rank_has_named_itself_stands_with_its_fix(run, capsys):
+def test_an_error_with_a_fix_that_a_rank_reported_itself_replaces_the_catalogues(run, capsys):
     error = {
         "time": "2026-11-20T10:00:00.000Z",
         "type": "PlanError",
@@ -126,29 +133,29 @@ def test_the_mistake_that_a_rank_has_named_itself_stands_with_its_fix(run, capsy
     assert "no room" in first and second == "  fix: make room"
 
 
-def test_half_the_batch_is_worked_out_from_the_runs_own_config(run, capsys):
+def test_half_the_batch_size_is_computed_from_the_runs_config(run, capsys):
     run.rank_log(1, 1).write_text(
         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 23.56 GiB\n"
     )
-    said = explained(capsys, run.path)
-    assert said.startswith("cuda-oom: ") and "--device-batch-size 8" in said
+    output = explained(capsys, run.path)
+    assert output.startswith("cuda-oom: ") and "--device-batch-size 8" in output
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("args", "message"),
     [
         ([], "nothing to explain"),
         (["nowhere.log"], "no such file: nowhere.log"),
         (["--cause", "cuda-om"], "no cause cuda-om"),
     ],
 )
-def test_what_cannot_be_explained_ends_in_two_lines(words, message, capsys):
-    assert run_command(["explain", *words]) in (1, 2)
+def test_wrong_arguments_end_in_an_error_and_a_fix(args, message, capsys):
+    assert run_command(["explain", *args]) in (1, 2)
     error = capsys.readouterr().err
     assert error.startswith(f"error: {message}") and "\n  fix: " in error
 
 
-def test_the_list_names_every_cause_and_each_can_be_asked_for(capsys):
+def test_every_cause_is_listed_and_can_be_shown(capsys):
     lines = explained(capsys, "--list").splitlines()
     causes = load_catalogue().causes
     assert [line.split()[0] for line in lines] == sorted(causes)
@@ -157,23 +164,35 @@ def test_the_list_names_every_cause_and_each_can_be_asked_for(capsys):
     assert json.loads(explained(capsys, "--cause", "cuda-oom", "--json"))["id"] == "cuda-oom"
 
 
-def test_a_log_of_a_megabyte_takes_less_than_a_third_of_a_second_of_cpu_time_and_no_torch(tmp_path):
+def test_a_log_of_a_megabyte_is_explained_in_limited_cpu_time_without_torch(tmp_path):
     path = tmp_path / "x.log"
     path.write_text(
         "".join(f"step {n:06d}/900000 | loss 1.{n:06d} | 612 ms | 856,679 tok/s\n" for n in range(18_000)) + LOG
     )
+    reference = "import time; x = sorted(str(n) for n in range(200_000)); print(time.process_time())"
     code = (
         "import sys, time\n"
         "from paceline.cli import run_command; run_command(sys.argv[1:])\n"
         "print(time.process_time(), {'torch', 'numpy', 'rich'} & set(sys.modules))"
     )
-    words = [sys.executable, "-c", code, "explain", str(path)]
-    last = [subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()[-1] for _ in range(3)]
-    assert all(line.endswith(" set()") for line in last)
-    assert min(float(line.split()[0]) for line in last) < 0.3  # start-up included
+    limits, seconds = [], []
+    for _ in range(10):  # the minimum of both: other work on the machine makes single processes slow
+        limits.append(8 * float(last_line(reference)))  # about a third of a second
+        output = last_line(code, "explain", str(path)).split()
+        assert output[1] == "set()"
+        seconds.append(float(output[0]))  # start-up included
+        if min(seconds) < min(limits):
+            break
+    assert min(seconds) < min(limits)
 
 
-def test_a_hang_is_told_by_what_the_supervisor_kept_of_it(run, capsys):
+def last_line(code, *args):
+    """The last line that a new interpreter prints when it runs this code."""
+    command = [sys.executable, "-c", code, *args]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
+
+
+def test_a_hang_is_explained_by_what_the_supervisor_recorded(run, capsys):
     run.hang(1).mkdir(parents=True)
     (run.hang(1) / "1.txt").write_text(
         'rank 1, process 4712\nmark: {"step": 40, "phase": "load"}\n\nState: S (sleeping)\n\nstacks, by faulthandler\n'

@@ -1,8 +1,7 @@
 """
-Failures made here, with real ranks under real launchers: for each, what it is and which rank it began on.
+Real failures of real ranks under real launchers: the explanation must have their cause and the rank where they began.
 
-A script of tests/explain/faults/ is one way to fail. Its log is made anew each time, by the torch and the launchers that
-are installed.
+Each script of tests/explain/faults/ fails in one way. Its log is written during the test by the installed torch and launchers.
 """
 
 import signal
@@ -10,7 +9,7 @@ import signal
 import pytest
 from failing import EVERY, NO_NETWORK, Fault, fail, small_disk
 
-from paceline.explain.explain import explain
+from paceline.explain.logs import explain
 
 pytestmark = pytest.mark.dist
 BAD_SAMPLE = "ValueError: sample 1841 has 3 fields"
@@ -21,14 +20,14 @@ LITTLE_MEMORY = ("memory", "memory.limit_in_bytes", "67108864")
 FEW_PROCESSES = ("pids", "pids.max", "8")
 DISK = "disk"
 
-QUICK = [
-    Fault("healthy", "healthy", None, "training finished"),
+QUICK = [  # a traceback among the ranks, and a rank that ends without a word
     Fault("exception_on_one", "user-code-exception", 1, BAD_SAMPLE, nproc=3),
     Fault("sigkill", "host-oom-killed", 1, "Signal 9"),
-    Fault("disk_full", "disk-full", 0, "unexpected pos", around=small_disk(DISK, "256k"), args=(DISK,)),
-    Fault("ddp_unused", "ddp-unused-parameters", EVERY, "find_unused_parameters"),
 ]
 LONG = [
+    Fault("healthy", "healthy", None, "training finished"),
+    Fault("disk_full", "disk-full", 0, "unexpected pos", around=small_disk(DISK, "256k"), args=(DISK,)),
+    Fault("ddp_unused", "ddp-unused-parameters", EVERY, "find_unused_parameters"),
     Fault("sigsegv", "sigsegv", 1, "Signal 11"),
     Fault("slow_rank", "collective-timeout-desync", 1, "Timed out waiting"),
     Fault("waits_for_a_signal", "preempted-sigterm", None, "got signal: 15", signal=signal.SIGTERM),
@@ -138,8 +137,8 @@ LONG = [
 ]
 
 
-@pytest.mark.parametrize("fault", [*QUICK, *(pytest.param(each, marks=pytest.mark.soak) for each in LONG)], ids=str)
-def test_a_real_failure_is_what_it_was_meant_to_be(fault, tmp_path, request):
+@pytest.mark.parametrize("fault", [*QUICK, *(pytest.param(fault, marks=pytest.mark.soak) for fault in LONG)], ids=str)
+def test_a_real_failure_is_explained(fault, tmp_path, request):
     env = request.getfixturevalue("without_libuv") if fault.package == "libuv" else {}
     ended = fail(fault, tmp_path / "log.txt", env=env)
     assert (ended.exit_code == 0) == (fault.cause == "healthy")

@@ -1,4 +1,4 @@
-"""The score on real labelled logs, which lie beside the repository, not in it."""
+"""The score on real labelled logs, which are outside the repository."""
 
 import json
 import subprocess
@@ -13,13 +13,14 @@ SCORE = [sys.executable, str(ROOT / "benchmarks" / "explain.py"), "--cases"]
 BAR = 92
 
 
-def scored(*words):
-    return subprocess.run([*SCORE, *map(str, words)], capture_output=True, text=True, cwd=ROOT, check=False)
+def scored(*args):
+    """Runs the benchmark with these arguments."""
+    return subprocess.run([*SCORE, *map(str, args)], capture_output=True, text=True, cwd=ROOT, check=False)
 
 
 @pytest.fixture
 def cases(tmp_path):
-    """Two that are plain and one whose label is wrong."""
+    """Two plain cases and one with a wrong label."""
     path = tmp_path / "cases.jsonl"
     oom = "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has 23.56 GiB\n"
     rows = [
@@ -38,17 +39,17 @@ def test_the_real_logs_are_explained_above_the_bar_without_a_false_alarm():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_score_counts_also_as_right_and_names_false_alarms_and_wrong_ranks(cases):
+def test_the_score_accepts_also_and_lists_false_alarms_and_wrong_ranks(cases):
     sums = json.loads(scored(cases, "--json").stdout)
     assert (sums["right"], sums["false_alarms"], sums["wrong_ranks"], sums["right_ranks"]) == (2, ["c"], ["b"], 1)
 
 
-def test_below_the_bar_the_exit_code_says_so_and_a_disputed_label_counts_apart(cases):
+def test_the_exit_code_is_1_below_the_bar_and_disputed_labels_are_counted_separately(cases):
     assert scored(cases, "--bar", 92).returncode == 1
     done = scored(cases, "--bar", 92, "--disputed", "c")
     assert done.returncode == 0
-    assert "label in doubt: 0 of 1 as labelled" in done.stdout
+    assert "disputed labels: 0 of 1 as labelled" in done.stdout
 
 
-def test_half_of_the_cases_can_be_kept_for_measuring(cases):
-    assert [each["id"] for each in json.loads(scored(cases, "--json", "--only", "even").stdout)["scored"]] == ["a", "c"]
+def test_half_of_the_cases_can_be_reserved_for_measuring(cases):
+    assert [case["id"] for case in json.loads(scored(cases, "--json", "--only", "even").stdout)["scored"]] == ["a", "c"]

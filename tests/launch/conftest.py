@@ -15,6 +15,7 @@ import pytest
 from paceline.rundir import RunDir, read_json_lines
 
 DRIVE = Path(__file__).with_name("drive.py")
+DEADLINE_S = 120.0  # against hanging; a busy machine must not fail a test
 
 
 class Launch:
@@ -24,14 +25,14 @@ class Launch:
         self.tree: list[psutil.Process] = []
 
     def wait_until_running(self) -> "Launch":
-        """Until every rank has written 'ready'; remembers every process of the launch."""
+        """Waits until every rank has written 'ready'; remembers every process of the launch."""
         self.wait_for(lambda: "attempt" in self.events())
         nproc = self.event("attempt")["nproc"]
         self.wait_for(lambda: all("ready" in self.log(rank) for rank in range(nproc)))
         self.tree = psutil.Process(self.process.pid).children(recursive=True)
         return self
 
-    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = DEADLINE_S) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert self.process.poll() is None, self.process.communicate()[0]
@@ -49,7 +50,7 @@ class Launch:
         return path.read_text() if path.exists() else ""
 
     def pid_of(self, part: str) -> int:
-        """Of the process whose command line has `part`: paceline.launch.agent, paceline.train.elastic."""
+        """Returns the pid of the process whose command line has `part`: paceline.launch.agent, paceline.launch.elastic."""
         return next(process.pid for process in self.tree if part in process.cmdline())
 
     def worker_pid(self, rank: int) -> int:
@@ -58,7 +59,7 @@ class Launch:
     def signal(self, signum: signal.Signals) -> None:
         self.process.send_signal(signum)
 
-    def end(self, timeout_s: float = 20.0) -> "Launch":
+    def end(self, timeout_s: float = DEADLINE_S) -> "Launch":
         self.output = self.process.communicate(timeout=timeout_s)[0]
         self.exit_code = self.process.returncode
         return self
@@ -67,12 +68,12 @@ class Launch:
     def outcome(self) -> dict:
         return json.loads(self.output.splitlines()[-1])
 
-    def left(self, timeout_s: float) -> list[str]:
-        """What of the remembered processes still runs after timeout_s."""
+    def left(self, timeout_s: float = DEADLINE_S) -> list[str]:
+        """Returns the remembered processes that still run after timeout_s; it waits only while there are any."""
         deadline = time.monotonic() + timeout_s
-        while (alive := [each for each in self.tree if runs(each)]) and time.monotonic() < deadline:
+        while (alive := [process for process in self.tree if runs(process)]) and time.monotonic() < deadline:
             time.sleep(0.02)
-        return [" ".join(each.cmdline()) for each in alive]
+        return [" ".join(process.cmdline()) for process in alive]
 
 
 def runs(process: psutil.Process) -> bool:
@@ -84,13 +85,13 @@ def runs(process: psutil.Process) -> bool:
 
 @pytest.fixture
 def launches() -> Iterator[list[Launch]]:
-    """Those of a test, which end with it."""
+    """The launches of a test, which end with it."""
     started: list[Launch] = []
     yield started
-    for each in started:
-        each.process.kill()
-        each.process.wait()
-        for process in each.tree:
+    for launch in started:
+        launch.process.kill()
+        launch.process.wait()
+        for process in launch.tree:
             if runs(process):
                 process.kill()
 

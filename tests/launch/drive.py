@@ -10,7 +10,8 @@ import os
 import sys
 from pathlib import Path
 
-from paceline.launch.digest import Digest, format_failure
+from paceline.launch.attempts import format_failure
+from paceline.launch.digest import Digest
 from paceline.launch.env import worker_env
 from paceline.launch.supervisor import run_attempt
 from paceline.launch.watchdog import Watchdog

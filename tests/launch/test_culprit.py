@@ -1,10 +1,10 @@
-"""Who holds up the others, from what is known of each rank."""
+"""Which rank holds up the others, from what is known about each rank."""
 
 import pytest
 
-from paceline.launch.culprit import Rank, find_culprits, tell
+from paceline.heartbeat import Heartbeat
 from paceline.launch.stacks import Frame
-from paceline.marks import Mark
+from paceline.launch.watchdog import RankState, describe_hang, find_culprits
 
 IN_ALL_REDUCE = (
     Frame("all_reduce", "/v/site-packages/torch/distributed/distributed_c10d.py", 3252),
@@ -15,8 +15,8 @@ IN_LOADER = (Frame("tokenize", "/home/me/data.py", 12), Frame("one_step", "/src/
 
 
 def rank(number, phase="reduce", *, step=11, state="S", frames=(), cores=0.0):
-    mark = None if phase is None else Mark(step, 0, phase, 0.0)
-    return Rank(number, 100 + number, state, mark, frames, cores)
+    mark = None if phase is None else Heartbeat(step, 0, phase, 0.0)
+    return RankState(number, 100 + number, state, mark, frames, cores)
 
 
 @pytest.mark.parametrize("state", ["T", "Z", None])
@@ -25,7 +25,7 @@ def test_a_process_that_cannot_run_is_named_wherever_it_is(state):
     assert find_culprits(ranks) == [ranks[1]]
 
 
-def test_a_rank_that_has_ended_its_work_may_be_gone():
+def test_a_rank_that_has_finished_may_be_gone():
     ranks = [rank(0, "ending"), rank(1, "done", state=None)]
     assert find_culprits(ranks) == [ranks[0]]
 
@@ -40,61 +40,76 @@ def test_of_several_that_are_behind_the_last_is_named():
     assert find_culprits(ranks) == [ranks[2]]
 
 
-def test_a_rank_that_has_not_begun_is_behind_all():
+def test_a_rank_that_has_not_started_is_behind_all():
     ranks = [rank(0, "start", step=0), rank(1, None)]
     assert find_culprits(ranks) == [ranks[1]]
 
 
-def test_at_the_same_mark_the_stack_outside_the_collective_tells():
+def test_at_equal_heartbeats_the_rank_with_a_stack_outside_the_collective_is_named():
     ranks = [rank(0, frames=IN_ALL_REDUCE), rank(1, frames=IN_LOADER)]
     assert find_culprits(ranks) == [ranks[1]]
 
 
-def test_a_stack_that_nobody_could_take_blames_no_one():
+def test_a_missing_stack_blames_no_rank():
     ranks = [rank(0, frames=IN_ALL_REDUCE), rank(1, frames=())]
     assert find_culprits(ranks) == ranks
 
 
-def test_without_marks_and_stacks_the_one_at_work_is_named():
+def test_without_heartbeats_and_stacks_the_working_rank_is_named():
     ranks = [rank(0, None), rank(1, None, cores=1.0, state="R"), rank(2, None)]
     assert find_culprits(ranks) == [ranks[1]]
 
 
-def test_where_nothing_tells_them_apart_all_are_named():
+def test_where_nothing_distinguishes_the_ranks_all_are_named():
     ranks = [rank(0, frames=IN_ALL_REDUCE), rank(1, frames=IN_ALL_REDUCE)]
     assert find_culprits(ranks) == ranks
-    assert tell(ranks, ranks, silent_s=60) == (
-        "no rank got on for 60 s: nothing tells the ranks apart: all are waiting (state S) in reduce of step 12,"
+    assert describe_hang(ranks, ranks, silent_s=60) == (
+        "no rank made progress for 60 s: nothing distinguishes the ranks: all are waiting (state S) in reduce of step 12,"
         " all_reduce, called at train/loop.py:190"
     )
 
 
-def test_the_sentence_says_who_what_and_who_waits_where():
+def test_the_sentence_names_the_stuck_rank_its_place_and_the_waiting_ranks():
     ranks = [rank(0, frames=IN_ALL_REDUCE), rank(1, "load", state="T"), rank(2, frames=IN_ALL_REDUCE)]
-    assert tell(ranks, [ranks[1]], silent_s=8.1) == (
-        "no rank got on for 8 s: rank 1 is stopped (state T) in load of step 12 and did not come to reduce of step 12;"
+    assert describe_hang(ranks, [ranks[1]], silent_s=8.1) == (
+        "no rank made progress for 8 s: rank 1 is stopped (state T) in load of step 12 and did not reach reduce of step 12;"
         " ranks 0 and 2 wait in reduce of step 12, all_reduce, called at train/loop.py:190"
     )
 
 
-def test_a_loop_in_the_data_loader_is_said_with_its_place():
+def test_a_loop_in_the_data_loader_is_reported_with_its_place():
     ranks = [rank(0, frames=IN_ALL_REDUCE), rank(1, "load", state="R", frames=IN_LOADER, cores=0.98)]
-    assert tell(ranks, [ranks[1]], silent_s=60) == (
-        "no rank got on for 60 s: rank 1 is at work (1.0 cores) in load of step 12, tokenize at me/data.py:12 and did not come to"
-        " reduce of step 12; rank 0 waits in reduce of step 12, all_reduce, called at train/loop.py:190"
+    assert describe_hang(ranks, [ranks[1]], silent_s=60) == (
+        "no rank made progress for 60 s: rank 1 is working (1.0 cores) in load of step 12, tokenize at me/data.py:12 and did not"
+        " reach reduce of step 12; rank 0 waits in reduce of step 12, all_reduce, called at train/loop.py:190"
     )
 
 
-def test_a_script_without_marks_is_told_from_states_and_stacks():
+def test_a_script_without_heartbeats_is_judged_by_states_and_stacks():
     ranks = [rank(0, None, frames=IN_ALL_REDUCE), rank(1, None, state="T")]
-    assert tell(ranks, [ranks[1]], silent_s=600) == (
-        "no rank got on for 600 s: rank 1 is stopped (state T); rank 0 waits in all_reduce, called at train/loop.py:190"
+    assert describe_hang(ranks, [ranks[1]], silent_s=600) == (
+        "no rank made progress for 600 s: rank 1 is stopped (state T); rank 0 waits in all_reduce, called at train/loop.py:190"
     )
+
+
+def test_a_rank_of_comm_is_reported_with_its_operation():
+    ranks = [rank(0, "all_reduce of 1,000 fp32", step=7), rank(1, "barrier", step=6, state="T")]
+    assert find_culprits(ranks) == [ranks[1]]
+    assert describe_hang(ranks, [ranks[1]], silent_s=10) == (
+        "no rank made progress for 10 s: rank 1 is stopped (state T) in barrier and did not reach all_reduce of 1,000 fp32;"
+        " rank 0 waits in all_reduce of 1,000 fp32"
+    )
+
+
+def test_within_a_long_operation_the_rank_with_fewer_parts_is_behind():
+    parts = [Heartbeat(7, part, "all_reduce of 256 MiB", 0.0) for part in (9, 8)]
+    ranks = [RankState(number, 100 + number, "S", heartbeat) for number, heartbeat in enumerate(parts)]
+    assert find_culprits(ranks) == [ranks[1]]
 
 
 def test_a_lone_rank_is_the_only_one():
     ranks = [rank(0, "forward")]
     assert find_culprits(ranks) == ranks
-    assert tell(ranks, ranks, silent_s=60) == (
-        "no rank got on for 60 s: the only rank is waiting (state S) in forward of step 12"
+    assert describe_hang(ranks, ranks, silent_s=60) == (
+        "no rank made progress for 60 s: the only rank is waiting (state S) in forward of step 12"
     )

@@ -1,4 +1,4 @@
-"""What a person sees of a run, on a pipe and on a terminal, from files alone."""
+"""What a training prints, on a pipe and on a terminal, from its files alone; and what is printed about a failure."""
 
 import io
 import json
@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch.digest import Digest, format_event, format_failure, format_step, seconds_left
+from paceline.errors import Finding
+from paceline.launch.attempts import format_failure
+from paceline.launch.digest import Digest, NewRecords, format_step, seconds_left
 from paceline.launch.failure import Failure
 from paceline.launch.supervisor import Outcome
 from paceline.rundir import RunDir, append_event, append_json_line, utc_now, write_atomic
@@ -54,9 +56,9 @@ def test_what_is_unknown_is_not_shown_as_zero():
     )
 
 
-def test_quick_steps_keep_a_decimal_and_long_runs_keep_their_columns():
+def test_quick_steps_keep_decimals_and_long_runs_keep_their_columns():
     line = format_step({**STEP, "step_ms": 8.44}, num_steps=1_000_000, eta_s=1)
-    assert line.startswith("step 0000120/1000000 | loss 4.1203 | 8.4 ms | ")
+    assert line.startswith("step 0000120/1000000 | loss 4.1203 | 8.44 ms | ")
 
 
 def test_a_pipe_gets_a_line_for_each_step_and_event_in_order(run, stream, digest):
@@ -67,10 +69,10 @@ def test_a_pipe_gets_a_line_for_each_step_and_event_in_order(run, stream, digest
     append_event(run, "sample", step=2, text="def main():\n    pass")
     append_event(run, "note", text="compile pays: on")
     digest.close()
-    first, second, *rest = stream.getvalue().splitlines()
+    first, second, *lines = stream.getvalue().splitlines()
     assert first.startswith("step 00001/02500 | loss 4.1203 | 612 ms | 856,679 tok/s | mfu n/a | 38.1 GiB | eta 25m")
     assert second.startswith("step 00002/02500 | loss ")
-    assert rest == [
+    assert lines == [
         "step 00002/02500 | val_bpb 1.7012",
         "step 00002/02500 | checkpoint saved | 1.0 GiB | 3.4 s",
         "step 00002/02500 | sample: def main(): pass",
@@ -99,13 +101,13 @@ def test_a_resumed_run_does_not_repeat_what_was_shown_before(run, stream):
     assert stream.getvalue().startswith("step 00002/00010 ")
 
 
-def test_steps_done_again_after_a_resume_are_shown_again(run, stream):
+def test_steps_that_a_resume_repeats_are_shown_again(run, stream):
     for step in (1, 2, 3):
         append_json_line(run.metrics, metrics(step))
     digest = Digest(run, num_steps=10, total_batch_size=1, stream=stream)
     time.sleep(0.002)
-    kept, _, _ = run.metrics.read_text().splitlines(keepends=True)
-    write_atomic(run.metrics, kept)  # the worker takes back what came after its checkpoint
+    first, _, _ = run.metrics.read_text().splitlines(keepends=True)
+    write_atomic(run.metrics, first)  # the worker removes what came after its checkpoint
     append_json_line(run.metrics, metrics(2))
     digest.poll()
     append_json_line(run.metrics, metrics(3))
@@ -123,30 +125,29 @@ def test_the_time_left_counts_what_happens_between_steps():
     assert seconds_left([{"step": 1, "time": "2026-01-01T00:00:00.000Z"}], num_steps=2) is None
 
 
-def test_a_save_without_room_and_a_rollback_are_said():
-    full = {"event": "save_failed", "step": 5, "needed_bytes": 3 << 30, "free_bytes": 1 << 30}
-    assert format_event(full, num_steps=10) == (
-        "step 00005/00010 | checkpoint not saved: 3.0 GiB needed, 1.0 GiB free; the run goes on and saves as soon as there"
-        " is room"
+def test_a_finding_is_shown_whole(run, stream, digest):
+    append_event(
+        run, "finding", **Finding("slow-link", "warn", "a slow link", "steps take longer", "use another").to_json()
     )
-    rollback = {"event": "rollback", "step": 7, "to_step": 4, "cause": "loss-nan", "number": 1, "at_most": 3}
-    assert format_event(rollback, num_steps=10) == (
-        "step 00007/00010 | loss-nan: rollback 1 of at most 3, back to step 4, past the rows of this step"
-    )
+    digest.poll()
+    assert stream.getvalue().splitlines() == [
+        "warn  slow-link  a slow link",
+        "  why            steps take longer",
+        "  fix            use another",
+    ]
 
 
-def test_a_long_sample_is_cut_and_cannot_steer_the_terminal():
-    event = {"event": "sample", "step": 5, "text": "\x1b[31mred\x07 " + "word " * 100}
-    text = format_event(event, num_steps=10).removeprefix("step 00005/00010 | sample: ")
-    assert text.startswith("[31mred word word ")
-    assert len(text) == 160
+def test_records_start_at_an_offset_that_somebody_else_has_read(run):
+    append_event(run, "finished")
+    assert [event["event"] for event in NewRecords(run.events, offset=0).read()] == ["finished"]
+    assert NewRecords(run.events).read() == []
 
 
-def test_the_order_to_stop_is_shown_once_though_every_process_notes_it(run, stream, digest):
+def test_the_order_to_stop_is_shown_once_though_every_process_writes_it(run, stream, digest):
     append_event(run, "stopping", signal="SIGINT")
     append_event(run, "stopping", step=3)
     digest.poll()
-    assert stream.getvalue() == "stopping: saving a checkpoint; Ctrl-C again to end now\n"
+    assert stream.getvalue() == "stopping on SIGINT: saving a checkpoint; Ctrl-C again to end now\n"
 
 
 def on_a_terminal(run: RunDir, env: dict[str, str]) -> str:
@@ -207,7 +208,7 @@ def test_a_failure_names_the_rank_and_shows_its_own_traceback_and_log(run):
     ]
 
 
-def test_a_mistake_of_the_users_ends_in_error_and_fix_without_a_traceback(run):
+def test_a_mistake_of_the_user_is_shown_as_error_and_fix_without_a_traceback(run):
     outcome = Outcome("failed", 1, 1, [failure(0, "no room", fix="make room", traceback="Traceback ...")])
     assert format_failure(outcome, run).splitlines() == [
         f"rank 0 failed, log: {run.path}/logs/1/0.log",
@@ -232,7 +233,7 @@ def test_a_rank_without_a_traceback_is_shown_with_the_end_of_its_log(run):
 
 
 def test_a_launch_that_failed_before_any_rank_points_at_its_own_log(run):
-    outcome = Outcome("failed", 3, 1, [failure(None, "the launch agent was ended by SIGKILL")])
+    outcome = Outcome("failed", 3, 1, [failure(None, "the launch agent was killed by SIGKILL")])
     assert format_failure(outcome, run) == (
-        f"launch failed: the launch agent was ended by SIGKILL\nlog: {run.path}/logs/1/launch.log"
+        f"launch failed: the launch agent was killed by SIGKILL\nlog: {run.path}/logs/1/launch.log"
     )

@@ -1,4 +1,4 @@
-"""What is added to the workers' environment and why, what never is, and which of the user's values are named."""
+"""What is added to the workers' environment and why, what never is, and which of the user's values are reported."""
 
 import pytest
 
@@ -35,7 +35,7 @@ def test_what_the_user_has_set_stays():
     assert not [row for row in rows if row.name in user and row.origin == "added"]
 
 
-def test_a_row_for_the_users_value_tells_what_paceline_would_have_set():
+def test_a_row_for_the_users_value_shows_what_paceline_would_have_set():
     _, rows = worker_env({"GLOO_SOCKET_IFNAME": "eth0"}, nproc=2, device="cpu", cpu_cores=8)
     assert row_of(rows, "GLOO_SOCKET_IFNAME") == (
         "GLOO_SOCKET_IFNAME",
@@ -53,22 +53,22 @@ def test_cuda_workers_number_their_gpus_as_nvidia_smi_does_and_meet_on_the_loopb
     assert "CUDA_VISIBLE_DEVICES" not in env
 
 
-def test_several_hosts_meet_on_the_interface_that_leads_to_the_others():
+def test_several_hosts_use_the_interface_to_the_others():
     env, _ = worker_env({}, nproc=2, device="cuda", cpu_cores=8, num_hosts=2, interface="eth0")
     assert (env["GLOO_SOCKET_IFNAME"], env["NCCL_SOCKET_IFNAME"]) == ("eth0", "=eth0")
 
 
-def test_without_a_known_interface_several_hosts_choose_their_own():
+def test_without_a_known_interface_several_hosts_choose_themselves():
     env, _ = worker_env({}, nproc=2, device="cuda", cpu_cores=8, num_hosts=2)
     assert not {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} & set(env)
 
 
-def test_a_torch_without_libuv_is_told_to_do_without():
+def test_a_torch_without_libuv_does_not_use_it():
     assert worker_env({}, nproc=2, device="cpu", cpu_cores=8, libuv=False)[0]["USE_LIBUV"] == "0"
     assert "USE_LIBUV" not in worker_env({}, nproc=2, device="cpu", cpu_cores=8)[0]
 
 
-def test_a_script_on_the_cpu_sees_no_gpu_and_accelerate_is_told_to_join_its_processes():
+def test_a_script_on_the_cpu_sees_no_gpu_and_accelerate_joins_its_processes():
     env, _ = worker_env({}, nproc=2, device="cpu", cpu_cores=8, for_script=True)
     assert (env["CUDA_VISIBLE_DEVICES"], env["ACCELERATE_USE_CPU"]) == ("", "true")
 
@@ -76,29 +76,29 @@ def test_a_script_on_the_cpu_sees_no_gpu_and_accelerate_is_told_to_join_its_proc
 @pytest.mark.parametrize("old, new", [
     ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"), ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"),
 ])  # fmt: skip
-def test_a_setting_under_its_older_name_stands(old, new):
+def test_a_setting_under_its_older_name_stays(old, new):
     env, _ = worker_env({old: "5"}, nproc=1, device="cuda", cpu_cores=8)
     assert new not in env
 
 
 HARMFUL = {
     "OMP_NUM_THREADS": ("32", "2 processes x 32 threads wait for each other on 8 cores"),
-    "PYTHONUNBUFFERED": ("", "output is held back, and lost when a rank is killed"),
+    "PYTHONUNBUFFERED": ("", "output is buffered, and lost when a rank is killed"),
     "TOKENIZERS_PARALLELISM": ("true", "each of 2 processes starts a thread per core"),
     "TORCH_FR_BUFFER_SIZE": ("0", "no rank remembers its collectives: a hang cannot be traced"),
     "CUDA_DEVICE_ORDER": ("FASTEST_FIRST", "GPU numbers may not be those of nvidia-smi and of the plan, where cards differ"),
-    "PYTORCH_ALLOC_CONF": ("expandable_segments:False", "GPU memory is lost to fragments"),
-    "CUDA_LAUNCH_BLOCKING": ("1", "every kernel is waited for: good for finding a fault, slow for training"),
+    "PYTORCH_ALLOC_CONF": ("expandable_segments:False", "GPU memory is lost to fragmentation"),
+    "CUDA_LAUNCH_BLOCKING": ("1", "the host waits for every kernel: good for debugging, slow for training"),
     "TORCH_DISTRIBUTED_DEBUG": (
-        "DETAIL", "every collective is checked by another one: good for finding a fault, slow for training",
+        "DETAIL", "every collective is checked by another one: good for debugging, slow for training",
     ),
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": ("0", "a rank whose peer has failed waits without end"),
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": ("0", "a rank whose peer has failed waits forever"),
     "ACCELERATE_USE_CPU": ("true", "accelerate stays on the CPU"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", HARMFUL)
-def test_a_value_of_the_users_that_hurts_stays_and_is_named_in_one_line(name):
+def test_a_value_of_the_users_that_hurts_stays_and_is_reported_in_one_line(name):
     value, harm = HARMFUL[name]
     env, rows = worker_env({name: value}, nproc=2, device="cuda", cpu_cores=8, for_script=True)
     assert env[name] == value
@@ -106,13 +106,14 @@ def test_a_value_of_the_users_that_hurts_stays_and_is_named_in_one_line(name):
 
 
 @pytest.mark.parametrize("name, value, device, settings, harm", [
-    ("USE_LIBUV", "1", "cpu", {"libuv": False}, "this torch was built without libuv: a store cannot be made; set it to 0"),
-    ("GLOO_SOCKET_IFNAME", "lo", "cpu", {"num_hosts": 2}, "2 hosts do not reach each other over the loopback"),
-    ("NCCL_SOCKET_IFNAME", "=lo", "cuda", {"num_hosts": 2}, "2 hosts do not reach each other over the loopback"),
+    ("USE_LIBUV", "1", "cpu", {"libuv": False},
+     "this torch was built without libuv and cannot create a store with it: set it to 0"),
+    ("GLOO_SOCKET_IFNAME", "lo", "cpu", {"num_hosts": 2}, "2 hosts cannot reach each other over the loopback interface"),
+    ("NCCL_SOCKET_IFNAME", "=lo", "cuda", {"num_hosts": 2}, "2 hosts cannot reach each other over the loopback interface"),
     ("CUDA_VISIBLE_DEVICES", "0", "cpu", {"for_script": True}, "the device is cpu, and the script sees these GPUs"),
-    ("OMP_NUM_THREADS", "many", "cpu", {}, "not a number of threads: each process takes every core"),
+    ("OMP_NUM_THREADS", "many", "cpu", {}, "not a number of threads: each process uses every core"),
 ])  # fmt: skip
-def test_what_hurts_depends_on_the_launch(name, value, device, settings, harm):
+def test_whether_a_value_hurts_depends_on_the_launch(name, value, device, settings, harm):
     _, rows = worker_env({name: value}, nproc=2, device=device, cpu_cores=8, **settings)
     assert harm_lines(rows) == [f"note    {name}={value} is yours: {harm}"]
 
@@ -121,7 +122,7 @@ def test_what_hurts_depends_on_the_launch(name, value, device, settings, harm):
     ("OMP_NUM_THREADS", "1"), ("OMP_NUM_THREADS", "4"), ("OMP_NUM_THREADS", "4,2"), ("USE_LIBUV", "0"), ("USE_LIBUV", "1"),
     ("TORCH_DISTRIBUTED_DEBUG", "INFO"), ("CUDA_LAUNCH_BLOCKING", "0"), ("GLOO_SOCKET_IFNAME", "lo"), ("PATH", ""),
 ])  # fmt: skip
-def test_what_does_no_harm_is_not_named(name, value):
+def test_a_harmless_value_is_not_reported(name, value):
     _, rows = worker_env({name: value}, nproc=2, device="cuda", cpu_cores=8)
     assert harm_lines(rows) == []
 
@@ -133,7 +134,7 @@ def test_the_table_shows_each_variable_with_its_origin_and_reason():
         "PYTHONFAULTHANDLER=1          added         a crash in native code leaves a traceback",
         "TOKENIZERS_PARALLELISM=false  added         tokenizers must not start a thread per core in every process",
         "GLOO_SOCKET_IFNAME=lo         added         all processes are on this host, whatever its name resolves to",
-        "TORCH_FR_BUFFER_SIZE=2000     added         each rank remembers its last collectives, for the day they hang",
+        "TORCH_FR_BUFFER_SIZE=2000     added         each rank remembers its last collectives, so that a hang can be traced",
         "OMP_NUM_THREADS=32            yours, hurts  2 processes x 32 threads wait for each other on 8 cores",
     ]
 

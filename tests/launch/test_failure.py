@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from paceline.heartbeat import HeartbeatWriter
 from paceline.launch.failure import find_early_exits, find_failures
 from paceline.rundir import RunDir
-from paceline.train.progress import Progress
 
 BOOM = 'Traceback (most recent call last):\n  File "t.py", line 1, in <module>\nValueError: boom\n'
 PEER = BOOM.replace("ValueError: boom", "RuntimeError: [../pair.cc:553] Connection closed by peer [127.0.0.1]:1")
@@ -78,7 +78,7 @@ def test_the_prefix_that_torch_puts_before_a_traceback_is_taken_off(run):
 
 def test_a_rank_that_ends_with_0_has_left_too_early_unless_its_mark_says_that_it_is_done(run):
     for rank, phase in enumerate(("backward", "done", "stopped", "start")):
-        Progress(run, rank).mark(rank, phase)
+        HeartbeatWriter(run, rank).beat(rank, phase)
     ranks = [ended(0, 0), ended(1, 0), ended(2, 0), ended(3, 0, ended_by_us=True), ended(4, 0)]
     [early] = find_early_exits(run, ranks)
     assert (early.rank, early.exit_code, early.consequence) == (0, 0, False)

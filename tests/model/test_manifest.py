@@ -1,3 +1,5 @@
+"""The manifest of a checkpoint and its files: written, listed, verified, set aside."""
+
 import hashlib
 import json
 import os
@@ -7,18 +9,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from paceline.errors import PacelineError
 from paceline.model.checkpoint import CheckpointWriter, Piece
 from paceline.model.manifest import (
     DamagedCheckpoint,
     NoCheckpoint,
+    RawTensor,
     clean_leftovers,
     list_checkpoints,
     newest_good,
     read_manifest,
+    shard_bytes,
     tensor_entry,
     verify,
+    write_shard,
 )
 
 SHARD = "shard_00000_of_00001.safetensors"
@@ -97,7 +103,7 @@ def test_a_missing_file_is_named(tmp_path: Path, name: str):
 
 
 @pytest.mark.parametrize("raw", [b"", b"{}", b"\x00" * 300, b"[1,\n2]"])
-def test_a_manifest_that_is_empty_or_rubbish_is_damaged_and_not_listed(tmp_path: Path, raw: bytes):
+def test_a_manifest_that_is_empty_or_not_json_is_damaged_and_not_listed(tmp_path: Path, raw: bytes):
     save_steps(tmp_path, 20, 40)
     (tmp_path / "step_000040" / "manifest.json").write_bytes(raw)
     with pytest.raises(DamagedCheckpoint):
@@ -105,7 +111,7 @@ def test_a_manifest_that_is_empty_or_rubbish_is_damaged_and_not_listed(tmp_path:
     assert [info.step for info in list_checkpoints(tmp_path)] == [20]
 
 
-def test_a_damaged_newest_is_passed_over_with_one_line(tmp_path: Path):
+def test_a_damaged_newest_is_skipped_with_one_line(tmp_path: Path):
     save_steps(tmp_path, 20, 40, 60)
     flip_byte(tmp_path / "step_000060" / SHARD, -1)
     path, notes = newest_good(tmp_path, set_aside=False)
@@ -115,7 +121,7 @@ def test_a_damaged_newest_is_passed_over_with_one_line(tmp_path: Path):
     assert (tmp_path / "step_000060").is_dir()
 
 
-def test_each_damaged_one_gets_its_line(tmp_path: Path):
+def test_each_damaged_checkpoint_gets_a_line(tmp_path: Path):
     save_steps(tmp_path, 20, 40, 60)
     (tmp_path / "step_000060" / "manifest.json").write_text("")
     (tmp_path / "step_000040" / SHARD).unlink()
@@ -124,7 +130,7 @@ def test_each_damaged_one_gets_its_line(tmp_path: Path):
     assert [note.rpartition(", ")[2] for note in notes] == ["40 steps are done again", "20 steps are done again"]
 
 
-def test_set_aside_keeps_the_evidence_and_frees_the_name(tmp_path: Path):
+def test_set_aside_renames_damaged_checkpoints(tmp_path: Path):
     for _ in range(2):
         save_steps(tmp_path, 20, 40)
         flip_byte(tmp_path / "step_000040" / SHARD, -1)
@@ -134,7 +140,7 @@ def test_set_aside_keeps_the_evidence_and_frees_the_name(tmp_path: Path):
     assert sorted(path.name for path in tmp_path.glob("*.damaged*")) == ["step_000040.damaged", "step_000040.damaged-2"]
 
 
-def test_when_all_are_damaged_all_are_named_and_none_is_moved(tmp_path: Path):
+def test_when_all_are_damaged_all_are_reported_and_none_is_moved(tmp_path: Path):
     save_steps(tmp_path, 20, 40)
     for step in (20, 40):
         flip_byte(tmp_path / f"step_0000{step}" / SHARD, -1)
@@ -149,7 +155,7 @@ def test_when_all_are_damaged_all_are_named_and_none_is_moved(tmp_path: Path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000020", "step_000040"]
 
 
-def test_none_at_all_is_another_error(tmp_path: Path):
+def test_no_checkpoint_at_all_is_another_error(tmp_path: Path):
     with pytest.raises(NoCheckpoint, match="no checkpoint in"):
         newest_good(tmp_path, set_aside=True)
 
@@ -182,7 +188,7 @@ def test_leftovers_of_killed_saves_are_removed_and_nothing_else(tmp_path: Path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000020", "step_000030.damaged"]
 
 
-def test_a_row_that_nobody_or_two_hold_is_refused():
+def test_a_row_that_no_rank_or_two_ranks_hold_is_refused():
     def part(lo: int, hi: int) -> dict[str, object]:
         return {"file": "f", "name": "w", "rows": [lo, hi]}
 
@@ -205,7 +211,7 @@ def test_listing_and_verifying_need_no_torch(tmp_path: Path):
     assert done.stdout == "step_000020 False\n", done.stderr
 
 
-def test_the_manifest_gives_back_what_went_in(tmp_path: Path):
+def test_a_manifest_survives_encoding_and_reading(tmp_path: Path):
     save_steps(tmp_path / "läufe mit leerzeichen", 20)
     manifest = read_manifest(tmp_path / "läufe mit leerzeichen" / "step_000020")
     assert (manifest.step, manifest.world_size, manifest.val_bpb) == (20, 1, 21.0)
@@ -213,3 +219,31 @@ def test_the_manifest_gives_back_what_went_in(tmp_path: Path):
     assert manifest.tensors["model.w"].shape == (4, 8)
     assert manifest.tensors["model.w"].dtype == "float32"
     assert list(manifest.files) == [SHARD]
+
+
+def test_the_returned_size_and_hash_are_those_of_the_file(tmp_path: Path):
+    tensors = [RawTensor("a", "U8", (9_000_000,), memoryview(bytes(range(250)) * 36_000))]
+    entry = write_shard(tmp_path / "shard", tensors)
+    raw = (tmp_path / "shard").read_bytes()
+    assert (entry.bytes, entry.sha256) == (len(raw), hashlib.sha256(raw).hexdigest())
+    assert shard_bytes(tensors) == len(raw)
+
+
+def test_safetensors_reads_what_was_written(tmp_path: Path):
+    rows = torch.arange(6, dtype=torch.int64)
+    tensors = [
+        RawTensor("pos[0:6]", "I64", (2, 3), memoryview(rows.numpy().tobytes())),
+        RawTensor("größe", "F32", (), memoryview(torch.tensor(1.5).numpy().tobytes())),
+        RawTensor("none", "F32", (4, 0), memoryview(b"")),
+    ]
+    write_shard(tmp_path / "shard", tensors)
+    with safe_open(tmp_path / "shard", framework="pt") as file:
+        assert torch.equal(file.get_tensor("pos[0:6]"), rows.view(2, 3))
+        assert torch.equal(file.get_tensor("größe"), torch.tensor(1.5))
+        assert file.get_tensor("none").shape == (4, 0)
+
+
+def test_the_first_tensor_starts_on_eight_bytes(tmp_path: Path):
+    write_shard(tmp_path / "shard", [RawTensor("x", "U8", (1,), memoryview(b"!"))])
+    length = int.from_bytes((tmp_path / "shard").read_bytes()[:8], "little")
+    assert length % 8 == 0

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline.errors import PacelineError
-from paceline.model.checkpoint import CheckpointWriter, Piece, open_checkpoint
+from paceline.model.checkpoint import CheckpointReader, CheckpointWriter, Piece
 from paceline.model.manifest import clean_leftovers, list_checkpoints, newest_good, verify
 from paceline.model.publish import GIVEN_UP
 
@@ -22,7 +22,7 @@ def make_writer(
     *,
     attempt: str = "1",
     keep_last: int = 3,
-    deadline_s: float = 20.0,
+    deadline_s: float = 300.0,
 ) -> CheckpointWriter:
     return CheckpointWriter(
         directory,
@@ -68,7 +68,7 @@ def test_the_one_just_saved_is_never_pruned_for_a_newer_one(tmp_path: Path):
     assert [info.step for info in list_checkpoints(tmp_path)] == [60, 40]
 
 
-def test_a_full_disk_is_told_with_numbers_and_leaves_the_older_checkpoint(tiny_disk: Path):
+def test_a_full_disk_is_reported_with_numbers_and_leaves_the_older_checkpoint(tiny_disk: Path):
     directory = tiny_disk / "checkpoints"
     writer = make_writer(directory)
     writer.save(20, rows_of(0, 1, 20.0), {})
@@ -98,7 +98,7 @@ def test_a_rank_with_a_full_disk_stops_the_others_at_once(tiny_disk: Path):
     assert files_in(tiny_disk) <= {GIVEN_UP, "shard_00001_of_00002.full"}
 
 
-def test_a_folder_that_cannot_be_written_is_told_with_the_reason(tiny_disk: Path):
+def test_a_folder_that_cannot_be_written_is_reported_with_the_reason(tiny_disk: Path):
     if subprocess.run(["mount", "-o", "remount,ro", str(tiny_disk)], capture_output=True).returncode:
         pytest.skip("may not remount here")
     writer = make_writer(tiny_disk / "checkpoints")
@@ -110,7 +110,7 @@ def test_a_folder_that_cannot_be_written_is_told_with_the_reason(tiny_disk: Path
     )
 
 
-def test_a_rank_that_never_writes_is_named_at_the_deadline(tmp_path: Path):
+def test_a_rank_that_never_writes_is_reported_at_the_deadline(tmp_path: Path):
     writer = make_writer(tmp_path, 0, 4, deadline_s=0.2)
     other = make_writer(tmp_path, 2, 4)
     other.save(40, rows_of(2, 4, 1.0), {})
@@ -124,7 +124,7 @@ def test_a_rank_that_never_writes_is_named_at_the_deadline(tmp_path: Path):
     assert files_in(tmp_path) == {GIVEN_UP}
 
 
-def test_a_rank_that_comes_after_rank_0_has_given_up_leaves_nothing_on_the_disk(tmp_path: Path):
+def test_a_rank_that_finishes_after_rank_0_gave_up_leaves_no_file(tmp_path: Path):
     first, late = make_writer(tmp_path, 0, 2, deadline_s=0.1), make_writer(tmp_path, 1, 2)
     first.save(40, rows_of(0, 2, 1.0), {})
     with pytest.raises(PacelineError):
@@ -153,10 +153,10 @@ def test_leftovers_of_a_killed_attempt_are_never_merged(tmp_path: Path, attempt:
     writers[1].save(40, rows_of(1, 2, 1.0), {})
     for writer in writers:
         writer.wait()
-    assert open_checkpoint(tmp_path / "step_000040").read_all("x").unique().tolist() == [1.0]
+    assert CheckpointReader(tmp_path / "step_000040").read_all("x").unique().tolist() == [1.0]
 
 
-def test_a_step_saved_again_after_a_failure_takes_nothing_of_the_first_try(tmp_path: Path):
+def test_a_step_saved_again_after_a_failure_uses_no_file_of_the_first_save(tmp_path: Path):
     writers = [make_writer(tmp_path, rank, 2, deadline_s=0.1) for rank in range(2)]
     writers[0].save(40, rows_of(0, 2, 1.0), {})
     with pytest.raises(PacelineError):
@@ -167,7 +167,7 @@ def test_a_step_saved_again_after_a_failure_takes_nothing_of_the_first_try(tmp_p
     writers[0].save(40, rows_of(0, 2, 2.0), {})
     for writer in writers:
         writer.wait()
-    assert open_checkpoint(tmp_path / "step_000040").read_all("x").unique().tolist() == [2.0]
+    assert CheckpointReader(tmp_path / "step_000040").read_all("x").unique().tolist() == [2.0]
 
 
 SAVE_FOREVER = """if True:
@@ -222,7 +222,7 @@ def test_ranks_killed_at_any_moment_of_a_save_leave_only_whole_checkpoints(tmp_p
         assert {info.path for info in listed} == set(tmp_path.iterdir())
         for info in listed:
             verify(info.path)
-            assert open_checkpoint(info.path).read_all("x").unique().tolist() == [float(info.step)]
+            assert CheckpointReader(info.path).read_all("x").unique().tolist() == [float(info.step)]
         newest = max((info.step for info in listed), default=0)
         assert newest >= last_step  # what was there before the kill is there after it
         last_step = newest
@@ -245,7 +245,7 @@ def test_what_two_processes_save_one_reads(tmp_path: Path):
         writer.wait()
     """
     ranks = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(rank)]) for rank in range(2)]
-    assert [rank.wait(60) for rank in ranks] == [0, 0]
+    assert [rank.wait(300) for rank in ranks] == [0, 0]
     path, notes = newest_good(tmp_path, set_aside=True)
-    assert torch.equal(open_checkpoint(path).read("x", 1, 5), torch.arange(24).reshape(6, 4)[1:5])
+    assert torch.equal(CheckpointReader(path).read("x", 1, 5), torch.arange(24).reshape(6, 4)[1:5])
     assert notes == []

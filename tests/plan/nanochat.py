@@ -3,7 +3,7 @@ What other people's trainers allocate: nanochat of three dates and an early modd
 
 Closed form, the largest of four moments of a step. What shapes tell (weights, gradients, states, scores) has no error of its own; a
 range comes only from what a point does not tell and from the choices of kernels and compiler, each a row of three figures below:
-at least, expected, at most. The figures were read off traces of these models, off their code and off published logs; test_points.py
+at least, expected, at most. The figures were read off traces of these models, their code and published logs; test_published_runs.py
 holds the closed form against the traces. N tokens of a micro-step, V vocabulary, C width, L layers, unit = 2 * N * C bytes.
 """
 
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from paceline.plan.fits import Verdict, process_bytes, sum_of_independent, verdict
-from paceline.plan.gpus import GPUS, GpuSpec, find_gpu
-from paceline.plan.range import Range
+from paceline.plan.estimate import Range, Verdict, process_bytes, sum_of_independent, verdict
+from paceline.plan.gpu_table import GPUS, GpuSpec
+from paceline.plan.machine import find_gpu
 from paceline.units import GIB
 
 Point = Mapping[str, Any]
@@ -164,10 +164,10 @@ def allocated_by(run: Run) -> Range:
 
 
 def hull(ranges: Iterable[Range]) -> Range:
-    found = list(ranges)
-    expected = [each.expected for each in found]
+    all_ranges = list(ranges)
+    expected = [item.expected for item in all_ranges]
     middle = (min(expected) + max(expected)) / 2
-    return Range(min(each.low for each in found), middle, max(each.high for each in found))
+    return Range(min(item.low for item in all_ranges), middle, max(item.high for item in all_ranges))
 
 
 def runs_of(point: Point) -> Iterable[Run]:
@@ -204,8 +204,8 @@ def math_choices(point: Point) -> tuple[bool, ...]:
     nanochat of October 2025 on RTX 5090 D: the logs ask for whole score matrices. Other RTX 50 cards, and a card that is only
     assumed, may be the same: both. FlashAttention and SDPA's flash kernel keep the same.
     """
-    if told := point.get("sdpa"):
-        return (told.startswith("math"),)
+    if kernel := point.get("sdpa"):
+        return (kernel.startswith("math"),)
     if not point["model_dims"]["family"].startswith("nanochat-2025"):
         return (False,)
     if "assumed" in point["gpu"]:
@@ -219,10 +219,10 @@ def math_choices(point: Point) -> tuple[bool, ...]:
 def families_of(point: Point) -> tuple[Family, ...]:
     """The one named; for a month of nanochat between two of these, both: when it took over what, the month does not tell."""
     name = point["model_dims"]["family"]
-    named = tuple(family for family in FAMILIES if name.startswith(family.name))
+    families = tuple(family for family in FAMILIES if name.startswith(family.name))
     month = re.match(r"nanochat-\d{4}-\d\d", name)
-    if named or not month:
-        return named
+    if families or not month:
+        return families
     nanochat = [family for family in FAMILIES if family.name.startswith("nanochat")]
     before = [family for family in nanochat if family.name < month[0]]
     after = [family for family in nanochat if family.name > month[0]]
@@ -231,14 +231,14 @@ def families_of(point: Point) -> tuple[Family, ...]:
 
 def card_of(point: Point) -> GpuSpec:
     """ "H100 80GB SXM": of the cards with these words in a name, the one with about that memory."""
-    words = re.sub(r"\(.*?\)", "", point["gpu"])
-    told = re.search(r"(\d+) ?GB", words)
-    wanted = set(re.sub(r"\d+ ?GB", "", words).split())
-    found = [spec for spec in GPUS if any(wanted <= set(re.split("[ -]", name)) for name in names_of(spec))]
-    if not found:
-        return find_gpu(words)
-    gigabytes = int(told[1]) if told else 0
-    return min(found, key=lambda spec: (abs(spec.memory_mib / 1024 - gigabytes), len(spec.name)))
+    gpu_name = re.sub(r"\(.*?\)", "", point["gpu"])
+    size = re.search(r"(\d+) ?GB", gpu_name)
+    terms = set(re.sub(r"\d+ ?GB", "", gpu_name).split())
+    matches = [spec for spec in GPUS if any(terms <= set(re.split("[ -]", name)) for name in names_of(spec))]
+    if not matches:
+        return find_gpu(gpu_name)
+    gigabytes = int(size[1]) if size else 0
+    return min(matches, key=lambda spec: (abs(spec.memory_mib / 1024 - gigabytes), len(spec.name)))
 
 
 def names_of(spec: GpuSpec) -> tuple[str, ...]:

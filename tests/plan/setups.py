@@ -1,14 +1,19 @@
-"""Setups whose step times the tests of plan/ reckon."""
+"""Setups, machines and plans that several tests of plan/ use."""
 
 from dataclasses import replace
+from pathlib import Path
 
-from paceline.config import ModelConfig
-from paceline.plan.gpus import find_gpu
+from paceline.config import Config, ModelConfig
+from paceline.plan.history import load_too_large
 from paceline.plan.links import Link, link_of
-from paceline.plan.machine import imagined_machine
+from paceline.plan.machine import Gpu, Machine, find_gpu, imagined_machine
+from paceline.plan.planner import MakePlan, Plan, make_plan
 from paceline.plan.speeds import Speeds
 from paceline.plan.step_time import StepSetup
 
+RTX_5090 = Gpu(0, "NVIDIA GeForce RTX 5090", 32_607 << 20, (12, 0), find_gpu("RTX 5090"))
+ONE, TWO = (Machine(tuple(replace(RTX_5090, index=i) for i in range(n)), 16, False, 64 << 30) for n in (1, 2))
+DEPTH_12 = Config(depth=12, num_steps=50, total_batch_size=524_288)
 SLOW = Link("10GbE", 1.1e9, 1e-4, "assumed")
 
 
@@ -64,3 +69,16 @@ def on_cpu(*, world_size: int = 2, speeds: Speeds | None = MEASURED_CPU, **chang
     model = ModelConfig(4, 128, 2, 2, 64, 256, 4096)
     setup = StepSetup(model, "cpu", world_size, "fp32", "muon", "optimizer", 8, 1, speeds=speeds)
     return replace(setup, **changes)  # type: ignore[arg-type]
+
+
+def planner(folder: Path) -> MakePlan:
+    """make_plan with the sizes that ran out of memory, as the cache folder has them."""
+
+    def make(config: Config, machine: Machine) -> Plan:
+        return make_plan(config, machine, vocab_size=32_768, num_rows=1000, too_large=load_too_large(folder))
+
+    return make
+
+
+def rows(plan: Plan) -> tuple[int, bool]:
+    return plan.device_batch_size, plan.activation_checkpointing

@@ -1,14 +1,95 @@
+"""What a run costs, what to train in a given time or budget, and what makes a step faster."""
+
 from dataclasses import replace
 
 import pytest
+from setups import SLOW, gpt, on, on_cpu
 
 from paceline.config import ModelConfig
 from paceline.errors import PlanError
-from paceline.plan.advice import Fit, advise, expected_bpb, model_of_depth, time_of_budget
-from paceline.plan.gpus import find_gpu
-from paceline.plan.run_cost import Price
-from paceline.plan.scaling import horizon_tokens
-from paceline.plan.step_time import StepSetup
+from paceline.plan.advice import (
+    Fit,
+    Price,
+    advise,
+    expected_bpb,
+    levers,
+    model_of_depth,
+    parse_price,
+    run_cost,
+    saving_seconds,
+    step_gap,
+    time_of_budget,
+)
+from paceline.plan.estimate import Range
+from paceline.plan.machine import find_gpu
+from paceline.plan.shapes import horizon_tokens
+from paceline.plan.step_time import StepSetup, step_time
+
+BASE = {
+    "num_steps": 3600,
+    "world_size": 2,
+    "eval_every": 0,
+    "eval_tokens": 1,
+    "save_every": 0,
+    "total_batch_size": 10**9,
+    "checkpoint_bytes": 0,
+}
+SECOND = Range(0.9, 1.0, 1.2)
+
+
+@pytest.mark.parametrize(
+    ("text", "price"),
+    [
+        ("0.30/kWh", Price(0.30, "kWh")),
+        ("2.50/gpu-hour", Price(2.5, "gpu-hour")),
+        ("$2/GPU-hour", Price(2.0, "gpu-hour")),
+        (".3 EUR / kwh", Price(0.3, "kWh")),
+    ],
+)
+def test_prices_are_read(text, price):
+    assert parse_price(text) == price
+
+
+@pytest.mark.parametrize("text", ["0.30", "", "kWh", "1/hour", "-1/kWh x"])
+def test_a_price_without_its_unit_names_both_forms(text):
+    with pytest.raises(PlanError) as error:
+        parse_price(text)
+    assert error.value.fix == "--price 0.30/kWh or --price 2.50/gpu-hour"
+
+
+def test_3600_steps_of_a_second_take_an_hour():
+    cost = run_cost(SECOND, **BASE)
+    assert cost.hours.expected == pytest.approx(1.0, rel=1e-6)
+    assert (cost.hours.low, cost.hours.high) == (pytest.approx(0.9), pytest.approx(1.2))
+    assert cost.gpu_hours.expected == pytest.approx(2.0)
+
+
+def test_energy_is_a_share_of_the_devices_limit():
+    cost = run_cost(SECOND, **BASE, watts=500)
+    assert cost.kwh.expected == pytest.approx(2 * 0.9 * 0.5)
+    assert cost.kwh.low == pytest.approx(0.9 * 2 * 0.7 * 0.5)
+    assert cost.kwh.high == pytest.approx(1.2 * 2 * 0.5)
+
+
+def test_money_by_the_kwh_and_by_the_gpu_hour():
+    assert run_cost(SECOND, **BASE, watts=500, price=Price(0.3, "kWh")).money.expected == pytest.approx(0.27)
+    assert run_cost(SECOND, **BASE, price=Price(2.5, "gpu-hour")).money.expected == pytest.approx(5.0)
+
+
+def test_without_watts_there_is_no_energy_and_no_price_of_it():
+    cost = run_cost(SECOND, **BASE, price=Price(0.3, "kWh"))
+    assert (cost.kwh, cost.money) == (None, None)
+
+
+def test_evaluations_are_forward_passes_and_one_comes_at_the_end():
+    each = {**BASE, "eval_tokens": 3_000, "total_batch_size": 1_000, "eval_every": 1000}
+    assert run_cost(SECOND, **each).evaluating_hours * 3600 == pytest.approx(4 * 3 / 3)  # at 1000, 2000, 3000, 3600
+
+
+def test_training_waits_only_for_checkpoints_that_are_not_written_meanwhile():
+    assert saving_seconds(500_000_000, between_s=10, saves=5) == pytest.approx(1.0)  # the last alone
+    assert saving_seconds(5_000_000_000, between_s=4, saves=3) == pytest.approx(10 + 2 * 6)
+
 
 LIKE = ModelConfig(12, 768, 6, 6, 128, 2048, 32_768, "SSSL")
 H100 = StepSetup(LIKE, "cuda", 1, "bf16", "muon", "optimizer", 32, 8, spec=find_gpu("H100"))
@@ -18,44 +99,44 @@ def rows_of(model: ModelConfig) -> Fit | None:
     return Fit(max(1, 32 // max(1, model.n_layer // 12))) if model.n_layer <= 30 else None
 
 
-def advice(hours: float, **changes: object):
+def advice_for(hours: float, **changes: object):
     settings = {"tokens_per_param": 12.0, "data": "hf:karpathy/climbmix-400b-shuffle", "fits": rows_of, **changes}
     return advise(H100, time_s=3600 * hours, **settings)
 
 
 def test_the_deepest_model_that_ends_in_time_and_no_deeper():
-    found = advice(12)
+    found = advice_for(12)
     assert found.seconds.expected <= 12 * 3600
-    assert advice(found.seconds.expected / 3600 * 0.99).depth < found.depth
+    assert advice_for(found.seconds.expected / 3600 * 0.99).depth < found.depth
     assert found.deeper.startswith(f"depth {found.depth + 1} takes ")
 
 
 def test_more_time_never_gives_a_shallower_model():
-    depths = [advice(hours).depth for hours in (0.1, 0.3, 1, 3, 10, 30)]
+    depths = [advice_for(hours).depth for hours in (0.1, 0.3, 1, 3, 10, 30)]
     assert depths == sorted(depths) and depths[-1] > depths[0]
 
 
 def test_tokens_are_those_of_the_scaling_rule():
-    found = advice(3)
+    found = advice_for(3)
     horizon = horizon_tokens(found.setup.model, tokens_per_param=12.0)
     assert found.num_tokens == pytest.approx(horizon, rel=0.01)
     assert found.num_tokens == found.num_steps * found.setup.total_batch_size
 
 
 def test_memory_bounds_the_depth():
-    found = advice(1000)
+    found = advice_for(1000)
     assert (found.depth, found.deeper) == (30, "depth 31 does not fit in memory")
 
 
 def test_too_little_time_says_how_much_is_enough():
     with pytest.raises(PlanError) as error:
-        advice(0.0001)
+        advice_for(0.0001)
     assert "too short for a model of any depth" in error.value.message and "--time " in error.value.fix
 
 
 def test_nothing_that_fits_is_refused():
     with pytest.raises(PlanError, match="no model fits"):
-        advice(1, fits=lambda model: None)
+        advice_for(1, fits=lambda model: None)
 
 
 def test_a_device_without_a_time_is_refused():
@@ -85,3 +166,52 @@ def test_a_budget_by_the_kwh_needs_the_watts():
     with pytest.raises(PlanError) as error:
         time_of_budget(9, price=Price(0.5, "kWh"), num_gpus=2, watts=None)
     assert "--watts" in error.value.fix
+
+
+def test_levers_are_sorted_and_each_is_worth_a_percent():
+    setup = replace(on("RTX 5090", gpt(12), gpus=2, rows=4, total=65_536), compile=False, activation_checkpointing=True)
+    found = levers(setup, largest_device_batch_size=16, fits_without_checkpointing=True)
+    assert [each.gain for each in found] == sorted((each.gain for each in found), reverse=True)
+    assert all(each.gain >= 0.01 for each in found)
+    assert {"--compile", "--no-activation-checkpointing", "a x16 slot for each card"} <= {each.what for each in found}
+
+
+def test_a_larger_batch_as_a_lever_divides_the_share_of_a_device():
+    found = levers(on("RTX 5090", gpt(12), rows=2), largest_device_batch_size=100)
+    assert [each.what for each in found if "device-batch" in each.what] in ([], ["--device-batch-size 64"])
+
+
+def test_one_host_instead_of_two_is_a_lever():
+    found = levers(on("H100", gpt(12), rows=8, gpus=4, hosts=2, total=2**19))
+    assert "all 8 GPUs in one host" in {each.what for each in found}
+
+
+def test_without_a_time_there_are_no_levers():
+    assert levers(on_cpu(speeds=None)) == ()
+
+
+def test_a_step_near_the_plan_is_no_finding():
+    setup = on("RTX 5090", gpt(12))
+    planned = step_time(setup)
+    assert step_gap(setup, planned, 1.15 * planned.seconds.expected) is None
+    assert step_gap(setup, step_time(replace(setup, spec=None)), 1.0) is None
+
+
+def test_a_step_over_a_slow_link_names_the_link():
+    setup = replace(on("RTX 5090", gpt(12), rows=8, total=32_768, hosts=2), link=SLOW)
+    planned = step_time(setup)
+    finding = step_gap(setup, planned, 1.5 * planned.seconds.expected)
+    assert (finding.id, finding.severity) == ("step-slower-than-planned", "warn")
+    assert "likely the link: 10GbE" in finding.why and finding.fix == "paceline comm --nproc 2 measures it"
+
+
+def test_a_slow_step_on_one_card_names_its_clock():
+    setup = replace(on("RTX 5090", gpt(12)), compile=True)
+    finding = step_gap(setup, step_time(setup), 2 * step_time(setup).seconds.expected)
+    assert finding.why.startswith("likely the cards run below their clock") and "(+100%)" in finding.what
+
+
+def test_a_faster_step_is_a_note():
+    setup = on_cpu()
+    finding = step_gap(setup, step_time(setup), 0.5 * step_time(setup).seconds.expected)
+    assert (finding.id, finding.severity) == ("step-faster-than-planned", "note")

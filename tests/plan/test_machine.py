@@ -7,49 +7,31 @@ from types import SimpleNamespace
 import pytest
 
 from paceline.errors import PlanError
-from paceline.plan.gpus import find_gpu
 from paceline.plan.machine import (
     Gpu,
     Machine,
+    find_gpu,
     imagined_machine,
     probe_gpus,
     probe_machine,
-    read_nvidia_smi,
-    visible_devices,
     with_spec,
 )
 
-UUIDS = ["GPU-aaaa-1", "GPU-bbbb-2", "GPU-bbcc-3"]
 
-
-@pytest.mark.parametrize(
-    ("visible", "expected"),
-    [
-        (None, [0, 1, 2]),
-        ("1", [1]),
-        ("2,0", [2, 0]),
-        (" 0 , 1 ", [0, 1]),
-        ("GPU-bbbb-2", [1]),
-        ("GPU-a", [0]),
-        ("GPU-bb", []),  # ambiguous, as CUDA sees it
-        ("0,7,1", [0]),  # the first invalid entry hides itself and all after it
-        ("-1", []),
-    ],
-)
-def test_cuda_visible_devices_is_read_as_cuda_reads_it(visible, expected):
-    assert visible_devices(visible, UUIDS) == expected
+class NvmlError(Exception):
+    pass
 
 
 def test_an_empty_cuda_visible_devices_means_no_gpu():
     assert probe_gpus("") == ()
 
 
-def test_a_card_here_brings_what_the_table_knows_of_it():
+def test_a_card_of_this_machine_gets_its_row_of_the_table():
     assert with_spec(Gpu(0, "NVIDIA H100 80GB HBM3", 81559 << 20, (9, 0))).spec is find_gpu("H100 SXM")
     assert with_spec(Gpu(0, "NVIDIA A100-SXM4-40GB", 40537 << 20, (8, 0))).spec is find_gpu("A100 SXM 40GB")
 
 
-def test_an_unknown_card_keeps_what_the_driver_tells():
+def test_an_unknown_card_keeps_what_the_driver_reports():
     card = with_spec(Gpu(0, "Some Card", 20 << 30, (8, 9)))
     assert (card.spec, card.memory_bytes, card.capability) == (None, 20 << 30, (8, 9))
 
@@ -73,8 +55,8 @@ def test_a_driver_without_a_memory_figure_for_a_card_is_no_error(monkeypatch):
     assert (gb10.name, gb10.spec) == ("NVIDIA GB10", find_gpu("GB10"))
 
 
-def test_a_card_that_left_the_bus_is_left_out_and_named(monkeypatch, capsys):
-    class NVMLError_GpuIsLost(Exception):
+def test_a_card_that_left_the_bus_is_skipped_and_reported(monkeypatch, capsys):
+    class NVMLError_GpuIsLost(NvmlError):
         pass
 
     def handle(index: int) -> int:
@@ -91,13 +73,14 @@ def test_a_card_that_left_the_bus_is_left_out_and_named(monkeypatch, capsys):
 
 
 def nvml_of_gb10() -> SimpleNamespace:
-    class NVMLError_NotSupported(Exception):
+    class NVMLError_NotSupported(NvmlError):
         pass
 
     def raise_not_supported(_: object) -> None:
         raise NVMLError_NotSupported
 
     return SimpleNamespace(
+        NVMLError=NvmlError,
         nvmlInit=lambda: None,
         nvmlShutdown=lambda: None,
         nvmlDeviceGetCount=lambda: 1,
@@ -115,17 +98,7 @@ def test_this_machine_has_cores_and_memory():
     assert machine.memory_bytes > 1 << 28
 
 
-def test_nvidia_smi_tells_what_nvml_would():
-    table = (
-        "GPU-11111111-0000-4000-8000-000000000000, NVIDIA H200, 143771, 9.0\n"
-        "GPU-22222222-0000-4000-8000-000000000000, NVIDIA GeForce RTX 5090, [N/A], [N/A]\n"
-    )
-    [(uuid, h200), (_, unknown)] = read_nvidia_smi(table)
-    assert (uuid[:12], h200) == ("GPU-11111111", Gpu(0, "NVIDIA H200", 143771 << 20, (9, 0)))
-    assert unknown == Gpu(1, "NVIDIA GeForce RTX 5090", 0, None)
-
-
-def test_without_nvml_a_program_nvidia_smi_is_asked(tmp_path, monkeypatch):
+def test_without_nvml_nvidia_smi_reports_the_gpus(tmp_path, monkeypatch):
     smi = tmp_path / "nvidia-smi"
     smi.write_text("#!/bin/sh\necho 'GPU-1, NVIDIA A10, 23028, 8.6'\necho 'GPU-2, NVIDIA A10, 23028, 8.6'\n")
     smi.chmod(0o755)

@@ -74,7 +74,7 @@ def test_a_checkpointed_layer_keeps_its_input():
 def test_the_loss_keeps_two_gradients_and_works_on_one_chunk_of_logits():
     loss = loss_bytes(SETUP)
     assert chunk_sizes(SETUP) == (NUM_TOKENS, NUM_TOKENS)
-    assert loss.kept == STREAM + 4 * 1024 * 128
+    assert loss.saved == STREAM + 4 * 1024 * 128
     logits = NUM_TOKENS * 1024
     assert loss.working == 2 * logits + 3 * 4 * logits - 4 * 1024 * 128  # the weight's gradient comes after the copies
 
@@ -90,13 +90,17 @@ def test_a_cpu_widens_the_chunk_that_it_adds_to_the_gradient():
     assert loss_bytes(on_cpu).working == 256 * 1024 * 2 + (2 + 4) * 1024 * 128
 
 
-def test_what_is_held_from_step_to_step_is_eighteen_bytes_a_parameter():
+def test_a_rank_holds_eighteen_bytes_a_parameter_from_step_to_step():
     """bf16 weights, fp32 gradients, masters and two states; tensors under 1,024 elements need no master and are fp32."""
-    held = by_name(SETUP)["optimizer"].parts
+    state_size = by_name(SETUP)["optimizer"].parts
     small = sum(shape.numel for shape in param_shapes(MODEL) if shape.numel < 1024)
-    assert held["weights"] == 2 * (NUMEL - small) + 4 * small
-    assert (held["gradients"], held["masters"], held["states"]) == (4 * NUMEL, 4 * (NUMEL - small), 8 * NUMEL)
-    assert "communication" not in held
+    assert state_size["weights"] == 2 * (NUMEL - small) + 4 * small
+    assert (state_size["gradients"], state_size["masters"], state_size["states"]) == (
+        4 * NUMEL,
+        4 * (NUMEL - small),
+        8 * NUMEL,
+    )
+    assert "communication" not in state_size
 
 
 def test_one_micro_step_of_one_rank_makes_its_gradients_in_the_backward():
@@ -182,8 +186,8 @@ def test_checkpointing_of_several_layers_never_needs_more(setup):
 def test_twice_the_ranks_hold_no_more_each(setup):
     """Masters and states are shared out; padding of buckets is the exception, and small."""
     assume(setup.shard == "optimizer")
-    held, halved = (fullest_state(replace(setup, world_size=size)) for size in (2, 4))
-    assert halved.states + halved.masters <= 1.05 * (held.states + held.masters)
+    state_size, halved = (fullest_state(replace(setup, world_size=size)) for size in (2, 4))
+    assert halved.states + halved.masters <= 1.05 * (state_size.states + state_size.masters)
 
 
 @settings(max_examples=60, deadline=None)

@@ -6,9 +6,9 @@ import pytest
 
 from paceline.config import Config
 from paceline.errors import PlanError
-from paceline.plan.gpus import find_gpu
-from paceline.plan.machine import Gpu, Machine
-from paceline.plan.planner import Plan, format_plan, grad_accum_steps, make_plan
+from paceline.plan.forecast import format_plan
+from paceline.plan.machine import Gpu, Machine, find_gpu
+from paceline.plan.planner import Plan, grad_accum_steps, make_plan
 
 LAPTOP = Machine(gpus=(), cpu_cores=2, cpu_bf16=True, memory_bytes=24 << 30)
 TWO_5090 = Machine(
@@ -38,32 +38,32 @@ def test_a_batch_smaller_than_one_row_a_device_names_the_smallest_that_works():
 
 @pytest.mark.parametrize("nproc", [1, 2, 3, 4, 6])
 def test_the_tiny_batch_divides_over_any_small_number_of_processes(nproc):
-    made = plan(replace(TINY, nproc=nproc))
-    assert made.device_batch_size * made.grad_accum_steps * nproc * 256 == 12_288
-    assert made.device_batch_size * 256 <= 2048
+    planned = plan(replace(TINY, nproc=nproc))
+    assert planned.device_batch_size * planned.grad_accum_steps * nproc * 256 == 12_288
+    assert planned.device_batch_size * 256 <= 2048
 
 
 def test_without_a_gpu_two_processes_run_on_the_cpu_in_bf16_where_it_has_it():
-    made = plan(TINY)
-    assert (made.device, made.world_size, made.threads, made.precision, made.peak_flops) == ("cpu", 2, 1, "bf16", None)
+    cpu = plan(TINY)
+    assert (cpu.device, cpu.world_size, cpu.threads, cpu.precision, cpu.peak_flops) == ("cpu", 2, 1, "bf16", None)
     assert plan(TINY, replace(LAPTOP, cpu_bf16=False)).precision == "fp32"
 
 
 def test_with_gpus_every_one_is_used_with_windows_and_a_known_peak():
-    made = plan(Config(depth=12, num_steps=5), TWO_5090)
-    assert (made.device, made.world_size, made.precision, made.attention) == ("cuda", 2, "bf16", "flex")
-    assert (made.model.window_pattern, made.peak_flops) == ("SSSL", 209.5e12)
+    planned = plan(Config(depth=12, num_steps=5), TWO_5090)
+    assert (planned.device, planned.world_size, planned.precision, planned.attention) == ("cuda", 2, "bf16", "flex")
+    assert (planned.model.window_pattern, planned.peak_flops) == ("SSSL", 209.5e12)
 
 
 def test_the_depth_dial_sets_width_heads_batch_and_length():
-    made = plan(Config(depth=12), TWO_5090)
-    assert (made.model.n_embd, made.model.n_head, made.total_batch_size) == (768, 6, 524_288)
-    assert made.num_steps == round(12 * (12 * 12 * 768**2 + 4096 * 768 + 6 * 6 * 12) / 524_288)
+    planned = plan(Config(depth=12), TWO_5090)
+    assert (planned.model.n_embd, planned.model.n_head, planned.total_batch_size) == (768, 6, 524_288)
+    assert planned.num_steps == round(12 * (12 * 12 * 768**2 + 4096 * 768 + 6 * 6 * 12) / 524_288)
 
 
 def test_epochs_become_steps_that_cover_every_row():
-    made = plan(replace(TINY, num_steps=None, epochs=3.0), num_rows=1000)
-    assert made.num_steps == -(-3000 // 48)
+    planned = plan(replace(TINY, num_steps=None, epochs=3.0), num_rows=1000)
+    assert planned.num_steps == -(-3000 // 48)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_epochs_become_steps_that_cover_every_row():
         ({"head_dim": 65, "n_embd": 260}, LAPTOP, "head_dim 65 is odd", "--head-dim 66"),
     ],
 )
-def test_what_cannot_be_is_refused_with_what_can(changes, machine, message, fix):
+def test_an_impossible_plan_is_refused_with_a_possible_one(changes, machine, message, fix):
     with pytest.raises(PlanError) as error:
         plan(replace(TINY, **changes), machine)
     assert message in error.value.message
@@ -93,10 +93,24 @@ def test_bf16_on_a_card_without_it_is_refused():
 
 
 def test_a_plan_survives_its_file():
-    made = plan(TINY)
-    assert Plan.from_json(made.to_json()) == made
+    planned = plan(TINY)
+    assert Plan.from_json(planned.to_json()) == planned
 
 
 def test_the_screen_shows_the_batch_arithmetic():
     lines = format_plan(plan(TINY), source="builtin")
     assert lines[2] == "step    12,288 tokens = 8 rows x 256 tokens x 2 processes x 3 micro-steps"
+
+
+def test_a_length_that_is_a_time_is_measured_at_the_start():
+    made = plan(replace(TINY, num_steps=None, time="2m"))
+    assert (made.num_steps, made.time) == (60, "2m")  # the fewest, as long as no speed is known
+    assert "length  as many steps as 2m allows, measured at the start" in format_plan(made, source="x")
+    assert (plan(TINY).time, plan(TINY).num_steps) == (None, 10)
+
+
+@pytest.mark.parametrize(("time", "machine", "compiled"), [
+    ("2m", LAPTOP, False), ("2m", TWO_5090, False), ("8h", LAPTOP, None), ("8h", TWO_5090, None),
+])  # fmt: skip
+def test_a_short_run_is_not_compiled(time, machine, compiled):
+    assert plan(Config(depth=12, time=time), machine).compile is compiled

@@ -1,9 +1,20 @@
-"""Names, shapes and groups of the parameters."""
+"""Names, shapes and groups of the parameters; the length that a time allows, and what of it evaluations take."""
 
 import pytest
 
-from paceline.config import ModelConfig
-from paceline.plan.shapes import ParamShape, has_value_embed, matmul_params, num_params, param_shapes
+from paceline.config import Config, ModelConfig
+from paceline.plan.shapes import (
+    EVAL_SHARE,
+    MAX_EVAL_TOKENS,
+    MIN_STEPS,
+    ParamShape,
+    choose_eval_tokens,
+    has_value_embed,
+    matmul_params,
+    num_params,
+    param_shapes,
+    steps_of_time,
+)
 
 
 def model(**changes: int) -> ModelConfig:
@@ -65,3 +76,37 @@ def test_embeddings_count_as_parameters_but_not_as_products():
 
 def test_numel_of_a_shape_is_its_product():
     assert ParamShape("p", (3, 5), "matrix").numel == 15
+
+
+def test_a_tenth_of_the_time_is_left_to_evaluations():
+    assert steps_of_time(120, step_s=0.5) == 216
+
+
+def test_a_run_of_a_given_time_takes_at_least_sixty_steps():
+    assert steps_of_time(120, step_s=9.0) == steps_of_time(-5, step_s=0.1) == MIN_STEPS == 60
+
+
+@pytest.mark.parametrize(("eval_every", "num_steps"), [(0, 200), (1000, 200), (50, 200)])
+def test_evaluations_of_a_given_size_take_what_they_take(eval_every, num_steps):
+    evaluations = -(-num_steps // eval_every) if eval_every else 1
+    time_s = num_steps * 0.5 + evaluations * 10.0
+    assert steps_of_time(time_s, step_s=0.5, eval_s=10.0, eval_every=eval_every) == num_steps
+
+
+@pytest.mark.parametrize("eval_every", [0, 10, 100, 250])
+@pytest.mark.parametrize("num_steps", [60, 300, 5000])
+def test_all_evaluations_take_at_most_a_tenth_of_the_run(num_steps, eval_every):
+    config = Config(eval_every=eval_every)
+    tokens = choose_eval_tokens(config, num_steps=num_steps, total_batch_size=1000, cost=0.5)
+    num_evals = -(-num_steps // eval_every) if eval_every else 1
+    evaluating, training = num_evals * tokens * 0.5, num_steps * 1000
+    assert evaluating / (evaluating + training) <= EVAL_SHARE
+
+
+def test_an_evaluation_has_at_least_the_tokens_of_a_step_and_at_most_a_million():
+    assert choose_eval_tokens(Config(), num_steps=2, total_batch_size=1000) == 1000
+    assert choose_eval_tokens(Config(), num_steps=10**6, total_batch_size=1 << 19) == MAX_EVAL_TOKENS == 1 << 20
+
+
+def test_tokens_that_the_user_has_set_are_not_changed():
+    assert choose_eval_tokens(Config(eval_tokens=7), num_steps=2, total_batch_size=1000) == 7

@@ -5,8 +5,9 @@ from itertools import pairwise
 import pytest
 
 from paceline.config import ModelConfig
+from paceline.plan.algorithms import newton_schulz_flops
 from paceline.plan.shapes import ParamShape, param_shapes
-from paceline.plan.sharding import ALIGNMENT, ShardPlan, backward_order, newton_schulz_flops, row_size, shard_plan
+from paceline.plan.sharding import ALIGNMENT, ShardPlan, backward_order, row_size, shard_plan
 
 WORLD_SIZES = range(1, 17)
 DEPTHS = (2, 3, 4, 5, 6, 7, 8, 12, 13, 16, 20, 24, 32)
@@ -19,12 +20,12 @@ def shapes_of(depth: int) -> tuple[ParamShape, ...]:
 
 def owners(plan: ShardPlan) -> dict[str, list[tuple[int, int, int]]]:
     """Tensor -> (rank, lo, hi) of each share, in rank order."""
-    found: dict[str, list[tuple[int, int, int]]] = {}
+    shards: dict[str, list[tuple[int, int, int]]] = {}
     for bucket in plan.buckets:
         for rank in range(plan.world_size):
             for share in bucket.shares(rank):
-                found.setdefault(share.param.name, []).append((rank, share.lo, share.hi))
-    return found
+                shards.setdefault(share.param.name, []).append((rank, share.lo, share.hi))
+    return shards
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
@@ -64,7 +65,7 @@ def test_tensors_lie_in_their_bucket_without_overlap_and_aligned(world_size):
         for bucket in plan.buckets:
             assert bucket.segment % ALIGNMENT == 0
             ends = [0]
-            for placement in sorted(bucket.placements, key=lambda each: each.offset):
+            for placement in sorted(bucket.placements, key=lambda member: member.offset):
                 assert placement.offset % ALIGNMENT == 0
                 assert placement.offset >= ends[-1]
                 ends.append(placement.offset + placement.param.numel)

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from paceline.errors import PacelineError
-from paceline.plan.speeds import FILE_NAME, Speeds, interpolated, keep_speeds, load_speeds, remember_step
+from paceline.plan.speeds import FILE_NAME, Speeds, interpolate, keep_speeds, load_speeds, remember_step
 
 SPEEDS = Speeds(
     "CPU", 1, 2, {"linear fp32": ((100.0, 1e9), (400.0, 4e9)), "copy": ((1.0, 5e9),)}, {"layer": 1e-3}, "measured"
@@ -15,37 +15,37 @@ def load(folder):
 
 
 def test_rates_between_two_sizes_follow_the_logarithms():
-    assert interpolated(((100, 1e9), (400, 4e9)), 200) == pytest.approx(2e9)
+    assert interpolate(((100, 1e9), (400, 4e9)), 200) == pytest.approx(2e9)
 
 
 def test_rates_beyond_what_was_measured_are_those_of_the_ends():
     assert [SPEEDS.rate("linear", "fp32", size=size) for size in (1, 10_000)] == [1e9, 4e9]
 
 
-def test_what_was_not_measured_has_no_rate():
+def test_work_that_was_not_measured_has_no_rate():
     assert (SPEEDS.rate("linear", "bf16", size=100), SPEEDS.rate("muon")) == (None, None)
 
 
-def test_kept_speeds_come_back_equal_and_for_their_layout_alone(tmp_path):
+def test_speeds_are_read_back_equal_and_only_for_their_layout(tmp_path):
     keep_speeds(tmp_path, SPEEDS)
     keep_speeds(tmp_path, replace(SPEEDS, threads=2, processes=1))
     assert load(tmp_path) == SPEEDS
     assert load_speeds(tmp_path, device_name="CPU", threads=4, processes=1) is None
 
 
-def test_a_missing_or_broken_file_is_as_if_nothing_was_measured(tmp_path):
+def test_a_missing_or_damaged_file_holds_no_speeds(tmp_path):
     assert load(tmp_path / "none") is None
     (tmp_path / FILE_NAME).write_text('{"CPU, 2 x 1 thr')
     assert load(tmp_path) is None
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+def test_a_folder_that_cannot_be_written_is_an_error_with_its_name(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(PacelineError, match="speeds.json cannot be written"):
         keep_speeds(tmp_path / "file", SPEEDS)
 
 
-def test_a_remembered_step_corrects_its_own_setup_most_surely(tmp_path):
+def test_a_measured_step_corrects_its_own_setup_with_the_smallest_error(tmp_path):
     taught = remember_step(tmp_path, SPEEDS, key="a", predicted_s=1.0, measured_s=1.2)
     taught = remember_step(tmp_path, taught, key="b", predicted_s=1.0, measured_s=1.0)
     assert load(tmp_path) == taught
@@ -58,17 +58,17 @@ def test_runs_that_disagree_widen_the_range():
     assert replace(SPEEDS, steps={"a": 1.0, "b": 1.5}).ratio("c") == (1.25, pytest.approx(0.2))
 
 
-def test_nothing_remembered_nothing_corrected():
+def test_without_measured_steps_there_is_no_correction():
     assert SPEEDS.ratio("a") is None
 
 
-def test_a_new_measurement_forgets_what_the_old_one_was_corrected_by(tmp_path):
+def test_a_new_measurement_drops_the_corrections_of_the_old_one(tmp_path):
     remember_step(tmp_path, SPEEDS, key="a", predicted_s=1.0, measured_s=2.0)
     keep_speeds(tmp_path, SPEEDS)
     assert load(tmp_path).steps == {}
 
 
-def test_only_the_last_runs_are_remembered(tmp_path):
+def test_only_the_last_runs_correct_a_prediction(tmp_path):
     taught = SPEEDS
     for number in range(25):
         taught = remember_step(tmp_path, taught, key=str(number), predicted_s=1.0, measured_s=1.0)

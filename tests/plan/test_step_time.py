@@ -38,7 +38,7 @@ def test_published_shares_of_the_peak_are_in_the_planned_range(run, setup, share
     assert planned.mfu * speed.low <= share * speed.expected <= planned.mfu * speed.high
 
 
-def test_the_two_runs_of_the_present_recipe_on_an_h100_are_met_within_5_percent():
+def test_two_runs_of_the_present_recipe_on_an_h100_are_predicted_within_5_percent():
     assert step_time(on("H100", gpt(12))).tok_per_sec.expected == pytest.approx(546_000, rel=0.05)
     assert step_time(on("H100", gpt(12, pattern="L"))).mfu == pytest.approx(0.46, rel=0.05)
 
@@ -70,7 +70,7 @@ def test_devices_without_a_known_link_have_no_time():
     assert step_time(replace(on("RTX 5090", gpt(12), gpus=2), link=None)).seconds is None
 
 
-def test_what_was_measured_takes_the_tables_place_and_is_no_less_sure():
+def test_measured_speeds_replace_the_tables_and_are_no_less_certain():
     table = on("RTX 5090", gpt(12))
     measured = replace(
         MEASURED_CPU, device_name="RTX 5090", rates={**MEASURED_CPU.rates, "linear bf16": ((768, 1e14),)}
@@ -100,14 +100,14 @@ def test_runs_that_were_off_by_several_times_make_the_range_wide_and_no_time_neg
 def test_a_measured_card_has_fused_ops_at_the_speed_of_its_memory():
     rates = {**MEASURED_CPU.rates, **{name.replace("fp32", "bf16"): rate for name, rate in MEASURED_CPU.rates.items()}}
     measured = replace(on("RTX 5090", gpt(12)), speeds=replace(MEASURED_CPU, rates={**rates, "copy": ((1, 1e12),)}))
-    eager, compiled = (step_time(replace(measured, compile=each)).parts for each in (False, True))
+    eager, compiled = (step_time(replace(measured, compile=flag)).parts for flag in (False, True))
     assert compiled["elementwise"] < eager["elementwise"] and compiled["matmuls"] == eager["matmuls"]
 
 
 def test_checkpointing_costs_a_third_of_the_layers():
-    plain, again = (step_time(on_cpu(activation_checkpointing=each)).parts for each in (False, True))
-    assert again["matmuls"] == pytest.approx(4 / 3 * plain["matmuls"])
-    assert again["loss"] == plain["loss"]
+    full, checkpointed = (step_time(on_cpu(activation_checkpointing=flag)).parts for flag in (False, True))
+    assert checkpointed["matmuls"] == pytest.approx(4 / 3 * full["matmuls"])
+    assert checkpointed["loss"] == full["loss"]
 
 
 def test_a_slow_link_is_what_limits_small_steps_over_hosts():

@@ -1,25 +1,24 @@
 """
-What a run of the fault loop has left, judged: each fault's cause, time and lost steps; the weights; the run folder.
+Judges a run of the fault loop by its files: each fault's cause, time and lost steps; the weights; the run folder.
 
-Reads files only. A problem is a sentence; a sound run has none.
+A problem is a sentence; a sound run has none.
 """
 
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from datetime import datetime
-from pathlib import Path
+from dataclasses import dataclass
 
-from soak.drive import Struck
+from soak.drive import Injection
 from soak.faults import Fault
 from train.runs import final_bits
 
 from paceline.errors import PacelineError
-from paceline.model.checkpoint import list_checkpoints, verify
+from paceline.model.manifest import list_checkpoints, verify
 from paceline.rundir import RunDir, read_json_lines
+from paceline.units import parse_time
 
-# how soon a fault must be known, beside --hang-after where it is silence that tells
+# how soon a fault must be noticed; where silence shows it, --hang-after comes on top
 NOTICE_S = 10.0
 POLL_S = 2.0
 
@@ -39,22 +38,22 @@ RANKLESS = ("port", "agent", "supervisor")  # no rank is to blame
 
 
 @dataclass(frozen=True)
-class Judged:
-    """One fault. None: it does not apply."""
+class FaultResult:
+    """The result of one fault. None: it does not apply."""
 
     fault: Fault
     nproc: int
     run: str
-    cause: str  # as the product says it
+    cause: str  # as paceline reports it
     cause_right: bool
     notice_s: float | None
     lost_steps: int | None
-    again_s: float | None  # from the fault to the end of the first step after it
+    resume_s: float | None  # from the fault to the end of the first step after it
     problems: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Story:
+class RunRecord:
     """A run's files, read once."""
 
     run: RunDir
@@ -70,139 +69,138 @@ class Story:
         return list(self.events[numbers[0] :]) if numbers else []
 
 
-def read_story(run: RunDir) -> Story:
-    return Story(run, list(read_json_lines(run.events)), list(read_json_lines(run.metrics)))
+def read_record(run: RunDir) -> RunRecord:
+    return RunRecord(run, list(read_json_lines(run.events)), list(read_json_lines(run.metrics)))
 
 
-def seconds(record: Mapping[str, str]) -> float:
-    return datetime.fromisoformat(record["time"]).timestamp()
+def unix_time(record: Mapping[str, str]) -> float:
+    return parse_time(record["time"])
 
 
-def judge(story: Story, each: Struck, following: Struck | None, *, hang_after_s: float) -> Judged:
-    fault = each.fault
-    until = following.struck if following else math.inf
-    cause, right = cause_of(story, each, until=until)
-    notice_s = notice_of(story, each)
-    lost, again_s = lost_steps(story, each), None
+def judge(record: RunRecord, injection: Injection, following: Injection | None, *, hang_after_s: float) -> FaultResult:
+    """Returns what became of a fault. following: the next one of the run."""
+    fault = injection.fault
+    until = following.time if following else math.inf
+    cause, right = cause_of(record, injection, until=until)
+    notice_s = notice_of(record, injection)
+    lost, resume_s = lost_steps(record, injection), None
     if fault.restarts and not (following is not None and following.fault.phase == "start"):
-        again_s = again_of(story, each)
-    problems = list(each.problems)
+        resume_s = resume_of(record, injection)
+    problems = list(injection.problems)
     if not right:
-        problems.append(f"the cause is called {cause}")
+        problems.append(f"the reported cause is {cause}")
     allowed_s = NOTICE_S if fault.kind != "sigstop" else hang_after_s + POLL_S
     if fault.kind == "supervisor":
         allowed_s = 25.0  # the agent's own grace for a save, and the kill after it
     if notice_s is not None and notice_s > allowed_s:
         problems.append(f"noticed after {notice_s:.1f} s")
     damaged = fault.kind == "checkpoint" or (following is not None and strikes_what_is_read(following.fault))
-    if lost is not None and lost > may_lose(story, each, damaged=damaged):
+    if lost is not None and lost > allowed_loss(record, injection, damaged=damaged):
         problems.append(f"{lost} steps lost")
-    return Judged(fault, each.nproc, story.run.name, cause, right, notice_s, lost, again_s, tuple(problems))
+    return FaultResult(fault, injection.nproc, record.run.name, cause, right, notice_s, lost, resume_s, tuple(problems))
 
 
-def cause_of(story: Story, each: Struck, *, until: float) -> tuple[str, bool]:
-    """What the product calls it, and whether that is true, of the right rank. until: when the next fault strikes."""
-    fault = each.fault
-    verdicts = story.of("verdict", each.attempt)
+def cause_of(record: RunRecord, injection: Injection, *, until: float) -> tuple[str, bool]:
+    """Returns the reported cause, and whether cause and rank are right. until: when the next fault strikes."""
+    fault = injection.fault
+    verdicts = record.of("verdict", injection.attempt)
     if not fault.restarts:
-        verdicts = [event for event in verdicts if each.struck <= seconds(event) < until]
+        verdicts = [event for event in verdicts if injection.time <= unix_time(event) < until]
     verdict = verdicts[-1] if verdicts else {}
-    said, rank = verdict.get("cause"), verdict.get("rank")
+    cause, rank = verdict.get("cause"), verdict.get("rank")
     if fault.kind == "disk":
-        failed = any(event["event"] == "save_failed" and seconds(event) >= each.struck for event in story.events)
-        return ("save_failed" if failed else "nothing"), failed and said is None
+        failed = any(event["event"] == "save_failed" and unix_time(event) >= injection.time for event in record.events)
+        return ("save_failed" if failed else "nothing"), failed and cause is None
     if fault.kind == "slow":
-        return said or "nothing", said is None
+        return cause or "nothing", cause is None
     if fault.kind == "checkpoint":
-        noted = any(e["event"] == "note" and "damaged" in e["text"] for e in story.events if seconds(e) >= each.struck)
+        noted = any(
+            e["event"] == "note" and "damaged" in e["text"] for e in record.events if unix_time(e) >= injection.time
+        )
         if not fault.restarts:
-            return ("note: damaged" if noted else "nothing"), noted and said is None
-        return f"{said}, note: damaged" if noted else str(said), noted and said in CAUSES[
+            return ("note: damaged" if noted else "nothing"), noted and cause is None
+        return f"{cause}, note: damaged" if noted else str(cause), noted and cause in CAUSES[
             "checkpoint"
-        ] and rank == each.rank
-    right = said in CAUSES[fault.kind] and rank == (None if fault.kind in RANKLESS else each.rank)
-    return f"{said}" + ("" if rank is None else f" of rank {rank}") + (f", was {each.rank}" if not right else ""), right
+        ] and rank == injection.rank
+    right = cause in CAUSES[fault.kind] and rank == (None if fault.kind in RANKLESS else injection.rank)
+    return f"{cause}" + ("" if rank is None else f" of rank {rank}") + (
+        f", was {injection.rank}" if not right else ""
+    ), right
 
 
-def notice_of(story: Story, each: Struck) -> float | None:
-    if not each.fault.restarts:
+def notice_of(record: RunRecord, injection: Injection) -> float | None:
+    if not injection.fault.restarts:
         return None
-    if each.noticed is not None:
-        return each.noticed - each.struck
+    if injection.notice_time is not None:
+        return injection.notice_time - injection.time
     kinds = ("hang", "rank_failed", "attempt_ended")
-    times = [seconds(event) for kind in kinds for event in story.of(kind, each.attempt)]
-    return min(times) - each.struck if times else None
+    times = [unix_time(event) for kind in kinds for event in record.of(kind, injection.attempt)]
+    return min(times) - injection.time if times else None
 
 
-def lost_steps(story: Story, each: Struck) -> int | None:
-    """Done before, and done again."""
-    if not each.fault.restarts:
+def lost_steps(record: RunRecord, injection: Injection) -> int | None:
+    """Returns the steps that were done before the fault and repeated after it."""
+    if not injection.fault.restarts:
         return None
-    resumed = [event["step"] for event in story.after(each.attempt) if event["event"] == "resumed"]
-    return max(0, each.step - (resumed[0] if resumed else 0))
+    resumed = [event["step"] for event in record.after(injection.attempt) if event["event"] == "resumed"]
+    return max(0, injection.step - (resumed[0] if resumed else 0))
 
 
 def strikes_what_is_read(fault: Fault) -> bool:
-    """It damages the checkpoint that the attempt after the fault before it goes on from."""
+    """Whether it damages the checkpoint that the next attempt resumes from."""
     return fault.kind == "checkpoint" and fault.phase == "start"
 
 
-def may_lose(story: Story, each: Struck, *, damaged: bool) -> int:
-    """What was done since the newest checkpoint, which one interval covers but where its save was still under way."""
-    saves = [e["step"] for e in story.events if e["event"] == "checkpoint" and seconds(e) < each.struck]
+def allowed_loss(record: RunRecord, injection: Injection, *, damaged: bool) -> int:
+    """Steps since the newest checkpoint: one interval, or more where its save was still in progress."""
+    saves = [e["step"] for e in record.events if e["event"] == "checkpoint" and unix_time(e) < injection.time]
     if damaged:
         saves = sorted(set(saves))[:-1]
-    return max(0, each.step - (saves[-1] if saves else 0))
+    return max(0, injection.step - (saves[-1] if saves else 0))
 
 
-def again_of(story: Story, each: Struck) -> float | None:
-    starts = [seconds(event) for event in story.after(each.attempt) if event["event"] == "attempt"]
-    times = [seconds(line) for line in story.metrics]
-    return next((time - each.struck for time in times if starts and time > starts[0]), None)
+def resume_of(record: RunRecord, injection: Injection) -> float | None:
+    starts = [unix_time(event) for event in record.after(injection.attempt) if event["event"] == "attempt"]
+    times = [unix_time(line) for line in record.metrics]
+    return next((time - injection.time for time in times if starts and time > starts[0]), None)
 
 
 def problems_of_run(
-    story: Story, *, num_steps: int, exit_code: int, left: Sequence[int], unbroken: Mapping[str, str]
+    record: RunRecord, *, num_steps: int, exit_code: int, left: Sequence[int], unbroken: Mapping[str, str]
 ) -> list[str]:
-    """Of the whole run."""
-    found = []
+    """Returns the problems of the whole run."""
+    problems = []
     if exit_code:
-        found.append(f"it ended with {exit_code}")
+        problems.append(f"it ended with {exit_code}")
     if left:
-        found.append(f"processes were left: {', '.join(map(str, left))}")
-    steps = [line["step"] for line in story.metrics]
+        problems.append(f"processes were left: {', '.join(map(str, left))}")
+    steps = [line["step"] for line in record.metrics]
     if steps != list(range(1, num_steps + 1)):
-        found.append(f"metrics.jsonl has the steps {steps}")
-    found += problems_of_files(story.run)
-    if not exit_code and final_bits(story.run.path) != unbroken:
-        found.append("the weights differ from those of the undisturbed run")
-    return found
+        problems.append(f"metrics.jsonl has the steps {steps}")
+    problems += problems_of_files(record.run)
+    if not exit_code and final_bits(record.run.path) != unbroken:
+        problems.append("the weights differ from those of the undisturbed run")
+    return problems
 
 
 def problems_of_files(run: RunDir) -> list[str]:
-    """Every checkpoint is whole, nothing half-written lies about, and every line of events is one."""
-    found = []
-    for each in list_checkpoints(run.checkpoints):
+    """Returns a problem for each damaged checkpoint, half-written file and broken line of events."""
+    problems = []
+    for checkpoint in list_checkpoints(run.checkpoints):
         try:
-            verify(each.path)
+            verify(checkpoint.path)
         except PacelineError as error:
-            found.append(error.message)
+            problems.append(error.message)
     names = {path.name for path in run.checkpoints.iterdir()}
-    found += [f"{name} lies in checkpoints" for name in sorted(names) if name.startswith(".") or name.endswith(".part")]
+    problems += [
+        f"{name} lies in checkpoints" for name in sorted(names) if name.startswith(".") or name.endswith(".part")
+    ]
     for line in run.events.read_bytes().splitlines():
         try:
             json.loads(line)
         except ValueError:
-            found.append(f"events.jsonl has the line {line[:60]!r}")
-    found += [
+            problems.append(f"events.jsonl has the line {line[:60]!r}")
+    problems += [
         f"{path.relative_to(run.path)} is empty" for path in (run.config_toml, run.plan_json) if not path.stat().st_size
     ]
-    return found
-
-
-def with_problem(judged: Judged, *texts: str) -> Judged:
-    return replace(judged, problems=(*judged.problems, *texts))
-
-
-def screen_of(path: Path) -> str:
-    return path.read_text(errors="replace") if path.exists() else ""
+    return problems

@@ -1,8 +1,8 @@
 """
-Which faults there are, which of them a seed chooses, and how they are laid into runs. Pure: no process, no clock.
+The kinds of faults, which of them a seed chooses, and how they are distributed over runs. Pure: no process, no clock.
 
-A fault strikes when one rank comes to one place of one step. Several strike one run, each in a window of steps of its own, so
-that a checkpoint lies between two.
+A fault strikes when one rank reaches one place of one step. Several faults strike one run, each in its own window of steps, with a
+checkpoint between any two.
 """
 
 import random
@@ -21,8 +21,8 @@ IN_STEP = ("load", "forward", "backward", "reduce", "update")
 @dataclass(frozen=True)
 class Kind:
     what: str  # for the table
-    restarts: bool = True  # the attempt ends of it
-    inside: bool = False  # the rank does it itself (inside/sitecustomize.py); else it is done to it
+    restarts: bool = True  # it ends the attempt
+    inside: bool = False  # the rank does it itself (inside/sitecustomize.py)
     phases: tuple[str, ...] = PHASES
 
 
@@ -35,8 +35,8 @@ KINDS = {
     "memory": Kind("memory runs out", inside=True),
     "disk": Kind("the disk is full for a while", restarts=False),
     "checkpoint": Kind("the newest checkpoint flipped or cut"),
-    "port": Kind("the port is taken", inside=True, phases=("start",)),
-    "agent": Kind("the launch agent or torch's killed"),
+    "port": Kind("the port is in use", inside=True, phases=("start",)),
+    "agent": Kind("the launch agent or torch's agent killed"),
     "supervisor": Kind("the command itself killed, then resumed"),
     "slow": Kind("a rank is slow for a while", restarts=False, inside=True),
 }
@@ -45,28 +45,28 @@ KINDS = {
 @dataclass(frozen=True)
 class Fault:
     kind: str
-    rank: str  # of RANKS: the one that it strikes, or whose coming to the place it waits for
+    rank: str  # of RANKS: the one that it strikes, or that must reach the place first
     phase: str
-    variant: int  # of a kind's two ways
-    place: str  # the mark at which it strikes
-    delay_ms: int  # after the mark; 0: at it
+    variant: int  # 0 or 1: a kind has two
+    place: str  # the phase of the heartbeat at which it strikes
+    delay_ms: int  # after that heartbeat
     offset: int  # of the step in its window
 
     @property
     def restarts(self) -> bool:
-        """Damage done before a checkpoint is read ends no attempt."""
+        """Whether the fault ends the attempt; damage to a checkpoint before it is read does not."""
         return KINDS[self.kind].restarts and (self.kind, self.phase) != ("checkpoint", "start")
 
 
 @dataclass(frozen=True)
 class Run:
-    """faults strike in this order."""
+    """One run and its faults, in the order in which they strike."""
 
     nproc: int
     faults: tuple[Fault, ...]
 
     def step(self, number: int) -> int | None:
-        """At which fault `number` strikes, in steps done; None: at a start."""
+        """Returns the number of completed steps at which fault `number` strikes; None: at the start of an attempt."""
         fault = self.faults[number]
         return None if fault.phase == "start" else WINDOW * (number + 1) + fault.offset
 
@@ -75,12 +75,12 @@ class Run:
 
 
 def num_steps(most_faults: int) -> int:
-    """Of every run with up to so many: all need the same learning rates to be compared."""
+    """Returns the length of every run: all runs need the same learning rates to be compared."""
     return WINDOW * (most_faults + 1) + INTERVAL
 
 
 def sample(seed: int, count: int, *, kinds: Sequence[str] = tuple(KINDS), ranks: Sequence[str] = RANKS) -> list[Fault]:
-    """Every kind in turn; of each, ranks and phases so that all pairs come before one comes again."""
+    """Returns faults of every kind in turn; for each kind all pairs of rank and phase come before one is repeated."""
     rng = random.Random(seed)
     first = {kind: rng.randrange(len(RANKS) * len(PHASES)) for kind in KINDS}
     faults = []
@@ -96,16 +96,16 @@ def make_fault(rng: random.Random, kind: str, *, rank: str, phase: str, turn: in
     places = {"step": IN_STEP, "start": ("start",) if kind == "checkpoint" else ("start", "compile")}
     place = rng.choice(places.get(phase, (phase,)))
     offset = {"start": 0, "step": rng.randint(INTERVAL + 1, WINDOW - 1), "save": WINDOW, "eval": INTERVAL}[phase]
-    late = rng.choice((0, 0, 3, 10, 30, 60))
-    held = kind in ("checkpoint", "disk") or KINDS[kind].inside  # what is struck must still be as it was at the mark
-    return Fault(kind, rank, phase, turn // 2 % 2, place, 0 if held else late, offset)
+    delay_ms = rng.choice((0, 0, 3, 10, 30, 60))
+    is_exact = kind in ("checkpoint", "disk") or KINDS[kind].inside  # the rank must still be at its place
+    return Fault(kind, rank, phase, turn // 2 % 2, place, 0 if is_exact else delay_ms, offset)
 
 
 def pack(faults: Sequence[Fault], *, seed: int, most: int, nprocs: Sequence[int] = (2, 3)) -> list[Run]:
-    """Into as few runs as their order allows; a middle rank needs three."""
+    """Distributes the faults over as few runs as possible; a middle rank needs three ranks."""
     rng = random.Random(seed)
     open_runs: list[tuple[int, list[Fault]]] = [(nprocs[n % len(nprocs)], []) for n in range(-(-len(faults) // most))]
-    for fault in sorted(faults, key=lambda each: (hard_to_place(each), rng.random())):
+    for fault in sorted(faults, key=lambda fault: (hard_to_place(fault), rng.random())):
         wide = fault.rank == "middle"
         room = [
             run for run in open_runs if len(run[1]) < most and (run[0] > 2 or not wide) and ordered([*run[1], fault])
@@ -120,7 +120,7 @@ def pack(faults: Sequence[Fault], *, seed: int, most: int, nprocs: Sequence[int]
 
 
 def hard_to_place(fault: Fault) -> int:
-    """Those first of which a run takes one; starts last, as they need another fault's end before them."""
+    """Sorts first what a run can have only once; last the starts, which need a fault before them that ends an attempt."""
     return 0 if fault.kind in ("memory", "disk") else 2 if fault.phase == "start" else 1
 
 
@@ -129,7 +129,7 @@ def ordered(members: Sequence[Fault]) -> tuple[Fault, ...] | None:
 
 
 def fits(order: Sequence[Fault]) -> bool:
-    """A start must be there to be struck; a checkpoint lies between three ends; two lie there before one is damaged."""
+    """Whether the faults can strike in this order: a start needs a restart before it, a damaged checkpoint one before it."""
     for number, fault in enumerate(order):
         before = order[number - 1] if number else None
         if fault.phase == "start" and before is not None and (not before.restarts or before.phase == "start"):
@@ -138,4 +138,6 @@ def fits(order: Sequence[Fault]) -> bool:
             return False
         if fault.kind == "disk" and number < len(order) - 1:
             return False  # the checkpoint that it costs must not be needed
-    return sum(fault.kind == "memory" for fault in order) <= 1  # from one row at once there is one way to need less
+    return (
+        sum(fault.kind == "memory" for fault in order) <= 1
+    )  # with a micro-batch of one row there is one way to need less memory

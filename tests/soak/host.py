@@ -1,5 +1,5 @@
 """
-What the fault loop needs of this host: a small disk, a memory limit, and a look at all processes. Says what it cannot have.
+What the fault loop needs from this host: a small disk, a memory limit and the list of processes; it reports what is missing.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ NO_LIMIT = "-1"
 
 
 class Host:
-    """mounts and groups are removed by `close`."""
+    """Mounts and control groups; `close` removes them."""
 
     def __init__(self, folder: Path):
         self.mounted: list[Path] = []
@@ -26,18 +26,18 @@ class Host:
 
     @property
     def notes(self) -> list[str]:
-        """One line for each thing that is done otherwise, or not at all."""
-        found = []
+        """Returns a line for each kind of fault that is done differently, or not at all."""
+        notes = []
         if not self.can_limit:
-            found.append("memory runs out by a cap on the rank's address space: no control group can be made here")
+            notes.append("memory runs out by a cap on the rank's address space: no control group can be made here")
         if not self.can_mount:
-            found.append("no fault of kind disk: nothing can be mounted here")
-        return found
+            notes.append("no fault of kind disk: nothing can be mounted here")
+        return notes
 
     def _try_mount(self, folder: Path) -> bool:
         folder.mkdir(parents=True, exist_ok=True)
-        words = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)]
-        done = subprocess.run(words, capture_output=True)
+        command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)]
+        done = subprocess.run(command, capture_output=True)
         if done.returncode == 0:
             self.mounted.append(folder)
         return done.returncode == 0
@@ -57,7 +57,7 @@ class Host:
         return group
 
     def inside(self, group: Path | None, command: list[str]) -> list[str]:
-        """The command, started in a group."""
+        """Returns the command that starts `command` in a group."""
         if group is None:
             return command
         return ["bash", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "bash", *command]
@@ -71,17 +71,17 @@ class Host:
             (group / "memory.limit_in_bytes").write_text(NO_LIMIT)
 
     def processes_of(self, orders: Path) -> list[int]:
-        """All that were started by the run with these orders, or orders below, whoever their parent is by now."""
-        mark = f"SOAK_ORDERS={orders}".encode()
-        found = []
+        """Returns the pids that were started by the run with these orders, or with orders below them, whatever their parent."""
+        variable = f"SOAK_ORDERS={orders}".encode()
+        pids = []
         for folder in Path("/proc").iterdir():
             with contextlib.suppress(OSError):  # it has just ended
                 if folder.name.isdigit() and any(
-                    word == mark or word.startswith(mark + b"/")
-                    for word in (folder / "environ").read_bytes().split(b"\0")
+                    entry == variable or entry.startswith(variable + b"/")
+                    for entry in (folder / "environ").read_bytes().split(b"\0")
                 ):
-                    found.append(int(folder.name))
-        return found
+                    pids.append(int(folder.name))
+        return pids
 
     def end_all(self, orders: Path) -> None:
         for pid in self.processes_of(orders):

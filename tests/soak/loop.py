@@ -1,9 +1,9 @@
 """
-The fault loop: real runs on CPU ranks, faults at exact places, and what came of each.
+The fault loop: real runs on CPU ranks, faults at exact places, and the result of each.
 
     python -m soak.loop [--seed 1] [--faults 100] [--only sigkill,disk] [--write docs/reliability.md]     (PYTHONPATH=tests)
 
-Ends with 1 where any fault was not recovered from as it must be. The same seed gives the same faults at the same places.
+The exit code is 1 if any fault was not recovered from correctly. The same seed gives the same faults at the same places.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from soak.audit import Judged, judge, problems_of_run, read_story
+from soak.audit import FaultResult, judge, problems_of_run, read_record
 from soak.drive import Drive, RunEnded, loop_keys
 from soak.faults import KINDS, RANKS, Run, num_steps, pack, sample
 from soak.host import Host
@@ -31,10 +31,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--faults", type=int, default=100)
-    parser.add_argument("--jobs", type=int, default=2, help="runs at once")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at the same time")
     parser.add_argument("--only", help=f"kinds, of {', '.join(KINDS)}")
-    parser.add_argument("--write", type=Path, help="the page that the table goes to")
-    parser.add_argument("--keep", type=Path, help="a folder; runs with which something was wrong stay in its `broken`")
+    parser.add_argument("--write", type=Path, help="the page to write")
+    parser.add_argument("--keep", type=Path, help="a folder; runs with problems stay in its `broken`")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing stays mounted
     kinds = args.only.split(",") if args.only else list(KINDS)
@@ -59,45 +59,45 @@ def soak(
     most: int = MOST,
     jobs: int = 1,
     hang_after_s: float = HANG_AFTER_S,
-    say: Callable[[str], None] = lambda text: print(text, flush=True),
+    show: Callable[[str], None] = lambda text: print(text, flush=True),
 ) -> Result:
-    """All runs, so many at once."""
+    """Makes all runs, `jobs` at the same time."""
     began = time.monotonic()
     host, pool = Host(folder), ThreadPoolExecutor(jobs)
     try:
         kinds = [kind for kind in kinds if kind != "disk" or host.can_mount]
         runs = pack(sample(seed, count, kinds=kinds, ranks=ranks), seed=seed, most=most, nprocs=nprocs)
         for note in host.notes:
-            say(note)
+            show(note)
         shop = Workshop(folder)
         steps = num_steps(most)
         unbroken = {nproc: undisturbed(shop, nproc=nproc, steps=steps) for nproc in sorted({run.nproc for run in runs})}
-        judged: list[Judged] = []
+        results: list[FaultResult] = []
         problems: list[str] = []
 
-        def take(number: int) -> tuple[int, list[Judged], list[str]]:
+        def run_number(number: int) -> tuple[int, list[FaultResult], list[str]]:
             run = runs[number]
             return number, *one_run(shop, host, run, name_of(number), steps, unbroken[run.nproc], hang_after_s)
 
-        for taken in as_completed([pool.submit(take, number) for number in range(len(runs))]):
-            number, found, wrong = taken.result()
-            if wrong:
+        for future in as_completed([pool.submit(run_number, number) for number in range(len(runs))]):
+            number, new_results, new_problems = future.result()
+            if new_problems:
                 shutil.copytree(folder / "disks" / name_of(number), folder / "broken" / name_of(number))
-            judged += found
-            problems += wrong
-            done, spent = len(judged), time.monotonic() - began
-            say(
+            results += new_results
+            problems += new_problems
+            done, spent = len(results), time.monotonic() - began
+            show(
                 f"{done}/{count} faults | run {number + 1} of {len(runs)} | eta {spent / done * (count - done) / 60:.0f} min"
             )
-            for each in found:
-                say(f"  {describe(each)}")
-            for text in wrong:
-                say(f"  PROBLEM {text}")
+            for result in new_results:
+                show(f"  {describe(result)}")
+            for text in new_problems:
+                show(f"  PROBLEM {text}")
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         host.end_all(folder / "orders")
         host.close()
-    return Result(tuple(judged), tuple(problems), seed, len(runs), time.monotonic() - began, tuple(host.notes))
+    return Result(tuple(results), tuple(problems), seed, len(runs), time.monotonic() - began, tuple(host.notes))
 
 
 def name_of(number: int) -> str:
@@ -110,38 +110,36 @@ def undisturbed(shop: Workshop, *, nproc: int, steps: int) -> dict[str, str]:
 
 def one_run(
     shop: Workshop, host: Host, run: Run, name: str, steps: int, unbroken: dict[str, str], hang_after_s: float
-) -> tuple[list[Judged], list[str]]:
-    """Its faults, and what was wrong with them or with the run."""
+) -> tuple[list[FaultResult], list[str]]:
+    """Returns the results of a run's faults, and the problems."""
     drive = Drive(shop, host, run, name=name, num_steps=steps, hang_after_s=hang_after_s)
-    wrong: list[str] = []
+    problems: list[str] = []
     exit_code = None
     try:
         exit_code = drive.run()
     except RunEnded as error:
-        wrong.append(f"{name}: {error}")
+        problems.append(f"{name}: {error}")
     left = host.processes_of(drive.orders) if exit_code is not None else []
     host.end_all(drive.orders)
-    story = read_story(drive.run_dir)
-    struck = [each for each in drive.struck if each.struck]
-    found = [
-        judge(story, each, following, hang_after_s=hang_after_s)
-        for each, following in zip(struck, [*struck[1:], None], strict=True)
+    record = read_record(drive.run_dir)
+    injections = [injection for injection in drive.injections if injection.time]
+    results = [
+        judge(record, injection, following, hang_after_s=hang_after_s)
+        for injection, following in zip(injections, [*injections[1:], None], strict=True)
     ]
-    wrong += [f"{name}: {describe(each)}: {text}" for each in found for text in each.problems]
+    problems += [f"{name}: {describe(result)}: {text}" for result in results for text in result.problems]
     if exit_code is not None:
-        texts = problems_of_run(story, num_steps=steps, exit_code=exit_code, left=left, unbroken=unbroken)
-        wrong += [f"{name}: {text}" for text in texts]
-    return found, wrong
+        texts = problems_of_run(record, num_steps=steps, exit_code=exit_code, left=left, unbroken=unbroken)
+        problems += [f"{name}: {text}" for text in texts]
+    return results, problems
 
 
-def describe(each: Judged) -> str:
-    notice = "" if each.notice_s is None else f", noticed after {each.notice_s:.1f} s"
-    lost = "" if each.lost_steps is None else f", {each.lost_steps} steps lost"
-    again = "" if each.again_s is None else f", next step after {each.again_s:.1f} s"
-    fault = each.fault
-    return (
-        f"{fault.kind} {fault.rank} of {each.nproc} at {fault.phase} ({fault.place}): {each.cause}{notice}{lost}{again}"
-    )
+def describe(result: FaultResult) -> str:
+    notice = "" if result.notice_s is None else f", noticed after {result.notice_s:.1f} s"
+    lost = "" if result.lost_steps is None else f", {result.lost_steps} steps lost"
+    resume = "" if result.resume_s is None else f", next step after {result.resume_s:.1f} s"
+    fault = result.fault
+    return f"{fault.kind} {fault.rank} of {result.nproc} at {fault.phase} ({fault.place}): {result.cause}{notice}{lost}{resume}"
 
 
 if __name__ == "__main__":

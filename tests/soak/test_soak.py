@@ -1,4 +1,4 @@
-"""The fault loop: what a seed chooses, and a short form of it with every kind of fault once. `make soak` runs 100."""
+"""The fault loop: what a seed chooses, and two short forms of it with real runs. `make soak` runs 100 faults."""
 
 import itertools
 from pathlib import Path
@@ -12,9 +12,9 @@ from soak.table import format_page
 @pytest.mark.parametrize("seed", range(3))
 def test_a_hundred_faults_have_every_kind_at_every_rank_and_phase(seed):
     faults = sample(seed, 100)
-    struck = {(each.kind, each.phase) for each in faults}
+    struck = {(fault.kind, fault.phase) for fault in faults}
     assert struck == {(kind, phase) for kind in KINDS for phase in KINDS[kind].phases}
-    assert {(each.kind, each.rank) for each in faults} == set(itertools.product(KINDS, RANKS))
+    assert {(fault.kind, fault.rank) for fault in faults} == set(itertools.product(KINDS, RANKS))
 
 
 def test_a_seed_chooses_the_same_faults_in_the_same_runs_every_time():
@@ -31,7 +31,7 @@ def test_all_faults_find_a_run_in_which_they_can_strike(seed):
         assert run.nproc == 3 or all(fault.rank != "middle" for fault in run.faults)
         steps = [step for number in range(len(run.faults)) if (step := run.step(number)) is not None]
         assert steps == sorted(steps)
-        assert all(later - earlier > 0 for earlier, later in itertools.pairwise(steps))
+        assert all(after > before for before, after in itertools.pairwise(steps))
         assert not steps or steps[-1] <= num_steps(5) - INTERVAL
 
 
@@ -42,11 +42,27 @@ def test_a_step_is_struck_after_a_checkpoint_of_its_own_window():
     assert run.rank(0) == 1
 
 
+# what no other test of `make test` does to a run of the trainer
+ONLY_HERE = ("exit0", "port", "supervisor", "slow")
+
+
 @pytest.mark.dist
-@pytest.mark.timeout(600)
+def test_faults_that_only_the_loop_makes_and_the_run_ends_as_if_nothing_had_happened(tmp_path: Path):
+    faults = {"kinds": ONLY_HERE, "count": len(ONLY_HERE), "most": len(ONLY_HERE)}
+    result = soak(tmp_path, seed=2, ranks=("first", "last"), nprocs=(2,), hang_after_s=4, **faults)
+    assert result.problems == (), "\n".join(result.problems)
+    assert result.recovered == len(ONLY_HERE)
+    assert {item.fault.kind for item in result.results} == set(ONLY_HERE)
+    assert {item.fault.phase for item in result.results} == set(PHASES)
+    assert "4 faults in 1 runs" in format_page(result)
+
+
+@pytest.mark.dist
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
 def test_every_kind_of_fault_once_and_the_run_ends_as_if_nothing_had_happened(tmp_path: Path):
     result = soak(tmp_path, seed=1, count=len(KINDS), ranks=("first", "last"), nprocs=(2,), most=6, hang_after_s=4)
     assert result.problems == (), "\n".join(result.problems)
-    assert result.recovered == len(result.judged) >= len(KINDS) - 1  # without root no disk can be mounted
-    assert {each.fault.phase for each in result.judged} == set(PHASES)
-    assert f"{len(result.judged)} faults in 2 runs" in format_page(result)
+    assert result.recovered == len(result.results) >= len(KINDS) - 1  # without root no disk can be mounted
+    assert {item.fault.phase for item in result.results} == set(PHASES)
+    assert f"{len(result.results)} faults in 2 runs" in format_page(result)

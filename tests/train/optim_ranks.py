@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.plan.scaling import GroupSettings
+from paceline.plan.algorithms import GroupSettings
 from paceline.plan.shapes import ParamShape
-from paceline.train.dist import all_reduce_sum, broadcast_object, init_distributed, shutdown
-from paceline.train.optim import ReplicatedAdamW, ShardedOptimizer
+from paceline.train.optim import ReplicatedOptimizer, ShardedOptimizer
+from paceline.train.process import all_reduce_sum, broadcast_object, init_distributed, shutdown
 
 SHAPES = (
     ParamShape("scale", (7,), "scalars"),
@@ -194,7 +194,7 @@ def first_phase(rank: int, world_size: int) -> dict[str, object]:
         optimizer = make_optimizer(rank, world_size)
         train(optimizer, rank, world_size, steps=range(3), make_grads=random_grads)
         found[name] = rows(optimizer)
-    replicated = make_optimizer(rank, world_size, kind=ReplicatedAdamW, muon=False)
+    replicated = make_optimizer(rank, world_size, kind=ReplicatedOptimizer, muon=False)
     found["replicated reduced"] = train(replicated, rank, world_size, steps=range(3), make_grads=random_grads)
     found["replicated"] = weights(replicated)
     found["replicated pieces"] = len(replicated.pieces())
@@ -240,7 +240,7 @@ def run_rank(rank: int, world_size: int, port: int, folder: Path, saved_by: int 
         "MASTER_PORT": port,
     }
     os.environ.update({key: str(value) for key, value in address.items()}, TORCHELASTIC_USE_AGENT_STORE="True")
-    assert init_distributed("cpu", timeout_s=60) == ((rank, world_size, rank) if world_size > 1 else (0, 1, 0))
+    assert init_distributed("cpu", timeout_s=300) == ((rank, world_size, rank) if world_size > 1 else (0, 1, 0))
     assert dist.is_initialized() == (world_size > 1)
     if saved_by is None:
         torch.save(first_phase(rank, world_size), folder / f"first-{world_size}-{rank}.pt")

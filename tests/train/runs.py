@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -14,6 +15,7 @@ SMALL = {
     "device-batch-size": 2, "num-steps": 12, "precision": "fp32", "device": "cpu", "eval-tokens": 4096, "log-every": 1,
     "eval-every": 0, "save-every": 0, "health-every": 0,
 }  # fmt: skip
+STEPS = 40  # of the run that all files of this folder compare theirs with
 
 
 class Workshop:
@@ -22,7 +24,7 @@ class Workshop:
     def __init__(self, folder: Path):
         self.folder = folder
         self.text = folder / "text"
-        self.text.mkdir()
+        self.text.mkdir(parents=True)
         for name in MODULES:
             (self.text / name).write_bytes((Path(sysconfig.get_path("stdlib")) / name).read_bytes()[:60_000])
 
@@ -39,13 +41,17 @@ class Workshop:
         self.finish(self.train_command(name, **keys))
         return self.folder / "runs" / name
 
+    def copy(self, run: Path, name: str) -> Path:
+        """Another run folder with the same content, to resume or to damage."""
+        return Path(shutil.copytree(run, self.folder / "runs" / name))
+
     def resume(self, run: Path, **keys: object) -> str:
         return self.finish(self.command("resume", str(run), **keys))
 
     def finish(self, command: list[str], *, code: int = 0) -> str:
         """Output of a command that must end with `code`."""
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            command, capture_output=True, text=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"}
         )
         assert done.returncode == code, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
         return done.stdout + done.stderr

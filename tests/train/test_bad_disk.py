@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from runs import Workshop, events, final_bits, metrics
 
-from paceline.model.checkpoint import LOOK_S
+from paceline.model.checkpoint import CHECK_S
 from paceline.rundir import RunDir, append_event, append_json_line, read_json_lines
 
 pytestmark = pytest.mark.dist
@@ -42,7 +42,7 @@ def start(shop: Workshop, disk: Path, *words: str, **keys: object) -> tuple[subp
     return process, disk / "run"
 
 
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen, timeout_s: float = 120.0) -> None:
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen, timeout_s: float = 300.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert process.poll() is None, process.communicate()[0]
@@ -77,8 +77,8 @@ def test_a_full_disk_costs_a_run_a_checkpoint_and_nothing_else(shop, disk):
     filler = fill(disk, left=300_000)
     wait_for(lambda: any(e["event"] == "save_failed" for e in read_json_lines(run / "events.jsonl")), process)
     filler.unlink()
-    stand_still(run, seconds=LOOK_S)
-    output, _ = process.communicate(timeout=120)
+    stand_still(run, seconds=CHECK_S)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     [failed] = events(run, "save_failed")
     assert failed["step"] == 60
@@ -91,7 +91,7 @@ def test_a_full_disk_costs_a_run_a_checkpoint_and_nothing_else(shop, disk):
 
 
 @pytest.mark.soak
-def test_lines_of_metrics_that_found_no_room_come_when_there_is_some(shop, disk):
+def test_lines_of_metrics_that_found_no_space_are_written_when_there_is_some(shop, disk):
     process, run = start(shop, disk)
     wait_for(lambda: num_steps(run) >= 5, process)
     filler = fill(disk, left=0)
@@ -99,18 +99,18 @@ def test_lines_of_metrics_that_found_no_room_come_when_there_is_some(shop, disk)
     time.sleep(3)
     behind = num_steps(run)
     filler.unlink()
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     assert behind < STEPS
     assert [line["step"] for line in metrics(run)] == list(range(1, STEPS + 1))
 
 
 @pytest.mark.soak
-def test_a_run_that_cannot_save_its_end_says_so_and_goes_on_when_there_is_room(shop, disk):
+def test_a_run_that_cannot_save_its_end_fails_and_resumes_when_there_is_space(shop, disk):
     process, run = start(shop, disk, "--no-recover", save_every=60)
     wait_for(lambda: (run / "checkpoints" / "step_000060").exists(), process)
     filler = fill(disk, left=300_000)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode not in (0, 130), output
     assert "error: no space for the checkpoint of step 150" in output
     assert [event["event"] for event in read_json_lines(run / "events.jsonl") if event["event"] == "finished"] == []
@@ -125,7 +125,7 @@ def test_a_run_folder_that_turns_read_only_stops_the_run_with_its_name(shop, dis
     subprocess.run(["mount", "--bind", str(disk), str(disk)], check=True)
     subprocess.run(["mount", "-o", "remount,bind,ro", str(disk)], check=True)
     try:
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=300)
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
     assert process.returncode == 1, output
@@ -136,13 +136,13 @@ def test_a_run_folder_that_turns_read_only_stops_the_run_with_its_name(shop, dis
 
 
 @pytest.mark.soak
-def test_a_run_folder_that_vanishes_stops_the_run_and_is_not_made_anew(shop, disk):
+def test_a_run_folder_that_vanishes_stops_the_run_and_is_not_made_again(shop, disk):
     process, run = start(shop, disk)
     wait_for(lambda: num_steps(run) >= 5, process)
     run.rename(disk / "elsewhere")
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 1, output
-    assert f"error: {run} is gone: it was there when the run began" in output
+    assert f"error: {run} is gone: it existed when the run began" in output
     assert "Traceback" not in output
     assert not run.exists()
     (disk / "elsewhere").rename(run)
@@ -150,7 +150,7 @@ def test_a_run_folder_that_vanishes_stops_the_run_and_is_not_made_anew(shop, dis
     assert [line["step"] for line in metrics(run)] == list(range(1, STEPS + 1))
 
 
-def test_an_event_that_finds_no_room_is_said_and_waits_for_some_and_ends_nothing(disk, capsys):
+def test_an_event_that_finds_no_space_is_reported_and_written_later(disk, capsys):
     run = RunDir(disk)
     append_event(run, "note", text="x" * 4000)
     fill(disk, left=0)
@@ -171,25 +171,25 @@ def test_a_line_cut_by_a_crash_does_not_swallow_the_next(tmp_path):
 
 
 @pytest.mark.soak
-def test_an_attempt_that_ended_before_its_first_checkpoint_leaves_no_line_twice(shop):
+def test_an_attempt_that_ended_before_its_first_checkpoint_repeats_no_line(shop):
     command = shop.train_command("no-checkpoint", nproc=2, num_steps=20)
     process = subprocess.Popen([*command, "--no-recover"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     run = shop.folder / "runs" / "no-checkpoint"
     wait_for(lambda: num_steps(run) >= 3, process)
     subprocess.run(["kill", "-9", str(events(run, "attempt")[0]["pids"][0])], check=True)
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
     shop.resume(run)
     assert [line["step"] for line in metrics(run)] == list(range(1, 21))
     [resumed] = events(run, "resumed")
     assert (resumed["step"], resumed["dropped_metrics"] >= 3) == (0, True)
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_stops_at_once_and_touches_none(shop):
-    run = shop.train("all-damaged", nproc=2, num_steps=6, save_every=3)
+def test_a_run_whose_checkpoints_are_all_damaged_stops_at_once_and_changes_none(shop, unbroken):
+    run = shop.copy(unbroken, "all-damaged")
     for shard in (run / "checkpoints").glob("step_*/shard_00000*"):
         shard.write_bytes(shard.read_bytes()[:-1])
-    output = shop.finish(shop.command("resume", str(run), num_steps=9), code=1)
-    assert f"error: no good checkpoint in {run / 'checkpoints'}: checkpoint step_000006 is damaged" in output
+    output = shop.finish(shop.command("resume", str(run), num_steps=50), code=1)
+    assert f"error: no good checkpoint in {run / 'checkpoints'}: checkpoint step_000040 is damaged" in output
     assert "fix: copy an intact step folder back from a backup, or train again under another --name" in output
     assert len(events(run, "attempt")) == 2
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_000003", "step_000006"]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_000030", "step_000040"]

@@ -2,20 +2,22 @@
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
 from paceline.config import ModelConfig
 from paceline.model.gpt import GPT
-from paceline.plan.scaling import group_settings
+from paceline.plan.algorithms import group_settings
 from paceline.plan.shapes import param_shapes
-from paceline.train.optim import ReplicatedAdamW, ShardedOptimizer
+from paceline.train.optim import ReplicatedOptimizer, ShardedOptimizer
 
 CONFIG = ModelConfig(n_layer=1, n_embd=32, n_head=1, n_kv_head=1, head_dim=32, sequence_len=16, vocab_size=64)
 
 
-@pytest.mark.parametrize("kind", [ShardedOptimizer, ReplicatedAdamW])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [ShardedOptimizer, ReplicatedOptimizer])
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_compiled_model_runs_graphs_through_the_optimizers_module(kind, compiled):
+    from torch._dynamo.utils import counters
+
     torch._dynamo.reset()
     counters.clear()
     model = GPT(CONFIG, compute_dtype=torch.float32)
@@ -34,7 +36,7 @@ def test_a_compiled_model_runs_graphs_through_the_optimizers_module(kind, compil
         grad_accum_steps=1,
     )
     if compiled:
-        model.compile(dynamic=False, backend="aot_eager")
+        model.compile(dynamic=False, backend="eager")  # which graphs are compiled does not depend on what compiles them
     idx = torch.zeros(2, 16, dtype=torch.int64)
     with optimizer.micro_step(last=True):
         optimizer.module(idx, idx).backward()

@@ -24,16 +24,17 @@ from paceline.plan.memory import peak_phase
 from paceline.train.exact import trace_steps
 
 MIB = 1 << 20
-SCRATCH_BYTES = MIB  # of oneDNN's bf16 matmuls on some CPUs; the profiler sees it, a trace cannot
 PROFILED = {
     "depth 2": setup_of(depth=2),
-    "depth 2, bf16": setup_of(depth=2, precision="bf16"),
     "depth 2, checkpointed, two micro-steps": setup_of(depth=2, activation_checkpointing=True, grad_accum_steps=2),
     "depth 3, bf16, replicated AdamW": setup_of(depth=3, precision="bf16", optimizer="adamw", shard="none"),
     "depth 4, long rows": setup_of(depth=4, sequence_len=640, device_batch_size=1),
+    "depth 4, bf16, chunks, shared keys": setup_of(depth=4, precision="bf16", logits_budget_bytes=MIB, n_kv_head=1),
+}
+SOAK_PROFILED = {
+    "depth 2, bf16": setup_of(depth=2, precision="bf16"),
     "depth 4, bf16, checkpointed": setup_of(depth=4, precision="bf16", activation_checkpointing=True),
     "depth 4, loss in chunks of 1 MiB": setup_of(depth=4, logits_budget_bytes=MIB, vocab_size=4096),
-    "depth 4, bf16, chunks, shared keys": setup_of(depth=4, precision="bf16", logits_budget_bytes=MIB, n_kv_head=1),
     "depth 6, AdamW": setup_of(depth=6, optimizer="adamw", window_pattern="L"),
     "depth 8, bf16, checkpointed, chunks": setup_of(
         depth=8, precision="bf16", activation_checkpointing=True, logits_budget_bytes=2 * MIB, head_dim=128
@@ -41,15 +42,21 @@ PROFILED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setup", PROFILED.values(), ids=PROFILED)
 def test_traced_bytes_are_those_that_the_profiler_counts(setup: MemorySetup):
     check_against_profiler(setup, profiled_peaks(setup))
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("setup", SOAK_PROFILED.values(), ids=SOAK_PROFILED)
+def test_traced_bytes_of_a_larger_model_are_those_that_the_profiler_counts(setup: MemorySetup):
+    check_against_profiler(setup, profiled_peaks(setup))
+
+
 def check_against_profiler(setup: MemorySetup, profiled: dict[str, int]) -> None:
     trace = trace_steps(setup)
-    scratch = SCRATCH_BYTES if setup.precision == "bf16" else 0
-    assert {phase: trace.peaks[phase].bytes for phase in PHASES} == pytest.approx(profiled, rel=0.001, abs=scratch)
+    assert {phase: trace.peaks[phase].bytes for phase in PHASES} == pytest.approx(profiled, rel=0.001)
     assert trace.peak_bytes == pytest.approx(max(profiled.values()), rel=0.001)
 
 
@@ -91,7 +98,7 @@ def profiled_rank_0(setup: MemorySetup, folder: Path) -> dict[str, int]:
     for rank in ranks:
         rank.start()
     for rank in ranks:
-        rank.join(timeout=100)
+        rank.join(timeout=300)
     for rank in ranks:
         rank.kill()
     assert [rank.exitcode for rank in ranks] == [0] * world_size
@@ -146,14 +153,15 @@ def short_name(setup: MemorySetup) -> str:
     return " ".join(words)
 
 
-@pytest.mark.parametrize("setup", grid(40, seed=1, most_ops=20), ids=short_name)
+@pytest.mark.slow
+@pytest.mark.parametrize("setup", grid(16, seed=1, most_ops=10), ids=short_name)
 def test_the_closed_form_is_the_trace_within_three_per_cent(setup: MemorySetup):
     assert peak_phase(setup).bytes == pytest.approx(trace_steps(setup).peak_bytes, rel=0.03)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("setup", grid(200, seed=2, most_ops=150), ids=short_name)
-def test_the_closed_form_is_the_trace_on_a_grid_of_200(setup: MemorySetup):
+@pytest.mark.parametrize("setup", grid(40, seed=1, most_ops=20) + grid(200, seed=2, most_ops=150), ids=short_name)
+def test_the_closed_form_is_the_trace_on_a_grid_of_240(setup: MemorySetup):
     assert peak_phase(setup).bytes == pytest.approx(trace_steps(setup).peak_bytes, rel=0.03)
 
 
@@ -177,7 +185,7 @@ RESIDENT = {
 def resident_growth(setup: MemorySetup) -> int:
     """Of a fresh process that does the steps of `setup`."""
     program = [sys.executable, str(Path(__file__).parent / "real_steps.py"), pickle.dumps(setup).hex()]
-    done = subprocess.run(program, env={**os.environ, **GLIBC}, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(program, env={**os.environ, **GLIBC}, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return int(done.stdout)
 

@@ -10,14 +10,28 @@ from paceline.config import ModelConfig
 from paceline.plan.speeds import RATES, Speeds
 from paceline.plan.step_time import StepSetup, step_time
 
-PROCESSES = [1, pytest.param(2, marks=[pytest.mark.dist, pytest.mark.soak])]
+SMALL = """
+from paceline.train import measure
+measure.SIZES["cpu"] = measure.Sizes(256, (32, 64), (64,), (32, 64), 512, (32, 64), 1 << 14)
+measure.SHORTEST_S, measure.TURNS = 0.001, 2
+measure.main()
+"""
+FULL = ["-m", "paceline.train.measure"]
 
 
-@pytest.mark.parametrize("processes", PROCESSES)
-def test_a_measurement_is_enough_for_the_time_of_a_step(tmp_path, processes):
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "program, processes",
+    [
+        pytest.param(["-c", SMALL], 1, id="small tensors"),
+        pytest.param(FULL, 1, id="one process", marks=pytest.mark.soak),
+        pytest.param(FULL, 2, id="two processes", marks=[pytest.mark.dist, pytest.mark.soak]),
+    ],
+)
+def test_a_measurement_is_enough_for_the_time_of_a_step(tmp_path, program, processes):
     out = tmp_path / "speeds.json"
-    command = [sys.executable, "-m", "paceline.train.measure", "--device", "cpu", "--threads", "1", "--out", str(out)]
-    subprocess.run([*command, "--processes", str(processes), "--precision", "fp32"], check=True, timeout=200)
+    command = [sys.executable, *program, "--device", "cpu", "--threads", "1", "--out", str(out)]
+    subprocess.run([*command, "--processes", str(processes), "--precision", "fp32"], check=True, timeout=600)
     speeds = Speeds.from_json(json.loads(out.read_text()))
     assert (speeds.device_name, speeds.threads, speeds.processes) == ("CPU", 1, processes)
     assert {name.removesuffix(" fp32") for name in speeds.rates} == set(RATES) - ({"send"} if processes == 1 else set())

@@ -4,14 +4,13 @@ import pytest
 import torch
 
 from paceline.config import ModelConfig
-from paceline.model.gpt import GPT
+from paceline.model.gpt import DTYPES, GPT
+from paceline.plan.algorithms import group_settings
 from paceline.plan.memory import checkpoint_bytes, state_bytes
-from paceline.plan.scaling import group_settings
 from paceline.plan.shapes import param_shapes
-from paceline.train.optim import ReplicatedAdamW, ShardedOptimizer
+from paceline.train.optim import ReplicatedOptimizer, ShardedOptimizer
 
 CONFIG = ModelConfig(n_layer=3, n_embd=64, n_head=2, n_kv_head=1, head_dim=32, sequence_len=16, vocab_size=320)
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def live_bytes(made) -> int:
@@ -32,7 +31,7 @@ def ready_for_an_update(*, world_size=1, rank=0, optimizer="muon", shard="optimi
     model.init_weights(seed=1)
     rates = {"matrix_lr": None, "embedding_lr": 0.3, "unembedding_lr": 0.008, "weight_decay": 0.0}
     length = {"total_batch_size": 32, "num_steps": 1, "tokens_per_param": 1.0}
-    made = (ReplicatedAdamW if shard == "none" else ShardedOptimizer)(
+    made = (ReplicatedOptimizer if shard == "none" else ShardedOptimizer)(
         model,
         param_shapes(CONFIG),
         group_settings(CONFIG, optimizer=optimizer, **length, **rates),

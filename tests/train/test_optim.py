@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.plan.scaling import GroupSettings
+from paceline.plan.algorithms import GroupSettings
 from paceline.plan.shapes import ParamShape
 from paceline.train.buckets import matrix_batches
-from paceline.train.optim import ReplicatedAdamW, ShardedOptimizer
+from paceline.train.optim import ReplicatedOptimizer, ShardedOptimizer
 
 SHAPES = (
     ParamShape("scale", (7,), "scalars"),
@@ -62,7 +62,7 @@ def saved(optimizer) -> dict[str, Tensor]:
 
 
 def test_adamw_on_everything_equals_torch_adamw():
-    for kind in (ShardedOptimizer, ReplicatedAdamW):
+    for kind in (ShardedOptimizer, ReplicatedOptimizer):
         optimizer, reference = make_optimizer(kind, matrix=ADAMW), Tensors()
         torch_adamw = torch.optim.AdamW(
             reference.parameters(), lr=0.005, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.1
@@ -77,7 +77,7 @@ def test_adamw_on_everything_equals_torch_adamw():
 
 
 def test_reduce_returns_the_extras_and_the_square_of_the_gradient_norm():
-    for kind, matrix in ((ShardedOptimizer, MUON), (ReplicatedAdamW, ADAMW)):
+    for kind, matrix in ((ShardedOptimizer, MUON), (ReplicatedOptimizer, ADAMW)):
         grads = make_grads(0)
         expected = sum(grad.double().square().sum() for grad in grads.values())
         reduced = one_step(make_optimizer(kind, matrix=matrix), grads)
@@ -153,10 +153,10 @@ def test_grad_scale_makes_the_sum_a_mean():
 
 @pytest.mark.parametrize("compute_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("kind", "matrix"), [(ShardedOptimizer, MUON), (ShardedOptimizer, ADAMW), (ReplicatedAdamW, ADAMW)]
+    ("kind", "matrix"), [(ShardedOptimizer, MUON), (ShardedOptimizer, ADAMW), (ReplicatedOptimizer, ADAMW)]
 )
-def test_a_loaded_optimizer_goes_on_with_the_same_bits(kind, matrix, compute_dtype):
-    if kind is ReplicatedAdamW and compute_dtype != torch.float32:
+def test_a_loaded_optimizer_continues_with_the_same_bits(kind, matrix, compute_dtype):
+    if kind is ReplicatedOptimizer and compute_dtype != torch.float32:
         return  # its weights are fp32 whatever the model computes in
     unbroken = make_optimizer(kind, matrix=matrix, compute_dtype=compute_dtype)
     for step in range(2):
@@ -173,7 +173,7 @@ def test_a_loaded_optimizer_goes_on_with_the_same_bits(kind, matrix, compute_dty
         assert torch.equal(param, unbroken.module.get_parameter(name))
 
 
-def test_pieces_cover_weights_and_states_with_keys_that_know_no_rank():
+def test_pieces_cover_weights_and_states_with_keys_that_do_not_depend_on_ranks():
     muon, adamw = ("momentum_buffer", "second_momentum_buffer"), ("exp_avg", "exp_avg_sq")
     states = {shape.name: muon if shape.group == "matrix" else adamw for shape in SHAPES}
     expected = {f"model.{name}" for name in states} | {

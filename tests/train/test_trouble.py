@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from runs import SMALL, Workshop, events, final_bits, metrics
 
-from paceline.data.order import rows_of_step
-from paceline.data.shards import open_dataset
+from paceline.data.dataset import rows_of_step
+from paceline.data.prepare import TokenDataset, prepare
 from paceline.train.trouble import LossGuard, find_trouble
 
 SEQUENCE_LEN = SMALL["sequence-len"]
@@ -32,7 +32,7 @@ def test_without_a_bound_no_loss_is_a_spike():
     assert [guard.check(loss) for loss in (5.0, 1e9)] == [None, None]
 
 
-def test_a_mean_taken_up_from_a_checkpoint_is_the_same_to_the_last_bit():
+def test_a_mean_loaded_from_a_checkpoint_is_the_same_to_the_last_bit():
     guard, other = LossGuard(), LossGuard()
     for loss in (5.1, 4.3, 0.7):
         guard.check(loss)
@@ -40,7 +40,7 @@ def test_a_mean_taken_up_from_a_checkpoint_is_the_same_to_the_last_bit():
     assert other == guard
 
 
-def test_a_bad_rank_is_named_before_any_other_trouble():
+def test_a_bad_rank_is_reported_before_any_other_trouble():
     trouble = find_trouble(LossGuard(), 7, loss=3.0, bad_ranks=(1, 2), gradient_bad=True)
     assert (trouble.cause, trouble.message) == ("loss-nan", "the loss is not finite at step 7 on ranks 1, 2")
 
@@ -49,10 +49,10 @@ LEAPS = {"num_steps": 26, "save_every": 8, "max_loss_spike": 0.5, "on_nan": "rol
 
 
 class Shard:
-    """The only shard of a run's training text, to be changed where it lies."""
+    """The only shard of a training text, to be changed where it lies."""
 
-    def __init__(self, run: Path):
-        self.dataset = open_dataset(Path(json.loads((run / "dataset.json").read_text())["path"]))
+    def __init__(self, dataset: TokenDataset):
+        self.dataset = dataset
         [name] = self.dataset.meta["splits"]["train"]["shards"]
         self.path = self.dataset.path / name
         self.tokens = np.memmap(self.path, dtype="<u2", mode="r+")
@@ -78,8 +78,9 @@ class Shard:
 def shop(tmp_path_factory) -> Workshop:
     """Its text has one batch of rare tokens, and in another batch one row with a token that is nowhere else."""
     shop = Workshop(tmp_path_factory.mktemp("trouble"))
-    shop.train("prepares-the-text", nproc=1, num_steps=1)
-    shard = Shard(shop.folder / "runs" / "prepares-the-text")
+    shard = Shard(
+        prepare(str(shop.text), tokenizer=None, vocab_size=SMALL["vocab-size"], cache_dir=shop.folder / "cache")
+    )
     counts = np.bincount(shard.tokens, minlength=SMALL["vocab-size"])
     rare = np.argsort(counts, kind="stable")[:64]
     shard.lone_token = int(rare[0])
@@ -125,7 +126,7 @@ def skipped(run: Path) -> list[int]:
 
 
 @pytest.mark.dist
-def test_a_loss_that_is_no_number_stops_the_run_and_the_evidence_names_rank_and_row(shop, poisoned):
+def test_a_nan_loss_stops_the_run_and_the_evidence_names_rank_and_row(shop, poisoned):
     run = poisoned("stops")
     output = shop.finish(shop.command("resume", str(run), num_steps=8), code=3)
     assert f"error: the loss is not finite at step {NAN_BATCH + 1} on rank 1" in output
@@ -143,23 +144,23 @@ def test_a_loss_that_is_no_number_stops_the_run_and_the_evidence_names_rank_and_
 
 
 @pytest.mark.dist
-def test_a_rollback_goes_past_the_rows_as_if_they_had_never_been_there(shop, poisoned):
+def test_a_rollback_skips_the_rows_as_if_they_had_never_existed(shop, poisoned):
     run = poisoned("rolls-back")
     knowing = run.with_name("knows-already")
     shutil.copytree(run, knowing)
-    shop.resume(run, num_steps=12, on_nan="rollback")
+    shop.resume(run, num_steps=9, on_nan="rollback")
     assert skipped(run) == [NAN_BATCH]
-    assert [line["step"] for line in metrics(run)] == list(range(1, 13))
+    assert [line["step"] for line in metrics(run)] == list(range(1, 10))
     [event] = events(run, "rollback")
     assert (event["step"], event["to_step"], event["batch"], event["number"], event["at_most"]) == (7, 4, 6, 1, 3)
     shutil.copy(run / "skipped.json", knowing)
-    shop.resume(knowing, num_steps=12)
+    shop.resume(knowing, num_steps=9)
     assert final_bits(run) == final_bits(knowing)
 
 
 @pytest.mark.dist
 @pytest.mark.soak
-def test_other_numbers_of_ranks_pass_over_the_same_rows(shop, poisoned):
+def test_other_numbers_of_ranks_skip_the_same_rows(shop, poisoned):
     alone, two = poisoned("alone"), poisoned("two")
     shop.resume(alone, num_steps=12, nproc=1, on_nan="rollback")
     shutil.copy(alone / "skipped.json", two)
@@ -171,7 +172,7 @@ def test_other_numbers_of_ranks_pass_over_the_same_rows(shop, poisoned):
 
 @pytest.mark.dist
 @pytest.mark.soak
-def test_a_leap_of_the_loss_is_passed_over_from_the_last_checkpoint_on(shop):
+def test_a_loss_spike_is_skipped_from_the_last_checkpoint_on(shop):
     run = shop.train("leaps", nproc=2, **LEAPS)
     assert [event["state"] for event in events(run, "attempt_ended")] == ["failed", "finished"]
     assert skipped(run) == [SPIKE_BATCH]
@@ -205,7 +206,7 @@ def damage(shop):
 
 
 @pytest.mark.dist
-def test_a_leap_over_rows_of_a_damaged_shard_is_told_as_that_and_nothing_is_passed_over(shop, damage):
+def test_a_loss_spike_on_a_damaged_shard_is_reported_as_damage_and_no_batch_is_skipped(shop, damage):
     damage(SPIKE_BATCH + 10, token=7)
     output = shop.finish(shop.train_command("leaps-on-damage", nproc=2, **LEAPS), code=1)
     assert f"error: {shop.shard.path} is damaged: its SHA-256 is" in output
@@ -214,7 +215,7 @@ def test_a_leap_over_rows_of_a_damaged_shard_is_told_as_that_and_nothing_is_pass
 
 @pytest.mark.dist
 @pytest.mark.soak
-def test_a_token_that_the_vocabulary_has_not_is_told_with_the_damaged_shard(shop, damage):
+def test_a_token_outside_the_vocabulary_is_reported_with_the_damaged_shard(shop, damage):
     damage(1, token=SMALL["vocab-size"] + 5)
     output = shop.finish(shop.train_command("no-such-token", nproc=1), code=1)
     assert f"error: {shop.shard.path} is damaged: its SHA-256 is" in output

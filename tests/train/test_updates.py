@@ -1,4 +1,4 @@
-"""The formulas against torch's own optimizers and against their definitions."""
+"""The formulas against torch's own optimizers and against their definitions, and what changes from step to step."""
 
 import copy
 
@@ -6,18 +6,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.plan.algorithms import longer_side
 from paceline.train.updates import (
     POLAR_EXPRESS,
     adamw_update,
     descend,
     equilibrate_rows,
+    lr_mult,
+    momentum_of_step,
     muon_update,
     nesterov,
     newton_schulz_dtype,
     orthogonalize,
     reduce_variance,
     renormalize,
-    second_momentum_shape,
+    weight_decay_mult,
 )
 
 SHAPES = [(64, 64), (64, 256), (256, 64), (33, 57), (3, 12)]
@@ -148,7 +151,7 @@ def test_renormalized_update_has_the_norm_of_a_semi_orthogonal_matrix(shape):
 def test_variance_reduction_evens_out_the_longer_side_and_keeps_the_norm(shape):
     long = shape.index(max(shape))
     update = randn(*shape) * torch.linspace(0.5, 2, max(shape)).unsqueeze(1 - long)
-    second = torch.zeros(second_momentum_shape(shape))
+    second = torch.zeros(longer_side(shape))
     reduced = reduce_variance(update, second, beta2=0.9)
     torch.testing.assert_close(second, 0.1 * update.square().mean(dim=1 - long, keepdim=True))
     torch.testing.assert_close(reduced.norm(), update.norm())
@@ -164,3 +167,35 @@ def test_decay_touches_only_weights_that_the_update_shrinks():
 
 def test_newton_schulz_on_this_cpu_is_bf16_or_fp32():
     assert newton_schulz_dtype(torch.device("cpu")) in (torch.bfloat16, torch.float32)
+
+
+SHAPE = {"warmup_steps": 40, "warmdown_ratio": 0.65, "final_lr_frac": 0.05}
+
+
+def test_the_learning_rate_warms_up_stays_and_warms_down():
+    mults = [lr_mult(step, 1000, **SHAPE) for step in (0, 19, 39, 40, 350, 675, 999)]
+    assert mults == pytest.approx([1 / 40, 0.5, 1.0, 1.0, 1.0, 0.05 + 0.95 * 0.5, 0.05 + 0.95 / 650])
+
+
+def test_a_short_run_cuts_its_warm_up_to_a_third():
+    assert lr_mult(1, 9, **SHAPE) == pytest.approx(2 / 3)
+    assert lr_mult(2, 9, **SHAPE) == 1.0
+
+
+def test_without_warm_up_and_warm_down_the_rate_is_constant():
+    flat = {"warmup_steps": 0, "warmdown_ratio": 0.0, "final_lr_frac": 0.05}
+    assert {lr_mult(step, 10, **flat) for step in range(10)} == {1.0}
+
+
+def test_a_longer_plan_lifts_the_rate_of_the_same_step():
+    assert lr_mult(99, 100, **SHAPE) < 0.1
+    assert lr_mult(99, 1000, **SHAPE) == 1.0
+
+
+def test_momentum_rises_over_400_steps_and_falls_in_the_warm_down():
+    values = [momentum_of_step(step, 2000, warmdown_ratio=0.65) for step in (0, 200, 400, 700, 1350, 2000)]
+    assert values == pytest.approx([0.85, 0.91, 0.97, 0.97, 0.935, 0.90])
+
+
+def test_weight_decay_falls_to_nothing_along_a_cosine():
+    assert [weight_decay_mult(step, 100) for step in (0, 50, 100)] == pytest.approx([1.0, 0.5, 0.0])

@@ -51,6 +51,9 @@ def write_run(
     return run
 
 
+DEADLINE_S = 120  # against hanging; nothing depends on how fast the server is
+
+
 @contextmanager
 def serving(shelf: Any) -> Iterator[int]:
     """The port on which the shelf's runs are shown."""
@@ -74,7 +77,7 @@ def asked(
     """The status, the headers and the text of the answer; the path goes out as it stands here."""
     if token:
         path += ("&" if "?" in path else "?") + f"token={TOKEN}"
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)
     connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
     answer = connection.getresponse()
     found = (

@@ -5,8 +5,7 @@ What the snapshots by hand are made of: curves, GPUs, hosts, ranks, events, all 
 import math
 from collections.abc import Callable
 
-from paceline.watch.goodput import KINDS, Goodput
-from paceline.watch.snapshot import EventView, GpuView, HostView, RankView, Series
+from paceline.watch.snapshot import TIME_KINDS, EventView, Goodput, GpuView, HostView, RankView, Series
 
 NOW = 1_795_250_000.0  # 2026-11-21T08:33:20Z
 GIB = 1 << 30
@@ -89,7 +88,7 @@ def rank_curves(now: float, *, num_ranks: int, slow: int | None = None) -> list[
 
 def goodput(**seconds: float) -> Goodput:
     counted = {
-        **dict.fromkeys(KINDS, 0.0),
+        **dict.fromkeys(TIME_KINDS, 0.0),
         "steps": 759.0,
         "start_up": 21.0,
         "checks": 12.0,

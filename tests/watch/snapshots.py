@@ -28,22 +28,21 @@ from snapshot_parts import (
     training_series,
 )
 
-from paceline.watch.goodput import KINDS, Goodput
-from paceline.watch.snapshot import AttemptView, EventView, LogView, Snapshot
+from paceline.watch.snapshot import TIME_KINDS, AttemptView, EventView, Goodput, LogView, Snapshot
 
 __all__ = ["GIB", "LOG_TEXT", "NOW", "STATES", "curve", "gpu", "host", "rank_view"]  # for tests, beside the states
 
 
 def first_events(now: float) -> list[EventView]:
     return [
-        event(now, 868, "launch", "launch: text, plan and checks took 12s"),
+        event(now, 868, "launch", "launched: data, plan and checks took 12 s"),
         event(now, 866, "attempt", "attempt 1: 2 ranks"),
         event(now, 845, "resumed", "step 0: fresh weights"),
-        event(now, 606, "checkpoint", "checkpoint at step 250, 2.1 GiB in 1.8s", level="good", step=250),
-        event(now, 453, "checkpoint", "checkpoint at step 500, 2.1 GiB in 1.7s", level="good", step=500),
-        event(now, 300, "checkpoint", "checkpoint at step 750, 2.1 GiB in 1.8s", level="good", step=750),
+        event(now, 606, "checkpoint", "checkpoint saved at step 250, 2.1 GiB, 1.8 s", level="good", step=250),
+        event(now, 453, "checkpoint", "checkpoint saved at step 500, 2.1 GiB, 1.7 s", level="good", step=500),
+        event(now, 300, "checkpoint", "checkpoint saved at step 750, 2.1 GiB, 1.8 s", level="good", step=750),
         event(now, 231, "finding", "steps take 612 ms, 9 % over the plan's 561 ms", level="warning", step=860),
-        event(now, 147, "checkpoint", "checkpoint at step 1,000, 2.1 GiB in 1.9s", level="good", step=1000),
+        event(now, 147, "checkpoint", "checkpoint saved at step 1,000, 2.1 GiB, 1.9 s", level="good", step=1000),
         event(now, 146, "sample", 'sample: "The old house at the end of the lane was"', step=1000),
     ]
 
@@ -112,7 +111,7 @@ def starting(now: float = NOW) -> Snapshot:
         ranks=[rank_view(rank, step=0, phase="compile", silent_s=6.1, busy_ms=None) for rank in range(2)],
         hosts=[host("tower", [gpu(i, use=0.04, power_w=71.0, temperature_c=38.0) for i in range(2)], now=now)],
         events=[
-            event(now, 19, "launch", "launch: text, plan and checks took 12s"),
+            event(now, 19, "launch", "launched: data, plan and checks took 12 s"),
             event(now, 17, "attempt", "attempt 1: 2 ranks"),
         ],
         attempts=[AttemptView(1, "2026-11-21T08:33:03.000Z")],
@@ -161,7 +160,7 @@ def recovered(now: float = NOW) -> Snapshot:
         training(now),
         events=[
             *before.events[:-3],
-            *(replace(each, time=(each.time or now) - 60) for each in before.events[-3:]),
+            *(replace(event_kind, time=(event_kind.time or now) - 60) for event_kind in before.events[-3:]),
             event(now, 66, "attempt", "attempt 2: 2 ranks"),
             event(now, 51, "resumed", "went on from step 1,000", step=1000),
         ],
@@ -318,7 +317,7 @@ def script(now: float = NOW) -> Snapshot:
         ],
         attempts=[AttemptView(1, "2026-11-21T07:23:11.000Z")],
         logs=[LogView(1, rank, f"logs/1/{rank}.log", 90_211) for rank in range(2)],
-        goodput=Goodput({**dict.fromkeys(KINDS, 0.0), "steps": 4_209.0, "start_up": 2.0}, 0, None),
+        goodput=Goodput({**dict.fromkeys(TIME_KINDS, 0.0), "steps": 4_209.0, "start_up": 2.0}, 0, None),
     )
 
 

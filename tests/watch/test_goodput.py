@@ -6,8 +6,10 @@ from datetime import UTC, datetime
 import pytest
 
 from paceline.rundir import RunDir, append_sample
-from paceline.watch.goodput import Goodput, StepLines, format_goodput, format_line, goodput_of
+from paceline.watch.goodput import StepLines, goodput_of
 from paceline.watch.goodput import goodput as goodput_of_lines
+from paceline.watch.snapshot import Goodput
+from paceline.watch.summary import goodput_line, goodput_table
 
 START = 1_800_000_000
 
@@ -35,105 +37,105 @@ def goodput(events, metrics, **options) -> Goodput:
 
 
 def spent(events, metrics, **options) -> dict[str, float]:
-    found = goodput(events, metrics, **{"tokens_per_step": 100, **options})
-    return {kind: seconds for kind, seconds in found.seconds.items() if seconds}
+    result = goodput(events, metrics, **{"tokens_per_step": 100, **options})
+    return {kind: seconds for kind, seconds in result.seconds.items() if seconds}
 
 
-def test_a_run_that_nothing_befell():
+def test_a_run_without_a_failure():
     events = [*BEGIN, *SAVE, event(20, "attempt_ended", state="finished")]
     assert spent(events, LINES) == {
         "steps": 4.0, "start_up": 6.0, "checks": 4.0, "compile": 2.0, "checkpoint": 2.0, "evaluation": 2.0,
     }  # fmt: skip
-    found = goodput(events, LINES, tokens_per_step=100)
-    assert (found.num_steps, found.busy_s, found.tok_per_sec, found.share) == (4, 20.0, 20.0, 0.2)
+    result = goodput(events, LINES, tokens_per_step=100)
+    assert (result.num_steps, result.busy_s, result.tok_per_sec, result.share) == (4, 20.0, 20.0, 0.2)
 
 
-def test_what_came_after_the_checkpoint_that_the_next_attempt_took_is_lost():
+def test_work_after_the_checkpoint_that_the_next_attempt_loads_is_lost():
     """Line 4 went when step 4 was done again. From the fault to the first new step it is recovery."""
     events = [
         *BEGIN, *SAVE, event(22, "attempt_ended", state="failed"), event(22, "decision", action="retry"),
         event(24, "attempt", attempt=2), event(29, "resumed", step=3), event(31, "attempt_ended", state="finished"),
     ]  # fmt: skip
-    found = spent(events, [*LINES[:3], line(30, 4, 1000)])
-    assert found["lost"] == 5.0
-    assert found["recovery"] == 2.0 + 5.0
-    assert found["steps"] == 3.0 + 1.0
-    assert sum(found.values()) == 31.0
+    result = spent(events, [*LINES[:3], line(30, 4, 1000)])
+    assert result["lost"] == 5.0
+    assert result["recovery"] == 2.0 + 5.0
+    assert result["steps"] == 3.0 + 1.0
+    assert sum(result.values()) == 31.0
 
 
-def test_an_attempt_that_left_nothing_is_lost_whole():
+def test_an_attempt_without_a_checkpoint_is_lost_whole():
     events = [
         *BEGIN, event(15, "attempt_ended", state="failed"), event(16, "attempt", attempt=2),
         event(30, "attempt_ended", state="finished"),
     ]  # fmt: skip
-    found = spent(events, [line(20, 1, 1000), line(21, 2, 1000)])
-    assert found["lost"] == 10.0
+    result = spent(events, [line(20, 1, 1000), line(21, 2, 1000)])
+    assert result["lost"] == 10.0
 
 
-def test_the_time_until_somebody_resumes_is_idle_and_counts_for_no_speed():
+def test_the_time_until_a_resume_is_idle_and_does_not_lower_the_speed():
     stopped = [*BEGIN, event(19.5, "checkpoint", step=4), event(20, "attempt_ended", state="interrupted")]
     resumed = [
         event(104, "launch", prepared_s=4.0), event(105, "attempt", attempt=2), event(110, "resumed", step=4),
         event(120, "attempt_ended", state="finished"),
     ]  # fmt: skip
     metrics = [*LINES, line(112, 5, 1000)]
-    found = goodput([*stopped, *resumed], metrics, tokens_per_step=100)
-    assert found.seconds["idle"] == 80.0
-    assert (found.seconds["recovery"], found.seconds["lost"]) == (0.0, 0.0)
-    assert (found.num_steps, found.busy_s, found.tok_per_sec) == (5, 40.0, 12.5)
+    result = goodput([*stopped, *resumed], metrics, tokens_per_step=100)
+    assert result.seconds["idle"] == 80.0
+    assert (result.seconds["recovery"], result.seconds["lost"]) == (0.0, 0.0)
+    assert (result.num_steps, result.busy_s, result.tok_per_sec) == (5, 40.0, 12.5)
 
 
-def test_a_run_that_failed_has_lost_what_a_resume_would_do_again():
-    found = spent([*BEGIN, *SAVE, event(25, "attempt_ended", state="failed")], LINES)
-    assert found["lost"] == 8.0  # step 4 and the wait until the end was noticed
+def test_a_failed_run_has_lost_what_a_resume_would_repeat():
+    result = spent([*BEGIN, *SAVE, event(25, "attempt_ended", state="failed")], LINES)
+    assert result["lost"] == 8.0  # step 4 and the wait until the end was noticed
 
 
-def test_of_a_run_that_still_runs_nothing_is_lost_yet():
+def test_a_live_run_has_lost_nothing_yet():
     events = [*BEGIN, *SAVE]
     assert "lost" not in spent(events, LINES, running=True)
     assert spent(events, LINES)["lost"] == 2.0
 
 
-def test_of_a_script_only_attempts_recovery_and_idle_are_known():
+def test_a_script_has_only_attempts_recovery_and_idle_time():
     events = [
         event(0, "script", command=["x.py"]), event(1, "attempt", attempt=1), event(11, "attempt_ended", state="failed"),
         event(13, "attempt", attempt=2), event(33, "attempt_ended", state="finished"),
     ]  # fmt: skip
-    found = goodput(events, [], tokens_per_step=None)
-    assert {kind: value for kind, value in found.seconds.items() if value} == {
+    result = goodput(events, [], tokens_per_step=None)
+    assert {kind: value for kind, value in result.seconds.items() if value} == {
         "steps": 30.0,
         "start_up": 1.0,
         "recovery": 2.0,
     }
-    assert found.tok_per_sec is None
+    assert result.tok_per_sec is None
 
 
 @pytest.mark.parametrize("events", [[], [event(0, "launch", prepared_s=1.0)], [event(0, "attempt", attempt=1)]])
 def test_a_run_without_a_step_has_no_speed(events):
-    found = goodput(events, [], tokens_per_step=100)
-    assert (found.num_steps, found.tok_per_sec) == (0, None)
-    assert format_line(found).startswith("n/a of 0s")
+    result = goodput(events, [], tokens_per_step=100)
+    assert (result.num_steps, result.tok_per_sec) == (0, None)
+    assert goodput_line(result).startswith("n/a of 0s")
 
 
 def test_the_table_and_the_line():
     seconds = {"steps": 60.0, "start_up": 30.0, "checks": 2.0, "compile": 0.0, "checkpoint": 0.0, "evaluation": 0.0,
                "lost": 8.0, "recovery": 0.0, "idle": 3600.0}  # fmt: skip
-    found = Goodput(seconds, 10, 1234.5)
-    assert format_goodput(found) == [
+    result = Goodput(seconds, 10, 1234.5)
+    assert goodput_table(result) == [
         "  steps that counted            1m00s   60.0 %",
         "  start-up                        30s   30.0 %",
-        "  text, plan and checks            2s    2.0 %",
+        "  data, plan and checks            2s    2.0 %",
         "  work lost                        8s    8.0 %",
         "  idle                          1h00m",
     ]
-    assert format_goodput(replace(found, energy_j=4_500_000))[-1] == "  energy of the GPUs         1.25 kWh"
-    assert format_line(replace(found, energy_j=90_000)).endswith("tok/s overall; 25.0 Wh")
-    assert format_line(found) == (
+    assert goodput_table(replace(result, energy_j=4_500_000))[-1] == "  energy of the GPUs         1.25 kWh"
+    assert goodput_line(replace(result, energy_j=90_000)).endswith("tok/s overall; 25.0 Wh")
+    assert goodput_line(result) == (
         "60 % of 1m40s in steps that counted, 30 % start-up, 8 % work lost; 1,234 tok/s overall"
     )
 
 
-def test_energy_is_that_of_all_gpus_hosts_and_attempts(tmp_path):
+def test_energy_is_the_sum_over_all_gpus_hosts_and_attempts(tmp_path):
     run = RunDir(tmp_path)
     for name, counted in {"tower": ([0, 400, 900, 0, 50], [0, 10, 20, 0, 1]), "shed": ([0, 7],)}.items():
         for number in range(len(counted[0])):
@@ -143,6 +145,6 @@ def test_energy_is_that_of_all_gpus_hosts_and_attempts(tmp_path):
     assert goodput_of(run).energy_j == 900 + 50 + 20 + 1 + 7
 
 
-def test_energy_that_no_card_tells_is_unknown(tmp_path):
+def test_energy_that_no_gpu_reports_is_unknown(tmp_path):
     append_sample(RunDir(tmp_path).health("tower"), {"time": at(0), "cpu": 0.5})
     assert goodput_of(RunDir(tmp_path)).energy_j is None

@@ -1,4 +1,4 @@
-"""What a run folder says of its run."""
+"""The list of runs, and one run at length, from what stands in the run folders."""
 
 import os
 import shutil
@@ -7,14 +7,19 @@ import sys
 import tempfile
 from pathlib import Path
 
-from paceline.rundir import RunDir, append_event, append_json_line, lock_run
+import pytest
+
+from paceline.errors import PacelineError
+from paceline.rundir import RunDir, append_event, append_json_line, find_run, lock_run
 from paceline.watch.status import (
-    LOOKED_BACK_BYTES,
+    MAX_END_BYTES,
     RunList,
+    format_run,
     format_runs,
     last_values,
     list_runs,
     open_reader,
+    run_json,
     run_status,
 )
 
@@ -30,12 +35,12 @@ def make_run(folder, name="a"):
     return run
 
 
-def test_a_run_that_ended_without_a_word_is_broken(tmp_path):
+def test_a_run_that_ended_without_reporting_why_is_broken(tmp_path):
     status = run_status(make_run(tmp_path))
     assert (status.state, status.step, status.num_steps, status.val_bpb) == ("broken", 60, 100, 1.25)
 
 
-def test_a_long_run_is_read_from_its_end_as_far_back_as_a_field_stands(tmp_path):
+def test_a_long_run_is_read_from_its_end_back_to_the_last_value_of_each_field(tmp_path):
     run = make_run(tmp_path)
     with run.metrics.open("a") as file:
         file.writelines(f'{{"step": {step}, "loss": 2.0, "tok_per_sec": 5.0}}\n' for step in range(61, 10_000))
@@ -51,7 +56,7 @@ def test_a_run_whose_lock_is_held_is_running(tmp_path):
     os.close(fd)
 
 
-def test_the_last_word_decides_the_state(tmp_path):
+def test_the_last_event_decides_the_state(tmp_path):
     run = make_run(tmp_path)
     append_event(run, "finished", step=100)
     append_event(run, "attempt_ended", state="finished")
@@ -61,7 +66,7 @@ def test_the_last_word_decides_the_state(tmp_path):
     assert (run_status(run).state, run_status(run).attempts) == ("stopped", 2)
 
 
-def test_a_run_that_was_interrupted_before_its_first_step_is_stopped(tmp_path):
+def test_a_run_interrupted_before_its_first_step_is_stopped(tmp_path):
     run = make_run(tmp_path)
     append_event(run, "stopping", attempt=1, signal="SIGINT")
     assert run_status(run).state == "broken"
@@ -72,7 +77,7 @@ def test_a_run_that_was_interrupted_before_its_first_step_is_stopped(tmp_path):
     assert run_status(run).state == "broken"
 
 
-def test_the_table_lines_up_and_shows_what_is_unknown(tmp_path):
+def test_the_table_is_aligned_and_shows_unknown_values(tmp_path):
     make_run(tmp_path)
     empty = RunDir(tmp_path / "long-name")
     empty.path.mkdir()
@@ -85,14 +90,16 @@ def test_the_table_lines_up_and_shows_what_is_unknown(tmp_path):
 LISTED_BY_NOBODY = """
 import os, sys
 from pathlib import Path
-from paceline.watch.shelf import Shelf
+
+import pytest
+from paceline.watch.status import Shelf
 if os.geteuid() == 0:
     os.seteuid(65534)
 print([each["name"] for each in Shelf(Path(sys.argv[1])).runs()], sorted(Shelf(Path(sys.argv[1])).paths()))
 """
 
 
-def test_a_folder_that_may_not_be_read_hides_no_other():
+def test_an_unreadable_folder_hides_no_other():
     with tempfile.TemporaryDirectory() as name:  # not pytest's, which are its user's alone
         folder = Path(name)
         folder.chmod(0o755)
@@ -104,7 +111,7 @@ def test_a_folder_that_may_not_be_read_hides_no_other():
     assert listed.stdout == "['a'] ['a', 'half']\n", listed.stderr
 
 
-def test_runs_are_listed_again_as_they_are_then(tmp_path):
+def test_each_listing_shows_the_current_state(tmp_path):
     runs, run = RunList(tmp_path), make_run(tmp_path)
     (first,) = runs.read()
     assert runs.read() == [first]
@@ -120,9 +127,9 @@ def test_runs_are_listed_again_as_they_are_then(tmp_path):
     assert runs.read() == []
 
 
-def test_a_field_that_a_run_does_not_have_is_not_looked_for_in_all_of_it(tmp_path):
+def test_an_absent_field_is_not_searched_for_in_the_whole_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"val_bpb": 1.5}\n' + '{"step": 1, "loss": 2.0}\n' * (LOOKED_BACK_BYTES // 25 + 2))
+    path.write_text('{"val_bpb": 1.5}\n' + '{"step": 1, "loss": 2.0}\n' * (MAX_END_BYTES // 25 + 2))
     assert last_values(path, ("step", "val_bpb")) == {"step": 1}
 
 
@@ -137,3 +144,65 @@ def test_a_script_has_a_state_and_a_command_but_no_steps(tmp_path):
     status = run_status(run)
     assert (status.state, status.command, status.attempts) == ("finished", ["train.py"], 1)
     assert format_runs([status]).splitlines()[1].split()[:6] == ["train-1", "finished", *["n/a"] * 4]
+
+
+SCRIPT_EVENTS = """\
+{"time": "2026-11-21T13:00:00.000Z", "event": "script", "command": ["x.py"]}
+{"time": "2026-11-21T13:00:01.000Z", "event": "attempt", "attempt": 1}
+{"time": "2026-11-21T13:00:11.000Z", "event": "attempt_ended", "attempt": 1, "state": "failed"}
+{"time": "2026-11-21T13:00:11.100Z", "event": "verdict", "attempt": 1, "cause": "hang", "summary": "rank 1 hung"}
+{"time": "2026-11-21T13:00:11.200Z", "event": "decision", "attempt": 1, "action": "retry", "why": "another port"}
+{"time": "2026-11-21T13:00:13.000Z", "event": "attempt", "attempt": 2}
+{"time": "2026-11-21T13:00:23.000Z", "event": "attempt_ended", "attempt": 2, "state": "finished"}
+{"time": "2026-11-21T13:00:23.000Z", "event": "finished"}
+"""
+
+
+@pytest.fixture
+def script_run(tmp_path):
+    run = RunDir(tmp_path / "r")
+    run.path.mkdir()
+    run.config_toml.write_text('command = ["x.py"]\n')
+    run.events.write_text(SCRIPT_EVENTS)
+    return run
+
+
+def test_a_run_at_length_shows_each_attempt_with_cause_and_decision(script_run):
+    assert (
+        format_run(open_reader(script_run.path).update())
+        == f"""\
+r: finished
+run     {script_run.path}
+
+attempt 1, 2026-11-21 13:00:01 UTC: failed
+  hang: rank 1 hung
+  retry: another port
+attempt 2, 2026-11-21 13:00:13 UTC: finished
+
+  steps that counted              20s   87.0 %
+  start-up                         1s    4.3 %
+  recovery                         2s    8.7 %
+
+time    87 % of 23s in steps that counted, 9 % recovery"""
+    )
+
+
+def test_the_json_of_a_run_has_the_same(script_run):
+    fields = run_json(open_reader(script_run.path).update())
+    assert (fields["state"], fields["attempts"], fields["goodput"]["seconds"]["recovery"]) == ("finished", 2, 2.0)
+    assert fields["each_attempt"][0]["action"] == "retry"
+
+
+@pytest.mark.parametrize(("word", "inside"), [(".", "."), ("./", "."), ("..", "logs")])
+def test_the_run_in_the_working_directory_has_its_own_name(word, inside, script_run, monkeypatch):
+    (script_run.path / "logs").mkdir()
+    monkeypatch.chdir(script_run.path / inside)
+    assert find_run(word) == script_run
+    assert open_reader(find_run(word).path).update().name == "r"
+
+
+def test_a_run_is_found_by_its_folder_or_its_name(script_run):
+    assert find_run(str(script_run.path)) == script_run
+    assert find_run("r", runs_dir=str(script_run.path.parent)) == script_run
+    with pytest.raises(PacelineError):
+        find_run("nowhere")

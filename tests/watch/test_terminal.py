@@ -10,8 +10,8 @@ from textual.events import AppBlur, AppFocus
 
 from paceline.errors import PacelineError
 from paceline.watch.snapshot import LogView, Snapshot
-from paceline.watch.terminal.app import Keys, Lines, Watch
-from paceline.watch.terminal.keys import PAGES
+from paceline.watch.terminal.app import KeyBar, LineView, WatchApp
+from paceline.watch.terminal.line import PAGES
 
 LOG = "".join(f"step {step:04d} loss {4 - step / 1000:.3f}\n" for step in range(1, 901))
 MOST_S = 60.0  # for what takes a second
@@ -30,22 +30,24 @@ class Told:
         return self.snapshot
 
 
-def seen(app: Watch) -> str:
+def seen(app: WatchApp) -> str:
     """The text on the screen."""
-    parts = [*app.query(Lines), *app.query(Keys)]
+    parts = [*app.query(LineView), *app.query(KeyBar)]
     return "\n".join(
         "".join(piece.text for piece in part.render_line(y)) for part in parts for y in range(part.size.height)
     )
 
 
-async def settle(app: Watch, pilot) -> None:
+async def settle(app: WatchApp, pilot) -> None:
     await app.workers.wait_for_complete()
     await pilot.pause()
 
 
-def watched(told: Told, script: Callable[[Watch, object], Awaitable[None]], size: tuple[int, int] = (80, 24)) -> None:
+def watched(
+    snapshots: Told, script: Callable[[WatchApp, object], Awaitable[None]], size: tuple[int, int] = (80, 24)
+) -> None:
     async def run() -> None:
-        app = Watch(told, interval_s=3600, clock=lambda: NOW)
+        app = WatchApp(snapshots, interval_s=3600, clock=lambda: NOW)
         async with app.run_test(size=size) as pilot:
             await settle(app, pilot)
 
@@ -63,21 +65,21 @@ def watched(told: Told, script: Callable[[Watch, object], Awaitable[None]], size
 @pytest.fixture
 def logs(tmp_path):
     """A run with two attempts of two ranks each, and their logs."""
-    found = []
+    hits = []
     for attempt in (1, 2):
         for rank in (0, 1):
             path = tmp_path / f"{attempt}-{rank}.log"
             path.write_text(
                 f"here is rank {rank} of attempt {attempt}\n{LOG}RuntimeError: [rank {rank}] \x1b[31mboom\x1b[0m\n"
             )
-            found.append(LogView(attempt, rank, str(path), path.stat().st_size))
-    return replace(recovered(), logs=found)
+            hits.append(LogView(attempt, rank, str(path), path.stat().st_size))
+    return replace(recovered(), logs=hits)
 
 
 def test_every_state_is_shown_and_every_page_of_it():
     async def script(app, pilot):
         for make in STATES.values():
-            app.take(make(NOW))
+            app.show_snapshot(make(NOW))
             for number, page in enumerate(PAGES):
                 app.action_page(page)
                 assert f"{number + 1} {page}" in seen(app).splitlines()[-1]
@@ -88,7 +90,7 @@ def test_every_state_is_shown_and_every_page_of_it():
     watched(Told(training()), script)
 
 
-def test_tab_and_shift_tab_go_round_and_escape_comes_back():
+def test_tab_and_shift_tab_cycle_through_the_pages_and_escape_returns():
     async def script(app, pilot):
         await app.press("tab", "tab")
         assert app.page == "machines"
@@ -100,7 +102,7 @@ def test_tab_and_shift_tab_go_round_and_escape_comes_back():
     watched(Told(training()), script)
 
 
-def test_keys_of_the_curves():
+def test_keys_choose_zoom_and_scale_the_curves():
     async def script(app, pilot):
         assert "── loss" in (await app.press("2"))
         assert "── val_bpb" in (await app.press("right"))
@@ -111,22 +113,22 @@ def test_keys_of_the_curves():
         assert "── loss" in (await app.press("k"))
         assert "last 50% of the steps" in (await app.press("z"))
         assert "last 10% of the steps, logarithmic" in (await app.press("z", "y"))
-        shown = await app.press("z", "y")
-        assert "── all steps ──" in shown and "logarithmic" not in shown
+        screen = await app.press("z", "y")
+        assert "── all steps ──" in screen and "logarithmic" not in screen
 
     watched(Told(training()), script)
 
 
-def test_the_log_of_any_rank_and_attempt_with_its_end_first(logs):
+def test_the_log_of_any_rank_and_attempt_opens_at_its_end(logs):
     async def script(app, pilot):
-        shown = await app.press("5")
-        assert "log of rank 0" in shown and "attempt 2" in shown
-        assert "RuntimeError: [rank 0] boom" in shown
+        screen = await app.press("5")
+        assert "log of rank 0" in screen and "attempt 2" in screen
+        assert "RuntimeError: [rank 0] boom" in screen
         assert "log of rank 1" in (await app.press("right"))
         assert "log of rank 0" in (await app.press("left"))
         assert "log of rank 1" in (await app.press("left"))  # round
-        shown = await app.press("a")
-        assert "attempt 1" in shown and "[rank 1] boom" in shown
+        screen = await app.press("a")
+        assert "attempt 1" in screen and "[rank 1] boom" in screen
         assert "here is rank 1 of attempt 1" in (await app.press("g"))
         assert "here is" not in (await app.press("G"))
 
@@ -147,7 +149,7 @@ def test_the_log_of_any_rank_and_attempt_with_its_end_first(logs):
 )
 def test_keys_that_scroll(logs, first, keys, moved):
     async def script(app, pilot):
-        page = app.query_one("#page", Lines)
+        page = app.query_one("#page", LineView)
         await app.press("5", first)
         start = page.scroll_offset.y
         assert start == (0 if first in ("home", "g") else page.max_scroll_y) and page.size.height == 18
@@ -157,7 +159,7 @@ def test_keys_that_scroll(logs, first, keys, moved):
     watched(Told(logs), script)
 
 
-def test_the_log_follows_what_is_written_unless_one_looks_further_up(logs):
+def test_the_log_follows_new_lines_unless_it_is_scrolled_up(logs):
     async def script(app, pilot):
         path = logs.logs[2].path
         await app.press("5")
@@ -172,12 +174,12 @@ def test_the_log_follows_what_is_written_unless_one_looks_further_up(logs):
     watched(Told(logs), script)
 
 
-def test_a_text_is_found_in_the_whole_log_and_escape_goes_back_to_its_end(logs):
+def test_a_text_is_found_in_the_whole_log_and_escape_returns_to_its_end(logs):
     async def script(app, pilot):
         await app.press("5", "slash", *"STEP", "space", *"012q")
-        shown = await app.press("backspace", "enter")
-        assert "10 lines with STEP 012" in shown and "121  step 0120" in shown
-        assert "step 0500" not in shown
+        screen = await app.press("backspace", "enter")
+        assert "10 lines with STEP 012" in screen and "121  step 0120" in screen
+        assert "step 0500" not in screen
         assert "[rank 0] boom" in (await app.press("escape"))
         await app.press("slash", *"zz")
         assert "no such line" in (await app.press("enter"))
@@ -190,7 +192,7 @@ def test_a_text_is_found_in_the_whole_log_and_escape_goes_back_to_its_end(logs):
     watched(Told(logs), script)
 
 
-def test_a_click_into_the_log_leaves_the_text_that_is_typed_and_another_window_does_not(logs):
+def test_a_click_into_the_log_ends_typing_and_another_window_does_not(logs):
     async def script(app, pilot):
         await app.press("5", "slash", *"boo")
         app.post_message(AppBlur())
@@ -202,23 +204,23 @@ def test_a_click_into_the_log_leaves_the_text_that_is_typed_and_another_window_d
         await pilot.click("#page", offset=(5, 5))
         await settle(app, pilot)
         assert not find.display and "5 log" in seen(app).splitlines()[-1]
-        assert app.query_one(Keys).display and app.page == "log"
+        assert app.query_one(KeyBar).display and app.page == "log"
         assert "here is rank 0" in (await app.press("g"))
 
     watched(Told(logs), script)
 
 
-def test_events_open_at_the_last_and_stay_there():
+def test_events_open_at_the_last_one_and_stay_there():
     many = replace(training(), events=[replace(training().events[0], text=f"event {i}") for i in range(100)])
-    told = Told(many)
+    snapshots = Told(many)
 
     async def script(app, pilot):
         assert "event 99 " in (await app.press("4"))
-        told.snapshot = replace(many, events=[*many.events, replace(many.events[0], text="and one more")])
+        snapshots.snapshot = replace(many, events=[*many.events, replace(many.events[0], text="and one more")])
         assert "and one more" in (await app.press("r"))
         assert "event 0 " in (await app.press("g"))
 
-    watched(told, script)
+    watched(snapshots, script)
 
 
 def test_a_long_line_is_cut_or_shown_whole(logs, tmp_path):
@@ -233,21 +235,21 @@ def test_a_long_line_is_cut_or_shown_whole(logs, tmp_path):
     watched(Told(snapshot), script)
 
 
-def test_a_held_picture_stays_until_it_goes_on():
-    told = Told(training())
+def test_a_held_screen_stays_until_it_continues():
+    snapshots = Told(training())
 
     async def script(app, pilot):
-        assert "space go on" in (await app.press("space"))
-        told.snapshot = failed()
+        assert "space continue" in (await app.press("space"))
+        snapshots.snapshot = failed()
         assert "● training" in (await app.press("r"))
         assert "✗ failed" in (await app.press("space"))
 
-    watched(told, script)
+    watched(snapshots, script)
 
 
-def test_the_explanation_and_its_fix_copied():
+def test_the_explanation_is_shown_and_its_fix_can_be_copied():
     async def script(app, pilot):
-        assert "97% sure" in (await app.press("6"))
+        assert "97 % sure" in (await app.press("6"))
         assert "c copied" in (await app.press("c"))
         assert app.clipboard == "paceline resume books --device-batch-size 16"
 
@@ -255,7 +257,7 @@ def test_the_explanation_and_its_fix_copied():
 
 
 @pytest.mark.parametrize("key", ["question_mark", "h"])
-def test_help_says_all_keys_and_goes_as_it_came(key):
+def test_help_shows_all_keys_and_closes_with_the_same_key(key):
     async def script(app, pilot):
         assert "Shift+Tab" in (await app.press(key))
         assert app.page == "help"
@@ -266,7 +268,7 @@ def test_help_says_all_keys_and_goes_as_it_came(key):
 
 
 @pytest.mark.parametrize("key", ["q", "ctrl+c"])
-def test_q_and_ctrl_c_leave_even_while_a_text_is_typed(key):
+def test_q_and_ctrl_c_quit_even_while_a_text_is_typed(key):
     async def script(app, pilot):
         await app.press("5", *(["slash"] if key == "ctrl+c" else []))
         await pilot.press(key)
@@ -279,47 +281,47 @@ def test_q_and_ctrl_c_leave_even_while_a_text_is_typed(key):
 def test_keys_can_be_clicked():
     async def script(app, pilot):
         at = seen(app).splitlines()[-1].index("3 machines")
-        await pilot.click(Keys, offset=(at, 0))
+        await pilot.click(KeyBar, offset=(at, 0))
         assert app.page == "machines"
 
     watched(Told(training()), script)
 
 
-def test_what_cannot_be_read_is_said_and_the_last_picture_stays():
-    told = Told(training())
+def test_a_failed_reading_is_reported_and_the_last_screen_stays():
+    snapshots = Told(training())
 
     async def script(app, pilot):
-        told.error = "runs/books is gone"
-        shown = await app.press("r")
-        assert "! runs/books is gone" in shown and "1,240/2,500" in shown
-        told.error = ""
+        snapshots.error = "runs/books is gone"
+        screen = await app.press("r")
+        assert "! runs/books is gone" in screen and "1,240/2,500" in screen
+        snapshots.error = ""
         assert "● training" in (await app.press("r"))
 
-    watched(told, script)
+    watched(snapshots, script)
 
 
-def test_only_what_differs_is_painted_again():
-    told = Told(training())
+def test_only_changed_columns_are_repainted():
+    snapshots = Told(training())
 
     async def script(app, pilot):
         painted = []
-        for part in app.query(Lines):
+        for part in app.query(LineView):
             part.refresh = lambda *regions, **_: painted.extend(regions)
-        app.take(training())
+        app.show_snapshot(training())
         assert painted == []
-        app.take(replace(training(), tok_per_sec=1.0))
+        app.show_snapshot(replace(training(), tok_per_sec=1.0))
         assert [(region.y, region.height) for region in painted] == [(2, 1)]
         assert painted[0].x > 30
 
-    watched(told, script)
+    watched(snapshots, script)
 
 
-def test_another_size_is_filled_at_once():
+def test_a_new_size_is_filled_at_once():
     async def script(app, pilot):
         await pilot.resize_terminal(200, 60)
         await settle(app, pilot)
-        shown = seen(app).splitlines()
-        assert len(shown) == 60 and {len(line) for line in shown} == {200}
+        screen = seen(app).splitlines()
+        assert len(screen) == 60 and {len(line) for line in screen} == {200}
         await pilot.resize_terminal(30, 8)
         await settle(app, pilot)
         assert len(seen(app).splitlines()) == 8

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from paceline.watch.snapshot import Series
-from paceline.watch.terminal.chart import chart, evenly, pulse, round_axis, short, since, sparkline
+from paceline.watch.terminal.chart import chart, even_values, format_short, last_part, pulse, round_axis, sparkline
 from paceline.watch.terminal.line import plain
 
 
@@ -28,7 +28,7 @@ def test_a_falling_line_goes_from_the_upper_left_to_the_lower_right():
     ]
 
 
-def test_a_spike_of_one_step_in_ten_thousand_is_seen():
+def test_a_spike_of_one_step_in_ten_thousand_is_visible():
     values = [1.0] * 10_000
     values[5000] = 9.0
     lines = drawn(values)
@@ -41,7 +41,7 @@ def test_noise_of_a_steady_value_does_not_fill_the_chart():
     assert sum(any(ord(char) > 0x2800 for char in line) for line in lines) <= 2
 
 
-def test_what_was_planned_is_a_dotted_line_that_the_curve_covers():
+def test_the_plan_is_a_dotted_line_below_the_curve():
     lines = drawn([90.0, 91.0], planned=100.0, least_span=0.2)
     assert lines[0].count("┈") + lines[1].count("┈") == 23
 
@@ -50,7 +50,7 @@ def test_what_was_planned_is_a_dotted_line_that_the_curve_covers():
     ("low", "high", "rows"),
     [(2.9, 10.8, 7), (0.0, 1.0, 4), (-3.0, 5e6, 9), (1e-9, 3e-9, 5), (7, 7.001, 12), (0.1, 3.0, 30)],
 )
-def test_an_axis_holds_the_values_and_shows_round_numbers_at_even_distances(low, high, rows):
+def test_an_axis_holds_the_values_and_has_evenly_spaced_round_ticks(low, high, rows):
     bottom, top, ticks = round_axis(low, high, rows)
     assert bottom <= low + 1e-12 and top >= high - 1e-12
     assert low < 0 or bottom > -(top - bottom) / rows
@@ -60,21 +60,21 @@ def test_an_axis_holds_the_values_and_shows_round_numbers_at_even_distances(low,
 
 
 @pytest.mark.parametrize("values", [[], [math.nan], [math.inf, math.nan]])
-def test_without_a_number_it_says_so(values):
+def test_a_chart_without_values_says_so(values):
     assert drawn(values)[0] == "no value yet"
 
 
 @pytest.mark.parametrize("values", [[1.0], [0.0, 0.0], [1.0, math.nan, 2.0], [1e-300, 1e300], [-1.0, 1.0]])
 @pytest.mark.parametrize("log", [False, True])
 @pytest.mark.parametrize("size", [(12, 2), (13, 3), (200, 40)])
-def test_every_line_is_as_wide_as_asked_whatever_the_values(values, log, size):
+def test_every_line_has_the_requested_width_whatever_the_values(values, log, size):
     lines = drawn(values, width=size[0], height=size[1], log=log)
     assert len(lines) == size[1]
     assert all(len(line) <= size[0] for line in lines)
 
 
 def test_the_last_part_of_a_curve_is_by_steps():
-    assert since(series(range(101)), 0.1).steps == list(range(91, 102))
+    assert last_part(series(range(101)), 0.1).steps == list(range(91, 102))
 
 
 def test_blocks_and_pulse():
@@ -84,12 +84,12 @@ def test_blocks_and_pulse():
     assert pulse([1.0, 0.5, 0.0]) == "━─·"
 
 
-def test_equal_parts_of_the_steps_however_unevenly_they_are_logged():
-    assert evenly(Series([0, 1, 2, 3, 99], [1.0, 2.0, 3.0, 4.0, 9.0], [0.0] * 5), 4) == [2.5, 2.5, 2.5, 9.0]
-    assert evenly(Series(), 4) == []
+def test_unevenly_logged_steps_become_equal_parts():
+    assert even_values(Series([0, 1, 2, 3, 99], [1.0, 2.0, 3.0, 4.0, 9.0], [0.0] * 5), 4) == [2.5, 2.5, 2.5, 9.0]
+    assert even_values(Series(), 4) == []
 
 
-def test_numbers_at_the_edge_are_short():
-    assert [short(v) for v in (0, 10.41, 0.4123, 856_000, 1.25e6, 999.6, 1e-7, -3.0)] == [
+def test_numbers_on_an_axis_are_short():
+    assert [format_short(v) for v in (0, 10.41, 0.4123, 856_000, 1.25e6, 999.6, 1e-7, -3.0)] == [
         "0", "10.4", "0.412", "856K", "1.2M", "1000", "1.0e-07", "-3.00",
     ]  # fmt: skip

@@ -8,8 +8,9 @@ import pytest
 from snapshots import NOW, STATES, failed, hostile, recovered, script, training, two_hosts, unknown_log
 
 from paceline.watch.snapshot import GpuView, LogView, RankView
-from paceline.watch.terminal.head import head
-from paceline.watch.terminal.keys import key_line, keys_of
+from paceline.watch.summary import gpu_model, gpu_problems
+from paceline.watch.terminal.chart import CurveChoice, curves_page
+from paceline.watch.terminal.head import header, why_page
 from paceline.watch.terminal.line import (
     cells,
     changed_columns,
@@ -17,22 +18,22 @@ from paceline.watch.terminal.line import (
     coloured,
     cut,
     fit,
+    key_line,
+    page_keys,
     plain,
     to_ascii,
     width_of,
     wrap,
 )
-from paceline.watch.terminal.log import LogText
-from paceline.watch.terminal.machines import gpu_rows, machines, rank_grid, reasons_of, short_name
-from paceline.watch.terminal.pages import Choice, curves_page, events_page, machines_page, overview
-from paceline.watch.terminal.why import why
+from paceline.watch.terminal.machines import gpu_rows, machine_lines, machines_page, rank_grid
+from paceline.watch.terminal.pages import NO_LOG, LogText, events_page, overview
 
 MANUAL = Path(__file__).parents[2] / "docs" / "watch.md"
 SIZES = [(80, 24), (200, 60), (40, 12), (131, 30), (100, 40)]
 
 
 def screen(snapshot, width=80, height=24, **options) -> str:
-    lines = [*head(snapshot, now=NOW, width=width)]
+    lines = [*header(snapshot, now=NOW, width=width)]
     lines += overview(snapshot, now=NOW, width=width, height=height - 1 - len(lines), **options)
     return "\n".join(map(plain, lines))
 
@@ -42,21 +43,21 @@ def screen(snapshot, width=80, height=24, **options) -> str:
 def test_each_state_fills_the_screen_exactly(state, width, height):
     snapshot = STATES[state](NOW)
     log = LogText(LogView(1, 0, "0.log", 10), "", [(None, f"line {i}") for i in range(50)])
-    for shown in (None, log):
-        lines = overview(snapshot, now=NOW, width=width, height=height, log=shown)
+    for page in (NO_LOG, log):
+        lines = overview(snapshot, now=NOW, width=width, height=height, log=page)
         assert len(lines) == height
-        assert {width_of(line) for line in [*lines, *head(snapshot, now=NOW, width=width)]} == {width}
+        assert {width_of(line) for line in [*lines, *header(snapshot, now=NOW, width=width)]} == {width}
     for lines in (
-        curves_page(snapshot, Choice(), width=width, height=height),
+        curves_page(snapshot, CurveChoice(), width=width, height=height),
         machines_page(snapshot, width=width),
         events_page(snapshot, now=NOW, width=width),
-        [fit(line, width) for line in why(snapshot, width=width)],
+        [fit(line, width) for line in why_page(snapshot, width=width)],
     ):
         assert max(map(width_of, lines), default=0) <= width
 
 
-def test_the_head_says_how_far_and_how_long_still():
-    assert [plain(line) for line in head(training(), now=NOW, width=80)] == [
+def test_the_header_shows_progress_and_remaining_time():
+    assert [plain(line) for line in header(training(), now=NOW, width=80)] == [
         " books  ● training                               2 ranks on tower  08:33:20 UTC",
         " 49.6 %  ━━━━━━━━━━━━━━╸──────────────  1,240/2,500  12m51s left  14m28s so far",
         " loss 2.9216  val_bpb 0.9527  tok/s 858,425  step 612 ms  mfu 41.2 %",
@@ -65,9 +66,9 @@ def test_the_head_says_how_far_and_how_long_still():
 
 
 @pytest.mark.parametrize(
-    ("state", "words"),
+    ("state", "texts"),
     [
-        ("starting", ["◐ starting", "· No step is done yet: compile."]),
+        ("starting", ["◐ starting", "· No step is finished yet: compile."]),
         ("evaluating", ["◐ evaluating"]),
         ("saving", ["◐ saving"]),
         ("recovering", ["↻ recovering", "cuda-oom"]),
@@ -78,7 +79,7 @@ def test_the_head_says_how_far_and_how_long_still():
         ),
         ("finished", ["✓ finished  2h00m ago", "100.0 %"]),
         ("stopped", ["■ stopped  40s ago"]),
-        ("broken", ["✗ broken", "ended without a word"]),
+        ("broken", ["✗ broken", "ended without reporting why"]),
         ("no_gpu", ["no GPU", "cpu 94 %"]),
         ("two_hosts", ["8 ranks on 2 hosts", "8 GPUs", "node-1", "91 °C !", "761 ms"]),
         ("script", ["● running", "train.py --lr 3e-4", "goodput 100 %"]),
@@ -86,90 +87,90 @@ def test_the_head_says_how_far_and_how_long_still():
         ("unknown_log", ["? unknown", "no line of output.txt tells"]),
     ],
 )
-def test_each_state_says_what_it_is(state, words):
-    shown = screen(STATES[state](NOW))
-    assert all(re.search(word if "|" in word else re.escape(word), shown) for word in words), shown
+def test_each_state_shows_its_own_text(state, texts):
+    page = screen(STATES[state](NOW))
+    assert all(re.search(word if "|" in word else re.escape(word), page) for word in texts), page
 
 
-def test_a_run_that_should_write_and_does_not_is_called_silent():
-    assert " ! No sign of life for 2m00s." in screen(replace(training(), updated=NOW - 120), width=100)
+def test_a_silent_run_is_a_warning():
+    assert " ! No output or heartbeat for 2m00s." in screen(replace(training(), updated=NOW - 120), width=100)
 
 
-def test_names_and_lines_show_as_they_stand_and_move_no_cursor():
+def test_control_characters_in_names_and_logs_are_shown_not_executed():
     for width, height in SIZES:
-        shown = screen(hostile(), width, height)
-        assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", shown)
+        page = screen(hostile(), width, height)
+        assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", page)
     assert "[bold red]x[/] <script>" in screen(hostile(), 200, 60)
     assert clean("a\x1b[31m\tb\u202ec\x9b") == "a␛[31m  bc�"
 
 
-def test_a_slow_rank_and_a_silent_one_are_marked():
-    shown = "\n".join(map(plain, rank_grid(two_hosts().ranks, width=200, height=4)))
-    assert re.search(r"!\s+5 train\s+761 ms .* slow", shown)
-    assert shown.count("!") == 1
+def test_slow_and_silent_ranks_are_marked():
+    page = "\n".join(map(plain, rank_grid(two_hosts().ranks, width=200, height=4)))
+    assert re.search(r"!\s+5 train\s+761 ms .* slow", page)
+    assert page.count("!") == 1
     silent = [RankView(0, "a", 4, "reduce", 95.0, 10.0), RankView(1, "a", 4, "compile", 95.0, 10.0)]
     assert "! " in plain(rank_grid(silent, width=80, height=4)[0])
     assert "silent 1m35s" in plain(rank_grid(silent, width=80, height=4)[0])
 
 
-def test_many_ranks_are_a_sentence_and_a_block_each():
+def test_many_ranks_become_a_sentence_and_a_row_of_blocks():
     ranks = [RankView(rank, "a", 9, "train", 0.1, 500.0 + 300 * (rank == 70), rank == 70) for rank in range(128)]
     sentence, blocks = map(plain, rank_grid(ranks, width=140, height=4))
     assert sentence == " 128 ranks  500 ms median, 500 ms to 800 ms  ! slow: 70"
     assert len(blocks.strip()) == 128 and blocks.strip().index("█") == 70
 
 
-def test_few_lines_for_many_gpus_are_two_in_a_line_then_a_line_for_each_host():
+def test_many_gpus_on_few_lines_share_a_line_then_their_host_has_one():
     eight = two_hosts()
-    assert [len(machines(eight, width=80, height=height)) for height in (10, 6, 4, 2)] == [10, 6, 2, 2]
-    assert "2 GPUs" not in plain(machines(eight, width=80, height=6)[0])
+    assert [len(machine_lines(eight, width=80, height=height)) for height in (10, 6, 4, 2)] == [10, 6, 2, 2]
+    assert "2 GPUs" not in plain(machine_lines(eight, width=80, height=6)[0])
     assert (
-        plain(machines(eight, width=80, height=2)[1])
+        plain(machine_lines(eight, width=80, height=2)[1])
         == " node-1             4 GPUs  mem 77–81 %   use 97 %      67–91 °C  ! 1 slowed"
     )
 
 
-def test_what_a_gpu_does_not_tell_is_not_there_and_not_zero():
+def test_values_that_a_gpu_does_not_report_are_absent_not_zero():
     assert plain(gpu_rows([GpuView(0)], width=80)[0]).split() == ["0", "GPU", "─" * 15, "n/a", "─" * 15, *["n/a"] * 3]
 
 
 def test_names_of_gpus_and_reasons_are_short():
     names = ("NVIDIA GeForce RTX 5090", "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", None)
-    assert [short_name(name) for name in names] == ["RTX 5090", "H100", "A100", "GPU"]
+    assert [gpu_model(name) for name in names] == ["RTX 5090", "H100", "A100", "GPU"]
     gpu = GpuView(
         0,
         throttle=["power", "power_brake", "thermal"],
         errors={"xid": 79, "ecc_corrected": 3},
     )
-    assert reasons_of(gpu) == "power brake, thermal, xid 79"
+    assert gpu_problems(gpu) == "power brake, thermal, xid 79"
 
 
-def test_why_tells_cause_fix_evidence_attempts_and_findings():
-    shown = "\n".join(map(plain, why(failed(), width=100)))
+def test_why_shows_cause_fix_evidence_attempts_and_findings():
+    page = "\n".join(map(plain, why_page(failed(), width=100)))
     for word in (
-        "✗ cuda-oom: rank 1 asked for 2.00 GiB", "→ paceline resume books --device-batch-size 16", "97% sure",
+        "✗ cuda-oom: rank 1 asked for 2.00 GiB", "→ paceline resume books --device-batch-size 16", "97 % sure",
         "logs/1/1.log:1288  rank 1",
         "only followed", "then stop: no progress over three attempts", "! pcie-width: GPU 1 runs at PCIe",
     ):  # fmt: skip
-        assert word in shown
-    assert "nothing has ended this run" in plain(why(training(), width=80)[1])
-    assert "cuda-oom" in "\n".join(map(plain, why(recovered(), width=80)))
+        assert word in page
+    assert "nothing has ended this run" in plain(why_page(training(), width=80)[1])
+    assert "cuda-oom" in "\n".join(map(plain, why_page(recovered(), width=80)))
 
 
-def test_curves_can_be_chosen_cut_and_put_on_a_logarithmic_axis():
-    lines = [plain(line) for line in curves_page(training(), Choice("grad_norm", True, 0.5), width=80, height=20)]
+def test_curves_can_be_chosen_zoomed_and_drawn_on_a_logarithmic_axis():
+    lines = [plain(line) for line in curves_page(training(), CurveChoice("grad_norm", True, 0.5), width=80, height=20)]
     assert lines[0].startswith("── grad_norm")
     assert "── last 50% of the steps, logarithmic" in lines[12]
     assert any(line.startswith(" > grad_norm") for line in lines)
-    assert plain(curves_page(script(), Choice(), width=80, height=20)[1]) == " no numbers yet"
+    assert plain(curves_page(script(), CurveChoice(), width=80, height=20)[1]) == " no numbers yet"
 
 
-def test_all_pictures_have_one_in_plain_characters():
+def test_every_page_can_be_drawn_in_ascii():
     for make in (two_hosts, failed, unknown_log):
         assert "?" not in to_ascii(screen(make(), 200, 60)).replace("? unknown", "")
 
 
-def test_what_differs_between_two_lines_is_known_by_columns():
+def test_changed_columns_of_two_lines_are_found():
     old = (("loss 2.50  ", "faint"), ("─" * 20, ""), (" ok", ""))
     new = (("loss 2.47  ", "faint"), ("─" * 20, ""), (" no", ""))
     assert changed_columns(old, new) == (7, 34)
@@ -187,7 +188,7 @@ def test_lines_are_cut_and_wrapped_by_columns():
     assert coloured((("a", "error"), ("b", ""))) == "\x1b[31ma\x1b[0mb"
 
 
-def test_the_picture_in_the_manual_is_the_one_that_comes():
+def test_the_manual_shows_the_real_screen():
     lines = screen(training()).splitlines()
-    lines.append(plain(key_line(keys_of("overview", width=80, held=False, snapshot=training()))))
+    lines.append(plain(key_line(page_keys("overview", width=80, held=False, snapshot=training()))))
     assert "\n".join(f"    {line}" for line in lines) in MANUAL.read_text(encoding="utf-8")

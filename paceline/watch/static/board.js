@@ -1,86 +1,115 @@
-// A board of charts, one for each field of metrics.jsonl, and the tools that move them all. One run or several.
+// Shows one chart for each field of metrics.jsonl, of one run or several, and the tools that move all charts.
 'use strict';
 
-const FIRST_FIELDS = ['loss', 'val_bpb', 'tok_per_sec', 'step_ms', 'mfu', 'grad_norm', 'lr_mult', 'peak_bytes'];
+// Holds what all charts of a page share. The browser stores the settings.
+class SharedView {
+  constructor(onChange) {
+    const stored = JSON.parse(setting('charts') || '{}');
+    Object.assign(this, { axis: 'steps', weight: 0, log: false, clipped: false, ...stored });
+    Object.assign(this, { range: null, whole: [0, 1], charts: [], onChange, marks: [], bands: [] });
+  }
 
-// runs: [{run, label, colour, dash}], as the page has them now
-class Board {
-  constructor(runs, { onChange = () => {}, marks = () => [] } = {}) {
-    this.runs = runs;
-    this.charts = new Map();
-    this.onChange = onChange;
-    this.together = new Together((what) => (what === 'zoom' ? this.zoomed() : this.update()));
-    this.together.marks = marks;
-    this.together.onCursor = (x) => {
-      this.where.textContent = formatX(x, this.together.axis);
-    };
-    this.where = el('output', { class: 'where faint' });
-    this.tools = el('div', { class: 'tools' });
-    this.papers = el('div', { class: 'charts' });
-    this.papers.addEventListener('mouseleave', () => {
-      this.where.textContent = '';
+  set(name, value) {
+    this[name] = value;
+    if (name === 'axis') this.range = null;
+    const { axis, weight, log, clipped } = this;
+    setting('charts', JSON.stringify({ axis, weight, log, clipped }));
+    this.onChange('settings');
+  }
+
+  get shown() {
+    return this.range || this.whole;
+  }
+
+  zoom(from, to) {
+    const [low, high] = this.whole;
+    const width = Math.max((high - low) / 5000, to - from);
+    const start = Math.max(low, Math.min(from, high - width));
+    this.range = width >= (high - low) * 0.999 ? null : [start, Math.min(high, start + width)];
+    this.charts.forEach((chart) => chart.draw());
+    this.onChange('zoom');
+  }
+
+  zoomBy(factor) {
+    const [from, to] = this.shown;
+    const half = ((to - from) / 2) * factor;
+    this.zoom((from + to) / 2 - half, (from + to) / 2 + half);
+  }
+
+  pan(share) {
+    const [from, to] = this.shown;
+    this.zoom(from + (to - from) * share, to + (to - from) * share);
+  }
+
+  reset() {
+    this.zoom(...this.whole);
+  }
+
+  // Moves the cursor of all charts to x; null removes it.
+  point(x) {
+    this.cursor = x;
+    this.frame ??= requestAnimationFrame(() => {
+      this.frame = null;
+      this.charts.forEach((chart) => chart.drawCursor());
+      this.onCursor?.(this.cursor);
     });
-    this.node = el('div', {}, this.tools, this.papers);
+  }
+}
+
+// runs: [{run, label, colour, dash}]. marksOf(axis) returns {marks, bands} on that axis.
+class Board {
+  constructor(runs, { onChange = () => {}, marksOf = () => ({}) } = {}) {
+    Object.assign(this, { runs, marksOf, onChange, charts: new Map() });
+    this.view = new SharedView((what) => (what === 'zoom' ? this.zoomed() : this.update()));
+    this.view.onCursor = (x) => {
+      this.where.textContent = x === null ? '' : formatX(x, this.view.axis, this.view.shown);
+    };
+    this.where = el('output.where.faint');
+    this.weight = el('output');
+    this.slider = el('input', { type: 'range', min: 0, max: 0.99, step: 0.01, 'aria-label': 'smoothing' });
+    this.slider.addEventListener('input', () => this.view.set('weight', Number(this.slider.value)));
+    this.tools = el('div.tools');
+    this.papers = el('div.charts');
+    this.node = el('div', this.tools, this.papers);
     this.drawTools();
   }
 
   fields() {
-    const drawn = ([, { values }]) => values.some(isNumber);
-    const known = new Set(
-      this.runs.flatMap(({ run }) =>
-        Object.entries(run.curves.series)
-          .filter(drawn)
-          .map(([name]) => name),
-      ),
-    );
-    const others = [...known].filter((name) => !FIRST_FIELDS.includes(name)).sort();
-    return [...FIRST_FIELDS.filter((name) => known.has(name)), ...others];
+    return Object.assign({}, ...this.runs.map(({ run }) => run.panels.fields));
   }
 
-  // The lines of a field, of those runs whose x is known
+  // Returns the lines of a field, for the runs whose x is known.
   linesOf(name) {
     return this.runs.flatMap(({ run, label, colour, dash }) => {
       const series = run.curves.series[name];
-      const x = series?.steps.length ? xOf(series, this.together.axis, factsOf(run)) : null;
+      const x = series?.steps.length ? xOf(series, this.view.axis, run.head) : null;
       if (!x) return [];
       const [xs, y] = inOrder(x, series.values);
-      return [{ label, colour: ink(colour), dash, x: xs, y }];
+      return [{ label, colour, dash, x: xs, y, last: run.panels.fields?.[name]?.last }];
     });
   }
 
   update() {
-    const lines = new Map(this.fields().map((name) => [name, this.linesOf(name)]));
-    const ends = [...lines.values()].flat().map(({ x }) => x.at(-1));
-    const starts = [...lines.values()].flat().map(({ x }) => x[0]);
-    const last = Math.max(...ends, 0);
-    this.together.whole = ends.length
-      ? [Math.min(...starts, last), last > Math.min(...starts) ? last : last + 1]
-      : [0, 1];
-    for (const [name, chart] of this.charts) {
-      if (lines.has(name)) continue;
-      chart.remove();
-      this.charts.delete(name);
-    }
-    for (const [name, those] of lines) {
-      if (!this.charts.has(name)) {
-        this.charts.set(name, new Chart(name, this.together, FIELDS[name]));
-        const before = [...lines.keys()]
-          .slice(0, [...lines.keys()].indexOf(name))
-          .reverse()
-          .find((each) => this.charts.has(each));
-        if (before) this.charts.get(before).node.after(this.charts.get(name).node);
-        else this.papers.prepend(this.charts.get(name).node);
-      }
-      this.charts.get(name).set(those);
-    }
+    const fields = this.fields();
+    const lines = new Map(Object.keys(fields).map((name) => [name, this.linesOf(name)]));
+    const xs = [...lines.values()].flat().map(({ x }) => x);
+    const [first, last] = [Math.min(...xs.map((x) => x[0])), Math.max(...xs.map((x) => x.at(-1)))];
+    this.view.whole = xs.length ? [first, last > first ? last : first + 1] : [0, 1];
+    const { marks = [], bands = [] } = this.marksOf(this.view.axis);
+    Object.assign(this.view, { marks, bands });
+    const chartOf = (name) => this.charts.get(name) || new Chart(name, this.view, fields[name]);
+    this.charts = new Map([...lines.keys()].map((name) => [name, chartOf(name)]));
+    this.view.charts = [...this.charts.values()];
+    const nodes = this.view.charts.map(({ node }) => node);
+    const isMoved =
+      nodes.length !== this.papers.children.length || nodes.some((node, i) => this.papers.children[i] !== node);
+    if (isMoved) this.papers.replaceChildren(...nodes);
+    for (const [name, drawn] of lines) this.charts.get(name).set(drawn);
     this.zoomed();
   }
 
   redraw() {
-    this.charts.forEach((chart) => {
-      chart.drawn = null;
-    });
-    this.update();
+    this.charts.forEach((chart) => chart.draw());
   }
 
   zoomed() {
@@ -89,114 +118,49 @@ class Board {
   }
 
   drawTools() {
-    const { together } = this;
-    const look = JSON.stringify([together.axis, together.weight, together.log, together.clipped, !!together.range]);
+    const { view } = this;
+    this.slider.value = view.weight;
+    this.weight.textContent = view.weight ? view.weight.toFixed(2) : 'off';
+    const look = JSON.stringify([view.axis, view.log, view.clipped, !!view.range]);
     if (look === this.look) return;
     this.look = look;
-    const had = this.tools.contains(document.activeElement) ? document.activeElement.dataset.tool : null;
-    const axis = el(
-      'span',
-      { class: 'segments', role: 'group', 'aria-label': 'x axis' },
-      AXES.map((name) =>
-        el(
-          'button',
-          {
-            type: 'button',
-            'data-tool': `x ${name}`,
-            'aria-pressed': String(together.axis === name),
-            title: 'key x',
-            onclick: () => together.set('axis', name),
-          },
-          name,
-        ),
-      ),
-    );
+    const focused = this.tools.contains(document.activeElement) ? document.activeElement.dataset.tool : null;
+    const tool = (name, title, act) => button(name, act, { title, 'data-tool': name, 'aria-label': title });
+    const flip = (name, text, key) =>
+      toggle(text, view[name], () => view.set(name, !view[name]), { title: `key ${key}`, 'data-tool': name });
     this.tools.replaceChildren(
-      axis,
-      this.slider(),
-      this.toggle('log', 'log y', 'l'),
-      this.toggle('clipped', 'clip outliers', 'o'),
+      segments('x axis', AXES, view.axis, (name) => view.set('axis', name)),
+      el('label.slider', { title: 'key s' }, 'smoothing', this.slider, this.weight),
+      flip('log', 'log y', 'l'),
+      flip('clipped', 'clip outliers', 'o'),
       el(
-        'span',
-        { class: 'segments', role: 'group', 'aria-label': 'zoom' },
-        this.button('+', 'Zoom in (+)', () => together.zoomBy(0.5)),
-        this.button('−', 'Zoom out (-)', () => together.zoomBy(2)),
+        'span.segments',
+        { role: 'group', 'aria-label': 'zoom' },
+        tool('+', 'Zoom in (+)', () => view.zoomBy(0.5)),
+        tool('−', 'Zoom out (-)', () => view.zoomBy(2)),
       ),
-      together.range ? this.button('whole run', 'Reset the zoom (r), or double-click', () => together.reset()) : '',
+      view.range ? tool('whole run', 'Reset the zoom (r), or double-click', () => view.reset()) : '',
       this.where,
     );
-    if (had) this.tools.querySelector(`[data-tool="${had}"]`)?.focus();
+    if (focused) this.tools.querySelector(`[data-tool="${focused}"]`)?.focus();
   }
 
-  slider() {
-    const { together } = this;
-    const shown = el('output', {}, together.weight ? together.weight.toFixed(2) : 'off');
-    const input = el('input', {
-      type: 'range',
-      min: 0,
-      max: 0.99,
-      step: 0.01,
-      value: together.weight,
-      'data-tool': 'smooth',
-      'aria-label': 'smoothing',
-      oninput: () => {
-        shown.textContent = Number(input.value) ? Number(input.value).toFixed(2) : 'off';
-        this.look = JSON.stringify([
-          together.axis,
-          Number(input.value),
-          together.log,
-          together.clipped,
-          !!together.range,
-        ]);
-        together.set('weight', Number(input.value));
-      },
-    });
-    return el('label', { class: 'slider', title: 'key s' }, 'smoothing', input, shown);
-  }
-
-  toggle(name, words, key) {
-    return el(
-      'button',
-      {
-        type: 'button',
-        class: 'toggle',
-        title: `key ${key}`,
-        'data-tool': name,
-        'aria-pressed': String(this.together[name]),
-        onclick: () => this.together.set(name, !this.together[name]),
-      },
-      words,
-    );
-  }
-
-  button(words, title, onclick) {
-    return el('button', { type: 'button', title, 'data-tool': words, 'aria-label': title, onclick }, words);
-  }
-
-  // Returns whether the key was one of these tools'
+  // Returns whether the key belongs to one of these tools.
   key(key) {
-    const { together } = this;
+    const { view } = this;
     const acts = {
-      x: () => together.set('axis', AXES[(AXES.indexOf(together.axis) + 1) % AXES.length]),
-      s: () => together.set('weight', { 0: 0.6, 0.6: 0.9, 0.9: 0.97 }[together.weight] ?? 0),
-      l: () => together.set('log', !together.log),
-      o: () => together.set('clipped', !together.clipped),
-      r: () => together.reset(),
-      '+': () => together.zoomBy(0.5),
-      '=': () => together.zoomBy(0.5),
-      '-': () => together.zoomBy(2),
-      ArrowLeft: () => together.pan(-0.2),
-      ArrowRight: () => together.pan(0.2),
+      x: () => view.set('axis', AXES[(AXES.indexOf(view.axis) + 1) % AXES.length]),
+      s: () => view.set('weight', { 0: 0.6, 0.6: 0.9, 0.9: 0.97 }[view.weight] ?? 0),
+      l: () => view.set('log', !view.log),
+      o: () => view.set('clipped', !view.clipped),
+      r: () => view.reset(),
+      '+': () => view.zoomBy(0.5),
+      '=': () => view.zoomBy(0.5),
+      '-': () => view.zoomBy(2),
+      ArrowLeft: () => view.pan(-0.2),
+      ArrowRight: () => view.pan(0.2),
     };
     acts[key]?.();
     return key in acts;
   }
-
-  remove() {
-    this.charts.forEach((chart) => chart.remove());
-  }
-}
-
-function factsOf(run) {
-  return { tokensPerStep: run.head.tokens_per_step, started: run.head.started };
 }

@@ -1,309 +1,331 @@
-// Curves drawn by uPlot, several charts that move together: one x axis, one zoom, one cursor.
+// Draws charts on a canvas: lines, axes, marks and bands. Several charts share one x axis, one zoom and one cursor.
+//
+// A chart has two canvases: the lower one is painted when data, zoom or theme change, the upper one when the pointer
+// moves. Drawing never reads a size from the page, which would force a layout; a ResizeObserver delivers the sizes.
 'use strict';
 
-const AXES = ['steps', 'tokens', 'hours'];
-const HEIGHTS = { loss: 240, val_bpb: 240 };
+const EDGE = { left: 52, right: 16, top: 10, bottom: 26 }; // pixels around the plot, for the axes
+const TALL = { loss: 240, val_bpb: 240 };
 const HEIGHT = 170;
-const FEW_POINTS = 40; // so few are shown as points, and not smoothed
+const FEW_POINTS = 40; // a line of so few points shows them, and is not smoothed
+const LEAST_DRAG = 5; // in pixels; less is a click
+const FONT = '11px system-ui, sans-serif';
+const PICTURE = { scale: 2, head: 34 }; // of an exported chart: its scale, and room for its name
 
-function ink(name) {
-  return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
-}
-
-// What the charts of a page have in common, kept in the browser from one visit to the next
-class Together {
-  constructor(onChange) {
-    const kept = JSON.parse(recall('charts') || '{}');
-    Object.assign(this, { axis: 'steps', weight: 0, log: false, clipped: false, ...kept });
-    Object.assign(this, { range: null, whole: [0, 1], charts: [], onChange, marks: () => [] });
-    this.key = `together-${Math.random()}`;
-  }
-
-  set(name, value) {
-    this[name] = value;
-    if (name === 'axis') this.range = null;
-    const { axis, weight, log, clipped } = this;
-    remember('charts', JSON.stringify({ axis, weight, log, clipped }));
-    this.onChange();
-  }
-
-  get shown() {
-    return this.range || this.whole;
-  }
-
-  zoom(from, to) {
-    const [low, high] = this.whole;
-    const width = Math.max((high - low) / 5000, to - from);
-    const start = Math.max(low, Math.min(from, high - width));
-    this.range = width >= (high - low) * 0.999 ? null : [start, Math.min(high, start + width)];
-    this.charts.forEach((chart) => chart.rescale());
-    this.onChange('zoom');
-  }
-
-  zoomBy(factor) {
-    const [from, to] = this.shown;
-    const half = ((to - from) / 2) * factor;
-    this.zoom((from + to) / 2 - half, (from + to) / 2 + half);
-  }
-
-  pan(share) {
-    const [from, to] = this.shown;
-    this.zoom(from + (to - from) * share, to + (to - from) * share);
-  }
-
-  reset() {
-    this.zoom(...this.whole);
-  }
-}
-
-// One chart. set() takes lines: {label, colour, dash, x, y}; curves of other runs have other x.
+// set() takes lines {label, colour, dash, x, y, last}: colour is a name of the theme, last is the text of the last
+// value. field: {about, unit, steady}.
 class Chart {
-  constructor(name, together, { about, format, bytes, steady } = {}) {
-    Object.assign(this, {
-      name,
-      together,
-      lines: [],
-      plot: null,
-      format: format || ((v) => trim(v, 5)),
-      bytes,
-      steady,
-    });
-    this.now = el('output', { class: 'chart-now' });
-    this.paper = el('div', { class: 'paper' });
+  constructor(name, view, field = {}) {
+    Object.assign(this, { name, view, field, lines: [], width: 0, height: TALL[name] || HEIGHT, drag: null });
+    this.values = el('output.chart-now');
+    this.base = el('canvas', { 'aria-hidden': 'true' });
+    this.cover = el('canvas.cover', { 'aria-hidden': 'true' });
+    this.paper = el('div.paper', { style: { height: `${this.height}px` } }, this.base, this.cover);
+    const save = (kind, act) => button(kind, () => this[act](), { class: 'quiet', title: `Save ${name} as ${kind}` });
     this.node = el(
-      'figure',
-      { class: 'chart', 'data-field': name, 'aria-label': name },
-      el('figcaption', {}, el('b', {}, name), about ? el('span', { class: 'faint' }, about) : null, this.now),
+      'figure.chart',
+      { 'data-field': name, 'aria-label': name },
+      el(
+        'figcaption',
+        el('b', name),
+        span('faint', field.about),
+        el('span.save', save('png', 'savePicture'), save('csv', 'saveTable')),
+        this.values,
+      ),
       this.paper,
     );
-    this.watcher = new ResizeObserver(() => this.fit());
-    this.watcher.observe(this.paper);
-    together.charts.push(this);
+    watchWidth(this.paper, (width) => this.resize(width));
+    watchSight(this.paper, (inSight) => {
+      this.inSight = inSight;
+      if (inSight && this.isStale) this.draw();
+    });
+    this.listen();
   }
 
-  remove() {
-    this.watcher.disconnect();
-    this.plot?.destroy();
-    this.together.charts = this.together.charts.filter((each) => each !== this);
-    this.node.remove();
+  listen() {
+    const at = ({ offsetX }) => Math.max(EDGE.left, Math.min(this.width - EDGE.right, offsetX));
+    this.cover.addEventListener('pointerdown', (event) => {
+      if (event.button) return;
+      this.cover.setPointerCapture(event.pointerId);
+      this.drag = [at(event), at(event)];
+    });
+    this.cover.addEventListener('pointermove', (event) => {
+      if (this.drag) this.drag[1] = at(event);
+      this.view.point(this.xAt(at(event)));
+    });
+    this.cover.addEventListener('pointerup', () => {
+      const [from, to] = (this.drag || [0, 0]).toSorted((a, b) => a - b);
+      this.drag = null;
+      if (to - from >= LEAST_DRAG) this.view.zoom(this.xAt(from), this.xAt(to));
+    });
+    for (const name of ['pointerleave', 'pointercancel'])
+      this.cover.addEventListener(name, () => {
+        this.drag = null;
+        this.view.point(null);
+      });
+    this.cover.addEventListener('dblclick', () => this.view.reset());
   }
 
-  get height() {
-    return HEIGHTS[this.name] || HEIGHT;
+  resize(width) {
+    if (!width || width === this.width) return;
+    this.width = width;
+    this.draw();
   }
 
-  fit() {
-    const width = this.paper.clientWidth;
-    if (!width) return;
-    if (!this.plot) this.draw();
-    else if (this.plot.width !== width) this.plot.setSize({ width, height: this.height });
-  }
-
+  // Takes new data. A chart whose pixels would not move is not painted, nor is one out of sight.
   set(lines) {
+    const isNew = this.lines.map(({ label }) => label).join() !== lines.map(({ label }) => label).join();
     this.lines = lines;
-    if (this.plot && this.drawn === this.look()) {
-      this.plot.setData(this.columns(), false);
-      this.rescale();
-    } else if (this.paper.clientWidth) this.draw();
-    this.tell();
+    this.prepare();
+    if (isNew) this.drawNames();
+    this.drawValues(this.view.cursor ?? null);
+    const pixels = this.frame ? this.moved() : Infinity;
+    this.isStale ||= pixels > 0.5;
+    if (this.isStale && (this.inSight || pixels === Infinity)) this.draw();
   }
 
-  // What a drawn plot was made for; another needs another plot
-  look() {
-    const lines = this.lines.map((line) => [line.label, line.colour, line.dash, this.weightOf(line) > 0]);
-    return JSON.stringify([lines, this.together.log, this.together.axis, document.documentElement.dataset.theme]);
+  // Prepares the curves: the raw values faintly behind the smoothed ones, or only the values; and the y axis.
+  prepare() {
+    const { log, weight } = this.view;
+    this.curves = this.lines.flatMap(({ colour, dash, x, y }) => {
+      const isSmoothed = weight > 0 && y.length >= FEW_POINTS;
+      const positive = log ? y.map((value) => (value > 0 ? value : null)) : y;
+      const line = { x, y: isSmoothed ? smooth(positive, weight) : positive, colour, dash };
+      const raw = { x, y: positive, colour, dash: null, faint: true };
+      return isSmoothed ? [raw, line] : [{ ...line, points: y.length < FEW_POINTS }];
+    });
+    const range = yRange(this.curves, this.view.shown, { ...this.view, steady: this.field.steady });
+    const scale = log ? Math.log : Number;
+    this.y = { range, from: scale(range[0]), width: scale(range[1]) - scale(range[0]), scale };
   }
 
-  // A line of a few points is not smoothed
-  weightOf({ y }) {
-    return y.length < FEW_POINTS ? 0 : this.together.weight;
+  // Returns how many pixels the axes have moved since the chart was painted.
+  moved() {
+    const { shown, y, settings } = this.frame;
+    if (settings !== this.settings()) return Infinity;
+    const moves = (old, now, size) =>
+      Math.max(...now.map((end, i) => Math.abs(end - old[i]) / (now[1] - now[0]))) * size;
+    return Math.max(moves(shown, this.view.shown, this.width), moves(y.range, this.y.range, this.height));
   }
 
-  // [x, y] of a line, and [x, y, smoothed y] of one that is smoothed
-  tableOf(line) {
-    const y = this.together.log ? line.y.map((value) => (value > 0 ? value : null)) : line.y;
-    const weight = this.weightOf(line);
-    return weight ? [line.x, y, smooth(y, weight)] : [line.x, y];
+  settings() {
+    const { axis, weight, log, clipped, marks } = this.view;
+    const theme = document.documentElement.dataset.theme;
+    return JSON.stringify([axis, weight, log, clipped, marks, theme, this.curves.length, this.width]);
   }
 
-  // What uPlot takes: one x for all, then each line, its raw values before the smoothed ones
-  columns() {
-    this.tables = this.lines.map((line) => this.tableOf(line));
-    return this.tables.length < 2 ? this.tables[0] || [[]] : uPlot.join(this.tables);
+  left(x, width = this.width) {
+    const [from, to] = this.view.shown;
+    return EDGE.left + ((x - from) / (to - from)) * (width - EDGE.left - EDGE.right);
+  }
+
+  xAt(left) {
+    const [from, to] = this.view.shown;
+    return from + ((left - EDGE.left) / (this.width - EDGE.left - EDGE.right)) * (to - from);
+  }
+
+  top(y) {
+    const room = this.height - EDGE.top - EDGE.bottom;
+    return EDGE.top + room * (1 - (this.y.scale(y) - this.y.from) / this.y.width);
   }
 
   draw() {
-    this.plot?.destroy();
-    this.drawn = this.look();
-    const lines = this.lines.flatMap((each) => {
-      const { label, colour, dash } = each;
-      const line = { label, stroke: colour, width: 1.6, dash, spanGaps: true, points: { show: false } };
-      const alone = {
-        ...line,
-        points: { show: (plot, index) => pointsOf(plot, index) < FEW_POINTS, size: 5, fill: colour },
-      };
-      return this.weightOf(each) ? [{ ...line, width: 1, alpha: 0.4, dash: undefined }, line] : [alone];
-    });
-    this.plot = new uPlot({ ...this.options(), series: [{}, ...lines] }, this.columns(), this.paper);
-    this.rescale();
-    this.tell();
+    if (!this.width) return;
+    this.prepare();
+    this.isStale = false;
+    this.frame = { shown: [...this.view.shown], y: this.y, settings: this.settings() };
+    this.paint(this.sized(this.base));
+    this.drawCursor();
   }
 
-  options() {
-    const grid = { stroke: ink('grid'), width: 1 };
-    const axis = { stroke: ink('muted'), font: '11px system-ui, sans-serif', ticks: { show: false }, grid };
-    const { together } = this;
-    const log = together.log;
-    return {
-      width: this.paper.clientWidth,
-      height: this.height,
-      padding: [10, 16, 0, 0],
-      legend: { show: false },
-      scales: {
-        x: { time: false, range: () => together.shown },
-        y: { distr: log ? 3 : 1, range: () => this.yRange() },
-      },
-      axes: [
-        {
-          ...axis,
-          space: 70,
-          size: 26,
-          grid: { show: false },
-          values: (_, ticks) => ticks.map((tick) => this.xTick(tick)),
-        },
-        {
-          ...axis,
-          size: 52,
-          space: 34,
-          ...(this.bytes ? { splits: (_, __, low, high) => binaryTicks(low, high) } : {}),
-          values: (_, ticks) => ticks.map((tick) => (tick === null ? '' : this.yTick(tick))),
-        },
-      ],
-      cursor: {
-        sync: { key: together.key, setSeries: false, scales: ['x', null] },
-        y: false,
-        points: { size: 7 },
-        hover: { prox: 24 },
-        drag: { x: true, y: false, setScale: false, dist: 5 },
-        bind: {
-          dblclick: () => () => {
-            together.reset();
-          },
-        },
-      },
-      hooks: {
-        setCursor: [(plot) => this.tell(plot.cursor.left >= 0 ? plot.posToVal(plot.cursor.left, 'x') : null)],
-        setSelect: [(plot) => this.zoomTo(plot)],
-        drawAxes: [(plot) => this.drawMarks(plot)],
-      },
-    };
+  // Returns the cleared context of a canvas, in pixels of the page.
+  sized(canvas) {
+    const scale = devicePixelRatio || 1;
+    const size = [Math.round(this.width * scale), Math.round(this.height * scale)];
+    if (canvas.width !== size[0] || canvas.height !== size[1]) [canvas.width, canvas.height] = size;
+    const context = canvas.getContext('2d');
+    context.setTransform(scale, 0, 0, scale, 0, 0);
+    context.clearRect(0, 0, this.width, this.height);
+    return context;
   }
 
-  yRange() {
-    const { clipped, log } = this.together;
-    const lines = this.tables.flatMap(([x, ...ys]) => ys.map((y) => [x, y]));
-    return yRange(lines, this.together.shown, { clipped, log, steady: this.steady });
+  paint(context) {
+    const box = [EDGE.left, EDGE.top, this.width - EDGE.left - EDGE.right, this.height - EDGE.top - EDGE.bottom];
+    this.paintAxes(context);
+    context.save();
+    context.beginPath();
+    context.rect(box[0], box[1] - 2, box[2] + 2, box[3] + 4);
+    context.clip();
+    this.paintMarks(context, box);
+    for (const curve of this.curves) this.paintCurve(context, curve);
+    context.restore();
   }
 
-  xTick(tick) {
-    return this.together.axis === 'hours' ? formatHours(tick, this.together.shown) : formatShort(tick);
-  }
-
-  yTick(tick) {
-    return this.bytes ? formatBytes(tick) : formatShort(tick);
-  }
-
-  zoomTo(plot) {
-    const { left, width } = plot.select;
-    if (width < 5) return;
-    const [from, to] = [plot.posToVal(left, 'x'), plot.posToVal(left + width, 'x')];
-    plot.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
-    this.together.zoom(from, to);
-  }
-
-  rescale() {
-    if (!this.plot) return;
-    const [min, max] = this.together.shown;
-    this.plot.setScale('x', { min, max });
-  }
-
-  // Lines where something broke or began again
-  drawMarks(plot) {
-    const { ctx, bbox } = plot;
-    ctx.save();
-    for (const { x, kind } of this.together.marks()) {
-      const [from, to] = this.together.shown;
-      if (x < from || x > to) continue;
-      const left = plot.valToPos(x, 'x', true);
-      ctx.strokeStyle = ink(kind === 'resumed' ? 'good' : 'error');
-      ctx.lineWidth = devicePixelRatio;
-      ctx.setLineDash(kind === 'resumed' ? [4 * devicePixelRatio, 3 * devicePixelRatio] : []);
-      ctx.beginPath();
-      ctx.moveTo(left, bbox.top);
-      ctx.lineTo(left, bbox.top + bbox.height);
-      ctx.stroke();
+  paintAxes(context) {
+    const { view, height, width, field } = this;
+    Object.assign(context, { font: FONT, fillStyle: ink('muted'), strokeStyle: ink('grid'), lineWidth: 1 });
+    Object.assign(context, { textAlign: 'right', textBaseline: 'middle' });
+    const most = Math.max(2, Math.floor((height - EDGE.top - EDGE.bottom) / 28));
+    context.beginPath();
+    for (const tick of valueTicks(...this.y.range, most, { log: view.log, unit: field.unit })) {
+      const top = Math.round(this.top(tick)) + 0.5;
+      context.moveTo(EDGE.left, top);
+      context.lineTo(width - EDGE.right, top);
+      context.fillText(formatAxis(tick, field.unit), EDGE.left - 8, top);
     }
-    ctx.restore();
+    context.stroke();
+    context.textBaseline = 'alphabetic';
+    for (const tick of axisTicks(view.axis, view.shown, Math.floor((width - EDGE.left) / 70))) {
+      const left = this.left(tick);
+      context.textAlign = left > width - 30 ? 'right' : 'center';
+      context.fillText(formatTick(tick, view.axis, view.shown), Math.min(left, width - 4), height - 8);
+    }
   }
 
-  // Whether a curve has ended before x, or begins after it
+  // Paints bands of lost steps or hours, and lines where something failed or resumed.
+  paintMarks(context, [, top, , high]) {
+    context.globalAlpha = 0.09;
+    context.fillStyle = ink('error');
+    for (const [from, to] of this.view.bands)
+      context.fillRect(this.left(from), top, Math.max(1, this.left(to) - this.left(from)), high);
+    context.globalAlpha = 1;
+    context.lineWidth = 1;
+    for (const { x, kind } of this.view.marks) {
+      context.strokeStyle = ink(kind === 'resumed' ? 'good' : 'error');
+      context.setLineDash(kind === 'resumed' ? [4, 3] : []);
+      context.beginPath();
+      context.moveTo(this.left(x), top);
+      context.lineTo(this.left(x), top + high);
+      context.stroke();
+    }
+  }
+
+  paintCurve(context, { x, y, colour, dash, faint, points }) {
+    const [from, to] = this.view.shown;
+    Object.assign(context, { strokeStyle: ink(colour), fillStyle: ink(colour), lineWidth: faint ? 1 : 1.6 });
+    Object.assign(context, { globalAlpha: faint ? 0.4 : 1, lineJoin: 'bevel' });
+    context.setLineDash(dash || []);
+    context.beginPath();
+    let isFirst = true;
+    for (let i = Math.max(0, indexAt(x, from)); i < x.length; i += 1) {
+      if (!isNumber(y[i])) continue;
+      if (isFirst) context.moveTo(this.left(x[i]), this.top(y[i]));
+      else context.lineTo(this.left(x[i]), this.top(y[i]));
+      isFirst = false;
+      if (x[i] > to) break;
+    }
+    context.stroke();
+    context.globalAlpha = 1;
+    if (points) x.forEach((at, i) => isNumber(y[i]) && this.paintPoint(context, this.left(at), this.top(y[i]), 2.5));
+  }
+
+  paintPoint(context, left, top, radius) {
+    context.beginPath();
+    context.arc(left, top, radius, 0, 2 * Math.PI);
+    context.fill();
+  }
+
+  // Paints the upper canvas: a line at the cursor, a point on each curve, the part that a drag selects.
+  drawCursor() {
+    const x = this.view.cursor ?? null;
+    if (x === null && !this.hasCursor) return;
+    const context = this.sized(this.cover);
+    this.hasCursor = x !== null;
+    if (x !== null) {
+      const [top, bottom] = [EDGE.top, this.height - EDGE.bottom];
+      Object.assign(context, { strokeStyle: ink('faint'), fillStyle: ink('accent'), lineWidth: 1, globalAlpha: 0.14 });
+      if (this.drag) context.fillRect(this.drag[0], top, this.drag[1] - this.drag[0], bottom - top);
+      context.globalAlpha = 1;
+      context.beginPath();
+      context.moveTo(Math.round(this.left(x)) + 0.5, top);
+      context.lineTo(Math.round(this.left(x)) + 0.5, bottom);
+      context.stroke();
+      for (const curve of this.curves.filter(({ faint }) => !faint)) {
+        const index = nearest(curve.x, x);
+        if (!isNumber(curve.y[index]) || this.isBeyond(curve.x, x)) continue;
+        context.fillStyle = ink(curve.colour);
+        this.paintPoint(context, this.left(curve.x[index]), this.top(curve.y[index]), 3.5);
+      }
+    }
+    this.drawValues(x);
+  }
+
+  // Returns whether a curve ends before x or begins after it.
   isBeyond(xs, x) {
-    const [from, to] = this.together.shown;
-    const near = (to - from) / 50;
-    return x !== null && (x > xs.at(-1) + near || x < xs[0] - near);
+    const near = (this.view.shown[1] - this.view.shown[0]) / 50;
+    return x > xs.at(-1) + near || x < xs[0] - near;
   }
 
-  // The values at x, or the last ones, beside the name
-  tell(x = null) {
-    const words = this.lines.map(({ label, colour, x: xs, y }) => {
-      const index = x === null ? y.length - 1 : nearest(xs, x);
-      const value = isNumber(y[index]) && !this.isBeyond(xs, x) ? this.format(y[index]) : NA;
-      return el(
-        'span',
-        {
-          style: { color: this.lines.length > 1 ? `color-mix(in srgb, ${colour} 75%, ${ink('ink')})` : 'inherit' },
-          title: label,
-        },
-        value,
-      );
+  // Makes a place for the value of each line beside the chart's name.
+  drawNames() {
+    const tint = (colour) => `color-mix(in srgb, var(--${colour}) 75%, var(--ink))`;
+    const style = ({ colour }) => (this.lines.length > 1 ? { color: tint(colour) } : {});
+    const place = (line) => el('span', { style: style(line), title: line.label });
+    this.values.replaceChildren(...this.lines.map(place));
+  }
+
+  // Writes the values at x; null: the last ones.
+  drawValues(x) {
+    const texts = this.lines.map((line) => (x === null ? (line.last ?? NA) : this.valueAt(line, x)));
+    texts.forEach((text, index) => {
+      const place = this.values.children[index];
+      if (place.textContent !== text) place.textContent = text;
     });
-    this.now.replaceChildren(...words);
-    this.now.classList.toggle('at-cursor', x !== null);
-    const last = this.lines.map(({ label, y }) => `${label} ${isNumber(y.at(-1)) ? this.format(y.at(-1)) : NA}`);
-    this.node.setAttribute('aria-label', `${this.name}: ${last.join(', ')}`);
-    if (x !== null) this.together.onCursor?.(x);
+    this.values.classList.toggle('at-cursor', x !== null);
+    if (x !== null) return;
+    const label = `${this.name}: ${this.lines.map((line, index) => `${line.label} ${texts[index]}`).join(', ')}`;
+    if (this.node.getAttribute('aria-label') !== label) this.node.setAttribute('aria-label', label);
   }
-}
 
-function pointsOf(plot, index) {
-  return plot.data[index].reduce((count, value) => count + (value !== null && value !== undefined), 0);
-}
-
-function formatHours(hours, [from, to]) {
-  const span = to - from;
-  if (span > 96) return `${trim(hours / 24, 3)}d`;
-  if (span > 2) return `${trim(hours, 3)}h`;
-  return span > 0.05 ? `${trim(hours * 60, 3)}m` : `${trim(hours * 3600, 4)}s`;
-}
-
-function formatX(x, axis, range) {
-  if (axis === 'hours') return `after ${formatDuration(x * 3600)}`;
-  return axis === 'tokens' ? `${formatShort(x)} tokens` : `step ${formatCount(x)}`;
-}
-
-// Settings that this browser keeps; a report opened from a file may not
-function remember(name, value) {
-  try {
-    localStorage.setItem(`paceline.${name}`, value);
-  } catch {
-    /* a private window keeps nothing, and all works */
+  valueAt({ x: xs, y }, x) {
+    return this.isBeyond(xs, x) ? NA : formatUnit(y[nearest(xs, x)], this.field.unit);
   }
-}
 
-function recall(name) {
-  try {
-    return localStorage.getItem(`paceline.${name}`);
-  } catch {
-    return null;
+  // Saves the chart as it is shown as PNG, with its name and the names of its runs, on an opaque background.
+  async savePicture() {
+    const canvas = el('canvas', {
+      width: this.width * PICTURE.scale,
+      height: (this.height + PICTURE.head) * PICTURE.scale,
+    });
+    const context = canvas.getContext('2d');
+    context.scale(PICTURE.scale, PICTURE.scale);
+    context.fillStyle = ink('card');
+    context.fillRect(0, 0, this.width, this.height + PICTURE.head);
+    let left = 12;
+    const write = (text, colour, weight) => {
+      Object.assign(context, { font: `${weight} 13px system-ui, sans-serif`, fillStyle: ink(colour) });
+      context.fillText(text, left, 22);
+      left += context.measureText(text).width + 14;
+    };
+    write(this.name, 'ink', 600);
+    write(`by ${this.view.axis}`, 'muted', 400);
+    for (const { label, colour } of this.lines) write(label, colour, 400);
+    context.translate(0, PICTURE.head);
+    this.paint(context);
+    const blob = await new Promise((resolve) => canvas.toBlob(resolve, 'image/png'));
+    download(this.fileName('png'), blob);
+  }
+
+  // Saves the points that are shown as CSV: a column for x, and one for each run.
+  saveTable() {
+    const [from, to] = this.view.shown;
+    const quote = (text) => (/[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);
+    const rows = new Map();
+    this.lines.forEach(({ x, y }, column) =>
+      x.forEach((at, i) => {
+        if (at < from || at > to || !isNumber(y[i])) return;
+        if (!rows.has(at)) rows.set(at, new Array(this.lines.length).fill(''));
+        rows.get(at)[column] = y[i];
+      }),
+    );
+    const heads = this.lines.length > 1 ? this.lines.map(({ label }) => `${this.name} of ${label}`) : [this.name];
+    const body = [...rows].sort(([a], [b]) => a - b).map(([at, values]) => [at, ...values].join());
+    const table = [[this.view.axis, ...heads].map(quote).join(), ...body];
+    download(this.fileName('csv'), `${table.join('\n')}\n`, 'text/csv');
+  }
+
+  fileName(ending) {
+    const runs = this.lines.map(({ label }) => label).join('-');
+    return `${runs.replace(/[^\w.-]+/g, '_').slice(0, 80)}-${this.name}.${ending}`;
   }
 }

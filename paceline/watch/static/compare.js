@@ -1,145 +1,97 @@
-// Two to five runs over each other: the same curves, the last figures side by side, and the settings in which they differ.
+// Compares two to five runs: their curves in the same charts, their last figures, and the settings in which they differ.
 'use strict';
 
 const MOST_COMPARED = 5;
-// a dash for each beside its colour: told apart in print, and by every eye
-const LINES = [
-  ['line-1', undefined],
-  ['line-2', [8, 4]],
-  ['line-3', [2, 3]],
-  ['line-4', [12, 4, 2, 4]],
-  ['line-5', [5, 3]],
-];
+const DASHES = [null, [8, 4], [2, 3], [12, 4, 2, 4], [5, 3]]; // lines also differ without their colours
 
 class ComparePage {
   constructor(names) {
-    this.runs = names.map((name, index) => ({
-      run: new Run(name),
-      label: name,
-      colour: LINES[index][0],
-      dash: LINES[index][1],
-    }));
-    this.abouts = new Map();
-    this.keys = el('ul', { class: 'compared' });
+    const line = (index) => ({ colour: `line-${index + 1}`, dash: DASHES[index] });
+    this.runs = names.map((name, index) => ({ run: new Run(name), label: name, about: null, ...line(index) }));
+    this.names = el('ul.compared');
     this.board = new Board(this.runs);
-    this.figures = el('div', { class: 'scroll' });
-    this.differences = el('div', { class: 'scroll' });
-    this.none = el('p', { class: 'faint' });
-    const panel = (id, title, body) => el('section', { id, class: 'panel' }, el('h2', {}, title), body);
+    this.key = (key) => this.board.key(key);
+    this.redraw = () => this.board.redraw();
+    this.figures = el('div.scroll');
+    this.differences = el('div.scroll');
+    this.missing = el('p.faint');
+    const panel = (id, title, body) => el('section', { id, class: 'panel' }, el('h2', title), body);
     this.node = el(
-      'div',
-      { class: 'page' },
-      el('section', { class: 'head' }, el('h1', {}, `${names.length} runs compared`), this.keys),
-      panel('curves', 'Curves', el('div', {}, this.none, this.board.node)),
+      'div.page',
+      el('section.head', el('h1', `${names.length} runs compared`), this.names),
+      panel('curves', 'Curves', el('div', this.missing, this.board.node)),
       panel('figures', 'Last figures', this.figures),
       panel('differences', 'Settings that differ', this.differences),
     );
-    for (const name of names) {
-      ask(`api/runs/${encodeURIComponent(name)}/about`).then((answer) => {
-        this.abouts.set(name, answer || {});
-        this.drawDifferences();
+    for (const compared of this.runs)
+      request(`api/runs/${encodeURIComponent(compared.label)}/about`).then((answer) => {
+        compared.about = answer || {};
+        if (this.runs.every(({ about }) => about)) this.drawDifferences();
       });
-    }
   }
 
   shownSections() {
-    return [
-      { id: 'curves', title: 'Curves' },
-      { id: 'figures', title: 'Figures' },
-      { id: 'differences', title: 'Settings' },
-    ];
+    const sections = { curves: 'Curves', figures: 'Figures', differences: 'Settings' };
+    return Object.entries(sections).map(([id, title]) => ({ id, title }));
   }
 
   take(message) {
-    const found = this.runs.find(({ run }) => run.name === message.run);
-    if (!found) return;
-    found.gone = message.gone;
-    const changed = message.gone ? new Set(['head']) : found.run.take(message);
-    if (changed.has('series') || !this.board.charts.size) this.board.update();
-    if (changed.has('head') || changed.has('series') || changed.has('goodput')) this.drawFigures();
-    const lost = this.runs.filter(
-      ({ run }) => run.head.name && this.board.together.axis === 'tokens' && !run.head.tokens_per_step,
-    );
-    this.none.textContent = lost.length
-      ? `Tokens of a step are not known of ${lost.map(({ label }) => label).join(', ')}.`
-      : '';
+    const compared = this.runs.find(({ run }) => run.name === message.run);
+    if (!compared) return;
+    compared.isGone = message.gone;
+    const changed = message.gone ? new Set(['head']) : compared.run.take(message);
+    if (changed.has('series') || changed.has('fields')) this.board.update();
+    if (changed.has('head') || changed.has('figures')) this.drawFigures();
+    const isMissing = ({ run }) => run.head.name && this.board.view.axis === 'tokens' && !run.head.tokens_per_step;
+    const missing = this.runs.filter(isMissing).map(({ label }) => label);
+    this.missing.textContent = missing.length ? `The tokens of a step are not known for ${missing.join(', ')}.` : '';
   }
 
   drawFigures() {
-    this.keys.replaceChildren(...this.runs.map((each) => this.keyOf(each)));
-    const known = this.runs.filter(({ run }) => run.head.name);
-    const field = (name) => [name, (run) => formatField(name, run.head[name]), (run) => run.head[name]];
-    const rows = [
-      ['step', (run) => formatCount(run.head.step), () => null],
-      ...['loss', 'val_bpb', 'tok_per_sec', 'step_ms', 'mfu', 'peak_bytes'].map(field),
-      ['time', (run) => formatDuration(run.head.elapsed_s), () => null],
-      ['goodput', (run) => formatShare(run.parts.goodput?.share), (run) => run.parts.goodput?.share],
-    ].filter(([, format]) => known.some(({ run }) => format(run) !== NA));
-    const cells = ([name, format, value]) => {
-      const best = bestIndex(
-        name,
-        known.map(({ run }) => value(run)),
-      );
+    fill(this.names, this.runs.map(this.nameOf));
+    const known = this.runs.filter(({ run }) => run.panels.figures);
+    const figures = known.map(({ run }) => new Map(run.panels.figures.map((figure) => [figure.name, figure])));
+    const names = [...new Set(figures.flatMap((byName) => [...byName.keys()]))];
+    const row = (name) => {
+      const best = bestIndex(figures.map((byName) => byName.get(name)));
       const mark = (index) => (index === best ? { class: 'best', title: 'the best of them' } : {});
-      return [name, ...known.map(({ run }, index) => el('td', mark(index), format(run)))];
+      return [name, ...figures.map((byName, index) => el('td', mark(index), byName.get(name)?.text ?? NA))];
     };
-    fill(this.figures, table('figures', this.heads(known), rows.map(cells)));
+    fill(this.figures, table('figures', this.heads(known), names.map(row)));
   }
 
   heads(runs) {
     return ['', ...runs.map(({ label, colour, dash }) => [swatch(colour, dash), label])];
   }
 
-  keyOf({ run, label, colour, dash, gone }) {
-    const state = run.head.state ? stateBadge(run.head.state) : null;
+  nameOf({ run, label, colour, dash, isGone }) {
+    const badge = run.panels.head ? stateBadge(run.panels.head.badge) : null;
     const link = el('a', { href: `#/run/${encodeURIComponent(label)}` }, label);
-    return el('li', {}, swatch(colour, dash), link, gone ? el('span', { class: 'faint' }, 'not there') : state);
+    return el('li', swatch(colour, dash), link, isGone ? span('faint', 'not there') : badge);
   }
 
   drawDifferences() {
-    const names = this.runs.map(({ label }) => label);
-    if (this.abouts.size < names.length) return;
-    const configs = names.map((name) => this.abouts.get(name).config || {});
-    const write = (value) =>
-      value === undefined ? '' : typeof value === 'object' ? JSON.stringify(value) : String(value);
+    const configs = this.runs.map(({ about }) => about.config || {});
     const keys = [...new Set(configs.flatMap(Object.keys))].filter(
-      (key) => key !== 'name' && new Set(configs.map((config) => write(config[key]))).size > 1,
+      (key) => key !== 'name' && new Set(configs.map((config) => written(config[key]))).size > 1,
     );
-    const rows = keys.map((key) => [key, ...configs.map((config) => write(config[key]) || NA)]);
-    const none = el('p', { class: 'faint' }, 'None: the runs differ in name alone.');
+    const rows = keys.map((key) => [key, ...configs.map((config) => written(config[key]))]);
+    const none = p('faint', 'None: only the names of the runs differ.');
     this.differences.replaceChildren(rows.length ? table('figures', this.heads(this.runs), rows) : none);
   }
-
-  key(key) {
-    return this.board.key(key);
-  }
-  themed() {
-    this.board.redraw();
-  }
-  remove() {
-    this.board.remove();
-  }
 }
 
-// Which is best, where all are known and not all the same; -1 else
-function bestIndex(name, values) {
-  if (values.length < 2 || !values.every(isNumber) || new Set(values).size < 2 || name === 'peak_bytes') return -1;
-  const less = FIELDS[name]?.less;
-  return values.indexOf(less ? Math.min(...values) : Math.max(...values));
+// figures: {value, better} of each run. Returns the index of the best; -1 if one is unknown or all are the same.
+function bestIndex(figures) {
+  const values = figures.map((figure) => figure?.value);
+  const better = figures[0]?.better;
+  if (!better || values.length < 2 || !values.every(isNumber) || new Set(values).size < 2) return -1;
+  return values.indexOf(better === 'less' ? Math.min(...values) : Math.max(...values));
 }
 
-function swatch(colour, dash) {
-  return svg(
-    'svg',
-    { class: 'line-swatch', width: 26, height: 10, 'aria-hidden': 'true' },
-    svg('line', {
-      x1: 1,
-      y1: 5,
-      x2: 25,
-      y2: 5,
-      stroke: `var(--${colour})`,
-      'stroke-width': 2.5,
-      ...(dash ? { 'stroke-dasharray': dash.join(' ') } : {}),
-    }),
+const swatch = (colour, dash) =>
+  svg(
+    'svg.line-swatch',
+    { width: 26, height: 10, 'aria-hidden': 'true' },
+    svg('path', { d: 'M1,5H25', stroke: `var(--${colour})`, 'stroke-width': 2.5, 'stroke-dasharray': dash?.join(' ') }),
   );
-}

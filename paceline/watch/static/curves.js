@@ -1,24 +1,25 @@
-// Arithmetic of curves: what stands on the x axis, smoothing, which y are shown. Pure: arrays in, arrays out.
+// Computes curves: the x axis, smoothing, the range of the y axis. Pure: arrays in, arrays out.
 'use strict';
 
-// The curve's x in steps, tokens or hours since it began; null where that is not known of this run
-function xOf(series, axis, { tokensPerStep, started }) {
+const AXES = ['steps', 'tokens', 'hours'];
+
+// Returns the curve's x in steps, tokens or hours since the run began; null where this run does not tell it.
+function xOf(series, axis, { tokens_per_step: tokensPerStep, started }) {
   if (axis === 'steps') return series.steps;
   if (axis === 'tokens') return tokensPerStep ? series.steps.map((step) => step * tokensPerStep) : null;
   const first = isNumber(started) ? started : series.times[0];
   return series.times.map((time) => (time - first) / 3600);
 }
 
-// An x that never goes back, as a chart needs it: after a resume the hours grow and the steps may not
+// Removes points whose x goes back, as a chart needs it: after a resume the hours grow, but the steps may not.
 function inOrder(x, y) {
   let last = -Infinity;
-  const kept = x.map((value) => (isNumber(value) && value > last ? ((last = value), true) : false));
-  return kept.every(Boolean) ? [x, y] : [x.filter((_, i) => kept[i]), y.filter((_, i) => kept[i])];
+  const isSound = x.map((value) => isNumber(value) && value > last && ((last = value), true));
+  return isSound.every(Boolean) ? [x, y] : [x.filter((_, i) => isSound[i]), y.filter((_, i) => isSound[i])];
 }
 
-// The exponential mean of W&B and TensorBoard, freed of the bias of its start. weight: 0 none, towards 1 more.
+// Returns the exponential mean of W&B and TensorBoard, without the bias of its start. weight: 0 for none, up to 1.
 function smooth(values, weight) {
-  if (!weight) return values;
   let mean = 0;
   let debias = 1;
   return values.map((value) => {
@@ -29,32 +30,28 @@ function smooth(values, weight) {
   });
 }
 
-// Of the values at x in [from, to]: where the y axis begins and ends. clipped: the outermost hundredths may be cut off.
-// steady: the figure hardly changes in a good run, and its noise is not blown up to fill the chart.
-function yRange(lines, [from, to], { clipped, log, steady }) {
-  const seen = [];
-  for (const [x, y] of lines) {
-    for (let i = 0; i < x.length; i += 1) {
-      if (x[i] >= from && x[i] <= to && isNumber(y[i]) && (!log || y[i] > 0)) seen.push(y[i]);
-    }
+// Returns the ends of the y axis for the values at x in [from, to]. clipped: cuts off the outermost hundredths.
+// steady: the figure hardly changes in a good run, and its noise must not fill the chart.
+function yRange(curves, [from, to], { clipped, log, steady }) {
+  const values = [];
+  for (const { x, y } of curves) {
+    for (let i = Math.max(0, indexAt(x, from)); i < x.length && x[i] <= to; i += 1)
+      if (x[i] >= from && isNumber(y[i]) && (!log || y[i] > 0)) values.push(y[i]);
   }
-  if (!seen.length) return [log ? 0.1 : 0, 1];
-  seen.sort((a, b) => a - b);
-  const cut = clipped ? Math.floor(seen.length * 0.02) : 0;
-  let [low, high] = [seen[cut], seen[seen.length - 1 - cut]];
-  if (steady) {
-    const least = Math.abs(seen[seen.length >> 1]) * 0.1;
-    [low, high] = [
-      Math.min(low, Math.max(0, low - (least - (high - low)) / 2)),
-      Math.max(high, high + (least - (high - low)) / 2),
-    ];
-  }
+  if (!values.length) return [log ? 0.1 : 0, 1];
+  const sorted = Float64Array.from(values).sort();
+  const cut = clipped ? Math.floor(sorted.length * 0.02) : 0;
+  let [low, high] = [sorted[cut], sorted[sorted.length - 1 - cut]];
   if (log) return [low / 1.04, high * 1.04];
+  if (steady) {
+    const missing = Math.max(0, Math.abs(sorted[sorted.length >> 1]) * 0.1 - (high - low)) / 2;
+    [low, high] = [Math.min(low, Math.max(0, low - missing)), high + missing];
+  }
   const room = (high - low) * 0.06 || Math.abs(high) * 0.05 || 1;
   return [low >= 0 && low - room < 0 ? 0 : low - room, high + room];
 }
 
-// The index of the last x that is not after the value; -1 before the first
+// Returns the index of the last x that is not after the value; -1 before the first.
 function indexAt(x, value) {
   let [low, high] = [0, x.length];
   while (low < high) {
@@ -71,13 +68,13 @@ function nearest(x, value) {
   return index + 1 < x.length && x[index + 1] - value < value - x[index] ? index + 1 : index;
 }
 
-// The mean of a curve in each of so many equal parts of [from, to]. A part without a point has that of the part before
-// it, unless the points are further apart than they usually are: then nothing was measured there, and it is null.
+// Returns the mean of a curve in each of `count` equal parts of [from, to]. A part without a point repeats the part
+// before it, unless the points are further apart than usual: then nothing was measured there, and it is null.
 function binned(x, y, [from, to], count) {
   const sums = new Float64Array(count);
   const sizes = new Uint32Array(count);
   const width = (to - from) / count || 1;
-  for (let i = 0; i < x.length; i += 1) {
+  for (let i = Math.max(0, indexAt(x, from)); i < x.length && x[i] <= to; i += 1) {
     const bin = x[i] === to ? count - 1 : Math.floor((x[i] - from) / width);
     if (bin >= 0 && bin < count && isNumber(y[i])) {
       sums[bin] += y[i];
@@ -85,45 +82,27 @@ function binned(x, y, [from, to], count) {
     }
   }
   const gap = usualGap(x) * 4;
-  const found = new Array(count).fill(null);
+  const means = new Array(count).fill(null);
   let next = indexAt(x, from);
   for (let bin = 0; bin < count; bin += 1) {
     const at = from + (bin + 0.5) * width;
     while (next + 1 < x.length && x[next + 1] <= at) next += 1;
-    if (sizes[bin]) found[bin] = sums[bin] / sizes[bin];
-    else if (next >= 0 && next + 1 < x.length && x[next + 1] - x[next] <= gap) found[bin] = y[next];
+    if (sizes[bin]) means[bin] = sums[bin] / sizes[bin];
+    else if (next >= 0 && next + 1 < x.length && x[next + 1] - x[next] <= gap) means[bin] = y[next];
   }
-  return found;
+  return means;
 }
 
+// Returns the median distance of two points.
 function usualGap(x) {
   if (x.length < 3) return Infinity;
-  const gaps = x
-    .slice(1)
-    .map((value, i) => value - x[i])
-    .sort((a, b) => a - b);
-  return gaps[Math.floor(gaps.length / 2)];
+  const gaps = new Float64Array(x.length - 1).map((_, i) => x[i + 1] - x[i]).sort();
+  return gaps[gaps.length >> 1];
 }
 
 function median(values) {
-  const known = values.filter(isNumber).sort((a, b) => a - b);
-  if (!known.length) return null;
-  const half = known.length >> 1;
-  return known.length % 2 ? known[half] : (known[half - 1] + known[half]) / 2;
-}
-
-// A few round values in [from, to]
-function niceTicks(from, to, most) {
-  const rough = (to - from) / most;
-  const power = 10 ** Math.floor(Math.log10(rough));
-  const width = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= rough);
-  const ticks = [];
-  for (let tick = Math.ceil(from / width) * width; tick <= to + width * 1e-9; tick += width)
-    ticks.push(Number(tick.toPrecision(12)));
-  return ticks;
-}
-
-function binaryTicks(from, to) {
-  const unit = 1024 ** Math.max(0, Math.floor(Math.log(Math.max(to, 1)) / Math.log(1024)));
-  return niceTicks(from / unit, to / unit, 4).map((tick) => tick * unit);
+  const sorted = values.filter(isNumber).sort((a, b) => a - b);
+  const half = sorted.length >> 1;
+  if (!sorted.length) return null;
+  return sorted.length % 2 ? sorted[half] : (sorted[half - 1] + sorted[half]) / 2;
 }

@@ -1,58 +1,56 @@
-// Rows of cells over steps or time: which rank is slow, which GPU idles. A canvas in the middle, words at both sides.
+// Draws rows of cells over steps or time: which rank is slow, which GPU idles. Text stands on both sides of the canvas.
 'use strict';
 
 const SLOWEST = 0.4; // of a rank against the median of all, at which the colour is full
+const SHADES = 32;
+const REDRAW_MS = 5000; // between two redraws for new points, which mostly move a map by less than a cell
 
-// rows: [{label, sub, value, mark, x, y}]. paint(value) -> colour; told(row, value, x) -> the lines of the tip
 class Heat {
   constructor() {
     this.canvas = el('canvas', { role: 'img' });
-    this.node = el('div', { class: 'heat' });
-    this.rows = [];
-    this.watcher = new ResizeObserver(() => this.draw());
-    this.watcher.observe(this.canvas);
-    this.canvas.addEventListener('mousemove', (event) => this.hover(event));
-    this.canvas.addEventListener('mouseleave', () => tip.hide());
+    [this.names, this.values] = ['heat-names', 'heat-values'].map((name) => el(`div.${name}`));
+    this.axis = el('div.heat-axis');
+    this.node = el('div.heat', this.names, this.canvas, this.values, this.axis);
+    Object.assign(this, { rows: [], width: 0, drawnAt: 0 });
+    watchWidth(this.canvas, (width) => {
+      this.width = width;
+      this.draw();
+    });
+    this.canvas.addEventListener('pointermove', (event) => this.hover(event));
+    this.canvas.addEventListener('pointerleave', () => tip.hide());
   }
 
-  remove() {
-    this.watcher.disconnect();
-    tip.hide();
-  }
-
-  set(rows, { range, paint, told, about, relative = false, ticks = () => [] }) {
-    Object.assign(this, { rows, range, paint, told, relative });
+  // rows: [{label, sub, value, mark, x, y}]. palette: colours from y = low to y = high. lines: (row, value, x) -> tip.
+  // relative: y is compared with the median of all rows. look: what else the picture depends on, as text
+  set(rows, { range, low, high, palette, lines, about, ticks, relative = false, look = '' }) {
+    Object.assign(this, { rows, range, low, high, palette, lines, relative });
     const height = rows.length > 32 ? 10 : rows.length > 12 ? 18 : 26;
-    const side = (name, make) =>
-      el(
-        'div',
-        { class: name },
-        rows.map((row) => el('div', { style: { height: `${height}px` } }, make(row))),
-      );
-    const sparse = (row) => height > 10 || rows.indexOf(row) % 4 === 0;
-    this.canvas.style.height = `${height * rows.length}px`;
-    this.canvas.setAttribute('aria-label', about);
-    const axis = ticks(range).map(({ at, words }) => el('span', { style: { left: `${100 * at}%` } }, words));
-    this.node.replaceChildren(
-      side('heat-names', (row) =>
-        sparse(row) ? [row.label, row.sub ? el('span', { class: 'faint' }, row.sub) : null] : null,
-      ),
-      this.canvas,
-      side('heat-values', (row) =>
-        sparse(row) || row.mark ? [row.value, row.mark ? el('b', { class: 'mark' }, row.mark) : null] : null,
-      ),
-      el('div', { class: 'heat-axis' }, axis),
-    );
-    this.draw();
+    const isShown = (index) => height > 10 || index % 4 === 0;
+    const cell = (...content) => el('div', { style: { height: `${height}px` } }, content);
+    const name = ({ label, sub }, index) => (isShown(index) ? cell(label, span('faint', sub)) : cell());
+    const value = ({ value: text, mark }, index) => (isShown(index) || mark ? cell(text, slowMark(mark)) : cell());
+    const place = (at) => `${(100 * (at - range[0])) / (range[1] - range[0])}%`;
+    const tick = ({ at, text }) => el('span', { style: { left: place(at) } }, text);
+    fill(this.names, rows.map(name));
+    fill(this.values, rows.map(value));
+    fill(this.axis, ticks.map(tick));
+    this.height = height * rows.length;
+    this.canvas.style.height = `${this.height}px`;
+    if (this.canvas.getAttribute('aria-label') !== about) this.canvas.setAttribute('aria-label', about);
+    const now = JSON.stringify([look, rows.map(({ label }) => label), palette[0], palette.at(-1)]);
+    clearTimeout(this.timer);
+    if (now !== this.look) this.draw();
+    else this.timer = setTimeout(() => this.draw(), Math.max(0, this.drawnAt + REDRAW_MS - Date.now()));
+    this.look = now;
   }
 
   draw() {
-    const { clientWidth: width, clientHeight: height } = this.canvas;
-    if (!width || !this.rows.length) return;
+    if (!this.width || !this.rows.length) return;
+    this.drawnAt = Date.now();
     const scale = devicePixelRatio || 1;
-    this.canvas.width = Math.round(width * scale);
-    this.canvas.height = Math.round(height * scale);
-    this.count = Math.max(1, Math.min(this.mostPoints(), Math.floor(width / 3)));
+    this.canvas.width = Math.round(this.width * scale);
+    this.canvas.height = Math.round(this.height * scale);
+    this.count = Math.max(1, Math.min(this.mostPoints(), Math.floor(this.width / 3)));
     this.cells = this.rows.map(({ x, y }) => binned(x, y, this.range, this.count));
     if (this.relative) this.cells = againstMedian(this.cells);
     const context = this.canvas.getContext('2d');
@@ -61,62 +59,48 @@ class Heat {
     this.cells.forEach((row, index) =>
       row.forEach((value, bin) => {
         if (value === null) return;
-        context.fillStyle = this.paint(value);
+        const share = Math.max(0, Math.min(1, (value - this.low) / (this.high - this.low)));
+        context.fillStyle = this.palette[Math.round(share * (this.palette.length - 1))];
         const left = Math.floor(bin * wide);
         context.fillRect(left, Math.round(index * high), Math.ceil((bin + 1) * wide) - left, Math.round(high) - line);
       }),
     );
   }
 
-  // A cell for each point of the fullest row within the range, at most
+  // Returns how many cells a row has at most: one for each point of the fullest row within the range.
   mostPoints() {
     const [from, to] = this.range;
     return Math.max(...this.rows.map(({ x }) => indexAt(x, to) - Math.max(0, indexAt(x, from)) + 1), 1);
   }
 
   hover(event) {
-    const box = this.canvas.getBoundingClientRect();
-    const bin = Math.floor(((event.clientX - box.left) / box.width) * this.count);
-    const index = Math.floor(((event.clientY - box.top) / box.height) * this.rows.length);
+    const bin = Math.floor((event.offsetX / this.width) * this.count);
+    const index = Math.floor((event.offsetY / this.height) * this.rows.length);
     const value = this.cells?.[index]?.[bin];
     if (value === undefined || value === null) return tip.hide();
     const x = this.range[0] + ((bin + 0.5) / this.count) * (this.range[1] - this.range[0]);
-    return tip.show(event.clientX, event.clientY, ...this.told(this.rows[index], value, x));
+    return tip.show(event, ...this.lines(this.rows[index], value, x));
   }
 }
 
-// Each cell as its share over the median of all rows then: 0.1 is a tenth slower than the others
+// Returns each cell as a share above the median of all rows at that time: 0.1 is a tenth slower than the others.
 function againstMedian(cells) {
   const middles = cells[0].map((_, bin) => median(cells.map((row) => row[bin])));
-  return cells.map((row) =>
-    row.map((value, bin) => (value === null || !middles[bin] ? null : value / middles[bin] - 1)),
-  );
+  const compared = (value, bin) => (value === null || !middles[bin] ? null : value / middles[bin] - 1);
+  return cells.map((row) => row.map(compared));
 }
 
-function mix(from, to, share) {
-  const [a, b] = [from, to].map((colour) => colour.match(/[0-9a-f]{2}/gi).map((part) => parseInt(part, 16)));
-  return `rgb(${a.map((part, i) => Math.round(part + (b[i] - part) * Math.max(0, Math.min(1, share)))).join(',')})`;
+// Returns shades from one colour of the theme to another.
+function shades(from, to) {
+  const parts = (name) => ink(name).match(/[0-9a-f]{2}/gi);
+  const [a, b] = [from, to].map((name) => parts(name).map((part) => parseInt(part, 16)));
+  const mix = (share) => `rgb(${a.map((part, i) => Math.round(part + (b[i] - part) * share)).join()})`;
+  return Array.from({ length: SHADES }, (_, i) => mix(i / (SHADES - 1)));
 }
 
-// Neutral at the median, towards orange where slower, towards blue where faster: both are told apart by every eye
-function slowPaint() {
-  const [none, slow, fast] = ['heat-none', 'heat-slow', 'heat-fast'].map(ink);
-  return (over) => mix(none, over > 0 ? slow : fast, Math.max(0, Math.abs(over) - 0.02) / SLOWEST);
-}
+// Neutral at the median, orange where slower, blue where faster: they differ for every kind of colour vision.
+const slowShades = () => [...shades('heat-none', 'heat-fast').reverse(), ...shades('heat-none', 'heat-slow')];
 
-function sharePaint(full = 'heat-full') {
-  const [none, most] = [ink('heat-none'), ink(full)];
-  return (share) => mix(none, most, share);
-}
-
-// A scale with words at its ends
-function legend(paint, from, to, ...words) {
-  const stops = Array.from({ length: 12 }, (_, i) => paint(from + ((to - from) * i) / 11));
-  return el(
-    'span',
-    { class: 'legend' },
-    words[0],
-    el('i', { style: { background: `linear-gradient(90deg, ${stops.join(',')})` } }),
-    words.at(-1),
-  );
-}
+// Makes a colour scale with text at its ends.
+const legend = (palette, first, last) =>
+  el('span.legend', first, el('i', { style: { background: `linear-gradient(90deg, ${palette.join()})` } }), last);

@@ -1,184 +1,108 @@
-// The page of one run: its sections in the order in which one asks, each drawn anew only when its part of the run changes.
+// The page of one run. Each section is drawn only when its part of the run changes.
 'use strict';
 
-// id, title, which changes concern it, whether it is shown at all, how it is drawn
 class RunPage {
-  constructor(run, { about = null, live = true } = {}) {
-    Object.assign(this, { run, about: about || {}, live, sections: new Map(), node: el('div', { class: 'page' }) });
+  // about: config, facts and samples of a report; a live page requests them.
+  constructor(run, { about = null, isLive = true } = {}) {
+    Object.assign(this, { run, about: about || {}, sections: new Map() });
     this.board = new Board([{ run, label: run.name, colour: 'line-1' }], {
-      onChange: () => this.zoomed(),
-      marks: () => marksOf(run, this.board),
+      onChange: () => this.drawMaps(),
+      marksOf: (axis) => run.panels.marks?.[axis],
     });
     this.ranks = new Ranks(run, this.board);
     this.devices = new Devices(run, this.board);
     this.events = new Events(run);
-    this.logs = live ? new Logs(run) : null;
+    this.logs = isLive ? new Logs(run) : null;
     this.top = el('div');
     this.tiles = el('div');
-    this.node.append(this.top);
-    for (const plan of this.plans()) this.add(plan);
-    this.sections.get('why').section.after(this.tiles);
-    if (live)
-      ask(`api/runs/${encodeURIComponent(run.name)}/about`).then((answer) => {
+    this.node = el('div.page', this.top);
+    for (const section of this.layout().filter(([id]) => this.logs || id !== 'logs')) this.add(section);
+    this.sections.get('why').node.after(this.tiles);
+    if (isLive)
+      request(`api/runs/${encodeURIComponent(run.name)}/about`).then((answer) => {
         this.about = answer || {};
         this.update(new Set(['about']));
       });
-    this.ticking = live ? setInterval(() => this.tick(), 5000) : null;
   }
 
-  plans() {
-    const { run } = this;
-    const curves = () => Object.values(run.curves.series).some(({ steps }) => steps.length);
+  // id, title, the panels and curves it is drawn from, and what draws it: a function that returns nodes or null, or a
+  // part of the page with whether it has anything to show. A section without anything to show is hidden.
+  layout() {
+    const { panels } = this.run;
+    const panel = (name, draw) => () => (panels[name] ? draw(panels[name]) : null);
+    const size = (value) => Object.keys(value || {}).length;
+    const about = (name, draw) => () => (size(this.about[name]) ? draw(this.about[name]) : null);
     return [
-      { id: 'why', title: 'What happened', of: ['explanation'], draw: () => drawWhy(run) },
-      { id: 'curves', title: 'Curves', of: ['series', 'events'], part: this.board, shown: curves },
-      { id: 'ranks', title: 'Ranks', of: ['ranks', 'rank_series'], part: this.ranks, shown: () => !this.ranks.isEmpty },
-      {
-        id: 'devices',
-        title: 'Devices',
-        of: ['hosts', 'gpu_series', 'host_series'],
-        part: this.devices,
-        shown: () => !this.devices.isEmpty,
-      },
-      { id: 'attempts', title: 'Attempts', of: ['attempts', 'state'], draw: () => drawAttempts(run) },
-      {
-        id: 'events',
-        title: 'Events',
-        of: ['events', 'attempts', 'state'],
-        part: this.events,
-        shown: () => run.parts.events?.length,
-      },
-      ...(this.logs
-        ? [
-            {
-              id: 'logs',
-              title: 'Logs',
-              of: ['logs', 'explanation'],
-              part: this.logs,
-              shown: () => run.parts.logs?.length,
-            },
-          ]
-        : []),
-      {
-        id: 'plan',
-        title: 'Plan against measured',
-        short: 'Plan',
-        of: ['plan', 'series', 'state'],
-        half: true,
-        draw: () => drawPlan(run),
-      },
-      {
-        id: 'time',
-        title: 'Where the time went',
-        short: 'Time',
-        of: ['goodput'],
-        half: true,
-        draw: () => drawGoodput(run),
-      },
-      {
-        id: 'findings',
-        title: 'Findings of the checks',
-        short: 'Findings',
-        of: ['findings'],
-        draw: () => drawFindings(run),
-      },
-      { id: 'samples', title: 'Samples', of: ['about'], draw: () => drawSamples(this.about) },
-      { id: 'config', title: 'Config', of: ['about'], draw: () => drawConfig(this.about) },
-      { id: 'machine', title: 'Machine', of: ['about'], draw: () => drawFacts(this.about) },
+      ['why', 'What happened', ['why'], panel('why', drawWhy)],
+      ['curves', 'Curves', ['series', 'fields', 'marks'], () => size(panels.fields), { part: this.board }],
+      ['ranks', 'Ranks', ['ranks', 'rank_series'], () => panels.ranks, { part: this.ranks }],
+      [
+        ...['devices', 'Devices', ['hosts', 'maps', 'gpu_series', 'host_series']],
+        ...[() => size(panels.hosts) || size(panels.maps), { part: this.devices }],
+      ],
+      ['attempts', 'Attempts', ['attempts'], panel('attempts', drawAttempts)],
+      ['events', 'Events', ['events', 'spans'], () => size(panels.events), { part: this.events }],
+      ['logs', 'Logs', ['logs'], () => size(panels.logs?.rows), { part: this.logs }],
+      ['plan', 'Plan against measured', ['plan'], panel('plan', drawPlan), { short: 'Plan', half: true }],
+      ['time', 'Where the time went', ['goodput'], panel('goodput', drawGoodput), { short: 'Time', half: true }],
+      ['findings', 'Findings of the checks', ['findings'], panel('findings', drawFindings), { short: 'Findings' }],
+      ['samples', 'Samples', ['about'], about('samples', drawSamples)],
+      ['config', 'Config', ['about'], about('config', drawConfig)],
+      ['machine', 'Machine', ['about'], about('facts', drawFacts)],
     ];
   }
 
-  add(plan) {
-    const body = plan.part ? plan.part.node : el('div');
-    const section = el(
-      'section',
-      { id: plan.id, class: `panel${plan.half ? ' half' : ''}`, hidden: true, 'aria-labelledby': `${plan.id}-title` },
-      el('h2', { id: `${plan.id}-title` }, plan.title),
+  add([id, title, sources, draw, { part = null, short = title, half = false } = {}]) {
+    const body = part ? part.node : el('div');
+    const attributes = { id, hidden: true, 'aria-labelledby': `${id}-title` };
+    const node = el(
+      half ? 'section.panel.half' : 'section.panel',
+      attributes,
+      el('h2', { id: `${id}-title` }, title),
       body,
     );
-    this.sections.set(plan.id, { ...plan, section, body });
-    this.node.append(section);
+    this.sections.set(id, { id, title: short, sources, draw, part, half, node, body });
+    this.node.append(node);
   }
 
-  // changed: names of parts and groups of curves
+  // changed: the names of panels and of groups of curves.
   update(changed) {
-    if (changed.has('head') || changed.has('summary')) this.drawTop();
-    if (['head', 'goodput', 'plan', 'series'].some((name) => changed.has(name)))
-      fill(this.tiles, ...drawTiles(this.run));
-    let moved = false;
-    for (const each of this.sections.values()) {
-      if (!each.of.some((name) => changed.has(name))) continue;
-      const drawn = each.part ? each.shown() : each.draw();
-      moved ||= each.section.hidden === Boolean(drawn);
-      each.section.hidden = !drawn;
+    const { head, tiles } = this.run.panels;
+    if (changed.has('head')) fill(this.top, drawHead(this.run.name, head));
+    if (changed.has('tiles')) fill(this.tiles, drawTiles(tiles));
+    let isMoved = false;
+    for (const { node, body, sources, part, draw, half } of this.sections.values()) {
+      if (!sources.some((name) => changed.has(name))) continue;
+      const drawn = draw();
+      isMoved ||= node.hidden === Boolean(drawn);
+      node.hidden = !drawn;
       if (!drawn) continue;
-      if (each.part) each.part.update();
-      else if (each.half) fill(each.body, drawn);
-      else each.body.replaceChildren(drawn);
+      if (part) part.update();
+      else if (half) fill(body, drawn);
+      else body.replaceChildren(drawn);
     }
-    if (changed.has('series') && !this.sections.get('ranks').section.hidden) this.ranks.update();
-    if (moved) this.onSections?.(this.shownSections());
+    if (isMoved) this.onSections?.();
   }
 
   shownSections() {
-    return [...this.sections.values()]
-      .filter(({ section }) => !section.hidden)
-      .map(({ id, title, short }) => ({ id, title: short || title }));
+    return [...this.sections.values()].filter(({ node }) => !node.hidden);
   }
 
-  // What moves on while no file changes
-  tick() {
-    this.drawTop();
-    if (this.run.isLive) this.events.drawLine();
-  }
-
-  drawTop() {
-    if (this.run.head.name) fill(this.top, drawHead(this.run));
-  }
-
-  zoomed() {
-    if (!this.sections.get('ranks')?.section.hidden) this.ranks.update();
-    if (!this.sections.get('devices')?.section.hidden) this.devices.updateMap();
+  drawMaps() {
+    if (!this.sections.get('ranks')?.node.hidden) this.ranks.update();
+    if (!this.sections.get('devices')?.node.hidden) this.devices.updateMap();
   }
 
   key(key) {
-    if (key === '/' && this.logs) {
-      this.logs.search.scrollIntoView({ block: 'center' });
-      this.logs.search.focus();
-      return true;
-    }
-    return this.board.key(key);
+    if (key !== '/' || !this.logs) return this.board.key(key);
+    this.logs.search.scrollIntoView({ block: 'center' });
+    this.logs.search.focus();
+    return true;
   }
 
-  themed() {
+  redraw() {
     this.board.redraw();
-    this.zoomed();
+    this.drawMaps();
     this.events.drawLine();
   }
-
-  remove() {
-    clearInterval(this.ticking);
-    [this.board, this.ranks, this.devices, this.events, this.logs].forEach((part) => part?.remove());
-  }
-}
-
-const MARKED = ['verdict', 'hang', 'trouble', 'rollback', 'resumed'];
-
-// Where something broke or began again, on the axis that the board shows
-function marksOf(run, board) {
-  const axis = board?.together.axis;
-  const guide = run.curves.series.loss;
-  if (!guide?.steps.length) return [];
-  const facts = factsOf(run);
-  return (run.parts.events || [])
-    .filter(({ kind, step }) => MARKED.includes(kind) && (step || kind !== 'resumed'))
-    .flatMap((event) => {
-      if (axis === 'hours')
-        return isNumber(event.time) && isNumber(facts.started)
-          ? [{ x: (event.time - facts.started) / 3600, kind: event.kind }]
-          : [];
-      const step = event.step ?? guide.steps[Math.max(0, indexAt(guide.times, event.time))];
-      if (!isNumber(step)) return [];
-      return [{ x: axis === 'tokens' ? step * (facts.tokensPerStep || NaN) : step, kind: event.kind }];
-    });
 }

@@ -1,128 +1,75 @@
-// All runs of the folder, the latest first; some of them chosen for a comparison.
+// Lists all runs of the folder, the latest first. Some can be chosen for a comparison.
 'use strict';
+
+const HEADS = ['', 'run', 'state', 'step', 'loss', 'val_bpb', 'tok/s', 'last event'];
 
 class RunsPage {
   constructor(onCompare) {
-    Object.assign(this, { runs: null, chosen: new Set(), find: '', onCompare });
+    Object.assign(this, { runs: null, chosen: new Set(), onCompare });
     this.search = el('input', {
       type: 'search',
       placeholder: 'Find a run  /',
       'aria-label': 'Find a run',
-      oninput: () => {
-        this.find = this.search.value;
-        this.draw();
-      },
+      oninput: () => this.draw(),
     });
-    this.compare = el('button', { type: 'button', class: 'main', disabled: true, onclick: () => this.go() }, 'Compare');
-    this.body = el('div', { class: 'scroll' });
+    this.compare = button('Compare', () => this.go(), { class: 'main', disabled: true });
+    this.body = el('div.scroll');
     this.node = el(
-      'div',
-      { class: 'page' },
-      el('section', { class: 'head' }, el('h1', {}, 'Runs')),
-      el('section', { class: 'panel' }, el('div', { class: 'tools' }, this.search, this.compare), this.body),
+      'div.page',
+      el('section.head', el('h1', 'Runs')),
+      el('section.panel', el('div.tools', this.search, this.compare), this.body),
     );
   }
 
-  shownSections() {
-    return [];
-  }
-  themed() {}
-  remove() {}
-
   take({ runs }) {
     this.runs = runs;
-    this.chosen.forEach((name) => {
-      if (!runs.some((run) => run.name === name)) this.chosen.delete(name);
-    });
+    this.chosen = new Set(runs.map(({ name }) => name).filter((name) => this.chosen.has(name)));
     this.draw();
   }
 
   draw() {
-    const wanted = (this.runs || []).filter(({ name, state }) =>
-      `${name} ${state}`.toLowerCase().includes(this.find.toLowerCase()),
-    );
-    const had = document.activeElement;
-    if (!wanted.length) {
-      this.body.replaceChildren(
-        el(
-          'p',
-          { class: 'faint' },
-          this.runs?.length ? 'No run has this in its name or state.' : 'No runs yet: paceline train makes one.',
-        ),
-      );
-    } else {
-      this.body.replaceChildren(
-        el(
-          'table',
-          { class: 'runs' },
-          el(
-            'thead',
-            {},
-            el(
-              'tr',
-              {},
-              ['', 'run', 'state', 'step', 'loss', 'val_bpb', 'tok/s', 'last event'].map((words) =>
-                el('th', {}, words),
-              ),
-            ),
-          ),
-          el(
-            'tbody',
-            {},
-            wanted.map((run) => this.row(run)),
-          ),
-        ),
-      );
+    const find = this.search.value.toLowerCase();
+    const matches = (this.runs || []).filter(({ name, state }) => `${name} ${state}`.toLowerCase().includes(find));
+    const focused = document.activeElement;
+    const none = this.runs?.length ? 'No run has this in its name or state.' : 'No runs yet: paceline train makes one.';
+    const shown = table('runs', HEADS, []);
+    shown.tBodies[0].append(...matches.map((run) => this.row(run)));
+    this.body.replaceChildren(matches.length ? shown : p('faint', none));
+    if (focused?.dataset.run) {
+      const place = `${focused.tagName}[data-run="${CSS.escape(focused.dataset.run)}"]`;
+      this.body.querySelector(place)?.focus({ preventScroll: true });
     }
-    if (had?.dataset.run)
-      this.body.querySelector(`${had.tagName}[data-run="${CSS.escape(had.dataset.run)}"]`)?.focus({ preventScroll: true });
     this.count();
   }
 
-  row(run) {
+  row({ name, texts }) {
     const choose = el('input', {
       type: 'checkbox',
-      'data-run': run.name,
-      checked: this.chosen.has(run.name),
-      'aria-label': `compare ${run.name}`,
+      'data-run': name,
+      checked: this.chosen.has(name),
+      'aria-label': `compare ${name}`,
       onchange: () => {
-        this.chosen[choose.checked ? 'add' : 'delete'](run.name);
+        this.chosen[choose.checked ? 'add' : 'delete'](name);
         this.count();
       },
     });
-    const at = run.time ? Date.parse(run.time) / 1000 : null;
-    const share = run.num_steps ? run.step / run.num_steps : null;
-    const steps = run.command
-      ? NA
-      : `${formatCount(run.step)}${run.num_steps ? ` of ${formatCount(run.num_steps)}` : ''}`;
+    const link = el('a', { href: `#/run/${encodeURIComponent(name)}`, 'data-run': name }, name);
     return el(
       'tr',
-      {},
-      el('td', {}, choose),
-      el(
-        'th',
-        { scope: 'row' },
-        el('a', { href: `#/run/${encodeURIComponent(run.name)}`, 'data-run': run.name }, run.name),
-        run.command ? el('span', { class: 'faint command' }, run.command.join(' ')) : null,
-      ),
-      el('td', {}, stateBadge(run.state)),
-      el('td', { class: 'steps' }, share === null ? null : meter(share, { label: 'steps' }), steps),
-      el('td', {}, formatField('loss', run.loss)),
-      el('td', {}, formatField('val_bpb', run.val_bpb)),
-      el('td', {}, formatShort(run.tok_per_sec)),
-      el('td', { class: 'muted', title: at ? formatTime(at) : null }, at ? formatAgo(Math.max(0, nowS() - at)) : NA),
+      el('td', choose),
+      el('th', { scope: 'row' }, link, span('faint command', texts.command)),
+      el('td', stateBadge(texts.badge)),
+      el('td.steps', texts.share === null ? null : meter(texts.share, 'steps'), texts.steps),
+      [texts.loss, texts.val_bpb, texts.tok_per_sec].map((text) => el('td', text)),
+      el('td.muted', formatTime(texts.time, { seconds: false })),
     );
   }
 
   count() {
     const size = this.chosen.size;
     this.compare.disabled = size < 2 || size > MOST_COMPARED;
-    this.compare.textContent =
-      size > MOST_COMPARED
-        ? `Compare: ${MOST_COMPARED} at most`
-        : size > 1
-          ? `Compare ${size} runs`
-          : 'Compare: choose two to five';
+    const some = size > 1 ? `Compare ${size} runs` : 'Compare: choose two to five';
+    this.compare.textContent = size > MOST_COMPARED ? `Compare: ${MOST_COMPARED} at most` : some;
   }
 
   go() {

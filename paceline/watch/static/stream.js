@@ -1,56 +1,40 @@
-// The server's changes put together to snapshots again: the browser's half of feed.py. Knows nothing of the page.
+// Puts the server's changes together to snapshots: the browser's half of `changes` in snapshot.py. Depends on nothing of the page.
 'use strict';
-
-const clock = { ahead: 0 }; // of the server before this browser: a laptop's clock is no part of how long a run is silent
-const nowS = () => Date.now() / 1000 + clock.ahead;
 
 const noCurves = () => ({ series: {}, rank_series: {}, gpu_series: {}, host_series: {} });
 
+// head and parts are the snapshot's numbers, curves its series, panels the texts and shares that the page shows.
 class Run {
   constructor(name) {
-    this.name = name;
-    this.head = {};
-    this.parts = {};
-    this.curves = noCurves();
+    Object.assign(this, { name, head: {}, parts: {}, panels: {}, curves: noCurves() });
   }
 
-  // Returns the names of what changed: 'head', a part's, a group of curves'
+  // Returns the names of the panels, parts and groups of curves that changed.
   take(message) {
-    const changed = new Set(Object.keys(message.parts || {}));
     if (message.whole) this.curves = noCurves();
-    if (message.head) {
-      if (message.head.state !== this.head.state) changed.add('state');
-      this.head = message.head;
-      changed.add('head');
-    }
+    if (message.head) this.head = message.head;
     Object.assign(this.parts, message.parts);
-    if (message.summary !== undefined) {
-      this.parts.summary = message.summary;
-      changed.add('summary');
-    }
-    for (const [group, grown] of Object.entries(message.curves || {})) {
-      changed.add(group);
-      for (const [key, points] of Object.entries(grown)) this.grow(group, key, points);
-    }
-    return changed;
+    Object.assign(this.panels, message.panels);
+    for (const [group, changes] of Object.entries(message.curves || {}))
+      for (const [key, points] of Object.entries(changes)) this.grow(group, key, points);
+    return new Set([message.panels, message.parts, message.curves].flatMap((changes) => Object.keys(changes || {})));
   }
 
+  // Replaces all points from index `from` on; null: the curve is gone.
   grow(group, key, points) {
     if (points === null) {
       delete this.curves[group][key];
       return;
     }
-    const old = this.curves[group][key] || { steps: [], values: [], times: [] };
-    const kept = (name) => old[name].slice(0, points.from).concat(points[name] || []); // of devices no steps come
-    this.curves[group][key] = { steps: kept('steps'), values: kept('values'), times: kept('times') };
-  }
-
-  get isLive() {
-    return LIVE.includes(this.head.state);
+    const curve = (this.curves[group][key] ??= { steps: [], values: [], times: [] });
+    for (const name of ['steps', 'values', 'times']) {
+      curve[name].length = Math.min(curve[name].length, points.from);
+      for (const value of points[name] || []) curve[name].push(value); // curves of devices come without steps
+    }
   }
 }
 
-// Follows an address of server-sent events while the page is in sight; a hidden tab asks nothing of the server.
+// Follows an address of server-sent events while the page is in sight; a hidden tab sends no requests.
 class Stream {
   constructor(address, onMessage, onState) {
     Object.assign(this, { address, onMessage, onState, source: null });
@@ -63,21 +47,15 @@ class Stream {
     if (this.source) return;
     this.source = new EventSource(this.address);
     this.source.onopen = () => this.onState('live');
+    this.source.onmessage = (event) => this.onMessage(JSON.parse(event.data));
     this.source.onerror = () => {
       this.onState('lost');
-      if (this.source?.readyState === EventSource.CLOSED) {
-        // refused: another server, another token
-        this.source = null;
-        clearTimeout(this.retry);
-        this.retry = setTimeout(() => {
-          if (!document.hidden && !this.closed) this.open();
-        }, 5000);
-      }
-    };
-    this.source.onmessage = (event) => {
-      const message = JSON.parse(event.data);
-      if (isNumber(message.now)) clock.ahead = message.now - Date.now() / 1000;
-      this.onMessage(message);
+      if (this.source?.readyState !== EventSource.CLOSED) return;
+      this.source = null; // refused, for example by another server with another token
+      clearTimeout(this.retry);
+      this.retry = setTimeout(() => {
+        if (!document.hidden && !this.isClosed) this.open();
+      }, 5000);
     };
   }
 
@@ -87,15 +65,15 @@ class Stream {
   }
 
   close() {
-    this.closed = true;
+    this.isClosed = true;
     clearTimeout(this.retry);
     document.removeEventListener('visibilitychange', this.onVisible);
     this.pause();
   }
 }
 
-// An object from the server, or null
-async function ask(address) {
+// Returns an object from the server, or null.
+async function request(address) {
   try {
     const answer = await fetch(address);
     return answer.ok ? await answer.json() : null;

@@ -1,178 +1,107 @@
-// What happened, over the run's own time: a bar for each attempt, a mark for each event, and the list of them.
+// Shows what happened over the run's own time: a bar for each attempt, a mark for each event, and the list of events.
 'use strict';
 
 const FEW_EVENTS = 12;
+const LEVELS = ['info', 'good', 'warning', 'error']; // the gravest is drawn last, on top
 const MARK_SHAPES = { error: 'M-5,-5L5,5M-5,5L5,-5', warning: 'M0,-6L6,5L-6,5Z', good: 'M0,-5L0,5', info: 'M0,-3L0,3' };
 
-function svg(tag, attributes = {}, ...children) {
-  const node = document.createElementNS('http://www.w3.org/2000/svg', tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name.startsWith('on')) node.addEventListener(name.slice(2), value);
-    else node.setAttribute(name, value);
-  }
-  node.append(...children);
-  return node;
-}
-
-// [{attempt, state, from, to}] in Unix seconds; an attempt that has no end goes on to the last sign of life
-function spansOf(run) {
-  const events = run.parts.events || [];
-  const attempts = run.parts.attempts || [];
-  return attempts.map((each, index) => {
-    const from = Date.parse(each.time) / 1000;
-    const next = index + 1 < attempts.length ? Date.parse(attempts[index + 1].time) / 1000 : Infinity;
-    const ended = events.find(({ kind, time }) => kind === 'attempt_ended' && time >= from && time < next);
-    return { ...each, from, to: ended?.time ?? Math.min(next, run.head.updated ?? from) };
-  });
-}
-
-function drawTimeline(run, width) {
-  const events = (run.parts.events || []).filter(({ time }) => isNumber(time));
-  const spans = spansOf(run);
-  const times = [...events.map(({ time }) => time), ...spans.flatMap(({ from, to }) => [from, to])];
-  if (run.isLive) times.push(run.head.updated);
+// spans: [{label, number, sign, level, from, to, duration}] in Unix seconds; events: [{time, level, text, step}].
+function drawTimeline(spans, events, width) {
+  const marks = events.filter(({ time }) => isNumber(time));
+  const times = [...marks.map(({ time }) => time), ...spans.flatMap(({ from, to }) => [from, to])];
   const [first, last] = [Math.min(...times), Math.max(...times)];
-  if (!Number.isFinite(first) || last <= first) return el('div');
+  if (!Number.isFinite(first) || last <= first) return null;
   const at = (time) => 8 + ((time - first) / (last - first)) * (width - 16);
-  const picture = svg('svg', {
-    class: 'timeline',
-    viewBox: `0 0 ${width} 74`,
-    width,
-    height: 74,
-    role: 'img',
-    'aria-label': `${spans.length} attempts and ${events.length} events between ${formatTime(first)} and ${formatTime(last)}`,
-  });
-  for (const span of spans) picture.append(...drawSpan(span, at));
-  const rank = ({ level }) => ['info', 'good', 'warning', 'error'].indexOf(level);
-  for (const event of [...events].sort((a, b) => rank(a) - rank(b))) picture.append(drawEvent(event, at(event.time)));
-  for (const time of ticksOfTime(first, last, Math.floor(width / 110))) {
-    picture.append(
-      svg(
-        'text',
-        { x: Math.max(44, Math.min(at(time), width - 44)), y: 70, class: 'tick' },
-        formatTime(time, { seconds: last - first < 600 }),
-      ),
-    );
-  }
-  return picture;
-}
-
-function drawSpan({ attempt, state, from, to, summary }, at) {
-  const wide = Math.max(3, at(to) - at(from));
-  const level = state === 'finished' ? 'good' : state === 'failed' ? 'error' : state ? 'calm' : 'busy';
-  const words = [
-    `attempt ${attempt}: ${state || 'going on'}`,
-    `${formatTime(from)}, ${formatDuration(to - from)}`,
-    summary,
-  ];
-  const bar = svg('rect', {
-    x: at(from),
-    y: 8,
-    width: wide,
-    height: 16,
-    rx: 3,
-    class: `span ${level}`,
-    onmousemove: (event) => tip.show(event.clientX, event.clientY, ...words),
-    onmouseleave: () => tip.hide(),
-  });
-  const sign = { good: '✓', error: '✕', busy: '▶', calm: '■' }[level];
-  const name = wide > 90 ? `${sign} attempt ${attempt}` : wide > 26 ? `${sign} ${attempt}` : '';
-  return [bar, svg('text', { x: at(from) + 6, y: 20, class: 'span-name' }, name)];
-}
-
-function drawEvent(event, x) {
-  const group = svg('g', {
-    transform: `translate(${x},42)`,
-    class: `event-mark ${event.level}`,
-    onmousemove: (moved) =>
-      tip.show(
-        moved.clientX,
-        moved.clientY,
-        event.text,
-        `${formatTime(event.time)}${event.step ? `, step ${formatCount(event.step)}` : ''}`,
-      ),
-    onmouseleave: () => tip.hide(),
-  });
-  group.append(
-    svg('rect', { x: -6, y: -10, width: 12, height: 20, fill: 'transparent' }),
-    svg('path', { d: MARK_SHAPES[event.level] || MARK_SHAPES.info }),
+  const about = `${spans.length} attempts and ${marks.length} events between ${formatTime(first)} and ${formatTime(last)}`;
+  const seconds = last - first < 600;
+  const tick = (time) =>
+    svg('text.tick', { x: Math.max(52, Math.min(at(time), width - 52)), y: 70 }, formatTime(time, { seconds }));
+  return svg(
+    'svg.timeline',
+    { viewBox: `0 0 ${width} 74`, width, height: 74, role: 'img', 'aria-label': about },
+    spans.map((attempt) => drawSpan(attempt, at)),
+    LEVELS.flatMap((level) => marks.filter((event) => event.level === level)).map((event) =>
+      drawEvent(event, at(event.time)),
+    ),
+    timeTicks(first, last, Math.floor(width / 150)).map(tick),
   );
-  return group;
 }
 
-// Round times of the reader's clock, a few of them
-function ticksOfTime(first, last, most) {
-  const widths = [1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14400, 21600, 43200, 86400, 172800, 604800];
-  const width = widths.find((each) => (last - first) / each <= Math.max(2, most)) ?? 2592000;
-  const shift = new Date(first * 1000).getTimezoneOffset() * 60;
-  const ticks = [];
-  for (let time = Math.ceil((first - shift) / width) * width + shift; time <= last; time += width) ticks.push(time);
-  return ticks;
+function drawSpan({ label, number, sign, level, from, to, duration, summary }, at) {
+  const wide = Math.max(3, at(to) - at(from));
+  const lines = [label, `${formatTime(from)}, ${duration}`, summary];
+  const name = wide > 90 ? `${sign} attempt ${number}` : wide > 26 ? `${sign} ${number}` : '';
+  return [
+    svg(`rect.span.${level}`, { x: at(from), y: 8, width: wide, height: 16, rx: 3, ...showing(lines) }),
+    svg('text.span-name', { x: at(from) + 6, y: 20 }, name),
+  ];
 }
 
-// The panel: the line of time, a filter, the latest events first
+const drawEvent = ({ time, level, text, step }, x) =>
+  svg(
+    `g.event-mark.${level}`,
+    { transform: `translate(${x},42)`, ...showing([text, formatTime(time) + (step && `, ${step}`)]) },
+    svg('rect', { x: -6, y: -10, width: 12, height: 20, fill: 'transparent' }),
+    svg('path', { d: MARK_SHAPES[level] || MARK_SHAPES.info }),
+  );
+
+// Makes listeners that show these lines beside the pointer.
+const showing = (lines) => ({
+  onmousemove: (event) => tip.show(event, ...lines),
+  onmouseleave: () => tip.hide(),
+});
+
+// The panel: the timeline, a filter, and the events, the latest first.
 class Events {
   constructor(run) {
-    Object.assign(this, { run, all: false, grave: false });
-    this.line = el('div', { class: 'line' });
-    this.tools = el('div', { class: 'tools' });
-    this.list = el('ol', { class: 'events' });
-    this.node = el('div', {}, this.line, this.tools, this.list);
-    this.watcher = new ResizeObserver(() => this.drawLine());
-    this.watcher.observe(this.line);
+    Object.assign(this, { run, isLong: false, isGrave: false, width: 0 });
+    this.line = el('div.line');
+    this.tools = el('div.tools');
+    this.list = el('ol.events');
+    this.node = el('div', this.line, this.tools, this.list);
+    watchWidth(this.line, (width) => {
+      this.width = width;
+      this.drawLine();
+    });
   }
 
-  remove() {
-    this.watcher.disconnect();
+  // Returns the events with their text.
+  get events() {
+    return (this.run.parts.events || []).map((event, i) => ({ ...event, ...this.run.panels.events?.[i] }));
   }
 
   drawLine() {
-    if (this.line.clientWidth) this.line.replaceChildren(drawTimeline(this.run, this.line.clientWidth));
+    if (this.width && this.run.panels.spans)
+      this.line.replaceChildren(drawTimeline(this.run.panels.spans, this.events, this.width) || '');
   }
 
   update() {
     this.drawLine();
-    const events = [...(this.run.parts.events || [])].reverse();
+    const events = this.events.reverse();
+    const look = JSON.stringify([events, this.isGrave, this.isLong]);
+    if (look === this.look) return;
+    this.look = look;
     const grave = events.filter(({ level }) => level === 'error' || level === 'warning');
-    const shown = this.grave ? grave : events;
-    const toggle = (words, pressed, act) =>
-      el(
-        'button',
-        {
-          type: 'button',
-          class: 'toggle',
-          'aria-pressed': String(pressed),
-          onclick: () => {
-            act();
-            this.update();
-          },
-        },
-        words,
-      );
-    const more =
-      shown.length > FEW_EVENTS
-        ? toggle(this.all ? 'the latest only' : `all ${shown.length}`, this.all, () => {
-            this.all = !this.all;
-          })
-        : null;
+    const shown = this.isGrave ? grave : events;
+    const flip = (name, text) =>
+      toggle(text, this[name], () => {
+        this[name] = !this[name];
+        this.update();
+      });
     this.tools.replaceChildren(
-      toggle(`warnings and errors (${grave.length})`, this.grave, () => {
-        this.grave = !this.grave;
-      }),
-      more || '',
+      flip('isGrave', `warnings and errors (${grave.length})`),
+      shown.length > FEW_EVENTS ? flip('isLong', this.isLong ? 'the latest only' : `all ${shown.length}`) : '',
     );
-    this.list.replaceChildren(...(this.all ? shown : shown.slice(0, FEW_EVENTS)).map(eventLine));
-    if (!shown.length) this.list.replaceChildren(el('li', { class: 'faint' }, 'Nothing yet.'));
+    this.list.replaceChildren(...(this.isLong ? shown : shown.slice(0, FEW_EVENTS)).map(eventLine));
+    if (!shown.length) this.list.replaceChildren(el('li.faint', 'Nothing yet.'));
   }
 }
 
-function eventLine({ time, text, level, step }) {
-  return el(
-    'li',
-    { class: level },
-    el('time', {}, formatTime(time)),
-    el('i', { 'aria-label': level }, LEVELS[level] || LEVELS.info),
+const eventLine = ({ time, text, level, sign, step }) =>
+  el(
+    `li.${level}`,
+    el('time', formatTime(time)),
+    el('i', { 'aria-label': level }, sign),
     el('span', { title: text.length > 160 ? text : null }, text),
-    el('span', { class: 'faint number' }, isNumber(step) ? `step ${formatCount(step)}` : ''),
+    el('span.faint.number', step),
   );
-}

@@ -1,19 +1,117 @@
 """
-Curves in a terminal: dots of Braille, two by four in each character. Pure: numbers in, lines out.
+Curves in a terminal, as dots of Braille, two by four in each character; and the page `curves`.
 
-Each column of dots shows the least and the greatest value of its steps, so a spike of one step is seen at any width.
+Each column of dots shows the least and the greatest value of its steps, so a spike of one step is visible at any width.
+Pure: a Snapshot or numbers in, lines out.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from dataclasses import dataclass
+from itertools import groupby, pairwise
 
 from paceline.units import format_count
-from paceline.watch.snapshot import Series
-from paceline.watch.terminal.line import EMPTY, Line, cells
+from paceline.watch.snapshot import Series, Snapshot
+from paceline.watch.summary import METRICS, format_measure
+from paceline.watch.terminal.line import EMPTY, Line, cells, cut, fit, heading, side_by_side, split_width
 
+CURVES = [name for name in METRICS if name != "peak_bytes"]  # known curves, the most important first
 DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # of a character: left and right column, top to bottom
 LEVELS = "▁▂▃▄▅▆▇█"
+TABLE_HEAD = "least       most     last"
+
+
+@dataclass(frozen=True)
+class CurveChoice:
+    """What the keys have chosen on the page."""
+
+    curve: str = "loss"
+    log_scale: bool = False
+    part: float = 1.0  # share of the steps, up to the last
+
+
+def curves_page(snapshot: Snapshot, choice: CurveChoice, *, width: int, height: int) -> list[Line]:
+    """One curve large, and a line for each curve below it."""
+    names = all_curve_names(snapshot)
+    if not names:
+        return [EMPTY, fit(((" no numbers yet", "faint"),), width)]
+    current = choice.curve if choice.curve in names else names[0]
+    table = [curve_line(snapshot, name, width=width, is_current=name == current, part=choice.part) for name in names]
+    room = max(6, height - len(table) - 1)
+    lines = curve_block(snapshot, current, width=width, height=room, part=choice.part, log=choice.log_scale)
+    title = "all steps" if choice.part >= 1 else f"last {choice.part:.0%} of the steps"
+    title += ", logarithmic" if choice.log_scale else ""
+    return [*lines, heading(title, width, right=((TABLE_HEAD, "faint"),)), *table]
+
+
+def curve_line(snapshot: Snapshot, name: str, *, width: int, is_current: bool, part: float) -> Line:
+    title, style, least_span = curve_look(name)
+    series = last_part(snapshot.series[name], part)
+    if not (values := series.values):
+        return fit(((f"   {title:<12} n/a", "faint"),), width)
+    low_text, high_text, last = (format_measure(name, value) for value in (min(values), max(values), values[-1]))
+    room = max(4, width - 17 - 34)
+    return fit(
+        (
+            (" > " if is_current else "   ", "key"),
+            (f"{cut(title, 13):<14}", "strong" if is_current else ""),
+            (f"{steady_line(series, room, least_span):<{room}}", style),
+            (f"{low_text:>11}{high_text:>11}", "faint"),
+            (f"{last:>11} ", "strong"),
+        ),
+        width,
+    )
+
+
+def curve_look(name: str) -> tuple[str, str, float]:
+    """Returns a curve's title, its style and the least span of its axis as a share of its middle."""
+    if name not in CURVES:
+        return name, "blue", 0.1
+    title = "step, ms" if name == "step_ms" else METRICS[name].label
+    return title, METRICS[name].style, 0.02 if name in ("loss", "val_bpb") else 0.2
+
+
+def curve_row(snapshot: Snapshot, names: Sequence[str], *, width: int, height: int, part: float = 1.0) -> list[Line]:
+    """Several curves side by side, the first the widest."""
+    if not names or height < 3:
+        return []
+    widths = split_width(width, [3, 2, 2][: len(names)])
+    blocks = [
+        (curve_block(snapshot, name, width=column, height=height, part=part), column)
+        for name, column in zip(names, widths, strict=True)
+    ]
+    return side_by_side(blocks)
+
+
+def curve_block(
+    snapshot: Snapshot, name: str, *, width: int, height: int, part: float = 1.0, log: bool = False
+) -> list[Line]:
+    title, style, least_span = curve_look(name)
+    series = last_part(snapshot.series.get(name, Series()), part)
+    expected = (snapshot.plan or {}).get(name)
+    last = ((format_measure(name, series.values[-1]), "strong"),) if series.values else ()
+    lines = chart(
+        series,
+        width=width,
+        height=height - 1,
+        style=style,
+        least_span=least_span,
+        log=log,
+        planned=expected if isinstance(expected, int | float) else None,
+    )
+    return [heading(title, width, right=last), *lines]
+
+
+def curve_names(snapshot: Snapshot) -> list[str]:
+    """The known curves with a value, the most important first."""
+    return [name for name in CURVES if snapshot.series.get(name, Series()).values]
+
+
+def all_curve_names(snapshot: Snapshot) -> list[str]:
+    """The known curves, then everything else that the run has written."""
+    return [name for name in CURVES if name in snapshot.series] + [
+        name for name in snapshot.series if name not in CURVES
+    ]
 
 
 def chart(
@@ -26,9 +124,9 @@ def chart(
     log: bool = False,
     planned: float | None = None,
 ) -> list[Line]:
-    """`height` lines, the last with the first and the last step. least_span: of the middle, so that noise stays small.
+    """Draws a curve in `height` lines, with the first and the last step on the last line.
 
-    planned: a value that shows as a dotted line.
+    least_span: least range of the axis as a share of its middle, so that noise stays small. planned: drawn as a dotted line.
     """
     points = [(step, value) for step, value in zip(series.steps, series.values, strict=True) if math.isfinite(value)]
     rows = height - 1
@@ -41,30 +139,24 @@ def chart(
         bounds.append(scale(planned))
     low, high = widen(min(bounds), max(bounds), least_span=least_span, log=log)
     low, high, ticks = (even_axis if log else round_axis)(low, high, rows)
-    shown_as = map(short, (10**tick for tick in ticks.values())) if log else labels(list(ticks.values()))
-    texts = dict(zip(ticks, shown_as, strict=True))
+    labels = map(format_short, (10**tick for tick in ticks.values())) if log else tick_labels(list(ticks.values()))
+    texts = dict(zip(ticks, labels, strict=True))
     margin = max(5, *map(cells, texts.values()))
     columns = width - margin - 2
     grid = draw([(step, scale(value)) for step, value in points], low, high, columns=columns, rows=rows)
-    level = None if planned is None else row_of(scale(planned), low, high, rows)
+    level = None if planned is None else dot_of(scale(planned), low, high, rows) // 4
     lines = []
     for y, row in enumerate(grid):
         edge = "┤" if y in texts else "│"
-        shown = "".join(chr(0x2800 + dots) if dots else "┈" if y == level else " " for dots in row)
-        lines.append(((f"{texts.get(y, ''):>{margin}} ", "faint"), (edge, "track"), *with_level(shown, style)))
+        row_text = "".join(chr(0x2800 + dots) if dots else "┈" if y == level else " " for dots in row)
+        lines.append(((f"{texts.get(y, ''):>{margin}} ", "faint"), (edge, "track"), *styled(row_text, style)))
     return [*lines, steps_line(points[0][0], points[-1][0], margin=margin, columns=columns)]
 
 
-def with_level(text: str, style: str) -> Line:
-    """The curve in its style, the dotted line of the plan in a quiet one."""
-    pieces: list[tuple[str, str]] = []
-    for char in text:
-        kind = "faint" if char == "┈" else style
-        if pieces and pieces[-1][1] == kind:
-            pieces[-1] = (pieces[-1][0] + char, kind)
-        else:
-            pieces.append((char, kind))
-    return tuple(pieces)
+def styled(text: str, style: str) -> Line:
+    """Gives the curve its style, and the plan's dotted line a faint one."""
+    groups = groupby(text, key=lambda char: "faint" if char == "┈" else style)
+    return tuple(("".join(chars), kind) for kind, chars in groups)
 
 
 def steps_line(first: int, last: int, *, margin: int, columns: int) -> Line:
@@ -78,64 +170,59 @@ def steps_line(first: int, last: int, *, margin: int, columns: int) -> Line:
 
 
 def widen(low: float, high: float, *, least_span: float, log: bool) -> tuple[float, float]:
-    """A range at least so wide that the noise of a steady value does not fill it."""
+    """Widens a range so that the noise of a steady value does not fill it."""
     middle = (low + high) / 2
-    least = 0.05 if log else max(abs(middle) * least_span, 1e-9)
-    if high - low >= least:
+    min_span = 0.05 if log else max(abs(middle) * least_span, 1e-9)
+    if high - low >= min_span:
         return low, high
-    return middle - least / 2, middle + least / 2
+    return middle - min_span / 2, middle + min_span / 2
 
 
 def round_axis(low: float, high: float, rows: int) -> tuple[float, float, dict[int, float]]:
-    """A range that holds the values, and round numbers on it, by row: every second to fourth row, in the middle of it."""
+    """Returns a range that holds the values, and round numbers by row, in the middle of every second to fourth row."""
     power = 10.0 ** math.floor(math.log10((high - low) / rows))
-    ways = sorted((factor * power / apart, apart) for factor in (2, 2.5, 5, 10, 20, 25, 50) for apart in (4, 3, 2))
-    for each_row, apart in ways:
-        step = each_row * apart
+    layouts = sorted((factor * power / apart, apart) for factor in (2, 2.5, 5, 10, 20, 25, 50) for apart in (4, 3, 2))
+    for row_span, apart in layouts:
+        step = row_span * apart
         last = math.floor(high / step)
-        first = max(0, math.ceil((high - last * step) / each_row - 0.5))  # the row of the greatest of them
-        top = last * step + (first + 0.5) * each_row
-        if low >= 0 > top - rows * each_row:  # no room below zero for what is never below it
-            up = min(math.floor((low - top) / each_row + rows), math.ceil(rows - top / each_row))
-            first, top = first + max(0, up), top + max(0, up) * each_row
+        first = max(0, math.ceil((high - last * step) / row_span - 0.5))  # the row of the greatest tick
+        top = last * step + (first + 0.5) * row_span
+        if low >= 0 > top - rows * row_span:  # values that are never negative need no room below zero
+            shift = min(math.floor((low - top) / row_span + rows), math.ceil(rows - top / row_span))
+            first, top = first + max(0, shift), top + max(0, shift) * row_span
         ticks = {row: (last - (row - first) // apart) * step for row in range(first % apart, rows, apart)}
-        if top - rows * each_row <= low and len(ticks) >= min(2, rows // 2):
-            return top - rows * each_row, top, ticks or {0: (low + high) / 2}
+        if top - rows * row_span <= low and len(ticks) >= min(2, rows // 2):
+            return top - rows * row_span, top, ticks or {0: (low + high) / 2}
     return even_axis(low, high, rows)
 
 
 def even_axis(low: float, high: float, rows: int) -> tuple[float, float, dict[int, float]]:
-    """For logarithms: every second row or so, whatever is there."""
-    each_row = (high - low) / rows
+    """The same for logarithms: ticks at every second row or so, round or not."""
+    row_span = (high - low) / rows
     apart = max(2, rows // 5)
-    return low, high, {row: high - (row + 0.5) * each_row for row in range(0, rows, apart)}
+    return low, high, {row: high - (row + 0.5) * row_span for row in range(0, rows, apart)}
 
 
-def labels(ticks: Sequence[float]) -> list[str]:
-    """All with the same number of decimals."""
+def tick_labels(ticks: Sequence[float]) -> list[str]:
+    """Formats the ticks of an axis, all with the same number of decimals."""
     if max(map(abs, ticks)) >= 10_000:
-        return [format_count(tick) if abs(tick) < 1e15 else short(tick) for tick in ticks]
+        return [format_count(tick) if abs(tick) < 1e15 else format_short(tick) for tick in ticks]
     step = ticks[0] - ticks[1] if len(ticks) > 1 else ticks[0] or 1.0
     decimals = next((digits for digits in range(6) if math.isclose(step, round(step, digits), rel_tol=1e-6)), 6)
     return [f"{tick:,.{decimals}f}" for tick in ticks]
 
 
-def row_of(value: float, low: float, high: float, rows: int) -> int:
-    """Which line of characters a value is in, from the top."""
-    dots = dot_of(value, low, high, rows)
-    return dots // 4
-
-
 def dot_of(value: float, low: float, high: float, rows: int) -> int:
+    """The row of dots that a value is in, from the top."""
     share = (value - low) / (high - low)
     return round((1 - min(1.0, max(0.0, share))) * (4 * rows - 1))
 
 
 def draw(points: Sequence[tuple[int, float]], low: float, high: float, *, columns: int, rows: int) -> list[list[int]]:
-    """The dots of each character. Neighbouring points are joined."""
+    """Returns the dots of each character as bits; neighbouring points are joined."""
     grid = [[0] * columns for _ in range(rows)]
     span = max(1, points[-1][0] - points[0][0])
-    placed = [
+    dots = [
         (round((step - points[0][0]) / span * (2 * columns - 1)), dot_of(value, low, high, rows))
         for step, value in points
     ]
@@ -144,31 +231,31 @@ def draw(points: Sequence[tuple[int, float]], low: float, high: float, *, column
         for y in range(top, bottom + 1):
             grid[y // 4][x // 2] |= DOTS[x % 2][y % 4]
 
-    fill(placed[0][0], placed[0][1], placed[0][1])
-    for (x0, y0), (x1, y1) in pairwise(placed):
+    fill(dots[0][0], dots[0][1], dots[0][1])
+    for (x0, y0), (x1, y1) in pairwise(dots):
         before = y0
         for x in range(x0, x1 + 1):
-            at = y1 if x1 == x0 else round(y0 + (y1 - y0) * (x - x0) / (x1 - x0))
-            fill(x, min(before, at), max(before, at))
-            before = at
+            y = y1 if x1 == x0 else round(y0 + (y1 - y0) * (x - x0) / (x1 - x0))
+            fill(x, min(before, y), max(before, y))
+            before = y
     return grid
 
 
 def sparkline(values: Sequence[float], width: int, *, low: float | None = None, high: float | None = None) -> str:
-    """One line of blocks; the mean of each column's values."""
-    known = [value for value in values if math.isfinite(value)]
-    if not known or width < 1:
+    """Draws values as one line of blocks, each the mean of its column's values."""
+    points = [value for value in values if math.isfinite(value)]
+    if not points or width < 1:
         return ""
-    low, high = min(known) if low is None else low, max(known) if high is None else high
+    low, high = min(points) if low is None else low, max(points) if high is None else high
     span = (high - low) or 1.0
-    columns = min(width, len(known))
-    edges = [len(known) * i // columns for i in range(columns + 1)]
-    means = [sum(known[a:b]) / (b - a) for a, b in pairwise(edges)]
+    columns = min(width, len(points))
+    edges = [len(points) * i // columns for i in range(columns + 1)]
+    means = [sum(points[a:b]) / (b - a) for a, b in pairwise(edges)]
     return "".join(LEVELS[min(7, max(0, int(8 * (mean - low) / span)))] for mean in means)
 
 
-def evenly(series: Series, columns: int) -> list[float]:
-    """A value for each of so many equal parts of the steps: the mean of those in it, else the one before."""
+def even_values(series: Series, columns: int) -> list[float]:
+    """Returns a value for each of `columns` equal parts of the steps: the mean of its values, else the value before."""
     if not series.steps:
         return []
     first, span = series.steps[0], max(1, series.steps[-1] - series.steps[0])
@@ -182,22 +269,22 @@ def evenly(series: Series, columns: int) -> list[float]:
     return values[1:]
 
 
-def steady(series: Series, columns: int, least_span: float) -> str:
-    """A curve as one line of blocks, in which noise of less than least_span of the middle stays small."""
-    known = [value for value in series.values if math.isfinite(value)]
-    if not known:
+def steady_line(series: Series, columns: int, least_span: float) -> str:
+    """Draws a curve as one line of blocks, in which noise below `least_span` of its middle stays small."""
+    points = [value for value in series.values if math.isfinite(value)]
+    if not points:
         return ""
-    low, high = widen(min(known), max(known), least_span=least_span, log=False)
-    return sparkline(evenly(series, columns), columns, low=low, high=high)
+    low, high = widen(min(points), max(points), least_span=least_span, log=False)
+    return sparkline(even_values(series, columns), columns, low=low, high=high)
 
 
 def pulse(shares: Sequence[float]) -> str:
-    """Busy or not, over time, as one thin line: heavy where a share is high, dots where it is low."""
+    """Draws use over time as one thin line: heavy where a share is high, dots where it is low."""
     return "".join("━" if share >= 0.8 else "─" if share >= 0.4 else "·" for share in shares)
 
 
-def since(series: Series, share: float) -> Series:
-    """The last part of a curve, by steps: 0.1 is the last tenth."""
+def last_part(series: Series, share: float) -> Series:
+    """Returns the last part of a curve, by steps: 0.1 is the last tenth."""
     if not series.steps or share >= 1:
         return series
     first = series.steps[-1] - (series.steps[-1] - series.steps[0]) * share
@@ -205,7 +292,7 @@ def since(series: Series, share: float) -> Series:
     return Series(series.steps[start:], series.values[start:], series.times[start:])
 
 
-def short(value: float) -> str:
+def format_short(value: float) -> str:
     """10.4, 0.412, 856K, 1.25M: at most about five characters, for the edge of a chart."""
     if value == 0:
         return "0"

@@ -80,7 +80,7 @@ def cap_address_space():
 
 
 def rank_comes(mark):
-    """Progress.mark, with the faults of this rank at their places."""
+    """HeartbeatWriter.beat, with the faults of this rank at their places."""
     orders = json.loads((ORDERS / "orders.json").read_text())
     rank = int(os.environ["RANK"])
     mine = {number: order for number, order in enumerate(orders) if order["rank"] == rank}
@@ -128,10 +128,10 @@ def port_is_taken(store):
 
 
 if ORDERS and "paceline.train.worker" in sys.orig_argv:
-    from paceline.train.progress import Progress
+    from paceline.heartbeat import HeartbeatWriter
 
-    Progress.mark = rank_comes(Progress.mark)
-elif ORDERS and "paceline.train.elastic" in sys.orig_argv:
+    HeartbeatWriter.beat = rank_comes(HeartbeatWriter.beat)
+elif ORDERS and "paceline.launch.elastic" in sys.orig_argv:
     import torch.distributed
 
     torch.distributed.TCPStore = port_is_taken(torch.distributed.TCPStore)

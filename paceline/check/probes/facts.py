@@ -1,0 +1,309 @@
+"""
+The facts of one host as JSON: `python -m paceline.check.probes.facts`, with the request on stdin.
+
+Each probe is a process with its own deadline, because a wedged driver, a dead network disk or a broken build may hang or crash it.
+All are started at once. A probe that hangs, crashes or answers no JSON is itself a fact, and the facts that it would have filled
+are None. Nothing here judges: the verdicts do, from these facts alone, on whatever host. docs/facts.schema.json describes every
+field. No key, token or password leaves the host: redact() removes them.
+"""
+
+import json
+import os
+import re
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from paceline.rundir import utc_now
+
+Json = dict[str, Any]
+VERSION = 1
+ENDING_S = 0.2  # a killed process may stay in a system call of a dead disk or driver
+MAX_ANSWER_BYTES = 16 << 20
+MAX_STDERR_BYTES = 4096
+QUOTED_CHARS = 120  # of an answer that is not JSON
+
+OVERTIME_S = 2.0  # after its deadline a probe ends itself, in case the process that started it is gone
+SET = "set"  # in place of a value that is not shown
+RELEVANT = re.compile(
+    r"(CUDA|NVIDIA|NCCL|GLOO|OMP|MKL|LD|MASTER|SLURM|WANDB|HF|TOKENIZERS|KMP|OPENBLAS|TORCH|PYTORCH|TRITON|UCX|TP)_"
+    r"|TORCH|PYTHON|USE_LIBUV$|RANK$|LOCAL_RANK$|WORLD_SIZE$|TMPDIR$|XDG_CACHE_HOME$|CXX$|CC$|CONDA_PREFIX$|VIRTUAL_ENV$"
+)
+SECRET_NAME = re.compile(r"KEY|TOKEN(?!IZER)|SECRET|PASSW|CREDENTIAL|COOKIE|(^|_)AUTH(_|$)|JWT", re.IGNORECASE)
+HF_SHOWN = {"HF_HOME", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_ENDPOINT"}
+URL_LOGIN = re.compile(r"(?<=://)[^\s/@]+@")  # user:password@, or a token alone
+SECRET_VALUE = re.compile(
+    r"\b(hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|sk-[\w-]{20,}"
+    r"|xox[abprs]-[\w-]{10,}|AKIA[0-9A-Z]{16}|wandb_v\d_\w{20,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*)"
+)
+NAMED_SECRET = re.compile(r"(?i)\b((?:api[_-]?key|token|secret|passw(?:or)?d)\s*[=:]\s*)[^\s&,;'\"]+")
+BARE_KEY = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[0-9A-Fa-f]{32,}|(?=.*\d)(?=.*[a-z])(?=.*[A-Z])[\w+=-]{32,}")
+
+OnProbe = Callable[[str, Json], None]  # the probe's name and its entry in "probes"
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A process, and the parts of the facts that it fills."""
+
+    name: str
+    fills: tuple[str, ...]
+    command: tuple[str, ...]
+    deadline_s: float = 5.0
+
+
+def _probe(name: str, *fills: str, module: str | None = None, deadline_s: float = 5.0) -> Probe:
+    """Returns the probe that `module` runs, by default NAME_probe. -P: a file in the current folder must not shadow a module."""
+    command = (sys.executable, "-P", "-m", f"paceline.check.probes.{module or name}_probe")
+    return Probe(name, fills or (name,), command if module is None else (*command, name), deadline_s)
+
+
+PROBES = (
+    # torch starts first because it takes longest; without -P, because a worker is started without it too
+    Probe("torch", ("torch",), (sys.executable, "-m", "paceline.check.probes.torch_probe"), deadline_s=30.0),
+    _probe("storage", deadline_s=7.0),  # each place has 3 s of it, the speed 1.5
+    _probe("gpu", "driver", "nvml_error", "gpus", "nvidia_cards"),
+    _probe("host"),
+    _probe("python", "python", "packages", module="host"),
+    _probe("network"),
+    _probe("tools", module="host"),
+    _probe("text", module="storage"),
+)
+
+DEFAULTS: Json = {
+    **dict.fromkeys(("run_dir", "data", "tokenizer", "cache_dir", "port", "vocab_size", "torch_path", "cached_torch")),
+    "measure_disk": True,
+}
+
+
+def gather_facts(*, on_probe: OnProbe | None = None, **request: Any) -> Json:
+    """Returns the facts of this host. Takes as long as the slowest probe, at most its deadline; a failing probe raises nothing.
+
+    request: keys of DEFAULTS. torch_path is another install or a source tree, probed instead. cached_torch is a file that keeps the
+    answer about torch from one launch to the next, until something changes.
+    """
+    assert request.keys() <= DEFAULTS.keys(), request
+    return ask_probes(PROBES, {**DEFAULTS, **as_json(request)}, on_probe=on_probe)
+
+
+def as_json(request: Mapping[str, Any]) -> Json:
+    """Returns the request with its paths as text."""
+    return {name: str(value) if isinstance(value, Path) else value for name, value in request.items()}
+
+
+def ask_probes(probes: Sequence[Probe], request: Mapping[str, Any], *, on_probe: OnProbe | None = None) -> Json:
+    """Runs all probes at once and combines their answers."""
+    facts: Json = {"version": VERSION, "time": utc_now(), "probes": dict.fromkeys(probe.name for probe in probes)}
+    facts |= {part: None for probe in probes for part in probe.fills}
+    with closing(wait_for_answers([ProbeProcess(probe, request) for probe in probes])) as answers:
+        for process in answers:
+            name, answer = process.probe.name, process.answer or {}
+            error = process.error or answer.get("error")
+            facts |= {part: answer.get(part) for part in process.probe.fills}
+            entry = {"ok": error is None, "seconds": round(process.seconds, 3), "error": error}
+            if answer.get("cached"):
+                entry |= {"seconds": 0.0, "cached": True}
+            facts["probes"][name] = redact(entry)
+            if on_probe is not None:
+                on_probe(name, facts["probes"][name])
+    facts["env"] = relevant_env(os.environ)
+    redacted: Json = redact(facts)
+    return redacted
+
+
+@dataclass(eq=False)
+class ProbeProcess:
+    """A probe's process, from its start to its answer."""
+
+    probe: Probe
+    request: Mapping[str, Any]
+    answer: Json | None = None
+    error: str | None = None
+    seconds: float = 0.0
+    process: subprocess.Popen[bytes] | None = None
+    stdout: bytes = b""
+    stderr: bytes = b""
+    started: float = field(default_factory=time.monotonic)
+
+    def start(self) -> None:
+        self.started = time.monotonic()
+        try:
+            self.process = subprocess.Popen(
+                self.probe.command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # a group with its children, which Ctrl-C does not reach
+            )
+        except OSError as error:
+            self.error = error_line(error)
+            return
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError), self.process.stdin as stdin:  # it may have crashed already
+            stdin.write(json.dumps({**self.request, "deadline_s": self.probe.deadline_s}).encode())
+
+    @property
+    def pipes(self) -> list[IO[bytes]]:
+        return [pipe for pipe in (self.process.stdout, self.process.stderr) if pipe] if self.process else []
+
+    @property
+    def time_left_s(self) -> float:
+        return self.started + self.probe.deadline_s - time.monotonic()
+
+    def receive(self, chunk: bytes) -> bool:
+        """Takes a part of the output; returns whether the answer is complete. The process may hang after its answer."""
+        self.stdout += chunk
+        for line in self.stdout.split(b"\n")[:-1]:
+            if line.startswith(b"{"):
+                with suppress(ValueError):
+                    self.answer = json.loads(line)
+                    return True
+        return len(self.stdout) > MAX_ANSWER_BYTES
+
+    def end(self, error: str | None = None) -> None:
+        """Kills the probe's process group; reports the exit status if it gave no answer."""
+        self.seconds = time.monotonic() - self.started
+        exit_code = None
+        if self.process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                exit_code = self.process.wait(0 if error else ENDING_S)
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(ENDING_S)
+            assert self.process.stdout and self.process.stderr
+            os.set_blocking(self.process.stderr.fileno(), False)
+            self.stderr += self.process.stderr.read() or b""
+            self.process.stdout.close()
+            self.process.stderr.close()
+        if self.answer is None and self.error is None:
+            self.error = error or self.describe_end(exit_code)
+
+    def describe_end(self, exit_code: int | None) -> str:
+        if exit_code is not None and exit_code < 0:
+            return f"ended by {signal.Signals(-exit_code).name}"
+        last = self.stderr.decode(errors="replace").strip().splitlines()
+        if self.stdout:
+            return f"answered no JSON: {self.stdout[:QUOTED_CHARS].decode(errors='replace').strip()!r}"
+        return last[-1] if last else f"ended with exit code {exit_code} and no answer"
+
+
+def wait_for_answers(processes: Sequence[ProbeProcess]) -> Generator[ProbeProcess]:
+    """Starts all processes and yields each one that is done, with its answer or with how it ended."""
+    running: set[ProbeProcess] = set()
+    try:
+        with selectors.DefaultSelector() as selector:
+            for process in processes:
+                process.start()
+                running.add(process)
+                for pipe in process.pipes:
+                    selector.register(pipe, selectors.EVENT_READ, process)
+            while running:
+                for process, error in read_answers(selector, running).items():
+                    for pipe in process.pipes:
+                        if pipe in selector.get_map():
+                            selector.unregister(pipe)
+                    process.end(error)
+                    running.discard(process)
+                    yield process
+    finally:
+        for process in running:
+            process.end("interrupted")
+
+
+def read_answers(selector: selectors.BaseSelector, running: set[ProbeProcess]) -> dict[ProbeProcess, str | None]:
+    """Waits for output or a deadline; returns the processes that are done, with an error for those that are late."""
+    done: dict[ProbeProcess, str | None] = {process: None for process in running if process.process is None}
+    if done:
+        return done
+    for key, _ in selector.select(max(0.0, min(process.time_left_s for process in running))):
+        process, chunk = key.data, os.read(key.fd, 1 << 16)
+        if key.fileobj is process.process.stderr:
+            process.stderr = (process.stderr + chunk)[-MAX_STDERR_BYTES:]
+            if not chunk:
+                selector.unregister(key.fileobj)
+        elif not chunk or process.receive(chunk):
+            done[process] = None
+    late = [process for process in running if process.time_left_s <= 0 and process not in done]
+    return done | {process: f"no answer in {process.probe.deadline_s:g} s" for process in late}
+
+
+def main() -> int:
+    """Answers a request from another host; its keys are the arguments of gather_facts, all of them optional."""
+    try:
+        request = json.loads(sys.stdin.read() or "{}")
+        unknown = sorted(request.keys() - DEFAULTS.keys())
+        problem = f"unknown: {', '.join(unknown)}" if unknown else None
+    except (ValueError, AttributeError) as error:
+        problem = str(error)
+    if problem:
+        print(
+            f"error: no request for facts: {problem}\n  fix: send a JSON object with {', '.join(DEFAULTS)}",
+            file=sys.stderr,
+        )
+        return 2
+    try:
+        facts = ask_probes(PROBES, {**DEFAULTS, **request})
+    except KeyboardInterrupt:
+        return 130
+    print(json.dumps(facts))
+    return 0
+
+
+def relevant_env(env: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that affect a run, sorted; `set` stands for a value that may be secret."""
+    return {name: redact_variable(name, env[name]) for name in sorted(env) if RELEVANT.match(name)}
+
+
+def redact_variable(name: str, value: str) -> str:
+    hidden = SECRET_NAME.search(name) or (name.startswith("HF_") and name not in HF_SHOWN)
+    if value and (hidden or BARE_KEY.fullmatch(value)):
+        return SET
+    return str(redact(value))
+
+
+def redact(value: Any) -> Any:
+    """Returns the same JSON without logins in URLs and without anything that has the form of a known key."""
+    if isinstance(value, str):
+        value = URL_LOGIN.sub(f"{SET}@", value)
+        value = NAMED_SECRET.sub(rf"\g<1>{SET}", value)
+        return SECRET_VALUE.sub(SET, value)
+    if isinstance(value, dict):
+        return {key: redact(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [redact(item) for item in value]
+    return value
+
+
+def answer(probe: Callable[[Json], Json]) -> None:
+    """Runs a probe's whole process: reads the request, prints the answer. Other output to stdout goes to stderr."""
+    line = os.dup(1)
+    os.dup2(2, 1)
+    request: Json = json.loads(sys.stdin.read() or "{}")
+    if request.get("deadline_s"):
+        signal.setitimer(signal.ITIMER_REAL, request["deadline_s"] + OVERTIME_S)  # SIGALRM ends this process
+    try:
+        facts = probe(request)
+    except Exception as error:  # a probe that fails is a fact
+        facts = {"error": error_line(error)}
+    with os.fdopen(line, "w", encoding="utf-8") as out:
+        out.write(json.dumps(facts) + "\n")
+    sys.stderr.flush()
+    os._exit(0)  # threads that still hang in a system call are left behind
+
+
+def error_line(error: BaseException) -> str:
+    """Returns the type and the first line: `OSError: [Errno 5] Input/output error`."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,374 @@
+"""
+The folders that a run writes to and reads from, its text and its tokenizer: `python -m paceline.check.probes.storage_probe [text]`.
+
+Two probes in two processes. The first measures space, rights, file system and speed. Rights are tested by really writing; what is
+written has no name in any folder or loses it at once, and a missing folder is judged by its nearest parent. The second reads file
+names, sizes and JSON of the text. `prepared` says whether the cache has a complete folder of this source that is newer than every
+file of it; data/prepare.py verifies the shards themselves.
+"""
+
+import hashlib
+import json
+import os
+import random
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from paceline.check.probes.facts import Json, answer
+from paceline.plan.host import names_in, read_text
+
+PLACE_DEADLINE_S = 3.0  # a dead network disk never answers
+SPEED_DEADLINE_S = 1.5
+WRITE_BYTES, WRITE_S, READ_S = 64 << 20, 0.3, 0.1
+CHUNK_BYTES = 2 << 20
+MIN_FREE_BYTES = 1 << 30  # with less free space nothing is measured
+NETWORK_FILESYSTEMS = {
+    "nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "afs", "9p", "panfs", "wekafs",
+    "pvfs2", "orangefs", "ocfs2", "gfs2", "fuse.sshfs", "fuse.glusterfs", "fuse.ceph", "fuse.s3fs", "fuse.gcsfuse",
+    "fuse.juicefs", "fuse.rclone", "fuse.goofys", "fuse.mount-s3", "fuse.blobfuse2", "fuse.alluxio-fuse", "fuse.seaweedfs",
+}  # fmt: skip
+TYPES = (".txt", ".md", ".py", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")  # data/corpus.py's FORMATS
+NOT_TEXT_TO_LEARN = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
+LISTING_S = 1.0  # a folder of a million files is not counted to the end
+BUILTIN, HUB = "builtin", "hf:"
+
+
+def probe_storage(request: Json) -> Json:
+    """Returns the facts of the folders. Request: the paths run_dir, data, cache_dir (None: not probed) and measure_disk."""
+    paths = {
+        "run_dir": request.get("run_dir"),
+        "data": local_path(request.get("data")),
+        "cache": request.get("cache_dir"),
+        "tmp": os.environ.get("TMPDIR") or "/tmp",
+    }
+    places: dict[str, dict[str, Any]] = {}
+    for name, path in paths.items():
+        if path is not None:
+            places[name] = unknown_place(path, error=f"no answer in {PLACE_DEADLINE_S:.0f} s")
+    threads = [_start(places, name) for name in places]
+    deadline = time.monotonic() + PLACE_DEADLINE_S
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if request.get("measure_disk"):
+        measuring = threading.Thread(target=measure_places, args=(places,), daemon=True)
+        measuring.start()
+        measuring.join(SPEED_DEADLINE_S)
+    hidden = ("base", "device")
+    public = {name: {key: place[key] for key in place if key not in hidden} for name, place in places.items()}
+    return {"storage": {name: public.get(name) for name in paths}}
+
+
+def _start(places: dict[str, dict[str, Any]], name: str) -> threading.Thread:
+    def probe() -> None:
+        places[name] = probe_place(Path(places[name]["path"]), write=name != "data")
+
+    thread = threading.Thread(target=probe, daemon=True)
+    thread.start()
+    return thread
+
+
+def local_path(data: str | None) -> str | None:
+    """Returns the path in a data source; None for a source that is not on a disk."""
+    if data is None or data == "builtin":
+        return None
+    if not data.startswith("hf:"):
+        return data
+    name = data.removeprefix("hf:")
+    return name if name.startswith((".", "/", "~")) or Path(name).exists() else None
+
+
+def unknown_place(path: str, *, error: str | None) -> dict[str, Any]:
+    names = (
+        "exists", "writable", "total_bytes", "free_bytes", "free_inodes", "filesystem", "network", "write_bytes_per_s",
+        "read_bytes_per_s", "base", "device",
+    )  # fmt: skip
+    return {"path": str(path), **dict.fromkeys(names), "error": error}
+
+
+def probe_place(path: Path, *, write: bool) -> dict[str, Any]:
+    """Returns the facts of one folder. write False: the rights are read from the system, and no file is created."""
+    place = unknown_place(str(path), error=None)
+    path = Path(os.path.abspath(path.expanduser()))  # noqa: PTH100 (a broken link must stay visible)
+    base, error = nearest_folder(path)
+    place |= {"exists": base == path or os.path.lexists(path), "base": base}
+    if error is None and base == path.parent and path.is_file():
+        place["exists"] = True
+        error = "Not a directory" if write else None
+    space = os.statvfs(base)
+    filesystem = filesystem_of(base)
+    place |= {
+        "device": base.stat().st_dev,
+        "total_bytes": space.f_blocks * space.f_frsize,
+        "free_bytes": space.f_bavail * space.f_frsize,
+        "free_inodes": space.f_favail if space.f_files else None,  # btrfs and others have no such count
+        "filesystem": filesystem,
+        "network": None if filesystem is None else filesystem in NETWORK_FILESYSTEMS,
+    }
+    if error is None:
+        error = write_error(base) if write else access_error(path if place["exists"] else base)
+    return place | {"writable": error is None, "error": error}
+
+
+def nearest_folder(path: Path) -> tuple[Path, str | None]:
+    """Returns the nearest existing folder, and the obstacle on the way to the path unless it is merely missing."""
+    error = None
+    for folder in (path, *path.parents):
+        try:
+            if folder.is_dir():
+                return folder, error
+            if folder != path and folder.exists():
+                error = "Not a directory"
+            elif folder.is_symlink() and not folder.exists():
+                error = f"a link to {os.readlink(folder)}, which does not exist"  # noqa: PTH115
+        except OSError as problem:
+            error = problem.strerror
+    return Path("/"), error
+
+
+def write_error(folder: Path) -> str | None:
+    try:
+        fd = open_nameless(folder)
+        try:
+            os.write(fd, b"x" * 4096)
+            os.fsync(fd)  # a full network disk reports it only now
+        finally:
+            os.close(fd)
+    except OSError as error:
+        return error.strerror
+    return None
+
+
+def access_error(path: Path) -> str | None:
+    if os.statvfs(path).f_flag & os.ST_RDONLY:
+        return "Read-only file system"
+    return None if os.access(path, os.W_OK) else "Permission denied"
+
+
+def open_nameless(folder: Path) -> int:
+    """Opens a new file that is in no folder: nothing is left even if this process is killed."""
+    if hasattr(os, "O_TMPFILE"):
+        try:
+            return os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+    fd, name = tempfile.mkstemp(prefix=".paceline-probe-", dir=folder)
+    os.unlink(name)  # noqa: PTH108
+    return fd
+
+
+UNSUPPORTED = {21, 22, 95}  # EISDIR, EINVAL, EOPNOTSUPP: the errors of file systems without O_TMPFILE
+
+
+def filesystem_of(path: Path) -> str | None:
+    """Returns the type of the file system: that of the longest mount point on the path, the last of equal ones."""
+    real = os.path.realpath(path)
+    longest, filesystem = "", None
+    for line in (read_text("/proc/self/mountinfo") or "").splitlines():
+        left, _, right = line.partition(" - ")
+        point = left.split()[4].encode().decode("unicode_escape")
+        inside = real == point or real.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(longest):
+            longest, filesystem = point, right.split()[0]
+    return filesystem
+
+
+def measure_places(places: dict[str, dict[str, Any]]) -> None:
+    """Measures each device once, in the run folder or the cache; folders on the same device have the same speed."""
+    speeds: dict[int, tuple[float | None, float | None]] = {}
+    for name in ("run_dir", "cache"):
+        place = places.get(name)
+        if place and place["writable"] and place["free_bytes"] >= MIN_FREE_BYTES and place["device"] not in speeds:
+            speeds[place["device"]] = measure_disk(place["base"])
+            for other in places.values():
+                if other["device"] == place["device"]:
+                    other["write_bytes_per_s"], other["read_bytes_per_s"] = speeds[place["device"]]
+
+
+def measure_disk(folder: Path) -> tuple[float | None, float | None]:
+    """Returns bytes per second of writing, with a sync after each piece, and of reading back past the page cache."""
+    content = random.randbytes(CHUNK_BYTES)  # some disks and file systems compress zeros
+    try:
+        fd = open_nameless(folder)
+        try:
+            started, piece, written = time.monotonic(), CHUNK_BYTES, 0
+            while written < WRITE_BYTES and time.monotonic() - started < WRITE_S:
+                for _ in range(piece // CHUNK_BYTES):
+                    written += os.write(fd, content)
+                os.fdatasync(fd)
+                piece = min(2 * piece, WRITE_BYTES - written)  # syncing small pieces would measure the sync
+            write_s = time.monotonic() - started
+            return written / write_s, read_back(fd, written)
+        finally:
+            os.close(fd)
+    except OSError:
+        return None, None
+
+
+def read_back(fd: int, num_bytes: int) -> float | None:
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    started, done = time.monotonic(), 0
+    while done < num_bytes and time.monotonic() - started < READ_S:
+        chunk = os.pread(fd, CHUNK_BYTES, done)
+        if not chunk:
+            return None
+        done += len(chunk)
+    return done / (time.monotonic() - started)
+
+
+def probe_text(request: Json) -> Json:
+    """Returns the facts of the text and the tokenizer. Request: data (None: no text), tokenizer, vocab_size, cache_dir."""
+    data, tokenizer = request.get("data"), request.get("tokenizer")
+    if data is None and tokenizer is None:
+        return {"text": None}
+    facts: dict[str, Any] = {"data": data, "exists": None, "bytes": None, "prepared": None, "error": None}
+    newest: float | None = None
+    if data is not None:
+        source, newest = probe_source(data)
+        facts |= source
+    tokenizer_facts = None if tokenizer is None else probe_tokenizer(Path(tokenizer).expanduser())
+    vocab_size = tokenizer_facts["vocab_size"] if tokenizer_facts else request.get("vocab_size")
+    if data is not None and request.get("cache_dir"):
+        tokenizer_hash = None if tokenizer is None else file_hash(Path(tokenizer).expanduser())
+        facts["prepared"] = facts["exists"] is not False and is_prepared(
+            Path(request["cache_dir"]).expanduser() / "data",
+            source=data,
+            tokenizer_hash=tokenizer_hash,
+            vocab_size=vocab_size,
+            newest=newest,
+        )
+    return {"text": {**facts, "vocab_size": vocab_size, "tokenizer": tokenizer_facts}}
+
+
+def probe_source(data: str) -> tuple[dict[str, Any], float | None]:
+    """Returns exists, bytes and error of a source, and when its newest file was changed."""
+    if data == BUILTIN:
+        return measure_folder(Path(sysconfig.get_path("stdlib")), types=(".py",), skip=NOT_TEXT_TO_LEARN)
+    name = local_path(data)
+    if name is None:
+        return {"exists": hub_copy_exists(data) or None}, None  # the hub is not asked
+    path = Path(name).expanduser()
+    try:
+        status = path.stat()
+        if path.is_dir():
+            os.listdir(path)
+            return measure_folder(path, types=() if data.startswith(HUB) else TYPES, skip={"__pycache__"})
+        if not path.is_file():
+            return {"exists": True, "error": "not a regular file"}, None
+        with path.open("rb") as file:
+            file.read(1)
+    except FileNotFoundError:
+        broken_link = path.is_symlink()
+        return {
+            "exists": False,
+            "error": f"a link to {path.readlink()}, which does not exist" if broken_link else None,
+        }, None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        return {"exists": None, "error": getattr(error, "strerror", None) or str(error)}, None
+    return {"exists": True, "bytes": status.st_size}, status.st_mtime
+
+
+def measure_folder(folder: Path, *, types: tuple[str, ...], skip: set[str]) -> tuple[dict[str, Any], float | None]:
+    """types: suffixes of the files that count, () for all. bytes is None where there are too many files to read in time."""
+    num_bytes, newest, deadline = 0, 0.0, time.monotonic() + LISTING_S
+    for here, subfolders, names in os.walk(folder):
+        subfolders[:] = [name for name in subfolders if name not in skip and not name.startswith(".")]
+        for name in names:
+            if name.startswith(".") or (types and not name.lower().endswith(types)):
+                continue
+            try:
+                status = os.stat(os.path.join(here, name))  # noqa: PTH116, PTH118 (a Path for each would double the time)
+            except OSError:
+                continue  # a broken link; preparing reports it
+            num_bytes += status.st_size
+            newest = max(newest, status.st_mtime)
+        if time.monotonic() > deadline:
+            return {"exists": True}, None
+    error = None if num_bytes else "no text in it: no file of " + " ".join(types) if types else "an empty folder"
+    return {"exists": True, "bytes": num_bytes, "error": error}, newest
+
+
+def hub_copy_exists(data: str) -> bool:
+    """Returns whether a dataset of the hub was downloaded before."""
+    name = data.removeprefix(HUB).partition(":")[0]
+    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub") / f"datasets--{name.replace('/', '--')}"
+    prepared = Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets") / name.replace("/", "___")
+    return bool(names_in(hub / "snapshots")) or prepared.is_dir()
+
+
+def probe_tokenizer(path: Path) -> dict[str, Any]:
+    facts: dict[str, Any] = {"path": str(path), "exists": None, "vocab_size": None, "error": None}
+    if path.is_dir():
+        path = path / "tokenizer.json"
+    try:
+        if not path.is_file():
+            return facts | {"exists": path.exists(), "error": "not a regular file" if path.exists() else None}
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        return facts | {"error": error.strerror}
+    except ValueError:
+        return facts | {"exists": True, "error": "not JSON"}
+    vocab_size = tokenizer_vocab_size(content)
+    return facts | {"exists": True, "vocab_size": vocab_size, "error": None if vocab_size else "not a tokenizer.json"}
+
+
+def tokenizer_vocab_size(content: Any) -> int | None:
+    """Returns the highest token id plus one, as data/tokenizer.py counts it; None if it is not a tokenizer.json."""
+    try:
+        vocab = content["model"]["vocab"]
+        ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))  # unigram models list their tokens
+        added = [token["id"] for token in content.get("added_tokens") or []]
+        return int(max([*ids, *added])) + 1
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+
+
+def file_hash(path: Path) -> str | None:
+    path = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+    except OSError:
+        return None
+
+
+def is_prepared(
+    folder: Path, *, source: str, tokenizer_hash: str | None, vocab_size: int | None, newest: float | None
+) -> bool | None:
+    """Returns whether one of the prepared folders is of this source, cut by this tokenizer, whole, and newer than the text.
+
+    None where it is unknown: the age of the text is unknown (a dataset of the hub, a folder too large to list), or the
+    text had only enough for a smaller vocabulary than requested.
+    """
+    result: bool | None = False
+    for meta in (read_meta(folder / name) for name in names_in(folder)):
+        if meta is None or meta["source"] != source:
+            continue
+        if newest is not None and datetime.fromisoformat(meta["created"]).timestamp() <= newest:
+            continue
+        if meta["tokenizer_hash"] == tokenizer_hash if tokenizer_hash else meta["vocab_size"] == vocab_size:
+            return None if newest is None else True
+        if tokenizer_hash is None and meta["vocab_size"] < (vocab_size or 0):
+            result = None
+    return result
+
+
+def read_meta(folder: Path) -> dict[str, Any] | None:
+    """Returns meta.json of a prepared folder; None unless all files are there and as long as it records."""
+    try:
+        meta: dict[str, Any] = json.loads(read_text(folder / "meta.json") or "")
+        sizes = {name: (folder / name).stat().st_size for name in meta["files"]}
+        whole = all(sizes[name] == facts["bytes"] for name, facts in meta["files"].items())
+        return meta if whole and {"source", "tokenizer_hash", "vocab_size", "created"} <= meta.keys() else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+if __name__ == "__main__":
+    answer(probe_text if sys.argv[1:] == ["text"] else probe_storage)

@@ -1,0 +1,201 @@
+"""
+`paceline comm`: whether collectives between the ranks here give right results, how fast they are, and what that means for training.
+
+It starts comm/rank_process.py for each rank as a run's workers are started, follows their heartbeats, collects their reports and
+compares the speed with what the links allow. No torch. The figures stay in a file, where plans for this host find them.
+"""
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from paceline.comm.analysis import (
+    LinkRate,
+    link_of_gpus,
+    make_results,
+    sweep_sizes,
+)
+from paceline.config import Config
+from paceline.errors import PacelineError, TrainingFailed
+from paceline.heartbeat import read_heartbeat
+from paceline.launch.env import worker_env
+from paceline.launch.supervisor import run_attempt
+from paceline.launch.watchdog import Watchdog
+from paceline.plan.machine import probe_machine
+from paceline.plan.planner import Plan, make_plan, of_unknown_memory
+from paceline.rundir import RunDir, write_atomic
+from paceline.units import MIB
+
+WORKER = (sys.executable, "-m", "paceline.comm.rank_process")
+MAX_BYTES = {"cuda": 256 * MIB, "cpu": 16 * MIB}
+SMALLEST_BYTES = 4096
+SWEEP_S = 4.0  # approximately: slow operations run at least five times
+DEADLINE_S, SHORTEST_DEADLINE_S = 10.0, 1.0
+SLOWEST_BYTES_PER_S = 100e6  # of 1 Gb Ethernet: the deadline leaves time for the largest message at this rate
+STOP_GRACE_S = 1.0  # there is nothing to save
+KEEP_FOLDERS = 10  # of the last runs, with every rank's log
+
+
+class CommFailed(PacelineError):
+    """A rank hung or ended before it had measured."""
+
+    exit_code = TrainingFailed.exit_code
+
+
+def measure_comm(
+    config: Config,
+    *,
+    cache_dir: Path,
+    gpus: Sequence[Mapping[str, Any]] = (),
+    max_bytes: int | None = None,
+    deadline_s: float = DEADLINE_S,
+    sweep_s: float = SWEEP_S,
+    tok_per_sec: float | None = None,
+    out: Path | None = None,
+    libuv: bool = True,
+    progress: Callable[[str, float, float], None] = lambda label, done, total: None,
+    worker: Sequence[str] = WORKER,
+) -> dict[str, Any]:
+    """Tests and measures the collectives; writes the figures to `out`, else to comm.json under cache_dir, and returns them.
+
+    config: device, nproc, and the model whose training step is estimated. gpus: the section of that name in this host's facts.
+    tok_per_sec: of one process alone. libuv: whether this torch has it. progress(label, done, total). worker: the command of
+    each rank. Raises CommFailed when a rank hangs or fails.
+    """
+    started = time.monotonic()
+    machine = of_unknown_memory(probe_machine())  # only the model's messages matter here, not whether it fits
+    plan = make_plan(config, machine, vocab_size=config.vocab_size, num_rows=0)
+    check_ranks(plan)
+    max_bytes = max_bytes or MAX_BYTES[plan.device]
+    if max_bytes < SMALLEST_BYTES:
+        raise PacelineError(
+            f"max-bytes is {max_bytes:,}, too small to separate latency from bandwidth", fix=f"--max-bytes {MIB}"
+        )
+    if deadline_s < SHORTEST_DEADLINE_S:
+        raise PacelineError(
+            f"deadline is {deadline_s:g} s, and a busy machine may take as long for one operation",
+            fix=f"--deadline {DEADLINE_S:g}",
+        )
+    run = new_folder(cache_dir)
+    sizes = ",".join(map(str, sweep_sizes(max_bytes)))
+    arguments = [str(run.path), "--device", plan.device, "--sizes", sizes, "--sweep-s", str(sweep_s)]
+    silence_s = deadline_s + max_bytes / SLOWEST_BYTES_PER_S
+    run_ranks(run, plan, [*worker, *arguments], deadline_s=silence_s, libuv=libuv, progress=progress)
+    reports = [json.loads((run.path / "comm" / f"{rank}.json").read_text()) for rank in range(plan.world_size)]
+    results = make_results(reports, plan, links_between(plan, gpus), tok_per_sec=tok_per_sec)
+    results |= {"folder": str(run.path), "seconds": round(time.monotonic() - started, 1)}
+    file = out or cache_dir / "comm.json"
+    if results["right"] or out is not None:  # a plan must not rely on a machine that computes wrong results
+        write_results(file, results)
+    return {**results, "file": str(file)}
+
+
+def check_ranks(plan: Plan) -> None:
+    if plan.world_size > 1:
+        return
+    if plan.device == "cuda":
+        raise PacelineError(
+            f"comm tests messages between ranks, and there is one GPU ({plan.device_name})",
+            fix="one GPU sends nothing; --device cpu --nproc 2 tests two processes on the CPU",
+        )
+    raise PacelineError("comm tests messages between ranks, and one process has no peer", fix="--nproc 2")
+
+
+def new_folder(cache_dir: Path) -> RunDir:
+    """Returns a new folder for this measurement and deletes all but the newest of the earlier ones."""
+    parent = cache_dir / "comm"
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        path = Path(tempfile.mkdtemp(prefix=time.strftime("%Y%m%d-%H%M%S-"), dir=parent))
+    except OSError as error:
+        raise PacelineError(
+            f"{parent} cannot be written: {error.strerror}", fix="--cache-dir DIR in a place you can write"
+        ) from error
+    for old in sorted(parent.iterdir())[:-KEEP_FOLDERS]:
+        shutil.rmtree(old, ignore_errors=True)
+    return RunDir(path)
+
+
+def write_results(file: Path, results: Mapping[str, Any]) -> None:
+    try:
+        write_atomic(file, json.dumps(results, indent=1) + "\n")
+    except OSError as error:
+        raise PacelineError(f"{file} cannot be written: {error.strerror}", fix="--out FILE") from error
+
+
+def run_ranks(
+    run: RunDir,
+    plan: Plan,
+    command: list[str],
+    *,
+    deadline_s: float,
+    libuv: bool,
+    progress: Callable[[str, float, float], None],
+) -> None:
+    """Returns when every rank has written its report."""
+    watchdog = Watchdog(run, 1, plan.world_size, hang_after_s=deadline_s)
+
+    def show_progress() -> None:
+        heartbeat = read_heartbeat(run.progress(0))
+        if heartbeat is not None:
+            progress("testing and timing collectives", heartbeat.step, num_operations(run))
+
+    env, _ = worker_env(
+        dict(os.environ),
+        nproc=plan.world_size,
+        device=plan.device,
+        cpu_cores=plan.threads * plan.world_size,
+        libuv=libuv,
+    )
+    outcome = run_attempt(
+        run,
+        command=command,
+        nproc=plan.world_size,
+        attempt=1,
+        env=env,
+        lock_fd=None,
+        on_tick=show_progress,
+        watchdog=watchdog,
+        stop_grace_s=STOP_GRACE_S,
+        libuv=libuv,
+    )
+    if outcome.state == "interrupted":
+        raise KeyboardInterrupt
+    if watchdog.hang is not None:
+        raise CommFailed(watchdog.hang.text, fix=f"logs: {run.logs(1)}; {hang_fix(plan)}")
+    if outcome.root is not None:
+        root = outcome.root
+        subject = "the launch" if root.rank is None else f"rank {root.rank}"
+        raise CommFailed(f"{subject} failed: {root.message}", fix=root.fix or f"read the logs: {run.logs(1)}")
+
+
+def num_operations(run: RunDir) -> int:
+    """Returns how many operations each rank runs; 1 until rank 0 has counted them."""
+    with suppress(OSError, ValueError):
+        return int((run.path / "comm" / "num_operations").read_text())
+    return 1
+
+
+def hang_fix(plan: Plan) -> str:
+    if plan.device == "cuda":
+        return "NCCL_P2P_DISABLE=1 paceline comm shows whether the direct path between the cards is at fault"
+    return "run paceline comm again; a stopped rank was stopped from outside (Ctrl-Z, a debugger, a frozen container)"
+
+
+def links_between(plan: Plan, gpus: Sequence[Mapping[str, Any]]) -> dict[tuple[int, ...], LinkRate]:
+    """Returns the link between every two ranks. A rank's GPU is the visible one with its number."""
+    pairs = list(combinations(range(plan.world_size), 2))
+    if plan.device == "cpu":
+        return dict.fromkeys(pairs, LinkRate("loopback", None))
+    visible = [gpu for gpu in gpus if gpu["visible"]]
+    if len(visible) < plan.world_size:
+        return dict.fromkeys(pairs, LinkRate("link unknown", None))
+    return {(a, b): link_of_gpus(visible[a], visible[b]) for a, b in pairs}

@@ -1,0 +1,269 @@
+"""
+Prepared text: token shards on disk, made once, then mapped into memory by every worker.
+
+    <cache_dir>/data/<fingerprint>/
+      train_00000.bin ...  val_00000.bin ...   token ids, little-endian uint16, or uint32 when the vocabulary needs it
+      train.docs.npy  val.docs.npy             int64: where each document starts, counted in tokens of its split
+      tokenizer.json                           the one the ids are of
+      meta.json                                sizes, source, and the SHA-256 of every file above
+
+A document is the separator token, then its text. The fingerprint is of the source files' paths, sizes and times, the
+tokenizer and the settings, so the file system alone shows whether a prepared folder is still valid. That check is on the
+way to the first step, so this module imports neither numpy nor the tokenizers: dataset.py, which writes and maps the
+shards, is imported when it is needed. The folder is written next to its final place and renamed at the end, under a lock,
+so a killed process leaves no half folder and a second one meets none.
+"""
+
+import errno
+import fcntl
+import hashlib
+import json
+import shutil
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TextIO
+
+from paceline.data.corpus import Progress, list_files
+from paceline.data.readers import SourceFile
+from paceline.data.tokenizer import TOKENIZER_FILE, Tokenizer, read_tokenizer_file
+from paceline.errors import PacelineError
+from paceline.rundir import write_atomic
+from paceline.units import format_bytes
+
+if TYPE_CHECKING:
+    from paceline.data.dataset import TokenSplit
+
+FORMAT_VERSION = 1  # of the folder, and of how text becomes tokens: another version prepares everything again
+SHARD_TOKENS = 1 << 27
+META = "meta.json"
+
+
+@dataclass(frozen=True)
+class TokenDataset:
+    """A prepared folder, with the content of its meta.json."""
+
+    path: Path
+    meta: dict[str, Any]
+    reused: bool = True  # False where this call of `prepare` wrote it
+
+    @property
+    def tokenizer_json(self) -> Path:
+        """Returns the path of the tokenizer that the token ids are of."""
+        return self.path / TOKENIZER_FILE
+
+    @property
+    def vocab_size(self) -> int:
+        """Returns the tokens of the vocabulary."""
+        return int(self.meta["vocab_size"])
+
+    @property
+    def bos_id(self) -> int:
+        """Returns the id of the separator between documents."""
+        return int(self.meta["bos_id"])
+
+    def split(self, name: Literal["train", "val"]) -> "TokenSplit":
+        """Maps the tokens of a split."""
+        from paceline.data.dataset import TokenSplit
+
+        return TokenSplit(self.path, name, self.meta)
+
+
+def prepare(
+    source: str,
+    *,
+    tokenizer: Path | None,
+    vocab_size: int,
+    cache_dir: Path,
+    num_workers: int | None = None,
+    progress: Progress | None = None,
+    shard_tokens: int = SHARD_TOKENS,
+) -> TokenDataset:
+    """Returns the dataset of this source, after making it where it does not exist or the source has changed.
+
+    Without a tokenizer one of vocab_size is trained on the training split. The folder appears whole or not at all; of
+    several processes that call this at once, one makes it and the others wait. Raises PacelineError for a source that
+    cannot be read, is too small, or changes meanwhile.
+    """
+    files = list_files(source)
+    tokenizer_json = None if tokenizer is None else read_tokenizer_file(tokenizer)
+    ids_of = f"trained {vocab_size}" if tokenizer_json is None else hashlib.sha256(tokenizer_json).hexdigest()
+    settings = {"tokenizer": ids_of, "shard_tokens": shard_tokens}
+    path = cache_dir.expanduser() / "data" / make_fingerprint(files, settings)
+    if (path / META).exists():
+        return open_dataset(path)
+
+    from paceline.data.dataset import write_dataset
+
+    custom_tokenizer = None if tokenizer_json is None else Tokenizer(tokenizer_json, name=str(tokenizer))
+    with _new_folder(path, progress=progress) as folder:
+        if folder is None:  # another process made it while this one waited
+            return open_dataset(path)
+        meta = write_dataset(
+            folder,
+            files=files,
+            tokenizer=custom_tokenizer,
+            vocab_size=vocab_size,
+            num_workers=num_workers,
+            shard_tokens=shard_tokens,
+            progress=progress,
+        )
+        if make_fingerprint(list_files(source), settings) != path.name:
+            raise PacelineError(
+                f"the files of {source} changed while they were read",
+                fix="wait until what writes them is done, then run the same command again",
+            )
+        meta = {"format_version": FORMAT_VERSION, "fingerprint": path.name, "source": source} | meta
+        write_atomic(folder / META, json.dumps(meta, indent=1) + "\n")
+    return replace(open_dataset(path), reused=False)
+
+
+@contextmanager
+def _new_folder(path: Path, *, progress: Progress | None) -> Iterator[Path | None]:
+    """Yields a folder to fill, which becomes `path` if the block succeeds; None if another process has made `path` meanwhile."""
+    making = path.with_name(f".{path.name}.making")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(making, progress=progress):
+            if (path / META).exists():
+                yield None
+                return
+            _remove_leftovers(path.parent, keep=making)
+            shutil.rmtree(making, ignore_errors=True)
+            shutil.rmtree(path, ignore_errors=True)  # without META it is half a folder
+            try:
+                making.mkdir()
+                yield making
+                making.rename(path)
+            except BaseException:
+                shutil.rmtree(making, ignore_errors=True)
+                raise
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+
+
+@contextmanager
+def _locked(making: Path, *, progress: Progress | None) -> Iterator[None]:
+    """Holds the folder's lock; the lock file stays, since removing it would let two processes lock two files of one name."""
+    with making.with_suffix(".lock").open("a") as file:
+        if not _try_lock(file):
+            if progress is not None:
+                progress("wait for another process that prepares the same text", 0, 1)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _remove_leftovers(folder: Path, *, keep: Path) -> None:
+    """Removes half folders of killed processes, of other texts too: no later command may ever need those."""
+    for making in folder.glob(".*.making"):
+        if making != keep:
+            with making.with_suffix(".lock").open("a") as file:
+                if _try_lock(file):
+                    shutil.rmtree(making, ignore_errors=True)
+
+
+def _try_lock(file: TextIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _cannot_write(path: Path, error: OSError) -> PacelineError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        free = format_bytes(shutil.disk_usage(path.parent).free)
+        return PacelineError(
+            f"no room to write prepared text into {path.parent}: {error.strerror} ({free} free)",
+            fix="free some space there (folders under it may be deleted, they are made again), or raise the quota",
+        )
+    return PacelineError(
+        f"cannot write prepared text into {path.parent}: {error.strerror or error}",
+        fix=f"make {path.parent} a folder you may write to",
+    )
+
+
+def make_fingerprint(files: list[SourceFile], settings: dict[str, Any]) -> str:
+    """Returns 16 hex digits that change when the prepared folder would; it opens no file."""
+    listed = [[file.path, file.config, file.stamp] for file in files]
+    content = json.dumps([FORMAT_VERSION, settings, listed], ensure_ascii=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def open_dataset(path: Path) -> TokenDataset:
+    """Opens a prepared folder, in any process; it checks the files' sizes alone, `verify` reads their contents."""
+    try:
+        meta = json.loads((path / META).read_bytes())
+        version, files = meta["format_version"], meta["files"]
+        if version != FORMAT_VERSION:
+            raise PacelineError(
+                f"{path} was prepared in format {version}, this paceline reads {FORMAT_VERSION}", fix=_repeat_fix(path)
+            )
+        for name, facts in files.items():
+            size = (path / name).stat().st_size
+            if size != facts["bytes"]:
+                raise PacelineError(
+                    f"{path / name} is damaged: {size:,} bytes long instead of {facts['bytes']:,}",
+                    fix=_repeat_fix(path),
+                )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise PacelineError(f"{path / META} is damaged", fix=_repeat_fix(path)) from error
+    except FileNotFoundError as error:
+        if not (path / META).exists():
+            raise PacelineError(
+                f"{path} is not prepared text: it has no {META}", fix="prepare it: paceline data prepare SOURCE"
+            ) from error
+        raise PacelineError(f"{error.filename} is missing", fix=_repeat_fix(path)) from error
+    except OSError as error:
+        raise PacelineError(
+            f"cannot read {path}: {error.strerror}", fix="check its permissions and the disk"
+        ) from error
+    return TokenDataset(path=path, meta=meta)
+
+
+def verify(dataset: TokenDataset, *, files: Collection[str] | None = None, progress: Progress | None = None) -> None:
+    """Compares every file, or those in `files`, with its hash in meta.json; raises PacelineError at the first that differs."""
+    chosen = {name: facts for name, facts in dataset.meta["files"].items() if files is None or name in files}
+    total = sum(facts["bytes"] for facts in chosen.values())
+    done = 0
+    for name, facts in chosen.items():
+        try:
+            with (dataset.path / name).open("rb") as file:
+                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise PacelineError(
+                f"cannot read {dataset.path / name}: {error.strerror}", fix=_repeat_fix(dataset.path)
+            ) from error
+        if sha256 != facts["sha256"]:
+            raise PacelineError(
+                f"{dataset.path / name} is damaged: its SHA-256 is {sha256[:12]}..., not {facts['sha256'][:12]}...",
+                fix=_repeat_fix(dataset.path),
+            )
+        done += facts["bytes"]
+        if progress is not None:
+            progress("verify", done, total)
+
+
+def data_info(dataset: TokenDataset) -> dict[str, Any]:
+    """Returns what `paceline data info` prints: meta.json with ratios."""
+    meta = dataset.meta
+    splits = {
+        name: facts | {"bytes_per_token": facts["num_bytes"] / facts["num_tokens"]}
+        for name, facts in meta["splits"].items()
+    }
+    total = {
+        name: sum(facts[name] for facts in splits.values()) for name in ("num_tokens", "num_bytes", "num_documents")
+    }
+    return meta | {
+        "path": str(dataset.path),
+        "splits": splits,
+        **total,
+        "bytes_per_token": total["num_bytes"] / total["num_tokens"],
+        "held_out_share": splits["val"]["num_bytes"] / total["num_bytes"],
+        "disk_bytes": sum(facts["bytes"] for facts in meta["files"].values()),
+    }
+
+
+def _repeat_fix(path: Path) -> str:
+    return f"delete it and run the same command again, which prepares it again: rm -r '{path}'"

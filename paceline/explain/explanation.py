@@ -1,0 +1,164 @@
+"""
+The explanation of a failure, the records and the progress that it is made from, and its output formats.
+
+The reader parses a log into records, the catalogue matches their text, the verdict turns the matches into one Explanation.
+It is printed as text, as Markdown or as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from paceline.units import format_ranks
+
+RecordKind = Literal["exception", "line", "signal", "exit", "banner"]
+
+SUPERVISOR_CAUSES = frozenset({"hang", "exited-early", "supervisor-lost"})  # only the supervisor observes them
+MAX_LINES, MAX_WIDTH = 4, 200  # of one message on the screen
+MAX_VICTIMS = 16  # listed by number
+RED, GREEN, RESET = "\x1b[1;31m", "\x1b[32m", "\x1b[0m"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One event of one rank: an exception with its traceback, a line that reports an error, a signal or an exit."""
+
+    kind: RecordKind
+    text: str  # without prefix, colours and progress bars; of an exception "Type: message" with the whole message
+    line: int  # number of its first line in the log, from 1
+    rank: int | None = None
+    host: str | None = None
+    time: float | None = None  # seconds, comparable within one log
+    step: int | None = None  # of the last progress line before it
+    frames: tuple[str, ...] = ()  # 'File "x", line 3, in f' lines of a traceback, innermost last
+    chained_from: Record | None = None
+    source: str | None = None  # the file's name if several were read
+
+
+@dataclass(frozen=True)
+class LogProgress:
+    """How far a log got, by its progress lines."""
+
+    steps: int = 0  # number of progress lines
+    first_step: int | None = None
+    last_step: int | None = None
+    last_loss: float | None = None
+    nan_line: int | None = None  # from this line on every loss is NaN or infinite
+    nan_step: int | None = None
+    done_line: int | None = None  # reports that the work is done
+    finished: bool = False  # the log reports that the work is done
+    silent_end: bool = False  # the last line is a progress line
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A line of the log that supports a verdict."""
+
+    line: int
+    text: str
+    rank: int | None = None
+    source: str | None = None  # the file's name if several were read
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What failed, where, and the fix; cause is an id of the catalogue, one of SUPERVISOR_CAUSES, "healthy" or "unknown"."""
+
+    cause: str
+    also: tuple[str, ...] = ()
+    confidence: float = 0.0
+    rank: int | None = None
+    step: int | None = None
+    host: str | None = None
+    line: int | None = None
+    summary: str = ""
+    fix: str = ""
+    evidence: tuple[Evidence, ...] = ()
+    consequences: tuple[Evidence, ...] = ()
+    progress: LogProgress = LogProgress()
+    victims: tuple[int, ...] = ()  # ranks that failed only as a consequence
+
+
+def format_explanation(explanation: Explanation, *, coloured: bool = False) -> str:
+    """Cause and fix on the first two lines, then the evidence, the consequences and notes."""
+    cause, label = explanation.cause, "fix"
+    if coloured:
+        cause = f"{GREEN if cause == 'healthy' else RED}{cause}{RESET}"
+        label = f"{GREEN}{label}{RESET}"
+    lines = [f"{cause}: {format_summary(explanation)}"]
+    if explanation.fix:
+        lines.append(f"  {label}: {explanation.fix}")
+    for title, evidence in sections(explanation):
+        lines += ["", title, *format_evidence(evidence)]
+    if notes := format_notes(explanation):
+        lines += ["", *notes]
+    return "\n".join(lines)
+
+
+def format_markdown(explanation: Explanation) -> str:
+    """The same as Markdown, to paste into an issue."""
+    lines = [f"**{explanation.cause}**: {format_summary(explanation)}"]
+    if explanation.fix:
+        lines += ["", f"**Fix:** {explanation.fix}"]
+    for title, evidence in sections(explanation):
+        fence = fence_for("\n".join(item.text for item in evidence))
+        lines += ["", f"{title.capitalize()}:", "", f"{fence}text", *format_evidence(evidence), fence]
+    if notes := format_notes(explanation):
+        lines += ["", *notes]
+    return "\n".join(lines)
+
+
+def to_json(explanation: Explanation) -> str:
+    return json.dumps(asdict(explanation), indent=1, ensure_ascii=False)
+
+
+def format_summary(explanation: Explanation) -> str:
+    """The summary, with the rank, the step and the host that it does not mention itself."""
+    rank, step, host, summary = explanation.rank, explanation.step, explanation.host, explanation.summary
+    parts = [f"rank {rank}"] if rank is not None and f"rank {rank}" not in summary else []
+    parts += [f"step {step:,}"] if step is not None and f"step {step}" not in summary else []
+    parts += [f"host {host}"] if host is not None and host not in summary else []
+    return summary + (f" ({', '.join(parts)})" if parts else "")
+
+
+def sections(explanation: Explanation) -> list[tuple[str, Sequence[Evidence]]]:
+    """The titled lists of log lines that are not empty."""
+    titled = (("evidence", explanation.evidence), ("consequences", explanation.consequences))
+    return [(title, evidence) for title, evidence in titled if evidence]
+
+
+def format_evidence(evidence: Sequence[Evidence]) -> list[str]:
+    """Place, rank and the first lines of each message."""
+    lines = []
+    for item in evidence:
+        place = f"{item.source}:{item.line}" if item.source else f"line {item.line}"
+        rank = "" if item.rank is None else f"rank {item.rank}  "
+        first, *others = item.text.splitlines() or [""]
+        lines.append(f"  {place}  {rank}{first[:MAX_WIDTH]}")
+        lines += [f"      {line[:MAX_WIDTH]}" for line in others[: MAX_LINES - 1]]
+    return lines
+
+
+def format_notes(explanation: Explanation) -> list[str]:
+    """The victims, the confidence and other possible causes."""
+    notes = []
+    if explanation.victims:
+        notes.append(f"{format_ranks(explanation.victims, limit=MAX_VICTIMS)} failed only as a consequence")
+    if explanation.cause not in ("healthy", "unknown"):
+        also = f"; it could also be {' or '.join(explanation.also)}" if explanation.also else ""
+        command = f"; more: paceline explain --cause {explanation.cause}"
+        notes.append(
+            f"{explanation.confidence:.0%} sure{also}{'' if explanation.cause in SUPERVISOR_CAUSES else command}"
+        )
+    return notes
+
+
+def fence_for(text: str) -> str:
+    """A code fence that is longer than any run of backticks in the text."""
+    fence = "```"
+    while fence in text:
+        fence += "`"
+    return fence

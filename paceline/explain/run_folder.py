@@ -1,0 +1,246 @@
+"""
+Explains a run folder: the logs of its ranks together with what the run recorded beside them.
+
+events.jsonl has exit codes and the supervisor's own verdict, `<rank>.error.json` errors, progress/ how far each rank got,
+config.toml the batch size, health/ the state of the hosts, and the kernel log, if it can be read, kills.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from paceline.errors import PacelineError, TrainingFailed, UsageError
+from paceline.explain.catalogue import Catalogue, load_catalogue
+from paceline.explain.evidence import (
+    SAMPLE_BYTES,
+    Samples,
+    clock_evidence,
+    count_lines,
+    disk_evidence,
+    find_xids,
+    flight_recorder_log,
+    has_oom_kill,
+    memory_evidence,
+    read_kernel_errors,
+    read_samples,
+)
+from paceline.explain.explanation import SUPERVISOR_CAUSES, Evidence, Explanation, LogProgress, Record, RecordKind
+from paceline.explain.logs import chunks_from, explain, read_files, read_reported_error
+from paceline.explain.reader import Log, read_log
+from paceline.explain.verdict import UNKNOWN, clean_values, fill_template, reach_verdict
+from paceline.heartbeat import read_heartbeat
+from paceline.rundir import RunDir, read_end, read_json_lines
+from paceline.units import parse_time
+
+RunEvent = Mapping[str, Any]  # a line of events.jsonl
+
+SURE = 0.8
+HANG_LINES = {"mark": ("mark:",), "state": ("State:",), "frame": ("File ",)}  # of hangs/<attempt>/<rank>.txt
+HOST_MEMORY, KILLED = "host-oom-killed", "killed-from-outside"
+SAMPLE_EVIDENCE = (  # evidence in the hosts' samples, and the causes that it supports
+    (memory_evidence, {HOST_MEMORY, KILLED, "dataloader-worker-killed", UNKNOWN}),
+    (disk_evidence, {"disk-full", "checkpoint-corrupt", UNKNOWN}),
+    (clock_evidence, {"hang", "collective-timeout-desync", "gpu-throttled", UNKNOWN}),
+)
+
+
+def explain_run(run: RunDir, *, attempt: int | None = None) -> Explanation:
+    """Explains an attempt of a run, by default the last one."""
+    catalogue = load_catalogue()
+    attempt = attempt or last_attempt(run)
+    events = [event for event in read_json_lines(run.events) if event.get("attempt") in (None, attempt)]
+    samples = read_attempt_samples(run, events)
+    values = run_values(run)
+    error_files = sorted(run.logs(attempt).glob("*.error.json"))
+    logs = [
+        *read_files([*sorted(run.logs(attempt).glob("*.log")), *error_files], catalogue),
+        exit_log(events),
+        progress_log(run),
+        *kernel_logs(events, catalogue),
+        *xid_logs(samples, events, catalogue),
+        *flight_recorder_logs(run, attempt, events),
+    ]
+    explanation = reach_verdict(logs, catalogue, values=values)
+    explanation = correct_kill(explanation, events, catalogue, values)
+    explanation = apply_reported_error(explanation, error_files)
+    explanation = apply_supervisor_verdict(explanation, run, events, attempt)
+    state = [  # of the hosts at the end of the attempt
+        item
+        for find_evidence, causes in SAMPLE_EVIDENCE
+        if explanation.cause in causes
+        for host in samples
+        for item in find_evidence(host)
+    ]
+    return replace(explanation, evidence=(*explanation.evidence, *state))
+
+
+def last_attempt(run: RunDir) -> int:
+    attempts = [int(path.name) for path in run.path.glob("logs/*") if path.name.isdecimal()]
+    if not attempts:
+        raise PacelineError(f"{run.name} has no logs: nothing was started", fix=f"paceline resume {run.path}")
+    return max(attempts)
+
+
+def run_values(run: RunDir) -> dict[str, str]:
+    """Values from the run's config for the sentences of the catalogue."""
+    config: dict[str, Any] = {}
+    with suppress(OSError, ValueError):
+        config = tomllib.loads(run.config_toml.read_text(encoding="utf-8"))
+    size = config.get("device_batch_size")
+    half = {"half_batch": str(size // 2)} if isinstance(size, int) and size > 1 else {}
+    return {"run": str(run.path), **half}
+
+
+def start_event(events: Sequence[RunEvent]) -> RunEvent:
+    """The event that started the attempt; empty if there is none."""
+    return next((event for event in events if event.get("event") == "attempt"), {})
+
+
+def exit_log(events: Sequence[RunEvent]) -> Log:
+    """How each rank ended, in the form of a launcher's report; an end that is a consequence counts as forwarded."""
+    records = []
+    for event in events:
+        if event.get("event") == "rank_failed":
+            code, signal = event.get("exit_code"), event.get("signal")
+            text = f"exitcode: {code}" if signal is None else f"terminated by signal {signal}"
+            kind: RecordKind = "banner" if event.get("consequence") else "exit" if signal is None else "signal"
+            records.append(Record(kind, text, 1, rank=event.get("rank"), source="events.jsonl"))
+        elif event.get("event") == "stopping" and event.get("signal"):
+            records.append(Record("signal", f"Received signal {event['signal']}", 1, source="events.jsonl"))
+    return Log(records=tuple(records))
+
+
+def progress_log(run: RunDir) -> Log:
+    """How far each rank got, from progress/ and metrics.jsonl."""
+    steps: dict[int, int] = {}
+    for path in run.path.glob("progress/*"):
+        if path.name.isdecimal() and (mark := read_heartbeat(path)):
+            steps[int(path.name)] = mark.step
+    progress = LogProgress(last_step=max(steps.values(), default=None))
+    first = next((line for line in read_json_lines(run.metrics) if isinstance(line.get("step"), int)), None)
+    if first is not None:
+        last = dict(first)
+        for line in read_end(run.metrics, SAMPLE_BYTES)[0].splitlines():
+            with suppress(ValueError, AttributeError):  # a crash may cut a line
+                record = json.loads(line)
+                last |= record if isinstance(record.get("step"), int) else {}
+        progress = LogProgress(count_lines(run.metrics), first["step"], last["step"], last.get("loss"))
+    return Log(progress=progress, last_steps=steps, ranks=frozenset(steps))
+
+
+def kernel_logs(events: Sequence[RunEvent], catalogue: Catalogue) -> list[Log]:
+    """What the kernel log reports about the run's processes, each line with the rank of its process."""
+    pids: Sequence[Any] = next(
+        (event["pids"] for event in reversed(events) if event.get("event") == "attempt" and event.get("pids")), ()
+    )
+    ranks = {pid: rank for rank, pid in enumerate(pids) if isinstance(pid, int)}
+    return [
+        read_log([line.encode()], literals=catalogue.literals, rank=rank, source="kernel log")
+        for rank, line in read_kernel_errors(ranks)
+    ]
+
+
+def read_attempt_samples(run: RunDir, events: Sequence[RunEvent]) -> list[Samples]:
+    """The samples of each host since the attempt started."""
+    started = start_event(events).get("time")
+    return [read_samples(path, since=started) for path in sorted(run.health_dir.glob("*.jsonl"))] if started else []
+
+
+def xid_logs(samples: Sequence[Samples], events: Sequence[RunEvent], catalogue: Catalogue) -> list[Log]:
+    """The Xid errors in the samples, in the format of the kernel log."""
+    ranks = {pid: rank for rank, pid in enumerate(start_event(events).get("pids") or ())}
+    return [
+        read_log([line.encode()], literals=catalogue.literals, rank=ranks.get(pid), source=f"health/{host.host}")
+        for host in samples
+        for line, pid in find_xids(host)
+    ]
+
+
+def flight_recorder_logs(run: RunDir, attempt: int, events: Sequence[RunEvent]) -> list[Log]:
+    """The late rank by the flight recorders, if every rank wrote a dump: a rank without one may be the late one."""
+    dumps = run.recorder_dumps(attempt)
+    log = flight_recorder_log(dumps) if len(dumps) == start_event(events).get("world_size") else None
+    return [log] if log else []
+
+
+def correct_kill(
+    explanation: Explanation, events: Sequence[RunEvent], catalogue: Catalogue, values: Mapping[str, str]
+) -> Explanation:
+    """A bare SIGKILL usually means that memory ran out; if the kernel log has no such kill, it came from outside the run."""
+    if explanation.cause != HOST_MEMORY or any(item.source != "events.jsonl" for item in explanation.evidence):
+        return explanation
+    times = [parse_time(event["time"]) for event in events if "time" in event]
+    if not times or has_oom_kill(times[0], times[-1]) is not False:
+        return explanation
+    cause = catalogue.causes[KILLED]
+    values = {**values, **clean_values({"rank": explanation.rank, "host": explanation.host})}
+    summary, fix = fill_template(cause.summary, values), fill_template(cause.fix, values)
+    return replace(explanation, cause=cause.id, also=(HOST_MEMORY,), summary=summary, fix=fix)
+
+
+def apply_reported_error(explanation: Explanation, error_files: Sequence[Path]) -> Explanation:
+    """If a rank reported its error with a fix, its message and fix replace those of the catalogue."""
+    for path in error_files:
+        error = read_reported_error(path)
+        if error is None:
+            continue
+        cause = explanation.cause
+        if cause == UNKNOWN or explanation.confidence < SURE:
+            cause = UNKNOWN if error.exit_code == TrainingFailed.exit_code else "config-error"
+        return replace(
+            explanation,
+            cause=cause,
+            rank=int(path.name.split(".")[0]),
+            summary=error.message,
+            fix=error.fix,
+            confidence=max(explanation.confidence, SURE),
+        )
+    return explanation
+
+
+def apply_supervisor_verdict(
+    explanation: Explanation, run: RunDir, events: Sequence[RunEvent], attempt: int
+) -> Explanation:
+    """If the supervisor observed a cause that no log shows, its verdict replaces the explanation's."""
+    verdict = next((event for event in reversed(events) if event.get("event") == "verdict"), None)
+    if verdict is None or verdict.get("cause") not in SUPERVISOR_CAUSES:
+        return explanation
+    names = ("cause", "rank", "step", "summary", "fix", "confidence")
+    fields: dict[str, Any] = {name: verdict.get(name) for name in names}
+    evidence = hang_evidence(run, attempt, fields["rank"]) if fields["cause"] == "hang" else ()
+    return replace(explanation, **fields, also=(), evidence=(*evidence, *explanation.evidence))
+
+
+def hang_evidence(run: RunDir, attempt: int, rank: int | None) -> tuple[Evidence, ...]:
+    """The last heartbeat, the process state and the stack of the rank that the others wait for."""
+    path = run.hang(attempt) / f"{rank}.txt"
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ()
+    evidence: dict[str, Evidence] = {}
+    for number, line in enumerate(lines, 1):
+        kind = next((kind for kind, start in HANG_LINES.items() if line.lstrip().startswith(start)), None)
+        if kind and kind not in evidence:
+            evidence[kind] = Evidence(number, line.strip(), rank, str(path.relative_to(run.path)))
+    return tuple(evidence.values())
+
+
+def explain_logs(names: Sequence[str], *, runs_dir: str, stdin: BinaryIO) -> Explanation:
+    """Explains files and folders, a run's folder or name, or - for standard input."""
+    if not names:
+        raise UsageError("nothing to explain", fix="paceline explain LOG, a run's name, or - for standard input")
+    if list(names) == ["-"]:
+        return explain(chunks_from(stdin))
+    paths = [Path(name) for name in names]
+    if len(paths) == 1:
+        for path in (paths[0], Path(runs_dir) / names[0]):
+            if (path / "config.toml").is_file() and (path / "events.jsonl").is_file():
+                return explain_run(RunDir(path))
+    return explain(paths)

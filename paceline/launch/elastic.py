@@ -1,0 +1,216 @@
+"""
+The engine of one host: PyTorch's own elastic agent around the workers, `python -m paceline.launch.elastic JOB.json`.
+
+launch/agent.py starts it and reads the JSON lines that it prints: `started` with every pid, `rank_failed` as soon as a rank fails,
+`rank_ended` when one exits with 0 before the others, `ended` with every exit code and whether any rank joined a process group. It
+never restarts a rank: a restart would reuse the store of the attempt before, and the supervisor decides about attempts. The
+differences to torchrun:
+
+- the peers of a failed rank are ended after 3 s, not 30 s;
+- SIGTERM lets every worker save and exit at its own pace, up to `stop_grace_s`;
+- the rendezvous on one host needs no host name and no port chosen in advance;
+- it works with a torch that was built without libuv.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+MONITOR_INTERVAL_S = 0.1
+PEER_GRACE_S = 3.0  # a peer may print its traceback or finish a file; a peer in a collective never returns
+LOOPBACK = "127.0.0.1"
+
+
+def main(job_path: str) -> int:
+    """Runs the workers of a job until they have ended."""
+    job = json.loads(Path(job_path).read_text(encoding="utf-8"))
+    if os.getppid() != job["agent_pid"]:
+        return 1  # the agent ended before PDEATHSIG took effect
+
+    # torch puts the host's full name into each of its own events: 6 lookups for 2 workers, seconds each on slow DNS
+    socket.getfqdn = lambda name="": name or socket.gethostname()
+
+    shim = [sys.executable, "-I", "-S", job["rank_script"], str(os.getpid()), job["logs_dir"]]
+    rendezvous = OneHostRendezvous(job["run_id"], libuv=job["libuv"])
+    spec = WorkerSpec(
+        role="worker",
+        local_world_size=job["nproc"],
+        rdzv_handler=rendezvous,
+        entrypoint=shim[0],
+        args=(*shim[1:], *job["command"]),
+        max_restarts=0,
+        monitor_interval=MONITOR_INTERVAL_S,
+    )
+    engine = Engine(spec, logs_specs=RankLogs(Path(job["logs_dir"])), stop_grace_s=job["stop_grace_s"])
+    engine.run()
+    report("ended", ranks=engine.ranks(), joined=engine.joined)
+    return 0
+
+
+def report(event: str, **fields: Any) -> None:
+    """Prints a line for the agent."""
+    print(json.dumps({"event": event, **fields}), flush=True)
+
+
+class Engine(LocalElasticAgent):
+    """torch's agent with reports on stdout, a short grace for the peers of a failed rank and a long one for a stop."""
+
+    def __init__(self, spec: WorkerSpec, *, logs_specs: LogsSpecs, stop_grace_s: float):
+        super().__init__(spec, logs_specs)
+        self._stop_grace_s = stop_grace_s
+        self._stop_requested = False
+        self._stop_deadline: float | None = None
+        self._end_times: dict[int, float] = {}  # rank -> Unix time at which its end was noticed
+        self._ended_by_us: set[int] = set()
+        self._num_succeeded = 0
+        self._keys_before = 0
+        self.joined: bool | None = None  # whether a rank joined a process group; None: unknown
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._keys_before = self._num_keys()
+        pids: dict[int, Any] = super()._start_workers(worker_group)
+        # torch has just installed handlers that would end this process at once
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+            signal.signal(signum, self._request_stop)
+        report("started", ranks=self.ranks())
+        return pids
+
+    def _request_stop(self, signum: int, frame: FrameType | None) -> None:
+        self._stop_requested = True
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        assert isinstance(self._pcontext, SubprocessContext)
+        ranks = self.ranks()
+        running = [rank["rank"] for rank in ranks if rank["exit_code"] is None]
+        failed = [rank for rank in ranks if rank["exit_code"]]
+        if running and len(ranks) - len(running) - len(failed) > self._num_succeeded:
+            self._num_succeeded = len(ranks) - len(running) - len(failed)
+            report("rank_ended", ranks=ranks)  # with 0: only its heartbeat shows whether that is too early
+        if self._stop_requested:
+            if running and self._wait_for_stop():
+                # torch would end them all at the first exit code other than 0
+                return RunResult(state=WorkerState.HEALTHY)
+            self._pcontext.close(signal.SIGKILL, timeout=int(PEER_GRACE_S))
+        elif failed:
+            report("rank_failed", ranks=failed)
+            self._ended_by_us.update(running)
+            self._pcontext.close(signal.SIGTERM, timeout=int(PEER_GRACE_S))  # then SIGKILL
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.state == WorkerState.SUCCEEDED and worker_group.spec.rdzv_handler.use_agent_store:
+            # a rank that joins writes its address to the shared store
+            self.joined = self._num_keys() > self._keys_before
+        return result
+
+    def _num_keys(self) -> int:
+        """Returns the number of keys in the whole store; the agent's have a prefix, the workers' have none."""
+        return int(self._worker_group.store.num_keys())  # type: ignore[attr-defined]  # declared None
+
+    def _wait_for_stop(self) -> bool:
+        """True while the workers have time left to stop; the first call sends them SIGTERM."""
+        assert isinstance(self._pcontext, SubprocessContext)
+        if self._stop_deadline is None:
+            self._stop_deadline = time.monotonic() + self._stop_grace_s
+            for handler in self._pcontext.subprocess_handlers.values():
+                handler.proc.send_signal(signal.SIGTERM)  # not its group: its data loaders must outlive the save
+        return time.monotonic() < self._stop_deadline
+
+    def ranks(self) -> list[dict[str, Any]]:
+        """Returns each rank's pid and, if it has ended, its exit code (negative: the signal) and when that was noticed."""
+        assert isinstance(self._pcontext, SubprocessContext)
+        ranks = []
+        for local_rank, handler in self._pcontext.subprocess_handlers.items():
+            rank = self._worker_group.workers[local_rank].global_rank
+            exit_code = handler.proc.poll()
+            if exit_code is not None:
+                self._end_times.setdefault(rank, time.time())
+            record = {"rank": rank, "local_rank": local_rank, "pid": handler.proc.pid, "exit_code": exit_code}
+            ranks.append({**record, "time": self._end_times.get(rank), "ended_by_us": rank in self._ended_by_us})
+        return ranks
+
+
+class OneHostRendezvous(RendezvousHandler):
+    """A rendezvous of workers on one host. The store is served here, on a port that the kernel chooses when it binds it.
+
+    torch's `c10d` handler would work, but it sleeps up to 0.3 s at random before its first round and polls its store ten times a
+    second for more hosts; its `static` handler needs a port that happens to be free.
+
+    Without libuv the workers cannot join this store: torch's client of an agent's store uses libuv whatever USE_LIBUV is. Rank 0
+    then hosts its own store, on a port that is reserved for it.
+    """
+
+    def __init__(self, run_id: str, *, libuv: bool):
+        self._run_id = run_id
+        self._store = TCPStore(
+            LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60), use_libuv=libuv
+        )
+        self._reserved_port = None if libuv else reserve_port()
+
+    @property
+    def use_agent_store(self) -> bool:
+        return self._reserved_port is None  # then rank 0 joins this store like the others, and no second port is needed
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        port = self._reserved_port.getsockname()[1] if self._reserved_port else self._store.port
+        return RendezvousInfo(PrefixStore(self._run_id, self._store), 0, 1, RendezvousStoreInfo(LOOPBACK, port))
+
+    def get_backend(self) -> str:
+        return "one-host"
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def reserve_port() -> socket.socket:
+    """Returns a bound socket that does not listen: no other process gets its port, but a store that reuses addresses can."""
+    bound = socket.socket()
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.bind((LOOPBACK, 0))
+    return bound
+
+
+class RankLogs(LogsSpecs):
+    """Log settings for torch: launch/rank.py redirects the output, and scripts with @record write their error files here."""
+
+    def __init__(self, logs_dir: Path):
+        super().__init__(str(logs_dir))
+        self._logs_dir = logs_dir
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self._logs_dir)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        for env in envs.values():
+            env["TORCHELASTIC_ERROR_FILE"] = str(self._logs_dir / f"{env['RANK']}.error.json")
+        inherit = dict.fromkeys(envs, "")
+        return LogsDest(stdouts=inherit, stderrs=inherit, error_files=dict.fromkeys(envs, os.devnull))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,273 @@
+"""
+A training as a job of launch/attempts.py: the worker, its digest on the screen, and what a retry can change in the plan. No torch.
+
+The worker decides nothing: it reads plan.json when it starts. config.toml keeps what the user requested. Once in each attempt the
+measured step time is compared with the planned one, which also corrects the next plan of this machine.
+"""
+
+import json
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.config import Config
+from paceline.errors import Finding, PacelineError, PlanError
+from paceline.explain.evidence import read_samples
+from paceline.launch.attempts import Ending, Job
+from paceline.launch.digest import Digest, OnMetrics
+from paceline.launch.env import EnvRow, worker_env
+from paceline.launch.policy import Abilities, AttemptEnd, Decision
+from paceline.launch.supervisor import Outcome, StopSignals, run_attempt
+from paceline.launch.watchdog import Watchdog
+from paceline.plan.advice import step_gap
+from paceline.plan.estimate import Range
+from paceline.plan.forecast import read_comm, step_setup
+from paceline.plan.history import keep_attempt, keep_too_large
+from paceline.plan.links import link_of
+from paceline.plan.machine import Machine, probe_machine
+from paceline.plan.memory import checkpoint_bytes
+from paceline.plan.planner import MakePlan, Plan, fewer_ranks, format_change, replan, smaller_plan
+from paceline.plan.speeds import remember_step
+from paceline.plan.step_time import StepTime
+from paceline.rundir import RunDir, append_event, read_json_lines, write_atomic
+from paceline.units import format_duration
+from paceline.watch.status import run_status
+
+SAVE_BYTES_PER_S = 50e6  # of a slow disk
+STOP_GRACE_S = 60.0
+COMPARED_AFTER = 20  # steps of an attempt
+SETTLED_AFTER = 10  # the steps before are slower: files, kernels and memory are used for the first time
+
+Gap = Callable[[float], Finding | None]  # seconds of a measured step -> a finding about a large difference
+
+
+@dataclass
+class TrainingJob(Job):
+    """One training. make: plans the run's text again. cache: paceline's folder. lock: the file descriptor that holds the run."""
+
+    run: RunDir
+    config: Config
+    _: KW_ONLY
+    make: MakePlan
+    cache: Path
+    lock: int
+    libuv: bool
+    hang_after_s: float | None = None
+    health_every_s: float = 0.0
+    probe: Callable[[], Machine] = probe_machine
+    next_plan: Plan | None = None
+    workers_record_end = True
+
+    @property
+    def plan(self) -> Plan:
+        """The current plan; a worker may have added whether it compiles."""
+        return Plan.from_json(self.run.plan_json.read_text())
+
+    def attempt(self, number: int, signals: StopSignals) -> Outcome:
+        """Runs the worker on every rank and shows its digest."""
+        plan = self.plan
+        digest = Digest(
+            self.run,
+            num_steps=plan.num_steps,
+            total_batch_size=plan.total_batch_size,
+            stream=sys.stdout,
+            on_metrics=watch_steps(self.run, plan, cache=self.cache),
+        )
+        try:
+            outcome = run_attempt(
+                self.run,
+                command=[sys.executable, "-m", "paceline.train.worker", str(self.run.path), "--attempt", str(number)],
+                nproc=plan.world_size,
+                attempt=number,
+                env=plan_env(plan, libuv=self.libuv)[0],
+                lock_fd=self.lock,
+                signals=signals,
+                stop_grace_s=stop_grace_s(plan),
+                on_tick=digest.poll,
+                watchdog=Watchdog(self.run, number, plan.world_size, hang_after_s=self.hang_after_s),
+                libuv=self.libuv,
+                health_every_s=self.health_every_s,
+            )
+        finally:
+            digest.close()
+        keep_attempt(self.cache, self.run, number)
+        return outcome
+
+    def abilities(self, end: AttemptEnd) -> Abilities:
+        """Returns what can be changed on the devices that are here now, and plans it."""
+        old = self.plan
+        abilities = Abilities(own_trainer=True, rows_on_host=old.device == "cpu")
+        self.next_plan = None
+        try:
+            machine = self.probe()
+        except PlanError:  # the driver does not answer: the number of remaining devices is unknown
+            return abilities
+        if old.device == "cuda" and len(machine.gpus) < old.world_size:
+            return replace(abilities, ranks_left=self.plan_fewer_ranks(old, machine))
+        if end.retry == "smaller":
+            self.next_plan = smaller_plan(old, self.config, machine, make=self.make)
+            return replace(abilities, smaller=format_change(old, self.next_plan) if self.next_plan else None)
+        return abilities
+
+    def plan_fewer_ranks(self, old: Plan, machine: Machine) -> int:
+        """Returns how many ranks the run can continue with, 0 for none. Sets next_plan to their plan, with a new micro-batch."""
+        count = fewer_ranks(old, devices=len(machine.gpus))
+        if count:
+            config, set_keys = (
+                replace(self.config, nproc=count, device_batch_size=None),
+                frozenset({"nproc", "device_batch_size"}),
+            )
+            try:
+                self.next_plan = replan(old, config, machine, make=self.make, set_keys=set_keys)
+            except PlanError:  # too large for the remaining devices
+                return 0
+        return count
+
+    def change(self, decision: Decision) -> None:
+        """Writes the next plan, if there is one."""
+        if self.next_plan is None:
+            return
+        old, new = self.plan, self.next_plan
+        if decision.action == "smaller":
+            card_bytes = new.memory.get("card_bytes")
+            available = None if card_bytes is None else card_bytes - bytes_of_other_processes(self.run)
+            keep_too_large(self.cache, old, card_bytes=available, source=self.run.name)
+        write_atomic(self.run.plan_json, new.to_json())
+        names = ("world_size", "device_batch_size", "grad_accum_steps", "activation_checkpointing")
+        append_event(self.run, "plan_changed", **{name: getattr(new, name) for name in names})
+
+    def show(self, lines: Sequence[str], *, exit_code: int = 0) -> None:
+        """Prints to stdout, or to stderr for a run that does not succeed."""
+        print("\n".join(lines), file=sys.stderr if exit_code else sys.stdout, flush=True)
+
+    def closing_lines(self, ending: Ending, *, seconds: float, time_line: str) -> list[str]:
+        """Returns how far the training got, where the run is and which commands come next."""
+        run = self.run
+        if ending.outcome.state == "interrupted":
+            saves = [event["step"] for event in read_json_lines(run.events) if event.get("event") == "checkpoint"]
+            progress = f"checkpoint at step {max(saves):,}" if saves else "before the first checkpoint"
+            head = f"interrupted after {format_duration(seconds)}, {progress}"
+            return ["", head, time_line, f"next    paceline resume {run.path}"]
+        status = run_status(run)
+        bpb = "n/a" if status.val_bpb is None else f"{status.val_bpb:.4f}"
+        return [
+            *last_sample(run, status.step),
+            "",
+            f"done    {status.step:,} steps in {format_duration(seconds)}, val_bpb {bpb}",
+            time_line,
+            f"run     {run.path}",
+            f'next    paceline sample {run.path} --prompt "..."',
+            f"        paceline eval {run.path}",
+            f"        paceline resume {run.path} --num-steps {2 * self.plan.num_steps}",
+        ]
+
+
+def plan_env(plan: Plan, *, libuv: bool) -> tuple[dict[str, str], list[EnvRow]]:
+    """Returns the workers' environment for a plan, and its table. libuv: whether this torch has it."""
+    return worker_env(
+        dict(os.environ),
+        nproc=plan.world_size,
+        device=plan.device,
+        cpu_cores=plan.threads * plan.world_size,
+        libuv=libuv,
+    )
+
+
+def stop_grace_s(plan: Plan) -> float:
+    """Returns how long ranks may take to stop: two steps, a checkpoint, and a minute."""
+    step = planned_step(plan.cost).seconds if plan.cost.get("seconds") else None
+    saving_s = checkpoint_bytes(plan.model, optimizer=plan.optimizer) / SAVE_BYTES_PER_S
+    return STOP_GRACE_S + saving_s + (2 * step.high if step else 0.0)
+
+
+def bytes_of_other_processes(run: RunDir) -> int:
+    """Returns the bytes that other processes used of a GPU at the last sample, the most of any GPU; 0 where that is unknown."""
+    used: dict[tuple[str, int], int] = {}
+    for path in run.health_dir.glob("*.jsonl"):
+        for line in read_samples(path, since="").lines:
+            for gpu in line.get("gpus", ()):
+                if "processes" in gpu:
+                    sizes = [process.get("bytes", 0) for process in gpu["processes"] if process.get("ours") is False]
+                    used[path.stem, gpu["index"]] = sum(sizes)
+    return max(used.values(), default=0)
+
+
+def watch_steps(run: RunDir, plan: Plan, *, cache: Path) -> OnMetrics:
+    """Returns the function that takes the lines of metrics.jsonl; it does nothing where the plan has no step time."""
+    if not plan.cost.get("seconds"):
+        return lambda record: None
+    planned = planned_step(plan.cost)
+    assert planned.seconds is not None
+
+    def gap(measured_s: float) -> Finding | None:
+        machine = probe_machine()
+        link = link_of(None, machine, world_size=plan.world_size, device=plan.device, comm=read_comm(cache))
+        setup = step_setup(plan, machine, link=link, cache=cache)
+        if setup.speeds is not None and planned.uncorrected_s is not None:
+            # a cache that cannot be written makes the next plan less precise, and does not stop this run
+            with suppress(PacelineError):
+                remember_step(
+                    cache, setup.speeds, key=setup.key, predicted_s=planned.uncorrected_s, measured_s=measured_s
+                )
+        return step_gap(setup, planned, measured_s)
+
+    return StepWatch(run, planned_s=planned.seconds.expected, gap=gap).add
+
+
+def planned_step(cost: Mapping[str, Any]) -> StepTime:
+    """Returns the step time that plan.json has."""
+    values = {field.name: cost[field.name] for field in fields(StepTime) if field.name in cost}
+    ranges = {name: Range(**values[name]) for name in ("seconds", "tok_per_sec") if values[name] is not None}
+    return StepTime(**{**values, **ranges})
+
+
+class StepWatch:
+    """Compares the measured step time with the planned one, once. A line's step_ms is the mean since the line before."""
+
+    def __init__(self, run: RunDir, *, planned_s: float, gap: Gap):
+        self.run, self.planned_s, self.gap = run, planned_s, gap
+        self.first: int | None = None  # step of the attempt's first line, which is its first step
+        self.previous = 0  # step of the line before
+        self.steps, self.seconds = 0, 0.0
+        self.done = False
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Takes a line of metrics.jsonl. The comparison is an event; a large difference becomes a finding."""
+        step, step_ms = record.get("step"), record.get("step_ms")
+        if self.done or not isinstance(step, int) or not isinstance(step_ms, int | float):
+            return
+        if self.first is None:
+            self.first = self.previous = step
+            return
+        if step >= self.first + SETTLED_AFTER:
+            self.steps += step - self.previous
+            self.seconds += (step - self.previous) * step_ms / 1000
+        self.previous = step
+        if step < self.first + COMPARED_AFTER - 1 or not self.steps:
+            return
+        self.done, measured_s = True, self.seconds / self.steps
+        append_event(self.run, "step_time", step=step, planned_s=self.planned_s, measured_s=round(measured_s, 6))
+        if finding := self.gap(measured_s):
+            findings: list[dict[str, Any]] = []
+            with suppress(OSError, ValueError):  # --no-check does not write the file
+                findings = json.loads(self.run.findings.read_text())
+            write_atomic(self.run.findings, json.dumps([*findings, finding.to_json()], indent=1) + "\n")
+            append_event(self.run, "finding", **finding.to_json())
+
+
+def last_sample(run: RunDir, step: int) -> list[str]:
+    """Returns the sample of the last step, as samples/ has it; empty where there is none."""
+    if not run.sample(step).is_file():
+        return []
+    text = run.sample(step).read_text(encoding="utf-8")
+    shown = "".join(char if char.isprintable() or char == "\n" else " " for char in text).rstrip()
+    return [
+        "",
+        f"sample, the first lines held-out text ({run.sample(step)}):",
+        textwrap.indent(shown, "  | ", lambda _: True),
+    ]

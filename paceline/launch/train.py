@@ -1,0 +1,354 @@
+"""
+`train` and `resume`: prepare, check, attempts, close.
+
+What arithmetic can refuse is refused before the text is prepared, and the text is prepared once, before any worker starts. The
+attempts and the closing lines are those of every job (launch/attempts.py); what is special about a training is in launch/job.py.
+"""
+
+import json
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from paceline.check.ready import (
+    CheckResult,
+    FactsProcess,
+    judge_facts,
+    report_and_refuse,
+    save_check,
+    start_gathering,
+    training_intent,
+)
+from paceline.config import Config, cache_dir, check_config
+from paceline.config_file import format_toml, load_config, override
+from paceline.data.prepare import TokenDataset, open_dataset, prepare
+from paceline.errors import PacelineError
+from paceline.launch.attempts import run_job
+from paceline.launch.env import format_env, harm_lines
+from paceline.launch.job import TrainingJob, plan_env
+from paceline.launch.notify import checked_services
+from paceline.launch.trial import try_plan
+from paceline.model.manifest import newest_good, read_manifest
+from paceline.options import LaunchOptions, ResumeOptions, Services, TrainOptions
+from paceline.plan.forecast import Scenario, forecast, format_plan
+from paceline.plan.history import load_calibration
+from paceline.plan.host import probe_cpu_cores
+from paceline.plan.machine import Machine, probe_machine
+from paceline.plan.planner import MakePlan, Plan, make_plan, memory_setup, replan
+from paceline.plan.shapes import choose_eval_tokens
+from paceline.rundir import (
+    RunDir,
+    RunInUse,
+    append_event,
+    check_unused,
+    lock_run,
+    unwritable_run,
+    write_atomic,
+)
+from paceline.terminal import show_progress
+from paceline.units import format_count
+from paceline.watch.status import run_status
+
+LOCK_WAIT_S = 60.0  # workers that lost their supervisor save and end, or are killed, within this
+LOCK_POLL_S = 0.2
+
+# keys that shape weights or choose rows: a run cannot change them and still be the same run
+FIXED_KEYS = (
+    "name", "runs_dir", "seed", "data", "tokenizer", "vocab_size", "depth", "n_embd", "head_dim", "n_kv_head", "sequence_len",
+    "total_batch_size", "optimizer", "shard",
+)  # fmt: skip
+
+
+def start_run(config: Config, options: TrainOptions) -> int:
+    """Starts a new run and returns the exit code. Raises PacelineError for what the user can fix."""
+    started, services = time.monotonic(), checked_services(options)
+    machine = probe_machine()
+    check_config(config)
+    # refuses what cannot run before any text is read
+    make_plan(config, machine, vocab_size=config.vocab_size, num_rows=0, calibrate=load_calibration(cache_dir(config)))
+    run = RunDir(Path(config.runs_dir) / (config.name or f"d{config.depth}-{datetime.now():%Y%m%d-%H%M%S}"))
+    with gather_facts_of(config, run, options) as gathered:
+        check_new(run)
+        dataset = prepare_data(config)
+        plan = planner(dataset)(config, machine)
+        checked = check_facts(gathered, config, plan, run, command="train", set_keys=frozenset(options.keys))
+    libuv = has_libuv(checked)
+    if options.show_env:
+        print(format_env(plan_env(plan, libuv=libuv)[1]))
+        return 0
+    try:
+        config, plan, trial_lines = try_plan(
+            config, plan, machine, make=planner(dataset), cache=cache_dir(config), libuv=libuv
+        )
+        check_new(run)  # the trial takes long enough for another run of this name to begin
+    except BaseException:
+        with suppress(OSError):
+            run.path.rmdir()
+        raise
+    config = config_of_plan(config, plan)
+    create_run(run, config, plan, dataset)
+    append_notes(run, trial_lines)
+    return run_training(run, config, plan, checked, dataset, options, services, started=started)
+
+
+def resume_run(run: RunDir, options: ResumeOptions) -> int:
+    """Resumes a run from its last good checkpoint and returns the exit code. options.keys: keys to change.
+
+    Raises PacelineError for what the user can fix.
+    """
+    started, services = time.monotonic(), checked_services(options)
+    config_before, _ = load_config(run.config_toml, {})
+    check_changes(run, config_before, options.keys)
+    plan_before = Plan.from_json(run.plan_json.read_text())
+    config = change_config(config_before, plan_before, options.keys)
+    with gather_facts_of(config, run, options) as gathered:
+        dataset = reopen_data(run, config)
+        machine = probe_machine()
+        plan = replan(plan_before, config, machine, make=planner(dataset), set_keys=frozenset(options.keys))
+        checked = check_facts(gathered, config, plan, run, command="resume", set_keys=frozenset(options.keys))
+    libuv = has_libuv(checked)
+    if options.show_env:
+        print(format_env(plan_env(plan, libuv=libuv)[1]))
+        return 0
+    if run_status(run).state == "finished" and last_good_step(run) >= plan.num_steps:
+        raise PacelineError(
+            f"{run.name} is finished at step {last_good_step(run):,} of {plan.num_steps:,}",
+            fix=f"paceline resume {run.path} --num-steps {2 * plan.num_steps} extends it",
+        )
+    lock = wait_for_lock(run)
+    if memory_setup(plan) != memory_setup(plan_before):
+        config, plan, trial_lines = try_plan(
+            config, plan, machine, make=planner(dataset), cache=cache_dir(config), libuv=libuv
+        )
+        append_notes(run, trial_lines)
+    config = config_of_plan(config, plan)
+    if plan.num_steps != plan_before.num_steps:
+        lengths = f"from {plan_before.num_steps:,} to {plan.num_steps:,} steps"
+        text = f"length changed {lengths}: the learning rate schedule now covers the whole length"
+        append_notes(run, [text])
+        print(text)
+    write_atomic(run.config_toml, format_toml(config))
+    write_atomic(run.plan_json, plan.to_json())
+    return run_training(run, config, plan, checked, dataset, options, services, started=started, lock=lock)
+
+
+def check_changes(run: RunDir, config: Config, changes: Mapping[str, Any]) -> None:
+    """Raises PacelineError for a key that a run cannot change."""
+    fixed = [key for key in FIXED_KEYS if key in changes and changes[key] != getattr(config, key)]
+    if fixed:
+        raise PacelineError(
+            f"{fixed[0]} is {getattr(config, fixed[0])} in {run.name} and cannot change within a run",
+            fix=f"start a new run with it: paceline train {run.config_toml} --{fixed[0].replace('_', '-')} ... --name NEW",
+        )
+    if changes.get("time") is not None:
+        raise PacelineError(
+            f"time sets the length of a new run; {run.name} keeps its {config.num_steps or 0:,} steps",
+            fix=f"--num-steps {2 * (config.num_steps or 0)} makes it longer",
+        )
+
+
+def change_config(config: Config, plan: Plan, changes: Mapping[str, Any]) -> Config:
+    """Returns the run's config with the changed keys. Raises PacelineError where they contradict each other."""
+    if changes.get("nproc", plan.world_size) != plan.world_size and "device_batch_size" not in changes:
+        changes = {**changes, "device_batch_size": None}  # the micro-batch of other devices is chosen again
+    changed = Config(**override(asdict(config), changes))
+    check_config(changed)
+    return changed
+
+
+@contextmanager
+def gather_facts_of(config: Config, run: RunDir, options: LaunchOptions) -> Iterator[FactsProcess | None]:
+    """Gathers the facts of this host while the block prepares the run; None with --no-check."""
+    if not options.check:
+        yield None
+        return
+    folders = {"run_dir": run.path, "cache_dir": cache_dir(config), "cached_torch": cache_dir(config) / "torch.json"}
+    text = {"data": config.data, "tokenizer": config.tokenizer, "vocab_size": config.vocab_size}
+    with start_gathering(**folders, **text, measure_disk=False) as gathered:
+        yield gathered
+
+
+def check_facts(
+    gathered: FactsProcess | None,
+    config: Config,
+    plan: Plan,
+    run: RunDir,
+    *,
+    command: str,
+    set_keys: frozenset[str],
+) -> CheckResult | None:
+    """Prints what would hurt the run. Raises PacelineError if it would surely fail."""
+    if gathered is None:
+        return None
+    intent = training_intent(config, plan, command=command, set_keys=set_keys, run_path=run.path)
+    checked = judge_facts([gathered.facts()], intent)
+    report_and_refuse(checked.findings, stopped="this run")
+    return checked
+
+
+def has_libuv(checked: CheckResult | None) -> bool:
+    """Whether this torch has libuv, as every wheel has; unchecked, it is assumed."""
+    return checked is None or checked.libuv
+
+
+def wait_for_lock(run: RunDir) -> int:
+    """Locks the run. Where its supervisor is dead and its workers are still saving, waits for them. Raises RunInUse."""
+    deadline, announced = time.monotonic() + LOCK_WAIT_S, False
+    while True:
+        try:
+            return lock_run(run)
+        except RunInUse as error:
+            if error.pid is None or Path(f"/proc/{error.pid}").exists() or time.monotonic() > deadline:
+                raise
+        if not announced:
+            print(f"waiting for the workers of {run.name}'s last attempt to end", flush=True)
+            announced = True
+        time.sleep(LOCK_POLL_S)
+
+
+def last_good_step(run: RunDir) -> int:
+    """Returns the step of the newest checkpoint whose hashes are right; 0 if there is none."""
+    try:
+        path, _ = newest_good(run.checkpoints, set_aside=False)
+    except PacelineError:
+        return 0
+    return read_manifest(path).step
+
+
+def run_training(
+    run: RunDir,
+    config: Config,
+    plan: Plan,
+    checked: CheckResult | None,
+    dataset: TokenDataset,
+    options: LaunchOptions,
+    services: Services,
+    *,
+    started: float,
+    lock: int | None = None,
+) -> int:
+    """Prints the plan, runs all attempts and returns the exit code. started: when the command did, by the monotonic clock."""
+    lock = lock_run(run) if lock is None else lock
+    prepared_s = time.monotonic() - started
+    if checked is not None:
+        save_check(run, checked)
+    plan_lines = format_plan(plan, source=describe_data(dataset))
+    harms = harm_lines(plan_env(plan, libuv=has_libuv(checked))[1])
+    print("\n".join([*plan_lines, f"run     {run.path}", *harms, ""]), flush=True)
+    append_event(run, "launch", prepared_s=round(prepared_s, 3))
+    job = TrainingJob(
+        run,
+        config,
+        make=planner(dataset),
+        cache=cache_dir(config),
+        lock=lock,
+        libuv=has_libuv(checked),
+        hang_after_s=options.hang_after_s,
+        health_every_s=options.health_every_s,
+    )
+    return run_job(job, options, services)
+
+
+def planner(dataset: TokenDataset) -> MakePlan:
+    """Returns the function that plans a config for a machine and this text. It raises PlanError where nothing fits."""
+
+    def make(config: Config, machine: Machine) -> Plan:
+        num_rows, cache = dataset.split("train").num_rows(config.sequence_len), cache_dir(config)
+        vocab_size = dataset.vocab_size
+        return forecast(
+            config, machine, scenario=Scenario(), cache=cache, vocab_size=vocab_size, num_rows=num_rows
+        ).plan
+
+    return make
+
+
+def append_notes(run: RunDir, lines: list[str]) -> None:
+    """Writes lines to events.jsonl."""
+    for text in lines:
+        append_event(run, "note", text=text)
+
+
+def config_of_plan(config: Config, plan: Plan) -> Config:
+    """Returns the config with every value that decides the result; what only fits this machine stays as requested."""
+    return replace(
+        config,
+        vocab_size=plan.model.vocab_size,
+        n_embd=plan.model.n_embd,
+        n_kv_head=plan.model.n_kv_head,
+        window_pattern=plan.model.window_pattern,
+        total_batch_size=plan.total_batch_size,
+        num_steps=plan.num_steps,
+        epochs=None,
+        eval_tokens=choose_eval_tokens(config, num_steps=plan.num_steps, total_batch_size=plan.total_batch_size),
+        precision=plan.precision,
+    )
+
+
+def check_new(run: RunDir) -> None:
+    """Makes the folder of a new run. Raises PacelineError where it holds something or cannot be written."""
+    check_unused(run, fix=f"paceline resume {run.path}, or another --name")
+    try:
+        run.path.mkdir(parents=True, exist_ok=True)
+        probe = run.path / ".probe"
+        probe.write_bytes(b"x")
+        probe.unlink()
+    except OSError as error:
+        raise unwritable_run(run, error) from error
+
+
+def create_run(run: RunDir, config: Config, plan: Plan, dataset: TokenDataset) -> None:
+    """Writes the files that a run begins with. config.toml comes last: a folder without it is not a run."""
+    run.tokenizer_json.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(dataset.tokenizer_json, run.tokenizer_json)
+    record = {"path": str(dataset.path.resolve()), "fingerprint": dataset.meta["fingerprint"]}
+    write_atomic(run.dataset_json, json.dumps(record) + "\n")
+    write_atomic(run.plan_json, plan.to_json())
+    write_atomic(run.config_toml, format_toml(config))
+
+
+def prepare_data(config: Config) -> TokenDataset:
+    """Returns the text of `config` as token shards: from the cache, or prepared now with a progress bar."""
+    with show_progress() as progress:
+        return prepare(
+            config.data,
+            tokenizer=Path(config.tokenizer) if config.tokenizer else None,
+            vocab_size=config.vocab_size,
+            cache_dir=cache_dir(config),
+            num_workers=probe_cpu_cores(),
+            progress=progress,
+        )
+
+
+def reopen_data(run: RunDir, config: Config) -> TokenDataset:
+    """Returns the shards that the run began with, prepared again if they are gone. Raises PacelineError if the text has changed."""
+    record = json.loads(run.dataset_json.read_text())
+    if (Path(record["path"]) / "meta.json").is_file():
+        return open_dataset(Path(record["path"]))
+    dataset = prepare_data(config)
+    if dataset.meta["fingerprint"] != record["fingerprint"]:
+        raise PacelineError(
+            f"the token shards of {run.name} are gone and its text has changed since",
+            fix="restore the text, or start a new run",
+        )
+    write_atomic(run.dataset_json, json.dumps({**record, "path": str(dataset.path.resolve())}) + "\n")
+    return dataset
+
+
+def run_data(run: RunDir, *, other: str | None) -> TokenDataset:
+    """Returns the run's own text, or another one tokenized by the run's tokenizer."""
+    config, _ = load_config(run.config_toml, {})
+    if other is None:
+        return reopen_data(run, config)
+    return prepare_data(replace(config, data=other, tokenizer=str(run.tokenizer_json)))
+
+
+def describe_data(dataset: TokenDataset) -> str:
+    """Returns the source of the text and the sizes of its splits."""
+    num_tokens = {name: format_count(facts["num_tokens"]) for name, facts in dataset.meta["splits"].items()}
+    cached = ", prepared before" if dataset.reused else ""
+    return f"{dataset.meta['source']}: {num_tokens['train']} tokens to train on, {num_tokens['val']} held out{cached}"

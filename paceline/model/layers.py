@@ -1,0 +1,344 @@
+"""
+The layers of the model that are written by hand, each with its gradient: elementwise pieces, embedding, attention on the CPU, loss.
+
+PyTorch's own RMSNorm, and a chain of small ops for the other elementwise pieces, take several times as many passes over memory in
+eager mode, on CPUs above all. Written out they also save nothing for backward that a neighbour does not keep anyway. torch.compile
+traces through them. The formulas are nanochat's (RMSNorm without weight, QK norm, half-split rotary, ReLU^2); reductions
+accumulate in fp32.
+
+The loss is soft-capped cross-entropy within a stated number of bytes. Logits, the largest tensor of a small GPT, exist for a
+chunk of tokens at a time, and their gradient overwrites them: one pass forward yields the loss and the gradients by x and by the
+weight (Liger's idea, of its fused linear cross-entropy). The cap, nanochat's 15 tanh(z / 15), keeps a few confident tokens from
+driving the logits up without bound, which low precision would not survive. It is 30 sigmoid(z / 7.5) - 15, and the -15 does not
+change softmax: sigmoid is ten times cheaper than tanh on a CPU. Values stay within [0, 30], so exp needs no maximum taken off.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from paceline.plan.activations import CPU_KEEP_TOKENS, loss_chunks
+from paceline.plan.cost import attention_blocks
+
+# B rows, T tokens, C n_embd, H heads, D head_dim, V padded_vocab_size; N = B*H in attention, N tokens in the loss
+
+RMS_EPS = 1e-6
+SOFTCAP = 15.0  # of the logits
+QK_GAIN = 1.2  # of q and of k after their norm: sharper attention than unit vectors give
+
+
+def rms_norm(x: Tensor) -> Tensor:
+    """Divides x by its root mean square along the last dim. x: any shape and dtype; the result has both."""
+    return cast(Tensor, _RMSNorm.apply(x))  # type: ignore[no-untyped-call]
+
+
+def rotary_norm(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Returns QK_GAIN * rms_norm(x) with each pair (d, d + D/2) turned by its position's angle. x: (B, T, H, D) -> (B, H, T, D).
+
+    cos, sin: (T, D) in x.dtype, the same angles for both halves, the second half's sines negative.
+    """
+    return cast(Tensor, _RotaryNorm.apply(x, cos, sin))  # type: ignore[no-untyped-call]
+
+
+def relu_squared(x: Tensor) -> Tensor:
+    """Returns max(x, 0) squared, of Primer (arXiv 2109.08668): it needs no exponential, and only itself for its gradient."""
+    return cast(Tensor, _ReluSquared.apply(x))  # type: ignore[no-untyped-call]
+
+
+def mix(x: Tensor, y: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Returns a * x + b * y; a and b are fp32 scalars, and so are their gradients."""
+    return cast(Tensor, _Mix.apply(x, y, a, b))  # type: ignore[no-untyped-call]
+
+
+def rms_scale(x: Tensor, *, gain: float = 1.0) -> Tensor:
+    """Returns the factor of rms_norm, (..., 1) in x.dtype."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True).float()  # its sum is fp32 whatever x is
+    scale: Tensor = (norm.square() / x.shape[-1] + RMS_EPS).rsqrt() * gain
+    return scale.to(x.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, direction: float) -> Tensor:
+    """Turns the pairs (d, d + D/2) of the last dim by their angles; direction -1 turns them back."""
+    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin, value=direction)
+
+
+class _RMSNorm(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        scale = rms_scale(x)
+        y = x * scale
+        ctx.save_for_backward(y, scale)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (dy,), (y, scale) = grads, ctx.saved_tensors
+        along = (dy * y).mean(-1, keepdim=True)
+        return torch.addcmul(dy, y, along, value=-1).mul_(scale)
+
+
+class _RotaryNorm(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x.transpose(1, 2)  # (B, H, T, D)
+        scale = rms_scale(x, gain=QK_GAIN)
+        # A CPU's batched matmuls want each head's rows together, so `unit` is written in that order. A GPU's flash kernels take any
+        # order and return their result in that of q: with the order of x, c_proj reads the result without a copy.
+        out = torch.empty(x.shape, dtype=x.dtype) if x.device.type == "cpu" else None
+        unit = torch.mul(x, scale, out=out)
+        y = rotate(unit, cos, sin, direction=1)
+        ctx.save_for_backward(y, scale, cos, sin)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (dy,), (y, scale, cos, sin) = grads, ctx.saved_tensors
+        # a rotation keeps dot products, so the norm's gradient is computed on the rotated vectors and turned back once
+        along = (dy * y).mean(-1, keepdim=True)
+        unturned = rotate(torch.addcmul(dy, y, along, value=-(QK_GAIN**-2)), cos, sin, direction=-1)
+        return unturned.mul_(scale).transpose(1, 2), None, None  # (B, T, H, D)
+
+
+class _ReluSquared(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        positive = x.relu()
+        ctx.save_for_backward(positive)
+        return positive * positive
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (dy,), (positive,) = grads, ctx.saved_tensors
+        dx: Tensor = dy * positive
+        return dx.mul_(2)
+
+
+class _Mix(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y, a, b)
+        return (x * a.to(x.dtype)).addcmul_(y, b.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        (dz,), (x, y, a, b) = grads, ctx.saved_tensors
+        da = (dz * x).sum(dtype=torch.float32)
+        db = (dz * y).sum(dtype=torch.float32)
+        return dz * a.to(dz.dtype), dz * b.to(dz.dtype), da, db
+
+
+class Embedding(nn.Embedding):
+    """Looks up the row of each token, (B, T) int64 -> (B, T, C), with a gradient that is summed in fp32 and in a fixed order.
+
+    PyTorch sums the gradient of a bf16 table in bf16 on CPUs, 6 % off for a token that comes 800 times in a batch. torch.compile
+    makes atomic additions of it, whose order differs from run to run; as an op of its own it is left to PyTorch's deterministic
+    kernels, so that a resumed run ends in the same bits.
+    """
+
+    def reset_parameters(self) -> None:
+        """Does nothing: GPT.init_weights draws all weights."""
+
+    def forward(self, idx: Tensor) -> Tensor:
+        """Returns the rows of the tokens, (B, T, C) in the table's dtype."""
+        return cast(Tensor, _Lookup.apply(self.weight, idx))  # type: ignore[no-untyped-call]
+
+
+class _Lookup(Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, idx: Tensor) -> Tensor:
+        ctx.num_rows = weight.shape[0]
+        ctx.save_for_backward(idx)
+        return F.embedding(idx, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (idx,) = ctx.saved_tensors
+        return embedding_gradient(grads[0], idx, ctx.num_rows), None
+
+
+def embedding_gradient(dy: Tensor, idx: Tensor, num_rows: int) -> Tensor:
+    """Sums dy (..., C) over the positions of each token in idx: (V, C) fp32. As an op of its own a compiler leaves it whole."""
+    return cast(Tensor, torch.ops.paceline.embedding_gradient(dy, idx, num_rows))
+
+
+def sum_by_row(dy: Tensor, idx: Tensor, num_rows: int) -> Tensor:
+    """Computes embedding_gradient, for every device."""
+    return cast(Tensor, torch.ops.aten.embedding_dense_backward(dy.float(), idx, num_rows, -1, False))
+
+
+def no_values(dy: Tensor, idx: Tensor, num_rows: int) -> Tensor:
+    """Returns the shape of embedding_gradient without values, for tracing."""
+    return dy.new_empty(num_rows, dy.shape[-1], dtype=torch.float32)
+
+
+# not torch.library.custom_op: its first call imports the compiler, which takes longer than the whole start of a small run
+OPS = torch.library.Library("paceline", "DEF")  # type: ignore[no-untyped-call]
+OPS.define("embedding_gradient(Tensor dy, Tensor idx, SymInt num_rows) -> Tensor")  # type: ignore[no-untyped-call]
+OPS.impl("embedding_gradient", sum_by_row, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+torch.library.register_fake("paceline::embedding_gradient", no_values, lib=OPS)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, window: int) -> Tensor:
+    """Returns attention in which each token sees itself and the window - 1 tokens before. q, k, v: (B, H, T, D) -> (B, T, H, D).
+
+    For CPUs. Each block of queries meets only the keys that it may see, so a window costs what it sees. In bf16 with rows of a few
+    hundred tokens this takes a third of the time of PyTorch's own CPU kernel, in fp32 four fifths. Scores are rounded to the
+    inputs' dtype before softmax; QK norm keeps them small.
+    """
+    return cast(Tensor, _CausalAttention.apply(q, k, v, window))  # type: ignore[no-untyped-call]
+
+
+def probabilities(q: Tensor, k: Tensor, rows: slice, keys: slice, window: int) -> Tensor:
+    """Returns the attention probabilities of a block, (N, rows, keys) in q.dtype."""
+    back = torch.arange(rows.start, rows.stop).unsqueeze(1) - torch.arange(keys.start, keys.stop)
+    hidden = torch.zeros(back.shape, dtype=q.dtype).masked_fill_((back < 0) | (back >= window), -torch.inf)
+    return torch.baddbmm(hidden, q[:, rows], k[:, keys].transpose(1, 2), alpha=q.shape[-1] ** -0.5).softmax(-1)
+
+
+class _CausalAttention(Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+        shape, num_tokens = q.shape, q.shape[2]
+        q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)  # (N, T, D)
+        y = q.new_empty(shape[0], num_tokens, shape[1], shape[3])  # (B, T, H, D)
+        saved = []
+        for rows, keys in attention_blocks(num_tokens, window):
+            p = probabilities(q, k, rows, keys, window)
+            y[:, rows] = torch.bmm(p, v[:, keys]).view(*shape[:2], -1, shape[3]).transpose(1, 2)
+            if num_tokens <= CPU_KEEP_TOKENS:
+                saved.append(p)
+        ctx.shape, ctx.window = shape, window
+        ctx.save_for_backward(q, k, v, *saved)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, *saved = ctx.saved_tensors
+        dy = grads[0].transpose(1, 2).flatten(0, 1)  # (N, T, D)
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for i, (rows, keys) in enumerate(attention_blocks(q.shape[1], ctx.window)):
+            p = saved[i] if saved else probabilities(q, k, rows, keys, ctx.window)
+            dv[:, keys] += torch.bmm(p.transpose(1, 2), dy[:, rows])
+            ds = torch._softmax_backward_data(torch.bmm(dy[:, rows], v[:, keys].transpose(1, 2)), p, -1, p.dtype)
+            dq[:, rows] = torch.bmm(ds, k[:, keys])
+            dk[:, keys] += torch.bmm(ds.transpose(1, 2), q[:, rows])
+        scale = q.shape[-1] ** -0.5
+        return dq.mul_(scale).view(ctx.shape), dk.mul_(scale).view(ctx.shape), dv.view(ctx.shape), None
+
+
+def softcap(logits: Tensor) -> Tensor:
+    """Returns the capped logits, in (-SOFTCAP, SOFTCAP); the shape and the dtype stay."""
+    return SOFTCAP * torch.tanh(logits / SOFTCAP)
+
+
+def sum_of_nats(
+    x: Tensor, weight: Tensor, targets: Tensor, *, vocab_size: int, budget_bytes: int, compiled: bool
+) -> Tensor:
+    """Sums the nats of the targets that are not -1, () fp32. x: (N, C); weight: (V, C) in x.dtype; targets: (N,) int64.
+
+    budget_bytes bounds all tensors as large as logits: these, their gradient and the fp32 copies between; one token fits always.
+    """
+    if torch.is_grad_enabled():
+        return cast(Tensor, _SumOfNats.apply(x, weight, targets, vocab_size, budget_bytes, compiled))  # type: ignore[no-untyped-call]
+    chunks = nats_by_chunk(x, weight, targets, vocab_size, budget_bytes, compiled=compiled, with_grad=False)
+    return torch.cat([nats for _, nats, _ in chunks]).sum()
+
+
+@torch.no_grad()
+def nats_per_token(
+    x: Tensor, weight: Tensor, targets: Tensor, *, vocab_size: int, budget_bytes: int, compiled: bool
+) -> Tensor:
+    """Returns the nats of each target, (N,) fp32, 0 where it is -1. It has no gradient: it is for evaluation."""
+    chunks = nats_by_chunk(x, weight, targets, vocab_size, budget_bytes, compiled=compiled, with_grad=False)
+    return torch.cat([nats for _, nats, _ in chunks])
+
+
+def nats_by_chunk(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    budget_bytes: int,
+    *,
+    compiled: bool,
+    with_grad: bool,
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yields for each chunk: its tokens, (chunk,) fp32 nats, and (chunk, V) their gradient by the logits, or the logits.
+
+    All chunks' logits lie in the same memory: use them before the next chunk.
+    """
+    chunk, block = chunk_rows(x, weight.shape[0], budget_bytes, compiled=compiled)
+    capped = _compiled_capped_nats() if compiled else capped_nats_
+    buffer = x.new_empty(chunk, weight.shape[0])  # (chunk, V) x.dtype
+    for start in range(0, x.shape[0], chunk):
+        rows = slice(start, min(start + chunk, x.shape[0]))
+        logits = torch.mm(x[rows], weight.t(), out=buffer[: rows.stop - start])
+        pairs = zip(logits.split(block), targets[rows].split(block), strict=True)  # type: ignore[no-untyped-call]
+        yield rows, torch.cat([capped(z, at, vocab_size, with_grad) for z, at in pairs]), logits
+
+
+def chunk_rows(x: Tensor, vocab: int, budget_bytes: int, *, compiled: bool) -> tuple[int, int]:
+    """Returns the tokens of one chunk of logits, and the tokens of these that go through capped_nats_ at a time."""
+    return loss_chunks(
+        x.shape[0],
+        vocab=vocab,
+        element_bytes=x.element_size(),
+        budget_bytes=budget_bytes,
+        device=x.device.type,
+        compiled=compiled,
+    )
+
+
+class _SumOfNats(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, budget_bytes: int, compiled: bool
+    ) -> Tensor:
+        dx, dw, sums = torch.empty_like(x), None, []
+        chunks = nats_by_chunk(x, weight, targets, vocab_size, budget_bytes, compiled=compiled, with_grad=True)
+        for rows, nats, dlogits in chunks:
+            torch.mm(dlogits, weight, out=dx[rows])
+            dw = plus_matmul(dw, dlogits.t(), x[rows])
+            sums.append(nats.sum())
+        ctx.save_for_backward(dx, dw)
+        return torch.stack(sums).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dnats,), (dx, dw) = grads, ctx.saved_tensors
+        return dx.mul_(dnats.to(dx.dtype)), dw.mul_(dnats), None, None, None, None  # in place: a second backward raises
+
+
+def plus_matmul(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """Returns total + a @ b in fp32, in the memory of total; None stands for zero."""
+    if total is None:
+        return (a @ b).float()
+    return total.addmm_(a, b) if a.dtype == total.dtype else total.add_(a @ b)
+
+
+def capped_nats_(z: Tensor, targets: Tensor, vocab_size: int, with_grad: bool) -> Tensor:
+    """Returns (n,) fp32 nats; with_grad overwrites z by d(nats)/dz.
+
+    z: (n, V) logits before the cap; columns from vocab_size on stand for no token.
+    """
+    valid = (targets >= 0).unsqueeze(-1)  # (n, 1)
+    at = targets.clamp_min(0).unsqueeze(-1)  # (n, 1)
+    s = (z[:, :vocab_size].float() * (2 / SOFTCAP)).sigmoid_()  # (n, vocab_size) fp32
+    e = torch.exp2(s * (2 * SOFTCAP / math.log(2)))
+    total, s_at, e_at = e.sum(-1, keepdim=True), s.gather(-1, at), e.gather(-1, at)  # (n, 1) each
+    if with_grad:  # (softmax - onehot) * dcap/dz, and dcap/dz = 4 s (1 - s)
+        z[:, :vocab_size] = e.mul_(4 * valid / total).mul_(s.addcmul_(s, s, value=-1))
+        z[:, vocab_size:] = 0
+        z.scatter_(-1, at, (4 * valid * (e_at / total - 1) * s_at * (1 - s_at)).to(z.dtype))
+    return ((total.log() - s_at * (2 * SOFTCAP)) * valid).squeeze(-1)
+
+
+@functools.cache
+def _compiled_capped_nats() -> Callable[[Tensor, Tensor, int, bool], Tensor]:
+    return torch.compile(capped_nats_, dynamic=False)

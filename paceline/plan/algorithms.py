@@ -1,0 +1,179 @@
+"""
+One row for each optimizer algorithm, and the settings of each group of parameters. Pure arithmetic: no torch.
+
+To add an optimizer, add a row here with its name in config.py's choices, a function in train/updates.py, and a test. The config's
+`optimizer` updates the block matrices; embeddings, lm_head and the small parameters are always updated by OTHERS.
+
+Settings follow nanochat of July 2026 (its base_train.py and dev/LOG.md): they are tuned at depth 12 with 524,288 tokens a step, and
+carried to other sizes by powers of batch, width and length.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from paceline.config import ModelConfig
+from paceline.plan.shapes import FP32, MATRIX, REFERENCE_BATCH, REFERENCE_WIDTH, matmul_params, reference_model
+
+Shape = tuple[int, ...]
+
+OTHERS = "adamw"  # updates every group but the matrices
+NEWTON_SCHULZ_ITERATIONS = 5  # the lines of POLAR_EXPRESS in train/updates.py
+EPS = 1e-10
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """What the planner and the worker need to know of an optimizer algorithm besides its update function.
+
+    A whole algorithm needs whole matrices, each on one rank: its time is FLOPs. An elementwise one takes any rows of a tensor: its
+    time is the bytes it moves, and train/updates.py gets lists of tensors.
+    """
+
+    name: str  # in config.toml, in GroupSettings and in checkpoints' settings
+    title: str  # on the screen, and among the parts of a step's time
+    update: str  # the function in train/updates.py
+    whole: bool
+    states: Mapping[str, Callable[[Shape], Shape]]  # name in checkpoints -> its fp32 shape for rows of a parameter
+    matrix_lr: float  # default at the reference
+    matrix_betas: tuple[float, float]
+    matrix_weight_decay: float | None  # None: the config's weight_decay, scaled to the run's length
+    lr_falls_with_width: bool  # False where the update has the same size at any width
+    flops: Callable[[Shape], int]  # of one update of a matrix; 0 for an elementwise algorithm
+    # temporaries for (shape, matrices updated together, bytes of a factor)
+    working_bytes: Callable[[Shape, int, int], int]
+    # names in speeds.json -> long side by short side of the matrix that is measured; 1 if elementwise
+    rates: Mapping[str, int]
+    peak_share: float = 0.0  # of a GPU's dense peak that a whole algorithm is assumed to reach
+    moved_bytes: int = 0  # of an element, read and written by an elementwise algorithm
+
+    def state_numel(self, shape: Shape) -> int:
+        """Returns the elements of all states for rows of a parameter."""
+        return sum(prod(state(shape)) for state in self.states.values())
+
+    def rate_name(self, shape: Shape) -> str:
+        """Returns the rate that was measured on matrices nearest in form to this one."""
+        aspect = max(shape) / min(shape)
+        return min(self.rates, key=lambda name: abs(math.log(aspect / self.rates[name])))
+
+
+def same_shape(shape: Shape) -> Shape:
+    """Returns the shape of one number for each element."""
+    return shape
+
+
+def longer_side(shape: Shape) -> Shape:
+    """Returns the shape of one number for each index of a matrix's longer side."""
+    rows, cols = shape
+    return (rows, 1) if rows >= cols else (1, cols)
+
+
+def newton_schulz_flops(shape: Shape) -> int:
+    """Counts the FLOPs of all iterations: the short side's Gram matrix, its square, and its product with the matrix."""
+    short, long = min(shape), max(shape)
+    return 2 * NEWTON_SCHULZ_ITERATIONS * (2 * short * short * long + short**3)
+
+
+def newton_schulz_bytes(shape: Shape, count: int, factor_bytes: int) -> int:
+    """Returns the stacks of weights and gradients where there are several matrices, then the fullest line of muon_update."""
+    short, long = min(shape), max(shape)
+    numel, gram = count * short * long, count * short * short
+    stacks = 2 * FP32 * numel if count > 1 else 0
+    division = (2 * FP32 + (factor_bytes if factor_bytes != FP32 else 0)) * numel
+    iteration = FP32 * numel + 2 * factor_bytes * numel + 2 * factor_bytes * gram
+    return stacks + max(division, iteration, 3 * FP32 * numel)
+
+
+ALGORITHMS: Mapping[str, Algorithm] = {
+    row.name: row
+    for row in (
+        Algorithm(
+            name="muon",
+            title="Muon",
+            update="muon_update",
+            whole=True,
+            states={"momentum_buffer": same_shape, "second_momentum_buffer": longer_side},
+            matrix_lr=0.02,
+            matrix_betas=(0.0, 0.9),  # the second is NorMuon's; the momentum is a schedule of train/updates.py
+            matrix_weight_decay=None,
+            lr_falls_with_width=False,
+            flops=newton_schulz_flops,
+            working_bytes=newton_schulz_bytes,
+            rates={"muon": 1, "muon_long": 4},
+            peak_share=0.4,
+        ),
+        Algorithm(
+            name="adamw",
+            title="AdamW",
+            update="adamw_update",
+            whole=False,
+            states={"exp_avg": same_shape, "exp_avg_sq": same_shape},
+            matrix_lr=0.002,
+            matrix_betas=(0.9, 0.95),
+            matrix_weight_decay=0.1,
+            lr_falls_with_width=True,
+            flops=lambda shape: 0,
+            working_bytes=lambda shape, count, factor_bytes: 0,  # the fused kernel works in place
+            rates={"adamw": 1},
+            moved_bytes=34,  # weight, gradient, two moments in fp32, each read and written; and the bf16 weight
+        ),
+    )
+}
+
+
+def algorithm_of(optimizer: str, group: str) -> Algorithm:
+    """Returns the algorithm that updates a group of plan/shapes.py. optimizer: the config's."""
+    return ALGORITHMS[optimizer if group == MATRIX else OTHERS]
+
+
+def elementwise_algorithm(optimizer: str) -> Algorithm:
+    """Returns the algorithm that updates most of what is cut by rows."""
+    return ALGORITHMS[OTHERS] if ALGORITHMS[optimizer].whole else ALGORITHMS[optimizer]
+
+
+@dataclass(frozen=True)
+class GroupSettings:
+    """How one group of parameters is updated. algorithm: a name of ALGORITHMS."""
+
+    algorithm: str
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+
+def group_settings(
+    model: ModelConfig,
+    *,
+    optimizer: str,
+    total_batch_size: int,
+    num_steps: int,
+    tokens_per_param: float,
+    matrix_lr: float | None,
+    embedding_lr: float,
+    unembedding_lr: float,
+    weight_decay: float,
+) -> dict[str, GroupSettings]:
+    """Returns the settings of each group of plan/shapes.py. Learning rates are given at the reference, and scaled here."""
+    row = ALGORITHMS[optimizer]
+    batch = math.sqrt(total_batch_size / REFERENCE_BATCH)
+    width = (model.n_embd / REFERENCE_WIDTH) ** -0.5
+    lr = (row.matrix_lr if matrix_lr is None else matrix_lr) * batch * (width if row.lr_falls_with_width else 1.0)
+    decay = row.matrix_weight_decay
+    if decay is None:
+        reference_tokens = tokens_per_param * matmul_params(reference_model(model))
+        decay = weight_decay * batch * reference_tokens / (total_batch_size * num_steps)
+
+    def others(lr: float, betas: tuple[float, float], weight_decay: float) -> GroupSettings:
+        return GroupSettings(OTHERS, lr, betas, EPS, weight_decay)
+
+    return {
+        MATRIX: GroupSettings(row.name, lr, row.matrix_betas, EPS, decay),
+        "lm_head": others(unembedding_lr * batch * width, (0.8, 0.96), 0.01),
+        "wte": others(embedding_lr * batch * width, (0.8, 0.995), 0.001),
+        "value_embeds": others(embedding_lr / 2 * batch * width, (0.8, 0.995), 0.01),
+        "resid_lambdas": others(0.005 * batch, (0.8, 0.95), 0.05),
+        "x0_lambdas": others(0.5 * batch, (0.96, 0.95), 0.0),
+        "smear": others(0.2, (0.8, 0.95), 0.0),
+    }

@@ -1,0 +1,288 @@
+"""
+What earlier runs on this machine showed about memory: what fitted and how well that was planned, and what did not fit.
+
+memory.json in the cache folder holds a record of every run and probe, which makes the next plan here more precise. Several runs
+may end at once: whoever adds a record holds a lock beside the file. A damaged file is reported and ignored.
+
+too_large.jsonl holds a line for each size that ran out of memory. No later plan chooses such a size by itself while the device has
+no more memory; rows that the user sets are the user's.
+"""
+
+import fcntl
+import json
+import statistics
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from paceline.plan.activations import MemorySetup
+from paceline.plan.estimate import CPU_PROCESS_BYTES, Calibrate, Calibration
+from paceline.plan.memory import copies_bytes, peak_phase
+from paceline.plan.planner import Plan, memory_setup
+from paceline.plan.sizing import TooLarge
+from paceline.rundir import RunDir, append_json_line, read_json_lines, utc_now, write_atomic
+
+FILE_NAME = "memory.json"
+FAMILY = "gpt"  # the kind of model that is measured; another kind would have its own records
+KEEP_RECORDS = 20  # of each kind
+PROBE = "probe"  # the source of a record that no run made
+NEWEST = 5  # records that a calibration is made of
+FAILURES_FILE = "too_large.jsonl"
+# what a failure and a setup must share
+SAME = ("model", "device", "optimizer", "shard", "precision", "attention", "compiled")
+
+
+@dataclass(frozen=True)
+class MemoryRecord:
+    """The memory of one attempt or probe, on the rank that took most. Bytes that are not known are None.
+
+    planned_bytes: the closed form's peak, without any calibration. driver_bytes: of the whole process; on a CPU its highest
+    resident size. copies_bytes: what the last checkpoint's copies take; on a CPU they are in the process too.
+    """
+
+    device_name: str
+    device: str
+    torch: str
+    compiled: bool
+    attention: str
+    precision: str
+    family: str
+    world_size: int
+    planned_bytes: int
+    allocated_bytes: int | None
+    reserved_bytes: int | None
+    driver_bytes: int | None
+    copies_bytes: int
+    time: str
+    source: str  # "probe", or the run's name
+
+    @property
+    def kind(self) -> str:
+        """The newest KEEP_RECORDS of one kind are kept."""
+        how = "compiled" if self.compiled else "eager"
+        ranks = "several ranks" if self.world_size > 1 else "one rank"
+        return f"{self.device_name}, {self.family}, {self.precision}, {how}, {self.attention}, {ranks}"
+
+
+def load_calibration(folder: Path) -> Calibrate:
+    """Returns the function that make_plan calibrates with, from what was measured here. folder: paceline's cache, read once."""
+    return partial(calibration_of, read_records(folder))
+
+
+def calibration_of(records: Iterable[MemoryRecord], device_name: str, setup: MemorySetup) -> Calibration | None:
+    """Returns what the newest records of this device in this mode show; None without any. Other devices do not count."""
+    alike = [record for record in records if _is_like(record, device_name, setup)]
+    if setup.device == "cpu":
+        return _of_processes(alike, setup)
+    measured = _newest(record for record in alike if record.allocated_bytes)
+    if not measured:
+        return None
+    overheads = [
+        record.driver_bytes - record.allocated_bytes
+        for record in measured
+        if record.driver_bytes is not None and record.allocated_bytes is not None and _same_ranks(record, setup)
+    ]
+    return Calibration(
+        ratio=statistics.median((record.allocated_bytes or 0) / record.planned_bytes for record in measured),
+        overhead_bytes=round(statistics.median(overheads)) if overheads else None,
+        source=_source(measured),
+    )
+
+
+def _of_processes(alike: Iterable[MemoryRecord], setup: MemorySetup) -> Calibration | None:
+    """Returns what a CPU's processes took beyond the plan: there is no allocator that reports its own share.
+
+    As much of it as a process without a model has is constant; the remainder grows with the model, since it is malloc's holes.
+    """
+    measured = _newest(record for record in alike if record.driver_bytes is not None and _same_ranks(record, setup))
+    if not measured:
+        return None
+    planned = peak_phase(setup).bytes
+    overheads = []
+    for record in measured:
+        overhead = (record.driver_bytes or 0) - record.copies_bytes - record.planned_bytes
+        constant = min(overhead, CPU_PROCESS_BYTES.expected)
+        overheads.append(constant + (overhead - constant) * planned / record.planned_bytes)
+    return Calibration(
+        ratio=1.0, overhead_bytes=round(statistics.median(overheads)) + copies_bytes(setup), source=_source(measured)
+    )
+
+
+def _is_like(record: MemoryRecord, device_name: str, setup: MemorySetup) -> bool:
+    return (
+        record.device_name == device_name
+        and record.device == setup.device
+        and record.compiled == setup.compiled
+        and record.attention == setup.attention
+        and record.family == FAMILY
+        and record.planned_bytes > 0
+    )
+
+
+def _same_ranks(record: MemoryRecord, setup: MemorySetup) -> bool:
+    """Returns whether both have one rank, which loads no NCCL and opens no connections, or both have several."""
+    return (record.world_size > 1) == (setup.world_size > 1)
+
+
+def _newest(records: Iterable[MemoryRecord]) -> list[MemoryRecord]:
+    """Returns the newest records of runs; of probes, which read no text and write nothing, only where no run was measured."""
+    ordered = sorted(records, key=lambda record: record.time)
+    runs = [record for record in ordered if record.source != PROBE]
+    return (runs or ordered)[-NEWEST:]
+
+
+def _source(records: Sequence[MemoryRecord]) -> str:
+    runs = f"{len(records)} runs here, the last" if len(records) > 1 else "a run here"
+    return f"measured in {runs} on {records[-1].time[:10]}"
+
+
+def record_of(plan: Plan, measured: Sequence[Mapping[str, Any]], *, source: str) -> MemoryRecord | None:
+    """Returns the record of one attempt or probe: figure by figure the largest that its ranks measured last (train/process.py).
+
+    None where nothing was measured that the next plan could use: a CPU process that compiled a model to time it is larger
+    than one that did not, whichever it then used.
+    """
+    if not measured or (plan.device == "cpu" and any(rank["compile_tried"] for rank in measured)):
+        return None
+    setup = memory_setup(plan)
+    return MemoryRecord(
+        device_name=plan.device_name,
+        device=plan.device,
+        torch=measured[0]["torch"],
+        compiled=setup.compiled,
+        attention=setup.attention,
+        precision=setup.precision,
+        family=FAMILY,
+        world_size=plan.world_size,
+        planned_bytes=peak_phase(setup).bytes,
+        allocated_bytes=_largest(measured, "allocated_bytes"),
+        reserved_bytes=_largest(measured, "reserved_bytes"),
+        driver_bytes=_largest(measured, "driver_bytes"),
+        copies_bytes=_largest(measured, "copies_bytes") or 0,
+        time=measured[0]["time"],
+        source=source,
+    )
+
+
+def _largest(measured: Iterable[Mapping[str, Any]], name: str) -> int | None:
+    """Returns the largest figure; None where a rank does not have it, since that rank may be the fullest."""
+    sizes = [rank[name] for rank in measured]
+    return None if None in sizes else max(sizes)
+
+
+def read_records(folder: Path) -> list[MemoryRecord]:
+    """Returns all records; none where there is no file, or a damaged one, which is reported in a line."""
+    return [record for records in _read(folder).values() for record in records]
+
+
+def keep_attempt(folder: Path, run: RunDir, attempt: int) -> None:
+    """Keeps what the ranks of an attempt measured last, even if it broke off; nothing where a rank never measured."""
+    events = [event for event in read_json_lines(run.events) if event.get("event") == "memory"]
+    last = {event["rank"]: event for event in events if event["attempt"] == attempt}
+    plan = Plan.from_json(run.plan_json.read_text())  # the workers may have decided about compiling
+    if len(last) == plan.world_size and (record := record_of(plan, list(last.values()), source=run.name)):
+        keep_record(folder, record)
+
+
+def keep_record(folder: Path, record: MemoryRecord) -> None:
+    """Adds a record and drops the oldest of its kind. A folder that cannot be written is reported: nothing depends on it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder):
+            records = _read(folder)
+            records[record.kind] = [*records.get(record.kind, []), record][-KEEP_RECORDS:]
+            table = {kind: [asdict(record) for record in members] for kind, members in records.items()}
+            write_atomic(folder / FILE_NAME, json.dumps({"version": 1, "records": table}, indent=1) + "\n")
+    except OSError as error:
+        _note(f"{folder / FILE_NAME} cannot be written ({error.strerror}): what was measured is not kept")
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    with (folder / f"{FILE_NAME}.lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _read(folder: Path) -> dict[str, list[MemoryRecord]]:
+    path = folder / FILE_NAME
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))["records"]
+        return {kind: [_record(values) for values in records] for kind, records in table.items()}
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        _note(f"{path} cannot be read ({error.strerror}) and is ignored")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        _note(f"{path} is damaged and ignored; the next run measures again")
+    return {}
+
+
+def _record(values: Mapping[str, Any]) -> MemoryRecord:
+    """Returns a record, without keys of a newer version."""
+    record = MemoryRecord(**{field.name: values[field.name] for field in fields(MemoryRecord)})
+    sizes = (record.planned_bytes, record.copies_bytes, record.allocated_bytes or 0, record.driver_bytes or 0)
+    if not all(isinstance(size, int) for size in (*sizes, record.world_size)) or not isinstance(record.time, str):
+        raise ValueError(values)
+    return record
+
+
+@cache
+def _note(text: str) -> None:
+    """Prints a note once in a process: a command plans more than once."""
+    print(f"note    {text}", file=sys.stderr)
+
+
+@dataclass(frozen=True)
+class MemoryFailure:
+    """A size that ran out of memory: the setup of an attempt, and the device that it failed on."""
+
+    device_name: str
+    setup: Mapping[str, Any]  # MemorySetup as JSON
+    card_bytes: int | None  # None: not known
+    source: str  # the run's name
+    time: str
+
+    def covers(self, device_name: str, setup: MemorySetup, card_bytes: int | None) -> bool:
+        """Returns whether a setup needs at least as much as the one that failed, on a device that has no more."""
+        values = asdict(setup)
+        alike = device_name == self.device_name and all(values[name] == self.setup[name] for name in SAME)
+        return (
+            alike
+            and setup.device_batch_size >= self.setup["device_batch_size"]
+            and setup.logits_budget_bytes >= self.setup["logits_budget_bytes"]
+            and setup.activation_checkpointing <= self.setup["activation_checkpointing"]
+            and setup.world_size <= self.setup["world_size"]  # fewer ranks hold larger shards
+            and not (card_bytes and self.card_bytes and card_bytes > self.card_bytes)
+        )
+
+
+def load_too_large(folder: Path) -> TooLarge:
+    """Returns the function that tells make_plan what failed here. folder: paceline's cache, read once."""
+    failures = read_failures(folder)
+    return lambda *setup: any(failure.covers(*setup) for failure in failures)
+
+
+def read_failures(folder: Path) -> list[MemoryFailure]:
+    """Returns the failures; incomplete lines and those of another version are ignored: the size would fail and be kept again."""
+    names = {field.name for field in fields(MemoryFailure)}
+    setup_names = {field.name for field in fields(MemorySetup)}
+    return [
+        MemoryFailure(**{name: record[name] for name in names})
+        for record in read_json_lines(folder / FAILURES_FILE)
+        if names <= set(record) and isinstance(record["setup"], dict) and setup_names <= set(record["setup"])
+    ]
+
+
+def keep_too_large(folder: Path, plan: Plan, *, card_bytes: int | None, source: str) -> None:
+    """Keeps a size that failed. card_bytes: what each device had then. A folder that cannot be written is reported."""
+    failure = MemoryFailure(plan.device_name, asdict(memory_setup(plan)), card_bytes, source, utc_now())
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        append_json_line(folder / FAILURES_FILE, asdict(failure))
+    except OSError as error:
+        _note(f"{folder / FAILURES_FILE} cannot be written ({error.strerror}): the size is not kept")

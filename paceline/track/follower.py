@@ -1,0 +1,305 @@
+"""
+Sends a run folder to an experiment tracker: `python -m paceline.track.follower RUN NAME` next to a run, or `paceline track`.
+
+It follows metrics.jsonl, or a script's log, and health/, and sends each row to one tracker (track/trackers.py). The run does not
+depend on it: of the run's files it only appends a `note` to events.jsonl. A row is new if it comes after the Position, which moves
+with each row that is read and stands in RUN/track/NAME.json, so that no row is sent twice.
+"""
+
+import fcntl
+import json
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import PacelineError
+from paceline.rundir import RunDir, append_event, holder_of, is_locked, read_json_lines, write_atomic
+from paceline.track.trackers import Position, Tracker, TrackerRow, open_tracker, start_time
+from paceline.units import unix_time
+from paceline.watch.events import end_state
+from paceline.watch.growing_file import STATE_ENDS, GrowingFile, parse_lines
+from paceline.watch.log_reader import progress_lines, read_line
+
+POLL_S = 2.0
+SAVING_POLL_S = 0.2
+POSITION_EVERY_S = 10.0  # how often the position is saved
+FINISH_S = 900.0  # to send the remaining rows after the command that held the run has ended
+NICENESS = 19  # the training gets the processor first
+HEALTH_S = 15.0  # each row of health is a mean over so long
+# fields of a line that are not measures
+SKIPPED = {"time", "step", "index", "processes", "cores", "ram_total", "disk_total", "total_bytes"}
+
+
+def main() -> int:
+    """Follows a run until stdin ends, whose other end the command that holds the run keeps open, and its workers have ended."""
+    run, name = RunDir(Path(sys.argv[1])), sys.argv[2]
+    os.nice(NICENESS)
+    # a batch system sends them to all processes alike, while the run has not ended yet
+    for signum in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(signum, lambda *_: None)
+    released = closed_event(os.dup(0))
+    with open(os.devnull) as null:
+        os.dup2(null.fileno(), 0)  # no library can ask a question
+    holder = holder_of(run)
+
+    def continues() -> bool:
+        if not released.wait(POLL_S):
+            return True
+        time.sleep(SAVING_POLL_S)
+        return holder is not None and holder_of(run) == holder
+
+    try:
+        track(run, name, continues=continues, report=lambda text: add_note(run, text), wait_s=FINISH_S)
+    except PacelineError as error:
+        add_note(run, f"{error.message}; paceline track {run.path} --to {name} sends what is missing")
+        raise
+    return 0
+
+
+def closed_event(link: int) -> threading.Event:
+    """Returns an event that is set when the other end closes; FINISH_S later the process ends, even if a library hangs."""
+    released = threading.Event()
+
+    def wait() -> None:
+        while os.read(link, 4096):
+            pass
+        released.set()
+        time.sleep(FINISH_S)
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+    return released
+
+
+def track_now(run: RunDir, name: str) -> None:
+    """`paceline track`: sends what is missing, and follows a live run to its end."""
+    if is_locked(run):
+        print(f"{run.name} is running: following it to its end; Ctrl-C stops", flush=True)
+
+    def continues() -> bool:
+        with suppress(KeyboardInterrupt):
+            if is_locked(run):
+                time.sleep(POLL_S)
+                return True
+        return False
+
+    sent = track(run, name, continues=continues, report=lambda text: print(text, flush=True))
+    print(f"{name}: {sent:,} rows sent" if sent else f"{name}: no new rows")
+
+
+def track(
+    run: RunDir, name: str, *, continues: Callable[[], bool], report: Callable[[str], None], wait_s: float = 0.0
+) -> int:
+    """Sends all new rows and returns their number; raises PacelineError for any error of a library.
+
+    continues: waits until the next read is due, and returns whether more rows may come. wait_s: for another process that sends.
+    """
+    try:
+        with only_one(run, name, wait_s=wait_s):
+            return send(run, name, continues, report)
+    except PacelineError:
+        raise
+    except Exception as error:
+        message = (str(error).splitlines() or [""])[0]
+        raise PacelineError(
+            f"{name}: {type(error).__name__}: {message}", fix=f"paceline track {run.path} --to {name}, once it is fixed"
+        ) from error
+
+
+def send(run: RunDir, name: str, continues: Callable[[], bool], report: Callable[[str], None]) -> int:
+    position = read_position(run, name)
+    tracker = open_tracker(name, run, position, report)
+    report(f"{name}: {tracker.where}")
+    try:
+        sent = follow(run, name, tracker, position, continues)
+    except BaseException:
+        tracker.close(exit_code=0)
+        raise
+    # a locked run continues without this tracker
+    is_well = is_locked(run) or end_state(read_json_lines(run.events)) in ("finished", "stopped")
+    if not tracker.close(exit_code=0 if is_well else 1):
+        raise PacelineError(f"{name}: not all rows have arrived", fix=f"paceline track {run.path} --to {name}")
+    save_position(run, name, position)
+    return sent
+
+
+def follow(run: RunDir, name: str, tracker: Tracker, position: Position, continues: Callable[[], bool]) -> int:
+    rows, sent, saved_at = RunRows(run, position, redone=tracker.redone), 0, time.monotonic()
+    save_position(run, name, position)
+    more = True
+    while more:
+        more = continues()
+        for row in rows.read(last=not more):
+            tracker.add(row)
+            sent += 1
+        if more and time.monotonic() - saved_at >= POSITION_EVERY_S:
+            tracker.flush()
+            save_position(run, name, position)
+            saved_at = time.monotonic()
+    return sent
+
+
+def read_position(run: RunDir, name: str) -> Position:
+    with suppress(OSError, ValueError, TypeError):
+        return Position(**json.loads(run.track(name).read_text()))
+    return Position()
+
+
+def save_position(run: RunDir, name: str, position: Position) -> None:
+    with suppress(OSError):  # a full disk: rows that were sent may be read again
+        write_atomic(run.track(name), json.dumps(asdict(position)) + "\n")
+
+
+@contextmanager
+def only_one(run: RunDir, name: str, *, wait_s: float) -> Iterator[None]:
+    run.track(name).parent.mkdir(exist_ok=True)
+    until = time.monotonic() + wait_s
+    with run.track(name).with_suffix(".lock").open("a") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= until:
+                    message = f"{name}: another process is sending {run.name} to it"
+                    raise PacelineError(message, fix="wait for it to end") from None
+            time.sleep(SAVING_POLL_S)
+        yield
+
+
+def add_note(run: RunDir, text: str) -> None:
+    with suppress(PacelineError):  # the run folder was removed
+        append_event(run, "note", text=text)
+
+
+class RunRows:
+    """New rows of a run. redone: whether a step that a resume repeats makes another row; never of a script."""
+
+    def __init__(self, run: RunDir, position: Position, *, redone: bool):
+        self.run = run
+        self.position = position
+        self.redone = redone
+        self.start = start_time(run)
+        self.metrics = GrowingFile(run.metrics)
+        self.hosts: dict[str, HostRows] = {}
+        self.logs: dict[Path, LogRows] = {}
+
+    def read(self, *, last: bool = False) -> Iterator[TrackerRow]:
+        """Yields new rows, health before steps. last: nothing follows, so a mean over a shorter time is a row too."""
+        health = self.position.health
+        for path in sorted(self.run.health_dir.glob("*.jsonl")):
+            host = self.hosts.setdefault(path.stem, HostRows(path))
+            for sampled, values in host.read(after=health.get(host.name, 0.0), last=last):
+                health[host.name] = sampled
+                yield self.row(sampled, values)
+        redone = self.redone and self.run.metrics.exists()
+        for step, logged, values in self.steps(last=last):
+            if step > self.position.step or (redone and logged > self.position.time):
+                self.position.step, self.position.time = step, logged
+                yield self.row(logged, values, step)
+
+    def steps(self, *, last: bool) -> Iterator[tuple[int, float, dict[str, float]]]:
+        """Yields the steps of metrics.jsonl; of a script's run, which has none, those in the log of rank 0."""
+        self.metrics.restarted()  # a replaced file is read from its beginning
+        for block in self.metrics.blocks():
+            for record in parse_lines(block):
+                logged, step = unix_time(record.get("time")), record.get("step")
+                if type(step) is int and not math.isnan(logged):
+                    yield step, logged, dict(measures(record))
+        if not self.run.metrics.exists():
+            for path in sorted(self.run.path.glob("logs/*/0.log"), key=lambda path: int(path.parent.name)):
+                yield from self.logs.setdefault(path, LogRows(path)).read(last=last)
+
+    def row(self, at: float, values: dict[str, float], step: int | None = None) -> TrackerRow:
+        self.start = self.start or start_time(self.run) or at
+        return TrackerRow(at, max(0.0, at - self.start), values, step)
+
+
+class HostRows:
+    """Means of health/HOST.jsonl."""
+
+    def __init__(self, path: Path):
+        self.name = path.stem
+        self.file = GrowingFile(path)
+        self.window = 0
+        self.time = 0.0
+        self.sums: dict[str, tuple[float, int]] = {}
+
+    def read(self, *, after: float, last: bool) -> Iterator[tuple[float, dict[str, float]]]:
+        """Yields the time of the last sample in each mean, and the means."""
+        after = max(after, self.time)
+        self.file.restarted()
+        for block in self.file.blocks():
+            for record in parse_lines(block):
+                sampled = unix_time(record.get("time"))
+                if not sampled > after:
+                    continue
+                if sampled // HEALTH_S != self.window and self.sums:
+                    yield self.take_means()
+                self.window, self.time = int(sampled // HEALTH_S), sampled
+                for name, value in measures(record):
+                    total, count = self.sums.get(name, (0.0, 0))
+                    self.sums[name] = total + value, count + 1
+        if last and self.sums:
+            yield self.take_means()
+
+    def take_means(self) -> tuple[float, dict[str, float]]:
+        means = {f"health/{self.name}/{name}": total / count for name, (total, count) in self.sums.items()}
+        self.sums = {}
+        return self.time, means
+
+
+class LogRows:
+    """Steps as a log shows them, each with all measures of its lines."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.file = GrowingFile(path, ends=STATE_ENDS)
+        self.step: int | None = None
+        self.values: dict[str, float] = {}
+
+    def read(self, *, last: bool) -> Iterator[tuple[int, float, dict[str, float]]]:
+        """Yields steps. Times in logs cannot be compared, so a step has the time of the file's last change, or the present."""
+        self.file.restarted()
+        for block in self.file.blocks():
+            written = min(time.time(), self.path.stat().st_mtime)
+            for raw in progress_lines(block):
+                line = read_line(raw.decode(errors="replace"))
+                if line is None:
+                    continue
+                if line.step is not None and line.step != self.step:
+                    yield from self.take_step(written)
+                    self.step = line.step
+                self.values |= dict(measures(line.values))
+        if last:
+            yield from self.take_step(time.time())
+
+    def take_step(self, written: float) -> Iterator[tuple[int, float, dict[str, float]]]:
+        if self.step is not None and self.values:
+            yield self.step, written, self.values
+        self.values = {}
+
+
+def measures(record: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yields every finite number of a record by its path: gpus/0/use, rank_ms/3."""
+    for name, value in record.items():
+        if name in SKIPPED:
+            continue
+        if isinstance(value, list):
+            value = {str(item.get("index", i) if isinstance(item, dict) else i): item for i, item in enumerate(value)}
+        if isinstance(value, dict):
+            yield from measures(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            yield prefix + name, value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

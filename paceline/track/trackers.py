@@ -1,0 +1,284 @@
+"""
+TensorBoard, Weights & Biases and trackio behind the same three calls. Each library is imported when its tracker is opened.
+
+A tracker gets numbers over steps and the config of the run. It never gets the command of a script, which may contain keys.
+"""
+
+import json
+import math
+import os
+import re
+import sys
+import threading
+import tomllib
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Callable
+from contextlib import redirect_stdout, suppress
+from dataclasses import dataclass, field
+from importlib import import_module
+from io import StringIO
+from pathlib import Path
+from typing import Any, Protocol
+
+from paceline.rundir import RunDir, read_json_lines
+from paceline.units import unix_time
+
+Report = Callable[[str], None]
+
+PROJECT = "paceline"
+CONNECT_S = 5.0  # for the first answer of W&B's server
+INIT_S = 30  # for W&B to begin a run
+ARRIVAL_S = 600.0  # for the last rows to arrive
+NO_KEY = re.compile(r"(?i)no api.key|api.key not configured")
+
+
+@dataclass(frozen=True)
+class TrackerRow:
+    """One row of numbers. step: None for a row of health. elapsed_s: since the run began."""
+
+    time: float  # Unix seconds
+    elapsed_s: float
+    values: dict[str, float]
+    step: int | None = None
+
+
+@dataclass
+class Position:
+    """How far a tracker has come. id: the tracker's name for the run."""
+
+    id: str | None = None
+    step: int = -1
+    time: float = 0.0  # of the row of that step
+    health: dict[str, float] = field(default_factory=dict)  # by host: time of the last sample
+
+
+class Tracker(Protocol):
+    redone: bool  # whether it accepts another row of a step that a resume has repeated
+    where: str  # how to view it
+
+    def add(self, row: TrackerRow) -> None: ...
+
+    def flush(self) -> None:
+        """Makes sure that added rows survive a kill; nothing to do where the library or its server reports its last step."""
+        return
+
+    def close(self, *, exit_code: int) -> bool:
+        """Ends the run at the tracker; returns whether all rows have arrived. exit_code: of the run."""
+
+
+def open_tracker(name: str, run: RunDir, position: Position, report: Report) -> Tracker:
+    """Opens a tracker and moves the position to the last row that the tracker itself has."""
+    position.id = position.id or uuid.uuid4().hex[:12]
+    openers: dict[str, Callable[[], Tracker]] = {
+        "tensorboard": lambda: TensorBoard(run, position),
+        "wandb": lambda: Wandb(run, position, report),
+        "trackio": lambda: Trackio(run, position),
+    }
+    return openers[name]()
+
+
+class TensorBoard(Tracker):
+    """Event files under RUN/track/tensorboard, with health over seconds in a folder of its own."""
+
+    redone = True
+
+    def __init__(self, run: RunDir, position: Position):
+        writers = import_module("tensorboard.summary.writer.event_file_writer")
+        self.events = import_module("tensorboard.compat.proto.event_pb2")
+        self.summaries = import_module("tensorboard.compat.proto.summary_pb2")
+        folder = run.track("tensorboard").with_suffix("")
+        self.start = start_time(run)
+        self.where = f"tensorboard --logdir {folder}"
+        is_continued = folder.exists()
+        self.steps = writers.EventFileWriter(str(folder))
+        self.health = writers.EventFileWriter(str(folder / "health"))
+        self.step = position.step
+        if is_continued:  # rows after the saved position come a second time
+            elapsed_s = max(position.health.values(), default=self.start) - self.start
+            self.restart_at(self.steps, self.step + 1)
+            self.restart_at(self.health, int(elapsed_s) + 1 if position.health else 0)
+
+    def add(self, row: TrackerRow) -> None:
+        if row.step is not None and row.step <= self.step:
+            self.restart_at(self.steps, row.step)
+        writer, step = (self.health, int(row.elapsed_s)) if row.step is None else (self.steps, row.step)
+        values = [self.summaries.Summary.Value(tag=tag, simple_value=value) for tag, value in row.values.items()]
+        summary = self.summaries.Summary(value=values)
+        writer.add_event(self.events.Event(wall_time=row.time, step=step, summary=summary))
+        self.step = self.step if row.step is None else row.step
+
+    def restart_at(self, writer: Any, step: int) -> None:
+        """Makes TensorBoard drop what it has read of this step and all after it."""
+        status = self.events.SessionLog(status=self.events.SessionLog.START)
+        writer.add_event(self.events.Event(wall_time=self.start, step=step, session_log=status))
+
+    def flush(self) -> None:
+        self.steps.flush()
+        self.health.flush()
+
+    def close(self, *, exit_code: int) -> bool:
+        self.steps.close()
+        self.health.close()
+        return True
+
+
+class Wandb(Tracker):
+    """Online if the server answers and accepts the login, else offline in RUN/track/wandb. Health goes with the next logged step.
+
+    The server reports its last step, so each row arrives once, whatever happened on this host.
+    """
+
+    redone = False
+
+    def __init__(self, run: RunDir, position: Position, report: Report):
+        os.environ |= {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}  # of this process
+        self.wandb = import_module("wandb")
+        self.run, self.report = run, report
+        self.counts_steps = not is_script(run)
+        self.waiting: dict[str, float] = {}
+        self.tracked, self.online = self.begin(position)
+        self.where = str(self.tracked.url) if self.online else f"wandb sync {run.path}/track/wandb/offline-run-*"
+        if self.online:
+            self.move(position)
+        if not self.counts_steps:
+            self.tracked.define_metric("*", step_metric="step")
+            self.tracked.define_metric("health/*", step_metric="elapsed_s")
+
+    def begin(self, position: Position) -> tuple[Any, bool]:
+        """Returns W&B's run, and whether it is online."""
+        problem = self.offline_reason()
+        if problem is None:
+            try:
+                return self.init(position, mode="online"), True
+            except Exception as error:  # of many kinds: no key, a wrong key, a server that fails
+                message = str(error).splitlines()[0]
+                problem = "not logged in, run `wandb login`" if NO_KEY.search(message) else message
+                self.wandb.teardown()  # it holds the id of the run that did not begin
+        if problem:
+            self.report(f"wandb: {problem}; saved offline, paceline track {self.run.path} --to wandb sends it later")
+        return self.init(position, mode="offline"), False
+
+    def offline_reason(self) -> str | None:
+        """Why W&B must stay offline: None if its server can be reached, empty if the user chose offline mode."""
+        settings = self.wandb.setup().settings  # from its environment variables and files
+        if settings.mode not in ("online", "run"):
+            return ""
+        url = str(settings.base_url)
+        try:
+            urllib.request.urlopen(url, timeout=CONNECT_S).close()
+        except urllib.error.HTTPError:
+            return None  # the server answers
+        except (OSError, ValueError) as error:
+            return f"no answer from {url.partition('://')[2]} ({getattr(error, 'reason', error)})"
+        return None
+
+    def init(self, position: Position, *, mode: str) -> Any:
+        settings = self.wandb.Settings(
+            silent=True, console="off", disable_git=True, disable_code=True, init_timeout=INIT_S, x_disable_stats=True,
+            x_disable_meta=True, x_disable_machine_info=True, x_save_requirements=False,
+        )  # fmt: skip
+        return self.wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT), id=position.id, name=self.run.name, resume="allow",
+            dir=str(self.run.track("wandb").parent), mode=mode, config=config_of(self.run), settings=settings,
+        )  # fmt: skip
+
+    def move(self, position: Position) -> None:
+        """Moves the position to the server's last step."""
+        last = self.tracked.step - 1
+        if self.counts_steps or last < 0:
+            metrics = read_json_lines(self.run.metrics)
+            times = [unix_time(line.get("time")) for line in metrics if line.get("step") == last]
+            position.step, position.time = last, 0.0
+            position.health = dict.fromkeys(position.health, times[-1]) if times else {}
+
+    def add(self, row: TrackerRow) -> None:
+        clock = {"_timestamp": row.time}
+        if not self.counts_steps:
+            place = {"elapsed_s": row.elapsed_s} if row.step is None else {"step": row.step}
+            self.tracked.log({**row.values, **place, **clock})
+        elif row.step is None:
+            self.waiting.update(row.values)
+        else:
+            self.tracked.log({**self.waiting, **row.values, **clock}, step=row.step)
+            self.waiting = {}
+
+    def close(self, *, exit_code: int) -> bool:
+        """Waits for ARRIVAL_S, where W&B would wait for hours. Offline files are then marked as sent, for `wandb sync`."""
+        arrived = threading.Event()
+
+        def finish() -> None:
+            try:
+                self.tracked.finish(exit_code=exit_code)
+                arrived.set()
+            except Exception as error:  # of many kinds
+                print(f"{type(error).__name__}: {error}", file=sys.stderr)
+
+        ending = threading.Thread(target=finish, daemon=True)
+        ending.start()
+        ending.join(ARRIVAL_S)
+        if self.online and arrived.is_set():
+            for path in self.run.track("wandb").parent.glob("wandb/offline-run-*/run-*.wandb"):
+                path.with_name(path.name + ".synced").touch()
+        return arrived.is_set()
+
+
+class Trackio(Tracker):
+    """trackio's own folder of this user, project `paceline`. Health goes with the next logged step."""
+
+    redone = False
+
+    def __init__(self, run: RunDir, position: Position):
+        self.trackio = import_module("trackio")
+        self.counts_steps = not is_script(run)
+        self.waiting: dict[str, float] = {}
+        with redirect_stdout(StringIO()):  # it prints a lot
+            self.tracked = self.trackio.init(
+                project=PROJECT, name=f"{run.name}-{str(position.id)[:6]}", resume="allow", config=config_of(run),
+                embed=False, auto_log_gpu=False, auto_log_cpu=False,
+            )  # fmt: skip
+        self.where = f"trackio show --project {self.tracked.project}, run {self.tracked.name}"
+        # ahead where an earlier tracker process was killed
+        position.step = max(position.step, self.tracked._next_step - 1)
+
+    def add(self, row: TrackerRow) -> None:
+        if row.step is not None:
+            self.tracked.log({**self.waiting, **row.values}, step=row.step)
+            self.waiting = {}
+        elif self.counts_steps:
+            self.waiting.update(row.values)
+        else:
+            self.tracked.log_system(row.values)
+
+    def close(self, *, exit_code: int) -> bool:
+        with redirect_stdout(StringIO()):
+            self.trackio.finish()
+        return True
+
+
+def start_time(run: RunDir) -> float:
+    """The Unix time of the run's first event; 0 before it."""
+    time = unix_time(next(read_json_lines(run.events), {}).get("time"))
+    return 0.0 if math.isnan(time) else time
+
+
+def is_script(run: RunDir) -> bool:
+    return "command" in read_toml(run.config_toml)
+
+
+def config_of(run: RunDir) -> dict[str, Any]:
+    """Returns the config that trackers show."""
+    config = read_toml(run.config_toml)
+    if "command" in config:
+        return {name: config[name] for name in ("nproc", "device") if name in config}
+    with suppress(OSError, ValueError, KeyError):
+        plan = json.loads(run.plan_json.read_text())
+        config |= {name: plan[name] for name in ("world_size", "device_batch_size", "grad_accum_steps")}
+    return config
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    with suppress(OSError, ValueError):
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    return {}

@@ -1,0 +1,325 @@
+"""
+What the worker arranges for its process as a whole: process group, end, answers to signals, clocks, records of its memory.
+
+Stacks and recorded collectives are written only when they are requested (launch/stacks.py). Memory is read a few times in a run,
+between steps and never in one; what cannot be known is None. The CPU's two settings are each worth more than any change of code;
+they hold for the whole process, so the worker makes them once, before its first large tensor. A library must not.
+"""
+
+import contextlib
+import ctypes
+import errno
+import faulthandler
+import json
+import logging
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from threading import Thread
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.errors import PacelineError
+from paceline.plan.host import peak_resident_bytes
+from paceline.plan.memory import peak_phase
+from paceline.plan.nvml import process_memory
+from paceline.plan.planner import Plan, memory_setup
+from paceline.rundir import RunDir, append_event, unwritable_file, utc_now, write_atomic
+
+TIMEOUT_S = 1800.0  # a collective that takes longer has lost a rank; the supervisor sees most deaths within a second
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+FP32_ERROR = 1e-5  # relative, of a matmul over 512 terms: fp32 makes 3e-7, bf16 or tf32 inside make over 1e-4
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # from glibc's malloc.h
+
+
+def init_distributed(device: str, *, timeout_s: float = TIMEOUT_S) -> tuple[int, int, int]:
+    """Joins the process group of torchrun's environment; returns rank, world_size, local_rank.
+
+    A single process without a launcher needs no process group. Raises PacelineError where the environment is incomplete.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size == 1:
+        if device == "cuda":
+            torch.cuda.set_device(0)
+        return 0, 1, 0
+    missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
+    if missing:
+        raise PacelineError(
+            f"WORLD_SIZE is {world_size}, but {', '.join(missing)} not set: each process would train alone",
+            fix="start it through paceline train or torchrun, or unset WORLD_SIZE",
+        )
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    timeout = timedelta(seconds=timeout_s)
+    if device == "cuda":
+        torch.cuda.set_device(local_rank)
+        dist.init_process_group("nccl", timeout=timeout, device_id=torch.device("cuda", local_rank))
+    else:
+        dist.init_process_group("gloo", timeout=timeout)
+    assert dist.get_world_size() == world_size, (dist.get_world_size(), world_size)
+    return rank, world_size, local_rank
+
+
+def shutdown() -> None:
+    """Leaves the process group at a clean end. Collective."""
+    if dist.is_initialized():
+        dist.barrier()  # a rank that leaves early resets connections from which others still read
+        dist.destroy_process_group()
+
+
+def all_reduce_sum(tensor: Tensor) -> None:
+    """Sums over ranks, in place. Collective."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+
+
+def broadcast_object(value: Any) -> Any:
+    """Returns rank 0's value on every rank. Collective."""
+    if not dist.is_initialized():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def run_rank(work: Callable[[], None], run: RunDir, *, attempt: int, rank: int) -> NoReturn:
+    """Does the work and ends the process: with 0, or with an error file in the run folder and the error's exit code."""
+    try:
+        work()
+    except BaseException as error:
+        error = explain_unwritable(run, error)
+        write_error(run, attempt=attempt, rank=rank, error=error)
+        with contextlib.suppress(OSError):  # the log may lie on a full disk
+            traceback.print_exception(error)
+            sys.stdout.flush()
+        # exit at once: interpreter shutdown would wait in the destructors of collectives whose peers are gone
+        os._exit(error.exit_code if isinstance(error, PacelineError) else 1)
+    shutdown()
+    logging.shutdown()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    os._exit(0)  # gloo's threads under DDP sometimes abort in the interpreter's own exit (torch 2.13)
+
+
+def explain_unwritable(run: RunDir, error: BaseException) -> BaseException:
+    """Returns an error with a fix where the run folder is gone or cannot be written, otherwise the error itself."""
+    if not isinstance(error, OSError) or error.filename is None:
+        return error
+    path = Path(os.fsdecode(error.filename))
+    if path.is_relative_to(run.path) and (not run.path.is_dir() or error.errno in (errno.EROFS, errno.EACCES)):
+        return unwritable_file(path if run.path.is_dir() else run.config_toml, error)
+    return error
+
+
+def write_error(run: RunDir, *, attempt: int, rank: int, error: BaseException) -> None:
+    """Writes the rank's error file, from which the supervisor learns which rank failed first, and what to show."""
+    record = {
+        "time": utc_now(),
+        "rank": rank,
+        "type": type(error).__name__,
+        "message": error.message if isinstance(error, PacelineError) else str(error),
+        "fix": error.fix if isinstance(error, PacelineError) else None,
+        "exit_code": error.exit_code if isinstance(error, PacelineError) else 3,
+        "traceback": "".join(traceback.format_exception(error)),
+        **getattr(error, "record", {}),  # of a LossTrouble: its cause and step
+    }
+    path = run.rank_error(attempt, rank)
+    with contextlib.suppress(OSError):  # the run folder may be what has failed: the traceback is in the rank's log too
+        write_atomic(path, json.dumps(record))
+
+
+def answer_with_stacks(run: RunDir, *, attempt: int, rank: int) -> None:
+    """Makes SIGUSR2 write the stack of every thread to a file, without the interpreter: even from a collective that never ends."""
+    run.logs(attempt).mkdir(parents=True, exist_ok=True)
+    faulthandler.register(signal.SIGUSR2, file=run.rank_stacks(attempt, rank).open("w"))
+
+
+def answer_with_collectives(rank: int) -> None:
+    """Starts a thread that waits at a pipe and writes this rank's recorded collectives; with NCCL torch does this by itself."""
+    pipe, dump = (os.environ.get(f"TORCH_{name}") for name in ("NCCL_DEBUG_INFO_PIPE_FILE", "FR_DUMP_TEMP_FILE"))
+    if not pipe or not dump or not dist.is_initialized() or dist.get_backend() == "nccl":
+        return
+    path = Path(f"{pipe}{rank}.pipe")
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    fd = os.open(path, os.O_RDWR)  # a writer as well: otherwise the wait ends when another writer closes the pipe
+    Thread(target=dump_collectives, args=(fd, Path(f"{dump}{rank}")), name="flight recorder", daemon=True).start()
+
+
+def dump_collectives(fd: int, dump: Path) -> None:
+    """Writes the recorded collectives whenever a byte arrives at fd, until it is closed."""
+    from torch._C._distributed_c10d import _dump_fr_trace  # type: ignore[attr-defined]
+
+    while os.read(fd, 1):  # without stack traces, which take torch a second or two
+        dump.write_bytes(_dump_fr_trace(includeStackTraces=False))
+
+
+class MemoryEvents:
+    """Writes how much memory this rank has taken and how much was planned. plan/history.py keeps each attempt's last event."""
+
+    def __init__(self, run: RunDir, attempt: int, rank: int, device: torch.device, plan: Plan, *, compiled: bool):
+        """Must be called when the model is ready to train. compiled: what the trial decided where the plan left it open."""
+        self.run, self.attempt, self.rank, self.device = run, attempt, rank, device
+        self.compile_tried = plan.compile is None
+        self.planned_bytes = peak_phase(memory_setup(replace(plan, compile=compiled))).bytes
+        self.copies_bytes = 0  # of the last checkpoint; set by the worker
+        if self.compile_tried:
+            forget_peaks(device)
+
+    def write(self, step: int) -> None:
+        """Appends one event."""
+        append_event(
+            self.run,
+            "memory",
+            attempt=self.attempt,
+            rank=self.rank,
+            step=step,
+            planned_bytes=self.planned_bytes,
+            copies_bytes=self.copies_bytes,
+            compile_tried=self.compile_tried,
+            torch=torch.__version__,
+            **footprint(self.device),
+        )
+
+
+def footprint(device: torch.device) -> dict[str, int | None]:
+    """Returns the peaks of torch's allocator, allocated_bytes and reserved_bytes, and driver_bytes, the peak of the process.
+
+    On a CPU there is no such allocator, and driver_bytes is the highest resident size so far.
+    """
+    if device.type != "cuda":
+        return {"allocated_bytes": None, "reserved_bytes": None, "driver_bytes": peak_resident_bytes()}
+    reserved = int(torch.cuda.max_memory_reserved(device))
+    return {
+        "allocated_bytes": int(torch.cuda.max_memory_allocated(device)),
+        "reserved_bytes": reserved,
+        "driver_bytes": driver_bytes(device, at_least=int(torch.cuda.memory_reserved(device))),
+    }
+
+
+def forget_peaks(device: torch.device) -> None:
+    """Resets the allocator's peaks after a trial: what that took is not what the training takes."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def driver_bytes(device: torch.device, *, at_least: int) -> int | None:
+    """Returns what the driver counts for this process on this card, context and libraries included; None if it does not."""
+    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    return own_bytes(process_memory(uuid), at_least=at_least)
+
+
+def own_bytes(processes: list[tuple[int, int]], *, at_least: int) -> int | None:
+    """Returns this process's bytes. processes: (pid, bytes) on one card.
+
+    In a container the driver lists pids of the host: a single process must then be this one, if its bytes are at_least so many.
+    """
+    sizes = [size for pid, size in processes if pid == os.getpid()]
+    if not sizes and len(processes) == 1:
+        sizes = [processes[0][1]]
+    return sizes[0] if sizes and sizes[0] >= at_least else None
+
+
+def fp32_matmul_through_onednn() -> bool:
+    """Computes fp32 matmuls by oneDNN instead of MKL, where that keeps them fp32; returns whether it does.
+
+    MKL leaves half of an AMD CPU unused: 110 against 250 GFLOP/s on one core of an EPYC 9005. PyTorch sends fp32 to oneDNN
+    only when bf16 inside is allowed. A CPU without matrix units has no use for that and computes in fp32; a trial decides.
+    """
+    setting = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = setting.fp32_precision
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(512, 512, generator=generator) for _ in range(2))
+    exact = a.double() @ b.double()
+    try:
+        setting.fp32_precision = "bf16"
+        batched = torch.bmm(a.view(4, 128, 512), b.expand(4, -1, -1)).view(512, 512)
+        errors = [(y - exact).norm() / exact.norm() for y in (a @ b, a @ b.t().contiguous().t(), batched)]
+    except RuntimeError:  # a build without oneDNN refuses the setting
+        return False
+    if max(errors) < FP32_ERROR:
+        return True
+    setting.fp32_precision = before
+    return False
+
+
+def keep_freed_memory() -> bool:
+    """Makes malloc keep freed memory instead of returning it to Linux; returns whether it does.
+
+    A training step frees and takes the same gigabyte again and again. Each page given back costs a fault when it is next touched:
+    this took up to a quarter of the step's time. The process stays as large as it was at its peak.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
+    if mallopt is None:
+        return False
+    settings = {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: 2**31 - 1, M_TOP_PAD: 64 << 20}
+    return all(mallopt(name, value) == 1 for name, value in settings.items())
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Returns the most memory held so far: by torch's allocator on a GPU, by the process on the CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class BusyClock:
+    """Measures how long a rank works on a step by itself: from the step's start to the end of its backward.
+
+    Call `start` and `stop` once in each step, `mean_ms` and `forget` when a line of metrics is due. On a GPU the device's own clock
+    counts, by events that are read a step later, when it has passed them: this adds no wait.
+    """
+
+    def __init__(self, device: torch.device):
+        self._on_gpu = device.type == "cuda"
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []  # of this step and of the previous one
+        self._started = 0.0
+        self._sum_ms, self._steps = 0.0, 0
+
+    def start(self) -> None:
+        """Marks the beginning of a step's own work."""
+        if self._on_gpu:
+            pair = self._events.pop(0) if len(self._events) > 1 else (timed_event(), timed_event())
+            pair[0].record()
+            self._events.append(pair)
+        else:
+            self._started = time.perf_counter()
+
+    def stop(self) -> None:
+        """Must be called before anything that waits for another rank."""
+        if not self._on_gpu:
+            self._add(1000 * (time.perf_counter() - self._started))
+            return
+        self._events[-1][1].record()
+        if len(self._events) > 1:  # the previous step's have passed: its loss was waited for
+            start, end = self._events[0]
+            self._add(start.elapsed_time(end))
+
+    @property
+    def mean_ms(self) -> float:
+        """Returns the mean of the steps since `forget`; 0.0 before the first."""
+        return self._sum_ms / self._steps if self._steps else 0.0
+
+    def forget(self) -> None:
+        """Starts a new mean."""
+        self._sum_ms, self._steps = 0.0, 0
+
+    def _add(self, ms: float) -> None:
+        self._sum_ms, self._steps = self._sum_ms + ms, self._steps + 1
+
+
+def timed_event() -> torch.cuda.Event:
+    """Returns an event of the GPU that records its time."""
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

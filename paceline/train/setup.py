@@ -1,0 +1,219 @@
+"""
+What a rank trains with: process group, model and optimizer as planned, compiled or not, and the checkpoint that it resumes from.
+
+The rows of the next steps are not saved: they follow from the step, the seed and RUN/skipped.json.
+"""
+
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from paceline.errors import PacelineError
+from paceline.model.checkpoint import CheckpointReader, Piece, load_newest_good
+from paceline.model.gpt import DTYPES, GPT
+from paceline.model.manifest import NoCheckpoint, clean_leftovers
+from paceline.plan.planner import Plan
+from paceline.plan.shapes import param_shapes
+from paceline.rundir import RunDir, append_event, read_json_lines, write_atomic
+from paceline.train.loop import Loader, LossScale
+from paceline.train.optim import Optimizer, ReplicatedOptimizer, ShardedOptimizer
+from paceline.train.process import (
+    answer_with_collectives,
+    broadcast_object,
+    fp32_matmul_through_onednn,
+    init_distributed,
+    keep_freed_memory,
+)
+from paceline.train.trouble import LossGuard
+from paceline.units import format_duration
+
+log = logging.getLogger("paceline")
+
+COMPILE_TRIAL_MICRO_STEPS = 3
+
+
+def start_ranks(plan: Plan) -> tuple[torch.device, int]:
+    """Joins the process group; returns this rank's device and number. Raises PacelineError if the world is not the plan's."""
+    if plan.device == "cuda" and not torch.cuda.is_available():
+        raise PacelineError(
+            f"the plan is for {plan.device_name}, but this PyTorch ({torch.__version__}) cannot use CUDA here",
+            fix="install a CUDA build of PyTorch, or --device cpu",
+        )
+    rank, world_size, local_rank = init_distributed(plan.device)
+    if world_size != plan.world_size:
+        raise PacelineError(
+            f"{world_size} ranks were started, the plan is for {plan.world_size}",
+            fix="start it through paceline train or resume",
+        )
+    answer_with_collectives(rank)
+    if plan.device == "cuda":
+        torch.set_float32_matmul_precision("highest" if plan.precision == "fp32" else "high")
+        return torch.device("cuda", local_rank), rank
+    keep_freed_memory()
+    if plan.precision == "fp32" and fp32_matmul_through_onednn():
+        log.info(
+            "fp32 matmuls go through oneDNN, checked against fp64: PyTorch's default library is slower on this CPU"
+        )
+    return torch.device("cpu"), rank
+
+
+def make_model(plan: Plan, *, seed: int, device: torch.device) -> GPT:
+    """Returns the plan's model with its first weights, fp32, on the device."""
+    model = GPT(
+        plan.model,
+        compute_dtype=DTYPES[plan.precision],
+        logits_budget_bytes=plan.logits_budget_bytes,
+        activation_checkpointing=plan.activation_checkpointing,
+        attention="flex" if plan.attention == "flex" else "sdpa",
+    )
+    model.init_weights(seed=seed)
+    model.to(device)
+    model.masks(plan.model.sequence_len, device, flex=plan.attention == "flex")
+    return model
+
+
+def make_optimizer(model: GPT, plan: Plan, *, rank: int) -> Optimizer:
+    """Returns the plan's optimizer; the sharded one moves the model's parameters into its buffers."""
+    kind = ReplicatedOptimizer if plan.shard == "none" else ShardedOptimizer
+    return kind(
+        model,
+        param_shapes(plan.model),
+        dict(plan.groups),
+        rank=rank,
+        world_size=plan.world_size,
+        compute_dtype=DTYPES[plan.precision],
+        grad_accum_steps=plan.grad_accum_steps,
+    )
+
+
+def initial_scale(plan: Plan) -> float:
+    """Returns fp16's first loss scale: 2**16 on the mean loss, as in torch.amp.GradScaler, while our loss is a sum over tokens."""
+    if plan.precision != "fp16":
+        return 1.0
+    tokens = plan.device_batch_size * plan.model.sequence_len
+    return float(2 ** max(0, 16 - (tokens - 1).bit_length()))
+
+
+def choose_compile(
+    run: RunDir,
+    model: GPT,
+    optimizer: Optimizer,
+    plan: Plan,
+    loader: Loader,
+    *,
+    rank: int,
+) -> Callable[..., Tensor]:
+    """Returns the forward to train with; where the plan leaves compiling open, a trial decides and plan.json keeps the result."""
+    if plan.compile is None:
+        eager_ms = trial_ms(optimizer, loader)
+        started = time.perf_counter()
+        model.compile(dynamic=False)
+        trial_ms(optimizer, loader)
+        compile_s = time.perf_counter() - started
+        compiled_ms = trial_ms(optimizer, loader)
+        saved_s = (eager_ms - compiled_ms) / 1000 * plan.grad_accum_steps * plan.num_steps
+        use = broadcast_object(saved_s > 0)  # rank 0's clock decides for all: different graphs would round differently
+        if not use:
+            model._compiled_call_impl = None  # back to eager
+        if rank == 0:
+            write_atomic(run.plan_json, replace(plan, compile=use).to_json())
+            text = (
+                f"compile: a micro-step takes {compiled_ms:.0f} ms compiled, {eager_ms:.0f} ms eager"
+                f" ({format_duration(compile_s)} to compile): {'compiled' if use else 'eager'}"
+            )
+            append_event(run, "note", text=text)
+            log.info(text)
+    elif plan.compile:
+        model.compile(dynamic=False)
+    return optimizer.module
+
+
+def trial_ms(optimizer: Optimizer, loader: Loader) -> float:
+    """Returns the median milliseconds of a micro-step, whose gradients are thrown away; it changes no weight."""
+    times = []
+    for _ in range(COMPILE_TRIAL_MICRO_STEPS):
+        started = time.perf_counter()
+        optimizer.zero_grad()
+        idx, targets = loader.micro_batch(0, 0)
+        with optimizer.micro_step(last=False):
+            optimizer.module(idx, targets).backward()
+        if idx.is_cuda:
+            torch.cuda.synchronize()  # a clock needs the work to be done
+        times.append(1000 * (time.perf_counter() - started))
+    return sorted(times)[len(times) // 2]
+
+
+def rng_pieces(rank: int, device: torch.device) -> list[Piece]:
+    """Returns this rank's random number generators, uint8."""
+    states = {f"rng.cpu.{rank}": torch.get_rng_state()}
+    if device.type == "cuda":
+        states[f"rng.cuda.{rank}"] = torch.cuda.get_rng_state(device)
+    return [Piece(key, tuple(state.shape), (0, len(state)), state) for key, state in states.items()]
+
+
+def resume(
+    run: RunDir,
+    optimizer: Optimizer,
+    scale: LossScale,
+    guard: LossGuard,
+    *,
+    rank: int,
+    device: torch.device,
+    plan: Plan,
+) -> int:
+    """Loads the newest good checkpoint and returns its step, 0 for a fresh run. Rank 0 alone checks the hashes. Collective."""
+    choice: tuple[str | None, list[str]] = (None, [])
+    if rank == 0 and run.checkpoints.is_dir():
+        clean_leftovers(run.checkpoints)
+        with contextlib.suppress(NoCheckpoint):
+            reader, notes = load_newest_good(run.checkpoints, set_aside=True)
+            choice = (str(reader.path), notes)
+    path, notes = broadcast_object(choice)
+    if path is None:
+        if rank == 0 and (dropped := drop_metrics_after(run, 0)):  # an attempt that ended before its first checkpoint
+            append_event(run, "resumed", step=0, from_world_size=None, dropped_metrics=dropped)
+        return 0
+    checkpoint = CheckpointReader(Path(path))
+    optimizer.load(checkpoint.read)
+    optimizer.load_state_dict(checkpoint.state["optimizer"])
+    if scale.dynamic and checkpoint.state["scale"]["value"] != 1.0:
+        scale.load_state_dict(checkpoint.state["scale"])
+    if "loss_guard" in checkpoint.state:  # not in those of earlier versions
+        guard.load_state_dict(checkpoint.state["loss_guard"])
+    load_rng(checkpoint, rank=rank, device=device)
+    if rank == 0:
+        for note in notes:
+            append_event(run, "note", text=note)
+        dropped = drop_metrics_after(run, checkpoint.step)
+        append_event(
+            run, "resumed", step=checkpoint.step, from_world_size=checkpoint.world_size, dropped_metrics=dropped
+        )
+        log.info(
+            f"resumed from {path}, step {checkpoint.step}; saved by {checkpoint.world_size} ranks, now {plan.world_size}"
+        )
+    return checkpoint.step
+
+
+def load_rng(checkpoint: CheckpointReader, *, rank: int, device: torch.device) -> None:
+    """Restores this rank's generators; a rank that did not exist at the save keeps its fresh seed."""
+    keys = checkpoint.keys()
+    if f"rng.cpu.{rank}" in keys:
+        torch.set_rng_state(checkpoint.read_all(f"rng.cpu.{rank}"))
+    if device.type == "cuda" and f"rng.cuda.{rank}" in keys:
+        torch.cuda.set_rng_state(checkpoint.read_all(f"rng.cuda.{rank}"), device)
+
+
+def drop_metrics_after(run: RunDir, step: int) -> int:
+    """Removes the lines of steps that will be redone, so that metrics.jsonl never holds a step twice; returns how many."""
+    records = list(read_json_lines(run.metrics))
+    remaining = [record for record in records if record["step"] <= step]
+    if run.metrics.exists():
+        write_atomic(run.metrics, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in remaining))
+    return len(records) - len(remaining)

@@ -1,0 +1,277 @@
+"""
+metrics.jsonl and health/<host>.jsonl as curves and as their last values, read as the files grow.
+
+Any numeric field becomes a curve. A Curve needs bounded memory, however long the run: it keeps the lowest and the highest point
+of each stretch of steps. Stretches are powers of two wide and begin at zero, so a longer one consists of whole shorter ones, and
+what is an extreme of a stretch now was kept at every earlier thinning.
+
+A long health file is not read whole: lines at even distances make the curves, its end the present. A field that seldom
+changes stands in some lines only; it holds until a line has it again. launch/health.py writes these files.
+"""
+
+import gc
+import math
+import statistics
+from array import array
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import fields
+from itertools import chain
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from paceline.units import unix_time
+from paceline.watch.growing_file import GrowingFile, parse_lines
+from paceline.watch.snapshot import GpuView, HostView, Series
+
+Record = dict[str, Any]
+
+MAX_POINTS = 2000  # of a curve
+MAX_RANK_POINTS = 32_000  # of all ranks' curves together
+RECENT_LINES = 50  # of metrics.jsonl, from which the present speed is taken
+WHOLE_BYTES = 2 << 20  # a health file up to this size is read whole
+END_BYTES = 256 << 10  # of a longer file: the last minutes, whole
+NUM_SAMPLES = 1000  # of what stands before its end
+MAX_LINE_BYTES = 16 << 10
+NUM_GAPS = 9  # between samples; their median is the usual gap
+GPU_CURVES = ("use", "used_bytes", "power_w", "temperature_c", "sm_mhz")
+HOST_CURVES = ("cpu", "ram_used", "cgroup_used", "disk_free", "net_in_bps", "net_out_bps")
+HOST_FIELDS = {field.name for field in fields(HostView)} - {"name", "time", "every_s", "gpus"}
+GPU_FIELDS = {field.name for field in fields(GpuView)} - {"index"}
+
+
+class Metrics:
+    """metrics.jsonl: call `read` now and then, and use the attributes after it."""
+
+    def __init__(self, path: Path):
+        self.file = GrowingFile(path)
+        self._forget()
+
+    def _forget(self) -> None:
+        self.curves: dict[str, Curve] = {}
+        self.rank_curves: list[Curve] = []
+        self.recent: deque[Record] = deque(maxlen=RECENT_LINES)
+        self.latest: Record = {}  # the last value of each field
+        self._columns = {name: array("d") for name in ("step", "time", "step_ms", "val_bpb")}
+
+    def read(self) -> None:
+        """Reads what is new."""
+        if self.file.restarted():
+            self._forget()
+        with paused_collector():
+            for block in self.file.blocks():
+                records = parse_lines(block)
+                self._add([record for record in records if type(record.get("step")) is int])
+
+    def column(self, name: str) -> NDArray[np.float64]:
+        """Returns step, time, step_ms or val_bpb of all lines as float64; NaN where a line lacks it."""
+        return np.frombuffer(self._columns[name]) if self._columns[name] else np.empty(0)
+
+    def _add(self, records: Sequence[Record]) -> None:
+        if not records:
+            return
+        self.recent.extend(records[-RECENT_LINES:])
+        values = by_name(records)
+        texts, ranks = values.pop("time", ()), values.pop("rank_ms", ())
+        columns = {name: numbers(values[name]) for name in values}
+        absent = np.full(len(records), math.nan)
+        columns["time"] = filled_times(unix_times(texts) if texts else absent, self.latest.get("time", 0.0))
+        for name, column in self._columns.items():
+            column.frombytes(columns.get(name, absent).tobytes())
+        for name, column_values in columns.items():
+            if name not in ("step", "time"):
+                self.curves.setdefault(name, Curve()).extend(columns["step"], column_values, columns["time"])
+            finite_rows = np.flatnonzero(np.isfinite(column_values))
+            if len(finite_rows):
+                self.latest[name] = float(column_values[finite_rows[-1]])
+        if ranks:
+            self._add_ranks(ranks, columns["step"], columns["time"])
+
+    def _add_ranks(self, ranks: Sequence[Any], steps: NDArray[np.float64], times: NDArray[np.float64]) -> None:
+        """ranks: each line's list of one value per rank, or None. The number of ranks may change with an attempt."""
+        counts = np.array([len(values) if isinstance(values, list) else 0 for values in ranks])
+        for count in sorted(set(counts.tolist()) - {0}):
+            rows = np.flatnonzero(counts == count)
+            busy = numbers(list(chain.from_iterable(ranks[row] for row in rows.tolist()))).reshape(-1, count)
+            while len(self.rank_curves) < count:
+                self.rank_curves.append(Curve(max_points=min(MAX_POINTS, max(100, MAX_RANK_POINTS // count))))
+            for rank in range(count):
+                self.rank_curves[rank].extend(steps[rows], busy[:, rank], times[rows])
+
+
+class HostHealth:
+    """health/<host>.jsonl: call `read` now and then, and use the attributes after it."""
+
+    def __init__(self, path: Path):
+        self.name = path.stem
+        self.file = GrowingFile(path)
+        self._forget()
+
+    def _forget(self) -> None:
+        self.time: float | None = None
+        self.host_curves: dict[str, Curve] = {}
+        self.gpu_curves: dict[tuple[int, str], Curve] = {}
+        self._gaps: deque[float] = deque(maxlen=NUM_GAPS)
+        self._values: dict[str, Any] = {}
+        self._gpus: dict[int, dict[str, Any]] = {}
+        self._energy: dict[int, tuple[int, int]] = {}  # by GPU: joules of earlier attempts, and of the last
+
+    def read(self) -> None:
+        """Reads what is new."""
+        if self.file.restarted():
+            self._forget()
+        pieces = self.file.samples(
+            whole_bytes=WHOLE_BYTES, end_bytes=END_BYTES, count=NUM_SAMPLES, piece_bytes=MAX_LINE_BYTES
+        )
+        self._add([record for piece in pieces for record in parse_lines(piece[: piece.find(b"\n") + 1])])
+        for block in self.file.blocks():
+            self._add(parse_lines(block))
+
+    def _add(self, records: list[dict[str, Any]]) -> None:
+        points: dict[tuple[int | None, str], tuple[list[float], list[float]]] = {}
+        for record in records:
+            time = unix_time(record.get("time"))
+            if not time > (self.time or 0):
+                continue
+            if self.time is not None:
+                self._gaps.append(time - self.time)
+            self.time = time
+            self._values.update({name: record[name] for name in HOST_FIELDS & record.keys()})
+            parts: list[tuple[int | None, tuple[str, ...], dict[str, Any]]] = [(None, HOST_CURVES, record)]
+            for gpu in record.get("gpus", ()):
+                gpu_values = self._gpus.setdefault(gpu["index"], {})
+                gpu_values.update({"throttle": []} | {name: gpu[name] for name in GPU_FIELDS & gpu.keys()})
+                parts.append((gpu["index"], GPU_CURVES, gpu))
+                self._add_energy(gpu["index"], gpu.get("energy_j"))
+            for index, names, values in parts:
+                for name in names:
+                    if isinstance(value := values.get(name), int | float):
+                        curve_times, curve_values = points.setdefault((index, name), ([], []))
+                        curve_times.append(time)
+                        curve_values.append(value)
+        for (index, name), (curve_times, curve_values) in points.items():
+            if index is None:
+                curve = self.host_curves.setdefault(name, Curve())
+            else:
+                curve = self.gpu_curves.setdefault((index, name), Curve())
+            curve.extend(curve_times, curve_values, curve_times)
+
+    def _add_energy(self, index: int, joules: Any) -> None:
+        """Adds up the energy. It is counted from the start of an attempt, so a smaller value means another attempt."""
+        if isinstance(joules, int):
+            before, last = self._energy.get(index, (0, 0))
+            self._energy[index] = (before + last, joules) if joules < last else (before, joules)
+
+    @property
+    def energy_j(self) -> int | None:
+        """The energy of all GPUs in all attempts; None where no GPU reports it."""
+        return sum(map(sum, self._energy.values())) if self._energy else None
+
+    def view(self) -> HostView:
+        gpus = [GpuView(index, **values) for index, values in sorted(self._gpus.items())]
+        every_s = statistics.median(self._gaps) if self._gaps else None
+        return HostView(self.name, self.time, every_s, **self._values, gpus=gpus)
+
+
+class Curve:
+    """A thinned curve. Its points are in the order of x: steps, or seconds where nothing counts steps."""
+
+    def __init__(self, *, max_points: int = MAX_POINTS):
+        self.max_points = max_points
+        self.x = self.values = self.times = np.empty(0)
+        self._series: Series | None = None
+
+    def extend(self, x: ArrayLike, values: ArrayLike, times: ArrayLike) -> None:
+        """Adds points with growing x. Points at or behind the first new x are replaced; non-finite values are left out."""
+        new = [np.asarray(column, dtype=float) for column in (x, values, times)]
+        is_finite = np.isfinite(new[1])
+        if not is_finite.all():
+            new = [column[is_finite] for column in new]
+        if not len(new[0]):
+            return
+        num_old = int(np.searchsorted(self.x, new[0][0]))
+        self.x, self.values, self.times = (
+            np.concatenate([old[:num_old], column])
+            for old, column in zip((self.x, self.values, self.times), new, strict=True)
+        )
+        self._series = None
+        if len(self.x) > self.max_points:
+            index = extremes(self.x, self.values, max_points=self.max_points)
+            self.x, self.values, self.times = self.x[index], self.values[index], self.times[index]
+
+    def series(self, steps: NDArray[np.float64] | None = None, times: NDArray[np.float64] | None = None) -> Series:
+        """Returns the curve with x as steps, or with the last of the run's logged steps, finished at `times`, at each time."""
+        if self._series is None:
+            x = self.x
+            if steps is not None and times is not None:
+                x = np.concatenate([[0.0], steps])[np.searchsorted(times, self.times, side="right")]
+            self._series = Series(x.astype(int).tolist(), self.values.tolist(), self.times.tolist())
+        return self._series
+
+
+def extremes(x: NDArray[np.float64], values: NDArray[np.float64], *, max_points: int) -> NDArray[np.intp]:
+    """Returns the indices of the lowest and the highest point of each stretch, and of the first and the last point."""
+    width = 1.0
+    while (x[-1] - x[0]) / width >= max_points // 2 - 2:
+        width *= 2
+    stretch = x // width
+    starts = np.flatnonzero(np.concatenate([[True], stretch[1:] != stretch[:-1]]))
+    sizes = np.diff(np.append(starts, len(x)))
+    is_extreme = np.zeros(len(x), dtype=bool)
+    is_extreme[[0, -1]] = True
+    for bounds in (np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)):
+        hits = np.flatnonzero(values == np.repeat(bounds, sizes))
+        is_first = np.concatenate([[True], stretch[hits[1:]] != stretch[hits[:-1]]])
+        is_extreme[hits[is_first]] = True
+    return np.flatnonzero(is_extreme)
+
+
+@contextmanager
+def paused_collector() -> Iterator[None]:
+    """Pauses the garbage collector: it would walk the many new records over and over, for a fifth of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def by_name(records: Sequence[Record]) -> dict[str, Sequence[Any]]:
+    """Returns the values of each field, None where a record lacks it. Fields that all records share take the fast way."""
+    common = [name for name in records[0] if name in records[-1]]
+    try:
+        rows = map(itemgetter(*common), records) if len(common) > 1 else ((record[common[0]],) for record in records)
+        columns: dict[str, Sequence[Any]] = dict(zip(common, zip(*rows, strict=True), strict=True))
+    except KeyError:
+        columns = {}
+    others = set().union(*[record for record in records if len(record) != len(columns)]) - columns.keys()
+    return columns | {name: [record.get(name) for record in records] for name in others}
+
+
+def numbers(values: Sequence[Any]) -> NDArray[np.float64]:
+    """Returns float64 values, with NaN for everything that is not a number."""
+    with suppress(ValueError, TypeError):
+        return np.array(values, dtype=float)  # None becomes NaN
+    return np.array([value if isinstance(value, int | float) else math.nan for value in values], dtype=float)
+
+
+def unix_times(texts: Sequence[Any]) -> NDArray[np.float64]:
+    """Converts ISO times in UTC to Unix seconds; NaN for anything that is not a time."""
+    with suppress(ValueError, TypeError):
+        if len(texts[0]) == len(texts[-1]) == 24 and texts[0][-1] == "Z":  # as rundir.utc_now writes them
+            return np.array(texts, dtype="U23").astype("datetime64[ms]").astype(np.int64) / 1000
+    return np.array([unix_time(text) for text in texts])
+
+
+def filled_times(times: NDArray[np.float64], before: float) -> NDArray[np.float64]:
+    """Gives each line without a time that of the line before it."""
+    times = np.concatenate([[before], times])
+    last_known = np.maximum.accumulate(np.where(np.isnan(times), 0, np.arange(len(times))))
+    return times[last_known][1:]

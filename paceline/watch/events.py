@@ -1,0 +1,180 @@
+"""
+The records of events.jsonl as text with a level, as a list of attempts and as the state of a run. Pure.
+
+Everything that shows events renders them here, so they read the same everywhere: `event_view` is for the terminal view, the web
+view and reports, `event_line` for what `paceline train` prints.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from paceline.units import format_bytes, format_ms, format_number_of, unix_time
+from paceline.watch.snapshot import AttemptView, EventView, Level, State
+
+Record = dict[str, Any]
+
+TEXT_CHARS = 300
+SAMPLE_CHARS = 160  # of a sample; the whole is in samples/
+LEVELS: dict[str, Level] = {
+    "finished": "good", "resumed": "good", "failed": "error", "verdict": "error", "rank_failed": "error", "hang": "error",
+    "save_failed": "warning", "rollback": "warning", "trouble": "warning", "finding": "warning", "stopping": "warning",
+    "interrupted": "warning", "stopped": "warning", "plan_changed": "warning",
+}  # fmt: skip
+ATTEMPT_LEVELS: dict[str, Level] = {"finished": "good", "failed": "error"}  # by the state in which an attempt ended
+UNSHOWN = {"memory"}  # only the planner reads it
+END_STATES: dict[str, State] = {
+    "finished": "finished", "stopped": "stopped", "failed": "failed", "interrupted": "stopped",
+}  # fmt: skip
+# events that do not change the state of a run
+STATELESS = {
+    "checkpoint", "sample", "note", "memory", "step_time", "finding", "attempt_ended", "verdict", "decision", "save_failed",
+}  # fmt: skip
+ATTEMPT_FIELDS = {"attempt_ended": ("state",), "verdict": ("cause", "summary"), "decision": ("action", "why")}
+# by the launching terminal; a finding is printed whole, by paceline.check.findings
+PRINTED = {"checkpoint", "save_failed", "rollback", "sample", "resumed", "stopping", "note", "step_time"}
+
+
+def event_view(event: Record) -> EventView | None:
+    """Returns an event as one line of text with its level; None for an event that only programs read."""
+    kind = str(event.get("event"))
+    if kind in UNSHOWN:
+        return None
+    step, time = event.get("step"), unix_time(event.get("time"))
+    step = step if type(step) is int else None
+    return EventView(time if time == time else None, kind, event_text(event), event_level(event), step)
+
+
+def event_line(event: Record, *, num_steps: int) -> str | None:
+    """Returns the line that the launching terminal prints; None for events that it does not print.
+
+    The line opens with the step's label where the event has a step.
+    """
+    kind, step = event.get("event"), event.get("step")
+    if kind not in PRINTED:
+        return None
+    if kind == "stopping":
+        return f"{event_text(event)}: saving a checkpoint; Ctrl-C again to end now"
+    text = event_text(event, labelled=True, max_chars=None)
+    return f"{step_label(step, num_steps)} | {text}" if isinstance(step, int) and kind != "step_time" else text
+
+
+def step_label(step: int, num_steps: int) -> str:
+    """step 00120/02500"""
+    width = max(5, len(str(num_steps)))
+    return f"step {step:0{width}d}/{num_steps:0{width}d}"
+
+
+def event_level(event: Record) -> Level:
+    kind = str(event.get("event"))
+    if kind == "attempt_ended":
+        return ATTEMPT_LEVELS.get(str(event.get("state")), "warning")
+    if kind == "rank_failed" and event.get("consequence"):
+        return "info"
+    return LEVELS.get(kind, "info")
+
+
+def event_text(event: Record, *, labelled: bool = False, max_chars: int | None = TEXT_CHARS) -> str:
+    """Returns one line of text. labelled: the step stands before it already. max_chars None: the whole text."""
+    kind = str(event.get("event"))
+    try:
+        text = training_text(kind, event, labelled=labelled) or launch_text(kind, event)
+    except (KeyError, TypeError, ValueError):  # another version wrote this event
+        text = None
+    return one_line(text or str(event.get("text", kind.replace("_", " "))), max_chars)
+
+
+def training_text(kind: str, event: Record, *, labelled: bool) -> str | None:
+    """Returns the text of an event at a step of the training; None for all other events."""
+    at = f" at step {event['step']:,}" if "step" in event and not labelled else ""
+    match kind:
+        case "checkpoint":
+            parts = [f"checkpoint saved{at}"]
+            parts += [format_bytes(event["bytes"])] if "bytes" in event else []
+            parts += [f"{event['seconds']:.1f} s"] if "seconds" in event else []
+            return (" | " if labelled else ", ").join(parts)
+        case "save_failed":
+            free = f", {format_bytes(event['free_bytes'])} free" if event.get("free_bytes") is not None else ""
+            needed = f"{format_bytes(event['needed_bytes'])} needed{free}"
+            return f"checkpoint not saved{at}: {needed}; training continues and saves as soon as there is room"
+        case "sample":
+            return f"sample{at}: {one_line(str(event.get('text', '')), SAMPLE_CHARS)}"
+        case "resumed":
+            return f"resumed{at.replace('at', 'from')}" if event["step"] else "restarting from the first step"
+        case "rollback":
+            count = f"rollback {event['number']} of at most {event['at_most']}, " if "number" in event else ""
+            skipped = f"back to step {event['to_step']:,}, skipping the batch of step {event['step']:,}"
+            return f"{event['cause']}{at}: {count}{skipped}"
+        case "trouble":
+            return event["message"] if labelled else f"step {event['step']:,}: {event['message']}"
+        case "step_time":
+            planned_s, measured_s = event["planned_s"], event["measured_s"]
+            gap = f"{100 * (measured_s / planned_s - 1):+.0f} %"
+            return f"planned {format_ms(1000 * planned_s)} a step, measured {format_ms(1000 * measured_s)} ({gap})"
+        case "finished" | "stopped":
+            bpb = "" if event.get("val_bpb") is None else f", val_bpb {event['val_bpb']:.4f}"
+            return f"{kind}{at}{bpb}"
+    return None
+
+
+def launch_text(kind: str, event: Record) -> str | None:
+    """Returns the text of an event of the launch and its attempts; None for an event that carries its own text."""
+    match kind:
+        case "launch":
+            return f"launched: data, plan and checks took {event.get('prepared_s', 0.0):.0f} s"
+        case "script":
+            return f"launched: {' '.join(event['command'])}"
+        case "attempt":
+            return f"attempt {event['attempt']} on {format_number_of(event['world_size'], 'rank')}"
+        case "attempt_ended":
+            return f"attempt {event['attempt']} {event['state']}"
+        case "rank_failed":
+            source = "launch" if event.get("rank") is None else f"rank {event['rank']}"
+            return f"{source} {'ended after it' if event.get('consequence') else 'failed'}: {event['message']}"
+        case "hang":
+            return f"hang: {event['text']}"
+        case "verdict":
+            return f"{event['cause']}: {event['summary']}"
+        case "decision":
+            return f"no further attempt: {event['why']}" if event["action"] == "stop" else str(event["why"])
+        case "plan_changed":
+            batch = f"device_batch_size {event['device_batch_size']}, {event['grad_accum_steps']} micro-steps"
+            return f"plan changed: {format_number_of(event['world_size'], 'rank')}, {batch}"
+        case "finding":
+            return f"{event['what']}: {event['why']}"
+        case "failed":
+            return "the run failed"
+        case "interrupted":
+            return "the run was interrupted"
+        case "stopping":
+            return f"stopping on {event['signal']}" if event.get("signal") else "stopping"
+    return None
+
+
+def one_line(text: str, max_chars: int | None) -> str:
+    """Returns the text on one line, without characters that would move a cursor."""
+    text = text if max_chars is None else text[: 4 * max_chars]
+    line = " ".join("".join(char if char.isprintable() else " " for char in text).split())
+    return line if max_chars is None or len(line) <= max_chars else line[: max_chars - 1] + "…"
+
+
+def attempt_views(events: Sequence[Record]) -> list[AttemptView]:
+    """Returns the attempts of a run, each with how it ended and what was decided then."""
+    attempts: dict[int, Record] = {}
+    for event in events:
+        number, kind = event.get("attempt", 0), str(event.get("event"))
+        if kind == "attempt":
+            attempts[number] = {"time": event["time"]}
+        elif number in attempts:
+            attempts[number] |= {name: event.get(name) for name in ATTEMPT_FIELDS.get(kind, ())}
+    return [AttemptView(number, **values) for number, values in attempts.items()]
+
+
+def end_state(events: Iterable[Record]) -> State:
+    """Returns the state of a run that no process holds: `broken` where no event reports its end."""
+    state: State = "broken"
+    for event in events:
+        kind = str(event.get("event"))
+        state = END_STATES.get(kind, state if kind in STATELESS else "broken")
+        if state == "broken" and kind == "attempt_ended" and event.get("state") == "interrupted":
+            state = "stopped"  # before its first step, or by a second Ctrl-C: no rank reports that it has stopped
+    return state

@@ -1,0 +1,145 @@
+"""
+Files that grow: their new whole lines in blocks, the JSON records in these, and the last lines of a log or those with a text.
+
+GrowingFile reads a half-written last line when it is whole. It reads a file that vanished, shrank or was replaced, like
+metrics.jsonl on a resume, from its beginning. Memory is bounded everywhere, because a log may have gigabytes.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from paceline.explain.lines import strip_escapes
+
+Record = dict[str, Any]
+
+BLOCK_BYTES = 1 << 20
+LINE_ENDS, STATE_ENDS = b"\n", b"\n\r"  # of a program's lines; of a progress bar's states as well
+REMEMBERED_BYTES = 64  # before the offset: other bytes there mean another file
+LINE_CHARS = 4000  # shown of a longer line
+
+
+class GrowingFile:
+    """Yields what a file has gained since the last look: call `restarted` first, then `blocks`."""
+
+    def __init__(self, path: Path, *, ends: bytes = LINE_ENDS):
+        """ends: STATE_ENDS also takes lines that a progress bar has overwritten before their end."""
+        self.path = path
+        self.ends = ends
+        self.offset = 0
+        self._inode = 0
+        self._before = b""  # the last bytes that were read
+
+    def restarted(self) -> bool:
+        """Whether the file is not a continuation of what was read; it is then read from its beginning."""
+        try:
+            stat = self.path.stat()
+            grown = self._inode in (0, stat.st_ino) and stat.st_size >= self.offset
+            same = grown and (stat.st_size == self.offset or self._is_same_before())
+            self._inode = stat.st_ino
+        except OSError:
+            same, self._inode = self.offset == 0, 0
+        if not same:
+            self.offset, self._before = 0, b""
+        return not same
+
+    def blocks(self, *, block_bytes: int = BLOCK_BYTES) -> Iterator[bytes]:
+        """Yields whole lines, each with its end. A line longer than a block comes in pieces."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
+                partial = b""
+                while chunk := file.read(block_bytes):
+                    block = partial + chunk
+                    end = last_end(block, self.ends) or (len(block) if len(block) > 2 * block_bytes else 0)
+                    block, partial = block[:end], block[end:]
+                    if block:
+                        self.skip_to(self.offset + len(block), before=block)
+                        yield block
+        except OSError:
+            return  # the file has vanished, or does not exist yet
+
+    def samples(self, *, whole_bytes: int, end_bytes: int, count: int, piece_bytes: int) -> Iterator[bytes]:
+        """Yields whole lines of a file longer than `whole_bytes`, `count` pieces at even distances; its end remains to be read."""
+        with suppress(OSError), self.path.open("rb") as file:
+            end = os.fstat(file.fileno()).st_size - end_bytes
+            if self.offset or end + end_bytes <= whole_bytes:
+                return
+            for number in range(count):
+                piece = os.pread(file.fileno(), piece_bytes, end * number // count)
+                starts = [start for start in map(piece.find, self.ends) if start >= 0]
+                yield piece[min(starts, default=-1) + 1 if number else 0 : last_end(piece, self.ends)]
+            before = os.pread(file.fileno(), piece_bytes, end - piece_bytes)
+            line_end = last_end(before, self.ends)
+            self.skip_to(end - piece_bytes + line_end, before=before[:line_end])
+
+    def skip_to(self, offset: int, *, before: bytes) -> None:
+        """Counts everything before the offset as read; `before` are the bytes that end there."""
+        self.offset, self._before = offset, before[-REMEMBERED_BYTES:]
+
+    def _is_same_before(self) -> bool:
+        with self.path.open("rb") as file:
+            return os.pread(file.fileno(), len(self._before), self.offset - len(self._before)) == self._before
+
+
+def last_end(block: bytes, ends: bytes) -> int:
+    """Where the last whole line of a block ends; 0 where it has none."""
+    return max(map(block.rfind, ends)) + 1
+
+
+def parse_lines(block: bytes) -> list[Record]:
+    """Returns the JSON objects among the lines of a block and skips all other lines."""
+    with suppress(ValueError):
+        records = orjson.loads(b"[" + block.strip(b"\n").replace(b"\n", b",") + b"]")
+        if set(map(type, records)) <= {dict}:
+            return list(records)
+    records = []
+    for line in block.split(b"\n"):
+        with suppress(ValueError):
+            if isinstance(record := orjson.loads(line), dict):
+                records.append(record)
+    return records
+
+
+def read_tail(path: Path, *, max_bytes: int = 256 << 10) -> str:
+    """Returns the last whole lines of a log as a terminal would show them; empty where the file does not exist."""
+    with suppress(OSError), path.open("rb") as file:
+        start = max(0, file.seek(0, 2) - max_bytes)
+        file.seek(start)
+        end = file.read(max_bytes)
+        return "\n".join(map(shown_line, end[end.find(b"\n") + 1 if start else 0 :].split(b"\n")))
+    return ""
+
+
+def search(path: Path, text: str, *, limit: int = 200) -> list[tuple[int, str]]:
+    """Returns the last `limit` lines that contain `text`, in upper or lower case, with their numbers from 1, oldest first."""
+    needle, file, hits, number = text.lower().encode(), GrowingFile(path), list[tuple[int, str]](), 0
+    if not needle:
+        return []
+    for block in file.blocks():
+        number = add_hits(hits, block, needle, number=number, limit=limit)
+    with suppress(OSError), path.open("rb") as end:
+        end.seek(file.offset)
+        add_hits(hits, end.read(BLOCK_BYTES), needle, number=number, limit=limit)  # a last line without an end
+    return hits
+
+
+def add_hits(hits: list[tuple[int, str]], block: bytes, needle: bytes, *, number: int, limit: int) -> int:
+    """Adds the block's matching lines; number: lines before the block. Returns the number of lines up to its end."""
+    lowered = block.lower() if needle.isascii() else block.decode(errors="replace").lower().encode()
+    if needle in lowered:
+        for index, line in enumerate(block.split(b"\n")):
+            if needle in line.decode(errors="replace").lower().encode():
+                hits.append((number + index + 1, shown_line(line)))
+        del hits[:-limit]
+    return number + block.count(b"\n")
+
+
+def shown_line(line: bytes) -> str:
+    """A line as a terminal shows it: the last state of a progress bar, without colours and cursor moves."""
+    line = line.rstrip(b"\r").rpartition(b"\r")[2]
+    return strip_escapes(line[: 4 * LINE_CHARS].decode(errors="replace"))[:LINE_CHARS]

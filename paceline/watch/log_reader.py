@@ -1,0 +1,316 @@
+"""
+Snapshots of any training log; each update reads only what is new.
+
+`read_line` takes step, number of steps, loss and speed from a line, as nanochat, nanoGPT, Hugging Face Trainer, Lightning, litgpt,
+DeepSpeed, Megatron, torchtitan and paceline print them. It finds steps and losses as paceline.explain does, which also
+explains what broke. The framework is shown only where a line can be of no other. A log of gigabytes is read in pieces at even
+distances.
+"""
+
+import math
+import re
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.errors import PacelineError
+from paceline.explain.lines import BAR, parse_count, read_step_and_loss, split_prefix, strip_bars, strip_escapes
+from paceline.explain.logs import explain
+from paceline.units import format_bytes
+from paceline.watch.curves import Curve
+from paceline.watch.growing_file import LINE_ENDS, STATE_ENDS, GrowingFile, last_end
+from paceline.watch.snapshot import LogView, Snapshot, State
+from paceline.watch.summary import max_silence_s
+
+WHOLE_BYTES = 1 << 20  # a log up to this size is read whole
+PIECE_BYTES = 8 << 10
+NUM_PIECES = 64
+EXPLAINED_BYTES = 64 << 20  # a log up to this size is explained whole
+FIRST_BYTES = 8 << 20  # of a longer log these are explained, and as much of its end as EXPLAINED_BYTES leaves
+EXPLAIN_EVERY_S = 15.0  # while it grows
+END_RATIO = 2  # times max_silence_s: a log that has not grown for so long has ended
+PART_NOTE = (
+    f"only the first {FIRST_BYTES >> 20} MiB and the last {(EXPLAINED_BYTES - FIRST_BYTES) >> 20} MiB of {{}} are searched for"
+    " the cause; line numbers count within these"
+)
+NUM_SILENCES = 100  # the last silences that a log came back from
+MAX_LINE_BYTES = 4000  # a longer line shows no progress
+
+# a line without a match shows no progress
+PROGRESS = re.compile(rb"(?i)loss|step|iter|it/s|s/it|bpb|tok|epoch|\d\s*/\s*\d|%\|")
+NUMBER = r"(?P<value>[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|(?:nan|inf)\b)"
+SEPARATOR = r"['\"]?\s*[:=|]?\s*['\"]?"
+STEPS_OF = re.compile(
+    r"(?i)(?<![a-z])(?:global[_ ]?steps?|steps?|iter(?:ation)?s?|it|batch)['\"]?\s*[:=# \[(]{0,3}\s*\d[\d,]*\s*/\s*(?P<of>\d[\d,]*)"
+)
+BAR_SPEED = re.compile(r"(?P<value>[\d.]+)\s*(?P<unit>it/s|s/it|steps?/s)")
+TRAINING_BAR = re.compile(r"(?i)\b(?:epoch|train|step|iter)|^\W*$")
+EPOCH_BAR = re.compile(r"(?i)\bepoch:? (?P<epoch>\d+)(?:/\d+)?$")
+STEP_FIRST = re.compile(r"(?i)^\W*(?:global[_ ]?)?(?:step|iter(?:ation)?)\b")
+RUN_SUMMARY = re.compile(r"train_runtime")  # the loss on such a line is the mean of all steps
+LOG_MEASURES = (  # name, a text that such a line contains in lower case, the pattern
+    ("loss", "loss", rf"(?<![a-z_])(?:train[_ /]?|lm[_ ]|running[_ ])?loss(?:[_ ](?:train|step))?{SEPARATOR}{NUMBER}"),
+    (
+        "val_loss",
+        "val",
+        rf"(?:(?<![a-z])(?:val(?:idation)?|eval)[_ /]?loss|loss train: \S+ val){SEPARATOR}{NUMBER}",
+    ),
+    ("val_bpb", "bpb", rf"(?:val(?:idation)?[_ ]?)?bpb{SEPARATOR}{NUMBER}"),
+    ("tok_per_sec", "tok", rf"(?<![a-z])tok(?:ens)?[/_ ](?:per_)?s(?:ec(?:ond)?)?{SEPARATOR}{NUMBER}"),
+    ("tok_per_sec", "tps", rf"(?<![a-z])tps{SEPARATOR}{NUMBER}"),
+    ("grad_norm", "norm", rf"(?<![a-z])(?:grad(?:ient)?[_ ]norm|gnorm){SEPARATOR}{NUMBER}"),
+    ("lr", "lr", rf"(?<![a-z])lr{SEPARATOR}\[?{NUMBER}"),
+    ("lr", "learning", rf"learning[_ ]rate{SEPARATOR}{NUMBER}"),
+    ("mfu_percent", "mfu", rf"(?<![a-z])mfu{SEPARATOR}{NUMBER}\s*%?"),
+    ("step_ms", "dt", rf"(?<![a-z])dt{SEPARATOR}{NUMBER}\s?(?P<unit>ms|s)\b"),
+    ("step_ms", "time", rf"(?:(?:iter|step|batch)[ _]time|, time){SEPARATOR}{NUMBER}\s?(?P<unit>ms|s)\b"),
+    ("step_ms", "(ms)", rf"elapsed time per iteration \((?P<unit>ms)\){SEPARATOR}{NUMBER}"),
+    ("step_ms", "(s)", rf"(?<![a-z])(?:iter|step) time \((?P<unit>s)\){SEPARATOR}{NUMBER}"),
+)
+PATTERNS = tuple((name, needle, re.compile(pattern, re.IGNORECASE)) for name, needle, pattern in LOG_MEASURES)
+OURS = re.compile(r"\| (?P<step_ms>[\d,]+) ms \| (?P<tok_per_sec>[\d,]+) tok/s")
+FRAMEWORKS = (
+    ("paceline", OURS),
+    ("nanochat", re.compile(r"\blrm: |Validation bpb:")),
+    ("litgpt", re.compile(r"Epoch \d+ \| iter \d+ step \d+ \|")),
+    ("Megatron", re.compile(r"iteration +\d+/ *\d+ \| consumed samples:")),
+    (
+        "DeepSpeed",
+        re.compile(r"\[DeepSpeed\]|\[deepspeed\]|steps: \d+ loss: .*iter time \(s\)|micro_step=\d+/global_step="),
+    ),
+    ("torchtitan", re.compile(r"\btps: [\d,]+ +tflops:")),
+    ("nanoGPT", re.compile(r"iter \d+: loss [\d.]+, time [\d.]+ms")),
+    ("Hugging Face Trainer", re.compile(r"\{'loss': .*'epoch': |'train_runtime': ")),
+    ("Lightning", re.compile(r"Epoch \d+: +\d+%\|.*(?:v_num=|_step=)|LightningModule|`Trainer\.fit` stopped")),
+)
+
+
+class TrainingLogReader:
+    """Makes snapshots of one log file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.curves = LogCurves(path)
+        self._explanation: dict[str, Any] | None = None
+        self._explained_at = (-1, -math.inf)  # size of the log, and the time
+
+    def update(self) -> Snapshot:
+        self.curves.read()
+        try:
+            stat = self.path.stat()
+        except OSError:
+            return Snapshot(self.path.name, str(self.path), "log", "unknown", notes=[f"{self.path} is gone"])
+        explanation = self._explain(stat.st_size)
+        fields = self.curves.fields()
+        end_s = END_RATIO * max_silence_s(fields["step_ms"], fields["silence_s"])
+        state = log_state(explanation, silent=time.time() - stat.st_mtime > end_s)
+        explanation = explanation if state in ("failed", "broken") else None
+        if state != "running":
+            fields["eta_s"] = None
+        notes = [PART_NOTE.format(format_bytes(stat.st_size))] if explanation and stat.st_size > EXPLAINED_BYTES else []
+        return Snapshot(
+            name=self.path.name, path=str(self.path), kind="log", state=state, updated=stat.st_mtime,
+            logs=[LogView(1, None, str(self.path), stat.st_size)], explanation=explanation, notes=notes,
+            **fields,
+        )  # fmt: skip
+
+    def _explain(self, size: int) -> dict[str, Any] | None:
+        explained_size, explained_at = self._explained_at
+        if size != explained_size and time.monotonic() - explained_at > EXPLAIN_EVERY_S:
+            log = self.path if size <= EXPLAINED_BYTES else head_and_tail(self.path, size)
+            with suppress(PacelineError, OSError):
+                self._explanation = asdict(explain(log))
+            self._explained_at = (size, time.monotonic())
+        return self._explanation
+
+
+def head_and_tail(path: Path, size: int) -> Iterator[bytes]:
+    """Yields the whole lines at both ends of a file."""
+    with path.open("rb") as file:
+        first = file.read(FIRST_BYTES)
+        yield first[: last_end(first, LINE_ENDS)]
+        file.seek(size - EXPLAINED_BYTES + FIRST_BYTES)
+        file.readline(PIECE_BYTES)
+        yield from iter(lambda: file.read(WHOLE_BYTES), b"")
+
+
+def log_state(explanation: dict[str, Any] | None, *, silent: bool) -> State:
+    """The state of a log; explanation: None where it could not be explained. silent: it has not grown for long."""
+    if explanation is None:
+        return "unknown" if silent else "running"
+    progress = explanation["progress"]
+    if explanation["cause"] not in ("healthy", "unknown"):
+        return "failed"
+    if progress["finished"]:
+        return "finished"
+    if not progress["steps"]:
+        return "unknown"
+    return "broken" if silent else "running"
+
+
+class LogCurves:
+    """The measures of one log: call `read` now and then, and use the attributes after it."""
+
+    def __init__(self, path: Path):
+        self.file = GrowingFile(path, ends=STATE_ENDS)
+        self._forget()
+
+    def _forget(self) -> None:
+        self.curves: dict[str, Curve] = {}
+        self.latest: dict[str, float] = {}
+        self.framework: str | None = None
+        self.step: int | None = None
+        self.num_steps: int | None = None
+        self.first_step: int | None = None
+        self.num_lines = 0  # with progress, of those that were read
+        self._silences: deque[float] = deque(maxlen=NUM_SILENCES)
+        self._last_stat: tuple[int, float] | None = None  # at the last read: its size, seconds since it was written
+        self._counts_steps = False  # whether a line has named its step
+        self._written = 0.0  # Unix time of the last write
+
+    def read(self) -> None:
+        """Reads what is new."""
+        if self.file.restarted():
+            self._forget()
+        with suppress(OSError):
+            stat = self.file.path.stat()
+            if self._last_stat and stat.st_size > self._last_stat[0]:
+                self._silences.append(self._last_stat[1])
+            self._written, self._last_stat = stat.st_mtime, (stat.st_size, max(0.0, time.time() - stat.st_mtime))
+        pieces = self.file.samples(
+            whole_bytes=WHOLE_BYTES, end_bytes=WHOLE_BYTES // 4, count=NUM_PIECES, piece_bytes=PIECE_BYTES
+        )
+        for block in chain(pieces, self.file.blocks()):
+            self._add(block)
+
+    def fields(self) -> dict[str, Any]:
+        """Returns the fields of a Snapshot that the lines show."""
+        latest = self.latest
+        series = {name: curve.series() for name, curve in self.curves.items()}
+        eta_s = None
+        if self.num_steps and self.step is not None and "step_ms" in latest:
+            eta_s = max(0, self.num_steps - self.step) * latest["step_ms"] / 1000
+        values = {name: latest.get(name) for name in ("loss", "val_bpb", "tok_per_sec", "step_ms", "mfu")}
+        return {
+            "framework": self.framework, "step": self.step or 0, "num_steps": self.num_steps, "eta_s": eta_s,
+            "silence_s": max(self._silences, default=None), "series": series, **values,
+        }  # fmt: skip
+
+    def eta_s(self, *, since: float) -> float | None:
+        """The time left at the speed since a Unix time, for a log whose lines show no speed."""
+        if not self.num_steps or self.step is None or self.step <= (first := self.first_step or 0):
+            return None
+        return max(0, self.num_steps - self.step) * (time.time() - since) / (self.step - first)
+
+    def _add(self, block: bytes) -> None:
+        points: dict[str, tuple[list[int], list[float]]] = {}
+        for raw in progress_lines(block):
+            text = raw.decode(errors="replace")
+            self.framework = self.framework or framework_of(text)
+            line = read_line(text)
+            if line is None or (line.by_bar and (line.num_steps or math.inf) < (self.num_steps or 0)):
+                continue  # a shorter bar is that of an evaluation
+            self.num_steps = line.num_steps or self.num_steps
+            self.num_lines += 1
+            if line.step is not None:
+                if self.step is not None and line.step < self.step:
+                    self._extend(points)  # the training restarted from an earlier step
+                    points, self.first_step = {}, None
+                self.step, self._counts_steps = line.step, True
+                self.first_step = line.step if self.first_step is None else self.first_step
+            elif not self._counts_steps and "loss" in line.values:
+                self.step = (self.step or 0) + 1  # nothing counts the steps, so each line counts as one
+            for name, value in line.values.items():
+                self.latest[name] = value
+                steps, values = points.setdefault(name, ([], []))
+                steps.append(self.step or 0)
+                values.append(value)
+        self._extend(points)
+
+    def _extend(self, points: dict[str, tuple[list[int], list[float]]]) -> None:
+        """Adds points. Loggers share no form of a time, so times follow from the speed, back from the last write."""
+        for name, (steps, values) in points.items():
+            times = self._written - (steps[-1] - np.array(steps)) * self.latest.get("step_ms", 0.0) / 1000
+            self.curves.setdefault(name, Curve()).extend(steps, values, times)
+
+
+def progress_lines(block: bytes) -> Iterator[bytes]:
+    """Yields lines, and states of a progress bar, that may show progress."""
+    for line in block.split(b"\n"):
+        for state in line.rstrip(b"\r").split(b"\r"):
+            if len(state) < MAX_LINE_BYTES and PROGRESS.search(state):
+                yield state
+
+
+@dataclass(frozen=True)
+class LineValues:
+    """What a line shows; None where it does not. by_bar: a progress bar shows it. The loss may be NaN or infinite."""
+
+    step: int | None = None
+    num_steps: int | None = None
+    values: dict[str, float] = field(default_factory=dict)
+    by_bar: bool = False
+
+
+def read_line(raw: str) -> LineValues | None:
+    """Returns what a line of a training log shows; None for a line without progress."""
+    line = split_prefix(strip_escapes(raw)).text
+    if RUN_SUMMARY.search(line):
+        return None
+    text, _ = strip_bars(line)
+    mark, values = read_step_and_loss(text), measures_of(line)
+    if mark is not None and mark.loss is not None and "val_loss" not in values:
+        values.setdefault("loss", mark.loss)
+    bar = bar_of(line)
+    step, num_steps = (mark.step if mark else None), None
+    if bar is not None:
+        step, num_steps = bar.step, bar.num_steps
+        values = {**bar.values, **values}
+    elif (total := STEPS_OF.search(text)) is not None:
+        num_steps = parse_count(total["of"])
+    elif not values and not STEP_FIRST.search(text):
+        return None  # "total steps: 1000"
+    values = {name: value for name, value in values.items() if math.isfinite(value) or name == "loss"}
+    return LineValues(step, num_steps, values, bar is not None) if values or step is not None else None
+
+
+def bar_of(text: str) -> LineValues | None:
+    """Returns what the last progress bar on the line shows; None where it cannot be that of a training."""
+    bars = list(BAR.finditer(text)) if "%|" in text else []
+    if not bars or (at := parse_count(bars[-1]["at"])) is None or not (total := parse_count(bars[-1]["of"])):
+        return None
+    before = text[: bars[-1].start("percent")].strip(" :")
+    if before and not TRAINING_BAR.search(before):
+        return None
+    values = {}
+    if (speed := BAR_SPEED.search(bars[-1][0])) is not None and float(speed["value"]) > 0:
+        rate = float(speed["value"])
+        values["step_ms"] = 1000 * rate if speed["unit"] == "s/it" else 1000 / rate
+    if (epoch := EPOCH_BAR.search(before)) is not None:  # restarts in each epoch
+        return LineValues(int(epoch["epoch"]) * total + at, None, values, True)
+    return LineValues(at, total, values, True)
+
+
+def measures_of(text: str) -> dict[str, float]:
+    measures: dict[str, float] = {}
+    lowered = text.lower()
+    for name, needle, pattern in PATTERNS:
+        if needle in lowered and (match := pattern.search(text)) is not None:
+            value = float(match["value"].replace(",", ""))
+            measures[name] = value * 1000 if match.groupdict().get("unit") == "s" else value
+    if (ours := OURS.search(text)) is not None:
+        measures |= {name: float(ours[name].replace(",", "")) for name in ("step_ms", "tok_per_sec")}
+    if "mfu_percent" in measures:
+        measures["mfu"] = round(measures.pop("mfu_percent") / 100, 6)
+    return measures
+
+
+def framework_of(text: str) -> str | None:
+    return next((name for name, pattern in FRAMEWORKS if pattern.search(text)), None)

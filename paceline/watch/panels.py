@@ -1,0 +1,360 @@
+"""
+The panels of the web page and the report as text, shares and levels, so that the browser formats and judges nothing.
+
+Pure: a Snapshot and the time in, JSON out. Numbers are formatted by the functions of the terminal view, so both views show
+the same text. A time of day stays a number, because only the browser knows the reader's time zone.
+"""
+
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, TypeGuard
+
+from paceline.units import format_bytes, format_count, format_duration, format_energy, unix_time
+from paceline.watch.device_panels import host_panel, map_panels, ranks_panel
+from paceline.watch.snapshot import LIVE, TIME_KINDS, AttemptView, EventView, Level, LogView, Series, Snapshot
+from paceline.watch.summary import (
+    LEVEL_SIGNS,
+    METRICS,
+    STATE_SIGNS,
+    first_log,
+    format_figure,
+    format_percent,
+    line_level,
+    summarize,
+)
+
+Panel = dict[str, Any]
+
+FIGURES = ("loss", "val_bpb", "tok_per_sec", "step_ms", "mfu", "peak_bytes", "total_s")
+TOLERANCE = 0.1  # of a planned figure
+QUIET_S = 20.0  # without a heartbeat, after which the head of the page shows for how long
+SIGNS = {level: sign for level, (sign, _) in LEVEL_SIGNS.items()} | {"warning": "▲"}
+TONES = {"blue": "busy", "faint": "calm"}  # of the terminal's styles; the others are called the same
+MARKED = ("verdict", "hang", "trouble", "rollback", "resumed")  # events that charts show
+SEVERITIES: dict[str, Level] = {"stop": "error", "warn": "warning"}
+COMMAND = re.compile(r"(?:paceline|--|[A-Z_]+=|pip|sudo|export)\b ?|--")
+
+
+def run_panels(snapshot: Snapshot, *, now: float) -> dict[str, Any]:
+    """Returns every panel by name; None or empty where the run has nothing to show in it."""
+    return {
+        "head": head_panel(snapshot, now=now),
+        "tiles": list(tiles(snapshot)),
+        "fields": fields(snapshot),
+        "figures": list(compared_figures(snapshot)),
+        "why": why_panel(snapshot.explanation) if snapshot.explanation else None,
+        "attempts": attempts_panel(snapshot),
+        "plan": [
+            (figure.name, figure.planned, figure.text, figure.difference)
+            for figure in figures(snapshot)
+            if figure.planned
+        ]
+        or None,
+        "goodput": goodput_panel(snapshot),
+        "findings": [finding_panel(finding) for finding in snapshot.findings] or None,
+        "ranks": ranks_panel(snapshot),
+        "hosts": [host_panel(host, is_live=snapshot.state in LIVE, now=now) for host in snapshot.hosts],
+        "maps": map_panels(snapshot),
+        "events": [  # what stands beside an event's own text
+            {"sign": SIGNS[event.level], "step": "" if event.step is None else f"step {event.step:,}"}
+            for event in snapshot.events
+        ],
+        "spans": [span_panel(snapshot, attempt) for attempt in snapshot.attempts],
+        "marks": {axis: marks_on(snapshot, axis) for axis in ("steps", "tokens", "hours")},
+        "logs": logs_panel(snapshot),
+    }
+
+
+def badge(state: str) -> Panel:
+    sign, style = STATE_SIGNS.get(state, STATE_SIGNS["unknown"])
+    return {"state": state, "sign": sign, "level": TONES.get(style, style)}
+
+
+def difference(share: float) -> str:
+    """0.09 -> '+9 %'; empty for NaN."""
+    return "" if math.isnan(share) else f"{100 * share:+.0f} %".replace("-", "−")
+
+
+def head_panel(snapshot: Snapshot, *, now: float) -> Panel:
+    """Returns name, state, command, summary and progress; `title` is the title of the browser's tab."""
+    share = min(1.0, snapshot.step / snapshot.num_steps) if snapshot.num_steps else None
+    is_live, shown = snapshot.state in LIVE, badge(snapshot.state)
+    level = "busy" if is_live and shown["level"] == "good" else shown["level"]
+    command = f"a log of {snapshot.framework}" if snapshot.framework else None
+    verdict = None if snapshot.explanation else summarize(snapshot, now=now)
+    part = f"{math.floor(100 * share)} % " if share is not None and is_live else ""
+    return {
+        "badge": shown,
+        "command": " ".join(snapshot.command) if snapshot.command else command,
+        "summary": {"level": verdict.level, "text": verdict.text} if verdict else None,
+        "notes": snapshot.notes,
+        "progress": None if share is None else {"percent": round(100 * share, 1), "level": level},
+        "facts": list(head_facts(snapshot, share, now=now)),
+        "title": f"{shown['sign']} {part}{snapshot.name} · paceline",
+    }
+
+
+def head_facts(snapshot: Snapshot, share: float | None, *, now: float) -> Iterator[list[Any]]:
+    """Yields sentences in pieces: text, {text} in bold, {time} for the reader's clock."""
+    is_live = snapshot.state in LIVE
+    if snapshot.step or snapshot.num_steps:
+        after = f" of {snapshot.num_steps:,}, {100 * (share or 0):.{1 if (share or 0) < 0.1 else 0}f} %"
+        yield [{"text": f"step {snapshot.step:,}"}, *([after] if snapshot.num_steps else [])]
+    if snapshot.tokens_per_step and snapshot.step:
+        yield [f"{format_count(snapshot.step * snapshot.tokens_per_step)} tokens"]
+    if snapshot.elapsed_s is not None:
+        yield [f"{format_duration(snapshot.elapsed_s)} {'so far' if is_live else 'in all'}"]
+    if is_live and snapshot.eta_s is not None:
+        until = round((now + snapshot.eta_s) / 60) * 60
+        yield [{"text": f"{format_duration(snapshot.eta_s)} to go"}, ", until ", {"time": until, "seconds": False}]
+    if snapshot.updated is None:
+        return
+    if not is_live:
+        yield ["last heartbeat ", {"time": round(snapshot.updated), "seconds": True}]
+    elif (silent_s := now - snapshot.updated) >= QUIET_S:
+        yield [f"silent for {format_duration(silent_s // 5 * 5)}"]
+
+
+def known(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+class Figure(NamedTuple):
+    """A figure as the views show it, beside that of the plan."""
+
+    name: str
+    value: float | None
+    text: str
+    planned: str  # empty without a plan
+    difference: str  # empty where one of the two is not known
+    worse: bool  # than the plan, by more than TOLERANCE
+
+
+def figures(snapshot: Snapshot) -> Iterator[Figure]:
+    """Yields the figures that are planned or measured."""
+    remaining_s = snapshot.eta_s if snapshot.state in LIVE else 0.0
+    total_s = None if remaining_s is None or snapshot.elapsed_s is None else snapshot.elapsed_s + remaining_s
+    for name in FIGURES:
+        expected = (snapshot.plan or {}).get(name)
+        value = total_s if name == "total_s" else getattr(snapshot, name)
+        planned = format_figure(name, expected) if known(expected) and expected else ""
+        if not planned and value is None:
+            continue
+        over = value / expected - 1 if known(expected) and expected and known(value) else math.nan
+        worse = over < -TOLERANCE if name in METRICS and METRICS[name].better == "more" else over > TOLERANCE
+        yield Figure(name, value, format_figure(name, value), planned, difference(over), worse)
+
+
+def tiles(snapshot: Snapshot) -> Iterator[Panel]:
+    """Yields the last figures, compared with the plan."""
+    for figure in figures(snapshot):
+        name = figure.name
+        if name == "total_s" or not known(figure.value):
+            continue
+        tile: Panel = {"name": name, "value": figure.text}
+        if name == "val_bpb":
+            best = min(filter(math.isfinite, snapshot.series.get(name, Series()).values), default=figure.value)
+            tile["note"] = f"best {format_figure(name, best)}"
+        elif figure.planned:
+            tile |= {"note": f"plan {figure.planned} ", "difference": figure.difference, "worse": figure.worse}
+        yield tile
+    if snapshot.goodput and snapshot.goodput.share is not None:
+        yield {"name": "goodput", "value": format_percent(snapshot.goodput.share), "note": "of the time in steps"}
+
+
+def fields(snapshot: Snapshot) -> dict[str, Panel]:
+    """Returns the charts in their order: what a chart shows, its unit, and its last value as text."""
+    drawn = {name for name, series in snapshot.series.items() if any(map(math.isfinite, series.values))}
+    shown = {}
+    for name in [name for name in METRICS if name in drawn] + sorted(drawn - METRICS.keys()):
+        measure, last = METRICS.get(name), format_figure(name, snapshot.series[name].values[-1])
+        about, unit, steady = (measure.about, measure.unit, measure.steady) if measure else (None, None, False)
+        shown[name] = {"about": about, "unit": unit, "steady": steady, "last": last}
+    return shown
+
+
+def compared_figures(snapshot: Snapshot) -> Iterator[Panel]:
+    """Yields what a comparison shows of a run; `better` is "less" or "more"."""
+    if snapshot.step:
+        yield {"name": "step", "text": f"{snapshot.step:,}", "value": snapshot.step, "better": None}
+    for name, value, text, *_ in figures(snapshot):
+        if name in METRICS and known(value):
+            yield {"name": name, "text": text, "value": value, "better": METRICS[name].better}
+    if snapshot.elapsed_s is not None:
+        yield {"name": "time", "text": format_duration(snapshot.elapsed_s), "value": None, "better": None}
+    if snapshot.goodput and (share := snapshot.goodput.share) is not None:
+        yield {"name": "goodput", "text": format_percent(share), "value": share, "better": "more"}
+
+
+def why_panel(why: dict[str, Any]) -> Panel:
+    place = [f"rank {why['rank']}"] if why.get("rank") is not None else []
+    place += [f"step {why['step']:,}"] if why.get("step") is not None else []
+    place += [f"host {why['host']}"] if why.get("host") else []
+    sure = [f"{format_percent(why['confidence'])} sure"] if why.get("confidence") is not None else []
+    sure += [f"it could also be {' or '.join(why['also'])}"] if why.get("also") else []
+    blocks = {"Evidence": why.get("evidence"), "Only followed": why.get("consequences")}
+    return {
+        "cause": why.get("cause"),
+        "place": ", ".join(place),
+        "summary": why.get("summary"),
+        "fix": why.get("fix"),
+        "is_command": bool(COMMAND.match(str(why.get("fix")))),
+        "blocks": [
+            {"title": title, "lines": [evidence_line(line) for line in lines]}
+            for title, lines in blocks.items()
+            if lines
+        ],
+        "sure": "; ".join(sure),
+    }
+
+
+def evidence_line(line: dict[str, Any]) -> Panel:
+    place = f"{line['source']}:{line.get('line')}" if line.get("source") else f"line {line.get('line')}"
+    rank = "" if line.get("rank") is None else f"  rank {line['rank']}"
+    return {"place": place + rank, "text": line.get("text")}
+
+
+def attempts_panel(snapshot: Snapshot) -> list[Panel] | None:
+    """Returns the attempts; None where other panels already show everything about the only attempt."""
+    attempts = snapshot.attempts
+    if len(attempts) < 2 and (snapshot.explanation or not any(attempt.cause for attempt in attempts)):
+        return None
+    return [
+        {
+            "number": attempt.attempt,
+            "badge": badge(attempt_state(snapshot, attempt)),
+            "time": unix_time(attempt.time),
+            "cause": attempt.cause,
+            "summary": attempt.summary,
+            "action": action_text(attempt),
+        }
+        for attempt in attempts
+    ]
+
+
+def action_text(attempt: AttemptView) -> str | None:
+    """Returns what was decided after an attempt."""
+    return f"then {attempt.action.replace('_', ' ')}: {attempt.why}" if attempt.action else None
+
+
+def attempt_state(snapshot: Snapshot, attempt: AttemptView) -> str:
+    is_current = snapshot.state in LIVE and attempt is snapshot.attempts[-1]
+    return attempt.state or ("running" if is_current else "broken")
+
+
+def span_panel(snapshot: Snapshot, attempt: AttemptView) -> Panel:
+    """Returns an attempt as a bar over time; without an end, the bar goes to the last heartbeat."""
+    following = [unix_time(other.time) for other in snapshot.attempts if other.attempt > attempt.attempt]
+    begin, end = unix_time(attempt.time), min(following, default=math.inf)
+    ends = (event.time for event in snapshot.events if event.kind == "attempt_ended")
+    grain = max(5.0, (snapshot.elapsed_s or 0.0) // 500)  # a pixel of the bar: finer, it would be redrawn in vain
+    last = min(end, (snapshot.updated or begin) // grain * grain)
+    end = next((time for time in ends if time is not None and begin <= time < end), max(begin, last))
+    shown = badge(attempt_state(snapshot, attempt))
+    return {
+        "number": attempt.attempt,
+        "label": f"attempt {attempt.attempt}: {shown['state']}",
+        "sign": shown["sign"],
+        "level": shown["level"],
+        "from": begin,
+        "to": end,
+        "duration": format_duration(end - begin),
+        "summary": attempt.summary,
+    }
+
+
+def goodput_panel(snapshot: Snapshot) -> Panel | None:
+    spent = snapshot.goodput
+    if spent is None or not spent.busy_s:
+        return None
+    kinds = sorted(
+        (kind for kind, seconds in spent.seconds.items() if seconds > 0), key=lambda kind: -spent.seconds[kind]
+    )
+    rows = []
+    for kind in sorted(kinds, key=lambda kind: kind == "idle"):
+        share = None if kind == "idle" else spent.seconds[kind] / spent.busy_s
+        text = "" if share is None else f"{100 * share:.1f} %"
+        duration = format_duration(spent.seconds[kind])
+        rows.append({"kind": kind, "name": TIME_KINDS[kind], "duration": duration, "share": share, "percent": text})
+    energy = None if spent.energy_j is None else f"The GPUs took {format_energy(spent.energy_j)}."
+    return {"rows": rows, "energy": energy}
+
+
+def finding_panel(finding: dict[str, Any]) -> Panel:
+    level = severity_level(finding)
+    about = ", ".join(str(finding[name]) for name in ("id", "host") if finding.get(name))
+    texts = {name: finding.get(name) for name in ("severity", "what", "why", "fix")}
+    return {"level": level, "sign": SIGNS[level], "about": about, **texts}
+
+
+def severity_level(finding: dict[str, Any]) -> Level:
+    return SEVERITIES.get(str(finding.get("severity")), "info")
+
+
+def marks_on(snapshot: Snapshot, axis: str) -> Panel:
+    """Returns where something failed or resumed on an axis of the charts, and bands of the steps or hours that were lost."""
+    marks, bands, broken = [], [], list[float]()
+    for event in snapshot.events:
+        if event.kind not in MARKED or (x := place_on(snapshot, event, axis)) is None:
+            continue
+        if event.kind != "resumed":
+            broken.append(x)
+        elif not event.step:
+            continue  # the beginning of the run
+        elif broken:
+            bands.append([min(x, *broken), max(x, *broken)])
+            broken = []
+        marks.append({"x": x, "kind": event.kind})
+    return {"marks": marks, "bands": bands}
+
+
+def place_on(snapshot: Snapshot, event: EventView, axis: str) -> float | None:
+    guide = snapshot.series.get("loss", Series())
+    if axis == "hours":
+        is_timed = event.time is not None and snapshot.started is not None
+        return (event.time - snapshot.started) / 3600 if is_timed else None  # type: ignore[operator]
+    step = event.step
+    if step is None and event.time is not None and guide.steps:
+        step = guide.steps[max(0, bisect_right(guide.times, event.time) - 1)]
+    if step is None or axis == "steps":
+        return step
+    return step * snapshot.tokens_per_step if snapshot.tokens_per_step else None
+
+
+def logs_panel(snapshot: Snapshot) -> Panel:
+    """Returns the logs, the latest attempt first, and the key of the one to open with."""
+    logs = sorted(snapshot.logs, key=lambda log: (-log.attempt, -1 if log.rank is None else log.rank))
+    several = len({log.attempt for log in logs}) > 1
+    first = first_log(snapshot)
+    rows = []
+    for log in logs:
+        whose = ("the log" if snapshot.kind == "log" else "launch") if log.rank is None else f"rank {log.rank}"
+        label = (f"attempt {log.attempt}, " if several else "") + whose
+        place = {"attempt": log.attempt, "rank": log.rank, "path": log.path, "bytes": log.bytes}
+        rows.append({"key": log_key(log), "label": label, "size": format_bytes(log.bytes), **place})
+    return {"rows": rows, "first": log_key(first) if first else None}
+
+
+def log_key(log: LogView) -> str:
+    return f"{log.attempt}/{'' if log.rank is None else log.rank}"
+
+
+def log_levels(lines: Sequence[str]) -> dict[str, str]:
+    """Returns the levels of lines that have one, by index."""
+    return {str(index): level for index, line in enumerate(lines) if (level := line_level(line)) != "info"}
+
+
+def run_row(run: dict[str, Any]) -> Panel:
+    """Returns the texts of a run in the list of all runs. run: as RunStatus.to_json returns it."""
+    num_steps, command = run["num_steps"], run["command"]
+    steps = f"{run['step']:,}" + (f" of {num_steps:,}" if num_steps else "")
+    return {
+        "badge": badge(run["state"]),
+        "command": " ".join(command) if command else None,
+        "share": run["step"] / num_steps if num_steps else None,
+        "steps": "n/a" if command else steps,
+        "time": unix_time(run["time"]) if run["time"] else None,
+        **{name: format_figure(name, run[name]) for name in ("loss", "val_bpb", "tok_per_sec")},
+    }

@@ -1,0 +1,112 @@
+// Formats what depends on the zoom, the pointer or the reader's clock: labels of axes, values under the cursor, times of
+// day. The server formats every other text.
+'use strict';
+
+// Returns so many significant digits, without trailing zeros.
+const trim = (value, digits) => String(Number(value.toPrecision(digits)));
+
+const formatCount = (count) => Math.round(count).toLocaleString('en-US');
+
+// 856_679 -> '857K', for axes.
+function formatShort(value) {
+  const size = Math.abs(value);
+  if (size >= 1000) {
+    const power = Math.min(4, Math.floor(Math.log10(size) / 3));
+    return `${trim(value / 1000 ** power, 3)}${['', 'K', 'M', 'B', 'T'][power]}`;
+  }
+  return size !== 0 && size < 0.001 ? value.toExponential(1) : trim(value, 4);
+}
+
+function formatBytes(bytes) {
+  let [size, unit] = [bytes, 'B'];
+  for (const next of ['KiB', 'MiB', 'GiB', 'TiB']) if (Math.abs(size) >= 1024) [size, unit] = [size / 1024, next];
+  return `${unit === 'B' || size >= 100 ? size.toFixed(0) : size.toFixed(1)} ${unit}`;
+}
+
+// By the unit that the server names; the server formats the last value in the same way.
+const UNITS = {
+  loss: (value) => value.toFixed(4),
+  ms: (value) => `${value >= 100 ? formatCount(value) : value.toFixed(value >= 10 ? 1 : 2)} ms`,
+  share: (value) => `${(100 * value).toFixed(1)} %`,
+  percent: (value) => `${(100 * value).toFixed(0)} %`,
+  bytes: formatBytes,
+  count: formatCount,
+  watts: (value) => `${value.toFixed(0)} W`,
+  celsius: (value) => `${value.toFixed(0)} °C`,
+};
+const plainNumber = (value) => (Math.abs(value) < 10_000 ? trim(value, 4) : formatCount(value));
+const formatUnit = (value, unit) => (isNumber(value) ? (UNITS[unit] || plainNumber)(value) : NA);
+
+const AXIS_UNITS = { bytes: formatBytes, share: (value) => `${trim(100 * value, 3)} %` };
+const formatAxis = (value, unit) => (AXIS_UNITS[unit] || formatShort)(value);
+
+// Returns the unit of the x axis that fits the range, in hours, and its name.
+function hoursUnit([from, to]) {
+  const width = to - from;
+  return width > 96 ? [24, 'd'] : width > 2 ? [1, 'h'] : width > 0.05 ? [1 / 60, 'm'] : [1 / 3600, 's'];
+}
+
+function formatTick(x, axis, range) {
+  if (axis !== 'hours') return formatShort(x);
+  const [unit, name] = hoursUnit(range);
+  return `${trim(x / unit, 4)}${name}`;
+}
+
+function formatX(x, axis, range) {
+  if (axis === 'steps') return `step ${formatCount(x)}`;
+  return axis === 'hours' ? `after ${formatTick(x, axis, range)}` : `${formatShort(x)} tokens`;
+}
+
+// Made once, because making one takes a browser much longer than using it.
+const clockFormat = (options) => new Intl.DateTimeFormat('en-GB', options);
+const CLOCKS = [
+  clockFormat({ hour: '2-digit', minute: '2-digit' }),
+  clockFormat({ hour: '2-digit', minute: '2-digit', second: '2-digit' }),
+];
+const DAY = clockFormat({ day: 'numeric', month: 'short' });
+
+// Returns Unix seconds as a time of the reader's clock, with the day where it is not today.
+function formatTime(time, { seconds = true, day = false } = {}) {
+  if (!isNumber(time)) return NA;
+  const date = new Date(time * 1000);
+  const clock = CLOCKS[Number(seconds)].format(date);
+  return !day && date.toDateString() === new Date().toDateString() ? clock : `${DAY.format(date)} ${clock}`;
+}
+
+// Returns round values in [from, to], about `most` of them.
+function niceTicks(from, to, most) {
+  const rough = (to - from) / Math.max(1, most);
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const width = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough);
+  const ticks = [];
+  for (let tick = Math.ceil(from / width) * width; tick <= to + width * 1e-9; tick += width)
+    ticks.push(Number(tick.toPrecision(12)));
+  return ticks;
+}
+
+function axisTicks(axis, range, most) {
+  const unit = axis === 'hours' ? hoursUnit(range)[0] : 1;
+  return niceTicks(range[0] / unit, range[1] / unit, most).map((tick) => tick * unit);
+}
+
+function valueTicks(from, to, most, { log, unit }) {
+  if (log) {
+    const inside = (tick) => tick >= from && tick <= to;
+    const powers = Array.from({ length: 40 }, (_, i) => 10 ** (i - 20));
+    const ticks = powers.flatMap((power) => [power, 2 * power, 5 * power]).filter(inside);
+    if (ticks.length < 3) return niceTicks(from, to, most);
+    return ticks.length > most + 1 && powers.filter(inside).length > 1 ? powers.filter(inside) : ticks;
+  }
+  const scale = unit === 'bytes' ? 1024 ** Math.max(0, Math.floor(Math.log(Math.max(to, 1)) / Math.log(1024))) : 1;
+  return niceTicks(from / scale, to / scale, most).map((tick) => tick * scale);
+}
+
+// Returns a few round times of the reader's clock.
+function timeTicks(from, to, most) {
+  const widths = [1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14400, 21600, 43200, 86400, 172800, 604800];
+  const width = widths.find((size) => (to - from) / size <= Math.max(2, most)) ?? 2592000;
+  const shift = new Date(from * 1000).getTimezoneOffset() * 60;
+  const ticks = [];
+  for (let time = Math.ceil((from - shift) / width) * width + shift; time <= to; time += width) ticks.push(time);
+  return ticks;
+}

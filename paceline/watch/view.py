@@ -1,0 +1,289 @@
+"""
+`paceline watch` and `paceline report`: which run or log is shown, and as what.
+
+`watch` shows it in the terminal, once as text or JSON, or in the browser; textual and starlette are imported by the view that needs
+them. `report` writes one run in one file, to keep or to send: the browser's own page with the run in it, or Markdown. The HTML
+needs no server: it holds scripts, styles and numbers, and its content policy forbids everything else. The caller's `redact`
+takes out what may be secret.
+"""
+
+import base64
+import hashlib
+import html
+import json
+import math
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import PacelineError, UsageError
+from paceline.options import WatchOptions
+from paceline.rundir import RunDir, find_run
+from paceline.units import format_count, format_duration, format_list
+from paceline.watch.panels import action_text, figures, goodput_panel, run_panels, why_panel
+from paceline.watch.snapshot import Series, Snapshot, changes, to_text
+from paceline.watch.status import list_runs, open_reader, read_about
+from paceline.watch.summary import attempt_outcome, format_time, summarize
+from paceline.watch.terminal.chart import format_short, sparkline
+from paceline.watch.terminal.pages import format_once
+
+INTERVAL_S = 3.0
+PIPE_WIDTH = 100
+MIN_WIDTH = 60
+PLAIN_TERMINALS = ("linux", "vt100", "vt220")  # their fonts have no dots of Braille
+NO_TERMINALS = ("", "dumb", "unknown")
+STATIC = Path(__file__).parent / "static"
+STYLE = re.compile(r'<link rel="stylesheet" href="static/([\w.]+)">\n')
+SCRIPT = re.compile(r'<script defer src="static/([\w.]+)"></script>\n')
+SPARKLINE_WIDTH = 48  # characters of a curve in Markdown
+MAX_EVENTS = 30  # in Markdown
+
+
+def show_run(options: WatchOptions) -> int:
+    """Shows the run or log that the options mean, in the view that they mean; returns the exit code."""
+    check_options(options)
+    if options.web:
+        from paceline.watch.web import serve
+
+        path = what_to_watch(options) if options.run or options.log else None
+        return serve(Path(options.runs_dir), path, port=options.port, open_browser=options.open)
+    path = what_to_watch(options)
+    if options.json:
+        print(json.dumps(open_reader(path).update().to_json(), indent=1))
+        return 0
+    if options.once or not is_terminal():
+        if not options.once:
+            print("standard output is not a terminal: printing one view, as --once does", file=sys.stderr)
+        print_once(path, ascii_only=options.ascii)
+        return 0
+    from paceline.watch.terminal.app import watch
+
+    watch(
+        open_reader(path),
+        interval_s=options.interval_s or INTERVAL_S,
+        ascii_only=options.ascii or takes_no_utf8() or os.environ.get("TERM") in PLAIN_TERMINALS,
+    )
+    return 0
+
+
+def check_options(options: WatchOptions) -> None:
+    """Raises UsageError for options that contradict each other."""
+    if options.run and options.log:
+        raise UsageError("watch takes a RUN or a --log, both are given", fix=f"paceline watch --log {options.log}")
+    if options.json and not options.once and not options.web:
+        raise UsageError("--json needs --once", fix="paceline watch --once --json")
+    if (options.port is not None or options.open) and not options.web:
+        raise UsageError("--port and --open need --web", fix="paceline watch --web")
+    others = {
+        "--once": options.once,
+        "--json": options.json,
+        "--interval": options.interval_s,
+        "--ascii": options.ascii,
+    }
+    names = [name for name, value in others.items() if value]
+    if options.web and names:
+        raise UsageError(f"{names[0]} cannot be combined with --web", fix=f"leave out {format_list(names)}, or --web")
+
+
+def what_to_watch(options: WatchOptions) -> Path:
+    """Returns the log, or the run that the options give; else the running one, else the latest."""
+    if options.log is not None:
+        return options.log
+    if options.run and Path(options.run).is_file():
+        return Path(options.run)  # a log without --log
+    if options.run:
+        return find_run(options.run, runs_dir=options.runs_dir).path
+    runs = list_runs(Path(options.runs_dir))
+    if not runs:
+        raise PacelineError(
+            f"no runs in {options.runs_dir}",
+            fix="paceline train makes one; paceline watch --log FILE watches any training's log",
+        )
+    return Path(next((run for run in runs if run.state == "running"), runs[0]).path)
+
+
+def print_once(path: Path, *, ascii_only: bool) -> None:
+    width = max(MIN_WIDTH, shutil.get_terminal_size((PIPE_WIDTH, 24)).columns)
+    colour, plain = sys.stdout.isatty() and not os.environ.get("NO_COLOR"), ascii_only or takes_no_utf8()
+    print(format_once(open_reader(path).update(), now=time.time(), width=width, colour=colour, ascii_only=plain))
+
+
+def is_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "") not in NO_TERMINALS
+
+
+def takes_no_utf8() -> bool:
+    return (sys.stdout.encoding or "").lower().replace("-", "") != "utf8"
+
+
+def find_reported(name: str, *, runs_dir: str) -> Path:
+    """Returns the path of what is reported: a run folder, a run by its name, or a log file."""
+    path = Path(name)
+    return path if path.is_file() else find_run(name, runs_dir=runs_dir).path
+
+
+def write_report(output: Path, text: str) -> None:
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PacelineError(
+            f"cannot write {output}: {error.strerror}", fix="write to another place with --output FILE"
+        ) from error
+
+
+def html_report(path: Path, *, now: float, redact: Callable[[Any], Any] = lambda value: value) -> str:
+    """Returns the page of a run folder or a log file."""
+    snapshot, about = open_reader(path).update(), read_about(RunDir(path))
+    verdict = summarize(snapshot, now=now)
+    report = {
+        **changes(None, snapshot),
+        "run": snapshot.name,
+        "now": now,
+        "summary": verdict and asdict(verdict),
+        "panels": {**run_panels(snapshot, now=now), "logs": None},
+        "about": about,
+    }
+    for log in report["parts"]["logs"]:
+        log["path"] = Path(log["path"]).name
+    return page_with(redact(report), title=f"{snapshot.name} · paceline")
+
+
+def page_with(report: dict[str, Any], *, title: str) -> str:
+    """Returns index.html with everything that it loads put into it, in the same order."""
+    page = (STATIC / "index.html").read_text(encoding="utf-8")
+    style, script = (
+        "\n".join((STATIC / name).read_text(encoding="utf-8") for name in pattern.findall(page))
+        for pattern in (STYLE, SCRIPT)
+    )
+    policy = f"default-src 'none'; style-src '{hash_of(style)}'; script-src '{hash_of(script)}'; img-src data:"
+    data = to_text(report).replace("<", "\\u003c")  # so that no text of a run ends the script element
+    tag = f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+    elements = f'<script type="application/json" id="report">{data}</script>\n<script>{script}</script>\n</body>'
+    page = SCRIPT.sub("", STYLE.sub("", page))
+    page = page.replace(
+        "<title>paceline</title>", f"<title>{html.escape(title, quote=False)}</title>\n<style>{style}</style>"
+    )
+    return page.replace('<meta charset="utf-8">', f'<meta charset="utf-8">\n{tag}').replace("</body>", elements)
+
+
+def hash_of(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def markdown_report(path: Path, *, now: float, redact: Callable[[Any], Any] = lambda value: value) -> str:
+    """Returns the report as Markdown, for an issue, a pull request or a notebook of experiments."""
+    snapshot, about = open_reader(path).update(), read_about(RunDir(path))
+    verdict = summarize(snapshot, now=now)
+    blocks = [
+        [f"# {escape(snapshot.name)}: {snapshot.state}", "", *([escape(verdict.text)] if verdict else [])],
+        [", ".join(progress(snapshot))],
+        figure_rows(snapshot),
+        section("What happened", explanation(snapshot)),
+        section("Curves", curves(snapshot.series)),
+        section("Where the time went", time_spent(snapshot)),
+        section("Attempts", list(attempts(snapshot)) if len(snapshot.attempts) > 1 else []),
+        section("Events", events(snapshot)),
+        section("Findings of the checks", [f"- {escape(str(finding.get('what')))}" for finding in snapshot.findings]),
+        section("Machine", [machine(**facts) for facts in about["facts"]]),
+        section("Sample", [line for sample in about["samples"][:1] for line in fenced(sample["text"])]),
+        section("Config", config(about["config"])),
+    ]
+    return "\n\n".join("\n".join(map(redact, lines)).strip() for lines in blocks if any(lines)) + "\n"
+
+
+def section(title: str, lines: Sequence[str]) -> list[str]:
+    return [f"## {title}", "", *lines] if lines else []
+
+
+def progress(snapshot: Snapshot) -> Iterator[str]:
+    if snapshot.step:
+        yield f"step {snapshot.step:,}" + (f" of {snapshot.num_steps:,}" if snapshot.num_steps else "")
+    if snapshot.step and snapshot.tokens_per_step:
+        yield f"{format_count(snapshot.step * snapshot.tokens_per_step)} tokens"
+    if snapshot.elapsed_s is not None:
+        yield f"{format_duration(snapshot.elapsed_s)} in all"
+    if snapshot.started is not None:
+        yield f"started {datetime.fromtimestamp(snapshot.started, UTC):%Y-%m-%d %H:%M} UTC"
+
+
+def figure_rows(snapshot: Snapshot) -> list[str]:
+    """Returns the last figures beside those of the plan, as a table."""
+    rows = [f"| {name} | {text} | {planned} | {over} |" for name, _, text, planned, over, _ in figures(snapshot)]
+    return ["| | measured | plan | |", "|---|---:|---:|---:|", *rows] if rows else []
+
+
+def explanation(snapshot: Snapshot) -> list[str]:
+    if not snapshot.explanation:
+        return []
+    why = why_panel(snapshot.explanation)
+    lines = [f"**{why['cause']}**: {escape(str(why['summary']))}"]
+    lines += ["", f"**Fix:** {code(str(why['fix']))}"] if why["fix"] else []
+    evidence = [f"{line['place']}  {line['text']}" for block in why["blocks"][:1] for line in block["lines"]]
+    return [*lines, "", *fenced("\n".join(evidence))] if snapshot.explanation.get("evidence") else lines
+
+
+def curves(series: dict[str, Series]) -> list[str]:
+    finite = {name: [value for value in curve.values if math.isfinite(value)] for name, curve in series.items()}
+    drawn = {name: values for name, values in finite.items() if len(values) > 1}
+    wide = max(map(len, drawn), default=0)
+    lines = [
+        f"{name:<{wide}}  {sparkline(values, SPARKLINE_WIDTH)}  {format_short(values[0])} to {format_short(values[-1])}"
+        for name, values in drawn.items()
+    ]
+    return fenced("\n".join(lines)) if lines else []
+
+
+def time_spent(snapshot: Snapshot) -> list[str]:
+    goodput = goodput_panel(snapshot)
+    if goodput is None:
+        return []
+    rows = [f"| {row['name']} | {row['duration']} | {row['percent']} |" for row in goodput["rows"]]
+    return ["| | | |", "|---|---:|---:|", *rows, *(["", goodput["energy"]] if goodput["energy"] else [])]
+
+
+def attempts(snapshot: Snapshot) -> Iterator[str]:
+    for attempt in snapshot.attempts:
+        line = f"{attempt.attempt}. {format_time(attempt.time)} UTC: {attempt_outcome(attempt)}"
+        line += f"; {attempt.cause}: {escape(attempt.summary)}" if attempt.summary else ""
+        action = action_text(attempt)
+        yield line + (f"; {escape(action)}" if action else "")
+
+
+def events(snapshot: Snapshot) -> list[str]:
+    shown = [event for event in snapshot.events if event.kind != "sample"][-MAX_EVENTS:]
+    times = [
+        datetime.fromtimestamp(event.time, UTC).strftime("%m-%d %H:%M:%S") if event.time else "" for event in shown
+    ]
+    return [f"- {time}  {escape(event.text)}" for time, event in zip(times, shown, strict=True)]
+
+
+def machine(host: str, rows: Sequence[tuple[str, str]]) -> str:
+    return f"- {escape(host)}: " + ", ".join(f"{name} {escape(value)}" for name, value in rows)
+
+
+def config(keys: dict[str, Any]) -> list[str]:
+    lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in keys.items()]
+    return fenced("\n".join(lines)) if lines else []
+
+
+def fenced(text: str) -> list[str]:
+    fence = "```"
+    while fence in text:
+        fence += "`"
+    return [f"{fence}text", text, fence]
+
+
+def code(text: str) -> str:
+    return f"`{text}`" if "`" not in text else escape(text)
+
+
+def escape(text: str) -> str:
+    """Returns text that Markdown and HTML show as it is."""
+    return re.sub(r"([\\`*_\[\]<>|#])", r"\\\1", text.replace("\n", " ")) if re.search(r"[\\`*\[\]<>|]", text) else text

@@ -1,0 +1,230 @@
+"""Preparing text, using it again, and noticing when it is damaged or out of date."""
+
+import io
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as Inner
+from tokenizers import decoders, models, pre_tokenizers
+
+from paceline.data.prepare import data_info, open_dataset, prepare, verify
+from paceline.data.tokenizer import Tokenizer, train_tokenizer_on
+from paceline.errors import PacelineError
+
+
+@pytest.fixture
+def source(tmp_path):
+    folder = tmp_path / "tëxt"
+    folder.mkdir()
+    for number in range(60):
+        (folder / f"{number:02d}.txt").write_text(
+            f"Document {number}: naïve café, {number * number}.\n" * (1 + number % 5)
+        )
+    return folder
+
+
+def prepared(source, tmp_path, **kwargs):
+    settings = {"tokenizer": None, "vocab_size": 300, "cache_dir": tmp_path / "cache"} | kwargs
+    return prepare(str(source), **settings)
+
+
+def documents_of(dataset, name):
+    """The texts of one split, decoded from its tokens."""
+    tokenizer = Tokenizer.load(dataset.tokenizer_json)
+    split = dataset.split(name)
+    tokens = split.tokens(0, split.num_tokens)
+    documents = np.split(tokens, split.document_starts()[1:])
+    assert all(document[0] == tokenizer.bos_id for document in documents)
+    return [tokenizer.decode(document[1:].tolist()) for document in documents]
+
+
+def test_the_shards_hold_every_document_once_in_order_each_after_bos(source, tmp_path):
+    dataset = prepared(source, tmp_path)
+    train, val = documents_of(dataset, "train"), documents_of(dataset, "val")
+    texts = [path.read_text() for path in sorted(source.iterdir())]
+    assert train == [text for text in texts if text not in val]
+    assert val == [text for text in texts if text in val]
+    assert 0 < len(val) < 20
+
+
+def test_the_shards_are_the_same_bytes_for_any_number_of_workers(source, tmp_path):
+    hashes = [
+        prepared(source, tmp_path, cache_dir=tmp_path / f"cache{n}", num_workers=n).meta["files"] for n in (1, 2, 5)
+    ]
+    assert hashes[0] == hashes[1] == hashes[2]
+
+
+def test_many_small_shards_hold_the_same_tokens_as_one(source, tmp_path):
+    one, many = prepared(source, tmp_path), prepared(source, tmp_path, shard_tokens=100)
+    assert len(many.meta["splits"]["train"]["shards"]) > 10
+    assert documents_of(many, "train") == documents_of(one, "train")
+    assert all(facts["bytes"] <= 200 for name, facts in many.meta["files"].items() if name.endswith(".bin"))
+    rows = np.arange(one.split("train").num_rows(64))
+    for ours, theirs in zip(one.split("train").rows(rows, 64), many.split("train").rows(rows, 64), strict=True):
+        assert (ours == theirs).all()
+
+
+def test_prepared_text_is_reused_and_marked_so(source, tmp_path):
+    first, second = prepared(source, tmp_path), prepared(source, tmp_path)
+    assert (first.reused, second.reused) == (False, True)
+    assert (first.path, first.meta) == (second.path, second.meta)
+
+
+def test_another_setting_prepares_again(source, tmp_path):
+    paths = {prepared(source, tmp_path, **kw).path for kw in ({}, {"vocab_size": 310}, {"shard_tokens": 64})}
+    assert len(paths) == 3
+
+
+@pytest.mark.parametrize("change", ["edit", "touch", "add", "remove", "rename"])
+def test_a_source_that_changed_is_prepared_again(source, tmp_path, change):
+    before = prepared(source, tmp_path)
+    file = source / "07.txt"
+    if change == "edit":
+        file.write_text(file.read_text().replace("7", "8"))
+    elif change == "touch":
+        os.utime(file, ns=(0, 1))
+    elif change == "add":
+        (source / "new.md").write_text("new")
+    elif change == "remove":
+        file.unlink()
+    else:
+        file.rename(source / "seven.txt")
+    after = prepared(source, tmp_path)
+    assert not after.reused and after.path != before.path
+
+
+def test_looking_whether_files_are_prepared_opens_none_of_them(source, tmp_path, monkeypatch):
+    first = prepared(source, tmp_path)
+    opened, original = [], io.open
+    monkeypatch.setattr(
+        io, "open", lambda path, *args, **options: opened.append(path) or original(path, *args, **options)
+    )
+    assert prepared(source, tmp_path).path == first.path
+    assert {Path(path).parent for path in opened} == {first.path}
+
+
+def test_a_custom_tokenizer_is_used_and_saved_with_the_tokens(source, tmp_path):
+    train_tokenizer_on(str(source), vocab_size=290).save(tmp_path / "mine.json")
+    dataset = prepared(source, tmp_path, tokenizer=tmp_path / "mine.json")
+    assert dataset.vocab_size == 290
+    assert dataset.tokenizer_json.read_bytes() == (tmp_path / "mine.json").read_bytes()
+    assert prepared(source, tmp_path, tokenizer=tmp_path / "mine.json", vocab_size=9999).reused
+    train_tokenizer_on(str(source), vocab_size=280).save(tmp_path / "mine.json")
+    assert not prepared(source, tmp_path, tokenizer=tmp_path / "mine.json").reused
+
+
+def test_the_tokenizer_trained_here_is_the_one_that_tokenizer_train_makes(source, tmp_path):
+    assert prepared(source, tmp_path).meta["tokenizer_hash"] == train_tokenizer_on(str(source), vocab_size=300).hash
+
+
+def test_a_vocabulary_over_65536_is_stored_in_uint32(source, tmp_path):
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: number for number, token in enumerate(["<s>", *alphabet, *(f"~{n}" for n in range(66_000))])}
+    vocab["a"], vocab["~65999"] = vocab["~65999"], vocab["a"]
+    inner = Inner(models.BPE(vocab=vocab, merges=[]))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    inner.save(str(tmp_path / "large.json"))
+    dataset = prepared(source, tmp_path, tokenizer=tmp_path / "large.json")
+    assert dataset.meta["dtype"] == "uint32"
+    assert dataset.split("train").tokens(0, 10_000).max() == 66_256
+    assert documents_of(dataset, "train")[0] == (source / "00.txt").read_text()
+
+
+def test_progress_goes_from_label_to_label_and_ends_at_the_total(source, tmp_path):
+    seen = []
+    prepared(source, tmp_path, progress=lambda *call: seen.append(call))
+    labels = [label for label, _, _ in seen]
+    assert list(dict.fromkeys(labels)) == ["train tokenizer", "tokenize"]
+    total = sum(path.stat().st_size for path in source.iterdir())
+    assert seen[-1] == ("tokenize", total, total)
+
+
+def test_info_adds_up(source, tmp_path):
+    facts = data_info(prepared(source, tmp_path))
+    assert facts["num_bytes"] == sum(path.stat().st_size for path in source.iterdir())
+    assert facts["num_documents"] == 60
+    assert facts["bytes_per_token"] == facts["num_bytes"] / facts["num_tokens"]
+    assert facts["held_out_share"] == facts["splits"]["val"]["num_bytes"] / facts["num_bytes"]
+    assert (facts["num_files"], facts["dtype"], facts["source"]) == (60, "uint16", str(source))
+    assert json.loads(json.dumps(facts)) == facts
+
+
+def test_a_flipped_byte_is_detected_and_its_file_named(source, tmp_path):
+    dataset = prepared(source, tmp_path)
+    verify(dataset)
+    for name in dataset.meta["files"]:
+        path = dataset.path / name
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        with pytest.raises(PacelineError) as error:
+            verify(open_dataset(dataset.path))
+        assert error.value.message.startswith(f"{path} is damaged: its SHA-256 is ")
+        assert error.value.fix.endswith(f"rm -r '{dataset.path}'")
+        path.write_bytes(whole)
+
+
+def test_of_chosen_files_only_those_are_read(source, tmp_path):
+    dataset = prepared(source, tmp_path)
+    path = dataset.path / "train_00000.bin"
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    verify(dataset, files=["val_00000.bin"])
+    with pytest.raises(PacelineError, match="train_00000.bin is damaged"):
+        verify(dataset, files=["train_00000.bin"])
+
+
+def test_a_file_that_is_cut_short_or_gone_is_named_at_once(source, tmp_path):
+    dataset = prepared(source, tmp_path)
+    shard = dataset.path / "train_00000.bin"
+    size = shard.stat().st_size
+    os.truncate(shard, 10)
+    with pytest.raises(PacelineError) as error:
+        prepared(source, tmp_path)
+    assert error.value.message == f"{shard} is damaged: 10 bytes long instead of {size:,}"
+    shard.unlink()
+    with pytest.raises(PacelineError, match=r"train_00000\.bin is missing"):
+        open_dataset(dataset.path)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b'{"format_version": 1, "files": 3}', b"\xff"])
+def test_a_damaged_meta_is_named(source, tmp_path, content):
+    dataset = prepared(source, tmp_path)
+    (dataset.path / "meta.json").write_bytes(content)
+    with pytest.raises(PacelineError, match=r"meta\.json is damaged"):
+        open_dataset(dataset.path)
+
+
+def test_another_format_and_a_folder_that_is_no_dataset_are_named(source, tmp_path):
+    dataset = prepared(source, tmp_path)
+    (dataset.path / "meta.json").write_text(json.dumps(dataset.meta | {"format_version": 99}))
+    with pytest.raises(PacelineError, match="was prepared in format 99"):
+        open_dataset(dataset.path)
+    with pytest.raises(PacelineError, match="is not prepared text"):
+        open_dataset(source)
+
+
+def test_a_folder_without_meta_is_prepared_again(source, tmp_path):
+    dataset = prepared(source, tmp_path)
+    (dataset.path / "meta.json").unlink()
+    assert not prepared(source, tmp_path).reused
+    verify(open_dataset(dataset.path))
+
+
+def test_a_broken_source_leaves_nothing_behind(source, tmp_path):
+    (source / "59.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(PacelineError, match=r"59\.txt is not UTF-8"):
+        prepared(source, tmp_path)
+    assert [path.name for path in (tmp_path / "cache" / "data").iterdir() if not path.name.endswith(".lock")] == []
+
+
+def test_a_source_that_changes_while_it_is_read_is_refused(source, tmp_path):
+    def append(label, done, total):
+        if label == "tokenize":
+            with (source / "00.txt").open("a") as file:
+                file.write("more")
+
+    with pytest.raises(PacelineError, match="changed while they were read"):
+        prepared(source, tmp_path, progress=append)
+    assert not prepared(source, tmp_path).reused

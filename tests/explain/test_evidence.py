@@ -1,0 +1,248 @@
+"""Evidence outside of logs: flight recorder dumps, samples of the hosts' health, and the kernel log."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from paceline.explain.evidence import KMSG, flight_recorder_log, has_oom_kill, read_kernel_errors, read_kmsg
+from paceline.explain.run_folder import explain_run, flight_recorder_logs
+from paceline.rundir import RECORDER_DUMP, RunDir, append_event, append_sample, utc_now
+
+CGROUPS = Path("/sys/fs/cgroup/memory")
+OOM_KILL = "Nov 21 10:00:00 node-3 kernel: Out of memory: Killed process 4712 (python) total-vm:68719476kB"
+OTHER_OOM_KILL = "Nov 21 10:00:00 node-3 kernel: Out of memory: Killed process 99 (java) total-vm:1kB"
+FAILED = """step 5 loss: 3.0
+Traceback (most recent call last):
+  File "x.py", line 1, in <module>
+RuntimeError: CUDA error: unspecified launch failure
+"""
+KILLED = "step 5 loss: 3.0\nexitcode: -9 (pid: 111)\n"
+FULL = {"ram_used": 8 * 1020 << 20}  # nearly 8 GiB
+
+
+def dump(folder, rank, sequence, name="nccl:all_reduce"):
+    entries = [
+        {"pg_id": 0, "collective_seq_id": n, "profiling_name": name, "is_p2p": False} for n in range(1, sequence + 1)
+    ]
+    path = folder / f"nccl_trace_rank_{rank}"
+    path.write_bytes(pickle.dumps({"version": "2.5", "entries": entries}))
+    return path
+
+
+def test_the_one_rank_that_did_not_arrive_is_the_late_one(tmp_path):
+    log = flight_recorder_log([dump(tmp_path, rank, 40 if rank == 2 else 41) for rank in range(4)])
+    (record,) = log.records
+    assert record.rank == 2
+    assert record.text.startswith(
+        "flight recorder: Rank 2 is at collective 40 (nccl:all_reduce), the others wait in 41"
+    )
+
+
+def test_ranks_at_the_same_collective_have_no_late_rank(tmp_path):
+    assert flight_recorder_log([dump(tmp_path, rank, 41) for rank in range(4)]) is None
+
+
+def test_several_ranks_that_are_behind_have_no_late_rank(tmp_path):
+    assert flight_recorder_log([dump(tmp_path, rank, 40 if rank < 2 else 41) for rank in range(4)]) is None
+
+
+def test_a_pickle_that_would_run_code_is_rejected(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return (tmp_path.joinpath("ran").touch, ())
+
+    path = tmp_path / "nccl_trace_rank_0"
+    path.write_bytes(pickle.dumps(Evil()))
+    assert flight_recorder_log([path, dump(tmp_path, 1, 3)]) is None
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_run_folder_has_a_late_rank_only_if_every_rank_wrote_a_dump(tmp_path):
+    run = RunDir(tmp_path)
+    run.logs(1).mkdir(parents=True)
+    paths = [dump(tmp_path, rank, 40 if rank == 2 else 41) for rank in range(3)]
+    for rank, path in enumerate(paths):
+        path.rename(run.logs(1) / f"{RECORDER_DUMP}{rank}")
+    assert [log.records[0].rank for log in flight_recorder_logs(run, 1, [{"event": "attempt", "world_size": 3}])] == [2]
+    assert flight_recorder_logs(run, 1, [{"event": "attempt", "world_size": 4}]) == []
+
+
+def test_an_xid_in_the_samples_of_the_attempt_shows_the_gpu_and_its_rank(tmp_path):
+    run = RunDir(tmp_path)
+    run.config_toml.write_text("depth = 4\n")
+    old = {"index": 2, "errors": {"xid": 48, "xid_count": 1}}
+    append_sample(run.health("node7"), {"time": "2026-01-01T00:00:00.000Z", "gpus": [old]})
+    append_event(run, "attempt", attempt=1, world_size=2, pids=[111, 222])
+    run.logs(1).mkdir(parents=True)
+    for rank in (0, 1):
+        run.rank_log(1, rank).write_text(FAILED)
+    gpu = {"index": 3, "processes": [{"pid": 222, "ours": True}], "errors": {"xid": 79, "xid_count": 1}}
+    append_sample(run.health("node7"), {"time": utc_now(), "gpus": [gpu]})
+    explanation = explain_run(run)
+    assert (explanation.cause, explanation.rank) == ("gpu-hardware-error", 1)
+    assert "Xid 79" in explanation.summary
+    assert explanation.evidence[0].text.endswith("79, GPU 3 of node7")
+
+
+def explain_samples(tmp_path, log, *samples):
+    """Explains a failed attempt of one rank with these samples of its host."""
+    run = RunDir(tmp_path)
+    tmp_path.mkdir(exist_ok=True)
+    run.config_toml.write_text("depth = 4\n")
+    append_sample(run.health("node7"), {"time": "2026-01-01T00:00:00.000Z", "ram_used": 1 << 30, "ram_total": 8 << 30})
+    append_event(run, "attempt", attempt=1, world_size=1, pids=[111])
+    run.logs(1).mkdir(parents=True)
+    run.rank_log(1, 0).write_text(log)
+    for sample in samples:
+        append_sample(run.health("node7"), {"time": utc_now(), **sample})
+    return explain_run(run)
+
+
+def bytes_read():
+    """The bytes that this process has read so far."""
+    path = Path("/proc/self/io")
+    if not path.exists():
+        pytest.skip("this system does not count the bytes that a process reads")
+    return int(path.read_text().split()[1])
+
+
+def test_only_the_end_of_a_long_health_file_is_read(tmp_path):
+    run = RunDir(tmp_path)
+    explain_samples(tmp_path, FAILED, FULL)
+    with run.health("node7").open("a") as file:
+        file.writelines(
+            json.dumps({"time": utc_now(), "ram_used": 1 << 30, "pad": "x" * 400}) + "\n" for _ in range(50_000)
+        )
+    before = bytes_read()
+    assert explain_run(run).cause == "illegal-memory-access"
+    assert bytes_read() - before < 5 << 20 < run.health("node7").stat().st_size
+
+
+def test_the_progress_of_a_long_run_is_read_from_both_ends_of_its_metrics(tmp_path):
+    run = RunDir(tmp_path)
+    with run.metrics.open("w") as file:
+        file.write('{"broken\n')
+        file.writelines(f'{{"step": {step}, "loss": 2.5, "pad": "{"x" * 100}"}}\n' for step in range(1, 10_001))
+        file.write('{"step": 10001}\n{"step": "x"}\n[1]\n{"step": 10002, "lo')
+    progress = explain_samples(tmp_path, FAILED).progress
+    assert (progress.first_step, progress.last_step, progress.last_loss) == (1, 10_001, 2.5)
+    assert progress.steps >= 10_001
+
+
+def texts(explanation):
+    return [item.text for item in explanation.evidence if item.source == "health/node7.jsonl"]
+
+
+def test_memory_that_grew_until_the_end_is_evidence_for_a_kill(tmp_path):
+    explanation = explain_samples(
+        tmp_path, KILLED, {"ram_used": 2 << 30, "ram_total": 8 << 30}, {"ram_used": 5 << 30}, FULL
+    )
+    [text] = texts(explanation)
+    assert text.startswith("memory of node7: 2.0 GiB at ")
+    assert "8.0 GiB of 8.0 GiB" in text
+    assert explanation.evidence[-1].line == 4
+
+
+def test_the_limit_of_a_control_group_counts_too(tmp_path):
+    group = {"cgroup_used": 99 << 20, "cgroup_limit": 100 << 20}
+    [text] = texts(explain_samples(tmp_path, KILLED, {"ram_used": 2 << 30, "ram_total": 8 << 30, **group}))
+    assert "memory of the control group" in text
+
+
+def test_free_memory_and_memory_of_an_earlier_attempt_are_not_evidence(tmp_path):
+    assert texts(explain_samples(tmp_path / "a", KILLED, {"ram_used": 2 << 30, "ram_total": 8 << 30})) == []
+    assert texts(explain_samples(tmp_path / "b", KILLED)) == []
+
+
+def test_memory_is_no_evidence_for_an_unrelated_cause(tmp_path):
+    mistake = "Traceback (most recent call last):\nModuleNotFoundError: No module named 'flash_attn'\n"
+    assert texts(explain_samples(tmp_path, mistake, {**FULL, "ram_total": 8 << 30})) == []
+
+
+def test_a_disk_that_filled_is_evidence_for_a_failed_write(tmp_path):
+    full = "Traceback (most recent call last):\nOSError: [Errno 28] No space left on device\n"
+    explanation = explain_samples(
+        tmp_path, full, {"disk_free": 50 << 30, "disk_total": 100 << 30}, {"disk_free": 1 << 20}
+    )
+    [text] = texts(explanation)
+    assert explanation.cause == "disk-full"
+    assert "50.0 GiB free" in text and "1.0 MiB free" in text
+
+
+def test_reduced_clocks_are_evidence_for_a_late_rank(tmp_path):
+    late = "[rank0]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9, OpType=ALLREDUCE) ran for 600000 ms\n"
+    hot = {"index": 1, "throttle": ["power", "thermal"], "sm_mhz": 810, "temperature_c": 93}
+    usual = {"index": 0, "throttle": ["power"], "sm_mhz": 2400, "temperature_c": 70}
+    [text] = texts(explain_samples(tmp_path, late, {"gpus": [usual, hot]}))
+    assert text == "GPU 1 of node7 ran at reduced clocks: thermal, 810 MHz, 93 °C"
+
+
+def test_kernel_errors_of_the_runs_processes_have_their_ranks(tmp_path):
+    path = tmp_path / "kern.log"
+    path.write_text(f"{OTHER_OOM_KILL}\n{OOM_KILL}\nNov 21 kernel: 4712 packets\n")
+    assert read_kernel_errors({4711: 0, 4712: 1}, kmsg=tmp_path / "none", files=(path,)) == [(1, OOM_KILL)]
+
+
+def test_a_kernel_log_that_cannot_be_read_has_no_errors(tmp_path):
+    assert read_kernel_errors({4711: 0}, kmsg=tmp_path / "none", files=(tmp_path / "none",)) == []
+
+
+def kmsg_of(path, ago: float, text: str):
+    """A log of one record, `ago` seconds old, in the format of /dev/kmsg."""
+    path.write_text(f"6,1,{int(1e6 * (time.monotonic() - ago))},-;{text}\n")
+    return path
+
+
+@pytest.mark.skipif(not os.access(KMSG, os.R_OK), reason="/dev/kmsg is not readable")
+def test_records_of_dev_kmsg_have_times_and_texts():
+    lines = read_kmsg(KMSG)
+    assert lines and all(0 <= seconds <= time.monotonic() + 1 for seconds, _ in lines)
+
+
+def test_a_kernel_log_that_starts_too_late_gives_no_answer(tmp_path):
+    now = time.time()
+    assert has_oom_kill(now - 60, now, kmsg=tmp_path / "none") is None
+    assert has_oom_kill(now - 60, now, kmsg=kmsg_of(tmp_path / "late", 30, "eth0 is up")) is None
+
+
+def test_a_time_without_an_oom_kill_is_recognized(tmp_path):
+    now = time.time()
+    log = kmsg_of(tmp_path / "kmsg", 500, "Memory cgroup out of memory: Killed process 9 (python)")
+    assert has_oom_kill(now - 600, now, kmsg=log) is None  # older records were overwritten
+    assert has_oom_kill(now - 400, now, kmsg=log) is False
+
+
+@pytest.mark.skipif(
+    not (os.access(KMSG, os.R_OK) and os.access(CGROUPS, os.W_OK)),
+    reason="needs root, /dev/kmsg and cgroups of version 1",
+)
+def test_a_real_oom_kill_is_recognized(tmp_path):
+    group = CGROUPS / f"paceline-kmsg-{os.getpid()}"
+    group.mkdir()
+    started = time.time()
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(20 << 20))
+        hungry = f"echo $$ > {group}/cgroup.procs; exec {sys.executable} -c 'x = bytearray(200 << 20)'"
+        done = subprocess.run(["bash", "-c", hungry], check=False, timeout=120)
+    finally:
+        group.rmdir()
+    assert done.returncode in (-9, 137)
+    assert has_oom_kill(started, time.time())
+
+
+@pytest.mark.skipif(not os.access(KMSG, os.R_OK), reason="/dev/kmsg is not readable")
+def test_a_rank_killed_with_enough_memory_was_killed_from_outside(tmp_path):
+    run = RunDir(tmp_path / "books")
+    run.logs(1).mkdir(parents=True)
+    run.rank_log(1, 1).write_text("step 3/9 | loss 2.1\n")
+    append_event(run, "attempt", attempt=1, nproc=2, pids=[1 << 22, 1 << 22])
+    append_event(run, "rank_failed", attempt=1, rank=1, exit_code=None, signal="SIGKILL", consequence=False)
+    explanation = explain_run(run)
+    assert (explanation.cause, explanation.also, explanation.rank) == ("killed-from-outside", ("host-oom-killed",), 1)
+    assert explanation.fix.endswith(f"paceline resume {run.path}")

@@ -1,0 +1,41 @@
+"""Lines: prefixes of launchers and loggers, and the steps and losses that lines report."""
+
+import pytest
+from log_samples import read
+
+from paceline.explain.lines import split_prefix
+
+
+def test_an_nccl_line_has_a_host_and_a_device_that_is_not_a_rank():
+    line = split_prefix("gpu-7:4711:4802 [3] socket.c:123 NCCL WARN connection refused")
+    assert (line.host, line.rank, line.text) == ("gpu-7", None, "socket.c:123 NCCL WARN connection refused")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["12: x", "key: value", "see main.py: it fails", "[12/30] done", "10% 3/30", "Warning: careful", "std::bad_alloc"],
+)
+def test_text_that_only_looks_like_a_prefix_is_not_removed(text):
+    assert split_prefix(text).text == ("x" if text == "12: x" else text)
+
+
+@pytest.mark.parametrize(
+    ("line", "step"),
+    [
+        ("step 120/2500 | loss 4.1", 120),
+        ("{'loss': 2.31, 'step': 40}", 40),
+        (" iteration     1200/ 5000 | lm loss: 2.1E+00 |", 1200),
+        ("[2026-01-02 03:04:05,123] [INFO] [logging.py:96:log_dist] [Rank 0] step=70, skipped=0, lr=[0.1]", 70),
+        ("Epoch 1:  12%|█▏        | 60/500 [00:10<01:10,  6.2it/s, loss=3.2]", 60),
+        ("INFO:train:global_step 3,500: loss=1.25", 3500),
+    ],
+)
+def test_the_steps_of_the_usual_trainers_are_read(line, step):
+    assert read(line + "\n").progress.last_step == step
+
+
+def test_progress_has_the_first_and_last_step_and_the_loss():
+    log = read("".join(f"step {step:05d}/01000 | loss {4 - step / 1000:.4f}\n" for step in range(0, 500, 10)))
+    progress = log.progress
+    assert (progress.first_step, progress.last_step, progress.last_loss) == (0, 490, 3.51)
+    assert progress.silent_end and not progress.finished

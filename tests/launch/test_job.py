@@ -1,0 +1,213 @@
+"""A training as a job: what changes in the plan between two attempts, and the measured step compared with the planned one."""
+
+import io
+import json
+from dataclasses import asdict, replace
+
+import pytest
+
+from paceline.config import Config
+from paceline.errors import Finding, PlanError
+from paceline.launch.digest import Digest
+from paceline.launch.job import StepWatch, TrainingJob, planned_step, stop_grace_s, watch_steps
+from paceline.launch.policy import Abilities, AttemptEnd, Decision
+from paceline.plan.estimate import Range
+from paceline.plan.machine import Gpu, Machine, find_gpu
+from paceline.plan.planner import Plan, make_plan
+from paceline.plan.speeds import Speeds, keep_speeds, load_speeds
+from paceline.plan.step_time import StepTime
+from paceline.rundir import RunDir, append_json_line, append_sample, read_json_lines, utc_now
+
+CARD = Gpu(0, "NVIDIA GeForce RTX 5090", 32_607 << 20, (12, 0), find_gpu("RTX 5090"))
+ONE, TWO, NONE = (Machine(tuple(replace(CARD, index=i) for i in range(n)), 16, False, 64 << 30) for n in (1, 2, 0))
+CONFIG = Config(depth=12, num_steps=50, total_batch_size=524_288)
+LOST = AttemptEnd(
+    "gpu-hardware-error", "same", rank=1, step=7, new_checkpoint=False, seconds=60, error="fell off the bus"
+)
+ON_GPUS = Abilities(own_trainer=True, rows_on_host=False)
+NO_MEMORY = replace(LOST, cause="cuda-oom", retry="smaller")
+
+
+def make(config: Config, machine: Machine) -> Plan:
+    return make_plan(config, machine, vocab_size=32_768, num_rows=1000)
+
+
+@pytest.fixture
+def job_on(tmp_path):
+    """Makes a run that began on two cards; probe returns the machine at the end of its attempt."""
+
+    def started(probe):
+        run = RunDir(tmp_path / "run")
+        run.path.mkdir()
+        run.plan_json.write_text(make(CONFIG, TWO).to_json())
+        return TrainingJob(run, CONFIG, make=make, cache=tmp_path / "cache", lock=0, libuv=True, probe=probe)
+
+    return started
+
+
+def changed(job, action):
+    job.change(Decision(action, 0, "x"))
+    [event] = [e for e in read_json_lines(job.run.events) if e["event"] == "plan_changed"]
+    return event
+
+
+def test_after_a_lost_card_the_others_take_the_same_steps(job_on):
+    job = job_on(lambda: ONE)
+    before = job.plan
+    assert job.abilities(LOST) == replace(ON_GPUS, ranks_left=1)
+    assert changed(job, "fewer-ranks")["world_size"] == 1
+    after = job.plan
+    assert (after.world_size, after.total_batch_size, after.num_steps) == (1, before.total_batch_size, 50)
+    assert after.device_batch_size * after.grad_accum_steps == before.total_batch_size // CONFIG.sequence_len
+    assert not (job.cache / "too_large.jsonl").exists()
+
+
+def test_a_batch_that_does_not_fit_the_remaining_cards_stops_the_run(job_on):
+    small = Machine((replace(CARD, memory_bytes=2 << 30),), 16, False, 64 << 30)
+    job = job_on(lambda: small)
+    assert job.abilities(LOST).ranks_left == 0
+
+
+def test_a_size_that_failed_beside_another_process_may_fit_the_whole_card(job_on):
+    job = job_on(lambda: TWO)
+    others = [{"pid": 1, "bytes": 9 << 30, "ours": False}, {"pid": 2, "bytes": 20 << 30, "ours": True}]
+    append_sample(
+        job.run.health("tower"), {"time": utc_now(), "gpus": [{"index": 0}, {"index": 1, "processes": others}]}
+    )
+    assert job.abilities(NO_MEMORY).smaller
+    job.change(Decision("smaller", 0, "x"))
+    [record] = read_json_lines(job.cache / "too_large.jsonl")
+    assert record["card_bytes"] == job.plan.memory["card_bytes"] - (9 << 30)
+
+
+def test_ranks_that_stop_may_take_as_long_as_a_large_checkpoint(job_on):
+    assert 60 < stop_grace_s(make(replace(CONFIG, depth=4), TWO)) < stop_grace_s(job_on(lambda: TWO).plan) < 600
+
+
+def test_a_run_without_any_card_stops(job_on):
+    assert job_on(lambda: NONE).abilities(LOST) == replace(ON_GPUS, ranks_left=0)
+
+
+def test_the_attempt_after_running_out_of_memory_is_smaller_and_the_size_is_remembered(job_on):
+    job = job_on(lambda: TWO)
+    before = job.plan
+    rows = before.device_batch_size
+    change = f"device_batch_size {rows // 2} instead of {rows}, {2 * before.grad_accum_steps} micro-steps instead of"
+    assert job.abilities(NO_MEMORY).smaller.startswith(change)
+    assert changed(job, "smaller")["device_batch_size"] == rows // 2
+    record = json.loads((job.cache / "too_large.jsonl").read_text())
+    assert (record["setup"]["device_batch_size"], record["source"]) == (rows, "run")
+
+
+def test_any_other_failure_changes_nothing(job_on):
+    job = job_on(lambda: TWO)
+    before = job.run.plan_json.read_text()
+    assert job.abilities(LOST) == ON_GPUS
+    job.change(Decision("retry", 1, "this is usually transient"))
+    assert job.run.plan_json.read_text() == before
+    assert not job.run.events.exists()
+
+
+def test_a_driver_that_does_not_answer_loses_no_card(job_on):
+    def silent():
+        raise PlanError("the driver does not answer", fix="nvidia-smi")
+
+    assert job_on(silent).abilities(LOST) == ON_GPUS
+
+
+FINDING = Finding("step-slower-than-planned", "warn", "a step takes 900 ms", "likely the link", "paceline comm")
+PLANNED = StepTime(Range(0.5, 0.612, 0.7), {"matmuls": 0.612}, 0.0, 0.0, Range(1.0, 2.0, 3.0), None, "compute", ())
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunDir(tmp_path)
+
+
+def show(run: RunDir, lines: list[tuple[int, float]], finding: Finding | None = None) -> list[str]:
+    """Returns the digest's lines about logged steps (step, step_ms), without those of the steps."""
+    stream = io.StringIO()
+    watch = StepWatch(run, planned_s=0.612, gap=lambda measured_s: finding)
+    digest = Digest(run, num_steps=5000, total_batch_size=1, stream=stream, on_metrics=watch.add)
+    for step, step_ms in lines:
+        append_json_line(run.metrics, {"step": step, "loss": 1.0, "step_ms": step_ms, "time": utc_now()})
+        digest.poll()
+    digest.close()
+    return [line for line in stream.getvalue().splitlines() if not line.startswith("step ")]
+
+
+def test_after_twenty_steps_the_measured_step_is_compared_with_the_planned_one_once(run):
+    lines = [(1, 9000.0), (10, 800.0), (20, 655.0), (30, 655.0), (40, 655.0)]
+    assert show(run, lines) == ["planned 612 ms a step, measured 655 ms (+7 %)"]
+    [event] = [event for event in read_json_lines(run.events) if event["event"] == "step_time"]
+    assert (event["step"], event["planned_s"], event["measured_s"]) == (20, 0.612, 0.655)
+
+
+def test_the_first_ten_steps_do_not_count(run):
+    lines = [(step, 5000.0 if step <= 10 else 600.0 + 10 * (step % 2)) for step in range(1, 30)]
+    assert show(run, lines) == ["planned 612 ms a step, measured 605 ms (-1 %)"]
+
+
+def test_rarely_logged_steps_are_compared_at_the_next_line(run):
+    assert show(run, [(1, 9000.0), (500, 612.0)]) == ["planned 612 ms a step, measured 612 ms (+0 %)"]
+
+
+def test_a_resumed_run_counts_from_its_own_first_step(run):
+    assert show(run, [(1001, 9000.0), (1010, 800.0)]) == []
+    assert show(run, [(1001, 9000.0), (1010, 800.0), (1020, 612.0)]) == [
+        "planned 612 ms a step, measured 612 ms (+0 %)"
+    ]
+
+
+@pytest.mark.parametrize("before", [None, [{"id": "other"}]])
+def test_a_large_gap_is_added_to_the_findings_of_the_checks(run, before):
+    if before is not None:
+        run.findings.write_text(json.dumps(before))
+    shown = show(run, [(1, 900.0), (20, 900.0)], FINDING)
+    assert shown == [
+        "planned 612 ms a step, measured 900 ms (+47 %)",
+        "warn  step-slower-than-planned  a step takes 900 ms",
+        "  why                           likely the link",
+        "  fix                           paceline comm",
+    ]
+    findings = json.loads(run.findings.read_text())
+    assert [finding["id"] for finding in findings] == [*(["other"] if before else []), FINDING.id]
+
+
+def test_a_plan_without_a_step_time_is_not_compared(run):
+    machine = Machine(gpus=(), cpu_cores=1, cpu_bf16=False, memory_bytes=8 << 30)
+    plan = make_plan(Config(depth=2, total_batch_size=4096, num_steps=1), machine, vocab_size=512, num_rows=0)
+    watch = watch_steps(run, plan, cache=run.path)
+    for step in (1, 20, 40):
+        watch({"step": step, "step_ms": 1.0})
+    assert not run.events.exists()
+
+
+def test_a_step_twice_as_long_as_planned_is_a_finding_with_its_likely_cause(run):
+    machine = Machine(gpus=(), cpu_cores=1, cpu_bf16=False, memory_bytes=8 << 30)
+    plan = make_plan(Config(depth=2, total_batch_size=4096, num_steps=1), machine, vocab_size=512, num_rows=0)
+    watch = watch_steps(run, replace(plan, cost=json.loads(json.dumps(asdict(PLANNED)))), cache=run.path)
+    for step in (1, 10, 20):
+        watch({"step": step, "step_ms": 1224.0})
+    [finding] = json.loads(run.findings.read_text())
+    assert (finding["id"], finding["severity"]) == ("step-slower-than-planned", "warn")
+    assert finding["why"] == "likely other processes on these cores: the plan counts on all of them"
+
+
+def test_a_measured_step_corrects_the_next_plan_of_this_machine(run, tmp_path):
+    machine = Machine(gpus=(), cpu_cores=1, cpu_bf16=False, memory_bytes=8 << 30)
+    config = Config(depth=2, total_batch_size=4096, num_steps=1)
+    plan = make_plan(config, machine, vocab_size=512, num_rows=0)
+    keep_speeds(tmp_path, Speeds("CPU", plan.threads, plan.world_size, {}, {}, "measured"))
+    cost = asdict(replace(PLANNED, uncorrected_s=0.5))
+    watch = watch_steps(run, replace(plan, cost=json.loads(json.dumps(cost))), cache=tmp_path)
+    for step in (1, 10, 20):
+        watch({"step": step, "step_ms": 600.0})
+    speeds = load_speeds(tmp_path, device_name="CPU", threads=plan.threads, processes=plan.world_size)
+    assert list(speeds.steps.values()) == [pytest.approx(1.2)]
+
+
+def test_a_planned_step_is_read_back_as_it_was_written():
+    assert planned_step(json.loads(json.dumps({**asdict(PLANNED), "run": None, "more": 1}))) == StepTime(
+        **{**vars(PLANNED), "assumptions": []}
+    )

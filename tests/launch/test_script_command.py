@@ -1,0 +1,104 @@
+"""The command line of `paceline run`: where the options end, what each rank executes, and what is refused."""
+
+import sys
+
+import pytest
+
+from paceline.command_line import split_command
+from paceline.errors import PacelineError, UsageError
+from paceline.launch.script import command_name, make_argv
+from paceline.options import ScriptOptions
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "plain").write_text("#!/bin/sh\n")
+    (tmp_path / "go").write_text("#!/bin/sh\n")
+    (tmp_path / "go").chmod(0o755)
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "__init__.py").write_text("raise SystemExit('imported')")
+    return tmp_path
+
+
+@pytest.mark.parametrize("args, own, command", [
+    ("--nproc 2 -- train.py --lr 1", "--nproc 2", "train.py --lr 1"),
+    ("--nproc 2 train.py --nproc 9", "--nproc 2", "train.py --nproc 9"),
+    ("--nproc=2 --quiet-ranks train.py", "--nproc=2 --quiet-ranks", "train.py"),
+    ("--runs_dir r -m pkg.train -x", "--runs_dir r", "-m pkg.train -x"),
+    ("-- -m pkg.train", "", "-m pkg.train"),
+    ("train.py -- -x", "", "train.py -- -x"),
+    ("--show-env", "--show-env", ""),
+])  # fmt: skip
+def test_our_options_end_where_the_command_begins(args, own, command):
+    assert split_command(args.split(), ScriptOptions) == (own.split(), command.split())
+
+
+@pytest.mark.parametrize("args, fix", [
+    ("--nproc-per-node=4 train.py", "paceline run --nproc 4"),
+    ("--nproc_per_node 4 train.py", "paceline run --nproc 4"),
+    ("--num_processes 2 train.py", "paceline run --nproc 2"),
+    ("--cpu train.py", "paceline run --device cpu"),
+    ("--standalone train.py", "paceline finds a free port on this host by itself: leave it out"),
+    ("--master-port 29500 train.py", "paceline finds a free port on this host by itself: leave it out"),
+])  # fmt: skip
+def test_an_option_of_another_launcher_is_answered_with_ours(args, fix):
+    with pytest.raises(UsageError) as error:
+        split_command(args.split(), ScriptOptions)
+    assert error.value.message == f"{args.split()[0].partition('=')[0]} is not an option of paceline run"
+    assert error.value.fix == fix
+
+
+@pytest.mark.parametrize("command, expected", [
+    ("train.py --lr 1", [sys.executable, "train.py", "--lr", "1"]),
+    ("./train.py", [sys.executable, "./train.py"]),
+    ("-m pkg.train x", [sys.executable, "-m", "pkg.train", "x"]),
+    ("-m json.tool", [sys.executable, "-m", "json.tool"]),
+    ("python3 -u train.py", ["python3", "-u", "train.py"]),
+    ("./go a", ["./go", "a"]),
+    ("go a", ["./go", "a"]),
+])  # fmt: skip
+def test_what_a_rank_executes(folder, command, expected):
+    assert make_argv(command.split(), cwd=folder) == expected
+
+
+@pytest.mark.parametrize("command, message, fix", [
+    ("nowhere.py", "script nowhere.py does not exist in {folder}", "the path of one that exists"),
+    ("sub/nowhere.py", "script sub/nowhere.py does not exist in {folder}/sub", "the path of one that exists"),
+    ("./pkg", "./pkg is a folder", "the script in it, or -m for a package"),
+    ("plain", "plain is not executable", "chmod +x plain, or -- python plain ..."),
+    ("no-such-program", "there is no script and no program no-such-program", "the path of one that exists"),
+    ("-m nowhere.train", "there is no module nowhere.train", "install it, or start in the folder that holds nowhere"),
+    ("-m", "-m needs a module", "paceline run -- -m package.train --lr 0.1"),
+    ("", "run needs a script", "paceline run -- train.py --lr 0.1"),
+    ("--lr 1", "--lr comes before the script", "paceline run -- SCRIPT.py --lr ..."),
+])  # fmt: skip
+def test_what_cannot_be_executed_is_refused_before_anything_starts(folder, command, message, fix):
+    with pytest.raises(PacelineError) as error:
+        make_argv(command.split(), cwd=folder)
+    assert (error.value.message, error.value.fix) == (message.format(folder=folder), fix)
+
+
+@pytest.mark.parametrize("command, launcher, script", [
+    ("torchrun --nproc-per-node 2 train.py --lr 1", "torchrun", "train.py --lr 1"),
+    ("accelerate launch --multi_gpu train.py", "accelerate launch", "train.py"),
+    ("-m torch.distributed.run --standalone train.py", "torch.distributed.run", "train.py"),
+    ("python -m torch.distributed.launch train.py", "torch.distributed.launch", "train.py"),
+    ("deepspeed train.py", "deepspeed", "train.py"),
+    ("mpirun -n 2 ./go", "mpirun", "SCRIPT.py ..."),
+])  # fmt: skip
+def test_a_launcher_within_the_launch_is_refused(folder, command, launcher, script):
+    with pytest.raises(UsageError) as error:
+        make_argv(command.split(), cwd=folder)
+    assert (
+        error.value.message == f"{launcher} starts ranks itself: each rank of paceline run would start them all again"
+    )
+    assert error.value.fix == f"the script alone: paceline run --nproc N -- {script}"
+
+
+@pytest.mark.parametrize("command, name", [
+    ("train.py", "train"), ("a/b/my_exp.v2.py --x", "my_exp"), ("-m pkg.train", "train"), ("./go.sh", "go"),
+    ("python -u train.py", "train"), ("python", "python"), ("größe.py", "größe"), ("....py", "script"),
+])  # fmt: skip
+def test_a_run_is_called_after_its_script(command, name):
+    assert command_name(command.split()) == name

@@ -1,0 +1,261 @@
+"""What this machine learnt about memory: records kept by several processes at once, sizes that failed, and the next plan."""
+
+import json
+import multiprocessing
+from dataclasses import replace
+
+import pytest
+from setups import DEPTH_12, RTX_5090, TWO, planner, rows
+
+from paceline.config import Config, ModelConfig
+from paceline.plan.activations import MemorySetup
+from paceline.plan.history import (
+    FAILURES_FILE,
+    FILE_NAME,
+    KEEP_RECORDS,
+    MemoryRecord,
+    calibration_of,
+    copies_bytes,
+    keep_attempt,
+    keep_record,
+    keep_too_large,
+    load_calibration,
+    read_records,
+    record_of,
+)
+from paceline.plan.machine import Machine
+from paceline.plan.memory import peak_phase
+from paceline.plan.planner import make_plan, memory_setup
+from paceline.rundir import RunDir, append_event
+
+GIB = 1 << 30
+CARD = "NVIDIA GeForce RTX 5090"
+SETUP = MemorySetup(
+    model=ModelConfig(n_layer=2, n_embd=64, n_head=2, n_kv_head=2, head_dim=32, sequence_len=64, vocab_size=512),
+    device="cuda",
+    world_size=2,
+    optimizer="muon",
+    shard="optimizer",
+    precision="bf16",
+    device_batch_size=4,
+    grad_accum_steps=2,
+    logits_budget_bytes=512 << 20,
+    activation_checkpointing=False,
+    attention="flash",
+    compiled=True,
+)
+RECORD = MemoryRecord(
+    device_name=CARD,
+    device="cuda",
+    torch="2.13.0+cu130",
+    compiled=True,
+    attention="flash",
+    precision="bf16",
+    family="gpt",
+    world_size=2,
+    planned_bytes=10 * GIB,
+    allocated_bytes=11 * GIB,
+    reserved_bytes=12 * GIB,
+    driver_bytes=13 * GIB,
+    copies_bytes=0,
+    time="2026-11-21T10:00:00.000Z",
+    source="books",
+)
+LAPTOP = Machine(gpus=(), cpu_cores=2, cpu_bf16=False, memory_bytes=24 * GIB)
+SMALL = Config(depth=2, n_embd=64, head_dim=32, sequence_len=64, total_batch_size=1536, num_steps=3, device="cpu")
+
+
+def of_day(day: int, **fields) -> MemoryRecord:
+    return replace(RECORD, time=f"2026-11-{day:02d}T10:00:00.000Z", **fields)
+
+
+def test_the_ratio_is_the_median_of_the_newest_and_the_overhead_is_what_the_driver_counts_besides():
+    records = [of_day(day, allocated_bytes=(10 + share) * GIB) for day, share in enumerate((9, 1, 2, 3, 2, 1), start=1)]
+    calibration = calibration_of(records, CARD, SETUP)
+    assert (calibration.ratio, calibration.overhead_bytes) == (1.2, 1 * GIB)
+    assert calibration.source == "measured in 5 runs here, the last on 2026-11-06"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"device_name": "NVIDIA H100 80GB HBM3"}, {"compiled": False}, {"attention": "efficient"}, {"family": "other"}],
+    ids=str,
+)
+def test_nothing_is_taken_from_another_device_mode_or_kernel(other):
+    assert calibration_of([replace(RECORD, **other)], CARD, SETUP) is None
+
+
+def test_where_the_driver_reports_nothing_the_overhead_stays_an_estimate():
+    assert calibration_of([replace(RECORD, driver_bytes=None)], CARD, SETUP).overhead_bytes is None
+
+
+def test_one_rank_shows_nothing_about_the_overhead_of_several():
+    assert calibration_of([replace(RECORD, world_size=1)], CARD, SETUP).overhead_bytes is None
+
+
+def test_a_probe_counts_only_as_long_as_no_run_was_measured():
+    probe = of_day(2, source="probe", allocated_bytes=20 * GIB)
+    assert calibration_of([probe], CARD, SETUP).ratio == 2.0
+    assert calibration_of([of_day(1), probe], CARD, SETUP).ratio == 1.1
+
+
+def test_on_a_cpu_the_overhead_beyond_plan_and_copies_is_added_to_the_next_plan():
+    plan = make_plan(SMALL, LAPTOP, vocab_size=512, num_rows=0)
+    peak = plan.memory["allocated_bytes"]["expected"]
+    measured = {"allocated_bytes": None, "reserved_bytes": None, "torch": "2.13.0", "time": RECORD.time}
+    ranks = [
+        {**measured, "compile_tried": False, "copies_bytes": 500, "driver_bytes": peak + 500 + extra}
+        for extra in (10, 777)
+    ]
+    record = record_of(plan, ranks, source="books")
+    assert (record.planned_bytes, record.driver_bytes) == (peak, peak + 1277)
+    setup = replace(SETUP, device="cpu", attention="cpu", compiled=False, precision="fp32")
+    calibration = calibration_of([record], "CPU", setup)
+    assert (calibration.ratio, calibration.overhead_bytes) == (1.0, 777 + copies_bytes(setup))
+
+
+def test_a_cpu_process_that_tried_compiling_is_not_kept():
+    plan = make_plan(SMALL, LAPTOP, vocab_size=512, num_rows=0)
+    assert record_of(plan, [{"compile_tried": True, "driver_bytes": 1}], source="books") is None
+
+
+def test_a_rank_without_a_figure_leaves_the_figure_unknown():
+    plan = make_plan(SMALL, LAPTOP, vocab_size=512, num_rows=0)
+    known = {"allocated_bytes": 5, "reserved_bytes": 6, "driver_bytes": 7, "copies_bytes": 0, "compile_tried": False}
+    ranks = [{**known, "torch": "2.13.0", "time": RECORD.time, "driver_bytes": size} for size in (7, None)]
+    assert record_of(plan, ranks, source="books").driver_bytes is None
+
+
+def test_a_record_narrows_the_range_of_the_next_plan(tmp_path):
+    before = make_plan(SMALL, LAPTOP, vocab_size=512, num_rows=0)
+    peak = before.memory["allocated_bytes"]["expected"]
+    values = {"device_name": "CPU", "device": "cpu", "attention": "cpu", "compiled": False, "precision": "fp32"}
+    took = {"planned_bytes": peak, "allocated_bytes": None, "reserved_bytes": None, "driver_bytes": peak + GIB // 4}
+    keep_record(tmp_path, replace(RECORD, **values, **took))
+    after = make_plan(SMALL, LAPTOP, vocab_size=512, num_rows=0, calibrate=load_calibration(tmp_path))
+    low, high = (after.memory["process_bytes"][end] for end in ("low", "high"))
+    assert low < peak + GIB // 4 < high
+    assert high - low < before.memory["process_bytes"]["high"] - before.memory["process_bytes"]["low"]
+    assert after.memory["source"] == "measured in a run here on 2026-11-21"
+
+
+def test_the_oldest_records_of_a_kind_are_dropped(tmp_path):
+    for number in range(KEEP_RECORDS + 3):
+        keep_record(tmp_path, replace(RECORD, planned_bytes=1 + number))
+    keep_record(tmp_path, replace(RECORD, compiled=False))
+    attempt_record = read_records(tmp_path)
+    assert [record.planned_bytes for record in attempt_record if record.compiled] == list(range(4, KEEP_RECORDS + 4))
+    assert len(attempt_record) == KEEP_RECORDS + 1
+
+
+def keep_some(folder, first):
+    for number in range(5):
+        keep_record(folder, replace(RECORD, device_name=f"card {first}", planned_bytes=1 + number))
+
+
+def test_processes_that_write_at_once_lose_nothing(tmp_path):
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=keep_some, args=(tmp_path, first)) for first in range(4)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert len(read_records(tmp_path)) == 20
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[1]", '{"records": {"x": [{}]}}', '{"records": {"x": [3]}}', "\x00\xff"], ids=repr
+)
+def test_a_damaged_file_is_reported_once_ignored_and_replaced(tmp_path, capsys, text):
+    path = tmp_path / FILE_NAME
+    path.write_text(text, encoding="latin-1")
+    assert read_records(tmp_path) == read_records(tmp_path) == []
+    assert capsys.readouterr().err == f"note    {path} is damaged and ignored; the next run measures again\n"
+    keep_record(tmp_path, RECORD)
+    assert read_records(tmp_path) == [RECORD]
+
+
+def test_a_key_of_a_newer_version_is_ignored(tmp_path):
+    keep_record(tmp_path, RECORD)
+    table = json.loads((tmp_path / FILE_NAME).read_text())
+    table["records"][RECORD.kind][0]["colour"] = "green"
+    (tmp_path / FILE_NAME).write_text(json.dumps(table))
+    assert read_records(tmp_path) == [RECORD]
+
+
+def test_a_folder_that_cannot_be_written_is_reported_and_ends_nothing(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    keep_record(tmp_path / "file", RECORD)
+    assert "what was measured is not kept" in capsys.readouterr().err
+
+
+def test_the_last_figures_of_an_attempt_are_kept_and_none_of_one_whose_ranks_did_not_all_measure(tmp_path):
+    run, plan = RunDir(tmp_path / "books"), make_plan(SMALL, LAPTOP, vocab_size=512, num_rows=0)
+    run.path.mkdir()
+    run.plan_json.write_text(plan.to_json())
+    figures = {
+        "copies_bytes": 0,
+        "compile_tried": False,
+        "torch": "2.13.0",
+        "allocated_bytes": None,
+        "reserved_bytes": None,
+    }
+    for attempt, rank, size in [(1, 0, 9 * GIB), (2, 0, 1 * GIB), (2, 1, 2 * GIB), (2, 0, 3 * GIB), (3, 1, 5 * GIB)]:
+        append_event(run, "memory", attempt=attempt, rank=rank, step=20, driver_bytes=size, **figures)
+    for attempt in (1, 2, 3):
+        keep_attempt(tmp_path, run, attempt)
+    [attempt_record] = read_records(tmp_path)
+    assert (attempt_record.driver_bytes, attempt_record.source, attempt_record.world_size) == (3 * GIB, "books", 2)
+    assert attempt_record.planned_bytes == peak_phase(memory_setup(plan)).bytes
+
+
+def keep_failure(folder, plan, card_bytes=RTX_5090.memory_bytes):
+    keep_too_large(folder, plan, card_bytes=card_bytes, source="books")
+
+
+def test_the_next_plan_takes_the_next_fewer_rows(tmp_path):
+    first = planner(tmp_path)(DEPTH_12, TWO)
+    keep_failure(tmp_path, first)
+    second = planner(tmp_path)(DEPTH_12, TWO)
+    assert rows(second) == (first.device_batch_size // 2, False)
+    assert second.total_batch_size == first.total_batch_size
+    keep_failure(tmp_path, second)
+    assert rows(planner(tmp_path)(DEPTH_12, TWO)) == (first.device_batch_size // 4, False)
+
+
+def test_a_size_that_failed_on_a_partly_used_device_is_allowed_when_the_device_is_empty(tmp_path):
+    first = planner(tmp_path)(DEPTH_12, TWO)
+    keep_failure(tmp_path, first, card_bytes=RTX_5090.memory_bytes // 2)
+    assert planner(tmp_path)(DEPTH_12, TWO) == first
+
+
+@pytest.mark.parametrize("other", [
+    replace(TWO, gpus=tuple(replace(gpu, memory_bytes=48 << 30) for gpu in TWO.gpus)),
+    replace(TWO, gpus=tuple(replace(gpu, name="NVIDIA RTX PRO 6000") for gpu in TWO.gpus)),
+], ids=["more memory", "another card"])  # fmt: skip
+def test_a_failure_says_nothing_about_another_device(other, tmp_path):
+    before = planner(tmp_path)(DEPTH_12, other)
+    keep_failure(tmp_path, planner(tmp_path)(DEPTH_12, TWO))
+    assert planner(tmp_path)(DEPTH_12, other) == before
+
+
+@pytest.mark.parametrize("keys", [{"depth": 11}, {"precision": "fp32"}, {"optimizer": "adamw"}], ids=str)
+def test_a_failure_says_nothing_about_another_model(keys, tmp_path):
+    other = replace(DEPTH_12, **keys)
+    before = planner(tmp_path)(other, TWO)
+    keep_failure(tmp_path, replace(planner(tmp_path)(DEPTH_12, TWO), device_batch_size=1))
+    assert planner(tmp_path)(other, TWO) == before
+
+
+def test_rows_that_the_user_sets_are_the_users(tmp_path):
+    first = planner(tmp_path)(DEPTH_12, TWO)
+    keep_failure(tmp_path, first)
+    user_config = replace(DEPTH_12, device_batch_size=first.device_batch_size)
+    assert planner(tmp_path)(user_config, TWO).device_batch_size == first.device_batch_size
+
+
+def test_lines_that_cannot_be_read_are_ignored(tmp_path):
+    (tmp_path / FAILURES_FILE).write_text('{"device_name": "x"}\nhalf a li')
+    first = planner(tmp_path)(DEPTH_12, TWO)
+    keep_failure(tmp_path, first)
+    assert planner(tmp_path)(DEPTH_12, TWO).device_batch_size < first.device_batch_size

@@ -1,0 +1,118 @@
+import pytest
+
+from paceline.errors import PlanError
+from paceline.plan.links import inner_link, link_of, read_link
+from paceline.plan.machine import Machine, find_gpu, imagined_machine
+
+CPUS = Machine(gpus=(), cpu_cores=2, cpu_bf16=True, memory_bytes=0)
+COMM = {
+    "time": "2026-11-21T06:17:43Z",
+    "device": "cuda",
+    "device_names": ["NVIDIA GeForce RTX 5090"] * 2,
+    "world_size": 2,
+    "right": True,
+    "collectives": {
+        "reduce_scatter": {"latency_s": 2e-5, "bytes_per_s": 40e9},
+        "all_gather": {"latency_s": 4e-5, "bytes_per_s": 40e9},
+    },
+}
+
+
+def scenario(
+    gpu: str = "RTX 5090", text: str | None = None, *, gpus: int = 2, hosts: int = 1, comm: dict | None = None
+):
+    machine = imagined_machine(find_gpu(gpu), gpus=gpus, hosts=hosts)
+    return link_of(text, machine, world_size=gpus * hosts, device="cuda", comm=comm)
+
+
+def test_two_cards_on_a_desktop_board_share_sixteen_lanes():
+    link = scenario()
+    assert link.name == "PCIe 5 x8" and link.bytes_per_s == pytest.approx(15e9, rel=0.1)
+    assert link.source.startswith("assumed: a desktop board's two slots, eight lanes each")
+
+
+def test_four_cards_have_sixteen_lanes_each():
+    assert scenario(gpus=4).bytes_per_s == pytest.approx(28e9, rel=0.1)  # nccl issue 1639: 28 to 35
+
+
+def test_cards_with_nvlink_use_it():
+    assert scenario("H100", gpus=8).name == "NVLink"
+    assert scenario("H100", gpus=8).bytes_per_s == pytest.approx(360e9, rel=0.05)
+
+
+def test_a_link_that_comm_measured_with_these_devices_replaces_the_assumed_one():
+    link = scenario(comm=COMM)
+    assert link.bytes_per_s == pytest.approx(20e9)  # half of the bytes cross the link between two ranks
+    assert link.source == "measured by paceline comm 2026-11-21"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"device_names": ["NVIDIA GeForce RTX 4090"] * 2}, {"world_size": 4}, {"right": False}, {"device": "cpu"}],
+    ids=lambda other: next(iter(other)),
+)
+def test_a_link_that_comm_measured_with_other_devices_is_not_used(other):
+    assert scenario(comm={**COMM, **other}).source.startswith("assumed")
+
+
+def test_a_link_that_the_user_names_comes_first():
+    assert scenario(text="pcie 5.0 x16 p2p", comm=COMM).bytes_per_s == pytest.approx(54e9, rel=0.03)
+
+
+def test_between_hosts_10gbe_is_assumed_and_reported():
+    link = scenario(hosts=2)
+    assert link.name == "10GbE" and link.bytes_per_s == pytest.approx(1.125e9)
+    assert link.source == "assumed: 10GbE between hosts; --link names another"
+
+
+def test_over_hosts_the_slower_link_counts():
+    assert scenario(text="NDR", hosts=2).name == "PCIe 5 x8"
+    assert scenario(text="NDR", hosts=2, gpus=1).name == "InfiniBand NDR"
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "rate"),
+    [
+        ("1GbE", "1GbE", 0.1125e9),
+        ("25 gbe", "25GbE", 2.8125e9),
+        ("100GbE", "100GbE", 11.25e9),
+        ("PCIe 4 x16", "PCIe 4 x16", 14.2e9),
+        ("PCIE5.0x8", "PCIe 5 x8", 14.2e9),
+        ("IB HDR", "InfiniBand HDR", 23e9),
+        ("ib-ndr", "InfiniBand NDR", 46e9),
+    ],
+)
+def test_names_of_links_are_read_in_any_spelling(text, name, rate):
+    link = read_link(text, None)
+    assert link.name == name and link.bytes_per_s == pytest.approx(rate, rel=0.01)
+
+
+@pytest.mark.parametrize("text", ["", "fast", "PCIe 9 x16", "PCIe 4 x3", "10", "9999GbE"])
+def test_an_unknown_link_is_refused_with_those_that_are_known(text):
+    with pytest.raises(PlanError) as error:
+        read_link(text, None)
+    assert "10GbE" in error.value.fix and "IB NDR" in error.value.fix
+
+
+def test_nvlink_of_a_card_without_it_is_refused():
+    with pytest.raises(PlanError) as error:
+        read_link("NVLink", find_gpu("RTX 5090"))
+    assert error.value.message == "--link NVLink, but no NVLink of RTX 5090 is known"
+
+
+def test_one_device_has_no_link():
+    assert scenario(gpus=1) is None
+
+
+def test_a_link_named_for_one_device_is_refused():
+    with pytest.raises(PlanError) as error:
+        scenario(text="10GbE", gpus=1)
+    assert (error.value.message, error.value.fix) == (
+        "--link 10GbE, but one device alone sends nothing",
+        "--gpus 2 or --hosts 2",
+    )
+
+
+def test_cpus_and_unknown_cards_have_none_until_they_are_measured():
+    assert link_of(None, CPUS, world_size=2, device="cpu", comm=None) is None
+    assert inner_link(None, num_gpus=2, device="cuda") is None

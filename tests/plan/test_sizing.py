@@ -1,0 +1,168 @@
+"""The solver: what it may change, in which order, and that it never breaks what must stay."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.config import Config
+from paceline.errors import PlanError
+from paceline.plan.machine import Machine, find_gpu, imagined_machine
+from paceline.plan.planner import make_plan
+from paceline.plan.sizing import PROFILES, DoesNotFit, divisors
+
+CARDS = ("RTX 3060", "RTX 4090", "RTX 5090", "H100", "H200")
+MACHINE = imagined_machine(find_gpu("RTX 5090"), gpus=2, hosts=1)
+
+
+def planned(machine=MACHINE, **keys):
+    return make_plan(Config(**{"num_steps": 1, **keys}), machine, vocab_size=32_768, num_rows=0)
+
+
+configs = st.fixed_dictionaries(
+    {
+        "depth": st.integers(1, 24),
+        "sequence_len": st.sampled_from([256, 1000, 2048, 4096]),
+        "optimizer": st.sampled_from(["muon", "adamw"]),
+        "memory_share": st.floats(0.05, 1.0),
+        "activation_checkpointing": st.sampled_from([None, True, False]),
+        "logits_mib": st.sampled_from([None, 64, 1024]),
+    }
+)
+machines = st.builds(
+    lambda card, gpus, hosts: imagined_machine(find_gpu(card), gpus=gpus, hosts=hosts),
+    st.sampled_from(CARDS),
+    st.integers(1, 4),
+    st.integers(1, 2),
+)
+
+
+@settings(deadline=None, max_examples=50)
+@given(keys=configs, machine=machines, rows=st.integers(1, 96))
+def test_a_sized_batch_keeps_the_total_and_fits_by_its_own_estimate(keys, machine, rows):
+    check_sized_batch(keys, machine, rows)
+
+
+@pytest.mark.soak
+@settings(deadline=None, max_examples=300)
+@given(keys=configs, machine=machines, rows=st.integers(1, 96))
+def test_300_sized_batches_keep_the_total_and_fit_by_their_own_estimate(keys, machine, rows):
+    check_sized_batch(keys, machine, rows)
+
+
+def check_sized_batch(keys, machine, rows):
+    total = rows * keys["sequence_len"] * len(machine.gpus) * machine.hosts
+    try:
+        plan = planned(machine, **keys, total_batch_size=total)
+    except DoesNotFit as error:
+        assert error.estimate.process.expected > keys["memory_share"] * machine.gpus[0].memory_bytes or (
+            error.estimate.process.high > machine.gpus[0].memory_bytes
+        )
+        return
+    tokens = plan.device_batch_size * plan.grad_accum_steps * plan.model.sequence_len * plan.world_size
+    assert tokens == plan.total_batch_size == total
+    assert plan.memory["process_bytes"]["expected"] <= keys["memory_share"] * machine.gpus[0].memory_bytes
+    assert plan.memory["process_bytes"]["high"] <= machine.gpus[0].memory_bytes
+
+
+@settings(deadline=None, max_examples=40)
+@given(keys=configs, rows=st.integers(1, 96), more=st.floats(0.0, 0.5))
+def test_more_memory_never_means_fewer_rows(keys, rows, more):
+    fixed = {**keys, "activation_checkpointing": keys["activation_checkpointing"] or False, "logits_mib": 512}
+    total = rows * keys["sequence_len"] * 2
+    try:
+        less = planned(**fixed, total_batch_size=total)
+    except DoesNotFit:
+        return
+    share = min(1.0, keys["memory_share"] + more)
+    assert (
+        planned(**{**fixed, "memory_share": share}, total_batch_size=total).device_batch_size >= less.device_batch_size
+    )
+
+
+@settings(deadline=None)
+@given(number=st.integers(1, 5000))
+def test_divisors_are_all_of_them_from_the_largest(number):
+    assert divisors(number) == [n for n in range(number, 0, -1) if number % n == 0]
+
+
+def test_a_profile_is_a_share_of_the_card():
+    shares = {name: planned(depth=20, profile=name, total_batch_size=2**19).memory["share"] for name in PROFILES}
+    assert all(shares[name] <= PROFILES[name] for name in PROFILES)
+    assert shares["conservative"] < shares["balanced"] < shares["aggressive"]
+
+
+def test_a_profile_and_a_share_of_the_same_size_choose_the_same():
+    keys = {"depth": 16, "total_batch_size": 2**18}
+    assert planned(**keys, profile="aggressive") == planned(**keys, memory_share=0.90)
+
+
+ONE_LONG_ROW = {"depth": 12, "sequence_len": 8192, "total_batch_size": 8192}
+SMALL_CARD = imagined_machine(find_gpu("RTX 4070"), gpus=1, hosts=1)
+
+
+def just_under(plan):
+    """A share of the card that this plan no longer fits."""
+    return plan.memory["share"] - 0.001
+
+
+def test_chunks_shrink_first_then_checkpointing_starts_and_both_are_reported():
+    whole = planned(SMALL_CARD, **ONE_LONG_ROW, memory_share=1.0)
+    chunks = planned(SMALL_CARD, **ONE_LONG_ROW, memory_share=just_under(whole))
+    smallest = planned(SMALL_CARD, **ONE_LONG_ROW, memory_share=1.0, logits_mib=32)
+    both = planned(SMALL_CARD, **ONE_LONG_ROW, memory_share=just_under(smallest))
+    assert (whole.logits_budget_bytes >> 20, whole.activation_checkpointing, whole.notes) == (512, False, ())
+    assert (chunks.logits_budget_bytes >> 20, chunks.activation_checkpointing) == (256, False)
+    assert chunks.notes == ("loss in chunks of 256 MiB to fit: some per cent slower",)
+    assert both.activation_checkpointing
+    assert both.notes[-1] == "activation checkpointing to fit: blocks are computed twice, 4/3 of the time"
+
+
+@settings(deadline=None, max_examples=40)
+@given(share=st.floats(0.3, 0.9), more=st.floats(0.0, 0.4))
+def test_more_memory_never_means_a_slower_setup(share, more):
+    def cost(memory_share):
+        plan = planned(SMALL_CARD, **ONE_LONG_ROW, memory_share=min(1.0, memory_share))
+        return plan.activation_checkpointing, -plan.logits_budget_bytes
+
+    try:
+        less = cost(share)
+    except DoesNotFit:
+        return
+    assert cost(share + more) <= less
+
+
+def test_rows_that_the_user_sets_stay_and_are_refused_with_rows_that_fit():
+    with pytest.raises(PlanError) as error:
+        planned(depth=12, device_batch_size=512, total_batch_size=2**21, activation_checkpointing=False)
+    assert "needed on each GPU with device_batch_size 512" in error.value.message
+    assert error.value.fix.startswith("--device-batch-size 32 needs ")
+    assert error.value.fix.endswith("same total_batch_size")
+
+
+def test_a_setup_that_fits_a_larger_share_is_refused_with_that_profile():
+    with pytest.raises(PlanError) as error:
+        planned(depth=24, profile="conservative", total_batch_size=2**19)
+    assert error.value.fix == "--profile balanced (65 % of the memory)"
+
+
+def test_a_setup_that_fits_nowhere_is_refused_with_the_depth_that_does():
+    with pytest.raises(PlanError) as error:
+        planned(depth=32, profile="aggressive", total_batch_size=2**19)
+    depth = int(error.value.fix.removeprefix("--depth ").partition(",")[0])
+    assert planned(depth=depth, profile="aggressive", total_batch_size=2**19).memory["share"] <= 0.90
+    with pytest.raises(PlanError):
+        planned(depth=depth + 1, profile="aggressive", total_batch_size=2**19)
+
+
+def test_a_device_whose_memory_is_not_known_gets_a_careful_batch():
+    gpu = imagined_machine(find_gpu("RTX 5090"), gpus=1, hosts=1).gpus[0]
+    unknown = Machine((type(gpu)(0, "Mystery", 0, None),), 8, False, 1 << 34)
+    plan = planned(unknown, depth=12, total_batch_size=2**19)
+    assert plan.device_batch_size * plan.model.sequence_len == 32_768
+    assert plan.memory["verdict"] is None
+
+
+def test_a_memory_share_with_rows_that_the_user_sets_is_reported_as_unused():
+    plan = planned(depth=8, device_batch_size=4, total_batch_size=2**17, memory_share=0.5)
+    assert plan.device_batch_size == 4
+    assert plan.notes == ("device_batch_size is set to 4, so memory_share chooses nothing",)

@@ -1,0 +1,127 @@
+"""The commands of README and of the docs pages, typed as they stand there, on a small model and a small text."""
+
+import os
+import re
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from paceline.explain.catalogue import load_catalogue
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMMAND = re.compile(r"^\$ ((?:[A-Z_]+=\w+ )*paceline .*)$", re.MULTILINE)
+COMMANDS = {
+    page.name: [line.split("#")[0].strip() for line in COMMAND.findall(page.read_text())]
+    for page in PAGES
+    if COMMAND.search(page.read_text())
+}
+NEEDS_THE_HUB = "hf:"
+LIVE = ("paceline watch", "paceline watch --web")  # until somebody leaves: tests/watch has them
+EXIT_CODES = {  # of those that do not end with 0
+    "paceline train --total-batch-size 1000": 1,
+    "GLOO_SOCKET_IFNAME=eth9 OMP_NUM_THREADS=16 paceline check --data ~/boks --port 29500": 1,
+    "paceline run --nproc 2 -- train.py": 1,
+}
+SCRIPT = """
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+if dist.get_rank() == 1: raise ValueError("boom")
+dist.all_reduce(torch.ones(1))
+"""
+LOG = """\
+5: step 1840/20000 | loss 2.913
+5: [rank5]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 23.56 GiB
+srun: error: node-1: task 5: Exited with exit code 1
+"""
+SMALLER = (  # what a test has time for; each replaces what a person would type
+    (
+        re.compile(r"^paceline train --data ~/books --name books$"),
+        " --depth 2 --n-embd 64 --head-dim 32 --num-steps 4 --vocab-size 300 --sequence-len 64 --total-batch-size 768",
+    ),
+)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("page", COMMANDS)
+def test_the_commands_of_a_page_work_in_their_order(page, tmp_path):
+    books = tmp_path / "books"
+    books.mkdir()
+    for name in ("ast.py", "argparse.py"):
+        (books / name).write_bytes((Path(sysconfig.get_path("stdlib")) / name).read_bytes())
+    env = {**os.environ, "HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    bin_dir = Path(sysconfig.get_path("scripts"))
+    env["PATH"] = f"{bin_dir}{os.pathsep}{env['PATH']}"
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "slurm-4711.out").write_text(LOG)
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "train.py").write_text("print('hello')")
+    for line in COMMANDS[page]:
+        if NEEDS_THE_HUB in line or line in LIVE:
+            continue
+        exit_code = EXIT_CODES.get(line, 0)
+        for pattern, more in SMALLER:
+            line += more if pattern.search(line) else ""
+        line = line.replace("--num-steps 5000", "--num-steps 8")
+        if line == "paceline resume books":
+            cut_short(tmp_path / "runs" / "books")
+        done = subprocess.run(line, shell=True, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+        assert done.returncode == exit_code, f"{line}\n{done.stdout}\n{done.stderr}"
+
+
+def cut_short(run: Path) -> None:
+    """As if the run had been stopped: its last checkpoint is not there yet."""
+    (run / "checkpoints" / "step_000004").rename(run / "checkpoints" / "elsewhere")
+
+
+def test_the_error_shown_in_the_readme_is_the_one_that_comes(tmp_path, capsys, monkeypatch):
+    from paceline.cli import run_command
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.chdir(tmp_path)
+    run_command(["train", "--total-batch-size", "1000", "--nproc", "2"])
+    assert capsys.readouterr().err in README
+
+
+def test_the_plan_shown_in_the_docs_is_the_one_that_comes(tmp_path, capsys, monkeypatch):
+    from paceline.cli import run_command
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.chdir(ROOT)
+    run_command(["plan", "configs/balanced.toml", "--gpu", "RTX 5090", "--gpus", "2", "--price", "0.30/kWh"])
+    assert capsys.readouterr().out in (ROOT / "docs" / "plan.md").read_text()
+
+
+def test_the_readme_counts_the_causes_of_the_catalogue():
+    assert f"{len(load_catalogue().causes)} causes are in [docs/causes.md]" in README
+
+
+def test_the_readme_and_the_pages_that_people_start_with_stay_short():
+    assert len(README.splitlines()) <= 220
+    assert len((ROOT / "docs" / "architecture.md").read_text().splitlines()) <= 130
+
+
+def test_the_tree_in_the_readme_is_the_one_on_disk():
+    tree = README[README.index("## Inside") :]
+    shown = set(re.findall(r"^    paceline/(\w+)/ ", tree, re.MULTILINE))
+    folders = {path.name for path in (ROOT / "paceline").iterdir() if (path / "__init__.py").is_file()}
+    assert shown == folders
+
+
+def test_every_file_that_the_architecture_page_names_exists():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    names = set(re.findall(r"`(paceline/[\w/]+\.\w+)`", text))
+    assert len(names) > 20
+    assert [name for name in sorted(names) if not (ROOT / name).is_file()] == []
+
+
+def test_every_command_stands_in_the_readme():
+    from paceline.cli import COMMANDS as commands
+
+    assert [name for name in {name.split()[0] for name in commands} if f"paceline {name}" not in README] == []

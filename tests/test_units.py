@@ -1,0 +1,50 @@
+import math
+
+import pytest
+
+from paceline.units import (
+    format_list,
+    format_ms,
+    format_number_of,
+    format_ranks,
+    parse_duration,
+    parse_time,
+    unix_time,
+)
+
+
+def test_ranks_are_listed_as_a_person_would():
+    assert [format_ranks(ranks) for ranks in ([1], [0, 1], range(3))] == ["rank 1", "ranks 0 and 1", "ranks 0, 1 and 2"]
+    assert format_ranks(range(64), limit=2) == "ranks 0, 1 and 62 more"
+    assert format_ranks(range(2), limit=2) == "ranks 0 and 1"
+
+
+def test_lists_and_counts_read_as_english():
+    assert [format_list(items) for items in ([], ["a"], ["a", "b"], "abc")] == ["none", "a", "a and b", "a, b and c"]
+    assert [format_number_of(count, "row") for count in (0, 1, 1200)] == ["0 rows", "1 row", "1,200 rows"]
+    assert format_number_of(2, "process", "processes") == "2 processes"
+
+
+def test_milliseconds_have_three_digits():
+    assert [format_ms(ms) for ms in (1.234, 12.34, 612.3, 41_000.0)] == ["1.23 ms", "12.3 ms", "612 ms", "41,000 ms"]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90m", 5400), ("12h", 43_200), ("1d12h", 129_600), ("2m30s", 150), ("30s", 30), ("1.5H", 5400)],
+)
+def test_a_duration_is_read_in_seconds(text: str, seconds: float):
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "90", "0m", "-2m", "2m1h", "two hours", "1,5h", "٣m"])
+def test_what_is_no_duration_is_refused(text: str):
+    with pytest.raises(ValueError, match="is not a duration"):
+        parse_duration(text)
+
+
+def test_times_of_records_become_unix_seconds_and_damaged_ones_nan():
+    assert parse_time("2026-07-25T14:31:02.120Z") == unix_time("2026-07-25T14:31:02.120Z") == 1784989862.12
+    assert all(math.isnan(unix_time(value)) for value in ("yesterday", None, 7))
+    with pytest.raises(ValueError, match="yesterday"):
+        parse_time("yesterday")

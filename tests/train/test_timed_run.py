@@ -1,0 +1,44 @@
+"""A run whose length is a time: the number of steps is measured once, and is the run's from then on."""
+
+import json
+import signal
+import subprocess
+import time
+import tomllib
+
+import pytest
+from runs import Workshop, events, final_bits, metrics
+
+pytestmark = pytest.mark.dist
+
+
+def test_the_measured_number_of_steps_is_kept_by_a_resumed_run_and_by_a_repeated_one(tmp_path):
+    shop = Workshop(tmp_path)
+    printed = shop.finish(shop.train_command("timed", nproc=2, num_steps="auto", time="1s", eval_tokens="auto"))
+    timed = tmp_path / "runs" / "timed"
+    config = tomllib.loads((timed / "config.toml").read_text())
+    plan = json.loads((timed / "plan.json").read_text())
+    assert "time" not in config and plan["time"] is None
+    num_steps = config["num_steps"]
+    assert num_steps >= 60
+    assert plan["num_steps"] == metrics(timed)[-1]["step"] == num_steps
+    [line] = [line for line in printed.splitlines() if "1s requested" in line]
+    assert line.startswith(f"length  {num_steps} steps: ")
+    assert line in [event["text"] for event in events(timed, "note")]
+    assert f"step {num_steps:05d}/{num_steps:05d} | loss" in printed
+    assert not list((tmp_path / "cache" / "probe").iterdir())
+
+    command = shop.command("train", str(timed / "config.toml"), name="repeated", log_every=1, health_every=0)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    repeated, deadline = tmp_path / "runs" / "repeated", time.monotonic() + 300
+    while not (repeated / "metrics.jsonl").exists() or len(metrics(repeated)) < 5:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=300)
+    shop.resume(repeated)
+    assert tomllib.loads((repeated / "config.toml").read_text())["num_steps"] == num_steps
+    assert final_bits(repeated) == final_bits(timed)
+
+    refused = shop.finish(shop.command("resume", str(timed), time="8h"), code=1)
+    assert f"time sets the length of a new run; timed keeps its {num_steps} steps" in refused

@@ -1,0 +1,48 @@
+"""A real browser for the tests of the page: skipped where none is installed."""
+
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from browser_pages import DESKTOP, SOON_MS, HandMade
+from run_folders import serving
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """For one file at a time: while playwright runs, no other event loop can, and textual has one of its own."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    if CHROMIUM is None:
+        pytest.skip("no chromium or google-chrome is installed")
+    with playwright.sync_playwright() as started:
+        chromium = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    with serving(HandMade()) as number:
+        yield number
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """A page that fails the test for an error, a warning, a dialog, or a request to anywhere but this host."""
+    context = browser.new_context(viewport=DESKTOP, color_scheme="light", reduced_motion="reduce")
+    context.set_default_timeout(SOON_MS)
+    opened = context.new_page()
+    errors: list[str] = []
+    addresses: list[str] = []
+    opened.on("console", lambda line: errors.append(line.text) if line.type in ("error", "warning") else None)
+    opened.on("pageerror", lambda error: errors.append(str(error)))
+    opened.on("dialog", lambda dialog: (errors.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+    opened.on("request", lambda request: addresses.append(request.url))
+    yield opened
+    context.close()
+    assert errors == []
+    allowed = ("http://127.0.0.1:", "file://", "data:", "blob:")
+    assert [url for url in addresses if not url.startswith(allowed)] == []

@@ -1,0 +1,69 @@
+"""A curve in bounded memory: what stays of a million points."""
+
+import numpy as np
+
+from paceline.watch.curves import Curve
+
+
+def long_curve(num_points: int, *, spikes: dict[int, float], block: int = 5000) -> Curve:
+    curve = Curve()
+    for start in range(0, num_points, block):
+        steps = np.arange(start, min(num_points, start + block))
+        values = 3 + 0.1 * np.sin(steps / 100)
+        for step, value in spikes.items():
+            values[steps == step] = value
+        curve.extend(steps, values, steps / 10)
+    return curve
+
+
+def test_few_points_stay_as_they_are():
+    curve = Curve()
+    curve.extend([1, 2], [5.0, 4.0], [10.0, 20.0])
+    curve.extend([3], [3.0], [30.0])
+    series = curve.series()
+    assert (series.steps, series.values, series.times) == ([1, 2, 3], [5.0, 4.0, 3.0], [10.0, 20.0, 30.0])
+
+
+def test_a_million_points_become_two_thousand_and_every_spike_stays():
+    spikes = {77_777: 99.0, 400_001: -5.0, 999_990: 42.0}
+    series = long_curve(1_000_000, spikes=spikes).series()
+    assert len(series.steps) <= 2000
+    points = dict(zip(series.steps, series.values, strict=True))
+    assert {step: points.get(step) for step in spikes} == spikes
+    assert series.times[series.steps.index(77_777)] == 7777.7
+
+
+def test_the_first_point_and_the_last_stay():
+    series = long_curve(123_457, spikes={}).series()
+    assert (series.steps[0], series.steps[-1]) == (0, 123_456)
+
+
+def test_points_added_one_by_one_are_thinned_like_points_added_together():
+    one_by_one, together = Curve(max_points=20), Curve(max_points=20)
+    values = [(7 * step) % 31 for step in range(300)]
+    for step, value in enumerate(values):
+        one_by_one.extend([step], [value], [step])
+    together.extend(range(300), values, range(300))
+    spikes = {step for step, value in enumerate(values) if value in (0, 30)}
+    assert len(one_by_one.series().steps) <= 20
+    assert spikes & set(together.series().steps) == spikes & set(one_by_one.series().steps)
+
+
+def test_non_finite_values_are_left_out():
+    curve = Curve()
+    curve.extend([1, 2, 3], [1.0, float("nan"), float("inf")], [0, 0, 0])
+    assert curve.series().steps == [1]
+
+
+def test_a_repeated_step_replaces_all_steps_after_it():
+    curve = Curve()
+    curve.extend([1, 2, 3, 4], [1.0, 2.0, 3.0, 4.0], [0, 0, 0, 0])
+    curve.extend([3, 4], [30.0, 40.0], [1, 1])
+    assert curve.series().values == [1.0, 2.0, 30.0, 40.0]
+
+
+def test_a_sample_in_time_has_the_last_step_finished_by_then():
+    curve = Curve()
+    curve.extend([5.0, 15.0, 25.0], [0.1, 0.2, 0.3], [5.0, 15.0, 25.0])
+    series = curve.series(np.array([100.0, 200.0]), np.array([10.0, 20.0]))
+    assert (series.steps, series.values) == ([0, 100, 200], [0.1, 0.2, 0.3])

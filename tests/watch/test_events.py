@@ -1,0 +1,56 @@
+"""One function renders an event: the views and the launching terminal use the same words."""
+
+import pytest
+
+from paceline.watch.events import event_level, event_line, event_text, event_view
+
+ROLLBACK = {"event": "rollback", "step": 7, "to_step": 4, "cause": "loss-nan", "number": 1, "at_most": 3}
+TEXTS = [
+    (
+        {"event": "checkpoint", "step": 1200, "bytes": 2 << 30, "seconds": 1.5},
+        "checkpoint saved at step 1,200, 2.0 GiB, 1.5 s",
+    ),
+    ({"event": "resumed", "step": 4}, "resumed from step 4"),
+    ({"event": "resumed", "step": 0}, "restarting from the first step"),
+    (ROLLBACK, "loss-nan at step 7: rollback 1 of at most 3, back to step 4, skipping the batch of step 7"),
+    ({"event": "trouble", "step": 7, "message": "the loss is NaN or infinite"}, "step 7: the loss is NaN or infinite"),
+    (
+        {"event": "decision", "action": "fewer-ranks", "why": "lost a GPU: continuing on 1"},
+        "lost a GPU: continuing on 1",
+    ),
+    (
+        {"event": "decision", "action": "stop", "why": "--no-recover was given"},
+        "no further attempt: --no-recover was given",
+    ),
+    ({"event": "rank_failed", "rank": 1, "message": "boom", "consequence": True}, "rank 1 ended after it: boom"),
+    ({"event": "stopping", "signal": "SIGTERM"}, "stopping on SIGTERM"),
+    ({"event": "finished", "step": 20, "val_bpb": 1.23456}, "finished at step 20, val_bpb 1.2346"),
+    ({"event": "note", "text": "two\nlines\x1b[2J"}, "two lines [2J"),
+    ({"event": "checkpoint", "step": "new format"}, "checkpoint"),
+    ({"event": "of_tomorrow"}, "of tomorrow"),
+]
+
+
+@pytest.mark.parametrize(("event", "text"), TEXTS, ids=lambda value: value if isinstance(value, str) else "")
+def test_an_event_becomes_one_line_of_text(event, text):
+    assert event_text(event) == text
+
+
+def test_the_launching_terminal_prints_the_same_words_behind_the_label_of_the_step():
+    assert event_line(ROLLBACK, num_steps=10) == (
+        "step 00007/00010 | loss-nan: rollback 1 of at most 3, back to step 4, skipping the batch of step 7"
+    )
+    saved = {"event": "checkpoint", "step": 2, "bytes": 1 << 30, "seconds": 3.4}
+    assert event_line(saved, num_steps=2500) == "step 00002/02500 | checkpoint saved | 1.0 GiB | 3.4 s"
+    assert event_line({"event": "resumed", "step": 4}, num_steps=10) == "step 00004/00010 | resumed"
+
+
+def test_the_launching_terminal_prints_no_events_that_other_lines_of_it_report():
+    assert event_line({"event": "attempt", "attempt": 1, "world_size": 2}, num_steps=10) is None
+
+
+def test_events_for_programs_have_no_view_and_a_failure_that_follows_another_is_no_error():
+    assert event_view({"event": "memory", "step": 1}) is None
+    assert event_level({"event": "rank_failed", "rank": 0, "message": ""}) == "error"
+    assert event_level({"event": "rank_failed", "rank": 1, "message": "", "consequence": True}) == "info"
+    assert event_level({"event": "attempt_ended", "attempt": 1, "state": "interrupted"}) == "warning"

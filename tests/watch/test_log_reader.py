@@ -1,0 +1,183 @@
+"""Logs of any training: what a line shows, and what the whole log shows."""
+
+import os
+import time
+
+import pytest
+
+from paceline.watch.log_reader import framework_of, read_line
+from paceline.watch.status import open_reader
+
+LINES = {
+    "step 00010/21400 (0.05%) | loss: 10.123456 | lrm: 1.00 | dt: 1234.56ms | tok/sec: 424,123 | mfu: 45.20 | total time: 0.10m": (
+        "nanochat", 10, 21400, {"loss": 10.123456, "step_ms": 1234.56, "tok_per_sec": 424123.0, "mfu": 0.452},
+    ),
+    "Step 00250 | Validation bpb: 1.0123": ("nanochat", 250, None, {"val_bpb": 1.0123}),
+    "{'loss': 2.3456, 'grad_norm': 1.25, 'learning_rate': 4.9e-05, 'epoch': 0.1}": (
+        "Hugging Face Trainer", None, None, {"loss": 2.3456, "grad_norm": 1.25, "lr": 4.9e-05},
+    ),
+    "  5%|▌         | 500/10000 [01:23<26:00,  5.00it/s]": (None, 500, 10000, {"step_ms": 200.0}),
+    "Epoch 2:  10%|█         | 100/1000 [00:10<01:30, 10.00it/s, v_num=0, train_loss=2.300]": (
+        "Lightning", 2100, None, {"loss": 2.3, "step_ms": 100.0},
+    ),
+    "Epoch 1 | iter 100 step 25 | loss train: 3.456, val: 3.500 | iter time: 123.45 ms (step)": (
+        "litgpt", 100, None, {"loss": 3.456, "val_loss": 3.5, "step_ms": 123.45},
+    ),
+    "steps: 10 loss: 2.3456 iter time (s): 0.125 samples/sec: 123.456": (
+        "DeepSpeed", 10, None, {"loss": 2.3456, "step_ms": 125.0},
+    ),
+    " iteration      100/  500000 | consumed samples:  51200 | elapsed time per iteration (ms): 1234.5 | lm loss: 6.5E+00 |": (
+        "Megatron", 100, 500000, {"loss": 6.5, "step_ms": 1234.5},
+    ),
+    "[titan] 2026-01-02 03:04:05,678 - root - INFO - step: 10  loss:  8.1234  tps: 12,345  tflops: 12.34  mfu: 12.30%": (
+        "torchtitan", 10, None, {"loss": 8.1234, "tok_per_sec": 12345.0, "mfu": 0.123},
+    ),
+    "iter 100: loss 3.4567, time 123.45ms, mfu 12.34%": (
+        "nanoGPT", 100, None, {"loss": 3.4567, "step_ms": 123.45, "mfu": 0.1234},
+    ),
+    "[0] step 00120/02500 | loss 4.1203 | val_bpb 1.2034 | 612 ms | 856,679 tok/s | mfu 41.2% | 38.1 GiB | eta 24m17s": (
+        "paceline", 120, 2500, {"loss": 4.1203, "val_bpb": 1.2034, "step_ms": 612.0, "tok_per_sec": 856679.0, "mfu": 0.412},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "expected"), LINES.items())
+def test_a_line_of_each_trainer_is_understood(line, expected):
+    result = read_line(line)
+    assert (framework_of(line), result.step, result.num_steps, result.values) == expected
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Loading checkpoint shards:  50%|█████     | 2/4 [00:01<00:01, 1.2it/s]",
+        "Validation DataLoader 0:  50%|█████     | 5/10 [00:00<00:00, 50.0it/s]",
+        "Saved to step_100/model.pt",
+        "total steps = 1000",
+        "This takes 3 steps 2 at a time",
+        "loss function: cross entropy",
+        "loss information: none",
+        "time: 12:04:05",
+        "{'train_runtime': 83.1, 'train_samples_per_second': 12.0, 'train_loss': 2.1, 'epoch': 1.0}",
+    ],
+)
+def test_prose_and_bars_of_other_work_are_no_progress(line):
+    assert read_line(line) is None
+
+
+def write(path, text, *, ago=0.0):
+    path.write_text(text)
+    os.utime(path, (time.time() - ago,) * 2)
+    return open_reader(path)
+
+
+def test_a_training_bar_gives_lines_their_steps_and_an_evaluation_bar_does_not(tmp_path):
+    text = (
+        "  1%|  | 10/1000 [00:01<01:30, 10.00it/s]\r  2%|  | 20/1000 [00:02<01:30, 10.00it/s]\n{'loss': 3.0, 'epoch': 0.1}\n"
+        "100%|██| 13/13 [00:01<00:00, 10.00it/s]\n"
+        "  3%|  | 30/1000 [00:03<01:30, 10.00it/s]\n{'loss': 2.5, 'epoch': 0.2}\n"
+    )
+    snapshot = write(tmp_path / "out.log", text).update()
+    assert (snapshot.kind, snapshot.state, snapshot.framework) == ("log", "running", "Hugging Face Trainer")
+    assert (snapshot.step, snapshot.num_steps, snapshot.eta_s) == (30, 1000, 97.0)
+    assert (snapshot.series["loss"].steps, snapshot.series["loss"].values) == ([20, 30], [3.0, 2.5])
+
+
+def lightning_state(step):
+    return f"\rEpoch 0:  50%|█████     | {step}/100000 [00:10<01:30, 10.00it/s, v_num=0, train_loss={10 - step / 20_000:.3f}]"
+
+
+def test_a_bar_is_read_while_it_moves(tmp_path):
+    path = tmp_path / "out.log"
+    reader = write(path, "".join(map(lightning_state, range(1, 500))))
+    assert (reader.update().step, reader.update().loss) == (498, 9.975)  # of the last one nothing says that it is whole
+    with path.open("a") as file:
+        file.write(lightning_state(500) + "\r")
+    assert reader.update().step == 500
+
+
+def test_a_bar_of_many_megabytes_is_sampled(tmp_path):
+    snapshot = write(tmp_path / "out.log", "".join(map(lightning_state, range(1, 20_001))) + "\r").update()
+    loss = snapshot.series["loss"]
+    assert (snapshot.step, loss.steps[0], loss.steps[-1]) == (20_000, 1, 20_000)
+    assert max(following - step for step, following in zip(loss.steps, loss.steps[1:], strict=False)) < 500
+
+
+def test_lines_without_a_step_count_as_one_step_each(tmp_path):
+    snapshot = write(tmp_path / "out.log", "{'loss': 3.0, 'epoch': 0.1}\n{'loss': 2.5, 'epoch': 0.2}\n").update()
+    assert snapshot.series["loss"].steps == [1, 2]
+
+
+def test_a_growing_log_is_followed_and_a_truncated_one_is_read_from_its_start(tmp_path):
+    path = tmp_path / "out.log"
+    reader = write(path, "step 1 loss: 3.0\nstep 2 loss: 2")
+    assert reader.update().step == 1
+    with path.open("a") as file:
+        file.write(".5\n")
+    assert reader.update().loss == 2.5
+    path.write_text("step 1 loss: 9.0\n")
+    assert reader.update().series["loss"].values == [9.0]
+    path.unlink()
+    assert reader.update().notes == [f"{path} is gone"]
+
+
+@pytest.mark.parametrize(
+    ("text", "ago", "state"),
+    [
+        ("step 1/2 loss: 3.0\nstep 2/2 loss: 2.0\nTraining complete\n", 0.0, "finished"),
+        ("step 1/2 loss: 3.0 dt: 100ms\n", 130.0, "broken"),
+        ("step 1/2 loss: 3.0\n", 130.0, "running"),  # how often it writes is not known
+        ("step 1/2 loss: 3.0\n", 700.0, "broken"),
+        ("nothing of interest\n", 0.0, "unknown"),
+    ],
+)
+def test_the_state_of_a_log(tmp_path, text, ago, state):
+    assert write(tmp_path / "out.log", text, ago=ago).update().state == state
+
+
+def test_a_log_that_came_back_from_a_silence_may_be_silent_twice_as_long(tmp_path):
+    path = tmp_path / "out.log"
+    reader = write(path, "step 1/9 loss: 3.0 dt: 100ms\n", ago=250.0)
+    assert reader.update().state == "broken"
+    with path.open("a") as file:
+        file.write("step 2/9 loss: 3.0 dt: 100ms\n")
+    for ago, state in ((0.0, "running"), (990.0, "running"), (1010.0, "broken")):
+        os.utime(path, (time.time() - ago,) * 2)
+        assert reader.update().state == state
+
+
+def test_a_log_that_ends_in_an_error_is_explained(tmp_path):
+    text = (
+        "step 1/9 loss: 3.0\nTraceback (most recent call last):\n"
+        "  File \"t.py\", line 3, in <module>\nModuleNotFoundError: No module named 'flash_attn'\n"
+    )
+    snapshot = write(tmp_path / "out.log", text).update()
+    assert (snapshot.state, snapshot.explanation["line"]) == ("failed", 2)
+
+
+@pytest.mark.parametrize(
+    ("end", "state"),
+    [("ModuleNotFoundError: No module named 'flash_attn'\n", "failed"), ("Training complete\n", "finished")],
+)
+def test_a_log_too_long_to_explain_whole_is_explained_by_its_end(tmp_path, monkeypatch, end, state):
+    monkeypatch.setattr("paceline.watch.log_reader.EXPLAINED_BYTES", 4 << 20)
+    monkeypatch.setattr("paceline.watch.log_reader.FIRST_BYTES", 1 << 19)
+    path = tmp_path / "out.log"
+    with path.open("w") as file:
+        file.writelines(f"step {step}/99999 loss: 3.0 {'-' * 4000}\n" for step in range(1, 2_000))
+        file.write(end)
+    assert path.stat().st_size > 4 << 20
+    snapshot = open_reader(path).update()
+    assert (snapshot.state, len(snapshot.notes)) == (state, int(state == "failed"))
+
+
+def test_a_log_of_many_megabytes_is_sampled(tmp_path):
+    path = tmp_path / "long.log"
+    with path.open("w") as file:
+        file.writelines(f"step {step}/20000 loss: {10 - step / 2000:.5f} {'-' * 200}\n" for step in range(1, 15_001))
+    assert path.stat().st_size > 3 << 20
+    snapshot = open_reader(path).update()
+    loss = snapshot.series["loss"]
+    assert (snapshot.step, loss.steps[0], loss.steps[-1]) == (15_000, 1, 15_000)
+    assert loss.values == sorted(loss.values, reverse=True)
+    assert max(following - step for step, following in zip(loss.steps, loss.steps[1:], strict=False)) < 500

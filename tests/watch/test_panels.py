@@ -1,0 +1,123 @@
+"""The texts of the web page: written in Python, and the same as in the terminal."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from snapshots import NOW, STATES, broken, failed, finished, recovered, script, training, two_hosts
+
+from paceline.watch.panels import log_levels, run_panels, run_row
+from paceline.watch.snapshot import Series, to_text
+from paceline.watch.terminal.pages import format_once
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_every_state_has_its_panels_as_json(name):
+    panels = json.loads(to_text(run_panels(STATES[name](NOW), now=NOW)))
+    assert panels["head"]["badge"]["state"] == STATES[name](NOW).state
+
+
+def test_the_figures_of_the_page_are_those_of_the_terminal():
+    panels = run_panels(training(NOW), now=NOW)
+    terminal = format_once(training(NOW), now=NOW, width=160)
+    tiles = {tile["name"]: tile["value"] for tile in panels["tiles"]}
+    assert tiles == {
+        "loss": "2.9216",
+        "val_bpb": "0.9527",
+        "tok_per_sec": "858,425",
+        "step_ms": "612 ms",
+        "mfu": "41.2 %",
+        "peak_bytes": "25.8 GiB",
+        "goodput": "88 %",
+    }
+    assert [value for value in tiles.values() if value not in terminal] == []
+    assert panels["head"]["summary"]["text"] in terminal
+    assert panels["hosts"][0]["gpus"][0]["gauges"][1]["text"] in terminal
+
+
+def test_a_figure_is_compared_with_the_plan_and_is_worse_past_a_tenth():
+    slow = replace(training(NOW), step_ms=700.0, tok_per_sec=1e6)
+    tiles = {tile["name"]: tile for tile in run_panels(slow, now=NOW)["tiles"]}
+    assert (tiles["step_ms"]["difference"], tiles["step_ms"]["worse"]) == ("+25 %", True)
+    assert (tiles["tok_per_sec"]["difference"], tiles["tok_per_sec"]["worse"]) == ("+7 %", False)
+    assert "difference" not in tiles["loss"] and tiles["val_bpb"]["note"] == "best 0.9380"
+
+
+def test_the_head_says_how_far_and_how_long_and_leaves_the_clock_to_the_reader():
+    facts = run_panels(training(NOW), now=NOW)["head"]["facts"]
+    assert facts[0] == [{"text": "step 1,240"}, " of 2,500, 50 %"]
+    assert facts[1:3] == [["650M tokens"], ["14m28s so far"]]
+    assert facts[3] == [{"text": "12m51s to go"}, ", until ", {"time": 1_795_250_760, "seconds": False}]
+    assert run_panels(training(NOW), now=NOW + 32)["head"]["facts"][-1] == ["silent for 30s"]
+
+
+def test_a_run_that_failed_explains_itself_in_place_of_a_summary():
+    panels = run_panels(failed(NOW), now=NOW)
+    assert panels["head"]["summary"] is None
+    why = panels["why"]
+    assert (why["cause"], why["place"], why["sure"]) == ("cuda-oom", "rank 1, step 1,241, host tower", "97 % sure")
+    assert why["is_command"] and [block["title"] for block in why["blocks"]] == ["Evidence", "Only followed"]
+    assert panels["logs"]["first"] == "1/1"
+
+
+def test_marks_and_bands_stand_on_every_axis():
+    marks = run_panels(recovered(NOW), now=NOW)["marks"]
+    assert marks["steps"] == {
+        "marks": [{"x": 1241, "kind": "verdict"}, {"x": 1000, "kind": "resumed"}],
+        "bands": [[1000, 1241]],
+    }
+    assert marks["tokens"]["bands"] == [[1000 * 524_288, 1241 * 524_288]]
+    [(begin, end)] = marks["hours"]["bands"]
+    assert [round(3600 * (end - begin))] == [18]
+
+
+def test_only_attempts_that_tell_more_than_the_page_are_listed():
+    assert run_panels(training(NOW), now=NOW)["attempts"] is None
+    badges = [attempt["badge"]["state"] for attempt in run_panels(recovered(NOW), now=NOW)["attempts"]]
+    assert badges == ["failed", "running"]
+
+
+def test_a_slow_rank_and_a_throttled_gpu_are_marked():
+    panels = run_panels(two_hosts(NOW), now=NOW)
+    assert panels["ranks"]["labels"]["5"] == {"sub": "node-1", "value": "761 ms", "mark": "▲ slow"}
+    rows = panels["maps"]["use"]["rows"]
+    assert [row["key"] for row in rows if row["mark"]] == ["node-1/1 use"]
+    assert panels["hosts"][1]["gpus"][1]["marks"] == [{"level": "", "text": "▲ throttled: thermal"}]
+
+
+def test_time_is_listed_by_kind_the_most_first():
+    rows = run_panels(training(NOW), now=NOW)["goodput"]["rows"]
+    assert (rows[0]["name"], rows[0]["duration"], rows[0]["percent"]) == ("steps that counted", "12m39s", "87.9 %")
+    assert [row["kind"] for row in rows[1:3]] == ["compile", "evaluation"]
+
+
+def test_charts_come_in_one_order_and_a_curve_without_a_number_has_none():
+    series = {**training(NOW).series, "zeta": Series([1], [1.0], [NOW]), "empty": Series([1], [float("nan")], [NOW])}
+    fields = run_panels(replace(training(NOW), series=series), now=NOW)["fields"]
+    assert list(fields)[:3] == ["loss", "val_bpb", "tok_per_sec"] and list(fields)[-1] == "zeta"
+    assert "empty" not in fields
+
+
+def test_what_is_not_known_has_no_panel():
+    panels = run_panels(script(NOW), now=NOW)
+    assert (panels["why"], panels["plan"], panels["findings"], panels["fields"]) == (None, None, None, {})
+    assert panels["head"]["progress"] is None and panels["head"]["command"] == "train.py --lr 3e-4 --epochs 12"
+    assert run_panels(broken(NOW), now=NOW)["head"]["summary"]["level"] == "error"
+
+
+def test_lines_of_a_log_have_the_levels_of_the_terminal_view():
+    lines = ["step 1", "warning: slow", "RuntimeError: no", "Traceback (most recent call last):"]
+    assert log_levels(lines) == {"1": "warning", "2": "error", "3": "error"}
+
+
+def test_a_row_of_the_list_of_runs():
+    run = {"state": "finished", "step": 100, "num_steps": 200, "loss": 3.0, "val_bpb": None, "tok_per_sec": 2e4}
+    row = run_row({**run, "command": None, "time": "2026-11-21T08:33:20.000Z"})
+    assert (row["steps"], row["share"], row["loss"], row["val_bpb"]) == ("100 of 200", 0.5, "3.0000", "n/a")
+    assert (row["tok_per_sec"], row["time"], row["badge"]["state"]) == ("20,000", NOW, "finished")
+    assert run_row({**run, "command": ["train.py"], "time": None})["steps"] == "n/a"
+
+
+def test_nothing_of_a_run_that_has_ended_changes_with_the_clock():
+    for ended in (finished(NOW), failed(NOW)):
+        assert run_panels(ended, now=NOW) == run_panels(ended, now=NOW + 3600)

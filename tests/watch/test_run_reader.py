@@ -1,0 +1,369 @@
+"""One snapshot after another of a run folder whose files grow, shrink, break off and vanish."""
+
+import json
+import math
+import os
+import random
+import shutil
+import time
+import zlib
+from dataclasses import replace
+
+import pytest
+from run_folders import START, utc, write_run
+from snapshots import NOW
+
+from paceline.errors import PacelineError
+from paceline.heartbeat import LINE, QUOTED, SUM
+from paceline.rundir import RunDir, append_event, append_json_line, append_sample, lock_run
+from paceline.watch.snapshot import Snapshot
+from paceline.watch.status import open_reader
+from paceline.watch.summary import Summary, summarize
+
+
+class Folder:
+    """A run folder written by hand."""
+
+    def __init__(self, path):
+        self.run = RunDir(path / "r")
+        self.run.path.mkdir()
+        self.run.config_toml.write_text("depth = 4\n")
+        self.run.plan_json.write_text('{"num_steps": 100, "total_batch_size": 10}')
+        self.reader = open_reader(self.run.path)
+
+    def look(self) -> Snapshot:
+        return self.reader.update()
+
+    def event(self, kind, **fields):
+        append_event(self.run, kind, **fields)
+
+    def begin(self, *, world_size=2, attempt=1):
+        self.event("launch", prepared_s=1.0)
+        self.event("attempt", attempt=attempt, world_size=world_size)
+
+    def begin_script(self, *, attempt=1, ago=0.0):
+        start = {"time": utc(time.time() - START - ago), "event": "attempt", "attempt": attempt, "world_size": 1}
+        append_json_line(self.run.events, start)
+        self.run.logs(attempt).mkdir(parents=True)
+
+    def print(self, text, *, attempt=1, ago=0.0):
+        with self.run.rank_log(attempt, 0).open("a") as file:
+            file.write(text)
+        os.utime(self.run.rank_log(attempt, 0), (time.time() - ago,) * 2)
+
+    def log(self, step, *, second=0, **fields):
+        line = {"step": step, "loss": 3.0, "step_ms": 100.0, "time": f"2026-01-01T00:00:{second:02d}.000Z", **fields}
+        append_json_line(self.run.metrics, line)
+
+    def beat(self, rank, step, phase="forward", *, ago=0.0):
+        self.run.progress(rank).parent.mkdir(exist_ok=True)
+        line = (LINE % (step, 0, QUOTED[phase], time.time() - ago, 1.0)).encode()
+        self.run.progress(rank).write_bytes(line + SUM % zlib.crc32(line))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return Folder(tmp_path)
+
+
+@pytest.fixture
+def script(held):
+    """A script's run of one rank, held; no attempt has begun."""
+    held.run.config_toml.write_text('command = ["train.py"]\n')
+    held.event("script", command=["train.py"], nproc=1)
+    return held
+
+
+@pytest.fixture
+def held(folder):
+    """The run is held, as by its supervisor."""
+    fd = lock_run(folder.run)
+    yield folder
+    os.close(fd)
+
+
+def test_before_the_first_step_a_run_is_starting(held):
+    assert held.look().state == "starting"
+    held.begin()
+    held.beat(0, 0, "compile")
+    assert held.look().state == "starting"
+
+
+@pytest.mark.parametrize(
+    ("phase", "state"), [("backward", "training"), ("eval", "evaluating"), ("save", "saving"), ("sample", "evaluating")]
+)
+def test_the_phase_of_rank_0_is_the_state_of_the_run(held, phase, state):
+    held.begin()
+    held.beat(0, 7, phase)
+    assert (held.look().state, held.look().step) == (state, 7)
+
+
+def test_between_two_attempts_a_run_is_recovering_and_explains_why(held):
+    held.begin()
+    held.log(5)
+    held.beat(0, 9)
+    held.event("attempt_ended", attempt=1, state="failed")
+    assert held.look().state == "recovering"
+    held.event("verdict", attempt=1, cause="hang", summary="rank 1 hung", fix="")
+    held.event("decision", attempt=1, action="retry", why="it may pass")
+    snapshot = held.look()
+    assert (snapshot.state, snapshot.step, snapshot.attempts[0].action) == ("recovering", 5, "retry")
+    held.event("attempt", attempt=2, world_size=2)
+    held.event("resumed", step=4)
+    held.beat(0, 4, "compile")
+    assert held.look().state == "starting"
+    held.beat(0, 5, "forward")
+    assert held.look().state == "training"
+
+
+def test_the_events_say_how_a_run_ended_that_no_process_holds(folder):
+    folder.begin()
+    assert folder.look().state == "broken"
+    folder.event("finished", step=100)
+    assert folder.look().state == "finished"
+
+
+def test_a_failed_run_is_explained_from_its_logs(folder):
+    folder.begin()
+    folder.run.logs(1).mkdir(parents=True)
+    folder.run.rank_log(1, 0).write_text(
+        "Traceback (most recent call last):\n"
+        '  File "x.py", line 1, in <module>\n'
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.20 GiB. GPU 0 has a total capacity of 7.79 GiB of"
+        " which 612.25 MiB is free.\n"
+    )
+    folder.event("attempt_ended", attempt=1, state="failed")
+    folder.event("failed", rank=0)
+    snapshot = folder.look()
+    assert (snapshot.state, snapshot.explanation["cause"]) == ("failed", "cuda-oom")
+    assert snapshot.explanation["evidence"][0]["line"] == 1
+    folder.event("note", text="wandb: all of it has arrived")
+    assert folder.look().explanation is snapshot.explanation  # nothing that it goes by is new
+
+
+def test_only_new_lines_are_read_and_a_half_line_waits_until_it_is_whole(folder):
+    folder.begin()
+    folder.log(1)
+    assert folder.look().series["loss"].steps == [1]
+    with folder.run.metrics.open("a") as file:
+        file.write('{"step": 2, "lo')
+    assert folder.look().step == 1
+    with folder.run.metrics.open("a") as file:
+        file.write('ss": 2.5, "time": "2026-01-01T00:00:02.000Z"}\n')
+    snapshot = folder.look()
+    assert (snapshot.step, snapshot.loss, snapshot.series["loss"].values) == (2, 2.5, [3.0, 2.5])
+
+
+def test_a_rewritten_metrics_file_replaces_what_was_read(folder):
+    folder.begin()
+    for step in range(1, 9):
+        folder.log(step, loss=float(step))
+    assert folder.look().series["loss"].steps[-1] == 8
+    first_lines = folder.run.metrics.read_text().splitlines(keepends=True)[:4]
+    folder.run.metrics.write_text("".join(first_lines))
+    folder.log(5, loss=50.0)
+    for step in range(6, 12):
+        folder.log(step, loss=float(step))
+    assert folder.look().series["loss"].values == [1.0, 2.0, 3.0, 4.0, 50.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0]
+
+
+def test_files_that_vanish_leave_their_fields_empty(folder):
+    folder.begin()
+    folder.log(1)
+    folder.look()
+    for path in (folder.run.metrics, folder.run.events, folder.run.plan_json, folder.run.config_toml):
+        path.unlink()
+    snapshot = folder.look()
+    assert (snapshot.step, snapshot.loss, snapshot.series, snapshot.events, snapshot.num_steps) == (
+        0,
+        None,
+        {},
+        [],
+        None,
+    )
+
+
+def test_damaged_lines_are_skipped(folder):
+    folder.run.metrics.write_bytes(
+        b'{"step": 1, "loss": 2}\n\x00\x00{broken\n[1]\n"x"\n{"loss": 1}\n{"step": 2, "loss": "no"}\n'
+    )
+    folder.run.events.write_text('{"event": "attempt"}\nx\n{"time": "x", "event": "checkpoint", "step": 3}\n')
+    snapshot = folder.look()
+    assert (snapshot.step, snapshot.series["loss"].values) == (2, [2.0])
+    assert [event.text for event in snapshot.events] == ["attempt", "checkpoint saved at step 3"]
+
+
+@pytest.mark.parametrize("end", ["finished", None])
+def test_a_copy_of_a_run_shows_the_same_times(tmp_path, end):
+    run = write_run(tmp_path, "a", end=end)
+    append_sample(run.health("one"), {"time": utc(110), "cpu": 0.5})
+    shutil.copytree(run.path, tmp_path / "b", copy_function=shutil.copyfile)  # without the times of the files
+    for path in (run.path, tmp_path / "b"):
+        snapshot = open_reader(path).update()
+        assert (snapshot.updated, snapshot.elapsed_s) == (START + 110, 110.0)
+
+
+def test_the_speed_of_the_last_lines_gives_the_remaining_time(held):
+    held.event("launch", prepared_s=0.0)
+    held.run.events.open("a").write(
+        '{"time": "2026-01-01T00:00:00Z", "event": "attempt", "attempt": 1, "world_size": 1}\n'
+    )
+    for step in (10, 20, 30):
+        held.log(step, second=step // 2)
+    held.beat(0, 31)
+    assert held.look().eta_s == pytest.approx(69 * 0.5)
+
+
+def test_each_rank_has_its_own_time_and_the_slow_one_is_marked(held):
+    held.begin(world_size=3)
+    for step in range(1, 6):
+        held.log(step, rank_ms=[100.0, 101.0, 160.0])
+    for rank in range(3):
+        held.beat(rank, 5, "reduce", ago=4.0)
+    ranks = held.look().ranks
+    assert [(rank.busy_ms, rank.slow, rank.phase) for rank in ranks] == [
+        (100.0, False, "reduce"), (101.0, False, "reduce"), (160.0, True, "reduce"),
+    ]  # fmt: skip
+    assert 4.0 <= ranks[0].silent_s < 60.0
+    assert [len(series.steps) for series in held.look().rank_series] == [5, 5, 5]
+
+
+def test_a_field_of_a_sample_holds_until_a_line_has_it_again(folder):
+    path = folder.run.health("node7")
+    gpu = {"index": 0, "name": "RTX 5090", "total_bytes": 32, "used_bytes": 8, "use": 0.5, "throttle": ["power"]}
+    append_sample(path, {"time": "2026-01-01T00:00:00.000Z", "cpu": 0.5, "ram_total": 64, "gpus": [gpu]})
+    append_sample(path, {"time": "2026-01-01T00:00:02.000Z", "cpu": 0.7, "gpus": [{"index": 0, "used_bytes": 9}]})
+    snapshot = folder.look()
+    (host,) = snapshot.hosts
+    assert (host.name, host.cpu, host.ram_total) == ("node7", 0.7, 64)
+    assert (host.gpus[0].name, host.gpus[0].used_bytes, host.gpus[0].throttle) == ("RTX 5090", 9, [])
+    assert snapshot.gpu_series["node7/0 used_bytes"].values == [8.0, 9.0]
+    assert snapshot.host_series["node7 cpu"].values == [0.5, 0.7]
+
+
+def test_a_host_of_an_earlier_attempt_is_not_shown(folder):
+    def sampled(host, second):
+        append_sample(folder.run.health(host), {"time": utc(second), "cpu": 0.5})
+        return [(item.name, item.every_s) for item in folder.look().hosts]
+
+    append_json_line(folder.run.events, {"time": utc(0), "event": "attempt", "attempt": 1, "world_size": 1})
+    sampled("box-1", 2)
+    assert sampled("box-1", 4) == [("box-1", 2.0)]
+    append_json_line(folder.run.events, {"time": utc(60), "event": "attempt", "attempt": 2, "world_size": 1})
+    assert sampled("box-1", 5) == [("box-1", 1.5)]  # the last that is known, until there is a newer one
+    assert sampled("box-2", 61) == [("box-2", None)]
+    assert (folder.look().ranks[0].host, sorted(folder.look().host_series)) == ("box-2", ["box-1 cpu", "box-2 cpu"])
+
+
+def test_a_long_health_file_is_sampled_and_its_end_is_read_whole(folder):
+    path = folder.run.health("node7")
+    path.parent.mkdir()
+    with path.open("w") as file:
+        for number in range(30_000):
+            minute, second = divmod(2 * number, 60)
+            stamp = f"2026-01-{1 + minute // 1440:02d}T{minute // 60 % 24:02d}:{minute % 60:02d}:{second:02d}.000Z"
+            file.write(
+                json.dumps({"time": stamp, "cpu": number / 30_000, "ram_used": 10**10 + number, "pad": "x" * 40}) + "\n"
+            )
+    assert path.stat().st_size > 2 << 20
+    folder.look()
+    append_sample(path, {"time": "2026-01-31T00:00:00.000Z", "cpu": 1.0})
+    series = folder.look().host_series["node7 cpu"]
+    assert 500 <= len(series.values) <= 2000
+    assert series.values == sorted(series.values)
+    assert series.values[0] == 0.0
+    assert series.values[-1] == 1.0
+
+
+def test_the_measures_of_a_script_come_from_its_output(script):
+    script.begin_script()
+    script.print("step 3/10 loss: 2.5 tok/s: 1,000\n")
+    snapshot = script.look()
+    assert (snapshot.kind, snapshot.state, snapshot.command) == ("script", "running", ["train.py"])
+    assert (snapshot.step, snapshot.num_steps, snapshot.loss, snapshot.tok_per_sec) == (3, 10, 2.5, 1000.0)
+    assert [(log.attempt, log.rank) for log in snapshot.logs] == [(1, 0)]
+
+
+def test_the_remaining_time_of_a_script_follows_from_its_last_attempt(script):
+    script.begin_script(attempt=1, ago=50_000.0)
+    script.print("step 9000/10000 loss: 2.5\n")
+    script.begin_script(attempt=2, ago=60.0)
+    script.print("step 9000/10000 loss: 2.5\n", attempt=2)
+    assert script.look().eta_s is None
+    script.print("step 9010/10000 loss: 2.5\n", attempt=2)
+    assert script.look().eta_s == pytest.approx(990 * 60 / 10, rel=0.05)
+
+
+def test_a_script_that_prints_every_few_minutes_is_not_silent(script):
+    script.begin_script(ago=1000.0)
+    script.print("step 1/10 loss: 2.5\nstep 2/10 loss: 2.4\nstep 3/10 loss: 2.3\n", ago=400.0)
+    snapshot = script.look()
+    assert snapshot.silence_s == pytest.approx(200.0, abs=5)
+    assert summarize(replace(snapshot, updated=NOW - 390), now=NOW) == Summary("good", "All well.")
+    assert summarize(replace(snapshot, updated=NOW - 450), now=NOW) == Summary(
+        "warning", "No output or heartbeat for 7m30s."
+    )
+
+
+def test_a_non_finite_loss_is_a_warning_and_null_in_json(script):
+    script.begin_script()
+    script.print("step 1/10 loss: 2.5\nstep 2/10 loss: nan\nstep 3/10 loss: nan\n")
+    snapshot = script.look()
+    assert (snapshot.step, math.isnan(snapshot.loss), snapshot.series["loss"].values) == (3, True, [2.5])
+    assert summarize(snapshot, now=time.time()) == Summary("warning", "The loss is NaN or infinite.")
+    assert json.loads(json.dumps(snapshot.to_json(), allow_nan=False))["loss"] is None
+    script.print("step 4/10 loss: 2.25\n")
+    assert script.look().loss == 2.25
+
+
+def test_a_path_that_is_neither_a_run_nor_a_file_is_refused_with_a_fix(tmp_path):
+    with pytest.raises(PacelineError) as error:
+        open_reader(tmp_path / "nowhere")
+    assert error.value.fix
+    with pytest.raises(PacelineError):
+        open_reader(tmp_path)
+
+
+def test_a_snapshot_is_plain_json(held):
+    held.begin()
+    held.log(1, rank_ms=[1.0, 2.0])
+    assert json.loads(json.dumps(held.look().to_json(), allow_nan=False))["state"] == "starting"
+
+
+def test_a_snapshot_comes_whatever_happens_to_the_files(held):
+    """Bytes are lost, changed and swapped, lines shuffled, files taken away, a few at a time."""
+    held.begin()
+    for step in range(1, 30):
+        held.log(step, val_bpb=1.5, rank_ms=[10.0, 11.0])
+        held.beat(step % 2, step)
+    held.event("checkpoint", step=10, bytes=100, seconds=0.1)
+    held.event("attempt_ended", attempt=1, state="failed")
+    append_sample(
+        held.run.health("a"), {"time": "2026-01-01T00:00:02.000Z", "cpu": 0.7, "gpus": [{"index": 0, "use": 1}]}
+    )
+    original = {
+        path: path.read_bytes() for path in held.run.path.rglob("*") if path.is_file() and path != held.run.lock
+    }
+    chance = random.Random(7)
+    for _ in range(60):
+        for path in chance.sample(sorted(original), 3):
+            damaged = bytearray(original[path])
+            match chance.randrange(4):
+                case 0:
+                    del damaged[chance.randrange(len(damaged)) :]
+                case 1:
+                    for _ in range(4):
+                        damaged[chance.randrange(len(damaged))] = chance.choice(b'{}[]",:0a-\n\x00\xff')
+                case 2:
+                    damaged = bytearray(b"\n".join(chance.sample(lines := bytes(damaged).split(b"\n"), len(lines))))
+                case 3:
+                    path.unlink(missing_ok=True)
+                    continue
+            path.write_bytes(damaged)
+        json.dumps(held.look().to_json(), allow_nan=False)
+    for path, content in original.items():
+        path.unlink(missing_ok=True)
+        held.look()
+        path.write_bytes(content)
+    snapshot = held.look()
+    assert (snapshot.state, snapshot.loss, len(snapshot.series["loss"].steps)) == ("recovering", 3.0, 29)

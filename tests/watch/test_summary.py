@@ -1,0 +1,73 @@
+"""One sentence says whether a run is well."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from snapshots import GIB, NOW, STATES, curve, gpu, host, rank_view, training, two_hosts
+
+from paceline.watch.summary import Summary, summarize
+
+SUMMARIES = {
+    "starting": ("info", "No step is finished yet: compile."),
+    "training": ("good", "All well: the loss is falling, 2 GPUs are busy 97 % of the time, no rank is slow."),
+    "recovering": (
+        "warning",
+        "Attempt 1 ended: rank 1 asked for 2.0 GiB more than its GPU had. The next attempt is starting.",
+    ),
+    "failed": ("error", "Rank 1 asked for 2.00 GiB more than its GPU had (31.4 GiB, 29.9 in use by this process)."),
+    "broken": ("error", "The run ended without reporting why."),
+    "finished": ("good", "All steps are done."),
+    "stopped": ("info", "Stopped on request; it can be resumed."),
+    "two_hosts": ("warning", "Rank 5 is slower than the others; GPU 1 of node-1 is throttled: thermal."),
+    "script": ("good", "All well: 2 GPUs are busy 97 % of the time."),
+    "unknown_log": None,
+}
+
+
+@pytest.mark.parametrize("name", SUMMARIES)
+def test_each_state_has_one_sentence(name):
+    expected = SUMMARIES[name]
+    assert summarize(STATES[name](NOW), now=NOW) == (expected and Summary(*expected))
+
+
+def loss(value):
+    return {"series": {"loss": curve(value, now=NOW)}}
+
+
+def pace(value):
+    return {"plan": None, "series": {"step_ms": curve(value, now=NOW)}}
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"updated": NOW - 125}, "No output or heartbeat for 2m05s."),
+        ({"ranks": [rank_view(0), rank_view(1, silent_s=75.0, phase="reduce")]}, "Rank 1 is silent for 1m15s in reduce."),
+        ({"loss": math.nan}, "The loss is NaN or infinite."),
+        (loss(lambda step: 3.0 if step < 1050 else 3.3), "The loss is 10 % higher since step 1,050 than before."),
+        ({"step_ms": 700.0}, "A step takes 25 % longer than planned."),
+        (pace(lambda step: 300.0 if step < 700 else 500.0), "A step takes 500 ms now and took 300 ms at its best."),
+        ({"hosts": [host("tower", [gpu(0, use=0.12)])]}, "GPU 0 of tower is busy 12 % of the time."),
+        ({"hosts": [host("tower", [gpu(0, errors={"xid": 79, "ecc_corrected": 3})])]}, "GPU 0 of tower has errors: xid 79."),
+        ({"hosts": [host("tower", [gpu(0, use=0.12)], time=NOW - 125, every_s=2.0)]}, "No health sample of tower for 2m05s."),
+        ({"hosts": [host("tower", [], cgroup_used=95 * GIB)]}, "Tower has 1.0 GiB of 96.0 GiB RAM left."),
+        ({"hosts": [host("tower", [], disk_free=2 * GIB)]}, "Tower has 2.0 GiB of disk left."),
+    ],
+)  # fmt: skip
+def test_each_warning_names_its_number(changed, text):
+    assert summarize(replace(training(), **changed), now=NOW) == Summary("warning", text)
+
+
+def test_a_power_limit_a_long_evaluation_and_ended_ranks_cause_no_warning():
+    usual = host("tower", [gpu(0, throttle=["power"], errors={"ecc_corrected": 2})], time=NOW - 125, every_s=60.0)
+    ranks = [rank_view(0, phase="eval", silent_s=200.0), rank_view(1, phase="ending", silent_s=200.0)]
+    ranks += [rank_view(2, phase="stopped", silent_s=2000.0), rank_view(3, phase="done", silent_s=2000.0)]
+    result = summarize(replace(training(), hosts=[usual], ranks=ranks), now=NOW)
+    assert result is not None and result.level == "good"
+
+
+def test_of_many_slow_ranks_only_the_first_are_named():
+    ranks = [rank_view(rank, slow=True) for rank in range(9)]
+    result = summarize(replace(two_hosts(), ranks=ranks, hosts=[]), now=NOW)
+    assert result == Summary("warning", "Ranks 0, 1, 2, 3, 4, 5 and 3 more are slower than the others.")

@@ -32,6 +32,14 @@ STATELESS = {
 ATTEMPT_FIELDS = {"attempt_ended": ("state",), "verdict": ("cause", "summary"), "decision": ("action", "why")}
 # by the launching terminal; a finding is printed whole, by paceline.check.findings
 PRINTED = {"checkpoint", "save_failed", "rollback", "sample", "resumed", "stopping", "note", "step_time"}
+TEXTS = {  # of events whose fields stand in a sentence as they are; event_text makes all other texts
+    "attempt_ended": "attempt {attempt} {state}",
+    "hang": "hang: {text}",
+    "verdict": "{cause}: {summary}",
+    "finding": "{what}: {why}",
+    "failed": "the run failed",
+    "interrupted": "the run was interrupted",
+}
 
 
 def event_view(event: Record) -> EventView | None:
@@ -39,9 +47,14 @@ def event_view(event: Record) -> EventView | None:
     kind = str(event.get("event"))
     if kind in UNSHOWN:
         return None
-    step, time = event.get("step"), unix_time(event.get("time"))
-    step = step if type(step) is int else None
-    return EventView(time if time == time else None, kind, event_text(event), event_level(event), step)
+    step, time, level = event.get("step"), unix_time(event.get("time")), LEVELS.get(kind, "info")
+    if kind == "attempt_ended":
+        level = ATTEMPT_LEVELS.get(str(event.get("state")), "warning")
+    elif kind == "rank_failed" and event.get("consequence"):
+        level = "info"
+    return EventView(
+        time if time == time else None, kind, event_text(event), level, step if type(step) is int else None
+    )
 
 
 def event_line(event: Record, *, num_steps: int) -> str | None:
@@ -64,29 +77,26 @@ def step_label(step: int, num_steps: int) -> str:
     return f"step {step:0{width}d}/{num_steps:0{width}d}"
 
 
-def event_level(event: Record) -> Level:
-    kind = str(event.get("event"))
-    if kind == "attempt_ended":
-        return ATTEMPT_LEVELS.get(str(event.get("state")), "warning")
-    if kind == "rank_failed" and event.get("consequence"):
-        return "info"
-    return LEVELS.get(kind, "info")
-
-
 def event_text(event: Record, *, labelled: bool = False, max_chars: int | None = TEXT_CHARS) -> str:
     """Returns one line of text. labelled: the step stands before it already. max_chars None: the whole text."""
     kind = str(event.get("event"))
     try:
-        text = training_text(kind, event, labelled=labelled) or launch_text(kind, event)
+        text = TEXTS[kind].format_map(event) if kind in TEXTS else sentence_of(kind, event, labelled=labelled)
     except (KeyError, TypeError, ValueError):  # another version wrote this event
         text = None
     return one_line(text or str(event.get("text", kind.replace("_", " "))), max_chars)
 
 
-def training_text(kind: str, event: Record, *, labelled: bool) -> str | None:
-    """Returns the text of an event at a step of the training; None for all other events."""
+def sentence_of(kind: str, event: Record, *, labelled: bool) -> str | None:
+    """Returns the text of an event whose fields need units, or that has several forms; None for one that carries its own."""
     at = f" at step {event['step']:,}" if "step" in event and not labelled else ""
     match kind:
+        case "launch":
+            return f"launched: data, plan and checks took {event.get('prepared_s', 0.0):.0f} s"
+        case "script":
+            return f"launched: {' '.join(event['command'])}"
+        case "attempt":
+            return f"attempt {event['attempt']} on {format_number_of(event['world_size'], 'rank')}"
         case "checkpoint":
             parts = [f"checkpoint saved{at}"]
             parts += [format_bytes(event["bytes"])] if "bytes" in event else []
@@ -113,38 +123,14 @@ def training_text(kind: str, event: Record, *, labelled: bool) -> str | None:
         case "finished" | "stopped":
             bpb = "" if event.get("val_bpb") is None else f", val_bpb {event['val_bpb']:.4f}"
             return f"{kind}{at}{bpb}"
-    return None
-
-
-def launch_text(kind: str, event: Record) -> str | None:
-    """Returns the text of an event of the launch and its attempts; None for an event that carries its own text."""
-    match kind:
-        case "launch":
-            return f"launched: data, plan and checks took {event.get('prepared_s', 0.0):.0f} s"
-        case "script":
-            return f"launched: {' '.join(event['command'])}"
-        case "attempt":
-            return f"attempt {event['attempt']} on {format_number_of(event['world_size'], 'rank')}"
-        case "attempt_ended":
-            return f"attempt {event['attempt']} {event['state']}"
         case "rank_failed":
             source = "launch" if event.get("rank") is None else f"rank {event['rank']}"
             return f"{source} {'ended after it' if event.get('consequence') else 'failed'}: {event['message']}"
-        case "hang":
-            return f"hang: {event['text']}"
-        case "verdict":
-            return f"{event['cause']}: {event['summary']}"
         case "decision":
             return f"no further attempt: {event['why']}" if event["action"] == "stop" else str(event["why"])
         case "plan_changed":
             batch = f"device_batch_size {event['device_batch_size']}, {event['grad_accum_steps']} micro-steps"
             return f"plan changed: {format_number_of(event['world_size'], 'rank')}, {batch}"
-        case "finding":
-            return f"{event['what']}: {event['why']}"
-        case "failed":
-            return "the run failed"
-        case "interrupted":
-            return "the run was interrupted"
         case "stopping":
             return f"stopping on {event['signal']}" if event.get("signal") else "stopping"
     return None

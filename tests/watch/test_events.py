@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.watch.events import event_level, event_line, event_text, event_view
+from paceline.watch.events import event_line, event_text, event_view
 
 ROLLBACK = {"event": "rollback", "step": 7, "to_step": 4, "cause": "loss-nan", "number": 1, "at_most": 3}
 TEXTS = [
@@ -51,6 +51,6 @@ def test_the_launching_terminal_prints_no_events_that_other_lines_of_it_report()
 
 def test_events_for_programs_have_no_view_and_a_failure_that_follows_another_is_no_error():
     assert event_view({"event": "memory", "step": 1}) is None
-    assert event_level({"event": "rank_failed", "rank": 0, "message": ""}) == "error"
-    assert event_level({"event": "rank_failed", "rank": 1, "message": "", "consequence": True}) == "info"
-    assert event_level({"event": "attempt_ended", "attempt": 1, "state": "interrupted"}) == "warning"
+    assert event_view({"event": "rank_failed", "rank": 0, "message": ""}).level == "error"
+    assert event_view({"event": "rank_failed", "rank": 1, "message": "", "consequence": True}).level == "info"
+    assert event_view({"event": "attempt_ended", "attempt": 1, "state": "interrupted"}).level == "warning"

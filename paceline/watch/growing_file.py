@@ -6,6 +6,7 @@ metrics.jsonl on a resume, from its beginning. Memory is bounded everywhere, bec
 """
 
 import os
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -38,8 +39,10 @@ class GrowingFile:
         """Whether the file is not a continuation of what was read; it is then read from its beginning."""
         try:
             stat = self.path.stat()
-            grown = self._inode in (0, stat.st_ino) and stat.st_size >= self.offset
-            same = grown and (stat.st_size == self.offset or self._is_same_before())
+            same = self._inode in (0, stat.st_ino) and stat.st_size >= self.offset
+            if same and stat.st_size > self.offset:
+                with self.path.open("rb") as file:
+                    same = os.pread(file.fileno(), len(self._before), self.offset - len(self._before)) == self._before
             self._inode = stat.st_ino
         except OSError:
             same, self._inode = self.offset == 0, 0
@@ -47,21 +50,20 @@ class GrowingFile:
             self.offset, self._before = 0, b""
         return not same
 
-    def blocks(self, *, block_bytes: int = BLOCK_BYTES) -> Iterator[bytes]:
-        """Yields whole lines, each with its end. A line longer than a block comes in pieces."""
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self.offset)
-                partial = b""
-                while chunk := file.read(block_bytes):
-                    block = partial + chunk
-                    end = last_end(block, self.ends) or (len(block) if len(block) > 2 * block_bytes else 0)
-                    block, partial = block[:end], block[end:]
-                    if block:
-                        self.skip_to(self.offset + len(block), before=block)
-                        yield block
-        except OSError:
-            return  # the file has vanished, or does not exist yet
+    def blocks(self, *, to_end: bool = False) -> Iterator[bytes]:
+        """Yields whole lines, each with its end. A line longer than a block comes in pieces. to_end: also a half-written line."""
+        with suppress(OSError), self.path.open("rb") as file:  # it may have vanished, or not exist yet
+            file.seek(self.offset)
+            partial = b""
+            while chunk := file.read(BLOCK_BYTES):
+                block = partial + chunk
+                end = last_end(block, self.ends) or (len(block) if len(block) > 2 * BLOCK_BYTES else 0)
+                block, partial = block[:end], block[end:]
+                if block:
+                    self.skip_to(self.offset + len(block), before=block)
+                    yield block
+            if to_end:
+                yield partial
 
     def samples(self, *, whole_bytes: int, end_bytes: int, count: int, piece_bytes: int) -> Iterator[bytes]:
         """Yields whole lines of a file longer than `whole_bytes`, `count` pieces at even distances; its end remains to be read."""
@@ -80,10 +82,6 @@ class GrowingFile:
     def skip_to(self, offset: int, *, before: bytes) -> None:
         """Counts everything before the offset as read; `before` are the bytes that end there."""
         self.offset, self._before = offset, before[-REMEMBERED_BYTES:]
-
-    def _is_same_before(self) -> bool:
-        with self.path.open("rb") as file:
-            return os.pread(file.fileno(), len(self._before), self.offset - len(self._before)) == self._before
 
 
 def last_end(block: bytes, ends: bytes) -> int:
@@ -117,26 +115,14 @@ def read_tail(path: Path, *, max_bytes: int = 256 << 10) -> str:
 
 def search(path: Path, text: str, *, limit: int = 200) -> list[tuple[int, str]]:
     """Returns the last `limit` lines that contain `text`, in upper or lower case, with their numbers from 1, oldest first."""
-    needle, file, hits, number = text.lower().encode(), GrowingFile(path), list[tuple[int, str]](), 0
-    if not needle:
-        return []
-    for block in file.blocks():
-        number = add_hits(hits, block, needle, number=number, limit=limit)
-    with suppress(OSError), path.open("rb") as end:
-        end.seek(file.offset)
-        add_hits(hits, end.read(BLOCK_BYTES), needle, number=number, limit=limit)  # a last line without an end
-    return hits
-
-
-def add_hits(hits: list[tuple[int, str]], block: bytes, needle: bytes, *, number: int, limit: int) -> int:
-    """Adds the block's matching lines; number: lines before the block. Returns the number of lines up to its end."""
-    lowered = block.lower() if needle.isascii() else block.decode(errors="replace").lower().encode()
-    if needle in lowered:
-        for index, line in enumerate(block.split(b"\n")):
-            if needle in line.decode(errors="replace").lower().encode():
-                hits.append((number + index + 1, shown_line(line)))
-        del hits[:-limit]
-    return number + block.count(b"\n")
+    needle, number, hits = text.lower(), 1, deque[tuple[int, str]](maxlen=limit)
+    for block in GrowingFile(path).blocks(to_end=True) if needle else ():
+        if needle in block.decode(errors="replace").lower():
+            for index, line in enumerate(block.split(b"\n")):
+                if needle in line.decode(errors="replace").lower():
+                    hits.append((number + index, shown_line(line)))
+        number += block.count(b"\n")
+    return list(hits)
 
 
 def shown_line(line: bytes) -> str:

@@ -22,7 +22,7 @@ from paceline.options import Recovery, Services
 from paceline.plan.host import oom_kills
 from paceline.rundir import NO_SPACE, RunDir, append_event, read_json_lines
 from paceline.watch.events import one_line
-from paceline.watch.goodput import goodput_of
+from paceline.watch.run_reader import RunReader
 from paceline.watch.summary import goodput_line
 
 POLL_S = 0.05
@@ -93,7 +93,7 @@ def run_job(job: Job, recovery: Recovery, services: Services) -> int:
             append_event(job.run, "failed", rank=outcome.root.rank if outcome.root else None, exit_code=exit_code)
         elif ending.between_attempts or not job.workers_record_end:
             append_event(job.run, outcome.state)
-        time_line = f"time    {goodput_line(goodput_of(job.run))}"
+        time_line = f"time    {goodput_line(RunReader(job.run).goodput())}"
         if outcome.state == "failed":
             lines = ["", time_line, "", format_explained(outcome, job.run, ending.explanation)]
         else:

@@ -9,16 +9,14 @@ A long health file is not read whole: lines at even distances make the curves, i
 changes stands in some lines only; it holds until a line has it again. launch/health.py writes these files.
 """
 
-import gc
 import math
 import statistics
 from array import array
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import fields
 from itertools import chain
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +61,8 @@ class Metrics:
         """Reads what is new."""
         if self.file.restarted():
             self._forget()
-        with paused_collector():
-            for block in self.file.blocks():
-                records = parse_lines(block)
-                self._add([record for record in records if type(record.get("step")) is int])
+        for block in self.file.blocks():
+            self._add([record for record in parse_lines(block) if type(record.get("step")) is int])
 
     def column(self, name: str) -> NDArray[np.float64]:
         """Returns step, time, step_ms or val_bpb of all lines as float64; NaN where a line lacks it."""
@@ -75,8 +71,9 @@ class Metrics:
     def _add(self, records: Sequence[Record]) -> None:
         if not records:
             return
-        self.recent.extend(records[-RECENT_LINES:])
-        values = by_name(records)
+        self.recent.extend(records)
+        names = dict.fromkeys(chain.from_iterable(records))
+        values: dict[str, Sequence[Any]] = {name: [record.get(name) for record in records] for name in names}
         texts, ranks = values.pop("time", ()), values.pop("rank_ms", ())
         columns = {name: numbers(values[name]) for name in values}
         absent = np.full(len(records), math.nan)
@@ -114,11 +111,13 @@ class HostHealth:
 
     def _forget(self) -> None:
         self.time: float | None = None
-        self.host_curves: dict[str, Curve] = {}
-        self.gpu_curves: dict[tuple[int, str], Curve] = {}
+        self.curves: dict[str, dict[str, Curve]] = {
+            "host_series": {},
+            "gpu_series": {},
+        }  # by group and key of a Snapshot
         self._gaps: deque[float] = deque(maxlen=NUM_GAPS)
-        self._values: dict[str, Any] = {}
-        self._gpus: dict[int, dict[str, Any]] = {}
+        self._values: Record = {}
+        self._gpus: dict[int, Record] = {}
         self._energy: dict[int, tuple[int, int]] = {}  # by GPU: joules of earlier attempts, and of the last
 
     def read(self) -> None:
@@ -132,8 +131,8 @@ class HostHealth:
         for block in self.file.blocks():
             self._add(parse_lines(block))
 
-    def _add(self, records: list[dict[str, Any]]) -> None:
-        points: dict[tuple[int | None, str], tuple[list[float], list[float]]] = {}
+    def _add(self, records: list[Record]) -> None:
+        points: dict[tuple[str, str], tuple[list[float], list[float]]] = {}  # times and values by group and key
         for record in records:
             time = unix_time(record.get("time"))
             if not time > (self.time or 0):
@@ -142,35 +141,27 @@ class HostHealth:
                 self._gaps.append(time - self.time)
             self.time = time
             self._values.update({name: record[name] for name in HOST_FIELDS & record.keys()})
-            parts: list[tuple[int | None, tuple[str, ...], dict[str, Any]]] = [(None, HOST_CURVES, record)]
+            parts: list[tuple[str, str, tuple[str, ...], Record]] = [("host_series", self.name, HOST_CURVES, record)]
             for gpu in record.get("gpus", ()):
                 gpu_values = self._gpus.setdefault(gpu["index"], {})
                 gpu_values.update({"throttle": []} | {name: gpu[name] for name in GPU_FIELDS & gpu.keys()})
-                parts.append((gpu["index"], GPU_CURVES, gpu))
-                self._add_energy(gpu["index"], gpu.get("energy_j"))
-            for index, names, values in parts:
+                parts.append(("gpu_series", f"{self.name}/{gpu['index']}", GPU_CURVES, gpu))
+                if isinstance(joules := gpu.get("energy_j"), int):
+                    before, last = self._energy.get(gpu["index"], (0, 0))
+                    # it is counted from the start of an attempt, so a smaller value means another attempt
+                    self._energy[gpu["index"]] = (before + last, joules) if joules < last else (before, joules)
+            for group, device, names, values in parts:
                 for name in names:
                     if isinstance(value := values.get(name), int | float):
-                        curve_times, curve_values = points.setdefault((index, name), ([], []))
+                        curve_times, curve_values = points.setdefault((group, f"{device} {name}"), ([], []))
                         curve_times.append(time)
                         curve_values.append(value)
-        for (index, name), (curve_times, curve_values) in points.items():
-            if index is None:
-                curve = self.host_curves.setdefault(name, Curve())
-            else:
-                curve = self.gpu_curves.setdefault((index, name), Curve())
-            curve.extend(curve_times, curve_values, curve_times)
+        for (group, key), (curve_times, curve_values) in points.items():
+            self.curves[group].setdefault(key, Curve()).extend(curve_times, curve_values, curve_times)
 
-    def _add_energy(self, index: int, joules: Any) -> None:
-        """Adds up the energy. It is counted from the start of an attempt, so a smaller value means another attempt."""
-        if isinstance(joules, int):
-            before, last = self._energy.get(index, (0, 0))
-            self._energy[index] = (before + last, joules) if joules < last else (before, joules)
-
-    @property
-    def energy_j(self) -> int | None:
-        """The energy of all GPUs in all attempts; None where no GPU reports it."""
-        return sum(map(sum, self._energy.values())) if self._energy else None
+    def energy_j(self) -> list[int]:
+        """Returns the energy in all attempts of each GPU that reports it."""
+        return list(map(sum, self._energy.values()))
 
     def view(self) -> HostView:
         gpus = [GpuView(index, **values) for index, values in sorted(self._gpus.items())]
@@ -229,30 +220,6 @@ def extremes(x: NDArray[np.float64], values: NDArray[np.float64], *, max_points:
         is_first = np.concatenate([[True], stretch[hits[1:]] != stretch[hits[:-1]]])
         is_extreme[hits[is_first]] = True
     return np.flatnonzero(is_extreme)
-
-
-@contextmanager
-def paused_collector() -> Iterator[None]:
-    """Pauses the garbage collector: it would walk the many new records over and over, for a fifth of the time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-def by_name(records: Sequence[Record]) -> dict[str, Sequence[Any]]:
-    """Returns the values of each field, None where a record lacks it. Fields that all records share take the fast way."""
-    common = [name for name in records[0] if name in records[-1]]
-    try:
-        rows = map(itemgetter(*common), records) if len(common) > 1 else ((record[common[0]],) for record in records)
-        columns: dict[str, Sequence[Any]] = dict(zip(common, zip(*rows, strict=True), strict=True))
-    except KeyError:
-        columns = {}
-    others = set().union(*[record for record in records if len(record) != len(columns)]) - columns.keys()
-    return columns | {name: [record.get(name) for record in records] for name in others}
 
 
 def numbers(values: Sequence[Any]) -> NDArray[np.float64]:

@@ -7,50 +7,26 @@ take the step_ms of metrics.jsonl. Other time between two of its lines is an eva
 checkpoint where one began between them, and belongs to the steps otherwise.
 """
 
-import json
 import math
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from paceline.rundir import RunDir, is_locked, read_json_lines
 from paceline.units import parse_time
-from paceline.watch.curves import HostHealth
 from paceline.watch.snapshot import TIME_KINDS, Goodput
 
 Record = dict[str, Any]
+StepLines = NDArray[Any]  # one record of LINE_FIELDS for each line of metrics.jsonl
+
+LINE_FIELDS = ("step", "time", "step_ms", "val_bpb")
 
 
-@dataclass(frozen=True)
-class StepLines:
-    """Lines of metrics.jsonl as columns of float64; val_bpb is NaN where a line has none."""
-
-    step: NDArray[np.float64]
-    time: NDArray[np.float64]  # Unix seconds
-    step_ms: NDArray[np.float64]
-    val_bpb: NDArray[np.float64]
-
-    @staticmethod
-    def of(records: Iterable[Record]) -> "StepLines":
-        rows = [
-            (line["step"], parse_time(line["time"]), line["step_ms"], line.get("val_bpb"))
-            for line in records
-            if "time" in line and "step_ms" in line
-        ]
-        return StepLines(*np.array(rows, dtype=float).reshape(-1, 4).T)
-
-    def __len__(self) -> int:
-        return len(self.step)
-
-    def where(self, mask: NDArray[np.bool_]) -> "StepLines":
-        return StepLines(self.step[mask], self.time[mask], self.step_ms[mask], self.val_bpb[mask])
-
-
-NO_LINES = StepLines.of([])
+def step_lines(columns: Iterable[ArrayLike]) -> StepLines:
+    """Returns lines of metrics.jsonl. columns: LINE_FIELDS as float64; val_bpb is NaN where a line has none."""
+    return np.rec.fromarrays(list(columns), dtype=[(name, float) for name in LINE_FIELDS])
 
 
 @dataclass
@@ -60,30 +36,11 @@ class Attempt:
     start: float
     session: int  # index of the command that ran it
     end: float
+    lines: StepLines
     state: str | None = None  # None: its supervisor was killed before it could report one
     resumed: int = 0  # the step that it resumed from
     saved: list[int] = field(default_factory=list)  # steps of its checkpoints
     samples: list[int] = field(default_factory=list)
-    lines: StepLines = NO_LINES
-
-
-def goodput_of(run: RunDir) -> Goodput:
-    """Returns where the time of a run went, from its folder."""
-    tokens = None
-    with suppress(OSError, ValueError, KeyError):  # a script's run has no plan
-        tokens = int(json.loads(run.plan_json.read_text(encoding="utf-8"))["total_batch_size"])
-    events, metrics = list(read_json_lines(run.events)), StepLines.of(read_json_lines(run.metrics))
-    hosts = [HostHealth(path) for path in sorted(run.health_dir.glob("*.jsonl"))]
-    for host in hosts:
-        host.read()
-    energy_j = total_energy(host.energy_j for host in hosts)
-    return goodput(events, metrics, tokens_per_step=tokens, running=is_locked(run), energy_j=energy_j)
-
-
-def total_energy(hosts: Iterable[int | None]) -> int | None:
-    """The sum over hosts; None where no host reports its energy."""
-    reported = [joules for joules in hosts if joules is not None]
-    return sum(reported) if reported else None
 
 
 def goodput(
@@ -100,7 +57,7 @@ def goodput(
     for index, attempt in enumerate(attempts):
         before = attempts[index - 1] if index else None
         is_retry = before is not None and before.session == attempt.session
-        if is_retry and before is not None:
+        if before is not None and is_retry:
             seconds["recovery"] += attempt.start - before.end
         elif attempt.session < len(launches):  # the first attempt of its command
             launch = launches[attempt.session]
@@ -112,8 +69,9 @@ def goodput(
         spent = {"steps": attempt.end - attempt.start}
         if tokens_per_step is not None:
             last_step = last_counted_step(attempts, index, running=running)
+            logged = int(attempt.lines["step"][-1]) if len(attempt.lines) else attempt.resumed
+            num_steps += max(0, (logged if last_step == math.inf else int(last_step)) - attempt.resumed)
             spent = attempt_seconds(attempt, last_step=last_step)
-            num_steps += counted_steps(attempt, last_step=last_step)
         for kind, value in spent.items():
             seconds["recovery" if is_retry and kind == "start_up" else kind] += value
     result = Goodput({kind: round(max(0.0, value), 3) for kind, value in seconds.items()}, num_steps, None, energy_j)
@@ -127,33 +85,29 @@ def read_attempts(events: Sequence[Record], metrics: StepLines) -> tuple[list[At
     attempts: list[Attempt] = []
     launches: list[Record] = []
     for event in events:
-        kind = event.get("event")
+        kind, time = event.get("event"), parse_time(event["time"])
         if kind in ("launch", "script"):
             launches.append(event)
         elif kind == "attempt":
-            time = parse_time(event["time"])
-            attempts.append(Attempt(start=time, session=max(0, len(launches) - 1), end=time))
+            attempts.append(Attempt(start=time, session=max(0, len(launches) - 1), end=time, lines=metrics[:0]))
         elif attempts and attempts[-1].state is None:
-            add_event(attempts[-1], event)
+            attempt = attempts[-1]
+            attempt.end = time
+            match kind:
+                case "attempt_ended":
+                    attempt.state = event.get("state", "failed")
+                case "resumed":
+                    attempt.resumed = event["step"]
+                case "checkpoint":
+                    attempt.saved.append(event["step"])
+                case "sample":
+                    attempt.samples.append(event["step"])
     for index, attempt in enumerate(attempts):
         until = attempts[index + 1].start if index + 1 < len(attempts) else math.inf
-        attempt.lines = metrics.where((attempt.start <= metrics.time) & (metrics.time < until))
+        attempt.lines = metrics[(attempt.start <= metrics["time"]) & (metrics["time"] < until)]
         if attempt.state is None and len(attempt.lines):
-            attempt.end = max(attempt.end, float(attempt.lines.time[-1]))
+            attempt.end = max(attempt.end, float(attempt.lines["time"][-1]))
     return attempts, launches
-
-
-def add_event(attempt: Attempt, event: Record) -> None:
-    attempt.end = parse_time(event["time"])
-    match event.get("event"):
-        case "attempt_ended":
-            attempt.state = event.get("state", "failed")
-        case "resumed":
-            attempt.resumed = event["step"]
-        case "checkpoint":
-            attempt.saved.append(event["step"])
-        case "sample":
-            attempt.samples.append(event["step"])
 
 
 def last_counted_step(attempts: Sequence[Attempt], index: int, *, running: bool) -> float:
@@ -166,31 +120,26 @@ def last_counted_step(attempts: Sequence[Attempt], index: int, *, running: bool)
     return max((step for attempt in attempts for step in attempt.saved), default=0)
 
 
-def counted_steps(attempt: Attempt, *, last_step: float) -> int:
-    logged = int(attempt.lines.step[-1]) if len(attempt.lines) else attempt.resumed
-    return max(0, (logged if last_step == math.inf else int(last_step)) - attempt.resumed)
-
-
 def attempt_seconds(attempt: Attempt, *, last_step: float) -> dict[str, float]:
     """Returns an attempt's seconds by kind. last_step: see last_counted_step."""
-    lines = attempt.lines.where(attempt.lines.step <= last_step)
+    lines = attempt.lines[attempt.lines["step"] <= last_step]
     if not len(lines):
         return {"start_up" if attempt.state == "finished" else "lost": attempt.end - attempt.start}
     seconds = dict.fromkeys(("steps", "start_up", "compile", "checkpoint", "evaluation", "lost"), 0.0)
-    first_s = float(lines.step_ms[0]) / 1000
-    usual_s = float(np.median(lines.step_ms[1:] if len(lines) > 1 else lines.step_ms)) / 1000
-    seconds["start_up"] = max(0.0, float(lines.time[0]) - attempt.start - first_s)
+    first_s = float(lines["step_ms"][0]) / 1000
+    usual_s = float(np.median(lines["step_ms"][1:] if len(lines) > 1 else lines["step_ms"])) / 1000
+    seconds["start_up"] = max(0.0, float(lines["time"][0]) - attempt.start - first_s)
     seconds["compile"] = max(0.0, first_s - usual_s)
-    wall = np.diff(lines.time)
-    steps_s = np.minimum(wall, np.diff(lines.step) * lines.step_ms[1:] / 1000)
+    wall = np.diff(lines["time"])
+    steps_s = np.minimum(wall, np.diff(lines["step"]) * lines["step_ms"][1:] / 1000)
     seconds["steps"] = first_s - seconds["compile"] + float(steps_s.sum())
     for kind, mask in kinds_between(attempt, lines).items():
         seconds[kind] += float((wall - steps_s)[mask].sum())
-    tail_s = max(0.0, attempt.end - float(lines.time[-1]))
+    tail_s = max(0.0, attempt.end - float(lines["time"][-1]))
     if last_step == math.inf or attempt.state == "interrupted":
         seconds["checkpoint"] += tail_s  # its last weights were saved
     else:
-        unlogged_s = min(tail_s, (last_step - float(lines.step[-1])) * float(lines.step_ms[-1]) / 1000)
+        unlogged_s = min(tail_s, (last_step - float(lines["step"][-1])) * float(lines["step_ms"][-1]) / 1000)
         seconds["steps"] += unlogged_s
         seconds["lost"] += tail_s - unlogged_s
     return seconds
@@ -201,9 +150,9 @@ def kinds_between(attempt: Attempt, lines: StepLines) -> dict[str, NDArray[np.bo
 
     def contains(steps: Sequence[int]) -> NDArray[np.bool_]:
         """Whether one of the steps lies between the pair, its first step included and its last excluded."""
-        before = np.searchsorted(np.sort(np.array(steps, dtype=float)), lines.step)
+        before = np.searchsorted(np.sort(np.array(steps, dtype=float)), lines["step"])
         return np.asarray(np.diff(before) > 0)
 
-    evaluation = ~np.isnan(lines.val_bpb[1:]) | contains(attempt.samples)
+    evaluation = ~np.isnan(lines["val_bpb"][1:]) | contains(attempt.samples)
     checkpoint = ~evaluation & contains(attempt.saved)
     return {"evaluation": evaluation, "checkpoint": checkpoint, "steps": ~evaluation & ~checkpoint}

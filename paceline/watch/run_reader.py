@@ -9,7 +9,7 @@ import math
 import statistics
 import time
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from paceline.rundir import RunDir, is_locked
 from paceline.units import unix_time
 from paceline.watch.curves import RECENT_LINES, HostHealth, Metrics
 from paceline.watch.events import attempt_views, end_state, event_view
-from paceline.watch.goodput import StepLines, goodput, total_energy
+from paceline.watch.goodput import LINE_FIELDS, goodput, step_lines
 from paceline.watch.growing_file import GrowingFile, parse_lines
 from paceline.watch.log_reader import LogCurves
 from paceline.watch.snapshot import EventView, Goodput, LogView, RankView, Snapshot, State
@@ -50,97 +50,106 @@ class RunReader:
         self.run = run
         self.metrics = Metrics(run.metrics)
         self.hosts: dict[str, HostHealth] = {}
-        self.events: list[Record] = []
-        self.event_views: list[EventView] = []
         self._events_file = GrowingFile(run.events)
         self._script_logs: dict[str, LogCurves] = {}
         self._cache: dict[str, tuple[Any, Any]] = {}  # by name: what the value follows from, and the value
+        self._forget()
+
+    def _forget(self) -> None:
+        self.events: list[Record] = []
+        self.attempts: list[Record] = []  # those of the events that begin an attempt
+        self.event_views: list[EventView] = []
 
     def update(self) -> Snapshot:
-        running = is_locked(self.run)
+        spent = self.goodput()
+        config = self._content(self.run.config_toml, tomllib.loads, {})
+        self.marks, self.logs = self._marks(), self._logs()
+        fields = self._shared_fields(spent)
+        return self._script_snapshot(config, fields) if "command" in config else self._training_snapshot(fields)
+
+    def goodput(self) -> Goodput:
+        """Reads what is new and returns where the time went, computed at most every GOODPUT_EVERY_S while a long run goes on."""
+        self.running = is_locked(self.run)
+        self.plan: Record = self._content(self.run.plan_json, json.loads, {})
         self._read_events()
         self.metrics.read()
         for path in sorted(self.run.health_dir.glob("*.jsonl")):
             self.hosts.setdefault(path.stem, HostHealth(path)).read()
-        config, plan = (
-            self._content(self.run.config_toml, tomllib.loads, {}),
-            self._content(self.run.plan_json, json.loads, {}),
-        )
-        logs = self._logs()
-        marks = self._marks()
-        fields = self._shared_fields(running, plan, marks, logs)
-        if "command" in config:
-            return self._script_snapshot(config, fields, logs)
-        return self._training_snapshot(fields, plan, marks)
 
-    def _shared_fields(self, running: bool, plan: Record, marks: dict[int, Heartbeat], logs: list[LogView]) -> Record:
+        def compute() -> Goodput:
+            lines = step_lines(map(self.metrics.column, LINE_FIELDS))
+            joules = [joules for host in self.hosts.values() for joules in host.energy_j()]
+            tokens, energy_j = self.plan.get("total_batch_size"), sum(joules) if joules else None
+            return goodput(self.events, lines, tokens_per_step=tokens, running=self.running, energy_j=energy_j)
+
+        is_short = len(self.metrics.recent) < RECENT_LINES
+        offset = self.metrics.file.offset if is_short or not self.running else 0
+        key = (len(self.events), self.running, offset, time.monotonic() // GOODPUT_EVERY_S)
+        spent: Goodput = self._cached("goodput", key, compute)
+        return spent
+
+    def _shared_fields(self, spent: Goodput) -> Record:
         """Returns the fields that a training run and a script's run have in common."""
-        now = time.time()
-        tokens = plan.get("total_batch_size")
-        spent = self._goodput(running, tokens)
-        started = unix_time(self.events[0].get("time")) if self.events else math.nan
-        updated = self._updated(marks, logs, running=running)
-        state = self._state(running, marks)
-        until = now if running else updated or now
-        columns = self.metrics.column("step"), self.metrics.column("time")
+        now, updated, state = time.time(), self._updated(), self._state()
+        started = unix_time(self.events[0]["time"]) if self.events else None
+        until = now if self.running else updated or now
+        steps, times = self.metrics.column("step"), self.metrics.column("time")
+        device_curves = {
+            group: {
+                key: curve.series(steps, times)
+                for host in self.hosts.values()
+                for key, curve in host.curves[group].items()
+            }
+            for group in ("host_series", "gpu_series")
+        }
         return {
             "name": self.run.name,
             "path": str(self.run.path),
             "state": state,
-            "num_steps": plan.get("num_steps"),
-            "tokens_per_step": tokens,
-            "started": None if math.isnan(started) else started,
+            "num_steps": self.plan.get("num_steps"),
+            "tokens_per_step": self.plan.get("total_batch_size"),
+            "started": started,
             "updated": updated,
-            "elapsed_s": None if math.isnan(started) else max(0.0, until - started - spent.seconds["idle"]),
-            "ranks": self._ranks(marks, running=running),
+            "elapsed_s": None if started is None else max(0.0, until - started - spent.seconds["idle"]),
+            "ranks": self._ranks(),
             "hosts": [host.view() for host in self._current_hosts()],
-            "host_series": {
-                f"{host.name} {name}": curve.series(*columns)
-                for host in self.hosts.values()
-                for name, curve in host.host_curves.items()
-            },
-            "gpu_series": {
-                f"{host.name}/{index} {name}": curve.series(*columns)
-                for host in self.hosts.values()
-                for (index, name), curve in host.gpu_curves.items()
-            },
+            **device_curves,
             "events": self.event_views[-MAX_EVENTS:],
             "attempts": attempt_views(self.events),
-            "logs": logs,
+            "logs": self.logs,
             "goodput": spent,
             "findings": self._content(self.run.findings, json.loads, []),
-            "explanation": self._explanation(logs) if state in ("failed", "broken", "recovering") else None,
+            "explanation": self._explanation() if state in ("failed", "broken", "recovering") else None,
         }
 
-    def _training_snapshot(self, fields: Record, plan: Record, marks: dict[int, Heartbeat]) -> Snapshot:
-        latest, num_steps = self.metrics.latest, fields["num_steps"]
-        step = max([int(latest.get("step", 0)), *(mark.step for mark in marks.values())])
-        if fields["state"] not in ("starting", "training", "evaluating", "saving"):
-            step = int(latest.get("step", 0))
-        peak = latest.get("peak_bytes")
+    def _training_snapshot(self, fields: Record) -> Snapshot:
+        latest = self.metrics.latest
+        step, peak = int(latest.get("step", 0)), latest.get("peak_bytes")
+        if fields["state"] in ("starting", "training", "evaluating", "saving"):
+            step = max([step, *(mark.step for mark in self.marks.values())])
         measures: Record = {name: latest.get(name) for name in ("loss", "val_bpb", "tok_per_sec", "step_ms", "mfu")}
         return Snapshot(
             kind="training",
             step=step,
-            eta_s=self._eta_s(step, num_steps, fields["state"]),
+            eta_s=self._eta_s(step, fields["num_steps"], fields["state"]),
             peak_bytes=None if peak is None else int(peak),
             series={name: curve.series() for name, curve in self.metrics.curves.items()},
             rank_series=[curve.series() for curve in self.metrics.rank_curves],
-            plan=expected(plan),
+            plan=expected(self.plan),
             **measures,
             **fields,
         )
 
-    def _script_snapshot(self, config: Record, fields: Record, logs: Sequence[LogView]) -> Snapshot:
+    def _script_snapshot(self, config: Record, fields: Record) -> Snapshot:
         """Measures come from what the script's ranks print, of the rank whose log shows most of them."""
-        last = [log for log in logs if log.rank is not None and log.attempt == logs[-1].attempt]
+        last = [log for log in self.logs if log.rank is not None and log.attempt == self.logs[-1].attempt]
         logs_read = [self._script_logs.setdefault(log.path, LogCurves(Path(log.path))) for log in last[:SCRIPT_RANKS]]
         for log_curves in logs_read:
             log_curves.read()
         best = max(logs_read, key=lambda log_curves: len(log_curves.curves), default=None)
         ranks = fields["ranks"] or [RankView(log.rank) for log in last if log.rank is not None]
         fields = {**fields, **(best.fields() if best else {}), "ranks": ranks}
-        start = max((unix_time(e["time"]) for e in self.events if e.get("event") == "attempt"), default=math.nan)
+        start = unix_time(self.attempts[-1]["time"]) if self.attempts else math.nan
         if fields["state"] != "running":
             fields["eta_s"] = None
         elif best and fields["eta_s"] is None:
@@ -151,29 +160,27 @@ class RunReader:
 
     def _read_events(self) -> None:
         if self._events_file.restarted():
-            self.events, self.event_views = [], []
+            self._forget()
         for block in self._events_file.blocks():
             for event in parse_lines(block):
                 if (view := event_view(event)) is not None:
                     self.event_views.append(view)
                 if is_complete(event):
                     self.events.append({name: value for name, value in event.items() if name not in ("prompt", "text")})
+                    self.attempts += [event] if event.get("event") == "attempt" else []
         del self.event_views[:-MAX_EVENTS]
 
     def _current_hosts(self) -> list[HostHealth]:
         """The hosts of the last attempt with samples: a resume in another container has a host of another name."""
         last = max((host.time or 0.0 for host in self.hosts.values()), default=0.0)
-        starts = (unix_time(event["time"]) for event in self.events if event.get("event") == "attempt")
-        since = max((start for start in starts if start <= last), default=0.0)
+        since = max((start for e in self.attempts if (start := unix_time(e["time"])) <= last), default=0.0)
         return [host for host in self.hosts.values() if (host.time or 0.0) >= since]
 
     def _marks(self) -> dict[int, Heartbeat]:
         """The last heartbeat of each rank, by rank."""
-        marks = {}
-        for path in self.run.progress(0).parent.glob("*"):
-            if path.name.isdecimal() and (mark := read_heartbeat(path)) is not None:
-                marks[int(path.name)] = mark
-        return dict(sorted(marks.items()))
+        paths = [path for path in self.run.progress(0).parent.glob("*") if path.name.isdecimal()]
+        marks = {int(path.name): read_heartbeat(path) for path in sorted(paths, key=lambda path: int(path.name))}
+        return {rank: mark for rank, mark in marks.items() if mark is not None}
 
     def _logs(self) -> list[LogView]:
         logs = []
@@ -183,19 +190,19 @@ class RunReader:
                 logs.append(LogView(int(path.parent.name), rank, str(path), path.stat().st_size))
         return sorted(logs, key=lambda log: (log.attempt, log.rank is None, log.rank))
 
-    def _updated(self, marks: dict[int, Heartbeat], logs: Sequence[LogView], *, running: bool) -> float | None:
+    def _updated(self) -> float | None:
         """The time of the last activity; of an ended run by the content of its files, since copies have other times."""
-        times = [mark.time for mark in marks.values()]
+        times = [mark.time for mark in self.marks.values()]
         times += [unix_time(line.get("time")) for line in (*list(self.metrics.recent)[-1:], *self.events[-1:])]
-        if not running:
+        if not self.running:
             times += [host.time or math.nan for host in self.hosts.values()]
-        for log in logs[-LIVE_LOGS:] if running else ():
+        for log in self.logs[-LIVE_LOGS:] if self.running else ():
             with suppress(OSError):
                 times.append(Path(log.path).stat().st_mtime if log.bytes else math.nan)
         return max((value for value in times if value > 0), default=None)
 
-    def _state(self, running: bool, marks: dict[int, Heartbeat]) -> State:
-        if not running:
+    def _state(self) -> State:
+        if not self.running:
             return end_state(self.events)
         kinds = [event.get("event") for event in self.events]
         start = max((index for index, kind in enumerate(kinds) if kind == "attempt"), default=-1)
@@ -210,52 +217,37 @@ class RunReader:
         if "script" in kinds:
             return "running" if start >= 0 else "starting"
         first_step = next((event["step"] for event in attempt if event.get("event") == "resumed"), 0)
-        mark = marks.get(0)
+        mark = self.marks.get(0)
         if start < 0 or mark is None or mark.step <= first_step:
             return "starting"
         return PHASE_STATES.get(mark.phase, "training")
 
-    def _ranks(self, marks: dict[int, Heartbeat], *, running: bool) -> list[RankView]:
+    def _ranks(self) -> list[RankView]:
         """The ranks of the last attempt."""
         hosts = self._current_hosts()
         host = hosts[0].name if len(hosts) == 1 else None
         recent = [ms for line in self.metrics.recent if is_times(ms := line.get("rank_ms"))][-SLOW_LINES:]
         last = recent[-1] if recent else []
         usual = [statistics.median(ms[rank] for ms in recent if len(ms) == len(last)) for rank in range(len(last))]
-        sizes = [event.get("world_size") for event in self.events if event.get("event") == "attempt"]
-        count = max([size if sizes and isinstance(size := sizes[-1], int) else 0, *(rank + 1 for rank in marks)])
         median = statistics.median(usual) if usual else math.inf
+        size = self.attempts[-1].get("world_size") if self.attempts else 0
         views = []
-        for rank in range(count):
+        for rank in range(max([size if isinstance(size, int) else 0, *(rank + 1 for rank in self.marks)])):
             view = RankView(rank, host)
-            if (mark := marks.get(rank)) is not None:
-                silent_s = max(0.0, time.time() - mark.time) if running else None
+            if (mark := self.marks.get(rank)) is not None:
+                silent_s = max(0.0, time.time() - mark.time) if self.running else None
                 view = replace(view, step=mark.step, phase=mark.phase, silent_s=silent_s)
             if rank < len(last):
                 view = replace(view, busy_ms=last[rank], slow=usual[rank] > SLOW * median)
             views.append(view)
         return views
 
-    def _goodput(self, running: bool, tokens: int | None) -> Goodput:
-        """Computed at most every GOODPUT_EVERY_S while a long run is going on."""
-        is_short = len(self.metrics.recent) < RECENT_LINES
-        offset = self.metrics.file.offset if is_short or not running else 0
-
-        def compute() -> Goodput:
-            lines = StepLines(*map(self.metrics.column, ("step", "time", "step_ms", "val_bpb")))
-            energy_j = total_energy(host.energy_j for host in self.hosts.values())
-            return goodput(self.events, lines, tokens_per_step=tokens, running=running, energy_j=energy_j)
-
-        key = (len(self.events), running, offset, time.monotonic() // GOODPUT_EVERY_S)
-        spent: Goodput = self._cached("goodput", key, compute)
-        return spent
-
     def _eta_s(self, step: int, num_steps: int | None, state: State) -> float | None:
         """The time left at the speed of the last logged steps, evaluations and checkpoints included."""
         if num_steps is None or state not in ("training", "evaluating", "saving"):
             return None
-        starts = [event["time"] for event in self.events if event.get("event") == "attempt"]
-        recent = [line for line in self.metrics.recent if not starts or str(line.get("time")) > starts[-1]]
+        start = self.attempts[-1]["time"] if self.attempts else ""
+        recent = [line for line in self.metrics.recent if str(line.get("time")) > start]
         if len(recent) >= 2 and recent[-1]["step"] > recent[0]["step"]:
             seconds = unix_time(recent[-1].get("time")) - unix_time(recent[0].get("time"))
             step_s = seconds / (recent[-1]["step"] - recent[0]["step"])
@@ -263,22 +255,23 @@ class RunReader:
             step_s = self.metrics.latest.get("step_ms", math.nan) / 1000
         return max(0.0, num_steps - step) * step_s if 0 <= step_s < math.inf else None
 
-    def _explanation(self, logs: Sequence[LogView]) -> dict[str, Any] | None:
+    def _explanation(self) -> dict[str, Any] | None:
         """Explains the last attempt that has logs; reads them only when they, or the events that matter, have changed."""
-        if not logs:
+        if not self.logs:
             return None
-        attempt = max(log.attempt for log in logs)
-        size = sum(log.bytes for log in logs if log.attempt == attempt)
-        key = (attempt, size, sum(event.get("event") in EXPLAINED_EVENTS for event in self.events))
-        explanation: dict[str, Any] | None = self._cached("explanation", key, lambda: self._explain(attempt, size))
-        return explanation
+        attempt = self.logs[-1].attempt
+        size = sum(log.bytes for log in self.logs if log.attempt == attempt)
 
-    def _explain(self, attempt: int, size: int) -> dict[str, Any] | None:
-        if size <= MAX_EXPLAINED_BYTES:
-            with suppress(PacelineError, *READ_ERRORS):  # the verdict in events.jsonl remains
-                return asdict(explain_run(self.run, attempt=attempt))
-        verdicts = [e for e in self.events if e.get("event") == "verdict" and e.get("attempt") == attempt]
-        return dict(verdicts[-1]) if verdicts else None
+        def compute() -> dict[str, Any] | None:
+            if size <= MAX_EXPLAINED_BYTES:
+                with suppress(PacelineError, *READ_ERRORS):  # the verdict in events.jsonl remains
+                    return asdict(explain_run(self.run, attempt=attempt))
+            verdicts = [e for e in self.events if e.get("event") == "verdict" and e.get("attempt") == attempt]
+            return dict(verdicts[-1]) if verdicts else None
+
+        key = (attempt, size, sum(event.get("event") in EXPLAINED_EVENTS for event in self.events))
+        explanation: dict[str, Any] | None = self._cached("explanation", key, compute)
+        return explanation
 
     def _content(self, path: Path, parse: Callable[[str], Any], absent: Any) -> Any:
         """Returns what a small file holds; reads it only when it has changed. absent: for a missing or damaged file."""
@@ -308,22 +301,20 @@ def is_complete(event: Record) -> bool:
 
 
 def expected(plan: Record) -> dict[str, Any] | None:
-    """What the planner expects of a step and of the run; None without a plan."""
+    """What the planner expects of a step and of the run, the middle of each of its ranges; None without a plan."""
     if not plan:
         return None
     cost, memory = plan.get("cost") or {}, plan.get("memory") or {}
-    seconds, speed, run = cost.get("seconds"), cost.get("tok_per_sec"), cost.get("run") or {}
     peak = "process_bytes" if plan.get("device") == "cpu" else "allocated_bytes"  # as peak_bytes of metrics.jsonl
-    return {
-        "step_ms": 1000 * expected_value(seconds) if seconds else None,
-        "tok_per_sec": expected_value(speed) if speed else None,
-        "peak_bytes": expected_value(memory.get(peak)),
-        "process_bytes": expected_value(memory.get("process_bytes")),
-        "mfu": expected_value(cost.get("mfu")),
-        "total_s": 3600 * hours if (hours := expected_value(run.get("hours"))) else None,
+    ranges = {  # or single values, each with its factor
+        "step_ms": (cost.get("seconds"), 1000),
+        "tok_per_sec": (cost.get("tok_per_sec"), 1),
+        "peak_bytes": (memory.get(peak), 1),
+        "process_bytes": (memory.get("process_bytes"), 1),
+        "mfu": (cost.get("mfu"), 1),
+        "total_s": ((cost.get("run") or {}).get("hours"), 3600),
     }
-
-
-def expected_value(value: Any) -> Any:
-    """The middle of one of the planner's ranges, {low, expected, high}."""
-    return value.get("expected") if isinstance(value, dict) else value
+    values = {
+        name: (value.get("expected") if isinstance(value, dict) else value) for name, (value, _) in ranges.items()
+    }
+    return {name: value and value * ranges[name][1] for name, value in values.items()}

@@ -3,11 +3,14 @@
 from dataclasses import replace
 from datetime import UTC, datetime
 
+import numpy as np
 import pytest
 
 from paceline.rundir import RunDir, append_sample
-from paceline.watch.goodput import StepLines, goodput_of
+from paceline.units import parse_time
 from paceline.watch.goodput import goodput as goodput_of_lines
+from paceline.watch.goodput import step_lines
+from paceline.watch.run_reader import RunReader
 from paceline.watch.snapshot import Goodput
 from paceline.watch.summary import goodput_line, goodput_table
 
@@ -33,7 +36,8 @@ SAVE = [event(18, "checkpoint", step=3)]
 
 
 def goodput(events, metrics, **options) -> Goodput:
-    return goodput_of_lines(events, StepLines.of(metrics), **options)
+    lines = [(line["step"], parse_time(line["time"]), line["step_ms"], line.get("val_bpb")) for line in metrics]
+    return goodput_of_lines(events, step_lines(np.array(lines, dtype=float).reshape(-1, 4).T), **options)
 
 
 def spent(events, metrics, **options) -> dict[str, float]:
@@ -142,9 +146,9 @@ def test_energy_is_the_sum_over_all_gpus_hosts_and_attempts(tmp_path):
             gpus = [{"index": index, "energy_j": joules[number]} for index, joules in enumerate(counted)]
             append_sample(run.health(name), {"time": at(number), "gpus": gpus})
     append_sample(run.health("old-card"), {"time": at(0), "gpus": [{"index": 0, "use": 0.5}]})
-    assert goodput_of(run).energy_j == 900 + 50 + 20 + 1 + 7
+    assert RunReader(run).goodput().energy_j == 900 + 50 + 20 + 1 + 7
 
 
 def test_energy_that_no_gpu_reports_is_unknown(tmp_path):
     append_sample(RunDir(tmp_path).health("tower"), {"time": at(0), "cpu": 0.5})
-    assert goodput_of(RunDir(tmp_path)).energy_j is None
+    assert RunReader(RunDir(tmp_path)).goodput().energy_j is None

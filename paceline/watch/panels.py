@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 from paceline.units import format_bytes, format_count, format_duration, format_energy, unix_time
 from paceline.watch.device_panels import host_panel, map_panels, ranks_panel
-from paceline.watch.snapshot import LIVE, TIME_KINDS, AttemptView, EventView, Level, LogView, Series, Snapshot
+from paceline.watch.snapshot import LIVE, AttemptView, EventView, Level, LogView, Series, Snapshot
 from paceline.watch.summary import (
     LEVEL_SIGNS,
     METRICS,
@@ -23,6 +23,7 @@ from paceline.watch.summary import (
     format_percent,
     line_level,
     summarize,
+    time_rows,
 )
 
 Panel = dict[str, Any]
@@ -46,12 +47,7 @@ def run_panels(snapshot: Snapshot, *, now: float) -> dict[str, Any]:
         "figures": list(compared_figures(snapshot)),
         "why": why_panel(snapshot.explanation) if snapshot.explanation else None,
         "attempts": attempts_panel(snapshot),
-        "plan": [
-            (figure.name, figure.planned, figure.text, figure.difference)
-            for figure in figures(snapshot)
-            if figure.planned
-        ]
-        or None,
+        "plan": [(it.name, it.planned, it.text, it.difference) for it in figures(snapshot) if it.planned] or None,
         "goodput": goodput_panel(snapshot),
         "findings": [finding_panel(finding) for finding in snapshot.findings] or None,
         "ranks": ranks_panel(snapshot),
@@ -70,11 +66,6 @@ def run_panels(snapshot: Snapshot, *, now: float) -> dict[str, Any]:
 def badge(state: str) -> Panel:
     sign, style = STATE_SIGNS.get(state, STATE_SIGNS["unknown"])
     return {"state": state, "sign": sign, "level": TONES.get(style, style)}
-
-
-def difference(share: float) -> str:
-    """0.09 -> '+9 %'; empty for NaN."""
-    return "" if math.isnan(share) else f"{100 * share:+.0f} %".replace("-", "−")
 
 
 def head_panel(snapshot: Snapshot, *, now: float) -> Panel:
@@ -99,9 +90,11 @@ def head_panel(snapshot: Snapshot, *, now: float) -> Panel:
 def head_facts(snapshot: Snapshot, share: float | None, *, now: float) -> Iterator[list[Any]]:
     """Yields sentences in pieces: text, {text} in bold, {time} for the reader's clock."""
     is_live = snapshot.state in LIVE
-    if snapshot.step or snapshot.num_steps:
-        after = f" of {snapshot.num_steps:,}, {100 * (share or 0):.{1 if (share or 0) < 0.1 else 0}f} %"
-        yield [{"text": f"step {snapshot.step:,}"}, *([after] if snapshot.num_steps else [])]
+    if share is not None:
+        after = f" of {snapshot.num_steps:,}, {100 * share:.{1 if share < 0.1 else 0}f} %"
+        yield [{"text": f"step {snapshot.step:,}"}, after]
+    elif snapshot.step:
+        yield [{"text": f"step {snapshot.step:,}"}]
     if snapshot.tokens_per_step and snapshot.step:
         yield [f"{format_count(snapshot.step * snapshot.tokens_per_step)} tokens"]
     if snapshot.elapsed_s is not None:
@@ -127,9 +120,9 @@ class Figure(NamedTuple):
     name: str
     value: float | None
     text: str
-    planned: str  # empty without a plan
-    difference: str  # empty where one of the two is not known
-    worse: bool  # than the plan, by more than TOLERANCE
+    planned: str = ""
+    difference: str = ""  # empty where one of the two is not known
+    worse: bool = False  # than the plan, by more than TOLERANCE
 
 
 def figures(snapshot: Snapshot) -> Iterator[Figure]:
@@ -137,14 +130,15 @@ def figures(snapshot: Snapshot) -> Iterator[Figure]:
     remaining_s = snapshot.eta_s if snapshot.state in LIVE else 0.0
     total_s = None if remaining_s is None or snapshot.elapsed_s is None else snapshot.elapsed_s + remaining_s
     for name in FIGURES:
-        expected = (snapshot.plan or {}).get(name)
-        value = total_s if name == "total_s" else getattr(snapshot, name)
-        planned = format_figure(name, expected) if known(expected) and expected else ""
-        if not planned and value is None:
+        value, expected = total_s if name == "total_s" else getattr(snapshot, name), (snapshot.plan or {}).get(name)
+        if not known(expected) or not expected:
+            if value is not None:
+                yield Figure(name, value, format_figure(name, value))
             continue
-        over = value / expected - 1 if known(expected) and expected and known(value) else math.nan
+        over = value / expected - 1 if known(value) else math.nan
         worse = over < -TOLERANCE if name in METRICS and METRICS[name].better == "more" else over > TOLERANCE
-        yield Figure(name, value, format_figure(name, value), planned, difference(over), worse)
+        difference = "" if math.isnan(over) else f"{100 * over:+.0f} %".replace("-", "−")
+        yield Figure(name, value, format_figure(name, value), format_figure(name, expected), difference, worse)
 
 
 def tiles(snapshot: Snapshot) -> Iterator[Panel]:
@@ -194,26 +188,23 @@ def why_panel(why: dict[str, Any]) -> Panel:
     place += [f"host {why['host']}"] if why.get("host") else []
     sure = [f"{format_percent(why['confidence'])} sure"] if why.get("confidence") is not None else []
     sure += [f"it could also be {' or '.join(why['also'])}"] if why.get("also") else []
-    blocks = {"Evidence": why.get("evidence"), "Only followed": why.get("consequences")}
+    blocks = []
+    for title, key in (("Evidence", "evidence"), ("Only followed", "consequences")):
+        lines = []
+        for line in why.get(key) or ():
+            source = f"{line['source']}:{line.get('line')}" if line.get("source") else f"line {line.get('line')}"
+            rank = "" if line.get("rank") is None else f"  rank {line['rank']}"
+            lines.append({"place": source + rank, "text": line.get("text")})
+        blocks += [{"title": title, "lines": lines}] if lines else []
     return {
         "cause": why.get("cause"),
         "place": ", ".join(place),
         "summary": why.get("summary"),
         "fix": why.get("fix"),
         "is_command": bool(COMMAND.match(str(why.get("fix")))),
-        "blocks": [
-            {"title": title, "lines": [evidence_line(line) for line in lines]}
-            for title, lines in blocks.items()
-            if lines
-        ],
+        "blocks": blocks,
         "sure": "; ".join(sure),
     }
-
-
-def evidence_line(line: dict[str, Any]) -> Panel:
-    place = f"{line['source']}:{line.get('line')}" if line.get("source") else f"line {line.get('line')}"
-    rank = "" if line.get("rank") is None else f"  rank {line['rank']}"
-    return {"place": place + rank, "text": line.get("text")}
 
 
 def attempts_panel(snapshot: Snapshot) -> list[Panel] | None:
@@ -269,17 +260,8 @@ def goodput_panel(snapshot: Snapshot) -> Panel | None:
     spent = snapshot.goodput
     if spent is None or not spent.busy_s:
         return None
-    kinds = sorted(
-        (kind for kind, seconds in spent.seconds.items() if seconds > 0), key=lambda kind: -spent.seconds[kind]
-    )
-    rows = []
-    for kind in sorted(kinds, key=lambda kind: kind == "idle"):
-        share = None if kind == "idle" else spent.seconds[kind] / spent.busy_s
-        text = "" if share is None else f"{100 * share:.1f} %"
-        duration = format_duration(spent.seconds[kind])
-        rows.append({"kind": kind, "name": TIME_KINDS[kind], "duration": duration, "share": share, "percent": text})
     energy = None if spent.energy_j is None else f"The GPUs took {format_energy(spent.energy_j)}."
-    return {"rows": rows, "energy": energy}
+    return {"rows": time_rows(spent), "energy": energy}
 
 
 def finding_panel(finding: dict[str, Any]) -> Panel:

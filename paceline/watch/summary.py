@@ -9,8 +9,9 @@ Pure: a snapshot and the time in, plain text and levels out, without styles or m
 import math
 import re
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from paceline.units import (
     GIB,
@@ -75,6 +76,16 @@ METRICS = {
     "lr_mult": Metric("lr_mult", "of the full learning rate"),
     "peak_bytes": Metric("peak memory", "most memory taken on a device", "bytes", steady=True),
 }
+FORMATS: dict[str, Callable[[float], str]] = {  # by unit, as UNITS in format.js
+    "loss": "{:.4f}".format,
+    "ms": format_ms,
+    "share": lambda share: f"{100 * share:.1f} %",
+    "percent": lambda share: f"{100 * share:.0f} %",
+    "bytes": format_bytes,
+    "count": "{:,.0f}".format,
+    "watts": "{:.0f} W".format,
+    "celsius": "{:.0f} °C".format,
+}
 
 MAX_SILENCE_S = 60.0  # of a live run, unless SILENT_STEPS steps take longer
 SILENT_STEPS = 5
@@ -93,6 +104,7 @@ RISE, FALL = 0.02, 0.0005  # of the loss between the two
 ERROR_NAMES = {"xid": "xid", "ecc_uncorrected": "ecc"}  # errors of a GPU that a person must know, and their short names
 POWER_LIMIT = "power"  # the reason to slow down of every GPU that works: no problem
 MAX_RANKS_NAMED = 6
+MIN_SHARE = 0.05  # of the busy time: a kind of time with less is not in goodput_line
 TROUBLE = re.compile(r"\b(error|exception|traceback|failed|fatal|killed)\b|Error:", re.IGNORECASE)
 WARNING = re.compile(r"\bwarn(ing)?\b", re.IGNORECASE)
 
@@ -106,14 +118,21 @@ class Summary:
 def summarize(snapshot: Snapshot, *, now: float) -> Summary | None:
     """Returns one sentence about how the run is; None where its state says everything."""
     if snapshot.state in ("failed", "broken"):
-        return Summary("error", failure_text(snapshot))
+        unexplained = "The run ended without reporting why." if snapshot.state == "broken" else "The run failed."
+        return Summary("error", sentence(str((snapshot.explanation or {}).get("summary") or unexplained)))
     if snapshot.state == "recovering" and (last := snapshot.attempts[-1:]) and last[0].summary:
         return Summary("warning", f"Attempt {last[0].attempt} ended: {last[0].summary}. The next attempt is starting.")
     if snapshot.state == "starting":
         phases = dict.fromkeys(rank.phase for rank in snapshot.ranks if rank.phase)
         return Summary("info", f"No step is finished yet{': ' if phases else ''}{', '.join(phases)}.")
+    count = len(snapshot.attempts) - 1
+    recoveries = f", after {format_number_of(count, 'recovery', 'recoveries')}" if count > 0 else ""
+    if snapshot.state == "finished":
+        return Summary("good", f"All steps are done{recoveries}.")
+    if snapshot.state == "stopped":
+        return Summary("info", f"Stopped on request{recoveries}; it can be resumed.")
     if snapshot.state not in LIVE:
-        return outcome(snapshot)
+        return None
     if texts := list(warnings(snapshot, now=now)):
         return Summary("warning", sentence("; ".join(texts)))
     return Summary("good", sentence(": ".join(filter(None, ("all well", ", ".join(good_signs(snapshot)))))))
@@ -121,8 +140,17 @@ def summarize(snapshot: Snapshot, *, now: float) -> Summary | None:
 
 def warnings(snapshot: Snapshot, *, now: float) -> Iterator[str]:
     """Yields what is wrong with a live run, each with its number, the gravest first."""
-    yield from silence_warnings(snapshot, now=now)
-    yield from loss_warnings(snapshot.loss, snapshot.series.get("loss", Series()))
+    longest_s = max_silence_s(snapshot.step_ms, snapshot.silence_s, heartbeats=snapshot.kind == "training")
+    if snapshot.updated is not None and now - snapshot.updated > longest_s:
+        yield f"no output or heartbeat for {format_duration(now - snapshot.updated)}"
+    elif silent := [rank for rank in snapshot.ranks if is_silent(rank, longest_s=longest_s)]:
+        phase = f" in {silent[0].phase}" if silent[0].phase else ""
+        yield f"{ranks_are([rank.rank for rank in silent])} silent for {format_duration(silent[0].silent_s)}{phase}"
+    curve = snapshot.series.get("loss", Series())
+    if snapshot.loss is not None and not math.isfinite(snapshot.loss):
+        yield "the loss is NaN or infinite"
+    elif (change := trend(curve)) is not None and change > RISE:
+        yield f"the loss is {100 * change:.0f} % higher since step {curve.steps[-TREND_POINTS]:,} than before"
     if slow := [rank.rank for rank in snapshot.ranks if rank.slow]:
         yield f"{ranks_are(slow)} slower than the others"
     start = unix_time(snapshot.attempts[-1].time) if snapshot.attempts else 0.0
@@ -133,16 +161,6 @@ def warnings(snapshot: Snapshot, *, now: float) -> Iterator[str]:
         else:
             yield from host_warnings(host, busy=snapshot.state == "training")
     yield from speed_warnings(snapshot)
-
-
-def silence_warnings(snapshot: Snapshot, *, now: float) -> Iterator[str]:
-    longest_s = max_silence_s(snapshot.step_ms, snapshot.silence_s, heartbeats=snapshot.kind == "training")
-    if snapshot.updated is not None and now - snapshot.updated > longest_s:
-        yield f"no output or heartbeat for {format_duration(now - snapshot.updated)}"
-        return
-    if silent := [rank for rank in snapshot.ranks if is_silent(rank, longest_s=longest_s)]:
-        phase = f" in {silent[0].phase}" if silent[0].phase else ""
-        yield f"{ranks_are([rank.rank for rank in silent])} silent for {format_duration(silent[0].silent_s)}{phase}"
 
 
 def max_silence_s(step_ms: float | None, silence_s: float | None, *, heartbeats: bool = False) -> float:
@@ -156,14 +174,6 @@ def is_silent(rank: RankView, *, longest_s: float = MAX_SILENCE_S) -> bool:
     """Whether a rank that has not ended sends no heartbeat for longer than its phase explains."""
     ratio = LONG_PHASE_RATIO if rank.phase in LONG_PHASES else 1
     return rank.phase not in END_PHASES and (rank.silent_s or 0) > ratio * longest_s
-
-
-def loss_warnings(loss: float | None, curve: Series) -> Iterator[str]:
-    if loss is not None and not math.isfinite(loss):
-        yield "the loss is NaN or infinite"
-    elif (change := trend(curve)) is not None and change > RISE:
-        step = curve.steps[-TREND_POINTS]
-        yield f"the loss is {100 * change:.0f} % higher since step {step:,} than before"
 
 
 def trend(series: Series) -> float | None:
@@ -217,23 +227,6 @@ def good_signs(snapshot: Snapshot) -> Iterator[str]:
         yield "no rank is slow"
 
 
-def failure_text(snapshot: Snapshot) -> str:
-    explanation = snapshot.explanation or {}
-    if explanation.get("summary"):
-        return sentence(str(explanation["summary"]))
-    return "The run ended without reporting why." if snapshot.state == "broken" else "The run failed."
-
-
-def outcome(snapshot: Snapshot) -> Summary | None:
-    count = len(snapshot.attempts) - 1
-    recoveries = f", after {format_number_of(count, 'recovery', 'recoveries')}" if count > 0 else ""
-    if snapshot.state == "finished":
-        return Summary("good", f"All steps are done{recoveries}.")
-    if snapshot.state == "stopped":
-        return Summary("info", f"Stopped on request{recoveries}; it can be resumed.")
-    return None
-
-
 def sentence(text: str) -> str:
     return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".")
 
@@ -248,19 +241,9 @@ def spaced(name: str) -> str:
 
 def format_measure(name: str, value: float) -> str:
     """Formats a value of a snapshot or a curve, by the name of its field, with its unit."""
-    match name:
-        case "step_ms" | "busy_ms":
-            return format_ms(value)
-        case "mfu":
-            return f"{100 * value:.1f} %"
-        case "loss" | "val_bpb":
-            return f"{value:.4f}"
-        case "peak_bytes":
-            return format_bytes(value)
-        case "tok_per_sec":
-            return f"{value:,.0f}"
-        case _:
-            return f"{value:.4g}" if abs(value) < 10_000 else f"{value:,.0f}"
+    if name in METRICS and (unit := METRICS[name].unit):
+        return FORMATS[unit](value)
+    return f"{value:.4g}" if abs(value) < 10_000 else f"{value:,.0f}"
 
 
 def format_figure(name: str, value: float | None) -> str:
@@ -276,18 +259,18 @@ def format_time(time: str) -> str:
 
 
 def format_percent(share: float | None) -> str:
-    return "n/a" if share is None else f"{100 * share:.0f} %"
+    return "n/a" if share is None else FORMATS["percent"](share)
 
 
 def format_power(gpu: GpuView) -> str:
     """521/575 W"""
     if gpu.power_w is None:
         return "n/a"
-    return f"{gpu.power_w:.0f}/{gpu.power_limit_w:.0f} W" if gpu.power_limit_w else f"{gpu.power_w:.0f} W"
+    return f"{gpu.power_w:.0f}/{gpu.power_limit_w:.0f} W" if gpu.power_limit_w else FORMATS["watts"](gpu.power_w)
 
 
 def format_temperature(gpu: GpuView) -> str:
-    return "n/a" if gpu.temperature_c is None else f"{gpu.temperature_c:.0f} °C"
+    return "n/a" if gpu.temperature_c is None else FORMATS["celsius"](gpu.temperature_c)
 
 
 def format_memory(gpu: GpuView) -> str:
@@ -353,14 +336,21 @@ def attempt_outcome(attempt: AttemptView) -> str:
     return attempt.state or "no end recorded"
 
 
+def time_rows(goodput: Goodput) -> list[dict[str, Any]]:
+    """Returns kind, name, duration, share of the busy time, and percent: the longest kind first, idle time last."""
+    rows, spent = [], {kind: seconds for kind, seconds in goodput.seconds.items() if seconds > 0}
+    for kind, seconds in sorted(spent.items(), key=lambda item: (item[0] == "idle", -item[1])):
+        share = seconds / goodput.busy_s if goodput.busy_s and kind != "idle" else None
+        duration, percent = format_duration(seconds), "" if share is None else FORMATS["share"](share)
+        rows.append({"kind": kind, "name": TIME_KINDS[kind], "duration": duration, "share": share, "percent": percent})
+    return rows
+
+
 def goodput_table(goodput: Goodput) -> list[str]:
-    """Lines of a table: each kind of time with its duration and its share of the busy time."""
-    lines = []
-    for kind, name in TIME_KINDS.items():
-        seconds = goodput.seconds[kind]
-        share = f"{100 * seconds / goodput.busy_s:5.1f} %" if goodput.busy_s and kind != "idle" else ""
-        if seconds:
-            lines.append(f"  {name:<26}{format_duration(seconds):>9}  {share}".rstrip())
+    """Lines of a table in the order of TIME_KINDS: each kind of time with its duration and its share of the busy time."""
+    rows = {row["kind"]: row for row in time_rows(goodput)}
+    shown = [rows[kind] for kind in TIME_KINDS if kind in rows]
+    lines = [f"  {row['name']:<26}{row['duration']:>9}  {row['percent']:>7}".rstrip() for row in shown]
     if goodput.energy_j is not None:
         lines.append(f"  {'energy of the GPUs':<26}{format_energy(goodput.energy_j):>9}")
     return lines
@@ -369,9 +359,9 @@ def goodput_table(goodput: Goodput) -> list[str]:
 def goodput_line(goodput: Goodput) -> str:
     """64 % of 29s in steps that counted, 21 % work lost, 10 % recovery; 1,042 tok/s overall; 2.91 Wh"""
     others = [
-        f"{100 * seconds / goodput.busy_s:.0f} % {TIME_KINDS[kind]}"
-        for kind, seconds in sorted(goodput.seconds.items(), key=lambda item: -item[1])
-        if kind not in ("steps", "idle") and seconds and seconds >= 0.05 * goodput.busy_s
+        f"{format_percent(row['share'])} {row['name']}"
+        for row in time_rows(goodput)
+        if row["kind"] not in ("steps", "idle") and row["share"] >= MIN_SHARE
     ]
     steps = f"{format_percent(goodput.share)} of {format_duration(goodput.busy_s)} in {TIME_KINDS['steps']}"
     speed = "" if goodput.tok_per_sec is None else f"; {goodput.tok_per_sec:,.0f} tok/s overall"

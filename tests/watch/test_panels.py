@@ -98,6 +98,11 @@ def test_charts_come_in_one_order_and_a_curve_without_a_number_has_none():
     assert "empty" not in fields
 
 
+def test_a_run_whose_number_of_steps_is_not_known_shows_its_step():
+    head = run_panels(replace(training(NOW), num_steps=None), now=NOW)["head"]
+    assert (head["facts"][0], head["progress"]) == ([{"text": "step 1,240"}], None)
+
+
 def test_what_is_not_known_has_no_panel():
     panels = run_panels(script(NOW), now=NOW)
     assert (panels["why"], panels["plan"], panels["findings"], panels["fields"]) == (None, None, None, {})

@@ -7,6 +7,7 @@ know of a new snapshot: a curve that has grown from its first new point on, and 
 static/stream.js puts the changes together to snapshots.
 """
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
@@ -192,15 +193,13 @@ class Snapshot:
 
     def to_json(self) -> dict[str, Any]:
         """Returns all fields for JSON, with None in place of NaN and infinity."""
-        return finite({**asdict(self), "goodput": self.goodput.to_json() if self.goodput else None})  # type: ignore[no-any-return]
+        fields: dict[str, Any] = finite({**asdict(self), "goodput": self.goodput.to_json() if self.goodput else None})
+        return fields
 
 
 def finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    """Returns a value of JSON types with None in place of NaN and infinity."""
+    return json.loads(json.dumps(value), parse_constant=lambda _: None)
 
 
 CURVES = ("series", "rank_series", "gpu_series", "host_series")
@@ -214,21 +213,18 @@ def changes(before: Snapshot | None, after: Snapshot) -> dict[str, Any]:
 
     before None: everything, which is also what a report holds.
     """
-    news: dict[str, Any] = {}
-    head = {name: getattr(after, name) for name in HEAD}
-    if before is None or head != {name: getattr(before, name) for name in HEAD}:
-        news["head"] = head
-    parts = {
-        name: to_plain(getattr(after, name))
-        for name in PARTS
-        if before is None or getattr(before, name) != getattr(after, name)
+    # compared in lists, where a loss that stays NaN is equal to itself
+    changed = {n for n in (*HEAD, *PARTS) if before is None or [getattr(before, n)] != [getattr(after, n)]}
+    news = {
+        "head": {name: getattr(after, name) for name in HEAD} if changed.intersection(HEAD) else {},
+        "parts": {name: to_plain(getattr(after, name)) for name in PARTS if name in changed},
+        "curves": {
+            name: points
+            for name in CURVES
+            if (points := new_points(curves_of(before, name), curves_of(after, name), by_time=name in BY_TIME))
+        },
     }
-    curves = {
-        name: points
-        for name in CURVES
-        if (points := new_points(curves_of(before, name), curves_of(after, name), by_time=name in BY_TIME))
-    }
-    return news | ({"parts": parts} if parts else {}) | ({"curves": curves} if curves else {})
+    return {group: values for group, values in news.items() if values}
 
 
 def to_plain(value: Any) -> Any:
@@ -267,12 +263,9 @@ def new_points(before: Mapping[str, Series], after: Mapping[str, Series], *, by_
 
 def shared_points(old: Series, new: Series) -> int:
     """Returns how many points both begin with: usually all of the old ones, fewer after a curve was thinned."""
-    size = len(old.steps)
-    if new.steps[:size] == old.steps and new.values[:size] == old.values and new.times[:size] == old.times:
-        return size
     points = [zip(curve.steps, curve.values, curve.times, strict=True) for curve in (old, new)]
     pairs = enumerate(zip(*points, strict=False))
-    return next((index for index, (a, b) in pairs if a != b), min(size, len(new.steps)))
+    return next((index for index, (a, b) in pairs if a != b), min(len(old.steps), len(new.steps)))
 
 
 def short(value: float) -> float | None:
@@ -285,12 +278,4 @@ def to_text(message: Any) -> str:
     try:
         return orjson.dumps(message).decode()
     except TypeError:  # a file name that is not UTF-8
-        return orjson.dumps(without_surrogates(message)).decode()
-
-
-def without_surrogates(value: Any) -> Any:
-    if isinstance(value, str):
-        return value.encode(errors="replace").decode()
-    if isinstance(value, Mapping):
-        return {without_surrogates(key): without_surrogates(item) for key, item in value.items()}
-    return [without_surrogates(item) for item in value] if isinstance(value, list | tuple) else value
+        return json.dumps(finite(message), ensure_ascii=False).encode(errors="replace").decode()

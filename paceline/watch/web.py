@@ -21,14 +21,14 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, quote
+from urllib.parse import quote
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.requests import Request, cookie_parser
+from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
@@ -61,6 +61,7 @@ EVERY_S = 1.0  # between two reads of a stream
 LIST_EVERY = 3  # reads of the list of runs, in multiples of EVERY_S
 SILENCE_S = 15.0  # without news, after which a stream sends a comment
 MAX_COMPARED = 5
+MISSING = (KeyError, OSError, PacelineError)  # what reading a run raises that is not there, or not any more
 
 
 def serve(runs_dir: Path, run: Path | None, *, port: int | None, open_browser: bool) -> int:
@@ -141,64 +142,62 @@ def make_app(shelf: Shelf, token: str, *, is_ending: Callable[[], bool] = lambda
         snapshot = shelf.snapshot(name)
         return {**changes(None, snapshot), **readings(snapshot, now=time.time())}
 
-    routes = [
-        Route("/", partial(answer_file, path=STATIC / "index.html")),
+    routes = [  # what is no coroutine is answered in a thread
+        Route("/", lambda _: FileResponse(STATIC / "index.html")),
         Mount("/static", StaticFiles(directory=STATIC)),
-        Route("/api/runs", partial(answer_json, read=partial(listed, shelf))),
+        Route("/api/runs", lambda _: as_json(listed(shelf))),
         Route("/api/stream", partial(answer_stream, shelf=shelf, is_ending=is_ending)),
-        Route("/api/runs/{run}", partial(answer_json, read=whole_run)),
-        Route("/api/runs/{run}/about", partial(answer_json, read=shelf.about)),
-        Route("/api/runs/{run}/log", partial(answer_log, shelf=shelf)),
+        Route("/api/runs/{run}", lambda request: as_json(whole_run(request.path_params["run"]))),
+        Route("/api/runs/{run}/about", lambda request: as_json(shelf.about(request.path_params["run"]))),
+        Route("/api/runs/{run}/log", lambda request: as_json(log_answer(request, shelf))),
     ]
-    app = Starlette(routes=routes)
+    # the shelf has no such run or log, or its files were just deleted
+    not_found = dict.fromkeys(MISSING, lambda *_: PlainTextResponse("Not Found", status_code=404))
+    app = Starlette(routes=routes, exception_handlers=not_found)
     app.router.redirect_slashes = False
-    return Guard(app, token)
+    return guard(app, token)
 
 
-class Guard:
+def guard(app: ASGIApp, token: str) -> ASGIApp:
     """Passes on only reading requests to a name of loopback that have the token, in the address or in the cookie."""
+    cookie = f"paceline_{hashlib.sha256(token.encode()).hexdigest()[:8]}"  # servers on other ports use other names
 
-    def __init__(self, app: ASGIApp, token: str):
-        self.app, self.token = app, token
-        # servers on other ports use other names
-        self.cookie = f"paceline_{hashlib.sha256(token.encode()).hexdigest()[:8]}"
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return  # a websocket: closed without an answer
-        headers = Headers(scope=scope)
-        token = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
+        request = Request(scope)
+        # a browser sends the cookies of all ports of 127.0.0.1, some malformed
+        candidates = request.query_params.get("token", ""), request.cookies.get(cookie, "")
+        # in constant time, so that the time of an answer reveals nothing of the token
+        in_address, in_cookie = (hmac.compare_digest(text.encode(), token.encode()) for text in candidates)
 
         async def send_guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
-                answered = MutableHeaders(scope=message)
-                answered.update(HEADERS)
-                if is_same(token, self.token):
-                    answered["set-cookie"] = f"{self.cookie}={self.token}; Path=/; HttpOnly; SameSite=Strict"
+                headers = MutableHeaders(scope=message)
+                headers.update(HEADERS)
+                if in_address:
+                    headers["set-cookie"] = f"{cookie}={token}; Path=/; HttpOnly; SameSite=Strict"
             await send(message)
 
-        refusal = self.refusal(scope["method"], headers, token)
-        await (refusal or self.app)(scope, receive, send_guarded)
+        refusal = refused(request, has_token=in_address or in_cookie)
+        await (refusal or app)(scope, receive, send_guarded)
 
-    def refusal(self, method: str, headers: Headers, token: str) -> Response | None:
-        """Returns why a request is refused; None lets it through."""
-        if name_in(headers.get("host", "")) not in OWN_NAMES:
-            return PlainTextResponse("This server answers only to localhost, 127.0.0.1 and [::1].\n", status_code=403)
-        # a browser sends the cookies of all ports of 127.0.0.1, some malformed
-        cookie_token = cookie_parser(headers.get("cookie", "")).get(self.cookie, "")
-        if not (is_same(token, self.token) or is_same(cookie_token, self.token)):
-            text = "The token is missing. Open the whole address that paceline watch printed.\n"
-            return PlainTextResponse(text, status_code=403)
-        if headers.get("sec-fetch-site") in ("cross-site", "same-site") and headers.get("sec-fetch-mode") != "navigate":
-            return PlainTextResponse("This request came from a page of another site.\n", status_code=403)
-        if method not in ("GET", "HEAD"):
-            return PlainTextResponse("This server only reads.\n", status_code=405, headers={"allow": "GET, HEAD"})
-        return None
+    return guarded
 
 
-def is_same(candidate: str, token: str) -> bool:
-    """Compares in constant time, so that the time of an answer reveals nothing of the token."""
-    return hmac.compare_digest(candidate.encode(), token.encode())
+def refused(request: Request, *, has_token: bool) -> Response | None:
+    """Returns why a request is refused; None lets it through."""
+    headers = request.headers
+    if name_in(headers.get("host", "")) not in OWN_NAMES:
+        return PlainTextResponse("This server answers only to localhost, 127.0.0.1 and [::1].\n", status_code=403)
+    if not has_token:
+        text = "The token is missing. Open the whole address that paceline watch printed.\n"
+        return PlainTextResponse(text, status_code=403)
+    if headers.get("sec-fetch-site") in ("cross-site", "same-site") and headers.get("sec-fetch-mode") != "navigate":
+        return PlainTextResponse("This request came from a page of another site.\n", status_code=403)
+    if request.method not in ("GET", "HEAD"):
+        return PlainTextResponse("This server only reads.\n", status_code=405, headers={"allow": "GET, HEAD"})
+    return None
 
 
 def name_in(host: str) -> str:
@@ -206,43 +205,24 @@ def name_in(host: str) -> str:
     return (host if host.endswith("]") else host.rpartition(":")[0] or host).lower()
 
 
-async def answer_file(request: Request, *, path: Path) -> Response:
-    return FileResponse(path)
-
-
-async def answer_json(request: Request, *, read: Callable[..., Any]) -> Response:
-    return as_json(await answer_of(read, *request.path_params.values()))
-
-
-async def answer_log(request: Request, *, shelf: Shelf) -> Response:
-    """Answers the end of a log, or with &find=TEXT its lines with that text. Without &rank: the log of the launch."""
+def log_answer(request: Request, shelf: Shelf) -> dict[str, Any]:
+    """Returns the end of a log, or with &find=TEXT its lines with that text. Without &rank: the log of the launch."""
     query, name = request.query_params, request.path_params["run"]
     try:
         attempt, rank = int(query.get("attempt", "")), int(query["rank"]) if "rank" in query else None
     except ValueError:
         raise HTTPException(400, "attempt and rank are numbers") from None
     if text := query.get("find"):
-        answer = await answer_of(partial(shelf.log_hits, attempt=attempt, rank=rank), name, text[:1000])
-        levels = log_levels([line for _, line in answer["hits"]])
-        return as_json({**answer, "levels": levels, "note": format_hits(len(answer["hits"]), is_all=answer["all"])})
-    answer = await answer_of(partial(shelf.log_tail, attempt=attempt, rank=rank), name)
-    return as_json({**answer, "levels": log_levels(answer["text"].split("\n"))})
-
-
-def format_hits(count: int, *, is_all: bool) -> str:
-    return (
-        f"{'' if is_all else 'the last '}{format_number_of(count, 'line')} with this text"
-        if count
-        else "No line has this text."
-    )
-
-
-async def answer_of(read: Callable[..., Any], *args: str) -> Any:
-    """Returns what the shelf answers; 404 where it has no such run or log, or where its files were just deleted."""
-    try:
-        return await run_in_threadpool(read, *args)
-    except (KeyError, OSError, PacelineError):
-        raise HTTPException(404) from None
+        answer = shelf.log_hits(name, text[:1000], attempt=attempt, rank=rank)
+        count = format_number_of(len(answer["hits"]), "line")
+        note = (
+            f"{'' if answer['all'] else 'the last '}{count} with this text"
+            if answer["hits"]
+            else "No line has this text."
+        )
+        return {**answer, "levels": log_levels([line for _, line in answer["hits"]]), "note": note}
+    answer = shelf.log_tail(name, attempt=attempt, rank=rank)
+    return {**answer, "levels": log_levels(answer["text"].split("\n"))}
 
 
 def as_json(value: Any) -> Response:
@@ -279,10 +259,9 @@ async def stream_runs(shelf: Shelf, names: list[str]) -> AsyncIterator[dict[str,
 
     The first message of a run is marked `whole`. Before it, a run that takes long to read sends the panels of its last figures.
     """
-    sent: dict[str, tuple[Snapshot, dict[str, Any]]] = {}
-    gone: set[str] = set()
+    sent: dict[str, tuple[Snapshot, dict[str, Any]] | None] = {}  # None: a run that is gone
     for name in names:
-        with suppress(KeyError, OSError, PacelineError):  # reported below
+        with suppress(*MISSING):  # reported below
             if glimpse := await run_in_threadpool(shelf.glimpse, name):
                 panels = run_panels(glimpse, now=time.time())  # nothing is judged before the whole is read
                 first = {"head": {**panels["head"], "summary": None}, "tiles": panels["tiles"]}
@@ -291,20 +270,17 @@ async def stream_runs(shelf: Shelf, names: list[str]) -> AsyncIterator[dict[str,
         for name in names:
             try:
                 snapshot = await run_in_threadpool(shelf.snapshot, name)
-            except (KeyError, OSError, PacelineError):
-                if name not in gone:
+            except MISSING:
+                if sent.get(name, True):
                     yield {"run": name, "gone": True}
-                gone.add(name)
-                sent.pop(name, None)
+                sent[name] = None
                 continue
             now = time.time()
-            before, shown = sent.get(name, (None, {}))
+            before, shown = sent.get(name) or (None, {})
             current = readings(snapshot, now=now)
-            news = {**changes(before, snapshot), **new_readings(shown, current)}
-            if news:
+            if news := {**changes(before, snapshot), **new_readings(shown, current)}:
                 yield {"run": name, "now": now, "whole": before is None, **news}
             sent[name] = snapshot, current
-            gone.discard(name)
         yield None
         await asyncio.sleep(EVERY_S)
 
@@ -319,8 +295,8 @@ def new_readings(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any
     """Returns the summary and the panels that differ; all of them where nothing was sent before."""
     shown = before.get("panels", {})
     panels = {name: panel for name, panel in after["panels"].items() if name not in shown or shown[name] != panel}
-    is_new = not before or before["summary"] != after["summary"]
-    return ({"summary": after["summary"]} if is_new else {}) | ({"panels": panels} if panels else {})
+    summary = {} if before and before["summary"] == after["summary"] else {"summary": after["summary"]}
+    return summary | ({"panels": panels} if panels else {})
 
 
 def listed(shelf: Shelf) -> list[dict[str, Any]]:
@@ -332,8 +308,7 @@ async def stream_list(shelf: Shelf) -> AsyncIterator[dict[str, Any] | None]:
     """Yields {runs, now} when the list changes."""
     sent: list[dict[str, Any]] | None = None
     while True:
-        runs = await run_in_threadpool(listed, shelf)
-        if runs != sent:
+        if (runs := await run_in_threadpool(listed, shelf)) != sent:
             yield {"runs": runs, "now": time.time()}
         sent = runs
         for _ in range(LIST_EVERY):  # in short sleeps, so that the end of the server is noticed

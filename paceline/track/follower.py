@@ -11,6 +11,7 @@ import json
 import math
 import os
 import signal
+import statistics
 import sys
 import threading
 import time
@@ -22,7 +23,7 @@ from typing import Any
 
 from paceline.errors import PacelineError
 from paceline.rundir import RunDir, append_event, holder_of, is_locked, read_json_lines, write_atomic
-from paceline.track.trackers import Position, Tracker, TrackerRow, open_tracker, start_time
+from paceline.track.trackers import Position, TrackerRow, open_tracker, start_time
 from paceline.units import unix_time
 from paceline.watch.events import end_state
 from paceline.watch.growing_file import STATE_ENDS, GrowingFile, parse_lines
@@ -39,16 +40,25 @@ SKIPPED = {"time", "step", "index", "processes", "cores", "ram_total", "disk_tot
 
 
 def main() -> int:
-    """Follows a run until stdin ends, whose other end the command that holds the run keeps open, and its workers have ended."""
+    """Follows a run until stdin ends, whose other end the command that holds the run keeps open, and its workers have ended.
+
+    FINISH_S after the end of stdin the process ends, even if a library hangs.
+    """
     run, name = RunDir(Path(sys.argv[1])), sys.argv[2]
     os.nice(NICENESS)
     # a batch system sends them to all processes alike, while the run has not ended yet
     for signum in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(signum, lambda *_: None)
-    released = closed_event(os.dup(0))
+    link, released, holder = os.dup(0), threading.Event(), holder_of(run)
     with open(os.devnull) as null:
         os.dup2(null.fileno(), 0)  # no library can ask a question
-    holder = holder_of(run)
+
+    def wait_for_end() -> None:
+        while os.read(link, 4096):
+            pass
+        released.set()
+        time.sleep(FINISH_S)
+        os._exit(1)
 
     def continues() -> bool:
         if not released.wait(POLL_S):
@@ -56,27 +66,13 @@ def main() -> int:
         time.sleep(SAVING_POLL_S)
         return holder is not None and holder_of(run) == holder
 
+    threading.Thread(target=wait_for_end, daemon=True).start()
     try:
         track(run, name, continues=continues, report=lambda text: add_note(run, text), wait_s=FINISH_S)
     except PacelineError as error:
         add_note(run, f"{error.message}; paceline track {run.path} --to {name} sends what is missing")
         raise
     return 0
-
-
-def closed_event(link: int) -> threading.Event:
-    """Returns an event that is set when the other end closes; FINISH_S later the process ends, even if a library hangs."""
-    released = threading.Event()
-
-    def wait() -> None:
-        while os.read(link, 4096):
-            pass
-        released.set()
-        time.sleep(FINISH_S)
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
-    return released
 
 
 def track_now(run: RunDir, name: str) -> None:
@@ -115,11 +111,23 @@ def track(
 
 
 def send(run: RunDir, name: str, continues: Callable[[], bool], report: Callable[[str], None]) -> int:
-    position = read_position(run, name)
+    position, sent, more = Position(), 0, True
+    with suppress(OSError, ValueError, TypeError):
+        position = Position(**json.loads(run.track(name).read_text()))
     tracker = open_tracker(name, run, position, report)
     report(f"{name}: {tracker.where}")
     try:
-        sent = follow(run, name, tracker, position, continues)
+        rows, saved_at = RunRows(run, position, redone=tracker.redone), time.monotonic()
+        save_position(run, name, position)
+        while more:
+            more = continues()
+            for row in rows.read(last=not more):
+                tracker.add(row)
+                sent += 1
+            if more and time.monotonic() - saved_at >= POSITION_EVERY_S:
+                tracker.flush()
+                save_position(run, name, position)
+                saved_at = time.monotonic()
     except BaseException:
         tracker.close(exit_code=0)
         raise
@@ -129,28 +137,6 @@ def send(run: RunDir, name: str, continues: Callable[[], bool], report: Callable
         raise PacelineError(f"{name}: not all rows have arrived", fix=f"paceline track {run.path} --to {name}")
     save_position(run, name, position)
     return sent
-
-
-def follow(run: RunDir, name: str, tracker: Tracker, position: Position, continues: Callable[[], bool]) -> int:
-    rows, sent, saved_at = RunRows(run, position, redone=tracker.redone), 0, time.monotonic()
-    save_position(run, name, position)
-    more = True
-    while more:
-        more = continues()
-        for row in rows.read(last=not more):
-            tracker.add(row)
-            sent += 1
-        if more and time.monotonic() - saved_at >= POSITION_EVERY_S:
-            tracker.flush()
-            save_position(run, name, position)
-            saved_at = time.monotonic()
-    return sent
-
-
-def read_position(run: RunDir, name: str) -> Position:
-    with suppress(OSError, ValueError, TypeError):
-        return Position(**json.loads(run.track(name).read_text()))
-    return Position()
 
 
 def save_position(run: RunDir, name: str, position: Position) -> None:
@@ -229,9 +215,8 @@ class HostRows:
     def __init__(self, path: Path):
         self.name = path.stem
         self.file = GrowingFile(path)
-        self.window = 0
-        self.time = 0.0
-        self.sums: dict[str, tuple[float, int]] = {}
+        self.time = 0.0  # of the last sample
+        self.values: dict[str, list[float]] = {}  # in its window of HEALTH_S
 
     def read(self, *, after: float, last: bool) -> Iterator[tuple[float, dict[str, float]]]:
         """Yields the time of the last sample in each mean, and the means."""
@@ -242,18 +227,17 @@ class HostRows:
                 sampled = unix_time(record.get("time"))
                 if not sampled > after:
                     continue
-                if sampled // HEALTH_S != self.window and self.sums:
+                if sampled // HEALTH_S != self.time // HEALTH_S and self.values:
                     yield self.take_means()
-                self.window, self.time = int(sampled // HEALTH_S), sampled
+                self.time = sampled
                 for name, value in measures(record):
-                    total, count = self.sums.get(name, (0.0, 0))
-                    self.sums[name] = total + value, count + 1
-        if last and self.sums:
+                    self.values.setdefault(name, []).append(value)
+        if last and self.values:
             yield self.take_means()
 
     def take_means(self) -> tuple[float, dict[str, float]]:
-        means = {f"health/{self.name}/{name}": total / count for name, (total, count) in self.sums.items()}
-        self.sums = {}
+        means = {f"health/{self.name}/{name}": statistics.fmean(values) for name, values in self.values.items()}
+        self.values = {}
         return self.time, means
 
 
@@ -276,16 +260,12 @@ class LogRows:
                 if line is None:
                     continue
                 if line.step is not None and line.step != self.step:
-                    yield from self.take_step(written)
-                    self.step = line.step
+                    if self.step is not None and self.values:
+                        yield self.step, written, self.values
+                    self.step, self.values = line.step, {}
                 self.values |= dict(measures(line.values))
-        if last:
-            yield from self.take_step(time.time())
-
-    def take_step(self, written: float) -> Iterator[tuple[int, float, dict[str, float]]]:
-        if self.step is not None and self.values:
-            yield self.step, written, self.values
-        self.values = {}
+        if last and self.step is not None and self.values:
+            yield self.step, time.time(), self.values
 
 
 def measures(record: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:

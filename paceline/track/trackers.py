@@ -19,7 +19,6 @@ from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from io import StringIO
-from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.rundir import RunDir, read_json_lines
@@ -55,7 +54,7 @@ class Position:
 
 
 class Tracker(Protocol):
-    redone: bool  # whether it accepts another row of a step that a resume has repeated
+    redone: bool = False  # whether it accepts another row of a step that a resume has repeated
     where: str  # how to view it
 
     def add(self, row: TrackerRow) -> None: ...
@@ -71,12 +70,9 @@ class Tracker(Protocol):
 def open_tracker(name: str, run: RunDir, position: Position, report: Report) -> Tracker:
     """Opens a tracker and moves the position to the last row that the tracker itself has."""
     position.id = position.id or uuid.uuid4().hex[:12]
-    openers: dict[str, Callable[[], Tracker]] = {
-        "tensorboard": lambda: TensorBoard(run, position),
-        "wandb": lambda: Wandb(run, position, report),
-        "trackio": lambda: Trackio(run, position),
-    }
-    return openers[name]()
+    if name == "wandb":
+        return Wandb(run, position, report)
+    return TensorBoard(run, position) if name == "tensorboard" else Trackio(run, position)
 
 
 class TensorBoard(Tracker):
@@ -130,18 +126,19 @@ class Wandb(Tracker):
     The server reports its last step, so each row arrives once, whatever happened on this host.
     """
 
-    redone = False
-
     def __init__(self, run: RunDir, position: Position, report: Report):
         os.environ |= {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}  # of this process
         self.wandb = import_module("wandb")
         self.run, self.report = run, report
-        self.counts_steps = not is_script(run)
+        self.counts_steps = "command" not in read_config(run)
         self.waiting: dict[str, float] = {}
         self.tracked, self.online = self.begin(position)
         self.where = str(self.tracked.url) if self.online else f"wandb sync {run.path}/track/wandb/offline-run-*"
-        if self.online:
-            self.move(position)
+        last = self.tracked.step - 1  # of the server
+        if self.online and (self.counts_steps or last < 0):
+            times = [unix_time(line.get("time")) for line in read_json_lines(run.metrics) if line.get("step") == last]
+            position.step, position.time = last, 0.0
+            position.health = dict.fromkeys(position.health, times[-1]) if times else {}
         if not self.counts_steps:
             self.tracked.define_metric("*", step_metric="step")
             self.tracked.define_metric("health/*", step_metric="elapsed_s")
@@ -184,15 +181,6 @@ class Wandb(Tracker):
             dir=str(self.run.track("wandb").parent), mode=mode, config=config_of(self.run), settings=settings,
         )  # fmt: skip
 
-    def move(self, position: Position) -> None:
-        """Moves the position to the server's last step."""
-        last = self.tracked.step - 1
-        if self.counts_steps or last < 0:
-            metrics = read_json_lines(self.run.metrics)
-            times = [unix_time(line.get("time")) for line in metrics if line.get("step") == last]
-            position.step, position.time = last, 0.0
-            position.health = dict.fromkeys(position.health, times[-1]) if times else {}
-
     def add(self, row: TrackerRow) -> None:
         clock = {"_timestamp": row.time}
         if not self.counts_steps:
@@ -227,11 +215,9 @@ class Wandb(Tracker):
 class Trackio(Tracker):
     """trackio's own folder of this user, project `paceline`. Health goes with the next logged step."""
 
-    redone = False
-
     def __init__(self, run: RunDir, position: Position):
         self.trackio = import_module("trackio")
-        self.counts_steps = not is_script(run)
+        self.counts_steps = "command" not in read_config(run)
         self.waiting: dict[str, float] = {}
         with redirect_stdout(StringIO()):  # it prints a lot
             self.tracked = self.trackio.init(
@@ -263,13 +249,9 @@ def start_time(run: RunDir) -> float:
     return 0.0 if math.isnan(time) else time
 
 
-def is_script(run: RunDir) -> bool:
-    return "command" in read_toml(run.config_toml)
-
-
 def config_of(run: RunDir) -> dict[str, Any]:
     """Returns the config that trackers show."""
-    config = read_toml(run.config_toml)
+    config = read_config(run)
     if "command" in config:
         return {name: config[name] for name in ("nproc", "device") if name in config}
     with suppress(OSError, ValueError, KeyError):
@@ -278,7 +260,8 @@ def config_of(run: RunDir) -> dict[str, Any]:
     return config
 
 
-def read_toml(path: Path) -> dict[str, Any]:
+def read_config(run: RunDir) -> dict[str, Any]:
+    """Returns the config of a training run, or of a script's run, which has a command."""
     with suppress(OSError, ValueError):
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(run.config_toml.read_text(encoding="utf-8"))
     return {}

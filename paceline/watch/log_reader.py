@@ -8,6 +8,7 @@ distances.
 """
 
 import math
+import os
 import re
 import time
 from collections import deque
@@ -36,10 +37,6 @@ EXPLAINED_BYTES = 64 << 20  # a log up to this size is explained whole
 FIRST_BYTES = 8 << 20  # of a longer log these are explained, and as much of its end as EXPLAINED_BYTES leaves
 EXPLAIN_EVERY_S = 15.0  # while it grows
 END_RATIO = 2  # times max_silence_s: a log that has not grown for so long has ended
-PART_NOTE = (
-    f"only the first {FIRST_BYTES >> 20} MiB and the last {(EXPLAINED_BYTES - FIRST_BYTES) >> 20} MiB of {{}} are searched for"
-    " the cause; line numbers count within these"
-)
 NUM_SILENCES = 100  # the last silences that a log came back from
 MAX_LINE_BYTES = 4000  # a longer line shows no progress
 
@@ -103,9 +100,7 @@ class TrainingLogReader:
 
     def update(self) -> Snapshot:
         self.curves.read()
-        try:
-            stat = self.path.stat()
-        except OSError:
+        if (stat := self.curves.stat) is None:
             return Snapshot(self.path.name, str(self.path), "log", "unknown", notes=[f"{self.path} is gone"])
         explanation = self._explain(stat.st_size)
         fields = self.curves.fields()
@@ -114,7 +109,11 @@ class TrainingLogReader:
         explanation = explanation if state in ("failed", "broken") else None
         if state != "running":
             fields["eta_s"] = None
-        notes = [PART_NOTE.format(format_bytes(stat.st_size))] if explanation and stat.st_size > EXPLAINED_BYTES else []
+        notes = []
+        if explanation and stat.st_size > EXPLAINED_BYTES:
+            parts = f"the first {FIRST_BYTES >> 20} MiB and the last {(EXPLAINED_BYTES - FIRST_BYTES) >> 20} MiB"
+            whole = format_bytes(stat.st_size)
+            notes = [f"only {parts} of {whole} are searched for the cause; line numbers count within these"]
         return Snapshot(
             name=self.path.name, path=str(self.path), kind="log", state=state, updated=stat.st_mtime,
             logs=[LogView(1, None, str(self.path), stat.st_size)], explanation=explanation, notes=notes,
@@ -171,43 +170,39 @@ class LogCurves:
         self.first_step: int | None = None
         self.num_lines = 0  # with progress, of those that were read
         self._silences: deque[float] = deque(maxlen=NUM_SILENCES)
-        self._last_stat: tuple[int, float] | None = None  # at the last read: its size, seconds since it was written
+        self.stat: os.stat_result | None = None  # of the file at the last read; None: it is gone
+        self._silence_s = 0.0  # since the last write, at the last read
         self._counts_steps = False  # whether a line has named its step
-        self._written = 0.0  # Unix time of the last write
 
     def read(self) -> None:
         """Reads what is new."""
         if self.file.restarted():
             self._forget()
+        before, self.stat = self.stat, None
         with suppress(OSError):
-            stat = self.file.path.stat()
-            if self._last_stat and stat.st_size > self._last_stat[0]:
-                self._silences.append(self._last_stat[1])
-            self._written, self._last_stat = stat.st_mtime, (stat.st_size, max(0.0, time.time() - stat.st_mtime))
+            self.stat = self.file.path.stat()
+            if before and self.stat.st_size > before.st_size:
+                self._silences.append(self._silence_s)
+            self._silence_s = max(0.0, time.time() - self.stat.st_mtime)
         pieces = self.file.samples(
             whole_bytes=WHOLE_BYTES, end_bytes=WHOLE_BYTES // 4, count=NUM_PIECES, piece_bytes=PIECE_BYTES
         )
         for block in chain(pieces, self.file.blocks()):
             self._add(block)
 
-    def fields(self) -> dict[str, Any]:
-        """Returns the fields of a Snapshot that the lines show."""
-        latest = self.latest
+    def fields(self, *, since: float | None = None) -> dict[str, Any]:
+        """Returns the fields of a Snapshot that the lines show. since: when the first of them was written, where that is known."""
         series = {name: curve.series() for name, curve in self.curves.items()}
-        eta_s = None
-        if self.num_steps and self.step is not None and "step_ms" in latest:
-            eta_s = max(0, self.num_steps - self.step) * latest["step_ms"] / 1000
-        values = {name: latest.get(name) for name in ("loss", "val_bpb", "tok_per_sec", "step_ms", "mfu")}
+        step, first, step_s = self.step or 0, self.first_step or 0, self.latest.get("step_ms", math.nan) / 1000
+        if math.isnan(step_s) and since is not None and step > first:  # no line shows a speed
+            step_s = (time.time() - since) / (step - first)
+        has_steps = self.num_steps and self.step is not None and not math.isnan(step_s)
+        eta_s = max(0, (self.num_steps or 0) - step) * step_s if has_steps else None
+        values = {name: self.latest.get(name) for name in ("loss", "val_bpb", "tok_per_sec", "step_ms", "mfu")}
         return {
-            "framework": self.framework, "step": self.step or 0, "num_steps": self.num_steps, "eta_s": eta_s,
+            "framework": self.framework, "step": step, "num_steps": self.num_steps, "eta_s": eta_s,
             "silence_s": max(self._silences, default=None), "series": series, **values,
         }  # fmt: skip
-
-    def eta_s(self, *, since: float) -> float | None:
-        """The time left at the speed since a Unix time, for a log whose lines show no speed."""
-        if not self.num_steps or self.step is None or self.step <= (first := self.first_step or 0):
-            return None
-        return max(0, self.num_steps - self.step) * (time.time() - since) / (self.step - first)
 
     def _add(self, block: bytes) -> None:
         points: dict[str, tuple[list[int], list[float]]] = {}
@@ -236,8 +231,9 @@ class LogCurves:
 
     def _extend(self, points: dict[str, tuple[list[int], list[float]]]) -> None:
         """Adds points. Loggers share no form of a time, so times follow from the speed, back from the last write."""
+        written = self.stat.st_mtime if self.stat else 0.0
         for name, (steps, values) in points.items():
-            times = self._written - (steps[-1] - np.array(steps)) * self.latest.get("step_ms", 0.0) / 1000
+            times = written - (steps[-1] - np.array(steps)) * self.latest.get("step_ms", 0.0) / 1000
             self.curves.setdefault(name, Curve()).extend(steps, values, times)
 
 

@@ -148,12 +148,10 @@ class RunReader:
             log_curves.read()
         best = max(logs_read, key=lambda log_curves: len(log_curves.curves), default=None)
         ranks = fields["ranks"] or [RankView(log.rank) for log in last if log.rank is not None]
-        fields = {**fields, **(best.fields() if best else {}), "ranks": ranks}
         start = unix_time(self.attempts[-1]["time"]) if self.attempts else math.nan
+        fields = {**fields, **(best.fields(since=start) if best else {}), "ranks": ranks}
         if fields["state"] != "running":
             fields["eta_s"] = None
-        elif best and fields["eta_s"] is None:
-            fields["eta_s"] = best.eta_s(since=start)
         if best and best.num_lines and fields["silence_s"] is None and fields["updated"]:
             fields["silence_s"] = max(0.0, fields["updated"] - start) / best.num_lines
         return Snapshot(kind="script", command=config["command"], **fields)

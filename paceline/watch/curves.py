@@ -77,7 +77,9 @@ class Metrics:
         texts, ranks = values.pop("time", ()), values.pop("rank_ms", ())
         columns = {name: numbers(values[name]) for name in values}
         absent = np.full(len(records), math.nan)
-        columns["time"] = filled_times(unix_times(texts) if texts else absent, self.latest.get("time", 0.0))
+        times = np.concatenate([[self.latest.get("time", 0.0)], unix_times(texts) if texts else absent])
+        last_known = np.maximum.accumulate(np.where(np.isnan(times), 0, np.arange(len(times))))
+        columns["time"] = times[last_known][1:]  # a line without a time has that of the line before it
         for name, column in self._columns.items():
             column.frombytes(columns.get(name, absent).tobytes())
         for name, column_values in columns.items():
@@ -111,10 +113,8 @@ class HostHealth:
 
     def _forget(self) -> None:
         self.time: float | None = None
-        self.curves: dict[str, dict[str, Curve]] = {
-            "host_series": {},
-            "gpu_series": {},
-        }  # by group and key of a Snapshot
+        # by group and key of a Snapshot
+        self.curves: dict[str, dict[str, Curve]] = {"host_series": {}, "gpu_series": {}}
         self._gaps: deque[float] = deque(maxlen=NUM_GAPS)
         self._values: Record = {}
         self._gpus: dict[int, Record] = {}
@@ -235,10 +235,3 @@ def unix_times(texts: Sequence[Any]) -> NDArray[np.float64]:
         if len(texts[0]) == len(texts[-1]) == 24 and texts[0][-1] == "Z":  # as rundir.utc_now writes them
             return np.array(texts, dtype="U23").astype("datetime64[ms]").astype(np.int64) / 1000
     return np.array([unix_time(text) for text in texts])
-
-
-def filled_times(times: NDArray[np.float64], before: float) -> NDArray[np.float64]:
-    """Gives each line without a time that of the line before it."""
-    times = np.concatenate([[before], times])
-    last_known = np.maximum.accumulate(np.where(np.isnan(times), 0, np.arange(len(times))))
-    return times[last_known][1:]

@@ -265,8 +265,7 @@ def goodput_panel(snapshot: Snapshot) -> Panel | None:
 
 
 def finding_panel(finding: dict[str, Any]) -> Panel:
-    level = severity_level(finding)
-    about = ", ".join(str(finding[name]) for name in ("id", "host") if finding.get(name))
+    level, about = severity_level(finding), ", ".join(str(finding[key]) for key in ("id", "host") if finding.get(key))
     texts = {name: finding.get(name) for name in ("severity", "what", "why", "fix")}
     return {"level": level, "sign": SIGNS[level], "about": about, **texts}
 

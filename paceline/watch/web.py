@@ -41,6 +41,8 @@ from paceline.watch.snapshot import Snapshot, changes, to_text
 from paceline.watch.status import Shelf, check_links, open_reader
 from paceline.watch.summary import summarize
 
+Messages = AsyncIterator[dict[str, Any] | None]  # None: nothing new
+
 STATIC = Path(__file__).parent / "static"
 PORT = 8765  # the first port to try
 PORT_ATTEMPTS = 20
@@ -214,13 +216,9 @@ def log_answer(request: Request, shelf: Shelf) -> dict[str, Any]:
         raise HTTPException(400, "attempt and rank are numbers") from None
     if text := query.get("find"):
         answer = shelf.log_hits(name, text[:1000], attempt=attempt, rank=rank)
-        count = format_number_of(len(answer["hits"]), "line")
-        note = (
-            f"{'' if answer['all'] else 'the last '}{count} with this text"
-            if answer["hits"]
-            else "No line has this text."
-        )
-        return {**answer, "levels": log_levels([line for _, line in answer["hits"]]), "note": note}
+        lines, part = [line for _, line in answer["hits"]], "" if answer["all"] else "the last "
+        note = f"{part}{format_number_of(len(lines), 'line')} with this text" if lines else "No line has this text."
+        return {**answer, "levels": log_levels(lines), "note": note}
     answer = shelf.log_tail(name, attempt=attempt, rank=rank)
     return {**answer, "levels": log_levels(answer["text"].split("\n"))}
 
@@ -238,23 +236,18 @@ async def answer_stream(request: Request, *, shelf: Shelf, is_ending: Callable[[
     return StreamingResponse(as_events(messages, is_ending), media_type="text/event-stream")
 
 
-async def as_events(
-    messages: AsyncIterator[dict[str, Any] | None], is_ending: Callable[[], bool]
-) -> AsyncIterator[str]:
+async def as_events(messages: Messages, is_ending: Callable[[], bool]) -> AsyncIterator[str]:
     """Yields server-sent events: the messages, and a comment now and then, which fails once the page is closed."""
     last = time.monotonic()
     async for message in messages:
         if is_ending():
             return
-        if message is not None:
-            yield f"data: {to_text(message)}\n\n"
-            last = time.monotonic()
-        elif time.monotonic() - last > SILENCE_S:
-            yield ": nothing new\n\n"
+        if message is not None or time.monotonic() - last > SILENCE_S:
+            yield ": nothing new\n\n" if message is None else f"data: {to_text(message)}\n\n"
             last = time.monotonic()
 
 
-async def stream_runs(shelf: Shelf, names: list[str]) -> AsyncIterator[dict[str, Any] | None]:
+async def stream_runs(shelf: Shelf, names: list[str]) -> Messages:
     """Yields {run, now, head?, parts?, curves?, summary?, panels?} as a run changes; {run, gone} without a run.
 
     The first message of a run is marked `whole`. Before it, a run that takes long to read sends the panels of its last figures.
@@ -278,7 +271,13 @@ async def stream_runs(shelf: Shelf, names: list[str]) -> AsyncIterator[dict[str,
             now = time.time()
             before, shown = sent.get(name) or (None, {})
             current = readings(snapshot, now=now)
-            if news := {**changes(before, snapshot), **new_readings(shown, current)}:
+            news = changes(before, snapshot)
+            if before is None or shown["summary"] != current["summary"]:
+                news["summary"] = current["summary"]
+            panels = current["panels"].items()
+            if new_panels := {key: panel for key, panel in panels if before is None or shown["panels"][key] != panel}:
+                news["panels"] = new_panels
+            if news:
                 yield {"run": name, "now": now, "whole": before is None, **news}
             sent[name] = snapshot, current
         yield None
@@ -291,20 +290,12 @@ def readings(snapshot: Snapshot, *, now: float) -> dict[str, Any]:
     return {"summary": verdict and asdict(verdict), "panels": run_panels(snapshot, now=now)}
 
 
-def new_readings(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """Returns the summary and the panels that differ; all of them where nothing was sent before."""
-    shown = before.get("panels", {})
-    panels = {name: panel for name, panel in after["panels"].items() if name not in shown or shown[name] != panel}
-    summary = {} if before and before["summary"] == after["summary"] else {"summary": after["summary"]}
-    return summary | ({"panels": panels} if panels else {})
-
-
 def listed(shelf: Shelf) -> list[dict[str, Any]]:
     """Returns the runs with the texts of their rows."""
     return [{**run, "texts": run_row(run)} for run in shelf.runs()]
 
 
-async def stream_list(shelf: Shelf) -> AsyncIterator[dict[str, Any] | None]:
+async def stream_list(shelf: Shelf) -> Messages:
     """Yields {runs, now} when the list changes."""
     sent: list[dict[str, Any]] | None = None
     while True:

@@ -33,7 +33,6 @@ POLL_S = 2.0
 SAVING_POLL_S = 0.2
 POSITION_EVERY_S = 10.0  # how often the position is saved
 FINISH_S = 900.0  # to send the remaining rows after the command that held the run has ended
-NICENESS = 19  # the training gets the processor first
 HEALTH_S = 15.0  # each row of health is a mean over so long
 # fields of a line that are not measures
 SKIPPED = {"time", "step", "index", "processes", "cores", "ram_total", "disk_total", "total_bytes"}
@@ -45,7 +44,7 @@ def main() -> int:
     FINISH_S after the end of stdin the process ends, even if a library hangs.
     """
     run, name = RunDir(Path(sys.argv[1])), sys.argv[2]
-    os.nice(NICENESS)
+    os.nice(19)  # the training gets the processor first
     # a batch system sends them to all processes alike, while the run has not ended yet
     for signum in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(signum, lambda *_: None)

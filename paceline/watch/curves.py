@@ -212,14 +212,11 @@ def extremes(x: NDArray[np.float64], values: NDArray[np.float64], *, max_points:
         width *= 2
     stretch = x // width
     starts = np.flatnonzero(np.concatenate([[True], stretch[1:] != stretch[:-1]]))
-    sizes = np.diff(np.append(starts, len(x)))
-    is_extreme = np.zeros(len(x), dtype=bool)
-    is_extreme[[0, -1]] = True
-    for bounds in (np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)):
-        hits = np.flatnonzero(values == np.repeat(bounds, sizes))
-        is_first = np.concatenate([[True], stretch[hits[1:]] != stretch[hits[:-1]]])
-        is_extreme[hits[is_first]] = True
-    return np.flatnonzero(is_extreme)
+    sizes, kept = np.diff(np.append(starts, len(x))), [np.array([0, len(x) - 1])]
+    for extreme in (np.minimum, np.maximum):
+        hits = np.flatnonzero(values == np.repeat(extreme.reduceat(values, starts), sizes))
+        kept.append(hits[np.unique(stretch[hits], return_index=True)[1]])  # the first of equal points
+    return np.unique(np.concatenate(kept))
 
 
 def numbers(values: Sequence[Any]) -> NDArray[np.float64]:

@@ -21,10 +21,12 @@ LEVELS: dict[str, Level] = {
     "interrupted": "warning", "stopped": "warning", "plan_changed": "warning",
 }  # fmt: skip
 ATTEMPT_LEVELS: dict[str, Level] = {"finished": "good", "failed": "error"}  # by the state in which an attempt ended
-UNSHOWN = {"memory"}  # only the planner reads it
 END_STATES: dict[str, State] = {
-    "finished": "finished", "stopped": "stopped", "failed": "failed", "interrupted": "stopped",
-}  # fmt: skip
+    "finished": "finished",
+    "stopped": "stopped",
+    "failed": "failed",
+    "interrupted": "stopped",
+}
 # events that do not change the state of a run
 STATELESS = {
     "checkpoint", "sample", "note", "memory", "step_time", "finding", "attempt_ended", "verdict", "decision", "save_failed",
@@ -45,7 +47,7 @@ TEXTS = {  # of events whose fields stand in a sentence as they are; event_text 
 def event_view(event: Record) -> EventView | None:
     """Returns an event as one line of text with its level; None for an event that only programs read."""
     kind = str(event.get("event"))
-    if kind in UNSHOWN:
+    if kind == "memory":  # only the planner reads it
         return None
     step, time, level = event.get("step"), unix_time(event.get("time")), LEVELS.get(kind, "info")
     if kind == "attempt_ended":

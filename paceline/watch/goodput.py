@@ -44,12 +44,7 @@ class Attempt:
 
 
 def goodput(
-    events: Sequence[Record],
-    metrics: StepLines,
-    *,
-    tokens_per_step: int | None,
-    running: bool = False,
-    energy_j: int | None = None,
+    events: Sequence[Record], metrics: StepLines, *, tokens_per_step: int | None, running: bool = False
 ) -> Goodput:
     """Sorts a run's time into kinds. tokens_per_step None: a script's run, whose attempts count as steps all along."""
     attempts, launches = read_attempts(events, metrics)
@@ -74,7 +69,7 @@ def goodput(
             spent = attempt_seconds(attempt, last_step=last_step)
         for kind, value in spent.items():
             seconds["recovery" if is_retry and kind == "start_up" else kind] += value
-    result = Goodput({kind: round(max(0.0, value), 3) for kind, value in seconds.items()}, num_steps, None, energy_j)
+    result = Goodput({kind: round(max(0.0, value), 3) for kind, value in seconds.items()}, num_steps, None)
     if not tokens_per_step or not result.busy_s:
         return result
     return replace(result, tok_per_sec=round(num_steps * tokens_per_step / result.busy_s, 1))

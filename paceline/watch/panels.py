@@ -9,6 +9,7 @@ import math
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any, NamedTuple, TypeGuard
 
 from paceline.units import format_bytes, format_count, format_duration, format_energy, unix_time
@@ -292,16 +293,13 @@ def marks_on(snapshot: Snapshot, axis: str) -> Panel:
 
 
 def place_on(snapshot: Snapshot, event: EventView, axis: str) -> float | None:
-    guide = snapshot.series.get("loss", Series())
+    step, guide = event.step, snapshot.series.get("loss", Series())
     if axis == "hours":
-        is_timed = event.time is not None and snapshot.started is not None
-        return (event.time - snapshot.started) / 3600 if is_timed else None  # type: ignore[operator]
-    step = event.step
+        return None if event.time is None or snapshot.started is None else (event.time - snapshot.started) / 3600
     if step is None and event.time is not None and guide.steps:
         step = guide.steps[max(0, bisect_right(guide.times, event.time) - 1)]
-    if step is None or axis == "steps":
-        return step
-    return step * snapshot.tokens_per_step if snapshot.tokens_per_step else None
+    factor = 1 if axis == "steps" else snapshot.tokens_per_step
+    return step * factor if step is not None and factor else None
 
 
 def logs_panel(snapshot: Snapshot) -> Panel:
@@ -313,8 +311,7 @@ def logs_panel(snapshot: Snapshot) -> Panel:
     for log in logs:
         whose = ("the log" if snapshot.kind == "log" else "launch") if log.rank is None else f"rank {log.rank}"
         label = (f"attempt {log.attempt}, " if several else "") + whose
-        place = {"attempt": log.attempt, "rank": log.rank, "path": log.path, "bytes": log.bytes}
-        rows.append({"key": log_key(log), "label": label, "size": format_bytes(log.bytes), **place})
+        rows.append({"key": log_key(log), "label": label, "size": format_bytes(log.bytes), **asdict(log)})
     return {"rows": rows, "first": log_key(first) if first else None}
 
 

@@ -79,8 +79,8 @@ class RunReader:
         def compute() -> Goodput:
             lines = step_lines(map(self.metrics.column, LINE_FIELDS))
             joules = [joules for host in self.hosts.values() for joules in host.energy_j()]
-            tokens, energy_j = self.plan.get("total_batch_size"), sum(joules) if joules else None
-            return goodput(self.events, lines, tokens_per_step=tokens, running=self.running, energy_j=energy_j)
+            spent = goodput(self.events, lines, tokens_per_step=self.plan.get("total_batch_size"), running=self.running)
+            return replace(spent, energy_j=sum(joules) if joules else None)
 
         is_short = len(self.metrics.recent) < RECENT_LINES
         offset = self.metrics.file.offset if is_short or not self.running else 0
@@ -229,15 +229,13 @@ class RunReader:
         usual = [statistics.median(ms[rank] for ms in recent if len(ms) == len(last)) for rank in range(len(last))]
         median = statistics.median(usual) if usual else math.inf
         size = self.attempts[-1].get("world_size") if self.attempts else 0
-        views = []
-        for rank in range(max([size if isinstance(size, int) else 0, *(rank + 1 for rank in self.marks)])):
-            view = RankView(rank, host)
-            if (mark := self.marks.get(rank)) is not None:
-                silent_s = max(0.0, time.time() - mark.time) if self.running else None
-                view = replace(view, step=mark.step, phase=mark.phase, silent_s=silent_s)
-            if rank < len(last):
-                view = replace(view, busy_ms=last[rank], slow=usual[rank] > SLOW * median)
-            views.append(view)
+        count = max([size if isinstance(size, int) else 0, *(rank + 1 for rank in self.marks)])
+        views = [RankView(rank, host) for rank in range(count)]
+        for rank, mark in self.marks.items():
+            silent_s = max(0.0, time.time() - mark.time) if self.running else None
+            views[rank] = replace(views[rank], step=mark.step, phase=mark.phase, silent_s=silent_s)
+        for rank, busy_ms in enumerate(last[: len(views)]):
+            views[rank] = replace(views[rank], busy_ms=busy_ms, slow=usual[rank] > SLOW * median)
         return views
 
     def _eta_s(self, step: int, num_steps: int | None, state: State) -> float | None:

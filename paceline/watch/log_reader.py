@@ -14,10 +14,10 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -54,11 +54,7 @@ STEP_FIRST = re.compile(r"(?i)^\W*(?:global[_ ]?)?(?:step|iter(?:ation)?)\b")
 RUN_SUMMARY = re.compile(r"train_runtime")  # the loss on such a line is the mean of all steps
 LOG_MEASURES = (  # name, a text that such a line contains in lower case, the pattern
     ("loss", "loss", rf"(?<![a-z_])(?:train[_ /]?|lm[_ ]|running[_ ])?loss(?:[_ ](?:train|step))?{SEPARATOR}{NUMBER}"),
-    (
-        "val_loss",
-        "val",
-        rf"(?:(?<![a-z])(?:val(?:idation)?|eval)[_ /]?loss|loss train: \S+ val){SEPARATOR}{NUMBER}",
-    ),
+    ("val_loss", "val", rf"(?:(?<![a-z])(?:e?val|validation)[_ /]?loss|loss train: \S+ val){SEPARATOR}{NUMBER}"),
     ("val_bpb", "bpb", rf"(?:val(?:idation)?[_ ]?)?bpb{SEPARATOR}{NUMBER}"),
     ("tok_per_sec", "tok", rf"(?<![a-z])tok(?:ens)?[/_ ](?:per_)?s(?:ec(?:ond)?)?{SEPARATOR}{NUMBER}"),
     ("tok_per_sec", "tps", rf"(?<![a-z])tps{SEPARATOR}{NUMBER}"),
@@ -78,10 +74,7 @@ FRAMEWORKS = (
     ("nanochat", re.compile(r"\blrm: |Validation bpb:")),
     ("litgpt", re.compile(r"Epoch \d+ \| iter \d+ step \d+ \|")),
     ("Megatron", re.compile(r"iteration +\d+/ *\d+ \| consumed samples:")),
-    (
-        "DeepSpeed",
-        re.compile(r"\[DeepSpeed\]|\[deepspeed\]|steps: \d+ loss: .*iter time \(s\)|micro_step=\d+/global_step="),
-    ),
+    ("DeepSpeed", re.compile(r"\[[Dd]eep[Ss]peed\]|steps: \d+ loss: .*iter time \(s\)|micro_step=\d+/global_step=")),
     ("torchtitan", re.compile(r"\btps: [\d,]+ +tflops:")),
     ("nanoGPT", re.compile(r"iter \d+: loss [\d.]+, time [\d.]+ms")),
     ("Hugging Face Trainer", re.compile(r"\{'loss': .*'epoch': |'train_runtime': ")),
@@ -245,14 +238,13 @@ def progress_lines(block: bytes) -> Iterator[bytes]:
                 yield state
 
 
-@dataclass(frozen=True)
-class LineValues:
+class LineValues(NamedTuple):
     """What a line shows; None where it does not. by_bar: a progress bar shows it. The loss may be NaN or infinite."""
 
-    step: int | None = None
-    num_steps: int | None = None
-    values: dict[str, float] = field(default_factory=dict)
-    by_bar: bool = False
+    step: int | None
+    num_steps: int | None
+    values: dict[str, float]
+    by_bar: bool
 
 
 def read_line(raw: str) -> LineValues | None:
@@ -261,10 +253,9 @@ def read_line(raw: str) -> LineValues | None:
     if RUN_SUMMARY.search(line):
         return None
     text, _ = strip_bars(line)
-    mark, values = read_step_and_loss(text), measures_of(line)
+    mark, values, bar = read_step_and_loss(text), measures_of(line), bar_of(line)
     if mark is not None and mark.loss is not None and "val_loss" not in values:
         values.setdefault("loss", mark.loss)
-    bar = bar_of(line)
     step, num_steps = (mark.step if mark else None), None
     if bar is not None:
         step, num_steps = bar.step, bar.num_steps
@@ -295,8 +286,7 @@ def bar_of(text: str) -> LineValues | None:
 
 
 def measures_of(text: str) -> dict[str, float]:
-    measures: dict[str, float] = {}
-    lowered = text.lower()
+    measures, lowered = dict[str, float](), text.lower()
     for name, needle, pattern in PATTERNS:
         if needle in lowered and (match := pattern.search(text)) is not None:
             value = float(match["value"].replace(",", ""))

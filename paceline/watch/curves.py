@@ -212,11 +212,11 @@ def extremes(x: NDArray[np.float64], values: NDArray[np.float64], *, max_points:
         width *= 2
     stretch = x // width
     starts = np.flatnonzero(np.concatenate([[True], stretch[1:] != stretch[:-1]]))
-    sizes, kept = np.diff(np.append(starts, len(x))), [np.array([0, len(x) - 1])]
+    sizes, points = np.diff(np.append(starts, len(x))), [np.array([0, len(x) - 1])]
     for extreme in (np.minimum, np.maximum):
         hits = np.flatnonzero(values == np.repeat(extreme.reduceat(values, starts), sizes))
-        kept.append(hits[np.unique(stretch[hits], return_index=True)[1]])  # the first of equal points
-    return np.unique(np.concatenate(kept))
+        points.append(hits[np.unique(stretch[hits], return_index=True)[1]])  # the first of equal points
+    return np.unique(np.concatenate(points))
 
 
 def numbers(values: Sequence[Any]) -> NDArray[np.float64]:

@@ -48,7 +48,7 @@ def run_panels(snapshot: Snapshot, *, now: float) -> dict[str, Any]:
         "figures": list(compared_figures(snapshot)),
         "why": why_panel(snapshot.explanation) if snapshot.explanation else None,
         "attempts": attempts_panel(snapshot),
-        "plan": [(it.name, it.planned, it.text, it.difference) for it in figures(snapshot) if it.planned] or None,
+        "plan": [(name, planned, text, gap) for name, _, text, planned, gap, _ in figures(snapshot) if planned] or None,
         "goodput": goodput_panel(snapshot),
         "findings": [finding_panel(finding) for finding in snapshot.findings] or None,
         "ranks": ranks_panel(snapshot),

@@ -214,7 +214,8 @@ def changes(before: Snapshot | None, after: Snapshot) -> dict[str, Any]:
     before None: everything, which is also what a report holds.
     """
     # compared in lists, where a loss that stays NaN is equal to itself
-    changed = {n for n in (*HEAD, *PARTS) if before is None or [getattr(before, n)] != [getattr(after, n)]}
+    names = (*HEAD, *PARTS)
+    changed = {name for name in names if before is None or [getattr(before, name)] != [getattr(after, name)]}
     news = {
         "head": {name: getattr(after, name) for name in HEAD} if changed.intersection(HEAD) else {},
         "parts": {name: to_plain(getattr(after, name)) for name in PARTS if name in changed},

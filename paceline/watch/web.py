@@ -9,6 +9,7 @@ loads nothing from elsewhere, and its content policy enforces that in the browse
 import asyncio
 import hashlib
 import hmac
+import os
 import secrets
 import socket
 import tempfile
@@ -123,15 +124,10 @@ def listen(port: int | None) -> socket.socket:
     if port is not None and not 0 <= port < 1 << 16:
         raise UsageError(f"--port {port}: not a port", fix="--port 8765, or --port 0 for any free port")
     for number in range(PORT, PORT + PORT_ATTEMPTS) if port is None else [port]:
-        listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listening.bind(("127.0.0.1", number))
-            listening.listen(64)  # a browser waits from now on, and the port is taken
-            return listening
+            return socket.create_server(("127.0.0.1", number), backlog=64)  # a browser waits from now on
         except OSError as error:
-            listening.close()
-            reason = error.strerror
+            reason = os.strerror(error.errno or 0)
     ports = f"port {port}" if port is not None else f"ports {PORT} to {PORT + PORT_ATTEMPTS - 1}"
     raise PacelineError(f"cannot listen on {ports}: {reason}", fix="paceline watch --web --port 0 takes any free port")
 

@@ -61,6 +61,7 @@ class Tracker(Protocol):
 
     def flush(self) -> None:
         """Makes sure that added rows survive a kill; nothing to do where the library or its server reports its last step."""
+        return
 
     def close(self, *, exit_code: int) -> bool:
         """Ends the run at the tracker; returns whether all rows have arrived. exit_code: of the run."""

@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
+# Set in some containers; without compiled files every process of the tests compiles all modules again.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: train quick test soak lint bench clean
 
 train: $(VENV)/core

@@ -19,6 +19,11 @@ CGROUPS = Path("/sys/fs/cgroup/memory")
 LIBUV_CHECK = "_ZN4c10d6detail35is_libuv_tcpstore_backend_availableEv"
 
 
+os.environ.setdefault(
+    "OMP_WAIT_POLICY", "passive"
+)  # threads that spin while they wait take the cores of the other worker
+
+
 def pytest_configure() -> None:
     """A shell starts background jobs with SIGINT ignored, and what they start inherits that: Ctrl-C could not be tested."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -41,6 +46,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no CUDA GPU here"))
+
+
+def pytest_collection_finish() -> None:
+    """As many test processes run as there are cores: more threads in each only wait for each other."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

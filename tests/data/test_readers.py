@@ -5,9 +5,6 @@ import json
 import subprocess
 import sys
 
-import datasets
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from paceline.data.corpus import list_files
@@ -123,7 +120,14 @@ def test_a_broken_line_of_jsonl_is_named_by_its_number(tmp_path, content, messag
     assert message in error.message
 
 
-def test_parquet_gives_a_document_for_each_row_of_the_text_column(tmp_path):
+@pytest.fixture
+def pyarrow():
+    import pyarrow.parquet
+
+    return pyarrow
+
+
+def test_parquet_gives_a_document_for_each_row_of_the_text_column(pyarrow, tmp_path):
     rows = [f"row {number}" for number in range(3000)]
     table = pyarrow.table({"id": [str(n) for n in range(3000)], "text": rows})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=700)
@@ -133,7 +137,7 @@ def test_parquet_gives_a_document_for_each_row_of_the_text_column(tmp_path):
     assert texts(tmp_path) == ["a", "b"]
 
 
-def test_broken_parquet_and_parquet_without_text_are_named(tmp_path):
+def test_broken_parquet_and_parquet_without_text_are_named(pyarrow, tmp_path):
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"text": ["x" * 50] * 1000, "b": ["y"] * 1000}), path)
     whole = path.read_bytes()
@@ -143,19 +147,23 @@ def test_broken_parquet_and_parquet_without_text_are_named(tmp_path):
     assert refused(path).message.endswith("and 2 other fields are strings; it has a, b, n")
 
 
-@pytest.fixture(autouse=True)
-def datasets_cache(tmp_path, monkeypatch):
+@pytest.fixture
+def datasets(tmp_path, monkeypatch):
+    """The library, with a cache of its own; imported here, since every test process imports this file."""
+    import datasets
+
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf-cache")
+    return datasets
 
 
-def test_a_dataset_saved_to_disk_is_read(tmp_path):
+def test_a_dataset_saved_to_disk_is_read(datasets, tmp_path):
     dataset = datasets.Dataset.from_dict({"id": [1, 2, 3], "text": ["one", "", "thrée"]})
     dataset.save_to_disk(tmp_path / "plain")
     datasets.DatasetDict({"train": dataset, "test": dataset}).save_to_disk(tmp_path / "dict")
     assert texts(f"hf:{tmp_path}/plain") == texts(f"hf:{tmp_path}/dict") == ["one", "thrée"]
 
 
-def test_a_dataset_folder_of_parquet_files_gives_its_train_split(tmp_path):
+def test_a_dataset_folder_of_parquet_files_gives_its_train_split(datasets, tmp_path):
     folder = tmp_path / "my data" / "data"
     folder.mkdir(parents=True)
     for split, word in (("train", "seen"), ("test", "unseen")):
@@ -163,7 +171,7 @@ def test_a_dataset_folder_of_parquet_files_gives_its_train_split(tmp_path):
     assert texts(f"hf:{tmp_path}/my data") == ["seen"] * 3
 
 
-def test_a_dataset_that_cannot_be_used_is_named(tmp_path):
+def test_a_dataset_that_cannot_be_used_is_named(datasets, tmp_path):
     datasets.DatasetDict({"test": datasets.Dataset.from_dict({"text": ["a"]})}).save_to_disk(tmp_path / "no-train")
     assert refused(f"hf:{tmp_path}/no-train").message.endswith("has no split `train`; it has test")
     datasets.Dataset.from_dict({"q": ["a"], "a": ["b"]}).save_to_disk(tmp_path / "no-text")
@@ -175,7 +183,7 @@ def test_a_dataset_that_cannot_be_used_is_named(tmp_path):
     assert refused(f"hf:{tmp_path}/nothing").message == f"{tmp_path}/nothing is an empty folder"
 
 
-def test_a_local_dataset_that_changes_has_another_stamp(tmp_path):
+def test_a_local_dataset_that_changes_has_another_stamp(datasets, tmp_path):
     datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(tmp_path / "d")
     before = list_files(f"hf:{tmp_path}/d")
     assert list_files(f"hf:{tmp_path}/d") == before

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # activation checkpointing brings it in at its first call: it counts as code, not as tensors
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -47,6 +46,8 @@ def profiled_peaks(setup: MemorySetup, *, rank: int = 0) -> dict[str, int]:
 
     The scratch memory of matmuls is not counted: how much a library takes within an op depends on the CPU.
     """
+    import torch._dynamo  # activation checkpointing brings it in at its first call: it counts as code, not as tensors
+
     torch.set_num_threads(1)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, ExitStack() as marks:
 
@@ -93,6 +94,8 @@ def profile_as_rank(rank: int, world_size: int, port: int, setup: MemorySetup, p
 
 def resident_growth(setup: MemorySetup) -> int:
     """By how much these steps raise the most that this process ever had in memory."""
+    import torch._dynamo  # as above
+
     torch.set_num_threads(1)
     torch.ones(64, 64) @ torch.ones(64, 64)  # libraries load and make their buffers
     before = resident_bytes("VmRSS")

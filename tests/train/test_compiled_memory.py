@@ -11,10 +11,6 @@ import pytest
 import torch
 from real_steps import setup_of
 from torch import Tensor, fx
-from torch._functorch import config as functorch_config
-from torch._inductor import config as inductor_config
-from torch._inductor.async_compile import AsyncCompile
-from torch._inductor.compile_fx import compile_fx
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from paceline.model import gpt
@@ -93,16 +89,15 @@ def graph_bytes(setup: MemorySetup) -> int:
         made = [node.meta["val"] if isinstance(node, fx.Node) else None for node in module.graph.output_node().args[0]]
         return boxed(lambda args: [unfaked(x) if isinstance(x, Tensor) else x for x in made])
 
+    from torch._inductor.compile_fx import compile_fx
+
     torch._dynamo.reset()
     device = "cpu" if setup.device == "cpu" else "meta"
     optimizer = build_optimizer(setup, 0, device)
     optimizer.module.compile(dynamic=False, backend=lambda gm, x: compile_fx(gm, x, inner_compile=keep_graph))
     idx = torch.zeros(setup.device_batch_size, setup.model.sequence_len, dtype=torch.int64, device=device)
     with (
-        inductor_config.patch(
-            joint_graph_constant_folding=False, force_disable_caches=True
-        ),  # it cannot fold on the meta device
-        functorch_config.patch(enable_autograd_cache=False),
+        without_caches(joint_graph_constant_folding=False),  # it cannot fold on the meta device
         attention_kernel("flash") if device == "meta" else contextlib.nullcontext(),
         optimizer.micro_step(last=True),
     ):
@@ -111,6 +106,19 @@ def graph_bytes(setup: MemorySetup) -> int:
     made = {node.name: node for node in forward.nodes}
     kept = {base(made[node.name]) for node in backward.nodes if node.op == "placeholder" and node.name in made}
     return sum(node_bytes(node) for node in kept if node.op != "placeholder")
+
+
+@contextlib.contextmanager
+def without_caches(**settings: Any) -> Iterator[None]:
+    """The compiler is imported here: every test process imports this file."""
+    from torch._functorch import config as functorch_config
+    from torch._inductor import config as inductor_config
+
+    with (
+        inductor_config.patch(force_disable_caches=True, **settings),
+        functorch_config.patch(enable_autograd_cache=False),
+    ):
+        yield
 
 
 def unfaked(x: Tensor) -> Tensor:
@@ -195,6 +203,8 @@ def flash_on_cpu(q: Tensor, k: Tensor, v: Tensor, mask: object, *, window: int) 
 
 def leave_kernels_out(monkeypatch) -> None:
     """A graph allocates and frees all the same, and C++ takes most of the time to compile."""
+    from torch._inductor.async_compile import AsyncCompile
+
     for name in ("cpp", "cpp_pybinding"):
         monkeypatch.setattr(AsyncCompile, name, lambda *args, **options: lambda *tensors: None)
 
@@ -215,7 +225,7 @@ def step_bytes(setup: MemorySetup) -> tuple[int, int]:
             with at("phase backward"):
                 nats.backward()
 
-    with inductor_config.patch(force_disable_caches=True), functorch_config.patch(enable_autograd_cache=False):
+    with without_caches():
         step(lambda name: contextlib.nullcontext())
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             step(record_function)

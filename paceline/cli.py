@@ -6,20 +6,25 @@ command needs. Exit codes: 0 done; 1 an error of the user's, with its fix; 2 wro
 """
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from paceline import __version__, options
-from paceline.command_line import HELP_FLAGS, parse, split_command, split_name, unknown_action
+from paceline.command_line import complete, format_commands, parse, unknown_command
 from paceline.config_file import resolve_config
 from paceline.errors import PacelineError, UsageError
-from paceline.help import completion_script, format_commands, format_help
 from paceline.terminal import tolerant_output
 
+HELP_FLAGS = ("-h", "--help")
+COMPLETION_INSTALL = {
+    "bash": 'in ~/.bashrc: eval "$(paceline completion bash)"',
+    "zsh": "paceline completion zsh > _paceline in a folder of fpath",
+    "fish": "paceline completion fish > ~/.config/fish/completions/paceline.fish",
+}
 SAMPLE_TEXT = "def fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)\n"
 
 
@@ -286,7 +291,10 @@ def tokenizer_info(args: options.TokenizerInfoOptions) -> int:
 
 
 def completion(args: options.CompletionOptions) -> int:
-    print(completion_script(args.shell, {name: takes for name, (_, takes) in COMMANDS.items()}), end="")
+    from argcomplete import shellcode
+
+    print(shellcode(["paceline"], shell=args.shell).strip())
+    print(f"# {COMPLETION_INSTALL[args.shell]}")
     return 0
 
 
@@ -328,6 +336,8 @@ COMMANDS: dict[str, tuple[Callable[..., int], type]] = {
 
 
 def main() -> None:
+    if "_ARGCOMPLETE" in os.environ:  # a shell that asks for completions
+        complete({name: takes for name, (_, takes) in COMMANDS.items()})
     sys.exit(run_command(sys.argv[1:]))
 
 
@@ -356,20 +366,19 @@ def dispatch(args: list[str]) -> int:
     if not args or args[0] in HELP_FLAGS:
         print(format_commands(commands), end="")
         return 0
-    name, args = split_name(args, commands)
-    script: list[str] = []
-    if name == "run":
-        args, script = split_command(args, commands[name])
-    if any(arg in HELP_FLAGS for arg in args):
-        actions = {action: takes for action, takes in commands.items() if action.startswith(f"{name} ")}
-        text = format_help(name, options=commands[name]) if name in commands else format_commands(actions)
-        print(text, end="")
-        return 0
+    name = " ".join(args[:2]) if " ".join(args[:2]) in commands else args[0]
     if name not in commands:
-        raise unknown_action(name, args, commands)
+        actions = {action: takes for action, takes in commands.items() if action.startswith(f"{name} ")}
+        if not actions or not set(args) & set(HELP_FLAGS):
+            raise unknown_command(args, commands)
+        print(format_commands(actions), end="")
+        return 0
     function, takes = COMMANDS[name]
-    values: Any = parse(args, command=name, options=takes)
-    return function(replace(values, command=tuple(script)) if name == "run" else values)
+    try:
+        values: Any = parse(args[len(name.split()) :], command=name, options=takes)
+    except SystemExit:  # after it has printed help
+        return 0
+    return function(values)
 
 
 if __name__ == "__main__":

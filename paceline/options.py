@@ -117,7 +117,9 @@ class ScriptOptions(LaunchOptions):
     $ paceline run -- -m package.train --lr 3e-4
     """
 
-    command: tuple[str, ...] = ()  # the script's own line, which is not ours to parse
+    command: tuple[str, ...] = positional(
+        "SCRIPT.py [args]", "the script and its own arguments; or -m MODULE [args]", default=(), is_script=True
+    )
     quiet_ranks: bool = option(False, "show the output of rank 0 only; logs keep every rank's", group="launch")
     keys: Mapping[str, Any] = keys_of(Config, names=("nproc", "device", "name", "runs_dir"))
 

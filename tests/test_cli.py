@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli import COMMANDS, run_command
-from paceline.command_line import all_parameters, parse, split_command, split_name
+from paceline.command_line import all_parameters, parse
 from paceline.config import KEYS
 
 ROOT = Path(__file__).parents[1]
@@ -27,8 +27,8 @@ def typed(line: str) -> list[str]:
 
 def options_of(args: list[str]) -> object:
     """Parses a whole command line, as far as a command sees it."""
-    name, args = split_name(args, COMMANDS)
-    return parse(split_command(args, TAKES["run"])[0] if name == "run" else args, command=name, options=TAKES[name])
+    name = " ".join(args[:2]) if " ".join(args[:2]) in TAKES else args[0]
+    return parse(args[len(name.split()) :], command=name, options=TAKES[name])
 
 
 @pytest.mark.parametrize("args", [[], ["--help"], ["-h"], ["help"]], ids=str)

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,6 @@ from paceline.errors import PacelineError, UsageError
 from paceline.terminal import tolerant_output
 
 HELP_FLAGS = ("-h", "--help")
-COMPLETION_INSTALL = {
-    "bash": 'in ~/.bashrc: eval "$(paceline completion bash)"',
-    "zsh": "paceline completion zsh > _paceline in a folder of fpath",
-    "fish": "paceline completion fish > ~/.config/fish/completions/paceline.fish",
-}
 SAMPLE_TEXT = "def fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)\n"
 
 
@@ -232,7 +228,6 @@ def evaluate(args: options.EvalOptions) -> int:
 
 def sample(args: options.SampleOptions) -> int:
     from paceline.rundir import find_training_run
-    from paceline.terminal import write_now
 
     folder = find_training_run(args.run, runs_dir=args.runs_dir)
     from paceline.train.evaluate import sample_run
@@ -247,7 +242,7 @@ def sample(args: options.SampleOptions) -> int:
         seed=args.seed,
         step=args.step,
         device=args.device,
-        write=(lambda _: None) if args.json else write_now,
+        write=(lambda _: None) if args.json else partial(print, end="", flush=True),
     )
     if args.json:
         print(json.dumps({"prompt": args.prompt, "samples": texts}, ensure_ascii=False))
@@ -293,8 +288,8 @@ def tokenizer_info(args: options.TokenizerInfoOptions) -> int:
 def completion(args: options.CompletionOptions) -> int:
     from argcomplete import shellcode
 
-    print(shellcode(["paceline"], shell=args.shell).strip())
-    print(f"# {COMPLETION_INSTALL[args.shell]}")
+    install = next(line for line in (args.__doc__ or "").splitlines() if f"completion {args.shell}" in line)
+    print(f"{shellcode(['paceline'], shell=args.shell).strip()}\n# install: {install.strip(' $')}")
     return 0
 
 

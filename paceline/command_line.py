@@ -130,11 +130,8 @@ class Parameter:
         """A value that would do, for a fix: the default, where there is one."""
         if self.default is not None and self.default not in ((), "", ...):
             return self.default
-        if self.is_switch:
-            return True
-        if self.choices:
-            return self.choices[0]
-        return 8 if int in self.kinds else 0.5 if float in self.kinds else self.value_name
+        examples = {bool: True, int: 8, float: 0.5}
+        return self.choices[0] if self.choices else examples.get(self.kinds[0]) or self.value_name
 
     @property
     def expected(self) -> str:
@@ -207,10 +204,8 @@ def parse(args: Sequence[str], *, command: str, options: type[T]) -> T:
     takes: Any = options  # T is a dataclass, which a type variable cannot require
     parameters = all_parameters(takes)
     parser, words = make_parser(command, takes), normalize(args, parameters)
-    usage = usage_of(parameters, command=command)
-    has_script = any(parameter.is_script for parameter in parameters.values())
     try:
-        namespace, extras = (parser.parse_known_args if has_script else parser.parse_known_intermixed_args)(words)
+        namespace, extras = (parser.parse_known_args if command == "run" else parser.parse_known_intermixed_args)(words)
     except argparse.ArgumentError as error:
         flag = str(error.argument_name)
         fixes = {key.option: f"{key.option} {key.example}" for key in parameters.values()}
@@ -220,7 +215,7 @@ def parse(args: Sequence[str], *, command: str, options: type[T]) -> T:
         if extra.startswith("-"):
             argument, following = [*args, ""][words.index(extra) :][:2]
             raise unknown_option(argument, following, command=command, options=takes)
-        raise UsageError(f"{command} takes options only, not {extra}", fix=usage)
+        raise UsageError(f"{command} takes options only, not {extra}", fix=str(parser.usage))
     values: dict[str, Any] = {}
     for name, parameter in parameters.items():
         items = getattr(namespace, name, [])
@@ -230,7 +225,7 @@ def parse(args: Sequence[str], *, command: str, options: type[T]) -> T:
         if len(items) > 1 and not parameter.many and not parameter.positional:
             raise UsageError(f"{parameter.option} is given twice", fix="give it once")
         if (len(items) > 1 and not parameter.many) or (not items and parameter.default is ...):
-            fix = usage + ("; paceline runs lists them" if parameter.value_name == "RUN" else "")
+            fix = f"{parser.usage}" + ("; paceline runs lists them" if parameter.value_name == "RUN" else "")
             raise UsageError(f"{command} takes one {parameter.value_name}, {len(items)} are given", fix=fix)
         if items:
             values[name] = tuple(items) if parameter.many else items[0]
@@ -274,9 +269,18 @@ class HelpFormatter(argparse.HelpFormatter):
 
 def make_parser(command: str, options: type) -> argparse.ArgumentParser:
     """The parser of a command; the dataclass's docstring ends with its examples, lines that begin with `$ `."""
+    parameters = all_parameters(options)
+    keys = ["[--key value ...]"] if len(parameters) > 40 else []  # it takes every config key
+    usage = ["paceline", command, *keys, "[options]"]
+    for parameter in parameters.values():
+        if parameter.is_script:
+            usage += ["--", parameter.value_name]
+        elif parameter.positional:
+            text = f"{parameter.value_name} ..." if parameter.many else parameter.value_name
+            usage.insert(2, text if parameter.default is ... else f"[{text}]")
     prose, _, examples = inspect.cleandoc(options.__doc__ or "").partition("\n\n$ ")
     parser = argparse.ArgumentParser(
-        usage=usage_of(all_parameters(options), command=command),
+        usage=" ".join(usage),
         description=prose,
         epilog="examples:\n  " + examples.replace("\n$ ", "\n  "),
         formatter_class=HelpFormatter,
@@ -295,7 +299,7 @@ def add_parameters(parser: argparse.ArgumentParser, options: type, *, completes:
         if parameter.group not in groups:
             groups[parameter.group] = parser.add_argument_group(parameter.group)
         group, name = groups[parameter.group], parameter.name
-        shown = {"default": argparse.SUPPRESS, "help": parameter.help.replace("%", "%%")}
+        shown: dict[str, Any] = {"default": argparse.SUPPRESS, "help": parameter.help.replace("%", "%%")}
         if completes and parameter.is_switch:
             group.add_argument(*parameter.flags, action="store_true", **shown)
             continue
@@ -357,17 +361,6 @@ def summary_of(options: type) -> str:
     return (options.__doc__ or "").partition("\n")[0]
 
 
-def usage_of(parameters: Mapping[str, Parameter], *, command: str) -> str:
-    """'paceline eval RUN [options]'."""
-    keys = " [--key value ...]" if len(parameters) > 40 else ""  # it takes every config key
-    for name in (parameter for parameter in parameters.values() if parameter.positional):
-        if name.is_script:
-            return f"paceline {command} [options] -- {name.value_name}"
-        text = f"{name.value_name} ..." if name.many else name.value_name
-        return f"paceline {command} {text if name.default is ... else f'[{text}]'}{keys} [options]"
-    return f"paceline {command}{keys} [options]"
-
-
 def unknown_option(argument: str, following: str, *, command: str, options: type) -> UsageError:
     """Names our option for one of another launcher or trainer, else the nearest. following: the argument after it."""
     flag, _, text = argument.partition("=")
@@ -403,5 +396,4 @@ def unknown_command(args: Sequence[str], names: Collection[str]) -> UsageError:
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
-    return near[0] if near else None
+    return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)), None)

@@ -286,7 +286,7 @@ def tokenizer_info(args: options.TokenizerInfoOptions) -> int:
 
 
 def completion(args: options.CompletionOptions) -> int:
-    from argcomplete import shellcode
+    from argcomplete.shell_integration import shellcode
 
     install = next(line for line in (args.__doc__ or "").splitlines() if f"completion {args.shell}" in line)
     print(f"{shellcode(['paceline'], shell=args.shell).strip()}\n# install: {install.strip(' $')}")

@@ -171,7 +171,7 @@ class Parameter:
 
 @cache
 def parameters_of(owner: type) -> dict[str, Parameter]:
-    """A dataclass's options and positional arguments, by field name; those of inherited classes come last."""
+    """A dataclass's parameters by field name: its own, those of inherited classes, and the keys that it takes and does not hide."""
     hints, items = typing.get_type_hints(owner), {item.name: item for item in fields(owner)}
     parameters: dict[str, Parameter] = {}
     for holder in (owner, *reversed(owner.__mro__[1:])):
@@ -184,25 +184,17 @@ def parameters_of(owner: type) -> dict[str, Parameter]:
                 attributes = {"group": group, **items[name].metadata}
                 group = attributes["group"]
                 parameters[name] = Parameter(name, kinds, many, ... if default is MISSING else default, **attributes)
-    return parameters
-
-
-@cache
-def all_parameters(owner: type) -> dict[str, Parameter]:
-    """parameters_of, and after them the keys that the command takes; an option hides the key of its name."""
-    parameters = parameters_of(owner)
-    for item in fields(owner):
+    for item in items.values():
         if "owner" in item.metadata:
             keys = parameters_of(item.metadata["owner"])
-            names = [name for name in item.metadata["names"] or keys if name not in parameters]
-            parameters = {**parameters, **{name: keys[name] for name in names}}
+            parameters |= {name: keys[name] for name in item.metadata["names"] or keys if name not in parameters}
     return parameters
 
 
 def parse(args: Sequence[str], *, command: str, options: type[T]) -> T:
     """The options that the arguments after `paceline COMMAND` mean. Raises UsageError, or SystemExit after it has printed help."""
     takes: Any = options  # T is a dataclass, which a type variable cannot require
-    parameters = all_parameters(takes)
+    parameters = parameters_of(takes)
     parser, words = make_parser(command, takes), normalize(args, parameters)
     try:
         namespace, extras = (parser.parse_known_args if command == "run" else parser.parse_known_intermixed_args)(words)
@@ -229,10 +221,9 @@ def parse(args: Sequence[str], *, command: str, options: type[T]) -> T:
             raise UsageError(f"{command} takes one {parameter.value_name}, {len(items)} are given", fix=fix)
         if items:
             values[name] = tuple(items) if parameter.many else items[0]
-    own = parameters_of(takes)
-    keys = {name: value for name, value in values.items() if name not in own}
+    own = {item.name: values.pop(item.name) for item in fields(takes) if item.name in values}
     holders = [item.name for item in fields(takes) if "owner" in item.metadata]
-    return options(**{name: values[name] for name in own if name in values}, **dict.fromkeys(holders, keys))
+    return options(**own, **dict.fromkeys(holders, values))
 
 
 def normalize(args: Sequence[str], parameters: Mapping[str, Parameter]) -> list[str]:
@@ -269,7 +260,7 @@ class HelpFormatter(argparse.HelpFormatter):
 
 def make_parser(command: str, options: type) -> argparse.ArgumentParser:
     """The parser of a command; the dataclass's docstring ends with its examples, lines that begin with `$ `."""
-    parameters = all_parameters(options)
+    parameters = parameters_of(options)
     keys = ["[--key value ...]"] if len(parameters) > 40 else []  # it takes every config key
     usage = ["paceline", command, *keys, "[options]"]
     for parameter in parameters.values():
@@ -295,7 +286,7 @@ def make_parser(command: str, options: type) -> argparse.ArgumentParser:
 def add_parameters(parser: argparse.ArgumentParser, options: type, *, completes: bool = False) -> None:
     """Adds each parameter as a list of what is given. completes: for argcomplete, with switches as one types them."""
     groups: dict[str, Any] = {"options": parser}
-    for parameter in all_parameters(options).values():
+    for parameter in parameters_of(options).values():
         if parameter.group not in groups:
             groups[parameter.group] = parser.add_argument_group(parameter.group)
         group, name = groups[parameter.group], parameter.name
@@ -370,7 +361,7 @@ def unknown_option(argument: str, following: str, *, command: str, options: type
             hint = hint.format(value=text or (following if following[:1] not in ("", "-") else "2"))
             fix = f"paceline run {hint}" if hint.startswith("-") else hint
             return UsageError(f"{flag} is not an option of paceline run", fix=fix)
-    parameters = all_parameters(options)
+    parameters = parameters_of(options)
     own = [parameter for parameter in parameters.values() if not parameter.positional]
     if not argument.startswith("--"):
         example = own[0].usage if own else "--help"

@@ -67,9 +67,7 @@ class Config:
 
     optimizer: str = option("muon", "muon: Muon and AdamW; adamw: AdamW", choices=("muon", "adamw"), group="optimizer")
     shard: str = option(
-        "optimizer",
-        "optimizer: states and updates are sharded over devices; none: plain DDP",
-        choices=("optimizer", "none"),
+        "optimizer", "optimizer: states and updates are sharded; none: plain DDP", choices=("optimizer", "none")
     )
     matrix_lr: float | None = option(None, "learning rate of matrices; auto: muon 0.02, adamw 0.002", low=0, high=100)
     embedding_lr: float = option(0.3, "learning rate of token embeddings; value embeddings use half", low=0, high=100)
@@ -87,9 +85,7 @@ class Config:
     )
     compile: bool | None = option(None, "use torch.compile; auto: measured, where the run is long enough")
     profile: str = option(
-        "balanced",
-        "how much of each device's memory to fill: 48, 65 or 90 %",
-        choices=("conservative", "balanced", "aggressive"),
+        "balanced", "device memory to fill: 48, 65 or 90 %", choices=("conservative", "balanced", "aggressive")
     )
     memory_share: float | None = option(None, "the same as a fraction; auto: the profile's", low=0.01, high=1.0)
     activation_checkpointing: bool | None = option(

@@ -138,9 +138,7 @@ class PlanOptions(JsonOption, ConfigOptions):
     gpus: int | None = option(None, "GPUs of each host; auto: those here, or 1 of --gpu", low=1, high=10**6)
     hosts: int | None = option(None, "hosts, each with as many GPUs; auto: 1", low=1, high=10**6)
     link: str | None = option(
-        None,
-        'the link between the devices: 10GbE, "PCIe 5 x8", NVLink ...; auto: what `paceline comm` measured',
-        value="NAME",
+        None, 'link between devices: 10GbE, "PCIe 5 x8", NVLink ...; auto: as `paceline comm` measured', value="NAME"
     )
     price: str | None = option(None, "0.30/kWh or 2.50/gpu-hour: adds what the run costs", value="PRICE")
     watts: float | None = option(None, "power of one GPU under load; auto: the GPU's limit", low=1e-3, high=1e6)

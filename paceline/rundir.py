@@ -244,16 +244,11 @@ def lock_run(run: RunDir) -> int:
 
 def is_locked(run: RunDir) -> bool:
     """Whether a process holds the run."""
-    try:
-        fd = os.open(run.lock, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(fd)
+    with suppress(OSError), run.lock.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
     return False
 
 

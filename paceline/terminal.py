@@ -60,12 +60,10 @@ def progress_line(label: str) -> Iterator[Callable[[str], None]]:
 
 def format_facts(facts: dict[str, Any]) -> str:
     """Aligned `name  value` lines with separated thousands; a nested table becomes lines such as `train num_tokens`."""
-    for name, value in list(facts.items()):
-        if isinstance(value, dict) and value:
-            facts = {**facts, **{f"{name} {key}": inner for key, inner in value.items()}}
-            del facts[name]
-    if any(isinstance(value, dict) and value for value in facts.values()):
-        return format_facts(facts)
+    facts = dict(facts)
+    while tables := [name for name, value in facts.items() if isinstance(value, dict) and value]:
+        for name in tables:
+            facts |= {f"{name} {key}": value for key, value in facts.pop(name).items()}
     width = max(len(name) for name in facts)
     return "\n".join(f"{name:<{width}}  {format_fact(value)}" for name, value in facts.items())
 

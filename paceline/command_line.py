@@ -321,9 +321,8 @@ def complete(commands: Mapping[str, type]) -> None:
     actions = {"": root.add_subparsers()}
     actions[""].add_parser("help", help="Show the help of a command.")
     parsers: dict[str, argparse.ArgumentParser] = {}
-    for name in sorted(
-        commands, key=lambda name: " " not in name
-    ):  # `show` of `runs show` comes before the DIR of `runs`
+    # with two words first: `show` must come before the DIR of `runs`
+    for name in sorted(commands, key=lambda name: " " not in name):
         head, _, word = name.rpartition(" ")
         if head not in actions:
             parsers[head] = actions[""].add_parser(head)

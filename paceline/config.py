@@ -106,15 +106,11 @@ class Config:
     keep_last: int = option(2, "checkpoints to keep besides the best one", low=1, high=10**6)
 
     max_loss_spike: float | None = option(
-        None,
-        "nats by which a step's loss may exceed its recent mean; auto: any finite loss is accepted",
-        low=1e-3,
-        high=1e6,
-        group="trouble",
+        None, "nats above the recent mean at which a loss is a spike; auto: never", low=1e-3, high=1e6, group="trouble"
     )
     on_nan: str = option(
         "stop",
-        "after a NaN, infinite or spiking loss: stop, or roll back to the last checkpoint and skip the batch",
+        "after a non-finite or spiking loss: stop, or roll back and skip the batch",
         choices=("stop", "rollback"),
     )
 

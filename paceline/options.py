@@ -209,9 +209,7 @@ class ExplainOptions(JsonOption, RunsOption):
     """
 
     logs: tuple[str, ...] = positional(
-        "LOG|RUN|-",
-        "a log, one log for each rank, a folder of logs, a run's folder or name, or - for standard input",
-        default=(),
+        "LOG|RUN|-", "a log, one for each rank, a folder of them, a run's folder or name; -: standard input", default=()
     )
     markdown: bool = option(False, "print Markdown, for an issue")
     list: bool = option(False, "list every cause that can be recognized")

@@ -6,20 +6,21 @@ command needs. Exit codes: 0 done; 1 an error of the user's, with its fix; 2 wro
 """
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from paceline import __version__, options
-from paceline.command_line import HELP_FLAGS, parse, split_command, split_name, unknown_action
+from paceline.command_line import complete, format_commands, parse, unknown_command
 from paceline.config_file import resolve_config
 from paceline.errors import PacelineError, UsageError
-from paceline.help import completion_script, format_commands, format_help
 from paceline.terminal import tolerant_output
 
+HELP_FLAGS = {"-h", "--help"}
 SAMPLE_TEXT = "def fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)\n"
 
 
@@ -45,14 +46,13 @@ def run(args: options.ScriptOptions) -> int:
     return run_script(args)
 
 
-def plan(args: options.PlanOptions) -> int:
+def plan(args: options.PlanOptions) -> None:
     from paceline.config import cache_dir
     from paceline.plan.query import DEFAULTS_OF_A_PLAN, answer, query_of
 
     query = query_of(args)
     config = resolve_config(args.config, args.keys, default=DEFAULTS_OF_A_PLAN if query.is_imagined else None)
     print(answer(config, query, set_keys=frozenset(args.keys), cache=cache_dir(config)))
-    return 0
 
 
 def check(args: options.CheckOptions) -> int:
@@ -111,7 +111,7 @@ def watch(args: options.WatchOptions) -> int:
     return show_run(args)
 
 
-def explain(args: options.ExplainOptions) -> int:
+def explain(args: options.ExplainOptions) -> None:
     from paceline.explain.catalogue import cause_json, causes_json, format_cause, format_causes
     from paceline.explain.explanation import format_explanation, format_markdown, to_json
     from paceline.explain.run_folder import explain_logs
@@ -125,10 +125,9 @@ def explain(args: options.ExplainOptions) -> int:
         text = format_markdown(explanation) if args.markdown else ""
         text = to_json(explanation) if args.json else text
         print(text or format_explanation(explanation, coloured=sys.stdout.isatty()))
-    return 0
 
 
-def runs(args: options.RunsOptions) -> int:
+def runs(args: options.RunsOptions) -> None:
     from paceline.watch.status import format_runs, list_runs
 
     statuses = list_runs(Path(args.dir))
@@ -138,19 +137,17 @@ def runs(args: options.RunsOptions) -> int:
         print(format_runs(statuses))
     else:
         raise PacelineError(f"no runs in {args.dir}", fix="paceline train makes one")
-    return 0
 
 
-def runs_show(args: options.RunsShowOptions) -> int:
+def runs_show(args: options.RunsShowOptions) -> None:
     from paceline.rundir import find_run
     from paceline.watch.status import format_run, open_reader, run_json
 
     snapshot = open_reader(find_run(args.run, runs_dir=args.runs_dir).path).update()
     print(format_json(run_json(snapshot)) if args.json else format_run(snapshot))
-    return 0
 
 
-def report(args: options.ReportOptions) -> int:
+def report(args: options.ReportOptions) -> None:
     from paceline.check.probes.facts import redact
     from paceline.watch.view import find_reported, html_report, markdown_report, write_report
 
@@ -163,10 +160,9 @@ def report(args: options.ReportOptions) -> int:
     else:
         write_report(Path(output), text)
         print(f"report  {output}")
-    return 0
 
 
-def track(args: options.TrackOptions) -> int:
+def track(args: options.TrackOptions) -> None:
     from paceline.launch.notify import tracker_names
     from paceline.rundir import find_run
     from paceline.track.follower import track_now
@@ -177,7 +173,6 @@ def track(args: options.TrackOptions) -> int:
     folder = find_run(args.run, runs_dir=args.runs_dir)
     for name in names:
         track_now(folder, name)
-    return 0
 
 
 def torch_check(args: options.TorchCheckOptions) -> int:
@@ -190,7 +185,7 @@ def torch_check(args: options.TorchCheckOptions) -> int:
     return 0 if checked.is_right else 1
 
 
-def torch_recipe(args: options.TorchRecipeOptions) -> int:
+def torch_recipe(args: options.TorchRecipeOptions) -> None:
     from paceline.check.torch_check import recipe_here, write_recipe_script
     from paceline.check.torch_recipe import format_recipe
 
@@ -199,18 +194,16 @@ def torch_recipe(args: options.TorchRecipeOptions) -> int:
     else:
         recipe = recipe_here(arch=args.arch, driver=args.driver, build=args.build)
     print(format_json(recipe.to_json()) if args.json else format_recipe(recipe, script=args.script))
-    return 0
 
 
-def accelerate_config(args: options.AccelerateOptions) -> int:
+def accelerate_config(args: options.AccelerateOptions) -> None:
     from paceline.launch.env import accelerate_config as make
     from paceline.plan.machine import probe_machine
 
     print(make(args, probe_machine()))
-    return 0
 
 
-def evaluate(args: options.EvalOptions) -> int:
+def evaluate(args: options.EvalOptions) -> None:
     from paceline.rundir import find_training_run
 
     folder = find_training_run(args.run, runs_dir=args.runs_dir)
@@ -222,12 +215,10 @@ def evaluate(args: options.EvalOptions) -> int:
     step, tokens = f"step {result['step']:,}", f"{result['tokens']:,} tokens of {result['data']}"
     text = f"{folder.name} at {step}: val_bpb {result['val_bpb']:.4f} on {tokens}"
     print(json.dumps(result) if args.json else text)
-    return 0
 
 
-def sample(args: options.SampleOptions) -> int:
+def sample(args: options.SampleOptions) -> None:
     from paceline.rundir import find_training_run
-    from paceline.terminal import write_now
 
     folder = find_training_run(args.run, runs_dir=args.runs_dir)
     from paceline.train.evaluate import sample_run
@@ -242,14 +233,13 @@ def sample(args: options.SampleOptions) -> int:
         seed=args.seed,
         step=args.step,
         device=args.device,
-        write=(lambda _: None) if args.json else write_now,
+        write=(lambda _: None) if args.json else partial(print, end="", flush=True),
     )
     if args.json:
         print(json.dumps({"prompt": args.prompt, "samples": texts}, ensure_ascii=False))
-    return 0
 
 
-def data(args: options.DataOptions) -> int:
+def data(args: options.DataOptions) -> None:
     from paceline.data.prepare import data_info, verify
     from paceline.launch.train import prepare_data
 
@@ -260,10 +250,9 @@ def data(args: options.DataOptions) -> int:
     if not args.json:
         facts = {**facts.pop("splits"), **facts, "files": len(facts["files"])}
     print_facts(facts, as_json=args.json)
-    return 0
 
 
-def tokenizer_train(args: options.TokenizerTrainOptions) -> int:
+def tokenizer_train(args: options.TokenizerTrainOptions) -> None:
     from paceline.data.tokenizer import tokenizer_info, train_tokenizer_on
     from paceline.terminal import show_progress
 
@@ -273,21 +262,21 @@ def tokenizer_train(args: options.TokenizerTrainOptions) -> int:
         tokenizer = train_tokenizer_on(args.data, vocab_size=args.vocab_size, progress=progress)
     tokenizer.save(args.out)
     print_facts(tokenizer_info(tokenizer, sample=SAMPLE_TEXT), as_json=args.json)
-    return 0
 
 
-def tokenizer_info(args: options.TokenizerInfoOptions) -> int:
+def tokenizer_info(args: options.TokenizerInfoOptions) -> None:
     from paceline.data.tokenizer import Tokenizer
     from paceline.data.tokenizer import tokenizer_info as info
 
     sample_text = SAMPLE_TEXT if args.text is None else args.text
     print_facts(info(Tokenizer.load(args.file), sample=sample_text), as_json=args.json)
-    return 0
 
 
-def completion(args: options.CompletionOptions) -> int:
-    print(completion_script(args.shell, {name: takes for name, (_, takes) in COMMANDS.items()}), end="")
-    return 0
+def completion(args: options.CompletionOptions) -> None:
+    from argcomplete.shell_integration import shellcode
+
+    install = next(line for line in (args.__doc__ or "").splitlines() if f"completion {args.shell}" in line)
+    print(f"{shellcode(['paceline'], shell=args.shell).strip()}\n# install: {install.strip(' $')}")
 
 
 def format_json(value: Any) -> str:
@@ -301,7 +290,7 @@ def print_facts(facts: dict[str, Any], *, as_json: bool) -> None:
 
 
 # name -> what it does and what it takes; the dataclass's docstring is the help
-COMMANDS: dict[str, tuple[Callable[..., int], type]] = {
+COMMANDS: dict[str, tuple[Callable[..., int | None], type]] = {
     "train": (train, options.TrainOptions),
     "resume": (resume, options.ResumeOptions),
     "run": (run, options.ScriptOptions),
@@ -328,13 +317,15 @@ COMMANDS: dict[str, tuple[Callable[..., int], type]] = {
 
 
 def main() -> None:
+    if "_ARGCOMPLETE" in os.environ:  # a shell that asks for completions
+        complete({name: takes for name, (_, takes) in COMMANDS.items()})
     sys.exit(run_command(sys.argv[1:]))
 
 
 def run_command(args: list[str]) -> int:
     """Runs the command and returns its exit code; an error becomes two lines on stderr."""
     try:
-        return dispatch(args)
+        return dispatch(args) or 0
     except PacelineError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -346,30 +337,26 @@ def run_command(args: list[str]) -> int:
         return 0
 
 
-def dispatch(args: list[str]) -> int:
+def dispatch(args: list[str]) -> int | None:
     commands = {name: takes for name, (_, takes) in COMMANDS.items()}
-    if args[:1] == ["--version"]:
-        print(f"paceline {__version__}")
-        return 0
-    if args[:1] == ["help"]:
+    if not args or args[0] == "help":
         args = [*args[1:], "--help"]
-    if not args or args[0] in HELP_FLAGS:
-        print(format_commands(commands), end="")
-        return 0
-    name, args = split_name(args, commands)
-    script: list[str] = []
-    if name == "run":
-        args, script = split_command(args, commands[name])
-    if any(arg in HELP_FLAGS for arg in args):
-        actions = {action: takes for action, takes in commands.items() if action.startswith(f"{name} ")}
-        text = format_help(name, options=commands[name]) if name in commands else format_commands(actions)
-        print(text, end="")
-        return 0
-    if name not in commands:
-        raise unknown_action(name, args, commands)
-    function, takes = COMMANDS[name]
-    values: Any = parse(args, command=name, options=takes)
-    return function(replace(values, command=tuple(script)) if name == "run" else values)
+    name = " ".join(args[:2]) if " ".join(args[:2]) in commands else args[0]
+    group = {action: takes for action, takes in commands.items() if action.startswith(f"{name} ")}
+    if name in commands:
+        function, takes = COMMANDS[name]
+        try:
+            values: Any = parse(args[len(name.split()) :], command=name, options=takes)
+        except SystemExit:  # after it has printed help
+            return None
+        return function(values)
+    if name == "--version":
+        print(f"paceline {__version__}")
+    elif name in HELP_FLAGS or (group and HELP_FLAGS & set(args)):
+        print(format_commands(group or commands), end="")
+    else:
+        raise unknown_command(args, commands)
+    return None
 
 
 if __name__ == "__main__":

@@ -1,18 +1,19 @@
 """
 Command lines: options are fields of dataclasses, with type, default, limits and help in one place.
 
-It parses the arguments after `paceline` into a command's dataclass; help.py writes the help. The config's keys are such fields
-too, so a file and a flag are checked by the same limits. Every mistake ends in a UsageError of two lines.
+A parser of argparse is made from a command's dataclass; it parses, prints help, and tells argcomplete what can follow. The config's
+keys are such fields too, so a file and a flag are checked by the same limits. Every mistake ends in a UsageError of two lines.
 """
 
+import argparse
 import difflib
 import inspect
+import math
 import re
-import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
-from functools import cache
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,58 +21,38 @@ from paceline.errors import UsageError
 
 T = TypeVar("T")
 
-HELP_FLAGS = ("-h", "--help")
-MANY_OPTIONS = 40  # of a command that takes every config key
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 VALUE_NAMES = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
-ADDRESS_OPTIONS = (
-    "standalone", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "master-addr", "master-port", "main-process-ip", "main-process-port",
-)  # fmt: skip
+# arguments that begin with a dash and are no options: negative numbers, and the command of `paceline run -m MODULE`
+DASHED_VALUE = re.compile(r"-(\.?\d|m$)")
 
-# options of torchrun, accelerate launch and deepspeed -> the fix that names paceline's
+# a hint at paceline's own option -> the options of torchrun, accelerate launch and deepspeed that it replaces
 OTHER_LAUNCHERS = {
-    "nproc-per-node": "--nproc {value}",
-    "num-processes": "--nproc {value}",
-    "num-gpus": "--nproc {value}",
-    "log-dir": "--runs-dir {value}",
-    "cpu": "--device cpu",
-    "use-cpu": "--device cpu",
-    "module": "-m MODULE, as for python",
-    "max-restarts": "--max-attempts, which counts the first attempt too",
-    "no-python": "leave it out: any executable works",
-    "multi-gpu": "leave it out: --nproc 2, or the default of one process for each GPU",
-    "config-file": "leave it out: --nproc and --device replace it",
-    **dict.fromkeys(("tee", "redirects"), "leave it out: every rank's output is shown and kept"),
-    **dict.fromkeys(ADDRESS_OPTIONS, "paceline finds a free port on this host by itself: leave it out"),
+    "--nproc {value}": "nproc-per-node num-processes num-gpus",
+    "--runs-dir {value}": "log-dir",
+    "--device cpu": "cpu use-cpu",
+    "-m MODULE, as for python": "module",
+    "--max-attempts, which counts the first attempt too": "max-restarts",
+    "leave it out: any executable works": "no-python",
+    "leave it out: --nproc 2, or the default of one process for each GPU": "multi-gpu",
+    "leave it out: --nproc and --device replace it": "config-file",
+    "leave it out: every rank's output is shown and kept": "tee redirects",
+    "paceline finds a free port on this host by itself: leave it out": "standalone rdzv-backend rdzv-endpoint rdzv-id"
+    " master-addr master-port main-process-ip main-process-port",
 }
-# an option; a dash alone, a negative number and a text with spaces are values
-NOT_A_VALUE = re.compile(r"-(?!$|\.?\d|.* )")
 
 
-def option(
-    default: Any,
-    about: str,
-    *,
-    low: float | None = None,
-    high: float | None = None,
-    choices: Sequence[str] = (),
-    group: str | None = None,
-    value: str | None = None,
-) -> Any:
-    """A field that --its-name sets. low, high: the least and the largest value. value: its stand-in in help.
+def option(default: Any, about: str, **attributes: Any) -> Any:
+    """A field that --its-name sets. attributes: of its Parameter.
 
-    group: the heading in help of this field and of those after it in the class. A name that ends in _s is a time in seconds.
+    A group is the heading in help of this field and of those after it in the class. A name that ends in _s is a time in seconds.
     """
-    limits = {"low": low, "high": high, "choices": tuple(choices)}
-    return field(default=default, metadata={"about": about, **limits, "group": group, "value": value})
+    return field(default=default, metadata={"about": about, **attributes})
 
 
-def positional(
-    value: str, about: str, *, default: Any = ..., has_flag: bool = False, choices: tuple[str, ...] = ()
-) -> Any:
-    """A field that an argument without dashes sets; required if it has no default. has_flag: --its-name sets it too."""
-    metadata = {"about": about, "value": value, "choices": choices, "positional": True, "has_flag": has_flag}
-    return field(metadata=metadata) if default is ... else field(default=default, metadata=metadata)
+def positional(value: str, about: str, *, default: Any = MISSING, **attributes: Any) -> Any:
+    """A field that an argument without dashes sets; required if it has no default."""
+    return option(default, about, value=value, positional=True, **attributes)
 
 
 def keys_of(owner: type, *, names: Sequence[str] = (), foreign: Mapping[str, str] | None = None) -> Any:
@@ -87,15 +68,16 @@ class Parameter:
     name: str
     kinds: tuple[type, ...]  # (int,), (float, NoneType), ...
     many: bool  # a tuple: the option may be repeated, the argument too
-    default: Any
+    default: Any  # ... of a positional argument that is required
     about: str
     group: str
-    low: float | None = None
-    high: float | None = None
+    low: float = -math.inf
+    high: float = math.inf
     choices: tuple[str, ...] = ()
-    value: str | None = None
+    value: str | None = None  # its stand-in in help
     positional: bool = False
-    has_flag: bool = True
+    has_flag: bool = False  # --its-name sets a positional argument too
+    is_script: bool = False  # the remaining arguments, from the first one that is no option of ours
 
     @property
     def option(self) -> str:
@@ -121,14 +103,19 @@ class Parameter:
         return self.value or ("|".join(self.choices) or VALUE_NAMES[self.kinds[0]])
 
     @property
+    def flags(self) -> list[str]:
+        """The option as one types it: ['--depth'], ['--no-check'], ['--compile', '--no-compile']."""
+        negative = f"--no-{self.option[2:]}"
+        if not self.is_switch or self.default is False:
+            return [self.option]
+        return [negative] if self.default else [self.option, negative]
+
+    @property
     def usage(self) -> str:
         """'--depth N', '--no-check', '--compile, --no-compile', 'RUN'."""
         if self.positional:
             return self.value_name
-        if not self.is_switch:
-            return f"{self.option} {self.value_name}"
-        negative = f"--no-{self.option[2:]}"
-        return {True: negative, False: self.option, None: f"{self.option}, {negative}"}[self.default]
+        return ", ".join(self.flags) if self.is_switch else f"{self.option} {self.value_name}"
 
     @property
     def help(self) -> str:
@@ -143,25 +130,17 @@ class Parameter:
         """A value that would do, for a fix: the default, where there is one."""
         if self.default is not None and self.default not in ((), "", ...):
             return self.default
-        if self.is_switch:
-            return True
-        if self.choices:
-            return self.choices[0]
-        return 8 if int in self.kinds else 0.5 if float in self.kinds else self.value_name
+        examples = {bool: True, int: 8, float: 0.5}
+        return self.choices[0] if self.choices else examples.get(self.kinds[0]) or self.value_name
 
     @property
     def expected(self) -> str:
         """'an integer from 1 to 512', 'one of fp32, bf16, fp16', 'true or false' ..."""
-        if self.choices:
-            text = f"one of {', '.join(self.choices)}"
-        elif self.is_switch:
-            text = "true or false"
-        elif int in self.kinds or float in self.kinds:
-            text, form = ("an integer", "{:,}") if int in self.kinds else ("a number", "{:g}")
-            text += f" from {form.format(self.low)}" if self.low is not None else ""
-            text += f" to {form.format(self.high)}" if self.high is not None else ""
-        else:
-            text = "text"
+        text = {bool: "true or false", int: "an integer", float: "a number"}.get(self.kinds[0], "text")
+        text = f"one of {', '.join(self.choices)}" if self.choices else text
+        form = "{:,}" if int in self.kinds else "{:g}"
+        text += f" from {form.format(self.low)}" if self.low > -math.inf else ""
+        text += f" to {form.format(self.high)}" if self.high < math.inf else ""
         return text + (", or auto" if self.is_optional else "")
 
     def parse(self, text: str) -> Any:
@@ -170,16 +149,9 @@ class Parameter:
             return None
         if not text and not (self.default == "" and self.kinds == (str,)):
             raise UsageError(f"{self.title} is empty", fix="give it a value, or leave it out")
-        value: Any = text
         try:
-            if self.is_switch:
-                value = BOOLEANS[text.lower()]
-            elif int in self.kinds:
-                value = int(text.replace(",", ""))
-            elif float in self.kinds:
-                value = float(text)
-            elif Path in self.kinds:
-                value = Path(text)
+            kind: Any = self.kinds[0]
+            value = BOOLEANS[text.lower()] if kind is bool else kind(text.replace(",", "") if kind is int else text)
         except (ValueError, KeyError):
             fix = self.usage if self.is_switch else f"{self.title} {self.example}"
             raise UsageError(f"{self.title} {text} is not {self.expected}", fix=fix) from None
@@ -193,190 +165,225 @@ class Parameter:
             return "not known"
         if isinstance(value, str | Path) and "\0" in str(value):
             return "not text"
-        if self.is_switch or not isinstance(value, int | float):
-            return None
-        too_low, too_high = self.low is not None and value < self.low, self.high is not None and value > self.high
-        return "out of range" if too_low or too_high or value != value else None
+        is_number = isinstance(value, int | float) and not self.is_switch
+        return "out of range" if is_number and not self.low <= value <= self.high else None  # nor is NaN in it
 
 
 @cache
 def parameters_of(owner: type) -> dict[str, Parameter]:
-    """A dataclass's options and positional arguments, by field name; those of inherited classes come last."""
+    """A dataclass's parameters by field name: its own, those of inherited classes, and the keys that it takes and does not hide."""
     hints, items = typing.get_type_hints(owner), {item.name: item for item in fields(owner)}
     parameters: dict[str, Parameter] = {}
     for holder in (owner, *reversed(owner.__mro__[1:])):
         group = "options"
         for name in inspect.get_annotations(holder):
             if name in items and name not in parameters and "about" in items[name].metadata:
-                group = items[name].metadata.get("group") or group
-                parameters[name] = parameter_of(items[name], hints[name], group=group)
-    return parameters
-
-
-def parameter_of(item: Field[Any], hint: Any, *, group: str) -> Parameter:
-    many = typing.get_origin(hint) is tuple
-    hint = typing.get_args(hint)[0] if many else hint
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    default = ... if item.default is MISSING else item.default
-    group = "arguments" if "positional" in item.metadata else group
-    return Parameter(item.name, kinds, many, default, **{**item.metadata, "group": group})
-
-
-@cache
-def all_parameters(owner: type) -> dict[str, Parameter]:
-    """parameters_of, and after them the keys that the command takes; an option hides the key of its name."""
-    parameters = parameters_of(owner)
-    for item in fields(owner):
+                hint, default = hints[name], items[name].default
+                many = typing.get_origin(hint) is tuple
+                kinds = typing.get_args(hint)[:1] if many else typing.get_args(hint) or (hint,)
+                attributes = {"group": group, **items[name].metadata}
+                group = attributes["group"]
+                parameters[name] = Parameter(name, kinds, many, ... if default is MISSING else default, **attributes)
+    for item in items.values():
         if "owner" in item.metadata:
             keys = parameters_of(item.metadata["owner"])
-            names = [name for name in item.metadata["names"] or keys if name not in parameters]
-            parameters = {**parameters, **{name: keys[name] for name in names}}
+            parameters |= {name: keys[name] for name in item.metadata["names"] or keys if name not in parameters}
     return parameters
 
 
 def parse(args: Sequence[str], *, command: str, options: type[T]) -> T:
-    """The options that the arguments after `paceline COMMAND` mean; raises UsageError for the first mistake."""
+    """The options that the arguments after `paceline COMMAND` mean. Raises UsageError, or SystemExit after it has printed help."""
     takes: Any = options  # T is a dataclass, which a type variable cannot require
-    parameters = all_parameters(takes)
+    parameters = parameters_of(takes)
+    parser, words = make_parser(command, takes), normalize(args, parameters)
+    try:
+        namespace, extras = (parser.parse_known_args if command == "run" else parser.parse_known_intermixed_args)(words)
+    except argparse.ArgumentError as error:
+        flag = str(error.argument_name)
+        fixes = {key.option: f"{key.option} {key.example}" for key in parameters.values()}
+        problem = "has no value" if flag in fixes else "takes no value"  # --help=3
+        raise UsageError(f"{flag} {problem}", fix=fixes.get(flag, "--help")) from None
+    for extra in extras:
+        if extra.startswith("-"):
+            argument, following = [*args, ""][words.index(extra) :][:2]
+            raise unknown_option(argument, following, command=command, options=takes)
+        raise UsageError(f"{command} takes options only, not {extra}", fix=str(parser.usage))
     values: dict[str, Any] = {}
-    positionals: list[str] = []
-    remaining = list(args)
-    while remaining:
-        argument = remaining.pop(0)
-        if not argument.startswith("-") or argument == "-":
-            positionals.append(argument)
-            continue
-        parameter, text = split_option(argument, remaining, takes, parameters)
-        if parameter.name in values and not parameter.many:
+    for name, parameter in parameters.items():
+        items = getattr(namespace, name, [])
+        if parameter.is_script:
+            items = args[len(args) - len(items) :]  # as they were before normalize
+            items = items[items[:1] == ["--"] :]
+        if len(items) > 1 and not parameter.many and not parameter.positional:
             raise UsageError(f"{parameter.option} is given twice", fix="give it once")
-        value = parameter.parse(text)
-        values[parameter.name] = (*values.get(parameter.name, ()), value) if parameter.many else value
-    place(positionals, values, parameters, command=command)
-    own = parameters_of(takes)
-    keys = {name: value for name, value in values.items() if name not in own}
+        if (len(items) > 1 and not parameter.many) or (not items and parameter.default is ...):
+            fix = f"{parser.usage}" + ("; paceline runs lists them" if parameter.value_name == "RUN" else "")
+            raise UsageError(f"{command} takes one {parameter.value_name}, {len(items)} are given", fix=fix)
+        if items:
+            values[name] = tuple(items) if parameter.many else items[0]
+    own = {item.name: values.pop(item.name) for item in fields(takes) if item.name in values}
     holders = [item.name for item in fields(takes) if "owner" in item.metadata]
-    return options(**{name: values[name] for name in own if name in values}, **dict.fromkeys(holders, keys))
+    return options(**own, **dict.fromkeys(holders, values))
 
 
-def split_option(
-    argument: str, remaining: list[str], options: type, parameters: Mapping[str, Parameter]
-) -> tuple[Parameter, str]:
-    """The parameter of an option and the text of its value, which is taken from `remaining` where it is not in the argument."""
-    by_flag = {parameter.option: parameter for parameter in parameters.values() if parameter.has_flag}
-    flag, equals, text = argument.partition("=")
-    flag = flag.replace("_", "-")
-    parameter = by_flag.get(flag)
-    if parameter is None:
-        parameter = by_flag.get("--" + flag.removeprefix("--no-"))
-        if parameter is None or not parameter.is_switch or equals:
-            raise unknown_option(argument, options, parameters, value="".join(remaining[:1]))
-        return parameter, "false"
-    if equals:
-        return parameter, text
-    if parameter.is_switch:
-        has_value = parameter.is_optional and remaining and remaining[0].lower() in {*BOOLEANS, "auto"}
-        return parameter, remaining.pop(0) if has_value else "true"
-    if not remaining or NOT_A_VALUE.match(remaining[0]):
-        raise UsageError(f"{flag} has no value", fix=f"{flag} {parameter.example}")
-    return parameter, remaining.pop(0)
+def normalize(args: Sequence[str], parameters: Mapping[str, Parameter]) -> list[str]:
+    """As many arguments: options with dashes, and switches with their value, as argparse would take the next argument for it."""
+    switches = {parameter.option: parameter for parameter in parameters.values() if parameter.is_switch}
+    words = []
+    for argument, following in zip(args, [*args, ""][1:], strict=True):
+        flag, equals, text = argument.partition("=")
+        if flag.startswith("--") and " " not in flag:
+            flag = flag.replace("_", "-")
+        if flag in switches and not equals:
+            has_value = switches[flag].is_optional and following.lower() in {*BOOLEANS, "auto"}
+            flag += "" if has_value else "=true"
+        elif flag.startswith("--no-") and f"--{flag[5:]}" in switches and not equals:
+            flag = f"--{flag[5:]}=false"
+        words.append(flag + equals + text)
+    return words
 
 
-def place(
-    arguments: Sequence[str], values: dict[str, Any], parameters: Mapping[str, Parameter], *, command: str
-) -> None:
-    """Sets the positional parameters in `values` from the arguments that belong to no option."""
-    names = [parameter for parameter in parameters.values() if parameter.positional]
-    count = len(arguments) + sum(parameter.name in values for parameter in names)
-    remaining = list(arguments)
-    for parameter in names:
-        if parameter.many:
-            values[parameter.name] = tuple(parameter.parse(argument) for argument in remaining)
-            remaining = []
-        elif remaining and parameter.name not in values:
-            values[parameter.name] = parameter.parse(remaining.pop(0))
-    missing = [parameter for parameter in names if parameter.default is ... and parameter.name not in values]
-    if not remaining and not missing:
-        return
-    takes = " and ".join(f"one {parameter.value_name}" for parameter in names) or "options only"
-    problem = f"{count} {'is' if count == 1 else 'are'} given" if names else f"not {remaining[0]}"
-    hint = "; paceline runs lists them" if any(parameter.value_name == "RUN" for parameter in names) else ""
-    raise UsageError(f"{command} takes {takes}, {problem}", fix=usage_of(parameters, command=command) + hint)
+class HelpFormatter(argparse.HelpFormatter):
+    """Keeps the paragraphs of a docstring and the lines of its examples, and shows a switch without a value."""
+
+    def __init__(self, prog: str):
+        super().__init__(prog, max_help_position=30)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        fill = super()._fill_text
+        parts = [part if part.startswith("examples:") else fill(part, width, indent) for part in text.split("\n\n")]
+        return "\n\n".join(parts)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        return str(action.metavar or super()._format_action_invocation(action))
 
 
-def usage_of(parameters: Mapping[str, Parameter], *, command: str) -> str:
-    """'paceline eval RUN [options]'."""
-    if command == "run":
-        return "paceline run [options] -- SCRIPT.py [args]"
-    names = [parameter for parameter in parameters.values() if parameter.positional]
-    shown = [f"{parameter.value_name}{' ...' if parameter.many else ''}" for parameter in names]
-    texts = [text if name.default is ... else f"[{text}]" for name, text in zip(names, shown, strict=True)]
-    keys = ["[--key value ...]"] if len(parameters) > MANY_OPTIONS else []
-    return " ".join(["paceline", command, *texts, *keys, "[options]"])
+def make_parser(command: str, options: type) -> argparse.ArgumentParser:
+    """The parser of a command; the dataclass's docstring ends with its examples, lines that begin with `$ `."""
+    parameters = parameters_of(options)
+    keys = ["[--key value ...]"] if len(parameters) > 40 else []  # it takes every config key
+    usage = ["paceline", command, *keys, "[options]"]
+    for parameter in parameters.values():
+        if parameter.is_script:
+            usage += ["--", parameter.value_name]
+        elif parameter.positional:
+            text = f"{parameter.value_name} ..." if parameter.many else parameter.value_name
+            usage.insert(2, text if parameter.default is ... else f"[{text}]")
+    prose, _, examples = inspect.cleandoc(options.__doc__ or "").partition("\n\n$ ")
+    parser = argparse.ArgumentParser(
+        usage=" ".join(usage),
+        description=prose,
+        epilog="examples:\n  " + examples.replace("\n$ ", "\n  "),
+        formatter_class=HelpFormatter,
+        allow_abbrev=False,
+        exit_on_error=False,
+    )
+    parser._negative_number_matcher = DASHED_VALUE
+    add_parameters(parser, options)
+    return parser
 
 
-def unknown_option(argument: str, options: type, parameters: Mapping[str, Parameter], *, value: str = "") -> UsageError:
-    """Names our option for one of another trainer, else the nearest."""
+def add_parameters(parser: argparse.ArgumentParser, options: type, *, completes: bool = False) -> None:
+    """Adds each parameter as a list of what is given. completes: for argcomplete, with switches as one types them."""
+    groups: dict[str, Any] = {"options": parser}
+    for parameter in parameters_of(options).values():
+        if parameter.group not in groups:
+            groups[parameter.group] = parser.add_argument_group(parameter.group)
+        group, name = groups[parameter.group], parameter.name
+        shown: dict[str, Any] = {"default": argparse.SUPPRESS, "help": parameter.help.replace("%", "%%")}
+        if completes and parameter.is_switch:
+            group.add_argument(*parameter.flags, action="store_true", **shown)
+            continue
+        shown |= {"metavar": parameter.usage, "type": str if parameter.is_script else parameter.parse}
+        if parameter.positional:
+            nargs = argparse.REMAINDER if parameter.is_script else "*"
+            group.add_argument(name, nargs=nargs, action="extend", **shown).completer = partial(offer, parameter)
+            shown["help"] = argparse.SUPPRESS
+        if parameter.has_flag or not parameter.positional:
+            action = group.add_argument(parameter.option, dest=name, action="append", **shown)
+            action.completer = partial(offer, parameter)
+
+
+def offer(parameter: Parameter, *, prefix: str, **_: Any) -> Iterable[str]:
+    """What completes a value: the choices, the names of runs, else files."""
+    from argcomplete.completers import FilesCompleter
+
+    runs = Path("runs").glob(f"{prefix}*/config.toml") if "RUN" in parameter.value_name.split("|") else ()
+    return [*parameter.choices, *(path.parent.name for path in runs)] or FilesCompleter()(prefix)
+
+
+def complete(commands: Mapping[str, type]) -> None:
+    """Answers a shell that asks how a line can go on, and exits. commands: name -> options dataclass."""
+    import argcomplete
+
+    root = argparse.ArgumentParser()
+    root.add_argument("--version", action="version")
+    actions = {"": root.add_subparsers()}
+    actions[""].add_parser("help", help="Show the help of a command.")
+    parsers: dict[str, argparse.ArgumentParser] = {}
+    # with two words first: `show` must come before the DIR of `runs`
+    for name in sorted(commands, key=lambda name: " " not in name):
+        head, _, word = name.rpartition(" ")
+        if head not in actions:
+            parsers[head] = actions[""].add_parser(head)
+            actions[head] = parsers[head].add_subparsers()
+        parser = parsers.get(name) or actions[head].add_parser(word, help=summary_of(commands[name]))
+        add_parameters(parser, commands[name], completes=True)
+    argcomplete.autocomplete(root, always_complete_options=False)
+
+
+def format_commands(commands: Mapping[str, type]) -> str:
+    """The list of commands; each with the first line of its help."""
+    parser = argparse.ArgumentParser(
+        usage="paceline COMMAND ...",
+        description="paceline trains GPT-style language models on the GPUs you have.",
+        epilog="paceline COMMAND --help shows its options, with examples. paceline --version prints the version.",
+        formatter_class=HelpFormatter,
+        add_help=False,
+    )
+    group = parser.add_argument_group("commands")
+    for name, options in commands.items():
+        group.add_argument(name, help=summary_of(options))
+    return parser.format_help()
+
+
+def summary_of(options: type) -> str:
+    return (options.__doc__ or "").partition("\n")[0]
+
+
+def unknown_option(argument: str, following: str, *, command: str, options: type) -> UsageError:
+    """Names our option for one of another launcher or trainer, else the nearest. following: the argument after it."""
     flag, _, text = argument.partition("=")
+    name = flag.lstrip("-").replace("_", "-")
+    for hint, names in OTHER_LAUNCHERS.items() if command == "run" else ():
+        if name in names.split():
+            hint = hint.format(value=text or (following if following[:1] not in ("", "-") else "2"))
+            fix = f"paceline run {hint}" if hint.startswith("-") else hint
+            return UsageError(f"{flag} is not an option of paceline run", fix=fix)
+    parameters = parameters_of(options)
     own = [parameter for parameter in parameters.values() if not parameter.positional]
     if not argument.startswith("--"):
-        example = own[0].usage if own and own[0].is_switch else f"{own[0].option} {own[0].example}" if own else "--help"
+        example = own[0].usage if own else "--help"
         return UsageError(f"unknown option {argument}", fix=f"options have two dashes, such as {example}")
     for item in fields(options):
-        ours = item.metadata.get("foreign", {}).get(flag[2:].replace("-", "_"))
+        ours = item.metadata.get("foreign", {}).get(name.replace("-", "_"))
         if ours in parameters:
-            fix = f"{parameters[ours].option} {text or value}".strip()
+            fix = f"{parameters[ours].option} {text or following}".strip()
             return UsageError(f"unknown option {flag}; paceline calls it {ours}", fix=fix)
-    usages = [usage for parameter in own for usage in (parameter.option, *parameter.usage.split(", "))]
-    near = nearest(flag, [usage.split()[0] for usage in usages])
+    near = nearest(flag, [name for parameter in own for name in (parameter.option, *parameter.flags)])
     return UsageError(f"unknown option {flag}", fix=f"did you mean {near}?" if near else "--help lists the options")
 
 
-def split_command(args: Sequence[str], options: type) -> tuple[list[str], list[str]]:
-    """The arguments of `paceline run` itself, and the command: what follows `--`, or all from the first argument that is no option.
-
-    Raises UsageError for an option of another launcher.
-    """
-    valued = {key.option for key in all_parameters(options).values() if not key.is_switch}
-    own: list[str] = []
-    remaining = list(args)
-    while remaining:
-        if remaining[0] == "--":
-            return own, remaining[1:]
-        if remaining[0] == "-m" or not remaining[0].startswith("-"):
-            return own, remaining
-        argument = remaining.pop(0)
-        name, equals, value = argument.lstrip("-").replace("_", "-").partition("=")
-        if name in OTHER_LAUNCHERS:
-            following = remaining[0] if remaining and not remaining[0].startswith("-") else "2"
-            hint = OTHER_LAUNCHERS[name].format(value=value or following)
-            fix = f"paceline run {hint}" if hint.startswith("-") else hint
-            raise UsageError(f"{argument.partition('=')[0]} is not an option of paceline run", fix=fix)
-        own.append(argument)
-        if f"--{name}" in valued and not equals and remaining:
-            own.append(remaining.pop(0))
-    return own, []
-
-
-def split_name(args: Sequence[str], names: Iterable[str]) -> tuple[str, list[str]]:
-    """'train', 'runs show', or 'torch' where the action is not known; and the arguments after it."""
-    names = list(names)
-    if " ".join(args[:2]) in names:
-        return " ".join(args[:2]), list(args[2:])
-    heads = list(dict.fromkeys(name.split()[0] for name in names))
-    if args[0] in heads:
-        return args[0], list(args[1:])
-    near = nearest(args[0], heads)
-    whole = f"{near} {args[1]}" if len(args) > 1 and f"{near} {args[1]}" in names else near
-    raise UsageError(f"unknown command {args[0]}", fix=f"paceline {whole}" if near else "paceline --help lists them")
-
-
-def unknown_action(name: str, args: Sequence[str], names: Iterable[str]) -> UsageError:
-    actions = [full.split()[1] for full in names if full.startswith(f"{name} ")]
-    what = f"not {args[0]}" if args else "none is given"
-    near = nearest(args[0], actions) if args else None
-    return UsageError(f"{name} takes {' or '.join(actions)}, {what}", fix=f"paceline {name} {near or actions[0]}")
+def unknown_command(args: Sequence[str], names: Collection[str]) -> UsageError:
+    """Names the nearest command, or action of `torch`, `data` and `tokenizer`."""
+    head, word = [*args, ""][:2]
+    if actions := [name.split()[1] for name in names if name.startswith(f"{head} ")]:
+        problem = f"{head} takes {' or '.join(actions)}, {f'not {word}' if word else 'none is given'}"
+        return UsageError(problem, fix=f"paceline {head} {nearest(word, actions) or actions[0]}")
+    near = nearest(head, [name.split()[0] for name in names])
+    whole = f"{near} {word}" if f"{near} {word}" in names else near
+    return UsageError(f"unknown command {head}", fix=f"paceline {whole}" if near else "paceline --help lists them")
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
-    return near[0] if near else None
+    return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)), None)

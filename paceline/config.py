@@ -47,9 +47,7 @@ class Config:
     vocab_size: int = option(32_768, "tokens of the tokenizer that is trained", low=257, high=2**31 - 1)
     cache_dir: str | None = option(None, "folder of prepared token shards; auto: ~/.cache/paceline", value="DIR")
 
-    depth: int = option(
-        4, "layers; the dial that sets width, batch, learning rates and length", low=1, high=512, group="model"
-    )
+    depth: int = option(4, "layers; they set width, batch, learning rates and length", low=1, high=512, group="model")
     n_embd: int | None = option(None, "width; auto: 64 x depth rounded up to head_dim", low=8, high=1 << 17)
     head_dim: int = option(128, "width of one attention head", low=8, high=256)
     n_kv_head: int | None = option(None, "key/value heads (GQA); auto: as many as heads", low=1)
@@ -62,56 +60,38 @@ class Config:
     total_batch_size: int | None = option(None, "tokens in one optimizer step, over all devices", low=1)
     num_steps: int | None = option(None, "optimizer steps; auto: from tokens_per_param", low=1, high=10**9)
     epochs: float | None = option(None, "passes over the text, in place of num_steps", low=1e-9, high=1e6)
-    time: str | None = option(
-        None, "length as a time such as 2m or 8h, in place of num_steps: the speed is measured first"
-    )
+    time: str | None = option(None, "length as a time such as 2m or 8h, in place of num_steps; speed is measured first")
     tokens_per_param: float = option(
         12.0, "training tokens per parameter, where none of num_steps, epochs and time is set", low=1e-6, high=1e6
     )
 
-    optimizer: str = option(
-        "muon", "muon: Muon + AdamW; adamw: AdamW alone", choices=("muon", "adamw"), group="optimizer"
-    )
+    optimizer: str = option("muon", "muon: Muon and AdamW; adamw: AdamW", choices=("muon", "adamw"), group="optimizer")
     shard: str = option(
-        "optimizer",
-        "optimizer: states and updates are sharded over devices; none: plain DDP",
-        choices=("optimizer", "none"),
+        "optimizer", "optimizer: states and updates are sharded; none: plain DDP", choices=("optimizer", "none")
     )
-    matrix_lr: float | None = option(
-        None, "learning rate of matrices; auto: 0.02 for muon, 0.002 for adamw", low=0, high=100
-    )
-    embedding_lr: float = option(
-        0.3, "learning rate of the token embedding; value embeddings use half", low=0, high=100
-    )
+    matrix_lr: float | None = option(None, "learning rate of matrices; auto: muon 0.02, adamw 0.002", low=0, high=100)
+    embedding_lr: float = option(0.3, "learning rate of token embeddings; value embeddings use half", low=0, high=100)
     unembedding_lr: float = option(0.008, "learning rate of lm_head", low=0, high=100)
-    weight_decay: float = option(
-        0.28, "weight decay of matrices at depth 12; scaled to the run's length", low=0, high=100
-    )
+    weight_decay: float = option(0.28, "weight decay of matrices at depth 12; scaled by run length", low=0, high=100)
     warmup_steps: int = option(40, "steps of linear warm-up", low=0, high=10**9)
     warmdown_ratio: float = option(0.65, "fraction of the run in which the learning rate falls", low=0, high=1)
     final_lr_frac: float = option(0.05, "learning rate at the end, as a fraction of its peak", low=0, high=1)
     grad_clip: float | None = option(None, "largest gradient norm; auto: no clipping", low=1e-9, high=1e9)
 
-    nproc: int | None = option(
-        None, "processes; auto: one per GPU, else two on the CPU", low=1, high=1024, group="device"
-    )
+    nproc: int | None = option(None, "processes; auto: one per GPU, two on the CPU", low=1, high=1024, group="device")
     device: str | None = option(None, "device of the ranks; auto: cuda where there is one", choices=("cuda", "cpu"))
     precision: str | None = option(
         None, "precision of matrix products; auto: bf16 where the hardware has it", choices=("fp32", "bf16", "fp16")
     )
     compile: bool | None = option(None, "use torch.compile; auto: measured, where the run is long enough")
     profile: str = option(
-        "balanced",
-        "how much of each device's memory to fill: 48, 65 or 90 %",
-        choices=("conservative", "balanced", "aggressive"),
+        "balanced", "device memory to fill: 48, 65 or 90 %", choices=("conservative", "balanced", "aggressive")
     )
     memory_share: float | None = option(None, "the same as a fraction; auto: the profile's", low=0.01, high=1.0)
     activation_checkpointing: bool | None = option(
         None, "recompute blocks in the backward pass: less memory, 4/3 of the time; auto: where needed"
     )
-    logits_mib: int | None = option(
-        None, "MiB of logits in memory at a time; auto: 512, less where needed", low=1, high=1 << 20
-    )
+    logits_mib: int | None = option(None, "MiB of logits at a time; auto: 512, less where needed", low=1, high=1 << 20)
 
     log_every: int = option(10, "steps between lines of metrics", low=1, high=10**9, group="watch")
     eval_every: int = option(250, "steps between evaluations; 0: only at the end", low=0, high=10**9)
@@ -126,15 +106,11 @@ class Config:
     keep_last: int = option(2, "checkpoints to keep besides the best one", low=1, high=10**6)
 
     max_loss_spike: float | None = option(
-        None,
-        "nats by which a step's loss may exceed its recent mean; auto: any finite loss is accepted",
-        low=1e-3,
-        high=1e6,
-        group="trouble",
+        None, "nats above the recent mean at which a loss is a spike; auto: never", low=1e-3, high=1e6, group="trouble"
     )
     on_nan: str = option(
         "stop",
-        "after a NaN, infinite or spiking loss: stop, or roll back to the last checkpoint and skip the batch",
+        "after a non-finite or spiking loss: stop, or roll back and skip the batch",
         choices=("stop", "rollback"),
     )
 
@@ -142,34 +118,28 @@ class Config:
 LENGTH_KEYS = ("num_steps", "epochs", "time")  # ways to set one thing: a flag for one replaces a file's other
 KEYS = parameters_of(Config)
 
-# names of nanoGPT, nanochat and their forks -> ours; read in .py files, an error as flags or in TOML
-FOREIGN = {
-    "max_seq_len": "sequence_len",
-    "block_size": "sequence_len",
-    "context_length": "sequence_len",
-    "num_iterations": "num_steps",
-    "max_iters": "num_steps",
-    "max_steps": "num_steps",
-    "n_layer": "depth",
-    "num_layers": "depth",
-    "batch_size": "device_batch_size",
-    "num_epochs": "epochs",
-    "target_param_data_ratio": "tokens_per_param",
-    "eval_interval": "eval_every",
-    "save_interval": "save_every",
-    "log_interval": "log_every",
-    "grad_clip_norm": "grad_clip",
-    "warmup_iters": "warmup_steps",
-    "learning_rate": "matrix_lr",
-    "lr": "matrix_lr",
-    "device_type": "device",
-    "dtype": "precision",
-    "run": "name",
-    "model_tag": "name",
-    "out_dir": "runs_dir",
-    "dataset": "data",
-    "nproc_per_node": "nproc",
+# key -> its names in nanoGPT, nanochat and their forks; read in .py files, an error as flags or in TOML
+OTHER_NAMES = {
+    "sequence_len": "max_seq_len block_size context_length",
+    "num_steps": "num_iterations max_iters max_steps",
+    "depth": "n_layer num_layers",
+    "device_batch_size": "batch_size",
+    "epochs": "num_epochs",
+    "tokens_per_param": "target_param_data_ratio",
+    "eval_every": "eval_interval",
+    "save_every": "save_interval",
+    "log_every": "log_interval",
+    "grad_clip": "grad_clip_norm",
+    "warmup_steps": "warmup_iters",
+    "matrix_lr": "learning_rate lr",
+    "device": "device_type",
+    "precision": "dtype",
+    "name": "run model_tag",
+    "runs_dir": "out_dir",
+    "data": "dataset",
+    "nproc": "nproc_per_node",
 }
+FOREIGN = {other: key for key, names in OTHER_NAMES.items() for other in names.split()}
 FOREIGN_VALUES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "": None, -1: None}
 
 

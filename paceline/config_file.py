@@ -9,6 +9,7 @@ import ast
 import json
 import operator
 import sys
+import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -66,8 +67,6 @@ def read_config_file(path: Path) -> tuple[dict[str, Any], list[str]]:
         raise PacelineError(
             f"config file {path} is neither .toml nor .py", fix="name it with its kind, such as my.toml"
         )
-    import tomllib
-
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

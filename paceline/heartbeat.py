@@ -8,7 +8,6 @@ exposes a half-written line. The trainer's ranks write the phases below, `paceli
 
 import json
 import mmap
-import os
 import time
 import zlib
 from dataclasses import dataclass, field
@@ -58,14 +57,13 @@ class HeartbeatWriter:
     def __init__(self, run: RunDir, rank: int, *, phase_width: int = PHASE_WIDTH):
         self._phase_width = phase_width
         width = WIDTH + phase_width - PHASE_WIDTH
-        run.progress(rank).parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(run.progress(rank), os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            os.pwrite(fd, b" " * width, 0)  # takes the space now: a store into a mapped hole of a full disk is a SIGBUS
-            os.ftruncate(fd, width)
-            self._map = mmap.mmap(fd, width)
-        finally:
-            os.close(fd)
+        path = run.progress(rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        with path.open("r+b") as file:
+            file.write(b" " * width)  # takes the space now: a store into a mapped hole of a full disk is a SIGBUS
+            file.truncate()
+            self._map = mmap.mmap(file.fileno(), width)
 
     def beat(self, step: int, phase: str, micro_step: int = 0) -> None:
         quoted = (QUOTED.get(phase) or json.dumps(phase)).rjust(self._phase_width)
@@ -98,11 +96,7 @@ class OperationHeartbeat:
 def read_heartbeat(path: Path) -> Heartbeat | None:
     """Returns None where no heartbeat was written yet, and where one is being written at this moment."""
     try:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            line = os.read(fd, WIDTH + OPERATION_WIDTH)
-        finally:
-            os.close(fd)
+        line = path.read_bytes()
         fields = json.loads(line)
         if zlib.crc32(line[: -len(SUM % 0)]) != fields["sum"]:
             return None

@@ -117,7 +117,9 @@ class ScriptOptions(LaunchOptions):
     $ paceline run -- -m package.train --lr 3e-4
     """
 
-    command: tuple[str, ...] = ()  # the script's own line, which is not ours to parse
+    command: tuple[str, ...] = positional(
+        "SCRIPT.py [args]", "the script and its own arguments; or -m MODULE [args]", default=(), is_script=True
+    )
     quiet_ranks: bool = option(False, "show the output of rank 0 only; logs keep every rank's", group="launch")
     keys: Mapping[str, Any] = keys_of(Config, names=("nproc", "device", "name", "runs_dir"))
 
@@ -136,16 +138,12 @@ class PlanOptions(JsonOption, ConfigOptions):
     gpus: int | None = option(None, "GPUs of each host; auto: those here, or 1 of --gpu", low=1, high=10**6)
     hosts: int | None = option(None, "hosts, each with as many GPUs; auto: 1", low=1, high=10**6)
     link: str | None = option(
-        None,
-        'the link between the devices: 10GbE, "PCIe 5 x8", NVLink ...; auto: what `paceline comm` measured',
-        value="NAME",
+        None, 'link between devices: 10GbE, "PCIe 5 x8", NVLink ...; auto: as `paceline comm` measured', value="NAME"
     )
     price: str | None = option(None, "0.30/kWh or 2.50/gpu-hour: adds what the run costs", value="PRICE")
     watts: float | None = option(None, "power of one GPU under load; auto: the GPU's limit", low=1e-3, high=1e6)
     time: str | None = option(None, "the deepest model whose training ends in this time: 12h, 90m", value="TIME")
-    budget: float | None = option(
-        None, "the deepest model whose training costs at most this; needs --price", low=1e-3, high=1e9
-    )
+    budget: float | None = option(None, "the deepest model that costs at most this; needs --price", low=1e-3, high=1e9)
     compare: str | None = option(None, '"RTX 4090,RTX 5090,H100": a table with one line for each GPU', value="NAMES")
     sweep: str | None = option(
         None, "device_batch_size, depth=8,12,16 ...: a table with one line for each value of a key", value="KEY[=A,B]"
@@ -177,12 +175,8 @@ class CommOptions(JsonOption, ConfigOptions):
 
     max_bytes: int | None = option(None, "the largest message; auto: by the device", low=4, high=1 << 40)
     deadline_s: float = option(10.0, "seconds of silence after which a rank is reported as stuck", low=1, high=1e6)
-    tok_per_sec: float | None = option(
-        None, "tokens per second of one process alone; auto: as planned", low=1e-3, high=1e12
-    )
-    out: Path | None = option(
-        None, "where the results go; auto: ~/.cache/paceline/comm.json, where a plan finds them", value="FILE"
-    )
+    tok_per_sec: float | None = option(None, "tokens per second of one process; auto: as planned", low=1e-3, high=1e12)
+    out: Path | None = option(None, "where the results go; auto: ~/.cache/paceline/comm.json, for plans", value="FILE")
 
 
 class WatchOptions(JsonOption, RunsOption):
@@ -215,9 +209,7 @@ class ExplainOptions(JsonOption, RunsOption):
     """
 
     logs: tuple[str, ...] = positional(
-        "LOG|RUN|-",
-        "a log, one log for each rank, a folder of logs, a run's folder or name, or - for standard input",
-        default=(),
+        "LOG|RUN|-", "a log, one for each rank, a folder of them, a run's folder or name; -: standard input", default=()
     )
     markdown: bool = option(False, "print Markdown, for an issue")
     list: bool = option(False, "list every cause that can be recognized")
@@ -276,9 +268,7 @@ class TorchCheckOptions(JsonOption):
     $ paceline torch check
     """
 
-    path: Path | None = option(
-        None, "another install: a virtual environment or a source tree; auto: this Python's", value="DIR"
-    )
+    path: Path | None = option(None, "another install: a venv or a source tree; auto: this Python's", value="DIR")
 
 
 class TorchRecipeOptions(JsonOption):
@@ -287,14 +277,10 @@ class TorchRecipeOptions(JsonOption):
     $ paceline torch recipe --arch 12.0 --driver 570.133
     """
 
-    arch: str | None = option(
-        None, "compute capability of the GPU, such as 12.0; auto: the GPUs here", value="CAPABILITY"
-    )
+    arch: str | None = option(None, "compute capability such as 12.0; auto: the GPUs here", value="CAPABILITY")
     driver: str | None = option(None, "version of the driver, such as 570.133; auto: the one here", value="VERSION")
     build: bool = option(False, "show the build even if a wheel fits")
-    script: Path | None = option(
-        None, "write a bash script that builds PyTorch for them, to read and run", value="FILE"
-    )
+    script: Path | None = option(None, "write a bash script that builds PyTorch, to read and run", value="FILE")
 
 
 class AccelerateOptions(JsonOption):
@@ -311,9 +297,7 @@ class AccelerateOptions(JsonOption):
     nnodes: int = option(1, "hosts", low=1, high=10**6)
     node_rank: int | None = option(None, "the rank of this host, of several", low=0, high=10**6)
     main_address: str | None = option(None, "the address of the host with --node-rank 0", value="ADDRESS")
-    main_port: int | None = option(
-        None, "the port of the rendezvous; auto: a free one, 29500 for several hosts", low=0, high=65_535
-    )
+    main_port: int | None = option(None, "rendezvous port; auto: a free one, or 29500 for hosts", low=0, high=65_535)
     keys: Mapping[str, Any] = keys_of(Config, names=("nproc", "device", "precision"))
 
 

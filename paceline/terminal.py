@@ -58,19 +58,12 @@ def progress_line(label: str) -> Iterator[Callable[[str], None]]:
             print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
 
 
-def write_now(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
-
-
 def format_facts(facts: dict[str, Any]) -> str:
     """Aligned `name  value` lines with separated thousands; a nested table becomes lines such as `train num_tokens`."""
-    for name, value in list(facts.items()):
-        if isinstance(value, dict) and value:
-            facts = {**facts, **{f"{name} {key}": inner for key, inner in value.items()}}
-            del facts[name]
-    if any(isinstance(value, dict) and value for value in facts.values()):
-        return format_facts(facts)
+    facts = dict(facts)
+    while tables := [name for name, value in facts.items() if isinstance(value, dict) and value]:
+        for name in tables:
+            facts |= {f"{name} {key}": value for key, value in facts.pop(name).items()}
     width = max(len(name) for name in facts)
     return "\n".join(f"{name:<{width}}  {format_fact(value)}" for name, value in facts.items())
 
@@ -92,34 +85,24 @@ class TolerantStream:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        try:
-            return self._stream.write(text)
-        except OSError as error:
-            self._tolerate(error)
-            return len(text)
+        with self._tolerance():
+            self._stream.write(text)
+        return len(text)
 
-    def flush(self) -> None:
-        try:
+    def flush(self, *, is_last: bool = False) -> None:
+        """is_last: what is still buffered would raise again when the interpreter exits."""
+        with self._tolerance(but=() if is_last else NO_SPACE):
             self._stream.flush()
-        except OSError as error:
-            self._tolerate(error)
 
-    def end(self) -> None:
-        """Flushes what is buffered, which would otherwise raise when the interpreter exits."""
+    @contextmanager
+    def _tolerance(self, but: tuple[int, ...] = NO_SPACE) -> Iterator[None]:
+        """Silences the stream after an error other than `but`."""
         try:
-            self._stream.flush()
-        except OSError:
-            self._silence()
-
-    def _tolerate(self, error: OSError) -> None:
-        if error.errno not in NO_SPACE:
-            self._silence()
-
-    def _silence(self) -> None:
-        with suppress(OSError, ValueError):
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self._stream.fileno())
-            os.close(null)
+            yield
+        except OSError as error:
+            if error.errno not in but:
+                with suppress(OSError, ValueError), open(os.devnull, "w") as null:
+                    os.dup2(null.fileno(), self._stream.fileno())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -140,5 +123,5 @@ def tolerant_output() -> Iterator[None]:
     finally:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, TolerantStream):
-                stream.end()
+                stream.flush(is_last=True)
         sys.stdout, sys.stderr = before

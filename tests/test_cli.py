@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli import COMMANDS, run_command
-from paceline.command_line import all_parameters, parse, split_command, split_name
+from paceline.command_line import parameters_of, parse
 from paceline.config import KEYS
 
 ROOT = Path(__file__).parents[1]
@@ -27,8 +27,8 @@ def typed(line: str) -> list[str]:
 
 def options_of(args: list[str]) -> object:
     """Parses a whole command line, as far as a command sees it."""
-    name, args = split_name(args, COMMANDS)
-    return parse(split_command(args, TAKES["run"])[0] if name == "run" else args, command=name, options=TAKES[name])
+    name = " ".join(args[:2]) if " ".join(args[:2]) in TAKES else args[0]
+    return parse(args[len(name.split()) :], command=name, options=TAKES[name])
 
 
 @pytest.mark.parametrize("args", [[], ["--help"], ["-h"], ["help"]], ids=str)
@@ -54,7 +54,7 @@ def test_a_command_has_help_with_an_example_and_stands_in_the_readme(name, capsy
 def test_every_option_stands_in_the_help_with_its_meaning_and_its_default(name, capsys):
     run_command([*name.split(), "--help"])
     text = " ".join(capsys.readouterr().out.split())
-    for parameter in all_parameters(TAKES[name]).values():
+    for parameter in parameters_of(TAKES[name]).values():
         assert len(parameter.about) > 3
         assert " ".join(f"{parameter.usage} {parameter.help}".split()) in text
         if parameter.default not in (None, ..., "", (), True, False):
@@ -65,7 +65,7 @@ def test_every_option_stands_in_the_help_with_its_meaning_and_its_default(name, 
 def test_every_option_is_read_by_the_code(name):
     """An option that no line of the package reads as an attribute would be a promise that nobody keeps."""
     code = "\n".join(path.read_text() for path in (ROOT / "paceline").rglob("*.py"))
-    unread = [option for option in all_parameters(TAKES[name]) if not re.search(rf"\.{option}\b", code)]
+    unread = [option for option in parameters_of(TAKES[name]) if not re.search(rf"\.{option}\b", code)]
     assert not [option for option in unread if f'"{option}"' not in code]
 
 

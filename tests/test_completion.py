@@ -1,21 +1,30 @@
-"""Completion: what bash, zsh and fish offer while a command is typed."""
+"""Completion: what bash, zsh and fish offer while a command is typed, each driven by its own script."""
 
+import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from paceline.cli import COMMANDS
-from paceline.help import completion_script
+from paceline.cli import COMMANDS, run_command
 
-TAKES = {name: takes for name, (_, takes) in COMMANDS.items()}
-COMPLETE = """
-source "$1"; shift
-COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1))
-_paceline
+# $1: the script of `paceline completion`, $2: what is typed; prints one offer in a line
+ASK = {
+    "bash": """
+source "$1"; COMP_LINE=$2; COMP_POINT=${#2}
+_python_argcomplete paceline
 printf '%s\\n' "${COMPREPLY[@]}"
-"""
+""",
+    "zsh": """
+compdef() { }
+_describe() { print -l -- ${${(P)2}%%:*} }
+source $1; words=(paceline); BUFFER=$2; CURSOR=${#2}
+_python_argcomplete
+""",
+    "fish": "source $argv[1]; complete -C $argv[2]",
+}
 
 
 def needs(shell: str) -> None:
@@ -23,58 +32,105 @@ def needs(shell: str) -> None:
         pytest.skip(f"{shell} is not installed")
 
 
-def write(folder: Path, shell: str) -> Path:
-    path = folder / f"_paceline.{shell}"
-    path.write_text(completion_script(shell, TAKES))
-    return path
-
-
-def completed(folder: Path, *words: str) -> list[str]:
-    needs("bash")
-    script = write(folder, "bash")
-    done = subprocess.run(
-        ["bash", "-c", COMPLETE, "bash", str(script), *words], cwd=folder, capture_output=True, text=True, check=True
-    )
-    assert done.stderr == ""
-    return done.stdout.split()
-
-
-@pytest.mark.parametrize(
-    ("words", "offered"),
-    [
-        (["paceline", "res"], ["resume"]),
-        (["paceline", "run"], ["run", "runs"]),
-        (["paceline", "torch", "re"], ["recipe"]),
-        (["paceline", "torch", "recipe", "--dr"], ["--driver"]),
-        (["paceline", "train", "--device"], ["--device", "--device-batch-size"]),
-        (["paceline", "train", "--device", "c"], ["cuda", "cpu"]),
-        (["paceline", "train", "--device", "=", "cu"], ["cuda"]),
-        (["paceline", "train", "--no-ch"], ["--no-check"]),
-        (["paceline", "train", "--name", ""], []),
-        (["paceline", "resume", "bo"], ["books"]),
-        (["paceline", "runs", "show", ""], ["books", "code"]),
-        (["paceline", "completion", ""], ["bash", "zsh", "fish"]),
-        (["paceline", "run", "--", "train.py", "--no-ch"], []),
-    ],
-    ids=str,
-)
-def test_bash_completes(words, offered, tmp_path):
+@pytest.fixture
+def folder(tmp_path):
+    """Two runs, a script, and this paceline as the first on PATH."""
     for name in ("books", "code"):
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "config.toml").touch()
-    assert sorted(completed(tmp_path, *words)) == sorted(offered)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "bin").mkdir()
+    paceline = tmp_path / "bin" / "paceline"
+    paceline.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m paceline.cli "$@"\n')
+    paceline.chmod(0o755)
+    return tmp_path
 
 
-def test_fish_completes(tmp_path):
-    needs("fish")
-    line = f"source {write(tmp_path, 'fish')}; complete -C 'paceline torch recipe --dr'; complete -C 'paceline tok'"
-    done = subprocess.run(["fish", "-c", line], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert [each.split("\t")[0] for each in done.stdout.splitlines()] == ["--driver", "tokenizer"]
+def write(folder: Path, shell: str, capsys) -> Path:
+    assert run_command(["completion", shell]) == 0
+    path = folder / "bin" / f"completion.{shell}"
+    path.write_text(capsys.readouterr().out)
+    return path
+
+
+def offered(line: str, *, shell: str, folder: Path, capsys) -> list[str]:
+    needs(shell)
+    flags = {"bash": ["--norc", "-c", ASK[shell], "bash"], "zsh": ["-f", "-c", ASK[shell], "zsh"]}
+    args = flags.get(shell, ["--no-config", "-c", ASK[shell]])
+    done = subprocess.run(
+        [shell, *args, str(write(folder, shell, capsys)), line],
+        cwd=folder,
+        env={**os.environ, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr == ""
+    return sorted(text.split("\t")[0].strip() for text in done.stdout.splitlines() if text)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("paceline res", ["resume"]),
+        ("paceline run", ["run", "runs"]),
+        ("paceline torch re", ["recipe"]),
+        ("paceline torch recipe --dr", ["--driver"]),
+        ("paceline train --device", ["--device", "--device-batch-size"]),
+        ("paceline train --device c", ["cpu", "cuda"]),
+        ("paceline train --device=cu", ["cuda"]),
+        ("paceline train --no-ch", ["--no-check"]),
+        ("paceline train --no-check --dep", ["--depth"]),
+        ("paceline train t", ["train.py"]),
+        ("paceline resume bo", ["books"]),
+        ("paceline explain tr", ["train.py"]),
+        ("paceline runs show ", ["books", "code"]),
+        ("paceline completion ", ["bash", "fish", "zsh"]),
+        ("paceline run --nproc 2 -- tr", ["train.py"]),
+        ("paceline run -- train.py --no-ch", []),
+    ],
+)
+def test_bash_completes(line, expected, folder, capsys):
+    assert offered(line, shell="bash", folder=folder, capsys=capsys) == expected
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("paceline tok", ["tokenizer"]),
+        ("paceline torch recipe --dr", ["--driver"]),
+        ("paceline resume bo", ["books"]),
+        ("paceline completion ", ["bash", "fish", "zsh"]),
+        ("paceline run -- tr", ["train.py"]),
+    ],
+)
+def test_zsh_and_fish_complete(shell, line, expected, folder, capsys):
+    assert offered(line, shell=shell, folder=folder, capsys=capsys) == expected
+
+
+def test_every_command_is_offered(folder, capsys):
+    heads = {name.split()[0] for name in COMMANDS}
+    assert offered("paceline ", shell="bash", folder=folder, capsys=capsys) == sorted({"help", *heads})
+    for name in COMMANDS:
+        assert offered(f"paceline {name}", shell="bash", folder=folder, capsys=capsys)[:1] == [name.split()[-1]]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_script_is_valid_and_has_every_command(shell, tmp_path):
+def test_the_script_is_valid_and_says_how_to_install_it(shell, folder, capsys):
     needs(shell)
-    script = write(tmp_path, shell)
+    script = write(folder, shell, capsys)
     subprocess.run([shell, "-n", str(script)], check=True)
-    assert all(word in script.read_text() for name in COMMANDS for word in name.split())
+    assert f"paceline completion {shell}" in script.read_text()
+
+
+def test_completion_imports_neither_torch_nor_rich():
+    code = """
+import sys
+from paceline.cli import COMMANDS
+from paceline.command_line import complete
+complete({name: takes for name, (_, takes) in COMMANDS.items()})
+print(*{"torch", "rich", "numpy"} & set(sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "\n"

@@ -25,7 +25,7 @@ from paceline.data.dataset import Int64s, TokenSplit, batch_of_step, micro_batch
 from paceline.heartbeat import HeartbeatWriter
 from paceline.plan.cost import mfu
 from paceline.plan.planner import Plan
-from paceline.rundir import LineFile, RunDir, utc_now
+from paceline.rundir import RunDir, append_json_line, utc_now
 from paceline.train.optim import Optimizer
 from paceline.train.process import BusyClock, peak_bytes
 from paceline.train.trouble import LossGuard, find_trouble
@@ -191,7 +191,6 @@ class Loop:
     can_save_again: Callable[[], bool] = lambda: False  # whether the last save found no space and now there is some
 
     def __post_init__(self) -> None:
-        self.metrics = LineFile(self.run.metrics)
         self.busy = BusyClock(self.device)
 
     def train(self, start_step: int) -> tuple[int, float | None, bool]:
@@ -324,7 +323,8 @@ class Loop:
         if all(values["rank_ms"]) and not self.optimizer.waits_in_backward:
             record["rank_ms"] = [round(ms, 2) for ms in values["rank_ms"]]
         finite_norm = values["grad_norm"] if math.isfinite(values["grad_norm"]) else None
-        self.metrics.append(
+        append_json_line(
+            self.run.metrics,
             {
                 **record,
                 "lr_mult": round(values["lr_mult"], 6),
@@ -335,6 +335,7 @@ class Loop:
                 "peak_bytes": peak,
                 "time": utc_now(),
             },
+            quiet=True,
         )
         width = len(str(plan.num_steps))
         eta = format_duration((plan.num_steps - done) * step_ms / 1000)

@@ -11,12 +11,10 @@ pytestmark = pytest.mark.dist
 HERE = Path(__file__).parent
 RUN = """
 import sys
-from dataclasses import replace
-from paceline.command_line import parse, split_command
+from paceline.command_line import parse
 from paceline.launch.script import Clearance, run_script
 from paceline.options import ScriptOptions
-args, command = split_command(sys.argv[2:], ScriptOptions)
-options = replace(parse(args, command="run", options=ScriptOptions), command=tuple(command))
+options = parse(sys.argv[2:], command="run", options=ScriptOptions)
 sys.exit(run_script(options, check=lambda *_: Clearance(libuv=sys.argv[1] == "yes")))
 """
 LAUNCH = """

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from paceline.command_line import split_command
+from paceline.command_line import parse
 from paceline.errors import PacelineError, UsageError
 from paceline.launch.script import command_name, make_argv
 from paceline.options import ScriptOptions
@@ -22,16 +22,19 @@ def folder(tmp_path):
 
 
 @pytest.mark.parametrize("args, own, command", [
-    ("--nproc 2 -- train.py --lr 1", "--nproc 2", "train.py --lr 1"),
-    ("--nproc 2 train.py --nproc 9", "--nproc 2", "train.py --nproc 9"),
-    ("--nproc=2 --quiet-ranks train.py", "--nproc=2 --quiet-ranks", "train.py"),
-    ("--runs_dir r -m pkg.train -x", "--runs_dir r", "-m pkg.train -x"),
-    ("-- -m pkg.train", "", "-m pkg.train"),
-    ("train.py -- -x", "", "train.py -- -x"),
-    ("--show-env", "--show-env", ""),
+    ("--nproc 2 -- train.py --lr 1", {"keys": {"nproc": 2}}, "train.py --lr 1"),
+    ("--nproc 2 train.py --nproc 9", {"keys": {"nproc": 2}}, "train.py --nproc 9"),
+    ("--nproc=2 --quiet-ranks train.py", {"keys": {"nproc": 2}, "quiet_ranks": True}, "train.py"),
+    ("--no-check train.py --no-check --show_env", {"check": False}, "train.py --no-check --show_env"),
+    ("--runs_dir r -m pkg.train -x", {"keys": {"runs_dir": "r"}}, "-m pkg.train -x"),
+    ("-- -m pkg.train", {}, "-m pkg.train"),
+    ("train.py -- -x", {}, "train.py -- -x"),
+    ("train.py --help", {}, "train.py --help"),
+    ("--show-env", {"show_env": True}, ""),
 ])  # fmt: skip
 def test_our_options_end_where_the_command_begins(args, own, command):
-    assert split_command(args.split(), ScriptOptions) == (own.split(), command.split())
+    options = parse(args.split(), command="run", options=ScriptOptions)
+    assert options == ScriptOptions(**own, command=tuple(command.split()))
 
 
 @pytest.mark.parametrize("args, fix", [
@@ -44,7 +47,7 @@ def test_our_options_end_where_the_command_begins(args, own, command):
 ])  # fmt: skip
 def test_an_option_of_another_launcher_is_answered_with_ours(args, fix):
     with pytest.raises(UsageError) as error:
-        split_command(args.split(), ScriptOptions)
+        parse(args.split(), command="run", options=ScriptOptions)
     assert error.value.message == f"{args.split()[0].partition('=')[0]} is not an option of paceline run"
     assert error.value.fix == fix
 

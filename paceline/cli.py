@@ -67,14 +67,14 @@ def check(args: options.CheckOptions) -> int:
             probe_machine(),
             set_keys=frozenset(args.keys),
             port=args.port,
-            on_probe=lambda name, _: on_probe(name),
+            on_probe=on_probe,
         )
     findings = checked.findings
     if args.json:
-        print(format_json(to_json(findings, checked.facts)))
+        print(format_json(to_json(checked)))
     else:
         text = format_findings(findings, verbose=args.verbose)
-        blocks = [*map(format_host, checked.facts), colour(text) if sys.stdout.isatty() else text]
+        blocks = [format_host(checked.facts), colour(text) if sys.stdout.isatty() else text]
         print("\n\n".join(block for block in (*blocks, format_summary(findings)) if block))
     return 1 if any(finding.severity == "stop" for finding in findings) else 0
 

@@ -26,12 +26,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.check.probes.facts import PROBES, OnProbe, ask_probes, gather_facts
-from paceline.check.ready import find_findings, format_findings
+from paceline.check.probes.facts import PROBES, ask_probes, gather_facts
+from paceline.check.ready import find_findings, format_findings, load_verdicts
 from paceline.check.torch_recipe import AUTO, Capability, Recipe, Tools, make_recipe, parse_archs, split_archs
 from paceline.check.torch_script import write_script
 from paceline.check.verdicts.rules import Facts, Intent, at, visible_gpus
-from paceline.check.verdicts.torch_verdicts import TORCH_VERDICTS
 from paceline.errors import Finding, PacelineError, UsageError
 from paceline.plan.host import names_in
 
@@ -39,7 +38,6 @@ PROOF = (sys.executable, "-m", "paceline.check.torch_install")  # without -P, as
 DEADLINE_S = 60.0  # for one trial: a first import from a slow disk, the first kernel on a card
 ENDING_S = 2.0
 SHOWN_CHARS = 160
-TORCH_IDS = frozenset(verdict.id for verdict in TORCH_VERDICTS)
 SOURCE_MARK = "CMakeLists.txt"
 PYTHON_FOLDER = re.compile(r"python(\d+)\.(\d+)")
 CUDNN_HEADER = "cudnn.h"
@@ -92,25 +90,24 @@ class TorchCheck:
 def check_torch(
     path: Path | None = None,
     *,
-    deadline_s: float = DEADLINE_S,
-    on_probe: OnProbe | None = None,
     on_trial: OnTrial | None = None,
 ) -> TorchCheck:
     """Checks the torch of this Python, or at `path`: site-packages, a venv, the torch folder or a source tree."""
     torch_path = None if path is None else locate_torch(path)
-    facts = gather_facts(torch_path=torch_path, measure_disk=False, on_probe=on_probe)
+    facts = gather_facts(torch_path=torch_path, measure_disk=False)
     if at(facts, "probes.torch.ok") and facts["torch"] is None:
         raise PacelineError(f"no torch in {sys.executable}", fix="paceline torch recipe")
     if torch_path is not None:  # the packages next to that torch, not those of this Python
         facts["packages"] = dict.fromkeys(facts["packages"] or ()) | versions_in(torch_path)
-    findings = [finding for finding in find_findings([facts], Intent(command="torch")) if finding.id in TORCH_IDS]
+    ids = {verdict.id for verdict in load_verdicts() if verdict.subject == "torch"}
+    findings = [finding for finding in find_findings([facts], Intent(command="torch")) if finding.id in ids]
     if torch_path is not None:
         findings = [replace(finding, fix=fix_at(finding.fix, torch_path)) for finding in findings]
     error = at(facts, "torch.error") or at(facts, "probes.torch.error")
     if error and error.startswith("no answer"):  # the probe has already waited
         proofs = [Proof("import", False, None, error)]
     else:
-        proofs = list(prove_torch(torch_path, deadline_s=deadline_s, on_trial=on_trial))
+        proofs = list(prove_torch(torch_path, deadline_s=DEADLINE_S, on_trial=on_trial))
     return TorchCheck(facts, tuple(findings), tuple(proofs))
 
 

@@ -122,7 +122,8 @@ def wait_for_facts(process: subprocess.Popen[bytes]) -> Facts:
     with suppress(subprocess.TimeoutExpired, ValueError):
         answer, stderr = process.communicate(timeout=DEADLINE_S)
         if process.returncode == 0:
-            return json.loads(answer[:MAX_ANSWER_BYTES])  # type: ignore[no-any-return]
+            facts: Facts = json.loads(answer[:MAX_ANSWER_BYTES])
+            return facts
         last = stderr.decode(errors="replace").strip().splitlines()
         raise PacelineError(
             f"the facts of this host could not be gathered: {last[-1] if last else 'no answer'}", fix="--no-check"

@@ -45,15 +45,13 @@ from paceline.plan.host import names_in
 PROOF = (sys.executable, "-m", "paceline.check.torch_install")  # without -P, as a worker is started
 DEADLINE_S = 60.0  # for one trial: a first import from a slow disk, the first kernel on a card
 ENDING_S = 2.0
-SHOWN_CHARS = 160
 BUILD = "paceline torch recipe --script build.sh && "
 PIP, RECIPE, TIMING = "pip install ", "paceline torch recipe", "time python "  # how the fixes of findings begin
+INSTALLED = "lib*/python*.*/*-packages/torch/__init__.py"  # below a prefix
 LAYOUT = re.compile(r"(?P<prefix>.*)/lib\w*/python(?P<version>\d(?:\.\d+)?)/(?P<kind>site|dist)-packages")
 MODULE = re.compile(r"_C\.cpython-(\d)(\d+)-.*")
 REPLACING = re.compile(r"--(?:force-reinstall|upgrade) ")
 OURS = f"{sys.version_info[0]}.{sys.version_info[1]}"
-
-OnTrial = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ class TorchCheck:
         }
 
 
-def check_torch(path: Path | None = None, *, on_trial: OnTrial | None = None) -> TorchCheck:
+def check_torch(path: Path | None = None, *, on_trial: Callable[[str], None] | None = None) -> TorchCheck:
     """Checks the torch of this Python, or at `path`: site-packages, a venv, the torch folder or a source tree."""
     torch_path = None if path is None else locate_torch(path)
     facts = gather_facts(torch_path=torch_path, measure_disk=False)
@@ -126,15 +124,13 @@ def locate_torch(path: Path) -> Path:
                 fix=f"{BUILD}SOURCE={shlex.quote(str(path))} bash build.sh",
             )
         return path
-    inits = [
-        found for lib in ("lib*", "local/lib*") for found in path.glob(f"{lib}/python*.*/*-packages/torch/__init__.py")
-    ]
+    inits = [*path.glob(INSTALLED), *(path / "local").glob(INSTALLED)]
     folders = {init.parents[2].name.removeprefix("python"): init.parents[1] for init in inits}
     if OURS in folders:
         return folders[OURS]
     if folders:
         raise PacelineError(
-            f"{path} has a torch for Python {max(folders, key=version_of)}, this is Python {OURS}",
+            f"{path} has a torch for Python {max(folders, key=lambda version: version_of(version) or ())}, this is Python {OURS}",
             fix=f"{path}/bin/python -m pip install paceline, then {path}/bin/paceline torch check",
         )
     raise PacelineError(
@@ -142,14 +138,17 @@ def locate_torch(path: Path) -> Path:
     )
 
 
-def prove_torch(torch_path: Path | None, *, deadline_s: float, on_trial: OnTrial | None = None) -> Iterator[Proof]:
+def prove_torch(
+    torch_path: Path | None, *, deadline_s: float, on_trial: Callable[[str], None] | None = None
+) -> Iterator[Proof]:
     """Yields each trial as it ends; the last is the one during which the process crashed or hung."""
-    command = PROOF if torch_path is None else (*PROOF, str(torch_path))
-    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "bufsize": 0}
+    command = (*PROOF, str(torch_path)) if torch_path else PROOF
+    null, pipe = subprocess.DEVNULL, subprocess.PIPE
     with (
         tempfile.TemporaryFile() as stderr,
-        subprocess.Popen(command, stderr=stderr, start_new_session=True, **pipes) as process,
+        subprocess.Popen(command, 0, stdin=null, stdout=pipe, stderr=stderr, start_new_session=True) as process,
     ):
+        assert process.stdout is not None
         current: str | None = "start"
         try:
             while select.select([process.stdout], [], [], deadline_s)[0]:
@@ -179,7 +178,7 @@ def describe_end(exit_code: int, stderr: str) -> str:
     """Returns `ended by SIGSEGV; its last line: ...`."""
     end = f"ended by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with exit code {exit_code}"
     lines = stderr.strip().splitlines()
-    return f"{end}; its last line: {lines[-1][:SHOWN_CHARS]}" if lines else end
+    return f"{end}; its last line: {lines[-1][:160]}" if lines else end
 
 
 def format_check(check: TorchCheck) -> str:

@@ -114,7 +114,7 @@ class Wheel:
 
     def why_not(self, capabilities: Iterable[Capability], driver: str | None, machine: str) -> str | None:
         """Returns None where the wheel fits."""
-        archs = [arch_name(arch) for arch in self.kernels(machine)]
+        archs = [f"compute_{arch[1:]}" if arch.startswith("+") else f"sm_{arch}" for arch in self.kernels(machine)]
         lacking = [card for card in capabilities if not any(runs_on(arch, card) for arch in archs)]
         if lacking:
             return f"no kernels for {join(lacking)}"
@@ -319,11 +319,6 @@ def format_options(
 
 def join(capabilities: Iterable[Capability]) -> str:
     return ", ".join(f"{major}.{minor}" for major, minor in capabilities)
-
-
-def arch_name(arch: str) -> str:
-    """Returns sm_90 for '90' and compute_120 for '+120', as torch.cuda.get_arch_list() has them."""
-    return f"compute_{arch[1:]}" if arch.startswith("+") else f"sm_{arch}"
 
 
 def capability_text(arch: str) -> str:

@@ -59,6 +59,8 @@ COMPILERS = ("g++", "clang++", "c++")  # in the order in which torch.compile loo
 
 def probe_host(request: Json) -> Json:
     version = read_text("/proc/version") or ""
+    fields = [line.partition(":") for line in (read_text("/proc/cpuinfo") or "").splitlines()]
+    model = next((value.strip() for name, _, value in fields if name.strip() in ("model name", "Model")), None)
     return {
         "host": {
             "name": platform.node(),
@@ -68,7 +70,12 @@ def probe_host(request: Json) -> Json:
             "container": probe_container(),
             "wsl": "microsoft" in version.lower(),
             "root": os.geteuid() == 0,
-            "cpu": probe_cpu(),
+            "cpu": {
+                "model": model or platform.processor() or None,
+                "cores": probe_cpu_cores(),
+                "logical": os.cpu_count(),
+                "bf16": probe_cpu_bf16(),
+            },
             "memory": probe_memory(),
             "shm": probe_shm("/dev/shm"),
             "limits": {name: list(resource.getrlimit(limit)) for name, limit in LIMITS.items()},
@@ -102,27 +109,17 @@ def probe_container() -> str | None:
     return None
 
 
-def probe_cpu() -> dict[str, Any]:
-    fields = [line.partition(":") for line in (read_text("/proc/cpuinfo") or "").splitlines()]
-    model = next((value.strip() for name, _, value in fields if name.strip() in ("model name", "Model")), None)
-    return {
-        "model": model or platform.processor() or None,
-        "cores": probe_cpu_cores(),
-        "logical": os.cpu_count(),
-        "bf16": probe_cpu_bf16(),
-    }
-
-
 def probe_memory() -> dict[str, Any]:
     sizes, limit = memory_sizes(), memory_limit()
     total_bytes = sizes.get("MemTotal") or physical_memory_bytes()
+    limits = limit is not None and limit.limit_bytes < total_bytes
     return {
         "total_bytes": total_bytes,
         "available_bytes": sizes.get("MemAvailable"),
-        "cgroup_limit_bytes": limit.limit_bytes if limit and limit.limit_bytes < total_bytes else None,
-        "cgroup_used_bytes": limit.used_bytes if limit and limit.limit_bytes < total_bytes else None,
+        "cgroup_limit_bytes": limit.limit_bytes if limit and limits else None,
+        "cgroup_used_bytes": limit.used_bytes if limit and limits else None,
         "swap_total_bytes": sizes.get("SwapTotal"),
-        "largest": largest_processes(own_cgroup=limit is not None and limit.limit_bytes < total_bytes),
+        "largest": largest_processes(own_cgroup=limits),
     }
 
 

@@ -71,7 +71,8 @@ class Host:
         return at(self.facts, path)
 
     def env(self, name: str) -> str | None:
-        return self.at(f"env.{name}")  # type: ignore[no-any-return]
+        value: str | None = self.at(f"env.{name}")
+        return value
 
     @property
     def gpus(self) -> list[Mapping[str, Any]]:

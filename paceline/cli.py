@@ -71,10 +71,10 @@ def check(args: options.CheckOptions) -> int:
         )
     findings = checked.findings
     if args.json:
-        print(format_json(to_json(checked)))
+        print(format_json(to_json(findings, checked.facts)))
     else:
         text = format_findings(findings, verbose=args.verbose)
-        blocks = [format_host(checked.facts), colour(text) if sys.stdout.isatty() else text]
+        blocks = [*map(format_host, checked.facts), colour(text) if sys.stdout.isatty() else text]
         print("\n\n".join(block for block in (*blocks, format_summary(findings)) if block))
     return 1 if any(finding.severity == "stop" for finding in findings) else 0
 

@@ -94,12 +94,29 @@ def load_verdicts() -> tuple[Verdict, ...]:
     )
 
 
-@contextmanager
-def start_gathering(**request: Any) -> Iterator[Callable[[], Facts]]:
-    """Starts to gather facts, with the arguments of facts.gather_facts; the process ends with the block in any case.
+@dataclass(frozen=True)
+class FactsProcess:
+    """The process that gathers this host's facts."""
 
-    Yields the function that waits for the facts. It raises PacelineError when they do not come.
-    """
+    process: subprocess.Popen[bytes]
+
+    def facts(self) -> Facts:
+        """Waits for the facts; raises PacelineError when they do not come."""
+        with suppress(subprocess.TimeoutExpired, ValueError):
+            answer, stderr = self.process.communicate(timeout=DEADLINE_S)
+            if self.process.returncode == 0:
+                facts: Facts = json.loads(answer[:MAX_ANSWER_BYTES])
+                return facts
+            last = stderr.decode(errors="replace").strip().splitlines()
+            raise PacelineError(
+                f"the facts of this host could not be gathered: {last[-1] if last else 'no answer'}", fix="--no-check"
+            )
+        raise PacelineError(f"the facts of this host were not gathered in {DEADLINE_S:.0f} s", fix="--no-check")
+
+
+@contextmanager
+def start_gathering(**request: Any) -> Iterator[FactsProcess]:
+    """Starts to gather facts, with the arguments of facts.gather_facts; the process ends with the block in any case."""
     command = [sys.executable, "-P", "-m", "paceline.check.probes.facts"]
     pipe = subprocess.PIPE
     # a session of its own: Ctrl-C reaches this process, which ends that one
@@ -109,26 +126,13 @@ def start_gathering(**request: Any) -> Iterator[Callable[[], Facts]]:
             with suppress(BrokenPipeError), process.stdin:
                 process.stdin.write(json.dumps(request, default=str).encode())
             process.stdin = None  # otherwise communicate() would write to it
-            yield lambda: wait_for_facts(process)
+            yield FactsProcess(process)
         finally:
             if process.poll() is None:
                 process.send_signal(signal.SIGINT)  # it ends its probes first
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(2.0)
                 process.kill()
-
-
-def wait_for_facts(process: subprocess.Popen[bytes]) -> Facts:
-    with suppress(subprocess.TimeoutExpired, ValueError):
-        answer, stderr = process.communicate(timeout=DEADLINE_S)
-        if process.returncode == 0:
-            facts: Facts = json.loads(answer[:MAX_ANSWER_BYTES])
-            return facts
-        last = stderr.decode(errors="replace").strip().splitlines()
-        raise PacelineError(
-            f"the facts of this host could not be gathered: {last[-1] if last else 'no answer'}", fix="--no-check"
-        )
-    raise PacelineError(f"the facts of this host were not gathered in {DEADLINE_S:.0f} s", fix="--no-check")
 
 
 def training_intent(config: Config, plan: Plan, *, command: str, set_keys: frozenset[str], run_path: Path) -> Intent:
@@ -157,19 +161,19 @@ def training_intent(config: Config, plan: Plan, *, command: str, set_keys: froze
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The facts of this host, and the findings that follow from them."""
+    """The facts of the hosts, and the findings that follow from them."""
 
-    facts: Facts
+    facts: Sequence[Facts]
     findings: Sequence[Finding]
 
     @property
     def libuv(self) -> bool:
         """Whether this torch can make its store with libuv; assumed where unknown, since every wheel can."""
-        return at(self.facts, "torch.libuv") is not False
+        return all(at(facts, "torch.libuv") is not False for facts in self.facts)
 
 
-def judge_facts(facts: Facts, intent: Intent) -> CheckResult:
-    return CheckResult(facts, find_findings([facts], intent))
+def judge_facts(hosts: Sequence[Facts], intent: Intent) -> CheckResult:
+    return CheckResult(hosts, find_findings(hosts, intent))
 
 
 def check_config_here(
@@ -204,7 +208,7 @@ def check_config_here(
             total_batch_size=config.total_batch_size,
             refused=(error.message, error.fix),
         )
-    return judge_facts(facts, replace(intent, port=port))
+    return judge_facts([facts], replace(intent, port=port))
 
 
 def report_and_refuse(findings: Sequence[Finding], *, stopped: str, stream: TextIO | None = None) -> None:
@@ -230,11 +234,10 @@ def save_check(run: RunDir, checked: CheckResult) -> None:
 
 
 def check_files(run: RunDir, checked: CheckResult) -> dict[Path, str]:
-    findings = [finding.to_json() for finding in checked.findings]
-    return {
-        run.findings: json.dumps(findings, indent=1) + "\n",
-        run.facts(at(checked.facts, "host.name") or "host"): json.dumps(checked.facts, indent=1) + "\n",
-    }
+    files = {run.findings: json.dumps([finding.to_json() for finding in checked.findings], indent=1) + "\n"}
+    for facts in checked.facts:
+        files[run.facts(at(facts, "host.name") or "host")] = json.dumps(facts, indent=1) + "\n"
+    return files
 
 
 def find_findings(hosts: Sequence[Facts], intent: Intent) -> list[Finding]:
@@ -303,11 +306,11 @@ def colour(text: str) -> str:
     return re.sub(r"(?m)^(stop|warn|note)(?=  )", lambda match: f"\x1b[{CODES[match[1]]}m{match[1]}\x1b[0m", text)
 
 
-def to_json(checked: CheckResult) -> dict[str, Any]:
+def to_json(findings: Sequence[Finding], hosts: Sequence[Facts]) -> dict[str, Any]:
     return {
-        "ready": not any(finding.severity == "stop" for finding in checked.findings),
-        "findings": [finding.to_json() for finding in checked.findings],
-        "facts": {str(at(checked.facts, "host.name") or "host"): checked.facts},
+        "ready": not any(finding.severity == "stop" for finding in findings),
+        "findings": [finding.to_json() for finding in findings],
+        "facts": {str(at(facts, "host.name") or "host"): facts for facts in hosts},
     }
 
 

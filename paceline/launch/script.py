@@ -192,7 +192,7 @@ def check_script(script: Script, run: RunDir) -> Clearance:
     folders = {"run_dir": run.path, "cache_dir": None, "cached_torch": cache_dir(Config()) / "torch.json"}
     with start_gathering(**folders, measure_disk=False) as gathered:
         intent = Intent(command="run", device=script.device, nproc=script.nproc, run_dir=str(run.path))
-        checked = judge_facts(gathered(), intent)
+        checked = judge_facts([gathered.facts()], intent)
     try:
         report_and_refuse(checked.findings, stopped="this script", stream=sys.stderr)
     except PacelineError as error:

@@ -8,7 +8,7 @@ attempts and the closing lines are those of every job (launch/attempts.py); what
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import datetime
@@ -17,13 +17,13 @@ from typing import Any
 
 from paceline.check.ready import (
     CheckResult,
+    FactsProcess,
     judge_facts,
     report_and_refuse,
     save_check,
     start_gathering,
     training_intent,
 )
-from paceline.check.verdicts.rules import Facts
 from paceline.config import Config, cache_dir, check_config
 from paceline.config_file import format_toml, load_config, override
 from paceline.data.prepare import TokenDataset, open_dataset, prepare
@@ -162,7 +162,7 @@ def change_config(config: Config, plan: Plan, changes: Mapping[str, Any]) -> Con
 
 
 @contextmanager
-def gather_facts_of(config: Config, run: RunDir, options: LaunchOptions) -> Iterator[Callable[[], Facts] | None]:
+def gather_facts_of(config: Config, run: RunDir, options: LaunchOptions) -> Iterator[FactsProcess | None]:
     """Gathers the facts of this host while the block prepares the run; None with --no-check."""
     if not options.check:
         yield None
@@ -174,7 +174,7 @@ def gather_facts_of(config: Config, run: RunDir, options: LaunchOptions) -> Iter
 
 
 def check_facts(
-    gathered: Callable[[], Facts] | None,
+    gathered: FactsProcess | None,
     config: Config,
     plan: Plan,
     run: RunDir,
@@ -186,7 +186,7 @@ def check_facts(
     if gathered is None:
         return None
     intent = training_intent(config, plan, command=command, set_keys=set_keys, run_path=run.path)
-    checked = judge_facts(gathered(), intent)
+    checked = judge_facts([gathered.facts()], intent)
     report_and_refuse(checked.findings, stopped="this run")
     return checked
 

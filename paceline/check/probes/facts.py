@@ -20,6 +20,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import IO, Any
 
+from paceline.errors import PacelineError
 from paceline.rundir import utc_now
 
 Json = dict[str, Any]
@@ -214,22 +215,16 @@ def main() -> int:
     """Answers a request from another host; its keys are the arguments of gather_facts, all of them optional."""
     try:
         request = json.loads(sys.stdin.read() or "{}")
-        unknown = sorted(request.keys() - DEFAULTS.keys())
-        problem = f"unknown: {', '.join(unknown)}" if unknown else None
+        if unknown := sorted(request.keys() - DEFAULTS.keys()):
+            raise ValueError(f"unknown: {', '.join(unknown)}")
     except (ValueError, AttributeError) as error:
-        problem = str(error)
-    if problem:
-        print(
-            f"error: no request for facts: {problem}\n  fix: send a JSON object with {', '.join(DEFAULTS)}",
-            file=sys.stderr,
-        )
+        fix = f"send a JSON object with {', '.join(DEFAULTS)}"
+        print(PacelineError(f"no request for facts: {error}", fix=fix), file=sys.stderr)
         return 2
-    try:
-        facts = ask_probes(PROBES, {**DEFAULTS, **request})
-    except KeyboardInterrupt:
-        return 130
-    print(json.dumps(facts))
-    return 0
+    with suppress(KeyboardInterrupt):
+        print(json.dumps(ask_probes(PROBES, {**DEFAULTS, **request})))
+        return 0
+    return 130
 
 
 def relevant_env(env: Mapping[str, str]) -> dict[str, str]:

@@ -67,7 +67,7 @@ def check(args: options.CheckOptions) -> int:
             probe_machine(),
             set_keys=frozenset(args.keys),
             port=args.port,
-            on_probe=lambda name, _: on_probe(name),
+            on_probe=on_probe,
         )
     findings = checked.findings
     if args.json:
@@ -182,17 +182,14 @@ def torch_check(args: options.TorchCheckOptions) -> int:
     with progress_line("trying") as on_trial:
         checked = check_torch(args.path, on_trial=on_trial)
     print(format_json(checked.to_json()) if args.json else format_check(checked))
-    return 0 if checked.is_right else 1
+    return 1 if checked.problems else 0
 
 
 def torch_recipe(args: options.TorchRecipeOptions) -> None:
-    from paceline.check.torch_check import recipe_here, write_recipe_script
+    from paceline.check.torch_check import recipe_here
     from paceline.check.torch_recipe import format_recipe
 
-    if args.script:
-        recipe = write_recipe_script(args.script, arch=args.arch, driver=args.driver)
-    else:
-        recipe = recipe_here(arch=args.arch, driver=args.driver, build=args.build)
+    recipe = recipe_here(arch=args.arch, driver=args.driver, build=args.build, script=args.script)
     print(format_json(recipe.to_json()) if args.json else format_recipe(recipe, script=args.script))
 
 

@@ -2,8 +2,8 @@
 The check before a launch: facts become findings, and a run that would certainly fail is refused. `paceline check` only reports.
 
 The facts are gathered by a process of their own while the caller does other work. The findings follow from the facts alone, so
-verdicts on hosts that are not here are tested from recorded facts. docs/checks.md is generated from the table of verdicts:
-`python -m paceline.check.ready > docs/checks.md`; a test compares them.
+verdicts on hosts that are not here are tested from recorded facts. The verdicts are the entries of verdicts.toml with their rules
+in verdicts/. docs/checks.md is generated from them: `python -m paceline.check.ready > docs/checks.md`; a test compares them.
 """
 
 import json
@@ -11,19 +11,29 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from itertools import groupby
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TextIO
 
-from paceline.check.probes.facts import MAX_ANSWER_BYTES, OnProbe, as_json, gather_facts
-from paceline.check.verdicts.gpu_verdicts import GPU_VERDICTS
-from paceline.check.verdicts.host_verdicts import HOST_VERDICTS
-from paceline.check.verdicts.network_verdicts import HOST_EQUALITY_VERDICTS, NETWORK_VERDICTS
-from paceline.check.verdicts.rules import Case, Facts, Intent, Verdict, at, short_name, visible_gpus
-from paceline.check.verdicts.run_verdicts import CONFIG_VERDICTS, STORAGE_VERDICTS
-from paceline.check.verdicts.torch_verdicts import TORCH_VERDICTS
+from paceline.check.probes.facts import MAX_ANSWER_BYTES, OnProbe, gather_facts
+from paceline.check.verdicts import gpu_verdicts, host_verdicts, network_verdicts, run_verdicts, torch_verdicts
+from paceline.check.verdicts.rules import (
+    Case,
+    Facts,
+    Host,
+    Intent,
+    Severity,
+    at,
+    count_names,
+    short_name,
+    visible_gpus,
+)
 from paceline.config import Config, cache_dir
 from paceline.errors import Finding, PacelineError, PlanError
 from paceline.plan.history import load_calibration
@@ -36,18 +46,18 @@ from paceline.units import format_bytes
 DEADLINE_S = 40.0  # the slowest probe has 30
 PROCESS_BYTES = 300 << 20  # Python with torch on a CPU before it holds any weight: RSS with torch 2.13
 CUDA_CONTEXT_BYTES = 400 << 20  # a lower bound: context and NCCL took 0.77 GiB on an RTX 5090 D
-SUBJECTS = (
-    ("Config", CONFIG_VERDICTS),
-    ("PyTorch", TORCH_VERDICTS),
-    ("GPUs", GPU_VERDICTS),
-    ("Host", HOST_VERDICTS),
-    ("Disk and text", STORAGE_VERDICTS),
-    ("Network", NETWORK_VERDICTS),
-    ("Several hosts", HOST_EQUALITY_VERDICTS),
-)
-VERDICTS: tuple[Verdict, ...] = tuple(verdict for _, verdicts in SUBJECTS for verdict in verdicts)
-ORDER = {"stop": 0, "warn": 1, "note": 2}
-CODES = {"stop": "1;31", "warn": "33", "note": "36"}  # ANSI: bold red, yellow, cyan
+SUBJECTS: dict[
+    str, tuple[str, ModuleType]
+] = {  # table of verdicts.toml -> heading in docs/checks.md, module with the rules
+    "config": ("Config", run_verdicts),
+    "torch": ("PyTorch", torch_verdicts),
+    "gpu": ("GPUs", gpu_verdicts),
+    "host": ("Host", host_verdicts),
+    "storage": ("Disk and text", run_verdicts),
+    "network": ("Network", network_verdicts),
+    "hosts": ("Several hosts", network_verdicts),
+}
+CODES = {"stop": "1;31", "warn": "33", "note": "36"}  # the worst first; ANSI: bold red, yellow, cyan
 INTRO = """\
 # What `paceline check` checks
 
@@ -59,17 +69,42 @@ Generated from the code: `python -m paceline.check.ready > docs/checks.md`.
 """
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """A rule with its texts. cause and fix are for docs/checks.md; the printed finding has the numbers of the case."""
+
+    id: str
+    subject: str
+    rule: Callable[..., Iterable[Case]]  # takes a Host; of the subject hosts: all hosts together
+    severity: Severity
+    cause: str
+    why: str
+    fix: str
+    evidence: Sequence[str] = ()  # paths into the facts
+
+
+@cache
+def load_verdicts() -> tuple[Verdict, ...]:
+    """Returns the verdicts in the order of verdicts.toml; the rule of `gpu-hot` is the function gpu_hot."""
+    tables = tomllib.loads(Path(__file__).with_name("verdicts.toml").read_text(encoding="utf-8"))
+    return tuple(
+        Verdict(id, subject, vars(SUBJECTS[subject][1])[id.replace("-", "_")], **texts)
+        for subject, entries in tables.items()
+        for id, texts in entries.items()
+    )
+
+
+@dataclass(frozen=True)
 class FactsProcess:
     """The process that gathers this host's facts."""
 
-    def __init__(self, process: subprocess.Popen[bytes]):
-        self._process = process
+    process: subprocess.Popen[bytes]
 
     def facts(self) -> Facts:
         """Waits for the facts; raises PacelineError when they do not come."""
         with suppress(subprocess.TimeoutExpired, ValueError):
-            answer, stderr = self._process.communicate(timeout=DEADLINE_S)
-            if self._process.returncode == 0:
+            answer, stderr = self.process.communicate(timeout=DEADLINE_S)
+            if self.process.returncode == 0:
                 facts: Facts = json.loads(answer[:MAX_ANSWER_BYTES])
                 return facts
             last = stderr.decode(errors="replace").strip().splitlines()
@@ -82,29 +117,22 @@ class FactsProcess:
 @contextmanager
 def start_gathering(**request: Any) -> Iterator[FactsProcess]:
     """Starts to gather facts, with the arguments of facts.gather_facts; the process ends with the block in any case."""
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "paceline.check.probes.facts"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C reaches this process, which ends that one
-    )
-    assert process.stdin is not None
-    try:
-        with suppress(BrokenPipeError), process.stdin:
-            process.stdin.write(json.dumps(as_json(request)).encode())
-        process.stdin = None  # otherwise communicate() would write to it
-        yield FactsProcess(process)
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)  # it ends its probes first
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(2.0)
-            process.kill()
-        process.wait()
-        for pipe in (process.stdout, process.stderr):
-            assert pipe is not None
-            pipe.close()
+    command = [sys.executable, "-P", "-m", "paceline.check.probes.facts"]
+    pipe = subprocess.PIPE
+    # a session of its own: Ctrl-C reaches this process, which ends that one
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True) as process:
+        assert process.stdin is not None
+        try:
+            with suppress(BrokenPipeError), process.stdin:
+                process.stdin.write(json.dumps(request, default=str).encode())
+            process.stdin = None  # otherwise communicate() would write to it
+            yield FactsProcess(process)
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)  # it ends its probes first
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(2.0)
+                process.kill()
 
 
 def training_intent(config: Config, plan: Plan, *, command: str, set_keys: frozenset[str], run_path: Path) -> Intent:
@@ -117,7 +145,7 @@ def training_intent(config: Config, plan: Plan, *, command: str, set_keys: froze
         nproc=plan.world_size,
         precision=plan.precision,
         compile=plan.compile,
-        config={key: getattr(config, key) for key in config.__dataclass_fields__},
+        config=asdict(config),
         set_keys=set_keys,
         run_dir=str(run_path),
         sequence_len=plan.model.sequence_len,
@@ -141,7 +169,7 @@ class CheckResult:
     @property
     def libuv(self) -> bool:
         """Whether this torch can make its store with libuv; assumed where unknown, since every wheel can."""
-        return all((facts.get("torch") or {}).get("libuv") is not False for facts in self.facts)
+        return all(at(facts, "torch.libuv") is not False for facts in self.facts)
 
 
 def judge_facts(hosts: Sequence[Facts], intent: Intent) -> CheckResult:
@@ -208,19 +236,19 @@ def save_check(run: RunDir, checked: CheckResult) -> None:
 def check_files(run: RunDir, checked: CheckResult) -> dict[Path, str]:
     files = {run.findings: json.dumps([finding.to_json() for finding in checked.findings], indent=1) + "\n"}
     for facts in checked.facts:
-        files[run.facts((facts.get("host") or {}).get("name") or "host")] = json.dumps(facts, indent=1) + "\n"
+        files[run.facts(at(facts, "host.name") or "host")] = json.dumps(facts, indent=1) + "\n"
     return files
 
 
 def find_findings(hosts: Sequence[Facts], intent: Intent) -> list[Finding]:
     """Returns the findings, stops first. Within a severity they have the order of the table: causes before consequences."""
-    findings = []
-    for verdict in VERDICTS:
-        if verdict.rule is not None:
-            findings += [make_finding(verdict, case, host) for host in hosts for case in verdict.rule(host, intent)]
-        if verdict.compare is not None and len(hosts) > 1:
-            findings += [make_finding(verdict, case, None) for case in verdict.compare(hosts, intent)]
-    return sorted(findings, key=lambda finding: ORDER[finding.severity])
+    checked, findings = [Host(facts, intent) for facts in hosts], []
+    for verdict in load_verdicts():
+        if verdict.subject != "hosts":
+            findings += [make_finding(verdict, case, host.facts) for host in checked for case in verdict.rule(host)]
+        elif len(hosts) > 1:
+            findings += [make_finding(verdict, case, None) for case in verdict.rule(checked)]
+    return sorted(findings, key=lambda finding: list(CODES).index(finding.severity))
 
 
 def make_finding(verdict: Verdict, case: Case, host: Facts | None) -> Finding:
@@ -230,18 +258,17 @@ def make_finding(verdict: Verdict, case: Case, host: Facts | None) -> Finding:
         what=case.what,
         why=verdict.why,
         fix=case.fix,
-        evidence={} if host is None else {path: at(host, path) for path in case.evidence},
-        host=None if host is None else at(host, "host.name"),
+        evidence={path: at(host, path) for path in case.evidence or verdict.evidence},
+        host=at(host, "host.name"),
     )
 
 
-def format_findings(findings: Sequence[Finding], *, verbose: bool = False, num_hosts: int = 1) -> str:
+def format_findings(findings: Sequence[Finding], *, verbose: bool = False) -> str:
     """Returns three lines for each finding: what, why, fix. verbose: also the facts that it follows from."""
     width = max((len(finding.id) for finding in findings), default=0)
     lines = []
     for finding in findings:
-        where = f"{finding.host}: " if finding.host and num_hosts > 1 else ""
-        lines.append(f"{finding.severity}  {finding.id:<{width}}  {where}{finding.what}")
+        lines.append(f"{finding.severity}  {finding.id:<{width}}  {finding.what}")
         lines.append(f"  why {'':<{width}}  {finding.why}")
         lines.append(f"  fix {'':<{width}}  {finding.fix}")
         if verbose:
@@ -259,10 +286,8 @@ def format_summary(findings: Sequence[Finding]) -> str:
 def format_host(facts: Facts) -> str:
     """Returns one line about this host."""
     torch = facts.get("torch")
-    gpus = [short_name(gpu.get("name")) for gpu in visible_gpus(facts)]
-    cards = ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)) or "no GPU"
-    total, limit = at(facts, "host.memory.total_bytes"), at(facts, "host.memory.cgroup_limit_bytes")
-    memory = min((value for value in (total, limit) if value is not None), default=None)
+    cards = count_names(short_name(gpu.get("name")) for gpu in visible_gpus(facts)) or "no GPU"
+    memory, _ = host_verdicts.memory_limit(facts)
     driver = at(facts, "driver.version")
     return ", ".join(
         [
@@ -282,19 +307,18 @@ def colour(text: str) -> str:
 
 
 def to_json(findings: Sequence[Finding], hosts: Sequence[Facts]) -> dict[str, Any]:
-    facts: dict[str, Mapping[str, Any]] = {str(at(host, "host.name") or "host"): host for host in hosts}
     return {
         "ready": not any(finding.severity == "stop" for finding in findings),
         "findings": [finding.to_json() for finding in findings],
-        "facts": facts,
+        "facts": {str(at(facts, "host.name") or "host"): facts for facts in hosts},
     }
 
 
 def format_catalogue() -> str:
     """Returns docs/checks.md."""
     lines = [INTRO]
-    for title, verdicts in SUBJECTS:
-        lines += [f"## {title}", ""]
+    for subject, verdicts in groupby(load_verdicts(), key=lambda verdict: verdict.subject):
+        lines += [f"## {SUBJECTS[subject][0]}", ""]
         for verdict in verdicts:
             lines.append(f"### {verdict.id} ({verdict.severity})")
             lines += ["", verdict.cause, "", f"- Consequence: {verdict.why}.", f"- Fix: {verdict.fix}", ""]

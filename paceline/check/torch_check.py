@@ -19,38 +19,39 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.check.probes.facts import PROBES, OnProbe, ask_probes, gather_facts
-from paceline.check.ready import find_findings, format_findings
-from paceline.check.torch_recipe import AUTO, Capability, Recipe, Tools, make_recipe, parse_archs, split_archs
-from paceline.check.torch_script import write_script
-from paceline.check.verdicts.rules import Facts, Intent, at, visible_gpus
-from paceline.check.verdicts.torch_verdicts import TORCH_VERDICTS
+from paceline.check.probes.facts import PROBES, ask_probes, gather_facts
+from paceline.check.ready import find_findings, format_findings, load_verdicts
+from paceline.check.torch_recipe import (
+    AUTO,
+    Capability,
+    Recipe,
+    Tools,
+    make_recipe,
+    parse_archs,
+    split_archs,
+    write_script,
+)
+from paceline.check.verdicts.rules import Facts, Intent, at, version_of, visible_gpus
 from paceline.errors import Finding, PacelineError, UsageError
 from paceline.plan.host import names_in
 
 PROOF = (sys.executable, "-m", "paceline.check.torch_install")  # without -P, as a worker is started
 DEADLINE_S = 60.0  # for one trial: a first import from a slow disk, the first kernel on a card
 ENDING_S = 2.0
-SHOWN_CHARS = 160
-TORCH_IDS = frozenset(verdict.id for verdict in TORCH_VERDICTS)
-SOURCE_MARK = "CMakeLists.txt"
-PYTHON_FOLDER = re.compile(r"python(\d+)\.(\d+)")
-CUDNN_HEADER = "cudnn.h"
 BUILD = "paceline torch recipe --script build.sh && "
 PIP, RECIPE, TIMING = "pip install ", "paceline torch recipe", "time python "  # how the fixes of findings begin
+INSTALLED = "lib*/python*.*/*-packages/torch/__init__.py"  # below a prefix
 LAYOUT = re.compile(r"(?P<prefix>.*)/lib\w*/python(?P<version>\d(?:\.\d+)?)/(?P<kind>site|dist)-packages")
 MODULE = re.compile(r"_C\.cpython-(\d)(\d+)-.*")
 REPLACING = re.compile(r"--(?:force-reinstall|upgrade) ")
 OURS = f"{sys.version_info[0]}.{sys.version_info[1]}"
-
-OnTrial = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -72,14 +73,14 @@ class TorchCheck:
     proofs: tuple[Proof, ...]
 
     @property
-    def is_right(self) -> bool:
-        return all(proof.ok for proof in self.proofs) and not any(
-            finding.severity == "stop" for finding in self.findings
-        )
+    def problems(self) -> list[str]:
+        """The trials that failed, and the findings with which a run would fail; none where the torch is right."""
+        stops = [finding.id for finding in self.findings if finding.severity == "stop"]
+        return [proof.name for proof in self.proofs if not proof.ok] + stops
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "right": self.is_right,
+            "right": not self.problems,
             "torch": self.facts["torch"],
             "proofs": [
                 {"name": proof.name, "ok": proof.ok, "seconds": proof.seconds, "said": proof.message}
@@ -89,28 +90,23 @@ class TorchCheck:
         }
 
 
-def check_torch(
-    path: Path | None = None,
-    *,
-    deadline_s: float = DEADLINE_S,
-    on_probe: OnProbe | None = None,
-    on_trial: OnTrial | None = None,
-) -> TorchCheck:
+def check_torch(path: Path | None = None, *, on_trial: Callable[[str], None] | None = None) -> TorchCheck:
     """Checks the torch of this Python, or at `path`: site-packages, a venv, the torch folder or a source tree."""
     torch_path = None if path is None else locate_torch(path)
-    facts = gather_facts(torch_path=torch_path, measure_disk=False, on_probe=on_probe)
+    facts = gather_facts(torch_path=torch_path, measure_disk=False)
     if at(facts, "probes.torch.ok") and facts["torch"] is None:
         raise PacelineError(f"no torch in {sys.executable}", fix="paceline torch recipe")
     if torch_path is not None:  # the packages next to that torch, not those of this Python
         facts["packages"] = dict.fromkeys(facts["packages"] or ()) | versions_in(torch_path)
-    findings = [finding for finding in find_findings([facts], Intent(command="torch")) if finding.id in TORCH_IDS]
+    ids = {verdict.id for verdict in load_verdicts() if verdict.subject == "torch"}
+    findings = [finding for finding in find_findings([facts], Intent(command="torch")) if finding.id in ids]
     if torch_path is not None:
         findings = [replace(finding, fix=fix_at(finding.fix, torch_path)) for finding in findings]
     error = at(facts, "torch.error") or at(facts, "probes.torch.error")
     if error and error.startswith("no answer"):  # the probe has already waited
         proofs = [Proof("import", False, None, error)]
     else:
-        proofs = list(prove_torch(torch_path, deadline_s=deadline_s, on_trial=on_trial))
+        proofs = list(prove_torch(torch_path, deadline_s=DEADLINE_S, on_trial=on_trial))
     return TorchCheck(facts, tuple(findings), tuple(proofs))
 
 
@@ -122,27 +118,19 @@ def locate_torch(path: Path) -> Path:
     if path.name == "torch" and (path / "__init__.py").is_file():
         path = path.parent
     if (path / "torch/__init__.py").is_file():
-        if (path / SOURCE_MARK).is_file() and not list((path / "torch").glob("_C*.so")):
+        if (path / "CMakeLists.txt").is_file() and not list((path / "torch").glob("_C*.so")):
             raise PacelineError(
                 f"{path} is a source tree that is not built: torch/_C*.so is missing",
                 fix=f"{BUILD}SOURCE={shlex.quote(str(path))} bash build.sh",
             )
         return path
-    ours = sys.version_info[:2]
-    folders = {}
-    for init in [
-        *path.glob("lib*/python*/*-packages/torch/__init__.py"),
-        *path.glob("local/lib*/python*/*-packages/torch/__init__.py"),
-    ]:
-        version = PYTHON_FOLDER.search(str(init.relative_to(path)))
-        if version is not None:
-            folders[int(version[1]), int(version[2])] = init.parents[1]
-    if ours in folders:
-        return folders[ours]
+    inits = [*path.glob(INSTALLED), *(path / "local").glob(INSTALLED)]
+    folders = {init.parents[2].name.removeprefix("python"): init.parents[1] for init in inits}
+    if OURS in folders:
+        return folders[OURS]
     if folders:
-        other = ".".join(map(str, max(folders)))
         raise PacelineError(
-            f"{path} has a torch for Python {other}, this is Python {ours[0]}.{ours[1]}",
+            f"{path} has a torch for Python {max(folders, key=lambda version: version_of(version) or ())}, this is Python {OURS}",
             fix=f"{path}/bin/python -m pip install paceline, then {path}/bin/paceline torch check",
         )
     raise PacelineError(
@@ -150,61 +138,47 @@ def locate_torch(path: Path) -> Path:
     )
 
 
-def prove_torch(torch_path: Path | None, *, deadline_s: float, on_trial: OnTrial | None = None) -> Iterator[Proof]:
+def prove_torch(
+    torch_path: Path | None, *, deadline_s: float, on_trial: Callable[[str], None] | None = None
+) -> Iterator[Proof]:
     """Yields each trial as it ends; the last is the one during which the process crashed or hung."""
-    with tempfile.TemporaryFile() as stderr:
-        process = subprocess.Popen(
-            PROOF, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True
-        )
-        assert process.stdin is not None and process.stdout is not None
+    command = (*PROOF, str(torch_path)) if torch_path else PROOF
+    null, pipe = subprocess.DEVNULL, subprocess.PIPE
+    with (
+        tempfile.TemporaryFile() as stderr,
+        subprocess.Popen(command, 0, stdin=null, stdout=pipe, stderr=stderr, start_new_session=True) as process,
+    ):
+        assert process.stdout is not None
+        current: str | None = "start"
         try:
-            with suppress(BrokenPipeError), process.stdin as stdin:
-                stdin.write(json.dumps({"torch_path": torch_path and str(torch_path)}).encode())
-            current: str | None = "start"
-            for event in read_events(process.stdout.fileno(), deadline_s=deadline_s):
-                if "begin" in event:
-                    current = event["begin"]
-                    if on_trial is not None:
-                        on_trial(current)
-                elif event:
-                    current = None
+            while select.select([process.stdout], [], [], deadline_s)[0]:
+                line = process.stdout.readline()
+                if not line.endswith(b"\n"):
+                    break
+                event = json.loads(line)
+                current = event.get("begin")
+                if current is None:
                     yield Proof(**event)
-                else:
-                    yield Proof(current or "end", False, None, f"no answer in {deadline_s:g} s")
-                    return
+                elif on_trial is not None:
+                    on_trial(current)
+            else:
+                yield Proof(current or "end", False, None, f"no answer in {deadline_s:g} s")
+                return
             exit_code = process.wait(ENDING_S)
             if exit_code != 0:
                 stderr.seek(0)
-                yield Proof(
-                    current or "end", False, None, describe_end(exit_code, stderr.read().decode(errors="replace"))
-                )
+                message = describe_end(exit_code, stderr.read().decode(errors="replace"))
+                yield Proof(current or "end", False, None, message)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            process.stdout.close()
-
-
-def read_events(pipe: int, *, deadline_s: float) -> Iterator[dict[str, Any]]:
-    """Yields the lines of JSON; an empty event when none came for `deadline_s`."""
-    pending = b""
-    deadline = time.monotonic() + deadline_s
-    while select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
-        chunk = os.read(pipe, 1 << 16)
-        if not chunk:
-            return
-        *lines, pending = (pending + chunk).split(b"\n")
-        for line in lines:
-            yield json.loads(line)
-        deadline = time.monotonic() + deadline_s
-    yield {}
 
 
 def describe_end(exit_code: int, stderr: str) -> str:
     """Returns `ended by SIGSEGV; its last line: ...`."""
     end = f"ended by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with exit code {exit_code}"
     lines = stderr.strip().splitlines()
-    return f"{end}; its last line: {lines[-1][:SHOWN_CHARS]}" if lines else end
+    return f"{end}; its last line: {lines[-1][:160]}" if lines else end
 
 
 def format_check(check: TorchCheck) -> str:
@@ -223,9 +197,7 @@ def format_check(check: TorchCheck) -> str:
         lines.append(f"{result}   {proof.name:<{width}}  {duration:>8}  {proof.message or ''}".rstrip())
     if check.findings:
         lines += ["", format_findings(check.findings)]
-    failed = [proof.name for proof in check.proofs if not proof.ok]
-    stops = [finding.id for finding in check.findings if finding.severity == "stop"]
-    end = f"this torch is not right: {', '.join([*failed, *stops])}" if failed or stops else "this torch is right"
+    end = f"this torch is not right: {', '.join(check.problems)}" if check.problems else "this torch is right"
     return "\n".join([*lines, "", end])
 
 
@@ -245,10 +217,7 @@ def describe_parts(torch: Mapping[str, Any]) -> list[str]:
 def describe_libraries(torch: Mapping[str, Any]) -> list[str]:
     """Returns how many libraries are loaded from each folder, and the foreign ones by name."""
     libraries = torch.get("libraries") or []
-    folders: dict[str, int] = {}
-    for library in libraries:
-        folder = str(Path(library["path"]).parent)
-        folders[folder] = folders.get(folder, 0) + 1
+    folders = Counter(str(Path(library["path"]).parent) for library in libraries)
     lines = [
         f"loaded  {count} {'library' if count == 1 else 'libraries'} from {folder}" for folder, count in folders.items()
     ]
@@ -258,39 +227,31 @@ def describe_libraries(torch: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def recipe_here(*, arch: str | None = None, driver: str | None = None, build: bool = False) -> Recipe:
-    """Returns the recipe for the cards and the driver of this host, or for those in the arguments."""
-    return make_recipe_for(probe_tools_here(), arch=arch, driver=driver, build=build)
+def recipe_here(
+    *, arch: str | None = None, driver: str | None = None, build: bool = False, script: Path | None = None
+) -> Recipe:
+    """Returns the recipe for the cards and the driver of this host, or for those in the arguments.
 
-
-def write_recipe_script(path: Path, *, arch: str | None = None, driver: str | None = None) -> Recipe:
-    """Writes a bash script that builds PyTorch for these cards, and returns its recipe."""
-    here = probe_tools_here()
-    recipe = make_recipe_for(here, arch=arch, driver=driver, build=True)
-    write_script(path, recipe, system=at(here, "host.os") or platform.system())
-    return recipe
-
-
-def make_recipe_for(here: Facts, *, arch: str | None, driver: str | None, build: bool) -> Recipe:
+    script: a file that the bash script of a build is written to.
+    """
+    here = ask_probes([probe for probe in PROBES if probe.name in ("gpu", "host", "tools")], {})
     arch = None if arch == AUTO else arch
     capabilities = parse_archs(arch) if arch else capabilities_of(here)
     if arch and not capabilities:
         raise UsageError(f"--arch {arch} names no card", fix="--arch 12.0, the capability of your card")
     if driver is not None and not driver.replace(".", "").isdigit():
         raise PacelineError(f"--driver {driver}: not a driver version", fix="--driver 570.133, as nvidia-smi shows it")
-    return make_recipe(
+    recipe = make_recipe(
         capabilities,
         driver=driver or at(here, "driver.version"),
         machine=platform.machine(),
         tools=tools_of(here),
-        build=build,
+        build=build or script is not None,
         archs=split_archs(arch or ""),
     )
-
-
-def probe_tools_here() -> Facts:
-    """Returns the facts of this host that a recipe needs."""
-    return ask_probes([probe for probe in PROBES if probe.name in ("gpu", "host", "tools")], {})
+    if script is not None:
+        write_script(script, recipe, system=at(here, "host.os") or platform.system())
+    return recipe
 
 
 def capabilities_of(facts: Facts) -> tuple[Capability, ...]:
@@ -311,17 +272,9 @@ def tools_of(facts: Facts) -> Tools:
     folders = [*([Path(home, "include")] if home else []), Path("/usr/include"), *wheels]
     return Tools(
         nvcc=at(facts, "tools.nvcc.version"),
-        cudnn=any((folder / CUDNN_HEADER).is_file() for folder in folders),
+        cudnn=any((folder / "cudnn.h").is_file() for folder in folders),
         ccache=at(facts, "tools.ccache") is not None,
     )
-
-
-@dataclass(frozen=True)
-class Installer:
-    """command: the install command without packages. separate: into another folder; the Python's own packages must stay."""
-
-    command: str
-    separate: bool = False
 
 
 def fix_at(fix: str, folder: Path) -> str:
@@ -335,35 +288,38 @@ def fix_at(fix: str, folder: Path) -> str:
         newer = f"git -C {quoted} pull --recurse-submodules && " if "--upgrade" in fix else ""
         prefix = shlex.quote(f"{folder}-installed")
         return f"{newer}{BUILD}SOURCE={quoted} PREFIX={prefix} bash build.sh"
-    installer = installer_of(folder)
-    args = fix.removeprefix(PIP) if fix.startswith(PIP) else None
+    args, installer = fix.removeprefix(PIP), installer_of(folder)
     if installer is None:
         venv = shlex.quote(f"{folder}-venv")
         begin = f"no pip installed it into {folder}; instead: {python_of(version_in(folder))} -m venv {venv} && {venv}/bin/python"
-        return f"{begin} -m pip install {REPLACING.sub('', args or 'torch')}"
-    if args is None:
-        return f"{RECIPE}, with {installer.command} for its pip install"
-    return f"{installer.command} {REPLACING.sub('', args) if installer.separate else args}"
+        return f"{begin} -m pip install {'torch' if fix.startswith(RECIPE) else REPLACING.sub('', args)}"
+    command, separate = installer
+    if fix.startswith(RECIPE):
+        return f"{RECIPE}, with {command} for its pip install"
+    return f"{command} {REPLACING.sub('', args) if separate else args}"
 
 
-def installer_of(folder: Path) -> Installer | None:
-    """Returns the pip that changes this folder; None where no pip installed the torch."""
+def installer_of(folder: Path) -> tuple[str, bool] | None:
+    """Returns the pip command that changes this folder, without packages; None where no pip installed the torch.
+
+    Also returns whether it installs into another folder than its Python's, whose own packages must stay.
+    """
     layout = LAYOUT.fullmatch(str(folder))
     if layout is None:
         to = f"--upgrade --target {shlex.quote(str(folder))}"
         ours = python_of(version_in(folder))
-        return Installer(f"{ours} -m pip install {to}", separate=True) if "torch" in versions_in(folder) else None
+        return (f"{ours} -m pip install {to}", True) if "torch" in versions_in(folder) else None
     prefix, version = Path(layout["prefix"]), layout["version"]
     if str(prefix) == site.getuserbase():
-        return Installer(f"{python_of(version)} -m pip install --user")
+        return f"{python_of(version)} -m pip install --user", False
     root = prefix.parent if layout["kind"] == "dist" and prefix.name == "local" else prefix  # Debian's /usr/local
     named = (root / "bin" / name for name in (f"python{version}", "python3", "python"))
     python = next((shlex.quote(str(path)) for path in named if path.exists()), None)
     if python is None:
         to = f"--prefix {shlex.quote(str(prefix))} --ignore-installed"
-        return Installer(f"{python_of(version)} -m pip install {to}", separate=True)
+        return f"{python_of(version)} -m pip install {to}", True
     has_pip = (folder / "pip").is_dir() or not (root / "pyvenv.cfg").is_file()
-    return Installer(f"{python} -m pip install" if has_pip else f"pip --python {python} install")
+    return f"{python} -m pip install" if has_pip else f"pip --python {python} install", False
 
 
 def python_of(version: str) -> str:

@@ -2,9 +2,9 @@
 An install of torch: what its files show without an import, and trials of it: `python -m paceline.check.torch_install`.
 
 The files are all that is known about an install that cannot be imported, and what a cached answer about it must match. The trials
-are a store, process groups of one rank and matrix products with known results. The process of the trials reads a JSON request from
-stdin: torch_path (None: the torch of this Python). It prints a line of JSON before and after each trial, so that the reader knows
-which one was running when the process crashed or hung.
+are a store, process groups of one rank and matrix products with known results. Their process takes the path of a torch, by default
+this Python's. It prints a line of JSON before and after each trial, so that the reader knows which one was running when the process
+crashed or hung.
 """
 
 import ast
@@ -18,6 +18,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -44,7 +45,7 @@ NUM_ELEMENTS = 4096
 ROWS, INNER, COLUMNS = 256, 64, 128
 BF16_CAPABILITY = (8, 0)
 
-Trial = tuple[str, Callable[[], str | None]]  # its name; the function returns a message
+Trial = tuple[str, Callable[[], str]]  # its name; the function returns a message
 
 
 def add_torch_path(torch_path: str) -> None:
@@ -72,54 +73,41 @@ def find_torch() -> Path | None:
 def read_version_file(path: Path) -> dict[str, Any]:
     """Returns version, git_version, cuda, hip and debug from torch/version.py; None where they are missing."""
     values: dict[str, Any] = {}
-    try:
-        statements = ast.parse(read_text(path / "version.py") or "").body
-    except SyntaxError:
-        statements = []
-    for statement in statements:
-        targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
-        value = getattr(statement, "value", None)
-        if isinstance(value, ast.Constant):
-            values |= {target.id: value.value for target in targets if isinstance(target, ast.Name)}
-    return {"version": values.get("__version__")} | {
-        name: values.get(name) for name in ("git_version", "cuda", "hip", "debug")
-    }
+    with suppress(SyntaxError):
+        for statement in ast.parse(read_text(path / "version.py") or "").body:
+            if isinstance(statement, ast.Assign | ast.AnnAssign) and isinstance(statement.value, ast.Constant):
+                targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+                values |= {target.id: statement.value.value for target in targets if isinstance(target, ast.Name)}
+    names = ("git_version", "cuda", "hip", "debug")
+    return {"version": values.get("__version__"), **{name: values.get(name) for name in names}}
 
 
 def describe_build(path: Path, *, version: str | None) -> dict[str, Any]:
     """Returns build, source_dir, build_tree and libuv_header of the install."""
-    record = install_record(path)
-    direct = json.loads(record.get("direct_url.json") or "{}")
-    url = urlsplit(direct.get("url", ""))
+    packages = importlib.metadata.distributions(path=[str(path.parent)])
+    package = next((package for package in packages if package.metadata["Name"] == "torch"), None)
+    direct = json.loads((package and package.read_text("direct_url.json")) or "{}")
+    installer = ((package and package.read_text("INSTALLER")) or "").strip()
+    folder = Path(unquote(urlsplit(direct.get("url", "")).path))
     tree = None
     if all((path.parent / mark).exists() for mark in SOURCE_FILES):
         tree = path.parent
-    elif "dir_info" in direct and Path(unquote(url.path)).is_dir():
-        tree = Path(unquote(url.path))
+    elif "dir_info" in direct and folder.is_dir():
+        tree = folder
     if tree == path.parent or direct.get("dir_info", {}).get("editable"):
         build = "editable"
-    elif record.get("INSTALLER") == "conda":
+    elif installer == "conda":
         build = "conda"
-    elif "dir_info" in direct or BUILT_HERE.search(version or "") or not record:
+    elif "dir_info" in direct or BUILT_HERE.search(version or "") or package is None:
         build = "source"
     else:
         build = "wheel"
-    made_here = build in ("source", "editable")
     return {
         "build": build,
         "source_dir": str(tree) if tree else None,
         "build_tree": describe_build_tree(tree, path) if tree else None,
-        "libuv_header": libuv_header(tree) if made_here else None,
+        "libuv_header": libuv_header(tree) if build in ("source", "editable") else None,
     }
-
-
-def install_record(path: Path) -> dict[str, str | None]:
-    """Returns the records that an installer left about the torch in this folder; empty where there are none."""
-    for distribution in importlib.metadata.distributions(path=[str(path.parent)]):
-        if distribution.metadata["Name"] == "torch":
-            names = ("direct_url.json", "INSTALLER")
-            return {name: (text.strip() if (text := distribution.read_text(name)) else None) for name in names}
-    return {}
 
 
 def describe_build_tree(tree: Path, path: Path) -> dict[str, Any] | None:
@@ -169,16 +157,12 @@ def libuv_header(tree: Path | None) -> str | None:
 
 def cache_key(path: Path, *, torch_path: str | None, shadowing: list[str]) -> dict[str, Any]:
     """Returns what a cached section must match: the files, the interpreter, the loader's variables, the driver."""
-    stamps = {}
-    for name in (
-        "version.py",
-        *(f"lib/lib{library}.so" for library in ("torch_cpu", "torch_cuda", "torch_python", "c10")),
-    ):
-        try:
+    stamps: dict[str, list[int]] = {}
+    for name in ("version.py", *(f"lib/lib{name}.so" for name in ("torch_cpu", "torch_cuda", "torch_python", "c10"))):
+        stamps[str(path / name)] = []
+        with suppress(OSError):
             status = (path / name).stat()
             stamps[str(path / name)] = [status.st_mtime_ns, status.st_size]
-        except OSError:
-            stamps[str(path / name)] = []
     return {
         "cache_version": CACHE_VERSION,
         "files": stamps,
@@ -190,31 +174,9 @@ def cache_key(path: Path, *, torch_path: str | None, shadowing: list[str]) -> di
     }
 
 
-def try_torch(torch_path: str | None, send: Callable[[dict[str, Any]], None]) -> None:
+def import_torch(torch_path: str | None) -> str:
     if torch_path:
         add_torch_path(torch_path)
-    if not attempt("import", lambda: import_torch(torch_path), send):
-        return
-    import torch
-
-    for name, trial in trials(torch):
-        attempt(name, trial, send)
-
-
-def attempt(name: str, trial: Callable[[], str | None], send: Callable[[dict[str, Any]], None]) -> bool:
-    send({"begin": name})
-    started = time.perf_counter()
-    message, error = None, None
-    try:
-        message = trial()
-    except Exception as problem:
-        error = error_line(problem)
-    seconds = round(time.perf_counter() - started, 3)
-    send({"name": name, "ok": error is None, "seconds": seconds, "message": error or message})
-    return error is None
-
-
-def import_torch(torch_path: str | None) -> str:
     import torch
 
     path = Path(torch.__file__ or "").parent
@@ -231,7 +193,7 @@ def trials(torch: Any) -> Iterator[Trial]:
         if torch.cuda.is_available() and torch.distributed.is_nccl_available():
             yield "nccl all_reduce", partial(try_group, torch, "nccl", "cuda:0")
     else:
-        yield "torch.distributed", missing_distributed
+        yield "torch.distributed", partial(try_store, torch)
     devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0))]
     for device in devices:
         yield f"matmul fp32 {device}", partial(try_matmul, torch, torch.float32, device)
@@ -239,12 +201,10 @@ def trials(torch: Any) -> Iterator[Trial]:
             yield f"matmul bf16 {device}", partial(try_matmul, torch, torch.bfloat16, device)
 
 
-def missing_distributed() -> str:
-    raise RuntimeError("this torch was built without torch.distributed: two ranks cannot communicate")
-
-
 def try_store(torch: Any) -> str:
     """Makes a store's server and a client, as every launch does."""
+    if not torch.distributed.is_available():
+        raise RuntimeError("this torch was built without torch.distributed: two ranks cannot communicate")
     options = {"timeout": DEADLINE, "use_libuv": True}
     server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, **options)
     client = torch.distributed.TCPStore("127.0.0.1", server.port, is_master=False, **options)
@@ -285,14 +245,27 @@ def check_equal(torch: Any, result: Any, exact: Any) -> None:
         raise ArithmeticError(f"{wrong:,} of {exact.numel():,} elements are wrong")
 
 
-def main() -> None:
+def main(torch_path: str | None = None) -> None:
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # other output is not an answer
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    request = json.loads(sys.stdin.read() or "{}")
-    try_torch(request.get("torch_path"), lambda event: print(json.dumps(event), file=out, flush=True))
+
+    def passes(name: str, trial: Callable[[], str]) -> bool:
+        print(json.dumps({"begin": name}), file=out, flush=True)
+        started, ok = time.perf_counter(), True
+        try:
+            message = trial()
+        except Exception as error:
+            message, ok = error_line(error), False
+        seconds = round(time.perf_counter() - started, 3)
+        print(json.dumps({"name": name, "ok": ok, "seconds": seconds, "message": message}), file=out, flush=True)
+        return ok
+
+    if passes("import", lambda: import_torch(torch_path)):
+        for name, trial in trials(sys.modules["torch"]):
+            passes(name, trial)
     os._exit(0)  # a library's exit handlers are not part of the trial
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

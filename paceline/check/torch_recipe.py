@@ -1,21 +1,24 @@
 """
-Which PyTorch fits these cards and this driver: the wheel to install, or the CMake options of a build. Pure.
+Which PyTorch fits these cards and this driver: the wheel to install, or the options of a build and the script that builds it.
 
 Wheels and their kernels: pytorch/pytorch RELEASE.md, release and CUDA support matrices as of 2.14. Driver of a CUDA version:
-torch_verdicts.py. Options: pytorch/pytorch CMakeLists.txt and cmake/Dependencies.cmake. docs/torch.md explains them.
+torch_verdicts.py. Options: pytorch/pytorch CMakeLists.txt and cmake/Dependencies.cmake. docs/torch.md explains them. The script is
+torch_build.sh with its settings; the tests run it on a stand-in for PyTorch with the same option names, not on PyTorch itself.
 GPU architectures are written as PyTorch's CMake accepts them: cmake/Modules_CUDA_fix/upstream/FindCUDA/select_compute_arch.cmake
 of torch 2.13. Commas are an addition of ours; CMake gets semicolons.
 """
 
+import os
 import re
 import shlex
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from paceline.check.verdicts.rules import version_of
-from paceline.check.verdicts.torch_verdicts import DRIVER_OF_CUDA, install, runs_on
+from paceline.check.verdicts.torch_verdicts import DRIVER_OF_CUDA, driver_command, install, runs_on
 from paceline.errors import PacelineError, UsageError
 
 Capability = tuple[int, int]
@@ -111,7 +114,7 @@ class Wheel:
 
     def why_not(self, capabilities: Iterable[Capability], driver: str | None, machine: str) -> str | None:
         """Returns None where the wheel fits."""
-        archs = [arch_name(arch) for arch in self.kernels(machine)]
+        archs = [f"compute_{arch[1:]}" if arch.startswith("+") else f"sm_{arch}" for arch in self.kernels(machine)]
         lacking = [card for card in capabilities if not any(runs_on(arch, card) for arch in archs)]
         if lacking:
             return f"no kernels for {join(lacking)}"
@@ -206,7 +209,12 @@ def make_recipe(
     wheel = first_wheel(cards, driver, machine)
     if wheel and not build:
         why = f"CUDA {wheel.cuda} has kernels for {join(cards)} and runs on driver {wheel.driver} and later"
-        return Recipe("wheel", install(wheel.tag), why, notes=notes_on(wheel), **common)
+        notes: tuple[str, ...] = ()
+        if wheel.last is not None:
+            newer = next(other for other in WHEELS if other.last is None and other.driver > wheel.driver)
+            fits = f"with driver {newer.driver} or later {newer.tag} fits, up to torch {NEWEST_TORCH}"
+            notes = (f"torch {wheel.last} is the last with CUDA {wheel.cuda}; {fits}",)
+        return Recipe("wheel", install(wheel.tag), why, notes=notes, **common)
     if not wheel and not build and (newer_wheel := first_wheel(cards, None, machine)):
         why = f"the wheels with kernels for {join(cards)} need it"
         return Recipe("driver", driver_command(newer_wheel.driver), why, **common)
@@ -245,20 +253,6 @@ def driver_of(cuda: str) -> int:
 def runs_on_driver(cuda: str, driver: str | None) -> bool:
     version = version_of(driver)
     return version is None or version[0] >= driver_of(cuda)
-
-
-def driver_command(first: int) -> str:
-    return f"a driver {first} or later: https://www.nvidia.com/drivers"
-
-
-def notes_on(wheel: Wheel) -> tuple[str, ...]:
-    if wheel.last is None:
-        return ()
-    newer = next(other for other in WHEELS if other.last is None and other.driver > wheel.driver)
-    return (
-        f"torch {wheel.last} is the last with CUDA {wheel.cuda}; with driver {newer.driver} or later {newer.tag} fits,"
-        f" up to torch {NEWEST_TORCH}",
-    )
 
 
 def build_options(archs: Sequence[str], tools: Tools) -> tuple[Option, ...]:
@@ -327,12 +321,63 @@ def join(capabilities: Iterable[Capability]) -> str:
     return ", ".join(f"{major}.{minor}" for major, minor in capabilities)
 
 
-def arch_name(arch: str) -> str:
-    """Returns sm_90 for '90' and compute_120 for '+120', as torch.cuda.get_arch_list() has them."""
-    return f"compute_{arch[1:]}" if arch.startswith("+") else f"sm_{arch}"
-
-
 def capability_text(arch: str) -> str:
     """Returns 9.0 for '90' and 12.0+PTX for '+120'."""
     digits = arch.lstrip("+")
     return f"{digits[:-1]}.{digits[-1]}" + ("+PTX" if arch.startswith("+") else "")
+
+
+SIGNATURE = "Written by `paceline torch recipe --script`"
+INSTALLERS = (  # how the os-release NAMEs begin, and what installs a compiler, git and Python's headers there
+    (("debian", "ubuntu", "linux mint", "pop!_os"), "apt-get install -y git g++ python{python}-dev"),
+    (("fedora", "red", "rocky", "almalinux", "centos"), "dnf install -y git gcc-c++ python3-devel"),
+    (("opensuse", "sles"), "zypper install -y git gcc-c++ python3-devel"),
+    (("arch", "manjaro"), "pacman -S --needed git gcc python"),
+)
+
+
+def write_script(path: Path, recipe: Recipe, *, system: str) -> None:
+    """Writes the build script of a recipe. Raises PacelineError for a driver that is too old, and for a file of the user's."""
+    if recipe.kind == "driver":
+        raise PacelineError(f"the build needs {recipe.command}: {recipe.why}", fix="update the driver first")
+    path = path.expanduser()
+    try:
+        if path.exists() and SIGNATURE not in path.read_text(encoding="utf-8", errors="replace"):
+            raise PacelineError(f"{path} exists, and paceline did not write it", fix="--script another file")
+        path.write_text(make_script(recipe, system=system), encoding="utf-8")
+        path.chmod(0o755)
+    except OSError as error:
+        raise PacelineError(f"{path} cannot be written: {error.strerror}", fix="--script another file") from error
+
+
+def make_script(recipe: Recipe, *, system: str) -> str:
+    """Returns torch_build.sh with the settings of a recipe. system: name and version of the operating system, as facts have it."""
+    cuda = bool(recipe.capabilities)
+    python = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    cards = f"GPUs of capability {join(recipe.capabilities)}" if cuda else "the CPU alone"
+    driver = f" (driver {recipe.driver})" if cuda and recipe.driver else ""
+    archs = " ".join(f"{major}{minor}" for major, minor in recipe.capabilities)
+    settings = [
+        f"# {SIGNATURE}",
+        f"# for {cards}{driver}, on {system} {recipe.machine}, for Python {python}.",
+        f"VERSION=${{VERSION:-v{NEWEST_TORCH}.0}}",
+        f"PYTHON=${{PYTHON:-{shlex.quote(sys.executable)}}}",
+        f"PACELINE_PYTHON={shlex.quote(sys.executable)} # its paceline checks the torch at the end",
+        f"PACKAGES={shlex.quote(install_command(system, python))}",
+        f"ARCHS='{archs}' # of the cards; empty: a build without CUDA",
+        f"TOOLKIT='CUDA {recipe.toolkit}: https://developer.nvidia.com/cuda-toolkit-archive'" if cuda else "TOOLKIT=",
+        f"JOB_GIB={4 if cuda else 2} # memory of one compiler; pytorch issue 124018: 4.5 GiB for one CUDA file",
+        f"DISK_GIB={40 if cuda else 15} # of sources with submodules, objects and libraries",
+        "OPTIONS=(",
+        *(f"  {line}" for line in format_options(recipe.options, write=shlex.quote, before_why=" # ")),
+        ")",
+    ]
+    text = Path(__file__).with_name("torch_build.sh").read_text(encoding="utf-8")
+    return text.replace("# SETTINGS", "\n".join(settings))
+
+
+def install_command(system: str, python: str) -> str:
+    command = next((command for names, command in INSTALLERS if system.lower().startswith(names)), None)
+    if command is None:
+        return f"install g++ and the headers of Python {python}"
+    return ("" if os.geteuid() == 0 else "sudo ") + command.format(python=python)

@@ -58,7 +58,7 @@ def test_the_installed_torch_is_right():
 
     begun = []
     check = check_torch(on_trial=begun.append)
-    assert check.is_right, format_check(check)
+    assert not check.problems, format_check(check)
     assert begun == [proof.name for proof in check.proofs] == ON_CPU
     lines = format_check(check).splitlines()
     assert lines[0] == f"torch   {torch.__version__}, wheel, {Path(torch.__file__).parent}"
@@ -101,13 +101,13 @@ def test_the_torch_at_the_path_is_the_one_that_is_tried(tmp_path):
 
     (tmp_path / "torch").symlink_to(Path(torch.__file__).parent)
     check = check_torch(tmp_path)
-    assert (check.is_right, check.facts["torch"]["path"]) == (True, str(tmp_path / "torch"))
+    assert (check.problems, check.facts["torch"]["path"]) == ([], str(tmp_path / "torch"))
 
 
 @pytest.mark.dist
 def test_an_empty_package_is_not_a_torch(tmp_path):
     check = check_torch(write_torch(tmp_path, ""))
-    assert not check.is_right
+    assert check.problems
     assert "torch-broken" in [finding.id for finding in check.findings]
     assert check.proofs[0] == Proof("import", False, check.proofs[0].seconds, check.proofs[0].message)
 

@@ -3,13 +3,14 @@
 import copy
 import json
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paceline.check.ready import VERDICTS, find_findings, format_catalogue
-from paceline.check.verdicts.rules import Intent, Verdict, at
+from paceline.check.ready import SUBJECTS, Verdict, find_findings, format_catalogue, load_verdicts
+from paceline.check.verdicts.rules import Case, Intent, at
 from paceline.errors import Finding
 
 ROOT = Path(__file__).parents[2]
@@ -319,12 +320,22 @@ def test_no_single_unknown_fact_breaks_a_verdict():
 
 
 def test_every_verdict_has_a_case_here():
-    assert {verdict.id for verdict in VERDICTS} == {case[0] for case in (*CASES, *PAIRS)}
-    assert len(VERDICTS) >= 40
-    assert f"all {len(VERDICTS)} findings" in (ROOT / "README.md").read_text()
+    assert {verdict.id for verdict in load_verdicts()} == {case[0] for case in (*CASES, *PAIRS)}
+    assert len(load_verdicts()) >= 40
+    assert f"all {len(load_verdicts())} findings" in (ROOT / "README.md").read_text()
 
 
-@pytest.mark.parametrize("verdict", VERDICTS, ids=lambda verdict: verdict.id)
+def test_every_rule_has_its_texts():
+    rules = {
+        name.replace("_", "-")
+        for _, module in SUBJECTS.values()
+        for name, member in vars(module).items()
+        if getattr(member, "__annotations__", {}).get("return") == Iterator[Case]
+    }
+    assert rules == {verdict.id for verdict in load_verdicts()}
+
+
+@pytest.mark.parametrize("verdict", load_verdicts(), ids=lambda verdict: verdict.id)
 def test_the_texts_of_a_verdict_have_their_form(verdict: Verdict):
     assert verdict.cause.endswith(".") and verdict.fix.endswith((".", "!"))
     assert (not verdict.why.endswith(".") and verdict.why[0].islower()) or verdict.why.startswith(("NCCL", "CUDA"))

@@ -17,10 +17,10 @@ import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import IO, Any
 
+from paceline.errors import PacelineError
 from paceline.rundir import utc_now
 
 Json = dict[str, Any]
@@ -46,7 +46,7 @@ SECRET_VALUE = re.compile(
 NAMED_SECRET = re.compile(r"(?i)\b((?:api[_-]?key|token|secret|passw(?:or)?d)\s*[=:]\s*)[^\s&,;'\"]+")
 BARE_KEY = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[0-9A-Fa-f]{32,}|(?=.*\d)(?=.*[a-z])(?=.*[A-Z])[\w+=-]{32,}")
 
-OnProbe = Callable[[str, Json], None]  # the probe's name and its entry in "probes"
+OnProbe = Callable[[str], None]  # takes the name of a probe that is done
 
 
 @dataclass(frozen=True)
@@ -90,101 +90,98 @@ def gather_facts(*, on_probe: OnProbe | None = None, **request: Any) -> Json:
     answer about torch from one launch to the next, until something changes.
     """
     assert request.keys() <= DEFAULTS.keys(), request
-    return ask_probes(PROBES, {**DEFAULTS, **as_json(request)}, on_probe=on_probe)
-
-
-def as_json(request: Mapping[str, Any]) -> Json:
-    """Returns the request with its paths as text."""
-    return {name: str(value) if isinstance(value, Path) else value for name, value in request.items()}
+    return ask_probes(PROBES, {**DEFAULTS, **request}, on_probe=on_probe)
 
 
 def ask_probes(probes: Sequence[Probe], request: Mapping[str, Any], *, on_probe: OnProbe | None = None) -> Json:
     """Runs all probes at once and combines their answers."""
     facts: Json = {"version": VERSION, "time": utc_now(), "probes": dict.fromkeys(probe.name for probe in probes)}
     facts |= {part: None for probe in probes for part in probe.fills}
-    with closing(wait_for_answers([ProbeProcess(probe, request) for probe in probes])) as answers:
-        for process in answers:
+    with closing(wait_for_answers(probes, request)) as processes:
+        for process in processes:
             name, answer = process.probe.name, process.answer or {}
             error = process.error or answer.get("error")
             facts |= {part: answer.get(part) for part in process.probe.fills}
             entry = {"ok": error is None, "seconds": round(process.seconds, 3), "error": error}
             if answer.get("cached"):
                 entry |= {"seconds": 0.0, "cached": True}
-            facts["probes"][name] = redact(entry)
+            facts["probes"][name] = entry
             if on_probe is not None:
-                on_probe(name, facts["probes"][name])
+                on_probe(name)
     facts["env"] = relevant_env(os.environ)
     redacted: Json = redact(facts)
     return redacted
 
 
-@dataclass(eq=False)
 class ProbeProcess:
     """A probe's process, from its start to its answer."""
 
-    probe: Probe
-    request: Mapping[str, Any]
-    answer: Json | None = None
-    error: str | None = None
-    seconds: float = 0.0
-    process: subprocess.Popen[bytes] | None = None
-    stdout: bytes = b""
-    stderr: bytes = b""
-    started: float = field(default_factory=time.monotonic)
-
-    def start(self) -> None:
-        self.started = time.monotonic()
+    def __init__(self, probe: Probe, request: Mapping[str, Any], selector: selectors.BaseSelector):
+        self.probe, self.selector = probe, selector
+        self.answer: Json | None = None
+        self.error: str | None = None
+        self.stdout = self.stderr = b""
+        self.is_done = False
+        self.started, self.seconds = time.monotonic(), 0.0
+        self.process: subprocess.Popen[bytes] | None = None
         try:
             self.process = subprocess.Popen(
-                self.probe.command,
+                probe.command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,  # a group with its children, which Ctrl-C does not reach
             )
         except OSError as error:
-            self.error = error_line(error)
+            self.error, self.is_done = error_line(error), True
             return
-        assert self.process.stdin is not None
+        assert self.process.stdin and self.process.stdout and self.process.stderr
         with suppress(BrokenPipeError), self.process.stdin as stdin:  # it may have crashed already
-            stdin.write(json.dumps({**self.request, "deadline_s": self.probe.deadline_s}).encode())
-
-    @property
-    def pipes(self) -> list[IO[bytes]]:
-        return [pipe for pipe in (self.process.stdout, self.process.stderr) if pipe] if self.process else []
+            stdin.write(json.dumps({**request, "deadline_s": probe.deadline_s}, default=str).encode())
+        for pipe in (self.process.stdout, self.process.stderr):
+            selector.register(pipe, selectors.EVENT_READ, self)
 
     @property
     def time_left_s(self) -> float:
-        return self.started + self.probe.deadline_s - time.monotonic()
+        return 0.0 if self.is_done else max(0.0, self.started + self.probe.deadline_s - time.monotonic())
 
-    def receive(self, chunk: bytes) -> bool:
-        """Takes a part of the output; returns whether the answer is complete. The process may hang after its answer."""
+    def read(self, pipe: IO[bytes]) -> None:
+        """Reads what is there. The probe is done with its answer, after which its process may hang, or at the end of its output."""
+        chunk = os.read(pipe.fileno(), 1 << 16)
+        if not chunk:
+            self.selector.unregister(pipe)
+        if self.process is not None and pipe is self.process.stderr:
+            self.stderr = (self.stderr + chunk)[-MAX_STDERR_BYTES:]
+            return
         self.stdout += chunk
         for line in self.stdout.split(b"\n")[:-1]:
-            if line.startswith(b"{"):
+            if line.startswith(b"{") and self.answer is None:
                 with suppress(ValueError):
                     self.answer = json.loads(line)
-                    return True
-        return len(self.stdout) > MAX_ANSWER_BYTES
+        self.is_done = not chunk or self.answer is not None or len(self.stdout) > MAX_ANSWER_BYTES
 
-    def end(self, error: str | None = None) -> None:
-        """Kills the probe's process group; reports the exit status if it gave no answer."""
+    def end(self) -> None:
+        """Kills the probe's process group; reports the deadline or the exit status if it gave no answer."""
         self.seconds = time.monotonic() - self.started
+        if self.process is None:
+            return
+        assert self.process.stdout and self.process.stderr
         exit_code = None
-        if self.process is not None:
-            with suppress(subprocess.TimeoutExpired):
-                exit_code = self.process.wait(0 if error else ENDING_S)
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(ENDING_S)
-            assert self.process.stdout and self.process.stderr
-            os.set_blocking(self.process.stderr.fileno(), False)
-            self.stderr += self.process.stderr.read() or b""
-            self.process.stdout.close()
-            self.process.stderr.close()
-        if self.answer is None and self.error is None:
-            self.error = error or self.describe_end(exit_code)
+        with suppress(subprocess.TimeoutExpired):
+            exit_code = self.process.wait(ENDING_S if self.is_done else 0)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(ENDING_S)
+        os.set_blocking(self.process.stderr.fileno(), False)
+        self.stderr += self.process.stderr.read() or b""
+        for pipe in (self.process.stdout, self.process.stderr):
+            if pipe in self.selector.get_map():
+                self.selector.unregister(pipe)
+            pipe.close()
+        if self.answer is None:
+            late = f"no answer in {self.probe.deadline_s:g} s"
+            self.error = self.describe_end(exit_code) if self.is_done else late
 
     def describe_end(self, exit_code: int | None) -> str:
         if exit_code is not None and exit_code < 0:
@@ -195,78 +192,48 @@ class ProbeProcess:
         return last[-1] if last else f"ended with exit code {exit_code} and no answer"
 
 
-def wait_for_answers(processes: Sequence[ProbeProcess]) -> Generator[ProbeProcess]:
-    """Starts all processes and yields each one that is done, with its answer or with how it ended."""
-    running: set[ProbeProcess] = set()
-    try:
-        with selectors.DefaultSelector() as selector:
-            for process in processes:
-                process.start()
-                running.add(process)
-                for pipe in process.pipes:
-                    selector.register(pipe, selectors.EVENT_READ, process)
+def wait_for_answers(probes: Sequence[Probe], request: Mapping[str, Any]) -> Generator[ProbeProcess]:
+    """Starts all probes and yields each one that is done, with its answer or with how it ended."""
+    running: list[ProbeProcess] = []
+    with selectors.DefaultSelector() as selector:
+        try:
+            for probe in probes:
+                running.append(ProbeProcess(probe, request, selector))
             while running:
-                for process, error in read_answers(selector, running).items():
-                    for pipe in process.pipes:
-                        if pipe in selector.get_map():
-                            selector.unregister(pipe)
-                    process.end(error)
-                    running.discard(process)
+                for key, _ in selector.select(min(process.time_left_s for process in running)):
+                    key.data.read(key.fileobj)
+                for process in [process for process in running if process.time_left_s == 0]:
+                    process.end()
+                    running.remove(process)
                     yield process
-    finally:
-        for process in running:
-            process.end("interrupted")
-
-
-def read_answers(selector: selectors.BaseSelector, running: set[ProbeProcess]) -> dict[ProbeProcess, str | None]:
-    """Waits for output or a deadline; returns the processes that are done, with an error for those that are late."""
-    done: dict[ProbeProcess, str | None] = {process: None for process in running if process.process is None}
-    if done:
-        return done
-    for key, _ in selector.select(max(0.0, min(process.time_left_s for process in running))):
-        process, chunk = key.data, os.read(key.fd, 1 << 16)
-        if key.fileobj is process.process.stderr:
-            process.stderr = (process.stderr + chunk)[-MAX_STDERR_BYTES:]
-            if not chunk:
-                selector.unregister(key.fileobj)
-        elif not chunk or process.receive(chunk):
-            done[process] = None
-    late = [process for process in running if process.time_left_s <= 0 and process not in done]
-    return done | {process: f"no answer in {process.probe.deadline_s:g} s" for process in late}
+        finally:
+            for process in running:
+                process.end()
 
 
 def main() -> int:
     """Answers a request from another host; its keys are the arguments of gather_facts, all of them optional."""
     try:
         request = json.loads(sys.stdin.read() or "{}")
-        unknown = sorted(request.keys() - DEFAULTS.keys())
-        problem = f"unknown: {', '.join(unknown)}" if unknown else None
+        if unknown := sorted(request.keys() - DEFAULTS.keys()):
+            raise ValueError(f"unknown: {', '.join(unknown)}")
     except (ValueError, AttributeError) as error:
-        problem = str(error)
-    if problem:
-        print(
-            f"error: no request for facts: {problem}\n  fix: send a JSON object with {', '.join(DEFAULTS)}",
-            file=sys.stderr,
-        )
+        fix = f"send a JSON object with {', '.join(DEFAULTS)}"
+        print(PacelineError(f"no request for facts: {error}", fix=fix), file=sys.stderr)
         return 2
-    try:
-        facts = ask_probes(PROBES, {**DEFAULTS, **request})
-    except KeyboardInterrupt:
-        return 130
-    print(json.dumps(facts))
-    return 0
+    with suppress(KeyboardInterrupt):
+        print(json.dumps(ask_probes(PROBES, {**DEFAULTS, **request})))
+        return 0
+    return 130
 
 
 def relevant_env(env: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables that affect a run, sorted; `set` stands for a value that may be secret."""
-    return {name: redact_variable(name, env[name]) for name in sorted(env) if RELEVANT.match(name)}
-
-
-def redact_variable(name: str, value: str) -> str:
-    hidden = SECRET_NAME.search(name) or (name.startswith("HF_") and name not in HF_SHOWN)
-    if value and (hidden or BARE_KEY.fullmatch(value)):
-        return SET
-    return str(redact(value))
+    shown = {}
+    for name in sorted(filter(RELEVANT.match, env)):
+        hidden = SECRET_NAME.search(name) or (name.startswith("HF_") and name not in HF_SHOWN)
+        shown[name] = SET if env[name] and (hidden or BARE_KEY.fullmatch(env[name])) else redact(env[name])
+    return shown
 
 
 def redact(value: Any) -> Any:

@@ -35,16 +35,13 @@ def probe_gpus(request: Json) -> Json:
     num_cards, nvml = count_nvidia_cards(), import_nvml()
     if nvml is None:
         error = "the package nvidia-ml-py is not installed" if num_cards else None
-        gpus: list[Any] | None = None if num_cards else []
-        return {"driver": kernel_driver(), "nvml_error": error, "gpus": gpus, "nvidia_cards": num_cards}
-    facts = describe_gpus(nvml, visible=os.environ.get("CUDA_VISIBLE_DEVICES"), num_cards=num_cards)
-    return {**facts, "driver": facts["driver"] or kernel_driver(), "nvidia_cards": num_cards}
-
-
-def kernel_driver() -> dict[str, str | None] | None:
-    """Returns the loaded kernel module's version, for when NVML does not answer."""
+        facts: Json = {"driver": None, "nvml_error": error, "gpus": None if num_cards else []}
+    else:
+        facts = describe_gpus(nvml, visible=os.environ.get("CUDA_VISIBLE_DEVICES"), num_cards=num_cards)
     version = kernel_driver_version()
-    return None if version is None else {"version": version, "cuda": None}
+    if facts["driver"] is None and version is not None:  # NVML does not answer
+        facts["driver"] = {"version": version, "cuda": None}
+    return {**facts, "nvidia_cards": num_cards}
 
 
 def describe_gpus(nvml: Any, *, visible: str | None, num_cards: int | None) -> Json:

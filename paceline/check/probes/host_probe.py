@@ -20,6 +20,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -36,8 +37,6 @@ from paceline.plan.host import (
     read_text,
 )
 
-SHM = "/dev/shm"
-NUM_LARGEST = 3  # processes that are named where memory is short
 LIMITS = {
     "nofile": resource.RLIMIT_NOFILE,
     "nproc": resource.RLIMIT_NPROC,
@@ -53,14 +52,15 @@ FAMILIES = re.compile(
     r"nvidia-(nccl|cudnn|cublas|cuda-runtime|cuda-nvrtc|nvshmem)(-cu\d+)?|pytorch-triton.*", re.IGNORECASE
 )
 ALWAYS = ("nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
-DEADLINE_S, LAST_READ_S = 2.5, 0.05  # LAST_READ_S: for a program that is done at the deadline and was not read yet
+DEADLINE_S = 2.5  # for one program
 VERSION = re.compile(r"\d+\.\d+[\w.]*")
 COMPILERS = ("g++", "clang++", "c++")  # in the order in which torch.compile looks for them
-WANDB_HOST = "api.wandb.ai"
 
 
 def probe_host(request: Json) -> Json:
     version = read_text("/proc/version") or ""
+    fields = [line.partition(":") for line in (read_text("/proc/cpuinfo") or "").splitlines()]
+    model = next((value.strip() for name, _, value in fields if name.strip() in ("model name", "Model")), None)
     return {
         "host": {
             "name": platform.node(),
@@ -70,9 +70,14 @@ def probe_host(request: Json) -> Json:
             "container": probe_container(),
             "wsl": "microsoft" in version.lower(),
             "root": os.geteuid() == 0,
-            "cpu": probe_cpu(),
+            "cpu": {
+                "model": model or platform.processor() or None,
+                "cores": probe_cpu_cores(),
+                "logical": os.cpu_count(),
+                "bf16": probe_cpu_bf16(),
+            },
             "memory": probe_memory(),
-            "shm": probe_shm(SHM),
+            "shm": probe_shm("/dev/shm"),
             "limits": {name: list(resource.getrlimit(limit)) for name, limit in LIMITS.items()},
             "clock": {"unix": time.time(), "synchronized": probe_clock_synchronized()},
         }
@@ -104,38 +109,28 @@ def probe_container() -> str | None:
     return None
 
 
-def probe_cpu() -> dict[str, Any]:
-    fields = [line.partition(":") for line in (read_text("/proc/cpuinfo") or "").splitlines()]
-    model = next((value.strip() for name, _, value in fields if name.strip() in ("model name", "Model")), None)
-    return {
-        "model": model or platform.processor() or None,
-        "cores": probe_cpu_cores(),
-        "logical": os.cpu_count(),
-        "bf16": probe_cpu_bf16(),
-    }
-
-
 def probe_memory() -> dict[str, Any]:
     sizes, limit = memory_sizes(), memory_limit()
     total_bytes = sizes.get("MemTotal") or physical_memory_bytes()
+    limits = limit is not None and limit.limit_bytes < total_bytes
     return {
         "total_bytes": total_bytes,
         "available_bytes": sizes.get("MemAvailable"),
-        "cgroup_limit_bytes": limit.limit_bytes if limit and limit.limit_bytes < total_bytes else None,
-        "cgroup_used_bytes": limit.used_bytes if limit and limit.limit_bytes < total_bytes else None,
+        "cgroup_limit_bytes": limit.limit_bytes if limit and limits else None,
+        "cgroup_used_bytes": limit.used_bytes if limit and limits else None,
         "swap_total_bytes": sizes.get("SwapTotal"),
-        "largest": largest_processes(own_cgroup=limit is not None and limit.limit_bytes < total_bytes),
+        "largest": largest_processes(own_cgroup=limits),
     }
 
 
 def largest_processes(*, own_cgroup: bool) -> list[dict[str, Any]]:
-    """Returns the processes that hold the most memory, the largest first. own_cgroup: only those that share our limit."""
+    """Returns the three processes that hold the most memory, the largest first. own_cgroup: only those that share our limit."""
     processes, own_group = [], read_text("/proc/self/cgroup")
     for name in names_in("/proc"):
         pages = (read_text(f"/proc/{name}/statm") or "").split() if name.isdigit() else []
         if len(pages) > 1 and (not own_cgroup or read_text(f"/proc/{name}/cgroup") == own_group):
             processes.append((int(pages[1]) * os.sysconf("SC_PAGE_SIZE"), int(name)))
-    largest = sorted(processes, reverse=True)[:NUM_LARGEST]
+    largest = sorted(processes, reverse=True)[:3]
     return [{"pid": pid, "name": process_name(pid) or "unknown", "rss_bytes": rss} for rss, pid in largest]
 
 
@@ -202,9 +197,8 @@ def probe_tools(request: Json) -> Json:
     """Returns the facts of the programs, the tracker's login and the code in the current folder."""
     cuda_home = find_cuda_home()
     nvcc = shutil.which("nvcc") or (shutil.which("nvcc", path=str(cuda_home / "bin")) if cuda_home else None)
-    compiler = os.environ.get("CXX") or next((name for name in COMPILERS if shutil.which(name)), None)
     programs = {
-        "cxx": shutil.which(compiler) if compiler else None,
+        "cxx": find_compiler(),
         "nvcc": nvcc,
         **{name: shutil.which(name) for name in ("cmake", "ninja", "git", "ccache")},
     }
@@ -216,7 +210,9 @@ def probe_tools(request: Json) -> Json:
             "commit": [*git, "rev-parse", "HEAD"],
             "dirty": [*git, "status", "--porcelain", "--untracked-files=no"],
         }
-    printed = outputs(commands)
+    with ThreadPoolExecutor(len(commands) or 1) as pool:
+        printed = dict(zip(commands, pool.map(output_of, commands.values()), strict=True))
+    commit, dirty = printed.get("commit") or None, printed.get("dirty")
     nvidia_smi = shutil.which("nvidia-smi")
     return {
         "tools": {
@@ -226,7 +222,11 @@ def probe_tools(request: Json) -> Json:
             # not run: it would hang with a wedged driver
             "nvidia_smi": {"path": nvidia_smi, "version": None} if nvidia_smi else None,
             "wandb": probe_wandb(),
-            "code": describe_code(printed),
+            "code": {
+                "path": printed.get("top") or str(Path.cwd()),
+                "commit": commit,
+                "dirty": None if commit is None or dirty is None else bool(dirty),
+            },
         }
     }
 
@@ -241,35 +241,26 @@ def describe(path: str | None, printed: str | None) -> dict[str, str | None] | N
     return {"path": path, "version": version.group() if version else None}
 
 
-def describe_code(printed: dict[str, str | None]) -> dict[str, Any]:
-    top, commit, dirty = (printed.get(name) for name in ("top", "commit", "dirty"))
-    return {
-        "path": top or str(Path.cwd()),
-        "commit": commit or None,
-        "dirty": None if not commit or dirty is None else bool(dirty),
-    }
+def output_of(command: list[str]) -> str | None:
+    """Returns what the command prints; None where it fails, or is killed at the deadline."""
+    try:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+    except OSError:
+        return None  # not executable, or built for another machine
+    try:
+        text, _ = process.communicate(timeout=DEADLINE_S)
+    except (subprocess.TimeoutExpired, UnicodeDecodeError):
+        process.kill()
+        return None
+    return text.strip() if process.returncode == 0 else None
 
 
-def outputs(commands: dict[str, list[str]]) -> dict[str, str | None]:
-    """Returns what each command prints; None for one that fails, or that is killed at the deadline."""
-    started: dict[str, subprocess.Popen[str]] = {}
-    for name, command in commands.items():
-        try:
-            started[name] = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-            )
-        except OSError:
-            continue  # not executable, or built for another machine
-    deadline = time.monotonic() + DEADLINE_S
-    printed: dict[str, str | None] = {}
-    for name, process in started.items():
-        try:
-            text, _ = process.communicate(timeout=max(LAST_READ_S, deadline - time.monotonic()))
-            printed[name] = text.strip() if process.returncode == 0 else None
-        except (subprocess.TimeoutExpired, UnicodeDecodeError):
-            process.kill()
-            printed[name] = None
-    return printed
+def find_compiler() -> str | None:
+    """Returns the path of the C++ compiler that torch.compile uses."""
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else COMPILERS
+    return next((path for name in names if (path := shutil.which(name))), None)
 
 
 def find_cuda_home() -> Path | None:
@@ -285,23 +276,16 @@ def find_cuda_home() -> Path | None:
 
 
 def probe_wandb() -> dict[str, Any]:
-    """Returns whether there is a key, never the key itself."""
-    host = urlsplit(os.environ.get("WANDB_BASE_URL", "")).hostname or WANDB_HOST
-    return {
-        "installed": importlib.util.find_spec("wandb") is not None,
-        "logged_in": bool(os.environ.get("WANDB_API_KEY")) or netrc_has(host),
-        "mode": os.environ.get("WANDB_MODE"),
-    }
-
-
-def netrc_has(host: str) -> bool | None:
+    """Returns whether there is a key, never the key itself; logged_in is None where .netrc cannot be read."""
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "")).hostname or "api.wandb.ai"
+    logged_in: bool | None = bool(os.environ.get("WANDB_API_KEY"))
     path = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
     try:
-        if not path.is_file():
-            return False
-        return netrc.netrc(path).authenticators(host) is not None
+        logged_in = logged_in or (path.is_file() and netrc.netrc(path).authenticators(host) is not None)
     except (OSError, netrc.NetrcParseError, RuntimeError):
-        return None  # it exists and is not readable
+        logged_in = None
+    installed = importlib.util.find_spec("wandb") is not None
+    return {"installed": installed, "logged_in": logged_in, "mode": os.environ.get("WANDB_MODE")}
 
 
 FACTS = {"host": probe_host, "python": probe_python, "tools": probe_tools}

@@ -19,8 +19,7 @@ from paceline.check.probes.facts import Json, answer
 from paceline.plan.host import names_in, process_name, read_int, read_text
 
 RESOLVE_DEADLINE_S = 2.0
-NUM_PORTS = 10  # that are tried, beginning with the requested one
-SYS_NET = Path("/sys/class/net")
+NUM_PORTS = 10  # that are tried after the requested one
 SIOCETHTOOL, ETHTOOL_GDRVINFO, DRVINFO_BYTES = 0x8946, 3, 196  # linux/sockios.h, linux/ethtool.h
 IFF_UP, IFF_LOOPBACK = 0x1, 0x8
 RTF_UP = 0x1
@@ -32,27 +31,24 @@ DRIVERS = {
     "veth": "veth",
     "bridge": "bridge",
     "bonding": "bond",
-    "tun": "tunnel",
-    "wireguard": "tunnel",
-    "vxlan": "tunnel",
+    **dict.fromkeys(("tun", "wireguard", "vxlan"), "tunnel"),
 }
 
 
 def probe_network(request: Json) -> Json:
     """Returns the facts of the network. Request: port (None: no port is probed)."""
-    name = resolve_own_name()
     port = request.get("port")
-    ports = [] if port is None else [probe_port(port)]
+    others = () if port is None else range(port + 1, min(port + 1 + NUM_PORTS, 65536))
     ephemeral = (read_text("/proc/sys/net/ipv4/ip_local_port_range") or "").split()
     iommu = Path("/sys/class/iommu")
     return {
         "network": {
-            **name,
+            **resolve_own_name(),
             "interfaces": probe_interfaces(),
             "default_interface": default_interface(),
             "ib_devices": probe_ib_devices(Path("/sys/class/infiniband")),
-            "ports": ports,
-            "free_port": None if port is None else first_free_port(port + 1),
+            "ports": [] if port is None else [probe_port(port)],
+            "free_port": next((other for other in others if port_error(other) is None), None),
             "ephemeral_ports": [int(text) for text in ephemeral] if len(ephemeral) == 2 else None,
             "iommu": bool(names_in(iommu)) if iommu.is_dir() else None,
             "acs": None,  # in PCI configuration space, which root alone may read
@@ -82,24 +78,23 @@ def resolve_own_name() -> dict[str, Any]:
 
 
 def probe_interfaces() -> list[dict[str, Any]]:
-    addresses = interface_addresses()
-    return [probe_interface(name, addresses) for _, name in socket.if_nameindex()]
-
-
-def probe_interface(name: str, addresses: dict[str, list[str]] | None) -> dict[str, Any]:
-    folder = SYS_NET / name
-    flags = int(read_text(folder / "flags") or "0", 16)
-    speed, driver = read_int(folder / "speed"), ethtool_driver(name)
-    return {
-        "name": name,
-        "up": bool(flags & IFF_UP) and read_text(folder / "operstate") not in ("down", "lowerlayerdown"),
-        "loopback": bool(flags & IFF_LOOPBACK),
-        "kind": interface_kind(folder, driver=driver),
-        "addresses": None if addresses is None else addresses.get(name, []),
-        "mtu": read_int(folder / "mtu"),
-        "speed_mbps": speed if speed is not None and speed > 0 else None,  # -1: not known to the driver
-        "driver": driver,
-    }
+    addresses, interfaces = interface_addresses(), []
+    for _, name in socket.if_nameindex():
+        folder, driver = Path("/sys/class/net", name), ethtool_driver(name)
+        flags = int(read_text(folder / "flags") or "0", 16)
+        interfaces.append(
+            {
+                "name": name,
+                "up": bool(flags & IFF_UP) and read_text(folder / "operstate") not in ("down", "lowerlayerdown"),
+                "loopback": bool(flags & IFF_LOOPBACK),
+                "kind": interface_kind(folder, driver=driver),
+                "addresses": None if addresses is None else addresses.get(name, []),
+                "mtu": read_int(folder / "mtu"),
+                "speed_mbps": max(0, read_int(folder / "speed") or 0) or None,  # -1: not known to the driver
+                "driver": driver,
+            }
+        )
+    return interfaces
 
 
 def interface_kind(folder: Path, *, driver: str | None) -> str:
@@ -182,11 +177,6 @@ def probe_port(port: int) -> dict[str, Any]:
     error = port_error(port)
     holder = port_holder(port) if error else None
     return {"port": port, "free": error is None, "error": error, "holder": holder}
-
-
-def first_free_port(port: int) -> int | None:
-    last = min(port + NUM_PORTS, 65536)
-    return next((number for number in range(port, last) if port_error(number) is None), None)
 
 
 def port_error(port: int) -> str | None:

@@ -7,6 +7,7 @@ names, sizes and JSON of the text. `prepared` says whether the cache has a compl
 file of it; data/prepare.py verifies the shards themselves.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -16,14 +17,16 @@ import sysconfig
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from paceline.check.probes.facts import Json, answer
 from paceline.plan.host import names_in, read_text
 
-PLACE_DEADLINE_S = 3.0  # a dead network disk never answers
+PLACE_DEADLINE_S = 3.0
 SPEED_DEADLINE_S = 1.5
 WRITE_BYTES, WRITE_S, READ_S = 64 << 20, 0.3, 0.1
 CHUNK_BYTES = 2 << 20
@@ -47,39 +50,37 @@ def probe_storage(request: Json) -> Json:
         "cache": request.get("cache_dir"),
         "tmp": os.environ.get("TMPDIR") or "/tmp",
     }
-    places: dict[str, dict[str, Any]] = {}
-    for name, path in paths.items():
-        if path is not None:
-            places[name] = unknown_place(path, error=f"no answer in {PLACE_DEADLINE_S:.0f} s")
-    threads = [_start(places, name) for name in places]
-    deadline = time.monotonic() + PLACE_DEADLINE_S
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+    late = f"no answer in {PLACE_DEADLINE_S:.0f} s"
+    places = {name: unknown_place(path, error=late) for name, path in paths.items() if path is not None}
+
+    def probe(name: str) -> None:
+        places[name] = probe_place(Path(places[name]["path"]), write=name != "data")
+
+    run_threads([partial(probe, name) for name in places], deadline_s=PLACE_DEADLINE_S)
     if request.get("measure_disk"):
-        measuring = threading.Thread(target=measure_places, args=(places,), daemon=True)
-        measuring.start()
-        measuring.join(SPEED_DEADLINE_S)
+        run_threads([partial(measure_places, places)], deadline_s=SPEED_DEADLINE_S)
     hidden = ("base", "device")
     public = {name: {key: place[key] for key in place if key not in hidden} for name, place in places.items()}
     return {"storage": {name: public.get(name) for name in paths}}
 
 
-def _start(places: dict[str, dict[str, Any]], name: str) -> threading.Thread:
-    def probe() -> None:
-        places[name] = probe_place(Path(places[name]["path"]), write=name != "data")
-
-    thread = threading.Thread(target=probe, daemon=True)
-    thread.start()
-    return thread
+def run_threads(functions: Sequence[Callable[[], None]], *, deadline_s: float) -> None:
+    """Runs the functions at once, and waits for them until the deadline: a dead network disk never answers."""
+    threads = [threading.Thread(target=function, daemon=True) for function in functions]
+    deadline = time.monotonic() + deadline_s
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def local_path(data: str | None) -> str | None:
     """Returns the path in a data source; None for a source that is not on a disk."""
-    if data is None or data == "builtin":
+    if data is None or data == BUILTIN:
         return None
-    if not data.startswith("hf:"):
+    if not data.startswith(HUB):
         return data
-    name = data.removeprefix("hf:")
+    name = data.removeprefix(HUB)
     return name if name.startswith((".", "/", "~")) or Path(name).exists() else None
 
 
@@ -152,18 +153,14 @@ def access_error(path: Path) -> str | None:
 
 def open_nameless(folder: Path) -> int:
     """Opens a new file that is in no folder: nothing is left even if this process is killed."""
-    if hasattr(os, "O_TMPFILE"):
-        try:
-            return os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
-        except OSError as error:
-            if error.errno not in UNSUPPORTED:
-                raise
+    try:
+        return os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.EISDIR, errno.EINVAL, errno.EOPNOTSUPP):  # a file system without O_TMPFILE
+            raise
     fd, name = tempfile.mkstemp(prefix=".paceline-probe-", dir=folder)
     os.unlink(name)  # noqa: PTH108
     return fd
-
-
-UNSUPPORTED = {21, 22, 95}  # EISDIR, EINVAL, EOPNOTSUPP: the errors of file systems without O_TMPFILE
 
 
 def filesystem_of(path: Path) -> str | None:
@@ -181,14 +178,15 @@ def filesystem_of(path: Path) -> str | None:
 
 def measure_places(places: dict[str, dict[str, Any]]) -> None:
     """Measures each device once, in the run folder or the cache; folders on the same device have the same speed."""
-    speeds: dict[int, tuple[float | None, float | None]] = {}
+    measured = set()
     for name in ("run_dir", "cache"):
         place = places.get(name)
-        if place and place["writable"] and place["free_bytes"] >= MIN_FREE_BYTES and place["device"] not in speeds:
-            speeds[place["device"]] = measure_disk(place["base"])
+        if place and place["writable"] and place["free_bytes"] >= MIN_FREE_BYTES and place["device"] not in measured:
+            measured.add(place["device"])
+            write_speed, read_speed = measure_disk(place["base"])
             for other in places.values():
                 if other["device"] == place["device"]:
-                    other["write_bytes_per_s"], other["read_bytes_per_s"] = speeds[place["device"]]
+                    other |= {"write_bytes_per_s": write_speed, "read_bytes_per_s": read_speed}
 
 
 def measure_disk(folder: Path) -> tuple[float | None, float | None]:
@@ -232,10 +230,11 @@ def probe_text(request: Json) -> Json:
     if data is not None:
         source, newest = probe_source(data)
         facts |= source
-    tokenizer_facts = None if tokenizer is None else probe_tokenizer(Path(tokenizer).expanduser())
+    tokenizer_facts, tokenizer_hash = (
+        (None, None) if tokenizer is None else probe_tokenizer(Path(tokenizer).expanduser())
+    )
     vocab_size = tokenizer_facts["vocab_size"] if tokenizer_facts else request.get("vocab_size")
     if data is not None and request.get("cache_dir"):
-        tokenizer_hash = None if tokenizer is None else file_hash(Path(tokenizer).expanduser())
         facts["prepared"] = facts["exists"] is not False and is_prepared(
             Path(request["cache_dir"]).expanduser() / "data",
             source=data,
@@ -303,20 +302,24 @@ def hub_copy_exists(data: str) -> bool:
     return bool(names_in(hub / "snapshots")) or prepared.is_dir()
 
 
-def probe_tokenizer(path: Path) -> dict[str, Any]:
+def probe_tokenizer(path: Path) -> tuple[dict[str, Any], str | None]:
+    """Returns path, exists, vocab_size and error of the tokenizer, and the hash of its file."""
     facts: dict[str, Any] = {"path": str(path), "exists": None, "vocab_size": None, "error": None}
     if path.is_dir():
         path = path / "tokenizer.json"
     try:
         if not path.is_file():
-            return facts | {"exists": path.exists(), "error": "not a regular file" if path.exists() else None}
-        content = json.loads(path.read_bytes())
+            return facts | {"exists": path.exists(), "error": "not a regular file" if path.exists() else None}, None
+        content = path.read_bytes()
     except OSError as error:
-        return facts | {"error": error.strerror}
+        return facts | {"error": error.strerror}, None
+    try:
+        vocab_size = tokenizer_vocab_size(json.loads(content))
+        error_text = None if vocab_size else "not a tokenizer.json"
     except ValueError:
-        return facts | {"exists": True, "error": "not JSON"}
-    vocab_size = tokenizer_vocab_size(content)
-    return facts | {"exists": True, "vocab_size": vocab_size, "error": None if vocab_size else "not a tokenizer.json"}
+        vocab_size, error_text = None, "not JSON"
+    facts |= {"exists": True, "vocab_size": vocab_size, "error": error_text}
+    return facts, hashlib.sha256(content).hexdigest()
 
 
 def tokenizer_vocab_size(content: Any) -> int | None:
@@ -327,14 +330,6 @@ def tokenizer_vocab_size(content: Any) -> int | None:
         added = [token["id"] for token in content.get("added_tokens") or []]
         return int(max([*ids, *added])) + 1
     except (KeyError, TypeError, ValueError, AttributeError):
-        return None
-
-
-def file_hash(path: Path) -> str | None:
-    path = path / "tokenizer.json" if path.is_dir() else path
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
-    except OSError:
         return None
 
 

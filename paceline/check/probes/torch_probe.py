@@ -12,7 +12,6 @@ import json
 import os
 import re
 import select
-import shutil
 import signal
 import sys
 import time
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.check.probes.facts import Json, answer, error_line
+from paceline.check.probes.host_probe import find_compiler
 from paceline.check.torch_install import (
     add_torch_path,
     cache_key,
@@ -38,7 +38,7 @@ from paceline.rundir import write_atomic
 
 DEADLINE_S = 30.0
 MARGIN_S = 2.0  # a child that hangs is killed this much before the deadline: what the files show must still be sent
-STORE_DEADLINE_S = 10
+STORE_DEADLINE = timedelta(seconds=10)
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LIBRARIES = re.compile(
     r"lib(torch|c10|nccl|cudnn|cudart|cublas|uv(?=[.-])|gloo|gomp|iomp5|mkl|nvshmem|amdhip64|rccl)[^/]*\.so[^/]*$"
@@ -76,8 +76,11 @@ def probe_torch(request: Json) -> Json:
     if ending:  # the child did not finish, so torch raised no error
         section["error"] = ending
         return {"torch": section, "error": ending}
-    if cache and is_cacheable(section, key):
-        write_cache(Path(cache), key, section)
+    # not cached: an error, which may go away by itself, such as that of a card that answers again in a minute
+    if cache and section["error"] is None and not (section["cuda_error"] and key["driver"]):
+        with suppress(OSError, PacelineError):  # the cache only saves time
+            Path(cache).parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(Path(cache), json.dumps({"key": key, "torch": section}) + "\n")
     return {"torch": section}
 
 
@@ -126,7 +129,7 @@ def describe_torch(send: Callable[[Json], None]) -> None:
             if not failed:
                 send({"error": f"{stage.__name__.removeprefix('describe_')}: {error_line(error)}"})
             failed = True
-    send({"libraries": probe_libraries(Path(torch.__file__).parent), "libuv_library": libuv_library(torch)})
+    send({"libraries": probe_libraries(Path(torch.__file__).parent), "libuv_library": libuv_library()})
 
 
 def describe_versions(torch: Any) -> Json:
@@ -142,8 +145,8 @@ def describe_versions(torch: Any) -> Json:
 
 
 def describe_distributed(torch: Any) -> Json:
-    available = torch.distributed.is_available()
     dist = torch.distributed
+    available = dist.is_available()
     return {
         "distributed": available,
         "gloo": available and dist.is_gloo_available(),
@@ -158,12 +161,7 @@ def describe_store(torch: Any) -> Json:
         return {"libuv": None}
     try:
         store = torch.distributed.TCPStore(
-            "127.0.0.1",
-            0,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=STORE_DEADLINE_S),
-            use_libuv=True,
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=STORE_DEADLINE, use_libuv=True
         )
     except Exception as error:
         return {"libuv": False, "libuv_error": str(error)}
@@ -208,8 +206,7 @@ def describe_compile(torch: Any) -> Json:
         import triton  # type: ignore[import-not-found, unused-ignore]
 
         return {"compile_backend": f"triton {triton.__version__}"}
-    compiler = os.environ.get("CXX") or next((name for name in ("g++", "clang++", "c++") if shutil.which(name)), None)
-    return {"compile_backend": "c++" if compiler and shutil.which(compiler) else None}
+    return {"compile_backend": "c++" if find_compiler() else None}
 
 
 STAGES = (
@@ -225,11 +222,16 @@ STAGES = (
 def probe_libraries(torch_folder: Path | None) -> list[Json]:
     """Returns the shared libraries in this process's memory, and whether each is from the expected folder."""
     torch_folder = torch_folder or find_torch()
+    paths = [path for path in mapped_files() if LIBRARIES.search(Path(path).name)]
+    return [describe_library(path, torch_folder=torch_folder) for path in paths]
+
+
+def mapped_files() -> list[str]:
+    """Returns the files in this process's memory, sorted."""
     lines = (line.split(None, 5) for line in (read_text("/proc/self/maps") or "").splitlines())
-    paths = {fields[5].removesuffix(" (deleted)") for fields in lines if len(fields) == 6 and fields[5].startswith("/")}
-    return [
-        describe_library(path, torch_folder=torch_folder) for path in sorted(paths) if LIBRARIES.search(Path(path).name)
-    ]
+    return sorted(
+        {fields[5].removesuffix(" (deleted)") for fields in lines if len(fields) == 6 and fields[5][0] == "/"}
+    )
 
 
 def describe_library(path: str, *, torch_folder: Path | None) -> Json:
@@ -253,23 +255,17 @@ def is_expected(path: str, *, torch_folder: Path | None) -> bool:
     return any(Path(path).is_relative_to(folder) for folder in folders)
 
 
-def libuv_library(torch: Any) -> str | None:
+def libuv_library() -> str | None:
     """Returns the version of the libuv in this process: of its own library, or of the one inside torch's."""
-    lines = [line.split(None, 5) for line in (read_text("/proc/self/maps") or "").splitlines()]
-    paths = {fields[5] for fields in lines if len(fields) == 6}
-    own = sorted(path for path in paths if Path(path).name.startswith(("libuv.so", "libuv-")))
-    inside = sorted(path for path in paths if Path(path).name.startswith(("libtorch_cpu.so", "libtensorpipe")))
-    for path in (*own, *inside):
+    paths = mapped_files()
+    own = [path for path in paths if Path(path).name.startswith(("libuv.so", "libuv-"))]
+    inside = [path for path in paths if Path(path).name.startswith(("libtorch_cpu.so", "libtensorpipe"))]
+    for path in own + inside:
         with suppress(OSError, AttributeError):
             function = ctypes.CDLL(path).uv_version_string
             function.restype = ctypes.c_char_p
             return str(function().decode())
     return None
-
-
-def is_cacheable(section: Json, key: Json) -> bool:
-    """Returns False for an answer that may change by itself: a card that failed may answer in a minute."""
-    return section["error"] is None and not (section["cuda_error"] and key["driver"])
 
 
 def read_cache(path: Path, key: Json) -> Json | None:
@@ -279,12 +275,6 @@ def read_cache(path: Path, key: Json) -> Json | None:
         return section if section and set(UNKNOWN) <= section.keys() else None
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
-
-
-def write_cache(path: Path, key: Json, section: Json) -> None:
-    with suppress(OSError, PacelineError):  # the cache only saves time
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps({"key": key, "torch": section}) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """
-What a verdict is: a pure function from the facts of one host, or of all hosts, and the user's intent, to the cases it finds.
+What a rule is: a pure function from the facts of one host, or of all hosts, and the user's intent, to the cases it finds.
 
-An unknown fact (None) never fires: `at` returns None for everything below it. A fix is a command or a value that can be pasted;
-a fix that begins with `--` is a flag for the command that was checked.
+The rule of the verdict gpu-hot is the function gpu_hot; its texts are in check/verdicts.toml. An unknown fact (None) never fires:
+`at` returns None for everything below it. A fix is a command or a value that can be pasted; a fix that begins with `--` is a flag
+for the command that was checked.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,7 +23,7 @@ class Intent:
     num_hosts: int = 1
     precision: str | None = None
     compile: bool | None = None
-    config: dict[str, Any] | None = None  # every key of Config
+    config: dict[str, Any] = field(default_factory=dict)  # every key of Config; empty: there is no config
     set_keys: frozenset[str] = field(default_factory=frozenset)  # the keys that the user has set
     run_dir: str | None = None
     sequence_len: int | None = None
@@ -36,6 +38,10 @@ class Intent:
     tracker: str | None = None
     refused: tuple[str, str] | None = None  # message and fix of a plan that is impossible
 
+    def set_value(self, key: str) -> Any:
+        """Returns the value of a config key that the user has set, None for other keys."""
+        return self.config.get(key) if key in self.set_keys else None
+
 
 Facts = Mapping[str, Any]
 Severity = Literal["stop", "warn", "note"]
@@ -43,28 +49,61 @@ Severity = Literal["stop", "warn", "note"]
 
 @dataclass(frozen=True)
 class Case:
-    """One fault that a rule has found. evidence: paths into the facts. severity: where it differs from the verdict's."""
+    """One fault that a rule has found. severity and evidence (paths into the facts): where they differ from the verdict's."""
 
     what: str
     fix: str
-    evidence: tuple[str, ...] = ()
     severity: Severity | None = None
+    evidence: tuple[str, ...] | None = None
 
 
-Rule = Callable[[Facts, Intent], Iterable[Case]]
+Cases = Iterator[Case]
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """A rule with its texts. cause and fix are for docs/checks.md; the printed finding has the numbers of the case."""
+class Host:
+    """The facts of one host, and what is about to run there."""
 
-    id: str
-    severity: Severity
-    cause: str
-    why: str
-    fix: str
-    rule: Rule | None = None  # for each host by itself
-    compare: Callable[[Sequence[Facts], Intent], Iterable[Case]] | None = None  # for all hosts together
+    facts: Facts
+    intent: Intent
+
+    def at(self, path: str) -> Any:
+        return at(self.facts, path)
+
+    def env(self, name: str) -> str | None:
+        value: str | None = self.at(f"env.{name}")
+        return value
+
+    @property
+    def gpus(self) -> list[Mapping[str, Any]]:
+        """The cards that CUDA sees."""
+        return visible_gpus(self.facts)
+
+    def named_gpus(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Yields `GPU 0 (RTX 5090)` and the card, for the cards that CUDA sees."""
+        for gpu in self.gpus:
+            yield f"GPU {gpu.get('index')} ({short_name(gpu.get('name'))})", gpu
+
+    @property
+    def uses_cuda(self) -> bool:
+        """Whether the run will use GPUs: they are requested, or no device is and there are GPUs."""
+        return self.intent.device == "cuda" or (self.intent.device is None and bool(self.gpus))
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of processes on this host, at least one."""
+        return self.intent.nproc or (len(self.gpus) if self.uses_cuda else 1) or 1
+
+    @property
+    def uses_several_gpus(self) -> bool:
+        return self.uses_cuda and self.num_ranks > 1
+
+    @property
+    def active_infiniband(self) -> list[Mapping[str, Any]]:
+        return [device for device in self.at("network.ib_devices") or () if device.get("state") == "ACTIVE"]
+
+
+Rule = Callable[[Host], Iterable[Case]]
 
 
 def at(facts: Any, path: str) -> Any:
@@ -77,23 +116,8 @@ def at(facts: Any, path: str) -> Any:
     return value
 
 
-def env(facts: Facts, name: str) -> str | None:
-    value: str | None = (facts.get("env") or {}).get(name)
-    return value
-
-
 def visible_gpus(facts: Facts) -> list[Mapping[str, Any]]:
     return [gpu for gpu in facts.get("gpus") or () if gpu.get("visible") is not False]
-
-
-def wants_cuda(facts: Facts, intent: Intent) -> bool:
-    """Returns whether the run will use GPUs: they are requested, or no device is and there are GPUs."""
-    return intent.device == "cuda" or (intent.device is None and bool(visible_gpus(facts)))
-
-
-def num_ranks(facts: Facts, intent: Intent) -> int:
-    """Returns the number of processes on this host, at least one."""
-    return intent.nproc or (len(visible_gpus(facts)) if wants_cuda(facts, intent) else 1) or 1
 
 
 def version_of(text: str | None) -> tuple[int, ...] | None:
@@ -106,11 +130,10 @@ def is_on(value: str | None) -> bool:
     return value is not None and value.lower() not in ("", "0", "false", "off", "no")
 
 
-def named_gpus(facts: Facts) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yields `GPU 0 (RTX 5090)` and the card, for the cards that CUDA sees."""
-    for gpu in visible_gpus(facts):
-        yield f"GPU {gpu.get('index')} ({short_name(gpu.get('name'))})", gpu
-
-
 def short_name(name: Any) -> str:
     return str(name or "unknown").removeprefix("NVIDIA ").removeprefix("GeForce ")
+
+
+def count_names(names: Iterable[str]) -> str:
+    """Returns `2 x H100 80GB HBM3, 1 x RTX 3060`."""
+    return ", ".join(f"{count} x {name}" for name, count in Counter(names).items())

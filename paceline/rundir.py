@@ -12,7 +12,7 @@ import os
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -36,16 +36,6 @@ class Entry:
         return run.path / self.name
 
 
-class Entries:
-    """Paths in the run folder that differ by a host, a step, an attempt or a rank: a call with these returns one."""
-
-    def __init__(self, name: str):
-        self.name = name
-
-    def __get__(self, run: "RunDir", _: type["RunDir"]) -> Callable[..., Path]:
-        return lambda *values: run.path / self.name.format(*values)
-
-
 @dataclass(frozen=True)
 class RunDir:
     """Paths of one run. Creating the object touches nothing."""
@@ -65,29 +55,58 @@ class RunDir:
     lock = Entry(".lock")  # locked while a process holds the run; it has the process id
     health_dir = Entry("health")  # a file for each host: samples of its GPUs, memory, disk and network
 
-    facts = Entries("facts/{}.json")  # (host): the facts of a host when an attempt began
-    sample = Entries("samples/step_{:06d}.txt")  # (step)
-    # (step): details of a NaN, infinite or spiking loss or gradient; a file for each attempt and rank
-    trouble = Entries("trouble/step_{:06d}")
-    progress = Entries("progress/{}")  # (rank): its heartbeat
-    logs = Entries("logs/{}")  # (attempt): the folder with the logs of an attempt
-    rank_log = Entries("logs/{}/{}.log")  # (attempt, rank): the rank's output, whole
-    # (attempt, rank): the exception that ended the rank: {time, type, message, fix, traceback, step}
-    rank_error = Entries("logs/{}/{}.error.json")
-    # (attempt, rank): the stacks of a trainer's rank, written when it receives SIGUSR2; otherwise empty
-    rank_stacks = Entries("logs/{}/{}.stacks")
-    health = Entries("health/{}.jsonl")  # (host): its samples
-    track = Entries("track/{}.json")  # (tracker): what it was sent so far
-    hang = Entries("hangs/{}")  # (attempt): the evidence of a hang: hang.json and a file for each rank
-
     @property
     def name(self) -> str:
         """The run's name, which is its folder's."""
         return self.path.name
 
+    def facts(self, host: str) -> Path:
+        """The facts of a host when an attempt began."""
+        return self.path / "facts" / f"{host}.json"
+
+    def sample(self, step: int) -> Path:
+        """The sample of a step."""
+        return self.samples / f"step_{step:06d}.txt"
+
+    def trouble(self, step: int) -> Path:
+        """Details of a step whose loss or gradient was NaN or infinite, or whose loss spiked; a file for each attempt and rank."""
+        return self.path / "trouble" / f"step_{step:06d}"
+
+    def progress(self, rank: int) -> Path:
+        """A rank's heartbeat."""
+        return self.path / "progress" / str(rank)
+
+    def logs(self, attempt: int) -> Path:
+        """The folder with the logs of an attempt."""
+        return self.path / "logs" / str(attempt)
+
+    def rank_log(self, attempt: int, rank: int) -> Path:
+        """A rank's output, whole."""
+        return self.logs(attempt) / f"{rank}.log"
+
+    def rank_error(self, attempt: int, rank: int) -> Path:
+        """The exception that ended a rank: {time, type, message, fix, traceback, step}."""
+        return self.logs(attempt) / f"{rank}.error.json"
+
+    def rank_stacks(self, attempt: int, rank: int) -> Path:
+        """The stacks of a trainer's rank, written when it receives SIGUSR2; otherwise empty."""
+        return self.logs(attempt) / f"{rank}.stacks"
+
     def recorder_dumps(self, attempt: int) -> list[Path]:
         """Dumps of torch's flight recorder: a rank's last collectives, on request or after torch's timeout (launch/stacks.py)."""
         return sorted(self.logs(attempt).glob(f"{RECORDER_DUMP}*"))
+
+    def health(self, host: str) -> Path:
+        """The samples of one host."""
+        return self.health_dir / f"{host}.jsonl"
+
+    def track(self, name: str) -> Path:
+        """What a tracker has sent so far."""
+        return self.path / "track" / f"{name}.json"
+
+    def hang(self, attempt: int) -> Path:
+        """The evidence of a hang: hang.json and a file for each rank."""
+        return self.path / "hangs" / str(attempt)
 
 
 def utc_now() -> str:

@@ -22,13 +22,12 @@ sys.exit(run_script(options, check=lambda *_: Clearance(libuv=sys.argv[1] == "ye
 LAUNCH = """
 import os, sys
 from pathlib import Path
-from paceline.launch.env import worker_env
+from paceline.launch.env import Launch, worker_env
 from paceline.launch.supervisor import run_attempt
 from paceline.rundir import RunDir
-env, _ = worker_env(os.environ, nproc=2, device="cpu", cpu_cores=2, libuv=False)
+env, _ = worker_env(os.environ, Launch(2, "cpu", cpu_cores=2, libuv=False))
 outcome = run_attempt(
-    RunDir(Path("run")), command=[sys.executable, "-c", sys.argv[1]], nproc=2, attempt=1, env=env, lock_fd=None,
-    on_tick=lambda: None, libuv=False,
+    RunDir(Path("run")), command=[sys.executable, "-c", sys.argv[1]], nproc=2, env=env, libuv=False,
 )
 sys.exit(outcome.exit_code)
 """

@@ -6,7 +6,6 @@ compares the speed with what the links allow. No torch. The figures stay in a fi
 """
 
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -26,7 +25,7 @@ from paceline.comm.analysis import (
 from paceline.config import Config
 from paceline.errors import PacelineError, TrainingFailed
 from paceline.heartbeat import read_heartbeat
-from paceline.launch.env import Launch, worker_env
+from paceline.launch.env import plan_env
 from paceline.launch.supervisor import run_attempt
 from paceline.plan.machine import probe_machine
 from paceline.plan.planner import Plan, make_plan, of_unknown_memory
@@ -146,13 +145,11 @@ def run_ranks(
         if heartbeat is not None:
             progress("testing and timing collectives", heartbeat.step, num_operations(run))
 
-    cpu_cores = plan.threads * plan.world_size
-    env, _ = worker_env(os.environ, Launch(plan.world_size, plan.device, cpu_cores, libuv=libuv))
     outcome = run_attempt(
         run,
         command=command,
         nproc=plan.world_size,
-        env=env,
+        env=plan_env(plan, libuv=libuv)[0],
         on_tick=show_progress,
         hang_after_s=deadline_s,
         stop_grace_s=STOP_GRACE_S,

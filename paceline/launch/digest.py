@@ -203,11 +203,6 @@ def is_terminal(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
-def wants_colour(stream: TextIO) -> bool:
-    """Whether the stream is a terminal and NO_COLOR (no-color.org) is not set."""
-    return is_terminal(stream) and not os.environ.get("NO_COLOR")
-
-
 def format_step(record: Record, *, num_steps: int, eta_s: float | None) -> str:
     """Returns 'step 00120/02500 | loss 4.1203 | 612 ms | 856,679 tok/s | mfu 41.2% | 38.1 GiB | eta 24m17s'."""
     return " | ".join([step_label(record["step"], num_steps), *format_numbers(record, eta_s=eta_s)])

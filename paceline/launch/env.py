@@ -17,6 +17,7 @@ With the config, `accelerate launch --config_file FILE script.py` does what `pac
 """
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -26,7 +27,7 @@ from paceline.config_file import checked_value
 from paceline.errors import PacelineError, UsageError
 from paceline.options import AccelerateOptions
 from paceline.plan.machine import Machine
-from paceline.plan.planner import choose_device, choose_precision, choose_world_size
+from paceline.plan.planner import Plan, choose_device, choose_precision, choose_world_size
 from paceline.units import format_number_of
 
 ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is the older name of the first
@@ -88,6 +89,11 @@ def worker_env(user_env: Mapping[str, str], launch: Launch) -> tuple[dict[str, s
             difference = f"set by you; paceline would set {default or 'it empty'}"
             rows.append(EnvRow(name, value, reason if value == default else difference, "yours"))
     return {**user_env, **{row.name: row.value for row in rows}}, rows
+
+
+def plan_env(plan: Plan, *, libuv: bool) -> tuple[dict[str, str], list[EnvRow]]:
+    """Returns the same for the workers of a plan."""
+    return worker_env(os.environ, Launch(plan.world_size, plan.device, plan.threads * plan.world_size, libuv=libuv))
 
 
 def default_values(user_env: Mapping[str, str], launch: Launch) -> dict[str, tuple[str, str]]:

@@ -92,24 +92,20 @@ class Frame:
 
 def take_stacks(run: RunDir, attempt: int, pids: Mapping[int, int], *, own_ranks: bool) -> dict[int, str]:
     """Returns the stacks of each rank that could be read, after the name of the tool. own_ranks: they run paceline's own code."""
-    py_spy = find_py_spy()
-    texts = py_spy_stacks(py_spy, pids) if py_spy else {}
+    texts = py_spy_stacks(pids)
     if own_ranks:
         texts |= own_stacks(run, attempt, {rank: pid for rank, pid in pids.items() if rank not in texts})
     return texts
 
 
-def find_py_spy() -> str | None:
-    in_venv = Path(sys.executable).with_name("py-spy")
-    return str(in_venv) if in_venv.exists() else shutil.which("py-spy")
-
-
-def py_spy_stacks(py_spy: str, pids: Mapping[int, int]) -> dict[int, str]:
+def py_spy_stacks(pids: Mapping[int, int]) -> dict[int, str]:
     """Takes all stacks in parallel. py-spy cannot pause a process that is stopped already, and need not."""
+    folders = [str(Path(sys.executable).parent), *os.get_exec_path()]  # first that of a virtual environment
+    py_spy = shutil.which("py-spy", path=os.pathsep.join(folders))
     dumps = {}
-    for rank, pid in pids.items():
+    for rank, pid in pids.items() if py_spy else ():
         options = ["--nonblocking"] if process_state(pid) in CANNOT_RUN else []
-        command = [py_spy, "dump", "--full-filenames", *options, "--pid", str(pid)]
+        command = [str(py_spy), "dump", "--full-filenames", *options, "--pid", str(pid)]
         with suppress(OSError):
             dumps[rank] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     deadline, texts = time.monotonic() + PY_SPY_S, dict[int, str]()
@@ -227,21 +223,14 @@ def recorder_env(user_env: Mapping[str, str], run: RunDir, logs_dir: Path) -> di
     """Returns the variables that switch the recorders on; none where the user has set one, or where pipes cannot exist."""
     if any(name in user_env for name in (PIPE, DUMP, OLDER_DUMP)):
         return {}
-    if not can_have_pipes(logs_dir):
+    try:
+        os.mkfifo(logs_dir / "test.pipe")
+        (logs_dir / "test.pipe").unlink()
+    except OSError:  # torch would end the rank
         text = f"{logs_dir} holds no named pipes: flight recorders cannot be read if the run hangs"
         append_event(run, "note", text=text)
         return {}
     return {PIPE: str(logs_dir / PIPE_STEM), DUMP: str(logs_dir / RECORDER_DUMP)}
-
-
-def can_have_pipes(folder: Path) -> bool:
-    """Whether the file system supports named pipes; torch ends the rank where it does not."""
-    try:
-        os.mkfifo(folder / "test.pipe")
-        (folder / "test.pipe").unlink()
-    except OSError:
-        return False
-    return True
 
 
 def request_recordings(run: RunDir, attempt: int, ranks: Sequence[int]) -> list[Path]:

@@ -13,11 +13,13 @@ RUN = """
 import sys
 from dataclasses import replace
 from paceline.command_line import parse, split_command
-from paceline.launch.script import Clearance, run_script
+from paceline.check.ready import CheckResult
+from paceline.launch import script
 from paceline.options import ScriptOptions
 args, command = split_command(sys.argv[2:], ScriptOptions)
 options = replace(parse(args, command="run", options=ScriptOptions), command=tuple(command))
-sys.exit(run_script(options, check=lambda *_: Clearance(libuv=sys.argv[1] == "yes")))
+script.check_script = lambda *_: CheckResult([{"torch": {"libuv": sys.argv[1] == "yes"}}], [])
+sys.exit(script.run_script(options))
 """
 LAUNCH = """
 import os, sys

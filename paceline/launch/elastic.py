@@ -18,21 +18,21 @@ import signal
 import socket
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 MONITOR_INTERVAL_S = 0.1
 PEER_GRACE_S = 3.0  # a peer may print its traceback or finish a file; a peer in a collective never returns
 LOOPBACK = "127.0.0.1"
+STORE_TIMEOUT_S = 60
 
 
 def main(job_path: str) -> int:
@@ -142,56 +142,30 @@ class Engine(LocalElasticAgent):
         return ranks
 
 
-class OneHostRendezvous(RendezvousHandler):
+class OneHostRendezvous(StaticTCPRendezvous):
     """A rendezvous of workers on one host. The store is served here, on a port that the kernel chooses when it binds it.
 
     torch's `c10d` handler would work, but it sleeps up to 0.3 s at random before its first round and polls its store ten times a
-    second for more hosts; its `static` handler needs a port that happens to be free.
+    second for more hosts; its `static` handler by itself needs a port that happens to be free.
 
     Without libuv the workers cannot join this store: torch's client of an agent's store uses libuv whatever USE_LIBUV is. Rank 0
     then hosts its own store, on a port that is reserved for it.
     """
 
     def __init__(self, run_id: str, *, libuv: bool):
-        self._run_id = run_id
-        self._store = TCPStore(
-            LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60), use_libuv=libuv
-        )
-        self._reserved_port = None if libuv else reserve_port()
+        super().__init__(LOOPBACK, 0, rank=0, world_size=1, run_id=run_id, timeout=STORE_TIMEOUT_S)
+        store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=self.timeout, use_libuv=libuv)
+        self._store, self.master_port, self._libuv = store, store.port, libuv
+        if not libuv:
+            # it does not listen: no other process gets this port, but a store that reuses addresses can
+            self._reserved_port = socket.socket()
+            self._reserved_port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._reserved_port.bind((LOOPBACK, 0))
+            self.master_port = self._reserved_port.getsockname()[1]
 
     @property
     def use_agent_store(self) -> bool:
-        return self._reserved_port is None  # then rank 0 joins this store like the others, and no second port is needed
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        port = self._reserved_port.getsockname()[1] if self._reserved_port else self._store.port
-        return RendezvousInfo(PrefixStore(self._run_id, self._store), 0, 1, RendezvousStoreInfo(LOOPBACK, port))
-
-    def get_backend(self) -> str:
-        return "one-host"
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def shutdown(self) -> bool:
-        return True
-
-
-def reserve_port() -> socket.socket:
-    """Returns a bound socket that does not listen: no other process gets its port, but a store that reuses addresses can."""
-    bound = socket.socket()
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    bound.bind((LOOPBACK, 0))
-    return bound
+        return self._libuv  # then rank 0 joins this store like the others, and no second port is needed
 
 
 class RankLogs(LogsSpecs):

@@ -9,6 +9,7 @@ writes the recording to a file (DumpPipe in torch/csrc/distributed/c10d/ProcessG
 a second). It writes that file at its own timeouts as well. torch's gloo does neither: the trainer's ranks do (train/process.py).
 """
 
+import linecache
 import os
 import re
 import shutil
@@ -71,23 +72,6 @@ class Frame:
     name: str
     file: str
     line: int
-
-    @property
-    def place(self) -> str:
-        """The last two parts of the path and the line."""
-        return f"{'/'.join(Path(self.file).parts[-2:])}:{self.line}"
-
-    @property
-    def waits_for_others(self) -> bool:
-        """Whether this frame is one of torch's collectives, or waits for one that was started before."""
-        return self.file.endswith(COLLECTIVES) or (".wait(" in self.source and not STDLIB.search(self.file))
-
-    @property
-    def source(self) -> str:
-        try:
-            return Path(self.file).read_text(encoding="utf-8", errors="replace").splitlines()[self.line - 1].strip()
-        except (OSError, IndexError):
-            return ""
 
 
 def take_stacks(run: RunDir, attempt: int, pids: Mapping[int, int], *, own_ranks: bool) -> dict[int, str]:
@@ -167,8 +151,12 @@ def main_frames(text: str) -> list[Frame]:
 
 
 def waits_for_others(frames: Sequence[Frame]) -> bool:
-    """Whether the thread is inside a collective, whose end depends on other ranks."""
-    return any(frame.waits_for_others for frame in frames[:4])
+    """Whether the thread is inside one of torch's collectives, or waits for one that was started before."""
+    return any(
+        frame.file.endswith(COLLECTIVES)
+        or (".wait(" in linecache.getline(frame.file, frame.line) and not STDLIB.search(frame.file))
+        for frame in frames[:4]
+    )
 
 
 def call_site(frames: Sequence[Frame]) -> str | None:
@@ -176,10 +164,9 @@ def call_site(frames: Sequence[Frame]) -> str | None:
     if not frames:
         return None
     called = next((frame for frame in frames if not LIBRARY.search(frame.file)), frames[0])
+    place = f"{'/'.join(Path(called.file).parts[-2:])}:{called.line}"
     collective = [frame for frame in frames if frame.file.endswith(COLLECTIVES)]
-    if collective:
-        return f"{collective[-1].name}, called at {called.place}"
-    return f"{called.name} at {called.place}"
+    return f"{collective[-1].name}, called at {place}" if collective else f"{called.name} at {place}"
 
 
 def rank_pids(run: RunDir, attempt: int, nproc: int) -> dict[int, int]:

@@ -25,7 +25,7 @@ from paceline.comm.analysis import (
 from paceline.config import Config
 from paceline.errors import PacelineError, TrainingFailed
 from paceline.heartbeat import read_heartbeat
-from paceline.launch.env import plan_env
+from paceline.launch.job import plan_env
 from paceline.launch.supervisor import run_attempt
 from paceline.plan.machine import probe_machine
 from paceline.plan.planner import Plan, make_plan, of_unknown_memory

@@ -34,7 +34,7 @@ WAKE_UP_S = 0.5  # a signal does not interrupt select: its deadline is noticed t
 def main() -> int:
     """Reads the job from stdin and runs it."""
     commands = Lines(sys.stdin.fileno())
-    lines = commands.read()
+    lines: list[dict[str, Any]] = []
     while not lines and not commands.ended:
         lines = commands.read()
     if not lines:
@@ -116,21 +116,19 @@ class Agent:
                 self.stop(self.stop_grace_s)
             elif line["do"] == "kill":
                 self.kill_after(0.0)
-            elif line["do"] == "kill_rank":
-                self.kill_rank(line["rank"])
+            elif line["do"] == "kill_rank":  # with its data loaders; the engine then ends the other ranks
+                pid = self.pids.get(line["rank"])
+                if pid in processes_of(
+                    self.run_id
+                ):  # otherwise it has ended, and the pid may belong to another process
+                    with suppress(OSError):
+                        os.killpg(pid, signal.SIGKILL)
+                self.kill_after(FAILED_GRACE_S + ENGINE_MARGIN_S)
 
     def stop(self, grace_s: float) -> None:
         """Stops the engine, which gives its workers grace_s; an engine that still imports torch just ends."""
         self.engine.send_signal(signal.SIGTERM)
         self.kill_after(grace_s + ENGINE_MARGIN_S)
-
-    def kill_rank(self, rank: int) -> None:
-        """Kills a rank that hangs, with its data loaders; the engine then ends the other ranks."""
-        pid = self.pids.get(rank)
-        if pid in processes_of(self.run_id):  # otherwise it has ended, and the pid may belong to another process
-            with suppress(OSError):
-                os.killpg(pid, signal.SIGKILL)
-        self.kill_after(FAILED_GRACE_S + ENGINE_MARGIN_S)
 
     def kill_after(self, seconds: float) -> None:
         """Kills the engine after this time, unless an earlier deadline is set."""

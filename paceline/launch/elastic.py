@@ -13,6 +13,7 @@ differences to torchrun:
 """
 
 import json
+import math
 import os
 import signal
 import socket
@@ -44,18 +45,16 @@ def main(job_path: str) -> int:
     # torch puts the host's full name into each of its own events: 6 lookups for 2 workers, seconds each on slow DNS
     socket.getfqdn = lambda name="": name or socket.gethostname()
 
-    shim = [sys.executable, "-I", "-S", job["rank_script"], str(os.getpid()), job["logs_dir"]]
-    rendezvous = OneHostRendezvous(job["run_id"], libuv=job["libuv"])
     spec = WorkerSpec(
         role="worker",
         local_world_size=job["nproc"],
-        rdzv_handler=rendezvous,
-        entrypoint=shim[0],
-        args=(*shim[1:], *job["command"]),
+        rdzv_handler=OneHostRendezvous(job["run_id"], libuv=job["libuv"]),
+        entrypoint=sys.executable,
+        args=("-I", "-S", job["rank_script"], str(os.getpid()), job["logs_dir"], *job["command"]),
         max_restarts=0,
         monitor_interval=MONITOR_INTERVAL_S,
     )
-    engine = Engine(spec, logs_specs=RankLogs(Path(job["logs_dir"])), stop_grace_s=job["stop_grace_s"])
+    engine = Engine(spec, logs_specs=RankLogs(job["logs_dir"]), stop_grace_s=job["stop_grace_s"])
     engine.run()
     report("ended", ranks=engine.ranks(), joined=engine.joined)
     return 0
@@ -73,7 +72,7 @@ class Engine(LocalElasticAgent):
         super().__init__(spec, logs_specs)
         self._stop_grace_s = stop_grace_s
         self._stop_requested = False
-        self._stop_deadline: float | None = None
+        self._stop_deadline = math.inf  # of the workers, once they have received SIGTERM
         self._end_times: dict[int, float] = {}  # rank -> Unix time at which its end was noticed
         self._ended_by_us: set[int] = set()
         self._num_succeeded = 0
@@ -101,7 +100,11 @@ class Engine(LocalElasticAgent):
             self._num_succeeded = len(ranks) - len(running) - len(failed)
             report("rank_ended", ranks=ranks)  # with 0: only its heartbeat shows whether that is too early
         if self._stop_requested:
-            if running and self._wait_for_stop():
+            if running and self._stop_deadline == math.inf:
+                self._stop_deadline = time.monotonic() + self._stop_grace_s
+                for handler in self._pcontext.subprocess_handlers.values():
+                    handler.proc.send_signal(signal.SIGTERM)  # not its group: its data loaders must outlive the save
+            if running and time.monotonic() < self._stop_deadline:
                 # torch would end them all at the first exit code other than 0
                 return RunResult(state=WorkerState.HEALTHY)
             self._pcontext.close(signal.SIGKILL, timeout=int(PEER_GRACE_S))
@@ -118,15 +121,6 @@ class Engine(LocalElasticAgent):
     def _num_keys(self) -> int:
         """Returns the number of keys in the whole store; the agent's have a prefix, the workers' have none."""
         return int(self._worker_group.store.num_keys())  # type: ignore[attr-defined]  # declared None
-
-    def _wait_for_stop(self) -> bool:
-        """True while the workers have time left to stop; the first call sends them SIGTERM."""
-        assert isinstance(self._pcontext, SubprocessContext)
-        if self._stop_deadline is None:
-            self._stop_deadline = time.monotonic() + self._stop_grace_s
-            for handler in self._pcontext.subprocess_handlers.values():
-                handler.proc.send_signal(signal.SIGTERM)  # not its group: its data loaders must outlive the save
-        return time.monotonic() < self._stop_deadline
 
     def ranks(self) -> list[dict[str, Any]]:
         """Returns each rank's pid and, if it has ended, its exit code (negative: the signal) and when that was noticed."""
@@ -171,17 +165,13 @@ class OneHostRendezvous(StaticTCPRendezvous):
 class RankLogs(LogsSpecs):
     """Log settings for torch: launch/rank.py redirects the output, and scripts with @record write their error files here."""
 
-    def __init__(self, logs_dir: Path):
-        super().__init__(str(logs_dir))
-        self._logs_dir = logs_dir
-
     @property
     def root_log_dir(self) -> str:
-        return str(self._logs_dir)
+        return str(self._root_log_dir)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         for env in envs.values():
-            env["TORCHELASTIC_ERROR_FILE"] = str(self._logs_dir / f"{env['RANK']}.error.json")
+            env["TORCHELASTIC_ERROR_FILE"] = f"{self.root_log_dir}/{env['RANK']}.error.json"
         inherit = dict.fromkeys(envs, "")
         return LogsDest(stdouts=inherit, stderrs=inherit, error_files=dict.fromkeys(envs, os.devnull))
 

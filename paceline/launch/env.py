@@ -17,7 +17,6 @@ With the config, `accelerate launch --config_file FILE script.py` does what `pac
 """
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -27,7 +26,7 @@ from paceline.config_file import checked_value
 from paceline.errors import PacelineError, UsageError
 from paceline.options import AccelerateOptions
 from paceline.plan.machine import Machine
-from paceline.plan.planner import Plan, choose_device, choose_precision, choose_world_size
+from paceline.plan.planner import choose_device, choose_precision, choose_world_size
 from paceline.units import format_number_of
 
 ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is the older name of the first
@@ -54,7 +53,7 @@ COMMENTS = {
     "fsdp_auto_wrap_policy": "transformers models have their layers' names; for others set fsdp_transformer_layer_cls_to_wrap",
 }
 
-Origin = Literal["added", "yours", "yours-harmful"]
+Origin = Literal["added", "yours", "yours, hurts"]
 
 
 class EnvRow(NamedTuple):
@@ -83,17 +82,12 @@ def worker_env(user_env: Mapping[str, str], launch: Launch) -> tuple[dict[str, s
     for name, value in sorted(user_env.items()):
         harm = harm_of(name, value, launch)
         if harm:
-            rows.append(EnvRow(name, value, harm, "yours-harmful"))
+            rows.append(EnvRow(name, value, harm, "yours, hurts"))
         elif name in defaults:
             default, reason = defaults[name]
             difference = f"set by you; paceline would set {default or 'it empty'}"
             rows.append(EnvRow(name, value, reason if value == default else difference, "yours"))
     return {**user_env, **{row.name: row.value for row in rows}}, rows
-
-
-def plan_env(plan: Plan, *, libuv: bool) -> tuple[dict[str, str], list[EnvRow]]:
-    """Returns the same for the workers of a plan."""
-    return worker_env(os.environ, Launch(plan.world_size, plan.device, plan.threads * plan.world_size, libuv=libuv))
 
 
 def default_values(user_env: Mapping[str, str], launch: Launch) -> dict[str, tuple[str, str]]:
@@ -156,13 +150,12 @@ def harm_of(name: str, value: str, launch: Launch) -> str | None:
 
 def harm_lines(rows: list[EnvRow]) -> list[str]:
     """Returns a line for each value of the user's that is known to hurt; it stays anyway."""
-    return [f"note    {row.name}={row.value} is yours: {row.reason}" for row in rows if row.origin == "yours-harmful"]
+    return [f"note    {row.name}={row.value} is yours: {row.reason}" for row in rows if row.origin == "yours, hurts"]
 
 
 def format_env(rows: list[EnvRow]) -> str:
     """Returns the table of --show-env: which variables are added, which are the user's, and why."""
-    origins = {"added": "added", "yours": "yours", "yours-harmful": "yours, hurts"}
-    table = [(f"{row.name}={row.value}", origins[row.origin], row.reason) for row in rows]
+    table = [(f"{row.name}={row.value}", row.origin, row.reason) for row in rows]
     widths = [max(len(row[i]) for row in table) for i in range(2)]
     return "\n".join(f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in table)
 

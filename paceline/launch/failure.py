@@ -254,7 +254,11 @@ def explain_kill(explanation: Explanation, root: Failure, *, memory_ran_out: boo
     """Explains a rank that SIGKILL ended: the kernel killed it for memory, or somebody outside the run did."""
     subject = "the launch agent" if root.rank is None else f"rank {root.rank}"
     if memory_ran_out or any(evidence.source == "kernel log" for evidence in explanation.evidence):
-        summary = f"the kernel killed {subject}: {describe_memory()}"
+        host_bytes, group = physical_memory_bytes(), memory_limit()
+        limit = f"this host has {format_bytes(host_bytes)}"
+        if group is not None and group.limit_bytes < host_bytes:
+            limit = f"its cgroup may use {format_bytes(group.limit_bytes)}"
+        summary = f"the kernel killed {subject}: {limit} of memory, and none was left"
         if explanation.cause == HOST_MEMORY:
             summary = explanation.summary  # from the kernel's own log
         return replace(explanation, cause=HOST_MEMORY, rank=root.rank, summary=summary, confidence=1.0)
@@ -266,11 +270,3 @@ def explain_kill(explanation: Explanation, root: Failure, *, memory_ran_out: boo
         f"{memory}A batch system's limit, the end of a container or a person sends this signal; the run can be resumed"
     )
     return replace(explanation, cause=KILLED, rank=root.rank, summary=summary, fix=fix, confidence=0.8)
-
-
-def describe_memory() -> str:
-    """Returns the limit that the host's memory or its cgroup has, as a reason for a kill."""
-    host_bytes, group = physical_memory_bytes(), memory_limit()
-    if group is not None and group.limit_bytes < host_bytes:
-        return f"its cgroup may use {format_bytes(group.limit_bytes)} of memory, and none was left"
-    return f"this host has {format_bytes(host_bytes)} of memory, and none was left"

@@ -37,7 +37,6 @@ THROUGHPUT_TX, THROUGHPUT_RX = 0, 1
 THROUGHPUT_EVERY = 5  # samples: without the counters each question takes the driver 20 ms
 WHOLE_EVERY = 30  # lines
 EARLIEST = 0.25  # of the time between two lines: no line comes sooner, however many Xid errors do
-NICENESS = 10
 SLOW = {
     "cores", "ram_total", "cgroup_limit", "disk_total", "name", "total_bytes", "power_limit_w", "pcie", "processes", "errors",
 }  # fmt: skip
@@ -92,6 +91,7 @@ class GpuSampler:
     def _values(self, index: int, card: Card) -> dict[str, Any]:
         value, processes = card.value, card.processes()
         memory, use = value("nvmlDeviceGetMemoryInfo"), value("nvmlDeviceGetUtilizationRates")
+        used_mj = value("nvmlDeviceGetTotalEnergyConsumption")
         generation, width = value("nvmlDeviceGetCurrPcieLinkGeneration"), value("nvmlDeviceGetCurrPcieLinkWidth")
         return {
             "index": index,
@@ -102,7 +102,10 @@ class GpuSampler:
             "memory_use": None if use is None else use.memory / 100,
             "power_w": card.power_w(),
             "power_limit_w": card.power_limit_w(),
-            "energy_j": self._energy(index, value("nvmlDeviceGetTotalEnergyConsumption")),
+            # since this sampler began: the driver counts from its own start
+            "energy_j": None
+            if used_mj is None
+            else round((used_mj - self._first_mj.setdefault(index, used_mj)) / 1000),
             "temperature_c": card.temperature_c(),
             "sm_mhz": value("nvmlDeviceGetClockInfo", SM_CLOCK),
             "memory_mhz": value("nvmlDeviceGetClockInfo", MEMORY_CLOCK),
@@ -134,12 +137,6 @@ class GpuSampler:
             "pcie_replays": value("nvmlDeviceGetPcieReplayCounter"),
         }
         return {name: count for name, count in counts.items() if count is not None}
-
-    def _energy(self, index: int, millijoules: int | None) -> int | None:
-        """Returns the energy used since this sampler began; the driver counts from its own start."""
-        if millijoules is None:
-            return None
-        return round((millijoules - self._first_mj.setdefault(index, millijoules)) / 1000)
 
     def _traffic(self, index: int, card: Card) -> dict[str, int]:
         """Returns bytes per second over PCIe, seen from the card."""
@@ -241,7 +238,7 @@ class Sampler:
 def main() -> None:
     """Runs the sampler process until it is killed."""
     run_path, every_s, run_id = sys.argv[1:]
-    os.nice(NICENESS)
+    os.nice(10)
     run = RunDir(Path(run_path))
     Sampler(run, HostSampler(run.path), open_gpus(run, run_id)).follow(float(every_s))
 

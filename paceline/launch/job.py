@@ -6,6 +6,7 @@ measured step time is compared with the planned one, which also corrects the nex
 """
 
 import json
+import os
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from paceline.errors import Finding, PacelineError, PlanError
 from paceline.explain.evidence import read_samples
 from paceline.launch.attempts import Job
 from paceline.launch.digest import Digest, OnMetrics
-from paceline.launch.env import plan_env
+from paceline.launch.env import EnvRow, Launch, worker_env
 from paceline.launch.policy import Abilities, AttemptEnd, Decision
 from paceline.launch.supervisor import Outcome, StopSignals, run_attempt
 from paceline.plan.advice import step_gap
@@ -153,6 +154,11 @@ class TrainingJob(Job):
         shown = "".join(char if char.isprintable() or char == "\n" else " " for char in text).rstrip()
         head = f"sample, the first lines held-out text ({sample}):"
         return ["", head, textwrap.indent(shown, "  | ", lambda _: True), *lines]
+
+
+def plan_env(plan: Plan, *, libuv: bool) -> tuple[dict[str, str], list[EnvRow]]:
+    """Returns the workers' environment for a plan, and its table. libuv: whether this torch has it."""
+    return worker_env(os.environ, Launch(plan.world_size, plan.device, plan.threads * plan.world_size, libuv=libuv))
 
 
 def stop_grace_s(plan: Plan) -> float:

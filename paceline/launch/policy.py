@@ -200,14 +200,9 @@ RULES = (
 
 
 def decide(state: Situation) -> Decision:
-    """Returns what to do next."""
-    rule = find_rule(state)
+    """Returns what to do next. The first rule that applies decides; the last one always does."""
+    rule = next(rule for rule in RULES if rule.applies(state))
     wait_s = 0.0 if rule.wait == "none" else WAITS_S[min(state.num_without_progress, len(WAITS_S) - 1)]
     if rule.wait == "long":
         wait_s = max(wait_s, UNAVAILABLE_WAIT_S)
     return Decision(rule.action, wait_s, rule.why(state))
-
-
-def find_rule(state: Situation) -> Rule:
-    """Returns the first rule that applies; the last one always does."""
-    return next(rule for rule in RULES if rule.applies(state))

@@ -70,7 +70,13 @@ def run_script(options: ScriptOptions) -> int:
         return 0
     lock = create_run(run, script, checked)
     job = ScriptJob(run, lock, checked.libuv, options, script, argv, env)
-    job.show([*format_script(script, machine), f"run     {run.path}", *harm_lines(rows), ""])
+    if script.device == "cuda":
+        devices = f"{script.nproc} x {machine.gpus[0].name}"
+    else:
+        threads = format_number_of(max(1, machine.cpu_cores // script.nproc), "thread")
+        devices = f"{format_number_of(script.nproc, 'CPU process', 'CPU processes')} x {threads}"
+    lines = [f"script  {' '.join(script.command)}", f"device  {devices}", f"run     {run.path}"]
+    job.show([*lines, *harm_lines(rows), ""])
     return run_job(job, services)
 
 
@@ -179,7 +185,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """Returns the values of a script's config.toml. Raises PacelineError for any other file."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise PacelineError(f"config file {path} cannot be read: {error}", fix="config.toml of a run folder") from error
     if missing := sorted(CONFIG_KEYS - set(values)):
         raise PacelineError(
@@ -231,16 +237,6 @@ def create_run(run: RunDir, script: Script, checked: CheckResult) -> int:
     except OSError as error:
         raise unwritable_run(run, error) from error
     return lock
-
-
-def format_script(script: Script, machine: Machine) -> list[str]:
-    """Returns the first lines on the screen: the command and its processes."""
-    if script.device == "cuda":
-        devices = f"{script.nproc} x {machine.gpus[0].name}"
-    else:
-        threads = format_number_of(max(1, machine.cpu_cores // script.nproc), "thread")
-        devices = f"{format_number_of(script.nproc, 'CPU process', 'CPU processes')} x {threads}"
-    return [f"script  {' '.join(script.command)}", f"device  {devices}"]
 
 
 def make_argv(command: Sequence[str], *, cwd: Path) -> list[str]:

@@ -56,7 +56,6 @@ PIPE, DUMP = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_FR_DUMP_TEMP_FILE"  # ste
 OLDER_DUMP = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
 PIPE_STEM = "collectives_"
 RECORDING_S = 1.2
-RECORDING_PAUSE_S = 0.02
 
 
 def process_state(pid: int) -> str | None:
@@ -200,9 +199,8 @@ def describe_process(pid: int) -> str:
     for task in sorted(folder.glob("task/*"), key=lambda path: int(path.name)):
         with suppress(OSError):
             name, wchan = (task / "comm").read_text().strip(), (task / "wchan").read_text().strip()
-            state = (task / "stat").read_text().rpartition(")")[2].split()[0]
             place = "n/a" if wchan in ("", "0") else wchan
-            lines.append(f"thread {task.name} {name}: state {state}, waits in {place}")
+            lines.append(f"thread {task.name} {name}: state {process_state(int(task.name))}, waits in {place}")
     return "\n".join(lines)
 
 
@@ -241,7 +239,7 @@ def wait_for_recordings(paths: Sequence[Path]) -> None:
         before, sizes = sizes, [path.stat().st_size if path.exists() else 0 for path in paths]
         if before == sizes and all(sizes):
             return
-        time.sleep(RECORDING_PAUSE_S)
+        time.sleep(PAUSE_S)
 
 
 def remove_pipes(logs_dir: Path) -> None:

@@ -80,26 +80,19 @@ def run_attempt(
     agree (launch/env.py). cwd: of the workers. script: the workers run a user's script, so they write no heartbeats, and the
     attempt's exit code is that of its root cause, as a shell reports it. health_every_s: between two samples; 0 for none.
     """
-    logs_dir = run.logs(attempt).resolve()
-    logs_dir.mkdir(parents=True, exist_ok=True)
-    for path in run.progress(0).parent.glob("*"):
-        path.unlink(missing_ok=True)  # heartbeats of the previous attempt
     job = {
         "command": command,
         "nproc": nproc,
-        "env": {**env, **recorder_env(env, run, logs_dir)},
-        "logs_dir": str(logs_dir),
-        "run_id": uuid.uuid4().hex,
+        "env": env,
         "lock_fd": lock_fd,
         "stop_grace_s": stop_grace_s,
         "libuv": libuv,
         "cwd": None if cwd is None else str(cwd),
-        "run_path": str(run.path.resolve()),
         "health_every_s": health_every_s,
     }
     record = AttemptRecord(run, attempt, nproc, script=script)
     watchdog = Watchdog(run, attempt, nproc, hang_after_s=hang_after_s, script=script)
-    with catch_signals(signals) as signals, start_agent(job) as link:
+    with catch_signals(signals) as signals, start_agent(run, attempt, job) as link:
         while not link.lines.ended:
             for line in link.read():
                 record.add(line)
@@ -107,7 +100,9 @@ def run_attempt(
                 record.stopping = True
                 append_event(run, "stopping", attempt=attempt, signal=signals.first)
                 link.send("stop", give_up_s=stop_grace_s + AGENT_MARGIN_S)
-            if (signals.kill or record.must_end_early_exit()) and not record.killing:
+            # the peers of a rank that exited too early have had their grace period
+            is_overdue = not record.stopping and time.monotonic() - record.early_exit_at > EARLY_EXIT_GRACE_S
+            if (signals.kill or is_overdue) and not record.killing:
                 record.killing = True
                 link.send("kill", give_up_s=AGENT_MARGIN_S)
             on_tick()
@@ -150,10 +145,6 @@ class AttemptRecord:
             if line["survivors"]:
                 pids = ", ".join(map(str, line["survivors"]))
                 append_event(self.run, "note", text=f"processes that survive SIGKILL: {pids}")
-
-    def must_end_early_exit(self) -> bool:
-        """Whether a rank exited too early and its peers have had their grace period."""
-        return not self.stopping and time.monotonic() - self.early_exit_at > EARLY_EXIT_GRACE_S
 
     def write_attempt(self) -> None:
         """Writes the start of the attempt to events.jsonl."""
@@ -273,9 +264,15 @@ class AgentLink:
 
 
 @contextmanager
-def start_agent(job: dict[str, Any]) -> Iterator[AgentLink]:
+def start_agent(run: RunDir, attempt: int, job: dict[str, Any]) -> Iterator[AgentLink]:
     """Starts the agent with its job. However the block is left, nothing of the attempt runs afterwards."""
-    with (Path(job["logs_dir"]) / LAUNCH_LOG).open("ab") as log:
+    for path in run.progress(0).parent.glob("*"):
+        path.unlink(missing_ok=True)  # heartbeats of the previous attempt
+    logs_dir, run_id = run.logs(attempt).resolve(), uuid.uuid4().hex
+    logs_dir.mkdir(parents=True, exist_ok=True)
+    job |= {"logs_dir": str(logs_dir), "run_path": str(run.path.resolve()), "run_id": run_id}
+    job["env"] = {**job["env"], **recorder_env(job["env"], run, logs_dir)}
+    with (logs_dir / LAUNCH_LOG).open("ab") as log:
         agent = subprocess.Popen(
             [sys.executable, "-P", "-m", "paceline.launch.agent"],
             stdin=subprocess.PIPE,
@@ -292,4 +289,4 @@ def start_agent(job: dict[str, Any]) -> Iterator[AgentLink]:
         agent.kill()
         with suppress(BrokenPipeError):
             agent.__exit__(None, None, None)  # closes both pipes and reaps
-        kill_processes(job["run_id"], timeout_s=AGENT_MARGIN_S)
+        kill_processes(run_id, timeout_s=AGENT_MARGIN_S)

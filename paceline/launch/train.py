@@ -28,8 +28,8 @@ from paceline.config_file import format_toml, load_config, override
 from paceline.data.prepare import TokenDataset, open_dataset, prepare
 from paceline.errors import PacelineError
 from paceline.launch.attempts import run_job
-from paceline.launch.env import format_env, harm_lines, plan_env
-from paceline.launch.job import TrainingJob
+from paceline.launch.env import format_env, harm_lines
+from paceline.launch.job import TrainingJob, plan_env
 from paceline.launch.notify import checked_services
 from paceline.launch.trial import try_plan
 from paceline.model.manifest import newest_good, read_manifest

@@ -16,8 +16,8 @@ from typing import Any
 
 from paceline.config import Config, cache_dir
 from paceline.errors import PacelineError, TrainingFailed
-from paceline.launch.env import plan_env
 from paceline.launch.failure import NO_PRIMITIVE, OUT_OF_MEMORY, Failure
+from paceline.launch.job import plan_env
 from paceline.launch.supervisor import run_attempt
 from paceline.plan.history import PROBE, MemoryRecord, keep_record, record_of
 from paceline.plan.machine import Machine
@@ -68,7 +68,7 @@ def try_plan(
     A plan that fills most of its devices gets a smaller micro-batch if memory runs out; a length that is a time becomes a number of
     steps. make: plans the run's text again. Raises PacelineError where the run would fail.
     """
-    if not wants_probe(plan):
+    if plan.time is None and not fills_memory(plan):
         return config, plan, []
     plan, text, speed = find_rows(plan, cache=cache_dir(config), libuv=libuv)
     lines = [text] if text else []
@@ -77,11 +77,6 @@ def try_plan(
         print(text, flush=True)
         lines.append(text)
     return config, replan(plan, config, machine, make=make), lines
-
-
-def wants_probe(plan: Plan) -> bool:
-    """Whether a plan is tried before the run."""
-    return plan.time is not None or fills_memory(plan)
 
 
 def fills_memory(plan: Plan) -> bool:

@@ -86,10 +86,6 @@ class RankState:
     def place(self) -> tuple[int, int, int]:
         return (-1, 0, 0) if self.heartbeat is None else self.heartbeat.place
 
-    def to_json(self) -> dict[str, Any]:
-        record = asdict(self)
-        return {"mark" if name == "heartbeat" else name: value for name, value in record.items()}
-
 
 class Watchdog:
     """Call poll() some times a second from the start of an attempt: it returns a hang once, and None after that.
@@ -195,7 +191,8 @@ def record_hang(
     )
     texts = {f"{rank.rank}.txt": describe_rank(rank, stacks.get(rank.rank)) for rank in ranks}
     facts = {name: value for name, value in asdict(hang).items() if name != "evidence"}
-    record = {"time": utc_now(), **facts, "ranks": [rank.to_json() for rank in ranks], "host": describe_host(run)}
+    states = [{name.replace("heartbeat", "mark"): value for name, value in asdict(rank).items()} for rank in ranks]
+    record = {"time": utc_now(), **facts, "ranks": states, "host": describe_host(run)}
     texts["hang.json"] = json.dumps(record, indent=1) + "\n"
     paths = []
     with suppress(OSError):  # a full disk must not keep the run from continuing

@@ -15,7 +15,7 @@ from paceline.config import Config
 from paceline.errors import PacelineError
 from paceline.launch.failure import Failure
 from paceline.launch.supervisor import Outcome
-from paceline.launch.trial import ProbeFailed, Speed, find_rows, memory_reason, read_trial, wants_probe, with_length
+from paceline.launch.trial import ProbeFailed, Speed, find_rows, memory_reason, read_trial, try_plan, with_length
 from paceline.plan.history import read_records
 from paceline.plan.machine import Machine
 from paceline.plan.planner import Plan, make_plan
@@ -84,8 +84,14 @@ def no_launch(monkeypatch):
     ],
     ids=str,
 )
-def test_rows_that_paceline_chose_for_most_of_the_memory_are_tried_and_a_length_that_is_a_time(fields, expected):
-    assert wants_probe(planned(**fields)) is expected
+def test_rows_that_paceline_chose_for_most_of_the_memory_are_tried_and_a_length_that_is_a_time(
+    fields, expected, monkeypatch
+):
+    plan, calls = planned(**fields), []
+    monkeypatch.setattr("paceline.launch.trial.find_rows", lambda plan, **_: calls.append(plan) or (plan, "", None))
+    monkeypatch.setattr("paceline.launch.trial.replan", lambda plan, *_, **__: plan)
+    assert try_plan(SMALL, plan, HOST, make=None, libuv=True) == (SMALL, plan, [])
+    assert calls == [plan] * expected
 
 
 @pytest.mark.dist

@@ -116,13 +116,12 @@ class Agent:
                 self.stop(self.stop_grace_s)
             elif line["do"] == "kill":
                 self.kill_after(0.0)
-            elif line["do"] == "kill_rank":  # with its data loaders; the engine then ends the other ranks
+            elif line["do"] == "kill_rank":
                 pid = self.pids.get(line["rank"])
-                if pid in processes_of(
-                    self.run_id
-                ):  # otherwise it has ended, and the pid may belong to another process
+                # a rank that has ended has none there, and its pid may belong to another process
+                if pid in processes_of(self.run_id):
                     with suppress(OSError):
-                        os.killpg(pid, signal.SIGKILL)
+                        os.killpg(pid, signal.SIGKILL)  # with its data loaders; the engine then ends the other ranks
                 self.kill_after(FAILED_GRACE_S + ENGINE_MARGIN_S)
 
     def stop(self, grace_s: float) -> None:

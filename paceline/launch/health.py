@@ -157,17 +157,19 @@ class GpuSampler:
         return {name: 1000 * count for name, count in zip(names, kilobytes, strict=True) if count is not None}
 
 
-class HostSampler:
-    """The host's processors, memory, disk and network; sample() returns rates over the time since the previous sample."""
+class Sampler:
+    """Writes the lines of one host: its processors, memory, disk and network, and its GPUs."""
 
-    def __init__(self, folder: Path):
-        """folder: a folder on the disk that is sampled."""
-        self.folder = folder
+    def __init__(self, run: RunDir, gpus: GpuSampler):
+        self.run, self.gpus = run, gpus
+        self.path = run.health(socket.gethostname().replace("/", "_"))
         self._counters: dict[str, int] = {}
         self._time = 0.0
+        self._lines = 0
+        self._written: dict[Any, Any] = {}  # the SLOW values that were written last, by GPU and name
 
-    def sample(self) -> dict[str, Any]:
-        """Returns the host's values; None for what it does not report."""
+    def sample_host(self) -> dict[str, Any]:
+        """Returns the host's values, rates over the time since the previous sample; None for what it does not report."""
         memory, limit = memory_sizes(), memory_limit()
         total, available = memory.get("MemTotal") or physical_memory_bytes(), memory.get("MemAvailable")
         cpu = cpu_use()
@@ -180,23 +182,13 @@ class HostSampler:
             "cgroup_limit": limit.limit_bytes if limit else None,
         }
         with suppress(OSError):
-            disk = shutil.disk_usage(self.folder)
+            disk = shutil.disk_usage(self.run.path)
             values |= {"disk_free": disk.free, "disk_total": disk.total}
         now, counters = time.monotonic(), transfer_counters()
         seconds, before = now - self._time, self._counters
         self._time, self._counters = now, counters
         rates = {name: (counters[name] - before[name]) / seconds for name in counters if name in before}
         return values | {f"{name}_bps": round(rate) for name, rate in rates.items()}
-
-
-class Sampler:
-    """Writes the lines of one host."""
-
-    def __init__(self, run: RunDir, host: HostSampler, gpus: GpuSampler):
-        self.host, self.gpus = host, gpus
-        self.path = run.health(socket.gethostname().replace("/", "_"))
-        self._lines = 0
-        self._written: dict[Any, Any] = {}  # the SLOW values that were written last, by GPU and name
 
     def follow(self, every_s: float) -> None:
         """Writes a line every every_s seconds, and one soon after an Xid error, until the process is killed."""
@@ -211,7 +203,7 @@ class Sampler:
     def write(self) -> None:
         """Samples once and appends the line."""
         gpus = self.gpus.sample()
-        line = {"time": utc_now(), **self._without_repeats(None, self.host.sample())}
+        line = {"time": utc_now(), **self._without_repeats(None, self.sample_host())}
         if gpus:
             line["gpus"] = [{"index": gpu["index"], **self._without_repeats(gpu["index"], gpu)} for gpu in gpus]
         if append_sample(self.path, line):
@@ -240,7 +232,7 @@ def main() -> None:
     run_path, every_s, run_id = sys.argv[1:]
     os.nice(10)
     run = RunDir(Path(run_path))
-    Sampler(run, HostSampler(run.path), open_gpus(run, run_id)).follow(float(every_s))
+    Sampler(run, open_gpus(run, run_id)).follow(float(every_s))
 
 
 if __name__ == "__main__":

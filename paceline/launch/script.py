@@ -246,7 +246,12 @@ def make_argv(command: Sequence[str], *, cwd: Path) -> list[str]:
     refuse_launchers(command)
     first, *arguments = command
     if first == "-m":
-        check_module(arguments, cwd=cwd)
+        if not arguments:
+            raise UsageError("-m needs a module", fix="paceline run -- -m package.train --lr 0.1")
+        top = arguments[0].partition(".")[0]
+        if PathFinder.find_spec(top, [str(cwd), *sys.path]) is None:
+            fix = f"install it, or start in the folder that holds {top}"
+            raise PacelineError(f"there is no module {arguments[0]}", fix=fix)
         return [sys.executable, "-m", *arguments]
     if first.startswith("-"):
         raise UsageError(f"{first} comes before the script", fix=f"paceline run -- SCRIPT.py {first} ...")
@@ -262,17 +267,6 @@ def make_argv(command: Sequence[str], *, cwd: Path) -> list[str]:
     if shutil.which(first) is None:
         raise PacelineError(f"there is no script and no program {first}", fix="the path of one that exists")
     return [first, *arguments]
-
-
-def check_module(arguments: Sequence[str], *, cwd: Path) -> None:
-    """Raises PacelineError where python -m would not find the module."""
-    if not arguments:
-        raise UsageError("-m needs a module", fix="paceline run -- -m package.train --lr 0.1")
-    top = arguments[0].partition(".")[0]
-    if PathFinder.find_spec(top, [str(cwd), *sys.path]) is None:
-        raise PacelineError(
-            f"there is no module {arguments[0]}", fix=f"install it, or start in the folder that holds {top}"
-        )
 
 
 def check_file(path: Path, name: str) -> None:

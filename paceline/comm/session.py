@@ -6,7 +6,6 @@ compares the speed with what the links allow. No torch. The figures stay in a fi
 """
 
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -26,9 +25,8 @@ from paceline.comm.analysis import (
 from paceline.config import Config
 from paceline.errors import PacelineError, TrainingFailed
 from paceline.heartbeat import read_heartbeat
-from paceline.launch.env import worker_env
+from paceline.launch.job import plan_env
 from paceline.launch.supervisor import run_attempt
-from paceline.launch.watchdog import Watchdog
 from paceline.plan.machine import probe_machine
 from paceline.plan.planner import Plan, make_plan, of_unknown_memory
 from paceline.rundir import RunDir, write_atomic
@@ -141,38 +139,28 @@ def run_ranks(
     progress: Callable[[str, float, float], None],
 ) -> None:
     """Returns when every rank has written its report."""
-    watchdog = Watchdog(run, 1, plan.world_size, hang_after_s=deadline_s)
 
     def show_progress() -> None:
         heartbeat = read_heartbeat(run.progress(0))
         if heartbeat is not None:
             progress("testing and timing collectives", heartbeat.step, num_operations(run))
 
-    env, _ = worker_env(
-        dict(os.environ),
-        nproc=plan.world_size,
-        device=plan.device,
-        cpu_cores=plan.threads * plan.world_size,
-        libuv=libuv,
-    )
     outcome = run_attempt(
         run,
         command=command,
         nproc=plan.world_size,
-        attempt=1,
-        env=env,
-        lock_fd=None,
+        env=plan_env(plan, libuv=libuv)[0],
         on_tick=show_progress,
-        watchdog=watchdog,
+        hang_after_s=deadline_s,
         stop_grace_s=STOP_GRACE_S,
         libuv=libuv,
     )
     if outcome.state == "interrupted":
         raise KeyboardInterrupt
-    if watchdog.hang is not None:
-        raise CommFailed(watchdog.hang.text, fix=f"logs: {run.logs(1)}; {hang_fix(plan)}")
-    if outcome.root is not None:
-        root = outcome.root
+    if outcome.hang is not None:
+        raise CommFailed(outcome.hang.text, fix=f"logs: {run.logs(1)}; {hang_fix(plan)}")
+    if outcome.failures:
+        root = outcome.failures[0]
         subject = "the launch" if root.rank is None else f"rank {root.rank}"
         raise CommFailed(f"{subject} failed: {root.message}", fix=root.fix or f"read the logs: {run.logs(1)}")
 

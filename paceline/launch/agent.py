@@ -10,7 +10,7 @@ once and stay small beside the workers.
 import ctypes
 import json
 import os
-import selectors
+import select
 import signal
 import subprocess
 import sys
@@ -19,7 +19,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from paceline.launch.health import end_sampler, start_sampler
 from paceline.launch.stacks import remove_pipes
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -28,13 +27,14 @@ LINK_LOST_GRACE_S = 20.0  # without a supervisor: enough for a save
 ENGINE_MARGIN_S = 3.0  # how much later than its own deadline the engine may end before it is killed
 FAILED_GRACE_S = 3.0  # the engine gives the peers of a failed rank this long
 KILL_DEADLINE_S = 10.0
+SAMPLER_END_S = 2.0  # a sampler in a system call that does not return is left behind
 WAKE_UP_S = 0.5  # a signal does not interrupt select: its deadline is noticed this late
 
 
 def main() -> int:
     """Reads the job from stdin and runs it."""
     commands = Lines(sys.stdin.fileno())
-    lines = commands.read()
+    lines: list[dict[str, Any]] = []
     while not lines and not commands.ended:
         lines = commands.read()
     if not lines:
@@ -71,26 +71,30 @@ class Agent:
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(signum, lambda *_: self.stop(self.stop_grace_s))
         self.engine = start_engine(job)
-        self.sampler = start_sampler(job["run_path"], every_s=job["health_every_s"], run_id=self.run_id)
+        self.sampler = start_sampler(job) if job["health_every_s"] else None
         assert self.engine.stdout is not None
         self.reports = Lines(self.engine.stdout.fileno())
 
     def run(self, lines: list[dict[str, Any]]) -> int:
         """Serves until the engine has ended. lines: those that arrived together with the job."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.reports.fd, selectors.EVENT_READ, self.forward)
-            selector.register(self.commands.fd, selectors.EVENT_READ, self.read_orders)
-            self.obey(lines)
-            while not self.reports.ended:
-                timeout = max(0.0, min(WAKE_UP_S, self.kill_at - time.monotonic()))
-                for key, _ in selector.select(timeout):
-                    key.data()
-                if self.commands.ended and self.commands.fd in selector.get_map():
-                    selector.unregister(self.commands.fd)
-                if time.monotonic() >= self.kill_at:
-                    self.engine.kill()
+        self.obey(lines)
+        while not self.reports.ended:
+            timeout = max(0.0, min(WAKE_UP_S, self.kill_at - time.monotonic()))
+            fds = [self.reports.fd, *([] if self.commands.ended else [self.commands.fd])]
+            ready, _, _ = select.select(fds, [], [], timeout)
+            if self.reports.fd in ready:
+                self.forward()
+            if self.commands.fd in ready:
+                self.obey(self.commands.read())
+                if self.commands.ended:  # there is no supervisor any more
+                    self.stop(min(self.stop_grace_s, LINK_LOST_GRACE_S))
+            if time.monotonic() >= self.kill_at:
+                self.engine.kill()
         exit_code = self.engine.wait()
-        end_sampler(self.sampler)
+        if self.sampler is not None:
+            self.sampler.kill()  # it has nothing to finish
+            with suppress(subprocess.TimeoutExpired):
+                self.sampler.wait(SAMPLER_END_S)
         survivors = kill_processes(self.run_id, timeout_s=KILL_DEADLINE_S)
         remove_pipes(self.logs_dir)
         send({"event": "engine_ended", "exit_code": exit_code, "survivors": survivors})
@@ -105,12 +109,6 @@ class Agent:
             elif line["event"] == "rank_failed":
                 self.kill_after(FAILED_GRACE_S + ENGINE_MARGIN_S)
 
-    def read_orders(self) -> None:
-        """Obeys the supervisor's lines; without a supervisor it stops the workers."""
-        self.obey(self.commands.read())
-        if self.commands.ended:
-            self.stop(min(self.stop_grace_s, LINK_LOST_GRACE_S))
-
     def obey(self, lines: list[dict[str, Any]]) -> None:
         """Carries out the orders in these lines."""
         for line in lines:
@@ -119,20 +117,17 @@ class Agent:
             elif line["do"] == "kill":
                 self.kill_after(0.0)
             elif line["do"] == "kill_rank":
-                self.kill_rank(line["rank"])
+                pid = self.pids.get(line["rank"])
+                # a rank that has ended has none there, and its pid may belong to another process
+                if pid in processes_of(self.run_id):
+                    with suppress(OSError):
+                        os.killpg(pid, signal.SIGKILL)  # with its data loaders; the engine then ends the other ranks
+                self.kill_after(FAILED_GRACE_S + ENGINE_MARGIN_S)
 
     def stop(self, grace_s: float) -> None:
         """Stops the engine, which gives its workers grace_s; an engine that still imports torch just ends."""
         self.engine.send_signal(signal.SIGTERM)
         self.kill_after(grace_s + ENGINE_MARGIN_S)
-
-    def kill_rank(self, rank: int) -> None:
-        """Kills a rank that hangs, with its data loaders; the engine then ends the other ranks."""
-        pid = self.pids.get(rank)
-        if pid in processes_of(self.run_id):  # otherwise it has ended, and the pid may belong to another process
-            with suppress(OSError):
-                os.killpg(pid, signal.SIGKILL)
-        self.kill_after(FAILED_GRACE_S + ENGINE_MARGIN_S)
 
     def kill_after(self, seconds: float) -> None:
         """Kills the engine after this time, unless an earlier deadline is set."""
@@ -146,16 +141,31 @@ def start_engine(job: dict[str, Any]) -> subprocess.Popen[bytes]:
     engine_job = {key: job[key] for key in ("command", "nproc", "logs_dir", "run_id", "stop_grace_s", "libuv")}
     job_json = logs_dir / "job.json"  # without the environment: it may hold keys, and the folder may be shared
     job_json.write_text(json.dumps({**engine_job, "rank_script": str(RANK_SCRIPT), "agent_pid": os.getpid()}))
+    # the run stays locked until the engine has ended too, and with it, by PDEATHSIG, its workers
+    fds = () if job["lock_fd"] is None else (job["lock_fd"],)
+    options = {"env": job["env"], "cwd": job["cwd"], "stdout": subprocess.PIPE, "pass_fds": fds}
+    return start_child("paceline.launch.elastic", str(job_json), **options)
+
+
+def start_sampler(job: dict[str, Any]) -> subprocess.Popen[bytes] | None:
+    """Starts launch/health.py; None where it cannot be started, since the training may still begin."""
+    arguments = [job["run_path"], str(job["health_every_s"]), job["run_id"]]
+    try:
+        return start_child("paceline.launch.health", *arguments, stdout=subprocess.DEVNULL)
+    except OSError as error:  # no more processes, or no memory
+        print(f"no samples of health: {error}", file=sys.stderr)
+        return None
+
+
+def start_child(module: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
+    """Starts a Python module that is killed as soon as this process has ended. options: of Popen."""
+    command = [sys.executable, "-P", "-m", module, *arguments]
     prctl = ctypes.CDLL(None).prctl
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "paceline.launch.elastic", str(job_json)],
-        env=job["env"],
-        cwd=job["cwd"],
+        command,
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        # the run stays locked until the engine has ended too, and with it, by PDEATHSIG, its workers
-        pass_fds=() if job["lock_fd"] is None else (job["lock_fd"],),
         preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL),  # safe here: no second thread that holds a lock
+        **options,
     )
 
 

@@ -14,11 +14,11 @@ from paceline.errors import Interrupted, PacelineError
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import Explanation, format_explanation, format_summary
 from paceline.explain.run_folder import explain_run
-from paceline.launch.failure import Failure, explain_end, read_log_tail
+from paceline.launch.failure import explain_end, read_log_tail
 from paceline.launch.notify import run_services
-from paceline.launch.policy import Abilities, AttemptEnd, Decision, decide
+from paceline.launch.policy import Abilities, AttemptEnd, Decision, Situation, decide
 from paceline.launch.supervisor import LAUNCH_LOG, Outcome, StopSignals, catch_signals
-from paceline.options import Recovery, Services
+from paceline.options import LaunchOptions, Recovery, Services
 from paceline.plan.host import oom_kills
 from paceline.rundir import NO_SPACE, RunDir, append_event, read_json_lines
 from paceline.watch.events import one_line
@@ -32,27 +32,21 @@ LOG_LINES = 10  # shown of a rank that left no traceback
 MESSAGE_CHARS = 160
 
 
-@dataclass(frozen=True)
-class Ending:
-    """The outcome of all attempts."""
-
-    outcome: Outcome
-    explanation: Explanation | None = None  # of the last attempt, if it failed
-    between_attempts: bool = False  # the user stopped the run while no attempt was running
-
-
+@dataclass
 class Job:
     """What is attempted: a training or a script."""
 
     run: RunDir
     lock: int  # the file descriptor that holds the run
+    libuv: bool  # whether this torch has it
+    options: LaunchOptions
     workers_record_end = False  # whether the workers write `finished` and `stopped` to events.jsonl themselves
 
     def attempt(self, number: int, signals: StopSignals) -> Outcome:
         """Makes one attempt. signals: those since the first attempt began; it adds the ones it receives."""
         raise NotImplementedError
 
-    def made_progress(self, end: AttemptEnd) -> bool:
+    def made_progress(self, outcome: Outcome, *, seconds: float) -> bool:
         """Whether the attempt made progress that its checkpoints do not show."""
         return False
 
@@ -67,16 +61,16 @@ class Job:
         """Prints lines of paceline's own. exit_code: of the run, for its closing lines."""
         raise NotImplementedError
 
-    def exit_code(self, ending: Ending) -> int:
+    def exit_code(self, outcome: Outcome) -> int:
         """Returns the exit code of the command."""
-        return ending.outcome.exit_code
+        return outcome.exit_code
 
-    def closing_lines(self, ending: Ending, *, seconds: float, time_line: str) -> list[str]:
+    def closing_lines(self, outcome: Outcome, *, seconds: float, time_line: str) -> list[str]:
         """Returns what to print after a run that did not fail. time_line: where the run's time went."""
         raise NotImplementedError
 
 
-def run_job(job: Job, recovery: Recovery, services: Services) -> int:
+def run_job(job: Job, services: Services) -> int:
     """Runs all attempts with trackers and notifications beside them, prints the closing lines and returns the exit code.
 
     It releases the run's lock when the last attempt has ended. Call it from the main thread, as it handles signals.
@@ -84,57 +78,59 @@ def run_job(job: Job, recovery: Recovery, services: Services) -> int:
     started = time.monotonic()
     with run_services(job.run, services):
         try:
-            ending = run_attempts(job, recovery)
+            outcome = run_attempts(job, job.options)
         finally:
             os.close(job.lock)
-        exit_code = job.exit_code(ending)
-        outcome = ending.outcome
+        exit_code = job.exit_code(outcome)
         if outcome.state == "failed":
-            append_event(job.run, "failed", rank=outcome.root.rank if outcome.root else None, exit_code=exit_code)
-        elif ending.between_attempts or not job.workers_record_end:
+            append_event(job.run, "failed", rank=outcome.failures[0].rank, exit_code=exit_code)
+        elif outcome.between_attempts or not job.workers_record_end:
             append_event(job.run, outcome.state)
         time_line = f"time    {goodput_line(RunReader(job.run).goodput())}"
         if outcome.state == "failed":
-            lines = ["", time_line, "", format_explained(outcome, job.run, ending.explanation)]
+            lines = ["", time_line, "", format_explained(outcome, job.run)]
         else:
-            lines = job.closing_lines(ending, seconds=time.monotonic() - started, time_line=time_line)
+            lines = job.closing_lines(outcome, seconds=time.monotonic() - started, time_line=time_line)
         job.show(lines, exit_code=exit_code)
     return exit_code
 
 
-def run_attempts(job: Job, recovery: Recovery) -> Ending:
-    """Makes attempts until one succeeds, no further one would help, or the user stops the run. Call it from the main thread."""
-    number, history = next_attempt(job.run), list[AttemptEnd]()
+def run_attempts(job: Job, recovery: Recovery) -> Outcome:
+    """Makes attempts until one succeeds, no further one would help, or the user stops the run. Call it from the main thread.
+
+    Attempts are counted from 1 over all commands that ran the job. Returns the outcome of the last one.
+    """
+    attempts = [event["attempt"] for event in read_json_lines(job.run.events) if event.get("event") == "attempt"]
+    number, history = 1 + max(attempts, default=0), list[AttemptEnd]()
     record_lost_supervisor(job)
     with catch_signals() as signals:
         while True:
-            outcome, explained_end = run_one_attempt(job, number, signals)
-            if explained_end is None:
-                return Ending(outcome)
-            end, explanation = explained_end
+            outcome, end = run_one_attempt(job, number, signals)
+            if end is None or outcome.explanation is None:
+                return outcome
             history.append(end)
-            record_verdict(job, number, explanation)
+            record_verdict(job, number, outcome.explanation)
             stops = (e for e in read_json_lines(job.run.events) if e.get("event") == "stopping")
             if signals.first or any(stop.get("attempt") == number for stop in stops):
-                return Ending(outcome, explanation)
-            abilities = job.abilities(end)
-            decision = decide(
-                history, max_attempts=recovery.max_attempts, recover=recovery.recover, abilities=abilities
-            )
-            record_decision(job, end, decision, outcome, explanation)
+                return outcome
+            decision = decide(Situation(history, recovery, job.abilities(end)))
+            record_decision(job, end, decision, outcome.explanation, number)
             if decision.action == "stop":
-                return Ending(outcome, explanation)
+                return outcome
             job.change(decision)
-            if not wait_for_retry(decision.wait_s, signals):
-                stopped = replace(outcome, state="interrupted", exit_code=Interrupted.exit_code)
-                return Ending(stopped, between_attempts=True)
+            until = time.monotonic() + decision.wait_s
+            while not signals.first and (remaining_s := until - time.monotonic()) > 0:
+                time.sleep(min(POLL_S, remaining_s))
+            if signals.first:
+                return Outcome("interrupted", Interrupted.exit_code, number, [], between_attempts=True)
             number += 1
 
 
-def run_one_attempt(
-    job: Job, number: int, signals: StopSignals
-) -> tuple[Outcome, tuple[AttemptEnd, Explanation] | None]:
-    """Makes one attempt; returns its outcome and, if it failed and could be explained, how and why it ended."""
+def run_one_attempt(job: Job, number: int, signals: StopSignals) -> tuple[Outcome, AttemptEnd | None]:
+    """Makes one attempt; returns its outcome and, if it failed and could be explained, how and why it ended.
+
+    If the explanation itself fails, a line on the screen says so, and the failure is then shown unexplained.
+    """
     started, num_kills_before = time.monotonic(), oom_kills()
     try:
         outcome = job.attempt(number, signals)
@@ -149,20 +145,20 @@ def run_one_attempt(
     if outcome.state != "failed":
         return outcome, None
     num_kills = oom_kills()
-    explanation = explain_attempt(job, number)
-    if explanation is None:
+    try:
+        explanation = explain_run(job.run, attempt=number)
+    except PacelineError as error:  # logs that cannot be read
+        explanation = Explanation("unknown", summary=error.message, fix=error.fix)
+    except Exception as error:  # a bug of paceline's must not hide the failure of the run
+        text = f"the failure could not be explained ({type(error).__name__}: {error})"
+        append_event(job.run, "note", text=f"attempt {number}: {text}")
+        job.show([f"no further attempt: {text}"])
         return outcome, None
     ran_out = None if num_kills is None or num_kills_before is None else num_kills > num_kills_before
-    end, explanation = explain_end(job.run, number, outcome.root, explanation, seconds=seconds, memory_ran_out=ran_out)
-    if job.made_progress(end):
+    end, explanation = explain_end(job.run, number, outcome.failures[0], explanation, memory_ran_out=ran_out)
+    if job.made_progress(outcome, seconds=seconds):
         end = replace(end, new_checkpoint=True)
-    return outcome, (end, explanation)
-
-
-def next_attempt(run: RunDir) -> int:
-    """Returns the number of the next attempt, counted from 1 over all commands that ran it."""
-    attempts = (event["attempt"] for event in read_json_lines(run.events) if event.get("event") == "attempt")
-    return 1 + max(attempts, default=0)
+    return replace(outcome, explanation=explanation), end
 
 
 def record_lost_supervisor(job: Job) -> None:
@@ -173,21 +169,8 @@ def record_lost_supervisor(job: Job) -> None:
     attempt = events[-1]["attempt"]
     summary = f"the command that ran attempt {attempt} was itself killed before it could report why; its workers ended with it"
     fix = "find out who killed it: a closed session without nohup or tmux, a batch system, or the kernel when memory ran out"
-    record_verdict(job, attempt, Explanation(SUPERVISOR_LOST, (), 1.0, None, None, None, None, summary, fix))
+    record_verdict(job, attempt, Explanation(SUPERVISOR_LOST, confidence=1.0, summary=summary, fix=fix))
     job.show([f"attempt {attempt}: {summary}"])
-
-
-def explain_attempt(job: Job, attempt: int) -> Explanation | None:
-    """Explains a failed attempt. None, with a line on the screen, if that itself fails: the failure is then shown unexplained."""
-    try:
-        return explain_run(job.run, attempt=attempt)
-    except PacelineError as error:  # logs that cannot be read
-        return Explanation("unknown", (), 0.0, None, None, None, None, error.message, error.fix)
-    except Exception as error:  # a bug of paceline's must not hide the failure of the run
-        text = f"the failure could not be explained ({type(error).__name__}: {error})"
-        append_event(job.run, "note", text=f"attempt {attempt}: {text}")
-        job.show([f"no further attempt: {text}"])
-        return None
 
 
 def record_verdict(job: Job, attempt: int, explanation: Explanation) -> None:
@@ -196,32 +179,24 @@ def record_verdict(job: Job, attempt: int, explanation: Explanation) -> None:
     append_event(job.run, "verdict", attempt=attempt, **{name: getattr(explanation, name) for name in names})
 
 
-def record_decision(job: Job, end: AttemptEnd, decision: Decision, outcome: Outcome, explanation: Explanation) -> None:
+def record_decision(job: Job, end: AttemptEnd, decision: Decision, explanation: Explanation, attempt: int) -> None:
     """Writes the decision to events.jsonl and prints it; the failure too, unless the closing lines will show it."""
     facts = {"action": decision.action, "why": decision.why, "wait_s": decision.wait_s}
-    append_event(job.run, "decision", attempt=outcome.attempt, **facts, cause=end.cause, rank=end.rank)
+    append_event(job.run, "decision", attempt=attempt, **facts, cause=end.cause, rank=end.rank)
     if decision.action == "stop":
         job.show([f"no further attempt: {decision.why}"])
     else:
-        failed = f"attempt {outcome.attempt} failed: {format_summary(explanation)}"
         steps = [event["step"] for event in read_json_lines(job.run.events) if event.get("event") == "checkpoint"]
         start = f" from step {steps[-1]:,}" if steps else ""
         wait = f" in {decision.wait_s:.0f} s" if decision.wait_s else " now"
-        job.show([failed, f"attempt {outcome.attempt + 1}{wait}{start}: {decision.why}"])
+        failed = f"attempt {attempt} failed: {format_summary(explanation)}"
+        job.show([failed, f"attempt {attempt + 1}{wait}{start}: {decision.why}"])
 
 
-def wait_for_retry(seconds: float, signals: StopSignals) -> bool:
-    """Waits; returns False as soon as somebody asks to stop."""
-    until = time.monotonic() + seconds
-    while signals.first is None and (remaining_s := until - time.monotonic()) > 0:
-        time.sleep(min(POLL_S, remaining_s))
-    return signals.first is None
-
-
-def format_explained(outcome: Outcome, run: RunDir, explanation: Explanation | None) -> str:
+def format_explained(outcome: Outcome, run: RunDir) -> str:
     """Returns the closing lines of a failed run: the failed rank's output, then the cause and the fix."""
-    failure = format_failure(outcome, run)
-    if explanation is None or outcome.root is None or outcome.root.fix is not None:
+    failure, explanation = format_failure(outcome, run), outcome.explanation
+    if explanation is None or outcome.failures[0].fix is not None:
         return failure  # the rank itself reported cause and fix
     if explanation.cause not in {"unknown", *load_catalogue().causes}:  # only the supervisor knows it
         return f"{failure}\n\n{explanation.cause}: {format_summary(explanation)}\n  fix: {explanation.fix}"
@@ -230,20 +205,13 @@ def format_explained(outcome: Outcome, run: RunDir, explanation: Explanation | N
 
 def format_failure(outcome: Outcome, run: RunDir) -> str:
     """Returns which rank failed, its output and its log. A mistake that the user can fix takes two lines and no traceback."""
-    root = outcome.root
-    if root is None:
-        return ""
+    root, *others = outcome.failures
     log = run.logs(outcome.attempt) / LAUNCH_LOG if root.rank is None else run.rank_log(outcome.attempt, root.rank)
     if root.fix is not None:
-        return f"{format_rank(root)} failed, log: {log}\nerror: {root.message}\n  fix: {root.fix}"
-    lines = [f"{format_rank(root)} failed: {root.message}"]
-    for failure in outcome.failures[1:]:
+        return f"{root.subject} failed, log: {log}\nerror: {root.message}\n  fix: {root.fix}"
+    lines = [f"{root.subject} failed: {root.message}"]
+    for failure in others:
         verb = "ended after it" if failure.consequence else "failed too"
-        lines.append(f"{format_rank(failure)} {verb}: {one_line(failure.message, MESSAGE_CHARS)}")
+        lines.append(f"{failure.subject} {verb}: {one_line(failure.message, MESSAGE_CHARS)}")
     output = root.traceback.splitlines()[-TRACEBACK_LINES:] if root.traceback else read_log_tail(log)[-LOG_LINES:]
     return "\n".join([*lines, *(["", *output, ""] if output else []), f"log: {log}"])
-
-
-def format_rank(failure: Failure) -> str:
-    """Returns 'rank 3', or 'launch' for a failure of the launch itself."""
-    return "launch" if failure.rank is None else f"rank {failure.rank}"

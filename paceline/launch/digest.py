@@ -10,6 +10,7 @@ state is shown, at most every BAR_EVERY_S; an unfinished line is shown after UNF
 would move the cursor or are no text are left out. The tail holds one line of each rank in memory, never more.
 """
 
+import math
 import os
 import re
 import time
@@ -203,11 +204,6 @@ def is_terminal(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
-def wants_colour(stream: TextIO) -> bool:
-    """Whether the stream is a terminal and NO_COLOR (no-color.org) is not set."""
-    return is_terminal(stream) and not os.environ.get("NO_COLOR")
-
-
 def format_step(record: Record, *, num_steps: int, eta_s: float | None) -> str:
     """Returns 'step 00120/02500 | loss 4.1203 | 612 ms | 856,679 tok/s | mfu 41.2% | 38.1 GiB | eta 24m17s'."""
     return " | ".join([step_label(record["step"], num_steps), *format_numbers(record, eta_s=eta_s)])
@@ -248,27 +244,27 @@ class LogTail:
         colour: bool,
         clock: Callable[[], float] = time.monotonic,
     ):
-        width = max(map(len, map(str, paths)))
+        width = len("[]") + max(map(len, map(str, paths)))
         self.stream = stream
-        self.logs = [
-            RankLog(path, prefix=prefix_of(rank, width, colour=colour) if len(paths) > 1 else b"", colour=colour)
-            for rank, path in paths.items()
-        ]
         self.clock = clock
+        self.logs = []
+        for rank, path in paths.items():
+            name = f"[{rank}]".ljust(width)
+            prefix = f"\x1b[{COLOURS[rank % len(COLOURS)]}m{name}\x1b[0m " if colour else f"{name} "
+            self.logs.append(RankLog(path, prefix=prefix.encode() if len(paths) > 1 else b"", colour=colour))
 
-    def poll(self) -> None:
-        """Shows what is new in the logs."""
+    def poll(self, *, turn_bytes: float = TURN_BYTES) -> None:
+        """Shows what is new in the logs, of each rank about turn_bytes."""
         for log in self.logs:
             start = log.offset
-            while log.offset - start < TURN_BYTES and (chunk := log.read()):
+            while log.offset - start < turn_bytes and (chunk := log.read()):
                 self.show(log.take(chunk, now=self.clock()))
             self.show(log.take(b"", now=self.clock()))
 
     def close(self) -> None:
         """Shows everything that the files have, unfinished last lines included."""
+        self.poll(turn_bytes=math.inf)
         for log in self.logs:
-            while chunk := log.read():
-                self.show(log.take(chunk, now=self.clock()))
             self.show(log.finish())
 
     def show(self, lines: bytes) -> None:
@@ -361,23 +357,12 @@ class RankLog:
         return self._finish()
 
     def _line(self, line: bytes, *, num_cut: int = 0) -> bytes:
-        line = line.rstrip(b"\r")
-        if b"\r" in line:
-            line = line.rpartition(b"\r")[2]
-        if len(line) > LINE_BYTES:
-            num_cut += len(line) - LINE_BYTES
-            line = line[:LINE_BYTES]
+        line = line.rstrip(b"\r").rpartition(b"\r")[2]
+        num_cut += max(0, len(line) - LINE_BYTES)
+        line = line[:LINE_BYTES]
         if b"\x1b" in line:
-            line = ESCAPE.sub(self._colours_only, line) + COLOUR_END * self.colour
+            line = ESCAPE.sub(lambda match: match[0] if self.colour and match[1] == b"m" else b"", line)
+            line += COLOUR_END * self.colour
         line = line.translate(None, CONTROL)
         more = f" … {num_cut:,} more bytes: {self.path}".encode() if num_cut else b""
         return b"%s%s%s\n" % (self.prefix, line, more)
-
-    def _colours_only(self, match: re.Match[bytes]) -> bytes:
-        return match[0] if self.colour and match[1] == b"m" else b""
-
-
-def prefix_of(rank: int, width: int, *, colour: bool) -> bytes:
-    """Returns '[3] ', padded to the widest rank, in the rank's own colour."""
-    text = f"[{rank}]".ljust(width + 2)
-    return f"\x1b[{COLOURS[rank % len(COLOURS)]}m{text}\x1b[0m ".encode() if colour else f"{text} ".encode()

@@ -13,26 +13,27 @@ differences to torchrun:
 """
 
 import json
+import math
 import os
 import signal
 import socket
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 MONITOR_INTERVAL_S = 0.1
 PEER_GRACE_S = 3.0  # a peer may print its traceback or finish a file; a peer in a collective never returns
 LOOPBACK = "127.0.0.1"
+STORE_TIMEOUT_S = 60
 
 
 def main(job_path: str) -> int:
@@ -44,18 +45,16 @@ def main(job_path: str) -> int:
     # torch puts the host's full name into each of its own events: 6 lookups for 2 workers, seconds each on slow DNS
     socket.getfqdn = lambda name="": name or socket.gethostname()
 
-    shim = [sys.executable, "-I", "-S", job["rank_script"], str(os.getpid()), job["logs_dir"]]
-    rendezvous = OneHostRendezvous(job["run_id"], libuv=job["libuv"])
     spec = WorkerSpec(
         role="worker",
         local_world_size=job["nproc"],
-        rdzv_handler=rendezvous,
-        entrypoint=shim[0],
-        args=(*shim[1:], *job["command"]),
+        rdzv_handler=OneHostRendezvous(job["run_id"], libuv=job["libuv"]),
+        entrypoint=sys.executable,
+        args=("-I", "-S", job["rank_script"], str(os.getpid()), job["logs_dir"], *job["command"]),
         max_restarts=0,
         monitor_interval=MONITOR_INTERVAL_S,
     )
-    engine = Engine(spec, logs_specs=RankLogs(Path(job["logs_dir"])), stop_grace_s=job["stop_grace_s"])
+    engine = Engine(spec, logs_specs=RankLogs(job["logs_dir"]), stop_grace_s=job["stop_grace_s"])
     engine.run()
     report("ended", ranks=engine.ranks(), joined=engine.joined)
     return 0
@@ -73,7 +72,7 @@ class Engine(LocalElasticAgent):
         super().__init__(spec, logs_specs)
         self._stop_grace_s = stop_grace_s
         self._stop_requested = False
-        self._stop_deadline: float | None = None
+        self._stop_deadline = math.inf  # of the workers, once they have received SIGTERM
         self._end_times: dict[int, float] = {}  # rank -> Unix time at which its end was noticed
         self._ended_by_us: set[int] = set()
         self._num_succeeded = 0
@@ -101,7 +100,11 @@ class Engine(LocalElasticAgent):
             self._num_succeeded = len(ranks) - len(running) - len(failed)
             report("rank_ended", ranks=ranks)  # with 0: only its heartbeat shows whether that is too early
         if self._stop_requested:
-            if running and self._wait_for_stop():
+            if running and self._stop_deadline == math.inf:
+                self._stop_deadline = time.monotonic() + self._stop_grace_s
+                for handler in self._pcontext.subprocess_handlers.values():
+                    handler.proc.send_signal(signal.SIGTERM)  # not its group: its data loaders must outlive the save
+            if running and time.monotonic() < self._stop_deadline:
                 # torch would end them all at the first exit code other than 0
                 return RunResult(state=WorkerState.HEALTHY)
             self._pcontext.close(signal.SIGKILL, timeout=int(PEER_GRACE_S))
@@ -119,15 +122,6 @@ class Engine(LocalElasticAgent):
         """Returns the number of keys in the whole store; the agent's have a prefix, the workers' have none."""
         return int(self._worker_group.store.num_keys())  # type: ignore[attr-defined]  # declared None
 
-    def _wait_for_stop(self) -> bool:
-        """True while the workers have time left to stop; the first call sends them SIGTERM."""
-        assert isinstance(self._pcontext, SubprocessContext)
-        if self._stop_deadline is None:
-            self._stop_deadline = time.monotonic() + self._stop_grace_s
-            for handler in self._pcontext.subprocess_handlers.values():
-                handler.proc.send_signal(signal.SIGTERM)  # not its group: its data loaders must outlive the save
-        return time.monotonic() < self._stop_deadline
-
     def ranks(self) -> list[dict[str, Any]]:
         """Returns each rank's pid and, if it has ended, its exit code (negative: the signal) and when that was noticed."""
         assert isinstance(self._pcontext, SubprocessContext)
@@ -142,72 +136,42 @@ class Engine(LocalElasticAgent):
         return ranks
 
 
-class OneHostRendezvous(RendezvousHandler):
+class OneHostRendezvous(StaticTCPRendezvous):
     """A rendezvous of workers on one host. The store is served here, on a port that the kernel chooses when it binds it.
 
     torch's `c10d` handler would work, but it sleeps up to 0.3 s at random before its first round and polls its store ten times a
-    second for more hosts; its `static` handler needs a port that happens to be free.
+    second for more hosts; its `static` handler by itself needs a port that happens to be free.
 
     Without libuv the workers cannot join this store: torch's client of an agent's store uses libuv whatever USE_LIBUV is. Rank 0
     then hosts its own store, on a port that is reserved for it.
     """
 
     def __init__(self, run_id: str, *, libuv: bool):
-        self._run_id = run_id
-        self._store = TCPStore(
-            LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60), use_libuv=libuv
-        )
-        self._reserved_port = None if libuv else reserve_port()
+        super().__init__(LOOPBACK, 0, rank=0, world_size=1, run_id=run_id, timeout=STORE_TIMEOUT_S)
+        store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=self.timeout, use_libuv=libuv)
+        self._store, self.master_port, self._libuv = store, store.port, libuv
+        if not libuv:
+            # it does not listen: no other process gets this port, but a store that reuses addresses can
+            self._reserved_port = socket.socket()
+            self._reserved_port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._reserved_port.bind((LOOPBACK, 0))
+            self.master_port = self._reserved_port.getsockname()[1]
 
     @property
     def use_agent_store(self) -> bool:
-        return self._reserved_port is None  # then rank 0 joins this store like the others, and no second port is needed
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        port = self._reserved_port.getsockname()[1] if self._reserved_port else self._store.port
-        return RendezvousInfo(PrefixStore(self._run_id, self._store), 0, 1, RendezvousStoreInfo(LOOPBACK, port))
-
-    def get_backend(self) -> str:
-        return "one-host"
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def shutdown(self) -> bool:
-        return True
-
-
-def reserve_port() -> socket.socket:
-    """Returns a bound socket that does not listen: no other process gets its port, but a store that reuses addresses can."""
-    bound = socket.socket()
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    bound.bind((LOOPBACK, 0))
-    return bound
+        return self._libuv  # then rank 0 joins this store like the others, and no second port is needed
 
 
 class RankLogs(LogsSpecs):
     """Log settings for torch: launch/rank.py redirects the output, and scripts with @record write their error files here."""
 
-    def __init__(self, logs_dir: Path):
-        super().__init__(str(logs_dir))
-        self._logs_dir = logs_dir
-
     @property
     def root_log_dir(self) -> str:
-        return str(self._logs_dir)
+        return str(self._root_log_dir)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         for env in envs.values():
-            env["TORCHELASTIC_ERROR_FILE"] = str(self._logs_dir / f"{env['RANK']}.error.json")
+            env["TORCHELASTIC_ERROR_FILE"] = f"{self.root_log_dir}/{env['RANK']}.error.json"
         inherit = dict.fromkeys(envs, "")
         return LogsDest(stdouts=inherit, stderrs=inherit, error_files=dict.fromkeys(envs, os.devnull))
 

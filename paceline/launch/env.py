@@ -32,7 +32,6 @@ from paceline.units import format_number_of
 ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is the older name of the first
 RECORDER_NAMES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 RECORDED_COLLECTIVES = 2000  # torch 2.13's own default; older ones record none
-LOOPBACK_INTERFACE = "lo"
 
 ACCELERATE_TRUE = ("1", "true", "yes", "on", "y", "t")
 DEFAULT_PORT = 29500  # between hosts all must name the same one
@@ -54,7 +53,7 @@ COMMENTS = {
     "fsdp_auto_wrap_policy": "transformers models have their layers' names; for others set fsdp_transformer_layer_cls_to_wrap",
 }
 
-Origin = Literal["added", "yours", "yours-harmful"]
+Origin = Literal["added", "yours", "yours, hurts"]
 
 
 class EnvRow(NamedTuple):
@@ -67,101 +66,66 @@ class EnvRow(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """What the environment depends on, besides the user's variables."""
+    """What the environment depends on, besides the user's variables. All processes are on this host."""
 
-    nproc: int  # on this host
+    nproc: int
     device: str
     cpu_cores: int
-    num_hosts: int
-    interface: str | None
-    libuv: bool
-    for_script: bool
+    libuv: bool = True  # whether this torch has it
+    for_script: bool = False  # the workers run a script of the user's, which may use any library
 
 
-def worker_env(
-    user_env: Mapping[str, str],
-    *,
-    nproc: int,
-    device: str,
-    cpu_cores: int,
-    num_hosts: int = 1,
-    interface: str | None = None,
-    libuv: bool = True,
-    for_script: bool = False,
-) -> tuple[dict[str, str], list[EnvRow]]:
-    """Returns the environment of every worker on one host, and a row for each variable that paceline adds or would have set.
-
-    interface: this host's network interface to the others; only with several hosts. libuv: whether this torch has it. for_script:
-    the workers run a script of the user's, which may use any library.
-    """
-    launch = Launch(nproc, device, cpu_cores, num_hosts, interface, libuv, for_script)
-    defaults = {name: (value, reason) for name, value, reason in default_values(user_env, launch)}
+def worker_env(user_env: Mapping[str, str], launch: Launch) -> tuple[dict[str, str], list[EnvRow]]:
+    """Returns the workers' environment, and a row for each variable that paceline adds or would have set."""
+    defaults = default_values(user_env, launch)
     rows = [EnvRow(name, value, reason, "added") for name, (value, reason) in defaults.items() if name not in user_env]
     for name, value in sorted(user_env.items()):
         harm = harm_of(name, value, launch)
         if harm:
-            rows.append(EnvRow(name, value, harm, "yours-harmful"))
+            rows.append(EnvRow(name, value, harm, "yours, hurts"))
         elif name in defaults:
             default, reason = defaults[name]
             difference = f"set by you; paceline would set {default or 'it empty'}"
             rows.append(EnvRow(name, value, reason if value == default else difference, "yours"))
-    added = {row.name: row.value for row in rows if row.origin == "added"}
-    return {**user_env, **added}, rows
+    return {**user_env, **{row.name: row.value for row in rows}}, rows
 
 
-def default_values(user_env: Mapping[str, str], launch: Launch) -> list[tuple[str, str, str]]:
-    """Returns name, value and reason of every variable that paceline sets where the user does not."""
-    threads = max(1, launch.cpu_cores // launch.nproc)
-    values = [
-        ("OMP_NUM_THREADS", str(threads), f"{launch.cpu_cores} CPU cores for {launch.nproc} processes"),
-        ("PYTHONUNBUFFERED", "1", "a log is whole up to the moment of a crash"),
-        ("PYTHONFAULTHANDLER", "1", "a crash in native code leaves a traceback"),
-        ("TOKENIZERS_PARALLELISM", "false", "tokenizers must not start a thread per core in every process"),
-    ]
-    if launch.num_hosts == 1:
-        why = "all processes are on this host, whatever its name resolves to"
-        values.append(("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE, why))
-    elif launch.interface:
-        values.append(("GLOO_SOCKET_IFNAME", launch.interface, "the network interface from this host to the others"))
-    if not any(name in user_env for name in RECORDER_NAMES):
-        why = "each rank remembers its last collectives, so that a hang can be traced"
-        values.append((RECORDER_NAMES[0], str(RECORDED_COLLECTIVES), why))
-    if not launch.libuv:
-        values.append(("USE_LIBUV", "0", "this torch was built without libuv"))
-    if launch.device == "cuda":
-        return [*values, *cuda_values(user_env, launch)]
-    if launch.for_script:
-        values.append(("CUDA_VISIBLE_DEVICES", "", "the device is cpu: the script sees no GPU"))
-        values.append(("ACCELERATE_USE_CPU", "true", "accelerate joins processes on the CPU only if this is set"))
-    return values
-
-
-def cuda_values(user_env: Mapping[str, str], launch: Launch) -> list[tuple[str, str, str]]:
-    """Returns name, value and reason of the variables for GPUs."""
-    values = [("CUDA_DEVICE_ORDER", "PCI_BUS_ID", "GPU numbers are those of nvidia-smi and of the plan")]
-    if not any(name in user_env for name in ALLOCATOR_NAMES):
-        values.append((ALLOCATOR_NAMES[0], "expandable_segments:True", "less GPU memory is lost to fragmentation"))
-    if launch.num_hosts == 1:
-        why = "all processes are on this host: no VPN, bridge or Wi-Fi between them"
-        values.append(("NCCL_SOCKET_IFNAME", LOOPBACK_INTERFACE, why))
-    elif launch.interface:
-        why = "the network interface to the others, by its full name"
-        values.append(("NCCL_SOCKET_IFNAME", f"={launch.interface}", why))
-    return values
+def default_values(user_env: Mapping[str, str], launch: Launch) -> dict[str, tuple[str, str]]:
+    """Returns value and reason of every variable that paceline sets where the user does not."""
+    on_gpu = launch.device == "cuda"
+    on_cpu_script = launch.for_script and not on_gpu
+    num_threads = max(1, launch.cpu_cores // launch.nproc)
+    record = user_env.keys().isdisjoint(RECORDER_NAMES)
+    expand = on_gpu and user_env.keys().isdisjoint(ALLOCATOR_NAMES)
+    why_record = "each rank remembers its last collectives, so that a hang can be traced"
+    table = (
+        (True, "OMP_NUM_THREADS", str(num_threads), f"{launch.cpu_cores} CPU cores for {launch.nproc} processes"),
+        (True, "PYTHONUNBUFFERED", "1", "a log is whole up to the moment of a crash"),
+        (True, "PYTHONFAULTHANDLER", "1", "a crash in native code leaves a traceback"),
+        (True, "TOKENIZERS_PARALLELISM", "false", "tokenizers must not start a thread per core in every process"),
+        (True, "GLOO_SOCKET_IFNAME", "lo", "all processes are on this host, whatever its name resolves to"),
+        (record, RECORDER_NAMES[0], str(RECORDED_COLLECTIVES), why_record),
+        (not launch.libuv, "USE_LIBUV", "0", "this torch was built without libuv"),
+        (on_gpu, "CUDA_DEVICE_ORDER", "PCI_BUS_ID", "GPU numbers are those of nvidia-smi and of the plan"),
+        (expand, ALLOCATOR_NAMES[0], "expandable_segments:True", "less GPU memory is lost to fragmentation"),
+        (on_gpu, "NCCL_SOCKET_IFNAME", "lo", "all processes are on this host: no VPN, bridge or Wi-Fi between them"),
+        (on_cpu_script, "CUDA_VISIBLE_DEVICES", "", "the device is cpu: the script sees no GPU"),
+        (on_cpu_script, "ACCELERATE_USE_CPU", "true", "accelerate joins processes on the CPU only if this is set"),
+    )
+    return {name: (value, reason) for applies, name, value, reason in table if applies}
 
 
 def harm_of(name: str, value: str, launch: Launch) -> str | None:
     """Returns the harm that a user's value is known to do; None where it does none."""
-    several = launch.num_hosts > 1
     match name:
-        case "OMP_NUM_THREADS":
-            return harm_of_threads(value, launch)
+        case "OMP_NUM_THREADS" if not value.isdigit() or not int(value):
+            return None if "," in value else "not a number of threads: each process uses every core"
+        case "OMP_NUM_THREADS" if int(value) > 1 and launch.nproc * int(value) > launch.cpu_cores:
+            return f"{launch.nproc} processes x {value} threads wait for each other on {launch.cpu_cores} cores"
         case "PYTHONUNBUFFERED" if not value:
             return "output is buffered, and lost when a rank is killed"
         case "TOKENIZERS_PARALLELISM" if value.lower() not in ("", "0", "false", "off", "f", "no", "n"):
             return f"each of {launch.nproc} processes starts a thread per core"
-        case "GLOO_SOCKET_IFNAME" | "NCCL_SOCKET_IFNAME" if several and value.lstrip("=") == LOOPBACK_INTERFACE:
-            return f"{launch.num_hosts} hosts cannot reach each other over the loopback interface"
         case "TORCH_FR_BUFFER_SIZE" | "TORCH_NCCL_TRACE_BUFFER_SIZE" if value == "0":
             return "no rank remembers its collectives: a hang cannot be traced"
         case "USE_LIBUV" if value != "0" and not launch.libuv:
@@ -184,76 +148,53 @@ def harm_of(name: str, value: str, launch: Launch) -> str | None:
             return None
 
 
-def harm_of_threads(value: str, launch: Launch) -> str | None:
-    """Returns the harm of OMP_NUM_THREADS: more threads than cores, or no number."""
-    if not value.isdigit() or not int(value):
-        return "not a number of threads: each process uses every core" if "," not in value else None
-    num_threads = launch.nproc * int(value)
-    if num_threads <= launch.cpu_cores or int(value) == 1:
-        return None
-    return f"{launch.nproc} processes x {value} threads wait for each other on {launch.cpu_cores} cores"
-
-
 def harm_lines(rows: list[EnvRow]) -> list[str]:
     """Returns a line for each value of the user's that is known to hurt; it stays anyway."""
-    return [f"note    {row.name}={row.value} is yours: {row.reason}" for row in rows if row.origin == "yours-harmful"]
+    return [f"note    {row.name}={row.value} is yours: {row.reason}" for row in rows if row.origin == "yours, hurts"]
 
 
 def format_env(rows: list[EnvRow]) -> str:
     """Returns the table of --show-env: which variables are added, which are the user's, and why."""
-    origins = {"added": "added", "yours": "yours", "yours-harmful": "yours, hurts"}
-    table = [(f"{row.name}={row.value}", origins[row.origin], row.reason) for row in rows]
+    table = [(f"{row.name}={row.value}", row.origin, row.reason) for row in rows]
     widths = [max(len(row[i]) for row in table) for i in range(2)]
     return "\n".join(f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in table)
 
 
-def make_accelerate_config(
-    machine: Machine,
-    *,
-    nproc: int | None = None,
-    device: str | None = None,
-    precision: str | None = None,
-    nnodes: int = 1,
-    node_rank: int | None = None,
-    main_address: str | None = None,
-    main_port: int | None = None,
-    fsdp: bool = False,
-) -> dict[str, Any]:
-    """Returns accelerate's keys and values. nproc: processes on this host; None: one for each GPU, two on the CPU.
+def make_accelerate_config(options: AccelerateOptions, machine: Machine) -> dict[str, Any]:
+    """Returns accelerate's keys and values; without nproc there is one process for each GPU, two on the CPU.
 
     Raises UsageError for hosts that do not match, PacelineError for what this machine does not have.
     """
-    keys = {"nproc": nproc, "device": device, "precision": precision}
-    config = Config(**{key: checked_value(key, value, where=f"--{key}") for key, value in keys.items()})
+    config = Config(**{key: checked_value(key, value, where=f"--{key}") for key, value in options.keys.items()})
     device = choose_device(config, machine)
-    nproc = choose_world_size(config, machine, device=device)
-    world_size = nproc * nnodes
-    check_hosts(nnodes, node_rank=node_rank, main_address=main_address, main_port=main_port)
-    if fsdp and device == "cpu":
+    world_size = choose_world_size(config, machine, device=device) * options.nnodes
+    check_hosts(options)
+    if options.fsdp and device == "cpu":
         raise PacelineError("accelerate supports FSDP on GPUs only, and device is cpu", fix="leave --fsdp out")
-    if fsdp and world_size == 1:
+    if options.fsdp and world_size == 1:
         raise PacelineError("FSDP shards a model over GPUs, and there is one process", fix="leave --fsdp out")
     values: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "FSDP" if fsdp else "MULTI_GPU" if world_size > 1 else "NO",
+        "distributed_type": "FSDP" if options.fsdp else "MULTI_GPU" if world_size > 1 else "NO",
         "use_cpu": device == "cpu",
         "mixed_precision": MIXED_PRECISION[choose_precision(config, machine, device=device)],
         "num_processes": world_size,
-        "num_machines": nnodes,
-        "machine_rank": node_rank or 0,
+        "num_machines": options.nnodes,
+        "machine_rank": options.node_rank or 0,
     }
-    if nnodes > 1:
-        port = main_port or DEFAULT_PORT
-        values |= {"main_process_ip": main_address, "main_process_port": port, "rdzv_backend": "static"}
+    if options.nnodes > 1:
+        port = options.main_port or DEFAULT_PORT
+        values |= {"main_process_ip": options.main_address, "main_process_port": port, "rdzv_backend": "static"}
     elif world_size > 1:
-        values["main_process_port"] = main_port or 0
-    return {**values, "fsdp_config": FSDP} if fsdp else values
+        values["main_process_port"] = options.main_port or 0
+    return {**values, "fsdp_config": FSDP} if options.fsdp else values
 
 
-def check_hosts(nnodes: int, *, node_rank: int | None, main_address: str | None, main_port: int | None) -> None:
+def check_hosts(options: AccelerateOptions) -> None:
     """Raises UsageError where the options about hosts do not match."""
+    nnodes, node_rank = options.nnodes, options.node_rank
     if nnodes == 1:
-        if node_rank or main_address:
+        if node_rank or options.main_address:
             raise UsageError("--node-rank and --main-address need several hosts", fix="--nnodes 2, or leave them out")
         return
     if node_rank is None or not 0 <= node_rank < nnodes:
@@ -262,9 +203,9 @@ def check_hosts(nnodes: int, *, node_rank: int | None, main_address: str | None,
             f"--node-rank must be 0 to {nnodes - 1} on {nnodes} hosts, it is {value}",
             fix="write one file on each host, with --node-rank 0 on the host of --main-address",
         )
-    if not main_address:
+    if not options.main_address:
         raise UsageError(f"{nnodes} hosts need --main-address", fix="the IP address of the host with --node-rank 0")
-    if main_port == 0:
+    if options.main_port == 0:
         raise UsageError("--main-port 0: several hosts must use the same port", fix=f"--main-port {DEFAULT_PORT}")
 
 
@@ -297,15 +238,7 @@ def yaml_line(key: str, value: Any) -> str:
 
 def accelerate_config(options: AccelerateOptions, machine: Machine) -> str:
     """Writes the file of `accelerate-config` and returns what to print. Raises PacelineError for what the user can fix."""
-    values = make_accelerate_config(
-        machine,
-        **options.keys,
-        nnodes=options.nnodes,
-        node_rank=options.node_rank,
-        main_address=options.main_address,
-        main_port=options.main_port,
-        fsdp=options.fsdp,
-    )
+    values = make_accelerate_config(options, machine)
     if options.json:
         return json.dumps(values, ensure_ascii=False)
     file = options.out
@@ -318,15 +251,10 @@ def accelerate_config(options: AccelerateOptions, machine: Machine) -> str:
     except OSError as error:
         fix = "--out FILE in a place you can write"
         raise PacelineError(f"{file} cannot be written: {error.strerror}", fix=fix) from error
-    first, *more = launch_lines(values, file=file)
-    lines = [f"wrote   {file}: {describe_accelerate_config(values)}", f"next    {first}"]
-    return "\n".join([*lines, *(f"        {line}" for line in more)])
-
-
-def describe_accelerate_config(values: dict[str, Any]) -> str:
-    """Returns '2 processes, GPU, DDP, mixed precision bf16'."""
+    processes = format_number_of(values["num_processes"], "process", "processes")
+    hosts = f" on {values['num_machines']} hosts" if values["num_machines"] > 1 else ""
     device = "CPU" if values["use_cpu"] else "GPU"
     sharding = {"FSDP": ", FSDP2", "MULTI_GPU": ", DDP", "NO": ""}[values["distributed_type"]]
-    hosts = f" on {values['num_machines']} hosts" if values["num_machines"] > 1 else ""
-    processes = format_number_of(values["num_processes"], "process", "processes")
-    return f"{processes}{hosts}, {device}{sharding}, mixed precision {values['mixed_precision']}"
+    text = f"{processes}{hosts}, {device}{sharding}, mixed precision {values['mixed_precision']}"
+    command = "\n        ".join(launch_lines(values, file=file))
+    return f"wrote   {file}: {text}\nnext    {command}"

@@ -74,6 +74,11 @@ class Failure:
     exit_with: int = FAILED_EXIT_CODE  # the command's exit code when this is the root cause
     traceback: str | None = None
 
+    @property
+    def subject(self) -> str:
+        """'rank 3', or 'launch' for a failure of the launch itself."""
+        return "launch" if self.rank is None else f"rank {self.rank}"
+
 
 def find_failures(run: RunDir, attempt: int, ranks: list[dict[str, Any]]) -> list[Failure]:
     """Returns a failure for each rank that did not exit with 0, the root cause first. ranks: as launch/elastic.py reports them."""
@@ -107,30 +112,31 @@ def read_failure(run: RunDir, attempt: int, end: dict[str, Any]) -> Failure:
     error = read_error(run.rank_error(attempt, rank))
     signal_name = signal.Signals(-exit_code).name if exit_code < 0 else None
     traceback = error.get("traceback")
-    if not traceback and (end["ended_by_us"] or signal_name not in OUTSIDE_SIGNALS):
-        traceback = last_traceback(lines)  # otherwise it belongs to an error that the program had survived
+    if not traceback and (
+        end["ended_by_us"] or signal_name not in OUTSIDE_SIGNALS
+    ):  # otherwise it had survived that error
+        start = next((i for i in reversed(range(len(lines))) if lines[i].lstrip().startswith(ERROR_START)), None)
+        # native frames and warnings after an error belong to it
+        traceback = None if start is None else "\n".join(lines[start:])
     message = error.get("message") or (exception_line(traceback) if traceback else None)
+    consequence = bool(PEER_LOST.search(message or "")) or (end["ended_by_us"] and not error)
+    if not message and signal_name:
+        sender = ": sent by somebody, or by the kernel when memory ran out" if signal_name == "SIGKILL" else ""
+        message = f"ended by {signal_name}{sender}"
+    elif not message:
+        last = next((line.strip() for line in reversed(lines) if line.strip()), None)
+        message = f"exit code {exit_code}, " + (f"last line: {last}" if last else "no output")
     return Failure(
         rank=rank,
         exit_code=exit_code if exit_code > 0 else None,
         signal=signal_name,
-        message=message or describe_exit(exit_code, lines),
+        message=message,
         time=error.get("time") or end["time"],
-        consequence=bool(PEER_LOST.search(message or "")) or (end["ended_by_us"] and not error),
+        consequence=consequence,
         fix=error.get("fix"),
         exit_with=error.get("exit_code", FAILED_EXIT_CODE),
         traceback=traceback,
     )
-
-
-def describe_exit(exit_code: int, lines: list[str]) -> str:
-    """Returns the message of a rank that left none of its own. exit_code: negative for a signal. lines: the end of its log."""
-    if exit_code == -signal.SIGKILL:
-        return "ended by SIGKILL: sent by somebody, or by the kernel when memory ran out"
-    if exit_code < 0:
-        return f"ended by {signal.Signals(-exit_code).name}"
-    last = next((line.strip() for line in reversed(lines) if line.strip()), None)
-    return f"exit code {exit_code}, " + (f"last line: {last}" if last else "no output")
 
 
 def read_error(path: Path) -> dict[str, Any]:
@@ -166,14 +172,6 @@ def read_log_tail(path: Path) -> list[str]:
     return [TORCH_PREFIX.sub("", line) for line in text.splitlines()]
 
 
-def last_traceback(lines: list[str]) -> str | None:
-    """Returns the log from its last error on; native frames and warnings after that belong to it. None where there is no error."""
-    for start in range(len(lines) - 1, -1, -1):
-        if lines[start].lstrip().startswith(ERROR_START):
-            return "\n".join(lines[start:])
-    return None
-
-
 def exception_line(traceback: str) -> str:
     """Returns 'ValueError: boom', the first line below the frames."""
     first, *lines = traceback.strip().splitlines()
@@ -183,23 +181,16 @@ def exception_line(traceback: str) -> str:
 
 
 def explain_end(
-    run: RunDir,
-    attempt: int,
-    root: Failure | None,
-    explanation: Explanation,
-    *,
-    seconds: float,
-    memory_ran_out: bool | None,
+    run: RunDir, attempt: int, root: Failure, explanation: Explanation, *, memory_ran_out: bool | None
 ) -> tuple[AttemptEnd, Explanation]:
     """Returns the attempt's outcome for the policy, and the explanation corrected by what the supervisor observed.
 
-    seconds: how long the attempt lasted. memory_ran_out: the kernel killed a process of this run because the host ran out of
-    memory; None where that is unknown.
+    memory_ran_out: the kernel killed a process of this run because the host ran out of memory; None where that is unknown.
     """
     all_events = list(read_json_lines(run.events))
     events = [event for event in all_events if event.get("attempt") in (None, attempt)]
     hang = next((event for event in reversed(events) if event.get("event") == "hang"), None)
-    if root is not None and root.exit_code == 0:
+    if root.exit_code == 0:
         fix = (
             f"look at its last output in logs/*/{root.rank}.log of the run;"
             " usually a library called exit, or SIGTERM came before the first step"
@@ -207,48 +198,45 @@ def explain_end(
         explanation = replace(explanation, cause=EXITED, rank=root.rank, summary=root.message, fix=fix, confidence=1.0)
     elif hang is not None:
         explanation = explain_hang(explanation, hang, recorder_logs=flight_recorder_logs(run, attempt, events))
-    elif root is not None and root.signal == "SIGKILL" and root.traceback is None and not root.consequence:
+    elif root.signal == "SIGKILL" and root.traceback is None and not root.consequence:
         explanation = explain_kill(explanation, root, memory_ran_out=memory_ran_out)
-    if explanation.cause == "unknown":
-        explanation = explain_full_disk(explanation, run)
-    record = read_own_record(run, attempt, root)
+    with suppress(OSError):
+        if explanation.cause == "unknown" and shutil.disk_usage(run.path).free < FULL_DISK_BYTES:
+            fix = f"make room in the file system of {run.path} (df -h); then paceline resume {run.path}"
+            summary = "the disk of the run folder is full: nothing could be written"
+            explanation = replace(explanation, cause=DISK_FULL, summary=summary, fix=fix)
+    record: dict[str, Any] = {}  # what the trainer's rank to blame wrote about its error
+    if root.rank is not None:
+        with suppress(OSError, ValueError, TypeError):
+            record |= json.loads(run.rank_error(attempt, root.rank).read_text(encoding="utf-8"))
     explanation = replace(explanation, cause=record.get("cause", explanation.cause))
-    if root is not None and root.fix is not None and explanation.cause in TRAINER_CRASHES:
+    if root.fix is not None and explanation.cause in TRAINER_CRASHES:
         explanation = replace(explanation, cause=REFUSED, summary=root.message, fix=root.fix, confidence=1.0)
     milestones = [event["event"] for event in all_events if event.get("event") in ("attempt", "checkpoint")]
+    is_outside = root.signal in OUTSIDE_SIGNALS and root.traceback is None
+    has_own_error = not (is_outside or root.consequence or explanation.cause in (KILLED, HANG))
     end = AttemptEnd(
         cause=explanation.cause,
         retry=retry_class(explanation, root, record),
-        rank=explanation.rank if explanation.rank is not None or root is None else root.rank,
+        rank=root.rank if explanation.rank is None else explanation.rank,
         step=record.get("step", explanation.step),
         new_checkpoint=milestones[-1:] == ["checkpoint"],
-        seconds=seconds,
-        error="" if explanation.cause in (KILLED, HANG) else error_message(root),
+        error=NUMBERS.sub("N", "".join(root.message.splitlines()[:1])) if has_own_error else "",
         rolled_back=record.get("rollback") is True,
     )
     return end, explanation
 
 
-def retry_class(explanation: Explanation, root: Failure | None, record: dict[str, Any]) -> Retry:
+def retry_class(explanation: Explanation, root: Failure, record: dict[str, Any]) -> Retry:
     """Returns whether a retry can help. record: what the rank to blame wrote about its error."""
     if explanation.cause in (KILLED, HANG, EXITED) or record.get("rollback"):
         return "same"
-    if root is not None and (OUT_OF_MEMORY.search(root.message) or NO_PRIMITIVE.search(root.message)):
+    if OUT_OF_MEMORY.search(root.message) or NO_PRIMITIVE.search(root.message):
         return "smaller"
-    if root is not None and root.fix is not None:
+    if root.fix is not None:
         return "never"  # the rank reported a mistake and its fix
     cause = load_catalogue().causes.get(explanation.cause)
     return "never" if cause is None else cause.retry  # type: ignore[return-value]  # test_policy.py compares the two sets
-
-
-def explain_full_disk(explanation: Explanation, run: RunDir) -> Explanation:
-    """Explains an end without output where the disk is so full that nothing could be written."""
-    with suppress(OSError):
-        if shutil.disk_usage(run.path).free < FULL_DISK_BYTES:
-            fix = f"make room in the file system of {run.path} (df -h); then paceline resume {run.path}"
-            summary = "the disk of the run folder is full: nothing could be written"
-            return replace(explanation, cause=DISK_FULL, summary=summary, fix=fix)
-    return explanation
 
 
 def explain_hang(explanation: Explanation, hang: dict[str, Any], *, recorder_logs: Sequence[Log]) -> Explanation:
@@ -266,7 +254,11 @@ def explain_kill(explanation: Explanation, root: Failure, *, memory_ran_out: boo
     """Explains a rank that SIGKILL ended: the kernel killed it for memory, or somebody outside the run did."""
     subject = "the launch agent" if root.rank is None else f"rank {root.rank}"
     if memory_ran_out or any(evidence.source == "kernel log" for evidence in explanation.evidence):
-        summary = f"the kernel killed {subject}: {describe_memory()}"
+        host_bytes, group = physical_memory_bytes(), memory_limit()
+        limit = f"this host has {format_bytes(host_bytes)}"
+        if group is not None and group.limit_bytes < host_bytes:
+            limit = f"its cgroup may use {format_bytes(group.limit_bytes)}"
+        summary = f"the kernel killed {subject}: {limit} of memory, and none was left"
         if explanation.cause == HOST_MEMORY:
             summary = explanation.summary  # from the kernel's own log
         return replace(explanation, cause=HOST_MEMORY, rank=root.rank, summary=summary, confidence=1.0)
@@ -278,27 +270,3 @@ def explain_kill(explanation: Explanation, root: Failure, *, memory_ran_out: boo
         f"{memory}A batch system's limit, the end of a container or a person sends this signal; the run can be resumed"
     )
     return replace(explanation, cause=KILLED, rank=root.rank, summary=summary, fix=fix, confidence=0.8)
-
-
-def describe_memory() -> str:
-    """Returns the limit that the host's memory or its cgroup has, as a reason for a kill."""
-    host_bytes, group = physical_memory_bytes(), memory_limit()
-    if group is not None and group.limit_bytes < host_bytes:
-        return f"its cgroup may use {format_bytes(group.limit_bytes)} of memory, and none was left"
-    return f"this host has {format_bytes(host_bytes)} of memory, and none was left"
-
-
-def read_own_record(run: RunDir, attempt: int, root: Failure | None) -> dict[str, Any]:
-    """Returns what the rank to blame wrote about its error; empty where it is a script's, or wrote nothing."""
-    record = None
-    if root is not None and root.rank is not None:
-        with suppress(OSError, ValueError):
-            record = json.loads(run.rank_error(attempt, root.rank).read_text(encoding="utf-8"))
-    return record if isinstance(record, dict) else {}
-
-
-def error_message(root: Failure | None) -> str:
-    """Returns the program's own error without numbers that change; empty where a signal from outside ended it."""
-    if root is None or (root.signal in OUTSIDE_SIGNALS and root.traceback is None) or root.consequence:
-        return ""
-    return NUMBERS.sub("N", root.message.splitlines()[0] if root.message else "")

@@ -1,21 +1,16 @@
 """
-Samples of a host's health while an attempt runs: `python -m paceline.launch.health`, which the agent starts through start_sampler.
+Samples of a host's health while an attempt runs: `python -m paceline.launch.health`, which the agent starts.
 
 The sampler is a process of its own: a wedged driver or a dead disk stops the samples and nothing else. It writes a line of
 health/<host>.jsonl every few seconds. A field that this machine does not report is absent, and one that seldom changes (SLOW)
 stands in the lines where it has changed, and in every WHOLE_EVERY-th. A line that the disk has no room for is left out. An Xid
 error is an event of the driver: the wait between two samples is the wait for them.
-
-The agent imports this module, so psutil and nvidia-ml-py are imported only in the sampler (plan/host.py, plan/nvml.py).
 """
 
-import ctypes
 import json
 import os
 import shutil
-import signal
 import socket
-import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -36,43 +31,33 @@ from paceline.plan.nvml import (
 )
 from paceline.rundir import RunDir, append_event, append_sample, utc_now
 
-END_S = 2.0  # a sampler in a system call that does not return is left behind
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SM_CLOCK, MEMORY_CLOCK = 1, 2  # nvml.h
 PCIE_TX_BYTES, PCIE_RX_BYTES = 197, 198  # NVML_FI_DEV_PCIE_COUNT_*: counters, of newer drivers
 THROUGHPUT_TX, THROUGHPUT_RX = 0, 1
 THROUGHPUT_EVERY = 5  # samples: without the counters each question takes the driver 20 ms
 WHOLE_EVERY = 30  # lines
 EARLIEST = 0.25  # of the time between two lines: no line comes sooner, however many Xid errors do
-NICENESS = 10
 SLOW = {
     "cores", "ram_total", "cgroup_limit", "disk_total", "name", "total_bytes", "power_limit_w", "pcie", "processes", "errors",
 }  # fmt: skip
 
 
-def start_sampler(run_path: str, *, every_s: float, run_id: str) -> subprocess.Popen[bytes] | None:
-    """Starts the process that samples; None where every_s is 0. run_id stands in the environment of the attempt's processes."""
-    if not every_s:
-        return None
-    prctl = ctypes.CDLL(None).prctl
+def open_gpus(run: RunDir, run_id: str) -> "GpuSampler":
+    """Opens the driver; without one, or where it does not answer, which events.jsonl then notes, there are no cards."""
+    if count_nvidia_cards() == 0:
+        return GpuSampler(None, {}, run_id)
     try:
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", "paceline.launch.health", run_path, str(every_s), run_id],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL),  # safe here: the agent has one thread
-        )
-    except OSError as error:  # no more processes, or no memory: the training may still begin
-        print(f"no samples of health: {error}", file=sys.stderr)
-        return None
-
-
-def end_sampler(sampler: subprocess.Popen[bytes] | None) -> None:
-    """Kills the sampler, which has nothing to finish."""
-    if sampler is not None:
-        sampler.kill()
-        with suppress(subprocess.TimeoutExpired):
-            sampler.wait(END_S)
+        nvml = import_nvml()
+        if nvml is None:
+            raise ModuleNotFoundError("nvidia-ml-py is not installed")
+        nvml.nvmlInit()
+        cards = list_cards(nvml)
+    except Exception as error:  # no driver, or one of another version: a sampler can fix neither
+        reason = f"the NVIDIA driver does not answer ({type(error).__name__}: {error})"
+        append_event(run, "note", text=f"health samples have no GPUs: {reason}")
+        return GpuSampler(None, {}, run_id)
+    visible = visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES"), [card.uuid() or "" for card in cards])
+    return GpuSampler(nvml, {index: cards[index] for index in sorted(visible)}, run_id)
 
 
 class GpuSampler:
@@ -81,7 +66,6 @@ class GpuSampler:
     def __init__(self, nvml: Any, cards: dict[int, Card], run_id: str):
         """cards: by the driver's index."""
         self.cards = cards
-        self.open_error: str | None = None  # why the driver does not answer
         self._run_mark = f"TORCHELASTIC_RUN_ID={run_id}".encode()
         self._is_own: dict[int, bool | None] = {}
         self._xids: dict[int, list[int]] = {index: [] for index in cards}
@@ -89,24 +73,6 @@ class GpuSampler:
         self._first_mj: dict[int, int] = {}
         self._samples = 0
         self._xid_events = XidEvents(nvml, list(cards.values()))
-
-    @staticmethod
-    def open(run_id: str) -> "GpuSampler":
-        """Opens the driver; without one, or where it does not answer, the sampler has no cards and open_error says why."""
-        if count_nvidia_cards() == 0:
-            return GpuSampler(None, {}, run_id)
-        try:
-            nvml = import_nvml()
-            if nvml is None:
-                raise ModuleNotFoundError("nvidia-ml-py is not installed")
-            nvml.nvmlInit()
-            cards = list_cards(nvml)
-        except Exception as error:  # no driver, or one of another version: a sampler can fix neither
-            sampler = GpuSampler(None, {}, run_id)
-            sampler.open_error = f"{type(error).__name__}: {error}"
-            return sampler
-        visible = visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES"), [card.uuid() or "" for card in cards])
-        return GpuSampler(nvml, {index: cards[index] for index in sorted(visible)}, run_id)
 
     def sample(self) -> list[dict[str, Any]]:
         """Returns the values of every card; None for what it does not report."""
@@ -125,6 +91,7 @@ class GpuSampler:
     def _values(self, index: int, card: Card) -> dict[str, Any]:
         value, processes = card.value, card.processes()
         memory, use = value("nvmlDeviceGetMemoryInfo"), value("nvmlDeviceGetUtilizationRates")
+        used_mj = value("nvmlDeviceGetTotalEnergyConsumption")
         generation, width = value("nvmlDeviceGetCurrPcieLinkGeneration"), value("nvmlDeviceGetCurrPcieLinkWidth")
         return {
             "index": index,
@@ -135,7 +102,10 @@ class GpuSampler:
             "memory_use": None if use is None else use.memory / 100,
             "power_w": card.power_w(),
             "power_limit_w": card.power_limit_w(),
-            "energy_j": self._energy(index, value("nvmlDeviceGetTotalEnergyConsumption")),
+            # since this sampler began: the driver counts from its own start
+            "energy_j": None
+            if used_mj is None
+            else round((used_mj - self._first_mj.setdefault(index, used_mj)) / 1000),
             "temperature_c": card.temperature_c(),
             "sm_mhz": value("nvmlDeviceGetClockInfo", SM_CLOCK),
             "memory_mhz": value("nvmlDeviceGetClockInfo", MEMORY_CLOCK),
@@ -150,17 +120,12 @@ class GpuSampler:
         """Returns one process of a card. ours: whether it is of this attempt; absent in containers that hide its pid."""
         pid = process["pid"]
         if pid not in self._is_own:
-            self._is_own[pid] = self._has_run_id(pid)
+            try:
+                self._is_own[pid] = self._run_mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            except OSError as error:
+                self._is_own[pid] = False if isinstance(error, PermissionError) else None  # of another user; unknown
         values = {"name": process["name"], "bytes": process["used_bytes"], "ours": self._is_own[pid]}
         return {"pid": pid, **{name: value for name, value in values.items() if value is not None}}
-
-    def _has_run_id(self, pid: int) -> bool | None:
-        try:
-            return self._run_mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except PermissionError:
-            return False  # another user's
-        except OSError:
-            return None
 
     def _errors(self, index: int, card: Card) -> dict[str, int]:
         xids, value = self._xids[index], card.value
@@ -172,12 +137,6 @@ class GpuSampler:
             "pcie_replays": value("nvmlDeviceGetPcieReplayCounter"),
         }
         return {name: count for name, count in counts.items() if count is not None}
-
-    def _energy(self, index: int, millijoules: int | None) -> int | None:
-        """Returns the energy used since this sampler began; the driver counts from its own start."""
-        if millijoules is None:
-            return None
-        return round((millijoules - self._first_mj.setdefault(index, millijoules)) / 1000)
 
     def _traffic(self, index: int, card: Card) -> dict[str, int]:
         """Returns bytes per second over PCIe, seen from the card."""
@@ -198,17 +157,19 @@ class GpuSampler:
         return {name: 1000 * count for name, count in zip(names, kilobytes, strict=True) if count is not None}
 
 
-class HostSampler:
-    """The host's processors, memory, disk and network; sample() returns rates over the time since the previous sample."""
+class Sampler:
+    """Writes the lines of one host: its processors, memory, disk and network, and its GPUs."""
 
-    def __init__(self, folder: Path):
-        """folder: a folder on the disk that is sampled."""
-        self.folder = folder
+    def __init__(self, run: RunDir, gpus: GpuSampler):
+        self.run, self.gpus = run, gpus
+        self.path = run.health(socket.gethostname().replace("/", "_"))
         self._counters: dict[str, int] = {}
         self._time = 0.0
+        self._lines = 0
+        self._written: dict[Any, Any] = {}  # the SLOW values that were written last, by GPU and name
 
-    def sample(self) -> dict[str, Any]:
-        """Returns the host's values; None for what it does not report."""
+    def sample_host(self) -> dict[str, Any]:
+        """Returns the host's values, rates over the time since the previous sample; None for what it does not report."""
         memory, limit = memory_sizes(), memory_limit()
         total, available = memory.get("MemTotal") or physical_memory_bytes(), memory.get("MemAvailable")
         cpu = cpu_use()
@@ -221,26 +182,13 @@ class HostSampler:
             "cgroup_limit": limit.limit_bytes if limit else None,
         }
         with suppress(OSError):
-            disk = shutil.disk_usage(self.folder)
+            disk = shutil.disk_usage(self.run.path)
             values |= {"disk_free": disk.free, "disk_total": disk.total}
-        return values | self._rates()
-
-    def _rates(self) -> dict[str, int]:
-        """Returns bytes per second, by the counters that this host has."""
         now, counters = time.monotonic(), transfer_counters()
         seconds, before = now - self._time, self._counters
         self._time, self._counters = now, counters
-        return {f"{name}_bps": round((counters[name] - before[name]) / seconds) for name in counters if name in before}
-
-
-class Sampler:
-    """Writes the lines of one host."""
-
-    def __init__(self, run: RunDir, host: HostSampler, gpus: GpuSampler):
-        self.host, self.gpus = host, gpus
-        self.path = run.health(socket.gethostname().replace("/", "_"))
-        self._lines = 0
-        self._written: dict[Any, Any] = {}  # the SLOW values that were written last, by GPU and name
+        rates = {name: (counters[name] - before[name]) / seconds for name in counters if name in before}
+        return values | {f"{name}_bps": round(rate) for name, rate in rates.items()}
 
     def follow(self, every_s: float) -> None:
         """Writes a line every every_s seconds, and one soon after an Xid error, until the process is killed."""
@@ -255,7 +203,7 @@ class Sampler:
     def write(self) -> None:
         """Samples once and appends the line."""
         gpus = self.gpus.sample()
-        line = {"time": utc_now(), **self._without_repeats(None, self.host.sample())}
+        line = {"time": utc_now(), **self._without_repeats(None, self.sample_host())}
         if gpus:
             line["gpus"] = [{"index": gpu["index"], **self._without_repeats(gpu["index"], gpu)} for gpu in gpus]
         if append_sample(self.path, line):
@@ -282,13 +230,9 @@ class Sampler:
 def main() -> None:
     """Runs the sampler process until it is killed."""
     run_path, every_s, run_id = sys.argv[1:]
-    os.nice(NICENESS)
+    os.nice(10)
     run = RunDir(Path(run_path))
-    gpus = GpuSampler.open(run_id)
-    if gpus.open_error:
-        text = f"health samples have no GPUs: the NVIDIA driver does not answer ({gpus.open_error})"
-        append_event(run, "note", text=text)
-    Sampler(run, HostSampler(run.path), gpus).follow(float(every_s))
+    Sampler(run, open_gpus(run, run_id)).follow(float(every_s))
 
 
 if __name__ == "__main__":

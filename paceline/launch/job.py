@@ -11,25 +11,25 @@ import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from paceline.config import Config
+from paceline.config import Config, cache_dir
 from paceline.errors import Finding, PacelineError, PlanError
 from paceline.explain.evidence import read_samples
-from paceline.launch.attempts import Ending, Job
+from paceline.launch.attempts import Job
 from paceline.launch.digest import Digest, OnMetrics
-from paceline.launch.env import EnvRow, worker_env
+from paceline.launch.env import EnvRow, Launch, worker_env
 from paceline.launch.policy import Abilities, AttemptEnd, Decision
 from paceline.launch.supervisor import Outcome, StopSignals, run_attempt
-from paceline.launch.watchdog import Watchdog
 from paceline.plan.advice import step_gap
 from paceline.plan.estimate import Range
 from paceline.plan.forecast import read_comm, step_setup
 from paceline.plan.history import keep_attempt, keep_too_large
 from paceline.plan.links import link_of
-from paceline.plan.machine import Machine, probe_machine
+from paceline.plan.machine import probe_machine
 from paceline.plan.memory import checkpoint_bytes
 from paceline.plan.planner import MakePlan, Plan, fewer_ranks, format_change, replan, smaller_plan
 from paceline.plan.speeds import remember_step
@@ -43,23 +43,13 @@ STOP_GRACE_S = 60.0
 COMPARED_AFTER = 20  # steps of an attempt
 SETTLED_AFTER = 10  # the steps before are slower: files, kernels and memory are used for the first time
 
-Gap = Callable[[float], Finding | None]  # seconds of a measured step -> a finding about a large difference
-
 
 @dataclass
 class TrainingJob(Job):
-    """One training. make: plans the run's text again. cache: paceline's folder. lock: the file descriptor that holds the run."""
+    """One training. make: plans the run's text again."""
 
-    run: RunDir
     config: Config
-    _: KW_ONLY
     make: MakePlan
-    cache: Path
-    lock: int
-    libuv: bool
-    hang_after_s: float | None = None
-    health_every_s: float = 0.0
-    probe: Callable[[], Machine] = probe_machine
     next_plan: Plan | None = None
     workers_record_end = True
 
@@ -70,13 +60,13 @@ class TrainingJob(Job):
 
     def attempt(self, number: int, signals: StopSignals) -> Outcome:
         """Runs the worker on every rank and shows its digest."""
-        plan = self.plan
+        plan, cache = self.plan, cache_dir(self.config)
         digest = Digest(
             self.run,
             num_steps=plan.num_steps,
             total_batch_size=plan.total_batch_size,
             stream=sys.stdout,
-            on_metrics=watch_steps(self.run, plan, cache=self.cache),
+            on_metrics=watch_steps(self.run, plan, cache=cache),
         )
         try:
             outcome = run_attempt(
@@ -89,13 +79,13 @@ class TrainingJob(Job):
                 signals=signals,
                 stop_grace_s=stop_grace_s(plan),
                 on_tick=digest.poll,
-                watchdog=Watchdog(self.run, number, plan.world_size, hang_after_s=self.hang_after_s),
+                hang_after_s=self.options.hang_after_s,
                 libuv=self.libuv,
-                health_every_s=self.health_every_s,
+                health_every_s=self.options.health_every_s,
             )
         finally:
             digest.close()
-        keep_attempt(self.cache, self.run, number)
+        keep_attempt(cache, self.run, number)
         return outcome
 
     def abilities(self, end: AttemptEnd) -> Abilities:
@@ -104,29 +94,22 @@ class TrainingJob(Job):
         abilities = Abilities(own_trainer=True, rows_on_host=old.device == "cpu")
         self.next_plan = None
         try:
-            machine = self.probe()
+            machine = probe_machine()
         except PlanError:  # the driver does not answer: the number of remaining devices is unknown
             return abilities
         if old.device == "cuda" and len(machine.gpus) < old.world_size:
-            return replace(abilities, ranks_left=self.plan_fewer_ranks(old, machine))
+            if count := fewer_ranks(old, devices=len(machine.gpus)):
+                config = replace(self.config, nproc=count, device_batch_size=None)  # the micro-batch is chosen again
+                set_keys = frozenset({"nproc", "device_batch_size"})
+                try:
+                    self.next_plan = replan(old, config, machine, make=self.make, set_keys=set_keys)
+                except PlanError:  # too large for the remaining devices
+                    count = 0
+            return replace(abilities, ranks_left=count)
         if end.retry == "smaller":
             self.next_plan = smaller_plan(old, self.config, machine, make=self.make)
             return replace(abilities, smaller=format_change(old, self.next_plan) if self.next_plan else None)
         return abilities
-
-    def plan_fewer_ranks(self, old: Plan, machine: Machine) -> int:
-        """Returns how many ranks the run can continue with, 0 for none. Sets next_plan to their plan, with a new micro-batch."""
-        count = fewer_ranks(old, devices=len(machine.gpus))
-        if count:
-            config, set_keys = (
-                replace(self.config, nproc=count, device_batch_size=None),
-                frozenset({"nproc", "device_batch_size"}),
-            )
-            try:
-                self.next_plan = replan(old, config, machine, make=self.make, set_keys=set_keys)
-            except PlanError:  # too large for the remaining devices
-                return 0
-        return count
 
     def change(self, decision: Decision) -> None:
         """Writes the next plan, if there is one."""
@@ -136,7 +119,7 @@ class TrainingJob(Job):
         if decision.action == "smaller":
             card_bytes = new.memory.get("card_bytes")
             available = None if card_bytes is None else card_bytes - bytes_of_other_processes(self.run)
-            keep_too_large(self.cache, old, card_bytes=available, source=self.run.name)
+            keep_too_large(cache_dir(self.config), old, card_bytes=available, source=self.run.name)
         write_atomic(self.run.plan_json, new.to_json())
         names = ("world_size", "device_batch_size", "grad_accum_steps", "activation_checkpointing")
         append_event(self.run, "plan_changed", **{name: getattr(new, name) for name in names})
@@ -145,18 +128,17 @@ class TrainingJob(Job):
         """Prints to stdout, or to stderr for a run that does not succeed."""
         print("\n".join(lines), file=sys.stderr if exit_code else sys.stdout, flush=True)
 
-    def closing_lines(self, ending: Ending, *, seconds: float, time_line: str) -> list[str]:
-        """Returns how far the training got, where the run is and which commands come next."""
+    def closing_lines(self, outcome: Outcome, *, seconds: float, time_line: str) -> list[str]:
+        """Returns how far the training got, its last sample, where the run is and which commands come next."""
         run = self.run
-        if ending.outcome.state == "interrupted":
+        if outcome.state == "interrupted":
             saves = [event["step"] for event in read_json_lines(run.events) if event.get("event") == "checkpoint"]
             progress = f"checkpoint at step {max(saves):,}" if saves else "before the first checkpoint"
             head = f"interrupted after {format_duration(seconds)}, {progress}"
             return ["", head, time_line, f"next    paceline resume {run.path}"]
         status = run_status(run)
         bpb = "n/a" if status.val_bpb is None else f"{status.val_bpb:.4f}"
-        return [
-            *last_sample(run, status.step),
+        lines = [
             "",
             f"done    {status.step:,} steps in {format_duration(seconds)}, val_bpb {bpb}",
             time_line,
@@ -165,24 +147,25 @@ class TrainingJob(Job):
             f"        paceline eval {run.path}",
             f"        paceline resume {run.path} --num-steps {2 * self.plan.num_steps}",
         ]
+        sample = run.sample(status.step)
+        if not sample.is_file():
+            return lines
+        text = sample.read_text(encoding="utf-8")
+        shown = "".join(char if char.isprintable() or char == "\n" else " " for char in text).rstrip()
+        head = f"sample, the first lines held-out text ({sample}):"
+        return ["", head, textwrap.indent(shown, "  | ", lambda _: True), *lines]
 
 
 def plan_env(plan: Plan, *, libuv: bool) -> tuple[dict[str, str], list[EnvRow]]:
     """Returns the workers' environment for a plan, and its table. libuv: whether this torch has it."""
-    return worker_env(
-        dict(os.environ),
-        nproc=plan.world_size,
-        device=plan.device,
-        cpu_cores=plan.threads * plan.world_size,
-        libuv=libuv,
-    )
+    return worker_env(os.environ, Launch(plan.world_size, plan.device, plan.threads * plan.world_size, libuv=libuv))
 
 
 def stop_grace_s(plan: Plan) -> float:
     """Returns how long ranks may take to stop: two steps, a checkpoint, and a minute."""
-    step = planned_step(plan.cost).seconds if plan.cost.get("seconds") else None
+    step = planned_step(plan.cost)
     saving_s = checkpoint_bytes(plan.model, optimizer=plan.optimizer) / SAVE_BYTES_PER_S
-    return STOP_GRACE_S + saving_s + (2 * step.high if step else 0.0)
+    return STOP_GRACE_S + saving_s + (2 * step.seconds.high if step and step.seconds else 0.0)
 
 
 def bytes_of_other_processes(run: RunDir) -> int:
@@ -199,10 +182,9 @@ def bytes_of_other_processes(run: RunDir) -> int:
 
 def watch_steps(run: RunDir, plan: Plan, *, cache: Path) -> OnMetrics:
     """Returns the function that takes the lines of metrics.jsonl; it does nothing where the plan has no step time."""
-    if not plan.cost.get("seconds"):
-        return lambda record: None
     planned = planned_step(plan.cost)
-    assert planned.seconds is not None
+    if planned is None or planned.seconds is None:
+        return lambda record: None
 
     def gap(measured_s: float) -> Finding | None:
         machine = probe_machine()
@@ -219,21 +201,24 @@ def watch_steps(run: RunDir, plan: Plan, *, cache: Path) -> OnMetrics:
     return StepWatch(run, planned_s=planned.seconds.expected, gap=gap).add
 
 
-def planned_step(cost: Mapping[str, Any]) -> StepTime:
-    """Returns the step time that plan.json has."""
+def planned_step(cost: Mapping[str, Any]) -> StepTime | None:
+    """Returns the step time that plan.json has; None where it has none."""
+    if not cost.get("seconds"):
+        return None
     values = {field.name: cost[field.name] for field in fields(StepTime) if field.name in cost}
     ranges = {name: Range(**values[name]) for name in ("seconds", "tok_per_sec") if values[name] is not None}
     return StepTime(**{**values, **ranges})
 
 
 class StepWatch:
-    """Compares the measured step time with the planned one, once. A line's step_ms is the mean since the line before."""
+    """Compares the measured step time with the planned one, once. A line's step_ms is the mean since the line before.
 
-    def __init__(self, run: RunDir, *, planned_s: float, gap: Gap):
+    gap: seconds of a measured step -> a finding about a large difference.
+    """
+
+    def __init__(self, run: RunDir, *, planned_s: float, gap: Callable[[float], Finding | None]):
         self.run, self.planned_s, self.gap = run, planned_s, gap
-        self.first: int | None = None  # step of the attempt's first line, which is its first step
-        self.previous = 0  # step of the line before
-        self.steps, self.seconds = 0, 0.0
+        self.lines: list[tuple[int, float]] = []  # step and step_ms of the attempt, until they are compared
         self.done = False
 
     def add(self, record: dict[str, Any]) -> None:
@@ -241,16 +226,13 @@ class StepWatch:
         step, step_ms = record.get("step"), record.get("step_ms")
         if self.done or not isinstance(step, int) or not isinstance(step_ms, int | float):
             return
-        if self.first is None:
-            self.first = self.previous = step
+        self.lines.append((step, step_ms))
+        first = self.lines[0][0]
+        settled = [(b - a, ms) for (a, _), (b, ms) in pairwise(self.lines) if b >= first + SETTLED_AFTER]
+        if step < first + COMPARED_AFTER - 1 or not settled:
             return
-        if step >= self.first + SETTLED_AFTER:
-            self.steps += step - self.previous
-            self.seconds += (step - self.previous) * step_ms / 1000
-        self.previous = step
-        if step < self.first + COMPARED_AFTER - 1 or not self.steps:
-            return
-        self.done, measured_s = True, self.seconds / self.steps
+        self.done = True
+        measured_s = sum(steps * ms for steps, ms in settled) / sum(steps for steps, _ in settled) / 1000
         append_event(self.run, "step_time", step=step, planned_s=self.planned_s, measured_s=round(measured_s, 6))
         if finding := self.gap(measured_s):
             findings: list[dict[str, Any]] = []
@@ -258,16 +240,3 @@ class StepWatch:
                 findings = json.loads(self.run.findings.read_text())
             write_atomic(self.run.findings, json.dumps([*findings, finding.to_json()], indent=1) + "\n")
             append_event(self.run, "finding", **finding.to_json())
-
-
-def last_sample(run: RunDir, step: int) -> list[str]:
-    """Returns the sample of the last step, as samples/ has it; empty where there is none."""
-    if not run.sample(step).is_file():
-        return []
-    text = run.sample(step).read_text(encoding="utf-8")
-    shown = "".join(char if char.isprintable() or char == "\n" else " " for char in text).rstrip()
-    return [
-        "",
-        f"sample, the first lines held-out text ({run.sample(step)}):",
-        textwrap.indent(shown, "  | ", lambda _: True),
-    ]

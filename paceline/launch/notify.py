@@ -106,12 +106,32 @@ def parse_receiver(address: str) -> Receiver:
 
 @contextmanager
 def run_services(run: RunDir, services: Services) -> Iterator[None]:
-    """Runs trackers and notifications during the block and for some seconds after it."""
+    """Runs trackers and notifications during the block and for some seconds after it.
+
+    At the end it waits while they send their last lines, then prints what they report. Ctrl-C leaves them running.
+    """
     helpers = start_services(run, services)
     try:
         yield
     finally:
-        end_services(run, helpers)
+        events = NewRecords(run.events)
+        for helper in helpers.values():
+            assert helper.stdin is not None
+            helper.stdin.close()
+        started, announced = time.monotonic(), False
+        with suppress(KeyboardInterrupt):
+            while (names := names_of_running(helpers)) and time.monotonic() - started < LEAVE_AFTER_S:
+                if not announced and time.monotonic() - started > ANNOUNCE_AFTER_S:
+                    announced = True
+                    wait = f"waiting for {names}, at most {LEAVE_AFTER_S:.0f} s; Ctrl-C leaves it running"
+                    print(wait, file=sys.stderr, flush=True)
+                time.sleep(END_POLL_S)
+        lines = [str(event["text"]) for event in events.read() if event.get("event") == "note"]
+        lines += [f"{name} was killed" for name, helper in helpers.items() if (helper.poll() or 0) < 0]
+        if names := names_of_running(helpers):
+            lines.append(f"still sending: {names}; it ends by itself")
+        for line in lines:
+            print(line, file=sys.stderr, flush=True)
 
 
 def start_services(run: RunDir, services: Services) -> dict[str, subprocess.Popen[bytes]]:
@@ -128,50 +148,24 @@ def start_services(run: RunDir, services: Services) -> dict[str, subprocess.Pope
     for name, command, log, job in starts:
         try:
             log.parent.mkdir(exist_ok=True)
-            helpers[name] = start_helper(command, log=log, job=job)
+            with log.open("ab") as output:
+                helper = subprocess.Popen(
+                    [sys.executable, "-P", "-m", *command],
+                    stdin=subprocess.PIPE,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,  # a terminal's Ctrl-C does not reach it
+                )
         except OSError as error:  # a full disk, or no more processes allowed
             print(f"{name.split()[0]} could not be started: {error}", file=sys.stderr, flush=True)
+            continue
+        helpers[name] = helper
+        if job is not None:
+            assert helper.stdin is not None
+            with suppress(BrokenPipeError):
+                helper.stdin.write(json.dumps(job).encode() + b"\n")
+                helper.stdin.flush()
     return helpers
-
-
-def start_helper(command: list[str], *, log: Path, job: object) -> subprocess.Popen[bytes]:
-    """Starts a module in its own session, so that a terminal's Ctrl-C does not reach it. job: the first line of its stdin."""
-    with log.open("ab") as output:
-        helper = subprocess.Popen(
-            [sys.executable, "-P", "-m", *command],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-    if job is not None:
-        assert helper.stdin is not None
-        with suppress(BrokenPipeError):
-            helper.stdin.write(json.dumps(job).encode() + b"\n")
-            helper.stdin.flush()
-    return helper
-
-
-def end_services(run: RunDir, helpers: dict[str, subprocess.Popen[bytes]]) -> None:
-    """Waits while the services send their last lines, then prints what they report. Ctrl-C leaves them running."""
-    events = NewRecords(run.events)
-    for helper in helpers.values():
-        assert helper.stdin is not None
-        helper.stdin.close()
-    started, announced = time.monotonic(), False
-    with suppress(KeyboardInterrupt):
-        while (names := names_of_running(helpers)) and time.monotonic() - started < LEAVE_AFTER_S:
-            if not announced and time.monotonic() - started > ANNOUNCE_AFTER_S:
-                announced = True
-                wait = f"waiting for {names}, at most {LEAVE_AFTER_S:.0f} s; Ctrl-C leaves it running"
-                print(wait, file=sys.stderr, flush=True)
-            time.sleep(END_POLL_S)
-    lines = [str(event["text"]) for event in events.read() if event.get("event") == "note"]
-    lines += [f"{name} was killed" for name, helper in helpers.items() if (helper.poll() or 0) < 0]
-    if names := names_of_running(helpers):
-        lines.append(f"still sending: {names}; it ends by itself")
-    for line in lines:
-        print(line, file=sys.stderr, flush=True)
 
 
 def names_of_running(helpers: dict[str, subprocess.Popen[bytes]]) -> str:
@@ -191,22 +185,15 @@ def main() -> int:
     news = RunNews(run, events_bytes=job["events_bytes"], metrics_bytes=job["metrics_bytes"])
     active = True
     while active:
-        active = is_stdin_open(sys.stdin.fileno()) or (holder is not None and holder_of(run) == holder)
+        if select.select([sys.stdin], [], [], POLL_S)[0]:  # it is closed: the command has ended
+            time.sleep(0.1)  # a closed pipe is always ready, and the workers may still be saving
+            active = holder is not None and holder_of(run) == holder
         for notice in news.read(ended=not active):
             if problem := send(receiver, make_message(notice, news)):
                 text = f"notify: {receiver.host} did not receive that the run has {notice}: {problem}"
                 with suppress(PacelineError):  # the folder is gone too
                     append_event(run, "note", text=text)
     return 0
-
-
-def is_stdin_open(fd: int) -> bool:
-    """Waits until the next poll is due or the other end is closed."""
-    ready, _, _ = select.select([fd], [], [], POLL_S)
-    if not ready or os.read(fd, 4096):
-        return True
-    time.sleep(0.1)  # a closed pipe is always ready, and the workers may still be saving
-    return False
 
 
 class RunNews:
@@ -291,6 +278,7 @@ def send(receiver: Receiver, message: dict[str, Any]) -> str | None:
         time.sleep(wait_s)
         try:
             post(make_request(receiver, message))
+            return None
         except urllib.error.HTTPError as error:
             problem = f"it answers {error.code}"
             if error.code < 500 and error.code not in RETRIED_CODES:
@@ -298,8 +286,6 @@ def send(receiver: Receiver, message: dict[str, Any]) -> str | None:
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             problem = str(reason) if isinstance(reason, OSError) else type(error).__name__
-        else:
-            return None
     return problem
 
 

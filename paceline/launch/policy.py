@@ -38,7 +38,6 @@ class AttemptEnd:
     rank: int | None
     step: int | None
     new_checkpoint: bool  # the attempt made progress
-    seconds: float
     error: str  # the program's own error message; empty where something from outside ended it
     rolled_back: bool = False  # it ended itself to resume before a bad step and to skip that step's batch
 
@@ -66,9 +65,8 @@ class Decision:
 class Situation:
     """Everything that a rule may depend on."""
 
-    history: Sequence[AttemptEnd]
-    max_attempts: int
-    recover: bool
+    history: Sequence[AttemptEnd]  # every attempt of this command, the last one last
+    recovery: Recovery
     abilities: Abilities
 
     @property
@@ -121,15 +119,10 @@ class Rule:
     wait: Literal["none", "back-off", "long"] = "none"
 
 
-def at_step(end: AttemptEnd) -> str:
-    """' at step 7', or nothing where the step is unknown."""
-    return "" if end.step is None else f" at step {end.step:,}"
-
-
 RULES = (
     Rule(
         "no-recover", "`--no-recover` was given",
-        lambda state: not state.recover, "stop", lambda state: "--no-recover was given",
+        lambda state: not state.recovery.recover, "stop", lambda state: "--no-recover was given",
     ),
     Rule(
         "mistake", "the cause stays until somebody fixes it (`retry` is `never` in `paceline explain --list`)",
@@ -138,7 +131,7 @@ RULES = (
     ),
     Rule(
         "max-attempts", f"`--max-attempts` attempts were made ({Recovery.max_attempts} by default)",
-        lambda state: len(state.history) >= state.max_attempts, "stop",
+        lambda state: len(state.history) >= state.recovery.max_attempts, "stop",
         lambda state: f"{len(state.history)} attempts were made, --max-attempts allows no more",
     ),
     Rule(
@@ -171,7 +164,8 @@ RULES = (
     Rule(
         "same-error", "the program ended with the same message at the same step as in an earlier attempt",
         lambda state: state.is_repeated_error, "stop",
-        lambda state: f"the same error{at_step(state.last)} as in an earlier attempt: it is not transient",
+        lambda state: "the same error" + ("" if state.last.step is None else f" at step {state.last.step:,}")
+        + " as in an earlier attempt: it is not transient",
     ),
     Rule(
         "no-progress",
@@ -205,16 +199,10 @@ RULES = (
 )  # fmt: skip
 
 
-def decide(history: Sequence[AttemptEnd], *, max_attempts: int, recover: bool, abilities: Abilities) -> Decision:
-    """Returns what to do next. history: every attempt of this command, the last one last."""
-    state = Situation(history, max_attempts, recover, abilities)
-    rule = find_rule(state)
+def decide(state: Situation) -> Decision:
+    """Returns what to do next. The first rule that applies decides; the last one always does."""
+    rule = next(rule for rule in RULES if rule.applies(state))
     wait_s = 0.0 if rule.wait == "none" else WAITS_S[min(state.num_without_progress, len(WAITS_S) - 1)]
     if rule.wait == "long":
         wait_s = max(wait_s, UNAVAILABLE_WAIT_S)
     return Decision(rule.action, wait_s, rule.why(state))
-
-
-def find_rule(state: Situation) -> Rule:
-    """Returns the first rule that applies; the last one always does."""
-    return next(rule for rule in RULES if rule.applies(state))

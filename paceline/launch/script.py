@@ -10,30 +10,30 @@ import os
 import shutil
 import sys
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from datetime import datetime
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from paceline.check.ready import check_files, judge_facts, report_and_refuse, start_gathering
+from paceline.check.ready import CheckResult, judge_facts, report_and_refuse, save_check, start_gathering
 from paceline.check.verdicts.rules import Intent
 from paceline.config import Config, cache_dir, check_config
 from paceline.config_file import checked_value, format_toml_value
 from paceline.errors import PacelineError, UsageError
 from paceline.explain.catalogue import load_catalogue
-from paceline.launch.attempts import Ending, Job, run_job
-from paceline.launch.digest import LogTail, NewRecords, wants_colour
-from paceline.launch.env import format_env, harm_lines, worker_env
+from paceline.launch.attempts import Job, run_job
+from paceline.launch.digest import LogTail, NewRecords, is_terminal
+from paceline.launch.env import Launch, format_env, harm_lines, worker_env
 from paceline.launch.notify import checked_services
-from paceline.launch.policy import CRASHES, AttemptEnd
+from paceline.launch.policy import CRASHES
 from paceline.launch.supervisor import Outcome, StopSignals, run_attempt
-from paceline.launch.watchdog import Watchdog
 from paceline.options import ScriptOptions
 from paceline.plan.machine import Machine, probe_machine
 from paceline.plan.planner import choose_device, choose_world_size
-from paceline.rundir import RunDir, append_event, check_unused, lock_run, read_json_lines, unwritable_run, write_atomic
+from paceline.rundir import RunDir, append_event, check_unused, lock_run, unwritable_run, write_atomic
 from paceline.units import format_duration, format_number_of
 
 PROGRESS_S = 600.0  # what a script saves is unknown: an attempt that lasted this long has made progress
@@ -53,79 +53,48 @@ class Script:
     cwd: Path
 
 
-@dataclass(frozen=True)
-class Clearance:
-    """The result of the checks before the launch."""
-
-    libuv: bool = True
-    stop: PacelineError | None = None  # why the script would fail
-    files: Mapping[Path, str] = field(default_factory=dict)  # to write once the run folder exists: findings.json
-
-
-def run_script(
-    options: ScriptOptions,
-    *,
-    check: Callable[[Script, RunDir], Clearance] | None = None,
-) -> int:
-    """Runs a script and returns its exit code. check: called before anything starts, unless --no-check; by default check_script.
-
-    Raises PacelineError for what the user can fix.
-    """
+def run_script(options: ScriptOptions) -> int:
+    """Runs a script and returns its exit code. Raises PacelineError for what the user can fix."""
     services = checked_services(options)
     machine = probe_machine()
     script = make_script(options.command, options.keys, machine)
     argv = make_argv(script.command, cwd=script.cwd)
     run = choose_run(options.keys.get("name"), options.keys.get("runs_dir", Config.runs_dir), script)
-    clearance = (check or check_script)(script, run) if options.check else Clearance()
-    env, rows = worker_env(
-        dict(os.environ),
-        nproc=script.nproc,
-        device=script.device,
-        cpu_cores=machine.cpu_cores,
-        libuv=clearance.libuv,
-        for_script=True,
-    )
+    checked = check_script(script, run) if options.check else CheckResult((), ())
+    launch = Launch(script.nproc, script.device, machine.cpu_cores, libuv=checked.libuv, for_script=True)
+    env, rows = worker_env(os.environ, launch)
+    with suppress(PacelineError) if options.show_env else nullcontext():
+        report_and_refuse(checked.findings, stopped="this script", stream=sys.stderr)
     if options.show_env:
         print(format_env(rows))
         return 0
-    if clearance.stop:
-        raise clearance.stop
-    lock = create_run(run, script, files=clearance.files)
-    show([*format_script(script, machine), f"run     {run.path}", *harm_lines(rows), ""])
-    job = ScriptJob(
-        run,
-        script,
-        argv,
-        env,
-        lock,
-        libuv=clearance.libuv,
-        quiet=options.quiet_ranks,
-        hang_after_s=options.hang_after_s,
-        health_every_s=options.health_every_s,
-    )
-    return run_job(job, options, services)
+    lock = create_run(run, script, checked)
+    job = ScriptJob(run, lock, checked.libuv, options, script, argv, env)
+    if script.device == "cuda":
+        devices = f"{script.nproc} x {machine.gpus[0].name}"
+    else:
+        threads = format_number_of(max(1, machine.cpu_cores // script.nproc), "thread")
+        devices = f"{format_number_of(script.nproc, 'CPU process', 'CPU processes')} x {threads}"
+    lines = [f"script  {' '.join(script.command)}", f"device  {devices}", f"run     {run.path}"]
+    job.show([*lines, *harm_lines(rows), ""])
+    return run_job(job, services)
 
 
-@dataclass(frozen=True)
+@dataclass
 class ScriptJob(Job):
     """A script as a job of launch/attempts.py: the same command each time, with the number of the attempt in its environment."""
 
-    run: RunDir
+    options: ScriptOptions
     script: Script
     argv: list[str]
     env: Mapping[str, str]
-    lock: int
-    libuv: bool
-    quiet: bool  # only rank 0 is shown
-    hang_after_s: float | None
-    health_every_s: float
-    workers_record_end = False
 
     def attempt(self, number: int, signals: StopSignals) -> Outcome:
         """Runs the script on every rank and shows its lines as they come."""
-        ranks = range(1 if self.quiet else self.script.nproc)
+        ranks = range(1 if self.options.quiet_ranks else self.script.nproc)
         logs = {rank: self.run.rank_log(number, rank) for rank in ranks}
-        tail = LogTail(logs, stream=sys.stdout, colour=wants_colour(sys.stdout))
+        colour = is_terminal(sys.stdout) and not os.environ.get("NO_COLOR")  # no-color.org
+        tail = LogTail(logs, stream=sys.stdout, colour=colour)
         events = NewRecords(self.run.events)
 
         def show_new() -> None:
@@ -147,57 +116,50 @@ class ScriptJob(Job):
                 lock_fd=self.lock,
                 signals=signals,
                 on_tick=show_new,
-                watchdog=Watchdog(self.run, number, self.script.nproc, hang_after_s=self.hang_after_s, script=True),
+                hang_after_s=self.options.hang_after_s,
                 stop_grace_s=STOP_GRACE_S,
                 libuv=self.libuv,
                 cwd=self.script.cwd,
-                own_exit_codes=True,
-                health_every_s=self.health_every_s,
+                script=True,
+                health_every_s=self.options.health_every_s,
             )
         finally:
             tail.close()
 
-    def made_progress(self, end: AttemptEnd) -> bool:
+    def made_progress(self, outcome: Outcome, *, seconds: float) -> bool:
         """Whether the attempt lasted long enough, without the silence of a hang."""
-        hangs = [event["silent_s"] for event in read_json_lines(self.run.events) if event.get("event") == "hang"]
-        silent_s = hangs[-1] if hangs and end.cause == "hang" else 0.0
-        return end.seconds - silent_s >= PROGRESS_S
+        return seconds - (outcome.hang.silent_s if outcome.hang else 0.0) >= PROGRESS_S
 
     def show(self, lines: Sequence[str], *, exit_code: int = 0) -> None:
-        """Prints to stderr: stdout is the script's."""
-        show(lines)
+        """Prints to stderr, after what the script has written so far: stdout is the script's."""
+        sys.stdout.flush()
+        print("\n".join(lines), file=sys.stderr, flush=True)
 
-    def exit_code(self, ending: Ending) -> int:
+    def exit_code(self, outcome: Outcome) -> int:
         """Returns the script's exit code; 1 for a known mistake of its author, which argparse, for one, ends with 2."""
-        cause = load_catalogue().causes.get(ending.explanation.cause) if ending.explanation else None
-        root = ending.outcome.root
-        is_rank = root is not None and root.rank is not None
+        cause = load_catalogue().causes.get(outcome.explanation.cause) if outcome.explanation else None
+        is_rank = bool(outcome.failures) and outcome.failures[0].rank is not None
         is_mistake = is_rank and cause is not None and cause.retry == "never" and cause.id not in CRASHES
-        return PacelineError.exit_code if is_mistake else ending.outcome.exit_code
+        return PacelineError.exit_code if is_mistake else outcome.exit_code
 
-    def closing_lines(self, ending: Ending, *, seconds: float, time_line: str) -> list[str]:
+    def closing_lines(self, outcome: Outcome, *, seconds: float, time_line: str) -> list[str]:
         """Returns how the script ended and where its logs are."""
-        logs = f"logs    {self.run.logs(ending.outcome.attempt)}"
-        if ending.outcome.state == "interrupted":
+        logs = f"logs    {self.run.logs(outcome.attempt)}"
+        if outcome.state == "interrupted":
             return ["", f"interrupted after {format_duration(seconds)}", time_line, logs]
         lines = ["", f"done    in {format_duration(seconds)}", time_line, logs]
-        if ending.outcome.joined is False and self.script.nproc > 1:
+        if outcome.joined is False and self.script.nproc > 1:
             alone = f"note    no rank joined a process group: each of the {self.script.nproc} ranks worked alone"
             lines.insert(1, alone)
         return lines
 
 
-def check_script(script: Script, run: RunDir) -> Clearance:
-    """Checks whether the script would fail here, and prints what would hurt it."""
+def check_script(script: Script, run: RunDir) -> CheckResult:
+    """Checks whether the script would fail here, and what would hurt it."""
     folders = {"run_dir": run.path, "cache_dir": None, "cached_torch": cache_dir(Config()) / "torch.json"}
     with start_gathering(**folders, measure_disk=False) as gathered:
         intent = Intent(command="run", device=script.device, nproc=script.nproc, run_dir=str(run.path))
-        checked = judge_facts([gathered.facts()], intent)
-    try:
-        report_and_refuse(checked.findings, stopped="this script", stream=sys.stderr)
-    except PacelineError as error:
-        return Clearance(libuv=checked.libuv, stop=error)
-    return Clearance(libuv=checked.libuv, files=check_files(run, checked))
+        return judge_facts([gathered.facts()], intent)
 
 
 def make_script(command: Sequence[str], keys: Mapping[str, Any], machine: Machine) -> Script:
@@ -223,7 +185,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """Returns the values of a script's config.toml. Raises PacelineError for any other file."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise PacelineError(f"config file {path} cannot be read: {error}", fix="config.toml of a run folder") from error
     if missing := sorted(CONFIG_KEYS - set(values)):
         raise PacelineError(
@@ -256,7 +218,7 @@ def choose_run(name: str | None, runs_dir: str, script: Script) -> RunDir:
     return run
 
 
-def create_run(run: RunDir, script: Script, *, files: Mapping[Path, str]) -> int:
+def create_run(run: RunDir, script: Script, checked: CheckResult) -> int:
     """Creates the folder with what is known before the start; returns its lock. config.toml comes last and makes it a run."""
     config = format_config(script)
     try:
@@ -268,24 +230,13 @@ def create_run(run: RunDir, script: Script, *, files: Mapping[Path, str]) -> int
     try:
         run.path.mkdir(parents=True, exist_ok=True)
         lock = lock_run(run)
-        for path, text in files.items():
-            path.parent.mkdir(exist_ok=True)
-            write_atomic(path, text)
+        if checked.facts:
+            save_check(run, checked)
         append_event(run, "script", command=list(script.command), nproc=script.nproc, device=script.device)
         write_atomic(run.config_toml, config)
     except OSError as error:
         raise unwritable_run(run, error) from error
     return lock
-
-
-def format_script(script: Script, machine: Machine) -> list[str]:
-    """Returns the first lines on the screen: the command and its processes."""
-    if script.device == "cuda":
-        devices = f"{script.nproc} x {machine.gpus[0].name}"
-    else:
-        threads = format_number_of(max(1, machine.cpu_cores // script.nproc), "thread")
-        devices = f"{format_number_of(script.nproc, 'CPU process', 'CPU processes')} x {threads}"
-    return [f"script  {' '.join(script.command)}", f"device  {devices}"]
 
 
 def make_argv(command: Sequence[str], *, cwd: Path) -> list[str]:
@@ -295,7 +246,12 @@ def make_argv(command: Sequence[str], *, cwd: Path) -> list[str]:
     refuse_launchers(command)
     first, *arguments = command
     if first == "-m":
-        check_module(arguments, cwd=cwd)
+        if not arguments:
+            raise UsageError("-m needs a module", fix="paceline run -- -m package.train --lr 0.1")
+        top = arguments[0].partition(".")[0]
+        if PathFinder.find_spec(top, [str(cwd), *sys.path]) is None:
+            fix = f"install it, or start in the folder that holds {top}"
+            raise PacelineError(f"there is no module {arguments[0]}", fix=fix)
         return [sys.executable, "-m", *arguments]
     if first.startswith("-"):
         raise UsageError(f"{first} comes before the script", fix=f"paceline run -- SCRIPT.py {first} ...")
@@ -311,17 +267,6 @@ def make_argv(command: Sequence[str], *, cwd: Path) -> list[str]:
     if shutil.which(first) is None:
         raise PacelineError(f"there is no script and no program {first}", fix="the path of one that exists")
     return [first, *arguments]
-
-
-def check_module(arguments: Sequence[str], *, cwd: Path) -> None:
-    """Raises PacelineError where python -m would not find the module."""
-    if not arguments:
-        raise UsageError("-m needs a module", fix="paceline run -- -m package.train --lr 0.1")
-    top = arguments[0].partition(".")[0]
-    if PathFinder.find_spec(top, [str(cwd), *sys.path]) is None:
-        raise PacelineError(
-            f"there is no module {arguments[0]}", fix=f"install it, or start in the folder that holds {top}"
-        )
 
 
 def check_file(path: Path, name: str) -> None:
@@ -362,9 +307,3 @@ def command_name(command: Sequence[str]) -> str:
     file = Path(args[0]).name
     stem = file.rpartition(".")[2] if command[0] == "-m" else file.partition(".")[0]
     return "".join(char if char.isalnum() or char in "-_" else "-" for char in stem).strip("-") or "script"
-
-
-def show(lines: Sequence[str]) -> None:
-    """Prints paceline's own lines after what the script has written so far."""
-    sys.stdout.flush()
-    print("\n".join(lines), file=sys.stderr, flush=True)

@@ -9,6 +9,7 @@ writes the recording to a file (DumpPipe in torch/csrc/distributed/c10d/ProcessG
 a second). It writes that file at its own timeouts as well. torch's gloo does neither: the trainer's ranks do (train/process.py).
 """
 
+import linecache
 import os
 import re
 import shutil
@@ -55,7 +56,6 @@ PIPE, DUMP = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_FR_DUMP_TEMP_FILE"  # ste
 OLDER_DUMP = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
 PIPE_STEM = "collectives_"
 RECORDING_S = 1.2
-RECORDING_PAUSE_S = 0.02
 
 
 def process_state(pid: int) -> str | None:
@@ -72,44 +72,23 @@ class Frame:
     file: str
     line: int
 
-    @property
-    def place(self) -> str:
-        """The last two parts of the path and the line."""
-        return f"{'/'.join(Path(self.file).parts[-2:])}:{self.line}"
-
-    @property
-    def waits_for_others(self) -> bool:
-        """Whether this frame is one of torch's collectives, or waits for one that was started before."""
-        return self.file.endswith(COLLECTIVES) or (".wait(" in self.source and not STDLIB.search(self.file))
-
-    @property
-    def source(self) -> str:
-        try:
-            return Path(self.file).read_text(encoding="utf-8", errors="replace").splitlines()[self.line - 1].strip()
-        except (OSError, IndexError):
-            return ""
-
 
 def take_stacks(run: RunDir, attempt: int, pids: Mapping[int, int], *, own_ranks: bool) -> dict[int, str]:
     """Returns the stacks of each rank that could be read, after the name of the tool. own_ranks: they run paceline's own code."""
-    py_spy = find_py_spy()
-    texts = py_spy_stacks(py_spy, pids) if py_spy else {}
+    texts = py_spy_stacks(pids)
     if own_ranks:
         texts |= own_stacks(run, attempt, {rank: pid for rank, pid in pids.items() if rank not in texts})
     return texts
 
 
-def find_py_spy() -> str | None:
-    in_venv = Path(sys.executable).with_name("py-spy")
-    return str(in_venv) if in_venv.exists() else shutil.which("py-spy")
-
-
-def py_spy_stacks(py_spy: str, pids: Mapping[int, int]) -> dict[int, str]:
+def py_spy_stacks(pids: Mapping[int, int]) -> dict[int, str]:
     """Takes all stacks in parallel. py-spy cannot pause a process that is stopped already, and need not."""
+    folders = [str(Path(sys.executable).parent), *os.get_exec_path()]  # first that of a virtual environment
+    py_spy = shutil.which("py-spy", path=os.pathsep.join(folders))
     dumps = {}
-    for rank, pid in pids.items():
+    for rank, pid in pids.items() if py_spy else ():
         options = ["--nonblocking"] if process_state(pid) in CANNOT_RUN else []
-        command = [py_spy, "dump", "--full-filenames", *options, "--pid", str(pid)]
+        command = [str(py_spy), "dump", "--full-filenames", *options, "--pid", str(pid)]
         with suppress(OSError):
             dumps[rank] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     deadline, texts = time.monotonic() + PY_SPY_S, dict[int, str]()
@@ -171,8 +150,12 @@ def main_frames(text: str) -> list[Frame]:
 
 
 def waits_for_others(frames: Sequence[Frame]) -> bool:
-    """Whether the thread is inside a collective, whose end depends on other ranks."""
-    return any(frame.waits_for_others for frame in frames[:4])
+    """Whether the thread is inside one of torch's collectives, or waits for one that was started before."""
+    return any(
+        frame.file.endswith(COLLECTIVES)
+        or (".wait(" in linecache.getline(frame.file, frame.line) and not STDLIB.search(frame.file))
+        for frame in frames[:4]
+    )
 
 
 def call_site(frames: Sequence[Frame]) -> str | None:
@@ -180,10 +163,9 @@ def call_site(frames: Sequence[Frame]) -> str | None:
     if not frames:
         return None
     called = next((frame for frame in frames if not LIBRARY.search(frame.file)), frames[0])
+    place = f"{'/'.join(Path(called.file).parts[-2:])}:{called.line}"
     collective = [frame for frame in frames if frame.file.endswith(COLLECTIVES)]
-    if collective:
-        return f"{collective[-1].name}, called at {called.place}"
-    return f"{called.name} at {called.place}"
+    return f"{collective[-1].name}, called at {place}" if collective else f"{called.name} at {place}"
 
 
 def rank_pids(run: RunDir, attempt: int, nproc: int) -> dict[int, int]:
@@ -217,9 +199,8 @@ def describe_process(pid: int) -> str:
     for task in sorted(folder.glob("task/*"), key=lambda path: int(path.name)):
         with suppress(OSError):
             name, wchan = (task / "comm").read_text().strip(), (task / "wchan").read_text().strip()
-            state = (task / "stat").read_text().rpartition(")")[2].split()[0]
             place = "n/a" if wchan in ("", "0") else wchan
-            lines.append(f"thread {task.name} {name}: state {state}, waits in {place}")
+            lines.append(f"thread {task.name} {name}: state {process_state(int(task.name))}, waits in {place}")
     return "\n".join(lines)
 
 
@@ -227,21 +208,14 @@ def recorder_env(user_env: Mapping[str, str], run: RunDir, logs_dir: Path) -> di
     """Returns the variables that switch the recorders on; none where the user has set one, or where pipes cannot exist."""
     if any(name in user_env for name in (PIPE, DUMP, OLDER_DUMP)):
         return {}
-    if not can_have_pipes(logs_dir):
+    try:
+        os.mkfifo(logs_dir / "test.pipe")
+        (logs_dir / "test.pipe").unlink()
+    except OSError:  # torch would end the rank
         text = f"{logs_dir} holds no named pipes: flight recorders cannot be read if the run hangs"
         append_event(run, "note", text=text)
         return {}
     return {PIPE: str(logs_dir / PIPE_STEM), DUMP: str(logs_dir / RECORDER_DUMP)}
-
-
-def can_have_pipes(folder: Path) -> bool:
-    """Whether the file system supports named pipes; torch ends the rank where it does not."""
-    try:
-        os.mkfifo(folder / "test.pipe")
-        (folder / "test.pipe").unlink()
-    except OSError:
-        return False
-    return True
 
 
 def request_recordings(run: RunDir, attempt: int, ranks: Sequence[int]) -> list[Path]:
@@ -265,7 +239,7 @@ def wait_for_recordings(paths: Sequence[Path]) -> None:
         before, sizes = sizes, [path.stat().st_size if path.exists() else 0 for path in paths]
         if before == sizes and all(sizes):
             return
-        time.sleep(RECORDING_PAUSE_S)
+        time.sleep(PAUSE_S)
 
 
 def remove_pipes(logs_dir: Path) -> None:

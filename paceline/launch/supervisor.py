@@ -7,8 +7,7 @@ only this process, which then asks the agent to stop. Everything that the attemp
 
 import json
 import math
-import os
-import selectors
+import select
 import signal
 import subprocess
 import sys
@@ -22,11 +21,13 @@ from types import FrameType
 from typing import Any, Literal
 
 from paceline.errors import Interrupted
+from paceline.explain.explanation import Explanation
+from paceline.heartbeat import read_heartbeat
 from paceline.launch.agent import Lines, kill_processes
 from paceline.launch.failure import Failure, find_early_exits, find_failures, read_log_tail
 from paceline.launch.stacks import recorder_env
 from paceline.launch.watchdog import Hang, Watchdog
-from paceline.rundir import RunDir, append_event, read_json_lines
+from paceline.rundir import RunDir, append_event
 
 TICK_S = 0.2
 ONE_CTRL_C_S = 0.3  # wrappers such as `uv run` repeat the signal that the terminal has already sent
@@ -50,11 +51,9 @@ class Outcome:
     attempt: int
     failures: list[Failure]  # the root cause first
     joined: bool | None = None  # False: every rank succeeded, and none had joined a process group
-
-    @property
-    def root(self) -> Failure | None:
-        """The root cause; None for an attempt that did not fail."""
-        return self.failures[0] if self.failures else None
+    hang: Hang | None = None
+    explanation: Explanation | None = None  # of a failure, once launch/attempts.py has it
+    between_attempts: bool = False  # the user stopped the run while the next attempt was being waited for
 
 
 def run_attempt(
@@ -62,56 +61,54 @@ def run_attempt(
     *,
     command: list[str],
     nproc: int,
-    attempt: int,
     env: Mapping[str, str],
-    lock_fd: int | None,
-    on_tick: Callable[[], None],
+    attempt: int = 1,
+    lock_fd: int | None = None,
+    on_tick: Callable[[], None] = lambda: None,
     signals: "StopSignals | None" = None,
-    watchdog: Watchdog | None = None,
+    hang_after_s: float | None = None,
     stop_grace_s: float = 60.0,
     libuv: bool = True,
     cwd: Path | None = None,
-    own_exit_codes: bool = False,
+    script: bool = False,
     health_every_s: float = 0.0,
 ) -> Outcome:
     """Starts `nproc` workers and returns when they have ended. Call it from the main thread, as it handles signals.
 
-    signals: earlier ones count as well. on_tick and the watchdog are called several times a second; the rank that the watchdog
-    reports is killed. lock_fd: the flock on the run folder, which agent and engine inherit. libuv: False where torch was built
-    without it; `env` must agree (launch/env.py). cwd: of the workers. own_exit_codes: the attempt's exit code is that of its root
-    cause, as a shell reports it. health_every_s: between two samples of the host's health; 0 for none.
+    signals: earlier ones count as well. on_tick is called several times a second. A rank that the watchdog reports is killed.
+    lock_fd: the flock on the run folder, which agent and engine inherit. libuv: False where torch was built without it; `env` must
+    agree (launch/env.py). cwd: of the workers. script: the workers run a user's script, so they write no heartbeats, and the
+    attempt's exit code is that of its root cause, as a shell reports it. health_every_s: between two samples; 0 for none.
     """
-    logs_dir = run.logs(attempt).resolve()
-    logs_dir.mkdir(parents=True, exist_ok=True)
-    for path in run.progress(0).parent.glob("*"):
-        path.unlink(missing_ok=True)  # heartbeats of the previous attempt
     job = {
         "command": command,
         "nproc": nproc,
-        "env": {**env, **recorder_env(env, run, logs_dir)},
-        "logs_dir": str(logs_dir),
-        "run_id": uuid.uuid4().hex,
+        "env": env,
         "lock_fd": lock_fd,
         "stop_grace_s": stop_grace_s,
         "libuv": libuv,
         "cwd": None if cwd is None else str(cwd),
-        "run_path": str(run.path.resolve()),
         "health_every_s": health_every_s,
     }
-    record = AttemptRecord(run, attempt, nproc, own_exit_codes=own_exit_codes)
-    with catch_signals(signals) as signals, start_agent(job) as link:
-        while not link.ended:
-            for line in link.read(timeout_s=TICK_S):
+    record = AttemptRecord(run, attempt, nproc, script=script)
+    watchdog = Watchdog(run, attempt, nproc, hang_after_s=hang_after_s, script=script)
+    with catch_signals(signals) as signals, start_agent(run, attempt, job) as link:
+        while not link.lines.ended:
+            for line in link.read():
                 record.add(line)
             if signals.first and not record.stopping:
-                record.add_stop(signals.first)
+                record.stopping = True
+                append_event(run, "stopping", attempt=attempt, signal=signals.first)
                 link.send("stop", give_up_s=stop_grace_s + AGENT_MARGIN_S)
-            if (signals.kill or record.must_end_early_exit()) and not record.killing:
+            # the peers of a rank that exited too early have had their grace period
+            is_overdue = not record.stopping and time.monotonic() - record.early_exit_at > EARLY_EXIT_GRACE_S
+            if (signals.kill or is_overdue) and not record.killing:
                 record.killing = True
                 link.send("kill", give_up_s=AGENT_MARGIN_S)
             on_tick()
-            if watchdog and not record.stopping and (hang := watchdog.poll()):
-                record.add_hang(hang)
+            if not record.stopping and (hang := watchdog.poll()):
+                record.hang = hang
+                append_event(run, "hang", attempt=attempt, **asdict(hang))
                 link.send("kill" if hang.rank is None else "kill_rank", rank=hang.rank, give_up_s=AGENT_MARGIN_S)
     outcome = record.outcome(agent_exit_code=link.agent.returncode)
     on_tick()
@@ -121,13 +118,9 @@ def run_attempt(
 class AttemptRecord:
     """What the agent has reported so far. Writes the events that follow from it."""
 
-    def __init__(self, run: RunDir, attempt: int, nproc: int, *, own_exit_codes: bool):
-        self.run = run
-        self.attempt = attempt
-        self.nproc = nproc
-        self.own_exit_codes = own_exit_codes
-        self.stopping = False
-        self.killing = False
+    def __init__(self, run: RunDir, attempt: int, nproc: int, *, script: bool):
+        self.run, self.attempt, self.nproc, self.script = run, attempt, nproc, script
+        self.stopping = self.killing = False
         self.failed_first = False  # a rank had failed before anyone asked to stop
         self.ranks: list[dict[str, Any]] = []
         self.engine_exit_code: int | None = None
@@ -153,100 +146,64 @@ class AttemptRecord:
                 pids = ", ".join(map(str, line["survivors"]))
                 append_event(self.run, "note", text=f"processes that survive SIGKILL: {pids}")
 
-    def must_end_early_exit(self) -> bool:
-        """Whether a rank exited too early and its peers have had their grace period."""
-        return not self.stopping and time.monotonic() - self.early_exit_at > EARLY_EXIT_GRACE_S
-
     def write_attempt(self) -> None:
         """Writes the start of the attempt to events.jsonl."""
         pids = [rank["pid"] for rank in self.ranks]  # none when it ended before the workers were started
         append_event(self.run, "attempt", attempt=self.attempt, nproc=self.nproc, world_size=self.nproc, pids=pids)
 
-    def add_stop(self, signal_name: str) -> None:
-        """Takes the order to stop."""
-        self.stopping = True
-        append_event(self.run, "stopping", attempt=self.attempt, signal=signal_name)
-
-    def add_hang(self, hang: Hang) -> None:
-        """Takes what the watchdog reports."""
-        self.hang = hang
-        append_event(self.run, "hang", attempt=self.attempt, **asdict(hang))
-
     def outcome(self, *, agent_exit_code: int) -> Outcome:
         """Returns the outcome once the agent has ended."""
         if not self.ranks:
             self.write_attempt()
-        failures = find_failures(self.run, self.attempt, self.ranks)
-        early_exits = [] if self.stopping else find_early_exits(self.run, self.ranks)
-        if early_exits:
-            failures = [*early_exits, *(replace(failure, consequence=True) for failure in failures)]
-        elif self.hang:
-            failures = put_hang_first(self.hang, failures)
-        elif not failures and not self.stopping and (self.engine_exit_code or self.engine_exit_code is None):
-            failures = [self.launch_failure(agent_exit_code)]
+        failures = self.failures(agent_exit_code)
         state = self.state(failures)
+        exit_code = Interrupted.exit_code if state == "interrupted" else 0
         if state == "failed":
-            names = ("rank", "exit_code", "signal", "message", "consequence")
+            root = failures[0]
+            exit_code = root.exit_with
+            if self.script and root.rank is not None:
+                exit_code = root.exit_code or 128 + signal.Signals[root.signal or "SIGKILL"]
             for failure in failures:
-                append_event(
-                    self.run, "rank_failed", attempt=self.attempt, **{name: getattr(failure, name) for name in names}
-                )
-        exit_code = exit_code_of(state, failures, own=self.own_exit_codes)
-        outcome = Outcome(state, exit_code, self.attempt, failures, self.joined)
-        append_event(self.run, "attempt_ended", attempt=self.attempt, state=state, exit_code=outcome.exit_code)
-        return outcome
+                names = ("rank", "exit_code", "signal", "message", "consequence")
+                facts = {name: getattr(failure, name) for name in names}
+                append_event(self.run, "rank_failed", attempt=self.attempt, **facts)
+        append_event(self.run, "attempt_ended", attempt=self.attempt, state=state, exit_code=exit_code)
+        return Outcome(state, exit_code, self.attempt, failures, self.joined, self.hang)
+
+    def failures(self, agent_exit_code: int) -> list[Failure]:
+        """Returns every failure, the root cause first: a rank that exited too early or hung, a rank that failed, or the launch."""
+        failures = find_failures(self.run, self.attempt, self.ranks)
+        roots = [] if self.stopping else find_early_exits(self.run, self.ranks)
+        if not roots and self.hang:
+            roots = [Failure(self.hang.rank, None, "SIGKILL", self.hang.text, time.time(), consequence=False)]
+            failures = [failure for failure in failures if failure.rank != self.hang.rank]
+        if roots:  # the errors of its peers follow from its kill
+            return [*roots, *(replace(failure, consequence=True) for failure in failures)]
+        if failures or self.stopping or self.engine_exit_code == 0:
+            return failures
+        process, exit_code = "torch's elastic agent", self.engine_exit_code
+        if exit_code is None:
+            process, exit_code = "the launch agent", agent_exit_code
+        if exit_code < 0:
+            name = signal.Signals(-exit_code).name
+            return [Failure(None, None, name, f"{process} was killed by {name}", time.time(), consequence=False)]
+        message = f"{process} exited with code {exit_code}"
+        log = "\n".join(read_log_tail(self.run.logs(self.attempt) / LAUNCH_LOG))
+        return [Failure(None, exit_code, None, message, time.time(), consequence=False, traceback=log)]
 
     def state(self, failures: list[Failure]) -> State:
         """Returns whether the attempt finished, failed or was stopped."""
+        heartbeats = [read_heartbeat(self.run.progress(rank["rank"])) for rank in self.ranks]
+        phases = {heartbeat and heartbeat.phase for heartbeat in heartbeats}  # the last ones; None for a script's ranks
         if not self.stopping or self.failed_first:
             if failures:
                 return "failed"
             # the workers alone may have received the signal
-            return "interrupted" if "stopped" in self.last_phases() else "finished"
+            return "interrupted" if "stopped" in phases else "finished"
         if any(failure.traceback and not failure.consequence for failure in failures):
             return "failed"  # an error while stopping, such as a full disk: perhaps nothing was saved
         # where every rank had reached its last step, the order to stop came too late to matter
-        return "finished" if set(self.last_phases()) == {"done"} else "interrupted"
-
-    def last_phases(self) -> list[str | None]:
-        """Returns the last phase that each rank reported; None for a script's ranks."""
-        paths = [self.run.progress(rank["rank"]) for rank in self.ranks]
-        last = [list(read_json_lines(path))[-1:] for path in paths]
-        return [line[0].get("phase") if line else None for line in last]
-
-    def launch_failure(self, agent_exit_code: int) -> Failure:
-        """Returns the failure of a launch in which no rank failed."""
-        process, exit_code = "torch's elastic agent", self.engine_exit_code
-        if exit_code is None:
-            process, exit_code = "the launch agent", agent_exit_code
-        killed_by = signal.Signals(-exit_code).name if exit_code < 0 else None
-        return Failure(
-            rank=None,
-            exit_code=None if killed_by else exit_code,
-            signal=killed_by,
-            message=f"{process} was killed by {killed_by}" if killed_by else f"{process} exited with code {exit_code}",
-            time=time.time(),
-            consequence=False,
-            traceback=None if killed_by else "\n".join(read_log_tail(self.run.logs(self.attempt) / LAUNCH_LOG)),
-        )
-
-
-def put_hang_first(hang: Hang, failures: list[Failure]) -> list[Failure]:
-    """Returns the failures with the hung rank as the root cause; the errors of its peers follow from its kill."""
-    root = Failure(
-        rank=hang.rank, exit_code=None, signal="SIGKILL", message=hang.text, time=time.time(), consequence=False
-    )
-    return [root, *(replace(failure, consequence=True) for failure in failures if failure.rank != hang.rank)]
-
-
-def exit_code_of(state: State, failures: list[Failure], *, own: bool) -> int:
-    """Returns the exit code of an attempt. own: that of the root cause's process, as a shell reports it."""
-    if state == "failed":
-        root = failures[0]
-        if own and root.rank is not None:
-            return root.exit_code or 128 + signal.Signals[root.signal or "SIGKILL"]
-        return root.exit_with
-    return Interrupted.exit_code if state == "interrupted" else 0
+        return "finished" if phases == {"done"} else "interrupted"
 
 
 @dataclass
@@ -279,26 +236,19 @@ def catch_signals(signals: StopSignals | None = None) -> Iterator[StopSignals]:
 
 
 class AgentLink:
-    """JSON lines to and from one agent."""
+    """JSON lines to and from one agent. Its lines end when the agent does, be it by a kill."""
 
     def __init__(self, agent: subprocess.Popen[bytes]):
         assert agent.stdout is not None
         self.agent = agent
         self.give_up_at = float("inf")
-        self._lines = Lines(agent.stdout.fileno())
-        self.selector = selectors.DefaultSelector()
-        self.selector.register(agent.stdout, selectors.EVENT_READ)
+        self.lines = Lines(agent.stdout.fileno())
 
-    @property
-    def ended(self) -> bool:
-        """Whether the agent's side is closed, be it by a kill."""
-        return self._lines.ended
-
-    def read(self, *, timeout_s: float) -> list[dict[str, Any]]:
-        """Returns the lines that have arrived, after at most timeout_s; signals are noticed as late as that."""
+    def read(self) -> list[dict[str, Any]]:
+        """Returns the lines that have arrived, after at most TICK_S; signals are noticed as late as that."""
         if time.monotonic() > self.give_up_at:
             self.agent.kill()  # the engine and the workers follow by PDEATHSIG
-        return self._lines.read() if self.selector.select(timeout_s) else []
+        return self.lines.read() if select.select([self.lines.fd], [], [], TICK_S)[0] else []
 
     def send(self, do: str, *, give_up_s: float, **fields: int | None) -> None:
         """Sends an order. An agent that has not ended give_up_s later is killed."""
@@ -314,15 +264,20 @@ class AgentLink:
 
 
 @contextmanager
-def start_agent(job: dict[str, Any]) -> Iterator[AgentLink]:
+def start_agent(run: RunDir, attempt: int, job: dict[str, Any]) -> Iterator[AgentLink]:
     """Starts the agent with its job. However the block is left, nothing of the attempt runs afterwards."""
-    with (Path(job["logs_dir"]) / LAUNCH_LOG).open("ab") as log:
+    for path in run.progress(0).parent.glob("*"):
+        path.unlink(missing_ok=True)  # heartbeats of the previous attempt
+    logs_dir, run_id = run.logs(attempt).resolve(), uuid.uuid4().hex
+    logs_dir.mkdir(parents=True, exist_ok=True)
+    job |= {"logs_dir": str(logs_dir), "run_path": str(run.path.resolve()), "run_id": run_id}
+    job["env"] = {**job["env"], **recorder_env(job["env"], run, logs_dir)}
+    with (logs_dir / LAUNCH_LOG).open("ab") as log:
         agent = subprocess.Popen(
             [sys.executable, "-P", "-m", "paceline.launch.agent"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
-            env=os.environ,
             pass_fds=() if job["lock_fd"] is None else (job["lock_fd"],),
             start_new_session=True,  # a terminal's Ctrl-C reaches the supervisor alone
         )
@@ -331,8 +286,7 @@ def start_agent(job: dict[str, Any]) -> Iterator[AgentLink]:
         link.write(job)
         yield link
     finally:
-        link.selector.close()
         agent.kill()
         with suppress(BrokenPipeError):
             agent.__exit__(None, None, None)  # closes both pipes and reaps
-        kill_processes(job["run_id"], timeout_s=AGENT_MARGIN_S)
+        kill_processes(run_id, timeout_s=AGENT_MARGIN_S)

@@ -8,7 +8,7 @@ attempts and the closing lines are those of every job (launch/attempts.py); what
 import json
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import datetime
@@ -17,7 +17,6 @@ from typing import Any
 
 from paceline.check.ready import (
     CheckResult,
-    FactsProcess,
     judge_facts,
     report_and_refuse,
     save_check,
@@ -34,22 +33,14 @@ from paceline.launch.job import TrainingJob, plan_env
 from paceline.launch.notify import checked_services
 from paceline.launch.trial import try_plan
 from paceline.model.manifest import newest_good, read_manifest
-from paceline.options import LaunchOptions, ResumeOptions, Services, TrainOptions
+from paceline.options import ResumeOptions, Services, TrainOptions
 from paceline.plan.forecast import Scenario, forecast, format_plan
 from paceline.plan.history import load_calibration
 from paceline.plan.host import probe_cpu_cores
 from paceline.plan.machine import Machine, probe_machine
 from paceline.plan.planner import MakePlan, Plan, make_plan, memory_setup, replan
 from paceline.plan.shapes import choose_eval_tokens
-from paceline.rundir import (
-    RunDir,
-    RunInUse,
-    append_event,
-    check_unused,
-    lock_run,
-    unwritable_run,
-    write_atomic,
-)
+from paceline.rundir import RunDir, RunInUse, append_event, check_unused, lock_run, unwritable_run, write_atomic
 from paceline.terminal import show_progress
 from paceline.units import format_count
 from paceline.watch.status import run_status
@@ -72,28 +63,33 @@ def start_run(config: Config, options: TrainOptions) -> int:
     # refuses what cannot run before any text is read
     make_plan(config, machine, vocab_size=config.vocab_size, num_rows=0, calibrate=load_calibration(cache_dir(config)))
     run = RunDir(Path(config.runs_dir) / (config.name or f"d{config.depth}-{datetime.now():%Y%m%d-%H%M%S}"))
-    with gather_facts_of(config, run, options) as gathered:
+    with start_check(config, run, options, command="train") as check:
         check_new(run)
         dataset = prepare_data(config)
-        plan = planner(dataset)(config, machine)
-        checked = check_facts(gathered, config, plan, run, command="train", set_keys=frozenset(options.keys))
-    libuv = has_libuv(checked)
+        make = planner(dataset)
+        plan = make(config, machine)
+        checked = check(plan)
     if options.show_env:
-        print(format_env(plan_env(plan, libuv=libuv)[1]))
+        print(format_env(plan_env(plan, libuv=checked.libuv)[1]))
         return 0
     try:
-        config, plan, trial_lines = try_plan(
-            config, plan, machine, make=planner(dataset), cache=cache_dir(config), libuv=libuv
-        )
+        config, plan, notes = try_plan(config, plan, machine, make=make, libuv=checked.libuv)
         check_new(run)  # the trial takes long enough for another run of this name to begin
     except BaseException:
         with suppress(OSError):
             run.path.rmdir()
         raise
+    run.tokenizer_json.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(dataset.tokenizer_json, run.tokenizer_json)
+    record = {"path": str(dataset.path.resolve()), "fingerprint": dataset.meta["fingerprint"]}
+    write_atomic(run.dataset_json, json.dumps(record) + "\n")
     config = config_of_plan(config, plan)
-    create_run(run, config, plan, dataset)
-    append_notes(run, trial_lines)
-    return run_training(run, config, plan, checked, dataset, options, services, started=started)
+    write_atomic(run.plan_json, plan.to_json())
+    write_atomic(run.config_toml, format_toml(config))  # last: a folder without it is not a run
+    for text in notes:
+        append_event(run, "note", text=text)
+    job = TrainingJob(run, lock_run(run), checked.libuv, options, config, make)
+    return run_training(job, plan, checked, dataset, services, started=started)
 
 
 def resume_run(run: RunDir, options: ResumeOptions) -> int:
@@ -101,40 +97,42 @@ def resume_run(run: RunDir, options: ResumeOptions) -> int:
 
     Raises PacelineError for what the user can fix.
     """
-    started, services = time.monotonic(), checked_services(options)
-    config_before, _ = load_config(run.config_toml, {})
-    check_changes(run, config_before, options.keys)
+    started, services, changes = time.monotonic(), checked_services(options), dict(options.keys)
+    config, _ = load_config(run.config_toml, {})
+    check_changes(run, config, changes)
     plan_before = Plan.from_json(run.plan_json.read_text())
-    config = change_config(config_before, plan_before, options.keys)
-    with gather_facts_of(config, run, options) as gathered:
+    if changes.get("nproc", plan_before.world_size) != plan_before.world_size:
+        changes.setdefault("device_batch_size", None)  # the micro-batch of other devices is chosen again
+    config = Config(**override(asdict(config), changes))
+    check_config(config)
+    with start_check(config, run, options, command="resume") as check:
         dataset = reopen_data(run, config)
+        make = planner(dataset)
         machine = probe_machine()
-        plan = replan(plan_before, config, machine, make=planner(dataset), set_keys=frozenset(options.keys))
-        checked = check_facts(gathered, config, plan, run, command="resume", set_keys=frozenset(options.keys))
-    libuv = has_libuv(checked)
+        plan = replan(plan_before, config, machine, make=make, set_keys=frozenset(options.keys))
+        checked = check(plan)
     if options.show_env:
-        print(format_env(plan_env(plan, libuv=libuv)[1]))
+        print(format_env(plan_env(plan, libuv=checked.libuv)[1]))
         return 0
     if run_status(run).state == "finished" and last_good_step(run) >= plan.num_steps:
         raise PacelineError(
             f"{run.name} is finished at step {last_good_step(run):,} of {plan.num_steps:,}",
             fix=f"paceline resume {run.path} --num-steps {2 * plan.num_steps} extends it",
         )
-    lock = wait_for_lock(run)
+    lock, notes = wait_for_lock(run), list[str]()
     if memory_setup(plan) != memory_setup(plan_before):
-        config, plan, trial_lines = try_plan(
-            config, plan, machine, make=planner(dataset), cache=cache_dir(config), libuv=libuv
-        )
-        append_notes(run, trial_lines)
-    config = config_of_plan(config, plan)
+        config, plan, notes = try_plan(config, plan, machine, make=make, libuv=checked.libuv)
     if plan.num_steps != plan_before.num_steps:
         lengths = f"from {plan_before.num_steps:,} to {plan.num_steps:,} steps"
-        text = f"length changed {lengths}: the learning rate schedule now covers the whole length"
-        append_notes(run, [text])
-        print(text)
+        notes.append(f"length changed {lengths}: the learning rate schedule now covers the whole length")
+        print(notes[-1])
+    for text in notes:
+        append_event(run, "note", text=text)
+    config = config_of_plan(config, plan)
     write_atomic(run.config_toml, format_toml(config))
     write_atomic(run.plan_json, plan.to_json())
-    return run_training(run, config, plan, checked, dataset, options, services, started=started, lock=lock)
+    job = TrainingJob(run, lock, checked.libuv, options, config, make)
+    return run_training(job, plan, checked, dataset, services, started=started)
 
 
 def check_changes(run: RunDir, config: Config, changes: Mapping[str, Any]) -> None:
@@ -152,48 +150,29 @@ def check_changes(run: RunDir, config: Config, changes: Mapping[str, Any]) -> No
         )
 
 
-def change_config(config: Config, plan: Plan, changes: Mapping[str, Any]) -> Config:
-    """Returns the run's config with the changed keys. Raises PacelineError where they contradict each other."""
-    if changes.get("nproc", plan.world_size) != plan.world_size and "device_batch_size" not in changes:
-        changes = {**changes, "device_batch_size": None}  # the micro-batch of other devices is chosen again
-    changed = Config(**override(asdict(config), changes))
-    check_config(changed)
-    return changed
-
-
 @contextmanager
-def gather_facts_of(config: Config, run: RunDir, options: LaunchOptions) -> Iterator[FactsProcess | None]:
-    """Gathers the facts of this host while the block prepares the run; None with --no-check."""
+def start_check(
+    config: Config, run: RunDir, options: TrainOptions | ResumeOptions, *, command: str
+) -> Iterator[Callable[[Plan], CheckResult]]:
+    """Gathers the facts of this host while the block prepares the run. Yields the function that checks a plan with them.
+
+    It prints what would hurt the run, and raises PacelineError if the run would surely fail; with --no-check it finds nothing.
+    """
     if not options.check:
-        yield None
+        yield lambda plan: CheckResult((), ())
         return
     folders = {"run_dir": run.path, "cache_dir": cache_dir(config), "cached_torch": cache_dir(config) / "torch.json"}
     text = {"data": config.data, "tokenizer": config.tokenizer, "vocab_size": config.vocab_size}
     with start_gathering(**folders, **text, measure_disk=False) as gathered:
-        yield gathered
 
+        def check(plan: Plan) -> CheckResult:
+            set_keys = frozenset(options.keys)
+            intent = training_intent(config, plan, command=command, set_keys=set_keys, run_path=run.path)
+            checked = judge_facts([gathered.facts()], intent)
+            report_and_refuse(checked.findings, stopped="this run")
+            return checked
 
-def check_facts(
-    gathered: FactsProcess | None,
-    config: Config,
-    plan: Plan,
-    run: RunDir,
-    *,
-    command: str,
-    set_keys: frozenset[str],
-) -> CheckResult | None:
-    """Prints what would hurt the run. Raises PacelineError if it would surely fail."""
-    if gathered is None:
-        return None
-    intent = training_intent(config, plan, command=command, set_keys=set_keys, run_path=run.path)
-    checked = judge_facts([gathered.facts()], intent)
-    report_and_refuse(checked.findings, stopped="this run")
-    return checked
-
-
-def has_libuv(checked: CheckResult | None) -> bool:
-    """Whether this torch has libuv, as every wheel has; unchecked, it is assumed."""
-    return checked is None or checked.libuv
+        yield check
 
 
 def wait_for_lock(run: RunDir) -> int:
@@ -221,56 +200,30 @@ def last_good_step(run: RunDir) -> int:
 
 
 def run_training(
-    run: RunDir,
-    config: Config,
-    plan: Plan,
-    checked: CheckResult | None,
-    dataset: TokenDataset,
-    options: LaunchOptions,
-    services: Services,
-    *,
-    started: float,
-    lock: int | None = None,
+    job: TrainingJob, plan: Plan, checked: CheckResult, dataset: TokenDataset, services: Services, *, started: float
 ) -> int:
     """Prints the plan, runs all attempts and returns the exit code. started: when the command did, by the monotonic clock."""
-    lock = lock_run(run) if lock is None else lock
     prepared_s = time.monotonic() - started
-    if checked is not None:
-        save_check(run, checked)
-    plan_lines = format_plan(plan, source=describe_data(dataset))
-    harms = harm_lines(plan_env(plan, libuv=has_libuv(checked))[1])
-    print("\n".join([*plan_lines, f"run     {run.path}", *harms, ""]), flush=True)
-    append_event(run, "launch", prepared_s=round(prepared_s, 3))
-    job = TrainingJob(
-        run,
-        config,
-        make=planner(dataset),
-        cache=cache_dir(config),
-        lock=lock,
-        libuv=has_libuv(checked),
-        hang_after_s=options.hang_after_s,
-        health_every_s=options.health_every_s,
-    )
-    return run_job(job, options, services)
+    if checked.facts:
+        save_check(job.run, checked)
+    num_tokens = {name: format_count(facts["num_tokens"]) for name, facts in dataset.meta["splits"].items()}
+    cached = ", prepared before" if dataset.reused else ""
+    sizes = f"{num_tokens['train']} tokens to train on, {num_tokens['val']} held out{cached}"
+    plan_lines = format_plan(plan, source=f"{dataset.meta['source']}: {sizes}")
+    harms = harm_lines(plan_env(plan, libuv=job.libuv)[1])
+    job.show([*plan_lines, f"run     {job.run.path}", *harms, ""])
+    append_event(job.run, "launch", prepared_s=round(prepared_s, 3))
+    return run_job(job, services)
 
 
 def planner(dataset: TokenDataset) -> MakePlan:
     """Returns the function that plans a config for a machine and this text. It raises PlanError where nothing fits."""
 
     def make(config: Config, machine: Machine) -> Plan:
-        num_rows, cache = dataset.split("train").num_rows(config.sequence_len), cache_dir(config)
-        vocab_size = dataset.vocab_size
-        return forecast(
-            config, machine, scenario=Scenario(), cache=cache, vocab_size=vocab_size, num_rows=num_rows
-        ).plan
+        text = {"vocab_size": dataset.vocab_size, "num_rows": dataset.split("train").num_rows(config.sequence_len)}
+        return forecast(config, machine, scenario=Scenario(), cache=cache_dir(config), **text).plan
 
     return make
-
-
-def append_notes(run: RunDir, lines: list[str]) -> None:
-    """Writes lines to events.jsonl."""
-    for text in lines:
-        append_event(run, "note", text=text)
 
 
 def config_of_plan(config: Config, plan: Plan) -> Config:
@@ -299,16 +252,6 @@ def check_new(run: RunDir) -> None:
         probe.unlink()
     except OSError as error:
         raise unwritable_run(run, error) from error
-
-
-def create_run(run: RunDir, config: Config, plan: Plan, dataset: TokenDataset) -> None:
-    """Writes the files that a run begins with. config.toml comes last: a folder without it is not a run."""
-    run.tokenizer_json.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(dataset.tokenizer_json, run.tokenizer_json)
-    record = {"path": str(dataset.path.resolve()), "fingerprint": dataset.meta["fingerprint"]}
-    write_atomic(run.dataset_json, json.dumps(record) + "\n")
-    write_atomic(run.plan_json, plan.to_json())
-    write_atomic(run.config_toml, format_toml(config))
 
 
 def prepare_data(config: Config) -> TokenDataset:
@@ -345,10 +288,3 @@ def run_data(run: RunDir, *, other: str | None) -> TokenDataset:
     if other is None:
         return reopen_data(run, config)
     return prepare_data(replace(config, data=other, tokenizer=str(run.tokenizer_json)))
-
-
-def describe_data(dataset: TokenDataset) -> str:
-    """Returns the source of the text and the sizes of its splits."""
-    num_tokens = {name: format_count(facts["num_tokens"]) for name, facts in dataset.meta["splits"].items()}
-    cached = ", prepared before" if dataset.reused else ""
-    return f"{dataset.meta['source']}: {num_tokens['train']} tokens to train on, {num_tokens['val']} held out{cached}"

@@ -10,23 +10,21 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.config import Config
+from paceline.config import Config, cache_dir
 from paceline.errors import PacelineError, TrainingFailed
 from paceline.launch.failure import NO_PRIMITIVE, OUT_OF_MEMORY, Failure
 from paceline.launch.job import plan_env
 from paceline.launch.supervisor import run_attempt
-from paceline.launch.watchdog import Watchdog
 from paceline.plan.history import PROBE, MemoryRecord, keep_record, record_of
 from paceline.plan.machine import Machine
 from paceline.plan.planner import MakePlan, Plan, replan
 from paceline.plan.shapes import choose_eval_tokens, steps_of_time
 from paceline.plan.sizing import divisors
-from paceline.rundir import RunDir, read_json_lines
+from paceline.rundir import RunDir
 from paceline.terminal import progress_line
 from paceline.units import format_bytes, format_ms, format_number_of, parse_duration
 
@@ -51,52 +49,34 @@ class Speed:
 
 
 @dataclass(frozen=True)
-class TrialOutcome:
-    """The plan that passed, with its rows. text: the trials in one line. speed: measured where the plan's length is a time."""
-
-    plan: Plan
-    text: str
-    speed: Speed | None = None
-
-
-@dataclass(frozen=True)
 class Trial:
-    """What one trial measured; one record for eager and compiled each, as far as they were tried."""
+    """What one trial measured; one record for eager and compiled each, as far as they were tried.
 
-    records: tuple[MemoryRecord, ...]
-    speed: Speed | None
+    speed: where the plan's length is a time. out_of_memory: 'on rank 1 (out of memory)' where the trial did not fit.
+    """
 
-
-@dataclass(frozen=True)
-class OutOfMemory:
-    """The trial ran out of memory."""
-
-    rank: int | None
-    reason: str
+    records: tuple[MemoryRecord, ...] = ()
+    speed: Speed | None = None
+    out_of_memory: str = ""
 
 
 def try_plan(
-    config: Config, plan: Plan, machine: Machine, *, make: MakePlan, cache: Path, libuv: bool
+    config: Config, plan: Plan, machine: Machine, *, make: MakePlan, libuv: bool
 ) -> tuple[Config, Plan, list[str]]:
     """Tries a plan on its devices if that is needed; returns the config and the plan that follow, and lines about the trial.
 
     A plan that fills most of its devices gets a smaller micro-batch if memory runs out; a length that is a time becomes a number of
     steps. make: plans the run's text again. Raises PacelineError where the run would fail.
     """
-    if not wants_probe(plan):
+    if plan.time is None and not fills_memory(plan):
         return config, plan, []
-    trial = find_rows(plan, cache=cache, env=plan_env(plan, libuv=libuv)[0], libuv=libuv)
-    lines = [trial.text] if trial.text else []
-    if trial.speed is not None:
-        config, text = with_length(config, trial.plan, trial.speed)
+    plan, text, speed = find_rows(plan, cache=cache_dir(config), libuv=libuv)
+    lines = [text] if text else []
+    if speed is not None:
+        config, text = with_length(config, plan, speed)
         print(text, flush=True)
         lines.append(text)
-    return config, replan(trial.plan, config, machine, make=make), lines
-
-
-def wants_probe(plan: Plan) -> bool:
-    """Whether a plan is tried before the run."""
-    return plan.time is not None or fills_memory(plan)
+    return config, replan(plan, config, machine, make=make), lines
 
 
 def fills_memory(plan: Plan) -> bool:
@@ -105,11 +85,12 @@ def fills_memory(plan: Plan) -> bool:
 
 
 def find_rows(
-    plan: Plan, *, cache: Path, env: Mapping[str, str], libuv: bool, probe: tuple[str, ...] = PROBE_COMMAND
-) -> TrialOutcome:
-    """Returns the plan with the largest micro-batch that passes, from the planned one down. `cache` remembers what it used.
+    plan: Plan, *, cache: Path, libuv: bool, probe: tuple[str, ...] = PROBE_COMMAND
+) -> tuple[Plan, str, Speed | None]:
+    """Returns the plan with the largest micro-batch that passes, from the planned one down, a line about memory, and the speed.
 
-    It prints a line about memory, where that was in question. Raises PacelineError if nothing fits, KeyboardInterrupt on Ctrl-C.
+    It prints the line, where memory was in question. `cache` remembers what was used. Raises PacelineError if nothing fits,
+    KeyboardInterrupt on Ctrl-C.
     """
     failures: list[str] = []
     share_rows = plan.device_batch_size * plan.grad_accum_steps
@@ -117,25 +98,28 @@ def find_rows(
     with progress_line("trying two steps") as on_try:
         candidates = [rows for rows in divisors(share_rows) if rows <= plan.device_batch_size]
         for rows in candidates[:1] if fixed_rows else candidates:
-            on_try(format_number_of(rows, "row"))
+            size = format_number_of(rows, "row")
+            on_try(size)
             candidate = replace(plan, device_batch_size=rows, grad_accum_steps=share_rows // rows)
-            trial = run_trial(candidate, cache=cache, env=env, libuv=libuv, probe=probe)
-            if not isinstance(trial, OutOfMemory):
+            trial = run_trial(candidate, cache=cache, libuv=libuv, probe=probe)
+            if not trial.out_of_memory:
                 break
-            place = "" if trial.rank is None else f" on rank {trial.rank}"
-            verb = "does" if rows == 1 else "do"
-            failures.append(f"{format_number_of(rows, 'row')} {verb} not fit{place} ({trial.reason})")
+            failures.append(f"{size} {'does' if rows == 1 else 'do'} not fit {trial.out_of_memory}")
         else:
             smaller = f"--depth {max(1, plan.model.n_layer - 1)}"
             fix = smaller if plan.activation_checkpointing else f"--activation-checkpointing, or {smaller}"
             raise PacelineError(f"probe: {'; '.join(failures)}", fix="--device-batch-size auto" if fixed_rows else fix)
     for record in trial.records:
         keep_record(cache, record)
-    text = ""
-    if failures or fills_memory(plan):
-        text = f"probe: {'; '.join([*failures, format_fit(candidate, trial.records)])}"
-        print(text, flush=True)
-    return TrialOutcome(candidate, text, trial.speed)
+    if not failures and not fills_memory(plan):
+        return candidate, "", trial.speed
+    used_bytes = max((record.driver_bytes or record.reserved_bytes or 0 for record in trial.records), default=0)
+    card_bytes = plan.memory.get("card_bytes")
+    of_card = f" of {format_bytes(card_bytes)}" if card_bytes else ""
+    fit = f"{size}: {format_bytes(used_bytes) if used_bytes else 'n/a'}{of_card}, kept"
+    text = f"probe: {'; '.join([*failures, fit])}"
+    print(text, flush=True)
+    return candidate, text, trial.speed
 
 
 def with_length(config: Config, plan: Plan, speed: Speed) -> tuple[Config, str]:
@@ -159,34 +143,24 @@ def with_length(config: Config, plan: Plan, speed: Speed) -> tuple[Config, str]:
     return replace(config, time=None, num_steps=num_steps, eval_tokens=eval_tokens), text
 
 
-def format_fit(plan: Plan, records: tuple[MemoryRecord, ...]) -> str:
-    """Returns '7 rows: 21.3 GiB of 31.8 GiB, kept'."""
-    sizes = [record.driver_bytes or record.reserved_bytes for record in records]
-    used = max((size for size in sizes if size is not None), default=None)
-    card = plan.memory.get("card_bytes")
-    of_card = f" of {format_bytes(card)}" if card else ""
-    rows = format_number_of(plan.device_batch_size, "row")
-    return f"{rows}: {'n/a' if used is None else format_bytes(used)}{of_card}, kept"
-
-
-def run_trial(
-    plan: Plan, *, cache: Path, env: Mapping[str, str], libuv: bool, probe: tuple[str, ...]
-) -> Trial | OutOfMemory:
+def run_trial(plan: Plan, *, cache: Path, libuv: bool, probe: tuple[str, ...]) -> Trial:
     """Runs one trial. It removes its folder unless something else than memory failed, whose logs the user needs."""
-    run = new_folder(cache)
-    plan_json = run.path / "plan.json"
-    plan_json.write_text(plan.to_json())
+    parent = cache / "probe"
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        run = RunDir(Path(tempfile.mkdtemp(dir=parent)).resolve())
+    except OSError as error:
+        raise PacelineError(
+            f"{parent} cannot be written: {error.strerror}", fix="--cache-dir DIR in a place you can write"
+        ) from error
+    run.plan_json.write_text(plan.to_json())
     failed, launched = False, time.time()
     try:
         outcome = run_attempt(
             run,
-            command=[*probe, str(plan_json), str(run.path)],
+            command=[*probe, str(run.plan_json), str(run.path)],
             nproc=plan.world_size,
-            attempt=1,
-            env=env,
-            lock_fd=None,
-            on_tick=lambda: None,
-            watchdog=Watchdog(run, 1, plan.world_size),
+            env=plan_env(plan, libuv=libuv)[0],
             stop_grace_s=STOP_GRACE_S,
             libuv=libuv,
         )
@@ -194,10 +168,10 @@ def run_trial(
             raise KeyboardInterrupt
         if outcome.state == "finished":
             return read_trial(run, plan, launched=launched)
-        hung = any(event.get("event") == "hang" for event in read_json_lines(run.events))
         for failure in outcome.failures:
-            if not hung and (reason := memory_reason(failure, plan)):
-                return OutOfMemory(failure.rank, reason)
+            if not outcome.hang and (reason := memory_reason(failure, plan)):
+                place = "" if failure.rank is None else f"on rank {failure.rank} "
+                return Trial(out_of_memory=f"{place}({reason})")
         failed, root = True, outcome.failures[0]
         source = "the launch" if root.rank is None else f"rank {root.rank}"
         raise ProbeFailed(
@@ -207,18 +181,6 @@ def run_trial(
     finally:
         if not failed:
             shutil.rmtree(run.path, ignore_errors=True)
-
-
-def new_folder(cache: Path) -> RunDir:
-    """Makes a run folder for one trial. Raises PacelineError where the cache cannot be written."""
-    parent = cache / "probe"
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        return RunDir(Path(tempfile.mkdtemp(dir=parent)).resolve())
-    except OSError as error:
-        raise PacelineError(
-            f"{parent} cannot be written: {error.strerror}", fix="--cache-dir DIR in a place you can write"
-        ) from error
 
 
 def memory_reason(failure: Failure, plan: Plan) -> str | None:
@@ -243,14 +205,10 @@ def read_trial(run: RunDir, plan: Plan, *, launched: float) -> Trial:
     records = (record_of(replace(plan, compile=stage[0]["compiled"]), stage, source=PROBE) for stage in stages)
     known = tuple(record for record in records if record is not None)
     if plan.time is None:
-        return Trial(known, None)
-    # the worker, too, takes the faster of the two stages
-    return Trial(known, min((speed_of(stage, launched) for stage in stages), key=lambda speed: speed.step_s))
-
-
-def speed_of(stage: Sequence[Mapping[str, float]], launched: float) -> Speed:
-    """Returns the speed of the slowest rank in a stage, eager or compiled. launched: Unix seconds."""
-    return Speed(
-        max(rank["ready_time"] for rank in stage) - launched,
-        *(max(rank[name] for rank in stage) for name in ("step_s", "eval_s_per_token")),
-    )
+        return Trial(known)
+    names = ("ready_time", "step_s", "eval_s_per_token")
+    slowest = [[max(rank[name] for rank in stage) for name in names] for stage in stages]
+    speeds = [Speed(ready_time - launched, step_s, eval_s) for ready_time, step_s, eval_s in slowest]
+    return Trial(
+        known, min(speeds, key=lambda speed: speed.step_s)
+    )  # the worker, too, takes the faster of the two stages

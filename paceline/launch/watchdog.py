@@ -86,10 +86,6 @@ class RankState:
     def place(self) -> tuple[int, int, int]:
         return (-1, 0, 0) if self.heartbeat is None else self.heartbeat.place
 
-    def to_json(self) -> dict[str, Any]:
-        record = asdict(self)
-        return {"mark" if name == "heartbeat" else name: value for name, value in record.items()}
-
 
 class Watchdog:
     """Call poll() some times a second from the start of an attempt: it returns a hang once, and None after that.
@@ -105,11 +101,9 @@ class Watchdog:
         *,
         hang_after_s: float | None = None,
         script: bool = False,
-        pids: Callable[[], dict[int, int]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.run, self.attempt, self.nproc = run, attempt, nproc
-        self.pids = pids or (lambda: rank_pids(run, attempt, nproc))
+        self.run, self.attempt, self.nproc, self.script = run, attempt, nproc, script
         default_s = SCRIPT_HANG_AFTER_S if script else HANG_AFTER_S
         self.floor_s = default_s if hang_after_s is None else hang_after_s
         self.activity: HeartbeatActivity | LogActivity = (
@@ -137,10 +131,11 @@ class Watchdog:
         if self._awake_s - self._checked_s < PROCESS_CHECK_S:
             return None
         self._checked_s = self._awake_s
-        return self._check_processes(self.pids(), silent_s=self._awake_s - self._active_s)
+        return self._check_processes()
 
-    def _check_processes(self, pids: dict[int, int], *, silent_s: float) -> Hang | None:
+    def _check_processes(self) -> Hang | None:
         """Checks the processes while heartbeats are missing."""
+        pids, silent_s = rank_pids(self.run, self.attempt, self.nproc), self._awake_s - self._active_s
         if not self._cpu_s:
             self._cpu_s, self._cpu_since_s = {rank: cpu_seconds(pid) for rank, pid in pids.items()}, self._awake_s
         states = {rank: process_state(pid) for rank, pid in pids.items()}
@@ -155,28 +150,15 @@ class Watchdog:
         all_ended = len(ended) == len(states)  # or none has begun; the engine notices, unless it hangs itself
         if silent_s < self.floor_s * (LONG_PHASE if all_ended else 1):
             return None
-        cores = self._cores(pids)
+        seconds = max(self._awake_s - self._cpu_since_s, PROCESS_CHECK_S)
+        used_s = {rank: cpu_seconds(pid) - self._cpu_s[rank] for rank, pid in pids.items() if rank in self._cpu_s}
+        cores = {rank: max(0.0, cpu_s) / seconds for rank, cpu_s in used_s.items()}  # on average during the silence
         stopped = self._stopped_since_s is not None and self._awake_s - self._stopped_since_s >= self.floor_s
         if not stopped and silent_s < self.activity.allowed_s(cores):
             return None
-        self.hang = self._report(pids, states, cores, silent_s=silent_s)
-        return self.hang
-
-    def _cores(self, pids: Mapping[int, int]) -> dict[int, float]:
-        """Returns how many cores each rank has used on average during the silence."""
-        seconds = max(self._awake_s - self._cpu_since_s, PROCESS_CHECK_S)
-        return {
-            rank: max(0.0, cpu_seconds(pid) - self._cpu_s[rank]) / seconds
-            for rank, pid in pids.items()
-            if rank in self._cpu_s
-        }
-
-    def _report(
-        self, pids: dict[int, int], states: Mapping[int, str | None], cores: Mapping[int, float], *, silent_s: float
-    ) -> Hang:
         can_run = [rank for rank in pids if states.get(rank) not in CANNOT_RUN]
         recordings = request_recordings(self.run, self.attempt, can_run)
-        stacks = take_stacks(self.run, self.attempt, pids, own_ranks=self.activity.own_ranks)
+        stacks = take_stacks(self.run, self.attempt, pids, own_ranks=not self.script)
         ranks = [
             RankState(
                 rank,
@@ -189,40 +171,37 @@ class Watchdog:
             for rank in range(self.nproc)
         ]
         wait_for_recordings(recordings)
-        hang = make_hang(ranks, silent_s=silent_s)
-        return replace(hang, evidence=write_evidence(self.run, self.attempt, hang, ranks, stacks))
+        self.hang = record_hang(self.run, self.attempt, ranks, stacks, silent_s=silent_s)
+        return self.hang
 
 
-def make_hang(ranks: Sequence[RankState], *, silent_s: float) -> Hang:
+def record_hang(
+    run: RunDir, attempt: int, ranks: Sequence[RankState], stacks: Mapping[int, str], *, silent_s: float
+) -> Hang:
+    """Returns the hang; writes a file for each rank and hang.json, as far as they can be written."""
     culprits = find_culprits(ranks)
     is_certain = len(culprits) < len(ranks) or len(ranks) == 1
     heartbeat = culprits[0].heartbeat
-    return Hang(
+    hang = Hang(
         rank=culprits[0].rank if is_certain else None,
         silent_s=round(silent_s, 1),
         phase=heartbeat.phase if heartbeat else None,
         step=heartbeat.step if heartbeat else None,
         text=describe_hang(ranks, culprits, silent_s=silent_s),
     )
-
-
-def write_evidence(
-    run: RunDir, attempt: int, hang: Hang, ranks: Sequence[RankState], stacks: Mapping[int, str]
-) -> tuple[str, ...]:
-    """Writes a file for each rank and hang.json; returns those that could be written, and the flight recordings."""
-    folder = run.hang(attempt)
     texts = {f"{rank.rank}.txt": describe_rank(rank, stacks.get(rank.rank)) for rank in ranks}
     facts = {name: value for name, value in asdict(hang).items() if name != "evidence"}
-    record = {"time": utc_now(), **facts, "ranks": [rank.to_json() for rank in ranks], "host": describe_host(run)}
+    states = [{name.replace("heartbeat", "mark"): value for name, value in asdict(rank).items()} for rank in ranks]
+    record = {"time": utc_now(), **facts, "ranks": states, "host": describe_host(run)}
     texts["hang.json"] = json.dumps(record, indent=1) + "\n"
-    written = []
+    paths = []
     with suppress(OSError):  # a full disk must not keep the run from continuing
-        folder.mkdir(parents=True, exist_ok=True)
+        run.hang(attempt).mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
-            write_atomic(folder / name, text)
-            written.append(str((folder / name).relative_to(run.path)))
-    written += [str(path.relative_to(run.path)) for path in run.recorder_dumps(attempt)]
-    return tuple(written)
+            write_atomic(run.hang(attempt) / name, text)
+            paths.append(run.hang(attempt) / name)
+    evidence = [str(path.relative_to(run.path)) for path in [*paths, *run.recorder_dumps(attempt)]]
+    return replace(hang, evidence=tuple(evidence))
 
 
 def describe_rank(rank: RankState, stacks: str | None) -> str:
@@ -270,7 +249,10 @@ def find_culprits(ranks: Sequence[RankState]) -> list[RankState]:
 def describe_hang(ranks: Sequence[RankState], culprits: Sequence[RankState], *, silent_s: float) -> str:
     """Returns one sentence: which ranks are stuck where, and which ranks wait for them."""
     late, others = culprits[0], [rank for rank in ranks if rank not in culprits]
-    activity = f"{'is' if len(culprits) == 1 else 'are'} {describe_state(late)}{describe_place(late)}"
+    state = STATES.get(late.state or "", "gone")
+    if late.state in ("S", "R") and late.cores >= WORKING:
+        state = f"working ({late.cores:.1f} cores)"
+    activity = f"{'is' if len(culprits) == 1 else 'are'} {state}{describe_place(late)}"
     start = f"no rank made progress for {silent_s:.0f} s"
     if not others:
         subject = "the only rank" if len(ranks) == 1 else "nothing distinguishes the ranks: all"
@@ -292,16 +274,8 @@ def describe_place(rank: RankState) -> str:
     return f" in {text}" if text else ""
 
 
-def describe_state(rank: RankState) -> str:
-    if rank.state in ("S", "R") and rank.cores >= WORKING:
-        return f"working ({rank.cores:.1f} cores)"
-    return STATES.get(rank.state or "", "gone")
-
-
 class HeartbeatActivity:
     """The heartbeats of all ranks of this attempt, and how long each phase has taken so far."""
-
-    own_ranks = True
 
     def __init__(self, run: RunDir, nproc: int, floor_s: float):
         self.paths = {rank: run.progress(rank) for rank in range(nproc)}
@@ -314,16 +288,23 @@ class HeartbeatActivity:
         self.stepped_s = 0.0
 
     def has_changed(self, awake_s: float) -> bool:
-        before = self._slowest_step()
-        changed = False
+        step_before, changed = self._slowest_step(), False
         for rank, path in self.paths.items():
-            heartbeat = read_heartbeat(path)
-            if heartbeat is not None and heartbeat != self.heartbeats.get(rank):
-                self._note(rank, heartbeat, awake_s)
-                changed = True
-        if changed and (after := self._slowest_step()) > before:
-            if before > min(self.first_step.values(), default=before):
-                self.step_s.append((awake_s - self.stepped_s) / (after - before))
+            heartbeat, before = read_heartbeat(path), self.heartbeats.get(rank)
+            if heartbeat is None or heartbeat == before:
+                continue
+            changed = True
+            if before is None or before.phase != heartbeat.phase:
+                if before is not None:
+                    duration_s = awake_s - self.entered_s[rank]
+                    self.longest_s[before.phase] = max(duration_s, self.longest_s.get(before.phase, 0.0))
+                self.entered_s[rank] = awake_s
+            if heartbeat.phase in IN_STEP:
+                self.first_step.setdefault(rank, heartbeat.step)
+            self.heartbeats[rank] = heartbeat
+        if (step := self._slowest_step()) > step_before:
+            if step_before > min(self.first_step.values(), default=step_before):
+                self.step_s.append((awake_s - self.stepped_s) / (step - step_before))
             self.stepped_s = awake_s
         return changed
 
@@ -332,17 +313,6 @@ class HeartbeatActivity:
         if len(self.heartbeats) < len(self.paths):
             return -1
         return min(heartbeat.step for heartbeat in self.heartbeats.values())
-
-    def _note(self, rank: int, heartbeat: Heartbeat, awake_s: float) -> None:
-        before = self.heartbeats.get(rank)
-        if before is None or before.phase != heartbeat.phase:
-            if before is not None:
-                duration_s = awake_s - self.entered_s[rank]
-                self.longest_s[before.phase] = max(duration_s, self.longest_s.get(before.phase, 0.0))
-            self.entered_s[rank] = awake_s
-        if heartbeat.phase in IN_STEP:
-            self.first_step.setdefault(rank, heartbeat.step)
-        self.heartbeats[rank] = heartbeat
 
     def allowed_s(self, cores: Mapping[int, float]) -> float:
         """Returns the longest silence that any rank's phase allows: the other ranks may be waiting for that rank."""
@@ -361,8 +331,6 @@ class HeartbeatActivity:
 
 class LogActivity:
     """Bytes in the ranks' logs. A healthy script may print nothing for long, so its processors must be idle as well."""
-
-    own_ranks = False
 
     def __init__(self, run: RunDir, attempt: int, nproc: int, floor_s: float):
         self.paths = [run.rank_log(attempt, rank) for rank in range(nproc)]

@@ -54,7 +54,7 @@ class FakeJob:
             state, {"finished": 0, "failed": 3, "interrupted": 130}[state], number, [end] if state == "failed" else []
         )
 
-    def made_progress(self, end):
+    def made_progress(self, outcome, *, seconds):
         return False
 
     def abilities(self, end):
@@ -72,8 +72,8 @@ class FakeJob:
 
 def test_a_killed_rank_is_explained_and_the_next_attempt_finishes(tmp_path):
     job = FakeJob(tmp_path, KILLED, None)
-    ending = run_attempts(job, Recovery())
-    assert (ending.outcome.state, ending.outcome.attempt, ending.explanation) == ("finished", 2, None)
+    outcome = run_attempts(job, Recovery())
+    assert (outcome.state, outcome.attempt, outcome.explanation) == ("finished", 2, None)
     [verdict], [decision] = job.events("verdict"), job.events("decision")
     assert (verdict["attempt"], verdict["cause"], verdict["rank"]) == (1, "killed-from-outside", 1)
     facts = {key: decision[key] for key in ("attempt", "action", "why", "wait_s", "cause", "rank")}
@@ -90,33 +90,33 @@ def test_a_killed_rank_is_explained_and_the_next_attempt_finishes(tmp_path):
 
 def test_the_explanation_stands_last(tmp_path):
     job = FakeJob(tmp_path, KILLED)
-    ending = run_attempts(job, Recovery(recover=False))
-    shown = format_explained(ending.outcome, job.run, ending.explanation)
+    outcome = run_attempts(job, Recovery(recover=False))
+    shown = format_explained(outcome, job.run)
     first = "killed-from-outside: rank 1 was killed by SIGKILL from outside the run (step 1)"
-    assert f"\n\n{first}\n  fix: {ending.explanation.fix}" in shown
+    assert f"\n\n{first}\n  fix: {outcome.explanation.fix}" in shown
 
 
 def test_a_mistake_is_not_retried(tmp_path):
     job = FakeJob(tmp_path, TYPO, None)
-    ending = run_attempts(job, Recovery())
-    assert (ending.outcome.attempt, ending.explanation.cause) == (1, "import-error")
+    outcome = run_attempts(job, Recovery())
+    assert (outcome.attempt, outcome.explanation.cause) == (1, "import-error")
     assert job.lines == ["no further attempt: another attempt would fail the same way"]
 
 
 def test_an_error_with_its_own_fix_is_a_mistake(tmp_path):
     job = FakeJob(tmp_path, failure(message="the plan is for 2 ranks", fix="start it through paceline train"), None)
-    assert run_attempts(job, Recovery()).outcome.attempt == 1
+    assert run_attempts(job, Recovery()).attempt == 1
     assert job.events("verdict")[0]["cause"] == "refused"
 
 
 def test_attempts_are_numbered_over_all_commands(tmp_path):
     append_event(RunDir(tmp_path), "attempt", attempt=4)
-    assert run_attempts(FakeJob(tmp_path, None), Recovery()).outcome.attempt == 5
+    assert run_attempts(FakeJob(tmp_path, None), Recovery()).attempt == 5
 
 
 def test_without_recovery_there_is_one_attempt(tmp_path):
     job = FakeJob(tmp_path, KILLED, None)
-    assert run_attempts(job, Recovery(recover=False)).outcome.attempt == 1
+    assert run_attempts(job, Recovery(recover=False)).attempt == 1
 
 
 def test_a_checkpoint_of_the_attempt_is_progress_and_one_before_it_is_not(tmp_path):
@@ -171,16 +171,16 @@ def test_a_rank_that_the_kernel_killed_for_memory_was_not_killed_from_outside(tm
 
 def test_a_killed_agent_is_not_blamed_on_a_rank(tmp_path):
     job = FakeJob(tmp_path, failure(None, signal="SIGKILL", message="the launch agent was killed by SIGKILL"), None)
-    assert run_attempts(job, Recovery()).outcome.attempt == 2
+    assert run_attempts(job, Recovery()).attempt == 2
     assert job.lines[0].startswith("attempt 1 failed: the launch agent was killed by SIGKILL")
 
 
 def test_a_rank_that_exits_with_0_too_early_is_retried_once(tmp_path):
     left = replace(failure(1, message="rank 1 ended with exit code 0 after step 9, in load"), exit_code=0)
     job = FakeJob(tmp_path, left, left, None)
-    ending = run_attempts(job, Recovery())
+    outcome = run_attempts(job, Recovery())
     assert [event["cause"] for event in job.events("verdict")] == ["exited-early"] * 2
-    assert (ending.outcome.attempt, ending.explanation.summary) == (2, left.message)
+    assert (outcome.attempt, outcome.explanation.summary) == (2, left.message)
     assert job.lines[-1] == "no further attempt: the same error as in an earlier attempt: it is not transient"
 
 
@@ -211,9 +211,9 @@ def test_an_explanation_that_fails_hides_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr("paceline.launch.attempts.explain_run", breaks)
     job = FakeJob(tmp_path, TYPO, None)
-    ending = run_attempts(job, Recovery())
+    outcome = run_attempts(job, Recovery())
     assert job.lines == ["no further attempt: the failure could not be explained (KeyError: 'rank')"]
-    assert TYPO.message in format_explained(ending.outcome, job.run, ending.explanation)
+    assert TYPO.message in format_explained(outcome, job.run)
 
 
 def test_a_rollback_is_retried_at_once(tmp_path):
@@ -229,7 +229,7 @@ def test_a_rollback_is_retried_at_once(tmp_path):
 
 def test_a_failure_after_the_order_to_stop_is_not_retried(tmp_path):
     job = FakeJob(tmp_path, KILLED, None, on_attempt=lambda n: append_event(RunDir(tmp_path), "stopping", attempt=n))
-    assert run_attempts(job, Recovery()).outcome.state == "failed"
+    assert run_attempts(job, Recovery()).state == "failed"
     assert job.events("decision") == []
 
 
@@ -237,5 +237,5 @@ def test_ctrl_c_ends_a_wait_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr("paceline.launch.policy.WAITS_S", (0.0, 1000.0))
     job = FakeJob(tmp_path, KILLED, None)
     job.change = lambda decision: threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
-    ending = run_attempts(job, Recovery())  # long before the wait is over
-    assert (ending.outcome.state, ending.outcome.exit_code, ending.between_attempts) == ("interrupted", 130, True)
+    outcome = run_attempts(job, Recovery())  # long before the wait is over
+    assert (outcome.state, outcome.exit_code, outcome.between_attempts) == ("interrupted", 130, True)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.launch.env import EnvRow, format_env, harm_lines, worker_env
+from paceline.launch.env import EnvRow, Launch, format_env, harm_lines, worker_env
 
 
 def row_of(rows, name):
@@ -10,7 +10,7 @@ def row_of(rows, name):
 
 
 def test_cpu_processes_share_the_cores_and_meet_on_the_loopback():
-    env, rows = worker_env({"PATH": "/bin"}, nproc=3, device="cpu", cpu_cores=8)
+    env, rows = worker_env({"PATH": "/bin"}, Launch(nproc=3, device="cpu", cpu_cores=8))
     assert env == {
         "PATH": "/bin",
         "OMP_NUM_THREADS": "2",
@@ -25,18 +25,18 @@ def test_cpu_processes_share_the_cores_and_meet_on_the_loopback():
 
 
 def test_more_processes_than_cores_have_one_thread_each():
-    assert worker_env({}, nproc=4, device="cpu", cpu_cores=2)[0]["OMP_NUM_THREADS"] == "1"
+    assert worker_env({}, Launch(nproc=4, device="cpu", cpu_cores=2))[0]["OMP_NUM_THREADS"] == "1"
 
 
 def test_what_the_user_has_set_stays():
     user = {"OMP_NUM_THREADS": "7", "GLOO_SOCKET_IFNAME": "eth0", "PYTHONUNBUFFERED": "", "CUDA_VISIBLE_DEVICES": "1"}
-    env, rows = worker_env(user, nproc=2, device="cuda", cpu_cores=8)
+    env, rows = worker_env(user, Launch(nproc=2, device="cuda", cpu_cores=8))
     assert {name: env[name] for name in user} == user
     assert not [row for row in rows if row.name in user and row.origin == "added"]
 
 
 def test_a_row_for_the_users_value_shows_what_paceline_would_have_set():
-    _, rows = worker_env({"GLOO_SOCKET_IFNAME": "eth0"}, nproc=2, device="cpu", cpu_cores=8)
+    _, rows = worker_env({"GLOO_SOCKET_IFNAME": "eth0"}, Launch(nproc=2, device="cpu", cpu_cores=8))
     assert row_of(rows, "GLOO_SOCKET_IFNAME") == (
         "GLOO_SOCKET_IFNAME",
         "eth0",
@@ -46,30 +46,20 @@ def test_a_row_for_the_users_value_shows_what_paceline_would_have_set():
 
 
 def test_cuda_workers_number_their_gpus_as_nvidia_smi_does_and_meet_on_the_loopback():
-    env, _ = worker_env({}, nproc=2, device="cuda", cpu_cores=8)
+    env, _ = worker_env({}, Launch(nproc=2, device="cuda", cpu_cores=8))
     assert env["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     assert env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert env["NCCL_SOCKET_IFNAME"] == "lo"
     assert "CUDA_VISIBLE_DEVICES" not in env
 
 
-def test_several_hosts_use_the_interface_to_the_others():
-    env, _ = worker_env({}, nproc=2, device="cuda", cpu_cores=8, num_hosts=2, interface="eth0")
-    assert (env["GLOO_SOCKET_IFNAME"], env["NCCL_SOCKET_IFNAME"]) == ("eth0", "=eth0")
-
-
-def test_without_a_known_interface_several_hosts_choose_themselves():
-    env, _ = worker_env({}, nproc=2, device="cuda", cpu_cores=8, num_hosts=2)
-    assert not {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} & set(env)
-
-
 def test_a_torch_without_libuv_does_not_use_it():
-    assert worker_env({}, nproc=2, device="cpu", cpu_cores=8, libuv=False)[0]["USE_LIBUV"] == "0"
-    assert "USE_LIBUV" not in worker_env({}, nproc=2, device="cpu", cpu_cores=8)[0]
+    assert worker_env({}, Launch(nproc=2, device="cpu", cpu_cores=8, libuv=False))[0]["USE_LIBUV"] == "0"
+    assert "USE_LIBUV" not in worker_env({}, Launch(nproc=2, device="cpu", cpu_cores=8))[0]
 
 
 def test_a_script_on_the_cpu_sees_no_gpu_and_accelerate_joins_its_processes():
-    env, _ = worker_env({}, nproc=2, device="cpu", cpu_cores=8, for_script=True)
+    env, _ = worker_env({}, Launch(nproc=2, device="cpu", cpu_cores=8, for_script=True))
     assert (env["CUDA_VISIBLE_DEVICES"], env["ACCELERATE_USE_CPU"]) == ("", "true")
 
 
@@ -77,7 +67,7 @@ def test_a_script_on_the_cpu_sees_no_gpu_and_accelerate_joins_its_processes():
     ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"), ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"),
 ])  # fmt: skip
 def test_a_setting_under_its_older_name_stays(old, new):
-    env, _ = worker_env({old: "5"}, nproc=1, device="cuda", cpu_cores=8)
+    env, _ = worker_env({old: "5"}, Launch(nproc=1, device="cuda", cpu_cores=8))
     assert new not in env
 
 
@@ -100,7 +90,7 @@ HARMFUL = {
 @pytest.mark.parametrize("name", HARMFUL)
 def test_a_value_of_the_users_that_hurts_stays_and_is_reported_in_one_line(name):
     value, harm = HARMFUL[name]
-    env, rows = worker_env({name: value}, nproc=2, device="cuda", cpu_cores=8, for_script=True)
+    env, rows = worker_env({name: value}, Launch(nproc=2, device="cuda", cpu_cores=8, for_script=True))
     assert env[name] == value
     assert harm_lines(rows) == [f"note    {name}={value} is yours: {harm}"]
 
@@ -108,13 +98,11 @@ def test_a_value_of_the_users_that_hurts_stays_and_is_reported_in_one_line(name)
 @pytest.mark.parametrize("name, value, device, settings, harm", [
     ("USE_LIBUV", "1", "cpu", {"libuv": False},
      "this torch was built without libuv and cannot create a store with it: set it to 0"),
-    ("GLOO_SOCKET_IFNAME", "lo", "cpu", {"num_hosts": 2}, "2 hosts cannot reach each other over the loopback interface"),
-    ("NCCL_SOCKET_IFNAME", "=lo", "cuda", {"num_hosts": 2}, "2 hosts cannot reach each other over the loopback interface"),
     ("CUDA_VISIBLE_DEVICES", "0", "cpu", {"for_script": True}, "the device is cpu, and the script sees these GPUs"),
     ("OMP_NUM_THREADS", "many", "cpu", {}, "not a number of threads: each process uses every core"),
 ])  # fmt: skip
 def test_whether_a_value_hurts_depends_on_the_launch(name, value, device, settings, harm):
-    _, rows = worker_env({name: value}, nproc=2, device=device, cpu_cores=8, **settings)
+    _, rows = worker_env({name: value}, Launch(nproc=2, device=device, cpu_cores=8, **settings))
     assert harm_lines(rows) == [f"note    {name}={value} is yours: {harm}"]
 
 
@@ -123,12 +111,12 @@ def test_whether_a_value_hurts_depends_on_the_launch(name, value, device, settin
     ("TORCH_DISTRIBUTED_DEBUG", "INFO"), ("CUDA_LAUNCH_BLOCKING", "0"), ("GLOO_SOCKET_IFNAME", "lo"), ("PATH", ""),
 ])  # fmt: skip
 def test_a_harmless_value_is_not_reported(name, value):
-    _, rows = worker_env({name: value}, nproc=2, device="cuda", cpu_cores=8)
+    _, rows = worker_env({name: value}, Launch(nproc=2, device="cuda", cpu_cores=8))
     assert harm_lines(rows) == []
 
 
 def test_the_table_shows_each_variable_with_its_origin_and_reason():
-    _, rows = worker_env({"OMP_NUM_THREADS": "32"}, nproc=2, device="cpu", cpu_cores=8)
+    _, rows = worker_env({"OMP_NUM_THREADS": "32"}, Launch(nproc=2, device="cpu", cpu_cores=8))
     assert format_env(rows).splitlines() == [
         "PYTHONUNBUFFERED=1            added         a log is whole up to the moment of a crash",
         "PYTHONFAULTHANDLER=1          added         a crash in native code leaves a traceback",
@@ -140,6 +128,6 @@ def test_the_table_shows_each_variable_with_its_origin_and_reason():
 
 
 def test_nothing_secret_of_the_users_environment_is_in_the_table():
-    _, rows = worker_env({"WANDB_API_KEY": "abc", "HF_TOKEN": "def"}, nproc=2, device="cpu", cpu_cores=8)
+    _, rows = worker_env({"WANDB_API_KEY": "abc", "HF_TOKEN": "def"}, Launch(nproc=2, device="cpu", cpu_cores=8))
     assert "abc" not in format_env(rows)
     assert "HF_TOKEN" not in format_env(rows)

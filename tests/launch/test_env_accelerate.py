@@ -26,9 +26,14 @@ def machine(num_gpus, *, name="NVIDIA GeForce RTX 5090", capability=(12, 0)):
 TWO = machine(2)
 
 
+def values_of(where, **options):
+    """The config's values; keys are in `keys`, as the command line has them."""
+    return make_accelerate_config(AccelerateOptions(**options), where)
+
+
 def test_one_process_for_each_gpu_there_is():
-    assert [make_accelerate_config(machine(n))["num_processes"] for n in (1, 2, 8)] == [1, 2, 8]
-    assert [make_accelerate_config(machine(n))["distributed_type"] for n in (1, 2, 8)] == [
+    assert [values_of(machine(n))["num_processes"] for n in (1, 2, 8)] == [1, 2, 8]
+    assert [values_of(machine(n))["distributed_type"] for n in (1, 2, 8)] == [
         "NO",
         "MULTI_GPU",
         "MULTI_GPU",
@@ -36,7 +41,7 @@ def test_one_process_for_each_gpu_there_is():
 
 
 def test_two_gpus_make_a_ddp_config():
-    assert make_accelerate_config(TWO) == {
+    assert values_of(TWO) == {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "MULTI_GPU",
         "use_cpu": False,
@@ -49,16 +54,16 @@ def test_two_gpus_make_a_ddp_config():
 
 
 def test_the_processes_of_all_hosts_are_counted_together():
-    values = make_accelerate_config(TWO, nnodes=3, node_rank=1, main_address="10.0.0.1")
+    values = values_of(TWO, nnodes=3, node_rank=1, main_address="10.0.0.1")
     assert (values["num_processes"], values["num_machines"], values["machine_rank"]) == (6, 3, 1)
     assert (values["main_process_ip"], values["main_process_port"]) == ("10.0.0.1", 29500)
 
 
 def test_a_card_without_bf16_is_not_told_to_use_it():
     old = machine(1, name="Tesla T4", capability=(7, 5))
-    assert make_accelerate_config(old)["mixed_precision"] == "no"
+    assert values_of(old)["mixed_precision"] == "no"
     with pytest.raises(PacelineError, match="has no bf16 units"):
-        make_accelerate_config(old, precision="bf16")
+        values_of(old, keys={"precision": "bf16"})
 
 
 @pytest.mark.parametrize("arguments, message", [
@@ -70,19 +75,19 @@ def test_a_card_without_bf16_is_not_told_to_use_it():
 ])  # fmt: skip
 def test_hosts_that_cannot_be_are_refused(arguments, message):
     with pytest.raises(UsageError) as error:
-        make_accelerate_config(TWO, **arguments)
+        values_of(TWO, **arguments)
     assert error.value.message == message
 
 
 @pytest.mark.parametrize("where, arguments, message", [
-    (TWO, {"nproc": 3}, "nproc is 3, but 2 GPUs are visible"),
-    (CPU, {"device": "cuda"}, "device is cuda, but no GPU is visible here"),
+    (TWO, {"keys": {"nproc": 3}}, "nproc is 3, but 2 GPUs are visible"),
+    (CPU, {"keys": {"device": "cuda"}}, "device is cuda, but no GPU is visible here"),
     (CPU, {"fsdp": True}, "accelerate supports FSDP on GPUs only, and device is cpu"),
     (machine(1), {"fsdp": True}, "FSDP shards a model over GPUs, and there is one process"),
 ])  # fmt: skip
 def test_what_the_machine_does_not_have_is_refused(where, arguments, message):
     with pytest.raises(PacelineError) as error:
-        make_accelerate_config(where, **arguments)
+        values_of(where, **arguments)
     assert error.value.message == message
 
 
@@ -104,8 +109,8 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
 
 
 def test_the_same_values_as_json_and_on_standard_output():
-    assert json.loads(accelerate_config(AccelerateOptions(json=True), TWO)) == make_accelerate_config(TWO)
-    assert accelerate_config(AccelerateOptions(out="-"), TWO) + "\n" == format_yaml(make_accelerate_config(TWO))
+    assert json.loads(accelerate_config(AccelerateOptions(json=True), TWO)) == values_of(TWO)
+    assert accelerate_config(AccelerateOptions(out="-"), TWO) + "\n" == format_yaml(values_of(TWO))
 
 
 LAUNCHED = """
@@ -130,9 +135,9 @@ def taken_by_accelerate(tmp_path_factory):
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     hosts = {"nnodes": 2, "node_rank": 1, "main_address": "10.0.0.1", "main_port": 29600}
     configs = {
-        "one GPU": make_accelerate_config(machine(1)),
-        "two GPUs": make_accelerate_config(TWO),
-        "two hosts": make_accelerate_config(TWO, **hosts, fsdp=True),
+        "one GPU": values_of(machine(1)),
+        "two GPUs": values_of(TWO),
+        "two hosts": values_of(TWO, **hosts, fsdp=True),
     }
     folder = tmp_path_factory.mktemp("configs")
     for name, values in configs.items():

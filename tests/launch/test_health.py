@@ -15,7 +15,7 @@ import pynvml
 import pytest
 
 from paceline.launch import health
-from paceline.launch.health import WHOLE_EVERY, GpuSampler, HostSampler, Sampler
+from paceline.launch.health import WHOLE_EVERY, GpuSampler, Sampler
 from paceline.plan.nvml import Card
 from paceline.rundir import RunDir, read_json_lines
 from paceline.watch.curves import HostHealth
@@ -139,7 +139,7 @@ class Storm(Driver):
 def test_a_storm_of_xid_errors_is_written_soon_in_one_line_and_costs_no_other_line(tmp_path):
     run = RunDir(tmp_path)
     gpus = gpus_of(Storm(run.health(socket.gethostname()), [79] * 50))
-    sampler, began = Sampler(run, HostSampler(tmp_path), gpus), time.monotonic()
+    sampler, began = Sampler(run, gpus), time.monotonic()
     with pytest.raises(SystemExit):
         sampler.follow(0.4)
     counts = [line["gpus"][0].get("errors", {}).get("xid_count") for line in read_json_lines(sampler.path)]
@@ -149,7 +149,7 @@ def test_a_storm_of_xid_errors_is_written_soon_in_one_line_and_costs_no_other_li
 
 def test_processes_that_ended_are_written_once_as_an_empty_list(tmp_path):
     driver = Driver(RTX_5090)
-    sampler = Sampler(RunDir(tmp_path), HostSampler(tmp_path), gpus_of(driver))
+    sampler = Sampler(RunDir(tmp_path), gpus_of(driver))
     sampler.write()
     driver.fields = {**RTX_5090, "ComputeRunningProcesses_v3": []}
     for _ in range(3):
@@ -168,7 +168,7 @@ def test_every_nvml_function_that_is_called_is_one_of_the_binding():
 
 def test_slow_values_stand_in_the_first_line_when_they_change_and_in_every_30th(tmp_path):
     driver = Driver(RTX_5090)
-    sampler = Sampler(RunDir(tmp_path), HostSampler(tmp_path), gpus_of(driver))
+    sampler = Sampler(RunDir(tmp_path), gpus_of(driver))
     for number in range(WHOLE_EVERY + 1):
         driver.fields = {**RTX_5090, "TotalEccErrors": 3 if number < 2 else 4}
         sampler.write()
@@ -180,7 +180,7 @@ def test_slow_values_stand_in_the_first_line_when_they_change_and_in_every_30th(
 
 def test_a_full_disk_costs_lines_and_nothing_else(tmp_path):
     run = RunDir(tmp_path / "gone")
-    sampler = Sampler(run, HostSampler(tmp_path), GpuSampler(None, {}, "abc"))
+    sampler = Sampler(run, GpuSampler(None, {}, "abc"))
     sampler.write()
     run.path.mkdir()
     sampler.write()
@@ -191,10 +191,10 @@ def test_a_full_disk_costs_lines_and_nothing_else(tmp_path):
 
 
 def test_a_sample_holds_processors_memory_and_disk_of_the_host(tmp_path):
-    host = HostSampler(tmp_path)
-    host.sample()
+    sampler = Sampler(RunDir(tmp_path), GpuSampler(None, {}, "abc"))
+    sampler.sample_host()
     time.sleep(0.05)
-    sample = host.sample()
+    sample = sampler.sample_host()
     assert 0 <= sample["cpu"] <= 1
     assert 0 < sample["ram_used"] <= sample["ram_total"]
     assert 0 < sample["disk_free"] <= sample["disk_total"]

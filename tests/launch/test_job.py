@@ -6,11 +6,12 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from paceline.config import Config
+from paceline.config import Config, cache_dir
 from paceline.errors import Finding, PlanError
 from paceline.launch.digest import Digest
 from paceline.launch.job import StepWatch, TrainingJob, planned_step, stop_grace_s, watch_steps
 from paceline.launch.policy import Abilities, AttemptEnd, Decision
+from paceline.options import LaunchOptions
 from paceline.plan.estimate import Range
 from paceline.plan.machine import Gpu, Machine, find_gpu
 from paceline.plan.planner import Plan, make_plan
@@ -21,9 +22,7 @@ from paceline.rundir import RunDir, append_json_line, append_sample, read_json_l
 CARD = Gpu(0, "NVIDIA GeForce RTX 5090", 32_607 << 20, (12, 0), find_gpu("RTX 5090"))
 ONE, TWO, NONE = (Machine(tuple(replace(CARD, index=i) for i in range(n)), 16, False, 64 << 30) for n in (1, 2, 0))
 CONFIG = Config(depth=12, num_steps=50, total_batch_size=524_288)
-LOST = AttemptEnd(
-    "gpu-hardware-error", "same", rank=1, step=7, new_checkpoint=False, seconds=60, error="fell off the bus"
-)
+LOST = AttemptEnd("gpu-hardware-error", "same", rank=1, step=7, new_checkpoint=False, error="fell off the bus")
 ON_GPUS = Abilities(own_trainer=True, rows_on_host=False)
 NO_MEMORY = replace(LOST, cause="cuda-oom", retry="smaller")
 
@@ -33,14 +32,16 @@ def make(config: Config, machine: Machine) -> Plan:
 
 
 @pytest.fixture
-def job_on(tmp_path):
+def job_on(tmp_path, monkeypatch):
     """Makes a run that began on two cards; probe returns the machine at the end of its attempt."""
 
     def started(probe):
         run = RunDir(tmp_path / "run")
         run.path.mkdir()
         run.plan_json.write_text(make(CONFIG, TWO).to_json())
-        return TrainingJob(run, CONFIG, make=make, cache=tmp_path / "cache", lock=0, libuv=True, probe=probe)
+        monkeypatch.setattr("paceline.launch.job.probe_machine", probe)
+        config = replace(CONFIG, cache_dir=str(tmp_path / "cache"))
+        return TrainingJob(run, lock=0, libuv=True, options=LaunchOptions(), config=config, make=make)
 
     return started
 
@@ -59,7 +60,7 @@ def test_after_a_lost_card_the_others_take_the_same_steps(job_on):
     after = job.plan
     assert (after.world_size, after.total_batch_size, after.num_steps) == (1, before.total_batch_size, 50)
     assert after.device_batch_size * after.grad_accum_steps == before.total_batch_size // CONFIG.sequence_len
-    assert not (job.cache / "too_large.jsonl").exists()
+    assert not (cache_dir(job.config) / "too_large.jsonl").exists()
 
 
 def test_a_batch_that_does_not_fit_the_remaining_cards_stops_the_run(job_on):
@@ -76,7 +77,7 @@ def test_a_size_that_failed_beside_another_process_may_fit_the_whole_card(job_on
     )
     assert job.abilities(NO_MEMORY).smaller
     job.change(Decision("smaller", 0, "x"))
-    [record] = read_json_lines(job.cache / "too_large.jsonl")
+    [record] = read_json_lines(cache_dir(job.config) / "too_large.jsonl")
     assert record["card_bytes"] == job.plan.memory["card_bytes"] - (9 << 30)
 
 
@@ -95,7 +96,7 @@ def test_the_attempt_after_running_out_of_memory_is_smaller_and_the_size_is_reme
     change = f"device_batch_size {rows // 2} instead of {rows}, {2 * before.grad_accum_steps} micro-steps instead of"
     assert job.abilities(NO_MEMORY).smaller.startswith(change)
     assert changed(job, "smaller")["device_batch_size"] == rows // 2
-    record = json.loads((job.cache / "too_large.jsonl").read_text())
+    record = json.loads((cache_dir(job.config) / "too_large.jsonl").read_text())
     assert (record["setup"]["device_batch_size"], record["source"]) == (rows, "run")
 
 

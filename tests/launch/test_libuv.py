@@ -11,22 +11,22 @@ pytestmark = pytest.mark.dist
 HERE = Path(__file__).parent
 RUN = """
 import sys
+from paceline.check.ready import CheckResult
 from paceline.command_line import parse
-from paceline.launch.script import Clearance, run_script
+from paceline.launch import script
 from paceline.options import ScriptOptions
-options = parse(sys.argv[2:], command="run", options=ScriptOptions)
-sys.exit(run_script(options, check=lambda *_: Clearance(libuv=sys.argv[1] == "yes")))
+script.check_script = lambda *_: CheckResult([{"torch": {"libuv": sys.argv[1] == "yes"}}], [])
+sys.exit(script.run_script(parse(sys.argv[2:], command="run", options=ScriptOptions)))
 """
 LAUNCH = """
 import os, sys
 from pathlib import Path
-from paceline.launch.env import worker_env
+from paceline.launch.env import Launch, worker_env
 from paceline.launch.supervisor import run_attempt
 from paceline.rundir import RunDir
-env, _ = worker_env(os.environ, nproc=2, device="cpu", cpu_cores=2, libuv=False)
+env, _ = worker_env(os.environ, Launch(2, "cpu", cpu_cores=2, libuv=False))
 outcome = run_attempt(
-    RunDir(Path("run")), command=[sys.executable, "-c", sys.argv[1]], nproc=2, attempt=1, env=env, lock_fd=None,
-    on_tick=lambda: None, libuv=False,
+    RunDir(Path("run")), command=[sys.executable, "-c", sys.argv[1]], nproc=2, env=env, libuv=False,
 )
 sys.exit(outcome.exit_code)
 """

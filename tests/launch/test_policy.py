@@ -8,10 +8,11 @@ import pytest
 
 from paceline.explain.catalogue import RETRIES, load_catalogue
 from paceline.launch import policy
-from paceline.launch.policy import RULES, TRAINER_CRASHES, Abilities, AttemptEnd, Decision, Situation, decide, find_rule
+from paceline.launch.policy import RULES, TRAINER_CRASHES, Abilities, AttemptEnd, Decision, Situation, decide
+from paceline.options import Recovery
 
 ROOT = Path(__file__).parents[2]
-KILLED = AttemptEnd("killed-from-outside", "same", rank=1, step=7, new_checkpoint=False, seconds=60, error="")
+KILLED = AttemptEnd("killed-from-outside", "same", rank=1, step=7, new_checkpoint=False, error="")
 SAVED = replace(KILLED, new_checkpoint=True)
 CRASHED = replace(KILLED, cause="sigsegv", retry="never", error="ended by SIGSEGV")
 BROKEN = replace(CRASHED, cause="user-code-exception", error="ValueError: boom")
@@ -21,8 +22,8 @@ DAMAGED = replace(KILLED, cause="checkpoint-corrupt", retry="other-checkpoint", 
 OURS, SCRIPT = Abilities(own_trainer=True, smaller="device_batch_size 4 instead of 8"), Abilities()
 
 
-def after(*history: AttemptEnd, abilities: Abilities = OURS, max_attempts: int = 10, recover: bool = True) -> Decision:
-    return decide(history, max_attempts=max_attempts, recover=recover, abilities=abilities)
+def after(*history: AttemptEnd, abilities: Abilities = OURS, **options: object) -> Decision:
+    return decide(Situation(history, Recovery(**options), abilities))
 
 
 EXAMPLES = {
@@ -72,8 +73,8 @@ EXAMPLES = {
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.id)
 def test_each_rule_decides_its_example(rule):
     history, abilities, options, decision = EXAMPLES[rule.id]
-    state = Situation(history, **{"max_attempts": 10, "recover": True, **options}, abilities=abilities)
-    assert find_rule(state).id == rule.id
+    state = Situation(history, Recovery(**options), abilities)
+    assert next(rule.id for rule in RULES if rule.applies(state)) == rule.id
     assert after(*history, abilities=abilities, **options) == decision
 
 

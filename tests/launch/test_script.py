@@ -1,5 +1,6 @@
 """`paceline run`: any script as under torchrun, its lines as they come, its own exit code, a run folder that repeats it."""
 
+import json
 import os
 import shlex
 import signal
@@ -14,9 +15,10 @@ from textwrap import dedent
 import pytest
 import torch
 
+from paceline.check.ready import CheckResult
 from paceline.cli import run_command
-from paceline.errors import PacelineError
-from paceline.launch.script import Clearance, Script, format_config, make_script, run_script
+from paceline.errors import Finding, PacelineError
+from paceline.launch.script import Script, format_config, make_script, run_script
 from paceline.options import ScriptOptions
 from paceline.plan.machine import Machine
 from paceline.rundir import RunDir, read_json_lines
@@ -307,10 +309,11 @@ def test_a_failed_check_stops_the_run_before_it_has_a_folder(tmp_path, monkeypat
 
     def check(script, run):
         calls.append((script.command, run.path))
-        return Clearance(stop=PacelineError("no room", fix="make room"))
+        return CheckResult([{}], [Finding("no-room", "stop", "no room", "it would fail", "make room")])
 
-    with pytest.raises(PacelineError, match="no room"):
-        run_script(ONE_RANK, check=check)
+    monkeypatch.setattr("paceline.launch.script.check_script", check)
+    with pytest.raises(PacelineError, match="this script would fail: no-room"):
+        run_script(ONE_RANK)
     assert calls == [(("train.py",), Path("runs/r"))]
     assert not Path("runs").exists()
 
@@ -318,18 +321,19 @@ def test_a_failed_check_stops_the_run_before_it_has_a_folder(tmp_path, monkeypat
 def test_the_findings_of_the_checks_are_in_the_run_folder(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("import os; print(os.environ['USE_LIBUV'])")
-    clearance = Clearance(
-        libuv=False, files={Path("runs/r/findings.json"): "[]\n", Path("runs/r/facts/ada.json"): "{}\n"}
-    )
-    assert run_script(ONE_RANK, check=lambda *_: clearance) == 0
+    checked = CheckResult([{"host": {"name": "ada"}, "torch": {"libuv": False}}], [])
+    monkeypatch.setattr("paceline.launch.script.check_script", lambda *_: checked)
+    assert run_script(ONE_RANK) == 0
     assert capfd.readouterr().out == "0\n"
-    assert (Path("runs/r/findings.json").read_text(), Path("runs/r/facts/ada.json").read_text()) == ("[]\n", "{}\n")
+    assert Path("runs/r/findings.json").read_text() == "[]\n"
+    assert json.loads(Path("runs/r/facts/ada.json").read_text()) == checked.facts[0]
 
 
 def test_no_check_runs_no_check(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("pass")
-    assert run_script(replace(ONE_RANK, check=False), check=lambda *_: 1 / 0) == 0
+    monkeypatch.setattr("paceline.launch.script.check_script", lambda *_: 1 / 0)
+    assert run_script(replace(ONE_RANK, check=False)) == 0
 
 
 def test_a_config_that_is_not_of_a_script_is_refused(tmp_path):

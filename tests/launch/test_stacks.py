@@ -119,7 +119,7 @@ def stop(process):
 
 
 def without_py_spy(monkeypatch):
-    monkeypatch.setattr("paceline.launch.stacks.find_py_spy", lambda: None)
+    monkeypatch.setattr("paceline.launch.stacks.py_spy_stacks", lambda pids: {})
     monkeypatch.setattr("paceline.launch.stacks.OWN_STACKS_S", DEADLINE_S)
 
 

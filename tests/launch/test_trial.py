@@ -1,7 +1,6 @@
 """A plan that fills most of a device, tried on it: fewer rows where memory runs out, and no run before that is known."""
 
 import json
-import os
 import resource
 import signal
 import subprocess
@@ -16,7 +15,7 @@ from paceline.config import Config
 from paceline.errors import PacelineError
 from paceline.launch.failure import Failure
 from paceline.launch.supervisor import Outcome
-from paceline.launch.trial import ProbeFailed, Speed, find_rows, memory_reason, read_trial, wants_probe, with_length
+from paceline.launch.trial import ProbeFailed, Speed, find_rows, memory_reason, read_trial, try_plan, with_length
 from paceline.plan.history import read_records
 from paceline.plan.machine import Machine
 from paceline.plan.planner import Plan, make_plan
@@ -56,7 +55,7 @@ def with_stand_in(folder: Path, *, most: int, end: str, plan: Plan | None = None
     script = folder / "stand_in.py"
     script.write_text(STAND_IN.format(most=most, end=end))
     command = (sys.executable, str(script))
-    return find_rows(plan or planned(), cache=folder / "cache", env=dict(os.environ), libuv=True, probe=command)
+    return find_rows(plan or planned(), cache=folder / "cache", libuv=True, probe=command)
 
 
 @pytest.fixture
@@ -85,27 +84,33 @@ def no_launch(monkeypatch):
     ],
     ids=str,
 )
-def test_rows_that_paceline_chose_for_most_of_the_memory_are_tried_and_a_length_that_is_a_time(fields, expected):
-    assert wants_probe(planned(**fields)) is expected
+def test_rows_that_paceline_chose_for_most_of_the_memory_are_tried_and_a_length_that_is_a_time(
+    fields, expected, monkeypatch
+):
+    plan, calls = planned(**fields), []
+    monkeypatch.setattr("paceline.launch.trial.find_rows", lambda plan, **_: calls.append(plan) or (plan, "", None))
+    monkeypatch.setattr("paceline.launch.trial.replan", lambda plan, *_, **__: plan)
+    assert try_plan(SMALL, plan, HOST, make=None, libuv=True) == (SMALL, plan, [])
+    assert calls == [plan] * expected
 
 
 @pytest.mark.dist
 def test_a_process_that_the_kernel_kills_for_memory_gets_fewer_rows(tmp_path, capsys):
-    outcome = with_stand_in(tmp_path, most=4, end="os.kill(os.getpid(), signal.SIGKILL)")
-    assert (outcome.plan.device_batch_size, outcome.plan.grad_accum_steps) == (4, 3)
+    plan, text, _ = with_stand_in(tmp_path, most=4, end="os.kill(os.getpid(), signal.SIGKILL)")
+    assert (plan.device_batch_size, plan.grad_accum_steps) == (4, 3)
     killed = "not fit on rank 0 (ended by SIGKILL, as the kernel does when memory runs out)"
-    assert outcome.text == f"probe: 12 rows do {killed}; 6 rows do {killed}; 4 rows: 3.0 GiB of 8.0 GiB, kept"
-    assert capsys.readouterr().out == outcome.text + "\n"
+    assert text == f"probe: 12 rows do {killed}; 6 rows do {killed}; 4 rows: 3.0 GiB of 8.0 GiB, kept"
+    assert capsys.readouterr().out == text + "\n"
     [record] = read_records(tmp_path / "cache")
     assert (record.source, record.driver_bytes) == ("probe", 3 << 30)
     assert list((tmp_path / "cache" / "probe").iterdir()) == []
 
 
 def test_a_trial_for_a_time_measures_the_speed_and_prints_nothing_about_memory(no_launch, tmp_path, capsys):
-    outcome = with_stand_in(tmp_path, most=12, end="pass", plan=planned(num_steps=None, time="2m"))
-    assert (outcome.speed.step_s, outcome.speed.eval_s_per_token) == (0.5, 0.001)
-    assert 0 < outcome.speed.start_s < 120
-    assert (outcome.text, capsys.readouterr().out) == ("", "")
+    _, text, speed = with_stand_in(tmp_path, most=12, end="pass", plan=planned(num_steps=None, time="2m"))
+    assert (speed.step_s, speed.eval_s_per_token) == (0.5, 0.001)
+    assert 0 < speed.start_s < 120
+    assert (text, capsys.readouterr().out) == ("", "")
 
 
 def test_rows_that_the_user_has_set_are_not_changed_by_a_trial_for_a_time(no_launch, tmp_path):

@@ -32,10 +32,10 @@ class Bench:
         self.processes = processes
         self.writers = [HeartbeatWriter(self.run, rank) for rank in range(2)]
         self.now = 1000.0
-        self.dog = Watchdog(self.run, 1, 2, hang_after_s=8, pids=self.pids, clock=lambda: self.now)
-
-    def pids(self):
-        return {rank: process.pid for rank, process in enumerate(self.processes)}
+        self.dog = Watchdog(self.run, 1, 2, hang_after_s=8, clock=lambda: self.now)
+        self.run.logs(1).mkdir(parents=True)
+        for rank, process in enumerate(processes):
+            (self.run.logs(1) / f"{rank}.pid").write_text(str(process.pid))
 
     def beat(self, *places):
         for writer, place in zip(self.writers, places, strict=True):

@@ -9,7 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -129,11 +129,11 @@ def explain(args: options.ExplainOptions) -> int:
 
 
 def runs(args: options.RunsOptions) -> int:
-    from paceline.watch.status import format_runs, list_runs
+    from paceline.watch.status import RunList, format_runs
 
-    statuses = list_runs(Path(args.dir))
+    statuses = RunList(Path(args.dir)).read()
     if args.json:
-        print(format_json([status.to_json() for status in statuses]))
+        print(format_json([asdict(status) for status in statuses]))
     elif statuses:
         print(format_runs(statuses))
     else:

@@ -6,9 +6,11 @@ Pure: a Snapshot or numbers in, lines out.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
+from statistics import fmean
 
 from paceline.units import format_count
 from paceline.watch.snapshot import Series, Snapshot
@@ -18,7 +20,6 @@ from paceline.watch.terminal.line import EMPTY, Line, cells, cut, fit, heading, 
 CURVES = [name for name in METRICS if name != "peak_bytes"]  # known curves, the most important first
 DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # of a character: left and right column, top to bottom
 LEVELS = "▁▂▃▄▅▆▇█"
-TABLE_HEAD = "least       most     last"
 
 
 @dataclass(frozen=True)
@@ -36,30 +37,28 @@ def curves_page(snapshot: Snapshot, choice: CurveChoice, *, width: int, height: 
     if not names:
         return [EMPTY, fit(((" no numbers yet", "faint"),), width)]
     current = choice.curve if choice.curve in names else names[0]
-    table = [curve_line(snapshot, name, width=width, is_current=name == current, part=choice.part) for name in names]
-    room = max(6, height - len(table) - 1)
+    room = max(6, height - len(names) - 1)
     lines = curve_block(snapshot, current, width=width, height=room, part=choice.part, log=choice.log_scale)
     title = "all steps" if choice.part >= 1 else f"last {choice.part:.0%} of the steps"
     title += ", logarithmic" if choice.log_scale else ""
-    return [*lines, heading(title, width, right=((TABLE_HEAD, "faint"),)), *table]
+    lines.append(heading(title, width, right=(("least       most     last", "faint"),)))
+    for name in names:
+        series = last_part(snapshot.series[name], choice.part)
+        lines.append(fit(curve_line(name, series, room=max(4, width - 51), is_current=name == current), width))
+    return lines
 
 
-def curve_line(snapshot: Snapshot, name: str, *, width: int, is_current: bool, part: float) -> Line:
+def curve_line(name: str, series: Series, *, room: int, is_current: bool) -> Line:
     title, style, least_span = curve_look(name)
-    series = last_part(snapshot.series[name], part)
     if not (values := series.values):
-        return fit(((f"   {title:<12} n/a", "faint"),), width)
+        return ((f"   {title:<12} n/a", "faint"),)
     low_text, high_text, last = (format_measure(name, value) for value in (min(values), max(values), values[-1]))
-    room = max(4, width - 17 - 34)
-    return fit(
-        (
-            (" > " if is_current else "   ", "key"),
-            (f"{cut(title, 13):<14}", "strong" if is_current else ""),
-            (f"{steady_line(series, room, least_span):<{room}}", style),
-            (f"{low_text:>11}{high_text:>11}", "faint"),
-            (f"{last:>11} ", "strong"),
-        ),
-        width,
+    return (
+        (" > " if is_current else "   ", "key"),
+        (f"{cut(title, 13):<14}", "strong" if is_current else ""),
+        (f"{steady_line(series, room, least_span):<{room}}", style),
+        (f"{low_text:>11}{high_text:>11}", "faint"),
+        (f"{last:>11} ", "strong"),
     )
 
 
@@ -71,16 +70,17 @@ def curve_look(name: str) -> tuple[str, str, float]:
     return title, METRICS[name].style, 0.02 if name in ("loss", "val_bpb") else 0.2
 
 
-def curve_row(snapshot: Snapshot, names: Sequence[str], *, width: int, height: int, part: float = 1.0) -> list[Line]:
-    """Several curves side by side, the first the widest."""
-    if not names or height < 3:
+def curve_row(
+    snapshot: Snapshot, names: Sequence[str], *, width: int, height: int, shares: Sequence[int], gap: int = 2
+) -> list[Line]:
+    """Several curves side by side; shares: of the width."""
+    if not names:
         return []
-    widths = split_width(width, [3, 2, 2][: len(names)])
-    blocks = [
-        (curve_block(snapshot, name, width=column, height=height, part=part), column)
-        for name, column in zip(names, widths, strict=True)
-    ]
-    return side_by_side(blocks)
+    widths = split_width(width, shares[: len(names)], gap=gap)
+    columns = zip(names, widths, strict=True)
+    return side_by_side(
+        [(curve_block(snapshot, name, width=column, height=height), column) for name, column in columns], gap=gap
+    )
 
 
 def curve_block(
@@ -102,16 +102,14 @@ def curve_block(
     return [heading(title, width, right=last), *lines]
 
 
-def curve_names(snapshot: Snapshot) -> list[str]:
-    """The known curves with a value, the most important first."""
-    return [name for name in CURVES if snapshot.series.get(name, Series()).values]
-
-
 def all_curve_names(snapshot: Snapshot) -> list[str]:
-    """The known curves, then everything else that the run has written."""
-    return [name for name in CURVES if name in snapshot.series] + [
-        name for name in snapshot.series if name not in CURVES
-    ]
+    """The known curves, the most important first, then everything else that the run has written."""
+    return sorted(snapshot.series, key=lambda name: CURVES.index(name) if name in CURVES else len(CURVES))
+
+
+def drawn_curves(snapshot: Snapshot, names: Sequence[str]) -> list[str]:
+    """The curves among the names that have a value."""
+    return [name for name in names if snapshot.series.get(name, Series()).values]
 
 
 def chart(
@@ -145,28 +143,19 @@ def chart(
     columns = width - margin - 2
     grid = draw([(step, scale(value)) for step, value in points], low, high, columns=columns, rows=rows)
     level = None if planned is None else dot_of(scale(planned), low, high, rows) // 4
-    lines = []
+    lines: list[Line] = []
     for y, row in enumerate(grid):
-        edge = "┤" if y in texts else "│"
-        row_text = "".join(chr(0x2800 + dots) if dots else "┈" if y == level else " " for dots in row)
-        lines.append(((f"{texts.get(y, ''):>{margin}} ", "faint"), (edge, "track"), *styled(row_text, style)))
-    return [*lines, steps_line(points[0][0], points[-1][0], margin=margin, columns=columns)]
-
-
-def styled(text: str, style: str) -> Line:
-    """Gives the curve its style, and the plan's dotted line a faint one."""
-    groups = groupby(text, key=lambda char: "faint" if char == "┈" else style)
-    return tuple(("".join(chars), kind) for kind, chars in groups)
-
-
-def steps_line(first: int, last: int, *, margin: int, columns: int) -> Line:
-    left, right = f"{first:,}", f"{last:,}"
-    middle = f"{(first + last) // 2:,}" if columns > 60 else ""
-    gap = columns - len(left) - len(right) - len(middle)
-    if gap < 1:
-        return ((f"{right:>{margin + 2 + columns}}", "faint"),)
-    before = (columns - len(middle)) // 2 - len(left) if middle else gap
-    return ((" " * (margin + 2) + left + " " * before + middle + " " * (gap - before) + right, "faint"),)
+        axis: Line = ((f"{texts.get(y, ''):>{margin}} ", "faint"), ("┤" if y in texts else "│", "track"))
+        chars = (chr(0x2800 + dots) if dots else "┈" if y == level else " " for dots in row)
+        groups = groupby(chars, key=lambda char: "faint" if char == "┈" else style)  # the plan is faint
+        lines.append((*axis, *(("".join(group), kind) for kind, group in groups)))
+    left, right = f"{points[0][0]:,}", f"{points[-1][0]:,}"
+    middle = f"{(points[0][0] + points[-1][0]) // 2:,}" if columns > 60 else ""
+    if len(left + middle + right) >= columns:
+        left = middle = ""
+    start = (columns - len(middle)) // 2 if middle else len(left)
+    steps = f"{left:<{start}}{middle}{right:>{columns - start - len(middle)}}"
+    return [*lines, ((f"{steps:>{margin + 2 + columns}}", "faint"),)]
 
 
 def widen(low: float, high: float, *, least_span: float, log: bool) -> tuple[float, float]:
@@ -243,15 +232,18 @@ def draw(points: Sequence[tuple[int, float]], low: float, high: float, *, column
 
 def sparkline(values: Sequence[float], width: int, *, low: float | None = None, high: float | None = None) -> str:
     """Draws values as one line of blocks, each the mean of its column's values."""
-    points = [value for value in values if math.isfinite(value)]
+    points = finite(values)
     if not points or width < 1:
         return ""
     low, high = min(points) if low is None else low, max(points) if high is None else high
-    span = (high - low) or 1.0
     columns = min(width, len(points))
     edges = [len(points) * i // columns for i in range(columns + 1)]
-    means = [sum(points[a:b]) / (b - a) for a, b in pairwise(edges)]
-    return "".join(LEVELS[min(7, max(0, int(8 * (mean - low) / span)))] for mean in means)
+    shares = [(fmean(points[a:b]) - low) / ((high - low) or 1.0) for a, b in pairwise(edges)]
+    return "".join(LEVELS[min(7, max(0, int(8 * share)))] for share in shares)
+
+
+def finite(values: Sequence[float]) -> list[float]:
+    return [value for value in values if math.isfinite(value)]
 
 
 def even_values(series: Series, columns: int) -> list[float]:
@@ -265,14 +257,13 @@ def even_values(series: Series, columns: int) -> list[float]:
             parts[min(columns - 1, (step - first) * columns // span)].append(value)
     values = [math.nan]
     for part in parts:
-        values.append(sum(part) / len(part) if part else values[-1])
+        values.append(fmean(part) if part else values[-1])
     return values[1:]
 
 
 def steady_line(series: Series, columns: int, least_span: float) -> str:
     """Draws a curve as one line of blocks, in which noise below `least_span` of its middle stays small."""
-    points = [value for value in series.values if math.isfinite(value)]
-    if not points:
+    if not (points := finite(series.values)):
         return ""
     low, high = widen(min(points), max(points), least_span=least_span, log=False)
     return sparkline(even_values(series, columns), columns, low=low, high=high)
@@ -287,19 +278,15 @@ def last_part(series: Series, share: float) -> Series:
     """Returns the last part of a curve, by steps: 0.1 is the last tenth."""
     if not series.steps or share >= 1:
         return series
-    first = series.steps[-1] - (series.steps[-1] - series.steps[0]) * share
-    start = next(i for i, step in enumerate(series.steps) if step >= first)
+    start = bisect_left(series.steps, series.steps[-1] - (series.steps[-1] - series.steps[0]) * share)
     return Series(series.steps[start:], series.values[start:], series.times[start:])
 
 
 def format_short(value: float) -> str:
     """10.4, 0.412, 856K, 1.25M: at most about five characters, for the edge of a chart."""
-    if value == 0:
-        return "0"
     size = abs(value)
-    if size >= 10_000:
-        return format_count(value) if size < 1e15 else f"{value:.0e}"
+    if size == 0 or not math.isfinite(value):
+        return f"{value:.0f}"
     if size >= 1000:
-        return f"{value:,.0f}"
-    digits = max(0, 2 - math.floor(math.log10(size)))
-    return f"{value:.{min(6, digits)}f}" if size >= 1e-3 else f"{value:.1e}"
+        return f"{value:,.0f}" if size < 10_000 else format_count(value) if size < 1e15 else f"{value:.0e}"
+    return f"{value:.{min(6, max(0, 2 - math.floor(math.log10(size))))}f}" if size >= 1e-3 else f"{value:.1e}"

@@ -360,12 +360,8 @@ def link_out_of(path: Path) -> Path | None:
     """Returns a link that leads out of the run folder, among the files that are read. The folder may be a link itself."""
     run, inside = RunDir(path), os.path.realpath(path)
     files = (run.config_toml, run.plan_json, run.findings, run.events, run.metrics)
-    folders = (
-        path / "facts",
-        run.health_dir,
-        run.samples,
-        *(place(0).parent for place in (run.progress, run.logs, run.hang)),
-    )
+    folders = [path / "facts", run.health_dir, run.samples]
+    folders += [place(0).parent for place in (run.progress, run.logs, run.hang)]
     for path in (*files, *folders, *(child for folder in folders for child in folder.rglob("*"))):
         if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(inside):
             return path

@@ -165,11 +165,12 @@ def markdown_report(path: Path, *, now: float, redact: Callable[[Any], Any] = la
     """Returns the report as Markdown, for an issue, a pull request or a notebook of experiments."""
     snapshot, about = open_reader(path).update(), read_about(RunDir(path))
     verdict = summarize(snapshot, now=now)
+    rows = [f"| {name} | {text} | {planned} | {over} |" for name, _, text, planned, over, _ in figures(snapshot)]
     config = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in about["config"].items()]
     blocks = [
         [f"# {escape(snapshot.name)}: {snapshot.state}", "", *([escape(verdict.text)] if verdict else [])],
         [", ".join(progress(snapshot))],
-        figure_rows(snapshot),
+        ["| | measured | plan | |", "|---|---:|---:|---:|", *rows] if rows else [],
         section("What happened", explanation(snapshot)),
         section("Curves", fenced(curves(snapshot.series))),
         section("Where the time went", time_spent(snapshot)),
@@ -197,12 +198,6 @@ def progress(snapshot: Snapshot) -> Iterator[str]:
         yield f"{format_duration(snapshot.elapsed_s)} in all"
     if snapshot.started is not None:
         yield f"started {datetime.fromtimestamp(snapshot.started, UTC):%Y-%m-%d %H:%M} UTC"
-
-
-def figure_rows(snapshot: Snapshot) -> list[str]:
-    """Returns the last figures beside those of the plan, as a table."""
-    rows = [f"| {name} | {text} | {planned} | {over} |" for name, _, text, planned, over, _ in figures(snapshot)]
-    return ["| | measured | plan | |", "|---|---:|---:|---:|", *rows] if rows else []
 
 
 def explanation(snapshot: Snapshot) -> list[str]:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 from rich.segment import Segment
@@ -62,6 +63,7 @@ class LineView(ScrollView, can_focus=True):
     }
     LineView.plain { scrollbar-size-vertical: 0; }
     """
+    BINDINGS: ClassVar[list[BindingType]] = [("g", "scroll_home"), ("G", "scroll_end")]
     _lines: Sequence[Line] = ()
 
     def show(self, lines: Sequence[Line]) -> None:
@@ -142,17 +144,10 @@ class WatchApp(App[None]):
         Binding("slash", "find", priority=True),  # the next key may be there already
         ("j,down", "scroll(1)"),
         ("k,up", "scroll(-1)"),
-        ("g", "end(False)"),
-        ("G", "end(True)"),
     ]
 
     def __init__(
-        self,
-        reader: Reader,
-        *,
-        interval_s: float = 3.0,
-        ascii_only: bool = False,
-        clock: Callable[[], float] = time.time,
+        self, reader: Reader, *, interval_s: float, ascii_only: bool = False, clock: Callable[[], float] = time.time
     ) -> None:
         super().__init__(ansi_color=True)  # before the theme: what NO_COLOR does is settled here
         self.theme = "ansi-dark"  # the terminal's own background
@@ -184,55 +179,46 @@ class WatchApp(App[None]):
         self.action_read()
         self.draw()
 
-    def action_read(self) -> None:
+    @work
+    async def action_read(self) -> None:
         """Reads in a thread, unless one is still reading. A search is not repeated, because the log may be large."""
-        if not self._reading:
-            self._reading = True
-            self.read(self.log_choice if self.page in LOG_PAGES and not self.log_choice.query else None)
-
-    @work(thread=True, group="read")
-    def read(self, choice: LogChoice | None) -> None:
-        snapshot, message = self.snapshot, None
+        if self._reading:
+            return
+        self._reading = True
+        choice = self.log_choice if self.page in LOG_PAGES and not self.log_choice.query else None
+        snapshot, text, message = self.snapshot, None, None
         try:
-            snapshot = self.reader.update()
+            snapshot = await asyncio.to_thread(self.reader.update)
         except PacelineError as error:
             message = error.message
-        text = read_log(snapshot, choice) if snapshot and choice else None
-        self.call_from_thread(self.show_snapshot, snapshot, choice, text, error=message)
+        if snapshot and choice:
+            text = await asyncio.to_thread(read_log, snapshot, choice)
+        self._reading = False
+        self.show_snapshot(snapshot, text, error=message)
 
     def show_snapshot(
-        self,
-        snapshot: Snapshot | None,
-        choice: LogChoice | None = None,
-        text: LogText | None = None,
-        *,
-        error: str | None = None,
+        self, snapshot: Snapshot | None, text: LogText | None = None, *, error: str | None = None
     ) -> None:
         """Shows what was read, unless the screen is held; the log's text only if no other log was chosen meanwhile."""
-        self._reading = False
-        if self.held:
-            return
-        self.snapshot, self.error, self.now = snapshot, error, self.clock()
-        if text and choice == self.log_choice:
-            self.log_text = text
-        self.draw()
+        if not self.held:
+            self.snapshot, self.error, self.now = snapshot, error, self.clock()
+            self.log_text = text if text and text.choice == self.log_choice else self.log_text
+            self.draw()
 
     def choose_log(self, choice: LogChoice) -> None:
         """Chooses a log, or a text to find in it, and reads it at once, even when the screen is held."""
         self.log_choice = choice
+        self.read_chosen_log()
+
+    @work(group="log", exclusive=True)
+    async def read_chosen_log(self) -> None:
         if self.snapshot is not None:
-            self.read_chosen_log(self.snapshot, choice)
-
-    @work(thread=True, group="log", exclusive=True)
-    def read_chosen_log(self, snapshot: Snapshot, choice: LogChoice) -> None:
-        self.call_from_thread(self.show_log, choice, read_log(snapshot, choice))
-
-    def show_log(self, choice: LogChoice, text: LogText) -> None:
-        if choice == self.log_choice:
-            self.log_text = text
-            self.draw()
-            if self.page == "log":
-                self.body.scroll_end(animate=False, x_axis=False)
+            text = await asyncio.to_thread(read_log, self.snapshot, self.log_choice)
+            if text.choice == self.log_choice:
+                self.log_text = text
+                self.draw()
+                if self.page == "log":
+                    self.body.scroll_end(animate=False, x_axis=False)
 
     def draw(self) -> None:
         width, body, snapshot = self.size.width, self.body, self.snapshot
@@ -241,17 +227,8 @@ class WatchApp(App[None]):
         else:
             self.draw_head(snapshot, width=width)
             follows = self.page in TAIL_PAGES and body.scroll_offset.y >= body.max_scroll_y
-            lines = page_lines(
-                self.page,
-                snapshot,
-                now=self.now,
-                width=width,
-                height=body.size.height,
-                choice=self.curve_choice,
-                log=self.log_text,
-                wrapped=self.log_choice.wrapped,
-            )
-            body.show(lines)
+            show = partial(page_lines, self.page, snapshot, now=self.now, width=width, height=body.size.height)
+            body.show(show(choice=self.curve_choice, log=self.log_text, wrapped=self.log_choice.wrapped))
             if follows:
                 body.scroll_end(animate=False, immediate=True, x_axis=False)
         self.keys.show(page_keys(self.page, width=width, held=self.held, copied=self.copied, snapshot=snapshot))
@@ -363,9 +340,6 @@ class WatchApp(App[None]):
             self.action_neighbour(by)
         else:
             self.body.scroll_relative(y=by, animate=False)
-
-    def action_end(self, last: bool) -> None:
-        (self.body.scroll_end if last else self.body.scroll_home)(animate=False, x_axis=False)
 
     def action_repaint(self) -> None:
         """Repaints the screen, after Ctrl-Z and fg, or when another program has written on the terminal."""

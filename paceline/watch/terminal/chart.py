@@ -7,7 +7,7 @@ Pure: a Snapshot or numbers in, lines out.
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from statistics import fmean
@@ -15,7 +15,7 @@ from statistics import fmean
 from paceline.units import format_count
 from paceline.watch.snapshot import Series, Snapshot
 from paceline.watch.summary import METRICS, format_measure
-from paceline.watch.terminal.line import EMPTY, Line, cells, cut, fit, heading, side_by_side, split_width
+from paceline.watch.terminal.line import EMPTY, Line, cells, clean, cut, heading, side_by_side, split_width
 
 CURVES = [name for name in METRICS if name != "peak_bytes"]  # known curves, the most important first
 DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # of a character: left and right column, top to bottom
@@ -35,7 +35,7 @@ def curves_page(snapshot: Snapshot, choice: CurveChoice, *, width: int, height: 
     """One curve large, and a line for each curve below it."""
     names = all_curve_names(snapshot)
     if not names:
-        return [EMPTY, fit(((" no numbers yet", "faint"),), width)]
+        return [EMPTY, ((" no numbers yet", "faint"),)]
     current = choice.curve if choice.curve in names else names[0]
     room = max(6, height - len(names) - 1)
     lines = curve_block(snapshot, current, width=width, height=room, part=choice.part, log=choice.log_scale)
@@ -44,7 +44,7 @@ def curves_page(snapshot: Snapshot, choice: CurveChoice, *, width: int, height: 
     lines.append(heading(title, width, right=(("least       most     last", "faint"),)))
     for name in names:
         series = last_part(snapshot.series[name], choice.part)
-        lines.append(fit(curve_line(name, series, room=max(4, width - 51), is_current=name == current), width))
+        lines.append(curve_line(name, series, room=max(4, width - 51), is_current=name == current))
     return lines
 
 
@@ -65,7 +65,7 @@ def curve_line(name: str, series: Series, *, room: int, is_current: bool) -> Lin
 def curve_look(name: str) -> tuple[str, str, float]:
     """Returns a curve's title, its style and the least span of its axis as a share of its middle."""
     if name not in CURVES:
-        return name, "blue", 0.1
+        return clean(name), "blue", 0.1
     title = "step, ms" if name == "step_ms" else METRICS[name].label
     return title, METRICS[name].style, 0.02 if name in ("loss", "val_bpb") else 0.2
 
@@ -88,17 +88,10 @@ def curve_block(
 ) -> list[Line]:
     title, style, least_span = curve_look(name)
     series = last_part(snapshot.series.get(name, Series()), part)
-    expected = (snapshot.plan or {}).get(name)
+    planned = (snapshot.plan or {}).get(name)
+    planned = planned if isinstance(planned, int | float) else None
     last = ((format_measure(name, series.values[-1]), "strong"),) if series.values else ()
-    lines = chart(
-        series,
-        width=width,
-        height=height - 1,
-        style=style,
-        least_span=least_span,
-        log=log,
-        planned=expected if isinstance(expected, int | float) else None,
-    )
+    lines = chart(series, width=width, height=height - 1, style=style, least_span=least_span, log=log, planned=planned)
     return [heading(title, width, right=last), *lines]
 
 
@@ -130,19 +123,18 @@ def chart(
     rows = height - 1
     if not points or rows < 1 or width < 12:
         return [(("no value yet", "faint"),)][:height] + [EMPTY] * (height - 1)
-    log = log and min(value for _, value in points) > 0
-    scale: Callable[[float], float] = math.log10 if log else float
-    bounds = [scale(value) for _, value in points]
-    if planned is not None and (planned > 0 or not log):
-        bounds.append(scale(planned))
+    if log := log and min(value for _, value in points) > 0:
+        points = [(step, math.log10(value)) for step, value in points]
+        planned = math.log10(planned) if planned and planned > 0 else None
+    bounds = [value for _, value in points] + ([] if planned is None else [planned])
     low, high = widen(min(bounds), max(bounds), least_span=least_span, log=log)
     low, high, ticks = (even_axis if log else round_axis)(low, high, rows)
-    labels = map(format_short, (10**tick for tick in ticks.values())) if log else tick_labels(list(ticks.values()))
+    labels = [format_short(10**tick) for tick in ticks.values()] if log else tick_labels(list(ticks.values()))
     texts = dict(zip(ticks, labels, strict=True))
     margin = max(5, *map(cells, texts.values()))
     columns = width - margin - 2
-    grid = draw([(step, scale(value)) for step, value in points], low, high, columns=columns, rows=rows)
-    level = None if planned is None else dot_of(scale(planned), low, high, rows) // 4
+    grid = draw(points, low, high, columns=columns, rows=rows)
+    level = None if planned is None else dot_of(planned, low, high, rows) // 4
     lines: list[Line] = []
     for y, row in enumerate(grid):
         axis: Line = ((f"{texts.get(y, ''):>{margin}} ", "faint"), ("┤" if y in texts else "│", "track"))
@@ -216,16 +208,12 @@ def draw(points: Sequence[tuple[int, float]], low: float, high: float, *, column
         for step, value in points
     ]
 
-    def fill(x: int, top: int, bottom: int) -> None:
-        for y in range(top, bottom + 1):
-            grid[y // 4][x // 2] |= DOTS[x % 2][y % 4]
-
-    fill(dots[0][0], dots[0][1], dots[0][1])
-    for (x0, y0), (x1, y1) in pairwise(dots):
+    for (x0, y0), (x1, y1) in pairwise([dots[0], *dots]):
         before = y0
         for x in range(x0, x1 + 1):
             y = y1 if x1 == x0 else round(y0 + (y1 - y0) * (x - x0) / (x1 - x0))
-            fill(x, min(before, y), max(before, y))
+            for dot in range(min(before, y), max(before, y) + 1):
+                grid[dot // 4][x // 2] |= DOTS[x % 2][dot % 4]
             before = y
     return grid
 
@@ -246,19 +234,17 @@ def finite(values: Sequence[float]) -> list[float]:
     return [value for value in values if math.isfinite(value)]
 
 
-def even_values(series: Series, columns: int) -> list[float]:
-    """Returns a value for each of `columns` equal parts of the steps: the mean of its values, else the value before."""
-    if not series.steps:
+def even_values(places: Sequence[float], values: Sequence[float], columns: int) -> list[float]:
+    """Returns a value for each of `columns` equal parts of the places: the mean of its values, else the value before."""
+    if not places:
         return []
-    first, span = series.steps[0], max(1, series.steps[-1] - series.steps[0])
-    parts: list[list[float]] = [[] for _ in range(columns)]
-    for step, value in zip(series.steps, series.values, strict=True):
-        if math.isfinite(value):
-            parts[min(columns - 1, (step - first) * columns // span)].append(value)
-    values = [math.nan]
-    for part in parts:
-        values.append(fmean(part) if part else values[-1])
-    return values[1:]
+    span = max(1, places[-1] - places[0])
+    edges = [bisect_left(places, places[0] + span * i / columns) for i in range(columns)]
+    means = [math.nan]
+    for start, end in pairwise([*edges, len(places)]):
+        part = finite(values[start:end])
+        means.append(fmean(part) if part else means[-1])
+    return means[1:]
 
 
 def steady_line(series: Series, columns: int, least_span: float) -> str:
@@ -266,7 +252,7 @@ def steady_line(series: Series, columns: int, least_span: float) -> str:
     if not (points := finite(series.values)):
         return ""
     low, high = widen(min(points), max(points), least_span=least_span, log=False)
-    return sparkline(even_values(series, columns), columns, low=low, high=high)
+    return sparkline(even_values(series.steps, series.values, columns), columns, low=low, high=high)
 
 
 def pulse(shares: Sequence[float]) -> str:

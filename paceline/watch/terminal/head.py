@@ -42,14 +42,15 @@ from paceline.watch.terminal.line import (
 MAX_RANKS_NAMED = 16
 MAX_EVIDENCE_LINES = 8
 MARGIN: Piece = ("   ", "")
+ARROW: Piece = (" → ", "good")  # before a fix
 
 
 def header(snapshot: Snapshot, *, now: float, width: int, error: str | None = None) -> list[Line]:
     """Header: name, state, progress, speed, health. error: why the last reading failed; it replaces the title."""
-    first = fit(((f" ! {clean(error)}", "warning"),), width) if error else title(snapshot, now=now, width=width)
+    first = ((f" ! {clean(error)}", "warning"),) if error else title(snapshot, now=now, width=width)
     facts = facts_line(measures(snapshot), width - 2)
-    figures = [fit(((" ", ""), *facts), width)] if facts else []
-    return [first, progress(snapshot, width=width), *figures, *health(snapshot, now=now, width=width)]
+    lines = [first, progress(snapshot, width=width), *([((" ", ""), *facts)] if facts else [])]
+    return [fit(line, width) for line in (*lines, *health(snapshot, now=now, width=width))]
 
 
 def health(snapshot: Snapshot, *, now: float, width: int) -> list[Line]:
@@ -64,10 +65,10 @@ def health(snapshot: Snapshot, *, now: float, width: int) -> list[Line]:
         if len(lines) > 2:
             following = " ".join(line[-1][0] for line in lines[1:])
             lines[1:] = paragraph(following, width, MARGIN, style="orange", wrapped=False)
-        return [fit(line, width) for line in lines]
+        return lines
     while cut(text, width - 4) != text and ", " in text:
         text = text.rpartition(", ")[0] + "."
-    return [fit(line, width) for line in paragraph(text, width, start, wrapped=False)]
+    return paragraph(text, width, start, wrapped=False)
 
 
 def title(snapshot: Snapshot, *, now: float, width: int) -> Line:
@@ -84,7 +85,7 @@ def title(snapshot: Snapshot, *, now: float, width: int) -> Line:
     text = f"{cut(about, max(8, width - width_of(left) - 20))}  " if about else ""
     right = ((f"{text}{datetime.fromtimestamp(now, UTC):%H:%M:%S} UTC ", "faint"),)
     room = width - width_of(right)
-    return fit((*fit(left, room), *right) if width_of(left) < room else left, width)
+    return (*fit(left, room), *right) if width_of(left) < room else tuple(left)
 
 
 def origin(snapshot: Snapshot) -> str:
@@ -112,7 +113,7 @@ def progress(snapshot: Snapshot, *, width: int) -> Line:
         right.append((f"  {format_duration(snapshot.elapsed_s)} {'so far' if is_live else 'in all'}", "faint"))
     style = STATE_SIGNS[snapshot.state][1]
     style = "blue" if style == "good" and snapshot.state != "finished" else style
-    return fit((*left, *bar(share, max(4, width - width_of((*left, *right)) - 1), style=style), *right), width)
+    return (*left, *bar(share, max(4, width - width_of((*left, *right)) - 1), style=style), *right)
 
 
 def measures(snapshot: Snapshot) -> Iterator[tuple[str, str, str]]:
@@ -133,11 +134,11 @@ def banner(snapshot: Snapshot, *, width: int, height: int) -> list[Line]:
     explanation = failure_of(snapshot)
     if snapshot.state == "broken" and not snapshot.explanation:
         text = "the run ended without reporting why" + ("; its logs (5) may show it" if snapshot.logs else "")
-        return [fit(((f" ✗ {text}", "error"),), width)]
+        return [((f" ✗ {text}", "error"),)]
     if explanation is None:
         return []
-    lines = bullet("✗", f"{explanation['cause']}: {explanation['summary']}", width, "error")
-    fix = bullet("→", f"fix: {explanation['fix']}", width, "good", "strong") if explanation.get("fix") else []
+    lines = paragraph(f"{explanation['cause']}: {explanation['summary']}", width, (" ✗ ", "error"), style="error")
+    fix = paragraph(f"fix: {explanation['fix']}", width, ARROW, style="strong") if explanation.get("fix") else []
     lines = [*lines[: max(1, height - len(fix))], *fix]
     if len(lines) > height:
         sign, (text, style) = lines[height - 1]
@@ -197,7 +198,7 @@ def plan_lines(snapshot: Snapshot, *, width: int) -> list[Line]:
             label, values = f" {METRICS[figure.name].label:<12}", f"{figure.planned:>12}{figure.text:>12}"
             mark, style = (" !", "warning") if figure.worse else ("", "faint")
             lines.append(((label, "faint"), (values, "strong"), (f"  {figure.difference}{mark}", style)))
-    return [fit(line, width) for line in lines] if len(lines) > 1 else []
+    return lines if len(lines) > 1 else []
 
 
 def note_lines(snapshot: Snapshot, *, width: int) -> list[Line]:
@@ -223,8 +224,8 @@ def why_page(snapshot: Snapshot, *, width: int) -> list[Line]:
 def explanation_lines(explanation: dict[str, Any], *, width: int) -> list[Line]:
     why = why_panel(explanation)
     sign, style = ("✓", "good") if why["cause"] == "healthy" else ("✗", "error")
-    lines = bullet(sign, f"{why['cause']}: {why['summary']}", width, style)
-    lines += bullet("→", str(why["fix"]), width, "good", "strong") if why["fix"] else []
+    lines = paragraph(f"{why['cause']}: {why['summary']}", width, (f" {sign} ", style), style=style)
+    lines += paragraph(str(why["fix"]), width, ARROW, style="strong") if why["fix"] else []
     victims = explanation.get("victims")
     followers = f"{format_ranks(victims, limit=MAX_RANKS_NAMED)} only followed" if victims else None
     if about := ", ".join(filter(None, (why["place"], why["sure"], followers))):
@@ -257,13 +258,8 @@ def finding_lines(findings: list[dict[str, Any]], *, width: int) -> list[Line]:
     lines: list[Line] = []
     for finding in findings:
         sign, style = LEVEL_SIGNS[severity_level(finding)]
-        lines += bullet(sign, f"{finding.get('id')}: {finding.get('what')}", width, style, "")
+        lines += paragraph(f"{finding.get('id')}: {finding.get('what')}", width, (f" {sign} ", style))
         lines += paragraph(f"{finding.get('why')}", width, MARGIN, style="faint")
         if finding.get("fix"):
             lines += paragraph(f"fix: {finding['fix']}", width, MARGIN)
     return lines
-
-
-def bullet(sign: str, text: str, width: int, style: str, text_style: str | None = None) -> list[Line]:
-    """A wrapped text behind a sign. text_style None: the sign's."""
-    return paragraph(text, width, (f" {sign} ", style), style=style if text_style is None else text_style)

@@ -266,4 +266,4 @@ def extra_keys(page: str, snapshot: Snapshot, *, copied: bool) -> list[Key]:
 
 def help_lines(width: int) -> list[Line]:
     rows = [row for keys, text in KEY_HELP for row in paragraph(text, width - 1, (f"  {keys:<16}", "key"))]
-    return [fit(line, width) for line in (heading("keys", width), *rows)]
+    return [heading("keys", width), *rows]

@@ -6,7 +6,6 @@ many ranks become a row of blocks.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import islice
 from statistics import median
 
@@ -67,15 +66,14 @@ def gpu_rows(gpus: Sequence[GpuView], *, width: int) -> list[Line]:
             *bar(share, room, style="orange" if share and share > FULL_MEMORY else "violet"),
             (f" {format_memory(gpu):>13}  ", ""),
             *bar(gpu.use, room, style="green"),
-            (f"{format_percent(gpu.use):>6}", ""),
-            (f"{format_power(gpu):>11}", ""),
+            (f"{format_percent(gpu.use):>6}{format_power(gpu):>11}", ""),
             (f"{format_temperature(gpu):>7}", temperature_style(gpu)),
         ]
         if wide:
             line.append((f"{f'{gpu.sm_mhz} MHz' if gpu.sm_mhz else '':>10}  {gpu.pcie or '':<12}", "faint"))
         if problem:
             line.append((f"  ! {cut(problem, problem_width)}", "warning"))
-        lines.append(fit(tuple(line), width))
+        lines.append(tuple(line))
     return lines
 
 
@@ -93,19 +91,14 @@ def gpu_cells(gpus: Sequence[GpuView], *, width: int) -> list[Line]:
         share = memory_share(gpu)
         power = "n/a" if gpu.power_w is None else f"{gpu.power_w:.0f} W"
         tail = f" {format_percent(share):>5} {format_percent(gpu.use):>5} {power:>6} "
-        lines.append(
-            (
-                (f" {gpu.index:>2} ", "strong"),
-                *bar(share, max(2, half - 13 - cells(tail)), style="violet"),
-                (tail, ""),
-                (f"{format_temperature(gpu):>6}", temperature_style(gpu)),
-                (" !" if gpu_problems(gpu) else "  ", "warning"),
-            )
-        )
+        memory = bar(share, max(2, half - 13 - cells(tail)), style="violet")
+        temperature = (f"{format_temperature(gpu):>6}", temperature_style(gpu))
+        mark = (" !" if gpu_problems(gpu) else "  ", "warning")
+        lines.append(((f" {gpu.index:>2} ", "strong"), *memory, (tail, ""), temperature, mark))
     return in_columns(lines, 2, width=width)
 
 
-def host_summary(host: HostView, *, width: int) -> Line:
+def host_summary(host: HostView) -> Line:
     """All GPUs of a host in one line."""
 
     def span(values: Sequence[float | None], unit: str) -> str:
@@ -120,7 +113,7 @@ def host_summary(host: HostView, *, width: int) -> Line:
     line: list[Piece] = [(f" {cut(clean(host.name), 18):<18} ", "strong"), (f"{len(host.gpus)} GPUs  ", "faint")]
     line += [("mem ", "faint"), (f"{span(memory, ' %'):<10}", ""), ("use ", "faint"), (f"{span(use, ' %'):<10}", "")]
     line.append((f"{span([gpu.temperature_c for gpu in host.gpus], ' °C'):<10}", ""))
-    return fit((*line, (f"! {num_slowed} slowed" if num_slowed else "", "warning")), width)
+    return (*line, (f"! {num_slowed} slowed" if num_slowed else "", "warning"))
 
 
 def host_facts(host: HostView, *, long: bool = False) -> Iterator[tuple[str, str, str]]:
@@ -157,15 +150,13 @@ def rank_cell(rank: RankView, *, width: int, longest: float) -> Line:
     silent = is_silent(rank)
     sign, style = ("!", "warning") if rank.slow or silent else (" ", "")
     line: Line = ((f" {sign}", style), (f"{rank.rank:>3} ", "strong"), (f"{rank.phase or '':<8}", "faint"))
-    if silent:
-        return fit((*line, (f" silent {format_duration(rank.silent_s)}", style)), width)
-    if rank.busy_ms is None:
-        return fit((*line, (f" step {rank.step:,}" if rank.step is not None else " n/a", "")), width)
+    if silent or rank.busy_ms is None:
+        step = " n/a" if rank.step is None else f" step {rank.step:,}"
+        return fit((*line, (f" silent {format_duration(rank.silent_s)}" if silent else step, style)), width)
     line, tail = (*line, (f"{format_ms(rank.busy_ms):>9}", style)), " slow" if rank.slow else ""
     room = width - width_of(line) - cells(tail) - 1
-    share = rank.busy_ms / longest if longest else None
-    middle: Line = ((" ", ""), *bar(share, room, style="orange" if rank.slow else "blue")) if room >= 3 else ()
-    return fit((*line, *middle, (tail, style)), width)
+    work = bar(rank.busy_ms / (longest or 1.0), room, style="orange" if rank.slow else "blue")
+    return fit((*line, *(((" ", ""), *work) if room >= 3 else ()), (tail, style)), width)
 
 
 def ranks_title(ranks: Sequence[RankView]) -> str:
@@ -199,7 +190,7 @@ def rank_blocks(ranks: Sequence[RankView], *, width: int) -> list[Line]:
         (f"  ! slow: {format_list(slow, limit=MAX_RANKS_NAMED)}" if slow else "", "warning"),
     )
     blocks = sparkline([rank.busy_ms or 0.0 for rank in ranks], width - 2, low=low - 0.2 * (high - low) - 1)
-    return [fit(text, width), ((f" {blocks}", "blue"),)]
+    return [text, ((f" {blocks}", "blue"),)]
 
 
 def machine_lines(snapshot: Snapshot, *, width: int, height: int | None = None) -> list[Line]:
@@ -214,13 +205,13 @@ def machine_lines(snapshot: Snapshot, *, width: int, height: int | None = None) 
         if len(hosts) == 1 and height is not None:
             return []
         facts = facts_line(host_facts(host, long=height is None and width >= 100), width - 27)
-        return [fit(((f" {cut(clean(host.name), 24)}  ", "strong"), *facts), width)]
+        return [((f" {cut(clean(host.name), 24)}  ", "strong"), *facts)]
 
     whole = [line for host in hosts for line in (*caption(host), *islice(rows, len(host.gpus)))]
     if height is None or len(whole) <= height:
         return whole
     pairs = [line for host in hosts for line in (*caption(host), *gpu_cells(host.gpus, width=width))]
-    return pairs if len(pairs) <= height else [host_summary(host, width=width) for host in hosts[:height]]
+    return pairs if len(pairs) <= height else [host_summary(host) for host in hosts[:height]]
 
 
 def machines_block(snapshot: Snapshot, *, width: int, height: int) -> list[Line]:
@@ -246,8 +237,7 @@ def gpus_over_time(snapshot: Snapshot, *, width: int, height: int) -> list[Line]
     column = split_width(width, [1] * columns)[0]
     lines: list[Line] = []
     for label, series in zip(labels, curves.values(), strict=True):
-        by_time = replace(series, steps=[int(time) for time in series.times])
-        line = (pulse(even_values(by_time, column - margin - 9)), "green")
+        line = (pulse(even_values(series.times, series.values, column - margin - 9)), "green")
         lines.append(((f" {cut(label, margin):>{margin}} ", "strong"), line, (f" {series.values[-1]:>5.0%}", "")))
     return section("GPU use, over time", in_columns(lines, columns, width=width), width)
 
@@ -262,27 +252,22 @@ def machines_page(snapshot: Snapshot, *, width: int) -> list[Line]:
         lines += process_lines(host.gpus, width=width)
     if ranks := rank_lines(snapshot, width=width):
         lines += [heading("ranks: own work per step, over time", width), *ranks]
-    lines = lines or [EMPTY, ((" this run folder has no health samples", "faint"),)]
-    return [fit(line, width) for line in lines]
+    return lines or [EMPTY, ((" this run folder has no health samples", "faint"),)]
 
 
 def process_lines(gpus: Sequence[GpuView], *, width: int) -> list[Line]:
     """The processes on each GPU and their memory, several in a line, with a sign before those of other runs."""
-    process_cells: list[Line] = []
+    lines: list[Line] = []
     for gpu in gpus:
         for process in gpu.processes:
             size = process.get("bytes")
             memory = f"{size / GIB:.1f} GiB" if isinstance(size, int | float) else ""
-            process_cells.append(
-                (
-                    (f"    GPU {gpu.index}  ", "faint"),
-                    (f"{process.get('pid')} {cut(clean(str(process.get('name') or '')), 14):<15}", ""),
-                    (f"{memory:>9}", "faint"),
-                    ("  ! not of this run" if process.get("ours") is False else "", "warning"),
-                )
+            name = f"{process.get('pid')} {cut(clean(str(process.get('name') or '')), 14):<15}"
+            mark = "  ! not of this run" if process.get("ours") is False else ""
+            lines.append(
+                ((f"    GPU {gpu.index}  ", "faint"), (name, ""), (f"{memory:>9}", "faint"), (mark, "warning"))
             )
-    columns = max(1, min((width + 2) // MIN_PROCESS_WIDTH, len(process_cells)))
-    return in_columns(process_cells, columns, width=width)
+    return in_columns(lines, max(1, min((width + 2) // MIN_PROCESS_WIDTH, len(lines))), width=width)
 
 
 def rank_lines(snapshot: Snapshot, *, width: int) -> list[Line]:

@@ -81,22 +81,19 @@ class RunStatus:
 def run_status(run: RunDir) -> RunStatus:
     """Reads only the end of metrics.jsonl, so that a hundred long runs are listed at once."""
     events = list(read_json_lines(run.events))
-    values = last_values(run.metrics, ("step", "loss", "val_bpb", "tok_per_sec"))
-    num_steps = None
+    names, num_steps = ("step", "loss", "val_bpb", "tok_per_sec"), None
+    values = {**dict.fromkeys(names), "step": 0, **last_values(run.metrics, names)}
     with suppress(OSError, ValueError, KeyError):
         num_steps = int(json.loads(run.plan_json.read_text())["num_steps"])
     return RunStatus(
         name=run.name,
         path=str(run.path),
         state="running" if is_locked(run) else end_state(events),
-        step=values.get("step", 0),
         num_steps=num_steps,
-        loss=values.get("loss"),
-        val_bpb=values.get("val_bpb"),
-        tok_per_sec=values.get("tok_per_sec"),
         attempts=sum(event.get("event") == "attempt" for event in events),
         time=next((event["time"] for event in reversed(events) if "time" in event), None),
         command=next((event.get("command") for event in reversed(events) if event.get("event") == "script"), None),
+        **values,
     )
 
 
@@ -204,33 +201,26 @@ def format_run(snapshot: Snapshot) -> str:
 
 def read_about(run: RunDir) -> dict[str, Any]:
     """Returns {config: {key: value}, facts: [{host, rows: [[name, value]]}], samples: [{name, text}]}, the latest sample first."""
-    samples = islice(texts_in(run, "samples/*.txt", reverse=True), MAX_SAMPLES)
+    samples = islice(files_in(run, "samples/*.txt", str, reverse=True), MAX_SAMPLES)
+    facts = [(path.stem, facts) for path, facts in files_in(run, "facts/*.json", json.loads) if isinstance(facts, dict)]
     return {
-        "config": next((config for _, config in tables_in(run, run.config_toml.name, tomllib.loads)), {}),
-        "facts": [
-            {"host": path.stem, "rows": fact_rows(facts)} for path, facts in tables_in(run, "facts/*.json", json.loads)
-        ],
+        "config": next((config for _, config in files_in(run, run.config_toml.name, tomllib.loads)), {}),
+        "facts": [{"host": host, "rows": fact_rows(table)} for host, table in facts],
         "samples": [{"name": path.stem.replace("_", " "), "text": text} for path, text in samples],
     }
 
 
-def texts_in(run: RunDir, pattern: str, *, reverse: bool = False) -> Iterator[tuple[Path, str]]:
-    """Yields the files in the folder that can be read, and the first MAX_FILE_BYTES of each, by name."""
+def files_in(
+    run: RunDir, pattern: str, parse: Callable[[str], Any], *, reverse: bool = False
+) -> Iterator[tuple[Path, Any]]:
+    """Yields the files in the folder that can be read and parsed, by name, and what the first MAX_FILE_BYTES of each hold."""
     folder = run.path.resolve()
     for path in sorted(run.path.glob(pattern), reverse=reverse):
-        with suppress(OSError):
+        with suppress(OSError, ValueError):
             if path.is_file() and path.resolve().is_relative_to(folder):
                 with path.open("rb") as file:
-                    text = file.read(MAX_FILE_BYTES).decode(errors="replace")
-                yield path, text
-
-
-def tables_in(run: RunDir, pattern: str, parse: Callable[[str], Any]) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yields the files that hold a table, and the table."""
-    for path, text in texts_in(run, pattern):
-        with suppress(ValueError):
-            if isinstance(table := parse(text), dict):
-                yield path, table
+                    content = parse(file.read(MAX_FILE_BYTES).decode(errors="replace"))
+                yield path, content
 
 
 def fact_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:

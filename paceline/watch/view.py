@@ -81,13 +81,8 @@ def check_options(options: WatchOptions) -> None:
         raise UsageError("--json needs --once", fix="paceline watch --once --json")
     if (options.port is not None or options.open) and not options.web:
         raise UsageError("--port and --open need --web", fix="paceline watch --web")
-    others = {
-        "--once": options.once,
-        "--json": options.json,
-        "--interval": options.interval_s,
-        "--ascii": options.ascii,
-    }
-    names = [name for name, value in others.items() if value]
+    flags = ("once", "json", "interval_s", "ascii")
+    names = [f"--{flag.removesuffix('_s')}" for flag in flags if getattr(options, flag)]
     if options.web and names:
         raise UsageError(f"{names[0]} cannot be combined with --web", fix=f"leave out {format_list(names)}, or --web")
 
@@ -205,7 +200,8 @@ def explanation(snapshot: Snapshot) -> list[str]:
         return []
     why = why_panel(snapshot.explanation)
     lines = [f"**{why['cause']}**: {escape(str(why['summary']))}"]
-    lines += ["", f"**Fix:** {code(str(why['fix']))}"] if why["fix"] else []
+    if fix := why["fix"] and str(why["fix"]):
+        lines += ["", f"**Fix:** {escape(fix) if '`' in fix else f'`{fix}`'}"]
     evidence = [f"{line['place']}  {line['text']}" for block in why["blocks"][:1] for line in block["lines"]]
     return [*lines, "", *fenced("\n".join(evidence))] if snapshot.explanation.get("evidence") else lines
 
@@ -224,7 +220,7 @@ def time_spent(snapshot: Snapshot) -> list[str]:
     if goodput is None:
         return []
     rows = [f"| {row['name']} | {row['duration']} | {row['percent']} |" for row in goodput["rows"]]
-    return ["| | | |", "|---|---:|---:|", *rows, *(["", goodput["energy"]] if goodput["energy"] else [])]
+    return ["| | | |", "|---|---:|---:|", *rows, "", goodput["energy"] or ""]
 
 
 def attempts(snapshot: Snapshot) -> Iterator[str]:
@@ -250,10 +246,6 @@ def fenced(text: str) -> list[str]:
     while fence in text:
         fence += "`"
     return [f"{fence}text", text, fence] if text else []
-
-
-def code(text: str) -> str:
-    return f"`{text}`" if "`" not in text else escape(text)
 
 
 def escape(text: str) -> str:

@@ -22,7 +22,6 @@ from textual.binding import Binding, BindingType
 from textual.geometry import Region, Size
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
-from textual.widget import Widget
 from textual.widgets import Input
 
 from paceline.errors import PacelineError
@@ -79,36 +78,9 @@ class LineView(ScrollView, can_focus=True):
     def render_line(self, y: int) -> Strip:
         index = y + self.scroll_offset.y
         line = self._lines[index] if index < len(self._lines) else EMPTY
-        return strip_of(line, self)
-
-
-class KeyBar(Widget):
-    """The last line: the keys of the page, which can also be clicked."""
-
-    DEFAULT_CSS = "KeyBar { height: 1; }"
-    _keys: Sequence[Key] = ()
-
-    def show(self, keys: list[Key]) -> None:
-        if keys != self._keys:
-            self._keys = keys
-            self.refresh()
-
-    def render_line(self, y: int) -> Strip:
-        return strip_of(key_line(self._keys), self)
-
-    async def on_click(self, event: events.Click) -> None:
-        end = 1
-        for key in self._keys:
-            end += width_of(key.line)
-            if event.x < end:
-                await self.app.run_action(key.action)
-                return
-
-
-def strip_of(line: Line, widget: Widget) -> Strip:
-    plain = widget.has_class("plain")
-    pieces = [Segment(to_ascii(text) if plain else text, RICH_STYLES[style]) for text, style in line]
-    return Strip(pieces).adjust_cell_length(widget.size.width, RICH_STYLES[""])
+        plain = self.has_class("plain")
+        pieces = [Segment(to_ascii(text) if plain else text, RICH_STYLES[style]) for text, style in line]
+        return Strip(pieces).adjust_cell_length(self.size.width, RICH_STYLES[""])
 
 
 class WatchApp(App[None]):
@@ -121,6 +93,7 @@ class WatchApp(App[None]):
     #page { height: 1fr; }
     #find { height: 1; border: none; padding: 0 1; display: none; background: ansi_default; }
     #find:focus { border: none; }
+    #keys { height: 1; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         *((str(i), f"page('{name}')") for i, name in enumerate(PAGES, 1)),
@@ -164,10 +137,11 @@ class WatchApp(App[None]):
         self.head, self.body = LineView(id="head", classes=look), LineView(id="page", classes=look)
         self.query_line = Input(placeholder="find in this log", id="find", compact=True)
         self.query_line.cursor_blink = False
-        self.keys = KeyBar(classes=look)
+        self.key_bar, self.keys = LineView(id="keys", classes=look), list[Key]()
+        self.key_bar.can_focus = False
 
     def compose(self) -> ComposeResult:
-        yield from (self.head, self.body, self.query_line, self.keys)
+        yield from (self.head, self.body, self.query_line, self.key_bar)
 
     def on_mount(self) -> None:
         # SIGHUP is not handled: the terminal that an orderly exit would write to is gone
@@ -225,26 +199,30 @@ class WatchApp(App[None]):
         if snapshot is None:
             self.head.show([EMPTY, fit(((f"  {self.error or 'reading ...'}", "faint"),), width)])
         else:
-            self.draw_head(snapshot, width=width)
+            lines = header(snapshot, now=self.now, width=width, error=self.error)
+            lines += [log_heading(self.log_text, width=width)] if self.page == "log" else []
+            self.head.styles.height = len(lines)
+            self.head.show(lines)
+            height = max(0, self.size.height - len(lines) - 1)
             follows = self.page in TAIL_PAGES and body.scroll_offset.y >= body.max_scroll_y
-            show = partial(page_lines, self.page, snapshot, now=self.now, width=width, height=body.size.height)
+            show = partial(page_lines, self.page, snapshot, now=self.now, width=width, height=height)
             body.show(show(choice=self.curve_choice, log=self.log_text, wrapped=self.log_choice.wrapped))
             if follows:
                 body.scroll_end(animate=False, immediate=True, x_axis=False)
-        self.keys.show(page_keys(self.page, width=width, held=self.held, copied=self.copied, snapshot=snapshot))
-
-    def draw_head(self, snapshot: Snapshot, *, width: int) -> None:
-        """Draws what does not scroll: the header of the run, and the heading of a log."""
-        lines, styles = header(snapshot, now=self.now, width=width, error=self.error), self.head.styles
-        if self.page == "log":
-            lines.append(log_heading(self.log_text, width=width))
-        if styles.height is None or styles.height.value != len(lines):
-            styles.height = len(lines)
-            self.call_after_refresh(self.draw)  # the height of the page has changed
-        self.head.show(lines)
+        self.keys = page_keys(self.page, width=width, held=self.held, copied=self.copied, snapshot=snapshot)
+        self.key_bar.show([key_line(self.keys)])
 
     def on_resize(self) -> None:
         self.call_after_refresh(self.draw)
+
+    async def on_click(self, event: events.Click) -> None:
+        """The keys on the last line can also be clicked."""
+        end = 1
+        for key in self.keys if event.widget is self.key_bar else ():
+            end += width_of(key.line)
+            if event.x < end:
+                await self.run_action(key.action)
+                return
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """While a text is typed, its keys are no actions."""
@@ -305,7 +283,7 @@ class WatchApp(App[None]):
         self.choose_log(replace(self.log_choice, query=event.value))
 
     def show_find(self, visible: bool) -> None:
-        self.query_line.display, self.keys.display = visible, not visible
+        self.query_line.display, self.key_bar.display = visible, not visible
         self.set_focus(self.query_line if visible else self.body)
 
     def on_descendant_focus(self, event: events.DescendantFocus) -> None:
@@ -343,5 +321,5 @@ class WatchApp(App[None]):
 
     def action_repaint(self) -> None:
         """Repaints the screen, after Ctrl-Z and fg, or when another program has written on the terminal."""
-        for widget in (self.head, self.body, self.keys):
+        for widget in (self.head, self.body, self.key_bar):
             widget.refresh()

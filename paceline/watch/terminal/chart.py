@@ -154,9 +154,7 @@ def widen(low: float, high: float, *, least_span: float, log: bool) -> tuple[flo
     """Widens a range so that the noise of a steady value does not fill it."""
     middle = (low + high) / 2
     min_span = 0.05 if log else max(abs(middle) * least_span, 1e-9)
-    if high - low >= min_span:
-        return low, high
-    return middle - min_span / 2, middle + min_span / 2
+    return (low, high) if high - low >= min_span else (middle - min_span / 2, middle + min_span / 2)
 
 
 def round_axis(low: float, high: float, rows: int) -> tuple[float, float, dict[int, float]]:

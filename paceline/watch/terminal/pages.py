@@ -232,12 +232,12 @@ def log_lines(text: LogText, *, width: int, wrapped: bool = False) -> list[Line]
     if not text.lines:
         return [((" no such line" if text.choice.query else " nothing yet", "faint"),)]
     lines: list[Line] = []
-    query = re.compile(f"({re.escape(text.choice.query)})" if text.choice.query else "(?!)", re.IGNORECASE)
+    query = re.compile(f"({re.escape(text.choice.query)})", re.IGNORECASE) if text.choice.query else None
     for number, line in text.lines:
         margin = (f" {number:>8,}  " if number is not None else " ", "faint")
         style = LOG_STYLES.get(line_level(line), "")
         for *start, (row, _) in paragraph(line, width, margin, wrapped=wrapped):
-            parts = enumerate(query.split(row))  # every other one is a match
+            parts = enumerate(query.split(row) if query else [row])  # every other one is a match
             lines.append((*start, *((part, "match" if i % 2 else style) for i, part in parts)))
     return lines
 

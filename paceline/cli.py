@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -128,11 +129,11 @@ def explain(args: options.ExplainOptions) -> None:
 
 
 def runs(args: options.RunsOptions) -> None:
-    from paceline.watch.status import format_runs, list_runs
+    from paceline.watch.status import RunList, format_runs
 
-    statuses = list_runs(Path(args.dir))
+    statuses = RunList(Path(args.dir)).read()
     if args.json:
-        print(format_json([status.to_json() for status in statuses]))
+        print(format_json([asdict(status) for status in statuses]))
     elif statuses:
         print(format_runs(statuses))
     else:

@@ -12,9 +12,11 @@ import json
 import os
 import time
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from itertools import islice
 from pathlib import Path
 from threading import Lock
 from typing import Any, Protocol
@@ -75,29 +77,23 @@ class RunStatus:
     time: str | None  # of the last event
     command: list[str] | None = None  # of `paceline run`, whose runs have no metrics.jsonl
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def run_status(run: RunDir) -> RunStatus:
     """Reads only the end of metrics.jsonl, so that a hundred long runs are listed at once."""
     events = list(read_json_lines(run.events))
-    values = last_values(run.metrics, ("step", "loss", "val_bpb", "tok_per_sec"))
-    num_steps = None
+    names, num_steps = ("step", "loss", "val_bpb", "tok_per_sec"), None
+    values = {**dict.fromkeys(names), "step": 0, **last_values(run.metrics, names)}
     with suppress(OSError, ValueError, KeyError):
         num_steps = int(json.loads(run.plan_json.read_text())["num_steps"])
     return RunStatus(
         name=run.name,
         path=str(run.path),
         state="running" if is_locked(run) else end_state(events),
-        step=values.get("step", 0),
         num_steps=num_steps,
-        loss=values.get("loss"),
-        val_bpb=values.get("val_bpb"),
-        tok_per_sec=values.get("tok_per_sec"),
         attempts=sum(event.get("event") == "attempt" for event in events),
         time=next((event["time"] for event in reversed(events) if "time" in event), None),
         command=next((event.get("command") for event in reversed(events) if event.get("event") == "script"), None),
+        **values,
     )
 
 
@@ -111,11 +107,6 @@ def last_values(path: Path, names: Sequence[str]) -> dict[str, Any]:
         if is_whole or len(values) == len(names):
             break
     return values
-
-
-def list_runs(runs_dir: Path) -> list[RunStatus]:
-    """Returns all runs of a folder, the latest first."""
-    return RunList(runs_dir).read()
 
 
 class RunList:
@@ -173,10 +164,10 @@ def format_runs(runs: list[RunStatus]) -> str:
         )
         for status in runs
     ]
-    columns = []
-    for number, column in enumerate(zip(head, *rows, strict=True)):
-        width = max(map(len, column))
-        columns.append([cell.ljust(width) if number < 2 else cell.rjust(width) for cell in column])
+    columns = [
+        [f"{cell:{'<' if number < 2 else '>'}{max(map(len, column))}}" for cell in column]
+        for number, column in enumerate(zip(head, *rows, strict=True))
+    ]
     return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))
 
 
@@ -210,46 +201,35 @@ def format_run(snapshot: Snapshot) -> str:
 
 def read_about(run: RunDir) -> dict[str, Any]:
     """Returns {config: {key: value}, facts: [{host, rows: [[name, value]]}], samples: [{name, text}]}, the latest sample first."""
+    samples = islice(files_in(run, "samples/*.txt", str, reverse=True), MAX_SAMPLES)
+    facts = [(path.stem, facts) for path, facts in files_in(run, "facts/*.json", json.loads) if isinstance(facts, dict)]
     return {
-        "config": next((config for _, config in parsed(run, run.config_toml.name, tomllib.loads)), {}),
-        "facts": [
-            {"host": path.stem, "rows": fact_rows(facts)} for path, facts in parsed(run, "facts/*.json", json.loads)
-        ],
-        "samples": [
-            {"name": path.stem.replace("_", " "), "text": text}
-            for path in files_in(run, "samples/*.txt")[: -MAX_SAMPLES - 1 : -1]
-            if (text := read_start(path)) is not None
-        ],
+        "config": next((config for _, config in files_in(run, run.config_toml.name, tomllib.loads)), {}),
+        "facts": [{"host": host, "rows": fact_rows(table)} for host, table in facts],
+        "samples": [{"name": path.stem.replace("_", " "), "text": text} for path, text in samples],
     }
 
 
-def files_in(run: RunDir, pattern: str) -> list[Path]:
+def files_in(
+    run: RunDir, pattern: str, parse: Callable[[str], Any], *, reverse: bool = False
+) -> Iterator[tuple[Path, Any]]:
+    """Yields the files in the folder that can be read and parsed, by name, and what the first MAX_FILE_BYTES of each hold."""
     folder = run.path.resolve()
-    return [path for path in sorted(run.path.glob(pattern)) if path.is_file() and path.resolve().is_relative_to(folder)]
-
-
-def read_start(path: Path) -> str | None:
-    with suppress(OSError), path.open("rb") as file:
-        return file.read(MAX_FILE_BYTES).decode(errors="replace")
-    return None
-
-
-def parsed(run: RunDir, pattern: str, parse: Callable[[str], Any]) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yields the files that hold a table, and the table."""
-    for path in files_in(run, pattern):
-        with suppress(ValueError):
-            if isinstance(table := parse(read_start(path) or ""), dict):
-                yield path, table
+    for path in sorted(run.path.glob(pattern), reverse=reverse):
+        with suppress(OSError, ValueError):
+            if path.is_file() and path.resolve().is_relative_to(folder):
+                with path.open("rb") as file:
+                    content = parse(file.read(MAX_FILE_BYTES).decode(errors="replace"))
+                yield path, content
 
 
 def fact_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     """Returns the facts that readers ask for first, as text; what is not known is left out."""
     host, torch = facts.get("host") or {}, facts.get("torch") or {}
     cpu, memory = host.get("cpu") or {}, host.get("memory") or {}
-    gpus = [str(gpu.get("name")) for gpu in facts.get("gpus") or ()]
-    names = {name: gpus.count(name) for name in gpus}
+    gpus = Counter(str(gpu.get("name")) for gpu in facts.get("gpus") or ())
     rows = {
-        "GPUs": ", ".join(f"{count} x {name}" for name, count in names.items()) or "none",
+        "GPUs": ", ".join(f"{count} x {name}" for name, count in gpus.items()) or "none",
         "driver": facts.get("driver"),
         "CPU": f"{cpu['model']}, {cpu.get('logical')} threads" if cpu.get("model") else None,
         "RAM": format_bytes(memory["total_bytes"]) if memory.get("total_bytes") else None,
@@ -272,7 +252,6 @@ class Opened:
     lock: Lock = field(default_factory=Lock)
     snapshot: Snapshot | None = None
     read_at: float = 0.0
-    used_at: float = 0.0
 
 
 class Shelf:
@@ -282,7 +261,7 @@ class Shelf:
         self.runs_dir = runs_dir
         self.named = named and named.absolute()  # a run may be called `.`
         self._list = RunList(runs_dir)
-        self._opened: dict[str, Opened] = {}
+        self._opened: dict[str, Opened] = {}  # the last used one is the last
         self._lock = Lock()
 
     def paths(self) -> dict[str, Path]:
@@ -296,15 +275,15 @@ class Shelf:
 
     def runs(self) -> list[dict[str, Any]]:
         """Returns the runs at a glance, the latest first; a log file before them."""
-        runs = [status.to_json() for status in self._list.read() if not link_out_of(Path(status.path))]
+        runs = [asdict(status) for status in self._list.read() if not link_out_of(Path(status.path))]
         if self.named is None or any(Path(run["path"]).resolve() == self.named.resolve() for run in runs):
             return runs
-        others = [run for run in runs if run["name"] != self.named.name]
         if self.named.is_dir():
-            return [run_status(RunDir(self.named)).to_json(), *others]
-        names = ("name", "path", "state", "step", "num_steps", "loss", "val_bpb", "tok_per_sec")
-        log = {name: getattr(self.snapshot(self.named.name), name) for name in names}
-        return [{**log, "attempts": 1, "time": None, "command": None}, *others]
+            named = asdict(run_status(RunDir(self.named)))
+        else:
+            log = self.snapshot(self.named.name)
+            named = {field.name: getattr(log, field.name, None) for field in fields(RunStatus)} | {"attempts": 1}
+        return [named, *(run for run in runs if run["name"] != self.named.name)]
 
     def snapshot(self, name: str) -> Snapshot:
         """Returns a snapshot at most FRESH_S old; KeyError for an unknown run, PacelineError for a refused one."""
@@ -321,10 +300,9 @@ class Shelf:
         opened, path = self._open(name), self.paths()[name]
         if opened.snapshot is not None or path.is_file():
             return None
-        status = run_status(RunDir(path))
-        names = ("name", "path", "command", "step", "num_steps", "loss", "val_bpb", "tok_per_sec")
-        figures = {name: getattr(status, name) for name in names}
-        return Snapshot(kind="script" if status.command else "training", state=status.state, **figures)  # type: ignore[arg-type]
+        status = asdict(run_status(RunDir(path)))
+        figures = {name: value for name, value in status.items() if name not in ("attempts", "time")}
+        return Snapshot(kind="script" if status["command"] else "training", **figures)
 
     def read_ahead(self, name: str) -> None:
         """Reads a run before a page requests it; errors are left to the request."""
@@ -335,12 +313,10 @@ class Shelf:
         path = self.paths()[name]
         check_links(path)
         with self._lock:
-            if name not in self._opened:
-                self._opened[name] = Opened(open_reader(path))
-            self._opened[name].used_at = time.monotonic()
-            while len(self._opened) > MAX_OPEN:
-                del self._opened[min(self._opened, key=lambda opened: self._opened[opened].used_at)]
-            return self._opened[name]
+            self._opened[name] = opened = self._opened.pop(name, None) or Opened(open_reader(path))
+            if len(self._opened) > MAX_OPEN:
+                del self._opened[next(iter(self._opened))]
+            return opened
 
     def about(self, name: str) -> dict[str, Any]:
         return read_about(RunDir(self.paths()[name]))
@@ -374,14 +350,8 @@ def link_out_of(path: Path) -> Path | None:
     """Returns a link that leads out of the run folder, among the files that are read. The folder may be a link itself."""
     run, inside = RunDir(path), os.path.realpath(path)
     files = (run.config_toml, run.plan_json, run.findings, run.events, run.metrics)
-    folders = (
-        path / "facts",
-        run.health_dir,
-        run.progress(0).parent,
-        run.logs(0).parent,
-        run.samples,
-        run.hang(0).parent,
-    )
+    folders = [path / "facts", run.health_dir, run.samples]
+    folders += [place(0).parent for place in (run.progress, run.logs, run.hang)]
     for path in (*files, *folders, *(child for folder in folders for child in folder.rglob("*"))):
         if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(inside):
             return path

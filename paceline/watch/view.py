@@ -11,13 +11,12 @@ import base64
 import hashlib
 import html
 import json
-import math
 import os
 import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,9 +28,9 @@ from paceline.rundir import RunDir, find_run
 from paceline.units import format_count, format_duration, format_list
 from paceline.watch.panels import action_text, figures, goodput_panel, run_panels, why_panel
 from paceline.watch.snapshot import Series, Snapshot, changes, to_text
-from paceline.watch.status import list_runs, open_reader, read_about
+from paceline.watch.status import RunList, open_reader, read_about
 from paceline.watch.summary import attempt_outcome, format_time, summarize
-from paceline.watch.terminal.chart import format_short, sparkline
+from paceline.watch.terminal.chart import finite, format_short, sparkline
 from paceline.watch.terminal.pages import format_once
 
 INTERVAL_S = 3.0
@@ -54,22 +53,23 @@ def show_run(options: WatchOptions) -> int:
 
         path = what_to_watch(options) if options.run or options.log else None
         return serve(Path(options.runs_dir), path, port=options.port, open_browser=options.open)
-    path = what_to_watch(options)
+    reader = open_reader(what_to_watch(options))
     if options.json:
-        print(json.dumps(open_reader(path).update().to_json(), indent=1))
+        print(json.dumps(reader.update().to_json(), indent=1))
         return 0
-    if options.once or not is_terminal():
-        if not options.once:
-            print("standard output is not a terminal: printing one view, as --once does", file=sys.stderr)
-        print_once(path, ascii_only=options.ascii)
-        return 0
-    from paceline.watch.terminal.app import watch
+    ascii_only = options.ascii or (sys.stdout.encoding or "").lower().replace("-", "") != "utf8"
+    terminal = os.environ.get("TERM", "")
+    if sys.stdin.isatty() and sys.stdout.isatty() and terminal not in NO_TERMINALS and not options.once:
+        from paceline.watch.terminal.app import WatchApp
 
-    watch(
-        open_reader(path),
-        interval_s=options.interval_s or INTERVAL_S,
-        ascii_only=options.ascii or takes_no_utf8() or os.environ.get("TERM") in PLAIN_TERMINALS,
-    )
+        ascii_only = ascii_only or terminal in PLAIN_TERMINALS
+        WatchApp(reader, interval_s=options.interval_s or INTERVAL_S, ascii_only=ascii_only).run()
+        return 0
+    if not options.once:
+        print("standard output is not a terminal: printing one view, as --once does", file=sys.stderr)
+    width = max(MIN_WIDTH, shutil.get_terminal_size((PIPE_WIDTH, 24)).columns)
+    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    print(format_once(reader.update(), now=time.time(), width=width, colour=colour, ascii_only=ascii_only))
     return 0
 
 
@@ -81,13 +81,8 @@ def check_options(options: WatchOptions) -> None:
         raise UsageError("--json needs --once", fix="paceline watch --once --json")
     if (options.port is not None or options.open) and not options.web:
         raise UsageError("--port and --open need --web", fix="paceline watch --web")
-    others = {
-        "--once": options.once,
-        "--json": options.json,
-        "--interval": options.interval_s,
-        "--ascii": options.ascii,
-    }
-    names = [name for name, value in others.items() if value]
+    flags = ("once", "json", "interval_s", "ascii")
+    names = [f"--{flag.removesuffix('_s')}" for flag in flags if getattr(options, flag)]
     if options.web and names:
         raise UsageError(f"{names[0]} cannot be combined with --web", fix=f"leave out {format_list(names)}, or --web")
 
@@ -96,11 +91,9 @@ def what_to_watch(options: WatchOptions) -> Path:
     """Returns the log, or the run that the options give; else the running one, else the latest."""
     if options.log is not None:
         return options.log
-    if options.run and Path(options.run).is_file():
-        return Path(options.run)  # a log without --log
     if options.run:
-        return find_run(options.run, runs_dir=options.runs_dir).path
-    runs = list_runs(Path(options.runs_dir))
+        return find_reported(options.run, runs_dir=options.runs_dir)
+    runs = RunList(Path(options.runs_dir)).read()
     if not runs:
         raise PacelineError(
             f"no runs in {options.runs_dir}",
@@ -109,22 +102,8 @@ def what_to_watch(options: WatchOptions) -> Path:
     return Path(next((run for run in runs if run.state == "running"), runs[0]).path)
 
 
-def print_once(path: Path, *, ascii_only: bool) -> None:
-    width = max(MIN_WIDTH, shutil.get_terminal_size((PIPE_WIDTH, 24)).columns)
-    colour, plain = sys.stdout.isatty() and not os.environ.get("NO_COLOR"), ascii_only or takes_no_utf8()
-    print(format_once(open_reader(path).update(), now=time.time(), width=width, colour=colour, ascii_only=plain))
-
-
-def is_terminal() -> bool:
-    return sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "") not in NO_TERMINALS
-
-
-def takes_no_utf8() -> bool:
-    return (sys.stdout.encoding or "").lower().replace("-", "") != "utf8"
-
-
 def find_reported(name: str, *, runs_dir: str) -> Path:
-    """Returns the path of what is reported: a run folder, a run by its name, or a log file."""
+    """Returns the path of what is watched or reported: a run folder, a run by its name, or a log file."""
     path = Path(name)
     return path if path.is_file() else find_run(name, runs_dir=runs_dir).path
 
@@ -181,25 +160,28 @@ def markdown_report(path: Path, *, now: float, redact: Callable[[Any], Any] = la
     """Returns the report as Markdown, for an issue, a pull request or a notebook of experiments."""
     snapshot, about = open_reader(path).update(), read_about(RunDir(path))
     verdict = summarize(snapshot, now=now)
+    rows = [f"| {name} | {text} | {planned} | {over} |" for name, _, text, planned, over, _ in figures(snapshot)]
+    config = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in about["config"].items()]
     blocks = [
         [f"# {escape(snapshot.name)}: {snapshot.state}", "", *([escape(verdict.text)] if verdict else [])],
         [", ".join(progress(snapshot))],
-        figure_rows(snapshot),
+        ["| | measured | plan | |", "|---|---:|---:|---:|", *rows] if rows else [],
         section("What happened", explanation(snapshot)),
-        section("Curves", curves(snapshot.series)),
+        section("Curves", fenced(curves(snapshot.series))),
         section("Where the time went", time_spent(snapshot)),
-        section("Attempts", list(attempts(snapshot)) if len(snapshot.attempts) > 1 else []),
+        section("Attempts", attempts(snapshot) if len(snapshot.attempts) > 1 else ()),
         section("Events", events(snapshot)),
-        section("Findings of the checks", [f"- {escape(str(finding.get('what')))}" for finding in snapshot.findings]),
-        section("Machine", [machine(**facts) for facts in about["facts"]]),
-        section("Sample", [line for sample in about["samples"][:1] for line in fenced(sample["text"])]),
-        section("Config", config(about["config"])),
+        section("Findings of the checks", (f"- {escape(str(finding.get('what')))}" for finding in snapshot.findings)),
+        section("Machine", (machine(**facts) for facts in about["facts"])),
+        section("Sample", (line for sample in about["samples"][:1] for line in fenced(sample["text"]))),
+        section("Config", fenced("\n".join(config))),
     ]
     return "\n\n".join("\n".join(map(redact, lines)).strip() for lines in blocks if any(lines)) + "\n"
 
 
-def section(title: str, lines: Sequence[str]) -> list[str]:
-    return [f"## {title}", "", *lines] if lines else []
+def section(title: str, lines: Iterable[str]) -> list[str]:
+    block = [f"## {title}", "", *lines]
+    return block if len(block) > 2 else []
 
 
 def progress(snapshot: Snapshot) -> Iterator[str]:
@@ -213,31 +195,24 @@ def progress(snapshot: Snapshot) -> Iterator[str]:
         yield f"started {datetime.fromtimestamp(snapshot.started, UTC):%Y-%m-%d %H:%M} UTC"
 
 
-def figure_rows(snapshot: Snapshot) -> list[str]:
-    """Returns the last figures beside those of the plan, as a table."""
-    rows = [f"| {name} | {text} | {planned} | {over} |" for name, _, text, planned, over, _ in figures(snapshot)]
-    return ["| | measured | plan | |", "|---|---:|---:|---:|", *rows] if rows else []
-
-
 def explanation(snapshot: Snapshot) -> list[str]:
     if not snapshot.explanation:
         return []
     why = why_panel(snapshot.explanation)
     lines = [f"**{why['cause']}**: {escape(str(why['summary']))}"]
-    lines += ["", f"**Fix:** {code(str(why['fix']))}"] if why["fix"] else []
+    if fix := why["fix"] and str(why["fix"]):
+        lines += ["", f"**Fix:** {escape(fix) if '`' in fix else f'`{fix}`'}"]
     evidence = [f"{line['place']}  {line['text']}" for block in why["blocks"][:1] for line in block["lines"]]
     return [*lines, "", *fenced("\n".join(evidence))] if snapshot.explanation.get("evidence") else lines
 
 
-def curves(series: dict[str, Series]) -> list[str]:
-    finite = {name: [value for value in curve.values if math.isfinite(value)] for name, curve in series.items()}
-    drawn = {name: values for name, values in finite.items() if len(values) > 1}
+def curves(series: dict[str, Series]) -> str:
+    drawn = {name: values for name, curve in series.items() if len(values := finite(curve.values)) > 1}
     wide = max(map(len, drawn), default=0)
-    lines = [
+    return "\n".join(
         f"{name:<{wide}}  {sparkline(values, SPARKLINE_WIDTH)}  {format_short(values[0])} to {format_short(values[-1])}"
         for name, values in drawn.items()
-    ]
-    return fenced("\n".join(lines)) if lines else []
+    )
 
 
 def time_spent(snapshot: Snapshot) -> list[str]:
@@ -245,7 +220,7 @@ def time_spent(snapshot: Snapshot) -> list[str]:
     if goodput is None:
         return []
     rows = [f"| {row['name']} | {row['duration']} | {row['percent']} |" for row in goodput["rows"]]
-    return ["| | | |", "|---|---:|---:|", *rows, *(["", goodput["energy"]] if goodput["energy"] else [])]
+    return ["| | | |", "|---|---:|---:|", *rows, "", goodput["energy"] or ""]
 
 
 def attempts(snapshot: Snapshot) -> Iterator[str]:
@@ -256,32 +231,21 @@ def attempts(snapshot: Snapshot) -> Iterator[str]:
         yield line + (f"; {escape(action)}" if action else "")
 
 
-def events(snapshot: Snapshot) -> list[str]:
-    shown = [event for event in snapshot.events if event.kind != "sample"][-MAX_EVENTS:]
-    times = [
-        datetime.fromtimestamp(event.time, UTC).strftime("%m-%d %H:%M:%S") if event.time else "" for event in shown
-    ]
-    return [f"- {time}  {escape(event.text)}" for time, event in zip(times, shown, strict=True)]
+def events(snapshot: Snapshot) -> Iterator[str]:
+    for event in [event for event in snapshot.events if event.kind != "sample"][-MAX_EVENTS:]:
+        time = f"{datetime.fromtimestamp(event.time, UTC):%m-%d %H:%M:%S}" if event.time else ""
+        yield f"- {time}  {escape(event.text)}"
 
 
 def machine(host: str, rows: Sequence[tuple[str, str]]) -> str:
     return f"- {escape(host)}: " + ", ".join(f"{name} {escape(value)}" for name, value in rows)
 
 
-def config(keys: dict[str, Any]) -> list[str]:
-    lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in keys.items()]
-    return fenced("\n".join(lines)) if lines else []
-
-
 def fenced(text: str) -> list[str]:
     fence = "```"
     while fence in text:
         fence += "`"
-    return [f"{fence}text", text, fence]
-
-
-def code(text: str) -> str:
-    return f"`{text}`" if "`" not in text else escape(text)
+    return [f"{fence}text", text, fence] if text else []
 
 
 def escape(text: str) -> str:

@@ -17,7 +17,6 @@ from paceline.watch.status import (
     format_run,
     format_runs,
     last_values,
-    list_runs,
     open_reader,
     run_json,
     run_status,
@@ -82,7 +81,7 @@ def test_the_table_is_aligned_and_shows_unknown_values(tmp_path):
     empty = RunDir(tmp_path / "long-name")
     empty.path.mkdir()
     empty.config_toml.write_text("")
-    lines = format_runs(list_runs(tmp_path)).splitlines()
+    lines = format_runs(RunList(tmp_path).read()).splitlines()
     assert [len(line) for line in lines[:2]] == [len(lines[0])] * 2
     assert lines[2].split() == ["long-name", "broken", "0", "n/a", "n/a", "n/a", "n/a"]
 

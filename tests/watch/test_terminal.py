@@ -10,7 +10,7 @@ from textual.events import AppBlur, AppFocus
 
 from paceline.errors import PacelineError
 from paceline.watch.snapshot import LogView, Snapshot
-from paceline.watch.terminal.app import KeyBar, LineView, WatchApp
+from paceline.watch.terminal.app import LineView, WatchApp
 from paceline.watch.terminal.line import PAGES
 
 LOG = "".join(f"step {step:04d} loss {4 - step / 1000:.3f}\n" for step in range(1, 901))
@@ -32,7 +32,7 @@ class Told:
 
 def seen(app: WatchApp) -> str:
     """The text on the screen."""
-    parts = [*app.query(LineView), *app.query(KeyBar)]
+    parts = app.query(LineView)
     return "\n".join(
         "".join(piece.text for piece in part.render_line(y)) for part in parts for y in range(part.size.height)
     )
@@ -204,7 +204,7 @@ def test_a_click_into_the_log_ends_typing_and_another_window_does_not(logs):
         await pilot.click("#page", offset=(5, 5))
         await settle(app, pilot)
         assert not find.display and "5 log" in seen(app).splitlines()[-1]
-        assert app.query_one(KeyBar).display and app.page == "log"
+        assert app.key_bar.display and app.page == "log"
         assert "here is rank 0" in (await app.press("g"))
 
     watched(Told(logs), script)
@@ -281,7 +281,7 @@ def test_q_and_ctrl_c_quit_even_while_a_text_is_typed(key):
 def test_keys_can_be_clicked():
     async def script(app, pilot):
         at = seen(app).splitlines()[-1].index("3 machines")
-        await pilot.click(KeyBar, offset=(at, 0))
+        await pilot.click("#keys", offset=(at, 0))
         assert app.page == "machines"
 
     watched(Told(training()), script)

@@ -85,11 +85,15 @@ def test_blocks_and_pulse():
 
 
 def test_unevenly_logged_steps_become_equal_parts():
-    assert even_values(Series([0, 1, 2, 3, 99], [1.0, 2.0, 3.0, 4.0, 9.0], [0.0] * 5), 4) == [2.5, 2.5, 2.5, 9.0]
-    assert even_values(Series(), 4) == []
+    assert even_values([0, 1, 2, 3, 99], [1.0, 2.0, 3.0, 4.0, 9.0], 4) == [2.5, 2.5, 2.5, 9.0]
+    assert even_values([], [], 4) == []
 
 
 def test_numbers_on_an_axis_are_short():
     assert [format_short(v) for v in (0, 10.41, 0.4123, 856_000, 1.25e6, 999.6, 1e-7, -3.0)] == [
         "0", "10.4", "0.412", "856K", "1.2M", "1000", "1.0e-07", "-3.00",
     ]  # fmt: skip
+
+
+def test_a_first_value_that_is_not_finite_has_a_name_too():
+    assert [format_short(value) for value in (math.nan, -math.inf)] == ["nan", "-inf"]

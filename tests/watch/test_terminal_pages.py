@@ -12,12 +12,12 @@ from paceline.watch.summary import gpu_model, gpu_problems
 from paceline.watch.terminal.chart import CurveChoice, curves_page
 from paceline.watch.terminal.head import header, why_page
 from paceline.watch.terminal.line import (
+    PAGES,
     cells,
     changed_columns,
     clean,
     coloured,
     cut,
-    fit,
     key_line,
     page_keys,
     plain,
@@ -25,16 +25,21 @@ from paceline.watch.terminal.line import (
     width_of,
     wrap,
 )
-from paceline.watch.terminal.machines import gpu_rows, machine_lines, machines_page, rank_grid
-from paceline.watch.terminal.pages import NO_LOG, LogText, events_page, overview
+from paceline.watch.terminal.machines import gpu_rows, machine_lines, rank_grid
+from paceline.watch.terminal.pages import NO_LOG, LogChoice, LogText, page_lines
 
 MANUAL = Path(__file__).parents[2] / "docs" / "watch.md"
 SIZES = [(80, 24), (200, 60), (40, 12), (131, 30), (100, 40)]
 
 
-def screen(snapshot, width=80, height=24, **options) -> str:
+def page(name, snapshot, width=80, height=24, log=NO_LOG):
+    options = {"choice": CurveChoice(), "log": log, "wrapped": False}
+    return page_lines(name, snapshot, now=NOW, width=width, height=height, **options)
+
+
+def screen(snapshot, width=80, height=24) -> str:
     lines = [*header(snapshot, now=NOW, width=width)]
-    lines += overview(snapshot, now=NOW, width=width, height=height - 1 - len(lines), **options)
+    lines += page("overview", snapshot, width, height - 1 - len(lines))
     return "\n".join(map(plain, lines))
 
 
@@ -42,18 +47,14 @@ def screen(snapshot, width=80, height=24, **options) -> str:
 @pytest.mark.parametrize(("width", "height"), SIZES)
 def test_each_state_fills_the_screen_exactly(state, width, height):
     snapshot = STATES[state](NOW)
-    log = LogText(LogView(1, 0, "0.log", 10), "", [(None, f"line {i}") for i in range(50)])
-    for page in (NO_LOG, log):
-        lines = overview(snapshot, now=NOW, width=width, height=height, log=page)
+    log = LogText(LogView(1, 0, "0.log", 10), LogChoice(), [(None, f"line {i}") for i in range(50)])
+    for shown in (NO_LOG, log):
+        lines = page("overview", snapshot, width, height, shown)
         assert len(lines) == height
         assert {width_of(line) for line in [*lines, *header(snapshot, now=NOW, width=width)]} == {width}
-    for lines in (
-        curves_page(snapshot, CurveChoice(), width=width, height=height),
-        machines_page(snapshot, width=width),
-        events_page(snapshot, now=NOW, width=width),
-        [fit(line, width) for line in why_page(snapshot, width=width)],
-    ):
-        assert max(map(width_of, lines), default=0) <= width
+    for name in PAGES[1:]:
+        lines = page(name, snapshot, width, height, log)
+        assert {width_of(line) for line in lines} == {width if name == "curves" else width - 1}
 
 
 def test_the_header_shows_progress_and_remaining_time():

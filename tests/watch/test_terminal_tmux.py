@@ -19,10 +19,10 @@ SHOW = """
 import sys
 sys.path[:0] = [{tests!r}]
 from snapshots import training
-from paceline.watch.terminal.app import watch
+from paceline.watch.terminal.app import WatchApp
 class Told:
     def update(self): return training()
-watch(Told(), interval_s=3600, ascii_only={ascii})
+WatchApp(Told(), interval_s=3600, ascii_only={ascii}).run()
 """
 
 pytestmark = [pytest.mark.dist, pytest.mark.skipif(shutil.which("tmux") is None, reason="no tmux here")]

@@ -12,17 +12,16 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from rich.segment import Segment
 from rich.style import Style
-from textual import events, on
+from textual import events, on, work
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.geometry import Region, Size
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
-from textual.widget import Widget
 from textual.widgets import Input
 
 from paceline.errors import PacelineError
@@ -42,19 +41,11 @@ from paceline.watch.terminal.line import (
     key_line,
     page_keys,
     to_ascii,
+    width_of,
 )
-from paceline.watch.terminal.pages import (
-    NO_LOG,
-    LogChoice,
-    LogText,
-    log_heading,
-    neighbour_log,
-    page_lines,
-    previous_attempt,
-    read_log,
-)
+from paceline.watch.terminal.pages import NO_LOG, LogChoice, LogText, log_heading, neighbour_log, page_lines, read_log
 
-RICH_STYLES = {name: Style(color=style.color, bold=style.bold, reverse=style.reverse) for name, style in STYLES.items()}
+RICH_STYLES = {name: Style.parse(style) for name, (style, _) in STYLES.items()}
 ZOOMS = (1.0, 0.5, 0.1)  # shares of the steps that `z` steps through
 LOG_PAGES = ("overview", "log")  # pages that show the end of a log
 TAIL_PAGES = ("events", "log")  # pages that open at their end and stay there
@@ -71,13 +62,11 @@ class LineView(ScrollView, can_focus=True):
     }
     LineView.plain { scrollbar-size-vertical: 0; }
     """
-
-    def __init__(self, *, id: str, plain: bool) -> None:
-        super().__init__(id=id, classes="plain" if plain else "")
-        self._lines, self._plain = list[Line](), plain
+    BINDINGS: ClassVar[list[BindingType]] = [("g", "scroll_home"), ("G", "scroll_end")]
+    _lines: Sequence[Line] = ()
 
     def show(self, lines: Sequence[Line]) -> None:
-        before, self._lines = self._lines, list(lines)
+        before, self._lines = self._lines, lines
         if len(before) != len(lines):
             self.virtual_size = Size(self.size.width, len(lines))
         for y in range(self.scroll_offset.y, self.scroll_offset.y + self.size.height):
@@ -89,38 +78,9 @@ class LineView(ScrollView, can_focus=True):
     def render_line(self, y: int) -> Strip:
         index = y + self.scroll_offset.y
         line = self._lines[index] if index < len(self._lines) else EMPTY
-        return strip_of(line, width=self.size.width, plain=self._plain)
-
-
-class KeyBar(Widget):
-    """The last line: the keys of the page, which can also be clicked."""
-
-    DEFAULT_CSS = "KeyBar { height: 1; }"
-
-    def __init__(self, *, plain: bool) -> None:
-        super().__init__(id="keys")
-        self._keys, self._plain = list[Key](), plain
-
-    def show(self, keys: list[Key]) -> None:
-        if keys != self._keys:
-            self._keys = keys
-            self.refresh()
-
-    def render_line(self, y: int) -> Strip:
-        return strip_of(key_line(self._keys), width=self.size.width, plain=self._plain)
-
-    async def on_click(self, event: events.Click) -> None:
-        x = 1
-        for key in self._keys:
-            if x <= event.x < x + key.width:
-                await self.app.run_action(key.action)
-                return
-            x += key.width + 2
-
-
-def strip_of(line: Line, *, width: int, plain: bool) -> Strip:
-    pieces = [Segment(to_ascii(text) if plain else text, RICH_STYLES[style]) for text, style in line]
-    return Strip(pieces).adjust_cell_length(width, RICH_STYLES[""])
+        plain = self.has_class("plain")
+        pieces = [Segment(to_ascii(text) if plain else text, RICH_STYLES[style]) for text, style in line]
+        return Strip(pieces).adjust_cell_length(self.size.width, RICH_STYLES[""])
 
 
 class WatchApp(App[None]):
@@ -133,40 +93,34 @@ class WatchApp(App[None]):
     #page { height: 1fr; }
     #find { height: 1; border: none; padding: 0 1; display: none; background: ansi_default; }
     #find:focus { border: none; }
+    #keys { height: 1; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        *(Binding(str(i + 1), f"page('{name}')", name, show=False) for i, name in enumerate(PAGES)),
-        Binding("tab", "turn(1)", show=False, priority=True),
-        Binding("shift+tab", "turn(-1)", show=False, priority=True),
-        Binding("question_mark,h", f"page('{HELP_PAGE}')", show=False),
-        Binding("q", "quit", show=False),
-        Binding("ctrl+c", "quit", show=False, priority=True),
-        Binding("ctrl+z", "suspend_process", show=False),
-        Binding("ctrl+l", "repaint", show=False),
-        Binding("escape", "escape", show=False, priority=True),
-        Binding("space", "hold", show=False),
-        Binding("r", "read", show=False),
-        Binding("left", "neighbour(-1)", show=False, priority=True),
-        Binding("right", "neighbour(1)", show=False, priority=True),
-        Binding("z", "zoom", show=False),
-        Binding("y", "log_scale", show=False),
-        Binding("a", "attempt", show=False),
-        Binding("w", "wrap", show=False),
-        Binding("c", "copy_fix", show=False),
-        Binding("slash", "find", show=False, priority=True),  # the next key may be there already
-        Binding("j,down", "scroll(1)", show=False),
-        Binding("k,up", "scroll(-1)", show=False),
-        Binding("g", "end(False)", show=False),
-        Binding("G", "end(True)", show=False),
+        *((str(i), f"page('{name}')") for i, name in enumerate(PAGES, 1)),
+        Binding("tab", "turn(1)", priority=True),
+        Binding("shift+tab", "turn(-1)", priority=True),
+        ("question_mark,h", f"page('{HELP_PAGE}')"),
+        ("q", "quit"),
+        Binding("ctrl+c", "quit", priority=True),
+        ("ctrl+z", "suspend_process"),
+        ("ctrl+l", "repaint"),
+        Binding("escape", "escape", priority=True),
+        ("space", "hold"),
+        ("r", "read"),
+        Binding("left", "neighbour(-1)", priority=True),
+        Binding("right", "neighbour(1)", priority=True),
+        ("z", "zoom"),
+        ("y", "log_scale"),
+        ("a", "attempt"),
+        ("w", "wrap"),
+        ("c", "copy_fix"),
+        Binding("slash", "find", priority=True),  # the next key may be there already
+        ("j,down", "scroll(1)"),
+        ("k,up", "scroll(-1)"),
     ]
 
     def __init__(
-        self,
-        reader: Reader,
-        *,
-        interval_s: float = 3.0,
-        ascii_only: bool = False,
-        clock: Callable[[], float] = time.time,
+        self, reader: Reader, *, interval_s: float, ascii_only: bool = False, clock: Callable[[], float] = time.time
     ) -> None:
         super().__init__(ansi_color=True)  # before the theme: what NO_COLOR does is settled here
         self.theme = "ansi-dark"  # the terminal's own background
@@ -179,129 +133,112 @@ class WatchApp(App[None]):
         self.held = self.copied = self._reading = False
         self.curve_choice, self.log_choice = CurveChoice(), LogChoice()
         self.log_text = NO_LOG
-        self._plain = ascii_only
+        look = "plain" if ascii_only else ""
+        self.head, self.body = LineView(id="head", classes=look), LineView(id="page", classes=look)
+        self.query_line = Input(placeholder="find in this log", id="find", compact=True)
+        self.query_line.cursor_blink = False
+        self.key_bar, self.keys = LineView(id="keys", classes=look), list[Key]()
+        self.key_bar.can_focus = False
 
     def compose(self) -> ComposeResult:
-        yield LineView(id="head", plain=self._plain)
-        yield LineView(id="page", plain=self._plain)
-        find = Input(placeholder="find in this log", id="find", compact=True)
-        find.cursor_blink = False
-        yield find
-        yield KeyBar(plain=self._plain)
+        yield from (self.head, self.body, self.query_line, self.key_bar)
 
     def on_mount(self) -> None:
         # SIGHUP is not handled: the terminal that an orderly exit would write to is gone
         with suppress(NotImplementedError, RuntimeError, ValueError):  # tests run it outside the main thread
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self.exit)
         self.app_resume_signal.subscribe(self, lambda _: self.action_repaint())
-        self.query_one("#page", LineView).focus()
+        self.body.focus()
         self.set_interval(self.interval_s, self.action_read)
         self.action_read()
         self.draw()
 
-    def action_read(self) -> None:
+    @work
+    async def action_read(self) -> None:
         """Reads in a thread, unless one is still reading. A search is not repeated, because the log may be large."""
         if self._reading:
             return
         self._reading = True
         choice = self.log_choice if self.page in LOG_PAGES and not self.log_choice.query else None
-        self.run_worker(lambda: self._read(choice), thread=True, group="read")
-
-    def _read(self, choice: LogChoice | None) -> None:
-        snapshot, message = self.snapshot, None
+        snapshot, text, message = self.snapshot, None, None
         try:
-            snapshot = self.reader.update()
+            snapshot = await asyncio.to_thread(self.reader.update)
         except PacelineError as error:
             message = error.message
-        text = read_log(snapshot, choice) if snapshot and choice else None
-        self.call_from_thread(self.show_snapshot, snapshot, choice, text, error=message)
+        if snapshot and choice:
+            text = await asyncio.to_thread(read_log, snapshot, choice)
+        self._reading = False
+        self.show_snapshot(snapshot, text, error=message)
 
     def show_snapshot(
-        self,
-        snapshot: Snapshot | None,
-        choice: LogChoice | None = None,
-        text: LogText | None = None,
-        *,
-        error: str | None = None,
+        self, snapshot: Snapshot | None, text: LogText | None = None, *, error: str | None = None
     ) -> None:
         """Shows what was read, unless the screen is held; the log's text only if no other log was chosen meanwhile."""
-        self._reading = False
-        if self.held:
-            return
-        self.snapshot, self.error, self.now = snapshot, error, self.clock()
-        if text and choice == self.log_choice:
-            self.log_text = text
-        self.draw()
+        if not self.held:
+            self.snapshot, self.error, self.now = snapshot, error, self.clock()
+            self.log_text = text if text and text.choice == self.log_choice else self.log_text
+            self.draw()
 
     def choose_log(self, choice: LogChoice) -> None:
         """Chooses a log, or a text to find in it, and reads it at once, even when the screen is held."""
         self.log_choice = choice
-        snapshot = self.snapshot
-        if snapshot is not None:
-            show = partial(self.call_from_thread, self.show_log, choice)
-            self.run_worker(lambda: show(read_log(snapshot, choice)), thread=True, group="log", exclusive=True)
+        self.read_chosen_log()
 
-    def show_log(self, choice: LogChoice, text: LogText) -> None:
-        if choice == self.log_choice:
-            self.log_text = text
-            self.draw()
-            if self.page == "log":
-                self.query_one("#page", LineView).scroll_end(animate=False, x_axis=False)
+    @work(group="log", exclusive=True)
+    async def read_chosen_log(self) -> None:
+        if self.snapshot is not None:
+            text = await asyncio.to_thread(read_log, self.snapshot, self.log_choice)
+            if text.choice == self.log_choice:
+                self.log_text = text
+                self.draw()
+                if self.page == "log":
+                    self.body.scroll_end(animate=False, x_axis=False)
 
     def draw(self) -> None:
-        width = self.size.width
-        page = self.query_one("#page", LineView)
-        if self.snapshot is None:
-            line = fit(((f"  {self.error or 'reading ...'}", "faint"),), width)
-            self.query_one("#head", LineView).show([EMPTY, line])
+        width, body, snapshot = self.size.width, self.body, self.snapshot
+        if snapshot is None:
+            self.head.show([EMPTY, fit(((f"  {self.error or 'reading ...'}", "faint"),), width)])
         else:
-            self.draw_head(self.snapshot, width=width)
-            follows = self.page in TAIL_PAGES and page.scroll_offset.y >= page.max_scroll_y
-            lines = page_lines(
-                self.page,
-                self.snapshot,
-                now=self.now,
-                width=width,
-                height=page.size.height,
-                choice=self.curve_choice,
-                log=self.log_text,
-                wrapped=self.log_choice.wrapped,
-            )
-            page.show(lines)
+            lines = header(snapshot, now=self.now, width=width, error=self.error)
+            lines += [log_heading(self.log_text, width=width)] if self.page == "log" else []
+            self.head.styles.height = len(lines)
+            self.head.show(lines)
+            height = max(0, self.size.height - len(lines) - 1)
+            follows = self.page in TAIL_PAGES and body.scroll_offset.y >= body.max_scroll_y
+            show = partial(page_lines, self.page, snapshot, now=self.now, width=width, height=height)
+            body.show(show(choice=self.curve_choice, log=self.log_text, wrapped=self.log_choice.wrapped))
             if follows:
-                page.scroll_end(animate=False, immediate=True, x_axis=False)
-        keys = page_keys(self.page, width=width, held=self.held, copied=self.copied, snapshot=self.snapshot)
-        self.query_one(KeyBar).show(keys)
-
-    def draw_head(self, snapshot: Snapshot, *, width: int) -> None:
-        """Draws what does not scroll: the header of the run, and the heading of a log."""
-        lines, head = header(snapshot, now=self.now, width=width, error=self.error), self.query_one("#head", LineView)
-        if self.page == "log":
-            lines.append(log_heading(self.log_text, width=width))
-        if head.styles.height is None or head.styles.height.value != len(lines):
-            head.styles.height = len(lines)
-            self.call_after_refresh(self.draw)  # the height of the page has changed
-        head.show(lines)
+                body.scroll_end(animate=False, immediate=True, x_axis=False)
+        self.keys = page_keys(self.page, width=width, held=self.held, copied=self.copied, snapshot=snapshot)
+        self.key_bar.show([key_line(self.keys)])
 
     def on_resize(self) -> None:
         self.call_after_refresh(self.draw)
 
+    async def on_click(self, event: events.Click) -> None:
+        """The keys on the last line can also be clicked."""
+        end = 1
+        for key in self.keys if event.widget is self.key_bar else ():
+            end += width_of(key.line)
+            if event.x < end:
+                await self.run_action(key.action)
+                return
+
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """While a text is typed, its keys are no actions."""
-        return action in ("quit", "escape") or not isinstance(self.focused, Input)
+        return action in ("quit", "escape") or self.focused is not self.query_line
 
     def action_page(self, name: str) -> None:
         self.page = PAGES[0] if name == self.page == HELP_PAGE else name
         self.copied = False
-        page = self.query_one("#page", LineView)
-        page.scroll_to(y=0, animate=False, immediate=True)
+        self.body.scroll_to(y=0, animate=False, immediate=True)
         self.draw()
         if self.page == "log":
             self.choose_log(self.log_choice)
         elif self.log_choice.query:  # a search ends with its page
             self.choose_log(replace(self.log_choice, query=""))
         if self.page in TAIL_PAGES:
-            page.scroll_end(animate=False, x_axis=False)
+            self.body.scroll_end(animate=False, x_axis=False)
 
     def action_turn(self, by: int) -> None:
         index = PAGES.index(self.page) if self.page in PAGES else 0
@@ -313,23 +250,23 @@ class WatchApp(App[None]):
             return
         if self.page == "curves" and (names := all_curve_names(self.snapshot)):
             index = names.index(self.curve_choice.curve) if self.curve_choice.curve in names else 0
-            self.curve_choice = replace(self.curve_choice, curve=names[(index + by) % len(names)])
-            self.draw()
+            self.choose_curve(curve=names[(index + by) % len(names)])
         elif self.page == "log":
-            self.choose_log(neighbour_log(self.snapshot, self.log_choice, by))
+            self.choose_log(neighbour_log(self.snapshot, self.log_choice, ranks=by))
+
+    def choose_curve(self, **choice: Any) -> None:
+        self.curve_choice = replace(self.curve_choice, **choice)
+        self.draw()
 
     def action_zoom(self) -> None:
-        index = ZOOMS.index(self.curve_choice.part) + 1
-        self.curve_choice = replace(self.curve_choice, part=ZOOMS[index % len(ZOOMS)])
-        self.draw()
+        self.choose_curve(part=ZOOMS[(ZOOMS.index(self.curve_choice.part) + 1) % len(ZOOMS)])
 
     def action_log_scale(self) -> None:
-        self.curve_choice = replace(self.curve_choice, log_scale=not self.curve_choice.log_scale)
-        self.draw()
+        self.choose_curve(log_scale=not self.curve_choice.log_scale)
 
     def action_attempt(self) -> None:
         if self.page == "log" and self.snapshot:
-            self.choose_log(previous_attempt(self.snapshot, self.log_choice))
+            self.choose_log(neighbour_log(self.snapshot, self.log_choice, attempts=-1))
 
     def action_wrap(self) -> None:
         self.log_choice = replace(self.log_choice, wrapped=not self.log_choice.wrapped)
@@ -346,18 +283,17 @@ class WatchApp(App[None]):
         self.choose_log(replace(self.log_choice, query=event.value))
 
     def show_find(self, visible: bool) -> None:
-        find, keys = self.query_one("#find", Input), self.query_one(KeyBar)
-        find.display, keys.display = visible, not visible
-        self.set_focus(find if visible else self.query_one("#page", LineView))
+        self.query_line.display, self.key_bar.display = visible, not visible
+        self.set_focus(self.query_line if visible else self.body)
 
     def on_descendant_focus(self, event: events.DescendantFocus) -> None:
         """A click elsewhere ends the typing of a text, as Esc does; the terminal's own loss of focus does not."""
-        if self.query_one("#find").display and not isinstance(event.widget, Input):
+        if self.query_line.display and event.widget is not self.query_line:
             self.show_find(False)
 
     def action_escape(self) -> None:
         """Ends typing, then the search; else returns to the overview."""
-        if isinstance(self.focused, Input):
+        if self.focused is self.query_line:
             self.show_find(False)
         elif self.page == "log" and self.log_choice.query:
             self.choose_log(replace(self.log_choice, query=""))
@@ -381,18 +317,9 @@ class WatchApp(App[None]):
         if self.page == "curves":
             self.action_neighbour(by)
         else:
-            self.query_one("#page", LineView).scroll_relative(y=by, animate=False)
-
-    def action_end(self, last: bool) -> None:
-        page = self.query_one("#page", LineView)
-        (page.scroll_end if last else page.scroll_home)(animate=False, x_axis=False)
+            self.body.scroll_relative(y=by, animate=False)
 
     def action_repaint(self) -> None:
         """Repaints the screen, after Ctrl-Z and fg, or when another program has written on the terminal."""
-        for widget in (*self.query(LineView), self.query_one(KeyBar)):
+        for widget in (self.head, self.body, self.key_bar):
             widget.refresh()
-
-
-def watch(reader: Reader, *, interval_s: float, ascii_only: bool) -> None:
-    """Shows the run until the user quits."""
-    WatchApp(reader, interval_s=interval_s, ascii_only=ascii_only).run()

@@ -6,19 +6,20 @@ Pure: a Snapshot or numbers in, lines out.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
+from statistics import fmean
 
 from paceline.units import format_count
 from paceline.watch.snapshot import Series, Snapshot
 from paceline.watch.summary import METRICS, format_measure
-from paceline.watch.terminal.line import EMPTY, Line, cells, cut, fit, heading, side_by_side, split_width
+from paceline.watch.terminal.line import EMPTY, Line, cells, clean, cut, heading, side_by_side, split_width
 
 CURVES = [name for name in METRICS if name != "peak_bytes"]  # known curves, the most important first
 DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # of a character: left and right column, top to bottom
 LEVELS = "▁▂▃▄▅▆▇█"
-TABLE_HEAD = "least       most     last"
 
 
 @dataclass(frozen=True)
@@ -34,53 +35,52 @@ def curves_page(snapshot: Snapshot, choice: CurveChoice, *, width: int, height: 
     """One curve large, and a line for each curve below it."""
     names = all_curve_names(snapshot)
     if not names:
-        return [EMPTY, fit(((" no numbers yet", "faint"),), width)]
+        return [EMPTY, ((" no numbers yet", "faint"),)]
     current = choice.curve if choice.curve in names else names[0]
-    table = [curve_line(snapshot, name, width=width, is_current=name == current, part=choice.part) for name in names]
-    room = max(6, height - len(table) - 1)
+    room = max(6, height - len(names) - 1)
     lines = curve_block(snapshot, current, width=width, height=room, part=choice.part, log=choice.log_scale)
     title = "all steps" if choice.part >= 1 else f"last {choice.part:.0%} of the steps"
     title += ", logarithmic" if choice.log_scale else ""
-    return [*lines, heading(title, width, right=((TABLE_HEAD, "faint"),)), *table]
+    lines.append(heading(title, width, right=(("least       most     last", "faint"),)))
+    for name in names:
+        series = last_part(snapshot.series[name], choice.part)
+        lines.append(curve_line(name, series, room=max(4, width - 51), is_current=name == current))
+    return lines
 
 
-def curve_line(snapshot: Snapshot, name: str, *, width: int, is_current: bool, part: float) -> Line:
+def curve_line(name: str, series: Series, *, room: int, is_current: bool) -> Line:
     title, style, least_span = curve_look(name)
-    series = last_part(snapshot.series[name], part)
     if not (values := series.values):
-        return fit(((f"   {title:<12} n/a", "faint"),), width)
+        return ((f"   {title:<12} n/a", "faint"),)
     low_text, high_text, last = (format_measure(name, value) for value in (min(values), max(values), values[-1]))
-    room = max(4, width - 17 - 34)
-    return fit(
-        (
-            (" > " if is_current else "   ", "key"),
-            (f"{cut(title, 13):<14}", "strong" if is_current else ""),
-            (f"{steady_line(series, room, least_span):<{room}}", style),
-            (f"{low_text:>11}{high_text:>11}", "faint"),
-            (f"{last:>11} ", "strong"),
-        ),
-        width,
+    return (
+        (" > " if is_current else "   ", "key"),
+        (f"{cut(title, 13):<14}", "strong" if is_current else ""),
+        (f"{steady_line(series, room, least_span):<{room}}", style),
+        (f"{low_text:>11}{high_text:>11}", "faint"),
+        (f"{last:>11} ", "strong"),
     )
 
 
 def curve_look(name: str) -> tuple[str, str, float]:
     """Returns a curve's title, its style and the least span of its axis as a share of its middle."""
     if name not in CURVES:
-        return name, "blue", 0.1
+        return clean(name), "blue", 0.1
     title = "step, ms" if name == "step_ms" else METRICS[name].label
     return title, METRICS[name].style, 0.02 if name in ("loss", "val_bpb") else 0.2
 
 
-def curve_row(snapshot: Snapshot, names: Sequence[str], *, width: int, height: int, part: float = 1.0) -> list[Line]:
-    """Several curves side by side, the first the widest."""
-    if not names or height < 3:
+def curve_row(
+    snapshot: Snapshot, names: Sequence[str], *, width: int, height: int, shares: Sequence[int], gap: int = 2
+) -> list[Line]:
+    """Several curves side by side; shares: of the width."""
+    if not names:
         return []
-    widths = split_width(width, [3, 2, 2][: len(names)])
-    blocks = [
-        (curve_block(snapshot, name, width=column, height=height, part=part), column)
-        for name, column in zip(names, widths, strict=True)
-    ]
-    return side_by_side(blocks)
+    widths = split_width(width, shares[: len(names)], gap=gap)
+    columns = zip(names, widths, strict=True)
+    return side_by_side(
+        [(curve_block(snapshot, name, width=column, height=height), column) for name, column in columns], gap=gap
+    )
 
 
 def curve_block(
@@ -88,30 +88,21 @@ def curve_block(
 ) -> list[Line]:
     title, style, least_span = curve_look(name)
     series = last_part(snapshot.series.get(name, Series()), part)
-    expected = (snapshot.plan or {}).get(name)
+    planned = (snapshot.plan or {}).get(name)
+    planned = planned if isinstance(planned, int | float) else None
     last = ((format_measure(name, series.values[-1]), "strong"),) if series.values else ()
-    lines = chart(
-        series,
-        width=width,
-        height=height - 1,
-        style=style,
-        least_span=least_span,
-        log=log,
-        planned=expected if isinstance(expected, int | float) else None,
-    )
+    lines = chart(series, width=width, height=height - 1, style=style, least_span=least_span, log=log, planned=planned)
     return [heading(title, width, right=last), *lines]
 
 
-def curve_names(snapshot: Snapshot) -> list[str]:
-    """The known curves with a value, the most important first."""
-    return [name for name in CURVES if snapshot.series.get(name, Series()).values]
-
-
 def all_curve_names(snapshot: Snapshot) -> list[str]:
-    """The known curves, then everything else that the run has written."""
-    return [name for name in CURVES if name in snapshot.series] + [
-        name for name in snapshot.series if name not in CURVES
-    ]
+    """The known curves, the most important first, then everything else that the run has written."""
+    return sorted(snapshot.series, key=lambda name: CURVES.index(name) if name in CURVES else len(CURVES))
+
+
+def drawn_curves(snapshot: Snapshot, names: Sequence[str]) -> list[str]:
+    """The curves among the names that have a value."""
+    return [name for name in names if snapshot.series.get(name, Series()).values]
 
 
 def chart(
@@ -132,50 +123,38 @@ def chart(
     rows = height - 1
     if not points or rows < 1 or width < 12:
         return [(("no value yet", "faint"),)][:height] + [EMPTY] * (height - 1)
-    log = log and min(value for _, value in points) > 0
-    scale: Callable[[float], float] = math.log10 if log else float
-    bounds = [scale(value) for _, value in points]
-    if planned is not None and (planned > 0 or not log):
-        bounds.append(scale(planned))
+    if log := log and min(value for _, value in points) > 0:
+        points = [(step, math.log10(value)) for step, value in points]
+        planned = math.log10(planned) if planned and planned > 0 else None
+    bounds = [value for _, value in points] + ([] if planned is None else [planned])
     low, high = widen(min(bounds), max(bounds), least_span=least_span, log=log)
     low, high, ticks = (even_axis if log else round_axis)(low, high, rows)
-    labels = map(format_short, (10**tick for tick in ticks.values())) if log else tick_labels(list(ticks.values()))
+    labels = [format_short(10**tick) for tick in ticks.values()] if log else tick_labels(list(ticks.values()))
     texts = dict(zip(ticks, labels, strict=True))
     margin = max(5, *map(cells, texts.values()))
     columns = width - margin - 2
-    grid = draw([(step, scale(value)) for step, value in points], low, high, columns=columns, rows=rows)
-    level = None if planned is None else dot_of(scale(planned), low, high, rows) // 4
-    lines = []
+    grid = draw(points, low, high, columns=columns, rows=rows)
+    level = None if planned is None else dot_of(planned, low, high, rows) // 4
+    lines: list[Line] = []
     for y, row in enumerate(grid):
-        edge = "┤" if y in texts else "│"
-        row_text = "".join(chr(0x2800 + dots) if dots else "┈" if y == level else " " for dots in row)
-        lines.append(((f"{texts.get(y, ''):>{margin}} ", "faint"), (edge, "track"), *styled(row_text, style)))
-    return [*lines, steps_line(points[0][0], points[-1][0], margin=margin, columns=columns)]
-
-
-def styled(text: str, style: str) -> Line:
-    """Gives the curve its style, and the plan's dotted line a faint one."""
-    groups = groupby(text, key=lambda char: "faint" if char == "┈" else style)
-    return tuple(("".join(chars), kind) for kind, chars in groups)
-
-
-def steps_line(first: int, last: int, *, margin: int, columns: int) -> Line:
-    left, right = f"{first:,}", f"{last:,}"
-    middle = f"{(first + last) // 2:,}" if columns > 60 else ""
-    gap = columns - len(left) - len(right) - len(middle)
-    if gap < 1:
-        return ((f"{right:>{margin + 2 + columns}}", "faint"),)
-    before = (columns - len(middle)) // 2 - len(left) if middle else gap
-    return ((" " * (margin + 2) + left + " " * before + middle + " " * (gap - before) + right, "faint"),)
+        axis: Line = ((f"{texts.get(y, ''):>{margin}} ", "faint"), ("┤" if y in texts else "│", "track"))
+        chars = (chr(0x2800 + dots) if dots else "┈" if y == level else " " for dots in row)
+        groups = groupby(chars, key=lambda char: "faint" if char == "┈" else style)  # the plan is faint
+        lines.append((*axis, *(("".join(group), kind) for kind, group in groups)))
+    left, right = f"{points[0][0]:,}", f"{points[-1][0]:,}"
+    middle = f"{(points[0][0] + points[-1][0]) // 2:,}" if columns > 60 else ""
+    if len(left + middle + right) >= columns:
+        left = middle = ""
+    start = (columns - len(middle)) // 2 if middle else len(left)
+    steps = f"{left:<{start}}{middle}{right:>{columns - start - len(middle)}}"
+    return [*lines, ((f"{steps:>{margin + 2 + columns}}", "faint"),)]
 
 
 def widen(low: float, high: float, *, least_span: float, log: bool) -> tuple[float, float]:
     """Widens a range so that the noise of a steady value does not fill it."""
     middle = (low + high) / 2
     min_span = 0.05 if log else max(abs(middle) * least_span, 1e-9)
-    if high - low >= min_span:
-        return low, high
-    return middle - min_span / 2, middle + min_span / 2
+    return (low, high) if high - low >= min_span else (middle - min_span / 2, middle + min_span / 2)
 
 
 def round_axis(low: float, high: float, rows: int) -> tuple[float, float, dict[int, float]]:
@@ -227,55 +206,51 @@ def draw(points: Sequence[tuple[int, float]], low: float, high: float, *, column
         for step, value in points
     ]
 
-    def fill(x: int, top: int, bottom: int) -> None:
-        for y in range(top, bottom + 1):
-            grid[y // 4][x // 2] |= DOTS[x % 2][y % 4]
-
-    fill(dots[0][0], dots[0][1], dots[0][1])
-    for (x0, y0), (x1, y1) in pairwise(dots):
+    for (x0, y0), (x1, y1) in pairwise([dots[0], *dots]):
         before = y0
         for x in range(x0, x1 + 1):
             y = y1 if x1 == x0 else round(y0 + (y1 - y0) * (x - x0) / (x1 - x0))
-            fill(x, min(before, y), max(before, y))
+            for dot in range(min(before, y), max(before, y) + 1):
+                grid[dot // 4][x // 2] |= DOTS[x % 2][dot % 4]
             before = y
     return grid
 
 
 def sparkline(values: Sequence[float], width: int, *, low: float | None = None, high: float | None = None) -> str:
     """Draws values as one line of blocks, each the mean of its column's values."""
-    points = [value for value in values if math.isfinite(value)]
+    points = finite(values)
     if not points or width < 1:
         return ""
     low, high = min(points) if low is None else low, max(points) if high is None else high
-    span = (high - low) or 1.0
     columns = min(width, len(points))
     edges = [len(points) * i // columns for i in range(columns + 1)]
-    means = [sum(points[a:b]) / (b - a) for a, b in pairwise(edges)]
-    return "".join(LEVELS[min(7, max(0, int(8 * (mean - low) / span)))] for mean in means)
+    shares = [(fmean(points[a:b]) - low) / ((high - low) or 1.0) for a, b in pairwise(edges)]
+    return "".join(LEVELS[min(7, max(0, int(8 * share)))] for share in shares)
 
 
-def even_values(series: Series, columns: int) -> list[float]:
-    """Returns a value for each of `columns` equal parts of the steps: the mean of its values, else the value before."""
-    if not series.steps:
+def finite(values: Sequence[float]) -> list[float]:
+    return [value for value in values if math.isfinite(value)]
+
+
+def even_values(places: Sequence[float], values: Sequence[float], columns: int) -> list[float]:
+    """Returns a value for each of `columns` equal parts of the places: the mean of its values, else the value before."""
+    if not places:
         return []
-    first, span = series.steps[0], max(1, series.steps[-1] - series.steps[0])
-    parts: list[list[float]] = [[] for _ in range(columns)]
-    for step, value in zip(series.steps, series.values, strict=True):
-        if math.isfinite(value):
-            parts[min(columns - 1, (step - first) * columns // span)].append(value)
-    values = [math.nan]
-    for part in parts:
-        values.append(sum(part) / len(part) if part else values[-1])
-    return values[1:]
+    span = max(1, places[-1] - places[0])
+    edges = [bisect_left(places, places[0] + span * i / columns) for i in range(columns)]
+    means = [math.nan]
+    for start, end in pairwise([*edges, len(places)]):
+        part = finite(values[start:end])
+        means.append(fmean(part) if part else means[-1])
+    return means[1:]
 
 
 def steady_line(series: Series, columns: int, least_span: float) -> str:
     """Draws a curve as one line of blocks, in which noise below `least_span` of its middle stays small."""
-    points = [value for value in series.values if math.isfinite(value)]
-    if not points:
+    if not (points := finite(series.values)):
         return ""
     low, high = widen(min(points), max(points), least_span=least_span, log=False)
-    return sparkline(even_values(series, columns), columns, low=low, high=high)
+    return sparkline(even_values(series.steps, series.values, columns), columns, low=low, high=high)
 
 
 def pulse(shares: Sequence[float]) -> str:
@@ -287,19 +262,15 @@ def last_part(series: Series, share: float) -> Series:
     """Returns the last part of a curve, by steps: 0.1 is the last tenth."""
     if not series.steps or share >= 1:
         return series
-    first = series.steps[-1] - (series.steps[-1] - series.steps[0]) * share
-    start = next(i for i, step in enumerate(series.steps) if step >= first)
+    start = bisect_left(series.steps, series.steps[-1] - (series.steps[-1] - series.steps[0]) * share)
     return Series(series.steps[start:], series.values[start:], series.times[start:])
 
 
 def format_short(value: float) -> str:
     """10.4, 0.412, 856K, 1.25M: at most about five characters, for the edge of a chart."""
-    if value == 0:
-        return "0"
     size = abs(value)
-    if size >= 10_000:
-        return format_count(value) if size < 1e15 else f"{value:.0e}"
+    if size == 0 or not math.isfinite(value):
+        return f"{value:.0f}"
     if size >= 1000:
-        return f"{value:,.0f}"
-    digits = max(0, 2 - math.floor(math.log10(size)))
-    return f"{value:.{min(6, digits)}f}" if size >= 1e-3 else f"{value:.1e}"
+        return f"{value:,.0f}" if size < 10_000 else format_count(value) if size < 1e15 else f"{value:.0e}"
+    return f"{value:.{min(6, max(0, 2 - math.floor(math.log10(size))))}f}" if size >= 1e-3 else f"{value:.1e}"

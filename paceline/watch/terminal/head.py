@@ -6,7 +6,9 @@ Pure: a Snapshot, the time and a width in, lines out. Times are UTC, as everywhe
 """
 
 import math
+from collections.abc import Iterator
 from datetime import UTC, datetime
+from itertools import chain
 from typing import Any
 
 from paceline.units import format_count, format_duration, format_energy, format_number_of, format_ranks
@@ -24,34 +26,31 @@ from paceline.watch.summary import (
 )
 from paceline.watch.terminal.line import (
     ELLIPSIS,
-    EMPTY,
     Line,
     Piece,
     bar,
     clean,
     cut,
+    facts_line,
     fit,
     heading,
-    spread,
+    paragraph,
+    section,
     width_of,
-    wrap,
 )
 
 MAX_RANKS_NAMED = 16
 MAX_EVIDENCE_LINES = 8
+MARGIN: Piece = ("   ", "")
+ARROW: Piece = (" → ", "good")  # before a fix
 
 
 def header(snapshot: Snapshot, *, now: float, width: int, error: str | None = None) -> list[Line]:
     """Header: name, state, progress, speed, health. error: why the last reading failed; it replaces the title."""
-    first = title(snapshot, now=now, width=width)
-    if error:
-        first = fit(((" ! ", "warning"), (clean(error), "warning")), width)
-    return [
-        first,
-        progress(snapshot, width=width),
-        *figures_line(snapshot, width=width),
-        *health(snapshot, now=now, width=width),
-    ]
+    first = ((f" ! {clean(error)}", "warning"),) if error else title(snapshot, now=now, width=width)
+    facts = facts_line(measures(snapshot), width - 2)
+    lines = [first, progress(snapshot, width=width), *([((" ", ""), *facts)] if facts else [])]
+    return [fit(line, width) for line in (*lines, *health(snapshot, now=now, width=width))]
 
 
 def health(snapshot: Snapshot, *, now: float, width: int) -> list[Line]:
@@ -60,14 +59,16 @@ def health(snapshot: Snapshot, *, now: float, width: int) -> list[Line]:
     if summary is None or snapshot.state in ("failed", "broken"):
         return []
     sign, style = LEVEL_SIGNS[summary.level]
-    text, room = clean(summary.text), width - 4
+    text, start = clean(summary.text), (f" {sign} ", style)
     if summary.level == "warning":
-        rows = wrap(text, room)
-        rows = rows if len(rows) < 3 else [rows[0], cut(" ".join(rows[1:]), room)]
-        return [fit(((f" {sign if i == 0 else ' '} ", style), (row, "orange")), width) for i, row in enumerate(rows)]
-    while cut(text, room) != text and ", " in text:
+        lines = paragraph(text, width, start, style="orange")
+        if len(lines) > 2:
+            following = " ".join(line[-1][0] for line in lines[1:])
+            lines[1:] = paragraph(following, width, MARGIN, style="orange", wrapped=False)
+        return lines
+    while cut(text, width - 4) != text and ", " in text:
         text = text.rpartition(", ")[0] + "."
-    return [fit(((f" {sign} ", style), (cut(text, room), "")), width)]
+    return paragraph(text, width, start, wrapped=False)
 
 
 def title(snapshot: Snapshot, *, now: float, width: int) -> Line:
@@ -78,12 +79,13 @@ def title(snapshot: Snapshot, *, now: float, width: int) -> Line:
     ]
     if len(snapshot.attempts) > 1:
         left.append((f"  attempt {snapshot.attempts[-1].attempt}", ""))
-    age = None if snapshot.updated is None else now - snapshot.updated
-    if snapshot.state not in LIVE and age is not None:
-        left.append((f"  {format_duration(max(0.0, age))} ago", "faint"))
+    if snapshot.state not in LIVE and snapshot.updated is not None:
+        left.append((f"  {format_duration(max(0.0, now - snapshot.updated))} ago", "faint"))
     about = origin(snapshot)
-    right: list[Piece] = [(f"{cut(about, max(8, width - width_of(tuple(left)) - 20))}  ", "faint")] if about else []
-    return spread(tuple(left), (*right, (f"{datetime.fromtimestamp(now, UTC):%H:%M:%S} UTC ", "faint")), width)
+    text = f"{cut(about, max(8, width - width_of(left) - 20))}  " if about else ""
+    right = ((f"{text}{datetime.fromtimestamp(now, UTC):%H:%M:%S} UTC ", "faint"),)
+    room = width - width_of(right)
+    return (*fit(left, room), *right) if width_of(left) < room else tuple(left)
 
 
 def origin(snapshot: Snapshot) -> str:
@@ -98,46 +100,33 @@ def origin(snapshot: Snapshot) -> str:
 
 
 def progress(snapshot: Snapshot, *, width: int) -> Line:
-    _, style = STATE_SIGNS[snapshot.state]
-    left: Line = ((" n/a  ", "faint"),)
+    is_live, share = snapshot.state in LIVE, None
+    left: Line = ((f" step {snapshot.step:,}  ", "strong"),) if snapshot.step else ((" n/a  ", "faint"),)
     right: list[Piece] = []
-    share = None
     if snapshot.num_steps:
         share = min(1.0, snapshot.step / snapshot.num_steps)
         left = ((f" {math.floor(1000 * share) / 10:.1f} %  ", "strong"),)
         right.append((f"  {snapshot.step:,}/{snapshot.num_steps:,}", "strong"))
-    elif snapshot.step:
-        left = ((f" step {snapshot.step:,}  ", "strong"),)
-    if snapshot.state in LIVE and snapshot.eta_s is not None:
+    if is_live and snapshot.eta_s is not None:
         right.append((f"  {format_duration(snapshot.eta_s)} left", ""))
     if snapshot.elapsed_s is not None:
-        until = "so far" if snapshot.state in LIVE else "in all"
-        right.append((f"  {format_duration(snapshot.elapsed_s)} {until}", "faint"))
-    room = width - width_of(left) - width_of(tuple(right)) - 1
-    tone = {"good": "blue"}.get(style, style) if snapshot.state != "finished" else "good"
-    return fit((*left, *bar(share, max(4, room), style=tone), *right), width)
+        right.append((f"  {format_duration(snapshot.elapsed_s)} {'so far' if is_live else 'in all'}", "faint"))
+    style = STATE_SIGNS[snapshot.state][1]
+    style = "blue" if style == "good" and snapshot.state != "finished" else style
+    return (*left, *bar(share, max(4, width - width_of((*left, *right)) - 1), style=style), *right)
 
 
-def figures_line(snapshot: Snapshot, *, width: int) -> list[Line]:
-    """One line of names and numbers, as many as there is room for; no line before there is a number."""
-    texts = {
-        measure.label: format_measure(name, value)
-        for name, measure in METRICS.items()
-        if name != "peak_bytes" and (value := getattr(snapshot, name, None)) is not None
-    }
+def measures(snapshot: Snapshot) -> Iterator[tuple[str, str, str]]:
+    """Yields names, numbers and their style, the most important first."""
+    for name, measure in METRICS.items():
+        if name != "peak_bytes" and (value := getattr(snapshot, name, None)) is not None:
+            yield measure.label, format_measure(name, value), "strong"
     if snapshot.goodput and snapshot.goodput.share is not None:
-        texts["goodput"] = format_percent(snapshot.goodput.share)
+        yield "goodput", format_percent(snapshot.goodput.share), "strong"
     if snapshot.peak_bytes is not None:
-        texts["peak"] = format_measure("peak_bytes", snapshot.peak_bytes)
+        yield "peak", format_measure("peak_bytes", snapshot.peak_bytes), "strong"
     if snapshot.tokens_per_step and snapshot.step:
-        texts["tokens"] = format_count(snapshot.tokens_per_step * snapshot.step)
-    line: list[Piece] = []
-    for name, text in texts.items():
-        pieces: list[Piece] = [(f" {name} ", "faint"), (text, "strong"), (" ", "")]
-        if width_of((*line, *pieces)) > width:
-            break
-        line += pieces
-    return [fit(tuple(line), width)] if line else []
+        yield "tokens", format_count(snapshot.tokens_per_step * snapshot.step), "strong"
 
 
 def banner(snapshot: Snapshot, *, width: int, height: int) -> list[Line]:
@@ -145,11 +134,11 @@ def banner(snapshot: Snapshot, *, width: int, height: int) -> list[Line]:
     explanation = failure_of(snapshot)
     if snapshot.state == "broken" and not snapshot.explanation:
         text = "the run ended without reporting why" + ("; its logs (5) may show it" if snapshot.logs else "")
-        return [fit(((" ✗ ", "error"), (text, "error")), width)]
+        return [((f" ✗ {text}", "error"),)]
     if explanation is None:
         return []
-    lines = bullet("✗", f"{explanation['cause']}: {explanation['summary']}", width, "error")
-    fix = bullet("→", f"fix: {explanation['fix']}", width, "good", "strong") if explanation.get("fix") else []
+    lines = paragraph(f"{explanation['cause']}: {explanation['summary']}", width, (" ✗ ", "error"), style="error")
+    fix = paragraph(f"fix: {explanation['fix']}", width, ARROW, style="strong") if explanation.get("fix") else []
     lines = [*lines[: max(1, height - len(fix))], *fix]
     if len(lines) > height:
         sign, (text, style) = lines[height - 1]
@@ -160,9 +149,8 @@ def banner(snapshot: Snapshot, *, width: int, height: int) -> list[Line]:
 def failure_of(snapshot: Snapshot) -> dict[str, Any] | None:
     """The explanation of what broke; None for a run that did not break, and for an unexplained one."""
     explanation = snapshot.explanation
-    if not explanation or explanation.get("cause") == "healthy" or snapshot.state not in BROKEN:
-        return None
-    return explanation
+    is_failure = explanation and explanation.get("cause") != "healthy" and snapshot.state in BROKEN
+    return explanation if is_failure else None
 
 
 def event_lines(snapshot: Snapshot, *, now: float, width: int, height: int | None = None) -> list[Line]:
@@ -173,12 +161,9 @@ def event_lines(snapshot: Snapshot, *, now: float, width: int, height: int | Non
     lines: list[Line] = []
     for event in recent:
         sign, style = LEVEL_SIGNS[event.level]
-        before: Line = ((f" {clock(event, now)}  ", "faint"), (f"{sign} ", style))
-        room = width - width_of(before) - 1
-        text = clean(event.text)
-        rows = [cut(text, room)] if height is not None else wrap(text, room)
         tone = {"warning": "orange", "error": "red"}.get(event.level, "")
-        lines += [(*(before if i == 0 else ((" " * width_of(before), ""),)), (row, tone)) for i, row in enumerate(rows)]
+        start = (f" {clock(event, now)}  ", "faint"), (f"{sign} ", style)
+        lines += paragraph(event.text, width, *start, style=tone, wrapped=height is None)
     return lines
 
 
@@ -211,55 +196,47 @@ def plan_lines(snapshot: Snapshot, *, width: int) -> list[Line]:
     for figure in figures(snapshot):
         if figure.difference and figure.name in METRICS:
             label, values = f" {METRICS[figure.name].label:<12}", f"{figure.planned:>12}{figure.text:>12}"
-            difference = (
-                (f"  {figure.difference} !", "warning") if figure.worse else (f"  {figure.difference}", "faint")
-            )
-            lines.append(((label, "faint"), (values, "strong"), difference))
-    return [fit(line, width) for line in lines] if len(lines) > 1 else []
+            mark, style = (" !", "warning") if figure.worse else ("", "faint")
+            lines.append(((label, "faint"), (values, "strong"), (f"  {figure.difference}{mark}", style)))
+    return lines if len(lines) > 1 else []
 
 
 def note_lines(snapshot: Snapshot, *, width: int) -> list[Line]:
-    return [((" ! ", "warning"), (cut(clean(note), width - 4), "")) for note in snapshot.notes]
+    notes = [paragraph(note, width, (" ! ", "warning"), wrapped=False) for note in snapshot.notes]
+    return list(chain.from_iterable(notes))
 
 
 def why_page(snapshot: Snapshot, *, width: int) -> list[Line]:
     """The explanation of a failure, the attempts and the findings of the checks."""
-    explanation = snapshot.explanation
-    lines = explanation_lines(explanation, width=width) if explanation else unexplained_lines(snapshot, width=width)
-    if snapshot.attempts:
-        lines += [EMPTY, heading("attempts", width), *attempt_lines(snapshot.attempts, width=width)]
-    if snapshot.findings:
-        lines += [EMPTY, heading("what the checks found", width), *finding_lines(snapshot.findings, width=width)]
-    return lines
-
-
-def unexplained_lines(snapshot: Snapshot, *, width: int) -> list[Line]:
-    text = {
-        "broken": "the run ended without reporting why: neither the supervisor nor a rank did. The logs (5) may show it.",
-        "unknown": "this log shows no known step and no known error",
-    }.get(snapshot.state, "nothing has ended this run")
-    return [heading("why", width), *indented(text, width=width, style="faint")]
+    lines = [heading("why", width)]
+    if snapshot.explanation:
+        lines += explanation_lines(snapshot.explanation, width=width)
+    else:
+        text = {
+            "broken": "the run ended without reporting why: neither the supervisor nor a rank did. The logs (5) may show it.",
+            "unknown": "this log shows no known step and no known error",
+        }.get(snapshot.state, "nothing has ended this run")
+        lines += paragraph(text, width, MARGIN, style="faint")
+    lines += section("attempts", attempt_lines(snapshot.attempts, width=width), width)
+    return lines + section("what the checks found", finding_lines(snapshot.findings, width=width), width)
 
 
 def explanation_lines(explanation: dict[str, Any], *, width: int) -> list[Line]:
     why = why_panel(explanation)
     sign, style = ("✓", "good") if why["cause"] == "healthy" else ("✗", "error")
-    lines: list[Line] = [heading("why", width), *bullet(sign, f"{why['cause']}: {why['summary']}", width, style)]
-    lines += bullet("→", str(why["fix"]), width, "good", "strong") if why["fix"] else []
+    lines = paragraph(f"{why['cause']}: {why['summary']}", width, (f" {sign} ", style), style=style)
+    lines += paragraph(str(why["fix"]), width, ARROW, style="strong") if why["fix"] else []
     victims = explanation.get("victims")
     followers = f"{format_ranks(victims, limit=MAX_RANKS_NAMED)} only followed" if victims else None
-    lines += indented(", ".join(filter(None, (why["place"], why["sure"], followers))), width=width, style="faint")
+    if about := ", ".join(filter(None, (why["place"], why["sure"], followers))):
+        lines += paragraph(about, width, MARGIN, style="faint")
     for block in why["blocks"]:
-        lines += [EMPTY, heading(block["title"].lower(), width)]
-        lines += [line for record in block["lines"] for line in evidence_lines(record, width=width)]
-    return lines
-
-
-def evidence_lines(record: dict[str, Any], *, width: int) -> list[Line]:
-    """The place of a log line, then the whole line."""
-    lines: list[Line] = [((f"   {cut(clean(record['place']), width - 10)}", "faint"),)]
-    for text in str(record["text"] or "").splitlines()[:MAX_EVIDENCE_LINES]:
-        lines += [(("     ", ""), (row, "")) for row in wrap(clean(text), width - 7)]
+        rows: list[Line] = []
+        for record in block["lines"]:
+            rows.append(((f"   {cut(clean(record['place']), width - 10)}", "faint"),))
+            for text in str(record["text"] or "").splitlines()[:MAX_EVIDENCE_LINES]:
+                rows += paragraph(text, width - 1, ("     ", ""))
+        lines += section(block["title"].lower(), rows, width)
     return lines
 
 
@@ -271,8 +248,9 @@ def attempt_lines(attempts: list[AttemptView], *, width: int) -> list[Line]:
         start = f"{format_time(attempt.time)} UTC  "
         lines.append(((f" {attempt.attempt:>3}  ", "strong"), (start, "faint"), (outcome, style)))
         if attempt.summary:
-            lines += indented(f"{attempt.cause}: {attempt.summary}", width=width, by=6)
-        lines += indented(action_text(attempt) or "", width=width, by=6, style="faint")
+            lines += paragraph(f"{attempt.cause}: {attempt.summary}", width, MARGIN, MARGIN)
+        if action := action_text(attempt):
+            lines += paragraph(action, width, MARGIN, MARGIN, style="faint")
     return lines
 
 
@@ -280,19 +258,8 @@ def finding_lines(findings: list[dict[str, Any]], *, width: int) -> list[Line]:
     lines: list[Line] = []
     for finding in findings:
         sign, style = LEVEL_SIGNS[severity_level(finding)]
-        lines += bullet(sign, f"{finding.get('id')}: {finding.get('what')}", width, style, "")
-        lines += indented(f"{finding.get('why')}", width=width, style="faint")
+        lines += paragraph(f"{finding.get('id')}: {finding.get('what')}", width, (f" {sign} ", style))
+        lines += paragraph(f"{finding.get('why')}", width, MARGIN, style="faint")
         if finding.get("fix"):
-            lines += indented(f"fix: {finding['fix']}", width=width)
+            lines += paragraph(f"fix: {finding['fix']}", width, MARGIN)
     return lines
-
-
-def bullet(sign: str, text: str, width: int, style: str, text_style: str | None = None) -> list[Line]:
-    """A wrapped text behind a sign. text_style None: the sign's."""
-    rows = wrap(clean(text), width - 4)
-    text_style = style if text_style is None else text_style
-    return [((f" {sign} " if i == 0 else "   ", style), (row, text_style)) for i, row in enumerate(rows)]
-
-
-def indented(text: str, *, width: int, style: str = "", by: int = 3) -> list[Line]:
-    return [((" " * by, ""), (row, style)) for row in wrap(clean(text), width - by - 1)] if text else []

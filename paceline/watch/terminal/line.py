@@ -7,8 +7,8 @@ alone, so a line reads the same without it. Colour-blind readers can tell the co
 
 import unicodedata
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, chain, pairwise, takewhile, zip_longest
+from typing import NamedTuple
 
 from paceline.watch.snapshot import Snapshot
 
@@ -18,43 +18,34 @@ Line = tuple[Piece, ...]
 EMPTY: Line = ()
 ELLIPSIS = "…"
 
-
-@dataclass(frozen=True)
-class TextStyle:
-    color: str | None = None  # None: the terminal's own
-    sgr: str = ""  # for `--once`, in the sixteen colours that every terminal has
-    bold: bool = False
-    reverse: bool = False
-
-
-STYLES = {
-    "": TextStyle(),
-    "strong": TextStyle(bold=True, sgr="1"),
-    "faint": TextStyle("#7d8590", sgr="2"),
-    "track": TextStyle("#50565e", sgr="2"),
-    "title": TextStyle("#9aa4b0", sgr="1"),
-    "key": TextStyle("#56a8e8", sgr="36", bold=True),
-    "active": TextStyle(bold=True, reverse=True, sgr="7"),
-    "good": TextStyle("#3fae7c", sgr="32", bold=True),
-    "warning": TextStyle("#dd9a2b", sgr="33", bold=True),
-    "error": TextStyle("#e5603f", sgr="31", bold=True),
-    "match": TextStyle("#dd9a2b", sgr="7", bold=True, reverse=True),
-    "blue": TextStyle("#56a8e8", sgr="36"),
-    "orange": TextStyle("#dd9a2b", sgr="33"),
-    "green": TextStyle("#3fae7c", sgr="32"),
-    "violet": TextStyle("#a98bdb", sgr="35"),
-    "red": TextStyle("#e5603f", sgr="31"),
+STYLES = {  # as rich writes it; and for `--once`, as SGR of the sixteen colours that every terminal has
+    "": ("", ""),
+    "strong": ("bold", "1"),
+    "faint": ("#7d8590", "2"),
+    "track": ("#50565e", "2"),
+    "title": ("#9aa4b0", "1"),
+    "key": ("bold #56a8e8", "36"),
+    "active": ("bold reverse", "7"),
+    "good": ("bold #3fae7c", "32"),
+    "warning": ("bold #dd9a2b", "33"),
+    "error": ("bold #e5603f", "31"),
+    "match": ("bold reverse #dd9a2b", "7"),
+    "blue": ("#56a8e8", "36"),
+    "orange": ("#dd9a2b", "33"),
+    "green": ("#3fae7c", "32"),
+    "violet": ("#a98bdb", "35"),
+    "red": ("#e5603f", "31"),
 }
-BRAILLE = {chr(0x2800 + dots): _ascii for dots in range(256) for _ascii in [
-    " " if not dots else "'" if not dots & 0b11110110 else "." if not dots & 0b00011011 else ":"
-]}  # fmt: skip
-ASCII = str.maketrans(
-    {
-        **BRAILLE,
-        **dict(zip("━╸─┈│┤└●○◐✓✗■↻·…°–−×█▁▂▃▄▅▆▇␡", "==-.||+*oo+x#@-.'--x#.,:-=+*?", strict=True)),
-        "←": "<", "→": ">", "↑": "^", "↓": "v", "␣": "_",
-    }
-)  # fmt: skip
+BRAILLE = {  # dots that lie high, low, or both
+    0x2800 + dots: " " if not dots else "'" if not dots & 0b11110110 else "." if not dots & 0b00011011 else ":"
+    for dots in range(256)
+}
+ASCII = BRAILLE | str.maketrans("━╸─┈│┤└●○◐✓✗■↻·…°–−×█▁▂▃▄▅▆▇␡←→↑↓␣", "==-.||+*oo+x#@-.'--x#.,:-=+*?<>^v_")
+CONTROLS: dict[int, int | str] = {  # of clean
+    **{code: 0x2400 + code for code in range(32)},
+    127: "␡",
+    **dict.fromkeys((*range(128, 160), *range(0xD800, 0xE000)), "�"),
+}
 
 PAGES = ("overview", "curves", "machines", "events", "log", "why")
 HELP_PAGE = "help"
@@ -79,16 +70,8 @@ def clean(text: str) -> str:
     """Makes the text of a log or a name safe to show: control characters become visible, marks of direction are dropped."""
     if text.isascii() and text.isprintable():
         return text
-    chars = []
-    for char in text.expandtabs(4):
-        kind = unicodedata.category(char)
-        if kind == "Cc":
-            chars.append("␡" if ord(char) == 127 else chr(0x2400 + ord(char)) if ord(char) < 32 else "�")
-        elif kind == "Cs":
-            chars.append("�")
-        elif kind not in ("Cf", "Zl", "Zp"):
-            chars.append(char)
-    return "".join(chars)
+    text = text.expandtabs(4).translate(CONTROLS)
+    return "".join(char for char in text if unicodedata.category(char) not in ("Cf", "Zl", "Zp"))
 
 
 def cells(text: str) -> int:
@@ -100,7 +83,7 @@ def cells(text: str) -> int:
     )
 
 
-def width_of(line: Line) -> int:
+def width_of(line: Iterable[Piece]) -> int:
     return sum(cells(text) for text, _ in line)
 
 
@@ -108,17 +91,11 @@ def cut(text: str, width: int) -> str:
     """Cuts a text to at most `width` columns, with an ellipsis for what is cut off."""
     if cells(text) <= width:
         return text
-    if width <= 0:
-        return ""
-    room = width - 1
-    for index, char in enumerate(text):
-        room -= cells(char)
-        if room < 0:
-            return text[:index] + ELLIPSIS
-    return text
+    ends = takewhile(lambda end: end < width, accumulate(map(cells, text)))
+    return text[: len(list(ends))] + ELLIPSIS if width > 0 else ""
 
 
-def fit(line: Line, width: int) -> Line:
+def fit(line: Iterable[Piece], width: int) -> Line:
     """Cuts or fills a line to exactly `width` columns."""
     used, pieces = 0, []
     for text, style in line:
@@ -131,29 +108,19 @@ def fit(line: Line, width: int) -> Line:
     return (*pieces, (" " * (width - used), "")) if used < width else tuple(pieces)
 
 
-def spread(left: Line, right: Line, width: int) -> Line:
-    """Puts left and right at both ends of a line; drops the right part where there is no room for both."""
-    room = width - width_of(right)
-    return fit((*fit(left, room), *right), width) if width_of(left) < room else fit(left, width)
-
-
 def side_by_side(blocks: Sequence[tuple[Sequence[Line], int]], *, gap: int = 2) -> list[Line]:
     """Joins blocks of lines side by side, each of its own width, all as high as the highest."""
-    height = max((len(lines) for lines, _ in blocks), default=0)
-    rows = []
-    for y in range(height):
-        row: list[Piece] = []
-        for index, (lines, width) in enumerate(blocks):
-            row += [(" " * gap, "")] if index else []
-            row += fit(lines[y] if y < len(lines) else EMPTY, width)
-        rows.append(tuple(row))
+    rows: list[Line] = [EMPTY] * max((len(lines) for lines, _ in blocks), default=0)
+    for index, (lines, width) in enumerate(blocks):
+        before = ((" " * gap, ""),) if index else ()
+        rows = [(*row, *before, *fit(line, width)) for row, line in zip_longest(rows, lines, fillvalue=EMPTY)]
     return rows
 
 
 def split_width(width: int, shares: Sequence[int], *, gap: int = 2) -> list[int]:
     """Returns the widths of blocks that stand side by side, in proportion to their shares."""
     room = width - gap * (len(shares) - 1)
-    edges = [room * sum(shares[:i]) // sum(shares) for i in range(len(shares) + 1)]
+    edges = [room * total // sum(shares) for total in accumulate(shares, initial=0)]
     return [after - before for before, after in pairwise(edges)]
 
 
@@ -164,16 +131,29 @@ def in_columns(lines: Sequence[Line], count: int, *, width: int) -> list[Line]:
     return side_by_side([(lines[i * rows : (i + 1) * rows], column) for i, column in enumerate(widths)])
 
 
-def heading(title: str, width: int, *, right: Iterable[Piece] = (), style: str = "title") -> Line:
+def heading(title: str, width: int, *, right: Line = ()) -> Line:
     """── title ─────────── right ──"""
-    left: Line = (("── ", "track"), (title, style), (" ", ""))
-    after: Line = tuple(right)
-    if after and width_of(left) + width_of(after) + 5 <= width:
-        after = ((" ", ""), *after, (" ──", "track"))
-    else:
+    left: Line = (("── ", "track"), (title, "title"), (" ", ""))
+    after: Line = ((" ", ""), *right, (" ──", "track")) if right else ()
+    if width_of(left) + width_of(after) >= width:
         after = ()
-    room = width - width_of(left) - width_of(after)
-    return fit((*left, ("─" * max(0, room), "track"), *after), width)
+    return fit((*left, ("─" * (width - width_of(left) - width_of(after)), "track"), *after), width)
+
+
+def section(title: str, lines: Sequence[Line], width: int) -> list[Line]:
+    """Lines under a heading, below an empty line; nothing without lines."""
+    return [EMPTY, heading(title, width), *lines] if lines else []
+
+
+def facts_line(facts: Iterable[tuple[str, str, str]], width: int) -> Line:
+    """Names and values, as many as there is room for. facts: name, value, style of the value."""
+    line: Line = ()
+    for name, value, style in facts:
+        longer = (*line, ("  " if line else "", ""), (f"{name} ", "faint"), (value, style))
+        if width_of(longer) > width:
+            break
+        line = longer
+    return line
 
 
 def bar(share: float | None, width: int, *, style: str = "blue") -> Line:
@@ -200,13 +180,18 @@ def wrap(text: str, width: int) -> list[str]:
     return lines
 
 
+def paragraph(text: str, width: int, *start: Piece, style: str = "", wrapped: bool = True) -> list[Line]:
+    """A text behind its start: on as many lines as it takes, indented alike, or cut to one. The last column stays free."""
+    margin = width_of(start)
+    room, text = width - margin - 1, clean(text)
+    rows = wrap(text, room) if wrapped else [cut(text, room)]
+    return [(*(((" " * margin, ""),) if i else start), (row, style)) for i, row in enumerate(rows)]
+
+
 def changed_columns(old: Line, new: Line) -> tuple[int, int] | None:
     """Returns the first column in which two lines differ and the one after the last; None for equal lines."""
-    before, after = split_cells(old), split_cells(new)
-    longest = max(len(before), len(after))
-    before += [(" ", "")] * (longest - len(before))
-    after += [(" ", "")] * (longest - len(after))
-    columns = [i for i in range(longest) if before[i] != after[i]]
+    pairs = enumerate(zip_longest(split_cells(old), split_cells(new), fillvalue=(" ", "")))
+    columns = [column for column, (before, after) in pairs if before != after]
     return (columns[0], columns[-1] + 1) if columns else None
 
 
@@ -229,11 +214,8 @@ def plain(line: Line) -> str:
 
 def coloured(line: Line) -> str:
     """Returns the line with a terminal's colour codes, for `--once`."""
-    pieces = [
-        f"\x1b[{STYLES[style].sgr}m{text}\x1b[0m" if STYLES[style].sgr and text.strip() else text
-        for text, style in line
-    ]
-    return "".join(pieces).rstrip()
+    codes = [(text, STYLES[style][1] if text.strip() else "") for text, style in line]
+    return "".join(f"\x1b[{code}m{text}\x1b[0m" if code else text for text, code in codes).rstrip()
 
 
 def to_ascii(text: str) -> str:
@@ -241,42 +223,37 @@ def to_ascii(text: str) -> str:
     return text.translate(ASCII).encode("ascii", "replace").decode()
 
 
-@dataclass(frozen=True)
-class Key:
+class Key(NamedTuple):
     key: str
     label: str
     action: str
     active: bool = False  # the page that is shown, or what has just been done
 
     @property
-    def width(self) -> int:
-        return cells(self.key) + (1 + cells(self.label) if self.label else 0)
+    def line(self) -> Line:
+        if self.active:
+            return ((f"{self.key} {self.label}", "active"), ("  ", ""))
+        return ((self.key, "key"), (f" {self.label}" if self.label else "", "faint"), ("  ", ""))
+
+
+def key_line(keys: Iterable[Key]) -> Line:
+    return ((" ", ""), *chain.from_iterable(key.line for key in keys))
 
 
 def page_keys(
     page: str, *, width: int, held: bool = False, copied: bool = False, snapshot: Snapshot | None
 ) -> list[Key]:
     """Returns the keys of the last line, with the names of all pages where there is room."""
-    last = [
-        *([Key("space", "continue", "hold", active=True)] if held else []),
-        Key("?", "help", f"page('{HELP_PAGE}')", active=page == HELP_PAGE),
-        Key("q", "quit", "quit"),
-    ]
-    extra = extra_keys(page, snapshot, copied=copied)
-    for is_named in (True, False):
-        pages = [
-            Key(str(i + 1), name if is_named or name == page else "", f"page('{name}')", active=name == page)
-            for i, name in enumerate(PAGES)
-        ]
-        keys = [*pages, *extra, *last]
-        if sum(key.width + 2 for key in keys) <= width:
-            break
-    return keys
+    keys = extra_keys(page, snapshot, copied=copied) if snapshot else []
+    keys += [Key("space", "continue", "hold", active=True)] if held else []
+    keys += [Key("?", "help", f"page('{HELP_PAGE}')", active=page == HELP_PAGE), Key("q", "quit", "quit")]
+    pages = [Key(str(i), name, f"page('{name}')", active=name == page) for i, name in enumerate(PAGES, 1)]
+    if width_of(key_line([*pages, *keys])) > width + 1:
+        pages = [key if key.active else key._replace(label="") for key in pages]
+    return [*pages, *keys]
 
 
-def extra_keys(page: str, snapshot: Snapshot | None, *, copied: bool) -> list[Key]:
-    if snapshot is None:
-        return []
+def extra_keys(page: str, snapshot: Snapshot, *, copied: bool) -> list[Key]:
     if page == "curves" and snapshot.series:
         return [Key("←→", "curve", "neighbour(1)"), Key("z", "zoom", "zoom"), Key("y", "log axis", "log_scale")]
     if page == "log" and snapshot.logs:
@@ -287,20 +264,6 @@ def extra_keys(page: str, snapshot: Snapshot | None, *, copied: bool) -> list[Ke
     return []
 
 
-def key_line(keys: list[Key]) -> Line:
-    line: list[Piece] = [(" ", "")]
-    for key in keys:
-        if key.active:
-            line.append((f"{key.key} {key.label}", "active"))
-        else:
-            line += [(key.key, "key"), (f" {key.label}" if key.label else "", "faint")]
-        line.append(("  ", ""))
-    return tuple(line)
-
-
 def help_lines(width: int) -> list[Line]:
-    lines: list[Line] = [heading("keys", width)]
-    for keys, text in KEY_HELP:
-        for i, row in enumerate(wrap(text, width - 20)):
-            lines.append(((f"  {keys if i == 0 else '':<16}", "key"), (row, "")))
-    return [fit(line, width) for line in lines]
+    rows = [row for keys, text in KEY_HELP for row in paragraph(text, width - 1, (f"  {keys:<16}", "key"))]
+    return [heading("keys", width), *rows]

@@ -6,7 +6,7 @@ pages scroll. `--once` is for scripts and pipes; its width decides only how much
 Below WIDE columns the parts stand below each other; from there on curves are on the left, machines on the right.
 """
 
-from collections.abc import Iterator
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,53 +14,22 @@ from paceline.units import format_bytes
 from paceline.watch.growing_file import read_tail, search
 from paceline.watch.snapshot import LIVE, LogView, Series, Snapshot
 from paceline.watch.summary import first_log, format_measure, line_level
-from paceline.watch.terminal.chart import (
-    CurveChoice,
-    curve_block,
-    curve_look,
-    curve_names,
-    curve_row,
-    curves_page,
-    format_short,
-    steady_line,
-)
-from paceline.watch.terminal.head import (
-    banner,
-    event_lines,
-    failure_of,
-    goodput_lines,
-    header,
-    note_lines,
-    plan_lines,
-    why_page,
-)
+from paceline.watch.terminal import chart, head, machines
 from paceline.watch.terminal.line import (
     EMPTY,
     Line,
-    Piece,
     clean,
     coloured,
     cut,
     fit,
     heading,
     help_lines,
+    paragraph,
     plain,
+    section,
     side_by_side,
     split_width,
     to_ascii,
-    wrap,
-)
-from paceline.watch.terminal.machines import (
-    gpu_rows,
-    gpus_over_time,
-    host_facts,
-    known_ranks,
-    machine_lines,
-    machines_block,
-    machines_page,
-    rank_grid,
-    rank_lines,
-    ranks_heading,
 )
 
 FIRST_CURVES = ("loss", "val_bpb", "tok_per_sec")
@@ -87,11 +56,11 @@ class LogText:
     """What was read of a log: lines, each with its number where a text was searched for."""
 
     log: LogView | None
-    query: str
+    choice: LogChoice
     lines: list[tuple[int | None, str]]
 
 
-NO_LOG = LogText(None, "", [])
+NO_LOG = LogText(None, LogChoice(), [])
 
 
 def page_lines(
@@ -101,52 +70,55 @@ def page_lines(
     now: float,
     width: int,
     height: int,
-    choice: CurveChoice,
+    choice: chart.CurveChoice,
     log: LogText,
     wrapped: bool,
 ) -> list[Line]:
     """The lines of a page by its name. Pages other than overview and curves leave a column to the scrollbar."""
+    width -= page not in ("overview", "curves")
     match page:
         case "curves":
-            return curves_page(snapshot, choice, width=width, height=height)
+            lines = chart.curves_page(snapshot, choice, width=width, height=height)
         case "machines":
-            return machines_page(snapshot, width=width - 1)
+            lines = machines.machines_page(snapshot, width=width)
         case "events":
-            return events_page(snapshot, now=now, width=width - 1)
+            notes = section("notes", head.note_lines(snapshot, width=width), width)
+            lines = [*notes, *section("events, UTC", head.event_lines(snapshot, now=now, width=width), width)][1:]
         case "log":
-            return log_lines(log, width=width - 1, wrapped=wrapped)
+            lines = log_lines(log, width=width, wrapped=wrapped)
         case "why":
-            return [fit(line, width - 1) for line in why_page(snapshot, width=width - 1)]
+            lines = head.why_page(snapshot, width=width)
         case "help":
-            return help_lines(width - 1)
-    return overview(snapshot, now=now, width=width, height=height, log=log)
+            lines = help_lines(width)
+        case _:
+            lines = overview(snapshot, now=now, width=width, height=height, log=log)
+    return [fit(line, width) for line in lines]
 
 
 def overview(snapshot: Snapshot, *, now: float, width: int, height: int, log: LogText = NO_LOG) -> list[Line]:
     """The page `overview`. log: of one rank, whose end fills the remaining room."""
-    top = banner(snapshot, width=width, height=4 if height < 27 else 8)
+    top = head.banner(snapshot, width=width, height=4 if height < 27 else 8)
     room = height - len(top)
     layout = wide_overview if width >= WIDE and room >= 24 else narrow_overview
     lines = [*top, *layout(snapshot, now=now, width=width, height=room, log=log)]
-    return [fit(line, width) for line in [*lines, *[EMPTY] * height][:height]]
+    return [*lines, *[EMPTY] * height][:height]
 
 
-def narrow_overview(snapshot: Snapshot, *, now: float, width: int, height: int, log: LogText = NO_LOG) -> list[Line]:
+def narrow_overview(snapshot: Snapshot, *, now: float, width: int, height: int, log: LogText) -> list[Line]:
     """80 x 24: curves, machines, ranks, events, and a log in the remaining lines."""
-    curves = [name for name in curve_names(snapshot) if name in FIRST_CURVES][: 3 if width >= 72 else 1]
+    curves = chart.drawn_curves(snapshot, FIRST_CURVES)[: 3 if width >= 72 else 1]
     least_curves, least_events = 6 if curves else 0, 3
     spare = height - least_curves - least_events
-    shown_ranks = known_ranks(snapshot.ranks)
-    least_ranks = 1 + min(2, len(shown_ranks)) if shown_ranks else 0
-    block = machine_lines(snapshot, width=width, height=max(1, spare - least_ranks - 1)) if snapshot.hosts else []
-    spare -= len(block) + bool(snapshot.hosts)
-    ranks = rank_grid(shown_ranks, width=width, height=max(2, min(6, spare - 1))) if shown_ranks else []
-    spare -= len(ranks) + bool(ranks)
+    ranks = machines.known_ranks(snapshot.ranks)
+    least_ranks = 1 + min(2, len(ranks)) if ranks else 0
+    devices = machines.machines_block(snapshot, width=width, height=max(1, spare - least_ranks - 1))
+    spare -= len(devices)
+    grid = machines.rank_grid(ranks, width=width, height=max(2, min(6, spare - 1)))
+    spare -= len(grid) + bool(grid)
     events_height = 1 + min(len(snapshot.events), max(4, height // 4))
-    curves_height = min(16, least_curves + max(0, spare + least_events - events_height)) if curves else 0
-    lines = curve_row(snapshot, curves, width=width, height=curves_height)
-    lines += machines_block(snapshot, block, width=width)
-    lines += [heading(ranks_heading(snapshot.ranks), width), *ranks] if ranks else []
+    curves_height = min(16, least_curves + max(0, spare + least_events - events_height))
+    lines = chart.curve_row(snapshot, curves, width=width, height=curves_height, shares=(3, 2, 2))
+    lines += [*devices, *section(machines.ranks_title(ranks), grid, width)[1:]]
     room = height - len(lines) - 1
     block = last_block(snapshot, now=now, width=width, height=room)
     log_height = room - len(block)
@@ -166,64 +138,49 @@ def last_block(snapshot: Snapshot, *, now: float, width: int, height: int) -> li
     """Events; for a log, which has none, the notes on what could not be read."""
     if height < 1 or (snapshot.kind == "log" and not snapshot.events and not snapshot.notes):
         return []
-    notes = note_lines(snapshot, width=width)
-    if not snapshot.events and notes:
-        return [heading("notes", width), *notes[:height]]
-    return [heading("events", width), *event_lines(snapshot, now=now, width=width, height=height)]
+    if snapshot.notes and not snapshot.events:
+        return [heading("notes", width), *head.note_lines(snapshot, width=width)[:height]]
+    return [heading("events", width), *head.event_lines(snapshot, now=now, width=width, height=height)]
 
 
-def wide_overview(snapshot: Snapshot, *, now: float, width: int, height: int, log: LogText = NO_LOG) -> list[Line]:
+def wide_overview(snapshot: Snapshot, *, now: float, width: int, height: int, log: LogText) -> list[Line]:
     """200 x 60: curves and events on the left; machines, ranks, plan, time and the end of a log on the right."""
-    names = curve_names(snapshot)
+    names = chart.drawn_curves(snapshot, chart.CURVES)
     widths = split_width(width, (11, 9), gap=3)
     lower = height if not names else max(7, min(max(len(snapshot.events), 10) + 1, height // 4))
-    left = [*left_side(snapshot, names, width=widths[0], height=height - lower - 1), EMPTY] if names else []
+    left: list[Line] = []
+    if names:  # the first curve large, others in pairs below it
+        room = height - lower - 1
+        pairs = [names[i : i + 2] for i in range(1, len(names), 2)][: 3 if room >= 44 else 2 if room >= 26 else 1]
+        pair_height = min(11, room // (len(pairs) + 2))
+        large = room - (pair_height + 1) * len(pairs)
+        left = [*chart.curve_block(snapshot, names[0], width=widths[0], height=large), EMPTY]
+        for pair in pairs:
+            left += chart.curve_row(snapshot, pair, width=widths[0], height=pair_height, shares=(1, 1), gap=3)
+            left.append(EMPTY)
     left += last_block(snapshot, now=now, width=widths[0], height=height - len(left) - 1)
     least_log = max(7, height // 6) if log.log else 0
     right = right_side(snapshot, width=widths[1], height=height - least_log)
-    gap = [EMPTY] if right else []
-    right += [*gap, *log_block(log, width=widths[1], height=height - len(right) - len(gap) - 1)]
+    right += [EMPTY] if right else []
+    right += log_block(log, width=widths[1], height=height - len(right) - 1)
     return side_by_side([(left, widths[0]), (right[:height], widths[1])], gap=3)
-
-
-def left_side(snapshot: Snapshot, names: list[str], *, width: int, height: int) -> list[Line]:
-    """The loss large, other curves in pairs below it."""
-    first, others = names[0], names[1:]
-    pairs = [others[i : i + 2] for i in range(0, len(others), 2)][: 3 if height >= 44 else 2 if height >= 26 else 1]
-    pair_height = min(11, height // (len(pairs) + 2)) if pairs else 0
-    lines = curve_block(snapshot, first, width=width, height=height - (pair_height + 1) * len(pairs))
-    for pair in pairs:
-        blocks = [
-            (curve_block(snapshot, name, width=column, height=pair_height), column)
-            for name, column in zip(pair, split_width(width, [1] * len(pair), gap=3), strict=True)
-        ]
-        lines += [EMPTY, *side_by_side(blocks, gap=3)]
-    return lines
 
 
 def right_side(snapshot: Snapshot, *, width: int, height: int) -> list[Line]:
     """Machines and ranks, then plan and time, then GPUs over time where there is room."""
-    tables = [("plan", plan_lines(snapshot, width=width)), ("time", goodput_lines(snapshot, width=width))]
-    tables = [(title, lines) for title, lines in tables if lines]
-    ranks = known_ranks(snapshot.ranks)
-    tables_height = sum(len(lines) + 2 for _, lines in tables)
+    tables = section("plan", head.plan_lines(snapshot, width=width), width)
+    tables += section("time", head.goodput_lines(snapshot, width=width), width)
+    ranks = machines.known_ranks(snapshot.ranks)
     ranks_height = min(12, len(ranks) + 2, height // 3) if ranks else 0
-    block = machine_lines(snapshot, width=width, height=max(2, height - tables_height - ranks_height - 1))
-    lines = machines_block(snapshot, block, width=width)
-    if ranks:
-        room = height - tables_height - len(lines) - 2
-        over_time = bool(snapshot.rank_series) and len(ranks) <= room
-        grid = rank_lines(snapshot, width=width) if over_time else rank_grid(ranks, width=width, height=room)
-        lines += [*([EMPTY] if lines else []), heading(ranks_heading(snapshot.ranks), width), *grid]
-    for title, table in tables:
-        lines += [*([EMPTY] if lines else []), heading(title, width), *table]
-    return lines + gpus_over_time(snapshot, width=width, height=height - len(lines) - 2)
-
-
-def events_page(snapshot: Snapshot, *, now: float, width: int) -> list[Line]:
-    notes = [heading("notes", width), *note_lines(snapshot, width=width), EMPTY] if snapshot.notes else []
-    lines = [*notes, heading("events, UTC", width), *event_lines(snapshot, now=now, width=width)]
-    return [fit(line, width) for line in lines]
+    lines = machines.machines_block(snapshot, width=width, height=max(2, height - len(tables) - ranks_height - 1))
+    room = height - len(tables) - len(lines) - 2
+    over_time = bool(snapshot.rank_series) and len(ranks) <= room
+    grid = (
+        machines.rank_lines(snapshot, width=width) if over_time else machines.rank_grid(ranks, width=width, height=room)
+    )
+    lines += [*section(machines.ranks_title(ranks), grid, width), *tables]
+    lines += machines.gpus_over_time(snapshot, width=width, height=height - len(lines) - 2)
+    return lines if lines[:1] != [EMPTY] else lines[1:]
 
 
 def chosen_log(snapshot: Snapshot, choice: LogChoice) -> LogView | None:
@@ -232,37 +189,27 @@ def chosen_log(snapshot: Snapshot, choice: LogChoice) -> LogView | None:
     return next((log for log in snapshot.logs if (log.attempt, log.rank) == place), first_log(snapshot))
 
 
-def neighbour_log(snapshot: Snapshot, choice: LogChoice, by: int) -> LogChoice:
-    """The next log of the same attempt, cyclically."""
-    current = chosen_log(snapshot, choice)
-    if current is None:
-        return choice
-    logs = [log for log in snapshot.logs if log.attempt == current.attempt]
-    neighbour = logs[(logs.index(current) + by) % len(logs)]
-    return replace(choice, attempt=current.attempt, rank=neighbour.rank, query="")
-
-
-def previous_attempt(snapshot: Snapshot, choice: LogChoice) -> LogChoice:
-    """The log of the same rank in the attempt before, cyclically."""
+def neighbour_log(snapshot: Snapshot, choice: LogChoice, *, ranks: int = 0, attempts: int = 0) -> LogChoice:
+    """The log so many ranks or attempts further on, cyclically. In another attempt it is the same rank's, if there is one."""
     current = chosen_log(snapshot, choice)
     if current is None:
         return choice
     numbers = sorted({log.attempt for log in snapshot.logs})
-    attempt = numbers[numbers.index(current.attempt) - 1]
-    ranks = [log.rank for log in snapshot.logs if log.attempt == attempt]
-    rank = current.rank if current.rank in ranks else next((rank for rank in ranks if rank is not None), ranks[0])
-    return replace(choice, attempt=attempt, rank=rank, query="")
+    attempt = numbers[(numbers.index(current.attempt) + attempts) % len(numbers)]
+    logs = [log.rank for log in snapshot.logs if log.attempt == attempt]
+    rank = current.rank if current.rank in logs else next((rank for rank in logs if rank is not None), logs[0])
+    return replace(choice, attempt=attempt, rank=logs[(logs.index(rank) + ranks) % len(logs)], query="")
 
 
 def read_log(snapshot: Snapshot, choice: LogChoice) -> LogText:
     """Reads the end of the chosen log, or its lines with the query; bounded, whatever the size of the file."""
     log = chosen_log(snapshot, choice)
     if log is None:
-        return LogText(None, choice.query, [])
+        return LogText(None, choice, [])
     path = Path(log.path)
     if choice.query:
-        return LogText(log, choice.query, list(search(path, choice.query, limit=MAX_HITS)))
-    return LogText(log, "", [(None, line) for line in read_tail(path, max_bytes=TAIL_BYTES).splitlines()])
+        return LogText(log, choice, list(search(path, choice.query, limit=MAX_HITS)))
+    return LogText(log, choice, [(None, line) for line in read_tail(path, max_bytes=TAIL_BYTES).splitlines()])
 
 
 def log_heading(text: LogText, *, width: int) -> Line:
@@ -271,10 +218,10 @@ def log_heading(text: LogText, *, width: int) -> Line:
         return heading("log", width)
     title = "log" if log.rank is None else f"log of rank {log.rank}"
     attempt = "" if log.rank is None else f"attempt {log.attempt}  "
-    right: list[Piece] = [(f"{attempt}{cut(clean(Path(log.path).name), 24)}  {format_bytes(log.bytes)}", "faint")]
-    if text.query:
+    right: Line = ((f"{attempt}{cut(clean(Path(log.path).name), 24)}  {format_bytes(log.bytes)}", "faint"),)
+    if text.choice.query:
         count = f"{len(text.lines)}{' or more' if len(text.lines) == MAX_HITS else ''}"
-        right = [(f"{count} lines with ", "faint"), (cut(clean(text.query), 24), "match")]
+        right = ((f"{count} lines with ", "faint"), (cut(clean(text.choice.query), 24), "match"))
     return heading(title, width, right=right)
 
 
@@ -283,77 +230,46 @@ def log_lines(text: LogText, *, width: int, wrapped: bool = False) -> list[Line]
     if text.log is None:
         return [((" no log yet", "faint"),)]
     if not text.lines:
-        return [((" no such line" if text.query else " nothing yet", "faint"),)]
+        return [((" no such line" if text.choice.query else " nothing yet", "faint"),)]
     lines: list[Line] = []
-    for number, raw in text.lines:
-        margin = f" {number:>8,}  " if number is not None else " "
-        room, line = width - len(margin) - 1, clean(raw)
+    query = re.compile(f"({re.escape(text.choice.query)})", re.IGNORECASE) if text.choice.query else None
+    for number, line in text.lines:
+        margin = (f" {number:>8,}  " if number is not None else " ", "faint")
         style = LOG_STYLES.get(line_level(line), "")
-        for i, row in enumerate(wrap(line, room) if wrapped else [cut(line, room)]):
-            start = (margin, "faint") if i == 0 else (" " * len(margin), "")
-            lines.append(fit((start, *matched(row, text.query, style)), width))
+        for *start, (row, _) in paragraph(line, width, margin, wrapped=wrapped):
+            parts = enumerate(query.split(row) if query else [row])  # every other one is a match
+            lines.append((*start, *((part, "match" if i % 2 else style) for i, part in parts)))
     return lines
-
-
-def matched(text: str, query: str, style: str) -> Line:
-    """Returns the text with every match of the query highlighted."""
-    if not query:
-        return ((text, style),)
-    pieces: list[Piece] = []
-    while (at := text.lower().find(query.lower())) >= 0:
-        pieces += [(text[:at], style), (text[at : at + len(query)], "match")]
-        text = text[at + len(query) :]
-    return (*pieces, (text, style))
 
 
 def format_once(snapshot: Snapshot, *, now: float, width: int, colour: bool = False, ascii_only: bool = False) -> str:
     """Returns one snapshot as text. width: of the terminal; only the lines of cause and fix may be longer."""
-    lines = [*header(snapshot, now=now, width=width), *cause_lines(snapshot)]
-    for name, block in once_blocks(snapshot, now=now, width=width):
-        if block:
-            lines += [EMPTY, heading(name, width), *block]
+    lines = head.header(snapshot, now=now, width=width)
+    if explanation := head.failure_of(snapshot):  # never cut, because scripts search for them
+        lines.append(((clean(f" cause: {explanation['cause']}: {explanation['summary']}"), "error"),))
+        lines += [((clean(f" fix: {explanation['fix']}"), "strong"),)] if explanation.get("fix") else []
+    ranks = machines.known_ranks(snapshot.ranks)
+    recent = head.event_lines(snapshot, now=now, width=width, height=LAST_EVENTS) if snapshot.events else []
+    blocks = {
+        "curves": [once_curve(name, series, width=width) for name, series in snapshot.series.items() if series.values],
+        f"{'' if snapshot.state in LIVE else 'last sample: '}machines": machines.machine_lines(snapshot, width=width),
+        machines.ranks_title(ranks): machines.rank_grid(ranks, width=width, height=64),
+        "plan": head.plan_lines(snapshot, width=width),
+        "time": head.goodput_lines(snapshot, width=width),
+        "events, UTC": recent,
+        "notes": [line for note in snapshot.notes for line in paragraph(note, width - 1, (" ", ""))],
+    }
+    for title, block in blocks.items():
+        lines += [fit(line, width) for line in section(title, block, width)]
     text = "\n".join((coloured if colour else plain)(line) for line in lines)
     return to_ascii(text) if ascii_only else text
 
 
-def cause_lines(snapshot: Snapshot) -> list[Line]:
-    """Cause and fix, never cut, because scripts search for them."""
-    explanation = failure_of(snapshot)
-    if explanation is None:
-        return []
-    rows = [f"cause: {explanation['cause']}: {explanation['summary']}"]
-    rows += [f"fix: {explanation['fix']}"] if explanation.get("fix") else []
-    return [((f" {clean(row)}", "error" if i == 0 else "strong"),) for i, row in enumerate(rows)]
-
-
-def once_blocks(snapshot: Snapshot, *, now: float, width: int) -> Iterator[tuple[str, list[Line]]]:
-    """Yields the heading and the lines of each block; a block without lines is not shown."""
-    yield "curves", [once_curve(name, series, width=width) for name, series in snapshot.series.items() if series.values]
-    yield "machines" if snapshot.state in LIVE else "last sample: machines", host_lines(snapshot, width=width)
-    if ranks := known_ranks(snapshot.ranks):
-        yield ranks_heading(ranks), rank_grid(ranks, width=width, height=64)
-    yield "plan", plan_lines(snapshot, width=width)
-    yield "time", goodput_lines(snapshot, width=width)
-    yield "events, UTC", event_lines(snapshot, now=now, width=width, height=LAST_EVENTS) if snapshot.events else []
-    notes = [row for note in snapshot.notes for row in wrap(clean(note), width - 3)]
-    yield "notes", [((f" {row}", ""),) for row in notes]
-
-
-def host_lines(snapshot: Snapshot, *, width: int) -> list[Line]:
-    lines: list[Line] = []
-    all_gpus = [gpu for host in snapshot.hosts for gpu in host.gpus]
-    for host in snapshot.hosts:
-        facts = host_facts(host, width=width - 27, long=width >= 100)
-        lines.append(fit(((f" {cut(clean(host.name), 24)}  ", "strong"), *facts), width))
-        lines += gpu_rows(host.gpus, width=width, among=all_gpus)
-    return lines
-
-
 def once_curve(name: str, series: Series, *, width: int) -> Line:
-    first, last = format_short(series.values[0]), format_measure(name, series.values[-1])
+    first, last = chart.format_short(series.values[0]), format_measure(name, series.values[-1])
     room = max(4, min(60, width - 40))
     return (
         (f" {cut(clean(name), 14):<15}{first:>7} ", ""),
-        (steady_line(series, room, curve_look(name)[2]), "blue"),
+        (chart.steady_line(series, room, chart.curve_look(name)[2]), "blue"),
         (f" {last}", "strong"),
     )

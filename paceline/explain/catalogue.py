@@ -12,17 +12,14 @@ import difflib
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError
 
-FILE = Path(__file__).with_name("catalogue.toml")
-SEVERITIES = ("fatal", "warning")
-KINDS = ("any", "exception", "line", "exit", "signal")
 FIXERS = {"user": "you", "admin": "the administrator of the machine", "hardware": "a repair, or other hardware"}
 RETRIES = {
     "never": "fails the same way",
@@ -33,7 +30,6 @@ RETRIES = {
     "later": "may work later",
 }
 MAX_TEXT = 8000  # characters of a text that are searched
-JSON_OPTIONS: dict[str, Any] = {"indent": 1, "ensure_ascii": False, "default": sorted}  # sets become sorted lists
 PAGE_INTRODUCTION = """\
 # Causes that `paceline explain` knows
 
@@ -50,27 +46,19 @@ class Pattern:
     """One form of text that shows a cause."""
 
     match: str
-    literals: tuple[str, ...]  # lower case; every text that matches contains one of them
+    literals: Sequence[str]  # lower case; every text that matches contains one of them
     weight: float  # how surely such a text means the cause, 0 to 1
-    kind: str = "any"  # of record; a line pattern is also searched in signals and exits
+    kind: str = "any"  # of record: any, exception, exit, signal, or line, which includes signals and exits
     unless: str = ""
-    follows: bool | frozenset[str] | None = None  # overrides the cause's
+    follows: bool | Sequence[str] | None = None  # overrides the cause's
 
     @cached_property
     def regex(self) -> re.Pattern[str]:
         return re.compile(self.match, re.MULTILINE)
 
-    @cached_property
-    def unless_regex(self) -> re.Pattern[str]:
-        return re.compile(self.unless, re.MULTILINE)
-
     def fits(self, kind: str) -> bool:
         """Whether the pattern is meant for records of this kind."""
         return self.kind in ("any", kind) or (self.kind == "line" and kind != "exception")
-
-    def search(self, text: str) -> re.Match[str] | None:
-        match = self.regex.search(text)
-        return None if match is None or (self.unless and self.unless_regex.search(text)) else match
 
 
 @dataclass(frozen=True)
@@ -82,13 +70,13 @@ class Cause:
     title: str
     summary: str  # a template, like fix
     fix: str
-    severity: str = "fatal"
+    severity: str = "fatal"  # or warning
     fixed_by: str = "user"
     retry: str = "never"
-    follows: bool | frozenset[str] = False  # True: a consequence of any other cause
-    mistaken_for: frozenset[str] = frozenset()
+    follows: bool | Sequence[str] = False  # True: a consequence of any other cause
+    mistaken_for: Sequence[str] = ()
     source: str = ""
-    patterns: tuple[Pattern, ...] = ()
+    patterns: Sequence[Pattern] = ()
 
 
 @dataclass(frozen=True)
@@ -97,7 +85,7 @@ class Match:
 
     cause: Cause
     weight: float
-    values: Mapping[str, str] = field(default_factory=dict)
+    values: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -132,7 +120,8 @@ class Catalogue:
                 previous = best.get(cause.id)
                 if (previous and previous.weight >= pattern.weight) or not pattern.fits(kind):
                     continue
-                if match := pattern.search(text):
+                match = pattern.regex.search(text)
+                if match and not (pattern.unless and re.search(pattern.unless, text, re.MULTILINE)):
                     values = {name: value for name, value in match.groupdict().items() if value}
                     matched = cause if pattern.follows is None else replace(cause, follows=pattern.follows)
                     best[cause.id] = Match(matched, pattern.weight, values)
@@ -141,34 +130,20 @@ class Catalogue:
 
 @cache
 def load_catalogue() -> Catalogue:
-    return make_catalogue(tomllib.loads(FILE.read_text(encoding="utf-8"))["cause"])
+    text = Path(__file__).with_name("catalogue.toml").read_text(encoding="utf-8")
+    return make_catalogue(tomllib.loads(text)["cause"])
 
 
 def make_catalogue(entries: Iterable[Mapping[str, Any]]) -> Catalogue:
     """The catalogue of these entries; ValueError if two have the same id."""
     causes: dict[str, Cause] = {}
-    for cause in map(make_cause, entries):
+    for entry in entries:
+        patterns = [Pattern(**pattern) for pattern in entry.get("patterns", ())]
+        cause = Cause(**{**entry, "patterns": patterns})
         if cause.id in causes:
             raise ValueError(f"two entries {cause.id}")
         causes[cause.id] = cause
     return Catalogue(causes)
-
-
-def make_cause(entry: Mapping[str, Any]) -> Cause:
-    fields = with_sets(entry)
-    patterns = tuple(make_pattern(with_sets(pattern)) for pattern in fields.pop("pattern", ()))
-    return Cause(**fields, patterns=patterns)
-
-
-def make_pattern(fields: dict[str, Any]) -> Pattern:
-    literal = fields.pop("literal")
-    return Pattern(**fields, literals=(literal,) if isinstance(literal, str) else tuple(literal))
-
-
-def with_sets(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """The entry with its lists of causes as sets."""
-    is_set = {name: name in ("follows", "mistaken_for") and isinstance(value, list) for name, value in entry.items()}
-    return {name: frozenset(value) if is_set[name] else value for name, value in entry.items()}
 
 
 def find_cause(id: str) -> Cause:
@@ -197,17 +172,13 @@ def format_cause(id: str) -> str:
     return "\n".join([f"{id}: {format_title(cause)}", "", *facts, "", "weights and patterns", *patterns])
 
 
-def causes_json() -> str:
-    return json.dumps([json_fields(cause) for cause in load_catalogue().causes.values()], **JSON_OPTIONS)
-
-
-def cause_json(id: str) -> str:
-    return json.dumps(json_fields(find_cause(id)), **JSON_OPTIONS)
-
-
-def json_fields(cause: Cause) -> dict[str, Any]:
-    """The fields by their names in JSON, which stay as published: `fixed_by` has another name there."""
-    return {"mend" if name == "fixed_by" else name: value for name, value in asdict(cause).items()}
+def causes_json(id: str | None = None) -> str:
+    """One cause, or all, as JSON. Field names stay as published: `fixed_by` has another name there."""
+    causes = load_catalogue().causes.values() if id is None else [find_cause(id)]
+    fields = [
+        {"mend" if name == "fixed_by" else name: value for name, value in asdict(cause).items()} for cause in causes
+    ]
+    return json.dumps(fields if id is None else fields[0], indent=1, ensure_ascii=False)
 
 
 def format_page(catalogue: Catalogue) -> str:
@@ -219,8 +190,9 @@ def format_page(catalogue: Catalogue) -> str:
     for group, causes in groups.items():
         lines += [f"## {group}", ""]
         for cause in causes:
-            facts = [f"- {label}: {escape_markdown(value)}" for label, value in facts_of(cause)]
-            lines += [f"### {cause.id}", "", f"{escape_markdown(format_title(cause))}.", "", *facts, ""]
+            facts = "\n".join(f"- {label}: {value}" for label, value in facts_of(cause))
+            text = f"{format_title(cause)}.\n\n{facts}"
+            lines += [f"### {cause.id}", "", re.sub(r"([<>*_\[\]`|])", r"\\\1", text), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -235,15 +207,11 @@ def facts_of(cause: Cause) -> list[tuple[str, str]]:
         ("Fix", cause.fix),
         ("Fixed by", FIXERS[cause.fixed_by]),
         ("A retry", RETRIES[cause.retry]),
-        ("Can follow from", "any other cause" if cause.follows is True else ", ".join(sorted(cause.follows or ()))),
-        ("Similar causes", ", ".join(sorted(cause.mistaken_for))),
+        ("Can follow from", "any other cause" if cause.follows is True else ", ".join(cause.follows or ())),
+        ("Similar causes", ", ".join(cause.mistaken_for)),
         ("Source", cause.source),
     ]
     return [(label, text) for label, text in facts if text]
-
-
-def escape_markdown(text: str) -> str:
-    return re.sub(r"([<>*_\[\]`|])", r"\\\1", text)
 
 
 if __name__ == "__main__":

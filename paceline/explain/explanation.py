@@ -8,6 +8,7 @@ It is printed as text, as Markdown or as JSON.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -34,7 +35,6 @@ class Record:
     time: float | None = None  # seconds, comparable within one log
     step: int | None = None  # of the last progress line before it
     frames: tuple[str, ...] = ()  # 'File "x", line 3, in f' lines of a traceback, innermost last
-    chained_from: Record | None = None
     source: str | None = None  # the file's name if several were read
 
 
@@ -104,7 +104,8 @@ def format_markdown(explanation: Explanation) -> str:
     if explanation.fix:
         lines += ["", f"**Fix:** {explanation.fix}"]
     for title, evidence in sections(explanation):
-        fence = fence_for("\n".join(item.text for item in evidence))
+        longest = max((len(ticks) for item in evidence for ticks in re.findall("`+", item.text)), default=0)
+        fence = "`" * max(3, longest + 1)  # longer than any run of backticks in the text
         lines += ["", f"{title.capitalize()}:", "", f"{fence}text", *format_evidence(evidence), fence]
     if notes := format_notes(explanation):
         lines += ["", *notes]
@@ -154,11 +155,3 @@ def format_notes(explanation: Explanation) -> list[str]:
             f"{explanation.confidence:.0%} sure{also}{'' if explanation.cause in SUPERVISOR_CAUSES else command}"
         )
     return notes
-
-
-def fence_for(text: str) -> str:
-    """A code fence that is longer than any run of backticks in the text."""
-    fence = "```"
-    while fence in text:
-        fence += "`"
-    return fence

@@ -93,9 +93,7 @@ def format_explanation(explanation: Explanation, *, coloured: bool = False) -> s
         lines.append(f"  {label}: {explanation.fix}")
     for title, evidence in sections(explanation):
         lines += ["", title, *format_evidence(evidence)]
-    if notes := format_notes(explanation):
-        lines += ["", *notes]
-    return "\n".join(lines)
+    return "\n".join([*lines, *format_notes(explanation)])
 
 
 def format_markdown(explanation: Explanation) -> str:
@@ -107,9 +105,7 @@ def format_markdown(explanation: Explanation) -> str:
         longest = max((len(ticks) for item in evidence for ticks in re.findall("`+", item.text)), default=0)
         fence = "`" * max(3, longest + 1)  # longer than any run of backticks in the text
         lines += ["", f"{title.capitalize()}:", "", f"{fence}text", *format_evidence(evidence), fence]
-    if notes := format_notes(explanation):
-        lines += ["", *notes]
-    return "\n".join(lines)
+    return "\n".join([*lines, *format_notes(explanation)])
 
 
 def to_json(explanation: Explanation) -> str:
@@ -154,4 +150,4 @@ def format_notes(explanation: Explanation) -> list[str]:
         notes.append(
             f"{explanation.confidence:.0%} sure{also}{'' if explanation.cause in SUPERVISOR_CAUSES else command}"
         )
-    return notes
+    return ["", *notes] if notes else []

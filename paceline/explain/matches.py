@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from paceline.explain.catalogue import Catalogue, Cause, Match
@@ -167,7 +167,7 @@ def culprit_rank(event: Event, candidates: Sequence[Event], logs: Sequence[Log])
     for other in (event, *same_cause):
         if other.record.rank is not None:
             return other.record.rank
-    blamed = rank_blamed_by_launcher(record for log in logs for record in log.records)
+    blamed = rank_blamed_by_launcher(logs)
     if blamed is None and event.record.kind in ("exit", "signal"):
         # a killed rank prints nothing; the ranks that lost it do
         victims = {
@@ -224,30 +224,23 @@ def rank_in_other_collective(waiting: Sequence[Event]) -> int | None:
 
 
 def only_silent_rank(reporting: Set[int], logs: Sequence[Log]) -> int | None:
-    """The one rank of the job that is not among those that report an error."""
-    silent = all_ranks(logs) - reporting
+    """The one rank of the job, as far as the logs show its ranks, that is not among those that report an error."""
+    records = [record for log in logs for record in log.records]
+    ranks = {record.rank for record in records if record.rank is not None}.union(*(log.ranks for log in logs))
+    sizes = (int(match[match.lastgroup or 0]) for record in records for match in WORLD.finditer(record.text))
+    size = max(sizes, default=0)
+    if len(ranks) <= size <= MAX_RANK:
+        ranks |= set(range(size))
+    silent = ranks - reporting
     return silent.pop() if reporting and len(silent) == 1 else None
 
 
-def all_ranks(logs: Sequence[Log]) -> set[int]:
-    """The ranks of the job, as far as the logs show."""
-    ranks: set[int] = set()
-    size = 0
-    for log in logs:
-        ranks |= log.ranks
-        for record in log.records:
-            ranks |= {record.rank} if record.rank is not None else set()
-            for match in WORLD.finditer(record.text):
-                size = max(size, int(match[match.lastgroup or 0]))
-    return ranks | set(range(size)) if size <= MAX_RANK and len(ranks) <= size else ranks
-
-
-def rank_blamed_by_launcher(records: Iterable[Record]) -> int | None:
+def rank_blamed_by_launcher(logs: Sequence[Log]) -> int | None:
     """The rank that a launcher reports as the first that failed."""
     in_root_cause = False
     pids: dict[str, int] = {}
     first: int | None = None
-    for record in records:
+    for record in (record for log in logs for record in log.records):
         text = record.text
         if ROOT_CAUSE.search(text):
             in_root_cause = True

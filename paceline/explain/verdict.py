@@ -9,10 +9,10 @@ values come from the pattern's groups, from the record, and from the caller.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from paceline.explain.catalogue import Catalogue
+from paceline.explain.catalogue import Catalogue, Cause
 from paceline.explain.explanation import Evidence, Explanation, LogProgress, Record
 from paceline.explain.matches import (
     PEER_DIED,
@@ -56,6 +56,7 @@ PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 def reach_verdict(logs: Sequence[Log], catalogue: Catalogue, *, values: Mapping[str, str] | None = None) -> Explanation:
     """The explanation of the logs of one run; values are those that the logs do not contain, such as the batch size."""
+    values = values or {}
     events = [event for number, log in enumerate(logs) for event in find_events(log, catalogue, number=number)]
     progress = merge_progress([log.progress for log in logs])
     fatal = [event for event in events if event.cause.severity == "fatal" and event.score >= MIN_SCORE]
@@ -64,15 +65,15 @@ def reach_verdict(logs: Sequence[Log], catalogue: Catalogue, *, values: Mapping[
     if not candidates and unexplained and all(record.kind != "exception" for record in unexplained):
         candidates = fatal  # other ranks continued for a while, but the exit shows that the run failed
     if not candidates:
-        if diverged := explain_divergence(catalogue, progress, values):
-            return diverged
+        if progress.nan_line is not None:
+            return explain_divergence(catalogue.causes[DIVERGED], progress.nan_line, progress, values)
         unexplained = unexplained or [record for log in logs for record in error_lines(log)]
         return explain_unknown(logs, unexplained, progress) if unexplained else explain_health(progress)
     if exit_record := silent_exit(candidates, unexplained):
         return explain_unknown(logs, [exit_record], progress, consequences=candidates)
     roots = [event for event in candidates if not is_consequence(event, candidates)] or candidates
-    culprit = choose_culprit(roots, rank_blamed_by_launcher(record for log in logs for record in log.records))
-    return explain_event(culprit, roots, candidates, logs, progress, values or {})
+    culprit = choose_culprit(roots, rank_blamed_by_launcher(logs))
+    return explain_event(culprit, roots, candidates, logs, progress, values)
 
 
 def choose_culprit(events: Sequence[Event], blamed: int | None) -> Event:
@@ -150,10 +151,17 @@ def explain_event(
     evidence = make_evidence([record, *same_cause], MAX_EVIDENCE)
     places = {(item.source, item.line) for item in evidence}
     consequences = [event.record for event in candidates if (event.record.source, event.record.line) not in places]
+    rivals = sorted((event for event in roots if event.cause.id != cause.id), key=lambda event: -event.score)
+    also = dict.fromkeys(rival.cause.id for rival in rivals if rival.score >= culprit.score - ALSO_NEAR)
+    if culprit.cause.id in WAITING or rank_in_text(culprit) is not None:
+        victims = [event.record for event in candidates]  # those with the same cause only wait for the culprit
+    else:
+        failed = {other.rank for other in same_cause}
+        victims = [event.record for event in candidates if event.record.rank not in failed]
     return Explanation(
         cause=cause.id,
-        also=other_causes(culprit, roots),
-        confidence=confidence(culprit, roots),
+        also=tuple(also),
+        confidence=confidence(culprit.score, rivals[0].score if rivals else 0.0),
         rank=rank,
         step=step,
         host=culprit.match.values.get("host") or record.host,
@@ -163,21 +171,14 @@ def explain_event(
         evidence=evidence,
         consequences=make_evidence(consequences, MAX_CONSEQUENCES),
         progress=progress,
-        victims=find_victims(rank, culprit, candidates),
+        victims=ranks_of_victims(victims, rank),
     )
 
 
-def other_causes(culprit: Event, roots: Sequence[Event]) -> tuple[str, ...]:
-    """Causes whose score is near the culprit's, the most likely first."""
-    near = [event for event in roots if event.score >= culprit.score - ALSO_NEAR and event.cause.id != culprit.cause.id]
-    return tuple(dict.fromkeys(event.cause.id for event in sorted(near, key=lambda event: -event.score)))
-
-
-def confidence(culprit: Event, roots: Sequence[Event]) -> float:
+def confidence(score: float, rival: float) -> float:
     """How often a verdict with this score and this lead over the next cause is right."""
-    rival = max((event.score for event in roots if event.cause.id != culprit.cause.id), default=0.0)
-    lead = min(max(culprit.score - rival, 0.0), ALSO_NEAR) / ALSO_NEAR
-    accuracy = next((accuracy for score, accuracy in CALIBRATION if culprit.score < score), CALIBRATION[-1][1])
+    lead = min(max(score - rival, 0.0), ALSO_NEAR) / ALSO_NEAR
+    accuracy = next((accuracy for limit, accuracy in CALIBRATION if score < limit), CALIBRATION[-1][1])
     return round(accuracy * (0.75 + 0.25 * lead), 2)
 
 
@@ -189,12 +190,8 @@ def step_of(event: Event, progress: LogProgress) -> int | None:
     return progress.last_step if event.record.step is None else event.record.step
 
 
-def find_victims(rank: int | None, culprit: Event, candidates: Sequence[Event]) -> tuple[int, ...]:
-    """Ranks that report another error, or only that they wait for the culprit."""
-    is_wait = culprit.cause.id in WAITING or rank_in_text(culprit) is not None
-    same_cause = {event.record.rank for event in candidates if event.cause.id == culprit.cause.id and not is_wait}
-    ranks = {event.record.rank for event in candidates} - same_cause - {rank}
-    return tuple(sorted(victim for victim in ranks if victim is not None))
+def ranks_of_victims(records: Iterable[Record], culprit: int | None) -> tuple[int, ...]:
+    return tuple(sorted({record.rank for record in records if record.rank is not None} - {culprit}))
 
 
 def make_evidence(records: Sequence[Record], limit: int) -> tuple[Evidence, ...]:
@@ -214,9 +211,7 @@ def shorten(text: str) -> str:
 
 def merge_progress(parts: Sequence[LogProgress]) -> LogProgress:
     """The progress of a run with one log per rank: that of the log with the most steps, with the ends of all."""
-    if not parts:
-        return LogProgress()
-    longest = max(parts, key=lambda part: (part.steps, part.last_step or 0))
+    longest = max(parts, key=lambda part: (part.steps, part.last_step or 0), default=LogProgress())
     return replace(
         longest,
         finished=any(part.finished for part in parts),
@@ -224,18 +219,13 @@ def merge_progress(parts: Sequence[LogProgress]) -> LogProgress:
     )
 
 
-def explain_divergence(
-    catalogue: Catalogue, progress: LogProgress, values: Mapping[str, str] | None
-) -> Explanation | None:
+def explain_divergence(cause: Cause, nan_line: int, progress: LogProgress, values: Mapping[str, str]) -> Explanation:
     """For a log whose losses are NaN or infinite to its end and which has no other failure."""
-    cause = catalogue.causes.get(DIVERGED)
-    if progress.nan_line is None or cause is None:
-        return None
-    values = {**clean_values({"step": progress.nan_step, "last_step": progress.last_step}), **(values or {})}
+    values = {**clean_values({"step": progress.nan_step, "last_step": progress.last_step}), **values}
     return Explanation(
-        cause=DIVERGED, confidence=0.8, step=progress.nan_step, line=progress.nan_line,
+        cause=cause.id, confidence=0.8, step=progress.nan_step, line=nan_line,
         summary=fill_template(cause.summary, values), fix=fill_template(cause.fix, values),
-        evidence=(Evidence(progress.nan_line, f"loss {progress.last_loss} from here to the end"),), progress=progress,
+        evidence=(Evidence(nan_line, f"loss {progress.last_loss} from here to the end"),), progress=progress,
     )  # fmt: skip
 
 
@@ -258,8 +248,8 @@ def explain_unknown(
 ) -> Explanation:
     """For a failure that is not in the catalogue: its records, and what to collect for a better answer."""
     first = min(unexplained, key=lambda record: (record.kind != "exception", record.line))
-    last = [Evidence(number, shorten(text), None, None) for log in logs for number, text in log.last_lines[-3:]]
-    victims = {event.record.rank for event in consequences} - {first.rank}
+    last = [Evidence(number, shorten(text)) for log in logs for number, text in log.last_lines[-3:]]
+    victims = [event.record for event in consequences]
     return Explanation(
         cause=UNKNOWN,
         rank=first.rank,
@@ -272,9 +262,9 @@ def explain_unknown(
             *make_evidence([first, *unexplained], MAX_EVIDENCE),
             *(last if len(unexplained) < 2 and not consequences else ()),
         ),
-        consequences=make_evidence([event.record for event in consequences], MAX_CONSEQUENCES),
+        consequences=make_evidence(victims, MAX_CONSEQUENCES),
         progress=progress,
-        victims=tuple(sorted(rank for rank in victims if rank is not None)),
+        victims=ranks_of_victims(victims, first.rank),
     )
 
 

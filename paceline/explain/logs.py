@@ -12,13 +12,12 @@ import gzip
 import json
 import lzma
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from paceline.errors import PacelineError
-from paceline.explain.catalogue import Catalogue, load_catalogue
+from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import Explanation, Record
 from paceline.explain.reader import CHUNK_BYTES, Log, read_log
 from paceline.explain.verdict import reach_verdict
@@ -30,43 +29,23 @@ LOG_NAMES = re.compile(
     r"(?:\.(?:log|txt|out|err|output|stdout|stderr)(?:\.\d+)?(?:\.(?:gz|bz2|xz))?|(?:^|/)(?:stdout|stderr|slurm-\S+|log)|\.[oe]\d+)$"
 )
 ERROR_NAMES = re.compile(r"(?:^|[._-])error\.json$")
-RANK_NAMES = (
-    re.compile(r"(?:^|[^a-z])(?:rank|worker|process|proc|task)[-_.]?(?P<rank>\d{1,6})(?!\d)", re.IGNORECASE),
-    re.compile(r"(?:^|/)(?P<rank>\d{1,5})(?:/(?:stdout|stderr)\.log|\.(?:log|out|err|txt|error\.json)|/error\.json)$"),
+RANK_NAME = re.compile(r"(?:^|[^a-z])(?:rank|worker|process|proc|task)[-_.]?(?P<rank>\d{1,6})(?!\d)", re.IGNORECASE)
+RANK_FILE = re.compile(
+    r"(?:^|/)(?P<rank>\d{1,5})(?:/(?:stdout|stderr)\.log|\.(?:log|out|err|txt|error\.json)|/error\.json)$"
 )
 OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 BROKEN_FILE = (OSError, ValueError, KeyError, TypeError, AttributeError)  # raised by an error file of unknown content
 
 
-@dataclass(frozen=True)
-class ReportedError:
-    """An error with a fix that the worker itself reported."""
-
-    message: str
-    fix: str
-    exit_code: int
-
-
-def explain(
-    source: Iterable[bytes] | Path | Sequence[Path],
-    *,
-    catalogue: Catalogue | None = None,
-    values: Mapping[str, str] | None = None,
-) -> Explanation:
-    """Explains the chunks of one log, a file, a folder, or several of them.
-
-    values: for the sentences of the catalogue, what the logs do not contain, such as the batch size.
-    """
-    catalogue = catalogue or load_catalogue()
+def explain(source: Iterable[bytes] | Path | Sequence[Path]) -> Explanation:
+    """Explains the chunks of one log, a file, a folder, or several of them."""
     items: Iterable[Any] = [source] if isinstance(source, Path) else source
     if isinstance(items, Sequence) and all(isinstance(item, Path) for item in items):
-        logs = read_files(find_files(items), catalogue)
-    else:
-        logs = [read_log(items, literals=catalogue.literals)]
-    return reach_verdict(logs, catalogue, values=values)
+        return reach_verdict(read_files(find_files(items)))
+    return reach_verdict([read_log(items, literals=load_catalogue().literals)])
 
 
-def read_files(files: Sequence[Path], catalogue: Catalogue) -> list[Log]:
+def read_files(files: Sequence[Path]) -> list[Log]:
     """Parses each file as a log; if there are several, records have the file's name as their source."""
     logs = []
     for path, rank in zip(files, ranks_of(files), strict=True):
@@ -74,7 +53,7 @@ def read_files(files: Sequence[Path], catalogue: Catalogue) -> list[Log]:
             logs += read_error_file(path, rank=rank)
             continue
         source = str(path) if len(files) > 1 else None
-        logs.append(read_log(read_chunks(path), literals=catalogue.literals, rank=rank, source=source))
+        logs.append(read_log(read_chunks(path), literals=load_catalogue().literals, rank=rank, source=source))
     return logs
 
 
@@ -108,14 +87,10 @@ def is_text(path: Path) -> bool:
 
 def ranks_of(files: Sequence[Path]) -> list[int | None]:
     """The ranks in the names, if the files have different ones; one file alone may hold the output of many ranks."""
-    ranks = [rank_in_name(path) for path in files]
+    names = ["/".join(path.parts[-2:]) for path in files]
+    matches = [RANK_NAME.search(name) or RANK_FILE.search(name) for name in names]
+    ranks = [int(match["rank"]) if match else None for match in matches]
     return ranks if len(files) == 1 or len(set(ranks) - {None}) > 1 else [None] * len(files)
-
-
-def rank_in_name(path: Path) -> int | None:
-    name = "/".join(path.parts[-2:])
-    match = next(filter(None, (pattern.search(name) for pattern in RANK_NAMES)), None)
-    return int(match["rank"]) if match else None
 
 
 def read_chunks(path: Path) -> Iterator[bytes]:
@@ -139,35 +114,22 @@ def chunks_from(file: BinaryIO) -> Iterator[bytes]:
 
 
 def read_error_file(path: Path, *, rank: int | None) -> list[Log]:
-    """A log of one record; none if the file is not an error file or is incomplete."""
+    """A log of one record; none if the file is not an error file or is incomplete. torch nests what paceline does not."""
     try:
         if path.stat().st_size > MAX_ERROR_FILE_BYTES:
             return []
-        text, traceback, time, step = parse_error(json.loads(path.read_text(encoding="utf-8")))
+        error = json.loads(path.read_text(encoding="utf-8"))
+        message = error["message"]
+        if isinstance(message, dict):
+            error = {"traceback": message["extraInfo"].get("py_callstack")}
+            text, time = str(message["message"]), float(message["extraInfo"]["timestamp"])
+        else:
+            text = f"{error['type']}: {message}" if error.get("type") else str(message)
+            time = parse_time(error["time"]) if error.get("time") else None
+        step, traceback = error.get("step"), error.get("traceback") or ""
     except BROKEN_FILE:
         return []
-    records = read_log([(traceback or "").encode()], rank=rank, source=str(path)).records
+    records = read_log([traceback.encode()], rank=rank, source=str(path)).records
     frames = records[-1].frames if records else ()
-    record = Record("exception", text, 1, rank=rank, time=time, step=step, frames=frames, source=str(path))
-    return [Log(records=(record,))]
-
-
-def parse_error(error: dict[str, Any]) -> tuple[str, str | None, float | None, int | None]:
-    """Text, traceback, time and step of an error file; torch nests them, paceline does not."""
-    if isinstance(error["message"], dict):
-        extra = error["message"]["extraInfo"]
-        return str(error["message"]["message"]), extra.get("py_callstack"), float(extra["timestamp"]), None
-    text = f"{error['type']}: {error['message']}" if error.get("type") else str(error["message"])
-    time = parse_time(error["time"]) if error.get("time") else None
-    step = error.get("step")
-    return text, error.get("traceback"), time, step if isinstance(step, int) else None
-
-
-def read_reported_error(path: Path) -> ReportedError | None:
-    """None if the file does not exist, is incomplete, or has no fix."""
-    try:
-        error = json.loads(path.read_text(encoding="utf-8"))
-        message, fix, exit_code = str(error["message"]), error.get("fix"), int(error.get("exit_code", 1))
-    except BROKEN_FILE:
-        return None
-    return ReportedError(message, fix, exit_code) if fix else None
+    step = step if isinstance(step, int) else None
+    return [Log(records=(Record("exception", text, 1, rank, None, time, step, frames, str(path)),))]

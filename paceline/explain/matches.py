@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-from paceline.explain.catalogue import Catalogue, Cause, Match
+from paceline.explain.catalogue import Cause, Match, load_catalogue
 from paceline.explain.explanation import Record
 from paceline.explain.reader import BANNER_RANK, Log
 
@@ -80,14 +80,14 @@ class Event:
         return self.match.cause
 
 
-def find_events(log: Log, catalogue: Catalogue, *, number: int = 0) -> list[Event]:
+def find_events(log: Log, *, number: int) -> list[Event]:
     """Everything that the catalogue finds in a log; number is the log's place among those read together."""
     events = []
     stopped = {match["pid"] for record in log.records for match in STOPPED.finditer(record.text)}
     for record in log.records:
         continued = run_continued(record, log)
         factor = (CONTINUED if continued else 1.0) * record_weight(record)
-        matches = catalogue.match(record.text, record.kind)
+        matches = load_catalogue().match(record.text, record.kind)
         if len(matches) > 1:
             matches = [match for match in matches if match.cause.id != FALLBACK]
         from_launcher = is_from_launcher(record, stopped)

@@ -16,22 +16,22 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from paceline.errors import PacelineError, TrainingFailed, UsageError
-from paceline.explain.catalogue import Catalogue, load_catalogue
+from paceline.explain.catalogue import load_catalogue
 from paceline.explain.evidence import (
     SAMPLE_BYTES,
-    Samples,
-    clock_evidence,
+    Sample,
+    clock_texts,
     count_lines,
-    disk_evidence,
+    disk_texts,
     find_xids,
-    flight_recorder_log,
+    flight_recorder_logs,
     has_oom_kill,
-    memory_evidence,
+    memory_texts,
     read_kernel_errors,
     read_samples,
 )
 from paceline.explain.explanation import SUPERVISOR_CAUSES, Evidence, Explanation, LogProgress, Record, RecordKind
-from paceline.explain.logs import chunks_from, explain, read_files, read_reported_error
+from paceline.explain.logs import BROKEN_FILE, chunks_from, explain, read_files
 from paceline.explain.reader import Log, read_log
 from paceline.explain.verdict import UNKNOWN, clean_values, fill_template, reach_verdict
 from paceline.heartbeat import read_heartbeat
@@ -41,41 +41,41 @@ from paceline.units import parse_time
 RunEvent = Mapping[str, Any]  # a line of events.jsonl
 
 SURE = 0.8
-HANG_LINES = {"mark": ("mark:",), "state": ("State:",), "frame": ("File ",)}  # of hangs/<attempt>/<rank>.txt
+HANG_LINES = ("mark:", "State:", "File ")  # of hangs/<attempt>/<rank>.txt
 HOST_MEMORY, KILLED = "host-oom-killed", "killed-from-outside"
 SAMPLE_EVIDENCE = (  # evidence in the hosts' samples, and the causes that it supports
-    (memory_evidence, {HOST_MEMORY, KILLED, "dataloader-worker-killed", UNKNOWN}),
-    (disk_evidence, {"disk-full", "checkpoint-corrupt", UNKNOWN}),
-    (clock_evidence, {"hang", "collective-timeout-desync", "gpu-throttled", UNKNOWN}),
+    (memory_texts, {HOST_MEMORY, KILLED, "dataloader-worker-killed", UNKNOWN}),
+    (disk_texts, {"disk-full", "checkpoint-corrupt", UNKNOWN}),
+    (clock_texts, {"hang", "collective-timeout-desync", "gpu-throttled", UNKNOWN}),
 )
 
 
 def explain_run(run: RunDir, *, attempt: int | None = None) -> Explanation:
     """Explains an attempt of a run, by default the last one."""
-    catalogue = load_catalogue()
     attempt = attempt or last_attempt(run)
     events = [event for event in read_json_lines(run.events) if event.get("attempt") in (None, attempt)]
-    samples = read_attempt_samples(run, events)
+    start = next((event for event in events if event.get("event") == "attempt"), {})
+    hosts = run.health_dir.glob("*.jsonl") if start.get("time") else ()
+    samples = {path.stem: read_samples(path, since=start["time"]) for path in sorted(hosts)}
     values = run_values(run)
     error_files = sorted(run.logs(attempt).glob("*.error.json"))
     logs = [
-        *read_files([*sorted(run.logs(attempt).glob("*.log")), *error_files], catalogue),
+        *read_files([*sorted(run.logs(attempt).glob("*.log")), *error_files]),
         exit_log(events),
         progress_log(run),
-        *kernel_logs(events, catalogue),
-        *xid_logs(samples, events, catalogue),
+        *system_logs(samples, start.get("pids") or ()),
         *flight_recorder_logs(run, attempt, events),
     ]
-    explanation = reach_verdict(logs, catalogue, values=values)
-    explanation = correct_kill(explanation, events, catalogue, values)
+    explanation = reach_verdict(logs, values=values)
+    explanation = correct_kill(explanation, events, values)
     explanation = apply_reported_error(explanation, error_files)
     explanation = apply_supervisor_verdict(explanation, run, events, attempt)
     state = [  # of the hosts at the end of the attempt
-        item
-        for find_evidence, causes in SAMPLE_EVIDENCE
+        Evidence(count_lines(run.health(host)), text, None, f"health/{host}.jsonl")
+        for find_texts, causes in SAMPLE_EVIDENCE
         if explanation.cause in causes
-        for host in samples
-        for item in find_evidence(host)
+        for host, lines in samples.items()
+        for text in find_texts(host, lines)
     ]
     return replace(explanation, evidence=(*explanation.evidence, *state))
 
@@ -97,11 +97,6 @@ def run_values(run: RunDir) -> dict[str, str]:
     return {"run": str(run.path), **half}
 
 
-def start_event(events: Sequence[RunEvent]) -> RunEvent:
-    """The event that started the attempt; empty if there is none."""
-    return next((event for event in events if event.get("event") == "attempt"), {})
-
-
 def exit_log(events: Sequence[RunEvent]) -> Log:
     """How each rank ended, in the form of a launcher's report; an end that is a consequence counts as forwarded."""
     records = []
@@ -118,10 +113,8 @@ def exit_log(events: Sequence[RunEvent]) -> Log:
 
 def progress_log(run: RunDir) -> Log:
     """How far each rank got, from progress/ and metrics.jsonl."""
-    steps: dict[int, int] = {}
-    for path in run.path.glob("progress/*"):
-        if path.name.isdecimal() and (mark := read_heartbeat(path)):
-            steps[int(path.name)] = mark.step
+    marks = {int(path.name): read_heartbeat(path) for path in run.path.glob("progress/*") if path.name.isdecimal()}
+    steps = {rank: mark.step for rank, mark in marks.items() if mark}
     progress = LogProgress(last_step=max(steps.values(), default=None))
     first = next((line for line in read_json_lines(run.metrics) if isinstance(line.get("step"), int)), None)
     if first is not None:
@@ -134,51 +127,25 @@ def progress_log(run: RunDir) -> Log:
     return Log(progress=progress, last_steps=steps, ranks=frozenset(steps))
 
 
-def kernel_logs(events: Sequence[RunEvent], catalogue: Catalogue) -> list[Log]:
-    """What the kernel log reports about the run's processes, each line with the rank of its process."""
-    pids: Sequence[Any] = next(
-        (event["pids"] for event in reversed(events) if event.get("event") == "attempt" and event.get("pids")), ()
-    )
-    ranks = {pid: rank for rank, pid in enumerate(pids) if isinstance(pid, int)}
-    return [
-        read_log([line.encode()], literals=catalogue.literals, rank=rank, source="kernel log")
-        for rank, line in read_kernel_errors(ranks)
+def system_logs(samples: Mapping[str, Sequence[Sample]], pids: Sequence[int]) -> list[Log]:
+    """The lines of the kernel log about the run's processes, and the Xid errors in the samples in the same format."""
+    ranks = {pid: rank for rank, pid in enumerate(pids)}
+    lines = [(line, rank, "kernel log") for rank, line in read_kernel_errors(ranks)]
+    lines += [
+        (line, ranks.get(pid), f"health/{host}") for host in samples for line, pid in find_xids(host, samples[host])
     ]
+    literals = load_catalogue().literals
+    return [read_log([line.encode()], literals=literals, rank=rank, source=source) for line, rank, source in lines]
 
 
-def read_attempt_samples(run: RunDir, events: Sequence[RunEvent]) -> list[Samples]:
-    """The samples of each host since the attempt started."""
-    started = start_event(events).get("time")
-    return [read_samples(path, since=started) for path in sorted(run.health_dir.glob("*.jsonl"))] if started else []
-
-
-def xid_logs(samples: Sequence[Samples], events: Sequence[RunEvent], catalogue: Catalogue) -> list[Log]:
-    """The Xid errors in the samples, in the format of the kernel log."""
-    ranks = {pid: rank for rank, pid in enumerate(start_event(events).get("pids") or ())}
-    return [
-        read_log([line.encode()], literals=catalogue.literals, rank=ranks.get(pid), source=f"health/{host.host}")
-        for host in samples
-        for line, pid in find_xids(host)
-    ]
-
-
-def flight_recorder_logs(run: RunDir, attempt: int, events: Sequence[RunEvent]) -> list[Log]:
-    """The late rank by the flight recorders, if every rank wrote a dump: a rank without one may be the late one."""
-    dumps = run.recorder_dumps(attempt)
-    log = flight_recorder_log(dumps) if len(dumps) == start_event(events).get("world_size") else None
-    return [log] if log else []
-
-
-def correct_kill(
-    explanation: Explanation, events: Sequence[RunEvent], catalogue: Catalogue, values: Mapping[str, str]
-) -> Explanation:
+def correct_kill(explanation: Explanation, events: Sequence[RunEvent], values: Mapping[str, str]) -> Explanation:
     """A bare SIGKILL usually means that memory ran out; if the kernel log has no such kill, it came from outside the run."""
     if explanation.cause != HOST_MEMORY or any(item.source != "events.jsonl" for item in explanation.evidence):
         return explanation
     times = [parse_time(event["time"]) for event in events if "time" in event]
     if not times or has_oom_kill(times[0], times[-1]) is not False:
         return explanation
-    cause = catalogue.causes[KILLED]
+    cause = load_catalogue().causes[KILLED]
     values = {**values, **clean_values({"rank": explanation.rank, "host": explanation.host})}
     summary, fix = fill_template(cause.summary, values), fill_template(cause.fix, values)
     return replace(explanation, cause=cause.id, also=(HOST_MEMORY,), summary=summary, fix=fix)
@@ -187,18 +154,22 @@ def correct_kill(
 def apply_reported_error(explanation: Explanation, error_files: Sequence[Path]) -> Explanation:
     """If a rank reported its error with a fix, its message and fix replace those of the catalogue."""
     for path in error_files:
-        error = read_reported_error(path)
-        if error is None:
+        try:
+            error = json.loads(path.read_text(encoding="utf-8"))
+            message, fix, exit_code = str(error["message"]), error.get("fix"), int(error.get("exit_code", 1))
+        except BROKEN_FILE:
+            continue
+        if not fix:
             continue
         cause = explanation.cause
         if cause == UNKNOWN or explanation.confidence < SURE:
-            cause = UNKNOWN if error.exit_code == TrainingFailed.exit_code else "config-error"
+            cause = UNKNOWN if exit_code == TrainingFailed.exit_code else "config-error"
         return replace(
             explanation,
             cause=cause,
             rank=int(path.name.split(".")[0]),
-            summary=error.message,
-            fix=error.fix,
+            summary=message,
+            fix=fix,
             confidence=max(explanation.confidence, SURE),
         )
     return explanation
@@ -217,19 +188,16 @@ def apply_supervisor_verdict(
     return replace(explanation, **fields, also=(), evidence=(*evidence, *explanation.evidence))
 
 
-def hang_evidence(run: RunDir, attempt: int, rank: int | None) -> tuple[Evidence, ...]:
+def hang_evidence(run: RunDir, attempt: int, rank: int | None) -> list[Evidence]:
     """The last heartbeat, the process state and the stack of the rank that the others wait for."""
     path = run.hang(attempt) / f"{rank}.txt"
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = [line.strip() for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
     except OSError:
-        return ()
-    evidence: dict[str, Evidence] = {}
-    for number, line in enumerate(lines, 1):
-        kind = next((kind for kind, start in HANG_LINES.items() if line.lstrip().startswith(start)), None)
-        if kind and kind not in evidence:
-            evidence[kind] = Evidence(number, line.strip(), rank, str(path.relative_to(run.path)))
-    return tuple(evidence.values())
+        return []
+    firsts = [next((i for i, line in enumerate(lines) if line.startswith(start)), None) for start in HANG_LINES]
+    source = str(path.relative_to(run.path))
+    return [Evidence(i + 1, lines[i], rank, source) for i in sorted(i for i in firsts if i is not None)]
 
 
 def explain_logs(names: Sequence[str], *, runs_dir: str, stdin: BinaryIO) -> Explanation:

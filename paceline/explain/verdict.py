@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from paceline.explain.catalogue import Catalogue, Cause
+from paceline.explain.catalogue import Cause, load_catalogue
 from paceline.explain.explanation import Evidence, Explanation, LogProgress, Record
 from paceline.explain.matches import (
     PEER_DIED,
@@ -54,10 +54,10 @@ OPTIONAL = re.compile(r"\[([^\[\]]*\{[^\[\]]*)\]")
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
-def reach_verdict(logs: Sequence[Log], catalogue: Catalogue, *, values: Mapping[str, str] | None = None) -> Explanation:
+def reach_verdict(logs: Sequence[Log], *, values: Mapping[str, str] | None = None) -> Explanation:
     """The explanation of the logs of one run; values are those that the logs do not contain, such as the batch size."""
     values = values or {}
-    events = [event for number, log in enumerate(logs) for event in find_events(log, catalogue, number=number)]
+    events = [event for number, log in enumerate(logs) for event in find_events(log, number=number)]
     progress = merge_progress([log.progress for log in logs])
     fatal = [event for event in events if event.cause.severity == "fatal" and event.score >= MIN_SCORE]
     candidates = [event for event in fatal if not event.run_continued]
@@ -66,7 +66,7 @@ def reach_verdict(logs: Sequence[Log], catalogue: Catalogue, *, values: Mapping[
         candidates = fatal  # other ranks continued for a while, but the exit shows that the run failed
     if not candidates:
         if progress.nan_line is not None:
-            return explain_divergence(catalogue.causes[DIVERGED], progress.nan_line, progress, values)
+            return explain_divergence(load_catalogue().causes[DIVERGED], progress.nan_line, progress, values)
         unexplained = unexplained or [record for log in logs for record in error_lines(log)]
         return explain_unknown(logs, unexplained, progress) if unexplained else explain_health(progress)
     if exit_record := silent_exit(candidates, unexplained):

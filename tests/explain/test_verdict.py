@@ -37,7 +37,7 @@ def banner(first, exitcode, *others):
 
 def verdict(*texts):
     logs = [read_log([text.encode()], literals=CATALOGUE.literals) for text in texts]
-    return reach_verdict(logs, CATALOGUE)
+    return reach_verdict(logs)
 
 
 def test_the_first_error_is_the_culprit_and_ranks_that_lost_their_peer_are_victims():
@@ -105,7 +105,7 @@ def test_errors_in_separate_logs_are_ordered_by_time():
     logs = [
         read_log([text.encode()], literals=CATALOGUE.literals, rank=rank) for rank, text in enumerate((late, early))
     ]
-    assert reach_verdict(logs, CATALOGUE).rank == 1
+    assert reach_verdict(logs).rank == 1
 
 
 def test_an_error_after_which_the_run_continued_is_not_a_failure():
@@ -196,6 +196,6 @@ def test_values_are_short_and_on_one_line():
 @pytest.mark.parametrize("size", ["67108864 bytes", "67108864"])
 def test_bytes_that_could_not_be_allocated_are_shown_with_a_unit(size):
     log = read_log([ALLOCATION_FAILED.format(size).encode()], literals=CATALOGUE.literals)
-    explanation = reach_verdict([log], CATALOGUE)
+    explanation = reach_verdict([log])
     assert explanation.cause == "host-oom-killed"
     assert "(64.0 MiB requested)" in explanation.summary

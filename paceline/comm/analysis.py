@@ -10,6 +10,7 @@ NVIDIA's tables.
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import count, takewhile
 from typing import Any
 
 from paceline.plan.cost import step_messages
@@ -53,12 +54,9 @@ class LineFit:
 
 def bus_factor(collective: str, world_size: int) -> float:
     """Bus bandwidth divided by algorithm bandwidth. The bytes of reduce_scatter and all_gather are those of all ranks together."""
-    if collective == "all_reduce":
-        return 2 * (world_size - 1) / world_size
-    if collective in ("reduce_scatter", "all_gather"):
-        return (world_size - 1) / world_size
-    assert collective in ("broadcast", "p2p"), collective
-    return 1.0
+    if collective in ("broadcast", "p2p"):
+        return 1.0
+    return {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}[collective] * (world_size - 1) / world_size
 
 
 def fit_line(points: Sequence[tuple[int, float]]) -> LineFit:
@@ -170,10 +168,7 @@ def training_cost(plan: Plan, fits: Mapping[str, LineFit], *, tok_per_sec: float
 
 def sweep_sizes(max_bytes: int) -> list[int]:
     """Returns 1 KiB, 4 KiB, 16 KiB, ... and max_bytes itself."""
-    sizes = [1024]
-    while sizes[-1] * 4 < max_bytes:
-        sizes.append(sizes[-1] * 4)
-    return [*sizes, max_bytes] if max_bytes > sizes[-1] else sizes
+    return [*takewhile(max_bytes.__gt__, (1024 * 4**i for i in count())), max_bytes]
 
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
@@ -251,33 +246,29 @@ def format_comm(results: Mapping[str, Any]) -> str:
     tested = f"{results['checks']} checks of {len(results['tested'])} operations in {', '.join(results['dtypes'])}"
     if not results["right"]:
         return "\n".join([head, f"wrong   {len(results['wrong'])} results; {tested}", *format_wrong(results)])
-    return "\n".join(
-        [
-            head,
-            f"right   {tested}: every rank has the right results",
-            "",
-            *format_summary(results),
-            "",
-            *format_sizes(results),
-            "",
-            *(format_link(pair) for pair in results["pairs"]),
-            f"train   {format_training(results['training'])}",
-            f"saved   {results['file']}, {results['seconds']:.0f} s",
-        ]
+    blocks = (
+        [head, f"right   {tested}: every rank has the right results"],
+        format_summary(results),
+        format_sizes(results),
+        [*map(format_link, results["pairs"]), f"train   {format_training(results['training'])}"],
     )
+    saved = f"saved   {results['file']}, {results['seconds']:.0f} s"
+    return "\n\n".join("\n".join(block) for block in blocks) + f"\n{saved}"
 
 
 def format_wrong(results: Mapping[str, Any]) -> list[str]:
     """Returns one line for each operation and rank with wrong results, and where the fault is."""
     lines: dict[tuple[str, int], str] = {}
     for error in results["wrong"]:
-        lines.setdefault(
-            (error["collective"], error["rank"]), f"        rank {error['rank']}: {format_one_wrong(error)}"
-        )
+        text = f"        rank {error['rank']}: {format_one_wrong(error)}"
+        lines.setdefault((error["collective"], error["rank"]), text)
+    fix = "find the cause before training here: memory (memtest86), network card, torch build (paceline torch check)"
+    if results["device"] == "cuda":
+        fix = "NCCL_P2P_DISABLE=1 paceline comm: if that is right, leave it set (the direct path between the cards is at fault)"
     return [
         *lines.values(),
         f"where   {results['where']}",
-        f"fix     {wrong_fix(results)}",
+        f"fix     {fix}",
         f"logs    {results['folder']}",
     ]
 
@@ -290,12 +281,6 @@ def format_one_wrong(wrong: Mapping[str, Any]) -> str:
         f"{name}{'' if sender is None else f' from rank {sender}'} of {wrong['numel']:,} {wrong['dtype']}: element"
         f" {wrong['index']:,} is {wrong['got']}, should be {wrong['expected']} ({wrong['num_wrong']:,} wrong)"
     )
-
-
-def wrong_fix(results: Mapping[str, Any]) -> str:
-    if results["device"] == "cuda":
-        return "NCCL_P2P_DISABLE=1 paceline comm: if that is right, leave it set (the direct path between the cards is at fault)"
-    return "find the cause before training here: memory (memtest86), network card, torch build (paceline torch check)"
 
 
 def format_summary(results: Mapping[str, Any]) -> list[str]:

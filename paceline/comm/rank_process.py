@@ -13,7 +13,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations, permutations
 from pathlib import Path
@@ -81,21 +81,17 @@ def work(run: RunDir, *, device: str, sizes: list[int], sweep_s: float) -> None:
     wrong = [error for check in checks if (error := run_check(check, ranks, heartbeat))]
     wrong += check_barrier(ranks, heartbeat)
     heartbeat.begin("comparison of all ranks' results")
-    first = first_of_all(wrong, ranks)
-    if first:
+    speed: list[dict[str, Any]] = []
+    if first := first_of_all(wrong, ranks):
         wrong += locate_by_pairs(first, ranks, heartbeat)
-    write_report(run, rank, {**report, "wrong": wrong, "speed": []})
-    if not first:  # the speed of wrong results does not matter
+    else:  # the speed of wrong results does not matter
         budget_s = sweep_s / len(speeds)
-        speed = [measure.run(heartbeat, dist_store(), budget_s=budget_s) for measure in speeds]
-        write_report(run, rank, {**report, "wrong": [], "speed": [result for result in speed if result]})
+        results = [measure.run(heartbeat, dist_store(), budget_s=budget_s) for measure in speeds]
+        speed = [result for result in results if result]
+    write_atomic(run.path / "comm" / f"{rank}.json", json.dumps({**report, "wrong": wrong, "speed": speed}))
     heartbeat.begin("final barrier")
     shutdown()
     heartbeat.end()
-
-
-def write_report(run: RunDir, rank: int, report: dict[str, Any]) -> None:
-    write_atomic(run.path / "comm" / f"{rank}.json", json.dumps(report))
 
 
 @dataclass
@@ -119,16 +115,17 @@ class Ranks:
         """(numel,) a copy of what `rank` sends as part `part`; every rank computes the same numbers."""
         return self._numbers[rank][37 * part : 37 * part + numel].to(dtype, copy=True)
 
-    def total(self, numel: int, dtype: torch.dtype, *, part: int = 0) -> Tensor:
-        """(numel,) the sum of all ranks' numbers."""
-        return torch.stack([self.numbers(r, numel, dtype, part=part) for r in range(self.world_size)]).sum(
-            0, dtype=dtype
-        )
+    def total(self, ranks: Sequence[int], numel: int, dtype: torch.dtype, *, part: int = 0) -> Tensor:
+        """(numel,) the sum of these ranks' numbers."""
+        return torch.stack([self.numbers(r, numel, dtype, part=part) for r in ranks]).sum(0, dtype=dtype)
 
 
 @dataclass(frozen=True)
 class Check:
-    """One operation with a known result. ranks: those that take part. sender: whose numbers must arrive, if it is one."""
+    """One operation with a known result. ranks: those that take part. sender: whose numbers must arrive, if it is one.
+
+    group: of these ranks, None for all.
+    """
 
     collective: str
     dtype: torch.dtype
@@ -136,6 +133,7 @@ class Check:
     run: Callable[["Ranks", "Check"], Comparison]
     ranks: tuple[int, ...]
     sender: int | None = None
+    group: dist.ProcessGroup | None = None
 
     @property
     def dtype_name(self) -> str:
@@ -206,8 +204,8 @@ def describe(check: Check, rank: int) -> dict[str, Any]:
 
 def all_reduce(ranks: Ranks, check: Check) -> Comparison:
     x = ranks.numbers(ranks.rank, check.numel, check.dtype)
-    dist.all_reduce(x)
-    return x, ranks.total(check.numel, check.dtype)
+    dist.all_reduce(x, group=check.group)
+    return x, ranks.total(check.ranks, check.numel, check.dtype)
 
 
 def all_reduce_max(ranks: Ranks, check: Check) -> Comparison:
@@ -222,7 +220,9 @@ def two_all_reduces(ranks: Ranks, check: Check) -> Comparison:
     parts = [ranks.numbers(ranks.rank, check.numel, check.dtype, part=part) for part in range(2)]
     for work in [dist.all_reduce(x, async_op=True) for x in parts]:
         work.wait()
-    return torch.cat(parts), torch.cat([ranks.total(check.numel, check.dtype, part=part) for part in range(2)])
+    return torch.cat(parts), torch.cat(
+        [ranks.total(check.ranks, check.numel, check.dtype, part=part) for part in range(2)]
+    )
 
 
 def reduce_scatter(ranks: Ranks, check: Check) -> Comparison:
@@ -236,7 +236,7 @@ def reduce_scatter(ranks: Ranks, check: Check) -> Comparison:
     for segment_sum in sums:
         segment_sum.start()
     result = torch.cat([segment_sum.wait() for segment_sum in sums])
-    expected = [ranks.total(check.numel, torch.float32, part=bucket + ranks.rank) for bucket in range(2)]
+    expected = [ranks.total(segments, check.numel, torch.float32, part=bucket + ranks.rank) for bucket in range(2)]
     return result, torch.cat(expected)
 
 
@@ -270,11 +270,11 @@ def object_broadcast(ranks: Ranks, check: Check) -> Comparison:
     return torch.frombuffer(bytearray(received), dtype=torch.uint8), expected
 
 
-def broadcast(ranks: Ranks, check: Check, group: dist.ProcessGroup | None = None) -> Comparison:
+def broadcast(ranks: Ranks, check: Check) -> Comparison:
     assert check.sender is not None
     expected = ranks.numbers(check.sender, check.numel, check.dtype)
     x = expected.clone() if ranks.rank == check.sender else torch.full_like(expected, 255)
-    dist.broadcast(x, check.sender, group=group)
+    dist.broadcast(x, check.sender, group=check.group)
     return x, expected
 
 
@@ -323,17 +323,8 @@ def locate_by_pairs(first: dict[str, Any], ranks: Ranks, heartbeat: OperationHea
     errors = []
     for pair in combinations(range(ranks.world_size), 2):
         group = dist.new_group(list(pair))  # every rank must call it
-
-        def sum_of_two(ranks: Ranks, check: Check, group: Any = group) -> Comparison:
-            x = ranks.numbers(ranks.rank, check.numel, check.dtype)
-            dist.all_reduce(x, group=group)
-            return x, torch.stack([ranks.numbers(r, check.numel, check.dtype) for r in check.ranks]).sum(0, dtype=dtype)
-
-        def broadcast_of_two(ranks: Ranks, check: Check, group: Any = group) -> Comparison:
-            return broadcast(ranks, check, group)
-
-        checks = [Check("all_reduce", dtype, first["numel"], sum_of_two, pair)]
-        checks += [Check("broadcast", dtype, first["numel"], broadcast_of_two, pair, sender=r) for r in pair]
+        checks = [Check("all_reduce", dtype, first["numel"], all_reduce, pair, group=group)]
+        checks += [Check("broadcast", dtype, first["numel"], broadcast, pair, rank, group) for rank in pair]
         errors += [error for check in checks if (error := run_check(check, ranks, heartbeat))]
     return errors
 

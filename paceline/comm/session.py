@@ -17,12 +17,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from paceline.comm.analysis import (
-    LinkRate,
-    link_of_gpus,
-    make_results,
-    sweep_sizes,
-)
+from paceline.comm.analysis import LinkRate, link_of_gpus, make_results, sweep_sizes
 from paceline.config import Config
 from paceline.errors import PacelineError, TrainingFailed
 from paceline.heartbeat import read_heartbeat
@@ -94,7 +89,10 @@ def measure_comm(
     results |= {"folder": str(run.path), "seconds": round(time.monotonic() - started, 1)}
     file = out or cache_dir / "comm.json"
     if results["right"] or out is not None:  # a plan must not rely on a machine that computes wrong results
-        write_results(file, results)
+        try:
+            write_atomic(file, json.dumps(results, indent=1) + "\n")
+        except OSError as error:
+            raise PacelineError(f"{file} cannot be written: {error.strerror}", fix="--out FILE") from error
     return {**results, "file": str(file)}
 
 
@@ -122,13 +120,6 @@ def new_folder(cache_dir: Path) -> RunDir:
     for old in sorted(parent.iterdir())[:-KEEP_FOLDERS]:
         shutil.rmtree(old, ignore_errors=True)
     return RunDir(path)
-
-
-def write_results(file: Path, results: Mapping[str, Any]) -> None:
-    try:
-        write_atomic(file, json.dumps(results, indent=1) + "\n")
-    except OSError as error:
-        raise PacelineError(f"{file} cannot be written: {error.strerror}", fix="--out FILE") from error
 
 
 def run_ranks(
@@ -170,9 +161,13 @@ def run_ranks(
     if outcome.state == "interrupted":
         raise KeyboardInterrupt
     if watchdog.hang is not None:
-        raise CommFailed(watchdog.hang.text, fix=f"logs: {run.logs(1)}; {hang_fix(plan)}")
-    if outcome.root is not None:
-        root = outcome.root
+        fix = (
+            "run paceline comm again; a stopped rank was stopped from outside (Ctrl-Z, a debugger, a frozen container)"
+        )
+        if plan.device == "cuda":
+            fix = "NCCL_P2P_DISABLE=1 paceline comm shows whether the direct path between the cards is at fault"
+        raise CommFailed(watchdog.hang.text, fix=f"logs: {run.logs(1)}; {fix}")
+    if (root := outcome.root) is not None:
         subject = "the launch" if root.rank is None else f"rank {root.rank}"
         raise CommFailed(f"{subject} failed: {root.message}", fix=root.fix or f"read the logs: {run.logs(1)}")
 
@@ -182,12 +177,6 @@ def num_operations(run: RunDir) -> int:
     with suppress(OSError, ValueError):
         return int((run.path / "comm" / "num_operations").read_text())
     return 1
-
-
-def hang_fix(plan: Plan) -> str:
-    if plan.device == "cuda":
-        return "NCCL_P2P_DISABLE=1 paceline comm shows whether the direct path between the cards is at fault"
-    return "run paceline comm again; a stopped rank was stopped from outside (Ctrl-Z, a debugger, a frozen container)"
 
 
 def links_between(plan: Plan, gpus: Sequence[Mapping[str, Any]]) -> dict[tuple[int, ...], LinkRate]:

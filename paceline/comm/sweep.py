@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, count
 from typing import Any
 
 import torch
@@ -41,20 +41,16 @@ class Measure:
     rank: int
     device: torch.device
     make: Make
-    repeats: int = 1  # messages one after the other in one operation
 
     def run(self, heartbeat: OperationHeartbeat, store: Store, *, budget_s: float) -> dict[str, Any] | None:
         """Returns None on ranks that take no part. Collective: every rank must call it, those included."""
-        heartbeat.begin(f"{self.collective} of {format_bytes(self.num_bytes)}{self.between}")
+        pair = f" between ranks {self.ranks[0]} and {self.ranks[1]}" if self.collective == "p2p" else ""
+        heartbeat.begin(f"{self.collective} of {format_bytes(self.num_bytes)}{pair}")
         result = self.measure(heartbeat, store, budget_s=budget_s) if self.rank in self.ranks else None
         if self.rank == self.ranks[0]:
             store.set(f"comm/finished/{self.number}", "1")
         store.get(f"comm/finished/{self.number}")
         return result
-
-    @property
-    def between(self) -> str:
-        return f" between ranks {self.ranks[0]} and {self.ranks[1]}" if self.collective == "p2p" else ""
 
     def measure(self, heartbeat: OperationHeartbeat, store: Store, *, budget_s: float) -> dict[str, Any]:
         operation, num_bytes = self.make(self.num_bytes)
@@ -64,9 +60,9 @@ class Measure:
         block_s = block_seconds(operation, per_block, self.device)
         heartbeat.advance()
         blocks = self.agree("blocks", min(MAX_BLOCKS, max(MIN_BLOCKS, int(budget_s / block_s))), store)
-        seconds = []
+        seconds, messages = [], 2 if self.collective == "p2p" else 1  # a message to the peer and one back
         for _ in range(blocks):
-            seconds.append(block_seconds(operation, per_block, self.device) / per_block / self.repeats)
+            seconds.append(block_seconds(operation, per_block, self.device) / per_block / messages)
             heartbeat.advance()
         return {
             "collective": self.collective,
@@ -102,16 +98,14 @@ def block_seconds(operation: Operation, count: int, device: torch.device) -> flo
 def measures(rank: int, world_size: int, device: torch.device, *, sizes: Sequence[int]) -> list[Measure]:
     """The same list on every rank: every collective at all sizes, then messages between every two ranks."""
     everyone = tuple(range(world_size))
-    plan: list[tuple[str, int, tuple[int, ...], Make, int]] = [
-        (name, size, everyone, make, 1)
-        for name, make in collectives(rank, world_size, device).items()
-        for size in sizes
-    ]
-    for pair in combinations(everyone, 2):
-        plan += [("p2p", size, pair, ping_pong(rank, pair, device), 2) for size in spread(sizes, PAIR_SIZES)]
+    plan = [(name, everyone, make, sizes) for name, make in collectives(rank, world_size, device).items()]
+    few_sizes = spread(sizes, PAIR_SIZES)
+    plan += [("p2p", pair, ping_pong(rank, pair, device), few_sizes) for pair in combinations(everyone, 2)]
+    numbers = count()
     return [
-        Measure(number, name, size, ranks, rank, device, make, repeats)
-        for number, (name, size, ranks, make, repeats) in enumerate(plan)
+        Measure(next(numbers), name, size, ranks, rank, device, make)
+        for name, ranks, make, plan_sizes in plan
+        for size in plan_sizes
     ]
 
 

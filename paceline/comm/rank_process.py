@@ -1,5 +1,5 @@
 """
-Tests whether collectives give right results: `python -m paceline.comm.rank_process RUN ...`, one process for each rank.
+Tests whether collectives give right results: `python -m paceline.comm.rank_process RUN DEVICE SIZES SWEEP_S` for each rank.
 
 It runs every collective of the trainer with every dtype that the trainer uses, on numbers whose result is known: integers that
 stay exact in bf16 and differ by rank and place, so that a shard in the wrong place is noticed. Each rank compares its own results
@@ -7,7 +7,6 @@ and writes comm/<rank>.json. The ranks agree through the store, never through th
 current operation, by which launch/watchdog.py finds a rank that is stuck. comm/sweep.py measures the speed.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -43,14 +42,11 @@ Comparison = tuple[Tensor, Tensor] | None  # result, expected; None: this rank t
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("run", type=Path)
-    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
-    parser.add_argument("--sizes", type=lambda text: [int(size) for size in text.split(",")], required=True)
-    parser.add_argument("--sweep-s", type=float, required=True)
-    args = parser.parse_args()
+    folder, device, sizes, sweep_s = sys.argv[1:]
     try:
-        work(RunDir(args.run), device=args.device, sizes=args.sizes, sweep_s=args.sweep_s)
+        work(
+            RunDir(Path(folder)), device=device, sizes=[int(size) for size in sizes.split(",")], sweep_s=float(sweep_s)
+        )
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()

@@ -81,9 +81,9 @@ def measure_comm(
         )
     run = new_folder(cache_dir)
     sizes = ",".join(map(str, sweep_sizes(max_bytes)))
-    arguments = [str(run.path), "--device", plan.device, "--sizes", sizes, "--sweep-s", str(sweep_s)]
+    command = [*worker, str(run.path), plan.device, sizes, str(sweep_s)]
     silence_s = deadline_s + max_bytes / SLOWEST_BYTES_PER_S
-    run_ranks(run, plan, [*worker, *arguments], deadline_s=silence_s, libuv=libuv, progress=progress)
+    run_ranks(run, plan, command, deadline_s=silence_s, libuv=libuv, progress=progress)
     reports = [json.loads((run.path / "comm" / f"{rank}.json").read_text()) for rank in range(plan.world_size)]
     results = make_results(reports, plan, links_between(plan, gpus), tok_per_sec=tok_per_sec)
     results |= {"folder": str(run.path), "seconds": round(time.monotonic() - started, 1)}

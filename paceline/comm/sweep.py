@@ -9,7 +9,8 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import combinations, count
+from functools import partial
+from itertools import combinations, product
 from typing import Any
 
 import torch
@@ -26,9 +27,6 @@ BLOCK_S = 0.005
 MIN_BLOCKS, MAX_BLOCKS = 5, 50
 PAIR_SIZES = 4  # enough for latency and bandwidth: the number of pairs grows with the square of the ranks
 
-Operation = Callable[[], object]
-Make = Callable[[int], tuple[Operation, int]]  # bytes -> the operation, its true bytes
-
 
 @dataclass(frozen=True)
 class Measure:
@@ -40,7 +38,6 @@ class Measure:
     ranks: tuple[int, ...]
     rank: int
     device: torch.device
-    make: Make
 
     def run(self, heartbeat: OperationHeartbeat, store: Store, *, budget_s: float) -> dict[str, Any] | None:
         """Returns None on ranks that take no part. Collective: every rank must call it, those included."""
@@ -53,7 +50,7 @@ class Measure:
         return result
 
     def measure(self, heartbeat: OperationHeartbeat, store: Store, *, budget_s: float) -> dict[str, Any]:
-        operation, num_bytes = self.make(self.num_bytes)
+        operation, num_bytes = self.make_operation()
         operation()  # connects, touches the memory
         one_s = block_seconds(operation, TRIAL, self.device) / TRIAL
         per_block = self.agree("per_block", max(1, int(BLOCK_S / one_s)), store)
@@ -71,6 +68,26 @@ class Measure:
             "seconds": statistics.median(seconds),
         }
 
+    def make_operation(self) -> tuple[Callable[[], object], int]:
+        """Returns the operation, as the trainer calls it, and its true bytes: those of all segments, where it has segments."""
+        num_segments = len(self.ranks) if self.collective in ("reduce_scatter", "all_gather") else 1
+        segment = torch.zeros(max(1, self.num_bytes // num_segments // 4), device=self.device)
+        x = segment.repeat(num_segments)  # fp32 zeros, which stay finite however often they are summed
+        operation: Callable[[], object]
+        match self.collective:
+            case "all_reduce":
+                operation = partial(dist.all_reduce, x)
+            case "broadcast":
+                operation = partial(dist.broadcast, x, 0)
+            case "reduce_scatter":
+                operation = partial(sum_segments, SegmentSum(x, rank=self.rank, world_size=num_segments, tag=0))
+            case "all_gather":
+                operation = partial(gather_segments, x, rank=self.rank, world_size=num_segments)
+            case _:
+                is_first = self.rank == self.ranks[0]
+                operation = partial(send_there_and_back, x, sum(self.ranks) - self.rank, is_first=is_first)
+        return operation, 4 * x.numel()
+
     def agree(self, name: str, count: int, store: Store) -> int:
         """Returns the first rank's count on every rank."""
         key = f"comm/{name}/{self.number}"
@@ -79,7 +96,7 @@ class Measure:
         return int(store.get(key))
 
 
-def block_seconds(operation: Operation, count: int, device: torch.device) -> float:
+def block_seconds(operation: Callable[[], object], count: int, device: torch.device) -> float:
     """Returns the seconds of `count` operations in a row; on a GPU, between two events of its stream."""
     if device.type != "cuda":
         started = time.perf_counter()
@@ -95,70 +112,26 @@ def block_seconds(operation: Operation, count: int, device: torch.device) -> flo
     return float(before.elapsed_time(after)) / 1000
 
 
+def sum_segments(segment_sum: SegmentSum) -> None:
+    segment_sum.start()
+    segment_sum.wait()
+
+
+def gather_segments(x: Tensor, *, rank: int, world_size: int) -> None:
+    wait_all(start_all_gather(x, rank=rank, world_size=world_size, tag=0))
+
+
+def send_there_and_back(x: Tensor, peer: int, *, is_first: bool) -> None:
+    wait_all([dist.isend(x, peer) if is_first else dist.irecv(x, peer)])
+    wait_all([dist.irecv(x, peer) if is_first else dist.isend(x, peer)])
+
+
 def measures(rank: int, world_size: int, device: torch.device, *, sizes: Sequence[int]) -> list[Measure]:
     """The same list on every rank: every collective at all sizes, then messages between every two ranks."""
     everyone = tuple(range(world_size))
-    plan = [(name, everyone, make, sizes) for name, make in collectives(rank, world_size, device).items()]
-    few_sizes = spread(sizes, PAIR_SIZES)
-    plan += [("p2p", pair, ping_pong(rank, pair, device), few_sizes) for pair in combinations(everyone, 2)]
-    numbers = count()
-    return [
-        Measure(next(numbers), name, size, ranks, rank, device, make)
-        for name, ranks, make, plan_sizes in plan
-        for size in plan_sizes
-    ]
-
-
-def collectives(rank: int, world_size: int, device: torch.device) -> dict[str, Make]:
-    """Called as the trainer calls them. The bytes of reduce_scatter and all_gather are those of all segments together."""
-
-    def of_one_buffer(call: Callable[[Tensor], object]) -> Make:
-        def make(num_bytes: int) -> tuple[Operation, int]:
-            x = buffer(num_bytes, device)
-            return lambda: call(x), 4 * x.numel()
-
-        return make
-
-    def reduce_scatter(num_bytes: int) -> tuple[Operation, int]:
-        flat = buffer(num_bytes // world_size, device).repeat(world_size)
-        segment_sum = SegmentSum(flat, rank=rank, world_size=world_size, tag=0)
-
-        def operation() -> None:
-            segment_sum.start()
-            segment_sum.wait()
-
-        return operation, 4 * flat.numel()
-
-    def all_gather(num_bytes: int) -> tuple[Operation, int]:
-        flat = buffer(num_bytes // world_size, device).repeat(world_size)
-        return lambda: wait_all(start_all_gather(flat, rank=rank, world_size=world_size, tag=0)), 4 * flat.numel()
-
-    return {
-        "all_reduce": of_one_buffer(dist.all_reduce),
-        "reduce_scatter": reduce_scatter,
-        "all_gather": all_gather,
-        "broadcast": of_one_buffer(lambda x: dist.broadcast(x, 0)),
-    }
-
-
-def ping_pong(rank: int, pair: tuple[int, int], device: torch.device) -> Make:
-    """Makes a message to the peer and one back."""
-
-    def make(num_bytes: int) -> tuple[Operation, int]:
-        x, first, peer = buffer(num_bytes, device), rank == pair[0], sum(pair) - rank
-
-        def operation() -> None:
-            wait_all([dist.isend(x, peer) if first else dist.irecv(x, peer)])
-            wait_all([dist.irecv(x, peer) if first else dist.isend(x, peer)])
-
-        return operation, 4 * x.numel()
-
-    return make
-
-
-def buffer(num_bytes: int, device: torch.device) -> Tensor:
-    """(numel,) fp32; zeros stay finite however often they are summed."""
-    return torch.zeros(max(1, num_bytes // 4), device=device)
+    names = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
+    rows = [*product(names, [everyone], sizes), *product(["p2p"], combinations(everyone, 2), spread(sizes, PAIR_SIZES))]
+    return [Measure(number, name, size, ranks, rank, device) for number, (name, ranks, size) in enumerate(rows)]
 
 
 def spread(sizes: Sequence[int], count: int) -> list[int]:

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations, permutations
 from pathlib import Path
@@ -111,9 +111,10 @@ class Ranks:
         """(numel,) a copy of what `rank` sends as part `part`; every rank computes the same numbers."""
         return self._numbers[rank][37 * part : 37 * part + numel].to(dtype, copy=True)
 
-    def total(self, ranks: Sequence[int], numel: int, dtype: torch.dtype, *, part: int = 0) -> Tensor:
-        """(numel,) the sum of these ranks' numbers."""
-        return torch.stack([self.numbers(r, numel, dtype, part=part) for r in ranks]).sum(0, dtype=dtype)
+    def total(self, numel: int, dtype: torch.dtype, *, part: int = 0) -> Tensor:
+        """(numel,) the sum of all ranks' numbers."""
+        numbers = [self.numbers(rank, numel, dtype, part=part) for rank in range(self.world_size)]
+        return torch.stack(numbers).sum(0, dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ def all_checks(ranks: Ranks) -> list[Check]:
     halves = (torch.float32, torch.bfloat16, torch.float16)
     table: list[tuple[str, tuple[torch.dtype, ...], Callable[[Ranks, Check], Comparison]]] = [
         ("all_reduce", (*halves, torch.float64, torch.int64), all_reduce),
-        ("all_reduce max", (torch.float32, torch.int64), all_reduce_max),
+        ("all_reduce max", (torch.float32, torch.int64), all_reduce),
         ("two all_reduce at once", halves, two_all_reduces),
         ("reduce_scatter", halves, reduce_scatter),
         ("all_gather", halves, all_gather),
@@ -199,26 +200,18 @@ def describe(check: Check, rank: int) -> dict[str, Any]:
 
 
 def all_reduce(ranks: Ranks, check: Check) -> Comparison:
-    x = ranks.numbers(ranks.rank, check.numel, check.dtype)
-    dist.all_reduce(x, group=check.group)
-    return x, ranks.total(check.ranks, check.numel, check.dtype)
-
-
-def all_reduce_max(ranks: Ranks, check: Check) -> Comparison:
-    x = ranks.numbers(ranks.rank, check.numel, check.dtype)
-    dist.all_reduce(x, op=dist.ReduceOp.MAX)
-    sent = [ranks.numbers(rank, check.numel, check.dtype) for rank in check.ranks]
-    return x, torch.stack(sent).amax(0)
+    """Sums, or takes the largest numbers."""
+    x, is_max = ranks.numbers(ranks.rank, check.numel, check.dtype), check.collective == "all_reduce max"
+    dist.all_reduce(x, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=check.group)
+    sent = torch.stack([ranks.numbers(rank, check.numel, check.dtype) for rank in check.ranks])
+    return x, sent.amax(0) if is_max else sent.sum(0, dtype=check.dtype)
 
 
 def two_all_reduces(ranks: Ranks, check: Check) -> Comparison:
     """Sums two tensors at once, as DDP sends its buckets."""
     parts = [ranks.numbers(ranks.rank, check.numel, check.dtype, part=part) for part in range(2)]
-    for work in [dist.all_reduce(x, async_op=True) for x in parts]:
-        work.wait()
-    return torch.cat(parts), torch.cat(
-        [ranks.total(check.ranks, check.numel, check.dtype, part=part) for part in range(2)]
-    )
+    wait_all([dist.all_reduce(x, async_op=True) for x in parts])
+    return torch.cat(parts), torch.cat([ranks.total(check.numel, check.dtype, part=part) for part in range(2)])
 
 
 def reduce_scatter(ranks: Ranks, check: Check) -> Comparison:
@@ -232,7 +225,7 @@ def reduce_scatter(ranks: Ranks, check: Check) -> Comparison:
     for segment_sum in sums:
         segment_sum.start()
     result = torch.cat([segment_sum.wait() for segment_sum in sums])
-    expected = [ranks.total(segments, check.numel, torch.float32, part=bucket + ranks.rank) for bucket in range(2)]
+    expected = [ranks.total(check.numel, torch.float32, part=bucket + ranks.rank) for bucket in range(2)]
     return result, torch.cat(expected)
 
 

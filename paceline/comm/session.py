@@ -39,10 +39,8 @@ STOP_GRACE_S = 1.0  # there is nothing to save
 KEEP_FOLDERS = 10  # of the last runs, with every rank's log
 
 
-class CommFailed(PacelineError):
+class CommFailed(TrainingFailed):
     """A rank hung or ended before it had measured."""
-
-    exit_code = TrainingFailed.exit_code
 
 
 def measure_comm(
@@ -137,7 +135,10 @@ def run_ranks(
     def show_progress() -> None:
         heartbeat = read_heartbeat(run.progress(0))
         if heartbeat is not None:
-            progress("testing and timing collectives", heartbeat.step, num_operations(run))
+            total = 1.0  # until rank 0 has counted the operations of each rank
+            with suppress(OSError, ValueError):
+                total = float((run.path / "comm" / "num_operations").read_text())
+            progress("testing and timing collectives", heartbeat.step, total)
 
     env, _ = worker_env(
         dict(os.environ),
@@ -170,13 +171,6 @@ def run_ranks(
     if (root := outcome.root) is not None:
         subject = "the launch" if root.rank is None else f"rank {root.rank}"
         raise CommFailed(f"{subject} failed: {root.message}", fix=root.fix or f"read the logs: {run.logs(1)}")
-
-
-def num_operations(run: RunDir) -> int:
-    """Returns how many operations each rank runs; 1 until rank 0 has counted them."""
-    with suppress(OSError, ValueError):
-        return int((run.path / "comm" / "num_operations").read_text())
-    return 1
 
 
 def links_between(plan: Plan, gpus: Sequence[Mapping[str, Any]]) -> dict[tuple[int, ...], LinkRate]:

@@ -91,8 +91,8 @@ def format_explanation(explanation: Explanation, *, coloured: bool = False) -> s
     lines = [f"{cause}: {format_summary(explanation)}"]
     if explanation.fix:
         lines.append(f"  {label}: {explanation.fix}")
-    for title, evidence in sections(explanation):
-        lines += ["", title, *format_evidence(evidence)]
+    for title, evidence in (("evidence", explanation.evidence), ("consequences", explanation.consequences)):
+        lines += ["", title, *format_evidence(evidence)] if evidence else []
     return "\n".join([*lines, *format_notes(explanation)])
 
 
@@ -101,7 +101,9 @@ def format_markdown(explanation: Explanation) -> str:
     lines = [f"**{explanation.cause}**: {format_summary(explanation)}"]
     if explanation.fix:
         lines += ["", f"**Fix:** {explanation.fix}"]
-    for title, evidence in sections(explanation):
+    for title, evidence in (("evidence", explanation.evidence), ("consequences", explanation.consequences)):
+        if not evidence:
+            continue
         longest = max((len(ticks) for item in evidence for ticks in re.findall("`+", item.text)), default=0)
         fence = "`" * max(3, longest + 1)  # longer than any run of backticks in the text
         lines += ["", f"{title.capitalize()}:", "", f"{fence}text", *format_evidence(evidence), fence]
@@ -119,12 +121,6 @@ def format_summary(explanation: Explanation) -> str:
     parts += [f"step {step:,}"] if step is not None and f"step {step}" not in summary else []
     parts += [f"host {host}"] if host is not None and host not in summary else []
     return summary + (f" ({', '.join(parts)})" if parts else "")
-
-
-def sections(explanation: Explanation) -> list[tuple[str, Sequence[Evidence]]]:
-    """The titled lists of log lines that are not empty."""
-    titled = (("evidence", explanation.evidence), ("consequences", explanation.consequences))
-    return [(title, evidence) for title, evidence in titled if evidence]
 
 
 def format_evidence(evidence: Sequence[Evidence]) -> list[str]:

@@ -113,13 +113,7 @@ class StepLoss:
     is_last: bool = False  # step 100/100
 
 
-@dataclass(frozen=True)
-class ProgressLine:
-    """Where a line that reports progress stands in the log."""
-
-    line: int
-    rank: int | None
-    step: int | None
+ProgressLine = tuple[int, int | None, int | None]  # number in the log, rank, step
 
 
 class ProgressTracker:
@@ -156,13 +150,13 @@ class ProgressTracker:
             elif self.reached.nan_line is None:
                 step = self.step_of(line.rank) if progress.step is None else progress.step
                 fields |= {"nan_line": number, "nan_step": step}
-        self.lines.append(ProgressLine(number, line.rank, progress.step))
+        self.lines.append((number, line.rank, progress.step))
         self.reached = replace(self.reached, **fields)  # type: ignore[arg-type]
 
     def progress(self, last_line: int | None) -> LogProgress:
         """The progress so far; last_line is the number of the log's last line."""
         finished = self.reached.done_line is not None or self.reached.finished
-        is_last = bool(self.lines) and self.lines[-1].line == last_line
+        is_last = bool(self.lines) and self.lines[-1][0] == last_line
         return replace(self.reached, finished=finished, silent_end=is_last and not finished)
 
 

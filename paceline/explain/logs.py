@@ -13,6 +13,7 @@ import json
 import lzma
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -96,10 +97,8 @@ def ranks_of(files: Sequence[Path]) -> list[int | None]:
 def read_chunks(path: Path) -> Iterator[bytes]:
     """The bytes of a file, decompressed; a compressed file that is incomplete is read as far as possible."""
     try:
-        with OPENERS.get(path.suffix, open)(path, "rb") as file:
+        with suppress(EOFError, lzma.LZMAError), OPENERS.get(path.suffix, open)(path, "rb") as file:
             yield from chunks_from(file)
-    except (EOFError, lzma.LZMAError):
-        return
     except OSError as error:
         raise PacelineError(
             f"{path} cannot be read: {error.strerror or error}", fix="check the path and its permissions"

@@ -108,8 +108,8 @@ class LogParser:
         self._rank, self._source = rank, source
         self._first: list[Record] = []
         self._last: deque[Record] = deque(maxlen=LAST_RECORDS)
-        self._num_selected = 0
-        self._late: deque[tuple[int, bytes]] = deque(maxlen=LAST_SELECTED)  # selected lines after the first ones
+        self._num_parsed = 0  # selected lines
+        self._late: deque[tuple[int, bytes]] = deque(maxlen=LAST_SELECTED)  # after those; parsed at the end of the log
         self._number = 0  # of the last line
         self._pending = 0  # lines at the start of the next block that follow a selected one
         self._progress = ProgressTracker()
@@ -128,8 +128,11 @@ class LogParser:
         for at in (*selected, len(lines)):
             if at != before + 1:
                 self._skip(lines, numbers, range(before + 1, at))
-            if at < len(lines):
-                self._take(numbers[at], lines[at])
+            if at < len(lines) and self._num_parsed < FIRST_SELECTED:
+                self._num_parsed += 1
+                self._parse(numbers[at], lines[at])
+            elif at < len(lines):
+                self._late.append((numbers[at], cut_middle(lines[at])))
             before = at
         end = slice(-4 * LAST_LINES, None)
         ends = zip(numbers[end], lines[end], strict=True)
@@ -175,14 +178,6 @@ class LogParser:
             text, bar = strip_bars(strip_escapes(lines[at][:MAX_LINE_CHARS].decode("utf-8", "replace")))
             self._progress.add(numbers[at], split_prefix(text), bar)
 
-    def _take(self, number: int, raw: bytes) -> None:
-        """Parses a selected line now, or at the end of the log if there were many before it."""
-        if self._num_selected < FIRST_SELECTED:
-            self._num_selected += 1
-            self._parse(number, raw)
-        else:
-            self._late.append((number, cut_middle(raw)))
-
     def _parse(self, number: int, raw: bytes) -> None:
         text, bar = strip_bars(decode_line(raw))
         if text.startswith(("│", "╭", "╰", "┃")):  # the box around rich's traceback
@@ -193,7 +188,7 @@ class LogParser:
         if line.rank is not None and len(self._ranks) < MAX_RANKS:
             self._ranks.add(line.rank)
         progress_lines = self._progress.lines
-        if not progress_lines or number >= progress_lines[-1].line:  # late lines stand before progress already read
+        if not progress_lines or number >= progress_lines[-1][0]:  # late lines stand before progress already read
             self._progress.add(number, line, bar)
         if BANNER_TRACEBACK.match(line.text) and self._banner_rank is not None:
             line = replace(line, rank=self._banner_rank, host=self._banner_host)

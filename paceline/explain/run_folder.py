@@ -52,7 +52,11 @@ SAMPLE_EVIDENCE = (  # evidence in the hosts' samples, and the causes that it su
 
 def explain_run(run: RunDir, *, attempt: int | None = None) -> Explanation:
     """Explains an attempt of a run, by default the last one."""
-    attempt = attempt or last_attempt(run)
+    attempt = attempt or max(
+        (int(path.name) for path in run.path.glob("logs/*") if path.name.isdecimal()), default=None
+    )
+    if attempt is None:
+        raise PacelineError(f"{run.name} has no logs: nothing was started", fix=f"paceline resume {run.path}")
     events = [event for event in read_json_lines(run.events) if event.get("attempt") in (None, attempt)]
     start = next((event for event in events if event.get("event") == "attempt"), {})
     hosts = run.health_dir.glob("*.jsonl") if start.get("time") else ()
@@ -78,13 +82,6 @@ def explain_run(run: RunDir, *, attempt: int | None = None) -> Explanation:
         for text in find_texts(host, lines)
     ]
     return replace(explanation, evidence=(*explanation.evidence, *state))
-
-
-def last_attempt(run: RunDir) -> int:
-    attempts = [int(path.name) for path in run.path.glob("logs/*") if path.name.isdecimal()]
-    if not attempts:
-        raise PacelineError(f"{run.name} has no logs: nothing was started", fix=f"paceline resume {run.path}")
-    return max(attempts)
 
 
 def run_values(run: RunDir) -> dict[str, str]:

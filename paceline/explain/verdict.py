@@ -38,7 +38,6 @@ CALIBRATION = ((0.3, 0.4), (0.5, 0.6), (0.6, 0.8), (0.8, 0.88), (0.9, 0.92), (1.
 MAX_EVIDENCE, MAX_CONSEQUENCES = 6, 8
 MAX_TEXT, MAX_VALUE_CHARS = 600, 300
 MAX_STEP_DIGITS = 15
-UNKNOWN_VALUE = "n/a"
 ONE_LOG_PER_RANK = "torchrun --redirects 3 --log-dir logs, then paceline explain logs"
 
 STOPPED = re.compile(r"-15\b|SIGTERM|-6\b|SIGABRT")  # by the launcher, or by the abort of its communicator
@@ -124,13 +123,12 @@ def is_root(event: Event, other: Event) -> bool:
 
 def silent_exit(candidates: Sequence[Event], unexplained: Sequence[Record]) -> Record | None:
     """The exit of a rank without any message, if all other events can only have followed from it."""
-    if any(event.cause.follows is not True and not event.from_launcher for event in candidates):
-        return None
-    if any(event.cause.id in WAITING - {PEER_DIED} for event in candidates):
-        return None
     ranks = {event.record.rank for event in candidates}
     if None in ranks:
         return None  # the message may be that of the rank that exited
+    for event in candidates:
+        if event.cause.id in WAITING - {PEER_DIED} or (event.cause.follows is not True and not event.from_launcher):
+            return None
     exits = [record for record in unexplained if record.kind in ("exit", "signal") and record.rank not in ranks]
     return next((record for record in exits if not STOPPED.search(record.text)), None)
 
@@ -145,7 +143,11 @@ def explain_event(
 ) -> Explanation:
     cause, record = culprit.cause, culprit.record
     rank = culprit_rank(culprit, candidates, logs)
-    step = step_of(culprit, progress)
+    text = culprit.values.get("step", "")
+    if text.isdecimal() and len(text) <= MAX_STEP_DIGITS:
+        step: int | None = int(text)
+    else:
+        step = progress.last_step if record.step is None else record.step
     values = {**template_values(culprit, rank=rank, step=step, progress=progress), **values}
     same_cause = [event.record for event in candidates if event.cause.id == cause.id]
     evidence = make_evidence([record, *same_cause], MAX_EVIDENCE)
@@ -164,7 +166,7 @@ def explain_event(
         confidence=confidence(culprit.score, rivals[0].score if rivals else 0.0),
         rank=rank,
         step=step,
-        host=culprit.match.values.get("host") or record.host,
+        host=culprit.values.get("host") or record.host,
         line=record.line,
         summary=fill_template(cause.summary, values),
         fix=fill_template(cause.fix, values),
@@ -178,16 +180,8 @@ def explain_event(
 def confidence(score: float, rival: float) -> float:
     """How often a verdict with this score and this lead over the next cause is right."""
     lead = min(max(score - rival, 0.0), ALSO_NEAR) / ALSO_NEAR
-    accuracy = next((accuracy for limit, accuracy in CALIBRATION if score < limit), CALIBRATION[-1][1])
+    accuracy = next(accuracy for limit, accuracy in CALIBRATION if score < limit)
     return round(accuracy * (0.75 + 0.25 * lead), 2)
-
-
-def step_of(event: Event, progress: LogProgress) -> int | None:
-    """The step that the text reports, else the last one before the record, else the last one that any rank reports."""
-    text = event.match.values.get("step")
-    if text and text.isdecimal() and len(text) <= MAX_STEP_DIGITS:
-        return int(text)
-    return progress.last_step if event.record.step is None else event.record.step
 
 
 def ranks_of_victims(records: Iterable[Record], culprit: int | None) -> tuple[int, ...]:
@@ -295,7 +289,7 @@ def template_values(event: Event, *, rank: int | None, step: int | None, progres
         "exit_code": code["code"] if code else None,
         "signal": signal[0] if signal else None,
         **frame_values(record),
-        **{name: value for name, value in event.match.values.items() if value},
+        **{name: value for name, value in event.values.items() if value},
         "rank": rank,
     }
     if num_bytes := BYTES.fullmatch(str(values.get("requested", ""))):
@@ -322,8 +316,8 @@ def fill_template(template: str, values: Mapping[str, str]) -> str:
     value "n/a".
     """
     text = OPTIONAL.sub(lambda match: match[1] if set(PLACEHOLDER.findall(match[1])) <= values.keys() else "", template)
-    text = text.replace("rank {rank}", "a rank") if "rank" not in values else text
-    return " ".join(PLACEHOLDER.sub(lambda match: values.get(match[1], UNKNOWN_VALUE), text).split())
+    text = text if "rank" in values else text.replace("rank {rank}", "a rank")
+    return " ".join(PLACEHOLDER.sub(lambda match: values.get(match[1], "n/a"), text).split())
 
 
 def clean_values(values: Mapping[str, object]) -> dict[str, str]:

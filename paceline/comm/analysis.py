@@ -41,17 +41,6 @@ class LinkRate:
     bytes_per_s: float | None
 
 
-@dataclass(frozen=True)
-class LineFit:
-    """seconds = latency_s + bytes / bytes_per_s."""
-
-    latency_s: float
-    bytes_per_s: float
-
-    def seconds(self, num_bytes: float) -> float:
-        return self.latency_s + num_bytes / self.bytes_per_s
-
-
 def bus_factor(collective: str, world_size: int) -> float:
     """Bus bandwidth divided by algorithm bandwidth. The bytes of reduce_scatter and all_gather are those of all ranks together."""
     if collective in ("broadcast", "p2p"):
@@ -59,8 +48,11 @@ def bus_factor(collective: str, world_size: int) -> float:
     return {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}[collective] * (world_size - 1) / world_size
 
 
-def fit_line(points: Sequence[tuple[int, float]]) -> LineFit:
-    """Fits a line through (bytes, seconds) by least squares of the relative error: small messages count as much as large ones."""
+def fit_line(points: Sequence[tuple[int, float]]) -> dict[str, float]:
+    """Returns the line seconds = latency_s + bytes / bytes_per_s through (bytes, seconds).
+
+    It has the least squares of the relative error: small messages count as much as large ones.
+    """
     weights = [1 / seconds**2 for _, seconds in points]
     mean_bytes = sum(w * size for w, (size, _) in zip(weights, points, strict=True)) / sum(weights)
     mean_s = sum(w * seconds for w, (_, seconds) in zip(weights, points, strict=True)) / sum(weights)
@@ -68,8 +60,8 @@ def fit_line(points: Sequence[tuple[int, float]]) -> LineFit:
     joint = sum(w * (size - mean_bytes) * (s - mean_s) for w, (size, s) in zip(weights, points, strict=True))
     if joint <= 0:  # one size alone, or time does not grow with size
         size, seconds = max(points)
-        return LineFit(0.0, size / seconds)
-    return LineFit(max(0.0, mean_s - joint / spread * mean_bytes), spread / joint)
+        return {"latency_s": 0.0, "bytes_per_s": size / seconds}
+    return {"latency_s": max(0.0, mean_s - joint / spread * mean_bytes), "bytes_per_s": spread / joint}
 
 
 def link_of_gpus(one: Mapping[str, Any], other: Mapping[str, Any]) -> LinkRate:
@@ -147,10 +139,12 @@ def compute_seconds(plan: Plan, tok_per_sec: float | None) -> tuple[float | None
     return tokens * plan.flops_per_token / (ASSUMED_MFU * plan.peak_flops), f"at {ASSUMED_MFU:.0%} of peak, assumed"
 
 
-def training_cost(plan: Plan, fits: Mapping[str, LineFit], *, tok_per_sec: float | None) -> dict[str, Any]:
+def training_cost(plan: Plan, fits: Mapping[str, Mapping[str, Any]], *, tok_per_sec: float | None) -> dict[str, Any]:
     """What the measured links mean for a step of `plan`. waiting_share is an upper limit: backward hides part of the traffic."""
     traffic = step_traffic(plan)
-    sending_s = sum(fits[name].seconds(size) for name, sizes in traffic.items() for size in sizes)
+    sending_s = sum(
+        fits[name]["latency_s"] + size / fits[name]["bytes_per_s"] for name, sizes in traffic.items() for size in sizes
+    )
     bus_bytes = sum(bus_factor(name, plan.world_size) * sum(sizes) for name, sizes in traffic.items())
     computing_s, source = compute_seconds(plan, tok_per_sec)
     return {
@@ -216,8 +210,7 @@ def make_results(
         measured = curves["p2p", ranks]
         share, verdict = link_verdict(link, measured["points"][-1]["bus_bytes_per_s"])
         pairs.append({"ranks": list(ranks), "link": asdict(link), **measured, "share": share, "verdict": verdict})
-    fits = {name: LineFit(speeds["latency_s"], speeds["bytes_per_s"]) for name, speeds in collectives.items()}
-    training = training_cost(plan, fits, tok_per_sec=tok_per_sec)
+    training = training_cost(plan, collectives, tok_per_sec=tok_per_sec)
     return {**results, "collectives": collectives, "pairs": pairs, "training": training}
 
 
@@ -226,7 +219,7 @@ def curve(collective: str, world_size: int, seconds: Mapping[int, float]) -> dic
     points = sorted(seconds.items())
     factor = bus_factor(collective, world_size)
     return {
-        **asdict(fit_line(points)),
+        **fit_line(points),
         "points": [
             {
                 "bytes": size,

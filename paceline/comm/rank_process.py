@@ -101,11 +101,9 @@ class Ranks:
     def __post_init__(self) -> None:
         largest = max(2, 256 // self.world_size)  # a sum over ranks stays under 256: exact in bf16
         num = max(NUMELS) + 64 * self.world_size
-        self._numbers = []
-        for rank in range(self.world_size):
-            generator = torch.Generator().manual_seed(rank)
-            numbers = torch.randint(largest, (num,), generator=generator, dtype=torch.uint8)
-            self._numbers.append(numbers.to(self.device))
+        generators = [torch.Generator().manual_seed(rank) for rank in range(self.world_size)]
+        numbers = [torch.randint(largest, (num,), generator=one, dtype=torch.uint8) for one in generators]
+        self._numbers = [x.to(self.device) for x in numbers]
 
     def numbers(self, rank: int, numel: int, dtype: torch.dtype, *, part: int = 0) -> Tensor:
         """(numel,) a copy of what `rank` sends as part `part`; every rank computes the same numbers."""

@@ -7,8 +7,6 @@ torch/csrc/distributed/c10d/FlightRecorder.hpp. health/<host>.jsonl (launch/heal
 reduced clocks. The kernel log has kills and Xid errors too, but few users may read it: if nobody can, that is no error.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -34,14 +32,19 @@ NEARLY_ALL = 0.95  # of memory, or of a disk
 KMSG = Path("/dev/kmsg")
 KERNEL_LOGS = (Path("/var/log/kern.log"), Path("/var/log/messages"), Path("/var/log/syslog"))
 KILL_DELAY_S = 10.0  # by which the kernel may log a kill later than the process ends
-MAX_PID_DIGITS = 9
 
 RANK = re.compile(r"(\d+)$")
-NUMBER = re.compile(r"\d+")
+PID = re.compile(r"(?<!\d)\d{1,9}(?!\d)")
 OOM_KILL = re.compile(r"Killed process \d+|oom-kill:")
 KERNEL_ERROR = re.compile(r"Killed process|oom-kill|Out of memory|Xid|segfault at|general protection", re.IGNORECASE)
 BROKEN_DUMP = (
-    *(OSError, EOFError, KeyError, TypeError, ValueError, AttributeError, IndexError, MemoryError),
+    OSError,
+    EOFError,
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    MemoryError,
     pickle.UnpicklingError,
 )
 
@@ -179,7 +182,7 @@ def read_kernel_errors(
         ]
     errors = []
     for line in filter(KERNEL_ERROR.search, lines):
-        pids = [int(number) for number in NUMBER.findall(line) if len(number) <= MAX_PID_DIGITS]
+        pids = map(int, PID.findall(line))
         errors += [(ranks[pid], line) for pid in pids if pid in ranks][:1]
     return errors
 

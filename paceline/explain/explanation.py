@@ -5,8 +5,6 @@ The reader parses a log into records, the catalogue matches their text, the verd
 It is printed as text, as Markdown or as JSON.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -7,8 +7,6 @@ open progress bar prints on the same line, so bars are removed too. Steps and lo
 trainers.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import defaultdict, deque

@@ -5,8 +5,6 @@ One file may hold the output of all ranks, or each rank has its own file, whose 
 process may also have written an error file: torch's error.json or paceline's `<rank>.error.json`.
 """
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import json

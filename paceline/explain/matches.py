@@ -7,8 +7,6 @@ waits in a collective reports the wait, and the culprit is the rank that did not
 unknown, because a wrong rank costs the user more than none.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
@@ -85,21 +83,21 @@ def find_events(log: Log, *, number: int) -> list[Event]:
     for record in log.records:
         matches = load_catalogue().match(record.text, record.kind)
         if len(matches) > 1:
-            matches = [match for match in matches if match.cause.id != FALLBACK]
+            matches = [match for match in matches if match[0].id != FALLBACK]
         continued = run_continued(record, log)
-        weight = WEIGHTS.get(record.kind, ERROR_LINE)
+        factor = WEIGHTS.get(record.kind, ERROR_LINE)
         if record.kind == "line" and WARNING_LINE.search(
             record.text
         ):  # launchers write exits and signals as warnings too
-            weight = WARNING
-        factor = (CONTINUED if continued else 1.0) * weight
+            factor = WARNING
+        factor *= CONTINUED if continued else 1.0
         pid = PID.search(record.text) if record.kind in ("exit", "signal") and STOP_SIGNAL.search(record.text) else None
         was_stopped = pid is not None and pid["pid"] in stopped
         from_launcher = record.kind == "banner" or was_stopped or STOPPED.search(record.text) is not None
         place = (number, record.line)
         events += [
-            Event(record, match.cause, match.values, match.weight * factor, continued, place, from_launcher)
-            for match in matches
+            Event(record, cause, values, weight * factor, continued, place, from_launcher)
+            for cause, weight, values in matches
         ]
     return events if len(events) <= 2 * MAX_EVENTS else [*events[:MAX_EVENTS], *events[-MAX_EVENTS:]]
 

@@ -6,8 +6,6 @@ without any error word are remembered and then skipped at the speed of bytes.tra
 parsed by lines.py and tracebacks.py. What a record means is decided by the catalogue and the verdict.
 """
 
-from __future__ import annotations
-
 import codecs
 import re
 from collections import deque

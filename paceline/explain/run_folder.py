@@ -5,8 +5,6 @@ events.jsonl has exit codes and the supervisor's own verdict, `<rank>.error.json
 config.toml the batch size, health/ the state of the hosts, and the kernel log, if it can be read, kills.
 """
 
-from __future__ import annotations
-
 import json
 import tomllib
 from collections.abc import Mapping, Sequence

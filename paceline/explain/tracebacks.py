@@ -5,8 +5,6 @@ Several processes may write into one log, so each stream (LogLine.stream) has it
 lack its first line, its last line or both; whatever is there becomes a record.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field, replace
 

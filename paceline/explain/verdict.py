@@ -6,14 +6,13 @@ remain the one with the highest score wins, and among nearly equal ones the firs
 values come from the pattern's groups, from the record, and from the caller.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from paceline.explain.catalogue import Cause, load_catalogue
 from paceline.explain.explanation import Evidence, Explanation, LogProgress, Record
+from paceline.explain.lines import parse_count
 from paceline.explain.matches import (
     PEER_DIED,
     WAITING,
@@ -37,7 +36,6 @@ ALSO_NEAR = 0.2  # of scores that differ by less the other cause is reported too
 CALIBRATION = ((0.3, 0.4), (0.5, 0.6), (0.6, 0.8), (0.8, 0.88), (0.9, 0.92), (1.01, 0.97))
 MAX_EVIDENCE, MAX_CONSEQUENCES = 6, 8
 MAX_TEXT, MAX_VALUE_CHARS = 600, 300
-MAX_STEP_DIGITS = 15
 ONE_LOG_PER_RANK = "torchrun --redirects 3 --log-dir logs, then paceline explain logs"
 
 STOPPED = re.compile(r"-15\b|SIGTERM|-6\b|SIGABRT")  # by the launcher, or by the abort of its communicator
@@ -143,10 +141,8 @@ def explain_event(
 ) -> Explanation:
     cause, record = culprit.cause, culprit.record
     rank = culprit_rank(culprit, candidates, logs)
-    text = culprit.values.get("step", "")
-    if text.isdecimal() and len(text) <= MAX_STEP_DIGITS:
-        step: int | None = int(text)
-    else:
+    step = parse_count(culprit.values.get("step", ""))
+    if step is None:
         step = progress.last_step if record.step is None else record.step
     values = {**template_values(culprit, rank=rank, step=step, progress=progress), **values}
     same_cause = [event.record for event in candidates if event.cause.id == cause.id]

@@ -84,9 +84,8 @@ STEP = re.compile(
 LOSS = re.compile(r"loss['\"]?\s*[:=|]?\s*(?P<loss>[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan|inf)\b", re.IGNORECASE)
 DONE = re.compile(
     r"training (?:is )?(?:completed?|finished|done)|finished training|train_runtime|max_steps=?\d* reached"
-    r"|job (?:finished|completed) success"
-    r"|\ball \d* ?(?:tests|checks) passed|training has finished|saved (?:the )?final|run finished"
-    r"|finished successfully|^done\.?$",
+    r"|job (?:finished|completed) success|\ball \d* ?(?:tests|checks) passed|training has finished|saved (?:the )?final"
+    r"|run finished|finished successfully|^done\.?$",
     re.IGNORECASE,
 )
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from paceline.errors import PacelineError
-from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import Explanation, Record
 from paceline.explain.reader import CHUNK_BYTES, Log, read_log
 from paceline.explain.verdict import reach_verdict
@@ -41,7 +40,7 @@ def explain(source: Iterable[bytes] | Path | Sequence[Path]) -> Explanation:
     items: Iterable[Any] = [source] if isinstance(source, Path) else source
     if isinstance(items, Sequence) and all(isinstance(item, Path) for item in items):
         return reach_verdict(read_files(find_files(items)))
-    return reach_verdict([read_log(items, literals=load_catalogue().literals)])
+    return reach_verdict([read_log(items)])
 
 
 def read_files(files: Sequence[Path]) -> list[Log]:
@@ -52,7 +51,7 @@ def read_files(files: Sequence[Path]) -> list[Log]:
             logs += read_error_file(path, rank=rank)
             continue
         source = str(path) if len(files) > 1 else None
-        logs.append(read_log(read_chunks(path), literals=load_catalogue().literals, rank=rank, source=source))
+        logs.append(read_log(read_chunks(path), rank=rank, source=source))
     return logs
 
 

@@ -32,9 +32,8 @@ STOPPED = re.compile(r"(?:Sending process|Unable to shutdown process) (?P<pid>\d
 PID = re.compile(r"\b(?:pid:|PID) (?P<pid>\d+)\b")
 STOP_SIGNAL = re.compile(r"-(?:2|9|15)\b|SIG(?:INT|KILL|TERM)\b")
 WARNING_LINE = re.compile(
-    r"^\W*(?:W|I|D|INFO|WARN|WARNING|DEBUG|NOTE)\b(?!.*\b(?:ERROR|FATAL|Error:))|\bWarning: |\[(?:WARNING|INFO"
-    r"|DEBUG)\]|NCCL INFO|^\s*warnings\.warn"
-    r"|(?<!NCCL )\b(?:WARNING|WARN|INFO|DEBUG)\b[ :|\]-]"
+    r"^\W*(?:W|I|D|INFO|WARN|WARNING|DEBUG|NOTE)\b(?!.*\b(?:ERROR|FATAL|Error:))|\bWarning: "
+    r"|\[(?:WARNING|INFO|DEBUG)\]|NCCL INFO|^\s*warnings\.warn|(?<!NCCL )\b(?:WARNING|WARN|INFO|DEBUG)\b[ :|\]-]"
 )
 WRAPPED = re.compile(
     r"(?:ChildFailed|CalledProcess|RayTask|WorkerCrashed)Error|ProcessRaised|ProcessExited|SystemExit: [1-9]"

@@ -11,8 +11,10 @@ import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import chain
 
+from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import LogProgress, Record, RecordKind
 from paceline.explain.lines import (
     MAX_RANKS,
@@ -83,15 +85,9 @@ class Log:
     ranks: frozenset[int] = frozenset()  # whose lines were parsed
 
 
-def read_log(
-    chunks: Iterable[bytes], *, literals: Iterable[str] = (), rank: int | None = None, source: str | None = None
-) -> Log:
-    """Parses a log that comes in chunks of any size.
-
-    literals: the catalogue's; a line with one of them is parsed even if it has no error word.
-    rank, source: of the whole file, where a line does not report its rank.
-    """
-    parser = LogParser(literals, rank=rank, source=source)
+def read_log(chunks: Iterable[bytes], *, rank: int | None = None, source: str | None = None) -> Log:
+    """Parses a log that comes in chunks of any size. rank, source: of the whole file, where a line does not report its rank."""
+    parser = LogParser(rank=rank, source=source)
     for block in whole_lines(as_utf8(chunks)):
         parser.feed(block)
     return parser.finish()
@@ -100,8 +96,8 @@ def read_log(
 class LogParser:
     """Parses one log; feed() takes blocks of whole lines."""
 
-    def __init__(self, literals: Iterable[str], *, rank: int | None, source: str | None):
-        self._filter = LineFilter(literals)
+    def __init__(self, *, rank: int | None, source: str | None):
+        self._filter = LineFilter()
         self._tracebacks = TracebackReader()
         self._rank, self._source = rank, source
         self._first: list[Record] = []
@@ -225,12 +221,10 @@ class LogParser:
 class LineFilter:
     """Selects the lines worth parsing by their shape: the line without digits, spaces and bars.
 
-    A shape is worth parsing if it contains an error word or one of the literals (lower-case words).
+    A shape is worth parsing if it contains an error word or one of the catalogue's literals.
     """
 
-    def __init__(self, literals: Iterable[str]):
-        lowered = {literal.lower().encode() for literal in literals if literal}
-        self._literals = sorted(literal for literal in lowered if not ERROR_WORD.search(literal))
+    def __init__(self) -> None:
         self._ignored: set[bytes] = set()
         self._repeats: dict[bytes, int] = {}
 
@@ -265,8 +259,14 @@ class LineFilter:
         error_shapes = {shape for shape, line in lowered.items() if ERROR_WORD.search(line)}
         others = {shape: line for shape, line in lowered.items() if shape not in error_shapes}
         joined = b"\n".join(others.values())
-        literals = [literal for literal in self._literals if literal in joined]
+        literals = [literal for literal in literals_without_error_word() if literal in joined]
         return error_shapes | {shape for shape, line in others.items() if any(literal in line for literal in literals)}
+
+
+@cache
+def literals_without_error_word() -> list[bytes]:
+    literals = (literal.encode() for literal in load_catalogue().literals)
+    return [literal for literal in literals if not ERROR_WORD.search(literal)]
 
 
 def decode_line(raw: bytes) -> str:

@@ -129,8 +129,7 @@ def system_logs(samples: Mapping[str, Sequence[Sample]], pids: Sequence[int]) ->
     lines += [
         (line, ranks.get(pid), f"health/{host}") for host in samples for line, pid in find_xids(host, samples[host])
     ]
-    literals = load_catalogue().literals
-    return [read_log([line.encode()], literals=literals, rank=rank, source=source) for line, rank, source in lines]
+    return [read_log([line.encode()], rank=rank, source=source) for line, rank, source in lines]
 
 
 def correct_kill(explanation: Explanation, events: Sequence[RunEvent], values: Mapping[str, str]) -> Explanation:
@@ -149,24 +148,18 @@ def correct_kill(explanation: Explanation, events: Sequence[RunEvent], values: M
 def apply_reported_error(explanation: Explanation, error_files: Sequence[Path]) -> Explanation:
     """If a rank reported its error with a fix, its message and fix replace those of the catalogue."""
     for path in error_files:
-        try:
+        with suppress(*BROKEN_FILE):
             error = json.loads(path.read_text(encoding="utf-8"))
-            message, fix, exit_code = str(error["message"]), error.get("fix"), int(error.get("exit_code", 1))
-        except BROKEN_FILE:
-            continue
-        if not fix:
-            continue
-        cause = explanation.cause
-        if cause == UNKNOWN or explanation.confidence < SURE:
-            cause = UNKNOWN if exit_code == TrainingFailed.exit_code else "config-error"
-        return replace(
-            explanation,
-            cause=cause,
-            rank=int(path.name.split(".")[0]),
-            summary=message,
-            fix=fix,
-            confidence=max(explanation.confidence, SURE),
-        )
+            message, exit_code, rank = (
+                str(error["message"]),
+                int(error.get("exit_code", 1)),
+                int(path.name.split(".")[0]),
+            )
+            cause, confidence = explanation.cause, max(explanation.confidence, SURE)
+            if cause == UNKNOWN or explanation.confidence < SURE:
+                cause = UNKNOWN if exit_code == TrainingFailed.exit_code else "config-error"
+            if fix := error.get("fix"):
+                return replace(explanation, cause=cause, rank=rank, summary=message, fix=fix, confidence=confidence)
     return explanation
 
 

@@ -44,16 +44,13 @@ SPAWNED = re.compile(r"-- Process (?P<rank>\d+) terminated with the following er
 WRAPPER = re.compile(
     r"ChildFailedError|ProcessRaisedException|ProcessExitedException|CalledProcessError|SpawnException"
     r"|^(?:\w+\.)*\w+: Caught \w+ in (?:DataLoader worker|replica|pin memory|\w+) |ray\.exceptions\.RayTaskError"
-    r"|WorkerCrashedError$"
-    r"|^SystemExit: \d|^Exception: *$|^torch\.distributed\.elastic\S*SignalException"
+    r"|WorkerCrashedError$|^SystemExit: \d|^Exception: *$|^torch\.distributed\.elastic\S*SignalException"
 )
 NOT_MESSAGE = re.compile(  # a new log line, not a further line of the message
     r"^\[|^\d{4}-\d\d|^(?:INFO|WARNING|ERROR|DEBUG|CRITICAL|FATAL)\b|^(?:wandb|srun|slurmstepd|INFO|W|E|I) ?[:\[]"
-    r"|^Traceback|^During handling"
-    r"|^The above exception|^Exception ignored|^-- Process|^\$ |^>>> |^[=*#_-]{8,}|^Process \S+:$|^\s*File \""
-    r"|^real\s|^NCCL |^terminate called"
-    r"|^Exception raised from|^frame #\d+|^Killed|^Aborted|^make: |^In \[\d|^[WEIFC] \S+\.(?:py|cpp|cc|cu|h"
-    r"|hpp):\d+\]|^(?:Current )?[Tt]hread 0x|^Fatal Python error"
+    r"|^Traceback|^During handling|^The above exception|^Exception ignored|^-- Process|^\$ |^>>> |^[=*#_-]{8,}"
+    r"|^Process \S+:$|^\s*File \"|^real\s|^NCCL |^terminate called|^Exception raised from|^frame #\d+|^Killed|^Aborted"
+    r"|^make: |^In \[\d|^[WEIFC] \S+\.(?:py|cpp|cc|cu|h|hpp):\d+\]|^(?:Current )?[Tt]hread 0x|^Fatal Python error"
 )
 
 

@@ -12,7 +12,6 @@ from dataclasses import replace
 
 from paceline.explain.catalogue import Cause, load_catalogue
 from paceline.explain.explanation import Evidence, Explanation, LogProgress, Record
-from paceline.explain.lines import parse_count
 from paceline.explain.matches import (
     PEER_DIED,
     WAITING,
@@ -141,9 +140,7 @@ def explain_event(
 ) -> Explanation:
     cause, record = culprit.cause, culprit.record
     rank = culprit_rank(culprit, candidates, logs)
-    step = parse_count(culprit.values.get("step", ""))
-    if step is None:
-        step = progress.last_step if record.step is None else record.step
+    step = progress.last_step if record.step is None else record.step
     values = {**template_values(culprit, rank=rank, step=step, progress=progress), **values}
     same_cause = [event.record for event in candidates if event.cause.id == cause.id]
     evidence = make_evidence([record, *same_cause], MAX_EVIDENCE)
@@ -285,7 +282,7 @@ def template_values(event: Event, *, rank: int | None, step: int | None, progres
         "exit_code": code["code"] if code else None,
         "signal": signal[0] if signal else None,
         **frame_values(record),
-        **{name: value for name, value in event.values.items() if value},
+        **event.values,
         "rank": rank,
     }
     if num_bytes := BYTES.fullmatch(str(values.get("requested", ""))):

@@ -30,8 +30,6 @@ GOOD_SHARE = 0.7  # cards that reach each other directly give 75 to 90 % of the 
 FAIR_SHARE = 0.4  # through host memory every byte crosses two links: 45 to 60 %
 ASSUMED_MFU = 0.45  # of a well-configured run, where nothing was measured
 
-Wrong = Mapping[str, Any]  # one wrong result, as comm/rank_process.py records it
-
 
 @dataclass(frozen=True)
 class LinkRate:
@@ -95,7 +93,7 @@ def link_verdict(link: LinkRate, bytes_per_s: float) -> tuple[float | None, str]
     return share, "poor: paceline check searches for a narrow slot, an IOMMU or a slow interface"
 
 
-def locate(wrong: Sequence[Wrong]) -> str:
+def locate(wrong: Sequence[Mapping[str, Any]]) -> str:
     """Names the rank that all wrong results have in common: by single messages first, then by pairs, then by all ranks."""
     arrows = sorted({(w["sender"], w["rank"]) for w in wrong if w["collective"] == "p2p"})
     pairs = sorted({tuple(sorted(w["ranks"])) for w in wrong if len(w["ranks"]) == 2})

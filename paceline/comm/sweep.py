@@ -44,9 +44,7 @@ class Measure:
         pair = f" between ranks {self.ranks[0]} and {self.ranks[1]}" if self.collective == "p2p" else ""
         heartbeat.begin(f"{self.collective} of {format_bytes(self.num_bytes)}{pair}")
         result = self.measure(heartbeat, store, budget_s=budget_s) if self.rank in self.ranks else None
-        if self.rank == self.ranks[0]:
-            store.set(f"comm/finished/{self.number}", "1")
-        store.get(f"comm/finished/{self.number}")
+        self.agree("finished", 1, store)
         return result
 
     def measure(self, heartbeat: OperationHeartbeat, store: Store, *, budget_s: float) -> dict[str, Any]:
@@ -89,7 +87,7 @@ class Measure:
         return operation, 4 * x.numel()
 
     def agree(self, name: str, count: int, store: Store) -> int:
-        """Returns the first rank's count on every rank."""
+        """Returns the first rank's count on every rank, which waits for it."""
         key = f"comm/{name}/{self.number}"
         if self.rank == self.ranks[0]:
             store.set(key, str(count))

@@ -84,12 +84,8 @@ class Catalogue:
     causes: Mapping[str, Cause]
 
     @cached_property
-    def literals(self) -> tuple[str, ...]:
-        """Every text that any pattern matches contains one of these."""
-        return tuple(sorted(self._by_literal))
-
-    @cached_property
-    def _by_literal(self) -> dict[str, list[tuple[Cause, Pattern]]]:
+    def by_literal(self) -> dict[str, list[tuple[Cause, Pattern]]]:
+        """Every text that any pattern matches contains one of these keys."""
         index: dict[str, list[tuple[Cause, Pattern]]] = {}
         for cause in self.causes.values():
             for pattern in cause.patterns:
@@ -105,7 +101,7 @@ class Catalogue:
         text = text[:MAX_TEXT]
         lowered = text.lower()
         best: dict[str, tuple[Cause, float, dict[str, str]]] = {}
-        for literal, candidates in self._by_literal.items():
+        for literal, candidates in self.by_literal.items():
             if literal not in lowered:
                 continue
             for cause, pattern in candidates:

@@ -49,6 +49,9 @@ BROKEN_DUMP = (
 )
 
 Sample = dict[str, Any]
+# a field of samples, that with its limit, and what they are about
+MEMORY = (("ram_used", "ram_total", "memory of {host}"), ("cgroup_used", "cgroup_limit", "memory of the control group"))
+DISK = (("disk_free", "disk_total", "disk of the run folder on {host}"),)
 
 
 class PlainUnpickler(pickle.Unpickler):
@@ -116,8 +119,8 @@ def count_lines(path: Path) -> int:
     return 0
 
 
-def find_xids(host: str, samples: Sequence[Sample]) -> list[tuple[str, int | None]]:
-    """The last Xid error of each GPU of a host as a line of the kernel log, and the run's process there, if it is known."""
+def find_xids(host: str, samples: Sequence[Sample], ranks: Mapping[int, int]) -> list[tuple[str, int | None]]:
+    """The last Xid error of each GPU of a host as a line of the kernel log, and the rank of the run's process there, if known."""
     xids: dict[int, int] = {}
     pids: dict[int, int] = {}
     for gpu in (gpu for line in samples for gpu in line.get("gpus", ())):
@@ -128,34 +131,26 @@ def find_xids(host: str, samples: Sequence[Sample]) -> list[tuple[str, int | Non
             if "xid" in gpu.get("errors", ()):
                 xids[gpu["index"]] = gpu["errors"]["xid"]
     return [
-        (f"NVRM: Xid (PCI:GPU{index}): {xid}, GPU {index} of {host}", pids.get(index)) for index, xid in xids.items()
+        (f"NVRM: Xid (PCI:GPU{index}): {xid}, GPU {index} of {host}", ranks.get(pids.get(index, -1)))
+        for index, xid in xids.items()
     ]
 
 
-def memory_texts(host: str, samples: Sequence[Sample]) -> list[str]:
-    """How memory filled, on the host or in the run's control group."""
-    texts = fill_texts(samples, "ram_used", "ram_total", f"memory of {host}")
-    return [*texts, *fill_texts(samples, "cgroup_used", "cgroup_limit", "memory of the control group")]
-
-
-def disk_texts(host: str, samples: Sequence[Sample]) -> list[str]:
-    """How the disk of the run folder filled."""
-    return fill_texts(samples, "disk_free", "disk_total", f"disk of the run folder on {host}")
-
-
-def fill_texts(samples: Sequence[Sample], name: str, total: str, subject: str) -> list[str]:
-    """The first and the last value of a field if the last one shows that nearly nothing is free; of a disk it counts free bytes."""
-    # some fields are only in samples in which they changed
-    values, totals = ([line for line in samples if isinstance(line.get(field), int)] for field in (name, total))
-    if not values or not totals or not totals[-1][total]:
-        return []
-    size, last = totals[-1][total], values[-1][name]
-    if last > (1 - NEARLY_ALL) * size if name == "disk_free" else last < NEARLY_ALL * size:
-        return []
-    words = (" free", " free") if name == "disk_free" else ("", f" of {format_bytes(size)}")
-    ends = zip((values[0], values[-1]), words, strict=True)
-    texts = [f"{format_bytes(line[name])}{word} at {str(line['time'])[11:19]}" for line, word in ends]  # 14:05:31, UTC
-    return [f"{subject}: {', '.join(texts)}, the last sample"]
+def fill_texts(fields: Sequence[tuple[str, str, str]], host: str, samples: Sequence[Sample]) -> list[str]:
+    """How memory or a disk filled, by the first and last value of each field, if nearly nothing was free at the last sample."""
+    texts = []
+    for name, total, subject in fields:
+        # some fields are only in samples in which they changed
+        values, totals = ([line for line in samples if isinstance(line.get(field), int)] for field in (name, total))
+        if not values or not totals or not totals[-1][total]:
+            continue
+        size, last, is_disk = totals[-1][total], values[-1][name], name == "disk_free"
+        if (last <= (1 - NEARLY_ALL) * size) if is_disk else (last >= NEARLY_ALL * size):
+            words = (" free", " free") if is_disk else ("", f" of {format_bytes(size)}")
+            ends = zip((values[0], values[-1]), words, strict=True)
+            parts = [f"{format_bytes(line[name])}{word} at {str(line['time'])[11:19]}" for line, word in ends]  # UTC
+            texts.append(f"{subject.format(host=host)}: {', '.join(parts)}, the last sample")
+    return texts
 
 
 def clock_texts(host: str, samples: Sequence[Sample]) -> list[str]:

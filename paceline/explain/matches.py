@@ -38,7 +38,6 @@ WARNING_LINE = re.compile(
 WRAPPED = re.compile(
     r"(?:ChildFailed|CalledProcess|RayTask|WorkerCrashed)Error|ProcessRaised|ProcessExited|SystemExit: [1-9]"
 )
-ERROR_PREFIX = re.compile(r"^(?:\S{1,40}:? )?(?:\[?(?:ERROR|FATAL|CRITICAL)\b|(?:[Ff]atal|[Ee]rror)(?: error)?: )")
 NO_FAILURE = re.compile(
     r"exit(?:ed|ing|s)? (?:\w+ )?(?:with )?(?:exit )?(?:status|code)[ :=]*0\b|exit ?code[ :=]+0\b"
     r"|return code[ :=]+0\b|ExitCode 0:0|handler",
@@ -132,13 +131,6 @@ def is_failure(record: Record) -> bool:
     return record.kind in ("exit", "signal") and not NO_FAILURE.search(text) and not WARNING_LINE.search(text)
 
 
-def error_lines(log: Log) -> list[Record]:
-    """Lines marked as errors, of a log without any step."""
-    if log.progress.steps or log.progress.finished:
-        return []
-    return [record for record in log.records if record.kind == "line" and ERROR_PREFIX.search(record.text)]
-
-
 def culprit_rank(event: Event, candidates: Sequence[Event], logs: Sequence[Log]) -> int | None:
     """The rank that caused the event; candidates are all events that may have ended the run."""
     if (rank := rank_in_text(event)) is not None or event.cause.id in EXTERNAL:
@@ -174,8 +166,8 @@ def late_rank(waiting: Sequence[Event], logs: Sequence[Log]) -> int | None:
     collectives = {
         match["rank"]: match["collective"] for event in waiting for match in RUNNING.finditer(event.record.text)
     }
-    counts = Counter(collectives.values())
-    others = [rank for rank, collective in collectives.items() if counts[collective] == 1]
+    frequency = Counter(collectives.values())
+    others = [rank for rank, collective in collectives.items() if frequency[collective] == 1]
     if len(others) == 1 and len(collectives) > 2 and len(others[0]) <= MAX_DIGITS:
         return int(others[0])  # its collective differs from all others; of two ranks either may be wrong
     enqueued: dict[int, int] = {}

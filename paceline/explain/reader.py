@@ -265,7 +265,7 @@ class LineFilter:
 
 @cache
 def literals_without_error_word() -> list[bytes]:
-    literals = (literal.encode() for literal in load_catalogue().literals)
+    literals = (literal.encode() for literal in load_catalogue().by_literal)
     return [literal for literal in literals if not ERROR_WORD.search(literal)]
 
 

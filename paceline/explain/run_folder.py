@@ -1,51 +1,68 @@
 """
-Explains a run folder: the logs of its ranks together with what the run recorded beside them.
+Explains a run folder, or logs alone: a file, several, a folder of them, or a stream; compressed files are read directly.
 
-events.jsonl has exit codes and the supervisor's own verdict, `<rank>.error.json` errors, progress/ how far each rank got,
-config.toml the batch size, health/ the state of the hosts, and the kernel log, if it can be read, kills.
+The logs of a run's ranks are read together with what the run recorded beside them: events.jsonl has exit codes and the supervisor's
+own verdict, `<rank>.error.json` errors, progress/ how far each rank got, config.toml the batch size, health/ the state of the
+hosts, and the kernel log, if it can be read, kills. One file may hold the output of all ranks, or each rank has its own file,
+whose name or folder contains the rank; a failed process may also have written torch's error.json.
 """
 
+import bz2
+import gzip
 import json
+import lzma
+import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from paceline.errors import PacelineError, TrainingFailed, UsageError
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.evidence import (
+    DISK,
+    MEMORY,
     SAMPLE_BYTES,
     Sample,
     clock_texts,
     count_lines,
-    disk_texts,
+    fill_texts,
     find_xids,
     flight_recorder_logs,
     has_oom_kill,
-    memory_texts,
     read_kernel_errors,
     read_samples,
 )
 from paceline.explain.explanation import SUPERVISOR_CAUSES, Evidence, Explanation, LogProgress, Record, RecordKind
-from paceline.explain.logs import BROKEN_FILE, chunks_from, explain, read_files
-from paceline.explain.reader import Log, read_log
+from paceline.explain.reader import CHUNK_BYTES, Log, read_log
 from paceline.explain.verdict import UNKNOWN, clean_values, fill_template, reach_verdict
 from paceline.heartbeat import read_heartbeat
 from paceline.rundir import RunDir, read_end, read_json_lines
 from paceline.units import parse_time
 
-RunEvent = Mapping[str, Any]  # a line of events.jsonl
-
 SURE = 0.8
 HANG_LINES = ("mark:", "State:", "File ")  # of hangs/<attempt>/<rank>.txt
 HOST_MEMORY, KILLED = "host-oom-killed", "killed-from-outside"
 SAMPLE_EVIDENCE = (  # evidence in the hosts' samples, and the causes that it supports
-    (memory_texts, {HOST_MEMORY, KILLED, "dataloader-worker-killed", UNKNOWN}),
-    (disk_texts, {"disk-full", "checkpoint-corrupt", UNKNOWN}),
+    (partial(fill_texts, MEMORY), {HOST_MEMORY, KILLED, "dataloader-worker-killed", UNKNOWN}),
+    (partial(fill_texts, DISK), {"disk-full", "checkpoint-corrupt", UNKNOWN}),
     (clock_texts, {"hang", "collective-timeout-desync", "gpu-throttled", UNKNOWN}),
 )
+MAX_FILES = 20_000
+MAX_ERROR_FILE_BYTES = 1 << 20
+LOG_NAMES = re.compile(
+    r"(?:\.(?:log|txt|out|err|output|stdout|stderr)(?:\.\d+)?(?:\.(?:gz|bz2|xz))?|(?:^|/)(?:stdout|stderr|slurm-\S+|log)|\.[oe]\d+)$"
+)
+ERROR_NAMES = re.compile(r"(?:^|[._-])error\.json$")
+RANK_NAME = re.compile(r"(?:^|[^a-z])(?:rank|worker|process|proc|task)[-_.]?(?P<rank>\d{1,6})(?!\d)", re.IGNORECASE)
+RANK_FILE = re.compile(
+    r"(?:^|/)(?P<rank>\d{1,5})(?:/(?:stdout|stderr)\.log|\.(?:log|out|err|txt|error\.json)|/error\.json)$"
+)
+OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+BROKEN_FILE = (OSError, ValueError, KeyError, TypeError, AttributeError)  # raised by an error file of unknown content
 
 
 def explain_run(run: RunDir, *, attempt: int | None = None) -> Explanation:
@@ -92,7 +109,7 @@ def run_values(run: RunDir) -> dict[str, str]:
     return {"run": str(run.path), **half}
 
 
-def exit_log(events: Sequence[RunEvent]) -> Log:
+def exit_log(events: Sequence[Mapping[str, Any]]) -> Log:
     """How each rank ended, in the form of a launcher's report; an end that is a consequence counts as forwarded."""
     records = []
     for event in events:
@@ -125,14 +142,15 @@ def progress_log(run: RunDir) -> Log:
 def system_logs(samples: Mapping[str, Sequence[Sample]], pids: Sequence[int]) -> list[Log]:
     """The lines of the kernel log about the run's processes, and the Xid errors in the samples in the same format."""
     ranks = {pid: rank for rank, pid in enumerate(pids)}
-    lines = [(line, rank, "kernel log") for rank, line in read_kernel_errors(ranks)]
-    lines += [
-        (line, ranks.get(pid), f"health/{host}") for host in samples for line, pid in find_xids(host, samples[host])
-    ]
+    lines: list[tuple[str, int | None, str]] = [(line, rank, "kernel log") for rank, line in read_kernel_errors(ranks)]
+    for host, host_samples in samples.items():
+        lines += [(line, rank, f"health/{host}") for line, rank in find_xids(host, host_samples, ranks)]
     return [read_log([line.encode()], rank=rank, source=source) for line, rank, source in lines]
 
 
-def correct_kill(explanation: Explanation, events: Sequence[RunEvent], values: Mapping[str, str]) -> Explanation:
+def correct_kill(
+    explanation: Explanation, events: Sequence[Mapping[str, Any]], values: Mapping[str, str]
+) -> Explanation:
     """A bare SIGKILL usually means that memory ran out; if the kernel log has no such kill, it came from outside the run."""
     if explanation.cause != HOST_MEMORY or any(item.source != "events.jsonl" for item in explanation.evidence):
         return explanation
@@ -164,7 +182,7 @@ def apply_reported_error(explanation: Explanation, error_files: Sequence[Path]) 
 
 
 def apply_supervisor_verdict(
-    explanation: Explanation, run: RunDir, events: Sequence[RunEvent], attempt: int
+    explanation: Explanation, run: RunDir, events: Sequence[Mapping[str, Any]], attempt: int
 ) -> Explanation:
     """If the supervisor observed a cause that no log shows, its verdict replaces the explanation's."""
     verdict = next((event for event in reversed(events) if event.get("event") == "verdict"), None)
@@ -199,4 +217,97 @@ def explain_logs(names: Sequence[str], *, runs_dir: str, stdin: BinaryIO) -> Exp
         for path in (paths[0], Path(runs_dir) / names[0]):
             if (path / "config.toml").is_file() and (path / "events.jsonl").is_file():
                 return explain_run(RunDir(path))
-    return explain(paths)
+    return reach_verdict(read_files(find_files(paths)))
+
+
+def explain(source: Iterable[bytes] | Path) -> Explanation:
+    """Explains the chunks of one log, a file, or a folder of files."""
+    return reach_verdict(read_files(find_files([source])) if isinstance(source, Path) else [read_log(source)])
+
+
+def read_files(files: Sequence[Path]) -> list[Log]:
+    """Parses each file as a log; if there are several, records have the file's name as their source."""
+    logs = []
+    for path, rank in zip(files, ranks_of(files), strict=True):
+        if ERROR_NAMES.search(path.name):
+            logs += read_error_file(path, rank=rank)
+        else:
+            logs.append(read_log(read_chunks(path), rank=rank, source=str(path) if len(files) > 1 else None))
+    return logs
+
+
+def find_files(paths: Sequence[Path]) -> list[Path]:
+    """The paths with each folder replaced by its log files, or by all its text files if none looks like a log."""
+    files: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            inside = sorted(file for file in path.rglob("*") if file.is_file())[:MAX_FILES]
+            logs = [file for file in inside if LOG_NAMES.search(file.as_posix()) or ERROR_NAMES.search(file.name)]
+            logs = logs or [file for file in inside if is_text(file)]
+            if not logs:
+                raise PacelineError(f"no log in {path}", fix="pass the files: paceline explain FILE ...")
+            files += logs
+        elif path.exists():
+            files.append(path)
+        else:
+            raise PacelineError(
+                f"no such file: {path}", fix="paceline explain LOG, a run's name, or - for standard input"
+            )
+    return list(dict.fromkeys(files))
+
+
+def is_text(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return b"\0" not in file.read(4096)
+    except OSError:
+        return False
+
+
+def ranks_of(files: Sequence[Path]) -> list[int | None]:
+    """The ranks in the names, if the files have different ones; one file alone may hold the output of many ranks."""
+    names = ["/".join(path.parts[-2:]) for path in files]
+    matches = [RANK_NAME.search(name) or RANK_FILE.search(name) for name in names]
+    ranks = [int(match["rank"]) if match else None for match in matches]
+    return ranks if len(files) == 1 or len(set(ranks) - {None}) > 1 else [None] * len(files)
+
+
+def read_chunks(path: Path) -> Iterator[bytes]:
+    """The bytes of a file, decompressed; a compressed file that is incomplete is read as far as possible."""
+    try:
+        with suppress(EOFError, lzma.LZMAError), OPENERS.get(path.suffix, open)(path, "rb") as file:
+            yield from chunks_from(file)
+    except OSError as error:
+        raise PacelineError(
+            f"{path} cannot be read: {error.strerror or error}", fix="check the path and its permissions"
+        ) from error
+
+
+def chunks_from(file: BinaryIO) -> Iterator[bytes]:
+    """The bytes of an open file as they arrive: a pipe returns what it has."""
+    read = getattr(file, "read1", file.read)
+    while chunk := read(CHUNK_BYTES):
+        yield chunk
+
+
+def read_error_file(path: Path, *, rank: int | None) -> list[Log]:
+    """A log of one record; none if the file is not an error file or is incomplete. torch nests what paceline does not."""
+    try:
+        if path.stat().st_size > MAX_ERROR_FILE_BYTES:
+            return []
+        error = json.loads(path.read_text(encoding="utf-8"))
+        message = error["message"]
+        if isinstance(message, dict):
+            error = {"traceback": message["extraInfo"].get("py_callstack")}
+            text = str(message["message"])
+            time: float | None = float(message["extraInfo"]["timestamp"])
+        else:
+            text = f"{error['type']}: {message}" if error.get("type") else str(message)
+            time = parse_time(error["time"]) if error.get("time") else None
+        step, traceback = error.get("step"), error.get("traceback") or ""
+    except BROKEN_FILE:
+        return []
+    records = read_log([traceback.encode()], rank=rank, source=str(path)).records
+    frames = records[-1].frames if records else ()
+    step = step if isinstance(step, int) else None
+    return [Log(records=(Record("exception", text, 1, rank, None, time, step, frames, str(path)),))]

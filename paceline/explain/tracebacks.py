@@ -24,12 +24,9 @@ FRAME = re.compile(
     r"|^(?P<rich>(?:[~/.]|[A-Za-z]:)?[\w./\\~-]+\.py:\d+ in \S+)$"
     r"|^(?P<cell><ipython-input-\S+> in )"
 )
-TYPE_END = (
-    r"(?:Error|Exception|Interrupt|ExceptionGroup|Exit|Failure|Timeout|TimeoutExpired|Killed|Empty|Full|StopIteration"
-    r"|Warning|Abort)"
-)
 EXCEPTION = re.compile(
-    rf"^(?:uncaught exception: )?(?P<type>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*{TYPE_END})(?:\(\w+\))?(?:: |:$|$)"
+    r"^(?:uncaught exception: )?(?P<type>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception|Interrupt|ExceptionGroup|Exit"
+    r"|Failure|Timeout|TimeoutExpired|Killed|Empty|Full|StopIteration|Warning|Abort))(?:\(\w+\))?(?:: |:$|$)"
 )
 IN_TRACEBACK = re.compile(r"^(?P<type>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?:: |:$|$)")
 BARE_EXCEPTION = re.compile(  # without a traceback above it; stricter, because prose contains such names too

@@ -17,7 +17,6 @@ from paceline.explain.matches import (
     WAITING,
     Event,
     culprit_rank,
-    error_lines,
     find_events,
     rank_blamed_by_launcher,
     rank_in_text,
@@ -39,6 +38,7 @@ ONE_LOG_PER_RANK = "torchrun --redirects 3 --log-dir logs, then paceline explain
 
 STOPPED = re.compile(r"-15\b|SIGTERM|-6\b|SIGABRT")  # by the launcher, or by the abort of its communicator
 WATCHDOG = re.compile(r"[Ww]atchdog|ProcessGroupNCCL|taking the entire process down")  # NCCL's aborts the process
+ERROR_PREFIX = re.compile(r"^(?:\S{1,40}:? )?(?:\[?(?:ERROR|FATAL|CRITICAL)\b|(?:[Ff]atal|[Ee]rror)(?: error)?: )")
 DIGITS = str.maketrans("", "", "0123456789")
 FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+)(?:,? in (?P<name>\S+))?')
 INSTALLED = re.compile(r"site-packages|dist-packages|/lib/python\d|<frozen |^<")
@@ -54,7 +54,10 @@ def reach_verdict(logs: Sequence[Log], *, values: Mapping[str, str] | None = Non
     """The explanation of the logs of one run; values are those that the logs do not contain, such as the batch size."""
     values = values or {}
     events = [event for number, log in enumerate(logs) for event in find_events(log, number=number)]
-    progress = merge_progress([log.progress for log in logs])
+    parts = [log.progress for log in logs]  # those of a run with one log per rank have the same steps
+    longest = max(parts, key=lambda part: (part.steps, part.last_step or 0), default=LogProgress())
+    silent_end = longest.silent_end and all(part.silent_end for part in parts if part.steps)
+    progress = replace(longest, finished=any(part.finished for part in parts), silent_end=silent_end)
     fatal = [event for event in events if event.cause.severity == "fatal" and event.score >= MIN_SCORE]
     candidates = [event for event in fatal if not event.run_continued]
     unexplained = [record for log in logs for record in unexplained_failures(log, events)]
@@ -63,7 +66,11 @@ def reach_verdict(logs: Sequence[Log], *, values: Mapping[str, str] | None = Non
     if not candidates:
         if progress.nan_line is not None:
             return explain_divergence(load_catalogue().causes[DIVERGED], progress.nan_line, progress, values)
-        unexplained = unexplained or [record for log in logs for record in error_lines(log)]
+        records = [
+            record for log in logs if not (log.progress.steps or log.progress.finished) for record in log.records
+        ]
+        errors = [record for record in records if record.kind == "line" and ERROR_PREFIX.search(record.text)]
+        unexplained = unexplained or errors
         return explain_unknown(logs, unexplained, progress) if unexplained else explain_health(progress)
     if exit_record := silent_exit(candidates, unexplained):
         return explain_unknown(logs, [exit_record], progress, consequences=candidates)
@@ -194,16 +201,6 @@ def make_evidence(records: Sequence[Record], limit: int) -> tuple[Evidence, ...]
 def shorten(text: str) -> str:
     text = text.strip()
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
-
-
-def merge_progress(parts: Sequence[LogProgress]) -> LogProgress:
-    """The progress of a run with one log per rank: that of the log with the most steps, with the ends of all."""
-    longest = max(parts, key=lambda part: (part.steps, part.last_step or 0), default=LogProgress())
-    return replace(
-        longest,
-        finished=any(part.finished for part in parts),
-        silent_end=all(part.silent_end for part in parts if part.steps) and longest.silent_end,
-    )
 
 
 def explain_divergence(cause: Cause, nan_line: int, progress: LogProgress, values: Mapping[str, str]) -> Explanation:

@@ -22,7 +22,7 @@ import numpy as np
 
 from paceline.errors import PacelineError
 from paceline.explain.lines import BAR, parse_count, read_step_and_loss, split_prefix, strip_bars, strip_escapes
-from paceline.explain.logs import explain
+from paceline.explain.run_folder import explain
 from paceline.units import format_bytes
 from paceline.watch.curves import Curve
 from paceline.watch.growing_file import LINE_ENDS, STATE_ENDS, GrowingFile, last_end

@@ -229,14 +229,12 @@ def reduce_scatter(ranks: Ranks, check: Check) -> Comparison:
 
 def all_gather(ranks: Ranks, check: Check) -> Comparison:
     """Gathers two buckets at once and in place, as the trainer gathers new weights."""
-    flats = []
+    flats, works = [], []
     for bucket in range(2):
-        flat = torch.full((ranks.world_size, check.numel), 255, dtype=check.dtype, device=ranks.device)
-        flat[ranks.rank] = ranks.numbers(ranks.rank, check.numel, check.dtype, part=bucket)
-        flats.append(flat.flatten())
-    works = []
-    for tag, flat in enumerate(flats):
-        works += start_all_gather(flat, rank=ranks.rank, world_size=ranks.world_size, tag=tag)
+        rows = torch.full((ranks.world_size, check.numel), 255, dtype=check.dtype, device=ranks.device)
+        rows[ranks.rank] = ranks.numbers(ranks.rank, check.numel, check.dtype, part=bucket)
+        flats.append(rows.flatten())
+        works += start_all_gather(flats[-1], rank=ranks.rank, world_size=ranks.world_size, tag=bucket)
     wait_all(works)
     expected = [ranks.numbers(r, check.numel, check.dtype, part=bucket) for bucket in range(2) for r in check.ranks]
     return torch.cat(flats), torch.cat(expected)

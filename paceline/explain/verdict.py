@@ -54,7 +54,8 @@ def reach_verdict(logs: Sequence[Log], *, values: Mapping[str, str] | None = Non
     """The explanation of the logs of one run; values are those that the logs do not contain, such as the batch size."""
     values = values or {}
     events = [event for number, log in enumerate(logs) for event in find_events(log, number=number)]
-    parts = [log.progress for log in logs]  # those of a run with one log per rank have the same steps
+    # with one log per rank: the progress of the log with the most steps, with the ends of all
+    parts = [log.progress for log in logs]
     longest = max(parts, key=lambda part: (part.steps, part.last_step or 0), default=LogProgress())
     silent_end = longest.silent_end and all(part.silent_end for part in parts if part.steps)
     progress = replace(longest, finished=any(part.finished for part in parts), silent_end=silent_end)
@@ -232,7 +233,9 @@ def explain_unknown(
 ) -> Explanation:
     """For a failure that is not in the catalogue: its records, and what to collect for a better answer."""
     first = min(unexplained, key=lambda record: (record.kind != "exception", record.line))
-    last = [Evidence(number, shorten(text)) for log in logs for number, text in log.last_lines[-3:]]
+    evidence = make_evidence([first, *unexplained], MAX_EVIDENCE)
+    if len(unexplained) < 2 and not consequences:
+        evidence += tuple(Evidence(number, shorten(text)) for log in logs for number, text in log.last_lines[-3:])
     victims = [event.record for event in consequences]
     return Explanation(
         cause=UNKNOWN,
@@ -242,10 +245,7 @@ def explain_unknown(
         line=first.line,
         summary=f"the failure is not in the catalogue: {shorten(first.text.splitlines()[0])[:200]}",
         fix=unknown_fix(first, logs),
-        evidence=(
-            *make_evidence([first, *unexplained], MAX_EVIDENCE),
-            *(last if len(unexplained) < 2 and not consequences else ()),
-        ),
+        evidence=evidence,
         consequences=make_evidence(victims, MAX_CONSEQUENCES),
         progress=progress,
         victims=ranks_of_victims(victims, first.rank),

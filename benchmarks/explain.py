@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.explain.catalogue import load_catalogue
-from paceline.explain.logs import explain
+from paceline.explain.run_folder import explain
 
 BINS = (0.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 

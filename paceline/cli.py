@@ -113,14 +113,14 @@ def watch(args: options.WatchOptions) -> int:
 
 
 def explain(args: options.ExplainOptions) -> None:
-    from paceline.explain.catalogue import cause_json, causes_json, format_cause, format_causes
+    from paceline.explain.catalogue import causes_json, format_cause, format_causes
     from paceline.explain.explanation import format_explanation, format_markdown, to_json
     from paceline.explain.run_folder import explain_logs
 
     if args.list:
         print(causes_json() if args.json else format_causes())
     elif args.cause is not None:
-        print(cause_json(args.cause) if args.json else format_cause(args.cause))
+        print(causes_json(args.cause) if args.json else format_cause(args.cause))
     else:
         explanation = explain_logs(args.logs, runs_dir=args.runs_dir, stdin=sys.stdin.buffer)
         text = format_markdown(explanation) if args.markdown else ""

@@ -10,6 +10,7 @@ NVIDIA's tables.
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import count, takewhile
 from typing import Any
 
 from paceline.plan.cost import step_messages
@@ -29,8 +30,6 @@ GOOD_SHARE = 0.7  # cards that reach each other directly give 75 to 90 % of the 
 FAIR_SHARE = 0.4  # through host memory every byte crosses two links: 45 to 60 %
 ASSUMED_MFU = 0.45  # of a well-configured run, where nothing was measured
 
-Wrong = Mapping[str, Any]  # one wrong result, as comm/rank_process.py records it
-
 
 @dataclass(frozen=True)
 class LinkRate:
@@ -40,29 +39,18 @@ class LinkRate:
     bytes_per_s: float | None
 
 
-@dataclass(frozen=True)
-class LineFit:
-    """seconds = latency_s + bytes / bytes_per_s."""
-
-    latency_s: float
-    bytes_per_s: float
-
-    def seconds(self, num_bytes: float) -> float:
-        return self.latency_s + num_bytes / self.bytes_per_s
-
-
 def bus_factor(collective: str, world_size: int) -> float:
     """Bus bandwidth divided by algorithm bandwidth. The bytes of reduce_scatter and all_gather are those of all ranks together."""
-    if collective == "all_reduce":
-        return 2 * (world_size - 1) / world_size
-    if collective in ("reduce_scatter", "all_gather"):
-        return (world_size - 1) / world_size
-    assert collective in ("broadcast", "p2p"), collective
-    return 1.0
+    if collective in ("broadcast", "p2p"):
+        return 1.0
+    return {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}[collective] * (world_size - 1) / world_size
 
 
-def fit_line(points: Sequence[tuple[int, float]]) -> LineFit:
-    """Fits a line through (bytes, seconds) by least squares of the relative error: small messages count as much as large ones."""
+def fit_line(points: Sequence[tuple[int, float]]) -> dict[str, float]:
+    """Returns the line seconds = latency_s + bytes / bytes_per_s through (bytes, seconds).
+
+    It has the least squares of the relative error: small messages count as much as large ones.
+    """
     weights = [1 / seconds**2 for _, seconds in points]
     mean_bytes = sum(w * size for w, (size, _) in zip(weights, points, strict=True)) / sum(weights)
     mean_s = sum(w * seconds for w, (_, seconds) in zip(weights, points, strict=True)) / sum(weights)
@@ -70,8 +58,8 @@ def fit_line(points: Sequence[tuple[int, float]]) -> LineFit:
     joint = sum(w * (size - mean_bytes) * (s - mean_s) for w, (size, s) in zip(weights, points, strict=True))
     if joint <= 0:  # one size alone, or time does not grow with size
         size, seconds = max(points)
-        return LineFit(0.0, size / seconds)
-    return LineFit(max(0.0, mean_s - joint / spread * mean_bytes), spread / joint)
+        return {"latency_s": 0.0, "bytes_per_s": size / seconds}
+    return {"latency_s": max(0.0, mean_s - joint / spread * mean_bytes), "bytes_per_s": spread / joint}
 
 
 def link_of_gpus(one: Mapping[str, Any], other: Mapping[str, Any]) -> LinkRate:
@@ -105,7 +93,7 @@ def link_verdict(link: LinkRate, bytes_per_s: float) -> tuple[float | None, str]
     return share, "poor: paceline check searches for a narrow slot, an IOMMU or a slow interface"
 
 
-def locate(wrong: Sequence[Wrong]) -> str:
+def locate(wrong: Sequence[Mapping[str, Any]]) -> str:
     """Names the rank that all wrong results have in common: by single messages first, then by pairs, then by all ranks."""
     arrows = sorted({(w["sender"], w["rank"]) for w in wrong if w["collective"] == "p2p"})
     pairs = sorted({tuple(sorted(w["ranks"])) for w in wrong if len(w["ranks"]) == 2})
@@ -149,10 +137,12 @@ def compute_seconds(plan: Plan, tok_per_sec: float | None) -> tuple[float | None
     return tokens * plan.flops_per_token / (ASSUMED_MFU * plan.peak_flops), f"at {ASSUMED_MFU:.0%} of peak, assumed"
 
 
-def training_cost(plan: Plan, fits: Mapping[str, LineFit], *, tok_per_sec: float | None) -> dict[str, Any]:
+def training_cost(plan: Plan, fits: Mapping[str, Mapping[str, Any]], *, tok_per_sec: float | None) -> dict[str, Any]:
     """What the measured links mean for a step of `plan`. waiting_share is an upper limit: backward hides part of the traffic."""
     traffic = step_traffic(plan)
-    sending_s = sum(fits[name].seconds(size) for name, sizes in traffic.items() for size in sizes)
+    sending_s = sum(
+        fits[name]["latency_s"] + size / fits[name]["bytes_per_s"] for name, sizes in traffic.items() for size in sizes
+    )
     bus_bytes = sum(bus_factor(name, plan.world_size) * sum(sizes) for name, sizes in traffic.items())
     computing_s, source = compute_seconds(plan, tok_per_sec)
     return {
@@ -170,10 +160,7 @@ def training_cost(plan: Plan, fits: Mapping[str, LineFit], *, tok_per_sec: float
 
 def sweep_sizes(max_bytes: int) -> list[int]:
     """Returns 1 KiB, 4 KiB, 16 KiB, ... and max_bytes itself."""
-    sizes = [1024]
-    while sizes[-1] * 4 < max_bytes:
-        sizes.append(sizes[-1] * 4)
-    return [*sizes, max_bytes] if max_bytes > sizes[-1] else sizes
+    return [*takewhile(max_bytes.__gt__, (1024 * 4**i for i in count())), max_bytes]
 
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
@@ -221,8 +208,7 @@ def make_results(
         measured = curves["p2p", ranks]
         share, verdict = link_verdict(link, measured["points"][-1]["bus_bytes_per_s"])
         pairs.append({"ranks": list(ranks), "link": asdict(link), **measured, "share": share, "verdict": verdict})
-    fits = {name: LineFit(speeds["latency_s"], speeds["bytes_per_s"]) for name, speeds in collectives.items()}
-    training = training_cost(plan, fits, tok_per_sec=tok_per_sec)
+    training = training_cost(plan, collectives, tok_per_sec=tok_per_sec)
     return {**results, "collectives": collectives, "pairs": pairs, "training": training}
 
 
@@ -231,7 +217,7 @@ def curve(collective: str, world_size: int, seconds: Mapping[int, float]) -> dic
     points = sorted(seconds.items())
     factor = bus_factor(collective, world_size)
     return {
-        **asdict(fit_line(points)),
+        **fit_line(points),
         "points": [
             {
                 "bytes": size,
@@ -251,33 +237,29 @@ def format_comm(results: Mapping[str, Any]) -> str:
     tested = f"{results['checks']} checks of {len(results['tested'])} operations in {', '.join(results['dtypes'])}"
     if not results["right"]:
         return "\n".join([head, f"wrong   {len(results['wrong'])} results; {tested}", *format_wrong(results)])
-    return "\n".join(
-        [
-            head,
-            f"right   {tested}: every rank has the right results",
-            "",
-            *format_summary(results),
-            "",
-            *format_sizes(results),
-            "",
-            *(format_link(pair) for pair in results["pairs"]),
-            f"train   {format_training(results['training'])}",
-            f"saved   {results['file']}, {results['seconds']:.0f} s",
-        ]
+    blocks = (
+        [head, f"right   {tested}: every rank has the right results"],
+        format_summary(results),
+        format_sizes(results),
+        [*map(format_link, results["pairs"]), f"train   {format_training(results['training'])}"],
     )
+    saved = f"saved   {results['file']}, {results['seconds']:.0f} s"
+    return "\n\n".join("\n".join(block) for block in blocks) + f"\n{saved}"
 
 
 def format_wrong(results: Mapping[str, Any]) -> list[str]:
     """Returns one line for each operation and rank with wrong results, and where the fault is."""
     lines: dict[tuple[str, int], str] = {}
     for error in results["wrong"]:
-        lines.setdefault(
-            (error["collective"], error["rank"]), f"        rank {error['rank']}: {format_one_wrong(error)}"
-        )
+        text = f"        rank {error['rank']}: {format_one_wrong(error)}"
+        lines.setdefault((error["collective"], error["rank"]), text)
+    fix = "find the cause before training here: memory (memtest86), network card, torch build (paceline torch check)"
+    if results["device"] == "cuda":
+        fix = "NCCL_P2P_DISABLE=1 paceline comm: if that is right, leave it set (the direct path between the cards is at fault)"
     return [
         *lines.values(),
         f"where   {results['where']}",
-        f"fix     {wrong_fix(results)}",
+        f"fix     {fix}",
         f"logs    {results['folder']}",
     ]
 
@@ -290,12 +272,6 @@ def format_one_wrong(wrong: Mapping[str, Any]) -> str:
         f"{name}{'' if sender is None else f' from rank {sender}'} of {wrong['numel']:,} {wrong['dtype']}: element"
         f" {wrong['index']:,} is {wrong['got']}, should be {wrong['expected']} ({wrong['num_wrong']:,} wrong)"
     )
-
-
-def wrong_fix(results: Mapping[str, Any]) -> str:
-    if results["device"] == "cuda":
-        return "NCCL_P2P_DISABLE=1 paceline comm: if that is right, leave it set (the direct path between the cards is at fault)"
-    return "find the cause before training here: memory (memtest86), network card, torch build (paceline torch check)"
 
 
 def format_summary(results: Mapping[str, Any]) -> list[str]:

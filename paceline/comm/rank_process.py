@@ -1,5 +1,5 @@
 """
-Tests whether collectives give right results: `python -m paceline.comm.rank_process RUN ...`, one process for each rank.
+Tests whether collectives give right results: `python -m paceline.comm.rank_process RUN DEVICE SIZES SWEEP_S` for each rank.
 
 It runs every collective of the trainer with every dtype that the trainer uses, on numbers whose result is known: integers that
 stay exact in bf16 and differ by rank and place, so that a shard in the wrong place is noticed. Each rank compares its own results
@@ -7,7 +7,6 @@ and writes comm/<rank>.json. The ranks agree through the store, never through th
 current operation, by which launch/watchdog.py finds a rank that is stuck. comm/sweep.py measures the speed.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -43,14 +42,11 @@ Comparison = tuple[Tensor, Tensor] | None  # result, expected; None: this rank t
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("run", type=Path)
-    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
-    parser.add_argument("--sizes", type=lambda text: [int(size) for size in text.split(",")], required=True)
-    parser.add_argument("--sweep-s", type=float, required=True)
-    args = parser.parse_args()
+    folder, device, sizes, sweep_s = sys.argv[1:]
     try:
-        work(RunDir(args.run), device=args.device, sizes=args.sizes, sweep_s=args.sweep_s)
+        work(
+            RunDir(Path(folder)), device=device, sizes=[int(size) for size in sizes.split(",")], sweep_s=float(sweep_s)
+        )
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
@@ -81,21 +77,17 @@ def work(run: RunDir, *, device: str, sizes: list[int], sweep_s: float) -> None:
     wrong = [error for check in checks if (error := run_check(check, ranks, heartbeat))]
     wrong += check_barrier(ranks, heartbeat)
     heartbeat.begin("comparison of all ranks' results")
-    first = first_of_all(wrong, ranks)
-    if first:
+    speed: list[dict[str, Any]] = []
+    if first := first_of_all(wrong, ranks):
         wrong += locate_by_pairs(first, ranks, heartbeat)
-    write_report(run, rank, {**report, "wrong": wrong, "speed": []})
-    if not first:  # the speed of wrong results does not matter
+    else:  # the speed of wrong results does not matter
         budget_s = sweep_s / len(speeds)
-        speed = [measure.run(heartbeat, dist_store(), budget_s=budget_s) for measure in speeds]
-        write_report(run, rank, {**report, "wrong": [], "speed": [result for result in speed if result]})
+        results = [measure.run(heartbeat, dist_store(), budget_s=budget_s) for measure in speeds]
+        speed = [result for result in results if result]
+    write_atomic(run.path / "comm" / f"{rank}.json", json.dumps({**report, "wrong": wrong, "speed": speed}))
     heartbeat.begin("final barrier")
     shutdown()
     heartbeat.end()
-
-
-def write_report(run: RunDir, rank: int, report: dict[str, Any]) -> None:
-    write_atomic(run.path / "comm" / f"{rank}.json", json.dumps(report))
 
 
 @dataclass
@@ -109,11 +101,9 @@ class Ranks:
     def __post_init__(self) -> None:
         largest = max(2, 256 // self.world_size)  # a sum over ranks stays under 256: exact in bf16
         num = max(NUMELS) + 64 * self.world_size
-        self._numbers = []
-        for rank in range(self.world_size):
-            generator = torch.Generator().manual_seed(rank)
-            numbers = torch.randint(largest, (num,), generator=generator, dtype=torch.uint8)
-            self._numbers.append(numbers.to(self.device))
+        generators = [torch.Generator().manual_seed(rank) for rank in range(self.world_size)]
+        numbers = [torch.randint(largest, (num,), generator=one, dtype=torch.uint8) for one in generators]
+        self._numbers = [x.to(self.device) for x in numbers]
 
     def numbers(self, rank: int, numel: int, dtype: torch.dtype, *, part: int = 0) -> Tensor:
         """(numel,) a copy of what `rank` sends as part `part`; every rank computes the same numbers."""
@@ -121,14 +111,16 @@ class Ranks:
 
     def total(self, numel: int, dtype: torch.dtype, *, part: int = 0) -> Tensor:
         """(numel,) the sum of all ranks' numbers."""
-        return torch.stack([self.numbers(r, numel, dtype, part=part) for r in range(self.world_size)]).sum(
-            0, dtype=dtype
-        )
+        numbers = [self.numbers(rank, numel, dtype, part=part) for rank in range(self.world_size)]
+        return torch.stack(numbers).sum(0, dtype=dtype)
 
 
 @dataclass(frozen=True)
 class Check:
-    """One operation with a known result. ranks: those that take part. sender: whose numbers must arrive, if it is one."""
+    """One operation with a known result. ranks: those that take part. sender: whose numbers must arrive, if it is one.
+
+    group: of these ranks, None for all.
+    """
 
     collective: str
     dtype: torch.dtype
@@ -136,6 +128,7 @@ class Check:
     run: Callable[["Ranks", "Check"], Comparison]
     ranks: tuple[int, ...]
     sender: int | None = None
+    group: dist.ProcessGroup | None = None
 
     @property
     def dtype_name(self) -> str:
@@ -155,7 +148,7 @@ def all_checks(ranks: Ranks) -> list[Check]:
     halves = (torch.float32, torch.bfloat16, torch.float16)
     table: list[tuple[str, tuple[torch.dtype, ...], Callable[[Ranks, Check], Comparison]]] = [
         ("all_reduce", (*halves, torch.float64, torch.int64), all_reduce),
-        ("all_reduce max", (torch.float32, torch.int64), all_reduce_max),
+        ("all_reduce max", (torch.float32, torch.int64), all_reduce),
         ("two all_reduce at once", halves, two_all_reduces),
         ("reduce_scatter", halves, reduce_scatter),
         ("all_gather", halves, all_gather),
@@ -205,23 +198,17 @@ def describe(check: Check, rank: int) -> dict[str, Any]:
 
 
 def all_reduce(ranks: Ranks, check: Check) -> Comparison:
-    x = ranks.numbers(ranks.rank, check.numel, check.dtype)
-    dist.all_reduce(x)
-    return x, ranks.total(check.numel, check.dtype)
-
-
-def all_reduce_max(ranks: Ranks, check: Check) -> Comparison:
-    x = ranks.numbers(ranks.rank, check.numel, check.dtype)
-    dist.all_reduce(x, op=dist.ReduceOp.MAX)
-    sent = [ranks.numbers(rank, check.numel, check.dtype) for rank in check.ranks]
-    return x, torch.stack(sent).amax(0)
+    """Sums, or takes the largest numbers."""
+    x, is_max = ranks.numbers(ranks.rank, check.numel, check.dtype), check.collective == "all_reduce max"
+    dist.all_reduce(x, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=check.group)
+    sent = torch.stack([ranks.numbers(rank, check.numel, check.dtype) for rank in check.ranks])
+    return x, sent.amax(0) if is_max else sent.sum(0, dtype=check.dtype)
 
 
 def two_all_reduces(ranks: Ranks, check: Check) -> Comparison:
     """Sums two tensors at once, as DDP sends its buckets."""
     parts = [ranks.numbers(ranks.rank, check.numel, check.dtype, part=part) for part in range(2)]
-    for work in [dist.all_reduce(x, async_op=True) for x in parts]:
-        work.wait()
+    wait_all([dist.all_reduce(x, async_op=True) for x in parts])
     return torch.cat(parts), torch.cat([ranks.total(check.numel, check.dtype, part=part) for part in range(2)])
 
 
@@ -242,14 +229,12 @@ def reduce_scatter(ranks: Ranks, check: Check) -> Comparison:
 
 def all_gather(ranks: Ranks, check: Check) -> Comparison:
     """Gathers two buckets at once and in place, as the trainer gathers new weights."""
-    flats = []
+    flats, works = [], []
     for bucket in range(2):
-        flat = torch.full((ranks.world_size, check.numel), 255, dtype=check.dtype, device=ranks.device)
-        flat[ranks.rank] = ranks.numbers(ranks.rank, check.numel, check.dtype, part=bucket)
-        flats.append(flat.flatten())
-    works = []
-    for tag, flat in enumerate(flats):
-        works += start_all_gather(flat, rank=ranks.rank, world_size=ranks.world_size, tag=tag)
+        rows = torch.full((ranks.world_size, check.numel), 255, dtype=check.dtype, device=ranks.device)
+        rows[ranks.rank] = ranks.numbers(ranks.rank, check.numel, check.dtype, part=bucket)
+        flats.append(rows.flatten())
+        works += start_all_gather(flats[-1], rank=ranks.rank, world_size=ranks.world_size, tag=bucket)
     wait_all(works)
     expected = [ranks.numbers(r, check.numel, check.dtype, part=bucket) for bucket in range(2) for r in check.ranks]
     return torch.cat(flats), torch.cat(expected)
@@ -270,11 +255,11 @@ def object_broadcast(ranks: Ranks, check: Check) -> Comparison:
     return torch.frombuffer(bytearray(received), dtype=torch.uint8), expected
 
 
-def broadcast(ranks: Ranks, check: Check, group: dist.ProcessGroup | None = None) -> Comparison:
+def broadcast(ranks: Ranks, check: Check) -> Comparison:
     assert check.sender is not None
     expected = ranks.numbers(check.sender, check.numel, check.dtype)
     x = expected.clone() if ranks.rank == check.sender else torch.full_like(expected, 255)
-    dist.broadcast(x, check.sender, group=group)
+    dist.broadcast(x, check.sender, group=check.group)
     return x, expected
 
 
@@ -323,17 +308,8 @@ def locate_by_pairs(first: dict[str, Any], ranks: Ranks, heartbeat: OperationHea
     errors = []
     for pair in combinations(range(ranks.world_size), 2):
         group = dist.new_group(list(pair))  # every rank must call it
-
-        def sum_of_two(ranks: Ranks, check: Check, group: Any = group) -> Comparison:
-            x = ranks.numbers(ranks.rank, check.numel, check.dtype)
-            dist.all_reduce(x, group=group)
-            return x, torch.stack([ranks.numbers(r, check.numel, check.dtype) for r in check.ranks]).sum(0, dtype=dtype)
-
-        def broadcast_of_two(ranks: Ranks, check: Check, group: Any = group) -> Comparison:
-            return broadcast(ranks, check, group)
-
-        checks = [Check("all_reduce", dtype, first["numel"], sum_of_two, pair)]
-        checks += [Check("broadcast", dtype, first["numel"], broadcast_of_two, pair, sender=r) for r in pair]
+        checks = [Check("all_reduce", dtype, first["numel"], all_reduce, pair, group=group)]
+        checks += [Check("broadcast", dtype, first["numel"], broadcast, pair, rank, group) for rank in pair]
         errors += [error for check in checks if (error := run_check(check, ranks, heartbeat))]
     return errors
 

@@ -16,12 +16,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from paceline.comm.analysis import (
-    LinkRate,
-    link_of_gpus,
-    make_results,
-    sweep_sizes,
-)
+from paceline.comm.analysis import LinkRate, link_of_gpus, make_results, sweep_sizes
 from paceline.config import Config
 from paceline.errors import PacelineError, TrainingFailed
 from paceline.heartbeat import read_heartbeat
@@ -42,10 +37,8 @@ STOP_GRACE_S = 1.0  # there is nothing to save
 KEEP_FOLDERS = 10  # of the last runs, with every rank's log
 
 
-class CommFailed(PacelineError):
+class CommFailed(TrainingFailed):
     """A rank hung or ended before it had measured."""
-
-    exit_code = TrainingFailed.exit_code
 
 
 def measure_comm(
@@ -84,15 +77,18 @@ def measure_comm(
         )
     run = new_folder(cache_dir)
     sizes = ",".join(map(str, sweep_sizes(max_bytes)))
-    arguments = [str(run.path), "--device", plan.device, "--sizes", sizes, "--sweep-s", str(sweep_s)]
+    command = [*worker, str(run.path), plan.device, sizes, str(sweep_s)]
     silence_s = deadline_s + max_bytes / SLOWEST_BYTES_PER_S
-    run_ranks(run, plan, [*worker, *arguments], deadline_s=silence_s, libuv=libuv, progress=progress)
+    run_ranks(run, plan, command, deadline_s=silence_s, libuv=libuv, progress=progress)
     reports = [json.loads((run.path / "comm" / f"{rank}.json").read_text()) for rank in range(plan.world_size)]
     results = make_results(reports, plan, links_between(plan, gpus), tok_per_sec=tok_per_sec)
     results |= {"folder": str(run.path), "seconds": round(time.monotonic() - started, 1)}
     file = out or cache_dir / "comm.json"
     if results["right"] or out is not None:  # a plan must not rely on a machine that computes wrong results
-        write_results(file, results)
+        try:
+            write_atomic(file, json.dumps(results, indent=1) + "\n")
+        except OSError as error:
+            raise PacelineError(f"{file} cannot be written: {error.strerror}", fix="--out FILE") from error
     return {**results, "file": str(file)}
 
 
@@ -122,13 +118,6 @@ def new_folder(cache_dir: Path) -> RunDir:
     return RunDir(path)
 
 
-def write_results(file: Path, results: Mapping[str, Any]) -> None:
-    try:
-        write_atomic(file, json.dumps(results, indent=1) + "\n")
-    except OSError as error:
-        raise PacelineError(f"{file} cannot be written: {error.strerror}", fix="--out FILE") from error
-
-
 def run_ranks(
     run: RunDir,
     plan: Plan,
@@ -143,7 +132,10 @@ def run_ranks(
     def show_progress() -> None:
         heartbeat = read_heartbeat(run.progress(0))
         if heartbeat is not None:
-            progress("testing and timing collectives", heartbeat.step, num_operations(run))
+            total = 1.0  # until rank 0 has counted the operations of each rank
+            with suppress(OSError, ValueError):
+                total = float((run.path / "comm" / "num_operations").read_text())
+            progress("testing and timing collectives", heartbeat.step, total)
 
     outcome = run_attempt(
         run,
@@ -158,24 +150,16 @@ def run_ranks(
     if outcome.state == "interrupted":
         raise KeyboardInterrupt
     if outcome.hang is not None:
-        raise CommFailed(outcome.hang.text, fix=f"logs: {run.logs(1)}; {hang_fix(plan)}")
+        fix = (
+            "run paceline comm again; a stopped rank was stopped from outside (Ctrl-Z, a debugger, a frozen container)"
+        )
+        if plan.device == "cuda":
+            fix = "NCCL_P2P_DISABLE=1 paceline comm shows whether the direct path between the cards is at fault"
+        raise CommFailed(outcome.hang.text, fix=f"logs: {run.logs(1)}; {fix}")
     if outcome.failures:
         root = outcome.failures[0]
         subject = "the launch" if root.rank is None else f"rank {root.rank}"
         raise CommFailed(f"{subject} failed: {root.message}", fix=root.fix or f"read the logs: {run.logs(1)}")
-
-
-def num_operations(run: RunDir) -> int:
-    """Returns how many operations each rank runs; 1 until rank 0 has counted them."""
-    with suppress(OSError, ValueError):
-        return int((run.path / "comm" / "num_operations").read_text())
-    return 1
-
-
-def hang_fix(plan: Plan) -> str:
-    if plan.device == "cuda":
-        return "NCCL_P2P_DISABLE=1 paceline comm shows whether the direct path between the cards is at fault"
-    return "run paceline comm again; a stopped rank was stopped from outside (Ctrl-Z, a debugger, a frozen container)"
 
 
 def links_between(plan: Plan, gpus: Sequence[Mapping[str, Any]]) -> dict[tuple[int, ...], LinkRate]:

@@ -9,7 +9,8 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from functools import partial
+from itertools import combinations, product
 from typing import Any
 
 import torch
@@ -26,9 +27,6 @@ BLOCK_S = 0.005
 MIN_BLOCKS, MAX_BLOCKS = 5, 50
 PAIR_SIZES = 4  # enough for latency and bandwidth: the number of pairs grows with the square of the ranks
 
-Operation = Callable[[], object]
-Make = Callable[[int], tuple[Operation, int]]  # bytes -> the operation, its true bytes
-
 
 @dataclass(frozen=True)
 class Measure:
@@ -40,33 +38,26 @@ class Measure:
     ranks: tuple[int, ...]
     rank: int
     device: torch.device
-    make: Make
-    repeats: int = 1  # messages one after the other in one operation
 
     def run(self, heartbeat: OperationHeartbeat, store: Store, *, budget_s: float) -> dict[str, Any] | None:
         """Returns None on ranks that take no part. Collective: every rank must call it, those included."""
-        heartbeat.begin(f"{self.collective} of {format_bytes(self.num_bytes)}{self.between}")
+        pair = f" between ranks {self.ranks[0]} and {self.ranks[1]}" if self.collective == "p2p" else ""
+        heartbeat.begin(f"{self.collective} of {format_bytes(self.num_bytes)}{pair}")
         result = self.measure(heartbeat, store, budget_s=budget_s) if self.rank in self.ranks else None
-        if self.rank == self.ranks[0]:
-            store.set(f"comm/finished/{self.number}", "1")
-        store.get(f"comm/finished/{self.number}")
+        self.agree("finished", 1, store)
         return result
 
-    @property
-    def between(self) -> str:
-        return f" between ranks {self.ranks[0]} and {self.ranks[1]}" if self.collective == "p2p" else ""
-
     def measure(self, heartbeat: OperationHeartbeat, store: Store, *, budget_s: float) -> dict[str, Any]:
-        operation, num_bytes = self.make(self.num_bytes)
+        operation, num_bytes = self.make_operation()
         operation()  # connects, touches the memory
         one_s = block_seconds(operation, TRIAL, self.device) / TRIAL
         per_block = self.agree("per_block", max(1, int(BLOCK_S / one_s)), store)
         block_s = block_seconds(operation, per_block, self.device)
         heartbeat.advance()
         blocks = self.agree("blocks", min(MAX_BLOCKS, max(MIN_BLOCKS, int(budget_s / block_s))), store)
-        seconds = []
+        seconds, messages = [], 2 if self.collective == "p2p" else 1  # a message to the peer and one back
         for _ in range(blocks):
-            seconds.append(block_seconds(operation, per_block, self.device) / per_block / self.repeats)
+            seconds.append(block_seconds(operation, per_block, self.device) / per_block / messages)
             heartbeat.advance()
         return {
             "collective": self.collective,
@@ -75,15 +66,35 @@ class Measure:
             "seconds": statistics.median(seconds),
         }
 
+    def make_operation(self) -> tuple[Callable[[], object], int]:
+        """Returns the operation, as the trainer calls it, and its true bytes: those of all segments, where it has segments."""
+        num_segments = len(self.ranks) if self.collective in ("reduce_scatter", "all_gather") else 1
+        segment = torch.zeros(max(1, self.num_bytes // num_segments // 4), device=self.device)
+        x = segment.repeat(num_segments)  # fp32 zeros, which stay finite however often they are summed
+        operation: Callable[[], object]
+        match self.collective:
+            case "all_reduce":
+                operation = partial(dist.all_reduce, x)
+            case "broadcast":
+                operation = partial(dist.broadcast, x, 0)
+            case "reduce_scatter":
+                operation = partial(sum_segments, SegmentSum(x, rank=self.rank, world_size=num_segments, tag=0))
+            case "all_gather":
+                operation = partial(gather_segments, x, rank=self.rank, world_size=num_segments)
+            case _:
+                is_first = self.rank == self.ranks[0]
+                operation = partial(send_there_and_back, x, sum(self.ranks) - self.rank, is_first=is_first)
+        return operation, 4 * x.numel()
+
     def agree(self, name: str, count: int, store: Store) -> int:
-        """Returns the first rank's count on every rank."""
+        """Returns the first rank's count on every rank, which waits for it."""
         key = f"comm/{name}/{self.number}"
         if self.rank == self.ranks[0]:
             store.set(key, str(count))
         return int(store.get(key))
 
 
-def block_seconds(operation: Operation, count: int, device: torch.device) -> float:
+def block_seconds(operation: Callable[[], object], count: int, device: torch.device) -> float:
     """Returns the seconds of `count` operations in a row; on a GPU, between two events of its stream."""
     if device.type != "cuda":
         started = time.perf_counter()
@@ -99,72 +110,26 @@ def block_seconds(operation: Operation, count: int, device: torch.device) -> flo
     return float(before.elapsed_time(after)) / 1000
 
 
+def sum_segments(segment_sum: SegmentSum) -> None:
+    segment_sum.start()
+    segment_sum.wait()
+
+
+def gather_segments(x: Tensor, *, rank: int, world_size: int) -> None:
+    wait_all(start_all_gather(x, rank=rank, world_size=world_size, tag=0))
+
+
+def send_there_and_back(x: Tensor, peer: int, *, is_first: bool) -> None:
+    wait_all([dist.isend(x, peer) if is_first else dist.irecv(x, peer)])
+    wait_all([dist.irecv(x, peer) if is_first else dist.isend(x, peer)])
+
+
 def measures(rank: int, world_size: int, device: torch.device, *, sizes: Sequence[int]) -> list[Measure]:
     """The same list on every rank: every collective at all sizes, then messages between every two ranks."""
     everyone = tuple(range(world_size))
-    plan: list[tuple[str, int, tuple[int, ...], Make, int]] = [
-        (name, size, everyone, make, 1)
-        for name, make in collectives(rank, world_size, device).items()
-        for size in sizes
-    ]
-    for pair in combinations(everyone, 2):
-        plan += [("p2p", size, pair, ping_pong(rank, pair, device), 2) for size in spread(sizes, PAIR_SIZES)]
-    return [
-        Measure(number, name, size, ranks, rank, device, make, repeats)
-        for number, (name, size, ranks, make, repeats) in enumerate(plan)
-    ]
-
-
-def collectives(rank: int, world_size: int, device: torch.device) -> dict[str, Make]:
-    """Called as the trainer calls them. The bytes of reduce_scatter and all_gather are those of all segments together."""
-
-    def of_one_buffer(call: Callable[[Tensor], object]) -> Make:
-        def make(num_bytes: int) -> tuple[Operation, int]:
-            x = buffer(num_bytes, device)
-            return lambda: call(x), 4 * x.numel()
-
-        return make
-
-    def reduce_scatter(num_bytes: int) -> tuple[Operation, int]:
-        flat = buffer(num_bytes // world_size, device).repeat(world_size)
-        segment_sum = SegmentSum(flat, rank=rank, world_size=world_size, tag=0)
-
-        def operation() -> None:
-            segment_sum.start()
-            segment_sum.wait()
-
-        return operation, 4 * flat.numel()
-
-    def all_gather(num_bytes: int) -> tuple[Operation, int]:
-        flat = buffer(num_bytes // world_size, device).repeat(world_size)
-        return lambda: wait_all(start_all_gather(flat, rank=rank, world_size=world_size, tag=0)), 4 * flat.numel()
-
-    return {
-        "all_reduce": of_one_buffer(dist.all_reduce),
-        "reduce_scatter": reduce_scatter,
-        "all_gather": all_gather,
-        "broadcast": of_one_buffer(lambda x: dist.broadcast(x, 0)),
-    }
-
-
-def ping_pong(rank: int, pair: tuple[int, int], device: torch.device) -> Make:
-    """Makes a message to the peer and one back."""
-
-    def make(num_bytes: int) -> tuple[Operation, int]:
-        x, first, peer = buffer(num_bytes, device), rank == pair[0], sum(pair) - rank
-
-        def operation() -> None:
-            wait_all([dist.isend(x, peer) if first else dist.irecv(x, peer)])
-            wait_all([dist.irecv(x, peer) if first else dist.isend(x, peer)])
-
-        return operation, 4 * x.numel()
-
-    return make
-
-
-def buffer(num_bytes: int, device: torch.device) -> Tensor:
-    """(numel,) fp32; zeros stay finite however often they are summed."""
-    return torch.zeros(max(1, num_bytes // 4), device=device)
+    names = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
+    rows = [*product(names, [everyone], sizes), *product(["p2p"], combinations(everyone, 2), spread(sizes, PAIR_SIZES))]
+    return [Measure(number, name, size, ranks, rank, device) for number, (name, ranks, size) in enumerate(rows)]
 
 
 def spread(sizes: Sequence[int], count: int) -> list[int]:

@@ -5,9 +5,8 @@ The reader parses a log into records, the catalogue matches their text, the verd
 It is printed as text, as Markdown or as JSON.
 """
 
-from __future__ import annotations
-
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -34,7 +33,6 @@ class Record:
     time: float | None = None  # seconds, comparable within one log
     step: int | None = None  # of the last progress line before it
     frames: tuple[str, ...] = ()  # 'File "x", line 3, in f' lines of a traceback, innermost last
-    chained_from: Record | None = None
     source: str | None = None  # the file's name if several were read
 
 
@@ -91,11 +89,9 @@ def format_explanation(explanation: Explanation, *, coloured: bool = False) -> s
     lines = [f"{cause}: {format_summary(explanation)}"]
     if explanation.fix:
         lines.append(f"  {label}: {explanation.fix}")
-    for title, evidence in sections(explanation):
-        lines += ["", title, *format_evidence(evidence)]
-    if notes := format_notes(explanation):
-        lines += ["", *notes]
-    return "\n".join(lines)
+    for title, evidence in (("evidence", explanation.evidence), ("consequences", explanation.consequences)):
+        lines += ["", title, *format_evidence(evidence)] if evidence else []
+    return "\n".join([*lines, *format_notes(explanation)])
 
 
 def format_markdown(explanation: Explanation) -> str:
@@ -103,12 +99,13 @@ def format_markdown(explanation: Explanation) -> str:
     lines = [f"**{explanation.cause}**: {format_summary(explanation)}"]
     if explanation.fix:
         lines += ["", f"**Fix:** {explanation.fix}"]
-    for title, evidence in sections(explanation):
-        fence = fence_for("\n".join(item.text for item in evidence))
+    for title, evidence in (("evidence", explanation.evidence), ("consequences", explanation.consequences)):
+        if not evidence:
+            continue
+        longest = max((len(ticks) for item in evidence for ticks in re.findall("`+", item.text)), default=0)
+        fence = "`" * max(3, longest + 1)  # longer than any run of backticks in the text
         lines += ["", f"{title.capitalize()}:", "", f"{fence}text", *format_evidence(evidence), fence]
-    if notes := format_notes(explanation):
-        lines += ["", *notes]
-    return "\n".join(lines)
+    return "\n".join([*lines, *format_notes(explanation)])
 
 
 def to_json(explanation: Explanation) -> str:
@@ -122,12 +119,6 @@ def format_summary(explanation: Explanation) -> str:
     parts += [f"step {step:,}"] if step is not None and f"step {step}" not in summary else []
     parts += [f"host {host}"] if host is not None and host not in summary else []
     return summary + (f" ({', '.join(parts)})" if parts else "")
-
-
-def sections(explanation: Explanation) -> list[tuple[str, Sequence[Evidence]]]:
-    """The titled lists of log lines that are not empty."""
-    titled = (("evidence", explanation.evidence), ("consequences", explanation.consequences))
-    return [(title, evidence) for title, evidence in titled if evidence]
 
 
 def format_evidence(evidence: Sequence[Evidence]) -> list[str]:
@@ -153,12 +144,4 @@ def format_notes(explanation: Explanation) -> list[str]:
         notes.append(
             f"{explanation.confidence:.0%} sure{also}{'' if explanation.cause in SUPERVISOR_CAUSES else command}"
         )
-    return notes
-
-
-def fence_for(text: str) -> str:
-    """A code fence that is longer than any run of backticks in the text."""
-    fence = "```"
-    while fence in text:
-        fence += "`"
-    return fence
+    return ["", *notes] if notes else []

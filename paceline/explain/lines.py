@@ -7,12 +7,10 @@ open progress bar prints on the same line, so bars are removed too. Steps and lo
 trainers.
 """
 
-from __future__ import annotations
-
 import math
 import re
-from collections import deque
-from dataclasses import dataclass
+from collections import defaultdict, deque
+from dataclasses import dataclass, replace
 
 from paceline.explain.explanation import LogProgress
 
@@ -20,7 +18,6 @@ MAX_PREFIXES = 8  # on one line; real ones have four
 MAX_RANKS = 100_000
 MAX_PROGRESS_LINES = 64  # stored; what came before them has not ended the run
 MAX_DIGITS = 15
-SECONDS_PER_DAY = 24 * 3600
 DAYS_BEFORE_MONTH = (0, 31, 59, 90, 120, 151, 181, 212, 243, 273, 304, 334)
 MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
 
@@ -44,12 +41,12 @@ HOST = re.compile(  # pdsh (accelerate and DeepSpeed on several hosts), docker c
     r"|[A-Za-z][\w.-]*\d)(?<!\.so)(?<!\.py))"
     r"(?:: (?=\s*(?:\[|Traceback|  File|\w+(?:\.\w+)*(?:Error|Exception|Interrupt)\b|[\w-]+:\d+:\d+ ))| +\| )"
 )
-TORCHRUN_APP = re.compile(r"[\w.]+(?:/\d+)? (?=\[default\d+\]:|\[rank\d+\]:)")  # torchx
-LISTING = re.compile(
-    r" {0,6}\d{1,6}[ \t]+(?=(?:Traceback \(|  File \"|File \"|(?:\w+\.)*\w*(?:Error|Exception): ))"
-)  # cat -n
-NOTEBOOK = re.compile(r"\d+\.\d+s[ \t]+\d+[ \t]+")  # Kaggle: seconds, line number
-PYTEST = re.compile(r"E {2,40}(?=\S)| {2,8}\| (?=Traceback|  File|\w+(?:Error|Exception))")  # and exception groups
+OTHER = re.compile(
+    r"[\w.]+(?:/\d+)? (?=\[default\d+\]:|\[rank\d+\]:)"  # torchx
+    r"| {0,6}\d{1,6}[ \t]+(?=(?:Traceback \(|  File \"|File \"|(?:\w+\.)*\w*(?:Error|Exception): ))"  # cat -n
+    r"|\d+\.\d+s[ \t]+\d+[ \t]+"  # Kaggle: seconds, line number
+    r"|E {2,40}(?=\S)| {2,8}\| (?=Traceback|  File|\w+(?:Error|Exception))"  # pytest, and exception groups
+)
 
 ISO = re.compile(
     r"\s*\[?(?P<year>\d{4})[-/](?P<month>\d\d)[-/](?P<day>\d\d)[T _-]{1,2}(?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)"
@@ -87,9 +84,8 @@ STEP = re.compile(
 LOSS = re.compile(r"loss['\"]?\s*[:=|]?\s*(?P<loss>[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan|inf)\b", re.IGNORECASE)
 DONE = re.compile(
     r"training (?:is )?(?:completed?|finished|done)|finished training|train_runtime|max_steps=?\d* reached"
-    r"|job (?:finished|completed) success"
-    r"|\ball \d* ?(?:tests|checks) passed|training has finished|saved (?:the )?final|run finished"
-    r"|finished successfully|^done\.?$",
+    r"|job (?:finished|completed) success|\ball \d* ?(?:tests|checks) passed|training has finished|saved (?:the )?final"
+    r"|run finished|finished successfully|^done\.?$",
     re.IGNORECASE,
 )
 
@@ -114,13 +110,7 @@ class StepLoss:
     is_last: bool = False  # step 100/100
 
 
-@dataclass(frozen=True)
-class ProgressLine:
-    """Where a line that reports progress stands in the log."""
-
-    line: int
-    rank: int | None
-    step: int | None
+ProgressLine = tuple[int, int | None, int | None]  # number in the log, rank, step
 
 
 class ProgressTracker:
@@ -128,52 +118,43 @@ class ProgressTracker:
 
     def __init__(self) -> None:
         self.lines: deque[ProgressLine] = deque(maxlen=MAX_PROGRESS_LINES)
-        self.first_step: int | None = None
         self.steps_by_rank: dict[int, int] = {}  # the last step of each rank whose lines have a rank
-        self._last_step: int | None = None
-        self._last_loss: float | None = None
-        self._num_lines = 0
-        self._done_line: int | None = None
-        self._at_end = False  # the last progress line is step 100/100
-        self._nan: tuple[int, int | None] | None = None  # line and step from which on every loss is non-finite
+        self.reached = LogProgress()  # finished: the last progress line is step 100/100
 
     def step_of(self, rank: int | None) -> int | None:
         """The last step that this rank reported, or else that any rank reported."""
-        return self._last_step if rank is None else self.steps_by_rank.get(rank, self._last_step)
+        last_step = self.reached.last_step
+        return last_step if rank is None else self.steps_by_rank.get(rank, last_step)
 
     def add(self, number: int, line: LogLine, bar: StepLoss | None) -> None:
         """Adds line `number` of the log; bar is the progress bar that was removed from it."""
         if DONE.search(line.text):
-            self._done_line = number
+            self.reached = replace(self.reached, done_line=number)
         progress = read_step_and_loss(line.text) or bar
         if progress is None:
             return
-        self._at_end = progress.is_last
-        self.lines.append(ProgressLine(number, line.rank, progress.step))
-        self._num_lines += 1
+        fields: dict[str, float | None] = {"steps": self.reached.steps + 1, "finished": progress.is_last}
         if progress.step is not None:
-            self._last_step = progress.step
-            self.first_step = progress.step if self.first_step is None else self.first_step
+            fields["last_step"] = progress.step
+            if self.reached.first_step is None:
+                fields["first_step"] = progress.step
             if line.rank is not None and len(self.steps_by_rank) < MAX_RANKS:
                 self.steps_by_rank[line.rank] = progress.step
         if progress.loss is not None:
-            self._last_loss = progress.loss
-            self._nan = None if math.isfinite(progress.loss) else self._nan or (number, self.step_of(line.rank))
+            fields["last_loss"] = progress.loss
+            if math.isfinite(progress.loss):
+                fields |= {"nan_line": None, "nan_step": None}
+            elif self.reached.nan_line is None:
+                step = self.step_of(line.rank) if progress.step is None else progress.step
+                fields |= {"nan_line": number, "nan_step": step}
+        self.lines.append((number, line.rank, progress.step))
+        self.reached = replace(self.reached, **fields)  # type: ignore[arg-type]
 
     def progress(self, last_line: int | None) -> LogProgress:
         """The progress so far; last_line is the number of the log's last line."""
-        finished = self._done_line is not None or self._at_end
-        return LogProgress(
-            steps=self._num_lines,
-            first_step=self.first_step,
-            last_step=self._last_step,
-            last_loss=self._last_loss,
-            nan_line=self._nan[0] if self._nan else None,
-            nan_step=self._nan[1] if self._nan else None,
-            done_line=self._done_line,
-            finished=finished,
-            silent_end=not finished and bool(self.lines) and self.lines[-1].line == last_line,
-        )
+        finished = self.reached.done_line is not None or self.reached.finished
+        is_last = bool(self.lines) and self.lines[-1][0] == last_line
+        return replace(self.reached, finished=finished, silent_end=is_last and not finished)
 
 
 def strip_escapes(text: str) -> str:
@@ -195,12 +176,9 @@ def split_prefix(text: str) -> LogLine:
             rank = int(number) if number else rank
             host = match["ip"] or host
             stream = stream or match[0].strip(" :")
-        elif match := NCCL.match(text):
-            host = match["host"]
-            stream = stream or match[0].strip()  # [5] is the GPU's index on its host: with several hosts not the rank
-        elif match := HOST.match(text):
-            host = match["host"]
-            stream = stream or match["host"]
+        elif match := NCCL.match(text) or HOST.match(text):
+            host = match["host"]  # NCCL's [5] is the GPU's index on its host: with several hosts not the rank
+            stream = stream or match[0].strip(" :|")
         elif time is None and (match := next(filter(None, (pattern.match(text) for pattern in TIMES)), None)):
             time = seconds_of(match)
             host = match.groupdict().get("host") or host
@@ -210,9 +188,7 @@ def split_prefix(text: str) -> LogLine:
         elif match := SLURM.match(text):
             rank = int(match["rank"]) if rank is None else rank
             stream = stream or match[0].strip(" :")
-        elif not (
-            match := TORCHRUN_APP.match(text) or LISTING.match(text) or NOTEBOOK.match(text) or PYTEST.match(text)
-        ):
+        elif not (match := OTHER.match(text)):
             break
         text = text[match.end() :]
     return LogLine(text=text.rstrip(), rank=rank, host=host, time=time, stream=stream)
@@ -220,14 +196,12 @@ def split_prefix(text: str) -> LogLine:
 
 def seconds_of(match: re.Match[str]) -> float:
     """Seconds since a fixed moment. A year counts 365.25 days, so only times of the same format compare exactly."""
-    parts = match.groupdict()
-    name = (parts.get("name") or "").lower()
-    month = MONTHS.index(name) + 1 if name in MONTHS else int(parts.get("month") or 1)
-    days = int(parts.get("year") or 0) * 365.25 + int(parts.get("day") or 0)
-    days += DAYS_BEFORE_MONTH[min(max(month, 1), 12) - 1]
-    clock = int(parts.get("hour") or 0) * 3600 + int(parts.get("minute") or 0) * 60 + float(parts.get("second") or 0)
-    fraction = (parts.get("fraction") or "").lstrip(".,:")
-    return days * SECONDS_PER_DAY + clock + (float("0." + fraction) if fraction else 0.0)
+    parts = defaultdict(str, {name: text for name, text in match.groupdict().items() if text})
+    name = parts["name"].lower()
+    month = MONTHS.index(name) + 1 if name in MONTHS else int(parts["month"] or 1)
+    days = int(parts["year"] or 0) * 365.25 + int(parts["day"] or 0) + DAYS_BEFORE_MONTH[min(max(month, 1), 12) - 1]
+    clock = int(parts["hour"] or 0) * 3600 + int(parts["minute"] or 0) * 60 + float(parts["second"])
+    return days * 24 * 3600 + clock + float("0." + parts["fraction"].lstrip(".,:"))
 
 
 def strip_bars(text: str) -> tuple[str, StepLoss | None]:

@@ -7,19 +7,18 @@ waits in a collective reports the wait, and the culprit is the rank that did not
 unknown, because a wrong rank costs the user more than none.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from paceline.explain.catalogue import Catalogue, Cause, Match
+from paceline.explain.catalogue import Cause, load_catalogue
 from paceline.explain.explanation import Record
 from paceline.explain.reader import BANNER_RANK, Log
 
 STEPS_AFTER = 3  # different steps after an error: it did not end the run
-CONTINUED, FORWARDED, WARNING, ERROR_LINE = 0.45, 0.5, 0.55, 0.93  # factors of a score
+CONTINUED, WARNING, ERROR_LINE = 0.45, 0.55, 0.93  # factors of a score
+WEIGHTS = {"banner": 0.5, "exception": 1.0}  # by the kind of record; ERROR_LINE for any other
 FALLBACK = "user-code-exception"  # the cause of an exception if no other one matches
 MAX_EVENTS = 400  # of one log, from either end
 MAX_RANK = 10**6
@@ -33,14 +32,12 @@ STOPPED = re.compile(r"(?:Sending process|Unable to shutdown process) (?P<pid>\d
 PID = re.compile(r"\b(?:pid:|PID) (?P<pid>\d+)\b")
 STOP_SIGNAL = re.compile(r"-(?:2|9|15)\b|SIG(?:INT|KILL|TERM)\b")
 WARNING_LINE = re.compile(
-    r"^\W*(?:W|I|D|INFO|WARN|WARNING|DEBUG|NOTE)\b(?!.*\b(?:ERROR|FATAL|Error:))|\bWarning: |\[(?:WARNING|INFO"
-    r"|DEBUG)\]|NCCL INFO|^\s*warnings\.warn"
-    r"|(?<!NCCL )\b(?:WARNING|WARN|INFO|DEBUG)\b[ :|\]-]"
+    r"^\W*(?:W|I|D|INFO|WARN|WARNING|DEBUG|NOTE)\b(?!.*\b(?:ERROR|FATAL|Error:))|\bWarning: "
+    r"|\[(?:WARNING|INFO|DEBUG)\]|NCCL INFO|^\s*warnings\.warn|(?<!NCCL )\b(?:WARNING|WARN|INFO|DEBUG)\b[ :|\]-]"
 )
 WRAPPED = re.compile(
     r"(?:ChildFailed|CalledProcess|RayTask|WorkerCrashed)Error|ProcessRaised|ProcessExited|SystemExit: [1-9]"
 )
-ERROR_PREFIX = re.compile(r"^(?:\S{1,40}:? )?(?:\[?(?:ERROR|FATAL|CRITICAL)\b|(?:[Ff]atal|[Ee]rror)(?: error)?: )")
 NO_FAILURE = re.compile(
     r"exit(?:ed|ing|s)? (?:\w+ )?(?:with )?(?:exit )?(?:status|code)[ :=]*0\b|exit ?code[ :=]+0\b"
     r"|return code[ :=]+0\b|ExitCode 0:0|handler",
@@ -69,30 +66,37 @@ class Event:
     """One record with one cause that it may show."""
 
     record: Record
-    match: Match
+    cause: Cause
+    values: Mapping[str, str]  # of the pattern's named groups
     score: float  # 0 to 1
     run_continued: bool
     place: tuple[int, int]  # number of the log, line
-    from_launcher: bool = False  # a launcher's report, or the end of a process that the launcher stopped
-
-    @property
-    def cause(self) -> Cause:
-        return self.match.cause
+    from_launcher: bool  # a launcher's report, or the end of a process that the launcher stopped
 
 
-def find_events(log: Log, catalogue: Catalogue, *, number: int = 0) -> list[Event]:
+def find_events(log: Log, *, number: int) -> list[Event]:
     """Everything that the catalogue finds in a log; number is the log's place among those read together."""
     events = []
     stopped = {match["pid"] for record in log.records for match in STOPPED.finditer(record.text)}
     for record in log.records:
-        continued = run_continued(record, log)
-        factor = (CONTINUED if continued else 1.0) * record_weight(record)
-        matches = catalogue.match(record.text, record.kind)
+        matches = load_catalogue().match(record.text, record.kind)
         if len(matches) > 1:
-            matches = [match for match in matches if match.cause.id != FALLBACK]
-        from_launcher = is_from_launcher(record, stopped)
+            matches = [match for match in matches if match[0].id != FALLBACK]
+        continued = run_continued(record, log)
+        factor = WEIGHTS.get(record.kind, ERROR_LINE)
+        if record.kind == "line" and WARNING_LINE.search(
+            record.text
+        ):  # launchers write exits and signals as warnings too
+            factor = WARNING
+        factor *= CONTINUED if continued else 1.0
+        pid = PID.search(record.text) if record.kind in ("exit", "signal") and STOP_SIGNAL.search(record.text) else None
+        was_stopped = pid is not None and pid["pid"] in stopped
+        from_launcher = record.kind == "banner" or was_stopped or STOPPED.search(record.text) is not None
         place = (number, record.line)
-        events += [Event(record, match, match.weight * factor, continued, place, from_launcher) for match in matches]
+        events += [
+            Event(record, cause, values, weight * factor, continued, place, from_launcher)
+            for cause, weight, values in matches
+        ]
     return events if len(events) <= 2 * MAX_EVENTS else [*events[:MAX_EVENTS], *events[-MAX_EVENTS:]]
 
 
@@ -101,29 +105,11 @@ def run_continued(record: Record, log: Log) -> bool:
     if log.progress.done_line is not None and log.progress.done_line > record.line:
         return True
     steps = {
-        line.step if line.step is not None else -line.line
-        for line in log.last_progress
-        if line.line > record.line and (record.rank is None or line.rank in (None, record.rank))
+        -line if step is None else step
+        for line, rank, step in log.last_progress
+        if line > record.line and (record.rank is None or rank in (None, record.rank))
     }
     return len(steps) >= STEPS_AFTER
-
-
-def record_weight(record: Record) -> float:
-    """How likely such a record is the end of a run."""
-    if record.kind == "banner":
-        return FORWARDED
-    if record.kind == "exception":
-        return 1.0
-    # launchers report signals and exits at the level of warnings
-    return WARNING if record.kind == "line" and WARNING_LINE.search(record.text) else ERROR_LINE
-
-
-def is_from_launcher(record: Record, stopped: Set[str]) -> bool:
-    """Whether a launcher forwards it or caused it; stopped holds the ids of the processes that a launcher stopped."""
-    if record.kind == "banner" or STOPPED.search(record.text):
-        return True
-    pid = PID.search(record.text) if record.kind in ("exit", "signal") else None
-    return pid is not None and pid["pid"] in stopped and bool(STOP_SIGNAL.search(record.text))
 
 
 def unexplained_failures(log: Log, events: Sequence[Event]) -> list[Record]:
@@ -132,10 +118,7 @@ def unexplained_failures(log: Log, events: Sequence[Event]) -> list[Record]:
     return [
         record
         for record in log.records
-        if id(record) not in explained
-        and record.kind in ("exception", "exit", "signal", "banner")
-        and not run_continued(record, log)
-        and is_failure(record)
+        if id(record) not in explained and is_failure(record) and not run_continued(record, log)
     ]
 
 
@@ -145,57 +128,48 @@ def is_failure(record: Record) -> bool:
         return not text.startswith(("SystemExit: 0", "SystemExit\n")) and "Warning" not in text.split(":")[0]
     if record.kind == "banner":
         return bool(WRAPPED.search(text))
-    return not NO_FAILURE.search(text) and not WARNING_LINE.search(text)
-
-
-def error_lines(log: Log) -> list[Record]:
-    """Lines marked as errors, of a log without any step."""
-    if log.progress.steps or log.progress.finished:
-        return []
-    return [record for record in log.records if record.kind == "line" and ERROR_PREFIX.search(record.text)]
+    return record.kind in ("exit", "signal") and not NO_FAILURE.search(text) and not WARNING_LINE.search(text)
 
 
 def culprit_rank(event: Event, candidates: Sequence[Event], logs: Sequence[Log]) -> int | None:
     """The rank that caused the event; candidates are all events that may have ended the run."""
-    same_cause = [other for other in candidates if other.cause.id == event.cause.id]
-    if (rank := rank_in_text(event)) is not None:
+    if (rank := rank_in_text(event)) is not None or event.cause.id in EXTERNAL:
         return rank
-    if event.cause.id in EXTERNAL:
-        return None
+    same_cause = [other for other in candidates if other.cause.id == event.cause.id]
     if event.cause.id in WAITING:
         return late_rank(same_cause, logs)
     for other in (event, *same_cause):
         if other.record.rank is not None:
             return other.record.rank
-    blamed = rank_blamed_by_launcher(record for log in logs for record in log.records)
-    if blamed is None and event.record.kind in ("exit", "signal"):
-        # a killed rank prints nothing; the ranks that lost it do
-        victims = {
-            other.record.rank for other in candidates if other.cause.follows is True and other.record.rank is not None
-        }
-        return only_silent_rank(victims, logs)
-    return blamed
+    blamed = rank_blamed_by_launcher(logs)
+    if blamed is not None or event.record.kind not in ("exit", "signal"):
+        return blamed
+    # a killed rank prints nothing; the ranks that lost it do
+    return only_silent_rank({other.record.rank for other in candidates if other.cause.follows is True}, logs)
 
 
 def rank_in_text(event: Event) -> int | None:
     """The rank that the text itself blames."""
     for name in ("rank", "late_rank"):
-        if (match := NUMBER.search(event.match.values.get(name) or "")) and int(match[0]) < MAX_RANK:
+        if (match := NUMBER.search(event.values.get(name) or "")) and int(match[0]) < MAX_RANK:
             return int(match[0])
     return None
 
 
 def late_rank(waiting: Sequence[Event], logs: Sequence[Log]) -> int | None:
     """The one rank that all others wait for: its last collective or step is the lowest, or it alone prints nothing."""
-    for event in waiting:
-        if (rank := rank_in_text(event)) is not None:
-            return rank
     records = [record for log in logs for record in log.records]
-    for record in records:
-        if record.source == FLIGHT_RECORDER:
-            return record.rank
-    if (rank := rank_in_other_collective(waiting)) is not None:
-        return rank
+    ranks = [rank for event in waiting if (rank := rank_in_text(event)) is not None]
+    ranks += [record.rank for record in records if record.source == FLIGHT_RECORDER and record.rank is not None]
+    if ranks:
+        return ranks[0]
+    collectives = {
+        match["rank"]: match["collective"] for event in waiting for match in RUNNING.finditer(event.record.text)
+    }
+    frequency = Counter(collectives.values())
+    others = [rank for rank, collective in collectives.items() if frequency[collective] == 1]
+    if len(others) == 1 and len(collectives) > 2 and len(others[0]) <= MAX_DIGITS:
+        return int(others[0])  # its collective differs from all others; of two ranks either may be wrong
     enqueued: dict[int, int] = {}
     for record in records:
         if record.rank is not None and (match := WORK.search(record.text)):
@@ -209,45 +183,27 @@ def late_rank(waiting: Sequence[Event], logs: Sequence[Log]) -> int | None:
         if len(counts) > 1 and len(lowest) == 1:
             return lowest[0]
     exited = [record for record in records if record.kind == "exit" and not STOPPED_BY_LAUNCHER.search(record.text)]
-    reporting = {record.rank for record in (*(event.record for event in waiting), *exited) if record.rank is not None}
-    return only_silent_rank(reporting, logs)
+    return only_silent_rank({record.rank for record in (*(event.record for event in waiting), *exited)}, logs)
 
 
-def rank_in_other_collective(waiting: Sequence[Event]) -> int | None:
-    """The one rank whose collective differs from all others; None for two ranks, of which either may be wrong."""
-    collectives = {
-        match["rank"]: match["collective"] for event in waiting for match in RUNNING.finditer(event.record.text)
-    }
-    counts = Counter(collectives.values())
-    ranks = [rank for rank, collective in collectives.items() if counts[collective] == 1]
-    return int(ranks[0]) if len(ranks) == 1 and len(collectives) > 2 and len(ranks[0]) <= MAX_DIGITS else None
+def only_silent_rank(reporting: Set[int | None], logs: Sequence[Log]) -> int | None:
+    """The one rank of the job, as far as the logs show its ranks, that is not among those that report an error."""
+    records = [record for log in logs for record in log.records]
+    ranks = {record.rank for record in records if record.rank is not None}.union(*(log.ranks for log in logs))
+    sizes = (int(match[match.lastgroup or 0]) for record in records for match in WORLD.finditer(record.text))
+    size = max(sizes, default=0)
+    if len(ranks) <= size <= MAX_RANK:
+        ranks |= set(range(size))
+    silent = ranks - reporting
+    return silent.pop() if reporting - {None} and len(silent) == 1 else None
 
 
-def only_silent_rank(reporting: Set[int], logs: Sequence[Log]) -> int | None:
-    """The one rank of the job that is not among those that report an error."""
-    silent = all_ranks(logs) - reporting
-    return silent.pop() if reporting and len(silent) == 1 else None
-
-
-def all_ranks(logs: Sequence[Log]) -> set[int]:
-    """The ranks of the job, as far as the logs show."""
-    ranks: set[int] = set()
-    size = 0
-    for log in logs:
-        ranks |= log.ranks
-        for record in log.records:
-            ranks |= {record.rank} if record.rank is not None else set()
-            for match in WORLD.finditer(record.text):
-                size = max(size, int(match[match.lastgroup or 0]))
-    return ranks | set(range(size)) if size <= MAX_RANK and len(ranks) <= size else ranks
-
-
-def rank_blamed_by_launcher(records: Iterable[Record]) -> int | None:
+def rank_blamed_by_launcher(logs: Sequence[Log]) -> int | None:
     """The rank that a launcher reports as the first that failed."""
     in_root_cause = False
     pids: dict[str, int] = {}
     first: int | None = None
-    for record in records:
+    for record in (record for log in logs for record in log.records):
         text = record.text
         if ROOT_CAUSE.search(text):
             in_root_cause = True

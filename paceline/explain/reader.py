@@ -6,15 +6,15 @@ without any error word are remembered and then skipped at the speed of bytes.tra
 parsed by lines.py and tracebacks.py. What a record means is decided by the catalogue and the verdict.
 """
 
-from __future__ import annotations
-
 import codecs
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import chain
 
+from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import LogProgress, Record, RecordKind
 from paceline.explain.lines import (
     MAX_RANKS,
@@ -85,15 +85,9 @@ class Log:
     ranks: frozenset[int] = frozenset()  # whose lines were parsed
 
 
-def read_log(
-    chunks: Iterable[bytes], *, literals: Iterable[str] = (), rank: int | None = None, source: str | None = None
-) -> Log:
-    """Parses a log that comes in chunks of any size.
-
-    literals: the catalogue's; a line with one of them is parsed even if it has no error word.
-    rank, source: of the whole file, where a line does not report its rank.
-    """
-    parser = LogParser(literals, rank=rank, source=source)
+def read_log(chunks: Iterable[bytes], *, rank: int | None = None, source: str | None = None) -> Log:
+    """Parses a log that comes in chunks of any size. rank, source: of the whole file, where a line does not report its rank."""
+    parser = LogParser(rank=rank, source=source)
     for block in whole_lines(as_utf8(chunks)):
         parser.feed(block)
     return parser.finish()
@@ -102,14 +96,14 @@ def read_log(
 class LogParser:
     """Parses one log; feed() takes blocks of whole lines."""
 
-    def __init__(self, literals: Iterable[str], *, rank: int | None, source: str | None):
-        self._filter = LineFilter(literals)
+    def __init__(self, *, rank: int | None, source: str | None):
+        self._filter = LineFilter()
         self._tracebacks = TracebackReader()
         self._rank, self._source = rank, source
         self._first: list[Record] = []
         self._last: deque[Record] = deque(maxlen=LAST_RECORDS)
-        self._num_selected = 0
-        self._late: deque[tuple[int, bytes]] = deque(maxlen=LAST_SELECTED)  # selected lines after the first ones
+        self._num_parsed = 0  # selected lines
+        self._late: deque[tuple[int, bytes]] = deque(maxlen=LAST_SELECTED)  # after those; parsed at the end of the log
         self._number = 0  # of the last line
         self._pending = 0  # lines at the start of the next block that follow a selected one
         self._progress = ProgressTracker()
@@ -125,18 +119,27 @@ class LogParser:
             selected = sorted({*range(min(self._pending, len(lines))), *selected})
         self._pending = AFTER if selected and selected[-1] == len(lines) - 1 else 0
         before = -1
-        for at in selected:
+        for at in (*selected, len(lines)):
             if at != before + 1:
                 self._skip(lines, numbers, range(before + 1, at))
-            self._take(numbers[at], lines[at])
+            if at < len(lines) and self._num_parsed < FIRST_SELECTED:
+                self._num_parsed += 1
+                self._parse(numbers[at], lines[at])
+            elif at < len(lines):
+                self._late.append((numbers[at], cut_middle(lines[at])))
             before = at
-        if before < len(lines) - 1:
-            self._skip(lines, numbers, range(before + 1, len(lines)))
-        self._store_tail(lines, numbers)
+        end = slice(-4 * LAST_LINES, None)
+        ends = zip(numbers[end], lines[end], strict=True)
+        self._tail.extend((number, decode_line(raw).rstrip()) for number, raw in ends if raw.strip())
         self._number = numbers[-1]
 
     def finish(self) -> Log:
-        self._parse_late()
+        before = 0
+        for number, raw in self._late:
+            if number > before + 1:
+                self._add(self._tracebacks.flush())
+            self._parse(number, raw)
+            before = number
         self._add(self._tracebacks.flush())
         tail = tuple((number, text) for number, text in self._tail if text)
         return Log(
@@ -163,37 +166,23 @@ class LogParser:
         self._add(self._tracebacks.flush())
         start = max(gap.start, gap.stop - PROGRESS_LINES)
         searched = [*range(start, gap.stop)]
-        if self._progress.first_step is None:
+        if self._progress.reached.first_step is None:
             searched = [*range(gap.start, min(gap.start + PROGRESS_LINES, start)), *searched]
         for at in searched:
             text, bar = strip_bars(strip_escapes(lines[at][:MAX_LINE_CHARS].decode("utf-8", "replace")))
             self._progress.add(numbers[at], split_prefix(text), bar)
 
-    def _take(self, number: int, raw: bytes) -> None:
-        """Parses a selected line now, or at the end of the log if there were many before it."""
-        if self._num_selected < FIRST_SELECTED:
-            self._num_selected += 1
-            self._parse(number, raw)
-        else:
-            self._late.append((number, cut_middle(raw)))
-
-    def _parse_late(self) -> None:
-        before = 0
-        for number, raw in self._late:
-            if number > before + 1:
-                self._add(self._tracebacks.flush())
-            self._parse(number, raw)
-            before = number
-
     def _parse(self, number: int, raw: bytes) -> None:
         text, bar = strip_bars(decode_line(raw))
-        line = split_prefix(strip_box(text))
+        if text.startswith(("│", "╭", "╰", "┃")):  # the box around rich's traceback
+            text = text.strip("│┃╭╮╰╯─ ").replace("❱", " ")
+        line = split_prefix(text)
         if line.rank is None and self._rank is not None:
             line = replace(line, rank=self._rank)
         if line.rank is not None and len(self._ranks) < MAX_RANKS:
             self._ranks.add(line.rank)
         progress_lines = self._progress.lines
-        if not progress_lines or number >= progress_lines[-1].line:  # late lines stand before progress already read
+        if not progress_lines or number >= progress_lines[-1][0]:  # late lines stand before progress already read
             self._progress.add(number, line, bar)
         if BANNER_TRACEBACK.match(line.text) and self._banner_rank is not None:
             line = replace(line, rank=self._banner_rank, host=self._banner_host)
@@ -223,29 +212,19 @@ class LogParser:
             kind = "banner"
         return Record(kind=kind, text=text, line=number, rank=rank, host=host, time=line.time, step=step)
 
-    def _store_tail(self, lines: list[bytes], numbers: Sequence[int]) -> None:
-        for at in range(max(0, len(lines) - 4 * LAST_LINES), len(lines)):
-            if lines[at].strip():
-                self._tail.append((numbers[at], decode_line(lines[at]).rstrip()))
-
     def _add(self, records: list[Record]) -> None:
         for record in records:
-            if self._source:
-                record = replace(record, source=self._source)
-            if record.rank is None and self._rank is not None:
-                record = replace(record, rank=self._rank)
-            (self._first if len(self._first) < FIRST_RECORDS else self._last).append(record)
+            stored = self._first if len(self._first) < FIRST_RECORDS else self._last
+            stored.append(replace(record, source=self._source) if self._source else record)
 
 
 class LineFilter:
     """Selects the lines worth parsing by their shape: the line without digits, spaces and bars.
 
-    A shape is worth parsing if it contains an error word or one of the literals (lower-case words).
+    A shape is worth parsing if it contains an error word or one of the catalogue's literals.
     """
 
-    def __init__(self, literals: Iterable[str]):
-        lowered = {literal.lower().encode() for literal in literals if literal}
-        self._literals = sorted(literal for literal in lowered if not ERROR_WORD.search(literal))
+    def __init__(self) -> None:
         self._ignored: set[bytes] = set()
         self._repeats: dict[bytes, int] = {}
 
@@ -258,7 +237,12 @@ class LineFilter:
         candidates = [at for at, shape in enumerate(shapes) if shape in new_shapes]
         first = {shapes[at]: lines[at] for at in reversed(candidates)}
         error_shapes = self._error_shapes(first)
-        self._ignore(new_shapes - error_shapes)
+        plain_shapes = new_shapes - error_shapes
+        if len(self._ignored) + len(plain_shapes) > MAX_SHAPES:
+            self._ignored.clear()
+        if len(self._repeats) > MAX_SHAPES:
+            self._repeats.clear()
+        self._ignored |= {shape for shape in plain_shapes if len(shape) < MAX_LINE_BYTES}
         selected: set[int] = set()
         for at in candidates:
             if (shape := shapes[at]) in error_shapes:
@@ -275,15 +259,14 @@ class LineFilter:
         error_shapes = {shape for shape, line in lowered.items() if ERROR_WORD.search(line)}
         others = {shape: line for shape, line in lowered.items() if shape not in error_shapes}
         joined = b"\n".join(others.values())
-        literals = [literal for literal in self._literals if literal in joined]
+        literals = [literal for literal in literals_without_error_word() if literal in joined]
         return error_shapes | {shape for shape, line in others.items() if any(literal in line for literal in literals)}
 
-    def _ignore(self, shapes: set[bytes]) -> None:
-        if len(self._ignored) + len(shapes) > MAX_SHAPES:
-            self._ignored.clear()
-        if len(self._repeats) > MAX_SHAPES:
-            self._repeats.clear()
-        self._ignored |= {shape for shape in shapes if len(shape) < MAX_LINE_BYTES}
+
+@cache
+def literals_without_error_word() -> list[bytes]:
+    literals = (literal.encode() for literal in load_catalogue().by_literal)
+    return [literal for literal in literals if not ERROR_WORD.search(literal)]
 
 
 def decode_line(raw: bytes) -> str:
@@ -303,28 +286,19 @@ def cut_middle(raw: bytes) -> bytes:
     return raw[: MAX_LINE_CHARS * 3 // 4] + b" ... " + raw[-MAX_LINE_CHARS // 4 :]
 
 
-def strip_box(text: str) -> str:
-    """A line of rich's traceback without the box around it."""
-    if text[:1] not in "│╭╰┃" or not text:
-        return text
-    return text.strip("│┃╭╮╰╯─ ").replace("❱", " ") or ""
-
-
 def as_utf8(chunks: Iterable[bytes]) -> Iterator[bytes]:
     """Converts UTF-16, which PowerShell's > writes, to UTF-8 and leaves any other encoding as it is."""
     iterator = iter(chunks)
     first = next((chunk for chunk in iterator if chunk), b"")
     nuls = first[:4096].count(0)
     is_utf16 = first.startswith((b"\xff\xfe", b"\xfe\xff")) or (nuls * 5 > 2 * len(first[:4096]) and len(first) > 8)
+    chunks = chain([first], iterator)
     if not is_utf16:
-        yield first
-        yield from iterator
+        yield from chunks
         return
     is_big = first.startswith(b"\xfe\xff") or (not first.startswith(b"\xff\xfe") and first[:1] == b"\0")
-    decoder = codecs.getincrementaldecoder("utf-16-be" if is_big else "utf-16-le")("replace")
-    for chunk in chain([first], iterator):
-        yield decoder.decode(chunk).encode("utf-8", "replace")
-    yield decoder.decode(b"", final=True).encode("utf-8", "replace")
+    for text in codecs.iterdecode(chunks, "utf-16-be" if is_big else "utf-16-le", "replace"):
+        yield text.encode("utf-8", "replace")
 
 
 def whole_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:

@@ -1,90 +1,102 @@
 """
-Explains a run folder: the logs of its ranks together with what the run recorded beside them.
+Explains a run folder, or logs alone: a file, several, a folder of them, or a stream; compressed files are read directly.
 
-events.jsonl has exit codes and the supervisor's own verdict, `<rank>.error.json` errors, progress/ how far each rank got,
-config.toml the batch size, health/ the state of the hosts, and the kernel log, if it can be read, kills.
+The logs of a run's ranks are read together with what the run recorded beside them: events.jsonl has exit codes and the supervisor's
+own verdict, `<rank>.error.json` errors, progress/ how far each rank got, config.toml the batch size, health/ the state of the
+hosts, and the kernel log, if it can be read, kills. One file may hold the output of all ranks, or each rank has its own file,
+whose name or folder contains the rank; a failed process may also have written torch's error.json.
 """
 
-from __future__ import annotations
-
+import bz2
+import gzip
 import json
+import lzma
+import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from paceline.errors import PacelineError, TrainingFailed, UsageError
-from paceline.explain.catalogue import Catalogue, load_catalogue
+from paceline.explain.catalogue import load_catalogue
 from paceline.explain.evidence import (
+    DISK,
+    MEMORY,
     SAMPLE_BYTES,
-    Samples,
-    clock_evidence,
+    Sample,
+    clock_texts,
     count_lines,
-    disk_evidence,
+    fill_texts,
     find_xids,
-    flight_recorder_log,
+    flight_recorder_logs,
     has_oom_kill,
-    memory_evidence,
     read_kernel_errors,
     read_samples,
 )
 from paceline.explain.explanation import SUPERVISOR_CAUSES, Evidence, Explanation, LogProgress, Record, RecordKind
-from paceline.explain.logs import chunks_from, explain, read_files, read_reported_error
-from paceline.explain.reader import Log, read_log
+from paceline.explain.reader import CHUNK_BYTES, Log, read_log
 from paceline.explain.verdict import UNKNOWN, clean_values, fill_template, reach_verdict
 from paceline.heartbeat import read_heartbeat
 from paceline.rundir import RunDir, read_end, read_json_lines
 from paceline.units import parse_time
 
-RunEvent = Mapping[str, Any]  # a line of events.jsonl
-
 SURE = 0.8
-HANG_LINES = {"mark": ("mark:",), "state": ("State:",), "frame": ("File ",)}  # of hangs/<attempt>/<rank>.txt
+HANG_LINES = ("mark:", "State:", "File ")  # of hangs/<attempt>/<rank>.txt
 HOST_MEMORY, KILLED = "host-oom-killed", "killed-from-outside"
 SAMPLE_EVIDENCE = (  # evidence in the hosts' samples, and the causes that it supports
-    (memory_evidence, {HOST_MEMORY, KILLED, "dataloader-worker-killed", UNKNOWN}),
-    (disk_evidence, {"disk-full", "checkpoint-corrupt", UNKNOWN}),
-    (clock_evidence, {"hang", "collective-timeout-desync", "gpu-throttled", UNKNOWN}),
+    (partial(fill_texts, MEMORY), {HOST_MEMORY, KILLED, "dataloader-worker-killed", UNKNOWN}),
+    (partial(fill_texts, DISK), {"disk-full", "checkpoint-corrupt", UNKNOWN}),
+    (clock_texts, {"hang", "collective-timeout-desync", "gpu-throttled", UNKNOWN}),
 )
+MAX_FILES = 20_000
+MAX_ERROR_FILE_BYTES = 1 << 20
+LOG_NAMES = re.compile(
+    r"(?:\.(?:log|txt|out|err|output|stdout|stderr)(?:\.\d+)?(?:\.(?:gz|bz2|xz))?|(?:^|/)(?:stdout|stderr|slurm-\S+|log)|\.[oe]\d+)$"
+)
+ERROR_NAMES = re.compile(r"(?:^|[._-])error\.json$")
+RANK_NAME = re.compile(r"(?:^|[^a-z])(?:rank|worker|process|proc|task)[-_.]?(?P<rank>\d{1,6})(?!\d)", re.IGNORECASE)
+RANK_FILE = re.compile(
+    r"(?:^|/)(?P<rank>\d{1,5})(?:/(?:stdout|stderr)\.log|\.(?:log|out|err|txt|error\.json)|/error\.json)$"
+)
+OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+BROKEN_FILE = (OSError, ValueError, KeyError, TypeError, AttributeError)  # raised by an error file of unknown content
 
 
 def explain_run(run: RunDir, *, attempt: int | None = None) -> Explanation:
     """Explains an attempt of a run, by default the last one."""
-    catalogue = load_catalogue()
-    attempt = attempt or last_attempt(run)
+    attempt = attempt or max(
+        (int(path.name) for path in run.path.glob("logs/*") if path.name.isdecimal()), default=None
+    )
+    if attempt is None:
+        raise PacelineError(f"{run.name} has no logs: nothing was started", fix=f"paceline resume {run.path}")
     events = [event for event in read_json_lines(run.events) if event.get("attempt") in (None, attempt)]
-    samples = read_attempt_samples(run, events)
+    start = next((event for event in events if event.get("event") == "attempt"), {})
+    hosts = run.health_dir.glob("*.jsonl") if start.get("time") else ()
+    samples = {path.stem: read_samples(path, since=start["time"]) for path in sorted(hosts)}
     values = run_values(run)
     error_files = sorted(run.logs(attempt).glob("*.error.json"))
     logs = [
-        *read_files([*sorted(run.logs(attempt).glob("*.log")), *error_files], catalogue),
+        *read_files([*sorted(run.logs(attempt).glob("*.log")), *error_files]),
         exit_log(events),
         progress_log(run),
-        *kernel_logs(events, catalogue),
-        *xid_logs(samples, events, catalogue),
+        *system_logs(samples, start.get("pids") or ()),
         *flight_recorder_logs(run, attempt, events),
     ]
-    explanation = reach_verdict(logs, catalogue, values=values)
-    explanation = correct_kill(explanation, events, catalogue, values)
+    explanation = reach_verdict(logs, values=values)
+    explanation = correct_kill(explanation, events, values)
     explanation = apply_reported_error(explanation, error_files)
     explanation = apply_supervisor_verdict(explanation, run, events, attempt)
     state = [  # of the hosts at the end of the attempt
-        item
-        for find_evidence, causes in SAMPLE_EVIDENCE
+        Evidence(count_lines(run.health(host)), text, None, f"health/{host}.jsonl")
+        for find_texts, causes in SAMPLE_EVIDENCE
         if explanation.cause in causes
-        for host in samples
-        for item in find_evidence(host)
+        for host, lines in samples.items()
+        for text in find_texts(host, lines)
     ]
     return replace(explanation, evidence=(*explanation.evidence, *state))
-
-
-def last_attempt(run: RunDir) -> int:
-    attempts = [int(path.name) for path in run.path.glob("logs/*") if path.name.isdecimal()]
-    if not attempts:
-        raise PacelineError(f"{run.name} has no logs: nothing was started", fix=f"paceline resume {run.path}")
-    return max(attempts)
 
 
 def run_values(run: RunDir) -> dict[str, str]:
@@ -97,12 +109,7 @@ def run_values(run: RunDir) -> dict[str, str]:
     return {"run": str(run.path), **half}
 
 
-def start_event(events: Sequence[RunEvent]) -> RunEvent:
-    """The event that started the attempt; empty if there is none."""
-    return next((event for event in events if event.get("event") == "attempt"), {})
-
-
-def exit_log(events: Sequence[RunEvent]) -> Log:
+def exit_log(events: Sequence[Mapping[str, Any]]) -> Log:
     """How each rank ended, in the form of a launcher's report; an end that is a consequence counts as forwarded."""
     records = []
     for event in events:
@@ -118,10 +125,8 @@ def exit_log(events: Sequence[RunEvent]) -> Log:
 
 def progress_log(run: RunDir) -> Log:
     """How far each rank got, from progress/ and metrics.jsonl."""
-    steps: dict[int, int] = {}
-    for path in run.path.glob("progress/*"):
-        if path.name.isdecimal() and (mark := read_heartbeat(path)):
-            steps[int(path.name)] = mark.step
+    marks = {int(path.name): read_heartbeat(path) for path in run.path.glob("progress/*") if path.name.isdecimal()}
+    steps = {rank: mark.step for rank, mark in marks.items() if mark}
     progress = LogProgress(last_step=max(steps.values(), default=None))
     first = next((line for line in read_json_lines(run.metrics) if isinstance(line.get("step"), int)), None)
     if first is not None:
@@ -134,43 +139,17 @@ def progress_log(run: RunDir) -> Log:
     return Log(progress=progress, last_steps=steps, ranks=frozenset(steps))
 
 
-def kernel_logs(events: Sequence[RunEvent], catalogue: Catalogue) -> list[Log]:
-    """What the kernel log reports about the run's processes, each line with the rank of its process."""
-    pids: Sequence[Any] = next(
-        (event["pids"] for event in reversed(events) if event.get("event") == "attempt" and event.get("pids")), ()
-    )
-    ranks = {pid: rank for rank, pid in enumerate(pids) if isinstance(pid, int)}
-    return [
-        read_log([line.encode()], literals=catalogue.literals, rank=rank, source="kernel log")
-        for rank, line in read_kernel_errors(ranks)
-    ]
-
-
-def read_attempt_samples(run: RunDir, events: Sequence[RunEvent]) -> list[Samples]:
-    """The samples of each host since the attempt started."""
-    started = start_event(events).get("time")
-    return [read_samples(path, since=started) for path in sorted(run.health_dir.glob("*.jsonl"))] if started else []
-
-
-def xid_logs(samples: Sequence[Samples], events: Sequence[RunEvent], catalogue: Catalogue) -> list[Log]:
-    """The Xid errors in the samples, in the format of the kernel log."""
-    ranks = {pid: rank for rank, pid in enumerate(start_event(events).get("pids") or ())}
-    return [
-        read_log([line.encode()], literals=catalogue.literals, rank=ranks.get(pid), source=f"health/{host.host}")
-        for host in samples
-        for line, pid in find_xids(host)
-    ]
-
-
-def flight_recorder_logs(run: RunDir, attempt: int, events: Sequence[RunEvent]) -> list[Log]:
-    """The late rank by the flight recorders, if every rank wrote a dump: a rank without one may be the late one."""
-    dumps = run.recorder_dumps(attempt)
-    log = flight_recorder_log(dumps) if len(dumps) == start_event(events).get("world_size") else None
-    return [log] if log else []
+def system_logs(samples: Mapping[str, Sequence[Sample]], pids: Sequence[int]) -> list[Log]:
+    """The lines of the kernel log about the run's processes, and the Xid errors in the samples in the same format."""
+    ranks = {pid: rank for rank, pid in enumerate(pids)}
+    lines: list[tuple[str, int | None, str]] = [(line, rank, "kernel log") for rank, line in read_kernel_errors(ranks)]
+    for host, host_samples in samples.items():
+        lines += [(line, rank, f"health/{host}") for line, rank in find_xids(host, host_samples, ranks)]
+    return [read_log([line.encode()], rank=rank, source=source) for line, rank, source in lines]
 
 
 def correct_kill(
-    explanation: Explanation, events: Sequence[RunEvent], catalogue: Catalogue, values: Mapping[str, str]
+    explanation: Explanation, events: Sequence[Mapping[str, Any]], values: Mapping[str, str]
 ) -> Explanation:
     """A bare SIGKILL usually means that memory ran out; if the kernel log has no such kill, it came from outside the run."""
     if explanation.cause != HOST_MEMORY or any(item.source != "events.jsonl" for item in explanation.evidence):
@@ -178,7 +157,7 @@ def correct_kill(
     times = [parse_time(event["time"]) for event in events if "time" in event]
     if not times or has_oom_kill(times[0], times[-1]) is not False:
         return explanation
-    cause = catalogue.causes[KILLED]
+    cause = load_catalogue().causes[KILLED]
     values = {**values, **clean_values({"rank": explanation.rank, "host": explanation.host})}
     summary, fix = fill_template(cause.summary, values), fill_template(cause.fix, values)
     return replace(explanation, cause=cause.id, also=(HOST_MEMORY,), summary=summary, fix=fix)
@@ -187,25 +166,23 @@ def correct_kill(
 def apply_reported_error(explanation: Explanation, error_files: Sequence[Path]) -> Explanation:
     """If a rank reported its error with a fix, its message and fix replace those of the catalogue."""
     for path in error_files:
-        error = read_reported_error(path)
-        if error is None:
-            continue
-        cause = explanation.cause
-        if cause == UNKNOWN or explanation.confidence < SURE:
-            cause = UNKNOWN if error.exit_code == TrainingFailed.exit_code else "config-error"
-        return replace(
-            explanation,
-            cause=cause,
-            rank=int(path.name.split(".")[0]),
-            summary=error.message,
-            fix=error.fix,
-            confidence=max(explanation.confidence, SURE),
-        )
+        with suppress(*BROKEN_FILE):
+            error = json.loads(path.read_text(encoding="utf-8"))
+            message, exit_code, rank = (
+                str(error["message"]),
+                int(error.get("exit_code", 1)),
+                int(path.name.split(".")[0]),
+            )
+            cause, confidence = explanation.cause, max(explanation.confidence, SURE)
+            if cause == UNKNOWN or explanation.confidence < SURE:
+                cause = UNKNOWN if exit_code == TrainingFailed.exit_code else "config-error"
+            if fix := error.get("fix"):
+                return replace(explanation, cause=cause, rank=rank, summary=message, fix=fix, confidence=confidence)
     return explanation
 
 
 def apply_supervisor_verdict(
-    explanation: Explanation, run: RunDir, events: Sequence[RunEvent], attempt: int
+    explanation: Explanation, run: RunDir, events: Sequence[Mapping[str, Any]], attempt: int
 ) -> Explanation:
     """If the supervisor observed a cause that no log shows, its verdict replaces the explanation's."""
     verdict = next((event for event in reversed(events) if event.get("event") == "verdict"), None)
@@ -217,19 +194,16 @@ def apply_supervisor_verdict(
     return replace(explanation, **fields, also=(), evidence=(*evidence, *explanation.evidence))
 
 
-def hang_evidence(run: RunDir, attempt: int, rank: int | None) -> tuple[Evidence, ...]:
+def hang_evidence(run: RunDir, attempt: int, rank: int | None) -> list[Evidence]:
     """The last heartbeat, the process state and the stack of the rank that the others wait for."""
     path = run.hang(attempt) / f"{rank}.txt"
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = [line.strip() for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
     except OSError:
-        return ()
-    evidence: dict[str, Evidence] = {}
-    for number, line in enumerate(lines, 1):
-        kind = next((kind for kind, start in HANG_LINES.items() if line.lstrip().startswith(start)), None)
-        if kind and kind not in evidence:
-            evidence[kind] = Evidence(number, line.strip(), rank, str(path.relative_to(run.path)))
-    return tuple(evidence.values())
+        return []
+    firsts = [next((i for i, line in enumerate(lines) if line.startswith(start)), None) for start in HANG_LINES]
+    source = str(path.relative_to(run.path))
+    return [Evidence(i + 1, lines[i], rank, source) for i in sorted(i for i in firsts if i is not None)]
 
 
 def explain_logs(names: Sequence[str], *, runs_dir: str, stdin: BinaryIO) -> Explanation:
@@ -243,4 +217,97 @@ def explain_logs(names: Sequence[str], *, runs_dir: str, stdin: BinaryIO) -> Exp
         for path in (paths[0], Path(runs_dir) / names[0]):
             if (path / "config.toml").is_file() and (path / "events.jsonl").is_file():
                 return explain_run(RunDir(path))
-    return explain(paths)
+    return reach_verdict(read_files(find_files(paths)))
+
+
+def explain(source: Iterable[bytes] | Path) -> Explanation:
+    """Explains the chunks of one log, a file, or a folder of files."""
+    return reach_verdict(read_files(find_files([source])) if isinstance(source, Path) else [read_log(source)])
+
+
+def read_files(files: Sequence[Path]) -> list[Log]:
+    """Parses each file as a log; if there are several, records have the file's name as their source."""
+    logs = []
+    for path, rank in zip(files, ranks_of(files), strict=True):
+        if ERROR_NAMES.search(path.name):
+            logs += read_error_file(path, rank=rank)
+        else:
+            logs.append(read_log(read_chunks(path), rank=rank, source=str(path) if len(files) > 1 else None))
+    return logs
+
+
+def find_files(paths: Sequence[Path]) -> list[Path]:
+    """The paths with each folder replaced by its log files, or by all its text files if none looks like a log."""
+    files: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            inside = sorted(file for file in path.rglob("*") if file.is_file())[:MAX_FILES]
+            logs = [file for file in inside if LOG_NAMES.search(file.as_posix()) or ERROR_NAMES.search(file.name)]
+            logs = logs or [file for file in inside if is_text(file)]
+            if not logs:
+                raise PacelineError(f"no log in {path}", fix="pass the files: paceline explain FILE ...")
+            files += logs
+        elif path.exists():
+            files.append(path)
+        else:
+            raise PacelineError(
+                f"no such file: {path}", fix="paceline explain LOG, a run's name, or - for standard input"
+            )
+    return list(dict.fromkeys(files))
+
+
+def is_text(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return b"\0" not in file.read(4096)
+    except OSError:
+        return False
+
+
+def ranks_of(files: Sequence[Path]) -> list[int | None]:
+    """The ranks in the names, if the files have different ones; one file alone may hold the output of many ranks."""
+    names = ["/".join(path.parts[-2:]) for path in files]
+    matches = [RANK_NAME.search(name) or RANK_FILE.search(name) for name in names]
+    ranks = [int(match["rank"]) if match else None for match in matches]
+    return ranks if len(files) == 1 or len(set(ranks) - {None}) > 1 else [None] * len(files)
+
+
+def read_chunks(path: Path) -> Iterator[bytes]:
+    """The bytes of a file, decompressed; a compressed file that is incomplete is read as far as possible."""
+    try:
+        with suppress(EOFError, lzma.LZMAError), OPENERS.get(path.suffix, open)(path, "rb") as file:
+            yield from chunks_from(file)
+    except OSError as error:
+        raise PacelineError(
+            f"{path} cannot be read: {error.strerror or error}", fix="check the path and its permissions"
+        ) from error
+
+
+def chunks_from(file: BinaryIO) -> Iterator[bytes]:
+    """The bytes of an open file as they arrive: a pipe returns what it has."""
+    read = getattr(file, "read1", file.read)
+    while chunk := read(CHUNK_BYTES):
+        yield chunk
+
+
+def read_error_file(path: Path, *, rank: int | None) -> list[Log]:
+    """A log of one record; none if the file is not an error file or is incomplete. torch nests what paceline does not."""
+    try:
+        if path.stat().st_size > MAX_ERROR_FILE_BYTES:
+            return []
+        error = json.loads(path.read_text(encoding="utf-8"))
+        message = error["message"]
+        if isinstance(message, dict):
+            error = {"traceback": message["extraInfo"].get("py_callstack")}
+            text = str(message["message"])
+            time: float | None = float(message["extraInfo"]["timestamp"])
+        else:
+            text = f"{error['type']}: {message}" if error.get("type") else str(message)
+            time = parse_time(error["time"]) if error.get("time") else None
+        step, traceback = error.get("step"), error.get("traceback") or ""
+    except BROKEN_FILE:
+        return []
+    records = read_log([traceback.encode()], rank=rank, source=str(path)).records
+    frames = records[-1].frames if records else ()
+    step = step if isinstance(step, int) else None
+    return [Log(records=(Record("exception", text, 1, rank, None, time, step, frames, str(path)),))]

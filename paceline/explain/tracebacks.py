@@ -1,16 +1,14 @@
 """
-Puts exceptions together from lines: a traceback's frames, its message, and the exception that it was chained from.
+Puts exceptions together from lines: a traceback's frames and its message.
 
 Several processes may write into one log, so each stream (LogLine.stream) has its own unfinished error. A traceback may
 lack its first line, its last line or both; whatever is there becomes a record.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field, replace
 
-from paceline.explain.explanation import Record
+from paceline.explain.explanation import Record, RecordKind
 from paceline.explain.lines import LogLine
 
 MAX_FRAMES = 60  # innermost
@@ -18,7 +16,6 @@ MAX_MESSAGE_LINES = 16
 MAX_MESSAGE_CHARS = 6000
 MAX_NOISE = 40  # other lines within one traceback before it counts as incomplete
 MAX_STREAMS = 4096
-MAX_CHAIN = 4  # a retry loop may chain thousands of exceptions
 
 HEADER = re.compile(r"Traceback \(most recent call last\)|^Original Traceback|Exception in thread ")
 FRAME = re.compile(
@@ -27,12 +24,9 @@ FRAME = re.compile(
     r"|^(?P<rich>(?:[~/.]|[A-Za-z]:)?[\w./\\~-]+\.py:\d+ in \S+)$"
     r"|^(?P<cell><ipython-input-\S+> in )"
 )
-TYPE_END = (
-    r"(?:Error|Exception|Interrupt|ExceptionGroup|Exit|Failure|Timeout|TimeoutExpired|Killed|Empty|Full|StopIteration"
-    r"|Warning|Abort)"
-)
 EXCEPTION = re.compile(
-    rf"^(?:uncaught exception: )?(?P<type>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*{TYPE_END})(?:\(\w+\))?(?:: |:$|$)"
+    r"^(?:uncaught exception: )?(?P<type>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception|Interrupt|ExceptionGroup|Exit"
+    r"|Failure|Timeout|TimeoutExpired|Killed|Empty|Full|StopIteration|Warning|Abort))(?:\(\w+\))?(?:: |:$|$)"
 )
 IN_TRACEBACK = re.compile(r"^(?P<type>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?:: |:$|$)")
 BARE_EXCEPTION = re.compile(  # without a traceback above it; stricter, because prose contains such names too
@@ -47,16 +41,13 @@ SPAWNED = re.compile(r"-- Process (?P<rank>\d+) terminated with the following er
 WRAPPER = re.compile(
     r"ChildFailedError|ProcessRaisedException|ProcessExitedException|CalledProcessError|SpawnException"
     r"|^(?:\w+\.)*\w+: Caught \w+ in (?:DataLoader worker|replica|pin memory|\w+) |ray\.exceptions\.RayTaskError"
-    r"|WorkerCrashedError$"
-    r"|^SystemExit: \d|^Exception: *$|^torch\.distributed\.elastic\S*SignalException"
+    r"|WorkerCrashedError$|^SystemExit: \d|^Exception: *$|^torch\.distributed\.elastic\S*SignalException"
 )
 NOT_MESSAGE = re.compile(  # a new log line, not a further line of the message
     r"^\[|^\d{4}-\d\d|^(?:INFO|WARNING|ERROR|DEBUG|CRITICAL|FATAL)\b|^(?:wandb|srun|slurmstepd|INFO|W|E|I) ?[:\[]"
-    r"|^Traceback|^During handling"
-    r"|^The above exception|^Exception ignored|^-- Process|^\$ |^>>> |^[=*#_-]{8,}|^Process \S+:$|^\s*File \""
-    r"|^real\s|^NCCL |^terminate called"
-    r"|^Exception raised from|^frame #\d+|^Killed|^Aborted|^make: |^In \[\d|^[WEIFC] \S+\.(?:py|cpp|cc|cu|h"
-    r"|hpp):\d+\]|^(?:Current )?[Tt]hread 0x|^Fatal Python error"
+    r"|^Traceback|^During handling|^The above exception|^Exception ignored|^-- Process|^\$ |^>>> |^[=*#_-]{8,}"
+    r"|^Process \S+:$|^\s*File \"|^real\s|^NCCL |^terminate called|^Exception raised from|^frame #\d+|^Killed|^Aborted"
+    r"|^make: |^In \[\d|^[WEIFC] \S+\.(?:py|cpp|cc|cu|h|hpp):\d+\]|^(?:Current )?[Tt]hread 0x|^Fatal Python error"
 )
 
 
@@ -64,16 +55,12 @@ NOT_MESSAGE = re.compile(  # a new log line, not a further line of the message
 class Unfinished:
     """An error whose lines are still being read."""
 
-    line: int
-    start: LogLine
-    step: int | None
+    record: Record  # without text and frames
+    ignored: bool
     frames: list[str] = field(default_factory=list)
     message: list[str] = field(default_factory=list)
     indent: int = 0  # of the last frame
     noise: int = 0
-    ignored: bool = False
-    chained_from: Record | None = None
-    rank: int | None = None
 
 
 class TracebackReader:
@@ -81,73 +68,69 @@ class TracebackReader:
 
     def __init__(self) -> None:
         self._open: dict[str, Unfinished] = {}
-        self._last: dict[str, Record] = {}  # the last exception of each stream, for chains
-        self._chained: set[str] = set()  # streams whose next exception was raised from their last one
         self._ignored: set[str] = set()
         self._stacks: set[str] = set()  # streams that are printing a stack dump
         self._spawned: dict[str, int] = {}  # by stream: the rank whose traceback follows
 
     def feed(self, number: int, line: LogLine, step: int | None) -> tuple[list[Record], bool]:
         """Returns the records that this line completes, and whether the line is part of an error."""
-        key, text = line.stream, line.text
-        done: list[Record] = []
-        error = self._open.get(key)
+        error, done = self._open.get(line.stream), []
         if error and error.message:
-            if self._continues(error, text):
-                error.message.append(text)
-                return done, True
-            done += self._finish(key)
-            error = None
-        if STACK.search(text):
-            self._stacks.add(key)
-            self._open.pop(key, None)
-            return done, False
-        self._stacks -= {key} if text.strip() and not FRAME.match(text) else set()
-        if CHAIN.search(text):
-            self._chained.add(key)
-            self._open.pop(key, None)
-            return done, True
-        if IGNORED.match(text):
-            self._ignored.add(key)
-            return done, True
-        if match := SPAWNED.search(text):
-            self._spawned[key] = int(match["rank"])
-            return done, True
-        if HEADER.search(text):
-            self._open.pop(key, None)
-            self._start(key, number, line, step)
-            return done, True
-        if match := FRAME.match(text):
-            if error is None and key in self._stacks:
-                return done, True
-            error = error or self._start(key, number, line, step)
-            error.indent = len(text) - len(text.lstrip())
-            error.frames = [*error.frames[-MAX_FRAMES:], match[match.lastgroup or 0].strip()]
-            return done, True
-        return done, self._is_part(key, number, line, step)
+            if continues(error, line.text):
+                error.message.append(line.text)
+                return [], True
+            done = self._finish(line.stream)
+        return done, self._is_part(number, line, step)
 
     def flush(self) -> list[Record]:
         """Completes every unfinished error, at a gap in the log or at its end."""
-        return [record for key in list(self._open) for record in self._finish(key) if record.text]
+        return [record for key in list(self._open) for record in self._finish(key)]
 
-    def _start(self, key: str, number: int, line: LogLine, step: int | None) -> Unfinished:
+    def _is_part(self, number: int, line: LogLine, step: int | None) -> bool:
+        """Whether the line belongs to an error whose message has not begun yet."""
+        key, text = line.stream, line.text
+        if STACK.search(text):
+            self._stacks.add(key)
+            self._open.pop(key, None)
+            return False
+        frame = FRAME.match(text)
+        if text.strip() and not frame:
+            self._stacks.discard(key)
+        if CHAIN.search(text):
+            self._open.pop(key, None)
+        elif IGNORED.match(text):
+            self._ignored.add(key)
+        elif match := SPAWNED.search(text):
+            self._spawned[key] = int(match["rank"])
+        elif HEADER.search(text):
+            self._start(number, line, step)
+        elif not frame:
+            return self._is_message(number, line, step)
+        elif key in self._open or key not in self._stacks:
+            error = self._open.get(key) or self._start(number, line, step)
+            error.indent = len(text) - len(text.lstrip())
+            error.frames = [*error.frames[-MAX_FRAMES:], frame[frame.lastgroup or 0].strip()]
+        return True
+
+    def _start(self, number: int, line: LogLine, step: int | None) -> Unfinished:
         """Opens an error on a stream; with too many open ones the oldest is dropped."""
+        key = line.stream
+        self._open.pop(key, None)
         if len(self._open) >= MAX_STREAMS:
             self._open.pop(next(iter(self._open)))
-        error = Unfinished(number, line, step, ignored=key in self._ignored, rank=self._spawned.pop(key, None))
-        error.chained_from = self._last.get(key) if key in self._chained else None
-        self._chained.discard(key)
+        rank = self._spawned.pop(key, line.rank)
+        record = Record("exception", "", number, rank=rank, host=line.host, time=line.time, step=step)
+        error = self._open[key] = Unfinished(record, key in self._ignored)
         self._ignored.discard(key)
-        self._open[key] = error
         return error
 
-    def _is_part(self, key: str, number: int, line: LogLine, step: int | None) -> bool:
-        """Whether the line belongs to an error: the exception itself, or a source line of the traceback above it."""
-        error, text = self._open.get(key), line.text
+    def _is_message(self, number: int, line: LogLine, step: int | None) -> bool:
+        """Whether the line begins a message, or is a source line of the traceback above it."""
+        error, text = self._open.get(line.stream), line.text
         if error is None:
             if not BARE_EXCEPTION.match(text):
                 return False
-            self._start(key, number, line, step).message.append(text)
+            self._start(number, line, step).message.append(text)
             return True
         indented = text.lstrip()
         if error.frames and 0 < len(text) - len(indented) < error.indent and EXCEPTION.match(indented):
@@ -159,40 +142,21 @@ class TracebackReader:
             return True  # source lines
         error.noise += 1
         if error.noise > MAX_NOISE:
-            self._open.pop(key)
+            self._open.pop(line.stream)
         return False
-
-    def _continues(self, error: Unfinished, text: str) -> bool:
-        """Whether the line is a further line of the error's message."""
-        if not text.strip() or "%|" in text or len(error.message) >= MAX_MESSAGE_LINES:
-            return False
-        if NOT_MESSAGE.match(text) or WRAPPER.search(text):
-            return False
-        return not (BARE_EXCEPTION.match(text) and len(error.message) > 1 and error.frames)
 
     def _finish(self, key: str) -> list[Record]:
         """Closes the error as a record; none for an exception that Python ignored, because it ends no run."""
         error = self._open.pop(key)
-        if error.ignored:
-            return []
         text = "\n".join(error.message)[:MAX_MESSAGE_CHARS].rstrip()
-        record = Record(
-            kind="banner" if WRAPPER.search(text) else "exception",
-            text=text,
-            line=error.line,
-            rank=error.start.rank if error.rank is None else error.rank,
-            host=error.start.host,
-            time=error.start.time,
-            step=error.step,
-            frames=tuple(error.frames[-MAX_FRAMES:]),
-            chained_from=cut_chain(error.chained_from),
-        )
-        self._last[key] = record
-        return [record]
+        if error.ignored or not text:
+            return []
+        kind: RecordKind = "banner" if WRAPPER.search(text) else "exception"
+        return [replace(error.record, kind=kind, text=text, frames=tuple(error.frames[-MAX_FRAMES:]))]
 
 
-def cut_chain(record: Record | None, depth: int = MAX_CHAIN) -> Record | None:
-    """The record with its chain of causes cut after a few links."""
-    if record is None or depth == 0:
-        return None
-    return replace(record, chained_from=cut_chain(record.chained_from, depth - 1))
+def continues(error: Unfinished, text: str) -> bool:
+    """Whether the line is a further line of the error's message."""
+    if not text.strip() or "%|" in text or len(error.message) >= MAX_MESSAGE_LINES or NOT_MESSAGE.match(text):
+        return False
+    return not (WRAPPER.search(text) or (BARE_EXCEPTION.match(text) and len(error.message) > 1 and error.frames))

@@ -6,20 +6,17 @@ remain the one with the highest score wins, and among nearly equal ones the firs
 values come from the pattern's groups, from the record, and from the caller.
 """
 
-from __future__ import annotations
-
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from paceline.explain.catalogue import Catalogue
+from paceline.explain.catalogue import Cause, load_catalogue
 from paceline.explain.explanation import Evidence, Explanation, LogProgress, Record
 from paceline.explain.matches import (
     PEER_DIED,
     WAITING,
     Event,
     culprit_rank,
-    error_lines,
     find_events,
     rank_blamed_by_launcher,
     rank_in_text,
@@ -37,12 +34,11 @@ ALSO_NEAR = 0.2  # of scores that differ by less the other cause is reported too
 CALIBRATION = ((0.3, 0.4), (0.5, 0.6), (0.6, 0.8), (0.8, 0.88), (0.9, 0.92), (1.01, 0.97))
 MAX_EVIDENCE, MAX_CONSEQUENCES = 6, 8
 MAX_TEXT, MAX_VALUE_CHARS = 600, 300
-MAX_STEP_DIGITS = 15
-UNKNOWN_VALUE = "n/a"
 ONE_LOG_PER_RANK = "torchrun --redirects 3 --log-dir logs, then paceline explain logs"
 
 STOPPED = re.compile(r"-15\b|SIGTERM|-6\b|SIGABRT")  # by the launcher, or by the abort of its communicator
 WATCHDOG = re.compile(r"[Ww]atchdog|ProcessGroupNCCL|taking the entire process down")  # NCCL's aborts the process
+ERROR_PREFIX = re.compile(r"^(?:\S{1,40}:? )?(?:\[?(?:ERROR|FATAL|CRITICAL)\b|(?:[Ff]atal|[Ee]rror)(?: error)?: )")
 DIGITS = str.maketrans("", "", "0123456789")
 FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+)(?:,? in (?P<name>\S+))?')
 INSTALLED = re.compile(r"site-packages|dist-packages|/lib/python\d|<frozen |^<")
@@ -54,25 +50,34 @@ OPTIONAL = re.compile(r"\[([^\[\]]*\{[^\[\]]*)\]")
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
-def reach_verdict(logs: Sequence[Log], catalogue: Catalogue, *, values: Mapping[str, str] | None = None) -> Explanation:
+def reach_verdict(logs: Sequence[Log], *, values: Mapping[str, str] | None = None) -> Explanation:
     """The explanation of the logs of one run; values are those that the logs do not contain, such as the batch size."""
-    events = [event for number, log in enumerate(logs) for event in find_events(log, catalogue, number=number)]
-    progress = merge_progress([log.progress for log in logs])
+    values = values or {}
+    events = [event for number, log in enumerate(logs) for event in find_events(log, number=number)]
+    # with one log per rank: the progress of the log with the most steps, with the ends of all
+    parts = [log.progress for log in logs]
+    longest = max(parts, key=lambda part: (part.steps, part.last_step or 0), default=LogProgress())
+    silent_end = longest.silent_end and all(part.silent_end for part in parts if part.steps)
+    progress = replace(longest, finished=any(part.finished for part in parts), silent_end=silent_end)
     fatal = [event for event in events if event.cause.severity == "fatal" and event.score >= MIN_SCORE]
     candidates = [event for event in fatal if not event.run_continued]
     unexplained = [record for log in logs for record in unexplained_failures(log, events)]
     if not candidates and unexplained and all(record.kind != "exception" for record in unexplained):
         candidates = fatal  # other ranks continued for a while, but the exit shows that the run failed
     if not candidates:
-        if diverged := explain_divergence(catalogue, progress, values):
-            return diverged
-        unexplained = unexplained or [record for log in logs for record in error_lines(log)]
+        if progress.nan_line is not None:
+            return explain_divergence(load_catalogue().causes[DIVERGED], progress.nan_line, progress, values)
+        records = [
+            record for log in logs if not (log.progress.steps or log.progress.finished) for record in log.records
+        ]
+        errors = [record for record in records if record.kind == "line" and ERROR_PREFIX.search(record.text)]
+        unexplained = unexplained or errors
         return explain_unknown(logs, unexplained, progress) if unexplained else explain_health(progress)
     if exit_record := silent_exit(candidates, unexplained):
         return explain_unknown(logs, [exit_record], progress, consequences=candidates)
     roots = [event for event in candidates if not is_consequence(event, candidates)] or candidates
-    culprit = choose_culprit(roots, rank_blamed_by_launcher(record for log in logs for record in log.records))
-    return explain_event(culprit, roots, candidates, logs, progress, values or {})
+    culprit = choose_culprit(roots, rank_blamed_by_launcher(logs))
+    return explain_event(culprit, roots, candidates, logs, progress, values)
 
 
 def choose_culprit(events: Sequence[Event], blamed: int | None) -> Event:
@@ -123,13 +128,12 @@ def is_root(event: Event, other: Event) -> bool:
 
 def silent_exit(candidates: Sequence[Event], unexplained: Sequence[Record]) -> Record | None:
     """The exit of a rank without any message, if all other events can only have followed from it."""
-    if any(event.cause.follows is not True and not event.from_launcher for event in candidates):
-        return None
-    if any(event.cause.id in WAITING - {PEER_DIED} for event in candidates):
-        return None
     ranks = {event.record.rank for event in candidates}
     if None in ranks:
         return None  # the message may be that of the rank that exited
+    for event in candidates:
+        if event.cause.id in WAITING - {PEER_DIED} or (event.cause.follows is not True and not event.from_launcher):
+            return None
     exits = [record for record in unexplained if record.kind in ("exit", "signal") and record.rank not in ranks]
     return next((record for record in exits if not STOPPED.search(record.text)), None)
 
@@ -144,57 +148,45 @@ def explain_event(
 ) -> Explanation:
     cause, record = culprit.cause, culprit.record
     rank = culprit_rank(culprit, candidates, logs)
-    step = step_of(culprit, progress)
+    step = progress.last_step if record.step is None else record.step
     values = {**template_values(culprit, rank=rank, step=step, progress=progress), **values}
     same_cause = [event.record for event in candidates if event.cause.id == cause.id]
     evidence = make_evidence([record, *same_cause], MAX_EVIDENCE)
     places = {(item.source, item.line) for item in evidence}
     consequences = [event.record for event in candidates if (event.record.source, event.record.line) not in places]
+    rivals = sorted((event for event in roots if event.cause.id != cause.id), key=lambda event: -event.score)
+    also = dict.fromkeys(rival.cause.id for rival in rivals if rival.score >= culprit.score - ALSO_NEAR)
+    if culprit.cause.id in WAITING or rank_in_text(culprit) is not None:
+        victims = [event.record for event in candidates]  # those with the same cause only wait for the culprit
+    else:
+        failed = {other.rank for other in same_cause}
+        victims = [event.record for event in candidates if event.record.rank not in failed]
     return Explanation(
         cause=cause.id,
-        also=other_causes(culprit, roots),
-        confidence=confidence(culprit, roots),
+        also=tuple(also),
+        confidence=confidence(culprit.score, rivals[0].score if rivals else 0.0),
         rank=rank,
         step=step,
-        host=culprit.match.values.get("host") or record.host,
+        host=culprit.values.get("host") or record.host,
         line=record.line,
         summary=fill_template(cause.summary, values),
         fix=fill_template(cause.fix, values),
         evidence=evidence,
         consequences=make_evidence(consequences, MAX_CONSEQUENCES),
         progress=progress,
-        victims=find_victims(rank, culprit, candidates),
+        victims=ranks_of_victims(victims, rank),
     )
 
 
-def other_causes(culprit: Event, roots: Sequence[Event]) -> tuple[str, ...]:
-    """Causes whose score is near the culprit's, the most likely first."""
-    near = [event for event in roots if event.score >= culprit.score - ALSO_NEAR and event.cause.id != culprit.cause.id]
-    return tuple(dict.fromkeys(event.cause.id for event in sorted(near, key=lambda event: -event.score)))
-
-
-def confidence(culprit: Event, roots: Sequence[Event]) -> float:
+def confidence(score: float, rival: float) -> float:
     """How often a verdict with this score and this lead over the next cause is right."""
-    rival = max((event.score for event in roots if event.cause.id != culprit.cause.id), default=0.0)
-    lead = min(max(culprit.score - rival, 0.0), ALSO_NEAR) / ALSO_NEAR
-    accuracy = next((accuracy for score, accuracy in CALIBRATION if culprit.score < score), CALIBRATION[-1][1])
+    lead = min(max(score - rival, 0.0), ALSO_NEAR) / ALSO_NEAR
+    accuracy = next(accuracy for limit, accuracy in CALIBRATION if score < limit)
     return round(accuracy * (0.75 + 0.25 * lead), 2)
 
 
-def step_of(event: Event, progress: LogProgress) -> int | None:
-    """The step that the text reports, else the last one before the record, else the last one that any rank reports."""
-    text = event.match.values.get("step")
-    if text and text.isdecimal() and len(text) <= MAX_STEP_DIGITS:
-        return int(text)
-    return progress.last_step if event.record.step is None else event.record.step
-
-
-def find_victims(rank: int | None, culprit: Event, candidates: Sequence[Event]) -> tuple[int, ...]:
-    """Ranks that report another error, or only that they wait for the culprit."""
-    is_wait = culprit.cause.id in WAITING or rank_in_text(culprit) is not None
-    same_cause = {event.record.rank for event in candidates if event.cause.id == culprit.cause.id and not is_wait}
-    ranks = {event.record.rank for event in candidates} - same_cause - {rank}
-    return tuple(sorted(victim for victim in ranks if victim is not None))
+def ranks_of_victims(records: Iterable[Record], culprit: int | None) -> tuple[int, ...]:
+    return tuple(sorted({record.rank for record in records if record.rank is not None} - {culprit}))
 
 
 def make_evidence(records: Sequence[Record], limit: int) -> tuple[Evidence, ...]:
@@ -212,30 +204,13 @@ def shorten(text: str) -> str:
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
 
 
-def merge_progress(parts: Sequence[LogProgress]) -> LogProgress:
-    """The progress of a run with one log per rank: that of the log with the most steps, with the ends of all."""
-    if not parts:
-        return LogProgress()
-    longest = max(parts, key=lambda part: (part.steps, part.last_step or 0))
-    return replace(
-        longest,
-        finished=any(part.finished for part in parts),
-        silent_end=all(part.silent_end for part in parts if part.steps) and longest.silent_end,
-    )
-
-
-def explain_divergence(
-    catalogue: Catalogue, progress: LogProgress, values: Mapping[str, str] | None
-) -> Explanation | None:
+def explain_divergence(cause: Cause, nan_line: int, progress: LogProgress, values: Mapping[str, str]) -> Explanation:
     """For a log whose losses are NaN or infinite to its end and which has no other failure."""
-    cause = catalogue.causes.get(DIVERGED)
-    if progress.nan_line is None or cause is None:
-        return None
-    values = {**clean_values({"step": progress.nan_step, "last_step": progress.last_step}), **(values or {})}
+    values = {**clean_values({"step": progress.nan_step, "last_step": progress.last_step}), **values}
     return Explanation(
-        cause=DIVERGED, confidence=0.8, step=progress.nan_step, line=progress.nan_line,
+        cause=cause.id, confidence=0.8, step=progress.nan_step, line=nan_line,
         summary=fill_template(cause.summary, values), fix=fill_template(cause.fix, values),
-        evidence=(Evidence(progress.nan_line, f"loss {progress.last_loss} from here to the end"),), progress=progress,
+        evidence=(Evidence(nan_line, f"loss {progress.last_loss} from here to the end"),), progress=progress,
     )  # fmt: skip
 
 
@@ -258,8 +233,10 @@ def explain_unknown(
 ) -> Explanation:
     """For a failure that is not in the catalogue: its records, and what to collect for a better answer."""
     first = min(unexplained, key=lambda record: (record.kind != "exception", record.line))
-    last = [Evidence(number, shorten(text), None, None) for log in logs for number, text in log.last_lines[-3:]]
-    victims = {event.record.rank for event in consequences} - {first.rank}
+    evidence = make_evidence([first, *unexplained], MAX_EVIDENCE)
+    if len(unexplained) < 2 and not consequences:
+        evidence += tuple(Evidence(number, shorten(text)) for log in logs for number, text in log.last_lines[-3:])
+    victims = [event.record for event in consequences]
     return Explanation(
         cause=UNKNOWN,
         rank=first.rank,
@@ -268,13 +245,10 @@ def explain_unknown(
         line=first.line,
         summary=f"the failure is not in the catalogue: {shorten(first.text.splitlines()[0])[:200]}",
         fix=unknown_fix(first, logs),
-        evidence=(
-            *make_evidence([first, *unexplained], MAX_EVIDENCE),
-            *(last if len(unexplained) < 2 and not consequences else ()),
-        ),
-        consequences=make_evidence([event.record for event in consequences], MAX_CONSEQUENCES),
+        evidence=evidence,
+        consequences=make_evidence(victims, MAX_CONSEQUENCES),
         progress=progress,
-        victims=tuple(sorted(rank for rank in victims if rank is not None)),
+        victims=ranks_of_victims(victims, first.rank),
     )
 
 
@@ -305,7 +279,7 @@ def template_values(event: Event, *, rank: int | None, step: int | None, progres
         "exit_code": code["code"] if code else None,
         "signal": signal[0] if signal else None,
         **frame_values(record),
-        **{name: value for name, value in event.match.values.items() if value},
+        **event.values,
         "rank": rank,
     }
     if num_bytes := BYTES.fullmatch(str(values.get("requested", ""))):
@@ -332,8 +306,8 @@ def fill_template(template: str, values: Mapping[str, str]) -> str:
     value "n/a".
     """
     text = OPTIONAL.sub(lambda match: match[1] if set(PLACEHOLDER.findall(match[1])) <= values.keys() else "", template)
-    text = text.replace("rank {rank}", "a rank") if "rank" not in values else text
-    return " ".join(PLACEHOLDER.sub(lambda match: values.get(match[1], UNKNOWN_VALUE), text).split())
+    text = text if "rank" in values else text.replace("rank {rank}", "a rank")
+    return " ".join(PLACEHOLDER.sub(lambda match: values.get(match[1], "n/a"), text).split())
 
 
 def clean_values(values: Mapping[str, object]) -> dict[str, str]:

@@ -19,9 +19,9 @@ from typing import Any
 
 from paceline.errors import TrainingFailed
 from paceline.explain.catalogue import load_catalogue
+from paceline.explain.evidence import flight_recorder_logs
 from paceline.explain.explanation import Explanation
 from paceline.explain.reader import Log
-from paceline.explain.run_folder import flight_recorder_logs
 from paceline.heartbeat import read_heartbeat
 from paceline.launch.policy import HOST_MEMORY, TRAINER_CRASHES, AttemptEnd, Retry
 from paceline.plan.host import memory_limit, physical_memory_bytes

@@ -172,7 +172,7 @@ def bytes_of_other_processes(run: RunDir) -> int:
     """Returns the bytes that other processes used of a GPU at the last sample, the most of any GPU; 0 where that is unknown."""
     used: dict[tuple[str, int], int] = {}
     for path in run.health_dir.glob("*.jsonl"):
-        for line in read_samples(path, since="").lines:
+        for line in read_samples(path, since=""):
             for gpu in line.get("gpus", ()):
                 if "processes" in gpu:
                     sizes = [process.get("bytes", 0) for process in gpu["processes"] if process.get("ours") is False]

@@ -23,7 +23,8 @@ import numpy as np
 
 from paceline.errors import PacelineError
 from paceline.explain.lines import BAR, parse_count, read_step_and_loss, split_prefix, strip_bars, strip_escapes
-from paceline.explain.logs import explain
+from paceline.explain.run_folder import explain
+from paceline.explain.verdict import HEALTHY, UNKNOWN
 from paceline.units import format_bytes
 from paceline.watch.curves import Curve
 from paceline.watch.growing_file import LINE_ENDS, STATE_ENDS, GrowingFile, last_end
@@ -138,7 +139,7 @@ def log_state(explanation: dict[str, Any] | None, *, silent: bool) -> State:
     if explanation is None:
         return "unknown" if silent else "running"
     progress = explanation["progress"]
-    if explanation["cause"] not in ("healthy", "unknown"):
+    if explanation["cause"] not in (HEALTHY, UNKNOWN):
         return "failed"
     if progress["finished"]:
         return "finished"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.explain.catalogue import FIXERS, KINDS, RETRIES, SEVERITIES, format_page, load_catalogue, make_catalogue
+from paceline.explain.catalogue import FIXERS, RETRIES, format_page, load_catalogue, make_catalogue
 from paceline.explain.verdict import fill_template
 
 HERE = Path(__file__).parent
@@ -32,13 +32,13 @@ def wording_id(wording):
 
 @pytest.mark.parametrize("wording", SHOWN, ids=wording_id)
 def test_a_known_wording_shows_its_cause_first(wording):
-    assert [match.cause.id for match in CATALOGUE.match(wording["text"], wording["kind"])][:1] == [wording["cause"]]
+    assert [cause.id for cause, _, _ in CATALOGUE.match(wording["text"], wording["kind"])][:1] == [wording["cause"]]
 
 
 @pytest.mark.parametrize("wording", HARMLESS, ids=wording_id)
 def test_a_line_of_a_healthy_run_shows_nothing_that_ends_a_run(wording):
     matches = CATALOGUE.match(wording["text"], wording["kind"])
-    assert [match.cause.id for match in matches if match.cause.severity == "fatal"] == []
+    assert [cause.id for cause, _, _ in matches if cause.severity == "fatal"] == []
 
 
 def test_every_cause_is_tested_on_at_least_two_wordings():
@@ -48,14 +48,16 @@ def test_every_cause_is_tested_on_at_least_two_wordings():
 
 @pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.id)
 def test_an_entry_is_complete(cause):
-    assert cause.severity in SEVERITIES
+    assert cause.severity in ("fatal", "warning")
     assert cause.fixed_by in FIXERS
     assert cause.retry in RETRIES
     assert cause.patterns
     assert all([cause.title, cause.summary, cause.fix, cause.source, cause.group])
-    follows = {*cause.mistaken_for, *(cause.follows if isinstance(cause.follows, frozenset) else ())}
-    assert follows - {cause.id} <= set(CATALOGUE.causes)
-    assert cause.id not in follows
+    lists = [cause.mistaken_for, *(entry.follows for entry in (cause, *cause.patterns))]
+    for ids in (ids for ids in lists if isinstance(ids, list)):
+        assert ids == sorted(ids) and set(ids) <= set(CATALOGUE.causes)
+    assert cause.id not in cause.mistaken_for
+    assert isinstance(cause.follows, bool) or cause.id not in cause.follows
 
 
 @pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.id)
@@ -75,12 +77,12 @@ def test_sentences_are_complete_for_a_log_with_nothing_but_a_message(cause):
 
 def test_patterns_compile_and_their_weights_and_literals_are_in_range():
     for cause, pattern in PATTERNS:
-        assert pattern.kind in KINDS, cause.id
+        assert pattern.kind in ("any", "exception", "line", "exit", "signal"), cause.id
         assert 0 < pattern.weight < 1, cause.id
         assert pattern.literals, cause.id
         assert all(literal and literal == literal.lower() for literal in pattern.literals), cause.id
         assert pattern.regex.search("") is None, cause.id
-        assert pattern.unless_regex.pattern == pattern.unless
+        re.compile(pattern.unless, re.MULTILINE)
 
 
 @pytest.mark.parametrize("wording", WORDINGS, ids=wording_id)
@@ -109,16 +111,16 @@ def test_no_pattern_takes_long_on_a_long_line():
 
 def test_the_pattern_with_the_highest_weight_gives_the_values():
     patterns = [
-        {"match": "lost (?P<what>\\w+)", "literal": "lost", "weight": 0.5},
-        {"match": "lost card (?P<card>\\d+)", "literal": "lost card", "weight": 0.9},
+        {"match": "lost (?P<what>\\w+)", "literals": ["lost"], "weight": 0.5},
+        {"match": "lost card (?P<card>\\d+)", "literals": ["lost card"], "weight": 0.9},
     ]
-    (match,) = make_catalogue([ENTRY | {"pattern": patterns}]).match("lost card 3", "line")
-    assert (match.weight, match.values) == (0.9, {"card": "3"})
+    [(_, weight, values)] = make_catalogue([ENTRY | {"patterns": patterns}]).match("lost card 3", "line")
+    assert (weight, values) == (0.9, {"card": "3"})
 
 
 def test_unless_and_kind_restrict_a_pattern():
-    pattern = {"match": "lost", "literal": "lost", "weight": 0.5, "unless": "found", "kind": "exception"}
-    catalogue = make_catalogue([ENTRY | {"pattern": [pattern]}])
+    pattern = {"match": "lost", "literals": ["lost"], "weight": 0.5, "unless": "found", "kind": "exception"}
+    catalogue = make_catalogue([ENTRY | {"patterns": [pattern]}])
     assert [
         len(catalogue.match(*text))
         for text in (("lost", "exception"), ("lost", "line"), ("lost and found", "exception"))
@@ -126,9 +128,9 @@ def test_unless_and_kind_restrict_a_pattern():
 
 
 def test_a_pattern_can_override_what_its_cause_follows_from():
-    pattern = {"match": "lost", "literal": "lost", "weight": 0.5, "follows": True}
-    (match,) = make_catalogue([ENTRY | {"pattern": [pattern]}]).match("lost", "line")
-    assert match.cause.follows is True
+    pattern = {"match": "lost", "literals": ["lost"], "weight": 0.5, "follows": True}
+    [(cause, _, _)] = make_catalogue([ENTRY | {"patterns": [pattern]}]).match("lost", "line")
+    assert cause.follows is True
 
 
 def test_two_entries_with_the_same_id_are_rejected():

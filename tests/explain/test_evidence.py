@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.explain.evidence import KMSG, flight_recorder_log, has_oom_kill, read_kernel_errors, read_kmsg
-from paceline.explain.run_folder import explain_run, flight_recorder_logs
+from paceline.explain.evidence import KMSG, flight_recorder_logs, has_oom_kill, read_kernel_errors, read_kmsg
+from paceline.explain.run_folder import explain_run
 from paceline.rundir import RECORDER_DUMP, RunDir, append_event, append_sample, utc_now
 
 CGROUPS = Path("/sys/fs/cgroup/memory")
@@ -26,17 +26,24 @@ KILLED = "step 5 loss: 3.0\nexitcode: -9 (pid: 111)\n"
 FULL = {"ram_used": 8 * 1020 << 20}  # nearly 8 GiB
 
 
-def dump(folder, rank, sequence, name="nccl:all_reduce"):
+def dump(run, rank, sequence, name="nccl:all_reduce"):
     entries = [
         {"pg_id": 0, "collective_seq_id": n, "profiling_name": name, "is_p2p": False} for n in range(1, sequence + 1)
     ]
-    path = folder / f"nccl_trace_rank_{rank}"
+    run.logs(1).mkdir(parents=True, exist_ok=True)
+    path = run.logs(1) / f"{RECORDER_DUMP}{rank}"
     path.write_bytes(pickle.dumps({"version": "2.5", "entries": entries}))
-    return path
+
+
+def recorded(run, *sequences, world_size=None):
+    """The logs of the late rank if each rank's last collective is the one with this number."""
+    for rank, sequence in enumerate(sequences):
+        dump(run, rank, sequence)
+    return flight_recorder_logs(run, 1, [{"event": "attempt", "world_size": world_size or len(sequences)}])
 
 
 def test_the_one_rank_that_did_not_arrive_is_the_late_one(tmp_path):
-    log = flight_recorder_log([dump(tmp_path, rank, 40 if rank == 2 else 41) for rank in range(4)])
+    [log] = recorded(RunDir(tmp_path), 41, 41, 40, 41)
     (record,) = log.records
     assert record.rank == 2
     assert record.text.startswith(
@@ -45,11 +52,11 @@ def test_the_one_rank_that_did_not_arrive_is_the_late_one(tmp_path):
 
 
 def test_ranks_at_the_same_collective_have_no_late_rank(tmp_path):
-    assert flight_recorder_log([dump(tmp_path, rank, 41) for rank in range(4)]) is None
+    assert recorded(RunDir(tmp_path), 41, 41, 41, 41) == []
 
 
 def test_several_ranks_that_are_behind_have_no_late_rank(tmp_path):
-    assert flight_recorder_log([dump(tmp_path, rank, 40 if rank < 2 else 41) for rank in range(4)]) is None
+    assert recorded(RunDir(tmp_path), 40, 40, 41, 41) == []
 
 
 def test_a_pickle_that_would_run_code_is_rejected(tmp_path):
@@ -57,20 +64,16 @@ def test_a_pickle_that_would_run_code_is_rejected(tmp_path):
         def __reduce__(self):
             return (tmp_path.joinpath("ran").touch, ())
 
-    path = tmp_path / "nccl_trace_rank_0"
-    path.write_bytes(pickle.dumps(Evil()))
-    assert flight_recorder_log([path, dump(tmp_path, 1, 3)]) is None
+    run = RunDir(tmp_path)
+    dump(run, 1, 3)
+    (run.logs(1) / f"{RECORDER_DUMP}0").write_bytes(pickle.dumps(Evil()))
+    assert flight_recorder_logs(run, 1, [{"event": "attempt", "world_size": 2}]) == []
     assert not (tmp_path / "ran").exists()
 
 
 def test_a_run_folder_has_a_late_rank_only_if_every_rank_wrote_a_dump(tmp_path):
-    run = RunDir(tmp_path)
-    run.logs(1).mkdir(parents=True)
-    paths = [dump(tmp_path, rank, 40 if rank == 2 else 41) for rank in range(3)]
-    for rank, path in enumerate(paths):
-        path.rename(run.logs(1) / f"{RECORDER_DUMP}{rank}")
-    assert [log.records[0].rank for log in flight_recorder_logs(run, 1, [{"event": "attempt", "world_size": 3}])] == [2]
-    assert flight_recorder_logs(run, 1, [{"event": "attempt", "world_size": 4}]) == []
+    assert [log.records[0].rank for log in recorded(RunDir(tmp_path), 41, 41, 40)] == [2]
+    assert recorded(RunDir(tmp_path), 41, 41, 40, world_size=4) == []
 
 
 def test_an_xid_in_the_samples_of_the_attempt_shows_the_gpu_and_its_rank(tmp_path):

@@ -2,7 +2,7 @@
 
 from log_samples import OOM, PEER, STEPS, raised
 
-from paceline.explain.logs import explain
+from paceline.explain.run_folder import explain
 
 
 def test_a_stream_of_chunks_is_explained_like_a_file(tmp_path):

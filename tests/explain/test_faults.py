@@ -9,7 +9,7 @@ import signal
 import pytest
 from failing import EVERY, NO_NETWORK, Fault, fail, small_disk
 
-from paceline.explain.logs import explain
+from paceline.explain.run_folder import explain
 
 pytestmark = pytest.mark.dist
 BAD_SAMPLE = "ValueError: sample 1841 has 3 fields"

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.explain.explanation import format_explanation, format_markdown, to_json
-from paceline.explain.logs import explain
+from paceline.explain.run_folder import explain
 
 CASES = Path(__file__).parents[3] / "shared" / "data" / "failure-logs" / "cases.jsonl"
 PIECES = [

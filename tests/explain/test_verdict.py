@@ -3,11 +3,9 @@
 import pytest
 from log_samples import OOM, PEER, STEPS, raised
 
-from paceline.explain.catalogue import load_catalogue
 from paceline.explain.reader import read_log
 from paceline.explain.verdict import clean_values, fill_template, reach_verdict
 
-CATALOGUE = load_catalogue()
 ALLOCATION_FAILED = (
     "RuntimeError: [enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory:"
     " you tried to allocate {}."
@@ -36,8 +34,8 @@ def banner(first, exitcode, *others):
 
 
 def verdict(*texts):
-    logs = [read_log([text.encode()], literals=CATALOGUE.literals) for text in texts]
-    return reach_verdict(logs, CATALOGUE)
+    logs = [read_log([text.encode()]) for text in texts]
+    return reach_verdict(logs)
 
 
 def test_the_first_error_is_the_culprit_and_ranks_that_lost_their_peer_are_victims():
@@ -102,10 +100,8 @@ def test_the_one_rank_in_another_collective_is_the_culprit():
 
 def test_errors_in_separate_logs_are_ordered_by_time():
     late, early = (raised(0, BUG, prefix=f"2026-01-02 03:04:{second:02d},000 ") for second in (9, 5))
-    logs = [
-        read_log([text.encode()], literals=CATALOGUE.literals, rank=rank) for rank, text in enumerate((late, early))
-    ]
-    assert reach_verdict(logs, CATALOGUE).rank == 1
+    logs = [read_log([text.encode()], rank=rank) for rank, text in enumerate((late, early))]
+    assert reach_verdict(logs).rank == 1
 
 
 def test_an_error_after_which_the_run_continued_is_not_a_failure():
@@ -195,7 +191,7 @@ def test_values_are_short_and_on_one_line():
 
 @pytest.mark.parametrize("size", ["67108864 bytes", "67108864"])
 def test_bytes_that_could_not_be_allocated_are_shown_with_a_unit(size):
-    log = read_log([ALLOCATION_FAILED.format(size).encode()], literals=CATALOGUE.literals)
-    explanation = reach_verdict([log], CATALOGUE)
+    log = read_log([ALLOCATION_FAILED.format(size).encode()])
+    explanation = reach_verdict([log])
     assert explanation.cause == "host-oom-killed"
     assert "(64.0 MiB requested)" in explanation.summary

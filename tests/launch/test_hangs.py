@@ -128,7 +128,7 @@ def test_a_stopped_rank_is_named_when_its_silence_is_too_long_and_killed_and_eve
     assert json.loads((kept / "hang.json").read_text())["ranks"][stopped]["state"] == "T"
     recorded = launch.run.recorder_dumps(1)
     assert [path.name for path in recorded] == [f"{RECORDER_DUMP}{rank}" for rank in range(nproc) if rank != stopped]
-    assert read_last_collective(recorded[0]).name == "gloo:all_reduce"
+    assert read_last_collective(recorded[0])[1] == "gloo:all_reduce"
     assert str(recorded[0].relative_to(launch.run.path)) in hang["evidence"]
     assert not list(launch.run.logs(1).glob("*.pipe"))
 

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.cli import run_command
 from paceline.plan import query
-from paceline.plan.machine import find_gpu
+from paceline.plan.gpu_table import find_gpu
 from paceline.units import MIB
 
 TWO = ["--gpu", "RTX 5090", "--gpus", "2"]

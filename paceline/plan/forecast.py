@@ -20,9 +20,10 @@ from paceline.config import Config
 from paceline.errors import PlanError, UsageError
 from paceline.plan.advice import Lever, Price, RunCost, levers, run_cost
 from paceline.plan.estimate import Range
+from paceline.plan.gpu_table import find_gpu
 from paceline.plan.history import load_calibration, load_too_large
 from paceline.plan.links import Link, link_of
-from paceline.plan.machine import Machine, find_gpu, imagined_machine
+from paceline.plan.machine import Machine, imagined_machine
 from paceline.plan.memory import checkpoint_bytes
 from paceline.plan.planner import Plan, make_plan
 from paceline.plan.shapes import choose_eval_tokens, num_params, steps_of_time

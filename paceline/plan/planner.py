@@ -17,7 +17,7 @@ from paceline.plan.activations import MemorySetup
 from paceline.plan.algorithms import GroupSettings, group_settings
 from paceline.plan.cost import flops_per_token
 from paceline.plan.estimate import Calibrate
-from paceline.plan.machine import Machine, peak_flops
+from paceline.plan.machine import Machine
 from paceline.plan.shapes import batch_of_horizon, choose_num_steps, width_of_depth
 from paceline.plan.sizing import LOGITS_MIB, DoesNotFit, TooLarge, choose_fit, divisors
 from paceline.units import MIB, format_number_of, parse_duration
@@ -141,7 +141,7 @@ def make_plan(
         attention=attention_function(model, device=device),
         compile=compiled,
         flops_per_token=flops,
-        peak_flops=peak_flops(gpu.spec, precision) if gpu else None,
+        peak_flops=gpu.spec.peak_flops.get(precision) if gpu and gpu.spec else None,
         hosts=machine.hosts,
         attention_kernel=setup.attention,
         memory_share=sized.share,

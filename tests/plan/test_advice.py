@@ -21,7 +21,7 @@ from paceline.plan.advice import (
     time_of_budget,
 )
 from paceline.plan.estimate import Range
-from paceline.plan.machine import find_gpu
+from paceline.plan.gpu_table import find_gpu
 from paceline.plan.shapes import horizon_tokens
 from paceline.plan.step_time import StepSetup, step_time
 

@@ -82,6 +82,12 @@ def test_cards_stand_side_by_side(capsys):
     assert speeds == sorted(speeds)
 
 
+def test_a_card_without_a_time_stands_beside_those_that_cost_something(capsys):
+    head, *rows = table(plan(capsys, "--compare", "GB10,H100", "--price", "2/gpu-hour"))
+    assert head[-1] == "cost"
+    assert rows[0][-5:] == ["n/a"] * 5 and float(rows[1][-1].replace(",", "")) > 0
+
+
 def test_a_card_on_which_nothing_fits_has_its_line_and_its_reason(capsys):
     text = plan(capsys, "--depth", "24", "--compare", "RTX 3060,H200", "--num-steps", "10")
     small, large, _, reason = text.splitlines()[1:]

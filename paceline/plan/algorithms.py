@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import prod
 
 from paceline.config import ModelConfig
-from paceline.plan.shapes import FP32, MATRIX, REFERENCE_BATCH, REFERENCE_WIDTH, matmul_params, reference_model
+from paceline.plan.shapes import FP32, MATRIX, REFERENCE_BATCH, REFERENCE_WIDTH, reference_params
 
 Shape = tuple[int, ...]
 
@@ -162,7 +162,7 @@ def group_settings(
     lr = (row.matrix_lr if matrix_lr is None else matrix_lr) * batch * (width if row.lr_falls_with_width else 1.0)
     decay = row.matrix_weight_decay
     if decay is None:
-        reference_tokens = tokens_per_param * matmul_params(reference_model(model))
+        reference_tokens = tokens_per_param * reference_params(model)
         decay = weight_decay * batch * reference_tokens / (total_batch_size * num_steps)
 
     def others(lr: float, betas: tuple[float, float], weight_decay: float) -> GroupSettings:

@@ -7,12 +7,12 @@ total_batch_size, the rows of a step and the learning rates stay: only the part 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from paceline.config import Config, ModelConfig
+from paceline.config import Config
 from paceline.errors import PlanError
 from paceline.plan.activations import MemorySetup
 from paceline.plan.estimate import Calibrate, MemoryEstimate, estimate_memory
 from paceline.plan.machine import Machine
-from paceline.plan.shapes import width_of_depth
+from paceline.plan.shapes import model_of_depth
 from paceline.units import MIB, format_bytes
 
 PROFILES = {"conservative": 0.48, "balanced": 0.65, "aggressive": 0.90}  # of the device's memory
@@ -192,7 +192,11 @@ def smallest_change(config: Config, setup: MemorySetup, solver: Solver, *, share
         if alone.fit(replace(setup, world_size=1), share * memory):
             return "--nproc 1"
     for depth in range(setup.model.n_layer - 1, 0, -1):
-        if everything.fit(replace(setup, model=_shallower(config, setup.model, depth)), share * card):
+        model = replace(setup.model, n_layer=depth)
+        if config.n_embd is None:  # the width follows from the depth
+            model = model_of_depth(model, depth)
+            model = replace(model, n_kv_head=config.n_kv_head or model.n_head)
+        if everything.fit(replace(setup, model=model), share * card):
             return f"--depth {depth}, or a device with more memory"
     return "a device with more memory, or a shorter sequence_len or smaller vocab_size"
 
@@ -207,15 +211,6 @@ def flags_of(setup: MemorySetup, sized: MemorySetup) -> str:
     if sized.activation_checkpointing != setup.activation_checkpointing:
         flags.append("--activation-checkpointing")
     return " ".join(flags)
-
-
-def _shallower(config: Config, model: ModelConfig, depth: int) -> ModelConfig:
-    """Returns the model with fewer layers, and narrower where the width follows from the depth."""
-    if config.n_embd is not None:
-        return replace(model, n_layer=depth)
-    width = width_of_depth(depth, head_dim=config.head_dim)
-    heads = width // config.head_dim
-    return replace(model, n_layer=depth, n_embd=width, n_head=heads, n_kv_head=config.n_kv_head or heads)
 
 
 def divisors(number: int) -> list[int]:

@@ -127,11 +127,6 @@ def algorithm_of(optimizer: str, group: str) -> Algorithm:
     return ALGORITHMS[optimizer if group == MATRIX else OTHERS]
 
 
-def elementwise_algorithm(optimizer: str) -> Algorithm:
-    """Returns the algorithm that updates most of what is cut by rows."""
-    return ALGORITHMS[OTHERS] if ALGORITHMS[optimizer].whole else ALGORITHMS[optimizer]
-
-
 @dataclass(frozen=True)
 class GroupSettings:
     """How one group of parameters is updated. algorithm: a name of ALGORITHMS."""

@@ -95,8 +95,8 @@ def make_plan(
     *,
     vocab_size: int,
     num_rows: int,
-    calibrate: Calibrate | None = None,
-    too_large: TooLarge | None = None,
+    calibrate: Calibrate = lambda *_: None,
+    too_large: TooLarge = lambda *_: False,
 ) -> Plan:
     """Returns the plan; raises PlanError where there is none.
 
@@ -137,7 +137,13 @@ def make_plan(
         total_batch_size=total,
         num_steps=num_steps,
         num_rows=num_rows,
-        groups=_groups(config, model, total_batch_size=total, num_steps=num_steps),
+        groups=group_settings(
+            model,
+            optimizer=config.optimizer,
+            total_batch_size=total,
+            num_steps=num_steps,
+            **{key: getattr(config, key) for key in RATE_KEYS},
+        ),
         attention=attention_function(model, device=device),
         compile=compiled,
         flops_per_token=flops,
@@ -149,12 +155,6 @@ def make_plan(
         time=config.time,
         notes=sized.notes,
     )
-
-
-def _groups(config: Config, model: ModelConfig, *, total_batch_size: int, num_steps: int) -> dict[str, GroupSettings]:
-    rates = {key: getattr(config, key) for key in RATE_KEYS}
-    length = {"total_batch_size": total_batch_size, "num_steps": num_steps}
-    return group_settings(model, optimizer=config.optimizer, **length, **rates)
 
 
 def memory_setup(plan: Plan) -> MemorySetup:
@@ -208,16 +208,16 @@ def choose_world_size(config: Config, machine: Machine, *, device: str) -> int:
 
 def choose_precision(config: Config, machine: Machine, *, device: str) -> str:
     """Returns the config's precision, or bf16 where the hardware multiplies it natively, else fp32."""
-    capability = machine.gpus[0].capability if device == "cuda" else None
-    if device == "cuda":
+    if device == "cpu":
+        native = machine.cpu_bf16
+    else:
+        capability = machine.gpus[0].capability
         native = capability is None or capability >= (8, 0)
         if config.precision == "bf16" and not native:
             raise PlanError(
                 f"precision is bf16, but {machine.gpus[0].name} has no bf16 units (capability {capability})",
                 fix="--precision fp16",
             )
-    else:
-        native = machine.cpu_bf16
     return config.precision or ("bf16" if native else "fp32")
 
 

@@ -123,27 +123,19 @@ class MemoryEstimate:
     def peak(self) -> Phase:
         return max(self.phases, key=lambda phase: phase.bytes)
 
-    @property
-    def share(self) -> float | None:
-        """The expected part of the card, 0 to 1."""
-        return self.process.expected / self.card_bytes if self.card_bytes else None
-
-    @property
-    def verdict(self) -> Verdict | None:
-        return verdict(self.process, self.card_bytes) if self.card_bytes else None
-
     def to_json(self) -> dict[str, Any]:
-        """Returns what plan.json holds; bytes are whole numbers."""
+        """Returns what plan.json holds; bytes are whole numbers, share is the expected part of the card, 0 to 1."""
+        process, card = self.process, self.card_bytes
         return {
             "peak_phase": self.peak.name,
             "parts": {name: round(self.ratio * size) for name, size in self.peak.parts.items()},
             "phases": {phase.name: phase.bytes for phase in self.phases},
             "allocated_bytes": self.allocated.rounded(),
-            "process_bytes": self.process.rounded(),
-            "card_bytes": self.card_bytes,
+            "process_bytes": process.rounded(),
+            "card_bytes": card,
             "copies_bytes": self.copies_bytes,
-            "share": self.share,
-            "verdict": self.verdict,
+            "share": process.expected / card if card else None,
+            "verdict": verdict(process, card) if card else None,
             "source": self.source,
         }
 

@@ -24,7 +24,7 @@ from paceline.units import MIB, format_number_of, parse_duration
 
 # fields that a MemorySetup and a Plan have in common
 SETUP_FIELDS = tuple(field.name for field in fields(MemorySetup) if field.name not in ("attention", "compiled"))
-RATE_KEYS = ("tokens_per_param", "matrix_lr", "embedding_lr", "unembedding_lr", "weight_decay")
+RATE_KEYS = ("optimizer", "tokens_per_param", "matrix_lr", "embedding_lr", "unembedding_lr", "weight_decay")
 SHORT_RUN_FLOPS = 2e15  # a CPU run under this ends sooner than compiling pays back
 SHORT_RUN_S = {"cpu": 10_000.0, "cuda": 600.0}  # the same for a run whose length is a time
 # a user who sets one of these on resume wants another fit
@@ -112,7 +112,6 @@ def make_plan(
     num_steps = choose_num_steps(config, model, total_batch_size=total, num_rows=num_rows)
     flops = flops_per_token(model)
     compiled = _auto_compile(config, flops=flops * total * num_steps, device=device)
-    share_rows = total // model.sequence_len // world_size
     precision = choose_precision(config, machine, device=device)
     setup = MemorySetup(  # what the config leaves open has its preferred value until it is sized
         model=model,
@@ -128,7 +127,8 @@ def make_plan(
         attention=attention_kernel(model, machine, device=device, precision=precision),
         compiled=compiled is True,
     )
-    sized = choose_fit(config, setup, machine, share_rows=share_rows, calibrate=calibrate, too_large=too_large)
+    sized = choose_fit(config, setup, machine, calibrate=calibrate, too_large=too_large)
+    rates = {key: getattr(config, key) for key in RATE_KEYS}
     gpu = machine.gpus[0] if device == "cuda" else None
     return Plan(
         **{name: getattr(sized.setup, name) for name in SETUP_FIELDS},
@@ -137,13 +137,7 @@ def make_plan(
         total_batch_size=total,
         num_steps=num_steps,
         num_rows=num_rows,
-        groups=group_settings(
-            model,
-            optimizer=config.optimizer,
-            total_batch_size=total,
-            num_steps=num_steps,
-            **{key: getattr(config, key) for key in RATE_KEYS},
-        ),
+        groups=group_settings(model, total_batch_size=total, num_steps=num_steps, **rates),
         attention=attention_function(model, device=device),
         compile=compiled,
         flops_per_token=flops,
@@ -237,8 +231,8 @@ def make_model_config(config: Config, *, vocab_size: int, device: str) -> ModelC
         )
     n_kv_head = config.n_kv_head or n_head
     if n_head % n_kv_head:
-        divisors = [str(n) for n in range(1, n_head + 1) if n_head % n == 0]
-        raise PlanError(f"n_kv_head {n_kv_head} does not divide {n_head} heads", fix=f"one of {', '.join(divisors)}")
+        options = ", ".join(map(str, reversed(divisors(n_head))))
+        raise PlanError(f"n_kv_head {n_kv_head} does not divide {n_head} heads", fix=f"one of {options}")
     return ModelConfig(
         n_layer=config.depth,
         n_embd=n_embd,

@@ -97,17 +97,11 @@ class SizedSetup:
 
 
 def choose_fit(
-    config: Config,
-    setup: MemorySetup,
-    machine: Machine,
-    *,
-    share_rows: int,
-    calibrate: Calibrate,
-    too_large: TooLarge,
+    config: Config, setup: MemorySetup, machine: Machine, *, calibrate: Calibrate, too_large: TooLarge
 ) -> SizedSetup:
     """Returns the setup, sized to the machine's memory; raises DoesNotFit with the smallest change that would fit.
 
-    setup: as the config has it. share_rows: one device's rows of a step, over all micro-steps.
+    setup: as the config has it. One device's rows of a step, over all micro-steps, stay as many.
     """
     gpu = machine.gpus[0] if setup.device == "cuda" else None
     device_name = gpu.name if gpu else "CPU"
@@ -125,7 +119,7 @@ def choose_fit(
         rows=rows_are_open,
         logits=config.logits_mib is None,
         checkpointing=config.activation_checkpointing is None,
-        share_rows=share_rows,
+        share_rows=setup.device_batch_size * setup.grad_accum_steps,
         estimate=estimate,
         most_rows=max(1, most // setup.model.sequence_len) if most else None,
         too_large=lambda candidate: rows_are_open and too_large(device_name, candidate, card_bytes or None),

@@ -25,7 +25,6 @@ FORWARD_SHARE = 1 / 3  # of a step: an evaluation has no backward
 DISK_BYTES_PER_S = 500e6  # a SATA drive; training continues meanwhile, a checkpoint waits for the one before
 POWER_SHARE = (0.7, 0.9, 1.0)  # of the board's limit while training: narrow models leave units idle
 HOUR_S = 3600.0
-UNITS: dict[str, Literal["kWh", "gpu-hour"]] = {"kwh": "kWh", "gpu-hour": "gpu-hour", "gpuhour": "gpu-hour"}
 DEPTHS = range(1, 129)
 
 # val_bpb by depth that nanochat reached with this recipe on ClimbMix and its own tokenizer of 32,768: 1.156B tokens at depth 12
@@ -61,12 +60,12 @@ class RunCost:
 
 def parse_price(text: str) -> Price:
     """Reads '0.30/kWh' or '2.50/gpu-hour', with or without a currency sign; raises PlanError for anything else."""
-    match = re.fullmatch(r"[^\d.,]*(\d+(?:\.\d+)?|\.\d+)[^\d/]*/([a-z-]+)", text.lower().replace(" ", ""))
-    if match is None or match[2] not in UNITS:
+    match = re.fullmatch(r"[^\d.,]*(\d+(?:\.\d+)?|\.\d+)[^\d/]*/(kwh|gpu-?hour)", text.lower().replace(" ", ""))
+    if match is None:
         raise PlanError(
             f"--price {text} does not say what is paid for", fix="--price 0.30/kWh or --price 2.50/gpu-hour"
         )
-    return Price(float(match[1]), UNITS[match[2]])
+    return Price(float(match[1]), "kWh" if match[2] == "kwh" else "gpu-hour")
 
 
 def run_cost(

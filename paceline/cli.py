@@ -48,12 +48,9 @@ def run(args: options.ScriptOptions) -> int:
 
 
 def plan(args: options.PlanOptions) -> None:
-    from paceline.config import cache_dir
-    from paceline.plan.query import DEFAULTS_OF_A_PLAN, answer, query_of
+    from paceline.plan.query import answer
 
-    query = query_of(args)
-    config = resolve_config(args.config, args.keys, default=DEFAULTS_OF_A_PLAN if query.is_imagined else None)
-    print(answer(config, query, set_keys=frozenset(args.keys), cache=cache_dir(config)))
+    print(answer(args))
 
 
 def check(args: options.CheckOptions) -> int:

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.cli import run_command
 from paceline.plan import query
-from paceline.plan.machine import find_gpu
+from paceline.plan.gpu_table import find_gpu
 from paceline.units import MIB
 
 TWO = ["--gpu", "RTX 5090", "--gpus", "2"]
@@ -80,6 +80,12 @@ def test_cards_stand_side_by_side(capsys):
     assert [row[0] for row in rows] == ["RTX 4090", "RTX 5090", "H100"]
     speeds = [int(row[7].replace(",", "")) for row in rows]
     assert speeds == sorted(speeds)
+
+
+def test_a_card_without_a_time_stands_beside_those_that_cost_something(capsys):
+    head, *rows = table(plan(capsys, "--compare", "GB10,H100", "--price", "2/gpu-hour"))
+    assert head[-1] == "cost"
+    assert rows[0][-5:] == ["n/a"] * 5 and float(rows[1][-1].replace(",", "")) > 0
 
 
 def test_a_card_on_which_nothing_fits_has_its_line_and_its_reason(capsys):

@@ -34,7 +34,7 @@ from paceline.launch.notify import checked_services
 from paceline.launch.trial import try_plan
 from paceline.model.manifest import newest_good, read_manifest
 from paceline.options import ResumeOptions, Services, TrainOptions
-from paceline.plan.forecast import Scenario, forecast, format_plan
+from paceline.plan.forecast import forecast, format_plan
 from paceline.plan.history import load_calibration
 from paceline.plan.host import probe_cpu_cores
 from paceline.plan.machine import Machine, probe_machine
@@ -220,8 +220,9 @@ def planner(dataset: TokenDataset) -> MakePlan:
     """Returns the function that plans a config for a machine and this text. It raises PlanError where nothing fits."""
 
     def make(config: Config, machine: Machine) -> Plan:
-        text = {"vocab_size": dataset.vocab_size, "num_rows": dataset.split("train").num_rows(config.sequence_len)}
-        return forecast(config, machine, scenario=Scenario(), cache=cache_dir(config), **text).plan
+        num_rows, cache = dataset.split("train").num_rows(config.sequence_len), cache_dir(config)
+        vocab_size = dataset.vocab_size
+        return forecast(config, machine, cache=cache, vocab_size=vocab_size, num_rows=num_rows).plan
 
     return make
 

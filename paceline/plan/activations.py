@@ -88,16 +88,29 @@ class MemorySetup:
         return self.num_tokens * self.model.n_kv_head * self.model.head_dim * self.element_bytes
 
 
-def stem_bytes(setup: MemorySetup) -> int:
-    """Returns tokens and targets; the normed embedding and its scale, its smeared sum, the smear gate; cos and sin."""
+def stem_bytes(setup: MemorySetup, *, compiled: bool) -> int:
+    """Returns tokens and targets; the normed embedding and its scale, its smeared sum, the smear gate; cos and sin.
+
+    A compiled model computes cosines again, and saves a copy of the smear gate's input.
+    """
     model, num_tokens, element = setup.model, setup.num_tokens, setup.element_bytes
-    tokens = 2 * INT64 * num_tokens
-    rotary = 2 * model.sequence_len * model.head_dim * element
-    return tokens + rotary + 2 * setup.stream_bytes + 3 * num_tokens * element
+    angles, scalars = (1, 2 + smear_gate_width(model)) if compiled else (2, 3)
+    rotary = angles * model.sequence_len * model.head_dim * element
+    return 2 * INT64 * num_tokens + rotary + 2 * setup.stream_bytes + scalars * num_tokens * element
+
+
+def saved_bytes(setup: MemorySetup, layer: int) -> int:
+    """Returns what one layer saves for its backward: all of it, or with activation checkpointing only its input."""
+    if setup.activation_checkpointing:
+        return setup.stream_bytes if layer else 0
+    return layer_bytes(setup, layer)
 
 
 def layer_bytes(setup: MemorySetup, layer: int) -> int:
-    """Returns what one layer saves for its backward, its input included."""
+    """Returns what one layer saves for its backward without activation checkpointing, its input included.
+
+    A compiled layer saves the MLP before its ReLU instead of after, and of a value embedding's gate only the sigmoid's input.
+    """
     model, num_tokens, element = setup.model, setup.num_tokens, setup.element_bytes
     stream, query, value = setup.stream_bytes, setup.query_bytes, setup.value_bytes
     norms = 2 * stream + 2 * num_tokens * element
@@ -106,22 +119,28 @@ def layer_bytes(setup: MemorySetup, layer: int) -> int:
     saved = (stream if layer else 0) + norms + qk_norms + mlp  # the first layer's input is the stem's
     saved += _attention_bytes(setup, layer)
     if has_value_embed(layer, model.n_layer):
-        saved += value + num_tokens * (2 * model.n_kv_head + ve_gate_width(model)) * element
+        gate = model.n_kv_head if setup.compiled else 2 * model.n_kv_head + ve_gate_width(model)
+        saved += value + num_tokens * gate * element
     if setup.casts_weights:
         saved += element * layer_weights(model)
     return saved
 
 
 def _attention_bytes(setup: MemorySetup, layer: int) -> int:
-    """Returns v, the output, and what the kernel saves besides them; q and k are counted with the norm."""
+    """Returns v, the output, and what the kernel saves besides them; q and k are counted with the norm.
+
+    On a CPU a compiled layer saves all probabilities, however long the rows, and q, k, v also as the batched matmuls read them.
+    """
     model, num_tokens = setup.model, setup.num_tokens
     saved = setup.value_bytes + setup.query_bytes
     if setup.attention == "cpu":
         if model.n_head > model.n_kv_head:
             saved += 2 * setup.query_bytes - setup.value_bytes  # k and v repeated for every head
-        if model.sequence_len <= CPU_KEEP_TOKENS:
-            rows = setup.device_batch_size * model.n_head
-            saved += rows * block_scores(model, layer) * setup.element_bytes
+        elif setup.compiled and setup.device_batch_size > 1:
+            saved += 2 * setup.query_bytes
+        if setup.compiled or model.sequence_len <= CPU_KEEP_TOKENS:
+            pairs = attention_pairs(model.sequence_len, window_sizes(model)[layer], device="cpu")
+            saved += setup.device_batch_size * model.n_head * pairs * setup.element_bytes
         return saved
     if setup.attention == "math":
         return setup.query_bytes + _widened_bytes(setup) + score_bytes(setup)
@@ -138,28 +157,10 @@ def score_bytes(setup: MemorySetup) -> int:
     return FP32 * setup.device_batch_size * setup.model.n_head * setup.model.sequence_len**2
 
 
-def block_scores(model: ModelConfig, layer: int) -> int:
-    """Returns the probabilities of one head and row on a CPU."""
-    return attention_pairs(model.sequence_len, window_sizes(model)[layer], device="cpu")
-
-
-def checkpointed_layer_bytes(setup: MemorySetup, layer: int) -> int:
-    """Returns what a layer saves with activation checkpointing: its input."""
-    return setup.stream_bytes if layer else 0
-
-
 def head_bytes(setup: MemorySetup) -> int:
     """Returns the final norm's output and scale, and the middle of the stream where no later layer saves it as its input."""
     middle_is_last = setup.model.n_layer // 2 == setup.model.n_layer - 1
     return (2 if middle_is_last else 1) * setup.stream_bytes + setup.num_tokens * setup.element_bytes
-
-
-@dataclass(frozen=True)
-class LossBytes:
-    """saved: until backward, gradients of the loss by its inputs. working: logits and their copies while they are computed."""
-
-    saved: int
-    working: int
 
 
 def chunk_sizes(setup: MemorySetup) -> tuple[int, int]:
@@ -188,8 +189,11 @@ def loss_chunks(
     return chunk, min(chunk, max(1, block_bytes // (vocab * FP32)))
 
 
-def loss_bytes(setup: MemorySetup, *, with_grad: bool = True) -> LossBytes:
-    """Returns what the loss needs; without gradients, what an evaluation's needs."""
+def loss_bytes(setup: MemorySetup, *, with_grad: bool = True) -> tuple[int, int]:
+    """Returns what the loss saves until backward, gradients by its inputs, and its logits and their copies while they are computed.
+
+    Without gradients, what an evaluation's needs.
+    """
     vocab, element = setup.model.padded_vocab_size, setup.element_bytes
     chunk, block = chunk_sizes(setup)
     logits = chunk * vocab * element
@@ -201,7 +205,7 @@ def loss_bytes(setup: MemorySetup, *, with_grad: bool = True) -> LossBytes:
         copies = LOSS_COPIES * block * vocab * FP32
     cast = vocab * setup.model.n_embd * element if setup.casts_weights else 0
     if not with_grad:
-        return LossBytes(saved=0, working=logits + copies + cast)
+        return 0, logits + copies + cast
     weight = vocab * setup.model.n_embd
     gradient = FP32 * weight  # by lm_head's weight, summed over chunks in fp32
     product = element * weight if element != FP32 else 0  # one chunk's, before it is added
@@ -210,32 +214,27 @@ def loss_bytes(setup: MemorySetup, *, with_grad: bool = True) -> LossBytes:
         working = max(copies, product + widened)
     else:
         working = max(copies - gradient, product)
-    return LossBytes(saved=setup.stream_bytes + gradient, working=logits + max(0, working) + cast)
+    return setup.stream_bytes + gradient, logits + max(0, working) + cast
 
 
 def running_layer_bytes(setup: MemorySetup) -> int:
     """Returns a layer that saves nothing: three of the stream, the MLP before and after its ReLU, a value embedding."""
-    mlp, scores = (3 + 3 * 4) * setup.stream_bytes, 0
     if setup.attention == "math":
         scores = 3 * score_bytes(setup) + 2 * setup.stream_bytes + _widened_bytes(setup)
-    return max(mlp, scores) + setup.value_bytes
+        return max((3 + 3 * 4) * setup.stream_bytes, scores) + setup.value_bytes
+    return RUNNING * setup.stream_bytes if setup.compiled else (3 + 3 * 4) * setup.stream_bytes + setup.value_bytes
 
 
 def forward_extra_bytes(setup: MemorySetup) -> int:
-    """Returns what a layer needs besides what it saves: the mixed stream, the stream after attention, the MLP before its ReLU."""
-    return max((2 + 4) * setup.stream_bytes, _scores_over_mlp(setup))
+    """Returns what a layer needs besides what it saves: the mixed stream, the stream after attention, the MLP before its ReLU.
 
-
-def backward_extra_bytes(setup: MemorySetup, layer: int) -> int:
-    """Returns what backward needs besides what a layer saved: gradients of its output, of x0, of the middle, of the MLP's square.
-
-    A checkpointed layer may be fuller at the end of its second forward.
+    Compiled, the mixed stream alone: pointwise ops write in their input's place.
     """
-    n_layer, stream = setup.model.n_layer, setup.stream_bytes
-    streams = 1 + (layer < n_layer - 1) + (n_layer // 2 < layer)
-    weight = setup.element_bytes * 4 * setup.model.n_embd**2  # the gradient of the MLP's second matrix
-    second_forward = 6 * stream if setup.activation_checkpointing else 0
-    return streams * stream + max(second_forward, 4 * stream + weight, _scores_over_mlp(setup) + weight)
+    if setup.activation_checkpointing:
+        return running_layer_bytes(setup)
+    if setup.compiled and setup.attention != "math":
+        return setup.stream_bytes
+    return max((2 + 4) * setup.stream_bytes, _scores_over_mlp(setup))
 
 
 def _scores_over_mlp(setup: MemorySetup) -> int:
@@ -245,65 +244,32 @@ def _scores_over_mlp(setup: MemorySetup) -> int:
     return 2 * score_bytes(setup) - (1 + 2 * 4) * setup.stream_bytes
 
 
-def compiled_stem_bytes(setup: MemorySetup) -> int:
-    """Returns tokens and targets; sines; the embedding, its scale and its smeared sum; the smear gate and a copy of its input."""
-    model, num_tokens, element = setup.model, setup.num_tokens, setup.element_bytes
-    gate = 1 + smear_gate_width(model)
-    rotary = model.sequence_len * model.head_dim * element  # cosines are computed again
-    return 2 * INT64 * num_tokens + rotary + 2 * setup.stream_bytes + (1 + gate) * num_tokens * element
+def backward_parts(setup: MemorySetup, saved: list[int], *, before: int, fresh: bool) -> dict[str, int]:
+    """Returns the parts of the fullest moment: the start of a layer's backward, or where an embedding's gradient is made.
 
-
-def compiled_layer_bytes(setup: MemorySetup, layer: int) -> int:
-    """Returns what a compiled layer saves: as eager, but the partitioner saves the MLP before its ReLU instead of after.
-
-    It saves only the input of the sigmoid of a value embedding's gate. On a CPU it saves all probabilities, however long the
-    rows, and q, k, v also as the batched matmuls read them.
+    saved: saved_bytes of each layer. before: bytes of the gradients that earlier micro-steps left. fresh: there are none, and this
+    backward makes them. One compiled graph returns all gradients at its end, in the weights' dtype; autograd then assigns them.
     """
-    model, element = setup.model, setup.element_bytes
-    saved = layer_bytes(setup, layer)
-    if has_value_embed(layer, model.n_layer):
-        saved -= setup.num_tokens * (model.n_kv_head + ve_gate_width(model)) * element
-    if setup.attention == "cpu":
-        if setup.device_batch_size > 1 and model.n_head == model.n_kv_head:
-            saved += 2 * setup.query_bytes
-        if model.sequence_len > CPU_KEEP_TOKENS:
-            saved += setup.device_batch_size * model.n_head * block_scores(model, layer) * element
-    return saved
-
-
-def compiled_forward_extra_bytes(setup: MemorySetup) -> int:
-    """Returns the mixed stream: pointwise ops write in their input's place."""
-    if setup.activation_checkpointing:
-        return compiled_running_layer_bytes(setup)
-    return forward_extra_bytes(setup) if setup.attention == "math" else setup.stream_bytes
-
-
-def compiled_running_layer_bytes(setup: MemorySetup) -> int:
-    """Returns a compiled layer that saves nothing, at its fullest."""
-    return running_layer_bytes(setup) if setup.attention == "math" else RUNNING * setup.stream_bytes
-
-
-def compiled_backward(setup: MemorySetup, saved: list[int], *, before: int, fresh: bool) -> dict[str, int]:
-    """Returns the fullest moment. One graph returns all gradients at its end, in the weights' dtype; autograd then assigns them."""
-    model, stem = setup.model, compiled_stem_bytes(setup)
-    head = FP32 * model.padded_vocab_size * model.n_embd if fresh else 0  # the loss has made it
-    gradients = before + head
+    model, stem, compiled = setup.model, stem_bytes(setup, compiled=setup.compiled), setup.compiled
+    width = _width(setup) if compiled else FP32 if fresh else 0  # of a gradient that is made besides those before
+    table = model.padded_vocab_size * model.n_embd
+    gradients = before + (FP32 * table if fresh else 0)  # the loss has made lm_head's
     moments: list[dict[str, int]] = []
     for layer in reversed(range(model.n_layer)):
         working = _layer_backward_bytes(setup, layer, saved[layer])
         moments.append({"gradients": gradients, "activations": stem + sum(saved[: layer + 1]), "working": working})
-        gradients += _width(setup) * layer_weights(model)
+        gradients += width * layer_weights(model)
         if has_value_embed(layer, model.n_layer):
-            working = _streams(setup, layer - 1) * setup.stream_bytes
+            working = (_streams(setup, layer - 1) if compiled else 3) * setup.stream_bytes
             working += _embedding_bytes(setup, setup.value_bytes, value_table(model))
             moments.append({"gradients": gradients, "activations": stem + sum(saved[:layer]), "working": working})
-            gradients += _width(setup) * value_table(model)
-    table = model.padded_vocab_size * model.n_embd
+            gradients += width * value_table(model)
     working = _embedding_bytes(setup, setup.stream_bytes, table)
-    moments.append({"gradients": gradients, "activations": 0, "working": working})
-    gradients += _width(setup) * table
-    handed = _handed_over_bytes(setup) if fresh and _width(setup) != FP32 else 0
-    moments.append({"gradients": gradients, "activations": 2 * INT64 * setup.num_tokens, "working": handed})
+    moments.append({"gradients": gradients, "activations": 0 if compiled else stem, "working": working})
+    if compiled:
+        handed = _handed_over_bytes(setup) if fresh and width != FP32 else 0
+        tokens = 2 * INT64 * setup.num_tokens
+        moments.append({"gradients": gradients + width * table, "activations": tokens, "working": handed})
     return max(moments, key=lambda parts: sum(parts.values()))
 
 
@@ -324,20 +290,27 @@ def _streams(setup: MemorySetup, layer: int) -> int:
 
 
 def _layer_backward_bytes(setup: MemorySetup, layer: int, saved: int) -> int:
-    """Returns the start of a layer's backward: the gradient of the MLP's second matrix besides the streams."""
-    working = _streams(setup, layer) * setup.stream_bytes + setup.element_bytes * 4 * setup.model.n_embd**2
-    if setup.activation_checkpointing:
-        extra = SQUARE_GRADIENT + (POSTPONED if layer < setup.model.n_layer - 1 else 0)
-        working += compiled_layer_bytes(setup, layer) - saved + extra * setup.stream_bytes
-    return working
+    """Returns what the start of a layer's backward needs besides what the layers saved.
+
+    Those are gradients of its output, of x0, of the middle, of the MLP's square and second matrix. A checkpointed layer runs again
+    first: it then holds all that it would have saved, and may be fuller at the end of its second forward.
+    """
+    n_layer, stream = setup.model.n_layer, setup.stream_bytes
+    weight = setup.element_bytes * 4 * setup.model.n_embd**2
+    second = layer_bytes(setup, layer) - saved
+    if setup.compiled:
+        extra = SQUARE_GRADIENT + (POSTPONED if layer < n_layer - 1 else 0) if setup.activation_checkpointing else 0
+        return (_streams(setup, layer) + extra) * stream + weight + second
+    streams = 1 + (layer < n_layer - 1) + (n_layer // 2 < layer)
+    second_forward = 6 * stream if setup.activation_checkpointing else 0
+    return streams * stream + second + max(second_forward, 4 * stream + weight, _scores_over_mlp(setup) + weight)
 
 
 def _embedding_bytes(setup: MemorySetup, rows_bytes: int, table: int) -> int:
-    """Returns one table's gradient: by its rows, in fp32 too, then the table's in fp32, then that in the weight's dtype."""
-    if setup.element_bytes == FP32:
-        return rows_bytes + FP32 * table
-    widened = rows_bytes * FP32 // setup.element_bytes
-    return FP32 * table + max(rows_bytes + widened, _width(setup) * table if _width(setup) != FP32 else 0)
+    """Returns one table's gradient: by its rows, in fp32 too, then the table's in fp32, and if compiled in the weight's dtype."""
+    widened = 0 if setup.element_bytes == FP32 else rows_bytes * FP32 // setup.element_bytes
+    narrow = _width(setup) * table if setup.compiled and _width(setup) != FP32 else 0
+    return FP32 * table + max(rows_bytes + widened, narrow)
 
 
 def _handed_over_bytes(setup: MemorySetup) -> int:

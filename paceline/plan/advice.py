@@ -7,6 +7,7 @@ rules of plan/shapes.py, still ends in it. A lever is the same step with one thi
 that is far from the planned one is a finding with its likely cause.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from paceline.config import ModelConfig
 from paceline.errors import Finding, PlanError
 from paceline.plan.estimate import Range
 from paceline.plan.links import Link, inner_link, read_link
-from paceline.plan.shapes import batch_of_horizon, horizon_tokens, width_of_depth
+from paceline.plan.shapes import batch_of_horizon, horizon_tokens, model_of_depth
 from paceline.plan.step_time import StepSetup, StepTime, step_time
 from paceline.units import format_duration
 
@@ -24,8 +25,6 @@ FORWARD_SHARE = 1 / 3  # of a step: an evaluation has no backward
 DISK_BYTES_PER_S = 500e6  # a SATA drive; training continues meanwhile, a checkpoint waits for the one before
 POWER_SHARE = (0.7, 0.9, 1.0)  # of the board's limit while training: narrow models leave units idle
 HOUR_S = 3600.0
-PRICE_FORMS = "--price 0.30/kWh or --price 2.50/gpu-hour"
-UNITS: dict[str, Literal["kWh", "gpu-hour"]] = {"kwh": "kWh", "gpu-hour": "gpu-hour", "gpuhour": "gpu-hour"}
 DEPTHS = range(1, 129)
 
 # val_bpb by depth that nanochat reached with this recipe on ClimbMix and its own tokenizer of 32,768: 1.156B tokens at depth 12
@@ -61,10 +60,12 @@ class RunCost:
 
 def parse_price(text: str) -> Price:
     """Reads '0.30/kWh' or '2.50/gpu-hour', with or without a currency sign; raises PlanError for anything else."""
-    match = re.fullmatch(r"[^\d.,]*(\d+(?:\.\d+)?|\.\d+)[^\d/]*/([a-z-]+)", text.lower().replace(" ", ""))
-    if match is None or match[2] not in UNITS:
-        raise PlanError(f"--price {text} does not say what is paid for", fix=PRICE_FORMS)
-    return Price(float(match[1]), UNITS[match[2]])
+    match = re.fullmatch(r"[^\d.,]*(\d+(?:\.\d+)?|\.\d+)[^\d/]*/(kwh|gpu-?hour)", text.lower().replace(" ", ""))
+    if match is None:
+        raise PlanError(
+            f"--price {text} does not say what is paid for", fix="--price 0.30/kWh or --price 2.50/gpu-hour"
+        )
+    return Price(float(match[1]), "kWh" if match[2] == "kwh" else "gpu-hour")
 
 
 def run_cost(
@@ -82,8 +83,12 @@ def run_cost(
 ) -> RunCost:
     """Returns what a run costs. step: seconds. watts: one device's limit; None: no energy is known. Every 0 steps: at the end."""
     training = step.scaled(num_steps)
-    evaluating = FORWARD_SHARE * eval_tokens / total_batch_size * _times(num_steps, eval_every) * step.expected
-    saving = saving_seconds(checkpoint_bytes, between_s=save_every * step.expected, saves=_times(num_steps, save_every))
+    # every so many steps, and at the end in any case
+    evaluations, saves = (-(-num_steps // every) if every else 1 for every in (eval_every, save_every))
+    evaluating = FORWARD_SHARE * eval_tokens / total_batch_size * evaluations * step.expected
+    # training waits for the last checkpoint, and for others if the next comes too soon
+    saving = once = checkpoint_bytes / DISK_BYTES_PER_S
+    saving += max(0, saves - 1) * max(0.0, once - save_every * step.expected)
     seconds = Range(
         training.low + evaluating * step.low / step.expected,
         training.expected + evaluating + saving,
@@ -103,37 +108,23 @@ def run_cost(
     return RunCost(hours, evaluating / HOUR_S, saving / HOUR_S, gpu_hours, kwh, money, tuple(assumptions))
 
 
-def saving_seconds(checkpoint_bytes: int, *, between_s: float, saves: int) -> float:
-    """Returns the seconds that training waits for checkpoints: for the last, and for others if the next comes too soon."""
-    once = checkpoint_bytes / DISK_BYTES_PER_S
-    return once + max(0, saves - 1) * max(0.0, once - between_s)
-
-
-def _times(num_steps: int, every: int) -> int:
-    """Returns how often something is done every so many steps, and at the end in any case."""
-    return -(-num_steps // every) if every else 1
-
-
-@dataclass(frozen=True)
-class Fit:
-    """How a model fits the device's memory."""
-
-    device_batch_size: int
-    activation_checkpointing: bool = False
-
-
 @dataclass(frozen=True)
 class Advice:
     """The deepest model that ends in time. seconds: of the steps alone. deeper: why not one layer more."""
 
-    depth: int
     setup: StepSetup
     num_steps: int
-    num_tokens: int
-    step: StepTime
     seconds: Range
     val_bpb: Range | None
     deeper: str
+
+    @property
+    def depth(self) -> int:
+        return self.setup.model.n_layer
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_steps * self.setup.total_batch_size
 
 
 def advise(
@@ -142,81 +133,56 @@ def advise(
     time_s: float,
     tokens_per_param: float,
     data: str,
-    fits: Callable[[ModelConfig], Fit | None],
-    head_dim: int = 128,
+    fits: Callable[[ModelConfig], tuple[int, bool] | None],
     total_batch_size: int | None = None,
 ) -> Advice:
     """Returns the deepest model whose whole length ends in time_s; raises PlanError where none does.
 
-    template: the devices and how they are used; its model gives vocabulary, row length and window pattern. fits: how a model fits
-    the devices' memory, None if it does not.
+    template: the devices and how they are used; its model gives vocabulary, row length and window pattern. fits: the
+    device_batch_size with which a model fits the devices' memory, and whether with checkpointing; None if it does not.
     """
     best: Advice | None = None
-    shortest: float | None = None
+    shortest = math.inf
     deeper = f"depth {DEPTHS[-1]} is the deepest that is tried"
     for depth in DEPTHS:
-        model = model_of_depth(template.model, depth, head_dim=head_dim)
+        model = model_of_depth(template.model, depth)
         fit = fits(model)
         if fit is None:
             deeper = f"depth {depth} does not fit in memory"
             break
-        advice = _advice_of(template, model, fit, tokens_per_param=tokens_per_param, data=data, total=total_batch_size)
-        if advice is None:
-            raise PlanError(
-                step_time(template).assumptions[0], fix="--gpu NAME of a known card, or measure this device"
-            )
-        shortest = advice.seconds.expected if shortest is None else min(shortest, advice.seconds.expected)
-        if advice.seconds.expected > time_s:
-            deeper = f"depth {depth} takes {format_duration(advice.seconds.expected)}"
+        total = total_batch_size or batch_of_horizon(model, tokens_per_param=tokens_per_param)
+        accum = max(1, round(total / (fit[0] * model.sequence_len * template.world_size)))
+        setup = replace(
+            template, model=model, device_batch_size=fit[0], activation_checkpointing=fit[1], grad_accum_steps=accum
+        )
+        step = step_time(setup)
+        if step.seconds is None:
+            raise PlanError(step.assumptions[0], fix="--gpu NAME of a known card, or measure this device")
+        horizon = horizon_tokens(model, tokens_per_param=tokens_per_param)
+        num_steps = max(1, round(horizon / setup.total_batch_size))
+        seconds = step.seconds.scaled(num_steps)
+        shortest = min(shortest, seconds.expected)
+        if seconds.expected <= time_s:
+            best = Advice(setup, num_steps, seconds, expected_bpb(model, data=data), deeper="")
+        else:
+            deeper = f"depth {depth} takes {format_duration(seconds.expected)}"
             if best is not None or depth > 2:
                 break
-            continue
-        best = advice
-    if best is None:
-        message = f"{format_duration(time_s)} is too short for a model of any depth"
-        if shortest is None:
-            raise PlanError(f"no model fits: {deeper}", fix="--sequence-len or --vocab-size smaller, or another card")
-        raise PlanError(message, fix=f"--time {format_duration(-(-shortest // 60) * 60)} is enough for the smallest")
-    return replace(best, deeper=deeper)
-
-
-def model_of_depth(model: ModelConfig, depth: int, *, head_dim: int) -> ModelConfig:
-    """Returns the model of another depth, with the width that follows from it."""
-    width = width_of_depth(depth, head_dim=head_dim)
-    heads = width // head_dim
-    return replace(model, n_layer=depth, n_embd=width, n_head=heads, n_kv_head=heads, head_dim=head_dim)
-
-
-def _advice_of(
-    template: StepSetup, model: ModelConfig, fit: Fit, *, tokens_per_param: float, data: str, total: int | None
-) -> Advice | None:
-    horizon = horizon_tokens(model, tokens_per_param=tokens_per_param)
-    unit = fit.device_batch_size * model.sequence_len * template.world_size
-    accum = max(1, round((total or batch_of_horizon(model, tokens_per_param=tokens_per_param)) / unit))
-    setup = replace(
-        template,
-        model=model,
-        device_batch_size=fit.device_batch_size,
-        grad_accum_steps=accum,
-        activation_checkpointing=fit.activation_checkpointing,
+    if best is not None:
+        return replace(best, deeper=deeper)
+    if shortest == math.inf:
+        raise PlanError(f"no model fits: {deeper}", fix="--sequence-len or --vocab-size smaller, or another card")
+    raise PlanError(
+        f"{format_duration(time_s)} is too short for a model of any depth",
+        fix=f"--time {format_duration(-(-shortest // 60) * 60)} is enough for the smallest",
     )
-    step = step_time(setup)
-    if step.seconds is None:
-        return None
-    num_steps = max(1, round(horizon / setup.total_batch_size))
-    bpb = expected_bpb(model, data=data)
-    tokens = num_steps * setup.total_batch_size
-    return Advice(model.n_layer, setup, num_steps, tokens, step, step.seconds.scaled(num_steps), bpb, deeper="")
 
 
 def expected_bpb(model: ModelConfig, *, data: str) -> Range | None:
     """Returns val_bpb at the end; None for other text, another vocabulary, and beyond the measured depths."""
-    depths = sorted(MEASURED_BPB)
-    if MEASURED_DATA not in data.lower() or model.vocab_size != MEASURED_VOCAB:
+    low, high = MEASURED_BPB
+    if MEASURED_DATA not in data.lower() or model.vocab_size != MEASURED_VOCAB or not low <= model.n_layer <= high:
         return None
-    if not depths[0] <= model.n_layer <= depths[-1]:
-        return None
-    low, high = depths
     share = (model.n_layer - low) / (high - low)
     expected = (1 - share) * MEASURED_BPB[low] + share * MEASURED_BPB[high]
     spread = BPB_SPREAD if model.n_layer in MEASURED_BPB else BPB_SPREAD_BETWEEN

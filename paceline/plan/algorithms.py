@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import prod
 
 from paceline.config import ModelConfig
-from paceline.plan.shapes import FP32, MATRIX, REFERENCE_BATCH, REFERENCE_WIDTH, matmul_params, reference_model
+from paceline.plan.shapes import FP32, MATRIX, REFERENCE_BATCH, REFERENCE_WIDTH, reference_params
 
 Shape = tuple[int, ...]
 
@@ -127,11 +127,6 @@ def algorithm_of(optimizer: str, group: str) -> Algorithm:
     return ALGORITHMS[optimizer if group == MATRIX else OTHERS]
 
 
-def elementwise_algorithm(optimizer: str) -> Algorithm:
-    """Returns the algorithm that updates most of what is cut by rows."""
-    return ALGORITHMS[OTHERS] if ALGORITHMS[optimizer].whole else ALGORITHMS[optimizer]
-
-
 @dataclass(frozen=True)
 class GroupSettings:
     """How one group of parameters is updated. algorithm: a name of ALGORITHMS."""
@@ -162,7 +157,7 @@ def group_settings(
     lr = (row.matrix_lr if matrix_lr is None else matrix_lr) * batch * (width if row.lr_falls_with_width else 1.0)
     decay = row.matrix_weight_decay
     if decay is None:
-        reference_tokens = tokens_per_param * matmul_params(reference_model(model))
+        reference_tokens = tokens_per_param * reference_params(model)
         decay = weight_decay * batch * reference_tokens / (total_batch_size * num_steps)
 
     def others(lr: float, betas: tuple[float, float], weight_decay: float) -> GroupSettings:

@@ -85,28 +85,21 @@ def step_messages(
     )
 
 
-@dataclass(frozen=True)
-class UpdateWork:
-    """Updates of the rank with the most FLOPs: its whole matrices, and the elements that are updated by rows."""
-
-    matrices: tuple[tuple[int, ...], ...]
-    elements: int
-
-
-def update_work(model: ModelConfig, *, world_size: int, optimizer: str, shard: str) -> UpdateWork:
-    """Returns what the busiest rank updates in a step."""
+def update_work(
+    model: ModelConfig, *, world_size: int, optimizer: str, shard: str
+) -> tuple[tuple[tuple[int, ...], ...], int]:
+    """Returns what the rank with the most FLOPs updates: shapes of its whole matrices, and elements that are updated by rows."""
     if shard == "none":
-        return UpdateWork((), sum(shape.numel for shape in param_shapes(model)))
+        return (), sum(shape.numel for shape in param_shapes(model))
     plan = layout(model, world_size, optimizer)
-    owned = [
-        [share for bucket in plan.buckets if bucket.whole for share in bucket.shares(rank)]
-        for rank in range(world_size)
-    ]
     flops = ALGORITHMS[optimizer].flops
-    fullest = max(owned, key=lambda shares: sum(flops(share.param.shape) for share in shares))
+    whole = [bucket for bucket in plan.buckets if bucket.whole]
+    owned = [
+        tuple(share.param.shape for bucket in whole for share in bucket.shares(rank)) for rank in range(world_size)
+    ]
     rows = sum(bucket.segment for bucket in plan.buckets if not bucket.whole)
     small = sum(shape.numel for shape in plan.replicated)
-    return UpdateWork(tuple(share.param.shape for share in fullest), rows + small)
+    return max(owned, key=lambda shapes: sum(map(flops, shapes))), rows + small
 
 
 @lru_cache(maxsize=64)

@@ -123,27 +123,19 @@ class MemoryEstimate:
     def peak(self) -> Phase:
         return max(self.phases, key=lambda phase: phase.bytes)
 
-    @property
-    def share(self) -> float | None:
-        """The expected part of the card, 0 to 1."""
-        return self.process.expected / self.card_bytes if self.card_bytes else None
-
-    @property
-    def verdict(self) -> Verdict | None:
-        return verdict(self.process, self.card_bytes) if self.card_bytes else None
-
     def to_json(self) -> dict[str, Any]:
-        """Returns what plan.json holds; bytes are whole numbers."""
+        """Returns what plan.json holds; bytes are whole numbers, share is the expected part of the card, 0 to 1."""
+        process, card = self.process, self.card_bytes
         return {
             "peak_phase": self.peak.name,
             "parts": {name: round(self.ratio * size) for name, size in self.peak.parts.items()},
             "phases": {phase.name: phase.bytes for phase in self.phases},
             "allocated_bytes": self.allocated.rounded(),
-            "process_bytes": self.process.rounded(),
-            "card_bytes": self.card_bytes,
+            "process_bytes": process.rounded(),
+            "card_bytes": card,
             "copies_bytes": self.copies_bytes,
-            "share": self.share,
-            "verdict": self.verdict,
+            "share": process.expected / card if card else None,
+            "verdict": verdict(process, card) if card else None,
             "source": self.source,
         }
 
@@ -153,7 +145,14 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Returns what a setup needs. consumer: GeForce and the like, whose context was measured; None for an unknown card."""
     planned = phases(setup)
-    allocated = _allocated(setup, max(phase.bytes for phase in planned), calibration)
+    expected = float(max(phase.bytes for phase in planned))
+    if calibration is not None:
+        expected, error = expected * calibration.ratio, MEASURED_ERROR
+    elif setup.device == "cpu":
+        error = CPU_ERROR
+    else:
+        expected, error = expected + WORKSPACE_BYTES, COMPILED_ERROR if setup.compiled else EAGER_ERROR
+    allocated = Range(expected * (1 - error), expected, expected * (1 + error))
     copies = copies_bytes(setup)
     if calibration and calibration.overhead_bytes is not None:
         overhead = Range(*(calibration.overhead_bytes * factor for factor in (0.9, 1.0, 1.2)))
@@ -168,13 +167,3 @@ def estimate_memory(
     ratio = calibration.ratio if calibration else 1.0
     source = calibration.source if calibration else "arithmetic alone: nothing was measured on this kind of device yet"
     return MemoryEstimate(planned, allocated, process, card_bytes or None, copies, ratio, source)
-
-
-def _allocated(setup: MemorySetup, peak: int, calibration: Calibration | None) -> Range:
-    if calibration is not None:
-        expected, error = peak * calibration.ratio, MEASURED_ERROR
-    elif setup.device == "cpu":
-        expected, error = float(peak), CPU_ERROR
-    else:
-        expected, error = float(peak + WORKSPACE_BYTES), COMPILED_ERROR if setup.compiled else EAGER_ERROR
-    return Range(expected * (1 - error), expected, expected * (1 + error))

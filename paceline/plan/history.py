@@ -12,8 +12,7 @@ import fcntl
 import json
 import statistics
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache, partial
 from pathlib import Path
@@ -75,7 +74,13 @@ def load_calibration(folder: Path) -> Calibrate:
 
 def calibration_of(records: Iterable[MemoryRecord], device_name: str, setup: MemorySetup) -> Calibration | None:
     """Returns what the newest records of this device in this mode show; None without any. Other devices do not count."""
-    alike = [record for record in records if _is_like(record, device_name, setup)]
+    mode = (device_name, setup.device, setup.compiled, setup.attention, FAMILY)
+    alike = [
+        record
+        for record in records
+        if (record.device_name, record.device, record.compiled, record.attention, record.family) == mode
+        and record.planned_bytes > 0
+    ]
     if setup.device == "cpu":
         return _of_processes(alike, setup)
     measured = _newest(record for record in alike if record.allocated_bytes)
@@ -109,17 +114,6 @@ def _of_processes(alike: Iterable[MemoryRecord], setup: MemorySetup) -> Calibrat
         overheads.append(constant + (overhead - constant) * planned / record.planned_bytes)
     return Calibration(
         ratio=1.0, overhead_bytes=round(statistics.median(overheads)) + copies_bytes(setup), source=_source(measured)
-    )
-
-
-def _is_like(record: MemoryRecord, device_name: str, setup: MemorySetup) -> bool:
-    return (
-        record.device_name == device_name
-        and record.device == setup.device
-        and record.compiled == setup.compiled
-        and record.attention == setup.attention
-        and record.family == FAMILY
-        and record.planned_bytes > 0
     )
 
 
@@ -192,20 +186,14 @@ def keep_record(folder: Path, record: MemoryRecord) -> None:
     """Adds a record and drops the oldest of its kind. A folder that cannot be written is reported: nothing depends on it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder):
+        with (folder / f"{FILE_NAME}.lock").open("a") as lock:  # until it is closed
+            fcntl.flock(lock, fcntl.LOCK_EX)
             records = _read(folder)
             records[record.kind] = [*records.get(record.kind, []), record][-KEEP_RECORDS:]
             table = {kind: [asdict(record) for record in members] for kind, members in records.items()}
             write_atomic(folder / FILE_NAME, json.dumps({"version": 1, "records": table}, indent=1) + "\n")
     except OSError as error:
         _note(f"{folder / FILE_NAME} cannot be written ({error.strerror}): what was measured is not kept")
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    with (folder / f"{FILE_NAME}.lock").open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _read(folder: Path) -> dict[str, list[MemoryRecord]]:
@@ -237,52 +225,46 @@ def _note(text: str) -> None:
     print(f"note    {text}", file=sys.stderr)
 
 
-@dataclass(frozen=True)
-class MemoryFailure:
-    """A size that ran out of memory: the setup of an attempt, and the device that it failed on."""
-
-    device_name: str
-    setup: Mapping[str, Any]  # MemorySetup as JSON
-    card_bytes: int | None  # None: not known
-    source: str  # the run's name
-    time: str
-
-    def covers(self, device_name: str, setup: MemorySetup, card_bytes: int | None) -> bool:
-        """Returns whether a setup needs at least as much as the one that failed, on a device that has no more."""
-        values = asdict(setup)
-        alike = device_name == self.device_name and all(values[name] == self.setup[name] for name in SAME)
-        return (
-            alike
-            and setup.device_batch_size >= self.setup["device_batch_size"]
-            and setup.logits_budget_bytes >= self.setup["logits_budget_bytes"]
-            and setup.activation_checkpointing <= self.setup["activation_checkpointing"]
-            and setup.world_size <= self.setup["world_size"]  # fewer ranks hold larger shards
-            and not (card_bytes and self.card_bytes and card_bytes > self.card_bytes)
-        )
-
-
 def load_too_large(folder: Path) -> TooLarge:
-    """Returns the function that tells make_plan what failed here. folder: paceline's cache, read once."""
-    failures = read_failures(folder)
-    return lambda *setup: any(failure.covers(*setup) for failure in failures)
+    """Returns the function that tells make_plan what failed here. folder: paceline's cache, read once.
 
-
-def read_failures(folder: Path) -> list[MemoryFailure]:
-    """Returns the failures; incomplete lines and those of another version are ignored: the size would fail and be kept again."""
-    names = {field.name for field in fields(MemoryFailure)}
-    setup_names = {field.name for field in fields(MemorySetup)}
-    return [
-        MemoryFailure(**{name: record[name] for name in names})
+    Incomplete lines and those of another version are ignored: the size would fail and be kept again.
+    """
+    names = {field.name for field in fields(MemorySetup)}
+    failures = [
+        record
         for record in read_json_lines(folder / FAILURES_FILE)
-        if names <= set(record) and isinstance(record["setup"], dict) and setup_names <= set(record["setup"])
+        if {"device_name", "setup", "card_bytes"} <= set(record)
+        and isinstance(record["setup"], dict)
+        and names <= set(record["setup"])
     ]
+    return lambda *needed: any(covers(failure, *needed) for failure in failures)
+
+
+def covers(failure: Mapping[str, Any], device_name: str, setup: MemorySetup, card_bytes: int | None) -> bool:
+    """Returns whether a setup needs at least as much as the one that failed, on a device that has no more."""
+    failed, values = failure["setup"], asdict(setup)
+    return (
+        device_name == failure["device_name"]
+        and all(values[name] == failed[name] for name in SAME)
+        and all(values[name] >= failed[name] for name in ("device_batch_size", "logits_budget_bytes"))
+        # fewer ranks hold larger shards
+        and all(values[name] <= failed[name] for name in ("activation_checkpointing", "world_size"))
+        and not (card_bytes and failure["card_bytes"] and card_bytes > failure["card_bytes"])
+    )
 
 
 def keep_too_large(folder: Path, plan: Plan, *, card_bytes: int | None, source: str) -> None:
     """Keeps a size that failed. card_bytes: what each device had then. A folder that cannot be written is reported."""
-    failure = MemoryFailure(plan.device_name, asdict(memory_setup(plan)), card_bytes, source, utc_now())
+    failure = {
+        "device_name": plan.device_name,
+        "setup": asdict(memory_setup(plan)),
+        "card_bytes": card_bytes,
+        "source": source,
+        "time": utc_now(),
+    }
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        append_json_line(folder / FAILURES_FILE, asdict(failure))
+        append_json_line(folder / FAILURES_FILE, failure)
     except OSError as error:
         _note(f"{folder / FAILURES_FILE} cannot be written ({error.strerror}): the size is not kept")

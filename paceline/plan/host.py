@@ -140,14 +140,10 @@ def memory_limit(root: Path = Path("/")) -> MemoryLimit | None:
         ):
             limit = read_int(folder / limit_name)
             if limit is not None and limit < NO_LIMIT_BYTES:
-                limits.append(MemoryLimit(limit, _used_bytes(folder, used_name)))
+                used, stat = read_int(folder / used_name), _fields_of(folder / "memory.stat")
+                droppable = stat.get("total_inactive_file", stat.get("inactive_file", 0))
+                limits.append(MemoryLimit(limit, None if used is None else max(0, used - droppable)))
     return min(limits, key=lambda limit: limit.limit_bytes, default=None)
-
-
-def _used_bytes(folder: Path, used_name: str) -> int | None:
-    used, stat = read_int(folder / used_name), _fields_of(folder / "memory.stat")
-    droppable = stat.get("total_inactive_file", stat.get("inactive_file", 0))
-    return None if used is None else max(0, used - droppable)
 
 
 def _fields_of(path: Path) -> dict[str, int]:

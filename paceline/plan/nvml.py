@@ -116,11 +116,10 @@ class XidEvents:
         try:
             event = self.nvml.nvmlEventSetWait_v2(self._events, int(1000 * seconds) + 1)
             return self.nvml.nvmlDeviceGetIndex(event.device), int(event.eventData)
-        except self.nvml.NVMLError_Timeout:
-            return None
-        except self.nvml.NVMLError:
-            self._events = None
-            time.sleep(seconds)
+        except self.nvml.NVMLError as error:
+            if not isinstance(error, self.nvml.NVMLError_Timeout):
+                self._events = None
+                time.sleep(seconds)
             return None
 
 

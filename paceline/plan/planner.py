@@ -17,14 +17,14 @@ from paceline.plan.activations import MemorySetup
 from paceline.plan.algorithms import GroupSettings, group_settings
 from paceline.plan.cost import flops_per_token
 from paceline.plan.estimate import Calibrate
-from paceline.plan.machine import Machine, peak_flops
+from paceline.plan.machine import Machine
 from paceline.plan.shapes import batch_of_horizon, choose_num_steps, width_of_depth
 from paceline.plan.sizing import LOGITS_MIB, DoesNotFit, TooLarge, choose_fit, divisors
 from paceline.units import MIB, format_number_of, parse_duration
 
 # fields that a MemorySetup and a Plan have in common
 SETUP_FIELDS = tuple(field.name for field in fields(MemorySetup) if field.name not in ("attention", "compiled"))
-RATE_KEYS = ("tokens_per_param", "matrix_lr", "embedding_lr", "unembedding_lr", "weight_decay")
+RATE_KEYS = ("optimizer", "tokens_per_param", "matrix_lr", "embedding_lr", "unembedding_lr", "weight_decay")
 SHORT_RUN_FLOPS = 2e15  # a CPU run under this ends sooner than compiling pays back
 SHORT_RUN_S = {"cpu": 10_000.0, "cuda": 600.0}  # the same for a run whose length is a time
 # a user who sets one of these on resume wants another fit
@@ -95,8 +95,8 @@ def make_plan(
     *,
     vocab_size: int,
     num_rows: int,
-    calibrate: Calibrate | None = None,
-    too_large: TooLarge | None = None,
+    calibrate: Calibrate = lambda *_: None,
+    too_large: TooLarge = lambda *_: False,
 ) -> Plan:
     """Returns the plan; raises PlanError where there is none.
 
@@ -112,7 +112,6 @@ def make_plan(
     num_steps = choose_num_steps(config, model, total_batch_size=total, num_rows=num_rows)
     flops = flops_per_token(model)
     compiled = _auto_compile(config, flops=flops * total * num_steps, device=device)
-    share_rows = total // model.sequence_len // world_size
     precision = choose_precision(config, machine, device=device)
     setup = MemorySetup(  # what the config leaves open has its preferred value until it is sized
         model=model,
@@ -128,7 +127,8 @@ def make_plan(
         attention=attention_kernel(model, machine, device=device, precision=precision),
         compiled=compiled is True,
     )
-    sized = choose_fit(config, setup, machine, share_rows=share_rows, calibrate=calibrate, too_large=too_large)
+    sized = choose_fit(config, setup, machine, calibrate=calibrate, too_large=too_large)
+    rates = {key: getattr(config, key) for key in RATE_KEYS}
     gpu = machine.gpus[0] if device == "cuda" else None
     return Plan(
         **{name: getattr(sized.setup, name) for name in SETUP_FIELDS},
@@ -137,11 +137,11 @@ def make_plan(
         total_batch_size=total,
         num_steps=num_steps,
         num_rows=num_rows,
-        groups=_groups(config, model, total_batch_size=total, num_steps=num_steps),
+        groups=group_settings(model, total_batch_size=total, num_steps=num_steps, **rates),
         attention=attention_function(model, device=device),
         compile=compiled,
         flops_per_token=flops,
-        peak_flops=peak_flops(gpu.spec, precision) if gpu else None,
+        peak_flops=gpu.spec.peak_flops.get(precision) if gpu and gpu.spec else None,
         hosts=machine.hosts,
         attention_kernel=setup.attention,
         memory_share=sized.share,
@@ -149,12 +149,6 @@ def make_plan(
         time=config.time,
         notes=sized.notes,
     )
-
-
-def _groups(config: Config, model: ModelConfig, *, total_batch_size: int, num_steps: int) -> dict[str, GroupSettings]:
-    rates = {key: getattr(config, key) for key in RATE_KEYS}
-    length = {"total_batch_size": total_batch_size, "num_steps": num_steps}
-    return group_settings(model, optimizer=config.optimizer, **length, **rates)
 
 
 def memory_setup(plan: Plan) -> MemorySetup:
@@ -208,16 +202,16 @@ def choose_world_size(config: Config, machine: Machine, *, device: str) -> int:
 
 def choose_precision(config: Config, machine: Machine, *, device: str) -> str:
     """Returns the config's precision, or bf16 where the hardware multiplies it natively, else fp32."""
-    capability = machine.gpus[0].capability if device == "cuda" else None
-    if device == "cuda":
+    if device == "cpu":
+        native = machine.cpu_bf16
+    else:
+        capability = machine.gpus[0].capability
         native = capability is None or capability >= (8, 0)
         if config.precision == "bf16" and not native:
             raise PlanError(
                 f"precision is bf16, but {machine.gpus[0].name} has no bf16 units (capability {capability})",
                 fix="--precision fp16",
             )
-    else:
-        native = machine.cpu_bf16
     return config.precision or ("bf16" if native else "fp32")
 
 
@@ -237,8 +231,8 @@ def make_model_config(config: Config, *, vocab_size: int, device: str) -> ModelC
         )
     n_kv_head = config.n_kv_head or n_head
     if n_head % n_kv_head:
-        divisors = [str(n) for n in range(1, n_head + 1) if n_head % n == 0]
-        raise PlanError(f"n_kv_head {n_kv_head} does not divide {n_head} heads", fix=f"one of {', '.join(divisors)}")
+        options = ", ".join(map(str, reversed(divisors(n_head))))
+        raise PlanError(f"n_kv_head {n_kv_head} does not divide {n_head} heads", fix=f"one of {options}")
     return ModelConfig(
         n_layer=config.depth,
         n_embd=n_embd,

@@ -8,37 +8,26 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.config import KEYS, Config, ModelConfig
-from paceline.config_file import unknown_key, with_values
+from paceline.config import KEYS, Config, ModelConfig, cache_dir
+from paceline.config_file import resolve_config, unknown_key, with_values
 from paceline.errors import PacelineError, PlanError, UsageError
 from paceline.options import PlanOptions
-from paceline.plan.advice import Advice, Fit, advise, parse_price, time_of_budget
-from paceline.plan.forecast import (
-    Forecast,
-    Scenario,
-    columns,
-    forecast,
-    format_exact,
-    format_forecast,
-    format_hours,
-    format_kwh,
-    format_seconds,
-    format_table,
-    scenario_machine,
-)
-from paceline.plan.machine import probe_machine
-from paceline.plan.planner import memory_setup
+from paceline.plan.advice import Advice, Price, advise, parse_price, time_of_budget
+from paceline.plan.forecast import Forecast, forecast, format_exact, format_forecast, format_kwh, format_seconds
+from paceline.plan.gpu_table import find_gpu
+from paceline.plan.machine import Machine, imagined_machine, probe_machine
+from paceline.plan.planner import Plan, memory_setup
 from paceline.plan.sizing import DoesNotFit, divisors
 from paceline.plan.speeds import Speeds, keep_speeds
 from paceline.plan.step_time import StepSetup
 from paceline.terminal import progress_line
-from paceline.units import format_bytes, format_count, format_mfu, parse_duration
+from paceline.units import format_bytes, format_count, format_duration, format_mfu, parse_duration
 
 SWEPT = {  # values of --sweep KEY alone; device_batch_size takes the divisors of a device's rows
     "depth": (4, 8, 12, 16, 20, 24, 28, 32),
@@ -46,91 +35,91 @@ SWEPT = {  # values of --sweep KEY alone; device_batch_size takes the divisors o
     "profile": ("conservative", "balanced", "aggressive"),
     "optimizer": KEYS["optimizer"].choices,
 }
-
-
 DEFAULTS_OF_A_PLAN = {"depth": 12}  # for a machine that is not here; train's default is too small to show anything
 COLUMNS = ("rows", "memory", "of card", "fits", "checkpointing", "step", "tok/s", "mfu", "run", "kWh")
 VERDICTS = {"fits": "yes", "does not fit": "no", "undecidable": "perhaps", None: "n/a"}
 
 
-@dataclass(frozen=True)
-class PlanQuery:
-    """What the command line asks for besides config keys."""
-
-    options: PlanOptions
-    scenario: Scenario
-    compare: tuple[str, ...]  # the names of GPUs
-
-    @property
-    def is_imagined(self) -> bool:
-        return bool(self.options.gpu or self.compare or self.options.time or self.options.budget)
-
-
-def query_of(options: PlanOptions) -> PlanQuery:
-    """Returns the query of the options; raises UsageError for a price or a list of GPUs that cannot be read."""
-    names = tuple(name.strip() for name in (options.compare or "").split(",") if name.strip())
-    if options.compare is not None and not names:
+def answer(options: PlanOptions) -> str:
+    """Returns the whole text of the command."""
+    compared = [name.strip() for name in (options.compare or "").split(",") if name.strip()]
+    if options.compare is not None and not compared:
         raise UsageError("--compare names no GPU", fix='--compare "RTX 4090,RTX 5090,H100"')
     price = parse_price(options.price) if options.price is not None else None
-    scenario = Scenario(options.gpu, options.gpus, options.hosts, options.link, price, options.watts)
-    return PlanQuery(options, scenario, names)
-
-
-def answer(config: Config, query: PlanQuery, *, set_keys: frozenset[str], cache: Path) -> str:
-    """Returns the whole text of the command. set_keys: the config keys that flags set. cache: paceline's cache folder."""
-    scenario, options = query.scenario, query.options
+    is_imagined = options.gpu or compared or options.time or options.budget
+    config = resolve_config(options.config, options.keys, default=DEFAULTS_OF_A_PLAN if is_imagined else None)
     if config.epochs is not None:
         raise PlanError(
             "the length is given in epochs, and a plan does not read the text",
             fix="--num-steps N; train says how many steps the epochs are",
         )
 
-    def forecast_of(config: Config, scenario: Scenario = scenario) -> Forecast:
-        machine = scenario_machine(scenario, probe_machine)
-        return forecast(config, machine, scenario=scenario, cache=cache, vocab_size=config.vocab_size, num_rows=0)
+    def forecast_of(config: Config, gpu: str | None = options.gpu) -> Forecast:
+        return forecast(
+            config,
+            machine_of(options, gpu),
+            cache=cache_dir(config),
+            vocab_size=config.vocab_size,
+            num_rows=0,
+            link_name=options.link,
+            watts=options.watts,
+            price=price,
+        )
 
     if options.measure:
-        measure_here(forecast_of(config), scenario, cache=cache)
-    if query.compare:
-        rows = [row("GPU", name, partial(forecast_of, config, replace(scenario, gpu=name))) for name in query.compare]
-        return table(rows, as_json=options.json)
+        measure_here(forecast_of(config), options, cache=cache_dir(config))
+    if compared:
+        return table("GPU", [(name, partial(forecast_of, config, name)) for name in compared], as_json=options.json)
     if options.sweep is not None:
         key, values = swept(options.sweep, partial(forecast_of, with_values(config, device_batch_size=None)))
-        rows = [row(key, value, partial(forecast_of, with_values(config, **{key: value}))) for value in values]
-        return table(rows, as_json=options.json)
+        makes = [(value, partial(forecast_of, with_values(config, **{key: value}))) for value in values]
+        return table(key, makes, as_json=options.json)
     advice = None
     if options.time or options.budget:
-        advice = advise_depth(config, query, forecast_of, set_keys=set_keys)
+        advice = advise_depth(config, options, price, forecast_of)
         config = with_values(config, depth=advice.depth, num_steps=advice.num_steps, time=None)
     result = forecast_of(config)
-    exact = exact_facts(result) if options.exact else None
+    exact = exact_facts(result.plan) if options.exact else None
     if options.json:
         return json.dumps(forecast_json(result, exact=exact, advice=advice), indent=1)
     blocks = [format_advice(advice, options)] if advice else []
-    blocks.append(format_forecast(result, width=columns()))
-    return "\n\n".join([*blocks, *([format_exact(exact)] if exact else [])])
+    return "\n\n".join([*blocks, format_forecast(result), *([format_exact(exact)] if exact else [])])
 
 
-def measure_here(forecast: Forecast, scenario: Scenario, *, cache: Path) -> None:
+def machine_of(options: PlanOptions, gpu: str | None) -> Machine:
+    """Returns a machine with so many of the named GPU, or this machine, with so many of its GPUs if their number is set."""
+    hosts, num_gpus = options.hosts or 1, options.gpus
+    if gpu is not None:
+        return imagined_machine(find_gpu(gpu), gpus=num_gpus or 1, hosts=hosts)
+    machine = probe_machine()
+    if num_gpus is None:
+        return replace(machine, hosts=hosts)
+    if not machine.gpus:
+        raise UsageError(f"--gpus {num_gpus}, but no GPU is here", fix=f'--gpu "RTX 5090" --gpus {num_gpus}')
+    gpus = tuple(replace(machine.gpus[0], index=index) for index in range(num_gpus))
+    return replace(machine, gpus=gpus, hosts=hosts)
+
+
+def measure_here(forecast: Forecast, options: PlanOptions, *, cache: Path) -> None:
     """Times the pieces of a step on the device here, which takes some seconds, and keeps the speeds for every later plan."""
-    if scenario.gpu is not None:
-        raise UsageError("--measure measures the device here", fix=f"leave --gpu {scenario.gpu} out")
+    if options.gpu is not None:
+        raise UsageError("--measure measures the device here", fix=f"leave --gpu {options.gpu} out")
     setup = forecast.setup
     processes = setup.world_size if setup.device == "cpu" else 1
     with tempfile.TemporaryDirectory() as folder, progress_line("measuring") as show:
         out = Path(folder) / "speeds.json"
         show(f"{forecast.plan.device_name}, {processes} x {setup.threads} threads, under a minute")
-        options = {"device": setup.device, "out": out, "threads": setup.threads, "processes": processes}
-        run_module("paceline.train.measure", *(f"--{name}={value}" for name, value in options.items()))
+        arguments = {"device": setup.device, "out": out, "threads": setup.threads, "processes": processes}
+        run_module("paceline.train.measure", *(f"--{name}={value}" for name, value in arguments.items()))
         keep_speeds(cache, Speeds.from_json(json.loads(out.read_text())))
 
 
 def advise_depth(
-    config: Config, query: PlanQuery, forecast_of: Callable[[Config], Forecast], *, set_keys: frozenset[str]
+    config: Config, options: PlanOptions, price: Price | None, forecast_of: Callable[[Config], Forecast]
 ) -> Advice:
     """Returns the deepest model whose whole length ends within --time or --budget."""
     fixed = [name for name in ("n_embd", "num_steps") if getattr(config, name) is not None]
-    fixed += ["depth"] if "depth" in set_keys else []
+    fixed += ["depth"] if "depth" in options.keys else []
     if fixed:
         raise UsageError(
             f"--time and --budget choose the depth and the length, but {fixed[0]} is set",
@@ -140,52 +129,48 @@ def advise_depth(
     def of_depth(depth: int) -> Forecast:
         return forecast_of(with_values(config, depth=depth, n_kv_head=None))
 
-    def fits(model: ModelConfig) -> Fit | None:
+    def fits(model: ModelConfig) -> tuple[int, bool] | None:
         try:
             plan = of_depth(model.n_layer).plan
         except DoesNotFit:
             return None
-        return Fit(plan.device_batch_size, plan.activation_checkpointing)
+        return plan.device_batch_size, plan.activation_checkpointing
 
-    smallest = of_depth(1)
+    smallest = of_depth(1).setup
     return advise(
-        smallest.setup,
-        time_s=_seconds(query, smallest.setup),
+        smallest,
+        time_s=_seconds(options, price, smallest),
         tokens_per_param=config.tokens_per_param,
         data=config.data,
         fits=fits,
-        head_dim=config.head_dim,
         total_batch_size=config.total_batch_size,
     )
 
 
-def _seconds(query: PlanQuery, setup: StepSetup) -> float:
+def _seconds(options: PlanOptions, price: Price | None, setup: StepSetup) -> float:
     """Returns the seconds that may be spent: the smaller of --time and what --budget pays for."""
-    limits, options, scenario = [], query.options, query.scenario
+    limits = []
     if options.time is not None:
         try:
             limits.append(parse_duration(options.time))
         except ValueError:
             raise UsageError(f"--time {options.time}: not a time", fix="--time 12h, 90m or 1d12h") from None
     if options.budget is not None:
-        if scenario.price is None:
+        if price is None:
             raise UsageError("--budget needs a price", fix=f"--budget {options.budget:g} --price 2.50/gpu-hour")
-        watts = scenario.watts or (setup.spec.watts if setup.spec else None)
-        limits.append(time_of_budget(options.budget, price=scenario.price, num_gpus=setup.world_size, watts=watts))
+        watts = options.watts or (setup.spec.watts if setup.spec else None)
+        limits.append(time_of_budget(options.budget, price=price, num_gpus=setup.world_size, watts=watts))
     return min(limits)
 
 
 def format_advice(advice: Advice, options: PlanOptions) -> str:
     """Returns the lines about the depth for --time or --budget."""
-    limit = " and ".join(
-        text for text in (options.time, f"a budget of {options.budget:g}" if options.budget else None) if text
-    )
-    bpb = (
-        f"{advice.val_bpb.low:.3f} to {advice.val_bpb.high:.3f}" if advice.val_bpb else "n/a: not measured on this text"
-    )
+    limits = [options.time, f"a budget of {options.budget:g}" if options.budget else None]
+    bpb = advice.val_bpb
     return (
-        f"advice  depth {advice.depth} for {format_count(advice.num_tokens)} tokens is the most that {limit} allows;"
-        f" {advice.deeper}\n        val_bpb {bpb}"
+        f"advice  depth {advice.depth} for {format_count(advice.num_tokens)} tokens is the most that"
+        f" {' and '.join(limit for limit in limits if limit)} allows; {advice.deeper}\n"
+        f"        val_bpb {f'{bpb.low:.3f} to {bpb.high:.3f}' if bpb else 'n/a: not measured on this text'}"
     )
 
 
@@ -205,66 +190,53 @@ def swept(text: str, forecast_once: Callable[[], Forecast]) -> tuple[str, list[A
     return key, list(SWEPT[key])
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of a table: a forecast, or why there is none."""
-
-    name: str
-    value: Any
-    forecast: Forecast | None
-    refusal: PlanError | None
-
-
-def row(name: str, value: Any, make: Callable[[], Forecast]) -> Row:
-    """Returns the line of one value; an unknown GPU is an error of the whole command."""
-    try:
-        return Row(name, value, make(), None)
-    except PlanError as error:
-        if name == "GPU" and not isinstance(error, DoesNotFit):
-            raise
-        return Row(name, value, None, error)
-
-
-def table(rows: list[Row], *, as_json: bool) -> str:
-    """Returns the table, and below it why some lines have no forecast."""
+def table(name: str, makes: Sequence[tuple[Any, Callable[[], Forecast]]], *, as_json: bool) -> str:
+    """Returns a line for each value, a forecast or why there is none; an unknown GPU is an error of the whole command."""
+    rows: list[tuple[Any, Forecast | PlanError]] = []
+    for value, make in makes:
+        try:
+            rows.append((value, make()))
+        except PlanError as error:
+            if name == "GPU" and not isinstance(error, DoesNotFit):
+                raise
+            rows.append((value, error))
     if as_json:
-        return json.dumps([row_json(row) for row in rows], indent=1)
-    refused = [f"{row.value}: {row.refusal.message}" for row in rows if row.refusal]
-    return "\n".join([format_table([row_cells(row) for row in rows]), *([""] if refused else []), *refused])
+        return json.dumps([{name: value, **row_json(row)} for value, row in rows], indent=1)
+    cells = [{name: str(value), **row_cells(row)} for value, row in rows]
+    columns = list(dict.fromkeys(column for row in cells for column in row))
+    lines = [columns, *([row.get(column, "") for column in columns] for row in cells)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    texts = [
+        "  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]).rstrip() for first, *others in lines
+    ]
+    refused = [f"{value}: {row.message}" for value, row in rows if isinstance(row, PlanError)]
+    return "\n".join([*texts, *([""] if refused else []), *refused])
 
 
-def row_json(row: Row) -> dict[str, Any]:
+def row_json(row: Forecast | PlanError) -> dict[str, Any]:
     """Returns a line of the table for --json: the forecast, or the error and its fix."""
-    if row.forecast is None:
-        assert row.refusal is not None
-        return {row.name: row.value, "error": row.refusal.message, "fix": row.refusal.fix}
-    return {row.name: row.value, **forecast_json(row.forecast)}
+    return {"error": row.message, "fix": row.fix} if isinstance(row, PlanError) else forecast_json(row)
 
 
-def row_cells(row: Row) -> dict[str, str]:
-    """Returns the cells of a line by column; the first is the value."""
-    name = {row.name: str(row.value)}
-    if row.forecast is None:
-        needs = row.refusal.estimate.process.expected if isinstance(row.refusal, DoesNotFit) else None
-        cells = {"memory": format_bytes(needs) if needs else "n/a", "fits": "no"}
-        return name | {column: cells.get(column, "") for column in COLUMNS}
-    plan, step, run, memory = row.forecast.plan, row.forecast.step, row.forecast.run, row.forecast.plan.memory
-    share = f"{100 * memory['share']:.0f} %" if memory["share"] else "n/a"
+def row_cells(row: Forecast | PlanError) -> dict[str, str]:
+    """Returns the cells of a line by column."""
+    if isinstance(row, PlanError):
+        needed = format_bytes(row.estimate.process.expected) if isinstance(row, DoesNotFit) else "n/a"
+        return dict.fromkeys(COLUMNS, "") | {"memory": needed, "fits": "no"}
+    plan, step, run, memory = row.plan, row.step, row.run, row.plan.memory
     cells = {
         "rows": f"{plan.device_batch_size} x {plan.grad_accum_steps}",
         "memory": format_bytes(memory["process_bytes"]["expected"]),
-        "of card": share,
+        "of card": f"{100 * memory['share']:.0f} %" if memory["share"] else "n/a",
         "fits": VERDICTS[memory["verdict"]],
         "checkpointing": "yes" if plan.activation_checkpointing else "no",
         "step": format_seconds(step.seconds) if step.seconds else "n/a",
         "tok/s": f"{step.tok_per_sec.expected:,.0f}" if step.tok_per_sec else "n/a",
         "mfu": format_mfu(step.mfu),
-        "run": format_hours(run.hours) if run else "n/a",
+        "run": format_duration(3600 * run.hours.expected) if run else "n/a",
         "kWh": format_kwh(run.kwh) if run and run.kwh else "n/a",
     }
-    if run and run.money:
-        cells["cost"] = f"{run.money.expected:,.2f}"
-    return name | cells
+    return cells | ({"cost": f"{run.money.expected:,.2f}"} if run and run.money else {})
 
 
 def forecast_json(
@@ -275,20 +247,19 @@ def forecast_json(
     if exact is not None:
         values["exact"] = dict(exact)
     if advice is not None:
-        bpb = asdict(advice.val_bpb) if advice.val_bpb else None
         values["advice"] = {
             "depth": advice.depth,
             "num_tokens": advice.num_tokens,
-            "val_bpb": bpb,
+            "val_bpb": asdict(advice.val_bpb) if advice.val_bpb else None,
             "deeper": advice.deeper,
         }
     return values
 
 
-def exact_facts(forecast: Forecast) -> dict[str, Any]:
+def exact_facts(plan: Plan) -> dict[str, Any]:
     """Traces two steps of the plan in a process of its own, which needs torch."""
-    setup = asdict(memory_setup(forecast.plan))
-    facts: dict[str, Any] = json.loads(run_module("paceline.train.exact", stdin=json.dumps(setup)).splitlines()[-1])
+    setup = json.dumps(asdict(memory_setup(plan)))
+    facts: dict[str, Any] = json.loads(run_module("paceline.train.exact", stdin=setup).splitlines()[-1])
     if "error" in facts:
         raise PlanError(facts["error"], fix=facts["fix"])
     return facts

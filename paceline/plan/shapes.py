@@ -9,7 +9,7 @@ is chosen is written to config.toml, so a resumed or repeated run computes nothi
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from paceline.config import Config, ModelConfig
@@ -116,18 +116,16 @@ def width_of_depth(depth: int, *, head_dim: int) -> int:
     return -(-ASPECT * depth // head_dim) * head_dim
 
 
-def reference_model(model: ModelConfig) -> ModelConfig:
-    """Returns the depth-12 model that the rules were tuned on, with this run's vocabulary and row length."""
-    width = width_of_depth(REFERENCE_DEPTH, head_dim=128)
-    return ModelConfig(
-        n_layer=REFERENCE_DEPTH,
-        n_embd=width,
-        n_head=width // 128,
-        n_kv_head=width // 128,
-        head_dim=128,
-        sequence_len=model.sequence_len,
-        vocab_size=model.vocab_size,
-    )
+def model_of_depth(model: ModelConfig, depth: int) -> ModelConfig:
+    """Returns the model of another depth, with the width that follows from it."""
+    width = width_of_depth(depth, head_dim=model.head_dim)
+    heads = width // model.head_dim
+    return replace(model, n_layer=depth, n_embd=width, n_head=heads, n_kv_head=heads)
+
+
+def reference_params(model: ModelConfig) -> int:
+    """Returns matmul_params of the depth-12 model that the rules were tuned on, with this run's vocabulary."""
+    return matmul_params(model_of_depth(replace(model, head_dim=128), REFERENCE_DEPTH))
 
 
 def horizon_tokens(model: ModelConfig, *, tokens_per_param: float) -> int:
@@ -137,7 +135,7 @@ def horizon_tokens(model: ModelConfig, *, tokens_per_param: float) -> int:
 
 def batch_of_horizon(model: ModelConfig, *, tokens_per_param: float) -> int:
     """Returns the tokens of a step, a power of two, that suit a run of horizon_tokens."""
-    growth = matmul_params(model) / matmul_params(reference_model(model))
+    growth = matmul_params(model) / reference_params(model)
     return int(2 ** round(math.log2(REFERENCE_BATCH * growth**BATCH_EXPONENT)))
 
 

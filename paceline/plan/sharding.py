@@ -68,12 +68,6 @@ class ShardPlan:
     buckets: tuple[Bucket, ...]  # in the order they are sent
     replicated: tuple[ParamShape, ...]
 
-    @property
-    def padding(self) -> int:
-        """The elements of all buckets that belong to no tensor."""
-        tensors = sum(placement.param.numel for bucket in self.buckets for placement in bucket.placements)
-        return sum(bucket.segment for bucket in self.buckets) * self.world_size - tensors
-
 
 def shard_plan(shapes: Sequence[ParamShape], *, world_size: int, optimizer: str) -> ShardPlan:
     """Lays out the optimizer's work. optimizer: the config's, whose row says which matrices need a whole owner."""
@@ -103,7 +97,7 @@ def backward_order(shapes: Sequence[ParamShape]) -> list[ParamShape]:
 
     A value embedding, registered behind the layers, belongs to its own layer.
     """
-    layers = [_layer(shape) for shape in shapes]
+    layers = [next((int(part) for part in shape.name.split(".") if part.isdigit()), None) for shape in shapes]
     last = max((i for i, layer in enumerate(layers) if layer is not None), default=-1)
 
     def depth(i: int) -> int:
@@ -111,10 +105,6 @@ def backward_order(shapes: Sequence[ParamShape]) -> list[ParamShape]:
         return layer if layer is not None else len(shapes) if i > last else -1
 
     return [shapes[i] for i in sorted(range(len(shapes)), key=lambda i: (-depth(i), -i))]
-
-
-def _layer(shape: ParamShape) -> int | None:
-    return next((int(part) for part in shape.name.split(".") if part.isdigit()), None)
 
 
 def _matrix_groups(matrices: list[ParamShape], world_size: int) -> list[list[ParamShape]]:

@@ -7,12 +7,12 @@ total_batch_size, the rows of a step and the learning rates stay: only the part 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from paceline.config import Config, ModelConfig
+from paceline.config import Config
 from paceline.errors import PlanError
 from paceline.plan.activations import MemorySetup
 from paceline.plan.estimate import Calibrate, MemoryEstimate, estimate_memory
 from paceline.plan.machine import Machine
-from paceline.plan.shapes import width_of_depth
+from paceline.plan.shapes import model_of_depth
 from paceline.units import MIB, format_bytes
 
 PROFILES = {"conservative": 0.48, "balanced": 0.65, "aggressive": 0.90}  # of the device's memory
@@ -43,8 +43,8 @@ class Solver:
     checkpointing: bool
     share_rows: int  # one device's rows of a step, over all micro-steps
     estimate: Estimate
-    most_rows: int | None = None  # a larger micro-batch is no faster on this device
-    too_large: Callable[[MemorySetup], bool] = lambda setup: False  # whether it ran out of memory here before
+    most_rows: int | None  # a larger micro-batch is no faster on this device
+    too_large: Callable[[MemorySetup], bool]  # whether it ran out of memory here before
 
     def fit(self, setup: MemorySetup, budget_bytes: float | None) -> MemorySetup | None:
         """Returns the setup with the largest micro-batch within budget_bytes; None if nothing fits.
@@ -57,10 +57,17 @@ class Solver:
         for relaxed in self.relaxations(setup):
             for count in rows:
                 candidate = self.with_rows(relaxed, count)
-                fits = budget_bytes is None or _fits(self.estimate(candidate), budget_bytes)
-                if fits and not self.too_large(candidate):
+                if self.fits(candidate, budget_bytes) and not self.too_large(candidate):
                     return candidate
         return None
+
+    def fits(self, setup: MemorySetup, budget_bytes: float | None) -> bool:
+        """Returns whether the expected bytes are within the budget, and the most within the device."""
+        if budget_bytes is None:
+            return True
+        estimate = self.estimate(setup)
+        within = estimate.card_bytes is None or estimate.process.high <= estimate.card_bytes
+        return estimate.process.expected <= budget_bytes and within
 
     def relaxations(self, setup: MemorySetup) -> Iterator[MemorySetup]:
         """Yields the setup, then ever smaller loss chunks, then checkpointing: each costs more speed than the one before."""
@@ -90,60 +97,44 @@ class SizedSetup:
 
 
 def choose_fit(
-    config: Config,
-    setup: MemorySetup,
-    machine: Machine,
-    *,
-    share_rows: int,
-    calibrate: Calibrate | None,
-    too_large: TooLarge | None = None,
+    config: Config, setup: MemorySetup, machine: Machine, *, calibrate: Calibrate, too_large: TooLarge
 ) -> SizedSetup:
     """Returns the setup, sized to the machine's memory; raises DoesNotFit with the smallest change that would fit.
 
-    setup: as the config has it. share_rows: one device's rows of a step, over all micro-steps.
+    setup: as the config has it. One device's rows of a step, over all micro-steps, stay as many.
     """
     gpu = machine.gpus[0] if setup.device == "cuda" else None
+    device_name = gpu.name if gpu else "CPU"
     card_bytes = gpu.memory_bytes if gpu else machine.memory_bytes // (setup.world_size // machine.hosts)
 
     def estimate(candidate: MemorySetup) -> MemoryEstimate:
         consumer = gpu.spec.consumer if gpu and gpu.spec else None
-        calibration = calibrate(gpu.name if gpu else "CPU", candidate) if calibrate else None
+        calibration = calibrate(device_name, candidate)
         return estimate_memory(candidate, card_bytes=card_bytes, consumer=consumer, calibration=calibration)
 
-    def failed_here(candidate: MemorySetup) -> bool:
-        return too_large is not None and too_large(gpu.name if gpu else "CPU", candidate, card_bytes or None)
-
-    share = memory_share(config) if config.device_batch_size is None else 1.0
+    rows_are_open = config.device_batch_size is None  # rows that the user sets are the user's
+    share = (config.memory_share or PROFILES[config.profile]) if rows_are_open else 1.0
     most = CPU_MICRO_STEP_TOKENS if gpu is None else None if card_bytes else BLIND_MICRO_STEP_TOKENS
     solver = Solver(
-        rows=config.device_batch_size is None,
+        rows=rows_are_open,
         logits=config.logits_mib is None,
         checkpointing=config.activation_checkpointing is None,
-        share_rows=share_rows,
+        share_rows=setup.device_batch_size * setup.grad_accum_steps,
         estimate=estimate,
         most_rows=max(1, most // setup.model.sequence_len) if most else None,
-        **({"too_large": failed_here} if config.device_batch_size is None else {}),
+        too_large=lambda candidate: rows_are_open and too_large(device_name, candidate, card_bytes or None),
     )
     fitting = solver.fit(setup, share * card_bytes if card_bytes else None)
     if fitting is None:
         raise does_not_fit(config, setup, solver, share=share)
-    notes = [*cost_notes(setup, fitting)]
+    notes = []
+    if fitting.logits_budget_bytes != setup.logits_budget_bytes:
+        notes.append(f"loss in chunks of {format_bytes(fitting.logits_budget_bytes)} to fit: some per cent slower")
+    if fitting.activation_checkpointing and not setup.activation_checkpointing:
+        notes.append("activation checkpointing to fit: blocks are computed twice, 4/3 of the time")
     if not solver.rows and config.memory_share is not None:
         notes.append(f"device_batch_size is set to {config.device_batch_size}, so memory_share chooses nothing")
     return SizedSetup(fitting, estimate(fitting), share if solver.rows else None, tuple(notes))
-
-
-def memory_share(config: Config) -> float:
-    """Returns the share of a device's memory that is to be filled."""
-    return PROFILES[config.profile] if config.memory_share is None else config.memory_share
-
-
-def cost_notes(setup: MemorySetup, sized: MemorySetup) -> Iterator[str]:
-    """Yields what the sizing changed that costs speed."""
-    if sized.logits_budget_bytes != setup.logits_budget_bytes:
-        yield f"loss in chunks of {format_bytes(sized.logits_budget_bytes)} to fit: some per cent slower"
-    if sized.activation_checkpointing and not setup.activation_checkpointing:
-        yield "activation checkpointing to fit: blocks are computed twice, 4/3 of the time"
 
 
 def does_not_fit(config: Config, setup: MemorySetup, solver: Solver, *, share: float) -> DoesNotFit:
@@ -172,8 +163,15 @@ def smallest_change(config: Config, setup: MemorySetup, solver: Solver, *, share
         fitting = solver.fit(setup, budget_bytes)
         if fitting is None:
             return None
+        changes = []
+        if fitting.device_batch_size != setup.device_batch_size:
+            changes.append(f"--device-batch-size {fitting.device_batch_size}")
+        if fitting.logits_budget_bytes != setup.logits_budget_bytes:
+            changes.append(f"--logits-mib {fitting.logits_budget_bytes // MIB}")
+        if fitting.activation_checkpointing != setup.activation_checkpointing:
+            changes.append("--activation-checkpointing")
         needed = format_bytes(solver.estimate(fitting).process.expected)
-        return f"{flags_of(setup, fitting)} needs {needed}, same total_batch_size"
+        return f"{' '.join(changes)} needs {needed}, same total_batch_size"
 
     if not solver.rows and (change := flags(replace(solver, rows=True), card)):
         return change
@@ -192,39 +190,16 @@ def smallest_change(config: Config, setup: MemorySetup, solver: Solver, *, share
         if alone.fit(replace(setup, world_size=1), share * memory):
             return "--nproc 1"
     for depth in range(setup.model.n_layer - 1, 0, -1):
-        if everything.fit(replace(setup, model=_shallower(config, setup.model, depth)), share * card):
+        model = replace(setup.model, n_layer=depth)
+        if config.n_embd is None:  # the width follows from the depth
+            model = model_of_depth(model, depth)
+            model = replace(model, n_kv_head=config.n_kv_head or model.n_head)
+        if everything.fit(replace(setup, model=model), share * card):
             return f"--depth {depth}, or a device with more memory"
     return "a device with more memory, or a shorter sequence_len or smaller vocab_size"
-
-
-def flags_of(setup: MemorySetup, sized: MemorySetup) -> str:
-    """Returns the flags that turn one setup into the other."""
-    flags = []
-    if sized.device_batch_size != setup.device_batch_size:
-        flags.append(f"--device-batch-size {sized.device_batch_size}")
-    if sized.logits_budget_bytes != setup.logits_budget_bytes:
-        flags.append(f"--logits-mib {sized.logits_budget_bytes // MIB}")
-    if sized.activation_checkpointing != setup.activation_checkpointing:
-        flags.append("--activation-checkpointing")
-    return " ".join(flags)
-
-
-def _shallower(config: Config, model: ModelConfig, depth: int) -> ModelConfig:
-    """Returns the model with fewer layers, and narrower where the width follows from the depth."""
-    if config.n_embd is not None:
-        return replace(model, n_layer=depth)
-    width = width_of_depth(depth, head_dim=config.head_dim)
-    heads = width // config.head_dim
-    return replace(model, n_layer=depth, n_embd=width, n_head=heads, n_kv_head=config.n_kv_head or heads)
 
 
 def divisors(number: int) -> list[int]:
     """Returns all divisors, from the largest down."""
     small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)}, reverse=True)
-
-
-def _fits(estimate: MemoryEstimate, budget_bytes: float) -> bool:
-    """Returns whether the expected bytes are within the budget, and the most within the device."""
-    within = estimate.card_bytes is None or estimate.process.high <= estimate.card_bytes
-    return estimate.process.expected <= budget_bytes and within

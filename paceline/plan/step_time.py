@@ -11,16 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from paceline.config import ModelConfig
-from paceline.plan.algorithms import ALGORITHMS, elementwise_algorithm
-from paceline.plan.cost import (
-    Messages,
-    attention_pairs,
-    flops_per_token,
-    mfu,
-    step_messages,
-    update_work,
-    window_sizes,
-)
+from paceline.plan.algorithms import ALGORITHMS, OTHERS
+from paceline.plan.cost import attention_pairs, flops_per_token, mfu, step_messages, update_work, window_sizes
 from paceline.plan.estimate import Range
 from paceline.plan.gpu_table import GpuSpec
 from paceline.plan.links import Link, link_of_speeds
@@ -34,7 +26,7 @@ BACKWARD_SHARE = 2 / 3
 RECOMPUTED = 4 / 3  # a layer's forward is done twice
 SMALLEST_SPREAD = 0.03
 LIMITS = {
-    "compute": ("matmuls", "attention", *(row.title for row in ALGORITHMS.values() if row.whole)),
+    "compute": ("matmuls", "attention", *(row.title for row in ALGORITHMS.values() if row.whole), "loss"),
     "memory bandwidth": (
         "elementwise",
         "embeddings",
@@ -131,7 +123,9 @@ def step_time(setup: StepSetup) -> StepTime:
     whole_s = sum(optimizer.get(row.title, 0.0) for row in ALGORITHMS.values() if row.whole)
     gradients_s, weights_s, hidden_s = _message_seconds(setup, micro_s=sum(micro.values()), whole_s=whole_s)
     computed = sum(device_parts.values())
-    host = setup.grad_accum_steps * _host_seconds(setup, speeds)
+    passes = RECOMPUTED if setup.activation_checkpointing else 1.0
+    host_micro_s = passes * setup.model.n_layer * speeds.host["layer"] + speeds.host["micro_step"]
+    host = setup.grad_accum_steps * host_micro_s
     waiting_host = host if setup.device == "cpu" else max(0.0, host - computed)
     parts = {
         **device_parts,
@@ -170,6 +164,7 @@ def _sum_parts(setup: StepSetup, speeds: Speeds, parts: Mapping[str, float], hid
     seconds = Range(total - off if off < total / 2 else total / (1 + off / total), total, total + off)
     tokens = setup.total_batch_size
     speed = Range(tokens / seconds.high, tokens / total, tokens / seconds.low)
+    by_limit = {limit: sum(corrected.get(name, 0.0) for name in names) for limit, names in LIMITS.items()}
     peak = setup.spec.peak_flops.get(setup.precision) if setup.spec else None
     return StepTime(
         seconds,
@@ -178,7 +173,7 @@ def _sum_parts(setup: StepSetup, speeds: Speeds, parts: Mapping[str, float], hid
         exposed_share=sent / total,
         tok_per_sec=speed,
         mfu=mfu(speed.expected / setup.world_size, flops_per_token(setup.model), peak),
-        limit=_limit(corrected),
+        limit=max(by_limit, key=lambda limit: by_limit[limit]),
         assumptions=_assumptions(setup, speeds, correction),
         uncorrected_s=uncorrected,
     )
@@ -227,20 +222,18 @@ def _gradient_seconds(setup: StepSetup, speeds: Speeds) -> float:
 
 def _optimizer_seconds(setup: StepSetup, speeds: Speeds) -> dict[str, float]:
     """Returns the update's time on the rank with the most to do, by algorithm."""
-    work = update_work(setup.model, world_size=setup.world_size, optimizer=setup.optimizer, shard=setup.shard)
-    row, elementwise, matrices = ALGORITHMS[setup.optimizer], elementwise_algorithm(setup.optimizer), 0.0
-    for shape in work.matrices:
+    shapes, elements = update_work(
+        setup.model, world_size=setup.world_size, optimizer=setup.optimizer, shard=setup.shard
+    )
+    row, matrices = ALGORITHMS[setup.optimizer], 0.0
+    elementwise = ALGORITHMS[OTHERS] if row.whole else row  # most of what is cut by rows
+    for shape in shapes:
         rate = speeds.rate(row.rate_name(shape), size=min(shape))
         by_flops = row.flops(shape) / rate if rate else 0.0
         matrices += max(by_flops, speeds.host.get("update", 0.0))
     [rate_name] = elementwise.rates
     rate = speeds.rate(rate_name)
-    return {row.title: matrices, elementwise.title: work.elements / rate if rate else 0.0}
-
-
-def _host_seconds(setup: StepSetup, speeds: Speeds) -> float:
-    passes = RECOMPUTED if setup.activation_checkpointing else 1.0
-    return passes * setup.model.n_layer * speeds.host["layer"] + speeds.host["micro_step"]
+    return {row.title: matrices, elementwise.title: elements / rate if rate else 0.0}
 
 
 def _message_seconds(setup: StepSetup, *, micro_s: float, whole_s: float) -> tuple[float, float, float]:
@@ -259,31 +252,19 @@ def _message_seconds(setup: StepSetup, *, micro_s: float, whole_s: float) -> tup
         precision=setup.precision,
         grad_accum_steps=setup.grad_accum_steps,
     )
-    summing, gathering = _sending_seconds(messages, setup.link, setup.world_size)
+    share, link = (setup.world_size - 1) / setup.world_size, setup.link
+
+    def seconds(sizes: tuple[int, ...], rounds: int) -> float:
+        return rounds * share * sum(sizes) / link.bytes_per_s + rounds * len(sizes) * link.latency_s
+
+    summing = seconds(messages.reduce_scatter, 1) + seconds(messages.all_reduce, 2)
+    gathering = seconds(messages.all_gather, 1)
     hidden_share = HIDDEN_SHARE[setup.device]
     buckets = max(1, len(messages.reduce_scatter)) if setup.shard != "none" else DDP_BUCKETS
     backward = hidden_share * BACKWARD_SHARE * micro_s
     gradients = max(summing / buckets, summing - backward)
     weights = max(gathering / buckets, gathering - hidden_share * whole_s)
     return gradients, weights, summing + gathering - gradients - weights
-
-
-def _sending_seconds(messages: Messages, link: Link, world_size: int) -> tuple[float, float]:
-    """Returns the seconds to sum all gradients and to gather all weights, with nothing hidden."""
-    share = (world_size - 1) / world_size
-
-    def seconds(sizes: tuple[int, ...], rounds: int) -> float:
-        return rounds * share * sum(sizes) / link.bytes_per_s + rounds * len(sizes) * link.latency_s
-
-    summing = seconds(messages.reduce_scatter, 1) + seconds(messages.all_reduce, 2)
-    return summing, seconds(messages.all_gather, 1)
-
-
-def _limit(parts: Mapping[str, float]) -> str:
-    """Returns what takes most of the step; the loss counts as a product."""
-    sums = {limit: sum(parts.get(name, 0.0) for name in names) for limit, names in LIMITS.items()}
-    sums["compute"] += parts.get("loss", 0.0)
-    return max(sums, key=lambda limit: sums[limit])
 
 
 def _assumptions(setup: StepSetup, speeds: Speeds, correction: tuple[float, float] | None) -> tuple[str, ...]:

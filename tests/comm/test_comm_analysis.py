@@ -15,7 +15,8 @@ from paceline.comm.analysis import (
     training_cost,
 )
 from paceline.config import Config
-from paceline.plan.machine import Gpu, Machine, spec_of
+from paceline.plan.gpu_table import spec_of
+from paceline.plan.machine import Gpu, Machine
 from paceline.plan.planner import Plan, make_plan
 from paceline.plan.shapes import num_params
 

@@ -13,7 +13,8 @@ from paceline.launch.job import StepWatch, TrainingJob, planned_step, stop_grace
 from paceline.launch.policy import Abilities, AttemptEnd, Decision
 from paceline.options import LaunchOptions
 from paceline.plan.estimate import Range
-from paceline.plan.machine import Gpu, Machine, find_gpu
+from paceline.plan.gpu_table import find_gpu
+from paceline.plan.machine import Gpu, Machine
 from paceline.plan.planner import Plan, make_plan
 from paceline.plan.speeds import Speeds, keep_speeds, load_speeds
 from paceline.plan.step_time import StepTime

@@ -14,8 +14,7 @@ from itertools import product
 from typing import Any
 
 from paceline.plan.estimate import Range, Verdict, process_bytes, sum_of_independent, verdict
-from paceline.plan.gpu_table import GPUS, GpuSpec
-from paceline.plan.machine import find_gpu
+from paceline.plan.gpu_table import GpuSpec, find_gpu, gpu_table
 from paceline.units import GIB
 
 Point = Mapping[str, Any]
@@ -234,7 +233,7 @@ def card_of(point: Point) -> GpuSpec:
     gpu_name = re.sub(r"\(.*?\)", "", point["gpu"])
     size = re.search(r"(\d+) ?GB", gpu_name)
     terms = set(re.sub(r"\d+ ?GB", "", gpu_name).split())
-    matches = [spec for spec in GPUS if any(terms <= set(re.split("[ -]", name)) for name in names_of(spec))]
+    matches = [spec for spec in gpu_table() if any(terms <= set(re.split("[ -]", name)) for name in names_of(spec))]
     if not matches:
         return find_gpu(gpu_name)
     gigabytes = int(size[1]) if size else 0

@@ -4,9 +4,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline.config import Config, ModelConfig
+from paceline.plan.gpu_table import find_gpu
 from paceline.plan.history import load_too_large
 from paceline.plan.links import Link, link_of
-from paceline.plan.machine import Gpu, Machine, find_gpu, imagined_machine
+from paceline.plan.machine import Gpu, Machine, imagined_machine
 from paceline.plan.planner import MakePlan, Plan, make_plan
 from paceline.plan.speeds import Speeds
 from paceline.plan.step_time import StepSetup

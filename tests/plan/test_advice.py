@@ -8,21 +8,18 @@ from setups import SLOW, gpt, on, on_cpu
 from paceline.config import ModelConfig
 from paceline.errors import PlanError
 from paceline.plan.advice import (
-    Fit,
     Price,
     advise,
     expected_bpb,
     levers,
-    model_of_depth,
     parse_price,
     run_cost,
-    saving_seconds,
     step_gap,
     time_of_budget,
 )
 from paceline.plan.estimate import Range
-from paceline.plan.machine import find_gpu
-from paceline.plan.shapes import horizon_tokens
+from paceline.plan.gpu_table import find_gpu
+from paceline.plan.shapes import horizon_tokens, model_of_depth
 from paceline.plan.step_time import StepSetup, step_time
 
 BASE = {
@@ -87,16 +84,20 @@ def test_evaluations_are_forward_passes_and_one_comes_at_the_end():
 
 
 def test_training_waits_only_for_checkpoints_that_are_not_written_meanwhile():
-    assert saving_seconds(500_000_000, between_s=10, saves=5) == pytest.approx(1.0)  # the last alone
-    assert saving_seconds(5_000_000_000, between_s=4, saves=3) == pytest.approx(10 + 2 * 6)
+    def saving_s(checkpoint_bytes: int, *, between: int, saves: int) -> float:
+        run = {**BASE, "checkpoint_bytes": checkpoint_bytes, "save_every": between, "num_steps": between * saves}
+        return 3600 * run_cost(SECOND, **run).saving_hours
+
+    assert saving_s(500_000_000, between=10, saves=5) == pytest.approx(1.0)  # the last alone
+    assert saving_s(5_000_000_000, between=4, saves=3) == pytest.approx(10 + 2 * 6)
 
 
 LIKE = ModelConfig(12, 768, 6, 6, 128, 2048, 32_768, "SSSL")
 H100 = StepSetup(LIKE, "cuda", 1, "bf16", "muon", "optimizer", 32, 8, spec=find_gpu("H100"))
 
 
-def rows_of(model: ModelConfig) -> Fit | None:
-    return Fit(max(1, 32 // max(1, model.n_layer // 12))) if model.n_layer <= 30 else None
+def rows_of(model: ModelConfig) -> tuple[int, bool] | None:
+    return (max(1, 32 // max(1, model.n_layer // 12)), False) if model.n_layer <= 30 else None
 
 
 def advice_for(hours: float, **changes: object):
@@ -146,7 +147,7 @@ def test_a_device_without_a_time_is_refused():
 
 def test_bits_per_byte_are_known_between_the_measured_depths_of_that_text_alone():
     def bpb(depth: int, data: str = "climbmix"):
-        return expected_bpb(model_of_depth(LIKE, depth, head_dim=128), data=data)
+        return expected_bpb(model_of_depth(LIKE, depth), data=data)
 
     assert bpb(12).low <= 0.854 <= bpb(12).high and bpb(24).expected == pytest.approx(0.718)
     assert bpb(12).expected > bpb(16).expected > bpb(24).expected

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import PlanError
-from paceline.plan.gpu_table import GPUS
-from paceline.plan.machine import find_gpu, peak_flops, spec_of
+from paceline.plan.gpu_table import find_gpu, gpu_table, spec_of
 from paceline.units import MIB
 
 HOSTS = Path(__file__).parents[1] / "check" / "hosts"
+GPUS = gpu_table()
 BY_NAME = {gpu.name: gpu for gpu in GPUS}
 FIGURES = ("memory_mib", "bytes_per_s", "capability", "pcie_gen", "pcie_lanes", "nvlink_bytes_per_s", "watts")
 
@@ -188,7 +188,7 @@ def test_derived_peaks_agree_with_the_ai_tops_nvidia_prints(name, tops):
 
 @pytest.mark.parametrize(("name", "tflops"), FP32.items())
 def test_derived_peaks_agree_with_the_fp32_figures_of_the_data_sheets(name, tflops):
-    assert peak_flops(BY_NAME[name], "fp32") == pytest.approx(tflops * 1e12, rel=0.025)
+    assert BY_NAME[name].peak_flops["fp32"] == pytest.approx(tflops * 1e12, rel=0.025)
 
 
 @pytest.mark.parametrize(("name", "tflops"), MEASURED.items())
@@ -206,8 +206,7 @@ def test_a_card_has_the_precisions_of_its_generation(gpu):
     assert gpu.consumer == any("GeForce" in name or "TITAN" in name for name in gpu.driver_names)
 
 
-def test_a_peak_that_has_no_source_is_none():
-    assert peak_flops(find_gpu("RTX 5090"), "bf16") == 209.5e12
-    assert peak_flops(find_gpu("T4"), "bf16") is None
-    assert peak_flops(find_gpu("GB10"), "bf16") is None
-    assert peak_flops(None, "bf16") is None
+def test_a_peak_that_has_no_source_is_absent():
+    assert find_gpu("RTX 5090").peak_flops["bf16"] == 209.5e12
+    assert "bf16" not in find_gpu("T4").peak_flops
+    assert "bf16" not in find_gpu("GB10").peak_flops

@@ -1,8 +1,9 @@
 import pytest
 
 from paceline.errors import PlanError
+from paceline.plan.gpu_table import find_gpu
 from paceline.plan.links import inner_link, link_of, read_link
-from paceline.plan.machine import Machine, find_gpu, imagined_machine
+from paceline.plan.machine import Machine, imagined_machine
 
 CPUS = Machine(gpus=(), cpu_cores=2, cpu_bf16=True, memory_bytes=0)
 COMM = {

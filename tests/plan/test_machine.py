@@ -7,15 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from paceline.errors import PlanError
-from paceline.plan.machine import (
-    Gpu,
-    Machine,
-    find_gpu,
-    imagined_machine,
-    probe_gpus,
-    probe_machine,
-    with_spec,
-)
+from paceline.plan.gpu_table import find_gpu
+from paceline.plan.machine import Gpu, Machine, imagined_machine, probe_gpus, probe_machine, with_spec
 
 
 class NvmlError(Exception):

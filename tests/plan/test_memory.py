@@ -7,14 +7,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from paceline.config import ModelConfig
-from paceline.plan.activations import (
-    MemorySetup,
-    checkpointed_layer_bytes,
-    chunk_sizes,
-    layer_bytes,
-    loss_bytes,
-    stem_bytes,
-)
+from paceline.plan.activations import MemorySetup, chunk_sizes, loss_bytes, saved_bytes, stem_bytes
 from paceline.plan.memory import Phase, fullest_state, peak_phase, phases
 from paceline.plan.shapes import param_shapes
 
@@ -56,38 +49,39 @@ def test_a_phase_is_the_sum_of_its_parts_and_the_peak_is_the_largest():
 
 def test_the_stem_is_tokens_the_stream_twice_a_gate_and_the_angles():
     tokens, gate, angles = 2 * 8 * NUM_TOKENS, 3 * 2 * NUM_TOKENS, 2 * 2 * 256 * 64
-    assert stem_bytes(SETUP) == tokens + 2 * STREAM + gate + angles
+    assert stem_bytes(SETUP, compiled=False) == tokens + 2 * STREAM + gate + angles
 
 
 def test_a_layer_keeps_sixteen_streams_and_what_is_small():
     """Of the last layer, with a value embedding: input, 2 norms, q, k, v, the output, 4 + 4 of the MLP, the value embedding."""
     norms, qk_norms, row_sums = 2 * 2 * NUM_TOKENS, 2 * (2 + 2) * NUM_TOKENS, 4 * 2 * NUM_TOKENS
     gate = 2 * (2 * 2 + 12) * NUM_TOKENS
-    assert layer_bytes(SETUP, 1) == 16 * STREAM + norms + qk_norms + row_sums + gate
-    assert layer_bytes(SETUP, 0) == 14 * STREAM + norms + qk_norms + row_sums  # its input is the stem's
+    assert saved_bytes(SETUP, 1) == 16 * STREAM + norms + qk_norms + row_sums + gate
+    assert saved_bytes(SETUP, 0) == 14 * STREAM + norms + qk_norms + row_sums  # its input is the stem's
 
 
 def test_a_checkpointed_layer_keeps_its_input():
-    assert [checkpointed_layer_bytes(SETUP, layer) for layer in (0, 1)] == [0, STREAM]
+    checkpointed = replace(SETUP, activation_checkpointing=True)
+    assert [saved_bytes(checkpointed, layer) for layer in (0, 1)] == [0, STREAM]
 
 
 def test_the_loss_keeps_two_gradients_and_works_on_one_chunk_of_logits():
-    loss = loss_bytes(SETUP)
+    saved, working = loss_bytes(SETUP)
     assert chunk_sizes(SETUP) == (NUM_TOKENS, NUM_TOKENS)
-    assert loss.saved == STREAM + 4 * 1024 * 128
+    assert saved == STREAM + 4 * 1024 * 128
     logits = NUM_TOKENS * 1024
-    assert loss.working == 2 * logits + 3 * 4 * logits - 4 * 1024 * 128  # the weight's gradient comes after the copies
+    assert working == 2 * logits + 3 * 4 * logits - 4 * 1024 * 128  # the weight's gradient comes after the copies
 
 
 def test_a_small_budget_cuts_the_loss_into_chunks():
     small = replace(SETUP, logits_budget_bytes=MIB)
     assert chunk_sizes(small) == (256, 32)  # half the budget for logits in bf16, an eighth for each copy in fp32
-    assert loss_bytes(small).working == 256 * 1024 * 2 + 3 * 32 * 1024 * 4
+    assert loss_bytes(small)[1] == 256 * 1024 * 2 + 3 * 32 * 1024 * 4
 
 
 def test_a_cpu_widens_the_chunk_that_it_adds_to_the_gradient():
     on_cpu = replace(SETUP, device="cpu", attention="cpu", logits_budget_bytes=MIB)
-    assert loss_bytes(on_cpu).working == 256 * 1024 * 2 + (2 + 4) * 1024 * 128
+    assert loss_bytes(on_cpu)[1] == 256 * 1024 * 2 + (2 + 4) * 1024 * 128
 
 
 def test_a_rank_holds_eighteen_bytes_a_parameter_from_step_to_step():
@@ -131,7 +125,7 @@ def test_a_window_saves_probabilities_on_a_cpu():
 @pytest.mark.parametrize("attention, scores", [("flash", 0), ("efficient", 0), ("math", 4 * 4 * 2 * 256**2)])
 def test_only_the_math_kernel_keeps_scores(attention, scores):
     longer = replace(MODEL, sequence_len=512)
-    once, twice = (layer_bytes(replace(SETUP, attention=attention, model=model), 0) for model in (MODEL, longer))
+    once, twice = (saved_bytes(replace(SETUP, attention=attention, model=model), 0) for model in (MODEL, longer))
     assert twice - 2 * once == 2 * scores  # all but scores grows as the tokens do
 
 
@@ -196,4 +190,4 @@ def test_a_smaller_budget_for_logits_never_needs_more(setup):
     """Once there are several chunks: with one alone, the weight's gradient comes after the copies and not beside them."""
     assume(chunk_sizes(setup)[0] < setup.num_tokens)
     smaller = replace(setup, logits_budget_bytes=setup.logits_budget_bytes // 2)
-    assert loss_bytes(smaller).working <= loss_bytes(setup).working
+    assert loss_bytes(smaller)[1] <= loss_bytes(setup)[1]

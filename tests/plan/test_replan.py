@@ -14,11 +14,10 @@ from paceline.plan.planner import Plan, fewer_ranks, format_change, make_plan, r
 
 def maker(ratio: float | None = None):
     """make_plan on a machine that measured allocations of `ratio` times the planned."""
-    calibration = Calibration(ratio or 1.0, None, "measured")
+    calibration = Calibration(ratio, None, "measured") if ratio else None
 
     def make(config: Config, machine: Machine) -> Plan:
-        calibrate = (lambda name, setup: calibration) if ratio else None
-        return make_plan(config, machine, vocab_size=32_768, num_rows=1000, calibrate=calibrate)
+        return make_plan(config, machine, vocab_size=32_768, num_rows=1000, calibrate=lambda *_: calibration)
 
     return make
 

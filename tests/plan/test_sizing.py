@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from paceline.config import Config
 from paceline.errors import PlanError
-from paceline.plan.machine import Machine, find_gpu, imagined_machine
+from paceline.plan.gpu_table import find_gpu
+from paceline.plan.machine import Machine, imagined_machine
 from paceline.plan.planner import make_plan
 from paceline.plan.sizing import PROFILES, DoesNotFit, divisors
 

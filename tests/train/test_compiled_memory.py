@@ -17,12 +17,11 @@ from paceline.model import gpt
 from paceline.plan.activations import (
     INT64,
     MemorySetup,
-    checkpointed_layer_bytes,
-    compiled_backward,
-    compiled_layer_bytes,
-    compiled_stem_bytes,
+    backward_parts,
     head_bytes,
     loss_bytes,
+    saved_bytes,
+    stem_bytes,
 )
 from paceline.train.exact import attention_kernel, build_optimizer
 
@@ -71,13 +70,12 @@ def test_kept_bytes_are_those_that_the_partitioner_keeps_of_larger_models(setup:
 
 def check_kept(setup: MemorySetup) -> None:
     tokens = 2 * INT64 * setup.num_tokens  # the caller's
-    planned = compiled_stem_bytes(setup) - tokens + sum(kept_by_layer(setup)) + head_bytes(setup)
+    planned = stem_bytes(setup, compiled=True) - tokens + sum(kept_by_layer(setup)) + head_bytes(setup)
     assert planned == pytest.approx(graph_bytes(setup), rel=0.05 if setup.attention == "cpu" else 0.01)
 
 
 def kept_by_layer(setup: MemorySetup) -> list[int]:
-    kept = checkpointed_layer_bytes if setup.activation_checkpointing else compiled_layer_bytes
-    return [kept(setup, layer) for layer in range(setup.model.n_layer)]
+    return [saved_bytes(setup, layer) for layer in range(setup.model.n_layer)]
 
 
 def graph_bytes(setup: MemorySetup) -> int:
@@ -189,9 +187,9 @@ def check_step(setup: MemorySetup, monkeypatch) -> None:
     before_backward, fullest = step_bytes(setup)
     tokens = 2 * INT64 * setup.num_tokens
     kept = kept_by_layer(setup)
-    planned = compiled_stem_bytes(setup) - tokens + sum(kept) + head_bytes(setup) + loss_bytes(setup).saved
+    planned = stem_bytes(setup, compiled=True) - tokens + sum(kept) + head_bytes(setup) + loss_bytes(setup)[0]
     assert planned == pytest.approx(before_backward, rel=0.02)
-    backward = compiled_backward(setup, kept, before=0, fresh=True)
+    backward = backward_parts(setup, kept, before=0, fresh=True)
     tolerance = 0.1 if setup.activation_checkpointing else 0.05
     assert sum(backward.values()) - tokens == pytest.approx(fullest, rel=tolerance)
 

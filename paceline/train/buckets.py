@@ -11,7 +11,7 @@ NCCL it orders streams and does not block, and gloo has no futures.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -113,13 +113,6 @@ def sum_of_squares(grads: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.stack(list(norms)).square_().sum()
 
 
-def check_shapes(params: Mapping[str, nn.Parameter], shapes: Sequence[ParamShape]) -> None:
-    """Asserts that the model's parameters are those of the plan, in fp32."""
-    actual, planned = {name: tuple(param.shape) for name, param in params.items()}, {s.name: s.shape for s in shapes}
-    assert actual == planned, f"the model and plan/shapes.py differ in {sorted(actual.items() ^ planned.items())}"
-    assert all(param.dtype == torch.float32 for param in params.values()), "weights are initialised in fp32"
-
-
 def whole_tensor(param: nn.Parameter, shape: ParamShape, groups: Mapping[str, GroupSettings]) -> Owned:
     """Returns all rows of an fp32 parameter, which is its own master."""
     return make_owned(param, shape, groups, rows=(0, shape.shape[0]), weight=param.data, master=param.data)
@@ -130,29 +123,10 @@ def grad_or_zeros(param: nn.Parameter) -> Tensor:
     return torch.zeros_like(param) if param.grad is None else param.grad.detach()
 
 
-def norms_of(shares: Sequence[Owned], *, grad_scale: float) -> dict[str, dict[str, Any]]:
-    """Returns norms and counts of non-finite elements of each parameter's rows, after a reduce; None for a non-finite norm."""
-    return {
-        share.shape.name: {
-            "rows": [share.lo, share.hi],
-            "weight_norm": _norm(share.master),
-            "weight_bad": _num_bad(share.master),
-            "grad_norm": _norm(share.grad, scale=grad_scale),
-            "grad_bad": _num_bad(share.grad),
-        }
-        for share in shares
-        if share.lo < share.hi
-    }
-
-
-def _norm(x: Tensor, *, scale: float = 1.0) -> float | None:
+def norm_of(name: str, x: Tensor, *, scale: float = 1.0) -> dict[str, float | int | None]:
+    """Returns the norm, None where it is not finite, and the number of elements that are not finite."""
     norm = float(torch.linalg.vector_norm(x.float())) * scale
-    return norm if math.isfinite(norm) else None
-
-
-def _num_bad(x: Tensor) -> int:
-    """Counts the elements that are not finite."""
-    return int((~x.isfinite()).sum())
+    return {f"{name}_norm": norm if math.isfinite(norm) else None, f"{name}_bad": int((~x.isfinite()).sum())}
 
 
 class BucketBuffers:
@@ -232,35 +206,22 @@ class BucketBuffers:
         return start_all_gather(self.weights, rank=self.rank, world_size=self.world_size, tag=self.tag)
 
 
-@dataclass(frozen=True)
-class MatrixBatch:
-    """Matrices of one shape that are updated together. states: one tensor for each state of the algorithm, (m, n) or (k, m, n)."""
+def matrix_batches(shares: Sequence[Owned], *, together: bool) -> list[tuple[list[Owned], tuple[Tensor, ...]]]:
+    """Returns matrices that are updated together, with one tensor for each state of the algorithm: (m, n), or (k, m, n) of k.
 
-    shares: list[Owned]
-    states: tuple[Tensor, ...]
-
-
-def matrix_batches(shares: Sequence[Owned], *, together: bool) -> list[MatrixBatch]:
-    """Returns neighbours of one shape in one batch where `together`, for a GPU, which single small products leave idle.
-
-    A CPU takes each by itself: it stays in the cache, and its bits cannot depend on how many this rank owns.
+    Neighbours of one shape go into one batch where `together`, for a GPU, which single small products leave idle. A CPU takes each
+    by itself: it stays in the cache, and its bits cannot depend on how many this rank owns.
     """
-    batches: list[list[Owned]] = []
-    for share in shares:
-        if together and batches and batches[-1][0].shape.shape == share.shape.shape:
-            batches[-1].append(share)
-        else:
-            batches.append([share])
-    return [_matrix_batch(batch) for batch in batches]
-
-
-def _matrix_batch(shares: list[Owned]) -> MatrixBatch:
-    if len(shares) == 1:
-        return MatrixBatch(shares, tuple(shares[0].states.values()))
-    buffers = {name: torch.stack([share.states[name] for share in shares]) for name in shares[0].states}
-    for i, share in enumerate(shares):
-        share.states = {name: buffer[i] for name, buffer in buffers.items()}
-    return MatrixBatch(shares, tuple(buffers.values()))
+    batches = []
+    for _, members in groupby(enumerate(shares), lambda item: item[1].shape.shape if together else item[0]):
+        batch = [share for _, share in members]
+        states = batch[0].states
+        if len(batch) > 1:
+            states = {name: torch.stack([share.states[name] for share in batch]) for name in states}
+            for i, share in enumerate(batch):
+                share.states = {name: state[i] for name, state in states.items()}
+        batches.append((batch, tuple(states.values())))
+    return batches
 
 
 class SegmentSum:

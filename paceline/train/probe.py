@@ -26,8 +26,9 @@ from paceline.model.gpt import GPT
 from paceline.plan.planner import Plan
 from paceline.rundir import RunDir, utc_now, write_atomic
 from paceline.train.loop import Loop, LossScale, StopRequest
+from paceline.train.optim import make_optimizer
 from paceline.train.process import broadcast_object, footprint, forget_peaks, run_rank
-from paceline.train.setup import initial_scale, make_model, make_optimizer, start_ranks, trial_ms
+from paceline.train.setup import initial_scale, make_model, start_ranks, trial_ms
 
 NUM_STEPS = 2  # the first has no states and gradients of an earlier one
 MICRO_STEPS = 2  # at most: a third takes no more memory than the second
@@ -55,7 +56,7 @@ def probe(run: RunDir, plan: Plan) -> None:
     # ones, not empty: the memory is written, so that it is really there
     spare = torch.ones(SPARE_BYTES[device.type], dtype=torch.uint8, device=device)
     model = make_model(plan, seed=SEED, device=device)
-    optimizer = make_optimizer(model, plan, rank=rank)
+    optimizer = make_optimizer(model, plan, plan.groups, rank=rank)
     loop = Loop(
         run=run,
         config=Config(),

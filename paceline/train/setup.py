@@ -20,10 +20,9 @@ from paceline.model.checkpoint import CheckpointReader, Piece, load_newest_good
 from paceline.model.gpt import DTYPES, GPT
 from paceline.model.manifest import NoCheckpoint, clean_leftovers
 from paceline.plan.planner import Plan
-from paceline.plan.shapes import param_shapes
 from paceline.rundir import RunDir, append_event, read_json_lines, write_atomic
 from paceline.train.loop import Loader, LossScale
-from paceline.train.optim import Optimizer, ReplicatedOptimizer, ShardedOptimizer
+from paceline.train.optim import Optimizer
 from paceline.train.process import (
     answer_with_collectives,
     broadcast_object,
@@ -77,20 +76,6 @@ def make_model(plan: Plan, *, seed: int, device: torch.device) -> GPT:
     model.to(device)
     model.masks(plan.model.sequence_len, device, flex=plan.attention == "flex")
     return model
-
-
-def make_optimizer(model: GPT, plan: Plan, *, rank: int) -> Optimizer:
-    """Returns the plan's optimizer; the sharded one moves the model's parameters into its buffers."""
-    kind = ReplicatedOptimizer if plan.shard == "none" else ShardedOptimizer
-    return kind(
-        model,
-        param_shapes(plan.model),
-        dict(plan.groups),
-        rank=rank,
-        world_size=plan.world_size,
-        compute_dtype=DTYPES[plan.precision],
-        grad_accum_steps=plan.grad_accum_steps,
-    )
 
 
 def initial_scale(plan: Plan) -> float:

@@ -35,13 +35,12 @@ from paceline.plan.shapes import choose_eval_tokens
 from paceline.rundir import RunDir, append_event, read_json_lines, utc_now, write_atomic
 from paceline.train.evaluate import val_bpb, write_sample
 from paceline.train.loop import Loop, LossScale, StopRequest, TrainLoader
-from paceline.train.optim import Optimizer
+from paceline.train.optim import Optimizer, make_optimizer
 from paceline.train.process import MemoryEvents, answer_with_stacks, broadcast_object, run_rank
 from paceline.train.setup import (
     choose_compile,
     initial_scale,
     make_model,
-    make_optimizer,
     resume,
     rng_pieces,
     start_ranks,
@@ -92,7 +91,7 @@ def train_rank(run: RunDir, *, attempt: int, stop: StopRequest, progress: Heartb
     dataset = open_dataset(Path(json.loads(run.dataset_json.read_text())["path"]))
     model = make_model(plan, seed=config.seed, device=device)
     torch.manual_seed(config.seed * 1_000_003 + rank)
-    optimizer = make_optimizer(model, plan, rank=rank)
+    optimizer = make_optimizer(model, plan, plan.groups, rank=rank)
     skipped = broadcast_object(load_skipped(run) if rank == 0 else [])
     skipped_batches = [batch["batch"] for batch in skipped]
     loader = TrainLoader(

@@ -9,8 +9,8 @@ closed form of plan/memory.py against this trace. The method: torch.distributed.
 
 The sequence of allocations then goes through PyTorch's CUDA caching allocator as arithmetic, for what it reserves from the driver:
 one stream, one pool each for small and large blocks, best fit, splitting and joining, as c10/cuda/CUDACachingAllocator.cpp (torch
-2.13) does it with the expandable segments that the launcher sets: a pool is one arena that grows at its end. Memory that a full card
-would get back by freeing cached segments is not taken into account: the sum is what a card with room to spare would show.
+2.13) does it with the expandable segments that the launcher sets: a pool is one arena that grows at its end. Memory that a full
+card would get back by freeing cached segments is not taken into account: the sum is what a card with room to spare would show.
 """
 
 import functools
@@ -189,7 +189,8 @@ def attention_kernel(name: str) -> Iterator[None]:
             return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
         return aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, is_causal)[0]
 
-    F.scaled_dot_product_attention = kernel if name in ("flash", "efficient") else before
+    if name in ("flash", "efficient"):
+        F.scaled_dot_product_attention = kernel  # type: ignore[assignment]
     try:
         yield
     finally:

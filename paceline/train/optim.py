@@ -18,7 +18,7 @@ does not depend on learning rate schedules, precision of activations or files.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -290,9 +290,11 @@ class ReplicatedOptimizer(ShardedOptimizer):
     def _shard_plan(self, shapes: tuple[ParamShape, ...]) -> ShardPlan:
         return ShardPlan(self._world_size, buckets=(), replicated=shapes)
 
-    def micro_step(self, *, last: bool) -> AbstractContextManager[None]:
+    @contextmanager
+    def micro_step(self, *, last: bool) -> Iterator[None]:
         """Surrounds a forward and backward; DDP averages the gradients under the last backward of a step."""
-        return nullcontext() if last or self._ddp is None else self._ddp.no_sync()
+        with nullcontext() if last or self._ddp is None else self._ddp.no_sync():
+            yield
 
     @torch.no_grad()
     def reduce(self, extras: Tensor) -> Tensor:

@@ -25,10 +25,10 @@ from paceline.heartbeat import HeartbeatWriter
 from paceline.model.gpt import GPT
 from paceline.plan.planner import Plan
 from paceline.rundir import RunDir, utc_now, write_atomic
-from paceline.train.loop import Loop, LossScale, StopRequest
+from paceline.train.loop import Loop, StopRequest
 from paceline.train.optim import make_optimizer
 from paceline.train.process import broadcast_object, footprint, forget_peaks, run_rank
-from paceline.train.setup import initial_scale, make_model, start_ranks, trial_ms
+from paceline.train.setup import make_model, start_ranks, trial_ms
 
 NUM_STEPS = 2  # the first has no states and gradients of an earlier one
 MICRO_STEPS = 2  # at most: a third takes no more memory than the second
@@ -50,30 +50,14 @@ def main() -> None:
 
 def probe(run: RunDir, plan: Plan) -> None:
     """Tries the plan, eager and compiled where it leaves that to a trial, and writes what each stage took. Collective."""
-    torch.set_num_threads(plan.threads)
     device, rank = start_ranks(plan)
     full_micro_steps, plan = plan.grad_accum_steps, shortened(plan)
     # ones, not empty: the memory is written, so that it is really there
     spare = torch.ones(SPARE_BYTES[device.type], dtype=torch.uint8, device=device)
     model = make_model(plan, seed=SEED, device=device)
     optimizer = make_optimizer(model, plan, plan.groups, rank=rank)
-    loop = Loop(
-        run=run,
-        config=Config(),
-        plan=plan,
-        optimizer=optimizer,
-        forward=optimizer.module,
-        loader=MadeUpTokens(plan, device),
-        rank=rank,
-        device=device,
-        stop=StopRequest(),
-        evaluate=lambda: 0.0,
-        save=lambda step, bpb: None,
-        sample=lambda step: None,
-        record_memory=lambda step: None,
-        progress=HeartbeatWriter(run, rank),
-        scale=LossScale(initial_scale(plan), dynamic=plan.precision == "fp16"),
-    )
+    loader, progress = MadeUpTokens(plan, device), HeartbeatWriter(run, rank)
+    loop = Loop(run, Config(), plan, optimizer, loader, rank, device, progress, StopRequest())
     stages, ready_time = [], time.time()
     for compiled in (False, True) if plan.compile is None else (plan.compile,):
         if compiled:
@@ -86,18 +70,15 @@ def probe(run: RunDir, plan: Plan) -> None:
             "compile_tried": compiled and plan.compile is None,
             "torch": torch.__version__,
             "copies_bytes": copies_bytes,
-            **without_spare(footprint(device), spare.nbytes),
+            **{name: None if size is None else size - spare.nbytes for name, size in footprint(device).items()},
         }
         if plan.time is not None:
             stage |= {"ready_time": ready_time, **measure_speed(loop, model, micro_steps=full_micro_steps)}
         stages.append(stage)
-    write_stages(run, rank, stages)
-    loop.progress.beat(NUM_STEPS, "done")
-
-
-def without_spare(figures: dict[str, int | None], spare_bytes: int) -> dict[str, int | None]:
-    """Takes the probe's spare memory off each figure."""
-    return {name: None if size is None else size - spare_bytes for name, size in figures.items()}
+    path = run.path / "probe" / f"{rank}.json"
+    path.parent.mkdir(exist_ok=True)
+    write_atomic(path, json.dumps(stages))
+    progress.beat(NUM_STEPS, "done")
 
 
 def shortened(plan: Plan) -> Plan:
@@ -158,13 +139,6 @@ class MadeUpTokens:
         """Returns idx and targets, (B, T) int64 on the device."""
         idx, targets = (torch.randint(self.vocab_size, self.shape, generator=self.generator) for _ in range(2))
         return idx.to(self.device), targets.to(self.device)
-
-
-def write_stages(run: RunDir, rank: int, stages: list[dict[str, Any]]) -> None:
-    """Writes what each stage took on this rank."""
-    path = run.path / "probe" / f"{rank}.json"
-    path.parent.mkdir(exist_ok=True)
-    write_atomic(path, json.dumps(stages))
 
 
 if __name__ == "__main__":

@@ -278,15 +278,15 @@ def peak_bytes(device: torch.device) -> int:
 class BusyClock:
     """Measures how long a rank works on a step by itself: from the step's start to the end of its backward.
 
-    Call `start` and `stop` once in each step, `mean_ms` and `forget` when a line of metrics is due. On a GPU the device's own clock
-    counts, by events that are read a step later, when it has passed them: this adds no wait.
+    Call `start` and `stop` once in each step, and `forget` when a line of metrics is due: mean_ms is of the steps since. On a GPU
+    the device's own clock counts, by events that are read a step later, when it has passed them: this adds no wait.
     """
 
     def __init__(self, device: torch.device):
         self._on_gpu = device.type == "cuda"
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []  # of this step and of the previous one
         self._started = 0.0
-        self._sum_ms, self._steps = 0.0, 0
+        self.forget()
 
     def start(self) -> None:
         """Marks the beginning of a step's own work."""
@@ -307,17 +307,13 @@ class BusyClock:
             start, end = self._events[0]
             self._add(start.elapsed_time(end))
 
-    @property
-    def mean_ms(self) -> float:
-        """Returns the mean of the steps since `forget`; 0.0 before the first."""
-        return self._sum_ms / self._steps if self._steps else 0.0
-
     def forget(self) -> None:
         """Starts a new mean."""
-        self._sum_ms, self._steps = 0.0, 0
+        self.mean_ms, self._steps = 0.0, 0  # 0.0 before the first step
 
     def _add(self, ms: float) -> None:
-        self._sum_ms, self._steps = self._sum_ms + ms, self._steps + 1
+        self._steps += 1
+        self.mean_ms += (ms - self.mean_ms) / self._steps
 
 
 def timed_event() -> torch.cuda.Event:

@@ -1,8 +1,8 @@
-"""The parts of the loop that stand alone: loss scale, clock."""
+"""The loss scale, a part of the loop that stands alone."""
 
 import json
 
-from paceline.train.loop import SCALE_GROWTH_STEPS, LossScale, StepClock
+from paceline.train.loop import SCALE_GROWTH_STEPS, LossScale
 
 
 def test_an_overflow_halves_the_scale_and_many_good_steps_double_it():
@@ -19,9 +19,3 @@ def test_a_loss_scale_survives_its_state():
     other = LossScale(1.0, dynamic=True)
     other.load_state_dict(json.loads(json.dumps(scale.state_dict())))
     assert other == scale
-
-
-def test_the_clock_gives_the_mean_of_the_steps_since_the_last_line():
-    clock = StepClock(steps=4, seconds=2.0)
-    assert clock.take_step_ms() == 500.0
-    assert (clock.steps, clock.seconds) == (0, 0.0)

@@ -114,8 +114,9 @@ def held_out_below(files: list[SourceFile], *, part_bytes: int) -> int:
         digests.add(document.digest)
         num_bytes += document.num_bytes
     if len(digests) < 2:
+        name = files[0].path if len(files) == 1 else f"the text of {len(files)} files ({files[0].path}, ...)"
         raise PacelineError(
-            f"{_name(files)} is too small to train on: {num_bytes:,} bytes of text in {len(digests)} distinct"
+            f"{name} is too small to train on: {num_bytes:,} bytes of text in {len(digests)} distinct"
             " documents, and one must be held out",
             fix=f"add text: two different documents, or one of more than {2 * MIN_PART_BYTES:,} bytes",
         )
@@ -134,10 +135,6 @@ def _count_unreadable(files: list[SourceFile]) -> int:
         except UnreadableFile:
             count += 1
     return count
-
-
-def _name(files: list[SourceFile]) -> str:
-    return files[0].path if len(files) == 1 else f"the text of {len(files)} files ({files[0].path}, ...)"
 
 
 def _builtin_files() -> list[SourceFile]:

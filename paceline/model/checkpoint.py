@@ -22,7 +22,7 @@ from torch import Tensor
 
 import paceline
 from paceline.errors import PacelineError
-from paceline.model.manifest import RawTensor, TensorEntry, newest_good, num_rows, read_manifest
+from paceline.model.manifest import RawTensor, TensorEntry, num_rows, read_manifest
 from paceline.model.publish import (
     NoSpace,
     PendingSave,
@@ -176,7 +176,12 @@ class CheckpointWriter:
         self._copies = copies
         # wide dtypes first: every tensor then starts on a multiple of its element size
         wide_first = sorted(copies.items(), key=lambda item: -item[1].element_size())
-        return [RawTensor(name, DTYPE_CODES[copy.dtype], tuple(copy.shape), _bytes(copy)) for name, copy in wide_first]
+        return [
+            RawTensor(
+                name, DTYPE_CODES[copy.dtype], tuple(copy.shape), memoryview(copy.reshape(-1).view(torch.uint8).numpy())
+            )
+            for name, copy in wide_first
+        ]
 
     def _run(self, save: PendingSave, state: Mapping[str, Any], val_bpb: float | None, began: float) -> None:
         try:
@@ -194,18 +199,13 @@ class CheckpointWriter:
             if isinstance(error, OSError):
                 explanation = explained(error, save)
                 explanation.__cause__ = error
-                self._report(explanation)
-            else:
-                self._report(error)
-
-    def _report(self, error: BaseException) -> None:
-        """Stores the error for the next call to raise; passes a full disk to on_no_space instead, where there is one."""
-        if self.on_no_space is None or not isinstance(error, NoSpace):
-            self._error = error
-            return
-        self._check_s = CHECK_S if self.no_space is None else min(2 * self._check_s, LONGEST_CHECK_S)
-        self.no_space, self._next_check = error, time.monotonic() + self._check_s
-        self.on_no_space(error)
+                error = explanation
+            if self.on_no_space is None or not isinstance(error, NoSpace):
+                self._error = error  # for the next call to raise
+                return
+            self._check_s = CHECK_S if self.no_space is None else min(2 * self._check_s, LONGEST_CHECK_S)
+            self.no_space, self._next_check = error, time.monotonic() + self._check_s
+            self.on_no_space(error)
 
 
 class CheckpointReader:
@@ -268,12 +268,6 @@ class CheckpointReader:
         return self._open_files[name]
 
 
-def load_newest_good(directory: Path, *, set_aside: bool = False) -> tuple[CheckpointReader, list[str]]:
-    """Opens the newest checkpoint that verifies, for one rank to call; the lines name the damaged ones. See `newest_good`."""
-    path, notes = newest_good(directory, set_aside=set_aside)
-    return CheckpointReader(path), notes
-
-
 def _entries(pieces: Sequence[Piece], *, file: str) -> dict[str, dict[str, Any]]:
     """Returns this rank's parts of each key as the manifest lists them, none where it holds no row."""
     entries: dict[str, dict[str, Any]] = {}
@@ -284,7 +278,3 @@ def _entries(pieces: Sequence[Piece], *, file: str) -> dict[str, dict[str, Any]]
         if piece.rows[0] < piece.rows[1]:
             entry["parts"].append({"file": file, "name": piece.name, "rows": piece.rows})
     return entries
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]

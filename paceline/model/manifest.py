@@ -17,6 +17,7 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -137,30 +138,12 @@ class Manifest:
     state: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class CheckpointInfo:
-    """What a list shows of a checkpoint."""
-
-    path: Path
-    step: int
-    val_bpb: float | None
-    world_size: int
-    time: str
-    bytes: int
-
-
-def list_checkpoints(directory: Path) -> list[CheckpointInfo]:
+def list_checkpoints(directory: Path) -> list[tuple[Path, Manifest]]:
     """Returns the checkpoints newest first, by their manifests alone, without those whose manifest is damaged."""
     checkpoints = []
     for path in step_folders(directory):
-        try:
-            manifest = read_manifest(path)
-        except DamagedCheckpoint:
-            continue
-        size = sum(entry.bytes for entry in manifest.files.values())
-        checkpoints.append(
-            CheckpointInfo(path, manifest.step, manifest.val_bpb, manifest.world_size, manifest.time, size)
-        )
+        with suppress(DamagedCheckpoint):
+            checkpoints.append((path, read_manifest(path)))
     return checkpoints
 
 
@@ -193,7 +176,9 @@ def newest_good(directory: Path, *, set_aside: bool) -> tuple[Path, list[str]]:
         ]
         if set_aside:
             for other, _ in damaged:
-                other.rename(_free_name(other.with_name(f"{other.name}.damaged")))
+                endings = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+                names = (other.with_name(f"{other.name}.damaged{ending}") for ending in endings)
+                other.rename(next(name for name in names if not name.exists()))
         return path, notes
     if not damaged:
         raise NoCheckpoint(f"no checkpoint in {directory}", fix="train until the first one is saved (save_every steps)")
@@ -297,11 +282,6 @@ def _damage(path: Path, entry: FileEntry) -> str | None:
 
 def _step(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
-
-
-def _free_name(path: Path) -> Path:
-    names = itertools.chain([path], (path.with_name(f"{path.name}-{number}") for number in itertools.count(2)))
-    return next(free for free in names if not free.exists())
 
 
 def _seal(head: bytes) -> bytes:

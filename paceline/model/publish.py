@@ -125,12 +125,12 @@ def publish(
 
 def prune(directory: Path, *, step: int, keep_last: int) -> None:
     """Removes all checkpoints up to `step` but the newest keep_last and the best; newer ones stay."""
-    listed = [info for info in list_checkpoints(directory) if info.step <= step]
-    scored = [(info.val_bpb, -info.step) for info in listed if info.val_bpb is not None]
+    listed = [(path, manifest) for path, manifest in list_checkpoints(directory) if manifest.step <= step]
+    scored = [(manifest.val_bpb, -manifest.step) for _, manifest in listed if manifest.val_bpb is not None]
     best_step = -min(scored)[1] if scored else None
-    for info in listed[keep_last:]:
-        if info.step != best_step:
-            discard(info.path)
+    for path, manifest in listed[keep_last:]:
+        if manifest.step != best_step:
+            discard(path)
 
 
 def give_up(save: PendingSave, error: BaseException) -> None:

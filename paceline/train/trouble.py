@@ -122,7 +122,7 @@ def plan_rollback(run: RunDir, error: LossTrouble) -> tuple[str, str, bool]:
         fix = f"lower --matrix-lr or --embedding-lr and go on from the last checkpoint: paceline resume {run.path}"
         return message, fix, False
     saved = list_checkpoints(run.checkpoints)
-    last_saved = saved[0].step if saved else 0
+    last_saved = saved[0][1].step if saved else 0
     batch = batch_of_step(trouble.step - 1, [batch["batch"] for batch in skipped])
     record = {"batch": batch, "step": trouble.step, "cause": trouble.cause, "loss": trouble.loss, "time": utc_now()}
     write_atomic(run.skipped_json, json.dumps({"batches": [*skipped, record]}, indent=1) + "\n")

@@ -57,7 +57,7 @@ def test_among_equally_good_ones_the_newest_is_the_best(tmp_path: Path):
     for step in (10, 20, 30):
         writer.save(step, rows_of(0, 1, step), {}, val_bpb=2.0 if step == 30 else 1.0)
     writer.wait()
-    assert [info.step for info in list_checkpoints(tmp_path)] == [30, 20]
+    assert [manifest.step for _, manifest in list_checkpoints(tmp_path)] == [30, 20]
 
 
 def test_the_one_just_saved_is_never_pruned_for_a_newer_one(tmp_path: Path):
@@ -65,7 +65,7 @@ def test_the_one_just_saved_is_never_pruned_for_a_newer_one(tmp_path: Path):
         writer = make_writer(tmp_path, keep_last=1)
         writer.save(step, rows_of(0, 1, step), {})
         writer.wait()
-    assert [info.step for info in list_checkpoints(tmp_path)] == [60, 40]
+    assert [manifest.step for _, manifest in list_checkpoints(tmp_path)] == [60, 40]
 
 
 def test_a_full_disk_is_reported_with_numbers_and_leaves_the_older_checkpoint(tiny_disk: Path):
@@ -219,11 +219,11 @@ def test_ranks_killed_at_any_moment_of_a_save_leave_only_whole_checkpoints(tmp_p
         leftovers += any(tmp_path.glob(".*.tmp"))
         clean_leftovers(tmp_path)
         listed = list_checkpoints(tmp_path)
-        assert {info.path for info in listed} == set(tmp_path.iterdir())
-        for info in listed:
-            verify(info.path)
-            assert CheckpointReader(info.path).read_all("x").unique().tolist() == [float(info.step)]
-        newest = max((info.step for info in listed), default=0)
+        assert {path for path, _ in listed} == set(tmp_path.iterdir())
+        for path, manifest in listed:
+            verify(path)
+            assert CheckpointReader(path).read_all("x").unique().tolist() == [float(manifest.step)]
+        newest = max((manifest.step for _, manifest in listed), default=0)
         assert newest >= last_step  # what was there before the kill is there after it
         last_step = newest
     host.stdin.close()

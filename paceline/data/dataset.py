@@ -134,15 +134,6 @@ def batch_of_step(step: int, skipped_batches: Collection[int]) -> int:
     return batch
 
 
-def micro_batch_rows(
-    step_rows: Int64s, *, micro_step: int, rank: int, world_size: int, device_batch_size: int
-) -> Int64s:
-    """Returns one rank's rows of a micro-step, (device_batch_size,) int64; all of them together are the step's rows, once each."""
-    start = (micro_step * world_size + rank) * device_batch_size
-    assert 0 <= rank < world_size and start + device_batch_size <= len(step_rows)
-    return step_rows[start : start + device_batch_size]
-
-
 def write_dataset(
     folder: Path,
     *,

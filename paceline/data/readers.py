@@ -81,16 +81,23 @@ def cut_at_line_ends(content: bytes, part_bytes: int) -> Iterator[bytes]:
 def _read_text(file: SourceFile, part_bytes: int) -> Iterator[tuple[bytes, float]]:
     with _opened(file) as (stream, raw):
         tail = stream.read(part_bytes)
-        offset = len(BOM) if tail.startswith(BOM) else 0
-        tail = tail[offset:]
-        while block := stream.read(part_bytes):
-            *full, tail = cut_at_line_ends(tail + block, part_bytes)
-            for part in full:
-                yield _checked_utf8(file, part, offset), _share(raw, file)
+        offset = len(BOM) if tail.startswith(BOM) else 0  # in the file, where the part begins
+        tail, block = tail[offset:], tail
+        while block:
+            block = stream.read(part_bytes)
+            parts = list(cut_at_line_ends(tail + block, part_bytes))
+            tail = parts.pop() if block else b""
+            for part in parts:
+                try:
+                    part.decode()
+                except UnicodeDecodeError as error:
+                    encoding = "utf-16" if part.startswith((b"\xff\xfe", b"\xfe\xff")) else "latin-1"
+                    raise UnreadableFile(
+                        f"{file.path} is not UTF-8: byte 0x{part[error.start]:02x} at offset {offset + error.start:,}",
+                        fix=f"iconv -f {encoding} -t utf-8 '{file.path}' > new.txt, with the encoding it is in",
+                    ) from error
+                yield part, _share(raw, file) if block else 1.0
                 offset += len(part)
-        for part in cut_at_line_ends(tail, part_bytes):
-            yield _checked_utf8(file, part, offset), 1.0
-            offset += len(part)
 
 
 def _read_jsonl(file: SourceFile, part_bytes: int) -> Iterator[tuple[bytes, float]]:
@@ -148,7 +155,7 @@ def _read_parquet(file: SourceFile, part_bytes: int) -> Iterator[tuple[bytes, fl
 def _read_hf(file: SourceFile, part_bytes: int) -> Iterator[tuple[bytes, float]]:
     dataset = _load_hf(file)
     types = {name: getattr(feature, "dtype", "") for name, feature in dataset.features.items()}
-    column = _text_field(file.path, {name: dtype in STRING_TYPES for name, dtype in types.items()})
+    column = _text_field(file.path, {name: str(dtype) in STRING_TYPES for name, dtype in types.items()})
     batches = (batch[column] for batch in dataset.select_columns([column]).iter(BATCH_ROWS))
     yield from _table_parts(file, batches, len(dataset), part_bytes)
 
@@ -206,19 +213,6 @@ def _opened(file: SourceFile) -> Iterator[tuple[BinaryIO, BinaryIO]]:
             f"cannot read {file.path}: {error.strerror or error}",
             fix="check that the file is there, that you may read it, and the disk",
         ) from error
-
-
-def _checked_utf8(file: SourceFile, part: bytes, offset: int) -> bytes:
-    """The part as it is, when it is UTF-8; `offset` is where in the file it begins."""
-    try:
-        part.decode()
-    except UnicodeDecodeError as error:
-        encoding = "utf-16" if part.startswith((b"\xff\xfe", b"\xfe\xff")) else "latin-1"
-        raise UnreadableFile(
-            f"{file.path} is not UTF-8: byte 0x{part[error.start]:02x} at offset {offset + error.start:,}",
-            fix=f"iconv -f {encoding} -t utf-8 '{file.path}' > new.txt, with the encoding it is in",
-        ) from error
-    return part
 
 
 def _text_field(where: str, is_string: dict[str, bool]) -> str:

@@ -60,13 +60,13 @@ class Tokenizer:
         self.inner.no_padding()
         self.inner.encode_special_tokens = True
         self.vocab_size = 1 + max(self.inner.get_vocab(with_added_tokens=True).values(), default=-1)
-        known = [token for token in SEPARATORS if self.inner.token_to_id(token) is not None]
+        known = {token: token_id for token in SEPARATORS if (token_id := self.inner.token_to_id(token)) is not None}
         if not known:
             raise PacelineError(
                 f"{name} has no token to put between documents; known ones: {' '.join(SEPARATORS)}",
                 fix=f"add {BOS} to its added_tokens (special: true) with the next free id, or train a tokenizer here",
             )
-        self.bos_token, self.bos_id = known[0], self.inner.token_to_id(known[0])
+        self.bos_token, self.bos_id = next(iter(known.items()))
 
     @staticmethod
     def load(path: Path) -> "Tokenizer":

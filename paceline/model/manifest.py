@@ -9,6 +9,7 @@ safetensors' own writer takes everything in one call. `write_shard` writes in bo
 reads its file back nor holds the interpreter for long. The format: https://github.com/huggingface/safetensors#format.
 """
 
+import functools
 import hashlib
 import itertools
 import json
@@ -28,6 +29,7 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 HASHING_THREADS = 4  # one reads and hashes about 1.5 GB/s, a disk gives more
 CHUNK_BYTES = 4 << 20  # hashing and writing release the interpreter once per chunk
+_json = functools.partial(json.dumps, ensure_ascii=False, allow_nan=False)
 _STEP_FOLDER = re.compile(r"step_(\d{6,})")
 
 
@@ -286,7 +288,3 @@ def _step(path: Path) -> int:
 
 def _seal(head: bytes) -> bytes:
     return f' "manifest_sha256": "{hashlib.sha256(head).hexdigest()}"\n}}\n'.encode()
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)

@@ -92,8 +92,8 @@ def publish(
     val_bpb: float | None,
     versions: Mapping[str, str],
     deadline_s: float,
-) -> tuple[Path, int]:
-    """Waits for all parts, merges them and renames the folder; returns its path and bytes. For rank 0 alone."""
+) -> int:
+    """Waits for all parts, merges them and renames the folder; returns its bytes. For rank 0 alone."""
     parts = _collect(save, deadline_s=deadline_s)
     for note in save.directory.glob(f".step_*.tmp/{GIVEN_UP}"):  # of earlier saves: by now no rank writes to them
         shutil.rmtree(note.parent, ignore_errors=True)
@@ -120,7 +120,7 @@ def publish(
     _sync_folder(save.directory)
     if replaced.exists():
         discard(replaced)
-    return final, sum(entry.bytes for entry in files.values())
+    return sum(entry.bytes for entry in files.values())
 
 
 def prune(directory: Path, *, step: int, keep_last: int) -> None:

@@ -113,11 +113,6 @@ def sum_of_squares(grads: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.stack(list(norms)).square_().sum()
 
 
-def whole_tensor(param: nn.Parameter, shape: ParamShape, groups: Mapping[str, GroupSettings]) -> Owned:
-    """Returns all rows of an fp32 parameter, which is its own master."""
-    return make_owned(param, shape, groups, rows=(0, shape.shape[0]), weight=param.data, master=param.data)
-
-
 def grad_or_zeros(param: nn.Parameter) -> Tensor:
     """Returns the gradient; zeros for a parameter that took no part in the step."""
     return torch.zeros_like(param) if param.grad is None else param.grad.detach()

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from paceline.config import Config
-from paceline.data.dataset import Int64s, TokenSplit, batch_of_step, micro_batch_rows, rows_of_step
+from paceline.data.dataset import Int64s, TokenSplit, batch_of_step, rows_of_step
 from paceline.heartbeat import HeartbeatWriter
 from paceline.plan.cost import mfu
 from paceline.plan.planner import Plan
@@ -117,17 +117,12 @@ class TrainLoader:
         self.skipped_batches = skipped_batches
 
     def rows_of(self, step: int, micro_step: int) -> Int64s:
-        """Returns this rank's rows of a micro-step, (B,) int64."""
+        """Returns this rank's rows of a micro-step, (B,) int64; all of them together are the step's rows, once each."""
         plan = self.plan
         batch = batch_of_step(step, self.skipped_batches)
         step_rows = rows_of_step(batch, rows_per_step=plan.rows_per_step, num_rows=self.num_rows, seed=self.seed)
-        return micro_batch_rows(
-            step_rows,
-            micro_step=micro_step,
-            rank=self.rank,
-            world_size=plan.world_size,
-            device_batch_size=plan.device_batch_size,
-        )
+        start = (micro_step * plan.world_size + self.rank) * plan.device_batch_size
+        return step_rows[start : start + plan.device_batch_size]
 
     def files_of(self, step: int) -> list[str]:
         """Returns the names of the shards that hold this rank's rows of a step."""

@@ -40,11 +40,11 @@ from paceline.train.buckets import (
     Owned,
     Read,
     grad_or_zeros,
+    make_owned,
     matrix_batches,
     norm_of,
     step_elementwise,
     sum_of_squares,
-    whole_tensor,
 )
 from paceline.train.process import all_reduce_sum
 
@@ -100,7 +100,11 @@ class ShardedOptimizer:
         ]
         self._params = list(params.values())
         self._sharded = [share for bucket in self._buckets for share in bucket.shares]  # this rank's
-        self._replicated = [whole_tensor(params[shape.name], shape, groups) for shape in plan.replicated]
+        self._replicated = []
+        for shape in plan.replicated:  # all rows of an fp32 parameter, which is its own master
+            param = params[shape.name]
+            rows = (0, shape.shape[0])
+            self._replicated.append(make_owned(param, shape, groups, rows=rows, weight=param.data, master=param.data))
         together = self._device.type != "cpu"
         self._batches = {b.tag: matrix_batches(b.shares, together=together) for b in self._buckets if b.whole}
         self._is_last = False  # in the step's last micro-step, whose backward starts the sums over ranks
@@ -183,43 +187,30 @@ class ShardedOptimizer:
         works: list[dist.Work] = []
         step_elementwise(self._replicated, self._groups, step=self.step_count, lr_mult=lr_mult, grad_scale=grad_scale)
         for bucket in sorted(self._buckets, key=lambda bucket: bucket.whole):
-            if bucket.whole:
-                for shares, states in self._batches[bucket.tag]:
-                    self._step_matrices(shares, states, lr_mult, momentum, weight_decay_mult, grad_scale)
-            else:
+            if not bucket.whole:
                 step_elementwise(
                     bucket.shares, self._groups, step=self.step_count, lr_mult=lr_mult, grad_scale=grad_scale
                 )
+            for shares, states in self._batches.get(bucket.tag, ()):
+                group, single = self._groups[shares[0].shape.group], len(shares) == 1
+                masters, grads = [share.master for share in shares], [share.grad for share in shares]
+                weight = masters[0] if single else torch.stack(masters)  # (m, n) or (k, m, n)
+                getattr(updates, ALGORITHMS[group.algorithm].update)(
+                    weight,
+                    grads[0] if single else torch.stack(grads),
+                    *states,
+                    lr=group.lr * lr_mult,
+                    momentum=momentum,
+                    beta2=group.betas[1],
+                    weight_decay=group.weight_decay * weight_decay_mult,
+                    grad_scale=grad_scale,
+                    dtype=self._newton_schulz_dtype,
+                )
+                if not single:
+                    torch._foreach_copy_(masters, list(weight.unbind()))
             works += bucket.start_gather()
         for work in works:
             work.wait()
-
-    def _step_matrices(
-        self,
-        shares: list[Owned],
-        states: tuple[Tensor, ...],
-        lr_mult: float,
-        momentum: float,
-        weight_decay_mult: float,
-        grad_scale: float,
-    ) -> None:
-        group = self._groups[shares[0].shape.group]
-        masters, grads = [share.master for share in shares], [share.grad for share in shares]
-        single = len(masters) == 1
-        weight = masters[0] if single else torch.stack(masters)  # (m, n) or (k, m, n)
-        getattr(updates, ALGORITHMS[group.algorithm].update)(
-            weight,
-            grads[0] if single else torch.stack(grads),
-            *states,
-            lr=group.lr * lr_mult,
-            momentum=momentum,
-            beta2=group.betas[1],
-            weight_decay=group.weight_decay * weight_decay_mult,
-            grad_scale=grad_scale,
-            dtype=self._newton_schulz_dtype,
-        )
-        if not single:
-            torch._foreach_copy_(masters, list(weight.unbind()))
 
     def pieces(self) -> list[Piece]:
         """Returns what this rank saves: fp32 weights and states, every row on exactly one rank."""

@@ -96,8 +96,7 @@ def run_rank(work: Callable[[], None], run: RunDir, *, attempt: int, rank: int) 
     try:
         work()
     except BaseException as error:
-        error = explain_unwritable(run, error)
-        write_error(run, attempt=attempt, rank=rank, error=error)
+        error = write_error(run, error, attempt=attempt, rank=rank)
         with contextlib.suppress(OSError):  # the log may lie on a full disk
             traceback.print_exception(error)
             sys.stdout.flush()
@@ -110,31 +109,29 @@ def run_rank(work: Callable[[], None], run: RunDir, *, attempt: int, rank: int) 
     os._exit(0)  # gloo's threads under DDP sometimes abort in the interpreter's own exit (torch 2.13)
 
 
-def explain_unwritable(run: RunDir, error: BaseException) -> BaseException:
-    """Returns an error with a fix where the run folder is gone or cannot be written, otherwise the error itself."""
-    if not isinstance(error, OSError) or error.filename is None:
-        return error
-    path = Path(os.fsdecode(error.filename))
-    if path.is_relative_to(run.path) and (not run.path.is_dir() or error.errno in (errno.EROFS, errno.EACCES)):
-        return unwritable_file(path if run.path.is_dir() else run.config_toml, error)
-    return error
+def write_error(run: RunDir, error: BaseException, *, attempt: int, rank: int) -> BaseException:
+    """Writes the rank's error file, from which the supervisor learns which rank failed first, and what to show.
 
-
-def write_error(run: RunDir, *, attempt: int, rank: int, error: BaseException) -> None:
-    """Writes the rank's error file, from which the supervisor learns which rank failed first, and what to show."""
+    Returns the error, or one with a fix where the run folder is gone or cannot be written.
+    """
+    if isinstance(error, OSError) and error.filename is not None:
+        path = Path(os.fsdecode(error.filename))
+        if path.is_relative_to(run.path) and (not run.path.is_dir() or error.errno in (errno.EROFS, errno.EACCES)):
+            error = unwritable_file(path if run.path.is_dir() else run.config_toml, error)
+    known = error if isinstance(error, PacelineError) else None
     record = {
         "time": utc_now(),
         "rank": rank,
         "type": type(error).__name__,
-        "message": error.message if isinstance(error, PacelineError) else str(error),
-        "fix": error.fix if isinstance(error, PacelineError) else None,
-        "exit_code": error.exit_code if isinstance(error, PacelineError) else 3,
+        "message": known.message if known else str(error),
+        "fix": known.fix if known else None,
+        "exit_code": known.exit_code if known else 3,
         "traceback": "".join(traceback.format_exception(error)),
         **getattr(error, "record", {}),  # of a LossTrouble: its cause and step
     }
-    path = run.rank_error(attempt, rank)
     with contextlib.suppress(OSError):  # the run folder may be what has failed: the traceback is in the rank's log too
-        write_atomic(path, json.dumps(record))
+        write_atomic(run.rank_error(attempt, rank), json.dumps(record))
+    return error
 
 
 def answer_with_stacks(run: RunDir, *, attempt: int, rank: int) -> None:
@@ -152,15 +149,14 @@ def answer_with_collectives(rank: int) -> None:
     path.unlink(missing_ok=True)
     os.mkfifo(path)
     fd = os.open(path, os.O_RDWR)  # a writer as well: otherwise the wait ends when another writer closes the pipe
-    Thread(target=dump_collectives, args=(fd, Path(f"{dump}{rank}")), name="flight recorder", daemon=True).start()
 
+    def dump_on_request() -> None:
+        from torch._C._distributed_c10d import _dump_fr_trace  # type: ignore[attr-defined]
 
-def dump_collectives(fd: int, dump: Path) -> None:
-    """Writes the recorded collectives whenever a byte arrives at fd, until it is closed."""
-    from torch._C._distributed_c10d import _dump_fr_trace  # type: ignore[attr-defined]
+        while os.read(fd, 1):  # without stack traces, which take torch a second or two
+            Path(f"{dump}{rank}").write_bytes(_dump_fr_trace(includeStackTraces=False))
 
-    while os.read(fd, 1):  # without stack traces, which take torch a second or two
-        dump.write_bytes(_dump_fr_trace(includeStackTraces=False))
+    Thread(target=dump_on_request, name="flight recorder", daemon=True).start()
 
 
 class MemoryEvents:
@@ -198,11 +194,11 @@ def footprint(device: torch.device) -> dict[str, int | None]:
     """
     if device.type != "cuda":
         return {"allocated_bytes": None, "reserved_bytes": None, "driver_bytes": peak_resident_bytes()}
-    reserved = int(torch.cuda.max_memory_reserved(device))
+    processes = process_memory(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
     return {
         "allocated_bytes": int(torch.cuda.max_memory_allocated(device)),
-        "reserved_bytes": reserved,
-        "driver_bytes": driver_bytes(device, at_least=int(torch.cuda.memory_reserved(device))),
+        "reserved_bytes": int(torch.cuda.max_memory_reserved(device)),
+        "driver_bytes": own_bytes(processes, at_least=int(torch.cuda.memory_reserved(device))),
     }
 
 
@@ -213,14 +209,8 @@ def forget_peaks(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def driver_bytes(device: torch.device, *, at_least: int) -> int | None:
-    """Returns what the driver counts for this process on this card, context and libraries included; None if it does not."""
-    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-    return own_bytes(process_memory(uuid), at_least=at_least)
-
-
 def own_bytes(processes: list[tuple[int, int]], *, at_least: int) -> int | None:
-    """Returns this process's bytes. processes: (pid, bytes) on one card.
+    """Returns this process's bytes, context and libraries included; None if unknown. processes: (pid, bytes) on one card.
 
     In a container the driver lists pids of the host: a single process must then be this one, if its bytes are at_least so many.
     """

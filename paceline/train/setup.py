@@ -149,9 +149,9 @@ def resume(loop: Loop) -> int:
         loop.guard.load_state_dict(checkpoint.state["loss_guard"])
     keys = checkpoint.keys()  # a rank that did not exist at the save keeps its fresh seed
     if f"rng.cpu.{rank}" in keys:
-        torch.set_rng_state(checkpoint.read_all(f"rng.cpu.{rank}"))
+        torch.set_rng_state(checkpoint.read(f"rng.cpu.{rank}"))
     if loop.device.type == "cuda" and f"rng.cuda.{rank}" in keys:
-        torch.cuda.set_rng_state(checkpoint.read_all(f"rng.cuda.{rank}"), loop.device)
+        torch.cuda.set_rng_state(checkpoint.read(f"rng.cuda.{rank}"), loop.device)
     if rank == 0:
         for note in notes:
             append_event(run, "note", text=note)

@@ -24,7 +24,7 @@ from paceline.data.dataset import BadToken, batch_of_step
 from paceline.data.prepare import open_dataset, verify
 from paceline.data.tokenizer import Tokenizer
 from paceline.heartbeat import HeartbeatWriter
-from paceline.model.checkpoint import CheckpointWriter, SavedCheckpoint
+from paceline.model.checkpoint import CheckpointWriter
 from paceline.model.gpt import GPT
 from paceline.model.publish import NoSpace
 from paceline.plan.memory import checkpoint_bytes
@@ -138,9 +138,9 @@ def train_rank(run: RunDir, *, attempt: int, stop: StopRequest, progress: Heartb
 def make_writer(run: RunDir, config: Config, plan: Plan, *, attempt: int, rank: int) -> CheckpointWriter:
     """Returns the writer of this rank's checkpoints, which records each one in events.jsonl."""
 
-    def on_saved(saved: SavedCheckpoint) -> None:
-        append_event(run, "checkpoint", step=saved.step, seconds=round(saved.seconds, 3), bytes=saved.bytes)
-        log.info(f"checkpoint at step {saved.step}: {format_bytes(saved.bytes)} in {saved.seconds:.1f} s")
+    def on_saved(step: int, seconds: float, num_bytes: int) -> None:
+        append_event(run, "checkpoint", step=step, seconds=round(seconds, 3), bytes=num_bytes)
+        log.info(f"checkpoint at step {step}: {format_bytes(num_bytes)} in {seconds:.1f} s")
 
     def on_no_space(error: NoSpace) -> None:
         if rank == 0:

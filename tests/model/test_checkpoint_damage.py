@@ -29,7 +29,7 @@ class Saver:
             world_size=world_size,
             attempt="1",
             keep_last=keep_last,
-            on_saved=lambda saved: self.saved.append(saved.step),
+            on_saved=lambda step, seconds, num_bytes: self.saved.append(step),
             on_no_space=self.told.append,
             whole_bytes=4 * num_floats,
             deadline_s=20.0,
@@ -166,7 +166,7 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_previous_one(two_checkpoi
     damage(two_checkpoints / "step_000020")
     path, notes = newest_good(two_checkpoints, set_aside=True)
     reader = CheckpointReader(path)
-    assert (reader.step, float(reader.read_all("x")[0])) == (10, 10.0)
+    assert (reader.step, float(reader.read("x")[0])) == (10, 10.0)
     assert notes[0].startswith("checkpoint step_000020 is damaged (")
     assert notes[0].endswith("going on from step_000010, 10 steps are done again")
     assert (two_checkpoints / "step_000020.damaged").is_dir()

@@ -31,7 +31,7 @@ SHARD = "shard_00000_of_00001.safetensors"
 
 
 def save_steps(directory: Path, *steps: int) -> None:
-    writer = CheckpointWriter(directory, rank=0, world_size=1, attempt="1", keep_last=9, on_saved=lambda saved: None)
+    writer = CheckpointWriter(directory, rank=0, world_size=1, attempt="1", keep_last=9, on_saved=lambda *saved: None)
     for step in steps:
         piece = Piece("model.w", (4, 8), (0, 4), torch.full((4, 8), float(step)))
         writer.save(step, [piece], {"step_count": step}, val_bpb=1.0 + step)

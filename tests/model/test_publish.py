@@ -30,7 +30,7 @@ def make_writer(
         world_size=world_size,
         attempt=attempt,
         keep_last=keep_last,
-        on_saved=lambda saved: None,
+        on_saved=lambda *saved: None,
         deadline_s=deadline_s,
     )
 
@@ -153,7 +153,7 @@ def test_leftovers_of_a_killed_attempt_are_never_merged(tmp_path: Path, attempt:
     writers[1].save(40, rows_of(1, 2, 1.0), {})
     for writer in writers:
         writer.wait()
-    assert CheckpointReader(tmp_path / "step_000040").read_all("x").unique().tolist() == [1.0]
+    assert CheckpointReader(tmp_path / "step_000040").read("x").unique().tolist() == [1.0]
 
 
 def test_a_step_saved_again_after_a_failure_uses_no_file_of_the_first_save(tmp_path: Path):
@@ -167,7 +167,7 @@ def test_a_step_saved_again_after_a_failure_uses_no_file_of_the_first_save(tmp_p
     writers[0].save(40, rows_of(0, 2, 2.0), {})
     for writer in writers:
         writer.wait()
-    assert CheckpointReader(tmp_path / "step_000040").read_all("x").unique().tolist() == [2.0]
+    assert CheckpointReader(tmp_path / "step_000040").read("x").unique().tolist() == [2.0]
 
 
 SAVE_FOREVER = """if True:
@@ -177,7 +177,7 @@ SAVE_FOREVER = """if True:
 
     def save_forever(rank, attempt, first_step):
         writer = CheckpointWriter(Path(sys.argv[1]), rank=rank, world_size=2, attempt=str(attempt), keep_last=2,
-                                  on_saved=lambda saved: None)
+                                  on_saved=lambda *saved: None)
         for twice in itertools.count(2 * first_step):  # every step again, so that kills meet replacements too
             step = twice // 2
             rows = torch.full((50_000, 4), float(step))
@@ -222,7 +222,7 @@ def test_ranks_killed_at_any_moment_of_a_save_leave_only_whole_checkpoints(tmp_p
         assert {path for path, _ in listed} == set(tmp_path.iterdir())
         for path, manifest in listed:
             verify(path)
-            assert CheckpointReader(path).read_all("x").unique().tolist() == [float(manifest.step)]
+            assert CheckpointReader(path).read("x").unique().tolist() == [float(manifest.step)]
         newest = max((manifest.step for _, manifest in listed), default=0)
         assert newest >= last_step  # what was there before the kill is there after it
         last_step = newest

@@ -75,5 +75,5 @@ def final_bits(run: Path) -> dict[str, str]:
     assert notes == []
     reader = CheckpointReader(path)
     keys = [key for key in reader.keys() if not key.startswith("rng.")]
-    bits = {key: hashlib.sha256(reader.read_all(key).contiguous().numpy().tobytes()).hexdigest() for key in keys}
+    bits = {key: hashlib.sha256(reader.read(key).contiguous().numpy().tobytes()).hexdigest() for key in keys}
     return {"step": str(reader.step), **bits}

@@ -107,11 +107,11 @@ def poison(run: Path, key: str, row: int) -> None:
     from paceline.model.manifest import newest_good
 
     reader = CheckpointReader(newest_good(run / "checkpoints", set_aside=False)[0])
-    tensors = {name: reader.read_all(name) for name in reader.keys()}
+    tensors = {name: reader.read(name) for name in reader.keys()}
     tensors[key][row, 0] = float("nan")
     pieces = [Piece(name, tuple(t.shape), (0, t.shape[0]), t) for name, t in tensors.items()]
     writer = CheckpointWriter(
-        run / "checkpoints", rank=0, world_size=1, attempt="poison", keep_last=1, on_saved=lambda saved: None
+        run / "checkpoints", rank=0, world_size=1, attempt="poison", keep_last=1, on_saved=lambda *saved: None
     )
     writer.save(reader.step, pieces, dict(reader.state))
     writer.wait()

@@ -156,24 +156,22 @@ def _folder_files(folder: Path) -> list[SourceFile]:
     """Returns every file of a known type under the folder, without hidden and empty ones."""
     files: list[SourceFile] = []
     broken: list[PacelineError] = []
-    others, num_empty = [], 0
+    others = []
     for path in _walk(folder, broken):
         if _format(path) is None:
             others.append(str(path.relative_to(folder)))
             continue
         try:
-            file = _source_file(path, _stat_file(path))
+            files.append(_source_file(path, _stat_file(path)))
         except PacelineError as error:
             broken.append(error)
-            continue
-        files += [file] if file.num_bytes else []
-        num_empty += not file.num_bytes
     if broken:
         more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
         raise UnreadableFile(broken[0].message + more, fix=broken[0].fix) from broken[0]
-    if not files:
-        raise _nothing_in(folder, others=others, num_empty=num_empty)
-    return files
+    with_text = [file for file in files if file.num_bytes]
+    if not with_text:
+        raise _nothing_in(folder, others=others, num_empty=len(files))
+    return with_text
 
 
 def _nothing_in(folder: Path, *, others: list[str], num_empty: int) -> PacelineError:
@@ -196,12 +194,10 @@ def _nothing_in(folder: Path, *, others: list[str], num_empty: int) -> PacelineE
 
 def _walk(folder: Path, broken: list[PacelineError]) -> Iterator[Path]:
     """Yields the files under the folder in sorted order. Linked folders are entered once, whatever loops the links make."""
-
-    def unreadable(error: OSError) -> None:
-        broken.append(_stat_error(Path(error.filename), error))
-
     entered: set[tuple[int, int]] = set()
-    for here, subfolders, names in os.walk(folder, followlinks=True, onerror=unreadable):
+    for here, subfolders, names in os.walk(
+        folder, followlinks=True, onerror=lambda error: broken.append(_stat_error(Path(error.filename), error))
+    ):
         inode = Path(here).stat()
         if (inode.st_dev, inode.st_ino) in entered:
             subfolders.clear()

@@ -135,7 +135,11 @@ def measure(device: torch.device, *, threads: int, processes: int, precisions: l
         keep_freed_memory()
     bench, sizes = Bench(device, processes), SIZES[device.type]
     rates: Rates = {}
-    layer_s, micro_step_s = host_seconds(bench)
+    # the host's seconds for a layer and for a micro-step, on tensors so small that the ops take no time
+    models = [ModelConfig(depth, 32, 2, 2, 16, sequence_len=8, vocab_size=64) for depth in (2, 6)]
+    shallow_s, deep_s = (bench.seconds(model_piece(bench, model, 8, torch.float32)) for model in models)
+    layer_s = max(deep_s - shallow_s, 0.0) / 4
+    micro_step_s = max(shallow_s - 2 * layer_s, 0.0)
     for precision in sorted(precisions):  # bf16 before fp32, whose setting holds for the rest of the process
         if device.type == "cpu" and precision == "fp32":
             fp32_matmul_through_onednn()
@@ -302,14 +306,6 @@ def memory_rates(bench: Bench, sizes: Sizes) -> Rates:
         "copy": (2 * len(source), lambda: target.copy_(source)),
     }
     return {name: [(1.0, amount / bench.seconds(piece))] for name, (amount, piece) in works.items()}
-
-
-def host_seconds(bench: Bench) -> tuple[float, float]:
-    """Returns the host's seconds for a layer and for a micro-step, on tensors so small that the ops take no time."""
-    models = [ModelConfig(depth, 32, 2, 2, 16, sequence_len=8, vocab_size=64) for depth in (2, 6)]
-    shallow, deep = (bench.seconds(model_piece(bench, model, 8, torch.float32)) for model in models)
-    layer = max(deep - shallow, 0.0) / 4
-    return layer, max(shallow - 2 * layer, 0.0)
 
 
 def send_rate(bench: Bench, processes: int) -> tuple[float, float]:

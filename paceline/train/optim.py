@@ -40,7 +40,6 @@ from paceline.train.buckets import (
     Owned,
     Read,
     grad_or_zeros,
-    make_owned,
     matrix_batches,
     norm_of,
     step_elementwise,
@@ -102,9 +101,8 @@ class ShardedOptimizer:
         self._sharded = [share for bucket in self._buckets for share in bucket.shares]  # this rank's
         self._replicated = []
         for shape in plan.replicated:  # all rows of an fp32 parameter, which is its own master
-            param = params[shape.name]
-            rows = (0, shape.shape[0])
-            self._replicated.append(make_owned(param, shape, groups, rows=rows, weight=param.data, master=param.data))
+            param, algorithm = params[shape.name], ALGORITHMS[groups[shape.group].algorithm]
+            self._replicated.append(Owned(param, shape, 0, shape.shape[0], param.data, param.data, algorithm))
         together = self._device.type != "cpu"
         self._batches = {b.tag: matrix_batches(b.shares, together=together) for b in self._buckets if b.whole}
         self._is_last = False  # in the step's last micro-step, whose backward starts the sums over ranks

@@ -63,7 +63,17 @@ def list_files(source: str) -> list[SourceFile]:
         ) from error
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise _stat_error(path, error) from error
-    return _folder_files(path) if path.is_dir() else [_single_file(path)]
+    if path.is_dir():
+        return _folder_files(path)
+    status = _stat_file(path)
+    if _format(path) is None:
+        raise PacelineError(
+            f"{path} is not of a type that can be read",
+            fix=f"these can: {' '.join(FORMATS)}; plain text under another name only needs renaming",
+        )
+    if status.st_size == 0:
+        raise PacelineError(f"{path} is empty", fix="put text into it, or give another path")
+    return [_source_file(path, status)]
 
 
 def read_corpus(
@@ -169,27 +179,20 @@ def _folder_files(folder: Path) -> list[SourceFile]:
         more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
         raise UnreadableFile(broken[0].message + more, fix=broken[0].fix) from broken[0]
     with_text = [file for file in files if file.num_bytes]
-    if not with_text:
-        raise _nothing_in(folder, others=others, num_empty=len(files))
-    return with_text
-
-
-def _nothing_in(folder: Path, *, others: list[str], num_empty: int) -> PacelineError:
-    known = " ".join(FORMATS)
-    if num_empty:
-        return PacelineError(
-            f"nothing to read in {folder}: all its text files are empty ({num_empty} of them)",
-            fix="put text into them, or give another path",
+    if with_text:
+        return with_text
+    known, shown = " ".join(FORMATS), ", ".join(islice(others, 5))
+    if files:
+        what = f"nothing to read in {folder}: all its text files are empty ({len(files)} of them)"
+        fix = "put text into them, or give another path"
+    elif not others:
+        what, fix = f"{folder} is an empty folder", f"put text files there ({known}), or give another path"
+    else:
+        what = f"no text file in {folder}: it holds {shown}" + (
+            f" and {len(others) - 5} more" if len(others) > 5 else ""
         )
-    if not others:
-        return PacelineError(
-            f"{folder} is an empty folder", fix=f"put text files there ({known}), or give another path"
-        )
-    listed = ", ".join(islice(others, 5)) + (f" and {len(others) - 5} more" if len(others) > 5 else "")
-    return PacelineError(
-        f"no text file in {folder}: it holds {listed}",
-        fix=f"give a folder with files of these types: {known}",
-    )
+        fix = f"give a folder with files of these types: {known}"
+    raise PacelineError(what, fix=fix)
 
 
 def _walk(folder: Path, broken: list[PacelineError]) -> Iterator[Path]:
@@ -205,18 +208,6 @@ def _walk(folder: Path, broken: list[PacelineError]) -> Iterator[Path]:
         entered.add((inode.st_dev, inode.st_ino))
         subfolders[:] = sorted(name for name in subfolders if not name.startswith(".") and name != "__pycache__")
         yield from (Path(here, name) for name in sorted(names) if not name.startswith("."))
-
-
-def _single_file(path: Path) -> SourceFile:
-    status = _stat_file(path)
-    if _format(path) is None:
-        raise PacelineError(
-            f"{path} is not of a type that can be read",
-            fix=f"these can: {' '.join(FORMATS)}; plain text under another name only needs renaming",
-        )
-    if status.st_size == 0:
-        raise PacelineError(f"{path} is empty", fix="put text into it, or give another path")
-    return _source_file(path, status)
 
 
 def _format(path: Path) -> str | None:

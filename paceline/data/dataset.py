@@ -41,7 +41,6 @@ UInt64s = npt.NDArray[np.uint64]
 
 # of text encoded at a time: enough to keep cores busy, little enough that Ctrl-C is answered at once
 BATCH_BYTES = 512 << 10
-MAX_UINT16_VOCAB = 1 << 16
 IGNORED = -1  # a target that does not count
 MAX_ROWS = 1 << 40
 ROUNDS = 6  # four make a Feistel network look random; two more for domains of a few rows
@@ -119,7 +118,10 @@ def rows_of_step(step: int, *, rows_per_step: int, num_rows: int, seed: int) -> 
     assert step >= 0 and rows_per_step >= 1 and 1 <= num_rows <= MAX_ROWS
     positions = np.arange(step * rows_per_step, (step + 1) * rows_per_step, dtype=np.uint64)
     epochs, places = np.divmod(positions, np.uint64(num_rows))
-    return _permute(places, _keys(epochs, seed=seed), num_rows=num_rows).astype(np.int64)
+    # a key for each (seed, epoch); the seed is mixed first, so seed 1 epoch 0 is not seed 0 epoch 1
+    seeds = np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64)  # an array: numpy warns when a scalar wraps
+    keys = _mix(_mix(seeds + np.uint64(GOLDEN)) + epochs)
+    return _permute(places, keys, num_rows=num_rows).astype(np.int64)
 
 
 def batch_of_step(step: int, skipped_batches: Collection[int]) -> int:
@@ -153,7 +155,7 @@ def write_dataset(
 
     part_bytes = part_bytes_of(files)
     below = held_out_below(files, part_bytes=part_bytes)
-    dtype = np.dtype("<u2" if tokenizer.vocab_size <= MAX_UINT16_VOCAB else "<u4")
+    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     writers = {name: SplitWriter(folder, name, shard_tokens=shard_tokens) for name in ("train", "val")}
     total = sum(file.num_bytes for file in files)
     batches = _encoded(files, tokenizer, part_bytes=part_bytes, num_workers=num_workers, dtype=dtype)
@@ -303,12 +305,6 @@ def _feistel(places: UInt64s, keys: UInt64s, *, lines: int, columns: int) -> UIn
         else:
             column = (column + _mix(round_keys ^ line) % np.uint64(columns)) % np.uint64(columns)
     return line * np.uint64(columns) + column
-
-
-def _keys(epochs: UInt64s, *, seed: int) -> UInt64s:
-    """Returns a key for each (seed, epoch); the seed is mixed first, so seed 1 epoch 0 is not seed 0 epoch 1."""
-    seeds = np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64)  # an array: numpy warns when a scalar wraps
-    return _mix(_mix(seeds + np.uint64(GOLDEN)) + epochs)
 
 
 def _mix(x: UInt64s) -> UInt64s:

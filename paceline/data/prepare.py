@@ -53,11 +53,6 @@ class TokenDataset:
         """Returns the path of the tokenizer that the token ids are of."""
         return self.path / TOKENIZER_FILE
 
-    @property
-    def vocab_size(self) -> int:
-        """Returns the tokens of the vocabulary."""
-        return int(self.meta["vocab_size"])
-
     def split(self, name: Literal["train", "val"]) -> "TokenSplit":
         """Maps the tokens of a split."""
         from paceline.data.dataset import TokenSplit

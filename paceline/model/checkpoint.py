@@ -102,15 +102,14 @@ class CheckpointWriter:
 
     def save(
         self, step: int, pieces: Sequence[Piece], state: Mapping[str, Any], *, val_bpb: float | None = None
-    ) -> float:
-        """Copies the pieces and starts to write them; returns the seconds that it waited for the previous save to end.
+    ) -> None:
+        """Waits for the previous save to end, copies the pieces and starts to write them.
 
         All ranks call it for the same steps in the same order; no rank waits for another. state: plain JSON values; rank 0's
         are saved. Raises the error of the previous save. Saving a step again replaces it.
         """
-        began = time.monotonic()
         self.wait()
-        waited_s = time.monotonic() - began
+        began = time.monotonic()
         self._num_saves += 1
         save = PendingSave(
             directory=self.directory,
@@ -123,11 +122,9 @@ class CheckpointWriter:
             whole_bytes=self.whole_bytes,
         )
         state = json.loads(json.dumps(state, allow_nan=False))  # as it is now
-        self._thread = threading.Thread(
-            target=self._run, args=(save, state, val_bpb, began + waited_s), name="checkpoint", daemon=True
-        )
+        arguments = (save, state, val_bpb, began)
+        self._thread = threading.Thread(target=self._run, args=arguments, name="checkpoint", daemon=True)
         self._thread.start()
-        return waited_s
 
     def wait(self) -> None:
         """Waits until the save under way has ended; raises its error."""

@@ -246,8 +246,7 @@ def sum_of_nats(
     """
     if torch.is_grad_enabled():
         return cast(Tensor, _SumOfNats.apply(x, weight, targets, vocab_size, budget_bytes, compiled))  # type: ignore[no-untyped-call]
-    chunks = nats_by_chunk(x, weight, targets, vocab_size, budget_bytes, compiled=compiled, with_grad=False)
-    return torch.cat([nats for _, nats, _ in chunks]).sum()
+    return nats_per_token(x, weight, targets, vocab_size=vocab_size, budget_bytes=budget_bytes, compiled=compiled).sum()
 
 
 @torch.no_grad()

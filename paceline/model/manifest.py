@@ -30,7 +30,6 @@ MANIFEST = "manifest.json"
 HASHING_THREADS = 4  # one reads and hashes about 1.5 GB/s, a disk gives more
 CHUNK_BYTES = 4 << 20  # hashing and writing release the interpreter once per chunk
 _json = functools.partial(json.dumps, ensure_ascii=False, allow_nan=False)
-_STEP_FOLDER = re.compile(r"step_(\d{6,})")
 
 
 @dataclass(frozen=True)
@@ -267,7 +266,9 @@ def step_folders(directory: Path) -> list[Path]:
     """Returns the checkpoints' folders newest first, damaged ones too."""
     if not directory.is_dir():
         return []
-    return sorted((path for path in directory.iterdir() if _STEP_FOLDER.fullmatch(path.name)), key=_step, reverse=True)
+    return sorted(
+        (path for path in directory.iterdir() if re.fullmatch(r"step_\d{6,}", path.name)), key=_step, reverse=True
+    )
 
 
 def _damage(path: Path, entry: FileEntry) -> str | None:

@@ -141,7 +141,8 @@ def give_up(save: PendingSave, error: BaseException) -> None:
     with suppress(OSError):  # then rank 0 waits until its deadline, and the others' parts stay until the next attempt
         remove_part(save)
         if save.rank != 0:
-            save.file.with_suffix(".full" if is_full(error) else ".failed").touch()
+            full = isinstance(error, OSError) and error.errno in NO_SPACE
+            save.file.with_suffix(".full" if full else ".failed").touch()
             return
         (save.folder / GIVEN_UP).touch()
         for path in save.folder.glob("shard_*"):
@@ -154,15 +155,10 @@ def remove_part(save: PendingSave) -> None:
     save.file.with_suffix(".json").unlink(missing_ok=True)
 
 
-def is_full(error: BaseException) -> bool:
-    """Returns whether the error is that the disk or the quota is full."""
-    return isinstance(error, OSError) and error.errno in NO_SPACE
-
-
 def explained(error: OSError, save: PendingSave) -> PacelineError:
     """Returns the error for the user when the disk refused. Call it after `give_up`, so that it counts the freed space."""
     who = f"rank {save.rank} of {save.world_size}"
-    if is_full(error):
+    if error.errno in NO_SPACE:
         return no_space(save, who, num_bytes=shard_bytes(save.tensors))
     if not save.directory.parent.is_dir():
         return unwritable_file(save.directory, error)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from statistics import fmean
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,6 +37,9 @@ from paceline.units import format_bytes, format_duration, format_mfu
 
 log = logging.getLogger("paceline")
 
+MicroBatch = Callable[
+    [int, int], tuple[Tensor, Tensor]
+]  # step and micro-step -> idx and targets, (B, T) int64 on the device
 MEMORY_STEPS = 20  # steps of an attempt before its memory is recorded: the peak no longer grows
 SCALE_GROWTH_STEPS = 2000  # fp16: so many good steps double the loss scale, as in torch.amp.GradScaler
 
@@ -92,35 +95,22 @@ class StopRequest:
         self.is_set = True
 
 
-class Loader(Protocol):
-    """TrainLoader, or the made-up tokens of train/probe.py."""
-
-    def micro_batch(self, step: int, micro_step: int) -> tuple[Tensor, Tensor]:
-        """Returns idx and targets, (B, T) int64 on the device."""
-
-
+@dataclass(frozen=True)
 class TrainLoader:
     """Loads the micro-batches of one rank. Its only state is the batches that the run skips: a step number is all that it needs."""
 
-    def __init__(
-        self,
-        split: TokenSplit,
-        plan: Plan,
-        *,
-        seed: int,
-        rank: int,
-        device: torch.device,
-        skipped_batches: Collection[int],
-    ):
-        self.split, self.plan, self.seed, self.rank, self.device = split, plan, seed, rank, device
-        self.num_rows = split.num_rows(plan.model.sequence_len)
-        self.skipped_batches = skipped_batches
+    split: TokenSplit
+    plan: Plan
+    seed: int
+    rank: int
+    device: torch.device
+    skipped_batches: Collection[int]
 
     def rows_of(self, step: int, micro_step: int) -> Int64s:
         """Returns this rank's rows of a micro-step, (B,) int64; all of them together are the step's rows, once each."""
-        plan = self.plan
+        plan, num_rows = self.plan, self.split.num_rows(self.plan.model.sequence_len)
         batch = batch_of_step(step, self.skipped_batches)
-        step_rows = rows_of_step(batch, rows_per_step=plan.rows_per_step, num_rows=self.num_rows, seed=self.seed)
+        step_rows = rows_of_step(batch, rows_per_step=plan.rows_per_step, num_rows=num_rows, seed=self.seed)
         start = (micro_step * plan.world_size + self.rank) * plan.device_batch_size
         return step_rows[start : start + plan.device_batch_size]
 
@@ -149,7 +139,7 @@ class Loop:
     config: Config
     plan: Plan
     optimizer: Optimizer
-    loader: Loader
+    micro_batch: MicroBatch
     rank: int
     device: torch.device
     progress: HeartbeatWriter
@@ -261,7 +251,7 @@ class Loop:
         nats_sum = torch.zeros((), device=self.device)
         for micro_step in range(self.plan.grad_accum_steps):
             self.progress.beat(step, "load", micro_step)
-            idx, targets = self.loader.micro_batch(step, micro_step)  # (B, T) int64
+            idx, targets = self.micro_batch(step, micro_step)  # (B, T) int64
             # the loss is a sum over tokens, so gradients add up over micro-steps and ranks, and grad_scale divides once at the end
             with self.optimizer.micro_step(last=micro_step == self.plan.grad_accum_steps - 1):
                 self.progress.beat(step, "forward", micro_step)

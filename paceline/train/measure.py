@@ -68,11 +68,12 @@ SIZES = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
 class Bench:
     """Times on one rank, averaged over all."""
 
-    def __init__(self, device: torch.device, world_size: int):
-        self.device, self.world_size = device, world_size
+    device: torch.device
+    world_size: int
 
     def seconds(self, piece: Callable[[], object], *, repeats: int | None = None) -> float:
         """Of one call, the lower quartile: others on the machine only add. Collective; so is a piece with `repeats`."""

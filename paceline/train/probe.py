@@ -25,7 +25,7 @@ from paceline.heartbeat import HeartbeatWriter
 from paceline.model.gpt import GPT
 from paceline.plan.planner import Plan
 from paceline.rundir import RunDir, utc_now, write_atomic
-from paceline.train.loop import Loop, StopRequest
+from paceline.train.loop import Loop, MicroBatch, StopRequest
 from paceline.train.optim import make_optimizer
 from paceline.train.process import broadcast_object, footprint, forget_peaks, run_rank
 from paceline.train.setup import make_model, start_ranks, trial_ms
@@ -56,8 +56,8 @@ def probe(run: RunDir, plan: Plan) -> None:
     spare = torch.ones(SPARE_BYTES[device.type], dtype=torch.uint8, device=device)
     model = make_model(plan, seed=SEED, device=device)
     optimizer = make_optimizer(model, plan, plan.groups, rank=rank)
-    loader, progress = MadeUpTokens(plan, device), HeartbeatWriter(run, rank)
-    loop = Loop(run, Config(), plan, optimizer, loader, rank, device, progress, StopRequest())
+    progress = HeartbeatWriter(run, rank)
+    loop = Loop(run, Config(), plan, optimizer, made_up_tokens(plan, device), rank, device, progress, StopRequest())
     stages, ready_time = [], time.time()
     for compiled in (False, True) if plan.compile is None else (plan.compile,):
         if compiled:
@@ -96,7 +96,7 @@ def train_and_evaluate(loop: Loop, model: GPT) -> int:
         if loop.device.type == "cpu" and not copies:
             copies = [piece.tensor.clone() for piece in loop.optimizer.pieces()]
     with torch.no_grad():
-        idx, targets = loop.loader.micro_batch(0, 0)
+        idx, targets = loop.micro_batch(0, 0)
         model(idx, targets, reduction="none")
     return sum(copy.nbytes for copy in copies)
 
@@ -105,8 +105,8 @@ def measure_speed(loop: Loop, model: GPT, *, micro_steps: int) -> dict[str, floa
     """Seconds of a whole step of so many micro-steps, and of evaluating one token. Collective."""
     step_s = median_s(lambda: loop.one_step(NUM_STEPS), loop.device)
     more = micro_steps - loop.plan.grad_accum_steps
-    step_s += more * trial_ms(loop.optimizer, loop.loader) / 1000 if more else 0.0
-    idx, targets = loop.loader.micro_batch(0, 0)
+    step_s += more * trial_ms(loop.optimizer, loop.micro_batch) / 1000 if more else 0.0
+    idx, targets = loop.micro_batch(0, 0)
     with torch.no_grad():
         eval_s = median_s(lambda: model(idx, targets, reduction="none"), loop.device)
     return {"step_s": step_s, "eval_s_per_token": eval_s / (idx.numel() * loop.plan.world_size)}
@@ -127,18 +127,15 @@ def median_s(work: Callable[[], object], device: torch.device) -> float:
     return float(median(seconds() for _ in range(repeats)))
 
 
-class MadeUpTokens:
-    """Micro-batches of random tokens, the same on every rank: memory and time do not depend on their values."""
+def made_up_tokens(plan: Plan, device: torch.device) -> MicroBatch:
+    """Returns micro-batches of random tokens, the same on every rank: memory and time do not depend on their values."""
+    shape, generator = (plan.device_batch_size, plan.model.sequence_len), torch.Generator().manual_seed(SEED)
 
-    def __init__(self, plan: Plan, device: torch.device):
-        self.shape = (plan.device_batch_size, plan.model.sequence_len)
-        self.vocab_size, self.device = plan.model.vocab_size, device
-        self.generator = torch.Generator().manual_seed(SEED)
+    def micro_batch(step: int, micro_step: int) -> tuple[Tensor, Tensor]:
+        idx, targets = (torch.randint(plan.model.vocab_size, shape, generator=generator) for _ in range(2))
+        return idx.to(device), targets.to(device)
 
-    def micro_batch(self, step: int, micro_step: int) -> tuple[Tensor, Tensor]:
-        """Returns idx and targets, (B, T) int64 on the device."""
-        idx, targets = (torch.randint(self.vocab_size, self.shape, generator=self.generator) for _ in range(2))
-        return idx.to(self.device), targets.to(self.device)
+    return micro_batch
 
 
 if __name__ == "__main__":

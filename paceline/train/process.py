@@ -37,7 +37,6 @@ from paceline.plan.planner import Plan, memory_setup
 from paceline.rundir import RunDir, append_event, unwritable_file, utc_now, write_atomic
 
 TIMEOUT_S = 1800.0  # a collective that takes longer has lost a rank; the supervisor sees most deaths within a second
-LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 FP32_ERROR = 1e-5  # relative, of a matmul over 512 terms: fp32 makes 3e-7, bf16 or tf32 inside make over 1e-4
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # from glibc's malloc.h
 
@@ -52,7 +51,7 @@ def init_distributed(device: str, *, timeout_s: float = TIMEOUT_S) -> tuple[int,
         if device == "cuda":
             torch.cuda.set_device(0)
         return 0, 1, 0
-    missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
+    missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise PacelineError(
             f"WORLD_SIZE is {world_size}, but {', '.join(missing)} not set: each process would train alone",
@@ -274,14 +273,17 @@ class BusyClock:
 
     def __init__(self, device: torch.device):
         self._on_gpu = device.type == "cuda"
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []  # of this step and of the previous one
+        self._events: list[list[torch.cuda.Event]] = []  # start and end of this step and of the previous one
         self._started = 0.0
         self.forget()
 
     def start(self) -> None:
         """Marks the beginning of a step's own work."""
         if self._on_gpu:
-            pair = self._events.pop(0) if len(self._events) > 1 else (timed_event(), timed_event())
+            if len(self._events) > 1:
+                pair = self._events.pop(0)
+            else:
+                pair = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
             pair[0].record()
             self._events.append(pair)
         else:
@@ -304,8 +306,3 @@ class BusyClock:
     def _add(self, ms: float) -> None:
         self._steps += 1
         self.mean_ms += (ms - self.mean_ms) / self._steps
-
-
-def timed_event() -> torch.cuda.Event:
-    """Returns an event of the GPU that records its time."""
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -20,7 +20,7 @@ from paceline.model.gpt import DTYPES, GPT
 from paceline.model.manifest import NoCheckpoint, clean_leftovers, newest_good
 from paceline.plan.planner import Plan
 from paceline.rundir import RunDir, append_event, read_json_lines, write_atomic
-from paceline.train.loop import Loader, Loop
+from paceline.train.loop import Loop, MicroBatch
 from paceline.train.optim import Optimizer
 from paceline.train.process import (
     answer_with_collectives,
@@ -79,14 +79,14 @@ def make_model(plan: Plan, *, seed: int, device: torch.device) -> GPT:
 
 def choose_compile(loop: Loop, model: GPT) -> None:
     """Compiles the model where the plan says so; where it leaves that open, a trial decides and plan.json keeps the result."""
-    run, plan, optimizer, loader = loop.run, loop.plan, loop.optimizer, loop.loader
+    run, plan, optimizer = loop.run, loop.plan, loop.optimizer
     if plan.compile is None:
-        eager_ms = trial_ms(optimizer, loader)
+        eager_ms = trial_ms(optimizer, loop.micro_batch)
         started = time.perf_counter()
         model.compile(dynamic=False)
-        trial_ms(optimizer, loader)
+        trial_ms(optimizer, loop.micro_batch)
         compile_s = time.perf_counter() - started
-        compiled_ms = trial_ms(optimizer, loader)
+        compiled_ms = trial_ms(optimizer, loop.micro_batch)
         saved_s = (eager_ms - compiled_ms) / 1000 * plan.grad_accum_steps * plan.num_steps
         use = broadcast_object(saved_s > 0)  # rank 0's clock decides for all: different graphs would round differently
         if not use:
@@ -103,13 +103,13 @@ def choose_compile(loop: Loop, model: GPT) -> None:
         model.compile(dynamic=False)
 
 
-def trial_ms(optimizer: Optimizer, loader: Loader) -> float:
+def trial_ms(optimizer: Optimizer, micro_batch: MicroBatch) -> float:
     """Returns the median milliseconds of a micro-step, whose gradients are thrown away; it changes no weight."""
     times = []
     for _ in range(COMPILE_TRIAL_MICRO_STEPS):
         started = time.perf_counter()
         optimizer.zero_grad()
-        idx, targets = loader.micro_batch(0, 0)
+        idx, targets = micro_batch(0, 0)
         with optimizer.micro_step(last=False):
             optimizer.module(idx, targets).backward()
         if idx.is_cuda:

@@ -43,8 +43,6 @@ from paceline.units import format_bytes
 
 log = logging.getLogger("paceline")
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # SIGUSR1: a batch system's warning that the time is nearly up
-
 
 def main() -> None:
     """Trains, and ends the process with the error's exit code, or 0."""
@@ -54,7 +52,7 @@ def main() -> None:
     args = parser.parse_args()
     run, rank = RunDir(args.run), int(os.environ.get("RANK", "0"))
     stop = StopRequest()
-    for signum in STOP_SIGNALS:
+    for signum in (signal.SIGTERM, signal.SIGUSR1):  # SIGUSR1: a batch system's warning that the time is nearly up
         signal.signal(signum, stop.set)
     logging.basicConfig(
         stream=sys.stdout,
@@ -83,10 +81,8 @@ def train_rank(run: RunDir, *, attempt: int, stop: StopRequest, progress: Heartb
     torch.manual_seed(config.seed * 1_000_003 + rank)
     optimizer = make_optimizer(model, plan, plan.groups, rank=rank)
     skipped = broadcast_object([batch["batch"] for batch in load_skipped(run)] if rank == 0 else [])
-    loader = TrainLoader(
-        dataset.split("train"), plan, seed=config.seed, rank=rank, device=device, skipped_batches=skipped
-    )
-    loop = Loop(run, config, plan, optimizer, loader, rank, device, progress, stop)
+    loader = TrainLoader(dataset.split("train"), plan, config.seed, rank, device, skipped_batches=skipped)
+    loop = Loop(run, config, plan, optimizer, loader.micro_batch, rank, device, progress, stop)
     start = resume(loop)
     progress.beat(start, "compile")
     choose_compile(loop, model)

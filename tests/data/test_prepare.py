@@ -114,7 +114,7 @@ def test_looking_whether_files_are_prepared_opens_none_of_them(source, tmp_path,
 def test_a_custom_tokenizer_is_used_and_saved_with_the_tokens(source, tmp_path):
     train_tokenizer_on(list_files(str(source)), vocab_size=290).save(tmp_path / "mine.json")
     dataset = prepared(source, tmp_path, tokenizer=tmp_path / "mine.json")
-    assert dataset.vocab_size == 290
+    assert dataset.meta["vocab_size"] == 290
     assert dataset.tokenizer_json.read_bytes() == (tmp_path / "mine.json").read_bytes()
     assert prepared(source, tmp_path, tokenizer=tmp_path / "mine.json", vocab_size=9999).reused
     train_tokenizer_on(list_files(str(source)), vocab_size=280).save(tmp_path / "mine.json")

@@ -96,7 +96,7 @@ def _read_text(file: SourceFile, part_bytes: int) -> Iterator[tuple[bytes, float
                         f"{file.path} is not UTF-8: byte 0x{part[error.start]:02x} at offset {offset + error.start:,}",
                         fix=f"iconv -f {encoding} -t utf-8 '{file.path}' > new.txt, with the encoding it is in",
                     ) from error
-                yield part, _share(raw, file) if block else 1.0
+                yield part, min(1.0, raw.tell() / file.num_bytes) if block else 1.0
                 offset += len(part)
 
 
@@ -129,7 +129,7 @@ def _read_jsonl(file: SourceFile, part_bytes: int) -> Iterator[tuple[bytes, floa
                     fix=f"give every line the field {field!r}",
                 )
             for part in _cut_value(where, record[field], part_bytes):
-                yield part, _share(raw, file)
+                yield part, min(1.0, raw.tell() / file.num_bytes)
 
 
 def _read_parquet(file: SourceFile, part_bytes: int) -> Iterator[tuple[bytes, float]]:
@@ -241,10 +241,6 @@ def _cut_value(where: str, value: Any, part_bytes: int) -> Iterator[bytes]:
             fix="write the file again from its source: half of a surrogate pair cannot be UTF-8",
         ) from error
     yield from cut_at_line_ends(content, part_bytes)
-
-
-def _share(raw: BinaryIO, file: SourceFile) -> float:
-    return min(1.0, raw.tell() / file.num_bytes)
 
 
 def _first_line(error: BaseException) -> str:

@@ -248,13 +248,14 @@ def data(args: options.DataOptions) -> None:
 
 
 def tokenizer_train(args: options.TokenizerTrainOptions) -> None:
+    from paceline.data.corpus import list_files
     from paceline.data.tokenizer import tokenizer_info, train_tokenizer_on
     from paceline.terminal import show_progress
 
     if args.out is None:
         raise UsageError("tokenizer train needs --out FILE", fix="paceline tokenizer train --out tokenizer.json")
     with show_progress() as progress:
-        tokenizer = train_tokenizer_on(args.data, vocab_size=args.vocab_size, progress=progress)
+        tokenizer = train_tokenizer_on(list_files(args.data), vocab_size=args.vocab_size, progress=progress)
     tokenizer.save(args.out)
     print_facts(tokenizer_info(tokenizer, sample=SAMPLE_TEXT), as_json=args.json)
 

@@ -63,7 +63,17 @@ def list_files(source: str) -> list[SourceFile]:
         ) from error
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise _stat_error(path, error) from error
-    return _folder_files(path) if path.is_dir() else [_single_file(path)]
+    if path.is_dir():
+        return _folder_files(path)
+    status = _stat_file(path)
+    if _format(path) is None:
+        raise PacelineError(
+            f"{path} is not of a type that can be read",
+            fix=f"these can: {' '.join(FORMATS)}; plain text under another name only needs renaming",
+        )
+    if status.st_size == 0:
+        raise PacelineError(f"{path} is empty", fix="put text into it, or give another path")
+    return [_source_file(path, status)]
 
 
 def read_corpus(
@@ -114,8 +124,9 @@ def held_out_below(files: list[SourceFile], *, part_bytes: int) -> int:
         digests.add(document.digest)
         num_bytes += document.num_bytes
     if len(digests) < 2:
+        name = files[0].path if len(files) == 1 else f"the text of {len(files)} files ({files[0].path}, ...)"
         raise PacelineError(
-            f"{_name(files)} is too small to train on: {num_bytes:,} bytes of text in {len(digests)} distinct"
+            f"{name} is too small to train on: {num_bytes:,} bytes of text in {len(digests)} distinct"
             " documents, and one must be held out",
             fix=f"add text: two different documents, or one of more than {2 * MIN_PART_BYTES:,} bytes",
         )
@@ -134,10 +145,6 @@ def _count_unreadable(files: list[SourceFile]) -> int:
         except UnreadableFile:
             count += 1
     return count
-
-
-def _name(files: list[SourceFile]) -> str:
-    return files[0].path if len(files) == 1 else f"the text of {len(files)} files ({files[0].path}, ...)"
 
 
 def _builtin_files() -> list[SourceFile]:
@@ -159,52 +166,41 @@ def _folder_files(folder: Path) -> list[SourceFile]:
     """Returns every file of a known type under the folder, without hidden and empty ones."""
     files: list[SourceFile] = []
     broken: list[PacelineError] = []
-    others, num_empty = [], 0
+    others = []
     for path in _walk(folder, broken):
         if _format(path) is None:
             others.append(str(path.relative_to(folder)))
             continue
         try:
-            file = _source_file(path, _stat_file(path))
+            files.append(_source_file(path, _stat_file(path)))
         except PacelineError as error:
             broken.append(error)
-            continue
-        files += [file] if file.num_bytes else []
-        num_empty += not file.num_bytes
     if broken:
         more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
         raise UnreadableFile(broken[0].message + more, fix=broken[0].fix) from broken[0]
-    if not files:
-        raise _nothing_in(folder, others=others, num_empty=num_empty)
-    return files
-
-
-def _nothing_in(folder: Path, *, others: list[str], num_empty: int) -> PacelineError:
-    known = " ".join(FORMATS)
-    if num_empty:
-        return PacelineError(
-            f"nothing to read in {folder}: all its text files are empty ({num_empty} of them)",
-            fix="put text into them, or give another path",
+    with_text = [file for file in files if file.num_bytes]
+    if with_text:
+        return with_text
+    known, shown = " ".join(FORMATS), ", ".join(islice(others, 5))
+    if files:
+        what = f"nothing to read in {folder}: all its text files are empty ({len(files)} of them)"
+        fix = "put text into them, or give another path"
+    elif not others:
+        what, fix = f"{folder} is an empty folder", f"put text files there ({known}), or give another path"
+    else:
+        what = f"no text file in {folder}: it holds {shown}" + (
+            f" and {len(others) - 5} more" if len(others) > 5 else ""
         )
-    if not others:
-        return PacelineError(
-            f"{folder} is an empty folder", fix=f"put text files there ({known}), or give another path"
-        )
-    listed = ", ".join(islice(others, 5)) + (f" and {len(others) - 5} more" if len(others) > 5 else "")
-    return PacelineError(
-        f"no text file in {folder}: it holds {listed}",
-        fix=f"give a folder with files of these types: {known}",
-    )
+        fix = f"give a folder with files of these types: {known}"
+    raise PacelineError(what, fix=fix)
 
 
 def _walk(folder: Path, broken: list[PacelineError]) -> Iterator[Path]:
     """Yields the files under the folder in sorted order. Linked folders are entered once, whatever loops the links make."""
-
-    def unreadable(error: OSError) -> None:
-        broken.append(_stat_error(Path(error.filename), error))
-
     entered: set[tuple[int, int]] = set()
-    for here, subfolders, names in os.walk(folder, followlinks=True, onerror=unreadable):
+    for here, subfolders, names in os.walk(
+        folder, followlinks=True, onerror=lambda error: broken.append(_stat_error(Path(error.filename), error))
+    ):
         inode = Path(here).stat()
         if (inode.st_dev, inode.st_ino) in entered:
             subfolders.clear()
@@ -212,18 +208,6 @@ def _walk(folder: Path, broken: list[PacelineError]) -> Iterator[Path]:
         entered.add((inode.st_dev, inode.st_ino))
         subfolders[:] = sorted(name for name in subfolders if not name.startswith(".") and name != "__pycache__")
         yield from (Path(here, name) for name in sorted(names) if not name.startswith("."))
-
-
-def _single_file(path: Path) -> SourceFile:
-    status = _stat_file(path)
-    if _format(path) is None:
-        raise PacelineError(
-            f"{path} is not of a type that can be read",
-            fix=f"these can: {' '.join(FORMATS)}; plain text under another name only needs renaming",
-        )
-    if status.st_size == 0:
-        raise PacelineError(f"{path} is empty", fix="put text into it, or give another path")
-    return _source_file(path, status)
 
 
 def _format(path: Path) -> str | None:

@@ -18,7 +18,7 @@ import os
 import time
 from array import array
 from collections import deque
-from collections.abc import Collection, Generator, Iterator
+from collections.abc import Collection, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from paceline.data.corpus import Progress, held_out_below, part_bytes_of, read_corpus
 from paceline.data.readers import Document, SourceFile
-from paceline.data.tokenizer import TOKENIZER_FILE, Tokenizer, train_tokenizer, training_texts
+from paceline.data.tokenizer import TOKENIZER_FILE, Tokenizer, train_tokenizer_on
 from paceline.errors import PacelineError
 from paceline.rundir import utc_now
 
@@ -39,10 +39,8 @@ Batch = tuple[list[Document], list[npt.NDArray[Any]], float]  # documents, the t
 Int64s = npt.NDArray[np.int64]
 UInt64s = npt.NDArray[np.uint64]
 
-BATCH_BYTES = (
-    512 << 10
-)  # of text encoded at a time: enough to keep cores busy, little enough that Ctrl-C is answered at once
-MAX_UINT16_VOCAB = 1 << 16
+# of text encoded at a time: enough to keep cores busy, little enough that Ctrl-C is answered at once
+BATCH_BYTES = 512 << 10
 IGNORED = -1  # a target that does not count
 MAX_ROWS = 1 << 40
 ROUNDS = 6  # four make a Feistel network look random; two more for domains of a few rows
@@ -70,7 +68,7 @@ class TokenSplit:
         self._bos_id, self._vocab_size, self._shard_tokens = meta["bos_id"], meta["vocab_size"], meta["shard_tokens"]
         dtype = np.dtype(meta["dtype"]).newbyteorder("<")
         self._shards = [np.memmap(path / shard, dtype=dtype, mode="r") for shard in facts["shards"]]
-        self._path, self._shard_names, self._docs_path = path, facts["shards"], path / facts["docs"]
+        self._path, self._shard_names = path, facts["shards"]
 
     def num_rows(self, sequence_len: int) -> int:
         """Counts the rows of an epoch: every token but the last is once an input, every token but the first once a target."""
@@ -111,11 +109,6 @@ class TokenSplit:
             start += len(piece)
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
-    def document_starts(self) -> Int64s:
-        """Returns the position in the split of each document's first token, the separator, (num_documents,) int64."""
-        starts: Int64s = np.load(self._docs_path)
-        return starts
-
 
 def rows_of_step(step: int, *, rows_per_step: int, num_rows: int, seed: int) -> Int64s:
     """Returns the rows of step `step`, counted from 0, (rows_per_step,) int64. Every row comes exactly once in an epoch.
@@ -125,7 +118,10 @@ def rows_of_step(step: int, *, rows_per_step: int, num_rows: int, seed: int) -> 
     assert step >= 0 and rows_per_step >= 1 and 1 <= num_rows <= MAX_ROWS
     positions = np.arange(step * rows_per_step, (step + 1) * rows_per_step, dtype=np.uint64)
     epochs, places = np.divmod(positions, np.uint64(num_rows))
-    return _permute(places, _keys(epochs, seed=seed), num_rows=num_rows).astype(np.int64)
+    # a key for each (seed, epoch); the seed is mixed first, so seed 1 epoch 0 is not seed 0 epoch 1
+    seeds = np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64)  # an array: numpy warns when a scalar wraps
+    keys = _mix(_mix(seeds + np.uint64(GOLDEN)) + epochs)
+    return _permute(places, keys, num_rows=num_rows).astype(np.int64)
 
 
 def batch_of_step(step: int, skipped_batches: Collection[int]) -> int:
@@ -140,15 +136,6 @@ def batch_of_step(step: int, skipped_batches: Collection[int]) -> int:
     return batch
 
 
-def micro_batch_rows(
-    step_rows: Int64s, *, micro_step: int, rank: int, world_size: int, device_batch_size: int
-) -> Int64s:
-    """Returns one rank's rows of a micro-step, (device_batch_size,) int64; all of them together are the step's rows, once each."""
-    start = (micro_step * world_size + rank) * device_batch_size
-    assert 0 <= rank < world_size and start + device_batch_size <= len(step_rows)
-    return step_rows[start : start + device_batch_size]
-
-
 def write_dataset(
     folder: Path,
     *,
@@ -161,15 +148,14 @@ def write_dataset(
 ) -> dict[str, Any]:
     """Fills the folder with all files but meta.json, and returns the content of that."""
     start = time.monotonic()
-    part_bytes = part_bytes_of(files)
-    below = held_out_below(files, part_bytes=part_bytes)
     if tokenizer is None:
-        texts = training_texts(files, part_bytes=part_bytes, below=below, progress=progress)
-        tokenizer = train_tokenizer(texts, vocab_size=vocab_size)
+        tokenizer = train_tokenizer_on(files, vocab_size=vocab_size, progress=progress)
     trained = time.monotonic()
     tokenizer.save(folder / TOKENIZER_FILE)
 
-    dtype = np.dtype("<u2" if tokenizer.vocab_size <= MAX_UINT16_VOCAB else "<u4")
+    part_bytes = part_bytes_of(files)
+    below = held_out_below(files, part_bytes=part_bytes)
+    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     writers = {name: SplitWriter(folder, name, shard_tokens=shard_tokens) for name in ("train", "val")}
     total = sum(file.num_bytes for file in files)
     batches = _encoded(files, tokenizer, part_bytes=part_bytes, num_workers=num_workers, dtype=dtype)
@@ -253,20 +239,18 @@ class HashedFile:
         self.path = path
         self._file = path.open("xb", buffering=1 << 20)
         self._hash = hashlib.sha256()
-        self._num_bytes = 0
 
     def write(self, content: bytes) -> None:
         """Appends to the file and to its hash."""
         self._file.write(content)
         self._hash.update(content)
-        self._num_bytes += len(content)
 
     def close(self) -> dict[str, Any]:
         """Syncs the file and returns its size and hash."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        return {"bytes": self._num_bytes, "sha256": self._hash.hexdigest()}
+        with self._file:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            return {"bytes": self._file.tell(), "sha256": self._hash.hexdigest()}
 
 
 def _encoded(
@@ -281,29 +265,24 @@ def _encoded(
 
     num_workers = num_workers or os.cpu_count() or 1
     under_way: deque[Future[Batch]] = deque()
+    documents: list[Document] = []
+    num_bytes, done = 0, 0.0
     with ThreadPoolExecutor(num_workers) as pool:
         try:
-            for documents, done in _batches(files, part_bytes=part_bytes):
+            for document, done in read_corpus(files, part_bytes=part_bytes):
+                documents.append(document)
+                num_bytes += document.num_bytes
+                if num_bytes >= BATCH_BYTES:
+                    under_way.append(pool.submit(encode, documents, done))
+                    documents, num_bytes = [], 0
+                    if len(under_way) > num_workers:
+                        yield under_way.popleft().result()
+            if documents:
                 under_way.append(pool.submit(encode, documents, done))
-                if len(under_way) > num_workers:
-                    yield under_way.popleft().result()
             while under_way:
                 yield under_way.popleft().result()
         finally:
             pool.shutdown(cancel_futures=True)
-
-
-def _batches(files: list[SourceFile], *, part_bytes: int) -> Iterator[tuple[list[Document], float]]:
-    documents: list[Document] = []
-    num_bytes, done = 0, 0.0
-    for document, done in read_corpus(files, part_bytes=part_bytes):
-        documents.append(document)
-        num_bytes += document.num_bytes
-        if num_bytes >= BATCH_BYTES:
-            yield documents, done
-            documents, num_bytes = [], 0
-    if documents:
-        yield documents, done
 
 
 def _permute(places: UInt64s, keys: UInt64s, *, num_rows: int) -> UInt64s:
@@ -326,12 +305,6 @@ def _feistel(places: UInt64s, keys: UInt64s, *, lines: int, columns: int) -> UIn
         else:
             column = (column + _mix(round_keys ^ line) % np.uint64(columns)) % np.uint64(columns)
     return line * np.uint64(columns) + column
-
-
-def _keys(epochs: UInt64s, *, seed: int) -> UInt64s:
-    """Returns a key for each (seed, epoch); the seed is mixed first, so seed 1 epoch 0 is not seed 0 epoch 1."""
-    seeds = np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64)  # an array: numpy warns when a scalar wraps
-    return _mix(_mix(seeds + np.uint64(GOLDEN)) + epochs)
 
 
 def _mix(x: UInt64s) -> UInt64s:

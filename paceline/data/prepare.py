@@ -53,16 +53,6 @@ class TokenDataset:
         """Returns the path of the tokenizer that the token ids are of."""
         return self.path / TOKENIZER_FILE
 
-    @property
-    def vocab_size(self) -> int:
-        """Returns the tokens of the vocabulary."""
-        return int(self.meta["vocab_size"])
-
-    @property
-    def bos_id(self) -> int:
-        """Returns the id of the separator between documents."""
-        return int(self.meta["bos_id"])
-
     def split(self, name: Literal["train", "val"]) -> "TokenSplit":
         """Maps the tokens of a split."""
         from paceline.data.dataset import TokenSplit
@@ -78,7 +68,6 @@ def prepare(
     cache_dir: Path,
     num_workers: int | None = None,
     progress: Progress | None = None,
-    shard_tokens: int = SHARD_TOKENS,
 ) -> TokenDataset:
     """Returns the dataset of this source, after making it where it does not exist or the source has changed.
 
@@ -89,7 +78,7 @@ def prepare(
     files = list_files(source)
     tokenizer_json = None if tokenizer is None else read_tokenizer_file(tokenizer)
     ids_of = f"trained {vocab_size}" if tokenizer_json is None else hashlib.sha256(tokenizer_json).hexdigest()
-    settings = {"tokenizer": ids_of, "shard_tokens": shard_tokens}
+    settings = {"tokenizer": ids_of, "shard_tokens": SHARD_TOKENS}
     path = cache_dir.expanduser() / "data" / make_fingerprint(files, settings)
     if (path / META).exists():
         return open_dataset(path)
@@ -106,7 +95,7 @@ def prepare(
             tokenizer=custom_tokenizer,
             vocab_size=vocab_size,
             num_workers=num_workers,
-            shard_tokens=shard_tokens,
+            shard_tokens=SHARD_TOKENS,
             progress=progress,
         )
         if make_fingerprint(list_files(source), settings) != path.name:
@@ -129,7 +118,10 @@ def _new_folder(path: Path, *, progress: Progress | None) -> Iterator[Path | Non
             if (path / META).exists():
                 yield None
                 return
-            _remove_leftovers(path.parent, keep=making)
+            for other in path.parent.glob(".*.making"):  # of other texts too: no later command may ever need those
+                with other.with_suffix(".lock").open("a") as file:
+                    if other != making and _try_lock(file):  # its process was killed
+                        shutil.rmtree(other, ignore_errors=True)
             shutil.rmtree(making, ignore_errors=True)
             shutil.rmtree(path, ignore_errors=True)  # without META it is half a folder
             try:
@@ -152,15 +144,6 @@ def _locked(making: Path, *, progress: Progress | None) -> Iterator[None]:
                 progress("wait for another process that prepares the same text", 0, 1)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _remove_leftovers(folder: Path, *, keep: Path) -> None:
-    """Removes half folders of killed processes, of other texts too: no later command may ever need those."""
-    for making in folder.glob(".*.making"):
-        if making != keep:
-            with making.with_suffix(".lock").open("a") as file:
-                if _try_lock(file):
-                    shutil.rmtree(making, ignore_errors=True)
 
 
 def _try_lock(file: TextIO) -> bool:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 TEXT_FIELD = "text"
 BOM = b"\xef\xbb\xbf"
 BATCH_ROWS = 1024
+STRING_TYPES = ("string", "large_string", "string_view")  # of Arrow
 
 
 class UnreadableFile(PacelineError):
@@ -80,16 +81,23 @@ def cut_at_line_ends(content: bytes, part_bytes: int) -> Iterator[bytes]:
 def _read_text(file: SourceFile, part_bytes: int) -> Iterator[tuple[bytes, float]]:
     with _opened(file) as (stream, raw):
         tail = stream.read(part_bytes)
-        offset = len(BOM) if tail.startswith(BOM) else 0
-        tail = tail[offset:]
-        while block := stream.read(part_bytes):
-            *full, tail = cut_at_line_ends(tail + block, part_bytes)
-            for part in full:
-                yield _checked_utf8(file, part, offset), _share(raw, file)
+        offset = len(BOM) if tail.startswith(BOM) else 0  # in the file, where the part begins
+        tail, block = tail[offset:], tail
+        while block:
+            block = stream.read(part_bytes)
+            parts = list(cut_at_line_ends(tail + block, part_bytes))
+            tail = parts.pop() if block else b""
+            for part in parts:
+                try:
+                    part.decode()
+                except UnicodeDecodeError as error:
+                    encoding = "utf-16" if part.startswith((b"\xff\xfe", b"\xfe\xff")) else "latin-1"
+                    raise UnreadableFile(
+                        f"{file.path} is not UTF-8: byte 0x{part[error.start]:02x} at offset {offset + error.start:,}",
+                        fix=f"iconv -f {encoding} -t utf-8 '{file.path}' > new.txt, with the encoding it is in",
+                    ) from error
+                yield part, min(1.0, raw.tell() / file.num_bytes) if block else 1.0
                 offset += len(part)
-        for part in cut_at_line_ends(tail, part_bytes):
-            yield _checked_utf8(file, part, offset), 1.0
-            offset += len(part)
 
 
 def _read_jsonl(file: SourceFile, part_bytes: int) -> Iterator[tuple[bytes, float]]:
@@ -101,7 +109,19 @@ def _read_jsonl(file: SourceFile, part_bytes: int) -> Iterator[tuple[bytes, floa
                 line = line.removeprefix(BOM)
             if line.isspace():
                 continue
-            record = _json_object(where, line)
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                cut = "" if line.endswith(b"\n") else ", and the file ends within the line: it may be cut short"
+                raise UnreadableFile(
+                    f"{where} is not JSON: {_first_line(error)}{cut}",
+                    fix="fix or delete that line, or get the file again",
+                ) from error
+            if not isinstance(record, dict):
+                raise UnreadableFile(
+                    f"{where} is a JSON {type(record).__name__}, not an object",
+                    fix='write each line as {"text": "..."}',
+                )
             field = field or _text_field(where, {key: isinstance(value, str) for key, value in record.items()})
             if field not in record:
                 raise UnreadableFile(
@@ -109,7 +129,7 @@ def _read_jsonl(file: SourceFile, part_bytes: int) -> Iterator[tuple[bytes, floa
                     fix=f"give every line the field {field!r}",
                 )
             for part in _cut_value(where, record[field], part_bytes):
-                yield part, _share(raw, file)
+                yield part, min(1.0, raw.tell() / file.num_bytes)
 
 
 def _read_parquet(file: SourceFile, part_bytes: int) -> Iterator[tuple[bytes, float]]:
@@ -120,7 +140,9 @@ def _read_parquet(file: SourceFile, part_bytes: int) -> Iterator[tuple[bytes, fl
         raise _missing_extra(file.path) from error
     try:
         with pyarrow.parquet.ParquetFile(file.path) as table:
-            column = _text_field(file.path, {field.name: _is_string(str(field.type)) for field in table.schema_arrow})
+            column = _text_field(
+                file.path, {field.name: str(field.type) in STRING_TYPES for field in table.schema_arrow}
+            )
             batches = (batch.column(0).to_pylist() for batch in table.iter_batches(BATCH_ROWS, columns=[column]))
             yield from _table_parts(file, batches, table.metadata.num_rows, part_bytes)
     except (pyarrow.ArrowException, OSError) as error:
@@ -132,10 +154,8 @@ def _read_parquet(file: SourceFile, part_bytes: int) -> Iterator[tuple[bytes, fl
 
 def _read_hf(file: SourceFile, part_bytes: int) -> Iterator[tuple[bytes, float]]:
     dataset = _load_hf(file)
-    column = _text_field(
-        file.path,
-        {name: _is_string(str(getattr(feature, "dtype", ""))) for name, feature in dataset.features.items()},
-    )
+    types = {name: getattr(feature, "dtype", "") for name, feature in dataset.features.items()}
+    column = _text_field(file.path, {name: str(dtype) in STRING_TYPES for name, dtype in types.items()})
     batches = (batch[column] for batch in dataset.select_columns([column]).iter(BATCH_ROWS))
     yield from _table_parts(file, batches, len(dataset), part_bytes)
 
@@ -161,7 +181,12 @@ def _load_hf(file: SourceFile) -> "Dataset":
         else:
             loaded = datasets.load_dataset(file.path, file.config or None)
     except Exception as error:  # datasets raises whatever its parts raise: hub, network, pandas, arrow
-        raise _hf_error(file, error) from error
+        fix = f"check the name and the network: https://huggingface.co/datasets/{file.path}"
+        if folder.is_dir():
+            fix = "write the folder again with Dataset.save_to_disk, or put parquet files in it"
+        elif "onfig name" in str(error):  # "Config name is missing", "BuilderConfig 'x' not found"
+            fix = f"name the configuration: hf:{file.path}:CONFIG, one of those listed on its page"
+        raise UnreadableFile(f"dataset {file.path} cannot be loaded: {_first_line(error)}", fix=fix) from error
     if isinstance(loaded, datasets.Dataset):
         return loaded
     if "train" not in loaded:
@@ -170,15 +195,6 @@ def _load_hf(file: SourceFile) -> "Dataset":
             fix="save the split you want as parquet or with save_to_disk, and give that path",
         )
     return loaded["train"]
-
-
-def _hf_error(file: SourceFile, error: Exception) -> UnreadableFile:
-    fix = f"check the name and the network: https://huggingface.co/datasets/{file.path}"
-    if Path(file.path).is_dir():
-        fix = "write the folder again with Dataset.save_to_disk, or put parquet files in it"
-    elif "onfig name" in str(error):  # "Config name is missing", "BuilderConfig 'x' not found"
-        fix = f"name the configuration: hf:{file.path}:CONFIG, one of those listed on its page"
-    return UnreadableFile(f"dataset {file.path} cannot be loaded: {_first_line(error)}", fix=fix)
 
 
 @contextmanager
@@ -197,34 +213,6 @@ def _opened(file: SourceFile) -> Iterator[tuple[BinaryIO, BinaryIO]]:
             f"cannot read {file.path}: {error.strerror or error}",
             fix="check that the file is there, that you may read it, and the disk",
         ) from error
-
-
-def _checked_utf8(file: SourceFile, part: bytes, offset: int) -> bytes:
-    """The part as it is, when it is UTF-8; `offset` is where in the file it begins."""
-    try:
-        part.decode()
-    except UnicodeDecodeError as error:
-        encoding = "utf-16" if part.startswith((b"\xff\xfe", b"\xfe\xff")) else "latin-1"
-        raise UnreadableFile(
-            f"{file.path} is not UTF-8: byte 0x{part[error.start]:02x} at offset {offset + error.start:,}",
-            fix=f"iconv -f {encoding} -t utf-8 '{file.path}' > new.txt, with the encoding it is in",
-        ) from error
-    return part
-
-
-def _json_object(where: str, line: bytes) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        cut = "" if line.endswith(b"\n") else ", and the file ends within the line: it may be cut short"
-        raise UnreadableFile(
-            f"{where} is not JSON: {_first_line(error)}{cut}", fix="fix or delete that line, or get the file again"
-        ) from error
-    if not isinstance(record, dict):
-        raise UnreadableFile(
-            f"{where} is a JSON {type(record).__name__}, not an object", fix='write each line as {"text": "..."}'
-        )
-    return record
 
 
 def _text_field(where: str, is_string: dict[str, bool]) -> str:
@@ -253,14 +241,6 @@ def _cut_value(where: str, value: Any, part_bytes: int) -> Iterator[bytes]:
             fix="write the file again from its source: half of a surrogate pair cannot be UTF-8",
         ) from error
     yield from cut_at_line_ends(content, part_bytes)
-
-
-def _is_string(dtype: str) -> bool:
-    return dtype in ("string", "large_string", "string_view")
-
-
-def _share(raw: BinaryIO, file: SourceFile) -> float:
-    return min(1.0, raw.tell() / file.num_bytes)
 
 
 def _first_line(error: BaseException) -> str:

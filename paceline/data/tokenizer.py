@@ -9,18 +9,16 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.data.corpus import Progress, held_out_below, list_files, part_bytes_of, read_corpus
+from paceline.data.corpus import Progress, held_out_below, part_bytes_of, read_corpus
 from paceline.data.readers import SourceFile
 from paceline.errors import PacelineError
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-    import tokenizers
 
 TOKENIZER_FILE = "tokenizer.json"  # in a prepared folder
 BOS = "<|bos|>"
@@ -46,12 +44,29 @@ class Tokenizer:
     """Encodes text to token ids and back. Special tokens written out in a text are text, never special."""
 
     def __init__(self, json_bytes: bytes, *, name: str):
+        from tokenizers import Tokenizer as Library
+
         self.json_bytes = json_bytes
         self.hash = hashlib.sha256(json_bytes).hexdigest()
         self.name = name  # of the file, for errors
-        self._inner = _load_inner(json_bytes, name)
-        self.vocab_size = 1 + max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1)
-        self.bos_token, self.bos_id = _separator(self._inner, name)
+        try:
+            self.inner = Library.from_buffer(json_bytes)
+        except Exception as error:  # the library raises bare Exception for all that is wrong with a file
+            raise PacelineError(
+                f"{name} is not a tokenizer.json of Hugging Face tokenizers: {str(error).splitlines()[0]}",
+                fix="give a tokenizer.json (vocab.json and others are not one), or train one: paceline tokenizer train",
+            ) from error
+        self.inner.no_truncation()  # files made for inference may ask for either, which would cut or fill documents
+        self.inner.no_padding()
+        self.inner.encode_special_tokens = True
+        self.vocab_size = 1 + max(self.inner.get_vocab(with_added_tokens=True).values(), default=-1)
+        known = {token: token_id for token in SEPARATORS if (token_id := self.inner.token_to_id(token)) is not None}
+        if not known:
+            raise PacelineError(
+                f"{name} has no token to put between documents; known ones: {' '.join(SEPARATORS)}",
+                fix=f"add {BOS} to its added_tokens (special: true) with the next free id, or train a tokenizer here",
+            )
+        self.bos_token, self.bos_id = next(iter(known.items()))
 
     @staticmethod
     def load(path: Path) -> "Tokenizer":
@@ -66,7 +81,7 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Returns the token ids of a text, without a separator; raises PacelineError for text that is not UTF-8."""
         try:
-            ids: list[int] = self._inner.encode(text, add_special_tokens=False).ids
+            ids: list[int] = self.inner.encode(text, add_special_tokens=False).ids
         except TypeError as error:  # the library raises this for half of a surrogate pair
             raise PacelineError(
                 "the text holds bytes that are not UTF-8", fix="check the terminal's encoding (LANG), or the file's"
@@ -75,16 +90,12 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns the token ids of each text, on all cores; it releases the interpreter, so several threads may call it."""
-        return [encoding.ids for encoding in self._inner.encode_batch_fast(texts, add_special_tokens=False)]
+        return [encoding.ids for encoding in self.inner.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of token ids: special tokens give none, bytes that are not UTF-8 give U+FFFD."""
-        text: str = self._inner.decode(ids, skip_special_tokens=True)
+        text: str = self.inner.decode(ids, skip_special_tokens=True)
         return text
-
-    def decode_stream(self) -> "DecodeStream":
-        """Returns a decoder for tokens that come one by one."""
-        return DecodeStream(self)
 
     def token_bytes(self) -> "npt.NDArray[np.int64]":
         """Returns the UTF-8 length of each token, (vocab_size,) int64: 0 for special tokens and unused ids.
@@ -94,28 +105,19 @@ class Tokenizer:
         """
         import numpy as np
 
-        lengths = np.zeros(self.vocab_size, dtype=np.int64)
-        for token, token_id in self._inner.get_vocab(with_added_tokens=False).items():
-            lengths[token_id] = len(token) if self._is_byte_level else _marked_bytes(token)
-        for token_id, added in self._inner.get_added_tokens_decoder().items():
-            lengths[token_id] = 0 if added.special else len(added.content.encode())
-        lengths[self.bos_id] = 0
-        return lengths
-
-    def special_tokens(self) -> dict[str, int]:
-        """Returns the ids of the special tokens by their text."""
-        added = self._inner.get_added_tokens_decoder()
-        special = {token.content: token_id for token_id, token in sorted(added.items()) if token.special}
-        return special | {self.bos_token: self.bos_id}
-
-    @cached_property
-    def _is_byte_level(self) -> bool:
-        """Each character of a token stands for one byte (GPT-2's alphabet); added tokens are written as they are."""
         settings = json.loads(self.json_bytes)
         steps = [settings.get(key) or {} for key in ("pre_tokenizer", "decoder")]
         for step in list(steps):
             steps += [*step.get("pretokenizers", []), *step.get("decoders", [])]
-        return any(step.get("type") == "ByteLevel" for step in steps)
+        # each character of a token then stands for one byte (GPT-2's alphabet); added tokens are written as they are
+        byte_level = any(step.get("type") == "ByteLevel" for step in steps)
+        lengths = np.zeros(self.vocab_size, dtype=np.int64)
+        for token, token_id in self.inner.get_vocab(with_added_tokens=False).items():
+            lengths[token_id] = len(token) if byte_level else _marked_bytes(token)
+        for token_id, added in self.inner.get_added_tokens_decoder().items():
+            lengths[token_id] = 0 if added.special else len(added.content.encode())
+        lengths[self.bos_id] = 0
+        return lengths
 
 
 class DecodeStream:
@@ -147,27 +149,22 @@ class DecodeStream:
         return decode(self._before + self._waiting)[len(decode(self._before)) :]
 
 
-def train_tokenizer_on(source: str, *, vocab_size: int, progress: Progress | None = None) -> Tokenizer:
-    """Trains a tokenizer on the source's training split, the same as `prepare` trains for it."""
-    files = list_files(source)
+def train_tokenizer_on(files: list[SourceFile], *, vocab_size: int, progress: Progress | None = None) -> Tokenizer:
+    """Trains a tokenizer on what is not held out, up to MAX_TRAINING_BYTES taken from all files alike."""
     part_bytes = part_bytes_of(files)
     below = held_out_below(files, part_bytes=part_bytes)
-    texts = training_texts(files, part_bytes=part_bytes, below=below, progress=progress)
-    return train_tokenizer(texts, vocab_size=vocab_size)
-
-
-def training_texts(
-    files: list[SourceFile], *, part_bytes: int, below: int, progress: Progress | None = None
-) -> Iterator[str]:
-    """Yields the texts that are not held out, up to MAX_TRAINING_BYTES taken from all files alike."""
     total = sum(file.num_bytes for file in files)
-    next_report = 0.0
-    for document, done in read_corpus(files, part_bytes=part_bytes, max_bytes=MAX_TRAINING_BYTES):
-        if progress is not None and done >= next_report:
-            progress("train tokenizer", done, total)
-            next_report = done + total / 100
-        if document.digest >= below:
-            yield document.text
+
+    def texts() -> Iterator[str]:
+        next_report = 0.0
+        for document, done in read_corpus(files, part_bytes=part_bytes, max_bytes=MAX_TRAINING_BYTES):
+            if progress is not None and done >= next_report:
+                progress("train tokenizer", done, total)
+                next_report = done + total / 100
+            if document.digest >= below:
+                yield document.text
+
+    return train_tokenizer(texts(), vocab_size=vocab_size)
 
 
 def train_tokenizer(texts: Iterator[str], *, vocab_size: int) -> Tokenizer:
@@ -203,13 +200,15 @@ def tokenizer_info(tokenizer: Tokenizer, *, sample: str) -> dict[str, Any]:
     """Returns what `paceline tokenizer info` prints: sizes, special tokens, and the result on a sample text."""
     ids = tokenizer.encode(sample)
     sample_bytes = len(sample.encode())
+    added = sorted(tokenizer.inner.get_added_tokens_decoder().items())
+    special_tokens = {token.content: token_id for token_id, token in added if token.special}
     return {
         "name": tokenizer.name,
         "hash": tokenizer.hash,
         "vocab_size": tokenizer.vocab_size,
         "bos_token": tokenizer.bos_token,
         "bos_id": tokenizer.bos_id,
-        "special_tokens": tokenizer.special_tokens(),
+        "special_tokens": special_tokens | {tokenizer.bos_token: tokenizer.bos_id},
         "sample_bytes": sample_bytes,
         "sample_tokens": len(ids),
         "bytes_per_token": sample_bytes / len(ids) if ids else None,
@@ -237,32 +236,6 @@ def read_tokenizer_file(path: Path) -> bytes:
     if not content.strip():
         raise PacelineError(f"tokenizer {path} is empty", fix="copy or train it again: paceline tokenizer train")
     return content
-
-
-def _load_inner(json_bytes: bytes, name: str) -> "tokenizers.Tokenizer":
-    from tokenizers import Tokenizer
-
-    try:
-        inner = Tokenizer.from_buffer(json_bytes)
-    except Exception as error:  # the library raises bare Exception for all that is wrong with a file
-        raise PacelineError(
-            f"{name} is not a tokenizer.json of Hugging Face tokenizers: {str(error).splitlines()[0]}",
-            fix="give a tokenizer.json (vocab.json and others are not one), or train one: paceline tokenizer train",
-        ) from error
-    inner.no_truncation()  # files made for inference may ask for either, which would cut or fill documents
-    inner.no_padding()
-    inner.encode_special_tokens = True
-    return inner
-
-
-def _separator(inner: "tokenizers.Tokenizer", name: str) -> tuple[str, int]:
-    for token in SEPARATORS:
-        if (token_id := inner.token_to_id(token)) is not None:
-            return token, token_id
-    raise PacelineError(
-        f"{name} has no token to put between documents; known ones: {' '.join(SEPARATORS)}",
-        fix=f"add {BOS} to its added_tokens (special: true) with the next free id, or train a tokenizer here",
-    )
 
 
 def _marked_bytes(token: str) -> int:

@@ -221,7 +221,7 @@ def planner(dataset: TokenDataset) -> MakePlan:
 
     def make(config: Config, machine: Machine) -> Plan:
         num_rows, cache = dataset.split("train").num_rows(config.sequence_len), cache_dir(config)
-        vocab_size = dataset.vocab_size
+        vocab_size: int = dataset.meta["vocab_size"]
         return forecast(config, machine, cache=cache, vocab_size=vocab_size, num_rows=num_rows).plan
 
     return make

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import paceline
 from paceline.errors import PacelineError
-from paceline.model.manifest import RawTensor, TensorEntry, newest_good, num_rows, read_manifest
+from paceline.model.manifest import RawTensor, num_rows, read_manifest
 from paceline.model.publish import (
     NoSpace,
     PendingSave,
@@ -66,23 +66,14 @@ class Piece:
         return self.key if (lo, hi) == (0, num_rows(self.shape)) else f"{self.key}[{lo}:{hi}]"
 
 
-@dataclass(frozen=True)
-class SavedCheckpoint:
-    """A checkpoint that is on disk. seconds: from the call of `save` until it was there."""
-
-    path: Path
-    step: int
-    seconds: float
-    bytes: int
-
-
 @dataclass(eq=False)
 class CheckpointWriter:
     """Writes this rank's part of each checkpoint; rank 0 also completes it, and removes old ones.
 
     attempt: equal on all ranks and never used before in this run, so that the files of a killed attempt at the same step are never
-    taken for this attempt's. on_saved is called on rank 0, from the thread. Call `wait` before the process ends: the thread does
-    not keep it alive, and an interrupted save leaves only files that `clean_leftovers` removes.
+    taken for this attempt's. on_saved is called on rank 0, from the thread: the step of a checkpoint that is on disk, the seconds
+    since the call of `save`, the bytes. Call `wait` before the process ends: the thread does not keep it alive, and an interrupted
+    save leaves only files that `clean_leftovers` removes.
 
     on_no_space: called from the thread of any rank that meets a full disk; `save` and `wait` then raise nothing.
     Earlier checkpoints stay and the training continues; `has_space_again` on rank 0 reports when a save may succeed.
@@ -95,7 +86,7 @@ class CheckpointWriter:
     world_size: int
     attempt: str
     keep_last: int
-    on_saved: Callable[[SavedCheckpoint], None]
+    on_saved: Callable[[int, float, int], None]
     deadline_s: float = 600.0
     on_no_space: Callable[[NoSpace], None] | None = None
     whole_bytes: int | None = None
@@ -111,15 +102,14 @@ class CheckpointWriter:
 
     def save(
         self, step: int, pieces: Sequence[Piece], state: Mapping[str, Any], *, val_bpb: float | None = None
-    ) -> float:
-        """Copies the pieces and starts to write them; returns the seconds that it waited for the previous save to end.
+    ) -> None:
+        """Waits for the previous save to end, copies the pieces and starts to write them.
 
         All ranks call it for the same steps in the same order; no rank waits for another. state: plain JSON values; rank 0's
         are saved. Raises the error of the previous save. Saving a step again replaces it.
         """
-        began = time.monotonic()
         self.wait()
-        waited_s = time.monotonic() - began
+        began = time.monotonic()
         self._num_saves += 1
         save = PendingSave(
             directory=self.directory,
@@ -132,11 +122,9 @@ class CheckpointWriter:
             whole_bytes=self.whole_bytes,
         )
         state = json.loads(json.dumps(state, allow_nan=False))  # as it is now
-        self._thread = threading.Thread(
-            target=self._run, args=(save, state, val_bpb, began + waited_s), name="checkpoint", daemon=True
-        )
+        arguments = (save, state, val_bpb, began)
+        self._thread = threading.Thread(target=self._run, args=arguments, name="checkpoint", daemon=True)
         self._thread.start()
-        return waited_s
 
     def wait(self) -> None:
         """Waits until the save under way has ended; raises its error."""
@@ -176,36 +164,32 @@ class CheckpointWriter:
         self._copies = copies
         # wide dtypes first: every tensor then starts on a multiple of its element size
         wide_first = sorted(copies.items(), key=lambda item: -item[1].element_size())
-        return [RawTensor(name, DTYPE_CODES[copy.dtype], tuple(copy.shape), _bytes(copy)) for name, copy in wide_first]
+        return [
+            RawTensor(name, DTYPE_CODES[copy.dtype], tuple(copy.shape), copy.reshape(-1).view(torch.uint8).numpy().data)
+            for name, copy in wide_first
+        ]
 
     def _run(self, save: PendingSave, state: Mapping[str, Any], val_bpb: float | None, began: float) -> None:
         try:
             write_part(save)
             if self.rank == 0:
                 versions = {"paceline": paceline.__version__, "torch": torch.__version__}
-                path, num_bytes = publish(
-                    save, state=state, val_bpb=val_bpb, versions=versions, deadline_s=self.deadline_s
-                )
+                num_bytes = publish(save, state=state, val_bpb=val_bpb, versions=versions, deadline_s=self.deadline_s)
                 prune(self.directory, step=save.step, keep_last=self.keep_last)
-                self.on_saved(SavedCheckpoint(path, save.step, time.monotonic() - began, num_bytes))
+                self.on_saved(save.step, time.monotonic() - began, num_bytes)
             self.no_space, self._check_s = None, CHECK_S
         except BaseException as error:
             give_up(save, error)
             if isinstance(error, OSError):
                 explanation = explained(error, save)
                 explanation.__cause__ = error
-                self._report(explanation)
-            else:
-                self._report(error)
-
-    def _report(self, error: BaseException) -> None:
-        """Stores the error for the next call to raise; passes a full disk to on_no_space instead, where there is one."""
-        if self.on_no_space is None or not isinstance(error, NoSpace):
-            self._error = error
-            return
-        self._check_s = CHECK_S if self.no_space is None else min(2 * self._check_s, LONGEST_CHECK_S)
-        self.no_space, self._next_check = error, time.monotonic() + self._check_s
-        self.on_no_space(error)
+                error = explanation
+            if self.on_no_space is None or not isinstance(error, NoSpace):
+                self._error = error  # for the next call to raise
+                return
+            self._check_s = CHECK_S if self.no_space is None else min(2 * self._check_s, LONGEST_CHECK_S)
+            self.no_space, self._next_check = error, time.monotonic() + self._check_s
+            self.on_no_space(error)
 
 
 class CheckpointReader:
@@ -223,9 +207,16 @@ class CheckpointReader:
         """Returns the keys of all tensors."""
         return list(self._tensors)
 
-    def read(self, key: str, lo: int, hi: int) -> Tensor:
-        """Returns rows [lo, hi) on the CPU, in the dtype that they were saved in; a scalar's one row has shape ()."""
-        entry = self._entry(key)
+    def read(self, key: str, lo: int = 0, hi: int | None = None) -> Tensor:
+        """Returns rows [lo, hi), without them all, on the CPU, in the dtype that was saved; a scalar's one row has shape ()."""
+        entry = self._tensors.get(key)
+        if entry is None:
+            near = get_close_matches(key, self.keys(), n=1)
+            raise PacelineError(
+                f"checkpoint {self.path} has no tensor {key}" + (f"; the nearest is {near[0]}" if near else ""),
+                fix="use the configuration it was saved with: config.toml of its run",
+            )
+        hi = num_rows(entry.shape) if hi is None else hi
         assert 0 <= lo <= hi <= num_rows(entry.shape), f"rows {lo} to {hi} of {key} {entry.shape}"
         rows = torch.empty((hi - lo, *entry.shape[1:]), dtype=getattr(torch, entry.dtype))
         for part in entry.parts:
@@ -237,24 +228,10 @@ class CheckpointReader:
                 rows[0] = self._file(part.file).get_tensor(part.name)
         return rows if entry.shape else rows[0]
 
-    def read_all(self, key: str) -> Tensor:
-        """Returns a whole tensor, as `read` does."""
-        return self.read(key, 0, num_rows(self._entry(key).shape))
-
     def load_model_state(self) -> dict[str, Tensor]:
         """Returns the model's parameters by their names in the module, fp32."""
         keys = [key for key in self.keys() if key.startswith("model.")]
-        return {key.removeprefix("model."): self.read_all(key).float() for key in keys}
-
-    def _entry(self, key: str) -> TensorEntry:
-        entry = self._tensors.get(key)
-        if entry is None:
-            near = get_close_matches(key, self.keys(), n=1)
-            raise PacelineError(
-                f"checkpoint {self.path} has no tensor {key}" + (f"; the nearest is {near[0]}" if near else ""),
-                fix="use the configuration it was saved with: config.toml of its run",
-            )
-        return entry
+        return {key.removeprefix("model."): self.read(key).float() for key in keys}
 
     def _file(self, name: str) -> Any:
         if name not in self._open_files:
@@ -268,12 +245,6 @@ class CheckpointReader:
         return self._open_files[name]
 
 
-def load_newest_good(directory: Path, *, set_aside: bool = False) -> tuple[CheckpointReader, list[str]]:
-    """Opens the newest checkpoint that verifies, for one rank to call; the lines name the damaged ones. See `newest_good`."""
-    path, notes = newest_good(directory, set_aside=set_aside)
-    return CheckpointReader(path), notes
-
-
 def _entries(pieces: Sequence[Piece], *, file: str) -> dict[str, dict[str, Any]]:
     """Returns this rank's parts of each key as the manifest lists them, none where it holds no row."""
     entries: dict[str, dict[str, Any]] = {}
@@ -284,7 +255,3 @@ def _entries(pieces: Sequence[Piece], *, file: str) -> dict[str, dict[str, Any]]
         if piece.rows[0] < piece.rows[1]:
             entry["parts"].append({"file": file, "name": piece.name, "rows": piece.rows})
     return entries
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -9,7 +9,6 @@ Activations are in compute_dtype whatever the weights are stored in; norms, soft
 model does not depend on optimizers, ranks or files. Its parameters are those of plan/shapes.py.
 """
 
-import functools
 import hashlib
 import math
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from paceline.errors import PlanError
 from paceline.model.layers import (
     Embedding,
     causal_attention,
+    compile_once,
     mix,
     nats_per_token,
     relu_squared,
@@ -103,19 +103,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int) -> Tenso
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         return causal_attention(q, k, v, window=window)
     if isinstance(mask, BlockMask):
-        flex = cast(Callable[..., Tensor], flex_attention)
-        flex = flex if torch.compiler.is_compiling() else compiled_flex_attention()
-        y = flex(q, k, v, block_mask=mask, enable_gqa=groups > 1)
+        # compiled even for an eager model: uncompiled it holds all scores at once
+        flex: Any = flex_attention if torch.compiler.is_compiling() else compile_once(flex_attention)
+        y: Tensor = flex(q, k, v, block_mask=mask, enable_gqa=groups > 1)
     else:
         causal = many_queries and mask is None
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=groups > 1)
     return y.transpose(1, 2)
-
-
-@functools.cache
-def compiled_flex_attention() -> Callable[..., Tensor]:
-    """Compiles FlexAttention even for an eager model: uncompiled it holds all scores at once."""
-    return cast(Callable[..., Tensor], torch.compile(flex_attention, dynamic=False))
 
 
 class MLP(nn.Module):

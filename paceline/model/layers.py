@@ -246,8 +246,7 @@ def sum_of_nats(
     """
     if torch.is_grad_enabled():
         return cast(Tensor, _SumOfNats.apply(x, weight, targets, vocab_size, budget_bytes, compiled))  # type: ignore[no-untyped-call]
-    chunks = nats_by_chunk(x, weight, targets, vocab_size, budget_bytes, compiled=compiled, with_grad=False)
-    return torch.cat([nats for _, nats, _ in chunks]).sum()
+    return nats_per_token(x, weight, targets, vocab_size=vocab_size, budget_bytes=budget_bytes, compiled=compiled).sum()
 
 
 @torch.no_grad()
@@ -274,7 +273,7 @@ def nats_by_chunk(
     All chunks' logits lie in the same memory: use them before the next chunk.
     """
     chunk, block = chunk_rows(x, weight.shape[0], budget_bytes, compiled=compiled)
-    capped = _compiled_capped_nats() if compiled else capped_nats_
+    capped = compile_once(capped_nats_) if compiled else capped_nats_
     buffer = x.new_empty(chunk, weight.shape[0])  # (chunk, V) x.dtype
     for start in range(0, x.shape[0], chunk):
         rows = slice(start, min(start + chunk, x.shape[0]))
@@ -340,5 +339,6 @@ def capped_nats_(z: Tensor, targets: Tensor, vocab_size: int, with_grad: bool) -
 
 
 @functools.cache
-def _compiled_capped_nats() -> Callable[[Tensor, Tensor, int, bool], Tensor]:
-    return torch.compile(capped_nats_, dynamic=False)
+def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiles a function on its own, for an eager model too; the compiler is imported by the first call."""
+    return torch.compile(function, dynamic=False)

@@ -9,6 +9,7 @@ safetensors' own writer takes everything in one call. `write_shard` writes in bo
 reads its file back nor holds the interpreter for long. The format: https://github.com/huggingface/safetensors#format.
 """
 
+import functools
 import hashlib
 import itertools
 import json
@@ -17,6 +18,7 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 HASHING_THREADS = 4  # one reads and hashes about 1.5 GB/s, a disk gives more
 CHUNK_BYTES = 4 << 20  # hashing and writing release the interpreter once per chunk
-_STEP_FOLDER = re.compile(r"step_(\d{6,})")
+_json = functools.partial(json.dumps, ensure_ascii=False, allow_nan=False)
 
 
 @dataclass(frozen=True)
@@ -137,30 +139,12 @@ class Manifest:
     state: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class CheckpointInfo:
-    """What a list shows of a checkpoint."""
-
-    path: Path
-    step: int
-    val_bpb: float | None
-    world_size: int
-    time: str
-    bytes: int
-
-
-def list_checkpoints(directory: Path) -> list[CheckpointInfo]:
+def list_checkpoints(directory: Path) -> list[tuple[Path, Manifest]]:
     """Returns the checkpoints newest first, by their manifests alone, without those whose manifest is damaged."""
     checkpoints = []
     for path in step_folders(directory):
-        try:
-            manifest = read_manifest(path)
-        except DamagedCheckpoint:
-            continue
-        size = sum(entry.bytes for entry in manifest.files.values())
-        checkpoints.append(
-            CheckpointInfo(path, manifest.step, manifest.val_bpb, manifest.world_size, manifest.time, size)
-        )
+        with suppress(DamagedCheckpoint):
+            checkpoints.append((path, read_manifest(path)))
     return checkpoints
 
 
@@ -193,7 +177,9 @@ def newest_good(directory: Path, *, set_aside: bool) -> tuple[Path, list[str]]:
         ]
         if set_aside:
             for other, _ in damaged:
-                other.rename(_free_name(other.with_name(f"{other.name}.damaged")))
+                endings = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+                names = (other.with_name(f"{other.name}.damaged{ending}") for ending in endings)
+                other.rename(next(name for name in names if not name.exists()))
         return path, notes
     if not damaged:
         raise NoCheckpoint(f"no checkpoint in {directory}", fix="train until the first one is saved (save_every steps)")
@@ -280,7 +266,9 @@ def step_folders(directory: Path) -> list[Path]:
     """Returns the checkpoints' folders newest first, damaged ones too."""
     if not directory.is_dir():
         return []
-    return sorted((path for path in directory.iterdir() if _STEP_FOLDER.fullmatch(path.name)), key=_step, reverse=True)
+    return sorted(
+        (path for path in directory.iterdir() if re.fullmatch(r"step_\d{6,}", path.name)), key=_step, reverse=True
+    )
 
 
 def _damage(path: Path, entry: FileEntry) -> str | None:
@@ -299,14 +287,5 @@ def _step(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
-def _free_name(path: Path) -> Path:
-    names = itertools.chain([path], (path.with_name(f"{path.name}-{number}") for number in itertools.count(2)))
-    return next(free for free in names if not free.exists())
-
-
 def _seal(head: bytes) -> bytes:
     return f' "manifest_sha256": "{hashlib.sha256(head).hexdigest()}"\n}}\n'.encode()
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)

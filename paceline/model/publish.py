@@ -92,8 +92,8 @@ def publish(
     val_bpb: float | None,
     versions: Mapping[str, str],
     deadline_s: float,
-) -> tuple[Path, int]:
-    """Waits for all parts, merges them and renames the folder; returns its path and bytes. For rank 0 alone."""
+) -> int:
+    """Waits for all parts, merges them and renames the folder; returns its bytes. For rank 0 alone."""
     parts = _collect(save, deadline_s=deadline_s)
     for note in save.directory.glob(f".step_*.tmp/{GIVEN_UP}"):  # of earlier saves: by now no rank writes to them
         shutil.rmtree(note.parent, ignore_errors=True)
@@ -120,17 +120,17 @@ def publish(
     _sync_folder(save.directory)
     if replaced.exists():
         discard(replaced)
-    return final, sum(entry.bytes for entry in files.values())
+    return sum(entry.bytes for entry in files.values())
 
 
 def prune(directory: Path, *, step: int, keep_last: int) -> None:
     """Removes all checkpoints up to `step` but the newest keep_last and the best; newer ones stay."""
-    listed = [info for info in list_checkpoints(directory) if info.step <= step]
-    scored = [(info.val_bpb, -info.step) for info in listed if info.val_bpb is not None]
+    listed = [(path, manifest) for path, manifest in list_checkpoints(directory) if manifest.step <= step]
+    scored = [(manifest.val_bpb, -manifest.step) for _, manifest in listed if manifest.val_bpb is not None]
     best_step = -min(scored)[1] if scored else None
-    for info in listed[keep_last:]:
-        if info.step != best_step:
-            discard(info.path)
+    for path, manifest in listed[keep_last:]:
+        if manifest.step != best_step:
+            discard(path)
 
 
 def give_up(save: PendingSave, error: BaseException) -> None:
@@ -141,7 +141,8 @@ def give_up(save: PendingSave, error: BaseException) -> None:
     with suppress(OSError):  # then rank 0 waits until its deadline, and the others' parts stay until the next attempt
         remove_part(save)
         if save.rank != 0:
-            save.file.with_suffix(".full" if is_full(error) else ".failed").touch()
+            full = isinstance(error, OSError) and error.errno in NO_SPACE
+            save.file.with_suffix(".full" if full else ".failed").touch()
             return
         (save.folder / GIVEN_UP).touch()
         for path in save.folder.glob("shard_*"):
@@ -154,15 +155,10 @@ def remove_part(save: PendingSave) -> None:
     save.file.with_suffix(".json").unlink(missing_ok=True)
 
 
-def is_full(error: BaseException) -> bool:
-    """Returns whether the error is that the disk or the quota is full."""
-    return isinstance(error, OSError) and error.errno in NO_SPACE
-
-
 def explained(error: OSError, save: PendingSave) -> PacelineError:
     """Returns the error for the user when the disk refused. Call it after `give_up`, so that it counts the freed space."""
     who = f"rank {save.rank} of {save.world_size}"
-    if is_full(error):
+    if error.errno in NO_SPACE:
         return no_space(save, who, num_bytes=shard_bytes(save.tensors))
     if not save.directory.parent.is_dir():
         return unwritable_file(save.directory, error)

@@ -70,9 +70,12 @@ class Tracker(Protocol):
 def open_tracker(name: str, run: RunDir, position: Position, report: Report) -> Tracker:
     """Opens a tracker and moves the position to the last row that the tracker itself has."""
     position.id = position.id or uuid.uuid4().hex[:12]
-    if name == "wandb":
-        return Wandb(run, position, report)
-    return TensorBoard(run, position) if name == "tensorboard" else Trackio(run, position)
+    openers: dict[str, Callable[[], Tracker]] = {
+        "tensorboard": lambda: TensorBoard(run, position),
+        "wandb": lambda: Wandb(run, position, report),
+        "trackio": lambda: Trackio(run, position),
+    }
+    return openers[name]()
 
 
 class TensorBoard(Tracker):

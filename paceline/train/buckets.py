@@ -11,14 +11,14 @@ NCCL it orders streams and does not block, and gloo has no futures.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.model.checkpoint import Piece
-from paceline.plan.algorithms import ALGORITHMS, GroupSettings
+from paceline.plan.algorithms import ALGORITHMS, Algorithm, GroupSettings
 from paceline.plan.shapes import ParamShape
 from paceline.plan.sharding import Bucket
 from paceline.train import updates
@@ -44,8 +44,12 @@ class Owned:
     hi: int
     weight: Tensor
     master: Tensor
-    states: dict[str, Tensor]
+    algorithm: Algorithm
     grad: Tensor = NO_GRADIENT  # fp32, summed over ranks: set by each reduce
+
+    def __post_init__(self) -> None:
+        shape, shapes = tuple(self.master.shape), self.algorithm.states
+        self.states = {name: self.master.new_zeros(shape_of(shape)) for name, shape_of in shapes.items()}
 
     def pieces(self) -> Iterator[Piece]:
         """Yields the master and the states under their keys in a checkpoint."""
@@ -70,21 +74,6 @@ class Owned:
         """Rounds the updated master into the weight."""
         if self.weight is not self.master:
             self.weight.copy_(self.master)
-
-
-def make_owned(
-    param: nn.Parameter,
-    shape: ParamShape,
-    groups: Mapping[str, GroupSettings],
-    *,
-    rows: tuple[int, int],
-    weight: Tensor,
-    master: Tensor,
-) -> Owned:
-    """Returns these rows with states of zero, those of their group's algorithm."""
-    algorithm = ALGORITHMS[groups[shape.group].algorithm]
-    states = {name: master.new_zeros(shape_of(tuple(master.shape))) for name, shape_of in algorithm.states.items()}
-    return Owned(param, shape, *rows, weight, master, states)
 
 
 def step_elementwise(
@@ -113,46 +102,15 @@ def sum_of_squares(grads: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.stack(list(norms)).square_().sum()
 
 
-def check_shapes(params: Mapping[str, nn.Parameter], shapes: Sequence[ParamShape]) -> None:
-    """Asserts that the model's parameters are those of the plan, in fp32."""
-    actual, planned = {name: tuple(param.shape) for name, param in params.items()}, {s.name: s.shape for s in shapes}
-    assert actual == planned, f"the model and plan/shapes.py differ in {sorted(actual.items() ^ planned.items())}"
-    assert all(param.dtype == torch.float32 for param in params.values()), "weights are initialised in fp32"
-
-
-def whole_tensor(param: nn.Parameter, shape: ParamShape, groups: Mapping[str, GroupSettings]) -> Owned:
-    """Returns all rows of an fp32 parameter, which is its own master."""
-    return make_owned(param, shape, groups, rows=(0, shape.shape[0]), weight=param.data, master=param.data)
-
-
 def grad_or_zeros(param: nn.Parameter) -> Tensor:
     """Returns the gradient; zeros for a parameter that took no part in the step."""
     return torch.zeros_like(param) if param.grad is None else param.grad.detach()
 
 
-def norms_of(shares: Sequence[Owned], *, grad_scale: float) -> dict[str, dict[str, Any]]:
-    """Returns norms and counts of non-finite elements of each parameter's rows, after a reduce; None for a non-finite norm."""
-    return {
-        share.shape.name: {
-            "rows": [share.lo, share.hi],
-            "weight_norm": _norm(share.master),
-            "weight_bad": _num_bad(share.master),
-            "grad_norm": _norm(share.grad, scale=grad_scale),
-            "grad_bad": _num_bad(share.grad),
-        }
-        for share in shares
-        if share.lo < share.hi
-    }
-
-
-def _norm(x: Tensor, *, scale: float = 1.0) -> float | None:
+def norm_of(name: str, x: Tensor, *, scale: float = 1.0) -> dict[str, float | int | None]:
+    """Returns the norm, None where it is not finite, and the number of elements that are not finite."""
     norm = float(torch.linalg.vector_norm(x.float())) * scale
-    return norm if math.isfinite(norm) else None
-
-
-def _num_bad(x: Tensor) -> int:
-    """Counts the elements that are not finite."""
-    return int((~x.isfinite()).sum())
+    return {f"{name}_norm": norm if math.isfinite(norm) else None, f"{name}_bad": int((~x.isfinite()).sum())}
 
 
 class BucketBuffers:
@@ -171,35 +129,34 @@ class BucketBuffers:
         grad_dtype: torch.dtype,
     ):
         self.whole, self.rank, self.world_size, self.tag = bucket.whole, rank, world_size, tag
-        device = next(iter(params.values())).device
-        self.weights = torch.zeros(bucket.segment * world_size, dtype=compute_dtype, device=device)
         self.params = [params[placement.param.name] for placement in bucket.placements]
         initial = {placement.param.name: params[placement.param.name].data for placement in bucket.placements}  # fp32
-        for placement, param in zip(bucket.placements, self.params, strict=True):
-            view = self.weights[placement.offset : placement.offset + placement.param.numel].view(placement.param.shape)
+
+        def zeros(dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+            """Returns a flat buffer, and the view of it for each parameter."""
+            flat = torch.zeros(bucket.segment * world_size, dtype=dtype, device=self.params[0].device)
+            ends = [(placement.offset, placement.offset + placement.param.numel) for placement in bucket.placements]
+            return flat, [flat[lo:hi].view(param.shape) for (lo, hi), param in zip(ends, self.params, strict=True)]
+
+        self.weights, views = zeros(compute_dtype)
+        for view, param in zip(views, self.params, strict=True):
             param.data = view.copy_(param.data)
             if grad_dtype != compute_dtype:
                 param.grad_dtype = grad_dtype  # otherwise autograd would keep gradients in the weight's dtype
         self.shares = []
         for share in bucket.shares(rank):
-            param, name = params[share.param.name], share.param.name
+            param, algorithm = params[share.param.name], ALGORITHMS[groups[share.param.group].algorithm]
             weight = param.data[share.lo : share.hi]
             master = weight
             if compute_dtype != torch.float32:
-                rows = initial[name][share.lo : share.hi]
+                rows = initial[share.param.name][share.lo : share.hi]
                 # a view would keep the others' rows in memory
                 master = rows if len(rows) == len(param) else rows.clone()
-            self.shares.append(
-                make_owned(param, share.param, groups, rows=(share.lo, share.hi), weight=weight, master=master)
-            )
+            self.shares.append(Owned(param, share.param, share.lo, share.hi, weight, master, algorithm))
         self.grad_views: list[Tensor] = []
         self.sum: SegmentSum | None = None
         if world_size > 1:
-            grads = torch.zeros(bucket.segment * world_size, dtype=grad_dtype, device=device)
-            self.grad_views = [
-                grads[placement.offset : placement.offset + placement.param.numel].view(placement.param.shape)
-                for placement in bucket.placements
-            ]
+            grads, self.grad_views = zeros(grad_dtype)
             self.sum = SegmentSum(grads, rank=rank, world_size=world_size, tag=tag)
             self.starts = [share.start for share in bucket.shares(rank)]
         self.waiting_for = 0  # parameters whose gradient of the last micro-step is still missing
@@ -232,35 +189,22 @@ class BucketBuffers:
         return start_all_gather(self.weights, rank=self.rank, world_size=self.world_size, tag=self.tag)
 
 
-@dataclass(frozen=True)
-class MatrixBatch:
-    """Matrices of one shape that are updated together. states: one tensor for each state of the algorithm, (m, n) or (k, m, n)."""
+def matrix_batches(shares: Sequence[Owned], *, together: bool) -> list[tuple[list[Owned], tuple[Tensor, ...]]]:
+    """Returns matrices that are updated together, with one tensor for each state of the algorithm: (m, n), or (k, m, n) of k.
 
-    shares: list[Owned]
-    states: tuple[Tensor, ...]
-
-
-def matrix_batches(shares: Sequence[Owned], *, together: bool) -> list[MatrixBatch]:
-    """Returns neighbours of one shape in one batch where `together`, for a GPU, which single small products leave idle.
-
-    A CPU takes each by itself: it stays in the cache, and its bits cannot depend on how many this rank owns.
+    Neighbours of one shape go into one batch where `together`, for a GPU, which single small products leave idle. A CPU takes each
+    by itself: it stays in the cache, and its bits cannot depend on how many this rank owns.
     """
-    batches: list[list[Owned]] = []
-    for share in shares:
-        if together and batches and batches[-1][0].shape.shape == share.shape.shape:
-            batches[-1].append(share)
-        else:
-            batches.append([share])
-    return [_matrix_batch(batch) for batch in batches]
-
-
-def _matrix_batch(shares: list[Owned]) -> MatrixBatch:
-    if len(shares) == 1:
-        return MatrixBatch(shares, tuple(shares[0].states.values()))
-    buffers = {name: torch.stack([share.states[name] for share in shares]) for name in shares[0].states}
-    for i, share in enumerate(shares):
-        share.states = {name: buffer[i] for name, buffer in buffers.items()}
-    return MatrixBatch(shares, tuple(buffers.values()))
+    batches = []
+    for _, members in groupby(enumerate(shares), lambda item: item[1].shape.shape if together else item[0]):
+        batch = [share for _, share in members]
+        states = batch[0].states
+        if len(batch) > 1:
+            states = {name: torch.stack([share.states[name] for share in batch]) for name in states}
+            for i, share in enumerate(batch):
+                share.states = {name: state[i] for name, state in states.items()}
+        batches.append((batch, tuple(states.values())))
+    return batches
 
 
 class SegmentSum:
@@ -274,23 +218,21 @@ class SegmentSum:
         self._flat, self._rank, self._world_size, self._tag = flat, rank, world_size, tag
         self._segments = flat.view(world_size, -1)  # (world_size, segment)
         self._works: list[dist.Work] = []
-        own = self._segments[rank]
-        if flat.device.type != "cpu":
-            self._received = torch.empty_like(own)
-            self._total = self._received if flat.dtype == torch.float32 else torch.empty_like(own, dtype=torch.float32)
-        else:
-            self._received = flat.new_empty(world_size - 1, own.numel())
-            self._total = own if flat.dtype == torch.float32 else torch.empty_like(own, dtype=torch.float32)
+        # what the sum begins with: on a GPU NCCL's result, on the CPU this rank's own segment, to which it adds the others'
+        on_cpu, own = flat.device.type == "cpu", self._segments[rank]
+        self._first = own if on_cpu else torch.empty_like(own)
+        self._others = flat.new_empty(world_size - 1 if on_cpu else 0, own.numel())
+        self._total = self._first if flat.dtype == torch.float32 else torch.empty_like(own, dtype=torch.float32)
 
     def start(self) -> None:
         """Starts to send and receive; `flat` must not change until `wait` returns. Collective."""
         if self._flat.device.type != "cpu":
-            self._works = [_single(REDUCE_SCATTER, self._received, self._flat)]
+            self._works = [_single(REDUCE_SCATTER, self._first, self._flat)]
             return
         for distance in range(1, self._world_size):
             sender, receiver = (self._rank - distance) % self._world_size, (self._rank + distance) % self._world_size
             self._works += [
-                _work(dist.irecv(self._received[distance - 1], sender, tag=self._tag)),
+                _work(dist.irecv(self._others[distance - 1], sender, tag=self._tag)),
                 _work(dist.isend(self._segments[receiver], receiver, tag=self._tag)),
             ]
 
@@ -299,13 +241,9 @@ class SegmentSum:
         for work in self._works:
             work.wait()
         self._works = []
-        if self._flat.device.type != "cpu":
-            if self._total is not self._received:
-                self._total.copy_(self._received)
-            return self._total
-        if self._flat.dtype != torch.float32:
-            self._total.copy_(self._segments[self._rank])
-        for received in self._received:
+        if self._total is not self._first:
+            self._total.copy_(self._first)
+        for received in self._others:
             self._total += received
         return self._total
 

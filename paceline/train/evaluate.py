@@ -24,10 +24,11 @@ from torch import Tensor
 from paceline.config_file import load_config
 from paceline.data.dataset import TokenSplit
 from paceline.data.prepare import TokenDataset
-from paceline.data.tokenizer import Tokenizer
+from paceline.data.tokenizer import DecodeStream, Tokenizer
 from paceline.errors import PacelineError
-from paceline.model.checkpoint import CheckpointReader, load_newest_good
+from paceline.model.checkpoint import CheckpointReader
 from paceline.model.gpt import DTYPES, GPT, KVCache
+from paceline.model.manifest import newest_good, step_folder_name, step_folders
 from paceline.plan.planner import Plan
 from paceline.plan.shapes import choose_eval_tokens
 from paceline.rundir import NO_SPACE, RunDir, append_event, write_atomic
@@ -112,30 +113,25 @@ def write_sample(run: RunDir, model: GPT, dataset: TokenDataset, *, step: int, s
 def load_model(run: RunDir, *, step: int | None, device: str | None) -> tuple[GPT, CheckpointReader]:
     """Returns the run's model at its newest good checkpoint, or at `step`, in the precision that it was trained in."""
     plan = Plan.from_json(run.plan_json.read_text())
-    reader = find_checkpoint(run, step)
+    if step is None:
+        path, notes = newest_good(run.checkpoints, set_aside=False)
+        for note in notes:
+            print(note)
+    else:
+        path = run.checkpoints / step_folder_name(step)
+        if not path.is_dir():
+            steps = [str(int(folder.name.removeprefix("step_"))) for folder in reversed(step_folders(run.checkpoints))]
+            raise PacelineError(
+                f"{run.name} has no checkpoint at step {step}",
+                fix="--step " + (" or ".join(steps) or "after a save; none yet"),
+            )
+    reader = CheckpointReader(path)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
         raise PacelineError(f"device {device} is not here", fix="--device cpu")
     model = GPT(plan.model, compute_dtype=DTYPES[plan.precision], logits_budget_bytes=plan.logits_budget_bytes)
     model.load_state_dict(reader.load_model_state(), strict=True)
     return model.to(device).eval(), reader
-
-
-def find_checkpoint(run: RunDir, step: int | None) -> CheckpointReader:
-    """Opens the newest good checkpoint, or that of `step`; raises PacelineError if there is none."""
-    if step is None:
-        reader, notes = load_newest_good(run.checkpoints)
-        for note in notes:
-            print(note)
-        return reader
-    path = run.checkpoints / f"step_{step:06d}"
-    if not path.is_dir():
-        steps = sorted(int(p.name[5:]) for p in run.checkpoints.glob("step_*") if p.name[5:].isdigit())
-        raise PacelineError(
-            f"{run.name} has no checkpoint at step {step}",
-            fix="--step " + (" or ".join(map(str, steps)) or "after a save; none yet"),
-        )
-    return CheckpointReader(path)
 
 
 def evaluate_run(
@@ -186,7 +182,7 @@ def sample_run(
             raise PacelineError(f"--{name} is {value}", fix=f"a number from {low} to 1,000,000")
     model, _ = load_model(run, step=step, device=device)
     tokenizer = Tokenizer.load(run.tokenizer_json)
-    live = tokenizer.decode_stream()
+    live = DecodeStream(tokenizer)
     tokens: list[list[int]] = [[] for _ in range(num_samples)]
     write(prompt)
     for new in generate(
@@ -225,10 +221,8 @@ def generate(
 ) -> Iterator[list[int | None]]:
     """Yields at each step the next token of every sample, None for one that has ended; ends when all have.
 
-    temperature 0 takes the most probable token. A sample ends at stop_token, which is not yielded. Raises PacelineError for a
-    request that makes no sense.
+    temperature 0 takes the most probable token. A sample ends at stop_token, which is not yielded.
     """
-    check_request(model, prompt_tokens, num_samples=num_samples, temperature=temperature, top_k=top_k)
     generator = torch.Generator().manual_seed(seed)
     ended = [False] * num_samples
     logits, cache = prefill(model, prompt_tokens, num_samples)
@@ -240,29 +234,6 @@ def generate(
         yield [None if done else token for done, token in zip(ended, newest, strict=True)]
         if step < max_new_tokens:
             logits = decode(model, newest, cache)
-
-
-def check_request(
-    model: GPT, prompt_tokens: list[int], *, num_samples: int, temperature: float, top_k: int | None
-) -> None:
-    """Raises PacelineError for a request that cannot be fulfilled."""
-    vocab_size = model.config.vocab_size
-    if not prompt_tokens:
-        raise PacelineError(
-            "the prompt has no tokens", fix="begin with the tokenizer's document mark, or with some text"
-        )
-    outside = [token for token in prompt_tokens if not 0 <= token < vocab_size]
-    if outside:
-        raise PacelineError(
-            f"token {outside[0]} of the prompt is outside the model's vocabulary of {vocab_size:,}",
-            fix="encode it with the run's own tokenizer",
-        )
-    if num_samples < 1:
-        raise PacelineError(f"num_samples is {num_samples}", fix="at least 1")
-    if not 0 <= temperature < float("inf"):
-        raise PacelineError(f"temperature is {temperature}", fix="0 for the likeliest token, or up to about 1.5")
-    if top_k is not None and top_k < 1:
-        raise PacelineError(f"top_k is {top_k}", fix="at least 1, or leave it out for the whole vocabulary")
 
 
 @torch.inference_mode()

@@ -9,11 +9,12 @@ closed form of plan/memory.py against this trace. The method: torch.distributed.
 
 The sequence of allocations then goes through PyTorch's CUDA caching allocator as arithmetic, for what it reserves from the driver:
 one stream, one pool each for small and large blocks, best fit, splitting and joining, as c10/cuda/CUDACachingAllocator.cpp (torch
-2.13) does it. With expandable segments a pool is one arena that grows at its end. Memory that a full card would get back by freeing
-cached segments is not taken into account: the sum is what a card with room to spare would show.
+2.13) does it with the expandable segments that the launcher sets: a pool is one arena that grows at its end. Memory that a full
+card would get back by freeing cached segments is not taken into account: the sum is what a card with room to spare would show.
 """
 
 import functools
+import itertools
 import json
 import sys
 import weakref
@@ -35,203 +36,138 @@ from torch.utils._pytree import tree_leaves
 from paceline.config import ModelConfig
 from paceline.errors import PlanError
 from paceline.model.gpt import DTYPES, GPT
+from paceline.model.layers import sum_by_row
 from paceline.plan.activations import MemorySetup
 from paceline.plan.algorithms import GroupSettings, algorithm_of
 from paceline.plan.memory import peak_phase
 from paceline.plan.shapes import param_shapes
-from paceline.train.optim import ReplicatedOptimizer, ShardedOptimizer
+from paceline.train.optim import Optimizer, make_optimizer
 
 ROUND_BYTES = 512
 SMALL_BYTES = 1 << 20  # up to here from the small pool
 SMALL_SEGMENT, LARGE_SEGMENT = 2 << 20, 20 << 20
-OWN_SEGMENT = 10 << 20  # from here on a segment is made to measure, in multiples of SMALL_SEGMENT
 NUM_STEPS = 2  # the first has no gradients and states of an earlier one
 MICRO_STEPS = 2  # at most: a third is as the second
 
-Sdpa = Callable[..., Tensor]
-
 
 @dataclass
-class _Block:
-    start: int
-    size: int
-    segment: int
-    free: bool
+class _Arena:
+    """An expandable segment. free: (bytes, start) of its holes, sorted; the two tables find a hole by its start and by its end."""
 
-
-@dataclass
-class _Pool:
-    expandable: bool
     segment_bytes: int
-    splits_below: int  # a remainder smaller than this stays with its block
-    blocks: dict[tuple[int, int], _Block] = field(default_factory=dict)  # by segment and start
-    ends: dict[tuple[int, int], _Block] = field(default_factory=dict)  # by segment and end
-    free: list[tuple[int, int, int]] = field(default_factory=list)  # size, segment, start; sorted
     reserved: int = 0
-    segments: int = 0
+    free: list[tuple[int, int]] = field(default_factory=list)
+    sizes: dict[int, int] = field(default_factory=dict)  # start -> bytes
+    starts: dict[int, int] = field(default_factory=dict)  # end -> start
 
-    def take(self, size: int) -> _Block:
-        at = bisect_left(self.free, (size, -1, -1))
+    def take(self, size: int) -> int:
+        """Returns the start of a new block: in the smallest hole that holds it, or at the end, which grows by what is missing."""
+        at = bisect_left(self.free, (size, -1))
+        if at + 1 < len(self.free) and sum(self.free[at]) == self.reserved:
+            at += 1  # the arena's end counts as large as it may become: a larger hole fits better
         if at < len(self.free):
-            if self.expandable and at + 1 < len(self.free) and self._is_last(self.free[at]):
-                at += 1  # the arena's end counts as large as it may become: a larger hole fits better
-            _, segment, start = self.free.pop(at)
-            block = self.blocks[segment, start]
-            block.free = False
+            start = self.free[at][1]
+            end = start + self._remove(start)
         else:
-            block = self._grow(size)
-        remainder = block.size - size
-        if remainder >= self.splits_below:
-            self._drop(block)
-            self._put(_Block(block.start + size, remainder, block.segment, free=True))
-            block = _Block(block.start, size, block.segment, free=False)
-            self._put(block)
-        return block
-
-    def give_back(self, block: _Block) -> None:
-        start, end = block.start, block.start + block.size
-        self._drop(block)
-        for neighbour in (self.ends.get((block.segment, start)), self.blocks.get((block.segment, end))):
-            if neighbour is not None and neighbour.free:
-                self._drop(neighbour)
-                start, end = min(start, neighbour.start), max(end, neighbour.start + neighbour.size)
-        self._put(_Block(start, end - start, block.segment, free=True))
-
-    def _is_last(self, free: tuple[int, int, int]) -> bool:
-        size, _, start = free
-        return start + size == self.reserved
-
-    def _grow(self, size: int) -> _Block:
-        if self.expandable:
-            last = self.ends.get((0, self.reserved))
-            start = self.reserved
-            if last is not None and last.free:  # the arena's end is free but too short
-                self._drop(last)
-                start = last.start
+            start = self.starts.get(self.reserved, self.reserved)
+            if start < self.reserved:  # the arena's end is free but too short
+                self._remove(start)
             self.reserved += -(-(start + size - self.reserved) // self.segment_bytes) * self.segment_bytes
-            block = _Block(start, self.reserved - start, 0, free=False)
-        else:
-            segment = self.segment_bytes if size < OWN_SEGMENT else -(-size // SMALL_SEGMENT) * SMALL_SEGMENT
-            self.segments += 1
-            self.reserved += segment
-            block = _Block(0, segment, self.segments, free=False)
-        self._put(block)
-        return block
+            end = self.reserved
+        self._add(start + size, end)
+        return start
 
-    def _put(self, block: _Block) -> None:
-        self.blocks[block.segment, block.start] = block
-        self.ends[block.segment, block.start + block.size] = block
-        if block.free:
-            insort(self.free, (block.size, block.segment, block.start))
+    def give_back(self, start: int, size: int) -> None:
+        """Frees a block; neighbouring holes and it become one."""
+        end = start + size
+        if end in self.sizes:
+            end += self._remove(end)
+        if start in self.starts:
+            start = self.starts[start]
+            self._remove(start)
+        self._add(start, end)
 
-    def _drop(self, block: _Block) -> None:
-        if block.free:
-            self.free.remove((block.size, block.segment, block.start))
-        del self.blocks[block.segment, block.start]
-        del self.ends[block.segment, block.start + block.size]
+    def _add(self, start: int, end: int) -> None:
+        if start < end:
+            insort(self.free, (end - start, start))
+            self.sizes[start], self.starts[end] = end - start, start
 
-
-@dataclass(frozen=True)
-class Replay:
-    """Peaks. requested: before rounding. allocated: rounded up, torch's max_memory_allocated. reserved: max_memory_reserved."""
-
-    requested: int
-    allocated: int
-    reserved: int
+    def _remove(self, start: int) -> int:
+        size = self.sizes.pop(start)
+        del self.starts[start + size]
+        self.free.remove((size, start))
+        return size
 
 
-def replay(events: Iterable[tuple[int, int]], *, expandable: bool) -> Replay:
-    """Replays allocations and frees in order. events: (name, bytes), bytes negative where that name is freed."""
-    small = _Pool(expandable, SMALL_SEGMENT, splits_below=ROUND_BYTES)
-    large = _Pool(expandable, LARGE_SEGMENT, splits_below=ROUND_BYTES if expandable else SMALL_BYTES + 1)
-    blocks: dict[int, tuple[_Pool, _Block]] = {}
-    requested = allocated = 0
-    peak_requested = peak_allocated = 0
+def replay(events: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    """Replays allocations and frees in order; returns the peaks that torch calls max_memory_allocated and max_memory_reserved.
+
+    events: (name, bytes), bytes negative where that name is freed.
+    """
+    small, large = _Arena(SMALL_SEGMENT), _Arena(LARGE_SEGMENT)
+    blocks: dict[int, tuple[_Arena, int, int]] = {}
+    allocated = peak = 0
     for name, size in events:
         if size > 0:
             rounded = -(-size // ROUND_BYTES) * ROUND_BYTES
-            pool = small if rounded <= SMALL_BYTES else large
-            block = pool.take(rounded)
-            blocks[name] = (pool, block)
-            requested, allocated = requested + size, allocated + block.size
-            peak_requested, peak_allocated = max(peak_requested, requested), max(peak_allocated, allocated)
+            arena = small if rounded <= SMALL_BYTES else large
+            blocks[name] = (arena, arena.take(rounded), rounded)
+            allocated += rounded
+            peak = max(peak, allocated)
         elif name in blocks:
-            pool, block = blocks.pop(name)
-            requested, allocated = requested + size, allocated - block.size
-            pool.give_back(block)
-    return Replay(peak_requested, peak_allocated, small.reserved + large.reserved)
-
-
-@dataclass
-class Peak:
-    """The fullest moment of a phase. made_in: its bytes by the phase in which they were made."""
-
-    bytes: int = 0
-    made_in: dict[str, int] = field(default_factory=dict)
+            arena, start, rounded = blocks.pop(name)
+            arena.give_back(start, rounded)
+            allocated -= rounded
+    return peak, small.reserved + large.reserved
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is active, `now` counts the bytes of all storages that ops have made and that still live.
 
-    events: (storage, bytes) in order, bytes negative where it dies, for replay.
+    peaks: the most in each phase: setup, forward, backward, optimizer, evaluation. events: (storage, bytes) in order, bytes
+    negative where it dies, for replay.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now, self.phase = 0, "start"
-        self.peaks: dict[str, Peak] = {}
+        self.peaks: dict[str, int] = {}
         self.events: list[tuple[int, int]] = []
-        self._alive: dict[int, tuple[int, int, str]] = {}  # storage -> its number, bytes, phase in which it was made
-        self._made_in: dict[str, int] = {}
-        self._count = 0
+        self._alive: set[int] = set()  # storages
+        self._numbers = itertools.count(1)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.paceline.embedding_gradient.default:  # a custom op hides what it makes within
-            dy, idx, num_rows = args
             with self:
-                return torch.ops.aten.embedding_dense_backward(dy.float(), idx, num_rows, -1, False)
+                return sum_by_row(*args)
         outputs = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(outputs):
             if isinstance(leaf, Tensor):
                 self._add(leaf.untyped_storage())
         if torch.Tag.pointwise in func.tags:
-            self._add_transient(_cast_bytes([leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]))
+            size = _cast_bytes([leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)])
+            if size:  # they live only while the op runs
+                number = next(self._numbers)
+                self._note(number, size)
+                self._note(number, -size)
         return outputs
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key in self._alive:
-            return
-        self._count += 1
-        size = storage.nbytes()
-        self._alive[key] = (self._count, size, self.phase)
-        self._made_in[self.phase] = self._made_in.get(self.phase, 0) + size
-        self.events.append((self._count, size))
+        if (key := storage._cdata) not in self._alive:
+            number, size = next(self._numbers), storage.nbytes()
+            self._alive.add(key)
+            self._note(number, size)
+            weakref.finalize(storage, self._remove, key, number, size)
+
+    def _remove(self, key: int, number: int, size: int) -> None:
+        self._alive.remove(key)
+        self._note(number, -size)
+
+    def _note(self, number: int, size: int) -> None:
+        self.events.append((number, size))
         self.now += size
-        self._note_peak()
-        weakref.finalize(storage, self._remove, key)
-
-    def _add_transient(self, size: int) -> None:
-        """Counts bytes that live only while one op runs."""
-        if size:
-            self._count += 1
-            self.events += [(self._count, size), (self._count, -size)]
-            self.now += size
-            self._made_in[self.phase] = self._made_in.get(self.phase, 0) + size
-            self._note_peak()
-            self.now -= size
-            self._made_in[self.phase] -= size
-
-    def _note_peak(self) -> None:
-        peak = self.peaks.setdefault(self.phase, Peak())
-        if self.now > peak.bytes:
-            peak.bytes, peak.made_in = self.now, dict(self._made_in)
-
-    def _remove(self, key: int) -> None:
-        number, size, phase = self._alive.pop(key)
-        self._made_in[phase] -= size
-        self.now -= size
-        self.events.append((number, -size))
+        if size >= 0:
+            self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), self.now)
 
 
 def _cast_bytes(operands: list[Tensor]) -> int:
@@ -246,64 +182,46 @@ def _cast_bytes(operands: list[Tensor]) -> int:
 @contextmanager
 def attention_kernel(name: str) -> Iterator[None]:
     """Makes scaled_dot_product_attention take the kernel `name` ("flash", "efficient"); "math" is what meta tensors take anyway."""
-    before = F.scaled_dot_product_attention
-    kernels: dict[str, Sdpa] = {"flash": _flash, "efficient": _efficient}
-    F.scaled_dot_product_attention = kernels.get(name, before)
+    before, aten = F.scaled_dot_product_attention, torch.ops.aten
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, **options: Any) -> Any:
+        if name == "flash":
+            return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
+        return aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, is_causal)[0]
+
+    if name in ("flash", "efficient"):
+        F.scaled_dot_product_attention = kernel  # type: ignore[assignment]
     try:
         yield
     finally:
         F.scaled_dot_product_attention = before
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, **options: Any) -> Tensor:
-    y: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
-    return y
-
-
-def _efficient(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, **options: Any) -> Tensor:
-    y: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, is_causal)[0]
-    return y
-
-
-@dataclass(frozen=True)
-class Trace:
-    """Two traced steps. peaks: by phase: setup, forward, backward, optimizer, evaluation."""
-
-    peaks: dict[str, Peak]
-    replay: Replay  # expandable segments, which the launcher sets
-
-    @property
-    def peak_bytes(self) -> int:
-        return max(peak.bytes for peak in self.peaks.values())
-
-
 def main() -> None:
-    """Reads a MemorySetup as JSON from stdin, and prints the trace, or the message and fix of what cannot be traced, as JSON."""
+    """Reads a MemorySetup as JSON from stdin, and prints what `plan --exact --json` holds, or a PlanError's message and fix."""
     values = json.load(sys.stdin)
     setup = MemorySetup(**{**values, "model": ModelConfig(**values["model"])})
     try:
-        facts = facts_of(trace_steps(setup), setup)
+        live = trace_steps(setup)
     except PlanError as error:
-        facts = {"error": error.message, "fix": error.fix}
+        print(json.dumps({"error": error.message, "fix": error.fix}))
+        return
+    planned, traced = peak_phase(setup).bytes, max(live.peaks.values())
+    allocated, reserved = replay(live.events)
+    facts = {
+        "traced_bytes": traced,
+        "planned_bytes": planned,
+        "difference": planned / traced - 1,
+        "phases": live.peaks,
+        "allocated_bytes": allocated,
+        "reserved_bytes": reserved,
+        "compiled": setup.compiled,
+    }
     print(json.dumps(facts))
 
 
-def facts_of(trace: Trace, setup: MemorySetup) -> dict[str, Any]:
-    """Returns what `plan --exact --json` holds: the trace beside the closed form."""
-    planned = peak_phase(setup).bytes
-    return {
-        "traced_bytes": trace.peak_bytes,
-        "planned_bytes": planned,
-        "difference": planned / trace.peak_bytes - 1,
-        "phases": {name: peak.bytes for name, peak in trace.peaks.items()},
-        "allocated_bytes": trace.replay.allocated,
-        "reserved_bytes": trace.replay.reserved,
-        "compiled": setup.compiled,
-    }
-
-
-def trace_steps(setup: MemorySetup, *, rank: int = 0) -> Trace:
-    """Traces one rank of a world that does not exist: sums and gathers take their buffers and send nothing."""
+def trace_steps(setup: MemorySetup) -> LiveBytes:
+    """Traces rank 0 of a world that does not exist: sums and gathers take their buffers and send nothing."""
     if setup.shard == "none" and setup.world_size > 1:
         raise PlanError(
             "DDP (shard none on several ranks) cannot be traced: it reads the values of what its ranks send",
@@ -314,27 +232,16 @@ def trace_steps(setup: MemorySetup, *, rank: int = 0) -> Trace:
     def at(phase: str) -> None:
         live.phase = phase
 
-    with fake_world(setup.world_size, rank):
-        if setup.device == "cpu":
-            with FakeTensorMode(), live:
-                run_steps(setup, rank=rank, device="cpu", at=at)
-        else:
-            with attention_kernel(setup.attention), live:
-                run_steps(setup, rank=rank, device="meta", at=at)
-    return Trace(live.peaks, replay(live.events, expandable=True))
-
-
-@contextmanager
-def fake_world(world_size: int, rank: int) -> Iterator[None]:
-    """Makes collectives work for one rank of a world that does not exist."""
-    if world_size == 1:
-        yield
-        return
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    if setup.world_size > 1:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=setup.world_size)
     try:
-        yield
+        on_cpu = setup.device == "cpu"
+        with FakeTensorMode() if on_cpu else attention_kernel(setup.attention), live:
+            run_steps(setup, rank=0, device="cpu" if on_cpu else "meta", at=at)
     finally:
-        dist.destroy_process_group()
+        if setup.world_size > 1:
+            dist.destroy_process_group()
+    return live
 
 
 def run_steps(setup: MemorySetup, *, rank: int, device: str, at: Callable[[str], None]) -> None:
@@ -362,7 +269,7 @@ def run_steps(setup: MemorySetup, *, rank: int, device: str, at: Callable[[str],
         optimizer.module(idx, targets, reduction="none")
 
 
-def build_optimizer(setup: MemorySetup, rank: int, device: str) -> ShardedOptimizer | ReplicatedOptimizer:
+def build_optimizer(setup: MemorySetup, rank: int, device: str) -> Optimizer:
     """Builds the worker's model and optimizer; learning rates of 0 change no bytes."""
     with torch.device(device):
         model = GPT(
@@ -371,19 +278,9 @@ def build_optimizer(setup: MemorySetup, rank: int, device: str) -> ShardedOptimi
             logits_budget_bytes=setup.logits_budget_bytes,
             activation_checkpointing=setup.activation_checkpointing,
         )
-    shapes = param_shapes(setup.model)
-    names = {shape.group: algorithm_of(setup.optimizer, shape.group).name for shape in shapes}
+    names = {shape.group: algorithm_of(setup.optimizer, shape.group).name for shape in param_shapes(setup.model)}
     groups = {group: GroupSettings(name, 0.0, (0.9, 0.95), 1e-10, 0.0) for group, name in names.items()}
-    kind = ReplicatedOptimizer if setup.shard == "none" else ShardedOptimizer
-    return kind(
-        model,
-        shapes,
-        groups,
-        rank=rank,
-        world_size=setup.world_size,
-        compute_dtype=DTYPES[setup.precision],
-        grad_accum_steps=setup.grad_accum_steps,
-    )
+    return make_optimizer(model, setup, groups, rank=rank)
 
 
 if __name__ == "__main__":

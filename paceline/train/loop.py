@@ -12,23 +12,24 @@ import math
 import os
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from statistics import fmean
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from paceline.config import Config
-from paceline.data.dataset import Int64s, TokenSplit, batch_of_step, micro_batch_rows, rows_of_step
+from paceline.data.dataset import Int64s, TokenSplit, batch_of_step, rows_of_step
 from paceline.heartbeat import HeartbeatWriter
 from paceline.plan.cost import mfu
 from paceline.plan.planner import Plan
 from paceline.rundir import RunDir, append_json_line, utc_now
 from paceline.train.optim import Optimizer
 from paceline.train.process import BusyClock, peak_bytes
-from paceline.train.trouble import LossGuard, find_trouble
+from paceline.train.trouble import LossGuard, LossTrouble, find_trouble
 from paceline.train.updates import lr_mult, momentum_of_step, weight_decay_mult
 from paceline.units import format_bytes, format_duration, format_mfu
 
@@ -36,6 +37,9 @@ from paceline.units import format_bytes, format_duration, format_mfu
 
 log = logging.getLogger("paceline")
 
+MicroBatch = Callable[
+    [int, int], tuple[Tensor, Tensor]
+]  # step and micro-step -> idx and targets, (B, T) int64 on the device
 MEMORY_STEPS = 20  # steps of an attempt before its memory is recorded: the peak no longer grows
 SCALE_GROWTH_STEPS = 2000  # fp16: so many good steps double the loss scale, as in torch.amp.GradScaler
 
@@ -69,6 +73,14 @@ class LossScale:
         self.value, self.good_steps = float(state["value"]), int(state["good_steps"])
 
 
+def loss_scale(plan: Plan) -> LossScale:
+    """Returns the first scale: fp16's is 2**16 on the mean loss, as in torch.amp.GradScaler, but our loss is a sum over tokens."""
+    if plan.precision != "fp16":
+        return LossScale()
+    tokens = plan.device_batch_size * plan.model.sequence_len
+    return LossScale(float(2 ** max(0, 16 - (tokens - 1).bit_length())), dynamic=True)
+
+
 @dataclass
 class StopRequest:
     """A request to stop, set by a signal handler at any moment; ranks agree on it in the step's own collective."""
@@ -83,73 +95,24 @@ class StopRequest:
         self.is_set = True
 
 
-@dataclass
-class StepClock:
-    """Counts the seconds spent in steps since the last line of metrics, without evaluations and samples."""
-
-    steps: int = 0
-    seconds: float = 0.0
-    started: float = field(default_factory=time.perf_counter)
-
-    def start(self) -> None:
-        """Marks the beginning of a step."""
-        self.started = time.perf_counter()
-
-    def stop(self) -> None:
-        """Marks the end of a step."""
-        self.seconds += time.perf_counter() - self.started
-        self.steps += 1
-
-    def take_step_ms(self) -> float:
-        """Returns the mean milliseconds of a step since the last call."""
-        step_ms = 1000 * self.seconds / self.steps
-        self.steps, self.seconds = 0, 0.0
-        return step_ms
-
-
-class Agreement(NamedTuple):
-    """What at least one rank requested before a step, and all ranks do after it."""
-
-    stop: bool
-    save: bool
-
-
-class Loader(Protocol):
-    """TrainLoader, or the made-up tokens of train/probe.py."""
-
-    def micro_batch(self, step: int, micro_step: int) -> tuple[Tensor, Tensor]:
-        """Returns idx and targets, (B, T) int64 on the device."""
-
-
+@dataclass(frozen=True)
 class TrainLoader:
     """Loads the micro-batches of one rank. Its only state is the batches that the run skips: a step number is all that it needs."""
 
-    def __init__(
-        self,
-        split: TokenSplit,
-        plan: Plan,
-        *,
-        seed: int,
-        rank: int,
-        device: torch.device,
-        skipped_batches: Collection[int] = (),
-    ):
-        self.split, self.plan, self.seed, self.rank, self.device = split, plan, seed, rank, device
-        self.num_rows = split.num_rows(plan.model.sequence_len)
-        self.skipped_batches = skipped_batches
+    split: TokenSplit
+    plan: Plan
+    seed: int
+    rank: int
+    device: torch.device
+    skipped_batches: Collection[int]
 
     def rows_of(self, step: int, micro_step: int) -> Int64s:
-        """Returns this rank's rows of a micro-step, (B,) int64."""
-        plan = self.plan
+        """Returns this rank's rows of a micro-step, (B,) int64; all of them together are the step's rows, once each."""
+        plan, num_rows = self.plan, self.split.num_rows(self.plan.model.sequence_len)
         batch = batch_of_step(step, self.skipped_batches)
-        step_rows = rows_of_step(batch, rows_per_step=plan.rows_per_step, num_rows=self.num_rows, seed=self.seed)
-        return micro_batch_rows(
-            step_rows,
-            micro_step=micro_step,
-            rank=self.rank,
-            world_size=plan.world_size,
-            device_batch_size=plan.device_batch_size,
-        )
+        step_rows = rows_of_step(batch, rows_per_step=plan.rows_per_step, num_rows=num_rows, seed=self.seed)
+        start = (micro_step * plan.world_size + self.rank) * plan.device_batch_size
+        return step_rows[start : start + plan.device_batch_size]
 
     def files_of(self, step: int) -> list[str]:
         """Returns the names of the shards that hold this rank's rows of a step."""
@@ -176,45 +139,51 @@ class Loop:
     config: Config
     plan: Plan
     optimizer: Optimizer
-    forward: Callable[..., Tensor]
-    loader: Loader
+    micro_batch: MicroBatch
     rank: int
     device: torch.device
-    stop: StopRequest
-    evaluate: Callable[[], float]
-    save: Callable[[int, float | None], None]
-    sample: Callable[[int], None]
-    record_memory: Callable[[int], None]
     progress: HeartbeatWriter
-    scale: LossScale
-    guard: LossGuard = field(default_factory=LossGuard)
+    stop: StopRequest
+    # set by the worker; train/probe.py takes single steps and needs none
+    evaluate: Callable[[], float] = lambda: 0.0
+    save: Callable[[int, float | None], None] = lambda step, bpb: None
+    sample: Callable[[int], None] = lambda step: None
+    record_memory: Callable[[int], None] = lambda step: None
     can_save_again: Callable[[], bool] = lambda: False  # whether the last save found no space and now there is some
 
     def __post_init__(self) -> None:
         self.busy = BusyClock(self.device)
+        self.scale, self.guard = loss_scale(self.plan), LossGuard(self.config.max_loss_spike)
 
     def train(self, start_step: int) -> tuple[int, float | None, bool]:
         """Trains from start_step to the end of the plan; returns the steps done, the last val_bpb, and whether it stopped early."""
-        plan, clock = self.plan, StepClock()
+        plan, seconds = (
+            self.plan,
+            [],
+        )  # seconds: of the steps since the last line of metrics, without evaluations and samples
         bpb: float | None = None
         self.stop.training = True
         self.progress.beat(start_step, "train")
         for step in range(start_step, plan.num_steps):
-            clock.start()
-            values, agreement = self.one_step(step)
-            clock.stop()
+            started = time.perf_counter()
+            values, stopping, saving = self.one_step(step)
+            seconds.append(time.perf_counter() - started)
             done = step + 1
-            last, stopping = done == plan.num_steps, agreement.stop
+            last = done == plan.num_steps
             if done == start_step + 1:
                 gc.collect()
                 gc.freeze()  # model and optimizer objects live to the end: later collections need not visit them
                 gc.disable()  # a collection in the step costs up to half a second; evaluations do it instead
-            due = last or _due(done, self.config.eval_every)
-            bpb = self._evaluate(done) if due and not stopping else None
+            due, bpb = last or _due(done, self.config.eval_every), None
+            if due and not stopping:
+                self.progress.beat(done, "eval")
+                gc.collect()
+                bpb = self.evaluate()
             if last or stopping or due or done == start_step + 1 or done % self.config.log_every == 0:
-                self._log(done, values, bpb=bpb, step_ms=clock.take_step_ms())
+                self._log(done, values, bpb=bpb, step_ms=1000 * fmean(seconds))
+                seconds.clear()
                 self.busy.forget()
-            if last or stopping or agreement.save or _due(done, self.config.save_every):
+            if last or stopping or saving or _due(done, self.config.save_every):
                 self.progress.beat(done, "save")
                 self.save(done, bpb)
             if not stopping and (last or _due(done, self.config.sample_every)):
@@ -226,8 +195,11 @@ class Loop:
                 return done, bpb, not last
         return plan.num_steps, bpb, False
 
-    def one_step(self, step: int) -> tuple[dict[str, Any], Agreement]:
-        """Does forward, backward, agreement and update; returns the step's metrics and what all ranks do after it. Collective."""
+    def one_step(self, step: int) -> tuple[dict[str, Any], bool, bool]:
+        """Does forward, backward, agreement and update. Collective.
+
+        Returns the step's metrics, and whether at least one rank requested a stop, and a save: all ranks then do it.
+        """
         plan, optimizer = self.plan, self.optimizer
         optimizer.zero_grad()
         self.busy.start()
@@ -254,14 +226,18 @@ class Loop:
             self.guard, step + 1, loss=loss, bad_ranks=bad_ranks, gradient_bad=overflow and not self.scale.dynamic
         )
         if trouble is not None:
-            raise trouble.to_error(self.run, rank_nats=float(nats_sum))
+            fix = (
+                f"see {self.run.trouble(step + 1)}; then lower --matrix-lr or --embedding-lr, or --on-nan rollback to go"
+                f" past the rows of this step: paceline resume {self.run.path}"
+            )
+            raise LossTrouble(trouble.message, fix=fix, trouble=trouble, rank_nats=float(nats_sum))
         self.progress.beat(step, "update", plan.grad_accum_steps - 1)
         mult = self._update(step, grad_norm=grad_norm)
         if self.scale.dynamic:
             self.scale.update(overflow=overflow)
         self.progress.beat(step + 1, "train")
         values = {"loss": loss, "lr_mult": mult, "grad_norm": grad_norm, "rank_ms": rank_ms}
-        return values, Agreement(stop_count > 0, save_count > 0)
+        return values, stop_count > 0, save_count > 0
 
     @property
     def grad_scale(self) -> float:
@@ -270,18 +246,17 @@ class Loop:
 
     def _micro_steps(self, step: int) -> Tensor:
         """Computes the step's gradients; returns this rank's loss, the sum over its tokens, () fp32."""
-        nats_sum = torch.zeros(
-            (), device=self.device
-        )  # stays on the device: an .item() here would stall the next micro-step
+        # stays on the device: an .item() here would stall the next micro-step
+        nats_sum = torch.zeros((), device=self.device)
         for micro_step in range(self.plan.grad_accum_steps):
             self.progress.beat(step, "load", micro_step)
-            idx, targets = self.loader.micro_batch(step, micro_step)  # (B, T) int64
+            idx, targets = self.micro_batch(step, micro_step)  # (B, T) int64
             # the loss is a sum over tokens, so gradients add up over micro-steps and ranks, and grad_scale divides once at the end
             with self.optimizer.micro_step(last=micro_step == self.plan.grad_accum_steps - 1):
                 self.progress.beat(step, "forward", micro_step)
-                nats = self.forward(idx, targets)  # () fp32
+                nats = self.optimizer.module(idx, targets)  # () fp32
                 self.progress.beat(step, "backward", micro_step)
-                (nats if self.scale.value == 1 else nats * self.scale.value).backward()  # type: ignore[no-untyped-call]
+                (nats if self.scale.value == 1 else nats * self.scale.value).backward()
             nats_sum += nats.detach()
         return nats_sum
 
@@ -305,11 +280,6 @@ class Loop:
             )
         return multiplier
 
-    def _evaluate(self, done: int) -> float:
-        self.progress.beat(done, "eval")
-        gc.collect()
-        return self.evaluate()
-
     def _log(self, done: int, values: dict[str, Any], *, bpb: float | None, step_ms: float) -> None:
         if self.rank != 0:
             return
@@ -322,21 +292,16 @@ class Loop:
             record["val_bpb"] = bpb
         if all(values["rank_ms"]) and not self.optimizer.waits_in_backward:
             record["rank_ms"] = [round(ms, 2) for ms in values["rank_ms"]]
-        finite_norm = values["grad_norm"] if math.isfinite(values["grad_norm"]) else None
-        append_json_line(
-            self.run.metrics,
-            {
-                **record,
-                "lr_mult": round(values["lr_mult"], 6),
-                "grad_norm": finite_norm,
-                "step_ms": round(step_ms, 2),
-                "tok_per_sec": round(speed, 1),
-                "mfu": utilization,
-                "peak_bytes": peak,
-                "time": utc_now(),
-            },
-            quiet=True,
-        )
+        record |= {
+            "lr_mult": round(values["lr_mult"], 6),
+            "grad_norm": values["grad_norm"] if math.isfinite(values["grad_norm"]) else None,
+            "step_ms": round(step_ms, 2),
+            "tok_per_sec": round(speed, 1),
+            "mfu": utilization,
+            "peak_bytes": peak,
+            "time": utc_now(),
+        }
+        append_json_line(self.run.metrics, record, quiet=True)
         width = len(str(plan.num_steps))
         eta = format_duration((plan.num_steps - done) * step_ms / 1000)
         val = f" | val_bpb {bpb:.4f}" if bpb is not None else ""

@@ -44,6 +44,9 @@ MIN_OTHER_SHARE = 0.05  # of a layer's time, for the ops between products: noise
 BUDGET_BYTES = 512 << 20  # of logits: the config's default
 
 
+Rates = dict[str, list[tuple[float, float]]]  # by name: size, units per second
+
+
 @dataclass(frozen=True)
 class Sizes:
     """Small enough for seconds on this kind of device, wide enough for what is trained on it."""
@@ -65,11 +68,12 @@ SIZES = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
 class Bench:
     """Times on one rank, averaged over all."""
 
-    def __init__(self, device: torch.device, world_size: int):
-        self.device, self.world_size = device, world_size
+    device: torch.device
+    world_size: int
 
     def seconds(self, piece: Callable[[], object], *, repeats: int | None = None) -> float:
         """Of one call, the lower quartile: others on the machine only add. Collective; so is a piece with `repeats`."""
@@ -106,7 +110,11 @@ def main() -> None:
     parser.add_argument("--store", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank is None and args.processes > 1:
-        sys.exit(start_processes(args.processes, sys.argv[1:]))
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "paceline.train.measure", *sys.argv[1:], f"--store={folder}/store"]
+            ranks = [subprocess.Popen([*command, "--rank", str(rank)]) for rank in range(args.processes)]
+            codes = [rank.wait() for rank in ranks]
+        sys.exit(next((code for code in codes if code), 0))  # of the first that failed
     torch.set_num_threads(args.threads)
     device = torch.device(args.device, args.rank or 0) if args.device == "cuda" else torch.device("cpu")
     if args.processes > 1:
@@ -122,34 +130,26 @@ def main() -> None:
     os._exit(0)  # as the worker: gloo's threads abort in the interpreter's own exit, now and then
 
 
-def start_processes(count: int, args: list[str]) -> int:
-    """Starts one process for each rank; returns the exit code of the first that failed."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "paceline.train.measure", *args, "--store", str(Path(folder) / "store")]
-        ranks = [subprocess.Popen([*command, "--rank", str(rank)]) for rank in range(count)]
-        codes = [rank.wait() for rank in ranks]
-    return next((code for code in codes if code), 0)
-
-
 def measure(device: torch.device, *, threads: int, processes: int, precisions: list[str]) -> Speeds:
     """Measures all pieces. Collective where there are several processes."""
     if device.type == "cpu":
         keep_freed_memory()
     bench, sizes = Bench(device, processes), SIZES[device.type]
-    rates: dict[str, list[tuple[float, float]]] = {}
-    layer_s, micro_step_s = host_seconds(bench)
+    rates: Rates = {}
+    # the host's seconds for a layer and for a micro-step, on tensors so small that the ops take no time
+    models = [ModelConfig(depth, 32, 2, 2, 16, sequence_len=8, vocab_size=64) for depth in (2, 6)]
+    shallow_s, deep_s = (bench.seconds(model_piece(bench, model, 8, torch.float32)) for model in models)
+    layer_s = max(deep_s - shallow_s, 0.0) / 4
+    micro_step_s = max(shallow_s - 2 * layer_s, 0.0)
     for precision in sorted(precisions):  # bf16 before fp32, whose setting holds for the rest of the process
         if device.type == "cpu" and precision == "fp32":
             fp32_matmul_through_onednn()
         points_of = layer_rates(bench, sizes, DTYPES[precision], host_s=layer_s)
         rates |= {f"{name} {precision}": points for name, points in points_of.items()}
-    rates |= {
-        "muon": [muon_rate(bench, width, aspect=1) for width in sizes.muon_widths],
-        "muon_long": [muon_rate(bench, width, aspect=4) for width in sizes.muon_widths],
-        "adamw": [(1.0, adamw_rate(bench, sizes.elements))],
-        "table": [(1.0, table_rate(bench, sizes))],
-        "copy": [(1.0, copy_rate(bench, 4 * sizes.elements))],
-    }
+    for name, aspect in (("muon", 1), ("muon_long", 4)):
+        shapes = [(aspect * width, width) for width in sizes.muon_widths]
+        rates[name] = [(float(shape[1]), newton_schulz_flops(shape) / muon_seconds(bench, shape)) for shape in shapes]
+    rates |= memory_rates(bench, sizes)
     host = {"layer": layer_s, "micro_step": micro_step_s, "update": muon_seconds(bench, (8, 8))}
     if processes > 1:
         host["send"], rate = send_rate(bench, processes)
@@ -164,30 +164,23 @@ def measure(device: torch.device, *, threads: int, processes: int, precisions: l
     )
 
 
-def layer_rates(
-    bench: Bench, sizes: Sizes, dtype: torch.dtype, *, host_s: float
-) -> dict[str, list[tuple[float, float]]]:
-    lengths = [float(row_length) for row_length in sizes.row_lengths]
-    dots, pairs = zip(
-        *(attention_rates(bench, length, sizes.tokens, dtype) for length in sizes.row_lengths), strict=True
-    )
+def layer_rates(bench: Bench, sizes: Sizes, dtype: torch.dtype, *, host_s: float) -> Rates:
+    """Returns the rates of a precision."""
+    linear = []
+    for width in sizes.widths:
+        seconds = bench.seconds(linear_piece(bench, width, sizes.tokens, dtype))
+        linear.append((float(width), 6 * sizes.tokens * 12 * width**2 / seconds))
     return {
-        "linear": [linear_rate(bench, width, sizes.tokens, dtype) for width in sizes.widths],
-        "attention_dots": list(zip(lengths, dots, strict=True)),
-        "attention_pairs": list(zip(lengths, pairs, strict=True)),
+        "linear": linear,
+        **attention_rates(bench, sizes, dtype),
         "pointwise": [pointwise_rate(bench, width, sizes, dtype, host_s=host_s) for width in sizes.layer_widths],
         "head": [head_rate(bench, width, sizes, dtype) for width in sizes.layer_widths],
         "logits": [logits_rate(bench, vocab, dtype) for vocab in (sizes.vocab // 8, sizes.vocab)],
     }
 
 
-def linear_rate(bench: Bench, width: int, tokens: int, dtype: torch.dtype) -> tuple[float, float]:
-    """Of a layer's matrices together: four square ones and two four times as large."""
-    seconds = bench.seconds(linear_piece(bench, width, tokens, dtype))
-    return float(width), 6 * tokens * 12 * width**2 / seconds
-
-
 def linear_piece(bench: Bench, width: int, tokens: int, dtype: torch.dtype) -> Callable[[], object]:
+    """Returns the products of a layer's matrices together: four square ones and two four times as large."""
     sides = [(width, width)] * 4 + [(4 * width, width), (width, 4 * width)]
     weights = [torch.randn(side, dtype=dtype, device=bench.device) for side in sides]
     streams = {side: torch.randn(tokens, side, dtype=dtype, device=bench.device) for side in (width, 4 * width)}
@@ -200,14 +193,20 @@ def linear_piece(bench: Bench, width: int, tokens: int, dtype: torch.dtype) -> C
     return piece
 
 
-def attention_rates(bench: Bench, row_length: int, tokens: int, dtype: torch.dtype) -> tuple[float, float]:
-    """By two head widths: what grows with the width are the products, the remainder is the softmax."""
-    narrow, wide = 32, 128
-    narrow_s, wide_s = (attention_seconds(bench, row_length, tokens, dtype, width) for width in (narrow, wide))
-    rows = max(1, tokens // row_length)
-    pairs = rows * HEADS * attention_pairs(row_length, row_length, device=bench.device.type)
-    slope = max(wide_s - narrow_s, 0.1 * wide_s) / (wide - narrow)
-    return 12 * pairs / slope, pairs / max(narrow_s - narrow * slope, 0.02 * narrow_s)
+def attention_rates(bench: Bench, sizes: Sizes, dtype: torch.dtype) -> Rates:
+    """Measures by two head widths: what grows with the width are the products, the remainder is the softmax."""
+    narrow, wide, rates = 32, 128, Rates(attention_dots=[], attention_pairs=[])
+    for row_length in sizes.row_lengths:
+        narrow_s, wide_s = (
+            attention_seconds(bench, row_length, sizes.tokens, dtype, width) for width in (narrow, wide)
+        )
+        rows = max(1, sizes.tokens // row_length)
+        pairs = rows * HEADS * attention_pairs(row_length, row_length, device=bench.device.type)
+        slope = max(wide_s - narrow_s, 0.1 * wide_s) / (wide - narrow)
+        rates["attention_dots"].append((float(row_length), 12 * pairs / slope))
+        softmax_s = max(narrow_s - narrow * slope, 0.02 * narrow_s)
+        rates["attention_pairs"].append((float(row_length), pairs / softmax_s))
+    return rates
 
 
 def attention_seconds(bench: Bench, row_length: int, tokens: int, dtype: torch.dtype, head_dim: int) -> float:
@@ -219,15 +218,6 @@ def attention_seconds(bench: Bench, row_length: int, tokens: int, dtype: torch.d
         torch.autograd.grad(y, (q, k, v), y.detach())
 
     return bench.seconds(piece)
-
-
-def layer_seconds(bench: Bench, width: int, tokens: int, dtype: torch.dtype, *, row_length: int) -> float:
-    """One layer of the real model, forward and backward: a deeper one's time less a shallower one's, in turn."""
-    heads, shallow, deep = max(1, width // HEAD_DIM), 1, 4
-    models = [ModelConfig(depth, width, heads, heads, HEAD_DIM, row_length, 64) for depth in (shallow, deep)]
-    pieces = [model_piece(bench, model, tokens, dtype) for model in models]
-    differences = [-bench.seconds(pieces[0], repeats=1) + bench.seconds(pieces[1], repeats=1) for _ in range(TURNS)]
-    return statistics.median(differences) / (deep - shallow)
 
 
 def model_piece(bench: Bench, config: ModelConfig, tokens: int, dtype: torch.dtype) -> Callable[[], object]:
@@ -251,7 +241,12 @@ def model_piece(bench: Bench, config: ModelConfig, tokens: int, dtype: torch.dty
 def pointwise_rate(bench: Bench, width: int, sizes: Sizes, dtype: torch.dtype, *, host_s: float) -> tuple[float, float]:
     """What a layer takes beyond products, attention and the host's share."""
     row_length, tokens = sizes.row_lengths[1], 2 * sizes.tokens
-    whole = layer_seconds(bench, width, tokens, dtype, row_length=row_length)
+    heads, shallow, deep = max(1, width // HEAD_DIM), 1, 4
+    models = [ModelConfig(depth, width, heads, heads, HEAD_DIM, row_length, 64) for depth in (shallow, deep)]
+    pieces = [model_piece(bench, model, tokens, dtype) for model in models]
+    # one layer of the real model, forward and backward: a deeper one's time less a shallower one's, in turn
+    differences = [-bench.seconds(pieces[0], repeats=1) + bench.seconds(pieces[1], repeats=1) for _ in range(TURNS)]
+    whole = statistics.median(differences) / (deep - shallow)
     products = bench.seconds(linear_piece(bench, width, tokens, dtype))
     attention = attention_seconds(bench, row_length, tokens, dtype, HEAD_DIM) * (width // HEAD_DIM) / HEADS
     remainder = whole - products - attention - (host_s if bench.device.type == "cpu" else 0.0)
@@ -285,12 +280,6 @@ def logits_rate(bench: Bench, vocab: int, dtype: torch.dtype) -> tuple[float, fl
     return float(vocab), block * vocab / bench.seconds(lambda: capped_nats_(z, targets, vocab, True))
 
 
-def muon_rate(bench: Bench, width: int, *, aspect: int) -> tuple[float, float]:
-    """Returns FLOPs per second of an update; aspect: long side by short side of the matrix."""
-    shape = (aspect * width, width)
-    return float(width), newton_schulz_flops(shape) / muon_seconds(bench, shape)
-
-
 def muon_seconds(bench: Bench, shape: tuple[int, int]) -> float:
     """Returns the seconds of one update of a matrix, with settings that change nothing of the time."""
     weight, grad, momentum = (torch.randn(shape, device=bench.device) for _ in range(3))
@@ -299,39 +288,25 @@ def muon_seconds(bench: Bench, shape: tuple[int, int]) -> float:
     return bench.seconds(lambda: muon_update(weight, grad, momentum, second, dtype=dtype, **settings))
 
 
-def adamw_rate(bench: Bench, elements: int) -> float:
-    """Returns the elements that are updated per second."""
-    weight, grad, exp_avg, exp_avg_sq = (torch.ones(elements, device=bench.device) for _ in range(4))
+def memory_rates(bench: Bench, sizes: Sizes) -> Rates:
+    """Returns elements per second of AdamW and of an embedding's gradient, and bytes per second, read and written, of a copy."""
+    weight, grad, exp_avg, exp_avg_sq = (torch.ones(sizes.elements, device=bench.device) for _ in range(4))
 
-    def piece() -> None:
+    def adamw() -> None:
         settings = {"lr": 0.0, "eps": 1e-10, "weight_decay": 0.1, "grad_scale": 1.0}
         adamw_update([weight], [grad], [exp_avg], [exp_avg_sq], step=1, betas=(0.9, 0.95), **settings)
 
-    return elements / bench.seconds(piece)
-
-
-def table_rate(bench: Bench, sizes: Sizes) -> float:
-    """Returns the elements per second of an embedding's gradient."""
     width = 128
     dy = torch.randn(sizes.tokens, width, device=bench.device)
     idx = torch.randint(0, sizes.vocab, (sizes.tokens,), device=bench.device)
-    seconds = bench.seconds(lambda: embedding_gradient(dy, idx, sizes.vocab))
-    return width * (sizes.tokens + sizes.vocab) / seconds
-
-
-def copy_rate(bench: Bench, num_bytes: int) -> float:
-    """Returns bytes per second, read and written, of a copy in memory."""
-    source = torch.ones(4 * num_bytes, dtype=torch.uint8, device=bench.device)
+    source = torch.ones(16 * sizes.elements, dtype=torch.uint8, device=bench.device)
     target = torch.ones_like(source)  # zeros may all be one page of memory
-    return 2 * len(source) / bench.seconds(lambda: target.copy_(source))
-
-
-def host_seconds(bench: Bench) -> tuple[float, float]:
-    """Returns the host's seconds for a layer and for a micro-step, on tensors so small that the ops take no time."""
-    models = [ModelConfig(depth, 32, 2, 2, 16, sequence_len=8, vocab_size=64) for depth in (2, 6)]
-    shallow, deep = (bench.seconds(model_piece(bench, model, 8, torch.float32)) for model in models)
-    layer = max(deep - shallow, 0.0) / 4
-    return layer, max(shallow - 2 * layer, 0.0)
+    works = {
+        "adamw": (sizes.elements, adamw),
+        "table": (width * (sizes.tokens + sizes.vocab), lambda: embedding_gradient(dy, idx, sizes.vocab)),
+        "copy": (2 * len(source), lambda: target.copy_(source)),
+    }
+    return {name: [(1.0, amount / bench.seconds(piece))] for name, (amount, piece) in works.items()}
 
 
 def send_rate(bench: Bench, processes: int) -> tuple[float, float]:

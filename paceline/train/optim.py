@@ -18,7 +18,7 @@ does not depend on learning rate schedules, precision of activations or files.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,23 +27,23 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.model.checkpoint import Piece
+from paceline.model.gpt import DTYPES
+from paceline.plan.activations import MemorySetup
 from paceline.plan.algorithms import ALGORITHMS, GroupSettings
-from paceline.plan.shapes import MATRIX, ParamShape
-from paceline.plan.sharding import shard_plan
+from paceline.plan.planner import Plan
+from paceline.plan.shapes import MATRIX, ParamShape, param_shapes
+from paceline.plan.sharding import ShardPlan, shard_plan
 from paceline.train import updates
 from paceline.train.buckets import (
     NO_GRADIENT,
     BucketBuffers,
-    MatrixBatch,
     Owned,
     Read,
-    check_shapes,
     grad_or_zeros,
     matrix_batches,
-    norms_of,
+    norm_of,
     step_elementwise,
     sum_of_squares,
-    whole_tensor,
 )
 from paceline.train.process import all_reduce_sum
 
@@ -70,12 +70,18 @@ class ShardedOptimizer:
         grad_accum_steps: int,
     ):
         self.module, self.step_count = model, 0
-        self._groups, self._world_size = groups, world_size
+        self._groups, self._rank, self._world_size = groups, rank, world_size
+        self._mean_over = 1  # the ranks over which reduced gradients are a mean instead of a sum
         params = dict(model.named_parameters())
-        check_shapes(params, shapes)
+        actual, planned = (
+            {name: tuple(param.shape) for name, param in params.items()},
+            {s.name: s.shape for s in shapes},
+        )
+        assert actual == planned, f"the model and plan/shapes.py differ in {sorted(actual.items() ^ planned.items())}"
+        assert all(param.dtype == torch.float32 for param in params.values()), "weights are initialised in fp32"
         self._device = next(iter(params.values())).device
         self._newton_schulz_dtype = updates.newton_schulz_dtype(self._device)
-        plan = shard_plan(shapes, world_size=world_size, optimizer=groups[MATRIX].algorithm)
+        plan = self._shard_plan(shapes)
         # one micro-step adds nothing to its gradients: in bf16 they lose no bits that the backward had, and half as much is sent
         narrow = compute_dtype == torch.bfloat16 and grad_accum_steps == 1 and world_size > 1
         self._buckets = [
@@ -92,8 +98,11 @@ class ShardedOptimizer:
             for tag, bucket in enumerate(plan.buckets)
         ]
         self._params = list(params.values())
-        self._replicated = [whole_tensor(params[shape.name], shape, groups) for shape in plan.replicated]
-        self._rank = rank
+        self._sharded = [share for bucket in self._buckets for share in bucket.shares]  # this rank's
+        self._replicated = []
+        for shape in plan.replicated:  # all rows of an fp32 parameter, which is its own master
+            param, algorithm = params[shape.name], ALGORITHMS[groups[shape.group].algorithm]
+            self._replicated.append(Owned(param, shape, 0, shape.shape[0], param.data, param.data, algorithm))
         together = self._device.type != "cpu"
         self._batches = {b.tag: matrix_batches(b.shares, together=together) for b in self._buckets if b.whole}
         self._is_last = False  # in the step's last micro-step, whose backward starts the sums over ranks
@@ -103,11 +112,14 @@ class ShardedOptimizer:
                 for param, view in zip(bucket.params, bucket.grad_views, strict=True):
                     param.register_post_accumulate_grad_hook(self._grad_hook(bucket, view))  # type: ignore[no-untyped-call]
 
+    def _shard_plan(self, shapes: tuple[ParamShape, ...]) -> ShardPlan:
+        return shard_plan(shapes, world_size=self._world_size, optimizer=self._groups[MATRIX].algorithm)
+
     def zero_grad(self) -> None:
         """Drops the gradients, which costs nothing: the first micro-step then writes them instead of adding to zeros."""
         for param in self._params:
             param.grad = None
-        for share in (share for bucket in self._buckets for share in bucket.shares):
+        for share in self._sharded + self._replicated:
             share.grad = NO_GRADIENT  # otherwise one rank would hold the last step's through the next step's backward
 
     @contextmanager
@@ -151,7 +163,7 @@ class ShardedOptimizer:
         """
         for bucket in self._buckets:
             bucket.wait_sum()
-        own_squares = sum_of_squares([share.grad for bucket in self._buckets for share in bucket.shares], self._device)
+        own_squares = sum_of_squares([share.grad for share in self._sharded], self._device)
         small = [grad_or_zeros(share.param).flatten() for share in self._replicated]
         message = torch.cat([extras, own_squares[None], *small])
         if self._world_size > 1:
@@ -169,64 +181,63 @@ class ShardedOptimizer:
         algorithms come first: their gathers, the largest, then run under the matrices' update, the longest.
         """
         self.step_count += 1
+        grad_scale *= self._mean_over
         works: list[dist.Work] = []
         step_elementwise(self._replicated, self._groups, step=self.step_count, lr_mult=lr_mult, grad_scale=grad_scale)
         for bucket in sorted(self._buckets, key=lambda bucket: bucket.whole):
-            if bucket.whole:
-                for batch in self._batches[bucket.tag]:
-                    self._step_matrices(batch, lr_mult, momentum, weight_decay_mult, grad_scale)
-            else:
+            if not bucket.whole:
                 step_elementwise(
                     bucket.shares, self._groups, step=self.step_count, lr_mult=lr_mult, grad_scale=grad_scale
                 )
+            for shares, states in self._batches.get(bucket.tag, ()):
+                group, single = self._groups[shares[0].shape.group], len(shares) == 1
+                masters, grads = [share.master for share in shares], [share.grad for share in shares]
+                weight = masters[0] if single else torch.stack(masters)  # (m, n) or (k, m, n)
+                getattr(updates, ALGORITHMS[group.algorithm].update)(
+                    weight,
+                    grads[0] if single else torch.stack(grads),
+                    *states,
+                    lr=group.lr * lr_mult,
+                    momentum=momentum,
+                    beta2=group.betas[1],
+                    weight_decay=group.weight_decay * weight_decay_mult,
+                    grad_scale=grad_scale,
+                    dtype=self._newton_schulz_dtype,
+                )
+                if not single:
+                    torch._foreach_copy_(masters, list(weight.unbind()))
             works += bucket.start_gather()
         for work in works:
             work.wait()
 
-    def _step_matrices(
-        self, batch: MatrixBatch, lr_mult: float, momentum: float, weight_decay_mult: float, grad_scale: float
-    ) -> None:
-        group = self._groups[batch.shares[0].shape.group]
-        masters, grads = [share.master for share in batch.shares], [share.grad for share in batch.shares]
-        single = len(masters) == 1
-        weight = masters[0] if single else torch.stack(masters)  # (m, n) or (k, m, n)
-        getattr(updates, ALGORITHMS[group.algorithm].update)(
-            weight,
-            grads[0] if single else torch.stack(grads),
-            *batch.states,
-            lr=group.lr * lr_mult,
-            momentum=momentum,
-            beta2=group.betas[1],
-            weight_decay=group.weight_decay * weight_decay_mult,
-            grad_scale=grad_scale,
-            dtype=self._newton_schulz_dtype,
-        )
-        if not single:
-            torch._foreach_copy_(masters, list(weight.unbind()))
-
     def pieces(self) -> list[Piece]:
         """Returns what this rank saves: fp32 weights and states, every row on exactly one rank."""
-        return [piece for share in self._own() for piece in share.pieces()]
+        return [piece for share in self._saved() for piece in share.pieces()]
 
     def norms(self, *, grad_scale: float) -> dict[str, dict[str, Any]]:
-        """Returns norms of the weights and summed gradients that this rank saves; call it after reduce."""
-        return norms_of(self._own(), grad_scale=grad_scale)
+        """Returns norms and counts of non-finite elements of what this rank saves and of its summed gradient, after reduce.
 
-    def _own(self) -> list[Owned]:
-        shares = [share for bucket in self._buckets for share in bucket.shares]
-        return shares + (self._replicated if self._rank == 0 else [])
+        They are of each parameter's rows; None for a norm that is not finite.
+        """
+        return {
+            share.shape.name: {
+                "rows": [share.lo, share.hi],
+                **norm_of("weight", share.master),
+                **norm_of("grad", share.grad, scale=grad_scale * self._mean_over),
+            }
+            for share in self._saved()
+            if share.lo < share.hi
+        }
+
+    def _saved(self) -> list[Owned]:
+        return self._sharded + (self._replicated if self._rank == 0 else [])
 
     @torch.no_grad()
     def load(self, read: Read) -> None:
         """Loads weights and states that any number of ranks saved. Collective."""
-        for share in self._replicated:
+        for share in self._sharded + self._replicated:
             share.load(read)
-        works = []
-        for bucket in self._buckets:
-            for share in bucket.shares:
-                share.load(read)
-            works += bucket.start_gather()
-        for work in works:
+        for work in [work for bucket in self._buckets for work in bucket.start_gather()]:
             work.wait()
 
     def state_dict(self) -> dict[str, Any]:
@@ -238,8 +249,8 @@ class ShardedOptimizer:
         self.step_count = int(state["step_count"])
 
 
-class ReplicatedOptimizer:
-    """Elementwise algorithms whose states every rank holds, over DDP's all-reduced gradients; fp32 weights. For `--shard none`."""
+class ReplicatedOptimizer(ShardedOptimizer):
+    """Shards nothing: elementwise algorithms whose states every rank holds, over DDP's averaged gradients. For `--shard none`."""
 
     def __init__(
         self,
@@ -249,77 +260,56 @@ class ReplicatedOptimizer:
         *,
         rank: int,
         world_size: int,
-        **unused: object,
+        **sharding: Any,
     ):
-        """Wraps the model in DDP. unused: compute_dtype and grad_accum_steps, since weights and gradients are fp32."""
-        assert not any(ALGORITHMS[group.algorithm].whole for group in groups.values()), (
-            "whole matrices need --shard optimizer"
-        )
-        params = dict(model.named_parameters())
-        check_shapes(params, shapes)
-        self.step_count = 0
-        self._groups, self._rank, self._world_size = groups, rank, world_size
-        self._device = next(iter(params.values())).device
-        self._shares = [whole_tensor(params[shape.name], shape, groups) for shape in shapes]
+        """Wraps the model in DDP. sharding: compute_dtype and grad_accum_steps, of no effect: weights and gradients are fp32."""
+        whole = any(ALGORITHMS[group.algorithm].whole for group in groups.values())
+        assert not whole, "whole matrices need --shard optimizer"
+        super().__init__(model, shapes, groups, rank=rank, world_size=world_size, **sharding)
         self.waits_in_backward = world_size > 1  # DDP waits for its last bucket
+        self._mean_over = world_size
         self._ddp: DistributedDataParallel | None = None
         if world_size > 1:
             device_ids = [self._device.index] if self._device.type == "cuda" else None
             self._ddp = DistributedDataParallel(
                 model, device_ids=device_ids, gradient_as_bucket_view=True, broadcast_buffers=False
             )
-        self.module: nn.Module = self._ddp or model
+            self.module = self._ddp
 
-    def zero_grad(self) -> None:
-        """Drops the gradients."""
-        for share in self._shares:
-            share.param.grad, share.grad = None, NO_GRADIENT
+    def _shard_plan(self, shapes: tuple[ParamShape, ...]) -> ShardPlan:
+        return ShardPlan(self._world_size, buckets=(), replicated=shapes)
 
-    def micro_step(self, *, last: bool) -> AbstractContextManager[None]:
+    @contextmanager
+    def micro_step(self, *, last: bool) -> Iterator[None]:
         """Surrounds a forward and backward; DDP averages the gradients under the last backward of a step."""
-        return nullcontext() if last or self._ddp is None else self._ddp.no_sync()
+        with nullcontext() if last or self._ddp is None else self._ddp.no_sync():
+            yield
 
     @torch.no_grad()
     def reduce(self, extras: Tensor) -> Tensor:
         """Returns what ShardedOptimizer.reduce does. Collective."""
-        for share in self._shares:
+        for share in self._replicated:
             share.grad = grad_or_zeros(share.param)
         message = extras.clone()
-        if self._world_size > 1:
-            all_reduce_sum(message)
-        # DDP's gradients are the mean over ranks
-        squares = sum_of_squares([share.grad for share in self._shares], self._device) * self._world_size**2
+        all_reduce_sum(message)
+        squares = sum_of_squares([share.grad for share in self._replicated], self._device) * self._mean_over**2
         return torch.cat([message, squares[None]])
-
-    @torch.no_grad()
-    def step(self, *, lr_mult: float, momentum: float, weight_decay_mult: float, grad_scale: float) -> None:
-        """Updates the weights after reduce, without communication. momentum and weight_decay_mult are for whole matrices."""
-        self.step_count += 1
-        step_elementwise(
-            self._shares, self._groups, step=self.step_count, lr_mult=lr_mult, grad_scale=grad_scale * self._world_size
-        )
-
-    def pieces(self) -> list[Piece]:
-        """Returns all weights and states on rank 0, nothing on the others."""
-        return [piece for share in self._shares for piece in share.pieces()] if self._rank == 0 else []
-
-    def norms(self, *, grad_scale: float) -> dict[str, dict[str, Any]]:
-        """Returns what ShardedOptimizer.norms does."""
-        return norms_of(self._shares if self._rank == 0 else [], grad_scale=grad_scale * self._world_size)
-
-    @torch.no_grad()
-    def load(self, read: Read) -> None:
-        """Loads weights and states; every rank reads all of them."""
-        for share in self._shares:
-            share.load(read)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns what is not in pieces."""
-        return {"step_count": self.step_count}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes back what state_dict returned."""
-        self.step_count = int(state["step_count"])
 
 
 Optimizer = ShardedOptimizer | ReplicatedOptimizer
+
+
+def make_optimizer(
+    model: nn.Module, setup: Plan | MemorySetup, groups: Mapping[str, GroupSettings], *, rank: int
+) -> Optimizer:
+    """Returns the setup's optimizer; the sharded one moves the model's parameters into its buffers."""
+    kind = ReplicatedOptimizer if setup.shard == "none" else ShardedOptimizer
+    return kind(
+        model,
+        param_shapes(setup.model),
+        dict(groups),
+        rank=rank,
+        world_size=setup.world_size,
+        compute_dtype=DTYPES[setup.precision],
+        grad_accum_steps=setup.grad_accum_steps,
+    )

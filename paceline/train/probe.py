@@ -25,9 +25,10 @@ from paceline.heartbeat import HeartbeatWriter
 from paceline.model.gpt import GPT
 from paceline.plan.planner import Plan
 from paceline.rundir import RunDir, utc_now, write_atomic
-from paceline.train.loop import Loop, LossScale, StopRequest
+from paceline.train.loop import Loop, MicroBatch, StopRequest
+from paceline.train.optim import make_optimizer
 from paceline.train.process import broadcast_object, footprint, forget_peaks, run_rank
-from paceline.train.setup import initial_scale, make_model, make_optimizer, start_ranks, trial_ms
+from paceline.train.setup import make_model, start_ranks, trial_ms
 
 NUM_STEPS = 2  # the first has no states and gradients of an earlier one
 MICRO_STEPS = 2  # at most: a third takes no more memory than the second
@@ -49,30 +50,14 @@ def main() -> None:
 
 def probe(run: RunDir, plan: Plan) -> None:
     """Tries the plan, eager and compiled where it leaves that to a trial, and writes what each stage took. Collective."""
-    torch.set_num_threads(plan.threads)
     device, rank = start_ranks(plan)
     full_micro_steps, plan = plan.grad_accum_steps, shortened(plan)
     # ones, not empty: the memory is written, so that it is really there
     spare = torch.ones(SPARE_BYTES[device.type], dtype=torch.uint8, device=device)
     model = make_model(plan, seed=SEED, device=device)
-    optimizer = make_optimizer(model, plan, rank=rank)
-    loop = Loop(
-        run=run,
-        config=Config(),
-        plan=plan,
-        optimizer=optimizer,
-        forward=optimizer.module,
-        loader=MadeUpTokens(plan, device),
-        rank=rank,
-        device=device,
-        stop=StopRequest(),
-        evaluate=lambda: 0.0,
-        save=lambda step, bpb: None,
-        sample=lambda step: None,
-        record_memory=lambda step: None,
-        progress=HeartbeatWriter(run, rank),
-        scale=LossScale(initial_scale(plan), dynamic=plan.precision == "fp16"),
-    )
+    optimizer = make_optimizer(model, plan, plan.groups, rank=rank)
+    progress = HeartbeatWriter(run, rank)
+    loop = Loop(run, Config(), plan, optimizer, made_up_tokens(plan, device), rank, device, progress, StopRequest())
     stages, ready_time = [], time.time()
     for compiled in (False, True) if plan.compile is None else (plan.compile,):
         if compiled:
@@ -85,18 +70,15 @@ def probe(run: RunDir, plan: Plan) -> None:
             "compile_tried": compiled and plan.compile is None,
             "torch": torch.__version__,
             "copies_bytes": copies_bytes,
-            **without_spare(footprint(device), spare.nbytes),
+            **{name: None if size is None else size - spare.nbytes for name, size in footprint(device).items()},
         }
         if plan.time is not None:
             stage |= {"ready_time": ready_time, **measure_speed(loop, model, micro_steps=full_micro_steps)}
         stages.append(stage)
-    write_stages(run, rank, stages)
-    loop.progress.beat(NUM_STEPS, "done")
-
-
-def without_spare(figures: dict[str, int | None], spare_bytes: int) -> dict[str, int | None]:
-    """Takes the probe's spare memory off each figure."""
-    return {name: None if size is None else size - spare_bytes for name, size in figures.items()}
+    path = run.path / "probe" / f"{rank}.json"
+    path.parent.mkdir(exist_ok=True)
+    write_atomic(path, json.dumps(stages))
+    progress.beat(NUM_STEPS, "done")
 
 
 def shortened(plan: Plan) -> Plan:
@@ -114,7 +96,7 @@ def train_and_evaluate(loop: Loop, model: GPT) -> int:
         if loop.device.type == "cpu" and not copies:
             copies = [piece.tensor.clone() for piece in loop.optimizer.pieces()]
     with torch.no_grad():
-        idx, targets = loop.loader.micro_batch(0, 0)
+        idx, targets = loop.micro_batch(0, 0)
         model(idx, targets, reduction="none")
     return sum(copy.nbytes for copy in copies)
 
@@ -123,8 +105,8 @@ def measure_speed(loop: Loop, model: GPT, *, micro_steps: int) -> dict[str, floa
     """Seconds of a whole step of so many micro-steps, and of evaluating one token. Collective."""
     step_s = median_s(lambda: loop.one_step(NUM_STEPS), loop.device)
     more = micro_steps - loop.plan.grad_accum_steps
-    step_s += more * trial_ms(loop.optimizer, loop.loader) / 1000 if more else 0.0
-    idx, targets = loop.loader.micro_batch(0, 0)
+    step_s += more * trial_ms(loop.optimizer, loop.micro_batch) / 1000 if more else 0.0
+    idx, targets = loop.micro_batch(0, 0)
     with torch.no_grad():
         eval_s = median_s(lambda: model(idx, targets, reduction="none"), loop.device)
     return {"step_s": step_s, "eval_s_per_token": eval_s / (idx.numel() * loop.plan.world_size)}
@@ -145,25 +127,15 @@ def median_s(work: Callable[[], object], device: torch.device) -> float:
     return float(median(seconds() for _ in range(repeats)))
 
 
-class MadeUpTokens:
-    """Micro-batches of random tokens, the same on every rank: memory and time do not depend on their values."""
+def made_up_tokens(plan: Plan, device: torch.device) -> MicroBatch:
+    """Returns micro-batches of random tokens, the same on every rank: memory and time do not depend on their values."""
+    shape, generator = (plan.device_batch_size, plan.model.sequence_len), torch.Generator().manual_seed(SEED)
 
-    def __init__(self, plan: Plan, device: torch.device):
-        self.shape = (plan.device_batch_size, plan.model.sequence_len)
-        self.vocab_size, self.device = plan.model.vocab_size, device
-        self.generator = torch.Generator().manual_seed(SEED)
+    def micro_batch(step: int, micro_step: int) -> tuple[Tensor, Tensor]:
+        idx, targets = (torch.randint(plan.model.vocab_size, shape, generator=generator) for _ in range(2))
+        return idx.to(device), targets.to(device)
 
-    def micro_batch(self, step: int, micro_step: int) -> tuple[Tensor, Tensor]:
-        """Returns idx and targets, (B, T) int64 on the device."""
-        idx, targets = (torch.randint(self.vocab_size, self.shape, generator=self.generator) for _ in range(2))
-        return idx.to(self.device), targets.to(self.device)
-
-
-def write_stages(run: RunDir, rank: int, stages: list[dict[str, Any]]) -> None:
-    """Writes what each stage took on this rank."""
-    path = run.path / "probe" / f"{rank}.json"
-    path.parent.mkdir(exist_ok=True)
-    write_atomic(path, json.dumps(stages))
+    return micro_batch
 
 
 if __name__ == "__main__":

@@ -37,7 +37,6 @@ from paceline.plan.planner import Plan, memory_setup
 from paceline.rundir import RunDir, append_event, unwritable_file, utc_now, write_atomic
 
 TIMEOUT_S = 1800.0  # a collective that takes longer has lost a rank; the supervisor sees most deaths within a second
-LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 FP32_ERROR = 1e-5  # relative, of a matmul over 512 terms: fp32 makes 3e-7, bf16 or tf32 inside make over 1e-4
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # from glibc's malloc.h
 
@@ -52,7 +51,7 @@ def init_distributed(device: str, *, timeout_s: float = TIMEOUT_S) -> tuple[int,
         if device == "cuda":
             torch.cuda.set_device(0)
         return 0, 1, 0
-    missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
+    missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise PacelineError(
             f"WORLD_SIZE is {world_size}, but {', '.join(missing)} not set: each process would train alone",
@@ -96,8 +95,7 @@ def run_rank(work: Callable[[], None], run: RunDir, *, attempt: int, rank: int) 
     try:
         work()
     except BaseException as error:
-        error = explain_unwritable(run, error)
-        write_error(run, attempt=attempt, rank=rank, error=error)
+        error = write_error(run, error, attempt=attempt, rank=rank)
         with contextlib.suppress(OSError):  # the log may lie on a full disk
             traceback.print_exception(error)
             sys.stdout.flush()
@@ -110,31 +108,29 @@ def run_rank(work: Callable[[], None], run: RunDir, *, attempt: int, rank: int) 
     os._exit(0)  # gloo's threads under DDP sometimes abort in the interpreter's own exit (torch 2.13)
 
 
-def explain_unwritable(run: RunDir, error: BaseException) -> BaseException:
-    """Returns an error with a fix where the run folder is gone or cannot be written, otherwise the error itself."""
-    if not isinstance(error, OSError) or error.filename is None:
-        return error
-    path = Path(os.fsdecode(error.filename))
-    if path.is_relative_to(run.path) and (not run.path.is_dir() or error.errno in (errno.EROFS, errno.EACCES)):
-        return unwritable_file(path if run.path.is_dir() else run.config_toml, error)
-    return error
+def write_error(run: RunDir, error: BaseException, *, attempt: int, rank: int) -> BaseException:
+    """Writes the rank's error file, from which the supervisor learns which rank failed first, and what to show.
 
-
-def write_error(run: RunDir, *, attempt: int, rank: int, error: BaseException) -> None:
-    """Writes the rank's error file, from which the supervisor learns which rank failed first, and what to show."""
+    Returns the error, or one with a fix where the run folder is gone or cannot be written.
+    """
+    if isinstance(error, OSError) and error.filename is not None:
+        path = Path(os.fsdecode(error.filename))
+        if path.is_relative_to(run.path) and (not run.path.is_dir() or error.errno in (errno.EROFS, errno.EACCES)):
+            error = unwritable_file(path if run.path.is_dir() else run.config_toml, error)
+    known = error if isinstance(error, PacelineError) else None
     record = {
         "time": utc_now(),
         "rank": rank,
         "type": type(error).__name__,
-        "message": error.message if isinstance(error, PacelineError) else str(error),
-        "fix": error.fix if isinstance(error, PacelineError) else None,
-        "exit_code": error.exit_code if isinstance(error, PacelineError) else 3,
+        "message": known.message if known else str(error),
+        "fix": known.fix if known else None,
+        "exit_code": known.exit_code if known else 3,
         "traceback": "".join(traceback.format_exception(error)),
         **getattr(error, "record", {}),  # of a LossTrouble: its cause and step
     }
-    path = run.rank_error(attempt, rank)
     with contextlib.suppress(OSError):  # the run folder may be what has failed: the traceback is in the rank's log too
-        write_atomic(path, json.dumps(record))
+        write_atomic(run.rank_error(attempt, rank), json.dumps(record))
+    return error
 
 
 def answer_with_stacks(run: RunDir, *, attempt: int, rank: int) -> None:
@@ -152,15 +148,14 @@ def answer_with_collectives(rank: int) -> None:
     path.unlink(missing_ok=True)
     os.mkfifo(path)
     fd = os.open(path, os.O_RDWR)  # a writer as well: otherwise the wait ends when another writer closes the pipe
-    Thread(target=dump_collectives, args=(fd, Path(f"{dump}{rank}")), name="flight recorder", daemon=True).start()
 
+    def dump_on_request() -> None:
+        from torch._C._distributed_c10d import _dump_fr_trace  # type: ignore[attr-defined]
 
-def dump_collectives(fd: int, dump: Path) -> None:
-    """Writes the recorded collectives whenever a byte arrives at fd, until it is closed."""
-    from torch._C._distributed_c10d import _dump_fr_trace  # type: ignore[attr-defined]
+        while os.read(fd, 1):  # without stack traces, which take torch a second or two
+            Path(f"{dump}{rank}").write_bytes(_dump_fr_trace(includeStackTraces=False))
 
-    while os.read(fd, 1):  # without stack traces, which take torch a second or two
-        dump.write_bytes(_dump_fr_trace(includeStackTraces=False))
+    Thread(target=dump_on_request, name="flight recorder", daemon=True).start()
 
 
 class MemoryEvents:
@@ -198,11 +193,11 @@ def footprint(device: torch.device) -> dict[str, int | None]:
     """
     if device.type != "cuda":
         return {"allocated_bytes": None, "reserved_bytes": None, "driver_bytes": peak_resident_bytes()}
-    reserved = int(torch.cuda.max_memory_reserved(device))
+    processes = process_memory(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
     return {
         "allocated_bytes": int(torch.cuda.max_memory_allocated(device)),
-        "reserved_bytes": reserved,
-        "driver_bytes": driver_bytes(device, at_least=int(torch.cuda.memory_reserved(device))),
+        "reserved_bytes": int(torch.cuda.max_memory_reserved(device)),
+        "driver_bytes": own_bytes(processes, at_least=int(torch.cuda.memory_reserved(device))),
     }
 
 
@@ -213,14 +208,8 @@ def forget_peaks(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def driver_bytes(device: torch.device, *, at_least: int) -> int | None:
-    """Returns what the driver counts for this process on this card, context and libraries included; None if it does not."""
-    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-    return own_bytes(process_memory(uuid), at_least=at_least)
-
-
 def own_bytes(processes: list[tuple[int, int]], *, at_least: int) -> int | None:
-    """Returns this process's bytes. processes: (pid, bytes) on one card.
+    """Returns this process's bytes, context and libraries included; None if unknown. processes: (pid, bytes) on one card.
 
     In a container the driver lists pids of the host: a single process must then be this one, if its bytes are at_least so many.
     """
@@ -278,20 +267,23 @@ def peak_bytes(device: torch.device) -> int:
 class BusyClock:
     """Measures how long a rank works on a step by itself: from the step's start to the end of its backward.
 
-    Call `start` and `stop` once in each step, `mean_ms` and `forget` when a line of metrics is due. On a GPU the device's own clock
-    counts, by events that are read a step later, when it has passed them: this adds no wait.
+    Call `start` and `stop` once in each step, and `forget` when a line of metrics is due: mean_ms is of the steps since. On a GPU
+    the device's own clock counts, by events that are read a step later, when it has passed them: this adds no wait.
     """
 
     def __init__(self, device: torch.device):
         self._on_gpu = device.type == "cuda"
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []  # of this step and of the previous one
+        self._events: list[list[torch.cuda.Event]] = []  # start and end of this step and of the previous one
         self._started = 0.0
-        self._sum_ms, self._steps = 0.0, 0
+        self.forget()
 
     def start(self) -> None:
         """Marks the beginning of a step's own work."""
         if self._on_gpu:
-            pair = self._events.pop(0) if len(self._events) > 1 else (timed_event(), timed_event())
+            if len(self._events) > 1:
+                pair = self._events.pop(0)
+            else:
+                pair = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
             pair[0].record()
             self._events.append(pair)
         else:
@@ -307,19 +299,10 @@ class BusyClock:
             start, end = self._events[0]
             self._add(start.elapsed_time(end))
 
-    @property
-    def mean_ms(self) -> float:
-        """Returns the mean of the steps since `forget`; 0.0 before the first."""
-        return self._sum_ms / self._steps if self._steps else 0.0
-
     def forget(self) -> None:
         """Starts a new mean."""
-        self._sum_ms, self._steps = 0.0, 0
+        self.mean_ms, self._steps = 0.0, 0  # 0.0 before the first step
 
     def _add(self, ms: float) -> None:
-        self._sum_ms, self._steps = self._sum_ms + ms, self._steps + 1
-
-
-def timed_event() -> torch.cuda.Event:
-    """Returns an event of the GPU that records its time."""
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._steps += 1
+        self.mean_ms += (ms - self.mean_ms) / self._steps

@@ -8,22 +8,20 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import torch
-from torch import Tensor
 
 from paceline.errors import PacelineError
-from paceline.model.checkpoint import CheckpointReader, Piece, load_newest_good
+from paceline.model.checkpoint import CheckpointReader, Piece
 from paceline.model.gpt import DTYPES, GPT
-from paceline.model.manifest import NoCheckpoint, clean_leftovers
+from paceline.model.manifest import NoCheckpoint, clean_leftovers, newest_good
 from paceline.plan.planner import Plan
-from paceline.plan.shapes import param_shapes
 from paceline.rundir import RunDir, append_event, read_json_lines, write_atomic
-from paceline.train.loop import Loader, LossScale
-from paceline.train.optim import Optimizer, ReplicatedOptimizer, ShardedOptimizer
+from paceline.train.loop import Loop, MicroBatch
+from paceline.train.optim import Optimizer
 from paceline.train.process import (
     answer_with_collectives,
     broadcast_object,
@@ -31,7 +29,6 @@ from paceline.train.process import (
     init_distributed,
     keep_freed_memory,
 )
-from paceline.train.trouble import LossGuard
 from paceline.units import format_duration
 
 log = logging.getLogger("paceline")
@@ -41,6 +38,7 @@ COMPILE_TRIAL_MICRO_STEPS = 3
 
 def start_ranks(plan: Plan) -> tuple[torch.device, int]:
     """Joins the process group; returns this rank's device and number. Raises PacelineError if the world is not the plan's."""
+    torch.set_num_threads(plan.threads)
     if plan.device == "cuda" and not torch.cuda.is_available():
         raise PacelineError(
             f"the plan is for {plan.device_name}, but this PyTorch ({torch.__version__}) cannot use CUDA here",
@@ -79,50 +77,21 @@ def make_model(plan: Plan, *, seed: int, device: torch.device) -> GPT:
     return model
 
 
-def make_optimizer(model: GPT, plan: Plan, *, rank: int) -> Optimizer:
-    """Returns the plan's optimizer; the sharded one moves the model's parameters into its buffers."""
-    kind = ReplicatedOptimizer if plan.shard == "none" else ShardedOptimizer
-    return kind(
-        model,
-        param_shapes(plan.model),
-        dict(plan.groups),
-        rank=rank,
-        world_size=plan.world_size,
-        compute_dtype=DTYPES[plan.precision],
-        grad_accum_steps=plan.grad_accum_steps,
-    )
-
-
-def initial_scale(plan: Plan) -> float:
-    """Returns fp16's first loss scale: 2**16 on the mean loss, as in torch.amp.GradScaler, while our loss is a sum over tokens."""
-    if plan.precision != "fp16":
-        return 1.0
-    tokens = plan.device_batch_size * plan.model.sequence_len
-    return float(2 ** max(0, 16 - (tokens - 1).bit_length()))
-
-
-def choose_compile(
-    run: RunDir,
-    model: GPT,
-    optimizer: Optimizer,
-    plan: Plan,
-    loader: Loader,
-    *,
-    rank: int,
-) -> Callable[..., Tensor]:
-    """Returns the forward to train with; where the plan leaves compiling open, a trial decides and plan.json keeps the result."""
+def choose_compile(loop: Loop, model: GPT) -> None:
+    """Compiles the model where the plan says so; where it leaves that open, a trial decides and plan.json keeps the result."""
+    run, plan, optimizer = loop.run, loop.plan, loop.optimizer
     if plan.compile is None:
-        eager_ms = trial_ms(optimizer, loader)
+        eager_ms = trial_ms(optimizer, loop.micro_batch)
         started = time.perf_counter()
         model.compile(dynamic=False)
-        trial_ms(optimizer, loader)
+        trial_ms(optimizer, loop.micro_batch)
         compile_s = time.perf_counter() - started
-        compiled_ms = trial_ms(optimizer, loader)
+        compiled_ms = trial_ms(optimizer, loop.micro_batch)
         saved_s = (eager_ms - compiled_ms) / 1000 * plan.grad_accum_steps * plan.num_steps
         use = broadcast_object(saved_s > 0)  # rank 0's clock decides for all: different graphs would round differently
         if not use:
             model._compiled_call_impl = None  # back to eager
-        if rank == 0:
+        if loop.rank == 0:
             write_atomic(run.plan_json, replace(plan, compile=use).to_json())
             text = (
                 f"compile: a micro-step takes {compiled_ms:.0f} ms compiled, {eager_ms:.0f} ms eager"
@@ -132,22 +101,21 @@ def choose_compile(
             log.info(text)
     elif plan.compile:
         model.compile(dynamic=False)
-    return optimizer.module
 
 
-def trial_ms(optimizer: Optimizer, loader: Loader) -> float:
+def trial_ms(optimizer: Optimizer, micro_batch: MicroBatch) -> float:
     """Returns the median milliseconds of a micro-step, whose gradients are thrown away; it changes no weight."""
     times = []
     for _ in range(COMPILE_TRIAL_MICRO_STEPS):
         started = time.perf_counter()
         optimizer.zero_grad()
-        idx, targets = loader.micro_batch(0, 0)
+        idx, targets = micro_batch(0, 0)
         with optimizer.micro_step(last=False):
             optimizer.module(idx, targets).backward()
         if idx.is_cuda:
             torch.cuda.synchronize()  # a clock needs the work to be done
         times.append(1000 * (time.perf_counter() - started))
-    return sorted(times)[len(times) // 2]
+    return median(times)
 
 
 def rng_pieces(rank: int, device: torch.device) -> list[Piece]:
@@ -158,36 +126,32 @@ def rng_pieces(rank: int, device: torch.device) -> list[Piece]:
     return [Piece(key, tuple(state.shape), (0, len(state)), state) for key, state in states.items()]
 
 
-def resume(
-    run: RunDir,
-    optimizer: Optimizer,
-    scale: LossScale,
-    guard: LossGuard,
-    *,
-    rank: int,
-    device: torch.device,
-    plan: Plan,
-) -> int:
+def resume(loop: Loop) -> int:
     """Loads the newest good checkpoint and returns its step, 0 for a fresh run. Rank 0 alone checks the hashes. Collective."""
+    run, rank, scale = loop.run, loop.rank, loop.scale
     choice: tuple[str | None, list[str]] = (None, [])
     if rank == 0 and run.checkpoints.is_dir():
         clean_leftovers(run.checkpoints)
         with contextlib.suppress(NoCheckpoint):
-            reader, notes = load_newest_good(run.checkpoints, set_aside=True)
-            choice = (str(reader.path), notes)
+            newest, notes = newest_good(run.checkpoints, set_aside=True)
+            choice = (str(newest), notes)
     path, notes = broadcast_object(choice)
     if path is None:
         if rank == 0 and (dropped := drop_metrics_after(run, 0)):  # an attempt that ended before its first checkpoint
             append_event(run, "resumed", step=0, from_world_size=None, dropped_metrics=dropped)
         return 0
     checkpoint = CheckpointReader(Path(path))
-    optimizer.load(checkpoint.read)
-    optimizer.load_state_dict(checkpoint.state["optimizer"])
+    loop.optimizer.load(checkpoint.read)
+    loop.optimizer.load_state_dict(checkpoint.state["optimizer"])
     if scale.dynamic and checkpoint.state["scale"]["value"] != 1.0:
         scale.load_state_dict(checkpoint.state["scale"])
     if "loss_guard" in checkpoint.state:  # not in those of earlier versions
-        guard.load_state_dict(checkpoint.state["loss_guard"])
-    load_rng(checkpoint, rank=rank, device=device)
+        loop.guard.load_state_dict(checkpoint.state["loss_guard"])
+    keys = checkpoint.keys()  # a rank that did not exist at the save keeps its fresh seed
+    if f"rng.cpu.{rank}" in keys:
+        torch.set_rng_state(checkpoint.read(f"rng.cpu.{rank}"))
+    if loop.device.type == "cuda" and f"rng.cuda.{rank}" in keys:
+        torch.cuda.set_rng_state(checkpoint.read(f"rng.cuda.{rank}"), loop.device)
     if rank == 0:
         for note in notes:
             append_event(run, "note", text=note)
@@ -196,18 +160,9 @@ def resume(
             run, "resumed", step=checkpoint.step, from_world_size=checkpoint.world_size, dropped_metrics=dropped
         )
         log.info(
-            f"resumed from {path}, step {checkpoint.step}; saved by {checkpoint.world_size} ranks, now {plan.world_size}"
+            f"resumed from {path}, step {checkpoint.step}; saved by {checkpoint.world_size} ranks, now {loop.plan.world_size}"
         )
     return checkpoint.step
-
-
-def load_rng(checkpoint: CheckpointReader, *, rank: int, device: torch.device) -> None:
-    """Restores this rank's generators; a rank that did not exist at the save keeps its fresh seed."""
-    keys = checkpoint.keys()
-    if f"rng.cpu.{rank}" in keys:
-        torch.set_rng_state(checkpoint.read_all(f"rng.cpu.{rank}"))
-    if device.type == "cuda" and f"rng.cuda.{rank}" in keys:
-        torch.cuda.set_rng_state(checkpoint.read_all(f"rng.cuda.{rank}"), device)
 
 
 def drop_metrics_after(run: RunDir, step: int) -> int:

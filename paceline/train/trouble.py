@@ -33,14 +33,6 @@ class Trouble:
     loss: float | None  # of all ranks; None: not finite
     bad_ranks: tuple[int, ...] = ()
 
-    def to_error(self, run: RunDir, *, rank_nats: float) -> "LossTrouble":
-        """Returns the error that ends the attempt."""
-        fix = (
-            f"see {run.trouble(self.step)}; then lower --matrix-lr or --embedding-lr, or --on-nan rollback to go past the rows"
-            f" of this step: paceline resume {run.path}"
-        )
-        return LossTrouble(self.message, fix=fix, trouble=self, rank_nats=rank_nats)
-
 
 class LossTrouble(TrainingFailed):
     """Ends the attempt. rank_nats: the summed loss of this rank's tokens. rollback: the next attempt skips the batch."""
@@ -108,38 +100,36 @@ def load_skipped(run: RunDir) -> list[dict[str, Any]]:
     return skipped
 
 
-def answer_trouble(
-    run: RunDir, error: LossTrouble, skipped: list[dict[str, Any]], *, on_nan: str, rank: int
-) -> LossTrouble:
+def answer_trouble(run: RunDir, error: LossTrouble, *, on_nan: str, rank: int) -> LossTrouble:
     """Records the trouble on rank 0, which decides; returns the error that ends the attempt, the same on all ranks. Collective."""
-    trouble, ending = error.trouble, error
+    trouble, answer = error.trouble, (error.message, error.fix, False)
     if rank == 0:
         fields = {"loss": trouble.loss, "ranks": list(trouble.bad_ranks), "evidence": str(run.trouble(trouble.step))}
         append_event(run, "trouble", step=trouble.step, cause=trouble.cause, message=trouble.message, **fields)
         if on_nan == "rollback":
-            saved = list_checkpoints(run.checkpoints)
-            ending = plan_rollback(run, error, skipped, last_saved=saved[0].step if saved else 0)
-    message, fix, rollback = broadcast_object((ending.message, ending.fix, ending.rollback))
+            answer = plan_rollback(run, error)
+    message, fix, rollback = broadcast_object(answer)
     return LossTrouble(message, fix=fix, trouble=trouble, rollback=rollback)
 
 
-def plan_rollback(run: RunDir, error: LossTrouble, skipped: list[dict[str, Any]], *, last_saved: int) -> LossTrouble:
-    """Adds the batch of the troubled step to skipped.json, on rank 0; returns the error that ends this attempt."""
-    trouble, number = error.trouble, len(skipped) + 1
+def plan_rollback(run: RunDir, error: LossTrouble) -> tuple[str, str, bool]:
+    """Adds the batch of the troubled step to skipped.json, on rank 0; returns message and fix, and whether it is skipped."""
+    trouble, skipped = error.trouble, load_skipped(run)
+    number = len(skipped) + 1
     if number > MAX_ROLLBACKS:
         steps = ", ".join(f"{batch['step']:,}" for batch in skipped)
         message = f"{error.message}; the rows of {len(skipped)} steps ({steps}) have been passed over already"
         fix = f"lower --matrix-lr or --embedding-lr and go on from the last checkpoint: paceline resume {run.path}"
-        return LossTrouble(message, fix=fix, trouble=trouble)
+        return message, fix, False
+    saved = list_checkpoints(run.checkpoints)
+    last_saved = saved[0][1].step if saved else 0
     batch = batch_of_step(trouble.step - 1, [batch["batch"] for batch in skipped])
     record = {"batch": batch, "step": trouble.step, "cause": trouble.cause, "loss": trouble.loss, "time": utc_now()}
     write_atomic(run.skipped_json, json.dumps({"batches": [*skipped, record]}, indent=1) + "\n")
     counted = {"number": number, "at_most": MAX_ROLLBACKS}
     append_event(run, "rollback", step=trouble.step, to_step=last_saved, batch=batch, cause=trouble.cause, **counted)
     back = f"step {last_saved:,}" if last_saved else "the start"
-    return LossTrouble(
-        f"{error.message}; rollback {number} of at most {MAX_ROLLBACKS}: back to {back}, past the rows of this step",
-        fix=f"paceline resume {run.path} goes on without these rows",
-        trouble=trouble,
-        rollback=True,
+    message = (
+        f"{error.message}; rollback {number} of at most {MAX_ROLLBACKS}: back to {back}, past the rows of this step"
     )
+    return message, f"paceline resume {run.path} goes on without these rows", True

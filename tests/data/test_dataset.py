@@ -7,7 +7,7 @@ import warnings
 import numpy as np
 import pytest
 
-from paceline.data.dataset import BadToken, TokenSplit, batch_of_step, micro_batch_rows, rows_of_step
+from paceline.data.dataset import BadToken, TokenSplit, batch_of_step, rows_of_step
 
 BOS = 7
 
@@ -188,18 +188,6 @@ def test_a_step_computes_its_own_rows_alone_and_warns_of_nothing():
     finally:
         tracemalloc.stop()
     assert peak_bytes < 1_000_000  # an order of all rows takes 80
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_ranks_and_micro_steps_together_take_exactly_the_rows_of_the_step(world_size):
-    device_batch_size, grad_accum_steps = 2, 12 // world_size // 2 * 2
-    rows = rows_of_step(7, rows_per_step=device_batch_size * grad_accum_steps * world_size, num_rows=1000, seed=0)
-    taken = [
-        micro_batch_rows(rows, micro_step=m, rank=r, world_size=world_size, device_batch_size=device_batch_size)
-        for m in range(grad_accum_steps)
-        for r in range(world_size)
-    ]
-    assert np.concatenate(taken).tolist() == rows.tolist()
 
 
 def test_steps_move_up_past_skipped_batches():

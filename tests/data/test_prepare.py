@@ -10,6 +10,8 @@ import pytest
 from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models, pre_tokenizers
 
+from paceline.data import prepare as prepare_module
+from paceline.data.corpus import list_files
 from paceline.data.prepare import data_info, open_dataset, prepare, verify
 from paceline.data.tokenizer import Tokenizer, train_tokenizer_on
 from paceline.errors import PacelineError
@@ -36,7 +38,7 @@ def documents_of(dataset, name):
     tokenizer = Tokenizer.load(dataset.tokenizer_json)
     split = dataset.split(name)
     tokens = split.tokens(0, split.num_tokens)
-    documents = np.split(tokens, split.document_starts()[1:])
+    documents = np.split(tokens, np.load(dataset.path / f"{name}.docs.npy")[1:])
     assert all(document[0] == tokenizer.bos_id for document in documents)
     return [tokenizer.decode(document[1:].tolist()) for document in documents]
 
@@ -57,8 +59,10 @@ def test_the_shards_are_the_same_bytes_for_any_number_of_workers(source, tmp_pat
     assert hashes[0] == hashes[1] == hashes[2]
 
 
-def test_many_small_shards_hold_the_same_tokens_as_one(source, tmp_path):
-    one, many = prepared(source, tmp_path), prepared(source, tmp_path, shard_tokens=100)
+def test_many_small_shards_hold_the_same_tokens_as_one(source, tmp_path, monkeypatch):
+    one = prepared(source, tmp_path)
+    monkeypatch.setattr(prepare_module, "SHARD_TOKENS", 100)
+    many = prepared(source, tmp_path)
     assert len(many.meta["splits"]["train"]["shards"]) > 10
     assert documents_of(many, "train") == documents_of(one, "train")
     assert all(facts["bytes"] <= 200 for name, facts in many.meta["files"].items() if name.endswith(".bin"))
@@ -73,9 +77,10 @@ def test_prepared_text_is_reused_and_marked_so(source, tmp_path):
     assert (first.path, first.meta) == (second.path, second.meta)
 
 
-def test_another_setting_prepares_again(source, tmp_path):
-    paths = {prepared(source, tmp_path, **kw).path for kw in ({}, {"vocab_size": 310}, {"shard_tokens": 64})}
-    assert len(paths) == 3
+def test_another_setting_prepares_again(source, tmp_path, monkeypatch):
+    paths = {prepared(source, tmp_path).path, prepared(source, tmp_path, vocab_size=310).path}
+    monkeypatch.setattr(prepare_module, "SHARD_TOKENS", 64)
+    assert len({*paths, prepared(source, tmp_path).path}) == 3
 
 
 @pytest.mark.parametrize("change", ["edit", "touch", "add", "remove", "rename"])
@@ -107,17 +112,20 @@ def test_looking_whether_files_are_prepared_opens_none_of_them(source, tmp_path,
 
 
 def test_a_custom_tokenizer_is_used_and_saved_with_the_tokens(source, tmp_path):
-    train_tokenizer_on(str(source), vocab_size=290).save(tmp_path / "mine.json")
+    train_tokenizer_on(list_files(str(source)), vocab_size=290).save(tmp_path / "mine.json")
     dataset = prepared(source, tmp_path, tokenizer=tmp_path / "mine.json")
-    assert dataset.vocab_size == 290
+    assert dataset.meta["vocab_size"] == 290
     assert dataset.tokenizer_json.read_bytes() == (tmp_path / "mine.json").read_bytes()
     assert prepared(source, tmp_path, tokenizer=tmp_path / "mine.json", vocab_size=9999).reused
-    train_tokenizer_on(str(source), vocab_size=280).save(tmp_path / "mine.json")
+    train_tokenizer_on(list_files(str(source)), vocab_size=280).save(tmp_path / "mine.json")
     assert not prepared(source, tmp_path, tokenizer=tmp_path / "mine.json").reused
 
 
 def test_the_tokenizer_trained_here_is_the_one_that_tokenizer_train_makes(source, tmp_path):
-    assert prepared(source, tmp_path).meta["tokenizer_hash"] == train_tokenizer_on(str(source), vocab_size=300).hash
+    assert (
+        prepared(source, tmp_path).meta["tokenizer_hash"]
+        == train_tokenizer_on(list_files(str(source)), vocab_size=300).hash
+    )
 
 
 def test_a_vocabulary_over_65536_is_stored_in_uint32(source, tmp_path):

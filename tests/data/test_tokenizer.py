@@ -11,7 +11,14 @@ from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from paceline.data.corpus import held_out_below, list_files, read_corpus
-from paceline.data.tokenizer import LONG_RUN, Tokenizer, tokenizer_info, train_tokenizer, train_tokenizer_on
+from paceline.data.tokenizer import (
+    LONG_RUN,
+    DecodeStream,
+    Tokenizer,
+    tokenizer_info,
+    train_tokenizer,
+    train_tokenizer_on,
+)
 from paceline.errors import PacelineError
 
 TEXT = "The quick brown fox jumps over the lazy dog in 2024.\n  def f(x):\n\treturn 'naïve café' # 日本語 😀\n"
@@ -45,7 +52,7 @@ def test_decoding_what_was_encoded_gives_the_same_text(tokenizer, text):
 def test_the_vocabulary_has_the_requested_size_and_begins_documents_with_bos(tokenizer):
     assert tokenizer.vocab_size == 320
     assert tokenizer.bos_token == "<|bos|>"
-    assert tokenizer.special_tokens() == {"<|bos|>": tokenizer.bos_id}
+    assert tokenizer_info(tokenizer, sample="")["special_tokens"] == {"<|bos|>": tokenizer.bos_id}
 
 
 def test_digits_come_in_groups_of_at_most_two(tokenizer):
@@ -119,7 +126,7 @@ def test_a_tokenizer_trained_on_a_source_does_not_see_what_is_held_out(tmp_path)
     documents = [document for document, _ in read_corpus(files, part_bytes=4096)]
     seen = [document.text for document in documents if document.digest >= below]
     assert 0 < len(seen) < 40
-    assert train_tokenizer_on(str(tmp_path), vocab_size=700).hash == train_tokenizer(iter(seen), vocab_size=700).hash
+    assert train_tokenizer_on(files, vocab_size=700).hash == train_tokenizer(iter(seen), vocab_size=700).hash
 
 
 @pytest.mark.parametrize("separator", ["<|endoftext|>", "<|begin_of_text|>", "<s>", "</s>", "<eos>"])
@@ -147,7 +154,7 @@ def test_token_bytes_of_a_sentencepiece_like_vocabulary_count_the_space_mark_as_
 
 
 def test_a_stream_returns_a_character_only_when_its_last_byte_has_come(tokenizer):
-    stream = tokenizer.decode_stream()
+    stream = DecodeStream(tokenizer)
     ids = tokenizer.encode("aÿ€😀b")
     given = [stream.push(token) for token in ids]
     assert "".join(given) + stream.end() == "aÿ€😀b"
@@ -159,7 +166,7 @@ def test_a_stream_of_bytes_that_are_no_text_gives_what_decode_gives(tokenizer):
     rng = np.random.default_rng(0)
     for _ in range(200):
         ids = rng.integers(0, tokenizer.vocab_size, size=30).tolist()
-        stream = tokenizer.decode_stream()
+        stream = DecodeStream(tokenizer)
         assert "".join(stream.push(token) for token in ids) + stream.end() == tokenizer.decode(ids)
 
 

@@ -9,8 +9,8 @@ import torch
 
 from paceline.errors import PacelineError
 from paceline.model import checkpoint
-from paceline.model.checkpoint import CheckpointWriter, Piece, load_newest_good
-from paceline.model.manifest import clean_leftovers, list_checkpoints
+from paceline.model.checkpoint import CheckpointReader, CheckpointWriter, Piece
+from paceline.model.manifest import clean_leftovers, list_checkpoints, newest_good
 from paceline.model.publish import NoSpace
 
 MIB = 1 << 20
@@ -29,7 +29,7 @@ class Saver:
             world_size=world_size,
             attempt="1",
             keep_last=keep_last,
-            on_saved=lambda saved: self.saved.append(saved.step),
+            on_saved=lambda step, seconds, num_bytes: self.saved.append(step),
             on_no_space=self.told.append,
             whole_bytes=4 * num_floats,
             deadline_s=20.0,
@@ -58,7 +58,7 @@ def test_a_full_disk_ends_nothing_and_the_older_checkpoint_stands(tiny_disk):
     assert (error.step, error.needed_bytes) == (20, 400_104)  # with the header
     assert 90_000 < error.free_bytes <= 100_000
     assert error.message.startswith("no space for the checkpoint of step 20: rank 0 of 1 needs 391 KiB, ")
-    assert [info.step for info in list_checkpoints(tiny_disk / "checkpoints")] == [10]
+    assert [manifest.step for _, manifest in list_checkpoints(tiny_disk / "checkpoints")] == [10]
     assert [path.name for path in (tiny_disk / "checkpoints").iterdir()] == ["step_000010"]
 
 
@@ -164,8 +164,9 @@ def two_checkpoints(tmp_path) -> Path:
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_newest_checkpoint_falls_back_to_the_previous_one(two_checkpoints, damage):
     damage(two_checkpoints / "step_000020")
-    reader, notes = load_newest_good(two_checkpoints, set_aside=True)
-    assert (reader.step, float(reader.read_all("x")[0])) == (10, 10.0)
+    path, notes = newest_good(two_checkpoints, set_aside=True)
+    reader = CheckpointReader(path)
+    assert (reader.step, float(reader.read("x")[0])) == (10, 10.0)
     assert notes[0].startswith("checkpoint step_000020 is damaged (")
     assert notes[0].endswith("going on from step_000010, 10 steps are done again")
     assert (two_checkpoints / "step_000020.damaged").is_dir()
@@ -176,7 +177,7 @@ def test_when_all_are_damaged_each_is_reported_and_none_is_changed(two_checkpoin
     for step in (10, 20):
         damage(two_checkpoints / f"step_{step:06d}")
     with pytest.raises(PacelineError) as error:
-        load_newest_good(two_checkpoints, set_aside=True)
+        newest_good(two_checkpoints, set_aside=True)
     assert "step_000020 is damaged" in error.value.message
     assert "step_000010 is damaged" in error.value.message
     assert error.value.fix == ("copy an intact step folder back from a backup, or train again under another --name")
@@ -186,6 +187,5 @@ def test_when_all_are_damaged_each_is_reported_and_none_is_changed(two_checkpoin
 def test_half_a_checkpoint_of_a_killed_save_is_removed_not_read(two_checkpoints):
     shutil.copytree(two_checkpoints / "step_000020", two_checkpoints / ".step_000030.1-3.tmp")
     clean_leftovers(two_checkpoints)
-    reader, notes = load_newest_good(two_checkpoints)
-    assert (reader.step, notes) == (20, [])
+    assert newest_good(two_checkpoints, set_aside=False) == (two_checkpoints / "step_000020", [])
     assert not list(two_checkpoints.glob(".step*"))

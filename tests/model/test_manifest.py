@@ -31,7 +31,7 @@ SHARD = "shard_00000_of_00001.safetensors"
 
 
 def save_steps(directory: Path, *steps: int) -> None:
-    writer = CheckpointWriter(directory, rank=0, world_size=1, attempt="1", keep_last=9, on_saved=lambda saved: None)
+    writer = CheckpointWriter(directory, rank=0, world_size=1, attempt="1", keep_last=9, on_saved=lambda *saved: None)
     for step in steps:
         piece = Piece("model.w", (4, 8), (0, 4), torch.full((4, 8), float(step)))
         writer.save(step, [piece], {"step_count": step}, val_bpb=1.0 + step)
@@ -46,10 +46,11 @@ def flip_byte(path: Path, offset: int) -> None:
 
 def test_the_list_is_newest_first_and_says_what_each_is(tmp_path: Path):
     save_steps(tmp_path, 20, 40, 1_000_000)
-    newest, middle, oldest = list_checkpoints(tmp_path)
-    assert [newest.path.name, middle.path.name, oldest.path.name] == ["step_1000000", "step_000040", "step_000020"]
+    listed = list_checkpoints(tmp_path)
+    assert [path.name for path, _ in listed] == ["step_1000000", "step_000040", "step_000020"]
+    path, middle = listed[1]
     assert (middle.step, middle.val_bpb, middle.world_size) == (40, 41.0, 1)
-    assert middle.bytes == (middle.path / SHARD).stat().st_size
+    assert [entry.bytes for entry in middle.files.values()] == [(path / SHARD).stat().st_size]
 
 
 def test_a_folder_that_is_not_there_holds_no_checkpoints(tmp_path: Path):
@@ -108,7 +109,7 @@ def test_a_manifest_that_is_empty_or_not_json_is_damaged_and_not_listed(tmp_path
     (tmp_path / "step_000040" / "manifest.json").write_bytes(raw)
     with pytest.raises(DamagedCheckpoint):
         verify(tmp_path / "step_000040")
-    assert [info.step for info in list_checkpoints(tmp_path)] == [20]
+    assert [manifest.step for _, manifest in list_checkpoints(tmp_path)] == [20]
 
 
 def test_a_damaged_newest_is_skipped_with_one_line(tmp_path: Path):
@@ -175,7 +176,7 @@ def test_a_replacement_that_was_killed_between_its_renames_is_put_back(tmp_path:
     save_steps(tmp_path, 20, 40)
     (tmp_path / "step_000040").rename(tmp_path / "step_000040.replaced")
     clean_leftovers(tmp_path)
-    assert [info.step for info in list_checkpoints(tmp_path)] == [40, 20]
+    assert [manifest.step for _, manifest in list_checkpoints(tmp_path)] == [40, 20]
 
 
 def test_leftovers_of_killed_saves_are_removed_and_nothing_else(tmp_path: Path):

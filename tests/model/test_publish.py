@@ -30,7 +30,7 @@ def make_writer(
         world_size=world_size,
         attempt=attempt,
         keep_last=keep_last,
-        on_saved=lambda saved: None,
+        on_saved=lambda *saved: None,
         deadline_s=deadline_s,
     )
 
@@ -57,7 +57,7 @@ def test_among_equally_good_ones_the_newest_is_the_best(tmp_path: Path):
     for step in (10, 20, 30):
         writer.save(step, rows_of(0, 1, step), {}, val_bpb=2.0 if step == 30 else 1.0)
     writer.wait()
-    assert [info.step for info in list_checkpoints(tmp_path)] == [30, 20]
+    assert [manifest.step for _, manifest in list_checkpoints(tmp_path)] == [30, 20]
 
 
 def test_the_one_just_saved_is_never_pruned_for_a_newer_one(tmp_path: Path):
@@ -65,7 +65,7 @@ def test_the_one_just_saved_is_never_pruned_for_a_newer_one(tmp_path: Path):
         writer = make_writer(tmp_path, keep_last=1)
         writer.save(step, rows_of(0, 1, step), {})
         writer.wait()
-    assert [info.step for info in list_checkpoints(tmp_path)] == [60, 40]
+    assert [manifest.step for _, manifest in list_checkpoints(tmp_path)] == [60, 40]
 
 
 def test_a_full_disk_is_reported_with_numbers_and_leaves_the_older_checkpoint(tiny_disk: Path):
@@ -153,7 +153,7 @@ def test_leftovers_of_a_killed_attempt_are_never_merged(tmp_path: Path, attempt:
     writers[1].save(40, rows_of(1, 2, 1.0), {})
     for writer in writers:
         writer.wait()
-    assert CheckpointReader(tmp_path / "step_000040").read_all("x").unique().tolist() == [1.0]
+    assert CheckpointReader(tmp_path / "step_000040").read("x").unique().tolist() == [1.0]
 
 
 def test_a_step_saved_again_after_a_failure_uses_no_file_of_the_first_save(tmp_path: Path):
@@ -167,7 +167,7 @@ def test_a_step_saved_again_after_a_failure_uses_no_file_of_the_first_save(tmp_p
     writers[0].save(40, rows_of(0, 2, 2.0), {})
     for writer in writers:
         writer.wait()
-    assert CheckpointReader(tmp_path / "step_000040").read_all("x").unique().tolist() == [2.0]
+    assert CheckpointReader(tmp_path / "step_000040").read("x").unique().tolist() == [2.0]
 
 
 SAVE_FOREVER = """if True:
@@ -177,7 +177,7 @@ SAVE_FOREVER = """if True:
 
     def save_forever(rank, attempt, first_step):
         writer = CheckpointWriter(Path(sys.argv[1]), rank=rank, world_size=2, attempt=str(attempt), keep_last=2,
-                                  on_saved=lambda saved: None)
+                                  on_saved=lambda *saved: None)
         for twice in itertools.count(2 * first_step):  # every step again, so that kills meet replacements too
             step = twice // 2
             rows = torch.full((50_000, 4), float(step))
@@ -219,11 +219,11 @@ def test_ranks_killed_at_any_moment_of_a_save_leave_only_whole_checkpoints(tmp_p
         leftovers += any(tmp_path.glob(".*.tmp"))
         clean_leftovers(tmp_path)
         listed = list_checkpoints(tmp_path)
-        assert {info.path for info in listed} == set(tmp_path.iterdir())
-        for info in listed:
-            verify(info.path)
-            assert CheckpointReader(info.path).read_all("x").unique().tolist() == [float(info.step)]
-        newest = max((info.step for info in listed), default=0)
+        assert {path for path, _ in listed} == set(tmp_path.iterdir())
+        for path, manifest in listed:
+            verify(path)
+            assert CheckpointReader(path).read("x").unique().tolist() == [float(manifest.step)]
+        newest = max((manifest.step for _, manifest in listed), default=0)
         assert newest >= last_step  # what was there before the kill is there after it
         last_step = newest
     host.stdin.close()

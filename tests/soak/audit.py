@@ -186,9 +186,9 @@ def problems_of_run(
 def problems_of_files(run: RunDir) -> list[str]:
     """Returns a problem for each damaged checkpoint, half-written file and broken line of events."""
     problems = []
-    for checkpoint in list_checkpoints(run.checkpoints):
+    for path, _ in list_checkpoints(run.checkpoints):
         try:
-            verify(checkpoint.path)
+            verify(path)
         except PacelineError as error:
             problems.append(error.message)
     names = {path.name for path in run.checkpoints.iterdir()}

@@ -68,10 +68,12 @@ def events(run: Path, kind: str) -> list[dict]:
 
 def final_bits(run: Path) -> dict[str, str]:
     """Hash of every tensor of the newest checkpoint, weights and optimizer states, however they are split over files."""
-    from paceline.model.checkpoint import load_newest_good
+    from paceline.model.checkpoint import CheckpointReader
+    from paceline.model.manifest import newest_good
 
-    reader, notes = load_newest_good(run / "checkpoints")
+    path, notes = newest_good(run / "checkpoints", set_aside=False)
     assert notes == []
+    reader = CheckpointReader(path)
     keys = [key for key in reader.keys() if not key.startswith("rng.")]
-    bits = {key: hashlib.sha256(reader.read_all(key).contiguous().numpy().tobytes()).hexdigest() for key in keys}
+    bits = {key: hashlib.sha256(reader.read(key).contiguous().numpy().tobytes()).hexdigest() for key in keys}
     return {"step": str(reader.step), **bits}

@@ -8,7 +8,8 @@ import torch
 from paceline.config import ModelConfig
 from paceline.errors import PacelineError
 from paceline.model.gpt import GPT
-from paceline.train.evaluate import decode, generate, prefill
+from paceline.rundir import RunDir
+from paceline.train.evaluate import decode, generate, prefill, sample_run
 
 CONFIG = ModelConfig(
     n_layer=3, n_embd=32, n_head=4, n_kv_head=2, head_dim=8, sequence_len=160, vocab_size=50, window_pattern="SL"
@@ -125,15 +126,15 @@ def test_a_prompt_longer_than_sequence_len_keeps_its_end(model):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prompt": []}, "the prompt has no tokens"),
-        ({"prompt": [50]}, "token 50 of the prompt is outside the model's vocabulary of 50"),
-        ({"num_samples": 0}, "num_samples is 0"),
-        ({"temperature": -1.0}, "temperature is -1.0"),
-        ({"temperature": float("nan")}, "temperature is nan"),
-        ({"top_k": 0}, "top_k is 0"),
+        ({"num_samples": 0}, "--num is 0"),
+        ({"max_new_tokens": 0}, "--tokens is 0"),
+        ({"temperature": -1.0}, "--temperature is -1.0"),
+        ({"temperature": float("nan")}, "--temperature is nan"),
+        ({"top_k": -1}, "--top-k is -1"),
     ],
 )
-def test_what_cannot_be_generated_is_named(model, options, message):
+def test_what_cannot_be_generated_is_named(tmp_path, options, message):
+    usual = {"num_samples": 1, "max_new_tokens": 8, "temperature": 0.0, "top_k": 0, "seed": 0}
     with pytest.raises(PacelineError) as error:
-        run(model, **options)
+        sample_run(RunDir(tmp_path), prompt="", step=None, device="cpu", write=print, **{**usual, **options})
     assert error.value.message == message

@@ -1,8 +1,14 @@
-"""The parts of the loop that stand alone: loss scale, clock."""
+"""The parts of the loop that stand alone: which rows a rank takes, loss scale."""
 
 import json
+from types import SimpleNamespace
 
-from paceline.train.loop import SCALE_GROWTH_STEPS, LossScale, StepClock
+import numpy as np
+import pytest
+import torch
+
+from paceline.data.dataset import rows_of_step
+from paceline.train.loop import SCALE_GROWTH_STEPS, LossScale, TrainLoader
 
 
 def test_an_overflow_halves_the_scale_and_many_good_steps_double_it():
@@ -21,7 +27,20 @@ def test_a_loss_scale_survives_its_state():
     assert other == scale
 
 
-def test_the_clock_gives_the_mean_of_the_steps_since_the_last_line():
-    clock = StepClock(steps=4, seconds=2.0)
-    assert clock.take_step_ms() == 500.0
-    assert (clock.steps, clock.seconds) == (0, 0.0)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_ranks_and_micro_steps_together_take_exactly_the_rows_of_the_step(world_size):
+    grad_accum_steps = 12 // world_size // 2 * 2
+    plan = SimpleNamespace(
+        model=SimpleNamespace(sequence_len=8),
+        world_size=world_size,
+        device_batch_size=2,
+        rows_per_step=2 * grad_accum_steps * world_size,
+    )
+    split = SimpleNamespace(num_rows=lambda sequence_len: 1000)
+    loaders = [
+        TrainLoader(split, plan, seed=0, rank=rank, device=torch.device("cpu"), skipped_batches=())
+        for rank in range(world_size)
+    ]
+    taken = [loader.rows_of(7, micro_step) for micro_step in range(grad_accum_steps) for loader in loaders]
+    rows = rows_of_step(7, rows_per_step=plan.rows_per_step, num_rows=1000, seed=0)
+    assert np.concatenate(taken).tolist() == rows.tolist()

@@ -16,12 +16,10 @@ CONFIG = ModelConfig(n_layer=3, n_embd=64, n_head=2, n_kv_head=1, head_dim=32, s
 def live_bytes(made) -> int:
     """Of all storages that the model, its gradients and its optimizer refer to, each counted once."""
     tensors = [tensor for param in made.module.parameters() for tensor in (param.data, param.grad)]
-    buckets = getattr(made, "_buckets", [])
-    shares = [share for bucket in buckets for share in bucket.shares]
-    for share in shares + (made._replicated if buckets else made._shares):
+    for share in made._sharded + made._replicated:
         tensors += [share.weight, share.master, *share.states.values()]
-    for sums in (bucket.sum for bucket in buckets if bucket.sum):
-        tensors += [sums._flat, sums._received, sums._total]
+    for sums in (bucket.sum for bucket in made._buckets if bucket.sum):
+        tensors += [sums._flat, sums._first, sums._others, sums._total]
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 

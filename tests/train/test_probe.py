@@ -15,7 +15,7 @@ from paceline.config import Config
 from paceline.plan.history import FILE_NAME, keep_record, read_records
 from paceline.plan.machine import Machine
 from paceline.plan.planner import make_plan
-from paceline.train.probe import MadeUpTokens, shortened
+from paceline.train.probe import made_up_tokens, shortened
 from paceline.train.process import footprint, own_bytes, peak_resident_bytes
 
 
@@ -72,7 +72,7 @@ def test_the_probe_takes_as_many_micro_steps_as_change_anything():
     for rows, micro_steps in ((12, 1), (6, 2), (3, 2)):
         plan = shortened(make_plan(replace(config, device_batch_size=rows), machine, vocab_size=512, num_rows=0))
         assert (plan.grad_accum_steps, plan.total_batch_size) == (micro_steps, micro_steps * rows * 64)
-        idx, targets = MadeUpTokens(plan, torch.device("cpu")).micro_batch(0, 0)
+        idx, targets = made_up_tokens(plan, torch.device("cpu"))(0, 0)
         assert idx.shape == targets.shape == (rows, 64)
         assert idx.min() >= 0 and idx.max() < 512
 

@@ -103,14 +103,15 @@ def poisoned(shop):
 
 def poison(run: Path, key: str, row: int) -> None:
     """Puts a NaN into one row of a tensor of the newest checkpoint, which is then saved again with right hashes."""
-    from paceline.model.checkpoint import CheckpointWriter, Piece, load_newest_good
+    from paceline.model.checkpoint import CheckpointReader, CheckpointWriter, Piece
+    from paceline.model.manifest import newest_good
 
-    reader, _ = load_newest_good(run / "checkpoints")
-    tensors = {name: reader.read_all(name) for name in reader.keys()}
+    reader = CheckpointReader(newest_good(run / "checkpoints", set_aside=False)[0])
+    tensors = {name: reader.read(name) for name in reader.keys()}
     tensors[key][row, 0] = float("nan")
     pieces = [Piece(name, tuple(t.shape), (0, t.shape[0]), t) for name, t in tensors.items()]
     writer = CheckpointWriter(
-        run / "checkpoints", rank=0, world_size=1, attempt="poison", keep_last=1, on_saved=lambda saved: None
+        run / "checkpoints", rank=0, world_size=1, attempt="poison", keep_last=1, on_saved=lambda *saved: None
     )
     writer.save(reader.step, pieces, dict(reader.state))
     writer.wait()

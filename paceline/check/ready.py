@@ -46,9 +46,8 @@ from paceline.units import format_bytes
 DEADLINE_S = 40.0  # the slowest probe has 30
 PROCESS_BYTES = 300 << 20  # Python with torch on a CPU before it holds any weight: RSS with torch 2.13
 CUDA_CONTEXT_BYTES = 400 << 20  # a lower bound: context and NCCL took 0.77 GiB on an RTX 5090 D
-SUBJECTS: dict[
-    str, tuple[str, ModuleType]
-] = {  # table of verdicts.toml -> heading in docs/checks.md, module with the rules
+# table of verdicts.toml -> heading in docs/checks.md, module with the rules
+SUBJECTS: dict[str, tuple[str, ModuleType]] = {
     "config": ("Config", run_verdicts),
     "torch": ("PyTorch", torch_verdicts),
     "gpu": ("GPUs", gpu_verdicts),

@@ -1,5 +1,5 @@
 """
-Token shards: how a text becomes shards, which rows of tokens a step takes, and those rows: row r is the tokens from r * T on.
+Token shards: writing them, choosing the rows of a step, and reading those rows. Row r begins at token r * T of its split.
 
 The rows of step s are a pure function of (seed, s). Each epoch is a permutation of all rows, computed for just the requested
 positions: no shuffled list in memory, no state to save, the same rows whatever the world size. Integer arithmetic only, so every
@@ -60,7 +60,10 @@ class BadToken(PacelineError):
 
 
 class TokenSplit:
-    """The tokens of one split as one long sequence, whatever shards it lies in."""
+    """The tokens of one split as one long sequence, whatever shards it lies in.
+
+    A row may hold several documents, and attention crosses from one to the next: only the separator token shows the border.
+    """
 
     def __init__(self, path: Path, name: str, meta: dict[str, Any]):
         facts = meta["splits"][name]

@@ -3,7 +3,7 @@ Prepared text: token shards on disk, made once, then mapped into memory by every
 
     <cache_dir>/data/<fingerprint>/
       train_00000.bin ...  val_00000.bin ...   token ids, little-endian uint16, or uint32 when the vocabulary needs it
-      train.docs.npy  val.docs.npy             int64: where each document starts, counted in tokens of its split
+      train.docs.npy  val.docs.npy             int64: where each document starts, in tokens of its split; for other programs
       tokenizer.json                           the one the ids are of
       meta.json                                sizes, source, and the SHA-256 of every file above
 

@@ -119,6 +119,7 @@ class Watchdog:
         self.hang: Hang | None = None
 
     def poll(self) -> Hang | None:
+        """Returns the hang once it is certain, else None; call it several times a second."""
         now = self._clock()
         self._awake_s += min(max(0.0, now - self._polled_at), LONGEST_POLL_S)
         self._polled_at = now
@@ -191,6 +192,7 @@ def record_hang(
     )
     texts = {f"{rank.rank}.txt": describe_rank(rank, stacks.get(rank.rank)) for rank in ranks}
     facts = {name: value for name, value in asdict(hang).items() if name != "evidence"}
+    # a file keeps the first names of its fields
     states = [{name.replace("heartbeat", "mark"): value for name, value in asdict(rank).items()} for rank in ranks]
     record = {"time": utc_now(), **facts, "ranks": states, "host": describe_host(run)}
     texts["hang.json"] = json.dumps(record, indent=1) + "\n"
@@ -268,7 +270,7 @@ def describe_hang(ranks: Sequence[RankState], culprits: Sequence[RankState], *, 
 
 
 def describe_place(rank: RankState) -> str:
-    """Returns ' in load of step 3, micro_batch at train/loader.py:80', as far as it is known."""
+    """Returns ' in load of step 3, micro_batch at train/loop.py:124', as far as it is known."""
     parts = [rank.heartbeat.position if rank.heartbeat else None, call_site(rank.frames)]
     text = ", ".join(part for part in parts if part)
     return f" in {text}" if text else ""
@@ -319,6 +321,7 @@ class HeartbeatActivity:
         return max(self._allowed_s(rank, cores.get(rank, 0.0)) for rank in self.paths)
 
     def _allowed_s(self, rank: int, cores: float) -> float:
+        """Returns the silence that this rank's phase allows: `floor_s` or some usual steps within a step, more in a long phase."""
         heartbeat = self.heartbeats.get(rank)
         if heartbeat is not None and heartbeat.phase not in PHASES:  # an operation of `paceline comm`
             return self.floor_s

@@ -211,7 +211,7 @@ class _CausalAttention(Function):
         for rows, keys in attention_blocks(num_tokens, window):
             p = probabilities(q, k, rows, keys, window)
             y[:, rows] = torch.bmm(p, v[:, keys]).view(*shape[:2], -1, shape[3]).transpose(1, 2)
-            if num_tokens <= CPU_KEEP_TOKENS:
+            if num_tokens <= CPU_KEEP_TOKENS:  # longer rows compute p again in backward
                 saved.append(p)
         ctx.shape, ctx.window = shape, window
         ctx.save_for_backward(q, k, v, *saved)
@@ -328,6 +328,7 @@ def capped_nats_(z: Tensor, targets: Tensor, vocab_size: int, with_grad: bool) -
     """
     valid = (targets >= 0).unsqueeze(-1)  # (n, 1)
     at = targets.clamp_min(0).unsqueeze(-1)  # (n, 1)
+    # with s = sigmoid(2z / cap) the capped logit is 2 cap s - cap, and softmax does not see the constant
     s = (z[:, :vocab_size].float() * (2 / SOFTCAP)).sigmoid_()  # (n, vocab_size) fp32
     e = torch.exp2(s * (2 * SOFTCAP / math.log(2)))
     total, s_at, e_at = e.sum(-1, keepdim=True), s.gather(-1, at), e.gather(-1, at)  # (n, 1) each

@@ -79,9 +79,16 @@ def write_part(save: PendingSave) -> None:
     """Writes this rank's file, then the JSON that marks it as whole. A rank that owns nothing writes the JSON alone."""
     save.directory.mkdir(exist_ok=True)  # a run folder that has vanished is not made again
     save.folder.mkdir(exist_ok=True)
-    files = {save.file.name: asdict(write_shard(save.file, save.tensors))} if save.tensors else {}
-    write_atomic(save.file.with_suffix(".json"), json.dumps({"files": files, "tensors": save.entries}))
-    if (save.folder / GIVEN_UP).exists():  # rank 0 did not wait: on a full disk no useless file may stay
+    given_up = (
+        save.folder / GIVEN_UP
+    )  # rank 0 did not wait, and removes all parts: on a full disk no useless file may stay
+    try:
+        files = {save.file.name: asdict(write_shard(save.file, save.tensors))} if save.tensors else {}
+        write_atomic(save.file.with_suffix(".json"), json.dumps({"files": files, "tensors": save.entries}))
+    except FileNotFoundError:  # rank 0 removed a file before this rank could give it its name
+        if not given_up.exists():
+            raise
+    if given_up.exists():
         remove_part(save)
 
 

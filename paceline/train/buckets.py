@@ -68,9 +68,9 @@ class Owned:
         """Fills master, states and weight from a checkpoint."""
         for piece in self.pieces():
             piece.tensor.copy_(read(piece.key, *piece.rows))
-        self.publish()
+        self.round_into_weight()
 
-    def publish(self) -> None:
+    def round_into_weight(self) -> None:
         """Rounds the updated master into the weight."""
         if self.weight is not self.master:
             self.weight.copy_(self.master)
@@ -143,7 +143,7 @@ class BucketBuffers:
             param.data = view.copy_(param.data)
             if grad_dtype != compute_dtype:
                 param.grad_dtype = grad_dtype  # otherwise autograd would keep gradients in the weight's dtype
-        self.shares = []
+        self.owned = []
         for share in bucket.shares(rank):
             param, algorithm = params[share.param.name], ALGORITHMS[groups[share.param.group].algorithm]
             weight = param.data[share.lo : share.hi]
@@ -152,7 +152,7 @@ class BucketBuffers:
                 rows = initial[share.param.name][share.lo : share.hi]
                 # a view would keep the others' rows in memory
                 master = rows if len(rows) == len(param) else rows.clone()
-            self.shares.append(Owned(param, share.param, share.lo, share.hi, weight, master, algorithm))
+            self.owned.append(Owned(param, share.param, share.lo, share.hi, weight, master, algorithm))
         self.grad_views: list[Tensor] = []
         self.sum: SegmentSum | None = None
         if world_size > 1:
@@ -172,18 +172,18 @@ class BucketBuffers:
     def wait_sum(self) -> None:
         """Waits for the sum, and gives each share its gradient."""
         if self.sum is None:  # one rank: the gradients are where autograd left them
-            for share in self.shares:
+            for share in self.owned:
                 grad = share.param.grad
                 share.grad = torch.zeros_like(share.master) if grad is None else grad.detach()
             return
         total = self.sum.wait()  # (segment,) fp32
-        for share, start in zip(self.shares, self.starts, strict=True):
+        for share, start in zip(self.owned, self.starts, strict=True):
             share.grad = total[start : start + share.master.numel()].view_as(share.master)
 
     def start_gather(self) -> list[dist.Work]:
         """Publishes the updated rows and starts to send them to all ranks. Collective; the works must be waited for."""
-        for share in self.shares:
-            share.publish()
+        for share in self.owned:
+            share.round_into_weight()
         if self.world_size == 1:
             return []
         return start_all_gather(self.weights, rank=self.rank, world_size=self.world_size, tag=self.tag)

@@ -37,9 +37,8 @@ from paceline.units import format_bytes, format_duration, format_mfu
 
 log = logging.getLogger("paceline")
 
-MicroBatch = Callable[
-    [int, int], tuple[Tensor, Tensor]
-]  # step and micro-step -> idx and targets, (B, T) int64 on the device
+# step and micro-step -> idx and targets, (B, T) int64 on the device
+MicroBatch = Callable[[int, int], tuple[Tensor, Tensor]]
 MEMORY_STEPS = 20  # steps of an attempt before its memory is recorded: the peak no longer grows
 SCALE_GROWTH_STEPS = 2000  # fp16: so many good steps double the loss scale, as in torch.amp.GradScaler
 
@@ -157,10 +156,8 @@ class Loop:
 
     def train(self, start_step: int) -> tuple[int, float | None, bool]:
         """Trains from start_step to the end of the plan; returns the steps done, the last val_bpb, and whether it stopped early."""
-        plan, seconds = (
-            self.plan,
-            [],
-        )  # seconds: of the steps since the last line of metrics, without evaluations and samples
+        plan = self.plan
+        seconds: list[float] = []  # of the steps since the last line of metrics, without evaluations and samples
         bpb: float | None = None
         self.stop.training = True
         self.progress.beat(start_step, "train")
@@ -208,7 +205,7 @@ class Loop:
         # a slot for each rank: its busy time, or -1 where its loss is NaN or infinite; the sum over ranks shows all slots to all
         busy_ms = torch.zeros(plan.world_size, device=self.device)
         busy_ms[self.rank] = torch.where(nats_sum.isfinite(), self.busy.mean_ms, -1.0)
-        # the ranks that request a stop, and those that request a save, counted in one number: the message keeps its length
+        # the ranks that request a stop, and those that request a save, counted in one number to the base world_size + 1
         request = self.stop.is_set + (plan.world_size + 1) * self.can_save_again()
         requests = torch.full((1,), float(request), device=self.device)
         self.progress.beat(step, "reduce", plan.grad_accum_steps - 1)

@@ -98,13 +98,13 @@ class ShardedOptimizer:
             for tag, bucket in enumerate(plan.buckets)
         ]
         self._params = list(params.values())
-        self._sharded = [share for bucket in self._buckets for share in bucket.shares]  # this rank's
+        self._sharded = [share for bucket in self._buckets for share in bucket.owned]  # this rank's
         self._replicated = []
         for shape in plan.replicated:  # all rows of an fp32 parameter, which is its own master
             param, algorithm = params[shape.name], ALGORITHMS[groups[shape.group].algorithm]
             self._replicated.append(Owned(param, shape, 0, shape.shape[0], param.data, param.data, algorithm))
         together = self._device.type != "cpu"
-        self._batches = {b.tag: matrix_batches(b.shares, together=together) for b in self._buckets if b.whole}
+        self._batches = {b.tag: matrix_batches(b.owned, together=together) for b in self._buckets if b.whole}
         self._is_last = False  # in the step's last micro-step, whose backward starts the sums over ranks
         self._next_bucket = 0  # the one to send next
         if world_size > 1:
@@ -187,7 +187,7 @@ class ShardedOptimizer:
         for bucket in sorted(self._buckets, key=lambda bucket: bucket.whole):
             if not bucket.whole:
                 step_elementwise(
-                    bucket.shares, self._groups, step=self.step_count, lr_mult=lr_mult, grad_scale=grad_scale
+                    bucket.owned, self._groups, step=self.step_count, lr_mult=lr_mult, grad_scale=grad_scale
                 )
             for shares, states in self._batches.get(bucket.tag, ()):
                 group, single = self._groups[shares[0].shape.group], len(shares) == 1

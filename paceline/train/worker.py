@@ -105,6 +105,7 @@ def train_rank(run: RunDir, *, attempt: int, stop: StopRequest, progress: Heartb
         state = {name: part.state_dict() for name, part in parts.items()}
         pieces = optimizer.pieces() + rng_pieces(rank, device)
         memory.copies_bytes = sum(piece.tensor.nbytes for piece in pieces)
+        # momentum_form is for readers of the checkpoint: the buffer is a running mean, not a sum (updates.nesterov)
         writer.save(step, pieces, {**state, "seed": config.seed, "momentum_form": "ema"}, val_bpb=bpb)
 
     def sample(step: int) -> None:

@@ -32,7 +32,7 @@ STATELESS = {
     "checkpoint", "sample", "note", "memory", "step_time", "finding", "attempt_ended", "verdict", "decision", "save_failed",
 }  # fmt: skip
 ATTEMPT_FIELDS = {"attempt_ended": ("state",), "verdict": ("cause", "summary"), "decision": ("action", "why")}
-# by the launching terminal; a finding is printed whole, by paceline.check.findings
+# by the launching terminal; a finding is printed whole, by check/ready.py
 PRINTED = {"checkpoint", "save_failed", "rollback", "sample", "resumed", "stopping", "note", "step_time"}
 TEXTS = {  # of events whose fields stand in a sentence as they are; event_text makes all other texts
     "attempt_ended": "attempt {attempt} {state}",

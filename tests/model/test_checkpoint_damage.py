@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paceline.errors import PacelineError
-from paceline.model import checkpoint
+from paceline.model import checkpoint, publish
 from paceline.model.checkpoint import CheckpointReader, CheckpointWriter, Piece
 from paceline.model.manifest import clean_leftovers, list_checkpoints, newest_good
 from paceline.model.publish import NoSpace
@@ -100,6 +100,25 @@ def test_one_rank_without_space_is_reported_on_rank_0_and_stops_no_rank(tiny_dis
     assert savers[0].told[0].needed_bytes == 400_000
     assert "all together 391 KiB" in savers[0].told[0].message
     assert list_checkpoints(tiny_disk / "checkpoints") == []
+
+
+@pytest.mark.parametrize("given_up", [True, False])
+def test_a_part_that_vanishes_while_it_is_written_stops_its_rank_unless_rank_0_gave_up(tmp_path, monkeypatch, given_up):
+    saver = Saver(tmp_path, 1, 2)
+
+    def vanish(path: Path, content: str) -> None:
+        if given_up:
+            (path.parent / publish.GIVEN_UP).touch()
+        raise FileNotFoundError(2, "No such file or directory", str(path))
+
+    monkeypatch.setattr(publish, "write_atomic", vanish)
+    saver.save(20)
+    if given_up:
+        saver.writer.wait()
+        assert not list((tmp_path / "checkpoints").rglob("shard_*"))
+        return
+    with pytest.raises(PacelineError):
+        saver.writer.wait()
 
 
 def test_a_run_folder_that_is_gone_is_an_error_and_is_not_made_again(tmp_path):

@@ -215,7 +215,7 @@ def test_matrices_updated_together_move_as_each_by_itself():
         for _ in range(2)
     ]
     buckets = optimizers[1]._buckets
-    optimizers[1]._batches = {b.tag: matrix_batches(b.shares, together=True) for b in buckets}  # as on a GPU
+    optimizers[1]._batches = {b.tag: matrix_batches(b.owned, together=True) for b in buckets}  # as on a GPU
     assert [len(batch) for bucket in buckets for batch, _ in optimizers[1]._batches[bucket.tag]] == [2] * 6
     for step in range(2):
         generator = torch.Generator().manual_seed(step)

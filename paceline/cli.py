@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from paceline import __version__, options
-from paceline.command_line import complete, format_commands, parse, unknown_command
+from paceline.command_line import HELP_FLAGS, complete, format_commands, parse, unknown_command
 from paceline.config_file import resolve_config
 from paceline.errors import PacelineError, UsageError
 from paceline.terminal import tolerant_output
 
-HELP_FLAGS = {"-h", "--help"}
 SAMPLE_TEXT = "def fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)\n"
 
 

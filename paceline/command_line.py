@@ -22,9 +22,10 @@ from paceline.errors import UsageError
 T = TypeVar("T")
 
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+HELP_FLAGS = {"-h", "--help"}
 VALUE_NAMES = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
-# arguments that begin with a dash and are no options: negative numbers, and the command of `paceline run -m MODULE`
-DASHED_VALUE = re.compile(r"-(\.?\d|m$)")
+# an option; a dash alone, a negative number and a text with spaces are values
+NOT_A_VALUE = re.compile(r"-(?!$|\.?\d|.* )")
 
 # a hint at paceline's own option -> the options of torchrun, accelerate launch and deepspeed that it replaces
 OTHER_LAUNCHERS = {
@@ -194,28 +195,13 @@ def parameters_of(owner: type) -> dict[str, Parameter]:
 def parse(args: Sequence[str], *, command: str, options: type[T]) -> T:
     """The options that the arguments after `paceline COMMAND` mean. Raises UsageError, or SystemExit after it has printed help."""
     takes: Any = options  # T is a dataclass, which a type variable cannot require
-    parameters = parameters_of(takes)
-    parser, words = make_parser(command, takes), normalize(args, parameters)
-    try:
-        namespace, extras = (parser.parse_known_args if command == "run" else parser.parse_known_intermixed_args)(words)
-    except argparse.ArgumentError as error:
-        flag = str(error.argument_name)
-        fixes = {key.option: f"{key.option} {key.example}" for key in parameters.values()}
-        problem = "has no value" if flag in fixes else "takes no value"  # --help=3
-        raise UsageError(f"{flag} {problem}", fix=fixes.get(flag, "--help")) from None
-    for extra in extras:
-        if extra.startswith("-"):
-            argument, following = [*args, ""][words.index(extra) :][:2]
-            raise unknown_option(argument, following, command=command, options=takes)
-        raise UsageError(f"{command} takes options only, not {extra}", fix=str(parser.usage))
+    parser = make_parser(command, takes)
+    namespace, extras = parser.parse_known_args(normalize(args, command=command, options=takes))
+    if extras:  # of a command that takes options only
+        raise UsageError(f"{command} takes options only, not {extras[-1]}", fix=str(parser.usage))
     values: dict[str, Any] = {}
-    for name, parameter in parameters.items():
+    for name, parameter in parameters_of(takes).items():
         items = getattr(namespace, name, [])
-        if parameter.is_script:
-            items = args[len(args) - len(items) :]  # as they were before normalize
-            items = items[items[:1] == ["--"] :]
-        if len(items) > 1 and not parameter.many and not parameter.positional:
-            raise UsageError(f"{parameter.option} is given twice", fix="give it once")
         if (len(items) > 1 and not parameter.many) or (not items and parameter.default is ...):
             fix = f"{parser.usage}" + ("; paceline runs lists them" if parameter.value_name == "RUN" else "")
             raise UsageError(f"{command} takes one {parameter.value_name}, {len(items)} are given", fix=fix)
@@ -226,21 +212,47 @@ def parse(args: Sequence[str], *, command: str, options: type[T]) -> T:
     return options(**own, **dict.fromkeys(holders, values))
 
 
-def normalize(args: Sequence[str], parameters: Mapping[str, Parameter]) -> list[str]:
-    """As many arguments: options with dashes, and switches with their value, as argparse would take the next argument for it."""
-    switches = {parameter.option: parameter for parameter in parameters.values() if parameter.is_switch}
-    words = []
-    for argument, following in zip(args, [*args, ""][1:], strict=True):
+def normalize(args: Sequence[str], *, command: str, options: type) -> list[str]:
+    """Returns each option as one word, --name=value, then `--` and the others: argparse takes no value for an option.
+
+    The words of a script are left as they are. Raises UsageError for an option that is unknown, without a value or given twice.
+    """
+    parameters = parameters_of(options).values()
+    flags = {parameter.option: parameter for parameter in parameters if parameter.has_flag or not parameter.positional}
+    has_script = any(parameter.is_script for parameter in parameters)
+    if not has_script and HELP_FLAGS & set(args):
+        return ["--help"]
+    words, others, remaining = list[str](), list[str](), list(args)
+    while remaining:
+        argument = remaining.pop(0)
+        is_option = argument.startswith("-") and argument != "-"
+        if has_script and (not is_option or argument in ("--", "-m")):
+            others = remaining if argument == "--" else [argument, *remaining]
+            break
+        if not is_option:
+            others.append(argument)
+            continue
+        if argument in HELP_FLAGS:
+            return ["--help"]
         flag, equals, text = argument.partition("=")
-        if flag.startswith("--") and " " not in flag:
-            flag = flag.replace("_", "-")
-        if flag in switches and not equals:
-            has_value = switches[flag].is_optional and following.lower() in {*BOOLEANS, "auto"}
-            flag += "" if has_value else "=true"
-        elif flag.startswith("--no-") and f"--{flag[5:]}" in switches and not equals:
-            flag = f"--{flag[5:]}=false"
-        words.append(flag + equals + text)
-    return words
+        flag = flag.replace("_", "-")
+        parameter = flags.get(flag)
+        if parameter is None and not equals:  # --no-compile
+            switch = flags.get(f"--{flag.removeprefix('--no-')}")
+            parameter, equals, text = switch if switch and switch.is_switch else None, "=", "false"
+        if parameter is None:
+            raise unknown_option(argument, "".join(remaining[:1]), command=command, options=options)
+        if parameter.is_switch and not equals:
+            has_value = parameter.is_optional and remaining and remaining[0].lower() in {*BOOLEANS, "auto"}
+            text = remaining.pop(0) if has_value else "true"
+        elif not equals:
+            if not remaining or NOT_A_VALUE.match(remaining[0]):
+                raise UsageError(f"{flag} has no value", fix=f"{flag} {parameter.example}")
+            text = remaining.pop(0)
+        if not parameter.many and any(word.startswith(f"{parameter.option}=") for word in words):
+            raise UsageError(f"{parameter.option} is given twice", fix="give it once")
+        words.append(f"{parameter.option}={text}")
+    return [*words, "--", *others] if others else words
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -276,9 +288,7 @@ def make_parser(command: str, options: type) -> argparse.ArgumentParser:
         epilog="examples:\n  " + examples.replace("\n$ ", "\n  "),
         formatter_class=HelpFormatter,
         allow_abbrev=False,
-        exit_on_error=False,
     )
-    parser._negative_number_matcher = DASHED_VALUE
     add_parameters(parser, options)
     return parser
 
@@ -296,7 +306,7 @@ def add_parameters(parser: argparse.ArgumentParser, options: type, *, completes:
             continue
         shown |= {"metavar": parameter.usage, "type": str if parameter.is_script else parameter.parse}
         if parameter.positional:
-            nargs = argparse.REMAINDER if parameter.is_script else "*"
+            nargs = argparse.REMAINDER if parameter.is_script and completes else "*"
             group.add_argument(name, nargs=nargs, action="extend", **shown).completer = partial(offer, parameter)
             shown["help"] = argparse.SUPPRESS
         if parameter.has_flag or not parameter.positional:

@@ -59,7 +59,7 @@ class HeartbeatWriter:
         width = WIDTH + phase_width - PHASE_WIDTH
         path = run.progress(rank)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
+        path.touch(mode=0o644)
         with path.open("r+b") as file:
             file.write(b" " * width)  # takes the space now: a store into a mapped hole of a full disk is a SIGBUS
             file.truncate()

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from paceline import options
 from paceline.cli import COMMANDS, run_command
 from paceline.command_line import parameters_of, parse
 from paceline.config import KEYS
+from paceline.errors import UsageError
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -165,3 +167,34 @@ def test_the_readme_names_every_exit_code():
         "Exit codes: 0 done, 1 your error with its fix, 2 wrong\nusage, 3 the training failed, 130 interrupted"
         in README
     )
+
+
+@pytest.mark.parametrize("value", ["--a_b=c d", "-hello there", "--seed=3 x", "--prompt=x y", "-", "-1", "a=b", "auto"])
+def test_a_value_reaches_its_option_as_it_was_typed(value):
+    assert parse(["run1", "--prompt", value], command="sample", options=options.SampleOptions).prompt == value
+    assert parse([f"--prompt={value}", "run1"], command="sample", options=options.SampleOptions).prompt == value
+
+
+@pytest.mark.parametrize(
+    ("command", "takes", "line", "message"),
+    [
+        ("plan", options.PlanOptions, ["-m"], "unknown option -m"),
+        ("plan", options.PlanOptions, ["--gpu", "-m", "x"], "--gpu has no value"),
+        ("plan", options.PlanOptions, ["--depth 8"], "unknown option --depth 8"),
+        ("plan", options.PlanOptions, ["-5"], "unknown option -5"),
+        ("explain", options.ExplainOptions, ["--", "--json"], "unknown option --"),
+        ("run", options.ScriptOptions, ["--name", "-m", "train.py"], "--name has no value"),
+        ("run", options.ScriptOptions, ["--nproc", "-m", "x"], "--nproc has no value"),
+        ("plan", options.PlanOptions, ["--config=a", "--config", "b"], "--config is given twice"),
+    ],
+)
+def test_what_begins_with_a_dash_is_an_option_unless_it_is_a_value(command, takes, line, message):
+    with pytest.raises(UsageError) as error:
+        parse(line, command=command, options=takes)
+    assert error.value.message == message
+
+
+@pytest.mark.parametrize("line", [["--depth", "--help"], ["--depth", "x", "-h"], ["--help", "--nonsense"]])
+def test_help_wins_over_a_mistake(line, capsys):
+    assert run_command(["plan", *line]) == 0
+    assert capsys.readouterr().out.startswith("usage: paceline plan")

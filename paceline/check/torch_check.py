@@ -125,7 +125,7 @@ def locate_torch(path: Path) -> Path:
             )
         return path
     inits = [*path.glob(INSTALLED), *(path / "local").glob(INSTALLED)]
-    folders = {init.parents[2].name.removeprefix("python"): init.parents[1] for init in inits}
+    folders = {init.parents[2].name.removeprefix("python").rstrip("t"): init.parents[1] for init in inits}  # 3.13t too
     if OURS in folders:
         return folders[OURS]
     if folders:

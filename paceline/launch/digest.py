@@ -253,19 +253,23 @@ class LogTail:
             prefix = f"\x1b[{COLOURS[rank % len(COLOURS)]}m{name}\x1b[0m " if colour else f"{name} "
             self.logs.append(RankLog(path, prefix=prefix.encode() if len(paths) > 1 else b"", colour=colour))
 
-    def poll(self, *, turn_bytes: float = TURN_BYTES) -> None:
-        """Shows what is new in the logs, of each rank about turn_bytes."""
+    def poll(self) -> None:
+        """Shows what is new in the logs, of each rank about TURN_BYTES."""
         for log in self.logs:
-            start = log.offset
-            while log.offset - start < turn_bytes and (chunk := log.read()):
-                self.show(log.take(chunk, now=self.clock()))
+            self.advance(log, turn_bytes=TURN_BYTES)
             self.show(log.take(b"", now=self.clock()))
 
     def close(self) -> None:
-        """Shows everything that the files have, unfinished last lines included."""
-        self.poll(turn_bytes=math.inf)
+        """Shows everything that the files have, rank by rank, unfinished last lines included."""
         for log in self.logs:
+            self.advance(log, turn_bytes=math.inf)
             self.show(log.finish())
+
+    def advance(self, log: "RankLog", *, turn_bytes: float) -> None:
+        """Shows what is new in one log, until about turn_bytes are read."""
+        start = log.offset
+        while log.offset - start < turn_bytes and (chunk := log.read()):
+            self.show(log.take(chunk, now=self.clock()))
 
     def show(self, lines: bytes) -> None:
         """Prints lines; characters that the stream cannot encode are replaced."""

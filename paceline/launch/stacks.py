@@ -9,7 +9,6 @@ writes the recording to a file (DumpPipe in torch/csrc/distributed/c10d/ProcessG
 a second). It writes that file at its own timeouts as well. torch's gloo does neither: the trainer's ranks do (train/process.py).
 """
 
-import linecache
 import os
 import re
 import shutil
@@ -152,10 +151,17 @@ def main_frames(text: str) -> list[Frame]:
 def waits_for_others(frames: Sequence[Frame]) -> bool:
     """Whether the thread is inside one of torch's collectives, or waits for one that was started before."""
     return any(
-        frame.file.endswith(COLLECTIVES)
-        or (".wait(" in linecache.getline(frame.file, frame.line) and not STDLIB.search(frame.file))
+        frame.file.endswith(COLLECTIVES) or (".wait(" in source_line(frame) and not STDLIB.search(frame.file))
         for frame in frames[:4]
     )
+
+
+def source_line(frame: Frame) -> str:
+    """Returns the line of code, read anew, as a script may change between two attempts; empty where there is none."""
+    try:
+        return Path(frame.file).read_text(encoding="utf-8", errors="replace").splitlines()[frame.line - 1]
+    except (OSError, IndexError):
+        return ""
 
 
 def call_site(frames: Sequence[Frame]) -> str | None:

@@ -53,7 +53,7 @@ class Outcome:
     joined: bool | None = None  # False: every rank succeeded, and none had joined a process group
     hang: Hang | None = None
     explanation: Explanation | None = None  # of a failure, once launch/attempts.py has it
-    between_attempts: bool = False  # the user stopped the run while the next attempt was being waited for
+    between_attempts: bool = False  # the user stopped the run before the next attempt began
 
 
 def run_attempt(

@@ -279,9 +279,10 @@ def probe_wandb() -> dict[str, Any]:
     """Returns whether there is a key, never the key itself; logged_in is None where .netrc cannot be read."""
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "")).hostname or "api.wandb.ai"
     logged_in: bool | None = bool(os.environ.get("WANDB_API_KEY"))
-    path = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
     try:
-        logged_in = logged_in or (path.is_file() and netrc.netrc(path).authenticators(host) is not None)
+        if not logged_in:
+            path = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
+            logged_in = path.is_file() and netrc.netrc(path).authenticators(host) is not None
     except (OSError, netrc.NetrcParseError, RuntimeError):
         logged_in = None
     installed = importlib.util.find_spec("wandb") is not None

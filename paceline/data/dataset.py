@@ -151,13 +151,12 @@ def write_dataset(
 ) -> dict[str, Any]:
     """Fills the folder with all files but meta.json, and returns the content of that."""
     start = time.monotonic()
-    if tokenizer is None:
-        tokenizer = train_tokenizer_on(files, vocab_size=vocab_size, progress=progress)
-    trained = time.monotonic()
-    tokenizer.save(folder / TOKENIZER_FILE)
-
     part_bytes = part_bytes_of(files)
     below = held_out_below(files, part_bytes=part_bytes)
+    if tokenizer is None:
+        tokenizer = train_tokenizer_on(files, vocab_size=vocab_size, below=below, progress=progress)
+    trained = time.monotonic()
+    tokenizer.save(folder / TOKENIZER_FILE)
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     writers = {name: SplitWriter(folder, name, shard_tokens=shard_tokens) for name in ("train", "val")}
     total = sum(file.num_bytes for file in files)

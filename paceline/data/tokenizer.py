@@ -149,10 +149,15 @@ class DecodeStream:
         return decode(self._before + self._waiting)[len(decode(self._before)) :]
 
 
-def train_tokenizer_on(files: list[SourceFile], *, vocab_size: int, progress: Progress | None = None) -> Tokenizer:
-    """Trains a tokenizer on what is not held out, up to MAX_TRAINING_BYTES taken from all files alike."""
+def train_tokenizer_on(
+    files: list[SourceFile], *, vocab_size: int, below: int | None = None, progress: Progress | None = None
+) -> Tokenizer:
+    """Trains a tokenizer on what is not held out, up to MAX_TRAINING_BYTES taken from all files alike.
+
+    below: what held_out_below has returned for these files, where the caller has it.
+    """
     part_bytes = part_bytes_of(files)
-    below = held_out_below(files, part_bytes=part_bytes)
+    held_out = held_out_below(files, part_bytes=part_bytes) if below is None else below
     total = sum(file.num_bytes for file in files)
 
     def texts() -> Iterator[str]:
@@ -161,7 +166,7 @@ def train_tokenizer_on(files: list[SourceFile], *, vocab_size: int, progress: Pr
             if progress is not None and done >= next_report:
                 progress("train tokenizer", done, total)
                 next_report = done + total / 100
-            if document.digest >= below:
+            if document.digest >= held_out:
                 yield document.text
 
     return train_tokenizer(texts(), vocab_size=vocab_size)

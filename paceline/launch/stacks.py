@@ -157,7 +157,7 @@ def waits_for_others(frames: Sequence[Frame]) -> bool:
 
 
 def source_line(frame: Frame) -> str:
-    """Returns the line of code, read anew, as a script may change between two attempts; empty where there is none."""
+    """Returns the line of code, never from a cache: a script may change between two attempts. Empty where there is none."""
     try:
         return Path(frame.file).read_text(encoding="utf-8", errors="replace").splitlines()[frame.line - 1]
     except (OSError, IndexError):

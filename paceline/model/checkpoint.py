@@ -208,7 +208,7 @@ class CheckpointReader:
         return list(self._tensors)
 
     def read(self, key: str, lo: int = 0, hi: int | None = None) -> Tensor:
-        """Returns rows [lo, hi), without them all, on the CPU, in the dtype that was saved; a scalar's one row has shape ()."""
+        """Returns rows [lo, hi), or from lo on, on the CPU, in the dtype that was saved; a scalar's one row has shape ()."""
         entry = self._tensors.get(key)
         if entry is None:
             near = get_close_matches(key, self.keys(), n=1)

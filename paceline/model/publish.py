@@ -81,7 +81,7 @@ def write_part(save: PendingSave) -> None:
     save.folder.mkdir(exist_ok=True)
     given_up = (
         save.folder / GIVEN_UP
-    )  # rank 0 did not wait, and removes all parts: on a full disk no useless file may stay
+    )  # rank 0 did not wait, and removes all parts: no useless file may stay on a full disk
     try:
         files = {save.file.name: asdict(write_shard(save.file, save.tensors))} if save.tensors else {}
         write_atomic(save.file.with_suffix(".json"), json.dumps({"files": files, "tensors": save.entries}))

@@ -190,9 +190,9 @@ def loss_chunks(
 
 
 def loss_bytes(setup: MemorySetup, *, with_grad: bool = True) -> tuple[int, int]:
-    """Returns what the loss saves until backward, gradients by its inputs, and its logits and their copies while they are computed.
+    """Returns what the loss saves until backward (gradients by its inputs), and what its logits and their copies take meanwhile.
 
-    Without gradients, what an evaluation's needs.
+    Without gradients: what the loss of an evaluation needs.
     """
     vocab, element = setup.model.padded_vocab_size, setup.element_bytes
     chunk, block = chunk_sizes(setup)

@@ -87,7 +87,7 @@ def answer(options: PlanOptions) -> str:
 
 
 def machine_of(options: PlanOptions, gpu: str | None) -> Machine:
-    """Returns a machine with so many of the named GPU, or this machine, with so many of its GPUs if their number is set."""
+    """Returns a machine with the named GPUs, or this machine, with --gpus of its GPUs where that is set."""
     hosts, num_gpus = options.hosts or 1, options.gpus
     if gpu is not None:
         return imagined_machine(find_gpu(gpu), gpus=num_gpus or 1, hosts=hosts)

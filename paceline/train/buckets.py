@@ -181,7 +181,7 @@ class BucketBuffers:
             share.grad = total[start : start + share.master.numel()].view_as(share.master)
 
     def start_gather(self) -> list[dist.Work]:
-        """Publishes the updated rows and starts to send them to all ranks. Collective; the works must be waited for."""
+        """Rounds the updated rows into the weights and starts to send them to all ranks. Collective; wait for the works."""
         for share in self.owned:
             share.round_into_weight()
         if self.world_size == 1:

@@ -221,8 +221,17 @@ def generate(
 ) -> Iterator[list[int | None]]:
     """Yields at each step the next token of every sample, None for one that has ended; ends when all have.
 
-    temperature 0 takes the most probable token. A sample ends at stop_token, which is not yielded.
+    temperature 0 takes the most probable token. A sample ends at stop_token, which is not yielded. Raises PacelineError for an
+    empty prompt and for a token that the model does not have.
     """
+    if not prompt_tokens:
+        fix = "begin with the tokenizer's document mark, or with some text"
+        raise PacelineError("the prompt has no tokens", fix=fix)
+    if outside := [token for token in prompt_tokens if not 0 <= token < model.config.vocab_size]:
+        raise PacelineError(
+            f"token {outside[0]} of the prompt is outside the model's vocabulary of {model.config.vocab_size:,}",
+            fix="encode it with the run's own tokenizer",
+        )
     generator = torch.Generator().manual_seed(seed)
     ended = [False] * num_samples
     logits, cache = prefill(model, prompt_tokens, num_samples)

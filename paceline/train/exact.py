@@ -41,7 +41,7 @@ from paceline.plan.activations import MemorySetup
 from paceline.plan.algorithms import GroupSettings, algorithm_of
 from paceline.plan.memory import peak_phase
 from paceline.plan.shapes import param_shapes
-from paceline.train.optim import Optimizer, make_optimizer
+from paceline.train.optim import ShardedOptimizer, make_optimizer
 
 ROUND_BYTES = 512
 SMALL_BYTES = 1 << 20  # up to here from the small pool
@@ -269,7 +269,7 @@ def run_steps(setup: MemorySetup, *, rank: int, device: str, at: Callable[[str],
         optimizer.module(idx, targets, reduction="none")
 
 
-def build_optimizer(setup: MemorySetup, rank: int, device: str) -> Optimizer:
+def build_optimizer(setup: MemorySetup, rank: int, device: str) -> ShardedOptimizer:
     """Builds the worker's model and optimizer; learning rates of 0 change no bytes."""
     with torch.device(device):
         model = GPT(

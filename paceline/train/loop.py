@@ -27,7 +27,7 @@ from paceline.heartbeat import HeartbeatWriter
 from paceline.plan.cost import mfu
 from paceline.plan.planner import Plan
 from paceline.rundir import RunDir, append_json_line, utc_now
-from paceline.train.optim import Optimizer
+from paceline.train.optim import ShardedOptimizer
 from paceline.train.process import BusyClock, peak_bytes
 from paceline.train.trouble import LossGuard, LossTrouble, find_trouble
 from paceline.train.updates import lr_mult, momentum_of_step, weight_decay_mult
@@ -111,6 +111,9 @@ class TrainLoader:
         batch = batch_of_step(step, self.skipped_batches)
         step_rows = rows_of_step(batch, rows_per_step=plan.rows_per_step, num_rows=num_rows, seed=self.seed)
         start = (micro_step * plan.world_size + self.rank) * plan.device_batch_size
+        assert start + plan.device_batch_size <= len(step_rows), (
+            f"no rows for rank {self.rank} in micro-step {micro_step}"
+        )
         return step_rows[start : start + plan.device_batch_size]
 
     def files_of(self, step: int) -> list[str]:
@@ -137,7 +140,7 @@ class Loop:
     run: RunDir
     config: Config
     plan: Plan
-    optimizer: Optimizer
+    optimizer: ShardedOptimizer
     micro_batch: MicroBatch
     rank: int
     device: torch.device

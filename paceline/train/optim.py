@@ -13,8 +13,8 @@ each forward and backward, reduce, step, pieces and load. A sharded step communi
 
 DDP's one all-reduce sends as many bytes as 1 and 3 together, but each rank then keeps all states and computes the whole update.
 
-Which algorithm updates which parameter: plan/algorithms.py. Who owns what: plan/sharding.py. The formulas: updates.py. This module
-does not depend on learning rate schedules, precision of activations or files.
+Which algorithm updates which parameter: plan/algorithms.py. Who owns what: plan/sharding.py. The formulas: updates.py. The
+classes do not depend on learning rate schedules, precision of activations or files; make_optimizer alone knows a plan.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -73,10 +73,8 @@ class ShardedOptimizer:
         self._groups, self._rank, self._world_size = groups, rank, world_size
         self._mean_over = 1  # the ranks over which reduced gradients are a mean instead of a sum
         params = dict(model.named_parameters())
-        actual, planned = (
-            {name: tuple(param.shape) for name, param in params.items()},
-            {s.name: s.shape for s in shapes},
-        )
+        actual = {name: tuple(param.shape) for name, param in params.items()}
+        planned = {shape.name: shape.shape for shape in shapes}
         assert actual == planned, f"the model and plan/shapes.py differ in {sorted(actual.items() ^ planned.items())}"
         assert all(param.dtype == torch.float32 for param in params.values()), "weights are initialised in fp32"
         self._device = next(iter(params.values())).device
@@ -296,12 +294,9 @@ class ReplicatedOptimizer(ShardedOptimizer):
         return torch.cat([message, squares[None]])
 
 
-Optimizer = ShardedOptimizer | ReplicatedOptimizer
-
-
 def make_optimizer(
     model: nn.Module, setup: Plan | MemorySetup, groups: Mapping[str, GroupSettings], *, rank: int
-) -> Optimizer:
+) -> ShardedOptimizer:
     """Returns the setup's optimizer; the sharded one moves the model's parameters into its buffers."""
     kind = ReplicatedOptimizer if setup.shard == "none" else ShardedOptimizer
     return kind(

@@ -21,7 +21,7 @@ from paceline.model.manifest import NoCheckpoint, clean_leftovers, newest_good
 from paceline.plan.planner import Plan
 from paceline.rundir import RunDir, append_event, read_json_lines, write_atomic
 from paceline.train.loop import Loop, MicroBatch
-from paceline.train.optim import Optimizer
+from paceline.train.optim import ShardedOptimizer
 from paceline.train.process import (
     answer_with_collectives,
     broadcast_object,
@@ -103,7 +103,7 @@ def choose_compile(loop: Loop, model: GPT) -> None:
         model.compile(dynamic=False)
 
 
-def trial_ms(optimizer: Optimizer, micro_batch: MicroBatch) -> float:
+def trial_ms(optimizer: ShardedOptimizer, micro_batch: MicroBatch) -> float:
     """Returns the median milliseconds of a micro-step, whose gradients are thrown away; it changes no weight."""
     times = []
     for _ in range(COMPILE_TRIAL_MICRO_STEPS):

@@ -138,3 +138,17 @@ def test_what_cannot_be_generated_is_named(tmp_path, options, message):
     with pytest.raises(PacelineError) as error:
         sample_run(RunDir(tmp_path), prompt="", step=None, device="cpu", write=print, **{**usual, **options})
     assert error.value.message == message
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "the prompt has no tokens"),
+        ([50], "token 50 of the prompt is outside the model's vocabulary of 50"),
+        ([-1], "token -1 of the prompt is outside the model's vocabulary of 50"),
+    ],
+)
+def test_a_prompt_that_the_model_cannot_read_is_named(model, prompt, message):
+    with pytest.raises(PacelineError) as error:
+        run(model, prompt)
+    assert error.value.message == message

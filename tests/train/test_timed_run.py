@@ -14,7 +14,7 @@ pytestmark = pytest.mark.dist
 
 def test_the_measured_number_of_steps_is_kept_by_a_resumed_run_and_by_a_repeated_one(tmp_path):
     shop = Workshop(tmp_path)
-    printed = shop.finish(shop.train_command("timed", nproc=2, num_steps="auto", time="1s", eval_tokens="auto"))
+    printed = shop.finish(shop.train_command("timed", nproc=1, num_steps="auto", time="1s", eval_tokens="auto"))
     timed = tmp_path / "runs" / "timed"
     config = tomllib.loads((timed / "config.toml").read_text())
     plan = json.loads((timed / "plan.json").read_text())

@@ -69,8 +69,8 @@ class Measure:
     def make_operation(self) -> tuple[Callable[[], object], int]:
         """Returns the operation, as the trainer calls it, and its true bytes: those of all segments, where it has segments."""
         num_segments = len(self.ranks) if self.collective in ("reduce_scatter", "all_gather") else 1
-        segment = torch.zeros(max(1, self.num_bytes // num_segments // 4), device=self.device)
-        x = segment.repeat(num_segments)  # fp32 zeros, which stay finite however often they are summed
+        # fp32 zeros stay finite however often they are summed
+        x = torch.zeros(num_segments * max(1, self.num_bytes // num_segments // 4), device=self.device)
         operation: Callable[[], object]
         match self.collective:
             case "all_reduce":

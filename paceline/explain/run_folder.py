@@ -291,7 +291,7 @@ def chunks_from(file: BinaryIO) -> Iterator[bytes]:
 
 
 def read_error_file(path: Path, *, rank: int | None) -> list[Log]:
-    """A log of one record; none if the file is not an error file or is incomplete. torch nests what paceline does not."""
+    """A log of one record; none if the file is not an error file or is incomplete. torch nests the fields, paceline does not."""
     try:
         if path.stat().st_size > MAX_ERROR_FILE_BYTES:
             return []

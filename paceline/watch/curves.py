@@ -217,7 +217,8 @@ def extremes(x: NDArray[np.float64], values: NDArray[np.float64], *, max_points:
     sizes, points = np.diff(np.append(starts, len(x))), [np.array([0, len(x) - 1])]
     for extreme in (np.minimum, np.maximum):
         hits = np.flatnonzero(values == np.repeat(extreme.reduceat(values, starts), sizes))
-        points.append(hits[np.unique(stretch[hits], return_index=True)[1]])  # the first of equal points
+        is_first = np.concatenate([[True], stretch[hits[1:]] != stretch[hits[:-1]]])  # of equal points in a stretch
+        points.append(hits[is_first])
     return np.unique(np.concatenate(points))
 
 

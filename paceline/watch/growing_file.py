@@ -116,8 +116,9 @@ def read_tail(path: Path, *, max_bytes: int = 256 << 10) -> str:
 def search(path: Path, text: str, *, limit: int = 200) -> list[tuple[int, str]]:
     """Returns the last `limit` lines that contain `text`, in upper or lower case, with their numbers from 1, oldest first."""
     needle, number, hits = text.lower(), 1, deque[tuple[int, str]](maxlen=limit)
+    raw = needle.encode() if needle.isascii() else b""  # bytes are compared many times faster than text
     for block in GrowingFile(path).blocks(to_end=True) if needle else ():
-        if needle in block.decode(errors="replace").lower():
+        if raw in block.lower() if raw else needle in block.decode(errors="replace").lower():
             for index, line in enumerate(block.split(b"\n")):
                 if needle in line.decode(errors="replace").lower():
                     hits.append((number + index, shown_line(line)))

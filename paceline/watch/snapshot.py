@@ -213,7 +213,7 @@ def changes(before: Snapshot | None, after: Snapshot) -> dict[str, Any]:
 
     before None: everything, which is also what a report holds.
     """
-    # compared in lists, where a loss that stays NaN is equal to itself
+    # compared in lists: the same NaN, of a loss that was not written again, is equal to itself
     names = (*HEAD, *PARTS)
     changed = {name for name in names if before is None or [getattr(before, name)] != [getattr(after, name)]}
     news = {
@@ -264,6 +264,9 @@ def new_points(before: Mapping[str, Series], after: Mapping[str, Series], *, by_
 
 def shared_points(old: Series, new: Series) -> int:
     """Returns how many points both begin with: usually all of the old ones, fewer after a curve was thinned."""
+    size = len(old.steps)
+    if new.steps[:size] == old.steps and new.values[:size] == old.values and new.times[:size] == old.times:
+        return size
     points = [zip(curve.steps, curve.values, curve.times, strict=True) for curve in (old, new)]
     pairs = enumerate(zip(*points, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(old.steps), len(new.steps)))

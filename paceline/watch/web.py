@@ -64,7 +64,7 @@ EVERY_S = 1.0  # between two reads of a stream
 LIST_EVERY = 3  # reads of the list of runs, in multiples of EVERY_S
 SILENCE_S = 15.0  # without news, after which a stream sends a comment
 MAX_COMPARED = 5
-MISSING = (KeyError, OSError, PacelineError)  # what reading a run raises that is not there, or not any more
+MISSING = (KeyError, OSError, PacelineError)  # raised by reading a run that does not exist, or no longer does
 
 
 def serve(runs_dir: Path, run: Path | None, *, port: int | None, open_browser: bool) -> int:

@@ -281,8 +281,24 @@ def test_q_and_ctrl_c_quit_even_while_a_text_is_typed(key):
 def test_keys_can_be_clicked():
     async def script(app, pilot):
         at = seen(app).splitlines()[-1].index("3 machines")
+        for gap in (0, at - 1, at - 2):
+            await pilot.click("#keys", offset=(gap, 0))
+            assert app.page == "overview"
         await pilot.click("#keys", offset=(at, 0))
         assert app.page == "machines"
+
+    watched(Told(training()), script)
+
+
+def test_a_click_on_the_header_takes_no_key_from_the_page():
+    async def script(app, pilot):
+        await app.press("question_mark")
+        await pilot.resize_terminal(80, 12)
+        await app.press("G")
+        assert app.body.scroll_offset.y > 0
+        await pilot.click("#head")
+        await app.press("g")
+        assert app.body.scroll_offset.y == 0
 
     watched(Told(training()), script)
 

@@ -18,6 +18,7 @@ from paceline.watch.terminal.line import (
     clean,
     coloured,
     cut,
+    facts_line,
     key_line,
     page_keys,
     plain,
@@ -193,3 +194,8 @@ def test_the_manual_shows_the_real_screen():
     lines = screen(training()).splitlines()
     lines.append(plain(key_line(page_keys("overview", width=80, held=False, snapshot=training()))))
     assert "\n".join(f"    {line}" for line in lines) in MANUAL.read_text(encoding="utf-8")
+
+
+def test_a_fact_that_is_too_long_leaves_room_for_those_after_it():
+    facts = [("cpu", "100 %", ""), ("cgroup", "1000/1008 GiB !", "warning"), ("disk", "2 GiB !", "warning")]
+    assert plain(facts_line(facts, 26)) == "cpu 100 %  disk 2 GiB !"

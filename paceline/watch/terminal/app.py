@@ -138,7 +138,7 @@ class WatchApp(App[None]):
         self.query_line = Input(placeholder="find in this log", id="find", compact=True)
         self.query_line.cursor_blink = False
         self.key_bar, self.keys = LineView(id="keys", classes=look), list[Key]()
-        self.key_bar.can_focus = False
+        self.head.can_focus = self.key_bar.can_focus = False
 
     def compose(self) -> ComposeResult:
         yield from (self.head, self.body, self.query_line, self.key_bar)
@@ -217,12 +217,12 @@ class WatchApp(App[None]):
 
     async def on_click(self, event: events.Click) -> None:
         """The keys on the last line can also be clicked."""
-        end = 1
+        start = 1
         for key in self.keys if event.widget is self.key_bar else ():
-            end += width_of(key.line)
-            if event.x < end:
+            end = start + width_of(key.line)
+            if start <= event.x < end - 2:  # not the gap after it
                 await self.run_action(key.action)
-                return
+            start = end
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """While a text is typed, its keys are no actions."""

@@ -150,9 +150,8 @@ def facts_line(facts: Iterable[tuple[str, str, str]], width: int) -> Line:
     line: Line = ()
     for name, value, style in facts:
         longer = (*line, ("  " if line else "", ""), (f"{name} ", "faint"), (value, style))
-        if width_of(longer) > width:
-            break
-        line = longer
+        if width_of(longer) <= width:
+            line = longer
     return line
 
 

@@ -12,6 +12,7 @@ differences to torchrun:
 - it works with a torch that was built without libuv.
 """
 
+import gc
 import json
 import math
 import os
@@ -23,12 +24,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+gc.disable()  # while torch is imported: collections would add a sixth to its time
+
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+gc.enable()
 
 MONITOR_INTERVAL_S = 0.1
 PEER_GRACE_S = 3.0  # a peer may print its traceback or finish a file; a peer in a collective never returns

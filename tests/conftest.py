@@ -28,6 +28,11 @@ def pytest_configure() -> None:
     """A shell starts background jobs with SIGINT ignored, and what they start inherits that: Ctrl-C could not be tested."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":
+        # inductor looks at the CPU alone: with AVX-512 its kernels crash beside ATen's of 256 bits
+        from torch._inductor import config
+
+        config.cpp.simdlen = 256
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

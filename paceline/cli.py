@@ -236,10 +236,12 @@ def sample(args: options.SampleOptions) -> None:
 def data(args: options.DataOptions) -> None:
     from paceline.data.prepare import data_info, verify
     from paceline.launch.train import prepare_data
+    from paceline.terminal import show_progress
 
     dataset = prepare_data(resolve_config(args.config, args.keys))
     if args.verify:
-        verify(dataset)
+        with show_progress() as progress:
+            verify(dataset, progress=progress)
     facts = data_info(dataset)
     if not args.json:
         facts = {**facts.pop("splits"), **facts, "files": len(facts["files"])}
@@ -334,7 +336,7 @@ def run_command(args: list[str]) -> int:
 
 def dispatch(args: list[str]) -> int | None:
     commands = {name: takes for name, (_, takes) in COMMANDS.items()}
-    if not args or args[0] == "help":
+    if not args or (args[0] == "help" and args[1:2] != ["--version"]):
         args = [*args[1:], "--help"]
     name = " ".join(args[:2]) if " ".join(args[:2]) in commands else args[0]
     group = {action: takes for action, takes in commands.items() if action.startswith(f"{name} ")}

@@ -160,7 +160,16 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "always_save_checkpoint": (True, False),
     "backend": ("nccl", "gloo"),
 }
-TRACKERS = ("wandb_", "eval_iters", "lr_decay_iters", "min_lr", "beta1", "beta2", "core_metric_", "total_training_time")
+UNUSED_PREFIXES = (
+    "wandb_",
+    "eval_iters",
+    "lr_decay_iters",
+    "min_lr",
+    "beta1",
+    "beta2",
+    "core_metric_",
+    "total_training_time",
+)
 
 
 def read_python_config(text: str, *, path: Path) -> tuple[dict[str, Any], list[str]]:
@@ -177,7 +186,7 @@ def read_python_config(text: str, *, path: Path) -> tuple[dict[str, Any], list[s
             value = FOREIGN_VALUES.get(value, value) if isinstance(value, str | int | float) else value
             if value is not None:
                 values[FOREIGN[name]] = checked_value(FOREIGN[name], value, where=f"{path} ({name})")
-        elif value in HARMLESS.get(name, ()) or name.startswith(TRACKERS):
+        elif value in HARMLESS.get(name, ()) or name.startswith(UNUSED_PREFIXES):
             unused.append(name)
         elif name in HARMLESS:
             raise PacelineError(

@@ -15,7 +15,7 @@ from paceline.config import FOREIGN, Config
 RUN = "the run's folder, or its name under --runs-dir"
 CONFIG = "a .toml file, or a .py file of plain `key = literal` lines; auto: configs/tiny.toml"
 ANY_RUN = "a run's folder or name, or a log file of any training"
-TRACKERS = "tensorboard, wandb, trackio"
+TRACKERS = ("tensorboard", "wandb", "trackio")
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -63,7 +63,10 @@ class Services(Options):
     """Processes that follow a run: trackers and notifications."""
 
     track: tuple[str, ...] = option(
-        (), f"send metrics to these trackers, separated by commas: {TRACKERS}", group="services", value="TRACKERS"
+        (),
+        f"send metrics to these trackers, separated by commas: {', '.join(TRACKERS)}",
+        group="services",
+        value="TRACKERS",
     )
     notify: tuple[str, ...] = option(
         (),
@@ -257,7 +260,7 @@ class TrackOptions(RunsOption):
     """
 
     run: str = positional("RUN", RUN)
-    to: str = option("", f"the trackers, separated by commas: {TRACKERS}", value="TRACKERS")
+    to: str = option("", f"the trackers, separated by commas: {', '.join(TRACKERS)}", value="TRACKERS")
 
 
 class TorchCheckOptions(JsonOption):

@@ -25,7 +25,7 @@ os.environ.setdefault(
 
 
 def pytest_configure() -> None:
-    """A shell starts background jobs with SIGINT ignored, and what they start inherits that: Ctrl-C could not be tested."""
+    """Lets tests send SIGINT, which a shell's background jobs inherit as ignored, and keeps inductor to ATen's vector width."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":

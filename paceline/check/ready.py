@@ -227,16 +227,11 @@ def report_and_refuse(findings: Sequence[Finding], *, stopped: str, stream: Text
 
 def save_check(run: RunDir, checked: CheckResult) -> None:
     """Writes the facts and the findings into the run folder."""
-    for path, text in check_files(run, checked).items():
-        path.parent.mkdir(exist_ok=True)
-        write_atomic(path, text)
-
-
-def check_files(run: RunDir, checked: CheckResult) -> dict[Path, str]:
-    files = {run.findings: json.dumps([finding.to_json() for finding in checked.findings], indent=1) + "\n"}
+    write_atomic(run.findings, json.dumps([finding.to_json() for finding in checked.findings], indent=1) + "\n")
     for facts in checked.facts:
-        files[run.facts(at(facts, "host.name") or "host")] = json.dumps(facts, indent=1) + "\n"
-    return files
+        path = run.facts(at(facts, "host.name") or "host")
+        path.parent.mkdir(exist_ok=True)
+        write_atomic(path, json.dumps(facts, indent=1) + "\n")
 
 
 def find_findings(hosts: Sequence[Facts], intent: Intent) -> list[Finding]:

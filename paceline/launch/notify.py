@@ -29,11 +29,10 @@ from urllib.parse import urlsplit
 
 from paceline.errors import PacelineError, UsageError
 from paceline.launch.digest import NewRecords
-from paceline.options import Services
+from paceline.options import TRACKERS, Services
 from paceline.rundir import RunDir, append_event, holder_of, utc_now
 from paceline.units import format_duration
 
-TRACKERS = ("tensorboard", "wandb", "trackio")
 ANNOUNCE_AFTER_S = 2.0  # of waiting at the end of a run
 LEAVE_AFTER_S = 30.0
 END_POLL_S = 0.05

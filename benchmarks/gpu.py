@@ -111,10 +111,15 @@ def check_resume(folder: Path, keys: dict[str, object]) -> tuple[str, bool, str]
     return "resumed from step 4 against unbroken", resumed == unbroken, f"weights and states {unbroken} and {resumed}"
 
 
+def shape_of(depth: int) -> dict[str, object]:
+    """Every key that the recipe derives from the depth, since `paceline train` without a config takes those of tiny.toml."""
+    return {"depth": depth, "n-embd": 64 * depth, "head-dim": 128, "window-pattern": "SSSL", "vocab-size": 32768}
+
+
 def measure(folder: Path, depth: int, *, device: str, sequence_len: int, steps: int) -> str:
     """One line of the table."""
     rows = ROWS_OF_DEPTH.get(depth, 8)
-    keys = {"depth": depth, "sequence-len": sequence_len, "device-batch-size": rows, "total-batch-size": rows * sequence_len,
+    keys = {**shape_of(depth), "sequence-len": sequence_len, "device-batch-size": rows, "total-batch-size": rows * sequence_len,
             "num-steps": steps, "device": device, "compile": "true" if device == "cuda" else "false", "save-every": 0}  # fmt: skip
     started = time.monotonic()
     run = train(folder, f"d{depth}", keys)
@@ -140,7 +145,7 @@ def plan_table(folder: Path, depths: list[int], *, device: str, sequence_len: in
             print(f"depth {depth} {way} left out: {budget_s:.0f} s are over")
             continue
         rows = ROWS_OF_DEPTH.get(depth, 8)
-        keys = {"depth": depth, "sequence-len": sequence_len, "device-batch-size": rows, "device": device, "nproc": 1,
+        keys = {**shape_of(depth), "sequence-len": sequence_len, "device-batch-size": rows, "device": device, "nproc": 1,
                 "total-batch-size": 2 * rows * sequence_len, "num-steps": 3, "save-every": 0, **extra}  # fmt: skip
         run = train(folder, f"plan-d{depth}-{way}", keys)
         planned = json.loads((run / "plan.json").read_text())["memory"]

@@ -65,7 +65,17 @@ def rms_scale(x: Tensor, *, gain: float = 1.0) -> Tensor:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, direction: float) -> Tensor:
     """Turns the pairs (d, d + D/2) of the last dim by their angles; direction -1 turns them back."""
-    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin, value=direction)
+    return plus_product(x * cos, x.roll(x.shape[-1] // 2, -1), sin, factor=direction)
+
+
+def plus_product(total: Tensor, a: Tensor, b: Tensor, *, factor: float = 1.0) -> Tensor:
+    """Returns total + factor * a * b, in the memory of total where the model is not compiled.
+
+    Compiled, a Function whose forward changes its result in place has no gradient in torch 2.11: no error, all zeros.
+    """
+    if torch.compiler.is_compiling():
+        return torch.addcmul(total, a, b, value=factor)
+    return total.addcmul_(a, b, value=factor)
 
 
 class _RMSNorm(Function):
@@ -123,7 +133,7 @@ class _Mix(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, a: Tensor, b: Tensor) -> Tensor:
         ctx.save_for_backward(x, y, a, b)
-        return (x * a.to(x.dtype)).addcmul_(y, b.to(x.dtype))
+        return plus_product(x * a.to(x.dtype), y, b.to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -84,6 +84,7 @@ class Config:
         None, "precision of matrix products; auto: bf16 where the hardware has it", choices=("fp32", "bf16", "fp16")
     )
     compile: bool | None = option(None, "use torch.compile; auto: measured, where the run is long enough")
+    deterministic: bool = option(False, "on GPUs, kernels that repeat the same bits; on the CPU they always do")
     profile: str = option(
         "balanced", "device memory to fill: 48, 65 or 90 %", choices=("conservative", "balanced", "aggressive")
     )

@@ -156,6 +156,7 @@ class GPT(nn.Module):
         self.logits_budget_bytes, self.activation_checkpointing = logits_budget_bytes, activation_checkpointing
         self.windows = window_sizes(config)
         self.block_masks: dict[tuple[int, int], BlockMask] = {}  # (tokens, window) -> FlexAttention's mask
+        self.rotary_tables: dict[torch.device, Rotary] = {}  # of whole rows
         vocab, kv_width = config.padded_vocab_size, config.n_kv_head * config.head_dim
         value_layers = [i for i in range(config.n_layer) if has_value_embed(i, config.n_layer)]
         self.wte = Embedding(vocab, config.n_embd)
@@ -252,13 +253,22 @@ class GPT(nn.Module):
     def rotary(self, start: int, end: int, device: torch.device) -> Rotary:
         """Returns cos and sin of positions start to end, (T, D) each in compute_dtype.
 
-        They are computed where they are used: there is no buffer to move between devices, and no last position.
+        There is no last position. Those of whole rows are made once: call this before torch.compile, whose kernels would compute
+        them again in every layer.
         """
+        whole = (start, end) == (0, self.config.sequence_len)
+        if whole and device in self.rotary_tables:
+            return self.rotary_tables[device]
         dim = self.config.head_dim
         speeds = ROTARY_BASE ** (-torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)  # (D/2,)
         angles = torch.outer(torch.arange(start, end, dtype=torch.float32, device=device), speeds)  # (T, D/2)
         cos, sin = angles.cos().to(self.compute_dtype), angles.sin().to(self.compute_dtype)
-        return torch.cat((cos, cos), dim=-1), torch.cat((sin, -sin), dim=-1)  # (T, D)
+        tables = torch.cat((cos, cos), dim=-1), torch.cat((sin, -sin), dim=-1)  # (T, D)
+        if whole and not (
+            torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
+        ):  # either's would not do for training
+            self.rotary_tables[cos.device] = tables  # "cuda" has become "cuda:0"
+        return tables
 
     def masks(self, num_tokens: int, device: torch.device, *, flex: bool) -> dict[int, Mask]:
         """Returns a mask for each window; None where all earlier tokens are visible, and on the CPU, whose attention takes windows.

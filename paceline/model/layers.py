@@ -30,6 +30,7 @@ from paceline.plan.cost import attention_blocks
 
 RMS_EPS = 1e-6
 SOFTCAP = 15.0  # of the logits
+COMPILED_SHAPES = 64  # of one function
 QK_GAIN = 1.2  # of q and of k after their norm: sharper attention than unit vectors give
 
 
@@ -96,23 +97,30 @@ class _RMSNorm(Function):
 class _RotaryNorm(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x.transpose(1, 2)  # (B, H, T, D)
+        # A CPU's batched matmuls want each head's rows together, so all is written in that order. A GPU's flash kernels take any
+        # order and return their result, and the gradients, in that of q: in the order of x no product needs a copy.
+        heads_first = x.device.type == "cpu"
+        if heads_first:
+            x = x.transpose(1, 2)  # (B, H, T, D)
+        else:
+            cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # (T, 1, D)
         scale = rms_scale(x, gain=QK_GAIN)
-        # A CPU's batched matmuls want each head's rows together, so `unit` is written in that order. A GPU's flash kernels take any
-        # order and return their result in that of q: with the order of x, c_proj reads the result without a copy.
-        out = torch.empty(x.shape, dtype=x.dtype) if x.device.type == "cpu" else None
-        unit = torch.mul(x, scale, out=out)
+        unit = torch.mul(x, scale, out=torch.empty(x.shape, dtype=x.dtype) if heads_first else None)
         y = rotate(unit, cos, sin, direction=1)
+        ctx.heads_first = heads_first
         ctx.save_for_backward(y, scale, cos, sin)
-        return y
+        return y if heads_first else y.transpose(1, 2)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (dy,), (y, scale, cos, sin) = grads, ctx.saved_tensors
+        if not ctx.heads_first:
+            dy = dy.transpose(1, 2)  # (B, T, H, D)
         # a rotation keeps dot products, so the norm's gradient is computed on the rotated vectors and turned back once
         along = (dy * y).mean(-1, keepdim=True)
         unturned = rotate(torch.addcmul(dy, y, along, value=-(QK_GAIN**-2)), cos, sin, direction=-1)
-        return unturned.mul_(scale).transpose(1, 2), None, None  # (B, T, H, D)
+        dx = unturned.mul_(scale)  # in the order of y
+        return dx.transpose(1, 2) if ctx.heads_first else dx, None, None
 
 
 class _ReluSquared(Function):
@@ -342,14 +350,25 @@ def capped_nats_(z: Tensor, targets: Tensor, vocab_size: int, with_grad: bool) -
     s = (z[:, :vocab_size].float() * (2 / SOFTCAP)).sigmoid_()  # (n, vocab_size) fp32
     e = torch.exp2(s * (2 * SOFTCAP / math.log(2)))
     total, s_at, e_at = e.sum(-1, keepdim=True), s.gather(-1, at), e.gather(-1, at)  # (n, 1) each
-    if with_grad:  # (softmax - onehot) * dcap/dz, and dcap/dz = 4 s (1 - s)
+    if with_grad and torch.compiler.is_compiling():
+        # writing at an index would be a kernel of its own, behind a copy of all logits
+        is_target = torch.arange(vocab_size, device=z.device) == at  # (n, vocab_size)
+        z[:, :vocab_size] = 4 * valid * (e / total - is_target.float()) * s * (1 - s)
+        z[:, vocab_size:] = 0
+    elif with_grad:  # (softmax - onehot) * dcap/dz, and dcap/dz = 4 s (1 - s)
         z[:, :vocab_size] = e.mul_(4 * valid / total).mul_(s.addcmul_(s, s, value=-1))
         z[:, vocab_size:] = 0
-        z.scatter_(-1, at, (4 * valid * (e_at / total - 1) * s_at * (1 - s_at)).to(z.dtype))
+        at_target = (4 * valid * (e_at / total - 1) * s_at * (1 - s_at)).to(z.dtype)  # (n, 1)
+        z[torch.arange(len(z), device=z.device), at.squeeze(-1)] = at_target.squeeze(-1)
     return ((total.log() - s_at * (2 * SOFTCAP)) * valid).squeeze(-1)
 
 
 @functools.cache
 def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiles a function on its own, for an eager model too; the compiler is imported by the first call."""
-    return torch.compile(function, dynamic=False)
+    """Compiles a function on its own, for an eager model too; the compiler is imported by the first call.
+
+    Every shape is compiled by itself. Past torch's limit of 8 of them a function would silently stay eager.
+    """
+    compiled = torch.compile(function, dynamic=False)
+    torch._dynamo.config.recompile_limit = COMPILED_SHAPES
+    return compiled

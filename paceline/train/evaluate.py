@@ -61,8 +61,11 @@ def val_bpb(
     rows = eval_rows(split.num_rows(sequence_len), max_rows=max_rows)[rank::world_size]  # this rank's
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # nats, bytes
     for start in range(0, len(rows), device_batch_size):
-        arrays = split.rows(rows[start : start + device_batch_size], sequence_len)
-        idx, targets = (to_device(array, device) for array in arrays)  # (B, T) int64
+        inputs, answers = split.rows(rows[start : start + device_batch_size], sequence_len)
+        if model._compiled_call_impl is not None:  # a shorter last batch would be compiled for itself
+            missing = ((0, device_batch_size - len(inputs)), (0, 0))
+            inputs, answers = np.pad(inputs, missing), np.pad(answers, missing, constant_values=-1)
+        idx, targets = to_device(inputs, device), to_device(answers, device)  # (B, T) int64
         nats = model(idx, targets, reduction="none")  # (B, T) fp32
         size = token_bytes[targets.clamp_min(0)] * (targets >= 0)  # (B, T) int64
         sums[0] += (nats * (size > 0)).sum(dtype=torch.float64)

@@ -7,6 +7,7 @@ The rows of the next steps are not saved: they follow from the step, the seed an
 import contextlib
 import json
 import logging
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -36,9 +37,11 @@ log = logging.getLogger("paceline")
 COMPILE_TRIAL_MICRO_STEPS = 3
 
 
-def start_ranks(plan: Plan) -> tuple[torch.device, int]:
+def start_ranks(plan: Plan, *, deterministic: bool = False) -> tuple[torch.device, int]:
     """Joins the process group; returns this rank's device and number. Raises PacelineError if the world is not the plan's."""
     torch.set_num_threads(plan.threads)
+    if deterministic and plan.device == "cuda":
+        use_deterministic_kernels()
     if plan.device == "cuda" and not torch.cuda.is_available():
         raise PacelineError(
             f"the plan is for {plan.device_name}, but this PyTorch ({torch.__version__}) cannot use CUDA here",
@@ -62,6 +65,18 @@ def start_ranks(plan: Plan) -> tuple[torch.device, int]:
     return torch.device("cpu"), rank
 
 
+def use_deterministic_kernels() -> None:
+    """Makes a repeat of the same work give the same bits on a GPU; call it before the first kernel.
+
+    Without, FlashAttention's backward adds to the queries' gradient in the order in which blocks end. An operation that has no
+    deterministic kernel raises an error.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS then shares no workspace between streams
+    os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")  # compiled kernels are not chosen by a clock
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # we read none
+
+
 def make_model(plan: Plan, *, seed: int, device: torch.device) -> GPT:
     """Returns the plan's model with its first weights, fp32, on the device."""
     model = GPT(
@@ -74,6 +89,7 @@ def make_model(plan: Plan, *, seed: int, device: torch.device) -> GPT:
     model.init_weights(seed=seed)
     model.to(device)
     model.masks(plan.model.sequence_len, device, flex=plan.attention == "flex")
+    model.rotary(0, plan.model.sequence_len, device)
     return model
 
 

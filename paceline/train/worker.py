@@ -80,7 +80,7 @@ def train_rank(run: RunDir, *, attempt: int, stop: StopRequest, progress: Heartb
     """Prepares everything that the loop needs, runs it, and ends the run's files."""
     config, _ = load_config(run.config_toml, {})
     plan = Plan.from_json(run.plan_json.read_text())
-    device, rank = start_ranks(plan)
+    device, rank = start_ranks(plan, deterministic=config.deterministic)
     dataset = open_dataset(Path(json.loads(run.dataset_json.read_text())["path"]))
     model = make_model(plan, seed=config.seed, device=device)
     torch.manual_seed(config.seed * 1_000_003 + rank)

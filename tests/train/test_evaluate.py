@@ -39,6 +39,21 @@ def test_rows_are_spread_evenly_over_the_held_out_part():
     assert eval_rows(3, max_rows=5).tolist() == [0, 1, 2]
 
 
+@pytest.mark.compiler
+def test_a_compiled_model_is_compiled_once_whatever_is_left_for_the_last_batch(model):
+    sizes, shapes = torch.full((64,), 2), set()
+
+    def backend(graph, inputs):
+        shapes.update(tuple(x.shape) for x in inputs if x.dtype == torch.int64)
+        return graph
+
+    options = {"token_bytes": sizes, "max_tokens": 64, "device_batch_size": 3, "rank": 0, "world_size": 1}
+    eager = val_bpb(model, Rows(), **options)  # 3 + 3 + 2 rows
+    model.compile(backend=backend, dynamic=False)
+    assert val_bpb(model, Rows(), **options) == pytest.approx(eager, rel=1e-6)
+    assert shapes == {(3, 8)}
+
+
 def test_an_untrained_model_costs_the_logarithm_of_the_vocabulary_over_the_bytes(model):
     sizes = torch.full((64,), 2)
     bpb = val_bpb(model, Rows(), token_bytes=sizes, max_tokens=64, device_batch_size=3, rank=0, world_size=1)

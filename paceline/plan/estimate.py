@@ -55,7 +55,7 @@ EXPANDABLE = Range(0.0, 0.007, 0.03)
 NOT_EXPANDABLE = Range(0.0, 0.04, 0.10)
 # torch.cuda.max_memory_allocated against the sum of tensors: kernels' own workspaces and what is not known of a card
 # (the facts' error budget of July 2026, nanochat-type models); a CPU's allocator is counted to the byte
-EAGER_ERROR, COMPILED_ERROR, CPU_ERROR, MEASURED_ERROR = 0.10, 0.15, 0.03, 0.04
+EAGER_ERROR, COMPILED_ERROR, CPU_ERROR = 0.10, 0.15, 0.03
 WORKSPACE_BYTES = 32 * MIB  # of cuBLASLt from Hopper on (pytorch pull request 120925); 8 to 12 before
 # resident: Python, torch 2.13, gloo, no model; a compiler is 80 more
 CPU_PROCESS_BYTES = Range(200 * MIB, 260 * MIB, 420 * MIB)
@@ -93,11 +93,13 @@ def sum_of_independent(*parts: Range) -> Range:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What this machine measured of this kind of model: allocated bytes over planned ones, and the process's other memory."""
+    """What this machine's own measurements say of a setup, in place of assumptions."""
 
-    ratio: float
-    overhead_bytes: int | None  # process minus allocated, as the driver reports it; None where it was not measured
-    source: str  # "measured in 3 runs, the last on 2026-11-21"
+    allocated: (
+        Range | None
+    )  # torch's peak; None where arithmetic stays better: on a CPU, whose allocator is counted to the byte
+    process: Range | None  # what the device must have; None where no process was measured
+    source: str  # "measured in 3 runs here, the last on 2026-11-21"
 
 
 Calibrate = Callable[[str, MemorySetup], Calibration | None]  # device name, setup -> what was measured of such models
@@ -145,18 +147,16 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Returns what a setup needs. consumer: GeForce and the like, whose context was measured; None for an unknown card."""
     planned = phases(setup)
-    expected = float(max(phase.bytes for phase in planned))
-    if calibration is not None:
-        expected, error = expected * calibration.ratio, MEASURED_ERROR
+    peak, copies = float(max(phase.bytes for phase in planned)), copies_bytes(setup)
+    ratio = 1.0
+    if calibration and calibration.allocated:
+        allocated, ratio = calibration.allocated, calibration.allocated.expected / peak
     elif setup.device == "cpu":
-        error = CPU_ERROR
+        allocated = Range(peak * (1 - CPU_ERROR), peak, peak * (1 + CPU_ERROR))
     else:
-        expected, error = expected + WORKSPACE_BYTES, COMPILED_ERROR if setup.compiled else EAGER_ERROR
-    allocated = Range(expected * (1 - error), expected, expected * (1 + error))
-    copies = copies_bytes(setup)
-    if calibration and calibration.overhead_bytes is not None:
-        overhead = Range(*(calibration.overhead_bytes * factor for factor in (0.9, 1.0, 1.2)))
-        process = allocated + overhead
+        allocated = arithmetic_error(setup).scaled(peak + WORKSPACE_BYTES)
+    if calibration and calibration.process:
+        process = calibration.process
     elif setup.device == "cpu":
         heap = Range(
             *(size * growth for size, growth in zip(astuple(allocated), astuple(CPU_HEAP_GROWTH), strict=True))
@@ -164,6 +164,11 @@ def estimate_memory(
         process = heap + CPU_PROCESS_BYTES + Range(copies, copies, copies)
     else:
         process = process_bytes(allocated, world_size=setup.world_size, consumer=consumer, expandable=True)
-    ratio = calibration.ratio if calibration else 1.0
     source = calibration.source if calibration else "arithmetic alone: nothing was measured on this kind of device yet"
     return MemoryEstimate(planned, allocated, process, card_bytes or None, copies, ratio, source)
+
+
+def arithmetic_error(setup: MemorySetup) -> Range:
+    """Returns a GPU's allocated bytes over the closed form's, as far as that is known without a measurement."""
+    error = COMPILED_ERROR if setup.compiled else EAGER_ERROR
+    return Range(1 - error, 1.0, 1 + error)

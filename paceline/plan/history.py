@@ -1,8 +1,10 @@
 """
 What earlier runs on this machine showed about memory: what fitted and how well that was planned, and what did not fit.
 
-memory.json in the cache folder holds a record of every run and probe, which makes the next plan here more precise. Several runs
-may end at once: whoever adds a record holds a lock beside the file. A damaged file is reported and ignored.
+memory.json in the cache folder holds a record of every run and probe, which makes the next plan here more precise. Measured bytes
+are a constant and a share of the planned ones: a line through the records (fit_line), drawn towards what is assumed without any, so
+that a small run, which shows the constant, changes nothing about the share. Several runs may end at once: whoever adds a record
+holds a lock beside the file. A damaged file is reported and ignored.
 
 too_large.jsonl holds a line for each size that ran out of memory. No later plan chooses such a size by itself while the device has
 no more memory; rows that the user sets are the user's.
@@ -10,26 +12,42 @@ no more memory; rows that the user sets are the user's.
 
 import fcntl
 import json
+import math
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 from paceline.plan.activations import MemorySetup
-from paceline.plan.estimate import CPU_PROCESS_BYTES, Calibrate, Calibration
+from paceline.plan.estimate import (
+    CONTEXT,
+    CPU_HEAP_GROWTH,
+    CPU_PROCESS_BYTES,
+    EXPANDABLE,
+    RANKS,
+    WORKSPACE_BYTES,
+    Calibrate,
+    Calibration,
+    Range,
+    arithmetic_error,
+)
 from paceline.plan.memory import copies_bytes, peak_phase
 from paceline.plan.planner import Plan, memory_setup
 from paceline.plan.sizing import TooLarge
 from paceline.rundir import RunDir, append_json_line, read_json_lines, utc_now, write_atomic
+from paceline.units import MIB, format_bytes
 
 FILE_NAME = "memory.json"
 FAMILY = "gpt"  # the kind of model that is measured; another kind would have its own records
 KEEP_RECORDS = 20  # of each kind
 PROBE = "probe"  # the source of a record that no run made
-NEWEST = 5  # records that a calibration is made of
+NOISE_MIB, NOISE_SHARE = 16.0, 0.02  # by which a process is beside the line: small ones are not quite on one
+OUTLIER = 2.0  # so many deviations from the line a record counts less
+FIT_ROUNDS = 8  # weights hardly change after five
+MUCH_LARGER = 4  # times what any record planned: the source then says so
 FAILURES_FILE = "too_large.jsonl"
 # what a failure and a setup must share
 SAME = ("model", "device", "optimizer", "shard", "precision", "attention", "compiled")
@@ -73,7 +91,7 @@ def load_calibration(folder: Path) -> Calibrate:
 
 
 def calibration_of(records: Iterable[MemoryRecord], device_name: str, setup: MemorySetup) -> Calibration | None:
-    """Returns what the newest records of this device in this mode show; None without any. Other devices do not count."""
+    """Returns what the records of this device in this mode show; None without any. Other devices do not count."""
     mode = (device_name, setup.device, setup.compiled, setup.attention, FAMILY)
     alike = [
         record
@@ -81,40 +99,93 @@ def calibration_of(records: Iterable[MemoryRecord], device_name: str, setup: Mem
         if (record.device_name, record.device, record.compiled, record.attention, record.family) == mode
         and record.planned_bytes > 0
     ]
-    if setup.device == "cpu":
-        return _of_processes(alike, setup)
-    measured = _newest(record for record in alike if record.allocated_bytes)
-    if not measured:
-        return None
-    overheads = [
-        record.driver_bytes - record.allocated_bytes
-        for record in measured
-        if record.driver_bytes is not None and record.allocated_bytes is not None and _same_ranks(record, setup)
-    ]
-    return Calibration(
-        ratio=statistics.median((record.allocated_bytes or 0) / record.planned_bytes for record in measured),
-        overhead_bytes=round(statistics.median(overheads)) if overheads else None,
-        source=_source(measured),
-    )
-
-
-def _of_processes(alike: Iterable[MemoryRecord], setup: MemorySetup) -> Calibration | None:
-    """Returns what a CPU's processes took beyond the plan: there is no allocator that reports its own share.
-
-    As much of it as a process without a model has is constant; the remainder grows with the model, since it is malloc's holes.
-    """
-    measured = _newest(record for record in alike if record.driver_bytes is not None and _same_ranks(record, setup))
-    if not measured:
-        return None
     planned = peak_phase(setup).bytes
-    overheads = []
-    for record in measured:
-        overhead = (record.driver_bytes or 0) - record.copies_bytes - record.planned_bytes
-        constant = min(overhead, CPU_PROCESS_BYTES.expected)
-        overheads.append(constant + (overhead - constant) * planned / record.planned_bytes)
-    return Calibration(
-        ratio=1.0, overhead_bytes=round(statistics.median(overheads)) + copies_bytes(setup), source=_source(measured)
-    )
+    allocated: Range | None = None
+    same_ranks = [record for record in alike if _same_ranks(record, setup) and record.driver_bytes is not None]
+    if setup.device == "cpu":
+        # no allocator reports its own share there; the checkpoint's copies are in the process too, and known
+        alike = _newest(same_ranks)
+        points = [(record.planned_bytes, (record.driver_bytes or 0) - record.copies_bytes) for record in alike]
+        copies = copies_bytes(setup)
+        process: Range | None = fit_line(tuple(points), CPU_PROCESS_BYTES, CPU_HEAP_GROWTH).at(planned) + Range(
+            copies, copies, copies
+        )
+    else:
+        alike = _newest(record for record in alike if record.allocated_bytes)
+        points = [(record.planned_bytes, record.allocated_bytes or 0) for record in alike]
+        allocated = fit_line(tuple(points), Range(0, WORKSPACE_BYTES, 2 * WORKSPACE_BYTES), arithmetic_error(setup)).at(
+            planned
+        )
+        overheads = [
+            (record.allocated_bytes, (record.driver_bytes or 0) - record.allocated_bytes)
+            for record in _newest(same_ranks)
+            if record.allocated_bytes
+        ]
+        context = CONTEXT if setup.world_size == 1 else RANKS
+        overhead = fit_line(tuple(overheads), context, EXPANDABLE).at(allocated.expected) if overheads else None
+        process = allocated + overhead if overhead else None
+    if not alike:
+        return None
+    return Calibration(allocated, process, _source(alike, planned))
+
+
+@dataclass(frozen=True)
+class Line:
+    """Measured MiB as constant + slope * planned MiB, with the covariance of the two."""
+
+    constant: float
+    slope: float
+    covariance: tuple[float, float, float]  # of constant; of both; of slope
+
+    def at(self, planned_bytes: float) -> Range:
+        """Returns what is expected of a plan, within two standard deviations: the wider, the further it is from what was seen."""
+        x = planned_bytes / MIB
+        expected, (of_constant, of_both, of_slope) = self.constant + self.slope * x, self.covariance
+        deviation = math.sqrt(of_constant + 2 * x * of_both + x * x * of_slope + _noise(expected) ** 2)
+        return Range(max(0.0, expected - 2 * deviation), expected, expected + 2 * deviation).scaled(MIB)
+
+    def error(self, points: Sequence[tuple[int, int]]) -> float:
+        """Returns the mean deviation from the points, as a share of each."""
+        return statistics.fmean(abs(self.at(x).expected / y - 1) for x, y in points)
+
+
+@lru_cache(maxsize=64)  # a plan asks for every size that it tries
+def fit_line(points: tuple[tuple[int, int], ...], constant: Range, slope: Range) -> Line:
+    """Returns the line through (planned, measured) bytes. constant, slope: assumed without a point, two deviations on each side.
+
+    Points count by their distance from it (Huber's weights), so one process that grew for another reason does not turn it. Where
+    the line is further from the points than the assumption is, the assumption stays.
+    """
+    deviations = [(assumed.high - assumed.low) / 4 for assumed in (constant.scaled(1 / MIB), slope)]
+    assumed = Line(constant.expected / MIB, slope.expected, (deviations[0] ** 2, 0.0, deviations[1] ** 2))
+    points = tuple((x, y) for x, y in points if y > 0)
+    line, weights = assumed, [1.0] * len(points)
+    for _ in range(FIT_ROUNDS if points else 0):
+        a, b, c = (
+            1 / assumed.covariance[0],
+            0.0,
+            1 / assumed.covariance[2],
+        )  # the normal equations: [[a, b], [b, c]] line = [d, e]
+        d, e = a * assumed.constant, c * assumed.slope
+        for (planned, measured), weight in zip(points, weights, strict=True):
+            x, y = planned / MIB, measured / MIB
+            information = weight / _noise(y) ** 2
+            a, b, c = a + information, b + information * x, c + information * x * x
+            d, e = d + information * y, e + information * x * y
+        determinant = a * c - b * b
+        line = Line(
+            max(0.0, (c * d - b * e) / determinant),
+            (a * e - b * d) / determinant,
+            (c / determinant, -b / determinant, a / determinant),
+        )
+        distances = [abs(y - line.at(x).expected) / (_noise(y / MIB) * MIB) for x, y in points]
+        weights = [min(1.0, OUTLIER / max(distance, 1e-9)) for distance in distances]
+    return line if not points or line.error(points) <= assumed.error(points) else assumed
+
+
+def _noise(size_mib: float) -> float:
+    """Returns by how many MiB two equal runs differ."""
+    return NOISE_MIB + NOISE_SHARE * abs(size_mib)
 
 
 def _same_ranks(record: MemoryRecord, setup: MemorySetup) -> bool:
@@ -123,15 +194,20 @@ def _same_ranks(record: MemoryRecord, setup: MemorySetup) -> bool:
 
 
 def _newest(records: Iterable[MemoryRecord]) -> list[MemoryRecord]:
-    """Returns the newest records of runs; of probes, which read no text and write nothing, only where no run was measured."""
+    """Returns the newest records of runs; of probes, which read no text and write nothing, only where no run was measured.
+
+    Those of another PyTorch than the newest's do not count.
+    """
     ordered = sorted(records, key=lambda record: record.time)
     runs = [record for record in ordered if record.source != PROBE]
-    return (runs or ordered)[-NEWEST:]
+    return [record for record in runs or ordered if record.torch == ordered[-1].torch][-KEEP_RECORDS:]
 
 
-def _source(records: Sequence[MemoryRecord]) -> str:
+def _source(records: Sequence[MemoryRecord], planned: int) -> str:
     runs = f"{len(records)} runs here, the last" if len(records) > 1 else "a run here"
-    return f"measured in {runs} on {records[-1].time[:10]}"
+    largest = max(record.planned_bytes for record in records)
+    smaller = f"; none was planned larger than {format_bytes(largest)}" if planned > MUCH_LARGER * largest else ""
+    return f"measured in {runs} on {records[-1].time[:10]}{smaller}"
 
 
 def record_of(plan: Plan, measured: Sequence[Mapping[str, Any]], *, source: str) -> MemoryRecord | None:

@@ -5,10 +5,13 @@ import multiprocessing
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from setups import DEPTH_12, RTX_5090, TWO, planner, rows
 
 from paceline.config import Config, ModelConfig
 from paceline.plan.activations import MemorySetup
+from paceline.plan.estimate import CPU_HEAP_GROWTH, CPU_PROCESS_BYTES, estimate_memory
 from paceline.plan.history import (
     FAILURES_FILE,
     FILE_NAME,
@@ -16,6 +19,7 @@ from paceline.plan.history import (
     MemoryRecord,
     calibration_of,
     copies_bytes,
+    fit_line,
     keep_attempt,
     keep_record,
     keep_too_large,
@@ -27,6 +31,7 @@ from paceline.plan.machine import Machine
 from paceline.plan.memory import peak_phase
 from paceline.plan.planner import make_plan, memory_setup
 from paceline.rundir import RunDir, append_event
+from paceline.units import MIB
 
 GIB = 1 << 30
 CARD = "NVIDIA GeForce RTX 5090"
@@ -69,11 +74,89 @@ def of_day(day: int, **fields) -> MemoryRecord:
     return replace(RECORD, time=f"2026-11-{day:02d}T10:00:00.000Z", **fields)
 
 
-def test_the_ratio_is_the_median_of_the_newest_and_the_overhead_is_what_the_driver_counts_besides():
-    records = [of_day(day, allocated_bytes=(10 + share) * GIB) for day, share in enumerate((9, 1, 2, 3, 2, 1), start=1)]
-    calibration = calibration_of(records, CARD, SETUP)
-    assert (calibration.ratio, calibration.overhead_bytes) == (1.2, 1 * GIB)
-    assert calibration.source == "measured in 5 runs here, the last on 2026-11-06"
+def planned_of(setup: MemorySetup) -> int:
+    return peak_phase(setup).bytes
+
+
+LARGE = replace(SETUP, model=replace(SETUP.model, n_layer=12, n_embd=2048, n_head=64, n_kv_head=64, sequence_len=1024))
+ON_CPU = replace(SETUP, device="cpu", attention="cpu", compiled=False, precision="fp32")
+CPU_RECORD = replace(
+    RECORD, device_name="CPU", device="cpu", attention="cpu", compiled=False, precision="fp32", allocated_bytes=None
+)
+
+
+def test_what_was_allocated_beyond_the_plan_and_what_the_driver_counts_besides_are_expected_again():
+    planned = planned_of(LARGE)
+    records = [
+        of_day(
+            day,
+            planned_bytes=planned,
+            allocated_bytes=round(share * planned),
+            driver_bytes=round(share * planned) + GIB,
+        )
+        for day, share in enumerate((1.12, 1.1, 1.11, 1.11, 1.1), start=1)
+    ]
+    calibration = calibration_of(records, CARD, LARGE)
+    assert calibration.allocated.expected == pytest.approx(1.11 * planned, rel=0.01)
+    assert calibration.process.expected == pytest.approx(1.11 * planned + GIB, rel=0.02)
+    assert calibration.source == "measured in 5 runs here, the last on 2026-11-05"
+
+
+def test_one_toy_run_shifts_a_large_plan_by_what_it_took_and_no_more():
+    toy = replace(CPU_RECORD, planned_bytes=10 * MIB, driver_bytes=10 * MIB + 400 * MIB)
+    large = replace(LARGE, device="cpu", attention="cpu", compiled=False, precision="fp32")
+    assumed = make_process(large)
+    after = calibration_of([toy], "CPU", large)
+    assert after.process.expected - assumed < 125 * MIB + 0.02 * assumed  # 125 more than assumed were measured
+    assert after.source.endswith("; none was planned larger than 10.0 MiB")
+    assert after.process.high - after.process.low > 0.4 * planned_of(large)  # nothing is known about the share
+
+
+def make_process(setup: MemorySetup) -> float:
+    return estimate_memory(setup, card_bytes=None, consumer=None, calibration=None).process.expected
+
+
+def test_an_outlier_does_not_turn_the_line():
+    sizes = [200 * MIB, 400 * MIB, 800 * MIB, 1200 * MIB, 1600 * MIB, 2400 * MIB]
+    points = [(size, 300 * MIB + round(1.7 * size)) for size in sizes]
+    line = fit_line((*points, (800 * MIB, 6000 * MIB)), CPU_PROCESS_BYTES, CPU_HEAP_GROWTH)
+    for size, measured in points:
+        assert line.at(size).expected == pytest.approx(measured, rel=0.04)
+
+
+def histories(outliers: list[float], largest_mib: int):
+    """Runs on one machine: (planned, measured) bytes."""
+    runs = st.tuples(st.floats(5, largest_mib), st.floats(0.98, 1.02), st.sampled_from(outliers))
+    return st.builds(
+        lambda constant, slope, runs: tuple(
+            (round(size * MIB), round((constant + slope * size) * noise * outlier * MIB))
+            for size, noise, outlier in runs
+        ),
+        st.floats(200, 420),
+        st.floats(1.0, 1.8),
+        st.lists(runs, min_size=1, max_size=20),
+    )
+
+
+@given(histories([1.0] * 6 + [0.5, 3.0], 8000))
+def test_no_history_makes_the_plans_of_its_own_runs_worse(points):
+    line, assumed = (fit_line(some, CPU_PROCESS_BYTES, CPU_HEAP_GROWTH) for some in (points, ()))
+    assert line.error(points) <= assumed.error(points)
+
+
+@given(histories([1.0], 40), st.floats(5, 50_000))
+def test_small_runs_change_the_plan_of_a_large_one_by_what_they_took_beyond_theirs(points, size):
+    line, assumed = (fit_line(some, CPU_PROCESS_BYTES, CPU_HEAP_GROWTH) for some in (points, ()))
+    shift = abs(line.at(size * MIB).expected - assumed.at(size * MIB).expected)
+    seen = max(abs(measured - assumed.at(planned).expected) for planned, measured in points)
+    assert shift <= seen + 0.1 * size * MIB  # scaled by the ratio of the sizes it was up to a thousand times as much
+
+
+@given(histories([1.0], 8000).filter(lambda points: len(points) >= 5))
+def test_five_runs_tell_what_each_of_them_takes(points):
+    line = fit_line(points, CPU_PROCESS_BYTES, CPU_HEAP_GROWTH)
+    for planned, measured in points:
+        assert line.at(planned).expected == pytest.approx(measured, rel=0.12)
 
 
 @pytest.mark.parametrize(
@@ -85,18 +168,24 @@ def test_nothing_is_taken_from_another_device_mode_or_kernel(other):
     assert calibration_of([replace(RECORD, **other)], CARD, SETUP) is None
 
 
-def test_where_the_driver_reports_nothing_the_overhead_stays_an_estimate():
-    assert calibration_of([replace(RECORD, driver_bytes=None)], CARD, SETUP).overhead_bytes is None
+def test_where_the_driver_reports_nothing_the_rest_of_the_process_stays_an_estimate():
+    assert calibration_of([replace(RECORD, driver_bytes=None)], CARD, SETUP).process is None
 
 
-def test_one_rank_shows_nothing_about_the_overhead_of_several():
-    assert calibration_of([replace(RECORD, world_size=1)], CARD, SETUP).overhead_bytes is None
+def test_one_rank_shows_nothing_about_the_rest_of_the_process_of_several():
+    assert calibration_of([replace(RECORD, world_size=1)], CARD, SETUP).process is None
 
 
 def test_a_probe_counts_only_as_long_as_no_run_was_measured():
-    probe = of_day(2, source="probe", allocated_bytes=20 * GIB)
-    assert calibration_of([probe], CARD, SETUP).ratio == 2.0
-    assert calibration_of([of_day(1), probe], CARD, SETUP).ratio == 1.1
+    probe = of_day(2, source="probe", allocated_bytes=12 * GIB)
+    only, beside = (calibration_of(records, CARD, LARGE) for records in ([probe], [of_day(1), probe]))
+    assert beside == calibration_of([of_day(1)], CARD, LARGE)
+    assert only.allocated.expected > beside.allocated.expected
+
+
+def test_what_another_pytorch_took_does_not_count():
+    old = [of_day(day, torch="2.11.0", allocated_bytes=13 * GIB) for day in (1, 2)]
+    assert calibration_of([*old, of_day(3)], CARD, LARGE) == calibration_of([of_day(3)], CARD, LARGE)
 
 
 def test_on_a_cpu_the_overhead_beyond_plan_and_copies_is_added_to_the_next_plan():
@@ -105,13 +194,13 @@ def test_on_a_cpu_the_overhead_beyond_plan_and_copies_is_added_to_the_next_plan(
     measured = {"allocated_bytes": None, "reserved_bytes": None, "torch": "2.13.0", "time": RECORD.time}
     ranks = [
         {**measured, "compile_tried": False, "copies_bytes": 500, "driver_bytes": peak + 500 + extra}
-        for extra in (10, 777)
+        for extra in (290 * MIB, 300 * MIB)
     ]
     record = record_of(plan, ranks, source="books")
-    assert (record.planned_bytes, record.driver_bytes) == (peak, peak + 1277)
-    setup = replace(SETUP, device="cpu", attention="cpu", compiled=False, precision="fp32")
-    calibration = calibration_of([record], "CPU", setup)
-    assert (calibration.ratio, calibration.overhead_bytes) == (1.0, 777 + copies_bytes(setup))
+    assert (record.planned_bytes, record.driver_bytes) == (peak, peak + 500 + 300 * MIB)
+    calibration = calibration_of([record], "CPU", ON_CPU)
+    assert calibration.allocated is None  # counted to the byte
+    assert calibration.process.expected == pytest.approx(peak + copies_bytes(ON_CPU) + 300 * MIB, rel=0.06)
 
 
 def test_a_cpu_process_that_tried_compiling_is_not_kept():

@@ -7,17 +7,22 @@ from setups import DEPTH_12, ONE, TWO, planner, rows
 
 from paceline.config import Config
 from paceline.errors import PlanError
-from paceline.plan.estimate import Calibration
+from paceline.plan.activations import MemorySetup
+from paceline.plan.estimate import Calibration, Range
 from paceline.plan.machine import Machine
+from paceline.plan.memory import peak_phase
 from paceline.plan.planner import Plan, fewer_ranks, format_change, make_plan, replan, smaller_plan
 
 
 def maker(ratio: float | None = None):
     """make_plan on a machine that measured allocations of `ratio` times the planned."""
-    calibration = Calibration(ratio, None, "measured") if ratio else None
+
+    def calibrate(_, setup: MemorySetup) -> Calibration | None:
+        size = peak_phase(setup).bytes * (ratio or 0)
+        return Calibration(Range(0.96 * size, size, 1.04 * size), None, "measured") if ratio else None
 
     def make(config: Config, machine: Machine) -> Plan:
-        return make_plan(config, machine, vocab_size=32_768, num_rows=1000, calibrate=lambda *_: calibration)
+        return make_plan(config, machine, vocab_size=32_768, num_rows=1000, calibrate=calibrate)
 
     return make
 

@@ -11,7 +11,7 @@ import inspect
 import math
 import re
 import typing
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache, partial
 from pathlib import Path
@@ -56,9 +56,9 @@ def positional(value: str, about: str, *, default: Any = MISSING, **attributes: 
     return option(default, about, value=value, positional=True, **attributes)
 
 
-def keys_of(owner: type, *, names: Sequence[str] = (), foreign: Mapping[str, str] | None = None) -> Any:
-    """A field that holds which fields of `owner` the command line sets, by name. foreign: what others call them -> name."""
-    metadata = {"owner": owner, "names": tuple(names), "foreign": foreign or {}}
+def keys_of(owner: type, *, names: Sequence[str] = (), foreign: Callable[..., list[str]] = lambda args, _: args) -> Any:
+    """A field that holds which fields of `owner` are set. foreign: gives other trainers' flags in the arguments our names."""
+    metadata = {"owner": owner, "names": tuple(names), "foreign": foreign}
     return field(default_factory=dict, metadata=metadata)
 
 
@@ -75,6 +75,9 @@ class Parameter:
     low: float = -math.inf
     high: float = math.inf
     choices: tuple[str, ...] = ()
+    also: Mapping[float, Any] = field(
+        default_factory=dict
+    )  # numbers that other trainers write for one of ours: -1 for off
     value: str | None = None  # its stand-in in help
     positional: bool = False
     has_flag: bool = False  # --its-name sets a positional argument too
@@ -156,7 +159,7 @@ class Parameter:
         except (ValueError, KeyError):
             fix = self.usage if self.is_switch else f"{self.title} {self.example}"
             raise UsageError(f"{self.title} {text} is not {self.expected}", fix=fix) from None
-        if problem := self.problem(value):
+        if (value := self.also.get(value, value)) is not None and (problem := self.problem(value)):
             raise UsageError(f"{self.title} {text} is {problem}", fix=self.expected)
         return value
 
@@ -164,7 +167,7 @@ class Parameter:
         """Why a value of the right type is refused."""
         if self.choices and value not in self.choices:
             return "not known"
-        if isinstance(value, str | Path) and "\0" in str(value):
+        if "\0" in str(value):
             return "not text"
         is_number = isinstance(value, int | float) and not self.is_switch
         return "out of range" if is_number and not self.low <= value <= self.high else None  # nor is NaN in it
@@ -223,6 +226,11 @@ def normalize(args: Sequence[str], *, command: str, options: type) -> list[str]:
     if not has_script and HELP_FLAGS & set(args):
         return ["--help"]
     words, others, remaining = list[str](), list[str](), list(args)
+    for item in fields(options):
+        if "foreign" in item.metadata:
+            remaining = item.metadata["foreign"](
+                remaining, [flag for parameter in parameters for flag in parameter.flags]
+            )
     while remaining:
         argument = remaining.pop(0)
         is_option = argument.startswith("-") and argument != "-"
@@ -235,8 +243,7 @@ def normalize(args: Sequence[str], *, command: str, options: type) -> list[str]:
         if argument in HELP_FLAGS:
             return ["--help"]
         flag, equals, text = argument.partition("=")
-        flag = flag.replace("_", "-")
-        parameter = flags.get(flag)
+        parameter = flags.get(flag := flag.replace("_", "-"))
         if parameter is None and not equals:  # --no-compile
             switch = flags.get(f"--{flag.removeprefix('--no-')}")
             parameter, equals, text = switch if switch and switch.is_switch else None, "=", "false"
@@ -370,16 +377,10 @@ def unknown_option(argument: str, following: str, *, command: str, options: type
             hint = hint.format(value=text or (following if following[:1] not in ("", "-") else "2"))
             fix = f"paceline run {hint}" if hint.startswith("-") else hint
             return UsageError(f"{flag} is not an option of paceline run", fix=fix)
-    parameters = parameters_of(options)
-    own = [parameter for parameter in parameters.values() if not parameter.positional]
+    own = [parameter for parameter in parameters_of(options).values() if not parameter.positional]
     if not argument.startswith("--"):
-        example = own[0].usage if own else "--help"
-        return UsageError(f"unknown option {argument}", fix=f"options have two dashes, such as {example}")
-    for item in fields(options):
-        ours = item.metadata.get("foreign", {}).get(name.replace("-", "_"))
-        if ours in parameters:
-            fix = f"{parameters[ours].option} {text or following}".strip()
-            return UsageError(f"unknown option {flag}; paceline calls it {ours}", fix=fix)
+        fix = f"options have two dashes, such as {own[0].usage if own else '--help'}"
+        return UsageError(f"unknown option {argument}", fix=fix)
     near = nearest(flag, [name for parameter in own for name in (parameter.option, *parameter.flags)])
     return UsageError(f"unknown option {flag}", fix=f"did you mean {near}?" if near else "--help lists the options")
 

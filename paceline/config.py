@@ -34,6 +34,9 @@ class ModelConfig:
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
+OPEN = {-1: None}  # nanochat's way to leave a setting open
+
+
 @dataclass(frozen=True)
 class Config:
     """Every key. Flags have the same names with dashes."""
@@ -57,12 +60,16 @@ class Config:
     device_batch_size: int | None = option(
         None, "rows in one micro-step of one device; auto: the most that fit", low=1, group="batch"
     )
-    total_batch_size: int | None = option(None, "tokens in one optimizer step, over all devices", low=1)
-    num_steps: int | None = option(None, "optimizer steps; auto: from tokens_per_param", low=1, high=10**9)
-    epochs: float | None = option(None, "passes over the text, in place of num_steps", low=1e-9, high=1e6)
+    total_batch_size: int | None = option(None, "tokens in one optimizer step, over all devices", low=1, also=OPEN)
+    num_steps: int | None = option(None, "optimizer steps; auto: from tokens_per_param", low=1, high=10**9, also=OPEN)
+    epochs: float | None = option(None, "passes over the text, in place of num_steps", low=1e-9, high=1e6, also=OPEN)
     time: str | None = option(None, "length as a time such as 2m or 8h, in place of num_steps; speed is measured first")
     tokens_per_param: float = option(
-        12.0, "training tokens per parameter, where none of num_steps, epochs and time is set", low=1e-6, high=1e6
+        12.0,
+        "training tokens per parameter, where none of num_steps, epochs and time is set",
+        low=1e-6,
+        high=1e6,
+        also={-1: 12.0},
     )
 
     optimizer: str = option("muon", "muon: Muon and AdamW; adamw: AdamW", choices=("muon", "adamw"), group="optimizer")
@@ -76,7 +83,9 @@ class Config:
     warmup_steps: int = option(40, "steps of linear warm-up", low=0, high=10**9)
     warmdown_ratio: float = option(0.65, "fraction of the run in which the learning rate falls", low=0, high=1)
     final_lr_frac: float = option(0.05, "learning rate at the end, as a fraction of its peak", low=0, high=1)
-    grad_clip: float | None = option(None, "largest gradient norm; auto: no clipping", low=1e-9, high=1e9)
+    grad_clip: float | None = option(
+        None, "largest gradient norm; auto: no clipping", low=1e-9, high=1e9, also={0: None}
+    )
 
     nproc: int | None = option(None, "processes; auto: one per GPU, two on the CPU", low=1, high=1024, group="device")
     device: str | None = option(None, "device of the ranks; auto: cuda where there is one", choices=("cuda", "cpu"))
@@ -95,15 +104,16 @@ class Config:
     logits_mib: int | None = option(None, "MiB of logits at a time; auto: 512, less where needed", low=1, high=1 << 20)
 
     log_every: int = option(10, "steps between lines of metrics", low=1, high=10**9, group="watch")
-    eval_every: int = option(250, "steps between evaluations; 0: only at the end", low=0, high=10**9)
+    eval_every: int = option(250, "steps between evaluations; 0: only at the end", low=0, high=10**9, also={-1: 0})
     eval_tokens: int | None = option(
         None,
         "held-out tokens of one evaluation; auto: a tenth of the run's time for all of them, 1,048,576 at most",
         low=1,
         high=10**12,
+        also=OPEN,
     )
-    save_every: int = option(250, "steps between checkpoints; 0: only at the end", low=0, high=10**9)
-    sample_every: int = option(0, "steps between samples; 0: only at the end", low=0, high=10**9)
+    save_every: int = option(250, "steps between checkpoints; 0: only at the end", low=0, high=10**9, also={-1: 0})
+    sample_every: int = option(0, "steps between samples; 0: only at the end", low=0, high=10**9, also={-1: 0})
     keep_last: int = option(2, "checkpoints to keep besides the best one", low=1, high=10**6)
 
     max_loss_spike: float | None = option(
@@ -118,30 +128,6 @@ class Config:
 
 LENGTH_KEYS = ("num_steps", "epochs", "time")  # ways to set one thing: a flag for one replaces a file's other
 KEYS = parameters_of(Config)
-
-# key -> its names in nanoGPT, nanochat and their forks; read in .py files, an error as flags or in TOML
-OTHER_NAMES = {
-    "sequence_len": "max_seq_len block_size context_length",
-    "num_steps": "num_iterations max_iters max_steps",
-    "depth": "n_layer num_layers",
-    "device_batch_size": "batch_size",
-    "epochs": "num_epochs",
-    "tokens_per_param": "target_param_data_ratio",
-    "eval_every": "eval_interval",
-    "save_every": "save_interval",
-    "log_every": "log_interval",
-    "grad_clip": "grad_clip_norm",
-    "warmup_steps": "warmup_iters",
-    "matrix_lr": "learning_rate lr",
-    "device": "device_type",
-    "precision": "dtype",
-    "name": "run model_tag",
-    "runs_dir": "out_dir",
-    "data": "dataset",
-    "nproc": "nproc_per_node",
-}
-FOREIGN = {other: key for key, names in OTHER_NAMES.items() for other in names.split()}
-FOREIGN_VALUES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "": None, -1: None}
 
 
 def check_config(config: Config) -> None:

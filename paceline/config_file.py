@@ -1,8 +1,9 @@
 """
 Config files: TOML with flat keys, and the `.py` files of plain `key = literal` lines that nanoGPT and nanochat forks keep.
 
-A `.py` file is parsed with ast, never executed. The names of other trainers become ours by the table in config.py. Arithmetic
-on literals (5 * 8, 2**19) is computed, anything else is an error that names its line.
+A `.py` file is parsed with ast, never executed. The names of other trainers become ours by other_names.py. Arithmetic on literals
+(5 * 8, 2**19) is computed; other lines are passed over, with a note, where they set nothing of ours. All lines that are wrong are
+told at once.
 """
 
 import ast
@@ -10,14 +11,16 @@ import json
 import operator
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.command_line import nearest
-from paceline.config import FOREIGN, FOREIGN_VALUES, KEYS, LENGTH_KEYS, Config, check_config
+from paceline.config import KEYS, LENGTH_KEYS, Config, check_config
 from paceline.errors import PacelineError
+from paceline.other_names import KEY_OF, translate
+from paceline.units import format_list
 
 TINY = Path(__file__).parent / "configs" / "tiny.toml"
 
@@ -86,11 +89,15 @@ def checked_value(name: str, value: Any, *, where: str) -> Any:
     """The value of key `name`, or an error that names the allowed ones. where: the file or flag that it came from."""
     if name not in KEYS:
         raise unknown_key(name, where=where, value=value)
-    key, shown = KEYS[name], f"{where}: {name} is"
+    key, shown = KEYS[name], f"{where}: {name} is".removeprefix(": ")
     if value is None and key.is_optional:
         return None
     if float in key.kinds and type(value) is int:
         value = float(value)
+    if isinstance(value, int | float) and not isinstance(value, bool) and value in key.also:
+        value = key.also[value]
+        if value is None:
+            return None
     if not isinstance(value, key.kinds) or (isinstance(value, bool) and not key.is_switch):
         fix = f"{name} = {format_toml_value(key.example)}"
         raise PacelineError(f"{shown} {value!r}, not {key.expected}", fix=fix)
@@ -107,7 +114,7 @@ def unknown_key(name: str, *, where: str, value: Any = "") -> PacelineError:
         return PacelineError(
             f"{where}: [{name}] is a table, keys are flat", fix="write its keys without the [section] line"
         )
-    ours = FOREIGN.get(name)
+    ours = KEY_OF.get(name)
     if ours:
         fix = f"{ours} = {format_toml_value(value)}"
         return PacelineError(f"{where}: unknown key {name}; paceline calls it {ours}", fix=fix)
@@ -150,67 +157,84 @@ OPERATORS: dict[type, Any] = {
     ast.Pow: operator.pow,
 }
 
-# names that change nothing here at these values; with any other value they are an error
-HARMLESS: dict[str, tuple[Any, ...]] = {
-    "dropout": (0, 0.0),
-    "bias": (False,),
-    "init_from": ("scratch",),
-    "decay_lr": (True,),
-    "eval_only": (False,),
-    "always_save_checkpoint": (True, False),
-    "backend": ("nccl", "gloo"),
-}
-UNUSED_PREFIXES = (
-    "wandb_",
-    "eval_iters",
-    "lr_decay_iters",
-    "min_lr",
-    "beta1",
-    "beta2",
-    "core_metric_",
-    "total_training_time",
-)
+
+class PythonLine(NamedTuple):
+    """One `name = value` of a .py file, or a statement that is passed over (name empty)."""
+
+    number: int
+    name: str
+    value: Any  # NOT_PLAIN where it is no literal
+
+
+NOT_PLAIN = object()
+DERIVED = ("n_head", "gradient_accumulation_steps")  # nanoGPT's: keys of ours follow from them and others
 
 
 def read_python_config(text: str, *, path: Path) -> tuple[dict[str, Any], list[str]]:
-    """The checked values under our names, and a note about the names that paceline does not use."""
-    literals = _literals(text, path=path)
+    """Returns the checked values under our names, and notes on what is not used; one PacelineError tells of all wrong lines."""
+    lines = list(_python_lines(text, path=path))
+    last = {line.name: line for line in lines if line.name}
+    optimizer = str(last["optimizer"].value) if "optimizer" in last else "muon"
     values: dict[str, Any] = {}
+    notes: list[str] = []
     unused: list[str] = []
-    accumulation = literals.pop("gradient_accumulation_steps", None)
-    n_head = literals.pop("n_head", None)
-    for name, value in literals.items():
-        if name in KEYS:
-            values[name] = checked_value(name, value, where=str(path))
-        elif name in FOREIGN:
-            value = FOREIGN_VALUES.get(value, value) if isinstance(value, str | int | float) else value
-            if value is not None:
-                values[FOREIGN[name]] = checked_value(FOREIGN[name], value, where=f"{path} ({name})")
-        elif value in HARMLESS.get(name, ()) or name.startswith(UNUSED_PREFIXES):
-            unused.append(name)
-        elif name in HARMLESS:
-            raise PacelineError(
-                f"{path}: paceline has no {name}, and {value!r} asks for it", fix=f"delete the line {name}"
-            )
-        else:
-            checked_value(name, value, where=str(path))  # raises: unknown, with the nearest
-    if n_head is not None:
-        if not isinstance(n_head, int) or n_head < 1 or values.get("n_embd") is None or values["n_embd"] % n_head:
-            raise PacelineError(f"{path}: n_head {n_head!r} does not divide n_embd", fix="set n_embd and head_dim")
-        values["head_dim"] = checked_value("head_dim", values["n_embd"] // n_head, where=f"{path} (n_head)")
-    if accumulation is not None and "total_batch_size" not in values:
-        rows, length = values.get("device_batch_size"), values.get("sequence_len")
-        if not rows or not length or not isinstance(accumulation, int):
-            raise PacelineError(
-                f"{path}: gradient_accumulation_steps needs batch_size and block_size in the same file",
-                fix="set total_batch_size in tokens",
-            )
-        values["total_batch_size"] = checked_value("total_batch_size", accumulation * rows * length, where=str(path))
-    notes = [f"{path.name}: not used by paceline: {', '.join(unused)}"] if unused else []
-    return values, notes
+    problems: dict[int, PacelineError] = {}
+    for number, name, value in sorted(last.values(), key=lambda line: line.name in DERIVED):
+        try:
+            if value is NOT_PLAIN:
+                raise PacelineError(f"{name} is not a plain value", fix="write the number or the text itself")
+            if name in DERIVED:
+                values |= _derived(name, value, values)
+            elif name in KEYS:
+                values[name] = checked_value(name, value, where="")
+            elif (meaning := translate(name, value, optimizer=optimizer)) is None:
+                raise unknown_key(name, where="", value=value)
+            elif meaning.key:
+                values[meaning.key] = checked_value(meaning.key, meaning.value, where=f"({name})")
+            else:
+                notes += [meaning.note] if meaning.note else []
+                unused += [name] if meaning.unused else []
+        except PacelineError as error:
+            problems[number] = error
+    if problems:
+        raise _joined(problems, path=path)
+    notes += [f"not used by paceline: {', '.join(unused)}"] if unused else []
+    passed = [line.number for line in lines if not line.name]
+    notes += [f"not executed: {'lines' if len(passed) > 1 else 'line'} {format_list(passed)}"] if passed else []
+    return values, [f"{path.name}: {note}" for note in notes]
 
 
-def _literals(text: str, *, path: Path) -> dict[str, Any]:
+def _joined(problems: Mapping[int, PacelineError], *, path: Path) -> PacelineError:
+    """Returns one error of all wrong lines, by their numbers."""
+    texts = {number: error.message.removeprefix(": ") for number, error in sorted(problems.items())}
+    if len(texts) == 1:
+        [(number, text)] = texts.items()
+        return PacelineError(f"{path}:{number}: {text}", fix=problems[number].fix)
+    listed = [f"\n  line {number}: {text} ({problems[number].fix})" for number, text in texts.items()]
+    return PacelineError(
+        f"{path} has {len(texts)} lines that paceline cannot use:{''.join(listed)}", fix="change these lines"
+    )
+
+
+def _derived(name: str, value: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the key that follows from a number of nanoGPT's and the file's other values."""
+    if name == "n_head":
+        width = values.get("n_embd")
+        if not isinstance(value, int) or value < 1 or not width or width % value:
+            raise PacelineError(f"n_head {value!r} does not divide n_embd", fix="set n_embd and head_dim")
+        return {"head_dim": checked_value("head_dim", width // value, where="(n_head)")}
+    if "total_batch_size" in values:
+        return {}
+    rows, length = values.get("device_batch_size"), values.get("sequence_len")
+    if not rows or not length or not isinstance(value, int):
+        raise PacelineError(
+            f"{name} needs batch_size and block_size in the same file", fix="set total_batch_size in tokens"
+        )
+    return {"total_batch_size": checked_value("total_batch_size", value * rows * length, where=f"({name})")}
+
+
+def _python_lines(text: str, *, path: Path) -> Iterator[PythonLine]:
+    """Yields the settings of the file, and the statements that set nothing of ours; nothing is executed."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError) as error:
@@ -225,32 +249,35 @@ def _literals(text: str, *, path: Path) -> dict[str, Any]:
             case (
                 ast.Assign(targets=[ast.Name(id=name)], value=value)
                 | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
-            ):
-                values[name] = _evaluate(value, values, path=path)
+            ) if (result := _evaluate(value, values)) is not NOT_PLAIN or _is_setting(name):
+                values[name] = result
+                yield PythonLine(node.lineno, name, result)
             case _:
-                raise PacelineError(
-                    f"{path}:{node.lineno}: only `key = literal` lines are read, nothing is executed",
-                    fix="delete that line",
-                )
-    return values
+                names = [
+                    part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)
+                ]
+                ours = [name for name in names if _is_setting(name)]
+                yield PythonLine(node.lineno, ours[0] if ours else "", NOT_PLAIN)
 
 
-def _evaluate(node: ast.expr, names: dict[str, Any], *, path: Path) -> Any:
+def _is_setting(name: str) -> bool:
+    return name in KEYS or name in KEY_OF or name in DERIVED
+
+
+def _evaluate(node: ast.expr, names: Mapping[str, Any]) -> Any:
+    """Returns the value of a literal, or of arithmetic on literals and on the names before it; NOT_PLAIN for anything else."""
     match node:
         case ast.Constant(value=value):
             return value
-        case ast.Name(id=name) if name in names:
-            return names[name]
+        case ast.Name(id=name):
+            return names.get(name, NOT_PLAIN)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            inner = _evaluate(operand, names, path=path)
-            if isinstance(inner, int | float):
-                return -inner
+            inner = _evaluate(operand, names)
+            return -inner if isinstance(inner, int | float) else NOT_PLAIN
         case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
-            a, b = _evaluate(left, names, path=path), _evaluate(right, names, path=path)
+            a, b = _evaluate(left, names), _evaluate(right, names)
             if all(isinstance(number, int | float) and abs(number) < 2**63 for number in (a, b)):
                 too_large = isinstance(op, ast.Pow) and abs(b) > 64
                 if not too_large and not (b == 0 and isinstance(op, ast.Div | ast.FloorDiv)):
                     return OPERATORS[type(op)](a, b)
-    raise PacelineError(
-        f"{path}:{node.lineno}: {ast.unparse(node)} is not a plain value", fix="write the number or the text itself"
-    )
+    return NOT_PLAIN

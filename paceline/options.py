@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, dataclass_transform
 
 from paceline.command_line import keys_of, option, positional
-from paceline.config import FOREIGN, Config
+from paceline.config import Config
+from paceline.other_names import with_our_flags
 
 RUN = "the run's folder, or its name under --runs-dir"
 CONFIG = "a .toml file, or a .py file of plain `key = literal` lines; auto: configs/tiny.toml"
@@ -30,7 +31,7 @@ class ConfigOptions(Options):
     """A config file and any key of it."""
 
     config: str | None = positional("CONFIG", CONFIG, default=None, has_flag=True)
-    keys: Mapping[str, Any] = keys_of(Config, foreign=FOREIGN)
+    keys: Mapping[str, Any] = keys_of(Config, foreign=with_our_flags)
 
 
 class JsonOption(Options):
@@ -105,7 +106,7 @@ class ResumeOptions(LaunchOptions):
     """
 
     run: str = positional("RUN", RUN)
-    keys: Mapping[str, Any] = keys_of(Config, foreign=FOREIGN)
+    keys: Mapping[str, Any] = keys_of(Config, foreign=with_our_flags)
 
 
 class ScriptOptions(LaunchOptions):

@@ -81,11 +81,32 @@ def test_an_unknown_flag_names_the_nearest():
     assert str(error.value) == "error: unknown option --device-batchsize\n  fix: did you mean --device-batch-size?"
 
 
-def test_a_flag_of_another_trainer_is_told_by_our_name():
-    with pytest.raises(UsageError) as error:
-        parse_flags(["--max-seq-len", "512"])
-    assert error.value.message == "unknown option --max-seq-len; paceline calls it sequence_len"
-    assert error.value.fix == "--sequence-len 512"
+def test_flags_of_another_trainer_work_and_one_note_names_ours(capsys):
+    args = [
+        "--max_seq_len=512",
+        "--num-iterations",
+        "50",
+        "--run=dummy",
+        "--wandb-project",
+        "x",
+        "--target-flops",
+        "-1",
+        "my.toml",
+    ]
+    file, keys = parse_flags([*args, "--save-every=-1", "--dtype", "bfloat16", "--learning-rate", "6e-4"])
+    assert (file, keys) == ("my.toml", {"sequence_len": 512, "num_steps": 50, "save_every": 0, "precision": "bf16"})
+    assert capsys.readouterr().err == (
+        "note    names of another trainer: --max_seq_len is --sequence-len; --num-iterations is --num-steps;"
+        ' run = "dummy": the run gets a name by itself, and no tracker; --wandb-project is not used; --target-flops is not used;'
+        " --dtype is --precision; learning_rate is a rate of AdamW and is not used: Muon trains the matrices, at matrix_lr"
+        " (--optimizer adamw uses it)\n"
+    )
+    assert parse_flags(["--optimizer", "adamw", "--learning-rate", "6e-4"])[1]["matrix_lr"] == 6e-4
+
+
+def test_a_flag_of_another_trainer_for_what_paceline_does_not_have_is_refused():
+    with pytest.raises(PacelineError, match="paceline has no fp8, and True asks for it"):
+        parse_flags(["--fp8"])
 
 
 @pytest.mark.parametrize(
@@ -142,12 +163,80 @@ def test_a_python_file_of_literals_is_read_and_its_names_become_ours(tmp_path):
     assert notes == ["train_gpt2.py: not used by paceline: wandb_log"]
 
 
-def test_a_python_file_is_never_executed(tmp_path):
+def test_a_python_file_is_never_executed_and_what_sets_nothing_is_passed_over(tmp_path):
     ran = tmp_path / "ran"
-    file = write(tmp_path / "a.py", f"depth = 4\nopen({str(ran)!r}, 'w')\n")
-    with pytest.raises(PacelineError, match="only `key = literal` lines are read"):
-        load_config(file, {})
+    text = (
+        f"import os\ndepth = 4\nopen({str(ran)!r}, 'w')\nassert depth == 4\nuser_config = {{}}\nbetas = (0.9, 0.95)\n"
+    )
+    config, notes = load_config(write(tmp_path / "a.py", text), {})
+    assert config.depth == 4
+    assert notes == ["a.py: not executed: lines 1, 3, 4, 5 and 6"]
     assert not ran.exists()
+
+
+NANOCHAT = """
+run = "dummy"
+device_type = ""
+depth = 12
+aspect_ratio = 64
+head_dim = 128
+max_seq_len = 2048
+window_pattern = "SSSL"
+num_iterations = -1
+target_flops = -1.0
+target_param_data_ratio = 12
+device_batch_size = 32
+total_batch_size = -1
+embedding_lr = 0.3
+unembedding_lr = 0.008
+weight_decay = 0.28
+matrix_lr = 0.02
+scalar_lr = 0.5
+warmup_steps = 40
+warmup_ratio = 0.0
+warmdown_ratio = 0.65
+final_lr_frac = 0.05
+grad_clip = 0.0
+resume_from_step = -1
+eval_every = 250
+eval_tokens = 80 * 524288
+core_metric_every = 2000
+sample_every = -1
+save_every = -1
+model_tag = ""
+use_dummy_wandb = True
+"""
+
+
+def test_a_config_of_nanochat_starts_unchanged(tmp_path):
+    config, notes = load_config(write(tmp_path / "base.py", NANOCHAT), {})
+    expected = Config(
+        depth=12, window_pattern="SSSL", device_batch_size=32, eval_tokens=80 * 524288, save_every=0, matrix_lr=0.02
+    )
+    assert config == expected
+    assert notes == [
+        'base.py: run = "dummy": the run gets a name by itself, and no tracker',
+        "base.py: not used by paceline: aspect_ratio, target_flops, scalar_lr, warmup_ratio, resume_from_step, core_metric_every,"
+        " use_dummy_wandb",
+    ]
+
+
+def test_all_wrong_lines_of_a_python_file_are_told_at_once_by_number(tmp_path):
+    file = write(tmp_path / "a.py", "depth = 4\nfp8 = True\nblock_size = len('x')\nmax_iters = 'ten'\nnum_gpu = 2\n")
+    with pytest.raises(PacelineError) as error:
+        load_config(file, {})
+    first, *others = error.value.message.splitlines()
+    assert first == f"{file} has 4 lines that paceline cannot use:"
+    assert [line.split(":")[0].strip() for line in others] == ["line 2", "line 3", "line 4", "line 5"]
+    assert "paceline has bf16, fp16 and fp32" in others[0]
+
+
+def test_a_learning_rate_of_adamw_is_no_rate_of_muon(tmp_path):
+    text = "learning_rate = 6e-4\nn_layer = 4\n"
+    config, notes = load_config(write(tmp_path / "a.py", text), {})
+    assert config.matrix_lr is None and "Muon trains the matrices" in notes[0]
+    config, notes = load_config(write(tmp_path / "a.py", text + "optimizer = 'adamw'\n"), {})
+    assert (config.matrix_lr, notes) == (6e-4, [])
 
 
 def test_a_python_file_asking_for_dropout_is_refused(tmp_path):

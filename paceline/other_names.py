@@ -1,0 +1,154 @@
+"""
+What nanoGPT, nanochat and their forks call their settings, in .py files and as flags: under which key of ours, or why under none.
+
+nanochat: scripts/base_train.py of commit 92d63d4 and earlier ones. nanoGPT: train.py.
+"""
+
+import contextlib
+import sys
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.errors import PacelineError
+
+# key -> its other names
+NAMES = {
+    "sequence_len": "max_seq_len block_size context_length",
+    "num_steps": "num_iterations max_iters max_steps",
+    "depth": "n_layer num_layers",
+    "device_batch_size": "batch_size",
+    "epochs": "num_epochs",
+    "tokens_per_param": "target_param_data_ratio",
+    "eval_every": "eval_interval",
+    "save_every": "save_interval",
+    "log_every": "log_interval",
+    "grad_clip": "grad_clip_norm",
+    "warmup_steps": "warmup_iters",
+    "matrix_lr": "learning_rate lr",
+    "device": "device_type",
+    "precision": "dtype mixed_precision",
+    "compile": "use_compile torch_compile",
+    "activation_checkpointing": "gradient_checkpointing",
+    "name": "run model_tag",
+    "runs_dir": "out_dir output_dir checkpoint_dir",
+    "data": "dataset",
+    "nproc": "nproc_per_node num_gpus",
+}
+KEY_OF = {other: key for key, names in NAMES.items() for other in names.split()}
+VALUES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "no": "fp32"}  # of precision
+AUTO = ("", -1, None)  # these leave a setting open
+DUMMY = "dummy"  # nanochat's name of a run without W&B
+ADAMW_RATE = KEY_OF.keys() & {"learning_rate", "lr"}
+
+# names that change nothing here at these values; with any other value they ask for what paceline does not have
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "dropout": (0,),
+    "bias": (False,),
+    "init_from": ("scratch",),
+    "decay_lr": (True,),
+    "eval_only": (False,),
+    "backend": ("nccl", "gloo"),
+    "fp8": (False,),
+    "aspect_ratio": (64,),
+    "scalar_lr": (0.5,),
+    "warmup_ratio": (0,),
+    "target_flops": AUTO,
+    "resume_from_step": AUTO,
+}
+INSTEAD = {
+    "warmup_ratio": "warmup_steps, a number of steps, takes its place",
+    "resume_from_step": "paceline resume RUN goes on with a run",
+    "aspect_ratio": "set n_embd, the width itself",
+    "target_flops": "set num_steps, or time, such as 8h",
+    "fp8": "paceline has bf16, fp16 and fp32",
+}
+# names that change nothing here at any value
+UNUSED = (
+    "wandb_",
+    "use_dummy_wandb",
+    "core_metric_",
+    "eval_iters",
+    "lr_decay_iters",
+    "min_lr",
+    "beta1",
+    "beta2",
+    "betas",
+    "fp8_recipe",
+    "total_training_time",
+    "always_save_checkpoint",
+    "config_keys",
+    "user_config",
+)
+
+
+@dataclass(frozen=True)
+class Translation:
+    """What a setting of another trainer means: a value of a key of ours, or nothing here (key None)."""
+
+    key: str | None
+    value: Any = None
+    unused: bool = False  # it says something, but not to paceline
+    note: str = ""  # why it is not used, where that may surprise
+
+
+def translate(name: str, value: Any, *, optimizer: str) -> Translation | None:
+    """Returns what another trainer's setting means; None for an unknown name. optimizer: that of the run.
+
+    Raises PacelineError where it asks for what paceline does not have.
+    """
+    key = KEY_OF.get(name)
+    if key is None:
+        return _without_key(name, value)
+    if name in ADAMW_RATE and optimizer != "adamw":
+        note = f"{name} is a rate of AdamW and is not used: Muon trains the matrices, at matrix_lr (--optimizer adamw uses it)"
+        return Translation(None, note=note)
+    if key == "name" and value == DUMMY:
+        return Translation(None, note=f'{name} = "{DUMMY}": the run gets a name by itself, and no tracker')
+    if value in AUTO and not isinstance(value, bool):
+        return Translation(None)
+    return Translation(key, VALUES.get(value, value) if key == "precision" and isinstance(value, str) else value)
+
+
+def with_our_flags(args: Sequence[str], known: Collection[str]) -> list[str]:
+    """Returns the arguments with other trainers' flags under our names, or without them; one note says so. known: our options."""
+    words, remaining, notes = list[str](), list(args), list[str]()
+    optimizer = "adamw" if "adamw" in " ".join(args).replace("=", " ").split() else "muon"
+    while remaining:
+        argument = remaining.pop(0)
+        flag, equals, text = argument.partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        is_ours = not flag.startswith("--") or f"--{name.replace('_', '-')}" in known
+        if is_ours or not (name in KEY_OF or name in HARMLESS or name.startswith(UNUSED)):
+            words.append(argument)
+            continue
+        if not equals and remaining and (not remaining[0].startswith("-") or remaining[0][1:2].isdigit()):
+            text = "" if remaining[0].endswith((".toml", ".py")) else remaining.pop(0)
+        meaning = translate(name, _plain(text), optimizer=optimizer) or Translation(None)
+        if meaning.key:
+            option = f"--{meaning.key.replace('_', '-')}"
+            words.append(f"{option}={meaning.value if isinstance(meaning.value, str) else text or 'true'}")
+            notes.append(f"{flag} is {option}")
+        elif meaning.note or meaning.unused:
+            notes.append(meaning.note or f"{flag} is not used")
+    if notes:
+        print(f"note    names of another trainer: {'; '.join(notes)}", file=sys.stderr)
+    return words
+
+
+def _plain(text: str) -> Any:
+    """Returns the value that a flag's text stands for; a flag without a text is a switch."""
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return {"": True, "true": True, "false": False}.get(text.lower(), text)
+
+
+def _without_key(name: str, value: Any) -> Translation | None:
+    allowed = HARMLESS.get(name)
+    if name.startswith(UNUSED) or (allowed is not None and value in allowed):
+        return Translation(None, unused=True)
+    if allowed is None:
+        return None
+    fix = INSTEAD.get(name, f"delete the line {name}")
+    raise PacelineError(f"paceline has no {name}, and {value!r} asks for it", fix=fix)

@@ -1,5 +1,6 @@
 """What all tests share: gpu tests are skipped without a CUDA GPU, those that compile C++ without a compiler."""
 
+import gc
 import importlib.util
 import os
 import platform
@@ -26,6 +27,7 @@ os.environ.setdefault(
 
 def pytest_configure() -> None:
     """Lets tests send SIGINT, which a shell's background jobs inherit as ignored, and keeps inductor to ATen's vector width."""
+    gc.disable()  # until all tests are collected: importing torch makes nothing but objects that stay
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":
@@ -55,6 +57,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """As many test processes run as there are cores: more threads in each only wait for each other."""
+    gc.freeze()  # what was collected stays to the end: the garbage collector need not look at it again and again
+    gc.enable()
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
 

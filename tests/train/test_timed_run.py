@@ -15,9 +15,7 @@ pytestmark = pytest.mark.dist
 def test_the_measured_number_of_steps_is_kept_by_a_resumed_run_and_by_a_repeated_one(tmp_path):
     shop = Workshop(tmp_path)
     short_steps = {"nproc": 1, "total_batch_size": 128}
-    printed = shop.finish(
-        shop.train_command("timed", num_steps="auto", time="1s", eval_tokens="auto", **short_steps)
-    )
+    printed = shop.finish(shop.train_command("timed", num_steps="auto", time="1s", eval_tokens="auto", **short_steps))
     timed = tmp_path / "runs" / "timed"
     config = tomllib.loads((timed / "config.toml").read_text())
     plan = json.loads((timed / "plan.json").read_text())

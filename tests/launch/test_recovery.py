@@ -207,6 +207,19 @@ def test_a_script_learns_its_attempt_and_resumes_from_its_own_checkpoint(tmp_pat
     assert "attempt 2 in 1 s: this is usually transient" in done.stderr
 
 
+def test_a_script_whose_port_is_in_use_runs_on_another(tmp_path):
+    done = run_script(tmp_path, """
+        import os
+        if os.environ["PACELINE_ATTEMPT"] == "1":
+            raise RuntimeError("The server socket has failed to listen on any local network address. EADDRINUSE")
+        print("attempt 2 on port", os.environ["MASTER_PORT"])
+    """, "--nproc", "1")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert decisions(tmp_path / "runs" / "r") == [("other-port", "port-in-use", 0)]
+    assert "port in use: retrying on another port" in done.stderr
+    assert "attempt 2 on port" in done.stdout
+
+
 @pytest.mark.parametrize("text, cause", [
     ("import nmupy", "import-error"),
     pytest.param("import torch; torch.ones(2, 3) @ torch.ones(2, 3)", "shape-mismatch", marks=pytest.mark.soak),

@@ -1,4 +1,4 @@
-"""The fault loop: what a seed chooses, and two short forms of it with real runs. `make soak` runs 100 faults."""
+"""The fault loop: what a seed chooses, and a short form of it with real runs. `make soak` runs both, and then 100 faults."""
 
 import itertools
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How runs end: broken by a number, in another precision, compiled, after so many epochs. test_signals.py has those that are stopped."""
+"""How runs end: with a loss of NaN, in a narrow precision, compiled, after epochs; test_signals.py has runs that are stopped."""
 
 import json
 import signal

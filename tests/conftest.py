@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,7 +27,6 @@ os.environ.setdefault(
 
 def pytest_configure() -> None:
     """Lets tests send SIGINT, which a shell's background jobs inherit as ignored, and keeps inductor to ATen's vector width."""
-    gc.disable()  # until all tests are collected: importing torch makes nothing but objects that stay
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":
@@ -35,6 +34,16 @@ def pytest_configure() -> None:
         from torch._inductor import config
 
         config.cpp.simdlen = 256
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collects without the garbage collector: importing torch makes nothing but objects that stay."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -57,8 +66,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """As many test processes run as there are cores: more threads in each only wait for each other."""
-    gc.freeze()  # what was collected stays to the end: the garbage collector need not look at it again and again
-    gc.enable()
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
 

@@ -1,5 +1,6 @@
 """What all tests share: gpu tests are skipped without a CUDA GPU, those that compile C++ without a compiler."""
 
+import gc
 import importlib.util
 import os
 import platform
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,16 @@ def pytest_configure() -> None:
         from torch._inductor import config
 
         config.cpp.simdlen = 256
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collects without the garbage collector: importing torch makes nothing but objects that stay."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

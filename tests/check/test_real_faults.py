@@ -28,14 +28,14 @@ def check_and_fix(
     """
     Returns the findings with these ids and severities, after their fixes were seen to work.
 
-    before: words that the check runs after; env: on top of this one's.
+    before: words that the check runs after; env: on top of this one's. The tests share what is cached of torch.
     """
     home = folder / "home"
     home.mkdir(exist_ok=True)
     places = [] if "--runs-dir" in flags else ["--runs-dir", str(folder / "runs")]
     words = [*(before or []), sys.executable, str(APPLY_FIX), ",".join(severities)]
     done = subprocess.run(
-        [*words, *flags, *places, "--cache-dir", str(folder / "cache")],
+        [*words, *flags, *places, "--cache-dir", str(folder.parent / "cache-of-checks")],
         capture_output=True,
         text=True,
         env={**os.environ, "HOME": str(home), **(env or {})},
@@ -56,24 +56,37 @@ def torch_lib() -> Path:
     return Path(spec.origin).parent / "lib"
 
 
-def test_faults_of_the_environment_are_reported_together(tmp_path):
-    """A used port, an interface that does not exist, few open files, a library before torch's own, and no text."""
+def test_faults_of_the_environment_are_reported_together(without_libuv, tmp_path):
+    """
+    A used port, an interface that does not exist, few open files, a library before torch's own, no text, a torch without libuv, and
+    a batch that does not divide.
+    """
     foreign = tmp_path / "old"
     foreign.mkdir()
     shutil.copy(torch_lib() / "libc10.so", foreign)
-    env = {"GLOO_SOCKET_IFNAME": "eth9", "LD_LIBRARY_PATH": str(foreign)}
+    instead = {"torch-no-libuv": "unset PYTHONPATH"}  # as after installing another build
+    env = {
+        "GLOO_SOCKET_IFNAME": "eth9",
+        "LD_LIBRARY_PATH": str(foreign),
+        **without_libuv,
+        "INSTEAD": json.dumps(instead),
+    }
     few_files = ["bash", "-c", 'ulimit -Sn 64; exec "$@"', "bash"]
     severities = {
         "port-taken": "stop", "interface-missing": "stop", "nofile-low": "warn", "library-foreign": "warn", "text-missing": "stop",
+        "torch-no-libuv": "warn", "batch-indivisible": "stop",
     }  # fmt: skip
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
         flags = ("--port", str(taken.getsockname()[1]), "--data", str(tmp_path / "books"))
-        findings = check_and_fix(severities, *flags, folder=tmp_path, before=few_files, env=env)
+        batch = ("--total-batch-size", "1000", "--device-batch-size", "3")
+        findings = check_and_fix(severities, *flags, *batch, folder=tmp_path, before=few_files, env=env)
     assert f"pid {os.getpid()}" in findings["port-taken"]["what"]
     assert findings["nofile-low"]["what"].startswith("64 open files")
     assert str(foreign / "libc10.so") in findings["library-foreign"]["what"]
+    assert findings["torch-no-libuv"]["fix"] == "paceline torch recipe"
+    assert findings["batch-indivisible"]["fix"] == "set total_batch_size to 1,536"
 
 
 def unresolved(hosts: str) -> dict[str, str]:
@@ -107,12 +120,18 @@ def test_a_host_name_of_the_loopback_and_a_disk_without_room_for_the_run_are_rep
 
 
 @NAMESPACES
-def test_a_disk_with_room_for_fewer_checkpoints_is_reported(tmp_path):
+def test_a_disk_with_room_for_fewer_checkpoints_and_an_absent_compiler_are_reported(tmp_path):
+    if shutil.which("g++") is None:
+        pytest.skip("no compiler here")
     runs = tmp_path / "runs"
     runs.mkdir()
-    before = in_mounts(f"mount -t tmpfs -o size=100m t {runs}")
-    findings = check_and_fix({"disk-full": "stop"}, "--save-every", "50", folder=tmp_path, before=before)
+    before = [*in_mounts(f"mount -t tmpfs -o size=100m t {runs}"), "env", "PATH=/nowhere", "CXX="]
+    instead = {"compiler-missing": f"export PATH={os.environ['PATH']}"}  # as after installing it
+    severities, flags = {"disk-full": "stop", "compiler-missing": "stop"}, ("--save-every", "50", "--compile", "true")
+    env = {"INSTEAD": json.dumps(instead)}
+    findings = check_and_fix(severities, *flags, folder=tmp_path, before=before, env=env)
     assert findings["disk-full"]["fix"] == "--keep-last 1"
+    assert findings["compiler-missing"]["fix"] == "sudo apt-get install -y g++ python3-dev"
 
 
 def within(cgroup: Path, *, limit_bytes: int) -> list[str]:
@@ -138,25 +157,6 @@ def test_memory_that_another_process_uses_is_reported(cgroup, tmp_path):
         holder.kill()
         holder.wait()
     assert findings["memory-held"]["fix"] == f"kill {holder.pid}"
-
-
-def test_a_torch_without_libuv_and_a_batch_that_does_not_divide_are_reported(without_libuv, tmp_path):
-    instead = {"torch-no-libuv": "unset PYTHONPATH"}  # as after installing another build
-    flags = ("--total-batch-size", "1000", "--device-batch-size", "3")
-    severities = {"torch-no-libuv": "warn", "batch-indivisible": "stop"}
-    env = {**without_libuv, "INSTEAD": json.dumps(instead)}
-    findings = check_and_fix(severities, *flags, folder=tmp_path, env=env)
-    assert findings["torch-no-libuv"]["fix"] == "paceline torch recipe"
-    assert findings["batch-indivisible"]["fix"] == "set total_batch_size to 1,536"
-
-
-def test_an_absent_compiler_is_reported(tmp_path):
-    instead = {"compiler-missing": f"export PATH={os.environ['PATH']}"}  # as after installing it
-    env = {"PATH": "/nowhere", "CXX": "", "INSTEAD": json.dumps(instead)}
-    if shutil.which("g++") is None:
-        pytest.skip("no compiler here")
-    findings = check_and_fix({"compiler-missing": "stop"}, "--compile", "true", folder=tmp_path, env=env)
-    assert findings["compiler-missing"]["fix"] == "sudo apt-get install -y g++ python3-dev"
 
 
 @pytest.mark.soak

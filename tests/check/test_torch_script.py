@@ -165,7 +165,10 @@ def test_the_sources_are_cloned_where_there_are_none(build):
     (build.source / "CMakeLists.txt").rename(build.source / "gone")  # configure fails in the copy: it is not used
     build.env["SOURCE"] = str(source)
     process = build.start(REPOSITORY=f"file://{build.source}", VERSION="v1")
-    process.communicate(timeout=250)
+    while (line := process.stdout.readline()) and "get_dependencies" not in line:
+        pass
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
     assert (source / "CMakeLists.txt").is_file()
     assert (build.folder / "clone-stages/get_sources.done").read_text() == "v1"
 

@@ -124,7 +124,8 @@ def test_a_device_that_runs_out_of_memory_gets_a_smaller_micro_batch_for_the_sam
     assert "device_batch_size" not in tomllib.loads((run / "config.toml").read_text())
     assert final_bits(run) == final_bits(shop.train("rows-that-fit", device_batch_size=3, **keys))
     _, _, _, _, *flags = shop.train_command("after-oom", device_batch_size="auto", **keys, **cache)
-    at = flags.index("--health-every")  # which is nothing to plan
+    flags.remove("--no-check")
+    at = flags.index("--health-every")  # which is nothing to plan, as a check is
     assert run_command(["plan", "--json", *flags[:at], *flags[at + 2 :]]) == 0
     assert json.loads(capsys.readouterr().out)["device_batch_size"] == 3
 
@@ -206,6 +207,19 @@ def test_a_script_learns_its_attempt_and_resumes_from_its_own_checkpoint(tmp_pat
     assert "attempt 2 in 1 s: this is usually transient" in done.stderr
 
 
+def test_a_script_whose_port_is_in_use_runs_on_another(tmp_path):
+    done = run_script(tmp_path, """
+        import os
+        if os.environ["PACELINE_ATTEMPT"] == "1":
+            raise RuntimeError("The server socket has failed to listen on any local network address. EADDRINUSE")
+        print("attempt 2 on port", os.environ["MASTER_PORT"])
+    """, "--nproc", "1")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert decisions(tmp_path / "runs" / "r") == [("other-port", "port-in-use", 0)]
+    assert "port in use: retrying on another port" in done.stderr
+    assert "attempt 2 on port" in done.stdout
+
+
 @pytest.mark.parametrize("text, cause", [
     ("import nmupy", "import-error"),
     pytest.param("import torch; torch.ones(2, 3) @ torch.ones(2, 3)", "shape-mismatch", marks=pytest.mark.soak),
@@ -258,7 +272,7 @@ def test_neither_a_reader_that_leaves_nor_a_full_disk_under_the_log_of_the_scree
     run = shop.folder / "runs" / "unread"
     assert start_unread([program, module, cli, train, str(config), *keys]).wait(DEADLINE_S) == 0
     assert metrics(run)[-1]["step"] == 4
-    command = " ".join(shop.command("resume", str(run), "--num-steps", "8"))
+    command = " ".join(shop.resume_command(run, num_steps=8))
     done = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {command} | head -2"], env=ENV, capture_output=True, timeout=DEADLINE_S
     )
@@ -266,7 +280,7 @@ def test_neither_a_reader_that_leaves_nor_a_full_disk_under_the_log_of_the_scree
     assert metrics(run)[-1]["step"] == 8
     with (tiny_disk / "train.log").open("wb") as log:
         (tiny_disk / "filler").write_bytes(bytes(shutil.disk_usage(tiny_disk).free))
-        command = shop.command("resume", str(run), "--num-steps", "12")
+        command = shop.resume_command(run, num_steps=12)
         done = subprocess.run(command, stdout=log, stderr=log, env=ENV, timeout=DEADLINE_S)
     assert done.returncode == 0
     assert metrics(run)[-1]["step"] == 12
@@ -275,5 +289,5 @@ def test_neither_a_reader_that_leaves_nor_a_full_disk_under_the_log_of_the_scree
 @pytest.mark.soak
 def test_a_reader_that_leaves_before_the_first_line_prevents_no_resume(shop):
     run = shop.train("resumed-unread", nproc=1, num_steps=4, compile="false")
-    assert start_unread(shop.command("resume", str(run), "--num-steps", "8")).wait(DEADLINE_S) == 0
+    assert start_unread(shop.resume_command(run, num_steps=8)).wait(DEADLINE_S) == 0
     assert metrics(run)[-1]["step"] == 8

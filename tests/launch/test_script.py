@@ -130,13 +130,15 @@ def test_a_script_of_another_trainer_runs_as_it_is_on_two_processes(bench, scrip
     assert last[0].split()[-1] == last[1].split()[-1]  # one weight, trained together
 
 
-def test_the_ranks_get_the_variables_of_torchrun_their_own_arguments_and_an_empty_stdin_and_may_work_alone(bench):
+def test_ranks_get_the_variables_of_torchrun_their_own_arguments_an_empty_stdin_and_may_work_alone_in_a_module(bench):
+    (bench.folder / "pkg").mkdir()
+    (bench.folder / "pkg" / "__init__.py").write_text("")
     bench.script("""
         import os, sys
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
         print(*[os.environ[name] for name in names], int(os.environ["MASTER_PORT"]) > 0, repr(sys.stdin.read()), sys.argv[1:])
-    """)
-    done = bench.run("--nproc", 2, "--", "train.py", "--nproc", "7", "-m", "a b", "--help", stdin=subprocess.PIPE)
+    """, name="pkg/train.py")  # fmt: skip
+    done = bench.run("--nproc", 2, "-m", "pkg.train", "--nproc", "7", "-m", "a b", "--help", stdin=subprocess.PIPE)
     output = "True '' ['--nproc', '7', '-m', 'a b', '--help']"
     assert sorted(done.out.splitlines()) == [f"[0] 0 0 2 2 127.0.0.1 {output}", f"[1] 1 1 2 2 127.0.0.1 {output}"]
     assert "note    no rank joined a process group: each of the 2 ranks worked alone\n" in done.err
@@ -205,20 +207,6 @@ def test_lines_come_while_the_script_runs_and_ctrl_c_lets_it_end(bench):
     assert "stopping: the script has 60 s to end; Ctrl-C again to end now\n" in err
     assert "\ninterrupted after " in err
     assert (bench.events()[-2:], run_status(bench.run_dir).state) == (["attempt_ended", "interrupted"], "stopped")
-
-
-def test_a_module_is_run_from_the_folder_it_is_in(bench):
-    (bench.folder / "pkg").mkdir()
-    (bench.folder / "pkg" / "__init__.py").write_text("")
-    bench.script("import sys; print('module', sys.argv[1:])", name="pkg/train.py")
-    assert bench.run("--nproc", 1, "-m", "pkg.train", "--lr", "1").out == "module ['--lr', '1']\n"
-
-
-def test_any_executable_is_run_as_it_is(bench):
-    bench.script('#!/bin/sh\necho rank $RANK: "$1"\nexit 5\n', name="go.sh")
-    (bench.folder / "go.sh").chmod(0o755)
-    done = bench.run("--nproc", 1, "--", "./go.sh", "a  b")
-    assert (done.out, done.returncode) == ("rank 0: a  b\n", 5)
 
 
 def test_a_reader_that_leaves_before_the_first_line_prevents_no_script(bench):
@@ -329,11 +317,13 @@ def test_the_findings_of_the_checks_are_in_the_run_folder(tmp_path, monkeypatch,
     assert json.loads(Path("runs/r/facts/ada.json").read_text()) == checked.facts[0]
 
 
-def test_no_check_runs_no_check(tmp_path, monkeypatch):
+def test_any_executable_is_run_as_it_is_and_no_check_runs_no_check(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text("pass")
+    Path("go.sh").write_text('#!/bin/sh\necho rank $RANK: "$1"\nexit 5\n')
+    Path("go.sh").chmod(0o755)
     monkeypatch.setattr("paceline.launch.script.check_script", lambda *_: 1 / 0)
-    assert run_script(replace(ONE_RANK, check=False)) == 0
+    assert run_script(replace(ONE_RANK, command=("./go.sh", "a  b"), check=False)) == 5
+    assert capfd.readouterr().out == "rank 0: a  b\n"
 
 
 def test_a_config_that_is_not_of_a_script_is_refused(tmp_path):

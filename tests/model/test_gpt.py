@@ -263,17 +263,20 @@ print("torch._dynamo" in sys.modules)
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
+WITH_KERNELS = (pytest.mark.compiler, pytest.mark.soak)  # every layer is up to a minute of C++
+
+
 @pytest.mark.slow
-@pytest.mark.compiler
 @pytest.mark.parametrize(
-    "compute_dtype, n_layer, sequence_len",
+    "backend, compute_dtype, n_layer, sequence_len",
     [
-        (torch.float32, 1, 140),  # attention in two blocks; every layer more is a minute of C++
-        pytest.param(torch.float32, 2, 300, marks=pytest.mark.soak),
-        pytest.param(torch.bfloat16, 2, 300, marks=pytest.mark.soak),
+        ("aot_eager", torch.float32, 2, 300),  # the graphs that inductor makes kernels of
+        pytest.param("inductor", torch.float32, 1, 140, marks=WITH_KERNELS),  # attention in two blocks
+        pytest.param("inductor", torch.float32, 2, 300, marks=WITH_KERNELS),
+        pytest.param("inductor", torch.bfloat16, 2, 300, marks=WITH_KERNELS),
     ],
 )
-def test_compiled_and_eager_agree_and_only_the_loss_is_outside_the_graph(compute_dtype, n_layer, sequence_len):
+def test_compiled_and_eager_agree_and_only_the_loss_is_outside_the_graph(backend, compute_dtype, n_layer, sequence_len):
     from torch._dynamo.utils import counters
 
     narrow = compute_dtype == torch.bfloat16
@@ -282,7 +285,7 @@ def test_compiled_and_eager_agree_and_only_the_loss_is_outside_the_graph(compute
     idx, targets = rows(config)
     eager_loss, eager = gradients(model, idx, targets)
     counters.clear()
-    model.compile(dynamic=False)
+    model.compile(dynamic=False, backend=backend)
     loss, compiled = gradients(model, idx, targets)
     assert [reason.splitlines()[0] for reason in counters["graph_break"]] == [
         "Skip calling `torch.compiler.disable()`d function"

@@ -120,7 +120,7 @@ class Drive:
         if number + 1 < len(self.injections):
             self.arm(number + 1)
         if injection.fault.kind == "supervisor":
-            self.start(self.shop.command("resume", str(self.run_dir.path)))
+            self.start(self.shop.resume_command(self.run_dir.path))
 
     def inflict(self, injection: Injection, number: int, pid: int) -> None:
         """Does what is done from outside; the rank waits at its place, or has continued for delay_ms."""

@@ -69,7 +69,7 @@ def soak(
         runs = pack(sample(seed, count, kinds=kinds, ranks=ranks), seed=seed, most=most, nprocs=nprocs)
         for note in host.notes:
             show(note)
-        shop = Workshop(folder)
+        shop = Workshop(folder, check=True)
         steps = num_steps(most)
         unbroken = {nproc: undisturbed(shop, nproc=nproc, steps=steps) for nproc in sorted({run.nproc for run in runs})}
         results: list[FaultResult] = []

@@ -69,7 +69,7 @@ def format_page(result: Result) -> str:
         *grid(result.results),
         "",
         "To repeat this: `make soak`; `make soak ARGS='--seed 2 --faults 24 --only sigkill,disk'` for other faults. A short form",
-        "with every kind once is part of `make test`.",
+        "with every kind once is run before them.",
     ]
     if result.problems:
         lines += ["", "Problems:", "", *(f"- {text}" for text in result.problems)]

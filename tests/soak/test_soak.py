@@ -1,4 +1,4 @@
-"""The fault loop: what a seed chooses, and two short forms of it with real runs. `make soak` runs 100 faults."""
+"""The fault loop: what a seed chooses, and a short form of it with real runs. `make soak` runs both, and then 100 faults."""
 
 import itertools
 from pathlib import Path
@@ -40,21 +40,6 @@ def test_a_step_is_struck_after_a_checkpoint_of_its_own_window():
     run = Run(2, (fault, fault))
     assert [run.step(0), run.step(1)] == [13, 21]
     assert run.rank(0) == 1
-
-
-# what no other test of `make test` does to a run of the trainer
-ONLY_HERE = ("exit0", "port", "supervisor", "slow")
-
-
-@pytest.mark.dist
-def test_faults_that_only_the_loop_makes_and_the_run_ends_as_if_nothing_had_happened(tmp_path: Path):
-    faults = {"kinds": ONLY_HERE, "count": len(ONLY_HERE), "most": len(ONLY_HERE)}
-    result = soak(tmp_path, seed=2, ranks=("first", "last"), nprocs=(2,), hang_after_s=4, **faults)
-    assert result.problems == (), "\n".join(result.problems)
-    assert result.recovered == len(ONLY_HERE)
-    assert {item.fault.kind for item in result.results} == set(ONLY_HERE)
-    assert {item.fault.phase for item in result.results} == set(PHASES)
-    assert "4 faults in 1 runs" in format_page(result)
 
 
 @pytest.mark.dist

@@ -19,10 +19,15 @@ STEPS = 40  # of the run that all files of this folder compare theirs with
 
 
 class Workshop:
-    """A folder with a text, a cache and runs in it."""
+    """A folder with a text, a cache and runs in it.
 
-    def __init__(self, folder: Path):
+    Runs start without the checks of the machine, which take a second of processor time for each; tests/check and the commands
+    of the README have them, and the fault loop with check=True.
+    """
+
+    def __init__(self, folder: Path, *, check: bool = False):
         self.folder = folder
+        self.flags = () if check else ("--no-check",)
         self.text = folder / "text"
         self.text.mkdir(parents=True)
         for name in MODULES:
@@ -35,7 +40,7 @@ class Workshop:
     def train_command(self, name: str, **keys: object) -> list[str]:
         merged = {**SMALL, **{key.replace("_", "-"): value for key, value in keys.items()}}
         places = {"name": name, "runs-dir": self.folder / "runs", "cache-dir": self.folder / "cache", "data": self.text}
-        return self.command("train", **{**places, **merged})
+        return [*self.command("train", **{**places, **merged}), *self.flags]
 
     def train(self, name: str, **keys: object) -> Path:
         self.finish(self.train_command(name, **keys))
@@ -46,7 +51,10 @@ class Workshop:
         return Path(shutil.copytree(run, self.folder / "runs" / name))
 
     def resume(self, run: Path, **keys: object) -> str:
-        return self.finish(self.command("resume", str(run), **keys))
+        return self.finish(self.resume_command(run, **keys))
+
+    def resume_command(self, run: Path, **keys: object) -> list[str]:
+        return [*self.command("resume", str(run), **keys), *self.flags]
 
     def finish(self, command: list[str], *, code: int = 0) -> str:
         """Output of a command that must end with `code`."""

@@ -188,7 +188,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_stops_at_once_and_changes_none(
     run = shop.copy(unbroken, "all-damaged")
     for shard in (run / "checkpoints").glob("step_*/shard_00000*"):
         shard.write_bytes(shard.read_bytes()[:-1])
-    output = shop.finish(shop.command("resume", str(run), num_steps=50), code=1)
+    output = shop.finish(shop.resume_command(run, num_steps=50), code=1)
     assert f"error: no good checkpoint in {run / 'checkpoints'}: checkpoint step_000040 is damaged" in output
     assert "fix: copy an intact step folder back from a backup, or train again under another --name" in output
     assert len(events(run, "attempt")) == 2

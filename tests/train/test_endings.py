@@ -1,4 +1,4 @@
-"""How runs end: interrupted, refused, broken by a number; and what the user is told last."""
+"""How runs end: with a loss of NaN, in a narrow precision, compiled, after epochs; test_signals.py has runs that are stopped."""
 
 import json
 import signal
@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import SMALL, STEPS, Workshop, events, final_bits, metrics
+from runs import SMALL, STEPS, Workshop, events, metrics
 
 pytestmark = pytest.mark.dist
 
 
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory) -> Workshop:
-    return Workshop(tmp_path_factory.mktemp("endings ü"))
+    return Workshop(tmp_path_factory.mktemp("endings"))
 
 
 def wait_for_step(run: Path, step: int) -> None:
@@ -25,28 +25,11 @@ def wait_for_step(run: Path, step: int) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.soak)])
-def test_an_interrupted_run_saves_ends_with_130_and_resumes_to_the_same_bits(shop, unbroken, signum):
-    name = f"interrupted-{signum}"
-    command = shop.train_command(name, nproc=2, num_steps=STEPS)
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    run = shop.folder / "runs" / name
-    wait_for_step(run, 5)
-    process.send_signal(signum)
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 130, output
-    step = events(run, "stopped")[0]["step"]
-    assert f"checkpoint at step {step}" in output
-    assert output.rstrip().endswith(f"paceline resume {run}")
-    shop.resume(run)
-    assert final_bits(run) == final_bits(unbroken)
-
-
 @pytest.mark.soak
 def test_a_loss_that_is_not_a_number_stops_naming_step_and_rank(shop):
     run = shop.train("poisoned", nproc=2, num_steps=4)
     poison(run, "model.h.0.mlp.c_fc.weight")
-    output = shop.finish(shop.command("resume", str(run), num_steps=8), code=3)
+    output = shop.finish(shop.resume_command(run, num_steps=8), code=3)
     *_, error, fix = output.strip().splitlines()
     assert "not finite at step 5 on ranks 0, 1" in error
     assert "paceline resume" in fix

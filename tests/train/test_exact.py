@@ -92,7 +92,8 @@ def test_ddp_cannot_be_traced_but_the_closed_form_counts_what_real_ranks_have(pr
 
 def profiled_rank_0(setup: MemorySetup, folder: Path) -> dict[str, int]:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["paceline.train.exact"])  # torch is imported once, not by every rank
+    # torch and its compiler, which DDP and checkpointing bring in, are imported once, not by every rank
+    context.set_forkserver_preload(["paceline.train.exact", "torch._dynamo"])
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     world_size = setup.world_size
     ranks = [

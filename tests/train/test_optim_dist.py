@@ -23,7 +23,8 @@ def folder(tmp_path_factory) -> Path:
     """One group of processes for each world size, then one for each change of world size; all results in files."""
     folder = tmp_path_factory.mktemp("ranks")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["paceline.train.optim"])  # torch is imported once, not by every rank
+    # torch and its compiler, which DDP and checkpointing bring in, are imported once, not by every rank
+    context.set_forkserver_preload(["paceline.train.optim", "torch._dynamo"])
     for world_size in WORLD_SIZES:
         start(context, world_size, folder, saved_by=None)
     for saved_by, world_size in RESHARDED:

@@ -6,6 +6,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import pytest
@@ -16,17 +17,17 @@ pytestmark = pytest.mark.dist
 
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory) -> Workshop:
-    return Workshop(tmp_path_factory.mktemp("signals"))
+    return Workshop(tmp_path_factory.mktemp("signals ü"))
 
 
 class Running:
-    """A run on 2 ranks that has made some steps."""
+    """A run on 2 ranks, started or resumed, that has made some steps."""
 
-    def __init__(self, shop: Workshop, name: str, **keys: object):
-        self.run = shop.folder / "runs" / name
-        command = shop.train_command(name, nproc=2, **{"num_steps": STEPS, **keys})
+    def __init__(self, run: Path, command: list[str]):
+        self.run = run
+        before = len(steps_of(run))
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        wait_for(lambda: len(steps_of(self.run)) >= 4)
+        wait_for(lambda: len(steps_of(self.run)) >= before + 4)
         self.tree = psutil.Process(self.process.pid).children(recursive=True)
         self.workers = events(self.run, "attempt")[-1]["pids"]
 
@@ -36,6 +37,10 @@ class Running:
 
     def left(self, timeout_s: float) -> list[psutil.Process]:
         return psutil.wait_procs(self.tree, timeout=timeout_s)[1]
+
+
+def start(shop: Workshop, name: str, **keys: object) -> Running:
+    return Running(shop.folder / "runs" / name, shop.train_command(name, nproc=2, **{"num_steps": STEPS, **keys}))
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 300.0) -> None:
@@ -49,21 +54,85 @@ def steps_of(run: Path) -> list[int]:
     return [line["step"] for line in metrics(run)] if (run / "metrics.jsonl").exists() else []
 
 
-def test_the_warning_of_a_batch_system_saves_ends_and_resumes_to_the_same_bits(shop, unbroken):
-    running = Running(shop, "warned")
-    running.process.send_signal(signal.SIGUSR1)
+def saved_steps(run: Path) -> list[int]:
+    return [event["step"] for event in events(run, "checkpoint")]
+
+
+class Ending(NamedTuple):
+    """The end of one command."""
+
+    exit_code: int
+    output: str
+    saved_steps: list[int]
+
+
+class Disturbed(NamedTuple):
+    """A run that was stopped by Ctrl-C, resumed, stopped by a batch system's warning, and resumed again; then a rank was killed."""
+
+    run: Path
+    interrupted: Ending
+    warned: Ending
+    killed: Ending
+
+
+@pytest.fixture(scope="module")
+def disturbed(shop) -> Disturbed:
+    running, run = start(shop, "disturbed", save_every=5), shop.folder / "runs" / "disturbed"
+    endings = []
+    for signum in (signal.SIGINT, signal.SIGUSR1):
+        running.process.send_signal(signum)
+        output = running.end()
+        endings.append(Ending(running.process.returncode, output, saved_steps(run)))
+        running = Running(run, shop.resume_command(run))
+    wait_for(lambda: len(saved_steps(run)) > len(endings[-1].saved_steps))
+    os.kill(running.workers[1], signal.SIGKILL)
+    output = running.end()
+    return Disturbed(run, *endings, Ending(running.process.returncode, output, saved_steps(run)))
+
+
+def test_a_run_that_was_interrupted_warned_and_killed_has_the_bits_of_an_unbroken_one(disturbed, unbroken):
+    assert disturbed.killed.exit_code == 0, disturbed.killed.output
+    assert final_bits(disturbed.run) == final_bits(unbroken)
+    assert steps_of(disturbed.run) == list(range(1, STEPS + 1))
+
+
+def test_ctrl_c_saves_ends_with_130_and_shows_how_to_resume(disturbed):
+    exit_code, output, saved = disturbed.interrupted
+    assert exit_code == 130, output
+    step = events(disturbed.run, "stopped")[0]["step"]
+    assert saved[-1] == step and saved.count(step) == 1
+    assert f"checkpoint at step {step}" in output
+    assert output.rstrip().endswith(f"paceline resume {disturbed.run}")
+
+
+def test_the_warning_of_a_batch_system_saves_and_ends_with_130(disturbed):
+    exit_code, output, saved = disturbed.warned
+    assert exit_code == 130, output
+    step = events(disturbed.run, "stopped")[1]["step"]
+    assert saved[-1] == step and saved.count(step) == 1
+    assert [event["signal"] for event in events(disturbed.run, "stopping")] == ["SIGINT", "SIGUSR1"]
+
+
+def test_a_killed_rank_is_replaced_within_the_command(disturbed):
+    [decision] = events(disturbed.run, "decision")
+    assert (decision["action"], decision["cause"], decision["rank"]) == ("retry", "killed-from-outside", 1)
+    assert len(events(disturbed.run, "attempt")) == 4
+
+
+@pytest.mark.soak
+def test_sigterm_saves_ends_with_130_and_resumes_to_the_same_bits(shop, unbroken):
+    running = start(shop, "terminated")
+    running.process.send_signal(signal.SIGTERM)
     output = running.end()
     assert running.process.returncode == 130, output
-    [stopped] = events(running.run, "stopped")
-    assert [event["step"] for event in events(running.run, "checkpoint")] == [stopped["step"]]
-    assert [event["signal"] for event in events(running.run, "stopping")] == ["SIGUSR1"]
+    assert f"checkpoint at step {events(running.run, 'stopped')[0]['step']}" in output
     shop.resume(running.run)
     assert final_bits(running.run) == final_bits(unbroken)
 
 
 @pytest.mark.soak
 def test_a_warning_to_every_process_of_the_job_is_one_warning(shop, unbroken):
-    running = Running(shop, "all-warned")
+    running = start(shop, "all-warned")
     for process in [psutil.Process(running.process.pid), *running.tree]:
         process.send_signal(signal.SIGUSR1)
     output = running.end()
@@ -75,7 +144,7 @@ def test_a_warning_to_every_process_of_the_job_is_one_warning(shop, unbroken):
 @pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGTERM])
 @pytest.mark.soak
 def test_a_signal_to_one_worker_alone_ends_all_at_one_step_and_is_no_failure(shop, unbroken, signum):
-    running = Running(shop, f"one-worker-{signum}")
+    running = start(shop, f"one-worker-{signum}")
     os.kill(running.workers[1], signum)
     output = running.end()
     assert running.process.returncode == 130, output
@@ -88,7 +157,7 @@ def test_a_signal_to_one_worker_alone_ends_all_at_one_step_and_is_no_failure(sho
 
 @pytest.mark.soak
 def test_ctrl_c_twice_ends_a_run_now_and_it_resumes_from_its_last_checkpoint(shop, unbroken):
-    running = Running(shop, "twice", save_every=3)
+    running = start(shop, "twice", save_every=3)
     wait_for(lambda: bool(events(running.run, "checkpoint")))
     for pid in running.workers:
         os.kill(pid, signal.SIGSTOP)  # so that the first Ctrl-C cannot have ended them yet
@@ -105,7 +174,7 @@ def test_ctrl_c_twice_ends_a_run_now_and_it_resumes_from_its_last_checkpoint(sho
 
 @pytest.mark.soak
 def test_a_killed_supervisor_leaves_no_process_and_its_run_resumes(shop, unbroken):
-    running = Running(shop, "killed", save_every=3)
+    running = start(shop, "killed", save_every=3)
     running.process.send_signal(signal.SIGKILL)
     output = shop.resume(running.run)  # waits for workers that are still saving
     assert running.left(timeout_s=0) == []

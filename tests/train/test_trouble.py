@@ -129,7 +129,7 @@ def skipped(run: Path) -> list[int]:
 @pytest.mark.dist
 def test_a_nan_loss_stops_the_run_and_the_evidence_names_rank_and_row(shop, poisoned):
     run = poisoned("stops")
-    output = shop.finish(shop.command("resume", str(run), num_steps=8), code=3)
+    output = shop.finish(shop.resume_command(run, num_steps=8), code=3)
     assert f"error: the loss is not finite at step {NAN_BATCH + 1} on rank 1" in output
     assert f"fix: see {run / 'trouble' / 'step_000007'}; then lower --matrix-lr" in output
     [event] = events(run, "trouble")
@@ -189,7 +189,7 @@ def test_a_loss_spike_is_skipped_from_the_last_checkpoint_on(shop):
 def test_after_three_rollbacks_the_run_stops(shop, poisoned):
     run = poisoned("hopeless")
     poison(run, "model.h.0.mlp.c_fc.weight", 0)
-    output = shop.finish(shop.command("resume", str(run), num_steps=8, on_nan="rollback"), code=3)
+    output = shop.finish(shop.resume_command(run, num_steps=8, on_nan="rollback"), code=3)
     assert skipped(run) == [4, 5, 6]
     assert "the rows of 3 steps (5, 5, 5) have been passed over already" in output
 

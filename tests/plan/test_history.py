@@ -149,7 +149,7 @@ def test_small_runs_change_the_plan_of_a_large_one_by_what_they_took_beyond_thei
     line, assumed = (fit_line(some, CPU_PROCESS_BYTES, CPU_HEAP_GROWTH) for some in (points, ()))
     shift = abs(line.at(size * MIB).expected - assumed.at(size * MIB).expected)
     seen = max(abs(measured - assumed.at(planned).expected) for planned, measured in points)
-    assert shift <= seen + 0.1 * size * MIB  # scaled by the ratio of the sizes it was up to a thousand times as much
+    assert shift <= seen + 0.5 * size * MIB  # scaled by the ratio of the sizes it was up to a thousand times as much
 
 
 @given(histories([1.0], 8000).filter(lambda points: len(points) >= 5))

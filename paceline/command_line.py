@@ -75,9 +75,7 @@ class Parameter:
     low: float = -math.inf
     high: float = math.inf
     choices: tuple[str, ...] = ()
-    also: Mapping[float, Any] = field(
-        default_factory=dict
-    )  # numbers that other trainers write for one of ours: -1 for off
+    also: Mapping[float, Any] = field(default_factory=dict)  # other trainers' numbers -> ours: -1 for off
     value: str | None = None  # its stand-in in help
     positional: bool = False
     has_flag: bool = False  # --its-name sets a positional argument too

@@ -58,7 +58,7 @@ class Config:
     window_pattern: str | None = option(None, "attention per layer: L full, S a quarter; auto: SSSL on CUDA, L on CPU")
 
     device_batch_size: int | None = option(
-        None, "rows in one micro-step of one device; auto: the most that fit", low=1, group="batch"
+        None, "rows in one micro-step of one device; auto: the most that fit", low=1, also=OPEN, group="batch"
     )
     total_batch_size: int | None = option(None, "tokens in one optimizer step, over all devices", low=1, also=OPEN)
     num_steps: int | None = option(None, "optimizer steps; auto: from tokens_per_param", low=1, high=10**9, also=OPEN)

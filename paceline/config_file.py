@@ -11,7 +11,7 @@ import json
 import operator
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ TINY = Path(__file__).parent / "configs" / "tiny.toml"
 
 def load_config(file: str | Path | None, flags: Mapping[str, Any]) -> tuple[Config, list[str]]:
     """The checked config of defaults < file < flags, and notes for the user about a .py file's unused names."""
-    from_file, notes = read_config_file(Path(file)) if file is not None else ({}, [])
+    from_file, notes = read_config_file(Path(file), optimizer=flags.get("optimizer")) if file is not None else ({}, [])
     values = override(from_file, flags)
     config = Config(**values)
     check_config(config)
@@ -54,8 +54,8 @@ def override(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, An
     return {**lower, **upper}
 
 
-def read_config_file(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """The checked values of a .toml or .py file, and notes about names that are not used."""
+def read_config_file(path: Path, *, optimizer: str | None = None) -> tuple[dict[str, Any], list[str]]:
+    """The checked values of a .toml or .py file, and notes about names that are not used. optimizer: that of the flags."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -65,7 +65,7 @@ def read_config_file(path: Path) -> tuple[dict[str, Any], list[str]]:
     except (OSError, UnicodeDecodeError) as error:
         raise PacelineError(f"config file {path} cannot be read: {error}", fix="a readable UTF-8 .toml file") from error
     if path.suffix == ".py":
-        return read_python_config(text, path=path)
+        return read_python_config(text, path=path, optimizer=optimizer)
     if path.suffix != ".toml":
         raise PacelineError(
             f"config file {path} is neither .toml nor .py", fix="name it with its kind, such as my.toml"
@@ -86,10 +86,10 @@ def _nearby(path: Path) -> str:
 
 
 def checked_value(name: str, value: Any, *, where: str) -> Any:
-    """The value of key `name`, or an error that names the allowed ones. where: the file or flag that it came from."""
+    """The value of key `name`, or an error that names the allowed ones. where: what the message begins with, or nothing."""
     if name not in KEYS:
         raise unknown_key(name, where=where, value=value)
-    key, shown = KEYS[name], f"{where}: {name} is".removeprefix(": ")
+    key, shown = KEYS[name], f"{_prefix(where)}{name} is"
     if value is None and key.is_optional:
         return None
     if float in key.kinds and type(value) is int:
@@ -112,15 +112,19 @@ def unknown_key(name: str, *, where: str, value: Any = "") -> PacelineError:
     """Names our key for one of another trainer, else the nearest key."""
     if isinstance(value, dict):
         return PacelineError(
-            f"{where}: [{name}] is a table, keys are flat", fix="write its keys without the [section] line"
+            f"{_prefix(where)}[{name}] is a table, keys are flat", fix="write its keys without the [section] line"
         )
     ours = KEY_OF.get(name)
     if ours:
         fix = f"{ours} = {format_toml_value(value)}"
-        return PacelineError(f"{where}: unknown key {name}; paceline calls it {ours}", fix=fix)
+        return PacelineError(f"{_prefix(where)}unknown key {name}; paceline calls it {ours}", fix=fix)
     near = nearest(name, KEYS)
     fix = f"did you mean {near}?" if near else "paceline train --help lists all keys"
-    return PacelineError(f"{where}: unknown key {name}", fix=fix)
+    return PacelineError(f"{_prefix(where)}unknown key {name}", fix=fix)
+
+
+def _prefix(where: str) -> str:
+    return f"{where}: " if where else ""
 
 
 def format_toml(config: Config) -> str:
@@ -170,15 +174,15 @@ NOT_PLAIN = object()
 DERIVED = ("n_head", "gradient_accumulation_steps")  # nanoGPT's: keys of ours follow from them and others
 
 
-def read_python_config(text: str, *, path: Path) -> tuple[dict[str, Any], list[str]]:
+def read_python_config(text: str, *, path: Path, optimizer: str | None = None) -> tuple[dict[str, Any], list[str]]:
     """Returns the checked values under our names, and notes on what is not used; one PacelineError tells of all wrong lines."""
     lines = list(_python_lines(text, path=path))
     last = {line.name: line for line in lines if line.name}
-    optimizer = str(last["optimizer"].value) if "optimizer" in last else "muon"
+    optimizer = optimizer or (str(last["optimizer"].value) if "optimizer" in last else "muon")
     values: dict[str, Any] = {}
     notes: list[str] = []
     unused: list[str] = []
-    problems: dict[int, PacelineError] = {}
+    problems: list[tuple[int, PacelineError]] = []
     for number, name, value in sorted(last.values(), key=lambda line: line.name in DERIVED):
         try:
             if value is NOT_PLAIN:
@@ -195,7 +199,7 @@ def read_python_config(text: str, *, path: Path) -> tuple[dict[str, Any], list[s
                 notes += [meaning.note] if meaning.note else []
                 unused += [name] if meaning.unused else []
         except PacelineError as error:
-            problems[number] = error
+            problems.append((number, error))
     if problems:
         raise _joined(problems, path=path)
     notes += [f"not used by paceline: {', '.join(unused)}"] if unused else []
@@ -204,15 +208,15 @@ def read_python_config(text: str, *, path: Path) -> tuple[dict[str, Any], list[s
     return values, [f"{path.name}: {note}" for note in notes]
 
 
-def _joined(problems: Mapping[int, PacelineError], *, path: Path) -> PacelineError:
+def _joined(problems: Sequence[tuple[int, PacelineError]], *, path: Path) -> PacelineError:
     """Returns one error of all wrong lines, by their numbers."""
-    texts = {number: error.message.removeprefix(": ") for number, error in sorted(problems.items())}
-    if len(texts) == 1:
-        [(number, text)] = texts.items()
-        return PacelineError(f"{path}:{number}: {text}", fix=problems[number].fix)
-    listed = [f"\n  line {number}: {text} ({problems[number].fix})" for number, text in texts.items()]
+    if len(problems) == 1:
+        [(number, error)] = problems
+        return PacelineError(f"{path}:{number}: {error.message}", fix=error.fix)
+    ordered = sorted(problems, key=lambda problem: problem[0])
+    listed = [f"\n  line {number}: {error.message} ({error.fix})" for number, error in ordered]
     return PacelineError(
-        f"{path} has {len(texts)} lines that paceline cannot use:{''.join(listed)}", fix="change these lines"
+        f"{path} has {len(problems)} lines that paceline cannot use:{''.join(listed)}", fix="change these lines"
     )
 
 
@@ -252,6 +256,8 @@ def _python_lines(text: str, *, path: Path) -> Iterator[PythonLine]:
             ) if (result := _evaluate(value, values)) is not NOT_PLAIN or _is_setting(name):
                 values[name] = result
                 yield PythonLine(node.lineno, name, result)
+            case ast.FunctionDef() | ast.ClassDef():
+                yield PythonLine(node.lineno, "", NOT_PLAIN)
             case _:
                 names = [
                     part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)

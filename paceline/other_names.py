@@ -8,9 +8,10 @@ import contextlib
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, UsageError
 
 # key -> its other names
 NAMES = {
@@ -37,9 +38,10 @@ NAMES = {
 }
 KEY_OF = {other: key for key, names in NAMES.items() for other in names.split()}
 VALUES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "no": "fp32"}  # of precision
-AUTO = ("", -1, None)  # these leave a setting open
 DUMMY = "dummy"  # nanochat's name of a run without W&B
-ADAMW_RATE = KEY_OF.keys() & {"learning_rate", "lr"}
+ADAMW_RATE = ("learning_rate", "lr")
+SWITCH_KEYS = ("compile", "activation_checkpointing")
+SWITCHES = ("use_dummy_wandb", "always_save_checkpoint", "wandb_log")  # and those of HARMLESS that are true or false
 
 # names that change nothing here at these values; with any other value they ask for what paceline does not have
 HARMLESS: dict[str, tuple[Any, ...]] = {
@@ -53,8 +55,8 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "aspect_ratio": (64,),
     "scalar_lr": (0.5,),
     "warmup_ratio": (0,),
-    "target_flops": AUTO,
-    "resume_from_step": AUTO,
+    "target_flops": (-1, None),
+    "resume_from_step": (-1, None),
 }
 INSTEAD = {
     "warmup_ratio": "warmup_steps, a number of steps, takes its place",
@@ -105,15 +107,15 @@ def translate(name: str, value: Any, *, optimizer: str) -> Translation | None:
         return Translation(None, note=note)
     if key == "name" and value == DUMMY:
         return Translation(None, note=f'{name} = "{DUMMY}": the run gets a name by itself, and no tracker')
-    if value in AUTO and not isinstance(value, bool):
-        return Translation(None)
+    if value in ("", None):
+        return Translation(None)  # it leaves the setting open; numbers that do so are the key's own (config.py, also)
     return Translation(key, VALUES.get(value, value) if key == "precision" and isinstance(value, str) else value)
 
 
 def with_our_flags(args: Sequence[str], known: Collection[str]) -> list[str]:
     """Returns the arguments with other trainers' flags under our names, or without them; one note says so. known: our options."""
     words, remaining, notes = list[str](), list(args), list[str]()
-    optimizer = "adamw" if "adamw" in " ".join(args).replace("=", " ").split() else "muon"
+    is_adamw = "--optimizer=adamw" in args or ("--optimizer", "adamw") in pairwise(args)
     while remaining:
         argument = remaining.pop(0)
         flag, equals, text = argument.partition("=")
@@ -122,9 +124,16 @@ def with_our_flags(args: Sequence[str], known: Collection[str]) -> list[str]:
         if is_ours or not (name in KEY_OF or name in HARMLESS or name.startswith(UNUSED)):
             words.append(argument)
             continue
-        if not equals and remaining and (not remaining[0].startswith("-") or remaining[0][1:2].isdigit()):
-            text = "" if remaining[0].endswith((".toml", ".py")) else remaining.pop(0)
-        meaning = translate(name, _plain(text), optimizer=optimizer) or Translation(None)
+        if name in ADAMW_RATE and not is_adamw:  # a config file may have either optimizer
+            fix = "--matrix-lr for the matrices that Muon trains, or --optimizer adamw beside it"
+            raise UsageError(f"{flag} is a rate of AdamW", fix=fix)
+        if not equals and remaining and _is_value(remaining[0], of=name):
+            equals, text = "=", remaining.pop(0)
+        try:
+            value = _plain(text) if equals else True
+            meaning = translate(name, value, optimizer="adamw" if is_adamw else "muon") or Translation(None)
+        except PacelineError as error:
+            raise UsageError(error.message, fix=error.fix) from None
         if meaning.key:
             option = f"--{meaning.key.replace('_', '-')}"
             words.append(f"{option}={meaning.value if isinstance(meaning.value, str) else text or 'true'}")
@@ -136,12 +145,19 @@ def with_our_flags(args: Sequence[str], known: Collection[str]) -> list[str]:
     return words
 
 
+def _is_value(word: str, *, of: str) -> bool:
+    """Returns whether the word after a flag is its value; after a switch only true or false is."""
+    if KEY_OF.get(of) in SWITCH_KEYS or of in SWITCHES or isinstance(HARMLESS.get(of, (0,))[0], bool):
+        return word.lower() in ("true", "false")
+    return not word.startswith("-") or word[1:2].isdigit()
+
+
 def _plain(text: str) -> Any:
-    """Returns the value that a flag's text stands for; a flag without a text is a switch."""
+    """Returns the value that a flag's text stands for."""
     for kind in (int, float):
         with contextlib.suppress(ValueError):
             return kind(text)
-    return {"": True, "true": True, "false": False}.get(text.lower(), text)
+    return {"true": True, "false": False}.get(text.lower(), text)
 
 
 def _without_key(name: str, value: Any) -> Translation | None:
@@ -150,5 +166,5 @@ def _without_key(name: str, value: Any) -> Translation | None:
         return Translation(None, unused=True)
     if allowed is None:
         return None
-    fix = INSTEAD.get(name, f"delete the line {name}")
+    fix = INSTEAD.get(name, f"leave {name} out")
     raise PacelineError(f"paceline has no {name}, and {value!r} asks for it", fix=fix)

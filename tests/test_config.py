@@ -91,21 +91,27 @@ def test_flags_of_another_trainer_work_and_one_note_names_ours(capsys):
         "x",
         "--target-flops",
         "-1",
-        "my.toml",
     ]
-    file, keys = parse_flags([*args, "--save-every=-1", "--dtype", "bfloat16", "--learning-rate", "6e-4"])
-    assert (file, keys) == ("my.toml", {"sequence_len": 512, "num_steps": 50, "save_every": 0, "precision": "bf16"})
+    more = ["--device-type=", "--use-compile", "my.toml", "--save-interval=-1", "--dtype", "bfloat16"]
+    file, keys = parse_flags([*args, *more])
+    assert file == "my.toml"
+    assert keys == {"sequence_len": 512, "num_steps": 50, "compile": True, "save_every": 0, "precision": "bf16"}
     assert capsys.readouterr().err == (
         "note    names of another trainer: --max_seq_len is --sequence-len; --num-iterations is --num-steps;"
         ' run = "dummy": the run gets a name by itself, and no tracker; --wandb-project is not used; --target-flops is not used;'
-        " --dtype is --precision; learning_rate is a rate of AdamW and is not used: Muon trains the matrices, at matrix_lr"
-        " (--optimizer adamw uses it)\n"
+        " --use-compile is --compile; --save-interval is --save-every; --dtype is --precision\n"
     )
+
+
+def test_a_learning_rate_of_adamw_as_a_flag_needs_the_optimizer_beside_it():
     assert parse_flags(["--optimizer", "adamw", "--learning-rate", "6e-4"])[1]["matrix_lr"] == 6e-4
+    for args in (["--learning-rate", "6e-4"], ["--name", "adamw", "--lr=6e-4"]):
+        with pytest.raises(UsageError, match="is a rate of AdamW"):
+            parse_flags(args)
 
 
 def test_a_flag_of_another_trainer_for_what_paceline_does_not_have_is_refused():
-    with pytest.raises(PacelineError, match="paceline has no fp8, and True asks for it"):
+    with pytest.raises(UsageError, match="paceline has no fp8, and True asks for it"):
         parse_flags(["--fp8"])
 
 
@@ -237,6 +243,15 @@ def test_a_learning_rate_of_adamw_is_no_rate_of_muon(tmp_path):
     assert config.matrix_lr is None and "Muon trains the matrices" in notes[0]
     config, notes = load_config(write(tmp_path / "a.py", text + "optimizer = 'adamw'\n"), {})
     assert (config.matrix_lr, notes) == (6e-4, [])
+    config, notes = load_config(write(tmp_path / "a.py", text), {"optimizer": "adamw"})
+    assert (config.matrix_lr, notes) == (6e-4, [])
+
+
+def test_off_is_off_under_either_name_and_what_a_function_does_inside_is_its_own(tmp_path):
+    text = "eval_interval = -1; save_every = -1\ndef rate(step):\n    lr = depth = step\n    return lr\n"
+    config, notes = load_config(write(tmp_path / "a.py", text), {})
+    assert (config.eval_every, config.save_every, config.depth) == (0, 0, Config().depth)
+    assert notes == ["a.py: not executed: line 2"]
 
 
 def test_a_python_file_asking_for_dropout_is_refused(tmp_path):

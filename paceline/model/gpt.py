@@ -264,9 +264,8 @@ class GPT(nn.Module):
         angles = torch.outer(torch.arange(start, end, dtype=torch.float32, device=device), speeds)  # (T, D/2)
         cos, sin = angles.cos().to(self.compute_dtype), angles.sin().to(self.compute_dtype)
         tables = torch.cat((cos, cos), dim=-1), torch.cat((sin, -sin), dim=-1)  # (T, D)
-        if whole and not (
-            torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
-        ):  # either's would not do for training
+        # a tensor of a graph, or of inference mode, would be of no use to training
+        if whole and not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled()):
             self.rotary_tables[cos.device] = tables  # "cuda" has become "cuda:0"
         return tables
 

@@ -30,7 +30,7 @@ from paceline.plan.cost import attention_blocks
 
 RMS_EPS = 1e-6
 SOFTCAP = 15.0  # of the logits
-COMPILED_SHAPES = 64  # of one function
+COMPILED_SHAPES = 64  # of one function at most
 QK_GAIN = 1.2  # of q and of k after their norm: sharper attention than unit vectors give
 
 
@@ -44,7 +44,9 @@ def rotary_norm(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     cos, sin: (T, D) in x.dtype, the same angles for both halves, the second half's sines negative.
     """
-    return cast(Tensor, _RotaryNorm.apply(x, cos, sin))  # type: ignore[no-untyped-call]
+    # A CPU's batched matmuls want each head's rows together, so all is written in that order. A GPU's flash kernels take any order
+    # and return their result, and the gradients, in that of q: in the order of x no product needs a copy.
+    return cast(Tensor, _RotaryNorm.apply(x, cos, sin, x.device.type == "cpu"))  # type: ignore[no-untyped-call]
 
 
 def relu_squared(x: Tensor) -> Tensor:
@@ -96,10 +98,7 @@ class _RMSNorm(Function):
 
 class _RotaryNorm(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        # A CPU's batched matmuls want each head's rows together, so all is written in that order. A GPU's flash kernels take any
-        # order and return their result, and the gradients, in that of q: in the order of x no product needs a copy.
-        heads_first = x.device.type == "cpu"
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, heads_first: bool) -> Tensor:
         if heads_first:
             x = x.transpose(1, 2)  # (B, H, T, D)
         else:
@@ -112,7 +111,7 @@ class _RotaryNorm(Function):
         return y if heads_first else y.transpose(1, 2)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (dy,), (y, scale, cos, sin) = grads, ctx.saved_tensors
         if not ctx.heads_first:
             dy = dy.transpose(1, 2)  # (B, T, H, D)
@@ -120,7 +119,7 @@ class _RotaryNorm(Function):
         along = (dy * y).mean(-1, keepdim=True)
         unturned = rotate(torch.addcmul(dy, y, along, value=-(QK_GAIN**-2)), cos, sin, direction=-1)
         dx = unturned.mul_(scale)  # in the order of y
-        return dx.transpose(1, 2) if ctx.heads_first else dx, None, None
+        return dx.transpose(1, 2) if ctx.heads_first else dx, None, None, None
 
 
 class _ReluSquared(Function):
@@ -369,6 +368,6 @@ def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
 
     Every shape is compiled by itself. Past torch's limit of 8 of them a function would silently stay eager.
     """
-    compiled = torch.compile(function, dynamic=False)
+    compiled = torch.compile(function, dynamic=False)  # imports the module of the next line
     torch._dynamo.config.recompile_limit = COMPILED_SHAPES
     return compiled

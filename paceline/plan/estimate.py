@@ -78,9 +78,14 @@ def process_bytes(allocated: Range, *, world_size: int, consumer: bool | None, e
     """
     fragments = (EXPANDABLE if expandable else NOT_EXPANDABLE).scaled(allocated.expected)
     growing = HELD_BACK_SHARE.scaled(allocated.expected)
+    context = context_bytes(world_size, consumer=consumer)
+    return sum_of_independent(allocated, fragments, context, HELD_BACK, growing)
+
+
+def context_bytes(world_size: int, *, consumer: bool | None) -> Range:
+    """Returns what a process takes on its card besides torch's allocator: CUDA's context, kernels and, of several ranks, NCCL."""
     several = TWO_CONSUMER_RANKS if world_size == 2 and consumer else RANKS
-    overhead = CONTEXT if world_size == 1 else several
-    return sum_of_independent(allocated, fragments, overhead, HELD_BACK, growing)
+    return CONTEXT if world_size == 1 else several
 
 
 def sum_of_independent(*parts: Range) -> Range:
@@ -95,9 +100,7 @@ def sum_of_independent(*parts: Range) -> Range:
 class Calibration:
     """What this machine's own measurements say of a setup, in place of assumptions."""
 
-    allocated: (
-        Range | None
-    )  # torch's peak; None where arithmetic stays better: on a CPU, whose allocator is counted to the byte
+    allocated: Range | None  # torch's peak; None on a CPU, whose allocator arithmetic counts to the byte
     process: Range | None  # what the device must have; None where no process was measured
     source: str  # "measured in 3 runs here, the last on 2026-11-21"
 

@@ -23,16 +23,15 @@ from typing import Any
 
 from paceline.plan.activations import MemorySetup
 from paceline.plan.estimate import (
-    CONTEXT,
     CPU_HEAP_GROWTH,
     CPU_PROCESS_BYTES,
     EXPANDABLE,
-    RANKS,
     WORKSPACE_BYTES,
     Calibrate,
     Calibration,
     Range,
     arithmetic_error,
+    context_bytes,
 )
 from paceline.plan.memory import copies_bytes, peak_phase
 from paceline.plan.planner import Plan, memory_setup
@@ -100,33 +99,26 @@ def calibration_of(records: Iterable[MemoryRecord], device_name: str, setup: Mem
         and record.planned_bytes > 0
     ]
     planned = peak_phase(setup).bytes
-    allocated: Range | None = None
-    same_ranks = [record for record in alike if _same_ranks(record, setup) and record.driver_bytes is not None]
+    with_process = [record for record in alike if _same_ranks(record, setup) and record.driver_bytes is not None]
     if setup.device == "cpu":
         # no allocator reports its own share there; the checkpoint's copies are in the process too, and known
-        alike = _newest(same_ranks)
-        points = [(record.planned_bytes, (record.driver_bytes or 0) - record.copies_bytes) for record in alike]
-        copies = copies_bytes(setup)
-        process: Range | None = fit_line(tuple(points), CPU_PROCESS_BYTES, CPU_HEAP_GROWTH).at(planned) + Range(
-            copies, copies, copies
-        )
+        measured, allocated, process = _newest(with_process), None, None
+        if measured:
+            points = tuple(
+                (record.planned_bytes, (record.driver_bytes or 0) - record.copies_bytes) for record in measured
+            )
+            copies = copies_bytes(setup)
+            process = fit_line(points, CPU_PROCESS_BYTES, CPU_HEAP_GROWTH).at(planned) + Range(copies, copies, copies)
     else:
-        alike = _newest(record for record in alike if record.allocated_bytes)
-        points = [(record.planned_bytes, record.allocated_bytes or 0) for record in alike]
-        allocated = fit_line(tuple(points), Range(0, WORKSPACE_BYTES, 2 * WORKSPACE_BYTES), arithmetic_error(setup)).at(
-            planned
-        )
-        overheads = [
-            (record.allocated_bytes, (record.driver_bytes or 0) - record.allocated_bytes)
-            for record in _newest(same_ranks)
-            if record.allocated_bytes
-        ]
-        context = CONTEXT if setup.world_size == 1 else RANKS
-        overhead = fit_line(tuple(overheads), context, EXPANDABLE).at(allocated.expected) if overheads else None
-        process = allocated + overhead if overhead else None
-    if not alike:
-        return None
-    return Calibration(allocated, process, _source(alike, planned))
+        measured, process = _newest(record for record in alike if record.allocated_bytes), None
+        points = tuple((record.planned_bytes, record.allocated_bytes or 0) for record in measured)
+        workspaces = Range(0, WORKSPACE_BYTES, 2 * WORKSPACE_BYTES)
+        allocated = fit_line(points, workspaces, arithmetic_error(setup)).at(planned)
+        figures = ((record.allocated_bytes or 0, record.driver_bytes or 0) for record in _newest(with_process))
+        if overheads := tuple((size, whole - size) for size, whole in figures if size):
+            context = context_bytes(setup.world_size, consumer=None)
+            process = allocated + fit_line(overheads, context, EXPANDABLE).at(allocated.expected)
+    return Calibration(allocated, process, _source(measured, planned)) if measured else None
 
 
 @dataclass(frozen=True)
@@ -144,9 +136,9 @@ class Line:
         deviation = math.sqrt(of_constant + 2 * x * of_both + x * x * of_slope + _noise(expected) ** 2)
         return Range(max(0.0, expected - 2 * deviation), expected, expected + 2 * deviation).scaled(MIB)
 
-    def error(self, points: Sequence[tuple[int, int]]) -> float:
-        """Returns the mean deviation from the points, as a share of each."""
-        return statistics.fmean(abs(self.at(x).expected / y - 1) for x, y in points)
+    def error(self, points: Sequence[tuple[float, float]]) -> float:
+        """Returns the mean deviation from the points (planned and measured MiB), as a share of each."""
+        return statistics.fmean(abs((self.constant + self.slope * x) / y - 1) for x, y in points)
 
 
 @lru_cache(maxsize=64)  # a plan asks for every size that it tries
@@ -156,35 +148,30 @@ def fit_line(points: tuple[tuple[int, int], ...], constant: Range, slope: Range)
     Points count by their distance from it (Huber's weights), so one process that grew for another reason does not turn it. Where
     the line is further from the points than the assumption is, the assumption stays.
     """
-    deviations = [(assumed.high - assumed.low) / 4 for assumed in (constant.scaled(1 / MIB), slope)]
-    assumed = Line(constant.expected / MIB, slope.expected, (deviations[0] ** 2, 0.0, deviations[1] ** 2))
-    points = tuple((x, y) for x, y in points if y > 0)
-    line, weights = assumed, [1.0] * len(points)
-    for _ in range(FIT_ROUNDS if points else 0):
-        a, b, c = (
-            1 / assumed.covariance[0],
-            0.0,
-            1 / assumed.covariance[2],
-        )  # the normal equations: [[a, b], [b, c]] line = [d, e]
+    of_constant, of_slope = ((assumed.high - assumed.low) / 4 for assumed in (constant.scaled(1 / MIB), slope))
+    line = assumed = Line(constant.expected / MIB, slope.expected, (of_constant**2, 0.0, of_slope**2))
+    in_mib = [(planned / MIB, measured / MIB) for planned, measured in points if measured > 0]
+    if not in_mib:
+        return assumed
+    weights = [1.0] * len(in_mib)
+    for _ in range(FIT_ROUNDS):
+        # the normal equations: [[a, b], [b, c]] times constant and slope is [d, e]
+        a, b, c = 1 / of_constant**2, 0.0, 1 / of_slope**2
         d, e = a * assumed.constant, c * assumed.slope
-        for (planned, measured), weight in zip(points, weights, strict=True):
-            x, y = planned / MIB, measured / MIB
+        for (x, y), weight in zip(in_mib, weights, strict=True):
             information = weight / _noise(y) ** 2
             a, b, c = a + information, b + information * x, c + information * x * x
             d, e = d + information * y, e + information * x * y
         determinant = a * c - b * b
-        line = Line(
-            max(0.0, (c * d - b * e) / determinant),
-            (a * e - b * d) / determinant,
-            (c / determinant, -b / determinant, a / determinant),
-        )
-        distances = [abs(y - line.at(x).expected) / (_noise(y / MIB) * MIB) for x, y in points]
-        weights = [min(1.0, OUTLIER / max(distance, 1e-9)) for distance in distances]
-    return line if not points or line.error(points) <= assumed.error(points) else assumed
+        covariance = (c / determinant, -b / determinant, a / determinant)
+        line = Line(max(0.0, (c * d - b * e) / determinant), (a * e - b * d) / determinant, covariance)
+        distances = [abs(y - line.constant - line.slope * x) / _noise(y) for x, y in in_mib]
+        weights = [min(1.0, OUTLIER / max(distance, OUTLIER)) for distance in distances]
+    return line if line.error(in_mib) <= assumed.error(in_mib) else assumed
 
 
 def _noise(size_mib: float) -> float:
-    """Returns by how many MiB two equal runs differ."""
+    """Returns by how many MiB a process of this size may be beside the line."""
     return NOISE_MIB + NOISE_SHARE * abs(size_mib)
 
 
@@ -199,8 +186,9 @@ def _newest(records: Iterable[MemoryRecord]) -> list[MemoryRecord]:
     Those of another PyTorch than the newest's do not count.
     """
     ordered = sorted(records, key=lambda record: record.time)
-    runs = [record for record in ordered if record.source != PROBE]
-    return [record for record in runs or ordered if record.torch == ordered[-1].torch][-KEEP_RECORDS:]
+    of_this_torch = [record for record in ordered if record.torch == ordered[-1].torch]
+    runs = [record for record in of_this_torch if record.source != PROBE]
+    return (runs or of_this_torch)[-KEEP_RECORDS:]
 
 
 def _source(records: Sequence[MemoryRecord], planned: int) -> str:

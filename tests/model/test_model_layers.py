@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from paceline.model.layers import Embedding, causal_attention, mix, relu_squared, rms_norm, rotary_norm
+from paceline.model.layers import Embedding, _RotaryNorm, causal_attention, mix, relu_squared, rms_norm, rotary_norm
 
 
 def randn(*shape, seed=0):
@@ -36,6 +36,15 @@ def test_rotary_norm_turns_normed_pairs():
     low, high = (1.2 * F.rms_norm(x, (8,), eps=1e-6)).transpose(1, 2).chunk(2, dim=-1)
     exact = torch.cat((low * cos + high * sin, high * cos - low * sin), dim=-1)
     check(rotary_norm(x, torch.cat((cos, cos), -1), torch.cat((sin, -sin), -1)), exact, (x,))
+
+
+def test_the_order_for_a_gpu_has_the_same_numbers():
+    x, angle, dy = randn(2, 7, 3, 8), randn(7, 4, seed=1).detach(), randn(2, 3, 7, 8, seed=2).detach()
+    tables = torch.cat((angle.cos(), angle.cos()), -1), torch.cat((angle.sin(), -angle.sin()), -1)
+    for_cpu, for_gpu = (_RotaryNorm.apply(x, *tables, heads_first) for heads_first in (True, False))
+    torch.testing.assert_close(for_gpu, for_cpu)
+    assert for_gpu.transpose(1, 2).is_contiguous()
+    torch.testing.assert_close(torch.autograd.grad(for_gpu, x, dy), torch.autograd.grad(for_cpu, x, dy))
 
 
 def test_relu_squared():
@@ -102,7 +111,6 @@ def test_blocks_equal_attention_under_a_mask(num_tokens, window):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.compiler
 @pytest.mark.parametrize(
     "function, inputs",
     [

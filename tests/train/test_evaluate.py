@@ -39,7 +39,6 @@ def test_rows_are_spread_evenly_over_the_held_out_part():
     assert eval_rows(3, max_rows=5).tolist() == [0, 1, 2]
 
 
-@pytest.mark.compiler
 def test_a_compiled_model_is_compiled_once_whatever_is_left_for_the_last_batch(model):
     sizes, shapes = torch.full((64,), 2), set()
 

@@ -130,7 +130,7 @@ def test_the_list_leads_to_runs_and_to_a_comparison_of_those_chosen(page, port):
     page.wait_for_selector("#differences td")
     assert page.url.endswith("#/compare/training/finished")
     assert page.locator("#differences tbody tr").inner_text().split() == ["matrix_lr", "0.1", "0.05"]
-    assert page.locator(".chart[data-field=loss] .chart-now span").count() == 2
+    page.wait_for_function("() => document.querySelectorAll('.chart[data-field=loss] .chart-now span').length === 2")
     for axis in ("tokens", "hours"):
         page.keyboard.press("x")
         assert page.inner_text(".segments [aria-pressed=true]") == axis
@@ -150,7 +150,7 @@ def test_five_runs_are_compared_and_six_are_not(page, tmp_path):
         page.wait_for_selector("#differences td")
         assert page.inner_text("h1") == "5 runs compared"
         page.wait_for_function("() => app.page.runs.every(({ run }) => run.curves.series.loss?.steps.length === 100)")
-        assert page.locator(".chart[data-field=loss] .chart-now span").count() == 5
+        page.wait_for_function("() => document.querySelectorAll('.chart[data-field=loss] .chart-now span').length === 5")
         row = page.locator("#differences tbody tr", has_text="matrix_lr")
         assert row.inner_text().split() == ["matrix_lr", "0", "0.01", "0.02", "0.03", "0.04"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import PacelineError
-from paceline.rundir import RunDir, append_event, append_json_line, find_run, lock_run
+from paceline.rundir import RunDir, append_event, append_json_line, find_run, lock_run, utc_now
 from paceline.watch.status import (
     MAX_END_BYTES,
     RunList,
@@ -48,10 +48,14 @@ def test_a_long_run_is_read_from_its_end_back_to_the_last_value_of_each_field(tm
     assert (status.step, status.loss, status.val_bpb, status.tok_per_sec) == (9999, 2.0, 1.25, 5.0)
 
 
-def test_a_run_whose_lock_is_held_is_running(tmp_path):
+def test_a_run_whose_lock_is_held_has_the_state_of_its_page_and_the_time_of_its_last_step(tmp_path):
     run = make_run(tmp_path)
     fd = lock_run(run)
-    assert run_status(run).state == "running"
+    assert run_status(run).state == "starting"
+    now = utc_now()
+    append_json_line(run.metrics, {"step": 70, "time": now})
+    assert (run_status(run).state, run_status(run).time) == (open_reader(run.path).update().state, now)
+    assert run_status(run).state == "training"
     os.close(fd)
 
 
@@ -118,7 +122,7 @@ def test_each_listing_shows_the_current_state(tmp_path):
     append_json_line(run.metrics, {"step": 70})
     assert [status.step for status in runs.read()] == [70]
     fd = lock_run(run)
-    assert [status.state for status in runs.read()] == ["running"]
+    assert [status.state for status in runs.read()] == ["starting"]
     os.close(fd)
     append_event(run, "finished", step=100)
     assert [status.state for status in runs.read()] == ["finished"]

@@ -13,7 +13,7 @@ SUMMARIES = {
     "training": ("good", "All well: the loss is falling, 2 GPUs are busy 97 % of the time, no rank is slow."),
     "recovering": (
         "warning",
-        "Attempt 1 ended: rank 1 asked for 2.0 GiB more than its GPU had. The next attempt is starting.",
+        "The next attempt is starting by itself. Attempt 1 ended: rank 1 asked for 2.0 GiB more than its GPU had.",
     ),
     "failed": ("error", "Rank 1 asked for 2.00 GiB more than its GPU had (31.4 GiB, 29.9 in use by this process)."),
     "broken": ("error", "The run ended without reporting why."),
@@ -51,8 +51,8 @@ def pace(value):
         ({"hosts": [host("tower", [gpu(0, use=0.12)])]}, "GPU 0 of tower is busy 12 % of the time."),
         ({"hosts": [host("tower", [gpu(0, errors={"xid": 79, "ecc_corrected": 3})])]}, "GPU 0 of tower has errors: xid 79."),
         ({"hosts": [host("tower", [gpu(0, use=0.12)], time=NOW - 125, every_s=2.0)]}, "No health sample of tower for 2m05s."),
-        ({"hosts": [host("tower", [], cgroup_used=95 * GIB)]}, "Tower has 1.0 GiB of 96.0 GiB RAM left."),
-        ({"hosts": [host("tower", [], disk_free=2 * GIB)]}, "Tower has 2.0 GiB of disk left."),
+        ({"hosts": [host("tower", [], cgroup_used=95 * GIB)]}, "1.0 GiB of 96.0 GiB RAM are left on tower."),
+        ({"hosts": [host("tower", [], disk_free=2 * GIB)]}, "2.0 GiB of disk are left on tower."),
     ],
 )  # fmt: skip
 def test_each_warning_names_its_number(changed, text):

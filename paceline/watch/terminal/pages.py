@@ -12,8 +12,9 @@ from pathlib import Path
 
 from paceline.units import format_bytes
 from paceline.watch.growing_file import read_tail, search
+from paceline.watch.measures import format_measure
 from paceline.watch.snapshot import LIVE, LogView, Series, Snapshot
-from paceline.watch.summary import first_log, format_measure, line_level
+from paceline.watch.summary import first_log, line_level
 from paceline.watch.terminal import chart, head, machines
 from paceline.watch.terminal.line import (
     EMPTY,

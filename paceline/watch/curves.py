@@ -235,13 +235,13 @@ class Curve:
         self._series: Series | None = None
 
     def extend(self, x: ArrayLike, values: ArrayLike, times: ArrayLike) -> None:
-        """Adds points with growing x. Points at or behind the first new x are replaced; non-finite values are left out."""
+        """Adds points. A point replaces those at its x and behind it; non-finite values are left out."""
         new = [np.asarray(column, dtype=float) for column in (x, values, times)]
-        is_finite = np.isfinite(new[1])
-        if not is_finite.all():
-            new = [column[is_finite] for column in new]
+        new = [column[np.isfinite(new[1])] for column in new]
         if not len(new[0]):
             return
+        following = np.minimum.accumulate(new[0][::-1])[::-1]  # the least x from each point on
+        new = [column[np.append(new[0][:-1] < following[1:], True)] for column in new]
         num_old = int(np.searchsorted(self.x, new[0][0]))
         self.x, self.values, self.times = (
             np.concatenate([old[:num_old], column])

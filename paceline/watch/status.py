@@ -36,6 +36,7 @@ END_BYTES = 64 << 10  # read of metrics.jsonl for a list of runs, unless a field
 MAX_END_BYTES = 4 << 20
 MAX_FILE_BYTES = 1 << 20  # read of a config, of facts, of a sample
 MAX_SAMPLES = 50
+SETUP = ("GPUs", "driver", "torch", "CUDA", "NCCL", "paceline", "commit")  # of the facts, in a comparison
 FRESH_S = 0.8  # a snapshot is read at most this often, however many pages are open
 MAX_OPEN = 8  # readers; the least recently used one is closed
 TAIL_BYTES = 256 << 10
@@ -219,14 +220,26 @@ def format_run(snapshot: Snapshot) -> str:
 
 
 def read_about(run: RunDir) -> dict[str, Any]:
-    """Returns {config: {key: value}, facts: [{host, rows: [[name, value]]}], samples: [{name, text}]}, the latest sample first."""
+    """Returns {config: {key: value}, setup: {name: value}, facts: [{host, rows: [[name, value]]}], samples: [{name, text}]}.
+
+    The latest sample is the first. setup: what a comparison of runs shows besides their configs.
+    """
     samples = islice(files_in(run, "samples/*.txt", str, reverse=True), MAX_SAMPLES)
     facts = [(path.stem, facts) for path, facts in files_in(run, "facts/*.json", json.loads) if isinstance(facts, dict)]
     return {
         "config": next((config for _, config in files_in(run, run.config_toml.name, tomllib.loads)), {}),
+        "setup": setup_of(run, [dict(fact_rows(table)) for _, table in facts]),
         "facts": [{"host": host, "rows": fact_rows(table)} for host, table in facts],
         "samples": [{"name": path.stem.replace("_", " "), "text": text} for path, text in samples],
     }
+
+
+def setup_of(run: RunDir, facts: Sequence[dict[str, str]]) -> dict[str, str]:
+    """Returns the ranks and hosts of the last attempt, and the GPUs, versions and commit of all hosts."""
+    attempts = [event for event in read_json_lines(run.events) if event.get("event") == "attempt"]
+    setup = {"ranks": str(attempts[-1].get("world_size"))} if attempts else {}
+    rows = {name: ", ".join(dict.fromkeys(host[name] for host in facts if name in host)) for name in SETUP}
+    return setup | ({"hosts": str(len(facts))} if facts else {}) | {name: text for name, text in rows.items() if text}
 
 
 def files_in(

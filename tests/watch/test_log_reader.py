@@ -118,7 +118,7 @@ def test_a_growing_log_is_followed_and_a_truncated_one_is_read_from_its_start(tm
     path.write_text("step 1 loss: 9.0\n")
     assert reader.update().series["loss"].values == [9.0]
     path.unlink()
-    assert reader.update().notes == [f"{path} is gone"]
+    assert (reader.update().state, reader.update().notes) == ("gone", [f"{path} does not exist"])
 
 
 @pytest.mark.parametrize(

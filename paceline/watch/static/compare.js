@@ -53,7 +53,7 @@ class ComparePage {
     const figures = known.map(({ run }) => new Map(run.panels.figures.map((figure) => [figure.name, figure])));
     const names = [...new Set(figures.flatMap((byName) => [...byName.keys()]))];
     const row = (name) => {
-      const best = bestIndex(figures.map((byName) => byName.get(name)));
+      const best = bestIndex(figures.map((byName) => byName.get(name)), known);
       const mark = (index) => (index === best ? { class: 'best', title: 'the best of them' } : {});
       return [name, ...figures.map((byName, index) => el('td', mark(index), byName.get(name)?.text ?? NA))];
     };
@@ -71,7 +71,7 @@ class ComparePage {
   }
 
   drawDifferences() {
-    const configs = this.runs.map(({ about }) => about.config || {});
+    const configs = this.runs.map(({ about }) => ({ ...about.config, ...about.setup }));
     const keys = [...new Set(configs.flatMap(Object.keys))].filter(
       (key) => key !== 'name' && new Set(configs.map((config) => written(config[key]))).size > 1,
     );
@@ -81,8 +81,9 @@ class ComparePage {
   }
 }
 
-// figures: {value, better} of each run. Returns the index of the best; -1 if one is unknown or all are the same.
-function bestIndex(figures) {
+// figures: {value, better, by_step} of the runs. Returns the index of the best; -1 if one is unknown, or they do not compare.
+function bestIndex(figures, runs) {
+  if (figures[0]?.by_step && new Set(runs.map(({ run }) => run.head.step)).size > 1) return -1;
   const values = figures.map((figure) => figure?.value);
   const better = figures[0]?.better;
   if (!better || values.length < 2 || !values.every(isNumber) || new Set(values).size < 2) return -1;

@@ -174,13 +174,13 @@ def fields(snapshot: Snapshot) -> dict[str, Panel]:
 
 
 def compared_figures(snapshot: Snapshot) -> Iterator[Panel]:
-    """Yields what a comparison shows of a run; `better` is "less" or "more", by_step: among runs of as many steps."""
+    """Yields what a comparison shows of a run; `better` is "less" or "more", `step` that of a value that falls with the steps."""
     if snapshot.step:
         yield {"name": "step", "text": f"{snapshot.step:,}", "value": snapshot.step, "better": None}
     for name, value, text, *_ in figures(snapshot):
         if name in METRICS and known(value):
-            measure = {"better": METRICS[name].better, "by_step": name in ("loss", "val_bpb")}
-            yield {"name": name, "text": text, "value": value, **measure}
+            step = snapshot.step if name in ("loss", "val_bpb") else None
+            yield {"name": name, "text": text, "value": value, "better": METRICS[name].better, "step": step}
     if snapshot.elapsed_s is not None:
         yield {"name": "time", "text": format_duration(snapshot.elapsed_s), "value": None, "better": None}
     if snapshot.goodput and (share := snapshot.goodput.share) is not None:

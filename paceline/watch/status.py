@@ -281,6 +281,7 @@ def fact_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
 @dataclass
 class Opened:
     reader: Reader
+    path: Path
     lock: Lock = field(default_factory=Lock)
     snapshot: Snapshot | None = None
     read_at: float = 0.0
@@ -329,10 +330,10 @@ class Shelf:
 
     def glimpse(self, name: str) -> Snapshot | None:
         """Returns the last figures of a run from the ends of its files, while nothing else of it has been read; else None."""
-        opened, path = self._open(name), self.paths().get(name)
-        if opened.snapshot is not None or path is None or not (path / "config.toml").is_file():
+        opened = self._open(name)
+        if opened.snapshot is not None or not (opened.path / "config.toml").is_file():
             return None
-        status = asdict(run_status(RunDir(path)))
+        status = asdict(run_status(RunDir(opened.path)))
         figures = {name: value for name, value in status.items() if name not in ("attempts", "time")}
         return Snapshot(kind="script" if status["command"] else "training", **figures)
 
@@ -344,12 +345,9 @@ class Shelf:
     def _open(self, name: str) -> Opened:
         with self._lock:
             opened = self._opened.pop(name, None)
-            if path := self.paths().get(name):
-                check_links(path)
-                opened = opened or Opened(open_reader(path))
-            elif opened is None:
-                raise KeyError(f"no run {name}")
-            self._opened[name] = opened
+            path = self.paths()[name] if opened is None else opened.path
+            check_links(path)
+            self._opened[name] = opened = opened or Opened(open_reader(path), path)
             if len(self._opened) > MAX_OPEN:
                 del self._opened[next(iter(self._opened))]
             return opened

@@ -53,7 +53,7 @@ class ComparePage {
     const figures = known.map(({ run }) => new Map(run.panels.figures.map((figure) => [figure.name, figure])));
     const names = [...new Set(figures.flatMap((byName) => [...byName.keys()]))];
     const row = (name) => {
-      const best = bestIndex(figures.map((byName) => byName.get(name)), known);
+      const best = bestIndex(figures.map((byName) => byName.get(name)));
       const mark = (index) => (index === best ? { class: 'best', title: 'the best of them' } : {});
       return [name, ...figures.map((byName, index) => el('td', mark(index), byName.get(name)?.text ?? NA))];
     };
@@ -81,12 +81,13 @@ class ComparePage {
   }
 }
 
-// figures: {value, better, by_step} of the runs. Returns the index of the best; -1 if one is unknown, or they do not compare.
-function bestIndex(figures, runs) {
-  if (figures[0]?.by_step && new Set(runs.map(({ run }) => run.head.step)).size > 1) return -1;
+// figures: {value, better, step} of the runs; step: of a value that compares only with those of the same step. Returns the index
+// of the best; -1 if one is unknown or all are the same.
+function bestIndex(figures) {
   const values = figures.map((figure) => figure?.value);
   const better = figures[0]?.better;
   if (!better || values.length < 2 || !values.every(isNumber) || new Set(values).size < 2) return -1;
+  if (new Set(figures.map(({ step }) => step)).size > 1) return -1;
   return values.indexOf(better === 'less' ? Math.min(...values) : Math.max(...values));
 }
 

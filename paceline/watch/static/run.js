@@ -4,7 +4,7 @@
 class RunPage {
   // about: config, facts and samples of a report; a live page requests them.
   constructor(run, { about = null, isLive = true } = {}) {
-    Object.assign(this, { run, about: about || {}, sections: new Map() });
+    Object.assign(this, { run, about: about || {}, sections: new Map(), top: el('div'), tiles: el('div') });
     this.board = new Board([{ run, label: run.name, colour: 'line-1' }], {
       onChange: () => this.drawMaps(),
       marksOf: (axis) => run.panels.marks?.[axis],
@@ -13,8 +13,6 @@ class RunPage {
     this.devices = new Devices(run, this.board);
     this.events = new Events(run);
     this.logs = isLive ? new Logs(run) : null;
-    this.top = el('div');
-    this.tiles = el('div');
     this.node = el('div.page', this.top);
     for (const section of this.layout().filter(([id]) => this.logs || id !== 'logs')) this.add(section);
     this.sections.get('why').node.after(this.tiles);

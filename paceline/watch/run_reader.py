@@ -52,7 +52,7 @@ class RunReader:
         self._events_file = GrowingFile(run.events)
         self._script_logs: dict[str, LogCurves] = {}
         self._cache: dict[str, tuple[Any, Any]] = {}  # by name: what the value follows from, and the value
-        self._was_preparing = False
+        self._preparing: Record | None = None  # the work before the launch, when it was last read
         self._forget()
 
     def _forget(self) -> None:
@@ -70,22 +70,20 @@ class RunReader:
         return self._script_snapshot(config, fields) if "command" in config else self._training_snapshot(fields)
 
     def _folder_snapshot(self) -> Snapshot:
-        """Returns the snapshot of a folder that is not a run yet, or not any more."""
-        now, preparing = time.time(), self._content(self.run.preparing_json, json.loads, {})
-        started, updated = (unix_time(preparing.get(name)) for name in ("started", "time"))
-        state: State = "broken" if preparing or self._was_preparing else "gone"
-        notes = [f"{self.run.path} is not a run yet"] if preparing else [f"{self.run.config_toml} does not exist"]
-        if not preparing or math.isnan(started + updated) or not is_locked(self.run):
-            return Snapshot(self.run.name, str(self.run.path), "training", state, notes=notes)
-        self._was_preparing = True
-        share, since = preparing.get("share"), unix_time(preparing.get("since"))
-        work = {"label": str(preparing.get("label")), "share": share, "eta_s": None}
+        """Returns the snapshot of a folder that is not a run yet, or no longer is."""
+        now, record = time.time(), self._content(self.run.preparing_json, json.loads, {})
+        started, since, updated = (unix_time(record.get(name)) for name in ("started", "since", "time"))
+        share = record.get("share")
+        work = {"label": str(record.get("label")), "share": share, "eta_s": None}
         if isinstance(share, float) and 0 < share <= 1 and updated > since:
             work["eta_s"] = max(0.0, (updated - since) * (1 - share) / share - (now - updated))
-        return Snapshot(
-            self.run.name, str(self.run.path), "training", "preparing", started=started, updated=updated,
-            elapsed_s=max(0.0, now - started), preparing=work,
-        )  # fmt: skip
+        gone = Snapshot(self.run.name, str(self.run.path), "training", "gone")
+        if math.isnan(started + updated) or not is_locked(self.run):
+            self._preparing = work if record else self._preparing
+            return replace(gone, preparing=self._preparing, notes=[f"{self.run.config_toml} does not exist"])
+        self._preparing = work
+        times = {"started": started, "updated": updated, "elapsed_s": max(0.0, now - started)}
+        return replace(gone, state="preparing", preparing=work, **times)
 
     def goodput(self) -> Goodput:
         """Reads what is new and returns where the time went, computed at most every GOODPUT_EVERY_S while a long run goes on."""

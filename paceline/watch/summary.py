@@ -96,6 +96,8 @@ class Summary:
 def summarize(snapshot: Snapshot, *, now: float) -> Summary | None:
     """Returns one sentence about how the run is; None where its state says everything."""
     state = snapshot.state
+    if state == "gone" and snapshot.preparing:
+        return Summary("error", "The command ended before the training began; its own output shows why.")
     if state in UNEXPLAINED:
         return Summary("error", sentence(str((snapshot.explanation or {}).get("summary") or UNEXPLAINED[state])))
     if state == "preparing":

@@ -95,7 +95,7 @@ def progress(snapshot: Snapshot, *, width: int) -> Line:
     is_live, share = snapshot.state in LIVE, None
     left: Line = ((f" step {snapshot.step:,}  ", "strong"),) if snapshot.step else ((" n/a  ", "faint"),)
     right: list[Piece] = []
-    if snapshot.preparing:
+    if snapshot.preparing and snapshot.state == "preparing":
         share = snapshot.preparing["share"]
         left = ((" n/a  " if share is None else f" {format_percent(share)}  ", "strong"),)
         right.append((f"  {cut(clean(snapshot.preparing['label']), 40)}", "strong"))

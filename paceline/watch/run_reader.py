@@ -82,8 +82,8 @@ class RunReader:
             self._preparing = work if record else self._preparing
             return replace(gone, preparing=self._preparing, notes=[f"{self.run.config_toml} does not exist"])
         self._preparing = work
-        times = {"started": started, "updated": updated, "elapsed_s": max(0.0, now - started)}
-        return replace(gone, state="preparing", preparing=work, **times)
+        elapsed_s = max(0.0, now - started)
+        return replace(gone, state="preparing", preparing=work, started=started, updated=updated, elapsed_s=elapsed_s)
 
     def goodput(self) -> Goodput:
         """Reads what is new and returns where the time went, computed at most every GOODPUT_EVERY_S while a long run goes on."""

@@ -66,7 +66,7 @@ STATE_SIGNS = {  # and the name of a style
 UNEXPLAINED: dict[str, str] = {  # by state
     "failed": "the run failed",
     "broken": "the run ended without reporting why",
-    "gone": "it is gone: deleted, moved, or on a disk that is not mounted any more",
+    "gone": "its files are gone: deleted, moved, or on a disk that is not mounted any more",
 }
 LEVEL_SIGNS = {"info": ("·", "faint"), "good": ("✓", "good"), "warning": ("!", "warning"), "error": ("✗", "error")}
 

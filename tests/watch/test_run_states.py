@@ -104,7 +104,7 @@ def test_a_folder_that_is_gone_is_shown_as_gone_until_it_is_back(held):
     away = held.run.path.rename(held.run.path.with_name("away"))
     for _ in range(2):
         snapshot = held.look()
-        text = "It is gone: deleted, moved, or on a disk that is not mounted any more."
+        text = "Its files are gone: deleted, moved, or on a disk that is not mounted any more."
         assert (snapshot.state, snapshot.step, snapshot.name) == ("gone", 0, "r")
         assert summarize(snapshot, now=time.time()) == Summary("error", text)
     held.run.path.mkdir()  # as an unmounted disk leaves it

@@ -31,7 +31,7 @@ SUMMARIES = {
     ),
     "failed": ("error", "Rank 1 asked for 2.00 GiB more than its GPU had (31.4 GiB, 29.9 in use by this process)."),
     "broken": ("error", "The run ended without reporting why."),
-    "gone": ("error", "It is gone: deleted, moved, or on a disk that is not mounted any more."),
+    "gone": ("error", "Its files are gone: deleted, moved, or on a disk that is not mounted any more."),
     "preparing": ("info", "No step is taken yet: tokenize, 42 %, 3m10s left."),
     "finished": ("good", "All steps are done."),
     "troubled": (

@@ -189,7 +189,7 @@ def test_a_run_whose_folder_is_gone_is_shown_as_gone_until_it_is_back(tmp_path):
     with serving(shelf) as port:
         event = json.loads(first_event(port, "run=a"))
         assert (event["head"]["state"], event["panels"]["head"]["badge"]["state"]) == ("gone", "gone")
-        assert event["summary"]["text"].startswith("It is gone")
+        assert event["summary"]["text"].startswith("Its files are gone")
         assert json.loads(asked(port, "/api/runs")[2]) == []
         away.rename(run.path)
         time.sleep(FRESH_S)

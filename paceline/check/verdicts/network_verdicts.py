@@ -40,6 +40,11 @@ def interfaces_up(host: Host) -> list[dict[str, Any]]:
     return [nic for nic in host.at("network.interfaces") or () if nic.get("up")]
 
 
+def host_unreachable(host: Host) -> Cases:
+    if error := host.at("connection.error"):
+        yield Case(str(error), str(host.at("connection.fix")))
+
+
 def name_unknown(host: Host) -> Cases:
     name, error = host.at("network.hostname"), host.at("network.resolve_error")
     if name and error:
@@ -193,6 +198,19 @@ hosts_cuda = differs("CUDA", "torch.cuda", "pip install --force-reinstall torch"
 hosts_driver = differs("driver", "driver.version", "install driver {newest} on all hosts")
 
 
+def hosts_same(hosts: Sequence[Host]) -> Cases:
+    names: dict[tuple[Any, ...], list[str]] = {}
+    for host in hosts:
+        if (name := host.at("network.hostname")) and host.at("connection.error") is None:
+            addresses = tuple(sorted(host.at("network.addresses") or ()))
+            names.setdefault((name, addresses), []).append(str(host.at("connection.destination")))
+    for (name, _), destinations in names.items():
+        if len(destinations) > 1:
+            yield Case(
+                f"{format_list(destinations)} are one host, {name}", f"--hosts {destinations[0]}:2 for two ranks there"
+            )
+
+
 def hosts_torch(hosts: Sequence[Host]) -> Cases:
     """Another release may use another protocol; another build or patch of the same release does not."""
     if values := differing(hosts, lambda host: host.at("torch.version")):
@@ -236,7 +254,7 @@ def hosts_code(hosts: Sequence[Host]) -> Cases:
     if values:
         first = next(iter(values))  # of the host that gathers the facts
         yield Case(f"commit of the code: {values_by_host(values)}", f"git fetch && git checkout {first}")
-    elif dirty and len(dirty) < len(hosts):
+    elif dirty and any(host.at("tools.code.dirty") is False for host in hosts):
         yield Case(f"the code is modified only on {format_list(dirty)}", "git stash")
 
 

@@ -135,6 +135,7 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("vocabulary-differs", "cpu_box", {"text.tokenizer": TOKENIZER},
      {**CPU, "config": {"vocab_size": 4096}, "set_keys": frozenset({"vocab_size"})}, "warn"),
     ("text-not-prepared", "cpu_box", {"text.prepared": False}, {"command": "check"}, "note"),
+    ("host-unreachable", "cpu_box", {"connection": {"destination": "ada", "error": "no key", "fix": "ssh ada"}}, CPU, "stop"),
     ("name-unknown", "cpu_box", {"network.resolve_error": "Name or service not known"}, {"command": "run"}, "warn"),
     ("name-unknown", "server", {"network.resolve_error": "Name or service not known"}, TWO_HOSTS, "stop"),
     ("name-loopback", "cpu_box", {"network.addresses": ["127.0.1.1"]}, {"command": "run"}, "warn"),
@@ -176,6 +177,7 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
 
 # id, what is changed on the second host
 PAIRS: list[tuple[str, dict[str, Any]]] = [
+    ("hosts-same", {"host.name": "node1"}),
     ("hosts-torch", {"torch.version": "2.12.1+cu128"}),
     ("hosts-nccl", {"torch.nccl": "2.26.2"}),
     ("hosts-cuda", {"torch.cuda": "13.0"}),

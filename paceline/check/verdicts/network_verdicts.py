@@ -199,16 +199,17 @@ hosts_driver = differs("driver", "driver.version", "install driver {newest} on a
 
 
 def hosts_same(hosts: Sequence[Host]) -> Cases:
+    """Compares names and addresses: two hosts may both be called ubuntu, and share the address of a bridge."""
     names: dict[tuple[Any, ...], list[str]] = {}
     for host in hosts:
-        if (name := host.at("network.hostname")) and host.at("connection.error") is None:
-            addresses = tuple(sorted(host.at("network.addresses") or ()))
-            names.setdefault((name, addresses), []).append(str(host.at("connection.destination")))
+        if name := host.at("host.name"):
+            nics = [nic for nic in interfaces_up(host) if not nic.get("loopback")]
+            addresses = frozenset(address for nic in nics for address in nic.get("addresses") or ())
+            names.setdefault((name, addresses), []).append(str(host.at("connection.destination") or name))
     for (name, _), destinations in names.items():
         if len(destinations) > 1:
-            yield Case(
-                f"{format_list(destinations)} are one host, {name}", f"--hosts {destinations[0]}:2 for two ranks there"
-            )
+            fix = f"--hosts {destinations[0]}:2 for two ranks there"
+            yield Case(f"{format_list(destinations)} are one host, {name}", fix)
 
 
 def hosts_torch(hosts: Sequence[Host]) -> Cases:

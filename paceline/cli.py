@@ -53,7 +53,15 @@ def plan(args: options.PlanOptions) -> None:
 
 
 def check(args: options.CheckOptions) -> int:
-    from paceline.check.ready import check_config, colour, format_findings, format_host, format_summary, to_json
+    from paceline.check.ready import (
+        check_config,
+        colour,
+        format_findings,
+        format_host,
+        format_links,
+        format_summary,
+        to_json,
+    )
     from paceline.launch.hosts import hosts_asker, parse_hosts, ranks_of
     from paceline.plan.machine import probe_machine
     from paceline.terminal import progress_line
@@ -76,7 +84,8 @@ def check(args: options.CheckOptions) -> int:
     else:
         text = format_findings(findings, verbose=args.verbose, several=len(checked.facts) > 1)
         hosts = "\n".join(map(format_host, checked.facts))
-        blocks = [hosts, colour(text) if sys.stdout.isatty() else text]
+        links = "\n".join(line for facts in checked.facts for line in format_links(facts))
+        blocks = [hosts, links, colour(text) if sys.stdout.isatty() else text]
         print("\n\n".join(block for block in (*blocks, format_summary(findings)) if block))
     return 1 if any(finding.severity == "stop" for finding in findings) else 0
 

@@ -340,6 +340,16 @@ def format_host(facts: Facts) -> str:
     )
 
 
+def format_links(facts: Facts) -> list[str]:
+    """Returns a line for each measured link from this host: address, round trip, speed."""
+    lines = []
+    for link in facts.get("links") or ():
+        if link["bits_per_s"]:
+            speed = f"{link['rtt_us'] / 1000:.2f} ms there and back, {link['bits_per_s'] / 1e9:.2f} Gb/s"
+            lines.append(f"{at(facts, 'connection.destination')} to {link['to']}: {speed} by {link['address']}")
+    return lines
+
+
 def colour(text: str) -> str:
     """Returns the text with coloured severities, for a terminal."""
     return re.sub(r"(?m)^(stop|warn|note)(?=  )", lambda match: f"\x1b[{CODES[match[1]]}m{match[1]}\x1b[0m", text)

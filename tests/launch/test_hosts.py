@@ -1,12 +1,15 @@
 import json
+import shutil
 import subprocess
+import sys
 
 import namespaces
 import pytest
 from namespaces import PORT, namespaced_hosts
 
 from paceline.errors import UsageError
-from paceline.launch.hosts import HostEntry, code_archive, is_this_host, parse_hosts, ranks_of
+from paceline.launch.hosts import HostEntry, is_this_host, parse_hosts, ranks_of
+from paceline.launch.ssh import code_archive
 
 needs_namespaces = pytest.mark.skipif(bool(namespaces.WHY_NOT), reason=namespaces.WHY_NOT)
 
@@ -119,6 +122,9 @@ def test_hosts_are_checked_together_and_the_code_is_sent_once(hosts):
     assert code.name == code_archive()[0] and (code / "paceline" / "cli.py").is_file()
     assert facts["h2"]["env"]["PYTHONPATH"] == str(code)
     assert not (hosts.folder / "h1" / "cache").exists()  # h1 is this host: it needs no ssh
+    [link] = facts["h1"]["links"]
+    assert (link["to"], link["address"], link["error"]) == ("h2", "h2", None)
+    assert link["rtt_us"] > 0 and link["bits_per_s"] > 1e6 and facts["h2"]["links"] == []
     sent = code.stat()
     answer = hosts.paceline("h1", "check", "--hosts", "h2,10.77.0.2")
     assert "hosts-same" in answer.stdout and "h2 and 10.77.0.2 are one host, h2" in answer.stdout
@@ -161,8 +167,43 @@ def test_an_interpreter_that_is_missing_there_is_reported(hosts):
 @needs_namespaces
 def test_a_cache_that_cannot_be_written_is_reported(hosts):
     cache = hosts.folder / "h2" / "cache"
-    cache.rename(hosts.folder / "h2" / "before")
+    before = cache.rename(hosts.folder / "h2" / "before")
     cache.write_text("a file, not a folder")
     answer = hosts.paceline("h1", "check", "--hosts", "h2")
+    cache.unlink()
+    before.rename(cache)
     assert "h2: it could not keep the code: Not a directory" in answer.stdout
     assert "ssh h2 df -h ~/.cache" in answer.stdout
+
+
+LINK_OF = """
+import json, sys
+from paceline.launch.hosts import measure_links, parse_hosts
+print(json.dumps(measure_links(parse_hosts("h1,h2"), python=None, port=None)["h1"][0]))
+"""
+TABLE = "add table inet f; add chain inet f i { type filter hook input priority 0; };"
+REJECT = TABLE + "add rule inet f i iif eth0 tcp dport != 2222 ct state new reject with tcp reset"
+DROP_LARGE = TABLE + "add rule inet f i iif eth0 tcp dport != 2222 meta length > 1000 drop"
+
+
+@needs_namespaces
+@pytest.mark.skipif(shutil.which("nft") is None, reason="nft is missing")
+@pytest.mark.parametrize("rule, error", [(REJECT, "connect"), (DROP_LARGE, "large")], ids=["firewall", "large packets"])
+def test_a_link_is_tried_on_other_ports_than_ssh_and_with_large_messages(hosts, rule, error):
+    assert hosts.run("h2", "nft", rule).returncode == 0
+    answer = hosts.run("h1", sys.executable, "-c", LINK_OF)
+    hosts.run("h2", "nft", "flush", "ruleset")
+    assert json.loads(answer.stdout)["error"] == error, answer.stderr
+
+
+@pytest.mark.soak
+@needs_namespaces
+@pytest.mark.skipif(shutil.which("ping") is None, reason="ping is missing")
+def test_a_path_that_loses_large_packets_breaks_ssh_and_the_fix_tries_it(hosts):
+    for host, port in (("h1", "v1"), ("h2", "v2")):
+        hosts.ip("-n", hosts.prefix + host, "link", "set", "eth0", "mtu", "9000")
+        hosts.ip("-n", f"{hosts.prefix}hub", "link", "set", port, "mtu", "9000" if port == "v1" else "1300")
+    answer = hosts.paceline("h1", "check", "--hosts", "h2")
+    assert "h2: it cannot be reached" in answer.stdout and "ping -M do -s 1472 h2" in answer.stdout
+    assert hosts.run("h1", "ping", "-c1", "-W1", "h2").returncode == 0
+    assert hosts.run("h1", "ping", "-c1", "-W1", "-M", "do", "-s", "1472", "h2").returncode == 1

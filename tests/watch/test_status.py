@@ -1,5 +1,6 @@
 """The list of runs, and one run at length, from what stands in the run folders."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from paceline.watch.status import (
     format_runs,
     last_values,
     open_reader,
+    read_about,
     run_json,
     run_status,
 )
@@ -209,3 +211,14 @@ def test_a_run_is_found_by_its_folder_or_its_name(script_run):
     assert find_run("r", runs_dir=str(script_run.path.parent)) == script_run
     with pytest.raises(PacelineError):
         find_run("nowhere")
+
+
+def test_the_setup_of_a_run_is_that_of_its_hosts_and_its_last_attempt(script_run):
+    gpus = [{"name": "RTX 5090"}] * 2
+    for host, version in {"a": "2.9.0", "b": "2.8.0"}.items():
+        path = script_run.facts(host)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps({"gpus": gpus, "torch": {"version": version}}))
+    append_event(script_run, "attempt", attempt=3, world_size=4)
+    setup = {"ranks": "4", "hosts": "2", "GPUs": "2 x RTX 5090", "torch": "2.9.0, 2.8.0"}
+    assert read_about(script_run)["setup"] == setup

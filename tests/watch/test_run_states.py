@@ -43,7 +43,9 @@ def test_between_two_attempts_a_run_is_recovering_and_explains_why(held):
     assert held.look().state == "training"
 
 
-OUT_OF_MEMORY = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.20 GiB. GPU 0 has a total capacity of 7.79 GiB.\n"
+OUT_OF_MEMORY = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.20 GiB. GPU 0 has a total capacity of 7.79 GiB.\n"
+)
 
 
 def test_while_a_run_recovers_the_attempt_that_ended_is_explained_and_needs_no_fix(held):
@@ -57,7 +59,11 @@ def test_while_a_run_recovers_the_attempt_that_ended_is_explained_and_needs_no_f
     held.run.logs(2).mkdir()
     (held.run.logs(2) / "launch.log").touch()  # the next attempt has a log before it has begun
     snapshot = held.look()
-    assert (snapshot.state, snapshot.explanation["cause"], snapshot.explanation["fix"]) == ("recovering", "cuda-oom", None)
+    assert (snapshot.state, snapshot.explanation["cause"], snapshot.explanation["fix"]) == (
+        "recovering",
+        "cuda-oom",
+        None,
+    )
     text = "The next attempt is starting by itself. Attempt 1 ended: rank 0 ran out of memory."
     assert summarize(snapshot, now=time.time()) == Summary("warning", text)
     assert run_panels(snapshot, now=time.time())["head"]["summary"]["text"] == text

@@ -61,7 +61,9 @@ def test_a_rise_has_a_size_and_a_step():
 
 def test_a_spike_of_three_lines_is_no_rise():
     values = curve("level", normal, 0.01, seed=1)
-    assert not any(rise_of(look) for look in looks([*values[:200], 9.0, 8.0, 5.0, *values[200:240]], every=1, start=195))
+    assert not any(
+        rise_of(look) for look in looks([*values[:200], 9.0, 8.0, 5.0, *values[200:240]], every=1, start=195)
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES)

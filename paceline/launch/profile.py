@@ -143,7 +143,7 @@ def make_profile(ranks: Sequence[Mapping[str, Any]], plan: Plan, *, rows: Callab
     step_ms, unprofiled_ms = (fmean(rank[name] for rank in ranks) for name in ("step_ms", "unprofiled_ms"))
     planned_s = plan.cost["seconds"]["expected"] if plan.cost.get("seconds") else 0.0  # 0: not known
     planned = planned_parts(plan)
-    parts = {}
+    parts: dict[str, dict[str, Any]] = {}
     for name in PARTS:
         values = [rank["parts"].get(name, 0.0) for rank in ranks]
         ms, expected_ms = fmean(values), planned.get(name)
@@ -153,7 +153,7 @@ def make_profile(ranks: Sequence[Mapping[str, Any]], plan: Plan, *, rows: Callab
                 "share": ms / step_ms,
                 "planned_ms": expected_ms,
                 "planned_share": expected_ms / (1000 * planned_s) if expected_ms else None,
-                "rank_ms": values,
+                "rank_ms": [round(value, 3) for value in values],
             }
     results = {
         "step_ms": step_ms,
@@ -242,8 +242,9 @@ def cause_and_fix(
             own_ms = [
                 sum(parts[name]["rank_ms"][rank] for name in COMPUTE if name in parts) for rank in range(len(sent))
             ]
-            others_ms = fmean(ms for rank, ms in enumerate(own_ms) if rank != slow)
-            why = f"the other ranks wait for rank {slow}: it computes {format_ms(own_ms[slow])} of a step, they {format_ms(others_ms)}"
+            others_ms = (sum(own_ms) - own_ms[slow]) / (len(own_ms) - 1)
+            computing = f"it computes {format_ms(own_ms[slow])} of a step, they {format_ms(others_ms)}"
+            why = f"the other ranks wait for rank {slow}: {computing}"
             heat = f"nvidia-smi -i {slow} -q -d PERFORMANCE,POWER while it trains: heat, power limit, other processes"
             return why, heat if on_gpu else "look at top: other processes use the cores of that rank"
         case "synchronizing":
@@ -308,7 +309,7 @@ def time_lines(results: Mapping[str, Any], plan: Plan, *, width: int) -> list[st
     if plan.world_size > 1:
         lines.append(f"{'sent under other work':<22}{format_ms(results['hidden_ms']):>10}")
     computing = f"compute {results['use']:.1%} of the step"
-    profiled = f"{format_ms(results['unprofiled_ms'])} without the profiler, which adds {results['overhead']:.1%}"
+    profiled = f"{format_ms(results['unprofiled_ms'])} without the profiler ({results['overhead']:+.1%} with it)"
     lines += [
         "",
         f"{format_number_of(results['steps'], 'step')} on {format_number_of(plan.world_size, 'rank')}: {computing}; {profiled}",

@@ -36,7 +36,7 @@ OPERATIONS = (  # by its own name; what runs within one of the first three belon
     ("loss", re.compile("SumOfNats")),
     (
         "attention",
-        re.compile("CausalAttention|scaled_dot_product|flash|fmha|flex_attention|efficient_attention|::b(add)?bmm"),
+        re.compile("CausalAttention|scaled_dot_product|flash|fmha|flex_attention|efficient_attention|::(badd)?bmm"),
     ),
     ("embeddings", re.compile("_Lookup|[Ee]mbedding")),
     ("gradients", re.compile("AccumulateGrad")),
@@ -183,7 +183,7 @@ def _intervals(events: Iterable[Event]) -> list[Interval]:
 
 
 def _layered(layers: Sequence[Iterable[Interval]], window: Interval) -> list[Interval]:
-    """Returns disjoint intervals in order: where some overlap, that of the earlier layer, and in a layer the one that began first."""
+    """Returns disjoint intervals in order: where some overlap, the earlier layer's, and within a layer the one that began first."""
     covered: list[Interval] = []
     for layer in layers:
         disjoint, end = [], window.start

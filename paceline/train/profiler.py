@@ -3,7 +3,8 @@ Steps of a plan under torch.profiler: `python -m paceline.train.profiler FOLDER 
 
 The model, the optimizer, the text and the step are the worker's own; the weights are fresh, since time does not depend on them. As
 many steps are first timed without the profiler. FOLDER/trace_<rank>.json.gz is the Chrome trace, FOLDER/memory_<rank>.json.gz that
-of one more step with its allocations, and FOLDER/<rank>.json what they show (plan/breakdown.py). The phases of a step come from the heartbeats that the loop writes anyway, so the loop has no line for this.
+of one more step with its allocations, and FOLDER/<rank>.json what they show (plan/breakdown.py). The phases of a step come from the
+heartbeats that the loop writes anyway, so the loop has no line for this.
 """
 
 import argparse

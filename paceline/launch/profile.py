@@ -8,14 +8,15 @@ config, the plan and the text; it writes to RUN/profile/ alone, and for a config
 import json
 import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from paceline.check.probes.facts import gather_facts
-from paceline.check.ready import CheckResult, format_findings
+from paceline.check.probes.facts import DEFAULTS, PROBES, ask_probes
+from paceline.check.ready import format_findings
 from paceline.config import Config, cache_dir
 from paceline.config_file import resolve_config
 from paceline.data.prepare import TokenDataset
@@ -61,13 +62,13 @@ def profile_steps(options: ProfileOptions) -> tuple[dict[str, Any], Plan]:
         )
     write_atomic(run.plan_json, plan.to_json())
     record_data(run, dataset)
-    facts = gather_facts(measure_disk=False, cached_torch=cache_dir(config) / "torch.json")
+    torch = ask_probes(PROBES[:1], {**DEFAULTS, "cached_torch": cache_dir(config) / "torch.json"})["torch"] or {}
     ranks = run_ranks(
         run,
         plan,
         steps=options.steps,
         deterministic=config.deterministic,
-        libuv=CheckResult(facts=(facts,), findings=()).libuv,
+        libuv=torch.get("libuv") is not False,
     )
     plan = Plan.from_json(run.plan_json.read_text())  # with whether it compiles, where that was tried
     results = make_profile(ranks, plan, rows=lambda: largest_rows(config, machine, make))
@@ -209,8 +210,7 @@ def low_use(results: Mapping[str, Any], plan: Plan, *, rows: Callable[[], int | 
     losses = {name: parts[name]["ms"] for name in IDLE if name in parts}
     if results["waits"] < 1 and "synchronizing" in losses:  # the step's own wait, after which the host begins again
         losses["host"] = losses.get("host", 0.0) + losses.pop("synchronizing")
-    if plan.world_size > 1:
-        sent = waiting_ms(parts)
+    if sent := waiting_ms(parts):
         losses |= {"communication": min(sent), "imbalance": fmean(sent) - min(sent)}
     reason = max(losses, key=lambda name: losses[name])
     lost_ms = losses[reason]
@@ -276,7 +276,8 @@ def format_profile(results: Mapping[str, Any], plan: Plan, *, width: int) -> str
         "\n".join(memory_lines(results["memory"])),
     ]
     if results["finding"]:
-        blocks.append(format_findings([Finding(**results["finding"])]))
+        finding = format_findings([Finding(**results["finding"])]).splitlines()
+        blocks.append("\n".join(textwrap.fill(line, min(width, 120), subsequent_indent=" " * 8) for line in finding))
     traces = results["traces"]
     shown = traces[0] + (f" and {len(traces) - 1} more" if len(traces) > 1 else "")
     blocks.append(f"trace   {shown}\n        open it in {PERFETTO} or chrome://tracing")
@@ -308,14 +309,13 @@ def time_lines(results: Mapping[str, Any], plan: Plan, *, width: int) -> list[st
     lines.append(line("step", results["step_ms"], results["planned_ms"], []))
     if plan.world_size > 1:
         lines.append(f"{'sent under other work':<22}{format_ms(results['hidden_ms']):>10}")
-    computing = f"compute {results['use']:.1%} of the step"
-    profiled = f"{format_ms(results['unprofiled_ms'])} without the profiler ({results['overhead']:+.1%} with it)"
-    lines += [
-        "",
-        f"{format_number_of(results['steps'], 'step')} on {format_number_of(plan.world_size, 'rank')}: {computing}; {profiled}",
-    ]
+    ranks = f"{format_number_of(results['steps'], 'step')} on {format_number_of(plan.world_size, 'rank')}"
+    lines += ["", f"compute takes {100 * results['use']:.1f} % of a step; mean of {ranks}"]
+    lines.append(
+        f"without the profiler a step takes {format_ms(results['unprofiled_ms'])} ({100 * results['overhead']:+.0f} % with it)"
+    )
     if not has_plan:
-        lines.append("the plan has no time for this device: paceline plan --measure makes one")
+        lines.append("no time is planned: paceline plan --measure measures this device first")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""Where a step went, from traces as torch.profiler writes them: microseconds, categories and arguments of Kineto's Chrome traces."""
+"""Where a step went, from traces as torch.profiler writes them: microseconds, and Kineto's categories and arguments."""
 
 import pytest
 

@@ -88,34 +88,30 @@ def break_down(events: Sequence[Event]) -> dict[str, Any]:
     phases = Phases(events)
     steps = sorted((event["ts"], event["ts"] + event["dur"]) for event in named if event["name"].startswith(STEP))
     window = Interval(steps[0][0], steps[-1][1], "")
-    messages = [event for event in named if event["name"].startswith(UNDER_WAY)]
     kernels = [event for event in spans if event.get("cat") in ON_DEVICE]
     threads, launches = _threads(spans, phases)
     if kernels:
-        layers, sending = (
-            _device_layers(kernels, launches),
-            [event for event in kernels if MESSAGE.match(event["name"])],
-        )
-        waits = [event for event in spans if SYNCHRONIZE.match(event["name"])]
+        layers = _device_layers(kernels, launches)
+        messages, message_ends = layers[1], list[float]()
     else:
-        main = next(event["tid"] for event in named if event["name"].startswith(RANGE))
-        layers, sending, waits = [threads[main]], messages, []
+        layers = [threads[next(event["tid"] for event in named if event["name"].startswith(RANGE))]]
+        messages = _intervals(event for event in named if event["name"].startswith(UNDER_WAY))
+        message_ends = sorted(message.end for message in messages)
+    waits = _intervals(span for span in spans if SYNCHRONIZE.match(span["name"]) and span["ts"] < window.end)
+    wait_ends = sorted(wait.end for wait in waits)
     covered = _layered(layers, window)
+    idle = [part for gap in _outside([window], covered) for part in _idle(gap, phases, message_ends, wait_ends)]
     totals: dict[str, float] = defaultdict(float)
-    for interval in covered:
-        totals[interval.part] += interval.end - interval.start
-    ends = [sorted(event["ts"] + event["dur"] for event in group) for group in ([] if kernels else messages, waits)]
-    for gap in _outside([window], covered):
-        for interval in _idle(gap, phases, message_ends=ends[0], wait_ends=ends[1]):
-            totals[interval.part] += interval.end - interval.start
-    under_way = sum(end - start for start, end, _ in _layered([_intervals(sending)], window))
+    for start, end, part in (*covered, *idle):
+        totals[part] += end - start
+    under_way = sum(end - start for start, end, _ in _layered([messages], window))
     per_step = 1 / (1000 * len(steps))  # milliseconds
     return {
         "step_ms": (window.end - window.start) * per_step,
         "parts": {part: totals[part] * per_step for part in PARTS if totals[part]},
         "hidden_ms": max(0.0, under_way - sum(totals[part] for part in SENT)) * per_step,
         "launches": round(len(kernels or [span for span in spans if span.get("cat") == "cpu_op"]) / len(steps)),
-        "waits": round(sum(phases.at(event["ts"]) != "reduce" for event in waits) / len(steps), 1),
+        "waits": round(sum(phases.at(wait.start) != "reduce" for wait in waits) / len(steps), 1),
     }
 
 
@@ -213,7 +209,7 @@ def _outside(intervals: Sequence[Interval], holes: Sequence[Interval]) -> Iterat
 
 
 def _idle(
-    gap: Interval, phases: Phases, *, message_ends: Sequence[float], wait_ends: Sequence[float]
+    gap: Interval, phases: Phases, message_ends: Sequence[float], wait_ends: Sequence[float]
 ) -> Iterator[Interval]:
     """Yields why nothing ran in a gap: for a wait that has ended in it, or for what the host was doing. Ends are in order."""
     first, last = phases.number_at(gap.start) + 1, phases.number_at(gap.end) + 1

@@ -88,7 +88,7 @@ def profile_rank(run: RunDir, progress: PhaseRanges, *, steps: int, deterministi
     first = WARMUP_STEPS + steps
     summary = break_down(trace_steps(loop, range(first, first + steps + 1), run.path / f"trace_{rank}.json.gz"))
     memory_trace = run.path / f"memory_{rank}.json.gz"
-    memory = memory_by_kind(trace_steps(loop, range(first, first + 2), memory_trace, memory=True))
+    memory = memory_by_kind(trace_steps(loop, range(first + steps + 1, first + steps + 3), memory_trace, memory=True))
     write_atomic(run.path / f"{rank}.json", json.dumps({"unprofiled_ms": fmean(times), **summary, "memory": memory}))
     progress.beat(steps, "done")
 

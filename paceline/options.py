@@ -187,9 +187,7 @@ class CommOptions(JsonOption, ConfigOptions):
 
 
 class ProfileOptions(JsonOption, ConfigOptions):
-    """Show where the time and memory of real steps go, on all ranks, beside the plan, and what to change.
-
-    Runs a few steps under torch.profiler and writes a trace for Perfetto, for a run to RUN/profile/. docs/profile.md.
+    """Show where the time and memory of real steps go, on all ranks, beside the plan; with a trace (docs/profile.md).
 
     $ paceline profile configs/tiny.toml --nproc 1
     """

@@ -7,6 +7,7 @@ command needs. Exit codes: 0 done; 1 an error of the user's, with its fix; 2 wro
 
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -114,6 +115,14 @@ def comm(args: options.CommOptions) -> int:
         )
     print(format_json(results) if args.json else format_comm(results))
     return 0 if results["right"] else 3
+
+
+def profile(args: options.ProfileOptions) -> None:
+    from paceline.launch.profile import format_profile, profile_steps
+
+    results, plan = profile_steps(args)
+    width = shutil.get_terminal_size((120, 24)).columns
+    print(format_json(results) if args.json else format_profile(results, plan, width=width))
 
 
 def watch(args: options.WatchOptions) -> int:
@@ -308,6 +317,7 @@ COMMANDS: dict[str, tuple[Callable[..., int | None], type]] = {
     "plan": (plan, options.PlanOptions),
     "check": (check, options.CheckOptions),
     "comm": (comm, options.CommOptions),
+    "profile": (profile, options.ProfileOptions),
     "watch": (watch, options.WatchOptions),
     "explain": (explain, options.ExplainOptions),
     "runs": (runs, options.RunsOptions),

@@ -186,6 +186,16 @@ class CommOptions(JsonOption, ConfigOptions):
     out: Path | None = option(None, "where the results go; auto: ~/.cache/paceline/comm.json, for plans", value="FILE")
 
 
+class ProfileOptions(JsonOption, ConfigOptions):
+    """Show where the time and memory of real steps go, on all ranks, beside the plan; with a trace (docs/profile.md).
+
+    $ paceline profile configs/tiny.toml --nproc 1
+    """
+
+    config: str | None = positional("RUN|CONFIG", f"{RUN}; or {CONFIG}", default=None)
+    steps: int = option(5, "steps under the profiler; as many are timed without it", low=1, high=1000)
+
+
 class WatchOptions(JsonOption, RunsOption):
     """Show a run, or the log of any training, live: in the terminal, as text, or in the browser.
 

@@ -31,6 +31,7 @@ from paceline.units import format_bytes, format_ms, format_number_of, parse_dura
 TRIAL_SHARE = 0.85  # of a device's memory: a plan below has room for what arithmetic does not see
 PROBE_COMMAND = (sys.executable, "-m", "paceline.train.probe")
 STOP_GRACE_S = 1.0  # there is nothing to save
+KEEP_FOLDERS = 10  # of one kind, with every rank's log
 
 
 class ProbeFailed(PacelineError):
@@ -145,14 +146,7 @@ def with_length(config: Config, plan: Plan, speed: Speed) -> tuple[Config, str]:
 
 def run_trial(plan: Plan, *, cache: Path, libuv: bool, probe: tuple[str, ...]) -> Trial:
     """Runs one trial. It removes its folder unless something else than memory failed, whose logs the user needs."""
-    parent = cache / "probe"
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        run = RunDir(Path(tempfile.mkdtemp(dir=parent)).resolve())
-    except OSError as error:
-        raise PacelineError(
-            f"{parent} cannot be written: {error.strerror}", fix="--cache-dir DIR in a place you can write"
-        ) from error
+    run = new_folder(cache / "probe")
     run.plan_json.write_text(plan.to_json())
     failed, launched = False, time.time()
     try:
@@ -181,6 +175,18 @@ def run_trial(plan: Plan, *, cache: Path, libuv: bool, probe: tuple[str, ...]) -
     finally:
         if not failed:
             shutil.rmtree(run.path, ignore_errors=True)
+
+
+def new_folder(parent: Path, *, fix: str = "--cache-dir DIR in a place you can write") -> RunDir:
+    """Returns a new folder in parent and deletes all but the newest of the earlier ones."""
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        path = Path(tempfile.mkdtemp(prefix=time.strftime("%Y%m%d-%H%M%S-"), dir=parent)).resolve()
+    except OSError as error:
+        raise PacelineError(f"{parent} cannot be written: {error.strerror}", fix=fix) from error
+    for old in sorted(parent.iterdir())[:-KEEP_FOLDERS]:
+        shutil.rmtree(old, ignore_errors=True)
+    return RunDir(path)
 
 
 def memory_reason(failure: Failure, plan: Plan) -> str | None:

@@ -1,7 +1,10 @@
 """The two kinds of problems: an error, which ends the command, and findings of a check about a machine or a config."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
+
+Change = Mapping[str, Any]  # config keys and their new values
 
 
 class PacelineError(Exception):
@@ -25,7 +28,11 @@ class UsageError(PacelineError):
 
 
 class PlanError(PacelineError):
-    """No plan fits the request; `fix` names one that does."""
+    """No plan fits the request. changes: what may help; the planner tries them in this order, and names the first that does."""
+
+    def __init__(self, message: str, *, fix: str, changes: Iterable[Change] = ()):
+        super().__init__(message, fix=fix)
+        self.changes = changes
 
 
 class TrainingFailed(PacelineError):

@@ -74,6 +74,19 @@ def test_what_is_aimed_at_is_the_profile_s_share(capsys):
     assert shares == [0.48, 0.65, 0.90]
 
 
+@pytest.mark.parametrize("words", [["--depth", "24"], ["--depth", "20", "--device-batch-size", "1"]], ids=" ".join)
+def test_flags_that_would_help_give_the_speed_that_they_promise(capsys, words):
+    before = json.loads(plan(capsys, *TWO, *words, "--json"))
+    promised = [lever for lever in before["levers"] if lever["what"].startswith("--")]
+    assert promised
+    for lever in promised:
+        changed = lever["what"].split()
+        keys = words[:2] if "--device-batch-size" in changed else words
+        after = json.loads(plan(capsys, *TWO, *keys, *changed, "--json"))
+        gain = after["cost"]["tok_per_sec"]["expected"] / before["cost"]["tok_per_sec"]["expected"] - 1
+        assert gain == pytest.approx(lever["gain"])
+
+
 def test_cards_stand_side_by_side(capsys):
     head, *rows = table(plan(capsys, "configs/balanced.toml", "--compare", "RTX 4090,RTX 5090,H100", "--gpus", "2"))
     assert head == ["GPU", "rows", "memory", "of card", "fits", "checkpointing", "step", "tok/s", "mfu", "run", "kWh"]

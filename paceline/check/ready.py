@@ -36,7 +36,7 @@ from paceline.check.verdicts.rules import (
 )
 from paceline.config import Config, cache_dir
 from paceline.errors import Finding, PacelineError, PlanError
-from paceline.plan.history import load_calibration
+from paceline.plan.forecast import measured_here
 from paceline.plan.machine import Machine
 from paceline.plan.memory import checkpoint_bytes, fullest_state
 from paceline.plan.planner import Plan, make_plan, memory_setup
@@ -191,8 +191,8 @@ def check_config_here(
         on_probe=on_probe,
     )
     try:
-        calibrate = load_calibration(cache_dir(config))
-        plan = make_plan(config, machine, vocab_size=config.vocab_size, num_rows=0, calibrate=calibrate)
+        measured = measured_here(cache_dir(config))
+        plan = make_plan(config, machine, vocab_size=config.vocab_size, num_rows=0, measured=measured)
         intent = training_intent(config, plan, command="check", set_keys=set_keys, run_path=run_path)
     except PlanError as error:
         intent = Intent(

@@ -23,7 +23,8 @@ from paceline.heartbeat import read_heartbeat
 from paceline.launch.job import plan_env
 from paceline.launch.supervisor import run_attempt
 from paceline.plan.machine import probe_machine
-from paceline.plan.planner import Plan, make_plan, of_unknown_memory
+from paceline.plan.planner import Plan, make_plan
+from paceline.plan.replan import of_unknown_memory
 from paceline.rundir import RunDir, write_atomic
 from paceline.units import MIB
 

@@ -21,7 +21,8 @@ from paceline.launch.job import plan_env
 from paceline.launch.supervisor import run_attempt
 from paceline.plan.history import PROBE, MemoryRecord, keep_record, record_of
 from paceline.plan.machine import Machine
-from paceline.plan.planner import MakePlan, Plan, replan
+from paceline.plan.planner import Plan
+from paceline.plan.replan import MakePlan, replan
 from paceline.plan.shapes import choose_eval_tokens, steps_of_time
 from paceline.plan.sizing import divisors
 from paceline.rundir import RunDir

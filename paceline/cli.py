@@ -52,8 +52,22 @@ def plan(args: options.PlanOptions) -> None:
     print(answer(args))
 
 
+def configs(args: options.ConfigsOptions) -> None:
+    from paceline.plan.query import answer_configs
+
+    print(answer_configs(args))
+
+
 def check(args: options.CheckOptions) -> int:
-    from paceline.check.ready import check_config_here, colour, format_findings, format_host, format_summary, to_json
+    from paceline.check.ready import (
+        check_config_here,
+        colour,
+        format_findings,
+        format_host,
+        format_passed,
+        format_summary,
+        to_json,
+    )
     from paceline.plan.machine import probe_machine
     from paceline.terminal import progress_line
 
@@ -72,6 +86,7 @@ def check(args: options.CheckOptions) -> int:
     else:
         text = format_findings(findings, verbose=args.verbose)
         blocks = [*map(format_host, checked.facts), colour(text) if sys.stdout.isatty() else text]
+        blocks += [format_passed(checked)] if args.verbose else []
         print("\n\n".join(block for block in (*blocks, format_summary(findings)) if block))
     return 1 if any(finding.severity == "stop" for finding in findings) else 0
 
@@ -292,6 +307,7 @@ COMMANDS: dict[str, tuple[Callable[..., int | None], type]] = {
     "resume": (resume, options.ResumeOptions),
     "run": (run, options.ScriptOptions),
     "plan": (plan, options.PlanOptions),
+    "configs": (configs, options.ConfigsOptions),
     "check": (check, options.CheckOptions),
     "comm": (comm, options.CommOptions),
     "watch": (watch, options.WatchOptions),

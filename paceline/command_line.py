@@ -21,6 +21,7 @@ from paceline.errors import UsageError
 
 T = TypeVar("T")
 
+NEAR = 0.75  # of the letters: a suggestion that is further off leads astray
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 HELP_FLAGS = {"-h", "--help"}
 VALUE_NAMES = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
@@ -38,6 +39,7 @@ OTHER_LAUNCHERS = {
     "leave it out: --nproc 2, or the default of one process for each GPU": "multi-gpu",
     "leave it out: --nproc and --device replace it": "config-file",
     "leave it out: every rank's output is shown and kept": "tee redirects",
+    "leave it out: paceline run starts the processes of this host": "nnodes node-rank num-machines machine-rank",
     "paceline finds a free port on this host by itself: leave it out": "standalone rdzv-backend rdzv-endpoint rdzv-id"
     " master-addr master-port main-process-ip main-process-port",
 }
@@ -324,7 +326,11 @@ def offer(parameter: Parameter, *, prefix: str, **_: Any) -> Iterable[str]:
     from argcomplete.completers import FilesCompleter
 
     runs = Path("runs").glob(f"{prefix}*/config.toml") if "RUN" in parameter.value_name.split("|") else ()
-    return [*parameter.choices, *(path.parent.name for path in runs)] or FilesCompleter()(prefix)
+    is_config = parameter.name == "config"
+    configs = Path(__file__).parent.joinpath("configs").glob(f"{prefix}*.toml") if is_config else ()
+    files = FilesCompleter()(prefix) if is_config else ()
+    names = [*parameter.choices, *(path.parent.name for path in runs), *(path.stem for path in configs), *files]
+    return names or FilesCompleter()(prefix)
 
 
 def complete(commands: Mapping[str, type]) -> None:
@@ -380,7 +386,10 @@ def unknown_option(argument: str, following: str, *, command: str, options: type
         fix = f"options have two dashes, such as {own[0].usage if own else '--help'}"
         return UsageError(f"unknown option {argument}", fix=fix)
     near = nearest(flag, [name for parameter in own for name in (parameter.option, *parameter.flags)])
-    return UsageError(f"unknown option {flag}", fix=f"did you mean {near}?" if near else "--help lists the options")
+    return UsageError(
+        f"unknown option {flag}",
+        fix=f"did you mean {near}?" if near else f"paceline {command} --help lists the options",
+    )
 
 
 def unknown_command(args: Sequence[str], names: Collection[str]) -> UsageError:
@@ -395,4 +404,9 @@ def unknown_command(args: Sequence[str], names: Collection[str]) -> UsageError:
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)), None)
+    """Returns the name that was probably meant: one with nearly the same letters, or the shortest that continues it."""
+    bare = {other.lstrip("-"): other for other in names}
+    word = name.lstrip("-")
+    close = difflib.get_close_matches(word, list(bare), n=1, cutoff=NEAR)
+    continued = sorted((other for other in bare if other.startswith(word)), key=len) if len(word) > 2 else []
+    return next((bare[other] for other in (*close, *continued)), None)

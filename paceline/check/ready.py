@@ -9,6 +9,7 @@ in verdicts/. docs/checks.md is generated from them: `python -m paceline.check.r
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tomllib
@@ -43,7 +44,7 @@ from paceline.plan.planner import Plan, make_plan, memory_setup
 from paceline.rundir import RunDir, write_atomic
 from paceline.units import format_bytes
 
-DEADLINE_S = 40.0  # the slowest probe has 30
+DEADLINE_S = 130.0  # the slowest probe has 30, and four times as long on a busy machine
 PROCESS_BYTES = 300 << 20  # Python with torch on a CPU before it holds any weight: RSS with torch 2.13
 CUDA_CONTEXT_BYTES = 400 << 20  # a lower bound: context and NCCL took 0.77 GiB on an RTX 5090 D
 # table of verdicts.toml -> heading in docs/checks.md, module with the rules
@@ -56,6 +57,7 @@ SUBJECTS: dict[str, tuple[str, ModuleType]] = {
     "network": ("Network", network_verdicts),
     "hosts": ("Several hosts", network_verdicts),
 }
+SHOWN_CHARS = 60  # of a fact
 CODES = {"stop": "1;31", "warn": "33", "note": "36"}  # the worst first; ANSI: bold red, yellow, cyan
 INTRO = """\
 # What `paceline check` checks
@@ -180,7 +182,8 @@ def check_config_here(
 ) -> CheckResult:
     """Checks whether this machine is ready for `train` with this config, without starting it."""
     run_path = Path(config.runs_dir) / (config.name or "")
-    cache = Path(config.cache_dir).expanduser() if config.cache_dir else None
+    # what is prepared of a dataset of the hub needs no hub
+    cache = cache_dir(config) if config.cache_dir or config.data.startswith("hf:") else None
     facts = gather_facts(
         run_dir=run_path,
         data=config.data,
@@ -229,9 +232,14 @@ def save_check(run: RunDir, checked: CheckResult) -> None:
     """Writes the facts and the findings into the run folder."""
     write_atomic(run.findings, json.dumps([finding.to_json() for finding in checked.findings], indent=1) + "\n")
     for facts in checked.facts:
-        path = run.facts(at(facts, "host.name") or "host")
+        path = run.facts(name_of(facts))
         path.parent.mkdir(exist_ok=True)
         write_atomic(path, json.dumps(facts, indent=1) + "\n")
+
+
+def name_of(facts: Facts) -> str:
+    """Returns the host's name; that of this host where the probe that asks for it gave no answer."""
+    return str(at(facts, "host.name") or socket.gethostname())
 
 
 def find_findings(hosts: Sequence[Facts], intent: Intent) -> list[Finding]:
@@ -270,6 +278,24 @@ def format_findings(findings: Sequence[Finding], *, verbose: bool = False) -> st
     return "\n".join(lines)
 
 
+def format_passed(checked: CheckResult) -> str:
+    """Returns a line for each check that found nothing, with the facts that it looked at."""
+    found = {finding.id for finding in checked.findings}
+    verdicts = [verdict for verdict in load_verdicts() if verdict.subject != "hosts" and verdict.id not in found]
+    width, lines = max(len(verdict.id) for verdict in verdicts), []
+    for verdict in verdicts:
+        values = [f"{path} {short_value(at(facts, path))}" for path in verdict.evidence for facts in checked.facts]
+        lines.append(f"ok    {verdict.id:<{width}}  {', '.join(values)}".rstrip())
+    return "\n".join(lines)
+
+
+def short_value(value: Any) -> str:
+    """Returns a fact in a few words; a table or a list only by its length."""
+    if isinstance(value, dict | list) and len(json.dumps(value)) > SHOWN_CHARS:
+        return f"({len(value)} entries)"
+    return "n/a" if value is None else json.dumps(value)[:SHOWN_CHARS]
+
+
 def format_summary(findings: Sequence[Finding]) -> str:
     counts = {severity: sum(finding.severity == severity for finding in findings) for severity in CODES}
     names = {"stop": "would stop it", "warn": "would hurt", "note": "good to know"}
@@ -282,13 +308,15 @@ def format_host(facts: Facts) -> str:
     torch = facts.get("torch")
     cards = count_names(short_name(gpu.get("name")) for gpu in visible_gpus(facts)) or "no GPU"
     memory, _ = host_verdicts.memory_limit(facts)
-    driver = at(facts, "driver.version")
+    driver, cuda = at(facts, "driver.version"), at(facts, "driver.cuda")
+    libraries = [f"{name} {version}" for name in ("CUDA", "NCCL") if (version := at(torch, name.lower()))]
     return ", ".join(
         [
-            f"{at(facts, 'host.name') or 'this host'}: {at(facts, 'host.os') or 'unknown system'}",
+            f"{name_of(facts)}: {at(facts, 'host.os') or 'unknown system'}",
             f"Python {at(facts, 'python.version') or 'n/a'}",
-            f"torch {torch['version']}" if torch else "no torch",
-            cards + (f", driver {driver}" if driver else ""),
+            (f"torch {torch['version']}" if torch else "no torch")
+            + (f" ({', '.join(libraries)})" if libraries else ""),
+            cards + (f", driver {driver}" if driver else "") + (f" (CUDA {cuda})" if driver and cuda else ""),
             f"{at(facts, 'host.cpu.cores') or 'n/a'} cores",
             "n/a memory" if memory is None else format_bytes(memory),
         ]
@@ -304,7 +332,7 @@ def to_json(findings: Sequence[Finding], hosts: Sequence[Facts]) -> dict[str, An
     return {
         "ready": not any(finding.severity == "stop" for finding in findings),
         "findings": [finding.to_json() for finding in findings],
-        "facts": {str(at(facts, "host.name") or "host"): facts for facts in hosts},
+        "facts": {name_of(facts): facts for facts in hosts},
     }
 
 

@@ -1,5 +1,5 @@
 """
-`paceline plan`: its options, the forecasts that answer them, and their JSON and tables.
+`paceline plan` and `paceline configs`: their options, the forecasts that answer them, and their JSON and tables.
 
 --exact and --measure need torch, so they run modules of train/ as processes of their own.
 """
@@ -14,15 +14,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from paceline.command_line import nearest
 from paceline.config import KEYS, Config, ModelConfig, cache_dir
-from paceline.config_file import resolve_config, unknown_key, with_values
+from paceline.config_file import load_config, packaged_configs, resolve_config, unknown_key, with_values
 from paceline.errors import PacelineError, PlanError, UsageError
-from paceline.options import PlanOptions
+from paceline.options import ConfigsOptions, PlanOptions
 from paceline.plan.advice import Advice, Price, advise, parse_price, time_of_budget
 from paceline.plan.forecast import Forecast, forecast, format_exact, format_forecast, format_kwh, format_seconds
 from paceline.plan.gpu_table import find_gpu
 from paceline.plan.machine import Machine, imagined_machine, probe_machine
-from paceline.plan.planner import Plan, memory_setup
+from paceline.plan.planner import Plan, make_model_config, memory_setup
+from paceline.plan.shapes import batch_of_horizon, choose_num_steps, num_params
 from paceline.plan.sizing import DoesNotFit, divisors
 from paceline.plan.speeds import Speeds, keep_speeds
 from paceline.plan.step_time import StepSetup
@@ -84,6 +86,53 @@ def answer(options: PlanOptions) -> str:
         return json.dumps(forecast_json(result, exact=exact, advice=advice), indent=1)
     blocks = [format_advice(advice, options)] if advice else []
     return "\n\n".join([*blocks, format_forecast(result), *([format_exact(exact)] if exact else [])])
+
+
+def answer_configs(options: ConfigsOptions) -> str:
+    """Returns the list of the packaged configs, or the text of one."""
+    paths = packaged_configs()
+    if options.name is not None and options.name not in paths:
+        near = nearest(options.name, paths)
+        raise UsageError(f"no config {options.name}", fix=f"paceline configs {near or ''}".rstrip())
+    if options.name is not None and not options.json:
+        return paths[options.name].read_text(encoding="utf-8").rstrip("\n")
+    rows = [config_facts(name, path) for name, path in paths.items() if options.name in (None, name)]
+    if options.json:
+        return json.dumps(rows, indent=1)
+    lines = table_lines(
+        [
+            {
+                "config": row["name"],
+                "depth": str(row["depth"]),
+                "parameters": format_count(row["parameters"]),
+                "length": row["time"] or f"{format_count(row['tokens'])} tokens",
+                "tokens a step": f"{row['total_batch_size']:,}",
+            }
+            for row in rows
+        ]
+    )
+    texts = ["", *(row["about"] for row in rows)]
+    return "\n".join(f"{line}  {text}".rstrip() for line, text in zip(lines, texts, strict=True))
+
+
+def config_facts(name: str, path: Path) -> dict[str, Any]:
+    """Returns what a packaged config trains, by arithmetic alone. tokens is None where the length is a time."""
+    config, _ = load_config(path, {})
+    model = make_model_config(config, vocab_size=config.vocab_size, device="cpu")
+    total = config.total_batch_size or batch_of_horizon(model, tokens_per_param=config.tokens_per_param)
+    num_steps = choose_num_steps(config, model, total_batch_size=total, num_rows=0)
+    about = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+    return {
+        "name": name,
+        "about": about,
+        "depth": config.depth,
+        "parameters": num_params(model),
+        "tokens": None if config.time else num_steps * total,
+        "time": config.time,
+        "total_batch_size": total,
+        "sequence_len": config.sequence_len,
+        "profile": config.profile,
+    }
 
 
 def machine_of(options: PlanOptions, gpu: str | None) -> Machine:
@@ -202,15 +251,19 @@ def table(name: str, makes: Sequence[tuple[Any, Callable[[], Forecast]]], *, as_
             rows.append((value, error))
     if as_json:
         return json.dumps([{name: value, **row_json(row)} for value, row in rows], indent=1)
-    cells = [{name: str(value), **row_cells(row)} for value, row in rows]
+    lines = table_lines([{name: str(value), **row_cells(row)} for value, row in rows])
+    refused = [f"{value}: {row.message}" for value, row in rows if isinstance(row, PlanError)]
+    return "\n".join([*lines, *([""] if refused else []), *refused])
+
+
+def table_lines(cells: Sequence[Mapping[str, str]]) -> list[str]:
+    """Returns the header and a line for each row of cells; the first column starts at the left."""
     columns = list(dict.fromkeys(column for row in cells for column in row))
     lines = [columns, *([row.get(column, "") for column in columns] for row in cells)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    texts = [
+    return [
         "  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]).rstrip() for first, *others in lines
     ]
-    refused = [f"{value}: {row.message}" for value, row in rows if isinstance(row, PlanError)]
-    return "\n".join([*texts, *([""] if refused else []), *refused])
 
 
 def row_json(row: Forecast | PlanError) -> dict[str, Any]:

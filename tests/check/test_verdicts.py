@@ -31,7 +31,11 @@ TOKENIZER = {"path": "books.json", "exists": True, "vocab_size": 32_768, "error"
 FOREIGN_LIBRARY = [{"name": "libc10.so", "path": "/opt/old/lib/libc10.so", "expected": False, "version": None}]
 ADA = {"gpus.0.capability": [8, 9], "gpus.1.capability": [8, 9]}
 PASCAL = {"gpus.0.capability": [6, 1], "gpus.1.capability": [6, 1]}
+STARVED = {"ok": False, "seconds": 20.0, "error": "still computing after 20 s"}
+HUB = {"name": "owner/name", "endpoint": "https://huggingface.co", "missing_packages": [], "cached": False, "status": 200,
+       "seconds": 0.1, "error": None}  # fmt: skip
 DESKTOP = {"pid": 900, "name": "Xorg", "used_bytes": 11 * GIB}
+CLASH = "expandable_segments:True,max_split_size_mb:128"
 OUTSIDE = {"pid": 900, "name": None, "used_bytes": 11 * GIB}  # in a container: the pid is one of the host
 HELD = [{"pid": 4711, "name": "python train.py", "used_bytes": 30 * GIB}]
 
@@ -88,6 +92,7 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("precision-unsupported", "workstation", {"gpus.0.capability": [7, 5]}, CUDA, "stop"),
     ("precision-unsupported", "workstation", {"gpus.0.capability": [5, 2]}, {**CUDA, "precision": "fp16"}, "stop"),
     ("probe-failed", "cpu_box", {"probes.gpu": {"ok": False, "seconds": 5.0, "error": "no answer in 5 s"}}, CPU, "warn"),
+    ("probe-failed", "cpu_box", {"probes.host": STARVED, "probes.python": STARVED, "probes.text": STARVED}, CPU, "warn"),
     ("memory-short", "cpu_box", {"host.memory.cgroup_limit_bytes": GIB, "host.memory.cgroup_used_bytes": 0}, CPU, "stop"),
     ("memory-held", "cpu_box", {"host.memory.available_bytes": GIB}, CPU, "stop"),
     ("memory-short", "cpu_box", {"host.memory.total_bytes": GIB, "host.memory.swap_total_bytes": 8 * GIB}, CPU, "warn"),
@@ -128,6 +133,9 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("cache-on-network", "cpu_box", {"storage.cache.network": True, "storage.cache.filesystem": "nfs4"}, CPU, "note"),
     ("tmp-small", "cpu_box", {"storage.tmp.free_bytes": 1 << 20}, CPU, "warn"),
     ("text-missing", "cpu_box", {"text.data": "books", "text.exists": False}, CPU, "stop"),
+    ("text-package-missing", "cpu_box", {"text.hub": {**HUB, "missing_packages": ["datasets"]}}, CPU, "stop"),
+    ("text-hub-silent", "cpu_box", {"text.hub": {**HUB, "status": None, "error": "HF_HUB_OFFLINE is set"}}, CPU, "stop"),
+    ("text-hub-unknown", "cpu_box", {"text.hub": {**HUB, "status": 404}}, CPU, "warn"),
     ("text-unreadable", "cpu_box", {"text.data": "books", "text.error": "Permission denied"}, CPU, "stop"),
     ("text-unreadable", "cpu_box", {"text.exists": None, "text.error": "Permission denied"}, CPU, "stop"),
     ("text-empty", "cpu_box", {"text.data": "books", "text.bytes": 0}, CPU, "stop"),
@@ -267,6 +275,16 @@ HEALTHY: list[tuple[str, str, dict[str, Any], dict[str, Any], tuple[str, str] | 
      ("warn", "export CUDA_VISIBLE_DEVICES=0")),
     ("gpu-memory-held", "workstation", {"gpus.1.memory_free_bytes": 20 * GIB, "gpus.1.processes": [OUTSIDE]}, CUDA,
      ("warn", "export CUDA_VISIBLE_DEVICES=0")),
+    ("text-missing", "cpu_box", {"text.exists": False, "text.near": "~/books"}, CPU, ("stop", "--data ~/books")),
+    ("text-hub-silent", "cpu_box", {"text.hub": {**HUB, "cached": True, "status": None, "error": "no answer"}}, CPU, None),
+    ("text-hub-unknown", "cpu_box", {"text.hub": HUB}, CPU, None),
+    ("text-hub-silent", "cpu_box", {"text.hub": {**HUB, "status": None, "error": "HF_HUB_OFFLINE is set"}}, CPU,
+     ("stop", "unset HF_HUB_OFFLINE")),
+    ("allocator-old-name", "workstation", {"env.PYTORCH_CUDA_ALLOC_CONF": CLASH}, CUDA, None),
+    ("allocator-clash", "workstation", {"env.PYTORCH_CUDA_ALLOC_CONF": CLASH}, CUDA,
+     ("warn", "export PYTORCH_ALLOC_CONF=expandable_segments:True; unset PYTORCH_CUDA_ALLOC_CONF")),
+    *((id, "cpu_box", {"env.PYTORCH_CUDA_ALLOC_CONF": CLASH, "env.PYTORCH_ALLOC_CONF": "backend:native"}, CPU, None)
+      for id in ("allocator-twice", "allocator-old-name", "allocator-clash")),
     ("memory-held", "cpu_box", {"host.memory.available_bytes": GIB}, CPU,
      ("stop", "ps -eo pid,rss,args --sort=-rss | head")),  # a browser holds it
 ]  # fmt: skip

@@ -10,7 +10,7 @@ from paceline.check.ready import find_findings
 from paceline.check.verdicts.rules import Intent
 from paceline.data.corpus import list_files
 from paceline.data.readers import UnreadableFile, read_documents
-from paceline.hub import OFFLINE_NAMES, ask_hub, is_cached
+from paceline.hub import OFFLINE_NAMES, ask_hub, is_cached, missing_packages
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -82,6 +82,7 @@ def test_a_dataset_in_the_cache_needs_no_hub(no_hub, tmp_path):
     assert findings("hf:owner/books") == []
 
 
+@pytest.mark.skipif(missing_packages() != [], reason="datasets is not installed")
 def test_training_without_the_hub_and_without_a_copy_is_refused_before_anything_is_imported(no_hub):
     [source] = list_files("hf:owner/books")
     with pytest.raises(

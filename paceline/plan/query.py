@@ -5,6 +5,7 @@
 """
 
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -38,7 +39,9 @@ SWEPT = {  # values of --sweep KEY alone; device_batch_size takes the divisors o
     "optimizer": KEYS["optimizer"].choices,
 }
 DEFAULTS_OF_A_PLAN = {"depth": 12}  # for a machine that is not here; train's default is too small to show anything
-COLUMNS = ("rows", "memory", "of card", "fits", "checkpointing", "step", "tok/s", "mfu", "run", "kWh")
+FOLLOWED_ROWS = (*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 65, 8))
+LITTLE_LEFT = 0.9  # of a time, that is as good as all
+COLUMNS = ("rows", "batch", "memory", "of card", "fits", "checkpointing", "step", "tok/s", "mfu", "run", "kWh")
 VERDICTS = {"fits": "yes", "does not fit": "no", "undecidable": "perhaps", None: "n/a"}
 
 
@@ -73,19 +76,29 @@ def answer(options: PlanOptions) -> str:
     if compared:
         return table("GPU", [(name, partial(forecast_of, config, name)) for name in compared], as_json=options.json)
     if options.sweep is not None:
-        key, values = swept(options.sweep, partial(forecast_of, with_values(config, device_batch_size=None)))
-        makes = [(value, partial(forecast_of, with_values(config, **{key: value}))) for value in values]
-        return table(key, makes, as_json=options.json)
-    advice = None
+        return sweep(config, options, forecast_of)
+    advice, more = None, ""
     if options.time or options.budget:
-        advice = advise_depth(config, options, price, forecast_of)
+        advice, more = advise_depth(config, options, price, forecast_of)
         config = with_values(config, depth=advice.depth, num_steps=advice.num_steps, time=None)
     result = forecast_of(config)
+    if price is not None and (result.run is None or result.run.money is None):
+        raise without_cost(result, options)
     exact = exact_facts(result.plan) if options.exact else None
     if options.json:
         return json.dumps(forecast_json(result, exact=exact, advice=advice), indent=1)
-    blocks = [format_advice(advice, options)] if advice else []
+    blocks = [format_advice(advice, options, more=more)] if advice else []
     return "\n\n".join([*blocks, format_forecast(result), *([format_exact(exact)] if exact else [])])
+
+
+def without_cost(result: Forecast, options: PlanOptions) -> UsageError:
+    """Returns the error where --price cannot be answered."""
+    if result.run is None:
+        here = options.gpu is None and not options.compare
+        fix = "paceline plan --measure" if here else "leave --price out"
+        return UsageError(f"--price {options.price}: {result.step.assumptions[0].removeprefix('no time: ')}", fix=fix)
+    why = f"the power of {result.plan.device_name} is not known"
+    return UsageError(f"--price {options.price}: {why}", fix="--watts 450, or --price 2.50/gpu-hour")
 
 
 def answer_configs(options: ConfigsOptions) -> str:
@@ -165,8 +178,8 @@ def measure_here(forecast: Forecast, options: PlanOptions, *, cache: Path) -> No
 
 def advise_depth(
     config: Config, options: PlanOptions, price: Price | None, forecast_of: Callable[[Config], Forecast]
-) -> Advice:
-    """Returns the deepest model whose whole length ends within --time or --budget."""
+) -> tuple[Advice, str]:
+    """Returns the deepest model whose whole length ends within --time or --budget, and a line about the time that is left."""
     fixed = [name for name in ("n_embd", "num_steps") if getattr(config, name) is not None]
     fixed += ["depth"] if "depth" in options.keys else []
     if fixed:
@@ -186,13 +199,26 @@ def advise_depth(
         return plan.device_batch_size, plan.activation_checkpointing
 
     smallest = of_depth(1).setup
-    return advise(
-        smallest,
-        time_s=_seconds(options, price, smallest),
-        tokens_per_param=config.tokens_per_param,
-        data=config.data,
-        fits=fits,
-        total_batch_size=config.total_batch_size,
+    time_s = _seconds(options, price, smallest)
+    of_length = partial(
+        advise, smallest, time_s=time_s, data=config.data, fits=fits, total_batch_size=config.total_batch_size
+    )
+    advice = of_length(tokens_per_param=config.tokens_per_param)
+    return advice, longer_run(advice, of_length, time_s=time_s, tokens_per_param=config.tokens_per_param)
+
+
+def longer_run(advice: Advice, of_length: Callable[..., Advice], *, time_s: float, tokens_per_param: float) -> str:
+    """Returns a line with the tokens_per_param that use the time which the advice leaves; empty where it leaves little."""
+    used = advice.seconds.expected / time_s
+    more = math.floor(10 * tokens_per_param / used) / 10
+    if used > LITTLE_LEFT or not time_s:
+        return ""
+    longer = of_length(tokens_per_param=more)
+    if longer.depth != advice.depth or longer.seconds.expected > time_s:
+        return ""
+    return (
+        f"        {format_duration(time_s - advice.seconds.expected)} remain, as depths come in steps of width:"
+        f" --tokens-per-param {more:g} trains depth {advice.depth} for {format_duration(longer.seconds.expected)}"
     )
 
 
@@ -212,15 +238,40 @@ def _seconds(options: PlanOptions, price: Price | None, setup: StepSetup) -> flo
     return min(limits)
 
 
-def format_advice(advice: Advice, options: PlanOptions) -> str:
-    """Returns the lines about the depth for --time or --budget."""
+def format_advice(advice: Advice, options: PlanOptions, *, more: str) -> str:
+    """Returns the lines about the depth for --time or --budget. more: longer_run."""
     limits = [options.time, f"a budget of {options.budget:g}" if options.budget else None]
     bpb = advice.val_bpb
     return (
         f"advice  depth {advice.depth} for {format_count(advice.num_tokens)} tokens is the most that"
         f" {' and '.join(limit for limit in limits if limit)} allows; {advice.deeper}\n"
         f"        val_bpb {f'{bpb.low:.3f} to {bpb.high:.3f}' if bpb else 'n/a: not measured on this text'}"
+        + (f"\n{more}" if more else "")
     )
+
+
+def sweep(config: Config, options: PlanOptions, forecast_of: Callable[[Config], Forecast]) -> str:
+    """Returns the table of --sweep."""
+    assert options.sweep is not None
+    open_forecast = partial(forecast_of, with_values(config, device_batch_size=None))
+    key, values = swept(options.sweep, open_forecast)
+    changes: list[dict[str, Any]] = [{key: value} for value in values]
+    note = ""
+    if options.follow_rows:
+        if key != "device_batch_size":
+            raise UsageError(
+                "--follow-rows needs --sweep device_batch_size", fix="--sweep device_batch_size --follow-rows"
+            )
+        plan = open_forecast().plan
+        if "=" not in options.sweep:
+            changes = [{key: rows} for rows in FOLLOWED_ROWS if rows <= plan.device_batch_size * plan.grad_accum_steps]
+        for change in changes:
+            tokens = change[key] * plan.model.sequence_len * plan.world_size
+            change["total_batch_size"] = tokens * max(1, round(plan.total_batch_size / tokens))
+        note = f"batch follows the rows: the multiple nearest to {plan.total_batch_size:,}, which changes the training"
+    makes = [(change[key], partial(forecast_of, with_values(config, **change))) for change in changes]
+    lines = table(key, makes, as_json=options.json)
+    return f"{lines}\n\n{note}" if note and not options.json else lines
 
 
 def swept(text: str, forecast_once: Callable[[], Forecast]) -> tuple[str, list[Any]]:
@@ -279,6 +330,7 @@ def row_cells(row: Forecast | PlanError) -> dict[str, str]:
     plan, step, run, memory = row.plan, row.step, row.run, row.plan.memory
     cells = {
         "rows": f"{plan.device_batch_size} x {plan.grad_accum_steps}",
+        "batch": f"{plan.total_batch_size:,}",
         "memory": format_bytes(memory["process_bytes"]["expected"]),
         "of card": f"{100 * memory['share']:.0f} %" if memory["share"] else "n/a",
         "fits": VERDICTS[memory["verdict"]],

@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 
-from paceline.check.ready import SUBJECTS, Verdict, find_findings, format_catalogue, load_verdicts
+from paceline.check.ready import (
+    SUBJECTS,
+    Verdict,
+    find_findings,
+    format_catalogue,
+    format_host,
+    format_passed,
+    judge_facts,
+    load_verdicts,
+)
 from paceline.check.verdicts.rules import Case, Intent, at
 from paceline.errors import Finding
 
@@ -340,7 +349,11 @@ def test_no_single_unknown_fact_breaks_a_verdict():
 def test_every_verdict_has_a_case_here():
     assert {verdict.id for verdict in load_verdicts()} == {case[0] for case in (*CASES, *PAIRS)}
     assert len(load_verdicts()) >= 40
-    assert f"all {len(load_verdicts())} findings" in (ROOT / "README.md").read_text()
+    of_several = sum(verdict.subject == "hosts" for verdict in load_verdicts())
+    assert (
+        f"all {len(load_verdicts())} findings, {of_several} of them about several hosts"
+        in (ROOT / "README.md").read_text()
+    )
 
 
 def test_every_rule_has_its_texts():
@@ -373,3 +386,25 @@ def test_evidence_holds_the_facts_it_follows_from():
 
 def test_the_page_of_checks_is_up_to_date():
     assert (ROOT / "docs" / "checks.md").read_text() == format_catalogue()
+
+
+def test_the_line_of_a_host_has_the_versions_by_which_hosts_are_compared():
+    line = format_host(HOSTS["workstation"])
+    torch, driver = HOSTS["workstation"]["torch"], HOSTS["workstation"]["driver"]
+    assert f"torch {torch['version']} (CUDA {torch['cuda']}, NCCL {torch['nccl']})" in line
+    assert f"driver {driver['version']} (CUDA {driver['cuda']})" in line
+    assert "CUDA" not in format_host(HOSTS["cpu_box"])
+
+
+def test_the_checks_that_found_nothing_are_shown_with_the_facts_that_they_looked_at():
+    facts = changed(HOSTS["cpu_box"], {"host.limits.nofile": [256, 4096]})
+    lines = format_passed(judge_facts([facts], Intent(**CPU))).splitlines()
+    passed = {line.split()[1]: line for line in lines}
+    assert "nofile-low" not in passed and "hosts-torch" not in passed
+    assert passed["torch-no-libuv"].endswith("torch.libuv true, torch.libuv_error n/a")
+
+
+def test_probes_that_a_busy_machine_keeps_waiting_are_one_finding():
+    late = {f"probes.{name}": STARVED for name in ("gpu", "host", "text")}
+    [finding] = findings_of("probe-failed", [changed(HOSTS["cpu_box"], late)], CPU)
+    assert finding.what == "the gpu, host and text probes: still computing after 20 s, the machine is busy"

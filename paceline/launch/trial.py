@@ -174,10 +174,11 @@ def run_trial(plan: Plan, *, cache: Path, libuv: bool, probe: tuple[str, ...]) -
                 place = "" if failure.rank is None else f"on rank {failure.rank} "
                 return Trial(out_of_memory=f"{place}({reason})")
         failed, root = True, outcome.failures[0]
+        without_trial = "" if plan.time else "; --profile balanced starts without the trial"
         source = "the launch" if root.rank is None else f"rank {root.rank}"
         raise ProbeFailed(
             f"two steps were tried before the run, and {source} failed: {root.message}",
-            fix=root.fix or f"read the logs: {run.logs(1)}; --profile balanced starts without the trial",
+            fix=root.fix or f"read the logs: {run.logs(1)}" + without_trial,
         )
     finally:
         if not failed:

@@ -268,7 +268,7 @@ def _cause(setup: StepSetup, planned: StepTime, *, extra_s: float) -> tuple[str,
     sending = planned.hidden_s + planned.parts.get("gradients sent", 0.0) + planned.parts.get("weights sent", 0.0)
     if setup.device == "cpu":
         why = "likely other processes on these cores: the plan counts on all of them"
-        return why, "look at top; then python -m paceline.train.measure again"
+        return why, "look at top; then paceline plan --measure"
     if setup.world_size > 1 and extra_s < 4 * sending and sending > 0.05 * extra_s and planned.limit != "host":
         name, rate = "the link", "planned"
         if setup.link is not None:

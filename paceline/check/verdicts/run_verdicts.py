@@ -152,6 +152,8 @@ def disk_full(host: Host) -> Cases:
     if is_without_space(place) and place.get("writable") is False:
         yield Case(what, fix)
     elif free < one * number:
+        if (at_home := host.at("storage.cache.free_bytes")) is not None and at_home < one * number:
+            fix = "df -h"  # the home folder, where the cache is, has no more room
         least = checkpoints_at_once(intent, limit - (intent.config.get("keep_last") or 1) + 1)  # with keep_last 1
         if free >= one * least:
             fix = "--keep-last 1"

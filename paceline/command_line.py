@@ -6,7 +6,6 @@ keys are such fields too, so a file and a flag are checked by the same limits. E
 """
 
 import argparse
-import difflib
 import inspect
 import math
 import re
@@ -17,11 +16,10 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paceline.errors import UsageError
+from paceline.errors import UsageError, nearest
 
 T = TypeVar("T")
 
-NEAR = 0.75  # of the letters: a suggestion that is further off leads astray
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 HELP_FLAGS = {"-h", "--help"}
 VALUE_NAMES = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
@@ -325,12 +323,11 @@ def offer(parameter: Parameter, *, prefix: str, **_: Any) -> Iterable[str]:
     """What completes a value: the choices, the names of runs, else files."""
     from argcomplete.completers import FilesCompleter
 
+    if parameter.name == "config":
+        configs = Path(__file__).with_name("configs").glob(f"{prefix}*.toml")
+        return [*(path.stem for path in configs), *FilesCompleter()(prefix)]
     runs = Path("runs").glob(f"{prefix}*/config.toml") if "RUN" in parameter.value_name.split("|") else ()
-    is_config = parameter.name == "config"
-    configs = Path(__file__).parent.joinpath("configs").glob(f"{prefix}*.toml") if is_config else ()
-    files = FilesCompleter()(prefix) if is_config else ()
-    names = [*parameter.choices, *(path.parent.name for path in runs), *(path.stem for path in configs), *files]
-    return names or FilesCompleter()(prefix)
+    return [*parameter.choices, *(path.parent.name for path in runs)] or FilesCompleter()(prefix)
 
 
 def complete(commands: Mapping[str, type]) -> None:
@@ -386,10 +383,8 @@ def unknown_option(argument: str, following: str, *, command: str, options: type
         fix = f"options have two dashes, such as {own[0].usage if own else '--help'}"
         return UsageError(f"unknown option {argument}", fix=fix)
     near = nearest(flag, [name for parameter in own for name in (parameter.option, *parameter.flags)])
-    return UsageError(
-        f"unknown option {flag}",
-        fix=f"did you mean {near}?" if near else f"paceline {command} --help lists the options",
-    )
+    fix = f"did you mean {near}?" if near else f"paceline {command} --help lists the options"
+    return UsageError(f"unknown option {flag}", fix=fix)
 
 
 def unknown_command(args: Sequence[str], names: Collection[str]) -> UsageError:
@@ -401,12 +396,3 @@ def unknown_command(args: Sequence[str], names: Collection[str]) -> UsageError:
     near = nearest(head, [name.split()[0] for name in names])
     whole = f"{near} {word}" if f"{near} {word}" in names else near
     return UsageError(f"unknown command {head}", fix=f"paceline {whole}" if near else "paceline --help lists them")
-
-
-def nearest(name: str, names: Iterable[str]) -> str | None:
-    """Returns the name that was probably meant: one with nearly the same letters, or the shortest that continues it."""
-    bare = {other.lstrip("-"): other for other in names}
-    word = name.lstrip("-")
-    close = difflib.get_close_matches(word, list(bare), n=1, cutoff=NEAR)
-    continued = sorted((other for other in bare if other.startswith(word)), key=len) if len(word) > 2 else []
-    return next((bare[other] for other in (*close, *continued)), None)

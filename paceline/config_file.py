@@ -16,9 +16,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paceline.command_line import nearest
 from paceline.config import KEYS, LENGTH_KEYS, Config, check_config
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, nearest
 from paceline.other_names import KEY_OF, translate
 from paceline.units import format_list
 

@@ -1,9 +1,11 @@
-"""The two kinds of problems: an error, which ends the command, and findings of a check about a machine or a config."""
+"""The two kinds of problems: an error, which ends the command, and findings of a check; and the name that was meant."""
 
+import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+NEAR = 0.75  # of the letters: a suggestion that is further off leads astray
 Change = Mapping[str, Any]  # config keys and their new values
 
 
@@ -63,3 +65,10 @@ class Finding:
     def to_json(self) -> dict[str, Any]:
         """Returns the finding as findings.json has it."""
         return asdict(self)
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """Returns the name that was probably meant: one with nearly the same letters, or the shortest that continues it."""
+    word, bare = name.lstrip("-"), {other.lstrip("-"): other for other in names}
+    continued = sorted((other for other in bare if other.startswith(word) and len(word) > 2), key=len)
+    return next((bare[other] for other in (*difflib.get_close_matches(word, bare, n=1, cutoff=NEAR), *continued)), None)

@@ -160,9 +160,7 @@ class PlanOptions(JsonOption, ConfigOptions):
 
 
 class ConfigsOptions(JsonOption):
-    """List the configs that come with paceline, or print one, to begin your own with.
-
-    train, plan, check and comm take their names in place of a file.
+    """List the configs that come with paceline, whose names stand for files, or print one to begin your own.
 
     $ paceline configs balanced > mine.toml
     """

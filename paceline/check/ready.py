@@ -280,8 +280,8 @@ def format_findings(findings: Sequence[Finding], *, verbose: bool = False) -> st
 
 def format_passed(checked: CheckResult) -> str:
     """Returns a line for each check that found nothing, with the facts that it looked at."""
-    found = {finding.id for finding in checked.findings}
-    verdicts = [verdict for verdict in load_verdicts() if verdict.subject != "hosts" and verdict.id not in found]
+    fired = {finding.id for finding in checked.findings}
+    verdicts = [verdict for verdict in load_verdicts() if verdict.subject != "hosts" and verdict.id not in fired]
     width, lines = max(len(verdict.id) for verdict in verdicts), []
     for verdict in verdicts:
         values = [f"{path} {short_value(at(facts, path))}" for path in verdict.evidence for facts in checked.facts]

@@ -126,21 +126,21 @@ def make_plan(
         return plan_of(config)
     except PlanError as error:
         if find_fix:
-            error.fix = tried_fix(error, config, plan_of)
+            error.fix = working_fix(error, config, plan_of)
         raise
 
 
-def tried_fix(error: PlanError, config: Config, plan_of: Callable[[Config], Plan]) -> str:
+def working_fix(error: PlanError, config: Config, plan_of: Callable[[Config], Plan]) -> str:
     """Returns the error's fix where each of its changes gives a plan, else flags that do; without any, what is left to do."""
     changes, too_large = error.changes, isinstance(error, DoesNotFit)
     if not too_large:
         changes = list(changes)
         if all(_first_plan([change], config, plan_of, depth=0) for change in changes):
             return error.fix
-    tried = _first_plan(changes, config, plan_of, depth=0 if too_large else FIX_DEPTH)
-    if tried is None:
+    accepted = _first_plan(changes, config, plan_of, depth=0 if too_large else FIX_DEPTH)
+    if accepted is None:
         return "a device with more memory, or a smaller model"
-    change, plan = tried
+    change, plan = accepted
     same = f" needs {format_bytes(plan.memory['process_bytes']['expected'])}, same total_batch_size"
     return format_flags(change) + (same if set(change) <= SAME_RUN_KEYS else "")
 

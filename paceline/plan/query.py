@@ -15,10 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.command_line import nearest
 from paceline.config import KEYS, Config, ModelConfig, cache_dir
 from paceline.config_file import load_config, packaged_configs, resolve_config, unknown_key, with_values
-from paceline.errors import PacelineError, PlanError, UsageError
+from paceline.errors import PacelineError, PlanError, UsageError, nearest
 from paceline.options import ConfigsOptions, PlanOptions
 from paceline.plan.advice import Advice, Price, advise, parse_price, time_of_budget
 from paceline.plan.forecast import Forecast, forecast, format_exact, format_forecast, format_kwh, format_seconds

@@ -284,7 +284,7 @@ def choose_world_size(config: Config, machine: Machine, *, device: str) -> int:
             fix=f"--nproc {machine.cpu_cores}",
             changes=({"nproc": machine.cpu_cores},),
         )
-    return config.nproc or min(2, machine.cpu_cores)
+    return (config.nproc or min(2, machine.cpu_cores)) * machine.hosts
 
 
 def choose_precision(config: Config, machine: Machine, *, device: str) -> str:

@@ -157,7 +157,7 @@ def _missing_fact(setup: StepSetup, speeds: Speeds | None) -> str:
 
 def _sum_parts(setup: StepSetup, speeds: Speeds, parts: Mapping[str, float], hidden_s: float) -> StepTime:
     uncorrected = sum(parts.values())
-    correction = speeds.ratio(setup.key)
+    correction = speeds.ratio(setup.key, predicted_s=uncorrected)
     factor, spread = correction or (1.0, speeds.spread)
     corrected = {name: factor * seconds for name, seconds in parts.items()}
     total = factor * uncorrected

@@ -152,9 +152,7 @@ class PlanOptions(JsonOption, ConfigOptions):
     sweep: str | None = option(
         None, "device_batch_size, depth=8,12,16 ...: a table with one line for each value of a key", value="KEY[=A,B]"
     )
-    follow_rows: bool = option(
-        False, "with --sweep device_batch_size: total_batch_size is the nearest multiple of the rows"
-    )
+    follow_rows: bool = option(False, "with --sweep device_batch_size: the total batch follows the rows")
     exact: bool = option(False, "trace two real steps without a GPU (needs torch, takes seconds)")
     measure: bool = option(False, "measure the device here first, under a minute; later plans use the result")
 

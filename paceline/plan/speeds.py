@@ -144,9 +144,9 @@ def remember_step(folder: Path, speeds: Speeds, *, key: str, predicted_s: float,
     """Keeps measured / predicted of a run's steps, predicted without such ratios, and returns the new speeds."""
     steps = {name: ratio for name, ratio in speeds.steps.items() if name != key}
     steps[key] = measured_s / predicted_s
-    kept = dict(list(steps.items())[-KEEP_STEPS:])
-    predicted = {name: seconds for name, seconds in {**speeds.predicted, key: predicted_s}.items() if name in kept}
-    corrected = replace(speeds, steps=kept, predicted=predicted)
+    latest = dict(list(steps.items())[-KEEP_STEPS:])
+    predicted = {name: seconds for name, seconds in {**speeds.predicted, key: predicted_s}.items() if name in latest}
+    corrected = replace(speeds, steps=latest, predicted=predicted)
     keep_speeds(folder, corrected)
     return corrected
 

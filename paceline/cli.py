@@ -53,6 +53,12 @@ def plan(args: options.PlanOptions) -> None:
     print(answer(args))
 
 
+def configs(args: options.ConfigsOptions) -> None:
+    from paceline.plan.query import answer_configs
+
+    print(answer_configs(args))
+
+
 def check(args: options.CheckOptions) -> int:
     from paceline.check.ready import (
         check_config,
@@ -60,6 +66,7 @@ def check(args: options.CheckOptions) -> int:
         format_findings,
         format_host,
         format_links,
+        format_passed,
         format_summary,
         to_json,
     )
@@ -87,6 +94,7 @@ def check(args: options.CheckOptions) -> int:
         hosts = "\n".join(map(format_host, checked.facts))
         links = "\n".join(line for facts in checked.facts for line in format_links(facts))
         blocks = [hosts, links, colour(text) if sys.stdout.isatty() else text]
+        blocks += [format_passed(checked)] if args.verbose else []
         print("\n\n".join(block for block in (*blocks, format_summary(findings)) if block))
     return 1 if any(finding.severity == "stop" for finding in findings) else 0
 
@@ -315,6 +323,7 @@ COMMANDS: dict[str, tuple[Callable[..., int | None], type]] = {
     "resume": (resume, options.ResumeOptions),
     "run": (run, options.ScriptOptions),
     "plan": (plan, options.PlanOptions),
+    "configs": (configs, options.ConfigsOptions),
     "check": (check, options.CheckOptions),
     "comm": (comm, options.CommOptions),
     "profile": (profile, options.ProfileOptions),

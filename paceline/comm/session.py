@@ -22,7 +22,8 @@ from paceline.launch.job import plan_env
 from paceline.launch.supervisor import run_attempt
 from paceline.launch.trial import STOP_GRACE_S, new_folder
 from paceline.plan.machine import probe_machine
-from paceline.plan.planner import Plan, make_plan, of_unknown_memory
+from paceline.plan.planner import Plan, make_plan
+from paceline.plan.replan import of_unknown_memory
 from paceline.rundir import RunDir, write_atomic
 from paceline.units import MIB
 

@@ -36,11 +36,11 @@ from paceline.launch.notify import checked_services
 from paceline.launch.trial import try_plan
 from paceline.model.manifest import newest_good, read_manifest
 from paceline.options import ResumeOptions, Services, TrainOptions
-from paceline.plan.forecast import forecast, format_plan
-from paceline.plan.history import load_calibration
+from paceline.plan.forecast import forecast, format_plan, measured_here
 from paceline.plan.host import probe_cpu_cores
 from paceline.plan.machine import Machine, probe_machine
-from paceline.plan.planner import MakePlan, Plan, make_plan, memory_setup, replan
+from paceline.plan.planner import Plan, make_plan, memory_setup
+from paceline.plan.replan import MakePlan, replan
 from paceline.plan.shapes import choose_eval_tokens
 from paceline.rundir import (
     RunDir,
@@ -73,7 +73,7 @@ def start_run(config: Config, options: TrainOptions) -> int:
     machine = probe_machine()
     check_config(config)
     # refuses what cannot run before any text is read
-    make_plan(config, machine, vocab_size=config.vocab_size, num_rows=0, calibrate=load_calibration(cache_dir(config)))
+    make_plan(config, machine, vocab_size=config.vocab_size, num_rows=0, measured=measured_here(cache_dir(config)))
     run = RunDir(Path(config.runs_dir) / (config.name or f"d{config.depth}-{datetime.now():%Y%m%d-%H%M%S}"))
     with new_folder(run) as (lock, publish):
         with start_check(config, run, options, command="train") as check:

@@ -21,7 +21,8 @@ from paceline.launch.job import plan_env
 from paceline.launch.supervisor import run_attempt
 from paceline.plan.history import PROBE, MemoryRecord, keep_record, record_of
 from paceline.plan.machine import Machine
-from paceline.plan.planner import MakePlan, Plan, replan
+from paceline.plan.planner import Plan
+from paceline.plan.replan import MakePlan, replan
 from paceline.plan.shapes import choose_eval_tokens, steps_of_time
 from paceline.plan.sizing import divisors
 from paceline.rundir import RunDir
@@ -167,10 +168,11 @@ def run_trial(plan: Plan, *, cache: Path, libuv: bool, probe: tuple[str, ...]) -
                 place = "" if failure.rank is None else f"on rank {failure.rank} "
                 return Trial(out_of_memory=f"{place}({reason})")
         failed, root = True, outcome.failures[0]
+        without_trial = "" if plan.time else "; --profile balanced starts without the trial"
         source = "the launch" if root.rank is None else f"rank {root.rank}"
         raise ProbeFailed(
             f"two steps were tried before the run, and {source} failed: {root.message}",
-            fix=root.fix or f"read the logs: {run.logs(1)}; --profile balanced starts without the trial",
+            fix=root.fix or f"read the logs: {run.logs(1)}" + without_trial,
         )
     finally:
         if not failed:

@@ -17,6 +17,7 @@ RUN = "the run's folder, or its name under --runs-dir"
 CONFIG = "a name of `paceline configs`, a .toml file, or a .py file of plain `key = literal` lines; auto: tiny"
 ANY_RUN = "a run's folder or name, or a log file of any training"
 TRACKERS = ("tensorboard", "wandb", "trackio")
+TRACKER_NAMES = f"these trackers, separated by commas: {', '.join(TRACKERS)}"
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -63,12 +64,7 @@ class Recovery(Options):
 class Services(Options):
     """Processes that follow a run: trackers and notifications."""
 
-    track: tuple[str, ...] = option(
-        (),
-        f"send metrics to these trackers, separated by commas: {', '.join(TRACKERS)}",
-        group="services",
-        value="TRACKERS",
-    )
+    track: tuple[str, ...] = option((), f"send metrics to {TRACKER_NAMES}", group="services", value="TRACKERS")
     notify: tuple[str, ...] = option(
         (),
         "report failed, recovered and finished to this address (ntfy, Slack, any JSON receiver), or @FILE with the"
@@ -141,17 +137,13 @@ class PlanOptions(JsonOption, ConfigOptions):
     gpu: str | None = option(None, 'plan for this GPU, such as "RTX 5090"; auto: the GPUs here', value="NAME")
     gpus: int | None = option(None, "GPUs of each host; auto: those here, or 1 of --gpu", low=1, high=10**6)
     hosts: int | None = option(None, "hosts, each with as many GPUs; auto: 1", low=1, high=10**6)
-    link: str | None = option(
-        None, 'link between devices: 10GbE, "PCIe 5 x8", NVLink ...; auto: as `paceline comm` measured', value="NAME"
-    )
+    link: str | None = option(None, 'link: 10GbE, "PCIe 5 x8", NVLink; auto: as `paceline comm` measured', value="NAME")
     price: str | None = option(None, "0.30/kWh or 2.50/gpu-hour: adds what the run costs", value="PRICE")
     watts: float | None = option(None, "power of one GPU under load; auto: the GPU's limit", low=1e-3, high=1e6)
     time: str | None = option(None, "the deepest model whose training ends in this time: 12h, 90m", value="TIME")
     budget: float | None = option(None, "the deepest model that costs at most this; needs --price", low=1e-3, high=1e9)
     compare: str | None = option(None, '"RTX 4090,RTX 5090,H100": a table with one line for each GPU', value="NAMES")
-    sweep: str | None = option(
-        None, "device_batch_size, depth=8,12,16 ...: a table with one line for each value of a key", value="KEY[=A,B]"
-    )
+    sweep: str | None = option(None, "device_batch_size, depth=8,12 ...: a line for each value", value="KEY[=A,B]")
     follow_rows: bool = option(False, "with --sweep device_batch_size: the total batch follows the rows")
     exact: bool = option(False, "trace two real steps without a GPU (needs torch, takes seconds)")
     measure: bool = option(False, "measure the device here first, under a minute; later plans use the result")
@@ -284,7 +276,7 @@ class TrackOptions(RunsOption):
     """
 
     run: str = positional("RUN", RUN)
-    to: str = option("", f"the trackers, separated by commas: {', '.join(TRACKERS)}", value="TRACKERS")
+    to: str = option("", TRACKER_NAMES, value="TRACKERS")
 
 
 class TorchCheckOptions(JsonOption):
@@ -342,9 +334,7 @@ class EvalOptions(CheckpointOptions):
     $ paceline eval books --data builtin
     """
 
-    data: str | None = option(
-        None, "other text: builtin, a file or folder, or hf:NAME; auto: the run's held-out text", value="SOURCE"
-    )
+    data: str | None = option(None, "builtin, a file or folder, or hf:NAME; auto: the held-out text", value="SOURCE")
     tokens: int | None = option(None, "evaluate at most this many; auto: all", low=1, high=10**15)
 
 

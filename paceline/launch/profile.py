@@ -51,7 +51,7 @@ PERFETTO = "https://ui.perfetto.dev"
 def profile_steps(options: ProfileOptions) -> tuple[dict[str, Any], Plan]:
     """Profiles the run or the config; returns what profile.json has, and the plan. Raises PacelineError where it cannot."""
     machine, name = probe_machine(), options.config
-    if name is None or Path(name).suffix in (".toml", ".py") or find_config(name).is_file():
+    if name is None or name.endswith((".toml", ".py")) or find_config(name).is_file():
         config = resolve_config(name, options.keys)
         dataset = prepare_data(config)
         make = planner(dataset)

@@ -112,6 +112,7 @@ def explain(args: options.ExplainOptions) -> None:
     from paceline.explain.catalogue import causes_json, format_cause, format_causes
     from paceline.explain.explanation import format_explanation, format_markdown, to_json
     from paceline.explain.run_folder import explain_logs
+    from paceline.redaction import redact
 
     if args.list:
         print(causes_json() if args.json else format_causes())
@@ -119,7 +120,7 @@ def explain(args: options.ExplainOptions) -> None:
         print(causes_json(args.cause) if args.json else format_cause(args.cause))
     else:
         explanation = explain_logs(args.logs, runs_dir=args.runs_dir, stdin=sys.stdin.buffer)
-        text = format_markdown(explanation) if args.markdown else ""
+        text = format_markdown(redact(explanation)) if args.markdown else ""  # it is made to be pasted elsewhere
         text = to_json(explanation) if args.json else text
         print(text or format_explanation(explanation, coloured=sys.stdout.isatty()))
 
@@ -145,13 +146,12 @@ def runs_show(args: options.RunsShowOptions) -> None:
 
 
 def report(args: options.ReportOptions) -> None:
-    from paceline.check.probes.facts import redact
     from paceline.watch.view import find_reported, html_report, markdown_report, write_report
 
     path = find_reported(args.run, runs_dir=args.runs_dir)
     make = markdown_report if args.markdown else html_report
     output = args.output or ("-" if args.markdown else f"{path.name}.html")
-    text = make(path, now=time.time(), redact=redact)
+    text = make(path, now=time.time())
     if output == "-":
         print(text, end="")
     else:

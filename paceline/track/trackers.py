@@ -1,7 +1,7 @@
 """
 TensorBoard, Weights & Biases and trackio behind the same three calls. Each library is imported when its tracker is opened.
 
-A tracker gets numbers over steps and the config of the run. It never gets the command of a script, which may contain keys.
+A tracker gets numbers over steps and the config of the run, without what may be secret. It never gets the command of a script.
 """
 
 import json
@@ -21,6 +21,7 @@ from importlib import import_module
 from io import StringIO
 from typing import Any, Protocol
 
+from paceline.redaction import redact
 from paceline.rundir import RunDir, read_json_lines
 from paceline.units import unix_time
 
@@ -254,7 +255,7 @@ def start_time(run: RunDir) -> float:
 
 def config_of(run: RunDir) -> dict[str, Any]:
     """Returns the config that trackers show."""
-    config = read_config(run)
+    config: dict[str, Any] = redact(read_config(run))
     if "command" in config:
         return {name: config[name] for name in ("nproc", "device") if name in config}
     with suppress(OSError, ValueError, KeyError):

@@ -3,8 +3,8 @@
 
 `watch` shows it in the terminal, once as text or JSON, or in the browser; textual and starlette are imported by the view that needs
 them. `report` writes one run in one file, to keep or to send: the browser's own page with the run in it, or Markdown. The HTML
-needs no server: it holds scripts, styles and numbers, and its content policy forbids everything else. The caller's `redact`
-takes out what may be secret.
+needs no server: it holds scripts, styles and numbers, and its content policy forbids everything else. What may be secret is taken
+out before anything is formatted (paceline/redaction.py); the views, which are for the own screen, show the text as it is.
 """
 
 import base64
@@ -16,7 +16,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import Any
 
 from paceline.errors import PacelineError, UsageError
 from paceline.options import WatchOptions
+from paceline.redaction import redact
 from paceline.rundir import RunDir, find_run
 from paceline.units import format_count, format_duration, format_list
 from paceline.watch.panels import action_text, figures, goodput_panel, run_panels, why_panel
@@ -117,9 +118,9 @@ def write_report(output: Path, text: str) -> None:
         ) from error
 
 
-def html_report(path: Path, *, now: float, redact: Callable[[Any], Any] = lambda value: value) -> str:
+def html_report(path: Path, *, now: float) -> str:
     """Returns the page of a run folder or a log file."""
-    snapshot, about = open_reader(path).update(), read_about(RunDir(path))
+    snapshot, about = redact(open_reader(path).update()), redact(read_about(RunDir(path)))
     verdict = summarize(snapshot, now=now)
     report = {
         **changes(None, snapshot),
@@ -131,7 +132,7 @@ def html_report(path: Path, *, now: float, redact: Callable[[Any], Any] = lambda
     }
     for log in report["parts"]["logs"]:
         log["path"] = Path(log["path"]).name
-    return page_with(redact(report), title=f"{snapshot.name} · paceline")
+    return page_with(report, title=f"{snapshot.name} · paceline")
 
 
 def page_with(report: dict[str, Any], *, title: str) -> str:
@@ -156,9 +157,9 @@ def hash_of(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
-def markdown_report(path: Path, *, now: float, redact: Callable[[Any], Any] = lambda value: value) -> str:
+def markdown_report(path: Path, *, now: float) -> str:
     """Returns the report as Markdown, for an issue, a pull request or a notebook of experiments."""
-    snapshot, about = open_reader(path).update(), read_about(RunDir(path))
+    snapshot, about = redact(open_reader(path).update()), redact(read_about(RunDir(path)))
     verdict = summarize(snapshot, now=now)
     rows = [f"| {name} | {text} | {planned} | {over} |" for name, _, text, planned, over, _ in figures(snapshot)]
     config = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in about["config"].items()]
@@ -176,7 +177,7 @@ def markdown_report(path: Path, *, now: float, redact: Callable[[Any], Any] = la
         section("Sample", (line for sample in about["samples"][:1] for line in fenced(sample["text"]))),
         section("Config", fenced("\n".join(config))),
     ]
-    return "\n\n".join("\n".join(map(redact, lines)).strip() for lines in blocks if any(lines)) + "\n"
+    return "\n\n".join("\n".join(lines).strip() for lines in blocks if any(lines)) + "\n"
 
 
 def section(title: str, lines: Iterable[str]) -> list[str]:

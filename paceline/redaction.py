@@ -1,9 +1,9 @@
 """
 Takes secrets out of text and JSON before it leaves this host: reports, messages, trackers, Markdown for an issue, facts of hosts.
 
-A secret is recognized by its own form (keys of known services, logins in addresses, webhooks, private keys, long random words) or by
-the name before it, in any spelling: `--name VALUE`, NAME=VALUE, `name: value`, the key of a dict, a query parameter. A name such as
-`password` hides every value, one such as `key` only what looks random, and `pad_token` none. SET stands in its place.
+A secret is recognized by its own form (keys of known services, logins in addresses, webhooks, private keys, long random words) or
+by the name before it, in any spelling: `--name VALUE`, NAME=VALUE, `name: value`, the key of a dict, a query parameter. A name
+such as `password` hides every value, one such as `key` only what looks random, and `pad_token` none. SET stands in its place.
 
 It errs on the side of hiding: a harmless word after `token=` is lost too. tests/test_redaction.py measures both kinds of errors.
 """
@@ -50,7 +50,7 @@ NAMED_VALUE = re.compile(
     rf"""(?ix)(?:(?P<before>[?&]|(?<![\w-])--?)|(?<![\w-]))  # of a query parameter, of a flag
     (?P<name>[\w.-]{{0,60}}?(?:(?:api|access|secret|private|auth)[ ](?:key|token)|{STEM.pattern[4:]})[\w-]{{0,30}})
     (?P<sep>\\*['"]?\]?[ \t]*(?:=>|:=|==?|[:：>])[ \t]*|\\*['"]?,?[ \t]+(?:is[ ]|was[ ])?)
-    (?:(?:bearer|basic|token|digest)[ ]+)?
+    (?:(?:bearer|basic|token|digest)[ ]+|[\[(](?=\\*['"]))?
     (?P<value>(?P<quote>\\*['"])(?:.{{0,{MAX_VALUE}}}?)(?P=quote)|\\*['"]\S{{0,{MAX_VALUE}}}
       |(?:(?![&,;|]\s*[\w.-]+\s*[=:])[^\s'"<>]){{1,{MAX_VALUE}}})"""
 )
@@ -68,33 +68,27 @@ KEY_LIKE = re.compile(r"[\w+/=.~-]{16,}")
 LETTER_KIND = re.compile(r"[a-z]+|[A-Z]+|\d+")
 
 ALWAYS, EXPLICIT, RANDOM, NEVER = 3, 2, 1, 0  # how much a name says about its value
-SECRETS = (
-    "password",
-    "passwd",
-    "passphrase",
-    "secret",
-    "密码",
-    "密钥",
-    "口令",
-    "令牌",
-)  # words that end like one of these
+SECRETS = ("password", "passwd", "passphrase", "secret", "密码", "密钥", "口令", "令牌")  # a word's end
 GLUED = re.compile(r"(?:api|access|auth|secret|private|ssh|wandb|hf|my|bot)_?(?:key|token)")
 ALWAYS_NAMES = {"secrets", "passwords", "pwd", "credential", "credentials", "cookie", "cookies", "jwt", "authorization"}
 EXPLICIT_NAMES = {"auth", "bearer", "webhook", "notify", "token"}
 RANDOM_NAMES = {"key", "keys", "sig", "signature", "pass", "login"}
 ABOUT_SECRETS = {  # after `secret` and its like: not the secret itself
-    "file", "path", "dir", "name", "len", "length", "policy", "prompt", "hash", "min", "max", "count", "field", "id", "manager", "stdin", "type",
-}  # fmt: skip
+    *WORD.findall("file path dir name len length policy prompt hash min max count field id manager stdin type")
+}
 KEYS_OF = {  # before `key` and `keys`
-    "api", "access", "secret", "private", "auth", "encryption", "signing", "ssh", "account", "wandb", "hf", "openai", "anthropic", "aws",
-    "s3", "gcp", "azure", "license", "deploy", "bot", "service", "master", "app", "client", "slack", "shared", "session", "registry",
-}  # fmt: skip
+    *WORD.findall(
+        "api access secret private auth encryption signing ssh account wandb hf openai anthropic aws gcp azure license "
+        "deploy bot service master app client slack shared session registry"
+    )
+}
 HARMLESS_KEYS = {"public", "primary", "foreign", "sort", "cache", "hash", "commit", "index", "dict", "state", "config"}
 TEXT_TOKENS = {  # before `token`: of a model
-    "pad", "eos", "bos", "sos", "eot", "unk", "unknown", "mask", "cls", "sep", "per", "next", "last", "first", "prev", "special", "stop", "end",
-    "start", "begin", "prompt", "input", "output", "new", "each", "image", "target", "current", "extra", "max", "min", "num", "total", "draft",
-    "unexpected", "text", "sub", "byte",
-}  # fmt: skip
+    *WORD.findall(
+        "pad eos bos sos eot unk unknown mask cls sep per next last first prev special stop end start begin prompt input "
+        "output new each image target current extra max min num total draft unexpected text sub byte"
+    )
+}
 PASSES = {"forward", "backward", "first", "second", "per", "single", "one"}
 
 
@@ -182,8 +176,8 @@ def hidden_value(match: re.Match[str]) -> str:
         level = min(level, RANDOM)
     if not is_secret(content, level, explicit=explicit):
         return ""
-    closing = opening if len(value) > len(opening) and value.endswith(opening) else ""
-    return f"{opening}{SET}{closing}" if opening else SET + value[len(content) :]
+    ending = opening if len(value) > len(opening) and value.endswith(opening) else ""
+    return f"{opening}{SET}{ending}" if opening else SET + value[len(content) :]
 
 
 def is_secret(value: str, level: int, *, explicit: bool) -> bool:

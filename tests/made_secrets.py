@@ -18,11 +18,21 @@ def known_key(random: Random) -> str:
     """A key whose own form shows the service."""
     prefix, letters, count = random.choice(
         [
-            ("sk-", BASE62, 48), ("sk-proj-", BASE62 + "_-", 60), ("hf_", BASE62, 34), ("ghp_", BASE62, 36), ("gho_", BASE62, 36),
-            ("github_pat_", BASE62 + "_", 82), ("glpat-", BASE62, 20), ("xoxb-", "0123456789-", 24), ("AIza", BASE62 + "_-", 35),
-            ("AKIA", string.ascii_uppercase + string.digits, 16), ("npm_", BASE62, 36), ("gsk_", BASE62, 52), ("nvapi-", BASE62, 64),
+            ("sk-", BASE62, 48),
+            ("sk-proj-", BASE62 + "_-", 60),
+            ("hf_", BASE62, 34),
+            ("ghp_", BASE62, 36),
+            ("gho_", BASE62, 36),
+            ("github_pat_", BASE62 + "_", 82),
+            ("glpat-", BASE62, 20),
+            ("xoxb-", "0123456789-", 24),
+            ("AIza", BASE62 + "_-", 35),
+            ("AKIA", string.ascii_uppercase + string.digits, 16),
+            ("npm_", BASE62, 36),
+            ("gsk_", BASE62, 52),
+            ("nvapi-", BASE62, 64),
         ]
-    )  # fmt: skip
+    )
     return prefix + drawn(random, letters, count - 1) + random.choice(BASE62.upper() if prefix == "AKIA" else BASE62)
 
 

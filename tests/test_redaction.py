@@ -50,14 +50,26 @@ def test_values_that_are_not_text_stay_unchanged():
 
 
 HARMLESS = (
-    "max_tokens=2048, token_bytes: 65536, pad_token=<pad> and eos_token='</s>'", "tokenizer: gpt2", "--tokenizer gpt2 --max-tokens 512 --key value",
-    "commit 1b43e805d079d574a76e0e40c07abd94aed505e1", "sha256:e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855",
-    "run books-2026-11-22-key-ablation", "Missing key(s) in state_dict: \"transformer.h.0.attn.c_q.weight\"", "KeyError: 'RANK'",
-    "forward pass: 3.2 ms, backward pass: 6.1 ms", "14,200 tokens, 3.1 ms per token: fine", "for key: store_based_barrier_key:1 (world_size=4)",
-    "/usr/local/lib/python3.11/site-packages/torch/distributed/elastic/multiprocessing/errors/__init__.py", "http://127.0.0.1:8765/api/runs",
-    "failed to pass monitoredBarrier in 30000 ms", "_ZN2at6native29vectorized_elementwise_kernelILi4ENS0_13AUnaryFunctorE", "api_key=$WANDB_API_KEY",
-    "Authorization failed: access to meta-llama is restricted", "checkpoints/step_000500/model-00001-of-00004.safetensors", "sparse_attn_key_dim=64",
-)  # fmt: skip
+    "max_tokens=2048, token_bytes: 65536, pad_token=<pad> and eos_token='</s>'",
+    "tokenizer: gpt2",
+    "--tokenizer gpt2 --max-tokens 512 --key value",
+    "commit 1b43e805d079d574a76e0e40c07abd94aed505e1",
+    "sha256:e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855",
+    "run books-2026-11-22-key-ablation",
+    'Missing key(s) in state_dict: "transformer.h.0.attn.c_q.weight"',
+    "KeyError: 'RANK'",
+    "forward pass: 3.2 ms, backward pass: 6.1 ms",
+    "14,200 tokens, 3.1 ms per token: fine",
+    "for key: store_based_barrier_key:1 (world_size=4)",
+    "/usr/local/lib/python3.11/site-packages/torch/distributed/elastic/multiprocessing/errors/__init__.py",
+    "http://127.0.0.1:8765/api/runs",
+    "failed to pass monitoredBarrier in 30000 ms",
+    "_ZN2at6native29vectorized_elementwise_kernelILi4ENS0_13AUnaryFunctorE",
+    "api_key=$WANDB_API_KEY",
+    "Authorization failed: access to meta-llama is restricted",
+    "checkpoints/step_000500/model-00001-of-00004.safetensors",
+    "sparse_attn_key_dim=64",
+)
 
 
 @pytest.mark.parametrize("text", HARMLESS)

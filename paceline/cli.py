@@ -19,7 +19,8 @@ from paceline import __version__, options
 from paceline.command_line import HELP_FLAGS, complete, format_commands, parse, unknown_command
 from paceline.config_file import resolve_config
 from paceline.errors import PacelineError, UsageError
-from paceline.terminal import tolerant_output
+from paceline.rundir import NO_SPACE
+from paceline.terminal import plain_output, silence, tolerant_output
 
 SAMPLE_TEXT = "def fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)\n"
 
@@ -322,9 +323,11 @@ def main() -> None:
 def run_command(args: list[str]) -> int:
     """Runs the command and returns its exit code; an error becomes two lines on stderr."""
     try:
-        return dispatch(args) or 0
+        with plain_output():
+            return dispatch(args) or 0
     except PacelineError as error:
-        print(error, file=sys.stderr)
+        with plain_output():
+            print(error, file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -332,6 +335,13 @@ def run_command(args: list[str]) -> int:
     except BrokenPipeError:
         sys.stderr.close()  # the reader of a pipe went away: `paceline runs | head`
         return 0
+    except OSError as error:
+        if error.errno not in NO_SPACE or error.filename is not None:
+            raise
+        silence(sys.stdout)
+        problem = PacelineError(f"the output cannot be written: {error.strerror}", fix="write it to another place")
+        print(problem, file=sys.stderr)
+        return problem.exit_code
 
 
 def dispatch(args: list[str]) -> int | None:

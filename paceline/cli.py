@@ -19,7 +19,7 @@ from paceline import __version__, options
 from paceline.command_line import HELP_FLAGS, complete, format_commands, parse, unknown_command
 from paceline.config_file import resolve_config
 from paceline.errors import PacelineError, UsageError
-from paceline.rundir import NO_SPACE
+from paceline.rundir import NO_SPACE, unreadable_file
 from paceline.terminal import plain_output, silence, tolerant_output
 
 SAMPLE_TEXT = "def fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)\n"
@@ -336,11 +336,15 @@ def run_command(args: list[str]) -> int:
         sys.stderr.close()  # the reader of a pipe went away: `paceline runs | head`
         return 0
     except OSError as error:
-        if error.errno not in NO_SPACE or error.filename is not None:
+        if isinstance(error, PermissionError) and error.filename is not None:
+            problem = unreadable_file(error)
+        elif error.errno in NO_SPACE and error.filename is None:
+            silence(sys.stdout)
+            problem = PacelineError(f"the output cannot be written: {error.strerror}", fix="write it to another place")
+        else:
             raise
-        silence(sys.stdout)
-        problem = PacelineError(f"the output cannot be written: {error.strerror}", fix="write it to another place")
-        print(problem, file=sys.stderr)
+        with plain_output():
+            print(problem, file=sys.stderr)
         return problem.exit_code
 
 

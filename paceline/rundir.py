@@ -9,15 +9,18 @@ import errno
 import fcntl
 import json
 import os
+import stat
 import sys
 import time
 import tomllib
-from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, BinaryIO, Literal, get_args, get_origin, get_type_hints
 
 from paceline.errors import PacelineError
 
@@ -192,16 +195,104 @@ def check_unused(run: RunDir, *, fix: str) -> None:
         raise PacelineError(text, fix=fix if is_run else "another --name")
 
 
+def well_typed(value: Any, kind: Any) -> Any:
+    """Returns a value that was read from a file as its annotation has it: what has another type is absent, None or left out.
+
+    A dataclass that says `is_typed` is not looked into.
+    """
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        typed = [well_typed(value, argument) for argument in arguments if argument is not NoneType]
+        return next((item for item in typed if item is not None), None)
+    if origin is list and isinstance(value, list):
+        items = [well_typed(item, arguments[0]) for item in value]
+        return items if None not in items else [item for item in items if item is not None]
+    if origin is dict and isinstance(value, dict) and arguments[1] is not Any:
+        return {key: typed for key, item in value.items() if (typed := well_typed(item, arguments[1])) is not None}
+    if origin is Literal:
+        return value if value in arguments else None
+    if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, kind) and not hasattr(kind, "is_typed"):
+        checked = {name: well_typed(getattr(value, name), hint) for name, (hint, _) in hints_of(kind).items()}
+        absent = {name: default() for name, (_, default) in hints_of(kind).items() if checked[name] is None}
+        return replace(value, **checked | absent)
+    if kind is Any or (kind is float and type(value) is int):
+        return value
+    return value if isinstance(value, origin or kind) and (type(value) is not bool or kind is bool) else None
+
+
+@cache
+def hints_of(kind: Any) -> dict[str, tuple[Any, Callable[[], Any]]]:
+    """Returns the annotation of each field of a dataclass, and what makes the value of a field that is absent."""
+    hints = get_type_hints(kind)
+
+    def default_of(name: str, default: Any, factory: Any) -> Callable[[], Any]:
+        if factory is not MISSING:
+            return factory  # type: ignore[no-any-return]
+        zero = hints[name] if isinstance(hints[name], type) else lambda: None
+        return zero if default is MISSING else lambda: default
+
+    return {
+        item.name: (hints[item.name], default_of(item.name, item.default, item.default_factory))
+        for item in fields(kind)
+    }
+
+
+@contextmanager
+def typed_content(run: RunDir) -> Iterator[None]:
+    """Raises PacelineError where a record of the run has a field of a type that its reader cannot use."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+        problem = f"{run.path} has a value of another type than paceline writes: {type(error).__name__}: {error}"
+        raise PacelineError(problem, fix="restore its files; paceline explain LOG reads a log alone") from error
+
+
 def append_event(run: RunDir, event: str, **fields: Any) -> None:
     """Appends a line to events.jsonl, with the time."""
     append_json_line(run.events, {"time": utc_now(), "event": event, **fields})
 
 
+def open_file(path: Path) -> BinaryIO:
+    """Opens a file for reading. Raises OSError also where a pipe or a device stands, which could block its reader for ever."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return os.fdopen(fd, "rb")
+    os.close(fd)
+    raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+def read_text(path: Path) -> str:
+    """Returns what a small file holds. Raises OSError, or ValueError where it is not UTF-8."""
+    with open_file(path) as file:
+        return file.read().decode()
+
+
+def check_readable(run: RunDir) -> None:
+    """Raises PacelineError for a file that is there and cannot be read, so that no view takes it for a missing one."""
+    for path in (run.config_toml, run.events, run.metrics, run.plan_json, run.findings):
+        try:
+            open_file(path).close()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise unreadable_file(error) from error
+
+
+def unreadable_file(error: OSError) -> PacelineError:
+    """Returns the error for a file or a folder that is there and cannot be read."""
+    fix = (
+        "restore the file" if error.errno == errno.EINVAL else "ask its owner for the right to read it (chmod -R a+rX)"
+    )
+    return PacelineError(f"{error.filename} cannot be read: {error.strerror}", fix=fix)
+
+
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yields the records of a file; a half-written last line, or one that a crash has cut, is skipped."""
-    if not path.exists():
+    try:
+        file = open_file(path)
+    except FileNotFoundError:
         return
-    with path.open("rb") as file:
+    with file:
         for line in file:
             if line.endswith(b"\n"):
                 try:
@@ -215,7 +306,7 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 def read_end(path: Path, length: int) -> tuple[bytes, bool]:
     """Returns the whole lines among the last `length` bytes, and whether they are the whole file."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             start = max(0, file.seek(0, os.SEEK_END) - length)
             file.seek(start)
             end = file.read(length)
@@ -227,11 +318,16 @@ def read_end(path: Path, length: int) -> tuple[bytes, bool]:
 def write_atomic(path: Path, text: str) -> None:
     """Replaces a file at once: a reader never sees half of it, nor does a crash leave half of it."""
     part = path.with_name(path.name + ".part")
-    with part.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise
 
 
 class RunInUse(PacelineError):
@@ -263,7 +359,7 @@ def lock_run(run: RunDir) -> int:
 
 def is_locked(run: RunDir) -> bool:
     """Whether a process holds the run."""
-    with suppress(OSError), run.lock.open("rb") as file:
+    with suppress(OSError), open_file(run.lock) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
@@ -293,7 +389,7 @@ def find_training_run(name: str, *, runs_dir: str) -> RunDir:
     """find_run, but for a script's run, which has neither our config nor a checkpoint that we can read."""
     run = find_run(name, runs_dir=runs_dir)
     with suppress(OSError, ValueError):
-        if "command" in tomllib.loads(run.config_toml.read_text(encoding="utf-8")):
+        if "command" in tomllib.loads(read_text(run.config_toml)):
             raise PacelineError(
                 f"{run.name} is the run of a script, not a training run of paceline's own",
                 fix=f"paceline run {run.config_toml} runs it again",

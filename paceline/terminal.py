@@ -15,9 +15,9 @@ from typing import Any, TextIO
 
 from paceline.rundir import NO_SPACE
 
-
 STEERING = re.compile(  # escape sequences, and characters that move the cursor or turn the direction of text
-    r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])?|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
+    r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])?"
+    r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 )
 COLOUR = re.compile(r"\x1b\[[\d;:]*m")
 
@@ -97,7 +97,11 @@ class PlainStream:
         if STEERING.search(text):
             coloured = self._stream.isatty()
             text = STEERING.sub(lambda match: match[0] if coloured and COLOUR.fullmatch(match[0]) else "", text)
-        return self._stream.write(text)
+        try:
+            return self._stream.write(text)
+        except UnicodeEncodeError:  # a file name that is not UTF-8, or a terminal that is not
+            encoding = self._stream.encoding or "ascii"
+            return self._stream.write(text.encode(encoding, "replace").decode(encoding))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

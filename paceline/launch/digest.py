@@ -22,7 +22,7 @@ from typing import Any, TextIO
 
 from paceline.check.ready import format_findings
 from paceline.errors import Finding
-from paceline.rundir import RunDir, utc_now
+from paceline.rundir import RunDir, open_file, utc_now
 from paceline.terminal import STEERING, own_stream
 from paceline.units import format_bytes, format_count, format_duration, format_mfu, format_ms, parse_time
 from paceline.watch.events import event_line, step_label
@@ -300,7 +300,7 @@ class RankLog:
         try:
             if self.path.stat().st_size <= self.offset:
                 return b""
-            with self.path.open("rb") as file:
+            with open_file(self.path) as file:
                 file.seek(self.offset)
                 chunk = file.read(CHUNK_BYTES)
         except OSError:

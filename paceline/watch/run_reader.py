@@ -18,7 +18,7 @@ from typing import Any, TypeGuard
 from paceline.errors import PacelineError
 from paceline.explain.run_folder import explain_run
 from paceline.heartbeat import Heartbeat, read_heartbeat
-from paceline.rundir import RunDir, is_locked
+from paceline.rundir import RunDir, check_readable, is_locked, read_text, typed_content, well_typed
 from paceline.units import unix_time
 from paceline.watch.curves import RECENT_LINES, HostHealth, Metrics
 from paceline.watch.events import attempt_views, end_state, event_view
@@ -61,6 +61,12 @@ class RunReader:
         self.event_views: list[EventView] = []
 
     def update(self) -> Snapshot:
+        check_readable(self.run)
+        with typed_content(self.run):
+            snapshot: Snapshot = well_typed(self._read(), Snapshot)
+        return snapshot
+
+    def _read(self) -> Snapshot:
         spent = self.goodput()
         config = self._content(self.run.config_toml, tomllib.loads, {})
         self.marks, self.logs = self._marks(), self._logs()
@@ -274,7 +280,7 @@ class RunReader:
         try:
             stat = path.stat()
             key = (stat.st_mtime_ns, stat.st_size)
-            content = self._cached(path.name, key, lambda: parse(path.read_text(encoding="utf-8")))
+            content = self._cached(path.name, key, lambda: parse(read_text(path)))
         except (OSError, ValueError):
             return absent
         return content if isinstance(content, type(absent)) else absent

@@ -22,7 +22,7 @@ from threading import Lock
 from typing import Any, Protocol
 
 from paceline.errors import PacelineError
-from paceline.rundir import RunDir, is_locked, read_end, read_json_lines
+from paceline.rundir import RunDir, is_locked, read_end, read_json_lines, read_text, well_typed
 from paceline.units import format_bytes, format_count
 from paceline.watch.events import end_state
 from paceline.watch.growing_file import parse_lines, read_tail, search
@@ -83,18 +83,22 @@ def run_status(run: RunDir) -> RunStatus:
     events = list(read_json_lines(run.events))
     names, num_steps = ("step", "loss", "val_bpb", "tok_per_sec"), None
     values = {**dict.fromkeys(names), "step": 0, **last_values(run.metrics, names)}
-    with suppress(OSError, ValueError, KeyError):
-        num_steps = int(json.loads(run.plan_json.read_text())["num_steps"])
-    return RunStatus(
-        name=run.name,
-        path=str(run.path),
-        state="running" if is_locked(run) else end_state(events),
-        num_steps=num_steps,
-        attempts=sum(event.get("event") == "attempt" for event in events),
-        time=next((event["time"] for event in reversed(events) if "time" in event), None),
-        command=next((event.get("command") for event in reversed(events) if event.get("event") == "script"), None),
-        **values,
+    with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
+        num_steps = int(json.loads(read_text(run.plan_json))["num_steps"])
+    status: RunStatus = well_typed(
+        RunStatus(
+            name=run.name,
+            path=str(run.path),
+            state="running" if is_locked(run) else end_state(events),
+            num_steps=num_steps,
+            attempts=sum(event.get("event") == "attempt" for event in events),
+            time=next((event["time"] for event in reversed(events) if "time" in event), None),
+            command=next((event.get("command") for event in reversed(events) if event.get("event") == "script"), None),
+            **values,
+        ),
+        RunStatus,
     )
+    return status
 
 
 def last_values(path: Path, names: Sequence[str]) -> dict[str, Any]:
@@ -202,10 +206,13 @@ def format_run(snapshot: Snapshot) -> str:
 def read_about(run: RunDir) -> dict[str, Any]:
     """Returns {config: {key: value}, facts: [{host, rows: [[name, value]]}], samples: [{name, text}]}, the latest sample first."""
     samples = islice(files_in(run, "samples/*.txt", str, reverse=True), MAX_SAMPLES)
-    facts = [(path.stem, facts) for path, facts in files_in(run, "facts/*.json", json.loads) if isinstance(facts, dict)]
+    facts = []
+    for path, table in files_in(run, "facts/*.json", json.loads):
+        with suppress(AttributeError, KeyError, TypeError, ValueError):  # of another version, or damaged
+            facts.append({"host": path.stem, "rows": fact_rows(table)})
     return {
         "config": next((config for _, config in files_in(run, run.config_toml.name, tomllib.loads)), {}),
-        "facts": [{"host": host, "rows": fact_rows(table)} for host, table in facts],
+        "facts": facts,
         "samples": [{"name": path.stem.replace("_", " "), "text": text} for path, text in samples],
     }
 
@@ -266,7 +273,9 @@ class Shelf:
 
     def paths(self) -> dict[str, Path]:
         """Returns every run that a page may request, by name."""
-        paths = {path.name: path for path in run_folders(self.runs_dir)}
+        paths = {
+            path.name.encode(errors="replace").decode(): path for path in run_folders(self.runs_dir)
+        }  # as JSON has them
         return paths | ({self.named.name: self.named} if self.named else {})
 
     def refused(self) -> list[Path]:
@@ -319,7 +328,9 @@ class Shelf:
             return opened
 
     def about(self, name: str) -> dict[str, Any]:
-        return read_about(RunDir(self.paths()[name]))
+        path = self.paths()[name]
+        check_links(path)
+        return read_about(RunDir(path))
 
     def log_tail(self, name: str, *, attempt: int, rank: int | None) -> dict[str, Any]:
         path = self._log(name, attempt=attempt, rank=rank)

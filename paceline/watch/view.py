@@ -25,7 +25,7 @@ from typing import Any
 from paceline.errors import PacelineError, UsageError
 from paceline.options import WatchOptions
 from paceline.redaction import redact
-from paceline.rundir import RunDir, find_run
+from paceline.rundir import RunDir, find_run, write_atomic
 from paceline.units import format_count, format_duration, format_list
 from paceline.watch.panels import action_text, figures, goodput_panel, run_panels, why_panel
 from paceline.watch.snapshot import Series, Snapshot, changes, to_text
@@ -64,8 +64,9 @@ def show_run(options: WatchOptions) -> int:
         from paceline.watch.terminal.app import WatchApp
 
         ascii_only = ascii_only or terminal in PLAIN_TERMINALS
-        WatchApp(reader, interval_s=options.interval_s or INTERVAL_S, ascii_only=ascii_only).run()
-        return 0
+        app = WatchApp(reader, interval_s=options.interval_s or INTERVAL_S, ascii_only=ascii_only)
+        app.run()
+        return app.return_code or 0
     if not options.once:
         print("standard output is not a terminal: printing one view, as --once does", file=sys.stderr)
     width = max(MIN_WIDTH, shutil.get_terminal_size((PIPE_WIDTH, 24)).columns)
@@ -110,8 +111,13 @@ def find_reported(name: str, *, runs_dir: str) -> Path:
 
 
 def write_report(output: Path, text: str) -> None:
+    """Writes a report at once: a full disk leaves the report that was there before."""
+    text = text.encode(errors="replace").decode()  # the name of a run may not be UTF-8
     try:
-        output.write_text(text, encoding="utf-8")
+        if output.exists() and not output.is_file():  # /dev/stdout
+            output.write_text(text, encoding="utf-8")
+        else:
+            write_atomic(output, text)
     except OSError as error:
         raise PacelineError(
             f"cannot write {output}: {error.strerror}", fix="write to another place with --output FILE"

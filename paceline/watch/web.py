@@ -244,7 +244,7 @@ async def as_events(messages: Messages, is_ending: Callable[[], bool]) -> AsyncI
 
 
 async def stream_runs(shelf: Shelf, names: list[str]) -> Messages:
-    """Yields {run, now, head?, parts?, curves?, summary?, panels?} as a run changes; {run, gone} without a run.
+    """Yields {run, now, head?, parts?, curves?, summary?, panels?} as a run changes; {run, gone, why?} without one.
 
     The first message of a run is marked `whole`. Before it, a run that takes long to read sends the panels of its last figures.
     """
@@ -259,9 +259,10 @@ async def stream_runs(shelf: Shelf, names: list[str]) -> Messages:
         for name in names:
             try:
                 snapshot = await run_in_threadpool(shelf.snapshot, name)
-            except MISSING:
+            except MISSING as error:
                 if sent.get(name, True):
-                    yield {"run": name, "gone": True}
+                    why = error.message if isinstance(error, PacelineError) else None
+                    yield {"run": name, "gone": True, **({"why": why} if why else {})}
                 sent[name] = None
                 continue
             now = time.time()

@@ -67,7 +67,7 @@ def test_no_command_prints_an_escape_sequence_of_a_run(command, runs, monkeypatc
     assert STEERING.findall(output.out + output.err) == []
 
 
-@pytest.mark.dist
+@pytest.mark.soak  # every command prints through the same stream, so the tests above show it too
 def test_the_last_lines_of_a_script_that_fails_are_plain(tmp_path):
     (tmp_path / "fail.py").write_text(f"raise ValueError({EVIL!r} + ' broken')\n")
     command = [

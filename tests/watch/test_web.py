@@ -162,9 +162,11 @@ def test_a_run_with_a_link_that_leads_out_of_its_folder_is_not_shown(name, tmp_p
         link.symlink_to(outside.path / name)
         assert Shelf(runs).refused() == [link]
         assert asked(port, "/api/runs/a")[0] == asked(port, "/api/runs/a/log?attempt=1&rank=0")[0] == 404
-        assert json.loads(first_event(port, "run=a")) == {"run": "a", "gone": True}
+        message = json.loads(first_event(port, "run=a"))
+        assert message["gone"] is True and message["why"].startswith(f"{link} is a link that leads out")
+        assert set(message) == {"run", "gone", "why"} and SECRET not in message["why"]
         assert json.loads(asked(port, "/api/runs")[2]) == []
-        assert SECRET not in asked(port, "/api/runs/a/about")[2]
+        assert asked(port, "/api/runs/a/about")[0] == 404
     with pytest.raises(PacelineError, match="is a link that leads out of the run folder"):
         serve(runs, run.path, port=0, open_browser=False)
 

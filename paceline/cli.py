@@ -7,6 +7,7 @@ command needs. Exit codes: 0 done; 1 an error of the user's, with its fix; 2 wro
 
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -19,8 +20,7 @@ from paceline import __version__, options
 from paceline.command_line import HELP_FLAGS, complete, format_commands, parse, unknown_command
 from paceline.config_file import resolve_config
 from paceline.errors import PacelineError, UsageError
-from paceline.rundir import NO_SPACE, unreadable_file
-from paceline.terminal import plain_output, silence, tolerant_output
+from paceline.terminal import plain_output, problem_of, tolerant_output
 
 SAMPLE_TEXT = "def fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)\n"
 
@@ -53,26 +53,48 @@ def plan(args: options.PlanOptions) -> None:
     print(answer(args))
 
 
+def configs(args: options.ConfigsOptions) -> None:
+    from paceline.plan.query import answer_configs
+
+    print(answer_configs(args))
+
+
 def check(args: options.CheckOptions) -> int:
-    from paceline.check.ready import check_config_here, colour, format_findings, format_host, format_summary, to_json
+    from paceline.check.ready import (
+        check_config,
+        colour,
+        format_findings,
+        format_host,
+        format_links,
+        format_passed,
+        format_summary,
+        to_json,
+    )
+    from paceline.launch.hosts import hosts_asker, parse_hosts, ranks_of
     from paceline.plan.machine import probe_machine
     from paceline.terminal import progress_line
 
-    config = resolve_config(args.config, args.keys)
+    entries = parse_hosts(args.hosts) if args.hosts is not None else []
+    nproc = ranks_of(entries) if entries else None
+    config = resolve_config(args.config, args.keys if nproc is None else {**args.keys, "nproc": nproc})
     with progress_line("checking") as on_probe:
-        checked = check_config_here(
+        checked = check_config(
             config,
             probe_machine(),
             set_keys=frozenset(args.keys),
             port=args.port,
             on_probe=on_probe,
+            ask_hosts=hosts_asker(entries, python=args.python, port=args.port) if entries else None,
         )
     findings = checked.findings
     if args.json:
         print(format_json(to_json(findings, checked.facts)))
     else:
-        text = format_findings(findings, verbose=args.verbose)
-        blocks = [*map(format_host, checked.facts), colour(text) if sys.stdout.isatty() else text]
+        text = format_findings(findings, verbose=args.verbose, several=len(checked.facts) > 1)
+        hosts = "\n".join(map(format_host, checked.facts))
+        links = "\n".join(line for facts in checked.facts for line in format_links(facts))
+        blocks = [hosts, links, colour(text) if sys.stdout.isatty() else text]
+        blocks += [format_passed(checked)] if args.verbose else []
         print("\n\n".join(block for block in (*blocks, format_summary(findings)) if block))
     return 1 if any(finding.severity == "stop" for finding in findings) else 0
 
@@ -101,6 +123,14 @@ def comm(args: options.CommOptions) -> int:
         )
     print(format_json(results) if args.json else format_comm(results))
     return 0 if results["right"] else 3
+
+
+def profile(args: options.ProfileOptions) -> None:
+    from paceline.launch.profile import format_profile, profile_steps
+
+    results, plan = profile_steps(args)
+    width = shutil.get_terminal_size((120, 24)).columns
+    print(format_json(results) if args.json else format_profile(results, plan, width=width))
 
 
 def watch(args: options.WatchOptions) -> int:
@@ -293,8 +323,10 @@ COMMANDS: dict[str, tuple[Callable[..., int | None], type]] = {
     "resume": (resume, options.ResumeOptions),
     "run": (run, options.ScriptOptions),
     "plan": (plan, options.PlanOptions),
+    "configs": (configs, options.ConfigsOptions),
     "check": (check, options.CheckOptions),
     "comm": (comm, options.CommOptions),
+    "profile": (profile, options.ProfileOptions),
     "watch": (watch, options.WatchOptions),
     "explain": (explain, options.ExplainOptions),
     "runs": (runs, options.RunsOptions),
@@ -336,15 +368,8 @@ def run_command(args: list[str]) -> int:
         sys.stderr.close()  # the reader of a pipe went away: `paceline runs | head`
         return 0
     except OSError as error:
-        if isinstance(error, PermissionError) and error.filename is not None:
-            problem = unreadable_file(error)
-        elif error.errno in NO_SPACE and error.filename is None:
-            silence(sys.stdout)
-            problem = PacelineError(f"the output cannot be written: {error.strerror}", fix="write it to another place")
-        else:
-            raise
         with plain_output():
-            print(problem, file=sys.stderr)
+            print(problem := problem_of(error), file=sys.stderr)
         return problem.exit_code
 
 

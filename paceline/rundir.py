@@ -13,14 +13,12 @@ import stat
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cache
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, BinaryIO, Literal, get_args, get_origin, get_type_hints
+from typing import Any, BinaryIO
 
 from paceline.errors import PacelineError
 
@@ -47,6 +45,7 @@ class RunDir:
 
     config_toml = Entry("config.toml")  # the resolved config; written last, it makes the folder a run
     plan_json = Entry("plan.json")  # what the planner chose and expected
+    preparing_json = Entry("preparing.json")  # before config.toml: what is done to the text, and how far it got
     dataset_json = Entry("dataset.json")  # the folder of the token shards and their fingerprint
     findings = Entry("findings.json")  # the findings of the checks before the last attempt
     events = Entry("events.jsonl")  # what happened: attempts, checkpoints, failures, decisions
@@ -189,62 +188,11 @@ def unwritable_run(run: RunDir, error: OSError) -> PacelineError:
 
 def check_unused(run: RunDir, *, fix: str) -> None:
     """Raises PacelineError where the folder holds something. fix: for a folder that is a run."""
-    if run.path.exists() and (not run.path.is_dir() or any(run.path.iterdir())):
+    remains = {run.lock.name, run.preparing_json.name, f"{run.preparing_json.name}.part"}  # of a killed preparation
+    if run.path.exists() and (not run.path.is_dir() or any(path.name not in remains for path in run.path.iterdir())):
         is_run = run.config_toml.is_file()
         text = f"{run.path} already exists" + ("" if is_run else " and is not a run")
         raise PacelineError(text, fix=fix if is_run else "another --name")
-
-
-def well_typed(value: Any, kind: Any) -> Any:
-    """Returns a value that was read from a file as its annotation has it: what has another type is absent, None or left out.
-
-    A dataclass that says `is_typed` is not looked into.
-    """
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin is UnionType:
-        typed = [well_typed(value, argument) for argument in arguments if argument is not NoneType]
-        return next((item for item in typed if item is not None), None)
-    if origin is list and isinstance(value, list):
-        items = [well_typed(item, arguments[0]) for item in value]
-        return items if None not in items else [item for item in items if item is not None]
-    if origin is dict and isinstance(value, dict) and arguments[1] is not Any:
-        return {key: typed for key, item in value.items() if (typed := well_typed(item, arguments[1])) is not None}
-    if origin is Literal:
-        return value if value in arguments else None
-    if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, kind) and not hasattr(kind, "is_typed"):
-        checked = {name: well_typed(getattr(value, name), hint) for name, (hint, _) in hints_of(kind).items()}
-        absent = {name: default() for name, (_, default) in hints_of(kind).items() if checked[name] is None}
-        return replace(value, **checked | absent)
-    if kind is Any or (kind is float and type(value) is int):
-        return value
-    return value if isinstance(value, origin or kind) and (type(value) is not bool or kind is bool) else None
-
-
-@cache
-def hints_of(kind: Any) -> dict[str, tuple[Any, Callable[[], Any]]]:
-    """Returns the annotation of each field of a dataclass, and what makes the value of a field that is absent."""
-    hints = get_type_hints(kind)
-
-    def default_of(name: str, default: Any, factory: Any) -> Callable[[], Any]:
-        if factory is not MISSING:
-            return factory  # type: ignore[no-any-return]
-        zero = hints[name] if isinstance(hints[name], type) else lambda: None
-        return zero if default is MISSING else lambda: default
-
-    return {
-        item.name: (hints[item.name], default_of(item.name, item.default, item.default_factory))
-        for item in fields(kind)
-    }
-
-
-@contextmanager
-def typed_content(run: RunDir) -> Iterator[None]:
-    """Raises PacelineError where a record of the run has a field of a type that its reader cannot use."""
-    try:
-        yield
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
-        problem = f"{run.path} has a value of another type than paceline writes: {type(error).__name__}: {error}"
-        raise PacelineError(problem, fix="restore its files; paceline explain LOG reads a log alone") from error
 
 
 def append_event(run: RunDir, event: str, **fields: Any) -> None:
@@ -272,7 +220,7 @@ def check_readable(run: RunDir) -> None:
     for path in (run.config_toml, run.events, run.metrics, run.plan_json, run.findings):
         try:
             open_file(path).close()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError as error:
             raise unreadable_file(error) from error
@@ -290,7 +238,7 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yields the records of a file; a half-written last line, or one that a crash has cut, is skipped."""
     try:
         file = open_file(path)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return
     with file:
         for line in file:
@@ -370,6 +318,11 @@ def is_locked(run: RunDir) -> bool:
 def holder_of(run: RunDir) -> str | None:
     """Returns the process id in the lock; None where no process holds the run."""
     return run.lock.read_text(errors="replace").strip() if is_locked(run) else None
+
+
+def is_preparing(run: RunDir) -> bool:
+    """Whether a command prepares text for a run that has no config.toml yet."""
+    return run.preparing_json.is_file() and is_locked(run)
 
 
 def find_run(name: str, *, runs_dir: str = "runs") -> RunDir:

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
-from paceline.rundir import NO_SPACE
+from paceline.errors import PacelineError
+from paceline.rundir import NO_SPACE, unreadable_file
 
 STEERING = re.compile(  # escape sequences, and characters that move the cursor or turn the direction of text
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])?"
@@ -44,8 +45,8 @@ def show_progress() -> Iterator[Callable[[str, float, float], None]]:
 
         def update(label: str, done: float, total: float) -> None:
             if label not in tasks:
-                tasks[label] = bar.add_task(label, total=total)
-            bar.update(tasks[label], completed=done, total=total)
+                tasks[label] = bar.add_task(label, total=total or None)  # None: how much there is to do is not known
+            bar.update(tasks[label], completed=done, total=total or None)
 
         yield update
 
@@ -130,6 +131,16 @@ def silence(stream: TextIO) -> None:
     """Lets a stream that cannot be written lose what it still holds, instead of raising when the interpreter exits."""
     with suppress(OSError, ValueError), open(os.devnull, "w") as null:
         os.dup2(null.fileno(), stream.fileno())
+
+
+def problem_of(error: OSError) -> PacelineError:
+    """Returns the user's problem behind an error: a file that cannot be read, a full disk behind stdout. Raises any other."""
+    if isinstance(error, PermissionError) and error.filename is not None:
+        return unreadable_file(error)
+    if error.errno not in NO_SPACE or error.filename is not None:
+        raise error
+    silence(sys.stdout)
+    return PacelineError(f"the output cannot be written: {error.strerror}", fix="write it to another place")
 
 
 class TolerantStream:

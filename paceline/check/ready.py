@@ -9,13 +9,14 @@ in verdicts/. docs/checks.md is generated from them: `python -m paceline.check.r
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import groupby
 from pathlib import Path
 from types import ModuleType
@@ -36,14 +37,14 @@ from paceline.check.verdicts.rules import (
 )
 from paceline.config import Config, cache_dir
 from paceline.errors import Finding, PacelineError, PlanError
-from paceline.plan.history import load_calibration
-from paceline.plan.machine import Machine
+from paceline.plan.forecast import measured_here
+from paceline.plan.machine import Gpu, Machine, with_spec
 from paceline.plan.memory import checkpoint_bytes, fullest_state
 from paceline.plan.planner import Plan, make_plan, memory_setup
 from paceline.rundir import RunDir, write_atomic
 from paceline.units import format_bytes
 
-DEADLINE_S = 40.0  # the slowest probe has 30
+DEADLINE_S = 130.0  # the slowest probe has 30, and four times as long on a busy machine
 PROCESS_BYTES = 300 << 20  # Python with torch on a CPU before it holds any weight: RSS with torch 2.13
 CUDA_CONTEXT_BYTES = 400 << 20  # a lower bound: context and NCCL took 0.77 GiB on an RTX 5090 D
 # table of verdicts.toml -> heading in docs/checks.md, module with the rules
@@ -56,6 +57,7 @@ SUBJECTS: dict[str, tuple[str, ModuleType]] = {
     "network": ("Network", network_verdicts),
     "hosts": ("Several hosts", network_verdicts),
 }
+SHOWN_CHARS = 60  # of a fact
 CODES = {"stop": "1;31", "warn": "33", "note": "36"}  # the worst first; ANSI: bold red, yellow, cyan
 INTRO = """\
 # What `paceline check` checks
@@ -175,13 +177,24 @@ def judge_facts(hosts: Sequence[Facts], intent: Intent) -> CheckResult:
     return CheckResult(hosts, find_findings(hosts, intent))
 
 
-def check_config_here(
-    config: Config, machine: Machine, *, set_keys: frozenset[str], port: int | None, on_probe: OnProbe
+AskHosts = Callable[[Callable[[], Facts]], Sequence[Facts]]  # takes a function that gathers this host's facts
+
+
+def check_config(
+    config: Config,
+    machine: Machine,
+    *,
+    set_keys: frozenset[str],
+    port: int | None,
+    on_probe: OnProbe,
+    ask_hosts: AskHosts | None = None,
 ) -> CheckResult:
-    """Checks whether this machine is ready for `train` with this config, without starting it."""
+    """Checks whether this machine, or the hosts that ask_hosts gives, are ready for `train` with this config; starts nothing."""
     run_path = Path(config.runs_dir) / (config.name or "")
-    cache = Path(config.cache_dir).expanduser() if config.cache_dir else None
-    facts = gather_facts(
+    # what is prepared of a dataset of the hub needs no hub
+    cache = cache_dir(config) if config.cache_dir or config.data.startswith("hf:") else None
+    gather_here = partial(
+        gather_facts,
         run_dir=run_path,
         data=config.data,
         tokenizer=config.tokenizer,
@@ -190,9 +203,13 @@ def check_config_here(
         port=port,
         on_probe=on_probe,
     )
+    hosts = [gather_here()] if ask_hosts is None else ask_hosts(gather_here)
+    if ask_hosts is not None:
+        answered = next((facts for facts in hosts if at(facts, "host.cpu")), None)
+        machine = replace(machine_of(answered) if answered else machine, hosts=len(hosts))
     try:
-        calibrate = load_calibration(cache_dir(config))
-        plan = make_plan(config, machine, vocab_size=config.vocab_size, num_rows=0, calibrate=calibrate)
+        measured = measured_here(cache_dir(config))
+        plan = make_plan(config, machine, vocab_size=config.vocab_size, num_rows=0, measured=measured)
         intent = training_intent(config, plan, command="check", set_keys=set_keys, run_path=run_path)
     except PlanError as error:
         intent = Intent(
@@ -207,7 +224,29 @@ def check_config_here(
             total_batch_size=config.total_batch_size,
             refused=(error.message, error.fix),
         )
-    return judge_facts([facts], replace(intent, port=port))
+    num_hosts = len(hosts)
+    share = None if intent.need_host_bytes is None else intent.need_host_bytes // num_hosts
+    nproc = None if intent.nproc is None else -(-intent.nproc // num_hosts)
+    return judge_facts(hosts, replace(intent, port=port, num_hosts=num_hosts, nproc=nproc, need_host_bytes=share))
+
+
+def machine_of(facts: Facts) -> Machine:
+    """Returns the machine that a host's facts describe."""
+    gpus = [
+        Gpu(
+            index,
+            str(gpu["name"]),
+            gpu["memory_total_bytes"] or 0,
+            tuple(gpu["capability"]) if gpu["capability"] else None,
+        )
+        for index, gpu in enumerate(visible_gpus(facts))
+    ]
+    return Machine(
+        gpus=tuple(map(with_spec, gpus)),
+        cpu_cores=at(facts, "host.cpu.cores") or 1,
+        cpu_bf16=bool(at(facts, "host.cpu.bf16")),
+        memory_bytes=host_verdicts.memory_limit(facts)[0] or 0,
+    )
 
 
 def report_and_refuse(findings: Sequence[Finding], *, stopped: str, stream: TextIO | None = None) -> None:
@@ -229,7 +268,7 @@ def save_check(run: RunDir, checked: CheckResult) -> None:
     """Writes the facts and the findings into the run folder."""
     write_atomic(run.findings, json.dumps([finding.to_json() for finding in checked.findings], indent=1) + "\n")
     for facts in checked.facts:
-        path = run.facts(at(facts, "host.name") or "host")
+        path = run.facts(host_name(facts))
         path.parent.mkdir(exist_ok=True)
         write_atomic(path, json.dumps(facts, indent=1) + "\n")
 
@@ -253,21 +292,45 @@ def make_finding(verdict: Verdict, case: Case, host: Facts | None) -> Finding:
         why=verdict.why,
         fix=case.fix,
         evidence={path: at(host, path) for path in case.evidence or verdict.evidence},
-        host=at(host, "host.name"),
+        host=host_name(host) if host else None,
     )
 
 
-def format_findings(findings: Sequence[Finding], *, verbose: bool = False) -> str:
-    """Returns three lines for each finding: what, why, fix. verbose: also the facts that it follows from."""
+def host_name(facts: Facts) -> str:
+    """Returns the name of a host, or the one by which it was not reached; that of this host where its probe gave none."""
+    return str(at(facts, "host.name") or at(facts, "connection.destination") or socket.gethostname())
+
+
+def format_findings(findings: Sequence[Finding], *, verbose: bool = False, several: bool = False) -> str:
+    """Returns three lines for each finding: what, why, fix. verbose: also the facts that it follows from. several: hosts."""
     width = max((len(finding.id) for finding in findings), default=0)
     lines = []
     for finding in findings:
-        lines.append(f"{finding.severity}  {finding.id:<{width}}  {finding.what}")
+        host = f"{finding.host}: " if several and finding.host else ""
+        lines.append(f"{finding.severity}  {finding.id:<{width}}  {host}{finding.what}")
         lines.append(f"  why {'':<{width}}  {finding.why}")
         lines.append(f"  fix {'':<{width}}  {finding.fix}")
         if verbose:
             lines += [f"      {'':<{width}}  {path} = {value}" for path, value in finding.evidence.items()]
     return "\n".join(lines)
+
+
+def format_passed(checked: CheckResult) -> str:
+    """Returns a line for each check that found nothing, with the facts that it looked at."""
+    fired = {finding.id for finding in checked.findings}
+    verdicts = [verdict for verdict in load_verdicts() if verdict.subject != "hosts" and verdict.id not in fired]
+    width, lines = max(len(verdict.id) for verdict in verdicts), []
+    for verdict in verdicts:
+        values = [f"{path} {short_value(at(facts, path))}" for path in verdict.evidence for facts in checked.facts]
+        lines.append(f"ok    {verdict.id:<{width}}  {', '.join(values)}".rstrip())
+    return "\n".join(lines)
+
+
+def short_value(value: Any) -> str:
+    """Returns a fact in a few words; a table or a list only by its length."""
+    if isinstance(value, dict | list) and len(json.dumps(value)) > SHOWN_CHARS:
+        return f"({len(value)} entries)"
+    return "n/a" if value is None else json.dumps(value)[:SHOWN_CHARS]
 
 
 def format_summary(findings: Sequence[Finding]) -> str:
@@ -278,21 +341,35 @@ def format_summary(findings: Sequence[Finding]) -> str:
 
 
 def format_host(facts: Facts) -> str:
-    """Returns one line about this host."""
+    """Returns one line about a host."""
+    if error := at(facts, "connection.error"):
+        return f"{host_name(facts)}: {error}"
     torch = facts.get("torch")
     cards = count_names(short_name(gpu.get("name")) for gpu in visible_gpus(facts)) or "no GPU"
     memory, _ = host_verdicts.memory_limit(facts)
-    driver = at(facts, "driver.version")
+    driver, cuda = at(facts, "driver.version"), at(facts, "driver.cuda")
+    libraries = [f"{name} {version}" for name in ("CUDA", "NCCL") if (version := at(torch, name.lower()))]
     return ", ".join(
         [
-            f"{at(facts, 'host.name') or 'this host'}: {at(facts, 'host.os') or 'unknown system'}",
+            f"{host_name(facts)}: {at(facts, 'host.os') or 'unknown system'}",
             f"Python {at(facts, 'python.version') or 'n/a'}",
-            f"torch {torch['version']}" if torch else "no torch",
-            cards + (f", driver {driver}" if driver else ""),
+            (f"torch {torch['version']}" if torch else "no torch")
+            + (f" ({', '.join(libraries)})" if libraries else ""),
+            cards + (f", driver {driver}" if driver else "") + (f" (CUDA {cuda})" if driver and cuda else ""),
             f"{at(facts, 'host.cpu.cores') or 'n/a'} cores",
             "n/a memory" if memory is None else format_bytes(memory),
         ]
     )
+
+
+def format_links(facts: Facts) -> list[str]:
+    """Returns a line for each measured link from this host: address, round trip, speed."""
+    lines = []
+    for link in facts.get("links") or ():
+        if link["bits_per_s"]:
+            speed = f"{link['rtt_us'] / 1000:.2f} ms there and back, {link['bits_per_s'] / 1e9:.2f} Gb/s"
+            lines.append(f"{at(facts, 'connection.destination')} to {link['to']}: {speed} by {link['address']}")
+    return lines
 
 
 def colour(text: str) -> str:
@@ -304,7 +381,7 @@ def to_json(findings: Sequence[Finding], hosts: Sequence[Facts]) -> dict[str, An
     return {
         "ready": not any(finding.severity == "stop" for finding in findings),
         "findings": [finding.to_json() for finding in findings],
-        "facts": {str(at(facts, "host.name") or "host"): facts for facts in hosts},
+        "facts": {host_name(facts): facts for facts in hosts},
     }
 
 

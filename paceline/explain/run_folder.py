@@ -47,9 +47,8 @@ from paceline.rundir import (
     read_end,
     read_json_lines,
     read_text,
-    typed_content,
-    well_typed,
 )
+from paceline.typed_fields import typed_content, well_typed
 from paceline.units import parse_time
 
 SURE = 0.8

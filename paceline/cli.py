@@ -20,7 +20,7 @@ from paceline import __version__, options
 from paceline.command_line import HELP_FLAGS, complete, format_commands, parse, unknown_command
 from paceline.config_file import resolve_config
 from paceline.errors import PacelineError, UsageError
-from paceline.terminal import tolerant_output
+from paceline.terminal import plain_output, problem_of, tolerant_output
 
 SAMPLE_TEXT = "def fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)\n"
 
@@ -143,6 +143,7 @@ def explain(args: options.ExplainOptions) -> None:
     from paceline.explain.catalogue import causes_json, format_cause, format_causes
     from paceline.explain.explanation import format_explanation, format_markdown, to_json
     from paceline.explain.run_folder import explain_logs
+    from paceline.redaction import redact
 
     if args.list:
         print(causes_json() if args.json else format_causes())
@@ -150,7 +151,7 @@ def explain(args: options.ExplainOptions) -> None:
         print(causes_json(args.cause) if args.json else format_cause(args.cause))
     else:
         explanation = explain_logs(args.logs, runs_dir=args.runs_dir, stdin=sys.stdin.buffer)
-        text = format_markdown(explanation) if args.markdown else ""
+        text = format_markdown(redact(explanation)) if args.markdown else ""  # it is made to be pasted elsewhere
         text = to_json(explanation) if args.json else text
         print(text or format_explanation(explanation, coloured=sys.stdout.isatty()))
 
@@ -176,13 +177,12 @@ def runs_show(args: options.RunsShowOptions) -> None:
 
 
 def report(args: options.ReportOptions) -> None:
-    from paceline.check.probes.facts import redact
     from paceline.watch.view import find_reported, html_report, markdown_report, write_report
 
     path = find_reported(args.run, runs_dir=args.runs_dir)
     make = markdown_report if args.markdown else html_report
     output = args.output or ("-" if args.markdown else f"{path.name}.html")
-    text = make(path, now=time.time(), redact=redact)
+    text = make(path, now=time.time())
     if output == "-":
         print(text, end="")
     else:
@@ -355,9 +355,11 @@ def main() -> None:
 def run_command(args: list[str]) -> int:
     """Runs the command and returns its exit code; an error becomes two lines on stderr."""
     try:
-        return dispatch(args) or 0
+        with plain_output():
+            return dispatch(args) or 0
     except PacelineError as error:
-        print(error, file=sys.stderr)
+        with plain_output():
+            print(error, file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -365,6 +367,10 @@ def run_command(args: list[str]) -> int:
     except BrokenPipeError:
         sys.stderr.close()  # the reader of a pipe went away: `paceline runs | head`
         return 0
+    except OSError as error:
+        with plain_output():
+            print(problem := problem_of(error), file=sys.stderr)
+        return problem.exit_code
 
 
 def dispatch(args: list[str]) -> int | None:

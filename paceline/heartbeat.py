@@ -13,7 +13,7 @@ import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.rundir import RunDir
+from paceline.rundir import RunDir, open_file
 
 # in the order in which a rank comes to them after `step` steps
 PHASES = (
@@ -96,7 +96,8 @@ class OperationHeartbeat:
 def read_heartbeat(path: Path) -> Heartbeat | None:
     """Returns None where no heartbeat was written yet, and where one is being written at this moment."""
     try:
-        line = path.read_bytes()
+        with open_file(path) as file:
+            line = file.read()
         fields = json.loads(line)
         if zlib.crc32(line[: -len(SUM % 0)]) != fields["sum"]:
             return None

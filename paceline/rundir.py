@@ -9,6 +9,7 @@ import errno
 import fcntl
 import json
 import os
+import stat
 import sys
 import time
 import tomllib
@@ -17,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from paceline.errors import PacelineError
 
@@ -199,11 +200,47 @@ def append_event(run: RunDir, event: str, **fields: Any) -> None:
     append_json_line(run.events, {"time": utc_now(), "event": event, **fields})
 
 
+def open_file(path: Path) -> BinaryIO:
+    """Opens a file for reading. Raises OSError also where a pipe or a device stands, which could block its reader for ever."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return os.fdopen(fd, "rb")
+    os.close(fd)
+    raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+def read_text(path: Path) -> str:
+    """Returns what a small file holds. Raises OSError, or ValueError where it is not UTF-8."""
+    with open_file(path) as file:
+        return file.read().decode()
+
+
+def check_readable(run: RunDir) -> None:
+    """Raises PacelineError for a file that is there and cannot be read, so that no view takes it for a missing one."""
+    for path in (run.config_toml, run.events, run.metrics, run.plan_json, run.findings):
+        try:
+            open_file(path).close()
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            raise unreadable_file(error) from error
+
+
+def unreadable_file(error: OSError) -> PacelineError:
+    """Returns the error for a file or a folder that is there and cannot be read."""
+    fix = (
+        "restore the file" if error.errno == errno.EINVAL else "ask its owner for the right to read it (chmod -R a+rX)"
+    )
+    return PacelineError(f"{error.filename} cannot be read: {error.strerror}", fix=fix)
+
+
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yields the records of a file; a half-written last line, or one that a crash has cut, is skipped."""
-    if not path.exists():
+    try:
+        file = open_file(path)
+    except (FileNotFoundError, NotADirectoryError):
         return
-    with path.open("rb") as file:
+    with file:
         for line in file:
             if line.endswith(b"\n"):
                 try:
@@ -217,7 +254,7 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 def read_end(path: Path, length: int) -> tuple[bytes, bool]:
     """Returns the whole lines among the last `length` bytes, and whether they are the whole file."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             start = max(0, file.seek(0, os.SEEK_END) - length)
             file.seek(start)
             end = file.read(length)
@@ -229,11 +266,16 @@ def read_end(path: Path, length: int) -> tuple[bytes, bool]:
 def write_atomic(path: Path, text: str) -> None:
     """Replaces a file at once: a reader never sees half of it, nor does a crash leave half of it."""
     part = path.with_name(path.name + ".part")
-    with part.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise
 
 
 class RunInUse(PacelineError):
@@ -265,7 +307,7 @@ def lock_run(run: RunDir) -> int:
 
 def is_locked(run: RunDir) -> bool:
     """Whether a process holds the run."""
-    with suppress(OSError), run.lock.open("rb") as file:
+    with suppress(OSError), open_file(run.lock) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
@@ -300,7 +342,7 @@ def find_training_run(name: str, *, runs_dir: str) -> RunDir:
     """find_run, but for a script's run, which has neither our config nor a checkpoint that we can read."""
     run = find_run(name, runs_dir=runs_dir)
     with suppress(OSError, ValueError):
-        if "command" in tomllib.loads(run.config_toml.read_text(encoding="utf-8")):
+        if "command" in tomllib.loads(read_text(run.config_toml)):
             raise PacelineError(
                 f"{run.name} is the run of a script, not a training run of paceline's own",
                 fix=f"paceline run {run.config_toml} runs it again",

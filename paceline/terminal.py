@@ -1,16 +1,26 @@
 """
 Text on the screen: the progress of long work, as a bar or a line on a terminal and as plain lines in a pipe; tables of facts.
 
+Every command prints through a PlainStream, so no run's name, log or exception can steer the terminal.
+
 Rich is imported when a bar is drawn.
 """
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
-from paceline.rundir import NO_SPACE
+from paceline.errors import PacelineError
+from paceline.rundir import NO_SPACE, unreadable_file
+
+STEERING = re.compile(  # escape sequences, and characters that move the cursor or turn the direction of text
+    r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])?"
+    r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
+)
+COLOUR = re.compile(r"\x1b\[[\d;:]*m")
 
 
 @contextmanager
@@ -30,7 +40,7 @@ def show_progress() -> Iterator[Callable[[str, float, float], None]]:
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=Console(file=own_stream(sys.stderr)), transient=True) as bar:
         tasks: dict[str, Any] = {}
 
         def update(label: str, done: float, total: float) -> None:
@@ -49,13 +59,13 @@ def progress_line(label: str) -> Iterator[Callable[[str], None]]:
     def add(name: str) -> None:
         done.append(name)
         if sys.stderr.isatty():
-            print(f"\r\x1b[2K{label}: {', '.join(done)}", end="", file=sys.stderr, flush=True)
+            print(f"\r\x1b[2K{label}: {', '.join(done)}", end="", file=own_stream(sys.stderr), flush=True)
 
     try:
         yield add
     finally:
         if done and sys.stderr.isatty():
-            print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
+            print("\r\x1b[2K", end="", file=own_stream(sys.stderr), flush=True)
 
 
 def format_facts(facts: dict[str, Any]) -> str:
@@ -76,6 +86,61 @@ def format_fact(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.4g}"
     return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+class PlainStream:
+    """A stream that prints text, and on a terminal colours, but nothing else that steers a terminal."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        if STEERING.search(text):
+            coloured = self._stream.isatty()
+            text = STEERING.sub(lambda match: match[0] if coloured and COLOUR.fullmatch(match[0]) else "", text)
+        try:
+            return self._stream.write(text)
+        except UnicodeEncodeError:  # a file name that is not UTF-8, or a terminal that is not
+            encoding = self._stream.encoding or "ascii"
+            return self._stream.write(text.encode(encoding, "replace").decode(encoding))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def own_stream(stream: Any) -> Any:
+    """Returns the stream for what may move the cursor: a progress bar of our own, never the text of others."""
+    if isinstance(stream, TolerantStream):
+        return TolerantStream(own_stream(stream._stream))
+    return stream._stream if isinstance(stream, PlainStream) else stream
+
+
+@contextmanager
+def plain_output() -> Iterator[None]:
+    """Makes stdout and stderr plain, and writes all of stdout before it ends, so that a full disk is an error of the command."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = PlainStream(before[0]), PlainStream(before[1])
+    try:
+        yield
+        sys.stdout.flush()
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+def silence(stream: TextIO) -> None:
+    """Lets a stream that cannot be written lose what it still holds, instead of raising when the interpreter exits."""
+    with suppress(OSError, ValueError), open(os.devnull, "w") as null:
+        os.dup2(null.fileno(), stream.fileno())
+
+
+def problem_of(error: OSError) -> PacelineError:
+    """Returns the user's problem behind an error: a file that cannot be read, a full disk behind stdout. Raises any other."""
+    if isinstance(error, PermissionError) and error.filename is not None:
+        return unreadable_file(error)
+    if error.errno not in NO_SPACE or error.filename is not None:
+        raise error
+    silence(sys.stdout)
+    return PacelineError(f"the output cannot be written: {error.strerror}", fix="write it to another place")
 
 
 class TolerantStream:
@@ -101,8 +166,7 @@ class TolerantStream:
             yield
         except OSError as error:
             if error.errno not in but:
-                with suppress(OSError, ValueError), open(os.devnull, "w") as null:
-                    os.dup2(null.fileno(), self._stream.fileno())
+                silence(self._stream)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

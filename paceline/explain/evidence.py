@@ -22,7 +22,7 @@ from typing import Any
 from paceline.explain.explanation import Record
 from paceline.explain.matches import FLIGHT_RECORDER
 from paceline.explain.reader import Log
-from paceline.rundir import RunDir, read_end
+from paceline.rundir import RunDir, open_file, read_end
 from paceline.units import format_bytes
 
 MAX_DUMP_BYTES = 1 << 26
@@ -93,7 +93,8 @@ def read_last_collective(path: Path) -> tuple[int, str] | None:
     try:
         if path.stat().st_size > MAX_DUMP_BYTES:
             return None
-        dump = PlainUnpickler(io.BytesIO(path.read_bytes())).load()
+        with open_file(path) as file:
+            dump = PlainUnpickler(io.BytesIO(file.read())).load()
         entries = [entry for entry in dump["entries"] if not entry.get("is_p2p")]
         last = max(entries, key=lambda entry: (-entry["pg_id"], entry["collective_seq_id"]))
         return int(last["collective_seq_id"]), str(last.get("profiling_name", ""))
@@ -114,7 +115,7 @@ def read_samples(path: Path, *, since: str) -> list[Sample]:
 
 def count_lines(path: Path) -> int:
     """The number of lines of a file, without parsing them."""
-    with suppress(OSError), path.open("rb") as file:
+    with suppress(OSError), open_file(path) as file:
         return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
     return 0
 

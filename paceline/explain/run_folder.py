@@ -40,7 +40,15 @@ from paceline.explain.explanation import SUPERVISOR_CAUSES, Evidence, Explanatio
 from paceline.explain.reader import CHUNK_BYTES, Log, read_log
 from paceline.explain.verdict import UNKNOWN, clean_values, fill_template, reach_verdict
 from paceline.heartbeat import read_heartbeat
-from paceline.rundir import RunDir, read_end, read_json_lines
+from paceline.rundir import (
+    RunDir,
+    check_readable,
+    open_file,
+    read_end,
+    read_json_lines,
+    read_text,
+)
+from paceline.typed_fields import typed_content, well_typed
 from paceline.units import parse_time
 
 SURE = 0.8
@@ -67,6 +75,14 @@ BROKEN_FILE = (OSError, ValueError, KeyError, TypeError, AttributeError)  # rais
 
 def explain_run(run: RunDir, *, attempt: int | None = None) -> Explanation:
     """Explains an attempt of a run, by default the last one."""
+    check_readable(run)
+    with typed_content(run):
+        explanation: Explanation = well_typed(explain_attempt(run, attempt), Explanation)
+    return explanation
+
+
+def explain_attempt(run: RunDir, attempt: int | None) -> Explanation:
+    """Explains an attempt of a run, by default the last one; its fields are as the files have them."""
     attempt = attempt or max(
         (int(path.name) for path in run.path.glob("logs/*") if path.name.isdecimal()), default=None
     )
@@ -103,7 +119,7 @@ def run_values(run: RunDir) -> dict[str, str]:
     """Values from the run's config for the sentences of the catalogue."""
     config: dict[str, Any] = {}
     with suppress(OSError, ValueError):
-        config = tomllib.loads(run.config_toml.read_text(encoding="utf-8"))
+        config = tomllib.loads(read_text(run.config_toml))
     size = config.get("device_batch_size")
     half = {"half_batch": str(size // 2)} if isinstance(size, int) and size > 1 else {}
     return {"run": str(run.path), **half}
@@ -167,7 +183,7 @@ def apply_reported_error(explanation: Explanation, error_files: Sequence[Path]) 
     """If a rank reported its error with a fix, its message and fix replace those of the catalogue."""
     for path in error_files:
         with suppress(*BROKEN_FILE):
-            error = json.loads(path.read_text(encoding="utf-8"))
+            error = json.loads(read_text(path))
             message, exit_code, rank = (
                 str(error["message"]),
                 int(error.get("exit_code", 1)),
@@ -258,7 +274,7 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
 
 def is_text(path: Path) -> bool:
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             return b"\0" not in file.read(4096)
     except OSError:
         return False
@@ -275,6 +291,8 @@ def ranks_of(files: Sequence[Path]) -> list[int | None]:
 def read_chunks(path: Path) -> Iterator[bytes]:
     """The bytes of a file, decompressed; a compressed file that is incomplete is read as far as possible."""
     try:
+        if path.is_fifo() and path.parts[1:2] != ("dev",):  # but for the shell's <(command), which has a writer
+            open_file(path)
         with suppress(EOFError, lzma.LZMAError), OPENERS.get(path.suffix, open)(path, "rb") as file:
             yield from chunks_from(file)
     except OSError as error:
@@ -295,7 +313,7 @@ def read_error_file(path: Path, *, rank: int | None) -> list[Log]:
     try:
         if path.stat().st_size > MAX_ERROR_FILE_BYTES:
             return []
-        error = json.loads(path.read_text(encoding="utf-8"))
+        error = json.loads(read_text(path))
         message = error["message"]
         if isinstance(message, dict):
             error = {"traceback": message["extraInfo"].get("py_callstack")}
@@ -304,7 +322,7 @@ def read_error_file(path: Path, *, rank: int | None) -> list[Log]:
         else:
             text = f"{error['type']}: {message}" if error.get("type") else str(message)
             time = parse_time(error["time"]) if error.get("time") else None
-        step, traceback = error.get("step"), error.get("traceback") or ""
+        step, traceback = error.get("step"), str(error.get("traceback") or "")
     except BROKEN_FILE:
         return []
     records = read_log([traceback.encode()], rank=rank, source=str(path)).records

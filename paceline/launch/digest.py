@@ -22,7 +22,8 @@ from typing import Any, TextIO
 
 from paceline.check.ready import format_findings
 from paceline.errors import Finding
-from paceline.rundir import RunDir, utc_now
+from paceline.rundir import RunDir, open_file, utc_now
+from paceline.terminal import STEERING, own_stream
 from paceline.units import format_bytes, format_count, format_duration, format_mfu, format_ms, parse_time
 from paceline.watch.events import event_line, step_label
 from paceline.watch.growing_file import GrowingFile, parse_lines
@@ -159,7 +160,7 @@ class Bar:
             TextColumn("{task.fields[step]}", markup=False, table_column=Column(no_wrap=True)),
             BarColumn(bar_width=BAR_WIDTH),
             TextColumn("{task.fields[numbers]}", markup=False, table_column=one_line),
-            console=Console(file=stream),
+            console=Console(file=own_stream(stream)),
             auto_refresh=False,
             expand=True,
         )
@@ -184,7 +185,7 @@ class Bar:
 
     def show(self, text: str) -> None:
         """Prints a line above the bar."""
-        self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.progress.console.print(STEERING.sub("", text), markup=False, highlight=False, soft_wrap=True)
 
     def redraw(self) -> None:
         """Draws the bar if it has changed, at most every REDRAW_S."""
@@ -299,7 +300,7 @@ class RankLog:
         try:
             if self.path.stat().st_size <= self.offset:
                 return b""
-            with self.path.open("rb") as file:
+            with open_file(self.path) as file:
                 file.seek(self.offset)
                 chunk = file.read(CHUNK_BYTES)
         except OSError:

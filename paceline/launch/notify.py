@@ -30,6 +30,7 @@ from urllib.parse import urlsplit
 from paceline.errors import PacelineError, UsageError
 from paceline.launch.digest import NewRecords
 from paceline.options import TRACKERS, Services
+from paceline.redaction import redact
 from paceline.rundir import RunDir, append_event, holder_of, utc_now
 from paceline.units import format_duration
 
@@ -267,7 +268,8 @@ def make_message(notice: Notice, news: RunNews) -> dict[str, Any]:
     name, host = news.run.name, platform.node()
     facts = {"event": notice, "run": name, "host": host, "time": utc_now(), "attempt": news.attempt}
     title = f"{name} {notice} on {host}"
-    return {**facts, **latest, **({} if notice == "finished" else explained), "title": title, "text": text}
+    message = {**facts, **latest, **({} if notice == "finished" else explained), "title": title, "text": text}
+    return dict(redact(message))  # topics of ntfy are public, and a summary quotes the run's output
 
 
 def send(receiver: Receiver, message: dict[str, Any]) -> str | None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError
+from paceline.redaction import redact
 from paceline.rundir import RunDir, append_event, holder_of, is_locked, read_json_lines, write_atomic
 from paceline.track.trackers import Position, TrackerRow, open_tracker, start_time
 from paceline.units import unix_time
@@ -162,7 +163,7 @@ def only_one(run: RunDir, name: str, *, wait_s: float) -> Iterator[None]:
 
 def add_note(run: RunDir, text: str) -> None:
     with suppress(PacelineError):  # the run folder was removed
-        append_event(run, "note", text=text)
+        append_event(run, "note", text=redact(text))  # an error of a library may quote an address with a login
 
 
 class RunRows:

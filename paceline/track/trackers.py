@@ -1,7 +1,7 @@
 """
 TensorBoard, Weights & Biases and trackio behind the same three calls. Each library is imported when its tracker is opened.
 
-A tracker gets numbers over steps and the config of the run. It never gets the command of a script, which may contain keys.
+A tracker gets numbers over steps and the config of the run, without what may be secret. It never gets the command of a script.
 """
 
 import json
@@ -21,7 +21,8 @@ from importlib import import_module
 from io import StringIO
 from typing import Any, Protocol
 
-from paceline.rundir import RunDir, read_json_lines
+from paceline.redaction import redact
+from paceline.rundir import RunDir, read_json_lines, read_text
 from paceline.units import unix_time
 
 Report = Callable[[str], None]
@@ -254,11 +255,11 @@ def start_time(run: RunDir) -> float:
 
 def config_of(run: RunDir) -> dict[str, Any]:
     """Returns the config that trackers show."""
-    config = read_config(run)
+    config: dict[str, Any] = redact(read_config(run))
     if "command" in config:
         return {name: config[name] for name in ("nproc", "device") if name in config}
-    with suppress(OSError, ValueError, KeyError):
-        plan = json.loads(run.plan_json.read_text())
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        plan = json.loads(read_text(run.plan_json))
         config |= {name: plan[name] for name in ("world_size", "device_batch_size", "grad_accum_steps")}
     return config
 
@@ -266,5 +267,5 @@ def config_of(run: RunDir) -> dict[str, Any]:
 def read_config(run: RunDir) -> dict[str, Any]:
     """Returns the config of a training run, or of a script's run, which has a command."""
     with suppress(OSError, ValueError):
-        return tomllib.loads(run.config_toml.read_text(encoding="utf-8"))
+        return tomllib.loads(read_text(run.config_toml))
     return {}

@@ -194,7 +194,8 @@ class HostHealth:
             self.time = time
             self._values.update({name: record[name] for name in HOST_FIELDS & record.keys()})
             parts: list[tuple[str, str, tuple[str, ...], Record]] = [("host_series", self.name, HOST_CURVES, record)]
-            for gpu in record.get("gpus", ()):
+            gpus = record["gpus"] if isinstance(record.get("gpus"), list) else ()
+            for gpu in [gpu for gpu in gpus if isinstance(gpu, dict) and type(gpu.get("index")) is int]:
                 gpu_values = self._gpus.setdefault(gpu["index"], {})
                 gpu_values.update({"throttle": []} | {name: gpu[name] for name in GPU_FIELDS & gpu.keys()})
                 self._num_samples[gpu["index"]] += 1

@@ -15,6 +15,7 @@ from typing import Any
 import orjson
 
 from paceline.explain.lines import strip_escapes
+from paceline.rundir import open_file
 
 Record = dict[str, Any]
 
@@ -41,7 +42,7 @@ class GrowingFile:
             stat = self.path.stat()
             same = self._inode in (0, stat.st_ino) and stat.st_size >= self.offset
             if same and stat.st_size > self.offset:
-                with self.path.open("rb") as file:
+                with open_file(self.path) as file:
                     same = os.pread(file.fileno(), len(self._before), self.offset - len(self._before)) == self._before
             self._inode = stat.st_ino
         except OSError:
@@ -52,7 +53,7 @@ class GrowingFile:
 
     def blocks(self, *, to_end: bool = False) -> Iterator[bytes]:
         """Yields whole lines, each with its end. A line longer than a block comes in pieces. to_end: also a half-written line."""
-        with suppress(OSError), self.path.open("rb") as file:  # it may have vanished, or not exist yet
+        with suppress(OSError), open_file(self.path) as file:  # it may have vanished, or not exist yet
             file.seek(self.offset)
             partial = b""
             while chunk := file.read(BLOCK_BYTES):
@@ -67,7 +68,7 @@ class GrowingFile:
 
     def samples(self, *, whole_bytes: int, end_bytes: int, count: int, piece_bytes: int) -> Iterator[bytes]:
         """Yields whole lines of a file longer than `whole_bytes`, `count` pieces at even distances; its end remains to be read."""
-        with suppress(OSError), self.path.open("rb") as file:
+        with suppress(OSError), open_file(self.path) as file:
             end = os.fstat(file.fileno()).st_size - end_bytes
             if self.offset or end + end_bytes <= whole_bytes:
                 return
@@ -105,7 +106,7 @@ def parse_lines(block: bytes) -> list[Record]:
 
 def read_tail(path: Path, *, max_bytes: int = 256 << 10) -> str:
     """Returns the last whole lines of a log as a terminal would show them; empty where the file does not exist."""
-    with suppress(OSError), path.open("rb") as file:
+    with suppress(OSError), open_file(path) as file:
         start = max(0, file.seek(0, 2) - max_bytes)
         file.seek(start)
         end = file.read(max_bytes)

@@ -25,6 +25,7 @@ from paceline.errors import PacelineError
 from paceline.explain.lines import BAR, parse_count, read_step_and_loss, split_prefix, strip_bars, strip_escapes
 from paceline.explain.run_folder import explain
 from paceline.explain.verdict import HEALTHY, UNKNOWN
+from paceline.rundir import open_file
 from paceline.units import format_bytes
 from paceline.watch.curves import Curve
 from paceline.watch.growing_file import LINE_ENDS, STATE_ENDS, GrowingFile, last_end
@@ -139,7 +140,7 @@ def unreadable(path: Path) -> str | None:
 
 def head_and_tail(path: Path, size: int) -> Iterator[bytes]:
     """Yields the whole lines at both ends of a file."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         first = file.read(FIRST_BYTES)
         yield first[: last_end(first, LINE_ENDS)]
         file.seek(size - EXPLAINED_BYTES + FIRST_BYTES)

@@ -20,7 +20,8 @@ from paceline.errors import PacelineError
 from paceline.explain.run_folder import explain_run
 from paceline.explain.verdict import HEALTHY
 from paceline.heartbeat import Heartbeat, read_heartbeat
-from paceline.rundir import RunDir, is_locked
+from paceline.rundir import RunDir, check_readable, is_locked, read_text
+from paceline.typed_fields import typed_content, well_typed
 from paceline.units import unix_time
 from paceline.watch.curves import RECENT_LINES, SLOW_LINES, HostHealth, Metrics, slow_ranks
 from paceline.watch.events import attempt_views, end_state, event_view, live_state
@@ -61,6 +62,12 @@ class RunReader:
         self.event_views: list[EventView] = []
 
     def update(self) -> Snapshot:
+        check_readable(self.run)
+        with typed_content(self.run):
+            snapshot: Snapshot = well_typed(self._read(), Snapshot)
+        return snapshot
+
+    def _read(self) -> Snapshot:
         if not is_readable_file(self.run.config_toml) and not is_readable_file(self.run.events):
             return self._folder_snapshot()
         spent = self.goodput()
@@ -292,7 +299,7 @@ class RunReader:
         try:
             stat = path.stat()
             key = (stat.st_mtime_ns, stat.st_size)
-            content = self._cached(path.name, key, lambda: parse(path.read_text(encoding="utf-8")))
+            content = self._cached(path.name, key, lambda: parse(read_text(path)))
         except (OSError, ValueError):
             return absent
         return content if isinstance(content, type(absent)) else absent

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import orjson
 
@@ -53,6 +53,7 @@ TIME_KINDS = {  # of Goodput.seconds: what each is called
 class Series:
     """One curve, thinned: as many values and times as steps, in the order of steps. Extremes are kept."""
 
+    is_typed: ClassVar[bool] = True  # its points were arrays of numbers
     steps: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
     times: list[float] = field(default_factory=list)

@@ -24,7 +24,8 @@ from typing import Any, Protocol
 
 from paceline.errors import PacelineError
 from paceline.heartbeat import read_heartbeat
-from paceline.rundir import RunDir, is_locked, is_preparing, read_end, read_json_lines
+from paceline.rundir import RunDir, is_locked, is_preparing, read_end, read_json_lines, read_text
+from paceline.typed_fields import well_typed
 from paceline.units import format_bytes, format_count
 from paceline.watch.events import end_state, live_state
 from paceline.watch.growing_file import parse_lines, read_tail, search
@@ -89,9 +90,9 @@ def run_status(run: RunDir) -> RunStatus:
     values = {**dict.fromkeys(names), "step": 0, **last_values(run.metrics, (*names, "time"))}
     state = run_state(run, events, values)
     times = [values.pop("time", None), *(event.get("time") for event in events[-1:])]
-    with suppress(OSError, ValueError, KeyError):
-        num_steps = int(json.loads(run.plan_json.read_text())["num_steps"])
-    return RunStatus(
+    with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
+        num_steps = int(json.loads(read_text(run.plan_json))["num_steps"])
+    status = RunStatus(
         name=run.name,
         path=str(run.path),
         state=state,
@@ -101,6 +102,7 @@ def run_status(run: RunDir) -> RunStatus:
         command=next((event.get("command") for event in reversed(events) if event.get("event") == "script"), None),
         **values,
     )
+    return well_typed(status, RunStatus)  # type: ignore[no-any-return]
 
 
 def run_state(run: RunDir, events: Sequence[dict[str, Any]], line: dict[str, Any]) -> State:
@@ -225,11 +227,14 @@ def read_about(run: RunDir) -> dict[str, Any]:
     The latest sample is the first. setup: what a comparison of runs shows besides their configs.
     """
     samples = islice(files_in(run, "samples/*.txt", str, reverse=True), MAX_SAMPLES)
-    facts = [(path.stem, facts) for path, facts in files_in(run, "facts/*.json", json.loads) if isinstance(facts, dict)]
+    facts: list[dict[str, Any]] = []
+    for path, table in files_in(run, "facts/*.json", json.loads):
+        with suppress(AttributeError, KeyError, TypeError, ValueError):  # damaged
+            facts.append({"host": path.stem, "rows": fact_rows(table)})
     return {
         "config": next((config for _, config in files_in(run, run.config_toml.name, tomllib.loads)), {}),
-        "setup": setup_of(run, [dict(fact_rows(table)) for _, table in facts]),
-        "facts": [{"host": host, "rows": fact_rows(table)} for host, table in facts],
+        "setup": setup_of(run, [dict(table["rows"]) for table in facts]),
+        "facts": facts,
         "samples": [{"name": path.stem.replace("_", " "), "text": text} for path, text in samples],
     }
 
@@ -299,7 +304,9 @@ class Shelf:
 
     def paths(self) -> dict[str, Path]:
         """Returns every run that a page may request, by name."""
-        paths = {path.name: path for path in run_folders(self.runs_dir)}
+        paths = {
+            path.name.encode(errors="replace").decode(): path for path in run_folders(self.runs_dir)
+        }  # as JSON has them
         return paths | ({self.named.name: self.named} if self.named else {})
 
     def refused(self) -> list[Path]:
@@ -353,7 +360,8 @@ class Shelf:
             return opened
 
     def about(self, name: str) -> dict[str, Any]:
-        return read_about(RunDir(self.paths()[name]))
+        check_links(path := self.paths()[name])
+        return read_about(RunDir(path))
 
     def log_tail(self, name: str, *, attempt: int, rank: int | None) -> dict[str, Any]:
         path = self._log(name, attempt=attempt, rank=rank)

@@ -3,8 +3,8 @@
 
 `watch` shows it in the terminal, once as text or JSON, or in the browser; textual and starlette are imported by the view that needs
 them. `report` writes one run in one file, to keep or to send: the browser's own page with the run in it, or Markdown. The HTML
-needs no server: it holds scripts, styles and numbers, and its content policy forbids everything else. The caller's `redact`
-takes out what may be secret.
+needs no server: it holds scripts, styles and numbers, and its content policy forbids everything else. What may be secret is taken
+out before anything is formatted (paceline/redaction.py); the views, which are for the own screen, show the text as it is.
 """
 
 import base64
@@ -16,7 +16,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,7 +24,8 @@ from typing import Any
 
 from paceline.errors import PacelineError, UsageError
 from paceline.options import WatchOptions
-from paceline.rundir import RunDir, find_run, is_preparing
+from paceline.redaction import redact
+from paceline.rundir import RunDir, find_run, is_preparing, write_atomic
 from paceline.units import format_count, format_duration, format_list
 from paceline.watch.measures import format_time
 from paceline.watch.panels import action_text, figures, goodput_panel, run_panels, why_panel
@@ -64,8 +65,9 @@ def show_run(options: WatchOptions) -> int:
         from paceline.watch.terminal.app import WatchApp
 
         ascii_only = ascii_only or terminal in PLAIN_TERMINALS
-        WatchApp(reader, interval_s=options.interval_s or INTERVAL_S, ascii_only=ascii_only).run()
-        return 0
+        app = WatchApp(reader, interval_s=options.interval_s or INTERVAL_S, ascii_only=ascii_only)
+        app.run()
+        return app.return_code or 0
     if not options.once:
         print("standard output is not a terminal: printing one view, as --once does", file=sys.stderr)
     width = max(MIN_WIDTH, shutil.get_terminal_size((PIPE_WIDTH, 24)).columns)
@@ -111,17 +113,22 @@ def find_reported(name: str, *, runs_dir: str) -> Path:
 
 
 def write_report(output: Path, text: str) -> None:
+    """Writes a report at once: a full disk leaves the report that was there before."""
+    text = text.encode(errors="replace").decode()  # the name of a run may not be UTF-8
     try:
-        output.write_text(text, encoding="utf-8")
+        if output.exists() and not output.is_file():  # /dev/stdout
+            output.write_text(text, encoding="utf-8")
+        else:
+            write_atomic(output, text)
     except OSError as error:
         raise PacelineError(
             f"cannot write {output}: {error.strerror}", fix="write to another place with --output FILE"
         ) from error
 
 
-def html_report(path: Path, *, now: float, redact: Callable[[Any], Any] = lambda value: value) -> str:
+def html_report(path: Path, *, now: float) -> str:
     """Returns the page of a run folder or a log file."""
-    snapshot, about = open_reader(path).update(), read_about(RunDir(path))
+    snapshot, about = redact(open_reader(path).update()), redact(read_about(RunDir(path)))
     verdict = summarize(snapshot, now=now)
     report = {
         **changes(None, snapshot),
@@ -133,7 +140,7 @@ def html_report(path: Path, *, now: float, redact: Callable[[Any], Any] = lambda
     }
     for log in report["parts"]["logs"]:
         log["path"] = Path(log["path"]).name
-    return page_with(redact(report), title=f"{snapshot.name} · paceline")
+    return page_with(report, title=f"{snapshot.name} · paceline")
 
 
 def page_with(report: dict[str, Any], *, title: str) -> str:
@@ -158,9 +165,9 @@ def hash_of(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
-def markdown_report(path: Path, *, now: float, redact: Callable[[Any], Any] = lambda value: value) -> str:
+def markdown_report(path: Path, *, now: float) -> str:
     """Returns the report as Markdown, for an issue, a pull request or a notebook of experiments."""
-    snapshot, about = open_reader(path).update(), read_about(RunDir(path))
+    snapshot, about = redact(open_reader(path).update()), redact(read_about(RunDir(path)))
     verdict = summarize(snapshot, now=now)
     rows = [f"| {name} | {text} | {planned} | {over} |" for name, _, text, planned, over, _ in figures(snapshot)]
     config = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in about["config"].items()]
@@ -178,7 +185,7 @@ def markdown_report(path: Path, *, now: float, redact: Callable[[Any], Any] = la
         section("Sample", (line for sample in about["samples"][:1] for line in fenced(sample["text"]))),
         section("Config", fenced("\n".join(config))),
     ]
-    return "\n\n".join("\n".join(map(redact, lines)).strip() for lines in blocks if any(lines)) + "\n"
+    return "\n\n".join("\n".join(lines).strip() for lines in blocks if any(lines)) + "\n"
 
 
 def section(title: str, lines: Iterable[str]) -> list[str]:

@@ -1,25 +1,24 @@
 """
 Serves `paceline watch --web`: Starlette and uvicorn on loopback, one page, and a stream of what is new.
 
-Access needs the token in the address, a request from a page of this server, and a host name of loopback. A request can read
-the page, lists and numbers of runs, and the end of a log. Nothing writes, and only status.py turns names into files. The page
-loads nothing from elsewhere, and its content policy enforces that in the browser.
+Access needs the token in the address, a request from a page of this server, and a host name of loopback. Every address lies below
+a folder that nobody can guess, so that the browser sends the cookie to no other port. A request can read the page, lists and
+numbers of runs, and the end of a log. Nothing writes, and only status.py turns names into files. The page loads nothing from
+elsewhere, and its content policy enforces that in the browser.
 """
 
 import asyncio
 import hashlib
 import hmac
-import os
 import secrets
-import socket
-import tempfile
+import signal
+import sys
 import threading
 import time
-import webbrowser
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -31,12 +30,13 @@ from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
-from starlette.routing import Mount, Route
+from starlette.routing import Mount, Route, Router
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import PacelineError
 from paceline.units import format_number_of
+from paceline.watch.connections import TimedConnection, listen, opened_browser
 from paceline.watch.panels import log_levels, run_panels, run_row
 from paceline.watch.snapshot import Snapshot, changes, to_text
 from paceline.watch.status import Shelf, check_links, open_reader
@@ -45,8 +45,6 @@ from paceline.watch.summary import summarize
 Messages = AsyncIterator[dict[str, Any] | None]  # None: nothing new
 
 STATIC = Path(__file__).parent / "static"
-PORT = 8765  # the first port to try
-PORT_ATTEMPTS = 20
 OWN_NAMES = ("localhost", "127.0.0.1", "[::1]")  # under which a browser reaches loopback, directly or through a tunnel
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self';"
@@ -60,11 +58,25 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-store",
 }
+BACKLOG = 32  # connections that are accepted at once
 EVERY_S = 1.0  # between two reads of a stream
 LIST_EVERY = 3  # reads of the list of runs, in multiples of EVERY_S
 SILENCE_S = 15.0  # without news, after which a stream sends a comment
 MAX_COMPARED = 5
 MISSING = (KeyError, OSError, PacelineError)  # raised by reading a run that does not exist, or no longer does
+
+
+class SameObject:
+    """A snapshot as the key of a cache: equal to itself alone, without a look at what it holds."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SameObject) and other.value is self.value
 
 
 def serve(runs_dir: Path, run: Path | None, *, port: int | None, open_browser: bool) -> int:
@@ -76,16 +88,16 @@ def serve(runs_dir: Path, run: Path | None, *, port: int | None, open_browser: b
     if run is not None:  # the run is read while the browser opens the page
         threading.Thread(target=shelf.read_ahead, args=[run.absolute().name], daemon=True).start()
     number = listening.getsockname()[1]
-    address = f"http://127.0.0.1:{number}/?token={token}" + (f"#/run/{quote(run.absolute().name)}" if run else "")
+    address = f"http://127.0.0.1:{number}{folder_of(token)}?token={token}" + (
+        f"#/run/{quote(run.absolute().name)}" if run else ""
+    )
     for link in shelf.refused():
         print(f"not shown: {link} leads out of its run folder")
     print(f"{run or runs_dir} in the browser, until Ctrl-C:\n\n  {address}\n")
     print(f"from another computer: ssh -L {number}:127.0.0.1:{number} THIS_HOST, then the same address", flush=True)
-    config = uvicorn.Config(
-        app="", log_level="error", access_log=False, lifespan="off", timeout_graceful_shutdown=2, server_header=False
-    )
-    server = uvicorn.Server(config)
-    config.app = make_app(shelf, token, is_ending=lambda: server.should_exit)
+    server = make_server(shelf, token)
+    # uvicorn handles the signal and raises it again once it has shut down
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         with opened_browser(address) if open_browser else nullcontext():
             server.run(sockets=[listening])
@@ -96,40 +108,15 @@ def serve(runs_dir: Path, run: Path | None, *, port: int | None, open_browser: b
     return 0
 
 
-@contextmanager
-def opened_browser(address: str) -> Iterator[None]:
-    """Opens a file in the browser that redirects to the address, because every user of this host can read a command line.
-
-    Only this user can read the file. It lies in the home folder, because a sandboxed browser reads no other.
-    """
-    try:
-        fd, name = tempfile.mkstemp(prefix="paceline-", suffix=".html", dir=Path.home())
-    except OSError as error:
-        raise PacelineError(
-            f"--open: cannot write a file to {Path.home()}: {error.strerror}",
-            fix="leave out --open and open the printed address",
-        ) from error
-    try:
-        with open(fd, "w") as file:
-            file.write(f'<meta http-equiv="refresh" content="0; url={address}">\n')
-        # in a thread, because a text browser returns only when it is closed, and needs the server until then
-        threading.Thread(target=webbrowser.open, args=[Path(name).as_uri()], daemon=True).start()
-        yield
-    finally:
-        Path(name).unlink(missing_ok=True)
-
-
-def listen(port: int | None) -> socket.socket:
-    """Returns a listening socket on loopback. port None: the first free port from PORT on."""
-    if port is not None and not 0 <= port < 1 << 16:
-        raise UsageError(f"--port {port}: not a port", fix="--port 8765, or --port 0 for any free port")
-    for number in range(PORT, PORT + PORT_ATTEMPTS) if port is None else [port]:
-        try:
-            return socket.create_server(("127.0.0.1", number), backlog=64)  # a browser waits from now on
-        except OSError as error:
-            reason = os.strerror(error.errno or 0)
-    ports = f"port {port}" if port is not None else f"ports {PORT} to {PORT + PORT_ATTEMPTS - 1}"
-    raise PacelineError(f"cannot listen on {ports}: {reason}", fix="paceline watch --web --port 0 takes any free port")
+def make_server(shelf: Shelf, token: str) -> uvicorn.Server:
+    """Returns the server, which is yet to run on a listening socket."""
+    config = uvicorn.Config(
+        app="", http=TimedConnection, log_level="error", access_log=False, lifespan="off", timeout_graceful_shutdown=2,
+        server_header=False, backlog=BACKLOG,
+    )  # fmt: skip
+    server = uvicorn.Server(config)
+    config.app = make_app(shelf, token, is_ending=lambda: server.should_exit)
+    return server
 
 
 def make_app(shelf: Shelf, token: str, *, is_ending: Callable[[], bool] = lambda: False) -> ASGIApp:
@@ -138,7 +125,7 @@ def make_app(shelf: Shelf, token: str, *, is_ending: Callable[[], bool] = lambda
     def whole_run(name: str) -> dict[str, Any]:
         """Returns the whole snapshot, as a stream begins: for scripts, and to compare runs that have ended."""
         snapshot = shelf.snapshot(name)
-        return {**changes(None, snapshot), **readings(snapshot, now=time.time())}
+        return {**changes(None, snapshot), **readings_of(SameObject(snapshot))}
 
     routes = [  # what is no coroutine is answered in a thread
         Route("/", lambda _: FileResponse(STATIC / "index.html")),
@@ -151,9 +138,17 @@ def make_app(shelf: Shelf, token: str, *, is_ending: Callable[[], bool] = lambda
     ]
     # the shelf has no such run or log, or its files were just deleted
     not_found = dict.fromkeys(MISSING, lambda *_: PlainTextResponse("Not Found", status_code=404))
-    app = Starlette(routes=routes, exception_handlers=not_found)
+    app = Starlette(
+        routes=[Mount(folder_of(token).rstrip("/"), Router(routes, redirect_slashes=False))],
+        exception_handlers=not_found,
+    )
     app.router.redirect_slashes = False
     return guard(app, token)
+
+
+def folder_of(token: str) -> str:
+    """Returns the folder of all addresses, which does not reveal the token. A page of another port cannot guess it."""
+    return f"/{hashlib.sha256(b'folder ' + token.encode()).hexdigest()[:24]}/"
 
 
 def guard(app: ASGIApp, token: str) -> ASGIApp:
@@ -174,7 +169,7 @@ def guard(app: ASGIApp, token: str) -> ASGIApp:
                 headers = MutableHeaders(scope=message)
                 headers.update(HEADERS)
                 if in_address:
-                    headers["set-cookie"] = f"{cookie}={token}; Path=/; HttpOnly; SameSite=Strict"
+                    headers["set-cookie"] = f"{cookie}={token}; Path={folder_of(token)}; HttpOnly; SameSite=Strict"
             await send(message)
 
         refusal = refused(request, has_token=in_address or in_cookie)
@@ -244,7 +239,7 @@ async def as_events(messages: Messages, is_ending: Callable[[], bool]) -> AsyncI
 
 
 async def stream_runs(shelf: Shelf, names: list[str]) -> Messages:
-    """Yields {run, now, head?, parts?, curves?, summary?, panels?} as a run changes; {run, gone} without a run.
+    """Yields {run, now, head?, parts?, curves?, summary?, panels?} as a run changes; {run, gone, why?} without one.
 
     The first message of a run is marked `whole`. Before it, a run that takes long to read sends the panels of its last figures.
     """
@@ -259,15 +254,16 @@ async def stream_runs(shelf: Shelf, names: list[str]) -> Messages:
         for name in names:
             try:
                 snapshot = await run_in_threadpool(shelf.snapshot, name)
-            except MISSING:
+            except MISSING as error:
                 if sent.get(name, True):
-                    yield {"run": name, "gone": True}
+                    why = error.message if isinstance(error, PacelineError) else None
+                    yield {"run": name, "gone": True, **({"why": why} if why else {})}
                 sent[name] = None
                 continue
             now = time.time()
             before, shown = sent.get(name) or (None, {})
-            current = readings(snapshot, now=now)
-            news = changes(before, snapshot)
+            current = readings_of(SameObject(snapshot))
+            news = dict(changes_between(SameObject(before), SameObject(snapshot)))
             if before is None or shown["summary"] != current["summary"]:
                 news["summary"] = current["summary"]
             panels = current["panels"].items()
@@ -280,10 +276,17 @@ async def stream_runs(shelf: Shelf, names: list[str]) -> Messages:
         await asyncio.sleep(EVERY_S)
 
 
-def readings(snapshot: Snapshot, *, now: float) -> dict[str, Any]:
-    """Returns the texts of a page: the summary and the panels. They depend on the time as well."""
-    verdict = summarize(snapshot, now=now)
-    return {"summary": verdict and asdict(verdict), "panels": run_panels(snapshot, now=now)}
+@lru_cache(maxsize=8)
+def readings_of(snapshot: SameObject) -> dict[str, Any]:
+    """Returns the texts of a page: the summary and the panels. Streams that show the same snapshot share them."""
+    now, verdict = time.time(), summarize(snapshot.value, now=time.time())
+    return {"summary": verdict and asdict(verdict), "panels": run_panels(snapshot.value, now=now)}
+
+
+@lru_cache(maxsize=8)
+def changes_between(before: SameObject, after: SameObject) -> dict[str, Any]:
+    """Returns what is new of a snapshot; most streams have the same one before it."""
+    return changes(before.value, after.value)
 
 
 def listed(shelf: Shelf) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from run_folders import TOKEN
+from run_folders import FOLDER, TOKEN
 from snapshots import LOG_TEXT, STATES
 
 from paceline.explain.lines import strip_escapes
@@ -43,7 +43,7 @@ class HandMade:
 
 
 def go(page: Any, port: int, where: str = "/") -> None:
-    page.goto(f"http://127.0.0.1:{port}/?token={TOKEN}#{where}")
+    page.goto(f"http://127.0.0.1:{port}{FOLDER}?token={TOKEN}#{where}")
     page.wait_for_selector("main:not(.waiting) h1")
     page.wait_for_function("() => !app.page.run || app.page.run.head.name")  # the whole run, not only its last figures
 

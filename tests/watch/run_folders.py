@@ -12,13 +12,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import uvicorn
-
 from paceline.heartbeat import LINE, QUOTED, SUM
 from paceline.rundir import RunDir, append_event, append_json_line
+from paceline.watch.connections import listen
 from paceline.watch.snapshot import Snapshot
 from paceline.watch.status import open_reader
-from paceline.watch.web import listen, make_app
+from paceline.watch.web import folder_of, make_server
 
 TOKEN = "the-token-of-a-test"
 START = 1_795_250_000.0
@@ -56,6 +55,7 @@ def write_run(
     return run
 
 
+FOLDER = folder_of(TOKEN)  # of every address of the server
 DEADLINE_S = 120  # against hanging; nothing depends on how fast the server is
 
 
@@ -63,9 +63,7 @@ DEADLINE_S = 120  # against hanging; nothing depends on how fast the server is
 def serving(shelf: Any) -> Iterator[int]:
     """The port on which the shelf's runs are shown."""
     listening = listen(0)
-    config = uvicorn.Config("", log_level="error", lifespan="off", timeout_graceful_shutdown=10)
-    server = uvicorn.Server(config)
-    config.app = make_app(shelf, TOKEN, is_ending=lambda: server.should_exit)
+    server = make_server(shelf, TOKEN)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
     try:
@@ -79,7 +77,8 @@ def serving(shelf: Any) -> Iterator[int]:
 def asked(
     port: int, path: str, *, method: str = "GET", token: bool = True, **headers: str
 ) -> tuple[int, dict[str, str], str]:
-    """The status, the headers and the text of the answer; the path goes out as it stands here."""
+    """The status, the headers and the text of the answer; the path, below the server's folder, goes out as it stands here."""
+    path = FOLDER + path.removeprefix("/")
     if token:
         path += ("&" if "?" in path else "?") + f"token={TOKEN}"
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)

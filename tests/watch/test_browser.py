@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from browser_pages import EVIL, PHONE, SOON_MS, go, overflow, picture
-from run_folders import append_step, serving, write_run
+from run_folders import FOLDER, append_step, serving, write_run
 from snapshots import NOW, STATES, two_hosts
 
 from paceline.rundir import RunDir
@@ -38,7 +38,7 @@ def test_every_state_is_drawn_in_both_themes_and_nothing_goes_wrong(page, port):
 
 def test_the_token_does_not_stay_in_the_address_and_a_reload_still_works(page, port):
     go(page, port, "/run/training")
-    assert page.url == f"http://127.0.0.1:{port}/#/run/training"
+    assert page.url == f"http://127.0.0.1:{port}{FOLDER}#/run/training"
     page.reload()
     page.wait_for_selector("main:not(.waiting) h1")
 

@@ -4,16 +4,21 @@ import http.client
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 
 import pytest
-from run_folders import DEADLINE_S, TOKEN, append_step, asked, serving, write_run
+from run_folders import DEADLINE_S, FOLDER, TOKEN, append_step, asked, serving, write_run
 
 from paceline.errors import PacelineError, UsageError
+from paceline.rundir import RunDir
+from paceline.watch import connections
+from paceline.watch.connections import MAX_IDLE, listen
 from paceline.watch.status import FRESH_S, Shelf
-from paceline.watch.web import EVERY_S, HEADERS, listen, name_in, serve
+from paceline.watch.web import EVERY_S, HEADERS, folder_of, name_in, serve
 
 SECRET = "nobody may read this"
 ADDRESSES = (
@@ -72,7 +77,7 @@ def test_what_is_not_there_is_told_to_nobody_without_the_token(port):
 def test_the_token_becomes_a_cookie_that_scripts_and_other_sites_do_not_get(port):
     status, headers, _ = asked(port, "/")
     name, _, rest = headers["set-cookie"].partition("=")
-    assert (status, rest) == (200, f"{TOKEN}; Path=/; HttpOnly; SameSite=Strict")
+    assert (status, rest) == (200, f"{TOKEN}; Path={FOLDER}; HttpOnly; SameSite=Strict")
     assert asked(port, "/api/runs", token=False, cookie=f"other=1; {name}={TOKEN}")[0] == 200
 
 
@@ -163,9 +168,11 @@ def test_a_run_with_a_link_that_leads_out_of_its_folder_is_not_shown(name, tmp_p
         link.symlink_to(outside.path / name)
         assert Shelf(runs).refused() == [link]
         assert asked(port, "/api/runs/a")[0] == asked(port, "/api/runs/a/log?attempt=1&rank=0")[0] == 404
-        assert json.loads(first_event(port, "run=a")) == {"run": "a", "gone": True}
+        message = json.loads(first_event(port, "run=a"))
+        assert message["gone"] is True and message["why"].startswith(f"{link} is a link that leads out")
+        assert set(message) == {"run", "gone", "why"} and SECRET not in message["why"]
         assert json.loads(asked(port, "/api/runs")[2]) == []
-        assert SECRET not in asked(port, "/api/runs/a/about")[2]
+        assert asked(port, "/api/runs/a/about")[0] == 404
     with pytest.raises(PacelineError, match="is a link that leads out of the run folder"):
         serve(runs, run.path, port=0, open_browser=False)
 
@@ -238,7 +245,7 @@ def test_the_page_loads_nothing_from_elsewhere(port):
 def first_event(port: int, query: str, *, after: int = 0) -> str:
     """The message of a stream that comes after so many others."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)
-    connection.request("GET", f"/api/stream?{query}&token={TOKEN}")
+    connection.request("GET", f"{FOLDER}api/stream?{query}&token={TOKEN}")
     answer = connection.getresponse()
     messages = [next_line(answer) for _ in range(after + 1)]
     connection.close()
@@ -250,7 +257,7 @@ def test_a_new_point_comes_alone_and_is_looked_for_often_enough_to_be_seen_withi
     run = write_run(folder, "growing", end=None)
     with serving(Shelf(folder)) as port:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)
-        connection.request("GET", f"/api/stream?run=growing&token={TOKEN}")
+        connection.request("GET", f"{FOLDER}api/stream?run=growing&token={TOKEN}")
         answer = connection.getresponse()
         while "whole" not in (whole := next_message(answer)):
             assert set(whole) == {"run", "now", "panels"}
@@ -313,6 +320,71 @@ def test_the_name_in_a_host_header(host, name):
     assert name_in(host) == name
 
 
+def test_no_other_port_of_this_host_gets_the_cookie_and_without_its_folder_nothing_answers(port):
+    """A browser sends a cookie to the addresses below its path alone, and the path cannot be guessed or derived from the page."""
+    assert len(FOLDER) == 26 and TOKEN not in FOLDER and folder_of("another") != FOLDER
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)
+    for path, status in ((f"/?token={TOKEN}", 404), (f"/api/runs?token={TOKEN}", 404), ("/", 403), (FOLDER, 403)):
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        assert (answer.status, SECRET in answer.read().decode()) == (status, False)
+
+
+def test_connections_that_ask_for_nothing_keep_nobody_out(folder, monkeypatch):
+    """At most MAX_IDLE stay open, each for HEADERS_S; a slow request counts too, and a stream is not closed."""
+    monkeypatch.setattr(connections, "HEADERS_S", 2.0)
+    with serving(Shelf(folder)) as port, ExitStack() as stack:
+        stream = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)
+        stream.request("GET", f"{FOLDER}api/stream?run=a&token={TOKEN}")
+        answer = stream.getresponse()
+        silent = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(MAX_IDLE + 20)]
+        silent[-1].sendall(b"GET / HTTP/1.1\r\nHost: local")
+        assert silent[0].recv(1) == b""  # the oldest is closed at once
+        assert asked(port, "/api/runs")[0] == 200
+        assert {connection.recv(1) for connection in silent} == {b""}  # the others in time
+        while "whole" not in next_message(answer):
+            pass
+        append_step(RunDir(folder / "a"), 200)
+        assert next_message(answer)
+        stream.close()
+
+
+def test_the_files_for_the_browser_of_killed_servers_are_removed_and_no_others(tmp_path):
+    dead, alive = tmp_path / "paceline-4194305-x.html", tmp_path / f"paceline-{os.getpid()}-x.html"
+    report = tmp_path / "paceline-4194305-report.html"
+    for path in (dead, alive):
+        path.write_text(f'{connections.OPENING}http://127.0.0.1/">')
+    report.write_text("<!doctype html>")
+    connections.remove_dead_pages(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([alive, report])
+
+
+@pytest.mark.dist
+def test_sigterm_ends_the_view_and_removes_the_file_for_the_browser(folder, tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "paceline.cli",
+        "watch",
+        "--web",
+        "--open",
+        "--port",
+        "0",
+        "--runs-dir",
+        str(folder),
+    ]
+    env = {**os.environ, "HOME": str(tmp_path), "BROWSER": "true", "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + DEADLINE_S
+        while not list(tmp_path.glob("paceline-*.html")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        port = int([process.stdout.readline() for _ in range(3)][2].split(":")[2].split("/")[0])
+        asked(port, "/")  # it is up
+        process.terminate()
+        assert (process.wait(DEADLINE_S), process.stderr.read()) == (128 + signal.SIGTERM, "")
+    assert list(tmp_path.glob("paceline-*")) == []
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize("query", ["run=a&", pytest.param("", marks=pytest.mark.soak)])
 def test_ctrl_c_ends_the_view_without_a_word_and_leaves_the_run_as_it_was(query, folder):
@@ -324,9 +396,9 @@ def test_ctrl_c_ends_the_view_without_a_word_and_leaves_the_run_as_it_was(query,
         lines = [process.stdout.readline() for _ in range(3)]
         address = lines[2].strip()
         assert address.startswith("http://127.0.0.1:") and address.endswith("#/run/a")
-        port = int(address.split(":")[2].split("/")[0])
-        stream = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)
-        stream.request("GET", f"/api/stream?{query}{address.partition('?')[2].partition('#')[0]}")
+        port, folder_name = address.split(":")[2].split("/")[:2]
+        stream = http.client.HTTPConnection("127.0.0.1", int(port), timeout=DEADLINE_S)
+        stream.request("GET", f"/{folder_name}/api/stream?{query}{address.partition('?')[2].partition('#')[0]}")
         assert stream.getresponse().readline().startswith(b"data: ")
         process.send_signal(signal.SIGINT)
         assert (process.wait(120), process.stderr.read()) == (0, "")

@@ -4,7 +4,7 @@ The facts of one host as JSON: `python -m paceline.check.probes.facts`, with the
 Each probe is a process with its own deadline, because a wedged driver, a dead network disk or a broken build may hang or crash it.
 All are started at once. A probe that hangs, crashes or answers no JSON is itself a fact, and the facts that it would have filled
 are None. Nothing here judges: the verdicts do, from these facts alone, on whatever host. docs/facts.schema.json describes every
-field. No key, token or password leaves the host: redact() removes them.
+field. No key, token or password leaves the host: paceline/redaction.py removes them.
 """
 
 import json
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from paceline.errors import PacelineError
+from paceline.redaction import SET, redact, secrecy
 from paceline.rundir import utc_now
 
 Json = dict[str, Any]
@@ -35,19 +36,11 @@ BUSY = "still computing after"
 BUSY_TIMES = 4  # times its deadline a probe may compute in all
 EXTENSION = 0.1  # of its deadline: how much a probe that computes gets at a time
 OVERTIME_S = 2.0  # after the last moment a probe ends itself, in case the process that started it is gone
-SET = "set"  # in place of a value that is not shown
 RELEVANT = re.compile(
     r"(CUDA|NVIDIA|NCCL|GLOO|OMP|MKL|LD|MASTER|SLURM|WANDB|HF|TOKENIZERS|KMP|OPENBLAS|TORCH|PYTORCH|TRITON|UCX|TP)_"
     r"|TORCH|PYTHON|USE_LIBUV$|RANK$|LOCAL_RANK$|WORLD_SIZE$|TMPDIR$|XDG_CACHE_HOME$|CXX$|CC$|CONDA_PREFIX$|VIRTUAL_ENV$"
 )
-SECRET_NAME = re.compile(r"KEY|TOKEN(?!IZER)|SECRET|PASSW|CREDENTIAL|COOKIE|(^|_)AUTH(_|$)|JWT", re.IGNORECASE)
 HF_SHOWN = {"HF_HOME", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_ENDPOINT"}
-URL_LOGIN = re.compile(r"(?<=://)[^\s/@]+@")  # user:password@, or a token alone
-SECRET_VALUE = re.compile(
-    r"\b(hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|sk-[\w-]{20,}"
-    r"|xox[abprs]-[\w-]{10,}|AKIA[0-9A-Z]{16}|wandb_v\d_\w{20,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*)"
-)
-NAMED_SECRET = re.compile(r"(?i)\b((?:api[_-]?key|token|secret|passw(?:or)?d)\s*[=:]\s*)[^\s&,;'\"]+")
 BARE_KEY = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[0-9A-Fa-f]{32,}|(?=.*\d)(?=.*[a-z])(?=.*[A-Z])[\w+=-]{32,}")
 
 OnProbe = Callable[[str], None]  # takes the name of a probe that is done
@@ -257,22 +250,9 @@ def relevant_env(env: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables that affect a run, sorted; `set` stands for a value that may be secret."""
     shown = {}
     for name in sorted(filter(RELEVANT.match, env)):
-        hidden = SECRET_NAME.search(name) or (name.startswith("HF_") and name not in HF_SHOWN)
+        hidden = secrecy(name) or (name.startswith("HF_") and name not in HF_SHOWN)
         shown[name] = SET if env[name] and (hidden or BARE_KEY.fullmatch(env[name])) else redact(env[name])
     return shown
-
-
-def redact(value: Any) -> Any:
-    """Returns the same JSON without logins in URLs and without anything that has the form of a known key."""
-    if isinstance(value, str):
-        value = URL_LOGIN.sub(f"{SET}@", value)
-        value = NAMED_SECRET.sub(rf"\g<1>{SET}", value)
-        return SECRET_VALUE.sub(SET, value)
-    if isinstance(value, dict):
-        return {key: redact(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [redact(item) for item in value]
-    return value
 
 
 def answer(probe: Callable[[Json], Json]) -> None:

@@ -79,7 +79,7 @@ class App {
     this.main.classList.remove('waiting');
     if (!(this.page instanceof RunPage)) this.page.take(message);
     else if (message.gone) {
-      this.page.top.replaceChildren(el('section.head', el('h1', message.run), p('summary error', 'There is no such run.')));
+      this.page.top.replaceChildren(el('section.head', el('h1', message.run), p('summary error', message.why || 'There is no such run.')));
     } else {
       this.page.update(this.page.run.take(message));
       const { title } = this.page.run.panels.head;

@@ -165,6 +165,8 @@ class WatchApp(App[None]):
             snapshot = await asyncio.to_thread(self.reader.update)
         except PacelineError as error:
             message = error.message
+            if self.snapshot is None:  # nothing was ever shown
+                self.exit(return_code=error.exit_code, message=str(error))
         if snapshot and choice:
             text = await asyncio.to_thread(read_log, snapshot, choice)
         self._reading = False

@@ -1,0 +1,65 @@
+"""
+Dataclasses made of records that anybody may have written: fields of a wrong type count as absent.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import MISSING, fields, is_dataclass, replace
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from paceline.errors import PacelineError
+from paceline.rundir import RunDir
+
+
+def well_typed(value: Any, kind: Any) -> Any:
+    """Returns a value that was read from a file as its annotation has it: what has another type is absent, None or left out.
+
+    A dataclass that says `is_typed` is not looked into.
+    """
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        typed = [well_typed(value, argument) for argument in arguments if argument is not NoneType]
+        return next((item for item in typed if item is not None), None)
+    if origin is list and isinstance(value, list):
+        items = [well_typed(item, arguments[0]) for item in value]
+        return items if None not in items else [item for item in items if item is not None]
+    if origin is dict and isinstance(value, dict) and arguments[1] is not Any:
+        return {key: typed for key, item in value.items() if (typed := well_typed(item, arguments[1])) is not None}
+    if origin is Literal:
+        return value if value in arguments else None
+    if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, kind) and not hasattr(kind, "is_typed"):
+        checked = {name: well_typed(getattr(value, name), hint) for name, (hint, _) in hints_of(kind).items()}
+        absent = {name: default() for name, (_, default) in hints_of(kind).items() if checked[name] is None}
+        return replace(value, **checked | absent)
+    if kind is Any or (kind is float and type(value) is int):
+        return value
+    return value if isinstance(value, origin or kind) and (type(value) is not bool or kind is bool) else None
+
+
+@cache
+def hints_of(kind: Any) -> dict[str, tuple[Any, Callable[[], Any]]]:
+    """Returns the annotation of each field of a dataclass, and what makes the value of a field that is absent."""
+    hints = get_type_hints(kind)
+
+    def default_of(name: str, default: Any, factory: Any) -> Callable[[], Any]:
+        if factory is not MISSING:
+            return factory  # type: ignore[no-any-return]
+        zero = hints[name] if isinstance(hints[name], type) else lambda: None
+        return zero if default is MISSING else lambda: default
+
+    return {
+        item.name: (hints[item.name], default_of(item.name, item.default, item.default_factory))
+        for item in fields(kind)
+    }
+
+
+@contextmanager
+def typed_content(run: RunDir) -> Iterator[None]:
+    """Raises PacelineError where a record of the run has a field of a type that its reader cannot use."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+        problem = f"{run.path} has a value of another type than paceline writes: {type(error).__name__}: {error}"
+        raise PacelineError(problem, fix="restore its files; paceline explain LOG reads a log alone") from error

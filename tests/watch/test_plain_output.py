@@ -1,0 +1,109 @@
+"""Nothing that a run contains steers the terminal of who looks at it, whichever command prints it."""
+
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+from run_folders import utc, write_run
+
+from paceline.cli import run_command
+from paceline.rundir import append_json_line
+from paceline.terminal import STEERING, PlainStream, own_stream
+
+EVIL = "\x1b[2J\x1b]52;c;ZXZpbA==\x07\x1b]0;title\x1b\\\x9b2J\r\x08\u202e\x1b[31mred\x1b[0m\x1bc"
+NAME = f"kept{EVIL.replace('/', '')}"
+COMMANDS = (
+    ["runs", "."],
+    ["runs", ".", "--json"],
+    ["runs", "show", NAME, "--runs-dir", "."],
+    ["runs", "show", NAME, "--runs-dir", ".", "--json"],
+    ["watch", NAME, "--runs-dir", ".", "--once"],
+    ["watch", NAME, "--runs-dir", ".", "--once", "--json"],
+    ["watch", "--log", f"{NAME}/logs/1/0.log", "--once"],
+    ["explain", NAME, "--runs-dir", "."],
+    ["explain", NAME, "--runs-dir", ".", "--markdown"],
+    ["explain", f"{NAME}/logs/1/0.log"],
+    ["report", NAME, "--runs-dir", "."],
+    ["report", NAME, "--runs-dir", ".", "--markdown"],
+    ["resume", NAME, "--runs-dir", "."],
+    ["watch", f"no{EVIL}"],
+    ["explain", f"no{EVIL}"],
+    ["plan", "--run_name", EVIL],
+    [f"no{EVIL}"],
+)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A folder with a failed run in whose every text there are escape sequences."""
+    folder = tmp_path_factory.mktemp("runs")
+    log = f"step 1 loss 2.0\n[rank0]: Traceback (most recent call last):\nValueError: {EVIL} broken\n"
+    run = write_run(folder, NAME, end=None, log=log, note=EVIL)
+    for event in (
+        {"event": "note", "text": EVIL},
+        {"event": "rank_failed", "rank": 0, "message": EVIL},
+        {"event": "attempt_ended", "attempt": 1, "state": "failed"},
+        {"event": "verdict", "attempt": 1, "cause": f"cause{EVIL}", "summary": EVIL, "fix": EVIL},
+        {"event": "decision", "attempt": 1, "action": "stop", "why": EVIL},
+        {"event": "failed"},
+    ):
+        append_json_line(run.events, {"time": utc(120), **event})
+    run.findings.write_text(json.dumps([{"id": "x", "severity": "warn", "what": EVIL, "why": EVIL, "fix": EVIL}]))
+    run.samples.mkdir()
+    run.sample(1).write_text(EVIL)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "command", COMMANDS, ids=lambda command: " ".join(command).replace(EVIL, "").replace(NAME, "RUN")
+)
+def test_no_command_prints_an_escape_sequence_of_a_run(command, runs, monkeypatch, capsys):
+    monkeypatch.chdir(runs)
+    run_command(command)
+    output = capsys.readouterr()
+    assert output.out or output.err
+    assert STEERING.findall(output.out + output.err) == []
+
+
+@pytest.mark.soak  # every command prints through the same stream, so the tests above show it too
+def test_the_last_lines_of_a_script_that_fails_are_plain(tmp_path):
+    (tmp_path / "fail.py").write_text(f"raise ValueError({EVIL!r} + ' broken')\n")
+    command = [
+        sys.executable,
+        "-m",
+        "paceline.cli",
+        "run",
+        "--no-check",
+        "--nproc",
+        "1",
+        "--max-attempts",
+        "1",
+        "--",
+        "fail.py",
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode and "broken" in done.stdout + done.stderr
+    assert STEERING.findall(done.stdout + done.stderr) == []
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_gets_colours_and_nothing_else_but_from_a_bar_of_our_own():
+    terminal = Terminal()
+    print(f"before {EVIL} after", file=PlainStream(terminal), end="")
+    assert terminal.getvalue() == "before 2J\x1b[31mred\x1b[0m after"
+    print("\r\x1b[2K", file=own_stream(PlainStream(terminal)), end="")
+    assert terminal.getvalue().endswith("\r\x1b[2K")
+
+
+def test_a_full_disk_behind_stdout_is_one_line(runs):
+    command = [sys.executable, "-m", "paceline.cli", "watch", NAME, "--runs-dir", str(runs), "--once"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    lines = ["error: the output cannot be written: No space left on device", "  fix: write it to another place"]
+    assert (done.returncode, done.stderr.splitlines()) == (1, lines)

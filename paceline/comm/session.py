@@ -20,7 +20,7 @@ from paceline.errors import PacelineError, TrainingFailed
 from paceline.heartbeat import read_heartbeat
 from paceline.launch.job import plan_env
 from paceline.launch.supervisor import run_attempt
-from paceline.launch.trial import STOP_GRACE_S, new_folder
+from paceline.launch.trial import STOP_GRACE_S, session_folder
 from paceline.plan.machine import probe_machine
 from paceline.plan.planner import Plan, make_plan
 from paceline.plan.replan import of_unknown_memory
@@ -73,7 +73,7 @@ def measure_comm(
             f"deadline is {deadline_s:g} s, and a busy machine may take as long for one operation",
             fix=f"--deadline {DEADLINE_S:g}",
         )
-    run = new_folder(cache_dir / "comm")
+    run = session_folder(cache_dir / "comm")
     sizes = ",".join(map(str, sweep_sizes(max_bytes)))
     command = [*worker, str(run.path), plan.device, sizes, str(sweep_s)]
     silence_s = deadline_s + max_bytes / SLOWEST_BYTES_PER_S

@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -25,7 +26,7 @@ from paceline.heartbeat import read_heartbeat
 from paceline.launch.job import plan_env
 from paceline.launch.supervisor import Outcome, run_attempt
 from paceline.launch.train import changed_run, planner, prepare_data, record_data, reopen_data
-from paceline.launch.trial import STOP_GRACE_S, memory_reason, new_folder
+from paceline.launch.trial import STOP_GRACE_S, memory_reason, session_folder
 from paceline.options import ProfileOptions
 from paceline.plan.algorithms import ALGORITHMS
 from paceline.plan.breakdown import COMPUTE, IDLE, PARTS, SENT
@@ -55,11 +56,11 @@ def profile_steps(options: ProfileOptions) -> tuple[dict[str, Any], Plan]:
         config = resolve_config(name, options.keys)
         dataset = prepare_data(config)
         make = planner(dataset)
-        plan, run = make(config, machine), new_folder(cache_dir(config) / "profile")
+        plan, run = make(config, machine), session_folder(cache_dir(config) / "profile")
     else:
         source = find_training_run(name, runs_dir=options.keys.get("runs_dir", "runs"))
         config, plan, dataset, make = plan_of_run(source, machine, options.keys)
-        run = new_folder(
+        run = session_folder(
             source.path / "profile", fix=f"paceline profile {source.config_toml} writes to the cache folder"
         )
     write_atomic(run.plan_json, plan.to_json())
@@ -279,8 +280,9 @@ def format_profile(results: Mapping[str, Any], plan: Plan, *, width: int) -> str
         "\n".join(memory_lines(results["memory"])),
     ]
     if results["finding"]:
-        finding = format_findings([Finding(**results["finding"])]).splitlines()
-        blocks.append("\n".join(textwrap.fill(line, min(width, 120), subsequent_indent=" " * 8) for line in finding))
+        finding = Finding(**results["finding"])
+        wrap = partial(textwrap.fill, width=min(width, 120), subsequent_indent=" " * (8 + len(finding.id)))
+        blocks.append("\n".join(map(wrap, format_findings([finding]).splitlines())))
     traces = results["traces"]
     shown = traces[0] + (f" and {len(traces) - 1} more" if len(traces) > 1 else "")
     blocks.append(f"trace   {shown}\n        open it in {PERFETTO} or chrome://tracing")

@@ -147,7 +147,7 @@ def with_length(config: Config, plan: Plan, speed: Speed) -> tuple[Config, str]:
 
 def run_trial(plan: Plan, *, cache: Path, libuv: bool, probe: tuple[str, ...]) -> Trial:
     """Runs one trial. It removes its folder unless something else than memory failed, whose logs the user needs."""
-    run = new_folder(cache / "probe")
+    run = session_folder(cache / "probe")
     run.plan_json.write_text(plan.to_json())
     failed, launched = False, time.time()
     try:
@@ -179,7 +179,7 @@ def run_trial(plan: Plan, *, cache: Path, libuv: bool, probe: tuple[str, ...]) -
             shutil.rmtree(run.path, ignore_errors=True)
 
 
-def new_folder(parent: Path, *, fix: str = "--cache-dir DIR in a place you can write") -> RunDir:
+def session_folder(parent: Path, *, fix: str = "--cache-dir DIR in a place you can write") -> RunDir:
     """Returns a new folder in parent and deletes all but the newest of the earlier ones."""
     try:
         parent.mkdir(parents=True, exist_ok=True)

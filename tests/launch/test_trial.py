@@ -21,8 +21,8 @@ from paceline.launch.trial import (
     Speed,
     find_rows,
     memory_reason,
-    new_folder,
     read_trial,
+    session_folder,
     try_plan,
     with_length,
 )
@@ -134,7 +134,7 @@ def test_rows_that_the_user_has_set_are_not_changed_by_a_trial_for_a_time(no_lau
 def test_only_the_folders_of_the_last_measurements_are_kept(tmp_path):
     for i in range(KEEP_FOLDERS + 3):
         (tmp_path / "comm" / f"20200101-0000{i:02d}").mkdir(parents=True)
-    run = new_folder(tmp_path / "comm")
+    run = session_folder(tmp_path / "comm")
     left = sorted(path.name for path in (tmp_path / "comm").iterdir())
     assert len(left) == KEEP_FOLDERS and left[0] == "20200101-000004" and left[-1] == run.name
 

@@ -107,7 +107,11 @@ class Catalogue:
         for word in [word for word in self.foreign if word in text]:
             form, english = self.foreign[word]
             pattern = re.compile(form.format(word=re.escape(word)), re.MULTILINE)
-            text = pattern.sub(lambda match, english=english: (": " if match["colon"] else "") + english, text)
+            parts = pattern.split(text)  # text, colon or None, text, ...
+            text = parts[0] + "".join(
+                f"{': ' if colon else ''}{english}{after}"
+                for colon, after in zip(parts[1::2], parts[2::2], strict=True)
+            )
         return text
 
     @cached_property

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 from paceline.errors import PacelineError
 from paceline.rundir import RunDir, is_locked, read_end, read_json_lines
+from paceline.terminal import cells, pad
 from paceline.units import format_bytes, format_count
 from paceline.watch.events import end_state
 from paceline.watch.growing_file import parse_lines, read_tail, search
@@ -165,7 +166,7 @@ def format_runs(runs: list[RunStatus]) -> str:
         for status in runs
     ]
     columns = [
-        [f"{cell:{'<' if number < 2 else '>'}{max(map(len, column))}}" for cell in column]
+        [pad(cell, max(map(cells, column)), right=number >= 2) for cell in column]
         for number, column in enumerate(zip(head, *rows, strict=True))
     ]
     return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))

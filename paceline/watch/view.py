@@ -25,6 +25,7 @@ from typing import Any
 from paceline.errors import PacelineError, UsageError
 from paceline.options import WatchOptions
 from paceline.rundir import RunDir, find_run
+from paceline.terminal import cells, pad
 from paceline.units import format_count, format_duration, format_list
 from paceline.watch.panels import action_text, figures, goodput_panel, run_panels, why_panel
 from paceline.watch.snapshot import Series, Snapshot, changes, to_text
@@ -208,9 +209,9 @@ def explanation(snapshot: Snapshot) -> list[str]:
 
 def curves(series: dict[str, Series]) -> str:
     drawn = {name: values for name, curve in series.items() if len(values := finite(curve.values)) > 1}
-    wide = max(map(len, drawn), default=0)
+    wide = max(map(cells, drawn), default=0)
     return "\n".join(
-        f"{name:<{wide}}  {sparkline(values, SPARKLINE_WIDTH)}  {format_short(values[0])} to {format_short(values[-1])}"
+        f"{pad(name, wide)}  {sparkline(values, SPARKLINE_WIDTH)}  {format_short(values[0])} to {format_short(values[-1])}"
         for name, values in drawn.items()
     )
 

@@ -8,9 +8,11 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from run_folders import write_run
 
 from paceline.errors import PacelineError
 from paceline.rundir import RunDir, append_event, append_json_line, find_run, lock_run
+from paceline.terminal import cells
 from paceline.watch.status import (
     MAX_END_BYTES,
     RunList,
@@ -205,3 +207,12 @@ def test_a_run_is_found_by_its_folder_or_its_name(script_run):
     assert find_run("r", runs_dir=str(script_run.path.parent)) == script_run
     with pytest.raises(PacelineError):
         find_run("nowhere")
+
+
+def test_the_list_of_runs_has_straight_columns_behind_wide_names(tmp_path):
+    for name in ("中文实验", "books", "日本語モデル"):
+        write_run(tmp_path, name, steps=3)
+    lines = format_runs(RunList(tmp_path).read()).splitlines()
+    starts = [cells(line[: line.index(word)]) for line, word in zip(lines, ["state", *["finished"] * 3], strict=True)]
+    assert len(set(starts)) == 1
+    assert len({cells(line) for line in lines}) == 1

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from statistics import fmean
 
+from paceline.terminal import cells, cut, pad
 from paceline.units import format_count
 from paceline.watch.snapshot import Series, Snapshot
 from paceline.watch.summary import METRICS, format_measure
-from paceline.watch.terminal.line import EMPTY, Line, cells, clean, cut, heading, side_by_side, split_width
+from paceline.watch.terminal.line import EMPTY, Line, clean, heading, side_by_side, split_width
 
 CURVES = [name for name in METRICS if name != "peak_bytes"]  # known curves, the most important first
 DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # of a character: left and right column, top to bottom
@@ -55,7 +56,7 @@ def curve_line(name: str, series: Series, *, room: int, is_current: bool) -> Lin
     low_text, high_text, last = (format_measure(name, value) for value in (min(values), max(values), values[-1]))
     return (
         (" > " if is_current else "   ", "key"),
-        (f"{cut(title, 13):<14}", "strong" if is_current else ""),
+        (pad(cut(title, 13), 14), "strong" if is_current else ""),
         (f"{steady_line(series, room, least_span):<{room}}", style),
         (f"{low_text:>11}{high_text:>11}", "faint"),
         (f"{last:>11} ", "strong"),

@@ -7,16 +7,16 @@ alone, so a line reads the same without it. Colour-blind readers can tell the co
 
 import unicodedata
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, chain, pairwise, takewhile, zip_longest
+from itertools import accumulate, chain, pairwise, zip_longest
 from typing import NamedTuple
 
+from paceline.terminal import ELLIPSIS, cells, cut
 from paceline.watch.snapshot import Snapshot
 
 Piece = tuple[str, str]  # text, name of its style
 Line = tuple[Piece, ...]
 
 EMPTY: Line = ()
-ELLIPSIS = "…"
 
 STYLES = {  # as rich writes it; and for `--once`, as SGR of the sixteen colours that every terminal has
     "": ("", ""),
@@ -74,25 +74,8 @@ def clean(text: str) -> str:
     return "".join(char for char in text if unicodedata.category(char) not in ("Cf", "Zl", "Zp"))
 
 
-def cells(text: str) -> int:
-    """Columns that a text takes: two for a wide character, none for one that combines with the character before it."""
-    if text.isascii():
-        return len(text)
-    return sum(
-        0 if unicodedata.combining(char) else 1 + (unicodedata.east_asian_width(char) in ("W", "F")) for char in text
-    )
-
-
 def width_of(line: Iterable[Piece]) -> int:
     return sum(cells(text) for text, _ in line)
-
-
-def cut(text: str, width: int) -> str:
-    """Cuts a text to at most `width` columns, with an ellipsis for what is cut off."""
-    if cells(text) <= width:
-        return text
-    ends = takewhile(lambda end: end < width, accumulate(map(cells, text)))
-    return text[: len(list(ends))] + ELLIPSIS if width > 0 else ""
 
 
 def fit(line: Iterable[Piece], width: int) -> Line:

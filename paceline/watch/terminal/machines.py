@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from statistics import median
 
+from paceline.terminal import cells, cut, pad
 from paceline.units import GIB, format_bytes, format_duration, format_list, format_ms, format_number_of
 from paceline.watch.snapshot import LIVE, GpuView, HostView, RankView, Snapshot
 from paceline.watch.summary import (
@@ -29,9 +30,7 @@ from paceline.watch.terminal.line import (
     Line,
     Piece,
     bar,
-    cells,
     clean,
-    cut,
     facts_line,
     fit,
     heading,
@@ -62,7 +61,7 @@ def gpu_rows(gpus: Sequence[GpuView], *, width: int) -> list[Line]:
         share = memory_share(gpu)
         line: list[Piece] = [
             (f" {gpu.index:>2} ", "strong"),
-            (f"{cut(name, name_width):<{name_width}}  ", "faint"),
+            (f"{pad(cut(name, name_width), name_width)}  ", "faint"),
             *bar(share, room, style="orange" if share and share > FULL_MEMORY else "violet"),
             (f" {format_memory(gpu):>13}  ", ""),
             *bar(gpu.use, room, style="green"),
@@ -110,7 +109,7 @@ def host_summary(host: HostView) -> Line:
     num_slowed = sum(bool(gpu_problems(gpu)) for gpu in host.gpus)
     memory = [None if share is None else 100 * share for share in map(memory_share, host.gpus)]
     use = [None if gpu.use is None else 100 * gpu.use for gpu in host.gpus]
-    line: list[Piece] = [(f" {cut(clean(host.name), 18):<18} ", "strong"), (f"{len(host.gpus)} GPUs  ", "faint")]
+    line: list[Piece] = [(f" {pad(cut(clean(host.name), 18), 19)}", "strong"), (f"{len(host.gpus)} GPUs  ", "faint")]
     line += [("mem ", "faint"), (f"{span(memory, ' %'):<10}", ""), ("use ", "faint"), (f"{span(use, ' %'):<10}", "")]
     line.append((f"{span([gpu.temperature_c for gpu in host.gpus], ' °C'):<10}", ""))
     return (*line, (f"! {num_slowed} slowed" if num_slowed else "", "warning"))
@@ -238,7 +237,9 @@ def gpus_over_time(snapshot: Snapshot, *, width: int, height: int) -> list[Line]
     lines: list[Line] = []
     for label, series in zip(labels, curves.values(), strict=True):
         line = (pulse(even_values(series.times, series.values, column - margin - 9)), "green")
-        lines.append(((f" {cut(label, margin):>{margin}} ", "strong"), line, (f" {series.values[-1]:>5.0%}", "")))
+        lines.append(
+            ((f" {pad(cut(label, margin), margin, right=True)} ", "strong"), line, (f" {series.values[-1]:>5.0%}", ""))
+        )
     return section("GPU use, over time", in_columns(lines, columns, width=width), width)
 
 
@@ -262,7 +263,7 @@ def process_lines(gpus: Sequence[GpuView], *, width: int) -> list[Line]:
         for process in gpu.processes:
             size = process.get("bytes")
             memory = f"{size / GIB:.1f} GiB" if isinstance(size, int | float) else ""
-            name = f"{process.get('pid')} {cut(clean(str(process.get('name') or '')), 14):<15}"
+            name = f"{process.get('pid')} {pad(cut(clean(str(process.get('name') or '')), 14), 15)}"
             mark = "  ! not of this run" if process.get("ours") is False else ""
             lines.append(
                 ((f"    GPU {gpu.index}  ", "faint"), (name, ""), (f"{memory:>9}", "faint"), (mark, "warning"))
@@ -280,9 +281,9 @@ def rank_lines(snapshot: Snapshot, *, width: int) -> list[Line]:
     cell = min(width, 42)
     lines: list[Line] = []
     for rank in ranks:
-        where = f"{cut(clean(rank.host or ''), 12):<13}" if width >= 100 else ""
+        where = pad(cut(clean(rank.host or ""), 12), 13) if width >= 100 else ""
         line: list[Piece] = [*rank_cell(rank, width=cell, longest=longest), (f"  {where}", "faint")]
-        room = width - cell - 2 - len(where) - 1
+        room = width - cell - 2 - cells(where) - 1
         if rank.rank < len(snapshot.rank_series) and room > 4:
             curve = snapshot.rank_series[rank.rank].values
             line.append((sparkline(curve, room, low=low, high=high), "orange" if rank.slow else "blue"))

@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from paceline.terminal import cut, pad
 from paceline.units import format_bytes
 from paceline.watch.growing_file import read_tail, search
 from paceline.watch.snapshot import LIVE, LogView, Series, Snapshot
@@ -20,7 +21,6 @@ from paceline.watch.terminal.line import (
     Line,
     clean,
     coloured,
-    cut,
     fit,
     heading,
     help_lines,
@@ -269,7 +269,7 @@ def once_curve(name: str, series: Series, *, width: int) -> Line:
     first, last = chart.format_short(series.values[0]), format_measure(name, series.values[-1])
     room = max(4, min(60, width - 40))
     return (
-        (f" {cut(clean(name), 14):<15}{first:>7} ", ""),
+        (f" {pad(cut(clean(name), 14), 15)}{first:>7} ", ""),
         (chart.steady_line(series, room, chart.curve_look(name)[2]), "blue"),
         (f" {last}", "strong"),
     )

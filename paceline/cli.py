@@ -7,6 +7,7 @@ command needs. Exit codes: 0 done; 1 an error of the user's, with its fix; 2 wro
 
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -234,7 +235,7 @@ def sample(args: options.SampleOptions) -> None:
 
 
 def data(args: options.DataOptions) -> None:
-    from paceline.data.prepare import data_info, verify
+    from paceline.data.prepare import data_info, format_prepared, verify
     from paceline.launch.train import prepare_data
     from paceline.terminal import show_progress
 
@@ -243,6 +244,11 @@ def data(args: options.DataOptions) -> None:
         with show_progress() as progress:
             verify(dataset, progress=progress)
     facts = data_info(dataset)
+    if not args.json and not isinstance(args, options.DataInfoOptions):
+        config = [args.config] if args.config else []
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in args.keys.items()]
+        print(f"{format_prepared(dataset)}\nnext    {shlex.join(['paceline', 'train', *config, *flags])}")
+        return
     if not args.json:
         facts = {**facts.pop("splits"), **facts, "files": len(facts["files"])}
     print_facts(facts, as_json=args.json)
@@ -258,7 +264,15 @@ def tokenizer_train(args: options.TokenizerTrainOptions) -> None:
     with show_progress() as progress:
         tokenizer = train_tokenizer_on(list_files(args.data), vocab_size=args.vocab_size, progress=progress)
     tokenizer.save(args.out)
-    print_facts(tokenizer_info(tokenizer, sample=SAMPLE_TEXT), as_json=args.json)
+    facts = tokenizer_info(tokenizer, sample=SAMPLE_TEXT)
+    if args.json:
+        print_facts(facts, as_json=True)
+        return
+    size = (
+        f"vocabulary {facts['vocab_size']:,}, {facts['bytes_per_token']:.2f} bytes per token on a few lines of Python"
+    )
+    train = shlex.join(["paceline", "train", f"--data={args.data}", f"--tokenizer={args.out}"])
+    print(f"wrote   {args.out}: {size}\nnext    {train}")
 
 
 def tokenizer_info(args: options.TokenizerInfoOptions) -> None:

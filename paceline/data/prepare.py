@@ -30,7 +30,7 @@ from paceline.data.readers import SourceFile
 from paceline.data.tokenizer import TOKENIZER_FILE, Tokenizer, read_tokenizer_file
 from paceline.errors import PacelineError
 from paceline.rundir import write_atomic
-from paceline.units import format_bytes
+from paceline.units import format_bytes, format_duration, format_number_of
 
 if TYPE_CHECKING:
     from paceline.data.dataset import TokenSplit
@@ -246,6 +246,29 @@ def data_info(dataset: TokenDataset) -> dict[str, Any]:
         "held_out_share": splits["val"]["num_bytes"] / total["num_bytes"],
         "disk_bytes": sum(facts["bytes"] for facts in meta["files"].values()),
     }
+
+
+def format_prepared(dataset: TokenDataset) -> str:
+    """Returns what `paceline data prepare` prints: where the shards are, how much text is in them, and how long it took."""
+    facts = data_info(dataset)
+    train, val = (facts["splits"][name]["num_tokens"] for name in ("train", "val"))
+    files, documents = (
+        format_number_of(facts["num_files"], "file"),
+        format_number_of(facts["num_documents"], "document"),
+    )
+    seconds = (facts.get("train_tokenizer_s") or 0.0) + facts["tokenize_s"]
+    lines = {
+        "text": f"{facts['source']}: {files}, {documents}, {format_bytes(facts['num_bytes'])}",
+        "tokens": f"{facts['num_tokens']:,}: {train:,} to train on, {val:,} held out; vocabulary {facts['vocab_size']:,}",
+        "size": f"{facts['bytes_per_token']:.2f} bytes per token, {format_bytes(facts['disk_bytes'])} on disk",
+        "time": "none: it was there already"
+        if dataset.reused
+        else f"{seconds:.1f}s"
+        if seconds < 60
+        else format_duration(seconds),
+        "shards": str(dataset.path),
+    }
+    return "\n".join(f"{name:<8}{text}" for name, text in lines.items())
 
 
 def _repeat_fix(path: Path) -> str:

@@ -254,7 +254,7 @@ def grad_accum_steps(total_batch_size: int, *, device_batch_size: int, sequence_
         takers = format_number_of(world_size, "process takes", "processes take")
         raise PlanError(
             f"total_batch_size {total_batch_size:,} is not a multiple of the {tokens_per_micro_step:,} tokens"
-            f" that {takers} at once ({device_batch_size} rows x {sequence_len} tokens each)",
+            f" that {takers} at once ({format_number_of(device_batch_size, 'row')} x {sequence_len} tokens each)",
             fix=f"set total_batch_size to {upper:,}" + (f" or {lower:,}" if lower else ""),
         )
     return steps

@@ -363,7 +363,8 @@ def goodput_line(goodput: Goodput) -> str:
         for row in time_rows(goodput)
         if row["kind"] not in ("steps", "idle") and row["share"] >= MIN_SHARE
     ]
-    steps = f"{format_percent(goodput.share)} of {format_duration(goodput.busy_s)} in {TIME_KINDS['steps']}"
+    kind = TIME_KINDS["steps"] if goodput.num_steps or not goodput.seconds["steps"] else "the script"
+    steps = f"{format_percent(goodput.share)} of {format_duration(goodput.busy_s)} in {kind}"
     speed = "" if goodput.tok_per_sec is None else f"; {goodput.tok_per_sec:,.0f} tok/s overall"
     energy = "" if goodput.energy_j is None else f"; {format_energy(goodput.energy_j)}"
     return f"{', '.join([steps, *others])}{speed}{energy}"

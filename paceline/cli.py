@@ -104,9 +104,10 @@ def comm(args: options.CommOptions) -> int:
 
 
 def watch(args: options.WatchOptions) -> int:
+    from paceline.launch.health import live_samples
     from paceline.watch.view import show_run
 
-    return show_run(args)
+    return show_run(args, live_samples)
 
 
 def explain(args: options.ExplainOptions) -> None:

@@ -46,15 +46,23 @@ SPARKLINE_WIDTH = 48  # characters of a curve in Markdown
 MAX_EVENTS = 30  # in Markdown
 
 
-def show_run(options: WatchOptions) -> int:
-    """Shows the run or log that the options mean, in the view that they mean; returns the exit code."""
+def show_run(options: WatchOptions, samples: Callable[[Path], Iterator[dict[str, Any]]] = lambda _: iter(())) -> int:
+    """Shows the run or log that the options mean, in the view that they mean; returns the exit code.
+
+    samples: of this machine, and of the disk that a path is on, to be shown beside a log.
+    """
     check_options(options)
     if options.web:
         from paceline.watch.web import serve
 
         path = what_to_watch(options) if options.run or options.log else None
         return serve(Path(options.runs_dir), path, port=options.port, open_browser=options.open)
-    reader = open_reader(what_to_watch(options))
+    path = what_to_watch(options)
+    reader = open_reader(path)
+    if path.is_file():
+        from paceline.watch.log_reader import LogAndMachine
+
+        reader = LogAndMachine(path, samples(path.absolute().parent))
     if options.json:
         print(json.dumps(reader.update().to_json(), indent=1))
         return 0

@@ -72,7 +72,10 @@ def show_run(options: WatchOptions, samples: Callable[[Path], Iterator[dict[str,
         from paceline.watch.terminal.app import WatchApp
 
         ascii_only = ascii_only or terminal in PLAIN_TERMINALS
-        WatchApp(reader, interval_s=options.interval_s or INTERVAL_S, ascii_only=ascii_only).run()
+        run_list, interval_s = RunList(Path(options.runs_dir)), options.interval_s or INTERVAL_S
+        several = not (options.run or options.log) and sum(run.state == "running" for run in run_list.read()) > 1
+        page = "runs" if several else "overview"
+        WatchApp(reader, interval_s=interval_s, ascii_only=ascii_only, run_list=run_list, page=page).run()
         return 0
     if not options.once:
         print("standard output is not a terminal: printing one view, as --once does", file=sys.stderr)

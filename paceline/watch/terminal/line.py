@@ -57,11 +57,13 @@ KEY_HELP = (
     ("r, Ctrl-L", "read now; repaint the screen"),
     ("← →", "on curves: another curve. On log: another rank"),
     ("z", "on curves: all steps, the last half, the last tenth"),
-    ("y", "on curves: logarithmic axis on and off"),
+    ("y s", "on curves: logarithmic axis on and off, smoothed or as it is"),
+    ("[ ]", "on curves: read the curve at a point further left or right"),
     ("a", "on log: the previous attempt"),
     ("/", "on log: find a text in the whole file, in upper or lower case. Esc returns to its end"),
     ("w", "on log: wrap long lines on and off"),
     ("c", "on why: copy the fix"),
+    ("o", "the list of runs: ↑ ↓ choose one, Enter opens it, m compares it with the one that is open"),
     ("q, Ctrl-C", "quit. The run continues"),
 )
 
@@ -236,6 +238,8 @@ def page_keys(
 
 
 def extra_keys(page: str, snapshot: Snapshot, *, copied: bool) -> list[Key]:
+    if page == "runs":
+        return [Key("↑↓", "choose", "choose_run(1)"), Key("Enter", "open", "open_run"), Key("m", "compare", "compare")]
     if page == "curves" and snapshot.series:
         return [Key("←→", "curve", "neighbour(1)"), Key("z", "zoom", "zoom"), Key("y", "log axis", "log_scale")]
     if page == "log" and snapshot.logs:

@@ -31,6 +31,7 @@ from paceline.watch.terminal.line import (
     split_width,
     to_ascii,
 )
+from paceline.watch.terminal.runs import RunChoice, compare_page, runs_page
 
 FIRST_CURVES = ("loss", "val_bpb", "tok_per_sec")
 WIDE = 130
@@ -61,6 +62,7 @@ class LogText:
 
 
 NO_LOG = LogText(None, LogChoice(), [])
+NO_RUNS = RunChoice()
 
 
 def page_lines(
@@ -73,6 +75,7 @@ def page_lines(
     choice: chart.CurveChoice,
     log: LogText,
     wrapped: bool,
+    runs: RunChoice = NO_RUNS,
 ) -> list[Line]:
     """The lines of a page by its name. Pages other than overview and curves leave a column to the scrollbar."""
     width -= page not in ("overview", "curves")
@@ -88,6 +91,10 @@ def page_lines(
             lines = log_lines(log, width=width, wrapped=wrapped)
         case "why":
             lines = head.why_page(snapshot, width=width)
+        case "runs":
+            lines = runs_page(runs, opened=snapshot.path, width=width)
+        case "compare":
+            lines = compare_page(snapshot, runs, width=width, height=height)
         case "help":
             lines = help_lines(width)
         case _:
@@ -154,7 +161,7 @@ def wide_overview(snapshot: Snapshot, *, now: float, width: int, height: int, lo
         pairs = [names[i : i + 2] for i in range(1, len(names), 2)][: 3 if room >= 44 else 2 if room >= 26 else 1]
         pair_height = min(11, room // (len(pairs) + 2))
         large = room - (pair_height + 1) * len(pairs)
-        left = [*chart.curve_block(snapshot, names[0], width=widths[0], height=large), EMPTY]
+        left = [*chart.curve_block(snapshot, chart.CurveChoice(names[0]), width=widths[0], height=large), EMPTY]
         for pair in pairs:
             left += chart.curve_row(snapshot, pair, width=widths[0], height=pair_height, shares=(1, 1), gap=3)
             left.append(EMPTY)

@@ -275,6 +275,8 @@ class WatchApp(App[None]):
             self.body.scroll_end(animate=False, x_axis=False)
         if self.page in ("runs", "compare"):
             self.action_read()
+        if self.page == "runs":
+            self.action_choose_run(0)  # scrolls to it
 
     def action_choose_run(self, by: int) -> None:
         chosen = max(0, min(len(self.run_choice.runs) - 1, self.run_choice.chosen + by))
@@ -300,7 +302,6 @@ class WatchApp(App[None]):
             self.action_read()
 
     def action_compare(self) -> None:
-        """Compares the open run with the chosen one."""
         if self.snapshot and (reader := self.chosen_reader()):
             settings = differing_settings(Path(self.snapshot.path), self.run_choice.path)
             self.other, self.run_choice = reader, replace(self.run_choice, other=None, settings=settings)

@@ -98,10 +98,10 @@ def curve_block(snapshot: Snapshot, choice: CurveChoice, *, width: int, height: 
     planned = (snapshot.plan or {}).get(name)
     planned = planned if isinstance(planned, int | float) else None
     right: Line = ((format_measure(name, series.values[-1]), "strong"),) if series.values else ()
-    if choice.point is not None and series.values:
-        step, value = value_at(series, choice.point)
-        right = ((f"step {step:,}: ", "faint"), (format_measure(name, value), "key"), ("   last ", "faint"), *right)
     shown = smoothed(series) if choice.smooth else series
+    if choice.point is not None and series.values:
+        step, value = value_at(shown, choice.point)
+        right = ((f"step {step:,}: ", "faint"), (format_measure(name, value), "key"), ("   last ", "faint"), *right)
     look: dict[str, Any] = {
         "least_span": least_span,
         "log": choice.log_scale,

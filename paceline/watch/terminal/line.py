@@ -232,6 +232,9 @@ def page_keys(
     keys += [Key("space", "continue", "hold", active=True)] if held else []
     keys += [Key("?", "help", f"page('{HELP_PAGE}')", active=page == HELP_PAGE), Key("q", "quit", "quit")]
     pages = [Key(str(i), name, f"page('{name}')", active=name == page) for i, name in enumerate(PAGES, 1)]
+    runs = Key("o", "runs", "page('runs')", active=page == "runs")
+    if width_of(key_line([*pages, runs, *keys])) <= width + 1:
+        keys.insert(0, runs)
     if width_of(key_line([*pages, *keys])) > width + 1:
         pages = [key if key.active else key._replace(label="") for key in pages]
     return [*pages, *keys]
@@ -240,6 +243,8 @@ def page_keys(
 def extra_keys(page: str, snapshot: Snapshot, *, copied: bool) -> list[Key]:
     if page == "runs":
         return [Key("↑↓", "choose", "choose_run(1)"), Key("Enter", "open", "open_run"), Key("m", "compare", "compare")]
+    if page == "compare":
+        return [Key("Esc", "runs", "escape")]
     if page == "curves" and snapshot.series:
         return [Key("←→", "curve", "neighbour(1)"), Key("z", "zoom", "zoom"), Key("y", "log axis", "log_scale")]
     if page == "log" and snapshot.logs:

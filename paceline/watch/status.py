@@ -256,10 +256,15 @@ class Opened:
 
 
 class Shelf:
-    """The runs of a folder, each read as it grows. named: a run folder or a log file elsewhere that is shown too."""
+    """The runs of a folder, each read as it grows.
 
-    def __init__(self, runs_dir: Path, named: Path | None = None):
-        self.runs_dir = runs_dir
+    named: a run folder or a log file elsewhere that is shown too; open_named opens it.
+    """
+
+    def __init__(
+        self, runs_dir: Path, named: Path | None = None, *, open_named: Callable[[Path], Reader] = open_reader
+    ):
+        self.runs_dir, self.open_named = runs_dir, open_named
         self.named = named and named.absolute()  # a run may be called `.`
         self._list = RunList(runs_dir)
         self._opened: dict[str, Opened] = {}  # the last used one is the last
@@ -314,7 +319,8 @@ class Shelf:
         path = self.paths()[name]
         check_links(path)
         with self._lock:
-            self._opened[name] = opened = self._opened.pop(name, None) or Opened(open_reader(path))
+            open_path = self.open_named if path == self.named else open_reader
+            self._opened[name] = opened = self._opened.pop(name, None) or Opened(open_path(path))
             if len(self._opened) > MAX_OPEN:
                 del self._opened[next(iter(self._opened))]
             return opened

@@ -29,7 +29,7 @@ from paceline.terminal import cells, pad
 from paceline.units import format_count, format_duration, format_list
 from paceline.watch.panels import action_text, figures, goodput_panel, run_panels, why_panel
 from paceline.watch.snapshot import Series, Snapshot, changes, to_text
-from paceline.watch.status import RunList, open_reader, read_about
+from paceline.watch.status import Reader, RunList, Shelf, open_reader, read_about
 from paceline.watch.summary import attempt_outcome, format_time, summarize
 from paceline.watch.terminal.chart import finite, format_short, sparkline
 from paceline.watch.terminal.pages import format_once
@@ -52,17 +52,19 @@ def show_run(options: WatchOptions, samples: Callable[[Path], Iterator[dict[str,
     samples: of this machine, and of the disk that a path is on, to be shown beside a log.
     """
     check_options(options)
+
+    def open_watched(path: Path) -> Reader:
+        from paceline.watch.log_reader import LogAndMachine
+
+        return LogAndMachine(path, samples(path.absolute().parent)) if path.is_file() else open_reader(path)
+
     if options.web:
         from paceline.watch.web import serve
 
         path = what_to_watch(options) if options.run or options.log else None
-        return serve(Path(options.runs_dir), path, port=options.port, open_browser=options.open)
-    path = what_to_watch(options)
-    reader = open_reader(path)
-    if path.is_file():
-        from paceline.watch.log_reader import LogAndMachine
-
-        reader = LogAndMachine(path, samples(path.absolute().parent))
+        shelf = Shelf(Path(options.runs_dir), path, open_named=open_watched)
+        return serve(shelf, path, port=options.port, open_browser=options.open)
+    reader = open_watched(what_to_watch(options))
     if options.json:
         print(json.dumps(reader.update().to_json(), indent=1))
         return 0

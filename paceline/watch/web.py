@@ -67,19 +67,19 @@ MAX_COMPARED = 5
 MISSING = (KeyError, OSError, PacelineError)  # raised by reading a run that does not exist, or no longer does
 
 
-def serve(runs_dir: Path, run: Path | None, *, port: int | None, open_browser: bool) -> int:
+def serve(shelf: Shelf, run: Path | None, *, port: int | None, open_browser: bool) -> int:
     """Serves the page until Ctrl-C and returns the exit code. run: a run folder or a log file to open with."""
     if run is not None:
         open_reader(run)  # reports a wrong path here, not in the browser
         check_links(run)
-    shelf, token, listening = Shelf(runs_dir, run), secrets.token_urlsafe(24), listen(port)
+    token, listening = secrets.token_urlsafe(24), listen(port)
     if run is not None:  # the run is read while the browser opens the page
         threading.Thread(target=shelf.read_ahead, args=[run.absolute().name], daemon=True).start()
     number = listening.getsockname()[1]
     address = f"http://127.0.0.1:{number}/?token={token}" + (f"#/run/{quote(run.absolute().name)}" if run else "")
     for link in shelf.refused():
         print(f"not shown: {link} leads out of its run folder")
-    print(f"{run or runs_dir} in the browser, until Ctrl-C:\n\n  {address}\n")
+    print(f"{run or shelf.runs_dir} in the browser, until Ctrl-C:\n\n  {address}\n")
     print(f"from another computer: ssh -L {number}:127.0.0.1:{number} THIS_HOST, then the same address", flush=True)
     config = uvicorn.Config(
         app="", log_level="error", access_log=False, lifespan="off", timeout_graceful_shutdown=2, server_header=False

@@ -28,7 +28,7 @@ from paceline.rundir import RunDir, find_run
 from paceline.terminal import cells, pad
 from paceline.units import format_count, format_duration, format_list
 from paceline.watch.panels import action_text, figures, goodput_panel, run_panels, why_panel
-from paceline.watch.snapshot import Series, Snapshot, changes, to_text
+from paceline.watch.snapshot import LIVE, Series, Snapshot, changes, to_text
 from paceline.watch.status import Reader, RunList, Shelf, open_reader, read_about
 from paceline.watch.summary import attempt_outcome, format_time, summarize
 from paceline.watch.terminal.chart import finite, format_short, sparkline
@@ -75,7 +75,7 @@ def show_run(options: WatchOptions, samples: Callable[[Path], Iterator[dict[str,
 
         ascii_only = ascii_only or terminal in PLAIN_TERMINALS
         run_list, interval_s = RunList(Path(options.runs_dir)), options.interval_s or INTERVAL_S
-        several = not (options.run or options.log) and sum(run.state == "running" for run in run_list.read()) > 1
+        several = not (options.run or options.log) and sum(run.state in LIVE for run in run_list.read()) > 1
         page = "runs" if several else "overview"
         WatchApp(reader, interval_s=interval_s, ascii_only=ascii_only, run_list=run_list, page=page).run()
         return 0

@@ -125,7 +125,8 @@ def test_watching_does_not_change_a_run(tmux, tmp_path, leave):
 def test_without_a_name_and_with_several_running_runs_it_opens_with_their_list(tmux, tmp_path):
     locks = [lock_run(write_run(tmp_path / "runs", name, end=None)) for name in ("first", "second")]
     tmux.run(sys.executable, "-m", "paceline.cli", "watch", "--runs-dir", str(tmp_path / "runs"))
-    assert tmux.wait_for("── runs: 2", "first ", "second ", "Enter open").count("● running") == 2
+    screen = tmux.wait_for("── runs: 2", "first ", "second ", "Enter open")
+    assert len(re.findall(r"(?:first|second) .*● (?:running|training) .*100/200", screen)) == 2
     tmux.press("Down", "Enter")
     tmux.wait_for("1 overview", "── loss")
     tmux.press("q")

@@ -40,7 +40,7 @@ BRAILLE = {  # dots that lie high, low, or both
     0x2800 + dots: " " if not dots else "'" if not dots & 0b11110110 else "." if not dots & 0b00011011 else ":"
     for dots in range(256)
 }
-ASCII = BRAILLE | str.maketrans("━╸─┈│┤└●○◐✓✗■↻·…°–−×█▁▂▃▄▅▆▇␡←→↑↓␣", "==-.||+*oo+x#@-.'--x#.,:-=+*?<>^v_")
+ASCII = BRAILLE | str.maketrans("━╸─┈╌┊│┤└●○◐✓✗■↻·…°–−×█▁▂▃▄▅▆▇␡←→↑↓␣", "==-.-:||+*oo+x#@-.'--x#.,:-=+*?<>^v_")
 CONTROLS: dict[int, int | str] = {  # of clean
     **{code: 0x2400 + code for code in range(32)},
     127: "␡",

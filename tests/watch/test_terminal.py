@@ -365,7 +365,7 @@ def many_runs(tmp_path):
     for number in range(120):
         run = write_run(tmp_path, f"run-{number:03d}", steps=3, end=None, depth=4 + number % 2)
         append_step(run, 200, loss=3 - number % 2, val_bpb=1.25)
-        append_json_line(run.events, {"time": utc(number), "event": "finished", "step": 200})
+        append_json_line(run.events, {"time": utc(1000 + number), "event": "finished", "step": 200})
     return tmp_path
 
 

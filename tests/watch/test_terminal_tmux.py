@@ -114,7 +114,7 @@ def test_watching_does_not_change_a_run(tmux, tmp_path, leave):
     tmux.press("5")
     tmux.wait_for("log of rank 0")
     tmux.press("/", "b", "o", "o", "Enter")
-    tmux.wait_for("1 lines with boo")
+    tmux.wait_for("1 line with boo")
     tmux.press("6", "c", "Space", "r", "r", "Space", "1")
     tmux.wait_for("1 overview")
     tmux.press(leave)
@@ -125,7 +125,8 @@ def test_watching_does_not_change_a_run(tmux, tmp_path, leave):
 def test_without_a_name_and_with_several_running_runs_it_opens_with_their_list(tmux, tmp_path):
     locks = [lock_run(write_run(tmp_path / "runs", name, end=None)) for name in ("first", "second")]
     tmux.run(sys.executable, "-m", "paceline.cli", "watch", "--runs-dir", str(tmp_path / "runs"))
-    assert tmux.wait_for("── runs: 2", "first ", "second ", "Enter open").count("● running") == 2
+    screen = tmux.wait_for("── runs: 2", "first ", "second ", "Enter open")
+    assert len(re.findall(r"(?:first|second) .*● (?:running|training) .*100/200", screen)) == 2
     tmux.press("Down", "Enter")
     tmux.wait_for("1 overview", "── loss")
     tmux.press("q")

@@ -2,8 +2,12 @@
 
 import os
 import socket
+import subprocess
+import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -121,7 +125,7 @@ def test_a_growing_log_is_followed_and_a_truncated_one_is_read_from_its_start(tm
     path.write_text("step 1 loss: 9.0\n")
     assert reader.update().series["loss"].values == [9.0]
     path.unlink()
-    assert reader.update().notes == [f"{path} is gone"]
+    assert (reader.update().state, reader.update().notes) == ("gone", [f"{path} does not exist"])
 
 
 @pytest.mark.parametrize(
@@ -218,3 +222,26 @@ def test_the_samples_of_this_machine_become_curves_and_a_driver_that_hangs_delay
         assert snapshot.host_series[f"{host.name} cpu"].values == [0.25, 0.25]
     finally:
         enough.set()
+
+
+UNREADABLE = """
+import os, sys
+from pathlib import Path
+
+import paceline.watch.log_reader
+from paceline.watch.status import open_reader
+if os.geteuid() == 0:
+    os.seteuid(65534)
+snapshot = open_reader(Path(sys.argv[1])).update()
+print(snapshot.state, snapshot.notes)
+"""
+
+
+def test_a_log_that_cannot_be_read_is_unknown():
+    with tempfile.TemporaryDirectory() as name:  # not pytest's, which are its user's alone
+        Path(name).chmod(0o755)
+        path = Path(name) / "out.log"
+        path.write_text("step 1 loss: 3.0\n")
+        path.chmod(0)
+        done = subprocess.run([sys.executable, "-c", UNREADABLE, str(path)], capture_output=True, text=True)
+    assert done.stdout == f"unknown ['{path} cannot be read: Permission denied']\n", done.stderr

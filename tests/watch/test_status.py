@@ -1,5 +1,6 @@
 """The list of runs, and one run at length, from what stands in the run folders."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 from run_folders import write_run
 
 from paceline.errors import PacelineError
-from paceline.rundir import RunDir, append_event, append_json_line, find_run, lock_run
+from paceline.rundir import RunDir, append_event, append_json_line, find_run, lock_run, utc_now
 from paceline.terminal import cells
 from paceline.watch.log_reader import LogAndMachine
 from paceline.watch.status import (
@@ -22,6 +23,7 @@ from paceline.watch.status import (
     format_runs,
     last_values,
     open_reader,
+    read_about,
     run_json,
     run_status,
 )
@@ -52,10 +54,14 @@ def test_a_long_run_is_read_from_its_end_back_to_the_last_value_of_each_field(tm
     assert (status.step, status.loss, status.val_bpb, status.tok_per_sec) == (9999, 2.0, 1.25, 5.0)
 
 
-def test_a_run_whose_lock_is_held_is_running(tmp_path):
+def test_a_run_whose_lock_is_held_has_the_state_of_its_page_and_the_time_of_its_last_step(tmp_path):
     run = make_run(tmp_path)
     fd = lock_run(run)
-    assert run_status(run).state == "running"
+    assert run_status(run).state == "starting"
+    now = utc_now()
+    append_json_line(run.metrics, {"step": 70, "time": now})
+    assert (run_status(run).state, run_status(run).time) == (open_reader(run.path).update().state, now)
+    assert run_status(run).state == "training"
     os.close(fd)
 
 
@@ -122,7 +128,7 @@ def test_each_listing_shows_the_current_state(tmp_path):
     append_json_line(run.metrics, {"step": 70})
     assert [status.step for status in runs.read()] == [70]
     fd = lock_run(run)
-    assert [status.state for status in runs.read()] == ["running"]
+    assert [status.state for status in runs.read()] == ["starting"]
     os.close(fd)
     append_event(run, "finished", step=100)
     assert [status.state for status in runs.read()] == ["finished"]
@@ -226,3 +232,14 @@ def test_the_browser_shows_a_named_log_as_the_command_opens_it(tmp_path):
     samples = [{"time": f"2026-11-22T12:00:0{second}.000Z", "cpu": 0.5} for second in (1, 2)]
     shelf = Shelf(tmp_path, log, open_named=lambda path: LogAndMachine(path, iter(samples)))
     assert [host.cpu for host in shelf.snapshot("out.log").hosts] == [0.5]
+
+
+def test_the_setup_of_a_run_is_that_of_its_hosts_and_its_last_attempt(script_run):
+    gpus = [{"name": "RTX 5090"}] * 2
+    for host, version in {"a": "2.9.0", "b": "2.8.0"}.items():
+        path = script_run.facts(host)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps({"gpus": gpus, "torch": {"version": version}}))
+    append_event(script_run, "attempt", attempt=3, world_size=4)
+    setup = {"ranks": "4", "hosts": "2", "GPUs": "2 x RTX 5090", "torch": "2.9.0, 2.8.0"}
+    assert read_about(script_run)["setup"] == setup

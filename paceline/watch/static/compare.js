@@ -71,7 +71,7 @@ class ComparePage {
   }
 
   drawDifferences() {
-    const configs = this.runs.map(({ about }) => about.config || {});
+    const configs = this.runs.map(({ about }) => ({ ...about.config, ...about.setup }));
     const keys = [...new Set(configs.flatMap(Object.keys))].filter(
       (key) => key !== 'name' && new Set(configs.map((config) => written(config[key]))).size > 1,
     );
@@ -81,11 +81,13 @@ class ComparePage {
   }
 }
 
-// figures: {value, better} of each run. Returns the index of the best; -1 if one is unknown or all are the same.
+// figures: {value, better, step} of the runs; step: of a value that compares only with those of the same step. Returns the index
+// of the best; -1 if one is unknown or all are the same.
 function bestIndex(figures) {
   const values = figures.map((figure) => figure?.value);
   const better = figures[0]?.better;
   if (!better || values.length < 2 || !values.every(isNumber) || new Set(values).size < 2) return -1;
+  if (new Set(figures.map(({ step }) => step)).size > 1) return -1;
   return values.indexOf(better === 'less' ? Math.min(...values) : Math.max(...values));
 }
 

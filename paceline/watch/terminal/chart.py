@@ -16,8 +16,8 @@ from typing import Any
 
 from paceline.terminal import cells, cut, pad
 from paceline.units import format_count
+from paceline.watch.measures import METRICS, format_measure
 from paceline.watch.snapshot import Series, Snapshot
-from paceline.watch.summary import METRICS, format_measure
 from paceline.watch.terminal.line import EMPTY, Line, clean, heading, side_by_side, split_width
 
 CURVES = [name for name in METRICS if name != "peak_bytes"]  # known curves, the most important first

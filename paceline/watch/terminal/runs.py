@@ -12,9 +12,10 @@ from typing import Any
 from paceline.rundir import RunDir
 from paceline.terminal import cut, pad
 from paceline.units import format_count
+from paceline.watch.measures import format_figure, format_measure, format_time
 from paceline.watch.snapshot import Snapshot
 from paceline.watch.status import RunStatus, format_steps, read_about
-from paceline.watch.summary import STATE_SIGNS, format_figure, format_measure, format_time
+from paceline.watch.summary import STATE_SIGNS
 from paceline.watch.terminal import chart
 from paceline.watch.terminal.line import EMPTY, Line, clean, heading, section, side_by_side, split_width
 
@@ -125,5 +126,4 @@ def differing_settings(left: Path, right: Path) -> list[Setting]:
 
 def settings_of(path: Path) -> dict[str, Any]:
     about = read_about(RunDir(path))
-    facts = {name: value for host in about["facts"][:1] for name, value in host["rows"] if name != "read"}
-    return {**about["config"], **facts}
+    return {**about["config"], **about["setup"]}

@@ -45,17 +45,18 @@ def header(snapshot: Snapshot, *, now: float, width: int, error: str | None = No
 
 
 def health(snapshot: Snapshot, *, now: float, width: int) -> list[Line]:
-    """One line, or two for a warning; none for a run that broke, because that has a banner."""
+    """One line where all is well, else up to two; none for a run that broke, because that has a banner."""
     summary = summarize(snapshot, now=now)
     if summary is None or snapshot.state in ("failed", "broken"):
         return []
     sign, style = LEVEL_SIGNS[summary.level]
     text, start = clean(summary.text), (f" {sign} ", style)
-    if summary.level == "warning":
-        lines = paragraph(text, width, start, style="orange")
+    if summary.level != "good":
+        tone = {"warning": "orange", "error": "red"}.get(summary.level, "")
+        lines = paragraph(text, width, start, style=tone)
         if len(lines) > 2:
             following = " ".join(line[-1][0] for line in lines[1:])
-            lines[1:] = paragraph(following, width, MARGIN, style="orange", wrapped=False)
+            lines[1:] = paragraph(following, width, MARGIN, style=tone, wrapped=False)
         return lines
     while cut(text, width - 4) != text and ", " in text:
         text = text.rpartition(", ")[0] + "."

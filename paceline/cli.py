@@ -276,14 +276,11 @@ def data(args: options.DataOptions) -> None:
         with show_progress() as progress:
             verify(dataset, progress=progress)
     facts = data_info(dataset)
-    if not args.json and not isinstance(args, options.DataInfoOptions):
-        config = [args.config] if args.config else []
-        flags = [f"--{name.replace('_', '-')}={value}" for name, value in args.keys.items()]
-        print(f"{format_prepared(dataset)}\nnext    {shlex.join(['paceline', 'train', *config, *flags])}")
-        return
-    if not args.json:
-        facts = {**facts.pop("splits"), **facts, "files": len(facts["files"])}
-    print_facts(facts, as_json=args.json)
+    if args.json or isinstance(args, options.DataInfoOptions):
+        shown = facts if args.json else {**facts.pop("splits"), **facts, "files": len(facts["files"])}
+        print_facts(shown, as_json=args.json)
+    else:
+        print(format_prepared(dataset, config=args.config, keys=args.keys))
 
 
 def tokenizer_train(args: options.TokenizerTrainOptions) -> None:
@@ -299,12 +296,9 @@ def tokenizer_train(args: options.TokenizerTrainOptions) -> None:
     facts = tokenizer_info(tokenizer, sample=SAMPLE_TEXT)
     if args.json:
         print_facts(facts, as_json=True)
-        return
-    size = (
-        f"vocabulary {facts['vocab_size']:,}, {facts['bytes_per_token']:.2f} bytes per token on a few lines of Python"
-    )
-    train = shlex.join(["paceline", "train", f"--data={args.data}", f"--tokenizer={args.out}"])
-    print(f"wrote   {args.out}: {size}\nnext    {train}")
+    else:
+        train = shlex.join(["paceline", "train", f"--data={args.data}", f"--tokenizer={args.out}"])
+        print(f"wrote   {args.out}: vocabulary {facts['vocab_size']:,}\nnext    {train}")
 
 
 def tokenizer_info(args: options.TokenizerInfoOptions) -> None:

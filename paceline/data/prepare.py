@@ -18,8 +18,9 @@ import errno
 import fcntl
 import hashlib
 import json
+import shlex
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -248,8 +249,8 @@ def data_info(dataset: TokenDataset) -> dict[str, Any]:
     }
 
 
-def format_prepared(dataset: TokenDataset) -> str:
-    """Returns what `paceline data prepare` prints: where the shards are, how much text is in them, and how long it took."""
+def format_prepared(dataset: TokenDataset, *, config: str | None, keys: Mapping[str, Any]) -> str:
+    """Returns what `paceline data prepare` prints: the shards, their text, the time, and the command that uses them."""
     facts = data_info(dataset)
     train, val = (facts["splits"][name]["num_tokens"] for name in ("train", "val"))
     files, documents = (
@@ -257,6 +258,7 @@ def format_prepared(dataset: TokenDataset) -> str:
         format_number_of(facts["num_documents"], "document"),
     )
     seconds = (facts.get("train_tokenizer_s") or 0.0) + facts["tokenize_s"]
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in keys.items()]
     lines = {
         "text": f"{facts['source']}: {files}, {documents}, {format_bytes(facts['num_bytes'])}",
         "tokens": f"{facts['num_tokens']:,}: {train:,} to train on, {val:,} held out; vocabulary {facts['vocab_size']:,}",
@@ -267,6 +269,7 @@ def format_prepared(dataset: TokenDataset) -> str:
         if seconds < 60
         else format_duration(seconds),
         "shards": str(dataset.path),
+        "next": shlex.join(["paceline", "train", *([config] if config else []), *flags]),
     }
     return "\n".join(f"{name:<8}{text}" for name, text in lines.items())
 

@@ -275,10 +275,10 @@ def data(args: options.DataOptions) -> None:
     if args.verify:
         with show_progress() as progress:
             verify(dataset, progress=progress)
-    facts = data_info(dataset)
     if args.json or isinstance(args, options.DataInfoOptions):
-        shown = facts if args.json else {**facts.pop("splits"), **facts, "files": len(facts["files"])}
-        print_facts(shown, as_json=args.json)
+        facts = data_info(dataset)
+        facts = facts if args.json else {**facts.pop("splits"), **facts, "files": len(facts["files"])}
+        print_facts(facts, as_json=args.json)
     else:
         print(format_prepared(dataset, config=args.config, keys=args.keys))
 
@@ -293,20 +293,18 @@ def tokenizer_train(args: options.TokenizerTrainOptions) -> None:
     with show_progress() as progress:
         tokenizer = train_tokenizer_on(list_files(args.data), vocab_size=args.vocab_size, progress=progress)
     tokenizer.save(args.out)
-    facts = tokenizer_info(tokenizer, sample=SAMPLE_TEXT)
     if args.json:
-        print_facts(facts, as_json=True)
+        print_facts(tokenizer_info(tokenizer, sample=SAMPLE_TEXT), as_json=True)
     else:
         train = shlex.join(["paceline", "train", f"--data={args.data}", f"--tokenizer={args.out}"])
-        print(f"wrote   {args.out}: vocabulary {facts['vocab_size']:,}\nnext    {train}")
+        print(f"wrote   {args.out}: vocabulary {tokenizer.vocab_size:,}\nnext    {train}")
 
 
 def tokenizer_info(args: options.TokenizerInfoOptions) -> None:
     from paceline.data.tokenizer import Tokenizer
     from paceline.data.tokenizer import tokenizer_info as info
 
-    sample_text = SAMPLE_TEXT if args.text is None else args.text
-    print_facts(info(Tokenizer.load(args.file), sample=sample_text), as_json=args.json)
+    print_facts(info(Tokenizer.load(args.file), sample=args.text or SAMPLE_TEXT), as_json=args.json)
 
 
 def completion(args: options.CompletionOptions) -> None:

@@ -7,6 +7,7 @@ command needs. Exit codes: 0 done; 1 an error of the user's, with its fix; 2 wro
 
 import json
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -134,9 +135,10 @@ def profile(args: options.ProfileOptions) -> None:
 
 
 def watch(args: options.WatchOptions) -> int:
+    from paceline.launch.health import live_samples
     from paceline.watch.view import show_run
 
-    return show_run(args)
+    return show_run(args, live_samples)
 
 
 def explain(args: options.ExplainOptions) -> None:
@@ -265,7 +267,7 @@ def sample(args: options.SampleOptions) -> None:
 
 
 def data(args: options.DataOptions) -> None:
-    from paceline.data.prepare import data_info, verify
+    from paceline.data.prepare import data_info, format_prepared, verify
     from paceline.launch.train import prepare_data
     from paceline.terminal import show_progress
 
@@ -273,10 +275,12 @@ def data(args: options.DataOptions) -> None:
     if args.verify:
         with show_progress() as progress:
             verify(dataset, progress=progress)
-    facts = data_info(dataset)
-    if not args.json:
-        facts = {**facts.pop("splits"), **facts, "files": len(facts["files"])}
-    print_facts(facts, as_json=args.json)
+    if args.json or isinstance(args, options.DataInfoOptions):
+        facts = data_info(dataset)
+        facts = facts if args.json else {**facts.pop("splits"), **facts, "files": len(facts["files"])}
+        print_facts(facts, as_json=args.json)
+    else:
+        print(format_prepared(dataset, config=args.config, keys=args.keys))
 
 
 def tokenizer_train(args: options.TokenizerTrainOptions) -> None:
@@ -289,15 +293,18 @@ def tokenizer_train(args: options.TokenizerTrainOptions) -> None:
     with show_progress() as progress:
         tokenizer = train_tokenizer_on(list_files(args.data), vocab_size=args.vocab_size, progress=progress)
     tokenizer.save(args.out)
-    print_facts(tokenizer_info(tokenizer, sample=SAMPLE_TEXT), as_json=args.json)
+    if args.json:
+        print_facts(tokenizer_info(tokenizer, sample=SAMPLE_TEXT), as_json=True)
+    else:
+        train = shlex.join(["paceline", "train", f"--data={args.data}", f"--tokenizer={args.out}"])
+        print(f"wrote   {args.out}: vocabulary {tokenizer.vocab_size:,}\nnext    {train}")
 
 
 def tokenizer_info(args: options.TokenizerInfoOptions) -> None:
     from paceline.data.tokenizer import Tokenizer
     from paceline.data.tokenizer import tokenizer_info as info
 
-    sample_text = SAMPLE_TEXT if args.text is None else args.text
-    print_facts(info(Tokenizer.load(args.file), sample=sample_text), as_json=args.json)
+    print_facts(info(Tokenizer.load(args.file), sample=args.text or SAMPLE_TEXT), as_json=args.json)
 
 
 def completion(args: options.CompletionOptions) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline.config import KEYS, LENGTH_KEYS, Config, check_config
+from paceline.encoding import not_utf8
 from paceline.errors import PacelineError, nearest
 from paceline.other_names import KEY_OF, translate
 from paceline.units import format_list
@@ -78,8 +79,12 @@ def read_config_file(path: Path, *, optimizer: str | None = None) -> tuple[dict[
         raise PacelineError(f"config file {path} does not exist", fix=f"give one that does{_nearby(path)}") from None
     except IsADirectoryError:
         raise PacelineError(f"config {path} is a folder", fix=f"give a .toml file{_nearby(path / 'x')}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise PacelineError(f"config file {path} cannot be read: {error}", fix="a readable UTF-8 .toml file") from error
+    except UnicodeDecodeError as error:
+        message, fix = not_utf8(path, path.read_bytes(), error)
+        raise PacelineError(f"config file {message}", fix=fix) from error
+    except OSError as error:
+        fix = "check that you may read it, and the disk"
+        raise PacelineError(f"config file {path} cannot be read: {error.strerror}", fix=fix) from error
     if path.suffix == ".py":
         return read_python_config(text, path=path, optimizer=optimizer)
     if path.suffix != ".toml":

@@ -1,5 +1,6 @@
 """
-Text on the screen: the progress of long work, as a bar or a line on a terminal and as plain lines in a pipe; tables of facts.
+Text on the screen: the progress of long work, as a bar or a line on a terminal and as plain lines in a pipe; tables of facts;
+and the columns that texts take.
 
 Every command prints through a PlainStream, so no run's name, log or exception can steer the terminal.
 
@@ -9,8 +10,10 @@ Rich is imported when a bar is drawn.
 import os
 import re
 import sys
+import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import accumulate, takewhile
 from typing import Any, TextIO
 
 from paceline.errors import PacelineError
@@ -21,6 +24,8 @@ STEERING = re.compile(  # escape sequences, and characters that move the cursor 
     r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 )
 COLOUR = re.compile(r"\x1b\[[\d;:]*m")
+
+ELLIPSIS = "…"
 
 
 @contextmanager
@@ -68,14 +73,37 @@ def progress_line(label: str) -> Iterator[Callable[[str], None]]:
             print("\r\x1b[2K", end="", file=own_stream(sys.stderr), flush=True)
 
 
+def cells(text: str) -> int:
+    """Columns that a text takes: two for a wide character, none for one that combines with the character before it."""
+    if text.isascii():
+        return len(text)
+    return sum(
+        0 if unicodedata.combining(char) else 1 + (unicodedata.east_asian_width(char) in ("W", "F")) for char in text
+    )
+
+
+def cut(text: str, width: int) -> str:
+    """Cuts a text to at most `width` columns, with an ellipsis for what is cut off."""
+    if cells(text) <= width:
+        return text
+    ends = takewhile(lambda end: end < width, accumulate(map(cells, text)))
+    return text[: len(list(ends))] + ELLIPSIS if width > 0 else ""
+
+
+def pad(text: str, width: int, *, right: bool = False) -> str:
+    """Fills a text with spaces to `width` columns. right: it stands at the right end."""
+    spaces = " " * (width - cells(text))
+    return spaces + text if right else text + spaces
+
+
 def format_facts(facts: dict[str, Any]) -> str:
     """Aligned `name  value` lines with separated thousands; a nested table becomes lines such as `train num_tokens`."""
     facts = dict(facts)
     while tables := [name for name, value in facts.items() if isinstance(value, dict) and value]:
         for name in tables:
             facts |= {f"{name} {key}": value for key, value in facts.pop(name).items()}
-    width = max(len(name) for name in facts)
-    return "\n".join(f"{name:<{width}}  {format_fact(value)}" for name, value in facts.items())
+    width = max(map(cells, facts))
+    return "\n".join(f"{pad(name, width)}  {format_fact(value)}" for name, value in facts.items())
 
 
 def format_fact(value: Any) -> str:

@@ -79,7 +79,7 @@ CASES = [
     ("broken TOML", lambda d: ["train", put(d, "a.toml", "depth = = 4")], 1, "not valid TOML", "depth = 12"),
     ("a TOML section", lambda d: ["train", put(d, "a.toml", "[model]\ndepth = 4")], 1, "[model]", "section"),
     ("a wrong type in a file", lambda d: ["train", put(d, "a.toml", "depth = '4'")], 1, "'4'", "depth ="),
-    ("bytes that are no text in a file", lambda d: ["train", put(d, "a.toml", b"\xff\xfe\x00")], 1, "cannot be read", "UTF-8"),
+    ("bytes that are no text in a file", lambda d: ["train", put(d, "a.toml", b"\xff\xfe\x00")], 1, "not UTF-8", "iconv -f utf-16"),
     ("code in a .py file", lambda d: ["train", put(d, "a.py", "depth = len('four')")], 1, "a.py:1", "write the number"),
     ("broken Python", lambda d: ["train", put(d, "a.py", "depth = (")], 1, "not valid Python", "depth = 12"),
     ("missing text", lambda d: ["train", "--data", str(d / "none.txt")], 1, "none.txt", ""),

@@ -12,7 +12,7 @@ from paceline.explain.catalogue import load_catalogue
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "README.zh-CN.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMAND = re.compile(r"^\$ ((?:[A-Z_]+=\w+ )*paceline .*)$", re.MULTILINE)
 COMMANDS = {
     page.name: [line.split("#")[0].strip() for line in COMMAND.findall(page.read_text())]
@@ -46,6 +46,19 @@ LOG = """\
 5: [rank5]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 23.56 GiB
 srun: error: node-1: task 5: Exited with exit code 1
 """
+NO_LIBUV = """\
+step 1840/20000 | loss 2.913
+RuntimeError: use_libuv was requested but PyTorch was built without libuv support, run with USE_LIBUV=0 to disable it.
+"""
+NANOCHAT = """\
+\"""两张显卡上的预训练\"""
+run = "dummy"
+depth = 8
+max_seq_len = 1024
+total_batch_size = 8 * 1024 * 2
+num_iterations = 500  # 步数
+use_dummy_wandb = True
+"""
 SMALLER = (  # what a test has time for; each replaces what a person would type
     (
         re.compile(r"^paceline train --data ~/books --name books$"),
@@ -67,6 +80,8 @@ def test_the_commands_of_a_page_work_in_their_order(page, tmp_path):
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "slurm-4711.out").write_text(LOG)
+    (tmp_path / "libuv.log").write_text(NO_LIBUV)
+    (tmp_path / "base_train.py").write_text(NANOCHAT)
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "train.py").write_text("print('hello')")
     for line in TRIED[page]:
@@ -133,3 +148,18 @@ def test_every_command_stands_in_the_readme():
     from paceline.cli import COMMANDS as commands
 
     assert [name for name in {name.split()[0] for name in commands} if f"paceline {name}" not in README] == []
+
+
+def test_the_chinese_readme_has_the_names_and_the_messages_that_the_code_has(tmp_path, capsys):
+    from paceline.cli import run_command
+    from paceline.other_names import KEY_OF
+
+    text = (ROOT / "README.zh-CN.md").read_text()
+    rows = re.findall(r"^\| ((?:`\w+` )+)\| `(\w+)`", text, re.MULTILINE)
+    assert len(rows) > 8
+    assert [(names, key) for names, key in rows for name in re.findall(r"\w+", names) if KEY_OF[name] != key] == []
+    (tmp_path / "libuv.log").write_text(NO_LIBUV)
+    run_command(["explain", str(tmp_path / "libuv.log")])
+    shown = re.search(r"^libuv-missing: .*\n  fix: .*(?= \[\.\.\.\]$)", text, re.MULTILINE)
+    assert shown and shown[0] in capsys.readouterr().out
+    assert "(README.zh-CN.md)" in README and "(README.md)" in text

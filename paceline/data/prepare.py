@@ -18,8 +18,9 @@ import errno
 import fcntl
 import hashlib
 import json
+import shlex
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +31,7 @@ from paceline.data.readers import SourceFile
 from paceline.data.tokenizer import TOKENIZER_FILE, Tokenizer, read_tokenizer_file
 from paceline.errors import PacelineError
 from paceline.rundir import write_atomic
-from paceline.units import format_bytes
+from paceline.units import format_bytes, format_duration, format_number_of
 
 if TYPE_CHECKING:
     from paceline.data.dataset import TokenSplit
@@ -246,6 +247,31 @@ def data_info(dataset: TokenDataset) -> dict[str, Any]:
         "held_out_share": splits["val"]["num_bytes"] / total["num_bytes"],
         "disk_bytes": sum(facts["bytes"] for facts in meta["files"].values()),
     }
+
+
+def format_prepared(dataset: TokenDataset, *, config: str | None, keys: Mapping[str, Any]) -> str:
+    """Returns what `paceline data prepare` prints: the shards, their text, the time, and the command that uses them."""
+    facts = data_info(dataset)
+    train, val = (facts["splits"][name]["num_tokens"] for name in ("train", "val"))
+    files, documents = (
+        format_number_of(facts["num_files"], "file"),
+        format_number_of(facts["num_documents"], "document"),
+    )
+    seconds = (facts.get("train_tokenizer_s") or 0.0) + facts["tokenize_s"]
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in keys.items()]
+    lines = {
+        "text": f"{facts['source']}: {files}, {documents}, {format_bytes(facts['num_bytes'])}",
+        "tokens": f"{facts['num_tokens']:,}: {train:,} to train on, {val:,} held out; vocabulary {facts['vocab_size']:,}",
+        "size": f"{facts['bytes_per_token']:.2f} bytes per token, {format_bytes(facts['disk_bytes'])} on disk",
+        "time": "none: it was there already"
+        if dataset.reused
+        else f"{seconds:.1f}s"
+        if seconds < 60
+        else format_duration(seconds),
+        "shards": str(dataset.path),
+        "next": shlex.join(["paceline", "train", *([config] if config else []), *flags]),
+    }
+    return "\n".join(f"{name:<8}{text}" for name, text in lines.items())
 
 
 def _repeat_fix(path: Path) -> str:

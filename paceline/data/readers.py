@@ -19,6 +19,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
+from paceline.encoding import not_utf8
 from paceline.errors import PacelineError
 from paceline.hub import OFFLINE_NAMES, PACKAGES, ask_hub, endpoint, is_cached, missing_packages, reach_fix
 
@@ -91,23 +92,25 @@ def _read_text(file: SourceFile, part_bytes: int) -> Iterator[tuple[bytes, float
             parts = list(cut_at_line_ends(tail + block, part_bytes))
             tail = parts.pop() if block else b""
             for part in parts:
-                try:
-                    part.decode()
-                except UnicodeDecodeError as error:
-                    encoding = "utf-16" if part.startswith((b"\xff\xfe", b"\xfe\xff")) else "latin-1"
-                    raise UnreadableFile(
-                        f"{file.path} is not UTF-8: byte 0x{part[error.start]:02x} at offset {offset + error.start:,}",
-                        fix=f"iconv -f {encoding} -t utf-8 '{file.path}' > new.txt, with the encoding it is in",
-                    ) from error
+                check_utf8(file.path, part, offset=offset)
                 yield part, min(1.0, raw.tell() / file.num_bytes) if block else 1.0
                 offset += len(part)
 
 
+def check_utf8(path: str, part: bytes, *, offset: int) -> None:
+    """Raises UnreadableFile for a part of a file, at `offset`, that is not UTF-8."""
+    try:
+        part.decode()
+    except UnicodeDecodeError as error:
+        message, fix = not_utf8(path, part, error, offset=offset)
+        raise UnreadableFile(message, fix=fix) from error
+
+
 def _read_jsonl(file: SourceFile, part_bytes: int) -> Iterator[tuple[bytes, float]]:
-    field = None
+    field, end = None, 0
     with _opened(file) as (stream, raw):
         for number, line in enumerate(stream, start=1):
-            where = f"{file.path}:{number}"
+            where, offset, end = f"{file.path}:{number}", end, end + len(line)
             if number == 1:
                 line = line.removeprefix(BOM)
             if line.isspace():
@@ -115,6 +118,7 @@ def _read_jsonl(file: SourceFile, part_bytes: int) -> Iterator[tuple[bytes, floa
             try:
                 record = json.loads(line)
             except ValueError as error:
+                check_utf8(file.path, line, offset=offset)
                 cut = "" if line.endswith(b"\n") else ", and the file ends within the line: it may be cut short"
                 raise UnreadableFile(
                     f"{where} is not JSON: {_first_line(error)}{cut}",

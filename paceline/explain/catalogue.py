@@ -11,7 +11,7 @@ import json
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,12 @@ RETRIES = {
     "later": "may work later",
 }
 MAX_TEXT = 8000  # characters of a text that are searched
+# where a translated word stands: a signal behind bash's `line 2: 4711`, behind an open progress bar, or alone
+SIGNAL_FORM = (
+    r"(?P<colon>)(?:^[^\n]{{0,80}}\d[ 行列\xa0]{{0,3}}[:：,] ?\d+ +{word}(?=\s|[(（]|$)"
+    r"|^{word}(?=$|  | *[(（])|(?<=[\d\]%)s]){word}$)"
+)
+MESSAGE_FORM = r"(?P<colon>[ \xa0]*[:：]\s*)?{word}"
 PAGE_INTRODUCTION = """\
 # Causes that `paceline explain` knows
 
@@ -82,6 +88,31 @@ class Catalogue:
     """All causes, by id, in the order of the file."""
 
     causes: Mapping[str, Cause]
+    translations: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)  # signals, messages
+
+    @cached_property
+    def foreign(self) -> dict[str, tuple[str, str]]:
+        """Every translated word, the longest first: the form in which it counts, and its English."""
+        forms = {"signals": (SIGNAL_FORM, "line 0: 0 "), "messages": (MESSAGE_FORM, "")}
+        words = {
+            word: (forms[kind][0], forms[kind][1] + english)
+            for kind, table in self.translations.items()
+            for english, translations in table.items()
+            for word in translations
+        }
+        return dict(sorted(words.items(), key=lambda item: -len(item[0])))
+
+    def in_english(self, text: str) -> str:
+        """Returns the text with what a shell or the C library says in another language as they say it in English."""
+        for word in [word for word in self.foreign if word in text]:
+            form, english = self.foreign[word]
+            pattern = re.compile(form.format(word=re.escape(word)), re.MULTILINE)
+            parts = pattern.split(text)  # text, colon or None, text, ...
+            text = parts[0] + "".join(
+                f"{': ' if colon else ''}{english}{after}"
+                for colon, after in zip(parts[1::2], parts[2::2], strict=True)
+            )
+        return text
 
     @cached_property
     def by_literal(self) -> dict[str, list[tuple[Cause, Pattern]]]:
@@ -98,7 +129,7 @@ class Catalogue:
 
         Sorted by weight, the highest first.
         """
-        text = text[:MAX_TEXT]
+        text = self.in_english(text[:MAX_TEXT])
         lowered = text.lower()
         best: dict[str, tuple[Cause, float, dict[str, str]]] = {}
         for literal, candidates in self.by_literal.items():
@@ -118,11 +149,11 @@ class Catalogue:
 
 @cache
 def load_catalogue() -> Catalogue:
-    text = Path(__file__).with_name("catalogue.toml").read_text(encoding="utf-8")
-    return make_catalogue(tomllib.loads(text)["cause"])
+    tables = tomllib.loads(Path(__file__).with_name("catalogue.toml").read_text(encoding="utf-8"))
+    return make_catalogue(tables["cause"], translations=tables["translations"])
 
 
-def make_catalogue(entries: Iterable[Mapping[str, Any]]) -> Catalogue:
+def make_catalogue(entries: Iterable[Mapping[str, Any]], *, translations: Mapping[str, Any] | None = None) -> Catalogue:
     """The catalogue of these entries; ValueError if two have the same id."""
     causes: dict[str, Cause] = {}
     for entry in entries:
@@ -131,7 +162,7 @@ def make_catalogue(entries: Iterable[Mapping[str, Any]]) -> Catalogue:
         if cause.id in causes:
             raise ValueError(f"two entries {cause.id}")
         causes[cause.id] = cause
-    return Catalogue(causes)
+    return Catalogue(causes, translations or {})
 
 
 def find_cause(id: str) -> Cause:

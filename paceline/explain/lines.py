@@ -76,8 +76,23 @@ BAR = re.compile(
     r"\|? {0,2}(?P<at>[\d.,]+[kMG]?)/(?P<of>[\d.,]+[kMG]?)(?: \[[^\]]*(?:\]|$)|)"
 )
 BARE_BAR = re.compile(r" {0,3}\d{1,3}%\|[█▏▎▍▌▋▊▉ #=>.-]*\|?")  # cut in the middle, or without a count
+# `gradient accumulation steps: 8` is a setting, no progress
+SETTINGS = (
+    "accumulation",
+    "accum",
+    "warmup",
+    "max",
+    "num",
+    "total",
+    "optimization",
+    "decay",
+    "logging",
+    "save",
+    "eval",
+)
 STEP = re.compile(
-    r"(?<![a-z])(?:global[_ ]?steps?|steps?|iter(?:ation)?s?|updates?|num_updates|batch"
+    "".join(f"(?<!{word}.)" for word in SETTINGS)
+    + r"(?<![a-z])(?:global[_ ]?steps?|steps?|iter(?:ation)?s?|updates?|num_updates|batch"
     r"|it)['\"]?\s*[:=# \[(]{0,3}\s*(?P<step>\d[\d,]*)(?P<of>\s*/\s*\d[\d,]*)?(?![\w.]|\s*[A-Za-z]+/)",
     re.IGNORECASE,
 )

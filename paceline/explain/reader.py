@@ -195,8 +195,9 @@ class LogParser:
     def _record(self, number: int, line: LogLine, step: int | None) -> Record:
         """The record of a line that is not part of a traceback; rank and host may come from torchrun's banner above it."""
         text = line.text
+        english = load_catalogue().in_english(text)
         if match := AFTER_BAR.search(text):
-            text = match["word"]
+            text = english = match["word"]
         rank, host = line.rank, line.host
         if match := BANNER_RANK.match(text):
             self._banner_rank = int(match["rank"])
@@ -207,7 +208,7 @@ class LogParser:
             rank, host = self._banner_rank, self._banner_host
         elif rank is None and (match := RANK_IN_TEXT.search(text)):
             rank = int(match[match.lastgroup or 0])
-        kind: RecordKind = "signal" if SIGNAL.search(text) else "exit" if EXIT.search(text) else "line"
+        kind: RecordKind = "signal" if SIGNAL.search(english) else "exit" if EXIT.search(text) else "line"
         if FORWARDED.search(text) or BANNER_LINE.match(text) or BANNER_HOST.match(text) or BANNER_RANK.match(text):
             kind = "banner"
         return Record(kind=kind, text=text, line=number, rank=rank, host=host, time=line.time, step=step)
@@ -265,7 +266,7 @@ class LineFilter:
 
 @cache
 def literals_without_error_word() -> list[bytes]:
-    literals = (literal.encode() for literal in load_catalogue().by_literal)
+    literals = (text.encode().lower() for text in (*load_catalogue().by_literal, *load_catalogue().foreign))
     return [literal for literal in literals if not ERROR_WORD.search(literal)]
 
 

@@ -27,6 +27,7 @@ from paceline.errors import PacelineError, UsageError
 from paceline.options import AccelerateOptions
 from paceline.plan.machine import Machine
 from paceline.plan.planner import choose_device, choose_precision, choose_world_size
+from paceline.terminal import cells, pad
 from paceline.units import format_number_of
 
 ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is the older name of the first
@@ -156,8 +157,8 @@ def harm_lines(rows: list[EnvRow]) -> list[str]:
 def format_env(rows: list[EnvRow]) -> str:
     """Returns the table of --show-env: which variables are added, which are the user's, and why."""
     table = [(f"{row.name}={row.value}", row.origin, row.reason) for row in rows]
-    widths = [max(len(row[i]) for row in table) for i in range(2)]
-    return "\n".join(f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in table)
+    widths = [max(cells(row[i]) for row in table) for i in range(2)]
+    return "\n".join(f"{pad(a, widths[0])}  {pad(b, widths[1])}  {c}" for a, b, c in table)
 
 
 def make_accelerate_config(options: AccelerateOptions, machine: Machine) -> dict[str, Any]:

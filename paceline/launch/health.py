@@ -13,6 +13,7 @@ import shutil
 import socket
 import sys
 import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,8 @@ SLOW = {
 }  # fmt: skip
 
 
-def open_gpus(run: RunDir, run_id: str) -> "GpuSampler":
-    """Opens the driver; without one, or where it does not answer, which events.jsonl then notes, there are no cards."""
+def open_gpus(run_id: str | None, *, on_silence: Callable[[str], object]) -> "GpuSampler":
+    """Opens the driver; without one, or where it does not answer, which on_silence reports, there are no cards."""
     if count_nvidia_cards() == 0:
         return GpuSampler(None, {}, run_id)
     try:
@@ -54,7 +55,7 @@ def open_gpus(run: RunDir, run_id: str) -> "GpuSampler":
         cards = list_cards(nvml)
     except Exception as error:  # no driver, or one of another version: a sampler can fix neither
         reason = f"the NVIDIA driver does not answer ({type(error).__name__}: {error})"
-        append_event(run, "note", text=f"health samples have no GPUs: {reason}")
+        on_silence(f"health samples have no GPUs: {reason}")
         return GpuSampler(None, {}, run_id)
     visible = visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES"), [card.uuid() or "" for card in cards])
     return GpuSampler(nvml, {index: cards[index] for index in sorted(visible)}, run_id)
@@ -63,10 +64,10 @@ def open_gpus(run: RunDir, run_id: str) -> "GpuSampler":
 class GpuSampler:
     """The GPUs that this process sees; sample() as often as you like."""
 
-    def __init__(self, nvml: Any, cards: dict[int, Card], run_id: str):
-        """cards: by the driver's index."""
+    def __init__(self, nvml: Any, cards: dict[int, Card], run_id: str | None):
+        """cards: by the driver's index. run_id None: whose processes they hold is not known."""
         self.cards = cards
-        self._run_mark = f"TORCHELASTIC_RUN_ID={run_id}".encode()
+        self._run_mark = f"TORCHELASTIC_RUN_ID={run_id}".encode() if run_id else None
         self._is_own: dict[int, bool | None] = {}
         self._xids: dict[int, list[int]] = {index: [] for index in cards}
         self._pcie_counts: dict[int, tuple[float, int, int]] = {}
@@ -119,7 +120,9 @@ class GpuSampler:
     def _process(self, process: dict[str, Any]) -> dict[str, Any]:
         """Returns one process of a card. ours: whether it is of this attempt; absent in containers that hide its pid."""
         pid = process["pid"]
-        if pid not in self._is_own:
+        if self._run_mark is None:
+            self._is_own[pid] = None
+        elif pid not in self._is_own:
             try:
                 self._is_own[pid] = self._run_mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             except OSError as error:
@@ -232,7 +235,17 @@ def main() -> None:
     run_path, every_s, run_id = sys.argv[1:]
     os.nice(10)
     run = RunDir(Path(run_path))
-    Sampler(run, open_gpus(run, run_id)).follow(float(every_s))
+    gpus = open_gpus(run_id, on_silence=lambda reason: append_event(run, "note", text=reason))
+    Sampler(run, gpus).follow(float(every_s))
+
+
+def live_samples(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yields lines of this host as they are requested, and writes nothing. folder: on the disk to measure."""
+    sampler = Sampler(RunDir(folder), open_gpus(None, on_silence=lambda _: None))
+    while True:
+        gpus = [{name: value for name, value in gpu.items() if value is not None} for gpu in sampler.gpus.sample()]
+        host = {name: value for name, value in sampler.sample_host().items() if value is not None}
+        yield {"time": utc_now(), **host, "gpus": gpus}
 
 
 if __name__ == "__main__":

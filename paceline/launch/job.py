@@ -148,13 +148,18 @@ class TrainingJob(Job):
             f"        paceline eval {run.path}",
             f"        paceline resume {run.path} --num-steps {2 * self.plan.num_steps}",
         ]
-        sample = run.sample(status.step)
-        if not sample.is_file():
+        samples = [event for event in read_json_lines(run.events) if event.get("event") == "sample"]
+        if not samples or samples[-1].get("step") != status.step:
             return lines
-        text = sample.read_text(encoding="utf-8")
-        shown = "".join(char if char.isprintable() or char == "\n" else " " for char in text).rstrip()
-        head = f"sample, the first lines held-out text ({sample}):"
-        return ["", head, textwrap.indent(shown, "  | ", lambda _: True), *lines]
+        prompt, text = (quoted(str(samples[-1].get(name, ""))) for name in ("prompt", "text"))
+        head = f"sample  held-out text, which the model then continues ({run.sample(status.step)})"
+        return ["", head, prompt, "        continued by the model", text, *lines]
+
+
+def quoted(text: str) -> str:
+    """Returns a text of several lines for the screen, behind a margin and without control characters."""
+    shown = "".join(char if char.isprintable() or char == "\n" else " " for char in text).strip("\n").rstrip()
+    return textwrap.indent(shown, "  | ", lambda _: True)
 
 
 def plan_env(plan: Plan, *, libuv: bool) -> tuple[dict[str, str], list[EnvRow]]:

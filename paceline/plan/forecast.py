@@ -184,10 +184,11 @@ def plan_lines(plan: Plan) -> list[str]:
     if plan.time is not None:
         about = f": about {length}" if plan.cost.get("seconds") else ""
         length = f"as many steps as {plan.time} allows, measured at the start{about}"
+    heads, rows = format_number_of(model.n_head, "head"), format_number_of(plan.device_batch_size, "row")
     return [
-        f"model   depth {model.n_layer}, {model.n_embd} wide, {model.n_head} heads, vocabulary {model.vocab_size:,},"
+        f"model   depth {model.n_layer}, {model.n_embd} wide, {heads}, vocabulary {model.vocab_size:,},"
         f" {format_count(num_params(model))} parameters",
-        f"step    {plan.total_batch_size:,} tokens = {plan.device_batch_size} rows x {model.sequence_len:,} tokens"
+        f"step    {plan.total_batch_size:,} tokens = {rows} x {model.sequence_len:,} tokens"
         f" x {format_number_of(plan.world_size, 'process', 'processes')} x {format_number_of(accum, 'micro-step')}",
         f"length  {length}",
         f"device  {devices}, {plan.precision}, {plan.optimizer}, {states}, {compiled}",

@@ -179,11 +179,12 @@ class HostHealth:
         pieces = self.file.samples(
             whole_bytes=WHOLE_BYTES, end_bytes=END_BYTES, count=NUM_SAMPLES, piece_bytes=MAX_LINE_BYTES
         )
-        self._add([record for piece in pieces for record in parse_lines(piece[: piece.find(b"\n") + 1])])
+        self.add([record for piece in pieces for record in parse_lines(piece[: piece.find(b"\n") + 1])])
         for block in self.file.blocks():
-            self._add(parse_lines(block))
+            self.add(parse_lines(block))
 
-    def _add(self, records: list[Record]) -> None:
+    def add(self, records: list[Record]) -> None:
+        """Adds lines of the file, or samples like them."""
         points: dict[tuple[str, str], tuple[list[float], list[float]]] = {}  # times and values by group and key
         for record in records:
             time = unix_time(record.get("time"))

@@ -10,11 +10,13 @@ distances.
 import math
 import os
 import re
+import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,9 +29,9 @@ from paceline.explain.run_folder import explain
 from paceline.explain.verdict import HEALTHY, UNKNOWN
 from paceline.rundir import open_file
 from paceline.units import format_bytes
-from paceline.watch.curves import Curve
+from paceline.watch.curves import Curve, HostHealth
 from paceline.watch.growing_file import LINE_ENDS, STATE_ENDS, GrowingFile, last_end
-from paceline.watch.snapshot import LogView, Snapshot, State
+from paceline.watch.snapshot import LIVE, LogView, Snapshot, State
 from paceline.watch.summary import max_silence_s
 
 WHOLE_BYTES = 1 << 20  # a log up to this size is read whole
@@ -41,6 +43,10 @@ EXPLAIN_EVERY_S = 15.0  # while it grows
 END_RATIO = 2  # times max_silence_s: a log that has not grown for so long has ended
 NUM_SILENCES = 100  # the last silences that a log came back from
 MAX_LINE_BYTES = 4000  # a longer line shows no progress
+SAMPLE_EVERY_S = 2.0  # of this machine, beside a log
+FIRST_GAP_S = 0.2
+FIRST_SAMPLES_S = 3.0  # at most: the wait for the first two
+UNWATCHED_S = 60.0  # after which the sampling ends
 
 # a line without a match shows no progress
 PROGRESS = re.compile(rb"(?i)loss|step|iter|it/s|s/it|bpb|tok|epoch|\d\s*/\s*\d|%\|")
@@ -127,6 +133,47 @@ class TrainingLogReader:
                 self._explanation = asdict(explain(log))
             self._explained_at = (size, time.monotonic())
         return self._explanation
+
+
+class LogAndMachine(TrainingLogReader):
+    """A log and this machine's GPUs, memory and disk, as long as the log's training goes on.
+
+    A thread takes the samples, so a driver that hangs delays nobody. It ends when nobody has looked for a while.
+    """
+
+    def __init__(self, path: Path, samples: Iterator[dict[str, Any]]):
+        super().__init__(path)
+        self._samples = samples
+        self._health = HostHealth(Path(f"{socket.gethostname()}.jsonl"))  # that file is never read
+        self._new: deque[dict[str, Any]] = deque()
+        self._is_measured = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._read_at = 0.0
+
+    def update(self) -> Snapshot:
+        snapshot = super().update()
+        self._read_at = time.monotonic()
+        if snapshot.state in LIVE and not (self._thread and self._thread.is_alive()):
+            self._thread = threading.Thread(target=self._sample, daemon=True)
+            self._thread.start()
+            self._is_measured.wait(FIRST_SAMPLES_S)
+        self._health.add([self._new.popleft() for _ in range(len(self._new))])
+        if self._health.time is None:
+            return snapshot
+        hosts, gpus = (
+            {key: curve.series() for key, curve in self._health.curves[group].items()}
+            for group in ("host_series", "gpu_series")
+        )
+        return replace(snapshot, hosts=[self._health.view()], host_series=hosts, gpu_series=gpus)
+
+    def _sample(self) -> None:
+        for number, sample in enumerate(self._samples):
+            self._new.append(sample)
+            if number:  # the first one begins the counts
+                self._is_measured.set()
+            time.sleep(SAMPLE_EVERY_S if number else FIRST_GAP_S)
+            if time.monotonic() - self._read_at > UNWATCHED_S:
+                return
 
 
 def unreadable(path: Path) -> str | None:

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 from paceline.errors import PacelineError
 from paceline.heartbeat import read_heartbeat
 from paceline.rundir import RunDir, is_locked, is_preparing, read_end, read_json_lines, read_text
+from paceline.terminal import cells, pad
 from paceline.typed_fields import well_typed
 from paceline.units import format_bytes, format_count
 from paceline.watch.events import end_state, live_state
@@ -185,7 +186,7 @@ def format_runs(runs: list[RunStatus]) -> str:
         for status in runs
     ]
     columns = [
-        [f"{cell:{'<' if number < 2 else '>'}{max(map(len, column))}}" for cell in column]
+        [pad(cell, max(map(cells, column)), right=number >= 2) for cell in column]
         for number, column in enumerate(zip(head, *rows, strict=True))
     ]
     return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))
@@ -293,10 +294,15 @@ class Opened:
 
 
 class Shelf:
-    """The runs of a folder, each read as it grows. named: a run folder or a log file elsewhere that is shown too."""
+    """The runs of a folder, each read as it grows.
 
-    def __init__(self, runs_dir: Path, named: Path | None = None):
-        self.runs_dir = runs_dir
+    named: a run folder or a log file elsewhere that is shown too; open_named opens it.
+    """
+
+    def __init__(
+        self, runs_dir: Path, named: Path | None = None, *, open_named: Callable[[Path], Reader] = open_reader
+    ):
+        self.runs_dir, self.open_named = runs_dir, open_named
         self.named = named and named.absolute()  # a run may be called `.`
         self._list = RunList(runs_dir)
         self._opened: dict[str, Opened] = {}  # the last used one is the last
@@ -354,7 +360,8 @@ class Shelf:
             opened = self._opened.pop(name, None)
             path = self.paths()[name] if opened is None else opened.path
             check_links(path)
-            self._opened[name] = opened = opened or Opened(open_reader(path), path)
+            open_path = self.open_named if path == self.named else open_reader
+            self._opened[name] = opened = opened or Opened(open_path(path), path)
             if len(self._opened) > MAX_OPEN:
                 del self._opened[next(iter(self._opened))]
             return opened

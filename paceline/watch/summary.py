@@ -314,8 +314,16 @@ def time_rows(goodput: Goodput) -> list[dict[str, Any]]:
     for kind, seconds in sorted(spent.items(), key=lambda item: (item[0] == "idle", -item[1])):
         share = seconds / goodput.busy_s if goodput.busy_s and kind != "idle" else None
         duration, percent = format_duration(seconds), "" if share is None else FORMATS["share"](share)
-        rows.append({"kind": kind, "name": TIME_KINDS[kind], "duration": duration, "share": share, "percent": percent})
+        rows.append(
+            {"kind": kind, "name": time_name(kind, goodput), "duration": duration, "share": share, "percent": percent}
+        )
     return rows
+
+
+def time_name(kind: str, goodput: Goodput) -> str:
+    """Returns what a kind of time is called; a script's steps are not known."""
+    is_script = kind == "steps" and goodput.seconds[kind] > 0 and not goodput.num_steps
+    return "the script" if is_script else TIME_KINDS[kind]
 
 
 def goodput_table(goodput: Goodput) -> list[str]:
@@ -335,7 +343,7 @@ def goodput_line(goodput: Goodput) -> str:
         for row in time_rows(goodput)
         if row["kind"] not in ("steps", "idle") and row["share"] >= MIN_SHARE
     ]
-    steps = f"{format_percent(goodput.share)} of {format_duration(goodput.busy_s)} in {TIME_KINDS['steps']}"
+    steps = f"{format_percent(goodput.share)} of {format_duration(goodput.busy_s)} in {time_name('steps', goodput)}"
     speed = "" if goodput.tok_per_sec is None else f"; {goodput.tok_per_sec:,.0f} tok/s overall"
     energy = "" if goodput.energy_j is None else f"; {format_energy(goodput.energy_j)}"
     return f"{', '.join([steps, *others])}{speed}{energy}"

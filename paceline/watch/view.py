@@ -16,7 +16,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,11 +26,12 @@ from paceline.errors import PacelineError, UsageError
 from paceline.options import WatchOptions
 from paceline.redaction import redact
 from paceline.rundir import RunDir, find_run, is_preparing, write_atomic
+from paceline.terminal import cells, pad
 from paceline.units import format_count, format_duration, format_list
 from paceline.watch.measures import format_time
 from paceline.watch.panels import action_text, figures, goodput_panel, run_panels, why_panel
 from paceline.watch.snapshot import LIVE, Series, Snapshot, changes, to_text
-from paceline.watch.status import RunList, open_reader, read_about
+from paceline.watch.status import Reader, RunList, Shelf, open_reader, read_about
 from paceline.watch.summary import attempt_outcome, summarize
 from paceline.watch.terminal.chart import finite, format_short, sparkline
 from paceline.watch.terminal.pages import format_once
@@ -47,15 +48,25 @@ SPARKLINE_WIDTH = 48  # characters of a curve in Markdown
 MAX_EVENTS = 30  # in Markdown
 
 
-def show_run(options: WatchOptions) -> int:
-    """Shows the run or log that the options mean, in the view that they mean; returns the exit code."""
+def show_run(options: WatchOptions, samples: Callable[[Path], Iterator[dict[str, Any]]] = lambda _: iter(())) -> int:
+    """Shows the run or log that the options mean, in the view that they mean; returns the exit code.
+
+    samples: of this machine, and of the disk that a path is on, to be shown beside a log.
+    """
     check_options(options)
+
+    def open_watched(path: Path) -> Reader:
+        from paceline.watch.log_reader import LogAndMachine
+
+        return LogAndMachine(path, samples(path.absolute().parent)) if path.is_file() else open_reader(path)
+
     if options.web:
         from paceline.watch.web import serve
 
         path = what_to_watch(options) if options.run or options.log else None
-        return serve(Path(options.runs_dir), path, port=options.port, open_browser=options.open)
-    reader = open_reader(what_to_watch(options))
+        shelf = Shelf(Path(options.runs_dir), path, open_named=open_watched)
+        return serve(shelf, path, port=options.port, open_browser=options.open)
+    reader = open_watched(what_to_watch(options))
     if options.json:
         print(json.dumps(reader.update().to_json(), indent=1))
         return 0
@@ -65,7 +76,10 @@ def show_run(options: WatchOptions) -> int:
         from paceline.watch.terminal.app import WatchApp
 
         ascii_only = ascii_only or terminal in PLAIN_TERMINALS
-        app = WatchApp(reader, interval_s=options.interval_s or INTERVAL_S, ascii_only=ascii_only)
+        run_list, interval_s = RunList(Path(options.runs_dir)), options.interval_s or INTERVAL_S
+        several = not (options.run or options.log) and sum(run.state in LIVE for run in run_list.read()) > 1
+        page = "runs" if several else "overview"
+        app = WatchApp(reader, interval_s=interval_s, ascii_only=ascii_only, run_list=run_list, page=page)
         app.run()
         return app.return_code or 0
     if not options.once:
@@ -217,9 +231,9 @@ def explanation(snapshot: Snapshot) -> list[str]:
 
 def curves(series: dict[str, Series]) -> str:
     drawn = {name: values for name, curve in series.items() if len(values := finite(curve.values)) > 1}
-    wide = max(map(len, drawn), default=0)
+    wide = max(map(cells, drawn), default=0)
     return "\n".join(
-        f"{name:<{wide}}  {sparkline(values, SPARKLINE_WIDTH)}  {format_short(values[0])} to {format_short(values[-1])}"
+        f"{pad(name, wide)}  {sparkline(values, SPARKLINE_WIDTH)}  {format_short(values[0])} to {format_short(values[-1])}"
         for name, values in drawn.items()
     )
 

@@ -79,12 +79,12 @@ class SameObject:
         return isinstance(other, SameObject) and other.value is self.value
 
 
-def serve(runs_dir: Path, run: Path | None, *, port: int | None, open_browser: bool) -> int:
+def serve(shelf: Shelf, run: Path | None, *, port: int | None, open_browser: bool) -> int:
     """Serves the page until Ctrl-C and returns the exit code. run: a run folder or a log file to open with."""
     if run is not None:
         open_reader(run)  # reports a wrong path here, not in the browser
         check_links(run)
-    shelf, token, listening = Shelf(runs_dir, run), secrets.token_urlsafe(24), listen(port)
+    token, listening = secrets.token_urlsafe(24), listen(port)
     if run is not None:  # the run is read while the browser opens the page
         threading.Thread(target=shelf.read_ahead, args=[run.absolute().name], daemon=True).start()
     number = listening.getsockname()[1]
@@ -93,7 +93,7 @@ def serve(runs_dir: Path, run: Path | None, *, port: int | None, open_browser: b
     )
     for link in shelf.refused():
         print(f"not shown: {link} leads out of its run folder")
-    print(f"{run or runs_dir} in the browser, until Ctrl-C:\n\n  {address}\n")
+    print(f"{run or shelf.runs_dir} in the browser, until Ctrl-C:\n\n  {address}\n")
     print(f"from another computer: ssh -L {number}:127.0.0.1:{number} THIS_HOST, then the same address", flush=True)
     server = make_server(shelf, token)
     # uvicorn handles the signal and raises it again once it has shut down

@@ -236,3 +236,29 @@ def test_a_source_that_changes_while_it_is_read_is_refused(source, tmp_path):
     with pytest.raises(PacelineError, match="changed while they were read"):
         prepared(source, tmp_path, progress=append)
     assert not prepared(source, tmp_path).reused
+
+
+def test_prepare_prints_what_a_user_wants_and_the_command_that_uses_it(source, tmp_path, monkeypatch, capsys):
+    from paceline.cli import run_command
+
+    monkeypatch.chdir(tmp_path)
+    args = ["--data", "tëxt", "--cache-dir", "cache", "--vocab-size", "300"]
+    for is_repeated in (False, True):
+        assert run_command(["data", "prepare", *args]) == 0
+        lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+        assert list(lines) == ["text", "tokens", "size", "time", "shards", "next"]
+        assert lines["text"].startswith("tëxt: 60 files, 60 documents, ")
+        assert lines["tokens"].endswith(" held out; vocabulary 300") and "bytes per token" in lines["size"]
+        assert (lines["time"] == "none: it was there already") == is_repeated
+    assert prepare("tëxt", tokenizer=None, vocab_size=300, cache_dir=Path("cache")).path == Path(lines["shards"])
+    assert lines["next"] == "paceline train '--data=tëxt' --vocab-size=300 --cache-dir=cache"
+
+
+def test_tokenizer_train_prints_where_it_wrote(source, tmp_path, monkeypatch, capsys):
+    from paceline.cli import run_command
+
+    monkeypatch.chdir(tmp_path)
+    assert run_command(["tokenizer", "train", "--data", "tëxt", "--vocab-size", "300", "--out", "t.json"]) == 0
+    wrote, following = capsys.readouterr().out.splitlines()
+    assert wrote == "wrote   t.json: vocabulary 300" and (tmp_path / "t.json").is_file()
+    assert following == "next    paceline train '--data=tëxt' --tokenizer=t.json"

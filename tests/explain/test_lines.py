@@ -3,7 +3,7 @@
 import pytest
 from log_samples import read
 
-from paceline.explain.lines import split_prefix
+from paceline.explain.lines import read_step_and_loss, split_prefix
 
 
 def test_an_nccl_line_has_a_host_and_a_device_that_is_not_a_rank():
@@ -39,3 +39,16 @@ def test_progress_has_the_first_and_last_step_and_the_loss():
     progress = log.progress
     assert (progress.first_step, progress.last_step, progress.last_loss) == (0, 490, 3.51)
     assert progress.silent_end and not progress.finished
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "gradient accumulation steps: 8",
+        "gradient_accumulation_steps=8",
+        "max_steps: 500",
+        "Total optimization steps = 500",
+    ],
+)
+def test_a_setting_that_counts_steps_is_no_progress(text):
+    assert read_step_and_loss(text) is None

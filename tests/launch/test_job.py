@@ -11,6 +11,7 @@ from paceline.errors import Finding, PlanError
 from paceline.launch.digest import Digest
 from paceline.launch.job import StepWatch, TrainingJob, planned_step, stop_grace_s, watch_steps
 from paceline.launch.policy import Abilities, AttemptEnd, Decision
+from paceline.launch.supervisor import Outcome
 from paceline.options import LaunchOptions
 from paceline.plan.estimate import Range
 from paceline.plan.gpu_table import find_gpu
@@ -213,3 +214,14 @@ def test_a_planned_step_is_read_back_as_it_was_written():
     assert planned_step(json.loads(json.dumps({**asdict(PLANNED), "run": None, "more": 1}))) == StepTime(
         **{**vars(PLANNED), "assumptions": []}
     )
+
+
+def test_the_closing_lines_keep_the_prompt_of_a_sample_apart_from_what_the_model_wrote(job_on):
+    job = job_on(lambda: TWO)
+    append_json_line(job.run.metrics, {"step": 50, "loss": 2.0, "val_bpb": 1.0})
+    append_json_line(
+        job.run.events, {"event": "sample", "step": 50, "prompt": "painted by local", "text": "ay of\nhis"}
+    )
+    outcome = Outcome("finished", 0, 1, [])
+    lines = "\n".join(job.closing_lines(outcome, seconds=1.0, time_line="time"))
+    assert "\n  | painted by local\n        continued by the model\n  | ay of\n  | his\n" in lines

@@ -1,15 +1,18 @@
 """Logs of any training: what a line shows, and what the whole log shows."""
 
 import os
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from paceline.watch.log_reader import framework_of, read_line
+from paceline.launch.health import live_samples
+from paceline.watch.log_reader import LogAndMachine, framework_of, read_line
 from paceline.watch.status import open_reader
 
 LINES = {
@@ -185,6 +188,40 @@ def test_a_log_of_many_megabytes_is_sampled(tmp_path):
     assert (snapshot.step, loss.steps[0], loss.steps[-1]) == (15_000, 1, 15_000)
     assert loss.values == sorted(loss.values, reverse=True)
     assert max(following - step for step, following in zip(loss.steps, loss.steps[1:], strict=False)) < 500
+
+
+def test_a_log_of_a_running_training_has_this_machine_beside_it_and_an_ended_one_has_not(tmp_path):
+    path = tmp_path / "out.log"
+    write(path, "step 1/99 loss: 3.0\nstep 2/99 loss: 2.9\n")
+    reader = LogAndMachine(path, live_samples(tmp_path))
+    [host] = reader.update().hosts
+    assert host.name == socket.gethostname().replace("/", "_")
+    assert 0 < host.ram_used <= host.ram_total and 0 < host.disk_free <= host.disk_total and 0 <= host.cpu <= 1
+    write(path, "step 99/99 loss: 3.0\ntraining finished\n", ago=9999)
+    assert LogAndMachine(path, live_samples(tmp_path)).update().hosts == []
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_samples_of_this_machine_become_curves_and_a_driver_that_hangs_delays_nobody(tmp_path):
+    path = tmp_path / "out.log"
+    write(path, "step 1/99 loss: 3.0\n")
+    gpu = {"index": 0, "name": "NVIDIA GeForce RTX 5090", "use": 0.5, "used_bytes": 1, "temperature_c": 60}
+    enough = threading.Event()
+
+    def samples():
+        for second in (1, 2):
+            yield {"time": f"2026-11-22T12:00:0{second}.000Z", "cpu": 0.25, "gpus": [{**gpu, "use": second / 4}]}
+        enough.wait()
+
+    reader = LogAndMachine(path, samples())
+    try:
+        [host] = reader.update().hosts
+        assert (host.gpus[0].use, host.gpus[0].processes) == (0.5, [])
+        snapshot = reader.update()
+        assert snapshot.gpu_series[f"{host.name}/0 use"].values == [0.25, 0.5]
+        assert snapshot.host_series[f"{host.name} cpu"].values == [0.25, 0.25]
+    finally:
+        enough.set()
 
 
 UNREADABLE = """

@@ -9,12 +9,16 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from run_folders import write_run
 
 from paceline.errors import PacelineError
 from paceline.rundir import RunDir, append_event, append_json_line, find_run, lock_run, utc_now
+from paceline.terminal import cells
+from paceline.watch.log_reader import LogAndMachine
 from paceline.watch.status import (
     MAX_END_BYTES,
     RunList,
+    Shelf,
     format_run,
     format_runs,
     last_values,
@@ -184,11 +188,11 @@ attempt 1, 2026-11-21 13:00:01 UTC: failed
   retry: another port
 attempt 2, 2026-11-21 13:00:13 UTC: finished
 
-  steps that counted              20s   87.0 %
+  the script                      20s   87.0 %
   start-up                         1s    4.3 %
   recovery                         2s    8.7 %
 
-time    87 % of 23s in steps that counted, 9 % recovery"""
+time    87 % of 23s in the script, 9 % recovery"""
     )
 
 
@@ -211,6 +215,23 @@ def test_a_run_is_found_by_its_folder_or_its_name(script_run):
     assert find_run("r", runs_dir=str(script_run.path.parent)) == script_run
     with pytest.raises(PacelineError):
         find_run("nowhere")
+
+
+def test_the_list_of_runs_has_straight_columns_behind_wide_names(tmp_path):
+    for name in ("中文实验", "books", "日本語モデル"):
+        write_run(tmp_path, name, steps=3)
+    lines = format_runs(RunList(tmp_path).read()).splitlines()
+    starts = [cells(line[: line.index(word)]) for line, word in zip(lines, ["state", *["finished"] * 3], strict=True)]
+    assert len(set(starts)) == 1
+    assert len({cells(line) for line in lines}) == 1
+
+
+def test_the_browser_shows_a_named_log_as_the_command_opens_it(tmp_path):
+    log = tmp_path / "out.log"
+    log.write_text("step 1/99 loss: 3.0\n")
+    samples = [{"time": f"2026-11-22T12:00:0{second}.000Z", "cpu": 0.5} for second in (1, 2)]
+    shelf = Shelf(tmp_path, log, open_named=lambda path: LogAndMachine(path, iter(samples)))
+    assert [host.cpu for host in shelf.snapshot("out.log").hosts] == [0.5]
 
 
 def test_the_setup_of_a_run_is_that_of_its_hosts_and_its_last_attempt(script_run):

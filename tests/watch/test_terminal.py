@@ -1,15 +1,19 @@
 """The terminal view itself: every key, live changes, few repaints."""
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import pytest
+from run_folders import append_step, utc, write_run
 from snapshots import NOW, STATES, failed, recovered, training, two_hosts
 from textual.events import AppBlur, AppFocus
 
 from paceline.errors import PacelineError
+from paceline.rundir import append_json_line
 from paceline.watch.snapshot import LogView, Snapshot
+from paceline.watch.status import RunList, open_reader
 from paceline.watch.terminal.app import LineView, WatchApp
 from paceline.watch.terminal.line import PAGES
 
@@ -343,3 +347,62 @@ def test_a_new_size_is_filled_at_once():
         assert len(seen(app).splitlines()) == 8
 
     watched(Told(two_hosts()), script)
+
+
+def test_a_curve_can_be_smoothed_and_read_at_a_point():
+    async def script(app, pilot):
+        assert "last 50% of the steps, smoothed" in (await app.press("2", "z", "s"))
+        screen = await app.press("left_square_bracket", "left_square_bracket")
+        assert re.search(r"step 1,2[01]\d: 2\.[89]\d+ +last 2\.9216", screen) and "┊" in screen
+        assert "step 1,240: " in (await app.press("right_square_bracket", "right_square_bracket"))
+
+    watched(Told(training()), script)
+
+
+@pytest.fixture
+def many_runs(tmp_path):
+    """120 runs, the latest first; the deeper ones have a lower loss."""
+    for number in range(120):
+        run = write_run(tmp_path, f"run-{number:03d}", steps=3, end=None, depth=4 + number % 2)
+        append_step(run, 200, loss=3 - number % 2, val_bpb=1.25)
+        append_json_line(run.events, {"time": utc(1000 + number), "event": "finished", "step": 200})
+    return tmp_path
+
+
+def test_a_run_is_chosen_among_many_opened_and_compared_with_the_one_that_is_open(many_runs):
+    async def run():
+        reader = open_reader(many_runs / "run-119")
+        app = WatchApp(reader, interval_s=3600, clock=lambda: NOW, run_list=RunList(many_runs))
+        async with app.run_test(size=(80, 24)) as pilot:
+
+            async def press(*keys):
+                await pilot.press(*keys)
+                await settle(app, pilot)
+                return seen(app)
+
+            await settle(app, pilot)
+            screen = await press("o")
+            assert "── runs: 120" in screen and " > run-119" in screen and "3.0000  1.2500" in screen
+            screen = await press(*["pagedown"] * 11, "down", "down", "up")
+            assert " > run-008" in screen and "run-119" not in screen.split("\n", 4)[4]
+            screen = await press("m")
+            assert "━━ run-119   ╌╌ run-008" in screen and "2.0000 3.0000" in screen
+            assert re.search(r"\n depth +5 +4 ", await press("end"))
+            assert " > run-008" in (await press("escape"))
+            assert seen(app).startswith(" run-119") and (await press("enter")).startswith(" run-008")
+            assert app.page == "overview"
+
+    asyncio.run(asyncio.wait_for(run(), MOST_S))
+
+
+def test_the_keys_of_the_list_of_runs_scroll_other_pages_as_before(many_runs):
+    async def script(app, pilot):
+        page = app.query_one("#page", LineView)
+        await app.press("o")
+        assert "no runs here" in seen(app)
+        await app.press("down", "enter", "m", "question_mark")
+        await pilot.resize_terminal(80, 12)
+        await app.press("down", "down")
+        assert page.scroll_offset.y == 2
+
+    watched(Told(training()), script)

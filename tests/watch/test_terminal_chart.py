@@ -14,7 +14,7 @@ def series(values) -> Series:
 
 
 def drawn(values, **options) -> list[str]:
-    return [plain(line) for line in chart(series(values), **{"width": 30, "height": 6, "style": "blue", **options})]
+    return [plain(line) for line in chart((series(values), "blue"), **{"width": 30, "height": 6, **options})]
 
 
 def test_a_falling_line_goes_from_the_upper_left_to_the_lower_right():

@@ -7,17 +7,16 @@ from pathlib import Path
 import pytest
 from snapshots import NOW, STATES, failed, hostile, recovered, script, training, two_hosts, unknown_log
 
+from paceline.terminal import cells, cut
 from paceline.watch.measures import gpu_model, gpu_problems
 from paceline.watch.snapshot import GpuView, LogView, RankView
 from paceline.watch.terminal.chart import CurveChoice, curves_page
 from paceline.watch.terminal.head import header, why_page
 from paceline.watch.terminal.line import (
     PAGES,
-    cells,
     changed_columns,
     clean,
     coloured,
-    cut,
     facts_line,
     key_line,
     page_keys,
@@ -26,7 +25,7 @@ from paceline.watch.terminal.line import (
     width_of,
     wrap,
 )
-from paceline.watch.terminal.machines import gpu_rows, machine_lines, rank_grid
+from paceline.watch.terminal.machines import gpu_rows, machine_lines, machines_block, rank_grid
 from paceline.watch.terminal.pages import NO_LOG, LogChoice, LogText, page_lines
 
 MANUAL = Path(__file__).parents[2] / "docs" / "watch.md"
@@ -199,3 +198,39 @@ def test_the_manual_shows_the_real_screen():
 def test_a_fact_that_is_too_long_leaves_room_for_those_after_it():
     facts = [("cpu", "100 %", ""), ("cgroup", "1000/1008 GiB !", "warning"), ("disk", "2 GiB !", "warning")]
     assert plain(facts_line(facts, 26)) == "cpu 100 %  disk 2 GiB !"
+
+
+def test_wide_names_keep_the_columns_of_gpus_processes_and_ranks_straight():
+    """Every line of a block puts what follows a name in the same column, in Latin letters and in Chinese ones."""
+    snapshot = training()
+    [host] = snapshot.hosts
+    process = {"pid": 4711, "bytes": 1 << 30, "ours": False}
+    gpus = [
+        replace(gpu, name=name, processes=[{**process, "name": name}])
+        for gpu, name in zip(host.gpus, ("显卡甲", "RTX 5090"), strict=True)
+    ]
+    wide = replace(snapshot, hosts=[replace(host, gpus=gpus)])
+    for word in ("GiB", "W", "not of this run"):
+        lines = [plain(line) for line in page("machines", wide, 100) if re.search(rf"(?<!\w){word}", plain(line))]
+        assert len({cells(line[: re.search(rf"(?<!\w){word}", line).start()]) for line in lines[-2:]}) == 1, lines
+
+
+def test_the_machines_page_shows_history_and_its_columns_have_headings():
+    lines = [plain(line) for line in page("machines", training(), 80)]
+    titles = lines[2]
+    for title, value in (("memory", "━"), ("power", "521/575 W"), ("temp", "67 °C")):
+        end = max if title in ("power", "temp") else min
+        assert end(titles.index(title), titles.index(title) + len(title)) == end(
+            lines[3].index(value), lines[3].index(value) + len(value)
+        )
+    text = "\n".join(lines)
+    for title in ("GPU use over time", "GPU memory over time", "GPU power over time", "GPU temperature over time"):
+        assert title in text
+    assert re.search(r"GPU 1 +█{40,} +93 %", text)
+
+
+def test_two_gpus_in_a_line_have_a_heading_that_names_their_numbers():
+    [host] = training().hosts
+    eight = replace(training(), hosts=[replace(host, gpus=[replace(host.gpus[0], index=i) for i in range(8)])])
+    block = machines_block(eight, width=80, height=5)
+    assert plain(block[0]).startswith("── 8 GPUs: memory, use, power, temperature ──") and len(block) == 5

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from run_folders import write_run
 
+from paceline.rundir import lock_run
+
 MOST_S = 120.0  # for what takes a second
 WHOLE = ("1,240/2,500", "q quit", " events ")  # stand at the beginning, at the end and between
 SHOW = """
@@ -118,6 +120,19 @@ def test_watching_does_not_change_a_run(tmux, tmp_path, leave):
     tmux.press(leave)
     tmux.wait_for("left: 0")
     assert state(run.path) == before
+
+
+def test_without_a_name_and_with_several_running_runs_it_opens_with_their_list(tmux, tmp_path):
+    locks = [lock_run(write_run(tmp_path / "runs", name, end=None)) for name in ("first", "second")]
+    tmux.run(sys.executable, "-m", "paceline.cli", "watch", "--runs-dir", str(tmp_path / "runs"))
+    screen = tmux.wait_for("── runs: 2", "first ", "second ", "Enter open")
+    assert len(re.findall(r"(?:first|second) .*● (?:running|training) .*100/200", screen)) == 2
+    tmux.press("Down", "Enter")
+    tmux.wait_for("1 overview", "── loss")
+    tmux.press("q")
+    tmux.wait_for("left: 0")
+    for lock in locks:
+        os.close(lock)
 
 
 def state(folder: Path) -> dict[Path, tuple[int, bytes]]:

@@ -174,7 +174,7 @@ def test_a_run_with_a_link_that_leads_out_of_its_folder_is_not_shown(name, tmp_p
         assert json.loads(asked(port, "/api/runs")[2]) == []
         assert asked(port, "/api/runs/a/about")[0] == 404
     with pytest.raises(PacelineError, match="is a link that leads out of the run folder"):
-        serve(runs, run.path, port=0, open_browser=False)
+        serve(Shelf(runs, run.path), run.path, port=0, open_browser=False)
 
 
 def test_a_run_folder_that_is_a_link_is_shown_and_so_is_one_with_links_within_itself(tmp_path):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 from rich.segment import Segment
@@ -26,7 +27,7 @@ from textual.widgets import Input
 
 from paceline.errors import PacelineError
 from paceline.watch.snapshot import Snapshot
-from paceline.watch.status import Reader
+from paceline.watch.status import Reader, RunList, open_reader
 from paceline.watch.terminal.chart import CurveChoice, all_curve_names
 from paceline.watch.terminal.head import header
 from paceline.watch.terminal.line import (
@@ -44,11 +45,13 @@ from paceline.watch.terminal.line import (
     width_of,
 )
 from paceline.watch.terminal.pages import NO_LOG, LogChoice, LogText, log_heading, neighbour_log, page_lines, read_log
+from paceline.watch.terminal.runs import NUM_HEADINGS, RunChoice, differing_settings
 
 RICH_STYLES = {name: Style.parse(style) for name, (style, _) in STYLES.items()}
 ZOOMS = (1.0, 0.5, 0.1)  # shares of the steps that `z` steps through
 LOG_PAGES = ("overview", "log")  # pages that show the end of a log
 TAIL_PAGES = ("events", "log")  # pages that open at their end and stay there
+POINTS = 40  # places on a curve that can be read
 
 
 class LineView(ScrollView, can_focus=True):
@@ -111,6 +114,16 @@ class WatchApp(App[None]):
         Binding("right", "neighbour(1)", priority=True),
         ("z", "zoom"),
         ("y", "log_scale"),
+        ("s", "smooth"),
+        ("left_square_bracket", "point(-1)"),
+        ("right_square_bracket", "point(1)"),
+        ("o", "page('runs')"),
+        Binding("down,j", "choose_run(1)", priority=True),
+        Binding("up,k", "choose_run(-1)", priority=True),
+        Binding("pagedown", "choose_run(10)", priority=True),
+        Binding("pageup", "choose_run(-10)", priority=True),
+        Binding("enter", "open_run", priority=True),
+        ("m", "compare"),
         ("a", "attempt"),
         ("w", "wrap"),
         ("c", "copy_fix"),
@@ -120,13 +133,23 @@ class WatchApp(App[None]):
     ]
 
     def __init__(
-        self, reader: Reader, *, interval_s: float, ascii_only: bool = False, clock: Callable[[], float] = time.time
+        self,
+        reader: Reader,
+        *,
+        interval_s: float,
+        ascii_only: bool = False,
+        clock: Callable[[], float] = time.time,
+        run_list: RunList | None = None,
+        page: str = PAGES[0],
     ) -> None:
+        """run_list: the runs that can be opened."""
         super().__init__(ansi_color=True)  # before the theme: what NO_COLOR does is settled here
         self.theme = "ansi-dark"  # the terminal's own background
         self.animation_level = "none"
         self.reader, self.interval_s, self.clock = reader, interval_s, clock
-        self.page = PAGES[0]
+        self.page = page
+        self.run_list, self.run_choice = run_list, RunChoice()
+        self.other: Reader | None = None  # of the run that is compared
         self.snapshot: Snapshot | None = None
         self.error: str | None = None  # why the last reading failed
         self.now = clock()
@@ -158,11 +181,16 @@ class WatchApp(App[None]):
         """Reads in a thread, unless one is still reading. A search is not repeated, because the log may be large."""
         if self._reading:
             return
-        self._reading = True
+        self._reading, reader = True, self.reader
         choice = self.log_choice if self.page in LOG_PAGES and not self.log_choice.query else None
         snapshot, text, message = self.snapshot, None, None
         try:
-            snapshot = await asyncio.to_thread(self.reader.update)
+            snapshot = await asyncio.to_thread(reader.update)
+            if self.page == "runs" and self.run_list:
+                runs = await asyncio.to_thread(self.run_list.read)
+                self.run_choice = replace(self.run_choice, runs=runs)
+            if self.page == "compare" and (other := self.other):
+                self.run_choice = replace(self.run_choice, other=await asyncio.to_thread(other.update))
         except PacelineError as error:
             message = error.message
             if self.snapshot is None:  # nothing was ever shown
@@ -170,7 +198,10 @@ class WatchApp(App[None]):
         if snapshot and choice:
             text = await asyncio.to_thread(read_log, snapshot, choice)
         self._reading = False
-        self.show_snapshot(snapshot, text, error=message)
+        if reader is self.reader:
+            self.show_snapshot(snapshot, text, error=message)
+        else:  # another run was opened meanwhile
+            self.action_read()
 
     def show_snapshot(
         self, snapshot: Snapshot | None, text: LogText | None = None, *, error: str | None = None
@@ -208,7 +239,8 @@ class WatchApp(App[None]):
             height = max(0, self.size.height - len(lines) - 1)
             follows = self.page in TAIL_PAGES and body.scroll_offset.y >= body.max_scroll_y
             show = partial(page_lines, self.page, snapshot, now=self.now, width=width, height=height)
-            body.show(show(choice=self.curve_choice, log=self.log_text, wrapped=self.log_choice.wrapped))
+            show = partial(show, wrapped=self.log_choice.wrapped, runs=self.run_choice)
+            body.show(show(choice=self.curve_choice, log=self.log_text))
             if follows:
                 body.scroll_end(animate=False, immediate=True, x_axis=False)
         self.keys = page_keys(self.page, width=width, held=self.held, copied=self.copied, snapshot=snapshot)
@@ -227,7 +259,9 @@ class WatchApp(App[None]):
             start = end
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """While a text is typed, its keys are no actions."""
+        """While a text is typed, its keys are no actions; those of the list of runs are none on other pages."""
+        if action in ("choose_run", "open_run", "compare") and self.page != "runs":
+            return False
         return action in ("quit", "escape") or self.focused is not self.query_line
 
     def action_page(self, name: str) -> None:
@@ -241,6 +275,39 @@ class WatchApp(App[None]):
             self.choose_log(replace(self.log_choice, query=""))
         if self.page in TAIL_PAGES:
             self.body.scroll_end(animate=False, x_axis=False)
+        if self.page in ("runs", "compare"):
+            self.action_read()
+        if self.page == "runs":
+            self.action_choose_run(0)  # scrolls to it
+
+    def action_choose_run(self, by: int) -> None:
+        chosen = max(0, min(len(self.run_choice.runs) - 1, self.run_choice.chosen + by))
+        self.run_choice = replace(self.run_choice, chosen=chosen)
+        self.draw()
+        lowest = chosen + NUM_HEADINGS - self.body.size.height + 1
+        self.body.scroll_to(y=min(max(self.body.scroll_offset.y, lowest), chosen), animate=False, immediate=True)
+
+    def chosen_reader(self) -> Reader | None:
+        """Opens the chosen run; None where there is none, or no longer."""
+        try:
+            return open_reader(self.run_choice.path) if self.run_choice.runs else None
+        except PacelineError as error:
+            self.error = error.message
+            self.draw()
+            return None
+
+    def action_open_run(self) -> None:
+        if reader := self.chosen_reader():
+            self.reader, self.snapshot, self.log_text = reader, None, NO_LOG
+            self.curve_choice, self.log_choice = CurveChoice(), LogChoice()
+            self.action_page(PAGES[0])
+            self.action_read()
+
+    def action_compare(self) -> None:
+        if self.snapshot and (reader := self.chosen_reader()):
+            settings = differing_settings(Path(self.snapshot.path), self.run_choice.path)
+            self.other, self.run_choice = reader, replace(self.run_choice, other=None, settings=settings)
+            self.action_page("compare")
 
     def action_turn(self, by: int) -> None:
         index = PAGES.index(self.page) if self.page in PAGES else 0
@@ -262,6 +329,14 @@ class WatchApp(App[None]):
 
     def action_zoom(self) -> None:
         self.choose_curve(part=ZOOMS[(ZOOMS.index(self.curve_choice.part) + 1) % len(ZOOMS)])
+
+    def action_smooth(self) -> None:
+        self.choose_curve(smooth=not self.curve_choice.smooth)
+
+    def action_point(self, by: int) -> None:
+        """Moves the point at which the curve is read, from its end on."""
+        point = 1.0 if self.curve_choice.point is None else self.curve_choice.point
+        self.choose_curve(point=min(1.0, max(0.0, point + by / POINTS)))
 
     def action_log_scale(self) -> None:
         self.choose_curve(log_scale=not self.curve_choice.log_scale)
@@ -300,7 +375,7 @@ class WatchApp(App[None]):
         elif self.page == "log" and self.log_choice.query:
             self.choose_log(replace(self.log_choice, query=""))
         else:
-            self.action_page(PAGES[0])
+            self.action_page("runs" if self.page == "compare" else PAGES[0])
 
     def action_hold(self) -> None:
         self.held = not self.held

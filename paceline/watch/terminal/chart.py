@@ -8,18 +8,22 @@ Pure: a Snapshot or numbers in, lines out.
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import groupby, pairwise
+from dataclasses import dataclass, replace
+from itertools import chain, groupby, pairwise
+from operator import itemgetter
 from statistics import fmean
+from typing import Any
 
+from paceline.terminal import cells, cut, pad
 from paceline.units import format_count
 from paceline.watch.measures import METRICS, format_measure
 from paceline.watch.snapshot import Series, Snapshot
-from paceline.watch.terminal.line import EMPTY, Line, cells, clean, cut, heading, side_by_side, split_width
+from paceline.watch.terminal.line import EMPTY, Line, clean, heading, side_by_side, split_width
 
 CURVES = [name for name in METRICS if name != "peak_bytes"]  # known curves, the most important first
 DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # of a character: left and right column, top to bottom
 LEVELS = "▁▂▃▄▅▆▇█"
+SMOOTH_SHARE = 0.05  # of the steps that are shown
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,8 @@ class CurveChoice:
     curve: str = "loss"
     log_scale: bool = False
     part: float = 1.0  # share of the steps, up to the last
+    smooth: bool = False
+    point: float | None = None  # where the curve is read, as a share of the width
 
 
 def curves_page(snapshot: Snapshot, choice: CurveChoice, *, width: int, height: int) -> list[Line]:
@@ -38,9 +44,10 @@ def curves_page(snapshot: Snapshot, choice: CurveChoice, *, width: int, height: 
         return [EMPTY, ((" no numbers yet", "faint"),)]
     current = choice.curve if choice.curve in names else names[0]
     room = max(6, height - len(names) - 1)
-    lines = curve_block(snapshot, current, width=width, height=room, part=choice.part, log=choice.log_scale)
+    lines = curve_block(snapshot, replace(choice, curve=current), width=width, height=room)
     title = "all steps" if choice.part >= 1 else f"last {choice.part:.0%} of the steps"
     title += ", logarithmic" if choice.log_scale else ""
+    title += ", smoothed" if choice.smooth else ""
     lines.append(heading(title, width, right=(("least       most     last", "faint"),)))
     for name in names:
         series = last_part(snapshot.series[name], choice.part)
@@ -55,7 +62,7 @@ def curve_line(name: str, series: Series, *, room: int, is_current: bool) -> Lin
     low_text, high_text, last = (format_measure(name, value) for value in (min(values), max(values), values[-1]))
     return (
         (" > " if is_current else "   ", "key"),
-        (f"{cut(title, 13):<14}", "strong" if is_current else ""),
+        (pad(cut(title, 13), 14), "strong" if is_current else ""),
         (f"{steady_line(series, room, least_span):<{room}}", style),
         (f"{low_text:>11}{high_text:>11}", "faint"),
         (f"{last:>11} ", "strong"),
@@ -79,20 +86,49 @@ def curve_row(
     widths = split_width(width, shares[: len(names)], gap=gap)
     columns = zip(names, widths, strict=True)
     return side_by_side(
-        [(curve_block(snapshot, name, width=column, height=height), column) for name, column in columns], gap=gap
+        [(curve_block(snapshot, CurveChoice(name), width=column, height=height), column) for name, column in columns],
+        gap=gap,
     )
 
 
-def curve_block(
-    snapshot: Snapshot, name: str, *, width: int, height: int, part: float = 1.0, log: bool = False
-) -> list[Line]:
+def curve_block(snapshot: Snapshot, choice: CurveChoice, *, width: int, height: int) -> list[Line]:
+    name = choice.curve
     title, style, least_span = curve_look(name)
-    series = last_part(snapshot.series.get(name, Series()), part)
+    series = last_part(snapshot.series.get(name, Series()), choice.part)
     planned = (snapshot.plan or {}).get(name)
     planned = planned if isinstance(planned, int | float) else None
-    last = ((format_measure(name, series.values[-1]), "strong"),) if series.values else ()
-    lines = chart(series, width=width, height=height - 1, style=style, least_span=least_span, log=log, planned=planned)
-    return [heading(title, width, right=last), *lines]
+    right: Line = ((format_measure(name, series.values[-1]), "strong"),) if series.values else ()
+    shown = smoothed(series) if choice.smooth else series
+    if choice.point is not None and series.values:
+        step, value = value_at(shown, choice.point)
+        right = ((f"step {step:,}: ", "faint"), (format_measure(name, value), "key"), ("   last ", "faint"), *right)
+    look: dict[str, Any] = {
+        "least_span": least_span,
+        "log": choice.log_scale,
+        "planned": planned,
+        "point": choice.point,
+    }
+    lines = chart((shown, style), width=width, height=height - 1, **look)
+    return [heading(title, width, right=right), *lines]
+
+
+def value_at(series: Series, share: float) -> tuple[int, float]:
+    """Returns the point of a curve that is nearest to a share of its steps."""
+    place = series.steps[0] + share * (series.steps[-1] - series.steps[0])
+    index = min(range(len(series.steps)), key=lambda index: abs(series.steps[index] - place))
+    return series.steps[index], series.values[index]
+
+
+def smoothed(series: Series) -> Series:
+    """Returns a curve's means over SMOOTH_SHARE of its steps before each point; the first points are means of fewer."""
+    values, total, first = list[float](), 0.0, 0
+    span = SMOOTH_SHARE * (series.steps[-1] - series.steps[0]) if series.steps else 0.0
+    for index, (step, value) in enumerate(zip(series.steps, series.values, strict=True)):
+        total += value
+        while series.steps[first] < step - span:
+            total, first = total - series.values[first], first + 1
+        values.append(total / (index + 1 - first))
+    return Series(series.steps, values, series.times)
 
 
 def all_curve_names(snapshot: Snapshot) -> list[str]:
@@ -106,41 +142,47 @@ def drawn_curves(snapshot: Snapshot, names: Sequence[str]) -> list[str]:
 
 
 def chart(
-    series: Series,
-    *,
+    *curves: tuple[Series, str],
     width: int,
     height: int,
-    style: str,
     least_span: float = 0.02,
     log: bool = False,
     planned: float | None = None,
+    point: float | None = None,
 ) -> list[Line]:
-    """Draws a curve in `height` lines, with the first and the last step on the last line.
+    """Draws curves, each with its style, in `height` lines, with the first and the last step on the last line.
 
-    least_span: least range of the axis as a share of its middle, so that noise stays small. planned: drawn as a dotted line.
+    Curves after the first are dashed. least_span: least range of the axis as a share of its middle, so that noise stays small.
+    planned: drawn as a dotted line. point: a share of the width, drawn as an upright line.
     """
-    points = [(step, value) for step, value in zip(series.steps, series.values, strict=True) if math.isfinite(value)]
+    lists = [
+        [(step, value) for step, value in zip(series.steps, series.values, strict=True) if math.isfinite(value)]
+        for series, _ in curves
+    ]
+    points = sorted(chain.from_iterable(lists))
     rows = height - 1
     if not points or rows < 1 or width < 12:
         return [(("no value yet", "faint"),)][:height] + [EMPTY] * (height - 1)
     if log := log and min(value for _, value in points) > 0:
-        points = [(step, math.log10(value)) for step, value in points]
+        lists = [[(step, math.log10(value)) for step, value in points] for points in lists]
         planned = math.log10(planned) if planned and planned > 0 else None
-    bounds = [value for _, value in points] + ([] if planned is None else [planned])
+    bounds = [value for points in lists for _, value in points] + ([] if planned is None else [planned])
     low, high = widen(min(bounds), max(bounds), least_span=least_span, log=log)
     low, high, ticks = (even_axis if log else round_axis)(low, high, rows)
     labels = [format_short(10**tick) for tick in ticks.values()] if log else tick_labels(list(ticks.values()))
     texts = dict(zip(ticks, labels, strict=True))
     margin = max(5, *map(cells, texts.values()))
     columns = width - margin - 2
-    grid = draw(points, low, high, columns=columns, rows=rows)
+    place: dict[str, Any] = {"low": low, "high": high, "first": points[0][0], "last": points[-1][0]}
+    place |= {"columns": columns, "rows": rows}
+    shown = enumerate(zip(lists, curves, strict=True))
+    grids = [(draw(points, is_dashed=i > 0, **place), style) for i, (points, (_, style)) in shown if points]
     level = None if planned is None else dot_of(planned, low, high, rows) // 4
+    mark = None if point is None else round(point * (columns - 1))
     lines: list[Line] = []
-    for y, row in enumerate(grid):
+    for y in range(rows):
         axis: Line = ((f"{texts.get(y, ''):>{margin}} ", "faint"), ("┤" if y in texts else "│", "track"))
-        chars = (chr(0x2800 + dots) if dots else "┈" if y == level else " " for dots in row)
-        groups = groupby(chars, key=lambda char: "faint" if char == "┈" else style)  # the plan is faint
-        lines.append((*axis, *(("".join(group), kind) for kind, group in groups)))
+        lines.append((*axis, *chart_row([(grid[y], style) for grid, style in grids], is_plan=y == level, mark=mark)))
     left, right = f"{points[0][0]:,}", f"{points[-1][0]:,}"
     middle = f"{(points[0][0] + points[-1][0]) // 2:,}" if columns > 60 else ""
     if len(left + middle + right) >= columns:
@@ -148,6 +190,18 @@ def chart(
     start = (columns - len(middle)) // 2 if middle else len(left)
     steps = f"{left:<{start}}{middle}{right:>{columns - start - len(middle)}}"
     return [*lines, ((f"{steps:>{margin + 2 + columns}}", "faint"),)]
+
+
+def chart_row(curves: Sequence[tuple[Sequence[int], str]], *, is_plan: bool, mark: int | None) -> Line:
+    """Joins the dots of several curves; the first one hides the others. mark: the column of the point that is read."""
+    pieces = [
+        next(
+            ((chr(0x2800 + dots), style) for dots, (_, style) in zip(column, curves, strict=True) if dots),
+            ("┊", "key") if x == mark else ("┈" if is_plan else " ", "faint"),
+        )
+        for x, column in enumerate(zip(*(row for row, _ in curves), strict=True))
+    ]
+    return tuple(("".join(char for char, _ in group), style) for style, group in groupby(pieces, key=itemgetter(1)))
 
 
 def widen(low: float, high: float, *, least_span: float, log: bool) -> tuple[float, float]:
@@ -197,20 +251,29 @@ def dot_of(value: float, low: float, high: float, rows: int) -> int:
     return round((1 - min(1.0, max(0.0, share))) * (4 * rows - 1))
 
 
-def draw(points: Sequence[tuple[int, float]], low: float, high: float, *, columns: int, rows: int) -> list[list[int]]:
-    """Returns the dots of each character as bits; neighbouring points are joined."""
+def draw(
+    points: Sequence[tuple[int, float]],
+    *,
+    low: float,
+    high: float,
+    first: int,
+    last: int,
+    columns: int,
+    rows: int,
+    is_dashed: bool = False,
+) -> list[list[int]]:
+    """Returns the dots of each character as bits; neighbouring points are joined. first, last: the steps at the edges."""
     grid = [[0] * columns for _ in range(rows)]
-    span = max(1, points[-1][0] - points[0][0])
+    span = max(1, last - first)
     dots = [
-        (round((step - points[0][0]) / span * (2 * columns - 1)), dot_of(value, low, high, rows))
-        for step, value in points
+        (round((step - first) / span * (2 * columns - 1)), dot_of(value, low, high, rows)) for step, value in points
     ]
 
     for (x0, y0), (x1, y1) in pairwise([dots[0], *dots]):
         before = y0
         for x in range(x0, x1 + 1):
             y = y1 if x1 == x0 else round(y0 + (y1 - y0) * (x - x0) / (x1 - x0))
-            for dot in range(min(before, y), max(before, y) + 1):
+            for dot in range(min(before, y), max(before, y) + 1) if not is_dashed or x // 2 % 2 else ():
                 grid[dot // 4][x // 2] |= DOTS[x % 2][dot % 4]
             before = y
     return grid

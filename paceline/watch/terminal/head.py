@@ -11,18 +11,17 @@ from datetime import UTC, datetime
 from itertools import chain
 from typing import Any
 
+from paceline.terminal import ELLIPSIS, cut
 from paceline.units import format_count, format_duration, format_energy, format_number_of, format_ranks
 from paceline.watch.measures import METRICS, format_measure, format_percent, format_time
 from paceline.watch.panels import action_text, figures, goodput_panel, severity_level, why_panel
 from paceline.watch.snapshot import BROKEN, LIVE, EventView, Snapshot
 from paceline.watch.summary import LEVEL_SIGNS, STATE_SIGNS, attempt_outcome, goodput_share, summarize
 from paceline.watch.terminal.line import (
-    ELLIPSIS,
     Line,
     Piece,
     bar,
     clean,
-    cut,
     facts_line,
     fit,
     heading,

@@ -7,16 +7,16 @@ alone, so a line reads the same without it. Colour-blind readers can tell the co
 
 import unicodedata
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, chain, pairwise, takewhile, zip_longest
+from itertools import accumulate, chain, pairwise, zip_longest
 from typing import NamedTuple
 
+from paceline.terminal import ELLIPSIS, cells, cut
 from paceline.watch.snapshot import Snapshot
 
 Piece = tuple[str, str]  # text, name of its style
 Line = tuple[Piece, ...]
 
 EMPTY: Line = ()
-ELLIPSIS = "…"
 
 STYLES = {  # as rich writes it; and for `--once`, as SGR of the sixteen colours that every terminal has
     "": ("", ""),
@@ -40,7 +40,7 @@ BRAILLE = {  # dots that lie high, low, or both
     0x2800 + dots: " " if not dots else "'" if not dots & 0b11110110 else "." if not dots & 0b00011011 else ":"
     for dots in range(256)
 }
-ASCII = BRAILLE | str.maketrans("━╸─┈│┤└●○◐✓✗■↻·…°–−×█▁▂▃▄▅▆▇␡←→↑↓␣", "==-.||+*oo+x#@-.'--x#.,:-=+*?<>^v_")
+ASCII = BRAILLE | str.maketrans("━╸─┈╌┊│┤└●○◐✓✗■↻·…°–−×█▁▂▃▄▅▆▇␡←→↑↓␣", "==-.-:||+*oo+x#@-.'--x#.,:-=+*?<>^v_")
 CONTROLS: dict[int, int | str] = {  # of clean
     **{code: 0x2400 + code for code in range(32)},
     127: "␡",
@@ -57,11 +57,13 @@ KEY_HELP = (
     ("r, Ctrl-L", "read now; repaint the screen"),
     ("← →", "on curves: another curve. On log: another rank"),
     ("z", "on curves: all steps, the last half, the last tenth"),
-    ("y", "on curves: logarithmic axis on and off"),
+    ("y s", "on curves: logarithmic axis on and off, smoothed or as it is"),
+    ("[ ]", "on curves: read the curve at a point further left or right"),
     ("a", "on log: the previous attempt"),
     ("/", "on log: find a text in the whole file, in upper or lower case. Esc returns to its end"),
     ("w", "on log: wrap long lines on and off"),
     ("c", "on why: copy the fix"),
+    ("o", "the list of runs: ↑ ↓ choose one, Enter opens it, m compares it with the one that is open"),
     ("q, Ctrl-C", "quit. The run continues"),
 )
 
@@ -74,25 +76,8 @@ def clean(text: str) -> str:
     return "".join(char for char in text if unicodedata.category(char) not in ("Cf", "Zl", "Zp"))
 
 
-def cells(text: str) -> int:
-    """Columns that a text takes: two for a wide character, none for one that combines with the character before it."""
-    if text.isascii():
-        return len(text)
-    return sum(
-        0 if unicodedata.combining(char) else 1 + (unicodedata.east_asian_width(char) in ("W", "F")) for char in text
-    )
-
-
 def width_of(line: Iterable[Piece]) -> int:
     return sum(cells(text) for text, _ in line)
-
-
-def cut(text: str, width: int) -> str:
-    """Cuts a text to at most `width` columns, with an ellipsis for what is cut off."""
-    if cells(text) <= width:
-        return text
-    ends = takewhile(lambda end: end < width, accumulate(map(cells, text)))
-    return text[: len(list(ends))] + ELLIPSIS if width > 0 else ""
 
 
 def fit(line: Iterable[Piece], width: int) -> Line:
@@ -247,12 +232,19 @@ def page_keys(
     keys += [Key("space", "continue", "hold", active=True)] if held else []
     keys += [Key("?", "help", f"page('{HELP_PAGE}')", active=page == HELP_PAGE), Key("q", "quit", "quit")]
     pages = [Key(str(i), name, f"page('{name}')", active=name == page) for i, name in enumerate(PAGES, 1)]
+    runs = Key("o", "runs", "page('runs')", active=page == "runs")
+    if width_of(key_line([*pages, runs, *keys])) <= width + 1:
+        keys.insert(0, runs)
     if width_of(key_line([*pages, *keys])) > width + 1:
         pages = [key if key.active else key._replace(label="") for key in pages]
     return [*pages, *keys]
 
 
 def extra_keys(page: str, snapshot: Snapshot, *, copied: bool) -> list[Key]:
+    if page == "runs":
+        return [Key("↑↓", "choose", "choose_run(1)"), Key("Enter", "open", "open_run"), Key("m", "compare", "compare")]
+    if page == "compare":
+        return [Key("Esc", "runs", "escape")]
     if page == "curves" and snapshot.series:
         return [Key("←→", "curve", "neighbour(1)"), Key("z", "zoom", "zoom"), Key("y", "log axis", "log_scale")]
     if page == "log" and snapshot.logs:

@@ -6,10 +6,12 @@ many ranks become a row of blocks.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import accumulate, islice
 from statistics import median
 
+from paceline.terminal import cells, cut, pad
 from paceline.units import GIB, format_bytes, format_duration, format_list, format_ms, format_number_of
+from paceline.watch.device_panels import map_panels
 from paceline.watch.measures import (
     format_memory,
     format_percent,
@@ -29,9 +31,7 @@ from paceline.watch.terminal.line import (
     Line,
     Piece,
     bar,
-    cells,
     clean,
-    cut,
     facts_line,
     fit,
     heading,
@@ -47,6 +47,15 @@ FULL_MEMORY = 0.97  # of a GPU
 MIN_CELL = 24  # columns of a rank in the grid
 MIN_PROCESS_WIDTH = 60
 MAX_RANKS_NAMED = 12
+HISTORY_TITLES = {  # by the field of gpu_series or host_series
+    "use": "GPU use",
+    "used_bytes": "GPU memory",
+    "power_w": "GPU power",
+    "temperature_c": "GPU temperature",
+    "cpu": "processors",
+    "ram_used": "memory of the host",
+}
+HISTORY_STYLES = {"use": "green", "used_bytes": "violet", "temperature_c": "orange"}
 
 
 def gpu_rows(gpus: Sequence[GpuView], *, width: int) -> list[Line]:
@@ -62,7 +71,7 @@ def gpu_rows(gpus: Sequence[GpuView], *, width: int) -> list[Line]:
         share = memory_share(gpu)
         line: list[Piece] = [
             (f" {gpu.index:>2} ", "strong"),
-            (f"{cut(name, name_width):<{name_width}}  ", "faint"),
+            (f"{pad(cut(name, name_width), name_width)}  ", "faint"),
             *bar(share, room, style="orange" if share and share > FULL_MEMORY else "violet"),
             (f" {format_memory(gpu):>13}  ", ""),
             *bar(gpu.use, room, style="green"),
@@ -75,6 +84,14 @@ def gpu_rows(gpus: Sequence[GpuView], *, width: int) -> list[Line]:
             line.append((f"  ! {cut(problem, problem_width)}", "warning"))
         lines.append(tuple(line))
     return lines
+
+
+def gpu_titles(row: Line) -> Line:
+    """The headings of the columns of a row of gpu_rows: each begins or ends where its column does."""
+    ends = list(accumulate(cells(text) for text, _ in row))
+    line = pad("", ends[1]) + pad("memory", ends[4] - ends[1]) + pad("use", ends[6] - ends[4])
+    line += pad("power", ends[7] - ends[6], right=True) + pad("temp", ends[8] - ends[7], right=True)
+    return ((line + ("     clock  PCIe" if len(row) > 9 and "MHz" in row[9][0] else ""), "faint"),)
 
 
 def temperature_style(gpu: GpuView) -> str:
@@ -110,7 +127,7 @@ def host_summary(host: HostView) -> Line:
     num_slowed = sum(bool(gpu_problems(gpu)) for gpu in host.gpus)
     memory = [None if share is None else 100 * share for share in map(memory_share, host.gpus)]
     use = [None if gpu.use is None else 100 * gpu.use for gpu in host.gpus]
-    line: list[Piece] = [(f" {cut(clean(host.name), 18):<18} ", "strong"), (f"{len(host.gpus)} GPUs  ", "faint")]
+    line: list[Piece] = [(f" {pad(cut(clean(host.name), 18), 19)}", "strong"), (f"{len(host.gpus)} GPUs  ", "faint")]
     line += [("mem ", "faint"), (f"{span(memory, ' %'):<10}", ""), ("use ", "faint"), (f"{span(use, ' %'):<10}", "")]
     line.append((f"{span([gpu.temperature_c for gpu in host.gpus], ' °C'):<10}", ""))
     return (*line, (f"! {num_slowed} slowed" if num_slowed else "", "warning"))
@@ -220,9 +237,12 @@ def machines_block(snapshot: Snapshot, *, width: int, height: int) -> list[Line]
     num_gpus = sum(len(host.gpus) for host in hosts)
     name = format_number_of(num_gpus, "GPU") if num_gpus else "no GPU"
     name = name if snapshot.state in LIVE else f"last sample: {name}"
-    facts: Line = (("memory, use, power, temperature", "faint"),)
-    facts = facts_line(host_facts(hosts[0]), width - 20) if len(hosts) == 1 else facts
-    return [heading(name, width, right=facts), *machine_lines(snapshot, width=width, height=height)] if hosts else []
+    lines, titles = machine_lines(snapshot, width=width, height=height), "memory, use, power, temperature"
+    if len(hosts) == 1 and len(lines) < num_gpus:
+        name += f": {titles}"
+    facts: Line = ((titles, "faint"),)
+    facts = facts_line(host_facts(hosts[0]), width - 14 - cells(name)) if len(hosts) == 1 else facts
+    return [heading(name, width, right=facts), *lines] if hosts else []
 
 
 def gpus_over_time(snapshot: Snapshot, *, width: int, height: int) -> list[Line]:
@@ -238,21 +258,49 @@ def gpus_over_time(snapshot: Snapshot, *, width: int, height: int) -> list[Line]
     lines: list[Line] = []
     for label, series in zip(labels, curves.values(), strict=True):
         line = (pulse(even_values(series.times, series.values, column - margin - 9)), "green")
-        lines.append(((f" {cut(label, margin):>{margin}} ", "strong"), line, (f" {series.values[-1]:>5.0%}", "")))
+        lines.append(
+            ((f" {pad(cut(label, margin), margin, right=True)} ", "strong"), line, (f" {series.values[-1]:>5.0%}", ""))
+        )
     return section("GPU use, over time", in_columns(lines, columns, width=width), width)
 
 
 def machines_page(snapshot: Snapshot, *, width: int) -> list[Line]:
     """Everything about hosts, GPUs and ranks, on as many lines as it takes."""
     lines: list[Line] = []
-    rows = iter(gpu_rows([gpu for host in snapshot.hosts for gpu in host.gpus], width=width))
+    table = gpu_rows([gpu for host in snapshot.hosts for gpu in host.gpus], width=width)
+    rows = iter(table)
     for host in snapshot.hosts:
         facts = facts_line(host_facts(host, long=True), width - 2)
-        lines += [heading(clean(host.name), width), ((" ", ""), *facts), *islice(rows, len(host.gpus))]
+        lines += [heading(clean(host.name), width), ((" ", ""), *facts)]
+        lines += [gpu_titles(table[0]), *islice(rows, len(host.gpus))] if host.gpus else []
         lines += process_lines(host.gpus, width=width)
     if ranks := rank_lines(snapshot, width=width):
         lines += [heading("ranks: own work per step, over time", width), *ranks]
+    lines += history_lines(snapshot, width=width)
     return lines or [EMPTY, ((" this run folder has no health samples", "faint"),)]
+
+
+def history_lines(snapshot: Snapshot, *, width: int) -> list[Line]:
+    """Memory, use, power and temperature of each GPU, and each host's processors and memory, since the run began."""
+    lines: list[Line] = []
+    columns = 2 if width >= 110 else 1
+    for field, panel in map_panels(snapshot).items():
+        rows: list[Line] = []
+        for row in panel["rows"]:
+            series = getattr(snapshot, row["group"])[row["key"]]
+            label = pad(cut(clean(" ".join(filter(None, (row["sub"], row["label"])))), 16), 17)
+            room = split_width(width, [1] * columns)[0] - 29
+            curve = sparkline(even_values(series.times, series.values, room), room, low=row["low"], high=row["high"])
+            rows.append(
+                (
+                    (f" {label}", "strong"),
+                    (pad(curve, room), HISTORY_STYLES.get(field, "blue")),
+                    (f" {row['value']:>10}", ""),
+                )
+            )
+        title = f"{HISTORY_TITLES.get(field, field)} over time: {panel['about']}"
+        lines += [heading(title, width), *in_columns(rows, min(columns, len(rows)), width=width)]
+    return lines
 
 
 def process_lines(gpus: Sequence[GpuView], *, width: int) -> list[Line]:
@@ -262,7 +310,7 @@ def process_lines(gpus: Sequence[GpuView], *, width: int) -> list[Line]:
         for process in gpu.processes:
             size = process.get("bytes")
             memory = f"{size / GIB:.1f} GiB" if isinstance(size, int | float) else ""
-            name = f"{process.get('pid')} {cut(clean(str(process.get('name') or '')), 14):<15}"
+            name = f"{process.get('pid')} {pad(cut(clean(str(process.get('name') or '')), 14), 15)}"
             mark = "  ! not of this run" if process.get("ours") is False else ""
             lines.append(
                 ((f"    GPU {gpu.index}  ", "faint"), (name, ""), (f"{memory:>9}", "faint"), (mark, "warning"))
@@ -280,9 +328,9 @@ def rank_lines(snapshot: Snapshot, *, width: int) -> list[Line]:
     cell = min(width, 42)
     lines: list[Line] = []
     for rank in ranks:
-        where = f"{cut(clean(rank.host or ''), 12):<13}" if width >= 100 else ""
+        where = pad(cut(clean(rank.host or ""), 12), 13) if width >= 100 else ""
         line: list[Piece] = [*rank_cell(rank, width=cell, longest=longest), (f"  {where}", "faint")]
-        room = width - cell - 2 - len(where) - 1
+        room = width - cell - 2 - cells(where) - 1
         if rank.rank < len(snapshot.rank_series) and room > 4:
             curve = snapshot.rank_series[rank.rank].values
             line.append((sparkline(curve, room, low=low, high=high), "orange" if rank.slow else "blue"))

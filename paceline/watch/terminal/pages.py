@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from paceline.terminal import cut, pad
 from paceline.units import format_bytes, format_number_of
 from paceline.watch.growing_file import read_tail, search
 from paceline.watch.measures import format_measure
@@ -21,7 +22,6 @@ from paceline.watch.terminal.line import (
     Line,
     clean,
     coloured,
-    cut,
     fit,
     heading,
     help_lines,
@@ -32,6 +32,7 @@ from paceline.watch.terminal.line import (
     split_width,
     to_ascii,
 )
+from paceline.watch.terminal.runs import RunChoice, compare_page, runs_page
 
 FIRST_CURVES = ("loss", "val_bpb", "tok_per_sec")
 WIDE = 130
@@ -62,6 +63,7 @@ class LogText:
 
 
 NO_LOG = LogText(None, LogChoice(), [])
+NO_RUNS = RunChoice()
 
 
 def page_lines(
@@ -74,6 +76,7 @@ def page_lines(
     choice: chart.CurveChoice,
     log: LogText,
     wrapped: bool,
+    runs: RunChoice = NO_RUNS,
 ) -> list[Line]:
     """The lines of a page by its name. Pages other than overview and curves leave a column to the scrollbar."""
     width -= page not in ("overview", "curves")
@@ -89,6 +92,10 @@ def page_lines(
             lines = log_lines(log, width=width, wrapped=wrapped)
         case "why":
             lines = head.why_page(snapshot, width=width)
+        case "runs":
+            lines = runs_page(runs, opened=snapshot.path, width=width)
+        case "compare":
+            lines = compare_page(snapshot, runs, width=width, height=height)
         case "help":
             lines = help_lines(width)
         case _:
@@ -155,7 +162,7 @@ def wide_overview(snapshot: Snapshot, *, now: float, width: int, height: int, lo
         pairs = [names[i : i + 2] for i in range(1, len(names), 2)][: 3 if room >= 44 else 2 if room >= 26 else 1]
         pair_height = min(11, room // (len(pairs) + 2))
         large = room - (pair_height + 1) * len(pairs)
-        left = [*chart.curve_block(snapshot, names[0], width=widths[0], height=large), EMPTY]
+        left = [*chart.curve_block(snapshot, chart.CurveChoice(names[0]), width=widths[0], height=large), EMPTY]
         for pair in pairs:
             left += chart.curve_row(snapshot, pair, width=widths[0], height=pair_height, shares=(1, 1), gap=3)
             left.append(EMPTY)
@@ -272,7 +279,7 @@ def once_curve(name: str, series: Series, *, width: int) -> Line:
     first, last = chart.format_short(series.values[0]), format_measure(name, series.values[-1])
     room = max(4, min(60, width - 40))
     return (
-        (f" {cut(clean(name), 14):<15}{first:>7} ", ""),
+        (f" {pad(cut(clean(name), 14), 15)}{first:>7} ", ""),
         (chart.steady_line(series, room, chart.curve_look(name)[2]), "blue"),
         (f" {last}", "strong"),
     )

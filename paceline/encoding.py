@@ -1,0 +1,106 @@
+"""
+Which encoding a text is in that is not UTF-8, and the command that makes it UTF-8.
+
+A text is decoded strictly under each encoding of Chinese, Japanese and Korean. Those tables have most characters in two parts,
+frequent ones first, and in a text nearly all characters are of the first part only under its own encoding. There is no sure
+answer for short texts, and none for the encodings of one byte.
+"""
+
+import shlex
+import unicodedata
+from collections.abc import Callable
+from pathlib import Path
+
+SAMPLE_BYTES = 64 << 10
+MIN_SHARE = 0.8  # of the characters beyond ASCII that must be frequent ones
+MIN_HANGUL = 6  # fewer are taken for Chinese: both have the same bytes
+MARKS = {b"\xff\xfe\0\0": "utf-32", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
+TITLES = {  # by the name that Python and iconv have for it
+    "gb18030": "GB18030 (GBK)",
+    "cp950": "Big5",
+    "cp932": "Shift-JIS",
+    "cp949": "EUC-KR",
+    "euc-jp": "EUC-JP",
+    "utf-16": "UTF-16",
+    "utf-16le": "UTF-16",
+    "utf-16be": "UTF-16",
+    "utf-32": "UTF-32",
+}
+
+
+def not_utf8(path: str | Path, content: bytes, error: UnicodeDecodeError, *, offset: int = 0) -> tuple[str, str]:
+    """Returns what is wrong with a text file, and the command that makes it UTF-8, in its place.
+
+    content: the part at `offset` of the file that does not decode.
+    """
+    message = f"{path} is not UTF-8: byte 0x{content[error.start]:02x} at offset {offset + error.start:,}"
+    encoding, file, new = guess_encoding(content), shlex.quote(str(path)), shlex.quote(f"{path}.utf8")
+    if encoding is None and is_damaged_utf8(content):
+        return f"{message}; a few bytes are damaged", f"iconv -c -f utf-8 -t utf-8 {file} > {new}; mv {new} {file}"
+    convert = f"iconv -f {encoding or 'latin-1'} -t utf-8"
+    command = f"gzip -dc {file} | {convert} | gzip" if str(path).endswith(".gz") else f"{convert} {file}"
+    if encoding is None:
+        return message, f"{command} > {new}, with the encoding it is in in place of latin-1"
+    return f"{message}; it looks like {TITLES[encoding]}", f"{command} > {new} && mv {new} {file}"
+
+
+def is_damaged_utf8(content: bytes) -> bool:
+    """Returns whether most characters beyond ASCII are those of UTF-8."""
+    foreign = [char for char in content.decode(errors="replace") if not char.isascii()]
+    return len(foreign) > 5 * foreign.count("\ufffd")
+
+
+def guess_encoding(content: bytes) -> str | None:
+    """Returns the encoding of a part of a text that begins and ends anywhere, by its name for iconv; None where none fits."""
+    if mark := next((mark for mark in MARKS if content.startswith(mark)), None):
+        return MARKS[mark]
+    sample = content[:SAMPLE_BYTES]
+    if 5 * sample.count(0) > len(sample):  # Latin text with two bytes a character
+        return "utf-16be" if sample[::2].count(0) > sample[1::2].count(0) else "utf-16le"
+    scores = {name: share_of_frequent(sample, name, is_frequent) for name, is_frequent in FREQUENT.items()}
+    best = max(scores, key=lambda name: scores[name])  # of equal ones the first
+    return best if scores[best] >= MIN_SHARE else None
+
+
+def share_of_frequent(sample: bytes, name: str, is_frequent: Callable[[str, bytes], bool]) -> float:
+    """Returns the share of frequent characters among those beyond ASCII; 0 where the sample is not of this encoding."""
+    for cut in range(4):  # the sample may end inside a character
+        try:
+            text = sample[: len(sample) - cut].decode(name)
+            break
+        except UnicodeDecodeError as error:
+            if error.start < len(sample) - 4:
+                return 0.0
+    else:
+        return 0.0
+    foreign = [char for char in text if not char.isascii()]
+    frequent = sum(is_frequent(char, char.encode(name)) for char in foreign)
+    if name == "cp949" and frequent < MIN_HANGUL:
+        return 0.0
+    return frequent / len(foreign) if foreign else 0.0
+
+
+def is_gb2312(char: str, _: bytes) -> bool:
+    """Whether the character is in the first part of GB2312, or one of its punctuation marks."""
+    code = char.encode("gb2312", "ignore")
+    return len(code) == 2 and (0xB0 <= code[0] <= 0xD7 or code[0] in (0xA1, 0xA3))
+
+
+def is_kana(char: str) -> bool:
+    return "\u3040" <= char <= "\u30ff"
+
+
+def is_mark(char: str) -> bool:
+    return unicodedata.category(char)[0] in "PS" and "\u2000" <= char < "\uff61"
+
+
+# the first rows of each table hold the frequent characters
+FREQUENT: dict[str, Callable[[str, bytes], bool]] = {
+    "cp949": lambda char, _: "\uac00" <= char <= "\ud7a3" or is_mark(char),
+    "gb18030": is_gb2312,
+    "cp950": lambda char, code: 0xA4 <= code[0] <= 0xC6 or is_mark(char),
+    "cp932": lambda char, code: is_kana(char) or (len(code) == 2 and 0x88 <= code[0] <= 0x98) or is_mark(char),
+    "euc-jp": lambda char, code: is_kana(char) or (len(code) == 2 and 0xB0 <= code[0] <= 0xCF) or is_mark(char),
+    "utf-16le": is_gb2312,
+    "utf-16be": is_gb2312,
+}

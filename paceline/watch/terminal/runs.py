@@ -1,0 +1,129 @@
+"""
+The terminal view's list of runs, from which one is opened, and two runs compared: curves over each other, settings that differ.
+
+Pure, but for `differing_settings`, which reads both run folders.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.rundir import RunDir
+from paceline.terminal import cut, pad
+from paceline.units import format_count
+from paceline.watch.measures import format_figure, format_measure, format_time
+from paceline.watch.snapshot import Snapshot
+from paceline.watch.status import RunStatus, format_steps, read_about
+from paceline.watch.summary import STATE_SIGNS
+from paceline.watch.terminal import chart
+from paceline.watch.terminal.line import EMPTY, Line, clean, heading, section, side_by_side, split_width
+
+COMPARED = ("loss", "val_bpb")
+WIDE = 100  # columns from which two charts stand side by side, and a run's last event is shown
+NUMBERS = 58  # columns of a row without the name
+STYLES = ("blue", "orange")  # of the two runs
+NUM_HEADINGS = 2  # lines above the first run
+Setting = tuple[str, str, str]  # name, and its value in each run
+
+
+@dataclass(frozen=True)
+class RunChoice:
+    """The runs that can be opened, what the keys have chosen, and the run that is compared."""
+
+    runs: Sequence[RunStatus] = ()
+    chosen: int = 0
+    other: Snapshot | None = None  # None: it is being read
+    settings: Sequence[Setting] = ()  # that differ
+
+    @property
+    def path(self) -> Path:
+        return Path(self.runs[min(self.chosen, len(self.runs) - 1)].path)
+
+
+def runs_page(choice: RunChoice, *, opened: str, width: int) -> list[Line]:
+    """A line for each run, the latest first. opened: the path of the run that is shown."""
+    runs, chosen = choice.runs, choice.chosen
+    room = width - NUMBERS - (21 if width >= WIDE else 0)
+    titles = f"   {pad('run', room)}  {'state':<13}{'step':>15}{'loss':>8}{'val_bpb':>8}{'tok/s':>8}"
+    titles += f"{'last event (UTC)':>21}" if width >= WIDE else ""
+    lines = [heading(f"runs: {len(runs):,}", width), ((titles, "faint"),)]
+    for number, run in enumerate(runs):
+        sign, style = STATE_SIGNS.get(run.state, STATE_SIGNS["unknown"])
+        speed = "n/a" if run.tok_per_sec is None else format_count(run.tok_per_sec)
+        values = (
+            f"{format_steps(run):>15}{format_figure('loss', run.loss):>8}{format_figure('val_bpb', run.val_bpb):>8}"
+        )
+        values += f"{speed:>8}" + (f"{format_time(run.time or 'n/a'):>21}" if width >= WIDE else "")
+        name = pad(cut(clean(run.name), room), room)
+        lines.append(
+            (
+                (" > " if number == chosen else "   ", "key"),
+                (name, "active" if number == chosen else "strong" if run.path == opened else ""),
+                (f"  {sign} {run.state:<11}", style),
+                (values, ""),
+            )
+        )
+    return lines if runs else [*lines, ((" no runs here", "faint"),)]
+
+
+def compare_page(left: Snapshot, choice: RunChoice, *, width: int, height: int) -> list[Line]:
+    """The curves of two runs over each other, the second one dashed, and the settings that differ."""
+    if (right := choice.other) is None:
+        return [((" reading ...", "faint"),)]
+    pair, settings = (left, right), choice.settings
+    names = [name for name in COMPARED if any(snapshot.series.get(name) for snapshot in pair)]
+    names = names or sorted({*left.series, *right.series})[:2]
+    half = max(12, width // 2 - 8)
+    lines: list[Line] = [
+        (
+            (" ━━ ", STYLES[0]),
+            (cut(clean(left.name), half), "strong"),
+            ("   ╌╌ ", STYLES[1]),
+            (cut(clean(right.name), half), "strong"),
+        )
+    ]
+    columns = len(names) if width >= WIDE else 1
+    chart_height = max(
+        8, (height - 2 - min(len(settings) + 2, height // 3)) // (1 if columns > 1 else max(1, len(names)))
+    )
+    if columns > 1:
+        widths = split_width(width, [1] * columns)
+        blocks = [
+            both_curves(pair, name, width=room, height=chart_height) for name, room in zip(names, widths, strict=True)
+        ]
+        lines += side_by_side(list(zip(blocks, widths, strict=True)))
+    else:
+        lines += [line for name in names for line in both_curves(pair, name, width=width, height=chart_height)]
+    room = (width - 26) // 2
+    rows: list[Line] = [
+        (
+            (f" {pad(cut(clean(name), 22), 23)}", "faint"),
+            (pad(cut(clean(a), room - 1), room), STYLES[0]),
+            (cut(clean(b), room), STYLES[1]),
+        )
+        for name, a, b in settings
+    ]
+    return [*lines, *section("settings that differ", rows or [((" none", "faint"),)], width)]
+
+
+def both_curves(pair: tuple[Snapshot, Snapshot], name: str, *, width: int, height: int) -> list[Line]:
+    title, _, least_span = chart.curve_look(name)
+    curves = [
+        (snapshot.series[name], style) for snapshot, style in zip(pair, STYLES, strict=True) if name in snapshot.series
+    ]
+    last = [(f" {format_measure(name, series.values[-1])}", style) for series, style in curves if series.values]
+    lines = chart.chart(*curves, width=width, height=height - 1, least_span=least_span)
+    return [heading(title, width, right=tuple(last)), *lines] if curves else [heading(title, width), EMPTY]
+
+
+def differing_settings(left: Path, right: Path) -> list[Setting]:
+    """Returns what differs in the configs of two runs, and in the machines and the software that they ran on."""
+    pair = [settings_of(path) for path in (left, right)]
+    names = [name for name in {**pair[0], **pair[1]} if pair[0].get(name) != pair[1].get(name) and name != "name"]
+    return [(name, *(str(values.get(name, "n/a")) for values in pair)) for name in names]  # type: ignore[misc]
+
+
+def settings_of(path: Path) -> dict[str, Any]:
+    about = read_about(RunDir(path))
+    return {**about["config"], **about["setup"]}

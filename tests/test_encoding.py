@@ -1,0 +1,93 @@
+"""Text in another encoding than UTF-8 is named, and the fix that is printed makes it readable when it is run as it stands."""
+
+import gzip
+import json
+import subprocess
+
+import pytest
+
+from paceline.config_file import read_config_file
+from paceline.data.corpus import list_files
+from paceline.data.readers import read_documents
+from paceline.encoding import guess_encoding
+from paceline.errors import PacelineError
+
+TEXTS = {
+    "zh": "我们在两张显卡上训练这个模型，学习率按余弦衰减。训练数据来自网页文本，已经去重。\n" * 3,
+    "tw": "我們在兩張顯示卡上訓練這個模型，學習率依餘弦衰減。訓練資料來自網頁文字，已經去除重複。\n" * 3,
+    "ja": "二枚のGPUでこのモデルを学習します。学習率は余弦で減衰させます。重複を除いた文章です。\n" * 3,
+    "ko": "두 장의 그래픽 카드에서 이 모델을 학습합니다. 학습률은 코사인으로 줄어듭니다.\n" * 3,
+    "fr": "Il était une fois un modèle entraîné à Paris, où l'élève avait déjà réussi.\n" * 3,
+}
+ENCODINGS = [
+    *(("zh", "gbk", "GB18030"), ("zh", "gb18030", "GB18030"), ("tw", "big5", "Big5"), ("ja", "shift_jis", "Shift-JIS")),
+    *(("ja", "euc-jp", "EUC-JP"), ("ko", "euc-kr", "EUC-KR"), ("zh", "utf-16", "UTF-16"), ("fr", "utf-16", "UTF-16")),
+]
+CONFIG = "depth = 8  # 层数\nsequence_len = 256  # 上下文长度\nname = {name!r}\n"
+
+
+def read(path):
+    return "".join(
+        document.text for file in list_files(str(path)) for document in read_documents(file, part_bytes=1 << 18)
+    )
+
+
+def refused(function, path):
+    with pytest.raises(PacelineError) as error:
+        function(path)
+    return error.value
+
+
+@pytest.mark.parametrize(("language", "encoding", "title"), ENCODINGS)
+@pytest.mark.parametrize("ending", ["txt", "txt.gz", "jsonl"])
+def test_the_fix_for_a_text_run_as_it_stands_makes_it_readable(tmp_path, language, encoding, title, ending):
+    text = TEXTS[language]
+    path = tmp_path / f"a book.{ending}"
+    content = json.dumps({"text": text}, ensure_ascii=False) + "\n" if ending == "jsonl" else text
+    if encoding == "utf-16" and ending == "jsonl":
+        pytest.skip("json.loads reads UTF-16 itself, line by line it is no text")
+    raw = content.encode(encoding)
+    path.write_bytes(gzip.compress(raw) if ending.endswith("gz") else raw)
+    error = refused(read, path)
+    assert f"not UTF-8: byte 0x{raw[0] if encoding == 'utf-16' else raw[raw_start(raw)]:02x} at offset" in error.message
+    assert f"looks like {title}" in error.message
+    subprocess.run(error.fix, shell=True, check=True)
+    assert read(path) == text
+
+
+def raw_start(raw):
+    """Where the first byte is that is not UTF-8."""
+    with pytest.raises(UnicodeDecodeError) as error:
+        raw.decode()
+    return error.value.start
+
+
+@pytest.mark.parametrize("encoding", ["gbk", "utf-16"])
+@pytest.mark.parametrize("ending", ["toml", "py"])
+def test_the_fix_for_a_config_run_as_it_stands_makes_it_readable(tmp_path, encoding, ending):
+    path = tmp_path / f"配置.{ending}"
+    path.write_bytes(CONFIG.format(name="中文实验").encode(encoding))
+    error = refused(read_config_file, path)
+    assert error.message.startswith(f"config file {path} is not UTF-8")
+    assert f".{ending}.utf8' && mv " in error.fix and "latin" not in error.fix
+    subprocess.run(error.fix, shell=True, check=True)
+    assert read_config_file(path)[0] == {"depth": 8, "sequence_len": 256, "name": "中文实验"}
+
+
+def test_a_short_comment_in_gbk_is_enough_and_a_cut_character_does_no_harm():
+    raw = "# 学习率\nlr = 1\n".encode("gbk")
+    assert guess_encoding(raw) == guess_encoding(raw[:5]) == "gb18030"
+
+
+def test_a_utf8_text_with_a_damaged_byte_is_not_taken_for_another_encoding(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(TEXTS["zh"].encode() + b"\xff\n" + TEXTS["zh"].encode())
+    error = refused(read, path)
+    assert error.message.endswith("; a few bytes are damaged")
+    subprocess.run(error.fix, shell=True, check=True)
+    assert read(path) == TEXTS["zh"] + "\n" + TEXTS["zh"]
+
+
+def test_a_text_of_one_byte_a_character_is_not_guessed():
+    assert guess_encoding(TEXTS["fr"].encode("latin-1")) is None
+    assert guess_encoding("Мы обучаем эту модель на двух видеокартах.\n".encode("cp1251")) is None

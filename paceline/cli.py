@@ -144,6 +144,31 @@ def runs_show(args: options.RunsShowOptions) -> None:
     print(format_json(run_json(snapshot)) if args.json else format_run(snapshot))
 
 
+def runs_tag(args: options.RunsTagOptions) -> None:
+    from paceline.rundir import find_run, read_notes, write_notes
+
+    folder = find_run(args.run, runs_dir=args.runs_dir)
+    tags, note = read_notes(folder)
+    if args.tags:
+        if bad := next((tag for tag in args.tags if not tag.strip() or len(tag.split()) != 1), None):
+            raise PacelineError(f"{bad!r} is not a tag: it has a space", fix=f"{'-'.join(bad.split())}, or a note")
+        others = [tag for tag in tags if tag not in args.tags]
+        tags = others if args.remove else list(dict.fromkeys([*tags, *args.tags]))
+        write_notes(folder, tags=tags, note=note)
+    print(f"{folder.name}: {' '.join(tags) or 'no tags'}")
+
+
+def runs_note(args: options.RunsNoteOptions) -> None:
+    from paceline.rundir import find_run, read_notes, write_notes
+
+    folder = find_run(args.run, runs_dir=args.runs_dir)
+    tags, note = read_notes(folder)
+    if args.text is not None:
+        note = " ".join(args.text.split())
+        write_notes(folder, tags=tags, note=note)
+    print(f"{folder.name}: {note or 'no note'}")
+
+
 def report(args: options.ReportOptions) -> None:
     from paceline.check.probes.facts import redact
     from paceline.watch.view import find_reported, html_report, markdown_report, write_report
@@ -298,6 +323,8 @@ COMMANDS: dict[str, tuple[Callable[..., int | None], type]] = {
     "explain": (explain, options.ExplainOptions),
     "runs": (runs, options.RunsOptions),
     "runs show": (runs_show, options.RunsShowOptions),
+    "runs tag": (runs_tag, options.RunsTagOptions),
+    "runs note": (runs_note, options.RunsNoteOptions),
     "report": (report, options.ReportOptions),
     "track": (track, options.TrackOptions),
     "torch check": (torch_check, options.TorchCheckOptions),

@@ -238,6 +238,29 @@ class RunsShowOptions(JsonOption, RunsOption):
     run: str = positional("RUN", RUN)
 
 
+class RunsTagOptions(RunsOption):
+    """Add tags to a run, or remove them; without tags, print those that it has.
+
+    They stand in the list of runs in the browser, which finds runs by them. The file is notes.json in the run folder.
+
+    $ paceline runs tag books baseline wide
+    """
+
+    run: str = positional("RUN", RUN)
+    tags: tuple[str, ...] = positional("TAG", "words without spaces", default=())
+    remove: bool = option(False, "remove these tags")
+
+
+class RunsNoteOptions(RunsOption):
+    """Write a note about a run, which stands in the list of runs in the browser; without a text, print the one it has.
+
+    $ paceline runs note books "the first run with the new text"
+    """
+
+    run: str = positional("RUN", RUN)
+    text: str | None = positional("TEXT", "the note, in one argument; an empty one removes it", default=None)
+
+
 class ReportOptions(RunsOption):
     """Write one run, or the log of any training, to one file: HTML or Markdown.
 

@@ -85,6 +85,8 @@ FORMATS: dict[str, Callable[[float], str]] = {  # by unit, as UNITS in format.js
     "count": "{:,.0f}".format,
     "watts": "{:.0f} W".format,
     "celsius": "{:.0f} °C".format,
+    "mhz": "{:,.0f} MHz".format,
+    "rate": lambda rate: f"{format_bytes(rate)}/s",
 }
 
 MAX_SILENCE_S = 60.0  # of a live run, unless SILENT_STEPS steps take longer

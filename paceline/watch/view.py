@@ -26,9 +26,10 @@ from paceline.errors import PacelineError, UsageError
 from paceline.options import WatchOptions
 from paceline.rundir import RunDir, find_run
 from paceline.units import format_count, format_duration, format_list
+from paceline.watch.about import read_about
 from paceline.watch.panels import action_text, figures, goodput_panel, run_panels, why_panel
 from paceline.watch.snapshot import Series, Snapshot, changes, to_text
-from paceline.watch.status import RunList, open_reader, read_about
+from paceline.watch.status import RunList, open_reader
 from paceline.watch.summary import attempt_outcome, format_time, summarize
 from paceline.watch.terminal.chart import finite, format_short, sparkline
 from paceline.watch.terminal.pages import format_once

@@ -150,7 +150,9 @@ def test_five_runs_are_compared_and_six_are_not(page, tmp_path):
         page.wait_for_selector("#differences td")
         assert page.inner_text("h1") == "5 runs compared"
         page.wait_for_function("() => app.page.runs.every(({ run }) => run.curves.series.loss?.steps.length === 100)")
-        page.wait_for_function("() => document.querySelectorAll('.chart[data-field=loss] .chart-now span').length === 5")
+        page.wait_for_function(
+            "() => document.querySelectorAll('.chart[data-field=loss] .chart-now span').length === 5"
+        )
         row = page.locator("#differences tbody tr", has_text="matrix_lr")
         assert row.inner_text().split() == ["matrix_lr", "0", "0.01", "0.02", "0.03", "0.04"]
 

@@ -265,7 +265,7 @@ def test_the_list_has_every_run_and_a_log_file_that_was_named(folder, tmp_path):
     shelf = Shelf(folder, log)
     assert next(iter(shelf.runs()))["name"] == "train.log"
     assert {"a", "train.log"} <= set(shelf.paths())
-    assert shelf.log_tail("train.log", attempt=1, rank=None)["text"].startswith("step 10/20")
+    assert shelf.log_part("train.log", attempt=1, rank=None)["text"].startswith("step 10/20")
 
 
 def test_a_taken_port_is_named_and_the_next_free_one_is_taken_where_none_is_asked_for():

@@ -1,8 +1,9 @@
 """
 The command line: one short function for each command, and from an error to two lines and an exit code.
 
-What a command takes, and its help, is a dataclass of paceline/options.py. Nothing here imports torch; a function imports what its
-command needs. Exit codes: 0 done; 1 an error of the user's, with its fix; 2 wrong usage; 3 the training failed; 130 interrupted.
+What a command takes, and its help, is a dataclass of paceline/options.py or run_options.py. Nothing here imports torch; a
+function imports what its command needs. Exit codes: 0 done; 1 an error of the user's, with its fix; 2 wrong usage; 3 the training
+failed; 130 interrupted.
 """
 
 import json
@@ -15,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline import __version__, options
+from paceline import __version__, options, run_options
 from paceline.command_line import HELP_FLAGS, complete, format_commands, parse, unknown_command
 from paceline.config_file import resolve_config
 from paceline.errors import PacelineError, UsageError
@@ -124,7 +125,7 @@ def explain(args: options.ExplainOptions) -> None:
         print(text or format_explanation(explanation, coloured=sys.stdout.isatty()))
 
 
-def runs(args: options.RunsOptions) -> None:
+def runs(args: run_options.RunsOptions) -> None:
     from paceline.watch.status import RunList, format_runs
 
     statuses = RunList(Path(args.dir)).read()
@@ -136,7 +137,7 @@ def runs(args: options.RunsOptions) -> None:
         raise PacelineError(f"no runs in {args.dir}", fix="paceline train makes one")
 
 
-def runs_show(args: options.RunsShowOptions) -> None:
+def runs_show(args: run_options.RunsShowOptions) -> None:
     from paceline.rundir import find_run
     from paceline.watch.status import format_run, open_reader, run_json
 
@@ -144,32 +145,34 @@ def runs_show(args: options.RunsShowOptions) -> None:
     print(format_json(run_json(snapshot)) if args.json else format_run(snapshot))
 
 
-def runs_tag(args: options.RunsTagOptions) -> None:
+def runs_tag(args: run_options.RunsTagOptions) -> None:
     from paceline.rundir import find_run, read_notes, write_notes
 
-    folder = find_run(args.run, runs_dir=args.runs_dir)
+    name, *changed = args.run_and_tags
+    folder = find_run(name, runs_dir=args.runs_dir)
     tags, note = read_notes(folder)
-    if args.tags:
-        if bad := next((tag for tag in args.tags if not tag.strip() or len(tag.split()) != 1), None):
-            raise PacelineError(f"{bad!r} is not a tag: it has a space", fix=f"{'-'.join(bad.split())}, or a note")
-        others = [tag for tag in tags if tag not in args.tags]
-        tags = others if args.remove else list(dict.fromkeys([*tags, *args.tags]))
+    if changed:
+        if bad := next((tag for tag in changed if len(tag.split()) != 1), None):
+            raise PacelineError(f"{bad!r} is not a tag: tags have no spaces", fix="join its words, or write a note")
+        others = [tag for tag in tags if tag not in changed]
+        tags = others if args.remove else list(dict.fromkeys([*tags, *changed]))
         write_notes(folder, tags=tags, note=note)
     print(f"{folder.name}: {' '.join(tags) or 'no tags'}")
 
 
-def runs_note(args: options.RunsNoteOptions) -> None:
+def runs_note(args: run_options.RunsNoteOptions) -> None:
     from paceline.rundir import find_run, read_notes, write_notes
 
-    folder = find_run(args.run, runs_dir=args.runs_dir)
+    name, *words = args.run_and_text
+    folder = find_run(name, runs_dir=args.runs_dir)
     tags, note = read_notes(folder)
-    if args.text is not None:
-        note = " ".join(args.text.split())
+    if words:
+        note = " ".join(" ".join(words).split())
         write_notes(folder, tags=tags, note=note)
     print(f"{folder.name}: {note or 'no note'}")
 
 
-def report(args: options.ReportOptions) -> None:
+def report(args: run_options.ReportOptions) -> None:
     from paceline.check.probes.facts import redact
     from paceline.watch.view import find_reported, html_report, markdown_report, write_report
 
@@ -184,7 +187,7 @@ def report(args: options.ReportOptions) -> None:
         print(f"report  {output}")
 
 
-def track(args: options.TrackOptions) -> None:
+def track(args: run_options.TrackOptions) -> None:
     from paceline.launch.notify import tracker_names
     from paceline.rundir import find_run
     from paceline.track.follower import track_now
@@ -321,12 +324,12 @@ COMMANDS: dict[str, tuple[Callable[..., int | None], type]] = {
     "comm": (comm, options.CommOptions),
     "watch": (watch, options.WatchOptions),
     "explain": (explain, options.ExplainOptions),
-    "runs": (runs, options.RunsOptions),
-    "runs show": (runs_show, options.RunsShowOptions),
-    "runs tag": (runs_tag, options.RunsTagOptions),
-    "runs note": (runs_note, options.RunsNoteOptions),
-    "report": (report, options.ReportOptions),
-    "track": (track, options.TrackOptions),
+    "runs": (runs, run_options.RunsOptions),
+    "runs show": (runs_show, run_options.RunsShowOptions),
+    "runs tag": (runs_tag, run_options.RunsTagOptions),
+    "runs note": (runs_note, run_options.RunsNoteOptions),
+    "report": (report, run_options.ReportOptions),
+    "track": (track, run_options.TrackOptions),
     "torch check": (torch_check, options.TorchCheckOptions),
     "torch recipe": (torch_recipe, options.TorchRecipeOptions),
     "accelerate-config": (accelerate_config, options.AccelerateOptions),

@@ -323,7 +323,7 @@ def offer(parameter: Parameter, *, prefix: str, **_: Any) -> Iterable[str]:
     """What completes a value: the choices, the names of runs, else files."""
     from argcomplete.completers import FilesCompleter
 
-    runs = Path("runs").glob(f"{prefix}*/config.toml") if "RUN" in parameter.value_name.split("|") else ()
+    runs = Path("runs").glob(f"{prefix}*/config.toml") if "RUN" in parameter.value_name else ()
     return [*parameter.choices, *(path.parent.name for path in runs)] or FilesCompleter()(prefix)
 
 

@@ -43,8 +43,8 @@ class DeviceMap(NamedTuple):
 MAPS = {
     "use": DeviceMap("share of time in which a kernel ran", "percent", high=1.0),
     "used_bytes": DeviceMap("memory taken", "bytes", "total_bytes"),
-    "power_w": DeviceMap("watts", "watts", "power_limit_w", 700.0),
-    "temperature_c": DeviceMap("30 to 90 °C", "celsius", low=30.0, high=90.0, colour="heat-slow"),
+    "power_w": DeviceMap("power drawn", "watts", "power_limit_w", 700.0),
+    "temperature_c": DeviceMap("temperature, 30 to 90 °C", "celsius", low=30.0, high=90.0, colour="heat-slow"),
     "sm_mhz": DeviceMap("clock of the multiprocessors", "mhz"),
     "memory_use": DeviceMap("share of time in which memory was read or written", "percent", high=1.0),
     "pcie_in_bps": DeviceMap("PCIe, to the GPU", "rate"),
@@ -58,6 +58,9 @@ MAPS = {
     "disk_free": DeviceMap("free on the disk of the run", "bytes", "disk_total"),
 }
 SLOW = "▲ slow"
+SMALL_SHARE = (
+    0.05  # of a GPU's memory: a process of others that takes less, such as a desktop's, is shown without a warning
+)
 
 
 def ranks_panel(snapshot: Snapshot) -> Panel | None:
@@ -159,9 +162,11 @@ def marks(gpu: GpuView) -> list[Panel]:
             shown.append({"level": "error", "text": f"✗ {spaced(name)} {count}"})
     for process in gpu.processes:
         if process.get("ours") is False:
-            size = process.get("bytes")
-            memory = f", {format_bytes(size)}" if isinstance(size, int | float) else ""
-            shown.append({"level": "", "text": f"▲ also {process.get('name')} {process.get('pid')}{memory}"})
+            size, whole = process.get("bytes"), gpu.total_bytes
+            text, is_small = f"also {process.get('name')} {process.get('pid')}", False
+            if isinstance(size, int | float):
+                text, is_small = f"{text}, {format_bytes(size)}", size < SMALL_SHARE * (whole or 0)
+            shown.append({"level": "calm", "text": text} if is_small else {"level": "", "text": f"▲ {text}"})
     return shown
 
 

@@ -24,7 +24,7 @@ class App {
     this.theme = button('', () => this.nextTheme(), { class: 'quiet', title: 't' });
     const keys = button('?', () => this.keys.showModal(), { class: 'quiet', title: 'Keys (?)', 'aria-label': 'keys' });
     this.banner = el('p.banner', { role: 'alert', hidden: true });
-    const right = el('span.right', this.live, this.theme, keys);
+    const right = el('span.right', this.live, el('span.zone', span('', 'times are '), 'UTC'), this.theme, keys);
     document.getElementById('top').append(this.path, this.sections, right);
     document.getElementById('top').after(this.banner);
     this.setTheme(setting('theme') || 'auto');
@@ -158,7 +158,7 @@ class App {
     this.state = this.live.dataset.state = state;
     const texts = { wait: 'reading', live: 'live', lost: 'connection lost', refused: 'refused' };
     const ofReport = () => `report of ${formatTime(this.report.now, { seconds: false, day: true })}`;
-    this.live.textContent = `${texts[state] ?? ofReport()}, times are UTC`;
+    this.live.textContent = texts[state] ?? ofReport();
     this.banner.hidden = !(state in LOSSES);
     if (!this.banner.hidden) this.banner.textContent = LOSSES[state](formatTime(this.heard ?? Date.now() / 1000));
   }

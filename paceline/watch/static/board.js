@@ -140,10 +140,12 @@ class Board {
     const lines = this.runLines(name);
     const groups = this.view.seeds ? Object.values(Object.groupBy(lines, ({ group }) => group)) : [];
     if (!groups.some((members) => members.length > 1)) return lines;
+    const unit = this.fields()[name]?.unit;
     return groups.map((members) => {
       if (members.length < 2) return members[0];
       const [{ label, colour, dash }] = members;
-      return { label: `mean of ${members.length} like ${label}`, colour, dash, ...meanOf(members) };
+      const mean = meanOf(members);
+      return { label: `mean of ${members.length} like ${label}`, colour, dash, ...mean, last: formatUnit(mean.y.at(-1), unit) };
     });
   }
 

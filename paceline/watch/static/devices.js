@@ -48,7 +48,7 @@ class Devices {
     this.hosts = el('div.hosts');
     this.tools = el('div.tools');
     this.names = el('ul.compared');
-    this.papers = el('div.charts');
+    this.papers = el('div.charts.dense');
     this.view = new SharedView(() => this.drawHistory(), { axis: 'clock' });
     highlightFrom(this.names, this.view);
     this.node = el('div', this.hosts, this.tools, this.names, this.papers, this.heat.node);

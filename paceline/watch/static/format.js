@@ -40,7 +40,8 @@ const plainNumber = (value) => (Math.abs(value) < 10_000 ? trim(value, 4) : form
 const formatUnit = (value, unit) => (isNumber(value) ? (UNITS[unit] || plainNumber)(value) : NA);
 
 const axisPercent = (value) => `${trim(100 * value, 3)} %`;
-const AXIS_UNITS = { bytes: formatBytes, rate: UNITS.rate, share: axisPercent, percent: axisPercent };
+const axisBytes = (value) => formatBytes(value).replace('.0 ', ' ');
+const AXIS_UNITS = { bytes: axisBytes, rate: axisBytes, share: axisPercent, percent: axisPercent };
 const formatAxis = (value, unit) => (AXIS_UNITS[unit] || formatShort)(value);
 
 // Returns the unit of the x axis that fits the range, in hours, and its name.
@@ -50,7 +51,8 @@ function hoursUnit([from, to]) {
 }
 
 function formatTick(x, axis, range) {
-  if (axis === 'clock') return formatTime(x, { seconds: range[1] - range[0] < 600 });
+  const width = range[1] - range[0];
+  if (axis === 'clock') return formatTime(x, { seconds: width < 300, day: width > 86_400 });
   if (axis !== 'hours') return formatShort(x);
   const [unit, name] = hoursUnit(range);
   return `${trim(x / unit, 4)}${name}`;
@@ -70,12 +72,12 @@ const CLOCKS = [
 ];
 const DAY = clockFormat({ day: 'numeric', month: 'short' });
 
-// Returns Unix seconds as a time in UTC, with the day where it is not today.
-function formatTime(time, { seconds = true, day = false } = {}) {
+// Returns Unix seconds as a time in UTC. day: whether with the day; null: where it is not today.
+function formatTime(time, { seconds = true, day = null } = {}) {
   if (!isNumber(time)) return NA;
   const date = new Date(time * 1000);
   const clock = CLOCKS[Number(seconds)].format(date);
-  return !day && Math.floor(time / 86_400) === Math.floor(Date.now() / 86_400_000) ? clock : `${DAY.format(date)} ${clock}`;
+  return !(day ?? Math.floor(time / 86_400) !== Math.floor(Date.now() / 86_400_000)) ? clock : `${DAY.format(date)} ${clock}`;
 }
 
 // Returns round values in [from, to], about `most` of them.

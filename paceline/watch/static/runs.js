@@ -121,7 +121,8 @@ class RunsPage {
         this.draw();
       },
     });
-    const name = el('th', { scope: 'row' }, `${size} seeds`, span('faint command', 'alike but for their seed; mean ± deviation'));
+    const about = 'Runs that differ only in their seed: mean ± standard deviation of their last figures';
+    const name = el('th', { scope: 'row', title: about }, `${size} seeds`, span('faint command', 'mean ± deviation'));
     return el('tr.group', el('td', choose), name, el('td'), [steps, loss, bpb, '', ''].map((text) => el('td', text)));
   }
 

@@ -78,7 +78,8 @@ function parametersOf({ wish, weight, log, clipped, seeds, range, flipped, wide 
   const entries = { x: wish, smooth: weight, log: Number(log), clip: Number(clipped), seeds: Number(seeds) };
   const kept = Object.entries(entries).filter(([, value]) => value && value !== 'steps');
   if (range) kept.push(['zoom', range.map((at) => trim(at, 10)).join('~')]);
-  for (const [name, charts] of Object.entries({ flip: flipped, wide })) if (charts.size) kept.push([name, [...charts].join()]);
+  for (const [name, charts] of Object.entries({ flip: flipped, wide }))
+    if (charts.size) kept.push([name, [...charts].join()]);
   return new URLSearchParams(kept.length ? kept : [['x', 'steps']]);
 }
 
@@ -92,7 +93,10 @@ class Board {
     this.wish = this.view.axis;
     const zoom = (parameters.get('zoom') ?? '').split('~').map(Number);
     if (zoom.length === 2 && zoom[0] < zoom[1]) this.view.range = zoom;
-    for (const [list, name] of [['flipped', 'flip'], ['wide', 'wide']])
+    for (const [list, name] of [
+      ['flipped', 'flip'],
+      ['wide', 'wide'],
+    ])
       this.view[list] = new Set((parameters.get(name) ?? '').split(',').filter(Boolean));
     this.view.onCursor = (x) => {
       this.where.textContent = x === null ? '' : formatX(x, this.view.axis, this.view.shown);
@@ -145,7 +149,13 @@ class Board {
       if (members.length < 2) return members[0];
       const [{ label, colour, dash }] = members;
       const mean = meanOf(members);
-      return { label: `mean of ${members.length} like ${label}`, colour, dash, ...mean, last: formatUnit(mean.y.at(-1), unit) };
+      return {
+        label: `mean of ${members.length} like ${label}`,
+        colour,
+        dash,
+        ...mean,
+        last: formatUnit(mean.y.at(-1), unit),
+      };
     });
   }
 

@@ -55,7 +55,10 @@ class ComparePage {
 
   // Draws the last figures. The best one is marked; of a figure that depends on the step only among values at one step.
   drawFigures() {
-    fill(this.names, this.runs.map((compared) => this.nameOf(compared)));
+    fill(
+      this.names,
+      this.runs.map((compared) => this.nameOf(compared)),
+    );
     const known = this.runs.filter(({ run }) => run.panels.figures);
     const figures = known.map(({ run }) => new Map(run.panels.figures.map((figure) => [figure.name, figure])));
     const names = [...new Set(figures.flatMap((byName) => [...byName.keys()]))];
@@ -69,7 +72,10 @@ class ComparePage {
       const curves = known.map(({ run }) => run.curves.series[name]);
       const ends = new Set(curves.map((series) => series?.steps.at(-1)));
       if (!cells.some((figure) => figure?.by_step) || ends.size < 2) return [row(name, cells)];
-      const last = row(name, cells.map((figure) => figure && { ...figure, better: null }));
+      const last = row(
+        name,
+        cells.map((figure) => figure && { ...figure, better: null }),
+      );
       const step = commonStep(curves);
       if (step === null) return [last];
       const unit = this.board.fields()[name]?.unit;

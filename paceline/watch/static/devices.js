@@ -109,7 +109,9 @@ class Devices {
     const names = [...new Set([...rows.values()].flat().map(({ device }) => device))];
     const style = new Map(names.map((name, index) => [name, lineStyle(index)]));
     const { maps } = this.run.panels;
-    const fields = Object.fromEntries(Object.entries(maps).map(([name, { about, unit, span: ends }]) => [name, { about, unit, span: ends }]));
+    const fields = Object.fromEntries(
+      Object.entries(maps).map(([name, { about, unit, span: ends }]) => [name, { about, unit, span: ends }]),
+    );
     this.charts = placeCharts(this.papers, this.charts, [...rows.keys()], this.view, fields);
     for (const [name, devices] of rows)
       this.charts.get(name).set(
@@ -118,7 +120,8 @@ class Devices {
           return { label: device, ...style.get(device), last: value, x, y: values, gap };
         }),
       );
-    const name = (device) => el('li', { 'data-line': device }, swatch(style.get(device).colour, style.get(device).dash), device);
+    const name = (device) =>
+      el('li', { 'data-line': device }, swatch(style.get(device).colour, style.get(device).dash), device);
     fill(this.names, names.length > 1 ? names.map(name) : null);
   }
 

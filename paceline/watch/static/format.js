@@ -77,7 +77,9 @@ function formatTime(time, { seconds = true, day = null } = {}) {
   if (!isNumber(time)) return NA;
   const date = new Date(time * 1000);
   const clock = CLOCKS[Number(seconds)].format(date);
-  return !(day ?? Math.floor(time / 86_400) !== Math.floor(Date.now() / 86_400_000)) ? clock : `${DAY.format(date)} ${clock}`;
+  return !(day ?? Math.floor(time / 86_400) !== Math.floor(Date.now() / 86_400_000))
+    ? clock
+    : `${DAY.format(date)} ${clock}`;
 }
 
 // Returns round values in [from, to], about `most` of them.

@@ -76,7 +76,9 @@ class RunsPage {
     const words = this.search.value.toLowerCase().split(' ').filter(Boolean);
     const matches = this.sorted((this.runs || []).filter((run) => this.isMatch(run, words)));
     const focused = document.activeElement;
-    const none = this.runs?.length ? 'No run has this: not in its name, state, tags, note or settings.' : 'No runs yet: paceline train makes one.';
+    const none = this.runs?.length
+      ? 'No run has this: not in its name, state, tags, note or settings.'
+      : 'No runs yet: paceline train makes one.';
     const shown = table('runs', [], []);
     shown.tHead.rows[0].append(el('th'), ...Object.keys(COLUMNS).map((name) => this.head(name)));
     shown.tBodies[0].append(...this.rows(matches));
@@ -123,7 +125,13 @@ class RunsPage {
     });
     const about = 'Runs that differ only in their seed: mean ± standard deviation of their last figures';
     const name = el('th', { scope: 'row', title: about }, `${size} seeds`, span('faint command', 'mean ± deviation'));
-    return el('tr.group', el('td', choose), name, el('td'), [steps, loss, bpb, '', ''].map((text) => el('td', text)));
+    return el(
+      'tr.group',
+      el('td', choose),
+      name,
+      el('td'),
+      [steps, loss, bpb, '', ''].map((text) => el('td', text)),
+    );
   }
 
   row({ name, tags, note, texts }) {

@@ -125,6 +125,7 @@ def read_part(
     with path.open("rb") as file:
         size = file.seek(0, 2)
         at = None if line is None else line_offset(path, line)
+        is_cut = start is None  # its first line may be cut
         if at is not None:
             start, stop = max(0, at - max_bytes // 2), min(size, at + max_bytes // 2)
         elif start is not None:
@@ -134,7 +135,7 @@ def read_part(
             start = max(0, stop - max_bytes)
         file.seek(start)
         block = file.read(stop - start)
-        if start and (at is not None or stop - start == max_bytes):  # a cut first line belongs to the part before
+        if start and is_cut:  # a cut first line belongs to the part before
             file.seek(start - 1)
             cut = 0 if file.read(1) == b"\n" else block.find(b"\n") + 1
             start, block = start + cut, block[cut:]

@@ -188,8 +188,7 @@ def compared_figures(snapshot: Snapshot) -> Iterator[Panel]:
 
 
 def why_panel(why: dict[str, Any], logs: Sequence[LogView] = ()) -> Panel:
-    """Returns the explanation; its lines that stand in one of the logs tell which and where."""
-    keys = {"/".join(Path(log.path).parts[-3:]): log_key(log) for log in logs}
+    """Returns the explanation; its lines that stand in one of the logs have its key and their number there."""
     place = [f"rank {why['rank']}"] if why.get("rank") is not None else []
     place += [f"step {why['step']:,}"] if why.get("step") is not None else []
     place += [f"host {why['host']}"] if why.get("host") else []
@@ -201,8 +200,8 @@ def why_panel(why: dict[str, Any], logs: Sequence[LogView] = ()) -> Panel:
         for line in why.get(key) or ():
             source = f"{line['source']}:{line.get('line')}" if line.get("source") else f"line {line.get('line')}"
             rank = "" if line.get("rank") is None else f"  rank {line['rank']}"
-            log_name = keys.get("/".join(Path(str(line.get("source"))).parts[-3:]))
-            link = {"log": log_name, "line": line["line"]} if log_name and isinstance(line.get("line"), int) else {}
+            log = log_of(line, logs) if isinstance(line.get("line"), int) else None
+            link = {"log": log_key(log), "line": line["line"]} if log else {}
             lines.append({"place": source + rank, "text": line.get("text"), **link})
         blocks += [{"title": title, "lines": lines}] if lines else []
     return {
@@ -214,6 +213,15 @@ def why_panel(why: dict[str, Any], logs: Sequence[LogView] = ()) -> Panel:
         "blocks": blocks,
         "sure": "; ".join(sure),
     }
+
+
+def log_of(line: dict[str, Any], logs: Sequence[LogView]) -> LogView | None:
+    """Returns the log in which a line of an explanation stands: the one that it names, else that of its rank."""
+    if line.get("source"):
+        name = Path(str(line["source"])).parts[-3:]
+        return next((log for log in logs if Path(log.path).parts[-3:] == name), None)
+    last = [log for log in logs if log.attempt == logs[-1].attempt]
+    return next((log for log in last if log.rank == line.get("rank") or len(last) == 1), None)
 
 
 def attempts_panel(snapshot: Snapshot) -> list[Panel] | None:

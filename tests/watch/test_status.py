@@ -1,5 +1,6 @@
 """The list of runs, and one run at length, from what stands in the run folders."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -8,9 +9,13 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from run_folders import write_run
 
+from paceline import cli
 from paceline.errors import PacelineError
-from paceline.rundir import RunDir, append_event, append_json_line, find_run, lock_run
+from paceline.run_options import RunsNoteOptions, RunsTagOptions
+from paceline.rundir import RunDir, append_event, append_json_line, find_run, lock_run, read_notes
+from paceline.watch.about import read_about
 from paceline.watch.status import (
     MAX_END_BYTES,
     RunList,
@@ -205,3 +210,31 @@ def test_a_run_is_found_by_its_folder_or_its_name(script_run):
     assert find_run("r", runs_dir=str(script_run.path.parent)) == script_run
     with pytest.raises(PacelineError):
         find_run("nowhere")
+
+
+def test_the_setup_of_a_run_has_its_machine_and_the_choices_of_its_plan(tmp_path):
+    run = write_run(tmp_path, "a")
+    run.plan_json.write_text(json.dumps({"num_steps": 200, "world_size": 4, "precision": "bf16"}))
+    run.facts("one").parent.mkdir()
+    for host, commit in (("one", "abc"), ("two", "abc")):
+        facts = {"gpus": [{"name": "RTX 5090"}] * 2, "tools": {"code": {"commit": commit, "dirty": True}}}
+        run.facts(host).write_text(json.dumps(facts))
+    assert read_about(run)["setup"] == {
+        "GPUs": "2 x RTX 5090", "commit": "abc with changes", "hosts": "2", "world_size": 4, "num_steps": 200, "precision": "bf16"
+    }  # fmt: skip
+
+
+def test_tags_and_a_note_are_in_the_run_folder_and_damaged_ones_are_none(tmp_path, capsys):
+    run, runs_dir = write_run(tmp_path, "a"), str(tmp_path)
+    cli.runs_tag(RunsTagOptions(run_and_tags=("a", "good", "wide"), runs_dir=runs_dir))
+    cli.runs_tag(RunsTagOptions(run_and_tags=("a", "wide"), remove=True, runs_dir=runs_dir))
+    cli.runs_note(RunsNoteOptions(run_and_text=("a", "the", "first  one"), runs_dir=runs_dir))
+    cli.runs_tag(RunsTagOptions(run_and_tags=("a",), runs_dir=runs_dir))
+    assert capsys.readouterr().out == "a: good wide\na: good\na: the first one\na: good\n"
+    with pytest.raises(PacelineError, match="'two words' is not a tag"):
+        cli.runs_tag(RunsTagOptions(run_and_tags=("a", "two words"), runs_dir=runs_dir))
+    status = run_status(run)
+    assert (status.tags, status.note) == (["good"], "the first one")
+    for damaged in ("", "[]", '{"tags": 3}', '{"tags": [1], "note": null}'):
+        run.notes.write_text(damaged)
+        assert read_notes(run) == ([], "")

@@ -154,7 +154,7 @@ class Chart {
       return [raw, { ...line, y: smooth(y, weight), raw: y, low: null, high: null }];
     });
     const { steady, span: ends } = this.field;
-    const range = yRange(this.curves, shown, { clipped, log, steady, span: ends });
+    const range = yRange(this.curves, shown, { clipped, log, steady, span: ends, most: this.mostTicks() });
     this.logButton.setAttribute('aria-pressed', String(log));
     const scale = log ? Math.log : Number;
     this.y = { range, from: scale(range[0]), width: scale(range[1]) - scale(range[0]), scale };
@@ -231,11 +231,15 @@ class Chart {
     context.restore();
   }
 
+  mostTicks() {
+    return Math.max(2, Math.floor((this.height - EDGE.top - EDGE.bottom) / 28));
+  }
+
   paintAxes(context) {
     const { view, height, width, field } = this;
     Object.assign(context, { font: FONT, fillStyle: ink('muted'), strokeStyle: ink('grid'), lineWidth: 1 });
     Object.assign(context, { textAlign: 'right', textBaseline: 'middle' });
-    const most = Math.max(2, Math.floor((height - EDGE.top - EDGE.bottom) / 28));
+    const most = this.mostTicks();
     context.beginPath();
     for (const tick of valueTicks(...this.y.range, most, { log: this.isLog, unit: field.unit })) {
       const top = Math.round(this.top(tick)) + 0.5;

@@ -34,7 +34,8 @@ function smooth(values, weight) {
 
 // Returns the ends of the y axis for the values at x in [from, to]. clipped: cuts off the outermost hundredths.
 // steady: the figure hardly changes in a good run, and its noise must not fill the chart. span: ends that are always shown.
-function yRange(curves, [from, to], { clipped, log, steady, span }) {
+// most: about how many ticks the axis has room for.
+function yRange(curves, [from, to], { clipped, log, steady, span, most }) {
   const values = [];
   for (const { x, y, low: lows, high: highs } of curves) {
     for (let i = Math.max(0, indexAt(x, from)); i < x.length && x[i] <= to; i += 1)
@@ -45,21 +46,21 @@ function yRange(curves, [from, to], { clipped, log, steady, span }) {
   const sorted = Float64Array.from(values).sort();
   const cut = clipped ? Math.floor(sorted.length * 0.02) : 0;
   let [low, high] = [sorted[cut], sorted[sorted.length - 1 - cut]];
-  if (log) return roundLow([low / 1.04, high * 1.04], logTicks);
+  if (log) return roundLow([low / 1.04, high * 1.04], logTicks, most);
   if (span) return [Math.min(low, span[0]), Math.max(high, span[1])];
   if (steady) {
     const missing = Math.max(0, Math.abs(sorted[sorted.length >> 1]) * 0.1 - (high - low)) / 2;
     [low, high] = [Math.min(low, Math.max(0, low - missing)), high + missing];
   }
   const room = (high - low) * 0.06 || Math.abs(high) * 0.05 || 1;
-  return roundLow([low >= 0 && low - room < 0 ? 0 : low - room, high + room], niceTicks);
+  return roundLow([low >= 0 && low - room < 0 ? 0 : low - room, high + room], niceTicks, most);
 }
 
 // Moves the lower end down to a tick where that costs little room, so that a label stands below the curve.
-function roundLow([low, high], ticksOf) {
+function roundLow([low, high], ticksOf, most) {
   const scale = ticksOf === logTicks ? Math.log : Number;
   const [from, to] = ticksOf === logTicks ? [low / 10, high] : [low - (high - low) / 2, high];
-  const below = ticksOf(from, to, 6).findLast((tick) => tick <= low && (tick >= 0 || low < 0));
+  const below = ticksOf(from, to, 1.5 * most).findLast((tick) => tick <= low && (tick >= 0 || low < 0));
   const isNear = isNumber(below) && scale(low) - scale(below) < 0.25 * (scale(high) - scale(low));
   return [isNear ? below : low, high];
 }

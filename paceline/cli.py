@@ -54,25 +54,39 @@ def plan(args: options.PlanOptions) -> None:
 
 
 def check(args: options.CheckOptions) -> int:
-    from paceline.check.ready import check_config_here, colour, format_findings, format_host, format_summary, to_json
+    from paceline.check.ready import (
+        check_config,
+        colour,
+        format_findings,
+        format_host,
+        format_links,
+        format_summary,
+        to_json,
+    )
+    from paceline.launch.hosts import hosts_asker, parse_hosts, ranks_of
     from paceline.plan.machine import probe_machine
     from paceline.terminal import progress_line
 
-    config = resolve_config(args.config, args.keys)
+    entries = parse_hosts(args.hosts) if args.hosts is not None else []
+    nproc = ranks_of(entries) if entries else None
+    config = resolve_config(args.config, args.keys if nproc is None else {**args.keys, "nproc": nproc})
     with progress_line("checking") as on_probe:
-        checked = check_config_here(
+        checked = check_config(
             config,
             probe_machine(),
             set_keys=frozenset(args.keys),
             port=args.port,
             on_probe=on_probe,
+            ask_hosts=hosts_asker(entries, python=args.python, port=args.port) if entries else None,
         )
     findings = checked.findings
     if args.json:
         print(format_json(to_json(findings, checked.facts)))
     else:
-        text = format_findings(findings, verbose=args.verbose)
-        blocks = [*map(format_host, checked.facts), colour(text) if sys.stdout.isatty() else text]
+        text = format_findings(findings, verbose=args.verbose, several=len(checked.facts) > 1)
+        hosts = "\n".join(map(format_host, checked.facts))
+        links = "\n".join(line for facts in checked.facts for line in format_links(facts))
+        blocks = [hosts, links, colour(text) if sys.stdout.isatty() else text]
         print("\n\n".join(block for block in (*blocks, format_summary(findings)) if block))
     return 1 if any(finding.severity == "stop" for finding in findings) else 0
 

@@ -157,13 +157,16 @@ class PlanOptions(JsonOption, ConfigOptions):
 
 
 class CheckOptions(JsonOption, ConfigOptions):
-    """Check whether this machine is ready to train a config: findings, each with its fix.
+    """Check whether this machine, or several hosts, are ready to train a config: findings, each with its fix.
 
-    The exit code is 1 if a finding would stop the run. docs/checks.md lists what is checked.
+    The exit code is 1 if a finding would stop the run. docs/checks.md lists what is checked, docs/hosts.md how hosts are reached.
 
     $ paceline check configs/balanced.toml --nproc 2
+    $ paceline check --hosts ada,bob
     """
 
+    hosts: str | None = option(None, "check these hosts by ssh: ada,bob, node[1-4], or a file", value="HOSTS")
+    python: str | None = option(None, "the interpreter on the other hosts; auto: as here, else python3", value="PATH")
     port: int | None = option(None, "check this port too", low=1, high=65_535)
     verbose: bool = option(False, "show the reasons and the facts of each finding")
 

@@ -26,6 +26,7 @@ TRIED = {  # of each page, what no page before it has
 NEEDS_THE_HUB = "hf:"
 ELSEWHERE = (
     *("paceline watch", "paceline watch --web"),  # until somebody leaves: tests/watch has them
+    "paceline check --hosts ada,bob",  # tests/launch/test_hosts.py has real ones
     'paceline plan --depth 8 --gpu "RTX 4070" --exact',  # tests/test_planning.py has a smaller one
 )
 EXIT_CODES = {  # of those that do not end with 0

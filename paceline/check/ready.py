@@ -15,7 +15,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import groupby
 from pathlib import Path
 from types import ModuleType
@@ -37,7 +37,7 @@ from paceline.check.verdicts.rules import (
 from paceline.config import Config, cache_dir
 from paceline.errors import Finding, PacelineError, PlanError
 from paceline.plan.history import load_calibration
-from paceline.plan.machine import Machine
+from paceline.plan.machine import Gpu, Machine, with_spec
 from paceline.plan.memory import checkpoint_bytes, fullest_state
 from paceline.plan.planner import Plan, make_plan, memory_setup
 from paceline.rundir import RunDir, write_atomic
@@ -175,13 +175,23 @@ def judge_facts(hosts: Sequence[Facts], intent: Intent) -> CheckResult:
     return CheckResult(hosts, find_findings(hosts, intent))
 
 
-def check_config_here(
-    config: Config, machine: Machine, *, set_keys: frozenset[str], port: int | None, on_probe: OnProbe
+AskHosts = Callable[[Callable[[], Facts]], Sequence[Facts]]  # takes a function that gathers this host's facts
+
+
+def check_config(
+    config: Config,
+    machine: Machine,
+    *,
+    set_keys: frozenset[str],
+    port: int | None,
+    on_probe: OnProbe,
+    ask_hosts: AskHosts | None = None,
 ) -> CheckResult:
-    """Checks whether this machine is ready for `train` with this config, without starting it."""
+    """Checks whether this machine, or the hosts that ask_hosts gives, are ready for `train` with this config; starts nothing."""
     run_path = Path(config.runs_dir) / (config.name or "")
     cache = Path(config.cache_dir).expanduser() if config.cache_dir else None
-    facts = gather_facts(
+    gather_here = partial(
+        gather_facts,
         run_dir=run_path,
         data=config.data,
         tokenizer=config.tokenizer,
@@ -190,6 +200,10 @@ def check_config_here(
         port=port,
         on_probe=on_probe,
     )
+    hosts = [gather_here()] if ask_hosts is None else ask_hosts(gather_here)
+    if ask_hosts is not None:
+        answered = next((facts for facts in hosts if at(facts, "host.cpu")), None)
+        machine = replace(machine_of(answered) if answered else machine, hosts=len(hosts))
     try:
         calibrate = load_calibration(cache_dir(config))
         plan = make_plan(config, machine, vocab_size=config.vocab_size, num_rows=0, calibrate=calibrate)
@@ -207,7 +221,29 @@ def check_config_here(
             total_batch_size=config.total_batch_size,
             refused=(error.message, error.fix),
         )
-    return judge_facts([facts], replace(intent, port=port))
+    num_hosts = len(hosts)
+    share = None if intent.need_host_bytes is None else intent.need_host_bytes // num_hosts
+    nproc = None if intent.nproc is None else -(-intent.nproc // num_hosts)
+    return judge_facts(hosts, replace(intent, port=port, num_hosts=num_hosts, nproc=nproc, need_host_bytes=share))
+
+
+def machine_of(facts: Facts) -> Machine:
+    """Returns the machine that a host's facts describe."""
+    gpus = [
+        Gpu(
+            index,
+            str(gpu["name"]),
+            gpu["memory_total_bytes"] or 0,
+            tuple(gpu["capability"]) if gpu["capability"] else None,
+        )
+        for index, gpu in enumerate(visible_gpus(facts))
+    ]
+    return Machine(
+        gpus=tuple(map(with_spec, gpus)),
+        cpu_cores=at(facts, "host.cpu.cores") or 1,
+        cpu_bf16=bool(at(facts, "host.cpu.bf16")),
+        memory_bytes=host_verdicts.memory_limit(facts)[0] or 0,
+    )
 
 
 def report_and_refuse(findings: Sequence[Finding], *, stopped: str, stream: TextIO | None = None) -> None:
@@ -253,16 +289,23 @@ def make_finding(verdict: Verdict, case: Case, host: Facts | None) -> Finding:
         why=verdict.why,
         fix=case.fix,
         evidence={path: at(host, path) for path in case.evidence or verdict.evidence},
-        host=at(host, "host.name"),
+        host=host_name(host) if host else None,
     )
 
 
-def format_findings(findings: Sequence[Finding], *, verbose: bool = False) -> str:
-    """Returns three lines for each finding: what, why, fix. verbose: also the facts that it follows from."""
+def host_name(facts: Facts) -> str | None:
+    """Returns the name of a host, or the one by which it was not reached."""
+    name: str | None = at(facts, "host.name") or at(facts, "connection.destination")
+    return name
+
+
+def format_findings(findings: Sequence[Finding], *, verbose: bool = False, several: bool = False) -> str:
+    """Returns three lines for each finding: what, why, fix. verbose: also the facts that it follows from. several: hosts."""
     width = max((len(finding.id) for finding in findings), default=0)
     lines = []
     for finding in findings:
-        lines.append(f"{finding.severity}  {finding.id:<{width}}  {finding.what}")
+        host = f"{finding.host}: " if several and finding.host else ""
+        lines.append(f"{finding.severity}  {finding.id:<{width}}  {host}{finding.what}")
         lines.append(f"  why {'':<{width}}  {finding.why}")
         lines.append(f"  fix {'':<{width}}  {finding.fix}")
         if verbose:
@@ -278,14 +321,16 @@ def format_summary(findings: Sequence[Finding]) -> str:
 
 
 def format_host(facts: Facts) -> str:
-    """Returns one line about this host."""
+    """Returns one line about a host."""
+    if error := at(facts, "connection.error"):
+        return f"{host_name(facts)}: {error}"
     torch = facts.get("torch")
     cards = count_names(short_name(gpu.get("name")) for gpu in visible_gpus(facts)) or "no GPU"
     memory, _ = host_verdicts.memory_limit(facts)
     driver = at(facts, "driver.version")
     return ", ".join(
         [
-            f"{at(facts, 'host.name') or 'this host'}: {at(facts, 'host.os') or 'unknown system'}",
+            f"{host_name(facts) or 'this host'}: {at(facts, 'host.os') or 'unknown system'}",
             f"Python {at(facts, 'python.version') or 'n/a'}",
             f"torch {torch['version']}" if torch else "no torch",
             cards + (f", driver {driver}" if driver else ""),
@@ -293,6 +338,16 @@ def format_host(facts: Facts) -> str:
             "n/a memory" if memory is None else format_bytes(memory),
         ]
     )
+
+
+def format_links(facts: Facts) -> list[str]:
+    """Returns a line for each measured link from this host: address, round trip, speed."""
+    lines = []
+    for link in facts.get("links") or ():
+        if link["bits_per_s"]:
+            speed = f"{link['rtt_us'] / 1000:.2f} ms there and back, {link['bits_per_s'] / 1e9:.2f} Gb/s"
+            lines.append(f"{at(facts, 'connection.destination')} to {link['to']}: {speed} by {link['address']}")
+    return lines
 
 
 def colour(text: str) -> str:
@@ -304,7 +359,7 @@ def to_json(findings: Sequence[Finding], hosts: Sequence[Facts]) -> dict[str, An
     return {
         "ready": not any(finding.severity == "stop" for finding in findings),
         "findings": [finding.to_json() for finding in findings],
-        "facts": {str(at(facts, "host.name") or "host"): facts for facts in hosts},
+        "facts": {str(host_name(facts) or "host"): facts for facts in hosts},
     }
 
 

@@ -197,7 +197,7 @@ def choose_world_size(config: Config, machine: Machine, *, device: str) -> int:
             f"nproc is {config.nproc}, but this machine has {machine.cpu_cores} cores",
             fix=f"--nproc {machine.cpu_cores}",
         )
-    return config.nproc or min(2, machine.cpu_cores)
+    return (config.nproc or min(2, machine.cpu_cores)) * machine.hosts
 
 
 def choose_precision(config: Config, machine: Machine, *, device: str) -> str:

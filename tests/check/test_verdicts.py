@@ -135,6 +135,7 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("vocabulary-differs", "cpu_box", {"text.tokenizer": TOKENIZER},
      {**CPU, "config": {"vocab_size": 4096}, "set_keys": frozenset({"vocab_size"})}, "warn"),
     ("text-not-prepared", "cpu_box", {"text.prepared": False}, {"command": "check"}, "note"),
+    ("host-unreachable", "cpu_box", {"connection": {"destination": "ada", "error": "no key", "fix": "ssh ada"}}, CPU, "stop"),
     ("name-unknown", "cpu_box", {"network.resolve_error": "Name or service not known"}, {"command": "run"}, "warn"),
     ("name-unknown", "server", {"network.resolve_error": "Name or service not known"}, TWO_HOSTS, "stop"),
     ("name-loopback", "cpu_box", {"network.addresses": ["127.0.1.1"]}, {"command": "run"}, "warn"),
@@ -175,7 +176,23 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
 ]  # fmt: skip
 
 # id, what is changed on the second host
+LINK = {
+    "to": "node1",
+    "address": "10.0.0.1",
+    "local": "10.0.0.2",
+    "port": 40001,
+    "rtt_us": 90.0,
+    "bits_per_s": 9e9,
+    "error": None,
+}
 PAIRS: list[tuple[str, dict[str, Any]]] = [
+    ("hosts-unconnected", {"links": [{**LINK, "bits_per_s": None, "error": "connect", "reason": "timed out"}]}),
+    ("hosts-path-mtu", {"links": [{**LINK, "bits_per_s": None, "error": "large"}]}),
+    (
+        "hosts-link-slow",
+        {"links": [{**LINK, "bits_per_s": 9e8}], f"{ETH0}.speed_mbps": 10_000, f"{ETH0}.addresses": ["10.0.0.2"]},
+    ),
+    ("hosts-same", {"host.name": "node1"}),
     ("hosts-torch", {"torch.version": "2.12.1+cu128"}),
     ("hosts-nccl", {"torch.nccl": "2.26.2"}),
     ("hosts-cuda", {"torch.cuda": "13.0"}),

@@ -18,6 +18,7 @@ SLOW_LOOKUP_S = 1.0
 CLOCK_SKEW_S = 5.0  # facts of hosts are gathered within this
 SETTINGS = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "USE_LIBUV")
 PACKAGES = ("numpy", "tokenizers", "safetensors", "triton", "paceline", "accelerate", "transformers")
+SLOW_LINK = 0.6  # of the speed that the interfaces report; one TCP stream reaches 0.94 of it
 VIRTUAL = ("bridge", "veth", "tunnel")
 
 
@@ -38,6 +39,11 @@ def own_address(host: Host) -> str:
 
 def interfaces_up(host: Host) -> list[dict[str, Any]]:
     return [nic for nic in host.at("network.interfaces") or () if nic.get("up")]
+
+
+def host_unreachable(host: Host) -> Cases:
+    if error := host.at("connection.error"):
+        yield Case(str(error), str(host.at("connection.fix")))
 
 
 def name_unknown(host: Host) -> Cases:
@@ -193,6 +199,64 @@ hosts_cuda = differs("CUDA", "torch.cuda", "pip install --force-reinstall torch"
 hosts_driver = differs("driver", "driver.version", "install driver {newest} on all hosts")
 
 
+def hosts_same(hosts: Sequence[Host]) -> Cases:
+    """Compares names and addresses: two hosts may both be called ubuntu, and share the address of a bridge."""
+    names: dict[tuple[Any, ...], list[str]] = {}
+    for host in hosts:
+        if name := host.at("host.name"):
+            nics = [nic for nic in interfaces_up(host) if not nic.get("loopback")]
+            addresses = frozenset(address for nic in nics for address in nic.get("addresses") or ())
+            names.setdefault((name, addresses), []).append(str(host.at("connection.destination") or name))
+    for (name, _), destinations in names.items():
+        if len(destinations) > 1:
+            fix = f"--hosts {destinations[0]}:2 for two ranks there"
+            yield Case(f"{format_list(destinations)} are one host, {name}", fix)
+
+
+def links(hosts: Sequence[Host]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yields each measured pair of hosts."""
+    for host in hosts:
+        for link in host.at("links") or ():
+            yield str(host.at("connection.destination")), str(link["to"]), link
+
+
+def hosts_unconnected(hosts: Sequence[Host]) -> Cases:
+    for name, other, link in links(hosts):
+        if link["error"] in ("connect", "token", "small"):
+            reason = link.get("reason") or "no answer"
+            what = f"{name} cannot connect to {other}: {link['address']} port {link['port']}: {reason}"
+            yield Case(what, f"on {other}, for a firewall: sudo ufw allow from the address of {name}")
+        elif link["error"] == "probe":
+            what = f"the link from {name} to {other} was not measured: {link.get('reason')}"
+            yield Case(what, "repeat the check", "warn")
+
+
+def hosts_path_mtu(hosts: Sequence[Host]) -> Cases:
+    for name, other, link in links(hosts):
+        if link["error"] == "large":
+            interface = next((nic for nic in of_address(hosts, link.get("local"))), {})
+            what = f"small messages reach {other} from {name}, and large ones do not: the MTU on the way is smaller than theirs"
+            yield Case(what, f"sudo ip link set {interface.get('name') or 'eth0'} mtu 1500, on both")
+
+
+def hosts_link_slow(hosts: Sequence[Host]) -> Cases:
+    for name, other, link in links(hosts):
+        nics = [nic for address in (link.get("local"), link["address"]) for nic in of_address(hosts, address)]
+        nominal = min((nic["speed_mbps"] * 1e6 for nic in nics if nic.get("speed_mbps")), default=None)
+        is_real = not any(nic.get("kind") in VIRTUAL for nic in nics)
+        if nominal and is_real and link["bits_per_s"] and link["bits_per_s"] < SLOW_LINK * nominal:
+            what = f"{name} sends {link['bits_per_s'] / 1e9:.2f} Gb/s to {other}, over interfaces of {nominal / 1e9:g} Gb/s"
+            yield Case(what, f"ethtool {nics[0]['name']}, on both; then the cable and the switch between them")
+
+
+def of_address(hosts: Sequence[Host], address: str | None) -> Iterator[dict[str, Any]]:
+    """Yields the interfaces that have this address."""
+    for host in hosts:
+        for nic in host.at("network.interfaces") or ():
+            if address and address.removeprefix("::ffff:") in (nic.get("addresses") or ()):
+                yield nic
+
+
 def hosts_torch(hosts: Sequence[Host]) -> Cases:
     """Another release may use another protocol; another build or patch of the same release does not."""
     if values := differing(hosts, lambda host: host.at("torch.version")):
@@ -236,7 +300,7 @@ def hosts_code(hosts: Sequence[Host]) -> Cases:
     if values:
         first = next(iter(values))  # of the host that gathers the facts
         yield Case(f"commit of the code: {values_by_host(values)}", f"git fetch && git checkout {first}")
-    elif dirty and len(dirty) < len(hosts):
+    elif dirty and any(host.at("tools.code.dirty") is False for host in hosts):
         yield Case(f"the code is modified only on {format_list(dirty)}", "git stash")
 
 

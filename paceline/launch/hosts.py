@@ -1,0 +1,214 @@
+"""
+The hosts of a launch: the list that `--hosts` gives, the facts of each, and how they reach each other.
+
+The host that this process runs on needs no ssh. The others are reached by launch/ssh.py; one that does not answer has facts that
+say why, so the verdicts about it are as pure as all others.
+"""
+
+import getpass
+import re
+import secrets
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from itertools import combinations, repeat
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from paceline.check.verdicts.rules import Facts
+from paceline.errors import PacelineError, UsageError
+from paceline.launch.ssh import ModuleProcess, SshModule, ssh_name
+from paceline.rundir import utc_now
+
+FACTS, LINKS = "paceline.check.probes.facts", "paceline.check.probes.link_probe"
+UNKNOWN_LINK = {"address": None, "port": 0, "rtt_us": None, "bits_per_s": None, "error": "probe"}
+EXAMPLE = (
+    "--hosts ada,bob, user@ada, ada:2 for two ranks there, node[1-4], [fe80::1], or a file with one host on each line"
+)
+MAX_HOSTS = 1024
+ENTRY = re.compile(
+    r"(?:(?P<user>[^@\s:]+)@)?(?:\[(?P<ipv6>[0-9A-Fa-f:.%\w]*:[^\]]*)\]|(?P<host>[^:@]+))(?::(?P<nproc>\d+))?"
+)
+FILE_LINE = re.compile(r"(?P<entry>\S+)(?:\s+slots\s*=\s*(?P<slots>\d+))?")
+UNSAFE = re.compile(r"^-|[\s'\"`$&|;<>(){}\\!*?\[\]]|[^ -~\w]")  # in a host's or a user's name
+RANGE = re.compile(r"\[([\d,-]+)\]")
+
+
+@dataclass(frozen=True)
+class HostEntry:
+    """One host of the list."""
+
+    host: str  # a name, an alias of ~/.ssh/config, or an address
+    user: str | None = None
+    nproc: int | None = None  # ranks there
+
+    @property
+    def destination(self) -> str:
+        return self.host if self.user is None else f"{self.user}@{self.host}"
+
+
+def parse_hosts(text: str) -> list[HostEntry]:
+    """Returns the hosts that --hosts names, or that the file names which it gives; raises UsageError, also for duplicates."""
+    path = Path(text)
+    if path.is_file():
+        entries = [entry for number, line in host_lines(path) for entry in parse_line(line, f"{path}:{number}")]
+        empty = f"{path} names no host"
+    elif "/" in text:
+        raise UsageError(f"{text}: no such file", fix=EXAMPLE)
+    else:
+        words = [word.strip() for word in re.split(r",(?![^\[]*\])", text)]
+        entries = [entry for word in words if word for entry in parse_entry(word, "--hosts")]
+        empty = "--hosts names no host"
+    if not entries:
+        raise UsageError(empty, fix=EXAMPLE)
+    for entry in entries:
+        if sum(other.host == entry.host for other in entries) > 1:
+            raise UsageError(f"{entry.host} is listed twice", fix=f"once, with its ranks: {entry.destination}:2")
+    return entries
+
+
+def ranks_of(entries: Sequence[HostEntry]) -> int | None:
+    """Returns the ranks on each host, None where the list names none; raises UsageError where hosts have different numbers."""
+    first = entries[0]
+    for entry in entries:
+        if entry.nproc != first.nproc:
+            words = [f"{name.host} has {name.nproc or 'no number of'} ranks" for name in (first, entry)]
+            raise UsageError(", ".join(words), fix="the same number on every host, or --nproc N for all")
+    return first.nproc
+
+
+def host_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yields number and text of each line of a host file that is not empty or a comment."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read: {error}", fix="a text file with one host on each line") from error
+    for number, line in enumerate(text.splitlines(), 1):
+        if words := line.partition("#")[0].strip():
+            yield number, words
+
+
+def parse_line(line: str, place: str) -> list[HostEntry]:
+    match = FILE_LINE.fullmatch(line)
+    if match is None:
+        raise UsageError(f"{place}: {line!r} is not a host", fix="HOST, HOST:2 or HOST slots=2 on each line")
+    suffix = f":{match['slots']}" if match["slots"] else ""
+    return parse_entry(match["entry"] + suffix, place)
+
+
+def parse_entry(word: str, place: str) -> list[HostEntry]:
+    """Returns the hosts of one word; a range stands for several."""
+    entries = []
+    for name in expand_range(word, place):
+        match = ENTRY.fullmatch(name)
+        host = match and (match["ipv6"] or match["host"])
+        if not match or not host or UNSAFE.search(host) or UNSAFE.search(match["user"] or ""):
+            ipv6 = f"an IPv6 address stands in brackets: [{word}]; " if word.count(":") > 1 and "[" not in word else ""
+            raise UsageError(f"{place}: {word!r} is not a host", fix=ipv6 + EXAMPLE)
+        nproc = int(match["nproc"]) if match["nproc"] else None
+        if nproc is not None and not 1 <= nproc <= 64:
+            raise UsageError(f"{place}: {nproc} ranks on {host}", fix="1 to 64 ranks on a host")
+        entries.append(HostEntry(host, match["user"], nproc))
+    return entries
+
+
+def expand_range(word: str, place: str) -> list[str]:
+    """Returns node1 to node4 for node[1-4]; leading zeros stay: node[08-10]."""
+    match = RANGE.search(word)
+    if match is None:
+        return [word]
+    numbers: list[str] = []
+    for part in match[1].split(","):
+        low, _, high = part.partition("-")
+        if not low.isdecimal() or not (high or low).isdecimal() or int(high or low) < int(low):
+            raise UsageError(f"{place}: {match[0]} in {word!r} is not a range", fix="node[1-4], node[01-04,7]")
+        if int(high or low) - int(low) + len(numbers) >= MAX_HOSTS:
+            raise UsageError(f"{place}: {word!r} stands for more than {MAX_HOSTS:,} hosts", fix="node[1-4]")
+        numbers += [str(number).zfill(len(low)) for number in range(int(low), int(high or low) + 1)]
+    return [word[: match.start()] + number + word[match.end() :] for number in numbers]
+
+
+def is_this_host(entry: HostEntry) -> bool:
+    """Whether the entry is the host that this process runs on, as the same user: it needs no ssh."""
+    if entry.user is not None and entry.user != getpass.getuser():
+        return False
+    name = socket.gethostname()
+    if entry.host in ("localhost", "127.0.0.1", "::1", name, name.partition(".")[0]):
+        return True
+    own = {address.address.partition("%")[0] for nics in psutil.net_if_addrs().values() for address in nics}
+    with suppress(OSError):
+        addresses = socket.getaddrinfo(ssh_name(entry.destination), None, type=socket.SOCK_STREAM)
+        return any(address[0] in own for *_, address in addresses)
+    return False
+
+
+def hosts_asker(
+    entries: Sequence[HostEntry], *, python: str | None, port: int | None
+) -> Callable[[Callable[[], Facts]], list[Facts]]:
+    """Returns a function that gathers the facts of all these hosts at once; it takes one for the host that it runs on.
+
+    The facts of a host have its links to those after it in the list. python: the interpreter on the other hosts, as for SshModule.
+    """
+
+    def gather(entry: HostEntry, gather_here: Callable[[], Facts]) -> Facts:
+        connection = {"destination": entry.destination, "error": None, "fix": None}
+        try:
+            facts = gather_here() if is_this_host(entry) else ask_host(entry, python=python, port=port)
+        except PacelineError as error:
+            return {"connection": {**connection, "error": error.message, "fix": error.fix}}
+        return {**facts, "connection": connection, "received": utc_now()}
+
+    def gather_all(gather_here: Callable[[], Facts]) -> list[Facts]:
+        with ThreadPoolExecutor(max_workers=min(32, len(entries))) as pool:
+            hosts = list(pool.map(gather, entries, repeat(gather_here)))
+        reached = [entry for entry, facts in zip(entries, hosts, strict=True) if facts["connection"]["error"] is None]
+        links = measure_links(reached, python=python, port=port)
+        names = [facts["connection"]["destination"] for facts in hosts]
+        return [{**facts, "links": links.get(name, [])} for name, facts in zip(names, hosts, strict=True)]
+
+    return gather_all
+
+
+def ask_host(entry: HostEntry, *, python: str | None, port: int | None) -> Facts:
+    """Returns the facts that another host answers; raises PacelineError with a fix where it does not."""
+    with SshModule(entry.destination, FACTS, python=python) as remote:
+        remote.send({"port": port})
+        remote.stdin.close()  # the request is all of stdin
+        return remote.next_line()
+
+
+def measure_links(
+    entries: Sequence[HostEntry], *, python: str | None, port: int | None
+) -> dict[str, list[dict[str, Any]]]:
+    """Returns how each host reaches those after it, by destination: one pair at a time, so that none slows another."""
+    links: dict[str, list[dict[str, Any]]] = {entry.destination: [] for entry in entries}
+    token = secrets.token_hex(16)  # what else connects to a listener is turned away
+    pairs = list(combinations(entries, 2))
+    with ExitStack() as stack:
+        try:
+            processes = {entry: stack.enter_context(open_probe(entry, python=python)) for entry in entries if pairs}
+            for process in processes.values():
+                process.send({"token": token, "port": port})
+            listening = {entry: process.next_line() for entry, process in processes.items()}
+            while pairs:
+                first, second = pairs[0]
+                names = [] if is_this_host(second) else [ssh_name(second.destination)]
+                request = {"addresses": [*names, *listening[second]["addresses"]], "port": listening[second]["port"]}
+                processes[first].send(request)
+                links[first.destination].append({"to": second.destination, **processes[first].next_line()})
+                del pairs[0]
+        except PacelineError as error:
+            for first, second in pairs:
+                links[first.destination].append({**UNKNOWN_LINK, "to": second.destination, "reason": error.message})
+    return links
+
+
+def open_probe(entry: HostEntry, *, python: str | None) -> ModuleProcess:
+    if is_this_host(entry):
+        return ModuleProcess([sys.executable, "-P", "-m", LINKS])
+    return SshModule(entry.destination, LINKS, python=python)

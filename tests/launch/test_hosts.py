@@ -1,0 +1,209 @@
+import json
+import shutil
+import subprocess
+import sys
+
+import namespaces
+import pytest
+from namespaces import PORT, namespaced_hosts
+
+from paceline.errors import UsageError
+from paceline.launch.hosts import HostEntry, is_this_host, parse_hosts, ranks_of
+from paceline.launch.ssh import code_archive
+
+needs_namespaces = pytest.mark.skipif(bool(namespaces.WHY_NOT), reason=namespaces.WHY_NOT)
+
+ALIASES = f"""
+Host stranger
+  HostName 10.77.0.2
+  HostKeyAlias stranger
+Host changed
+  HostName 10.77.0.2
+  HostKeyAlias h1.changed
+Host closed
+  HostName 10.77.0.2
+  Port 1
+Host locked
+  HostName 10.77.0.2
+  HostKeyAlias [h2]:{PORT}
+  Port {PORT}
+  User root
+  IdentitiesOnly yes
+  IdentityFile {{folder}}/other
+  UserKnownHostsFile {{folder}}/known_hosts
+Host dark
+  HostName 10.77.0.77
+Host h* stranger changed
+"""
+
+
+@pytest.mark.parametrize("text, expected", [
+    ("ada,bob", ["ada", "bob"]),
+    (" ada , bob ,", ["ada", "bob"]),
+    ("me@ada,root@bob.lan", ["me@ada", "root@bob.lan"]),
+    ("node[1-3]", ["node1", "node2", "node3"]),
+    ("node[08-10,2].lan,ada", ["node08", "node09", "node10", "node2", "ada"]),
+    ("[fe80::1%eth0],[::1]:2", ["fe80::1%eth0", "::1"]),
+    ("10.0.0.1,10.0.0.2", ["10.0.0.1", "10.0.0.2"]),
+    ("müller", ["müller"]),
+])  # fmt: skip
+def test_a_list_names_hosts_users_ranges_and_addresses(text, expected):
+    names = [entry.destination for entry in parse_hosts(text)]
+    assert names == [name + (".lan" if name.startswith("node") and ".lan" in text else "") for name in expected]
+
+
+def test_the_ranks_of_a_host_stand_behind_a_colon():
+    assert parse_hosts("me@ada:2,[::1]:4") == [HostEntry("ada", "me", 2), HostEntry("::1", None, 4)]
+    assert ranks_of(parse_hosts("ada:2,bob:2")) == 2
+    assert ranks_of(parse_hosts("ada,bob")) is None
+    with pytest.raises(UsageError, match="ada has 2 ranks, bob has 1"):
+        ranks_of(parse_hosts("ada:2,bob:1"))
+
+
+def test_a_file_lists_hosts_as_mpi_and_deepspeed_do(tmp_path):
+    path = tmp_path / "主机"
+    path.write_text("# two desktops\nada slots=2\n\nme@bob:2  # below the desk\nnode[1-2]\n")
+    assert parse_hosts(str(path)) == [
+        HostEntry("ada", None, 2), HostEntry("bob", "me", 2), HostEntry("node1"), HostEntry("node2")
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("text, message", [
+    ("", "names no host"), (",,", "names no host"), ("ada,ada", "ada is listed twice"), ("ada,me@ada", "listed twice"),
+    ("node[1-2],node2", "node2 is listed twice"), ("-oProxyCommand=x", "is not a host"), ("ada;reboot", "is not a host"),
+    ("a da", "is not a host"), ("ada:x", "is not a host"), ("ada:", "is not a host"), ("@ada", "is not a host"),
+    ("me@@ada", "is not a host"), ("fe80::1", "is not a host"), ("node[1-", "is not a host"), ("node[]", "is not a host"),
+    ("node[4-1]", "is not a range"), ("node[1-9999]", "more than 1,024"), ("ada:0", "0 ranks"), ("ada:999", "999 ranks"),
+    ("no/such/file", "no such file"), ("$(reboot)", "is not a host"), ("ada\x1b[2J", "is not a host"),
+])  # fmt: skip
+def test_a_wrong_list_is_refused_with_a_fix(text, message):
+    with pytest.raises(UsageError, match=message) as error:
+        parse_hosts(text)
+    assert error.value.fix
+
+
+@pytest.mark.parametrize("lines, message", [
+    (b"ada\nbob slots=two\n", ":2: 'bob slots=two' is not a host"), (b"\xff\xfe", "cannot be read"), (b"# none\n", "names no host"),
+    (b"ada\nbob max_slots=2\n", ":2: .* is not a host"), (b"ada\nada\n", "ada is listed twice"),
+])  # fmt: skip
+def test_a_wrong_file_of_hosts_is_refused_with_its_line(tmp_path, lines, message):
+    (tmp_path / "hosts").write_bytes(lines)
+    with pytest.raises(UsageError, match=message):
+        parse_hosts(str(tmp_path / "hosts"))
+
+
+def test_this_host_is_known_by_its_names_and_addresses():
+    import socket
+
+    assert all(is_this_host(HostEntry(name)) for name in ("localhost", "127.0.0.1", "::1", socket.gethostname()))
+    assert not is_this_host(HostEntry("localhost", user="somebody-else"))
+    assert not is_this_host(HostEntry("198.51.100.7"))
+
+
+def test_the_code_that_is_sent_is_the_same_bytes_each_time():
+    first = code_archive()
+    code_archive.cache_clear()
+    assert code_archive() == first
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory):
+    with namespaced_hosts(2, tmp_path_factory.mktemp("hosts")) as hosts:
+        yield hosts
+
+
+@needs_namespaces
+def test_hosts_are_checked_together_and_the_code_is_sent_once(hosts):
+    answer = hosts.paceline("h1", "check", "--hosts", "h1,h2", "--json")
+    facts = json.loads(answer.stdout)["facts"]
+    assert [facts[name]["host"]["name"] for name in ("h1", "h2")] == ["h1", "h2"]
+    assert facts["h2"]["connection"] == {"destination": "h2", "error": None, "fix": None}
+    [code] = (hosts.folder / "h2" / "cache" / "paceline" / "code").iterdir()
+    assert code.name == code_archive()[0] and (code / "paceline" / "cli.py").is_file()
+    assert facts["h2"]["env"]["PYTHONPATH"] == str(code)
+    assert not (hosts.folder / "h1" / "cache").exists()  # h1 is this host: it needs no ssh
+    [link] = facts["h1"]["links"]
+    assert (link["to"], link["address"], link["error"]) == ("h2", "h2", None)
+    assert link["rtt_us"] > 0 and link["bits_per_s"] > 1e6 and facts["h2"]["links"] == []
+    sent = code.stat()
+    answer = hosts.paceline("h1", "check", "--hosts", "h2,10.77.0.2")
+    assert "hosts-same" in answer.stdout and "h2 and 10.77.0.2 are one host, h2" in answer.stdout
+    assert list(code.parent.iterdir()) == [code] and code.stat() == sent
+
+
+@needs_namespaces
+def test_each_way_of_not_reaching_a_host_is_named_with_its_fix(hosts):
+    keygen = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", hosts.folder / "other"]
+    subprocess.run(keygen, check=True)
+    key = " ".join((hosts.folder / "h1" / "hostkey.pub").read_text().split()[:2])
+    with hosts.known_hosts().open("a") as file:
+        file.write(f"h1.changed {key}\n")
+    config = hosts.folder / "config"
+    shared = config.read_text()
+    config.write_text(ALIASES.format(folder=hosts.folder) + shared.split("\n", 2)[2] + shared)
+    answer = hosts.paceline("h1", "check", "--hosts", "stranger,changed,closed,locked,dark,h9")
+    config.write_text(shared)
+    assert answer.returncode == 1 and answer.stderr == ""
+    lines = answer.stdout.split("\n\n")[0].splitlines()
+    assert lines == [
+        "stranger: its host key is not known here",
+        "changed: its host key is not the one that was accepted before: another machine answers, or it was installed again",
+        "closed: no ssh server answers there",
+        "locked: it refuses this user's keys",
+        "dark: it cannot be reached",
+        "h9: no host of this name is known",
+    ]
+    assert answer.stdout.count("stop  host-unreachable") == 6
+    assert "ssh-copy-id locked" in answer.stdout and "ssh-keygen -R 10.77.0.2" in answer.stdout
+
+
+@needs_namespaces
+def test_an_interpreter_that_is_missing_there_is_reported(hosts):
+    answer = hosts.paceline("h1", "check", "--hosts", "h2", "--python", "/nowhere/python")
+    assert answer.stdout.splitlines()[0] == "h2: no /nowhere/python there"
+    assert "--python PATH of an interpreter with torch there" in answer.stdout
+
+
+@needs_namespaces
+def test_a_cache_that_cannot_be_written_is_reported(hosts):
+    cache = hosts.folder / "h2" / "cache"
+    before = cache.rename(hosts.folder / "h2" / "before")
+    cache.write_text("a file, not a folder")
+    answer = hosts.paceline("h1", "check", "--hosts", "h2")
+    cache.unlink()
+    before.rename(cache)
+    assert "h2: it could not keep the code: Not a directory" in answer.stdout
+    assert "ssh h2 df -h ~/.cache" in answer.stdout
+
+
+LINK_OF = """
+import json, sys
+from paceline.launch.hosts import measure_links, parse_hosts
+print(json.dumps(measure_links(parse_hosts("h1,h2"), python=None, port=None)["h1"][0]))
+"""
+TABLE = "add table inet f; add chain inet f i { type filter hook input priority 0; };"
+REJECT = TABLE + "add rule inet f i iif eth0 tcp dport != 2222 ct state new reject with tcp reset"
+DROP_LARGE = TABLE + "add rule inet f i iif eth0 tcp dport != 2222 meta length > 1000 drop"
+
+
+@needs_namespaces
+@pytest.mark.skipif(shutil.which("nft") is None, reason="nft is missing")
+@pytest.mark.parametrize("rule, error", [(REJECT, "connect"), (DROP_LARGE, "large")], ids=["firewall", "large packets"])
+def test_a_link_is_tried_on_other_ports_than_ssh_and_with_large_messages(hosts, rule, error):
+    assert hosts.run("h2", "nft", rule).returncode == 0
+    answer = hosts.run("h1", sys.executable, "-c", LINK_OF)
+    hosts.run("h2", "nft", "flush", "ruleset")
+    assert json.loads(answer.stdout)["error"] == error, answer.stderr
+
+
+@pytest.mark.soak
+@needs_namespaces
+@pytest.mark.skipif(shutil.which("ping") is None, reason="ping is missing")
+def test_a_path_that_loses_large_packets_breaks_ssh_and_the_fix_tries_it(hosts):
+    for host, port in (("h1", "v1"), ("h2", "v2")):
+        hosts.ip("-n", hosts.prefix + host, "link", "set", "eth0", "mtu", "9000")
+        hosts.ip("-n", f"{hosts.prefix}hub", "link", "set", port, "mtu", "9000" if port == "v1" else "1300")
+    answer = hosts.paceline("h1", "check", "--hosts", "h2")
+    assert "h2: it cannot be reached" in answer.stdout and "ping -M do -s 1472 h2" in answer.stdout
+    assert hosts.run("h1", "ping", "-c1", "-W1", "h2").returncode == 0
+    assert hosts.run("h1", "ping", "-c1", "-W1", "-M", "do", "-s", "1472", "h2").returncode == 1

@@ -1,0 +1,161 @@
+"""
+Hosts on one machine, each with its own network, host name and ssh server: network and UTS namespaces on a bridge.
+
+Root alone may make them. What a test sends between them goes through real sockets, real routing and the system's OpenSSH.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
+NEEDED = [
+    name
+    for name in ("ip", "unshare", "ssh", "ssh-keygen", "sshd")
+    if not shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
+]
+WHY_NOT = "network namespaces need root" if os.getuid() else f"{', '.join(NEEDED)} missing" if NEEDED else ""
+PORT = 2222
+SSHD_CONFIG = """
+Port {port}
+ListenAddress {address}
+HostKey {folder}/hostkey
+AuthorizedKeysFile {keys}
+PermitRootLogin prohibit-password
+PasswordAuthentication no
+KbdInteractiveAuthentication no
+UsePAM no
+UseDNS no
+StrictModes no
+PidFile none
+SetEnv XDG_CACHE_HOME={folder}/cache
+"""
+SSH_CONFIG = """
+Host {pattern}
+  Port {port}
+  User root
+  IdentityFile {folder}/id
+  IdentitiesOnly yes
+  UserKnownHostsFile {folder}/known_hosts
+"""
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The hosts h1, h2, ... and how to run commands on them."""
+
+    prefix: str
+    folder: Path
+    count: int
+
+    def command(self, host: str, command: Sequence[str]) -> list[str]:
+        name = ["bash", "-c", 'hostname "$0" && exec "$@"', host]
+        return ["ip", "netns", "exec", self.prefix + host, "unshare", "--uts", *name, *command]
+
+    def run(self, host: str, *command: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+        """Runs a command on a host; its `ssh` uses the test's keys."""
+        env = {**os.environ, "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}", "COLUMNS": "200"}
+        return subprocess.run(
+            self.command(host, command),
+            capture_output=True,
+            text=True,
+            env=env,
+            timeout=timeout_s,
+            cwd=self.folder,
+            check=False,
+        )
+
+    def paceline(self, host: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return self.run(host, sys.executable, "-m", "paceline.cli", *arguments)
+
+    def ip(self, *words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True)
+
+    def known_hosts(self) -> Path:
+        return self.folder / "known_hosts"
+
+
+@contextmanager
+def namespaced_hosts(count: int, folder: Path) -> Iterator[Hosts]:
+    """Makes the hosts with an ssh server on each, and removes everything at the end. folder: an empty one for keys and settings."""
+    hosts = Hosts(f"pl{os.getpid()}", folder, count)
+    servers: list[subprocess.Popen[bytes]] = []
+    hub = hosts.prefix + "hub"
+    namespaces = [hub, *(f"{hosts.prefix}h{number}" for number in range(1, count + 1))]
+    try:
+        make_network(hosts, hub)
+        make_keys(hosts)
+        Path("/run/sshd").mkdir(exist_ok=True)
+        for number in range(1, count + 1):
+            home = folder / f"h{number}"
+            config = SSHD_CONFIG.format(port=PORT, address=f"10.77.0.{number}", folder=home, keys=folder / "id.pub")
+            (home / "sshd_config").write_text(config)
+            command = [SSHD, "-D", "-f", str(home / "sshd_config"), "-E", str(home / "sshd.log")]
+            servers.append(subprocess.Popen(hosts.command(f"h{number}", command)))
+        wait_until_served(hosts)
+        yield hosts
+    finally:
+        for server in servers:
+            server.kill()
+            server.wait()
+        for name in namespaces:
+            pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False).stdout
+            for pid in pids.split():
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+            shutil.rmtree(Path("/etc/netns", name), ignore_errors=True)
+
+
+def make_network(hosts: Hosts, hub: str) -> None:
+    """A bridge in a namespace of its own, and a cable from it to each host: 10.77.0.N."""
+    hosts.ip("netns", "add", hub)
+    hosts.ip("-n", hub, "link", "add", "br0", "type", "bridge")
+    hosts.ip("-n", hub, "link", "set", "br0", "up")
+    names = "".join(f"10.77.0.{number} h{number}\n" for number in range(1, hosts.count + 1))
+    for number in range(1, hosts.count + 1):
+        name = f"{hosts.prefix}h{number}"
+        etc = Path("/etc/netns", name)
+        etc.mkdir(parents=True)
+        (etc / "hosts").write_text("127.0.0.1 localhost\n" + names)
+        (etc / "nsswitch.conf").write_text("passwd: files\ngroup: files\nhosts: files\n")
+        hosts.ip("netns", "add", name)
+        hosts.ip("-n", name, "link", "set", "lo", "up")
+        hosts.ip("link", "add", "eth0", "netns", name, "type", "veth", "peer", "name", f"v{number}", "netns", hub)
+        hosts.ip("-n", hub, "link", "set", f"v{number}", "master", "br0", "up")
+        hosts.ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", "eth0")
+        hosts.ip("-n", name, "link", "set", "eth0", "up")
+
+
+def make_keys(hosts: Hosts) -> None:
+    """A key of the user, a key of each host, and an `ssh` that uses them and nothing of the user's own."""
+    keygen = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f"]
+    subprocess.run([*keygen, hosts.folder / "id"], check=True)
+    lines = []
+    for number in range(1, hosts.count + 1):
+        home = hosts.folder / f"h{number}"
+        home.mkdir()
+        subprocess.run([*keygen, home / "hostkey"], check=True)
+        key = " ".join((home / "hostkey.pub").read_text().split()[:2])
+        lines.append(f"[10.77.0.{number}]:{PORT},[h{number}]:{PORT} {key}\n")
+    hosts.known_hosts().write_text("".join(lines))
+    (hosts.folder / "config").write_text(SSH_CONFIG.format(pattern="h* 10.77.*", port=PORT, folder=hosts.folder))
+    wrapper = hosts.folder / "bin" / "ssh"
+    wrapper.parent.mkdir()
+    wrapper.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {hosts.folder}/config "$@"\n')
+    wrapper.chmod(0o755)
+
+
+def wait_until_served(hosts: Hosts) -> None:
+    deadline = time.monotonic() + 20
+    for number in range(1, hosts.count + 1):
+        while hosts.run("h1", "ssh", f"h{number}", "true").returncode:
+            assert time.monotonic() < deadline, (hosts.folder / f"h{number}" / "sshd.log").read_text()
+            time.sleep(0.1)

@@ -61,7 +61,7 @@ def run_panels(snapshot: Snapshot, *, now: float) -> dict[str, Any]:
             for event in snapshot.events
         ],
         "spans": [span_panel(snapshot, attempt) for attempt in snapshot.attempts],
-        "marks": {axis: marks_on(snapshot, axis) for axis in ("steps", "tokens", "hours")},
+        "marks": {axis: marks_on(snapshot, axis) for axis in ("steps", "tokens", "hours", "clock")},
         "logs": logs_panel(snapshot),
     }
 
@@ -310,6 +310,8 @@ def marks_on(snapshot: Snapshot, axis: str) -> Panel:
 
 def place_on(snapshot: Snapshot, event: EventView, axis: str) -> float | None:
     step, guide = event.step, snapshot.series.get("loss", Series())
+    if axis == "clock":
+        return event.time
     if axis == "hours":
         return None if event.time is None or snapshot.started is None else (event.time - snapshot.started) / 3600
     if step is None and event.time is not None and guide.steps:

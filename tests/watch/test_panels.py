@@ -68,8 +68,8 @@ def test_marks_and_bands_stand_on_every_axis():
         "bands": [[1000, 1241]],
     }
     assert marks["tokens"]["bands"] == [[1000 * 524_288, 1241 * 524_288]]
-    [(begin, end)] = marks["hours"]["bands"]
-    assert [round(3600 * (end - begin))] == [18]
+    [(begin, end)], [(first, last)] = marks["hours"]["bands"], marks["clock"]["bands"]
+    assert [round(3600 * (end - begin)), round(last - first)] == [18, 18]
 
 
 def test_only_attempts_that_tell_more_than_the_page_are_listed():

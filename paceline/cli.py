@@ -160,30 +160,15 @@ def runs_show(args: run_options.RunsShowOptions) -> None:
 
 
 def runs_tag(args: run_options.RunsTagOptions) -> None:
-    from paceline.rundir import find_run, read_notes, write_notes
+    from paceline.watch.about import edit_tags
 
-    name, *changed = args.run_and_tags
-    folder = find_run(name, runs_dir=args.runs_dir)
-    tags, note = read_notes(folder)
-    if changed:
-        if bad := next((tag for tag in changed if len(tag.split()) != 1), None):
-            raise PacelineError(f"{bad!r} is not a tag: tags have no spaces", fix="join its words, or write a note")
-        others = [tag for tag in tags if tag not in changed]
-        tags = others if args.remove else list(dict.fromkeys([*tags, *changed]))
-        write_notes(folder, tags=tags, note=note)
-    print(f"{folder.name}: {' '.join(tags) or 'no tags'}")
+    print(edit_tags(args))
 
 
 def runs_note(args: run_options.RunsNoteOptions) -> None:
-    from paceline.rundir import find_run, read_notes, write_notes
+    from paceline.watch.about import edit_note
 
-    name, *words = args.run_and_text
-    folder = find_run(name, runs_dir=args.runs_dir)
-    tags, note = read_notes(folder)
-    if words:
-        note = " ".join(" ".join(words).split())
-        write_notes(folder, tags=tags, note=note)
-    print(f"{folder.name}: {note or 'no note'}")
+    print(edit_note(args))
 
 
 def report(args: run_options.ReportOptions) -> None:

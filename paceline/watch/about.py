@@ -1,5 +1,5 @@
 """
-What a run's folder says about the run beside its course: config, plan, machine and samples, for the web view and the report.
+What a run's folder says about the run beside its course: config, plan, machine, samples, and its user's tags and note.
 
 Large files are read in part, and links that lead out of the run folder are skipped.
 """
@@ -16,7 +16,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from paceline.rundir import RunDir
+from paceline.errors import PacelineError
+from paceline.run_options import RunsNoteOptions, RunsTagOptions
+from paceline.rundir import RunDir, find_run, read_notes, write_notes
 from paceline.units import format_bytes
 from paceline.watch.growing_file import GrowingFile, parse_lines
 from paceline.watch.summary import format_time
@@ -77,6 +79,31 @@ def csv_lines(path: Path) -> Iterator[str]:
         yield text.getvalue()
         text.seek(0)
         text.truncate()
+
+
+def edit_tags(options: RunsTagOptions) -> str:
+    """Adds tags to a run or removes them; returns a line with those that it has."""
+    name, *changed = options.run_and_tags
+    run = find_run(name, runs_dir=options.runs_dir)
+    tags, note = read_notes(run)
+    if changed:
+        if bad := next((tag for tag in changed if len(tag.split()) != 1), None):
+            raise PacelineError(f"{bad!r} is not a tag: tags have no spaces", fix="join its words, or write a note")
+        others = [tag for tag in tags if tag not in changed]
+        tags = others if options.remove else list(dict.fromkeys([*tags, *changed]))
+        write_notes(run, tags=tags, note=note)
+    return f"{run.name}: {' '.join(tags) or 'no tags'}"
+
+
+def edit_note(options: RunsNoteOptions) -> str:
+    """Writes the note of a run; returns a line with the one that it has."""
+    name, *words = options.run_and_text
+    run = find_run(name, runs_dir=options.runs_dir)
+    tags, note = read_notes(run)
+    if words:
+        note = " ".join(" ".join(words).split())
+        write_notes(run, tags=tags, note=note)
+    return f"{run.name}: {note or 'no note'}"
 
 
 def read_config(run: RunDir) -> dict[str, Any]:

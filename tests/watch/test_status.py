@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 from run_folders import write_run
 
-from paceline import cli
 from paceline.errors import PacelineError
 from paceline.run_options import RunsNoteOptions, RunsTagOptions
 from paceline.rundir import RunDir, append_event, append_json_line, find_run, lock_run, read_notes
-from paceline.watch.about import read_about
+from paceline.watch.about import edit_note, edit_tags, read_about
 from paceline.watch.status import (
     MAX_END_BYTES,
     RunList,
@@ -224,15 +223,15 @@ def test_the_setup_of_a_run_has_its_machine_and_the_choices_of_its_plan(tmp_path
     }  # fmt: skip
 
 
-def test_tags_and_a_note_are_in_the_run_folder_and_damaged_ones_are_none(tmp_path, capsys):
-    run, runs_dir = write_run(tmp_path, "a"), str(tmp_path)
-    cli.runs_tag(RunsTagOptions(run_and_tags=("a", "good", "wide"), runs_dir=runs_dir))
-    cli.runs_tag(RunsTagOptions(run_and_tags=("a", "wide"), remove=True, runs_dir=runs_dir))
-    cli.runs_note(RunsNoteOptions(run_and_text=("a", "the", "first  one"), runs_dir=runs_dir))
-    cli.runs_tag(RunsTagOptions(run_and_tags=("a",), runs_dir=runs_dir))
-    assert capsys.readouterr().out == "a: good wide\na: good\na: the first one\na: good\n"
+def test_tags_and_a_note_are_in_the_run_folder_and_damaged_ones_are_none(tmp_path):
+    run, runs_dir, lines = write_run(tmp_path, "a"), str(tmp_path), list[str]()
+    lines.append(edit_tags(RunsTagOptions(run_and_tags=("a", "good", "wide"), runs_dir=runs_dir)))
+    lines.append(edit_tags(RunsTagOptions(run_and_tags=("a", "wide"), remove=True, runs_dir=runs_dir)))
+    lines.append(edit_note(RunsNoteOptions(run_and_text=("a", "the", "first  one"), runs_dir=runs_dir)))
+    lines.append(edit_tags(RunsTagOptions(run_and_tags=("a",), runs_dir=runs_dir)))
+    assert lines == ["a: good wide", "a: good", "a: the first one", "a: good"]
     with pytest.raises(PacelineError, match="'two words' is not a tag"):
-        cli.runs_tag(RunsTagOptions(run_and_tags=("a", "two words"), runs_dir=runs_dir))
+        edit_tags(RunsTagOptions(run_and_tags=("a", "two words"), runs_dir=runs_dir))
     status = run_status(run)
     assert (status.tags, status.note) == (["good"], "the first one")
     for damaged in ("", "[]", '{"tags": 3}', '{"tags": [1], "note": null}'):

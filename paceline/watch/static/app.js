@@ -5,7 +5,8 @@
 const LOSSES = {
   lost: (time) =>
     `No answer from the server since ${time} UTC: paceline watch was stopped, or the connection to its host is closed.` +
-    ' The page shows the last state, and goes on by itself when the same server answers.',
+    ' The page shows the last state, and goes on by itself when the same server answers. One that is started again has another' +
+    ' address: open the one that it prints.',
   refused: (time) =>
     `The server that was open here is gone since ${time} UTC. Another one answers at this port, and its address is another:` +
     ' open the one that paceline watch --web printed last.',

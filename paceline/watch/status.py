@@ -274,14 +274,15 @@ class Shelf:
             return opened
 
     def settings(self) -> dict[str, dict[str, Any]]:
-        """Returns the config of every run, by name; a config is read again only when its file has changed."""
+        """Returns the config of every run that is shown, by name; it is read again only when its file has changed."""
         current: dict[Path, tuple[Any, dict[str, Any]]] = {}
         for path in run_folders(self.runs_dir):
-            run = RunDir(path)
-            stamp, cached = file_stamp(run.config_toml), self._configs.get(path)
-            current[path] = cached if cached and cached[0] == stamp else (stamp, read_config(run))
+            run, cached = RunDir(path), self._configs.get(path)
+            with suppress(OSError):  # it has vanished, or belongs to another user
+                stamp = file_stamp(run.config_toml)
+                current[path] = cached if cached and cached[0] == stamp else (stamp, read_config(run))
         self._configs = current
-        return {path.name: config for path, (_, config) in current.items()}
+        return {path.name: config for path, (_, config) in current.items() if not link_out_of(path)}
 
     def metrics_table(self, name: str) -> Iterator[str]:
         """Yields metrics.jsonl as CSV."""
@@ -290,7 +291,9 @@ class Shelf:
         return csv_lines(RunDir(path).metrics)
 
     def about(self, name: str) -> dict[str, Any]:
-        return read_about(RunDir(self.paths()[name]))
+        path = self.paths()[name]
+        check_links(path)
+        return read_about(RunDir(path))
 
     def log_part(self, name: str, *, attempt: int, rank: int | None, **place: int) -> dict[str, Any]:
         """Returns the end of a log, or its part at a place: start, stop or line, as read_part takes them."""

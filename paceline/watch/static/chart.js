@@ -14,8 +14,8 @@ const FEW_POINTS = 40; // a line of so few points shows them, and is not smoothe
 const LEAST_DRAG = 5; // in pixels; less is a click
 const FONT = '11px system-ui, sans-serif';
 
-// set() takes lines {label, colour, dash, x, y, last, low, high, gap}: colour is a name of the theme, last is the text of the
-// last value, low and high are the ends of a band; two points further apart than gap are not joined.
+// set() takes lines {label, colour, dash, x, y, last, low, high, isBroken}: colour is a name of the theme, last is the text of the
+// last value, low and high are the ends of a band; a broken line has a gap where nothing was measured.
 // field: {about, unit, steady, span}.
 class Chart {
   constructor(name, view, field = {}) {
@@ -57,6 +57,7 @@ class Chart {
       this.drag = [at(event), at(event)];
     });
     this.cover.addEventListener('pointermove', (event) => {
+      if (!this.frame) return;
       if (this.drag) this.drag[1] = at(event);
       this.near = this.lineAt(event);
       this.view.point(this.xAt(at(event)));
@@ -285,8 +286,9 @@ class Chart {
   }
 
   // weight: the line's width in pixels, where it is not the usual one.
-  paintCurve(context, { x, y, colour, dash, faint, points, gap = Infinity, label }, weight = faint ? 1 : 1.6) {
+  paintCurve(context, { x, y, colour, dash, faint, points, isBroken, label }, weight = faint ? 1 : 1.6) {
     const [from, to] = this.view.shown;
+    const gap = isBroken ? GAP * Math.max(1, usualGap(x)) : Infinity;
     const isAside = this.view.alone && this.view.alone !== label;
     Object.assign(context, { strokeStyle: ink(colour), fillStyle: ink(colour), lineWidth: weight });
     Object.assign(context, { globalAlpha: isAside ? 0.18 : faint ? 0.4 : 1, lineJoin: 'bevel' });

@@ -114,12 +114,18 @@ class Devices {
     );
     this.charts = placeCharts(this.papers, this.charts, [...rows.keys()], this.view, fields);
     for (const [name, devices] of rows)
-      this.charts.get(name).set(
-        devices.map(({ device, value, x, values }) => {
-          const gap = GAP * Math.max(usualGap(x), 1);
-          return { label: device, ...style.get(device), last: value, x, y: values, gap };
-        }),
-      );
+      this.charts
+        .get(name)
+        .set(
+          devices.map(({ device: label, value: last, x, values: y }) => ({
+            label,
+            last,
+            x,
+            y,
+            isBroken: true,
+            ...style.get(label),
+          })),
+        );
     const name = (device) =>
       el('li', { 'data-line': device }, swatch(style.get(device).colour, style.get(device).dash), device);
     fill(this.names, names.length > 1 ? names.map(name) : null);

@@ -24,7 +24,7 @@ DUPLICATE_LINES = 8
 DISTINCT_SHAPES = 6  # of the eight lines: rows that look alike are data, not a duplicate
 LIMITS = {  # what is reached may not be lost
     "modules": 130,
-    "lines of Python": 31_300,
+    "lines of Python": 31_500,
     "lines of JavaScript": 2_600,
     "modules with a single importer": 25,
     "import circles": 0,

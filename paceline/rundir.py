@@ -44,6 +44,7 @@ class RunDir:
 
     config_toml = Entry("config.toml")  # the resolved config; written last, it makes the folder a run
     plan_json = Entry("plan.json")  # what the planner chose and expected
+    preparing_json = Entry("preparing.json")  # before config.toml: what is done to the text, and how far it got
     dataset_json = Entry("dataset.json")  # the folder of the token shards and their fingerprint
     findings = Entry("findings.json")  # the findings of the checks before the last attempt
     events = Entry("events.jsonl")  # what happened: attempts, checkpoints, failures, decisions
@@ -187,7 +188,8 @@ def unwritable_run(run: RunDir, error: OSError) -> PacelineError:
 
 def check_unused(run: RunDir, *, fix: str) -> None:
     """Raises PacelineError where the folder holds something. fix: for a folder that is a run."""
-    if run.path.exists() and (not run.path.is_dir() or any(run.path.iterdir())):
+    remains = {run.lock.name, run.preparing_json.name, f"{run.preparing_json.name}.part"}  # of a killed preparation
+    if run.path.exists() and (not run.path.is_dir() or any(path.name not in remains for path in run.path.iterdir())):
         is_run = run.config_toml.is_file()
         text = f"{run.path} already exists" + ("" if is_run else " and is not a run")
         raise PacelineError(text, fix=fix if is_run else "another --name")
@@ -291,6 +293,11 @@ def is_locked(run: RunDir) -> bool:
 def holder_of(run: RunDir) -> str | None:
     """Returns the process id in the lock; None where no process holds the run."""
     return run.lock.read_text(errors="replace").strip() if is_locked(run) else None
+
+
+def is_preparing(run: RunDir) -> bool:
+    """Whether a command prepares text for a run that has no config.toml yet."""
+    return run.preparing_json.is_file() and is_locked(run)
 
 
 def find_run(name: str, *, runs_dir: str = "runs") -> RunDir:

@@ -35,8 +35,8 @@ def show_progress() -> Iterator[Callable[[str, float, float], None]]:
 
         def update(label: str, done: float, total: float) -> None:
             if label not in tasks:
-                tasks[label] = bar.add_task(label, total=total)
-            bar.update(tasks[label], completed=done, total=total)
+                tasks[label] = bar.add_task(label, total=total or None)  # None: how much there is to do is not known
+            bar.update(tasks[label], completed=done, total=total or None)
 
         yield update
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from paceline.data.readers import Document, SourceFile, UnreadableFile, read_documents
 from paceline.errors import PacelineError
 
-Progress = Callable[[str, float, float], None]  # label of the work, amount done, amount in all
+Progress = Callable[[str, float, float], None]  # label of the work, amount done, in all (0: unknown)
 
 FORMATS = {
     ".txt": "text",

@@ -168,6 +168,8 @@ def train_tokenizer_on(
                 next_report = done + total / 100
             if document.digest >= held_out:
                 yield document.text
+        if progress is not None:
+            progress("merge pairs of tokens", 0, 0)  # takes longer than reading, and nothing shows how far it is
 
     return train_tokenizer(texts(), vocab_size=vocab_size)
 

@@ -6,6 +6,7 @@ attempts and the closing lines are those of every job (launch/attempts.py); what
 """
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +26,7 @@ from paceline.check.ready import (
 )
 from paceline.config import Config, cache_dir, check_config
 from paceline.config_file import format_toml, load_config, override
+from paceline.data.corpus import Progress
 from paceline.data.prepare import TokenDataset, open_dataset, prepare
 from paceline.errors import PacelineError
 from paceline.launch.attempts import run_job
@@ -40,13 +42,23 @@ from paceline.plan.host import probe_cpu_cores
 from paceline.plan.machine import Machine, probe_machine
 from paceline.plan.planner import MakePlan, Plan, make_plan, memory_setup, replan
 from paceline.plan.shapes import choose_eval_tokens
-from paceline.rundir import RunDir, RunInUse, append_event, check_unused, lock_run, unwritable_run, write_atomic
+from paceline.rundir import (
+    RunDir,
+    RunInUse,
+    append_event,
+    check_unused,
+    lock_run,
+    unwritable_run,
+    utc_now,
+    write_atomic,
+)
 from paceline.terminal import show_progress
 from paceline.units import format_count
 from paceline.watch.status import run_status
 
 LOCK_WAIT_S = 60.0  # workers that lost their supervisor save and end, or are killed, within this
 LOCK_POLL_S = 0.2
+PUBLISH_S = 1.0
 
 # keys that shape weights or choose rows: a run cannot change them and still be the same run
 FIXED_KEYS = (
@@ -63,32 +75,28 @@ def start_run(config: Config, options: TrainOptions) -> int:
     # refuses what cannot run before any text is read
     make_plan(config, machine, vocab_size=config.vocab_size, num_rows=0, calibrate=load_calibration(cache_dir(config)))
     run = RunDir(Path(config.runs_dir) / (config.name or f"d{config.depth}-{datetime.now():%Y%m%d-%H%M%S}"))
-    with start_check(config, run, options, command="train") as check:
-        check_new(run)
-        dataset = prepare_data(config)
-        make = planner(dataset)
-        plan = make(config, machine)
-        checked = check(plan)
-    if options.show_env:
-        print(format_env(plan_env(plan, libuv=checked.libuv)[1]))
-        return 0
-    try:
+    with new_folder(run) as (lock, publish):
+        with start_check(config, run, options, command="train") as check:
+            dataset = prepare_data(config, publish)
+            publish("plan and checks", 0, 0)
+            make = planner(dataset)
+            plan = make(config, machine)
+            checked = check(plan)
+        if options.show_env:
+            print(format_env(plan_env(plan, libuv=checked.libuv)[1]))
+            return 0
+        publish("trial of the plan", 0, 0)
         config, plan, notes = try_plan(config, plan, machine, make=make, libuv=checked.libuv)
-        check_new(run)  # the trial takes long enough for another run of this name to begin
-    except BaseException:
-        with suppress(OSError):
-            run.path.rmdir()
-        raise
-    run.tokenizer_json.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(dataset.tokenizer_json, run.tokenizer_json)
-    record = {"path": str(dataset.path.resolve()), "fingerprint": dataset.meta["fingerprint"]}
-    write_atomic(run.dataset_json, json.dumps(record) + "\n")
-    config = config_of_plan(config, plan)
-    write_atomic(run.plan_json, plan.to_json())
-    write_atomic(run.config_toml, format_toml(config))  # last: a folder without it is not a run
+        run.tokenizer_json.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(dataset.tokenizer_json, run.tokenizer_json)
+        record = {"path": str(dataset.path.resolve()), "fingerprint": dataset.meta["fingerprint"]}
+        write_atomic(run.dataset_json, json.dumps(record) + "\n")
+        config = config_of_plan(config, plan)
+        write_atomic(run.plan_json, plan.to_json())
+        write_atomic(run.config_toml, format_toml(config))  # last: a folder without it is not a run
     for text in notes:
         append_event(run, "note", text=text)
-    job = TrainingJob(run, lock_run(run), checked.libuv, options, config, make)
+    job = TrainingJob(run, lock, checked.libuv, options, config, make)
     return run_training(job, plan, checked, dataset, services, started=started)
 
 
@@ -243,21 +251,53 @@ def config_of_plan(config: Config, plan: Plan) -> Config:
     )
 
 
-def check_new(run: RunDir) -> None:
-    """Makes the folder of a new run. Raises PacelineError where it holds something or cannot be written."""
+@contextmanager
+def new_folder(run: RunDir) -> Iterator[tuple[int, Progress]]:
+    """Creates the folder of a new run. Yields the lock that holds it, and what publishes the work before the launch.
+
+    A folder that has not become a run at the end is removed. Raises PacelineError where it holds something or cannot be written.
+    """
     check_unused(run, fix=f"paceline resume {run.path}, or another --name")
     try:
         run.path.mkdir(parents=True, exist_ok=True)
-        probe = run.path / ".probe"
-        probe.write_bytes(b"x")
-        probe.unlink()
+        lock = lock_run(run)
     except OSError as error:
         raise unwritable_run(run, error) from error
+    record: dict[str, Any] = {"started": utc_now(), "label": None}
+    published = 0.0
+
+    def publish(label: str, done: float, total: float) -> None:
+        """Writes preparing.json, at most every PUBLISH_S for the same work: viewers read it."""
+        nonlocal published
+        if label == record["label"] and time.monotonic() - published < PUBLISH_S:
+            return
+        if label != record["label"]:
+            record.update(label=label, since=utc_now())
+        record.update(time=utc_now(), share=min(1.0, done / total) if total else None)
+        with suppress(OSError):  # a full disk stops what needs the room, not its report
+            write_atomic(run.preparing_json, json.dumps(record) + "\n")
+        published = time.monotonic()
+
+    publish("read the text", 0, 0)
+    try:
+        yield lock, publish
+    finally:
+        run.preparing_json.unlink(missing_ok=True)
+        if not run.config_toml.is_file():
+            run.lock.unlink(missing_ok=True)
+            with suppress(OSError):
+                run.path.rmdir()
+            os.close(lock)
 
 
-def prepare_data(config: Config) -> TokenDataset:
+def prepare_data(config: Config, publish: Progress = lambda *_: None) -> TokenDataset:
     """Returns the text of `config` as token shards: from the cache, or prepared now with a progress bar."""
-    with show_progress() as progress:
+    with show_progress() as show:
+
+        def progress(label: str, done: float, total: float) -> None:
+            show(label, done, total)
+            publish(label, done, total)
+
         return prepare(
             config.data,
             tokenizer=Path(config.tokenizer) if config.tokenizer else None,

@@ -18,17 +18,16 @@ from typing import Any
 
 from paceline.errors import PacelineError
 from paceline.run_options import RunsNoteOptions, RunsTagOptions
-from paceline.rundir import RunDir, find_run, read_notes, write_notes
+from paceline.rundir import RunDir, find_run, read_json_lines, read_notes, write_notes
 from paceline.units import format_bytes
 from paceline.watch.growing_file import GrowingFile, parse_lines
-from paceline.watch.summary import format_time
+from paceline.watch.measures import format_time
 
 MAX_FILE_BYTES = 1 << 20  # read of a config, of facts, of a sample
 MAX_SAMPLES = 50
 COMPARED_FACTS = ("GPUs", "driver", "torch", "CUDA", "NCCL", "Python", "paceline", "commit")
 OWN_KEYS = ("name", "seed", "runs_dir", "cache_dir")  # in which runs of a group may differ
 COMPARED_CHOICES = (
-    "world_size",
     "num_steps",
     "total_batch_size",
     "device_batch_size",
@@ -53,7 +52,7 @@ def read_about(run: RunDir) -> dict[str, Any]:
     return {
         "config": config,
         "group": group_key(config),
-        "setup": setup_of([dict(rows) for _, rows in machines], plan),
+        "setup": setup_of(run, [dict(rows) for _, rows in machines], plan),
         "facts": [{"host": host, "rows": rows} for host, rows in machines],
         "samples": [{"name": path.stem.replace("_", " "), "text": text} for path, text in samples],
     }
@@ -118,13 +117,14 @@ def group_key(config: dict[str, Any]) -> str | None:
     return hashlib.sha256(repr(settings).encode()).hexdigest()[:12]
 
 
-def setup_of(hosts: list[dict[str, str]], plan: dict[str, Any]) -> dict[str, Any]:
-    """Returns the facts that a comparison shows, those of all hosts in one text, and the choices of the plan."""
-    facts = {name: [host[name] for host in hosts if name in host] for name in COMPARED_FACTS}
-    if len(hosts) > 1:
-        facts["hosts"] = [str(len(hosts))]
-    texts = {name: ", ".join(dict.fromkeys(values)) for name, values in facts.items() if values}
-    return texts | {name: plan[name] for name in COMPARED_CHOICES if plan.get(name) is not None}
+def setup_of(run: RunDir, hosts: list[dict[str, str]], plan: dict[str, Any]) -> dict[str, Any]:
+    """Returns the ranks and hosts of the last attempt, the GPUs, versions and commit of all hosts, and the choices of the plan."""
+    attempts = [event for event in read_json_lines(run.events) if event.get("event") == "attempt"]
+    setup: dict[str, Any] = {"ranks": str(attempts[-1].get("world_size"))} if attempts else {}
+    setup |= {"hosts": str(len(hosts))} if hosts else {}
+    facts = {name: ", ".join(dict.fromkeys(host[name] for host in hosts if name in host)) for name in COMPARED_FACTS}
+    choices = {name: plan[name] for name in COMPARED_CHOICES if plan.get(name) is not None}
+    return setup | {name: text for name, text in facts.items() if text} | choices
 
 
 def files_in(

@@ -3,7 +3,7 @@ metrics.jsonl and health/<host>.jsonl as curves and as their last values, read a
 
 Any numeric field becomes a curve. A Curve needs bounded memory, however long the run: it keeps the lowest and the highest point
 of each stretch of steps. Stretches are powers of two wide and begin at zero, so a longer one consists of whole shorter ones, and
-what is an extreme of a stretch now was kept at every earlier thinning.
+what is an extreme of a stretch now was kept at every earlier thinning. The last points stay whole, because trend.py judges them.
 
 A long health file is not read whole: lines at even distances make the curves, its end the present. A field that seldom
 changes stands in some lines only; it holds until a line has it again. launch/health.py writes these files.
@@ -13,7 +13,7 @@ import gc
 import math
 import statistics
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
@@ -28,12 +28,16 @@ from numpy.typing import ArrayLike, NDArray
 from paceline.units import unix_time
 from paceline.watch.growing_file import GrowingFile, parse_lines
 from paceline.watch.snapshot import GpuView, HostView, Series
+from paceline.watch.trend import WHOLE_LINES
 
 Record = dict[str, Any]
 
 MAX_POINTS = 2000  # of a curve
 MAX_RANK_POINTS = 32_000  # of all ranks' curves together
 MAX_DEVICE_POINTS = 64_000  # of all curves of a host and its GPUs together
+SLOW = 1.15  # times as long as the other ranks takes a slow one
+SLOW_LINES, MIN_SLOW_LINES = 20, 10  # logged steps over which the times of ranks are compared
+SLOW_SHARE = 0.85  # of SLOW_LINES lines in which a slow rank takes longer than the others; of fewer lines, all
 RECENT_LINES = 50  # of metrics.jsonl, from which the present speed is taken
 WHOLE_BYTES = 2 << 20  # a health file up to this size is read whole
 END_BYTES = 256 << 10  # of a longer file: the last minutes, whole
@@ -47,7 +51,7 @@ HOST_CURVES = (
     "cpu", "ram_used", "cgroup_used", "disk_free", "net_in_bps", "net_out_bps", "disk_read_bps", "disk_write_bps",
 )  # fmt: skip
 HOST_FIELDS = {field.name for field in fields(HostView)} - {"name", "time", "every_s", "gpus"}
-GPU_FIELDS = {field.name for field in fields(GpuView)} - {"index"}
+GPU_FIELDS = {field.name for field in fields(GpuView)} - {"index", "throttled"}
 
 
 class Metrics:
@@ -62,6 +66,9 @@ class Metrics:
         self.rank_curves: list[Curve] = []
         self.recent: deque[Record] = deque(maxlen=RECENT_LINES)
         self.latest: Record = {}  # the last value of each field
+        self.slow_shares: dict[int, float] = {}  # by rank: the share of the run in which it was slow
+        self._num_slow, self._num_windows = Counter[int](), 0  # stretches of SLOW_LINES lines
+        self._window = np.empty((0, 0))  # times of ranks of which there are no SLOW_LINES yet
         self._columns = {name: array("d") for name in ("step", "time", "step_ms", "val_bpb")}
 
     def read(self) -> None:
@@ -108,6 +115,47 @@ class Metrics:
                 self.rank_curves.append(Curve(max_points=min(MAX_POINTS, max(100, MAX_RANK_POINTS // count))))
             for rank in range(count):
                 self.rank_curves[rank].extend(steps[rows], busy[:, rank], times[rows])
+            self._judge_ranks(busy)
+
+    def _judge_ranks(self, busy: NDArray[np.float64]) -> None:
+        """Counts the stretches in which each rank was slow. busy: (lines, ranks)."""
+        same_ranks = self._window.shape[1] == busy.shape[1]
+        lines = np.concatenate([self._window, busy]) if same_ranks else busy
+        count = len(lines) // SLOW_LINES
+        self._window = lines[count * SLOW_LINES :]
+        if count:
+            slow = slow_ranks(lines[: count * SLOW_LINES].reshape(count, SLOW_LINES, -1)).sum(axis=0)
+            self._num_windows += count
+            self._num_slow.update(dict(enumerate(slow.tolist())))
+            self.slow_shares = {rank: number / self._num_windows for rank, number in self._num_slow.items()}
+
+
+def slow_ranks(times: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Returns which ranks clearly take longer than the others. times: (..., lines, ranks), own work without waiting.
+
+    A rank is compared with the median of the others, which of two ranks is the other one. With 20 lines, 20,000 looks at two
+    ranks with a jitter of 10 % show no slow one, and of ranks that are 28 % slower 99 % are found.
+    """
+    lines, ranks = times.shape[-2:]
+    if ranks < 2 or lines < MIN_SLOW_LINES:
+        return np.zeros((*times.shape[:-2], ranks), dtype=bool)
+    usual = np.median(times, axis=-2)
+    share = (times > median_of_others(times)).mean(axis=-2)
+    slow: NDArray[np.bool_] = (usual > SLOW * median_of_others(usual)) & (
+        share >= (SLOW_SHARE if lines >= SLOW_LINES else 1.0)
+    )
+    return slow
+
+
+def median_of_others(times: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Returns for each of the last axis the median of all others."""
+    ordered, place = np.sort(times, axis=-1), times.argsort(axis=-1).argsort(axis=-1)
+    others = times.shape[-1] - 1
+    low, high = (
+        np.where(index < place, ordered[..., index, None], ordered[..., index + 1, None])
+        for index in ((others - 1) // 2, others // 2)
+    )
+    return (low + high) / 2
 
 
 class HostHealth:
@@ -125,6 +173,8 @@ class HostHealth:
         self._gaps: deque[float] = deque(maxlen=NUM_GAPS)
         self._values: Record = {}
         self._gpus: dict[int, Record] = {}
+        self._num_samples = Counter[int]()  # by GPU
+        self._num_throttled = Counter[tuple[int, str]]()  # by GPU and reason
         self._energy: dict[int, tuple[int, int]] = {}  # by GPU: joules of earlier attempts, and of the last
 
     def read(self) -> None:
@@ -152,6 +202,8 @@ class HostHealth:
             for gpu in record.get("gpus", ()):
                 gpu_values = self._gpus.setdefault(gpu["index"], {})
                 gpu_values.update({"throttle": []} | {name: gpu[name] for name in GPU_FIELDS & gpu.keys()})
+                self._num_samples[gpu["index"]] += 1
+                self._num_throttled.update((gpu["index"], reason) for reason in gpu_values["throttle"])
                 parts.append(("gpu_series", f"{self.name}/{gpu['index']}", GPU_CURVES, gpu))
                 if isinstance(joules := gpu.get("energy_j"), int):
                     before, last = self._energy.get(gpu["index"], (0, 0))
@@ -174,7 +226,10 @@ class HostHealth:
         return list(map(sum, self._energy.values()))
 
     def view(self) -> HostView:
-        gpus = [GpuView(index, **values) for index, values in sorted(self._gpus.items())]
+        throttled: dict[int, dict[str, float]] = {index: {} for index in self._gpus}
+        for (index, reason), number in self._num_throttled.items():
+            throttled[index][reason] = round(number / self._num_samples[index], 4)
+        gpus = [GpuView(index, **values, throttled=throttled[index]) for index, values in sorted(self._gpus.items())]
         every_s = statistics.median(self._gaps) if self._gaps else None
         return HostView(self.name, self.time, every_s, **self._values, gpus=gpus)
 
@@ -188,13 +243,13 @@ class Curve:
         self._series: Series | None = None
 
     def extend(self, x: ArrayLike, values: ArrayLike, times: ArrayLike) -> None:
-        """Adds points with growing x. Points at or behind the first new x are replaced; non-finite values are left out."""
+        """Adds points. A point replaces those at its x and behind it; non-finite values are left out."""
         new = [np.asarray(column, dtype=float) for column in (x, values, times)]
-        is_finite = np.isfinite(new[1])
-        if not is_finite.all():
-            new = [column[is_finite] for column in new]
+        new = [column[np.isfinite(new[1])] for column in new]
         if not len(new[0]):
             return
+        following = np.minimum.accumulate(new[0][::-1])[::-1]  # the least x from each point on
+        new = [column[np.append(new[0][:-1] < following[1:], True)] for column in new]
         num_old = int(np.searchsorted(self.x, new[0][0]))
         self.x, self.values, self.times = (
             np.concatenate([old[:num_old], column])
@@ -202,7 +257,9 @@ class Curve:
         )
         self._series = None
         if len(self.x) > self.max_points:
-            index = extremes(self.x, self.values, max_points=self.max_points)
+            whole = len(self.x) - min(WHOLE_LINES, self.max_points // 4)  # where the points that stay begin
+            index = extremes(self.x[:whole], self.values[:whole], max_points=self.max_points - (len(self.x) - whole))
+            index = np.concatenate([index, np.arange(whole, len(self.x))])
             self.x, self.values, self.times = self.x[index], self.values[index], self.times[index]
 
     def series(self, steps: NDArray[np.float64] | None = None, times: NDArray[np.float64] | None = None) -> Series:

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from paceline.units import format_bytes, format_duration, format_ms, format_number_of
-from paceline.watch.snapshot import LIVE, GpuView, HostView, RankView, Snapshot
-from paceline.watch.summary import (
+from paceline.watch.measures import (
     ERROR_NAMES,
     FORMATS,
     format_memory,
@@ -17,12 +16,13 @@ from paceline.watch.summary import (
     gpu_model,
     is_disk_low,
     is_full,
-    is_silent,
     memory_share,
     ram_of,
     spaced,
     throttle_reasons,
 )
+from paceline.watch.snapshot import LIVE, GpuView, HostView, RankView, Snapshot
+from paceline.watch.summary import is_silent
 
 Panel = dict[str, Any]
 

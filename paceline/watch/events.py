@@ -8,6 +8,7 @@ view and reports, `event_line` for what `paceline train` prints.
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from paceline.heartbeat import Heartbeat
 from paceline.units import format_bytes, format_ms, format_number_of, unix_time
 from paceline.watch.snapshot import AttemptView, EventView, Level, State
 
@@ -31,6 +32,7 @@ END_STATES: dict[str, State] = {
 STATELESS = {
     "checkpoint", "sample", "note", "memory", "step_time", "finding", "attempt_ended", "verdict", "decision", "save_failed",
 }  # fmt: skip
+PHASE_STATES: dict[str, State] = {"eval": "evaluating", "sample": "evaluating", "save": "saving"}
 ATTEMPT_FIELDS = {"attempt_ended": ("state",), "verdict": ("cause", "summary"), "decision": ("action", "why")}
 # by the launching terminal; a finding is printed whole, by check/ready.py
 PRINTED = {"checkpoint", "save_failed", "rollback", "sample", "resumed", "stopping", "note", "step_time"}
@@ -155,6 +157,26 @@ def attempt_views(events: Sequence[Record]) -> list[AttemptView]:
         elif number in attempts:
             attempts[number] |= {name: event.get(name) for name in ATTEMPT_FIELDS.get(kind, ())}
     return [AttemptView(number, **values) for number, values in attempts.items()]
+
+
+def live_state(events: Sequence[Record], mark: Heartbeat | None, line: Record) -> State:
+    """Returns the state of a run that a process holds. mark: of rank 0, None while it is written. line: the last of metrics."""
+    kinds = [event.get("event") for event in events]
+    start = max((index for index, kind in enumerate(kinds) if kind == "attempt"), default=-1)
+    attempt = events[start + 1 :]
+    attempt_state = next((event.get("state") for event in attempt if event.get("event") == "attempt_ended"), None)
+    if attempt_state is not None:
+        if {"launch", "script"} & set(kinds[start + 1 :]):
+            return "starting"
+        if any(event.get("action") == "stop" for event in attempt):
+            return "failed"
+        return "recovering" if attempt_state == "failed" else end_state(events)
+    if "script" in kinds:
+        return "running" if start >= 0 else "starting"
+    first_step = next((event["step"] for event in attempt if event.get("event") == "resumed"), 0)
+    if start >= 0 and mark is None and str(line.get("time", "")) >= str(events[start]["time"]):
+        return "training" if line["step"] > first_step else "starting"
+    return PHASE_STATES.get(mark.phase, "training") if start >= 0 and mark and mark.step > first_step else "starting"
 
 
 def end_state(events: Iterable[Record]) -> State:

@@ -131,8 +131,9 @@ def attempt_seconds(attempt: Attempt, *, last_step: float) -> dict[str, float]:
     for kind, mask in kinds_between(attempt, lines).items():
         seconds[kind] += float((wall - steps_s)[mask].sum())
     tail_s = max(0.0, attempt.end - float(lines["time"][-1]))
-    if last_step == math.inf or attempt.state == "interrupted":
-        seconds["checkpoint"] += tail_s  # its last weights were saved
+    ended_well = attempt.state in ("finished", "interrupted") and len(lines) == len(attempt.lines)
+    if last_step == math.inf or ended_well:  # its last weights were saved, and nothing of it was done again
+        seconds["checkpoint"] += tail_s
     else:
         unlogged_s = min(tail_s, (last_step - float(lines["step"][-1])) * float(lines["step_ms"][-1]) / 1000)
         seconds["steps"] += unlogged_s

@@ -95,7 +95,11 @@ class TrainingLogReader:
     def update(self) -> Snapshot:
         self.curves.read()
         if (stat := self.curves.stat) is None:
-            return Snapshot(self.path.name, str(self.path), "log", "unknown", notes=[f"{self.path} is gone"])
+            return Snapshot(self.path.name, str(self.path), "log", "gone", notes=[f"{self.path} does not exist"])
+        if error := unreadable(self.path):
+            return Snapshot(
+                self.path.name, str(self.path), "log", "unknown", notes=[f"{self.path} cannot be read: {error}"]
+            )
         explanation = self._explain(stat.st_size)
         fields = self.curves.fields()
         end_s = END_RATIO * max_silence_s(fields["step_ms"], fields["silence_s"])
@@ -122,6 +126,15 @@ class TrainingLogReader:
                 self._explanation = asdict(explain(log))
             self._explained_at = (size, time.monotonic())
         return self._explanation
+
+
+def unreadable(path: Path) -> str | None:
+    """Why a file cannot be read; None where it can be."""
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        return str(error.strerror)
+    return None
 
 
 def head_and_tail(path: Path, size: int) -> Iterator[bytes]:

@@ -16,14 +16,14 @@ from typing import Any, NamedTuple, TypeGuard
 
 from paceline.units import format_bytes, format_count, format_duration, format_energy, unix_time
 from paceline.watch.device_panels import host_panel, map_panels, ranks_panel
+from paceline.watch.measures import METRICS, format_figure, format_percent
 from paceline.watch.snapshot import LIVE, AttemptView, EventView, Level, LogView, Series, Snapshot
 from paceline.watch.summary import (
     LEVEL_SIGNS,
-    METRICS,
     STATE_SIGNS,
+    attempt_outcome,
     first_log,
-    format_figure,
-    format_percent,
+    goodput_share,
     line_level,
     summarize,
     time_rows,
@@ -38,6 +38,7 @@ SIGNS = {level: sign for level, (sign, _) in LEVEL_SIGNS.items()} | {"warning": 
 TONES = {"blue": "busy", "faint": "calm"}  # of the terminal's styles; the others are called the same
 MARKED = ("verdict", "hang", "trouble", "rollback", "resumed")  # events that charts show
 SEVERITIES: dict[str, Level] = {"stop": "error", "warn": "warning"}
+ATTEMPT_STATES = {"no end recorded": "broken"}
 COMMAND = re.compile(r"(?:paceline|--|[A-Z_]+=|pip|sudo|export)\b ?|--")
 
 
@@ -74,10 +75,12 @@ def badge(state: str) -> Panel:
 def head_panel(snapshot: Snapshot, *, now: float) -> Panel:
     """Returns name, state, command, summary and progress; `title` is the title of the browser's tab."""
     share = min(1.0, snapshot.step / snapshot.num_steps) if snapshot.num_steps else None
+    share = snapshot.preparing["share"] if snapshot.state == "preparing" and snapshot.preparing else share
     is_live, shown = snapshot.state in LIVE, badge(snapshot.state)
     level = "busy" if is_live and shown["level"] == "good" else shown["level"]
     command = f"a log of {snapshot.framework}" if snapshot.framework else None
-    verdict = None if snapshot.explanation else summarize(snapshot, now=now)
+    is_explained = snapshot.explanation and snapshot.state != "recovering"  # beside it, the sentence says what is done
+    verdict = None if is_explained else summarize(snapshot, now=now)
     part = f"{math.floor(100 * share)} % " if share is not None and is_live else ""
     return {
         "badge": shown,
@@ -93,7 +96,7 @@ def head_panel(snapshot: Snapshot, *, now: float) -> Panel:
 def head_facts(snapshot: Snapshot, share: float | None, *, now: float) -> Iterator[list[Any]]:
     """Yields sentences in pieces: text, {text} in bold, {time} for the reader's clock."""
     is_live = snapshot.state in LIVE
-    if share is not None:
+    if share is not None and snapshot.num_steps:
         after = f" of {snapshot.num_steps:,}, {100 * share:.{1 if share < 0.1 else 0}f} %"
         yield [{"text": f"step {snapshot.step:,}"}, after]
     elif snapshot.step:
@@ -157,8 +160,8 @@ def tiles(snapshot: Snapshot) -> Iterator[Panel]:
         elif figure.planned:
             tile |= {"note": f"plan {figure.planned} ", "difference": figure.difference, "worse": figure.worse}
         yield tile
-    if snapshot.goodput and snapshot.goodput.share is not None:
-        yield {"name": "goodput", "value": format_percent(snapshot.goodput.share), "note": "of the time in steps"}
+    if (spent := goodput_share(snapshot)) is not None:
+        yield {"name": "goodput", "value": format_percent(spent), "note": "of the time in steps"}
 
 
 def fields(snapshot: Snapshot) -> dict[str, Panel]:
@@ -173,14 +176,13 @@ def fields(snapshot: Snapshot) -> dict[str, Panel]:
 
 
 def compared_figures(snapshot: Snapshot) -> Iterator[Panel]:
-    """Yields what a comparison shows of a run; `better` is "less" or "more". by_step: runs can be ranked at a common step alone."""
+    """Yields what a comparison shows of a run; `better` is "less" or "more", `step` that of a value that falls with the steps."""
     if snapshot.step:
         yield {"name": "step", "text": f"{snapshot.step:,}", "value": snapshot.step, "better": None}
     for name, value, text, *_ in figures(snapshot):
         if name in METRICS and known(value):
-            metric = METRICS[name]
-            by_step = metric.unit == "loss"
-            yield {"name": name, "text": text, "value": value, "better": metric.better, "by_step": by_step}
+            step = snapshot.step if name in ("loss", "val_bpb") else None
+            yield {"name": name, "text": text, "value": value, "better": METRICS[name].better, "step": step}
     if snapshot.elapsed_s is not None:
         yield {"name": "time", "text": format_duration(snapshot.elapsed_s), "value": None, "better": None}
     if snapshot.goodput and (share := snapshot.goodput.share) is not None:
@@ -232,7 +234,7 @@ def attempts_panel(snapshot: Snapshot) -> list[Panel] | None:
     return [
         {
             "number": attempt.attempt,
-            "badge": badge(attempt_state(snapshot, attempt)),
+            "badge": badge(ATTEMPT_STATES.get(state := attempt_outcome(snapshot, attempt), state)),
             "time": unix_time(attempt.time),
             "cause": attempt.cause,
             "summary": attempt.summary,
@@ -247,11 +249,6 @@ def action_text(attempt: AttemptView) -> str | None:
     return f"then {attempt.action.replace('_', ' ')}: {attempt.why}" if attempt.action else None
 
 
-def attempt_state(snapshot: Snapshot, attempt: AttemptView) -> str:
-    is_current = snapshot.state in LIVE and attempt is snapshot.attempts[-1]
-    return attempt.state or ("running" if is_current else "broken")
-
-
 def span_panel(snapshot: Snapshot, attempt: AttemptView) -> Panel:
     """Returns an attempt as a bar over time; without an end, the bar goes to the last heartbeat."""
     following = [unix_time(other.time) for other in snapshot.attempts if other.attempt > attempt.attempt]
@@ -260,7 +257,7 @@ def span_panel(snapshot: Snapshot, attempt: AttemptView) -> Panel:
     grain = max(5.0, (snapshot.elapsed_s or 0.0) // 500)  # a pixel of the bar: finer, it would be redrawn in vain
     last = min(end, (snapshot.updated or begin) // grain * grain)
     end = next((time for time in ends if time is not None and begin <= time < end), max(begin, last))
-    shown = badge(attempt_state(snapshot, attempt))
+    shown = badge(ATTEMPT_STATES.get(state := attempt_outcome(snapshot, attempt), state))
     return {
         "number": attempt.attempt,
         "label": f"attempt {attempt.attempt}: {shown['state']}",

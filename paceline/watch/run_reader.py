@@ -6,7 +6,6 @@ Files may be missing, half written, cut or replaced at any moment; what cannot b
 
 import json
 import math
-import statistics
 import time
 import tomllib
 from collections.abc import Callable
@@ -15,13 +14,16 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
+import numpy as np
+
 from paceline.errors import PacelineError
 from paceline.explain.run_folder import explain_run
+from paceline.explain.verdict import HEALTHY
 from paceline.heartbeat import Heartbeat, read_heartbeat
 from paceline.rundir import RunDir, is_locked
 from paceline.units import unix_time
-from paceline.watch.curves import RECENT_LINES, HostHealth, Metrics
-from paceline.watch.events import attempt_views, end_state, event_view
+from paceline.watch.curves import RECENT_LINES, SLOW_LINES, HostHealth, Metrics, slow_ranks
+from paceline.watch.events import attempt_views, end_state, event_view, live_state
 from paceline.watch.goodput import LINE_FIELDS, goodput, step_lines
 from paceline.watch.growing_file import GrowingFile, parse_lines
 from paceline.watch.log_reader import LogCurves
@@ -30,8 +32,6 @@ from paceline.watch.snapshot import EventView, Goodput, LogView, RankView, Snaps
 Record = dict[str, Any]
 
 MAX_EVENTS = 500
-SLOW = 1.15  # times the median of all ranks
-SLOW_LINES = 10  # logged steps over which a rank's time is compared
 SCRIPT_RANKS = 8  # ranks of a script whose logs are read for steps and losses
 LIVE_LOGS = 16  # logs whose last write counts as a sign that the run is alive
 GOODPUT_EVERY_S = 5.0
@@ -40,7 +40,6 @@ MAX_EXPLAINED_BYTES = 64 << 20  # of an attempt with longer logs only the verdic
 EXPLAINED_EVENTS = ("attempt", "rank_failed", "stopping", "hang", "attempt_ended", "verdict")
 READ_ERRORS = (KeyError, TypeError, ValueError, AttributeError)  # that a damaged file may cause
 REQUIRED_FIELDS = {"attempt": ("attempt",), "resumed": ("step",), "checkpoint": ("step",), "sample": ("step",)}
-PHASE_STATES: dict[str, State] = {"eval": "evaluating", "sample": "evaluating", "save": "saving"}
 
 
 class RunReader:
@@ -53,6 +52,7 @@ class RunReader:
         self._events_file = GrowingFile(run.events)
         self._script_logs: dict[str, LogCurves] = {}
         self._cache: dict[str, tuple[Any, Any]] = {}  # by name: what the value follows from, and the value
+        self._preparing: Record | None = None  # the work before the launch, when it was last read
         self._forget()
 
     def _forget(self) -> None:
@@ -61,11 +61,29 @@ class RunReader:
         self.event_views: list[EventView] = []
 
     def update(self) -> Snapshot:
+        if not is_readable_file(self.run.config_toml) and not is_readable_file(self.run.events):
+            return self._folder_snapshot()
         spent = self.goodput()
         config = self._content(self.run.config_toml, tomllib.loads, {})
         self.marks, self.logs = self._marks(), self._logs()
         fields = self._shared_fields(spent)
         return self._script_snapshot(config, fields) if "command" in config else self._training_snapshot(fields)
+
+    def _folder_snapshot(self) -> Snapshot:
+        """Returns the snapshot of a folder that is not a run yet, or no longer is."""
+        now, record = time.time(), self._content(self.run.preparing_json, json.loads, {})
+        started, since, updated = (unix_time(record.get(name)) for name in ("started", "since", "time"))
+        share = record.get("share")
+        work = {"label": str(record.get("label")), "share": share, "eta_s": None}
+        if isinstance(share, float) and 0 < share <= 1 and updated > since:
+            work["eta_s"] = max(0.0, (updated - since) * (1 - share) / share - (now - updated))
+        gone = Snapshot(self.run.name, str(self.run.path), "training", "gone")
+        if math.isnan(started + updated) or not is_locked(self.run):
+            self._preparing = work if record else self._preparing
+            return replace(gone, preparing=self._preparing, notes=[f"{self.run.config_toml} does not exist"])
+        self._preparing = work
+        elapsed_s = max(0.0, now - started)
+        return replace(gone, state="preparing", preparing=work, started=started, updated=updated, elapsed_s=elapsed_s)
 
     def goodput(self) -> Goodput:
         """Reads what is new and returns where the time went, computed at most every GOODPUT_EVERY_S while a long run goes on."""
@@ -119,7 +137,7 @@ class RunReader:
             "logs": self.logs,
             "goodput": spent,
             "findings": self._content(self.run.findings, json.loads, []),
-            "explanation": self._explanation() if state in ("failed", "broken", "recovering") else None,
+            "explanation": self._explanation(state) if state in ("failed", "broken", "recovering") else None,
         }
 
     def _training_snapshot(self, fields: Record) -> Snapshot:
@@ -128,6 +146,8 @@ class RunReader:
         if fields["state"] in ("starting", "training", "evaluating", "saving"):
             step = max([step, *(mark.step for mark in self.marks.values())])
         measures: Record = {name: latest.get(name) for name in ("loss", "val_bpb", "tok_per_sec", "step_ms", "mfu")}
+        if fields["state"] in ("starting", "recovering"):
+            measures |= dict.fromkeys(("tok_per_sec", "step_ms", "mfu"))  # nothing has a speed now
         return Snapshot(
             kind="training",
             step=step,
@@ -202,32 +222,21 @@ class RunReader:
     def _state(self) -> State:
         if not self.running:
             return end_state(self.events)
-        kinds = [event.get("event") for event in self.events]
-        start = max((index for index, kind in enumerate(kinds) if kind == "attempt"), default=-1)
-        attempt = self.events[start + 1 :]
-        attempt_state = next((event.get("state") for event in attempt if event.get("event") == "attempt_ended"), None)
-        if attempt_state is not None:
-            if {"launch", "script"} & set(kinds[start + 1 :]):
-                return "starting"
-            if any(event.get("action") == "stop" for event in attempt):
-                return "failed"
-            return "recovering" if attempt_state == "failed" else end_state(self.events)
-        if "script" in kinds:
-            return "running" if start >= 0 else "starting"
-        first_step = next((event["step"] for event in attempt if event.get("event") == "resumed"), 0)
-        mark = self.marks.get(0)
-        if start < 0 or mark is None or mark.step <= first_step:
-            return "starting"
-        return PHASE_STATES.get(mark.phase, "training")
+        return live_state(self.events, self.marks.get(0), self.metrics.recent[-1] if self.metrics.recent else {})
+
+    def _attempt_lines(self) -> list[Record]:
+        """The last lines of metrics.jsonl, without those of earlier attempts."""
+        start = self.attempts[-1]["time"] if self.attempts else ""
+        return [line for line in self.metrics.recent if str(line.get("time")) >= start]
 
     def _ranks(self) -> list[RankView]:
         """The ranks of the last attempt."""
         hosts = self._current_hosts()
         host = hosts[0].name if len(hosts) == 1 else None
-        recent = [ms for line in self.metrics.recent if is_times(ms := line.get("rank_ms"))][-SLOW_LINES:]
-        last = recent[-1] if recent else []
-        usual = [statistics.median(ms[rank] for ms in recent if len(ms) == len(last)) for rank in range(len(last))]
-        median = statistics.median(usual) if usual else math.inf
+        last = next((ms for line in reversed(self.metrics.recent) if is_times(ms := line.get("rank_ms"))), [])
+        lines = [ms for line in self._attempt_lines() if is_times(ms := line.get("rank_ms")) and len(ms) == len(last)]
+        times = lines[-SLOW_LINES:]
+        slow = slow_ranks(np.array(times).reshape(len(times), len(last)))
         size = self.attempts[-1].get("world_size") if self.attempts else 0
         count = max([size if isinstance(size, int) else 0, *(rank + 1 for rank in self.marks)])
         views = [RankView(rank, host) for rank in range(count)]
@@ -235,15 +244,15 @@ class RunReader:
             silent_s = max(0.0, time.time() - mark.time) if self.running else None
             views[rank] = replace(views[rank], step=mark.step, phase=mark.phase, silent_s=silent_s)
         for rank, busy_ms in enumerate(last[: len(views)]):
-            views[rank] = replace(views[rank], busy_ms=busy_ms, slow=usual[rank] > SLOW * median)
+            share = self.metrics.slow_shares.get(rank)
+            views[rank] = replace(views[rank], busy_ms=busy_ms, slow=bool(slow[rank]), slow_share=share)
         return views
 
     def _eta_s(self, step: int, num_steps: int | None, state: State) -> float | None:
         """The time left at the speed of the last logged steps, evaluations and checkpoints included."""
         if num_steps is None or state not in ("training", "evaluating", "saving"):
             return None
-        start = self.attempts[-1]["time"] if self.attempts else ""
-        recent = [line for line in self.metrics.recent if str(line.get("time")) > start]
+        recent = self._attempt_lines()
         if len(recent) >= 2 and recent[-1]["step"] > recent[0]["step"]:
             seconds = unix_time(recent[-1].get("time")) - unix_time(recent[0].get("time"))
             step_s = seconds / (recent[-1]["step"] - recent[0]["step"])
@@ -251,23 +260,32 @@ class RunReader:
             step_s = self.metrics.latest.get("step_ms", math.nan) / 1000
         return max(0.0, num_steps - step) * step_s if 0 <= step_s < math.inf else None
 
-    def _explanation(self) -> dict[str, Any] | None:
-        """Explains the last attempt that has logs; reads them only when they, or the events that matter, have changed."""
-        if not self.logs:
+    def _explanation(self, state: State) -> dict[str, Any] | None:
+        """Explains the last attempt that ended; reads its logs only when they, or the events that matter, have changed.
+
+        The next attempt has logs before it has begun. What looks healthy is no explanation of a failure, and while the
+        supervisor retries by itself, there is nothing to fix.
+        """
+        attempts = [
+            event["attempt"] for event in self.events if event.get("event") in EXPLAINED_EVENTS and "attempt" in event
+        ]
+        attempt = attempts[-1] if attempts else max((log.attempt for log in self.logs), default=None)
+        if attempt is None:
             return None
-        attempt = self.logs[-1].attempt
         size = sum(log.bytes for log in self.logs if log.attempt == attempt)
 
         def compute() -> dict[str, Any] | None:
             if size <= MAX_EXPLAINED_BYTES:
                 with suppress(PacelineError, *READ_ERRORS):  # the verdict in events.jsonl remains
-                    return asdict(explain_run(self.run, attempt=attempt))
+                    explanation = asdict(explain_run(self.run, attempt=attempt))
+                    if explanation["cause"] != HEALTHY:
+                        return explanation
             verdicts = [e for e in self.events if e.get("event") == "verdict" and e.get("attempt") == attempt]
             return dict(verdicts[-1]) if verdicts else None
 
         key = (attempt, size, sum(event.get("event") in EXPLAINED_EVENTS for event in self.events))
         explanation: dict[str, Any] | None = self._cached("explanation", key, compute)
-        return explanation
+        return {**explanation, "fix": None} if explanation and state == "recovering" else explanation
 
     def _content(self, path: Path, parse: Callable[[str], Any], absent: Any) -> Any:
         """Returns what a small file holds; reads it only when it has changed. absent: for a missing or damaged file."""
@@ -284,6 +302,12 @@ class RunReader:
         if self._cache.get(name, (None,))[0] != key:
             self._cache[name] = (key, compute())
         return self._cache[name][1]
+
+
+def is_readable_file(path: Path) -> bool:
+    with suppress(OSError):
+        return path.is_file()
+    return False
 
 
 def is_times(value: Any) -> TypeGuard[list[float]]:

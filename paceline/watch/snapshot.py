@@ -18,6 +18,7 @@ import orjson
 from paceline.units import format_energy
 
 State = Literal[
+    "preparing",  # the text is being prepared; nothing has been started
     "starting",  # an attempt has begun and has not finished a step
     "training",
     "evaluating",
@@ -28,9 +29,10 @@ State = Literal[
     "stopped",
     "failed",
     "broken",  # ended without reporting why
+    "gone",  # its folder or file does not exist any more
     "unknown",  # a log that shows neither a step nor an error
 ]
-LIVE = ("starting", "training", "evaluating", "saving", "recovering", "running")
+LIVE = ("preparing", "starting", "training", "evaluating", "saving", "recovering", "running")
 BROKEN = ("failed", "broken", "recovering", "unknown")  # states that an explanation is shown for
 Level = Literal["info", "good", "warning", "error"]
 
@@ -65,6 +67,7 @@ class RankView:
     silent_s: float | None = None  # since its last heartbeat
     busy_ms: float | None = None  # its own work in its last logged step, without waiting for other ranks
     slow: bool = False  # clearly slower than the other ranks
+    slow_share: float | None = None  # of the run in which it was
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,7 @@ class GpuView:
     temperature_c: float | None = None
     sm_mhz: int | None = None
     throttle: list[str] = field(default_factory=list)  # reasons, as NVML names them
+    throttled: dict[str, float] = field(default_factory=dict)  # by reason: the share of the run's samples
     pcie: str | None = None  # "gen 4 x16"
     processes: list[dict[str, Any]] = field(default_factory=list)  # pid, name, bytes, ours
     errors: dict[str, int] = field(default_factory=dict)  # xid, ecc_corrected, ecc_uncorrected, ...
@@ -190,6 +194,7 @@ class Snapshot:
     findings: list[dict[str, Any]] = field(default_factory=list)
     explanation: dict[str, Any] | None = None  # paceline.explain's, of the attempt that ended the run
     notes: list[str] = field(default_factory=list)  # what could not be read, one line each
+    preparing: dict[str, Any] | None = None  # the work before the launch: label, and share and eta_s where known
 
     def to_json(self) -> dict[str, Any]:
         """Returns all fields for JSON, with None in place of NaN and infinity."""

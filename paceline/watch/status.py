@@ -1,10 +1,10 @@
 """
 The runs of a folder: a list of all, one by its name, and a reader that makes snapshots of one.
 
-Only files are read, and no numpy is loaded, so `paceline runs` answers at once. A run is `running` while a process holds its lock;
-otherwise its events give its state. The Shelf is the only way from what a browser sends to a file: a run's name is looked up
-among the run folders, a log among those that the snapshot lists, and no path is ever made of text from outside. A run with a
-link that leads out of its folder is not shown.
+Only files are read, and no numpy is loaded, so `paceline runs` answers at once. While a process holds a run, its events and the
+heartbeat of rank 0 give its state; otherwise its events alone. The Shelf is the only way from what a browser sends to a file: a
+run's name is looked up among the run folders, a log among those that the snapshot lists, and no path is ever made of text from
+outside. A run with a link that leads out of its folder is not shown. A run that was shown stays, and is shown as gone.
 """
 
 import json
@@ -18,13 +18,15 @@ from threading import Lock
 from typing import Any, Protocol
 
 from paceline.errors import PacelineError
-from paceline.rundir import RunDir, is_locked, read_end, read_json_lines, read_notes
+from paceline.heartbeat import read_heartbeat
+from paceline.rundir import RunDir, is_locked, is_preparing, read_end, read_json_lines, read_notes
 from paceline.units import format_count
 from paceline.watch.about import csv_lines, read_about, read_config
-from paceline.watch.events import end_state
+from paceline.watch.events import end_state, live_state
 from paceline.watch.growing_file import parse_lines, read_part, search
-from paceline.watch.snapshot import Snapshot
-from paceline.watch.summary import attempt_outcome, format_figure, format_time, goodput_line, goodput_table
+from paceline.watch.measures import format_figure, format_time
+from paceline.watch.snapshot import Snapshot, State
+from paceline.watch.summary import attempt_outcome, goodput_line, goodput_table
 
 END_BYTES = 64 << 10  # read of metrics.jsonl for a list of runs, unless a field is further back
 MAX_END_BYTES = 4 << 20
@@ -45,7 +47,7 @@ def open_reader(path: Path) -> Reader:
     from paceline.watch.log_reader import TrainingLogReader
     from paceline.watch.run_reader import RunReader
 
-    if (path / "config.toml").is_file():
+    if (path / "config.toml").is_file() or is_preparing(RunDir(path)):
         return RunReader(RunDir(path))
     if path.is_file():
         return TrainingLogReader(path)
@@ -62,14 +64,14 @@ class RunStatus:
 
     name: str
     path: str
-    state: str  # running, finished, stopped, failed, or broken: it ended without reporting why
+    state: str  # as of a Snapshot
     step: int
     num_steps: int | None
     loss: float | None
     val_bpb: float | None
     tok_per_sec: float | None
     attempts: int
-    time: str | None  # of the last event
+    time: str | None  # of the last event or logged step
     command: list[str] | None = None  # of `paceline run`, whose runs have no metrics.jsonl
     tags: list[str] = field(default_factory=list)  # of `paceline runs tag`
     note: str = ""  # of `paceline runs note`
@@ -79,22 +81,35 @@ def run_status(run: RunDir) -> RunStatus:
     """Reads only the end of metrics.jsonl, so that a hundred long runs are listed at once."""
     events = list(read_json_lines(run.events))
     names, num_steps = ("step", "loss", "val_bpb", "tok_per_sec"), None
-    values = {**dict.fromkeys(names), "step": 0, **last_values(run.metrics, names)}
+    values = {**dict.fromkeys(names), "step": 0, **last_values(run.metrics, (*names, "time"))}
+    state = run_state(run, events, values)
+    times = [values.pop("time", None), *(event.get("time") for event in events[-1:])]
     tags, note = read_notes(run)
     with suppress(OSError, ValueError, KeyError):
         num_steps = int(json.loads(run.plan_json.read_text())["num_steps"])
     return RunStatus(
         name=run.name,
         path=str(run.path),
-        state="running" if is_locked(run) else end_state(events),
+        state=state,
         num_steps=num_steps,
         attempts=sum(event.get("event") == "attempt" for event in events),
-        time=next((event["time"] for event in reversed(events) if "time" in event), None),
+        time=max((time for time in times if isinstance(time, str)), default=None),
         command=next((event.get("command") for event in reversed(events) if event.get("event") == "script"), None),
         tags=tags,
         note=note,
         **values,
     )
+
+
+def run_state(run: RunDir, events: Sequence[dict[str, Any]], line: dict[str, Any]) -> State:
+    """Returns the state of a run. line: the last values of metrics.jsonl."""
+    if not is_locked(run):
+        return end_state(events)
+    if not run.config_toml.is_file():
+        return "preparing"
+    with suppress(KeyError, TypeError):  # damaged events
+        return live_state(events, read_heartbeat(run.progress(0)), line)
+    return "running"
 
 
 def last_values(path: Path, names: Sequence[str]) -> dict[str, Any]:
@@ -122,7 +137,8 @@ class RunList:
         for path in run_folders(self.runs_dir):
             with suppress(OSError):  # it has vanished, or belongs to another user
                 run = RunDir(path)
-                key = (is_locked(run), *map(file_stamp, (run.events, run.metrics, run.plan_json, run.notes)))
+                files = (run.events, run.metrics, run.plan_json, run.notes, run.progress(0))
+                key = (is_locked(run), *map(file_stamp, files))
                 cached = self._cached.get(path)
                 current[path] = cached if cached and cached[0] == key else (key, run_status(run))
         self._cached = current
@@ -136,7 +152,7 @@ def run_folders(runs_dir: Path) -> list[Path]:
     folders = []
     for path in runs_dir.iterdir():
         with suppress(OSError):
-            if (path / "config.toml").is_file():
+            if (path / "config.toml").is_file() or is_preparing(RunDir(path)):
                 folders.append(path)
     return folders
 
@@ -151,7 +167,7 @@ def file_stamp(path: Path) -> tuple[int, int] | None:
 
 def format_runs(runs: list[RunStatus]) -> str:
     """Returns the list of runs as a table."""
-    head = ("run", "state", "step", "loss", "val_bpb", "tok/s", "last event (UTC)")
+    head = ("run", "state", "step", "loss", "val_bpb", "tok/s", "last activity (UTC)")
     rows = [
         (
             status.name,
@@ -189,7 +205,9 @@ def format_run(snapshot: Snapshot) -> str:
     of_steps = figures if snapshot.kind == "training" else ""
     lines = [f"{snapshot.name}: {snapshot.state}{of_steps}", f"run     {snapshot.path}", ""]
     for attempt in snapshot.attempts:
-        lines.append(f"attempt {attempt.attempt}, {format_time(attempt.time)} UTC: {attempt_outcome(attempt)}")
+        lines.append(
+            f"attempt {attempt.attempt}, {format_time(attempt.time)} UTC: {attempt_outcome(snapshot, attempt)}"
+        )
         if attempt.summary:
             lines.append(f"  {attempt.cause}: {attempt.summary}")
         if attempt.action:
@@ -202,6 +220,7 @@ def format_run(snapshot: Snapshot) -> str:
 @dataclass
 class Opened:
     reader: Reader
+    path: Path
     lock: Lock = field(default_factory=Lock)
     snapshot: Snapshot | None = None
     read_at: float = 0.0
@@ -252,10 +271,10 @@ class Shelf:
 
     def glimpse(self, name: str) -> Snapshot | None:
         """Returns the last figures of a run from the ends of its files, while nothing else of it has been read; else None."""
-        opened, path = self._open(name), self.paths()[name]
-        if opened.snapshot is not None or path.is_file():
+        opened = self._open(name)
+        if opened.snapshot is not None or not (opened.path / "config.toml").is_file():
             return None
-        status = asdict(run_status(RunDir(path)))
+        status = asdict(run_status(RunDir(opened.path)))
         figures = {name: value for name, value in status.items() if name not in ("attempts", "time", "tags", "note")}
         return Snapshot(kind="script" if status["command"] else "training", **figures)
 
@@ -265,10 +284,11 @@ class Shelf:
             self.snapshot(name)
 
     def _open(self, name: str) -> Opened:
-        path = self.paths()[name]
-        check_links(path)
         with self._lock:
-            self._opened[name] = opened = self._opened.pop(name, None) or Opened(open_reader(path))
+            opened = self._opened.pop(name, None)
+            path = self.paths()[name] if opened is None else opened.path
+            check_links(path)
+            self._opened[name] = opened = opened or Opened(open_reader(path), path)
             if len(self._opened) > MAX_OPEN:
                 del self._opened[next(iter(self._opened))]
             return opened

@@ -1,20 +1,19 @@
 """
-What a snapshot means, in text: whether the run is well, and each value with its unit. Views and reports take their texts from here.
+What a snapshot means, in text: whether the run is well, and where its time went. Views and reports take their texts from here.
 
 Pure: a snapshot and the time in, plain text and levels out, without styles or markup. What is not known is no warning.
-`summarize` judges the run in one sentence; `warnings` are its parts; `format_measure`, `format_percent`, `format_power`,
-`format_temperature`, `format_memory` and `gpu_problems` are for single values; STATE_SIGNS and LEVEL_SIGNS go before them.
+`summarize` judges the run in one sentence, with `warnings` while it is live and `troubles` at its end; "all well" needs evidence.
+STATE_SIGNS and LEVEL_SIGNS go before texts; measures.py formats single values.
 """
 
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.units import (
-    GIB,
     format_bytes,
     format_duration,
     format_energy,
@@ -23,13 +22,23 @@ from paceline.units import (
     format_ranks,
     unix_time,
 )
+from paceline.watch.measures import (
+    FORMATS,
+    POWER_LIMIT,
+    format_percent,
+    gpu_errors,
+    is_disk_low,
+    is_full,
+    ram_of,
+    spaced,
+    throttle_reasons,
+)
 from paceline.watch.snapshot import (
     BROKEN,
     LIVE,
     TIME_KINDS,
     AttemptView,
     Goodput,
-    GpuView,
     HostView,
     Level,
     LogView,
@@ -37,8 +46,10 @@ from paceline.watch.snapshot import (
     Series,
     Snapshot,
 )
+from paceline.watch.trend import is_falling, rise_of, slowdown
 
 STATE_SIGNS = {  # and the name of a style
+    "preparing": ("◐", "blue"),
     "starting": ("◐", "blue"),
     "training": ("●", "good"),
     "evaluating": ("◐", "good"),
@@ -49,45 +60,16 @@ STATE_SIGNS = {  # and the name of a style
     "stopped": ("■", "warning"),
     "failed": ("✗", "error"),
     "broken": ("✗", "error"),
+    "gone": ("✗", "error"),
     "unknown": ("?", "faint"),
+}
+UNEXPLAINED: dict[str, str] = {  # by state
+    "failed": "the run failed",
+    "broken": "the run ended without reporting why",
+    "gone": "its files are gone: deleted, moved, or on a disk that is not mounted any more",
 }
 LEVEL_SIGNS = {"info": ("·", "faint"), "good": ("✓", "good"), "warning": ("!", "warning"), "error": ("✗", "error")}
 
-
-@dataclass(frozen=True)
-class Metric:
-    """How a field of metrics.jsonl is shown in every view."""
-
-    label: str  # in the terminal
-    about: str
-    unit: str | None = None  # of values under the cursor, see format.js
-    better: str | None = None  # "less" or "more"
-    style: str = "blue"  # of its curve in the terminal
-    steady: bool = False  # hardly changes in a good run
-
-
-METRICS = {
-    "loss": Metric("loss", "nats per token", "loss", "less"),
-    "val_bpb": Metric("val_bpb", "bits per byte, held-out text", "loss", "less", "orange"),
-    "tok_per_sec": Metric("tok/s", "tokens per second", "count", "more", "green", steady=True),
-    "step_ms": Metric("step", "milliseconds a step", "ms", "less", "violet", steady=True),
-    "mfu": Metric("mfu", "share of the peak FLOPs", "share", "more", "green", steady=True),
-    "grad_norm": Metric("grad_norm", "before clipping", style="red"),
-    "lr_mult": Metric("lr_mult", "of the full learning rate"),
-    "peak_bytes": Metric("peak memory", "most memory taken on a device", "bytes", steady=True),
-}
-FORMATS: dict[str, Callable[[float], str]] = {  # by unit, as UNITS in format.js
-    "loss": "{:.4f}".format,
-    "ms": format_ms,
-    "share": lambda share: f"{100 * share:.1f} %",
-    "percent": lambda share: f"{100 * share:.0f} %",
-    "bytes": format_bytes,
-    "count": "{:,.0f}".format,
-    "watts": "{:.0f} W".format,
-    "celsius": "{:.0f} °C".format,
-    "mhz": "{:,.0f} MHz".format,
-    "rate": lambda rate: f"{format_bytes(rate)}/s",
-}
 
 MAX_SILENCE_S = 60.0  # of a live run, unless SILENT_STEPS steps take longer
 SILENT_STEPS = 5
@@ -98,13 +80,8 @@ LONG_PHASES = ("start", "load", "compile", "eval", "sample", "save", "ending")
 LONG_PHASE_RATIO = 10  # times as long may a rank be silent in one of these
 END_PHASES = ("done", "stopped")  # a rank in one of these sends no more heartbeats
 IDLE_USE = 0.3  # of a GPU while its run trains
-SLOWER_THAN_PLANNED, SLOWER_THAN_BEFORE = 1.15, 1.5
-LAST_STEPS, MIN_STEPS = 10, 40  # logged steps: whose median is the present, and how many a run needs for a past
-FULL_RAM, MIN_DISK_BYTES = 0.95, 5 << 30
-TREND_POINTS = 20  # the last points of a curve, compared with as many before them
-RISE, FALL = 0.02, 0.0005  # of the loss between the two
-ERROR_NAMES = {"xid": "xid", "ecc_uncorrected": "ecc"}  # errors of a GPU that a person must know, and their short names
-POWER_LIMIT = "power"  # the reason to slow down of every GPU that works: no problem
+SLOWER_THAN_PLANNED = 1.15
+ZERO_LINES = 5  # logged steps without a learning rate
 MAX_RANKS_NAMED = 6
 MIN_SHARE = 0.05  # of the busy time: a kind of time with less is not in goodput_line
 TROUBLE = re.compile(r"\b(error|exception|traceback|failed|fatal|killed)\b|Error:", re.IGNORECASE)
@@ -119,40 +96,110 @@ class Summary:
 
 def summarize(snapshot: Snapshot, *, now: float) -> Summary | None:
     """Returns one sentence about how the run is; None where its state says everything."""
-    if snapshot.state in ("failed", "broken"):
-        unexplained = "The run ended without reporting why." if snapshot.state == "broken" else "The run failed."
-        return Summary("error", sentence(str((snapshot.explanation or {}).get("summary") or unexplained)))
-    if snapshot.state == "recovering" and (last := snapshot.attempts[-1:]) and last[0].summary:
-        return Summary("warning", f"Attempt {last[0].attempt} ended: {last[0].summary}. The next attempt is starting.")
-    if snapshot.state == "starting":
-        phases = dict.fromkeys(rank.phase for rank in snapshot.ranks if rank.phase)
-        return Summary("info", f"No step is finished yet{': ' if phases else ''}{', '.join(phases)}.")
-    count = len(snapshot.attempts) - 1
-    recoveries = f", after {format_number_of(count, 'recovery', 'recoveries')}" if count > 0 else ""
-    if snapshot.state == "finished":
-        return Summary("good", f"All steps are done{recoveries}.")
-    if snapshot.state == "stopped":
-        return Summary("info", f"Stopped on request{recoveries}; it can be resumed.")
-    if snapshot.state not in LIVE:
+    state = snapshot.state
+    if state == "gone" and snapshot.preparing:
+        return Summary("error", "The command ended before the training began; its own output shows why.")
+    if state in UNEXPLAINED:
+        return Summary("error", sentence(str((snapshot.explanation or {}).get("summary") or UNEXPLAINED[state])))
+    if state == "preparing":
+        return Summary("info", sentence("no step is taken yet: " + format_preparing(snapshot)))
+    if state == "recovering" or state == "starting":
+        return start_summary(snapshot, now=now)
+    if state == "finished" or state == "stopped":
+        texts = list(troubles(snapshot))
+        first = "All steps are done" if state == "finished" else "Stopped on request"
+        last = "" if state == "finished" else "; it can be resumed"
+        level: Level = "warning" if texts else "good" if state == "finished" else "info"
+        return Summary(level, sentence("; ".join([f"{first}{format_recoveries(snapshot)}{last}", *texts])))
+    if state not in LIVE:
         return None
     if texts := list(warnings(snapshot, now=now)):
         return Summary("warning", sentence("; ".join(texts)))
-    return Summary("good", sentence(": ".join(filter(None, ("all well", ", ".join(good_signs(snapshot)))))))
+    if texts := list(good_signs(snapshot)):
+        return Summary("good", sentence(f"all well: {', '.join(texts)}"))
+    if snapshot.step or snapshot.series or snapshot.ranks:
+        return Summary("info", "Nothing unusual so far, and too little is reported to say more.")
+    return Summary("info", "Nothing is known: neither a step nor a loss nor a heartbeat is reported.")
+
+
+def start_summary(snapshot: Snapshot, *, now: float) -> Summary:
+    """The sentence about a run before the first step of an attempt: why there is another attempt, and how far it got."""
+    failed = next((attempt for attempt in snapshot.attempts[::-1] if attempt.state == "failed"), None)
+    is_begun = snapshot.state == "starting" and snapshot.attempts[-1:] != [failed]
+    level: Level = "info"
+    if not is_begun:
+        text = "The next attempt is starting by itself."
+        if snapshot.state == "recovering" and failed and not failed.action:
+            text = "The supervisor decides what to do next."
+    else:
+        phases = dict.fromkeys(rank.phase for rank in snapshot.ranks if rank.phase)
+        number = len(snapshot.attempts)
+        step = f"step of attempt {snapshot.attempts[-1].attempt}" if number > 1 else "step"
+        text = sentence(f"no {step} is finished yet" + (f": {', '.join(phases)}" if phases else ""))
+        if troubled := list(warnings(snapshot, now=now)):
+            text, level = f"{text} {sentence('; '.join(troubled))}", "warning"
+    if failed and failed in snapshot.attempts[-2:]:
+        why = failed.summary or (snapshot.explanation or {}).get("summary") or "its cause is being looked for"
+        text, level = f"{text} {sentence(f'attempt {failed.attempt} ended: {why}')}", "warning"
+    return Summary(level, text)
+
+
+def format_preparing(snapshot: Snapshot) -> str:
+    """tokenize, 42 %, 3m10s left"""
+    work = snapshot.preparing or {}
+    share, eta_s = work.get("share"), work.get("eta_s")
+    parts = [str(work.get("label")), *([format_percent(share)] if share is not None else [])]
+    return ", ".join(parts + ([f"{format_duration(eta_s)} left"] if eta_s is not None else []))
+
+
+def format_recoveries(snapshot: Snapshot) -> str:
+    """Returns `, after 2 recoveries (cuda-oom, hang)`; an extension and a resume after Ctrl-C are none."""
+    broken = [attempt for attempt in snapshot.attempts[:-1] if attempt.state in ("failed", None)]
+    causes = ", ".join(dict.fromkeys(attempt.cause for attempt in broken if attempt.cause))
+    count = format_number_of(len(broken), "recovery", "recoveries")
+    return (f", after {count}" + (f" ({causes})" if causes else "")) if broken else ""
+
+
+def troubles(snapshot: Snapshot) -> Iterator[str]:
+    """Yields what slowed down a run that has ended, over its whole time."""
+    for rank in snapshot.ranks:
+        if (share := rank.slow_share or 0) >= MIN_SHARE:
+            yield f"rank {rank.rank} was slower than the others for {format_percent(share)} of the steps"
+    for host in snapshot.hosts:
+        for gpu in host.gpus:
+            name = f"GPU {gpu.index} of {host.name}"
+            shares = {reason: share for reason, share in gpu.throttled.items() if reason != POWER_LIMIT}
+            if shares and max(shares.values()) >= MIN_SHARE:
+                curve = snapshot.gpu_series.get(f"{host.name}/{gpu.index} temperature_c", Series())
+                heat = f", at up to {FORMATS['celsius'](max(curve.values))}" if curve.values else ""
+                reasons = ", ".join(map(spaced, shares))
+                yield f"{name} was throttled for {format_percent(max(shares.values()))} of the time ({reasons}{heat})"
+            if errors := gpu_errors(gpu):
+                yield f"{name} had errors: {errors}"
+    times = [value for value in snapshot.series.get("step_ms", Series()).values if math.isfinite(value)]
+    planned = (snapshot.plan or {}).get("step_ms")
+    if times and planned and (over := statistics.median(times) / planned) > SLOWER_THAN_PLANNED:
+        yield f"a step took {100 * (over - 1):.0f} % longer than planned"
+    elif slower := slowdown(times):
+        yield f"a step took {format_ms(slower[0])} at the end and {format_ms(slower[1])} at its best"
+    if snapshot.goodput and snapshot.goodput.busy_s:
+        lost = snapshot.goodput.seconds["lost"] / snapshot.goodput.busy_s
+        if lost >= MIN_SHARE:
+            yield f"{format_percent(lost)} of the time was lost work"
 
 
 def warnings(snapshot: Snapshot, *, now: float) -> Iterator[str]:
     """Yields what is wrong with a live run, each with its number, the gravest first."""
     longest_s = max_silence_s(snapshot.step_ms, snapshot.silence_s, heartbeats=snapshot.kind == "training")
-    if snapshot.updated is not None and now - snapshot.updated > longest_s:
+    if snapshot.updated is not None and now - snapshot.updated > longest_s * (
+        LONG_PHASE_RATIO if snapshot.state == "starting" else 1
+    ):
         yield f"no output or heartbeat for {format_duration(now - snapshot.updated)}"
     elif silent := [rank for rank in snapshot.ranks if is_silent(rank, longest_s=longest_s)]:
         phase = f" in {silent[0].phase}" if silent[0].phase else ""
         yield f"{ranks_are([rank.rank for rank in silent])} silent for {format_duration(silent[0].silent_s)}{phase}"
-    curve = snapshot.series.get("loss", Series())
-    if snapshot.loss is not None and not math.isfinite(snapshot.loss):
-        yield "the loss is NaN or infinite"
-    elif (change := trend(curve)) is not None and change > RISE:
-        yield f"the loss is {100 * change:.0f} % higher since step {curve.steps[-TREND_POINTS]:,} than before"
+    if snapshot.state != "starting":
+        yield from loss_warnings(snapshot)
     if slow := [rank.rank for rank in snapshot.ranks if rank.slow]:
         yield f"{ranks_are(slow)} slower than the others"
     start = unix_time(snapshot.attempts[-1].time) if snapshot.attempts else 0.0
@@ -163,6 +210,19 @@ def warnings(snapshot: Snapshot, *, now: float) -> Iterator[str]:
         else:
             yield from host_warnings(host, busy=snapshot.state == "training")
     yield from speed_warnings(snapshot)
+
+
+def loss_warnings(snapshot: Snapshot) -> Iterator[str]:
+    if snapshot.loss is not None and not math.isfinite(snapshot.loss):
+        yield "the loss is NaN or infinite"
+    elif snapshot.loss == 0:
+        yield "the loss is exactly 0"
+    elif rise := rise_of(snapshot.series.get("loss", Series())):
+        yield f"the loss is {100 * rise[0]:.0f} % higher since step {rise[1]:,} than before"
+    for name in ("lr", "lr_mult"):
+        values = snapshot.series.get(name, Series()).values[-ZERO_LINES:]
+        if len(values) == ZERO_LINES and not any(values):
+            yield "the learning rate is 0"
 
 
 def max_silence_s(step_ms: float | None, silence_s: float | None, *, heartbeats: bool = False) -> float:
@@ -178,29 +238,20 @@ def is_silent(rank: RankView, *, longest_s: float = MAX_SILENCE_S) -> bool:
     return rank.phase not in END_PHASES and (rank.silent_s or 0) > ratio * longest_s
 
 
-def trend(series: Series) -> float | None:
-    """The change of a curve's last points against those before them, as a share; None for a short or non-finite curve."""
-    last, before = series.values[-TREND_POINTS:], series.values[-2 * TREND_POINTS : -TREND_POINTS]
-    if len(before) < TREND_POINTS or not all(map(math.isfinite, (*last, *before))):
-        return None
-    mean = statistics.fmean(before)
-    return (statistics.fmean(last) - mean) / abs(mean) if mean else None
-
-
 def host_warnings(host: HostView, *, busy: bool) -> Iterator[str]:
     for gpu in host.gpus:
         name = f"GPU {gpu.index} of {host.name}"
         if reasons := throttle_reasons(gpu):
             yield f"{name} is throttled: {', '.join(reasons)}"
-        if errors := [f"{spaced(error)} {gpu.errors[error]}" for error in ERROR_NAMES if gpu.errors.get(error)]:
-            yield f"{name} has errors: {', '.join(errors)}"
+        if errors := gpu_errors(gpu):
+            yield f"{name} has errors: {errors}"
         if busy and gpu.use is not None and gpu.use < IDLE_USE:
             yield f"{name} is busy {100 * gpu.use:.0f} % of the time"
     used, total = ram_of(host)
     if used and total and is_full(used, total):
-        yield f"{host.name} has {format_bytes(total - used)} of {format_bytes(total)} RAM left"
+        yield f"{format_bytes(total - used)} of {format_bytes(total)} RAM are left on {host.name}"
     if host.disk_free is not None and is_disk_low(host):
-        yield f"{host.name} has {format_bytes(host.disk_free)} of disk left"
+        yield f"{format_bytes(host.disk_free)} of disk are left on {host.name}"
 
 
 def speed_warnings(snapshot: Snapshot) -> Iterator[str]:
@@ -208,24 +259,19 @@ def speed_warnings(snapshot: Snapshot) -> Iterator[str]:
     if planned and snapshot.step_ms and snapshot.step_ms > SLOWER_THAN_PLANNED * planned:
         yield f"a step takes {100 * (snapshot.step_ms / planned - 1):.0f} % longer than planned"
         return
-    times = [value for value in snapshot.series.get("step_ms", Series()).values if math.isfinite(value)]
-    if len(times) < MIN_STEPS:
-        return
-    present, best = statistics.median(times[-LAST_STEPS:]), statistics.quantiles(times, n=4)[0]
-    if present > SLOWER_THAN_BEFORE * best:
-        yield f"a step takes {format_ms(present)} now and took {format_ms(best)} at its best"
+    if slower := slowdown(snapshot.series.get("step_ms", Series()).values):
+        yield f"a step takes {format_ms(slower[0])} now and took {format_ms(slower[1])} at its best"
 
 
 def good_signs(snapshot: Snapshot) -> Iterator[str]:
     """Yields what shows that a run without warnings is well."""
-    loss = snapshot.series.get("loss")
-    if loss is not None and (change := trend(loss)) is not None:
-        yield "the loss is falling" if change < -FALL else "the loss is level"
+    if (falling := is_falling(snapshot.series.get("loss", Series()))) is not None:
+        yield "the loss is falling" if falling else "the loss is level"
     gpus = [gpu for host in snapshot.hosts for gpu in host.gpus]
     if uses := [gpu.use for gpu in gpus if gpu.use is not None]:
         subject = "the GPU is" if len(gpus) == 1 else f"{len(gpus)} GPUs are"
         yield f"{subject} busy {100 * statistics.fmean(uses):.0f} % of the time"
-    if len(snapshot.ranks) > 1 and any(rank.busy_ms for rank in snapshot.ranks):
+    if len(snapshot.ranks) > 1 and any(rank.slow_share is not None for rank in snapshot.ranks):
         yield "no rank is slow"
 
 
@@ -235,87 +281,6 @@ def sentence(text: str) -> str:
 
 def ranks_are(ranks: Sequence[int]) -> str:
     return f"{format_ranks(ranks, limit=MAX_RANKS_NAMED)} {'is' if len(ranks) == 1 else 'are'}"
-
-
-def spaced(name: str) -> str:
-    return name.replace("_", " ")
-
-
-def format_measure(name: str, value: float) -> str:
-    """Formats a value of a snapshot or a curve, by the name of its field, with its unit."""
-    if name in METRICS and (unit := METRICS[name].unit):
-        return FORMATS[unit](value)
-    return f"{value:.4g}" if abs(value) < 10_000 else f"{value:,.0f}"
-
-
-def format_figure(name: str, value: float | None) -> str:
-    """Returns a figure of the plan or of the run with its unit; n/a where it is not known."""
-    if value is None or not math.isfinite(value):
-        return "n/a"
-    return format_duration(value) if name == "total_s" else format_measure(name, value)
-
-
-def format_time(time: str) -> str:
-    """Returns an ISO time to the second, with a space in the middle."""
-    return str(time)[:19].replace("T", " ")
-
-
-def format_percent(share: float | None) -> str:
-    return "n/a" if share is None else FORMATS["percent"](share)
-
-
-def format_power(gpu: GpuView) -> str:
-    """521/575 W"""
-    if gpu.power_w is None:
-        return "n/a"
-    return f"{gpu.power_w:.0f}/{gpu.power_limit_w:.0f} W" if gpu.power_limit_w else FORMATS["watts"](gpu.power_w)
-
-
-def format_temperature(gpu: GpuView) -> str:
-    return "n/a" if gpu.temperature_c is None else FORMATS["celsius"](gpu.temperature_c)
-
-
-def format_memory(gpu: GpuView) -> str:
-    """26.3/31.4 GiB"""
-    if gpu.used_bytes is None or not gpu.total_bytes:
-        return "n/a"
-    return f"{gpu.used_bytes / GIB:.1f}/{gpu.total_bytes / GIB:.1f} GiB"
-
-
-def memory_share(gpu: GpuView) -> float | None:
-    return None if gpu.used_bytes is None or not gpu.total_bytes else gpu.used_bytes / gpu.total_bytes
-
-
-def gpu_model(name: str | None) -> str:
-    """NVIDIA GeForce RTX 5090 -> RTX 5090; NVIDIA H100 80GB HBM3 -> H100"""
-    model = re.sub(r"\b(NVIDIA|GeForce|Generation|\d+GB|HBM\w*|PCIe|SXM\d?)\b", "", name or "GPU")
-    return " ".join(model.replace("-", " ").split()) or "GPU"
-
-
-def throttle_reasons(gpu: GpuView) -> list[str]:
-    return [spaced(reason) for reason in gpu.throttle if reason != POWER_LIMIT]
-
-
-def gpu_problems(gpu: GpuView) -> str:
-    """Why a GPU is slower than it could be, and its errors, briefly; empty where nothing is unusual."""
-    errors = [f"{name} {gpu.errors[error]}" for error, name in ERROR_NAMES.items() if gpu.errors.get(error)]
-    return ", ".join([*throttle_reasons(gpu), *errors])
-
-
-def ram_of(host: HostView) -> tuple[int | None, int | None]:
-    """Used and total bytes of what limits the host's processes: the cgroup where it has a limit, else all RAM."""
-    if host.cgroup_limit and host.cgroup_used is not None:
-        return host.cgroup_used, host.cgroup_limit
-    return host.ram_used, host.ram_total
-
-
-def is_full(used: int | None, total: int | None) -> bool:
-    """Whether so little memory is left that it is a warning."""
-    return used is not None and bool(total) and used > FULL_RAM * (total or 0)
-
-
-def is_disk_low(host: HostView) -> bool:
-    return host.disk_free is not None and host.disk_free < MIN_DISK_BYTES
 
 
 def line_level(line: str) -> Level:
@@ -334,8 +299,15 @@ def first_log(snapshot: Snapshot) -> LogView | None:
     return next((log for log in ranks if log.rank == culprit), (ranks or logs)[0])
 
 
-def attempt_outcome(attempt: AttemptView) -> str:
-    return attempt.state or "no end recorded"
+def attempt_outcome(snapshot: Snapshot, attempt: AttemptView) -> str:
+    is_current = snapshot.state in LIVE and attempt is snapshot.attempts[-1]
+    return attempt.state or ("running" if is_current else "no end recorded")
+
+
+def goodput_share(snapshot: Snapshot) -> float | None:
+    """The share of the time in steps that counted; None where it is not known, and before the first step."""
+    is_early = snapshot.state == "starting" and len(snapshot.attempts) < 2
+    return None if snapshot.goodput is None or is_early else snapshot.goodput.share
 
 
 def time_rows(goodput: Goodput) -> list[dict[str, Any]]:

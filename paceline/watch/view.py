@@ -24,13 +24,14 @@ from typing import Any
 
 from paceline.errors import PacelineError, UsageError
 from paceline.options import WatchOptions
-from paceline.rundir import RunDir, find_run
+from paceline.rundir import RunDir, find_run, is_preparing
 from paceline.units import format_count, format_duration, format_list
 from paceline.watch.about import read_about
+from paceline.watch.measures import format_time
 from paceline.watch.panels import action_text, figures, goodput_panel, run_panels, why_panel
-from paceline.watch.snapshot import Series, Snapshot, changes, to_text
+from paceline.watch.snapshot import LIVE, Series, Snapshot, changes, to_text
 from paceline.watch.status import RunList, open_reader
-from paceline.watch.summary import attempt_outcome, format_time, summarize
+from paceline.watch.summary import attempt_outcome, summarize
 from paceline.watch.terminal.chart import finite, format_short, sparkline
 from paceline.watch.terminal.pages import format_once
 
@@ -100,13 +101,14 @@ def what_to_watch(options: WatchOptions) -> Path:
             f"no runs in {options.runs_dir}",
             fix="paceline train makes one; paceline watch --log FILE watches any training's log",
         )
-    return Path(next((run for run in runs if run.state == "running"), runs[0]).path)
+    return Path(next((run for run in runs if run.state in LIVE), runs[0]).path)
 
 
 def find_reported(name: str, *, runs_dir: str) -> Path:
     """Returns the path of what is watched or reported: a run folder, a run by its name, or a log file."""
     path = Path(name)
-    return path if path.is_file() else find_run(name, runs_dir=runs_dir).path
+    folders = [folder for folder in (path, Path(runs_dir) / name) if is_preparing(RunDir(folder))]
+    return path if path.is_file() else folders[0] if folders else find_run(name, runs_dir=runs_dir).path
 
 
 def write_report(output: Path, text: str) -> None:
@@ -226,7 +228,7 @@ def time_spent(snapshot: Snapshot) -> list[str]:
 
 def attempts(snapshot: Snapshot) -> Iterator[str]:
     for attempt in snapshot.attempts:
-        line = f"{attempt.attempt}. {format_time(attempt.time)} UTC: {attempt_outcome(attempt)}"
+        line = f"{attempt.attempt}. {format_time(attempt.time)} UTC: {attempt_outcome(snapshot, attempt)}"
         line += f"; {attempt.cause}: {escape(attempt.summary)}" if attempt.summary else ""
         action = action_text(attempt)
         yield line + (f"; {escape(action)}" if action else "")

@@ -145,7 +145,7 @@ def test_progress_goes_from_label_to_label_and_ends_at_the_total(source, tmp_pat
     seen = []
     prepared(source, tmp_path, progress=lambda *call: seen.append(call))
     labels = [label for label, _, _ in seen]
-    assert list(dict.fromkeys(labels)) == ["train tokenizer", "tokenize"]
+    assert list(dict.fromkeys(labels)) == ["train tokenizer", "merge pairs of tokens", "tokenize"]
     total = sum(path.stat().st_size for path in source.iterdir())
     assert seen[-1] == ("tokenize", total, total)
 

@@ -22,6 +22,7 @@ from paceline.launch.script import Script, format_config, make_script, run_scrip
 from paceline.options import ScriptOptions
 from paceline.plan.machine import Machine
 from paceline.rundir import RunDir, read_json_lines
+from paceline.watch.snapshot import LIVE
 from paceline.watch.status import run_status
 
 pytestmark = pytest.mark.dist
@@ -233,7 +234,7 @@ def test_a_reader_that_has_seen_enough_does_not_end_the_run(bench):
         f"{command} | head -1", shell=True, cwd=bench.folder, env=ENV, capture_output=True, timeout=DEADLINE_S
     )
     deadline = time.monotonic() + DEADLINE_S
-    while run_status(bench.run_dir).state == "running" and time.monotonic() < deadline:
+    while run_status(bench.run_dir).state in LIVE and time.monotonic() < deadline:
         time.sleep(0.05)
     assert ((bench.folder / "ended").exists(), run_status(bench.run_dir).state) == (True, "finished")
 

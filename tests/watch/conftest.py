@@ -1,12 +1,15 @@
-"""A real browser for the tests of the page: skipped where none is installed."""
+"""Run folders by hand; and a real browser for the tests of the page, skipped where none is installed."""
 
+import os
 import shutil
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from browser_pages import DESKTOP, SOON_MS, HandMade
-from run_folders import serving
+from run_folders import Folder, serving
+
+from paceline.rundir import lock_run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -46,3 +49,24 @@ def page(browser: Any) -> Iterator[Any]:
     assert errors == []
     allowed = ("http://127.0.0.1:", "file://", "data:", "blob:")
     assert [url for url in addresses if not url.startswith(allowed)] == []
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return Folder(tmp_path)
+
+
+@pytest.fixture
+def script(held):
+    """A script's run of one rank, held; no attempt has begun."""
+    held.run.config_toml.write_text('command = ["train.py"]\n')
+    held.event("script", command=["train.py"], nproc=1)
+    return held
+
+
+@pytest.fixture
+def held(folder):
+    """The run is held, as by its supervisor."""
+    fd = lock_run(folder.run)
+    yield folder
+    os.close(fd)

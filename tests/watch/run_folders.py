@@ -4,6 +4,8 @@ import http.client
 import json
 import os
 import threading
+import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -12,7 +14,10 @@ from typing import Any
 
 import uvicorn
 
-from paceline.rundir import RunDir, append_json_line
+from paceline.heartbeat import LINE, QUOTED, SUM
+from paceline.rundir import RunDir, append_event, append_json_line
+from paceline.watch.snapshot import Snapshot
+from paceline.watch.status import open_reader
 from paceline.watch.web import listen, make_app
 
 TOKEN = "the-token-of-a-test"
@@ -87,3 +92,43 @@ def asked(
     )
     connection.close()
     return found
+
+
+class Folder:
+    """A run folder written by hand."""
+
+    def __init__(self, path):
+        self.run = RunDir(path / "r")
+        self.run.path.mkdir()
+        self.run.config_toml.write_text("depth = 4\n")
+        self.run.plan_json.write_text('{"num_steps": 100, "total_batch_size": 10}')
+        self.reader = open_reader(self.run.path)
+
+    def look(self) -> Snapshot:
+        return self.reader.update()
+
+    def event(self, kind, **fields):
+        append_event(self.run, kind, **fields)
+
+    def begin(self, *, world_size=2, attempt=1):
+        self.event("launch", prepared_s=1.0)
+        self.event("attempt", attempt=attempt, world_size=world_size)
+
+    def begin_script(self, *, attempt=1, ago=0.0):
+        start = {"time": utc(time.time() - START - ago), "event": "attempt", "attempt": attempt, "world_size": 1}
+        append_json_line(self.run.events, start)
+        self.run.logs(attempt).mkdir(parents=True)
+
+    def print(self, text, *, attempt=1, ago=0.0):
+        with self.run.rank_log(attempt, 0).open("a") as file:
+            file.write(text)
+        os.utime(self.run.rank_log(attempt, 0), (time.time() - ago,) * 2)
+
+    def log(self, step, *, second=0, **fields):
+        line = {"step": step, "loss": 3.0, "step_ms": 100.0, "time": f"2026-01-01T00:00:{second:02d}.000Z", **fields}
+        append_json_line(self.run.metrics, line)
+
+    def beat(self, rank, step, phase="forward", *, ago=0.0):
+        self.run.progress(rank).parent.mkdir(exist_ok=True)
+        line = (LINE % (step, 0, QUOTED[phase], time.time() - ago, 1.0)).encode()
+        self.run.progress(rank).write_bytes(line + SUM % zlib.crc32(line))

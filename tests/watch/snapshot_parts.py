@@ -75,7 +75,7 @@ def host(name: str, gpus: list[GpuView], *, now: float = NOW, **fields: object) 
 
 
 def rank_view(rank: int, *, host_name: str = "tower", step: int = STEP, **fields: object) -> RankView:
-    values = {"phase": "train", "silent_s": 0.4, "busy_ms": 571.0 + 6 * noise(rank)}
+    values = {"phase": "train", "silent_s": 0.4, "busy_ms": 571.0 + 6 * noise(rank), "slow_share": 0.0}
     return RankView(rank, host_name, step, **{**values, **fields})  # type: ignore[arg-type]
 
 

@@ -235,6 +235,47 @@ def finished(now: float = NOW) -> Snapshot:
     )
 
 
+def troubled(now: float = NOW) -> Snapshot:
+    """Eight ranks of two hosts that finished, with a slow and warm card, a recovery and longer steps than planned."""
+    before, ended = two_hosts(now), recovered(now)
+    ranks = [
+        replace(rank, phase="done", slow=False, slow_share=0.9 if rank.rank == 5 else 0.0) for rank in before.ranks
+    ]
+    hosts = [before.hosts[0], replace(before.hosts[1], gpus=list(before.hosts[1].gpus))]
+    hosts[1].gpus[1] = replace(hosts[1].gpus[1], throttle=[], throttled={"thermal": 0.4, "power": 0.9})
+    return replace(
+        before,
+        name="rack8",
+        state="finished",
+        step=NUM_STEPS,
+        eta_s=0.0,
+        ranks=ranks,
+        hosts=hosts,
+        gpu_series={"node-1/1 temperature_c": curve(lambda step: 60 + 31 * min(1, step / 600), now=now)},
+        plan={**(before.plan or {}), "step_ms": 440.0},
+        attempts=[*ended.attempts[:1], replace(ended.attempts[1], state="finished")],
+        goodput=goodput(lost=75.0),
+    )
+
+
+def preparing(now: float = NOW) -> Snapshot:
+    work = {"label": "tokenize", "share": 0.42, "eta_s": 190.0}
+    return Snapshot(
+        "books",
+        "runs/books",
+        "training",
+        "preparing",
+        elapsed_s=140.0,
+        started=now - 140,
+        updated=now - 0.7,
+        preparing=work,
+    )
+
+
+def gone(now: float = NOW) -> Snapshot:
+    return Snapshot("books", "runs/books", "training", "gone", notes=["runs/books/config.toml does not exist"])
+
+
 def stopped(now: float = NOW) -> Snapshot:
     last = event(now, 40, "stopped", "stopped by Ctrl-C at step 1,240; checkpoint saved", level="warning", step=STEP)
     return replace(training(now), state="stopped", eta_s=None, updated=now - 40, events=[*first_events(now), last])
@@ -375,6 +416,9 @@ STATES: dict[str, Callable[[float], Snapshot]] = {
     "recovered": recovered,
     "failed": failed,
     "finished": finished,
+    "troubled": troubled,
+    "preparing": preparing,
+    "gone": gone,
     "stopped": stopped,
     "broken": broken,
     "no_gpu": no_gpu,

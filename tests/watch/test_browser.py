@@ -312,3 +312,17 @@ def test_a_report_opens_from_a_file_and_asks_for_nothing(page, tmp_path):
     assert page.inner_text("h1 .badge").endswith("finished")
     assert page.locator("#config dt").count() == 3 and page.locator("#logs").count() == 0
     picture(page, "report")
+
+
+def test_a_run_whose_folder_is_gone_stays_gone_until_it_is_back(page, tmp_path):
+    run = write_run(tmp_path / "runs", "a")
+    with serving(Shelf(tmp_path / "runs")) as port:
+        go(page, port, "/run/a")
+        page.wait_for_selector(".badge:has-text('finished')")
+        away = run.path.rename(tmp_path / "away")
+        page.wait_for_selector(".summary.error:has-text('Its files are gone')")
+        page.wait_for_timeout(3000)
+        assert page.is_visible(".summary.error") and page.title().startswith("✗") and not page.is_visible("#curves")
+        away.rename(run.path)
+        page.wait_for_selector(".badge:has-text('finished')")
+        page.wait_for_selector("#curves", state="visible")

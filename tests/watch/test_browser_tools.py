@@ -80,7 +80,7 @@ def test_a_comparison_names_the_best_at_a_common_step_and_what_the_runs_ran_on(p
         run = RunDir(tmp_path / name)
         run.facts("tower").parent.mkdir()
         run.facts("tower").write_text(json.dumps({"gpus": [{"name": gpu}], "torch": {"version": "2.9.0"}}))
-        run.plan_json.write_text(json.dumps({"num_steps": 200, "total_batch_size": 12_288, "world_size": world_size}))
+        append_json_line(run.events, {"time": utc(200), "event": "attempt", "attempt": 2, "world_size": world_size})
     with serving(Shelf(tmp_path)) as port:
         go(page, port, "/compare/d12-s1/d12-s2")
         page.wait_for_selector("#figures tr:has-text('loss at step 4') .best")
@@ -93,8 +93,8 @@ def test_a_comparison_names_the_best_at_a_common_step_and_what_the_runs_ran_on(p
         differences = {
             row.split()[0]: row.split()[1:] for row in page.locator("#differences tbody tr").all_inner_texts()
         }
-        assert differences.keys() == {"seed", "GPUs", "world_size"}
-        assert (differences["world_size"], differences["GPUs"][-2:]) == (["2", "1"], ["RTX", "4090"])
+        assert differences.keys() == {"seed", "GPUs", "ranks"}
+        assert (differences["ranks"], differences["GPUs"][-2:]) == (["2", "1"], ["RTX", "4090"])
 
 
 def test_twelve_runs_are_compared_the_one_at_the_pointer_stands_out_and_seeds_are_a_band(page, tmp_path):

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from paceline.watch.curves import Curve
+from paceline.watch.curves import Curve, slow_ranks
+from paceline.watch.trend import WHOLE_LINES
 
 
 def long_curve(num_points: int, *, spikes: dict[int, float], block: int = 5000) -> Curve:
@@ -67,3 +68,25 @@ def test_a_sample_in_time_has_the_last_step_finished_by_then():
     curve.extend([5.0, 15.0, 25.0], [0.1, 0.2, 0.3], [5.0, 15.0, 25.0])
     series = curve.series(np.array([100.0, 200.0]), np.array([10.0, 20.0]))
     assert (series.steps, series.values) == ([0, 100, 200], [0.1, 0.2, 0.3])
+
+
+def test_the_last_points_stay_whole():
+    series = long_curve(50_007, spikes={}, block=101).series()
+    assert series.steps[-WHOLE_LINES:] == list(range(50_007 - WHOLE_LINES, 50_007))
+
+
+def test_steps_that_come_again_replace_those_before_them():
+    curve = Curve()
+    curve.extend([1, 2, 3, 4, 3, 4, 5], [5.0, 4.0, 9.0, 9.0, 3.0, 2.0, 1.0], [1.0] * 7)
+    assert (curve.series().steps, curve.series().values) == ([1, 2, 3, 4, 5], [5.0, 4.0, 3.0, 2.0, 1.0])
+
+
+def test_a_jitter_of_a_tenth_is_no_slow_rank_and_a_rank_that_is_28_percent_slower_is():
+    chance = np.random.default_rng(1)
+    for num_ranks in (2, 3, 8):
+        times = 100 * (1 + 0.1 * chance.standard_normal((1000, 20, num_ranks)))
+        assert not slow_ranks(times).any()
+        times[..., 1] *= 1.28
+        is_slow = slow_ranks(times)
+        assert is_slow[:, 1].mean() > 0.97
+        assert is_slow.sum() == is_slow[:, 1].sum()

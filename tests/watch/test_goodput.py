@@ -89,6 +89,27 @@ def test_the_time_until_a_resume_is_idle_and_does_not_lower_the_speed():
     assert (result.num_steps, result.busy_s, result.tok_per_sec) == (5, 40.0, 12.5)
 
 
+@pytest.mark.parametrize("state", ["finished", "interrupted"])
+def test_an_extension_of_a_run_that_ended_well_loses_nothing(state):
+    """Its last seconds were its last evaluation and checkpoint, whatever follows."""
+    events = [
+        *BEGIN, event(19.5, "checkpoint", step=4), event(25, "attempt_ended", state=state),
+        event(104, "launch", prepared_s=4.0), event(105, "attempt", attempt=2), event(110, "resumed", step=4),
+        event(113, "attempt_ended", state="finished"),
+    ]  # fmt: skip
+    result = spent(events, [*LINES, line(112, 5, 1000)])
+    assert not {"lost", "recovery"} & result.keys()
+    assert result["checkpoint"] == 6.0 + 1.0
+
+
+def test_a_run_that_was_interrupted_twice_has_lost_what_its_resume_does_again():
+    events = [
+        *BEGIN, *SAVE, event(25, "attempt_ended", state="interrupted"), event(104, "launch", prepared_s=4.0),
+        event(105, "attempt", attempt=2), event(110, "resumed", step=3), event(113, "attempt_ended", state="finished"),
+    ]  # fmt: skip
+    assert spent(events, [*LINES, line(112, 4, 1000)])["lost"] == 8.0
+
+
 def test_a_failed_run_has_lost_what_a_resume_would_repeat():
     result = spent([*BEGIN, *SAVE, event(25, "attempt_ended", state="failed")], LINES)
     assert result["lost"] == 8.0  # step 4 and the wait until the end was noticed

@@ -1,7 +1,11 @@
 """Logs of any training: what a line shows, and what the whole log shows."""
 
 import os
+import subprocess
+import sys
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 
@@ -118,7 +122,7 @@ def test_a_growing_log_is_followed_and_a_truncated_one_is_read_from_its_start(tm
     path.write_text("step 1 loss: 9.0\n")
     assert reader.update().series["loss"].values == [9.0]
     path.unlink()
-    assert reader.update().notes == [f"{path} is gone"]
+    assert (reader.update().state, reader.update().notes) == ("gone", [f"{path} does not exist"])
 
 
 @pytest.mark.parametrize(
@@ -181,3 +185,26 @@ def test_a_log_of_many_megabytes_is_sampled(tmp_path):
     assert (snapshot.step, loss.steps[0], loss.steps[-1]) == (15_000, 1, 15_000)
     assert loss.values == sorted(loss.values, reverse=True)
     assert max(following - step for step, following in zip(loss.steps, loss.steps[1:], strict=False)) < 500
+
+
+UNREADABLE = """
+import os, sys
+from pathlib import Path
+
+import paceline.watch.log_reader
+from paceline.watch.status import open_reader
+if os.geteuid() == 0:
+    os.seteuid(65534)
+snapshot = open_reader(Path(sys.argv[1])).update()
+print(snapshot.state, snapshot.notes)
+"""
+
+
+def test_a_log_that_cannot_be_read_is_unknown():
+    with tempfile.TemporaryDirectory() as name:  # not pytest's, which are its user's alone
+        Path(name).chmod(0o755)
+        path = Path(name) / "out.log"
+        path.write_text("step 1 loss: 3.0\n")
+        path.chmod(0)
+        done = subprocess.run([sys.executable, "-c", UNREADABLE, str(path)], capture_output=True, text=True)
+    assert done.stdout == f"unknown ['{path} cannot be read: Permission denied']\n", done.stderr

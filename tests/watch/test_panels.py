@@ -4,11 +4,13 @@ import json
 from dataclasses import replace
 
 import pytest
-from snapshots import GIB, NOW, STATES, broken, failed, finished, gpu, recovered, script, training, two_hosts
+from snapshots import GIB, NOW, STATES, broken, failed, finished, gpu, recovered, script, starting, training, two_hosts
 
 from paceline.watch.device_panels import marks
-from paceline.watch.panels import log_levels, log_of, run_panels, run_row, seed_groups
-from paceline.watch.snapshot import LogView, Series, to_text
+from paceline.watch.panels import compared_figures, log_levels, log_of, run_panels, run_row, seed_groups
+from paceline.watch.snapshot import TIME_KINDS, Goodput, LogView, Series, to_text
+from paceline.watch.summary import attempt_outcome
+from paceline.watch.terminal.head import measures, why_page
 from paceline.watch.terminal.pages import format_once
 
 
@@ -127,6 +129,23 @@ def test_a_row_of_the_list_of_runs():
 def test_nothing_of_a_run_that_has_ended_changes_with_the_clock():
     for ended in (finished(NOW), failed(NOW)):
         assert run_panels(ended, now=NOW) == run_panels(ended, now=NOW + 3600)
+
+
+def test_a_loss_compares_with_that_of_the_same_step_and_a_speed_with_any():
+    steps = {figure["name"]: figure.get("step") for figure in compared_figures(training())}
+    assert (steps["loss"], steps["val_bpb"], steps["tok_per_sec"]) == (1240, 1240, None)
+
+
+def test_goodput_is_not_shown_before_the_first_step():
+    early = replace(starting(), goodput=Goodput({**dict.fromkeys(TIME_KINDS, 0.0), "start_up": 9.0}, 0, None))
+    assert "goodput" not in {tile["name"] for tile in run_panels(early, now=NOW)["tiles"]}
+    assert "goodput" not in {name for name, *_ in measures(early)}
+
+
+def test_an_attempt_that_goes_on_is_running():
+    snapshot = recovered()
+    assert [attempt_outcome(snapshot, attempt) for attempt in snapshot.attempts] == ["failed", "running"]
+    assert "running" in "".join(text for line in why_page(snapshot, width=80) for text, _ in line)
 
 
 def test_a_group_of_seeds_has_a_mean_where_all_are_at_one_step():

@@ -2,11 +2,9 @@
 
 import json
 import math
-import os
 import random
 import shutil
 import time
-import zlib
 from dataclasses import replace
 
 import pytest
@@ -14,113 +12,9 @@ from run_folders import START, utc, write_run
 from snapshots import NOW
 
 from paceline.errors import PacelineError
-from paceline.heartbeat import LINE, QUOTED, SUM
-from paceline.rundir import RunDir, append_event, append_json_line, append_sample, lock_run
-from paceline.watch.snapshot import Snapshot
+from paceline.rundir import append_json_line, append_sample, utc_now
 from paceline.watch.status import open_reader
 from paceline.watch.summary import Summary, summarize
-
-
-class Folder:
-    """A run folder written by hand."""
-
-    def __init__(self, path):
-        self.run = RunDir(path / "r")
-        self.run.path.mkdir()
-        self.run.config_toml.write_text("depth = 4\n")
-        self.run.plan_json.write_text('{"num_steps": 100, "total_batch_size": 10}')
-        self.reader = open_reader(self.run.path)
-
-    def look(self) -> Snapshot:
-        return self.reader.update()
-
-    def event(self, kind, **fields):
-        append_event(self.run, kind, **fields)
-
-    def begin(self, *, world_size=2, attempt=1):
-        self.event("launch", prepared_s=1.0)
-        self.event("attempt", attempt=attempt, world_size=world_size)
-
-    def begin_script(self, *, attempt=1, ago=0.0):
-        start = {"time": utc(time.time() - START - ago), "event": "attempt", "attempt": attempt, "world_size": 1}
-        append_json_line(self.run.events, start)
-        self.run.logs(attempt).mkdir(parents=True)
-
-    def print(self, text, *, attempt=1, ago=0.0):
-        with self.run.rank_log(attempt, 0).open("a") as file:
-            file.write(text)
-        os.utime(self.run.rank_log(attempt, 0), (time.time() - ago,) * 2)
-
-    def log(self, step, *, second=0, **fields):
-        line = {"step": step, "loss": 3.0, "step_ms": 100.0, "time": f"2026-01-01T00:00:{second:02d}.000Z", **fields}
-        append_json_line(self.run.metrics, line)
-
-    def beat(self, rank, step, phase="forward", *, ago=0.0):
-        self.run.progress(rank).parent.mkdir(exist_ok=True)
-        line = (LINE % (step, 0, QUOTED[phase], time.time() - ago, 1.0)).encode()
-        self.run.progress(rank).write_bytes(line + SUM % zlib.crc32(line))
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return Folder(tmp_path)
-
-
-@pytest.fixture
-def script(held):
-    """A script's run of one rank, held; no attempt has begun."""
-    held.run.config_toml.write_text('command = ["train.py"]\n')
-    held.event("script", command=["train.py"], nproc=1)
-    return held
-
-
-@pytest.fixture
-def held(folder):
-    """The run is held, as by its supervisor."""
-    fd = lock_run(folder.run)
-    yield folder
-    os.close(fd)
-
-
-def test_before_the_first_step_a_run_is_starting(held):
-    assert held.look().state == "starting"
-    held.begin()
-    held.beat(0, 0, "compile")
-    assert held.look().state == "starting"
-
-
-@pytest.mark.parametrize(
-    ("phase", "state"), [("backward", "training"), ("eval", "evaluating"), ("save", "saving"), ("sample", "evaluating")]
-)
-def test_the_phase_of_rank_0_is_the_state_of_the_run(held, phase, state):
-    held.begin()
-    held.beat(0, 7, phase)
-    assert (held.look().state, held.look().step) == (state, 7)
-
-
-def test_between_two_attempts_a_run_is_recovering_and_explains_why(held):
-    held.begin()
-    held.log(5)
-    held.beat(0, 9)
-    held.event("attempt_ended", attempt=1, state="failed")
-    assert held.look().state == "recovering"
-    held.event("verdict", attempt=1, cause="hang", summary="rank 1 hung", fix="")
-    held.event("decision", attempt=1, action="retry", why="it may pass")
-    snapshot = held.look()
-    assert (snapshot.state, snapshot.step, snapshot.attempts[0].action) == ("recovering", 5, "retry")
-    held.event("attempt", attempt=2, world_size=2)
-    held.event("resumed", step=4)
-    held.beat(0, 4, "compile")
-    assert held.look().state == "starting"
-    held.beat(0, 5, "forward")
-    assert held.look().state == "training"
-
-
-def test_the_events_say_how_a_run_ended_that_no_process_holds(folder):
-    folder.begin()
-    assert folder.look().state == "broken"
-    folder.event("finished", step=100)
-    assert folder.look().state == "finished"
 
 
 def test_a_failed_run_is_explained_from_its_logs(folder):
@@ -216,8 +110,8 @@ def test_the_speed_of_the_last_lines_gives_the_remaining_time(held):
 
 def test_each_rank_has_its_own_time_and_the_slow_one_is_marked(held):
     held.begin(world_size=3)
-    for step in range(1, 6):
-        held.log(step, rank_ms=[100.0, 101.0, 160.0])
+    for step in range(1, 11):
+        held.log(step, rank_ms=[100.0, 101.0, 160.0], time=utc_now())
     for rank in range(3):
         held.beat(rank, 5, "reduce", ago=4.0)
     ranks = held.look().ranks
@@ -225,7 +119,26 @@ def test_each_rank_has_its_own_time_and_the_slow_one_is_marked(held):
         (100.0, False, "reduce"), (101.0, False, "reduce"), (160.0, True, "reduce"),
     ]  # fmt: skip
     assert 4.0 <= ranks[0].silent_s < 60.0
-    assert [len(series.steps) for series in held.look().rank_series] == [5, 5, 5]
+    assert [len(series.steps) for series in held.look().rank_series] == [10, 10, 10]
+
+
+@pytest.mark.parametrize(("second", "slow"), [(565.0, []), (600.0, []), (725.0, [1])])
+def test_of_two_ranks_each_is_compared_with_the_other(held, second, slow):
+    held.begin()
+    for step in range(1, 41):
+        held.log(step, rank_ms=[565.0 + step % 3, second - step % 5], time=utc_now())
+    ranks = held.look().ranks
+    assert [rank.rank for rank in ranks if rank.slow] == slow
+    assert [rank.slow_share for rank in ranks] == [0.0, float(bool(slow))]
+
+
+def test_ranks_are_compared_within_an_attempt(held):
+    held.begin()
+    for step in range(1, 31):
+        held.log(step, rank_ms=[100.0, 200.0])
+    held.event("attempt", attempt=2, world_size=2)
+    assert [rank.slow for rank in held.look().ranks] == [False, False]
+    assert held.look().ranks[1].slow_share == 1.0
 
 
 def test_a_field_of_a_sample_holds_until_a_line_has_it_again(folder):
@@ -294,12 +207,15 @@ def test_the_remaining_time_of_a_script_follows_from_its_last_attempt(script):
     assert script.look().eta_s == pytest.approx(990 * 60 / 10, rel=0.05)
 
 
+UNJUDGED = Summary("info", "Nothing unusual so far, and too little is reported to say more.")
+
+
 def test_a_script_that_prints_every_few_minutes_is_not_silent(script):
     script.begin_script(ago=1000.0)
     script.print("step 1/10 loss: 2.5\nstep 2/10 loss: 2.4\nstep 3/10 loss: 2.3\n", ago=400.0)
     snapshot = script.look()
     assert snapshot.silence_s == pytest.approx(200.0, abs=5)
-    assert summarize(replace(snapshot, updated=NOW - 390), now=NOW) == Summary("good", "All well.")
+    assert summarize(replace(snapshot, updated=NOW - 390), now=NOW) == UNJUDGED
     assert summarize(replace(snapshot, updated=NOW - 450), now=NOW) == Summary(
         "warning", "No output or heartbeat for 7m30s."
     )

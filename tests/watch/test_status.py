@@ -13,7 +13,7 @@ from run_folders import write_run
 
 from paceline.errors import PacelineError
 from paceline.run_options import RunsNoteOptions, RunsTagOptions
-from paceline.rundir import RunDir, append_event, append_json_line, find_run, lock_run, read_notes
+from paceline.rundir import RunDir, append_event, append_json_line, find_run, lock_run, read_notes, utc_now
 from paceline.watch.about import edit_note, edit_tags, read_about
 from paceline.watch.status import (
     MAX_END_BYTES,
@@ -52,10 +52,14 @@ def test_a_long_run_is_read_from_its_end_back_to_the_last_value_of_each_field(tm
     assert (status.step, status.loss, status.val_bpb, status.tok_per_sec) == (9999, 2.0, 1.25, 5.0)
 
 
-def test_a_run_whose_lock_is_held_is_running(tmp_path):
+def test_a_run_whose_lock_is_held_has_the_state_of_its_page_and_the_time_of_its_last_step(tmp_path):
     run = make_run(tmp_path)
     fd = lock_run(run)
-    assert run_status(run).state == "running"
+    assert run_status(run).state == "starting"
+    now = utc_now()
+    append_json_line(run.metrics, {"step": 70, "time": now})
+    assert (run_status(run).state, run_status(run).time) == (open_reader(run.path).update().state, now)
+    assert run_status(run).state == "training"
     os.close(fd)
 
 
@@ -122,7 +126,7 @@ def test_each_listing_shows_the_current_state(tmp_path):
     append_json_line(run.metrics, {"step": 70})
     assert [status.step for status in runs.read()] == [70]
     fd = lock_run(run)
-    assert [status.state for status in runs.read()] == ["running"]
+    assert [status.state for status in runs.read()] == ["starting"]
     os.close(fd)
     append_event(run, "finished", step=100)
     assert [status.state for status in runs.read()] == ["finished"]
@@ -211,16 +215,31 @@ def test_a_run_is_found_by_its_folder_or_its_name(script_run):
         find_run("nowhere")
 
 
-def test_the_setup_of_a_run_has_its_machine_and_the_choices_of_its_plan(tmp_path):
+def test_the_setup_of_a_run_is_that_of_its_hosts_and_its_last_attempt(script_run):
+    gpus = [{"name": "RTX 5090"}] * 2
+    for host, version in {"a": "2.9.0", "b": "2.8.0"}.items():
+        path = script_run.facts(host)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps({"gpus": gpus, "torch": {"version": version}}))
+    append_event(script_run, "attempt", attempt=3, world_size=4)
+    setup = {"ranks": "4", "hosts": "2", "GPUs": "2 x RTX 5090", "torch": "2.9.0, 2.8.0"}
+    assert read_about(script_run)["setup"] == setup
+
+
+def test_the_setup_of_a_run_has_the_choices_of_its_plan_and_local_changes(tmp_path):
     run = write_run(tmp_path, "a")
-    run.plan_json.write_text(json.dumps({"num_steps": 200, "world_size": 4, "precision": "bf16"}))
+    run.plan_json.write_text(json.dumps({"num_steps": 200, "precision": "bf16"}))
     run.facts("one").parent.mkdir()
-    for host, commit in (("one", "abc"), ("two", "abc")):
-        facts = {"gpus": [{"name": "RTX 5090"}] * 2, "tools": {"code": {"commit": commit, "dirty": True}}}
-        run.facts(host).write_text(json.dumps(facts))
-    assert read_about(run)["setup"] == {
-        "GPUs": "2 x RTX 5090", "commit": "abc with changes", "hosts": "2", "world_size": 4, "num_steps": 200, "precision": "bf16"
-    }  # fmt: skip
+    run.facts("one").write_text(json.dumps({"tools": {"code": {"commit": "abc", "dirty": True}}}))
+    setup = {
+        "ranks": "2",
+        "hosts": "1",
+        "GPUs": "none",
+        "commit": "abc with changes",
+        "num_steps": 200,
+        "precision": "bf16",
+    }
+    assert read_about(run)["setup"] == setup
 
 
 def test_tags_and_a_note_are_in_the_run_folder_and_damaged_ones_are_none(tmp_path):

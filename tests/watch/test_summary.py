@@ -4,8 +4,22 @@ import math
 from dataclasses import replace
 
 import pytest
-from snapshots import GIB, NOW, STATES, curve, gpu, host, rank_view, training, two_hosts
+from snapshots import (
+    GIB,
+    NOW,
+    STATES,
+    curve,
+    finished,
+    gpu,
+    host,
+    rank_view,
+    starting,
+    trainer_log,
+    training,
+    two_hosts,
+)
 
+from paceline.watch.snapshot import AttemptView, Series
 from paceline.watch.summary import Summary, summarize
 
 SUMMARIES = {
@@ -13,11 +27,19 @@ SUMMARIES = {
     "training": ("good", "All well: the loss is falling, 2 GPUs are busy 97 % of the time, no rank is slow."),
     "recovering": (
         "warning",
-        "Attempt 1 ended: rank 1 asked for 2.0 GiB more than its GPU had. The next attempt is starting.",
+        "The next attempt is starting by itself. Attempt 1 ended: rank 1 asked for 2.0 GiB more than its GPU had.",
     ),
     "failed": ("error", "Rank 1 asked for 2.00 GiB more than its GPU had (31.4 GiB, 29.9 in use by this process)."),
     "broken": ("error", "The run ended without reporting why."),
+    "gone": ("error", "Its files are gone: deleted, moved, or on a disk that is not mounted any more."),
+    "preparing": ("info", "No step is taken yet: tokenize, 42 %, 3m10s left."),
     "finished": ("good", "All steps are done."),
+    "troubled": (
+        "warning",
+        "All steps are done, after 1 recovery (cuda-oom); rank 5 was slower than the others for 90 % of the steps; GPU 1 of"
+        " node-1 was throttled for 40 % of the time (thermal, at up to 91 °C); a step took 39 % longer than planned; 8 % of the"
+        " time was lost work.",
+    ),
     "stopped": ("info", "Stopped on request; it can be resumed."),
     "two_hosts": ("warning", "Rank 5 is slower than the others; GPU 1 of node-1 is throttled: thermal."),
     "script": ("good", "All well: 2 GPUs are busy 97 % of the time."),
@@ -29,6 +51,40 @@ SUMMARIES = {
 def test_each_state_has_one_sentence(name):
     expected = SUMMARIES[name]
     assert summarize(STATES[name](NOW), now=NOW) == (expected and Summary(*expected))
+
+
+def attempts(*states):
+    return [AttemptView(number, "2026-11-21T08:18:54.000Z", state) for number, state in enumerate(states, 1)]
+
+
+@pytest.mark.parametrize(
+    ("states", "text"),
+    [
+        (("finished", "finished"), "All steps are done."),
+        (("interrupted", "finished"), "All steps are done."),
+        (("failed", "failed", "finished"), "All steps are done, after 2 recoveries."),
+        ((None, "interrupted", "finished"), "All steps are done, after 1 recovery."),
+    ],
+)
+def test_only_what_broke_is_a_recovery(states, text):
+    assert summarize(replace(finished(), attempts=attempts(*states)), now=NOW) == Summary("good", text)
+
+
+NOTHING_KNOWN = "Nothing is known: neither a step nor a loss nor a heartbeat is reported."
+TOO_LITTLE = "Nothing unusual so far, and too little is reported to say more."
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"series": {}, "step": 0, "loss": None}, NOTHING_KNOWN),
+        ({"series": {}, "step": 1, "loss": None}, TOO_LITTLE),
+        ({"series": {"loss": Series([1, 2], [3.0, 2.9], [])}, "step": 2, "loss": 2.9}, TOO_LITTLE),
+    ],
+)
+def test_what_reports_nothing_is_not_well(changed, text):
+    snapshot = replace(trainer_log(), hosts=[], **changed)
+    assert summarize(snapshot, now=NOW) == Summary("info", text)
 
 
 def loss(value):
@@ -45,18 +101,26 @@ def pace(value):
         ({"updated": NOW - 125}, "No output or heartbeat for 2m05s."),
         ({"ranks": [rank_view(0), rank_view(1, silent_s=75.0, phase="reduce")]}, "Rank 1 is silent for 1m15s in reduce."),
         ({"loss": math.nan}, "The loss is NaN or infinite."),
+        ({"loss": 0.0, "series": {}}, "The loss is exactly 0."),
+        ({"series": {"lr": curve(lambda step: 0.0, now=NOW)}}, "The learning rate is 0."),
         (loss(lambda step: 3.0 if step < 1050 else 3.3), "The loss is 10 % higher since step 1,050 than before."),
         ({"step_ms": 700.0}, "A step takes 25 % longer than planned."),
         (pace(lambda step: 300.0 if step < 700 else 500.0), "A step takes 500 ms now and took 300 ms at its best."),
         ({"hosts": [host("tower", [gpu(0, use=0.12)])]}, "GPU 0 of tower is busy 12 % of the time."),
         ({"hosts": [host("tower", [gpu(0, errors={"xid": 79, "ecc_corrected": 3})])]}, "GPU 0 of tower has errors: xid 79."),
         ({"hosts": [host("tower", [gpu(0, use=0.12)], time=NOW - 125, every_s=2.0)]}, "No health sample of tower for 2m05s."),
-        ({"hosts": [host("tower", [], cgroup_used=95 * GIB)]}, "Tower has 1.0 GiB of 96.0 GiB RAM left."),
-        ({"hosts": [host("tower", [], disk_free=2 * GIB)]}, "Tower has 2.0 GiB of disk left."),
+        ({"hosts": [host("tower", [], cgroup_used=95 * GIB)]}, "1.0 GiB of 96.0 GiB RAM are left on tower."),
+        ({"hosts": [host("tower", [], disk_free=2 * GIB)]}, "2.0 GiB of disk are left on tower."),
     ],
 )  # fmt: skip
 def test_each_warning_names_its_number(changed, text):
     assert summarize(replace(training(), **changed), now=NOW) == Summary("warning", text)
+
+
+def test_a_start_that_hangs_is_a_warning():
+    ranks = [rank_view(0, phase="compile"), rank_view(1, phase="start", silent_s=700.0)]
+    text = "No step is finished yet: compile, start. Rank 1 is silent for 11m40s in start."
+    assert summarize(replace(starting(), ranks=ranks), now=NOW) == Summary("warning", text)
 
 
 def test_a_power_limit_a_long_evaluation_and_ended_ranks_cause_no_warning():

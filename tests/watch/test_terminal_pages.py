@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from snapshots import NOW, STATES, failed, hostile, recovered, script, training, two_hosts, unknown_log
 
+from paceline.watch.measures import gpu_model, gpu_problems
 from paceline.watch.snapshot import GpuView, LogView, RankView
-from paceline.watch.summary import gpu_model, gpu_problems
 from paceline.watch.terminal.chart import CurveChoice, curves_page
 from paceline.watch.terminal.head import header, why_page
 from paceline.watch.terminal.line import (

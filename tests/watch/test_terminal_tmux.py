@@ -112,7 +112,7 @@ def test_watching_does_not_change_a_run(tmux, tmp_path, leave):
     tmux.press("5")
     tmux.wait_for("log of rank 0")
     tmux.press("/", "b", "o", "o", "Enter")
-    tmux.wait_for("1 lines with boo")
+    tmux.wait_for("1 line with boo")
     tmux.press("6", "c", "Space", "r", "r", "Space", "1")
     tmux.wait_for("1 overview")
     tmux.press(leave)

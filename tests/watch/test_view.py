@@ -68,7 +68,7 @@ def make_run(folder, name: str) -> RunDir:
     time = f"2026-11-21T12:00:{len(list(run.path.parent.iterdir())):02d}.000Z"  # each run later than those before it
     append_json_line(run.events, {"time": time, "event": "attempt", "attempt": 1, "world_size": 1})
     append_json_line(
-        run.metrics, {"time": "2026-11-21T13:00:00.000Z", "step": 50, "loss": 2.5, "tok_per_sec": 1e3, "step_ms": 9.0}
+        run.metrics, {"time": time.replace("T12", "T13"), "step": 50, "loss": 2.5, "tok_per_sec": 1e3, "step_ms": 9.0}
     )
     return run
 

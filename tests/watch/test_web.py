@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import zlib
 from typing import Any
 
@@ -182,6 +183,32 @@ def test_a_run_folder_that_is_a_link_is_shown_and_so_is_one_with_links_within_it
     with serving(Shelf(tmp_path / "runs")) as port:
         assert [each["name"] for each in json.loads(asked(port, "/api/runs")[2])] == ["linked"]
         assert json.loads(asked(port, "/api/runs/linked/log?attempt=1&rank=1")[2])["text"] == "step 1\n"
+
+
+def test_a_run_whose_folder_is_gone_is_shown_as_gone_until_it_is_back(tmp_path):
+    shelf, run = Shelf(tmp_path), write_run(tmp_path, "a")
+    assert shelf.snapshot("a").state == "finished"
+    away = run.path.rename(tmp_path.parent / "away")
+    time.sleep(FRESH_S)
+    with serving(shelf) as port:
+        event = json.loads(first_event(port, "run=a"))
+        assert (event["head"]["state"], event["panels"]["head"]["badge"]["state"]) == ("gone", "gone")
+        assert event["summary"]["text"].startswith("Its files are gone")
+        assert json.loads(asked(port, "/api/runs")[2]) == []
+        away.rename(run.path)
+        time.sleep(FRESH_S)
+        assert json.loads(first_event(port, "run=a"))["head"]["state"] == "finished"
+
+
+def test_a_link_in_the_place_of_a_run_that_was_shown_is_not_followed(tmp_path):
+    outside = write_run(tmp_path / "elsewhere", "b", log=SECRET)
+    shelf, run = Shelf(tmp_path / "runs"), write_run(tmp_path / "runs", "a")
+    assert shelf.snapshot("a").state == "finished"
+    run.config_toml.unlink()
+    run.events.unlink()
+    run.events.symlink_to(outside.events)
+    with pytest.raises(PacelineError, match="leads out of the run folder"):
+        shelf.snapshot("a")
 
 
 def test_every_answer_forbids_the_browser_to_load_or_guess_anything_else(port):

@@ -115,8 +115,7 @@ class App {
     this.main.classList.remove('waiting');
     if (!(this.page instanceof RunPage)) this.page.take(message);
     else if (message.gone) {
-      const gone = p('summary warning', 'There is no such run, or not any more.');
-      this.page.top.replaceChildren(el('section.head', el('h1', message.run), gone));
+      this.page.top.replaceChildren(el('section.head', el('h1', message.run), p('summary error', 'There is no such run.')));
     } else {
       this.page.update(this.page.run.take(message));
       const { title } = this.page.run.panels.head;

@@ -71,7 +71,7 @@ class ComparePage {
       const cells = figures.map((byName) => byName.get(name));
       const curves = known.map(({ run }) => run.curves.series[name]);
       const ends = new Set(curves.map((series) => series?.steps.at(-1)));
-      if (!cells.some((figure) => figure?.by_step) || ends.size < 2) return [row(name, cells)];
+      if (!cells.some((figure) => isNumber(figure?.step)) || ends.size < 2) return [row(name, cells)];
       const last = row(
         name,
         cells.map((figure) => figure && { ...figure, better: null }),
@@ -108,7 +108,7 @@ class ComparePage {
   }
 }
 
-// figures: {value, better} of each run. Returns the index of the best; -1 if one is unknown or all are the same.
+// figures: {value, better} of the runs. Returns the index of the best; -1 if one is unknown or all are the same.
 function bestIndex(figures) {
   const values = figures.map((figure) => figure?.value);
   const better = figures[0]?.better;

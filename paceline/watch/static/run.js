@@ -4,7 +4,7 @@
 class RunPage {
   // about: config, facts and samples of a report; a live page requests them.
   constructor(run, { about = null, isLive = true, link = null } = {}) {
-    Object.assign(this, { run, about: about || {}, sections: new Map() });
+    Object.assign(this, { run, about: about || {}, sections: new Map(), top: el('div'), tiles: el('div') });
     this.board = new Board([{ run, label: run.name, colour: 'line-1' }], {
       onChange: () => this.drawMaps(),
       marksOf: (axis) => run.panels.marks?.[axis],
@@ -14,8 +14,6 @@ class RunPage {
     this.devices = new Devices(run, this.board);
     this.events = new Events(run);
     this.logs = isLive ? new Logs(run) : null;
-    this.top = el('div');
-    this.tiles = el('div');
     this.node = el('div.page', this.top);
     for (const section of this.layout().filter(([id]) => this.logs || id !== 'logs')) this.add(section);
     this.sections.get('why').node.after(this.tiles);
@@ -25,11 +23,12 @@ class RunPage {
       event.preventDefault();
       this.logs?.openAt(log, Number(line));
     });
-    if (isLive)
-      request(`api/runs/${encodeURIComponent(run.name)}/about`).then((answer) => {
-        this.about = answer || {};
-        this.update(new Set(['about']));
-      });
+    if (isLive) this.readAbout();
+  }
+
+  async readAbout() {
+    this.about = (await request(`api/runs/${encodeURIComponent(this.run.name)}/about`)) || {};
+    this.update(new Set(['about']));
   }
 
   // id, title, the panels and curves it is drawn from, and what draws it: a function that returns nodes or null, or a
@@ -75,6 +74,8 @@ class RunPage {
   // changed: the names of panels and of groups of curves.
   update(changed) {
     const { head, tiles } = this.run.panels;
+    if (this.state === 'preparing' && head.badge.state !== 'preparing') this.readAbout(); // it has a config now
+    this.state = head?.badge.state;
     if (changed.has('head')) fill(this.top, drawHead(this.run.name, head));
     if (changed.has('tiles')) fill(this.tiles, drawTiles(tiles));
     let isMoved = false;

@@ -13,8 +13,8 @@ from itertools import groupby, pairwise
 from statistics import fmean
 
 from paceline.units import format_count
+from paceline.watch.measures import METRICS, format_measure
 from paceline.watch.snapshot import Series, Snapshot
-from paceline.watch.summary import METRICS, format_measure
 from paceline.watch.terminal.line import EMPTY, Line, cells, clean, cut, heading, side_by_side, split_width
 
 CURVES = [name for name in METRICS if name != "peak_bytes"]  # known curves, the most important first

@@ -12,18 +12,10 @@ from itertools import chain
 from typing import Any
 
 from paceline.units import format_count, format_duration, format_energy, format_number_of, format_ranks
+from paceline.watch.measures import METRICS, format_measure, format_percent, format_time
 from paceline.watch.panels import action_text, figures, goodput_panel, severity_level, why_panel
-from paceline.watch.snapshot import BROKEN, LIVE, AttemptView, EventView, Snapshot
-from paceline.watch.summary import (
-    LEVEL_SIGNS,
-    METRICS,
-    STATE_SIGNS,
-    attempt_outcome,
-    format_measure,
-    format_percent,
-    format_time,
-    summarize,
-)
+from paceline.watch.snapshot import BROKEN, LIVE, EventView, Snapshot
+from paceline.watch.summary import LEVEL_SIGNS, STATE_SIGNS, attempt_outcome, goodput_share, summarize
 from paceline.watch.terminal.line import (
     ELLIPSIS,
     Line,
@@ -54,17 +46,18 @@ def header(snapshot: Snapshot, *, now: float, width: int, error: str | None = No
 
 
 def health(snapshot: Snapshot, *, now: float, width: int) -> list[Line]:
-    """One line, or two for a warning; none for a run that broke, because that has a banner."""
+    """One line where all is well, else up to two; none for a run that broke, because that has a banner."""
     summary = summarize(snapshot, now=now)
     if summary is None or snapshot.state in ("failed", "broken"):
         return []
     sign, style = LEVEL_SIGNS[summary.level]
     text, start = clean(summary.text), (f" {sign} ", style)
-    if summary.level == "warning":
-        lines = paragraph(text, width, start, style="orange")
+    if summary.level != "good":
+        tone = {"warning": "orange", "error": "red"}.get(summary.level, "")
+        lines = paragraph(text, width, start, style=tone)
         if len(lines) > 2:
             following = " ".join(line[-1][0] for line in lines[1:])
-            lines[1:] = paragraph(following, width, MARGIN, style="orange", wrapped=False)
+            lines[1:] = paragraph(following, width, MARGIN, style=tone, wrapped=False)
         return lines
     while cut(text, width - 4) != text and ", " in text:
         text = text.rpartition(", ")[0] + "."
@@ -103,6 +96,10 @@ def progress(snapshot: Snapshot, *, width: int) -> Line:
     is_live, share = snapshot.state in LIVE, None
     left: Line = ((f" step {snapshot.step:,}  ", "strong"),) if snapshot.step else ((" n/a  ", "faint"),)
     right: list[Piece] = []
+    if snapshot.preparing and snapshot.state == "preparing":
+        share = snapshot.preparing["share"]
+        left = ((" n/a  " if share is None else f" {format_percent(share)}  ", "strong"),)
+        right.append((f"  {cut(clean(snapshot.preparing['label']), 40)}", "strong"))
     if snapshot.num_steps:
         share = min(1.0, snapshot.step / snapshot.num_steps)
         left = ((f" {math.floor(1000 * share) / 10:.1f} %  ", "strong"),)
@@ -121,8 +118,8 @@ def measures(snapshot: Snapshot) -> Iterator[tuple[str, str, str]]:
     for name, measure in METRICS.items():
         if name != "peak_bytes" and (value := getattr(snapshot, name, None)) is not None:
             yield measure.label, format_measure(name, value), "strong"
-    if snapshot.goodput and snapshot.goodput.share is not None:
-        yield "goodput", format_percent(snapshot.goodput.share), "strong"
+    if (share := goodput_share(snapshot)) is not None:
+        yield "goodput", format_percent(share), "strong"
     if snapshot.peak_bytes is not None:
         yield "peak", format_measure("peak_bytes", snapshot.peak_bytes), "strong"
     if snapshot.tokens_per_step and snapshot.step:
@@ -135,15 +132,19 @@ def banner(snapshot: Snapshot, *, width: int, height: int) -> list[Line]:
     if snapshot.state == "broken" and not snapshot.explanation:
         text = "the run ended without reporting why" + ("; its logs (5) may show it" if snapshot.logs else "")
         return [((f" ✗ {text}", "error"),)]
-    if explanation is None:
+    if explanation is None or snapshot.state == "recovering":  # its sentence is in the header
         return []
     lines = paragraph(f"{explanation['cause']}: {explanation['summary']}", width, (" ✗ ", "error"), style="error")
     fix = paragraph(f"fix: {explanation['fix']}", width, ARROW, style="strong") if explanation.get("fix") else []
-    lines = [*lines[: max(1, height - len(fix))], *fix]
-    if len(lines) > height:
-        sign, (text, style) = lines[height - 1]
-        lines[height - 1] = (sign, (cut(text, width - 6) + ELLIPSIS, style))
-    return lines[:height]
+    return [*shortened(lines, max(1, height - len(fix)), width), *fix][:height]
+
+
+def shortened(lines: list[Line], height: int, width: int) -> list[Line]:
+    """The first lines of a paragraph; an ellipsis ends the last where more follow."""
+    if len(lines) <= height:
+        return lines
+    sign, (text, style) = lines[height - 1]
+    return [*lines[: height - 1], (sign, (cut(text, width - 6) + ELLIPSIS, style))]
 
 
 def failure_of(snapshot: Snapshot) -> dict[str, Any] | None:
@@ -217,7 +218,7 @@ def why_page(snapshot: Snapshot, *, width: int) -> list[Line]:
             "unknown": "this log shows no known step and no known error",
         }.get(snapshot.state, "nothing has ended this run")
         lines += paragraph(text, width, MARGIN, style="faint")
-    lines += section("attempts", attempt_lines(snapshot.attempts, width=width), width)
+    lines += section("attempts", attempt_lines(snapshot, width=width), width)
     return lines + section("what the checks found", finding_lines(snapshot.findings, width=width), width)
 
 
@@ -240,10 +241,10 @@ def explanation_lines(explanation: dict[str, Any], *, width: int) -> list[Line]:
     return lines
 
 
-def attempt_lines(attempts: list[AttemptView], *, width: int) -> list[Line]:
+def attempt_lines(snapshot: Snapshot, *, width: int) -> list[Line]:
     lines: list[Line] = []
-    for attempt in attempts:
-        outcome = attempt_outcome(attempt)
+    for attempt in snapshot.attempts:
+        outcome = attempt_outcome(snapshot, attempt)
         style = {"finished": "good", "failed": "error"}.get(outcome, "")
         start = f"{format_time(attempt.time)} UTC  "
         lines.append(((f" {attempt.attempt:>3}  ", "strong"), (start, "faint"), (outcome, style)))

@@ -10,8 +10,7 @@ from itertools import islice
 from statistics import median
 
 from paceline.units import GIB, format_bytes, format_duration, format_list, format_ms, format_number_of
-from paceline.watch.snapshot import LIVE, GpuView, HostView, RankView, Snapshot
-from paceline.watch.summary import (
+from paceline.watch.measures import (
     format_memory,
     format_percent,
     format_power,
@@ -20,9 +19,10 @@ from paceline.watch.summary import (
     gpu_problems,
     is_disk_low,
     is_full,
-    is_silent,
     memory_share,
 )
+from paceline.watch.snapshot import LIVE, GpuView, HostView, RankView, Snapshot
+from paceline.watch.summary import is_silent
 from paceline.watch.terminal.chart import even_values, pulse, sparkline
 from paceline.watch.terminal.line import (
     EMPTY,

@@ -10,10 +10,11 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from paceline.units import format_bytes
+from paceline.units import format_bytes, format_number_of
 from paceline.watch.growing_file import read_tail, search
+from paceline.watch.measures import format_measure
 from paceline.watch.snapshot import LIVE, LogView, Series, Snapshot
-from paceline.watch.summary import first_log, format_measure, line_level
+from paceline.watch.summary import first_log, line_level
 from paceline.watch.terminal import chart, head, machines
 from paceline.watch.terminal.line import (
     EMPTY,
@@ -220,8 +221,10 @@ def log_heading(text: LogText, *, width: int) -> Line:
     attempt = "" if log.rank is None else f"attempt {log.attempt}  "
     right: Line = ((f"{attempt}{cut(clean(Path(log.path).name), 24)}  {format_bytes(log.bytes)}", "faint"),)
     if text.choice.query:
-        count = f"{len(text.lines)}{' or more' if len(text.lines) == MAX_HITS else ''}"
-        right = ((f"{count} lines with ", "faint"), (cut(clean(text.choice.query), 24), "match"))
+        count = (
+            f"{MAX_HITS} lines or more" if len(text.lines) == MAX_HITS else format_number_of(len(text.lines), "line")
+        )
+        right = ((f"{count} with ", "faint"), (cut(clean(text.choice.query), 24), "match"))
     return heading(title, width, right=right)
 
 

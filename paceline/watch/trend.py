@@ -1,0 +1,103 @@
+"""
+Whether a curve rises, falls or is level, and whether steps have become slower, judged against the curve's own noise. Pure.
+
+A rise is a stretch of the last lines whose mean lies `Z_RISE` standard errors above the lines before them. Values are clipped at
+three standard deviations first, so that single spikes and heavy tails are noise. Where the older half of those lines is clearly
+higher than the newer one, the curve was falling, and only the newer half counts.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from itertools import pairwise
+from math import isfinite, sqrt
+
+from paceline.watch.snapshot import Series
+
+STRETCH_LINES = 40  # the longest stretch of last lines that is judged
+WHOLE_LINES = 4 * STRETCH_LINES  # the end of a curve that is never thinned: a stretch and what it is compared with
+MIN_STRETCH, MIN_BEFORE, MIN_PART = 5, 20, 8
+CLIP = 3.0  # standard deviations
+Z_RISE, Z_FALL, Z_LEVEL = 4.2, 3.0, 1.0  # standard errors
+MAX_LIKENESS = 0.6  # of neighbouring values: their correlation, which makes a mean of them less certain
+MIN_RISE = 0.01  # of the level: a smaller one is nobody's concern
+MIN_NOISE = 0.001  # of the level: that of a curve that is printed with few digits
+PACE_LINES, MIN_PACE_LINES = 5, 10  # whose median is the present pace, and how many show a past
+SLOWER = 1.5
+
+
+def rise_of(series: Series) -> tuple[float, int] | None:
+    """Returns by which share the last values are higher than those before them, and since which step; None: they are not."""
+    values = [value for value in series.values[-WHOLE_LINES:] if isfinite(value)]
+    longest = min(STRETCH_LINES, len(values) // 2, len(values) - MIN_BEFORE)
+    if longest < MIN_STRETCH:
+        return None
+    before = values[:-longest]
+    while (
+        len(half := before[len(before) // 2 :]) >= MIN_BEFORE
+        and standard_errors_below(half, before[: -len(half)]) > Z_FALL
+    ):
+        before = half
+    level, noise = level_of(before)
+    total, highest, length = 0.0, 0.0, 0
+    for count, value in enumerate(reversed(values[-longest:]), 1):
+        total += clip(value - level, CLIP * noise)
+        z = total / (noise * sqrt(count + count**2 / len(before)))
+        if count >= MIN_STRETCH and z > highest:
+            highest, length = z, count
+    if highest < Z_RISE * (1 + 7 / len(before)):  # about as Student's t, whose noise is known from as few lines
+        return None
+    rise = (statistics.fmean(values[-length:]) - level) / abs(level) if level else 0.0
+    return (rise, series.steps[-length]) if rise > MIN_RISE else None
+
+
+def is_falling(series: Series) -> bool | None:
+    """Whether the newer of the last two parts of a curve is clearly lower; None for a short or non-finite curve.
+
+    A part is up to a third of the curve and ends at one of few points, and a doubtful part leaves the answer of the point
+    before it: the answer does not change from line to line.
+    """
+    values = series.values
+    if len(values) < 3 * MIN_PART or not all(map(isfinite, values[-2 * len(values) // 3 :])):
+        return None
+    while len(values) >= 3 * MIN_PART:
+        part = 1 << ((len(values) // 3).bit_length() - 1)
+        values = values[: len(values) - len(values) % (part // 4)]
+        z = standard_errors_below(values[-part:], values[-2 * part : -part])
+        if not Z_LEVEL < z < Z_FALL:
+            return z >= Z_FALL
+        values = values[:-1]
+    return False
+
+
+def standard_errors_below(values: Sequence[float], before: Sequence[float]) -> float:
+    """Returns how much lower the mean of the values is, in standard errors of the difference."""
+    (level, noise), (level_before, noise_before) = level_of(values), level_of(before)
+    return (level_before - level) / sqrt(noise**2 / len(values) + noise_before**2 / len(before))
+
+
+def level_of(values: Sequence[float]) -> tuple[float, float]:
+    """Returns the mean after clipping, and the standard deviation of independent values whose mean is as uncertain."""
+    middle = statistics.median(values)
+    spread = 1.4826 * statistics.median(abs(value - middle) for value in values)  # sigma of normal noise
+    clipped = [clip(value - middle, CLIP * spread) for value in values]
+    mean = statistics.fmean(clipped)
+    offsets = [value - mean for value in clipped]
+    squares = math.fsum(offset**2 for offset in offsets)
+    products = math.fsum(first * second for first, second in pairwise(offsets))
+    likeness = max(0.0, min(MAX_LIKENESS, products / squares)) if squares else 0.0
+    noise = sqrt(squares / len(values) * (1 + likeness) / (1 - likeness))
+    return middle + mean, max(noise, MIN_NOISE * abs(middle)) or 1e-12
+
+
+def clip(value: float, limit: float) -> float:
+    return max(-limit, min(limit, value))
+
+
+def slowdown(times: Sequence[float]) -> tuple[float, float] | None:
+    """Returns the present time of a step and its usual best; None where the present is not clearly longer."""
+    times = [value for value in times if isfinite(value)]
+    if len(times) < MIN_PACE_LINES:
+        return None
+    present, best = statistics.median(times[-PACE_LINES:]), statistics.quantiles(times, n=4)[0]
+    return (present, best) if present > SLOWER * best else None

@@ -1,0 +1,104 @@
+"""A command that prepares text can be watched, and leaves nothing behind where it ends before the training."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from paceline.rundir import RunDir, check_unused, lock_run
+from paceline.watch.panels import run_panels
+from paceline.watch.status import RunList, open_reader, run_status
+from paceline.watch.summary import summarize
+from paceline.watch.terminal.pages import format_once
+
+DEADLINE_S = 120
+TRAIN = [
+    sys.executable,
+    "-m",
+    "paceline.cli",
+    "train",
+    "--no-check",
+    "--depth",
+    "2",
+    "--sequence-len",
+    "64",
+    "--name",
+    "books",
+]
+
+
+@pytest.fixture
+def preparing(tmp_path):
+    """A real command that prepares four megabytes of text, and its run folder."""
+    chance = random.Random(1)
+    words = ["".join(chance.choices("abcdefghij", k=chance.randint(2, 9))) for _ in range(2000)]
+    (tmp_path / "books.txt").write_text("\n".join(" ".join(chance.choices(words, k=100)) for _ in range(6000)))
+    keys = ["--data", "books.txt", "--vocab-size", "1024", "--cache-dir", str(tmp_path / "cache")]
+    process = subprocess.Popen(
+        [*TRAIN, *keys], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    yield process, RunDir(tmp_path / "runs" / "books")
+    process.kill()
+    process.wait()
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + DEADLINE_S
+    while not (value := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return value
+
+
+def test_text_that_is_prepared_is_a_state_with_progress_and_an_end_of_the_command_is_reported(preparing):
+    process, run = preparing
+    wait_for(run.preparing_json.exists)
+    reader = open_reader(run.path)
+
+    def tokenizing():
+        snapshot = reader.update()
+        return snapshot if (snapshot.preparing or {}).get("label") == "tokenize" else None
+
+    snapshot = wait_for(tokenizing)
+    assert (snapshot.state, [status.state for status in RunList(run.path.parent).read()]) == (
+        "preparing",
+        ["preparing"],
+    )
+    assert 0 < snapshot.preparing["share"] <= 1
+    assert "tokenize, " in summarize(snapshot, now=time.time()).text
+    assert "preparing" in format_once(snapshot, now=time.time(), width=80)
+    assert run_panels(snapshot, now=time.time())["head"]["progress"]["percent"] > 0
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait(DEADLINE_S) == 130
+    assert not run.path.exists()
+    text = "The command ended before the training began; its own output shows why."
+    assert (reader.update().state, summarize(reader.update(), now=time.time()).text) == ("gone", text)
+
+
+def test_what_a_killed_preparation_leaves_is_no_run_and_its_name_can_be_used(preparing):
+    process, run = preparing
+    wait_for(run.preparing_json.exists)
+    process.kill()
+    process.wait()
+    assert run.preparing_json.exists()
+    assert RunList(run.path.parent).read() == []
+    check_unused(run, fix="another name")
+
+
+def test_a_viewer_goes_over_from_the_preparation_to_the_run(tmp_path):
+    run = RunDir(tmp_path / "r")
+    run.path.mkdir()
+    lock = lock_run(run)
+    moment = "2026-11-21T12:00:00.000Z"
+    times = f'"started": "{moment}", "since": "{moment}", "time": "{moment}"'
+    run.preparing_json.write_text(f'{{{times}, "label": "tokenize", "share": 0.25}}')
+    reader = open_reader(run.path)
+    assert (reader.update().state, run_status(run).state) == ("preparing", "preparing")
+    run.config_toml.write_text("depth = 2\n")
+    run.preparing_json.unlink()
+    assert (reader.update().state, run_status(run).state) == ("starting", "starting")
+    os.close(lock)

@@ -1,7 +1,7 @@
 """
 Planned against measured speed of real runs on CPU processes.
 
-    python benchmarks/plan.py [--rounds 3] [--steps 12] [--only 0,3]
+    python benchmarks/plan.py [--rounds 3] [--steps 12] [--only 0,3] [--toys 10]
 
 Measures this machine's pieces for one process and for two (train/measure.py), runs two configs to calibrate and then eight others
 through `paceline train`, and prints predicted and measured tokens/s of each with their ratio. Rounds go through all configs in
@@ -68,6 +68,10 @@ CALIBRATION = (
     Case(1, 4, 256, 256, 4096, 8, 1, "bf16"),
     Case(2, 4, 256, 256, 4096, 8, 1, "bf16"),
 )
+TOYS = tuple(
+    Case(nproc, 2, width, 64, 512, rows, 1, "fp32") for nproc in (1, 2) for width in (64, 128, 192) for rows in (4, 16)
+)
+TOY_STEPS = 30
 CASES = (
     Case(1, 4, 128, 256, 4096, 16, 1, "bf16"),
     Case(1, 6, 384, 256, 8192, 8, 1, "fp32", ("--optimizer", "adamw")),
@@ -92,6 +96,9 @@ def main() -> None:
         help="seconds to wait for a quiet machine, each time; 0: take it as it is",
     )
     parser.add_argument("--speeds", type=Path, help="a folder with measurements made before")
+    parser.add_argument(
+        "--toys", type=int, default=0, help="so many toy runs first, which leave their history in the cache"
+    )
     args = parser.parse_args()
     chosen = CASES if args.only is None else tuple(CASES[int(word)] for word in args.only.split(","))
     cores = probe_machine().cpu_cores
@@ -101,6 +108,10 @@ def main() -> None:
         for nproc in sorted({case.nproc for case in chosen}):
             if load_speeds(cache, device_name="CPU", threads=max(1, cores // nproc), processes=nproc) is None:
                 quietly(args.patience, lambda n=nproc: measure(cache, nproc=n, threads=max(1, cores // n)))
+        for number, toy in enumerate(TOYS[: args.toys]):
+            plan, measured = run(folder, toy, steps=TOY_STEPS)
+            learn(cache, plan, measured_s=measured)
+            print(f"toy {number + 1}: {measured * 1000:,.0f} ms  {toy.name}", file=sys.stderr, flush=True)
         seconds: dict[Case, list[float]] = {case: [] for case in (*CALIBRATION, *chosen)}
         plans: dict[Case, Plan] = {}
         for number in range(args.rounds):

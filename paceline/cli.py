@@ -8,6 +8,7 @@ failed; 130 interrupted.
 
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -53,6 +54,12 @@ def plan(args: options.PlanOptions) -> None:
     print(answer(args))
 
 
+def configs(args: options.ConfigsOptions) -> None:
+    from paceline.plan.query import answer_configs
+
+    print(answer_configs(args))
+
+
 def check(args: options.CheckOptions) -> int:
     from paceline.check.ready import (
         check_config,
@@ -60,6 +67,7 @@ def check(args: options.CheckOptions) -> int:
         format_findings,
         format_host,
         format_links,
+        format_passed,
         format_summary,
         to_json,
     )
@@ -87,6 +95,7 @@ def check(args: options.CheckOptions) -> int:
         hosts = "\n".join(map(format_host, checked.facts))
         links = "\n".join(line for facts in checked.facts for line in format_links(facts))
         blocks = [hosts, links, colour(text) if sys.stdout.isatty() else text]
+        blocks += [format_passed(checked)] if args.verbose else []
         print("\n\n".join(block for block in (*blocks, format_summary(findings)) if block))
     return 1 if any(finding.severity == "stop" for finding in findings) else 0
 
@@ -115,6 +124,14 @@ def comm(args: options.CommOptions) -> int:
         )
     print(format_json(results) if args.json else format_comm(results))
     return 0 if results["right"] else 3
+
+
+def profile(args: options.ProfileOptions) -> None:
+    from paceline.launch.profile import format_profile, profile_steps
+
+    results, plan = profile_steps(args)
+    width = shutil.get_terminal_size((120, 24)).columns
+    print(format_json(results) if args.json else format_profile(results, plan, width=width))
 
 
 def watch(args: options.WatchOptions) -> int:
@@ -319,8 +336,10 @@ COMMANDS: dict[str, tuple[Callable[..., int | None], type]] = {
     "resume": (resume, options.ResumeOptions),
     "run": (run, options.ScriptOptions),
     "plan": (plan, options.PlanOptions),
+    "configs": (configs, options.ConfigsOptions),
     "check": (check, options.CheckOptions),
     "comm": (comm, options.CommOptions),
+    "profile": (profile, options.ProfileOptions),
     "watch": (watch, options.WatchOptions),
     "explain": (explain, options.ExplainOptions),
     "runs": (runs, run_options.RunsOptions),

@@ -6,7 +6,6 @@ keys are such fields too, so a file and a flag are checked by the same limits. E
 """
 
 import argparse
-import difflib
 import inspect
 import math
 import re
@@ -17,7 +16,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paceline.errors import UsageError
+from paceline.errors import UsageError, nearest
 
 T = TypeVar("T")
 
@@ -38,6 +37,7 @@ OTHER_LAUNCHERS = {
     "leave it out: --nproc 2, or the default of one process for each GPU": "multi-gpu",
     "leave it out: --nproc and --device replace it": "config-file",
     "leave it out: every rank's output is shown and kept": "tee redirects",
+    "leave it out: paceline run starts the processes of this host": "nnodes node-rank num-machines machine-rank",
     "paceline finds a free port on this host by itself: leave it out": "standalone rdzv-backend rdzv-endpoint rdzv-id"
     " master-addr master-port main-process-ip main-process-port",
 }
@@ -323,6 +323,9 @@ def offer(parameter: Parameter, *, prefix: str, **_: Any) -> Iterable[str]:
     """What completes a value: the choices, the names of runs, else files."""
     from argcomplete.completers import FilesCompleter
 
+    if parameter.name == "config":
+        configs = Path(__file__).with_name("configs").glob(f"{prefix}*.toml")
+        return [*(path.stem for path in configs), *FilesCompleter()(prefix)]
     runs = Path("runs").glob(f"{prefix}*/config.toml") if "RUN" in parameter.value_name else ()
     return [*parameter.choices, *(path.parent.name for path in runs)] or FilesCompleter()(prefix)
 
@@ -380,7 +383,8 @@ def unknown_option(argument: str, following: str, *, command: str, options: type
         fix = f"options have two dashes, such as {own[0].usage if own else '--help'}"
         return UsageError(f"unknown option {argument}", fix=fix)
     near = nearest(flag, [name for parameter in own for name in (parameter.option, *parameter.flags)])
-    return UsageError(f"unknown option {flag}", fix=f"did you mean {near}?" if near else "--help lists the options")
+    fix = f"did you mean {near}?" if near else f"paceline {command} --help lists the options"
+    return UsageError(f"unknown option {flag}", fix=fix)
 
 
 def unknown_command(args: Sequence[str], names: Collection[str]) -> UsageError:
@@ -392,7 +396,3 @@ def unknown_command(args: Sequence[str], names: Collection[str]) -> UsageError:
     near = nearest(head, [name.split()[0] for name in names])
     whole = f"{near} {word}" if f"{near} {word}" in names else near
     return UsageError(f"unknown command {head}", fix=f"paceline {whole}" if near else "paceline --help lists them")
-
-
-def nearest(name: str, names: Iterable[str]) -> str | None:
-    return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)), None)

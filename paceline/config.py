@@ -95,7 +95,7 @@ class Config:
     compile: bool | None = option(None, "use torch.compile; auto: measured, where the run is long enough")
     deterministic: bool = option(False, "on GPUs, kernels that repeat the same bits; on the CPU they always do")
     profile: str = option(
-        "balanced", "device memory to fill: 48, 65 or 90 %", choices=("conservative", "balanced", "aggressive")
+        "balanced", "the most device memory to use: 48, 65 or 90 %", choices=("conservative", "balanced", "aggressive")
     )
     memory_share: float | None = option(None, "the same as a fraction; auto: the profile's", low=0.01, high=1.0)
     activation_checkpointing: bool | None = option(

@@ -16,13 +16,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paceline.command_line import nearest
 from paceline.config import KEYS, LENGTH_KEYS, Config, check_config
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, nearest
 from paceline.other_names import KEY_OF, translate
 from paceline.units import format_list
 
-TINY = Path(__file__).parent / "configs" / "tiny.toml"
+PACKAGED = Path(__file__).parent / "configs"
+TINY = PACKAGED / "tiny.toml"
 
 
 def load_config(file: str | Path | None, flags: Mapping[str, Any]) -> tuple[Config, list[str]]:
@@ -35,16 +35,32 @@ def load_config(file: str | Path | None, flags: Mapping[str, Any]) -> tuple[Conf
 
 
 def resolve_config(file: str | None, keys: Mapping[str, Any], *, default: Mapping[str, Any] | None = None) -> Config:
-    """The config of a command line; notes about a .py file go to stderr.
+    """The config of a command line; notes go to stderr. file: a path, or the name of a config of the package.
 
-    Without a file: configs/tiny.toml, or the defaults of all keys with those of `default`.
+    Without a file: the config tiny, or the defaults of all keys with those of `default`.
     """
     if file is None and default is not None:
         return load_config(None, {**default, **keys})[0]
-    config, notes = load_config(file or TINY, keys)
+    path = TINY if file is None else find_config(file)
+    config, notes = load_config(path, keys)
+    if file is not None and path.parent == PACKAGED and file != path.stem:
+        notes = [f"note    {file} is not here: this is the config {path.stem} of paceline", *notes]
     for note in notes:
         print(note, file=sys.stderr)
     return config
+
+
+def find_config(file: str) -> Path:
+    """Returns the file where it exists, else the packaged config that NAME, NAME.toml or configs/NAME.toml means."""
+    path, packaged = Path(file), PACKAGED / f"{Path(file).stem}.toml"
+    is_short = path.suffix in ("", ".toml") and str(path.parent) in (".", PACKAGED.name)
+    return packaged if is_short and packaged.is_file() and not path.exists() else path
+
+
+def packaged_configs() -> dict[str, Path]:
+    """Returns the configs of the package by name, from the smallest model to the largest."""
+    paths = {path.stem: path for path in PACKAGED.glob("*.toml")}
+    return dict(sorted(paths.items(), key=lambda item: tomllib.loads(item[1].read_text(encoding="utf-8"))["depth"]))
 
 
 def override(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,7 +98,7 @@ def read_config_file(path: Path, *, optimizer: str | None = None) -> tuple[dict[
 def _nearby(path: Path) -> str:
     folder = path.parent
     files = sorted(str(folder / p.name) for p in folder.glob("*.toml") if p.name != "pyproject.toml")
-    return ": " + ", ".join(files[:5]) if files else ", such as configs/tiny.toml"
+    return f": {', '.join(files[:5] or packaged_configs())}"
 
 
 def checked_value(name: str, value: Any, *, where: str) -> Any:
@@ -118,7 +134,8 @@ def unknown_key(name: str, *, where: str, value: Any = "") -> PacelineError:
     if ours:
         fix = f"{ours} = {format_toml_value(value)}"
         return PacelineError(f"{_prefix(where)}unknown key {name}; paceline calls it {ours}", fix=fix)
-    near = nearest(name, KEYS)
+    near = nearest(name, [*KEYS, *KEY_OF])
+    near = KEY_OF.get(near or "", near)
     fix = f"did you mean {near}?" if near else "paceline train --help lists all keys"
     return PacelineError(f"{_prefix(where)}unknown key {name}", fix=fix)
 

@@ -1,7 +1,12 @@
-"""The two kinds of problems: an error, which ends the command, and findings of a check about a machine or a config."""
+"""The two kinds of problems: an error, which ends the command, and findings of a check; and the name that was meant."""
 
+import difflib
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
+
+NEAR = 0.75  # of the letters: a suggestion that is further off leads astray
+Change = Mapping[str, Any]  # config keys and their new values
 
 
 class PacelineError(Exception):
@@ -25,7 +30,11 @@ class UsageError(PacelineError):
 
 
 class PlanError(PacelineError):
-    """No plan fits the request; `fix` names one that does."""
+    """No plan fits the request. changes: what may help; the planner tries them in this order, and names the first that does."""
+
+    def __init__(self, message: str, *, fix: str, changes: Iterable[Change] = ()):
+        super().__init__(message, fix=fix)
+        self.changes = changes
 
 
 class TrainingFailed(PacelineError):
@@ -56,3 +65,10 @@ class Finding:
     def to_json(self) -> dict[str, Any]:
         """Returns the finding as findings.json has it."""
         return asdict(self)
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """Returns the name that was probably meant: one with nearly the same letters, or the shortest that continues it."""
+    word, bare = name.lstrip("-"), {other.lstrip("-"): other for other in names}
+    continued = sorted((other for other in bare if other.startswith(word) and len(word) > 2), key=len)
+    return next((bare[other] for other in (*difflib.get_close_matches(word, bare, n=1, cutoff=NEAR), *continued)), None)

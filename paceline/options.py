@@ -14,7 +14,7 @@ from paceline.config import Config
 from paceline.other_names import with_our_flags
 
 RUN = "the run's folder, or its name under --runs-dir"
-CONFIG = "a .toml file, or a .py file of plain `key = literal` lines; auto: configs/tiny.toml"
+CONFIG = "a name of `paceline configs`, a .toml file, or a .py file of plain `key = literal` lines; auto: tiny"
 ANY_RUN = "a run's folder or name, or a log file of any training"
 TRACKERS = ("tensorboard", "wandb", "trackio")
 
@@ -92,7 +92,7 @@ class TrainOptions(LaunchOptions, ConfigOptions):
     usually transient is retried from the last good checkpoint (docs/recovery.md). A rank that hangs is stopped and the attempt
     repeated. Every config key is an option; options override CONFIG.
 
-    $ paceline train configs/balanced.toml --data ~/books --name books
+    $ paceline train balanced --data ~/books --name books
     """
 
 
@@ -132,10 +132,10 @@ class PlanOptions(JsonOption, ConfigOptions):
     """Show what fits, how fast, how long and at what cost, on the GPUs here or on others.
 
     Shows memory by part, the largest micro-batch, the time of a step and of the run, energy and money, each with its range
-    and what it is based on. Without CONFIG it plans configs/tiny.toml, as train would; where GPUs are named or a time is given,
+    and what it is based on. Without CONFIG it plans tiny, as train would; where GPUs are named or a time is given,
     depth 12 and the defaults of all keys. --time and --budget choose the depth by scaling rules.
 
-    $ paceline plan configs/balanced.toml --gpu "RTX 5090" --gpus 2
+    $ paceline plan balanced --gpu "RTX 5090" --gpus 2
     """
 
     gpu: str | None = option(None, 'plan for this GPU, such as "RTX 5090"; auto: the GPUs here', value="NAME")
@@ -152,8 +152,18 @@ class PlanOptions(JsonOption, ConfigOptions):
     sweep: str | None = option(
         None, "device_batch_size, depth=8,12,16 ...: a table with one line for each value of a key", value="KEY[=A,B]"
     )
+    follow_rows: bool = option(False, "with --sweep device_batch_size: the total batch follows the rows")
     exact: bool = option(False, "trace two real steps without a GPU (needs torch, takes seconds)")
     measure: bool = option(False, "measure the device here first, under a minute; later plans use the result")
+
+
+class ConfigsOptions(JsonOption):
+    """List the configs that come with paceline, whose names stand for files, or print one to begin your own.
+
+    $ paceline configs balanced > mine.toml
+    """
+
+    name: str | None = positional("NAME", "the config to print; auto: list all", default=None)
 
 
 class CheckOptions(JsonOption, ConfigOptions):
@@ -161,14 +171,14 @@ class CheckOptions(JsonOption, ConfigOptions):
 
     The exit code is 1 if a finding would stop the run. docs/checks.md lists what is checked, docs/hosts.md how hosts are reached.
 
-    $ paceline check configs/balanced.toml --nproc 2
+    $ paceline check balanced --nproc 2
     $ paceline check --hosts ada,bob
     """
 
     hosts: str | None = option(None, "check these hosts by ssh: ada,bob, node[1-4], or a file", value="HOSTS")
     python: str | None = option(None, "the interpreter on the other hosts; auto: as here, else python3", value="PATH")
     port: int | None = option(None, "check this port too", low=1, high=65_535)
-    verbose: bool = option(False, "show the reasons and the facts of each finding")
+    verbose: bool = option(False, "show the facts of each finding, and the checks that found nothing")
 
 
 class CommOptions(JsonOption, ConfigOptions):
@@ -184,6 +194,16 @@ class CommOptions(JsonOption, ConfigOptions):
     deadline_s: float = option(10.0, "seconds of silence after which a rank is reported as stuck", low=1, high=1e6)
     tok_per_sec: float | None = option(None, "tokens per second of one process; auto: as planned", low=1e-3, high=1e12)
     out: Path | None = option(None, "where the results go; auto: ~/.cache/paceline/comm.json, for plans", value="FILE")
+
+
+class ProfileOptions(JsonOption, ConfigOptions):
+    """Show where the time and memory of real steps go, on all ranks, beside the plan; with a trace (docs/profile.md).
+
+    $ paceline profile configs/tiny.toml --nproc 1
+    """
+
+    config: str | None = positional("RUN|CONFIG", f"{RUN}; or {CONFIG}", default=None)
+    steps: int = option(5, "steps under the profiler; as many are timed without it", low=1, high=1000)
 
 
 class WatchOptions(JsonOption, RunsOption):

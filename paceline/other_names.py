@@ -15,7 +15,7 @@ from paceline.errors import PacelineError, UsageError
 
 # key -> its other names
 NAMES = {
-    "sequence_len": "max_seq_len block_size context_length",
+    "sequence_len": "max_seq_len block_size context_length seq_len",
     "num_steps": "num_iterations max_iters max_steps",
     "depth": "n_layer num_layers",
     "device_batch_size": "batch_size",
@@ -34,7 +34,7 @@ NAMES = {
     "name": "run model_tag",
     "runs_dir": "out_dir output_dir checkpoint_dir",
     "data": "dataset",
-    "nproc": "nproc_per_node num_gpus",
+    "nproc": "nproc_per_node num_gpus n_gpus num_processes",
 }
 KEY_OF = {other: key for key, names in NAMES.items() for other in names.split()}
 VALUES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "no": "fp32"}  # of precision

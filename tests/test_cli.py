@@ -1,5 +1,6 @@
 """The command line: help for every command, quick, and the README's own commands."""
 
+import json
 import os
 import re
 import shlex
@@ -131,9 +132,10 @@ def test_an_option_has_the_same_meaning_in_every_form(args):
         (["tokeniser", "train"], "paceline tokenizer train"),
         (["torch", "chekc"], "paceline torch check"),
         (["watch", "--onec"], "did you mean --once?"),
+        (["train", "--eval", "3"], "did you mean --eval-every?"),
         (["run", "--quiet-rank", "x.py"], "did you mean --quiet-ranks?"),
         (["resume", "books", "--nprocs", "2"], "did you mean --nproc?"),
-        (["explain", "--zzzzzz"], "--help lists the options"),
+        (["explain", "--zzzzzz"], "paceline explain --help lists the options"),
     ],
     ids=str,
 )
@@ -198,3 +200,40 @@ def test_what_begins_with_a_dash_is_an_option_unless_it_is_a_value(command, take
 def test_help_wins_over_a_mistake(line, capsys):
     assert run_command(["plan", *line]) == 0
     assert capsys.readouterr().out.startswith("usage: paceline plan")
+
+
+@pytest.mark.parametrize("args", ["train --nope", "train --node-rank 1", "plan --colour red", "train --lrs 3"])
+def test_a_name_that_is_near_to_none_gets_no_suggestion_that_leads_astray(args, capsys):
+    assert run_command(args.split()) == 2
+    assert capsys.readouterr().err.endswith(f"  fix: paceline {args.split()[0]} --help lists the options\n")
+
+
+def test_the_configs_of_the_package_are_found_by_name_in_any_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run_command(["plan", "balanced", "--gpu", "H100"]) == 0
+    by_name, notes = capsys.readouterr()
+    assert notes == ""
+    assert run_command(["plan", "configs/balanced.toml", "--gpu", "H100"]) == 0
+    assert capsys.readouterr() == (
+        by_name,
+        "note    configs/balanced.toml is not here: this is the config balanced of paceline\n",
+    )
+    (tmp_path / "balanced.toml").write_text("depth = 3\n")
+    assert run_command(["plan", "balanced.toml", "--gpu", "H100"]) == 0
+    assert capsys.readouterr().out.startswith("model   depth 3,")
+    assert run_command(["plan", "elsewhere.toml"]) == 1
+    assert "fix: give one that does: " in capsys.readouterr().err
+
+
+def test_the_configs_of_the_package_are_listed_and_printed(capsys):
+    assert run_command(["configs"]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == ["config", "depth", "parameters", "length", "tokens", "a", "step"]
+    assert [line.split()[0] for line in lines] == ["tiny", "conservative", "balanced", "aggressive"]
+    assert run_command(["configs", "balanced"]) == 0
+    assert capsys.readouterr().out == (ROOT / "configs" / "balanced.toml").read_text()
+    assert run_command(["configs", "balanced", "--json"]) == 0
+    [facts] = json.loads(capsys.readouterr().out)
+    assert (facts["name"], facts["depth"], facts["total_batch_size"]) == ("balanced", 16, 49_152)
+    assert run_command(["configs", "balancd"]) == 2
+    assert capsys.readouterr().err == "error: no config balancd\n  fix: paceline configs balanced\n"

@@ -81,7 +81,7 @@ def offered(line: str, *, shell: str, folder: Path, capsys) -> list[str]:
         ("paceline train --device=cu", ["cuda"]),
         ("paceline train --no-ch", ["--no-check"]),
         ("paceline train --no-check --dep", ["--depth"]),
-        ("paceline train t", ["train.py"]),
+        ("paceline train t", ["tiny", "train.py"]),
         ("paceline resume bo", ["books"]),
         ("paceline explain tr", ["train.py"]),
         ("paceline runs show ", ["books", "code"]),

@@ -13,7 +13,8 @@ PACKAGE = ROOT / "paceline"
 
 # layer -> what of paceline it may import besides itself; "foundation" stands for the modules of FOUNDATION
 FOUNDATION = {
-    "command_line", "config", "config_file", "errors", "heartbeat", "options", "other_names", "run_options", "rundir", "terminal",
+    "command_line", "config", "config_file", "errors", "heartbeat", "hub", "options", "other_names", "run_options", "rundir",
+    "terminal",
     "units", "__init__",
 }  # fmt: skip
 MAY_IMPORT = {

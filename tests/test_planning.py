@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+import re
 import subprocess
 import sys
 
@@ -74,11 +75,37 @@ def test_what_is_aimed_at_is_the_profile_s_share(capsys):
     assert shares == [0.48, 0.65, 0.90]
 
 
+@pytest.mark.parametrize("words", [["--depth", "24"], ["--depth", "20", "--device-batch-size", "1"]], ids=" ".join)
+def test_flags_that_would_help_give_the_speed_that_they_promise(capsys, words):
+    before = json.loads(plan(capsys, *TWO, *words, "--json"))
+    promised = [lever for lever in before["levers"] if lever["what"].startswith("--")]
+    assert promised
+    for lever in promised:
+        changed = lever["what"].split()
+        keys = words[:2] if "--device-batch-size" in changed else words
+        after = json.loads(plan(capsys, *TWO, *keys, *changed, "--json"))
+        gain = after["cost"]["tok_per_sec"]["expected"] / before["cost"]["tok_per_sec"]["expected"] - 1
+        assert gain == pytest.approx(lever["gain"])
+
+
 def test_cards_stand_side_by_side(capsys):
     head, *rows = table(plan(capsys, "configs/balanced.toml", "--compare", "RTX 4090,RTX 5090,H100", "--gpus", "2"))
-    assert head == ["GPU", "rows", "memory", "of card", "fits", "checkpointing", "step", "tok/s", "mfu", "run", "kWh"]
+    assert head == [
+        "GPU",
+        "rows",
+        "batch",
+        "memory",
+        "of card",
+        "fits",
+        "checkpointing",
+        "step",
+        "tok/s",
+        "mfu",
+        "run",
+        "kWh",
+    ]
     assert [row[0] for row in rows] == ["RTX 4090", "RTX 5090", "H100"]
-    speeds = [int(row[7].replace(",", "")) for row in rows]
+    speeds = [int(row[8].replace(",", "")) for row in rows]
     assert speeds == sorted(speeds)
 
 
@@ -174,6 +201,9 @@ REFUSALS = [
     (["--gpus", "0", "--gpu", "5090"], "--gpus 0 is out of range", "from 1"),
     ([*TWO, "--link", "warp"], "warp is not a known link", "10GbE"),
     ([*TWO, "--price", "3"], "does not say what is paid for", "2.50/gpu-hour"),
+    (["--device", "cpu", "--price", "2/gpu-hour"], "this CPU was not measured yet", "paceline plan --measure"),
+    (["--gpu", "GB10", "--price", "2/gpu-hour"], "in no table", "leave --price out"),
+    ([*TWO, "--sweep", "depth", "--follow-rows"], "needs --sweep device_batch_size", "--sweep device_batch_size --follow-rows"),
     ([*TWO, "--budget", "50"], "--budget needs a price", "--price 2.50/gpu-hour"),
     ([*TWO, "--time", "soon"], "--time soon: not a time", "--time 12h"),
     ([*TWO, "--time", "12h", "--depth", "9"], "depth is set", "leave depth at auto"),
@@ -193,3 +223,21 @@ def test_what_cannot_be_planned_is_refused_with_its_fix(capsys, words, error, fi
     message, shown = refused(capsys, *words)
     assert error in message
     assert fix in shown
+
+
+def test_the_batch_may_follow_the_rows_of_a_sweep(capsys):
+    words = ["aggressive", *TWO, "--sweep", "device_batch_size=3,6,7", "--follow-rows"]
+    rows = json.loads(plan(capsys, *words, "--json"))
+    assert [row["total_batch_size"] for row in rows] == [92_160, 73_728, 86_016]
+    assert plan(capsys, *words).endswith(
+        "batch follows the rows: the multiple nearest to 86,016, which changes the training\n"
+    )
+
+
+def test_time_that_is_left_is_offered_to_the_same_depth(capsys):
+    lines = plan(capsys, *TWO, "--time", "12h").splitlines()
+    [offer] = [line for line in lines if " remain, as depths come in steps of width: " in line]
+    tokens_per_param, depth = re.search(r"--tokens-per-param ([\d.]+) trains depth (\d+)", offer).groups()
+    longer = json.loads(plan(capsys, *TWO, "--time", "12h", "--tokens-per-param", tokens_per_param, "--json"))
+    assert longer["advice"]["depth"] == int(depth)
+    assert 11 < longer["cost"]["run"]["hours"]["expected"] < 12.1

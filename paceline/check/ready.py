@@ -9,6 +9,7 @@ in verdicts/. docs/checks.md is generated from them: `python -m paceline.check.r
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tomllib
@@ -36,14 +37,14 @@ from paceline.check.verdicts.rules import (
 )
 from paceline.config import Config, cache_dir
 from paceline.errors import Finding, PacelineError, PlanError
-from paceline.plan.history import load_calibration
+from paceline.plan.forecast import measured_here
 from paceline.plan.machine import Gpu, Machine, with_spec
 from paceline.plan.memory import checkpoint_bytes, fullest_state
 from paceline.plan.planner import Plan, make_plan, memory_setup
 from paceline.rundir import RunDir, write_atomic
 from paceline.units import format_bytes
 
-DEADLINE_S = 40.0  # the slowest probe has 30
+DEADLINE_S = 130.0  # the slowest probe has 30, and four times as long on a busy machine
 PROCESS_BYTES = 300 << 20  # Python with torch on a CPU before it holds any weight: RSS with torch 2.13
 CUDA_CONTEXT_BYTES = 400 << 20  # a lower bound: context and NCCL took 0.77 GiB on an RTX 5090 D
 # table of verdicts.toml -> heading in docs/checks.md, module with the rules
@@ -56,6 +57,7 @@ SUBJECTS: dict[str, tuple[str, ModuleType]] = {
     "network": ("Network", network_verdicts),
     "hosts": ("Several hosts", network_verdicts),
 }
+SHOWN_CHARS = 60  # of a fact
 CODES = {"stop": "1;31", "warn": "33", "note": "36"}  # the worst first; ANSI: bold red, yellow, cyan
 INTRO = """\
 # What `paceline check` checks
@@ -189,7 +191,8 @@ def check_config(
 ) -> CheckResult:
     """Checks whether this machine, or the hosts that ask_hosts gives, are ready for `train` with this config; starts nothing."""
     run_path = Path(config.runs_dir) / (config.name or "")
-    cache = Path(config.cache_dir).expanduser() if config.cache_dir else None
+    # what is prepared of a dataset of the hub needs no hub
+    cache = cache_dir(config) if config.cache_dir or config.data.startswith("hf:") else None
     gather_here = partial(
         gather_facts,
         run_dir=run_path,
@@ -205,8 +208,8 @@ def check_config(
         answered = next((facts for facts in hosts if at(facts, "host.cpu")), None)
         machine = replace(machine_of(answered) if answered else machine, hosts=len(hosts))
     try:
-        calibrate = load_calibration(cache_dir(config))
-        plan = make_plan(config, machine, vocab_size=config.vocab_size, num_rows=0, calibrate=calibrate)
+        measured = measured_here(cache_dir(config))
+        plan = make_plan(config, machine, vocab_size=config.vocab_size, num_rows=0, measured=measured)
         intent = training_intent(config, plan, command="check", set_keys=set_keys, run_path=run_path)
     except PlanError as error:
         intent = Intent(
@@ -265,7 +268,7 @@ def save_check(run: RunDir, checked: CheckResult) -> None:
     """Writes the facts and the findings into the run folder."""
     write_atomic(run.findings, json.dumps([finding.to_json() for finding in checked.findings], indent=1) + "\n")
     for facts in checked.facts:
-        path = run.facts(at(facts, "host.name") or "host")
+        path = run.facts(host_name(facts))
         path.parent.mkdir(exist_ok=True)
         write_atomic(path, json.dumps(facts, indent=1) + "\n")
 
@@ -293,10 +296,9 @@ def make_finding(verdict: Verdict, case: Case, host: Facts | None) -> Finding:
     )
 
 
-def host_name(facts: Facts) -> str | None:
-    """Returns the name of a host, or the one by which it was not reached."""
-    name: str | None = at(facts, "host.name") or at(facts, "connection.destination")
-    return name
+def host_name(facts: Facts) -> str:
+    """Returns the name of a host, or the one by which it was not reached; that of this host where its probe gave none."""
+    return str(at(facts, "host.name") or at(facts, "connection.destination") or socket.gethostname())
 
 
 def format_findings(findings: Sequence[Finding], *, verbose: bool = False, several: bool = False) -> str:
@@ -313,6 +315,24 @@ def format_findings(findings: Sequence[Finding], *, verbose: bool = False, sever
     return "\n".join(lines)
 
 
+def format_passed(checked: CheckResult) -> str:
+    """Returns a line for each check that found nothing, with the facts that it looked at."""
+    fired = {finding.id for finding in checked.findings}
+    verdicts = [verdict for verdict in load_verdicts() if verdict.subject != "hosts" and verdict.id not in fired]
+    width, lines = max(len(verdict.id) for verdict in verdicts), []
+    for verdict in verdicts:
+        values = [f"{path} {short_value(at(facts, path))}" for path in verdict.evidence for facts in checked.facts]
+        lines.append(f"ok    {verdict.id:<{width}}  {', '.join(values)}".rstrip())
+    return "\n".join(lines)
+
+
+def short_value(value: Any) -> str:
+    """Returns a fact in a few words; a table or a list only by its length."""
+    if isinstance(value, dict | list) and len(json.dumps(value)) > SHOWN_CHARS:
+        return f"({len(value)} entries)"
+    return "n/a" if value is None else json.dumps(value)[:SHOWN_CHARS]
+
+
 def format_summary(findings: Sequence[Finding]) -> str:
     counts = {severity: sum(finding.severity == severity for finding in findings) for severity in CODES}
     names = {"stop": "would stop it", "warn": "would hurt", "note": "good to know"}
@@ -327,13 +347,15 @@ def format_host(facts: Facts) -> str:
     torch = facts.get("torch")
     cards = count_names(short_name(gpu.get("name")) for gpu in visible_gpus(facts)) or "no GPU"
     memory, _ = host_verdicts.memory_limit(facts)
-    driver = at(facts, "driver.version")
+    driver, cuda = at(facts, "driver.version"), at(facts, "driver.cuda")
+    libraries = [f"{name} {version}" for name in ("CUDA", "NCCL") if (version := at(torch, name.lower()))]
     return ", ".join(
         [
-            f"{host_name(facts) or 'this host'}: {at(facts, 'host.os') or 'unknown system'}",
+            f"{host_name(facts)}: {at(facts, 'host.os') or 'unknown system'}",
             f"Python {at(facts, 'python.version') or 'n/a'}",
-            f"torch {torch['version']}" if torch else "no torch",
-            cards + (f", driver {driver}" if driver else ""),
+            (f"torch {torch['version']}" if torch else "no torch")
+            + (f" ({', '.join(libraries)})" if libraries else ""),
+            cards + (f", driver {driver}" if driver else "") + (f" (CUDA {cuda})" if driver and cuda else ""),
             f"{at(facts, 'host.cpu.cores') or 'n/a'} cores",
             "n/a memory" if memory is None else format_bytes(memory),
         ]
@@ -359,7 +381,7 @@ def to_json(findings: Sequence[Finding], hosts: Sequence[Facts]) -> dict[str, An
     return {
         "ready": not any(finding.severity == "stop" for finding in findings),
         "findings": [finding.to_json() for finding in findings],
-        "facts": {str(host_name(facts) or "host"): facts for facts in hosts},
+        "facts": {host_name(facts): facts for facts in hosts},
     }
 
 

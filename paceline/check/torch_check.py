@@ -131,7 +131,7 @@ def locate_torch(path: Path) -> Path:
     if folders:
         raise PacelineError(
             f"{path} has a torch for Python {max(folders, key=lambda version: version_of(version) or ())}, this is Python {OURS}",
-            fix=f"{path}/bin/python -m pip install paceline, then {path}/bin/paceline torch check",
+            fix=f"install paceline there as you did here, then {path}/bin/paceline torch check",
         )
     raise PacelineError(
         f"no torch in {path}", fix="a site-packages folder, a venv, or a source tree: it has torch/__init__.py"

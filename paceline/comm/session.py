@@ -6,9 +6,7 @@ compares the speed with what the links allow. No torch. The figures stay in a fi
 """
 
 import json
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -22,8 +20,10 @@ from paceline.errors import PacelineError, TrainingFailed
 from paceline.heartbeat import read_heartbeat
 from paceline.launch.job import plan_env
 from paceline.launch.supervisor import run_attempt
+from paceline.launch.trial import STOP_GRACE_S, new_folder
 from paceline.plan.machine import probe_machine
-from paceline.plan.planner import Plan, make_plan, of_unknown_memory
+from paceline.plan.planner import Plan, make_plan
+from paceline.plan.replan import of_unknown_memory
 from paceline.rundir import RunDir, write_atomic
 from paceline.units import MIB
 
@@ -33,8 +33,6 @@ SMALLEST_BYTES = 4096
 SWEEP_S = 4.0  # approximately: slow operations run at least five times
 DEADLINE_S, SHORTEST_DEADLINE_S = 10.0, 1.0
 SLOWEST_BYTES_PER_S = 100e6  # of 1 Gb Ethernet: the deadline leaves time for the largest message at this rate
-STOP_GRACE_S = 1.0  # there is nothing to save
-KEEP_FOLDERS = 10  # of the last runs, with every rank's log
 
 
 class CommFailed(TrainingFailed):
@@ -75,7 +73,7 @@ def measure_comm(
             f"deadline is {deadline_s:g} s, and a busy machine may take as long for one operation",
             fix=f"--deadline {DEADLINE_S:g}",
         )
-    run = new_folder(cache_dir)
+    run = new_folder(cache_dir / "comm")
     sizes = ",".join(map(str, sweep_sizes(max_bytes)))
     command = [*worker, str(run.path), plan.device, sizes, str(sweep_s)]
     silence_s = deadline_s + max_bytes / SLOWEST_BYTES_PER_S
@@ -101,21 +99,6 @@ def check_ranks(plan: Plan) -> None:
             fix="one GPU sends nothing; --device cpu --nproc 2 tests two processes on the CPU",
         )
     raise PacelineError("comm tests messages between ranks, and one process has no peer", fix="--nproc 2")
-
-
-def new_folder(cache_dir: Path) -> RunDir:
-    """Returns a new folder for this measurement and deletes all but the newest of the earlier ones."""
-    parent = cache_dir / "comm"
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        path = Path(tempfile.mkdtemp(prefix=time.strftime("%Y%m%d-%H%M%S-"), dir=parent))
-    except OSError as error:
-        raise PacelineError(
-            f"{parent} cannot be written: {error.strerror}", fix="--cache-dir DIR in a place you can write"
-        ) from error
-    for old in sorted(parent.iterdir())[:-KEEP_FOLDERS]:
-        shutil.rmtree(old, ignore_errors=True)
-    return RunDir(path)
 
 
 def run_ranks(

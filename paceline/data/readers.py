@@ -9,6 +9,8 @@ by the function that needs them.
 import gzip
 import hashlib
 import json
+import os
+import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from paceline.errors import PacelineError
+from paceline.hub import OFFLINE_NAMES, PACKAGES, ask_hub, endpoint, is_cached, missing_packages, reach_fix
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -170,11 +173,13 @@ def _table_parts(
 
 def _load_hf(file: SourceFile) -> "Dataset":
     """The `train` split; a local folder written by save_to_disk, a local folder of data files, or a name on the hub."""
+    folder = Path(file.path)
+    if not missing_packages() and not folder.exists():
+        _check_hub(file.path)
     try:
         import datasets
     except ImportError as error:
         raise _missing_extra(f"hf:{file.path}") from error
-    folder = Path(file.path)
     try:
         if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
             loaded = datasets.load_from_disk(file.path)
@@ -195,6 +200,20 @@ def _load_hf(file: SourceFile) -> "Dataset":
             fix="save the split you want as parquet or with save_to_disk, and give that path",
         )
     return loaded["train"]
+
+
+def _check_hub(name: str) -> None:
+    """Raises UnreadableFile at once where the hub does not answer and has nothing in the cache; with a copy there, that is read."""
+    status, error = ask_hub(name)
+    if status is not None:
+        return
+    if not is_cached(name):
+        raise UnreadableFile(
+            f"dataset {name} is not in the cache, and {endpoint()} is out of reach: {error}",
+            fix=f"{reach_fix(error or '')}, or connect this machine",
+        )
+    print(f"note    {endpoint()} is out of reach ({error}): reading {name} from the cache", file=sys.stderr)
+    os.environ.update(dict.fromkeys(OFFLINE_NAMES, "1"))  # otherwise datasets tries for half a minute
 
 
 @contextmanager
@@ -250,5 +269,5 @@ def _first_line(error: BaseException) -> str:
 def _missing_extra(name: str) -> PacelineError:
     return PacelineError(
         f"{name} needs the packages datasets and pyarrow, which are not installed",
-        fix="pip install 'paceline[datasets]'",
+        fix=f"pip install {' '.join(PACKAGES)}",
     )

@@ -31,7 +31,8 @@ from paceline.plan.history import keep_attempt, keep_too_large
 from paceline.plan.links import link_of
 from paceline.plan.machine import probe_machine
 from paceline.plan.memory import checkpoint_bytes
-from paceline.plan.planner import MakePlan, Plan, fewer_ranks, format_change, replan, smaller_plan
+from paceline.plan.planner import Plan
+from paceline.plan.replan import MakePlan, fewer_ranks, format_change, replan, smaller_plan
 from paceline.plan.speeds import remember_step
 from paceline.plan.step_time import StepTime
 from paceline.rundir import RunDir, append_event, read_json_lines, write_atomic

@@ -36,11 +36,11 @@ from paceline.launch.notify import checked_services
 from paceline.launch.trial import try_plan
 from paceline.model.manifest import newest_good, read_manifest
 from paceline.options import ResumeOptions, Services, TrainOptions
-from paceline.plan.forecast import forecast, format_plan
-from paceline.plan.history import load_calibration
+from paceline.plan.forecast import forecast, format_plan, measured_here
 from paceline.plan.host import probe_cpu_cores
 from paceline.plan.machine import Machine, probe_machine
-from paceline.plan.planner import MakePlan, Plan, make_plan, memory_setup, replan
+from paceline.plan.planner import Plan, make_plan, memory_setup
+from paceline.plan.replan import MakePlan, replan
 from paceline.plan.shapes import choose_eval_tokens
 from paceline.rundir import (
     RunDir,
@@ -73,7 +73,7 @@ def start_run(config: Config, options: TrainOptions) -> int:
     machine = probe_machine()
     check_config(config)
     # refuses what cannot run before any text is read
-    make_plan(config, machine, vocab_size=config.vocab_size, num_rows=0, calibrate=load_calibration(cache_dir(config)))
+    make_plan(config, machine, vocab_size=config.vocab_size, num_rows=0, measured=measured_here(cache_dir(config)))
     run = RunDir(Path(config.runs_dir) / (config.name or f"d{config.depth}-{datetime.now():%Y%m%d-%H%M%S}"))
     with new_folder(run) as (lock, publish):
         with start_check(config, run, options, command="train") as check:
@@ -89,8 +89,7 @@ def start_run(config: Config, options: TrainOptions) -> int:
         config, plan, notes = try_plan(config, plan, machine, make=make, libuv=checked.libuv)
         run.tokenizer_json.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(dataset.tokenizer_json, run.tokenizer_json)
-        record = {"path": str(dataset.path.resolve()), "fingerprint": dataset.meta["fingerprint"]}
-        write_atomic(run.dataset_json, json.dumps(record) + "\n")
+        record_data(run, dataset)
         config = config_of_plan(config, plan)
         write_atomic(run.plan_json, plan.to_json())
         write_atomic(run.config_toml, format_toml(config))  # last: a folder without it is not a run
@@ -105,14 +104,9 @@ def resume_run(run: RunDir, options: ResumeOptions) -> int:
 
     Raises PacelineError for what the user can fix.
     """
-    started, services, changes = time.monotonic(), checked_services(options), dict(options.keys)
-    config, _ = load_config(run.config_toml, {})
-    check_changes(run, config, changes)
-    plan_before = Plan.from_json(run.plan_json.read_text())
-    if changes.get("nproc", plan_before.world_size) != plan_before.world_size:
-        changes.setdefault("device_batch_size", None)  # the micro-batch of other devices is chosen again
-    config = Config(**override(asdict(config), changes))
-    check_config(config)
+    started, services = time.monotonic(), checked_services(options)
+    new_run = f"start a new run with it: paceline train {run.config_toml} --name NEW"
+    config, plan_before = changed_run(run, options.keys, otherwise=new_run)
     with start_check(config, run, options, command="resume") as check:
         dataset = reopen_data(run, config)
         make = planner(dataset)
@@ -136,6 +130,7 @@ def resume_run(run: RunDir, options: ResumeOptions) -> int:
         print(notes[-1])
     for text in notes:
         append_event(run, "note", text=text)
+    record_data(run, dataset)
     config = config_of_plan(config, plan)
     write_atomic(run.config_toml, format_toml(config))
     write_atomic(run.plan_json, plan.to_json())
@@ -143,13 +138,28 @@ def resume_run(run: RunDir, options: ResumeOptions) -> int:
     return run_training(job, plan, checked, dataset, services, started=started)
 
 
-def check_changes(run: RunDir, config: Config, changes: Mapping[str, Any]) -> None:
+def changed_run(run: RunDir, changes: Mapping[str, Any], *, otherwise: str) -> tuple[Config, Plan]:
+    """Returns the run's config with the changes, and its plan so far.
+
+    Raises PacelineError for a key that a run cannot change. otherwise: the command that can, to which the key is added.
+    """
+    config, _ = load_config(run.config_toml, {})
+    check_changes(run, config, changes, otherwise=otherwise)
+    plan = Plan.from_json(run.plan_json.read_text())
+    if changes.get("nproc", plan.world_size) != plan.world_size:
+        changes = {"device_batch_size": None, **changes}  # the micro-batch of other devices is chosen again
+    config = Config(**override(asdict(config), changes))
+    check_config(config)
+    return config, plan
+
+
+def check_changes(run: RunDir, config: Config, changes: Mapping[str, Any], *, otherwise: str) -> None:
     """Raises PacelineError for a key that a run cannot change."""
     fixed = [key for key in FIXED_KEYS if key in changes and changes[key] != getattr(config, key)]
     if fixed:
         raise PacelineError(
             f"{fixed[0]} is {getattr(config, fixed[0])} in {run.name} and cannot change within a run",
-            fix=f"start a new run with it: paceline train {run.config_toml} --{fixed[0].replace('_', '-')} ... --name NEW",
+            fix=f"{otherwise} --{fixed[0].replace('_', '-')} ...",
         )
     if changes.get("time") is not None:
         raise PacelineError(
@@ -319,8 +329,13 @@ def reopen_data(run: RunDir, config: Config) -> TokenDataset:
             f"the token shards of {run.name} are gone and its text has changed since",
             fix="restore the text, or start a new run",
         )
-    write_atomic(run.dataset_json, json.dumps({**record, "path": str(dataset.path.resolve())}) + "\n")
     return dataset
+
+
+def record_data(run: RunDir, dataset: TokenDataset) -> None:
+    """Writes where the shards are, for the workers."""
+    record = {"path": str(dataset.path.resolve()), "fingerprint": dataset.meta["fingerprint"]}
+    write_atomic(run.dataset_json, json.dumps(record) + "\n")
 
 
 def run_data(run: RunDir, *, other: str | None) -> TokenDataset:

@@ -21,7 +21,8 @@ from paceline.launch.job import plan_env
 from paceline.launch.supervisor import run_attempt
 from paceline.plan.history import PROBE, MemoryRecord, keep_record, record_of
 from paceline.plan.machine import Machine
-from paceline.plan.planner import MakePlan, Plan, replan
+from paceline.plan.planner import Plan
+from paceline.plan.replan import MakePlan, replan
 from paceline.plan.shapes import choose_eval_tokens, steps_of_time
 from paceline.plan.sizing import divisors
 from paceline.rundir import RunDir
@@ -31,6 +32,7 @@ from paceline.units import format_bytes, format_ms, format_number_of, parse_dura
 TRIAL_SHARE = 0.85  # of a device's memory: a plan below has room for what arithmetic does not see
 PROBE_COMMAND = (sys.executable, "-m", "paceline.train.probe")
 STOP_GRACE_S = 1.0  # there is nothing to save
+KEEP_FOLDERS = 10  # of one kind, with every rank's log
 
 
 class ProbeFailed(PacelineError):
@@ -145,14 +147,7 @@ def with_length(config: Config, plan: Plan, speed: Speed) -> tuple[Config, str]:
 
 def run_trial(plan: Plan, *, cache: Path, libuv: bool, probe: tuple[str, ...]) -> Trial:
     """Runs one trial. It removes its folder unless something else than memory failed, whose logs the user needs."""
-    parent = cache / "probe"
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        run = RunDir(Path(tempfile.mkdtemp(dir=parent)).resolve())
-    except OSError as error:
-        raise PacelineError(
-            f"{parent} cannot be written: {error.strerror}", fix="--cache-dir DIR in a place you can write"
-        ) from error
+    run = new_folder(cache / "probe")
     run.plan_json.write_text(plan.to_json())
     failed, launched = False, time.time()
     try:
@@ -173,14 +168,27 @@ def run_trial(plan: Plan, *, cache: Path, libuv: bool, probe: tuple[str, ...]) -
                 place = "" if failure.rank is None else f"on rank {failure.rank} "
                 return Trial(out_of_memory=f"{place}({reason})")
         failed, root = True, outcome.failures[0]
+        without_trial = "" if plan.time else "; --profile balanced starts without the trial"
         source = "the launch" if root.rank is None else f"rank {root.rank}"
         raise ProbeFailed(
             f"two steps were tried before the run, and {source} failed: {root.message}",
-            fix=root.fix or f"read the logs: {run.logs(1)}; --profile balanced starts without the trial",
+            fix=root.fix or f"read the logs: {run.logs(1)}" + without_trial,
         )
     finally:
         if not failed:
             shutil.rmtree(run.path, ignore_errors=True)
+
+
+def new_folder(parent: Path, *, fix: str = "--cache-dir DIR in a place you can write") -> RunDir:
+    """Returns a new folder in parent and deletes all but the newest of the earlier ones."""
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        path = Path(tempfile.mkdtemp(prefix=time.strftime("%Y%m%d-%H%M%S-"), dir=parent)).resolve()
+    except OSError as error:
+        raise PacelineError(f"{parent} cannot be written: {error.strerror}", fix=fix) from error
+    for old in sorted(parent.iterdir())[:-KEEP_FOLDERS]:
+        shutil.rmtree(old, ignore_errors=True)
+    return RunDir(path)
 
 
 def memory_reason(failure: Failure, plan: Plan) -> str | None:

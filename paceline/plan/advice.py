@@ -9,7 +9,7 @@ that is far from the planned one is a finding with its likely cause.
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -208,33 +208,21 @@ class Lever:
     gain: float
 
 
-def levers(
-    setup: StepSetup, *, largest_device_batch_size: int | None = None, fits_without_checkpointing: bool = False
-) -> tuple[Lever, ...]:
-    """Returns the changes that help, the largest gain first. largest_device_batch_size: rows that fit, if that is known."""
+def levers(setup: StepSetup, others: Iterable[tuple[str, StepSetup]] = ()) -> tuple[Lever, ...]:
+    """Returns the changes that help, the largest gain first. others: flags and the setups that were planned with them."""
     before = step_time(setup)
     if before.tok_per_sec is None:
         return ()
     options = []
-    for what, changed_setup in _changes(setup, largest_device_batch_size, fits_without_checkpointing):
+    for what, changed_setup in (*others, *_changes(setup)):
         after = step_time(changed_setup)
         if after.tok_per_sec is not None:
             options.append(Lever(what, after.tok_per_sec.expected / before.tok_per_sec.expected - 1))
     return tuple(sorted((lever for lever in options if lever.gain >= LEAST_GAIN), key=lambda lever: -lever.gain))
 
 
-def _changes(
-    setup: StepSetup, largest_device_batch_size: int | None, fits_without_checkpointing: bool
-) -> Iterator[tuple[str, StepSetup]]:
-    accum = setup.grad_accum_steps
-    yield "twice the total batch", replace(setup, grad_accum_steps=2 * accum)
-    share = accum * setup.device_batch_size
-    rows = [rows for rows in range(1, min(share, largest_device_batch_size or 0) + 1) if share % rows == 0]
-    if rows and rows[-1] > setup.device_batch_size:
-        more = replace(setup, device_batch_size=rows[-1], grad_accum_steps=share // rows[-1])
-        yield f"--device-batch-size {rows[-1]}", more
-    if setup.activation_checkpointing and fits_without_checkpointing:
-        yield "--no-activation-checkpointing", replace(setup, activation_checkpointing=False)
+def _changes(setup: StepSetup) -> Iterator[tuple[str, StepSetup]]:
+    yield "twice the total batch", replace(setup, grad_accum_steps=2 * setup.grad_accum_steps)
     if not setup.compiled and setup.device == "cuda":
         yield "--compile", replace(setup, compile=True)
     if setup.world_size > 1 and setup.link is not None:
@@ -280,7 +268,7 @@ def _cause(setup: StepSetup, planned: StepTime, *, extra_s: float) -> tuple[str,
     sending = planned.hidden_s + planned.parts.get("gradients sent", 0.0) + planned.parts.get("weights sent", 0.0)
     if setup.device == "cpu":
         why = "likely other processes on these cores: the plan counts on all of them"
-        return why, "look at top; then python -m paceline.train.measure again"
+        return why, "look at top; then paceline plan --measure"
     if setup.world_size > 1 and extra_s < 4 * sending and sending > 0.05 * extra_s and planned.limit != "host":
         name, rate = "the link", "planned"
         if setup.link is not None:

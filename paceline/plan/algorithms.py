@@ -21,6 +21,7 @@ Shape = tuple[int, ...]
 OTHERS = "adamw"  # updates every group but the matrices
 NEWTON_SCHULZ_ITERATIONS = 5  # the lines of POLAR_EXPRESS in train/updates.py
 EPS = 1e-10
+MAX_DECAY_OF_STEP = 0.5  # of a weight; with this formula only runs of fewer than some 30 steps reach it
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,8 @@ def group_settings(
     if decay is None:
         reference_tokens = tokens_per_param * reference_params(model)
         decay = weight_decay * batch * reference_tokens / (total_batch_size * num_steps)
+        if lr:  # a step takes lr x decay of a weight: in a run of a few steps it would be more than all of it
+            decay = min(decay, MAX_DECAY_OF_STEP / lr)
 
     def others(lr: float, betas: tuple[float, float], weight_decay: float) -> GroupSettings:
         return GroupSettings(OTHERS, lr, betas, EPS, weight_decay)

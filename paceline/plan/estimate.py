@@ -8,7 +8,7 @@ and L40S (0.41 to 0.50); "total capacity" in such messages against the driver's 
 measured: their ranges are wide.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
 from math import hypot
 from typing import Any, Literal
@@ -41,6 +41,16 @@ class Range:
         return {"low": round(self.low), "expected": round(self.expected), "high": round(self.high)}
 
 
+NAMES = {
+    "weights": "weights",
+    "masters": "fp32 masters",
+    "states": "optimizer states",
+    "communication": "communication buffers",
+    "gradients": "gradients",
+    "activations": "activations",
+    "loss": "loss and logits",
+    "working": "temporaries",
+}
 Verdict = Literal["fits", "does not fit", "undecidable"]
 
 CONTEXT = Range(0.3 * GIB, 0.45 * GIB, 0.7 * GIB)  # CUDA context and loaded kernels of one process
@@ -123,10 +133,16 @@ class MemoryEstimate:
     copies_bytes: int  # of a checkpoint in the host's memory
     ratio: float
     source: str
+    on_gpu: bool
 
     @property
     def peak(self) -> Phase:
         return max(self.phases, key=lambda phase: phase.bytes)
+
+    def named_parts(self) -> list[tuple[str, float]]:
+        """Returns the parts of what the device must have; the last holds those under a thousandth."""
+        sizes = {name: self.ratio * size for name, size in self.peak.parts.items()}
+        return named_parts(sizes, self.process.expected, on_gpu=self.on_gpu)
 
     def to_json(self) -> dict[str, Any]:
         """Returns what plan.json holds; bytes are whole numbers, share is the expected part of the card, 0 to 1."""
@@ -168,7 +184,15 @@ def estimate_memory(
     else:
         process = process_bytes(allocated, world_size=setup.world_size, consumer=consumer, expandable=True)
     source = calibration.source if calibration else "arithmetic alone: nothing was measured on this kind of device yet"
-    return MemoryEstimate(planned, allocated, process, card_bytes or None, copies, ratio, source)
+    on_gpu = setup.device == "cuda"
+    return MemoryEstimate(planned, allocated, process, card_bytes or None, copies, ratio, source, on_gpu)
+
+
+def named_parts(parts: Mapping[str, float], need: float, *, on_gpu: bool) -> list[tuple[str, float]]:
+    """Returns parts by their names on the screen, and what the device must have besides; together they are need."""
+    named = [(NAMES[name], size) for name, size in parts.items() if size >= 0.001 * need]
+    others = "CUDA, kernels, fragments" if on_gpu else "Python, PyTorch, copies"
+    return [*named, (others, need - sum(size for _, size in named))]
 
 
 def arithmetic_error(setup: MemorySetup) -> Range:

@@ -9,7 +9,7 @@ import json
 import math
 import shutil
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -17,33 +17,25 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import Config
-from paceline.errors import PlanError
+from paceline.errors import Change, PlanError
+from paceline.plan.activations import MemorySetup
 from paceline.plan.advice import Lever, Price, RunCost, levers, run_cost
-from paceline.plan.estimate import Range
+from paceline.plan.estimate import Range, named_parts
 from paceline.plan.history import load_calibration, load_too_large
 from paceline.plan.links import Link, link_of
 from paceline.plan.machine import Machine
 from paceline.plan.memory import checkpoint_bytes
-from paceline.plan.planner import Plan, make_plan
+from paceline.plan.planner import Measured, Plan, format_flags, make_plan, threads_of
 from paceline.plan.shapes import choose_eval_tokens, num_params, steps_of_time
+from paceline.plan.sizing import PROFILES, SIZE_KEYS
 from paceline.plan.speeds import load_speeds
 from paceline.plan.step_time import StepSetup, StepTime, step_time
 from paceline.units import format_bytes, format_count, format_duration, format_mfu, format_number_of, parse_duration
 
-FULLEST_SHARE = 0.9  # of a device's memory, that a lever may suggest
+FULLEST_PROFILE = "aggressive"
 BAR_WIDTH = 44
 BEFORE_BAR = 50  # columns
 EIGHTHS = " ▏▎▍▌▋▊▉█"
-NAMES = {
-    "weights": "weights",
-    "masters": "fp32 masters",
-    "states": "optimizer states",
-    "communication": "communication buffers",
-    "gradients": "gradients",
-    "activations": "activations",
-    "loss": "loss and logits",
-    "working": "temporaries",
-}
 FULLEST = {
     "forward": "in the last layer's forward",
     "loss": "in the loss",
@@ -76,14 +68,8 @@ def forecast(
     price: Price | None = None,
 ) -> Forecast:
     """Returns the forecast; raises PlanError where nothing fits. cache: paceline's cache folder. watts: of each device."""
-    planned = partial(
-        make_plan,
-        machine=machine,
-        vocab_size=vocab_size,
-        num_rows=num_rows,
-        calibrate=load_calibration(cache),
-        too_large=load_too_large(cache),
-    )
+    measured = measured_here(cache, link_name=link_name)
+    planned = partial(make_plan, machine=machine, vocab_size=vocab_size, num_rows=num_rows, measured=measured)
     plan = planned(config)
     link = link_of(link_name, machine, world_size=plan.world_size, device=plan.device, comm=read_comm(cache))
     setup = step_setup(plan, machine, link=link, cache=cache)
@@ -105,21 +91,47 @@ def forecast(
             price=price,
         )
     plan = replace(plan, cost={**asdict(step), "run": None if run is None else asdict(run)})
-    suggestions = levers(
-        setup,
-        largest_device_batch_size=_rows(planned, replace(config, device_batch_size=None, memory_share=FULLEST_SHARE)),
-        fits_without_checkpointing=_rows(planned, replace(config, activation_checkpointing=False)) is not None,
-    )
-    return Forecast(plan, setup, step, run, suggestions)
+    others = []
+    for change in fuller_plans(config) if step.seconds is not None else ():
+        with suppress(PlanError):
+            other = planned(replace(config, **change), find_fix=False)
+            others.append((format_flags(change), step_setup(other, machine, link=link, cache=cache)))
+    return Forecast(plan, setup, step, run, levers(setup, others))
 
 
-def _rows(planned: Callable[[Config], Plan], config: Config) -> int | None:
-    """Returns the rows of a micro-step of such a plan; None where it does not fit, or only with checkpointing that is not set."""
-    with suppress(PlanError):
-        plan = planned(config)
-        if not plan.activation_checkpointing or config.activation_checkpointing:
-            return plan.device_batch_size
-    return None
+def fuller_plans(config: Config) -> Iterator[Change]:
+    """Yields the changes that leave the micro-batch to the planner, up to the fullest profile."""
+    opened = {key: None for key in SIZE_KEYS if getattr(config, key) is not None}
+    if opened:
+        yield opened
+    if config.memory_share is not None:
+        yield {**opened, "memory_share": PROFILES[FULLEST_PROFILE]}
+    elif config.profile != FULLEST_PROFILE:
+        yield {**opened, "profile": FULLEST_PROFILE}
+
+
+def measured_here(cache: Path, *, link_name: str | None = None) -> Measured:
+    """Returns what make_plan is to know of this machine. cache: paceline's cache folder, read once."""
+    comm = read_comm(cache)
+
+    def step_seconds(machine: Machine, setup: MemorySetup, compile: bool | None) -> float | None:
+        """Returns nothing for a CPU: its micro-batch is small in any case (sizing.CPU_MICRO_STEP_TOKENS)."""
+        if setup.device == "cpu":
+            return None
+        gpu = machine.gpus[0]
+        names = {field.name for field in fields(StepSetup)} & {field.name for field in fields(MemorySetup)}
+        timed = StepSetup(
+            **{name: getattr(setup, name) for name in names},
+            compile=compile,
+            spec=gpu.spec,
+            link=link_of(link_name, machine, world_size=setup.world_size, device=setup.device, comm=comm),
+            speeds=load_speeds(cache, device_name=gpu.name, threads=threads_of(machine, setup.world_size), processes=1),
+            hosts=machine.hosts,
+        )
+        # corrected by a run of one setup, the others would compare badly
+        return step_time(timed).uncorrected_s
+
+    return Measured(load_calibration(cache), load_too_large(cache), step_seconds)
 
 
 def step_setup(plan: Plan, machine: Machine, *, link: Link | None, cache: Path) -> StepSetup:
@@ -214,10 +226,7 @@ def memory_lines(plan: Plan, *, bar_width: int) -> Iterator[str]:
     low, need, high = (memory["process_bytes"][name] for name in ("low", "expected", "high"))
     card = memory["card_bytes"]
     scale = card or need
-    parts = [(NAMES[name], size) for name, size in memory["parts"].items() if size >= 0.001 * need]
-    parts.append(
-        ("CUDA, kernels, fragments" if on_gpu else "Python, PyTorch, copies", need - sum(memory["parts"].values()))
-    )
+    parts = named_parts(memory["parts"], need, on_gpu=on_gpu)
     yield f"memory  of each {'GPU' if on_gpu else 'process'} at its fullest: {FULLEST[memory['peak_phase']]}"
     start = 0.0
     for name, size in (*parts, *([("free", card - need)] if card and card > need else [])):

@@ -98,6 +98,8 @@ def calibration_of(records: Iterable[MemoryRecord], device_name: str, setup: Mem
         if (record.device_name, record.device, record.compiled, record.attention, record.family) == mode
         and record.planned_bytes > 0
     ]
+    if not alike:
+        return None
     planned = peak_phase(setup).bytes
     with_process = [record for record in alike if _same_ranks(record, setup) and record.driver_bytes is not None]
     if setup.device == "cpu":

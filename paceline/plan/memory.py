@@ -59,6 +59,7 @@ def peak_phase(setup: MemorySetup) -> Phase:
     return max(phases(setup), key=lambda phase: phase.bytes)
 
 
+@lru_cache(maxsize=64)
 def phases(setup: MemorySetup) -> tuple[Phase, ...]:
     """Returns the phases of the fullest rank, in the order of a step."""
     state = fullest_state(setup)
@@ -70,11 +71,18 @@ def phases(setup: MemorySetup) -> tuple[Phase, ...]:
     before = 0 if fresh else state.gradients * (2 if unsummed else 1)  # DDP's buckets, and what is not in them yet
     saved = [saved_bytes(setup, layer) for layer in range(setup.model.n_layer)]
     activations = stem_bytes(setup, compiled=setup.compiled) + sum(saved)
+    updating = _update_bytes(
+        setup.model,
+        world_size=setup.world_size,
+        optimizer=setup.optimizer,
+        shard=setup.shard,
+        on_cpu=setup.device == "cpu",
+    )
     moments = {
         "forward": {"gradients": before, "activations": activations, "working": forward_extra_bytes(setup)},
         "loss": {"gradients": before, "activations": activations + head_bytes(setup), "loss": sum(loss_bytes(setup))},
         "backward": backward_parts(setup, saved, before=before, fresh=fresh),
-        "optimizer": {"gradients": state.gradients, "working": _update_bytes(setup)},
+        "optimizer": {"gradients": state.gradients, "working": updating},
         "evaluation": {"gradients": state.gradients, "activations": 0, "working": _evaluation_bytes(setup)},
     }
     return tuple(Phase(name, base | parts) for name, parts in moments.items())
@@ -87,14 +95,14 @@ def _evaluation_bytes(setup: MemorySetup) -> int:
     return stem_bytes(setup, compiled=False) - stream + max(2 * stream + running_layer_bytes(setup), logits)
 
 
-def _update_bytes(setup: MemorySetup) -> int:
+@lru_cache(maxsize=256)
+def _update_bytes(model: ModelConfig, *, world_size: int, optimizer: str, shard: str, on_cpu: bool) -> int:
     """Returns the temporaries of the largest batch of whole matrices."""
-    algorithm = ALGORITHMS[setup.optimizer]
-    if setup.shard == "none" or not algorithm.whole:
+    algorithm = ALGORITHMS[optimizer]
+    if shard == "none" or not algorithm.whole:
         return 0
-    on_cpu = setup.device == "cpu"
     largest = 0
-    for bucket in layout(setup.model, setup.world_size, setup.optimizer).buckets:
+    for bucket in layout(model, world_size, optimizer).buckets:
         shapes = [share.param.shape for share in bucket.shares(0)] if bucket.whole else []
         for shape, neighbours in groupby(shapes):
             count = 1 if on_cpu else len(list(neighbours))  # a GPU updates neighbours of one shape together

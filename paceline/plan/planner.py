@@ -1,34 +1,32 @@
 """
 Config + Machine -> Plan: what every "auto" becomes, worked out before anything starts, and refused here if it is impossible.
 
-Pure arithmetic. The worker reads the Plan from the run folder and decides none of it again. A run that is resumed is planned again
-here, with the choices of its first plan.
+Pure arithmetic. The worker reads the Plan from the run folder and decides none of it again. plan/replan.py plans a resumed run.
 """
 
 import json
-from collections.abc import Callable, Mapping, Set
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from paceline.config import Config, ModelConfig
-from paceline.errors import PlanError
+from paceline.errors import Change, PlanError
 from paceline.plan.activations import MemorySetup
 from paceline.plan.algorithms import GroupSettings, group_settings
 from paceline.plan.cost import flops_per_token
 from paceline.plan.estimate import Calibrate
 from paceline.plan.machine import Machine
 from paceline.plan.shapes import batch_of_horizon, choose_num_steps, width_of_depth
-from paceline.plan.sizing import LOGITS_MIB, DoesNotFit, TooLarge, choose_fit, divisors
-from paceline.units import MIB, format_number_of, parse_duration
+from paceline.plan.sizing import LOGITS_MIB, SIZE_KEYS, DoesNotFit, TooLarge, choose_fit, divisors
+from paceline.units import MIB, format_bytes, format_number_of, parse_duration
 
 # fields that a MemorySetup and a Plan have in common
 SETUP_FIELDS = tuple(field.name for field in fields(MemorySetup) if field.name not in ("attention", "compiled"))
 RATE_KEYS = ("optimizer", "tokens_per_param", "matrix_lr", "embedding_lr", "unembedding_lr", "weight_decay")
 SHORT_RUN_FLOPS = 2e15  # a CPU run under this ends sooner than compiling pays back
 SHORT_RUN_S = {"cpu": 10_000.0, "cuda": 600.0}  # the same for a run whose length is a time
-# a user who sets one of these on resume wants another fit
-FIT_KEYS = frozenset({"profile", "memory_share", "precision"})
+FIX_DEPTH = 3  # refusals in a row that one fix may answer
+SAME_RUN_KEYS = {*SIZE_KEYS, "profile", "memory_share", "nproc"}  # the steps stay the same
 
 
 @dataclass(frozen=True)
@@ -89,20 +87,92 @@ class Plan:
         return Plan(**{name: value for name, value in values.items() if name in known})
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What is known of the machine; by default nothing.
+
+    calibrate: what was measured of such models. too_large: whether a size ran out of memory. step_seconds: the expected time of a
+    step, by which the fastest of the setups that fit is chosen.
+    """
+
+    calibrate: Calibrate = lambda *_: None
+    too_large: TooLarge = lambda *_: False
+    step_seconds: Callable[[Machine, MemorySetup, bool | None], float | None] = lambda *_: None
+
+
+NOTHING_MEASURED = Measured()
+
+
 def make_plan(
     config: Config,
     machine: Machine,
     *,
     vocab_size: int,
     num_rows: int,
-    calibrate: Calibrate = lambda *_: None,
-    too_large: TooLarge = lambda *_: False,
+    measured: Measured = NOTHING_MEASURED,
+    find_fix: bool = True,
 ) -> Plan:
-    """Returns the plan; raises PlanError where there is none.
+    """Returns the plan; raises PlanError where there is none, with a change that gives one as its fix.
 
-    vocab_size: the tokenizer's. num_rows: rows of one epoch, 0 if not known yet (then epochs cannot be worked out).
-    calibrate: returns what this machine measured of such models. too_large: returns whether a size ran out of memory here.
+    vocab_size: the tokenizer's. num_rows: rows of one epoch, 0 if not known yet (then epochs cannot be worked out). find_fix: False
+    for a caller that only asks whether there is a plan.
     """
+
+    def plan_of(changed: Config) -> Plan:
+        vocab = vocab_size if changed.vocab_size == config.vocab_size else changed.vocab_size
+        return _plan(changed, machine, vocab_size=vocab, num_rows=num_rows, measured=measured)
+
+    try:
+        return plan_of(config)
+    except PlanError as error:
+        if find_fix:
+            error.fix = working_fix(error, config, plan_of)
+        raise
+
+
+def working_fix(error: PlanError, config: Config, plan_of: Callable[[Config], Plan]) -> str:
+    """Returns the error's fix where each of its changes gives a plan, else flags that do; without any, what is left to do."""
+    changes, too_large = error.changes, isinstance(error, DoesNotFit)
+    if not too_large:
+        changes = list(changes)
+        if all(_first_plan([change], config, plan_of, depth=0) for change in changes):
+            return error.fix
+    accepted = _first_plan(changes, config, plan_of, depth=0 if too_large else FIX_DEPTH)
+    if accepted is None:
+        return "a device with more memory, or a smaller model"
+    change, plan = accepted
+    same = f" needs {format_bytes(plan.memory['process_bytes']['expected'])}, same total_batch_size"
+    return format_flags(change) + (same if set(change) <= SAME_RUN_KEYS else "")
+
+
+def _first_plan(
+    changes: Iterable[Change], config: Config, plan_of: Callable[[Config], Plan], *, depth: int
+) -> tuple[Change, Plan] | None:
+    """Returns the first change that gives a plan, and the plan. depth: how often a refused change may be joined by another."""
+    refusals: list[tuple[Change, PlanError]] = []
+    for change in changes:
+        try:
+            return change, plan_of(replace(config, **change))
+        except PlanError as error:
+            refusals.append((change, error))
+    for change, refusal in refusals if depth else ():
+        further = 0 if isinstance(refusal, DoesNotFit) else depth - 1
+        if joined := _first_plan(refusal.changes, replace(config, **change), plan_of, depth=further):
+            return {**change, **joined[0]}, joined[1]
+    return None
+
+
+def format_flags(change: Change) -> str:
+    """Returns the flags that set these keys: `--device-batch-size 8 --activation-checkpointing`."""
+    texts = {None: " auto", True: "", False: " false"}
+    return " ".join(
+        f"--{key.replace('_', '-')}{texts[value] if value is None or isinstance(value, bool) else f' {value}'}"
+        for key, value in change.items()
+    )
+
+
+def _plan(config: Config, machine: Machine, *, vocab_size: int, num_rows: int, measured: Measured) -> Plan:
+    """Returns the plan; raises PlanError, whose changes nobody has tried."""
     device = choose_device(config, machine)
     world_size = choose_world_size(config, machine, device=device)
     model = make_model_config(config, vocab_size=vocab_size, device=device)
@@ -127,13 +197,20 @@ def make_plan(
         attention=attention_kernel(model, machine, device=device, precision=precision),
         compiled=compiled is True,
     )
-    sized = choose_fit(config, setup, machine, calibrate=calibrate, too_large=too_large)
+    sized = choose_fit(
+        config,
+        setup,
+        machine,
+        calibrate=measured.calibrate,
+        too_large=measured.too_large,
+        step_seconds=lambda candidate: measured.step_seconds(machine, candidate, compiled),
+    )
     rates = {key: getattr(config, key) for key in RATE_KEYS}
     gpu = machine.gpus[0] if device == "cuda" else None
     return Plan(
         **{name: getattr(sized.setup, name) for name in SETUP_FIELDS},
         device_name=gpu.name if gpu else "CPU",
-        threads=max(1, machine.cpu_cores * machine.hosts // world_size),
+        threads=threads_of(machine, world_size),
         total_batch_size=total,
         num_steps=num_steps,
         num_rows=num_rows,
@@ -149,6 +226,11 @@ def make_plan(
         time=config.time,
         notes=sized.notes,
     )
+
+
+def threads_of(machine: Machine, world_size: int) -> int:
+    """Returns the CPU threads of each rank. world_size: the ranks of all hosts."""
+    return max(1, machine.cpu_cores * machine.hosts // world_size)
 
 
 def memory_setup(plan: Plan) -> MemorySetup:
@@ -179,7 +261,9 @@ def choose_device(config: Config, machine: Machine) -> str:
     device = config.device or ("cuda" if machine.gpus else "cpu")
     if device == "cuda" and not machine.gpus:
         raise PlanError(
-            "device is cuda, but no GPU is visible here", fix="--device cpu, or see CUDA_VISIBLE_DEVICES and nvidia-smi"
+            "device is cuda, but no GPU is visible here",
+            fix="--device cpu, or see CUDA_VISIBLE_DEVICES and nvidia-smi",
+            changes=({"device": "cpu"},),
         )
     return device
 
@@ -189,13 +273,16 @@ def choose_world_size(config: Config, machine: Machine, *, device: str) -> int:
     if device == "cuda":
         if config.nproc is not None and config.nproc > len(machine.gpus):
             raise PlanError(
-                f"nproc is {config.nproc}, but {len(machine.gpus)} GPUs are visible", fix=f"--nproc {len(machine.gpus)}"
+                f"nproc is {config.nproc}, but {len(machine.gpus)} GPUs are visible",
+                fix=f"--nproc {len(machine.gpus)}",
+                changes=({"nproc": len(machine.gpus)},),
             )
         return (config.nproc or len(machine.gpus)) * machine.hosts
     if config.nproc is not None and config.nproc > 8 * machine.cpu_cores:
         raise PlanError(
             f"nproc is {config.nproc}, but this machine has {machine.cpu_cores} cores",
             fix=f"--nproc {machine.cpu_cores}",
+            changes=({"nproc": machine.cpu_cores},),
         )
     return (config.nproc or min(2, machine.cpu_cores)) * machine.hosts
 
@@ -211,6 +298,7 @@ def choose_precision(config: Config, machine: Machine, *, device: str) -> str:
             raise PlanError(
                 f"precision is bf16, but {machine.gpus[0].name} has no bf16 units (capability {capability})",
                 fix="--precision fp16",
+                changes=({"precision": "fp16"},),
             )
     return config.precision or ("bf16" if native else "fp32")
 
@@ -224,15 +312,22 @@ def make_model_config(config: Config, *, vocab_size: int, device: str) -> ModelC
         raise PlanError(
             f"n_embd {n_embd} is not a multiple of head_dim {config.head_dim}",
             fix=f"--n-embd {lower + config.head_dim}" + (f" or {lower}" if lower else ""),
+            changes=[{"n_embd": width} for width in (lower + config.head_dim, lower) if width],
         )
     if config.head_dim % 2:
         raise PlanError(
-            f"head_dim {config.head_dim} is odd, rotary positions turn pairs", fix=f"--head-dim {config.head_dim + 1}"
+            f"head_dim {config.head_dim} is odd, rotary positions turn pairs",
+            fix=f"--head-dim {config.head_dim + 1}",
+            changes=({"head_dim": config.head_dim + 1},),
         )
     n_kv_head = config.n_kv_head or n_head
     if n_head % n_kv_head:
-        options = ", ".join(map(str, reversed(divisors(n_head))))
-        raise PlanError(f"n_kv_head {n_kv_head} does not divide {n_head} heads", fix=f"one of {options}")
+        options = divisors(n_head)
+        raise PlanError(
+            f"n_kv_head {n_kv_head} does not divide {n_head} heads",
+            fix=f"one of {', '.join(map(str, reversed(options)))}",
+            changes=[{"n_kv_head": option} for option in options],
+        )
     return ModelConfig(
         n_layer=config.depth,
         n_embd=n_embd,
@@ -254,8 +349,9 @@ def grad_accum_steps(total_batch_size: int, *, device_batch_size: int, sequence_
         takers = format_number_of(world_size, "process takes", "processes take")
         raise PlanError(
             f"total_batch_size {total_batch_size:,} is not a multiple of the {tokens_per_micro_step:,} tokens"
-            f" that {takers} at once ({device_batch_size} rows x {sequence_len} tokens each)",
+            f" that {takers} at once ({format_number_of(device_batch_size, 'row')} x {sequence_len} tokens each)",
             fix=f"set total_batch_size to {upper:,}" + (f" or {lower:,}" if lower else ""),
+            changes=[{"total_batch_size": tokens} for tokens in (upper, lower) if tokens],
         )
     return steps
 
@@ -274,83 +370,3 @@ def _auto_compile(config: Config, *, flops: float, device: str) -> bool | None:
     if config.time is not None:
         return False if parse_duration(config.time) < SHORT_RUN_S[device] else None
     return False if device == "cpu" and flops < SHORT_RUN_FLOPS else None
-
-
-MakePlan = Callable[[Config, Machine], Plan]
-
-
-def replan(old: Plan, config: Config, machine: Machine, *, make: MakePlan, set_keys: Set[str] = frozenset()) -> Plan:
-    """Returns what `make` does, with the rows, chunks, checkpointing and compiling of `old` where the config leaves them open.
-
-    These decide the order of additions, and with it every bit that follows: what was measured here since then must not change them
-    under a run that was interrupted. set_keys: keys that the user sets on resume, "auto" among their values. On other devices, or
-    another number of them, nothing is kept. What has run on this device is not refused by arithmetic.
-    """
-    device = choose_device(config, machine)
-    same = (device, choose_world_size(config, machine, device=device)) == (old.device, old.world_size)
-    rows_are_open = "device_batch_size" in set_keys and config.device_batch_size is None
-    if not same or rows_are_open or set_keys & FIT_KEYS:
-        return make(config, machine)
-    values: dict[str, Any] = {
-        "device_batch_size": old.device_batch_size,
-        "logits_mib": old.logits_budget_bytes // MIB,
-        "activation_checkpointing": old.activation_checkpointing,
-        "compile": old.compile,
-    }
-    old_values = {key: value for key, value in values.items() if getattr(config, key) is None and key not in set_keys}
-    plan = _make_unrefused(old, replace(config, **old_values), machine, make)
-    if "compile" in old_values:
-        plan = replace(plan, compile=old.compile)  # a trial's answer holds for the whole run
-    if "device_batch_size" in old_values:
-        plan = replace(plan, memory_share=old.memory_share, notes=old.notes)
-    return plan
-
-
-def smaller_plan(old: Plan, config: Config, machine: Machine, *, make: MakePlan) -> Plan | None:
-    """Returns the next plan that needs less memory for the same steps: a smaller micro-batch, then activation checkpointing."""
-    share_rows = old.device_batch_size * old.grad_accum_steps
-    fewer = [count for count in divisors(share_rows) if count < old.device_batch_size]
-    changes: list[dict[str, Any]] = [{"device_batch_size": count} for count in fewer]
-    if not old.activation_checkpointing and config.activation_checkpointing is None:
-        changes.append({"device_batch_size": old.device_batch_size, "activation_checkpointing": True})
-    for change in changes:
-        with suppress(DoesNotFit):
-            return replan(old, replace(config, **change), machine, make=make, set_keys=frozenset(change))
-    return None
-
-
-def format_change(old: Plan, new: Plan) -> str:
-    """Returns `device_batch_size 4 instead of 8, 6 micro-steps instead of 3`."""
-    parts = []
-    if new.device_batch_size != old.device_batch_size:
-        parts.append(f"device_batch_size {new.device_batch_size} instead of {old.device_batch_size}")
-    if new.grad_accum_steps != old.grad_accum_steps:
-        parts.append(f"{new.grad_accum_steps} micro-steps instead of {old.grad_accum_steps}")
-    if new.activation_checkpointing and not old.activation_checkpointing:
-        parts.append("activation checkpointing")
-    return ", ".join(parts)
-
-
-def fewer_ranks(old: Plan, *, devices: int) -> int:
-    """Returns the most ranks, on so many devices, that can share the rows of each step; 0 if none can."""
-    rows = old.total_batch_size // old.model.sequence_len
-    return next((count for count in range(min(devices, old.world_size), 0, -1) if rows % count == 0), 0)
-
-
-def _make_unrefused(old: Plan, config: Config, machine: Machine, make: MakePlan) -> Plan:
-    """Returns the plan; one that equals the old plan is made even where arithmetic says that it does not fit."""
-    try:
-        return make(config, machine)
-    except DoesNotFit as error:
-        plan = make(config, of_unknown_memory(machine))
-        old_bytes, card_bytes = old.memory.get("card_bytes"), error.estimate.card_bytes
-        is_same = (plan.device_name, memory_setup(plan)) == (old.device_name, memory_setup(old))
-        if not is_same or old_bytes is None or card_bytes is None or card_bytes < old_bytes:
-            raise
-        return replace(plan, memory=error.estimate.to_json())
-
-
-def of_unknown_memory(machine: Machine) -> Machine:
-    """Returns the machine with devices of unknown memory, on which nothing is refused."""
-    gpus = tuple(replace(gpu, memory_bytes=0) for gpu in machine.gpus)
-    return replace(machine, gpus=gpus, memory_bytes=0)

@@ -1,10 +1,11 @@
 """
-`paceline plan`: its options, the forecasts that answer them, and their JSON and tables.
+`paceline plan` and `paceline configs`: their options, the forecasts that answer them, and their JSON and tables.
 
 --exact and --measure need torch, so they run modules of train/ as processes of their own.
 """
 
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -15,14 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import KEYS, Config, ModelConfig, cache_dir
-from paceline.config_file import resolve_config, unknown_key, with_values
-from paceline.errors import PacelineError, PlanError, UsageError
-from paceline.options import PlanOptions
+from paceline.config_file import load_config, packaged_configs, resolve_config, unknown_key, with_values
+from paceline.errors import PacelineError, PlanError, UsageError, nearest
+from paceline.options import ConfigsOptions, PlanOptions
 from paceline.plan.advice import Advice, Price, advise, parse_price, time_of_budget
 from paceline.plan.forecast import Forecast, forecast, format_exact, format_forecast, format_kwh, format_seconds
 from paceline.plan.gpu_table import find_gpu
 from paceline.plan.machine import Machine, imagined_machine, probe_machine
-from paceline.plan.planner import Plan, memory_setup
+from paceline.plan.planner import Plan, make_model_config, memory_setup
+from paceline.plan.shapes import batch_of_horizon, choose_num_steps, num_params
 from paceline.plan.sizing import DoesNotFit, divisors
 from paceline.plan.speeds import Speeds, keep_speeds
 from paceline.plan.step_time import StepSetup
@@ -36,7 +38,9 @@ SWEPT = {  # values of --sweep KEY alone; device_batch_size takes the divisors o
     "optimizer": KEYS["optimizer"].choices,
 }
 DEFAULTS_OF_A_PLAN = {"depth": 12}  # for a machine that is not here; train's default is too small to show anything
-COLUMNS = ("rows", "memory", "of card", "fits", "checkpointing", "step", "tok/s", "mfu", "run", "kWh")
+FOLLOWED_ROWS = (*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 65, 8))
+LITTLE_LEFT = 0.9  # of a time, that is as good as all
+COLUMNS = ("rows", "batch", "memory", "of card", "fits", "checkpointing", "step", "tok/s", "mfu", "run", "kWh")
 VERDICTS = {"fits": "yes", "does not fit": "no", "undecidable": "perhaps", None: "n/a"}
 
 
@@ -71,19 +75,76 @@ def answer(options: PlanOptions) -> str:
     if compared:
         return table("GPU", [(name, partial(forecast_of, config, name)) for name in compared], as_json=options.json)
     if options.sweep is not None:
-        key, values = swept(options.sweep, partial(forecast_of, with_values(config, device_batch_size=None)))
-        makes = [(value, partial(forecast_of, with_values(config, **{key: value}))) for value in values]
-        return table(key, makes, as_json=options.json)
-    advice = None
+        return sweep(config, options, forecast_of)
+    advice, more = None, ""
     if options.time or options.budget:
-        advice = advise_depth(config, options, price, forecast_of)
+        advice, more = advise_depth(config, options, price, forecast_of)
         config = with_values(config, depth=advice.depth, num_steps=advice.num_steps, time=None)
     result = forecast_of(config)
+    if price is not None and (result.run is None or result.run.money is None):
+        raise without_cost(result, options)
     exact = exact_facts(result.plan) if options.exact else None
     if options.json:
         return json.dumps(forecast_json(result, exact=exact, advice=advice), indent=1)
-    blocks = [format_advice(advice, options)] if advice else []
+    blocks = [format_advice(advice, options, more=more)] if advice else []
     return "\n\n".join([*blocks, format_forecast(result), *([format_exact(exact)] if exact else [])])
+
+
+def without_cost(result: Forecast, options: PlanOptions) -> UsageError:
+    """Returns the error where --price cannot be answered."""
+    if result.run is None:
+        here = options.gpu is None and not options.compare
+        fix = "paceline plan --measure" if here else "leave --price out"
+        return UsageError(f"--price {options.price}: {result.step.assumptions[0].removeprefix('no time: ')}", fix=fix)
+    why = f"the power of {result.plan.device_name} is not known"
+    return UsageError(f"--price {options.price}: {why}", fix="--watts 450, or --price 2.50/gpu-hour")
+
+
+def answer_configs(options: ConfigsOptions) -> str:
+    """Returns the list of the packaged configs, or the text of one."""
+    paths = packaged_configs()
+    if options.name is not None and options.name not in paths:
+        near = nearest(options.name, paths)
+        raise UsageError(f"no config {options.name}", fix=f"paceline configs {near or ''}".rstrip())
+    if options.name is not None and not options.json:
+        return paths[options.name].read_text(encoding="utf-8").rstrip("\n")
+    rows = [config_facts(name, path) for name, path in paths.items() if options.name in (None, name)]
+    if options.json:
+        return json.dumps(rows, indent=1)
+    lines = table_lines(
+        [
+            {
+                "config": row["name"],
+                "depth": str(row["depth"]),
+                "parameters": format_count(row["parameters"]),
+                "length": row["time"] or f"{format_count(row['tokens'])} tokens",
+                "tokens a step": f"{row['total_batch_size']:,}",
+            }
+            for row in rows
+        ]
+    )
+    texts = ["", *(row["about"] for row in rows)]
+    return "\n".join(f"{line}  {text}".rstrip() for line, text in zip(lines, texts, strict=True))
+
+
+def config_facts(name: str, path: Path) -> dict[str, Any]:
+    """Returns what a packaged config trains, by arithmetic alone. tokens is None where the length is a time."""
+    config, _ = load_config(path, {})
+    model = make_model_config(config, vocab_size=config.vocab_size, device="cpu")
+    total = config.total_batch_size or batch_of_horizon(model, tokens_per_param=config.tokens_per_param)
+    num_steps = choose_num_steps(config, model, total_batch_size=total, num_rows=0)
+    about = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+    return {
+        "name": name,
+        "about": about,
+        "depth": config.depth,
+        "parameters": num_params(model),
+        "tokens": None if config.time else num_steps * total,
+        "time": config.time,
+        "total_batch_size": total,
+        "sequence_len": config.sequence_len,
+        "profile": config.profile,
+    }
 
 
 def machine_of(options: PlanOptions, gpu: str | None) -> Machine:
@@ -116,8 +177,8 @@ def measure_here(forecast: Forecast, options: PlanOptions, *, cache: Path) -> No
 
 def advise_depth(
     config: Config, options: PlanOptions, price: Price | None, forecast_of: Callable[[Config], Forecast]
-) -> Advice:
-    """Returns the deepest model whose whole length ends within --time or --budget."""
+) -> tuple[Advice, str]:
+    """Returns the deepest model whose whole length ends within --time or --budget, and a line about the time that is left."""
     fixed = [name for name in ("n_embd", "num_steps") if getattr(config, name) is not None]
     fixed += ["depth"] if "depth" in options.keys else []
     if fixed:
@@ -137,13 +198,26 @@ def advise_depth(
         return plan.device_batch_size, plan.activation_checkpointing
 
     smallest = of_depth(1).setup
-    return advise(
-        smallest,
-        time_s=_seconds(options, price, smallest),
-        tokens_per_param=config.tokens_per_param,
-        data=config.data,
-        fits=fits,
-        total_batch_size=config.total_batch_size,
+    time_s = _seconds(options, price, smallest)
+    of_length = partial(
+        advise, smallest, time_s=time_s, data=config.data, fits=fits, total_batch_size=config.total_batch_size
+    )
+    advice = of_length(tokens_per_param=config.tokens_per_param)
+    return advice, longer_run(advice, of_length, time_s=time_s, tokens_per_param=config.tokens_per_param)
+
+
+def longer_run(advice: Advice, of_length: Callable[..., Advice], *, time_s: float, tokens_per_param: float) -> str:
+    """Returns a line with the tokens_per_param that use the time which the advice leaves; empty where it leaves little."""
+    used = advice.seconds.expected / time_s
+    more = math.floor(10 * tokens_per_param / used) / 10
+    if used > LITTLE_LEFT or not time_s:
+        return ""
+    longer = of_length(tokens_per_param=more)
+    if longer.depth != advice.depth or longer.seconds.expected > time_s:
+        return ""
+    return (
+        f"        {format_duration(time_s - advice.seconds.expected)} remain, as depths come in steps of width:"
+        f" --tokens-per-param {more:g} trains depth {advice.depth} for {format_duration(longer.seconds.expected)}"
     )
 
 
@@ -163,15 +237,40 @@ def _seconds(options: PlanOptions, price: Price | None, setup: StepSetup) -> flo
     return min(limits)
 
 
-def format_advice(advice: Advice, options: PlanOptions) -> str:
-    """Returns the lines about the depth for --time or --budget."""
+def format_advice(advice: Advice, options: PlanOptions, *, more: str) -> str:
+    """Returns the lines about the depth for --time or --budget. more: longer_run."""
     limits = [options.time, f"a budget of {options.budget:g}" if options.budget else None]
     bpb = advice.val_bpb
     return (
         f"advice  depth {advice.depth} for {format_count(advice.num_tokens)} tokens is the most that"
         f" {' and '.join(limit for limit in limits if limit)} allows; {advice.deeper}\n"
         f"        val_bpb {f'{bpb.low:.3f} to {bpb.high:.3f}' if bpb else 'n/a: not measured on this text'}"
+        + (f"\n{more}" if more else "")
     )
+
+
+def sweep(config: Config, options: PlanOptions, forecast_of: Callable[[Config], Forecast]) -> str:
+    """Returns the table of --sweep."""
+    assert options.sweep is not None
+    open_forecast = partial(forecast_of, with_values(config, device_batch_size=None))
+    key, values = swept(options.sweep, open_forecast)
+    changes: list[dict[str, Any]] = [{key: value} for value in values]
+    note = ""
+    if options.follow_rows:
+        if key != "device_batch_size":
+            raise UsageError(
+                "--follow-rows needs --sweep device_batch_size", fix="--sweep device_batch_size --follow-rows"
+            )
+        plan = open_forecast().plan
+        if "=" not in options.sweep:
+            changes = [{key: rows} for rows in FOLLOWED_ROWS if rows <= plan.device_batch_size * plan.grad_accum_steps]
+        for change in changes:
+            tokens = change[key] * plan.model.sequence_len * plan.world_size
+            change["total_batch_size"] = tokens * max(1, round(plan.total_batch_size / tokens))
+        note = f"batch follows the rows: the multiple nearest to {plan.total_batch_size:,}, which changes the training"
+    makes = [(change[key], partial(forecast_of, with_values(config, **change))) for change in changes]
+    lines = table(key, makes, as_json=options.json)
+    return f"{lines}\n\n{note}" if note and not options.json else lines
 
 
 def swept(text: str, forecast_once: Callable[[], Forecast]) -> tuple[str, list[Any]]:
@@ -202,15 +301,19 @@ def table(name: str, makes: Sequence[tuple[Any, Callable[[], Forecast]]], *, as_
             rows.append((value, error))
     if as_json:
         return json.dumps([{name: value, **row_json(row)} for value, row in rows], indent=1)
-    cells = [{name: str(value), **row_cells(row)} for value, row in rows]
+    lines = table_lines([{name: str(value), **row_cells(row)} for value, row in rows])
+    refused = [f"{value}: {row.message}" for value, row in rows if isinstance(row, PlanError)]
+    return "\n".join([*lines, *([""] if refused else []), *refused])
+
+
+def table_lines(cells: Sequence[Mapping[str, str]]) -> list[str]:
+    """Returns the header and a line for each row of cells; the first column starts at the left."""
     columns = list(dict.fromkeys(column for row in cells for column in row))
     lines = [columns, *([row.get(column, "") for column in columns] for row in cells)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    texts = [
+    return [
         "  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]).rstrip() for first, *others in lines
     ]
-    refused = [f"{value}: {row.message}" for value, row in rows if isinstance(row, PlanError)]
-    return "\n".join([*texts, *([""] if refused else []), *refused])
 
 
 def row_json(row: Forecast | PlanError) -> dict[str, Any]:
@@ -226,6 +329,7 @@ def row_cells(row: Forecast | PlanError) -> dict[str, str]:
     plan, step, run, memory = row.plan, row.step, row.run, row.plan.memory
     cells = {
         "rows": f"{plan.device_batch_size} x {plan.grad_accum_steps}",
+        "batch": f"{plan.total_batch_size:,}",
         "memory": format_bytes(memory["process_bytes"]["expected"]),
         "of card": f"{100 * memory['share']:.0f} %" if memory["share"] else "n/a",
         "fits": VERDICTS[memory["verdict"]],

@@ -1,36 +1,43 @@
 """
-What fits: the largest micro-batch, then smaller loss chunks, then activation checkpointing; or the smallest change that would.
+What fits, and of that the fastest: micro-batch, loss chunks and activation checkpointing; or which changes would make it fit.
 
 total_batch_size, the rows of a step and the learning rates stay: only the part of a step that is in memory at a time is chosen.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
+from functools import cache
+from typing import Any
 
 from paceline.config import Config
-from paceline.errors import PlanError
+from paceline.errors import Change, PlanError
 from paceline.plan.activations import MemorySetup
 from paceline.plan.estimate import Calibrate, MemoryEstimate, estimate_memory
 from paceline.plan.machine import Machine
 from paceline.plan.shapes import model_of_depth
-from paceline.units import MIB, format_bytes
+from paceline.units import MIB, format_bytes, format_number_of
 
 PROFILES = {"conservative": 0.48, "balanced": 0.65, "aggressive": 0.90}  # of the device's memory
 LOGITS_MIB = 512  # from here on, larger chunks were not faster
 SMALLEST_LOGITS_MIB = 32
 CPU_MICRO_STEP_TOKENS = 2_048  # of an automatic device_batch_size: a larger one is no faster on a CPU
 BLIND_MICRO_STEP_TOKENS = 32_768  # the same on a GPU whose memory is not known
+DEPTHS_TRIED = 8  # for a fix: heads or an automatic batch may rule a depth out
+SIZE_KEYS = ("device_batch_size", "logits_mib", "activation_checkpointing")
+SMALL_VOCAB_SIZE = 4096  # the last that a fix proposes
 
 Estimate = Callable[[MemorySetup], MemoryEstimate]
 # device name, setup, its bytes -> whether it failed here before
 TooLarge = Callable[[str, MemorySetup, int | None], bool]
+StepSeconds = Callable[[MemorySetup], float | None]  # the expected time of a step; None where it is not known
 
 
 class DoesNotFit(PlanError):
     """Nothing that the config leaves open fits. estimate: what the smallest setup needs."""
 
-    def __init__(self, message: str, *, fix: str, estimate: MemoryEstimate):
-        super().__init__(message, fix=fix)
+    def __init__(self, message: str, *, estimate: MemoryEstimate, changes: Iterator[Change]):
+        super().__init__(message, fix="a device with more memory, or a smaller model", changes=changes)
         self.estimate = estimate
 
 
@@ -45,32 +52,52 @@ class Solver:
     estimate: Estimate
     most_rows: int | None  # a larger micro-batch is no faster on this device
     too_large: Callable[[MemorySetup], bool]  # whether it ran out of memory here before
+    step_seconds: StepSeconds
 
     def fit(self, setup: MemorySetup, budget_bytes: float | None) -> MemorySetup | None:
-        """Returns the setup with the largest micro-batch within budget_bytes; None if nothing fits.
+        """Returns the fastest setup within budget_bytes; None if nothing fits.
 
-        budget_bytes None: the device's memory is not known, and the micro-batch is most_rows at most.
+        Where no time is known, the largest micro-batch of the first relaxation with which one fits. budget_bytes None: the device's
+        memory is not known, and the micro-batch is most_rows at most.
         """
-        rows = divisors(self.share_rows) if self.rows else [setup.device_batch_size]
-        if self.rows and self.most_rows is not None:
-            rows = [count for count in rows if count <= self.most_rows]
+        best, least_s = None, 0.0
         for relaxed in self.relaxations(setup):
-            for count in rows:
-                candidate = self.with_rows(relaxed, count)
-                if self.fits(candidate, budget_bytes) and not self.too_large(candidate):
-                    return candidate
-        return None
+            candidate = self.largest(relaxed, budget_bytes)
+            if candidate is None:
+                continue
+            seconds = self.step_seconds(candidate)
+            if seconds is None:
+                return candidate
+            if best is None or seconds < least_s:
+                best, least_s = candidate, seconds
+        return best
+
+    def largest(self, setup: MemorySetup, budget_bytes: float | None) -> MemorySetup | None:
+        """Returns the setup with the largest micro-batch that fits: the more rows, the faster a step.
+
+        All rows in one micro-step may need less than fewer rows, since no gradients are summed. Otherwise more rows need more.
+        """
+        counts = divisors(self.share_rows) if self.rows else [setup.device_batch_size]
+        if self.rows and self.most_rows is not None:
+            counts = [count for count in counts if count <= self.most_rows]
+        candidates = [self.with_rows(setup, count) for count in counts]
+        if self.fits(candidates[0], budget_bytes):
+            return candidates[0]
+        if not self.fits(candidates[-1], budget_bytes):
+            return None
+        return candidates[bisect_left(candidates, True, lo=1, key=lambda candidate: self.fits(candidate, budget_bytes))]
 
     def fits(self, setup: MemorySetup, budget_bytes: float | None) -> bool:
-        """Returns whether the expected bytes are within the budget, and the most within the device."""
-        if budget_bytes is None:
-            return True
-        estimate = self.estimate(setup)
-        within = estimate.card_bytes is None or estimate.process.high <= estimate.card_bytes
-        return estimate.process.expected <= budget_bytes and within
+        """Returns whether the expected bytes are within the budget, and the most within the device, and it never failed here."""
+        if budget_bytes is not None:
+            estimate = self.estimate(setup)
+            within = estimate.card_bytes is None or estimate.process.high <= estimate.card_bytes
+            if estimate.process.expected > budget_bytes or not within:
+                return False
+        return not self.too_large(setup)
 
     def relaxations(self, setup: MemorySetup) -> Iterator[MemorySetup]:
-        """Yields the setup, then ever smaller loss chunks, then checkpointing: each costs more speed than the one before."""
+        """Yields the setup, then ever smaller loss chunks, then checkpointing: with equal rows, each slower than the one before."""
         yield setup
         smaller = setup
         while self.logits and smaller.logits_budget_bytes // 2 >= SMALLEST_LOGITS_MIB * MIB:
@@ -97,9 +124,15 @@ class SizedSetup:
 
 
 def choose_fit(
-    config: Config, setup: MemorySetup, machine: Machine, *, calibrate: Calibrate, too_large: TooLarge
+    config: Config,
+    setup: MemorySetup,
+    machine: Machine,
+    *,
+    calibrate: Calibrate,
+    too_large: TooLarge,
+    step_seconds: StepSeconds,
 ) -> SizedSetup:
-    """Returns the setup, sized to the machine's memory; raises DoesNotFit with the smallest change that would fit.
+    """Returns the setup, sized to the machine's memory; raises DoesNotFit with the changes that may help.
 
     setup: as the config has it. One device's rows of a step, over all micro-steps, stay as many.
     """
@@ -107,6 +140,7 @@ def choose_fit(
     device_name = gpu.name if gpu else "CPU"
     card_bytes = gpu.memory_bytes if gpu else machine.memory_bytes // (setup.world_size // machine.hosts)
 
+    @cache
     def estimate(candidate: MemorySetup) -> MemoryEstimate:
         consumer = gpu.spec.consumer if gpu and gpu.spec else None
         calibration = calibrate(device_name, candidate)
@@ -123,80 +157,90 @@ def choose_fit(
         estimate=estimate,
         most_rows=max(1, most // setup.model.sequence_len) if most else None,
         too_large=lambda candidate: rows_are_open and too_large(device_name, candidate, card_bytes or None),
+        step_seconds=step_seconds,
     )
-    fitting = solver.fit(setup, share * card_bytes if card_bytes else None)
+    fitting = solver.fit(setup, ceiling(share, card_bytes) if card_bytes else None)
     if fitting is None:
         raise does_not_fit(config, setup, solver, share=share)
-    notes = []
+    rows, notes = f"so that {format_number_of(fitting.device_batch_size, 'row fits', 'rows fit')}", []
     if fitting.logits_budget_bytes != setup.logits_budget_bytes:
-        notes.append(f"loss in chunks of {format_bytes(fitting.logits_budget_bytes)} to fit: some per cent slower")
+        notes.append(f"loss in chunks of {format_bytes(fitting.logits_budget_bytes)}, {rows}")
     if fitting.activation_checkpointing and not setup.activation_checkpointing:
-        notes.append("activation checkpointing to fit: blocks are computed twice, 4/3 of the time")
+        notes.append(f"activation checkpointing, {rows}: blocks are computed twice, 4/3 of their time")
     if not solver.rows and config.memory_share is not None:
         notes.append(f"device_batch_size is set to {config.device_batch_size}, so memory_share chooses nothing")
     return SizedSetup(fitting, estimate(fitting), share if solver.rows else None, tuple(notes))
 
 
+def ceiling(share: float, card_bytes: int) -> float:
+    """Returns the bytes that a share of a device allows. Shares are whole per cent: 90.4 % is shown as 90 %, and is within 90 %."""
+    return min(1.0, share + 0.005) * card_bytes
+
+
 def does_not_fit(config: Config, setup: MemorySetup, solver: Solver, *, share: float) -> DoesNotFit:
-    """Returns the error where nothing fits, with what the smallest setup needs and the smallest change that would fit."""
-    least = solver.with_rows(list(solver.relaxations(setup))[-1], 1) if solver.rows else setup
+    """Returns the error where nothing fits, with what the smallest setup needs."""
+    least = list(solver.relaxations(setup))[-1]
+    least = solver.with_rows(least, 1) if solver.rows else least
     needs = solver.estimate(least)
     assert needs.card_bytes is not None
-    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in needs.peak.parts.items() if size >= MIB)
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in needs.named_parts())
     allowed = f"{100 * share:.0f} % of its " if share < 1 else ""
     device = "GPU" if setup.device == "cuda" else "process"
+    low, need, high = (format_bytes(size) for size in astuple(needs.process))
+    failed = "; it ran out of memory here before" if solver.too_large(least) else ""
     return DoesNotFit(
-        f"{format_bytes(needs.process.expected)} needed on each {device} with device_batch_size {least.device_batch_size},"
-        f" {allowed}{format_bytes(needs.card_bytes)} may be used ({parts})",
-        fix=smallest_change(config, setup, solver, share=share),
+        f"{need} ({low} to {high}) needed on each {device} with device_batch_size {least.device_batch_size},"
+        f" {allowed}{format_bytes(needs.card_bytes)} may be used ({parts}){failed}",
         estimate=needs,
+        changes=changes_that_fit(config, setup, solver, share=share),
     )
 
 
-def smallest_change(config: Config, setup: MemorySetup, solver: Solver, *, share: float) -> str:
-    """Returns the first change that fits: of those that keep the run the same, then of those to the model."""
+def changes_that_fit(config: Config, setup: MemorySetup, solver: Solver, *, share: float) -> Iterator[Change]:
+    """Yields changes of the config that probably fit: first those that keep the run the same, then those of the model."""
     card = solver.estimate(setup).card_bytes
     assert card is not None
     everything = replace(solver, rows=True, logits=True, checkpointing=True)
+    opened = {key: None for key in SIZE_KEYS if getattr(config, key) is not None}
 
-    def flags(solver: Solver, budget_bytes: float) -> str | None:
-        fitting = solver.fit(setup, budget_bytes)
-        if fitting is None:
+    def to_fit(solver: Solver, setup: MemorySetup, budget_bytes: float) -> dict[str, Any] | None:
+        """Returns the values of the fit for keys that the user has set; the others are chosen again."""
+        if (fitting := solver.fit(setup, budget_bytes)) is None:
             return None
-        changes = []
-        if fitting.device_batch_size != setup.device_batch_size:
-            changes.append(f"--device-batch-size {fitting.device_batch_size}")
-        if fitting.logits_budget_bytes != setup.logits_budget_bytes:
-            changes.append(f"--logits-mib {fitting.logits_budget_bytes // MIB}")
-        if fitting.activation_checkpointing != setup.activation_checkpointing:
-            changes.append("--activation-checkpointing")
-        needed = format_bytes(solver.estimate(fitting).process.expected)
-        return f"{' '.join(changes)} needs {needed}, same total_batch_size"
+        values = {
+            "device_batch_size": fitting.device_batch_size,
+            "logits_mib": fitting.logits_budget_bytes // MIB,
+            "activation_checkpointing": fitting.activation_checkpointing,
+        }
+        return {key: value for key, value in values.items() if getattr(config, key) not in (None, value)}
 
-    if not solver.rows and (change := flags(replace(solver, rows=True), card)):
-        return change
-    for name, other in PROFILES.items():
-        if other > share and solver.fit(setup, other * card):
-            return f"--profile {name} ({100 * other:.0f} % of the memory)"
-    if change := flags(everything, share * card):
-        return change
+    if not solver.rows and (change := to_fit(replace(solver, rows=True), setup, card)):
+        yield change
+    for name, other in PROFILES.items() if solver.rows else ():
+        if other > share and solver.fit(setup, ceiling(other, card)):
+            yield {"profile": name} if config.memory_share is None else {"memory_share": other}
+    budget = ceiling(share, card)
+    if change := to_fit(everything, setup, budget):
+        yield change
     if setup.device == "cpu" and setup.world_size > 1:  # which share the host's memory
-        memory = card * setup.world_size
+        yield {"nproc": 1}
+        yield {"nproc": 1, **opened}
 
-        def of_all(candidate: MemorySetup) -> MemoryEstimate:
-            return replace(solver.estimate(candidate), card_bytes=memory)
-
-        alone = replace(everything, share_rows=solver.share_rows * setup.world_size, estimate=of_all)
-        if alone.fit(replace(setup, world_size=1), share * memory):
-            return "--nproc 1"
-    for depth in range(setup.model.n_layer - 1, 0, -1):
+    def at_depth(depth: int) -> MemorySetup:
         model = replace(setup.model, n_layer=depth)
         if config.n_embd is None:  # the width follows from the depth
             model = model_of_depth(model, depth)
             model = replace(model, n_kv_head=config.n_kv_head or model.n_head)
-        if everything.fit(replace(setup, model=model), share * card):
-            return f"--depth {depth}, or a device with more memory"
-    return "a device with more memory, or a shorter sequence_len or smaller vocab_size"
+        return replace(setup, model=model)
+
+    depths = range(setup.model.n_layer - 1, 0, -1)
+    at = bisect_left(depths, True, key=lambda depth: everything.fit(at_depth(depth), budget) is not None)
+    for depth in depths[at : at + DEPTHS_TRIED]:
+        yield {"depth": depth, **(to_fit(everything, at_depth(depth), budget) or {})}
+    smallest = {"depth": 1, **opened}
+    for shorter in (setup.model.sequence_len // divisor for divisor in (2, 4, 8, 16, 32)):
+        yield {"sequence_len": max(2, shorter), **smallest}
+    yield {"vocab_size": SMALL_VOCAB_SIZE, "sequence_len": 256, **smallest}
 
 
 def divisors(number: int) -> list[int]:

@@ -27,6 +27,7 @@ from paceline.rundir import write_atomic
 
 FILE_NAME = "speeds.json"
 KEEP_STEPS = 20  # of the last runs, for each device
+ALIKE = 8.0  # steps at most so many times as long or as short correct a prediction
 # relative errors of seconds, by benchmarks/plan.py on a busy machine: of pieces alone 0.78 to 1.13 of what was measured;
 # corrected by a run of another config 0.90 to 1.11; by one of the same config less
 PIECES_SPREAD, OTHER_SPREAD, SAME_SPREAD = 0.20, 0.12, 0.05
@@ -82,6 +83,7 @@ class Speeds:
     spread: float = PIECES_SPREAD
     # a setup's key -> measured / predicted seconds of its steps
     steps: Mapping[str, float] = field(default_factory=dict)
+    predicted: Mapping[str, float] = field(default_factory=dict)  # a setup's key -> its predicted seconds
 
     @staticmethod
     def from_json(record: Mapping[str, Any]) -> "Speeds":
@@ -94,13 +96,17 @@ class Speeds:
         points = self.rates.get(f"{name} {precision}" if precision else name)
         return None if not points else interpolate(points, size)
 
-    def ratio(self, key: str) -> tuple[float, float] | None:
-        """Returns the factor for predicted seconds, and the relative error of the result; None where nothing ran yet."""
+    def ratio(self, key: str, *, predicted_s: float) -> tuple[float, float] | None:
+        """Returns the factor for predicted seconds, and the relative error of the result; None where nothing alike ran yet.
+
+        Steps that are much shorter show the costs of starting an op, which say nothing about long ones.
+        """
         if key in self.steps:
             return self.steps[key], SAME_SPREAD
-        if not self.steps:
+        lengths = {name: abs(math.log(self.predicted.get(name, predicted_s) / predicted_s)) for name in self.steps}
+        ratios = [ratio for name, ratio in self.steps.items() if lengths[name] <= math.log(ALIKE)]
+        if not ratios:
             return None
-        ratios = list(self.steps.values())
         middle = statistics.median(ratios)
         return middle, max(OTHER_SPREAD, max(abs(ratio / middle - 1) for ratio in ratios))
 
@@ -138,7 +144,9 @@ def remember_step(folder: Path, speeds: Speeds, *, key: str, predicted_s: float,
     """Keeps measured / predicted of a run's steps, predicted without such ratios, and returns the new speeds."""
     steps = {name: ratio for name, ratio in speeds.steps.items() if name != key}
     steps[key] = measured_s / predicted_s
-    corrected = replace(speeds, steps=dict(list(steps.items())[-KEEP_STEPS:]))
+    latest = dict(list(steps.items())[-KEEP_STEPS:])
+    predicted = {name: seconds for name, seconds in {**speeds.predicted, key: predicted_s}.items() if name in latest}
+    corrected = replace(speeds, steps=latest, predicted=predicted)
     keep_speeds(folder, corrected)
     return corrected
 

@@ -11,13 +11,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from paceline.config import ModelConfig
+from paceline.plan.activations import loss_chunks
 from paceline.plan.algorithms import ALGORITHMS, OTHERS
 from paceline.plan.cost import attention_pairs, flops_per_token, mfu, step_messages, update_work, window_sizes
 from paceline.plan.estimate import Range
 from paceline.plan.gpu_table import GpuSpec
 from paceline.plan.links import Link, link_of_speeds
-from paceline.plan.shapes import has_value_embed, layer_weights, num_params
+from paceline.plan.shapes import ELEMENT_BYTES, has_value_embed, layer_weights, num_params
+from paceline.plan.sizing import LOGITS_MIB
 from paceline.plan.speeds import Speeds, assumed_speeds, with_fused_ops
+from paceline.units import MIB
 
 # of the backward that hides what is sent under it; a CPU's copying takes its own time
 HIDDEN_SHARE = {"cuda": 0.8, "cpu": 0.0}
@@ -51,6 +54,7 @@ class StepSetup:
     device_batch_size: int
     grad_accum_steps: int
     activation_checkpointing: bool = False
+    logits_budget_bytes: int = LOGITS_MIB * MIB
     compile: bool | None = None
     attention: str = "sdpa"
     spec: GpuSpec | None = None
@@ -153,7 +157,7 @@ def _missing_fact(setup: StepSetup, speeds: Speeds | None) -> str:
 
 def _sum_parts(setup: StepSetup, speeds: Speeds, parts: Mapping[str, float], hidden_s: float) -> StepTime:
     uncorrected = sum(parts.values())
-    correction = speeds.ratio(setup.key)
+    correction = speeds.ratio(setup.key, predicted_s=uncorrected)
     factor, spread = correction or (1.0, speeds.spread)
     corrected = {name: factor * seconds for name, seconds in parts.items()}
     total = factor * uncorrected
@@ -193,6 +197,7 @@ def micro_step_parts(setup: StepSetup, speeds: Speeds) -> dict[str, float]:
     pairs *= setup.device_batch_size * model.n_head
     vocab, elements = model.padded_vocab_size, tokens * width
     tables = 1 + sum(has_value_embed(layer, model.n_layer) for layer in range(model.n_layer))
+    moved = _extra_chunks(setup) * vocab * width * (12 if setup.precision != "fp32" else 8)
     return {
         "matmuls": passes * seconds("linear", 6 * tokens * model.n_layer * layer_weights(model), width),
         "attention": passes
@@ -201,9 +206,28 @@ def micro_step_parts(setup: StepSetup, speeds: Speeds) -> dict[str, float]:
             + seconds("attention_pairs", pairs, model.sequence_len)
         ),
         "elementwise": passes * seconds("pointwise", model.n_layer * elements, elements),
-        "loss": seconds("head", 6 * elements * vocab, width) + seconds("logits", tokens * vocab, vocab),
+        "loss": seconds("head", 6 * elements * vocab, width)
+        + seconds("logits", tokens * vocab, vocab)
+        + seconds("copy", moved, in_precision=False),
         "embeddings": seconds("table", tables * (vocab + tokens) * kv_width, in_precision=False),
     }
+
+
+def _extra_chunks(setup: StepSetup) -> int:
+    """Returns the loss's chunks beyond those of LOGITS_MIB, with which its speed is measured: each adds to lm_head's gradient."""
+
+    def count(budget_bytes: int) -> int:
+        chunk, _ = loss_chunks(
+            setup.tokens,
+            vocab=setup.model.padded_vocab_size,
+            element_bytes=ELEMENT_BYTES[setup.precision],
+            budget_bytes=budget_bytes,
+            device=setup.device,
+            compiled=setup.compiled,
+        )
+        return -(-setup.tokens // chunk)
+
+    return max(0, count(setup.logits_budget_bytes) - count(LOGITS_MIB * MIB))
 
 
 def _gradient_seconds(setup: StepSetup, speeds: Speeds) -> float:

@@ -171,9 +171,7 @@ class Loop:
             done = step + 1
             last = done == plan.num_steps
             if done == start_step + 1:
-                gc.collect()
-                gc.freeze()  # model and optimizer objects live to the end: later collections need not visit them
-                gc.disable()  # a collection in the step costs up to half a second; evaluations do it instead
+                freeze_objects()
             due, bpb = last or _due(done, self.config.eval_every), None
             if due and not stopping:
                 self.progress.beat(done, "eval")
@@ -309,6 +307,13 @@ class Loop:
             f"step {done:0{width}d}/{plan.num_steps} | loss {values['loss']:.4f}{val} | {step_ms:,.0f} ms | {speed:,.0f} tok/s"
             f" | mfu {format_mfu(utilization)} | {format_bytes(peak)} | eta {eta}"
         )
+
+
+def freeze_objects() -> None:
+    """Ends automatic garbage collection: one in a step costs up to half a second, evaluations do it instead."""
+    gc.collect()
+    gc.freeze()  # model and optimizer objects live to the end: later collections need not visit them
+    gc.disable()
 
 
 def _due(done: int, every: int) -> bool:

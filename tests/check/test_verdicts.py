@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 
-from paceline.check.ready import SUBJECTS, Verdict, find_findings, format_catalogue, load_verdicts
+from paceline.check.ready import (
+    SUBJECTS,
+    Verdict,
+    find_findings,
+    format_catalogue,
+    format_host,
+    format_passed,
+    judge_facts,
+    load_verdicts,
+)
 from paceline.check.verdicts.rules import Case, Intent, at
 from paceline.errors import Finding
 
@@ -31,7 +40,11 @@ TOKENIZER = {"path": "books.json", "exists": True, "vocab_size": 32_768, "error"
 FOREIGN_LIBRARY = [{"name": "libc10.so", "path": "/opt/old/lib/libc10.so", "expected": False, "version": None}]
 ADA = {"gpus.0.capability": [8, 9], "gpus.1.capability": [8, 9]}
 PASCAL = {"gpus.0.capability": [6, 1], "gpus.1.capability": [6, 1]}
+STARVED = {"ok": False, "seconds": 20.0, "error": "still computing after 20 s"}
+HUB = {"name": "owner/name", "endpoint": "https://huggingface.co", "missing_packages": [], "cached": False, "status": 200,
+       "seconds": 0.1, "error": None}  # fmt: skip
 DESKTOP = {"pid": 900, "name": "Xorg", "used_bytes": 11 * GIB}
+CLASH = "expandable_segments:True,max_split_size_mb:128"
 OUTSIDE = {"pid": 900, "name": None, "used_bytes": 11 * GIB}  # in a container: the pid is one of the host
 HELD = [{"pid": 4711, "name": "python train.py", "used_bytes": 30 * GIB}]
 
@@ -88,6 +101,7 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("precision-unsupported", "workstation", {"gpus.0.capability": [7, 5]}, CUDA, "stop"),
     ("precision-unsupported", "workstation", {"gpus.0.capability": [5, 2]}, {**CUDA, "precision": "fp16"}, "stop"),
     ("probe-failed", "cpu_box", {"probes.gpu": {"ok": False, "seconds": 5.0, "error": "no answer in 5 s"}}, CPU, "warn"),
+    ("probe-failed", "cpu_box", {"probes.host": STARVED, "probes.python": STARVED, "probes.text": STARVED}, CPU, "warn"),
     ("memory-short", "cpu_box", {"host.memory.cgroup_limit_bytes": GIB, "host.memory.cgroup_used_bytes": 0}, CPU, "stop"),
     ("memory-held", "cpu_box", {"host.memory.available_bytes": GIB}, CPU, "stop"),
     ("memory-short", "cpu_box", {"host.memory.total_bytes": GIB, "host.memory.swap_total_bytes": 8 * GIB}, CPU, "warn"),
@@ -128,6 +142,9 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("cache-on-network", "cpu_box", {"storage.cache.network": True, "storage.cache.filesystem": "nfs4"}, CPU, "note"),
     ("tmp-small", "cpu_box", {"storage.tmp.free_bytes": 1 << 20}, CPU, "warn"),
     ("text-missing", "cpu_box", {"text.data": "books", "text.exists": False}, CPU, "stop"),
+    ("text-package-missing", "cpu_box", {"text.hub": {**HUB, "missing_packages": ["datasets"]}}, CPU, "stop"),
+    ("text-hub-silent", "cpu_box", {"text.hub": {**HUB, "status": None, "error": "HF_HUB_OFFLINE is set"}}, CPU, "stop"),
+    ("text-hub-unknown", "cpu_box", {"text.hub": {**HUB, "status": 404}}, CPU, "warn"),
     ("text-unreadable", "cpu_box", {"text.data": "books", "text.error": "Permission denied"}, CPU, "stop"),
     ("text-unreadable", "cpu_box", {"text.exists": None, "text.error": "Permission denied"}, CPU, "stop"),
     ("text-empty", "cpu_box", {"text.data": "books", "text.bytes": 0}, CPU, "stop"),
@@ -284,6 +301,16 @@ HEALTHY: list[tuple[str, str, dict[str, Any], dict[str, Any], tuple[str, str] | 
      ("warn", "export CUDA_VISIBLE_DEVICES=0")),
     ("gpu-memory-held", "workstation", {"gpus.1.memory_free_bytes": 20 * GIB, "gpus.1.processes": [OUTSIDE]}, CUDA,
      ("warn", "export CUDA_VISIBLE_DEVICES=0")),
+    ("text-missing", "cpu_box", {"text.exists": False, "text.near": "~/books"}, CPU, ("stop", "--data ~/books")),
+    ("text-hub-silent", "cpu_box", {"text.hub": {**HUB, "cached": True, "status": None, "error": "no answer"}}, CPU, None),
+    ("text-hub-unknown", "cpu_box", {"text.hub": HUB}, CPU, None),
+    ("text-hub-silent", "cpu_box", {"text.hub": {**HUB, "status": None, "error": "HF_HUB_OFFLINE is set"}}, CPU,
+     ("stop", "unset HF_HUB_OFFLINE")),
+    ("allocator-old-name", "workstation", {"env.PYTORCH_CUDA_ALLOC_CONF": CLASH}, CUDA, None),
+    ("allocator-clash", "workstation", {"env.PYTORCH_CUDA_ALLOC_CONF": CLASH}, CUDA,
+     ("warn", "export PYTORCH_ALLOC_CONF=expandable_segments:True; unset PYTORCH_CUDA_ALLOC_CONF")),
+    *((id, "cpu_box", {"env.PYTORCH_CUDA_ALLOC_CONF": CLASH, "env.PYTORCH_ALLOC_CONF": "backend:native"}, CPU, None)
+      for id in ("allocator-twice", "allocator-old-name", "allocator-clash")),
     ("memory-held", "cpu_box", {"host.memory.available_bytes": GIB}, CPU,
      ("stop", "ps -eo pid,rss,args --sort=-rss | head")),  # a browser holds it
 ]  # fmt: skip
@@ -339,7 +366,11 @@ def test_no_single_unknown_fact_breaks_a_verdict():
 def test_every_verdict_has_a_case_here():
     assert {verdict.id for verdict in load_verdicts()} == {case[0] for case in (*CASES, *PAIRS)}
     assert len(load_verdicts()) >= 40
-    assert f"all {len(load_verdicts())} findings" in (ROOT / "README.md").read_text()
+    of_several = sum(verdict.subject == "hosts" for verdict in load_verdicts())
+    assert (
+        f"all {len(load_verdicts())} findings, {of_several} of them about several hosts"
+        in (ROOT / "README.md").read_text()
+    )
 
 
 def test_every_rule_has_its_texts():
@@ -372,3 +403,25 @@ def test_evidence_holds_the_facts_it_follows_from():
 
 def test_the_page_of_checks_is_up_to_date():
     assert (ROOT / "docs" / "checks.md").read_text() == format_catalogue()
+
+
+def test_the_line_of_a_host_has_the_versions_by_which_hosts_are_compared():
+    line = format_host(HOSTS["workstation"])
+    torch, driver = HOSTS["workstation"]["torch"], HOSTS["workstation"]["driver"]
+    assert f"torch {torch['version']} (CUDA {torch['cuda']}, NCCL {torch['nccl']})" in line
+    assert f"driver {driver['version']} (CUDA {driver['cuda']})" in line
+    assert "CUDA" not in format_host(HOSTS["cpu_box"])
+
+
+def test_the_checks_that_found_nothing_are_shown_with_the_facts_that_they_looked_at():
+    facts = changed(HOSTS["cpu_box"], {"host.limits.nofile": [256, 4096]})
+    lines = format_passed(judge_facts([facts], Intent(**CPU))).splitlines()
+    passed = {line.split()[1]: line for line in lines}
+    assert "nofile-low" not in passed and "hosts-torch" not in passed
+    assert passed["torch-no-libuv"].endswith("torch.libuv true, torch.libuv_error n/a")
+
+
+def test_probes_that_a_busy_machine_keeps_waiting_are_one_finding():
+    late = {f"probes.{name}": STARVED for name in ("gpu", "host", "text")}
+    [finding] = findings_of("probe-failed", [changed(HOSTS["cpu_box"], late)], CPU)
+    assert finding.what == "the gpu, host and text probes: still computing after 20 s, the machine is busy"

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from paceline.comm.analysis import LinkRate, format_comm, make_results
-from paceline.comm.session import KEEP_FOLDERS, CommFailed, check_ranks, links_between, measure_comm, new_folder
+from paceline.comm.session import CommFailed, check_ranks, links_between, measure_comm
 from paceline.config import Config
 from paceline.errors import PacelineError
 from paceline.heartbeat import read_heartbeat
@@ -184,14 +184,6 @@ def test_a_deadline_under_a_second_is_refused(tmp_path):
     with pytest.raises(PacelineError) as error:
         measure_comm(cpu(2), cache_dir=tmp_path, deadline_s=0)
     assert error.value.fix == "--deadline 10"
-
-
-def test_only_the_folders_of_the_last_measurements_are_kept(tmp_path):
-    for i in range(KEEP_FOLDERS + 3):
-        (tmp_path / "comm" / f"20200101-0000{i:02d}").mkdir(parents=True)
-    run = new_folder(tmp_path)
-    left = sorted(path.name for path in (tmp_path / "comm").iterdir())
-    assert len(left) == KEEP_FOLDERS and left[0] == "20200101-000004" and left[-1] == run.name
 
 
 def test_links_of_gpus_come_from_the_facts_of_the_visible_gpus():

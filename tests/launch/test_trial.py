@@ -15,7 +15,17 @@ from paceline.config import Config
 from paceline.errors import PacelineError
 from paceline.launch.failure import Failure
 from paceline.launch.supervisor import Outcome
-from paceline.launch.trial import ProbeFailed, Speed, find_rows, memory_reason, read_trial, try_plan, with_length
+from paceline.launch.trial import (
+    KEEP_FOLDERS,
+    ProbeFailed,
+    Speed,
+    find_rows,
+    memory_reason,
+    new_folder,
+    read_trial,
+    try_plan,
+    with_length,
+)
 from paceline.plan.history import read_records
 from paceline.plan.machine import Machine
 from paceline.plan.planner import Plan, make_plan
@@ -119,6 +129,14 @@ def test_rows_that_the_user_has_set_are_not_changed_by_a_trial_for_a_time(no_lau
         with_stand_in(tmp_path, most=6, end="raise MemoryError", plan=plan)
     assert error.value.message == "probe: 12 rows do not fit on rank 0 (out of memory)"
     assert error.value.fix == "--device-batch-size auto"
+
+
+def test_only_the_folders_of_the_last_measurements_are_kept(tmp_path):
+    for i in range(KEEP_FOLDERS + 3):
+        (tmp_path / "comm" / f"20200101-0000{i:02d}").mkdir(parents=True)
+    run = new_folder(tmp_path / "comm")
+    left = sorted(path.name for path in (tmp_path / "comm").iterdir())
+    assert len(left) == KEEP_FOLDERS and left[0] == "20200101-000004" and left[-1] == run.name
 
 
 def test_a_time_becomes_steps_and_automatic_evaluations_a_tenth_of_it():

@@ -8,7 +8,8 @@ from paceline.plan.gpu_table import find_gpu
 from paceline.plan.history import load_too_large
 from paceline.plan.links import Link, link_of
 from paceline.plan.machine import Gpu, Machine, imagined_machine
-from paceline.plan.planner import MakePlan, Plan, make_plan
+from paceline.plan.planner import Measured, Plan, make_plan
+from paceline.plan.replan import MakePlan
 from paceline.plan.speeds import Speeds
 from paceline.plan.step_time import StepSetup
 
@@ -76,7 +77,9 @@ def planner(folder: Path) -> MakePlan:
     """make_plan with the sizes that ran out of memory, as the cache folder has them."""
 
     def make(config: Config, machine: Machine) -> Plan:
-        return make_plan(config, machine, vocab_size=32_768, num_rows=1000, too_large=load_too_large(folder))
+        return make_plan(
+            config, machine, vocab_size=32_768, num_rows=1000, measured=Measured(too_large=load_too_large(folder))
+        )
 
     return make
 

@@ -79,3 +79,13 @@ def test_at_the_reference_a_matrix_gets_the_rates_of_its_row(row: Algorithm):
 def test_only_some_learning_rates_fall_with_the_width(row: Algorithm):
     wide = group_settings(gpt(48), optimizer=row.name, **BASE)[MATRIX]
     assert wide.lr == pytest.approx(row.matrix_lr / (2 if row.lr_falls_with_width else 1))
+
+
+@pytest.mark.parametrize("num_steps", [1, 3, 9, 30, 1000])
+def test_a_step_never_takes_more_than_half_of_a_weight(num_steps):
+    of_run = {**BASE, "num_steps": num_steps, "total_batch_size": 12_288}
+    matrix = group_settings(MODEL, optimizer="muon", **of_run)[MATRIX]
+    longer = group_settings(MODEL, optimizer="muon", **{**of_run, "num_steps": 100_000})[MATRIX]
+    by_length = longer.weight_decay * 100_000 / num_steps
+    assert matrix.weight_decay * matrix.lr <= 0.5 + 1e-9
+    assert matrix.weight_decay == pytest.approx(min(by_length, 0.5 / matrix.lr))

@@ -12,6 +12,7 @@ from setups import DEPTH_12, RTX_5090, TWO, planner, rows
 from paceline.config import Config, ModelConfig
 from paceline.plan.activations import MemorySetup
 from paceline.plan.estimate import CPU_HEAP_GROWTH, CPU_PROCESS_BYTES, estimate_memory
+from paceline.plan.forecast import measured_here
 from paceline.plan.history import (
     FAILURES_FILE,
     FILE_NAME,
@@ -23,7 +24,6 @@ from paceline.plan.history import (
     keep_attempt,
     keep_record,
     keep_too_large,
-    load_calibration,
     read_records,
     record_of,
 )
@@ -222,7 +222,7 @@ def test_a_record_narrows_the_range_of_the_next_plan(tmp_path):
     values = {"device_name": "CPU", "device": "cpu", "attention": "cpu", "compiled": False, "precision": "fp32"}
     took = {"planned_bytes": peak, "allocated_bytes": None, "reserved_bytes": None, "driver_bytes": peak + GIB // 4}
     keep_record(tmp_path, replace(RECORD, **values, **took))
-    after = make_plan(SMALL, LAPTOP, vocab_size=512, num_rows=0, calibrate=load_calibration(tmp_path))
+    after = make_plan(SMALL, LAPTOP, vocab_size=512, num_rows=0, measured=measured_here(tmp_path))
     low, high = (after.memory["process_bytes"][end] for end in ("low", "high"))
     assert low < peak + GIB // 4 < high
     assert high - low < before.memory["process_bytes"]["high"] - before.memory["process_bytes"]["low"]

@@ -1,15 +1,21 @@
 """What "auto" becomes, and what is refused before anything starts."""
 
+import re
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from paceline.command_line import parse
 from paceline.config import Config
 from paceline.errors import PlanError
+from paceline.options import TrainOptions
 from paceline.plan.forecast import format_plan
 from paceline.plan.gpu_table import find_gpu
-from paceline.plan.machine import Gpu, Machine
+from paceline.plan.machine import Gpu, Machine, imagined_machine
 from paceline.plan.planner import Plan, grad_accum_steps, make_plan
+from paceline.plan.sizing import DoesNotFit
 
 LAPTOP = Machine(gpus=(), cpu_cores=2, cpu_bf16=True, memory_bytes=24 << 30)
 TWO_5090 = Machine(
@@ -83,6 +89,69 @@ def test_an_impossible_plan_is_refused_with_a_possible_one(changes, machine, mes
         plan(replace(TINY, **changes), machine)
     assert message in error.value.message
     assert fix in error.value.fix
+
+
+CONFIGS = st.fixed_dictionaries(
+    {"depth": st.integers(1, 48)},
+    optional={
+        "n_embd": st.sampled_from([192, 512, 1000, 4096]),
+        "head_dim": st.sampled_from([64, 65, 128]),
+        "n_kv_head": st.integers(1, 5),
+        "sequence_len": st.sampled_from([256, 1000, 2048, 16_384]),
+        "total_batch_size": st.sampled_from([1000, 12_288, 2**17, 2**19, 2**21]),
+        "device_batch_size": st.sampled_from([1, 3, 8, 64, 512]),
+        "memory_share": st.floats(0.05, 1.0),
+        "profile": st.sampled_from(["conservative", "aggressive"]),
+        "activation_checkpointing": st.booleans(),
+        "logits_mib": st.sampled_from([64, 4096]),
+        "nproc": st.integers(1, 20),
+        "device": st.sampled_from(["cuda", "cpu"]),
+        "precision": st.sampled_from(["bf16", "fp32"]),
+    },
+)
+MACHINES = st.one_of(
+    st.builds(Machine, st.just(()), st.integers(1, 16), st.booleans(), st.sampled_from([2 << 30, 8 << 30, 24 << 30])),
+    st.builds(
+        lambda card, gpus: imagined_machine(find_gpu(card), gpus=gpus, hosts=1),
+        st.sampled_from(["RTX 3060", "RTX 4090", "RTX 5090", "H100", "V100 PCIe 16GB"]),
+        st.integers(1, 4),
+    ),
+)
+
+
+@settings(deadline=None, max_examples=50)
+@given(keys=CONFIGS, machine=MACHINES)
+def test_the_flags_of_a_fix_applied_as_they_are_written_give_a_plan(keys, machine):
+    config = Config(**{"num_steps": 5, **keys})
+    try:
+        make_plan(config, machine, vocab_size=config.vocab_size, num_rows=0)
+    except PlanError as error:
+        fix = error.fix
+    else:
+        return
+    if fix.startswith("--"):
+        flags = re.match(r"(--[a-z-]+( [a-z]*[\d.]*\b)? ?)+?(?= needs| or |,|$)", fix)
+        assert flags, fix
+        changed = parse(flags[0].split(), command="train", options=TrainOptions).keys
+    else:
+        options = re.fullmatch(r"set (\w+) to ([\d,]+).*|one of (\d+).*", fix)
+        assert options or fix == "a device with more memory, or a smaller model", fix
+        name, number = (options[1] or "n_kv_head", options[2] or options[3]) if options else ("", "0")
+        changed = {name: int(number.replace(",", ""))} if options else None
+    if changed is not None:
+        config = replace(config, **changed)
+        make_plan(config, machine, vocab_size=config.vocab_size, num_rows=0)
+
+
+def test_a_refusal_shows_parts_that_add_up_to_what_is_needed():
+    with pytest.raises(DoesNotFit) as error:
+        make_plan(Config(depth=16, num_steps=5), LAPTOP, vocab_size=32_768, num_rows=0)
+    need, *parts = (
+        float(number) * {"MiB": 1 / 1024, "GiB": 1}[unit]
+        for number, unit in re.findall(r"([\d.]+) (MiB|GiB)(?! to|\) needed| may be used)", error.value.message)
+    )
+    assert parts and sum(parts) == pytest.approx(error.value.estimate.process.expected / 2**30, rel=0.03)
+    assert need == pytest.approx(error.value.estimate.process.expected / 2**30, rel=0.03)
 
 
 def test_bf16_on_a_card_without_it_is_refused():

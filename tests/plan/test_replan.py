@@ -11,7 +11,8 @@ from paceline.plan.activations import MemorySetup
 from paceline.plan.estimate import Calibration, Range
 from paceline.plan.machine import Machine
 from paceline.plan.memory import peak_phase
-from paceline.plan.planner import Plan, fewer_ranks, format_change, make_plan, replan, smaller_plan
+from paceline.plan.planner import Measured, Plan, make_plan
+from paceline.plan.replan import fewer_ranks, format_change, replan, smaller_plan
 
 
 def maker(ratio: float | None = None):
@@ -22,7 +23,7 @@ def maker(ratio: float | None = None):
         return Calibration(Range(0.96 * size, size, 1.04 * size), None, "measured") if ratio else None
 
     def make(config: Config, machine: Machine) -> Plan:
-        return make_plan(config, machine, vocab_size=32_768, num_rows=1000, calibrate=calibrate)
+        return make_plan(config, machine, vocab_size=32_768, num_rows=1000, measured=Measured(calibrate))
 
     return make
 

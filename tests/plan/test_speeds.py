@@ -49,17 +49,17 @@ def test_a_measured_step_corrects_its_own_setup_with_the_smallest_error(tmp_path
     taught = remember_step(tmp_path, SPEEDS, key="a", predicted_s=1.0, measured_s=1.2)
     taught = remember_step(tmp_path, taught, key="b", predicted_s=1.0, measured_s=1.0)
     assert load(tmp_path) == taught
-    assert taught.ratio("a") == (1.2, 0.05)
-    ratio, spread = taught.ratio("another")
+    assert taught.ratio("a", predicted_s=1.0) == (1.2, 0.05)
+    ratio, spread = taught.ratio("another", predicted_s=2.0)
     assert (ratio, spread) == (pytest.approx(1.1), 0.12)
 
 
 def test_runs_that_disagree_widen_the_range():
-    assert replace(SPEEDS, steps={"a": 1.0, "b": 1.5}).ratio("c") == (1.25, pytest.approx(0.2))
+    assert replace(SPEEDS, steps={"a": 1.0, "b": 1.5}).ratio("c", predicted_s=1.0) == (1.25, pytest.approx(0.2))
 
 
 def test_without_measured_steps_there_is_no_correction():
-    assert SPEEDS.ratio("a") is None
+    assert SPEEDS.ratio("a", predicted_s=1.0) is None
 
 
 def test_a_new_measurement_drops_the_corrections_of_the_old_one(tmp_path):
@@ -73,3 +73,13 @@ def test_only_the_last_runs_correct_a_prediction(tmp_path):
     for number in range(25):
         taught = remember_step(tmp_path, taught, key=str(number), predicted_s=1.0, measured_s=1.0)
     assert list(taught.steps) == [str(number) for number in range(5, 25)]
+
+
+def test_ten_toy_runs_correct_nothing_of_a_run_whose_steps_are_much_longer(tmp_path):
+    taught = SPEEDS
+    for number in range(10):
+        taught = remember_step(tmp_path, taught, key=str(number), predicted_s=0.01, measured_s=0.03 + number / 1000)
+    assert taught.ratio("large", predicted_s=1.0) is None
+    taught = remember_step(tmp_path, taught, key="like it", predicted_s=0.5, measured_s=0.55)
+    assert taught.ratio("large", predicted_s=1.0) == (pytest.approx(1.1), 0.12)
+    assert load(tmp_path).ratio("large", predicted_s=1.0) == (pytest.approx(1.1), 0.12)

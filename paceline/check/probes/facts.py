@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any
 
 from paceline.errors import PacelineError
@@ -30,7 +31,12 @@ MAX_ANSWER_BYTES = 16 << 20
 MAX_STDERR_BYTES = 4096
 QUOTED_CHARS = 120  # of an answer that is not JSON
 
-OVERTIME_S = 2.0  # after its deadline a probe ends itself, in case the process that started it is gone
+BUSY = "still computing after"
+BUSY_TIMES, EXTENSION = (
+    4,
+    0.1,
+)  # of a probe's deadline, that it may compute in all, and after which it is looked at again
+OVERTIME_S = 2.0  # after the last moment a probe ends itself, in case the process that started it is gone
 SET = "set"  # in place of a value that is not shown
 RELEVANT = re.compile(
     r"(CUDA|NVIDIA|NCCL|GLOO|OMP|MKL|LD|MASTER|SLURM|WANDB|HF|TOKENIZERS|KMP|OPENBLAS|TORCH|PYTORCH|TRITON|UCX|TP)_"
@@ -121,8 +127,8 @@ class ProbeProcess:
         self.answer: Json | None = None
         self.error: str | None = None
         self.stdout = self.stderr = b""
-        self.is_done = False
-        self.started, self.seconds = time.monotonic(), 0.0
+        self.is_done, self.idle_looks = False, 0
+        self.started, self.seconds, self.allowed_s, self.is_busy = time.monotonic(), 0.0, probe.deadline_s, False
         self.process: subprocess.Popen[bytes] | None = None
         try:
             self.process = subprocess.Popen(
@@ -137,13 +143,25 @@ class ProbeProcess:
             return
         assert self.process.stdin and self.process.stdout and self.process.stderr
         with suppress(BrokenPipeError), self.process.stdin as stdin:  # it may have crashed already
-            stdin.write(json.dumps({**request, "deadline_s": probe.deadline_s}, default=str).encode())
+            limits = {"deadline_s": probe.deadline_s, "most_s": BUSY_TIMES * probe.deadline_s + OVERTIME_S}
+            stdin.write(json.dumps({**request, **limits}, default=str).encode())
         for pipe in (self.process.stdout, self.process.stderr):
             selector.register(pipe, selectors.EVENT_READ, self)
 
     @property
     def time_left_s(self) -> float:
-        return 0.0 if self.is_done else max(0.0, self.started + self.probe.deadline_s - time.monotonic())
+        return 0.0 if self.is_done else max(0.0, self.started + self.allowed_s - time.monotonic())
+
+    def extend(self) -> bool:
+        """Gives a probe that is computing at its deadline more time: on a busy machine it waits for a core, and does not hang."""
+        if self.is_done or self.process is None:
+            return False
+        self.idle_looks = 0 if is_computing(self.process.pid) else self.idle_looks + 1
+        if self.idle_looks > 1:  # one look may fall on a moment in which it waits for a page
+            return False
+        self.is_busy = self.allowed_s >= BUSY_TIMES * self.probe.deadline_s
+        self.allowed_s += self.probe.deadline_s * EXTENSION
+        return not self.is_busy
 
     def read(self, pipe: IO[bytes]) -> None:
         """Reads what is there. The probe is done with its answer, after which its process may hang, or at the end of its output."""
@@ -180,7 +198,7 @@ class ProbeProcess:
                 self.selector.unregister(pipe)
             pipe.close()
         if self.answer is None:
-            late = f"no answer in {self.probe.deadline_s:g} s"
+            late = f"{BUSY} {self.allowed_s:g} s" if self.is_busy else f"no answer in {self.allowed_s:g} s"
             self.error = self.describe_end(exit_code) if self.is_done else late
 
     def describe_end(self, exit_code: int | None) -> str:
@@ -202,13 +220,23 @@ def wait_for_answers(probes: Sequence[Probe], request: Mapping[str, Any]) -> Gen
             while running:
                 for key, _ in selector.select(min(process.time_left_s for process in running)):
                     key.data.read(key.fileobj)
-                for process in [process for process in running if process.time_left_s == 0]:
+                for process in [process for process in running if process.time_left_s == 0 and not process.extend()]:
                     process.end()
                     running.remove(process)
                     yield process
         finally:
             for process in running:
                 process.end()
+
+
+def is_computing(group: int) -> bool:
+    """Returns whether a process of the group is on a core or waits for one, by /proc."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, ValueError, IndexError):
+            state, _, process_group, *_ = path.read_text().rpartition(")")[2].split()
+            if state == "R" and int(process_group) == group:
+                return True
+    return False
 
 
 def main() -> int:
@@ -254,8 +282,8 @@ def answer(probe: Callable[[Json], Json]) -> None:
     line = os.dup(1)
     os.dup2(2, 1)
     request: Json = json.loads(sys.stdin.read() or "{}")
-    if request.get("deadline_s"):
-        signal.setitimer(signal.ITIMER_REAL, request["deadline_s"] + OVERTIME_S)  # SIGALRM ends this process
+    if request.get("most_s"):
+        signal.setitimer(signal.ITIMER_REAL, request["most_s"])  # SIGALRM ends this process
     try:
         facts = probe(request)
     except Exception as error:  # a probe that fails is a fact

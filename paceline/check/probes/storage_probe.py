@@ -7,6 +7,7 @@ names, sizes and JSON of the text. `prepared` says whether the cache has a compl
 file of it; data/prepare.py verifies the shards themselves.
 """
 
+import difflib
 import errno
 import hashlib
 import json
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.check.probes.facts import Json, answer
+from paceline.hub import ask_hub, endpoint, is_cached, missing_packages
 from paceline.plan.host import names_in, read_text
 
 PLACE_DEADLINE_S = 3.0
@@ -242,6 +244,8 @@ def probe_text(request: Json) -> Json:
             vocab_size=vocab_size,
             newest=newest,
         )
+    if data is not None and data.startswith(HUB) and local_path(data) is None and not facts["prepared"]:
+        facts["hub"] = probe_hub(data)
     return {"text": {**facts, "vocab_size": vocab_size, "tokenizer": tokenizer_facts}}
 
 
@@ -251,7 +255,8 @@ def probe_source(data: str) -> tuple[dict[str, Any], float | None]:
         return measure_folder(Path(sysconfig.get_path("stdlib")), types=(".py",), skip=NOT_TEXT_TO_LEARN)
     name = local_path(data)
     if name is None:
-        return {"exists": hub_copy_exists(data) or None}, None  # the hub is not asked
+        name = data.removeprefix(HUB).partition(":")[0]
+        return {"exists": True if is_cached(name) else None}, 0.0
     path = Path(name).expanduser()
     try:
         status = path.stat()
@@ -263,14 +268,19 @@ def probe_source(data: str) -> tuple[dict[str, Any], float | None]:
         with path.open("rb") as file:
             file.read(1)
     except FileNotFoundError:
-        broken_link = path.is_symlink()
-        return {
-            "exists": False,
-            "error": f"a link to {path.readlink()}, which does not exist" if broken_link else None,
-        }, None
+        if path.is_symlink():
+            return {"exists": False, "error": f"a link to {path.readlink()}, which does not exist"}, None
+        return {"exists": False, "near": nearest_neighbour(name)}, None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         return {"exists": None, "error": getattr(error, "strerror", None) or str(error)}, None
     return {"exists": True, "bytes": status.st_size}, status.st_mtime
+
+
+def nearest_neighbour(name: str) -> str | None:
+    """Returns what has nearly the same name in the same folder, written as the name is."""
+    path = Path(name)
+    close = difflib.get_close_matches(path.name, names_in(path.parent.expanduser()), n=1, cutoff=0.75)
+    return str(path.with_name(close[0])) if close else None
 
 
 def measure_folder(folder: Path, *, types: tuple[str, ...], skip: set[str]) -> tuple[dict[str, Any], float | None]:
@@ -293,13 +303,20 @@ def measure_folder(folder: Path, *, types: tuple[str, ...], skip: set[str]) -> t
     return {"exists": True, "bytes": num_bytes, "error": error}, newest
 
 
-def hub_copy_exists(data: str) -> bool:
-    """Returns whether a dataset of the hub was downloaded before."""
+def probe_hub(data: str) -> dict[str, Any]:
+    """Returns what reading a dataset of the hub needs: packages, a copy in the cache, or an answer of the hub."""
     name = data.removeprefix(HUB).partition(":")[0]
-    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
-    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub") / f"datasets--{name.replace('/', '--')}"
-    prepared = Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets") / name.replace("/", "___")
-    return bool(names_in(hub / "snapshots")) or prepared.is_dir()
+    started = time.monotonic()
+    status, error = ask_hub(name)
+    return {
+        "name": name,
+        "endpoint": endpoint(),
+        "missing_packages": missing_packages(),
+        "cached": is_cached(name),
+        "status": status,
+        "seconds": round(time.monotonic() - started, 3),
+        "error": error,
+    }
 
 
 def probe_tokenizer(path: Path) -> tuple[dict[str, Any], str | None]:
@@ -338,7 +355,7 @@ def is_prepared(
 ) -> bool | None:
     """Returns whether one of the prepared folders is of this source, cut by this tokenizer, whole, and newer than the text.
 
-    None where it is unknown: the age of the text is unknown (a dataset of the hub, a folder too large to list), or the
+    None where it is unknown: the age of the text is unknown (a folder too large to list), or the
     text had only enough for a smaller vocabulary than requested.
     """
     result: bool | None = False

@@ -4,23 +4,36 @@ Verdicts on the host: memory, limits, shared memory, processes, compilers, and e
 
 from collections.abc import Mapping
 
+from paceline.check.probes.facts import BUSY
 from paceline.check.verdicts.rules import Case, Cases, Facts, Host, Rule, Severity, at, is_on, version_of
-from paceline.units import GIB, MIB, format_bytes
+from paceline.units import GIB, MIB, format_bytes, format_list
 
 SHM_PER_RANK = 64 * MIB  # NCCL's buffers and a data loader's batches
 NOFILE_LOW = 1024
 NPROC_PER_RANK = 256  # threads count too
 MEMLOCK_LOW = 64 * MIB
 LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+ALLOCATOR, OLD_ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 PROBE_MODULES = {"python": "host_probe python", "tools": "host_probe tools", "text": "storage_probe text"}
 
 
 def probe_failed(host: Host) -> Cases:
+    busy = []
     for name, probe in (host.at("probes") or {}).items():
-        if probe and probe.get("ok") is False and not (name == "torch" and host.at("torch")):
-            module = PROBE_MODULES.get(name, f"{name}_probe")
-            fix = f"echo '{{}}' | python -m paceline.check.probes.{module}"
-            yield Case(f"the {name} probe: {probe.get('error')}", fix, evidence=(f"probes.{name}",))
+        if not probe or probe.get("ok") is not False or (name == "torch" and host.at("torch")):
+            continue
+        error = str(probe.get("error"))
+        if error.startswith(BUSY):
+            busy.append((name, error))
+            continue
+        module = PROBE_MODULES.get(name, f"{name}_probe")
+        fix = f"echo '{{}}' | python -m paceline.check.probes.{module}"
+        yield Case(f"the {name} probe: {error}", fix, evidence=(f"probes.{name}",))
+    if busy:
+        names = [name for name, _ in busy]
+        what = f"the {format_list(names)} {'probe' if len(busy) == 1 else 'probes'}: {busy[0][1]}, the machine is busy"
+        # the processes that keep it busy, the busiest first
+        yield Case(what, "ps -eo pcpu,pid,args --sort=-pcpu | head", evidence=tuple(f"probes.{name}" for name in names))
 
 
 def memory_limit(facts: Facts) -> tuple[int | None, bool]:
@@ -192,31 +205,38 @@ def nccl_shm_off(host: Host) -> Cases:
 
 
 def allocator_twice(host: Host) -> Cases:
-    old, new = host.env("PYTORCH_CUDA_ALLOC_CONF"), host.env("PYTORCH_ALLOC_CONF")
-    if old and new and old != new:
+    old, new = host.env(OLD_ALLOCATOR), host.env(ALLOCATOR)
+    if host.uses_cuda and old and new and old != new:
         what = f"PYTORCH_ALLOC_CONF={new} and PYTORCH_CUDA_ALLOC_CONF={old}"
-        yield Case(what, "unset PYTORCH_CUDA_ALLOC_CONF")
+        yield Case(what, f"unset {OLD_ALLOCATOR}")
+
+
+def is_renamed(host: Host) -> bool:
+    """Returns whether this torch has the allocator's variable under its new name."""
+    return (version_of(host.at("torch.version")) or (0,)) >= (2, 9)
 
 
 def allocator_old_name(host: Host) -> Cases:
-    old, new = host.env("PYTORCH_CUDA_ALLOC_CONF"), host.env("PYTORCH_ALLOC_CONF")
-    if old and not new and (version_of(host.at("torch.version")) or (0,)) >= (2, 9):
-        fix = f"export PYTORCH_ALLOC_CONF={old}; unset PYTORCH_CUDA_ALLOC_CONF"
-        yield Case(f"PYTORCH_CUDA_ALLOC_CONF={old}", fix)
+    old = host.env(OLD_ALLOCATOR)
+    if host.uses_cuda and old and not host.env(ALLOCATOR) and is_renamed(host) and not any(allocator_clash(host)):
+        yield Case(f"{OLD_ALLOCATOR}={old}", f"export {ALLOCATOR}={old}; unset {OLD_ALLOCATOR}")
 
 
 def allocator_clash(host: Host) -> Cases:
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        value = host.env(name) or ""
-        if "expandable_segments:True" not in value:
-            continue
-        if host.at("host.wsl"):
-            what, fix = "on WSL, where they do not work", f"unset {name}"
-        elif "max_split_size_mb" in value:
-            what, fix = "with max_split_size_mb, which they ignore", f"export {name}=expandable_segments:True"
-        else:
-            continue
-        yield Case(f"{name}={value}: expandable segments {what}", fix, evidence=(f"env.{name}",))
+    """Yields one case: its fix also gives the variable its new name, and leaves the old one unset where both are set."""
+    name = ALLOCATOR if host.env(ALLOCATOR) else OLD_ALLOCATOR
+    value = host.env(name) or ""
+    if not host.uses_cuda or "expandable_segments:True" not in value:
+        return
+    if host.at("host.wsl"):
+        what, fix = "on WSL, where they do not work", f"unset {name}"
+    elif "max_split_size_mb" in value:
+        what, fix = "with max_split_size_mb, which they ignore", f"export {name}=expandable_segments:True"
+        if name == OLD_ALLOCATOR and is_renamed(host):
+            fix = f"export {ALLOCATOR}=expandable_segments:True; unset {OLD_ALLOCATOR}"
+    else:
+        return
+    yield Case(f"{name}={value}: expandable segments {what}", fix, evidence=(f"env.{name}",))
 
 
 def compiler_missing(host: Host) -> Cases:

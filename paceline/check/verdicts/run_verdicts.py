@@ -6,9 +6,10 @@ from typing import Any
 
 from paceline.check.verdicts.rules import Case, Cases, Host, Intent, Rule, at
 from paceline.errors import PlanError
+from paceline.hub import reach_fix
 from paceline.plan.algorithms import ALGORITHMS
 from paceline.plan.planner import grad_accum_steps
-from paceline.units import MIB, format_bytes
+from paceline.units import MIB, format_bytes, format_list
 
 SLOW_BYTES_PER_S = 50e6
 FEW_INODES = 1000
@@ -151,6 +152,8 @@ def disk_full(host: Host) -> Cases:
     if is_without_space(place) and place.get("writable") is False:
         yield Case(what, fix)
     elif free < one * number:
+        if (at_home := host.at("storage.cache.free_bytes")) is not None and at_home < one * number:
+            fix = "df -h"  # the home folder, where the cache is, has no more room
         least = checkpoints_at_once(intent, limit - (intent.config.get("keep_last") or 1) + 1)  # with keep_last 1
         if free >= one * least:
             fix = "--keep-last 1"
@@ -196,7 +199,29 @@ def tmp_small(host: Host) -> Cases:
 
 def text_missing(host: Host) -> Cases:
     if host.at("text.exists") is False:
-        yield Case(f"there is no text at {host.at('text.data')}", "--data builtin")
+        data, near = host.at("text.data"), host.at("text.near")
+        more = f", but at {near}" if near else ""
+        yield Case(f"there is no text at {data}{more}", f"--data {near or 'builtin'}")
+
+
+def text_package_missing(host: Host) -> Cases:
+    if missing := host.at("text.hub.missing_packages"):
+        what = f"{host.at('text.data')} needs {format_list(missing)}, which {'are' if len(missing) > 1 else 'is'} not installed"
+        yield Case(what, f"pip install {' '.join(missing)}")
+
+
+def text_hub_silent(host: Host) -> Cases:
+    hub = host.at("text.hub") or {}
+    if hub.get("error") and not hub.get("cached"):
+        what = f"{hub['name']} is not in the cache, and {hub['endpoint']} is out of reach: {hub['error']}"
+        yield Case(what, reach_fix(hub["error"]))
+
+
+def text_hub_unknown(host: Host) -> Cases:
+    hub = host.at("text.hub") or {}
+    if hub.get("status") in (401, 403, 404) and not hub.get("cached"):
+        what = f"{hub['endpoint']} answers {hub['status']} for {hub['name']}: no public dataset of this name"
+        yield Case(what, "hf auth login")
 
 
 def text_unreadable(host: Host) -> Cases:

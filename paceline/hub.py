@@ -1,0 +1,69 @@
+"""
+The Hugging Face hub as a source of text: which packages it needs, whether a dataset was downloaded before, whether the hub answers.
+
+Nothing of the hub's packages is imported here: they take seconds, and without a network they try for half a minute.
+"""
+
+import os
+import threading
+from importlib.util import find_spec
+from pathlib import Path
+
+PACKAGES = ("datasets", "pyarrow")
+OFFLINE_NAMES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
+DEADLINE_S = 3.0
+MIRROR = "https://hf-mirror.com"  # where the hub itself is blocked
+
+
+def missing_packages() -> list[str]:
+    """Returns the packages that reading a dataset needs and that are not installed."""
+    return [name for name in PACKAGES if find_spec(name) is None]
+
+
+def is_cached(name: str) -> bool:
+    """Returns whether a dataset of the hub was downloaded before."""
+    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    snapshots = Path(os.environ.get("HF_HUB_CACHE") or home / "hub") / f"datasets--{name.replace('/', '--')}/snapshots"
+    prepared = Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets") / name.replace("/", "___")
+    try:
+        return any(snapshots.iterdir()) or prepared.is_dir()
+    except OSError:
+        return prepared.is_dir()
+
+
+def endpoint() -> str:
+    """Returns the address of the hub."""
+    return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+
+
+def ask_hub(name: str, *, deadline_s: float = DEADLINE_S) -> tuple[int | None, str | None]:
+    """Returns the HTTP status with which the hub answers about a dataset, or None and why there is no answer."""
+    for variable in OFFLINE_NAMES:
+        if os.environ.get(variable, "0").upper() in ("1", "TRUE", "YES", "ON"):
+            return None, f"{variable} is set"
+    result: list[tuple[int | None, str | None]] = [(None, f"no answer in {deadline_s:g} s")]
+    # a thread, since looking up a name has a deadline of its own, far behind this one
+    thread = threading.Thread(target=lambda: result.insert(0, _request(name, deadline_s)), daemon=True)
+    thread.start()
+    thread.join(deadline_s)
+    return result[0]
+
+
+def reach_fix(error: str) -> str:
+    """Returns what may bring the hub into reach. error: why it gave no answer."""
+    name = error.partition(" ")[0]
+    return f"unset {name}" if name in OFFLINE_NAMES else f"export HF_ENDPOINT={MIRROR}"
+
+
+def _request(name: str, deadline_s: float) -> tuple[int | None, str | None]:
+    from urllib.error import HTTPError, URLError  # here, since they bring ssl, which only a dataset of the hub needs
+    from urllib.request import Request, urlopen
+
+    try:
+        with urlopen(Request(f"{endpoint()}/api/datasets/{name}", method="HEAD"), timeout=deadline_s) as response:
+            return int(response.status), None
+    except HTTPError as error:
+        return error.code, None
+    except (OSError, ValueError) as error:
+        reason = error.reason if isinstance(error, URLError) else error
+        return None, str(getattr(reason, "strerror", None) or reason)

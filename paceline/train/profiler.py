@@ -1,0 +1,116 @@
+"""
+Steps of a plan under torch.profiler: `python -m paceline.train.profiler FOLDER --steps N`, one process per rank.
+
+The model, the optimizer, the text and the step are the worker's own; the weights are fresh, since time does not depend on them. As
+many steps are first timed without the profiler. FOLDER/trace_<rank>.json.gz is the Chrome trace, FOLDER/memory_<rank>.json.gz that
+of one more step with its allocations, and FOLDER/<rank>.json what they show (plan/breakdown.py). The phases of a step come from the
+heartbeats that the loop writes anyway, so the loop has no line for this.
+"""
+
+import argparse
+import gzip
+import json
+import os
+import time
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+from paceline.config import Config
+from paceline.data.prepare import open_dataset
+from paceline.heartbeat import HeartbeatWriter
+from paceline.plan.breakdown import PHASES, RANGE, break_down, memory_by_kind
+from paceline.plan.planner import Plan
+from paceline.rundir import RunDir, write_atomic
+from paceline.train.loop import Loop, StopRequest, TrainLoader, freeze_objects
+from paceline.train.optim import make_optimizer
+from paceline.train.process import run_rank
+from paceline.train.setup import choose_compile, make_model, start_ranks
+
+WARMUP_STEPS = 3  # files, kernels and memory are used for the first time, and compiled
+SEED = 0
+
+
+class PhaseRanges(HeartbeatWriter):
+    """A heartbeat whose phases within a step are ranges of the trace too."""
+
+    _range: record_function | None = None
+
+    def beat(self, step: int, phase: str, micro_step: int = 0) -> None:
+        """Writes the heartbeat, ends the range of the phase before and begins the next one's."""
+        super().beat(step, phase, micro_step)
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+        self._range = record_function(RANGE + phase) if phase in PHASES else None
+        if self._range is not None:
+            self._range.__enter__()  # type: ignore[no-untyped-call]
+
+
+def main() -> None:
+    """Profiles the plan, and ends the process with the error's exit code, or 0."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--deterministic", action="store_true")
+    args = parser.parse_args()
+    run, rank = RunDir(args.folder), int(os.environ.get("RANK", "0"))
+    progress = PhaseRanges(run, rank)
+    progress.beat(0, "start")
+    run_rank(
+        lambda: profile_rank(run, progress, steps=args.steps, deterministic=args.deterministic),
+        run,
+        attempt=1,
+        rank=rank,
+    )
+
+
+def profile_rank(run: RunDir, progress: PhaseRanges, *, steps: int, deterministic: bool) -> None:
+    """Times the steps, traces as many, and writes the trace and its summary. Collective."""
+    plan = Plan.from_json(run.plan_json.read_text())
+    device, rank = start_ranks(plan, deterministic=deterministic)
+    dataset = open_dataset(Path(json.loads(run.dataset_json.read_text())["path"]))
+    model = make_model(plan, seed=SEED, device=device)
+    optimizer = make_optimizer(model, plan, plan.groups, rank=rank)
+    loader = TrainLoader(dataset.split("train"), plan, SEED, rank, device, skipped_batches=())
+    loop = Loop(run, Config(), plan, optimizer, loader.micro_batch, rank, device, progress, StopRequest())
+    progress.beat(0, "compile")
+    choose_compile(loop, model)
+    for step in range(WARMUP_STEPS):
+        loop.one_step(step % plan.num_steps)
+    freeze_objects()
+    times = []
+    for step in range(WARMUP_STEPS, WARMUP_STEPS + steps):
+        started = time.perf_counter()
+        loop.one_step(step % plan.num_steps)
+        times.append(1000 * (time.perf_counter() - started))
+    first = WARMUP_STEPS + steps
+    summary = break_down(trace_steps(loop, range(first, first + steps + 1), run.path / f"trace_{rank}.json.gz"))
+    memory_trace = run.path / f"memory_{rank}.json.gz"
+    memory = memory_by_kind(trace_steps(loop, range(first + steps + 1, first + steps + 3), memory_trace, memory=True))
+    write_atomic(run.path / f"{rank}.json", json.dumps({"unprofiled_ms": fmean(times), **summary, "memory": memory}))
+    progress.beat(steps, "done")
+
+
+def trace_steps(loop: Loop, steps: range, path: Path, *, memory: bool = False) -> list[dict[str, Any]]:
+    """Returns the events of the steps but the first, in which the profiler starts, and writes them to a file. Collective.
+
+    memory: records allocations too, each of which takes time.
+    """
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if loop.device.type == "cuda" else [])]
+    cycle = schedule(wait=0, warmup=1, active=len(steps) - 1, repeat=1)
+    with profile(activities=activities, schedule=cycle, profile_memory=memory) as profiler:
+        for step in steps:
+            loop.one_step(step % loop.plan.num_steps)
+            if step == steps[-1]:
+                loop.progress.beat(step, "ending")  # the profiler now collects what it has recorded
+            profiler.step()
+    profiler.export_chrome_trace(str(path))
+    with gzip.open(path) as file:
+        events: list[dict[str, Any]] = json.load(file)["traceEvents"]
+    return events
+
+
+if __name__ == "__main__":
+    main()

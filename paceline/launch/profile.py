@@ -18,7 +18,7 @@ from typing import Any
 from paceline.check.probes.facts import DEFAULTS, PROBES, ask_probes
 from paceline.check.ready import format_findings
 from paceline.config import Config, cache_dir
-from paceline.config_file import resolve_config
+from paceline.config_file import find_config, resolve_config
 from paceline.data.prepare import TokenDataset
 from paceline.errors import Finding, PacelineError, PlanError, TrainingFailed
 from paceline.heartbeat import read_heartbeat
@@ -29,11 +29,13 @@ from paceline.launch.trial import STOP_GRACE_S, memory_reason, new_folder
 from paceline.options import ProfileOptions
 from paceline.plan.algorithms import ALGORITHMS
 from paceline.plan.breakdown import COMPUTE, IDLE, PARTS, SENT
-from paceline.plan.forecast import FULLEST_SHARE, NAMES, plan_lines
+from paceline.plan.estimate import NAMES
+from paceline.plan.forecast import FULLEST_PROFILE, plan_lines
 from paceline.plan.machine import Machine, probe_machine
 from paceline.plan.memory import fullest_state
-from paceline.plan.planner import MakePlan, Plan, memory_setup, replan
-from paceline.plan.sizing import divisors
+from paceline.plan.planner import Plan, memory_setup
+from paceline.plan.replan import MakePlan, replan
+from paceline.plan.sizing import PROFILES, divisors
 from paceline.rundir import RunDir, find_training_run, is_locked, write_atomic
 from paceline.terminal import show_progress
 from paceline.units import format_bytes, format_ms, format_number_of
@@ -49,7 +51,7 @@ PERFETTO = "https://ui.perfetto.dev"
 def profile_steps(options: ProfileOptions) -> tuple[dict[str, Any], Plan]:
     """Profiles the run or the config; returns what profile.json has, and the plan. Raises PacelineError where it cannot."""
     machine, name = probe_machine(), options.config
-    if name is None or name.endswith((".toml", ".py")):
+    if name is None or find_config(name).is_file():
         config = resolve_config(name, options.keys)
         dataset = prepare_data(config)
         make = planner(dataset)
@@ -135,7 +137,8 @@ def failed_profile(run: RunDir, plan: Plan, outcome: Outcome) -> TrainingFailed:
 def largest_rows(config: Config, machine: Machine, make: MakePlan) -> int | None:
     """Returns the largest micro-batch that the planner says fits; None where it finds none."""
     with suppress(PlanError):
-        return make(replace(config, device_batch_size=None, memory_share=FULLEST_SHARE), machine).device_batch_size
+        fullest = replace(config, device_batch_size=None, memory_share=PROFILES[FULLEST_PROFILE])
+        return make(fullest, machine).device_batch_size
     return None
 
 

@@ -27,7 +27,7 @@ from paceline.errors import PacelineError
 from paceline.launch.agent import Lines
 
 CONNECT_S = 5
-ANSWER_S = 60.0  # the slowest probe has 30, and the code may have to be sent first
+ANSWER_S = 140.0  # the slowest probe has 30, four times that on a busy host, and the code may have to be sent first
 END_S = 1.0
 SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes", "-o", f"ConnectTimeout={CONNECT_S}",
        "-o", "ServerAliveInterval=2", "-o", "ServerAliveCountMax=3", "-o", "ClearAllForwardings=yes")  # fmt: skip

@@ -124,23 +124,22 @@ def summarize(snapshot: Snapshot, *, now: float) -> Summary | None:
 
 def start_summary(snapshot: Snapshot, *, now: float) -> Summary:
     """The sentence about a run before the first step of an attempt: why there is another attempt, and how far it got."""
-    failed = next((attempt for attempt in snapshot.attempts[::-1] if attempt.state == "failed"), None)
-    is_begun = snapshot.state == "starting" and snapshot.attempts[-1:] != [failed]
-    level: Level = "info"
-    if not is_begun:
-        text = "The next attempt is starting by itself."
-        if snapshot.state == "recovering" and failed and not failed.action:
-            text = "The supervisor decides what to do next."
+    ended = [attempt for attempt in snapshot.attempts[-2:] if attempt.state or attempt.summary]
+    broken = ended[-1] if ended and ended[-1].state in ("failed", None) else None
+    level: Level = "warning" if broken else "info"
+    if ended and ended[-1] is snapshot.attempts[-1]:  # the next one has not begun
+        is_decided = snapshot.state == "starting" or ended[-1].action
+        itself = " by itself" if snapshot.state == "recovering" else ""
+        text = f"The next attempt is starting{itself}." if is_decided else "The supervisor decides what to do next."
     else:
         phases = dict.fromkeys(rank.phase for rank in snapshot.ranks if rank.phase)
-        number = len(snapshot.attempts)
-        step = f"step of attempt {snapshot.attempts[-1].attempt}" if number > 1 else "step"
+        step = f"step of attempt {snapshot.attempts[-1].attempt}" if len(snapshot.attempts) > 1 else "step"
         text = sentence(f"no {step} is finished yet" + (f": {', '.join(phases)}" if phases else ""))
-        if troubled := list(warnings(snapshot, now=now)):
-            text, level = f"{text} {sentence('; '.join(troubled))}", "warning"
-    if failed and failed in snapshot.attempts[-2:]:
-        why = failed.summary or (snapshot.explanation or {}).get("summary") or "its cause is being looked for"
-        text, level = f"{text} {sentence(f'attempt {failed.attempt} ended: {why}')}", "warning"
+        if texts := list(warnings(snapshot, now=now)):
+            text, level = f"{text} {sentence('; '.join(texts))}", "warning"
+    if broken:
+        why = broken.summary or (snapshot.explanation or {}).get("summary") or "its cause is being looked for"
+        text = f"{text} {sentence(f'attempt {broken.attempt} ended: {why}')}"
     return Summary(level, text)
 
 

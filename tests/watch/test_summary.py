@@ -70,6 +70,20 @@ def test_only_what_broke_is_a_recovery(states, text):
     assert summarize(replace(finished(), attempts=attempts(*states)), now=NOW) == Summary("good", text)
 
 
+@pytest.mark.parametrize(
+    ("states", "text"),
+    [
+        (("finished",), "The next attempt is starting."),
+        (("interrupted",), "The next attempt is starting."),
+        (("interrupted", None), "No step of attempt 2 is finished yet: compile."),
+        (("failed", "interrupted"), "The next attempt is starting."),
+        ((), "No step is finished yet: compile."),
+    ],
+)
+def test_a_resume_after_a_clean_end_is_a_start(states, text):
+    assert summarize(replace(starting(), attempts=attempts(*states)), now=NOW) == Summary("info", text)
+
+
 NOTHING_KNOWN = "Nothing is known: neither a step nor a loss nor a heartbeat is reported."
 TOO_LITTLE = "Nothing unusual so far, and too little is reported to say more."
 

@@ -32,10 +32,8 @@ MAX_STDERR_BYTES = 4096
 QUOTED_CHARS = 120  # of an answer that is not JSON
 
 BUSY = "still computing after"
-BUSY_TIMES, EXTENSION = (
-    4,
-    0.1,
-)  # of a probe's deadline, that it may compute in all, and after which it is looked at again
+BUSY_TIMES = 4  # times its deadline a probe may compute in all
+EXTENSION = 0.1  # of its deadline: how much a probe that computes gets at a time
 OVERTIME_S = 2.0  # after the last moment a probe ends itself, in case the process that started it is gone
 SET = "set"  # in place of a value that is not shown
 RELEVANT = re.compile(

@@ -1,9 +1,8 @@
 """
 The command line: one short function for each command, and from an error to two lines and an exit code.
 
-What a command takes, and its help, is a dataclass of paceline/options.py or run_options.py. Nothing here imports torch; a
-function imports what its command needs. Exit codes: 0 done; 1 an error of the user's, with its fix; 2 wrong usage; 3 the training
-failed; 130 interrupted.
+What a command takes, and its help, is a dataclass of options.py or run_options.py. Torch is not imported; a function imports what
+its command needs. Exit codes: 0 done; 1 a user's error, with its fix; 2 wrong usage; 3 the training failed; 130 interrupted.
 """
 
 import json
@@ -160,12 +159,9 @@ def runs(args: run_options.RunsOptions) -> None:
     from paceline.watch.status import RunList, format_runs
 
     statuses = RunList(Path(args.dir)).read()
-    if args.json:
-        print(format_json([asdict(status) for status in statuses]))
-    elif statuses:
-        print(format_runs(statuses))
-    else:
+    if not statuses and not args.json:
         raise PacelineError(f"no runs in {args.dir}", fix="paceline train makes one")
+    print(format_json([asdict(status) for status in statuses]) if args.json else format_runs(statuses))
 
 
 def runs_show(args: run_options.RunsShowOptions) -> None:
@@ -176,16 +172,10 @@ def runs_show(args: run_options.RunsShowOptions) -> None:
     print(format_json(run_json(snapshot)) if args.json else format_run(snapshot))
 
 
-def runs_tag(args: run_options.RunsTagOptions) -> None:
-    from paceline.watch.about import edit_tags
+def label_run(args: run_options.RunsTagOptions | run_options.RunsNoteOptions) -> None:
+    from paceline.watch.about import edit_note, edit_tags
 
-    print(edit_tags(args))
-
-
-def runs_note(args: run_options.RunsNoteOptions) -> None:
-    from paceline.watch.about import edit_note
-
-    print(edit_note(args))
+    print(edit_tags(args) if isinstance(args, run_options.RunsTagOptions) else edit_note(args))
 
 
 def report(args: run_options.ReportOptions) -> None:
@@ -344,8 +334,8 @@ COMMANDS: dict[str, tuple[Callable[..., int | None], type]] = {
     "explain": (explain, options.ExplainOptions),
     "runs": (runs, run_options.RunsOptions),
     "runs show": (runs_show, run_options.RunsShowOptions),
-    "runs tag": (runs_tag, run_options.RunsTagOptions),
-    "runs note": (runs_note, run_options.RunsNoteOptions),
+    "runs tag": (label_run, run_options.RunsTagOptions),
+    "runs note": (label_run, run_options.RunsNoteOptions),
     "report": (report, run_options.ReportOptions),
     "track": (track, run_options.TrackOptions),
     "torch check": (torch_check, options.TorchCheckOptions),

@@ -25,7 +25,7 @@ DISTINCT_SHAPES = 6  # of the eight lines: rows that look alike are data, not a 
 LIMITS = {  # what is reached may not be lost
     "modules": 145,
     "lines of Python": 35_000,
-    "lines of JavaScript": 2_000,
+    "lines of JavaScript": 2_600,
     "modules with a single importer": 25,
     "import circles": 0,
     "files over 400 lines": 0,

@@ -1,8 +1,8 @@
 """
 The command line: one short function for each command, and from an error to two lines and an exit code.
 
-What a command takes, and its help, is a dataclass of paceline/options.py. Nothing here imports torch; a function imports what its
-command needs. Exit codes: 0 done; 1 an error of the user's, with its fix; 2 wrong usage; 3 the training failed; 130 interrupted.
+What a command takes, and its help, is a dataclass of options.py or run_options.py. Torch is not imported; a function imports what
+its command needs. Exit codes: 0 done; 1 a user's error, with its fix; 2 wrong usage; 3 the training failed; 130 interrupted.
 """
 
 import json
@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline import __version__, options
+from paceline import __version__, options, run_options
 from paceline.command_line import HELP_FLAGS, complete, format_commands, parse, unknown_command
 from paceline.config_file import resolve_config
 from paceline.errors import PacelineError, UsageError
@@ -158,19 +158,16 @@ def explain(args: options.ExplainOptions) -> None:
         print(text or format_explanation(explanation, coloured=sys.stdout.isatty()))
 
 
-def runs(args: options.RunsOptions) -> None:
+def runs(args: run_options.RunsOptions) -> None:
     from paceline.watch.status import RunList, format_runs
 
     statuses = RunList(Path(args.dir)).read()
-    if args.json:
-        print(format_json([asdict(status) for status in statuses]))
-    elif statuses:
-        print(format_runs(statuses))
-    else:
+    if not statuses and not args.json:
         raise PacelineError(f"no runs in {args.dir}", fix="paceline train makes one")
+    print(format_json([asdict(status) for status in statuses]) if args.json else format_runs(statuses))
 
 
-def runs_show(args: options.RunsShowOptions) -> None:
+def runs_show(args: run_options.RunsShowOptions) -> None:
     from paceline.rundir import find_run
     from paceline.watch.status import format_run, open_reader, run_json
 
@@ -178,7 +175,13 @@ def runs_show(args: options.RunsShowOptions) -> None:
     print(format_json(run_json(snapshot)) if args.json else format_run(snapshot))
 
 
-def report(args: options.ReportOptions) -> None:
+def label_run(args: run_options.RunsTagOptions | run_options.RunsNoteOptions) -> None:
+    from paceline.watch.about import edit_note, edit_tags
+
+    print(edit_tags(args) if isinstance(args, run_options.RunsTagOptions) else edit_note(args))
+
+
+def report(args: run_options.ReportOptions) -> None:
     from paceline.watch.view import find_reported, html_report, markdown_report, write_report
 
     path = find_reported(args.run, runs_dir=args.runs_dir)
@@ -192,7 +195,7 @@ def report(args: options.ReportOptions) -> None:
         print(f"report  {output}")
 
 
-def track(args: options.TrackOptions) -> None:
+def track(args: run_options.TrackOptions) -> None:
     from paceline.launch.notify import tracker_names
     from paceline.rundir import find_run
     from paceline.track.follower import track_now
@@ -336,10 +339,12 @@ COMMANDS: dict[str, tuple[Callable[..., int | None], type]] = {
     "profile": (profile, options.ProfileOptions),
     "watch": (watch, options.WatchOptions),
     "explain": (explain, options.ExplainOptions),
-    "runs": (runs, options.RunsOptions),
-    "runs show": (runs_show, options.RunsShowOptions),
-    "report": (report, options.ReportOptions),
-    "track": (track, options.TrackOptions),
+    "runs": (runs, run_options.RunsOptions),
+    "runs show": (runs_show, run_options.RunsShowOptions),
+    "runs tag": (label_run, run_options.RunsTagOptions),
+    "runs note": (label_run, run_options.RunsNoteOptions),
+    "report": (report, run_options.ReportOptions),
+    "track": (track, run_options.TrackOptions),
     "torch check": (torch_check, options.TorchCheckOptions),
     "torch recipe": (torch_recipe, options.TorchRecipeOptions),
     "accelerate-config": (accelerate_config, options.AccelerateOptions),

@@ -326,7 +326,7 @@ def offer(parameter: Parameter, *, prefix: str, **_: Any) -> Iterable[str]:
     if parameter.name == "config":
         configs = Path(__file__).with_name("configs").glob(f"{prefix}*.toml")
         return [*(path.stem for path in configs), *FilesCompleter()(prefix)]
-    runs = Path("runs").glob(f"{prefix}*/config.toml") if "RUN" in parameter.value_name.split("|") else ()
+    runs = Path("runs").glob(f"{prefix}*/config.toml") if "RUN" in parameter.value_name else ()
     return [*parameter.choices, *(path.parent.name for path in runs)] or FilesCompleter()(prefix)
 
 

@@ -235,50 +235,6 @@ class ExplainOptions(JsonOption, RunsOption):
     cause: str | None = option(None, "describe one cause of --list", value="ID")
 
 
-class RunsOptions(JsonOption):
-    """List the runs, the latest first: state, steps, val_bpb, tok/s.
-
-    $ paceline runs --json | jq .[0].val_bpb
-    """
-
-    dir: str = positional("DIR", "the folder that holds the runs", default="runs")
-
-
-class RunsShowOptions(JsonOption, RunsOption):
-    """Show one run: why each attempt ended, what was done next, and where the time went.
-
-    $ paceline runs show books
-    """
-
-    run: str = positional("RUN", RUN)
-
-
-class ReportOptions(RunsOption):
-    """Write one run, or the log of any training, to one file: HTML or Markdown.
-
-    Curves, explanation, plan against measurement, where the time went, events, config, machine and samples. The HTML file
-    needs no server and no network. docs/web.md.
-
-    $ paceline report books --markdown
-    """
-
-    run: str = positional("RUN", ANY_RUN)
-    markdown: bool = option(False, "write Markdown, for an issue, to standard output")
-    output: str | None = option(None, "the file to write, or - for standard output; auto: NAME.html here", value="FILE")
-
-
-class TrackOptions(RunsOption):
-    """Send the metrics and health of a run to TensorBoard, W&B or trackio.
-
-    Each step is sent once: what was sent before is skipped. A run that is still active is followed until it ends. docs/trackers.md.
-
-    $ paceline track books --to tensorboard
-    """
-
-    run: str = positional("RUN", RUN)
-    to: str = option("", TRACKER_NAMES, value="TRACKERS")
-
-
 class TorchCheckOptions(JsonOption):
     """Check this PyTorch: libuv, NCCL, process groups, and products on every device.
 

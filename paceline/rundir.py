@@ -54,6 +54,7 @@ class RunDir:
     samples = Entry("samples")  # text that the model wrote during the run
     skipped_json = Entry("skipped.json")  # the batches that the run skips after a rollback
     tokenizer_json = Entry("tokenizer/tokenizer.json")  # the tokenizer that the run's text was tokenized with
+    notes = Entry("notes.json")  # {tags, note}: what its user wrote about the run
     lock = Entry(".lock")  # locked while a process holds the run; it has the process id
     health_dir = Entry("health")  # a file for each host: samples of its GPUs, memory, disk and network
 
@@ -286,6 +287,22 @@ class RunInUse(PacelineError):
             f"run {run.name} is in use by process {pid or 'unknown'}", fix="wait for it to end, or give another --name"
         )
         self.pid = pid
+
+
+def read_notes(run: RunDir) -> tuple[list[str], str]:
+    """Returns the tags of a run and its note; none where its user wrote none or the file is damaged."""
+    try:
+        table = json.loads(run.notes.read_text(encoding="utf-8"))
+        return [tag for tag in table.get("tags", ()) if isinstance(tag, str)], str(table.get("note") or "")
+    except (OSError, ValueError, AttributeError, TypeError):
+        return [], ""
+
+
+def write_notes(run: RunDir, *, tags: list[str], note: str) -> None:
+    try:
+        write_atomic(run.notes, json.dumps({"tags": tags, "note": note}, ensure_ascii=False) + "\n")
+    except OSError as error:
+        raise unwritable_run(run, error) from error
 
 
 def lock_run(run: RunDir) -> int:

@@ -34,6 +34,7 @@ Record = dict[str, Any]
 
 MAX_POINTS = 2000  # of a curve
 MAX_RANK_POINTS = 32_000  # of all ranks' curves together
+MAX_DEVICE_POINTS = 64_000  # of all curves of a host and its GPUs together
 SLOW = 1.15  # times as long as the other ranks takes a slow one
 SLOW_LINES, MIN_SLOW_LINES = 20, 10  # logged steps over which the times of ranks are compared
 SLOW_SHARE = 0.85  # of SLOW_LINES lines in which a slow rank takes longer than the others; of fewer lines, all
@@ -43,8 +44,12 @@ END_BYTES = 256 << 10  # of a longer file: the last minutes, whole
 NUM_SAMPLES = 1000  # of what stands before its end
 MAX_LINE_BYTES = 16 << 10
 NUM_GAPS = 9  # between samples; their median is the usual gap
-GPU_CURVES = ("use", "used_bytes", "power_w", "temperature_c", "sm_mhz")
-HOST_CURVES = ("cpu", "ram_used", "cgroup_used", "disk_free", "net_in_bps", "net_out_bps")
+GPU_CURVES = (
+    "use", "used_bytes", "power_w", "temperature_c", "sm_mhz", "memory_use", "pcie_in_bps", "pcie_out_bps",
+)  # fmt: skip
+HOST_CURVES = (
+    "cpu", "ram_used", "cgroup_used", "disk_free", "net_in_bps", "net_out_bps", "disk_read_bps", "disk_write_bps",
+)  # fmt: skip
 HOST_FIELDS = {field.name for field in fields(HostView)} - {"name", "time", "every_s", "gpus"}
 GPU_FIELDS = {field.name for field in fields(GpuView)} - {"index", "throttled"}
 
@@ -212,8 +217,11 @@ class HostHealth:
                         curve_times, curve_values = points.setdefault((group, f"{device} {name}"), ([], []))
                         curve_times.append(time)
                         curve_values.append(value)
+        count = len(GPU_CURVES) * len(self._gpus) + len(HOST_CURVES)
         for (group, key), (curve_times, curve_values) in points.items():
-            self.curves[group].setdefault(key, Curve()).extend(curve_times, curve_values, curve_times)
+            if (curve := self.curves[group].get(key)) is None:
+                curve = self.curves[group][key] = Curve(max_points=min(MAX_POINTS, MAX_DEVICE_POINTS // count))
+            curve.extend(curve_times, curve_values, curve_times)
 
     def energy_j(self) -> list[int]:
         """Returns the energy in all attempts of each GPU that reports it."""

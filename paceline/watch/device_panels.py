@@ -43,12 +43,24 @@ class DeviceMap(NamedTuple):
 MAPS = {
     "use": DeviceMap("share of time in which a kernel ran", "percent", high=1.0),
     "used_bytes": DeviceMap("memory taken", "bytes", "total_bytes"),
-    "power_w": DeviceMap("watts", "watts", "power_limit_w", 700.0),
-    "temperature_c": DeviceMap("30 to 90 °C", "celsius", low=30.0, high=90.0, colour="heat-slow"),
+    "power_w": DeviceMap("power drawn", "watts", "power_limit_w", 700.0),
+    "temperature_c": DeviceMap("temperature, 30 to 90 °C", "celsius", low=30.0, high=90.0, colour="heat-slow"),
+    "sm_mhz": DeviceMap("clock of the multiprocessors", "mhz"),
+    "memory_use": DeviceMap("share of time in which memory was read or written", "percent", high=1.0),
+    "pcie_in_bps": DeviceMap("PCIe, to the GPU", "rate"),
+    "pcie_out_bps": DeviceMap("PCIe, from the GPU", "rate"),
     "cpu": DeviceMap("share of all cores of the host", "percent", high=1.0),
     "ram_used": DeviceMap("memory of the host taken", "bytes", "ram_total"),
+    "net_in_bps": DeviceMap("network, received", "rate"),
+    "net_out_bps": DeviceMap("network, sent", "rate"),
+    "disk_read_bps": DeviceMap("disks, read", "rate"),
+    "disk_write_bps": DeviceMap("disks, written", "rate"),
+    "disk_free": DeviceMap("free on the disk of the run", "bytes", "disk_total"),
 }
 SLOW = "▲ slow"
+SMALL_SHARE = (
+    0.05  # of a GPU's memory: a process of others that takes less, such as a desktop's, is shown without a warning
+)
 
 
 def ranks_panel(snapshot: Snapshot) -> Panel | None:
@@ -150,33 +162,46 @@ def marks(gpu: GpuView) -> list[Panel]:
             shown.append({"level": "error", "text": f"✗ {spaced(name)} {count}"})
     for process in gpu.processes:
         if process.get("ours") is False:
-            size = process.get("bytes")
-            memory = f", {format_bytes(size)}" if isinstance(size, int | float) else ""
-            shown.append({"level": "", "text": f"▲ also {process.get('name')} {process.get('pid')}{memory}"})
+            size, whole = process.get("bytes"), gpu.total_bytes
+            text, is_small = f"also {process.get('name')} {process.get('pid')}", False
+            if isinstance(size, int | float):
+                text, is_small = f"{text}, {format_bytes(size)}", size < SMALL_SHARE * (whole or 0)
+            shown.append({"level": "calm", "text": text} if is_small else {"level": "", "text": f"▲ {text}"})
     return shown
 
 
 def map_panels(snapshot: Snapshot) -> dict[str, Panel]:
-    """Returns a map for each field that devices report; a row names its curve and the values without and with full colour."""
+    """Returns each field that devices report; a row names its curve and the values without and with full colour.
+
+    span: the ends of the field's axis, where it is drawn as lines.
+    """
     rows: dict[str, list[Panel]] = {field: [] for field in MAPS}
     hosts: dict[str, HostView | GpuView] = {host.name: host for host in snapshot.hosts}
     gpus = {f"{host.name}/{gpu.index}": gpu for host in snapshot.hosts for gpu in host.gpus}
     for group in ("gpu_series", "host_series"):
         for key, series in getattr(snapshot, group).items():
             device, _, field = key.rpartition(" ")
+            device_name = device
             if field not in MAPS or not series.values:
                 continue
             label, sub, mark, owner = device, None, None, hosts.get(device)
             if group == "gpu_series":
                 name, _, index = device.rpartition("/")
                 label, sub, owner = f"GPU {index}", name if len(hosts) > 1 else None, gpus.get(device)
+                device_name = " ".join(filter(None, (sub, label)))
                 mark = "▲ throttled" if device in gpus and throttle_reasons(gpus[device]) else None
             kind, last, most = MAPS[field], series.values[-1], max(series.values)
             high = float(getattr(owner, kind.whole or "", None) or kind.high or most or 1.0)
-            texts = {"group": group, "key": key, "label": label, "sub": sub, "mark": mark}
+            texts = {"group": group, "key": key, "device": device_name, "label": label, "sub": sub, "mark": mark}
             rows[field].append({**texts, "value": FORMATS[kind.unit](last), "low": kind.low, "high": high})
     return {
-        field: {"about": kind.about, "unit": kind.unit, "colour": kind.colour, "rows": rows[field]}
+        field: {
+            "about": kind.about,
+            "unit": kind.unit,
+            "colour": kind.colour,
+            "span": [kind.low, max(row["high"] for row in rows[field])],
+            "rows": rows[field],
+        }
         for field, kind in MAPS.items()
         if rows[field]
     }

@@ -106,12 +106,59 @@ def parse_lines(block: bytes) -> list[Record]:
 
 def read_tail(path: Path, *, max_bytes: int = 256 << 10) -> str:
     """Returns the last whole lines of a log as a terminal would show them; empty where the file does not exist."""
-    with suppress(OSError), open_file(path) as file:
-        start = max(0, file.seek(0, 2) - max_bytes)
-        file.seek(start)
-        end = file.read(max_bytes)
-        return "\n".join(map(shown_line, end[end.find(b"\n") + 1 if start else 0 :].split(b"\n")))
+    with suppress(OSError):
+        return str(read_part(path, max_bytes=max_bytes)["text"])
     return ""
+
+
+def read_part(
+    path: Path,
+    *,
+    start: int | None = None,
+    stop: int | None = None,
+    line: int | None = None,
+    max_bytes: int = 256 << 10,
+) -> dict[str, Any]:
+    """Returns whole lines of a log from a byte on, up to a byte, or around a line, as {text, from, to, whole, line?, index?}.
+
+    Without any of them: its end. from and to are bytes of the file. index: where the line stands among those returned.
+    """
+    with open_file(path) as file:
+        size = file.seek(0, 2)
+        at = None if line is None else line_offset(path, line)
+        is_cut = start is None  # its first line may be cut
+        if at is not None:
+            start, stop = max(0, at - max_bytes // 2), min(size, at + max_bytes // 2)
+        elif start is not None:
+            start, stop = min(start, size), min(size, start + max_bytes)
+        else:
+            stop = size if stop is None else min(stop, size)
+            start = max(0, stop - max_bytes)
+        file.seek(start)
+        block = file.read(stop - start)
+        if start and is_cut:  # a cut first line belongs to the part before
+            file.seek(start - 1)
+            cut = 0 if file.read(1) == b"\n" else block.find(b"\n") + 1
+            start, block = start + cut, block[cut:]
+    if stop < size and (end := block.rfind(b"\n") + 1):
+        block = block[:end]
+    text = "\n".join(map(shown_line, block.split(b"\n")))
+    part = {"text": text, "from": start, "to": start + len(block), "whole": not start and start + len(block) >= size}
+    return part if at is None else {**part, "line": line, "index": block[: at - start].count(b"\n")}
+
+
+def line_offset(path: Path, line: int) -> int | None:
+    """Returns the byte at which a line, counted from 1, begins; None where the file has fewer lines."""
+    number = offset = 0
+    for block in GrowingFile(path).blocks(to_end=True):
+        count = block.count(b"\n")
+        if number + count >= line - 1:
+            position = 0
+            for _ in range(line - 1 - number):
+                position = block.index(b"\n", position) + 1
+            return offset + position
+        number, offset = number + count, offset + len(block)
+    return None
 
 
 def search(path: Path, text: str, *, limit: int = 200) -> list[tuple[int, str]]:

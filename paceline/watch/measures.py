@@ -46,6 +46,8 @@ FORMATS: dict[str, Callable[[float], str]] = {  # by unit, as UNITS in format.js
     "count": "{:,.0f}".format,
     "watts": "{:.0f} W".format,
     "celsius": "{:.0f} °C".format,
+    "mhz": "{:,.0f} MHz".format,
+    "rate": lambda rate: f"{format_bytes(rate)}/s",
 }
 
 

@@ -7,9 +7,11 @@ the same text. A time of day stays a number, because only the browser knows the 
 
 import math
 import re
+import statistics
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 from paceline.units import format_bytes, format_count, format_duration, format_energy, unix_time
@@ -47,7 +49,7 @@ def run_panels(snapshot: Snapshot, *, now: float) -> dict[str, Any]:
         "tiles": list(tiles(snapshot)),
         "fields": fields(snapshot),
         "figures": list(compared_figures(snapshot)),
-        "why": why_panel(snapshot.explanation) if snapshot.explanation else None,
+        "why": why_panel(snapshot.explanation, snapshot.logs) if snapshot.explanation else None,
         "attempts": attempts_panel(snapshot),
         "plan": [(name, planned, text, gap) for name, _, text, planned, gap, _ in figures(snapshot) if planned] or None,
         "goodput": goodput_panel(snapshot),
@@ -60,7 +62,7 @@ def run_panels(snapshot: Snapshot, *, now: float) -> dict[str, Any]:
             for event in snapshot.events
         ],
         "spans": [span_panel(snapshot, attempt) for attempt in snapshot.attempts],
-        "marks": {axis: marks_on(snapshot, axis) for axis in ("steps", "tokens", "hours")},
+        "marks": {axis: marks_on(snapshot, axis) for axis in ("steps", "tokens", "hours", "clock")},
         "logs": logs_panel(snapshot),
     }
 
@@ -187,7 +189,8 @@ def compared_figures(snapshot: Snapshot) -> Iterator[Panel]:
         yield {"name": "goodput", "text": format_percent(share), "value": share, "better": "more"}
 
 
-def why_panel(why: dict[str, Any]) -> Panel:
+def why_panel(why: dict[str, Any], logs: Sequence[LogView] = ()) -> Panel:
+    """Returns the explanation; its lines that stand in one of the logs have its key and their number there."""
     place = [f"rank {why['rank']}"] if why.get("rank") is not None else []
     place += [f"step {why['step']:,}"] if why.get("step") is not None else []
     place += [f"host {why['host']}"] if why.get("host") else []
@@ -199,7 +202,9 @@ def why_panel(why: dict[str, Any]) -> Panel:
         for line in why.get(key) or ():
             source = f"{line['source']}:{line.get('line')}" if line.get("source") else f"line {line.get('line')}"
             rank = "" if line.get("rank") is None else f"  rank {line['rank']}"
-            lines.append({"place": source + rank, "text": line.get("text")})
+            log = log_of(line, logs) if isinstance(line.get("line"), int) else None
+            link = {"log": log_key(log), "line": line["line"]} if log else {}
+            lines.append({"place": source + rank, "text": line.get("text"), **link})
         blocks += [{"title": title, "lines": lines}] if lines else []
     return {
         "cause": why.get("cause"),
@@ -210,6 +215,15 @@ def why_panel(why: dict[str, Any]) -> Panel:
         "blocks": blocks,
         "sure": "; ".join(sure),
     }
+
+
+def log_of(line: dict[str, Any], logs: Sequence[LogView]) -> LogView | None:
+    """Returns the log in which a line of an explanation stands: the one that it names, else that of its rank."""
+    if line.get("source"):
+        name = Path(str(line["source"])).parts[-3:]
+        return next((log for log in logs if Path(log.path).parts[-3:] == name), None)
+    last = [log for log in logs if log.attempt == logs[-1].attempt]
+    return next((log for log in last if log.rank == line.get("rank") or len(last) == 1), None)
 
 
 def attempts_panel(snapshot: Snapshot) -> list[Panel] | None:
@@ -293,6 +307,8 @@ def marks_on(snapshot: Snapshot, axis: str) -> Panel:
 
 def place_on(snapshot: Snapshot, event: EventView, axis: str) -> float | None:
     step, guide = event.step, snapshot.series.get("loss", Series())
+    if axis == "clock":
+        return event.time
     if axis == "hours":
         return None if event.time is None or snapshot.started is None else (event.time - snapshot.started) / 3600
     if step is None and event.time is not None and guide.steps:
@@ -321,6 +337,32 @@ def log_key(log: LogView) -> str:
 def log_levels(lines: Sequence[str]) -> dict[str, str]:
     """Returns the levels of lines that have one, by index."""
     return {str(index): level for index, line in enumerate(lines) if (level := line_level(line)) != "info"}
+
+
+def seed_groups(runs: Sequence[dict[str, Any]], keys: dict[str, str | None]) -> dict[str, Panel]:
+    """Returns by run the group of those that differ only in their seed: its size, and mean and spread of its last figures.
+
+    keys: by run, the same text for the runs of a group.
+    The spread is one standard deviation. Runs that have not reached the same step have no mean.
+    """
+    members: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        if key := keys.get(run["name"]):
+            members.setdefault(key, []).append(run)
+    panels: dict[str, Panel] = {}
+    for key, group in members.items():
+        if len(group) < 2:
+            continue
+        is_even = len({run["step"] for run in group}) == 1
+        panel = {"key": key, "size": len(group), "steps": f"{group[0]['step']:,}" if is_even else "unequal steps"}
+        for name in ("loss", "val_bpb"):
+            values = [run[name] for run in group if known(run[name])]
+            is_whole = is_even and len(values) == len(group)
+            mean = statistics.fmean(values) if is_whole else None
+            spread = f" ± {format_figure(name, statistics.stdev(values))}" if is_whole else ""
+            panel |= {name: format_figure(name, mean) + spread}
+        panels |= {run["name"]: panel for run in group}
+    return panels
 
 
 def run_row(run: dict[str, Any]) -> Panel:

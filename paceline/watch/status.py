@@ -1,47 +1,40 @@
 """
-The runs of a folder: a list of all, one by its name, a reader that makes snapshots of one, and what else its folder holds.
+The runs of a folder: a list of all, one by its name, and a reader that makes snapshots of one.
 
 Only files are read, and no numpy is loaded, so `paceline runs` answers at once. While a process holds a run, its events and the
-heartbeat of rank 0 give its state; otherwise its events alone. `read_about` is for the web view and the report: it reads large
-files in part, and skips links that lead out of the run folder. The Shelf is the only way from what a browser sends to a file: a
+heartbeat of rank 0 give its state; otherwise its events alone. The Shelf is the only way from what a browser sends to a file: a
 run's name is looked up among the run folders, a log among those that the snapshot lists, and no path is ever made of text from
-outside. A run with a link that leads out of its folder is not shown. A run that was shown
-stays, and is shown as gone.
+outside. A run with a link that leads out of its folder is not shown. A run that was shown stays, and is shown as gone.
 """
 
 import json
 import os
 import time
-import tomllib
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
-from itertools import islice
 from pathlib import Path
 from threading import Lock
 from typing import Any, Protocol
 
 from paceline.errors import PacelineError
 from paceline.heartbeat import read_heartbeat
-from paceline.rundir import RunDir, is_locked, is_preparing, read_end, read_json_lines, read_text
+from paceline.rundir import RunDir, is_locked, is_preparing, read_end, read_json_lines, read_notes, read_text
 from paceline.terminal import cells, pad
 from paceline.typed_fields import well_typed
-from paceline.units import format_bytes, format_count
+from paceline.units import format_count
+from paceline.watch.about import csv_lines, read_about, read_config
 from paceline.watch.events import end_state, live_state
-from paceline.watch.growing_file import parse_lines, read_tail, search
+from paceline.watch.growing_file import parse_lines, read_part, search
 from paceline.watch.measures import format_figure, format_time
 from paceline.watch.snapshot import Snapshot, State
 from paceline.watch.summary import attempt_outcome, goodput_line, goodput_table
 
 END_BYTES = 64 << 10  # read of metrics.jsonl for a list of runs, unless a field is further back
 MAX_END_BYTES = 4 << 20
-MAX_FILE_BYTES = 1 << 20  # read of a config, of facts, of a sample
-MAX_SAMPLES = 50
-SETUP = ("GPUs", "driver", "torch", "CUDA", "NCCL", "paceline", "commit")  # of the facts, in a comparison
 FRESH_S = 0.8  # a snapshot is read at most this often, however many pages are open
-MAX_OPEN = 8  # readers; the least recently used one is closed
-TAIL_BYTES = 256 << 10
+MAX_OPEN = 16  # readers; the least recently used one is closed
+PART_BYTES = 256 << 10  # of a log, at once
 MAX_HITS = 200
 
 
@@ -82,6 +75,8 @@ class RunStatus:
     attempts: int
     time: str | None  # of the last event or logged step
     command: list[str] | None = None  # of `paceline run`, whose runs have no metrics.jsonl
+    tags: list[str] = field(default_factory=list)  # of `paceline runs tag`
+    note: str = ""  # of `paceline runs note`
 
 
 def run_status(run: RunDir) -> RunStatus:
@@ -91,6 +86,7 @@ def run_status(run: RunDir) -> RunStatus:
     values = {**dict.fromkeys(names), "step": 0, **last_values(run.metrics, (*names, "time"))}
     state = run_state(run, events, values)
     times = [values.pop("time", None), *(event.get("time") for event in events[-1:])]
+    tags, note = read_notes(run)
     with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
         num_steps = int(json.loads(read_text(run.plan_json))["num_steps"])
     status = RunStatus(
@@ -101,6 +97,8 @@ def run_status(run: RunDir) -> RunStatus:
         attempts=sum(event.get("event") == "attempt" for event in events),
         time=max((time for time in times if isinstance(time, str)), default=None),
         command=next((event.get("command") for event in reversed(events) if event.get("event") == "script"), None),
+        tags=tags,
+        note=note,
         **values,
     )
     return well_typed(status, RunStatus)  # type: ignore[no-any-return]
@@ -142,7 +140,7 @@ class RunList:
         for path in run_folders(self.runs_dir):
             with suppress(OSError):  # it has vanished, or belongs to another user
                 run = RunDir(path)
-                files = (run.events, run.metrics, run.plan_json, run.progress(0))
+                files = (run.events, run.metrics, run.plan_json, run.notes, run.progress(0))
                 key = (is_locked(run), *map(file_stamp, files))
                 cached = self._cached.get(path)
                 current[path] = cached if cached and cached[0] == key else (key, run_status(run))
@@ -222,68 +220,6 @@ def format_run(snapshot: Snapshot) -> str:
     return "\n".join(lines)
 
 
-def read_about(run: RunDir) -> dict[str, Any]:
-    """Returns {config: {key: value}, setup: {name: value}, facts: [{host, rows: [[name, value]]}], samples: [{name, text}]}.
-
-    The latest sample is the first. setup: what a comparison of runs shows besides their configs.
-    """
-    samples = islice(files_in(run, "samples/*.txt", str, reverse=True), MAX_SAMPLES)
-    facts: list[dict[str, Any]] = []
-    for path, table in files_in(run, "facts/*.json", json.loads):
-        with suppress(AttributeError, KeyError, TypeError, ValueError):  # damaged
-            facts.append({"host": path.stem, "rows": fact_rows(table)})
-    return {
-        "config": next((config for _, config in files_in(run, run.config_toml.name, tomllib.loads)), {}),
-        "setup": setup_of(run, [dict(table["rows"]) for table in facts]),
-        "facts": facts,
-        "samples": [{"name": path.stem.replace("_", " "), "text": text} for path, text in samples],
-    }
-
-
-def setup_of(run: RunDir, facts: Sequence[dict[str, str]]) -> dict[str, str]:
-    """Returns the ranks and hosts of the last attempt, and the GPUs, versions and commit of all hosts."""
-    attempts = [event for event in read_json_lines(run.events) if event.get("event") == "attempt"]
-    setup = {"ranks": str(attempts[-1].get("world_size"))} if attempts else {}
-    rows = {name: ", ".join(dict.fromkeys(host[name] for host in facts if name in host)) for name in SETUP}
-    return setup | ({"hosts": str(len(facts))} if facts else {}) | {name: text for name, text in rows.items() if text}
-
-
-def files_in(
-    run: RunDir, pattern: str, parse: Callable[[str], Any], *, reverse: bool = False
-) -> Iterator[tuple[Path, Any]]:
-    """Yields the files in the folder that can be read and parsed, by name, and what the first MAX_FILE_BYTES of each hold."""
-    folder = run.path.resolve()
-    for path in sorted(run.path.glob(pattern), reverse=reverse):
-        with suppress(OSError, ValueError):
-            if path.is_file() and path.resolve().is_relative_to(folder):
-                with path.open("rb") as file:
-                    content = parse(file.read(MAX_FILE_BYTES).decode(errors="replace"))
-                yield path, content
-
-
-def fact_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """Returns the facts that readers ask for first, as text; what is not known is left out."""
-    host, torch = facts.get("host") or {}, facts.get("torch") or {}
-    cpu, memory = host.get("cpu") or {}, host.get("memory") or {}
-    gpus = Counter(str(gpu.get("name")) for gpu in facts.get("gpus") or ())
-    rows = {
-        "GPUs": ", ".join(f"{count} x {name}" for name, count in gpus.items()) or "none",
-        "driver": facts.get("driver"),
-        "CPU": f"{cpu['model']}, {cpu.get('logical')} threads" if cpu.get("model") else None,
-        "RAM": format_bytes(memory["total_bytes"]) if memory.get("total_bytes") else None,
-        "system": " ".join(filter(None, (host.get("os"), host.get("arch"), host.get("kernel")))),
-        "container": host.get("container"),
-        "torch": torch.get("version"),
-        "CUDA": torch.get("cuda"),
-        "NCCL": torch.get("nccl"),
-        "Python": (facts.get("python") or {}).get("version"),
-        "paceline": (facts.get("packages") or {}).get("paceline"),
-        "commit": ((facts.get("tools") or {}).get("code") or {}).get("commit"),
-        "read": f"{format_time(facts.get('time', ''))} UTC",
-    }
-    return [(name, str(value)) for name, value in rows.items() if value]
-
-
 @dataclass
 class Opened:
     reader: Reader
@@ -306,6 +242,7 @@ class Shelf:
         self.named = named and named.absolute()  # a run may be called `.`
         self._list = RunList(runs_dir)
         self._opened: dict[str, Opened] = {}  # the last used one is the last
+        self._configs: dict[Path, tuple[Any, dict[str, Any]]] = {}
         self._lock = Lock()
 
     def paths(self) -> dict[str, Path]:
@@ -328,7 +265,8 @@ class Shelf:
             named = asdict(run_status(RunDir(self.named)))
         else:
             log = self.snapshot(self.named.name)
-            named = {field.name: getattr(log, field.name, None) for field in fields(RunStatus)} | {"attempts": 1}
+            named = {field.name: getattr(log, field.name, None) for field in fields(RunStatus)}
+            named |= {"attempts": 1, "tags": [], "note": ""}
         return [named, *(run for run in runs if run["name"] != self.named.name)]
 
     def snapshot(self, name: str) -> Snapshot:
@@ -347,7 +285,7 @@ class Shelf:
         if opened.snapshot is not None or not (opened.path / "config.toml").is_file():
             return None
         status = asdict(run_status(RunDir(opened.path)))
-        figures = {name: value for name, value in status.items() if name not in ("attempts", "time")}
+        figures = {name: value for name, value in status.items() if name not in ("attempts", "time", "tags", "note")}
         return Snapshot(kind="script" if status["command"] else "training", **figures)
 
     def read_ahead(self, name: str) -> None:
@@ -366,14 +304,31 @@ class Shelf:
                 del self._opened[next(iter(self._opened))]
             return opened
 
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """Returns the config of every run that is shown, by name; it is read again only when its file has changed."""
+        current: dict[Path, tuple[Any, dict[str, Any]]] = {}
+        for path in run_folders(self.runs_dir):
+            run, cached = RunDir(path), self._configs.get(path)
+            with suppress(OSError):  # it has vanished, or belongs to another user
+                stamp = file_stamp(run.config_toml)
+                current[path] = cached if cached and cached[0] == stamp else (stamp, read_config(run))
+        self._configs = current
+        return {path.name: config for path, (_, config) in current.items() if not link_out_of(path)}
+
+    def metrics_table(self, name: str) -> Iterator[str]:
+        """Yields metrics.jsonl as CSV."""
+        path = self.paths()[name]
+        check_links(path)
+        return csv_lines(RunDir(path).metrics)
+
     def about(self, name: str) -> dict[str, Any]:
-        check_links(path := self.paths()[name])
+        path = self.paths()[name]
+        check_links(path)
         return read_about(RunDir(path))
 
-    def log_tail(self, name: str, *, attempt: int, rank: int | None) -> dict[str, Any]:
-        path = self._log(name, attempt=attempt, rank=rank)
-        text = read_tail(path, max_bytes=TAIL_BYTES)
-        return {"text": text, "whole": path.stat().st_size <= TAIL_BYTES}
+    def log_part(self, name: str, *, attempt: int, rank: int | None, **place: int) -> dict[str, Any]:
+        """Returns the end of a log, or its part at a place: start, stop or line, as read_part takes them."""
+        return read_part(self._log(name, attempt=attempt, rank=rank), **place, max_bytes=PART_BYTES)
 
     def log_hits(self, name: str, text: str, *, attempt: int, rank: int | None) -> dict[str, Any]:
         hits = search(self._log(name, attempt=attempt, rank=rank), text, limit=MAX_HITS)

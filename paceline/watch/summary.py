@@ -70,6 +70,7 @@ UNEXPLAINED: dict[str, str] = {  # by state
 }
 LEVEL_SIGNS = {"info": ("·", "faint"), "good": ("✓", "good"), "warning": ("!", "warning"), "error": ("✗", "error")}
 
+
 MAX_SILENCE_S = 60.0  # of a live run, unless SILENT_STEPS steps take longer
 SILENT_STEPS = 5
 MAX_SILENCE_UNTIMED_S = 300.0  # of a script or a log that has shown neither a step's time nor a silence yet

@@ -28,10 +28,11 @@ from paceline.redaction import redact
 from paceline.rundir import RunDir, find_run, is_preparing, write_atomic
 from paceline.terminal import cells, pad
 from paceline.units import format_count, format_duration, format_list
+from paceline.watch.about import read_about
 from paceline.watch.measures import format_time
 from paceline.watch.panels import action_text, figures, goodput_panel, run_panels, why_panel
 from paceline.watch.snapshot import LIVE, Series, Snapshot, changes, to_text
-from paceline.watch.status import Reader, RunList, Shelf, open_reader, read_about
+from paceline.watch.status import Reader, RunList, Shelf, open_reader
 from paceline.watch.summary import attempt_outcome, summarize
 from paceline.watch.terminal.chart import finite, format_short, sparkline
 from paceline.watch.terminal.pages import format_once

@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+import zlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
@@ -28,6 +29,7 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route, Router
@@ -36,8 +38,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.errors import PacelineError
 from paceline.units import format_number_of
+from paceline.watch.about import group_key
 from paceline.watch.connections import TimedConnection, listen, opened_browser
-from paceline.watch.panels import log_levels, run_panels, run_row
+from paceline.watch.panels import log_levels, run_panels, run_row, seed_groups
 from paceline.watch.snapshot import Snapshot, changes, to_text
 from paceline.watch.status import Shelf, check_links, open_reader
 from paceline.watch.summary import summarize
@@ -62,7 +65,8 @@ BACKLOG = 32  # connections that are accepted at once
 EVERY_S = 1.0  # between two reads of a stream
 LIST_EVERY = 3  # reads of the list of runs, in multiples of EVERY_S
 SILENCE_S = 15.0  # without news, after which a stream sends a comment
-MAX_COMPARED = 5
+MAX_COMPARED = 16
+COMPARED_PANELS = ("head", "fields", "figures")  # what a comparison shows of a run, beside its curves
 MISSING = (KeyError, OSError, PacelineError)  # raised by reading a run that does not exist, or no longer does
 
 
@@ -131,9 +135,11 @@ def make_app(shelf: Shelf, token: str, *, is_ending: Callable[[], bool] = lambda
         Route("/", lambda _: FileResponse(STATIC / "index.html")),
         Mount("/static", StaticFiles(directory=STATIC)),
         Route("/api/runs", lambda _: as_json(listed(shelf))),
+        Route("/api/settings", lambda _: as_json(shelf.settings())),
         Route("/api/stream", partial(answer_stream, shelf=shelf, is_ending=is_ending)),
         Route("/api/runs/{run}", lambda request: as_json(whole_run(request.path_params["run"]))),
         Route("/api/runs/{run}/about", lambda request: as_json(shelf.about(request.path_params["run"]))),
+        Route("/api/runs/{run}/metrics.csv", lambda request: as_table(shelf, request.path_params["run"])),
         Route("/api/runs/{run}/log", lambda request: as_json(log_answer(request, shelf))),
     ]
     # the shelf has no such run or log, or its files were just deleted
@@ -143,7 +149,7 @@ def make_app(shelf: Shelf, token: str, *, is_ending: Callable[[], bool] = lambda
         exception_handlers=not_found,
     )
     app.router.redirect_slashes = False
-    return guard(app, token)
+    return guard(GZipMiddleware(app, compresslevel=1), token)
 
 
 def folder_of(token: str) -> str:
@@ -199,19 +205,30 @@ def name_in(host: str) -> str:
 
 
 def log_answer(request: Request, shelf: Shelf) -> dict[str, Any]:
-    """Returns the end of a log, or with &find=TEXT its lines with that text. Without &rank: the log of the launch."""
+    """Returns a part of a log, or with &find=TEXT its lines with that text. Without &rank: the log of the launch.
+
+    The part is the end of the log, or it begins at the byte &from, ends at the byte &to, or is around the line &line.
+    """
     query, name = request.query_params, request.path_params["run"]
     try:
         attempt, rank = int(query.get("attempt", "")), int(query["rank"]) if "rank" in query else None
+        places = {"from": "start", "to": "stop", "line": "line"}
+        place = {places[key]: max(0, int(query[key])) for key in places if key in query}
     except ValueError:
-        raise HTTPException(400, "attempt and rank are numbers") from None
+        raise HTTPException(400, "attempt, rank, from, to and line are numbers") from None
     if text := query.get("find"):
         answer = shelf.log_hits(name, text[:1000], attempt=attempt, rank=rank)
         lines, part = [line for _, line in answer["hits"]], "" if answer["all"] else "the last "
         note = f"{part}{format_number_of(len(lines), 'line')} with this text" if lines else "No line has this text."
         return {**answer, "levels": log_levels(lines), "note": note}
-    answer = shelf.log_tail(name, attempt=attempt, rank=rank)
+    answer = shelf.log_part(name, attempt=attempt, rank=rank, **place)
     return {**answer, "levels": log_levels(answer["text"].split("\n"))}
+
+
+def as_table(shelf: Shelf, name: str) -> Response:
+    """Returns metrics.jsonl whole, as CSV to save."""
+    headers = {"content-disposition": f"attachment; filename*=utf-8''{quote(name)}-metrics.csv"}
+    return StreamingResponse(shelf.metrics_table(name), media_type="text/csv", headers=headers)
 
 
 def as_json(value: Any) -> Response:
@@ -223,8 +240,18 @@ async def answer_stream(request: Request, *, shelf: Shelf, is_ending: Callable[[
     names = request.query_params.getlist("run")[:MAX_COMPARED]
     if request.method == "HEAD":
         return Response(media_type="text/event-stream")
-    messages = stream_runs(shelf, names) if names else stream_list(shelf)
-    return StreamingResponse(as_events(messages, is_ending), media_type="text/event-stream")
+    events = as_events(stream_runs(shelf, names) if names else stream_list(shelf), is_ending)
+    if "gzip" not in request.headers.get("accept-encoding", ""):
+        return StreamingResponse(events, media_type="text/event-stream")
+    headers = {"content-encoding": "gzip", "vary": "accept-encoding"}
+    return StreamingResponse(compressed(events), media_type="text/event-stream", headers=headers)
+
+
+async def compressed(events: AsyncIterator[str]) -> AsyncIterator[bytes]:
+    """Yields the events as gzip, each of them whole at once; starlette's middleware would hold them back."""
+    packer = zlib.compressobj(level=1, wbits=16 + zlib.MAX_WBITS)
+    async for event in events:
+        yield packer.compress(event.encode()) + packer.flush(zlib.Z_SYNC_FLUSH)
 
 
 async def as_events(messages: Messages, is_ending: Callable[[], bool]) -> AsyncIterator[str]:
@@ -266,8 +293,12 @@ async def stream_runs(shelf: Shelf, names: list[str]) -> Messages:
             news = dict(changes_between(SameObject(before), SameObject(snapshot)))
             if before is None or shown["summary"] != current["summary"]:
                 news["summary"] = current["summary"]
-            panels = current["panels"].items()
-            if new_panels := {key: panel for key, panel in panels if before is None or shown["panels"][key] != panel}:
+            panels = current["panels"]
+            if len(names) > 1:
+                news, panels = lean(news), {key: current["panels"][key] for key in COMPARED_PANELS}
+            if new_panels := {
+                key: panel for key, panel in panels.items() if before is None or shown["panels"][key] != panel
+            }:
                 news["panels"] = new_panels
             if news:
                 yield {"run": name, "now": now, "whole": before is None, **news}
@@ -289,9 +320,17 @@ def changes_between(before: SameObject, after: SameObject) -> dict[str, Any]:
     return changes(before.value, after.value)
 
 
+def lean(news: dict[str, Any]) -> dict[str, Any]:
+    """Returns what a comparison needs of the changes: no curves of ranks and devices, no events, no logs."""
+    curves = {group: points for group, points in news.get("curves", {}).items() if group == "series"}
+    return {key: value for key, value in {**news, "parts": {}, "curves": curves}.items() if value}
+
+
 def listed(shelf: Shelf) -> list[dict[str, Any]]:
-    """Returns the runs with the texts of their rows."""
-    return [{**run, "texts": run_row(run)} for run in shelf.runs()]
+    """Returns the runs with the texts of their rows, and of their group where others differ only in their seed."""
+    runs = shelf.runs()
+    groups = seed_groups(runs, {name: group_key(config) for name, config in shelf.settings().items()})
+    return [{**run, "texts": run_row(run), "group": groups.get(run["name"])} for run in runs]
 
 
 async def stream_list(shelf: Shelf) -> Messages:

@@ -29,14 +29,21 @@ class HandMade:
 
     def runs(self) -> list[dict[str, Any]]:
         names = ("name", "state", "step", "num_steps", "loss", "val_bpb", "tok_per_sec", "command")
-        return [{key: getattr(self.snapshot(name), key) for key in names} | {"time": None} for name in STATES]
+        return [
+            {key: getattr(self.snapshot(name), key) for key in names} | {"time": None, "tags": [], "note": ""}
+            for name in STATES
+        ]
+
+    def settings(self) -> dict[str, dict[str, Any]]:
+        return {name: self.about(name)["config"] for name in STATES}
 
     def about(self, name: str) -> dict[str, Any]:
         config = {"name": name, "matrix_lr": 0.1 if name == "training" else 0.05, "depth": 12}
         return {"config": config, "facts": [], "samples": [{"name": "step 001000", "text": EVIL}]}
 
-    def log_tail(self, name: str, *, attempt: int, rank: int | None) -> dict[str, Any]:
-        return {"text": LOG_TEXT + EVIL + "\n" + strip_escapes("\x1b[31mTraceback\x1b[0m\n"), "whole": True}
+    def log_part(self, name: str, *, attempt: int, rank: int | None, **place: int) -> dict[str, Any]:
+        text = LOG_TEXT + EVIL + "\n" + strip_escapes("\x1b[31mTraceback\x1b[0m\n")
+        return {"text": text, "from": 0, "to": len(text), "whole": True}
 
     def log_hits(self, name: str, text: str, *, attempt: int, rank: int | None) -> dict[str, Any]:
         return {"hits": [[3, f"a line with {text}"]], "all": True}

@@ -131,21 +131,22 @@ def test_the_list_leads_to_runs_and_to_a_comparison_of_those_chosen(page, port):
     assert page.url.endswith("#/compare/training/finished")
     assert page.locator("#differences tbody tr").inner_text().split() == ["matrix_lr", "0.1", "0.05"]
     page.wait_for_function("() => document.querySelectorAll('.chart[data-field=loss] .chart-now span').length === 2")
-    for axis in ("tokens", "hours"):
+    for axis in ("tokens", "hours", "clock"):
         page.keyboard.press("x")
         assert page.inner_text(".segments [aria-pressed=true]") == axis
     picture(page, "compare")
 
 
-def test_five_runs_are_compared_and_six_are_not(page, tmp_path):
-    for number in range(6):
-        write_run(tmp_path, f"r{number}", matrix_lr=0.01 * number)
+def test_five_runs_are_compared_and_seventeen_are_not(page, tmp_path):
+    for number in range(17):
+        write_run(tmp_path, f"r{number}", matrix_lr=0.01 * number, steps=100 if number < 5 else 2)
     with serving(Shelf(tmp_path)) as port:
         go(page, port)
-        for number in range(6):
+        for number in range(17):
             page.check(f"input[data-run=r{number}]")
-        assert (page.inner_text("button.main"), page.is_disabled("button.main")) == ("Compare: 5 at most", True)
-        page.uncheck("input[data-run=r5]")
+        assert (page.inner_text("button.main"), page.is_disabled("button.main")) == ("Compare: 16 at most", True)
+        for number in range(5, 17):
+            page.uncheck(f"input[data-run=r{number}]")
         page.click("button.main")
         page.wait_for_selector("#differences td")
         assert page.inner_text("h1") == "5 runs compared"

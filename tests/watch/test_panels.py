@@ -4,10 +4,11 @@ import json
 from dataclasses import replace
 
 import pytest
-from snapshots import NOW, STATES, broken, failed, finished, recovered, script, starting, training, two_hosts
+from snapshots import GIB, NOW, STATES, broken, failed, finished, gpu, recovered, script, starting, training, two_hosts
 
-from paceline.watch.panels import compared_figures, log_levels, run_panels, run_row
-from paceline.watch.snapshot import TIME_KINDS, Goodput, Series, to_text
+from paceline.watch.device_panels import marks
+from paceline.watch.panels import compared_figures, log_levels, log_of, run_panels, run_row, seed_groups
+from paceline.watch.snapshot import TIME_KINDS, Goodput, LogView, Series, to_text
 from paceline.watch.summary import attempt_outcome
 from paceline.watch.terminal.head import measures, why_page
 from paceline.watch.terminal.pages import format_once
@@ -69,8 +70,8 @@ def test_marks_and_bands_stand_on_every_axis():
         "bands": [[1000, 1241]],
     }
     assert marks["tokens"]["bands"] == [[1000 * 524_288, 1241 * 524_288]]
-    [(begin, end)] = marks["hours"]["bands"]
-    assert [round(3600 * (end - begin))] == [18]
+    [(begin, end)], [(first, last)] = marks["hours"]["bands"], marks["clock"]["bands"]
+    assert [round(3600 * (end - begin)), round(last - first)] == [18, 18]
 
 
 def test_only_attempts_that_tell_more_than_the_page_are_listed():
@@ -145,3 +146,37 @@ def test_an_attempt_that_goes_on_is_running():
     snapshot = recovered()
     assert [attempt_outcome(snapshot, attempt) for attempt in snapshot.attempts] == ["failed", "running"]
     assert "running" in "".join(text for line in why_page(snapshot, width=80) for text, _ in line)
+
+
+def test_a_group_of_seeds_has_a_mean_where_all_are_at_one_step():
+    runs = [
+        {"name": name, "step": step, "loss": loss, "val_bpb": None}
+        for name, step, loss in (("a", 9, 2.0), ("b", 9, 3.0))
+    ]
+    keys = {"a": "x", "b": "x", "c": "y"}
+    group = seed_groups([*runs, {**runs[0], "name": "c"}], keys)
+    assert group.keys() == {"a", "b"}
+    assert (group["a"]["loss"], group["a"]["val_bpb"], group["a"]["steps"]) == ("2.5000 ± 0.7071", "n/a", "9")
+    uneven = seed_groups([runs[0], {**runs[1], "step": 4}], keys)
+    assert (uneven["a"]["loss"], uneven["a"]["steps"]) == ("n/a", "unequal steps")
+
+
+def test_a_line_of_evidence_leads_to_the_log_that_it_stands_in():
+    logs = [LogView(attempt, rank, f"runs/a/logs/{attempt}/{rank}.log", 9) for attempt in (1, 2) for rank in (0, 1)]
+    lines = [
+        {"source": "logs/1/1.log", "line": 7},
+        {"source": None, "rank": 1, "line": 8},
+        {"source": "events.jsonl", "line": 1},
+    ]
+    assert [log and log.path for log in (log_of(line, logs) for line in lines)] == [logs[1].path, logs[3].path, None]
+
+
+def test_a_desktop_on_a_gpu_is_no_warning_and_a_large_foreign_process_is():
+    processes = [
+        {"pid": 1, "name": "Xorg", "bytes": GIB // 4, "ours": False},
+        {"pid": 2, "name": "python", "bytes": 9 * GIB, "ours": False},
+    ]
+    small, large = marks(replace(gpu(0), processes=processes))
+    assert (small["level"], small["text"]) == ("calm", "also Xorg 1, 256 MiB") and large["text"].startswith(
+        "▲ also python 2"
+    )

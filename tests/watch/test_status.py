@@ -12,8 +12,10 @@ import pytest
 from run_folders import write_run
 
 from paceline.errors import PacelineError
-from paceline.rundir import RunDir, append_event, append_json_line, find_run, lock_run, utc_now
+from paceline.run_options import RunsNoteOptions, RunsTagOptions
+from paceline.rundir import RunDir, append_event, append_json_line, find_run, lock_run, read_notes, utc_now
 from paceline.terminal import cells
+from paceline.watch.about import edit_note, edit_tags, read_about
 from paceline.watch.log_reader import LogAndMachine
 from paceline.watch.status import (
     MAX_END_BYTES,
@@ -23,7 +25,6 @@ from paceline.watch.status import (
     format_runs,
     last_values,
     open_reader,
-    read_about,
     run_json,
     run_status,
 )
@@ -243,3 +244,35 @@ def test_the_setup_of_a_run_is_that_of_its_hosts_and_its_last_attempt(script_run
     append_event(script_run, "attempt", attempt=3, world_size=4)
     setup = {"ranks": "4", "hosts": "2", "GPUs": "2 x RTX 5090", "torch": "2.9.0, 2.8.0"}
     assert read_about(script_run)["setup"] == setup
+
+
+def test_the_setup_of_a_run_has_the_choices_of_its_plan_and_local_changes(tmp_path):
+    run = write_run(tmp_path, "a")
+    run.plan_json.write_text(json.dumps({"num_steps": 200, "precision": "bf16"}))
+    run.facts("one").parent.mkdir()
+    run.facts("one").write_text(json.dumps({"tools": {"code": {"commit": "abc", "dirty": True}}}))
+    setup = {
+        "ranks": "2",
+        "hosts": "1",
+        "GPUs": "none",
+        "commit": "abc with changes",
+        "num_steps": 200,
+        "precision": "bf16",
+    }
+    assert read_about(run)["setup"] == setup
+
+
+def test_tags_and_a_note_are_in_the_run_folder_and_damaged_ones_are_none(tmp_path):
+    run, runs_dir, lines = write_run(tmp_path, "a"), str(tmp_path), list[str]()
+    lines.append(edit_tags(RunsTagOptions(run_and_tags=("a", "good", "wide"), runs_dir=runs_dir)))
+    lines.append(edit_tags(RunsTagOptions(run_and_tags=("a", "wide"), remove=True, runs_dir=runs_dir)))
+    lines.append(edit_note(RunsNoteOptions(run_and_text=("a", "the", "first  one"), runs_dir=runs_dir)))
+    lines.append(edit_tags(RunsTagOptions(run_and_tags=("a",), runs_dir=runs_dir)))
+    assert lines == ["a: good wide", "a: good", "a: the first one", "a: good"]
+    with pytest.raises(PacelineError, match="'two words' is not a tag"):
+        edit_tags(RunsTagOptions(run_and_tags=("a", "two words"), runs_dir=runs_dir))
+    status = run_status(run)
+    assert (status.tags, status.note) == (["good"], "the first one")
+    for damaged in ("", "[]", '{"tags": 3}', '{"tags": [1], "note": null}'):
+        run.notes.write_text(damaged)
+        assert read_notes(run) == ([], "")

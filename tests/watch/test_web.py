@@ -8,7 +8,9 @@ import socket
 import subprocess
 import sys
 import time
+import zlib
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 from run_folders import DEADLINE_S, FOLDER, TOKEN, append_step, asked, serving, write_run
@@ -28,6 +30,8 @@ ADDRESSES = (
     "/api/stream",
     "/api/runs/a",
     "/api/runs/a/about",
+    "/api/runs/a/metrics.csv",
+    "/api/settings",
     "/api/runs/a/log?attempt=1&rank=0",
 )
 OUT = (
@@ -235,6 +239,52 @@ def test_a_log_is_searched(port):
     }
 
 
+def test_a_log_is_read_from_a_byte_up_to_a_byte_and_around_a_line(port):
+    def part(place: str) -> dict[str, Any]:
+        return json.loads(asked(port, f"/api/runs/a/log?attempt=1&rank=0&{place}")[2])
+
+    second = len(f"step 1 {EVIL}\n")
+    assert part(f"from={second}")["text"] == "step 2\n" and part(f"to={second}")["text"] == f"step 1 {EVIL}\n"
+    assert (part("line=2")["line"], part("line=2")["index"]) == (2, 1)
+    assert asked(port, "/api/runs/a/log?attempt=1&rank=0&line=x")[0] == 400
+
+
+def test_all_lines_of_metrics_come_as_csv_with_a_column_for_each_rank(port, folder):
+    status, headers, text = asked(port, "/api/runs/a/metrics.csv")
+    lines = text.splitlines()
+    assert status == 200 and headers["content-disposition"].endswith("a-metrics.csv")
+    assert lines[0] == "step,loss,step_ms,tok_per_sec,rank_ms_0,rank_ms_1,time"
+    assert len(lines) == 101 and lines[100].startswith("100,3.0,600.0,20000.0,590.0,610.0,2026-")
+    assert asked(port, "/api/runs/nothing/metrics.csv")[0] == 404
+
+
+def test_answers_are_compressed_and_a_stream_keeps_no_message_back(port):
+    status, headers, _ = asked(port, "/api/runs/a", accept_encoding="gzip")
+    assert (status, headers["content-encoding"]) == (200, "gzip")
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)
+    connection.request("GET", f"/api/stream?run=a&token={TOKEN}", headers={"accept-encoding": "gzip"})
+    answer = connection.getresponse()
+    assert answer.getheader("content-encoding") == "gzip"
+    unpacker, text, size = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS), "", 0
+    while '"whole":true' not in text or not text.endswith("\n\n"):
+        block = answer.read1(1 << 16)
+        size, text = size + len(block), text + unpacker.decompress(block).decode()
+    assert size < len(text) / 2
+    connection.close()
+
+
+def test_a_stream_of_several_runs_has_what_a_comparison_shows(port, folder):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)
+    connection.request("GET", f"/api/stream?run=a&run=a&token={TOKEN}")
+    answer = connection.getresponse()
+    while '"whole":true' not in (line := answer.readline().decode()):
+        pass
+    message = json.loads(line.removeprefix("data: "))
+    assert message["curves"].keys() == {"series"} and "parts" not in message
+    assert message["panels"].keys() == {"head", "fields", "figures"}
+    connection.close()
+
+
 def test_the_page_loads_nothing_from_elsewhere(port):
     page = asked(port, "/")[2]
     assert "http://www.w3.org/2000/svg" in page  # the name of the icon's language, not an address
@@ -299,7 +349,7 @@ def test_the_list_has_every_run_and_a_log_file_that_was_named(folder, tmp_path):
     shelf = Shelf(folder, log)
     assert next(iter(shelf.runs()))["name"] == "train.log"
     assert {"a", "train.log"} <= set(shelf.paths())
-    assert shelf.log_tail("train.log", attempt=1, rank=None)["text"].startswith("step 10/20")
+    assert shelf.log_part("train.log", attempt=1, rank=None)["text"].startswith("step 10/20")
 
 
 def test_a_taken_port_is_named_and_the_next_free_one_is_taken_where_none_is_asked_for():

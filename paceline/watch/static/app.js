@@ -1,6 +1,17 @@
 // Holds the page, the stream that feeds it, keys, and the light and dark theme. A report has one page and no stream.
 'use strict';
 
+// What the page reports when the server is gone; the argument is the time of the last message.
+const LOSSES = {
+  lost: (time) =>
+    `No answer from the server since ${time} UTC: paceline watch was stopped, or the connection to its host is closed.` +
+    ' The page shows the last state, and goes on by itself when the same server answers. One that is started again has another' +
+    ' address: open the one that it prints.',
+  refused: (time) =>
+    `The server that was open here is gone since ${time} UTC. Another one answers at this port, and its address is another:` +
+    ' open the one that paceline watch --web printed last.',
+};
+
 const THEMES = ['auto', 'light', 'dark'];
 
 class App {
@@ -13,8 +24,10 @@ class App {
     this.live = el('span.live', { role: 'status' });
     this.theme = button('', () => this.nextTheme(), { class: 'quiet', title: 't' });
     const keys = button('?', () => this.keys.showModal(), { class: 'quiet', title: 'Keys (?)', 'aria-label': 'keys' });
-    const right = el('span.right', this.live, this.theme, keys);
+    this.banner = el('p.banner', { role: 'alert', hidden: true });
+    const right = el('span.right', this.live, el('span.zone', span('', 'times are '), 'UTC'), this.theme, keys);
     document.getElementById('top').append(this.path, this.sections, right);
+    document.getElementById('top').after(this.banner);
     this.setTheme(setting('theme') || 'auto');
     this.listen();
     if (report) this.openReport();
@@ -35,31 +48,53 @@ class App {
     if (!this.report) addEventListener('hashchange', () => this.open());
   }
 
+  // Opens what the address names: #/run/NAME, #/compare/NAME/NAME or the list; after a ?, how the charts are drawn.
   open() {
     this.stream?.close();
+    this.banner.hidden = true;
     tip.hide();
-    const [kind, ...names] = location.hash.slice(2).split('/').filter(Boolean).map(decodeURIComponent);
+    const [place, settings] = location.hash.slice(1).split('?');
+    const words = place.split('/').filter(Boolean).map(decoded);
+    const [kind, ...names] = words.includes(null) ? [] : words;
+    const link = {
+      parameters: new URLSearchParams(settings),
+      replace: (parameters) => history.replaceState(null, '', `#${place}?${parameters}`),
+    };
     let query = '';
     if (kind === 'run' && names.length) {
-      this.showRun(new RunPage(new Run(names[0])));
+      this.showRun(new RunPage(new Run(names[0]), { link }));
       query = `?${new URLSearchParams({ run: names[0] })}`;
     } else if (kind === 'compare' && names.length > 1) {
-      this.page = new ComparePage(names.slice(0, MOST_COMPARED));
+      this.page = new ComparePage(names.slice(0, MOST_COMPARED), link);
       query = `?${new URLSearchParams(names.slice(0, MOST_COMPARED).map((name) => ['run', name]))}`;
-    } else
+    } else if (words.length) return this.showNothing(place);
+    else
       this.page = new RunsPage((chosen) => {
         location.hash = `#/compare/${chosen.map(encodeURIComponent).join('/')}`;
       });
-    const run = kind === 'run' ? names[0] : kind === 'compare' ? 'compare' : null;
-    this.path.replaceChildren(el('a', { href: '#/', class: 'home' }, 'paceline'), run ? el('span', run) : '');
-    document.title = run ? `${run} · paceline` : 'paceline';
-    this.main.replaceChildren(this.page.node);
+    this.show(kind === 'run' ? names[0] : kind === 'compare' ? 'compare' : null);
     this.main.classList.add('waiting');
-    this.listSections();
-    scrollTo(0, 0);
     this.showState('wait');
     const address = `api/stream${query}`;
     this.stream = new Stream(address, this.take.bind(this), this.showState.bind(this));
+    return null;
+  }
+
+  show(name) {
+    this.path.replaceChildren(el('a', { href: '#/', class: 'home' }, 'paceline'), name ? el('span', name) : '');
+    document.title = name ? `${name} · paceline` : 'paceline';
+    this.main.replaceChildren(this.page.node);
+    this.listSections();
+    scrollTo(0, 0);
+  }
+
+  showNothing(place) {
+    const list = el('a', { href: '#/' }, 'all runs');
+    const text = el('p.summary.warning', `This page has nothing at #${place}. See `, list, '.');
+    this.page = { node: el('div.page', el('section.head', el('h1', 'No such page'), text)) };
+    this.show(null);
+    this.main.classList.remove('waiting');
+    this.showState('live');
   }
 
   openReport() {
@@ -76,6 +111,7 @@ class App {
   }
 
   take(message) {
+    this.heard = message.now ?? Date.now() / 1000;
     this.main.classList.remove('waiting');
     if (!(this.page instanceof RunPage)) this.page.take(message);
     else if (message.gone) {
@@ -120,8 +156,11 @@ class App {
 
   showState(state) {
     this.state = this.live.dataset.state = state;
-    const texts = { wait: 'reading', live: 'live', lost: 'connection lost' };
-    this.live.textContent = texts[state] ?? `report of ${formatTime(this.report.now, { seconds: false, day: true })}`;
+    const texts = { wait: 'reading', live: 'live', lost: 'connection lost', refused: 'refused' };
+    const ofReport = () => `report of ${formatTime(this.report.now, { seconds: false, day: true })}`;
+    this.live.textContent = texts[state] ?? ofReport();
+    this.banner.hidden = !(state in LOSSES);
+    if (!this.banner.hidden) this.banner.textContent = LOSSES[state](formatTime(this.heard ?? Date.now() / 1000));
   }
 
   setTheme(chosen) {
@@ -149,8 +188,17 @@ class App {
     else if (event.key === 't') this.nextTheme();
     else if (event.key === '?') this.keys.showModal();
     else if (/^[1-9]$/.test(event.key) && links[event.key - 1]) links[event.key - 1].click();
-    else if (!this.page?.key(event.key)) return;
+    else if (!this.page?.key?.(event.key)) return;
     event.preventDefault();
+  }
+}
+
+// Returns a word of the address; null where it is not properly encoded.
+function decoded(word) {
+  try {
+    return decodeURIComponent(word);
+  } catch {
+    return null;
   }
 }
 

@@ -7,33 +7,40 @@
 const EDGE = { left: 52, right: 16, top: 10, bottom: 26 }; // pixels around the plot, for the axes
 const TALL = { loss: 240, val_bpb: 240 };
 const HEIGHT = 170;
+const WIDE_HEIGHT = 420; // of a chart over the whole width
+const FEW_LINES = 5; // whose values stand beside the chart's name; those of more lines stand at the pointer alone
+const NEAR_LINES = 14; // of more, those nearest to the pointer are listed
 const FEW_POINTS = 40; // a line of so few points shows them, and is not smoothed
 const LEAST_DRAG = 5; // in pixels; less is a click
 const FONT = '11px system-ui, sans-serif';
-const PICTURE = { scale: 2, head: 34 }; // of an exported chart: its scale, and room for its name
 
-// set() takes lines {label, colour, dash, x, y, last}: colour is a name of the theme, last is the text of the last
-// value. field: {about, unit, steady}.
+// set() takes lines {label, colour, dash, x, y, last, low, high, isBroken}: colour is a name of the theme, last is the text of the
+// last value, low and high are the ends of a band; a broken line has a gap where nothing was measured.
+// field: {about, unit, steady, span}.
 class Chart {
   constructor(name, view, field = {}) {
-    Object.assign(this, { name, view, field, lines: [], width: 0, height: TALL[name] || HEIGHT, drag: null });
+    Object.assign(this, { name, view, field, lines: [], width: 0, drag: null, near: null });
     this.values = el('output.chart-now');
     this.base = el('canvas', { 'aria-hidden': 'true' });
     this.cover = el('canvas.cover', { 'aria-hidden': 'true' });
-    this.paper = el('div.paper', { style: { height: `${this.height}px` } }, this.base, this.cover);
-    const save = (kind, act) => button(kind, () => this[act](), { class: 'quiet', title: `Save ${name} as ${kind}` });
+    this.paper = el('div.paper', this.base, this.cover);
+    const save = (kind, act) => button(kind, () => act(this), { class: 'quiet', title: `Save ${name} as ${kind}` });
+    const flip = (list) => () => view.flip(list, name);
+    this.logButton = toggle('log', false, flip('flipped'), { title: `Logarithmic y of ${name} alone`, class: 'quiet' });
+    this.title = button(name, flip('wide'), { class: 'name', title: 'Over the whole width, and back' });
     this.node = el(
       'figure.chart',
       { 'data-field': name, 'aria-label': name },
       el(
         'figcaption',
-        el('b', name),
+        this.title,
         span('faint', field.about),
-        el('span.save', save('png', 'savePicture'), save('csv', 'saveTable')),
+        el('span.save', this.logButton, save('png', savePicture), save('csv', saveTable)),
         this.values,
       ),
       this.paper,
     );
+    this.setHeight();
     watchWidth(this.paper, (width) => this.resize(width));
     watchSight(this.paper, (inSight) => {
       this.inSight = inSight;
@@ -50,8 +57,11 @@ class Chart {
       this.drag = [at(event), at(event)];
     });
     this.cover.addEventListener('pointermove', (event) => {
+      if (!this.frame) return;
       if (this.drag) this.drag[1] = at(event);
+      this.near = this.lineAt(event);
       this.view.point(this.xAt(at(event)));
+      this.showLines(event);
     });
     this.cover.addEventListener('pointerup', () => {
       const [from, to] = (this.drag || [0, 0]).toSorted((a, b) => a - b);
@@ -60,8 +70,9 @@ class Chart {
     });
     for (const name of ['pointerleave', 'pointercancel'])
       this.cover.addEventListener(name, () => {
-        this.drag = null;
+        this.drag = this.near = null;
         this.view.point(null);
+        tip.hide();
       });
     this.cover.addEventListener('dblclick', () => this.view.reset());
   }
@@ -72,29 +83,80 @@ class Chart {
     this.draw();
   }
 
-  // Takes new data. A chart whose pixels would not move is not painted, nor is one out of sight.
+  setHeight() {
+    const isWide = this.view.wide.has(this.name);
+    this.height = isWide ? WIDE_HEIGHT : TALL[this.name] || HEIGHT;
+    this.paper.style.height = `${this.height}px`;
+    this.node.classList.toggle('wide', isWide);
+    this.title.setAttribute('aria-pressed', String(isWide));
+  }
+
+  get isLog() {
+    return this.view.log !== this.view.flipped.has(this.name);
+  }
+
+  // Returns the curve, smoothed or not, that is the nearest to the pointer; null for a single one.
+  lineAt({ offsetX, offsetY }) {
+    const x = this.xAt(offsetX);
+    const distance = ({ x: xs, y }) => {
+      const value = this.isBeyond(xs, x) ? null : y[nearest(xs, x)];
+      return isNumber(value) ? Math.abs(this.top(value) - offsetY) : Infinity;
+    };
+    const curves = this.curves.filter(({ faint }) => !faint);
+    const distances = curves.map(distance);
+    const least = Math.min(...distances);
+    return curves.length > 1 && least < Infinity ? curves[distances.indexOf(least)].label : null;
+  }
+
+  // Lists the values at the pointer beside it, where there is no room for them beside the chart's name.
+  showLines(event) {
+    if (this.lines.length <= FEW_LINES) return;
+    const x = this.view.cursor;
+    const curves = this.curves.filter(({ faint, x: xs }) => !faint && !this.isBeyond(xs, x));
+    const value = ({ x: xs, y }) => y[nearest(xs, x)];
+    const shown = curves.toSorted((a, b) => value(b) - value(a));
+    const first = Math.max(0, shown.findIndex(({ label }) => label === this.near) - NEAR_LINES / 2);
+    const row = (curve) =>
+      el(
+        curve.label === this.near ? 'b' : 'span',
+        el('span', swatch(curve.colour, curve.dash), ' ', formatUnit(value(curve), this.field.unit), ` ${curve.label}`),
+      );
+    tip.show(event, formatX(x, this.view.axis, this.view.shown), ...shown.slice(first, first + NEAR_LINES).map(row));
+  }
+
+  // Takes new data. A chart whose pixels would not move is not painted, and of one out of sight nothing is computed.
   set(lines) {
     const isNew = this.lines.map(({ label }) => label).join() !== lines.map(({ label }) => label).join();
     this.lines = lines;
-    this.prepare();
+    this.setHeight();
     if (isNew) this.drawNames();
     this.drawValues(this.view.cursor ?? null);
-    const pixels = this.frame ? this.moved() : Infinity;
-    this.isStale ||= pixels > 0.5;
-    if (this.isStale && (this.inSight || pixels === Infinity)) this.draw();
+    if (this.inSight) this.prepare();
+    this.isStale ||= !this.inSight || !this.frame || this.moved() > 0.5;
+    if (this.isStale && this.inSight) this.draw();
+  }
+
+  // Paints the chart again, as soon as it is in sight.
+  refresh() {
+    this.isStale = true;
+    if (this.inSight) this.draw();
   }
 
   // Prepares the curves: the raw values faintly behind the smoothed ones, or only the values; and the y axis.
   prepare() {
-    const { log, weight } = this.view;
-    this.curves = this.lines.flatMap(({ colour, dash, x, y }) => {
-      const isSmoothed = weight > 0 && y.length >= FEW_POINTS;
-      const positive = log ? y.map((value) => (value > 0 ? value : null)) : y;
-      const line = { x, y: isSmoothed ? smooth(positive, weight) : positive, colour, dash };
-      const raw = { x, y: positive, colour, dash: null, faint: true };
-      return isSmoothed ? [raw, line] : [{ ...line, points: y.length < FEW_POINTS }];
+    const { isLog: log } = this;
+    const { weight, clipped, shown } = this.view;
+    const positive = (values) => (log ? values?.map((value) => (value > 0 ? value : null)) : values);
+    this.curves = this.lines.flatMap((line) => {
+      const isSmoothed = weight > 0 && line.y.length >= FEW_POINTS;
+      const [y, low, high] = [line.y, line.low, line.high].map(positive);
+      if (!isSmoothed) return [{ ...line, y, low, high, points: y.length < FEW_POINTS }];
+      const raw = { ...line, y, low, high, dash: null, faint: true };
+      return [raw, { ...line, y: smooth(y, weight), raw: y, low: null, high: null }];
     });
-    const range = yRange(this.curves, this.view.shown, { ...this.view, steady: this.field.steady });
+    const { steady, span: ends } = this.field;
+    const range = yRange(this.curves, shown, { clipped, log, steady, span: ends, most: this.mostTicks() });
+    this.logButton.setAttribute('aria-pressed', String(log));
     const scale = log ? Math.log : Number;
     this.y = { range, from: scale(range[0]), width: scale(range[1]) - scale(range[0]), scale };
   }
@@ -109,9 +171,10 @@ class Chart {
   }
 
   settings() {
-    const { axis, weight, log, clipped, marks } = this.view;
+    const { axis, weight, clipped, marks, alone } = this.view;
     const theme = document.documentElement.dataset.theme;
-    return JSON.stringify([axis, weight, log, clipped, marks, theme, this.curves.length, this.width]);
+    const look = [this.isLog, theme, this.curves.length, this.width, this.height];
+    return JSON.stringify([axis, weight, clipped, marks, alone, look]);
   }
 
   left(x, width = this.width) {
@@ -150,24 +213,36 @@ class Chart {
   }
 
   paint(context) {
-    const box = [EDGE.left, EDGE.top, this.width - EDGE.left - EDGE.right, this.height - EDGE.top - EDGE.bottom];
     this.paintAxes(context);
+    this.paintInside(context, (box) => {
+      this.paintMarks(context, box);
+      for (const curve of this.curves) this.paintBand(context, curve);
+      for (const curve of this.curves) this.paintCurve(context, curve);
+    });
+  }
+
+  // Paints what must not leave the axes.
+  paintInside(context, act) {
+    const box = [EDGE.left, EDGE.top, this.width - EDGE.left - EDGE.right, this.height - EDGE.top - EDGE.bottom];
     context.save();
     context.beginPath();
     context.rect(box[0], box[1] - 2, box[2] + 2, box[3] + 4);
     context.clip();
-    this.paintMarks(context, box);
-    for (const curve of this.curves) this.paintCurve(context, curve);
+    act(box);
     context.restore();
+  }
+
+  mostTicks() {
+    return Math.max(2, Math.floor((this.height - EDGE.top - EDGE.bottom) / 28));
   }
 
   paintAxes(context) {
     const { view, height, width, field } = this;
     Object.assign(context, { font: FONT, fillStyle: ink('muted'), strokeStyle: ink('grid'), lineWidth: 1 });
     Object.assign(context, { textAlign: 'right', textBaseline: 'middle' });
-    const most = Math.max(2, Math.floor((height - EDGE.top - EDGE.bottom) / 28));
+    const most = this.mostTicks();
     context.beginPath();
-    for (const tick of valueTicks(...this.y.range, most, { log: view.log, unit: field.unit })) {
+    for (const tick of valueTicks(...this.y.range, most, { log: this.isLog, unit: field.unit })) {
       const top = Math.round(this.top(tick)) + 0.5;
       context.moveTo(EDGE.left, top);
       context.lineTo(width - EDGE.right, top);
@@ -200,19 +275,32 @@ class Chart {
     }
   }
 
-  paintCurve(context, { x, y, colour, dash, faint, points }) {
+  paintBand(context, { x, low, high, colour }) {
+    const ends = low ? x.flatMap((at, i) => (isNumber(low[i]) ? [[at, low[i], high[i]]] : [])) : [];
+    context.beginPath();
+    for (const [at, , top] of ends) context.lineTo(this.left(at), this.top(top));
+    for (const [at, bottom] of ends.toReversed()) context.lineTo(this.left(at), this.top(bottom));
+    Object.assign(context, { fillStyle: ink(colour), globalAlpha: 0.16 });
+    context.fill();
+    context.globalAlpha = 1;
+  }
+
+  // weight: the line's width in pixels, where it is not the usual one.
+  paintCurve(context, { x, y, colour, dash, faint, points, isBroken, label }, weight = faint ? 1 : 1.6) {
     const [from, to] = this.view.shown;
-    Object.assign(context, { strokeStyle: ink(colour), fillStyle: ink(colour), lineWidth: faint ? 1 : 1.6 });
-    Object.assign(context, { globalAlpha: faint ? 0.4 : 1, lineJoin: 'bevel' });
+    const gap = isBroken ? GAP * Math.max(1, usualGap(x)) : Infinity;
+    const isAside = this.view.alone && this.view.alone !== label;
+    Object.assign(context, { strokeStyle: ink(colour), fillStyle: ink(colour), lineWidth: weight });
+    Object.assign(context, { globalAlpha: isAside ? 0.18 : faint ? 0.4 : 1, lineJoin: 'bevel' });
     context.setLineDash(dash || []);
     context.beginPath();
-    let isFirst = true;
+    let last = -Infinity;
     for (let i = Math.max(0, indexAt(x, from)); i < x.length; i += 1) {
       if (!isNumber(y[i])) continue;
-      if (isFirst) context.moveTo(this.left(x[i]), this.top(y[i]));
+      if (x[i] - last > gap || last === -Infinity) context.moveTo(this.left(x[i]), this.top(y[i]));
       else context.lineTo(this.left(x[i]), this.top(y[i]));
-      isFirst = false;
-      if (x[i] > to) break;
+      last = x[i];
+      if (last > to) break;
     }
     context.stroke();
     context.globalAlpha = 1;
@@ -228,7 +316,7 @@ class Chart {
   // Paints the upper canvas: a line at the cursor, a point on each curve, the part that a drag selects.
   drawCursor() {
     const x = this.view.cursor ?? null;
-    if (x === null && !this.hasCursor) return;
+    if (!this.frame || (x === null && !this.hasCursor)) return;
     const context = this.sized(this.cover);
     this.hasCursor = x !== null;
     if (x !== null) {
@@ -240,7 +328,10 @@ class Chart {
       context.moveTo(Math.round(this.left(x)) + 0.5, top);
       context.lineTo(Math.round(this.left(x)) + 0.5, bottom);
       context.stroke();
-      for (const curve of this.curves.filter(({ faint }) => !faint)) {
+      const curves = this.curves.filter(({ faint }) => !faint);
+      const strong = curves.find(({ label }) => label === this.near);
+      if (strong) this.paintInside(context, () => this.paintCurve(context, strong, 3));
+      for (const curve of curves) {
         const index = nearest(curve.x, x);
         if (!isNumber(curve.y[index]) || this.isBeyond(curve.x, x)) continue;
         context.fillStyle = ink(curve.colour);
@@ -262,6 +353,7 @@ class Chart {
     const style = ({ colour }) => (this.lines.length > 1 ? { color: tint(colour) } : {});
     const place = (line) => el('span', { style: style(line), title: line.label });
     this.values.replaceChildren(...this.lines.map(place));
+    this.values.hidden = this.lines.length > FEW_LINES;
   }
 
   // Writes the values at x; null: the last ones.
@@ -277,55 +369,11 @@ class Chart {
     if (this.node.getAttribute('aria-label') !== label) this.node.setAttribute('aria-label', label);
   }
 
-  valueAt({ x: xs, y }, x) {
-    return this.isBeyond(xs, x) ? NA : formatUnit(y[nearest(xs, x)], this.field.unit);
-  }
-
-  // Saves the chart as it is shown as PNG, with its name and the names of its runs, on an opaque background.
-  async savePicture() {
-    const canvas = el('canvas', {
-      width: this.width * PICTURE.scale,
-      height: (this.height + PICTURE.head) * PICTURE.scale,
-    });
-    const context = canvas.getContext('2d');
-    context.scale(PICTURE.scale, PICTURE.scale);
-    context.fillStyle = ink('card');
-    context.fillRect(0, 0, this.width, this.height + PICTURE.head);
-    let left = 12;
-    const write = (text, colour, weight) => {
-      Object.assign(context, { font: `${weight} 13px system-ui, sans-serif`, fillStyle: ink(colour) });
-      context.fillText(text, left, 22);
-      left += context.measureText(text).width + 14;
-    };
-    write(this.name, 'ink', 600);
-    write(`by ${this.view.axis}`, 'muted', 400);
-    for (const { label, colour } of this.lines) write(label, colour, 400);
-    context.translate(0, PICTURE.head);
-    this.paint(context);
-    const blob = await new Promise((resolve) => canvas.toBlob(resolve, 'image/png'));
-    download(this.fileName('png'), blob);
-  }
-
-  // Saves the points that are shown as CSV: a column for x, and one for each run.
-  saveTable() {
-    const [from, to] = this.view.shown;
-    const quote = (text) => (/[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);
-    const rows = new Map();
-    this.lines.forEach(({ x, y }, column) =>
-      x.forEach((at, i) => {
-        if (at < from || at > to || !isNumber(y[i])) return;
-        if (!rows.has(at)) rows.set(at, new Array(this.lines.length).fill(''));
-        rows.get(at)[column] = y[i];
-      }),
-    );
-    const heads = this.lines.length > 1 ? this.lines.map(({ label }) => `${this.name} of ${label}`) : [this.name];
-    const body = [...rows].sort(([a], [b]) => a - b).map(([at, values]) => [at, ...values].join());
-    const table = [[this.view.axis, ...heads].map(quote).join(), ...body];
-    download(this.fileName('csv'), `${table.join('\n')}\n`, 'text/csv');
-  }
-
-  fileName(ending) {
-    const runs = this.lines.map(({ label }) => label).join('-');
-    return `${runs.replace(/[^\w.-]+/g, '_').slice(0, 80)}-${this.name}.${ending}`;
+  // Returns the value at x as text; of the only line also the smoothed value.
+  valueAt({ x: xs, y, label }, x) {
+    if (this.isBeyond(xs, x)) return NA;
+    const value = formatUnit(y[nearest(xs, x)], this.field.unit);
+    const curve = this.lines.length === 1 && this.curves.find(({ raw, label: name }) => raw && name === label);
+    return curve ? `${value}, smoothed ${formatUnit(curve.y[nearest(xs, x)], this.field.unit)}` : value;
   }
 }

@@ -1,32 +1,41 @@
-// Compares two to five runs: their curves in the same charts, their last figures, and the settings in which they differ.
+// Compares runs: their curves in the same charts, their figures at a common step, and the settings in which they differ.
 'use strict';
 
-const MOST_COMPARED = 5;
+const MOST_COMPARED = 16;
+const LINE_COLOURS = 6;
 const DASHES = [null, [8, 4], [2, 3], [12, 4, 2, 4], [5, 3]]; // lines also differ without their colours
 
+// Returns the colour and the dashes of the line at an index: thirty differ.
+const lineStyle = (index) => ({
+  colour: `line-${(index % LINE_COLOURS) + 1}`,
+  dash: DASHES[index % DASHES.length],
+});
+
 class ComparePage {
-  constructor(names) {
-    const line = (index) => ({ colour: `line-${index + 1}`, dash: DASHES[index] });
-    this.runs = names.map((name, index) => ({ run: new Run(name), label: name, about: null, ...line(index) }));
+  constructor(names, link) {
+    this.runs = names.map((name, index) => ({ run: new Run(name), label: name, about: null, ...lineStyle(index) }));
     this.names = el('ul.compared');
-    this.board = new Board(this.runs);
+    this.board = new Board(this.runs, { link });
+    highlightFrom(this.names, this.board.view);
     this.key = (key) => this.board.key(key);
     this.redraw = () => this.board.redraw();
     this.figures = el('div.scroll');
     this.differences = el('div.scroll');
-    this.missing = el('p.faint');
     const panel = (id, title, body) => el('section', { id, class: 'panel' }, el('h2', title), body);
     this.node = el(
       'div.page',
       el('section.head', el('h1', `${names.length} runs compared`), this.names),
-      panel('curves', 'Curves', el('div', this.missing, this.board.node)),
+      panel('curves', 'Curves', this.board.node),
       panel('figures', 'Last figures', this.figures),
       panel('differences', 'Settings that differ', this.differences),
     );
     for (const compared of this.runs)
       request(`api/runs/${encodeURIComponent(compared.label)}/about`).then((answer) => {
         compared.about = answer || {};
-        if (this.runs.every(({ about }) => about)) this.drawDifferences();
+        compared.group = compared.about.group;
+        if (!this.runs.every(({ about }) => about)) return;
+        this.drawDifferences();
+        this.board.update();
       });
   }
 
@@ -42,22 +51,39 @@ class ComparePage {
     const changed = message.gone ? new Set(['head']) : compared.run.take(message);
     if (changed.has('series') || changed.has('fields')) this.board.update();
     if (changed.has('head') || changed.has('figures')) this.drawFigures();
-    const isMissing = ({ run }) => run.head.name && this.board.view.axis === 'tokens' && !run.head.tokens_per_step;
-    const missing = this.runs.filter(isMissing).map(({ label }) => label);
-    this.missing.textContent = missing.length ? `The tokens of a step are not known for ${missing.join(', ')}.` : '';
   }
 
+  // Draws the last figures. The best one is marked; of a figure that depends on the step only among values at one step.
   drawFigures() {
-    fill(this.names, this.runs.map(this.nameOf));
+    fill(
+      this.names,
+      this.runs.map((compared) => this.nameOf(compared)),
+    );
     const known = this.runs.filter(({ run }) => run.panels.figures);
     const figures = known.map(({ run }) => new Map(run.panels.figures.map((figure) => [figure.name, figure])));
     const names = [...new Set(figures.flatMap((byName) => [...byName.keys()]))];
-    const row = (name) => {
-      const best = bestIndex(figures.map((byName) => byName.get(name)));
+    const row = (name, cells) => {
+      const best = bestIndex(cells);
       const mark = (index) => (index === best ? { class: 'best', title: 'the best of them' } : {});
-      return [name, ...figures.map((byName, index) => el('td', mark(index), byName.get(name)?.text ?? NA))];
+      return [name, ...cells.map((figure, index) => el('td', mark(index), figure?.text ?? NA))];
     };
-    fill(this.figures, table('figures', this.heads(known), names.map(row)));
+    const rowsOf = (name) => {
+      const cells = figures.map((byName) => byName.get(name));
+      const curves = known.map(({ run }) => run.curves.series[name]);
+      const ends = new Set(curves.map((series) => series?.steps.at(-1)));
+      if (!cells.some((figure) => isNumber(figure?.step)) || ends.size < 2) return [row(name, cells)];
+      const last = row(
+        name,
+        cells.map((figure) => figure && { ...figure, better: null }),
+      );
+      const step = commonStep(curves);
+      if (step === null) return [last];
+      const unit = this.board.fields()[name]?.unit;
+      const cellOf = (value) => ({ value, better: cells.find(Boolean).better, text: formatUnit(value, unit) });
+      const common = curves.map((series) => cellOf(valueAtStep(series, step)));
+      return [last, row(`${name} at step ${formatCount(step)}`, common)];
+    };
+    fill(this.figures, table('figures', this.heads(known), names.flatMap(rowsOf)));
   }
 
   heads(runs) {
@@ -67,29 +93,38 @@ class ComparePage {
   nameOf({ run, label, colour, dash, isGone }) {
     const badge = run.panels.head ? stateBadge(run.panels.head.badge) : null;
     const link = el('a', { href: `#/run/${encodeURIComponent(label)}` }, label);
-    return el('li', swatch(colour, dash), link, isGone ? span('faint', 'not there') : badge);
+    return el('li', { 'data-line': label }, swatch(colour, dash), link, isGone ? span('faint', 'not there') : badge);
   }
 
   drawDifferences() {
-    const configs = this.runs.map(({ about }) => ({ ...about.config, ...about.setup }));
-    const keys = [...new Set(configs.flatMap(Object.keys))].filter(
-      (key) => key !== 'name' && new Set(configs.map((config) => written(config[key]))).size > 1,
+    // what the plan chose stands in place of what the config left open
+    const settings = this.runs.map(({ about }) => ({ ...about.config, ...about.setup }));
+    const keys = [...new Set(settings.flatMap(Object.keys))].filter(
+      (key) => key !== 'name' && new Set(settings.map((values) => written(values[key]))).size > 1,
     );
-    const rows = keys.map((key) => [key, ...configs.map((config) => written(config[key]))]);
+    const rows = keys.map((key) => [key, ...settings.map((values) => written(values[key]))]);
     const none = p('faint', 'None: only the names of the runs differ.');
     this.differences.replaceChildren(rows.length ? table('figures', this.heads(this.runs), rows) : none);
   }
 }
 
-// figures: {value, better, step} of the runs; step: of a value that compares only with those of the same step. Returns the index
-// of the best; -1 if one is unknown or all are the same.
+// figures: {value, better} of the runs. Returns the index of the best; -1 if one is unknown or all are the same.
 function bestIndex(figures) {
   const values = figures.map((figure) => figure?.value);
   const better = figures[0]?.better;
   if (!better || values.length < 2 || !values.every(isNumber) || new Set(values).size < 2) return -1;
-  if (new Set(figures.map(({ step }) => step)).size > 1) return -1;
   return values.indexOf(better === 'less' ? Math.min(...values) : Math.max(...values));
 }
+
+// Returns the last step that all these curves have reached; null without one.
+function commonStep(curves) {
+  if (!curves.every((series) => series?.steps.length)) return null;
+  const step = Math.min(...curves.map(({ steps }) => steps.at(-1)));
+  return curves.every(({ steps }) => steps[0] <= step) ? step : null;
+}
+
+// Returns the value at a step, between two logged steps on the line between them.
+const valueAtStep = ({ steps, values }, step) => valueOn(...inOrder(steps, values), step);
 
 const swatch = (colour, dash) =>
   svg(

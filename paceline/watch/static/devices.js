@@ -39,67 +39,135 @@ class Ranks {
 
 const formatDifference = (share) => `${share < 0 ? '−' : '+'}${Math.abs(Math.round(100 * share))} %`;
 
+// The hosts now, and how it went: lines with axes for each figure, or a map of one of them. Both follow the zoom of the curves;
+// a drag in one of these charts zooms them alone.
 class Devices {
   constructor(run, board) {
-    Object.assign(this, { run, board, field: null, heat: new Heat() });
+    Object.assign(this, { run, board, field: null, heat: new Heat(), charts: new Map() });
+    this.mode = setting('devices') === 'map' ? 'map' : 'lines';
     this.hosts = el('div.hosts');
     this.tools = el('div.tools');
-    this.node = el('div', this.hosts, this.tools, this.heat.node);
+    this.names = el('ul.compared');
+    this.papers = el('div.charts.dense');
+    this.view = new SharedView(() => this.drawHistory(), { axis: 'clock' });
+    highlightFrom(this.names, this.view);
+    this.node = el('div', this.hosts, this.tools, this.names, this.papers, this.heat.node);
   }
 
   update() {
     fill(this.hosts, this.run.panels.hosts.map(drawHost));
-    this.updateMap();
+    this.drawHistory();
   }
 
-  updateMap() {
-    const { maps } = this.run.panels;
-    const fields = Object.keys(maps);
-    this.heat.node.hidden = this.tools.hidden = !fields.length;
+  // Called when the curves change, and zooms as they do.
+  follow() {
+    const { range, axis } = this.board.view;
+    const zoom = JSON.stringify([range, axis]);
+    if (zoom === this.zoom) return;
+    this.zoom = zoom;
+    const guide = Object.values(this.run.curves.series)[0];
+    const x = guide?.times.length && range ? xOf(guide, axis, this.run.head) : null;
+    this.view.range = x ? range.map((at) => guide.times[Math.max(0, nearest(x, at))]) : null;
+    if (this.view.range?.[0] === this.view.range?.[1]) this.view.range = null;
+    this.drawHistory();
+  }
+
+  redraw() {
+    this.charts.forEach((chart) => chart.draw());
+    this.drawHistory();
+  }
+
+  drawHistory() {
+    const fields = Object.keys(this.run.panels.maps);
+    const isMap = this.mode === 'map';
+    this.tools.hidden = !fields.length;
+    this.heat.node.hidden = !isMap || !fields.length;
+    this.papers.hidden = this.names.hidden = isMap;
     if (!fields.length) return;
     const field = fields.includes(this.field) ? this.field : fields[0];
-    const { about, unit, colour, rows: devices } = maps[field];
-    const rows = devices.flatMap(({ group, key, low, high, ...texts }) => {
+    const palette = shades('heat-none', this.run.panels.maps[field].colour);
+    this.drawTools(fields, field, palette);
+    const rows = new Map(fields.map((name) => [name, this.rowsOf(name)]));
+    const xs = [...rows.values()].flat().map(({ x }) => x);
+    if (!xs.length) return;
+    const [first, last] = [Math.min(...xs.map((x) => x[0])), Math.max(...xs.map((x) => x.at(-1)))];
+    this.view.whole = [first, last > first ? last : first + 1];
+    if (isMap) this.drawMap(field, rows.get(field), palette);
+    else this.drawLines(rows);
+  }
+
+  // Returns the devices that report a field, each with its curve and how its line looks in every chart.
+  rowsOf(name) {
+    const { rows } = this.run.panels.maps[name];
+    return rows.flatMap(({ group, key, ...row }) => {
       const series = this.run.curves[group][key];
-      const y = series?.values.map((value) => (isNumber(value) ? (value - low) / (high - low) : null));
-      return series?.times.length ? [{ ...texts, x: series.times, y, values: series.values }] : [];
+      return series?.times.length ? [{ ...row, x: series.times, values: series.values }] : [];
     });
-    if (!rows.length) return;
-    const palette = shades('heat-none', colour);
-    this.drawTools(fields, field, about, palette);
-    const range = this.range(rows);
+  }
+
+  drawLines(rows) {
+    const names = [...new Set([...rows.values()].flat().map(({ device }) => device))];
+    const style = new Map(names.map((name, index) => [name, lineStyle(index)]));
+    const { maps } = this.run.panels;
+    const fields = Object.fromEntries(
+      Object.entries(maps).map(([name, { about, unit, span: ends }]) => [name, { about, unit, span: ends }]),
+    );
+    this.charts = placeCharts(this.papers, this.charts, [...rows.keys()], this.view, fields);
+    for (const [name, devices] of rows)
+      this.charts
+        .get(name)
+        .set(
+          devices.map(({ device: label, value: last, x, values: y }) => ({
+            label,
+            last,
+            x,
+            y,
+            isBroken: true,
+            ...style.get(label),
+          })),
+        );
+    const name = (device) =>
+      el('li', { 'data-line': device }, swatch(style.get(device).colour, style.get(device).dash), device);
+    fill(this.names, names.length > 1 ? names.map(name) : null);
+  }
+
+  drawMap(field, devices, palette) {
+    const { unit } = this.run.panels.maps[field];
+    const rows = devices.map((row) => {
+      const y = row.values.map((value) => (isNumber(value) ? (value - row.low) / (row.high - row.low) : null));
+      return { ...row, y };
+    });
+    const { shown: range } = this.view;
     const seconds = range[1] - range[0] < 600;
     this.heat.set(rows, {
-      ...{ range, low: 0, high: 1, palette, look: JSON.stringify([field, this.board.view.range]) },
+      ...{ range, low: 0, high: 1, palette, look: JSON.stringify([field, this.view.range]) },
       about: `${field} of ${rows.length} devices`,
       lines: (row, _, at) => [`${row.label}: ${formatUnit(row.values[nearest(row.x, at)], unit)}`, formatTime(at)],
       ticks: timeTicks(...range, 5).map((at) => ({ at, text: formatTime(at, { seconds }) })),
     });
   }
 
-  drawTools(fields, field, about, palette) {
-    const look = JSON.stringify([fields, field, palette[0]]);
+  drawTools(fields, field, palette) {
+    const look = JSON.stringify([fields, field, palette[0], this.mode, !!this.view.range]);
     if (look === this.look) return;
     this.look = look;
-    const choose = (name) => {
-      this.field = name;
-      this.updateMap();
-      this.tools.querySelector('[aria-pressed=true]')?.focus();
+    const focused = this.tools.contains(document.activeElement) ? document.activeElement.dataset.tool : null;
+    const choose = (name, value) => {
+      this[name] = value;
+      setting('devices', this.mode);
+      this.drawHistory();
     };
-    this.tools.replaceChildren(
-      segments('map of', fields, field, choose),
+    const { about } = this.run.panels.maps[field];
+    const map = [
+      segments('map of', fields, field, (name) => choose('field', name)),
       span('faint', about),
       legend(palette, 'less', 'more'),
+    ];
+    this.tools.replaceChildren(
+      segments('history as', ['lines', 'map'], this.mode, (name) => choose('mode', name)),
+      ...(this.mode === 'map' ? map : []),
+      this.view.range ? button('whole run', () => this.view.reset(), { 'data-tool': 'whole run' }) : '',
     );
-  }
-
-  // Returns the board's zoom in Unix seconds; the range of all samples where the board shows the whole run.
-  range(rows) {
-    const whole = [Math.min(...rows.map(({ x }) => x[0])), Math.max(...rows.map(({ x }) => x.at(-1)))];
-    const { range, axis } = this.board.view;
-    const guide = Object.values(this.run.curves.series)[0];
-    if (!range || !guide?.times.length) return whole[1] > whole[0] ? whole : [whole[0], whole[0] + 1];
-    const x = xOf(guide, axis, this.run.head);
-    return range.map((at) => guide.times[Math.max(0, nearest(x, at))]);
+    if (focused) this.tools.querySelector(`[data-tool="${focused}"]`)?.focus();
   }
 }

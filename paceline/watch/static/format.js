@@ -1,5 +1,5 @@
-// Formats what depends on the zoom, the pointer or the reader's clock: labels of axes, values under the cursor, times of
-// day. The server formats every other text.
+// Formats what depends on the zoom or the pointer: labels of axes, values under the cursor, times. All times are UTC, as
+// in the log lines and in the terminal. The server formats every other text.
 'use strict';
 
 // Returns so many significant digits, without trailing zeros.
@@ -33,11 +33,15 @@ const UNITS = {
   count: formatCount,
   watts: (value) => `${value.toFixed(0)} W`,
   celsius: (value) => `${value.toFixed(0)} °C`,
+  mhz: (value) => `${formatCount(value)} MHz`,
+  rate: (value) => `${formatBytes(value)}/s`,
 };
 const plainNumber = (value) => (Math.abs(value) < 10_000 ? trim(value, 4) : formatCount(value));
 const formatUnit = (value, unit) => (isNumber(value) ? (UNITS[unit] || plainNumber)(value) : NA);
 
-const AXIS_UNITS = { bytes: formatBytes, share: (value) => `${trim(100 * value, 3)} %` };
+const axisPercent = (value) => `${trim(100 * value, 3)} %`;
+const axisBytes = (value) => formatBytes(value).replace('.0 ', ' ');
+const AXIS_UNITS = { bytes: axisBytes, rate: axisBytes, share: axisPercent, percent: axisPercent };
 const formatAxis = (value, unit) => (AXIS_UNITS[unit] || formatShort)(value);
 
 // Returns the unit of the x axis that fits the range, in hours, and its name.
@@ -47,6 +51,8 @@ function hoursUnit([from, to]) {
 }
 
 function formatTick(x, axis, range) {
+  const width = range[1] - range[0];
+  if (axis === 'clock') return formatTime(x, { seconds: width < 300, day: width > 86_400 });
   if (axis !== 'hours') return formatShort(x);
   const [unit, name] = hoursUnit(range);
   return `${trim(x / unit, 4)}${name}`;
@@ -54,23 +60,26 @@ function formatTick(x, axis, range) {
 
 function formatX(x, axis, range) {
   if (axis === 'steps') return `step ${formatCount(x)}`;
+  if (axis === 'clock') return `${formatTime(x)} UTC`;
   return axis === 'hours' ? `after ${formatTick(x, axis, range)}` : `${formatShort(x)} tokens`;
 }
 
 // Made once, because making one takes a browser much longer than using it.
-const clockFormat = (options) => new Intl.DateTimeFormat('en-GB', options);
+const clockFormat = (options) => new Intl.DateTimeFormat('en-GB', { timeZone: 'UTC', ...options });
 const CLOCKS = [
   clockFormat({ hour: '2-digit', minute: '2-digit' }),
   clockFormat({ hour: '2-digit', minute: '2-digit', second: '2-digit' }),
 ];
 const DAY = clockFormat({ day: 'numeric', month: 'short' });
 
-// Returns Unix seconds as a time of the reader's clock, with the day where it is not today.
-function formatTime(time, { seconds = true, day = false } = {}) {
+// Returns Unix seconds as a time in UTC. day: whether with the day; null: where it is not today.
+function formatTime(time, { seconds = true, day = null } = {}) {
   if (!isNumber(time)) return NA;
   const date = new Date(time * 1000);
   const clock = CLOCKS[Number(seconds)].format(date);
-  return !day && date.toDateString() === new Date().toDateString() ? clock : `${DAY.format(date)} ${clock}`;
+  return !(day ?? Math.floor(time / 86_400) !== Math.floor(Date.now() / 86_400_000))
+    ? clock
+    : `${DAY.format(date)} ${clock}`;
 }
 
 // Returns round values in [from, to], about `most` of them.
@@ -85,28 +94,33 @@ function niceTicks(from, to, most) {
 }
 
 function axisTicks(axis, range, most) {
+  if (axis === 'clock') return timeTicks(...range, most);
   const unit = axis === 'hours' ? hoursUnit(range)[0] : 1;
   return niceTicks(range[0] / unit, range[1] / unit, most).map((tick) => tick * unit);
 }
 
+const LOG_STEPS = [[1], [1, 2, 5], [1, 2, 3, 5, 7], [1, 2, 3, 4, 5, 6, 7, 8, 9]]; // of a power of ten, the coarsest first
+
+// Returns the coarsest round values of a logarithmic axis that are at least three; between them linear ones.
+function logTicks(from, to, most) {
+  const powers = Array.from({ length: 40 }, (_, i) => 10 ** (i - 20));
+  const ticksOf = (steps) => powers.flatMap((power) => steps.map((step) => Number((step * power).toPrecision(1))));
+  const choices = LOG_STEPS.map((steps) => ticksOf(steps).filter((tick) => tick >= from && tick <= to));
+  return choices.find((ticks) => ticks.length > 2) || niceTicks(from, to, most);
+}
+
 function valueTicks(from, to, most, { log, unit }) {
-  if (log) {
-    const inside = (tick) => tick >= from && tick <= to;
-    const powers = Array.from({ length: 40 }, (_, i) => 10 ** (i - 20));
-    const ticks = powers.flatMap((power) => [power, 2 * power, 5 * power]).filter(inside);
-    if (ticks.length < 3) return niceTicks(from, to, most);
-    return ticks.length > most + 1 && powers.filter(inside).length > 1 ? powers.filter(inside) : ticks;
-  }
-  const scale = unit === 'bytes' ? 1024 ** Math.max(0, Math.floor(Math.log(Math.max(to, 1)) / Math.log(1024))) : 1;
+  if (log) return logTicks(from, to, most);
+  const isBinary = unit === 'bytes' || unit === 'rate';
+  const scale = isBinary ? 1024 ** Math.max(0, Math.floor(Math.log(Math.max(to, 1)) / Math.log(1024))) : 1;
   return niceTicks(from / scale, to / scale, most).map((tick) => tick * scale);
 }
 
-// Returns a few round times of the reader's clock.
+// Returns a few round times.
 function timeTicks(from, to, most) {
   const widths = [1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14400, 21600, 43200, 86400, 172800, 604800];
   const width = widths.find((size) => (to - from) / size <= Math.max(2, most)) ?? 2592000;
-  const shift = new Date(from * 1000).getTimezoneOffset() * 60;
   const ticks = [];
-  for (let time = Math.ceil((from - shift) / width) * width + shift; time <= to; time += width) ticks.push(time);
+  for (let time = Math.ceil(from / width) * width; time <= to; time += width) ticks.push(time);
   return ticks;
 }

@@ -1,16 +1,15 @@
-// Shows the log of any rank: its end as it grows, or the lines that hold a text. Log text is only ever shown as text.
+// Shows the log of any rank: its end as it grows, any other part of it, or the lines that hold a text. Log text is only ever
+// shown as text.
 'use strict';
-
-const MOST_LINES = 3000; // drawn; the file has them all
 
 class Logs {
   constructor(run) {
-    Object.assign(this, { run, chosen: null, find: '', follow: true, size: null });
+    Object.assign(this, { run, chosen: null, find: '', follow: true, size: null, place: null });
     Object.assign(this, { loading: false, isOutdated: false, inSight: false });
     this.select = el('select', { 'aria-label': 'log of' });
     this.select.addEventListener('change', () => {
       this.chosen = this.select.value;
-      this.load();
+      this.turn(null);
     });
     this.search = el('input', {
       type: 'search',
@@ -28,7 +27,16 @@ class Logs {
     this.text.addEventListener('scroll', () => {
       this.follow = this.text.scrollTop + this.text.clientHeight > this.text.scrollHeight - 30;
     });
-    const tools = el('div.tools', this.select, this.search, this.wrap, this.note);
+    const page = (text, title, placeOf) =>
+      button(text, () => this.turn(placeOf(this.part)), { title, 'aria-label': title });
+    this.pages = [
+      page('⇤', 'The beginning of the log', () => ({ from: 0 })),
+      page('←', 'The part before this one', (part) => ({ to: part.from })),
+      page('→', 'The part after this one', (part) => ({ from: part.to })),
+      page('⇥', 'The end of the log', () => null),
+    ];
+    const turns = el('span.segments', { role: 'group', 'aria-label': 'part of the log' }, this.pages);
+    const tools = el('div.tools', this.select, this.search, turns, this.wrap, this.note);
     this.node = el('div', tools, this.text);
     watchSight(this.node, (inSight) => {
       this.inSight = inSight;
@@ -49,6 +57,21 @@ class Logs {
     this.load();
   }
 
+  // Shows another part of the log: from a byte on, up to a byte, or around a line; null: its end, as it grows.
+  turn(place) {
+    clearTimeout(this.typing);
+    Object.assign(this, { place, find: '', follow: !place });
+    this.search.value = '';
+    this.load();
+  }
+
+  // Opens a log at a line, from a search or from the evidence of an explanation.
+  openAt(key, line) {
+    if (key !== null) this.select.value = this.chosen = key;
+    this.node.scrollIntoView({ block: 'center' });
+    this.turn({ line });
+  }
+
   get log() {
     return (this.run.panels.logs?.rows || []).find(({ key }) => key === this.chosen);
   }
@@ -66,7 +89,8 @@ class Logs {
       );
     }
     if (!this.log) this.showNote('No log yet.');
-    else if (this.shown !== this.chosen || (this.log.bytes !== this.size && this.inSight && !this.find)) this.load();
+    else if (this.shown !== this.chosen || (this.log.bytes !== this.size && this.inSight && !this.find && !this.place))
+      this.load();
   }
 
   showNote(text) {
@@ -87,39 +111,51 @@ class Logs {
   }
 
   async loadOnce() {
-    const { chosen, find, log } = this;
+    const { chosen, find, log, place } = this;
     if (!log) return;
     this.size = log.bytes;
     this.shown = chosen;
     const rank = log.rank === null ? {} : { rank: log.rank };
-    const query = new URLSearchParams({ attempt: log.attempt, ...rank, ...(find ? { find } : {}) });
+    const query = new URLSearchParams({ attempt: log.attempt, ...rank, ...(find ? { find } : place) });
     const answer = await request(`api/runs/${encodeURIComponent(this.run.name)}/log?${query}`);
-    if (chosen !== this.chosen || find !== this.find) return; // another request follows
+    if (chosen !== this.chosen || find !== this.find || place !== this.place) return; // another request follows
     if (!answer) this.showNote('This log cannot be read now.');
     else if (find) this.showHits(answer);
-    else this.showEnd(answer, log);
+    else this.showPart(answer, log);
   }
 
-  showEnd({ text, levels, whole }, log) {
+  // line: the number of the line to show; index: which of the lines it is.
+  showPart({ text, levels, from, to, whole, line: number, index }, log) {
+    this.part = { from, to };
     const lines = text.replace(/\n$/, '').split('\n');
-    const start = Math.max(0, lines.length - MOST_LINES);
     const before = this.text.scrollTop;
-    this.text.replaceChildren(...lines.slice(start).map((line, i) => logLine(line, levels[start + i])));
-    this.note.textContent = `${log.size}${whole && !start ? '' : ', its end'}  ${log.path}`;
-    this.text.scrollTop = this.follow ? this.text.scrollHeight : before;
+    const numberOf = (i) => (isNumber(number) ? number - index + i : null);
+    const nodes = lines.map((line, i) => logLine(line, levels[i], { number: numberOf(i) }));
+    this.text.replaceChildren(...nodes);
+    this.pages.forEach((page, i) => {
+      page.disabled = i < 2 ? from === 0 : i === 2 && (!this.place || to >= log.bytes);
+    });
+    const end = this.place ? `, bytes ${formatCount(from)} to ${formatCount(to)}` : ', its end';
+    this.note.textContent = `${log.size}${whole ? '' : end}  ${log.path}`;
+    nodes[index]?.classList.add('at');
+    if (isNumber(index)) this.text.scrollTop = nodes[index].offsetTop - this.text.clientHeight / 2;
+    else this.text.scrollTop = this.follow ? this.text.scrollHeight : this.place ? 0 : before;
   }
 
   showHits({ hits, levels, note }) {
-    this.text.replaceChildren(...hits.map(([number, line], i) => logLine(line, levels[i], number, this.find)));
+    const open = (number) => button(String(number), () => this.openAt(null, number), { class: 'line-number' });
+    const hit = ([number, line], i) => logLine(line, levels[i], { number: open(number), find: this.find });
+    this.text.replaceChildren(...hits.map(hit));
     this.note.textContent = note;
     this.text.scrollTop = 0;
   }
 }
 
-// number: the line's number in a search; find: the text to mark in the line.
-function logLine(line, level, number = null, find = '') {
+// number: the line's number, or a button with it; find: the text to mark in the line.
+function logLine(line, level, { number = null, find = '' }) {
   const at = find ? line.toLowerCase().indexOf(find.toLowerCase()) : -1;
   const end = at + find.length;
   const parts = at < 0 ? [line] : [line.slice(0, at), el('mark', line.slice(at, end)), line.slice(end)];
-  return el(`div.${level ?? ''}`, number === null ? null : span('line-number', String(number)), parts, '\n');
+  const place = isNumber(number) ? span('line-number', String(number)) : number;
+  return el(`div.${level ?? ''}`, place, parts, '\n');
 }

@@ -35,7 +35,10 @@ function drawTiles(tiles) {
 }
 
 function drawWhy({ cause, place, summary, fix, is_command: isCommand, blocks, sure }) {
-  const line = ({ place: source, text }) => el('li', span('faint', source), el('code', text));
+  const open = (source, log, number) =>
+    el('a', { href: '#logs', 'data-log': log, 'data-line': number, title: 'Open the log at this line' }, source);
+  const line = ({ place: source, text, log, line: number }) =>
+    el('li', log ? open(source, log, number) : span('faint', source), el('code', text));
   return el(
     'div.why',
     el('p.cause', el('b', cause), span('muted', place)),

@@ -3,11 +3,12 @@
 
 class RunPage {
   // about: config, facts and samples of a report; a live page requests them.
-  constructor(run, { about = null, isLive = true } = {}) {
+  constructor(run, { about = null, isLive = true, link = null } = {}) {
     Object.assign(this, { run, about: about || {}, sections: new Map(), top: el('div'), tiles: el('div') });
     this.board = new Board([{ run, label: run.name, colour: 'line-1' }], {
       onChange: () => this.drawMaps(),
       marksOf: (axis) => run.panels.marks?.[axis],
+      link,
     });
     this.ranks = new Ranks(run, this.board);
     this.devices = new Devices(run, this.board);
@@ -16,6 +17,12 @@ class RunPage {
     this.node = el('div.page', this.top);
     for (const section of this.layout().filter(([id]) => this.logs || id !== 'logs')) this.add(section);
     this.sections.get('why').node.after(this.tiles);
+    this.sections.get('why').node.addEventListener('click', (event) => {
+      const { log, line } = event.target.closest('[data-log]')?.dataset ?? {};
+      if (!log) return;
+      event.preventDefault();
+      this.logs?.openAt(log, Number(line));
+    });
     if (isLive) this.readAbout();
   }
 
@@ -91,7 +98,7 @@ class RunPage {
 
   drawMaps() {
     if (!this.sections.get('ranks')?.node.hidden) this.ranks.update();
-    if (!this.sections.get('devices')?.node.hidden) this.devices.updateMap();
+    if (!this.sections.get('devices')?.node.hidden) this.devices.follow();
   }
 
   key(key) {
@@ -104,6 +111,7 @@ class RunPage {
   redraw() {
     this.board.redraw();
     this.drawMaps();
+    if (!this.sections.get('devices').node.hidden) this.devices.redraw();
     this.events.drawLine();
   }
 }

@@ -1,48 +1,140 @@
-// Lists all runs of the folder, the latest first. Some can be chosen for a comparison.
+// Lists the runs of the folder: sorted by a column, those that a filter finds, in groups. Some can be chosen for a comparison.
 'use strict';
 
-const HEADS = ['', 'run', 'state', 'step', 'loss', 'val_bpb', 'tok/s', 'last event'];
+const COLUMNS = {
+  name: 'run',
+  state: 'state',
+  step: 'step',
+  loss: 'loss',
+  val_bpb: 'val_bpb',
+  tok_per_sec: 'tok/s',
+  time: 'last event',
+};
+const RISING = ['name', 'state', 'loss', 'val_bpb']; // the columns whose first click puts the smallest value on top
 
 class RunsPage {
   constructor(onCompare) {
-    Object.assign(this, { runs: null, chosen: new Set(), onCompare });
+    Object.assign(this, { runs: null, chosen: new Set(), settings: null, onCompare });
+    this.sort = { name: 'time', isRising: false };
     this.search = el('input', {
       type: 'search',
-      placeholder: 'Find a run  /',
-      'aria-label': 'Find a run',
-      oninput: () => this.draw(),
+      placeholder: 'Find: a text, depth=12  /',
+      'aria-label': 'Find a run by its name, state, tag or note, or by a setting as depth=12',
+      oninput: () => this.find(),
     });
     this.compare = button('Compare', () => this.go(), { class: 'main', disabled: true });
+    this.groups = toggle('group seeds', setting('groups') === 'yes', () => this.setGroups());
     this.body = el('div.scroll');
     this.node = el(
       'div.page',
       el('section.head', el('h1', 'Runs')),
-      el('section.panel', el('div.tools', this.search, this.compare), this.body),
+      el('section.panel', el('div.tools', this.search, this.groups, this.compare), this.body),
     );
   }
 
   take({ runs }) {
     this.runs = runs;
     this.chosen = new Set(runs.map(({ name }) => name).filter((name) => this.chosen.has(name)));
+    const names = JSON.stringify(runs.map(({ name }) => name).sort());
+    if (names !== this.names) this.settings = null; // of other runs
+    this.names = names;
+    this.groups.hidden = !runs.some(({ group }) => group);
+    this.find();
+  }
+
+  // Draws the list; for a filter by a setting it requests the settings of all runs first.
+  async find() {
+    if (!this.settings && this.search.value.includes('=')) this.settings = await request('api/settings');
     this.draw();
   }
 
+  // Returns whether a run has every word of the filter: a setting as depth=12, or a text.
+  isMatch({ name, state, tags, note, texts }, words) {
+    const text = [name, state, note, texts.command, ...tags].join(' ').toLowerCase();
+    const config = this.settings?.[name] || {};
+    return words.every((word) => {
+      const [key, value] = word.split('=');
+      const isSetting = value && Object.hasOwn(config, key) && written(config[key]).toLowerCase() === value;
+      return isSetting || text.includes(word);
+    });
+  }
+
+  // Returns the runs in the order of the chosen column; what is not known comes last.
+  sorted(runs) {
+    const { name, isRising } = this.sort;
+    const values = new Map(runs.map((run) => [run, name === 'time' ? run.texts.time : run[name]]));
+    const isKnown = (value) => value !== null && value !== undefined;
+    const order = (a, b) => (typeof a === 'string' ? a.localeCompare(b, 'en', { numeric: true }) : a - b);
+    return runs.toSorted((one, other) => {
+      const [a, b] = [values.get(one), values.get(other)];
+      if (!isKnown(a) || !isKnown(b)) return isKnown(b) - isKnown(a);
+      return isRising ? order(a, b) : order(b, a);
+    });
+  }
+
   draw() {
-    const find = this.search.value.toLowerCase();
-    const matches = (this.runs || []).filter(({ name, state }) => `${name} ${state}`.toLowerCase().includes(find));
+    const words = this.search.value.toLowerCase().split(' ').filter(Boolean);
+    const matches = this.sorted((this.runs || []).filter((run) => this.isMatch(run, words)));
     const focused = document.activeElement;
-    const none = this.runs?.length ? 'No run has this in its name or state.' : 'No runs yet: paceline train makes one.';
-    const shown = table('runs', HEADS, []);
-    shown.tBodies[0].append(...matches.map((run) => this.row(run)));
+    const none = this.runs?.length
+      ? 'No run has this: not in its name, state, tags, note or settings.'
+      : 'No runs yet: paceline train makes one.';
+    const shown = table('runs', [], []);
+    shown.tHead.rows[0].append(el('th'), ...Object.keys(COLUMNS).map((name) => this.head(name)));
+    shown.tBodies[0].append(...this.rows(matches));
     this.body.replaceChildren(matches.length ? shown : p('faint', none));
-    if (focused?.dataset.run) {
-      const place = `${focused.tagName}[data-run="${CSS.escape(focused.dataset.run)}"]`;
-      this.body.querySelector(place)?.focus({ preventScroll: true });
-    }
+    const { run, column } = focused?.dataset ?? {};
+    const place = run ? `${focused.tagName}[data-run="${CSS.escape(run)}"]` : column && `[data-column="${column}"]`;
+    if (place) this.body.querySelector(place)?.focus({ preventScroll: true });
     this.count();
   }
 
-  row({ name, texts }) {
+  head(name) {
+    const { name: chosen, isRising } = this.sort;
+    const order = name !== chosen ? null : isRising ? 'ascending' : 'descending';
+    const sign = { ascending: ' ↑', descending: ' ↓' }[order] ?? '';
+    const sort = () => {
+      this.sort = { name, isRising: name === chosen ? !isRising : RISING.includes(name) };
+      this.draw();
+    };
+    return el('th', { 'aria-sort': order }, button(COLUMNS[name] + sign, sort, { class: 'sort', 'data-column': name }));
+  }
+
+  // Returns a row for each run; with groups, those of one group below each other, at the place of the first of them.
+  rows(runs) {
+    if (setting('groups') !== 'yes') return runs.map((run) => this.row(run));
+    const keyOf = ({ name, group }) => (group ? `group ${group.key}` : `run ${name}`);
+    return Object.values(Object.groupBy(runs, keyOf)).flatMap((members) => {
+      const rows = members.map((run) => this.row(run));
+      const { group } = members[0];
+      rows.forEach((row) => group && row.classList.add('member'));
+      return group ? [this.groupRow(group, members), ...rows] : rows;
+    });
+  }
+
+  groupRow({ size, steps, loss, val_bpb: bpb }, members) {
+    const all = members.every(({ name }) => this.chosen.has(name));
+    const choose = el('input', {
+      type: 'checkbox',
+      checked: all,
+      'aria-label': 'compare the group',
+      onchange: () => {
+        for (const { name } of members) this.chosen[all ? 'delete' : 'add'](name);
+        this.draw();
+      },
+    });
+    const about = 'Runs that differ only in their seed: mean ± standard deviation of their last figures';
+    const name = el('th', { scope: 'row', title: about }, `${size} seeds`, span('faint command', 'mean ± deviation'));
+    return el(
+      'tr.group',
+      el('td', choose),
+      name,
+      el('td'),
+      [steps, loss, bpb, '', ''].map((text) => el('td', text)),
+    );
+  }
+
+  row({ name, tags, note, texts }) {
     const choose = el('input', {
       type: 'checkbox',
       'data-run': name,
@@ -53,11 +145,16 @@ class RunsPage {
         this.count();
       },
     });
+    const filter = (tag) => () => {
+      this.search.value = tag;
+      this.find();
+    };
     const link = el('a', { href: `#/run/${encodeURIComponent(name)}`, 'data-run': name }, name);
+    const chips = tags.map((tag) => button(tag, filter(tag), { class: 'tag', title: `Runs with ${tag}` }));
     return el(
       'tr',
       el('td', choose),
-      el('th', { scope: 'row' }, link, span('faint command', texts.command)),
+      el('th', { scope: 'row' }, link, chips, span('faint command', texts.command), span('muted note', note)),
       el('td', stateBadge(texts.badge)),
       el('td.steps', texts.share === null ? null : meter(texts.share, 'steps'), texts.steps),
       [texts.loss, texts.val_bpb, texts.tok_per_sec].map((text) => el('td', text)),
@@ -65,10 +162,17 @@ class RunsPage {
     );
   }
 
+  setGroups() {
+    const isOn = setting('groups') !== 'yes';
+    setting('groups', isOn ? 'yes' : 'no');
+    this.groups.setAttribute('aria-pressed', String(isOn));
+    this.draw();
+  }
+
   count() {
     const size = this.chosen.size;
     this.compare.disabled = size < 2 || size > MOST_COMPARED;
-    const some = size > 1 ? `Compare ${size} runs` : 'Compare: choose two to five';
+    const some = size > 1 ? `Compare ${size} runs` : `Compare: choose 2 to ${MOST_COMPARED}`;
     this.compare.textContent = size > MOST_COMPARED ? `Compare: ${MOST_COMPARED} at most` : some;
   }
 

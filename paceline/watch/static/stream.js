@@ -49,9 +49,10 @@ class Stream {
     this.source.onopen = () => this.onState('live');
     this.source.onmessage = (event) => this.onMessage(JSON.parse(event.data));
     this.source.onerror = () => {
-      this.onState('lost');
-      if (this.source?.readyState !== EventSource.CLOSED) return;
-      this.source = null; // refused, for example by another server with another token
+      const isRefused = this.source?.readyState === EventSource.CLOSED; // by another server, with another token
+      this.onState(isRefused ? 'refused' : 'lost');
+      if (!isRefused) return;
+      this.source = null;
       clearTimeout(this.retry);
       this.retry = setTimeout(() => {
         if (!document.hidden && !this.isClosed) this.open();

@@ -12,9 +12,10 @@ from typing import Any
 from paceline.rundir import RunDir
 from paceline.terminal import cut, pad
 from paceline.units import format_count
+from paceline.watch.about import read_about
 from paceline.watch.measures import format_figure, format_measure, format_time
 from paceline.watch.snapshot import Snapshot
-from paceline.watch.status import RunStatus, format_steps, read_about
+from paceline.watch.status import RunStatus, format_steps
 from paceline.watch.summary import STATE_SIGNS
 from paceline.watch.terminal import chart
 from paceline.watch.terminal.line import EMPTY, Line, clean, heading, section, side_by_side, split_width

@@ -1,0 +1,164 @@
+"""
+What a run's folder says about the run beside its course: config, plan, machine, samples, and its user's tags and note.
+
+Large files are read in part, and links that lead out of the run folder are skipped.
+"""
+
+import csv
+import hashlib
+import json
+import tomllib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from io import StringIO
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import PacelineError
+from paceline.run_options import RunsNoteOptions, RunsTagOptions
+from paceline.rundir import RunDir, find_run, open_file, read_json_lines, read_notes, write_notes
+from paceline.units import format_bytes
+from paceline.watch.growing_file import GrowingFile, parse_lines
+from paceline.watch.measures import format_time
+
+MAX_FILE_BYTES = 1 << 20  # read of a config, of facts, of a sample
+MAX_SAMPLES = 50
+COMPARED_FACTS = ("GPUs", "driver", "torch", "CUDA", "NCCL", "Python", "paceline", "commit")
+OWN_KEYS = ("name", "seed", "runs_dir", "cache_dir")  # in which runs of a group may differ
+COMPARED_CHOICES = (
+    "num_steps",
+    "total_batch_size",
+    "device_batch_size",
+    "grad_accum_steps",
+    "precision",
+    "shard",
+    "attention_kernel",
+)
+
+
+def read_about(run: RunDir) -> dict[str, Any]:
+    """Returns {config: {key: value}, group, setup, facts: [{host, rows: [[name, value]]}], samples: [{name, text}], latest first}.
+
+    group: the same text for runs that differ only in their seed.
+    setup: what the run ran on, and what its plan chose, by name: a comparison shows where two runs differ in it.
+    """
+    samples = islice(files_in(run, "samples/*.txt", str, reverse=True), MAX_SAMPLES)
+    facts = [(path.stem, facts) for path, facts in files_in(run, "facts/*.json", json.loads) if isinstance(facts, dict)]
+    machines = [(host, fact_rows(table)) for host, table in facts]
+    plan = next((plan for _, plan in files_in(run, run.plan_json.name, json.loads) if isinstance(plan, dict)), {})
+    config = read_config(run)
+    return {
+        "config": config,
+        "group": group_key(config),
+        "setup": setup_of(run, [dict(rows) for _, rows in machines], plan),
+        "facts": [{"host": host, "rows": rows} for host, rows in machines],
+        "samples": [{"name": path.stem.replace("_", " "), "text": text} for path, text in samples],
+    }
+
+
+def csv_lines(path: Path) -> Iterator[str]:
+    """Yields a file of JSON lines as CSV, in blocks: a column for each field; a list has one for each of its places."""
+
+    def flat(record: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+        for name, value in record.items():
+            yield from (
+                ((f"{name}_{i}", item) for i, item in enumerate(value)) if isinstance(value, list) else [(name, value)]
+            )
+
+    names = list(
+        dict.fromkeys(name for block in GrowingFile(path).blocks() for r in parse_lines(block) for name, _ in flat(r))
+    )
+    text = StringIO()
+    writer = csv.DictWriter(text, names, lineterminator="\n", extrasaction="ignore")
+    writer.writeheader()
+    for block in GrowingFile(path).blocks():
+        writer.writerows(dict(flat(record)) for record in parse_lines(block))
+        yield text.getvalue()
+        text.seek(0)
+        text.truncate()
+
+
+def edit_tags(options: RunsTagOptions) -> str:
+    """Adds tags to a run or removes them; returns a line with those that it has."""
+    name, *changed = options.run_and_tags
+    run = find_run(name, runs_dir=options.runs_dir)
+    tags, note = read_notes(run)
+    if changed:
+        if bad := next((tag for tag in changed if len(tag.split()) != 1), None):
+            raise PacelineError(f"{bad!r} is not a tag: tags have no spaces", fix="join its words, or write a note")
+        others = [tag for tag in tags if tag not in changed]
+        tags = others if options.remove else list(dict.fromkeys([*tags, *changed]))
+        write_notes(run, tags=tags, note=note)
+    return f"{run.name}: {' '.join(tags) or 'no tags'}"
+
+
+def edit_note(options: RunsNoteOptions) -> str:
+    """Writes the note of a run; returns a line with the one that it has."""
+    name, *words = options.run_and_text
+    run = find_run(name, runs_dir=options.runs_dir)
+    tags, note = read_notes(run)
+    if words:
+        note = " ".join(" ".join(words).split())
+        write_notes(run, tags=tags, note=note)
+    return f"{run.name}: {note or 'no note'}"
+
+
+def read_config(run: RunDir) -> dict[str, Any]:
+    return next((config for _, config in files_in(run, run.config_toml.name, tomllib.loads)), {})
+
+
+def group_key(config: dict[str, Any]) -> str | None:
+    """Returns the same text for runs whose configs differ only in seed and name; None without a config."""
+    if not config:
+        return None
+    settings = sorted((key, repr(value)) for key, value in config.items() if key not in OWN_KEYS)
+    return hashlib.sha256(repr(settings).encode()).hexdigest()[:12]
+
+
+def setup_of(run: RunDir, hosts: list[dict[str, str]], plan: dict[str, Any]) -> dict[str, Any]:
+    """Returns the ranks and hosts of the last attempt, the GPUs, versions and commit of all hosts, and the choices of the plan."""
+    attempts = [event for event in read_json_lines(run.events) if event.get("event") == "attempt"]
+    setup: dict[str, Any] = {"ranks": str(attempts[-1].get("world_size"))} if attempts else {}
+    setup |= {"hosts": str(len(hosts))} if hosts else {}
+    facts = {name: ", ".join(dict.fromkeys(host[name] for host in hosts if name in host)) for name in COMPARED_FACTS}
+    choices = {name: plan[name] for name in COMPARED_CHOICES if plan.get(name) is not None}
+    return setup | {name: text for name, text in facts.items() if text} | choices
+
+
+def files_in(
+    run: RunDir, pattern: str, parse: Callable[[str], Any], *, reverse: bool = False
+) -> Iterator[tuple[Path, Any]]:
+    """Yields the files in the folder that can be read and parsed, by name, and what the first MAX_FILE_BYTES of each hold."""
+    folder = run.path.resolve()
+    for path in sorted(run.path.glob(pattern), reverse=reverse):
+        with suppress(OSError, ValueError):
+            if path.is_file() and path.resolve().is_relative_to(folder):
+                with open_file(path) as file:
+                    content = parse(file.read(MAX_FILE_BYTES).decode(errors="replace"))
+                yield path, content
+
+
+def fact_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """Returns the facts that readers ask for first, as text; what is not known is left out."""
+    host, torch = facts.get("host") or {}, facts.get("torch") or {}
+    cpu, memory = host.get("cpu") or {}, host.get("memory") or {}
+    code = (facts.get("tools") or {}).get("code") or {}
+    gpus = Counter(str(gpu.get("name")) for gpu in facts.get("gpus") or ())
+    rows = {
+        "GPUs": ", ".join(f"{count} x {name}" for name, count in gpus.items()) or "none",
+        "driver": facts.get("driver"),
+        "CPU": f"{cpu['model']}, {cpu.get('logical')} threads" if cpu.get("model") else None,
+        "RAM": format_bytes(memory["total_bytes"]) if memory.get("total_bytes") else None,
+        "system": " ".join(filter(None, (host.get("os"), host.get("arch"), host.get("kernel")))),
+        "container": host.get("container"),
+        "torch": torch.get("version"),
+        "CUDA": torch.get("cuda"),
+        "NCCL": torch.get("nccl"),
+        "Python": (facts.get("python") or {}).get("version"),
+        "paceline": (facts.get("packages") or {}).get("paceline"),
+        "commit": f"{code['commit']}{' with changes' if code.get('dirty') else ''}" if code.get("commit") else None,
+        "read": f"{format_time(facts.get('time', ''))} UTC",
+    }
+    return [(name, str(value)) for name, value in rows.items() if value]

@@ -61,16 +61,8 @@ def configs(args: options.ConfigsOptions) -> None:
 
 
 def check(args: options.CheckOptions) -> int:
-    from paceline.check.ready import (
-        check_config,
-        colour,
-        format_findings,
-        format_host,
-        format_links,
-        format_passed,
-        format_summary,
-        to_json,
-    )
+    from paceline.check.format import is_ready
+    from paceline.check.ready import check_config, format_check, to_json
     from paceline.launch.hosts import hosts_asker, parse_hosts, ranks_of
     from paceline.plan.machine import probe_machine
     from paceline.terminal import progress_line
@@ -87,17 +79,11 @@ def check(args: options.CheckOptions) -> int:
             on_probe=on_probe,
             ask_hosts=hosts_asker(entries, python=args.python, port=args.port) if entries else None,
         )
-    findings = checked.findings
     if args.json:
-        print(format_json(to_json(findings, checked.facts)))
+        print(format_json(to_json(checked.findings, checked.facts)))
     else:
-        text = format_findings(findings, verbose=args.verbose, several=len(checked.facts) > 1)
-        hosts = "\n".join(map(format_host, checked.facts))
-        links = "\n".join(line for facts in checked.facts for line in format_links(facts))
-        blocks = [hosts, links, colour(text) if sys.stdout.isatty() else text]
-        blocks += [format_passed(checked)] if args.verbose else []
-        print("\n\n".join(block for block in (*blocks, format_summary(findings)) if block))
-    return 1 if any(finding.severity == "stop" for finding in findings) else 0
+        print(format_check(checked, verbose=args.verbose, coloured=sys.stdout.isatty()))
+    return 0 if is_ready(checked.findings) else 1
 
 
 def comm(args: options.CommOptions) -> int:

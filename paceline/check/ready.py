@@ -7,9 +7,7 @@ in verdicts/. docs/checks.md is generated from them: `python -m paceline.check.r
 """
 
 import json
-import re
 import signal
-import socket
 import subprocess
 import sys
 import tomllib
@@ -22,6 +20,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TextIO
 
+from paceline.check.format import (
+    CODES,
+    colour,
+    format_findings,
+    format_host,
+    format_links,
+    format_summary,
+    host_name,
+    is_ready,
+    short_value,
+)
 from paceline.check.probes.facts import MAX_ANSWER_BYTES, OnProbe, gather_facts
 from paceline.check.verdicts import gpu_verdicts, host_verdicts, network_verdicts, run_verdicts, torch_verdicts
 from paceline.check.verdicts.rules import (
@@ -31,8 +40,6 @@ from paceline.check.verdicts.rules import (
     Intent,
     Severity,
     at,
-    count_names,
-    short_name,
     visible_gpus,
 )
 from paceline.config import Config, cache_dir
@@ -42,7 +49,6 @@ from paceline.plan.machine import Gpu, Machine, with_spec
 from paceline.plan.memory import checkpoint_bytes, fullest_state
 from paceline.plan.planner import Plan, make_plan, memory_setup
 from paceline.rundir import RunDir, write_atomic
-from paceline.units import format_bytes
 
 DEADLINE_S = 130.0  # the slowest probe has 30, and four times as long on a busy machine
 PROCESS_BYTES = 300 << 20  # Python with torch on a CPU before it holds any weight: RSS with torch 2.13
@@ -57,8 +63,6 @@ SUBJECTS: dict[str, tuple[str, ModuleType]] = {
     "network": ("Network", network_verdicts),
     "hosts": ("Several hosts", network_verdicts),
 }
-SHOWN_CHARS = 60  # of a fact
-CODES = {"stop": "1;31", "warn": "33", "note": "36"}  # the worst first; ANSI: bold red, yellow, cyan
 INTRO = """\
 # What `paceline check` checks
 
@@ -296,23 +300,17 @@ def make_finding(verdict: Verdict, case: Case, host: Facts | None) -> Finding:
     )
 
 
-def host_name(facts: Facts) -> str:
-    """Returns the name of a host, or the one by which it was not reached; that of this host where its probe gave none."""
-    return str(at(facts, "host.name") or at(facts, "connection.destination") or socket.gethostname())
-
-
-def format_findings(findings: Sequence[Finding], *, verbose: bool = False, several: bool = False) -> str:
-    """Returns three lines for each finding: what, why, fix. verbose: also the facts that it follows from. several: hosts."""
-    width = max((len(finding.id) for finding in findings), default=0)
-    lines = []
-    for finding in findings:
-        host = f"{finding.host}: " if several and finding.host else ""
-        lines.append(f"{finding.severity}  {finding.id:<{width}}  {host}{finding.what}")
-        lines.append(f"  why {'':<{width}}  {finding.why}")
-        lines.append(f"  fix {'':<{width}}  {finding.fix}")
-        if verbose:
-            lines += [f"      {'':<{width}}  {path} = {value}" for path, value in finding.evidence.items()]
-    return "\n".join(lines)
+def format_check(checked: CheckResult, *, verbose: bool, coloured: bool) -> str:
+    """Returns the hosts, their links, the findings and a summary; verbose: also the facts and the checks that passed."""
+    text = format_findings(checked.findings, verbose=verbose, several=len(checked.facts) > 1)
+    blocks = [
+        "\n".join(map(format_host, checked.facts)),
+        "\n".join(line for facts in checked.facts for line in format_links(facts)),
+        colour(text) if coloured else text,
+        format_passed(checked) if verbose else "",
+        format_summary(checked.findings),
+    ]
+    return "\n\n".join(block for block in blocks if block)
 
 
 def format_passed(checked: CheckResult) -> str:
@@ -326,60 +324,9 @@ def format_passed(checked: CheckResult) -> str:
     return "\n".join(lines)
 
 
-def short_value(value: Any) -> str:
-    """Returns a fact in a few words; a table or a list only by its length."""
-    if isinstance(value, dict | list) and len(json.dumps(value)) > SHOWN_CHARS:
-        return f"({len(value)} entries)"
-    return "n/a" if value is None else json.dumps(value)[:SHOWN_CHARS]
-
-
-def format_summary(findings: Sequence[Finding]) -> str:
-    counts = {severity: sum(finding.severity == severity for finding in findings) for severity in CODES}
-    names = {"stop": "would stop it", "warn": "would hurt", "note": "good to know"}
-    summary = ", ".join(f"{count} {names[severity]}" for severity, count in counts.items() if count)
-    return ("not ready: " if counts["stop"] else "ready: ") + (summary or "nothing found")
-
-
-def format_host(facts: Facts) -> str:
-    """Returns one line about a host."""
-    if error := at(facts, "connection.error"):
-        return f"{host_name(facts)}: {error}"
-    torch = facts.get("torch")
-    cards = count_names(short_name(gpu.get("name")) for gpu in visible_gpus(facts)) or "no GPU"
-    memory, _ = host_verdicts.memory_limit(facts)
-    driver, cuda = at(facts, "driver.version"), at(facts, "driver.cuda")
-    libraries = [f"{name} {version}" for name in ("CUDA", "NCCL") if (version := at(torch, name.lower()))]
-    return ", ".join(
-        [
-            f"{host_name(facts)}: {at(facts, 'host.os') or 'unknown system'}",
-            f"Python {at(facts, 'python.version') or 'n/a'}",
-            (f"torch {torch['version']}" if torch else "no torch")
-            + (f" ({', '.join(libraries)})" if libraries else ""),
-            cards + (f", driver {driver}" if driver else "") + (f" (CUDA {cuda})" if driver and cuda else ""),
-            f"{at(facts, 'host.cpu.cores') or 'n/a'} cores",
-            "n/a memory" if memory is None else format_bytes(memory),
-        ]
-    )
-
-
-def format_links(facts: Facts) -> list[str]:
-    """Returns a line for each measured link from this host: address, round trip, speed."""
-    lines = []
-    for link in facts.get("links") or ():
-        if link["bits_per_s"]:
-            speed = f"{link['rtt_us'] / 1000:.2f} ms there and back, {link['bits_per_s'] / 1e9:.2f} Gb/s"
-            lines.append(f"{at(facts, 'connection.destination')} to {link['to']}: {speed} by {link['address']}")
-    return lines
-
-
-def colour(text: str) -> str:
-    """Returns the text with coloured severities, for a terminal."""
-    return re.sub(r"(?m)^(stop|warn|note)(?=  )", lambda match: f"\x1b[{CODES[match[1]]}m{match[1]}\x1b[0m", text)
-
-
 def to_json(findings: Sequence[Finding], hosts: Sequence[Facts]) -> dict[str, Any]:
     return {
-        "ready": not any(finding.severity == "stop" for finding in findings),
+        "ready": is_ready(findings),
         "findings": [finding.to_json() for finding in findings],
         "facts": {host_name(facts): facts for facts in hosts},
     }

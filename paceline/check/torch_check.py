@@ -26,8 +26,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from paceline.check.format import format_findings
 from paceline.check.probes.facts import PROBES, ask_probes, gather_facts
-from paceline.check.ready import find_findings, format_findings, load_verdicts
+from paceline.check.ready import find_findings, load_verdicts
 from paceline.check.torch_recipe import (
     AUTO,
     Capability,

@@ -20,7 +20,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TextIO
 
-from paceline.check.ready import format_findings
+from paceline.check.format import format_findings
 from paceline.errors import Finding
 from paceline.rundir import RunDir, open_file, utc_now
 from paceline.terminal import STEERING, own_stream

@@ -16,8 +16,8 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
+from paceline.check.format import format_findings
 from paceline.check.probes.facts import DEFAULTS, PROBES, ask_probes
-from paceline.check.ready import format_findings
 from paceline.config import Config, cache_dir
 from paceline.config_file import find_config, resolve_config
 from paceline.data.prepare import TokenDataset

@@ -83,7 +83,7 @@ def logs(tmp_path):
 def test_every_state_is_shown_and_every_page_of_it():
     async def script(app, pilot):
         for make in STATES.values():
-            app.show_snapshot(make(NOW))
+            app.show_snapshot(make(NOW), None, error=None)
             for number, page in enumerate(PAGES):
                 app.action_page(page)
                 assert f"{number + 1} {page}" in seen(app).splitlines()[-1]
@@ -327,9 +327,9 @@ def test_only_changed_columns_are_repainted():
         painted = []
         for part in app.query(LineView):
             part.refresh = lambda *regions, **_: painted.extend(regions)
-        app.show_snapshot(training())
+        app.show_snapshot(training(), None, error=None)
         assert painted == []
-        app.show_snapshot(replace(training(), tok_per_sec=1.0))
+        app.show_snapshot(replace(training(), tok_per_sec=1.0), None, error=None)
         assert [(region.y, region.height) for region in painted] == [(2, 1)]
         assert painted[0].x > 30
 

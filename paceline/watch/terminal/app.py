@@ -203,9 +203,7 @@ class WatchApp(App[None]):
         else:  # another run was opened meanwhile
             self.action_read()
 
-    def show_snapshot(
-        self, snapshot: Snapshot | None, text: LogText | None = None, *, error: str | None = None
-    ) -> None:
+    def show_snapshot(self, snapshot: Snapshot | None, text: LogText | None, *, error: str | None) -> None:
         """Shows what was read, unless the screen is held; the log's text only if no other log was chosen meanwhile."""
         if not self.held:
             self.snapshot, self.error, self.now = snapshot, error, self.clock()

@@ -154,7 +154,7 @@ def redact_line(line: str) -> str:
     parts, start = [], 0
     while match := NAMED_VALUE.search(line, start):
         replacement, end = hidden_value(match), match.end()
-        if end - match.start("value") >= MAX_VALUE:
+        if replacement and end - match.start("value") >= MAX_VALUE:
             end = NOT_BLANK.match(line, end).end()  # type: ignore[union-attr]
         # a harmless value may itself be a name with a value: `key: token=...`
         parts += [line[start : match.start("value")], replacement]

@@ -262,12 +262,13 @@ def test_answers_are_compressed_and_a_stream_keeps_no_message_back(port):
     status, headers, _ = asked(port, "/api/runs/a", accept_encoding="gzip")
     assert (status, headers["content-encoding"]) == (200, "gzip")
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)
-    connection.request("GET", f"/api/stream?run=a&token={TOKEN}", headers={"accept-encoding": "gzip"})
+    connection.request("GET", f"{FOLDER}api/stream?run=a&token={TOKEN}", headers={"accept-encoding": "gzip"})
     answer = connection.getresponse()
     assert answer.getheader("content-encoding") == "gzip"
     unpacker, text, size = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS), "", 0
     while '"whole":true' not in text or not text.endswith("\n\n"):
         block = answer.read1(1 << 16)
+        assert block
         size, text = size + len(block), text + unpacker.decompress(block).decode()
     assert size < len(text) / 2
     connection.close()
@@ -275,10 +276,10 @@ def test_answers_are_compressed_and_a_stream_keeps_no_message_back(port):
 
 def test_a_stream_of_several_runs_has_what_a_comparison_shows(port, folder):
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)
-    connection.request("GET", f"/api/stream?run=a&run=a&token={TOKEN}")
+    connection.request("GET", f"{FOLDER}api/stream?run=a&run=a&token={TOKEN}")
     answer = connection.getresponse()
     while '"whole":true' not in (line := answer.readline().decode()):
-        pass
+        assert line
     message = json.loads(line.removeprefix("data: "))
     assert message["curves"].keys() == {"series"} and "parts" not in message
     assert message["panels"].keys() == {"head", "fields", "figures"}

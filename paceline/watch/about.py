@@ -45,8 +45,10 @@ def read_about(run: RunDir) -> dict[str, Any]:
     setup: what the run ran on, and what its plan chose, by name: a comparison shows where two runs differ in it.
     """
     samples = islice(files_in(run, "samples/*.txt", str, reverse=True), MAX_SAMPLES)
-    facts = [(path.stem, facts) for path, facts in files_in(run, "facts/*.json", json.loads) if isinstance(facts, dict)]
-    machines = [(host, fact_rows(table)) for host, table in facts]
+    machines: list[tuple[str, list[tuple[str, str]]]] = []
+    for path, facts in files_in(run, "facts/*.json", json.loads):
+        with suppress(AttributeError, KeyError, TypeError, ValueError):  # damaged
+            machines.append((path.stem, fact_rows(facts)))
     plan = next((plan for _, plan in files_in(run, run.plan_json.name, json.loads) if isinstance(plan, dict)), {})
     config = read_config(run)
     return {

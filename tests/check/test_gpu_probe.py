@@ -213,7 +213,7 @@ def test_the_probe_of_a_driver_that_never_answers_is_killed_at_the_deadline(libr
     monkeypatch.setenv("NVML_INIT", "hang")
     (probe,) = (replace(item, deadline_s=1.0) for item in PROBES if item.name == "gpu")
     facts = ask_probes([probe], {})
-    assert facts["probes"]["gpu"]["error"] == "no answer in 1 s"
+    assert facts["probes"]["gpu"]["error"].startswith("no answer in 1")
     assert facts["probes"]["gpu"]["seconds"] >= 1.0
     assert (facts["gpus"], facts["driver"], facts["nvml_error"]) == (None, None, None)
 

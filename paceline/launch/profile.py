@@ -218,7 +218,10 @@ def low_use(results: Mapping[str, Any], plan: Plan, *, rows: Callable[[], int | 
         losses |= {"communication": min(sent), "imbalance": fmean(sent) - min(sent)}
     reason = max(losses, key=lambda name: losses[name])
     lost_ms = losses[reason]
-    what = f"compute takes {use:.0%} of a step; the largest loss is {reason}, {format_ms(lost_ms)} or {lost_ms / step_ms:.0%}"
+    what = (
+        f"compute takes {100 * use:.0f} % of a step;"
+        f" the largest loss is {reason}, {format_ms(lost_ms)} or {100 * lost_ms / step_ms:.0f} %"
+    )
     why, fix = cause_and_fix(reason, lost_ms, results, plan, rows=rows)
     return Finding("low-device-use", "warn", what, why, fix, {"use": use, "losses_ms": losses})
 
@@ -268,7 +271,7 @@ def cause_and_fix(
         gain = results["step_ms"] / (results["step_ms"] - lost_ms * (1 - accum / plan.grad_accum_steps)) - 1
         if gain >= LEAST_GAIN:
             micro_steps = f"{accum} instead of {plan.grad_accum_steps} micro-steps"
-            return why, f"--device-batch-size {larger[0]}: it fits, {micro_steps}, about {gain:.0%} more tok/s"
+            return why, f"--device-batch-size {larger[0]}: it fits, {micro_steps}, about {100 * gain:.0f} % more tok/s"
     return why, f"{longer}; or a wider model"
 
 

@@ -64,19 +64,19 @@ def test_memory_is_what_the_plan_says_is_held_and_what_was_traced():
 
 def test_a_step_that_computes_most_of_the_time_has_no_finding():
     assert profiled(rank(matmuls=80, host=20))["finding"] is None
-    assert profiled(rank(matmuls=79, host=21))["finding"]["what"].startswith("compute takes 79% of a step")
+    assert profiled(rank(matmuls=79, host=21))["finding"]["what"].startswith("compute takes 79 % of a step")
 
 
 @pytest.mark.parametrize(
     ("ranks", "fields", "rows", "what", "fix"),
     [
         (
-            [rank(matmuls=60, host=40)] * 2, {}, 8, "host, 40.0 ms or 40%",
-            "--device-batch-size 8: it fits, 1 instead of 4 micro-steps, about 43% more tok/s",
+            [rank(matmuls=60, host=40)] * 2, {}, 8, "host, 40.0 ms or 40 %",
+            "--device-batch-size 8: it fits, 1 instead of 4 micro-steps, about 43 % more tok/s",
         ),
         (
-            [rank(matmuls=60, host=40)] * 2, {}, 5, "host, 40.0 ms or 40%",
-            "--device-batch-size 4: it fits, 2 instead of 4 micro-steps, about 25% more tok/s",
+            [rank(matmuls=60, host=40)] * 2, {}, 5, "host, 40.0 ms or 40 %",
+            "--device-batch-size 4: it fits, 2 instead of 4 micro-steps, about 25 % more tok/s",
         ),
         (
             [rank(matmuls=60, host=40)] * 2, {}, None, "host",

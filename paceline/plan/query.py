@@ -171,6 +171,8 @@ def measure_here(forecast: Forecast, options: PlanOptions, *, cache: Path) -> No
         out = Path(folder) / "speeds.json"
         show(f"{forecast.plan.device_name}, {processes} x {setup.threads} threads, under a minute")
         arguments = {"device": setup.device, "out": out, "threads": setup.threads, "processes": processes}
+        if forecast.plan.precision == "bf16":
+            arguments["precision"] = "bf16,fp32"
         run_module("paceline.train.measure", *(f"--{name}={value}" for name, value in arguments.items()))
         keep_speeds(cache, Speeds.from_json(json.loads(out.read_text())))
 

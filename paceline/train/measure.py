@@ -29,6 +29,7 @@ from paceline.model.gpt import DTYPES, GPT, attend
 from paceline.model.layers import capped_nats_, chunk_rows, embedding_gradient, plus_matmul
 from paceline.plan.algorithms import longer_side, newton_schulz_flops
 from paceline.plan.cost import attention_pairs
+from paceline.plan.host import probe_cpu_bf16
 from paceline.plan.speeds import Speeds
 from paceline.rundir import utc_now, write_atomic
 from paceline.train.buckets import SegmentSum, start_all_gather
@@ -104,7 +105,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--precision", default="bf16,fp32")
+    parser.add_argument("--precision", help="default: fp32, and bf16 where the device multiplies it natively")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--store", type=Path, help=argparse.SUPPRESS)
@@ -120,7 +121,10 @@ def main() -> None:
     if args.processes > 1:
         where = f"file://{args.store}"
         dist.init_process_group("gloo", init_method=where, rank=args.rank, world_size=args.processes)
-    speeds = measure(device, threads=args.threads, processes=args.processes, precisions=args.precision.split(","))
+    # a CPU without bf16 takes half an hour for products that nobody plans on it
+    native = "bf16,fp32" if args.device == "cuda" or probe_cpu_bf16() else "fp32"
+    precisions = (args.precision or native).split(",")
+    speeds = measure(device, threads=args.threads, processes=args.processes, precisions=precisions)
     if not args.rank:
         write_atomic(args.out, json.dumps(asdict(speeds), indent=1) + "\n")
     if args.processes > 1:

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from paceline.config import ModelConfig
+from paceline.plan.host import probe_cpu_bf16
 from paceline.plan.speeds import RATES, Speeds
 from paceline.plan.step_time import StepSetup, step_time
 
@@ -39,3 +40,12 @@ def test_a_measurement_is_enough_for_the_time_of_a_step(tmp_path, program, proce
     model = ModelConfig(4, 128, 2, 2, 64, 256, 4096)
     setup = StepSetup(model, "cpu", processes, "fp32", "muon", "optimizer", 8, 1, speeds=speeds)
     assert step_time(setup).seconds is not None
+
+
+@pytest.mark.slow
+def test_bf16_is_measured_on_a_cpu_that_multiplies_it_natively(tmp_path):
+    out = tmp_path / "speeds.json"
+    command = [sys.executable, "-c", SMALL, "--device", "cpu", "--threads", "1", "--out", str(out)]
+    subprocess.run(command, check=True, timeout=600)
+    precisions = {name.split()[-1] for name in json.loads(out.read_text())["rates"] if " " in name}
+    assert precisions == ({"fp32", "bf16"} if probe_cpu_bf16() else {"fp32"})

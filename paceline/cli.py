@@ -67,6 +67,8 @@ def check(args: options.CheckOptions) -> int:
     from paceline.plan.machine import probe_machine
     from paceline.terminal import progress_line
 
+    if args.python and args.hosts is None:
+        raise UsageError("--python names the interpreter on other hosts", fix="--hosts ada,bob, or leave --python out")
     entries = parse_hosts(args.hosts) if args.hosts is not None else []
     nproc = ranks_of(entries) if entries else None
     config = resolve_config(args.config, args.keys if nproc is None else {**args.keys, "nproc": nproc})

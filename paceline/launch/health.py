@@ -240,12 +240,16 @@ def main() -> None:
 
 
 def live_samples(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yields lines of this host as they are requested, and writes nothing. folder: on the disk to measure."""
-    sampler = Sampler(RunDir(folder), open_gpus(None, on_silence=lambda _: None))
+    """Yields lines of this host as they are requested, and writes nothing. folder: on the disk to measure.
+
+    note, in a line: why there are no GPUs although the host has cards.
+    """
+    notes: list[str] = []
+    sampler = Sampler(RunDir(folder), open_gpus(None, on_silence=notes.append))
     while True:
         gpus = [{name: value for name, value in gpu.items() if value is not None} for gpu in sampler.gpus.sample()]
         host = {name: value for name, value in sampler.sample_host().items() if value is not None}
-        yield {"time": utc_now(), **host, "gpus": gpus}
+        yield {"time": utc_now(), **host, "gpus": gpus, **({"note": notes[0]} if notes else {})}
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import cache
 from itertools import combinations, repeat
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,7 @@ def expand_range(word: str, place: str) -> list[str]:
     return [word[: match.start()] + number + word[match.end() :] for number in numbers]
 
 
+@cache
 def is_this_host(entry: HostEntry) -> bool:
     """Whether the entry is the host that this process runs on, as the same user: it needs no ssh."""
     if entry.user is not None and entry.user != getpass.getuser():

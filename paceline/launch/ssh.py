@@ -39,7 +39,7 @@ MAX_STDERR_BYTES = 1 << 16
 # Runs at the far end: takes the code's hash and size, asks for what it lacks, and runs a module with the remaining input.
 # OSError and a Python that is too old are answers like any other.
 BOOTSTRAP = """
-import hashlib, io, json, os, pathlib, runpy, sys, tarfile, tempfile
+import hashlib, io, json, os, pathlib, runpy, shutil, sys, tarfile, tempfile
 def say(**line): print(json.dumps(line), flush=True)
 def main(digest, size, module):
     if sys.version_info < (3, 11): return say(error="Python %d.%d" % sys.version_info[:2], kind="python")
@@ -53,9 +53,11 @@ def main(digest, size, module):
             if hashlib.sha256(data).hexdigest() != digest: return say(error="the code was not received whole", kind="lost")
             root.mkdir(parents=True, exist_ok=True)
             part = tempfile.mkdtemp(dir=root)
-            tarfile.open(fileobj=io.BytesIO(data)).extractall(part, filter="data")
-            try: os.rename(part, code)
+            try:
+                tarfile.open(fileobj=io.BytesIO(data)).extractall(part, filter="data")
+                os.rename(part, code)
             except OSError:
+                shutil.rmtree(part, ignore_errors=True)
                 if not code.is_dir(): raise
     except OSError as error: return say(error="%s: %s" % (error.strerror, error.filename or root), kind="disk")
     sys.path.insert(0, str(code)); os.environ["PYTHONPATH"] = str(code)
@@ -194,6 +196,7 @@ class SshModule(ModuleProcess):
         return PacelineError(last or f"ssh ended with exit code {exit_code}", fix=f"ssh {to} true")
 
 
+@cache
 def ssh_name(destination: str) -> str:
     """Returns the name or address that ssh looks up for user@host: HostName of ~/.ssh/config, or the host itself."""
     with suppress(OSError, subprocess.SubprocessError):

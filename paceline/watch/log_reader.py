@@ -149,6 +149,7 @@ class LogAndMachine(TrainingLogReader):
         self._is_measured = threading.Event()
         self._thread: threading.Thread | None = None
         self._read_at = 0.0
+        self._note: str | None = None  # why there are no GPUs
 
     def update(self) -> Snapshot:
         snapshot = super().update()
@@ -157,14 +158,17 @@ class LogAndMachine(TrainingLogReader):
             self._thread = threading.Thread(target=self._sample, daemon=True)
             self._thread.start()
             self._is_measured.wait(FIRST_SAMPLES_S)
-        self._health.add([self._new.popleft() for _ in range(len(self._new))])
+        lines = [self._new.popleft() for _ in range(len(self._new))]
+        self._note = next((str(line["note"]) for line in lines if "note" in line), self._note)
+        self._health.add(lines)
         if self._health.time is None:
             return snapshot
         hosts, gpus = (
             {key: curve.series() for key, curve in self._health.curves[group].items()}
             for group in ("host_series", "gpu_series")
         )
-        return replace(snapshot, hosts=[self._health.view()], host_series=hosts, gpu_series=gpus)
+        notes = [*snapshot.notes, *([self._note] if self._note else [])]
+        return replace(snapshot, hosts=[self._health.view()], host_series=hosts, gpu_series=gpus, notes=notes)
 
     def _sample(self) -> None:
         for number, sample in enumerate(self._samples):

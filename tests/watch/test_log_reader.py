@@ -224,6 +224,14 @@ def test_the_samples_of_this_machine_become_curves_and_a_driver_that_hangs_delay
         enough.set()
 
 
+def test_a_driver_that_does_not_answer_is_said_beside_the_log(tmp_path):
+    path = tmp_path / "out.log"
+    write(path, "step 1/99 loss: 3.0\n")
+    line = {"time": "2026-11-22T12:00:01.000Z", "cpu": 0.25, "gpus": [], "note": "health samples have no GPUs"}
+    reader = LogAndMachine(path, iter([line, {**line, "time": "2026-11-22T12:00:02.000Z"}]))
+    assert "health samples have no GPUs" in reader.update().notes
+
+
 UNREADABLE = """
 import os, sys
 from pathlib import Path

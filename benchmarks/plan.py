@@ -1,7 +1,7 @@
 """
 Planned against measured speed of real runs on CPU processes.
 
-    python benchmarks/plan.py [--rounds 3] [--steps 12] [--only 0,3] [--toys 10]
+    python benchmarks/plan.py [--rounds 3] [--steps 12] [--only 0,3] [--toys 10] [--fp32]
 
 Measures this machine's pieces for one process and for two (train/measure.py), runs two configs to calibrate and then eight others
 through `paceline train`, and prints predicted and measured tokens/s of each with their ratio. Rounds go through all configs in
@@ -99,8 +99,14 @@ def main() -> None:
     parser.add_argument(
         "--toys", type=int, default=0, help="so many toy runs first, which leave their history in the cache"
     )
+    parser.add_argument("--fp32", action="store_true", help="every case in fp32, for a CPU that does not multiply bf16")
     args = parser.parse_args()
     chosen = CASES if args.only is None else tuple(CASES[int(word)] for word in args.only.split(","))
+    calibration = CALIBRATION
+    if args.fp32:
+        chosen, calibration = (
+            tuple(replace(case, precision="fp32") for case in cases) for cases in (chosen, calibration)
+        )
     cores = probe_machine().cpu_cores
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -112,7 +118,7 @@ def main() -> None:
             plan, measured = run(folder, toy, steps=TOY_STEPS)
             learn(cache, plan, measured_s=measured)
             print(f"toy {number + 1}: {measured * 1000:,.0f} ms  {toy.name}", file=sys.stderr, flush=True)
-        seconds: dict[Case, list[float]] = {case: [] for case in (*CALIBRATION, *chosen)}
+        seconds: dict[Case, list[float]] = {case: [] for case in (*calibration, *chosen)}
         plans: dict[Case, Plan] = {}
         for number in range(args.rounds):
             for case in seconds:
@@ -121,7 +127,7 @@ def main() -> None:
                 print(f"round {number + 1}: {measured * 1000:,.0f} ms  {case.name}", file=sys.stderr, flush=True)
         medians = {case: statistics.median(times) for case, times in seconds.items()}
         raw = {case: predict(plans[case], cache) for case in medians}
-        for case in CALIBRATION:
+        for case in calibration:
             if case.nproc in {each.nproc for each in chosen}:
                 learn(cache, plans[case], measured_s=medians[case])
         show(medians, plans, raw, {case: predict(plans[case], cache) for case in medians})
@@ -207,14 +213,14 @@ def show(
 ) -> None:
     print("| config | measured tok/s | pieces alone | ratio | after two runs | ratio | within its range |")
     print("|---|---|---|---|---|---|---|")
-    for case, measured_s in medians.items():
+    for number, (case, measured_s) in enumerate(medians.items()):
         tokens = plans[case].total_batch_size
         speeds = [tokens / measured_s, *(each[case].tok_per_sec for each in (raw, learned))]
         cells = [f"{speeds[0]:,.0f}"]
         for each in speeds[1:]:
             cells += [f"{each.expected:,.0f}", f"{each.expected / speeds[0]:.2f}"]
         inside = speeds[-1].low <= speeds[0] <= speeds[-1].high
-        note = " (calibrates)" if case in CALIBRATION else ""
+        note = " (calibrates)" if number < len(CALIBRATION) else ""
         print(f"| {case.name}{note} | {' | '.join(cells)} | {'yes' if inside else 'no'} |", flush=True)
         parts = ", ".join(f"{name} {1000 * part:.0f}" for name, part in raw[case].parts.items())
         print(f"    {1000 * measured_s:.0f} ms measured; {parts}", file=sys.stderr, flush=True)

@@ -63,15 +63,11 @@ def configs(args: options.ConfigsOptions) -> None:
 def check(args: options.CheckOptions) -> int:
     from paceline.check.format import is_ready
     from paceline.check.ready import check_config, format_check, to_json
-    from paceline.launch.hosts import hosts_asker, parse_hosts, ranks_of
+    from paceline.launch.hosts import hosts_asker, hosts_of
     from paceline.plan.machine import probe_machine
     from paceline.terminal import progress_line
 
-    if args.python and args.hosts is None:
-        raise UsageError("--python names the interpreter on other hosts", fix="--hosts ada,bob, or leave --python out")
-    entries = parse_hosts(args.hosts) if args.hosts is not None else []
-    nproc = ranks_of(entries) if entries else None
-    config = resolve_config(args.config, args.keys if nproc is None else {**args.keys, "nproc": nproc})
+    entries, config = hosts_of(resolve_config(args.config, args.keys))
     with progress_line("checking") as on_probe:
         checked = check_config(
             config,
@@ -79,7 +75,7 @@ def check(args: options.CheckOptions) -> int:
             set_keys=frozenset(args.keys),
             port=args.port,
             on_probe=on_probe,
-            ask_hosts=hosts_asker(entries, python=args.python, port=args.port) if entries else None,
+            ask_hosts=hosts_asker(entries, python=config.python, port=args.port) if entries else None,
         )
     if args.json:
         print(format_json(to_json(checked.findings, checked.facts)))

@@ -103,8 +103,17 @@ class Config:
     )
     logits_mib: int | None = option(None, "MiB of logits at a time; auto: 512, less where needed", low=1, high=1 << 20)
 
+    hosts: str | None = option(
+        None, "train on these hosts: ada,bob, node[1-4], or a file; nproc ranks on each", group="hosts", value="HOSTS"
+    )
+    python: str | None = option(None, "the interpreter on the other hosts; auto: as here, else python3", value="PATH")
+    interface: str | None = option(None, "network interface between the hosts; auto: that of the route", value="NAME")
+    ports: str | None = option(None, "ports the hosts may listen on, such as 29400-29500; auto: any free", value="A-B")
+
     log_every: int = option(10, "steps between lines of metrics", low=1, high=10**9, group="watch")
-    eval_every: int = option(250, "steps between evaluations; 0: only at the end", low=0, high=10**9, also={-1: 0})
+    eval_every: int = option(
+        250, "steps between evaluations, from step 0 on; 0: only at the end", low=0, high=10**9, also={-1: 0}
+    )
     eval_tokens: int | None = option(
         None,
         "held-out tokens of one evaluation; auto: a tenth of the run's time for all of them, 1,048,576 at most",

@@ -73,7 +73,13 @@ class Services(Options):
     )
 
 
-class LaunchOptions(Recovery, Services):
+class HostOptions(Options):
+    """What happens to a run of several hosts."""
+
+    min_hosts: int = option(1, "go on while as many hosts remain", low=1, high=1024, group="hosts")
+
+
+class LaunchOptions(Recovery, Services, HostOptions):
     """What `train`, `resume` and `run` share."""
 
     check: bool = option(True, "start even if a check says that the run would fail", group="launch")
@@ -136,7 +142,6 @@ class PlanOptions(JsonOption, ConfigOptions):
 
     gpu: str | None = option(None, 'plan for this GPU, such as "RTX 5090"; auto: the GPUs here', value="NAME")
     gpus: int | None = option(None, "GPUs of each host; auto: those here, or 1 of --gpu", low=1, high=10**6)
-    hosts: int | None = option(None, "hosts, each with as many GPUs; auto: 1", low=1, high=10**6)
     link: str | None = option(None, 'link: 10GbE, "PCIe 5 x8", NVLink; auto: as `paceline comm` measured', value="NAME")
     price: str | None = option(None, "0.30/kWh or 2.50/gpu-hour: adds what the run costs", value="PRICE")
     watts: float | None = option(None, "power of one GPU under load; auto: the GPU's limit", low=1e-3, high=1e6)
@@ -167,8 +172,6 @@ class CheckOptions(JsonOption, ConfigOptions):
     $ paceline check --hosts ada,bob
     """
 
-    hosts: str | None = option(None, "check these hosts by ssh: ada,bob, node[1-4], or a file", value="HOSTS")
-    python: str | None = option(None, "the interpreter on the other hosts; auto: as here, else python3", value="PATH")
     port: int | None = option(None, "check this port too", low=1, high=65_535)
     verbose: bool = option(False, "show the facts of each finding, and the checks that found nothing")
 

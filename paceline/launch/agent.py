@@ -1,10 +1,10 @@
 """
 One host's side of the launch: `python -m paceline.launch.agent`, with JSON lines on stdin and stdout.
 
-The first line on stdin is the job; later ones are {"do": "stop"}, {"do": "kill"} and {"do": "kill_rank"}. Stdout has the engine's
-lines (launch/elastic.py) and, last, `engine_ended`. When stdin ends, the supervisor or the connection is gone: the workers may
-save, then everything ends. So the agent works the same as a child process and at the far end of ssh. No torch: it must start at
-once and stay small beside the workers.
+The first line on stdin is the job; later ones are {"do": "stop"}, {"do": "end"}, {"do": "kill"} and {"do": "kill_rank"}. Stdout has
+the engine's lines (launch/elastic.py) and, last, `engine_ended`; on several hosts first `store`, the port on which the ranks meet.
+When stdin ends, the supervisor or the connection is gone: the workers may save, then everything ends. So it works the same as
+a child process and at the far end of ssh. No torch: it must start at once and stay small beside the workers.
 """
 
 import ctypes
@@ -12,16 +12,20 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from paceline.launch.stacks import remove_pipes
+from paceline.launch.stacks import recorder_env, remove_pipes
+from paceline.rundir import RunDir
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+LAUNCH_LOG = "launch.log"  # stderr of the agent and the engine
 RANK_SCRIPT = Path(__file__).with_name("rank.py")
 LINK_LOST_GRACE_S = 20.0  # without a supervisor: enough for a save
 ENGINE_MARGIN_S = 3.0  # how much later than its own deadline the engine may end before it is killed
@@ -116,6 +120,8 @@ class Agent:
                 self.stop(self.stop_grace_s)
             elif line["do"] == "kill":
                 self.kill_after(0.0)
+            elif line["do"] == "end":  # a rank of another host has failed
+                self.kill_after(FAILED_GRACE_S)
             elif line["do"] == "kill_rank":
                 pid = self.pids.get(line["rank"])
                 # a rank that has ended has none there, and its pid may belong to another process
@@ -138,13 +144,32 @@ def start_engine(job: dict[str, Any]) -> subprocess.Popen[bytes]:
     """Starts launch/elastic.py with the workers' environment."""
     logs_dir = Path(job["logs_dir"])
     logs_dir.mkdir(parents=True, exist_ok=True)
-    engine_job = {key: job[key] for key in ("command", "nproc", "logs_dir", "run_id", "stop_grace_s", "libuv")}
-    job_json = logs_dir / "job.json"  # without the environment: it may hold keys, and the folder may be shared
+    names = ("command", "nproc", "logs_dir", "run_id", "stop_grace_s", "libuv", "rendezvous")
+    engine_job = {key: job[key] for key in names}
+    fds = (
+        () if job["lock_fd"] is None else (job["lock_fd"],)
+    )  # the run stays locked until engine and workers have ended too
+    if job["rendezvous"] and job["rendezvous"]["index"] == 0:
+        listener = listen(job["rendezvous"]["host"], job["rendezvous"]["ports"])
+        port, fd = listener.getsockname()[1], listener.detach()
+        send({"event": "store", "port": port})
+        engine_job["rendezvous"] = {**job["rendezvous"], "port": port, "listen_fd": fd}
+        fds = (*fds, fd)
+    place = f"-{job['rendezvous']['index']}" if job["rendezvous"] else ""  # hosts may share the folder
+    job_json = logs_dir / f"job{place}.json"  # without the environment: it may hold keys, and the folder may be shared
     job_json.write_text(json.dumps({**engine_job, "rank_script": str(RANK_SCRIPT), "agent_pid": os.getpid()}))
-    # the run stays locked until the engine has ended too, and with it, by PDEATHSIG, its workers
-    fds = () if job["lock_fd"] is None else (job["lock_fd"],)
     options = {"env": job["env"], "cwd": job["cwd"], "stdout": subprocess.PIPE, "pass_fds": fds}
     return start_child("paceline.launch.elastic", str(job_json), **options)
+
+
+def listen(address: str, ports: Sequence[int] | None) -> socket.socket:
+    """Returns a listener on this address alone: the store that it becomes asks nobody who they are. ports: first and last."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    for port in range(ports[0], ports[1] + 1) if ports else (0,):
+        with suppress(OSError):
+            return socket.create_server((address, port), family=family, backlog=1024)
+    where = f"on ports {ports[0]} to {ports[1]} " if ports else ""
+    raise OSError(f"cannot listen {where}at {address}")
 
 
 def start_sampler(job: dict[str, Any]) -> subprocess.Popen[bytes] | None:
@@ -200,6 +225,28 @@ def processes_of(run_id: str) -> list[int]:
                 if variable in (folder / "environ").read_bytes().split(b"\0"):
                     pids.append(int(folder.name))
     return pids
+
+
+def prepare_attempt(run: RunDir, attempt: int, job: dict[str, Any]) -> None:
+    """Makes the folder of an attempt's logs and completes its job with the paths of this host."""
+    logs_dir = run.logs(attempt).resolve()
+    logs_dir.mkdir(parents=True, exist_ok=True)
+    job |= {"logs_dir": str(logs_dir), "run_path": str(run.path.resolve())}
+    job["env"] = {**job["env"], **recorder_env(job["env"], run, logs_dir)}
+
+
+def start_agent_process(logs_dir: Path, *, lock_fd: int | None) -> subprocess.Popen[bytes]:
+    """Starts an agent, which waits for its job on stdin. Its stderr, and the engine's, go to launch.log."""
+    with (logs_dir / LAUNCH_LOG).open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "paceline.launch.agent"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            bufsize=0,
+            pass_fds=() if lock_fd is None else (lock_fd,),
+            start_new_session=True,  # a terminal's Ctrl-C reaches the supervisor alone
+        )
 
 
 if __name__ == "__main__":

@@ -14,10 +14,11 @@ from paceline.errors import Interrupted, PacelineError
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import Explanation, format_explanation, format_summary
 from paceline.explain.run_folder import explain_run
+from paceline.launch.agent import LAUNCH_LOG
 from paceline.launch.failure import explain_end, read_log_tail
 from paceline.launch.notify import run_services
 from paceline.launch.policy import Abilities, AttemptEnd, Decision, Situation, decide
-from paceline.launch.supervisor import LAUNCH_LOG, Outcome, StopSignals, catch_signals
+from paceline.launch.supervisor import Outcome, StopSignals, catch_signals
 from paceline.options import LaunchOptions, Recovery, Services
 from paceline.plan.host import oom_kills
 from paceline.rundir import NO_SPACE, RunDir, append_event, read_json_lines

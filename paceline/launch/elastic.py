@@ -53,7 +53,11 @@ def main(job_path: str) -> int:
     spec = WorkerSpec(
         role="worker",
         local_world_size=job["nproc"],
-        rdzv_handler=OneHostRendezvous(job["run_id"], libuv=job["libuv"]),
+        rdzv_handler=(
+            HostsRendezvous(job["run_id"], libuv=job["libuv"], **job["rendezvous"])
+            if job["rendezvous"]
+            else OneHostRendezvous(job["run_id"], libuv=job["libuv"])
+        ),
         entrypoint=sys.executable,
         # rank.py needs the standard library alone: -I and -S save 15 ms of each start
         args=("-I", "-S", job["rank_script"], str(os.getpid()), job["logs_dir"], *job["command"]),
@@ -120,7 +124,13 @@ class Engine(LocalElasticAgent):
             self._ended_by_us.update(running)
             self._pcontext.close(signal.SIGTERM, timeout=int(PEER_GRACE_S))  # then SIGKILL
         result: RunResult = super()._monitor_workers(worker_group)
-        if result.state == WorkerState.SUCCEEDED and worker_group.spec.rdzv_handler.use_agent_store:
+        rendezvous = worker_group.spec.rdzv_handler
+        # on several hosts the other agents write to the store as well
+        if (
+            result.state == WorkerState.SUCCEEDED
+            and isinstance(rendezvous, OneHostRendezvous)
+            and rendezvous.use_agent_store
+        ):
             # a rank that joins writes its address to the shared store
             self.joined = self._num_keys() > self._keys_before
         return result
@@ -167,6 +177,29 @@ class OneHostRendezvous(StaticTCPRendezvous):
     @property
     def use_agent_store(self) -> bool:
         return self._libuv  # then rank 0 joins this store like the others, and no second port is needed
+
+
+class HostsRendezvous(StaticTCPRendezvous):
+    """A rendezvous of workers on several hosts, each with the place that the supervisor gave it: no race decides who joins.
+
+    The store of each attempt is a new one, on the listener that the first host's agent has bound.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        *,
+        libuv: bool,
+        host: str,
+        port: int,
+        index: int,
+        hosts: int,
+        listen_fd: int | None = None,
+        **_: Any,
+    ):
+        super().__init__(host, port, rank=index, world_size=hosts, run_id=run_id, timeout=STORE_TIMEOUT_S)
+        listener = {} if listen_fd is None else {"is_master": True, "master_listen_fd": listen_fd}
+        self._store = TCPStore(host, port, wait_for_workers=False, timeout=self.timeout, use_libuv=libuv, **listener)  # type: ignore[arg-type]
 
 
 class RankLogs(LogsSpecs):

@@ -53,6 +53,7 @@ ERROR_START = ("Traceback (most recent call last):", "Fatal Python error: ")
 KILLED = "killed-from-outside"
 HANG = "hang"
 REFUSED = "refused"  # the rank itself reported what is wrong and how to fix it
+HOST_LOST = "host-lost"
 EXITED = "exited-early"  # with exit code 0, which no log tells from success
 DISK_FULL = "disk-full"
 
@@ -73,11 +74,14 @@ class Failure:
     fix: str | None = None  # set where it is a mistake that the user can fix
     exit_with: int = FAILED_EXIT_CODE  # the command's exit code when this is the root cause
     traceback: str | None = None
+    host: str | None = None  # where there are several
 
     @property
     def subject(self) -> str:
-        """'rank 3', or 'launch' for a failure of the launch itself."""
-        return "launch" if self.rank is None else f"rank {self.rank}"
+        """'rank 3', 'rank 3 on bob', 'host bob', or 'launch' for a failure of the launch itself."""
+        if self.rank is None:
+            return "launch" if self.host is None else f"host {self.host}"
+        return f"rank {self.rank}" + (f" on {self.host}" if self.host else "")
 
 
 def find_failures(run: RunDir, attempt: int, ranks: list[dict[str, Any]]) -> list[Failure]:
@@ -190,7 +194,12 @@ def explain_end(
     all_events = list(read_json_lines(run.events))
     events = [event for event in all_events if event.get("attempt") in (None, attempt)]
     hang = next((event for event in reversed(events) if event.get("event") == "hang"), None)
-    if root.exit_code == 0:
+    if root.rank is None and root.host is not None:
+        fix = f"see that {root.host} is on and in the network: ssh {root.host} true; then paceline resume {run.path} with all hosts"
+        explanation = replace(
+            explanation, cause=HOST_LOST, rank=None, host=root.host, summary=root.message, fix=fix, confidence=1.0
+        )
+    elif root.exit_code == 0:
         fix = (
             f"look at its last output in logs/*/{root.rank}.log of the run;"
             " usually a library called exit, or SIGTERM came before the first step"
@@ -214,7 +223,7 @@ def explain_end(
         explanation = replace(explanation, cause=REFUSED, summary=root.message, fix=root.fix, confidence=1.0)
     milestones = [event["event"] for event in all_events if event.get("event") in ("attempt", "checkpoint")]
     is_outside = root.signal in OUTSIDE_SIGNALS and root.traceback is None
-    has_own_error = not (is_outside or root.consequence or explanation.cause in (KILLED, HANG))
+    has_own_error = not (is_outside or root.consequence or explanation.cause in (KILLED, HANG, HOST_LOST))
     end = AttemptEnd(
         cause=explanation.cause,
         retry=retry_class(explanation, root, record),
@@ -229,7 +238,7 @@ def explain_end(
 
 def retry_class(explanation: Explanation, root: Failure, record: dict[str, Any]) -> Retry:
     """Returns whether a retry can help. record: what the rank to blame wrote about its error."""
-    if explanation.cause in (KILLED, HANG, EXITED) or record.get("rollback"):
+    if explanation.cause in (KILLED, HANG, EXITED, HOST_LOST) or record.get("rollback"):
         return "same"
     if OUT_OF_MEMORY.search(root.message) or NO_PRIMITIVE.search(root.message):
         return "smaller"

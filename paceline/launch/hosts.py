@@ -12,8 +12,8 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations, repeat
 from pathlib import Path
@@ -21,10 +21,22 @@ from typing import Any
 
 import psutil
 
-from paceline.check.verdicts.rules import Facts
+from paceline.check.ready import (
+    CheckResult,
+    judge_facts,
+    machine_of,
+    report_and_refuse,
+    start_gathering,
+    training_intent,
+)
+from paceline.check.verdicts.rules import Facts, Intent, at
+from paceline.config import Config, cache_dir
 from paceline.errors import PacelineError, UsageError
 from paceline.launch.ssh import ModuleProcess, SshModule, ssh_name
-from paceline.rundir import utc_now
+from paceline.options import ResumeOptions, TrainOptions
+from paceline.plan.machine import Machine, probe_machine
+from paceline.plan.planner import Plan
+from paceline.rundir import RunDir, utc_now
 
 FACTS, LINKS = "paceline.check.probes.facts", "paceline.check.probes.link_probe"
 UNKNOWN_LINK = {"address": None, "port": 0, "rtt_us": None, "bits_per_s": None, "error": "probe"}
@@ -81,6 +93,30 @@ def ranks_of(entries: Sequence[HostEntry]) -> int | None:
             words = [f"{name.host} has {name.nproc or 'no number of'} ranks" for name in (first, entry)]
             raise UsageError(", ".join(words), fix="the same number on every host, or --nproc N for all")
     return first.nproc
+
+
+def hosts_of(config: Config) -> tuple[list[HostEntry], Config]:
+    """Returns the hosts of a config, none where it names none, and the config with the ranks on each that the list gives."""
+    if config.hosts is None:
+        for key in ("python", "interface", "ports"):
+            if getattr(config, key) is not None:
+                raise UsageError(f"--{key} is about several hosts", fix=f"--hosts ada,bob, or leave --{key} out")
+        return [], config
+    entries = parse_hosts(config.hosts)
+    nproc = ranks_of(entries)
+    if nproc is not None and config.nproc not in (None, nproc):
+        raise UsageError(f"--hosts gives {nproc} ranks to a host, --nproc {config.nproc}", fix="leave one of them out")
+    return entries, config if nproc is None else replace(config, nproc=nproc)
+
+
+def parse_ports(text: str | None) -> tuple[int, int] | None:
+    """Returns the first and the last port of '29400-29500'; None for any."""
+    if text is None:
+        return None
+    low, _, high = text.partition("-")
+    if not low.isdecimal() or not (high or low).isdecimal() or not 1024 <= int(low) <= int(high or low) <= 65_535:
+        raise UsageError(f"--ports {text} is not a range of ports", fix="--ports 29400-29500")
+    return int(low), int(high or low)
 
 
 def host_lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -214,3 +250,65 @@ def open_probe(entry: HostEntry, *, python: str | None) -> ModuleProcess:
     if is_this_host(entry):
         return ModuleProcess([sys.executable, "-P", "-m", LINKS])
     return SshModule(entry.destination, LINKS, python=python)
+
+
+@dataclass(frozen=True)
+class StartCheck:
+    """The facts of the hosts while they are gathered, and what follows from them."""
+
+    facts: Callable[[], Sequence[Facts]]  # waits for them
+    entries: Sequence[HostEntry]
+    intent: Callable[[Plan], Intent]
+    is_on: bool
+
+    def machine(self) -> Machine:
+        """Returns what the plan is for: this machine, or hosts like the first that answered. Raises PacelineError if none did."""
+        if not self.entries:
+            return probe_machine()
+        answered = next((facts for facts in self.facts() if at(facts, "host.cpu")), None)
+        if answered is None:
+            self._judge(Intent(num_hosts=len(self.entries)))
+            raise PacelineError("no host could be asked", fix=f"paceline check --hosts {self.entries[0].destination}")
+        return replace(machine_of(answered), hosts=len(self.entries))
+
+    def judge(self, plan: Plan) -> CheckResult:
+        """Prints what would hurt the run; raises PacelineError if it would surely fail. With --no-check it finds nothing."""
+        if not self.is_on:
+            return CheckResult((), ())
+        return self._judge(replace(self.intent(plan), num_hosts=max(1, len(self.entries))))
+
+    def _judge(self, intent: Intent) -> CheckResult:
+        share = None if intent.need_host_bytes is None else intent.need_host_bytes // intent.num_hosts
+        nproc = None if intent.nproc is None else intent.nproc // intent.num_hosts
+        checked = judge_facts(self.facts(), replace(intent, need_host_bytes=share, nproc=nproc))
+        report_and_refuse(checked.findings, stopped="this run")
+        return checked
+
+
+@contextmanager
+def start_check(
+    config: Config,
+    run: RunDir,
+    options: TrainOptions | ResumeOptions,
+    *,
+    command: str,
+    entries: Sequence[HostEntry] = (),
+) -> Iterator[StartCheck]:
+    """Gathers the facts of this host, or of all hosts, while the block prepares the run."""
+
+    def intent(plan: Plan) -> Intent:
+        return training_intent(config, plan, command=command, set_keys=frozenset(options.keys), run_path=run.path)
+
+    if not options.check and not entries:
+        yield StartCheck(tuple, entries, intent, is_on=False)
+        return
+    folders = {"run_dir": run.path, "cache_dir": cache_dir(config), "cached_torch": cache_dir(config) / "torch.json"}
+    text = {"data": config.data, "tokenizer": config.tokenizer, "vocab_size": config.vocab_size}
+    ports = parse_ports(config.ports)
+    with ThreadPoolExecutor(1) as pool, start_gathering(**folders, **text, measure_disk=False) as gathered:
+        if not entries:
+            facts: Callable[[], Sequence[Facts]] = lambda: [gathered.facts()]  # noqa: E731
+        else:
+            ask = hosts_asker(entries, python=config.python, port=ports[0] if ports else None)
+            facts = pool.submit(ask, gathered.facts).result
+        yield StartCheck(facts, entries, intent, is_on=options.check)

@@ -20,6 +20,7 @@ from paceline.config import Config, cache_dir
 from paceline.errors import Finding, PacelineError, PlanError
 from paceline.explain.evidence import read_samples
 from paceline.launch.attempts import Job
+from paceline.launch.cluster import Cluster
 from paceline.launch.digest import Digest, OnMetrics
 from paceline.launch.env import EnvRow, Launch, worker_env
 from paceline.launch.policy import Abilities, AttemptEnd, Decision
@@ -51,6 +52,7 @@ class TrainingJob(Job):
 
     config: Config
     make: MakePlan
+    cluster: Cluster | None = None  # the hosts, where there are several
     next_plan: Plan | None = None
     workers_record_end = True
 
@@ -61,7 +63,10 @@ class TrainingJob(Job):
 
     def attempt(self, number: int, signals: StopSignals) -> Outcome:
         """Runs the worker on every rank and shows its digest."""
-        plan, cache = self.plan, cache_dir(self.config)
+        plan, cache, cluster = self.plan, cache_dir(self.config), self.cluster
+        env, rows = plan_env(plan, libuv=self.libuv)
+        if cluster:
+            cluster.settle()
         digest = Digest(
             self.run,
             num_steps=plan.num_steps,
@@ -75,11 +80,13 @@ class TrainingJob(Job):
                 command=[sys.executable, "-m", "paceline.train.worker", str(self.run.path), "--attempt", str(number)],
                 nproc=plan.world_size,
                 attempt=number,
-                env=plan_env(plan, libuv=self.libuv)[0],
+                env=env,
+                settings={row.name: row.value for row in rows if row.origin == "added"},
+                cluster=cluster,
                 lock_fd=self.lock,
                 signals=signals,
                 stop_grace_s=stop_grace_s(plan),
-                on_tick=digest.poll,
+                on_tick=lambda: self.tick(digest),
                 hang_after_s=self.options.hang_after_s,
                 libuv=self.libuv,
                 health_every_s=self.options.health_every_s,
@@ -89,13 +96,21 @@ class TrainingJob(Job):
         keep_attempt(cache, self.run, number)
         return outcome
 
+    def tick(self, digest: Digest) -> None:
+        """Is called several times a second during an attempt."""
+        digest.poll()
+        if self.cluster:
+            self.cluster.keep_copies(keep_last=self.config.keep_last)
+
     def abilities(self, end: AttemptEnd) -> Abilities:
         """Returns what can be changed on the devices that are here now, and plans it."""
         old = self.plan
         abilities = Abilities(own_trainer=True, rows_on_host=old.device == "cpu")
         self.next_plan = None
+        if self.cluster and self.cluster.lost_in_attempt:
+            return self.fewer_hosts(abilities, self.cluster)
         try:
-            machine = probe_machine()
+            machine = self.cluster.machine if self.cluster else probe_machine()
         except PlanError:  # the driver does not answer: the number of remaining devices is unknown
             return abilities
         if old.device == "cuda" and len(machine.gpus) < old.world_size:
@@ -110,6 +125,21 @@ class TrainingJob(Job):
         if end.retry == "smaller":
             self.next_plan = smaller_plan(old, self.config, machine, make=self.make)
             return replace(abilities, smaller=format_change(old, self.next_plan) if self.next_plan else None)
+        return abilities
+
+    def fewer_hosts(self, abilities: Abilities, cluster: Cluster) -> Abilities:
+        """Returns what the remaining hosts can do, and plans it: the same steps on as many hosts as divide them."""
+        lost, left = cluster.lost_in_attempt, [member.name for member in cluster.present]
+        abilities = replace(abilities, lost_hosts=lost, ranks_left=0)
+        for count in range(len(left), self.options.min_hosts - 1, -1):
+            with suppress(PlanError):
+                config = replace(self.config, device_batch_size=None)
+                machine = replace(cluster.machine, hosts=count)
+                self.next_plan = replan(
+                    self.plan, config, machine, make=self.make, set_keys=frozenset({"device_batch_size"})
+                )
+                cluster.limit(count)
+                return replace(abilities, ranks_left=self.next_plan.world_size, hosts_left=tuple(left[:count]))
         return abilities
 
     def change(self, decision: Decision) -> None:

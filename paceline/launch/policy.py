@@ -50,6 +50,8 @@ class Abilities:
     rows_on_host: bool = True  # ranks run on CPUs, so a smaller micro-batch needs less of the host's memory
     smaller: str | None = None  # the next configuration that needs less memory, as text
     ranks_left: int | None = None  # ranks that the remaining devices can run; None: no device is missing
+    lost_hosts: tuple[str, ...] = ()  # that took part in the attempt
+    hosts_left: tuple[str, ...] = ()  # with ranks_left ranks together
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ RULES = (
     ),
     Rule(
         "mistake", "the cause stays until somebody fixes it (`retry` is `never` in `paceline explain --list`)",
-        lambda state: state.retry == "never" and state.abilities.ranks_left is None, "stop",
+        lambda state: state.retry == "never" and state.abilities.ranks_left is None and not state.abilities.lost_hosts, "stop",
         lambda state: "another attempt would fail the same way",
     ),
     Rule(
@@ -138,6 +140,16 @@ RULES = (
         "rollback", "the loss was NaN or infinite or spiked, and `--on-nan rollback` skips the batch of that step",
         lambda state: state.last.rolled_back, "retry",
         lambda state: "skipping the bad batch" if state.last.step is None else f"skipping the batch of step {state.last.step:,}",
+    ),
+    Rule(
+        "no-host", "a host was lost, and fewer than `--min-hosts` remain, or they cannot hold the model or divide the batch",
+        lambda state: bool(state.abilities.lost_hosts) and not state.abilities.ranks_left, "stop",
+        lambda state: f"lost {', '.join(state.abilities.lost_hosts)}, and the remaining hosts cannot go on",
+    ),
+    Rule(
+        "host-gone", "a host was lost, and others remain: the same steps on fewer hosts",
+        lambda state: bool(state.abilities.lost_hosts), "fewer-ranks",
+        lambda state: f"lost {', '.join(state.abilities.lost_hosts)}: continuing on {', '.join(state.abilities.hosts_left)}",
     ),
     Rule(
         "no-device", "a GPU was lost, and the remaining ones cannot hold the model or divide the batch",

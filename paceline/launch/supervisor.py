@@ -1,20 +1,16 @@
 """
 One attempt of a run, from the start of its processes to its outcome. No torch: it never touches a tensor.
 
-It talks with the agent (launch/agent.py), which owns the engine and the workers, over the agent's stdin and stdout. Ctrl-C reaches
-only this process, which then asks the agent to stop. Everything that the attempt does is written to events.jsonl.
+It talks with the agent of each host (launch/agent.py), which owns the engine and the workers (launch/cluster.py). Ctrl-C reaches
+only this process, which then asks the agents to stop. Everything that the attempt does is written to events.jsonl.
 """
 
-import json
 import math
-import select
 import signal
-import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -23,9 +19,10 @@ from typing import Any, Literal
 from paceline.errors import Interrupted
 from paceline.explain.explanation import Explanation
 from paceline.heartbeat import read_heartbeat
-from paceline.launch.agent import Lines, kill_processes
+from paceline.launch.agent import LAUNCH_LOG, kill_processes
+from paceline.launch.cluster import Cluster
 from paceline.launch.failure import Failure, find_early_exits, find_failures, read_log_tail
-from paceline.launch.stacks import recorder_env
+from paceline.launch.member import Member
 from paceline.launch.watchdog import Hang, Watchdog
 from paceline.rundir import RunDir, append_event
 
@@ -34,7 +31,6 @@ ONE_CTRL_C_S = 0.3  # wrappers such as `uv run` repeat the signal that the termi
 # after a rank has exited too early: its peers may save and report it, but a peer that waits for it to join would wait forever
 EARLY_EXIT_GRACE_S = 3.0
 AGENT_MARGIN_S = 12.0  # within this the agent kills what does not end by itself, and then exits
-LAUNCH_LOG = "launch.log"  # stderr of the agent and the engine
 
 # a batch system sends SIGUSR1 when the time limit is near
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -72,6 +68,8 @@ def run_attempt(
     cwd: Path | None = None,
     script: bool = False,
     health_every_s: float = 0.0,
+    cluster: Cluster | None = None,
+    settings: Mapping[str, str] | None = None,
 ) -> Outcome:
     """Starts `nproc` workers and returns when they have ended. Call it from the main thread, as it handles signals.
 
@@ -79,10 +77,11 @@ def run_attempt(
     lock_fd: the flock on the run folder, which agent and engine inherit. libuv: False where torch was built without it; `env` must
     agree (launch/env.py). cwd: of the workers. script: the workers run a user's script, so they write no heartbeats, and the
     attempt's exit code is that of its root cause, as a shell reports it. health_every_s: between two samples; 0 for none.
+    cluster: the hosts that the workers run on, nproc together; else this one. settings: what of `env` other hosts get too.
     """
+    cluster = cluster or Cluster.here(nproc)
     job = {
         "command": command,
-        "nproc": nproc,
         "env": env,
         "lock_fd": lock_fd,
         "stop_grace_s": stop_grace_s,
@@ -90,49 +89,72 @@ def run_attempt(
         "cwd": None if cwd is None else str(cwd),
         "health_every_s": health_every_s,
     }
-    record = AttemptRecord(run, attempt, nproc, script=script)
+    record = AttemptRecord(run, attempt, cluster, script=script)
     watchdog = Watchdog(run, attempt, nproc, hang_after_s=hang_after_s, script=script)
-    with catch_signals(signals) as signals, start_agent(run, attempt, job) as link:
-        while not link.lines.ended:
-            for line in link.read():
-                record.add(line)
-            if signals.first and not record.stopping:
-                record.stopping = True
-                append_event(run, "stopping", attempt=attempt, signal=signals.first)
-                link.send("stop", give_up_s=stop_grace_s + AGENT_MARGIN_S)
-            # the peers of a rank that exited too early have had their grace period
-            is_overdue = not record.stopping and time.monotonic() - record.early_exit_at > EARLY_EXIT_GRACE_S
-            if (signals.kill or is_overdue) and not record.killing:
-                record.killing = True
-                link.send("kill", give_up_s=AGENT_MARGIN_S)
+    with catch_signals(signals) as signals, start_agents(cluster, run, attempt, job, settings or {}):
+        while cluster.runs:
+            for member, line in cluster.read(TICK_S):
+                record.add(member, line)
+            record.give_orders(signals, stop_grace_s=stop_grace_s)
             on_tick()
             if not record.stopping and (hang := watchdog.poll()):
                 record.hang = hang
                 append_event(run, "hang", attempt=attempt, **asdict(hang))
-                link.send("kill" if hang.rank is None else "kill_rank", rank=hang.rank, give_up_s=AGENT_MARGIN_S)
-    outcome = record.outcome(agent_exit_code=link.agent.returncode)
+                cluster.order("kill" if hang.rank is None else "kill_rank", rank=hang.rank, give_up_s=AGENT_MARGIN_S)
+    outcome = record.outcome()
     on_tick()
     return outcome
 
 
 class AttemptRecord:
-    """What the agent has reported so far. Writes the events that follow from it."""
+    """What the agents have reported so far. Writes the events that follow from it."""
 
-    def __init__(self, run: RunDir, attempt: int, nproc: int, *, script: bool):
-        self.run, self.attempt, self.nproc, self.script = run, attempt, nproc, script
-        self.stopping = self.killing = False
+    def __init__(self, run: RunDir, attempt: int, cluster: Cluster, *, script: bool):
+        self.run, self.attempt, self.cluster, self.script = run, attempt, cluster, script
+        self.members = cluster.present
+        self.nproc = sum(member.nproc for member in self.members)
+        self.stopping = self.killing = self.ending = False
         self.failed_first = False  # a rank had failed before anyone asked to stop
-        self.ranks: list[dict[str, Any]] = []
+        self.by_rank: dict[int, dict[str, Any]] = {}
         self.engine_exit_code: int | None = None
         self.joined: bool | None = None
         self.hang: Hang | None = None
         self.early_exit_at = math.inf  # when a rank was seen to have exited with 0 before its work was done
+        self.is_written = False
 
-    def add(self, line: dict[str, Any]) -> None:
-        """Takes a line from the agent."""
-        if "ranks" in line:
-            self.ranks = line["ranks"]
-        if line["event"] == "started":
+    @property
+    def ranks(self) -> list[dict[str, Any]]:
+        return [self.by_rank[rank] for rank in sorted(self.by_rank)]
+
+    @property
+    def broken(self) -> bool:
+        """Whether one of several hosts can no longer finish the attempt, so that the others should end."""
+        if len(self.members) == 1 or self.stopping:
+            return False
+        failed = any(rank["exit_code"] for rank in self.by_rank.values())
+        return failed or any(m.lost or (m.agent_ended and m.exit_code != 0) for m in self.members)
+
+    def give_orders(self, signals: "StopSignals", *, stop_grace_s: float) -> None:
+        """Ends the attempt, at the pace that is due, where the user or a failure says so."""
+        if signals.first and not self.stopping:
+            self.stopping = True
+            append_event(self.run, "stopping", attempt=self.attempt, signal=signals.first)
+            self.cluster.order("stop", give_up_s=stop_grace_s + AGENT_MARGIN_S)
+        # the peers of a rank that exited too early have had their grace period
+        is_overdue = not self.stopping and time.monotonic() - self.early_exit_at > EARLY_EXIT_GRACE_S
+        if (signals.kill or is_overdue) and not self.killing:
+            self.killing = True
+            self.cluster.order("kill", give_up_s=AGENT_MARGIN_S)
+        if self.broken and not self.ending:
+            self.ending = True
+            self.cluster.order("end", give_up_s=AGENT_MARGIN_S)
+
+    def add(self, member: Member, line: dict[str, Any]) -> None:
+        """Takes a line from an agent."""
+        for rank in line.get("ranks", ()):
+            rank |= {"host": member.name, "clock_s": member.clock_s}
+            self.by_rank[rank["rank"]] = rank
+        if line["event"] == "started" and len(self.by_rank) == self.nproc:
             self.write_attempt()
         elif line["event"] == "rank_failed":
             self.failed_first = not self.stopping
@@ -141,21 +163,26 @@ class AttemptRecord:
         elif line["event"] == "ended":
             self.joined = line["joined"]
         elif line["event"] == "engine_ended":
-            self.engine_exit_code = line["exit_code"]
+            self.engine_exit_code = self.engine_exit_code or line["exit_code"]
             if line["survivors"]:
                 pids = ", ".join(map(str, line["survivors"]))
                 append_event(self.run, "note", text=f"processes that survive SIGKILL: {pids}")
 
     def write_attempt(self) -> None:
         """Writes the start of the attempt to events.jsonl."""
+        self.is_written = True
         pids = [rank["pid"] for rank in self.ranks]  # none when it ended before the workers were started
-        append_event(self.run, "attempt", attempt=self.attempt, nproc=self.nproc, world_size=self.nproc, pids=pids)
+        hosts = {member.name: list(member.ranks) for member in self.members}
+        several = {"hosts": hosts} if len(hosts) > 1 else {}
+        append_event(
+            self.run, "attempt", attempt=self.attempt, nproc=self.nproc, world_size=self.nproc, pids=pids, **several
+        )
 
-    def outcome(self, *, agent_exit_code: int) -> Outcome:
-        """Returns the outcome once the agent has ended."""
-        if not self.ranks:
+    def outcome(self) -> Outcome:
+        """Returns the outcome once the agents have ended."""
+        if not self.is_written:
             self.write_attempt()
-        failures = self.failures(agent_exit_code)
+        failures = self.failures()
         state = self.state(failures)
         exit_code = Interrupted.exit_code if state == "interrupted" else 0
         if state == "failed":
@@ -164,15 +191,19 @@ class AttemptRecord:
             if self.script and root.rank is not None:
                 exit_code = root.exit_code or 128 + signal.Signals[root.signal or "SIGKILL"]
             for failure in failures:
-                names = ("rank", "exit_code", "signal", "message", "consequence")
+                names = ("rank", "exit_code", "signal", "message", "consequence", *(["host"] if failure.host else []))
                 facts = {name: getattr(failure, name) for name in names}
                 append_event(self.run, "rank_failed", attempt=self.attempt, **facts)
         append_event(self.run, "attempt_ended", attempt=self.attempt, state=state, exit_code=exit_code)
         return Outcome(state, exit_code, self.attempt, failures, self.joined, self.hang)
 
-    def failures(self, agent_exit_code: int) -> list[Failure]:
-        """Returns every failure, the root cause first: a rank that exited too early or hung, a rank that failed, or the launch."""
+    def failures(self) -> list[Failure]:
+        """Returns every failure, the root cause first: a lost host, a rank that exited too early, hung or failed, or the launch."""
         failures = find_failures(self.run, self.attempt, self.ranks)
+        lost = [] if self.stopping else [member for member in self.members if member.lost]
+        if lost:  # what its peers say follows from it
+            roots = [Failure(None, None, None, str(m.lost), time.time(), consequence=False, host=m.name) for m in lost]
+            return [*roots, *(replace(failure, consequence=True) for failure in failures)]
         roots = [] if self.stopping else find_early_exits(self.run, self.ranks)
         if not roots and self.hang:
             roots = [Failure(self.hang.rank, None, "SIGKILL", self.hang.text, time.time(), consequence=False)]
@@ -183,7 +214,7 @@ class AttemptRecord:
             return failures
         process, exit_code = "torch's elastic agent", self.engine_exit_code
         if exit_code is None:
-            process, exit_code = "the launch agent", agent_exit_code
+            process, exit_code = "the launch agent", next((m.exit_code for m in self.members if m.exit_code), 0)
         if exit_code < 0:
             name = signal.Signals(-exit_code).name
             return [Failure(None, None, name, f"{process} was killed by {name}", time.time(), consequence=False)]
@@ -235,58 +266,17 @@ def catch_signals(signals: StopSignals | None = None) -> Iterator[StopSignals]:
             signal.signal(signum, handler)
 
 
-class AgentLink:
-    """JSON lines to and from one agent. Its lines end when the agent does, be it by a kill."""
-
-    def __init__(self, agent: subprocess.Popen[bytes]):
-        assert agent.stdout is not None
-        self.agent = agent
-        self.give_up_at = float("inf")
-        self.lines = Lines(agent.stdout.fileno())
-
-    def read(self) -> list[dict[str, Any]]:
-        """Returns the lines that have arrived, after at most TICK_S; signals are noticed as late as that."""
-        if time.monotonic() > self.give_up_at:
-            self.agent.kill()  # the engine and the workers follow by PDEATHSIG
-        return self.lines.read() if select.select([self.lines.fd], [], [], TICK_S)[0] else []
-
-    def send(self, do: str, *, give_up_s: float, **fields: int | None) -> None:
-        """Sends an order. An agent that has not ended give_up_s later is killed."""
-        self.give_up_at = min(self.give_up_at, time.monotonic() + give_up_s)
-        self.write({"do": do, **fields})
-
-    def write(self, line: dict[str, Any]) -> None:
-        """Sends one line."""
-        assert self.agent.stdin is not None
-        with suppress(BrokenPipeError):  # the agent has ended, as the next read() shows
-            self.agent.stdin.write(json.dumps(line).encode() + b"\n")
-            self.agent.stdin.flush()
-
-
 @contextmanager
-def start_agent(run: RunDir, attempt: int, job: dict[str, Any]) -> Iterator[AgentLink]:
-    """Starts the agent with its job. However the block is left, nothing of the attempt runs afterwards."""
+def start_agents(
+    cluster: Cluster, run: RunDir, attempt: int, job: dict[str, Any], settings: Mapping[str, str]
+) -> Iterator[None]:
+    """Starts the agents with their job. However the block is left, nothing of the attempt runs afterwards."""
     for path in run.progress(0).parent.glob("*"):
         path.unlink(missing_ok=True)  # heartbeats of the previous attempt
-    logs_dir, run_id = run.logs(attempt).resolve(), uuid.uuid4().hex
-    logs_dir.mkdir(parents=True, exist_ok=True)
-    job |= {"logs_dir": str(logs_dir), "run_path": str(run.path.resolve()), "run_id": run_id}
-    job["env"] = {**job["env"], **recorder_env(job["env"], run, logs_dir)}
-    with (logs_dir / LAUNCH_LOG).open("ab") as log:
-        agent = subprocess.Popen(
-            [sys.executable, "-P", "-m", "paceline.launch.agent"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            pass_fds=() if job["lock_fd"] is None else (job["lock_fd"],),
-            start_new_session=True,  # a terminal's Ctrl-C reaches the supervisor alone
-        )
-    link = AgentLink(agent)
+    job["run_id"] = uuid.uuid4().hex
     try:
-        link.write(job)
-        yield link
+        cluster.start(run, attempt, job, settings=settings)
+        yield
     finally:
-        agent.kill()
-        with suppress(BrokenPipeError):
-            agent.__exit__(None, None, None)  # closes both pipes and reaps
-        kill_processes(run_id, timeout_s=AGENT_MARGIN_S)
+        cluster.stop_agents()
+        kill_processes(job["run_id"], timeout_s=AGENT_MARGIN_S)

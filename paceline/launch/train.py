@@ -5,11 +5,12 @@ What arithmetic can refuse is refused before the text is prepared, and the text 
 attempts and the closing lines are those of every job (launch/attempts.py); what is special about a training is in launch/job.py.
 """
 
+import hashlib
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import datetime
@@ -18,19 +19,17 @@ from typing import Any
 
 from paceline.check.ready import (
     CheckResult,
-    judge_facts,
-    report_and_refuse,
     save_check,
-    start_gathering,
-    training_intent,
 )
 from paceline.config import Config, cache_dir, check_config
 from paceline.config_file import format_toml, load_config, override
 from paceline.data.corpus import Progress
-from paceline.data.prepare import TokenDataset, open_dataset, prepare
+from paceline.data.prepare import META, TokenDataset, open_dataset, prepare
 from paceline.errors import PacelineError
 from paceline.launch.attempts import run_job
+from paceline.launch.cluster import Cluster
 from paceline.launch.env import format_env, harm_lines
+from paceline.launch.hosts import HostEntry, hosts_of, parse_ports, start_check
 from paceline.launch.job import TrainingJob, plan_env
 from paceline.launch.notify import checked_services
 from paceline.launch.trial import try_plan
@@ -39,7 +38,7 @@ from paceline.options import ResumeOptions, Services, TrainOptions
 from paceline.plan.forecast import forecast, format_plan, measured_here
 from paceline.plan.host import probe_cpu_cores
 from paceline.plan.machine import Machine, probe_machine
-from paceline.plan.planner import Plan, make_plan, memory_setup
+from paceline.plan.planner import Plan, choose_device, choose_world_size, make_plan, memory_setup
 from paceline.plan.replan import MakePlan, replan
 from paceline.plan.shapes import choose_eval_tokens
 from paceline.rundir import (
@@ -70,18 +69,19 @@ FIXED_KEYS = (
 def start_run(config: Config, options: TrainOptions) -> int:
     """Starts a new run and returns the exit code. Raises PacelineError for what the user can fix."""
     started, services = time.monotonic(), checked_services(options)
-    machine = probe_machine()
     check_config(config)
-    # refuses what cannot run before any text is read
-    make_plan(config, machine, vocab_size=config.vocab_size, num_rows=0, measured=measured_here(cache_dir(config)))
+    entries, config = hosts_of(config)
+    if not entries:  # refuses what cannot run before any text is read
+        measured = measured_here(cache_dir(config))
+        make_plan(config, probe_machine(), vocab_size=config.vocab_size, num_rows=0, measured=measured)
     run = RunDir(Path(config.runs_dir) / (config.name or f"d{config.depth}-{datetime.now():%Y%m%d-%H%M%S}"))
     with new_folder(run) as (lock, publish):
-        with start_check(config, run, options, command="train") as check:
+        with start_check(config, run, options, command="train", entries=entries) as check:
             dataset = prepare_data(config, publish)
             publish("plan and checks", 0, 0)
-            make = planner(dataset)
+            make, machine = planner(dataset), check.machine()
             plan = make(config, machine)
-            checked = check(plan)
+            checked = check.judge(plan)
         if options.show_env:
             print(format_env(plan_env(plan, libuv=checked.libuv)[1]))
             return 0
@@ -95,7 +95,7 @@ def start_run(config: Config, options: TrainOptions) -> int:
         write_atomic(run.config_toml, format_toml(config))  # last: a folder without it is not a run
     for text in notes:
         append_event(run, "note", text=text)
-    job = TrainingJob(run, lock, checked.libuv, options, config, make)
+    job = TrainingJob(run, lock, checked.libuv, options, config, make, cluster_of(entries, config, machine))
     return run_training(job, plan, checked, dataset, services, started=started)
 
 
@@ -107,12 +107,12 @@ def resume_run(run: RunDir, options: ResumeOptions) -> int:
     started, services = time.monotonic(), checked_services(options)
     new_run = f"start a new run with it: paceline train {run.config_toml} --name NEW"
     config, plan_before = changed_run(run, options.keys, otherwise=new_run)
-    with start_check(config, run, options, command="resume") as check:
+    entries, config = hosts_of(config)
+    with start_check(config, run, options, command="resume", entries=entries) as check:
         dataset = reopen_data(run, config)
-        make = planner(dataset)
-        machine = probe_machine()
+        make, machine = planner(dataset), check.machine()
         plan = replan(plan_before, config, machine, make=make, set_keys=frozenset(options.keys))
-        checked = check(plan)
+        checked = check.judge(plan)
     if options.show_env:
         print(format_env(plan_env(plan, libuv=checked.libuv)[1]))
         return 0
@@ -134,8 +134,18 @@ def resume_run(run: RunDir, options: ResumeOptions) -> int:
     config = config_of_plan(config, plan)
     write_atomic(run.config_toml, format_toml(config))
     write_atomic(run.plan_json, plan.to_json())
-    job = TrainingJob(run, lock, checked.libuv, options, config, make)
+    job = TrainingJob(run, lock, checked.libuv, options, config, make, cluster_of(entries, config, machine))
     return run_training(job, plan, checked, dataset, services, started=started)
+
+
+def cluster_of(entries: Sequence[HostEntry], config: Config, machine: Machine) -> Cluster | None:
+    """Returns the hosts of a run; None for this one alone."""
+    if not entries:
+        return None
+    device = choose_device(config, machine)
+    nproc = choose_world_size(config, machine, device=device) // machine.hosts
+    ports = parse_ports(config.ports)
+    return Cluster(entries, machine, nproc=nproc, python=config.python, interface=config.interface, ports=ports)
 
 
 def changed_run(run: RunDir, changes: Mapping[str, Any], *, otherwise: str) -> tuple[Config, Plan]:
@@ -166,31 +176,6 @@ def check_changes(run: RunDir, config: Config, changes: Mapping[str, Any], *, ot
             f"time sets the length of a new run; {run.name} keeps its {config.num_steps or 0:,} steps",
             fix=f"--num-steps {2 * (config.num_steps or 0)} makes it longer",
         )
-
-
-@contextmanager
-def start_check(
-    config: Config, run: RunDir, options: TrainOptions | ResumeOptions, *, command: str
-) -> Iterator[Callable[[Plan], CheckResult]]:
-    """Gathers the facts of this host while the block prepares the run. Yields the function that checks a plan with them.
-
-    It prints what would hurt the run, and raises PacelineError if the run would surely fail; with --no-check it finds nothing.
-    """
-    if not options.check:
-        yield lambda plan: CheckResult((), ())
-        return
-    folders = {"run_dir": run.path, "cache_dir": cache_dir(config), "cached_torch": cache_dir(config) / "torch.json"}
-    text = {"data": config.data, "tokenizer": config.tokenizer, "vocab_size": config.vocab_size}
-    with start_gathering(**folders, **text, measure_disk=False) as gathered:
-
-        def check(plan: Plan) -> CheckResult:
-            set_keys = frozenset(options.keys)
-            intent = training_intent(config, plan, command=command, set_keys=set_keys, run_path=run.path)
-            checked = judge_facts([gathered.facts()], intent)
-            report_and_refuse(checked.findings, stopped="this run")
-            return checked
-
-        yield check
 
 
 def wait_for_lock(run: RunDir) -> int:
@@ -230,8 +215,22 @@ def run_training(
     plan_lines = format_plan(plan, source=f"{dataset.meta['source']}: {sizes}")
     harms = harm_lines(plan_env(plan, libuv=job.libuv)[1])
     job.show([*plan_lines, f"run     {job.run.path}", *harms, ""])
+    if job.cluster:
+        job.cluster.connect(job.run, text=dataset.path)
+        with show_progress() as progress:
+            job.cluster.send_text(dataset.path, file_hashes(dataset), progress=progress)
     append_event(job.run, "launch", prepared_s=round(prepared_s, 3))
-    return run_job(job, services)
+    try:
+        return run_job(job, services)
+    finally:
+        if job.cluster:
+            job.cluster.close()
+
+
+def file_hashes(dataset: TokenDataset) -> dict[str, str]:
+    """Returns the hash of every file of the prepared text, by its name."""
+    hashes = {name: str(facts["sha256"]) for name, facts in dataset.meta["files"].items()}
+    return {**hashes, META: hashlib.sha256((dataset.path / META).read_bytes()).hexdigest()}
 
 
 def planner(dataset: TokenDataset) -> MakePlan:

@@ -17,7 +17,7 @@ from paceline.config import ModelConfig
 from paceline.errors import Finding, PlanError
 from paceline.plan.estimate import Range
 from paceline.plan.links import Link, inner_link, read_link
-from paceline.plan.shapes import batch_of_horizon, horizon_tokens, model_of_depth
+from paceline.plan.shapes import batch_of_horizon, horizon_tokens, model_of_depth, num_evaluations
 from paceline.plan.step_time import StepSetup, StepTime, step_time
 from paceline.units import format_duration
 
@@ -83,8 +83,8 @@ def run_cost(
 ) -> RunCost:
     """Returns what a run costs. step: seconds. watts: one device's limit; None: no energy is known. Every 0 steps: at the end."""
     training = step.scaled(num_steps)
-    # every so many steps, and at the end in any case
-    evaluations, saves = (-(-num_steps // every) if every else 1 for every in (eval_every, save_every))
+    saves = -(-num_steps // save_every) if save_every else 1  # every so many steps, and at the end in any case
+    evaluations = num_evaluations(num_steps, eval_every=eval_every)
     evaluating = FORWARD_SHARE * eval_tokens / total_batch_size * evaluations * step.expected
     # training waits for the last checkpoint, and for others if the next comes too soon
     saving = once = checkpoint_bytes / DISK_BYTES_PER_S

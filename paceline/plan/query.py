@@ -149,7 +149,7 @@ def config_facts(name: str, path: Path) -> dict[str, Any]:
 
 def machine_of(options: PlanOptions, gpu: str | None) -> Machine:
     """Returns a machine with the named GPUs, or this machine, with --gpus of its GPUs where that is set."""
-    hosts, num_gpus = options.hosts or 1, options.gpus
+    hosts, num_gpus = num_hosts(options), options.gpus
     if gpu is not None:
         return imagined_machine(find_gpu(gpu), gpus=num_gpus or 1, hosts=hosts)
     machine = probe_machine()
@@ -159,6 +159,14 @@ def machine_of(options: PlanOptions, gpu: str | None) -> Machine:
         raise UsageError(f"--gpus {num_gpus}, but no GPU is here", fix=f'--gpu "RTX 5090" --gpus {num_gpus}')
     gpus = tuple(replace(machine.gpus[0], index=index) for index in range(num_gpus))
     return replace(machine, gpus=gpus, hosts=hosts)
+
+
+def num_hosts(options: PlanOptions) -> int:
+    """Returns the number of hosts that --hosts gives; they need not exist."""
+    hosts = options.keys.get("hosts") or "1"
+    if not hosts.isdecimal() or not 1 <= int(hosts) <= 10**6:
+        raise UsageError(f"--hosts {hosts} is not a number of hosts", fix="--hosts 2")
+    return int(hosts)
 
 
 def measure_here(forecast: Forecast, options: PlanOptions, *, cache: Path) -> None:

@@ -159,10 +159,16 @@ def steps_of_time(time_s: float, *, step_s: float, eval_s: float | None = None, 
     if eval_s is None:
         num_steps = (1 - EVAL_SHARE) * time_s / step_s
     else:
-        num_steps = (time_s - eval_s) / step_s  # one evaluation, at the end
+        first_s = eval_s if eval_every else 0.0  # of the evaluation before the first step
+        num_steps = (time_s - first_s - eval_s) / step_s  # one at the end
         if eval_every and num_steps > eval_every:
-            num_steps = time_s / (step_s + eval_s / eval_every)
+            num_steps = (time_s - first_s) / (step_s + eval_s / eval_every)
     return max(MIN_STEPS, int(num_steps))
+
+
+def num_evaluations(num_steps: int, *, eval_every: int) -> int:
+    """Returns how often a run evaluates: before its first step, every eval_every steps, and at its end; 0: only at the end."""
+    return 1 - (-num_steps // eval_every) if eval_every else 1
 
 
 def choose_eval_tokens(config: Config, *, num_steps: int, total_batch_size: int, cost: float = EVAL_COST) -> int:
@@ -172,6 +178,6 @@ def choose_eval_tokens(config: Config, *, num_steps: int, total_batch_size: int,
     """
     if config.eval_tokens is not None:
         return config.eval_tokens
-    num_evals = -(-num_steps // config.eval_every) if config.eval_every else 1
+    num_evals = num_evaluations(num_steps, eval_every=config.eval_every)
     num_tokens = EVAL_SHARE / (1 - EVAL_SHARE) * num_steps * total_batch_size / (num_evals * cost)
     return min(MAX_EVAL_TOKENS, max(total_batch_size, int(num_tokens)))

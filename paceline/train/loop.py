@@ -160,6 +160,8 @@ class Loop:
     def train(self, start_step: int) -> tuple[int, float | None, bool]:
         """Trains from start_step to the end of the plan; returns the steps done, the last val_bpb, and whether it stopped early."""
         plan = self.plan
+        if start_step == 0 and self.config.eval_every:
+            self._evaluate_first()
         seconds: list[float] = []  # of the steps since the last line of metrics, without evaluations and samples
         bpb: float | None = None
         self.stop.training = True
@@ -192,6 +194,14 @@ class Loop:
             if stopping:
                 return done, bpb, not last
         return plan.num_steps, bpb, False
+
+    def _evaluate_first(self) -> None:
+        """Evaluates the first weights, so that the curve of val_bpb begins where the training does. Collective."""
+        self.progress.beat(0, "eval")
+        bpb = self.evaluate()
+        if self.rank == 0:
+            append_json_line(self.run.metrics, {"step": 0, "val_bpb": bpb, "time": utc_now()}, quiet=True)
+            log.info(f"step {0:0{len(str(self.plan.num_steps))}d}/{self.plan.num_steps} | val_bpb {bpb:.4f}")
 
     def one_step(self, step: int) -> tuple[dict[str, Any], bool, bool]:
         """Does forward, backward, agreement and update. Collective.

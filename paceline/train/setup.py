@@ -10,7 +10,6 @@ import logging
 import os
 import time
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -150,13 +149,13 @@ def resume(loop: Loop) -> int:
         clean_leftovers(run.checkpoints)
         with contextlib.suppress(NoCheckpoint):
             newest, notes = newest_good(run.checkpoints, set_aside=True)
-            choice = (str(newest), notes)
-    path, notes = broadcast_object(choice)
+            choice = (newest.name, notes)
+    path, notes = broadcast_object(choice)  # each host may have its own folder of the run
     if path is None:
-        if rank == 0 and (dropped := drop_metrics_after(run, 0)):  # an attempt that ended before its first checkpoint
+        if rank == 0 and (dropped := drop_metrics_after(run, -1)):  # an attempt that ended before its first checkpoint
             append_event(run, "resumed", step=0, from_world_size=None, dropped_metrics=dropped)
         return 0
-    checkpoint = CheckpointReader(Path(path))
+    checkpoint = CheckpointReader(run.checkpoints / path)
     loop.optimizer.load(checkpoint.read)
     loop.optimizer.load_state_dict(checkpoint.state["optimizer"])
     if scale.dynamic and checkpoint.state["scale"]["value"] != 1.0:
@@ -175,9 +174,7 @@ def resume(loop: Loop) -> int:
         append_event(
             run, "resumed", step=checkpoint.step, from_world_size=checkpoint.world_size, dropped_metrics=dropped
         )
-        log.info(
-            f"resumed from {path}, step {checkpoint.step}; saved by {checkpoint.world_size} ranks, now {loop.plan.world_size}"
-        )
+        log.info(f"resumed from {checkpoint.path}; saved by {checkpoint.world_size} ranks, now {loop.plan.world_size}")
     return checkpoint.step
 
 

@@ -77,7 +77,10 @@ class Metrics:
             self._forget()
         with paused_collector():
             for block in self.file.blocks():
-                self._add([record for record in parse_lines(block) if type(record.get("step")) is int])
+                records = [record for record in parse_lines(block) if type(record.get("step")) is int]
+                first = records[:1] if records and records[0]["step"] == 0 else []  # has fewer fields than all others
+                self._add(first)
+                self._add(records[len(first) :])
 
     def column(self, name: str) -> NDArray[np.float64]:
         """Returns step, time, step_ms or val_bpb of all lines as float64; NaN where a line lacks it."""

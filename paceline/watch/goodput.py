@@ -25,8 +25,13 @@ LINE_FIELDS = ("step", "time", "step_ms", "val_bpb")
 
 
 def step_lines(columns: Iterable[ArrayLike]) -> StepLines:
-    """Returns lines of metrics.jsonl. columns: LINE_FIELDS as float64; val_bpb is NaN where a line has none."""
-    return np.rec.fromarrays(list(columns), dtype=[(name, float) for name in LINE_FIELDS])
+    """Returns the lines of metrics.jsonl that report steps. columns: LINE_FIELDS as float64; val_bpb is NaN where a line has none.
+
+    The line of step 0, an evaluation before the first step, has no step_ms: that time belongs to the start-up.
+    """
+    lines = np.rec.fromarrays(list(columns), dtype=[(name, float) for name in LINE_FIELDS])
+    steps: StepLines = lines[~np.isnan(lines["step_ms"])]
+    return steps
 
 
 @dataclass

@@ -232,9 +232,9 @@ class RunReader:
         return live_state(self.events, self.marks.get(0), self.metrics.recent[-1] if self.metrics.recent else {})
 
     def _attempt_lines(self) -> list[Record]:
-        """The last lines of metrics.jsonl, without those of earlier attempts."""
+        """The last lines of metrics.jsonl that report steps, without those of earlier attempts."""
         start = self.attempts[-1]["time"] if self.attempts else ""
-        return [line for line in self.metrics.recent if str(line.get("time")) >= start]
+        return [line for line in self.metrics.recent if str(line.get("time")) >= start and "step_ms" in line]
 
     def _ranks(self) -> list[RankView]:
         """The ranks of the last attempt."""

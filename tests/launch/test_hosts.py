@@ -96,7 +96,7 @@ def test_an_interpreter_without_other_hosts_is_refused(capsys):
     from paceline.cli import run_command
 
     assert run_command(["check", "--python", "python3.12"]) == 2
-    assert "--python names the interpreter on other hosts" in capsys.readouterr().err
+    assert "--python is about several hosts" in capsys.readouterr().err
 
 
 def test_this_host_is_known_by_its_names_and_addresses():

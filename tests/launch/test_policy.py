@@ -19,6 +19,7 @@ BROKEN = replace(CRASHED, cause="user-code-exception", error="ValueError: boom")
 TYPO = replace(KILLED, cause="import-error", retry="never", step=None, error="No module named 'nmupy'")
 NO_MEMORY = replace(KILLED, cause="cuda-oom", retry="smaller", error="CUDA out of memory")
 DAMAGED = replace(KILLED, cause="checkpoint-corrupt", retry="other-checkpoint", error="hash differs")
+LOST_HOST = replace(KILLED, cause="host-lost", rank=None)
 OURS, SCRIPT = Abilities(own_trainer=True, smaller="device_batch_size 4 instead of 8"), Abilities()
 
 
@@ -36,6 +37,14 @@ EXAMPLES = {
     "rollback": (
         [KILLED, KILLED, replace(KILLED, cause="loss-nan", error="nan", rolled_back=True)], OURS, {},
         Decision("retry", 0, "skipping the batch of step 7"),
+    ),
+    "no-host": (
+        [LOST_HOST], replace(OURS, lost_hosts=("bob",), ranks_left=0), {},
+        Decision("stop", 0, "lost bob, and the remaining hosts cannot go on"),
+    ),
+    "host-gone": (
+        [LOST_HOST], replace(OURS, lost_hosts=("bob",), ranks_left=1, hosts_left=("ada",)), {},
+        Decision("fewer-ranks", 0, "lost bob: continuing on ada"),
     ),
     "no-device": (
         [CRASHED], replace(OURS, ranks_left=0), {},

@@ -88,7 +88,7 @@ def test_a_run_of_a_given_time_takes_at_least_sixty_steps():
 
 @pytest.mark.parametrize(("eval_every", "num_steps"), [(0, 200), (1000, 200), (50, 200)])
 def test_evaluations_of_a_given_size_take_what_they_take(eval_every, num_steps):
-    evaluations = -(-num_steps // eval_every) if eval_every else 1
+    evaluations = 1 + -(-num_steps // eval_every) if eval_every else 1
     time_s = num_steps * 0.5 + evaluations * 10.0
     assert steps_of_time(time_s, step_s=0.5, eval_s=10.0, eval_every=eval_every) == num_steps
 
@@ -98,7 +98,7 @@ def test_evaluations_of_a_given_size_take_what_they_take(eval_every, num_steps):
 def test_all_evaluations_take_at_most_a_tenth_of_the_run(num_steps, eval_every):
     config = Config(eval_every=eval_every)
     tokens = choose_eval_tokens(config, num_steps=num_steps, total_batch_size=1000, cost=0.5)
-    num_evals = -(-num_steps // eval_every) if eval_every else 1
+    num_evals = 1 + -(-num_steps // eval_every) if eval_every else 1
     evaluating, training = num_evals * tokens * 0.5, num_steps * 1000
     assert evaluating / (evaluating + training) <= EVAL_SHARE
 

@@ -1,0 +1,88 @@
+"""
+Checkpoints of a run on several hosts without a shared disk: where their parts go, and who keeps a copy.
+
+Each host writes its ranks' parts. They reach the supervisor in the background (launch/gather.py). Where rank 0 is on another host
+than the supervisor, the parts go on to it; it completes the checkpoint, which then comes back. One other host keeps a copy of what
+is complete, so that the loss of any one machine costs no more than one save interval.
+"""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from paceline.launch.channel import Line
+from paceline.launch.gather import PART, file_frames, folder_frames, missing_files
+from paceline.launch.member import Member
+from paceline.model.manifest import MANIFEST, read_manifest
+from paceline.model.publish import prune
+from paceline.rundir import RunDir, write_atomic
+
+
+class Copies:
+    """Moves the checkpoints of one run between the supervisor and its hosts. Call follow() several times a second."""
+
+    def __init__(self, run: RunDir):
+        self.run = run
+        self.published: dict[str, str] = {}  # whole at the host of rank 0, not yet here: folder -> manifest
+        self._copied = ""  # the last checkpoint whose copy was ordered
+        self._relayed, self._fetched = set[str](), set[str]()
+
+    def follow(self, members: Sequence[Member], *, keep_last: int) -> None:
+        """Sends and completes what is due. members: the hosts of the attempt, that of rank 0 first."""
+        first, *others = [member for member in members if member.lost is None]
+        if not first.shared:
+            self._relay_parts(first)
+            self._complete(first, keep_last)
+        folders = sorted(self.run.checkpoints.glob(f"step_*/{MANIFEST}"))
+        if not folders or folders[-1].parent.name <= self._copied:
+            return
+        folder = folders[-1].parent
+        self._copied = folder.name
+        others = [member for member in others if not member.shared]
+        text = (folder / MANIFEST).read_text(encoding="utf-8")
+        files = {name: entry.sha256 for name, entry in read_manifest(folder).files.items()}
+        for member in others:
+            keeps = member is others[0]
+            order = {"do": "saved", "folder": folder.name, "keep_last": keep_last, "files": files}
+            member.send({**order, "manifest": text if keeps else None})
+
+    def send(self, member: Member, line: Line) -> None:
+        """Sends the files of a checkpoint that the host of the copy lacks."""
+        folder = self.run.checkpoints / Path(line["of"]).name
+        if folder.is_dir() and member.channel:
+            names = [Path(name).name for name in line["files"]]
+            member.channel.send_behind(folder_frames(folder, names, f"checkpoints/{folder.name}/"))
+
+    def _relay_parts(self, first: Member) -> None:
+        """Sends what other hosts have written of a checkpoint to the host of rank 0, which completes it."""
+        for path in sorted(self.run.checkpoints.glob(".step_*.tmp/shard_*"), key=lambda path: path.suffix == ".json"):
+            name = str(path.relative_to(self.run.path))
+            rank = int(path.name.split("_")[1])
+            if rank in first.ranks or name in self._relayed or path.suffix == PART or first.channel is None:
+                continue
+            if path.suffix == ".safetensors" and not path.with_suffix(".json").exists():
+                continue
+            self._relayed.add(name)
+            first.channel.send_behind(file_frames(path, name))
+
+    def _complete(self, first: Member, keep_last: int) -> None:
+        """Gives a checkpoint that is whole at the host of rank 0 its name here too, when every file has come and is right."""
+        for folder, text in list(self.published.items()):
+            fetched = self.run.checkpoints / f".{folder}.fetched.tmp"
+            fetched.mkdir(parents=True, exist_ok=True)
+            write_atomic(fetched / MANIFEST, text)
+            files = {name: entry.sha256 for name, entry in read_manifest(fetched).files.items()}
+            for path in self.run.checkpoints.glob(f".{folder}.*.tmp/*.safetensors"):
+                if path.parent != fetched:
+                    path.rename(fetched / path.name)
+            if not (lacking := missing_files(fetched, files)):
+                final = self.run.checkpoints / folder
+                shutil.rmtree(final, ignore_errors=True)
+                fetched.rename(final)
+                for pending in self.run.checkpoints.glob(f".{folder}.*.tmp"):
+                    shutil.rmtree(pending, ignore_errors=True)
+                prune(self.run.checkpoints, step=read_manifest(final).step, keep_last=keep_last)
+                del self.published[folder]
+            elif folder not in self._fetched:
+                self._fetched.add(folder)
+                first.send({"do": "fetch", "folder": folder, "files": lacking})

@@ -1,0 +1,173 @@
+"""
+What the ranks of another host write, on its way into the run folder of the supervisor; and what they need, on its way there.
+
+The host keeps a copy of the run folder. A Follower there looks at it several times a second and sends what is new: of a file that
+grows the bytes, of a file that is replaced the whole. The supervisor writes them under the same names, so that everyone who looks
+at a run finds all ranks in one folder. Names that arrive are checked against those that a run has.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from paceline.launch.channel import PIECE_BYTES, Channel, Line, frame
+from paceline.model.manifest import MANIFEST
+from paceline.rundir import RunDir
+
+# what a host may send into the run folder, and how: only new bytes, or the whole file each time
+GROWS = re.compile(r"events\.jsonl|metrics\.jsonl|health/[^/]+\.jsonl|logs/\d+/[^/]+\.(?:log|stacks)")
+REPLACED = re.compile(
+    r"plan\.json|progress/\d+|samples/[^/]+|trouble/[^/]+/[^/]+|logs/\d+/(?:[^/]+\.error\.json|comm_lib_trace_rank_\d+)"
+    r"|checkpoints/\.step_\d+\.[\w-]+\.tmp/[^/]+"
+)
+# what the supervisor may send into the copy of another host
+SENT = re.compile(
+    r"(?:config\.toml|plan\.json|dataset\.json|skipped\.json|metrics\.jsonl|tokenizer/tokenizer\.json|checkpoints/[^/]+/[^/]+)"
+)
+PART = ".part"
+FOLDERS = ("health", "progress", "samples", "trouble/*", "checkpoints/.step_*.tmp")
+
+
+class Follower:
+    """Sends what the ranks of this host write into their copy of the run folder."""
+
+    def __init__(self, run: RunDir, channel: Channel, *, host: str):
+        self.run, self.channel, self.host = run, channel, host
+        self._sent: dict[str, tuple[int, int, int]] = {}  # by name: inode, size, and time of the last change
+
+    def skip(self) -> None:
+        """Counts everything that is there as sent: it came from the supervisor."""
+        for name, path in self._files(None):
+            with suppress(OSError):
+                self._sent[name] = stamp(path)
+
+    def scan(self, attempt: int) -> None:
+        """Sends what is new."""
+        for name, path in self._files(attempt):
+            with suppress(OSError):
+                before, now = self._sent.get(name), stamp(path)
+                if now == before:
+                    continue
+                self._sent[name] = now
+                grows = bool(GROWS.fullmatch(name))
+                start = before[1] if grows and before and before[0] == now[0] and before[1] <= now[1] else 0
+                as_name = name.replace("/launch.log", f"/launch-{self.host}.log")
+                pieces = file_frames(path, as_name, start=start, end=now[1], is_new=grows and before is not None)
+                if grows or now[1] > PIECE_BYTES:
+                    self.channel.send_behind(pieces)
+                else:
+                    for piece in pieces:
+                        self.channel.send_behind([piece])
+
+    def _files(self, attempt: int | None) -> Iterator[tuple[str, Path]]:
+        """Yields the files that travel; a checkpoint's tensors only when the JSON says that they are whole, and before it."""
+        logs = [f"logs/{attempt}"] if attempt is not None else ["logs/*"]
+        paths = [self.run.events, self.run.metrics, self.run.plan_json]
+        for pattern in (*logs, *FOLDERS):
+            for folder in self.run.path.glob(pattern):
+                paths += sorted(path for path in folder.glob("*") if path.is_file())
+        names = {str(path.relative_to(self.run.path)): path for path in paths}
+        for name, path in names.items():
+            if name.endswith(PART) or not (GROWS.fullmatch(name) or REPLACED.fullmatch(name)):
+                continue
+            if name.startswith("checkpoints/"):
+                if path.suffix == ".safetensors":
+                    continue
+                tensors = path.with_suffix(".safetensors")
+                if path.suffix == ".json" and tensors.exists():
+                    yield str(tensors.relative_to(self.run.path)), tensors
+            yield name, path
+
+
+def stamp(path: Path) -> tuple[int, int, int]:
+    """What changes whenever a file changes."""
+    stat = path.stat()
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def file_frames(
+    path: Path, name: str, *, start: int = 0, end: int | None = None, is_new: bool = False
+) -> Iterator[bytes]:
+    """Yields a file in pieces. is_new: what stood in the file before is no longer true, where start is 0."""
+    grows = bool(GROWS.fullmatch(name))
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size if end is None else end
+            file.seek(start)
+            at = start
+            while True:
+                data = file.read(min(PIECE_BYTES, size - at))
+                at += len(data)
+                is_last = at >= size or not data
+                line: Line = {"file": name, "last": is_last} | (
+                    {"new": True} if is_new and start == 0 and at <= len(data) else {}
+                )
+                if grows and not data:
+                    return
+                yield frame({**line, "grows": grows}, data)
+                if is_last:
+                    return
+    except FileNotFoundError:  # it was removed before its turn came
+        return
+
+
+def receive(run: RunDir, line: Line, data: bytes, *, allowed: re.Pattern[str]) -> None:
+    """Writes a piece of a file into the run folder. Raises ValueError for a name that a run does not have, OSError for the disk."""
+    name = str(line["file"])
+    if not allowed.fullmatch(name) or ".." in name.split("/"):
+        raise ValueError(f"a file that no run has: {name!r}")
+    path = run.path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if line.get("grows"):
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if line.get("new") else 0)
+        fd = os.open(path, flags, 0o644)
+        try:
+            while data:
+                data = data[os.write(fd, data) :]
+        finally:
+            os.close(fd)
+        return
+    part = path.with_name(path.name + PART)
+    with part.open("ab") as file:
+        file.write(data)
+        if line["last"]:
+            file.flush()
+            if name.startswith("checkpoints/"):
+                os.fsync(file.fileno())
+    if line["last"]:
+        part.replace(path)
+
+
+FROM_HOST = re.compile(f"(?:{GROWS.pattern}|{REPLACED.pattern})")
+
+
+def sha256_of(path: Path) -> str | None:
+    """Returns the hash of a file; None where it is not there."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return None
+
+
+def missing_files(folder: Path, files: dict[str, str]) -> list[str]:
+    """Returns which of the files, by name and hash, are not in the folder as they should be."""
+    return [name for name, sha256 in files.items() if sha256_of(folder / name) != sha256]
+
+
+def folder_frames(folder: Path, names: Iterable[str], prefix: str) -> Iterator[bytes]:
+    """Yields files of a folder in pieces, the manifest of a checkpoint last."""
+    for name in sorted(names, key=lambda name: name == MANIFEST):
+        yield from file_frames(folder / name, f"{prefix}{name}")
+
+
+def remove_newer(checkpoints: Path, step: int) -> None:
+    """Removes unfinished saves, and checkpoints after a step: the run goes on from that step."""
+    for path in [*checkpoints.glob(".step_*.tmp"), *checkpoints.glob("step_*")]:
+        number = re.match(r"\.?step_(\d+)", path.name)
+        if path.name.startswith(".") or (number and int(number[1]) > step):
+            shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,285 @@
+"""
+The far end of a link: `python -m paceline.launch.remote`, which launch/ssh.py starts on another host.
+
+It keeps a copy of the run folder, starts the agent (launch/agent.py) of each attempt, passes its lines on, and sends what its ranks
+write. Orders come from its own stdin alone. When that ends, or nothing has come for HEAD_LOST_S in an attempt, the supervisor is
+lost: the agent's stdin is closed, so that the ranks save and end. A copy that holds a whole checkpoint is a run folder that
+`paceline resume` takes. No torch.
+"""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from paceline.config import Config, cache_dir
+from paceline.launch.agent import prepare_attempt, start_agent_process
+from paceline.launch.channel import Channel, Line, wait
+from paceline.launch.gather import (
+    SENT,
+    Follower,
+    folder_frames,
+    missing_files,
+    receive,
+    remove_newer,
+)
+from paceline.model.manifest import MANIFEST, DamagedCheckpoint, list_checkpoints, read_manifest
+from paceline.model.publish import prune
+from paceline.rundir import RunDir, lock_run, write_atomic
+
+TICK_S = 0.1
+ALIVE_S = 1.0
+HEAD_LOST_S = 15.0  # without a word from the supervisor, which sends one every second
+IDLE_S = 900.0  # between two attempts
+AGENT_END_S = 40.0
+
+
+def main() -> int:
+    """Serves one supervisor until it has gone."""
+    channel = Channel(sys.stdin.fileno(), sys.stdout.fileno())
+    channel.send({
+        "event": "hello", "host": socket.gethostname(), "time": time.time(), "address": own_address(), "python": sys.executable
+    })  # fmt: skip
+    return FarEnd(channel).serve()
+
+
+def own_address() -> str | None:
+    """Returns the address of this host by which its ssh server was reached."""
+    words = os.environ.get("SSH_CONNECTION", "").split()
+    return words[2] if len(words) == 4 else None
+
+
+class FarEnd:
+    """What the supervisor does on this host, through this process."""
+
+    def __init__(self, channel: Channel):
+        self.channel = channel
+        self.run: RunDir | None = None
+        self.shared = False  # the run folder itself is here too: nothing has to travel
+        self.follower: Follower | None = None
+        self.text: Path | None = None
+        self.agent: subprocess.Popen[bytes] | None = None
+        self.lines: Channel | None = None  # to and from the agent
+        self.attempt = 0
+        self.lock: int | None = None
+        self.has_rank_0 = False
+        self.known = set[str]()  # whole checkpoints of which the supervisor knows
+        self.keep_last = 1
+
+    def serve(self) -> int:
+        sent_at = looked_at = 0.0
+        while not self.channel.ended:
+            wait([self.channel, *([self.lines] if self.lines else [])], TICK_S)
+            for line, data in self.channel.read():
+                try:
+                    self.obey(line, data)
+                except (OSError, ValueError, KeyError) as error:
+                    self.channel.send({"event": "refused", "why": f"{line.get('do') or line.get('file')}: {error}"})
+            now = time.monotonic()
+            if self.lines:
+                self.pass_on(self.lines)
+            if now - looked_at > TICK_S and self.follower and self.attempt and not self.channel.has_more:
+                looked_at = now
+                self.look()
+            if now - sent_at > ALIVE_S:
+                sent_at = now
+                self.channel.send({"event": "alive"})
+            if now - self.channel.heard_at > (HEAD_LOST_S if self.lines else IDLE_S):
+                break
+        if self.agent:  # its stdin ends: the ranks save, then everything ends
+            assert self.agent.stdin
+            self.agent.stdin.close()
+            with suppress(subprocess.TimeoutExpired):
+                self.agent.wait(AGENT_END_S)
+            self.agent.kill()
+        return 0
+
+    def look(self) -> None:
+        """Sends what the ranks have written since the last look, and the manifest of a checkpoint that rank 0 has completed."""
+        assert self.run and self.follower
+        self.follower.scan(self.attempt)
+        for path in self.run.checkpoints.glob(f"step_*/{MANIFEST}") if self.has_rank_0 else ():
+            if path.parent.name not in self.known:
+                self.known.add(path.parent.name)
+                manifest = path.read_text(encoding="utf-8")
+                self.channel.send({"event": "published", "folder": path.parent.name, "manifest": manifest})
+
+    def pass_on(self, lines: Channel) -> None:
+        """Sends the agent's lines to the supervisor; when the agent has ended, first everything that its ranks have written."""
+        assert self.agent and self.run
+        for line, _ in lines.read():
+            self.channel.send(line)
+        if not lines.ended:
+            return
+        exit_code = self.agent.wait()
+        if self.follower:
+            self.look()
+        self.agent, self.lines = None, None
+        self.channel.send_behind([json.dumps({"event": "agent_ended", "exit_code": exit_code}).encode() + b"\n"])
+
+    def obey(self, line: Line, data: bytes) -> None:
+        """Carries out one order."""
+        if "file" in line:
+            self.take_file(line, data)
+            return
+        match line["do"]:
+            case "alive":
+                pass
+            case "open":
+                self.open(line)
+            case "lack":  # which files of a checkpoint, or of the text
+                folder = self.folder_of(line["of"])
+                self.channel.send({"event": "lacks", "of": line["of"], "files": missing_files(folder, line["files"])})
+            case "settle":  # before an attempt: the checkpoints that the supervisor has are those that count
+                assert self.run
+                if not self.shared:
+                    remove_newer(self.run.checkpoints, line["step"])
+            case "fetch":
+                folder = self.folder_of(line["folder"])
+                self.channel.send_behind(
+                    folder_frames(folder, line["files"], f"checkpoints/.{folder.name}.fetched.tmp/")
+                )
+            case "saved":
+                self.keep_copy(line)
+            case "attempt":
+                self.start(line)
+            case _ if self.lines:
+                self.lines.send(line)
+
+    def open(self, line: Line) -> None:
+        """Finds or makes the copy of the run folder. line: the folder's path at the supervisor, a token in it, its key."""
+        original = Path(line["path"])
+        self.shared = (original / line["token"]).is_file()
+        path = original if self.shared else cache_dir(Config()) / "runs" / line["key"] / original.name
+        path.mkdir(parents=True, exist_ok=True)
+        self.run = RunDir(path)
+        if not self.shared:
+            self.lock = lock_run(self.run)
+            self.follower = Follower(self.run, self.channel, host=line["host"])
+            for stale in ("progress", "health"):
+                shutil.rmtree(path / stale, ignore_errors=True)
+            for name in ("events.jsonl", "metrics.jsonl"):
+                (path / name).unlink(missing_ok=True)
+        steps = []
+        if not self.shared and self.run.checkpoints.is_dir():
+            steps = [folder.name for folder, _ in list_checkpoints(self.run.checkpoints)]
+        self.text = cache_dir(Config()) / "data" / line["text"] if line.get("text") else None
+        free_bytes = shutil.disk_usage(path).free
+        self.channel.send({
+            "event": "opened", "path": str(path), "shared": self.shared, "checkpoints": steps, "free_bytes": free_bytes
+        })  # fmt: skip
+
+    def folder_of(self, name: str) -> Path:
+        """Returns the folder that an order means: the text, or a checkpoint."""
+        if name == "text":
+            assert self.text
+            return self.text
+        assert self.run
+        return self.run.checkpoints / Path(name).name
+
+    def take_file(self, line: Line, data: bytes) -> None:
+        name = str(line["file"])
+        if name.startswith("text/") and self.text:
+            if "/" in name[5:] or name[5:] in ("", ".", ".."):
+                raise ValueError(f"not a file of a text: {name!r}")
+            self.text.mkdir(parents=True, exist_ok=True)
+            part = self.text / f"{name[5:]}.part"
+            with part.open("ab") as file:
+                file.write(data)
+            if line["last"]:
+                part.replace(self.text / name[5:])
+            return
+        assert self.run
+        receive(self.run, line, data, allowed=SENT)
+        if line["last"] and name.startswith("checkpoints/step_"):
+            self.complete_copies()
+        if line["last"] and name == "dataset.json" and self.text:
+            record = json.loads(self.run.dataset_json.read_text())
+            write_atomic(self.run.dataset_json, json.dumps({**record, "path": str(self.text)}) + "\n")
+
+    def start(self, line: Line) -> None:
+        """Starts the agent of an attempt; paths and the interpreter in the supervisor's job become those of this host."""
+        assert self.run
+        if self.agent:
+            raise ValueError("an attempt runs here already")
+        job, theirs = line["job"], line["theirs"]
+        self.attempt = line["attempt"]
+        own = {theirs["python"]: sys.executable, theirs["path"]: str(self.run.path)}
+        job["command"] = [own.get(word, word) for word in job["command"]]
+        job["env"] = {**os.environ, **job["env"], **interface_env(job.pop("reach"))}
+        job["lock_fd"] = self.lock
+        prepare_attempt(self.run, self.attempt, job)
+        if self.follower:
+            self.follower.skip()
+        self.has_rank_0 = job["first_rank"] == 0 and not self.shared
+        self.known = {path.parent.name for path in self.run.checkpoints.glob(f"step_*/{MANIFEST}")}
+        self.agent = start_agent_process(self.run.logs(self.attempt), lock_fd=self.lock)
+        assert self.agent.stdin and self.agent.stdout
+        self.lines = Channel(self.agent.stdout.fileno(), self.agent.stdin.fileno())
+        self.lines.send(job)
+
+    def keep_copy(self, line: Line) -> None:
+        """A checkpoint is complete at the supervisor: it becomes whole here too if this host keeps the copy, else its part goes."""
+        assert self.run
+        if self.shared:
+            return
+        final = self.run.checkpoints / line["folder"]
+        if line["manifest"] is not None:
+            final.mkdir(parents=True, exist_ok=True)
+        for pending in self.run.checkpoints.glob(f".{line['folder']}.*.tmp"):
+            for path in pending.glob("*.safetensors") if line["manifest"] is not None else ():
+                path.rename(final / path.name)
+            shutil.rmtree(pending, ignore_errors=True)
+        if line["manifest"] is None:
+            return
+        write_atomic(final / f".{MANIFEST}", line["manifest"])  # without its name until every file is there
+        self.channel.send({"event": "lacks", "of": line["folder"], "files": missing_files(final, line["files"])})
+        self.keep_last = line["keep_last"]
+        self.complete_copies()
+
+    def complete_copies(self) -> None:
+        """Gives its manifest to each checkpoint whose files have all come, and removes old ones."""
+        assert self.run
+        for waiting in self.run.checkpoints.glob(f"step_*/.{MANIFEST}"):
+            folder = waiting.parent
+            waiting.rename(folder / MANIFEST)
+            with suppress(DamagedCheckpoint):
+                manifest = read_manifest(folder)
+                if not missing_files(folder, {name: entry.sha256 for name, entry in manifest.files.items()}):
+                    prune(self.run.checkpoints, step=manifest.step, keep_last=self.keep_last)
+                    continue
+            (folder / MANIFEST).rename(waiting)
+
+
+def interface_env(reach: str | None) -> dict[str, str]:
+    """Returns which network interface gloo and NCCL use: that by which this host reaches an address."""
+    name = interface_to(reach) if reach else None
+    return {} if name is None else {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+
+
+def route_to(address: str) -> str | None:
+    """Returns this host's own address on the way to another one; nothing is sent."""
+    with suppress(OSError):
+        family, _, _, _, place = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(place)
+            return str(probe.getsockname()[0])
+    return None
+
+
+def interface_to(address: str) -> str | None:
+    """Returns the name of the interface by which this host reaches an address; None where there is no way."""
+    import psutil
+
+    own = route_to(address)
+    nics = psutil.net_if_addrs()
+    return next((name for name, nic in nics.items() if any(a.address.partition("%")[0] == own for a in nic)), None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

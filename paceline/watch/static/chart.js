@@ -80,7 +80,7 @@ class Chart {
   resize(width) {
     if (!width || width === this.width) return;
     this.width = width;
-    this.draw();
+    this.refresh(); // a chart out of sight would cost as much as one in sight
   }
 
   setHeight() {

@@ -358,10 +358,15 @@ def find_run(name: str, *, runs_dir: str = "runs") -> RunDir:
 def find_training_run(name: str, *, runs_dir: str) -> RunDir:
     """find_run, but for a script's run, which has neither our config nor a checkpoint that we can read."""
     run = find_run(name, runs_dir=runs_dir)
-    with suppress(OSError, ValueError):
-        if "command" in tomllib.loads(read_text(run.config_toml)):
-            raise PacelineError(
-                f"{run.name} is the run of a script, not a training run of paceline's own",
-                fix=f"paceline run {run.config_toml} runs it again",
-            )
+    if is_script_run(run):
+        raise PacelineError(
+            f"{run.name} is the run of a script, not a training run of paceline's own",
+            fix=f"paceline run {run.config_toml} runs it again",
+        )
     return run
+
+
+def is_script_run(run: RunDir) -> bool:
+    with suppress(OSError, ValueError):
+        return "command" in tomllib.loads(read_text(run.config_toml))
+    return False

@@ -46,6 +46,7 @@ from paceline.rundir import (
     RunInUse,
     append_event,
     check_unused,
+    is_script_run,
     lock_run,
     unwritable_run,
     utc_now,
@@ -260,13 +261,22 @@ def config_of_plan(config: Config, plan: Plan) -> Config:
     )
 
 
+def taken_name_fix(run: RunDir) -> str:
+    """Returns what helps where a new training has the name of a run: what continues that run, if anything does."""
+    if is_script_run(run):
+        return "another --name"
+    status = run_status(run)
+    longer = f" --num-steps {2 * status.num_steps}" if status.state == "finished" and status.num_steps else ""
+    return f"paceline resume {run.path}{longer}, or another --name"
+
+
 @contextmanager
 def new_folder(run: RunDir) -> Iterator[tuple[int, Progress]]:
     """Creates the folder of a new run. Yields the lock that holds it, and what publishes the work before the launch.
 
     A folder that has not become a run at the end is removed. Raises PacelineError where it holds something or cannot be written.
     """
-    check_unused(run, fix=f"paceline resume {run.path}, or another --name")
+    check_unused(run, fix=taken_name_fix(run))
     try:
         run.path.mkdir(parents=True, exist_ok=True)
         lock = lock_run(run)

@@ -196,7 +196,9 @@ class HostHealth:
     def add(self, records: list[Record]) -> None:
         """Adds lines of the file, or samples like them."""
         # the lines of each device with their times, by group, device and the names of its curves
-        devices: dict[tuple[str, str, tuple[str, ...]], tuple[list[float], list[Record]]] = defaultdict(lambda: ([], []))
+        devices: dict[tuple[str, str, tuple[str, ...]], tuple[list[float], list[Record]]] = defaultdict(
+            lambda: ([], [])
+        )
         for record in records:
             time = unix_time(record.get("time"))
             if not time > (self.time or 0):
@@ -205,7 +207,9 @@ class HostHealth:
                 self._gaps.append(time - self.time)
             self.time = time
             self._values.update({name: record[name] for name in HOST_FIELDS & record.keys()})
-            parts: list[tuple[tuple[str, str, tuple[str, ...]], Record]] = [(("host_series", self.name, HOST_CURVES), record)]
+            parts: list[tuple[tuple[str, str, tuple[str, ...]], Record]] = [
+                (("host_series", self.name, HOST_CURVES), record)
+            ]
             gpus = record["gpus"] if isinstance(record.get("gpus"), list) else ()
             for gpu in [gpu for gpu in gpus if isinstance(gpu, dict) and type(gpu.get("index")) is int]:
                 gpu_values = self._gpus.setdefault(gpu["index"], {})

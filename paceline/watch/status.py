@@ -73,7 +73,7 @@ class RunStatus:
     val_bpb: float | None
     tok_per_sec: float | None
     attempts: int
-    time: str | None  # of the last event or logged step
+    time: str | None  # of the last activity: an event or a logged step
     command: list[str] | None = None  # of `paceline run`, whose runs have no metrics.jsonl
     tags: list[str] = field(default_factory=list)  # of `paceline runs tag`
     note: str = ""  # of `paceline runs note`
@@ -170,7 +170,8 @@ def file_stamp(path: Path) -> tuple[int, int] | None:
 
 def format_runs(runs: list[RunStatus]) -> str:
     """Returns the list of runs as a table."""
-    head = ("run", "state", "step", "loss", "val_bpb", "tok/s", "last activity (UTC)")
+    has_tags = any(status.tags for status in runs)
+    head = ["run", "state", "step", "loss", "val_bpb", "tok/s", "last activity (UTC)", *(["tags"] if has_tags else [])]
     rows = [
         (
             status.name,
@@ -180,12 +181,13 @@ def format_runs(runs: list[RunStatus]) -> str:
             format_figure("val_bpb", status.val_bpb),
             "n/a" if status.tok_per_sec is None else format_count(status.tok_per_sec),
             format_time(status.time or "n/a"),
+            *([" ".join(status.tags)] if has_tags else []),
         )
         for status in runs
     ]
     columns = [
-        [pad(cell, max(map(cells, column)), right=number >= 2) for cell in column]
-        for number, column in enumerate(zip(head, *rows, strict=True))
+        [pad(cell, max(map(cells, column)), right=column[0] not in ("run", "state", "tags")) for cell in column]
+        for column in zip(head, *rows, strict=True)
     ]
     return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))
 

@@ -80,7 +80,8 @@ class Chart {
   resize(width) {
     if (!width || width === this.width) return;
     this.width = width;
-    this.refresh(); // a chart out of sight would cost as much as one in sight
+    this.refresh();
+    if (this.isStale) whenIdle(() => this.isStale && this.draw()); // those in sight come first
   }
 
   setHeight() {

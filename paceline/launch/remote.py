@@ -83,9 +83,11 @@ class FarEnd:
             now = time.monotonic()
             if self.lines:
                 self.pass_on(self.lines)
-            if now - looked_at > TICK_S and self.follower and self.attempt and not self.channel.has_more:
+            if now - looked_at > TICK_S and self.follower and self.attempt:
                 looked_at = now
-                self.look()
+                self.follower.hurry(self.attempt)
+                if not self.channel.has_more:
+                    self.look()
             if now - sent_at > ALIVE_S:
                 sent_at = now
                 self.channel.send({"event": "alive"})
@@ -113,6 +115,8 @@ class FarEnd:
         """Sends the agent's lines to the supervisor; when the agent has ended, first everything that its ranks have written."""
         assert self.agent and self.run
         for line, _ in lines.read():
+            if self.follower:
+                self.follower.hurry(self.attempt)
             self.channel.send(line)
         if not lines.ended:
             return

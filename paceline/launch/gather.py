@@ -10,7 +10,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,7 +26,8 @@ REPLACED = re.compile(
 )
 # what the supervisor may send into the copy of another host
 SENT = re.compile(
-    r"(?:config\.toml|plan\.json|dataset\.json|skipped\.json|metrics\.jsonl|tokenizer/tokenizer\.json|checkpoints/[^/]+/[^/]+)"
+    r"(?:config\.toml|plan\.json|dataset\.json|skipped\.json|metrics\.jsonl|tokenizer/tokenizer\.json|checkpoints/[^/]+/[^/]+"
+    r"|kept/(?:events|metrics)\.jsonl)"
 )
 PART = ".part"
 FOLDERS = ("health", "samples", "trouble/*", "checkpoints/.step_*.tmp")
@@ -46,6 +47,13 @@ class Follower:
             with suppress(OSError):
                 self._sent[name] = stamp(path)
 
+    def catch_up(self, sizes: Mapping[str, int]) -> None:
+        """Sends what a broken link has kept back. sizes: what the supervisor has of the files that grow, of all attempts."""
+        for name, size in sizes.items():
+            with suppress(OSError):
+                self._sent[name] = ((self.run.path / name).stat().st_ino, size, 0)
+        self.scan(None)
+
     def hurry(self, attempt: int) -> None:
         """Sends the heartbeats and errors that are new, before all files that wait: a rank's end is judged by them."""
         for path in [*self.run.path.glob("progress/*"), *self.run.logs(attempt).glob("*.error.json")]:
@@ -56,7 +64,7 @@ class Follower:
                     name = str(path.relative_to(self.run.path))
                     self.channel.send({"file": name, "last": True}, data)
 
-    def scan(self, attempt: int) -> None:
+    def scan(self, attempt: int | None) -> None:
         """Sends what else is new."""
         for name, path in self._files(attempt):
             with suppress(OSError):

@@ -29,6 +29,7 @@ SENT = re.compile(
     r"(?:config\.toml|plan\.json|dataset\.json|skipped\.json|metrics\.jsonl|tokenizer/tokenizer\.json|checkpoints/[^/]+/[^/]+"
     r"|kept/(?:events|metrics)\.jsonl)"
 )
+SHARED = ("events.jsonl",)  # the supervisor writes into it too
 PART = ".part"
 FOLDERS = ("health", "samples", "trouble/*", "checkpoints/.step_*.tmp")
 
@@ -75,8 +76,10 @@ class Follower:
                 grows = bool(GROWS.fullmatch(name))
                 start = before[1] if grows and before and before[0] == now[0] and before[1] <= now[1] else 0
                 as_name = name.replace("/launch.log", f"/launch-{self.host}.log")
-                is_new = grows and before is not None and start == 0
-                self.channel.send_behind(file_frames(path, as_name, start=start, end=now[1], is_new=is_new))
+                is_new = grows and before is not None and start == 0 and name not in SHARED
+                self.channel.send_behind(
+                    file_frames(path, as_name, start=start, end=now[1], grows=grows, is_new=is_new)
+                )
 
     def _files(self, attempt: int | None) -> Iterator[tuple[str, Path]]:
         """Yields the files that travel; a checkpoint's tensors only when the JSON says that they are whole, and before it."""
@@ -105,10 +108,9 @@ def stamp(path: Path) -> tuple[int, int, int]:
 
 
 def file_frames(
-    path: Path, name: str, *, start: int = 0, end: int | None = None, is_new: bool = False
+    path: Path, name: str, *, start: int = 0, end: int | None = None, grows: bool = False, is_new: bool = False
 ) -> Iterator[bytes]:
-    """Yields a file in pieces. is_new: what stood in the file before is no longer true, where start is 0."""
-    grows = bool(GROWS.fullmatch(name))
+    """Yields a file in pieces. grows: they go behind what is there; is_new: but that is no longer true."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size if end is None else end
@@ -116,7 +118,8 @@ def file_frames(
             at = start
             is_last = False
             while not is_last:
-                data = file.read(min(PIECE_BYTES, size - at))
+                # lines of several writers must not mix
+                data = file.read(size - at if name in SHARED else min(PIECE_BYTES, size - at))
                 first, at = at == 0, at + len(data)
                 is_last = at >= size or not data
                 if data or not grows:

@@ -71,19 +71,8 @@ class Hosts:
         name = ["bash", "-c", f'hostname "$0" && {private} && exec "$@"', host]
         numbers = sorted(os.sched_getaffinity(0))
         chosen = numbers if cores == "all" else [numbers[int(host[1:]) % len(numbers)]]
-        return [
-            "taskset",
-            "--cpu-list",
-            ",".join(map(str, chosen)),
-            "ip",
-            "netns",
-            "exec",
-            self.prefix + host,
-            "unshare",
-            "--uts",
-            *name,
-            *command,
-        ]
+        inside = ["ip", "netns", "exec", self.prefix + host, "unshare", "--uts", *name, *command]
+        return ["taskset", "--cpu-list", ",".join(map(str, chosen)), *inside]
 
     def run(self, host: str, *command: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
         """Runs a command on a host; its `ssh` uses the test's keys."""

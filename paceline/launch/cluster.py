@@ -23,14 +23,14 @@ from paceline.errors import PacelineError
 from paceline.launch.agent import prepare_attempt, start_agent_process
 from paceline.launch.channel import Channel, Line, frame, wait
 from paceline.launch.copies import Copies
-from paceline.launch.gather import FROM_HOST, folder_frames, receive
+from paceline.launch.gather import Receiver, folder_frames
 from paceline.launch.hosts import HostEntry, is_this_host
 from paceline.launch.member import Member
 from paceline.launch.remote import interface_env, route_to
 from paceline.launch.ssh import SshModule
 from paceline.model.manifest import MANIFEST, newest_good, read_manifest
 from paceline.plan.machine import Machine
-from paceline.rundir import RunDir
+from paceline.rundir import RunDir, append_event
 from paceline.units import format_bytes, format_duration
 
 REMOTE = "paceline.launch.remote"
@@ -63,6 +63,7 @@ class Cluster:
         self.run: RunDir | None = None
         self._started: list[Member] = []  # those of the last attempt
         self.copies: Copies | None = None
+        self.receiver: Receiver | None = None
         self._told_at = 0.0
         self._seen_at = time.monotonic()
 
@@ -145,9 +146,8 @@ class Cluster:
     def _take(self, member: Member, line: Line, data: bytes) -> None:
         """Takes a frame: files go into the run folder, lines wait for whoever reads them."""
         if "file" in line:
-            if self.run:
-                with suppress(ValueError):  # a name that no run has
-                    receive(self.run, line, data, allowed=FROM_HOST)
+            if self.receiver:
+                self.receiver.take(line, data)
         elif line.get("event") == "agent_ended":
             member.agent_ended, member.exit_code = True, line["exit_code"]
         elif line.get("event") == "published":
@@ -184,6 +184,9 @@ class Cluster:
     def connect(self, run: RunDir, *, text: Path | None) -> None:
         """Opens the links and the copies of the run folder. Raises PacelineError for a host that cannot be reached."""
         self.run, self.copies = run, Copies(run)
+        self.receiver = Receiver(
+            run, on_no_space=lambda name: append_event(run, "note", text=f"no space left for {name} of another host")
+        )
         others = [m for m in self.members if not is_this_host(m.entry) and m.channel is None]
         with ThreadPoolExecutor(max_workers=min(32, max(1, len(others)))) as pool:
             for member, result in zip(others, pool.map(self._reach, others), strict=True):

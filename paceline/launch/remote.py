@@ -206,7 +206,7 @@ class FarEnd:
                 if time.monotonic() > deadline or self.channel.ended:
                     raise ValueError(error.message) from error
             self.channel.send({"event": "alive"})
-            wait([self.channel], ALIVE_S)
+            time.sleep(ALIVE_S)
 
     def folder_of(self, name: str) -> Path:
         """Returns the folder that an order means: the text, or a checkpoint."""

@@ -10,6 +10,7 @@ import hashlib
 import os
 import re
 import shutil
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -35,9 +36,9 @@ FOLDERS = ("health", "progress", "samples", "trouble/*", "checkpoints/.step_*.tm
 class Follower:
     """Sends what the ranks of this host write into their copy of the run folder."""
 
-    def __init__(self, run: RunDir, channel: Channel, *, host: str):
-        self.run, self.channel, self.host = run, channel, host
-        self._sent: dict[str, tuple[int, int, int]] = {}  # by name: inode, size, and time of the last change
+    def __init__(self, run: RunDir, channel: Channel):
+        self.run, self.channel = run, channel
+        self._sent: dict[str, tuple[int, int, int]] = {}  # by name: see stamp
 
     def skip(self) -> None:
         """Counts everything that is there as sent: it came from the supervisor."""
@@ -55,8 +56,7 @@ class Follower:
                 self._sent[name] = now
                 grows = bool(GROWS.fullmatch(name))
                 start = before[1] if grows and before and before[0] == now[0] and before[1] <= now[1] else 0
-                as_name = name.replace("/launch.log", f"/launch-{self.host}.log")
-                pieces = file_frames(path, as_name, start=start, end=now[1], is_new=grows and before is not None)
+                pieces = file_frames(path, name, start=start, end=now[1], is_new=grows and before is not None)
                 if grows or now[1] > PIECE_BYTES:
                     self.channel.send_behind(pieces)
                 else:
@@ -84,9 +84,10 @@ class Follower:
 
 
 def stamp(path: Path) -> tuple[int, int, int]:
-    """What changes whenever a file changes."""
+    """What changes whenever a file changes. A heartbeat is stored into a mapped file, whose time of change may stand still."""
     stat = path.stat()
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+    change = zlib.crc32(path.read_bytes()) if path.parent.name == "progress" else stat.st_mtime_ns
+    return stat.st_ino, stat.st_size, change
 
 
 def file_frames(

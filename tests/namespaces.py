@@ -154,7 +154,9 @@ def make_keys(hosts: Hosts) -> None:
         key = " ".join((home / "hostkey.pub").read_text().split()[:2])
         lines.append(f"[10.77.0.{number}]:{PORT},[{host}]:{PORT} {key}\n")
     hosts.known_hosts().write_text("".join(lines))
-    (hosts.folder / "config").write_text(SSH_CONFIG.format(pattern=" ".join([*hosts.names, "10.77.*"]), port=PORT, folder=hosts.folder))
+    (hosts.folder / "config").write_text(
+        SSH_CONFIG.format(pattern=" ".join([*hosts.names, "10.77.*"]), port=PORT, folder=hosts.folder)
+    )
     wrapper = hosts.folder / "bin" / "ssh"
     wrapper.parent.mkdir()
     wrapper.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {hosts.folder}/config "$@"\n')

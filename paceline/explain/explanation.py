@@ -83,7 +83,7 @@ class Explanation:
 
 
 def name_host(explanation: Explanation, hosts: Mapping[str, Sequence[int]]) -> Explanation:
-    """Returns the explanation with the host of its rank, also in the summary: `rank 3 on bob`. hosts: the ranks on each of several."""
+    """Returns the explanation with the host of its rank, also in the summary: `rank 3 on bob`. hosts: the ranks on each."""
     rank = explanation.rank
     host = next((name for name, ranks in hosts.items() if rank in ranks), None)
     if host is None:

@@ -209,7 +209,9 @@ class AttemptRecord:
         roots = [] if self.stopping else find_early_exits(self.run, self.ranks)
         if not roots and self.hang:
             host = next((rank.get("host") for rank in self.ranks if rank["rank"] == self.hang.rank), None)
-            roots = [Failure(self.hang.rank, None, "SIGKILL", self.hang.text, time.time(), consequence=False, host=host)]
+            roots = [
+                Failure(self.hang.rank, None, "SIGKILL", self.hang.text, time.time(), consequence=False, host=host)
+            ]
             failures = [failure for failure in failures if failure.rank != self.hang.rank]
         if roots:  # the errors of its peers follow from its kill
             return [*roots, *(replace(failure, consequence=True) for failure in failures)]

@@ -36,8 +36,8 @@ SUMMARIES = {
     "finished": ("good", "All steps are done."),
     "troubled": (
         "warning",
-        "All steps are done, after 1 recovery (cuda-oom); rank 5 on node-1 was slower than the others for 90 % of the steps; GPU 1 of"
-        " node-1 was throttled for 40 % of the time (thermal, at up to 91 °C); a step took 39 % longer than planned; 8 % of the"
+        "All steps are done, after 1 recovery (cuda-oom); rank 5 on node-1 was slower than the others for 90 % of the steps; GPU 1"
+        " of node-1 was throttled for 40 % of the time (thermal, at up to 91 °C); a step took 39 % longer than planned; 8 % of the"
         " time was lost work.",
     ),
     "stopped": ("info", "Stopped on request; it can be resumed."),

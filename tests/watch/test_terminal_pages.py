@@ -83,7 +83,10 @@ def test_the_header_shows_progress_and_remaining_time():
         ("broken", ["✗ broken", "ended without reporting why"]),
         ("no_gpu", ["no GPU", "cpu 94 %"]),
         ("two_hosts", ["8 ranks on 2 hosts", "2 hosts, 8 GPUs", "node-1", "67–91 °C", "! 1 slowed", "5 node-1"]),
-        ("lost_host", ["2 ranks on 2 hosts", "2 hosts, no GPU", "ada  rank 0  cpu", "cem  lost", "0 ada", "1 bob", "net ↓"]),
+        (
+            "lost_host",
+            ["2 ranks on 2 hosts", "2 hosts, no GPU", "ada  rank 0  cpu", "cem  lost", "0 ada", "1 bob", "net ↓"],
+        ),
         ("script", ["● running", "train.py --lr 3e-4", "goodput 100 %"]),
         ("trainer_log", ["Hugging Face Trainer", "400/1,500"]),
         ("unknown_log", ["? unknown", "no line of output.txt tells"]),

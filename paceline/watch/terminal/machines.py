@@ -138,7 +138,7 @@ def host_summary(host: HostView) -> Line:
 
 
 def host_facts(host: HostView, *, long: bool = False, net: bool = False) -> Iterator[tuple[str, str, str]]:
-    """Yields names, values and styles: cpu 23 %  ram 41/128 GiB  disk 812 GiB free. long: also cgroup and network. net: it first."""
+    """Yields names, values and styles: cpu 23 %  ram 41/128 GiB  disk 812 GiB free. long: also cgroup and network. net: always."""
     has_net = host.net_in_bps is not None and host.net_out_bps is not None
     traffic = f"↓ {format_bytes(host.net_in_bps or 0)}/s ↑ {format_bytes(host.net_out_bps or 0)}/s"
 

@@ -102,7 +102,7 @@ def explain_attempt(run: RunDir, attempt: int | None) -> Explanation:
     paths = run.health_dir.glob("*.jsonl") if start.get("time") else ()
     samples = {path.stem: read_samples(path, since=start["time"]) for path in sorted(paths)}
     hosts: dict[str, list[int]] = start.get("hosts") or {}  # the ranks on each of several
-    far_hosts = [host for host in hosts if run.launch_log(attempt, host).exists()]  # not the supervisor's
+    far_hosts = [host for host in hosts if host != start.get("head")]  # all but the supervisor's
     far_logs = {path(attempt, host): host for path in (run.launch_log, run.kernel_log) for host in far_hosts}
     logs_here = sorted(run.logs(attempt).glob("*.log"))
     values = run_values(run)

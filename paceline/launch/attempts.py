@@ -155,7 +155,8 @@ def run_one_attempt(job: Job, number: int, signals: StopSignals) -> tuple[Outcom
         job.show([f"no further attempt: {text}"])
         return outcome, None
     ran_out, root = None, outcome.failures[0]
-    is_here = not (root.host and job.run.launch_log(number, root.host).exists())
+    attempts = [event for event in read_json_lines(job.run.events) if event.get("event") == "attempt"]
+    is_here = root.host is None or root.host == attempts[-1].get("head")
     if is_here and num_kills is not None and num_kills_before is not None:
         ran_out = num_kills > num_kills_before
     end, explanation = explain_end(job.run, number, root, explanation, memory_ran_out=ran_out)

@@ -173,9 +173,11 @@ class AttemptRecord:
         self.is_written = True
         pids = [rank["pid"] for rank in self.ranks]  # none when it ended before the workers were started
         hosts = {member.name: list(member.ranks) for member in self.members}
-        several = {}
+        several: dict[str, Any] = {}
         if len(self.cluster.members) > 1:  # clock_s: how far the clock of each host is ahead of this one's
-            several = {"hosts": hosts, "clock_s": {member.name: round(member.clock_s, 3) for member in self.members}}
+            head = next((member.name for member in self.members if member.is_here), None)  # the host of this process
+            clock_s = {member.name: round(member.clock_s, 3) for member in self.members}
+            several = {"hosts": hosts, "head": head, "clock_s": clock_s}
         append_event(
             self.run, "attempt", attempt=self.attempt, nproc=self.nproc, world_size=self.nproc, pids=pids, **several
         )

@@ -204,7 +204,7 @@ def warnings(snapshot: Snapshot, *, now: float) -> Iterator[str]:
         yield f"{ranks_are(slow, snapshot)} slower than the others"
     start = unix_time(snapshot.attempts[-1].time) if snapshot.attempts else 0.0
     if lost := [host.name for host in snapshot.hosts if host.lost]:
-        yield f"{'host' if len(lost) == 1 else 'hosts'} {format_list(lost)} {'is' if len(lost) == 1 else 'are'} lost"
+        yield f"lost {format_list(lost)}: continuing on {format_list(host.name for host in snapshot.hosts if not host.lost)}"
     for host in [host for host in snapshot.hosts if not host.lost]:
         quiet_s = now - max(host.time or 0.0, start)
         if host.every_s is not None and quiet_s > max(MAX_SILENCE_S, SILENT_SAMPLES * host.every_s):

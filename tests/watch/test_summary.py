@@ -42,7 +42,7 @@ SUMMARIES = {
     ),
     "stopped": ("info", "Stopped on request; it can be resumed."),
     "two_hosts": ("warning", "Rank 5 on node-1 is slower than the others; GPU 1 of node-1 is throttled: thermal."),
-    "lost_host": ("warning", "Host cem is lost."),
+    "lost_host": ("warning", "Lost cem: continuing on ada and bob."),
     "script": ("good", "All well: 2 GPUs are busy 97 % of the time."),
     "unknown_log": None,
 }

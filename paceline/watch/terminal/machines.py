@@ -269,7 +269,7 @@ def machines_block(snapshot: Snapshot, *, width: int, height: int) -> list[Line]
     lines, titles = machine_lines(snapshot, width=width, height=height), "memory, use, power, temperature"
     if len(hosts) == 1 and len(lines) < num_gpus:
         name += f": {titles}"
-    facts: Line = ((titles if num_gpus else "", "faint"),)
+    facts: Line = ((titles, "faint"),) if num_gpus else ()
     facts = facts_line(host_facts(hosts[0]), width - 14 - cells(name)) if len(hosts) == 1 else facts
     return [heading(name, width, right=facts), *lines] if hosts else []
 
@@ -299,9 +299,10 @@ def machines_page(snapshot: Snapshot, *, width: int) -> list[Line]:
     table = gpu_rows([gpu for host in snapshot.hosts for gpu in host.gpus], width=width)
     rows = iter(table)
     for host in snapshot.hosts:
-        facts = facts_line(host_facts(host, long=True), width - 2)
+        facts = facts_line(host_facts(host, long=True), width - (16 if host.lost else 2))
         place: Line = ((host_place(host), "error" if host.lost else "faint"),)
-        lines += [heading(clean(host.name), width, right=place), ((" ", ""), *facts)]
+        since: Piece = (" last sample:  " if host.lost else " ", "faint")
+        lines += [heading(clean(host.name), width, right=place), (since, *facts)]
         lines += [gpu_titles(table[0]), *islice(rows, len(host.gpus))] if host.gpus else []
         lines += process_lines(host.gpus, width=width)
     if ranks := rank_lines(snapshot, width=width):

@@ -197,14 +197,13 @@ class RunReader:
 
     def _ranks_by_host(self) -> dict[str, list[int]]:
         """The ranks of the last attempt on each of several hosts; empty where there is one."""
-        hosts = self.attempts[-1].get("hosts") if self.attempts else None
-        return hosts if isinstance(hosts, dict) else {}
+        hosts: dict[str, list[int]] = (self.attempts[-1].get("hosts") if self.attempts else None) or {}
+        return hosts
 
     def _clock_s(self, host: str | None) -> float:
         """How far a host's clock was ahead of the supervisor's when the last attempt began."""
-        clocks = self.attempts[-1].get("clock_s") if self.attempts else None
-        clock_s = clocks.get(host, 0.0) if isinstance(clocks, dict) else 0.0
-        return clock_s if isinstance(clock_s, int | float) else 0.0
+        clocks = (self.attempts[-1].get("clock_s") if self.attempts else None) or {}
+        return float(clocks.get(host, 0.0))
 
     def _hosts(self) -> list[HostView]:
         """The hosts of the last attempt, then those that this command has lost."""

@@ -289,11 +289,14 @@ def accelerate_configs(options: AccelerateOptions, machine: Machine) -> str:
         return json.dumps({host: values for host, (_, values, _) in hosts.items()}, ensure_ascii=False)
     if options.out == "-":
         return "\n\n".join(f"# on {host}\n{format_yaml(values)}".rstrip() for host, (_, values, _) in hosts.items())
-    lines = [
-        accelerate_config(replace(own, out=str(path), hosts=None), machine).replace("next    ", f"on {host:<5}")
-        for host, (own, _, path) in hosts.items()
-    ]
-    return "\n".join(lines)
+    lines = []
+    for host, (own, _, path) in hosts.items():
+        lines.append(
+            accelerate_config(replace(own, out=str(path), hosts=None), machine).replace("next    ", f"on {host}: ")
+        )
+    others = [entry for entry in parse_hosts(options.hosts or "") if not is_this_host(entry)]
+    copies = [f"scp {hosts[entry.host][2]} {entry.destination}:" for entry in others]
+    return "\n".join([*lines, f"copy    {'; '.join(copies)}"])
 
 
 def accelerate_config(options: AccelerateOptions, machine: Machine) -> str:

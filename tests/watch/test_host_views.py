@@ -29,7 +29,9 @@ def begin(folder, hosts=BOTH, *, attempt=1, clock_s=None):
 
 def sample(folder, host, **fields):
     folder.run.health_dir.mkdir(exist_ok=True)
-    append_sample(folder.run.health(host), {"time": utc_now(), "cpu": 0.5, "net_in_bps": 1e6, "net_out_bps": 2e6, **fields})
+    append_sample(
+        folder.run.health(host), {"time": utc_now(), "cpu": 0.5, "net_in_bps": 1e6, "net_out_bps": 2e6, **fields}
+    )
 
 
 def lose(folder, host, *, attempt=1):
@@ -59,7 +61,10 @@ def test_a_lost_host_is_shown_as_lost_until_it_is_back(folder):
     lose(folder, "bob")
     begin(folder, {"ada": [0, 1]}, attempt=2)
     snapshot = folder.look()
-    assert [(host.name, host.ranks, host.lost) for host in snapshot.hosts] == [("ada", [0, 1], False), ("bob", [], True)]
+    assert [(host.name, host.ranks, host.lost) for host in snapshot.hosts] == [
+        ("ada", [0, 1], False),
+        ("bob", [], True),
+    ]
     assert [rank.host for rank in snapshot.ranks] == ["ada", "ada"]
     assert "lost bob: continuing on ada" in list(warnings(snapshot, now=time.time()))
     assert "lost host bob: nothing was heard of bob for 6 s" in [event.text for event in snapshot.events]
@@ -77,7 +82,9 @@ def test_the_silence_of_a_rank_does_not_depend_on_its_hosts_clock(folder, monkey
     snapshot = folder.look()
     assert 99 < snapshot.ranks[1].silent_s < 220 and 99 < snapshot.ranks[3].silent_s < 220
     assert snapshot.updated <= time.time()
-    assert any(text.startswith("ranks 1 and 3 on ada and bob are silent") for text in warnings(snapshot, now=time.time()))
+    assert any(
+        text.startswith("ranks 1 and 3 on ada and bob are silent") for text in warnings(snapshot, now=time.time())
+    )
 
 
 def test_silent_and_slow_ranks_are_named_with_their_hosts(folder, monkeypatch):

@@ -99,8 +99,8 @@ def find_early_exits(run: RunDir, ranks: list[dict[str, Any]]) -> list[Failure]:
             continue
         place = "at its start" if heartbeat.phase == "start" else f"after step {heartbeat.step:,}, in {heartbeat.phase}"
         message = f"rank {end['rank']} ended with exit code 0 {place}, before its work was done"
-        host = end.get("host")
-        failures.append(Failure(end["rank"], 0, None, message, end["time"], consequence=False, host=host))
+        seconds = end["time"] - end.get("clock_s", 0.0)
+        failures.append(Failure(end["rank"], 0, None, message, seconds, consequence=False, host=end.get("host")))
     return failures
 
 
@@ -136,6 +136,7 @@ def read_failure(run: RunDir, attempt: int, end: dict[str, Any]) -> Failure:
         exit_code=exit_code if exit_code > 0 else None,
         signal=signal_name,
         message=message,
+        # the rank's host may have another time than this one
         time=(error.get("time") or end["time"]) - end.get("clock_s", 0.0),
         consequence=consequence,
         fix=error.get("fix"),

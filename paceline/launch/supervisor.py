@@ -152,7 +152,8 @@ class AttemptRecord:
     def add(self, member: Member, line: dict[str, Any]) -> None:
         """Takes a line from an agent."""
         for rank in line.get("ranks", ()):
-            rank |= {"clock_s": member.clock_s} | ({"host": member.name} if len(self.cluster.members) > 1 else {})
+            is_several = len(self.cluster.members) > 1
+            rank |= {"host": member.name, "clock_s": member.clock_s} if is_several else {}
             self.by_rank[rank["rank"]] = rank
         if line["event"] == "started" and len(self.by_rank) == self.nproc:
             self.write_attempt()

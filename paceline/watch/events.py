@@ -132,7 +132,10 @@ def sentence_of(kind: str, event: Record, *, labelled: bool) -> str | None:
         case "rank_failed":
             host = event.get("host")
             if event.get("rank") is None:
-                return f"lost host {host}: {event['message']}" if host else f"launch failed: {event['message']}"
+                source = (
+                    "launch failed" if host is None else f"lost host {host}" if is_lost_host(event) else f"host {host}"
+                )
+                return f"{source}: {event['message']}"
             source = f"rank {event['rank']}" + (f" on {host}" if host else "")
             return f"{source} {'ended after it' if event.get('consequence') else 'failed'}: {event['message']}"
         case "decision":
@@ -173,9 +176,14 @@ def lost_hosts(events: Iterable[Record]) -> list[str]:
             lost = []
         elif kind == "attempt":
             lost = [name for name in lost if name not in (event.get("hosts") or {})]
-        elif kind == "rank_failed" and event.get("rank") is None and isinstance(host, str) and host not in lost:
-            lost.append(host)
+        elif kind == "rank_failed" and is_lost_host(event) and host not in lost:
+            lost.append(str(host))
     return lost
+
+
+def is_lost_host(event: Record) -> bool:
+    """Whether a rank_failed is about a host as a whole. One that ended with an exit code or a signal was its agent."""
+    return bool(event.get("host")) and all(event.get(name) is None for name in ("rank", "exit_code", "signal"))
 
 
 def live_state(events: Sequence[Record], mark: Heartbeat | None, line: Record) -> State:

@@ -132,10 +132,10 @@ def test_damaged_places_are_refused(folder, damage):
 @pytest.mark.dist
 @pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 def test_a_real_run_on_two_hosts_without_a_shared_disk_is_seen_whole(tmp_path):
-    runs = tmp_path / "runs"
-    runs.mkdir()
-    with namespaced_hosts(2, tmp_path, names=["ada", "bob"], own_folder=runs) as hosts:
-        train = ["train", "--hosts", "ada,bob", "--nproc", "1", "--runs-dir", "runs", "--name", "pair", "--no-check"]
+    with namespaced_hosts(2, tmp_path, names=["ada", "bob"]) as hosts:
+        runs = hosts.on("ada", hosts.private) / "runs"
+        place = ["--runs-dir", str(hosts.private / "runs"), "--name", "pair"]
+        train = ["train", "--hosts", "ada,bob", "--nproc", "1", *place, "--no-check"]
         done = hosts.paceline("ada", *train, *MODEL.split(), *LENGTH.split())
     assert done.returncode == 0, done.stdout + done.stderr
     snapshot = open_reader(runs / "pair").update()

@@ -5,6 +5,7 @@ import time
 
 import pytest
 from namespaces import WHY_NOT, namespaced_hosts
+from run_folders import asked, serving
 
 from paceline.errors import PacelineError
 from paceline.rundir import append_sample, utc_now
@@ -114,6 +115,10 @@ def test_the_logs_of_every_host_can_be_opened(folder):
     assert part["text"] == "this is launch-bob.log\n"
     with pytest.raises(KeyError):
         shelf.log_part("r", attempt=1, rank=None, log_name="../../config")
+    with serving(shelf) as port:
+        status, _, answer = asked(port, "/api/runs/r/log?attempt=1&name=kernel-bob")
+        assert status == 200 and json.loads(answer)["text"] == "this is kernel-bob.log\n"
+        assert asked(port, "/api/runs/r/log?attempt=1&name=../config")[0] == 404
 
 
 @pytest.mark.parametrize(

@@ -179,10 +179,8 @@ def record_lost_supervisor(job: Job) -> None:
 
 def record_verdict(job: Job, attempt: int, explanation: Explanation) -> None:
     """Writes why an attempt failed to events.jsonl."""
-    names = ("cause", "rank", "step", "confidence", "summary", "fix")
-    host = {"host": explanation.host} if explanation.host else {}
-    facts = {name: getattr(explanation, name) for name in names}
-    append_event(job.run, "verdict", attempt=attempt, **facts, **host)
+    names = ("cause", "rank", "step", "confidence", "summary", "fix", *(["host"] if explanation.host else []))
+    append_event(job.run, "verdict", attempt=attempt, **{name: getattr(explanation, name) for name in names})
 
 
 def record_decision(job: Job, end: AttemptEnd, decision: Decision, explanation: Explanation, attempt: int) -> None:

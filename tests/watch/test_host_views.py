@@ -1,7 +1,11 @@
 """What views show of a run on several hosts: ranks and their hosts, samples, logs, a host that was lost; and a real run on two."""
 
 import json
+import shutil
+import sys
+import sysconfig
 import time
+from pathlib import Path
 
 import pytest
 from namespaces import WHY_NOT, namespaced_hosts
@@ -137,11 +141,16 @@ def test_damaged_places_are_refused(folder, damage):
 @pytest.mark.dist
 @pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 def test_a_real_run_on_two_hosts_without_a_shared_disk_is_seen_whole(tmp_path):
+    text = tmp_path / "text"
+    text.mkdir()
+    for module in ("argparse", "ast", "json/decoder"):
+        shutil.copy(Path(sysconfig.get_path("stdlib"), f"{module}.py"), text)
     with namespaced_hosts(2, tmp_path, names=["ada", "bob"]) as hosts:
         runs = hosts.on("ada", hosts.private) / "runs"
         place = ["--runs-dir", str(hosts.private / "runs"), "--name", "pair"]
-        train = ["train", "--hosts", "ada,bob", "--nproc", "1", *place, "--no-check"]
-        done = hosts.paceline("ada", *train, *MODEL.split(), *LENGTH.split())
+        train = ["train", "--hosts", "ada,bob", "--nproc", "1", *place, "--no-check", "--data", str(text)]
+        command = [sys.executable, "-m", "paceline.cli", *train, *MODEL.split(), *LENGTH.split()]
+        done = hosts.run("ada", *command, timeout_s=240)
     assert done.returncode == 0, done.stdout + done.stderr
     snapshot = open_reader(runs / "pair").update()
     assert (snapshot.state, snapshot.step, len(snapshot.attempts)) == ("finished", 4, 1)

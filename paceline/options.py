@@ -264,7 +264,7 @@ class TorchRecipeOptions(JsonOption):
 class AccelerateOptions(JsonOption):
     """Write an accelerate config that fits this machine: its devices, its precision, DDP or FSDP2.
 
-    With several hosts, write one file on each, with --nnodes, --node-rank and --main-address.
+    With several hosts, --hosts writes a file for each; or write one on each, with --nnodes, --node-rank and --main-address.
 
     $ paceline accelerate-config --out two-cards.yaml
     """
@@ -272,6 +272,7 @@ class AccelerateOptions(JsonOption):
     out: str = option("accelerate.yaml", "the file to write, or - for standard output", value="FILE")
     force: bool = option(False, "write over a file that exists")
     fsdp: bool = option(False, "FSDP2 in place of DDP")
+    hosts: str | None = option(None, "hosts like this one, which is among them: a file for each", value="ada,bob")
     nnodes: int = option(1, "hosts", low=1, high=10**6)
     node_rank: int | None = option(None, "the rank of this host, of several", low=0, high=10**6)
     main_address: str | None = option(None, "the address of the host with --node-rank 0", value="ADDRESS")

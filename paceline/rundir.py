@@ -87,6 +87,14 @@ class RunDir:
         """A rank's output, whole."""
         return self.logs(attempt) / f"{rank}.log"
 
+    def launch_log(self, attempt: int, host: str | None = None) -> Path:
+        """What agent and engine wrote: those of the supervisor's host, or of another one."""
+        return self.logs(attempt) / (f"launch-{host}.log" if host else "launch.log")
+
+    def kernel_log(self, attempt: int, host: str) -> Path:
+        """What the kernel log of another host has about its ranks; absent where it has nothing, or cannot be read."""
+        return self.logs(attempt) / f"kernel-{host}.log"
+
     def rank_error(self, attempt: int, rank: int) -> Path:
         """The exception that ended a rank: {time, type, message, fix, traceback, step}."""
         return self.logs(attempt) / f"{rank}.error.json"

@@ -8,6 +8,7 @@ nothing was heard of it for SILENT_S; the time in which this process itself stoo
 """
 
 import hashlib
+import math
 import secrets
 import socket
 import sys
@@ -158,7 +159,9 @@ class Cluster:
                 self.copies.is_kept(line["folder"])
         elif line.get("event") == "lacks" and self.copies and self.copies.unfinished:  # of the copy that it keeps
             self.copies.send(member, line)
-        elif line.get("event") != "alive":
+        elif line.get("event") == "alive":  # a delay on the way makes the difference smaller, never larger
+            member.clock_s = max(member.clock_s, line.get("time", -math.inf) - time.time())
+        else:
             member.waiting.append(line)
 
     def answers(self, members: Sequence[Member], event: str, *, timeout_s: float) -> dict[Member, Line]:
@@ -198,9 +201,8 @@ class Cluster:
                     Channel(result.stdout.fileno(), result.stdin.fileno()),
                     0.0,
                 )
-        sent_at = time.time()
         for member, line in self.answers(others, "hello", timeout_s=OPEN_S).items():
-            member.clock_s = line["time"] - (sent_at + time.time()) / 2
+            member.clock_s = line["time"] - time.time()
             member.address, member.is_greeted = line["address"], True
         token = f".shared-{secrets.token_hex(8)}"
         (run.path / token).touch()
@@ -322,11 +324,12 @@ class Cluster:
     ) -> None:  # fmt: skip
         assert self.run
         own = {**job, "nproc": member.nproc, "first_rank": member.first_rank, "rendezvous": rendezvous}
+        own["host"] = member.name if len(self.members) > 1 else None
         member.agent_ended, member.exit_code, member.kill_at, member.waiting = False, None, float("inf"), []
         if member.is_here:
             own["env"] = {**job["env"], **(interface_env(reach) if rendezvous else {})}
             prepare_attempt(self.run, attempt, own)
-            member.agent = start_agent_process(self.run.logs(attempt), lock_fd=own["lock_fd"])
+            member.agent = start_agent_process(self.run.launch_log(attempt), lock_fd=own["lock_fd"])
             assert member.agent.stdin and member.agent.stdout
             member.channel = Channel(member.agent.stdout.fileno(), member.agent.stdin.fileno())
             member.channel.send(own)

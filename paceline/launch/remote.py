@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import Config, cache_dir
+from paceline.explain.evidence import read_kernel_errors
 from paceline.launch.agent import prepare_attempt, start_agent_process
 from paceline.launch.channel import Channel, Line, frame, wait
 from paceline.launch.gather import (
@@ -64,6 +65,9 @@ class FarEnd:
     def __init__(self, channel: Channel):
         self.channel = channel
         self.run: RunDir | None = None
+        self.host = ""  # what the run calls this host
+        self.pids: dict[int, int] = {}  # of the attempt's ranks: pid -> rank
+        self.has_failed = False  # one of them
         self.shared = False  # the run folder itself is here too: nothing has to travel
         self.follower: Follower | None = None
         self.text: Path | None = None
@@ -99,7 +103,7 @@ class FarEnd:
                     self.look()
             if now - sent_at > ALIVE_S:
                 sent_at = now
-                self.channel.send({"event": "alive"})
+                self.channel.send({"event": "alive", "time": time.time()})
             if now - self.channel.heard_at > (HEAD_LOST_S if self.lines else IDLE_S):
                 break
         if self.agent:  # its stdin ends: the ranks save, then everything ends
@@ -131,13 +135,24 @@ class FarEnd:
             if self.follower:
                 self.follower.hurry(self.attempt)
             self.channel.send(line)
+            if line["event"] == "started":
+                self.pids = {rank["pid"]: rank["rank"] for rank in line["ranks"]}
+            self.has_failed = self.has_failed or line["event"] == "rank_failed"
         if not lines.ended:
             return
         exit_code = self.agent.wait()
+        if self.has_failed:
+            self.keep_kernel_errors()
         if self.follower:
             self.look()
         self.agent, self.lines = None, None
         self.channel.send_behind([json.dumps({"event": "agent_ended", "exit_code": exit_code}).encode() + b"\n"])
+
+    def keep_kernel_errors(self) -> None:
+        """Writes what this host's kernel log has about its ranks, with torch's own prefix for a rank, beside their logs."""
+        assert self.run
+        if lines := [f"[rank{rank}]: {text}\n" for rank, text in read_kernel_errors(self.pids)]:
+            self.run.kernel_log(self.attempt, self.host).write_text("".join(lines), encoding="utf-8")
 
     def obey(self, line: Line, data: bytes) -> None:
         """Carries out one order."""
@@ -175,7 +190,11 @@ class FarEnd:
                 self.lines.send(line)
 
     def open(self, line: Line) -> None:
-        """Finds or makes the copy of the run folder. line: the folder's path at the supervisor, a token in it, its key."""
+        """Finds or makes the copy of the run folder.
+
+        line: the folder's path at the supervisor, a token in it, its key; and what the run calls this host.
+        """
+        self.host = line["host"].replace("/", "_")
         original = Path(line["path"])
         self.shared = (original / line["token"]).is_file()
         path = original if self.shared else cache_dir(Config()) / "runs" / line["key"] / original.name
@@ -183,7 +202,7 @@ class FarEnd:
         self.run = RunDir(path)
         if not self.shared:
             self.lock = self.lock_when_free(self.run)
-            self.follower = Follower(self.run, self.channel, host=line["host"])
+            self.follower = Follower(self.run, self.channel)
             self.follower.catch_up(line["sizes"])
             for stale in ("progress", "health"):
                 shutil.rmtree(path / stale, ignore_errors=True)
@@ -254,7 +273,8 @@ class FarEnd:
             self.follower.skip()
         self.has_rank_0 = job["first_rank"] == 0 and not self.shared
         self.known = {path.parent.name for path in self.run.checkpoints.glob(f"step_*/{MANIFEST}")}
-        self.agent = start_agent_process(self.run.logs(self.attempt), lock_fd=self.lock)
+        self.pids, self.has_failed = {}, False
+        self.agent = start_agent_process(self.run.launch_log(self.attempt, self.host), lock_fd=self.lock)
         assert self.agent.stdin and self.agent.stdout
         self.lines = Channel(self.agent.stdout.fileno(), self.agent.stdin.fileno())
         self.lines.send(job)

@@ -28,7 +28,7 @@ from paceline.watch.events import end_state, live_state
 from paceline.watch.growing_file import parse_lines, read_part, search
 from paceline.watch.measures import format_figure, format_time
 from paceline.watch.snapshot import Snapshot, State
-from paceline.watch.summary import attempt_outcome, goodput_line, goodput_table
+from paceline.watch.summary import attempt_outcome, goodput_line, goodput_table, host_place
 
 END_BYTES = 64 << 10  # read of metrics.jsonl for a list of runs, unless a field is further back
 MAX_END_BYTES = 4 << 20
@@ -208,7 +208,9 @@ def format_run(snapshot: Snapshot) -> str:
     """Returns one run at length: its state, how each attempt ended and what was decided then, where its time went."""
     figures = f", step {format_steps(snapshot)}, val_bpb {format_figure('val_bpb', snapshot.val_bpb)}"
     of_steps = figures if snapshot.kind == "training" else ""
-    lines = [f"{snapshot.name}: {snapshot.state}{of_steps}", f"run     {snapshot.path}", ""]
+    places = [f"{host.name}: {host_place(host)}" for host in snapshot.hosts if host_place(host)]
+    hosts = [f"hosts   {'; '.join(places)}"] if places else []
+    lines = [f"{snapshot.name}: {snapshot.state}{of_steps}", f"run     {snapshot.path}", *hosts, ""]
     for attempt in snapshot.attempts:
         lines.append(
             f"attempt {attempt.attempt}, {format_time(attempt.time)} UTC: {attempt_outcome(snapshot, attempt)}"
@@ -328,20 +330,24 @@ class Shelf:
         check_links(path)
         return read_about(RunDir(path))
 
-    def log_part(self, name: str, *, attempt: int, rank: int | None, **place: int) -> dict[str, Any]:
+    def log_part(
+        self, name: str, *, attempt: int, rank: int | None, log_name: str | None = None, **place: int
+    ) -> dict[str, Any]:
         """Returns the end of a log, or its part at a place: start, stop or line, as read_part takes them."""
-        return read_part(self._log(name, attempt=attempt, rank=rank), **place, max_bytes=PART_BYTES)
+        return read_part(self._log(name, attempt, rank, log_name), **place, max_bytes=PART_BYTES)
 
-    def log_hits(self, name: str, text: str, *, attempt: int, rank: int | None) -> dict[str, Any]:
-        hits = search(self._log(name, attempt=attempt, rank=rank), text, limit=MAX_HITS)
+    def log_hits(
+        self, name: str, text: str, *, attempt: int, rank: int | None, log_name: str | None = None
+    ) -> dict[str, Any]:
+        hits = search(self._log(name, attempt, rank, log_name), text, limit=MAX_HITS)
         return {"hits": hits, "all": len(hits) < MAX_HITS}
 
-    def _log(self, name: str, *, attempt: int, rank: int | None) -> Path:
+    def _log(self, name: str, attempt: int, rank: int | None, log_name: str | None) -> Path:
         """Returns the path of a log; KeyError where the snapshot lists no such log."""
         for log in self.snapshot(name).logs:
-            if (log.attempt, log.rank) == (attempt, rank):
+            if (log.attempt, log.rank, log.name) == (attempt, rank, log_name):
                 return Path(log.path)
-        raise KeyError(f"no log of attempt {attempt}, rank {rank}")
+        raise KeyError(f"no log of attempt {attempt}, rank {rank}, {log_name}")
 
 
 def check_links(path: Path) -> None:

@@ -15,13 +15,17 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline import __version__, options, run_options
 from paceline.command_line import HELP_FLAGS, complete, format_commands, parse, unknown_command
 from paceline.config_file import resolve_config
 from paceline.errors import PacelineError, UsageError
 from paceline.terminal import plain_output, problem_of, tolerant_output
+
+if TYPE_CHECKING:
+    from paceline.config import Config
+    from paceline.plan.machine import Machine
 
 SAMPLE_TEXT = "def fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)\n"
 
@@ -51,7 +55,21 @@ def run(args: options.ScriptOptions) -> int:
 def plan(args: options.PlanOptions) -> None:
     from paceline.plan.query import answer
 
-    print(answer(args))
+    print(answer(args, plan_hosts))
+
+
+def plan_hosts(config: "Config") -> "Machine":
+    """Returns the hosts that a config names, as their facts and links say; raises PacelineError where one does not answer."""
+    from paceline.check.ready import machine_of_hosts
+    from paceline.launch.hosts import ask_hosts, hosts_of
+    from paceline.terminal import progress_line
+
+    entries, config = hosts_of(config)
+    with progress_line("asking the hosts") as show:
+        show(", ".join(entry.host for entry in entries))
+        machine = machine_of_hosts(ask_hosts(entries, config))
+    assert machine is not None
+    return machine
 
 
 def configs(args: options.ConfigsOptions) -> None:
@@ -75,7 +93,7 @@ def check(args: options.CheckOptions) -> int:
             set_keys=frozenset(args.keys),
             port=args.port,
             on_probe=on_probe,
-            ask_hosts=hosts_asker(entries, python=config.python, port=args.port) if entries else None,
+            ask_hosts=hosts_asker(entries, config, port=args.port) if entries else None,
         )
     if args.json:
         print(format_json(to_json(checked.findings, checked.facts)))
@@ -89,22 +107,29 @@ def comm(args: options.CommOptions) -> int:
     from paceline.comm.analysis import format_comm
     from paceline.comm.session import measure_comm
     from paceline.config import cache_dir
+    from paceline.launch.hosts import ask_hosts, hosts_of, refuse_hosts
     from paceline.terminal import show_progress
 
-    config = resolve_config(args.config, args.keys, default={"depth": 12})
+    entries, config = hosts_of(resolve_config(args.config, args.keys, default={"depth": 12}))
     cache = cache_dir(config)
-    facts = gather_facts(measure_disk=False, cached_torch=cache / "torch.json")
+    if entries:
+        hosts = ask_hosts(entries, config)
+        refuse_hosts(hosts, config, stopped="this measurement")
+    else:
+        hosts = [gather_facts(measure_disk=False, cached_torch=cache / "torch.json")]
     with show_progress() as progress:
         results = measure_comm(
             config,
             cache_dir=cache,
-            gpus=facts["gpus"] or (),
+            gpus=hosts[0]["gpus"] or (),
             max_bytes=args.max_bytes,
             deadline_s=args.deadline_s,
             tok_per_sec=args.tok_per_sec,
             out=args.out,
-            libuv=(facts["torch"] or {}).get("libuv") is not False,
+            libuv=all((facts["torch"] or {}).get("libuv") is not False for facts in hosts),
             progress=progress,
+            entries=entries,
+            facts=hosts if entries else (),
         )
     print(format_json(results) if args.json else format_comm(results))
     return 0 if results["right"] else 3

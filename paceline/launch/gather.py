@@ -21,7 +21,7 @@ from paceline.rundir import RunDir
 # what a host may send into the run folder, and how: only new bytes, or the whole file each time
 GROWS = re.compile(r"events\.jsonl|metrics\.jsonl|health/[^/]+\.jsonl|logs/\d+/[^/]+\.(?:log|stacks)")
 REPLACED = re.compile(
-    r"plan\.json|progress/\d+|samples/[^/]+|trouble/[^/]+/[^/]+|logs/\d+/(?:[^/]+\.error\.json|comm_lib_trace_rank_\d+)"
+    r"plan\.json|progress/\d+|comm/(?:\d+\.json|num_operations)|samples/[^/]+|trouble/[^/]+/[^/]+|logs/\d+/(?:[^/]+\.error\.json|comm_lib_trace_rank_\d+)"
     r"|checkpoints/\.step_\d+\.[\w-]+\.tmp/[^/]+"
 )
 # what the supervisor may send into the copy of another host
@@ -29,7 +29,7 @@ SENT = re.compile(
     r"(?:config\.toml|plan\.json|dataset\.json|skipped\.json|metrics\.jsonl|tokenizer/tokenizer\.json|checkpoints/[^/]+/[^/]+)"
 )
 PART = ".part"
-FOLDERS = ("health", "progress", "samples", "trouble/*", "checkpoints/.step_*.tmp")
+FOLDERS = ("health", "progress", "comm", "samples", "trouble/*", "checkpoints/.step_*.tmp")
 
 
 class Follower:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.check.verdicts.host_verdicts import memory_limit
+from paceline.check.verdicts.network_verdicts import VIRTUAL
 from paceline.check.verdicts.rules import Facts, at, count_names, short_name, visible_gpus
 from paceline.errors import Finding
 from paceline.units import format_bytes
@@ -67,6 +68,7 @@ def format_links(facts: Facts) -> list[str]:
         address: nic.get("speed_mbps")
         for nic in at(facts, "network.interfaces") or ()
         for address in nic["addresses"] or ()
+        if nic.get("kind") not in VIRTUAL
     }
     for link in facts.get("links") or ():
         if link["bits_per_s"]:

@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import Any
 
 from paceline.check.verdicts.host_verdicts import memory_limit
-from paceline.check.verdicts.network_verdicts import VIRTUAL, interfaces_up
+from paceline.check.verdicts.network_verdicts import VIRTUAL, interfaces_up, network_of
 from paceline.check.verdicts.rules import (
     Case,
     Cases,
@@ -155,13 +155,10 @@ def hosts_address(hosts: Sequence[Host]) -> Cases:
     for host, other, link in links(hosts):
         if link["bits_per_s"] and link.get("tried"):
             names = {nic["name"] for nic in interfaces_of(host, other, link)}
-            network = (
-                f"{link['address'].rpartition('.')[0]}.0/24" if "." in link["address"] else f"{link['address']}/64"
-            )
             yield Case(
                 f"{name_of(host)} cannot connect to {name_of(other)} at {link['tried'][0]}, where it is known here;"
                 f" {link['address']} answers",
-                f"--interface {names.pop() if len(names) == 1 else network}",
+                f"--interface {names.pop() if len(names) == 1 else network_of(link['address'])}",
             )
 
 
@@ -298,17 +295,18 @@ def hosts_clock(hosts: Sequence[Host]) -> Cases:
 
 def hosts_mtu(hosts: Sequence[Host]) -> Cases:
     """Compares the interfaces of each link; where none was measured, those of the default routes."""
-    measured = [interfaces_of(*link) for link in links(hosts)]
-    for nics in measured:
-        if len({nic["mtu"] for nic in nics}) > 1:
-            text = ", ".join(f"{nic['mtu']} of {nic['name']} {nic['addresses'][0]}" for nic in nics)
-            yield Case(f"MTU: {text}", f"sudo ip link set NAME mtu {min(nic['mtu'] for nic in nics)}, on both")
+    for host, other, link in links(hosts):
+        nics = interfaces_of(host, other, link)
+        sizes = {name_of(end): nic["mtu"] for end, nic in zip((host, other), nics, strict=False)}
+        if len(nics) == 2 and len(set(sizes.values())) > 1:
+            text = ", ".join(f"{size} on {name}" for name, size in sizes.items())
+            yield Case(f"MTU: {text}", f"sudo ip link set {nics[0]['name']} mtu {min(sizes.values())}, on both")
             return
 
     def mtu(host: Host) -> int | None:
         name = host.at("network.default_interface")
         return next((nic["mtu"] for nic in host.at("network.interfaces") or () if nic["name"] == name), None)
 
-    if not measured and (values := differing(hosts, mtu)):
+    if not any(links(hosts)) and (values := differing(hosts, mtu)):
         name = hosts[0].at("network.default_interface")
         yield Case(f"MTU: {values_by_host(values)}", f"sudo ip link set {name} mtu {min(values)}")

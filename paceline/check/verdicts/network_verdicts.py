@@ -6,6 +6,7 @@ launch over several hosts. Interface variables: NCCL takes a list of prefixes, `
 gloo takes a list of exact names.
 """
 
+import ipaddress
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,6 +29,11 @@ def own_address(host: Host) -> str:
     interfaces.sort(key=lambda nic: (nic["name"] != default, nic.get("kind") in VIRTUAL))
     addresses = (address for nic in interfaces for address in nic.get("addresses") or () if "." in address)
     return next(addresses, "127.0.0.1")
+
+
+def network_of(address: str) -> str:
+    """Returns the usual network around an address, for --interface."""
+    return str(ipaddress.ip_network(f"{address}/{64 if ':' in address else 24}", strict=False))
 
 
 def interfaces_up(host: Host) -> list[dict[str, Any]]:
@@ -117,7 +123,7 @@ def interface_absent(host: Host) -> Cases:
         state = "is the loopback" if found else "is not up here with an address"
         yield Case(
             f"--interface {choice} {state}; up are {', '.join(others) or 'none'}",
-            "--interface NAME, or the network that all hosts share, such as --interface 10.0.0.0/24",
+            f"--interface {network_of(own_address(host))}",
         )
 
 

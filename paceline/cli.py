@@ -14,18 +14,15 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline import __version__, options, run_options
 from paceline.command_line import HELP_FLAGS, complete, format_commands, parse, unknown_command
 from paceline.config_file import resolve_config
 from paceline.errors import PacelineError, UsageError
 from paceline.terminal import plain_output, problem_of, tolerant_output
-
-if TYPE_CHECKING:
-    from paceline.config import Config
-    from paceline.plan.machine import Machine
 
 SAMPLE_TEXT = "def fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)\n"
 
@@ -55,21 +52,8 @@ def run(args: options.ScriptOptions) -> int:
 def plan(args: options.PlanOptions) -> None:
     from paceline.plan.query import answer
 
-    print(answer(args, plan_hosts))
-
-
-def plan_hosts(config: "Config") -> "Machine":
-    """Returns the hosts that a config names, as their facts and links say; raises PacelineError where one does not answer."""
-    from paceline.check.ready import machine_of_hosts
-    from paceline.launch.hosts import ask_hosts, hosts_of
-    from paceline.terminal import progress_line
-
-    entries, config = hosts_of(config)
-    with progress_line("asking the hosts") as show:
-        show(", ".join(entry.host for entry in entries))
-        machine = machine_of_hosts(ask_hosts(entries, config))
-    assert machine is not None
-    return machine
+    # what reaches other hosts is imported where hosts are named
+    print(answer(args, lambda config: import_module("paceline.launch.hosts").ask_machine(config)))
 
 
 def configs(args: options.ConfigsOptions) -> None:
@@ -103,24 +87,18 @@ def check(args: options.CheckOptions) -> int:
 
 
 def comm(args: options.CommOptions) -> int:
-    from paceline.check.probes.facts import gather_facts
     from paceline.comm.analysis import format_comm
     from paceline.comm.session import measure_comm
     from paceline.config import cache_dir
-    from paceline.launch.hosts import ask_hosts, hosts_of, refuse_hosts
+    from paceline.launch.hosts import facts_of_ranks, hosts_of
     from paceline.terminal import show_progress
 
     entries, config = hosts_of(resolve_config(args.config, args.keys, default={"depth": 12}))
-    cache = cache_dir(config)
-    if entries:
-        hosts = ask_hosts(entries, config)
-        refuse_hosts(hosts, config, stopped="this measurement")
-    else:
-        hosts = [gather_facts(measure_disk=False, cached_torch=cache / "torch.json")]
+    hosts = facts_of_ranks(entries, config)
     with show_progress() as progress:
         results = measure_comm(
             config,
-            cache_dir=cache,
+            cache_dir=cache_dir(config),
             gpus=hosts[0]["gpus"] or (),
             max_bytes=args.max_bytes,
             deadline_s=args.deadline_s,

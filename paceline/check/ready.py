@@ -291,12 +291,14 @@ def machine_of(facts: Facts) -> Machine:
     )
 
 
-def report_and_refuse(findings: Sequence[Finding], *, stopped: str, stream: TextIO | None = None) -> None:
+def report_and_refuse(
+    findings: Sequence[Finding], *, stopped: str, stream: TextIO | None = None, several: bool = False
+) -> None:
     """Prints warnings and stops; raises PacelineError if there is a stop. Notes are left to `paceline check`."""
     stream = stream or sys.stdout
     relevant = [finding for finding in findings if finding.severity != "note"]
     if relevant:
-        text = format_findings(relevant)
+        text = format_findings(relevant, several=several)
         print(colour(text) if stream.isatty() else text, file=stream, flush=True)
     stops = [finding.id for finding in relevant if finding.severity == "stop"]
     if stops:

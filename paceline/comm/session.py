@@ -105,11 +105,15 @@ def measure_comm(
     results |= {"folder": str(run.path), "seconds": round(time.monotonic() - started, 1)}
     file = out or comm_file(cache_dir, list(hosts))
     if results["right"] or out is not None:  # a plan must not rely on a machine that computes wrong results
-        try:
-            write_atomic(file, json.dumps(results, indent=1) + "\n")
-        except OSError as error:
-            raise PacelineError(f"{file} cannot be written: {error.strerror}", fix="--out FILE") from error
+        save_results(results, file)
     return {**results, "file": str(file)}
+
+
+def save_results(results: Mapping[str, Any], file: Path) -> None:
+    try:
+        write_atomic(file, json.dumps(results, indent=1) + "\n")
+    except OSError as error:
+        raise PacelineError(f"{file} cannot be written: {error.strerror}", fix="--out FILE") from error
 
 
 def check_ranks(plan: Plan) -> None:

@@ -41,6 +41,7 @@ from paceline.options import ResumeOptions, TrainOptions
 from paceline.plan.machine import Machine, probe_machine
 from paceline.plan.planner import Plan
 from paceline.rundir import RunDir, utc_now
+from paceline.terminal import progress_line
 
 FACTS, LINKS = "paceline.check.probes.facts", "paceline.check.probes.link_probe"
 UNKNOWN_LINK: dict[str, Any] = {
@@ -314,7 +315,7 @@ class StartCheck:
 
     def _judge(self, intent: Intent) -> CheckResult:
         checked = judge_facts(self.facts(), intent)
-        report_and_refuse(checked.findings, stopped="this run")
+        report_and_refuse(checked.findings, stopped="this run", several=bool(self.entries))
         return checked
 
 
@@ -328,12 +329,26 @@ def ask_hosts(entries: Sequence[HostEntry], config: Config) -> list[Facts]:
     return facts
 
 
-def refuse_hosts(facts: Sequence[Facts], config: Config, *, stopped: str) -> None:
-    """Prints what would stop the ranks of these hosts and raises PacelineError; nothing where nothing would."""
+def ask_machine(config: Config) -> Machine:
+    """Returns what the hosts that a config names are like, for a plan; raises PacelineError where one does not answer."""
+    entries, config = hosts_of(config)
+    with progress_line("asking the hosts") as show:
+        show(", ".join(entry.host for entry in entries))
+        machine = machine_of_hosts(ask_hosts(entries, config))
+    assert machine is not None  # each of them answered
+    return machine
+
+
+def facts_of_ranks(entries: Sequence[HostEntry], config: Config) -> list[Facts]:
+    """Returns the facts of the hosts of a measurement, or of this one; raises PacelineError where their ranks would fail."""
+    if not entries:
+        return [gather_facts(measure_disk=False, cached_torch=cache_dir(config) / "torch.json")]
+    facts = ask_hosts(entries, config)
     device = config.device or ("cuda" if all(visible_gpus(host) for host in facts) else "cpu")
     intent = Intent(device=device, nproc=config.nproc, num_hosts=len(facts), config=asdict(config))
     stops = [finding for finding in judge_facts(facts, intent).findings if finding.severity == "stop"]
-    report_and_refuse(stops, stopped=stopped)
+    report_and_refuse(stops, stopped="this measurement", several=True)
+    return facts
 
 
 @contextmanager

@@ -176,8 +176,8 @@ def choose_interface(choice: str, nics: Mapping[str, Sequence[str]]) -> tuple[st
 def interface_here(choice: str) -> tuple[str, str]:
     """Returns name and address of the interface on this host; raises ValueError where there is none."""
     nics = interface_addresses() or {}
-    if found := choose_interface(choice, nics):
-        return found
+    if chosen := choose_interface(choice, nics):
+        return chosen
     others = ", ".join(f"{name} {addresses[0]}" for name, addresses in nics.items() if addresses)
     raise ValueError(f"no interface {choice} with an address; there are {others}")
 

@@ -117,10 +117,10 @@ def interface_absent(host: Host) -> Cases:
     choice, interfaces = host.intent.config.get("interface"), host.at("network.interfaces")
     if choice is None or interfaces is None:
         return
-    found = choose_interface(choice, {nic["name"]: nic.get("addresses") or () for nic in interfaces_up(host)})
-    if found is None or next(nic for nic in interfaces if nic["name"] == found[0]).get("loopback"):
+    chosen = choose_interface(choice, {nic["name"]: nic.get("addresses") or () for nic in interfaces_up(host)})
+    if chosen is None or next(nic for nic in interfaces if nic["name"] == chosen[0]).get("loopback"):
         others = [f"{nic['name']} {nic['addresses'][0]}" for nic in interfaces_up(host) if nic.get("addresses")]
-        state = "is the loopback" if found else "is not up here with an address"
+        state = "is the loopback" if chosen else "is not up here with an address"
         yield Case(
             f"--interface {choice} {state}; up are {', '.join(others) or 'none'}",
             f"--interface {network_of(own_address(host))}",

@@ -11,6 +11,7 @@ import re
 import secrets
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -40,7 +41,7 @@ from paceline.launch.ssh import ModuleProcess, SshModule, ssh_name
 from paceline.options import ResumeOptions, TrainOptions
 from paceline.plan.machine import Machine, probe_machine
 from paceline.plan.planner import Plan
-from paceline.rundir import RunDir, utc_now
+from paceline.rundir import RunDir
 from paceline.terminal import progress_line
 
 FACTS, LINKS = "paceline.check.probes.facts", "paceline.check.probes.link_probe"
@@ -218,7 +219,7 @@ def hosts_asker(
             facts = gather_here() if connection["here"] else ask_host(entry, python=config.python, port=port)
         except PacelineError as error:
             return {"connection": {**connection, "error": error.message, "fix": error.fix}}
-        return {**facts, "connection": connection, "received": utc_now()}
+        return {**facts, "connection": connection}
 
     def gather_all(gather_here: Callable[[], Facts]) -> list[Facts]:
         with ThreadPoolExecutor(max_workers=min(32, len(entries))) as pool:
@@ -264,7 +265,7 @@ def measure_links(
         order = {"addresses": addresses, "port": target["port"], "store_port": target["store_port"]}
         try:
             processes[first].send(order)
-            return processes[first].next_line()
+            return {**processes[first].next_line(), "clock_s": round(target["clock_s"] - probes[first]["clock_s"], 3)}
         except PacelineError as error:
             probes[first] = {"reason": f"{first.destination}: {error.message}"}
             return {**UNKNOWN_LINK, "reason": probes[first]["reason"]}
@@ -275,11 +276,20 @@ def measure_links(
                 processes[entry] = stack.enter_context(open_probe(entry, python=python))
                 processes[entry].send(request)
                 probes[entry] = processes[entry].next_line()
+                probes[entry]["clock_s"] = clock_ahead_s(processes[entry])
             except PacelineError as error:
                 probes[entry] = {"reason": f"{entry.destination}: {error.message}"}
         for first, second in pairs:
             links[first.destination].append({"to": second.destination, **try_link(first, second)})
     return links
+
+
+def clock_ahead_s(process: ModuleProcess) -> float:
+    """Returns how far the clock of the process's host is ahead of this one's."""
+    sent = time.time()
+    process.send({"clock": True})
+    unix = process.next_line()["unix"]
+    return float(unix - (sent + time.time()) / 2)
 
 
 def open_probe(entry: HostEntry, *, python: str | None) -> ModuleProcess:

@@ -242,7 +242,7 @@ PAIRS: list[tuple[str, dict[str, Any]]] = [
     ("hosts-packages", {"packages.tokenizers": "0.20.0"}),
     ("hosts-settings", {"env.NCCL_P2P_DISABLE": "1"}),
     ("hosts-gpus", {"gpus.1.name": "NVIDIA H100 80GB HBM3"}),
-    ("hosts-clock", {"host.clock.unix": 1795240138.0}),
+    ("hosts-clock", {"links": [{**LINK, "clock_s": -4.2}]}),
     ("hosts-mtu", {f"{ETH0}.mtu": 9000}),
 ]
 

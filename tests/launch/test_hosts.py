@@ -132,6 +132,7 @@ def test_hosts_are_checked_together_and_the_code_is_sent_once(hosts):
     [link] = facts["h1"]["links"]
     assert (link["to"], link["address"], link["error"]) == ("h2", "10.77.0.2", None)
     assert link["rtt_us"] > 0 and min(link["bits_per_s"], link["back_bits_per_s"]) > 1e6 and link["mtu"] == 1500
+    assert abs(link["clock_s"]) < 60  # one clock; a busy machine answers late
     assert facts["h2"]["links"] == []
     sent = code.stat()
     answer = hosts.paceline("h1", "check", "--hosts", "h2,10.77.0.2")
@@ -257,6 +258,20 @@ def test_an_interface_that_a_host_lacks_is_refused_by_check_and_by_train_alike(c
         assert "h2: --interface eth9 is not up here with an address; up are" in text
         assert " --interface 10.77.0.0/24\n" in text
     assert "this run would fail: interface-absent" in trained.stderr
+
+
+@needs_namespaces
+def test_an_interpreter_without_torch_and_packages_is_refused_with_the_commands_that_install_them(hosts):
+    venv = hosts.folder / "empty"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    python = venv / "bin" / "python"
+    answer = hosts.paceline(
+        "h1", "check", "--hosts", "h1,h2", "--device", "cpu", "--nproc", "1", "--python", str(python)
+    )
+    assert answer.returncode == 1, answer.stderr
+    assert f"ssh h2 {python} -m pip install torch -i https://download.pytorch.org/whl/cpu" in answer.stdout
+    assert f"ssh h2 {python} -m pip install psutil numpy safetensors tokenizers" in answer.stdout
+    assert "h1 to h2: " in answer.stdout  # the link is measured by the standard library alone
 
 
 @needs_namespaces

@@ -2,8 +2,8 @@
 How this host reaches another one: `python -m paceline.check.probes.link_probe`, with JSON lines on stdin and stdout.
 
 The first line in has a token, the port to listen on (None: any), the range for the store, and the interface. It is answered with
-the ports and the addresses of this host, first the one that a launch uses. Each later line has those of another host, and is
-answered with what came out. The process ends with its stdin.
+the ports and the addresses of this host, first the one that a launch uses. Each later line asks for the clock, or has those of
+another host and is answered with what came out. The process ends with its stdin.
 """
 
 import json
@@ -54,6 +54,9 @@ def main() -> int:
     print(json.dumps({"port": port, "store_port": store_port, "addresses": addresses}), flush=True)
     for line in sys.stdin:
         request = json.loads(line)
+        if "clock" in request:
+            print(json.dumps({"unix": time.time()}), flush=True)
+            continue
         store = {} if low == 0 else try_store(request["addresses"][0], request["store_port"])
         print(json.dumps({**measure(request["addresses"], request["port"], token), **store}), flush=True)
     sys.stdout.flush()

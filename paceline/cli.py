@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,8 @@ def run(args: options.ScriptOptions) -> int:
 def plan(args: options.PlanOptions) -> None:
     from paceline.plan.query import answer
 
-    print(answer(args))
+    # what reaches other hosts is imported where hosts are named
+    print(answer(args, lambda config: import_module("paceline.launch.hosts").ask_machine(config)))
 
 
 def configs(args: options.ConfigsOptions) -> None:
@@ -75,7 +77,7 @@ def check(args: options.CheckOptions) -> int:
             set_keys=frozenset(args.keys),
             port=args.port,
             on_probe=on_probe,
-            ask_hosts=hosts_asker(entries, python=config.python, port=args.port) if entries else None,
+            ask_hosts=hosts_asker(entries, config, port=args.port) if entries else None,
         )
     if args.json:
         print(format_json(to_json(checked.findings, checked.facts)))
@@ -85,26 +87,27 @@ def check(args: options.CheckOptions) -> int:
 
 
 def comm(args: options.CommOptions) -> int:
-    from paceline.check.probes.facts import gather_facts
     from paceline.comm.analysis import format_comm
     from paceline.comm.session import measure_comm
     from paceline.config import cache_dir
+    from paceline.launch.hosts import facts_of_ranks, hosts_of
     from paceline.terminal import show_progress
 
-    config = resolve_config(args.config, args.keys, default={"depth": 12})
-    cache = cache_dir(config)
-    facts = gather_facts(measure_disk=False, cached_torch=cache / "torch.json")
+    entries, config = hosts_of(resolve_config(args.config, args.keys, default={"depth": 12}))
+    hosts = facts_of_ranks(entries, config)
     with show_progress() as progress:
         results = measure_comm(
             config,
-            cache_dir=cache,
-            gpus=facts["gpus"] or (),
+            cache_dir=cache_dir(config),
+            gpus=hosts[0]["gpus"] or (),
             max_bytes=args.max_bytes,
             deadline_s=args.deadline_s,
             tok_per_sec=args.tok_per_sec,
             out=args.out,
-            libuv=(facts["torch"] or {}).get("libuv") is not False,
+            libuv=all((facts["torch"] or {}).get("libuv") is not False for facts in hosts),
             progress=progress,
+            entries=entries,
+            facts=hosts if entries else (),
         )
     print(format_json(results) if args.json else format_comm(results))
     return 0 if results["right"] else 3

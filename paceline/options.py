@@ -183,12 +183,13 @@ class CommOptions(JsonOption, ConfigOptions):
     the config (depth 12 without one). A rank that does not respond is reported after the deadline.
 
     $ paceline comm --nproc 2 --device cpu
+    $ paceline comm --hosts ada,bob
     """
 
     max_bytes: int | None = option(None, "the largest message; auto: by the device", low=4, high=1 << 40)
     deadline_s: float = option(10.0, "seconds of silence after which a rank is reported as stuck", low=1, high=1e6)
     tok_per_sec: float | None = option(None, "tokens per second of one process; auto: as planned", low=1e-3, high=1e12)
-    out: Path | None = option(None, "where the results go; auto: ~/.cache/paceline/comm.json, for plans", value="FILE")
+    out: Path | None = option(None, "where the results go; auto: under ~/.cache/paceline, for plans", value="FILE")
 
 
 class ProfileOptions(JsonOption, ConfigOptions):

@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from paceline.check.probes.network_probe import interface_here, route_to
 from paceline.errors import PacelineError
 from paceline.launch.agent import prepare_attempt, start_agent_process
 from paceline.launch.channel import Channel, Line, frame, wait
@@ -27,7 +28,7 @@ from paceline.launch.copies import Copies
 from paceline.launch.gather import Receiver, folder_frames
 from paceline.launch.hosts import HostEntry, is_this_host
 from paceline.launch.member import Member
-from paceline.launch.remote import interface_env, route_to
+from paceline.launch.remote import interface_env
 from paceline.launch.ssh import SshModule
 from paceline.model.manifest import MANIFEST, newest_good, read_manifest
 from paceline.plan.machine import Machine
@@ -72,7 +73,8 @@ class Cluster:
     def machine(self) -> Machine:
         """Returns the remaining hosts as the planner takes them."""
         assert self._machine
-        return replace(self._machine, hosts=len(self.present))
+        names = tuple(member.name for member in self.present)
+        return replace(self._machine, hosts=len(names), names=names)
 
     @classmethod
     def here(cls, nproc: int) -> "Cluster":
@@ -202,8 +204,7 @@ class Cluster:
                     0.0,
                 )
         for member, line in self.answers(others, "hello", timeout_s=OPEN_S).items():
-            member.clock_s = line["time"] - time.time()
-            member.address, member.is_greeted = line["address"], True
+            member.clock_s, member.is_greeted = line["time"] - time.time(), True
         token = f".shared-{secrets.token_hex(8)}"
         (run.path / token).touch()
         try:
@@ -212,16 +213,28 @@ class Cluster:
             sizes = {str(path.relative_to(run.path)): path.stat().st_size for path in growing if path.is_file()}
             order = {"do": "open", "path": str(run.path.resolve()), "token": token, "key": key, "sizes": sizes}
             for member in others:
-                member.send({**order, "text": text.name if text else None, "host": member.name})
+                names = {"text": text.name if text else None, "host": member.name, "interface": self.interface}
+                member.send({**order, **names})
             for member, line in self.answers(others, "opened", timeout_s=OPEN_S).items():
-                member.path, member.shared = line["path"], line["shared"]
+                member.path, member.shared, member.address = line["path"], line["shared"], line["address"]
         finally:
             (run.path / token).unlink()
         self._stop_for_lost(others)
         here = [m for m in self.members if is_this_host(m.entry)]
         for member in here:
             member.path = str(run.path.resolve())
-            member.address = next((route_to(other.address) for other in others if other.address), None) or "127.0.0.1"
+            by_route = next((route_to(other.address) for other in others if other.address), None)
+            member.address = self._chosen_address() or by_route or "127.0.0.1"
+
+    def _chosen_address(self) -> str | None:
+        """Returns the address of --interface on this host; raises PacelineError where it has none."""
+        try:
+            return interface_here(self.interface)[1] if self.interface else None
+        except ValueError as error:
+            self.close()
+            raise PacelineError(
+                str(error), fix="--interface NAME of one of them, or a network such as 10.0.0.0/24"
+            ) from None
 
     def _reach(self, member: Member) -> SshModule | PacelineError:
         try:
@@ -327,7 +340,7 @@ class Cluster:
         own["host"] = member.name if len(self.members) > 1 else None
         member.agent_ended, member.exit_code, member.kill_at, member.waiting = False, None, float("inf"), []
         if member.is_here:
-            own["env"] = {**job["env"], **(interface_env(reach) if rendezvous else {})}
+            own["env"] = {**job["env"], **(interface_env(reach, self.interface) if rendezvous else {})}
             prepare_attempt(self.run, attempt, own)
             member.agent = start_agent_process(self.run.launch_log(attempt), lock_fd=own["lock_fd"])
             assert member.agent.stdin and member.agent.stdout
@@ -336,7 +349,8 @@ class Cluster:
         elif member.channel:
             theirs = {"python": sys.executable, "path": str(self.run.path)}
             order = {"do": "attempt", "attempt": attempt, "theirs": theirs}
-            own |= {"env": settings, "lock_fd": None, "reach": reach}
+            env = {name: value for name, value in settings.items() if not name.endswith("_SOCKET_IFNAME")}
+            own |= {"env": env, "lock_fd": None, "reach": reach}
             member.channel.send_behind([frame({**order, "job": own})])
 
     @property

@@ -21,7 +21,7 @@ from paceline.rundir import NO_SPACE, RunDir
 # what a host may send into the run folder, and how: only new bytes, or the whole file each time
 GROWS = re.compile(r"events\.jsonl|metrics\.jsonl|health/[^/]+\.jsonl|logs/\d+/[^/]+\.(?:log|stacks)")
 REPLACED = re.compile(
-    r"plan\.json|progress/\d+|samples/[^/]+|trouble/[^/]+/[^/]+|logs/\d+/(?:[^/]+\.error\.json|comm_lib_trace_rank_\d+)"
+    r"plan\.json|progress/\d+|comm/(?:\d+\.json|num_operations)|samples/[^/]+|trouble/[^/]+/[^/]+|logs/\d+/(?:[^/]+\.error\.json|comm_lib_trace_rank_\d+)"
     r"|checkpoints/\.step_\d+\.[\w-]+\.tmp/[^/]+"
 )
 # what the supervisor may send into the copy of another host
@@ -32,7 +32,7 @@ SENT = re.compile(
 SHARED = ("events.jsonl",)  # the supervisor writes into it too
 FROM_HOST = re.compile(f"(?:{GROWS.pattern}|{REPLACED.pattern})")
 PART = ".part"
-FOLDERS = ("health", "samples", "trouble/*", "checkpoints/.step_*.tmp")
+FOLDERS = ("health", "comm", "samples", "trouble/*", "checkpoints/.step_*.tmp")
 
 
 class Follower:

@@ -72,7 +72,7 @@ class TrainingJob(Job):
             num_steps=plan.num_steps,
             total_batch_size=plan.total_batch_size,
             stream=sys.stdout,
-            on_metrics=watch_steps(self.run, plan, cache=cache),
+            on_metrics=watch_steps(self.run, plan, cache=cache, cluster=cluster),
         )
         try:
             outcome = run_attempt(
@@ -218,17 +218,19 @@ def bytes_of_other_processes(run: RunDir) -> int:
     return max(used.values(), default=0)
 
 
-def watch_steps(run: RunDir, plan: Plan, *, cache: Path) -> OnMetrics:
+def watch_steps(run: RunDir, plan: Plan, *, cache: Path, cluster: Cluster | None = None) -> OnMetrics:
     """Returns the function that takes the lines of metrics.jsonl; it does nothing where the plan has no step time."""
     planned = planned_step(plan.cost)
     if planned is None or planned.seconds is None:
         return lambda record: None
 
     def gap(measured_s: float) -> Finding | None:
-        machine = probe_machine()
-        link = link_of(None, machine, world_size=plan.world_size, device=plan.device, comm=read_comm(cache))
+        machine = cluster.machine if cluster else probe_machine()
+        comm = read_comm(cache, machine)
+        link = link_of(None, machine, world_size=plan.world_size, device=plan.device, comm=comm)
         setup = step_setup(plan, machine, link=link, cache=cache)
-        if setup.speeds is not None and planned.uncorrected_s is not None:
+        # a step over a network says nothing about this device's speed
+        if setup.speeds is not None and planned.uncorrected_s is not None and plan.hosts == 1:
             # a cache that cannot be written makes the next plan less precise, and does not stop this run
             with suppress(PacelineError):
                 remember_step(

@@ -20,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from paceline.check.probes.network_probe import interface_here, interface_to, ssh_address
 from paceline.config import Config, cache_dir
 from paceline.explain.evidence import read_kernel_errors
 from paceline.launch.agent import prepare_attempt, start_agent_process
@@ -48,15 +49,9 @@ def main() -> int:
     """Serves one supervisor until it has gone."""
     channel = Channel(sys.stdin.fileno(), sys.stdout.fileno())
     channel.send({
-        "event": "hello", "host": socket.gethostname(), "time": time.time(), "address": own_address(), "python": sys.executable
+        "event": "hello", "host": socket.gethostname(), "time": time.time(), "python": sys.executable
     })  # fmt: skip
     return FarEnd(channel).serve()
-
-
-def own_address() -> str | None:
-    """Returns the address of this host by which its ssh server was reached."""
-    words = os.environ.get("SSH_CONNECTION", "").split()
-    return words[2] if len(words) == 4 else None
 
 
 class FarEnd:
@@ -76,6 +71,7 @@ class FarEnd:
         self.attempt = 0
         self.lock: int | None = None
         self.has_rank_0 = False
+        self.interface: str | None = None  # --interface
         self.pool, self.pending = ThreadPoolExecutor(1), list[tuple[Future[Any], Callable[[Any], object]]]()
         self.known = set[str]()  # whole checkpoints of which the supervisor knows
         self.copied_files: dict[str, str] = {}  # of the checkpoint whose copy is under way: name -> hash
@@ -192,9 +188,10 @@ class FarEnd:
     def open(self, line: Line) -> None:
         """Finds or makes the copy of the run folder.
 
-        line: the folder's path at the supervisor, a token in it, its key; and what the run calls this host.
+        line: the folder's path at the supervisor, a token in it, its key; what the run calls this host; and the interface to use.
         """
-        self.host = line["host"].replace("/", "_")
+        self.host, self.interface = line["host"].replace("/", "_"), line["interface"]
+        address = interface_here(self.interface)[1] if self.interface else ssh_address()
         original = Path(line["path"])
         self.shared = (original / line["token"]).is_file()
         path = original if self.shared else cache_dir(Config()) / "runs" / line["key"] / original.name
@@ -212,6 +209,7 @@ class FarEnd:
             "path": str(path),
             "shared": self.shared,
             "free_bytes": shutil.disk_usage(path).free,
+            "address": address,
         }
         self.channel.send_behind([frame(answer)])  # behind what the supervisor lacked
 
@@ -266,7 +264,7 @@ class FarEnd:
         self.attempt = line["attempt"]
         own = {theirs["python"]: sys.executable, theirs["path"]: str(self.run.path)}
         job["command"] = [own.get(word, word) for word in job["command"]]
-        job["env"] = {**os.environ, **job["env"], **interface_env(job.pop("reach"))}
+        job["env"] = {**os.environ, **job["env"], **interface_env(job.pop("reach"), self.interface)}
         job["lock_fd"] = self.lock
         prepare_attempt(self.run, self.attempt, job)
         if self.follower:
@@ -312,29 +310,16 @@ class FarEnd:
         self.in_thread(missing_files, folder, self.copied_files, then=answer)
 
 
-def interface_env(reach: str | None) -> dict[str, str]:
-    """Returns which network interface gloo and NCCL use: that by which this host reaches an address."""
-    name = interface_to(reach) if reach else None
-    return {} if name is None else {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+def interface_env(reach: str | None, choice: str | None) -> dict[str, str]:
+    """Returns which network interface gloo and NCCL use: the chosen one, else that by which this host reaches an address.
 
-
-def route_to(address: str) -> str | None:
-    """Returns this host's own address on the way to another one; nothing is sent."""
-    with suppress(OSError):
-        family, _, _, _, place = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(place)
-            return str(probe.getsockname()[0])
-    return None
-
-
-def interface_to(address: str) -> str | None:
-    """Returns the name of the interface by which this host reaches an address; None where there is no way."""
-    import psutil
-
-    own = route_to(address)
-    nics = psutil.net_if_addrs()
-    return next((name for name, nic in nics.items() if any(a.address.partition("%")[0] == own for a in nic)), None)
+    A variable that the user has set on this host stays, except beside --interface. NCCL takes a name without `=` as a prefix.
+    """
+    name = interface_here(choice)[0] if choice else interface_to(reach) if reach else None
+    if name is None:
+        return {}
+    env = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
+    return env if choice else {key: value for key, value in env.items() if key not in os.environ}
 
 
 if __name__ == "__main__":

@@ -178,6 +178,14 @@ class Cluster:
                         member.lose(f"{member.name} did not answer for {timeout_s:.0f} s")
         return got
 
+    def ask(self, members: Sequence[Member], order: Line, *, timeout_s: float) -> dict[Member, Line]:
+        """Sends an order whose answers have its name, and returns them. Raises PacelineError where a host is lost."""
+        for member in members:
+            member.send(order)
+        answers = self.answers(members, order["do"], timeout_s=timeout_s)
+        self.stop_for_lost(members)
+        return answers
+
     def connect(self, run: RunDir, *, text: Path | None) -> None:
         """Opens the links and the copies of the run folder. Raises PacelineError for a host that cannot be reached."""
         self.run, self.copies = run, Copies(run)
@@ -207,7 +215,7 @@ class Cluster:
                 member.path, member.shared = line["path"], line["shared"]
         finally:
             (run.path / token).unlink()
-        self._stop_for_lost(others)
+        self.stop_for_lost(others)
         here = [m for m in self.members if is_this_host(m.entry)]
         for member in here:
             member.path = str(run.path.resolve())
@@ -219,7 +227,8 @@ class Cluster:
         except PacelineError as error:
             return error
 
-    def _stop_for_lost(self, members: Iterable[Member]) -> None:
+    def stop_for_lost(self, members: Iterable[Member]) -> None:
+        """Raises PacelineError where one of these hosts was lost."""
         lost = [member for member in members if member.lost]
         if lost:
             self.close()
@@ -237,9 +246,9 @@ class Cluster:
         for member, names in lacking.items():
             if names and member.channel:
                 member.channel.send_behind(folder_frames(folder, names, "text/"))
-        self._send_all(list(totals), lambda left: progress("send the text", len(totals) - left, len(totals)))
+        self.send_all(list(totals), lambda left: progress("send the text", len(totals) - left, len(totals)))
         bad = [m.name for m, names in self._lacking(list(totals), "text", files).items() if names]
-        self._stop_for_lost(others)
+        self.stop_for_lost(others)
         if bad:
             raise PacelineError(
                 f"the text did not arrive whole on {', '.join(bad)}", fix="see the disk there: df -h ~/.cache"
@@ -250,7 +259,7 @@ class Cluster:
             member.send({"do": "lack", "of": what, "files": files})
         return {member: line["files"] for member, line in self.answers(members, "lacks", timeout_s=SEND_S).items()}
 
-    def _send_all(self, members: Sequence[Member], show: Callable[[int], None] = lambda left: None) -> None:
+    def send_all(self, members: Sequence[Member], show: Callable[[int], None] = lambda left: None) -> None:
         """Waits until everything that waits for these hosts has left."""
         while left := [m for m in members if m.channel is not None and m.channel.has_more]:
             show(len(left))
@@ -276,7 +285,7 @@ class Cluster:
             for member, names in self._lacking(others, newest.name, files).items():
                 if names and member.channel:
                     member.channel.send_behind(folder_frames(newest, names, f"checkpoints/{newest.name}/"))
-        self._send_all(others)
+        self.send_all(others)
 
     def start(self, run: RunDir, attempt: int, job: dict[str, Any], *, settings: Mapping[str, str]) -> None:
         """Starts the agents: that of rank 0 first, which listens for the others. settings: of the environment, for other hosts."""
@@ -313,7 +322,7 @@ class Cluster:
         elif member.channel:
             theirs = {"python": sys.executable, "path": str(self.run.path)}
             order = {"do": "attempt", "attempt": attempt, "theirs": theirs}
-            own |= {"env": settings, "lock_fd": None, "reach": reach}
+            own |= {"env": settings, "lock_fd": None, "reach": reach, **member.own_job}
             member.channel.send_behind([frame({**order, "job": own})])
 
     @property

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations, repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import psutil
 
@@ -260,6 +260,7 @@ class StartCheck:
     entries: Sequence[HostEntry]
     intent: Callable[[Plan], Intent]
     is_on: bool
+    stream: TextIO | None = None  # for findings; None: stdout
 
     def machine(self) -> Machine:
         """Returns what the plan is for: this machine, or hosts like the first that answered. Raises PacelineError if none did."""
@@ -281,7 +282,7 @@ class StartCheck:
         share = None if intent.need_host_bytes is None else intent.need_host_bytes // intent.num_hosts
         nproc = None if intent.nproc is None else intent.nproc // intent.num_hosts
         checked = judge_facts(self.facts(), replace(intent, need_host_bytes=share, nproc=nproc))
-        report_and_refuse(checked.findings, stopped="this run")
+        report_and_refuse(checked.findings, stopped="this run", stream=self.stream)
         return checked
 
 

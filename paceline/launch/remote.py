@@ -28,6 +28,7 @@ from paceline.launch.gather import (
     receive,
     remove_newer,
 )
+from paceline.launch.script_copy import PREFIX, ScriptCopy
 from paceline.model.manifest import MANIFEST, DamagedCheckpoint, list_checkpoints, read_manifest
 from paceline.model.publish import prune
 from paceline.rundir import RunDir, lock_run, write_atomic
@@ -63,6 +64,7 @@ class FarEnd:
         self.shared = False  # the run folder itself is here too: nothing has to travel
         self.follower: Follower | None = None
         self.text: Path | None = None
+        self.script = ScriptCopy()
         self.agent: subprocess.Popen[bytes] | None = None
         self.lines: Channel | None = None  # to and from the agent
         self.attempt = 0
@@ -135,6 +137,8 @@ class FarEnd:
             case "lack":  # which files of a checkpoint, or of the text
                 folder = self.folder_of(line["of"])
                 self.channel.send({"event": "lacks", "of": line["of"], "files": missing_files(folder, line["files"])})
+            case "script":
+                self.channel.send(self.script.answer(line))
             case "settle":  # before an attempt: the checkpoints that the supervisor has are those that count
                 assert self.run
                 if not self.shared:
@@ -194,6 +198,9 @@ class FarEnd:
             if line["last"]:
                 part.replace(self.text / name[5:])
             return
+        if name.startswith(PREFIX):
+            self.script.take(name.removeprefix(PREFIX), line, data)
+            return
         assert self.run
         receive(self.run, line, data, allowed=SENT)
         if line["last"] and name.startswith("checkpoints/step_"):
@@ -211,7 +218,7 @@ class FarEnd:
         self.attempt = line["attempt"]
         own = {theirs["python"]: sys.executable, theirs["path"]: str(self.run.path)}
         job["command"] = [own.get(word, word) for word in job["command"]]
-        job["env"] = {**os.environ, **job["env"], **interface_env(job.pop("reach"))}
+        job["env"] = {**os.environ, **own_env(job["env"], self.run), **interface_env(job.pop("reach"))}
         job["lock_fd"] = self.lock
         prepare_attempt(self.run, self.attempt, job)
         if self.follower:
@@ -254,6 +261,14 @@ class FarEnd:
                     prune(self.run.checkpoints, step=manifest.step, keep_last=self.keep_last)
                     continue
             (folder / MANIFEST).rename(waiting)
+
+
+def own_env(env: dict[str, str], run: RunDir) -> dict[str, str]:
+    """Returns the variables that the supervisor sends as they are on this host."""
+    changes = {"PACELINE_RUN": str(run.path)} if "PACELINE_RUN" in env else {}
+    if "PYTHONPATH" in env:  # paceline itself is in this host's
+        changes["PYTHONPATH"] = os.pathsep.join(filter(None, [env["PYTHONPATH"], os.environ.get("PYTHONPATH")]))
+    return {**env, **changes}
 
 
 def interface_env(reach: str | None) -> dict[str, str]:

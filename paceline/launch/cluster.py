@@ -152,9 +152,11 @@ class Cluster:
         elif line.get("event") == "published":
             if self.copies:
                 self.copies.published[Path(line["folder"]).name] = line["manifest"]
-        elif line.get("event") == "lacks" and not member.agent_ended:  # of the copy that it keeps
+        elif line.get("event") == "kept":
             if self.copies:
-                self.copies.send(member, line)
+                self.copies.is_kept(line["folder"])
+        elif line.get("event") == "lacks" and self.copies and self.copies.unfinished:  # of the copy that it keeps
+            self.copies.send(member, line)
         elif line.get("event") != "alive":
             member.waiting.append(line)
 
@@ -208,7 +210,9 @@ class Cluster:
         (run.path / token).touch()
         try:
             key = hashlib.sha256(f"{socket.gethostname()}:{run.path.resolve()}".encode()).hexdigest()[:12]
-            order = {"do": "open", "path": str(run.path.resolve()), "token": token, "key": key}
+            growing = [*run.path.glob("logs/*/*"), *run.path.glob("health/*"), run.metrics]
+            sizes = {str(path.relative_to(run.path)): path.stat().st_size for path in growing if path.is_file()}
+            order = {"do": "open", "path": str(run.path.resolve()), "token": token, "key": key, "sizes": sizes}
             for member in others:
                 member.send({**order, "text": text.name if text else None, "host": member.name})
             for member, line in self.answers(others, "opened", timeout_s=OPEN_S).items():
@@ -339,6 +343,19 @@ class Cluster:
         """Moves what is new of the checkpoints of the attempt."""
         if self.copies and any(member.lost is None for member in self._started):
             self.copies.follow(self._started, keep_last=keep_last)
+
+    def finish_copies(self, *, keep_last: int) -> None:
+        """Waits until the checkpoints of the attempt have arrived here and at the host that keeps the copy."""
+        deadline = time.monotonic() + SEND_S
+        self.keep_copies(keep_last=keep_last)
+        while (
+            self.copies
+            and self.copies.unfinished
+            and time.monotonic() < deadline
+            and any(m.channel for m in self._started)
+        ):
+            self.pump(0.1)
+            self.keep_copies(keep_last=keep_last)
 
     def stop_agents(self) -> None:
         """Ends what still runs of an attempt."""

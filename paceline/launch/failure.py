@@ -140,6 +140,7 @@ def read_failure(run: RunDir, attempt: int, end: dict[str, Any]) -> Failure:
         fix=error.get("fix"),
         exit_with=error.get("exit_code", FAILED_EXIT_CODE),
         traceback=traceback,
+        host=end.get("host"),
     )
 
 

@@ -91,6 +91,8 @@ class TrainingJob(Job):
                 libuv=self.libuv,
                 health_every_s=self.options.health_every_s,
             )
+            if cluster:
+                cluster.finish_copies(keep_last=self.config.keep_last)
         finally:
             digest.close()
         keep_attempt(cache, self.run, number)

@@ -14,12 +14,15 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from paceline.config import Config, cache_dir
 from paceline.launch.agent import prepare_attempt, start_agent_process
-from paceline.launch.channel import Channel, Line, wait
+from paceline.launch.channel import Channel, Line, frame, wait
 from paceline.launch.gather import (
     SENT,
     Follower,
@@ -29,7 +32,7 @@ from paceline.launch.gather import (
     remove_newer,
 )
 from paceline.launch.script_copy import PREFIX, ScriptCopy
-from paceline.model.manifest import MANIFEST, DamagedCheckpoint, list_checkpoints, read_manifest
+from paceline.model.manifest import MANIFEST, read_manifest
 from paceline.model.publish import prune
 from paceline.rundir import RunDir, lock_run, write_atomic
 
@@ -70,7 +73,9 @@ class FarEnd:
         self.attempt = 0
         self.lock: int | None = None
         self.has_rank_0 = False
+        self.pool, self.pending = ThreadPoolExecutor(1), list[tuple[Future[Any], Callable[[Any], object]]]()
         self.known = set[str]()  # whole checkpoints of which the supervisor knows
+        self.copied_files: dict[str, str] = {}  # of the checkpoint whose copy is under way: name -> hash
         self.keep_last = 1
 
     def serve(self) -> int:
@@ -82,12 +87,20 @@ class FarEnd:
                     self.obey(line, data)
                 except (OSError, ValueError, KeyError) as error:
                     self.channel.send({"event": "refused", "why": f"{line.get('do') or line.get('file')}: {error}"})
+            while self.pending and self.pending[0][0].done():
+                future, then = self.pending.pop(0)
+                try:
+                    then(future.result())
+                except (OSError, ValueError) as error:
+                    self.channel.send({"event": "refused", "why": str(error)})
             now = time.monotonic()
             if self.lines:
                 self.pass_on(self.lines)
-            if now - looked_at > TICK_S and self.follower and self.attempt and not self.channel.has_more:
+            if now - looked_at > TICK_S and self.follower and self.attempt:
                 looked_at = now
-                self.look()
+                self.follower.hurry(self.attempt)
+                if not self.channel.has_more:
+                    self.look()
             if now - sent_at > ALIVE_S:
                 sent_at = now
                 self.channel.send({"event": "alive"})
@@ -100,6 +113,10 @@ class FarEnd:
                 self.agent.wait(AGENT_END_S)
             self.agent.kill()
         return 0
+
+    def in_thread(self, function: Callable[..., Any], *arguments: Any, then: Callable[[Any], object]) -> None:
+        """Calls a function that reads many bytes beside the loop, which must not fall silent, and `then` with what it returns."""
+        self.pending.append((self.pool.submit(function, *arguments), then))
 
     def look(self) -> None:
         """Sends what the ranks have written since the last look, and the manifest of a checkpoint that rank 0 has completed."""
@@ -115,6 +132,8 @@ class FarEnd:
         """Sends the agent's lines to the supervisor; when the agent has ended, first everything that its ranks have written."""
         assert self.agent and self.run
         for line, _ in lines.read():
+            if self.follower:
+                self.follower.hurry(self.attempt)
             self.channel.send(line)
         if not lines.ended:
             return
@@ -135,14 +154,20 @@ class FarEnd:
             case "open":
                 self.open(line)
             case "lack":  # which files of a checkpoint, or of the text
-                folder = self.folder_of(line["of"])
-                self.channel.send({"event": "lacks", "of": line["of"], "files": missing_files(folder, line["files"])})
+                folder, answer = self.folder_of(line["of"]), {"event": "lacks", "of": line["of"]}
+                self.in_thread(
+                    missing_files,
+                    folder,
+                    line["files"],
+                    then=lambda names: self.channel.send({**answer, "files": names}),
+                )
             case "script":
-                self.channel.send(self.script.answer(line))
+                self.in_thread(self.script.answer, line, then=self.channel.send)
             case "settle":  # before an attempt: the checkpoints that the supervisor has are those that count
                 assert self.run
                 if not self.shared:
                     remove_newer(self.run.checkpoints, line["step"])
+                    self.run.events.unlink(missing_ok=True)
             case "fetch":
                 folder = self.folder_of(line["folder"])
                 self.channel.send_behind(
@@ -165,18 +190,17 @@ class FarEnd:
         if not self.shared:
             self.lock = lock_run(self.run)
             self.follower = Follower(self.run, self.channel, host=line["host"])
+            self.follower.catch_up(line["sizes"])
             for stale in ("progress", "health"):
                 shutil.rmtree(path / stale, ignore_errors=True)
-            for name in ("events.jsonl", "metrics.jsonl"):
-                (path / name).unlink(missing_ok=True)
-        steps = []
-        if not self.shared and self.run.checkpoints.is_dir():
-            steps = [folder.name for folder, _ in list_checkpoints(self.run.checkpoints)]
         self.text = cache_dir(Config()) / "data" / line["text"] if line.get("text") else None
-        free_bytes = shutil.disk_usage(path).free
-        self.channel.send({
-            "event": "opened", "path": str(path), "shared": self.shared, "checkpoints": steps, "free_bytes": free_bytes
-        })  # fmt: skip
+        answer = {
+            "event": "opened",
+            "path": str(path),
+            "shared": self.shared,
+            "free_bytes": shutil.disk_usage(path).free,
+        }
+        self.channel.send_behind([frame(answer)])  # behind what the supervisor lacked
 
     def folder_of(self, name: str) -> Path:
         """Returns the folder that an order means: the text, or a checkpoint."""
@@ -204,7 +228,9 @@ class FarEnd:
         assert self.run
         receive(self.run, line, data, allowed=SENT)
         if line["last"] and name.startswith("checkpoints/step_"):
-            self.complete_copies()
+            folder = (self.run.path / name).parent
+            if (folder / f".{MANIFEST}").exists() and all((folder / file).exists() for file in self.copied_files):
+                self.complete_copy(folder)
         if line["last"] and name == "dataset.json" and self.text:
             record = json.loads(self.run.dataset_json.read_text())
             write_atomic(self.run.dataset_json, json.dumps({**record, "path": str(self.text)}) + "\n")
@@ -245,22 +271,22 @@ class FarEnd:
         if line["manifest"] is None:
             return
         write_atomic(final / f".{MANIFEST}", line["manifest"])  # without its name until every file is there
-        self.channel.send({"event": "lacks", "of": line["folder"], "files": missing_files(final, line["files"])})
-        self.keep_last = line["keep_last"]
-        self.complete_copies()
+        self.copied_files, self.keep_last = line["files"], line["keep_last"]
+        self.complete_copy(final)
 
-    def complete_copies(self) -> None:
-        """Gives its manifest to each checkpoint whose files have all come, and removes old ones."""
-        assert self.run
-        for waiting in self.run.checkpoints.glob(f"step_*/.{MANIFEST}"):
-            folder = waiting.parent
-            waiting.rename(folder / MANIFEST)
-            with suppress(DamagedCheckpoint):
-                manifest = read_manifest(folder)
-                if not missing_files(folder, {name: entry.sha256 for name, entry in manifest.files.items()}):
-                    prune(self.run.checkpoints, step=manifest.step, keep_last=self.keep_last)
-                    continue
-            (folder / MANIFEST).rename(waiting)
+    def complete_copy(self, folder: Path) -> None:
+        """Asks for the files that a copy lacks, or gives it its manifest, and removes old ones."""
+
+        def answer(names: list[str]) -> None:
+            assert self.run
+            if names:
+                self.channel.send({"event": "lacks", "of": folder.name, "files": names})
+            elif (folder / f".{MANIFEST}").exists():
+                (folder / f".{MANIFEST}").rename(folder / MANIFEST)
+                prune(self.run.checkpoints, step=read_manifest(folder).step, keep_last=self.keep_last)
+                self.channel.send({"event": "kept", "folder": folder.name})
+
+        self.in_thread(missing_files, folder, self.copied_files, then=answer)
 
 
 def own_env(env: dict[str, str], run: RunDir) -> dict[str, str]:

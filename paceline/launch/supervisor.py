@@ -152,7 +152,7 @@ class AttemptRecord:
     def add(self, member: Member, line: dict[str, Any]) -> None:
         """Takes a line from an agent."""
         for rank in line.get("ranks", ()):
-            rank |= {"host": member.name, "clock_s": member.clock_s}
+            rank |= {"host": member.name, "clock_s": member.clock_s} if len(self.members) > 1 else {}
             self.by_rank[rank["rank"]] = rank
         if line["event"] == "started" and len(self.by_rank) == self.nproc:
             self.write_attempt()

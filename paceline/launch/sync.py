@@ -3,7 +3,7 @@ The folder of a script on its way to other hosts, and the command that runs ther
 
 A host where the same files are at the same place runs them there. Any other keeps a copy of the folder in its cache
 (launch/script_copy.py), of which only what has changed travels. What git ignores stays here; without git so do environments, caches
-and large checkpoints. What is not sent although it looks like a part of the script is said.
+and large checkpoints. A line on the screen names what is left out by its kind.
 """
 
 import hashlib

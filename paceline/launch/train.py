@@ -106,6 +106,7 @@ def resume_run(run: RunDir, options: ResumeOptions) -> int:
     Raises PacelineError for what the user can fix.
     """
     started, services = time.monotonic(), checked_services(options)
+    adopt_copy(run)
     new_run = f"start a new run with it: paceline train {run.config_toml} --name NEW"
     config, plan_before = changed_run(run, options.keys, otherwise=new_run)
     entries, config = hosts_of(config)
@@ -138,6 +139,15 @@ def resume_run(run: RunDir, options: ResumeOptions) -> int:
     write_atomic(run.plan_json, plan.to_json())
     job = TrainingJob(run, lock, checked.libuv, options, config, make, cluster_of(entries, config, machine))
     return run_training(job, plan, checked, dataset, services, started=started)
+
+
+def adopt_copy(run: RunDir) -> None:
+    """Makes the copy of a run that another machine's supervisor has left here a run of its own, with its history."""
+    kept = run.path / "kept"
+    for path in kept.glob("*.jsonl"):
+        path.replace(run.path / path.name)
+    with suppress(OSError):
+        kept.rmdir()
 
 
 def cluster_of(entries: Sequence[HostEntry], config: Config, machine: Machine) -> Cluster | None:

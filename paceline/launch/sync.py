@@ -248,7 +248,7 @@ def is_in_git(folder: Path) -> bool:
     """Whether git says which files of the folder count. A folder that git ignores as a whole is one without git."""
     if not any((place / ".git").exists() for place in (folder, *folder.parents)):
         return False
-    return not git(folder, "check-ignore", "-z", "--", ".", negative=1)
+    return not git(folder, "check-ignore", "--", ".", negative=1)
 
 
 def git(folder: Path, *words: str, negative: int = 0) -> list[str]:

@@ -29,7 +29,7 @@ from paceline.units import format_bytes, format_number_of
 MAX_BYTES = 100 << 20
 MAX_FILES = 20_000
 CHECKPOINT_BYTES = 10 << 20  # a larger one is not sent without git, which would have it in .gitignore
-CHECKPOINTS = (".pt", ".pth", ".ckpt", ".safetensors", ".bin")
+CHECKPOINTS = (".pt", ".pth", ".ckpt", ".safetensors")  # .bin may be text as tokens
 NOT_SENT = {
     ".git", ".hg", ".svn", "__pycache__", ".venv", "node_modules", ".mypy_cache", ".ruff_cache", ".pytest_cache",
     ".ipynb_checkpoints",

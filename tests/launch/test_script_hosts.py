@@ -2,8 +2,8 @@
 
 import hashlib
 import importlib.util
-import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -138,27 +138,30 @@ def processes(folder: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory):
     with namespaced_hosts(3, tmp_path_factory.mktemp("hosts")) as hosts:
-        yield Desk(hosts)
+        desk = Desk(hosts)
+        desk.write("train.py", TRAIN)
+        desk.write("größe.py", "text = 'größe 1'")
+        desk.write(".gitignore", "big.bin\nruns/\nlarge/\n")
+        desk.write("go.sh", "#!/bin/sh\n")
+        (desk.folder / "go.sh").chmod(0o755)
+        desk.write("big.bin", "x" * 1000)
+        subprocess.run(["git", "init", "-q", desk.folder], check=True)
+        yield desk
 
 
-def test_a_torchrun_script_runs_on_two_hosts_with_its_folder_and_the_listed_variables(desk):
-    desk.write("train.py", TRAIN)
-    desk.write("größe.py", "text = 'größe 1'")
-    desk.write(".gitignore", "big.bin\nruns/\n")
-    desk.write("go.sh", "#!/bin/sh\n")
-    (desk.folder / "go.sh").chmod(0o755)
-    desk.write("big.bin", "x" * 1000)
-    os.system(f"git init -q '{desk.folder}'")
+@pytest.fixture(scope="module")
+def words_seen(desk):
+    """A first run, and every word of a command line that any process had meanwhile."""
     process = desk.start("--env", "TOKEN", "--", "train.py", "flood", "größe", TOKEN=SECRET, OTHER="none of theirs")
-    seen = set()
-
-    def is_done():  # the whole list of processes of every host, while it runs
-        seen.update(word for other in psutil.process_iter(["cmdline"]) for word in other.info["cmdline"] or ())
-        return process.poll() is not None
-
-    while not is_done():
+    words = set()
+    while process.poll() is None:
+        words.update(word for other in psutil.process_iter(["cmdline"]) for word in other.info["cmdline"] or ())
         time.sleep(0.05)
     assert desk.end(process) == 0, desk.text
+    return words
+
+
+def test_a_torchrun_script_runs_on_two_hosts_with_its_folder_and_the_listed_variables(desk, words_seen):
     lines = [f"rank {rank} of 2, sum 2.0, größe 1, ['flood', 'größe']" for rank in range(2)]
     assert [desk.log(rank).splitlines()[0] for rank in range(2)] == lines
     assert f"h1[0] {lines[0]}\n" in desk.text and f"h2[1] {lines[1]}\n" in desk.text
@@ -172,8 +175,10 @@ def test_a_torchrun_script_runs_on_two_hosts_with_its_folder_and_the_listed_vari
         start = text.index("0000000\n")
         assert hashlib.sha256(text[start : start + 3_200_000].encode()).digest() == flood
     assert "sync    " in desk.text and "to h2: 4 of 4 files" in desk.text
-    assert any("paceline.launch.agent" in word for word in seen)
-    assert not any(SECRET in word for word in seen if word != f"TOKEN={SECRET}")  # that one is this test's own `env`
+    assert "paceline.launch.agent" in words_seen
+    assert not any(
+        SECRET in word for word in words_seen if word != f"TOKEN={SECRET}"
+    )  # that one is this test's own `env`
     assert all(
         SECRET not in path.read_text()
         for path in desk.run.path.rglob("*")
@@ -182,7 +187,7 @@ def test_a_torchrun_script_runs_on_two_hosts_with_its_folder_and_the_listed_vari
     assert desk.left() == []
 
 
-def test_a_failing_rank_of_another_host_is_named_and_only_what_has_changed_is_sent(desk):
+def test_a_failing_rank_of_another_host_is_named_and_only_what_has_changed_is_sent(desk, words_seen):
     desk.write("größe.py", "text = 'größe 2'")
     (desk.copy() / "snapshot.pt").write_text("of the script")
     assert desk("--", "train.py", "fail") == 7, desk.text
@@ -198,7 +203,7 @@ def test_a_failing_rank_of_another_host_is_named_and_only_what_has_changed_is_se
 @pytest.mark.parametrize("words, message, fix", [
     (["--no-sync", "--", "only.py"], "only.py is not on h2", "leave --no-sync out"),
     (["--sync", "nowhere", "--", "only.py"], "there is no such folder", "the folder that holds the script"),
-    (["--", "large/only.py"], "at most 100.0 MiB are sent; the largest in it is data.bin, 120.0 MiB", "--sync DIR"),
+    (["--", "large/only.py"], "at most 100 MiB are sent; the largest in it is data.bin, 120 MiB", "--sync DIR"),
     (["--env", "NOT_SET", "--", "only.py"], "NOT_SET of --env is not set here", "export NOT_SET"),
     (["--", "hostname"], "ordner ü is not on h2", "--sync "),
 ])  # fmt: skip

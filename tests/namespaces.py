@@ -65,12 +65,14 @@ class Hosts:
         """Returns where a path in `private` of a host lies for all others."""
         return self.folder / host / path.relative_to(self.folder)
 
-    def command(self, host: str, command: Sequence[str]) -> list[str]:
+    def command(self, host: str, command: Sequence[str], *, cores: str = "one") -> list[str]:
+        """Returns what runs a command on a host, which has one core of this machine, or all."""
         private = f"mount --bind {self.folder / host / 'private'} {self.private}"
         name = ["bash", "-c", f'hostname "$0" && {private} && exec "$@"', host]
-        cores = sorted(os.sched_getaffinity(0))
-        core = ["taskset", "--cpu-list", str(cores[int(host[1:]) % len(cores)])]  # each host has one
-        return [*core, "ip", "netns", "exec", self.prefix + host, "unshare", "--uts", *name, *command]
+        numbers = sorted(os.sched_getaffinity(0))
+        chosen = numbers if cores == "all" else [numbers[int(host[1:]) % len(numbers)]]
+        inside = ["ip", "netns", "exec", self.prefix + host, "unshare", "--uts", *name, *command]
+        return ["taskset", "--cpu-list", ",".join(map(str, chosen)), *inside]
 
     def run(self, host: str, *command: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
         """Runs a command on a host; its `ssh` uses the test's keys."""

@@ -12,7 +12,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -23,14 +23,15 @@ from paceline.errors import PacelineError
 from paceline.launch.agent import prepare_attempt, start_agent_process
 from paceline.launch.channel import Channel, Line, frame, wait
 from paceline.launch.copies import Copies
-from paceline.launch.gather import FROM_HOST, folder_frames, receive
+from paceline.launch.gather import Receiver, folder_frames
 from paceline.launch.hosts import HostEntry, is_this_host
 from paceline.launch.member import Member
 from paceline.launch.remote import interface_env, route_to
 from paceline.launch.ssh import SshModule
 from paceline.model.manifest import MANIFEST, newest_good, read_manifest
 from paceline.plan.machine import Machine
-from paceline.rundir import RunDir
+from paceline.rundir import RunDir, append_event
+from paceline.units import format_bytes, format_duration
 
 REMOTE = "paceline.launch.remote"
 SILENT_S = 5.5  # a host that says nothing for so long is lost; it sends a line every second
@@ -62,6 +63,7 @@ class Cluster:
         self.run: RunDir | None = None
         self._started: list[Member] = []  # those of the last attempt
         self.copies: Copies | None = None
+        self.receiver: Receiver | None = None
         self._told_at = 0.0
         self._seen_at = time.monotonic()
 
@@ -144,9 +146,8 @@ class Cluster:
     def _take(self, member: Member, line: Line, data: bytes) -> None:
         """Takes a frame: files go into the run folder, lines wait for whoever reads them."""
         if "file" in line:
-            if self.run:
-                with suppress(ValueError):  # a name that no run has
-                    receive(self.run, line, data, allowed=FROM_HOST)
+            if self.receiver:
+                self.receiver.take(line, data)
         elif line.get("event") == "agent_ended":
             member.agent_ended, member.exit_code = True, line["exit_code"]
         elif line.get("event") == "published":
@@ -191,6 +192,9 @@ class Cluster:
     def connect(self, run: RunDir, *, text: Path | None) -> None:
         """Opens the links and the copies of the run folder. Raises PacelineError for a host that cannot be reached."""
         self.run, self.copies = run, Copies(run)
+        self.receiver = Receiver(
+            run, on_no_space=lambda name: append_event(run, "note", text=f"no space left for {name} of another host")
+        )
         others = [m for m in self.members if not is_this_host(m.entry) and m.channel is None]
         with ThreadPoolExecutor(max_workers=min(32, max(1, len(others)))) as pool:
             for member, result in zip(others, pool.map(self._reach, others), strict=True):
@@ -242,31 +246,43 @@ class Cluster:
 
     def send_text(
         self, folder: Path, files: Mapping[str, str], *, progress: Callable[[str, float, float], None]
-    ) -> None:
-        """Sends the prepared text to the hosts that lack it. files: name -> hash. Raises PacelineError where that fails."""
-        others = [m for m in self.present if not m.is_here]
-        lacking = self._lacking(others, "text", files)
-        totals = {m: sum((folder / name).stat().st_size for name in names) for m, names in lacking.items() if names}
+    ) -> str | None:
+        """Sends the prepared text to the hosts that lack it; returns a line about it. Raises PacelineError where that fails.
+
+        files: name -> hash.
+        """
+        began, others, num_sent = time.monotonic(), [m for m in self.present if not m.is_here], 0
+
+        def counted(frames: Iterator[bytes]) -> Iterator[bytes]:
+            nonlocal num_sent
+            for piece in frames:
+                yield piece
+                num_sent += len(piece)
+
+        lacking = {m: names for m, names in self._lacking(others, "text", files).items() if names}
+        total = sum((folder / name).stat().st_size for names in lacking.values() for name in names)
         for member, names in lacking.items():
-            if names and member.channel:
-                member.channel.send_behind(folder_frames(folder, names, "text/"))
-        self.send_all(list(totals), lambda left: progress("send the text", len(totals) - left, len(totals)))
-        bad = [m.name for m, names in self._lacking(list(totals), "text", files).items() if names]
+            if member.channel:
+                member.channel.send_behind(counted(folder_frames(folder, names, "text/")))
+        self.send_all(list(lacking), lambda: progress("send the text", min(num_sent, total), total))
+        bad = [m.name for m, names in self._lacking(list(lacking), "text", files).items() if names]
         self.stop_for_lost(others)
         if bad:
-            raise PacelineError(
-                f"the text did not arrive whole on {', '.join(bad)}", fix="see the disk there: df -h ~/.cache"
-            )
+            fix = "see the disk there: df -h ~/.cache"
+            raise PacelineError(f"the text did not arrive whole on {', '.join(bad)}", fix=fix)
+        hosts = ", ".join(member.name for member in lacking)
+        seconds = format_duration(time.monotonic() - began)
+        return f"text    {format_bytes(total)} sent to {hosts} in {seconds}" if lacking else None
 
     def _lacking(self, members: Sequence[Member], what: str, files: Mapping[str, str]) -> dict[Member, list[str]]:
         for member in members:
             member.send({"do": "lack", "of": what, "files": files})
         return {member: line["files"] for member, line in self.answers(members, "lacks", timeout_s=SEND_S).items()}
 
-    def send_all(self, members: Sequence[Member], show: Callable[[int], None] = lambda left: None) -> None:
+    def send_all(self, members: Sequence[Member], show: Callable[[], None] = lambda: None) -> None:
         """Waits until everything that waits for these hosts has left."""
-        while left := [m for m in members if m.channel is not None and m.channel.has_more]:
-            show(len(left))
+        while any(m.channel is not None and m.channel.has_more for m in members):
+            show()
             self.pump(0.1)
 
     def settle(self) -> None:

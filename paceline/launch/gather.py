@@ -10,13 +10,13 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from paceline.launch.channel import PIECE_BYTES, Channel, Line, frame
 from paceline.model.manifest import MANIFEST
-from paceline.rundir import RunDir
+from paceline.rundir import NO_SPACE, RunDir
 
 # what a host may send into the run folder, and how: only new bytes, or the whole file each time
 GROWS = re.compile(r"events\.jsonl|metrics\.jsonl|health/[^/]+\.jsonl|logs/\d+/[^/]+\.(?:log|stacks)")
@@ -30,6 +30,7 @@ SENT = re.compile(
     r"|kept/(?:events|metrics)\.jsonl)"
 )
 SHARED = ("events.jsonl",)  # the supervisor writes into it too
+FROM_HOST = re.compile(f"(?:{GROWS.pattern}|{REPLACED.pattern})")
 PART = ".part"
 FOLDERS = ("health", "samples", "trouble/*", "checkpoints/.step_*.tmp")
 
@@ -44,6 +45,7 @@ class Follower:
 
     def skip(self) -> None:
         """Counts everything that is there as sent: it came from the supervisor."""
+        self._sent.clear()  # a new file may have the inode of one that was removed
         for name, path in self._files(None):
             with suppress(OSError):
                 self._sent[name] = stamp(path)
@@ -155,7 +157,36 @@ def receive(run: RunDir, line: Line, data: bytes, *, allowed: re.Pattern[str]) -
         part.replace(path)
 
 
-FROM_HOST = re.compile(f"(?:{GROWS.pattern}|{REPLACED.pattern})")
+class Receiver:
+    """Writes what hosts send into the run folder. What a full disk refuses is left out, and does not end the run."""
+
+    def __init__(self, run: RunDir, *, on_no_space: Callable[[str], object]):
+        self.run, self.on_no_space = run, on_no_space
+        self._refused = set[str]()  # files of which a piece did not fit
+
+    def take(self, line: Line, data: bytes) -> None:
+        name = str(line["file"])
+        if name in self._refused and not line.get("grows"):
+            if line["last"]:
+                self._refused.discard(name)  # the next version of it may fit
+            return
+        try:
+            receive(self.run, line, data, allowed=FROM_HOST)
+        except ValueError:  # a name that no run has
+            return
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise
+            if name not in self._refused:
+                self.on_no_space(name)
+            self._refused.add(name)
+            path = self.run.path / name
+            path.with_name(path.name + PART).unlink(missing_ok=True)
+            if name.startswith(
+                "checkpoints/"
+            ):  # rank 0 then gives this checkpoint up, as if that rank's disk were full
+                with suppress(OSError):
+                    path.with_suffix(".full").touch()
 
 
 def sha256_of(path: Path) -> str | None:

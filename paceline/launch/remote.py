@@ -34,13 +34,14 @@ from paceline.launch.gather import (
 from paceline.launch.script_copy import PREFIX, ScriptCopy
 from paceline.model.manifest import MANIFEST, read_manifest
 from paceline.model.publish import prune
-from paceline.rundir import RunDir, lock_run, write_atomic
+from paceline.rundir import RunDir, RunInUse, lock_run, write_atomic
 
 TICK_S = 0.1
 ALIVE_S = 1.0
 HEAD_LOST_S = 15.0  # without a word from the supervisor, which sends one every second
 IDLE_S = 900.0  # between two attempts
 AGENT_END_S = 40.0
+LOCK_WAIT_S = 60.0
 
 
 def main() -> int:
@@ -188,7 +189,7 @@ class FarEnd:
         path.mkdir(parents=True, exist_ok=True)
         self.run = RunDir(path)
         if not self.shared:
-            self.lock = lock_run(self.run)
+            self.lock = self.lock_when_free(self.run)
             self.follower = Follower(self.run, self.channel, host=line["host"])
             self.follower.catch_up(line["sizes"])
             for stale in ("progress", "health"):
@@ -201,6 +202,18 @@ class FarEnd:
             "free_bytes": shutil.disk_usage(path).free,
         }
         self.channel.send_behind([frame(answer)])  # behind what the supervisor lacked
+
+    def lock_when_free(self, run: RunDir) -> int:
+        """Locks the copy. The ranks of a supervisor that was lost may still save and end, which takes them up to half a minute."""
+        deadline = time.monotonic() + LOCK_WAIT_S
+        while True:
+            try:
+                return lock_run(run)
+            except RunInUse as error:
+                if time.monotonic() > deadline or self.channel.ended:
+                    raise ValueError(error.message) from error
+            self.channel.send({"event": "alive"})
+            time.sleep(ALIVE_S)
 
     def folder_of(self, name: str) -> Path:
         """Returns the folder that an order means: the text, or a checkpoint."""

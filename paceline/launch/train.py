@@ -230,7 +230,9 @@ def run_training(
     if job.cluster:
         job.cluster.connect(job.run, text=dataset.path)
         with show_progress() as progress:
-            job.cluster.send_text(dataset.path, file_hashes(dataset), progress=progress)
+            text = job.cluster.send_text(dataset.path, file_hashes(dataset), progress=progress)
+        if text:
+            job.show([text])
     append_event(job.run, "launch", prepared_s=round(prepared_s, 3))
     try:
         return run_job(job, services)

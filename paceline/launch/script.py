@@ -108,7 +108,7 @@ def run_script(options: ScriptOptions) -> int:
         try:
             cluster.connect(run, text=None)
             lines = send_script(cluster, files, run, sync=not options.no_sync)
-        except PacelineError:
+        except BaseException:
             cluster.close()
             shutil.rmtree(run.path)  # nothing has run
             raise

@@ -49,7 +49,7 @@ WAIT = """
     signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
     print("ready", flush=True)
     while not stopped or "deaf" in sys.argv:
-        time.sleep(0.05)
+        time.sleep(0.2)
     open(os.environ["PACELINE_RUN"] + "/saved." + os.environ["RANK"], "w").close()
     print("saved")
     sys.exit(0)
@@ -156,7 +156,7 @@ def words_seen(desk):
     words = set()
     while process.poll() is None:
         words.update(word for other in psutil.process_iter(["cmdline"]) for word in other.info["cmdline"] or ())
-        time.sleep(0.05)
+        time.sleep(0.2)
     assert desk.end(process) == 0, desk.text
     return words
 

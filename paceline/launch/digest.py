@@ -243,16 +243,19 @@ class LogTail:
         *,
         stream: TextIO,
         colour: bool,
+        hosts: Mapping[int, str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        width = len("[]") + max(map(len, map(str, paths)))
+        """paths: rank -> its log. hosts: rank -> its host, where there are several."""
+        names = {rank: f"{hosts[rank] if hosts else ''}[{rank}]" for rank in paths}
+        width = max(map(len, names.values()))
         self.stream = stream
         self.clock = clock
         self.logs = []
         for rank, path in paths.items():
-            name = f"[{rank}]".ljust(width)
+            name = names[rank].ljust(width)
             prefix = f"\x1b[{COLOURS[rank % len(COLOURS)]}m{name}\x1b[0m " if colour else f"{name} "
-            self.logs.append(RankLog(path, prefix=prefix.encode() if len(paths) > 1 else b"", colour=colour))
+            self.logs.append(RankLog(path, prefix=prefix.encode() if len(paths) > 1 or hosts else b"", colour=colour))
 
     def poll(self) -> None:
         """Shows what is new in the logs, of each rank about TURN_BYTES."""

@@ -23,11 +23,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from paceline.check.probes.network_probe import route_to
 from paceline.config import Config
 from paceline.config_file import checked_value
 from paceline.errors import PacelineError, UsageError
 from paceline.launch.hosts import HostEntry, is_this_host, parse_hosts, ranks_of
-from paceline.launch.remote import route_to
 from paceline.launch.ssh import ssh_name
 from paceline.options import AccelerateOptions
 from paceline.plan.machine import Machine
@@ -152,6 +152,29 @@ def harm_of(name: str, value: str, launch: Launch) -> str | None:
             return "accelerate stays on the CPU"
         case _:
             return None
+
+
+def env_elsewhere(user_env: Mapping[str, str], launch: Launch, names: Sequence[str]) -> dict[str, str]:
+    """Returns the variables for other hosts: what paceline sets, and those of --env; nothing else of the user's travels."""
+    _, rows = worker_env({}, launch)
+    return {**{row.name: row.value for row in rows}, **listed_env(user_env, names, several=True)}
+
+
+def listed_env(user_env: Mapping[str, str], names: Sequence[str], *, several: bool) -> dict[str, str]:
+    """Returns the variables of --env. several: whether there are other hosts. Raises PacelineError for what cannot be sent."""
+    listed = [name.strip() for text in names for name in text.split(",") if name.strip()]
+    if names and not several:
+        raise UsageError(
+            "--env is about several hosts: ranks here have every variable", fix="--hosts ada,bob, or leave --env out"
+        )
+    for name in listed:
+        key, equals, _ = name.partition("=")
+        if equals:
+            fix = f"export {key}=..., then --env {key}"
+            raise UsageError("--env takes names: a value in a command is seen by everyone on this host", fix=fix)
+        if name not in user_env:
+            raise PacelineError(f"{name} of --env is not set here", fix=f"export {name}=..., or leave it out")
+    return {name: user_env[name] for name in listed}
 
 
 def harm_lines(rows: list[EnvRow]) -> list[str]:

@@ -33,6 +33,7 @@ from paceline.launch.gather import (
     receive,
     remove_newer,
 )
+from paceline.launch.script_copy import PREFIX, ScriptCopy
 from paceline.model.manifest import MANIFEST, read_manifest
 from paceline.model.publish import prune
 from paceline.rundir import RunDir, RunInUse, lock_run, write_atomic
@@ -66,6 +67,7 @@ class FarEnd:
         self.shared = False  # the run folder itself is here too: nothing has to travel
         self.follower: Follower | None = None
         self.text: Path | None = None
+        self.script = ScriptCopy()
         self.agent: subprocess.Popen[bytes] | None = None
         self.lines: Channel | None = None  # to and from the agent
         self.attempt = 0
@@ -88,7 +90,10 @@ class FarEnd:
                     self.channel.send({"event": "refused", "why": f"{line.get('do') or line.get('file')}: {error}"})
             while self.pending and self.pending[0][0].done():
                 future, then = self.pending.pop(0)
-                then(future.result())
+                try:
+                    then(future.result())
+                except (OSError, ValueError) as error:
+                    self.channel.send({"event": "refused", "why": str(error)})
             now = time.monotonic()
             if self.lines:
                 self.pass_on(self.lines)
@@ -168,6 +173,8 @@ class FarEnd:
                     line["files"],
                     then=lambda names: self.channel.send({**answer, "files": names}),
                 )
+            case "script":
+                self.in_thread(self.script.answer, line, then=self.channel.send)
             case "settle":  # before an attempt: the checkpoints that the supervisor has are those that count
                 assert self.run
                 if not self.shared:
@@ -245,6 +252,9 @@ class FarEnd:
             if line["last"]:
                 part.replace(self.text / name[5:])
             return
+        if name.startswith(PREFIX):
+            self.script.take(name.removeprefix(PREFIX), line, data)
+            return
         assert self.run
         receive(self.run, line, data, allowed=SENT)
         if line["last"] and name.startswith("checkpoints/step_"):
@@ -264,7 +274,8 @@ class FarEnd:
         self.attempt = line["attempt"]
         own = {theirs["python"]: sys.executable, theirs["path"]: str(self.run.path)}
         job["command"] = [own.get(word, word) for word in job["command"]]
-        job["env"] = {**os.environ, **job["env"], **interface_env(job.pop("reach"), self.interface)}
+        reach = job.pop("reach")
+        job["env"] = {**os.environ, **own_env(job["env"], self.run), **interface_env(reach, self.interface)}
         job["lock_fd"] = self.lock
         prepare_attempt(self.run, self.attempt, job)
         if self.follower:
@@ -308,6 +319,14 @@ class FarEnd:
                 self.channel.send({"event": "kept", "folder": folder.name})
 
         self.in_thread(missing_files, folder, self.copied_files, then=answer)
+
+
+def own_env(env: dict[str, str], run: RunDir) -> dict[str, str]:
+    """Returns the variables that the supervisor sends as they are on this host."""
+    changes = {"PACELINE_RUN": str(run.path)} if "PACELINE_RUN" in env else {}
+    if "PYTHONPATH" in env:  # paceline itself is in this host's
+        changes["PYTHONPATH"] = os.pathsep.join(filter(None, [env["PYTHONPATH"], os.environ.get("PYTHONPATH")]))
+    return {**env, **changes}
 
 
 def interface_env(reach: str | None, choice: str | None) -> dict[str, str]:

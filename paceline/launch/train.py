@@ -28,7 +28,7 @@ from paceline.data.prepare import META, TokenDataset, open_dataset, prepare
 from paceline.errors import PacelineError
 from paceline.launch.attempts import run_job
 from paceline.launch.cluster import Cluster
-from paceline.launch.env import format_env, harm_lines
+from paceline.launch.env import format_env, harm_lines, listed_env
 from paceline.launch.hosts import HostEntry, hosts_of, parse_ports, start_check
 from paceline.launch.job import TrainingJob, plan_env
 from paceline.launch.notify import checked_services
@@ -72,6 +72,7 @@ def start_run(config: Config, options: TrainOptions) -> int:
     started, services = time.monotonic(), checked_services(options)
     check_config(config)
     entries, config = hosts_of(config)
+    listed_env(os.environ, options.env, several=bool(entries))
     if not entries:  # refuses what cannot run before any text is read
         measured = measured_here(cache_dir(config))
         make_plan(config, probe_machine(), vocab_size=config.vocab_size, num_rows=0, measured=measured)
@@ -110,6 +111,7 @@ def resume_run(run: RunDir, options: ResumeOptions) -> int:
     new_run = f"start a new run with it: paceline train {run.config_toml} --name NEW"
     config, plan_before = changed_run(run, options.keys, otherwise=new_run)
     entries, config = hosts_of(config)
+    listed_env(os.environ, options.env, several=bool(entries))
     with start_check(config, run, options, command="resume", entries=entries) as check:
         dataset = reopen_data(run, config)
         make, machine = planner(dataset), check.machine()

@@ -77,6 +77,7 @@ class HostOptions(Options):
     """What happens to a run of several hosts."""
 
     min_hosts: int = option(1, "go on while as many hosts remain", low=1, high=1024, group="hosts")
+    rejoin: bool = option(True, "leave out a host that was lost, even if it answers again")
 
 
 class LaunchOptions(Recovery, Services, HostOptions):

@@ -4,7 +4,8 @@ The hosts of a run: a link to each, what its ranks need before an attempt, and w
 The supervisor decides which hosts take part and which ranks each has. A host on which the run folder itself can be seen shares it;
 any other has a copy, which launch/gather.py keeps. A whole checkpoint lies with the supervisor, with the host of rank 0, and with
 one other host, so that the loss of any one machine costs no more than one save interval. A host is lost when its link ends or
-nothing was heard of it for SILENT_S; the time in which this process itself stood still does not count.
+nothing was heard of it for SILENT_S; the time in which this process itself stood still does not count. A lost host is tried again
+beside the attempt (launch/member.py); once its link is open it is `ready` to take part in the next one.
 """
 
 import hashlib
@@ -13,7 +14,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,15 +24,13 @@ from paceline.launch.agent import prepare_attempt, start_agent_process
 from paceline.launch.channel import Channel, Line, frame, wait
 from paceline.launch.copies import Copies
 from paceline.launch.gather import FROM_HOST, folder_frames, receive
-from paceline.launch.hosts import HostEntry, is_this_host
-from paceline.launch.member import Member
+from paceline.launch.hosts import HostEntry
+from paceline.launch.member import MAX_LOSSES, QUICK_FOR_S, Member
 from paceline.launch.remote import interface_env, route_to
-from paceline.launch.ssh import SshModule
 from paceline.model.manifest import MANIFEST, newest_good, read_manifest
 from paceline.plan.machine import Machine
 from paceline.rundir import RunDir
 
-REMOTE = "paceline.launch.remote"
 SILENT_S = 5.5  # a host that says nothing for so long is lost; it sends a line every second
 ALIVE_S = 1.0
 LONGEST_TICK_S = 1.0  # of a tick that took longer, this process itself was stopped
@@ -54,13 +52,21 @@ class Cluster:
         python: str | None = None,
         interface: str | None = None,
         ports: tuple[int, int] | None = None,
+        rejoin: bool = True,
     ):
-        """machine: what each of them is like, to plan again. nproc: ranks on each. ports: the first and the last to listen on."""
+        """machine: what each of them is like, to plan again. nproc: ranks on each. ports: the first and the last to listen on.
+
+        rejoin: whether a lost host is tried again for as long as the run lasts.
+        """
         self._machine = machine
         self.members = [Member(entry, nproc, entry.host) for entry in entries]
         self.python, self.interface, self.ports = python, interface, ports
         self.run: RunDir | None = None
-        self._started: list[Member] = []  # those of the last attempt
+        self._started: list[Member] = []  # those of the last attempt, or of the one that begins
+        self._is_begun = False
+        self._rejoin, self._text = rejoin, ""
+        self._run_id: str | None = None  # of the last attempt
+        self.is_leaving = False  # the attempt is to be saved and ended, since the next one has more hosts
         self.copies: Copies | None = None
         self._told_at = 0.0
         self._seen_at = time.monotonic()
@@ -89,7 +95,7 @@ class Cluster:
                 if member.agent:
                     member.agent.kill()  # the engine and the workers follow by PDEATHSIG
                 else:
-                    member.lose(f"{member.name} did not end its ranks")
+                    member.lose("it did not end its ranks")
         self.pump(timeout_s)
         lines = [(member, line) for member in self.members for line in member.waiting]
         for member in self.members:
@@ -106,7 +112,7 @@ class Cluster:
     @property
     def present(self) -> list[Member]:
         """The hosts that take part: this one first, if it is among them, so that rank 0 writes into the run folder itself."""
-        members = sorted((m for m in self.members if m.lost is None), key=lambda member: not is_this_host(member.entry))
+        members = sorted((m for m in self.members if m.lost is None), key=lambda member: not member.is_here)
         first = 0
         for member in members:
             member.first_rank, first = first, first + member.nproc
@@ -114,14 +120,18 @@ class Cluster:
 
     def pump(self, timeout_s: float) -> None:
         """Reads what has come from all hosts, writes what waits for them, and notices who is lost."""
-        present = [m for m in self.members if m.channel is not None]
-        wait([m.channel for m in present if m.channel], timeout_s)
+        for member in self.members:
+            is_due = self._rejoin or time.monotonic() - member.lost_at < QUICK_FOR_S or member.lost is None
+            if member.channel is None and not member.is_here and is_due:
+                member.connect(self.python, open_s=OPEN_S)
+        linked = [m for m in self.members if m.channel is not None]
+        wait([m.channel for m in linked if m.channel], timeout_s)
         now = time.monotonic()
         passed_s, self._seen_at = min(now - self._seen_at, LONGEST_TICK_S), now
         is_due = now - self._told_at > ALIVE_S
         if is_due:
             self._told_at = now
-        for member in present:
+        for member in linked:
             channel = member.channel
             assert channel
             heard_at = channel.heard_at
@@ -135,9 +145,11 @@ class Cluster:
             member.silent_s = 0.0 if channel.heard_at != heard_at else member.silent_s + passed_s
             if channel.ended:
                 why = str(member.ssh.failure().message) if member.ssh else ""
-                member.lose(f"the connection to {member.name} ended: {why}")
-            elif member.silent_s > SILENT_S:
-                member.lose(f"nothing was heard of {member.name} for {member.silent_s:.0f} s")
+                member.lose(f"the connection to it ended: {why}", link_ended=True)
+            elif member.is_open and member.silent_s > SILENT_S:
+                member.lose(f"nothing was heard of it for {member.silent_s:.0f} s")
+            elif not member.is_open and now > member.open_by:
+                member.lose(f"it did not answer for {OPEN_S:.0f} s")
             elif is_due and member.is_greeted:
                 channel.send({"do": "alive"})
 
@@ -155,8 +167,29 @@ class Cluster:
         elif line.get("event") == "lacks" and not member.agent_ended:  # of the copy that it keeps
             if self.copies:
                 self.copies.send(member, line)
-        elif line.get("event") != "alive":
+        elif line.get("event") == "alive":
+            member.processes = {int(rank): tuple(seen) for rank, seen in line.get("processes", {}).items()}
+        elif line.get("event") == "hello":
+            self._greet(member, line)
+        elif line.get("event") == "opened":
+            member.path, member.shared, member.is_open = line["path"], line["shared"], True
+            member.forget_token()
+        elif line.get("event") == "refused" and not member.is_open:
+            member.lose(line["why"])
+        else:
             member.waiting.append(line)
+
+    def _greet(self, member: Member, line: Line) -> None:
+        """Asks a host that has just answered for its copy of the run folder, and to end what a lost link has left there."""
+        assert self.run
+        member.clock_s = line["time"] - time.time()
+        member.address, member.is_greeted = line["address"], True
+        member.token = self.run.path / f".shared-{secrets.token_hex(8)}"
+        member.token.touch()
+        path = str(self.run.path.resolve())
+        key = hashlib.sha256(f"{socket.gethostname()}:{path}".encode()).hexdigest()[:12]
+        order = {"do": "open", "path": path, "token": member.token.name, "key": key, "run_id": self._run_id}
+        member.send({**order, "text": self._text or None, "host": member.name})
 
     def answers(self, members: Sequence[Member], event: str, *, timeout_s: float) -> dict[Member, Line]:
         """Returns each host's next line of this kind; a host that does not send it in time is lost."""
@@ -168,64 +201,36 @@ class Cluster:
                 for line in [line for line in member.waiting if line.get("event") in (event, "refused")]:
                     member.waiting.remove(line)
                     if line["event"] == "refused":
-                        member.lose(f"{member.name}: {line['why']}")
+                        member.lose(line["why"])
                         break
                     got[member] = line
                     break
             if time.monotonic() > deadline:
                 for member in missing:
                     if member not in got:
-                        member.lose(f"{member.name} did not answer for {timeout_s:.0f} s")
+                        member.lose(f"it did not answer for {timeout_s:.0f} s")
         return got
 
     def connect(self, run: RunDir, *, text: Path | None) -> None:
         """Opens the links and the copies of the run folder. Raises PacelineError for a host that cannot be reached."""
-        self.run, self.copies = run, Copies(run)
-        others = [m for m in self.members if not is_this_host(m.entry) and m.channel is None]
-        with ThreadPoolExecutor(max_workers=min(32, max(1, len(others)))) as pool:
-            for member, result in zip(others, pool.map(self._reach, others), strict=True):
-                if isinstance(result, PacelineError):
-                    self.close()
-                    raise PacelineError(f"{member.name}: {result.message}", fix=result.fix)
-                member.ssh, member.channel, member.silent_s = (
-                    result,
-                    Channel(result.stdout.fileno(), result.stdin.fileno()),
-                    0.0,
-                )
-        sent_at = time.time()
-        for member, line in self.answers(others, "hello", timeout_s=OPEN_S).items():
-            member.clock_s = line["time"] - (sent_at + time.time()) / 2
-            member.address, member.is_greeted = line["address"], True
-        token = f".shared-{secrets.token_hex(8)}"
-        (run.path / token).touch()
-        try:
-            key = hashlib.sha256(f"{socket.gethostname()}:{run.path.resolve()}".encode()).hexdigest()[:12]
-            order = {"do": "open", "path": str(run.path.resolve()), "token": token, "key": key}
-            for member in others:
-                member.send({**order, "text": text.name if text else None, "host": member.name})
-            for member, line in self.answers(others, "opened", timeout_s=OPEN_S).items():
-                member.path, member.shared = line["path"], line["shared"]
-        finally:
-            (run.path / token).unlink()
+        self.run, self.copies, self._text = run, Copies(run), text.name if text else ""
+        others = [m for m in self.members if not m.is_here]
+        for member in others:
+            member.retry_at = 0.0
+        while any(not member.is_open and member.lost is None for member in others):
+            self.pump(0.05)
         self._stop_for_lost(others)
-        here = [m for m in self.members if is_this_host(m.entry)]
-        for member in here:
-            member.path = str(run.path.resolve())
-            member.address = next((route_to(other.address) for other in others if other.address), None) or "127.0.0.1"
-
-    def _reach(self, member: Member) -> SshModule | PacelineError:
-        try:
-            return SshModule(member.entry.destination, REMOTE, python=self.python)
-        except PacelineError as error:
-            return error
+        for member in self.members:
+            if member.is_here:
+                member.path = str(run.path.resolve())
+                member.address = next((route_to(o.address) for o in others if o.address), None) or "127.0.0.1"
 
     def _stop_for_lost(self, members: Iterable[Member]) -> None:
-        lost = [member for member in members if member.lost]
+        lost = next((member for member in members if member.lost), None)
         if lost:
             self.close()
-            raise PacelineError(
-                f"{lost[0].lost}", fix=f"paceline check --hosts {','.join(m.name for m in self.members)}"
-            )
+            check = f"paceline check --hosts {','.join(m.name for m in self.members)}"
+            raise PacelineError(f"host {lost.name}: {lost.lost}", fix=lost.error.fix if lost.error else check)
 
     def send_text(
         self, folder: Path, files: Mapping[str, str], *, progress: Callable[[str, float, float], None]
@@ -235,8 +240,8 @@ class Cluster:
         lacking = self._lacking(others, "text", files)
         totals = {m: sum((folder / name).stat().st_size for name in names) for m, names in lacking.items() if names}
         for member, names in lacking.items():
-            if names and member.channel:
-                member.channel.send_behind(folder_frames(folder, names, "text/"))
+            if names:
+                member.send_behind(folder_frames(folder, names, "text/"))
         self._send_all(list(totals), lambda left: progress("send the text", len(totals) - left, len(totals)))
         bad = [m.name for m, names in self._lacking(list(totals), "text", files).items() if names]
         self._stop_for_lost(others)
@@ -259,42 +264,61 @@ class Cluster:
     def settle(self) -> None:
         """Before an attempt: gives every host the run's files and the checkpoint that it goes on from."""
         assert self.run
-        run, others = self.run, [m for m in self.present if not m.is_here and not m.shared]
+        run, others = self.run, [m for m in self.begin() if not m.is_here and not m.shared]
         newest: Path | None = None
         with suppress(PacelineError):
             newest, _ = newest_good(run.checkpoints, set_aside=False)
         step = read_manifest(newest).step if newest else 0
         for member in others:
-            assert member.channel
             member.waiting.clear()
             member.send({"do": "settle", "step": step})
             names = [*SENT_FILES, *(["metrics.jsonl"] if member.first_rank == 0 else [])]
-            member.channel.send_behind(folder_frames(run.path, [n for n in names if (run.path / n).exists()], ""))
+            member.send_behind(folder_frames(run.path, [n for n in names if (run.path / n).exists()], ""))
         if newest:
             files = {name: entry.sha256 for name, entry in read_manifest(newest).files.items()}
             files[MANIFEST] = hashlib.sha256((newest / MANIFEST).read_bytes()).hexdigest()
             for member, names in self._lacking(others, newest.name, files).items():
-                if names and member.channel:
-                    member.channel.send_behind(folder_frames(newest, names, f"checkpoints/{newest.name}/"))
+                if names:
+                    member.send_behind(folder_frames(newest, names, f"checkpoints/{newest.name}/"))
         self._send_all(others)
+
+    def begin(self) -> list[Member]:
+        """Returns the hosts of the next attempt, which stay the same until it has ended: if one is lost, the attempt fails."""
+        if not self._is_begun:
+            self._started, self._is_begun, self.is_leaving = self.present, True, False
+            for member in self._started:
+                member.fault = None
+        return self._started
 
     def start(self, run: RunDir, attempt: int, job: dict[str, Any], *, settings: Mapping[str, str]) -> None:
         """Starts the agents: that of rank 0 first, which listens for the others. settings: of the environment, for other hosts."""
-        self.run, self._started = run, self.present
-        first, *others = self._started
+        self.run, self._run_id = run, job["run_id"]
+        first, *others = self.begin()
         if not others:
             self._start_one(first, attempt, job, None, settings, reach=None)
             return
+        if any(member.lost for member in self._started):
+            return
         hosts = {"hosts": 1 + len(others), "ports": self.ports, "host": first.address}
-        self._start_one(
-            first, attempt, job, {**hosts, "index": 0, "port": 0}, settings, reach=others[0].address if others else None
-        )
-        line = self.answers([first], "store", timeout_s=STORE_S).get(first)
+        self._start_one(first, attempt, job, {**hosts, "index": 0, "port": 0}, settings, reach=others[0].address)
+        line = self._store_of(first)
         for index, member in enumerate(others, 1):
             if line:
-                self._start_one(
-                    member, attempt, job, {**hosts, "index": index, "port": line["port"]}, settings, reach=first.address
-                )
+                place = {**hosts, "index": index, "port": line["port"]}
+                self._start_one(member, attempt, job, place, settings, reach=first.address)
+
+    def _store_of(self, first: Member) -> Line | None:
+        """Returns where the ranks meet; None if the first host's agent ends or is lost before it says so."""
+        deadline = time.monotonic() + STORE_S
+        while not first.agent_ended:
+            self.pump(0.05)
+            for line in [line for line in first.waiting if line.get("event") == "store"]:
+                first.waiting.remove(line)
+                return line
+            if time.monotonic() > deadline:
+                first.kill_at = 0.0
+                return None
+        return None
 
     def _start_one(
         self, member: Member, attempt: int, job: Mapping[str, Any], rendezvous: Mapping[str, Any] | None,
@@ -310,21 +334,49 @@ class Cluster:
             assert member.agent.stdin and member.agent.stdout
             member.channel = Channel(member.agent.stdout.fileno(), member.agent.stdin.fileno())
             member.channel.send(own)
-        elif member.channel:
+        else:
             theirs = {"python": sys.executable, "path": str(self.run.path)}
             order = {"do": "attempt", "attempt": attempt, "theirs": theirs}
             own |= {"env": settings, "lock_fd": None, "reach": reach}
-            member.channel.send_behind([frame({**order, "job": own})])
+            member.send_behind([frame({**order, "job": own})])
+
+    def settle_losses(self, *, is_quick: bool) -> None:
+        """After an attempt: a host that answers again within seconds was not lost. is_quick: without waiting for it."""
+        broken = [member for member in self._started if member.lost]
+        while not is_quick and any(
+            m.link_ended and not m.is_open and time.monotonic() - m.lost_at < QUICK_FOR_S for m in broken
+        ):
+            self.pump(0.05)
+        for member in broken:
+            if member.is_open:
+                member.lost = None
+                continue
+            member.num_losses += 1
+            if member.num_losses >= MAX_LOSSES:
+                member.give_up()
 
     @property
     def lost_in_attempt(self) -> tuple[str, ...]:
         """The hosts that were lost since the attempt began."""
         return tuple(member.name for member in self._started if member.lost)
 
+    @property
+    def ready(self) -> list[Member]:
+        """The hosts that do not take part and could: those that answer again, and those that were not needed."""
+        return [member for member in self.members if member.lost and member.is_open]
+
+    def readmit(self, count: int) -> list[Member]:
+        """Lets the hosts that are ready take part in the next attempt, `count` hosts in all; returns them."""
+        ready = self.ready
+        for member in ready:
+            member.lost = None
+        self.limit(count)
+        return [member for member in ready if member.lost is None]
+
     def limit(self, count: int) -> None:
         """Leaves out the last hosts: what remains does not divide the batch."""
         for member in self.present[count:]:
-            member.lost = f"{member.name} is not needed"
+            member.lost = "it is not needed"
 
     def keep_copies(self, *, keep_last: int) -> None:
         """Moves what is new of the checkpoints of the attempt."""
@@ -333,6 +385,7 @@ class Cluster:
 
     def stop_agents(self) -> None:
         """Ends what still runs of an attempt."""
+        self._is_begun = False
         for member in self.members:
             if member.agent is not None:
                 member.agent.kill()
@@ -347,6 +400,7 @@ class Cluster:
         """Ends the links; what a host still runs ends by itself."""
         self.stop_agents()
         for member in self.members:
+            member.give_up()
             if member.ssh:
-                member.ssh.__exit__()
-                member.ssh, member.channel = None, None
+                member.ssh.close()  # it may still save
+                member.drop()

@@ -3,11 +3,12 @@ The far end of a link: `python -m paceline.launch.remote`, which launch/ssh.py s
 
 It keeps a copy of the run folder, starts the agent (launch/agent.py) of each attempt, passes its lines on, and sends what its ranks
 write. Orders come from its own stdin alone. When that ends, or nothing has come for HEAD_LOST_S in an attempt, the supervisor is
-lost: the agent's stdin is closed, so that the ranks save and end. A copy that holds a whole checkpoint is a run folder that
-`paceline resume` takes. No torch.
+lost: the agent's stdin is closed, so that the ranks save and end, and this process after them. A copy that holds a whole checkpoint
+is a run folder that `paceline resume` takes. No torch.
 """
 
 import json
+import math
 import os
 import shutil
 import socket
@@ -18,7 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from paceline.config import Config, cache_dir
-from paceline.launch.agent import prepare_attempt, start_agent_process
+from paceline.errors import PacelineError
+from paceline.launch.agent import kill_processes, prepare_attempt, start_agent_process
 from paceline.launch.channel import Channel, Line, wait
 from paceline.launch.gather import (
     SENT,
@@ -30,13 +32,15 @@ from paceline.launch.gather import (
 )
 from paceline.model.manifest import MANIFEST, DamagedCheckpoint, list_checkpoints, read_manifest
 from paceline.model.publish import prune
-from paceline.rundir import RunDir, lock_run, write_atomic
+from paceline.rundir import RunDir, RunInUse, lock_run, write_atomic
 
 TICK_S = 0.1
 ALIVE_S = 1.0
-HEAD_LOST_S = 15.0  # without a word from the supervisor, which sends one every second
-IDLE_S = 900.0  # between two attempts
-AGENT_END_S = 40.0
+# without a word from the supervisor, which sends one every second; with the agent's LINK_LOST_GRACE_S and ENGINE_MARGIN_S 29 s
+HEAD_LOST_S = 9.0
+IDLE_S = 150.0  # between two attempts, which wait a minute at most
+AGENT_END_S = 30.0
+LEFT_S = 10.0  # for what a lost link has left here to end
 
 
 def main() -> int:
@@ -70,15 +74,17 @@ class FarEnd:
         self.has_rank_0 = False
         self.known = set[str]()  # whole checkpoints of which the supervisor knows
         self.keep_last = 1
+        self.is_leaving = False  # the supervisor is lost
 
     def serve(self) -> int:
         sent_at = looked_at = 0.0
-        while not self.channel.ended:
+        kill_at = math.inf  # the supervisor is lost, and the ranks may save until then
+        while self.agent or not (self.channel.ended or kill_at < math.inf):
             wait([self.channel, *([self.lines] if self.lines else [])], TICK_S)
             for line, data in self.channel.read():
                 try:
                     self.obey(line, data)
-                except (OSError, ValueError, KeyError) as error:
+                except (OSError, ValueError, KeyError, PacelineError) as error:
                     self.channel.send({"event": "refused", "why": f"{line.get('do') or line.get('file')}: {error}"})
             now = time.monotonic()
             if self.lines:
@@ -89,14 +95,14 @@ class FarEnd:
             if now - sent_at > ALIVE_S:
                 sent_at = now
                 self.channel.send({"event": "alive"})
-            if now - self.channel.heard_at > (HEAD_LOST_S if self.lines else IDLE_S):
-                break
-        if self.agent:  # its stdin ends: the ranks save, then everything ends
-            assert self.agent.stdin
-            self.agent.stdin.close()
-            with suppress(subprocess.TimeoutExpired):
-                self.agent.wait(AGENT_END_S)
-            self.agent.kill()
+            is_silent = now - self.channel.heard_at > (HEAD_LOST_S if self.agent else IDLE_S)
+            if kill_at == math.inf and (self.channel.ended or is_silent):
+                kill_at, self.is_leaving = now + AGENT_END_S, True
+                if self.agent:  # its stdin ends: the ranks save, then everything ends
+                    assert self.agent.stdin
+                    self.agent.stdin.close()
+            if now > kill_at and self.agent:
+                self.agent.kill()
         return 0
 
     def look(self) -> None:
@@ -148,7 +154,7 @@ class FarEnd:
                 self.keep_copy(line)
             case "attempt":
                 self.start(line)
-            case _ if self.lines:
+            case _ if self.lines and not self.is_leaving:
                 self.lines.send(line)
 
     def open(self, line: Line) -> None:
@@ -158,8 +164,10 @@ class FarEnd:
         path = original if self.shared else cache_dir(Config()) / "runs" / line["key"] / original.name
         path.mkdir(parents=True, exist_ok=True)
         self.run = RunDir(path)
+        if line.get("run_id"):
+            kill_processes(line["run_id"], timeout_s=LEFT_S)  # of an attempt that a lost link has ended
         if not self.shared:
-            self.lock = lock_run(self.run)
+            self.lock = self.lock_copy()
             self.follower = Follower(self.run, self.channel, host=line["host"])
             for stale in ("progress", "health"):
                 shutil.rmtree(path / stale, ignore_errors=True)
@@ -173,6 +181,17 @@ class FarEnd:
         self.channel.send({
             "event": "opened", "path": str(path), "shared": self.shared, "checkpoints": steps, "free_bytes": free_bytes
         })  # fmt: skip
+
+    def lock_copy(self) -> int:
+        """Locks the copy; the process of a lost link, and its agent, end when their ranks do."""
+        assert self.run
+        deadline = time.monotonic() + LEFT_S
+        while True:
+            try:
+                return lock_run(self.run)
+            except RunInUse:
+                if time.monotonic() > deadline:
+                    raise
 
     def folder_of(self, name: str) -> Path:
         """Returns the folder that an order means: the text, or a checkpoint."""

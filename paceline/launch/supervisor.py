@@ -23,6 +23,7 @@ from paceline.launch.agent import LAUNCH_LOG, kill_processes
 from paceline.launch.cluster import Cluster
 from paceline.launch.failure import Failure, find_early_exits, find_failures, read_log_tail
 from paceline.launch.member import Member
+from paceline.launch.ssh import SSH_FAILED
 from paceline.launch.watchdog import Hang, Watchdog
 from paceline.rundir import RunDir, append_event
 
@@ -35,7 +36,8 @@ AGENT_MARGIN_S = 12.0  # within this the agent kills what does not end by itself
 # a batch system sends SIGUSR1 when the time limit is near
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
-State = Literal["finished", "failed", "interrupted"]
+# regrouped: saved and ended so that the next attempt has more hosts
+State = Literal["finished", "failed", "interrupted", "regrouped"]
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ def run_attempt(
                 record.hang = hang
                 append_event(run, "hang", attempt=attempt, **asdict(hang))
                 cluster.order("kill" if hang.rank is None else "kill_rank", rank=hang.rank, give_up_s=AGENT_MARGIN_S)
+        cluster.settle_losses(is_quick=signals.first is not None)
     outcome = record.outcome()
     on_tick()
     return outcome
@@ -111,9 +114,10 @@ class AttemptRecord:
 
     def __init__(self, run: RunDir, attempt: int, cluster: Cluster, *, script: bool):
         self.run, self.attempt, self.cluster, self.script = run, attempt, cluster, script
-        self.members = cluster.present
+        self.members = cluster.begin()
         self.nproc = sum(member.nproc for member in self.members)
-        self.stopping = self.killing = self.ending = False
+        self.stopping = self.killing = self.ending = self.regrouping = False
+        self.dead_agents: list[Member] = []  # whose agent ended first, by itself
         self.failed_first = False  # a rank had failed before anyone asked to stop
         self.by_rank: dict[int, dict[str, Any]] = {}
         self.engine_exit_code: int | None = None
@@ -131,13 +135,17 @@ class AttemptRecord:
         """Whether one of several hosts can no longer finish the attempt, so that the others should end."""
         if len(self.members) == 1 or self.stopping:
             return False
-        failed = any(rank["exit_code"] for rank in self.by_rank.values())
-        return failed or any(m.lost or (m.agent_ended and m.exit_code != 0) for m in self.members)
+        return any(rank["exit_code"] for rank in self.by_rank.values()) or any(
+            member.fault or (member.agent_ended and member.exit_code) for member in self.members
+        )
 
     def give_orders(self, signals: "StopSignals", *, stop_grace_s: float) -> None:
         """Ends the attempt, at the pace that is due, where the user or a failure says so."""
-        if signals.first and not self.stopping:
-            self.stopping = True
+        if self.cluster.is_leaving and not self.stopping:
+            self.stopping = self.regrouping = True
+            self.cluster.order("stop", give_up_s=stop_grace_s + AGENT_MARGIN_S)
+        if signals.first and (not self.stopping or self.regrouping):
+            self.stopping, self.regrouping = True, False
             append_event(self.run, "stopping", attempt=self.attempt, signal=signals.first)
             self.cluster.order("stop", give_up_s=stop_grace_s + AGENT_MARGIN_S)
         # the peers of a rank that exited too early have had their grace period
@@ -147,12 +155,15 @@ class AttemptRecord:
             self.cluster.order("kill", give_up_s=AGENT_MARGIN_S)
         if self.broken and not self.ending:
             self.ending = True
-            self.cluster.order("end", give_up_s=AGENT_MARGIN_S)
+            self.dead_agents = [m for m in self.members if m.agent_ended and m.exit_code and not m.fault]
+            # the peers of a failed rank may print why they end; of a lost host they know nothing
+            is_lost = any(member.fault for member in self.members)
+            self.cluster.order("kill" if is_lost else "end", give_up_s=AGENT_MARGIN_S)
 
     def add(self, member: Member, line: dict[str, Any]) -> None:
         """Takes a line from an agent."""
         for rank in line.get("ranks", ()):
-            rank |= {"host": member.name, "clock_s": member.clock_s}
+            rank |= {"host": member.name, "clock_s": member.clock_s} if len(self.members) > 1 else {}
             self.by_rank[rank["rank"]] = rank
         if line["event"] == "started" and len(self.by_rank) == self.nproc:
             self.write_attempt()
@@ -200,13 +211,16 @@ class AttemptRecord:
     def failures(self) -> list[Failure]:
         """Returns every failure, the root cause first: a lost host, a rank that exited too early, hung or failed, or the launch."""
         failures = find_failures(self.run, self.attempt, self.ranks)
-        lost = [] if self.stopping else [member for member in self.members if member.lost]
-        if lost:  # what its peers say follows from it
-            roots = [Failure(None, None, None, str(m.lost), time.time(), consequence=False, host=m.name) for m in lost]
-            return [*roots, *(replace(failure, consequence=True) for failure in failures)]
-        roots = [] if self.stopping else find_early_exits(self.run, self.ranks)
+        roots = [] if self.stopping and not self.regrouping else [host_failure(m) for m in self.members if m.fault]
+        if not roots and len(self.members) > 1:
+            roots = [agent_failure(member) for member in self.dead_agents]
+        if not roots and not self.stopping:
+            roots = find_early_exits(self.run, self.ranks)
         if not roots and self.hang:
-            roots = [Failure(self.hang.rank, None, "SIGKILL", self.hang.text, time.time(), consequence=False)]
+            host = next((rank.get("host") for rank in self.ranks if rank["rank"] == self.hang.rank), None)
+            roots = [
+                Failure(self.hang.rank, None, "SIGKILL", self.hang.text, time.time(), consequence=False, host=host)
+            ]
             failures = [failure for failure in failures if failure.rank != self.hang.rank]
         if roots:  # the errors of its peers follow from its kill
             return [*roots, *(replace(failure, consequence=True) for failure in failures)]
@@ -226,7 +240,7 @@ class AttemptRecord:
         """Returns whether the attempt finished, failed or was stopped."""
         heartbeats = [read_heartbeat(self.run.progress(rank["rank"])) for rank in self.ranks]
         phases = {heartbeat and heartbeat.phase for heartbeat in heartbeats}  # the last ones; None for a script's ranks
-        if not self.stopping or self.failed_first:
+        if not self.stopping or self.failed_first or (self.regrouping and failures):
             if failures:
                 return "failed"
             # the workers alone may have received the signal
@@ -234,7 +248,30 @@ class AttemptRecord:
         if any(failure.traceback and not failure.consequence for failure in failures):
             return "failed"  # an error while stopping, such as a full disk: perhaps nothing was saved
         # where every rank had reached its last step, the order to stop came too late to matter
-        return "finished" if phases == {"done"} else "interrupted"
+        return "finished" if phases == {"done"} else "regrouped" if self.regrouping else "interrupted"
+
+
+def host_failure(member: Member) -> Failure:
+    """Returns the failure of a host whose link was lost; one that answers again by now has an exit code, that of ssh."""
+    exit_code = None if member.lost else SSH_FAILED
+    return Failure(None, exit_code, None, str(member.fault), time.time(), consequence=False, host=member.name)
+
+
+def agent_failure(member: Member) -> Failure:
+    """Returns the failure of a host's agent; the host itself is well."""
+    assert member.exit_code
+    name = signal.Signals(-member.exit_code).name if member.exit_code < 0 else None
+    how = f"was killed by {name}" if name else f"exited with code {member.exit_code}"
+    exit_code = None if name else member.exit_code
+    return Failure(
+        None,
+        exit_code,
+        name,
+        f"the launch agent on {member.name} {how}",
+        time.time(),
+        consequence=False,
+        host=member.name,
+    )
 
 
 @dataclass

@@ -34,7 +34,7 @@ from paceline.launch.job import TrainingJob, plan_env
 from paceline.launch.notify import checked_services
 from paceline.launch.trial import try_plan
 from paceline.model.manifest import newest_good, read_manifest
-from paceline.options import ResumeOptions, Services, TrainOptions
+from paceline.options import LaunchOptions, ResumeOptions, Services, TrainOptions
 from paceline.plan.forecast import forecast, format_plan, measured_here
 from paceline.plan.host import probe_cpu_cores
 from paceline.plan.machine import Machine, probe_machine
@@ -95,7 +95,7 @@ def start_run(config: Config, options: TrainOptions) -> int:
         write_atomic(run.config_toml, format_toml(config))  # last: a folder without it is not a run
     for text in notes:
         append_event(run, "note", text=text)
-    job = TrainingJob(run, lock, checked.libuv, options, config, make, cluster_of(entries, config, machine))
+    job = TrainingJob(run, lock, checked.libuv, options, config, make, cluster_of(entries, config, machine, options))
     return run_training(job, plan, checked, dataset, services, started=started)
 
 
@@ -134,18 +134,27 @@ def resume_run(run: RunDir, options: ResumeOptions) -> int:
     config = config_of_plan(config, plan)
     write_atomic(run.config_toml, format_toml(config))
     write_atomic(run.plan_json, plan.to_json())
-    job = TrainingJob(run, lock, checked.libuv, options, config, make, cluster_of(entries, config, machine))
+    job = TrainingJob(run, lock, checked.libuv, options, config, make, cluster_of(entries, config, machine, options))
     return run_training(job, plan, checked, dataset, services, started=started)
 
 
-def cluster_of(entries: Sequence[HostEntry], config: Config, machine: Machine) -> Cluster | None:
+def cluster_of(
+    entries: Sequence[HostEntry], config: Config, machine: Machine, options: LaunchOptions
+) -> Cluster | None:
     """Returns the hosts of a run; None for this one alone."""
     if not entries:
         return None
     device = choose_device(config, machine)
     nproc = choose_world_size(config, machine, device=device) // machine.hosts
-    ports = parse_ports(config.ports)
-    return Cluster(entries, machine, nproc=nproc, python=config.python, interface=config.interface, ports=ports)
+    return Cluster(
+        entries,
+        machine,
+        nproc=nproc,
+        python=config.python,
+        interface=config.interface,
+        ports=parse_ports(config.ports),
+        rejoin=options.rejoin,
+    )
 
 
 def changed_run(run: RunDir, changes: Mapping[str, Any], *, otherwise: str) -> tuple[Config, Plan]:

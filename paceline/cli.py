@@ -48,6 +48,15 @@ def run(args: options.ScriptOptions) -> int:
     return run_script(args)
 
 
+def stop(args: options.StopOptions) -> None:
+    from paceline.launch.background import format_stop, stop_run
+    from paceline.rundir import find_run
+
+    run = find_run(args.run, runs_dir=args.runs_dir)
+    result = stop_run(run, now=args.now)
+    print(format_json(result) if args.json else format_stop(result))
+
+
 def plan(args: options.PlanOptions) -> None:
     from paceline.plan.query import answer
 
@@ -316,6 +325,7 @@ COMMANDS: dict[str, tuple[Callable[..., int | None], type]] = {
     "train": (train, options.TrainOptions),
     "resume": (resume, options.ResumeOptions),
     "run": (run, options.ScriptOptions),
+    "stop": (stop, options.StopOptions),
     "plan": (plan, options.PlanOptions),
     "configs": (configs, options.ConfigsOptions),
     "check": (check, options.CheckOptions),

@@ -85,6 +85,7 @@ class LaunchOptions(Recovery, Services, HostOptions):
 
     check: bool = option(True, "start even if a check says that the run would fail", group="launch")
     show_env: bool = option(False, "print the environment of the ranks, and why each variable is set, and stop")
+    detach: bool = option(False, "go on in the background when the run is ready to start; the terminal may then close")
     health_every_s: float = option(2.0, "seconds between health samples of the host; 0: no samples", low=0, high=86_400)
 
 
@@ -129,6 +130,17 @@ class ScriptOptions(LaunchOptions):
     )
     quiet_ranks: bool = option(False, "show the output of rank 0 only; logs keep every rank's", group="launch")
     keys: Mapping[str, Any] = keys_of(Config, names=("nproc", "device", "name", "runs_dir"))
+
+
+class StopOptions(JsonOption, RunsOption):
+    """Save a checkpoint of a run that goes on somewhere on this host, and end it; as Ctrl-C does in its own terminal.
+
+    $ paceline train balanced --name books --detach
+    $ paceline stop books
+    """
+
+    run: str = positional("RUN", RUN)
+    now: bool = option(False, "end at once, without a checkpoint")
 
 
 class PlanOptions(JsonOption, ConfigOptions):

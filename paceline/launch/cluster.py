@@ -27,6 +27,7 @@ from paceline.launch.gather import FROM_HOST, folder_frames, receive
 from paceline.launch.hosts import HostEntry
 from paceline.launch.member import MAX_LOSSES, QUICK_FOR_S, Member
 from paceline.launch.remote import interface_env, route_to
+from paceline.launch.stacks import RankProcess
 from paceline.model.manifest import MANIFEST, newest_good, read_manifest
 from paceline.plan.machine import Machine
 from paceline.rundir import RunDir
@@ -65,7 +66,6 @@ class Cluster:
         self._started: list[Member] = []  # those of the last attempt, or of the one that begins
         self._is_begun = False
         self._rejoin, self._text = rejoin, ""
-        self._run_id: str | None = None  # of the last attempt
         self.is_leaving = False  # the attempt is to be saved and ended, since the next one has more hosts
         self.copies: Copies | None = None
         self._told_at = 0.0
@@ -137,6 +137,8 @@ class Cluster:
             heard_at = channel.heard_at
             for line, data in channel.read():
                 self._take(member, line, data)
+            if member.channel is None:
+                continue
             if member.is_here:
                 if channel.ended:
                     assert member.agent
@@ -144,8 +146,8 @@ class Cluster:
                 continue
             member.silent_s = 0.0 if channel.heard_at != heard_at else member.silent_s + passed_s
             if channel.ended:
-                why = str(member.ssh.failure().message) if member.ssh else ""
-                member.lose(f"the connection to it ended: {why}", link_ended=True)
+                why = member.ssh.failure().message if member.ssh else ""
+                member.lose(f"the connection to it ended: {why.rstrip('.')}", link_ended=True)
             elif member.is_open and member.silent_s > SILENT_S:
                 member.lose(f"nothing was heard of it for {member.silent_s:.0f} s")
             elif not member.is_open and now > member.open_by:
@@ -168,14 +170,16 @@ class Cluster:
             if self.copies:
                 self.copies.send(member, line)
         elif line.get("event") == "alive":
-            member.processes = {int(rank): tuple(seen) for rank, seen in line.get("processes", {}).items()}
+            member.processes = {int(rank): RankProcess(**seen) for rank, seen in line.get("processes", {}).items()}
         elif line.get("event") == "hello":
             self._greet(member, line)
         elif line.get("event") == "opened":
             member.path, member.shared, member.is_open = line["path"], line["shared"], True
             member.forget_token()
-        elif line.get("event") == "refused" and not member.is_open:
+        elif line.get("event") == "refused" and (not member.is_open or line["do"] == "attempt"):
             member.lose(line["why"])
+        elif line.get("event") == "left":  # this process was stopped for long
+            member.lose(line["why"], link_ended=True)
         else:
             member.waiting.append(line)
 
@@ -188,28 +192,30 @@ class Cluster:
         member.token.touch()
         path = str(self.run.path.resolve())
         key = hashlib.sha256(f"{socket.gethostname()}:{path}".encode()).hexdigest()[:12]
-        order = {"do": "open", "path": path, "token": member.token.name, "key": key, "run_id": self._run_id}
+        order = {"do": "open", "path": path, "token": member.token.name, "key": key, "run_id": member.run_id}
+        order["head"] = socket.gethostname()
         member.send({**order, "text": self._text or None, "host": member.name})
 
-    def answers(self, members: Sequence[Member], event: str, *, timeout_s: float) -> dict[Member, Line]:
-        """Returns each host's next line of this kind; a host that does not send it in time is lost."""
-        got: dict[Member, Line] = {}
+    def answers(
+        self, members: Sequence[Member], event: str, *, timeout_s: float, is_required: bool = True
+    ) -> dict[Member, Line]:
+        """Returns each host's next line of this kind. is_required: a host that does not send it in time is lost."""
+        answers: dict[Member, Line] = {}
         deadline = time.monotonic() + timeout_s
-        while missing := [m for m in members if m not in got and m.lost is None]:
+        while missing := [m for m in members if m not in answers and m.lost is None]:
             self.pump(0.1)
             for member in missing:
-                for line in [line for line in member.waiting if line.get("event") in (event, "refused")]:
+                line = next((line for line in member.waiting if line.get("event") in (event, "refused")), None)
+                if line:
                     member.waiting.remove(line)
                     if line["event"] == "refused":
                         member.lose(line["why"])
-                        break
-                    got[member] = line
-                    break
+                    answers[member] = line
+                elif time.monotonic() > deadline and is_required:
+                    member.lose(f"it did not answer for {timeout_s:.0f} s")
             if time.monotonic() > deadline:
-                for member in missing:
-                    if member not in got:
-                        member.lose(f"it did not answer for {timeout_s:.0f} s")
-        return got
+                break
+        return {member: line for member, line in answers.items() if line["event"] == event}
 
     def connect(self, run: RunDir, *, text: Path | None) -> None:
         """Opens the links and the copies of the run folder. Raises PacelineError for a host that cannot be reached."""
@@ -292,7 +298,7 @@ class Cluster:
 
     def start(self, run: RunDir, attempt: int, job: dict[str, Any], *, settings: Mapping[str, str]) -> None:
         """Starts the agents: that of rank 0 first, which listens for the others. settings: of the environment, for other hosts."""
-        self.run, self._run_id = run, job["run_id"]
+        self.run = run
         first, *others = self.begin()
         if not others:
             self._start_one(first, attempt, job, None, settings, reach=None)
@@ -326,7 +332,10 @@ class Cluster:
     ) -> None:  # fmt: skip
         assert self.run
         own = {**job, "nproc": member.nproc, "first_rank": member.first_rank, "rendezvous": rendezvous}
+        if member.lost:
+            return
         member.agent_ended, member.exit_code, member.kill_at, member.waiting = False, None, float("inf"), []
+        member.run_id, member.processes = job["run_id"], {}
         if member.is_here:
             own["env"] = {**job["env"], **(interface_env(reach) if rendezvous else {})}
             prepare_attempt(self.run, attempt, own)

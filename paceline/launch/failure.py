@@ -271,7 +271,7 @@ def explain_hang(explanation: Explanation, hang: dict[str, Any], *, recorder_log
 
 def explain_host(explanation: Explanation, root: Failure, run: RunDir) -> Explanation:
     """Explains the loss of a host, or of the connection to one that answers again."""
-    cause, summary = HOST_LOST, f"{root.subject}: {root.message.rstrip(chr(46))}"
+    cause, summary = HOST_LOST, f"{root.subject}: {root.message}"
     fix = f"see that {root.host} is on and in the network: ssh {root.host} true; it joins the run again when it answers"
     if root.exit_code is not None:
         cause, summary = LINK_LOST, f"{summary}; it answers again"

@@ -127,8 +127,9 @@ class TrainingJob(Job):
             member.name for member in self.cluster.readmit(self.next_plan.world_size // self.cluster.members[0].nproc)
         ]
         hosts = [member.name for member in self.cluster.present]
-        append_event(self.run, "joined", joined=names, hosts=hosts)
-        self.show([f"{', '.join(names)} joined: continuing on {', '.join(hosts)}"])
+        text = f"{', '.join(names)} joined: continuing on {', '.join(hosts)}"
+        append_event(self.run, "joined", joined=names, hosts=hosts, text=text)
+        self.show([text])
         self.write_plan(self.next_plan)
 
     def abilities(self, end: AttemptEnd) -> Abilities:

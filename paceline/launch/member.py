@@ -17,6 +17,7 @@ from paceline.errors import PacelineError
 from paceline.launch.channel import Channel, Line
 from paceline.launch.hosts import HostEntry, is_this_host
 from paceline.launch.ssh import SshModule
+from paceline.launch.stacks import RankProcess
 
 REMOTE = "paceline.launch.remote"
 QUICK_FOR_S = 3.5  # a connection that breaks while its host is well is there again within this
@@ -56,6 +57,7 @@ class Member:
     agent: subprocess.Popen[bytes] | None = None  # on this host
     address: str | None = None  # by which the other hosts reach it
     path: str = ""  # of the run folder there
+    run_id: str | None = None  # of the last attempt that it took part in
     shared: bool = True
     clock_s: float = 0.0  # how far its clock is ahead of ours
     is_greeted: bool = False  # its first line has come: before that it reads no frames
@@ -70,9 +72,7 @@ class Member:
     error: PacelineError | None = None  # of the last try to connect
     kill_at: float = float("inf")
     waiting: list[Line] = field(default_factory=list)
-    processes: dict[int, tuple[str | None, float]] = field(
-        default_factory=dict
-    )  # rank -> state in /proc and cpu seconds
+    processes: dict[int, RankProcess] = field(default_factory=dict)  # of its ranks, a second ago
     token: Path | None = None  # in the run folder, until the host has looked for it
     lost_at: float = -math.inf
     retry_at: float = math.inf  # when to connect

@@ -14,8 +14,11 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from paceline.config import Config, cache_dir
@@ -30,6 +33,7 @@ from paceline.launch.gather import (
     receive,
     remove_newer,
 )
+from paceline.launch.stacks import inspect_ranks, rank_processes
 from paceline.model.manifest import MANIFEST, DamagedCheckpoint, list_checkpoints, read_manifest
 from paceline.model.publish import prune
 from paceline.rundir import RunDir, RunInUse, lock_run, write_atomic
@@ -74,6 +78,8 @@ class FarEnd:
         self.has_rank_0 = False
         self.known = set[str]()  # whole checkpoints of which the supervisor knows
         self.keep_last = 1
+        self.ranks = range(0)  # of the attempt, here
+        self.inspection: Inspection | None = None
         self.is_leaving = False  # the supervisor is lost
 
     def serve(self) -> int:
@@ -85,25 +91,38 @@ class FarEnd:
                 try:
                     self.obey(line, data)
                 except (OSError, ValueError, KeyError, PacelineError) as error:
-                    self.channel.send({"event": "refused", "why": f"{line.get('do') or line.get('file')}: {error}"})
+                    why = f"{line.get('do') or line.get('file')}: {error}"
+                    self.channel.send({"event": "refused", "do": line.get("do"), "why": why})
             now = time.monotonic()
             if self.lines:
                 self.pass_on(self.lines)
+            if self.inspection and not self.inspection.is_alive():
+                self.channel.send({"event": "stacks", "ranks": self.inspection.texts})
+                self.inspection = None
             if now - looked_at > TICK_S and self.follower and self.attempt and not self.channel.has_more:
                 looked_at = now
                 self.look()
             if now - sent_at > ALIVE_S:
                 sent_at = now
-                self.channel.send({"event": "alive"})
+                self.channel.send({"event": "alive", "processes": self.processes()})
             is_silent = now - self.channel.heard_at > (HEAD_LOST_S if self.agent else IDLE_S)
             if kill_at == math.inf and (self.channel.ended or is_silent):
                 kill_at, self.is_leaving = now + AGENT_END_S, True
+                self.channel.send(
+                    {"event": "left", "why": f"it heard nothing from the supervisor for {HEAD_LOST_S:.0f} s"}
+                )
                 if self.agent:  # its stdin ends: the ranks save, then everything ends
                     assert self.agent.stdin
                     self.agent.stdin.close()
             if now > kill_at and self.agent:
                 self.agent.kill()
         return 0
+
+    def processes(self) -> dict[int, dict[str, object]]:
+        """Returns what the supervisor's watchdog asks of each rank's process here."""
+        if not (self.agent and self.run):
+            return {}
+        return {rank: asdict(process) for rank, process in rank_processes(self.run, self.attempt, self.ranks).items()}
 
     def look(self) -> None:
         """Sends what the ranks have written since the last look, and the manifest of a checkpoint that rank 0 has completed."""
@@ -154,6 +173,9 @@ class FarEnd:
                 self.keep_copy(line)
             case "attempt":
                 self.start(line)
+            case "stacks":
+                assert self.run
+                self.inspection = Inspection(self.run, self.attempt, self.ranks, own_ranks=line["own_ranks"])
             case _ if self.lines and not self.is_leaving:
                 self.lines.send(line)
 
@@ -167,7 +189,7 @@ class FarEnd:
         if line.get("run_id"):
             kill_processes(line["run_id"], timeout_s=LEFT_S)  # of an attempt that a lost link has ended
         if not self.shared:
-            self.lock = self.lock_copy()
+            self.lock = self.lock_copy(line["head"])
             self.follower = Follower(self.run, self.channel, host=line["host"])
             for stale in ("progress", "health"):
                 shutil.rmtree(path / stale, ignore_errors=True)
@@ -182,13 +204,13 @@ class FarEnd:
             "event": "opened", "path": str(path), "shared": self.shared, "checkpoints": steps, "free_bytes": free_bytes
         })  # fmt: skip
 
-    def lock_copy(self) -> int:
-        """Locks the copy; the process of a lost link, and its agent, end when their ranks do."""
+    def lock_copy(self, head: str) -> int:
+        """Locks the copy; the process of a lost link, and its agent, end when their ranks do. head: the supervisor's host."""
         assert self.run
         deadline = time.monotonic() + LEFT_S
         while True:
             try:
-                return lock_run(self.run)
+                return lock_run(self.run, host=head)
             except RunInUse:
                 if time.monotonic() > deadline:
                     raise
@@ -235,6 +257,7 @@ class FarEnd:
         prepare_attempt(self.run, self.attempt, job)
         if self.follower:
             self.follower.skip()
+        self.ranks = range(job["first_rank"], job["first_rank"] + job["nproc"])
         self.has_rank_0 = job["first_rank"] == 0 and not self.shared
         self.known = {path.parent.name for path in self.run.checkpoints.glob(f"step_*/{MANIFEST}")}
         self.agent = start_agent_process(self.run.logs(self.attempt), lock_fd=self.lock)
@@ -273,6 +296,19 @@ class FarEnd:
                     prune(self.run.checkpoints, step=manifest.step, keep_last=self.keep_last)
                     continue
             (folder / MANIFEST).rename(waiting)
+
+
+class Inspection(threading.Thread):
+    """Takes the stacks of this host's ranks, beside the loop: it takes longer than this host may be silent."""
+
+    def __init__(self, run: RunDir, attempt: int, ranks: range, *, own_ranks: bool):
+        super().__init__(daemon=True)
+        self.inspect = partial(inspect_ranks, run, attempt, ranks, own_ranks=own_ranks)
+        self.texts: dict[int, dict[str, str]] = {}
+        self.start()
+
+    def run(self) -> None:
+        self.texts = self.inspect()
 
 
 def interface_env(reach: str | None) -> dict[str, str]:

@@ -25,6 +25,7 @@ from paceline.config_file import checked_value, format_toml_value
 from paceline.errors import PacelineError, UsageError
 from paceline.explain.catalogue import load_catalogue
 from paceline.launch.attempts import Job, run_job
+from paceline.launch.background import detach
 from paceline.launch.digest import LogTail, NewRecords, is_terminal
 from paceline.launch.env import Launch, format_env, harm_lines, worker_env
 from paceline.launch.notify import checked_services
@@ -77,6 +78,8 @@ def run_script(options: ScriptOptions) -> int:
         devices = f"{format_number_of(script.nproc, 'CPU process', 'CPU processes')} x {threads}"
     lines = [f"script  {' '.join(script.command)}", f"device  {devices}", f"run     {run.path}"]
     job.show([*lines, *harm_lines(rows), ""])
+    if options.detach and detach(run, lock):
+        return 0
     return run_job(job, services)
 
 

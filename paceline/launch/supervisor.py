@@ -23,6 +23,7 @@ from paceline.launch.agent import LAUNCH_LOG, kill_processes
 from paceline.launch.cluster import Cluster
 from paceline.launch.failure import Failure, find_early_exits, find_failures, read_log_tail
 from paceline.launch.member import Member
+from paceline.launch.rank_hosts import AllHosts
 from paceline.launch.ssh import SSH_FAILED
 from paceline.launch.watchdog import Hang, Watchdog
 from paceline.rundir import RunDir, append_event
@@ -92,7 +93,8 @@ def run_attempt(
         "health_every_s": health_every_s,
     }
     record = AttemptRecord(run, attempt, cluster, script=script)
-    watchdog = Watchdog(run, attempt, nproc, hang_after_s=hang_after_s, script=script)
+    hosts = AllHosts(cluster, run, attempt) if len(record.members) > 1 else None
+    watchdog = Watchdog(run, attempt, nproc, hang_after_s=hang_after_s, script=script, hosts=hosts)
     with catch_signals(signals) as signals, start_agents(cluster, run, attempt, job, settings or {}):
         while cluster.runs:
             for member, line in cluster.read(TICK_S):

@@ -27,6 +27,7 @@ from paceline.data.corpus import Progress
 from paceline.data.prepare import META, TokenDataset, open_dataset, prepare
 from paceline.errors import PacelineError
 from paceline.launch.attempts import run_job
+from paceline.launch.background import detach
 from paceline.launch.cluster import Cluster
 from paceline.launch.env import format_env, harm_lines
 from paceline.launch.hosts import HostEntry, hosts_of, parse_ports, start_check
@@ -224,6 +225,8 @@ def run_training(
     plan_lines = format_plan(plan, source=f"{dataset.meta['source']}: {sizes}")
     harms = harm_lines(plan_env(plan, libuv=job.libuv)[1])
     job.show([*plan_lines, f"run     {job.run.path}", *harms, ""])
+    if job.options.detach and detach(job.run, job.lock):
+        return 0
     if job.cluster:
         job.cluster.connect(job.run, text=dataset.path)
         with show_progress() as progress:

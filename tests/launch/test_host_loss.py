@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,7 +13,6 @@ import namespaces
 import psutil
 import pytest
 from namespaces import Hosts, namespaced_hosts
-from train.runs import final_bits
 
 from paceline.rundir import RunDir, read_json_lines
 from paceline.units import parse_time
@@ -65,7 +64,9 @@ class HostsRun:
 
     def processes(self, host: str) -> list[psutil.Process]:
         """Returns what runs on a host, but for its ssh server."""
-        out = subprocess.run(["ip", "netns", "pids", self.hosts.prefix + host], capture_output=True, text=True, check=True)
+        out = subprocess.run(
+            ["ip", "netns", "pids", self.hosts.prefix + host], capture_output=True, text=True, check=True
+        )
         found = []
         for pid in out.stdout.split():
             with suppress(psutil.NoSuchProcess):

@@ -49,24 +49,15 @@ def run(args: options.ScriptOptions) -> int:
 
 
 def stop(args: options.StopOptions) -> None:
-    from paceline.launch.background import format_stop, stop_run
-    from paceline.rundir import find_run
+    from paceline.launch.background import answer_stop
 
-    run = find_run(args.run, runs_dir=args.runs_dir)
-    result = stop_run(run, now=args.now)
-    print(format_json(result) if args.json else format_stop(result))
+    print(answer_stop(args))
 
 
-def plan(args: options.PlanOptions) -> None:
-    from paceline.plan.query import answer
+def plan(args: options.PlanOptions | options.ConfigsOptions) -> None:
+    from paceline.plan.query import answer, answer_configs
 
-    print(answer(args))
-
-
-def configs(args: options.ConfigsOptions) -> None:
-    from paceline.plan.query import answer_configs
-
-    print(answer_configs(args))
+    print(answer(args) if isinstance(args, options.PlanOptions) else answer_configs(args))
 
 
 def check(args: options.CheckOptions) -> int:
@@ -327,7 +318,7 @@ COMMANDS: dict[str, tuple[Callable[..., int | None], type]] = {
     "run": (run, options.ScriptOptions),
     "stop": (stop, options.StopOptions),
     "plan": (plan, options.PlanOptions),
-    "configs": (configs, options.ConfigsOptions),
+    "configs": (plan, options.ConfigsOptions),
     "check": (check, options.CheckOptions),
     "comm": (comm, options.CommOptions),
     "profile": (profile, options.ProfileOptions),

@@ -5,6 +5,7 @@ The lock of the run folder names the supervisor's process and host. A stop is wh
 signal saves a checkpoint and ends, the second ends at once.
 """
 
+import json
 import os
 import signal
 import socket
@@ -17,7 +18,8 @@ from typing import Any
 from paceline.errors import PacelineError
 from paceline.launch.supervisor import ONE_CTRL_C_S
 from paceline.model.manifest import list_checkpoints
-from paceline.rundir import RunDir, holder_of, write_holder
+from paceline.options import StopOptions
+from paceline.rundir import RunDir, find_run, holder_of, write_holder
 from paceline.watch.status import run_status
 
 POLL_S = 0.1
@@ -45,6 +47,12 @@ def detach(run: RunDir, lock: int) -> bool:
         os.dup2(log.fileno(), 2)
     write_holder(lock)
     return False
+
+
+def answer_stop(options: StopOptions) -> str:
+    """Ends the run that the options name; returns what `paceline stop` prints."""
+    result = stop_run(find_run(options.run, runs_dir=options.runs_dir), now=options.now)
+    return json.dumps(result, indent=1) if options.json else format_stop(result)
 
 
 def stop_run(run: RunDir, *, now: bool) -> dict[str, Any]:

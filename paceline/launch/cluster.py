@@ -9,8 +9,6 @@ beside the attempt (launch/member.py); once its link is open it is `ready` to ta
 """
 
 import hashlib
-import secrets
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -112,11 +110,7 @@ class Cluster:
     @property
     def present(self) -> list[Member]:
         """The hosts that take part: this one first, if it is among them, so that rank 0 writes into the run folder itself."""
-        members = sorted((m for m in self.members if m.lost is None), key=lambda member: not member.is_here)
-        first = 0
-        for member in members:
-            member.first_rank, first = first, first + member.nproc
-        return members
+        return sorted((m for m in self.members if m.lost is None), key=lambda member: not member.is_here)
 
     def pump(self, timeout_s: float) -> None:
         """Reads what has come from all hosts, writes what waits for them, and notices who is lost."""
@@ -170,9 +164,10 @@ class Cluster:
             if self.copies:
                 self.copies.send(member, line)
         elif line.get("event") == "alive":
-            member.processes = {int(rank): RankProcess(**seen) for rank, seen in line.get("processes", {}).items()}
+            member.processes = {int(rank): RankProcess(**facts) for rank, facts in line.get("processes", {}).items()}
         elif line.get("event") == "hello":
-            self._greet(member, line)
+            assert self.run
+            member.greet(line, self.run, text=self._text)
         elif line.get("event") == "opened":
             member.path, member.shared, member.is_open = line["path"], line["shared"], True
             member.forget_token()
@@ -182,19 +177,6 @@ class Cluster:
             member.lose(line["why"], link_ended=True)
         else:
             member.waiting.append(line)
-
-    def _greet(self, member: Member, line: Line) -> None:
-        """Asks a host that has just answered for its copy of the run folder, and to end what a lost link has left there."""
-        assert self.run
-        member.clock_s = line["time"] - time.time()
-        member.address, member.is_greeted = line["address"], True
-        member.token = self.run.path / f".shared-{secrets.token_hex(8)}"
-        member.token.touch()
-        path = str(self.run.path.resolve())
-        key = hashlib.sha256(f"{socket.gethostname()}:{path}".encode()).hexdigest()[:12]
-        order = {"do": "open", "path": path, "token": member.token.name, "key": key, "run_id": member.run_id}
-        order["head"] = socket.gethostname()
-        member.send({**order, "text": self._text or None, "host": member.name})
 
     def answers(
         self, members: Sequence[Member], event: str, *, timeout_s: float, is_required: bool = True
@@ -292,8 +274,9 @@ class Cluster:
         """Returns the hosts of the next attempt, which stay the same until it has ended: if one is lost, the attempt fails."""
         if not self._is_begun:
             self._started, self._is_begun, self.is_leaving = self.present, True, False
+            first = 0
             for member in self._started:
-                member.fault = None
+                member.fault, member.first_rank, first = None, first, first + member.nproc
         return self._started
 
     def start(self, run: RunDir, attempt: int, job: dict[str, Any], *, settings: Mapping[str, str]) -> None:

@@ -4,7 +4,10 @@ One host of a run, as the supervisor sees it: its ranks, the link to it, and whe
 A link is made beside the loop that follows an attempt, and made again after it was lost: first quickly, then every few seconds.
 """
 
+import hashlib
 import math
+import secrets
+import socket
 import subprocess
 import threading
 import time
@@ -18,6 +21,7 @@ from paceline.launch.channel import Channel, Line
 from paceline.launch.hosts import HostEntry, is_this_host
 from paceline.launch.ssh import SshModule
 from paceline.launch.stacks import RankProcess
+from paceline.rundir import RunDir
 
 REMOTE = "paceline.launch.remote"
 QUICK_FOR_S = 3.5  # a connection that breaks while its host is well is there again within this
@@ -135,6 +139,17 @@ class Member:
             self.channel, self.silent_s, self.open_by = (
                 Channel(result.stdout.fileno(), result.stdin.fileno()), 0.0, now + open_s
             )  # fmt: skip
+
+    def greet(self, line: Line, run: RunDir, *, text: str) -> None:
+        """Asks the host, which has just said hello, for its copy of the run folder, and to end what a lost link has left there."""
+        self.clock_s = line["time"] - time.time()
+        self.address, self.is_greeted = line["address"], True
+        self.token = run.path / f".shared-{secrets.token_hex(8)}"
+        self.token.touch()
+        head, path = socket.gethostname(), str(run.path.resolve())
+        key = hashlib.sha256(f"{head}:{path}".encode()).hexdigest()[:12]
+        folder = {"path": path, "token": self.token.name, "key": key, "text": text or None}
+        self.send({"do": "open", **folder, "run_id": self.run_id, "host": self.name, "head": head})
 
     def give_up(self) -> None:
         """Connects no more."""

@@ -71,7 +71,7 @@ class AllHosts:
             if member.is_here:
                 texts |= inspect_ranks(self.run, self.attempt, member.ranks, own_ranks=own_ranks)
         for line in self.cluster.answers(others, "stacks", timeout_s=INSPECTION_S, is_required=False).values():
-            texts |= {int(rank): seen for rank, seen in line["ranks"].items()}
+            texts |= {int(rank): facts for rank, facts in line["ranks"].items()}
         return texts
 
     def names(self) -> dict[int, str]:

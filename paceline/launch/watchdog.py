@@ -174,9 +174,9 @@ class Watchdog:
 
 
 def record_hang(
-    run: RunDir, attempt: int, ranks: Sequence[RankState], seen: Mapping[int, Mapping[str, str]], *, silent_s: float
+    run: RunDir, attempt: int, ranks: Sequence[RankState], observed: Mapping[int, Mapping[str, str]], *, silent_s: float
 ) -> Hang:
-    """Returns the hang; writes a file for each rank and hang.json, as far as they can be. seen: as inspect_ranks returns it."""
+    """Returns the hang; writes a file for each rank and hang.json, as far as they can be. observed: as inspect_ranks returns it."""
     culprits = find_culprits(ranks)
     is_certain = len(culprits) < len(ranks) or len(ranks) == 1
     heartbeat = culprits[0].heartbeat
@@ -187,7 +187,7 @@ def record_hang(
         step=heartbeat.step if heartbeat else None,
         text=describe_hang(ranks, culprits, silent_s=silent_s),
     )
-    texts = {f"{rank.rank}.txt": describe_rank(rank, **seen.get(rank.rank, {})) for rank in ranks}
+    texts = {f"{rank.rank}.txt": describe_rank(rank, **observed.get(rank.rank, {})) for rank in ranks}
     facts = {name: value for name, value in asdict(hang).items() if name != "evidence"}
     # a file keeps the first names of its fields
     states = [{name.replace("heartbeat", "mark"): value for name, value in asdict(rank).items()} for rank in ranks]

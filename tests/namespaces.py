@@ -14,11 +14,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 NEEDED = [
     name
-    for name in ("ip", "unshare", "ssh", "ssh-keygen", "sshd")
+    for name in ("ip", "unshare", "taskset", "ssh", "ssh-keygen", "sshd")
     if not shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
 ]
 WHY_NOT = "network namespaces need root" if os.getuid() else f"{', '.join(NEEDED)} missing" if NEEDED else ""
@@ -55,25 +56,46 @@ class Hosts:
     folder: Path
     count: int
 
-    def command(self, host: str, command: Sequence[str]) -> list[str]:
-        name = ["bash", "-c", 'hostname "$0" && exec "$@"', host]
-        return ["ip", "netns", "exec", self.prefix + host, "unshare", "--uts", *name, *command]
+    @property
+    def private(self) -> Path:
+        """A folder that is another one on each host; everything else they share."""
+        return self.folder / "private"
+
+    def on(self, host: str, path: Path) -> Path:
+        """Returns where a path in `private` of a host lies for all others."""
+        return self.folder / host / path.relative_to(self.folder)
+
+    def command(self, host: str, command: Sequence[str], *, cores: str = "one") -> list[str]:
+        """Returns what runs a command on a host, which has one core of this machine, or all."""
+        private = f"mount --bind {self.folder / host / 'private'} {self.private}"
+        name = ["bash", "-c", f'hostname "$0" && {private} && exec "$@"', host]
+        numbers = sorted(os.sched_getaffinity(0))
+        chosen = numbers if cores == "all" else [numbers[int(host[1:]) % len(numbers)]]
+        inside = ["ip", "netns", "exec", self.prefix + host, "unshare", "--uts", *name, *command]
+        return ["taskset", "--cpu-list", ",".join(map(str, chosen)), *inside]
 
     def run(self, host: str, *command: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
         """Runs a command on a host; its `ssh` uses the test's keys."""
-        env = {**os.environ, "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}", "COLUMNS": "200"}
         return subprocess.run(
             self.command(host, command),
             capture_output=True,
             text=True,
-            env=env,
+            env=self.env(host),
             timeout=timeout_s,
             cwd=self.folder,
             check=False,
         )
 
+    def env(self, host: str) -> dict[str, str]:
+        path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
+        return {**os.environ, "PATH": path, "COLUMNS": "200", "XDG_CACHE_HOME": str(self.folder / host / "cache")}
+
+    def start(self, host: str, *command: str, **options: Any) -> subprocess.Popen[str]:
+        """Starts a command on a host. Its pid is that of the command itself."""
+        return subprocess.Popen(self.command(host, command), text=True, env=self.env(host), cwd=self.folder, **options)
+
     def paceline(self, host: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return self.run(host, sys.executable, "-m", "paceline.cli", *arguments)
+        return self.run(host, sys.executable, "-m", "paceline.cli", *arguments, timeout_s=120.0)
 
     def ip(self, *words: str) -> None:
         subprocess.run(["ip", *words], check=True, capture_output=True)
@@ -88,6 +110,7 @@ def namespaced_hosts(count: int, folder: Path) -> Iterator[Hosts]:
     hosts = Hosts(f"pl{os.getpid()}", folder, count)
     servers: list[subprocess.Popen[bytes]] = []
     hub = hosts.prefix + "hub"
+    hosts.private.mkdir()
     namespaces = [hub, *(f"{hosts.prefix}h{number}" for number in range(1, count + 1))]
     try:
         make_network(hosts, hub)
@@ -141,7 +164,7 @@ def make_keys(hosts: Hosts) -> None:
     lines = []
     for number in range(1, hosts.count + 1):
         home = hosts.folder / f"h{number}"
-        home.mkdir()
+        (home / "private").mkdir(parents=True)
         subprocess.run([*keygen, home / "hostkey"], check=True)
         key = " ".join((home / "hostkey.pub").read_text().split()[:2])
         lines.append(f"[10.77.0.{number}]:{PORT},[h{number}]:{PORT} {key}\n")

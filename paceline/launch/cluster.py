@@ -11,7 +11,7 @@ beside the attempt (launch/member.py); once its link is open it is `ready` to ta
 import hashlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,14 +21,15 @@ from paceline.errors import PacelineError
 from paceline.launch.agent import prepare_attempt, start_agent_process
 from paceline.launch.channel import Channel, Line, frame, wait
 from paceline.launch.copies import Copies
-from paceline.launch.gather import FROM_HOST, folder_frames, receive
+from paceline.launch.gather import Receiver, folder_frames
 from paceline.launch.hosts import HostEntry
-from paceline.launch.member import MAX_LOSSES, QUICK_FOR_S, Member
+from paceline.launch.member import QUICK_FOR_S, Member
 from paceline.launch.remote import interface_env, route_to
 from paceline.launch.stacks import RankProcess
 from paceline.model.manifest import MANIFEST, newest_good, read_manifest
 from paceline.plan.machine import Machine
-from paceline.rundir import RunDir
+from paceline.rundir import RunDir, append_event
+from paceline.units import format_bytes, format_duration
 
 SILENT_S = 5.5  # a host that says nothing for so long is lost; it sends a line every second
 ALIVE_S = 1.0
@@ -61,11 +62,12 @@ class Cluster:
         self.members = [Member(entry, nproc, entry.host) for entry in entries]
         self.python, self.interface, self.ports = python, interface, ports
         self.run: RunDir | None = None
-        self._started: list[Member] = []  # those of the last attempt, or of the one that begins
+        self.started: list[Member] = []  # those of the last attempt, or of the one that begins
         self._is_begun = False
         self._rejoin, self._text = rejoin, ""
         self.is_leaving = False  # the attempt is to be saved and ended, since the next one has more hosts
         self.copies: Copies | None = None
+        self.receiver: Receiver | None = None
         self._told_at = 0.0
         self._seen_at = time.monotonic()
 
@@ -152,17 +154,18 @@ class Cluster:
     def _take(self, member: Member, line: Line, data: bytes) -> None:
         """Takes a frame: files go into the run folder, lines wait for whoever reads them."""
         if "file" in line:
-            if self.run:
-                with suppress(ValueError):  # a name that no run has
-                    receive(self.run, line, data, allowed=FROM_HOST)
+            if self.receiver:
+                self.receiver.take(line, data)
         elif line.get("event") == "agent_ended":
             member.agent_ended, member.exit_code = True, line["exit_code"]
         elif line.get("event") == "published":
             if self.copies:
                 self.copies.published[Path(line["folder"]).name] = line["manifest"]
-        elif line.get("event") == "lacks" and not member.agent_ended:  # of the copy that it keeps
+        elif line.get("event") == "kept":
             if self.copies:
-                self.copies.send(member, line)
+                self.copies.is_kept(line["folder"])
+        elif line.get("event") == "lacks" and self.copies and self.copies.unfinished:  # of the copy that it keeps
+            self.copies.send(member, line)
         elif line.get("event") == "alive":
             member.processes = {int(rank): RankProcess(**facts) for rank, facts in line.get("processes", {}).items()}
         elif line.get("event") == "hello":
@@ -202,6 +205,9 @@ class Cluster:
     def connect(self, run: RunDir, *, text: Path | None) -> None:
         """Opens the links and the copies of the run folder. Raises PacelineError for a host that cannot be reached."""
         self.run, self.copies, self._text = run, Copies(run), text.name if text else ""
+        self.receiver = Receiver(
+            run, on_no_space=lambda name: append_event(run, "note", text=f"no space left for {name} of another host")
+        )
         others = [m for m in self.members if not m.is_here]
         for member in others:
             member.retry_at = 0.0
@@ -222,31 +228,42 @@ class Cluster:
 
     def send_text(
         self, folder: Path, files: Mapping[str, str], *, progress: Callable[[str, float, float], None]
-    ) -> None:
-        """Sends the prepared text to the hosts that lack it. files: name -> hash. Raises PacelineError where that fails."""
-        others = [m for m in self.present if not m.is_here]
-        lacking = self._lacking(others, "text", files)
-        totals = {m: sum((folder / name).stat().st_size for name in names) for m, names in lacking.items() if names}
+    ) -> str | None:
+        """Sends the prepared text to the hosts that lack it; returns a line about it. Raises PacelineError where that fails.
+
+        files: name -> hash.
+        """
+        began, others, num_sent = time.monotonic(), [m for m in self.present if not m.is_here], 0
+
+        def counted(frames: Iterator[bytes]) -> Iterator[bytes]:
+            nonlocal num_sent
+            for piece in frames:
+                yield piece
+                num_sent += len(piece)
+
+        lacking = {m: names for m, names in self._lacking(others, "text", files).items() if names}
+        total = sum((folder / name).stat().st_size for names in lacking.values() for name in names)
         for member, names in lacking.items():
-            if names:
-                member.send_behind(folder_frames(folder, names, "text/"))
-        self._send_all(list(totals), lambda left: progress("send the text", len(totals) - left, len(totals)))
-        bad = [m.name for m, names in self._lacking(list(totals), "text", files).items() if names]
+            member.send_behind(counted(folder_frames(folder, names, "text/")))
+        self._send_all(list(lacking), lambda: progress("send the text", min(num_sent, total), total))
+        bad = [m.name for m, names in self._lacking(list(lacking), "text", files).items() if names]
         self._stop_for_lost(others)
         if bad:
-            raise PacelineError(
-                f"the text did not arrive whole on {', '.join(bad)}", fix="see the disk there: df -h ~/.cache"
-            )
+            fix = "see the disk there: df -h ~/.cache"
+            raise PacelineError(f"the text did not arrive whole on {', '.join(bad)}", fix=fix)
+        hosts = ", ".join(member.name for member in lacking)
+        seconds = format_duration(time.monotonic() - began)
+        return f"text    {format_bytes(total)} sent to {hosts} in {seconds}" if lacking else None
 
     def _lacking(self, members: Sequence[Member], what: str, files: Mapping[str, str]) -> dict[Member, list[str]]:
         for member in members:
             member.send({"do": "lack", "of": what, "files": files})
         return {member: line["files"] for member, line in self.answers(members, "lacks", timeout_s=SEND_S).items()}
 
-    def _send_all(self, members: Sequence[Member], show: Callable[[int], None] = lambda left: None) -> None:
+    def _send_all(self, members: Sequence[Member], show: Callable[[], None] = lambda: None) -> None:
         """Waits until everything that waits for these hosts has left."""
-        while left := [m for m in members if m.channel is not None and m.channel.has_more]:
-            show(len(left))
+        while any(m.channel is not None and m.channel.has_more for m in members):
+            show()
             self.pump(0.1)
 
     def settle(self) -> None:
@@ -273,11 +290,11 @@ class Cluster:
     def begin(self) -> list[Member]:
         """Returns the hosts of the next attempt, which stay the same until it has ended: if one is lost, the attempt fails."""
         if not self._is_begun:
-            self._started, self._is_begun, self.is_leaving = self.present, True, False
+            self.started, self._is_begun, self.is_leaving = self.present, True, False
             first = 0
-            for member in self._started:
+            for member in self.started:
                 member.fault, member.first_rank, first = None, first, first + member.nproc
-        return self._started
+        return self.started
 
     def start(self, run: RunDir, attempt: int, job: dict[str, Any], *, settings: Mapping[str, str]) -> None:
         """Starts the agents: that of rank 0 first, which listens for the others. settings: of the environment, for other hosts."""
@@ -286,7 +303,7 @@ class Cluster:
         if not others:
             self._start_one(first, attempt, job, None, settings, reach=None)
             return
-        if any(member.lost for member in self._started):
+        if any(member.lost for member in self.started):
             return
         hosts = {"hosts": 1 + len(others), "ports": self.ports, "host": first.address}
         self._start_one(first, attempt, job, {**hosts, "index": 0, "port": 0}, settings, reach=others[0].address)
@@ -332,38 +349,10 @@ class Cluster:
             own |= {"env": settings, "lock_fd": None, "reach": reach}
             member.send_behind([frame({**order, "job": own})])
 
-    def settle_losses(self, *, is_quick: bool) -> None:
-        """After an attempt: a host that answers again within seconds was not lost. is_quick: without waiting for it."""
-        broken = [member for member in self._started if member.lost]
-        while not is_quick and any(
-            m.link_ended and not m.is_open and time.monotonic() - m.lost_at < QUICK_FOR_S for m in broken
-        ):
-            self.pump(0.05)
-        for member in broken:
-            if member.is_open:
-                member.lost = None
-                continue
-            member.num_losses += 1
-            if member.num_losses >= MAX_LOSSES:
-                member.give_up()
-
     @property
     def lost_in_attempt(self) -> tuple[str, ...]:
         """The hosts that were lost since the attempt began."""
-        return tuple(member.name for member in self._started if member.lost)
-
-    @property
-    def ready(self) -> list[Member]:
-        """The hosts that do not take part and could: those that answer again, and those that were not needed."""
-        return [member for member in self.members if member.lost and member.is_open]
-
-    def readmit(self, count: int) -> list[Member]:
-        """Lets the hosts that are ready take part in the next attempt, `count` hosts in all; returns them."""
-        ready = self.ready
-        for member in ready:
-            member.lost = None
-        self.limit(count)
-        return [member for member in ready if member.lost is None]
+        return tuple(member.name for member in self.started if member.lost)
 
     def limit(self, count: int) -> None:
         """Leaves out the last hosts: what remains does not divide the batch."""
@@ -372,8 +361,21 @@ class Cluster:
 
     def keep_copies(self, *, keep_last: int) -> None:
         """Moves what is new of the checkpoints of the attempt."""
-        if self.copies and any(member.lost is None for member in self._started):
-            self.copies.follow(self._started, keep_last=keep_last)
+        if self.copies and any(member.lost is None for member in self.started):
+            self.copies.follow(self.started, keep_last=keep_last)
+
+    def finish_copies(self, *, keep_last: int) -> None:
+        """Waits until the checkpoints of the attempt have arrived here and at the host that keeps the copy."""
+        deadline = time.monotonic() + SEND_S
+        self.keep_copies(keep_last=keep_last)
+        while (
+            self.copies
+            and self.copies.unfinished
+            and time.monotonic() < deadline
+            and any(m.channel for m in self.started)
+        ):
+            self.pump(0.1)
+            self.keep_copies(keep_last=keep_last)
 
     def stop_agents(self) -> None:
         """Ends what still runs of an attempt."""

@@ -8,6 +8,7 @@ is complete, so that the loss of any one machine costs no more than one save int
 
 import shutil
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from paceline.launch.channel import Line
@@ -17,6 +18,8 @@ from paceline.model.manifest import MANIFEST, read_manifest
 from paceline.model.publish import prune
 from paceline.rundir import RunDir, write_atomic
 
+KEPT = ("events.jsonl", "metrics.jsonl")
+
 
 class Copies:
     """Moves the checkpoints of one run between the supervisor and its hosts. Call follow() several times a second."""
@@ -25,7 +28,25 @@ class Copies:
         self.run = run
         self.published: dict[str, str] = {}  # whole at the host of rank 0, not yet here: folder -> manifest
         self._copied = ""  # the last checkpoint whose copy was ordered
+        self._owed: dict[str, Member] = {}  # copies under way: folder -> the host that makes it
         self._relayed, self._fetched = set[str](), set[str]()
+        self._pool, self._checks = ThreadPoolExecutor(1), dict[str, Future[list[str]]]()
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a checkpoint is still on its way here, or its copy to another host."""
+        return bool(self.published) or any(member.lost is None for member in self._owed.values())
+
+    def is_kept(self, folder: str) -> None:
+        """Takes the report that the copy of a checkpoint is whole."""
+        self._owed.pop(folder, None)
+
+    def forget(self, member: Member) -> None:
+        """The link to a host was lost: what it has not sent yet, and the copy that it was making, do not come."""
+        self._owed = {folder: keeper for folder, keeper in self._owed.items() if keeper is not member}
+        if member.first_rank == 0:
+            self.published.clear()
+            self._fetched.clear()
 
     def follow(self, members: Sequence[Member], *, keep_last: int) -> None:
         """Sends and completes what is due. members: the hosts of the attempt, that of rank 0 first."""
@@ -41,10 +62,18 @@ class Copies:
         others = [member for member in others if not member.shared]
         text = (folder / MANIFEST).read_text(encoding="utf-8")
         files = {name: entry.sha256 for name, entry in read_manifest(folder).files.items()}
+        order = {"do": "saved", "folder": folder.name, "keep_last": keep_last, "files": files}
         for member in others:
             keeps = member is others[0]
-            order = {"do": "saved", "folder": folder.name, "keep_last": keep_last, "files": files}
             member.send({**order, "manifest": text if keeps else None})
+            if keeps:
+                self._owed = {folder.name: member}
+        for keeper in (first, *others[:1]):
+            if (
+                keeper.channel and not keeper.shared and not keeper.is_here
+            ):  # so that the run can go on there, with its history
+                names = [name for name in KEPT if (self.run.path / name).exists()]
+                keeper.channel.send_behind(folder_frames(self.run.path, names, "kept/"))
 
     def send(self, member: Member, line: Line) -> None:
         """Sends the files of a checkpoint that the host of the copy lacks."""
@@ -69,13 +98,10 @@ class Copies:
         """Gives a checkpoint that is whole at the host of rank 0 its name here too, when every file has come and is right."""
         for folder, text in list(self.published.items()):
             fetched = self.run.checkpoints / f".{folder}.fetched.tmp"
-            fetched.mkdir(parents=True, exist_ok=True)
-            write_atomic(fetched / MANIFEST, text)
-            files = {name: entry.sha256 for name, entry in read_manifest(fetched).files.items()}
-            for path in self.run.checkpoints.glob(f".{folder}.*.tmp/*.safetensors"):
-                if path.parent != fetched:
-                    path.rename(fetched / path.name)
-            if not (lacking := missing_files(fetched, files)):
+            if folder in self._checks and not self._checks[folder].done():
+                continue
+            lacking = self._checks.pop(folder).result() if folder in self._checks else None
+            if lacking == []:
                 final = self.run.checkpoints / folder
                 shutil.rmtree(final, ignore_errors=True)
                 fetched.rename(final)
@@ -83,6 +109,15 @@ class Copies:
                     shutil.rmtree(pending, ignore_errors=True)
                 prune(self.run.checkpoints, step=read_manifest(final).step, keep_last=keep_last)
                 del self.published[folder]
-            elif folder not in self._fetched:
+                continue
+            if lacking and folder not in self._fetched:
                 self._fetched.add(folder)
                 first.send({"do": "fetch", "folder": folder, "files": lacking})
+            fetched.mkdir(parents=True, exist_ok=True)
+            write_atomic(fetched / MANIFEST, text)
+            for path in self.run.checkpoints.glob(f".{folder}.*.tmp/*.safetensors"):
+                if path.parent != fetched:
+                    path.rename(fetched / path.name)
+            files = {name: entry.sha256 for name, entry in read_manifest(fetched).files.items()}
+            if lacking is None or all((fetched / name).exists() for name in files):
+                self._checks[folder] = self._pool.submit(missing_files, fetched, files)

@@ -10,13 +10,13 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from paceline.launch.channel import PIECE_BYTES, Channel, Line, frame
 from paceline.model.manifest import MANIFEST
-from paceline.rundir import RunDir
+from paceline.rundir import NO_SPACE, RunDir
 
 # what a host may send into the run folder, and how: only new bytes, or the whole file each time
 GROWS = re.compile(r"events\.jsonl|metrics\.jsonl|health/[^/]+\.jsonl|logs/\d+/[^/]+\.(?:log|stacks)")
@@ -26,10 +26,13 @@ REPLACED = re.compile(
 )
 # what the supervisor may send into the copy of another host
 SENT = re.compile(
-    r"(?:config\.toml|plan\.json|dataset\.json|skipped\.json|metrics\.jsonl|tokenizer/tokenizer\.json|checkpoints/[^/]+/[^/]+)"
+    r"(?:config\.toml|plan\.json|dataset\.json|skipped\.json|metrics\.jsonl|tokenizer/tokenizer\.json|checkpoints/[^/]+/[^/]+"
+    r"|kept/(?:events|metrics)\.jsonl)"
 )
+SHARED = ("events.jsonl",)  # the supervisor writes into it too
+FROM_HOST = re.compile(f"(?:{GROWS.pattern}|{REPLACED.pattern})")
 PART = ".part"
-FOLDERS = ("health", "progress", "samples", "trouble/*", "checkpoints/.step_*.tmp")
+FOLDERS = ("health", "samples", "trouble/*", "checkpoints/.step_*.tmp")
 
 
 class Follower:
@@ -38,15 +41,34 @@ class Follower:
     def __init__(self, run: RunDir, channel: Channel, *, host: str):
         self.run, self.channel, self.host = run, channel, host
         self._sent: dict[str, tuple[int, int, int]] = {}  # by name: inode, size, and time of the last change
+        self._last: dict[str, bytes] = {}  # what small files held
 
     def skip(self) -> None:
         """Counts everything that is there as sent: it came from the supervisor."""
+        self._sent.clear()  # a new file may have the inode of one that was removed
         for name, path in self._files(None):
             with suppress(OSError):
                 self._sent[name] = stamp(path)
 
-    def scan(self, attempt: int) -> None:
-        """Sends what is new."""
+    def catch_up(self, sizes: Mapping[str, int]) -> None:
+        """Sends what a broken link has kept back. sizes: what the supervisor has of the files that grow, of all attempts."""
+        for name, size in sizes.items():
+            with suppress(OSError):
+                self._sent[name] = ((self.run.path / name).stat().st_ino, size, 0)
+        self.scan(None)
+
+    def hurry(self, attempt: int) -> None:
+        """Sends the heartbeats and errors that are new, before all files that wait: a rank's end is judged by them."""
+        for path in [*self.run.path.glob("progress/*"), *self.run.logs(attempt).glob("*.error.json")]:
+            with suppress(OSError):
+                data = path.read_bytes()  # a heartbeat is a mapped file: no time in its stat shows that it has changed
+                if data != self._last.get(path.name):
+                    self._last[path.name] = data
+                    name = str(path.relative_to(self.run.path))
+                    self.channel.send({"file": name, "last": True}, data)
+
+    def scan(self, attempt: int | None) -> None:
+        """Sends what else is new."""
         for name, path in self._files(attempt):
             with suppress(OSError):
                 before, now = self._sent.get(name), stamp(path)
@@ -56,12 +78,10 @@ class Follower:
                 grows = bool(GROWS.fullmatch(name))
                 start = before[1] if grows and before and before[0] == now[0] and before[1] <= now[1] else 0
                 as_name = name.replace("/launch.log", f"/launch-{self.host}.log")
-                pieces = file_frames(path, as_name, start=start, end=now[1], is_new=grows and before is not None)
-                if grows or now[1] > PIECE_BYTES:
-                    self.channel.send_behind(pieces)
-                else:
-                    for piece in pieces:
-                        self.channel.send_behind([piece])
+                is_new = grows and before is not None and start == 0 and name not in SHARED
+                self.channel.send_behind(
+                    file_frames(path, as_name, start=start, end=now[1], grows=grows, is_new=is_new)
+                )
 
     def _files(self, attempt: int | None) -> Iterator[tuple[str, Path]]:
         """Yields the files that travel; a checkpoint's tensors only when the JSON says that they are whole, and before it."""
@@ -90,27 +110,22 @@ def stamp(path: Path) -> tuple[int, int, int]:
 
 
 def file_frames(
-    path: Path, name: str, *, start: int = 0, end: int | None = None, is_new: bool = False
+    path: Path, name: str, *, start: int = 0, end: int | None = None, grows: bool = False, is_new: bool = False
 ) -> Iterator[bytes]:
-    """Yields a file in pieces. is_new: what stood in the file before is no longer true, where start is 0."""
-    grows = bool(GROWS.fullmatch(name))
+    """Yields a file in pieces. grows: they go behind what is there; is_new: but that is no longer true."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size if end is None else end
             file.seek(start)
             at = start
-            while True:
-                data = file.read(min(PIECE_BYTES, size - at))
-                at += len(data)
+            is_last = False
+            while not is_last:
+                # lines of several writers must not mix
+                data = file.read(size - at if name in SHARED else min(PIECE_BYTES, size - at))
+                first, at = at == 0, at + len(data)
                 is_last = at >= size or not data
-                line: Line = {"file": name, "last": is_last} | (
-                    {"new": True} if is_new and start == 0 and at <= len(data) else {}
-                )
-                if grows and not data:
-                    return
-                yield frame({**line, "grows": grows}, data)
-                if is_last:
-                    return
+                if data or not grows:
+                    yield frame({"file": name, "last": is_last, "grows": grows, "new": is_new and first}, data)
     except FileNotFoundError:  # it was removed before its turn came
         return
 
@@ -142,7 +157,36 @@ def receive(run: RunDir, line: Line, data: bytes, *, allowed: re.Pattern[str]) -
         part.replace(path)
 
 
-FROM_HOST = re.compile(f"(?:{GROWS.pattern}|{REPLACED.pattern})")
+class Receiver:
+    """Writes what hosts send into the run folder. What a full disk refuses is left out, and does not end the run."""
+
+    def __init__(self, run: RunDir, *, on_no_space: Callable[[str], object]):
+        self.run, self.on_no_space = run, on_no_space
+        self._refused = set[str]()  # files of which a piece did not fit
+
+    def take(self, line: Line, data: bytes) -> None:
+        name = str(line["file"])
+        if name in self._refused and not line.get("grows"):
+            if line["last"]:
+                self._refused.discard(name)  # the next version of it may fit
+            return
+        try:
+            receive(self.run, line, data, allowed=FROM_HOST)
+        except ValueError:  # a name that no run has
+            return
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise
+            if name not in self._refused:
+                self.on_no_space(name)
+            self._refused.add(name)
+            path = self.run.path / name
+            path.with_name(path.name + PART).unlink(missing_ok=True)
+            if name.startswith(
+                "checkpoints/"
+            ):  # rank 0 then gives this checkpoint up, as if that rank's disk were full
+                with suppress(OSError):
+                    path.with_suffix(".full").touch()
 
 
 def sha256_of(path: Path) -> str | None:

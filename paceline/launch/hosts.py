@@ -64,6 +64,12 @@ class HostEntry:
     def destination(self) -> str:
         return self.host if self.user is None else f"{self.user}@{self.host}"
 
+    @property
+    def text(self) -> str:
+        """Returns the entry as --hosts takes it, without its ranks."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return host if self.user is None else f"{self.user}@{host}"
+
 
 def parse_hosts(text: str) -> list[HostEntry]:
     """Returns the hosts that --hosts names, or that the file names which it gives; raises UsageError, also for duplicates."""
@@ -106,7 +112,8 @@ def hosts_of(config: Config) -> tuple[list[HostEntry], Config]:
     nproc = ranks_of(entries)
     if nproc is not None and config.nproc not in (None, nproc):
         raise UsageError(f"--hosts gives {nproc} ranks to a host, --nproc {config.nproc}", fix="leave one of them out")
-    return entries, config if nproc is None else replace(config, nproc=nproc)
+    names = ",".join(entry.text for entry in entries)  # the file may change, or lie on another machine
+    return entries, replace(config, hosts=names, nproc=config.nproc if nproc is None else nproc)
 
 
 def parse_ports(text: str | None) -> tuple[int, int] | None:

@@ -23,6 +23,7 @@ from paceline.launch.attempts import Job
 from paceline.launch.cluster import Cluster
 from paceline.launch.digest import Digest, OnMetrics
 from paceline.launch.env import EnvRow, Launch, worker_env
+from paceline.launch.losses import readmit, ready_hosts
 from paceline.launch.policy import Abilities, AttemptEnd, Decision
 from paceline.launch.supervisor import Outcome, StopSignals, run_attempt
 from paceline.model.manifest import MANIFEST
@@ -93,6 +94,8 @@ class TrainingJob(Job):
                 libuv=self.libuv,
                 health_every_s=self.options.health_every_s,
             )
+            if cluster:
+                cluster.finish_copies(keep_last=self.config.keep_last)
         finally:
             digest.close()
         keep_attempt(cache, self.run, number)
@@ -107,7 +110,7 @@ class TrainingJob(Job):
 
     def invite(self, cluster: Cluster) -> None:
         """Ends the attempt after its next checkpoint when more hosts are ready than take part, and all of them can go on."""
-        if not cluster.ready or cluster.is_leaving:
+        if not ready_hosts(cluster) or cluster.is_leaving:
             self.saved_before = None
             return
         saved = max((path.parent.name for path in self.run.checkpoints.glob(f"step_*/{MANIFEST}")), default="")
@@ -116,7 +119,7 @@ class TrainingJob(Job):
         if saved > self.saved_before:
             self.saved_before = saved
             self.next_plan = self.plan_hosts(
-                cluster, range(len(cluster.present) + len(cluster.ready), len(cluster.present), -1)
+                cluster, range(len(cluster.present) + len(ready_hosts(cluster)), len(cluster.present), -1)
             )
             cluster.is_leaving = self.next_plan is not None
 
@@ -124,7 +127,7 @@ class TrainingJob(Job):
         """Lets the hosts that are ready take part in the next attempt, by the plan for them."""
         assert self.cluster and self.next_plan
         names = [
-            member.name for member in self.cluster.readmit(self.next_plan.world_size // self.cluster.members[0].nproc)
+            member.name for member in readmit(self.cluster, self.next_plan.world_size // self.cluster.members[0].nproc)
         ]
         hosts = [member.name for member in self.cluster.present]
         text = f"{', '.join(names)} joined: continuing on {', '.join(hosts)}"

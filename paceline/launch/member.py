@@ -149,7 +149,9 @@ class Member:
         head, path = socket.gethostname(), str(run.path.resolve())
         key = hashlib.sha256(f"{head}:{path}".encode()).hexdigest()[:12]
         folder = {"path": path, "token": self.token.name, "key": key, "text": text or None}
-        self.send({"do": "open", **folder, "run_id": self.run_id, "host": self.name, "head": head})
+        growing = [*run.path.glob("logs/*/*"), *run.path.glob("health/*"), run.metrics]
+        sizes = {str(path.relative_to(run.path)): path.stat().st_size for path in growing if path.is_file()}
+        self.send({"do": "open", **folder, "sizes": sizes, "run_id": self.run_id, "host": self.name, "head": head})
 
     def give_up(self) -> None:
         """Connects no more."""

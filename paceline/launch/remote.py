@@ -14,17 +14,19 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from paceline.config import Config, cache_dir
 from paceline.errors import PacelineError
 from paceline.launch.agent import kill_processes, prepare_attempt, start_agent_process
-from paceline.launch.channel import Channel, Line, wait
+from paceline.launch.channel import Channel, Line, frame, wait
 from paceline.launch.gather import (
     SENT,
     Follower,
@@ -34,7 +36,7 @@ from paceline.launch.gather import (
     remove_newer,
 )
 from paceline.launch.stacks import inspect_ranks, rank_processes
-from paceline.model.manifest import MANIFEST, DamagedCheckpoint, list_checkpoints, read_manifest
+from paceline.model.manifest import MANIFEST, read_manifest
 from paceline.model.publish import prune
 from paceline.rundir import RunDir, RunInUse, lock_run, write_atomic
 
@@ -44,7 +46,8 @@ ALIVE_S = 1.0
 HEAD_LOST_S = 9.0
 IDLE_S = 150.0  # between two attempts, which wait a minute at most
 AGENT_END_S = 30.0
-LEFT_S = 10.0  # for what a lost link has left here to end
+LEFT_S = 10.0  # for the ranks that a lost link has left here to end
+LOCK_WAIT_S = 60.0
 
 
 def main() -> int:
@@ -76,10 +79,11 @@ class FarEnd:
         self.attempt = 0
         self.lock: int | None = None
         self.has_rank_0 = False
+        self.pool, self.pending = ThreadPoolExecutor(1), list[tuple[Future[Any], Callable[[Any], object]]]()
         self.known = set[str]()  # whole checkpoints of which the supervisor knows
+        self.copied_files: dict[str, str] = {}  # of the checkpoint whose copy is under way: name -> hash
         self.keep_last = 1
         self.ranks = range(0)  # of the attempt, here
-        self.inspection: Inspection | None = None
         self.is_leaving = False  # the supervisor is lost
 
     def serve(self) -> int:
@@ -93,15 +97,17 @@ class FarEnd:
                 except (OSError, ValueError, KeyError, PacelineError) as error:
                     why = f"{line.get('do') or line.get('file')}: {error}"
                     self.channel.send({"event": "refused", "do": line.get("do"), "why": why})
+            while self.pending and self.pending[0][0].done():
+                future, then = self.pending.pop(0)
+                then(future.result())
             now = time.monotonic()
             if self.lines:
                 self.pass_on(self.lines)
-            if self.inspection and not self.inspection.is_alive():
-                self.channel.send({"event": "stacks", "ranks": self.inspection.texts})
-                self.inspection = None
-            if now - looked_at > TICK_S and self.follower and self.attempt and not self.channel.has_more:
+            if now - looked_at > TICK_S and self.follower and self.attempt:
                 looked_at = now
-                self.look()
+                self.follower.hurry(self.attempt)
+                if not self.channel.has_more:
+                    self.look()
             if now - sent_at > ALIVE_S:
                 sent_at = now
                 self.channel.send({"event": "alive", "processes": self.processes()})
@@ -124,6 +130,10 @@ class FarEnd:
             return {}
         return {rank: asdict(process) for rank, process in rank_processes(self.run, self.attempt, self.ranks).items()}
 
+    def in_thread(self, function: Callable[..., Any], *arguments: Any, then: Callable[[Any], object]) -> None:
+        """Calls a function that takes long beside the loop, which must not fall silent, and `then` with what it returns."""
+        self.pending.append((self.pool.submit(function, *arguments), then))
+
     def look(self) -> None:
         """Sends what the ranks have written since the last look, and the manifest of a checkpoint that rank 0 has completed."""
         assert self.run and self.follower
@@ -138,6 +148,8 @@ class FarEnd:
         """Sends the agent's lines to the supervisor; when the agent has ended, first everything that its ranks have written."""
         assert self.agent and self.run
         for line, _ in lines.read():
+            if self.follower:
+                self.follower.hurry(self.attempt)
             self.channel.send(line)
         if not lines.ended:
             return
@@ -158,12 +170,18 @@ class FarEnd:
             case "open":
                 self.open(line)
             case "lack":  # which files of a checkpoint, or of the text
-                folder = self.folder_of(line["of"])
-                self.channel.send({"event": "lacks", "of": line["of"], "files": missing_files(folder, line["files"])})
+                folder, answer = self.folder_of(line["of"]), {"event": "lacks", "of": line["of"]}
+                self.in_thread(
+                    missing_files,
+                    folder,
+                    line["files"],
+                    then=lambda names: self.channel.send({**answer, "files": names}),
+                )
             case "settle":  # before an attempt: the checkpoints that the supervisor has are those that count
                 assert self.run
                 if not self.shared:
                     remove_newer(self.run.checkpoints, line["step"])
+                    self.run.events.unlink(missing_ok=True)
             case "fetch":
                 folder = self.folder_of(line["folder"])
                 self.channel.send_behind(
@@ -175,7 +193,8 @@ class FarEnd:
                 self.start(line)
             case "stacks":
                 assert self.run
-                self.inspection = Inspection(self.run, self.attempt, self.ranks, own_ranks=line["own_ranks"])
+                inspect = partial(inspect_ranks, self.run, self.attempt, self.ranks, own_ranks=line["own_ranks"])
+                self.in_thread(inspect, then=lambda texts: self.channel.send({"event": "stacks", "ranks": texts}))
             case _ if self.lines and not self.is_leaving:
                 self.lines.send(line)
 
@@ -189,31 +208,31 @@ class FarEnd:
         if line.get("run_id"):
             kill_processes(line["run_id"], timeout_s=LEFT_S)  # of an attempt that a lost link has ended
         if not self.shared:
-            self.lock = self.lock_copy(line["head"])
+            self.lock = self.lock_when_free(self.run, line["head"])
             self.follower = Follower(self.run, self.channel, host=line["host"])
+            self.follower.catch_up(line["sizes"])
             for stale in ("progress", "health"):
                 shutil.rmtree(path / stale, ignore_errors=True)
-            for name in ("events.jsonl", "metrics.jsonl"):
-                (path / name).unlink(missing_ok=True)
-        steps = []
-        if not self.shared and self.run.checkpoints.is_dir():
-            steps = [folder.name for folder, _ in list_checkpoints(self.run.checkpoints)]
         self.text = cache_dir(Config()) / "data" / line["text"] if line.get("text") else None
-        free_bytes = shutil.disk_usage(path).free
-        self.channel.send({
-            "event": "opened", "path": str(path), "shared": self.shared, "checkpoints": steps, "free_bytes": free_bytes
-        })  # fmt: skip
+        answer = {
+            "event": "opened",
+            "path": str(path),
+            "shared": self.shared,
+            "free_bytes": shutil.disk_usage(path).free,
+        }
+        self.channel.send_behind([frame(answer)])  # behind what the supervisor lacked
 
-    def lock_copy(self, head: str) -> int:
-        """Locks the copy; the process of a lost link, and its agent, end when their ranks do. head: the supervisor's host."""
-        assert self.run
-        deadline = time.monotonic() + LEFT_S
+    def lock_when_free(self, run: RunDir, head: str) -> int:
+        """Locks the copy for a supervisor on `head`. The ranks of one that was lost may still save and end, in half a minute."""
+        deadline = time.monotonic() + LOCK_WAIT_S
         while True:
             try:
-                return lock_run(self.run, host=head)
-            except RunInUse:
-                if time.monotonic() > deadline:
-                    raise
+                return lock_run(run, host=head)
+            except RunInUse as error:
+                if time.monotonic() > deadline or self.channel.ended:
+                    raise ValueError(error.message) from error
+            self.channel.send({"event": "alive"})
+            time.sleep(ALIVE_S)
 
     def folder_of(self, name: str) -> Path:
         """Returns the folder that an order means: the text, or a checkpoint."""
@@ -238,7 +257,9 @@ class FarEnd:
         assert self.run
         receive(self.run, line, data, allowed=SENT)
         if line["last"] and name.startswith("checkpoints/step_"):
-            self.complete_copies()
+            folder = (self.run.path / name).parent
+            if (folder / f".{MANIFEST}").exists() and all((folder / file).exists() for file in self.copied_files):
+                self.complete_copy(folder)
         if line["last"] and name == "dataset.json" and self.text:
             record = json.loads(self.run.dataset_json.read_text())
             write_atomic(self.run.dataset_json, json.dumps({**record, "path": str(self.text)}) + "\n")
@@ -280,35 +301,22 @@ class FarEnd:
         if line["manifest"] is None:
             return
         write_atomic(final / f".{MANIFEST}", line["manifest"])  # without its name until every file is there
-        self.channel.send({"event": "lacks", "of": line["folder"], "files": missing_files(final, line["files"])})
-        self.keep_last = line["keep_last"]
-        self.complete_copies()
+        self.copied_files, self.keep_last = line["files"], line["keep_last"]
+        self.complete_copy(final)
 
-    def complete_copies(self) -> None:
-        """Gives its manifest to each checkpoint whose files have all come, and removes old ones."""
-        assert self.run
-        for waiting in self.run.checkpoints.glob(f"step_*/.{MANIFEST}"):
-            folder = waiting.parent
-            waiting.rename(folder / MANIFEST)
-            with suppress(DamagedCheckpoint):
-                manifest = read_manifest(folder)
-                if not missing_files(folder, {name: entry.sha256 for name, entry in manifest.files.items()}):
-                    prune(self.run.checkpoints, step=manifest.step, keep_last=self.keep_last)
-                    continue
-            (folder / MANIFEST).rename(waiting)
+    def complete_copy(self, folder: Path) -> None:
+        """Asks for the files that a copy lacks, or gives it its manifest, and removes old ones."""
 
+        def answer(names: list[str]) -> None:
+            assert self.run
+            if names:
+                self.channel.send({"event": "lacks", "of": folder.name, "files": names})
+            elif (folder / f".{MANIFEST}").exists():
+                (folder / f".{MANIFEST}").rename(folder / MANIFEST)
+                prune(self.run.checkpoints, step=read_manifest(folder).step, keep_last=self.keep_last)
+                self.channel.send({"event": "kept", "folder": folder.name})
 
-class Inspection(threading.Thread):
-    """Takes the stacks of this host's ranks, beside the loop: it takes longer than this host may be silent."""
-
-    def __init__(self, run: RunDir, attempt: int, ranks: range, *, own_ranks: bool):
-        super().__init__(daemon=True)
-        self.inspect = partial(inspect_ranks, run, attempt, ranks, own_ranks=own_ranks)
-        self.texts: dict[int, dict[str, str]] = {}
-        self.start()
-
-    def run(self) -> None:
-        self.texts = self.inspect()
+        self.in_thread(missing_files, folder, self.copied_files, then=answer)
 
 
 def interface_env(reach: str | None) -> dict[str, str]:

@@ -22,9 +22,9 @@ from paceline.heartbeat import read_heartbeat
 from paceline.launch.agent import LAUNCH_LOG, kill_processes
 from paceline.launch.cluster import Cluster
 from paceline.launch.failure import Failure, find_early_exits, find_failures, read_log_tail
+from paceline.launch.losses import agent_failure, host_failure, settle_losses
 from paceline.launch.member import Member
 from paceline.launch.rank_hosts import AllHosts
-from paceline.launch.ssh import SSH_FAILED
 from paceline.launch.watchdog import Hang, Watchdog
 from paceline.rundir import RunDir, append_event
 
@@ -105,7 +105,7 @@ def run_attempt(
                 record.hang = hang
                 append_event(run, "hang", attempt=attempt, **asdict(hang))
                 cluster.order("kill" if hang.rank is None else "kill_rank", rank=hang.rank, give_up_s=AGENT_MARGIN_S)
-        cluster.settle_losses(is_quick=signals.first is not None)
+        settle_losses(cluster, is_quick=signals.first is not None)
     outcome = record.outcome()
     on_tick()
     return outcome
@@ -251,29 +251,6 @@ class AttemptRecord:
             return "failed"  # an error while stopping, such as a full disk: perhaps nothing was saved
         # where every rank had reached its last step, the order to stop came too late to matter
         return "finished" if phases == {"done"} else "regrouped" if self.regrouping else "interrupted"
-
-
-def host_failure(member: Member) -> Failure:
-    """Returns the failure of a host whose link was lost; one that answers again by now has an exit code, that of ssh."""
-    exit_code = None if member.lost else SSH_FAILED
-    return Failure(None, exit_code, None, str(member.fault), time.time(), consequence=False, host=member.name)
-
-
-def agent_failure(member: Member) -> Failure:
-    """Returns the failure of a host's agent; the host itself is well."""
-    assert member.exit_code
-    name = signal.Signals(-member.exit_code).name if member.exit_code < 0 else None
-    how = f"was killed by {name}" if name else f"exited with code {member.exit_code}"
-    exit_code = None if name else member.exit_code
-    return Failure(
-        None,
-        exit_code,
-        name,
-        f"the launch agent on {member.name} {how}",
-        time.time(),
-        consequence=False,
-        host=member.name,
-    )
 
 
 @dataclass

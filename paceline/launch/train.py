@@ -106,6 +106,7 @@ def resume_run(run: RunDir, options: ResumeOptions) -> int:
     Raises PacelineError for what the user can fix.
     """
     started, services = time.monotonic(), checked_services(options)
+    adopt_copy(run)
     new_run = f"start a new run with it: paceline train {run.config_toml} --name NEW"
     config, plan_before = changed_run(run, options.keys, otherwise=new_run)
     entries, config = hosts_of(config)
@@ -137,6 +138,15 @@ def resume_run(run: RunDir, options: ResumeOptions) -> int:
     write_atomic(run.plan_json, plan.to_json())
     job = TrainingJob(run, lock, checked.libuv, options, config, make, cluster_of(entries, config, machine, options))
     return run_training(job, plan, checked, dataset, services, started=started)
+
+
+def adopt_copy(run: RunDir) -> None:
+    """Makes the copy of a run that another machine's supervisor has left here a run of its own, with its history."""
+    kept = run.path / "kept"
+    for path in kept.glob("*.jsonl"):
+        path.replace(run.path / path.name)
+    with suppress(OSError):
+        kept.rmdir()
 
 
 def cluster_of(
@@ -230,7 +240,9 @@ def run_training(
     if job.cluster:
         job.cluster.connect(job.run, text=dataset.path)
         with show_progress() as progress:
-            job.cluster.send_text(dataset.path, file_hashes(dataset), progress=progress)
+            text = job.cluster.send_text(dataset.path, file_hashes(dataset), progress=progress)
+        if text:
+            job.show([text])
     append_event(job.run, "launch", prepared_s=round(prepared_s, 3))
     try:
         return run_job(job, services)

@@ -72,6 +72,15 @@ def try_plan(
     """
     if plan.time is None and not fills_memory(plan):
         return config, plan, []
+    if config.hosts is not None:
+        if plan.time is not None:
+            fix = f"--num-steps N; paceline plan --hosts {config.hosts} shows the time of a step"
+            raise PacelineError("--time needs a trial of the plan, and on several hosts there is none", fix=fix)
+        return (
+            config,
+            plan,
+            ["on several hosts there is no trial: rows that do not fit show themselves in the first step"],
+        )
     plan, text, speed = find_rows(plan, cache=cache_dir(config), libuv=libuv)
     lines = [text] if text else []
     if speed is not None:

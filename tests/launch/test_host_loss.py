@@ -20,6 +20,7 @@ from paceline.launch.channel import Channel
 from paceline.launch.cluster import LONGEST_TICK_S, Cluster
 from paceline.launch.failure import find_failures
 from paceline.launch.hosts import HostEntry
+from paceline.launch.losses import settle_losses
 from paceline.launch.member import MAX_LOSSES, Member
 from paceline.rundir import RunDir, read_json_lines
 from paceline.units import parse_time
@@ -34,15 +35,15 @@ MODEL = (
 
 
 class HostsRun:
-    """A training of several hosts in the background, started on h1."""
+    """A training of several hosts in the background, started on h1. shared: they all see the run folder."""
 
-    def __init__(self, hosts: Hosts, name: str, *arguments: str, listed: str):
-        self.hosts, self.run = hosts, RunDir(hosts.folder / "runs" / name)
-        words = ["train", "--hosts", listed, *MODEL, "--runs-dir", "runs", "--name", name, *arguments]
-        env = {**os.environ, "PATH": f"{hosts.folder / 'bin'}:{os.environ['PATH']}", "COLUMNS": "200"}
-        command = hosts.command("h1", ["taskset", "-c", "0", sys.executable, "-m", "paceline.cli", *words])
+    def __init__(self, hosts: Hosts, name: str, *arguments: str, listed: str, shared: bool):
+        runs = hosts.folder / "runs" if shared else hosts.private / "runs"
+        self.hosts, self.run = hosts, RunDir((runs if shared else hosts.on("h1", runs)) / name)
+        words = ["train", "--hosts", listed, *MODEL, "--runs-dir", str(runs), "--name", name, *arguments]
         self.log = (hosts.folder / f"{name}.out").open("w+")
-        self.process = subprocess.Popen(command, cwd=hosts.folder, env=env, stdout=self.log, stderr=self.log)
+        command = [sys.executable, "-m", "paceline.cli", *words]
+        self.process = hosts.start("h1", *command, stdout=self.log, stderr=self.log)
 
     @property
     def output(self) -> str:
@@ -109,11 +110,12 @@ def hosts(tmp_path_factory) -> Iterator[Hosts]:
 
 
 @pytest.fixture
-def start(hosts, request) -> Iterator[Callable[..., HostsRun]]:
+def start(hosts) -> Iterator[Callable[..., HostsRun]]:
     started: list[HostsRun] = []
 
-    def start(*arguments: str, listed: str = "h1,h2") -> HostsRun:
-        started.append(HostsRun(hosts, request.node.name.split("[")[0][:40], *arguments, listed=listed))
+    def start(*arguments: str, listed: str = "h1,h2", shared: bool = False) -> HostsRun:
+        name = f"run{len(list(hosts.folder.glob('run*.out')))}"
+        started.append(HostsRun(hosts, name, *arguments, listed=listed, shared=shared))
         return started[-1]
 
     yield start
@@ -238,7 +240,7 @@ def test_hosts_are_not_lost_while_the_supervisor_is_stopped(start, seconds):
 @needs_namespaces
 @pytest.mark.parametrize("how", ["killed", "network down"])
 def test_the_hosts_save_and_end_when_the_supervisor_is_lost(start, how):
-    run = start("--num-steps", "4000", "--save-every", "0")
+    run = start("--num-steps", "4000", "--save-every", "0", shared=True)
     run.wait_for(lambda: run.step() >= 6)
     if how == "killed":
         run.process.kill()
@@ -299,7 +301,7 @@ def test_a_host_that_was_lost_three_times_is_tried_no_more():
     for number in range(1, MAX_LOSSES + 1):
         cluster.begin()
         member.lose("nothing was heard of it")
-        cluster.settle_losses(is_quick=True)
+        settle_losses(cluster, is_quick=True)
         assert (member.num_losses, math.isinf(member.retry_at)) == (number, number == MAX_LOSSES)
         cluster.stop_agents()
         member.lost = None

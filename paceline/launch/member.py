@@ -24,7 +24,7 @@ from paceline.launch.stacks import RankProcess
 from paceline.rundir import RunDir
 
 REMOTE = "paceline.launch.remote"
-QUICK_FOR_S = 3.5  # a connection that breaks while its host is well is there again within this
+QUICK_FOR_S = 8.0  # a connection that breaks while its host is well is there again within this
 QUICK_S = 0.5
 REJOIN_S = 3.0
 MAX_LOSSES = 3  # a host that is lost so often is left out for good

@@ -44,7 +44,7 @@ TICK_S = 0.1
 ALIVE_S = 1.0
 # without a word from the supervisor, which sends one every second; with the agent's LINK_LOST_GRACE_S and ENGINE_MARGIN_S 29 s
 HEAD_LOST_S = 9.0
-IDLE_S = 150.0  # between two attempts, which wait a minute at most
+IDLE_S = 300.0  # between two attempts: the supervisor waits, and hashes a checkpoint
 AGENT_END_S = 30.0
 LEFT_S = 10.0  # for the ranks that a lost link has left here to end
 LOCK_WAIT_S = 60.0

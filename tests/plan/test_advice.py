@@ -78,9 +78,9 @@ def test_without_watts_there_is_no_energy_and_no_price_of_it():
     assert (cost.kwh, cost.money) == (None, None)
 
 
-def test_evaluations_are_forward_passes_and_one_comes_at_the_end():
+def test_evaluations_are_forward_passes_from_the_start_to_the_end():
     each = {**BASE, "eval_tokens": 3_000, "total_batch_size": 1_000, "eval_every": 1000}
-    assert run_cost(SECOND, **each).evaluating_hours * 3600 == pytest.approx(4 * 3 / 3)  # at 1000, 2000, 3000, 3600
+    assert run_cost(SECOND, **each).evaluating_hours * 3600 == pytest.approx(5 * 3 / 3)  # at 0, 1000, 2000, 3000, 3600
 
 
 def test_training_waits_only_for_checkpoints_that_are_not_written_meanwhile():

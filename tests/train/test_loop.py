@@ -75,6 +75,8 @@ def test_step_ms_is_the_mean_of_the_steps_since_the_last_line_without_evaluation
         gc.unfreeze()
         gc.enable()
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    first = lines.pop(0)  # evaluated before the first step
+    assert (first["step"], first["val_bpb"]) == (0, 1.5) and "step_ms" not in first
     shown = [(line["step"], line["step_ms"], line["tok_per_sec"]) for line in lines]
     # of steps 1; 2 and 3; 4, 5 and 6 seconds
     assert shown == [(1, 1000, 6000), (3, 2500, 2400), (6, 5000, 1200)]

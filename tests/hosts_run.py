@@ -57,6 +57,12 @@ class HostsRun:
         assert self.process.returncode == 0, self.output
         return self.output
 
+    def stop(self) -> None:
+        """Ends the run as Ctrl-C does."""
+        self.process.send_signal(signal.SIGINT)
+        self.process.wait(DEADLINE_S)
+        assert self.process.returncode == 130, self.output
+
     def processes(self, host: str) -> list[psutil.Process]:
         """Returns what runs on a host, but for its ssh server."""
         out = subprocess.run(

@@ -275,7 +275,7 @@ def explain_host(explanation: Explanation, root: Failure, run: RunDir) -> Explan
     fix = f"see that {root.host} is on and in the network: ssh {root.host} true; it joins the run again when it answers"
     if root.exit_code is not None:
         cause, summary = LINK_LOST, f"{summary}; it answers again"
-        fix = f"if it happens often: see its network, and who ends ssh sessions there: journalctl -u ssh on {root.host}"
+        fix = f"if it happens often: see who ends ssh sessions on {root.host} (journalctl -u ssh), and whether this machine sleeps"
     return replace(explanation, cause=cause, rank=None, summary=summary, fix=fix, confidence=1.0)
 
 

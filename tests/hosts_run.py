@@ -53,7 +53,7 @@ class HostsRun:
             time.sleep(0.05)
 
     def end(self) -> str:
-        self.process.wait(DEADLINE_S)
+        self.process.wait(3 * DEADLINE_S)
         assert self.process.returncode == 0, self.output
         return self.output
 

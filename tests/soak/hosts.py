@@ -8,6 +8,7 @@ The exit code is 1 if a fault was not recovered from correctly. The same seed gi
 
 import argparse
 import random
+import subprocess
 import sys
 import tempfile
 import time
@@ -103,7 +104,7 @@ def one_fault(hosts: Hosts, name: str, fault: str, phase: str, *, after: int, ex
         noticed_s = min(failed, default=since) - since
         resumed_s = min((time for time in steps if failed and time > failed[0]), default=since) - since
         return Result(fault, phase, str(verdict.get("cause")), noticed_s, resumed_s, tuple(problems))
-    except AssertionError as error:
+    except (AssertionError, subprocess.TimeoutExpired) as error:
         return Result(fault, phase, "none", 0.0, 0.0, (*problems, str(error)[-400:]))
     finally:
         run.close()

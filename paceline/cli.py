@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,10 @@ def stop(args: options.StopOptions) -> None:
 def plan(args: options.PlanOptions | options.ConfigsOptions) -> None:
     from paceline.plan.query import answer, answer_configs
 
-    print(answer(args) if isinstance(args, options.PlanOptions) else answer_configs(args))
+    if isinstance(args, options.ConfigsOptions):
+        print(answer_configs(args))
+    else:  # what reaches other hosts is imported where hosts are named
+        print(answer(args, lambda config: import_module("paceline.launch.hosts").ask_machine(config)))
 
 
 def check(args: options.CheckOptions) -> int:
@@ -75,38 +79,39 @@ def check(args: options.CheckOptions) -> int:
             set_keys=frozenset(args.keys),
             port=args.port,
             on_probe=on_probe,
-            ask_hosts=hosts_asker(entries, python=config.python, port=args.port) if entries else None,
+            ask_hosts=hosts_asker(entries, config, port=args.port) if entries else None,
         )
     if args.json:
-        print(format_json(to_json(checked.findings, checked.facts)))
+        print(json.dumps(to_json(checked.findings, checked.facts), indent=1))
     else:
         print(format_check(checked, verbose=args.verbose, coloured=sys.stdout.isatty()))
     return 0 if is_ready(checked.findings) else 1
 
 
 def comm(args: options.CommOptions) -> int:
-    from paceline.check.probes.facts import gather_facts
     from paceline.comm.analysis import format_comm
     from paceline.comm.session import measure_comm
     from paceline.config import cache_dir
+    from paceline.launch.hosts import facts_of_ranks, hosts_of
     from paceline.terminal import show_progress
 
-    config = resolve_config(args.config, args.keys, default={"depth": 12})
-    cache = cache_dir(config)
-    facts = gather_facts(measure_disk=False, cached_torch=cache / "torch.json")
+    entries, config = hosts_of(resolve_config(args.config, args.keys, default={"depth": 12}))
+    hosts = facts_of_ranks(entries, config)
     with show_progress() as progress:
         results = measure_comm(
             config,
-            cache_dir=cache,
-            gpus=facts["gpus"] or (),
+            cache_dir=cache_dir(config),
+            gpus=hosts[0]["gpus"] or (),
             max_bytes=args.max_bytes,
             deadline_s=args.deadline_s,
             tok_per_sec=args.tok_per_sec,
             out=args.out,
-            libuv=(facts["torch"] or {}).get("libuv") is not False,
+            libuv=all((facts["torch"] or {}).get("libuv") is not False for facts in hosts),
             progress=progress,
+            entries=entries,
+            facts=hosts if entries else (),
         )
-    print(format_json(results) if args.json else format_comm(results))
+    print(json.dumps(results, indent=1) if args.json else format_comm(results))
     return 0 if results["right"] else 3
 
 
@@ -115,7 +120,7 @@ def profile(args: options.ProfileOptions) -> None:
 
     results, plan = profile_steps(args)
     width = shutil.get_terminal_size((120, 24)).columns
-    print(format_json(results) if args.json else format_profile(results, plan, width=width))
+    print(json.dumps(results, indent=1) if args.json else format_profile(results, plan, width=width))
 
 
 def watch(args: options.WatchOptions) -> int:
@@ -148,7 +153,7 @@ def runs(args: run_options.RunsOptions) -> None:
     statuses = RunList(Path(args.dir)).read()
     if not statuses and not args.json:
         raise PacelineError(f"no runs in {args.dir}", fix="paceline train makes one")
-    print(format_json([asdict(status) for status in statuses]) if args.json else format_runs(statuses))
+    print(json.dumps([asdict(status) for status in statuses], indent=1) if args.json else format_runs(statuses))
 
 
 def runs_show(args: run_options.RunsShowOptions) -> None:
@@ -156,7 +161,7 @@ def runs_show(args: run_options.RunsShowOptions) -> None:
     from paceline.watch.status import format_run, open_reader, run_json
 
     snapshot = open_reader(find_run(args.run, runs_dir=args.runs_dir).path).update()
-    print(format_json(run_json(snapshot)) if args.json else format_run(snapshot))
+    print(json.dumps(run_json(snapshot), indent=1) if args.json else format_run(snapshot))
 
 
 def label_run(args: run_options.RunsTagOptions | run_options.RunsNoteOptions) -> None:
@@ -198,7 +203,7 @@ def torch_check(args: options.TorchCheckOptions) -> int:
 
     with progress_line("trying") as on_trial:
         checked = check_torch(args.path, on_trial=on_trial)
-    print(format_json(checked.to_json()) if args.json else format_check(checked))
+    print(json.dumps(checked.to_json(), indent=1) if args.json else format_check(checked))
     return 1 if checked.problems else 0
 
 
@@ -207,7 +212,7 @@ def torch_recipe(args: options.TorchRecipeOptions) -> None:
     from paceline.check.torch_recipe import format_recipe
 
     recipe = recipe_here(arch=args.arch, driver=args.driver, build=args.build, script=args.script)
-    print(format_json(recipe.to_json()) if args.json else format_recipe(recipe, script=args.script))
+    print(json.dumps(recipe.to_json(), indent=1) if args.json else format_recipe(recipe, script=args.script))
 
 
 def accelerate_config(args: options.AccelerateOptions) -> None:
@@ -301,10 +306,6 @@ def completion(args: options.CompletionOptions) -> None:
     print(f"{shellcode(['paceline'], shell=args.shell).strip()}\n# install: {install.strip(' $')}")
 
 
-def format_json(value: Any) -> str:
-    return json.dumps(value, indent=1)
-
-
 def print_facts(facts: dict[str, Any], *, as_json: bool) -> None:
     from paceline.terminal import format_facts
 
@@ -376,11 +377,13 @@ def dispatch(args: list[str]) -> int | None:
         args = [*args[1:], "--help"]
     name = " ".join(args[:2]) if " ".join(args[:2]) in commands else args[0]
     group = {action: takes for action, takes in commands.items() if action.startswith(f"{name} ")}
-    if name in commands:
+    takes_action = bool(group) and len(args) > 2 and not any(word.startswith("-") for word in args[1:3])
+    if name in commands and not takes_action:
         function, takes = COMMANDS[name]
         try:
             values: Any = parse(args[len(name.split()) :], command=name, options=takes)
         except SystemExit:  # after it has printed help
+            print(*(f"\nalso: paceline {action}" for action in group), sep="", end="\n" if group else "")
             return None
         return function(values)
     if name == "--version":

@@ -137,9 +137,9 @@ def test_the_readme_and_the_pages_that_people_start_with_stay_short():
 
 
 def test_the_architecture_page_shows_every_folder():
-    shown = set(re.findall(r"`paceline/(\w+)/", (ROOT / "docs" / "architecture.md").read_text()))
+    shown = set(re.findall(r"`(?:paceline/)?(\w+)/", (ROOT / "docs" / "architecture.md").read_text()))
     folders = {path.name for path in (ROOT / "paceline").iterdir() if (path / "__init__.py").is_file()}
-    assert shown == folders
+    assert folders <= shown
 
 
 def test_every_file_that_the_architecture_page_names_exists():

@@ -110,7 +110,7 @@ def test_cards_stand_side_by_side(capsys):
 
 
 def test_a_card_without_a_time_stands_beside_those_that_cost_something(capsys):
-    head, *rows = table(plan(capsys, "--compare", "GB10,H100", "--price", "2/gpu-hour"))
+    head, *rows = table(plan(capsys, "--compare", "RTX PRO 4000,H100", "--price", "2/gpu-hour"))
     assert head[-1] == "cost"
     assert rows[0][-5:] == ["n/a"] * 5 and float(rows[1][-1].replace(",", "")) > 0
 
@@ -163,6 +163,22 @@ def test_hosts_without_a_named_link_get_an_assumed_one_that_is_said(capsys):
     assert "10GbE" in text and "assumed" in text
 
 
+def test_what_a_slow_link_between_hosts_costs_is_said_with_both_speeds(capsys):
+    slow = plan(capsys, "--gpu", "RTX 5090", "--hosts", "2", "--link", "1GbE", "--num-steps", "10")
+    [line] = [line for line in slow.splitlines() if line.startswith("hosts ")]
+    together, alone = (
+        int(figure.replace(",", "")) for figure in re.findall(r"([\d,]+) tok/s", slow.partition("hosts ")[2])[:2]
+    )
+    assert "slower than one alone" in line and together < alone
+    one = json.loads(plan(capsys, "--gpu", "RTX 5090", "--num-steps", "10", "--total-batch-size", "524288", "--json"))
+    assert one["cost"]["tok_per_sec"]["expected"] == pytest.approx(alone, rel=0.01)
+    fast = json.loads(
+        plan(capsys, "--gpu", "RTX 5090", "--hosts", "2", "--link", "100GbE", "--num-steps", "10", "--json")
+    )
+    assert fast["cost"]["hosts"]["tok_per_sec"] > 1.5 * fast["cost"]["hosts"]["one_host_tok_per_sec"]
+    assert one["cost"]["hosts"] is None
+
+
 def test_a_cpu_that_was_not_measured_has_no_time_and_says_why(capsys):
     text = plan(capsys, "--device", "cpu", "--nproc", "2")
     assert "time    n/a, this CPU was not measured yet" in text
@@ -202,7 +218,7 @@ REFUSALS = [
     ([*TWO, "--link", "warp"], "warp is not a known link", "10GbE"),
     ([*TWO, "--price", "3"], "does not say what is paid for", "2.50/gpu-hour"),
     (["--device", "cpu", "--price", "2/gpu-hour"], "this CPU was not measured yet", "paceline plan --measure"),
-    (["--gpu", "GB10", "--price", "2/gpu-hour"], "in no table", "leave --price out"),
+    (["--gpu", "RTX PRO 4000", "--price", "2/gpu-hour"], "in no table", "leave --price out"),
     ([*TWO, "--sweep", "depth", "--follow-rows"], "needs --sweep device_batch_size", "--sweep device_batch_size --follow-rows"),
     ([*TWO, "--budget", "50"], "--budget needs a price", "--price 2.50/gpu-hour"),
     ([*TWO, "--time", "soon"], "--time soon: not a time", "--time 12h"),

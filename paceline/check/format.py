@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.check.verdicts.host_verdicts import memory_limit
+from paceline.check.verdicts.network_verdicts import VIRTUAL
 from paceline.check.verdicts.rules import Facts, at, count_names, short_name, visible_gpus
 from paceline.errors import Finding
 from paceline.units import format_bytes
@@ -61,12 +62,23 @@ def format_host(facts: Facts) -> str:
 
 
 def format_links(facts: Facts) -> list[str]:
-    """Returns a line for each measured link from this host: address, round trip, speed."""
+    """Returns a line for each measured link from this host: round trip, speed each way, the speed of the interfaces, address."""
     lines = []
+    speeds = {
+        address: nic.get("speed_mbps")
+        for nic in at(facts, "network.interfaces") or ()
+        for address in nic["addresses"] or ()
+        if nic.get("kind") not in VIRTUAL
+    }
     for link in facts.get("links") or ():
         if link["bits_per_s"]:
-            speed = f"{link['rtt_us'] / 1000:.2f} ms there and back, {link['bits_per_s'] / 1e9:.2f} Gb/s"
-            lines.append(f"{at(facts, 'connection.destination')} to {link['to']}: {speed} by {link['address']}")
+            rates = " and ".join(f"{rate / 1e9:.2f}" for rate in (link["bits_per_s"], link["back_bits_per_s"]) if rate)
+            nominal = speeds.get(link.get("local"))
+            of_nominal = f" of {nominal / 1e3:g}" if nominal else ""
+            lines.append(
+                f"{at(facts, 'connection.destination')} to {link['to']}: {link['rtt_us'] / 1000:.2f} ms there and back,"
+                f" {rates}{of_nominal} Gb/s, MTU {link['mtu'] or 'n/a'}, at {link['address']}"
+            )
     return lines
 
 

@@ -32,7 +32,14 @@ from paceline.check.format import (
     short_value,
 )
 from paceline.check.probes.facts import MAX_ANSWER_BYTES, OnProbe, gather_facts
-from paceline.check.verdicts import gpu_verdicts, host_verdicts, network_verdicts, run_verdicts, torch_verdicts
+from paceline.check.verdicts import (
+    gpu_verdicts,
+    host_verdicts,
+    hosts_verdicts,
+    network_verdicts,
+    run_verdicts,
+    torch_verdicts,
+)
 from paceline.check.verdicts.rules import (
     Case,
     Facts,
@@ -40,12 +47,13 @@ from paceline.check.verdicts.rules import (
     Intent,
     Severity,
     at,
+    fix_for,
     visible_gpus,
 )
 from paceline.config import Config, cache_dir
 from paceline.errors import Finding, PacelineError, PlanError
 from paceline.plan.forecast import measured_here
-from paceline.plan.machine import Gpu, Machine, with_spec
+from paceline.plan.machine import Gpu, HostLink, Machine, with_spec
 from paceline.plan.memory import checkpoint_bytes, fullest_state
 from paceline.plan.planner import Plan, make_plan, memory_setup
 from paceline.rundir import RunDir, write_atomic
@@ -61,7 +69,7 @@ SUBJECTS: dict[str, tuple[str, ModuleType]] = {
     "host": ("Host", host_verdicts),
     "storage": ("Disk and text", run_verdicts),
     "network": ("Network", network_verdicts),
-    "hosts": ("Several hosts", network_verdicts),
+    "hosts": ("Several hosts", hosts_verdicts),
 }
 INTRO = """\
 # What `paceline check` checks
@@ -209,16 +217,15 @@ def check_config(
     )
     hosts = [gather_here()] if ask_hosts is None else ask_hosts(gather_here)
     if ask_hosts is not None:
-        answered = next((facts for facts in hosts if at(facts, "host.cpu")), None)
-        machine = replace(machine_of(answered) if answered else machine, hosts=len(hosts))
+        machine = machine_of_hosts(hosts) or replace(machine, hosts=len(hosts))
     try:
-        measured = measured_here(cache_dir(config))
+        measured = measured_here(cache_dir(config), machine=machine)
         plan = make_plan(config, machine, vocab_size=config.vocab_size, num_rows=0, measured=measured)
         intent = training_intent(config, plan, command="check", set_keys=set_keys, run_path=run_path)
     except PlanError as error:
         intent = Intent(
             device=config.device,
-            nproc=config.nproc or (len(machine.gpus) if machine.gpus else min(2, machine.cpu_cores)),
+            nproc=machine.hosts * (config.nproc or (len(machine.gpus) or min(2, machine.cpu_cores))),
             precision=config.precision,
             compile=config.compile,
             set_keys=set_keys,
@@ -228,10 +235,41 @@ def check_config(
             total_batch_size=config.total_batch_size,
             refused=(error.message, error.fix),
         )
-    num_hosts = len(hosts)
+    return judge_facts(hosts, replace(intent_of_each(intent, num_hosts=len(hosts)), port=port))
+
+
+def intent_of_each(intent: Intent, *, num_hosts: int) -> Intent:
+    """Returns what each of the hosts is to run, from what all of them are."""
     share = None if intent.need_host_bytes is None else intent.need_host_bytes // num_hosts
     nproc = None if intent.nproc is None else -(-intent.nproc // num_hosts)
-    return judge_facts(hosts, replace(intent, port=port, num_hosts=num_hosts, nproc=nproc, need_host_bytes=share))
+    return replace(intent, num_hosts=num_hosts, nproc=nproc, need_host_bytes=share)
+
+
+def machine_of_hosts(hosts: Sequence[Facts]) -> Machine | None:
+    """Returns what the least of these hosts has, and the slowest link between them; None where no host answered."""
+    machines = [machine_of(facts) for facts in hosts if at(facts, "host.cpu")]
+    if not machines:
+        return None
+    names = tuple(str(at(facts, "connection.destination") or host_name(facts)).rpartition("@")[2] for facts in hosts)
+    return Machine(
+        gpus=min((machine.gpus for machine in machines), key=lambda gpus: (len(gpus), [g.memory_bytes for g in gpus])),
+        cpu_cores=min(machine.cpu_cores for machine in machines),
+        cpu_bf16=all(machine.cpu_bf16 for machine in machines),
+        memory_bytes=min(machine.memory_bytes for machine in machines),
+        hosts=len(hosts),
+        names=names,
+        link=min(measured_links(hosts), key=lambda link: link.bytes_per_s, default=None),
+    )
+
+
+def measured_links(hosts: Sequence[Facts]) -> Iterator[HostLink]:
+    """Yields the link of each pair of hosts that was measured."""
+    for facts in hosts:
+        for link in facts.get("links") or ():
+            if link["bits_per_s"]:
+                slower = min(link["bits_per_s"], link["back_bits_per_s"] or link["bits_per_s"])
+                pair = (str(at(facts, "connection.destination")), str(link["to"]))
+                yield HostLink(pair, slower / 8, link["rtt_us"] / 1e6)
 
 
 def machine_of(facts: Facts) -> Machine:
@@ -253,12 +291,14 @@ def machine_of(facts: Facts) -> Machine:
     )
 
 
-def report_and_refuse(findings: Sequence[Finding], *, stopped: str, stream: TextIO | None = None) -> None:
+def report_and_refuse(
+    findings: Sequence[Finding], *, stopped: str, stream: TextIO | None = None, several: bool = False
+) -> None:
     """Prints warnings and stops; raises PacelineError if there is a stop. Notes are left to `paceline check`."""
     stream = stream or sys.stdout
     relevant = [finding for finding in findings if finding.severity != "note"]
     if relevant:
-        text = format_findings(relevant)
+        text = format_findings(relevant, several=several)
         print(colour(text) if stream.isatty() else text, file=stream, flush=True)
     stops = [finding.id for finding in relevant if finding.severity == "stop"]
     if stops:
@@ -294,7 +334,7 @@ def make_finding(verdict: Verdict, case: Case, host: Facts | None) -> Finding:
         severity=case.severity or verdict.severity,
         what=case.what,
         why=verdict.why,
-        fix=case.fix,
+        fix=fix_for(host, case.fix) if host else case.fix,
         evidence={path: at(host, path) for path in case.evidence or verdict.evidence},
         host=host_name(host) if host else None,
     )

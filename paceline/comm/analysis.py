@@ -7,6 +7,7 @@ link, which makes it comparable with the link at any number of ranks. Link rates
 NVIDIA's tables.
 """
 
+import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -33,10 +34,11 @@ ASSUMED_MFU = 0.45  # of a well-configured run, where nothing was measured
 
 @dataclass(frozen=True)
 class LinkRate:
-    """bytes_per_s: in one direction; None where no reference is known."""
+    """bytes_per_s: in one direction; None where no reference is known. network: between hosts."""
 
     name: str
     bytes_per_s: float | None
+    network: bool = False
 
 
 def bus_factor(collective: str, world_size: int) -> float:
@@ -88,6 +90,8 @@ def link_verdict(link: LinkRate, bytes_per_s: float) -> tuple[float | None, str]
     share = bytes_per_s / link.bytes_per_s
     if share >= GOOD_SHARE:
         return share, "good"
+    if link.network:
+        return share, "slow: paceline check --hosts compares the interfaces and the path"
     if share >= FAIR_SHARE:
         return share, "fair, as through host memory: these cards do not access each other directly"
     return share, "poor: paceline check searches for a narrow slot, an IOMMU or a slow interface"
@@ -118,6 +122,13 @@ def locate(wrong: Sequence[Mapping[str, Any]]) -> str:
     if pairs:
         return f"wrong results between ranks {pair_names}; single messages between ranks arrive right"
     return f"only {format_ranks(receivers)} together get wrong results; every pair by itself is right"
+
+
+def with_hosts(text: str, hosts: Mapping[str, Sequence[int]]) -> str:
+    """Returns a text about ranks with the host of each rank that it names."""
+    named = set(map(int, re.findall(r"\d+", text)))
+    places = [f"rank {rank} on {name}" for name, ranks in hosts.items() for rank in ranks if rank in named]
+    return f"{text} ({', '.join(places)})" if places else text
 
 
 def step_traffic(plan: Plan) -> dict[str, tuple[int, ...]]:
@@ -172,14 +183,17 @@ def make_results(
     links: Mapping[tuple[int, ...], LinkRate],
     *,
     tok_per_sec: float | None,
+    hosts: Mapping[str, Sequence[int]] | None = None,
 ) -> dict[str, Any]:
-    """Combines the reports of all ranks. The time of the slowest rank counts: a step waits for it."""
+    """Combines the reports of all ranks. The time of the slowest rank counts: a step waits for it. hosts: the ranks of each."""
+    hosts = hosts or {}
     wrong = [error for report in reports for error in report["wrong"]]
     first = reports[0]
     results: dict[str, Any] = {
         "version": 1,
         "time": utc_now(),
-        "host": socket.gethostname(),
+        "host": ", ".join(hosts) or socket.gethostname(),
+        "hosts": {name: list(ranks) for name, ranks in hosts.items()},
         "device": plan.device,
         "device_names": [report["device"] for report in reports],
         "backend": first["backend"],
@@ -190,7 +204,7 @@ def make_results(
         "tested": first["collectives"],
         "right": not wrong,
         "wrong": wrong,
-        "where": locate(wrong) if wrong else None,
+        "where": with_hosts(locate(wrong), hosts) if wrong else None,
         "collectives": {},
         "pairs": [],
         "training": None,

@@ -1,8 +1,9 @@
 """
-`paceline comm`: whether collectives between the ranks here give right results, how fast they are, and what that means for training.
+`paceline comm`: whether collectives between the ranks here, or of several hosts, give right results, how fast they are, and what
+that means for training.
 
 It starts comm/rank_process.py for each rank as a run's workers are started, follows their heartbeats, collects their reports and
-compares the speed with what the links allow. No torch. The figures stay in a file, where plans for this host find them.
+compares the speed with what the links allow. No torch. The figures stay in a file, where plans for these hosts find them.
 """
 
 import json
@@ -14,13 +15,21 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from paceline.comm.analysis import LinkRate, link_of_gpus, make_results, sweep_sizes
+from paceline.check.ready import machine_of_hosts
+from paceline.check.verdicts.hosts_verdicts import interfaces_of, name_of, nominal_bits_per_s
+from paceline.check.verdicts.hosts_verdicts import links as links_of
+from paceline.check.verdicts.rules import Facts, Host, Intent
+from paceline.comm.analysis import LinkRate, link_of_gpus, make_results, sweep_sizes, with_hosts
 from paceline.config import Config
 from paceline.errors import PacelineError, TrainingFailed
 from paceline.heartbeat import read_heartbeat
+from paceline.launch.cluster import Cluster
+from paceline.launch.hosts import HostEntry
 from paceline.launch.job import plan_env
 from paceline.launch.supervisor import run_attempt
+from paceline.launch.train import cluster_of
 from paceline.launch.trial import STOP_GRACE_S, session_folder
+from paceline.plan.forecast import comm_file
 from paceline.plan.machine import probe_machine
 from paceline.plan.planner import Plan, make_plan
 from paceline.plan.replan import of_unknown_memory
@@ -52,15 +61,19 @@ def measure_comm(
     libuv: bool = True,
     progress: Callable[[str, float, float], None] = lambda label, done, total: None,
     worker: Sequence[str] = WORKER,
+    entries: Sequence[HostEntry] = (),
+    facts: Sequence[Facts] = (),
 ) -> dict[str, Any]:
-    """Tests and measures the collectives; writes the figures to `out`, else to comm.json under cache_dir, and returns them.
+    """Tests and measures the collectives; writes the figures to `out`, else under cache_dir, where plans look, and returns them.
 
     config: device, nproc, and the model whose training step is estimated. gpus: the section of that name in this host's facts.
+    entries, facts: several hosts, and the facts of each.
     tok_per_sec: of one process alone. libuv: whether this torch has it. progress(label, done, total). worker: the command of
     each rank. Raises CommFailed when a rank hangs or fails.
     """
     started = time.monotonic()
-    machine = of_unknown_memory(probe_machine())  # only the model's messages matter here, not whether it fits
+    machine = machine_of_hosts(facts) or probe_machine()
+    machine = of_unknown_memory(machine)  # only the model's messages matter here, not whether it fits
     plan = make_plan(config, machine, vocab_size=config.vocab_size, num_rows=0)
     check_ranks(plan)
     max_bytes = max_bytes or MAX_BYTES[plan.device]
@@ -77,17 +90,30 @@ def measure_comm(
     sizes = ",".join(map(str, sweep_sizes(max_bytes)))
     command = [*worker, str(run.path), plan.device, sizes, str(sweep_s)]
     silence_s = deadline_s + max_bytes / SLOWEST_BYTES_PER_S
-    run_ranks(run, plan, command, deadline_s=silence_s, libuv=libuv, progress=progress)
+    cluster = cluster_of(entries, config, machine)
+    hosts = {member.name: member.ranks for member in cluster.present} if cluster else {}
+    try:
+        if cluster:
+            cluster.connect(run, text=None)
+        run_ranks(run, plan, command, deadline_s=silence_s, libuv=libuv, progress=progress, cluster=cluster)
+    finally:
+        if cluster:
+            cluster.close()
     reports = [json.loads((run.path / "comm" / f"{rank}.json").read_text()) for rank in range(plan.world_size)]
-    results = make_results(reports, plan, links_between(plan, gpus), tok_per_sec=tok_per_sec)
+    links = links_between_hosts(plan, hosts, facts) if cluster else links_between(plan, gpus)
+    results = make_results(reports, plan, links, tok_per_sec=tok_per_sec, hosts=hosts)
     results |= {"folder": str(run.path), "seconds": round(time.monotonic() - started, 1)}
-    file = out or cache_dir / "comm.json"
+    file = out or comm_file(cache_dir, list(hosts))
     if results["right"] or out is not None:  # a plan must not rely on a machine that computes wrong results
-        try:
-            write_atomic(file, json.dumps(results, indent=1) + "\n")
-        except OSError as error:
-            raise PacelineError(f"{file} cannot be written: {error.strerror}", fix="--out FILE") from error
+        save_results(results, file)
     return {**results, "file": str(file)}
+
+
+def save_results(results: Mapping[str, Any], file: Path) -> None:
+    try:
+        write_atomic(file, json.dumps(results, indent=1) + "\n")
+    except OSError as error:
+        raise PacelineError(f"{file} cannot be written: {error.strerror}", fix="--out FILE") from error
 
 
 def check_ranks(plan: Plan) -> None:
@@ -109,8 +135,11 @@ def run_ranks(
     deadline_s: float,
     libuv: bool,
     progress: Callable[[str, float, float], None],
+    cluster: Cluster | None = None,
 ) -> None:
     """Returns when every rank has written its report."""
+    env, rows = plan_env(plan, libuv=libuv)
+    hosts = {member.name: member.ranks for member in cluster.present} if cluster else {}
 
     def show_progress() -> None:
         heartbeat = read_heartbeat(run.progress(0))
@@ -124,7 +153,9 @@ def run_ranks(
         run,
         command=command,
         nproc=plan.world_size,
-        env=plan_env(plan, libuv=libuv)[0],
+        env=env,
+        settings={row.name: row.value for row in rows if row.origin == "added"},
+        cluster=cluster,
         on_tick=show_progress,
         hang_after_s=deadline_s,
         stop_grace_s=STOP_GRACE_S,
@@ -138,11 +169,42 @@ def run_ranks(
         )
         if plan.device == "cuda":
             fix = "NCCL_P2P_DISABLE=1 paceline comm shows whether the direct path between the cards is at fault"
-        raise CommFailed(outcome.hang.text, fix=f"logs: {run.logs(1)}; {fix}")
+        place = next((f" (on {name})" for name, ranks in hosts.items() if outcome.hang.rank in ranks), "")
+        raise CommFailed(outcome.hang.text + place, fix=f"logs: {run.logs(1)}; {fix}")
     if outcome.failures:
         root = outcome.failures[0]
-        subject = "the launch" if root.rank is None else f"rank {root.rank}"
+        subject = "the launch" if root.rank is None else with_hosts(f"rank {root.rank}", hosts)
         raise CommFailed(f"{subject} failed: {root.message}", fix=root.fix or f"read the logs: {run.logs(1)}")
+
+
+def links_between_hosts(
+    plan: Plan, hosts: Mapping[str, Sequence[int]], facts: Sequence[Facts]
+) -> dict[tuple[int, ...], LinkRate]:
+    """Returns the link between every two ranks. hosts: the ranks of each, by the name that it has in its facts' connection."""
+    by_name = {short_name_of(host): host for host in (Host(host, Intent()) for host in facts)}
+    host_of = {rank: name for name, ranks in hosts.items() for rank in ranks}
+    ends = {
+        frozenset((short_name_of(a), short_name_of(b))): interfaces_of(a, b, link)
+        for a, b, link in links_of([*by_name.values()])
+    }
+    rates: dict[tuple[int, ...], LinkRate] = {}
+    for a, b in combinations(range(plan.world_size), 2):
+        first, second = host_of[a], host_of[b]
+        if first != second:
+            nominal = nominal_bits_per_s(ends.get(frozenset((first, second)), ()))
+            name = f"{first} to {second}" + (f", {nominal / 1e9:g} Gb/s" if nominal else "")
+            rates[a, b] = LinkRate(name, nominal / 8 if nominal else None, network=True)
+        elif plan.device == "cpu":
+            rates[a, b] = LinkRate(f"loopback of {first}", None)
+        else:
+            gpus, start = by_name[first].gpus, hosts[first][0]
+            rates[a, b] = link_of_gpus(gpus[a - start], gpus[b - start])
+    return rates
+
+
+def short_name_of(host: Host) -> str:
+    """Returns the name that a host has in the cluster: its destination without the user."""
+    return name_of(host).rpartition("@")[2]
 
 
 def links_between(plan: Plan, gpus: Sequence[Mapping[str, Any]]) -> dict[tuple[int, ...], LinkRate]:

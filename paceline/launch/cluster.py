@@ -9,14 +9,16 @@ beside the attempt (launch/member.py); once its link is open it is `ready` to ta
 """
 
 import hashlib
+import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from paceline.check.probes.network_probe import interface_here, route_to
 from paceline.errors import PacelineError
 from paceline.launch.agent import prepare_attempt, start_agent_process
 from paceline.launch.channel import Channel, Line, frame, wait
@@ -24,12 +26,11 @@ from paceline.launch.copies import Copies
 from paceline.launch.gather import Receiver, folder_frames
 from paceline.launch.hosts import HostEntry
 from paceline.launch.member import QUICK_FOR_S, Member
-from paceline.launch.remote import interface_env, route_to
+from paceline.launch.remote import interface_env
 from paceline.launch.stacks import RankProcess
 from paceline.model.manifest import MANIFEST, newest_good, read_manifest
 from paceline.plan.machine import Machine
 from paceline.rundir import RunDir, append_event
-from paceline.units import format_bytes, format_duration
 
 SILENT_S = 5.5  # a host that says nothing for so long is lost; it sends a line every second
 ALIVE_S = 1.0
@@ -52,7 +53,7 @@ class Cluster:
         python: str | None = None,
         interface: str | None = None,
         ports: tuple[int, int] | None = None,
-        rejoin: bool = True,
+        rejoin: bool = False,
     ):
         """machine: what each of them is like, to plan again. nproc: ranks on each. ports: the first and the last to listen on.
 
@@ -75,7 +76,8 @@ class Cluster:
     def machine(self) -> Machine:
         """Returns the remaining hosts as the planner takes them."""
         assert self._machine
-        return replace(self._machine, hosts=len(self.present))
+        names = tuple(member.name for member in self.present)
+        return replace(self._machine, hosts=len(names), names=names)
 
     @classmethod
     def here(cls, nproc: int) -> "Cluster":
@@ -167,14 +169,17 @@ class Cluster:
         elif line.get("event") == "lacks" and self.copies and self.copies.unfinished:  # of the copy that it keeps
             self.copies.send(member, line)
         elif line.get("event") == "alive":
+            # a delay on the way makes the difference smaller, never larger
+            member.clock_s = max(member.clock_s, line.get("time", -math.inf) - time.time())
             member.processes = {int(rank): RankProcess(**facts) for rank, facts in line.get("processes", {}).items()}
         elif line.get("event") == "hello":
             assert self.run
-            member.greet(line, self.run, text=self._text)
+            member.greet(line, self.run, text=self._text, interface=self.interface)
         elif line.get("event") == "opened":
-            member.path, member.shared, member.is_open = line["path"], line["shared"], True
+            member.path, member.shared, member.address = line["path"], line["shared"], line["address"]
+            member.is_open = True
             member.forget_token()
-        elif line.get("event") == "refused" and (not member.is_open or line["do"] == "attempt"):
+        elif line.get("event") == "refused" and (not member.is_open or line.get("do") == "attempt"):
             member.lose(line["why"])
         elif line.get("event") == "left":  # this process was stopped for long
             member.lose(line["why"], link_ended=True)
@@ -202,6 +207,14 @@ class Cluster:
                 break
         return {member: line for member, line in answers.items() if line["event"] == event}
 
+    def ask(self, members: Sequence[Member], order: Line, *, timeout_s: float) -> dict[Member, Line]:
+        """Sends an order whose answers have its name, and returns them. Raises PacelineError where a host is lost."""
+        for member in members:
+            member.send(order)
+        answers = self.answers(members, order["do"], timeout_s=timeout_s)
+        self.stop_for_lost(members)
+        return answers
+
     def connect(self, run: RunDir, *, text: Path | None) -> None:
         """Opens the links and the copies of the run folder. Raises PacelineError for a host that cannot be reached."""
         self.run, self.copies, self._text = run, Copies(run), text.name if text else ""
@@ -213,54 +226,36 @@ class Cluster:
             member.retry_at = 0.0
         while any(not member.is_open and member.lost is None for member in others):
             self.pump(0.05)
-        self._stop_for_lost(others)
+        self.stop_for_lost(others)
         for member in self.members:
             if member.is_here:
-                member.path = str(run.path.resolve())
-                member.address = next((route_to(o.address) for o in others if o.address), None) or "127.0.0.1"
+                by_route = next((route_to(other.address) for other in others if other.address), None)
+                member.path, member.address = str(run.path.resolve()), self._chosen_address() or by_route or "127.0.0.1"
 
-    def _stop_for_lost(self, members: Iterable[Member]) -> None:
+    def _chosen_address(self) -> str | None:
+        """Returns the address of --interface on this host; raises PacelineError where it has none."""
+        try:
+            return interface_here(self.interface)[1] if self.interface else None
+        except ValueError as error:
+            self.close()
+            fix = "--interface NAME of one of them, or a network such as 10.0.0.0/24"
+            raise PacelineError(str(error), fix=fix) from None
+
+    def stop_for_lost(self, members: Iterable[Member]) -> None:
+        """Raises PacelineError where one of these hosts was lost."""
         lost = next((member for member in members if member.lost), None)
         if lost:
             self.close()
             check = f"paceline check --hosts {','.join(m.name for m in self.members)}"
             raise PacelineError(f"host {lost.name}: {lost.lost}", fix=lost.error.fix if lost.error else check)
 
-    def send_text(
-        self, folder: Path, files: Mapping[str, str], *, progress: Callable[[str, float, float], None]
-    ) -> str | None:
-        """Sends the prepared text to the hosts that lack it; returns a line about it. Raises PacelineError where that fails.
-
-        files: name -> hash.
-        """
-        began, others, num_sent = time.monotonic(), [m for m in self.present if not m.is_here], 0
-
-        def counted(frames: Iterator[bytes]) -> Iterator[bytes]:
-            nonlocal num_sent
-            for piece in frames:
-                yield piece
-                num_sent += len(piece)
-
-        lacking = {m: names for m, names in self._lacking(others, "text", files).items() if names}
-        total = sum((folder / name).stat().st_size for names in lacking.values() for name in names)
-        for member, names in lacking.items():
-            member.send_behind(counted(folder_frames(folder, names, "text/")))
-        self._send_all(list(lacking), lambda: progress("send the text", min(num_sent, total), total))
-        bad = [m.name for m, names in self._lacking(list(lacking), "text", files).items() if names]
-        self._stop_for_lost(others)
-        if bad:
-            fix = "see the disk there: df -h ~/.cache"
-            raise PacelineError(f"the text did not arrive whole on {', '.join(bad)}", fix=fix)
-        hosts = ", ".join(member.name for member in lacking)
-        seconds = format_duration(time.monotonic() - began)
-        return f"text    {format_bytes(total)} sent to {hosts} in {seconds}" if lacking else None
-
-    def _lacking(self, members: Sequence[Member], what: str, files: Mapping[str, str]) -> dict[Member, list[str]]:
+    def lacking(self, members: Sequence[Member], what: str, files: Mapping[str, str]) -> dict[Member, list[str]]:
+        """Returns which files each host lacks, of the text or of a checkpoint. files: name -> hash."""
         for member in members:
             member.send({"do": "lack", "of": what, "files": files})
         return {member: line["files"] for member, line in self.answers(members, "lacks", timeout_s=SEND_S).items()}
 
-    def _send_all(self, members: Sequence[Member], show: Callable[[], None] = lambda: None) -> None:
+    def send_all(self, members: Sequence[Member], show: Callable[[], None] = lambda: None) -> None:
         """Waits until everything that waits for these hosts has left."""
         while any(m.channel is not None and m.channel.has_more for m in members):
             show()
@@ -282,10 +277,10 @@ class Cluster:
         if newest:
             files = {name: entry.sha256 for name, entry in read_manifest(newest).files.items()}
             files[MANIFEST] = hashlib.sha256((newest / MANIFEST).read_bytes()).hexdigest()
-            for member, names in self._lacking(others, newest.name, files).items():
+            for member, names in self.lacking(others, newest.name, files).items():
                 if names:
                     member.send_behind(folder_frames(newest, names, f"checkpoints/{newest.name}/"))
-        self._send_all(others)
+        self.send_all(others)
 
     def begin(self) -> list[Member]:
         """Returns the hosts of the next attempt, which stay the same until it has ended: if one is lost, the attempt fails."""
@@ -332,21 +327,23 @@ class Cluster:
     ) -> None:  # fmt: skip
         assert self.run
         own = {**job, "nproc": member.nproc, "first_rank": member.first_rank, "rendezvous": rendezvous}
+        own["host"] = member.name if len(self.members) > 1 else None
         if member.lost:
             return
         member.agent_ended, member.exit_code, member.kill_at, member.waiting = False, None, float("inf"), []
         member.run_id, member.processes = job["run_id"], {}
         if member.is_here:
-            own["env"] = {**job["env"], **(interface_env(reach) if rendezvous else {})}
+            own["env"] = {**job["env"], **(interface_env(reach, self.interface) if rendezvous else {})}
             prepare_attempt(self.run, attempt, own)
-            member.agent = start_agent_process(self.run.logs(attempt), lock_fd=own["lock_fd"])
+            member.agent = start_agent_process(self.run.launch_log(attempt), lock_fd=own["lock_fd"])
             assert member.agent.stdin and member.agent.stdout
             member.channel = Channel(member.agent.stdout.fileno(), member.agent.stdin.fileno())
             member.channel.send(own)
         else:
             theirs = {"python": sys.executable, "path": str(self.run.path)}
             order = {"do": "attempt", "attempt": attempt, "theirs": theirs}
-            own |= {"env": settings, "lock_fd": None, "reach": reach}
+            env = {name: value for name, value in settings.items() if not name.endswith("_SOCKET_IFNAME")}
+            own |= {"env": env, "lock_fd": None, "reach": reach, **member.own_job}
             member.send_behind([frame({**order, "job": own})])
 
     @property

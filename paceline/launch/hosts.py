@@ -6,40 +6,49 @@ say why, so the verdicts about it are as pure as all others.
 """
 
 import getpass
+import ipaddress
 import re
 import secrets
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
 from itertools import combinations, repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import psutil
 
+from paceline.check.probes.facts import gather_facts
+from paceline.check.probes.network_probe import route_to
 from paceline.check.ready import (
     CheckResult,
+    intent_of_each,
     judge_facts,
-    machine_of,
+    machine_of_hosts,
     report_and_refuse,
     start_gathering,
     training_intent,
 )
-from paceline.check.verdicts.rules import Facts, Intent, at
+from paceline.check.verdicts.rules import Facts, Intent, at, visible_gpus
 from paceline.config import Config, cache_dir
 from paceline.errors import PacelineError, UsageError
 from paceline.launch.ssh import ModuleProcess, SshModule, ssh_name
 from paceline.options import ResumeOptions, TrainOptions
 from paceline.plan.machine import Machine, probe_machine
 from paceline.plan.planner import Plan
-from paceline.rundir import RunDir, utc_now
+from paceline.rundir import RunDir
+from paceline.terminal import progress_line
 
 FACTS, LINKS = "paceline.check.probes.facts", "paceline.check.probes.link_probe"
-UNKNOWN_LINK = {"address": None, "port": 0, "rtt_us": None, "bits_per_s": None, "error": "probe"}
+UNKNOWN_LINK: dict[str, Any] = {
+    "address": None, "port": 0, "rtt_us": None, "bits_per_s": None, "back_bits_per_s": None, "mtu": None, "tried": [],
+    "error": "probe",
+}  # fmt: skip
 EXAMPLE = (
     "--hosts ada,bob, user@ada, ada:2 for two ranks there, node[1-4], [fe80::1], or a file with one host on each line"
 )
@@ -109,6 +118,8 @@ def hosts_of(config: Config) -> tuple[list[HostEntry], Config]:
                 raise UsageError(f"--{key} is about several hosts", fix=f"--hosts ada,bob, or leave --{key} out")
         return [], config
     entries = parse_hosts(config.hosts)
+    parse_ports(config.ports)
+    check_interface(config.interface)
     nproc = ranks_of(entries)
     if nproc is not None and config.nproc not in (None, nproc):
         raise UsageError(f"--hosts gives {nproc} ranks to a host, --nproc {config.nproc}", fix="leave one of them out")
@@ -124,6 +135,15 @@ def parse_ports(text: str | None) -> tuple[int, int] | None:
     if not low.isdecimal() or not (high or low).isdecimal() or not 1024 <= int(low) <= int(high or low) <= 65_535:
         raise UsageError(f"--ports {text} is not a range of ports", fix="--ports 29400-29500")
     return int(low), int(high or low)
+
+
+def check_interface(choice: str | None) -> None:
+    """Raises UsageError for a network that is none; whether an interface exists, each host says."""
+    if choice is not None and "/" in choice:
+        try:
+            ipaddress.ip_network(choice, strict=False)
+        except ValueError:
+            raise UsageError(f"--interface {choice} is not a network", fix="--interface eth0, or 10.0.0.0/24") from None
 
 
 def host_lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -193,26 +213,27 @@ def is_this_host(entry: HostEntry) -> bool:
 
 
 def hosts_asker(
-    entries: Sequence[HostEntry], *, python: str | None, port: int | None
+    entries: Sequence[HostEntry], config: Config, *, port: int | None = None
 ) -> Callable[[Callable[[], Facts]], list[Facts]]:
     """Returns a function that gathers the facts of all these hosts at once; it takes one for the host that it runs on.
 
-    The facts of a host have its links to those after it in the list. python: the interpreter on the other hosts, as for SshModule.
+    The facts of a host have its links to those after it in the list. config: its interpreter, interface and ports. port: to try.
     """
 
     def gather(entry: HostEntry, gather_here: Callable[[], Facts]) -> Facts:
-        connection = {"destination": entry.destination, "error": None, "fix": None}
+        connection = {"destination": entry.destination, "here": is_this_host(entry), "error": None, "fix": None}
         try:
-            facts = gather_here() if is_this_host(entry) else ask_host(entry, python=python, port=port)
+            facts = gather_here() if connection["here"] else ask_host(entry, python=config.python, port=port)
         except PacelineError as error:
             return {"connection": {**connection, "error": error.message, "fix": error.fix}}
-        return {**facts, "connection": connection, "received": utc_now()}
+        return {**facts, "connection": connection}
 
     def gather_all(gather_here: Callable[[], Facts]) -> list[Facts]:
         with ThreadPoolExecutor(max_workers=min(32, len(entries))) as pool:
             hosts = list(pool.map(gather, entries, repeat(gather_here)))
         reached = [entry for entry, facts in zip(entries, hosts, strict=True) if facts["connection"]["error"] is None]
-        links = measure_links(reached, python=python, port=port)
+        ports, interface = parse_ports(config.ports), config.interface
+        links = measure_links(reached, python=config.python, port=port, ports=ports, interface=interface)
         names = [facts["connection"]["destination"] for facts in hosts]
         return [{**facts, "links": links.get(name, [])} for name, facts in zip(names, hosts, strict=True)]
 
@@ -228,29 +249,54 @@ def ask_host(entry: HostEntry, *, python: str | None, port: int | None) -> Facts
 
 
 def measure_links(
-    entries: Sequence[HostEntry], *, python: str | None, port: int | None
+    entries: Sequence[HostEntry],
+    *,
+    python: str | None,
+    port: int | None = None,
+    ports: tuple[int, int] | None = None,
+    interface: str | None = None,
 ) -> dict[str, list[dict[str, Any]]]:
     """Returns how each host reaches those after it, by destination: one pair at a time, so that none slows another."""
     links: dict[str, list[dict[str, Any]]] = {entry.destination: [] for entry in entries}
-    token = secrets.token_hex(16)  # what else connects to a listener is turned away
+    request = {"token": secrets.token_hex(16), "port": port, "ports": ports, "interface": interface}
     pairs = list(combinations(entries, 2))
-    with ExitStack() as stack:
+    processes: dict[HostEntry, ModuleProcess] = {}
+    probes: dict[HostEntry, dict[str, Any]] = {}  # what each listens on; or the reason why it does not
+
+    def try_link(first: HostEntry, second: HostEntry) -> dict[str, Any]:
+        if reason := probes[first].get("reason") or probes[second].get("reason"):
+            return {**UNKNOWN_LINK, "reason": reason}
+        target, addresses = probes[second], list(probes[second]["addresses"])
+        if is_this_host(second) and interface is None:  # a launch takes the address on the way to the first
+            addresses = [route_to(address) for address in probes[first]["addresses"][:1]] + addresses
+        order = {"addresses": addresses, "port": target["port"], "store_port": target["store_port"]}
         try:
-            processes = {entry: stack.enter_context(open_probe(entry, python=python)) for entry in entries if pairs}
-            for process in processes.values():
-                process.send({"token": token, "port": port})
-            listening = {entry: process.next_line() for entry, process in processes.items()}
-            while pairs:
-                first, second = pairs[0]
-                names = [] if is_this_host(second) else [ssh_name(second.destination)]
-                request = {"addresses": [*names, *listening[second]["addresses"]], "port": listening[second]["port"]}
-                processes[first].send(request)
-                links[first.destination].append({"to": second.destination, **processes[first].next_line()})
-                del pairs[0]
+            processes[first].send(order)
+            return {**processes[first].next_line(), "clock_s": round(target["clock_s"] - probes[first]["clock_s"], 3)}
         except PacelineError as error:
-            for first, second in pairs:
-                links[first.destination].append({**UNKNOWN_LINK, "to": second.destination, "reason": error.message})
+            probes[first] = {"reason": f"{first.destination}: {error.message}"}
+            return {**UNKNOWN_LINK, "reason": probes[first]["reason"]}
+
+    with ExitStack() as stack:
+        for entry in entries if pairs else ():
+            try:
+                processes[entry] = stack.enter_context(open_probe(entry, python=python))
+                processes[entry].send(request)
+                probes[entry] = processes[entry].next_line()
+                probes[entry]["clock_s"] = clock_ahead_s(processes[entry])
+            except PacelineError as error:
+                probes[entry] = {"reason": f"{entry.destination}: {error.message}"}
+        for first, second in pairs:
+            links[first.destination].append({"to": second.destination, **try_link(first, second)})
     return links
+
+
+def clock_ahead_s(process: ModuleProcess) -> float:
+    """Returns how far the clock of the process's host is ahead of this one's."""
+    sent = time.time()
+    process.send({"clock": True})
+    unix = process.next_line()["unix"]
+    return float(unix - (sent + time.time()) / 2)
 
 
 def open_probe(entry: HostEntry, *, python: str | None) -> ModuleProcess:
@@ -267,29 +313,60 @@ class StartCheck:
     entries: Sequence[HostEntry]
     intent: Callable[[Plan], Intent]
     is_on: bool
+    stream: TextIO | None = None  # for findings; None: stdout
 
     def machine(self) -> Machine:
-        """Returns what the plan is for: this machine, or hosts like the first that answered. Raises PacelineError if none did."""
+        """Returns what the plan is for: this machine, or what the least of the hosts has. Raises PacelineError if none answered."""
         if not self.entries:
             return probe_machine()
-        answered = next((facts for facts in self.facts() if at(facts, "host.cpu")), None)
-        if answered is None:
+        machine = machine_of_hosts(self.facts())
+        if machine is None:
             self._judge(Intent(num_hosts=len(self.entries)))
             raise PacelineError("no host could be asked", fix=f"paceline check --hosts {self.entries[0].destination}")
-        return replace(machine_of(answered), hosts=len(self.entries))
+        return machine
 
     def judge(self, plan: Plan) -> CheckResult:
         """Prints what would hurt the run; raises PacelineError if it would surely fail. With --no-check it finds nothing."""
         if not self.is_on:
             return CheckResult((), ())
-        return self._judge(replace(self.intent(plan), num_hosts=max(1, len(self.entries))))
+        return self._judge(intent_of_each(self.intent(plan), num_hosts=max(1, len(self.entries))))
 
     def _judge(self, intent: Intent) -> CheckResult:
-        share = None if intent.need_host_bytes is None else intent.need_host_bytes // intent.num_hosts
-        nproc = None if intent.nproc is None else intent.nproc // intent.num_hosts
-        checked = judge_facts(self.facts(), replace(intent, need_host_bytes=share, nproc=nproc))
-        report_and_refuse(checked.findings, stopped="this run")
+        checked = judge_facts(self.facts(), intent)
+        report_and_refuse(checked.findings, stopped="this run", several=bool(self.entries), stream=self.stream)
         return checked
+
+
+def ask_hosts(entries: Sequence[HostEntry], config: Config) -> list[Facts]:
+    """Returns the facts and links of hosts for what is no run: a plan, a measurement. Raises PacelineError for a silent host."""
+    cached = cache_dir(config) / "torch.json"
+    facts = hosts_asker(entries, config)(partial(gather_facts, measure_disk=False, cached_torch=cached))
+    for host in facts:
+        if error := at(host, "connection.error"):
+            raise PacelineError(f"{at(host, 'connection.destination')}: {error}", fix=str(at(host, "connection.fix")))
+    return facts
+
+
+def ask_machine(config: Config) -> Machine:
+    """Returns what the hosts that a config names are like, for a plan; raises PacelineError where one does not answer."""
+    entries, config = hosts_of(config)
+    with progress_line("asking the hosts") as show:
+        show(", ".join(entry.host for entry in entries))
+        machine = machine_of_hosts(ask_hosts(entries, config))
+    assert machine is not None  # each of them answered
+    return machine
+
+
+def facts_of_ranks(entries: Sequence[HostEntry], config: Config) -> list[Facts]:
+    """Returns the facts of the hosts of a measurement, or of this one; raises PacelineError where their ranks would fail."""
+    if not entries:
+        return [gather_facts(measure_disk=False, cached_torch=cache_dir(config) / "torch.json")]
+    facts = ask_hosts(entries, config)
+    device = config.device or ("cuda" if all(visible_gpus(host) for host in facts) else "cpu")
+    intent = Intent(device=device, nproc=config.nproc, num_hosts=len(facts), config=asdict(config))
+    stops = [finding for finding in judge_facts(facts, intent).findings if finding.severity == "stop"]
+    report_and_refuse(stops, stopped="this measurement", several=True)
+    return facts
 
 
 @contextmanager
@@ -311,11 +388,9 @@ def start_check(
         return
     folders = {"run_dir": run.path, "cache_dir": cache_dir(config), "cached_torch": cache_dir(config) / "torch.json"}
     text = {"data": config.data, "tokenizer": config.tokenizer, "vocab_size": config.vocab_size}
-    ports = parse_ports(config.ports)
     with ThreadPoolExecutor(1) as pool, start_gathering(**folders, **text, measure_disk=False) as gathered:
         if not entries:
             facts: Callable[[], Sequence[Facts]] = lambda: [gathered.facts()]  # noqa: E731
         else:
-            ask = hosts_asker(entries, python=config.python, port=ports[0] if ports else None)
-            facts = pool.submit(ask, gathered.facts).result
+            facts = pool.submit(hosts_asker(entries, config), gathered.facts).result
         yield StartCheck(facts, entries, intent, is_on=options.check)

@@ -22,7 +22,7 @@ from paceline.explain.evidence import read_samples
 from paceline.launch.attempts import Job
 from paceline.launch.cluster import Cluster
 from paceline.launch.digest import Digest, OnMetrics
-from paceline.launch.env import EnvRow, Launch, worker_env
+from paceline.launch.env import EnvRow, Launch, env_elsewhere, worker_env
 from paceline.launch.losses import readmit, ready_hosts
 from paceline.launch.policy import Abilities, AttemptEnd, Decision
 from paceline.launch.supervisor import Outcome, StopSignals, run_attempt
@@ -67,7 +67,7 @@ class TrainingJob(Job):
     def attempt(self, number: int, signals: StopSignals) -> Outcome:
         """Runs the worker on every rank and shows its digest."""
         plan, cache, cluster = self.plan, cache_dir(self.config), self.cluster
-        env, rows = plan_env(plan, libuv=self.libuv)
+        env, _ = plan_env(plan, libuv=self.libuv)
         if cluster:
             cluster.settle()
         digest = Digest(
@@ -75,7 +75,7 @@ class TrainingJob(Job):
             num_steps=plan.num_steps,
             total_batch_size=plan.total_batch_size,
             stream=sys.stdout,
-            on_metrics=watch_steps(self.run, plan, cache=cache),
+            on_metrics=watch_steps(self.run, plan, cache=cache, cluster=cluster),
         )
         try:
             outcome = run_attempt(
@@ -84,7 +84,7 @@ class TrainingJob(Job):
                 nproc=plan.world_size,
                 attempt=number,
                 env=env,
-                settings={row.name: row.value for row in rows if row.origin == "added"},
+                settings=env_elsewhere(os.environ, plan_launch(plan, libuv=self.libuv), self.options.env),
                 cluster=cluster,
                 lock_fd=self.lock,
                 signals=signals,
@@ -235,7 +235,12 @@ def quoted(text: str) -> str:
 
 def plan_env(plan: Plan, *, libuv: bool) -> tuple[dict[str, str], list[EnvRow]]:
     """Returns the workers' environment for a plan, and its table. libuv: whether this torch has it."""
-    return worker_env(os.environ, Launch(plan.world_size, plan.device, plan.threads * plan.world_size, libuv=libuv))
+    return worker_env(os.environ, plan_launch(plan, libuv=libuv))
+
+
+def plan_launch(plan: Plan, *, libuv: bool) -> Launch:
+    """Returns what the environment of a plan's ranks depends on."""
+    return Launch(plan.world_size, plan.device, plan.threads * plan.world_size, libuv=libuv)
 
 
 def stop_grace_s(plan: Plan) -> float:
@@ -257,17 +262,19 @@ def bytes_of_other_processes(run: RunDir) -> int:
     return max(used.values(), default=0)
 
 
-def watch_steps(run: RunDir, plan: Plan, *, cache: Path) -> OnMetrics:
+def watch_steps(run: RunDir, plan: Plan, *, cache: Path, cluster: Cluster | None = None) -> OnMetrics:
     """Returns the function that takes the lines of metrics.jsonl; it does nothing where the plan has no step time."""
     planned = planned_step(plan.cost)
     if planned is None or planned.seconds is None:
         return lambda record: None
 
     def gap(measured_s: float) -> Finding | None:
-        machine = probe_machine()
-        link = link_of(None, machine, world_size=plan.world_size, device=plan.device, comm=read_comm(cache))
+        machine = cluster.machine if cluster else probe_machine()
+        comm = read_comm(cache, machine)
+        link = link_of(None, machine, world_size=plan.world_size, device=plan.device, comm=comm)
         setup = step_setup(plan, machine, link=link, cache=cache)
-        if setup.speeds is not None and planned.uncorrected_s is not None:
+        # a step over a network says nothing about this device's speed
+        if setup.speeds is not None and planned.uncorrected_s is not None and plan.hosts == 1:
             # a cache that cannot be written makes the next plan less precise, and does not stop this run
             with suppress(PacelineError):
                 remember_step(

@@ -63,6 +63,7 @@ class Member:
     path: str = ""  # of the run folder there
     run_id: str | None = None  # of the last attempt that it took part in
     shared: bool = True
+    own_job: Mapping[str, Any] = field(default_factory=dict)  # what differs there: command and cwd of a script
     clock_s: float = 0.0  # how far its clock is ahead of ours
     is_greeted: bool = False  # its first line has come: before that it reads no frames
     is_open: bool = False  # it has found or made its run folder
@@ -140,15 +141,15 @@ class Member:
                 Channel(result.stdout.fileno(), result.stdin.fileno()), 0.0, now + open_s
             )  # fmt: skip
 
-    def greet(self, line: Line, run: RunDir, *, text: str) -> None:
+    def greet(self, line: Line, run: RunDir, *, text: str, interface: str | None) -> None:
         """Asks the host, which has just said hello, for its copy of the run folder, and to end what a lost link has left there."""
         self.clock_s = line["time"] - time.time()
-        self.address, self.is_greeted = line["address"], True
+        self.is_greeted = True
         self.token = run.path / f".shared-{secrets.token_hex(8)}"
         self.token.touch()
         head, path = socket.gethostname(), str(run.path.resolve())
         key = hashlib.sha256(f"{head}:{path}".encode()).hexdigest()[:12]
-        folder = {"path": path, "token": self.token.name, "key": key, "text": text or None}
+        folder = {"path": path, "token": self.token.name, "key": key, "text": text or None, "interface": interface}
         growing = [*run.path.glob("logs/*/*"), *run.path.glob("health/*"), run.metrics]
         sizes = {str(path.relative_to(run.path)): path.stat().st_size for path in growing if path.is_file()}
         self.send({"do": "open", **folder, "sizes": sizes, "run_id": self.run_id, "host": self.name, "head": head})

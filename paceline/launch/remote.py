@@ -17,14 +17,15 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from paceline.check.probes.network_probe import interface_here, interface_to, ssh_address
 from paceline.config import Config, cache_dir
 from paceline.errors import PacelineError
+from paceline.explain.evidence import read_kernel_errors
 from paceline.launch.agent import kill_processes, prepare_attempt, start_agent_process
 from paceline.launch.channel import Channel, Line, frame, wait
 from paceline.launch.gather import (
@@ -35,6 +36,7 @@ from paceline.launch.gather import (
     receive,
     remove_newer,
 )
+from paceline.launch.script_copy import PREFIX, ScriptCopy
 from paceline.launch.stacks import inspect_ranks, rank_processes
 from paceline.model.manifest import MANIFEST, read_manifest
 from paceline.model.publish import prune
@@ -54,15 +56,9 @@ def main() -> int:
     """Serves one supervisor until it has gone."""
     channel = Channel(sys.stdin.fileno(), sys.stdout.fileno())
     channel.send({
-        "event": "hello", "host": socket.gethostname(), "time": time.time(), "address": own_address(), "python": sys.executable
+        "event": "hello", "host": socket.gethostname(), "time": time.time(), "python": sys.executable
     })  # fmt: skip
     return FarEnd(channel).serve()
-
-
-def own_address() -> str | None:
-    """Returns the address of this host by which its ssh server was reached."""
-    words = os.environ.get("SSH_CONNECTION", "").split()
-    return words[2] if len(words) == 4 else None
 
 
 class FarEnd:
@@ -71,14 +67,19 @@ class FarEnd:
     def __init__(self, channel: Channel):
         self.channel = channel
         self.run: RunDir | None = None
+        self.host = ""  # what the run calls this host
+        self.pids: dict[int, int] = {}  # of the attempt's ranks: pid -> rank
+        self.has_failed = False  # one of them
         self.shared = False  # the run folder itself is here too: nothing has to travel
         self.follower: Follower | None = None
         self.text: Path | None = None
+        self.script = ScriptCopy()
         self.agent: subprocess.Popen[bytes] | None = None
         self.lines: Channel | None = None  # to and from the agent
         self.attempt = 0
         self.lock: int | None = None
         self.has_rank_0 = False
+        self.interface: str | None = None  # --interface
         self.pool, self.pending = ThreadPoolExecutor(1), list[tuple[Future[Any], Callable[[Any], object]]]()
         self.known = set[str]()  # whole checkpoints of which the supervisor knows
         self.copied_files: dict[str, str] = {}  # of the checkpoint whose copy is under way: name -> hash
@@ -99,7 +100,10 @@ class FarEnd:
                     self.channel.send({"event": "refused", "do": line.get("do"), "why": why})
             while self.pending and self.pending[0][0].done():
                 future, then = self.pending.pop(0)
-                then(future.result())
+                try:
+                    then(future.result())
+                except (OSError, ValueError) as error:
+                    self.channel.send({"event": "refused", "why": str(error)})
             now = time.monotonic()
             if self.lines:
                 self.pass_on(self.lines)
@@ -110,13 +114,12 @@ class FarEnd:
                     self.look()
             if now - sent_at > ALIVE_S:
                 sent_at = now
-                self.channel.send({"event": "alive", "processes": self.processes()})
+                self.channel.send({"event": "alive", "time": time.time(), "processes": self.processes()})
             is_silent = now - self.channel.heard_at > (HEAD_LOST_S if self.agent else IDLE_S)
             if kill_at == math.inf and (self.channel.ended or is_silent):
                 kill_at, self.is_leaving = now + AGENT_END_S, True
-                self.channel.send(
-                    {"event": "left", "why": f"it heard nothing from the supervisor for {HEAD_LOST_S:.0f} s"}
-                )
+                why = f"it heard nothing from the supervisor for {HEAD_LOST_S:.0f} s"
+                self.channel.send({"event": "left", "why": why})
                 if self.agent:  # its stdin ends: the ranks save, then everything ends
                     assert self.agent.stdin
                     self.agent.stdin.close()
@@ -151,13 +154,24 @@ class FarEnd:
             if self.follower:
                 self.follower.hurry(self.attempt)
             self.channel.send(line)
+            if line["event"] == "started":
+                self.pids = {rank["pid"]: rank["rank"] for rank in line["ranks"]}
+            self.has_failed = self.has_failed or line["event"] == "rank_failed"
         if not lines.ended:
             return
         exit_code = self.agent.wait()
+        if self.has_failed:
+            self.keep_kernel_errors()
         if self.follower:
             self.look()
         self.agent, self.lines = None, None
         self.channel.send_behind([json.dumps({"event": "agent_ended", "exit_code": exit_code}).encode() + b"\n"])
+
+    def keep_kernel_errors(self) -> None:
+        """Writes what this host's kernel log has about its ranks, with torch's own prefix for a rank, beside their logs."""
+        assert self.run
+        if lines := [f"[rank{rank}]: {text}\n" for rank, text in read_kernel_errors(self.pids)]:
+            self.run.kernel_log(self.attempt, self.host).write_text("".join(lines), encoding="utf-8")
 
     def obey(self, line: Line, data: bytes) -> None:
         """Carries out one order."""
@@ -177,6 +191,8 @@ class FarEnd:
                     line["files"],
                     then=lambda names: self.channel.send({**answer, "files": names}),
                 )
+            case "script":
+                self.in_thread(self.script.answer, line, then=self.channel.send)
             case "settle":  # before an attempt: the checkpoints that the supervisor has are those that count
                 assert self.run
                 if not self.shared:
@@ -199,7 +215,12 @@ class FarEnd:
                 self.lines.send(line)
 
     def open(self, line: Line) -> None:
-        """Finds or makes the copy of the run folder. line: the folder's path at the supervisor, a token in it, its key."""
+        """Finds or makes the copy of the run folder.
+
+        line: the folder's path at the supervisor, a token in it, its key; what the run calls this host; and the interface to use.
+        """
+        self.host, self.interface = line["host"].replace("/", "_"), line["interface"]
+        address = interface_here(self.interface)[1] if self.interface else ssh_address()
         original = Path(line["path"])
         self.shared = (original / line["token"]).is_file()
         path = original if self.shared else cache_dir(Config()) / "runs" / line["key"] / original.name
@@ -209,7 +230,7 @@ class FarEnd:
             kill_processes(line["run_id"], timeout_s=LEFT_S)  # of an attempt that a lost link has ended
         if not self.shared:
             self.lock = self.lock_when_free(self.run, line["head"])
-            self.follower = Follower(self.run, self.channel, host=line["host"])
+            self.follower = Follower(self.run, self.channel)
             self.follower.catch_up(line["sizes"])
             for stale in ("progress", "health"):
                 shutil.rmtree(path / stale, ignore_errors=True)
@@ -219,6 +240,7 @@ class FarEnd:
             "path": str(path),
             "shared": self.shared,
             "free_bytes": shutil.disk_usage(path).free,
+            "address": address,
         }
         self.channel.send_behind([frame(answer)])  # behind what the supervisor lacked
 
@@ -254,6 +276,9 @@ class FarEnd:
             if line["last"]:
                 part.replace(self.text / name[5:])
             return
+        if name.startswith(PREFIX):
+            self.script.take(name.removeprefix(PREFIX), line, data)
+            return
         assert self.run
         receive(self.run, line, data, allowed=SENT)
         if line["last"] and name.startswith("checkpoints/step_"):
@@ -273,7 +298,8 @@ class FarEnd:
         self.attempt = line["attempt"]
         own = {theirs["python"]: sys.executable, theirs["path"]: str(self.run.path)}
         job["command"] = [own.get(word, word) for word in job["command"]]
-        job["env"] = {**os.environ, **job["env"], **interface_env(job.pop("reach"))}
+        reach = job.pop("reach")
+        job["env"] = {**os.environ, **own_env(job["env"], self.run), **interface_env(reach, self.interface)}
         job["lock_fd"] = self.lock
         prepare_attempt(self.run, self.attempt, job)
         if self.follower:
@@ -281,7 +307,8 @@ class FarEnd:
         self.ranks = range(job["first_rank"], job["first_rank"] + job["nproc"])
         self.has_rank_0 = job["first_rank"] == 0 and not self.shared
         self.known = {path.parent.name for path in self.run.checkpoints.glob(f"step_*/{MANIFEST}")}
-        self.agent = start_agent_process(self.run.logs(self.attempt), lock_fd=self.lock)
+        self.pids, self.has_failed = {}, False
+        self.agent = start_agent_process(self.run.launch_log(self.attempt, self.host), lock_fd=self.lock)
         assert self.agent.stdin and self.agent.stdout
         self.lines = Channel(self.agent.stdout.fileno(), self.agent.stdin.fileno())
         self.lines.send(job)
@@ -319,29 +346,24 @@ class FarEnd:
         self.in_thread(missing_files, folder, self.copied_files, then=answer)
 
 
-def interface_env(reach: str | None) -> dict[str, str]:
-    """Returns which network interface gloo and NCCL use: that by which this host reaches an address."""
-    name = interface_to(reach) if reach else None
-    return {} if name is None else {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+def own_env(env: dict[str, str], run: RunDir) -> dict[str, str]:
+    """Returns the variables that the supervisor sends as they are on this host."""
+    changes = {"PACELINE_RUN": str(run.path)} if "PACELINE_RUN" in env else {}
+    if "PYTHONPATH" in env:  # paceline itself is in this host's
+        changes["PYTHONPATH"] = os.pathsep.join(filter(None, [env["PYTHONPATH"], os.environ.get("PYTHONPATH")]))
+    return {**env, **changes}
 
 
-def route_to(address: str) -> str | None:
-    """Returns this host's own address on the way to another one; nothing is sent."""
-    with suppress(OSError):
-        family, _, _, _, place = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(place)
-            return str(probe.getsockname()[0])
-    return None
+def interface_env(reach: str | None, choice: str | None) -> dict[str, str]:
+    """Returns which network interface gloo and NCCL use: the chosen one, else that by which this host reaches an address.
 
-
-def interface_to(address: str) -> str | None:
-    """Returns the name of the interface by which this host reaches an address; None where there is no way."""
-    import psutil
-
-    own = route_to(address)
-    nics = psutil.net_if_addrs()
-    return next((name for name, nic in nics.items() if any(a.address.partition("%")[0] == own for a in nic)), None)
+    A variable that the user has set on this host stays, except beside --interface. NCCL takes a name without `=` as a prefix.
+    """
+    name = interface_here(choice)[0] if choice else interface_to(reach) if reach else None
+    if name is None:
+        return {}
+    env = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
+    return env if choice else {key: value for key, value in env.items() if key not in os.environ}
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from paceline.errors import Interrupted
 from paceline.explain.explanation import Explanation
 from paceline.heartbeat import read_heartbeat
-from paceline.launch.agent import LAUNCH_LOG, kill_processes
+from paceline.launch.agent import kill_processes
 from paceline.launch.cluster import Cluster
 from paceline.launch.failure import Failure, find_early_exits, find_failures, read_log_tail
 from paceline.launch.losses import agent_failure, host_failure, settle_losses
@@ -165,7 +165,8 @@ class AttemptRecord:
     def add(self, member: Member, line: dict[str, Any]) -> None:
         """Takes a line from an agent."""
         for rank in line.get("ranks", ()):
-            rank |= {"host": member.name, "clock_s": member.clock_s} if len(self.members) > 1 else {}
+            is_several = len(self.cluster.members) > 1
+            rank |= {"host": member.name, "clock_s": member.clock_s} if is_several else {}
             self.by_rank[rank["rank"]] = rank
         if line["event"] == "started" and len(self.by_rank) == self.nproc:
             self.write_attempt()
@@ -186,7 +187,11 @@ class AttemptRecord:
         self.is_written = True
         pids = [rank["pid"] for rank in self.ranks]  # none when it ended before the workers were started
         hosts = {member.name: list(member.ranks) for member in self.members}
-        several = {"hosts": hosts} if len(hosts) > 1 else {}
+        several: dict[str, Any] = {}
+        if len(self.cluster.members) > 1:  # clock_s: how far the clock of each host is ahead of this one's
+            head = next((member.name for member in self.members if member.is_here), None)  # the host of this process
+            clock_s = {member.name: round(member.clock_s, 3) for member in self.members}
+            several = {"hosts": hosts, "head": head, "clock_s": clock_s}
         append_event(
             self.run, "attempt", attempt=self.attempt, nproc=self.nproc, world_size=self.nproc, pids=pids, **several
         )
@@ -235,7 +240,7 @@ class AttemptRecord:
             name = signal.Signals(-exit_code).name
             return [Failure(None, None, name, f"{process} was killed by {name}", time.time(), consequence=False)]
         message = f"{process} exited with code {exit_code}"
-        log = "\n".join(read_log_tail(self.run.logs(self.attempt) / LAUNCH_LOG))
+        log = "\n".join(read_log_tail(self.run.launch_log(self.attempt)))
         return [Failure(None, exit_code, None, message, time.time(), consequence=False, traceback=log)]
 
     def state(self, failures: list[Failure]) -> State:

@@ -29,13 +29,14 @@ from paceline.errors import PacelineError
 from paceline.launch.attempts import run_job
 from paceline.launch.background import detach
 from paceline.launch.cluster import Cluster
-from paceline.launch.env import format_env, harm_lines
+from paceline.launch.env import format_env, harm_lines, listed_env
 from paceline.launch.hosts import HostEntry, hosts_of, parse_ports, start_check
 from paceline.launch.job import TrainingJob, plan_env
 from paceline.launch.notify import checked_services
+from paceline.launch.sync import send_text
 from paceline.launch.trial import try_plan
 from paceline.model.manifest import newest_good, read_manifest
-from paceline.options import LaunchOptions, ResumeOptions, Services, TrainOptions
+from paceline.options import ResumeOptions, Services, TrainOptions
 from paceline.plan.forecast import forecast, format_plan, measured_here
 from paceline.plan.host import probe_cpu_cores
 from paceline.plan.machine import Machine, probe_machine
@@ -47,6 +48,7 @@ from paceline.rundir import (
     RunInUse,
     append_event,
     check_unused,
+    is_script_run,
     lock_run,
     unwritable_run,
     utc_now,
@@ -72,6 +74,7 @@ def start_run(config: Config, options: TrainOptions) -> int:
     started, services = time.monotonic(), checked_services(options)
     check_config(config)
     entries, config = hosts_of(config)
+    listed_env(os.environ, options.env, several=bool(entries))
     if not entries:  # refuses what cannot run before any text is read
         measured = measured_here(cache_dir(config))
         make_plan(config, probe_machine(), vocab_size=config.vocab_size, num_rows=0, measured=measured)
@@ -96,7 +99,9 @@ def start_run(config: Config, options: TrainOptions) -> int:
         write_atomic(run.config_toml, format_toml(config))  # last: a folder without it is not a run
     for text in notes:
         append_event(run, "note", text=text)
-    job = TrainingJob(run, lock, checked.libuv, options, config, make, cluster_of(entries, config, machine, options))
+    job = TrainingJob(
+        run, lock, checked.libuv, options, config, make, cluster_of(entries, config, machine, rejoin=options.rejoin)
+    )
     return run_training(job, plan, checked, dataset, services, started=started)
 
 
@@ -110,6 +115,7 @@ def resume_run(run: RunDir, options: ResumeOptions) -> int:
     new_run = f"start a new run with it: paceline train {run.config_toml} --name NEW"
     config, plan_before = changed_run(run, options.keys, otherwise=new_run)
     entries, config = hosts_of(config)
+    listed_env(os.environ, options.env, several=bool(entries))
     with start_check(config, run, options, command="resume", entries=entries) as check:
         dataset = reopen_data(run, config)
         make, machine = planner(dataset), check.machine()
@@ -136,7 +142,9 @@ def resume_run(run: RunDir, options: ResumeOptions) -> int:
     config = config_of_plan(config, plan)
     write_atomic(run.config_toml, format_toml(config))
     write_atomic(run.plan_json, plan.to_json())
-    job = TrainingJob(run, lock, checked.libuv, options, config, make, cluster_of(entries, config, machine, options))
+    job = TrainingJob(
+        run, lock, checked.libuv, options, config, make, cluster_of(entries, config, machine, rejoin=options.rejoin)
+    )
     return run_training(job, plan, checked, dataset, services, started=started)
 
 
@@ -150,7 +158,7 @@ def adopt_copy(run: RunDir) -> None:
 
 
 def cluster_of(
-    entries: Sequence[HostEntry], config: Config, machine: Machine, options: LaunchOptions
+    entries: Sequence[HostEntry], config: Config, machine: Machine, *, rejoin: bool = False
 ) -> Cluster | None:
     """Returns the hosts of a run; None for this one alone."""
     if not entries:
@@ -164,7 +172,7 @@ def cluster_of(
         python=config.python,
         interface=config.interface,
         ports=parse_ports(config.ports),
-        rejoin=options.rejoin,
+        rejoin=rejoin,
     )
 
 
@@ -240,7 +248,7 @@ def run_training(
     if job.cluster:
         job.cluster.connect(job.run, text=dataset.path)
         with show_progress() as progress:
-            text = job.cluster.send_text(dataset.path, file_hashes(dataset), progress=progress)
+            text = send_text(job.cluster, dataset.path, file_hashes(dataset), progress=progress)
         if text:
             job.show([text])
     append_event(job.run, "launch", prepared_s=round(prepared_s, 3))
@@ -284,13 +292,22 @@ def config_of_plan(config: Config, plan: Plan) -> Config:
     )
 
 
+def taken_name_fix(run: RunDir) -> str:
+    """Returns what helps where a new training has the name of a run: what continues that run, if anything does."""
+    if is_script_run(run):
+        return "another --name"
+    status = run_status(run)
+    longer = f" --num-steps {2 * status.num_steps}" if status.state == "finished" and status.num_steps else ""
+    return f"paceline resume {run.path}{longer}, or another --name"
+
+
 @contextmanager
 def new_folder(run: RunDir) -> Iterator[tuple[int, Progress]]:
     """Creates the folder of a new run. Yields the lock that holds it, and what publishes the work before the launch.
 
     A folder that has not become a run at the end is removed. Raises PacelineError where it holds something or cannot be written.
     """
-    check_unused(run, fix=f"paceline resume {run.path}, or another --name")
+    check_unused(run, fix=taken_name_fix(run))
     try:
         run.path.mkdir(parents=True, exist_ok=True)
         lock = lock_run(run)

@@ -9,12 +9,13 @@ import json
 import math
 import shutil
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from paceline.config import Config
 from paceline.errors import Change, PlanError
@@ -29,8 +30,16 @@ from paceline.plan.planner import Measured, Plan, format_flags, make_plan, threa
 from paceline.plan.shapes import choose_eval_tokens, num_params, steps_of_time
 from paceline.plan.sizing import PROFILES, SIZE_KEYS
 from paceline.plan.speeds import load_speeds
-from paceline.plan.step_time import StepSetup, StepTime, step_time
-from paceline.units import format_bytes, format_count, format_duration, format_mfu, format_number_of, parse_duration
+from paceline.plan.step_time import StepSetup, StepTime, sending_seconds, step_time
+from paceline.units import (
+    format_bytes,
+    format_count,
+    format_duration,
+    format_mfu,
+    format_ms,
+    format_number_of,
+    parse_duration,
+)
 
 FULLEST_PROFILE = "aggressive"
 BAR_WIDTH = 44
@@ -68,10 +77,11 @@ def forecast(
     price: Price | None = None,
 ) -> Forecast:
     """Returns the forecast; raises PlanError where nothing fits. cache: paceline's cache folder. watts: of each device."""
-    measured = measured_here(cache, link_name=link_name)
+    measured = measured_here(cache, link_name=link_name, machine=machine)
     planned = partial(make_plan, machine=machine, vocab_size=vocab_size, num_rows=num_rows, measured=measured)
     plan = planned(config)
-    link = link_of(link_name, machine, world_size=plan.world_size, device=plan.device, comm=read_comm(cache))
+    comm = read_comm(cache, machine)
+    link = link_of(link_name, machine, world_size=plan.world_size, device=plan.device, comm=comm)
     setup = step_setup(plan, machine, link=link, cache=cache)
     step, run = step_time(setup), None
     if step.seconds is not None:
@@ -90,13 +100,38 @@ def forecast(
             watts=watts if watts is not None else setup.spec.watts if setup.spec else None,
             price=price,
         )
-    plan = replace(plan, cost={**asdict(step), "run": None if run is None else asdict(run)})
+    hosts = hosts_cost(config, plan, setup, step, machine, cache=cache, vocab_size=vocab_size)
+    plan = replace(plan, cost={**asdict(step), "run": None if run is None else asdict(run), "hosts": hosts})
     others = []
     for change in fuller_plans(config) if step.seconds is not None else ():
         with suppress(PlanError):
             other = planned(replace(config, **change), find_fix=False)
             others.append((format_flags(change), step_setup(other, machine, link=link, cache=cache)))
     return Forecast(plan, setup, step, run, levers(setup, others))
+
+
+def hosts_cost(
+    config: Config, plan: Plan, setup: StepSetup, step: StepTime, machine: Machine, *, cache: Path, vocab_size: int
+) -> dict[str, Any] | None:
+    """Returns what the link between hosts costs a step, and how fast one of them alone takes the same batch; None on one host."""
+    if machine.hosts == 1 or setup.link is None:
+        return None
+    summing_s, gathering_s, _ = sending_seconds(setup)
+    cost: dict[str, Any] = {"link": setup.link.name, "bytes_per_s": setup.link.bytes_per_s, "source": setup.link.source}
+    cost |= {"sending_s": summing_s + gathering_s, "tok_per_sec": None, "one_host_tok_per_sec": None}
+    if step.tok_per_sec is None:
+        return cost
+    cost["tok_per_sec"] = step.tok_per_sec.expected
+    one = replace(machine, hosts=1, names=(), link=None)
+    with suppress(PlanError):  # it may fit on several hosts alone
+        same_batch = replace(config, total_batch_size=plan.total_batch_size, num_steps=plan.num_steps, time=None)
+        alone = make_plan(
+            same_batch, one, vocab_size=vocab_size, num_rows=0, measured=measured_here(cache), find_fix=False
+        )
+        link = link_of(None, one, world_size=alone.world_size, device=alone.device, comm=read_comm(cache, one))
+        speed = step_time(step_setup(alone, one, link=link, cache=cache)).tok_per_sec
+        cost["one_host_tok_per_sec"] = speed.expected if speed else None
+    return cost
 
 
 def fuller_plans(config: Config) -> Iterator[Change]:
@@ -110,9 +145,9 @@ def fuller_plans(config: Config) -> Iterator[Change]:
         yield {**opened, "profile": FULLEST_PROFILE}
 
 
-def measured_here(cache: Path, *, link_name: str | None = None) -> Measured:
-    """Returns what make_plan is to know of this machine. cache: paceline's cache folder, read once."""
-    comm = read_comm(cache)
+def measured_here(cache: Path, *, link_name: str | None = None, machine: Machine | None = None) -> Measured:
+    """Returns what make_plan is to know. cache: paceline's cache folder, read once. machine: None is this one alone."""
+    comm = read_comm(cache, machine)
 
     def step_seconds(machine: Machine, setup: MemorySetup, compile: bool | None) -> float | None:
         """Returns nothing for a CPU: its micro-batch is small in any case (sizing.CPU_MICRO_STEP_TOKENS)."""
@@ -137,17 +172,23 @@ def measured_here(cache: Path, *, link_name: str | None = None) -> Measured:
 def step_setup(plan: Plan, machine: Machine, *, link: Link | None, cache: Path) -> StepSetup:
     """Returns all that the time of a plan's step depends on, with the speeds that were measured here."""
     gpu = machine.gpus[0] if plan.device == "cuda" else None
-    processes = 1 if gpu else plan.world_size
+    processes = 1 if gpu else plan.world_size // plan.hosts
     speeds = load_speeds(cache, device_name=plan.device_name, threads=plan.threads, processes=processes)
     names = {field.name for field in fields(StepSetup)} - {"spec", "link", "speeds"}
     shared = {name: getattr(plan, name) for name in names}
     return StepSetup(**shared, spec=gpu.spec if gpu else None, link=link, speeds=speeds)
 
 
-def read_comm(cache: Path) -> dict[str, Any] | None:
-    """Returns what `paceline comm` measured last; None where it measured nothing."""
+def comm_file(cache: Path, hosts: Sequence[str]) -> Path:
+    """Returns the file of what `paceline comm` measured on this host, or on these."""
+    names = "".join(f"-{quote(name, safe='@')}" for name in sorted(hosts))
+    return cache / f"comm{names}.json"
+
+
+def read_comm(cache: Path, machine: Machine | None) -> dict[str, Any] | None:
+    """Returns what `paceline comm` measured last on the machine's hosts, None: on this one; None where it measured nothing."""
     with suppress(OSError, ValueError):
-        record = json.loads((cache / "comm.json").read_text(encoding="utf-8"))
+        record = json.loads(comm_file(cache, machine.names if machine else ()).read_text(encoding="utf-8"))
         return record if isinstance(record, dict) else None
     return None
 
@@ -192,7 +233,29 @@ def plan_lines(plan: Plan) -> list[str]:
         f" x {format_number_of(plan.world_size, 'process', 'processes')} x {format_number_of(accum, 'micro-step')}",
         f"length  {length}",
         f"device  {devices}, {plan.precision}, {plan.optimizer}, {states}, {compiled}",
+        *hosts_lines(plan),
     ]
+
+
+def hosts_lines(plan: Plan) -> Iterator[str]:
+    """Yields the line about what the link between hosts costs, of a plan for several."""
+    cost = plan.cost.get("hosts")
+    if not cost:
+        return
+    link = f"{cost['link']}, {cost['bytes_per_s'] / 1e9:.3g} GB/s each way"
+    sending = f"a step sends for {format_ms(1000 * cost['sending_s'])} over {link}"
+    together, alone = cost["tok_per_sec"], cost["one_host_tok_per_sec"]
+    if together is None:
+        yield f"hosts   {sending}; its compute time is not known: paceline plan --measure"
+    elif alone is None:
+        yield f"hosts   {sending}: {together:,.0f} tok/s on {plan.hosts} hosts; one alone is too small"
+    else:
+        slower = together < alone
+        verdict = "slower than one alone" if slower else f"{together / alone:.2f} times one alone"
+        help_text = "; leave --hosts out, use a faster link, or raise total_batch_size" if slower else ""
+        yield (
+            f"hosts   {plan.hosts} hosts: {together:,.0f} tok/s, {verdict}: {alone:,.0f} tok/s; {sending}{help_text}"
+        )
 
 
 def format_exact(exact: Mapping[str, Any]) -> str:

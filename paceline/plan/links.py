@@ -1,10 +1,11 @@
 """
-Links between ranks and how fast they are: named by the user, measured by `paceline comm`, or assumed.
+Links between ranks and how fast they are: named by the user, measured by `paceline comm`, between hosts by the check, or assumed.
 
 A Link's bytes_per_s is bus bandwidth: what each rank sends and receives at once in an all-reduce (nccl-tests, PERFORMANCE.md).
 Between GPUs that do not reach each other directly every byte crosses two links and the host's memory: two RTX 5090 at PCIe 5.0
 x8 + x8 give 24 GB/s one way alone and about 15 each way at once (open-gpu-kernel-modules fork); 25 to 28 is what NCCL reaches
-at x16 without P2P (nccl issue 1639, a host with five 4090), 50 to 56 with it (rtx6kpro tables).
+at x16 without P2P (nccl issue 1639, a host with five 4090), 50 to 56 with it (rtx6kpro tables). Ethernet's rates are IEEE 802.3's;
+2.5 and 5 Gb/s are 802.3bz.
 """
 
 import re
@@ -14,7 +15,7 @@ from typing import Any
 
 from paceline.errors import PlanError
 from paceline.plan.gpu_table import GpuSpec
-from paceline.plan.machine import Machine
+from paceline.plan.machine import HostLink, Machine
 from paceline.plan.speeds import Speeds
 
 PCIE_LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}  # PCI-SIG, one direction
@@ -27,7 +28,7 @@ INFINIBAND_GBITS = {"edr": 100, "hdr": 200, "ndr": 400, "xdr": 800}  # four lane
 LATENCY_S = {"pcie": 30e-6, "nvlink": 15e-6, "ib": 20e-6, "ethernet": 100e-6}
 X8_X8_CARDS = 2  # a desktop board splits its sixteen lanes over two slots
 DEFAULT_ETHERNET_GBITS = 10
-EXAMPLES = "1GbE, 10GbE, 25GbE, 100GbE, PCIe 4 x16, PCIe 5 x8, PCIe 5 x16 P2P, NVLink, IB HDR, IB NDR"
+EXAMPLES = "1GbE, 2.5GbE, 10GbE, 25GbE, 100GbE, PCIe 4 x16, PCIe 5 x8, PCIe 5 x16 P2P, NVLink, IB HDR, IB NDR"
 
 
 @dataclass(frozen=True)
@@ -60,15 +61,15 @@ def link_of(
         return None
     spec = machine.gpus[0].spec if device == "cuda" and machine.gpus else None
     user_link = read_link(name, spec) if name else None
+    measured = measured_link(comm, machine, world_size=world_size, device=device)
     if machine.hosts == 1:
-        if user_link is not None:
-            return user_link
-        return measured_link(comm, machine, world_size=world_size, device=device) or inner_link(
-            spec, num_gpus=world_size, device=device
-        )
-    between = user_link or _ethernet(
-        DEFAULT_ETHERNET_GBITS, source=f"assumed: {DEFAULT_ETHERNET_GBITS}GbE between hosts; --link names another"
-    )
+        return user_link or measured or inner_link(spec, num_gpus=world_size, device=device)
+    if user_link is None and measured is not None:
+        return measured
+    between = user_link or checked_link(machine.link)
+    if between is None:
+        source = f"assumed: {DEFAULT_ETHERNET_GBITS}GbE between hosts; --link names another"
+        between = _ethernet(DEFAULT_ETHERNET_GBITS, source=source)
     per_host = world_size // machine.hosts
     within = inner_link(spec, num_gpus=per_host, device=device) if per_host > 1 else None
     return between if within is None or between.bytes_per_s <= within.bytes_per_s else within
@@ -77,9 +78,9 @@ def link_of(
 def read_link(name: str, spec: GpuSpec | None) -> Link:
     """Returns the link that a user named, in any case and spacing; raises PlanError for an unknown one."""
     text = re.sub(r"[\s_-]+", "", name.lower()).replace(".0", "")
-    if match := re.fullmatch(r"(\d+)(?:gbe|gbit|gb/s|g|gigabit)?(?:ethernet)?", text):
-        if 1 <= int(match[1]) <= 800 and not text.isdigit():
-            return _ethernet(int(match[1]), source="as asked")
+    if match := re.fullmatch(r"(\d+(?:\.\d)?)(?:gbe|gbit|gb/s|g|gigabit)(?:ethernet)?", text):
+        if 1 <= float(match[1]) <= 800:
+            return _ethernet(float(match[1]), source="as asked")
     elif match := re.fullmatch(r"pcie(?:gen)?(\d)x(\d+)(p2p)?", text):
         if int(match[1]) in PCIE_LANE_BYTES_PER_S and int(match[2]) in (1, 2, 4, 8, 16):
             return _pcie(int(match[1]), int(match[2]), direct=bool(match[3]), source="as asked")
@@ -105,11 +106,15 @@ def link_of_speeds(speeds: Speeds | None, *, world_size: int) -> Link | None:
 
 
 def measured_link(comm: Mapping[str, Any] | None, machine: Machine, *, world_size: int, device: str) -> Link | None:
-    """Returns the link of comm.json, if it was measured with these devices: as many, of the same names, on one host."""
+    """Returns the link of comm.json, if it was measured with these devices: as many, of the same names, on the same hosts."""
     if not comm or not comm.get("right") or not comm.get("collectives"):
         return None
-    names = ["CPU"] * world_size if device == "cpu" else [gpu.name for gpu in machine.gpus[:world_size]]
-    if comm["device"] != device or comm["world_size"] != world_size or sorted(comm["device_names"]) != sorted(names):
+    per_host = world_size // machine.hosts
+    names = ["CPU"] * per_host if device == "cpu" else [gpu.name for gpu in machine.gpus[:per_host]]
+    devices = sorted(names * machine.hosts)
+    if comm["device"] != device or comm["world_size"] != world_size or sorted(comm["device_names"]) != devices:
+        return None
+    if machine.hosts > 1 and sorted(comm.get("hosts", ())) != sorted(machine.names):
         return None
     share = (world_size - 1) / world_size  # bus over algorithm bandwidth of these two
     fits = [comm["collectives"][name] for name in ("reduce_scatter", "all_gather")]
@@ -117,6 +122,14 @@ def measured_link(comm: Mapping[str, Any] | None, machine: Machine, *, world_siz
     latency_s = sum(fit["latency_s"] for fit in fits) / len(fits)
     source = f"measured by paceline comm {comm['time'][:10]}"
     return Link(f"{world_size} x {names[0]}", 1 / seconds, latency_s, source, spread=0.15)
+
+
+def checked_link(link: HostLink | None) -> Link | None:
+    """Returns the link between hosts by the check's figures: each message waits for one round trip."""
+    if link is None:
+        return None
+    name = " to ".join(link.hosts)
+    return Link(name, link.bytes_per_s, link.rtt_s, "measured by the check, one TCP connection", spread=0.2)
 
 
 def inner_link(spec: GpuSpec | None, *, num_gpus: int, device: str) -> Link | None:
@@ -144,5 +157,5 @@ def _nvlink(bytes_per_s: float, *, source: str) -> Link:
     return Link("NVLink", NVLINK_SHARE * bytes_per_s, LATENCY_S["nvlink"], source, spread=0.25)
 
 
-def _ethernet(gbits: int, *, source: str) -> Link:
-    return Link(f"{gbits}GbE", ETHERNET_SHARE * gbits * 1e9 / 8, LATENCY_S["ethernet"], source, spread=0.2)
+def _ethernet(gbits: float, *, source: str) -> Link:
+    return Link(f"{gbits:g}GbE", ETHERNET_SHARE * gbits * 1e9 / 8, LATENCY_S["ethernet"], source, spread=0.2)

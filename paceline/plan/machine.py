@@ -26,14 +26,25 @@ class Gpu:
 
 
 @dataclass(frozen=True)
+class HostLink:
+    """The slowest link between two of the hosts, as `paceline check` measured it over TCP; each way alone, the slower counts."""
+
+    hosts: tuple[str, str]
+    bytes_per_s: float
+    rtt_s: float
+
+
+@dataclass(frozen=True)
 class Machine:
-    """One or several equal hosts and their devices."""
+    """One or several equal hosts and their devices; of unequal ones, what the least of them has."""
 
     gpus: tuple[Gpu, ...]  # of one host
     cpu_cores: int
     cpu_bf16: bool  # the CPU multiplies bf16 natively
     memory_bytes: int
     hosts: int = 1  # each with the same GPUs
+    names: tuple[str, ...] = ()  # of the hosts, where they are real ones
+    link: HostLink | None = None  # between them; None: not measured
 
 
 def probe_machine() -> Machine:

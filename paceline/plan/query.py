@@ -44,8 +44,8 @@ COLUMNS = ("rows", "batch", "memory", "of card", "fits", "checkpointing", "step"
 VERDICTS = {"fits": "yes", "does not fit": "no", "undecidable": "perhaps", None: "n/a"}
 
 
-def answer(options: PlanOptions) -> str:
-    """Returns the whole text of the command."""
+def answer(options: PlanOptions, ask_hosts: Callable[[Config], Machine]) -> str:
+    """Returns the whole text of the command. ask_hosts: returns what the hosts are like that a config names."""
     compared = [name.strip() for name in (options.compare or "").split(",") if name.strip()]
     if options.compare is not None and not compared:
         raise UsageError("--compare names no GPU", fix='--compare "RTX 4090,RTX 5090,H100"')
@@ -58,10 +58,12 @@ def answer(options: PlanOptions) -> str:
             fix="--num-steps N; train says how many steps the epochs are",
         )
 
+    hosts = None if (config.hosts or "1").isdecimal() else ask_hosts(config)
+
     def forecast_of(config: Config, gpu: str | None = options.gpu) -> Forecast:
         return forecast(
             config,
-            machine_of(options, gpu),
+            machine_of(options, gpu, hosts or num_hosts(config)),
             cache=cache_dir(config),
             vocab_size=config.vocab_size,
             num_rows=0,
@@ -71,6 +73,8 @@ def answer(options: PlanOptions) -> str:
         )
 
     if options.measure:
+        if hosts is not None:
+            raise UsageError("--measure measures the device here", fix="paceline plan --measure, on each host alone")
         measure_here(forecast_of(config), options, cache=cache_dir(config))
     if compared:
         return table("GPU", [(name, partial(forecast_of, config, name)) for name in compared], as_json=options.json)
@@ -147,26 +151,27 @@ def config_facts(name: str, path: Path) -> dict[str, Any]:
     }
 
 
-def machine_of(options: PlanOptions, gpu: str | None) -> Machine:
-    """Returns a machine with the named GPUs, or this machine, with --gpus of its GPUs where that is set."""
-    hosts, num_gpus = num_hosts(options), options.gpus
+def machine_of(options: PlanOptions, gpu: str | None, hosts: Machine | int) -> Machine:
+    """Returns these hosts, or as many like this one, with the named GPUs or with --gpus of their own where that is set."""
+    num_gpus = options.gpus
     if gpu is not None:
-        return imagined_machine(find_gpu(gpu), gpus=num_gpus or 1, hosts=hosts)
-    machine = probe_machine()
+        spec, count = find_gpu(gpu), hosts if isinstance(hosts, int) else hosts.hosts
+        machine = imagined_machine(spec, gpus=num_gpus or 1, hosts=count)
+        return machine if isinstance(hosts, int) else replace(machine, names=hosts.names, link=hosts.link)
+    machine = replace(probe_machine(), hosts=hosts) if isinstance(hosts, int) else hosts
     if num_gpus is None:
-        return replace(machine, hosts=hosts)
+        return machine
     if not machine.gpus:
         raise UsageError(f"--gpus {num_gpus}, but no GPU is here", fix=f'--gpu "RTX 5090" --gpus {num_gpus}')
-    gpus = tuple(replace(machine.gpus[0], index=index) for index in range(num_gpus))
-    return replace(machine, gpus=gpus, hosts=hosts)
+    return replace(machine, gpus=tuple(replace(machine.gpus[0], index=index) for index in range(num_gpus)))
 
 
-def num_hosts(options: PlanOptions) -> int:
-    """Returns the number of hosts that --hosts gives; they need not exist."""
-    hosts = options.keys.get("hosts") or "1"
-    if not hosts.isdecimal() or not 1 <= int(hosts) <= 10**6:
-        raise UsageError(f"--hosts {hosts} is not a number of hosts", fix="--hosts 2")
-    return int(hosts)
+def num_hosts(config: Config) -> int:
+    """Returns the number of hosts that the config gives; they need not exist."""
+    count = int(config.hosts or "1")
+    if not 1 <= count <= 10**6:
+        raise UsageError(f"--hosts {count} is not a number of hosts", fix="--hosts 2")
+    return count
 
 
 def measure_here(forecast: Forecast, options: PlanOptions, *, cache: Path) -> None:
@@ -174,7 +179,7 @@ def measure_here(forecast: Forecast, options: PlanOptions, *, cache: Path) -> No
     if options.gpu is not None:
         raise UsageError("--measure measures the device here", fix=f"leave --gpu {options.gpu} out")
     setup = forecast.setup
-    processes = setup.world_size if setup.device == "cpu" else 1
+    processes = setup.world_size // setup.hosts if setup.device == "cpu" else 1
     with tempfile.TemporaryDirectory() as folder, progress_line("measuring") as show:
         out = Path(folder) / "speeds.json"
         show(f"{forecast.plan.device_name}, {processes} x {setup.threads} threads, under a minute")

@@ -115,8 +115,9 @@ def step_time(setup: StepSetup) -> StepTime:
     )
     if setup.speeds is not None and setup.device == "cuda" and setup.compiled:
         speeds = with_fused_ops(setup.speeds, precision=setup.precision)
-    if setup.device == "cpu" and (link := link_of_speeds(speeds, world_size=setup.world_size)) is not None:
-        setup = replace(setup, link=link)  # measured with the trainer's own messages, while all cores were at work
+    inner = link_of_speeds(speeds, world_size=setup.world_size) if setup.device == "cpu" and setup.hosts == 1 else None
+    if inner is not None:
+        setup = replace(setup, link=inner)  # measured with the trainer's own messages, while all cores were at work
     missing = _missing_fact(setup, speeds)
     if speeds is None or missing:
         return StepTime(None, {}, 0.0, None, None, None, None, (missing,))
@@ -267,6 +268,17 @@ def _message_seconds(setup: StepSetup, *, micro_s: float, whole_s: float) -> tup
     """
     if setup.world_size == 1:
         return 0.0, 0.0, 0.0
+    summing, gathering, num_sums = sending_seconds(setup)
+    hidden_share = HIDDEN_SHARE[setup.device]
+    buckets = max(1, num_sums) if setup.shard != "none" else DDP_BUCKETS
+    backward = hidden_share * BACKWARD_SHARE * micro_s
+    gradients = max(summing / buckets, summing - backward)
+    weights = max(gathering / buckets, gathering - hidden_share * whole_s)
+    return gradients, weights, summing + gathering - gradients - weights
+
+
+def sending_seconds(setup: StepSetup) -> tuple[float, float, int]:
+    """Returns the seconds in which gradients and weights are sent, hidden or not, and the number of messages that are summed."""
     assert setup.link is not None
     messages = step_messages(
         setup.model,
@@ -282,13 +294,7 @@ def _message_seconds(setup: StepSetup, *, micro_s: float, whole_s: float) -> tup
         return rounds * share * sum(sizes) / link.bytes_per_s + rounds * len(sizes) * link.latency_s
 
     summing = seconds(messages.reduce_scatter, 1) + seconds(messages.all_reduce, 2)
-    gathering = seconds(messages.all_gather, 1)
-    hidden_share = HIDDEN_SHARE[setup.device]
-    buckets = max(1, len(messages.reduce_scatter)) if setup.shard != "none" else DDP_BUCKETS
-    backward = hidden_share * BACKWARD_SHARE * micro_s
-    gradients = max(summing / buckets, summing - backward)
-    weights = max(gathering / buckets, gathering - hidden_share * whole_s)
-    return gradients, weights, summing + gathering - gradients - weights
+    return summing, seconds(messages.all_gather, 1), len(messages.reduce_scatter)
 
 
 def _assumptions(setup: StepSetup, speeds: Speeds, correction: tuple[float, float] | None) -> tuple[str, ...]:

@@ -18,9 +18,11 @@ from paceline.check.ready import (
     format_passed,
     judge_facts,
     load_verdicts,
+    machine_of_hosts,
 )
 from paceline.check.verdicts.rules import Case, Intent, at
 from paceline.errors import Finding
+from paceline.plan.machine import HostLink
 
 ROOT = Path(__file__).parents[2]
 HOSTS = {path.stem: json.loads(path.read_text()) for path in (Path(__file__).parent / "hosts").glob("*.json")}
@@ -31,8 +33,6 @@ CPU = {**TRAIN, "device": "cpu", "precision": "bf16", "need_host_bytes": 2 * GIB
 DISK = {**CPU, "checkpoint_bytes": 2 * GIB, "num_checkpoints": 4}
 TWO_HOSTS = {**CUDA, "num_hosts": 2}
 ETH0 = "network.interfaces.1"
-BRIDGE = {"name": "br-1", "up": True, "loopback": False, "kind": "bridge", "addresses": ["172.18.0.1"], "mtu": 1500,
-          "speed_mbps": None, "driver": None}  # fmt: skip
 P2P = {"gpus.0.p2p": {"1": True}, "gpus.1.p2p": {"0": True}}
 FULL = {"storage.run_dir.free_bytes": 0, "storage.run_dir.writable": False,
         "storage.run_dir.error": "No space left on device"}  # fmt: skip
@@ -65,6 +65,7 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("driver-old", "workstation", {"torch.cuda": "13.0", "torch.cuda_available": False}, CUDA, "stop"),
     ("torch-no-cuda", "workstation", {"torch.cuda_available": False, "torch.cuda_error": "CUDA unknown error"}, CUDA, "stop"),
     ("torch-no-libuv", "cpu_box", {"torch.libuv": False}, CPU, "warn"),
+    ("torch-no-libuv", "cpu_box", {"torch.libuv": False}, {**CPU, "num_hosts": 2}, "stop"),
     ("torch-no-backend", "workstation", {"torch.nccl_backend": False}, CUDA, "stop"),
     ("torch-no-backend", "cpu_box", {"torch.gloo": False}, CPU, "stop"),
     ("torch-no-backend", "cpu_box", {"torch.distributed": False}, CPU, "stop"),
@@ -119,6 +120,9 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("cpu-no-bf16", "cpu_box", {"host.cpu.bf16": False}, CPU, "warn"),
     ("omp-threads", "cpu_box", {"env.OMP_NUM_THREADS": "16"}, CPU, "warn"),
     ("omp-threads-few", "cpu_box", {"env.OMP_NUM_THREADS": "1", "host.cpu.cores": 16}, CPU, "warn"),
+    ("package-missing", "cpu_box", {"packages.psutil": None}, {"command": "run"}, "stop"),
+    ("package-missing", "cpu_box", {"packages.safetensors": None, "packages.numpy": None}, CPU, "stop"),
+    ("package-missing", "server", {"packages.nvidia-ml-py": None}, CUDA, "stop"),
     ("launcher-left", "cpu_box", {"env.RANK": "0", "env.WORLD_SIZE": "8"}, CPU, "warn"),
     ("debug-left", "workstation", {"env.CUDA_LAUNCH_BLOCKING": "1"}, CUDA, "warn"),
     ("async-errors-off", "workstation", {"env.TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, CUDA, "warn"),
@@ -154,9 +158,9 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("text-not-prepared", "cpu_box", {"text.prepared": False}, {"command": "check"}, "note"),
     ("host-unreachable", "cpu_box", {"connection": {"destination": "ada", "error": "no key", "fix": "ssh ada"}}, CPU, "stop"),
     ("name-unknown", "cpu_box", {"network.resolve_error": "Name or service not known"}, {"command": "run"}, "warn"),
-    ("name-unknown", "server", {"network.resolve_error": "Name or service not known"}, TWO_HOSTS, "stop"),
+    ("name-unknown", "server", {"network.resolve_error": "Name or service not known"}, TWO_HOSTS, "note"),
     ("name-loopback", "cpu_box", {"network.addresses": ["127.0.1.1"]}, {"command": "run"}, "warn"),
-    ("name-loopback", "server", {"network.addresses": ["127.0.1.1"]}, TWO_HOSTS, "stop"),
+    ("name-loopback", "server", {"network.addresses": ["127.0.1.1"]}, TWO_HOSTS, "note"),
     ("name-slow", "cpu_box", {"network.resolve_s": 4.0}, CPU, "warn"),
     ("interface-missing", "cpu_box", {"env.GLOO_SOCKET_IFNAME": "eth9"}, CPU, "stop"),
     ("interface-missing", "workstation", {"env.NCCL_SOCKET_IFNAME": "=eth"}, CUDA, "stop"),
@@ -164,7 +168,9 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("interface-missing", "cpu_box", {"env.NCCL_SOCKET_IFNAME": "ib0"}, CPU, "warn"),
     ("interface-missing", "workstation", {"env.GLOO_SOCKET_IFNAME": "eth9"}, {"command": "run"}, "warn"),
     ("interface-wrong", "server", {"env.NCCL_SOCKET_IFNAME": "lo"}, TWO_HOSTS, "stop"),
-    ("interface-bridge", "server", {"network.interfaces.2": BRIDGE}, TWO_HOSTS, "warn"),
+    ("interface-absent", "server", {f"{ETH0}.up": False}, {**TWO_HOSTS, "config": {"interface": "eth0"}}, "stop"),
+    ("interface-absent", "server", {f"{ETH0}.addresses": ["192.168.1.4"]},
+     {**TWO_HOSTS, "config": {"interface": "10.0.0.0/24"}}, "stop"),
     ("infiniband-off", "server", {"env.NCCL_IB_DISABLE": "1"}, TWO_HOSTS, "warn"),
     ("infiniband-down", "server", {"network.ib_devices.0.state": "DOWN"}, TWO_HOSTS, "note"),
     ("port-taken", "cpu_box",
@@ -195,11 +201,14 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
 # id, what is changed on the second host
 LINK = {
     "to": "node1",
-    "address": "10.0.0.1",
+    "address": "10.0.0.11",
     "local": "10.0.0.2",
     "port": 40001,
     "rtt_us": 90.0,
-    "bits_per_s": 9e9,
+    "bits_per_s": 9e10,
+    "back_bits_per_s": 9e10,
+    "mtu": 1500,
+    "tried": [],
     "error": None,
 }
 PAIRS: list[tuple[str, dict[str, Any]]] = [
@@ -209,6 +218,21 @@ PAIRS: list[tuple[str, dict[str, Any]]] = [
         "hosts-link-slow",
         {"links": [{**LINK, "bits_per_s": 9e8}], f"{ETH0}.speed_mbps": 10_000, f"{ETH0}.addresses": ["10.0.0.2"]},
     ),
+    (
+        "hosts-link-slow",
+        {
+            "links": [{**LINK, "bits_per_s": 9.4e9, "back_bits_per_s": 1e9}],
+            f"{ETH0}.speed_mbps": 10_000,
+            f"{ETH0}.addresses": ["10.0.0.2"],
+        },
+    ),
+    ("hosts-link-indirect", {"links": [LINK], f"{ETH0}.kind": "wifi", f"{ETH0}.addresses": ["10.0.0.2"]}),
+    ("hosts-link-far", {"links": [{**LINK, "rtt_us": 9000.0}]}),
+    ("hosts-address", {"links": [{**LINK, "tried": ["100.64.0.1"]}]}),
+    ("hosts-store-port", {"links": [{**LINK, "store_port": 29400, "store_error": "timed out"}]}),
+    ("hosts-memory", {"gpus.1.memory_total_bytes": 80 << 30}),
+    ("hosts-mtu", {"links": [LINK], f"{ETH0}.mtu": 9000, f"{ETH0}.addresses": ["10.0.0.2"]}),
+    ("hosts-gpus", {"gpus": []}),
     ("hosts-same", {"host.name": "node1"}),
     ("hosts-torch", {"torch.version": "2.12.1+cu128"}),
     ("hosts-nccl", {"torch.nccl": "2.26.2"}),
@@ -216,11 +240,9 @@ PAIRS: list[tuple[str, dict[str, Any]]] = [
     ("hosts-driver", {"driver.version": "570.86.10"}),
     ("hosts-python", {"python.version": "3.12.3"}),
     ("hosts-packages", {"packages.tokenizers": "0.20.0"}),
-    ("hosts-code", {"tools.code.commit": "0" * 40}),
-    ("hosts-code", {"tools.code.dirty": True}),
     ("hosts-settings", {"env.NCCL_P2P_DISABLE": "1"}),
     ("hosts-gpus", {"gpus.1.name": "NVIDIA H100 80GB HBM3"}),
-    ("hosts-clock", {"host.clock.unix": 1795240138.0}),
+    ("hosts-clock", {"links": [{**LINK, "clock_s": -4.2}]}),
     ("hosts-mtu", {f"{ETH0}.mtu": 9000}),
 ]
 
@@ -335,6 +357,54 @@ def test_the_fix_brings_hosts_to_the_newest_version(id, changes, severity, fix):
     first = HOSTS["server"]
     [finding] = findings_of(id, [first, changed(first, {"host.name": "node2", **changes})], TWO_HOSTS)
     assert (finding.severity, finding.fix) == (severity, fix)
+
+
+BOB = {"host.name": "bob", "connection": {"destination": "me@bob", "here": False, "error": None, "fix": None}}
+ON_BOB = "ssh me@bob /home/ada/venv/bin/python -m pip install"
+
+
+@pytest.mark.parametrize("id, changes, fix", [
+    ("package-missing", {"packages.numpy": None, "packages.psutil": None}, f"{ON_BOB} psutil numpy"),
+    ("torch-missing", {"torch": None}, f"{ON_BOB} torch -i https://download.pytorch.org/whl/cu126"),
+    ("hosts-torch", {"torch.version": "2.12.1+cu128"}, f"{ON_BOB} torch==2.13.0 -i https://download.pytorch.org/whl/cu128"),
+    ("hosts-nccl", {"torch.nccl": "2.26.2"}, f"{ON_BOB} --force-reinstall torch"),
+    ("hosts-packages", {"packages.tokenizers": "0.9.4"}, f"{ON_BOB} tokenizers==0.23.3"),
+])  # fmt: skip
+def test_what_another_host_lacks_is_installed_by_ssh_for_its_interpreter(id, changes, fix):
+    second = changed(HOSTS["server"], {**BOB, **changes})
+    assert [finding.fix for finding in findings_of(id, [HOSTS["server"], second], TWO_HOSTS)] == [fix]
+
+
+def test_hosts_with_and_without_gpus_are_refused_unless_the_cpu_is_asked_for():
+    pair = [HOSTS["server"], changed(HOSTS["server"], {"host.name": "node2", "gpus": []})]
+    [finding] = findings_of("hosts-gpus", pair, TWO_HOSTS)
+    assert finding.severity == "stop" and "no GPU on node2" in finding.what
+    assert findings_of("hosts-gpus", pair, {**CPU, "num_hosts": 2, "config": {"device": "cpu"}}) == []
+
+
+def test_a_firewall_that_opens_the_range_alone_is_told_from_one_that_opens_nothing():
+    closed = {
+        **LINK,
+        "bits_per_s": None,
+        "error": "connect",
+        "reason": "timed out",
+        "store_port": 29400,
+        "store_error": None,
+    }
+    pair = [HOSTS["server"], changed(HOSTS["server"], {"host.name": "node2", "links": [closed]})]
+    [finding] = findings_of("hosts-unconnected", pair, {**TWO_HOSTS, "config": {"ports": "29400-29500"}})
+    assert finding.fix == "on each host: sudo sysctl -w net.ipv4.ip_local_port_range='29400 29500'"
+    assert "gloo and NCCL listen on ports that the kernel chooses, from 32768 to 60999" in finding.what
+
+
+def test_the_least_of_several_hosts_is_what_a_plan_is_made_for():
+    links = [{**LINK, "to": "bob", "bits_per_s": 2.35e9, "back_bits_per_s": 0.94e9, "rtt_us": 110.0}]
+    first = changed(HOSTS["workstation"], {"connection": {**BOB["connection"], "destination": "ada"}, "links": links})
+    second = changed(HOSTS["workstation"], {**BOB, "gpus.1.visible": False, "host.cpu.cores": 4})
+    machine = machine_of_hosts([first, second])
+    assert (len(machine.gpus), machine.cpu_cores, machine.hosts, machine.names) == (1, 4, 2, ("ada", "bob"))
+    assert machine.link == HostLink(("ada", "bob"), 0.94e9 / 8, 110e-6)
+    assert machine_of_hosts([{"connection": {"error": "no ssh"}}]) is None
 
 
 def test_the_fix_of_a_loopback_name_does_not_change_localhost(tmp_path):

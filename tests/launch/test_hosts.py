@@ -124,14 +124,16 @@ def test_hosts_are_checked_together_and_the_code_is_sent_once(hosts):
     answer = hosts.paceline("h1", "check", "--hosts", "h1,h2", "--json")
     facts = json.loads(answer.stdout)["facts"]
     assert [facts[name]["host"]["name"] for name in ("h1", "h2")] == ["h1", "h2"]
-    assert facts["h2"]["connection"] == {"destination": "h2", "error": None, "fix": None}
+    assert facts["h2"]["connection"] == {"destination": "h2", "here": False, "error": None, "fix": None}
     [code] = (hosts.folder / "h2" / "cache" / "paceline" / "code").iterdir()
     assert code.name == code_archive()[0] and (code / "paceline" / "cli.py").is_file()
     assert facts["h2"]["env"]["PYTHONPATH"] == str(code)
     assert not (hosts.folder / "h1" / "cache").exists()  # h1 is this host: it needs no ssh
     [link] = facts["h1"]["links"]
-    assert (link["to"], link["address"], link["error"]) == ("h2", "h2", None)
-    assert link["rtt_us"] > 0 and link["bits_per_s"] > 1e6 and facts["h2"]["links"] == []
+    assert (link["to"], link["address"], link["error"]) == ("h2", "10.77.0.2", None)
+    assert link["rtt_us"] > 0 and min(link["bits_per_s"], link["back_bits_per_s"]) > 1e6 and link["mtu"] == 1500
+    assert abs(link["clock_s"]) < 60  # one clock; a busy machine answers late
+    assert facts["h2"]["links"] == []
     sent = code.stat()
     answer = hosts.paceline("h1", "check", "--hosts", "h2,10.77.0.2")
     assert "hosts-same" in answer.stdout and "h2 and 10.77.0.2 are one host, h2" in answer.stdout
@@ -186,7 +188,8 @@ def test_a_cache_that_cannot_be_written_is_reported(hosts):
 LINK_OF = """
 import json, sys
 from paceline.launch.hosts import measure_links, parse_hosts
-print(json.dumps(measure_links(parse_hosts("h1,h2"), python=None, port=None)["h1"][0]))
+options = json.loads(sys.argv[1])
+print(json.dumps(measure_links(parse_hosts("h1,h2"), python=None, **options)["h1"][0]))
 """
 TABLE = "add table inet f; add chain inet f i { type filter hook input priority 0; };"
 REJECT = TABLE + "add rule inet f i iif eth0 tcp dport != 2222 ct state new reject with tcp reset"
@@ -198,9 +201,90 @@ DROP_LARGE = TABLE + "add rule inet f i iif eth0 tcp dport != 2222 meta length >
 @pytest.mark.parametrize("rule, error", [(REJECT, "connect"), (DROP_LARGE, "large")], ids=["firewall", "large packets"])
 def test_a_link_is_tried_on_other_ports_than_ssh_and_with_large_messages(hosts, rule, error):
     assert hosts.run("h2", "nft", rule).returncode == 0
-    answer = hosts.run("h1", sys.executable, "-c", LINK_OF)
+    link = link_of(hosts)
     hosts.run("h2", "nft", "flush", "ruleset")
-    assert json.loads(answer.stdout)["error"] == error, answer.stderr
+    assert link["error"] == error
+
+
+def link_of(hosts, **options):
+    """The link from h1 to h2. options: of measure_links."""
+    answer = hosts.run("h1", sys.executable, "-c", LINK_OF, json.dumps(options))
+    assert answer.returncode == 0, answer.stderr
+    return json.loads(answer.stdout)
+
+
+ONLY_RANGE = TABLE + "add rule inet f i iif eth0 tcp dport != { 2222, 29400-29420 } ct state new reject with tcp reset"
+
+
+@needs_namespaces
+@pytest.mark.skipif(shutil.which("nft") is None, reason="nft is missing")
+def test_a_firewall_that_opens_the_range_needs_the_kernel_to_choose_ports_in_it(hosts):
+    assert hosts.run("h2", "nft", ONLY_RANGE).returncode == 0
+    closed = link_of(hosts, ports=[29400, 29420])
+    hosts.run("h2", "sysctl", "-w", "net.ipv4.ip_local_port_range=29400 29420")
+    opened = link_of(hosts, ports=[29400, 29420])
+    hosts.run("h2", "nft", "flush", "ruleset")
+    hosts.run("h2", "sysctl", "-w", "net.ipv4.ip_local_port_range=32768 60999")
+    assert (closed["error"], closed["store_error"]) == ("connect", None)
+    assert (opened["error"], opened["store_error"]) == (None, None)
+    assert 29400 <= opened["port"] <= 29420 and 29400 <= opened["store_port"] <= 29420
+
+
+@pytest.fixture(scope="module")
+def cable(hosts):
+    """A second network between the hosts, eth1 with 10.88.0.N."""
+    first, second = f"{hosts.prefix}h1", f"{hosts.prefix}h2"
+    hosts.ip("link", "add", "eth1", "netns", first, "type", "veth", "peer", "name", "eth1", "netns", second)
+    for number, name in enumerate((first, second), 1):
+        hosts.ip("-n", name, "addr", "add", f"10.88.0.{number}/24", "dev", "eth1")
+        hosts.ip("-n", name, "link", "set", "eth1", "up")
+    return hosts
+
+
+@needs_namespaces
+@pytest.mark.parametrize("choice", ["eth1", "10.88.0.0/24"])
+def test_the_link_of_a_chosen_interface_is_measured(cable, choice):
+    link = link_of(cable, interface=choice)
+    assert (link["address"], link["local"], link["error"]) == ("10.88.0.2", "10.88.0.1", None)
+
+
+@needs_namespaces
+def test_an_interface_that_a_host_lacks_is_refused_by_check_and_by_train_alike(cable):
+    options = ["--hosts", "h1,h2", "--interface", "eth9", "--device", "cpu", "--nproc", "1"]
+    checked = cable.paceline("h1", "check", *options)
+    trained = cable.paceline("h1", "train", *options, "--runs-dir", "refused", "--num-steps", "1")
+    assert (checked.returncode, trained.returncode) == (1, 1)
+    for text in (checked.stdout, trained.stdout):
+        assert "h2: --interface eth9 is not up here with an address; up are" in text
+        assert " --interface 10.77.0.0/24\n" in text
+    assert "this run would fail: interface-absent" in trained.stderr
+
+
+@needs_namespaces
+def test_an_interpreter_without_torch_and_packages_is_refused_with_the_commands_that_install_them(hosts):
+    venv = hosts.folder / "empty"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    python = venv / "bin" / "python"
+    answer = hosts.paceline(
+        "h1", "check", "--hosts", "h1,h2", "--device", "cpu", "--nproc", "1", "--python", str(python)
+    )
+    assert answer.returncode == 1, answer.stderr
+    assert f"ssh h2 {python} -m pip install torch -i https://download.pytorch.org/whl/cpu" in answer.stdout
+    assert f"ssh h2 {python} -m pip install psutil numpy safetensors tokenizers" in answer.stdout
+    assert "h1 to h2: " in answer.stdout  # the link is measured by the standard library alone
+
+
+@needs_namespaces
+def test_a_plan_for_hosts_uses_their_facts_and_their_measured_link(hosts):
+    words = ["plan", "--device", "cpu", "--nproc", "1", "--json"]
+    answer = hosts.paceline("h1", *words, "--hosts", "h1,h2")
+    assert answer.returncode == 0, answer.stderr
+    plan = json.loads(answer.stdout)
+    assert (plan["hosts"], plan["world_size"]) == (2, 2)
+    assert plan["cost"]["hosts"]["link"] == "h1 to h2" and plan["cost"]["hosts"]["sending_s"] > 0
+    (hosts.folder / "two.toml").write_text('hosts = "h1,h9"\ndevice = "cpu"\n')
+    refused = hosts.paceline("h1", "plan", "two.toml")
+    assert refused.stderr.splitlines()[0] == "error: h9: no host of this name is known"
 
 
 @pytest.mark.soak

@@ -81,6 +81,7 @@ FP32 = {
 # bf16 (V100: fp16) matmuls in TFLOP/s from the tables of mamf-finder and torch-performance-test-data: a peak at the wrong rate
 # is half or twice what it should be
 MEASURED = {
+    "GB10": 97,  # fp16, github.com/GuigsEvt/dgx_spark_config issue 1
     "RTX 3090": 78.0, "RTX 3090 Ti": 86.0, "RTX 3080 Ti": 76.5, "RTX 4070 SUPER": 76.8, "RTX 4090": 178.8, "RTX 5090": 242.2,
     "RTX 4000 Ada": 82.7, "RTX 6000 Ada": 278.5, "RTX A5000": 93.9, "RTX A6000": 131.2, "A10G": 69.7, "L4": 91.4, "L40": 170.3,
     "L40S": 269.2, "A100 SXM 80GB": 267.9, "H100 PCIe": 499.5, "H100 SXM": 821.2, "GH200 96GB": 852.5, "B200": 1696.0,
@@ -209,4 +210,4 @@ def test_a_card_has_the_precisions_of_its_generation(gpu):
 def test_a_peak_that_has_no_source_is_absent():
     assert find_gpu("RTX 5090").peak_flops["bf16"] == 209.5e12
     assert "bf16" not in find_gpu("T4").peak_flops
-    assert "bf16" not in find_gpu("GB10").peak_flops
+    assert "bf16" not in find_gpu("RTX PRO 4000").peak_flops

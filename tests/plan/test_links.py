@@ -1,9 +1,11 @@
+from dataclasses import replace
+
 import pytest
 
 from paceline.errors import PlanError
 from paceline.plan.gpu_table import find_gpu
 from paceline.plan.links import inner_link, link_of, read_link
-from paceline.plan.machine import Machine, imagined_machine
+from paceline.plan.machine import HostLink, Machine, imagined_machine
 
 CPUS = Machine(gpus=(), cpu_cores=2, cpu_bf16=True, memory_bytes=0)
 COMM = {
@@ -66,6 +68,27 @@ def test_between_hosts_10gbe_is_assumed_and_reported():
     assert link.source == "assumed: 10GbE between hosts; --link names another"
 
 
+def hosts_of(*names: str, link: HostLink | None = None) -> Machine:
+    return replace(imagined_machine(find_gpu("RTX 5090"), gpus=1, hosts=len(names)), names=names, link=link)
+
+
+def test_between_hosts_what_the_check_measured_comes_before_an_assumption_and_after_what_the_user_names():
+    machine = hosts_of("ada", "bob", link=HostLink(("ada", "bob"), 0.117e9, 110e-6))
+    link = link_of(None, machine, world_size=2, device="cuda", comm=None)
+    assert (link.name, link.bytes_per_s, link.latency_s) == ("ada to bob", 0.117e9, 110e-6)
+    assert link.source == "measured by the check, one TCP connection"
+    assert link_of("10GbE", machine, world_size=2, device="cuda", comm=None).name == "10GbE"
+
+
+def test_a_link_that_comm_measured_counts_for_the_same_hosts_alone():
+    record = {**COMM, "hosts": {"ada": [0], "bob": [1]}}
+    checked = HostLink(("ada", "bob"), 0.117e9, 110e-6)
+    same, other = hosts_of("bob", "ada", link=checked), hosts_of("ada", "eve", link=checked)
+    assert link_of(None, same, world_size=2, device="cuda", comm=record).bytes_per_s == pytest.approx(20e9)
+    assert link_of(None, other, world_size=2, device="cuda", comm=record).bytes_per_s == 0.117e9
+    assert link_of(None, same, world_size=2, device="cuda", comm=COMM).bytes_per_s == 0.117e9  # of one host
+
+
 def test_over_hosts_the_slower_link_counts():
     assert scenario(text="NDR", hosts=2).name == "PCIe 5 x8"
     assert scenario(text="NDR", hosts=2, gpus=1).name == "InfiniBand NDR"
@@ -76,6 +99,9 @@ def test_over_hosts_the_slower_link_counts():
     [
         ("1GbE", "1GbE", 0.1125e9),
         ("25 gbe", "25GbE", 2.8125e9),
+        ("2.5GbE", "2.5GbE", 0.28125e9),
+        ("2.5 gigabit ethernet", "2.5GbE", 0.28125e9),
+        ("10.0 GbE", "10GbE", 1.125e9),
         ("100GbE", "100GbE", 11.25e9),
         ("PCIe 4 x16", "PCIe 4 x16", 14.2e9),
         ("PCIE5.0x8", "PCIe 5 x8", 14.2e9),

@@ -1,8 +1,9 @@
 """
 How this host reaches another one: `python -m paceline.check.probes.link_probe`, with JSON lines on stdin and stdout.
 
-The first line in has a token and the port to listen on, and is answered with the port and the addresses of this host. Each later
-line has the addresses and the port of another host, and is answered with what came out. The process ends with its stdin.
+The first line in has a token, the port to listen on (None: any), the range for the store, and the interface. It is answered with
+the ports and the addresses of this host, first the one that a launch uses. Each later line asks for the clock, or has those of
+another host and is answered with what came out. The process ends with its stdin.
 """
 
 import json
@@ -13,15 +14,15 @@ import statistics
 import struct
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from threading import Thread
 from typing import Any
 
-import psutil
+from paceline.check.probes.network_probe import LINK_LOCAL, interface_addresses, interface_here, ssh_address
 
-HEADER = struct.Struct("!cQ")  # what to do with the bytes that follow: echo them, or count them
-ECHO, COUNT, REPLY = b"e", b"c", struct.Struct("!Q")
+HEADER = struct.Struct("!cQ")  # what to do with the bytes that follow: echo them, count them, or send as many
+ECHO, COUNT, SEND, REPLY = b"e", b"c", b"s", struct.Struct("!Q")
 MAX_ECHO_BYTES = 4096
 ROUND_TRIPS = 21
 LARGE_BYTES = 256 << 10  # more than a packet of any MTU
@@ -30,6 +31,7 @@ MAX_SPEED_BYTES = 4 << 30
 CONNECT_S, ANSWER_S = 2.0, 4.0
 END_S = 300  # ends this process in any case
 CHUNK = bytes(1 << 18)
+IP_MTU, IPV6_MTU = 14, 24  # linux/in.h, linux/in6.h: of the path, as far as the kernel knows it
 
 
 def main() -> int:
@@ -38,35 +40,50 @@ def main() -> int:
     if "token" not in request:
         return 2
     token = bytes.fromhex(request["token"])
-    listener = listen(request.get("port") or 0)
-    Thread(target=serve, args=(listener, token), daemon=True).start()
-    print(json.dumps({"port": listener.getsockname()[1], "addresses": list(own_addresses())}), flush=True)
+    low, high = request.get("ports") or (0, -1)
+    listeners = [listen((request.get("port") or 0, 0)), listen(range(low, high + 1))]
+    for listener in listeners:
+        if listener is not None:
+            Thread(target=serve, args=(listener, token), daemon=True).start()
+    port, store_port = (listener and listener.getsockname()[1] for listener in listeners)
+    try:
+        addresses = list(own_addresses(request.get("interface")))
+    except ValueError as error:
+        print(json.dumps({"reason": str(error)}), flush=True)
+        return 1
+    print(json.dumps({"port": port, "store_port": store_port, "addresses": addresses}), flush=True)
     for line in sys.stdin:
         request = json.loads(line)
-        print(json.dumps(measure(request["addresses"], request["port"], token)), flush=True)
+        if "clock" in request:
+            print(json.dumps({"unix": time.time()}), flush=True)
+            continue
+        store = {} if low == 0 else try_store(request["addresses"][0], request["store_port"])
+        print(json.dumps({**measure(request["addresses"], request["port"], token), **store}), flush=True)
     sys.stdout.flush()
     os._exit(0)  # connections that still wait are left behind
 
 
-def listen(port: int) -> socket.socket:
-    """Returns a listener on all interfaces, for IPv4 and where possible IPv6; on a free port where this one is in use."""
-    for number in (port, 0):
+def listen(ports: Iterable[int]) -> socket.socket | None:
+    """Returns a listener on all interfaces, for IPv4 and where possible IPv6, on the first of the ports that is free."""
+    for number in ports:
         with suppress(OSError):
             if socket.has_dualstack_ipv6():
                 return socket.create_server(("", number), family=socket.AF_INET6, dualstack_ipv6=True)
             return socket.create_server(("", number))
-    raise OSError("no port to listen on")
+    return None
 
 
-def own_addresses() -> Iterator[str]:
-    """Yields the addresses by which other hosts may reach this one, IPv4 first."""
-    nics = psutil.net_if_addrs()
-    for family in (socket.AF_INET, socket.AF_INET6):
-        for addresses in nics.values():
-            for address in addresses:
-                local = address.address.startswith(("127.", "::1", "fe80:", "169.254."))
-                if address.family == family and not local:
-                    yield address.address
+def own_addresses(interface: str | None) -> Iterator[str]:
+    """Yields the addresses by which other hosts may reach this one, first that of ssh, then IPv4; of an interface only its own."""
+    if interface is not None:
+        yield interface_here(interface)[1]
+        return
+    if address := ssh_address():
+        yield address
+    addresses = [address for nic in (interface_addresses() or {}).values() for address in nic]
+    for address in sorted(addresses, key=lambda address: ":" in address):
+        if not address.startswith(("127.", "::1", *LINK_LOCAL)):
+            yield address
 
 
 def serve(listener: socket.socket, token: bytes) -> None:
@@ -90,6 +107,8 @@ def answer(connection: socket.socket, token: bytes) -> None:
             elif kind == COUNT:
                 count(connection, size)
                 connection.sendall(REPLY.pack(size))
+            elif kind == SEND and size <= MAX_SPEED_BYTES:
+                send_zeros(connection, size)
             else:
                 return
 
@@ -114,8 +133,12 @@ def receive(connection: socket.socket, size: int) -> bytes:
 
 
 def measure(addresses: Sequence[str], port: int, token: bytes) -> dict[str, Any]:
-    """Returns the first address that answers, the round trip in microseconds and the speed in bits per second, or what failed."""
+    """Returns the first address that answers, the round trip in microseconds and both speeds in bits per second, or what failed.
+
+    tried: the addresses that did not answer before it. mtu: of the path.
+    """
     link: dict[str, Any] = {"address": None, "port": port, "rtt_us": None, "bits_per_s": None, "error": None}
+    link |= {"tried": [], "back_bits_per_s": None, "mtu": None}
     for address in dict.fromkeys(addresses):
         try:
             with socket.create_connection((address, port), timeout=CONNECT_S) as connection:
@@ -128,10 +151,13 @@ def measure(addresses: Sequence[str], port: int, token: bytes) -> dict[str, Any]
                 seconds = send_seconds(connection, LARGE_BYTES)
                 size = int(min(MAX_SPEED_BYTES, max(LARGE_BYTES, LARGE_BYTES / seconds * SPEED_S)))
                 link |= {"error": None, "bits_per_s": round(8 * size / send_seconds(connection, size))}
+                link |= {"mtu": path_mtu(connection)}
+                link |= {"back_bits_per_s": round(8 * size / receive_seconds(connection, size))}
                 return link
         except OSError as error:
             if link["address"]:
                 return link
+            link["tried"].append(address)
             link["reason"] = error.strerror or str(error)
     return {**link, "error": "connect", "address": addresses[0] if addresses else None}
 
@@ -150,10 +176,41 @@ def send_seconds(connection: socket.socket, size: int) -> float:
     """Returns the seconds until the other host has counted this many bytes."""
     started = time.perf_counter()
     connection.sendall(HEADER.pack(COUNT, size))
-    for start in range(0, size, len(CHUNK)):
-        connection.sendall(memoryview(CHUNK)[: size - start])
+    send_zeros(connection, size)
     receive(connection, REPLY.size)
     return time.perf_counter() - started
+
+
+def receive_seconds(connection: socket.socket, size: int) -> float:
+    """Returns the seconds until the other host has sent this many bytes."""
+    started = time.perf_counter()
+    connection.sendall(HEADER.pack(SEND, size))
+    count(connection, size)
+    return time.perf_counter() - started
+
+
+def send_zeros(connection: socket.socket, size: int) -> None:
+    for start in range(0, size, len(CHUNK)):
+        connection.sendall(memoryview(CHUNK)[: size - start])
+
+
+def path_mtu(connection: socket.socket) -> int | None:
+    with suppress(OSError):
+        if connection.family == socket.AF_INET6:
+            return connection.getsockopt(socket.IPPROTO_IPV6, IPV6_MTU)
+        return connection.getsockopt(socket.IPPROTO_IP, IP_MTU)
+    return None
+
+
+def try_store(address: str, port: int | None) -> dict[str, Any]:
+    """Returns whether a port of the range answers, on which the ranks would meet."""
+    if port is None:
+        return {"store_port": None, "store_error": "none of them is free there"}
+    try:
+        socket.create_connection((address, port), timeout=CONNECT_S).close()
+    except OSError as error:
+        return {"store_port": port, "store_error": error.strerror or str(error)}
+    return {"store_port": port, "store_error": None}
 
 
 if __name__ == "__main__":

@@ -7,11 +7,14 @@ Nothing is sent but what a look-up of the own name sends, and that has its own d
 import array
 import errno
 import fcntl
+import ipaddress
 import os
 import socket
 import struct
 import threading
 import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ SIOCETHTOOL, ETHTOOL_GDRVINFO, DRVINFO_BYTES = 0x8946, 3, 196  # linux/sockios.h
 IFF_UP, IFF_LOOPBACK = 0x1, 0x8
 RTF_UP = 0x1
 LISTENING = "0A"
+LINK_LOCAL = ("fe80:", "169.254.")
 ARPHRD = {1: "ethernet", 32: "infiniband", 772: "loopback"}  # linux/if_arp.h
 ARPHRD_TUNNELS = {512, 768, 769, 776, 778, 823, 65534}  # ppp, ipip, ip6tnl, sit, gre, ip6gre, none (tun, wireguard)
 DEVTYPES = {"wlan": "wifi", "bridge": "bridge", "bond": "bond", "vlan": "ethernet"}
@@ -129,6 +133,53 @@ def interface_addresses() -> dict[str, list[str]] | None:
         name: [entry.address.partition("%")[0] for entry in entries if entry.family in families]
         for name, entries in psutil.net_if_addrs().items()
     }
+
+
+def ssh_address() -> str | None:
+    """Returns the address of this host by which its ssh server was reached."""
+    words = os.environ.get("SSH_CONNECTION", "").split()
+    return words[2] if len(words) == 4 else None
+
+
+def route_to(address: str) -> str | None:
+    """Returns this host's own address on the way to another one; nothing is sent."""
+    with suppress(OSError):
+        family, _, _, _, place = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(place)
+            return str(probe.getsockname()[0])
+    return None
+
+
+def interface_to(address: str) -> str | None:
+    """Returns the name of the interface by which this host reaches an address; None where there is no way."""
+    own, nics = route_to(address), interface_addresses() or {}
+    return next((name for name, addresses in nics.items() if own in addresses), None)
+
+
+def choose_interface(choice: str, nics: Mapping[str, Sequence[str]]) -> tuple[str, str] | None:
+    """Returns name and address of the interface that --interface means: its name, or a network in which it has an address.
+
+    IPv4 comes first. None where no interface fits, or where it has no address that other hosts reach. nics: addresses by name.
+    """
+    for name, addresses in nics.items():
+        for address in sorted(addresses, key=lambda address: ":" in address):
+            if "/" in choice:
+                fits = ipaddress.ip_address(address) in ipaddress.ip_network(choice, strict=False)
+            else:
+                fits = name == choice and not address.startswith(LINK_LOCAL)
+            if fits:
+                return name, address
+    return None
+
+
+def interface_here(choice: str) -> tuple[str, str]:
+    """Returns name and address of the interface on this host; raises ValueError where there is none."""
+    nics = interface_addresses() or {}
+    if chosen := choose_interface(choice, nics):
+        return chosen
+    others = ", ".join(f"{name} {addresses[0]}" for name, addresses in nics.items() if addresses)
+    raise ValueError(f"no interface {choice} with an address; there are {others}")
 
 
 def ethtool_driver(name: str) -> str | None:

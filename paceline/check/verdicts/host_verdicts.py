@@ -12,6 +12,8 @@ SHM_PER_RANK = 64 * MIB  # NCCL's buffers and a data loader's batches
 NOFILE_LOW = 1024
 NPROC_PER_RANK = 256  # threads count too
 MEMLOCK_LOW = 64 * MIB
+RANK_PACKAGES = ("psutil",)  # what launch/agent.py imports; torch has verdicts of its own
+TRAINER_PACKAGES = ("numpy", "safetensors", "tokenizers")  # and paceline.train.worker
 LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 ALLOCATOR, OLD_ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 PROBE_MODULES = {"python": "host_probe python", "tools": "host_probe tools", "text": "storage_probe text"}
@@ -167,6 +169,17 @@ def omp_threads_few(host: Host) -> Cases:
     if value.isdigit() and cores and not host.uses_cuda and 2 * max(1, int(value)) * ranks <= cores:
         what = f"OMP_NUM_THREADS={value} for each of {ranks} processes, on {cores} cores"
         yield Case(what, "unset OMP_NUM_THREADS")
+
+
+def package_missing(host: Host) -> Cases:
+    packages = host.at("packages")
+    if packages is None:
+        return
+    needed = [*RANK_PACKAGES, *(TRAINER_PACKAGES if host.intent.command != "run" else ())]
+    needed += ["nvidia-ml-py"] if host.at("nvidia_cards") and host.intent.device != "cpu" else []
+    if missing := [name for name in needed if packages.get(name) is None]:
+        what = f"{format_list(missing)} {'is' if len(missing) == 1 else 'are'} not installed for"
+        yield Case(f"{what} {host.at('python.executable') or 'this Python'}", f"pip install {' '.join(missing)}")
 
 
 def launcher_left(host: Host) -> Cases:

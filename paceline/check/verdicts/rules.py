@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from shlex import quote
 from typing import Any, Literal
 
 
@@ -114,6 +115,19 @@ def at(facts: Any, path: str) -> Any:
             return None
         value = value.get(name)
     return value
+
+
+def fix_for(facts: Facts, fix: str) -> str:
+    """Returns a fix as it is typed here: what pip installs on another host goes through ssh, to the interpreter used there."""
+    if not fix.startswith("pip install") or at(facts, "connection.here") is not False:
+        return fix
+    python = at(facts, "python.executable") or "python3"
+    return f"ssh {quote(at(facts, 'connection.destination'))} {quote(python)} -m {fix}"
+
+
+def fix_for_all(hosts: Iterable["Host"], fix: str) -> str:
+    """Returns the fix of each of these hosts, to be typed one after the other."""
+    return " && ".join(dict.fromkeys(fix_for(host.facts, fix) for host in hosts))
 
 
 def visible_gpus(facts: Facts) -> list[Mapping[str, Any]]:

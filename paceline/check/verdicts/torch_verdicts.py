@@ -122,7 +122,13 @@ def torch_no_cuda(host: Host) -> Cases:
 
 
 def torch_no_libuv(host: Host) -> Cases:
-    if host.at("torch.libuv") is False:
+    if host.at("torch.libuv") is False and host.intent.num_hosts > 1:
+        yield Case(
+            f"torch {host.at('torch.version')} has no libuv, by which the ranks of several hosts meet",
+            install(wheel_for(host.facts) if host.at("gpus") else "cpu"),
+            "stop",
+        )
+    elif host.at("torch.libuv") is False:
         yield Case(
             f"torch {host.at('torch.version')} has no libuv; paceline starts its ranks with USE_LIBUV=0 and its own"
             " store, plain torchrun does not start",

@@ -23,6 +23,7 @@ test: $(VENV)/dev
 soak: $(VENV)/dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m soak
 	PYTHONPATH=tests $(BIN)/python -m soak.loop $(or $(ARGS),--write docs/reliability.md)
+	PYTHONPATH=tests $(BIN)/python -m soak.hosts
 
 lint: $(VENV)/dev
 	$(BIN)/ruff check .

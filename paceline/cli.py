@@ -49,17 +49,19 @@ def run(args: options.ScriptOptions) -> int:
     return run_script(args)
 
 
-def plan(args: options.PlanOptions) -> None:
-    from paceline.plan.query import answer
+def stop(args: options.StopOptions) -> None:
+    from paceline.launch.background import answer_stop
 
-    # what reaches other hosts is imported where hosts are named
-    print(answer(args, lambda config: import_module("paceline.launch.hosts").ask_machine(config)))
+    print(answer_stop(args))
 
 
-def configs(args: options.ConfigsOptions) -> None:
-    from paceline.plan.query import answer_configs
+def plan(args: options.PlanOptions | options.ConfigsOptions) -> None:
+    from paceline.plan.query import answer, answer_configs
 
-    print(answer_configs(args))
+    if isinstance(args, options.ConfigsOptions):
+        print(answer_configs(args))
+    else:  # what reaches other hosts is imported where hosts are named
+        print(answer(args, lambda config: import_module("paceline.launch.hosts").ask_machine(config)))
 
 
 def check(args: options.CheckOptions) -> int:
@@ -80,7 +82,7 @@ def check(args: options.CheckOptions) -> int:
             ask_hosts=hosts_asker(entries, config, port=args.port) if entries else None,
         )
     if args.json:
-        print(format_json(to_json(checked.findings, checked.facts)))
+        print(json.dumps(to_json(checked.findings, checked.facts), indent=1))
     else:
         print(format_check(checked, verbose=args.verbose, coloured=sys.stdout.isatty()))
     return 0 if is_ready(checked.findings) else 1
@@ -109,7 +111,7 @@ def comm(args: options.CommOptions) -> int:
             entries=entries,
             facts=hosts if entries else (),
         )
-    print(format_json(results) if args.json else format_comm(results))
+    print(json.dumps(results, indent=1) if args.json else format_comm(results))
     return 0 if results["right"] else 3
 
 
@@ -118,7 +120,7 @@ def profile(args: options.ProfileOptions) -> None:
 
     results, plan = profile_steps(args)
     width = shutil.get_terminal_size((120, 24)).columns
-    print(format_json(results) if args.json else format_profile(results, plan, width=width))
+    print(json.dumps(results, indent=1) if args.json else format_profile(results, plan, width=width))
 
 
 def watch(args: options.WatchOptions) -> int:
@@ -151,7 +153,7 @@ def runs(args: run_options.RunsOptions) -> None:
     statuses = RunList(Path(args.dir)).read()
     if not statuses and not args.json:
         raise PacelineError(f"no runs in {args.dir}", fix="paceline train makes one")
-    print(format_json([asdict(status) for status in statuses]) if args.json else format_runs(statuses))
+    print(json.dumps([asdict(status) for status in statuses], indent=1) if args.json else format_runs(statuses))
 
 
 def runs_show(args: run_options.RunsShowOptions) -> None:
@@ -159,7 +161,7 @@ def runs_show(args: run_options.RunsShowOptions) -> None:
     from paceline.watch.status import format_run, open_reader, run_json
 
     snapshot = open_reader(find_run(args.run, runs_dir=args.runs_dir).path).update()
-    print(format_json(run_json(snapshot)) if args.json else format_run(snapshot))
+    print(json.dumps(run_json(snapshot), indent=1) if args.json else format_run(snapshot))
 
 
 def label_run(args: run_options.RunsTagOptions | run_options.RunsNoteOptions) -> None:
@@ -201,7 +203,7 @@ def torch_check(args: options.TorchCheckOptions) -> int:
 
     with progress_line("trying") as on_trial:
         checked = check_torch(args.path, on_trial=on_trial)
-    print(format_json(checked.to_json()) if args.json else format_check(checked))
+    print(json.dumps(checked.to_json(), indent=1) if args.json else format_check(checked))
     return 1 if checked.problems else 0
 
 
@@ -210,7 +212,7 @@ def torch_recipe(args: options.TorchRecipeOptions) -> None:
     from paceline.check.torch_recipe import format_recipe
 
     recipe = recipe_here(arch=args.arch, driver=args.driver, build=args.build, script=args.script)
-    print(format_json(recipe.to_json()) if args.json else format_recipe(recipe, script=args.script))
+    print(json.dumps(recipe.to_json(), indent=1) if args.json else format_recipe(recipe, script=args.script))
 
 
 def accelerate_config(args: options.AccelerateOptions) -> None:
@@ -304,10 +306,6 @@ def completion(args: options.CompletionOptions) -> None:
     print(f"{shellcode(['paceline'], shell=args.shell).strip()}\n# install: {install.strip(' $')}")
 
 
-def format_json(value: Any) -> str:
-    return json.dumps(value, indent=1)
-
-
 def print_facts(facts: dict[str, Any], *, as_json: bool) -> None:
     from paceline.terminal import format_facts
 
@@ -319,8 +317,9 @@ COMMANDS: dict[str, tuple[Callable[..., int | None], type]] = {
     "train": (train, options.TrainOptions),
     "resume": (resume, options.ResumeOptions),
     "run": (run, options.ScriptOptions),
+    "stop": (stop, options.StopOptions),
     "plan": (plan, options.PlanOptions),
-    "configs": (configs, options.ConfigsOptions),
+    "configs": (plan, options.ConfigsOptions),
     "check": (check, options.CheckOptions),
     "comm": (comm, options.CommOptions),
     "profile": (profile, options.ProfileOptions),

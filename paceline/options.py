@@ -77,6 +77,7 @@ class HostOptions(Options):
     """What happens to a run of several hosts."""
 
     min_hosts: int = option(1, "go on while as many hosts remain", low=1, high=1024, group="hosts")
+    rejoin: bool = option(True, "leave out a host that was lost, even if it answers again")
     env: tuple[str, ...] = option(
         (),
         "send these variables to the other hosts too, such as HF_TOKEN,WANDB_API_KEY; else only paceline's",
@@ -89,6 +90,7 @@ class LaunchOptions(Recovery, Services, HostOptions):
 
     check: bool = option(True, "start even if a check says that the run would fail", group="launch")
     show_env: bool = option(False, "print the environment of the ranks, and why each variable is set, and stop")
+    detach: bool = option(False, "go on in the background when the run is ready to start; the terminal may then close")
     health_every_s: float = option(2.0, "seconds between health samples of the host; 0: no samples", low=0, high=86_400)
 
 
@@ -144,6 +146,17 @@ class ScriptOptions(LaunchOptions):
     keys: Mapping[str, Any] = keys_of(
         Config, names=("nproc", "device", "name", "runs_dir", "hosts", "python", "interface", "ports")
     )
+
+
+class StopOptions(JsonOption, RunsOption):
+    """Save a checkpoint of a run that goes on somewhere on this host, and end it; as Ctrl-C does in its own terminal.
+
+    $ paceline train balanced --name books --detach
+    $ paceline stop books
+    """
+
+    run: str = positional("RUN", RUN)
+    now: bool = option(False, "end at once, without a checkpoint")
 
 
 class PlanOptions(JsonOption, ConfigOptions):

@@ -9,6 +9,7 @@ import errno
 import fcntl
 import json
 import os
+import socket
 import stat
 import sys
 import time
@@ -55,7 +56,7 @@ class RunDir:
     skipped_json = Entry("skipped.json")  # the batches that the run skips after a rollback
     tokenizer_json = Entry("tokenizer/tokenizer.json")  # the tokenizer that the run's text was tokenized with
     notes = Entry("notes.json")  # {tags, note}: what its user wrote about the run
-    lock = Entry(".lock")  # locked while a process holds the run; it has the process id
+    lock = Entry(".lock")  # locked while a process holds the run; it has the process and its host
     health_dir = Entry("health")  # a file for each host: samples of its GPUs, memory, disk and network
 
     @property
@@ -288,13 +289,16 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 class RunInUse(PacelineError):
-    """A process holds the run. pid: of the supervisor, which may be gone while its workers still save and end."""
+    """A process holds the run. pid: of the supervisor, if it is this host's; it may be gone while its workers save and end."""
 
-    def __init__(self, run: RunDir, pid: int | None):
+    def __init__(self, run: RunDir, holder: str):
+        word, _, host = holder.partition(" ")
+        is_here = host in ("", socket.gethostname())
+        self.pid = int(word) if word.isdigit() and is_here else None
+        process = f"process {word or 'unknown'}" + ("" if is_here else f" on {host}")
         super().__init__(
-            f"run {run.name} is in use by process {pid or 'unknown'}", fix="wait for it to end, or give another --name"
+            f"run {run.name} is in use by {process}", fix=f"paceline stop {run.path} ends it; or give another --name"
         )
-        self.pid = pid
 
 
 def read_notes(run: RunDir) -> tuple[list[str], str]:
@@ -313,8 +317,11 @@ def write_notes(run: RunDir, *, tags: list[str], note: str) -> None:
         raise unwritable_run(run, error) from error
 
 
-def lock_run(run: RunDir) -> int:
-    """Returns a file descriptor that holds the run until every process that inherited it has ended. Raises RunInUse."""
+def lock_run(run: RunDir, *, host: str | None = None) -> int:
+    """Returns a file descriptor that holds the run until every process that inherited it has ended. Raises RunInUse.
+
+    host: of the supervisor, where this process keeps a copy for it.
+    """
     fd = os.open(run.lock, os.O_RDWR | os.O_CREAT, 0o644)
     for _ in range(LOCK_ATTEMPTS):
         with suppress(OSError):
@@ -324,10 +331,15 @@ def lock_run(run: RunDir) -> int:
     else:
         holder = os.pread(fd, 64, 0).decode(errors="replace").strip()
         os.close(fd)
-        raise RunInUse(run, int(holder) if holder.isdigit() else None) from None
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, str(os.getpid()).encode(), 0)
+        raise RunInUse(run, holder) from None
+    write_holder(fd, host=host)
     return fd
+
+
+def write_holder(lock: int, *, host: str | None = None) -> None:
+    """Writes this process and its host into the lock."""
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"{os.getpid()} {host or socket.gethostname()}".encode(), 0)
 
 
 def is_locked(run: RunDir) -> bool:
@@ -341,7 +353,7 @@ def is_locked(run: RunDir) -> bool:
 
 
 def holder_of(run: RunDir) -> str | None:
-    """Returns the process id in the lock; None where no process holds the run."""
+    """Returns the process and its host, "4711 ada", as the lock has them; None where no process holds the run."""
     return run.lock.read_text(errors="replace").strip() if is_locked(run) else None
 
 

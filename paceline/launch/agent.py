@@ -26,7 +26,7 @@ from paceline.rundir import RunDir
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 RANK_SCRIPT = Path(__file__).with_name("rank.py")
-LINK_LOST_GRACE_S = 20.0  # without a supervisor: enough for a save
+LINK_LOST_GRACE_S = 17.0  # without a supervisor: enough for a save
 ENGINE_MARGIN_S = 3.0  # how much later than its own deadline the engine may end before it is killed
 FAILED_GRACE_S = 3.0  # the engine gives the peers of a failed rank this long
 KILL_DEADLINE_S = 10.0

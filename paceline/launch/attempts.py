@@ -57,6 +57,10 @@ class Job:
     def change(self, decision: Decision) -> None:
         """Prepares the next attempt as `abilities` has promised."""
 
+    def regroup(self) -> None:
+        """Prepares an attempt on more hosts, after the last one was saved and ended for it."""
+        raise NotImplementedError
+
     def show(self, lines: Sequence[str], *, exit_code: int = 0) -> None:
         """Prints lines of paceline's own. exit_code: of the run, for its closing lines."""
         raise NotImplementedError
@@ -106,6 +110,10 @@ def run_attempts(job: Job, recovery: Recovery) -> Outcome:
     with catch_signals() as signals:
         while True:
             outcome, end = run_one_attempt(job, number, signals)
+            if outcome.state == "regrouped" and not signals.first:
+                job.regroup()
+                number += 1
+                continue
             if end is None or outcome.explanation is None:
                 return outcome
             history.append(end)

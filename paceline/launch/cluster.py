@@ -4,17 +4,15 @@ The hosts of a run: a link to each, what its ranks need before an attempt, and w
 The supervisor decides which hosts take part and which ranks each has. A host on which the run folder itself can be seen shares it;
 any other has a copy, which launch/gather.py keeps. A whole checkpoint lies with the supervisor, with the host of rank 0, and with
 one other host, so that the loss of any one machine costs no more than one save interval. A host is lost when its link ends or
-nothing was heard of it for SILENT_S; the time in which this process itself stood still does not count.
+nothing was heard of it for SILENT_S; the time in which this process itself stood still does not count. A lost host is tried again
+beside the attempt (launch/member.py); once its link is open it is `ready` to take part in the next one.
 """
 
 import hashlib
 import math
-import secrets
-import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -26,16 +24,14 @@ from paceline.launch.agent import prepare_attempt, start_agent_process
 from paceline.launch.channel import Channel, Line, frame, wait
 from paceline.launch.copies import Copies
 from paceline.launch.gather import Receiver, folder_frames
-from paceline.launch.hosts import HostEntry, is_this_host
-from paceline.launch.member import Member
+from paceline.launch.hosts import HostEntry
+from paceline.launch.member import QUICK_FOR_S, Member
 from paceline.launch.remote import interface_env
-from paceline.launch.ssh import SshModule
+from paceline.launch.stacks import RankProcess
 from paceline.model.manifest import MANIFEST, newest_good, read_manifest
 from paceline.plan.machine import Machine
 from paceline.rundir import RunDir, append_event
-from paceline.units import format_bytes, format_duration
 
-REMOTE = "paceline.launch.remote"
 SILENT_S = 5.5  # a host that says nothing for so long is lost; it sends a line every second
 ALIVE_S = 1.0
 LONGEST_TICK_S = 1.0  # of a tick that took longer, this process itself was stopped
@@ -57,13 +53,20 @@ class Cluster:
         python: str | None = None,
         interface: str | None = None,
         ports: tuple[int, int] | None = None,
+        rejoin: bool = False,
     ):
-        """machine: what each of them is like, to plan again. nproc: ranks on each. ports: the first and the last to listen on."""
+        """machine: what each of them is like, to plan again. nproc: ranks on each. ports: the first and the last to listen on.
+
+        rejoin: whether a lost host is tried again for as long as the run lasts.
+        """
         self._machine = machine
         self.members = [Member(entry, nproc, entry.host) for entry in entries]
         self.python, self.interface, self.ports = python, interface, ports
         self.run: RunDir | None = None
-        self._started: list[Member] = []  # those of the last attempt
+        self.started: list[Member] = []  # those of the last attempt, or of the one that begins
+        self._is_begun = False
+        self._rejoin, self._text = rejoin, ""
+        self.is_leaving = False  # the attempt is to be saved and ended, since the next one has more hosts
         self.copies: Copies | None = None
         self.receiver: Receiver | None = None
         self._told_at = 0.0
@@ -94,7 +97,7 @@ class Cluster:
                 if member.agent:
                     member.agent.kill()  # the engine and the workers follow by PDEATHSIG
                 else:
-                    member.lose(f"{member.name} did not end its ranks")
+                    member.lose("it did not end its ranks")
         self.pump(timeout_s)
         lines = [(member, line) for member in self.members for line in member.waiting]
         for member in self.members:
@@ -111,27 +114,29 @@ class Cluster:
     @property
     def present(self) -> list[Member]:
         """The hosts that take part: this one first, if it is among them, so that rank 0 writes into the run folder itself."""
-        members = sorted((m for m in self.members if m.lost is None), key=lambda member: not is_this_host(member.entry))
-        first = 0
-        for member in members:
-            member.first_rank, first = first, first + member.nproc
-        return members
+        return sorted((m for m in self.members if m.lost is None), key=lambda member: not member.is_here)
 
     def pump(self, timeout_s: float) -> None:
         """Reads what has come from all hosts, writes what waits for them, and notices who is lost."""
-        present = [m for m in self.members if m.channel is not None]
-        wait([m.channel for m in present if m.channel], timeout_s)
+        for member in self.members:
+            is_due = self._rejoin or time.monotonic() - member.lost_at < QUICK_FOR_S or member.lost is None
+            if member.channel is None and not member.is_here and is_due:
+                member.connect(self.python, open_s=OPEN_S)
+        linked = [m for m in self.members if m.channel is not None]
+        wait([m.channel for m in linked if m.channel], timeout_s)
         now = time.monotonic()
         passed_s, self._seen_at = min(now - self._seen_at, LONGEST_TICK_S), now
         is_due = now - self._told_at > ALIVE_S
         if is_due:
             self._told_at = now
-        for member in present:
+        for member in linked:
             channel = member.channel
             assert channel
             heard_at = channel.heard_at
             for line, data in channel.read():
                 self._take(member, line, data)
+            if member.channel is None:
+                continue
             if member.is_here:
                 if channel.ended:
                     assert member.agent
@@ -139,10 +144,12 @@ class Cluster:
                 continue
             member.silent_s = 0.0 if channel.heard_at != heard_at else member.silent_s + passed_s
             if channel.ended:
-                why = str(member.ssh.failure().message) if member.ssh else ""
-                member.lose(f"the connection to {member.name} ended: {why}")
-            elif member.silent_s > SILENT_S:
-                member.lose(f"nothing was heard of {member.name} for {member.silent_s:.0f} s")
+                why = member.ssh.failure().message if member.ssh else ""
+                member.lose(f"the connection to it ended: {why.rstrip('.')}", link_ended=True)
+            elif member.is_open and member.silent_s > SILENT_S:
+                member.lose(f"nothing was heard of it for {member.silent_s:.0f} s")
+            elif not member.is_open and now > member.open_by:
+                member.lose(f"it did not answer for {OPEN_S:.0f} s")
             elif is_due and member.is_greeted:
                 channel.send({"do": "alive"})
 
@@ -161,30 +168,44 @@ class Cluster:
                 self.copies.is_kept(line["folder"])
         elif line.get("event") == "lacks" and self.copies and self.copies.unfinished:  # of the copy that it keeps
             self.copies.send(member, line)
-        elif line.get("event") == "alive":  # a delay on the way makes the difference smaller, never larger
+        elif line.get("event") == "alive":
+            # a delay on the way makes the difference smaller, never larger
             member.clock_s = max(member.clock_s, line.get("time", -math.inf) - time.time())
+            member.processes = {int(rank): RankProcess(**facts) for rank, facts in line.get("processes", {}).items()}
+        elif line.get("event") == "hello":
+            assert self.run
+            member.greet(line, self.run, text=self._text, interface=self.interface)
+        elif line.get("event") == "opened":
+            member.path, member.shared, member.address = line["path"], line["shared"], line["address"]
+            member.is_open = True
+            member.forget_token()
+        elif line.get("event") == "refused" and (not member.is_open or line.get("do") == "attempt"):
+            member.lose(line["why"])
+        elif line.get("event") == "left":  # this process was stopped for long
+            member.lose(line["why"], link_ended=True)
         else:
             member.waiting.append(line)
 
-    def answers(self, members: Sequence[Member], event: str, *, timeout_s: float) -> dict[Member, Line]:
-        """Returns each host's next line of this kind; a host that does not send it in time is lost."""
-        got: dict[Member, Line] = {}
+    def answers(
+        self, members: Sequence[Member], event: str, *, timeout_s: float, is_required: bool = True
+    ) -> dict[Member, Line]:
+        """Returns each host's next line of this kind. is_required: a host that does not send it in time is lost."""
+        answers: dict[Member, Line] = {}
         deadline = time.monotonic() + timeout_s
-        while missing := [m for m in members if m not in got and m.lost is None]:
+        while missing := [m for m in members if m not in answers and m.lost is None]:
             self.pump(0.1)
             for member in missing:
-                for line in [line for line in member.waiting if line.get("event") in (event, "refused")]:
+                line = next((line for line in member.waiting if line.get("event") in (event, "refused")), None)
+                if line:
                     member.waiting.remove(line)
                     if line["event"] == "refused":
-                        member.lose(f"{member.name}: {line['why']}")
-                        break
-                    got[member] = line
-                    break
+                        member.lose(line["why"])
+                    answers[member] = line
+                elif time.monotonic() > deadline and is_required:
+                    member.lose(f"it did not answer for {timeout_s:.0f} s")
             if time.monotonic() > deadline:
-                for member in missing:
-                    if member not in got:
-                        member.lose(f"{member.name} did not answer for {timeout_s:.0f} s")
-        return got
+                break
+        return {member: line for member, line in answers.items() if line["event"] == event}
 
     def ask(self, members: Sequence[Member], order: Line, *, timeout_s: float) -> dict[Member, Line]:
         """Sends an order whose answers have its name, and returns them. Raises PacelineError where a host is lost."""
@@ -196,43 +217,20 @@ class Cluster:
 
     def connect(self, run: RunDir, *, text: Path | None) -> None:
         """Opens the links and the copies of the run folder. Raises PacelineError for a host that cannot be reached."""
-        self.run, self.copies = run, Copies(run)
+        self.run, self.copies, self._text = run, Copies(run), text.name if text else ""
         self.receiver = Receiver(
             run, on_no_space=lambda name: append_event(run, "note", text=f"no space left for {name} of another host")
         )
-        others = [m for m in self.members if not is_this_host(m.entry) and m.channel is None]
-        with ThreadPoolExecutor(max_workers=min(32, max(1, len(others)))) as pool:
-            for member, result in zip(others, pool.map(self._reach, others), strict=True):
-                if isinstance(result, PacelineError):
-                    self.close()
-                    raise PacelineError(f"{member.name}: {result.message}", fix=result.fix)
-                member.ssh, member.channel, member.silent_s = (
-                    result,
-                    Channel(result.stdout.fileno(), result.stdin.fileno()),
-                    0.0,
-                )
-        for member, line in self.answers(others, "hello", timeout_s=OPEN_S).items():
-            member.clock_s, member.is_greeted = line["time"] - time.time(), True
-        token = f".shared-{secrets.token_hex(8)}"
-        (run.path / token).touch()
-        try:
-            key = hashlib.sha256(f"{socket.gethostname()}:{run.path.resolve()}".encode()).hexdigest()[:12]
-            growing = [*run.path.glob("logs/*/*"), *run.path.glob("health/*"), run.metrics]
-            sizes = {str(path.relative_to(run.path)): path.stat().st_size for path in growing if path.is_file()}
-            order = {"do": "open", "path": str(run.path.resolve()), "token": token, "key": key, "sizes": sizes}
-            for member in others:
-                names = {"text": text.name if text else None, "host": member.name, "interface": self.interface}
-                member.send({**order, **names})
-            for member, line in self.answers(others, "opened", timeout_s=OPEN_S).items():
-                member.path, member.shared, member.address = line["path"], line["shared"], line["address"]
-        finally:
-            (run.path / token).unlink()
+        others = [m for m in self.members if not m.is_here]
+        for member in others:
+            member.retry_at = 0.0
+        while any(not member.is_open and member.lost is None for member in others):
+            self.pump(0.05)
         self.stop_for_lost(others)
-        here = [m for m in self.members if is_this_host(m.entry)]
-        for member in here:
-            member.path = str(run.path.resolve())
-            by_route = next((route_to(other.address) for other in others if other.address), None)
-            member.address = self._chosen_address() or by_route or "127.0.0.1"
+        for member in self.members:
+            if member.is_here:
+                by_route = next((route_to(other.address) for other in others if other.address), None)
+                member.path, member.address = str(run.path.resolve()), self._chosen_address() or by_route or "127.0.0.1"
 
     def _chosen_address(self) -> str | None:
         """Returns the address of --interface on this host; raises PacelineError where it has none."""
@@ -240,56 +238,19 @@ class Cluster:
             return interface_here(self.interface)[1] if self.interface else None
         except ValueError as error:
             self.close()
-            raise PacelineError(
-                str(error), fix="--interface NAME of one of them, or a network such as 10.0.0.0/24"
-            ) from None
-
-    def _reach(self, member: Member) -> SshModule | PacelineError:
-        try:
-            return SshModule(member.entry.destination, REMOTE, python=self.python)
-        except PacelineError as error:
-            return error
+            fix = "--interface NAME of one of them, or a network such as 10.0.0.0/24"
+            raise PacelineError(str(error), fix=fix) from None
 
     def stop_for_lost(self, members: Iterable[Member]) -> None:
         """Raises PacelineError where one of these hosts was lost."""
-        lost = [member for member in members if member.lost]
+        lost = next((member for member in members if member.lost), None)
         if lost:
             self.close()
-            raise PacelineError(
-                f"{lost[0].lost}", fix=f"paceline check --hosts {','.join(m.name for m in self.members)}"
-            )
+            check = f"paceline check --hosts {','.join(m.name for m in self.members)}"
+            raise PacelineError(f"host {lost.name}: {lost.lost}", fix=lost.error.fix if lost.error else check)
 
-    def send_text(
-        self, folder: Path, files: Mapping[str, str], *, progress: Callable[[str, float, float], None]
-    ) -> str | None:
-        """Sends the prepared text to the hosts that lack it; returns a line about it. Raises PacelineError where that fails.
-
-        files: name -> hash.
-        """
-        began, others, num_sent = time.monotonic(), [m for m in self.present if not m.is_here], 0
-
-        def counted(frames: Iterator[bytes]) -> Iterator[bytes]:
-            nonlocal num_sent
-            for piece in frames:
-                yield piece
-                num_sent += len(piece)
-
-        lacking = {m: names for m, names in self._lacking(others, "text", files).items() if names}
-        total = sum((folder / name).stat().st_size for names in lacking.values() for name in names)
-        for member, names in lacking.items():
-            if member.channel:
-                member.channel.send_behind(counted(folder_frames(folder, names, "text/")))
-        self.send_all(list(lacking), lambda: progress("send the text", min(num_sent, total), total))
-        bad = [m.name for m, names in self._lacking(list(lacking), "text", files).items() if names]
-        self.stop_for_lost(others)
-        if bad:
-            fix = "see the disk there: df -h ~/.cache"
-            raise PacelineError(f"the text did not arrive whole on {', '.join(bad)}", fix=fix)
-        hosts = ", ".join(member.name for member in lacking)
-        seconds = format_duration(time.monotonic() - began)
-        return f"text    {format_bytes(total)} sent to {hosts} in {seconds}" if lacking else None
-
-    def _lacking(self, members: Sequence[Member], what: str, files: Mapping[str, str]) -> dict[Member, list[str]]:
+    def lacking(self, members: Sequence[Member], what: str, files: Mapping[str, str]) -> dict[Member, list[str]]:
+        """Returns which files each host lacks, of the text or of a checkpoint. files: name -> hash."""
         for member in members:
             member.send({"do": "lack", "of": what, "files": files})
         return {member: line["files"] for member, line in self.answers(members, "lacks", timeout_s=SEND_S).items()}
@@ -303,42 +264,62 @@ class Cluster:
     def settle(self) -> None:
         """Before an attempt: gives every host the run's files and the checkpoint that it goes on from."""
         assert self.run
-        run, others = self.run, [m for m in self.present if not m.is_here and not m.shared]
+        run, others = self.run, [m for m in self.begin() if not m.is_here and not m.shared]
         newest: Path | None = None
         with suppress(PacelineError):
             newest, _ = newest_good(run.checkpoints, set_aside=False)
         step = read_manifest(newest).step if newest else 0
         for member in others:
-            assert member.channel
             member.waiting.clear()
             member.send({"do": "settle", "step": step})
             names = [*SENT_FILES, *(["metrics.jsonl"] if member.first_rank == 0 else [])]
-            member.channel.send_behind(folder_frames(run.path, [n for n in names if (run.path / n).exists()], ""))
+            member.send_behind(folder_frames(run.path, [n for n in names if (run.path / n).exists()], ""))
         if newest:
             files = {name: entry.sha256 for name, entry in read_manifest(newest).files.items()}
             files[MANIFEST] = hashlib.sha256((newest / MANIFEST).read_bytes()).hexdigest()
-            for member, names in self._lacking(others, newest.name, files).items():
-                if names and member.channel:
-                    member.channel.send_behind(folder_frames(newest, names, f"checkpoints/{newest.name}/"))
+            for member, names in self.lacking(others, newest.name, files).items():
+                if names:
+                    member.send_behind(folder_frames(newest, names, f"checkpoints/{newest.name}/"))
         self.send_all(others)
+
+    def begin(self) -> list[Member]:
+        """Returns the hosts of the next attempt, which stay the same until it has ended: if one is lost, the attempt fails."""
+        if not self._is_begun:
+            self.started, self._is_begun, self.is_leaving = self.present, True, False
+            first = 0
+            for member in self.started:
+                member.fault, member.first_rank, first = None, first, first + member.nproc
+        return self.started
 
     def start(self, run: RunDir, attempt: int, job: dict[str, Any], *, settings: Mapping[str, str]) -> None:
         """Starts the agents: that of rank 0 first, which listens for the others. settings: of the environment, for other hosts."""
-        self.run, self._started = run, self.present
-        first, *others = self._started
+        self.run = run
+        first, *others = self.begin()
         if not others:
             self._start_one(first, attempt, job, None, settings, reach=None)
             return
+        if any(member.lost for member in self.started):
+            return
         hosts = {"hosts": 1 + len(others), "ports": self.ports, "host": first.address}
-        self._start_one(
-            first, attempt, job, {**hosts, "index": 0, "port": 0}, settings, reach=others[0].address if others else None
-        )
-        line = self.answers([first], "store", timeout_s=STORE_S).get(first)
+        self._start_one(first, attempt, job, {**hosts, "index": 0, "port": 0}, settings, reach=others[0].address)
+        line = self._store_of(first)
         for index, member in enumerate(others, 1):
             if line:
-                self._start_one(
-                    member, attempt, job, {**hosts, "index": index, "port": line["port"]}, settings, reach=first.address
-                )
+                place = {**hosts, "index": index, "port": line["port"]}
+                self._start_one(member, attempt, job, place, settings, reach=first.address)
+
+    def _store_of(self, first: Member) -> Line | None:
+        """Returns where the ranks meet; None if the first host's agent ends or is lost before it says so."""
+        deadline = time.monotonic() + STORE_S
+        while not first.agent_ended:
+            self.pump(0.05)
+            for line in [line for line in first.waiting if line.get("event") == "store"]:
+                first.waiting.remove(line)
+                return line
+            if time.monotonic() > deadline:
+                first.kill_at = 0.0
+                return None
+        return None
 
     def _start_one(
         self, member: Member, attempt: int, job: Mapping[str, Any], rendezvous: Mapping[str, Any] | None,
@@ -347,7 +328,10 @@ class Cluster:
         assert self.run
         own = {**job, "nproc": member.nproc, "first_rank": member.first_rank, "rendezvous": rendezvous}
         own["host"] = member.name if len(self.members) > 1 else None
+        if member.lost:
+            return
         member.agent_ended, member.exit_code, member.kill_at, member.waiting = False, None, float("inf"), []
+        member.run_id, member.processes = job["run_id"], {}
         if member.is_here:
             own["env"] = {**job["env"], **(interface_env(reach, self.interface) if rendezvous else {})}
             prepare_attempt(self.run, attempt, own)
@@ -355,27 +339,27 @@ class Cluster:
             assert member.agent.stdin and member.agent.stdout
             member.channel = Channel(member.agent.stdout.fileno(), member.agent.stdin.fileno())
             member.channel.send(own)
-        elif member.channel:
+        else:
             theirs = {"python": sys.executable, "path": str(self.run.path)}
             order = {"do": "attempt", "attempt": attempt, "theirs": theirs}
             env = {name: value for name, value in settings.items() if not name.endswith("_SOCKET_IFNAME")}
             own |= {"env": env, "lock_fd": None, "reach": reach, **member.own_job}
-            member.channel.send_behind([frame({**order, "job": own})])
+            member.send_behind([frame({**order, "job": own})])
 
     @property
     def lost_in_attempt(self) -> tuple[str, ...]:
         """The hosts that were lost since the attempt began."""
-        return tuple(member.name for member in self._started if member.lost)
+        return tuple(member.name for member in self.started if member.lost)
 
     def limit(self, count: int) -> None:
         """Leaves out the last hosts: what remains does not divide the batch."""
         for member in self.present[count:]:
-            member.lost = f"{member.name} is not needed"
+            member.lost = "it is not needed"
 
     def keep_copies(self, *, keep_last: int) -> None:
         """Moves what is new of the checkpoints of the attempt."""
-        if self.copies and any(member.lost is None for member in self._started):
-            self.copies.follow(self._started, keep_last=keep_last)
+        if self.copies and any(member.lost is None for member in self.started):
+            self.copies.follow(self.started, keep_last=keep_last)
 
     def finish_copies(self, *, keep_last: int) -> None:
         """Waits until the checkpoints of the attempt have arrived here and at the host that keeps the copy."""
@@ -385,13 +369,14 @@ class Cluster:
             self.copies
             and self.copies.unfinished
             and time.monotonic() < deadline
-            and any(m.channel for m in self._started)
+            and any(m.channel for m in self.started)
         ):
             self.pump(0.1)
             self.keep_copies(keep_last=keep_last)
 
     def stop_agents(self) -> None:
         """Ends what still runs of an attempt."""
+        self._is_begun = False
         for member in self.members:
             if member.agent is not None:
                 member.agent.kill()
@@ -406,6 +391,7 @@ class Cluster:
         """Ends the links; what a host still runs ends by itself."""
         self.stop_agents()
         for member in self.members:
+            member.give_up()
             if member.ssh:
-                member.ssh.__exit__()
-                member.ssh, member.channel = None, None
+                member.ssh.close()  # it may still save
+                member.drop()

@@ -41,6 +41,13 @@ class Copies:
         """Takes the report that the copy of a checkpoint is whole."""
         self._owed.pop(folder, None)
 
+    def forget(self, member: Member) -> None:
+        """The link to a host was lost: what it has not sent yet, and the copy that it was making, do not come."""
+        self._owed = {folder: keeper for folder, keeper in self._owed.items() if keeper is not member}
+        if member.first_rank == 0:
+            self.published.clear()
+            self._fetched.clear()
+
     def follow(self, members: Sequence[Member], *, keep_last: int) -> None:
         """Sends and completes what is due. members: the hosts of the attempt, that of rank 0 first."""
         first, *others = [member for member in members if member.lost is None]

@@ -24,6 +24,7 @@ from paceline.explain.explanation import KERNEL_LOG, Explanation, name_host
 from paceline.explain.reader import Log
 from paceline.heartbeat import read_heartbeat
 from paceline.launch.policy import HOST_MEMORY, TRAINER_CRASHES, AttemptEnd, Retry
+from paceline.launch.ssh import SSH_FAILED
 from paceline.plan.host import memory_limit, physical_memory_bytes
 from paceline.rundir import RunDir, read_json_lines
 from paceline.units import format_bytes, parse_time
@@ -54,6 +55,7 @@ KILLED = "killed-from-outside"
 HANG = "hang"
 REFUSED = "refused"  # the rank itself reported what is wrong and how to fix it
 HOST_LOST = "host-lost"
+LINK_LOST = "link-lost"  # the host answers again
 EXITED = "exited-early"  # with exit code 0, which no log tells from success
 DISK_FULL = "disk-full"
 
@@ -80,8 +82,15 @@ class Failure:
     def subject(self) -> str:
         """'rank 3', 'rank 3 on bob', 'host bob', or 'launch' for a failure of the launch itself."""
         if self.rank is None:
-            return "launch" if self.host is None else f"host {self.host}"
+            return f"host {self.host}" if self.is_host else "launch"
         return f"rank {self.rank}" + (f" on {self.host}" if self.host else "")
+
+    @property
+    def is_host(self) -> bool:
+        """Whether the link to a host was lost, for good or for a moment."""
+        return (
+            self.rank is None and self.host is not None and self.exit_code in (None, SSH_FAILED) and self.signal is None
+        )
 
 
 def find_failures(run: RunDir, attempt: int, ranks: list[dict[str, Any]]) -> list[Failure]:
@@ -197,11 +206,9 @@ def explain_end(
     all_events = list(read_json_lines(run.events))
     events = [event for event in all_events if event.get("attempt") in (None, attempt)]
     hang = next((event for event in reversed(events) if event.get("event") == "hang"), None)
-    if root.rank is None and root.host is not None:
-        fix = f"see that {root.host} is on and in the network: ssh {root.host} true; then paceline resume {run.path} with all hosts"
-        explanation = replace(
-            explanation, cause=HOST_LOST, rank=None, host=root.host, summary=root.message, fix=fix, confidence=1.0
-        )
+    explanation = replace(explanation, host=root.host or explanation.host)
+    if root.is_host:
+        explanation = explain_host(explanation, root, run)
     elif root.exit_code == 0:
         fix = (
             f"look at its last output in logs/*/{root.rank}.log of the run;"
@@ -228,7 +235,7 @@ def explain_end(
     explanation = name_host(explanation, hosts or {})
     milestones = [event["event"] for event in all_events if event.get("event") in ("attempt", "checkpoint")]
     is_outside = root.signal in OUTSIDE_SIGNALS and root.traceback is None
-    has_own_error = not (is_outside or root.consequence or explanation.cause in (KILLED, HANG, HOST_LOST))
+    has_own_error = not (is_outside or root.consequence or explanation.cause in (KILLED, HANG, HOST_LOST, LINK_LOST))
     end = AttemptEnd(
         cause=explanation.cause,
         retry=retry_class(explanation, root, record),
@@ -243,7 +250,7 @@ def explain_end(
 
 def retry_class(explanation: Explanation, root: Failure, record: dict[str, Any]) -> Retry:
     """Returns whether a retry can help. record: what the rank to blame wrote about its error."""
-    if explanation.cause in (KILLED, HANG, EXITED, HOST_LOST) or record.get("rollback"):
+    if explanation.cause in (KILLED, HANG, EXITED, HOST_LOST, LINK_LOST) or record.get("rollback"):
         return "same"
     if OUT_OF_MEMORY.search(root.message) or NO_PRIMITIVE.search(root.message):
         return "smaller"
@@ -264,9 +271,20 @@ def explain_hang(explanation: Explanation, hang: dict[str, Any], *, recorder_log
     return replace(explanation, cause=HANG, rank=rank, step=step, summary=summary, fix=fix, confidence=1.0)
 
 
+def explain_host(explanation: Explanation, root: Failure, run: RunDir) -> Explanation:
+    """Explains the loss of a host, or of the connection to one that answers again."""
+    cause, summary = HOST_LOST, f"{root.subject}: {root.message}"
+    fix = f"see that {root.host} is on and in the network: ssh {root.host} true; it joins the run again when it answers"
+    if root.exit_code is not None:
+        cause, summary = LINK_LOST, f"{summary}; it answers again"
+        fix = f"if it happens often: see who ends ssh sessions on {root.host} (journalctl -u ssh), and whether this machine sleeps"
+    return replace(explanation, cause=cause, rank=None, summary=summary, fix=fix, confidence=1.0)
+
+
 def explain_kill(explanation: Explanation, root: Failure, *, memory_ran_out: bool | None) -> Explanation:
     """Explains a rank that SIGKILL ended: the kernel killed it for memory, or somebody outside the run did."""
     subject = "the launch agent" if root.rank is None else f"rank {root.rank}"
+    subject += f" on {root.host}" if root.host else ""
     if memory_ran_out or any((evidence.source or "").startswith(KERNEL_LOG) for evidence in explanation.evidence):
         host_bytes, group = physical_memory_bytes(), memory_limit()
         limit = f"this host has {format_bytes(host_bytes)}"

@@ -23,8 +23,10 @@ from paceline.launch.attempts import Job
 from paceline.launch.cluster import Cluster
 from paceline.launch.digest import Digest, OnMetrics
 from paceline.launch.env import EnvRow, Launch, env_elsewhere, worker_env
+from paceline.launch.losses import readmit, ready_hosts
 from paceline.launch.policy import Abilities, AttemptEnd, Decision
 from paceline.launch.supervisor import Outcome, StopSignals, run_attempt
+from paceline.model.manifest import MANIFEST
 from paceline.plan.advice import step_gap
 from paceline.plan.estimate import Range
 from paceline.plan.forecast import read_comm, step_setup
@@ -54,6 +56,7 @@ class TrainingJob(Job):
     make: MakePlan
     cluster: Cluster | None = None  # the hosts, where there are several
     next_plan: Plan | None = None
+    saved_before: str | None = None  # the newest checkpoint when a host became ready
     workers_record_end = True
 
     @property
@@ -103,6 +106,34 @@ class TrainingJob(Job):
         digest.poll()
         if self.cluster:
             self.cluster.keep_copies(keep_last=self.config.keep_last)
+            self.invite(self.cluster)
+
+    def invite(self, cluster: Cluster) -> None:
+        """Ends the attempt after its next checkpoint when more hosts are ready than take part, and all of them can go on."""
+        if not ready_hosts(cluster) or cluster.is_leaving:
+            self.saved_before = None
+            return
+        saved = max((path.parent.name for path in self.run.checkpoints.glob(f"step_*/{MANIFEST}")), default="")
+        if self.saved_before is None:
+            self.saved_before = saved
+        if saved > self.saved_before:
+            self.saved_before = saved
+            self.next_plan = self.plan_hosts(
+                cluster, range(len(cluster.present) + len(ready_hosts(cluster)), len(cluster.present), -1)
+            )
+            cluster.is_leaving = self.next_plan is not None
+
+    def regroup(self) -> None:
+        """Lets the hosts that are ready take part in the next attempt, by the plan for them."""
+        assert self.cluster and self.next_plan
+        names = [
+            member.name for member in readmit(self.cluster, self.next_plan.world_size // self.cluster.members[0].nproc)
+        ]
+        hosts = [member.name for member in self.cluster.present]
+        text = f"{', '.join(names)} joined: continuing on {', '.join(hosts)}"
+        append_event(self.run, "joined", joined=names, hosts=hosts, text=text)
+        self.show([text])
+        self.write_plan(self.next_plan)
 
     def abilities(self, end: AttemptEnd) -> Abilities:
         """Returns what can be changed on the devices that are here now, and plans it."""
@@ -133,16 +164,21 @@ class TrainingJob(Job):
         """Returns what the remaining hosts can do, and plans it: the same steps on as many hosts as divide them."""
         lost, left = cluster.lost_in_attempt, [member.name for member in cluster.present]
         abilities = replace(abilities, lost_hosts=lost, ranks_left=0)
-        for count in range(len(left), self.options.min_hosts - 1, -1):
+        self.next_plan = self.plan_hosts(cluster, range(len(left), self.options.min_hosts - 1, -1))
+        if self.next_plan is None:
+            return abilities
+        count = self.next_plan.world_size // cluster.members[0].nproc
+        cluster.limit(count)
+        return replace(abilities, ranks_left=self.next_plan.world_size, hosts_left=tuple(left[:count]))
+
+    def plan_hosts(self, cluster: Cluster, counts: Sequence[int]) -> Plan | None:
+        """Returns the plan for the first of these numbers of hosts that divides the batch and holds the model."""
+        config = replace(self.config, device_batch_size=None)
+        for count in counts:
+            machine = replace(cluster.machine, hosts=count)
             with suppress(PlanError):
-                config = replace(self.config, device_batch_size=None)
-                machine = replace(cluster.machine, hosts=count)
-                self.next_plan = replan(
-                    self.plan, config, machine, make=self.make, set_keys=frozenset({"device_batch_size"})
-                )
-                cluster.limit(count)
-                return replace(abilities, ranks_left=self.next_plan.world_size, hosts_left=tuple(left[:count]))
-        return abilities
+                return replan(self.plan, config, machine, make=self.make, set_keys=frozenset({"device_batch_size"}))
+        return None
 
     def change(self, decision: Decision) -> None:
         """Writes the next plan, if there is one."""
@@ -153,6 +189,9 @@ class TrainingJob(Job):
             card_bytes = new.memory.get("card_bytes")
             available = None if card_bytes is None else card_bytes - bytes_of_other_processes(self.run)
             keep_too_large(cache_dir(self.config), old, card_bytes=available, source=self.run.name)
+        self.write_plan(new)
+
+    def write_plan(self, new: Plan) -> None:
         write_atomic(self.run.plan_json, new.to_json())
         names = ("world_size", "device_batch_size", "grad_accum_steps", "activation_checkpointing")
         append_event(self.run, "plan_changed", **{name: getattr(new, name) for name in names})

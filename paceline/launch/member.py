@@ -1,15 +1,51 @@
 """
 One host of a run, as the supervisor sees it: its ranks, the link to it, and whether it still takes part.
+
+A link is made beside the loop that follows an attempt, and made again after it was lost: first quickly, then every few seconds.
 """
 
+import hashlib
+import math
+import secrets
+import socket
 import subprocess
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from paceline.errors import PacelineError
 from paceline.launch.channel import Channel, Line
-from paceline.launch.hosts import HostEntry
+from paceline.launch.hosts import HostEntry, is_this_host
 from paceline.launch.ssh import SshModule
+from paceline.launch.stacks import RankProcess
+from paceline.rundir import RunDir
+
+REMOTE = "paceline.launch.remote"
+QUICK_FOR_S = 8.0  # a connection that breaks while its host is well is there again within this
+QUICK_S = 0.5
+REJOIN_S = 3.0
+MAX_LOSSES = 3  # a host that is lost so often is left out for good
+
+
+class Reach(threading.Thread):
+    """Connects to a host, which may take seconds."""
+
+    def __init__(self, destination: str, python: str | None):
+        super().__init__(daemon=True)
+        self.destination, self.python = destination, python
+        self.result: SshModule | PacelineError | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.result = SshModule(self.destination, REMOTE, python=self.python)
+        except PacelineError as error:
+            self.result = error
+        except OSError as error:  # no more processes or files
+            self.result = PacelineError(f"ssh could not be started: {error.strerror}", fix="repeat the command")
 
 
 @dataclass(eq=False)
@@ -21,24 +57,36 @@ class Member:
     name: str  # as events and messages call it
     first_rank: int = 0
     channel: Channel | None = None
-    ssh: SshModule | None = None  # None: this host
+    ssh: SshModule | None = None  # None: this host, or no link
     agent: subprocess.Popen[bytes] | None = None  # on this host
     address: str | None = None  # by which the other hosts reach it
     path: str = ""  # of the run folder there
+    run_id: str | None = None  # of the last attempt that it took part in
     shared: bool = True
     own_job: Mapping[str, Any] = field(default_factory=dict)  # what differs there: command and cwd of a script
     clock_s: float = 0.0  # how far its clock is ahead of ours
     is_greeted: bool = False  # its first line has come: before that it reads no frames
+    is_open: bool = False  # it has found or made its run folder
     agent_ended: bool = True
     exit_code: int | None = None  # of its agent
     silent_s: float = 0.0
     lost: str | None = None  # why it takes part no longer
+    fault: str | None = None  # why the link was lost in this attempt, even if it is there again
+    link_ended: bool = False  # it was lost because the connection ended, not because it is silent
+    num_losses: int = 0
+    error: PacelineError | None = None  # of the last try to connect
     kill_at: float = float("inf")
     waiting: list[Line] = field(default_factory=list)
+    processes: dict[int, RankProcess] = field(default_factory=dict)  # of its ranks, a second ago
+    token: Path | None = None  # in the run folder, until the host has looked for it
+    lost_at: float = -math.inf
+    retry_at: float = math.inf  # when to connect
+    open_by: float = math.inf
+    _reach: Reach | None = None
 
     @property
     def is_here(self) -> bool:
-        return self.ssh is None
+        return is_this_host(self.entry)
 
     @property
     def ranks(self) -> range:
@@ -48,10 +96,64 @@ class Member:
         if self.channel is not None:
             self.channel.send(line)
 
-    def lose(self, why: str) -> None:
-        """Leaves the host out: nothing is expected of it any more."""
-        self.lost, self.agent_ended = self.lost or why, True
+    def send_behind(self, frames: Iterable[bytes]) -> None:
+        if self.channel is not None:
+            self.channel.send_behind(frames)
+
+    def lose(self, why: str, *, link_ended: bool = False) -> None:
+        """Leaves the host out: nothing is expected of it any more. A try to connect follows."""
+        now = time.monotonic()
+        if self.lost is None:
+            self.lost, self.fault, self.lost_at, self.link_ended = why, self.fault or why, now, link_ended
+        self.agent_ended = True
+        self.drop()
+        if self.num_losses < MAX_LOSSES:
+            self.retry_at = now + (QUICK_S if now - self.lost_at < QUICK_FOR_S else REJOIN_S)
+
+    def drop(self) -> None:
+        """Ends the link."""
+        self.channel, self.is_greeted, self.is_open, self.retry_at = None, False, False, math.inf
+        self.forget_token()
         if self.ssh:
             self.ssh.process.kill()
-            self.ssh.process.wait()
-        self.channel = None
+            self.ssh.__exit__()
+            self.ssh = None
+
+    def forget_token(self) -> None:
+        if self.token is not None:
+            self.token.unlink(missing_ok=True)
+            self.token = None
+
+    def connect(self, python: str | None, *, open_s: float) -> None:
+        """Starts to connect when it is due, and takes the link once it is there. Never waits."""
+        now = time.monotonic()
+        if self._reach is None:
+            if now >= self.retry_at:
+                self.retry_at, self._reach = math.inf, Reach(self.entry.destination, python)
+            return
+        result = self._reach.result
+        if isinstance(result, PacelineError):
+            self._reach, self.error = None, result
+            self.lose(result.message)
+        elif result is not None:
+            self._reach, self.error, self.ssh = None, None, result
+            self.channel, self.silent_s, self.open_by = (
+                Channel(result.stdout.fileno(), result.stdin.fileno()), 0.0, now + open_s
+            )  # fmt: skip
+
+    def greet(self, line: Line, run: RunDir, *, text: str, interface: str | None) -> None:
+        """Asks the host, which has just said hello, for its copy of the run folder, and to end what a lost link has left there."""
+        self.clock_s = line["time"] - time.time()
+        self.is_greeted = True
+        self.token = run.path / f".shared-{secrets.token_hex(8)}"
+        self.token.touch()
+        head, path = socket.gethostname(), str(run.path.resolve())
+        key = hashlib.sha256(f"{head}:{path}".encode()).hexdigest()[:12]
+        folder = {"path": path, "token": self.token.name, "key": key, "text": text or None, "interface": interface}
+        growing = [*run.path.glob("logs/*/*"), *run.path.glob("health/*"), run.metrics]
+        sizes = {str(path.relative_to(run.path)): path.stat().st_size for path in growing if path.is_file()}
+        self.send({"do": "open", **folder, "sizes": sizes, "run_id": self.run_id, "host": self.name, "head": head})
+
+    def give_up(self) -> None:
+        """Connects no more."""
+        self._reach, self.retry_at = None, math.inf

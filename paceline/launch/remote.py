@@ -3,11 +3,12 @@ The far end of a link: `python -m paceline.launch.remote`, which launch/ssh.py s
 
 It keeps a copy of the run folder, starts the agent (launch/agent.py) of each attempt, passes its lines on, and sends what its ranks
 write. Orders come from its own stdin alone. When that ends, or nothing has come for HEAD_LOST_S in an attempt, the supervisor is
-lost: the agent's stdin is closed, so that the ranks save and end. A copy that holds a whole checkpoint is a run folder that
-`paceline resume` takes. No torch.
+lost: the agent's stdin is closed, so that the ranks save and end, and this process after them. A copy that holds a whole checkpoint
+is a run folder that `paceline resume` takes. No torch.
 """
 
 import json
+import math
 import os
 import shutil
 import socket
@@ -16,14 +17,16 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from paceline.check.probes.network_probe import interface_here, interface_to, ssh_address
 from paceline.config import Config, cache_dir
+from paceline.errors import PacelineError
 from paceline.explain.evidence import read_kernel_errors
-from paceline.launch.agent import prepare_attempt, start_agent_process
+from paceline.launch.agent import kill_processes, prepare_attempt, start_agent_process
 from paceline.launch.channel import Channel, Line, frame, wait
 from paceline.launch.gather import (
     SENT,
@@ -34,15 +37,18 @@ from paceline.launch.gather import (
     remove_newer,
 )
 from paceline.launch.script_copy import PREFIX, ScriptCopy
+from paceline.launch.stacks import inspect_ranks, rank_processes
 from paceline.model.manifest import MANIFEST, read_manifest
 from paceline.model.publish import prune
 from paceline.rundir import RunDir, RunInUse, lock_run, write_atomic
 
 TICK_S = 0.1
 ALIVE_S = 1.0
-HEAD_LOST_S = 15.0  # without a word from the supervisor, which sends one every second
-IDLE_S = 900.0  # between two attempts
-AGENT_END_S = 40.0
+# without a word from the supervisor, which sends one every second; with the agent's LINK_LOST_GRACE_S and ENGINE_MARGIN_S 29 s
+HEAD_LOST_S = 9.0
+IDLE_S = 300.0  # between two attempts: the supervisor waits, and hashes a checkpoint
+AGENT_END_S = 30.0
+LEFT_S = 10.0  # for the ranks that a lost link has left here to end
 LOCK_WAIT_S = 60.0
 
 
@@ -78,16 +84,20 @@ class FarEnd:
         self.known = set[str]()  # whole checkpoints of which the supervisor knows
         self.copied_files: dict[str, str] = {}  # of the checkpoint whose copy is under way: name -> hash
         self.keep_last = 1
+        self.ranks = range(0)  # of the attempt, here
+        self.is_leaving = False  # the supervisor is lost
 
     def serve(self) -> int:
         sent_at = looked_at = 0.0
-        while not self.channel.ended:
+        kill_at = math.inf  # the supervisor is lost, and the ranks may save until then
+        while self.agent or not (self.channel.ended or kill_at < math.inf):
             wait([self.channel, *([self.lines] if self.lines else [])], TICK_S)
             for line, data in self.channel.read():
                 try:
                     self.obey(line, data)
-                except (OSError, ValueError, KeyError) as error:
-                    self.channel.send({"event": "refused", "why": f"{line.get('do') or line.get('file')}: {error}"})
+                except (OSError, ValueError, KeyError, PacelineError) as error:
+                    why = f"{line.get('do') or line.get('file')}: {error}"
+                    self.channel.send({"event": "refused", "do": line.get("do"), "why": why})
             while self.pending and self.pending[0][0].done():
                 future, then = self.pending.pop(0)
                 try:
@@ -104,19 +114,27 @@ class FarEnd:
                     self.look()
             if now - sent_at > ALIVE_S:
                 sent_at = now
-                self.channel.send({"event": "alive", "time": time.time()})
-            if now - self.channel.heard_at > (HEAD_LOST_S if self.lines else IDLE_S):
-                break
-        if self.agent:  # its stdin ends: the ranks save, then everything ends
-            assert self.agent.stdin
-            self.agent.stdin.close()
-            with suppress(subprocess.TimeoutExpired):
-                self.agent.wait(AGENT_END_S)
-            self.agent.kill()
+                self.channel.send({"event": "alive", "time": time.time(), "processes": self.processes()})
+            is_silent = now - self.channel.heard_at > (HEAD_LOST_S if self.agent else IDLE_S)
+            if kill_at == math.inf and (self.channel.ended or is_silent):
+                kill_at, self.is_leaving = now + AGENT_END_S, True
+                why = f"it heard nothing from the supervisor for {HEAD_LOST_S:.0f} s"
+                self.channel.send({"event": "left", "why": why})
+                if self.agent:  # its stdin ends: the ranks save, then everything ends
+                    assert self.agent.stdin
+                    self.agent.stdin.close()
+            if now > kill_at and self.agent:
+                self.agent.kill()
         return 0
 
+    def processes(self) -> dict[int, dict[str, object]]:
+        """Returns what the supervisor's watchdog asks of each rank's process here."""
+        if not (self.agent and self.run):
+            return {}
+        return {rank: asdict(process) for rank, process in rank_processes(self.run, self.attempt, self.ranks).items()}
+
     def in_thread(self, function: Callable[..., Any], *arguments: Any, then: Callable[[Any], object]) -> None:
-        """Calls a function that reads many bytes beside the loop, which must not fall silent, and `then` with what it returns."""
+        """Calls a function that takes long beside the loop, which must not fall silent, and `then` with what it returns."""
         self.pending.append((self.pool.submit(function, *arguments), then))
 
     def look(self) -> None:
@@ -189,7 +207,11 @@ class FarEnd:
                 self.keep_copy(line)
             case "attempt":
                 self.start(line)
-            case _ if self.lines:
+            case "stacks":
+                assert self.run
+                inspect = partial(inspect_ranks, self.run, self.attempt, self.ranks, own_ranks=line["own_ranks"])
+                self.in_thread(inspect, then=lambda texts: self.channel.send({"event": "stacks", "ranks": texts}))
+            case _ if self.lines and not self.is_leaving:
                 self.lines.send(line)
 
     def open(self, line: Line) -> None:
@@ -204,8 +226,10 @@ class FarEnd:
         path = original if self.shared else cache_dir(Config()) / "runs" / line["key"] / original.name
         path.mkdir(parents=True, exist_ok=True)
         self.run = RunDir(path)
+        if line.get("run_id"):
+            kill_processes(line["run_id"], timeout_s=LEFT_S)  # of an attempt that a lost link has ended
         if not self.shared:
-            self.lock = self.lock_when_free(self.run)
+            self.lock = self.lock_when_free(self.run, line["head"])
             self.follower = Follower(self.run, self.channel)
             self.follower.catch_up(line["sizes"])
             for stale in ("progress", "health"):
@@ -220,12 +244,12 @@ class FarEnd:
         }
         self.channel.send_behind([frame(answer)])  # behind what the supervisor lacked
 
-    def lock_when_free(self, run: RunDir) -> int:
-        """Locks the copy. The ranks of a supervisor that was lost may still save and end, which takes them up to half a minute."""
+    def lock_when_free(self, run: RunDir, head: str) -> int:
+        """Locks the copy for a supervisor on `head`. The ranks of one that was lost may still save and end, in half a minute."""
         deadline = time.monotonic() + LOCK_WAIT_S
         while True:
             try:
-                return lock_run(run)
+                return lock_run(run, host=head)
             except RunInUse as error:
                 if time.monotonic() > deadline or self.channel.ended:
                     raise ValueError(error.message) from error
@@ -280,6 +304,7 @@ class FarEnd:
         prepare_attempt(self.run, self.attempt, job)
         if self.follower:
             self.follower.skip()
+        self.ranks = range(job["first_rank"], job["first_rank"] + job["nproc"])
         self.has_rank_0 = job["first_rank"] == 0 and not self.shared
         self.known = {path.parent.name for path in self.run.checkpoints.glob(f"step_*/{MANIFEST}")}
         self.pids, self.has_failed = {}, False

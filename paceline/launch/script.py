@@ -25,6 +25,7 @@ from paceline.config_file import checked_value, format_toml_value
 from paceline.errors import PacelineError, UsageError
 from paceline.explain.catalogue import load_catalogue
 from paceline.launch.attempts import Job, run_job
+from paceline.launch.background import detach
 from paceline.launch.cluster import Cluster
 from paceline.launch.digest import LogTail, NewRecords, is_terminal
 from paceline.launch.env import Launch, env_elsewhere, format_env, harm_lines, listed_env, worker_env
@@ -95,14 +96,12 @@ def run_script(options: ScriptOptions) -> int:
     lock = create_run(run, script, checked)
     job = ScriptJob(run, lock, checked.libuv, options, script, argv, env)
     lines = []
+    if options.detach and detach(run, lock):
+        return 0
     if files:
+        ports = parse_ports(config.ports)
         cluster = job.cluster = Cluster(
-            entries,
-            machine,
-            nproc=script.nproc,
-            python=config.python,
-            interface=config.interface,
-            ports=parse_ports(config.ports),
+            entries, machine, nproc=script.nproc, python=config.python, interface=config.interface, ports=ports
         )
         job.env_elsewhere = env_elsewhere(os.environ, launch, options.env)
         try:
@@ -112,20 +111,23 @@ def run_script(options: ScriptOptions) -> int:
             cluster.close()
             shutil.rmtree(run.path)  # nothing has run
             raise
-    if script.device == "cuda":
-        devices = f"{script.nproc} x {machine.gpus[0].name}"
-    else:
-        threads = format_number_of(max(1, machine.cpu_cores // script.nproc), "thread")
-        devices = f"{format_number_of(script.nproc, 'CPU process', 'CPU processes')} x {threads}"
-    if entries:
-        devices = f"{format_number_of(len(entries), 'host')} x {devices}"
-    head = [f"script  {' '.join(script.command)}", f"device  {devices}", *lines, f"run     {run.path}"]
+    device = f"device  {format_devices(script, machine, num_hosts=len(entries))}"
+    head = [f"script  {' '.join(script.command)}", device, *lines, f"run     {run.path}"]
     job.show([*head, *harm_lines(rows), ""])
     try:
         return run_job(job, services)
     finally:
         if job.cluster:
             job.cluster.close()
+
+
+def format_devices(script: Script, machine: Machine, *, num_hosts: int) -> str:
+    """Returns what the script runs on; num_hosts 0: on this host alone."""
+    threads = format_number_of(max(1, machine.cpu_cores // script.nproc), "thread")
+    devices = f"{format_number_of(script.nproc, 'CPU process', 'CPU processes')} x {threads}"
+    if script.device == "cuda":
+        devices = f"{script.nproc} x {machine.gpus[0].name}"
+    return f"{format_number_of(num_hosts, 'host')} x {devices}" if num_hosts else devices
 
 
 @dataclass
@@ -142,7 +144,7 @@ class ScriptJob(Job):
     @property
     def host_of(self) -> dict[int, str]:
         """The host of each rank, where there are several."""
-        members = self.cluster.present if self.cluster else ()
+        members = self.cluster.begin() if self.cluster else ()
         return {rank: member.name for member in members for rank in member.ranks}
 
     def attempt(self, number: int, signals: StopSignals) -> Outcome:

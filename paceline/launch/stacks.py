@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +63,36 @@ def process_state(pid: int) -> str | None:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return None
+
+
+@dataclass(frozen=True)
+class RankProcess:
+    """A rank's process at one moment."""
+
+    pid: int
+    state: str | None  # the letter in /proc/PID/stat; None: there is no such process
+    cpu_s: float  # used so far, with its children
+
+
+def rank_processes(run: RunDir, attempt: int, ranks: Iterable[int]) -> dict[int, RankProcess]:
+    """Returns the processes of ranks that run on this host, as far as they have been started."""
+    pids = rank_pids(run, attempt, ranks)
+    return {rank: RankProcess(pid, process_state(pid), cpu_seconds(pid)) for rank, pid in pids.items()}
+
+
+def inspect_ranks(run: RunDir, attempt: int, ranks: Iterable[int], *, own_ranks: bool) -> dict[int, dict[str, str]]:
+    """Returns the `stacks` and the `process` of each rank of this host, as text; asks the flight recorders for their files too.
+
+    It takes seconds. own_ranks: they run paceline's own code.
+    """
+    pids = rank_pids(run, attempt, ranks)
+    recordings = request_recordings(
+        run, attempt, [r for r, pid in pids.items() if process_state(pid) not in CANNOT_RUN]
+    )
+    stacks = take_stacks(run, attempt, pids, own_ranks=own_ranks)
+    texts = {rank: {"stacks": stacks.get(rank, ""), "process": describe_process(pid)} for rank, pid in pids.items()}
+    wait_for_recordings(recordings)
+    return texts
 
 
 @dataclass(frozen=True)
@@ -174,10 +204,10 @@ def call_site(frames: Sequence[Frame]) -> str | None:
     return f"{collective[-1].name}, called at {place}" if collective else f"{called.name} at {place}"
 
 
-def rank_pids(run: RunDir, attempt: int, nproc: int) -> dict[int, int]:
-    """Returns the process of each rank that has been started, as launch/rank.py recorded it."""
+def rank_pids(run: RunDir, attempt: int, ranks: Iterable[int]) -> dict[int, int]:
+    """Returns the process of each of these ranks that has been started, as launch/rank.py recorded it on their host."""
     pids = {}
-    for rank in range(nproc):
+    for rank in ranks:
         with suppress(OSError, ValueError):
             pids[rank] = int((run.logs(attempt) / f"{rank}.pid").read_text())
     return pids

@@ -22,7 +22,9 @@ from paceline.heartbeat import read_heartbeat
 from paceline.launch.agent import kill_processes
 from paceline.launch.cluster import Cluster
 from paceline.launch.failure import Failure, find_early_exits, find_failures, read_log_tail
+from paceline.launch.losses import agent_failure, host_failure, settle_losses
 from paceline.launch.member import Member
+from paceline.launch.rank_hosts import AllHosts
 from paceline.launch.watchdog import Hang, Watchdog
 from paceline.rundir import RunDir, append_event
 
@@ -35,7 +37,8 @@ AGENT_MARGIN_S = 12.0  # within this the agent kills what does not end by itself
 # a batch system sends SIGUSR1 when the time limit is near
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
-State = Literal["finished", "failed", "interrupted"]
+# regrouped: saved and ended so that the next attempt has more hosts
+State = Literal["finished", "failed", "interrupted", "regrouped"]
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,8 @@ def run_attempt(
         "health_every_s": health_every_s,
     }
     record = AttemptRecord(run, attempt, cluster, script=script)
-    watchdog = Watchdog(run, attempt, nproc, hang_after_s=hang_after_s, script=script)
+    hosts = AllHosts(cluster, run, attempt) if len(record.members) > 1 else None
+    watchdog = Watchdog(run, attempt, nproc, hang_after_s=hang_after_s, script=script, hosts=hosts)
     with catch_signals(signals) as signals, start_agents(cluster, run, attempt, job, settings or {}):
         while cluster.runs:
             for member, line in cluster.read(TICK_S):
@@ -101,6 +105,7 @@ def run_attempt(
                 record.hang = hang
                 append_event(run, "hang", attempt=attempt, **asdict(hang))
                 cluster.order("kill" if hang.rank is None else "kill_rank", rank=hang.rank, give_up_s=AGENT_MARGIN_S)
+        settle_losses(cluster, is_quick=signals.first is not None)
     outcome = record.outcome()
     on_tick()
     return outcome
@@ -111,9 +116,10 @@ class AttemptRecord:
 
     def __init__(self, run: RunDir, attempt: int, cluster: Cluster, *, script: bool):
         self.run, self.attempt, self.cluster, self.script = run, attempt, cluster, script
-        self.members = cluster.present
+        self.members = cluster.begin()
         self.nproc = sum(member.nproc for member in self.members)
-        self.stopping = self.killing = self.ending = False
+        self.stopping = self.killing = self.ending = self.regrouping = False
+        self.dead_agents: list[Member] = []  # whose agent ended first, by itself
         self.failed_first = False  # a rank had failed before anyone asked to stop
         self.by_rank: dict[int, dict[str, Any]] = {}
         self.engine_exit_code: int | None = None
@@ -131,13 +137,17 @@ class AttemptRecord:
         """Whether one of several hosts can no longer finish the attempt, so that the others should end."""
         if len(self.members) == 1 or self.stopping:
             return False
-        failed = any(rank["exit_code"] for rank in self.by_rank.values())
-        return failed or any(m.lost or (m.agent_ended and m.exit_code != 0) for m in self.members)
+        return any(rank["exit_code"] for rank in self.by_rank.values()) or any(
+            member.fault or (member.agent_ended and member.exit_code) for member in self.members
+        )
 
     def give_orders(self, signals: "StopSignals", *, stop_grace_s: float) -> None:
         """Ends the attempt, at the pace that is due, where the user or a failure says so."""
-        if signals.first and not self.stopping:
-            self.stopping = True
+        if self.cluster.is_leaving and not self.stopping:
+            self.stopping = self.regrouping = True
+            self.cluster.order("stop", give_up_s=stop_grace_s + AGENT_MARGIN_S)
+        if signals.first and (not self.stopping or self.regrouping):
+            self.stopping, self.regrouping = True, False
             append_event(self.run, "stopping", attempt=self.attempt, signal=signals.first)
             self.cluster.order("stop", give_up_s=stop_grace_s + AGENT_MARGIN_S)
         # the peers of a rank that exited too early have had their grace period
@@ -147,7 +157,10 @@ class AttemptRecord:
             self.cluster.order("kill", give_up_s=AGENT_MARGIN_S)
         if self.broken and not self.ending:
             self.ending = True
-            self.cluster.order("end", give_up_s=AGENT_MARGIN_S)
+            self.dead_agents = [m for m in self.members if m.agent_ended and m.exit_code and not m.fault]
+            # the peers of a failed rank may print why they end; of a lost host they know nothing
+            is_lost = any(member.fault for member in self.members)
+            self.cluster.order("kill" if is_lost else "end", give_up_s=AGENT_MARGIN_S)
 
     def add(self, member: Member, line: dict[str, Any]) -> None:
         """Takes a line from an agent."""
@@ -205,11 +218,11 @@ class AttemptRecord:
     def failures(self) -> list[Failure]:
         """Returns every failure, the root cause first: a lost host, a rank that exited too early, hung or failed, or the launch."""
         failures = find_failures(self.run, self.attempt, self.ranks)
-        lost = [] if self.stopping else [member for member in self.members if member.lost]
-        if lost:  # what its peers say follows from it
-            roots = [Failure(None, None, None, str(m.lost), time.time(), consequence=False, host=m.name) for m in lost]
-            return [*roots, *(replace(failure, consequence=True) for failure in failures)]
-        roots = [] if self.stopping else find_early_exits(self.run, self.ranks)
+        roots = [] if self.stopping and not self.regrouping else [host_failure(m) for m in self.members if m.fault]
+        if not roots and len(self.members) > 1:
+            roots = [agent_failure(member) for member in self.dead_agents]
+        if not roots and not self.stopping:
+            roots = find_early_exits(self.run, self.ranks)
         if not roots and self.hang:
             host = next((rank.get("host") for rank in self.ranks if rank["rank"] == self.hang.rank), None)
             roots = [
@@ -234,7 +247,7 @@ class AttemptRecord:
         """Returns whether the attempt finished, failed or was stopped."""
         heartbeats = [read_heartbeat(self.run.progress(rank["rank"])) for rank in self.ranks]
         phases = {heartbeat and heartbeat.phase for heartbeat in heartbeats}  # the last ones; None for a script's ranks
-        if not self.stopping or self.failed_first:
+        if not self.stopping or self.failed_first or (self.regrouping and failures):
             if failures:
                 return "failed"
             # the workers alone may have received the signal
@@ -242,7 +255,7 @@ class AttemptRecord:
         if any(failure.traceback and not failure.consequence for failure in failures):
             return "failed"  # an error while stopping, such as a full disk: perhaps nothing was saved
         # where every rank had reached its last step, the order to stop came too late to matter
-        return "finished" if phases == {"done"} else "interrupted"
+        return "finished" if phases == {"done"} else "regrouped" if self.regrouping else "interrupted"
 
 
 @dataclass

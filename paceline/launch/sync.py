@@ -12,7 +12,8 @@ import re
 import shlex
 import socket
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -24,7 +25,7 @@ from paceline.launch.gather import folder_frames, sha256_of
 from paceline.launch.member import Member
 from paceline.launch.script_copy import PREFIX
 from paceline.rundir import RunDir
-from paceline.units import format_bytes, format_number_of
+from paceline.units import format_bytes, format_duration, format_number_of
 
 MAX_BYTES = 100 << 20
 MAX_FILES = 20_000
@@ -285,3 +286,33 @@ def hash_files(folder: Path, sizes: Mapping[str, int]) -> dict[str, str]:
         if sha256 is None:
             raise PacelineError(f"{folder / name} cannot be read", fix="chmod +r, or list it in .gitignore")
     return {name: sha256 for name, sha256 in hashes.items() if sha256 is not None}
+
+
+def send_text(
+    cluster: Cluster, folder: Path, files: Mapping[str, str], *, progress: Callable[[str, float, float], None]
+) -> str | None:
+    """Sends the prepared text to the hosts that lack it; returns a line about it. Raises PacelineError where that fails.
+
+    files: name -> hash.
+    """
+    began, others, num_sent = time.monotonic(), [m for m in cluster.present if not m.is_here], 0
+
+    def counted(frames: Iterator[bytes]) -> Iterator[bytes]:
+        nonlocal num_sent
+        for piece in frames:
+            yield piece
+            num_sent += len(piece)
+
+    lacking = {m: names for m, names in cluster.lacking(others, "text", files).items() if names}
+    total = sum((folder / name).stat().st_size for names in lacking.values() for name in names)
+    for member, names in lacking.items():
+        member.send_behind(counted(folder_frames(folder, names, "text/")))
+    cluster.send_all(list(lacking), lambda: progress("send the text", min(num_sent, total), total))
+    bad = [m.name for m, names in cluster.lacking(list(lacking), "text", files).items() if names]
+    cluster.stop_for_lost(others)
+    if bad:
+        fix = "see the disk there: df -h ~/.cache"
+        raise PacelineError(f"the text did not arrive whole on {', '.join(bad)}", fix=fix)
+    hosts = ", ".join(member.name for member in lacking)
+    seconds = format_duration(time.monotonic() - began)
+    return f"text    {format_bytes(total)} sent to {hosts} in {seconds}" if lacking else None

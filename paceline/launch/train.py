@@ -27,11 +27,13 @@ from paceline.data.corpus import Progress
 from paceline.data.prepare import META, TokenDataset, open_dataset, prepare
 from paceline.errors import PacelineError
 from paceline.launch.attempts import run_job
+from paceline.launch.background import detach
 from paceline.launch.cluster import Cluster
 from paceline.launch.env import format_env, harm_lines, listed_env
 from paceline.launch.hosts import HostEntry, hosts_of, parse_ports, start_check
 from paceline.launch.job import TrainingJob, plan_env
 from paceline.launch.notify import checked_services
+from paceline.launch.sync import send_text
 from paceline.launch.trial import try_plan
 from paceline.model.manifest import newest_good, read_manifest
 from paceline.options import ResumeOptions, Services, TrainOptions
@@ -97,7 +99,9 @@ def start_run(config: Config, options: TrainOptions) -> int:
         write_atomic(run.config_toml, format_toml(config))  # last: a folder without it is not a run
     for text in notes:
         append_event(run, "note", text=text)
-    job = TrainingJob(run, lock, checked.libuv, options, config, make, cluster_of(entries, config, machine))
+    job = TrainingJob(
+        run, lock, checked.libuv, options, config, make, cluster_of(entries, config, machine, rejoin=options.rejoin)
+    )
     return run_training(job, plan, checked, dataset, services, started=started)
 
 
@@ -138,7 +142,9 @@ def resume_run(run: RunDir, options: ResumeOptions) -> int:
     config = config_of_plan(config, plan)
     write_atomic(run.config_toml, format_toml(config))
     write_atomic(run.plan_json, plan.to_json())
-    job = TrainingJob(run, lock, checked.libuv, options, config, make, cluster_of(entries, config, machine))
+    job = TrainingJob(
+        run, lock, checked.libuv, options, config, make, cluster_of(entries, config, machine, rejoin=options.rejoin)
+    )
     return run_training(job, plan, checked, dataset, services, started=started)
 
 
@@ -151,14 +157,23 @@ def adopt_copy(run: RunDir) -> None:
         kept.rmdir()
 
 
-def cluster_of(entries: Sequence[HostEntry], config: Config, machine: Machine) -> Cluster | None:
+def cluster_of(
+    entries: Sequence[HostEntry], config: Config, machine: Machine, *, rejoin: bool = False
+) -> Cluster | None:
     """Returns the hosts of a run; None for this one alone."""
     if not entries:
         return None
     device = choose_device(config, machine)
     nproc = choose_world_size(config, machine, device=device) // machine.hosts
-    ports = parse_ports(config.ports)
-    return Cluster(entries, machine, nproc=nproc, python=config.python, interface=config.interface, ports=ports)
+    return Cluster(
+        entries,
+        machine,
+        nproc=nproc,
+        python=config.python,
+        interface=config.interface,
+        ports=parse_ports(config.ports),
+        rejoin=rejoin,
+    )
 
 
 def changed_run(run: RunDir, changes: Mapping[str, Any], *, otherwise: str) -> tuple[Config, Plan]:
@@ -228,10 +243,12 @@ def run_training(
     plan_lines = format_plan(plan, source=f"{dataset.meta['source']}: {sizes}")
     harms = harm_lines(plan_env(plan, libuv=job.libuv)[1])
     job.show([*plan_lines, f"run     {job.run.path}", *harms, ""])
+    if job.options.detach and detach(job.run, job.lock):
+        return 0
     if job.cluster:
         job.cluster.connect(job.run, text=dataset.path)
         with show_progress() as progress:
-            text = job.cluster.send_text(dataset.path, file_hashes(dataset), progress=progress)
+            text = send_text(job.cluster, dataset.path, file_hashes(dataset), progress=progress)
         if text:
             job.show([text])
     append_event(job.run, "launch", prepared_s=round(prepared_s, 3))

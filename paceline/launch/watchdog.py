@@ -25,6 +25,7 @@ from statistics import median
 from typing import Any
 
 from paceline.heartbeat import PHASES, Heartbeat, read_heartbeat
+from paceline.launch.rank_hosts import RankHosts, ThisHost
 from paceline.launch.stacks import (
     CANNOT_RUN,
     IDLE,
@@ -32,14 +33,7 @@ from paceline.launch.stacks import (
     WORKING,
     Frame,
     call_site,
-    cpu_seconds,
-    describe_process,
     main_frames,
-    process_state,
-    rank_pids,
-    request_recordings,
-    take_stacks,
-    wait_for_recordings,
     waits_for_others,
 )
 from paceline.rundir import RunDir, read_end, utc_now, write_atomic
@@ -81,6 +75,7 @@ class RankState:
     heartbeat: Heartbeat | None = None  # None: it has written none, or it is a script's
     frames: tuple[Frame, ...] = ()  # of its main thread, the innermost first
     cores: float = 0.0  # used during the silence, with its children
+    host: str | None = None  # where there are several
 
     @property
     def place(self) -> tuple[int, int, int]:
@@ -90,7 +85,8 @@ class RankState:
 class Watchdog:
     """Call poll() some times a second from the start of an attempt: it returns a hang once, and None after that.
 
-    hang_after_s: seconds of silence within a step; None: the default. script: the ranks write no heartbeats.
+    hang_after_s: seconds of silence within a step; None: the default. script: the ranks write no heartbeats. hosts: where the ranks
+    run, if not all on this host.
     """
 
     def __init__(
@@ -101,9 +97,11 @@ class Watchdog:
         *,
         hang_after_s: float | None = None,
         script: bool = False,
+        hosts: RankHosts | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.run, self.attempt, self.nproc, self.script = run, attempt, nproc, script
+        self.hosts: RankHosts = hosts or ThisHost(run, attempt, range(nproc))
         default_s = SCRIPT_HANG_AFTER_S if script else HANG_AFTER_S
         self.floor_s = default_s if hang_after_s is None else hang_after_s
         self.activity: HeartbeatActivity | LogActivity = (
@@ -136,10 +134,10 @@ class Watchdog:
 
     def _check_processes(self) -> Hang | None:
         """Checks the processes while heartbeats are missing."""
-        pids, silent_s = rank_pids(self.run, self.attempt, self.nproc), self._awake_s - self._active_s
+        processes, silent_s = self.hosts.processes(), self._awake_s - self._active_s
         if not self._cpu_s:
-            self._cpu_s, self._cpu_since_s = {rank: cpu_seconds(pid) for rank, pid in pids.items()}, self._awake_s
-        states = {rank: process_state(pid) for rank, pid in pids.items()}
+            self._cpu_s, self._cpu_since_s = {rank: process.cpu_s for rank, process in processes.items()}, self._awake_s
+        states = {rank: process.state for rank, process in processes.items()}
         if "T" not in states.values():
             self._stopped_since_s = None
         elif self._stopped_since_s is None:
@@ -152,34 +150,33 @@ class Watchdog:
         if silent_s < self.floor_s * (LONG_PHASE if all_ended else 1):
             return None
         seconds = max(self._awake_s - self._cpu_since_s, PROCESS_CHECK_S)
-        used_s = {rank: cpu_seconds(pid) - self._cpu_s[rank] for rank, pid in pids.items() if rank in self._cpu_s}
+        used_s = {rank: p.cpu_s - self._cpu_s[rank] for rank, p in processes.items() if rank in self._cpu_s}
         cores = {rank: max(0.0, cpu_s) / seconds for rank, cpu_s in used_s.items()}  # on average during the silence
         stopped = self._stopped_since_s is not None and self._awake_s - self._stopped_since_s >= self.floor_s
         if not stopped and silent_s < self.activity.allowed_s(cores):
             return None
-        can_run = [rank for rank in pids if states.get(rank) not in CANNOT_RUN]
-        recordings = request_recordings(self.run, self.attempt, can_run)
-        stacks = take_stacks(self.run, self.attempt, pids, own_ranks=not self.script)
+        texts = self.hosts.inspect(own_ranks=not self.script)
+        names = self.hosts.names()
         ranks = [
             RankState(
                 rank,
-                pids.get(rank),
+                processes[rank].pid if rank in processes else None,
                 states.get(rank),
                 self.activity.heartbeats.get(rank),
-                tuple(main_frames(stacks.get(rank, ""))),
+                tuple(main_frames(texts.get(rank, {}).get("stacks", ""))),
                 cores.get(rank, 0.0),
+                names.get(rank),
             )
             for rank in range(self.nproc)
         ]
-        wait_for_recordings(recordings)
-        self.hang = record_hang(self.run, self.attempt, ranks, stacks, silent_s=silent_s)
+        self.hang = record_hang(self.run, self.attempt, ranks, texts, silent_s=silent_s)
         return self.hang
 
 
 def record_hang(
-    run: RunDir, attempt: int, ranks: Sequence[RankState], stacks: Mapping[int, str], *, silent_s: float
+    run: RunDir, attempt: int, ranks: Sequence[RankState], observed: Mapping[int, Mapping[str, str]], *, silent_s: float
 ) -> Hang:
-    """Returns the hang; writes a file for each rank and hang.json, as far as they can be written."""
+    """Returns the hang; writes a file for each rank and hang.json, as far as they can be. observed: as inspect_ranks returns it."""
     culprits = find_culprits(ranks)
     is_certain = len(culprits) < len(ranks) or len(ranks) == 1
     heartbeat = culprits[0].heartbeat
@@ -190,7 +187,7 @@ def record_hang(
         step=heartbeat.step if heartbeat else None,
         text=describe_hang(ranks, culprits, silent_s=silent_s),
     )
-    texts = {f"{rank.rank}.txt": describe_rank(rank, stacks.get(rank.rank)) for rank in ranks}
+    texts = {f"{rank.rank}.txt": describe_rank(rank, **observed.get(rank.rank, {})) for rank in ranks}
     facts = {name: value for name, value in asdict(hang).items() if name != "evidence"}
     # a file keeps the first names of its fields
     states = [{name.replace("heartbeat", "mark"): value for name, value in asdict(rank).items()} for rank in ranks]
@@ -206,11 +203,12 @@ def record_hang(
     return replace(hang, evidence=tuple(evidence))
 
 
-def describe_rank(rank: RankState, stacks: str | None) -> str:
+def describe_rank(rank: RankState, *, stacks: str = "", process: str = "") -> str:
     heartbeat = json.dumps(asdict(rank.heartbeat)) if rank.heartbeat else "none"
-    process = describe_process(rank.pid) if rank.pid is not None and rank.state is not None else "gone"
+    process = process if rank.state is not None and process else "gone"
+    host = f" on {rank.host}" if rank.host else ""
     return (
-        f"rank {rank.rank}, process {rank.pid or 'n/a'}\nmark: {heartbeat}\ncores in use: {rank.cores:.2f}\n\n{process}\n\n"
+        f"rank {rank.rank}{host}, process {rank.pid or 'n/a'}\nmark: {heartbeat}\ncores in use: {rank.cores:.2f}\n\n{process}\n\n"
         f"stacks, taken by {stacks or 'no tool: none could take them'}\n"
     )
 
@@ -264,9 +262,10 @@ def describe_hang(ranks: Sequence[RankState], culprits: Sequence[RankState], *, 
     if ahead.heartbeat is not None and ahead.place > late.place:
         missed = f" and did not reach {ahead.heartbeat.position}"
     waiting = f"{format_ranks(rank.rank for rank in others)} {'waits' if len(others) == 1 else 'wait'}"
-    return (
-        f"{start}: {format_ranks(rank.rank for rank in culprits)} {activity}{missed}; {waiting}{describe_place(ahead)}"
-    )
+    hosts = {rank.host for rank in culprits}
+    host = f" on {late.host}" if late.host and len(hosts) == 1 else ""
+    subject = f"{format_ranks(rank.rank for rank in culprits)}{host}"
+    return f"{start}: {subject} {activity}{missed}; {waiting}{describe_place(ahead)}"
 
 
 def describe_place(rank: RankState) -> str:

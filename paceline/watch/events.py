@@ -195,6 +195,8 @@ def live_state(events: Sequence[Record], mark: Heartbeat | None, line: Record) -
     if attempt_state is not None:
         if {"launch", "script"} & set(kinds[start + 1 :]):
             return "starting"
+        if attempt_state == "regrouped":
+            return "starting"  # with more hosts
         if any(event.get("action") == "stop" for event in attempt):
             return "failed"
         return "recovering" if attempt_state == "failed" else end_state(events)

@@ -57,8 +57,11 @@ def goodput(
     for index, attempt in enumerate(attempts):
         before = attempts[index - 1] if index else None
         is_retry = before is not None and before.session == attempt.session
+        is_regrouped = (
+            before is not None and before.state == "regrouped"
+        )  # saved and ended for more hosts: nothing failed
         if before is not None and is_retry:
-            seconds["recovery"] += attempt.start - before.end
+            seconds["start_up" if is_regrouped else "recovery"] += attempt.start - before.end
         elif attempt.session < len(launches):  # the first attempt of its command
             launch = launches[attempt.session]
             launched, prepared_s = parse_time(launch["time"]), launch.get("prepared_s", 0.0)
@@ -73,7 +76,7 @@ def goodput(
             num_steps += max(0, (logged if last_step == math.inf else int(last_step)) - attempt.resumed)
             spent = attempt_seconds(attempt, last_step=last_step)
         for kind, value in spent.items():
-            seconds["recovery" if is_retry and kind == "start_up" else kind] += value
+            seconds["recovery" if is_retry and not is_regrouped and kind == "start_up" else kind] += value
     result = Goodput({kind: round(max(0.0, value), 3) for kind, value in seconds.items()}, num_steps, None)
     if not tokens_per_step or not result.busy_s:
         return result
@@ -136,7 +139,7 @@ def attempt_seconds(attempt: Attempt, *, last_step: float) -> dict[str, float]:
     for kind, mask in kinds_between(attempt, lines).items():
         seconds[kind] += float((wall - steps_s)[mask].sum())
     tail_s = max(0.0, attempt.end - float(lines["time"][-1]))
-    ended_well = attempt.state in ("finished", "interrupted") and len(lines) == len(attempt.lines)
+    ended_well = attempt.state in ("finished", "interrupted", "regrouped") and len(lines) == len(attempt.lines)
     if last_step == math.inf or ended_well:  # its last weights were saved, and nothing of it was done again
         seconds["checkpoint"] += tail_s
     else:

@@ -191,7 +191,7 @@ def test_evidence_that_cannot_be_written_does_not_hide_the_hang(bench):
 
 def test_a_rank_under_a_debugger_is_left_alone(bench, monkeypatch):
     in_step_nine(bench)
-    monkeypatch.setattr("paceline.launch.watchdog.process_state", lambda pid: "t")
+    monkeypatch.setattr("paceline.launch.stacks.process_state", lambda pid: "t")
     assert bench.after(1000) is None
 
 

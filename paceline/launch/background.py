@@ -1,0 +1,107 @@
+"""
+A run without its terminal: `--detach` lets the supervisor go on in the background, `paceline stop` finds it and ends it.
+
+The lock of the run folder names the supervisor's process and host. A stop is what Ctrl-C is in the terminal of the run: the first
+signal saves a checkpoint and ends, the second ends at once.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import PacelineError
+from paceline.launch.supervisor import ONE_CTRL_C_S
+from paceline.model.manifest import list_checkpoints
+from paceline.options import StopOptions
+from paceline.rundir import RunDir, find_run, holder_of, write_holder
+from paceline.watch.status import run_status
+
+POLL_S = 0.1
+SUPERVISOR_LOG = "supervisor.log"
+
+
+def detach(run: RunDir, lock: int) -> bool:
+    """Continues in a process of its own, without the terminal; returns whether this is the process that has done its part.
+
+    Call it before anything else is started: what this process has started is not the child's of the other one.
+    """
+    path = run.path / "logs" / SUPERVISOR_LOG
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        print(f"detached: process {pid}, output in {path}")
+        print(f"next    paceline watch {run.path}\n        paceline stop {run.path}", flush=True)
+        return True
+    os.setsid()  # a terminal that closes reaches it no more
+    with path.open("ab") as log, Path(os.devnull).open("rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    write_holder(lock)
+    return False
+
+
+def answer_stop(options: StopOptions) -> str:
+    """Ends the run that the options name; returns what `paceline stop` prints."""
+    result = stop_run(find_run(options.run, runs_dir=options.runs_dir), now=options.now)
+    return json.dumps(result, indent=1) if options.json else format_stop(result)
+
+
+def stop_run(run: RunDir, *, now: bool) -> dict[str, Any]:
+    """Ends a run that a supervisor on this host holds, and returns how it ended. now: without a checkpoint.
+
+    Raises PacelineError where the run has no supervisor here.
+    """
+    holder = holder_of(run)
+    if holder is None:
+        raise PacelineError(f"{run.name} is not running", fix=f"paceline resume {run.path} continues it")
+    word, _, host = holder.partition(" ")
+    if host and host != socket.gethostname():
+        raise PacelineError(
+            f"{run.name} is run by process {word} on {host}", fix=f"on {host}: paceline stop {run.name}"
+        )
+    pid = int(word) if word.isdigit() else 0
+    if not holds(pid, run):
+        raise PacelineError(
+            f"process {word or 'n/a'}, which ran {run.name}, has ended; its ranks save and end by themselves",
+            fix="wait half a minute; paceline watch shows the run",
+        )
+    try:
+        os.kill(pid, signal.SIGINT)
+        if now:
+            time.sleep(2 * ONE_CTRL_C_S)  # a wrapper repeats a signal sooner
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGINT)
+    except PermissionError as error:
+        raise PacelineError(f"process {pid} is another user's", fix=f"sudo paceline stop {run.path}") from error
+    while holder_of(run) == holder:
+        time.sleep(POLL_S)
+    steps = [int(path.name.removeprefix("step_")) for path, _ in list_checkpoints(run.checkpoints)]
+    state = run_status(run).state if run.config_toml.is_file() else "stopped"
+    return {"run": str(run.path), "pid": pid, "state": state, "checkpoint_step": max(steps, default=None)}
+
+
+def holds(pid: int, run: RunDir) -> bool:
+    """Whether a process has the run's lock open: a process id alone may be another program's by now. True where that is hidden."""
+    try:
+        return any(os.path.samefile(fd, run.lock) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.exists())  # noqa: PTH121
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+
+
+def format_stop(result: dict[str, Any]) -> str:
+    """Returns how the run ended, and how it goes on."""
+    step = result["checkpoint_step"]
+    saved = "no checkpoint" if step is None else f"checkpoint at step {step:,}"
+    lines = [f"{result['state']}: {result['run']}, {saved}"]
+    return "\n".join(lines if result["state"] == "finished" else [*lines, f"next    paceline resume {result['run']}"])

@@ -1,0 +1,91 @@
+"""A run without its terminal: started with --detach, found again and ended by `paceline stop`."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import PacelineError
+from paceline.launch.background import stop_run
+from paceline.rundir import RunDir, RunInUse, holder_of, lock_run, read_json_lines
+
+DEADLINE_S = 120.0
+TRAIN = (
+    "train", "--nproc", "1", "--depth", "2", "--n-embd", "64", "--head-dim", "32", "--sequence-len", "64", "--vocab-size", "512",
+    "--total-batch-size", "512", "--device-batch-size", "4", "--num-steps", "100000", "--eval-every", "0", "--sample-every", "0",
+    "--log-every", "1", "--health-every", "0", "--no-check", "--name", "far", "--detach",
+)  # fmt: skip
+
+
+def paceline(folder, *arguments, code=0):
+    command = [sys.executable, "-m", "paceline.cli", *arguments]
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert result.returncode == code, result.stdout + result.stderr
+    return result.stdout + result.stderr
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.dist
+def test_a_detached_run_goes_on_without_its_terminal_until_it_is_stopped(tmp_path):
+    output = paceline(tmp_path, *TRAIN)
+    run = RunDir(tmp_path / "runs" / "far")
+    log = run.path / "logs" / "supervisor.log"
+    pid = int(str(holder_of(run)).split()[0])
+    assert f"detached: process {pid}, output in runs/far/logs/supervisor.log" in output
+    assert "paceline watch runs/far" in output and "paceline stop runs/far" in output
+    assert os.getsid(pid) == pid and Path(f"/proc/{pid}/fd/1").readlink() == log
+    wait_for(lambda: run.metrics.exists() and len(list(read_json_lines(run.metrics))) > 3)
+    result = json.loads(paceline(tmp_path, "stop", "far", "--json"))
+    last = max(line["step"] for line in read_json_lines(run.metrics))
+    assert result == {"run": "runs/far", "pid": pid, "state": "stopped", "checkpoint_step": last}
+    assert "interrupted after" in log.read_text() and holder_of(run) is None
+    assert "far is not running" in paceline(tmp_path, "stop", "far", code=1)
+
+
+@pytest.mark.dist
+def test_stop_now_ends_a_run_without_a_checkpoint(tmp_path):
+    paceline(tmp_path, *TRAIN)
+    run = RunDir(tmp_path / "runs" / "far")
+    wait_for(lambda: any(event["event"] == "attempt" for event in read_json_lines(run.events)))
+    assert "stopped: runs/far, no checkpoint" in paceline(tmp_path, "stop", "far", "--now")
+
+
+def test_a_run_of_another_host_is_stopped_there(tmp_path):
+    run = RunDir(tmp_path)
+    fd = lock_run(run, host="ada")
+    try:
+        with pytest.raises(PacelineError, match=f"is run by process {os.getpid()} on ada") as error:
+            stop_run(run, now=False)
+        assert error.value.fix == f"on ada: paceline stop {run.name}"
+        with pytest.raises(RunInUse, match="in use by process .* on ada") as in_use:
+            lock_run(run)
+        assert in_use.value.pid is None  # not a process of this host
+    finally:
+        os.close(fd)
+
+
+def test_a_process_that_does_not_hold_the_run_gets_no_signal(tmp_path):
+    run = RunDir(tmp_path)
+    fd = lock_run(run)
+    sleeper = subprocess.Popen(["sleep", "60"])
+    try:
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{sleeper.pid} {socket.gethostname()}".encode(), 0)
+        with pytest.raises(PacelineError, match="has ended; its ranks save and end"):
+            stop_run(run, now=True)
+        assert sleeper.poll() is None
+    finally:
+        os.close(fd)
+        sleeper.kill()
+        sleeper.wait()

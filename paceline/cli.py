@@ -378,11 +378,13 @@ def dispatch(args: list[str]) -> int | None:
         args = [*args[1:], "--help"]
     name = " ".join(args[:2]) if " ".join(args[:2]) in commands else args[0]
     group = {action: takes for action, takes in commands.items() if action.startswith(f"{name} ")}
-    if name in commands:
+    takes_action = bool(group) and len(args) > 2 and not any(word.startswith("-") for word in args[1:3])
+    if name in commands and not takes_action:
         function, takes = COMMANDS[name]
         try:
             values: Any = parse(args[len(name.split()) :], command=name, options=takes)
         except SystemExit:  # after it has printed help
+            print(*(f"\nalso: paceline {action}" for action in group), sep="", end="\n" if group else "")
             return None
         return function(values)
     if name == "--version":

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline.config import KEYS, LENGTH_KEYS, Config, check_config
-from paceline.encoding import not_utf8
+from paceline.encoding import not_utf8, utf16_as_utf8
 from paceline.errors import PacelineError, nearest
 from paceline.other_names import KEY_OF, translate
 from paceline.units import format_list
@@ -85,6 +85,8 @@ def read_config_file(path: Path, *, optimizer: str | None = None) -> tuple[dict[
     except OSError as error:
         fix = "check that you may read it, and the disk"
         raise PacelineError(f"config file {path} cannot be read: {error.strerror}", fix=fix) from error
+    if problem := utf16_as_utf8(path, text.encode()):
+        raise PacelineError(f"config file {problem[0]}", fix=problem[1])
     if path.suffix == ".py":
         return read_python_config(text, path=path, optimizer=optimizer)
     if path.suffix != ".toml":

@@ -37,11 +37,35 @@ def not_utf8(path: str | Path, content: bytes, error: UnicodeDecodeError, *, off
     encoding, file, new = guess_encoding(content), shlex.quote(str(path)), shlex.quote(f"{path}.utf8")
     if encoding is None and is_damaged_utf8(content):
         return f"{message}; a few bytes are damaged", f"iconv -c -f utf-8 -t utf-8 {file} > {new}; mv {new} {file}"
-    convert = f"iconv -f {encoding or 'latin-1'} -t utf-8"
-    command = f"gzip -dc {file} | {convert} | gzip" if str(path).endswith(".gz") else f"{convert} {file}"
     if encoding is None:
-        return message, f"{command} > {new}, with the encoding it is in in place of latin-1"
-    return f"{message}; it looks like {TITLES[encoding]}", f"{command} > {new} && mv {new} {file}"
+        return message, f"{conversion(path, 'latin-1')} > {new}, with the encoding it is in in place of latin-1"
+    return f"{message}; it looks like {TITLES[encoding]}", f"{conversion(path, encoding)} > {new} && mv {new} {file}"
+
+
+def utf16_as_utf8(path: str | Path, content: bytes) -> tuple[str, str] | None:
+    """Returns what is wrong with a text of ASCII in UTF-16 without a mark, which is valid UTF-8 too, and the command; else None.
+
+    content: the beginning of the file.
+    """
+    if (encoding := wide_encoding(content)) is None:
+        return None
+    file, new = shlex.quote(str(path)), shlex.quote(f"{path}.utf8")
+    message = f"{path} looks like {TITLES[encoding]}, not UTF-8: every second byte is zero"
+    return message, f"{conversion(path, encoding)} > {new} && mv {new} {file}"
+
+
+def conversion(path: str | Path, encoding: str) -> str:
+    """Returns the command that prints a text as UTF-8, compressed where the file is."""
+    convert, file = f"iconv -f {encoding} -t utf-8", shlex.quote(str(path))
+    return f"gzip -dc {file} | {convert} | gzip" if str(path).endswith(".gz") else f"{convert} {file}"
+
+
+def wide_encoding(content: bytes) -> str | None:
+    """Returns the encoding of Latin text with two bytes a character, which is valid UTF-8 with zeros; None for other content."""
+    sample = content[:SAMPLE_BYTES]
+    if 5 * sample.count(0) <= len(sample):
+        return None
+    return "utf-16be" if sample[::2].count(0) > sample[1::2].count(0) else "utf-16le"
 
 
 def is_damaged_utf8(content: bytes) -> bool:
@@ -54,9 +78,9 @@ def guess_encoding(content: bytes) -> str | None:
     """Returns the encoding of a part of a text that begins and ends anywhere, by its name for iconv; None where none fits."""
     if mark := next((mark for mark in MARKS if content.startswith(mark)), None):
         return MARKS[mark]
+    if wide := wide_encoding(content):
+        return wide
     sample = content[:SAMPLE_BYTES]
-    if 5 * sample.count(0) > len(sample):  # Latin text with two bytes a character
-        return "utf-16be" if sample[::2].count(0) > sample[1::2].count(0) else "utf-16le"
     scores = {name: share_of_frequent(sample, name, is_frequent) for name, is_frequent in FREQUENT.items()}
     best = max(scores, key=lambda name: scores[name])  # of equal ones the first
     return best if scores[best] >= MIN_SHARE else None

@@ -77,6 +77,11 @@ class HostOptions(Options):
     """What happens to a run of several hosts."""
 
     min_hosts: int = option(1, "go on while as many hosts remain", low=1, high=1024, group="hosts")
+    env: tuple[str, ...] = option(
+        (),
+        "send these variables to the other hosts too, such as HF_TOKEN,WANDB_API_KEY; else only paceline's",
+        value="NAMES",
+    )
 
 
 class LaunchOptions(Recovery, Services, HostOptions):
@@ -119,15 +124,26 @@ class ScriptOptions(LaunchOptions):
     PACELINE_ATTEMPT (1, 2, ...) and PACELINE_RUN, a folder for its checkpoints. The exit code is that of the rank that failed
     first, or 1 if the cause is a known mistake in the script or its arguments.
 
+    With --hosts it runs on all of them. A host that does not have the script's folder gets a copy, of which only what has
+    changed travels; what git ignores is not sent (docs/script.md).
+
     $ paceline run --nproc 2 -- train.py --lr 3e-4
     $ paceline run -- -m package.train --lr 3e-4
+    $ paceline run --hosts ada,bob -- train.py
     """
 
     command: tuple[str, ...] = positional(
         "SCRIPT.py [args]", "the script and its own arguments; or -m MODULE [args]", default=(), is_script=True
     )
     quiet_ranks: bool = option(False, "show the output of rank 0 only; logs keep every rank's", group="launch")
-    keys: Mapping[str, Any] = keys_of(Config, names=("nproc", "device", "name", "runs_dir"))
+    sync: str | None = option(
+        None, "send this folder to the other hosts and run there; auto: the script's, where a host lacks it", value="DIR",
+        group="hosts",
+    )  # fmt: skip
+    no_sync: bool = option(False, "send no files: they are already there")
+    keys: Mapping[str, Any] = keys_of(
+        Config, names=("nproc", "device", "name", "runs_dir", "hosts", "python", "interface", "ports")
+    )
 
 
 class PlanOptions(JsonOption, ConfigOptions):
@@ -265,7 +281,7 @@ class TorchRecipeOptions(JsonOption):
 class AccelerateOptions(JsonOption):
     """Write an accelerate config that fits this machine: its devices, its precision, DDP or FSDP2.
 
-    With several hosts, write one file on each, with --nnodes, --node-rank and --main-address.
+    With several hosts, --hosts writes a file for each; or write one on each, with --nnodes, --node-rank and --main-address.
 
     $ paceline accelerate-config --out two-cards.yaml
     """
@@ -273,6 +289,7 @@ class AccelerateOptions(JsonOption):
     out: str = option("accelerate.yaml", "the file to write, or - for standard output", value="FILE")
     force: bool = option(False, "write over a file that exists")
     fsdp: bool = option(False, "FSDP2 in place of DDP")
+    hosts: str | None = option(None, "hosts like this one, which is among them: a file for each", value="ada,bob")
     nnodes: int = option(1, "hosts", low=1, high=10**6)
     node_rank: int | None = option(None, "the rank of this host, of several", low=0, high=10**6)
     main_address: str | None = option(None, "the address of the host with --node-rank 0", value="ADDRESS")

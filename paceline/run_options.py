@@ -27,7 +27,7 @@ class RunsShowOptions(JsonOption, RunsOption):
 class RunsTagOptions(RunsOption):
     """Add tags to a run, or remove them; without tags, print those that it has.
 
-    They stand in the list of runs in the browser, which finds runs by them. The file is notes.json in the run folder.
+    They stand in the list of runs, and the browser finds runs by them. The file is notes.json in the run folder.
 
     $ paceline runs tag books baseline wide
     """

@@ -87,6 +87,14 @@ class RunDir:
         """A rank's output, whole."""
         return self.logs(attempt) / f"{rank}.log"
 
+    def launch_log(self, attempt: int, host: str | None = None) -> Path:
+        """What agent and engine wrote: those of the supervisor's host, or of another one."""
+        return self.logs(attempt) / (f"launch-{host}.log" if host else "launch.log")
+
+    def kernel_log(self, attempt: int, host: str) -> Path:
+        """What the kernel log of another host has about its ranks; absent where it has nothing, or cannot be read."""
+        return self.logs(attempt) / f"kernel-{host}.log"
+
     def rank_error(self, attempt: int, rank: int) -> Path:
         """The exception that ended a rank: {time, type, message, fix, traceback, step}."""
         return self.logs(attempt) / f"{rank}.error.json"
@@ -358,10 +366,15 @@ def find_run(name: str, *, runs_dir: str = "runs") -> RunDir:
 def find_training_run(name: str, *, runs_dir: str) -> RunDir:
     """find_run, but for a script's run, which has neither our config nor a checkpoint that we can read."""
     run = find_run(name, runs_dir=runs_dir)
-    with suppress(OSError, ValueError):
-        if "command" in tomllib.loads(read_text(run.config_toml)):
-            raise PacelineError(
-                f"{run.name} is the run of a script, not a training run of paceline's own",
-                fix=f"paceline run {run.config_toml} runs it again",
-            )
+    if is_script_run(run):
+        raise PacelineError(
+            f"{run.name} is the run of a script, not a training run of paceline's own",
+            fix=f"paceline run {run.config_toml} runs it again",
+        )
     return run
+
+
+def is_script_run(run: RunDir) -> bool:
+    with suppress(OSError, ValueError):
+        return "command" in tomllib.loads(read_text(run.config_toml))
+    return False

@@ -50,11 +50,11 @@ Host {pattern}
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts h1, h2, ... and how to run commands on them."""
+    """The hosts and how to run commands on them."""
 
     prefix: str
     folder: Path
-    count: int
+    names: tuple[str, ...]
 
     @property
     def private(self) -> Path:
@@ -70,7 +70,7 @@ class Hosts:
         private = f"mount --bind {self.folder / host / 'private'} {self.private}"
         name = ["bash", "-c", f'hostname "$0" && {private} && exec "$@"', host]
         numbers = sorted(os.sched_getaffinity(0))
-        chosen = numbers if cores == "all" else [numbers[int(host[1:]) % len(numbers)]]
+        chosen = numbers if cores == "all" else [numbers[(self.names.index(host) + 1) % len(numbers)]]
         inside = ["ip", "netns", "exec", self.prefix + host, "unshare", "--uts", *name, *command]
         return ["taskset", "--cpu-list", ",".join(map(str, chosen)), *inside]
 
@@ -105,23 +105,26 @@ class Hosts:
 
 
 @contextmanager
-def namespaced_hosts(count: int, folder: Path) -> Iterator[Hosts]:
-    """Makes the hosts with an ssh server on each, and removes everything at the end. folder: an empty one for keys and settings."""
-    hosts = Hosts(f"pl{os.getpid()}", folder, count)
+def namespaced_hosts(count: int, folder: Path, *, names: Sequence[str] = ()) -> Iterator[Hosts]:
+    """Makes the hosts h1, h2, ... with an ssh server on each, and removes everything at the end.
+
+    folder: an empty one for keys and settings. names: other names for the hosts.
+    """
+    hosts = Hosts(f"pl{os.getpid()}", folder, tuple(names or (f"h{number}" for number in range(1, count + 1))))
     servers: list[subprocess.Popen[bytes]] = []
     hub = hosts.prefix + "hub"
     hosts.private.mkdir()
-    namespaces = [hub, *(f"{hosts.prefix}h{number}" for number in range(1, count + 1))]
+    namespaces = [hub, *(hosts.prefix + name for name in hosts.names)]
     try:
         make_network(hosts, hub)
         make_keys(hosts)
         Path("/run/sshd").mkdir(exist_ok=True)
-        for number in range(1, count + 1):
-            home = folder / f"h{number}"
+        for number, host in enumerate(hosts.names, 1):
+            home = folder / host
             config = SSHD_CONFIG.format(port=PORT, address=f"10.77.0.{number}", folder=home, keys=folder / "id.pub")
             (home / "sshd_config").write_text(config)
             command = [SSHD, "-D", "-f", str(home / "sshd_config"), "-E", str(home / "sshd.log")]
-            servers.append(subprocess.Popen(hosts.command(f"h{number}", command)))
+            servers.append(subprocess.Popen(hosts.command(host, command)))
         wait_until_served(hosts)
         yield hosts
     finally:
@@ -142,9 +145,9 @@ def make_network(hosts: Hosts, hub: str) -> None:
     hosts.ip("netns", "add", hub)
     hosts.ip("-n", hub, "link", "add", "br0", "type", "bridge")
     hosts.ip("-n", hub, "link", "set", "br0", "up")
-    names = "".join(f"10.77.0.{number} h{number}\n" for number in range(1, hosts.count + 1))
-    for number in range(1, hosts.count + 1):
-        name = f"{hosts.prefix}h{number}"
+    names = "".join(f"10.77.0.{number} {host}\n" for number, host in enumerate(hosts.names, 1))
+    for number, host in enumerate(hosts.names, 1):
+        name = hosts.prefix + host
         etc = Path("/etc/netns", name)
         etc.mkdir(parents=True)
         (etc / "hosts").write_text("127.0.0.1 localhost\n" + names)
@@ -162,14 +165,15 @@ def make_keys(hosts: Hosts) -> None:
     keygen = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f"]
     subprocess.run([*keygen, hosts.folder / "id"], check=True)
     lines = []
-    for number in range(1, hosts.count + 1):
-        home = hosts.folder / f"h{number}"
+    for number, host in enumerate(hosts.names, 1):
+        home = hosts.folder / host
         (home / "private").mkdir(parents=True)
         subprocess.run([*keygen, home / "hostkey"], check=True)
         key = " ".join((home / "hostkey.pub").read_text().split()[:2])
-        lines.append(f"[10.77.0.{number}]:{PORT},[h{number}]:{PORT} {key}\n")
+        lines.append(f"[10.77.0.{number}]:{PORT},[{host}]:{PORT} {key}\n")
     hosts.known_hosts().write_text("".join(lines))
-    (hosts.folder / "config").write_text(SSH_CONFIG.format(pattern="h* 10.77.*", port=PORT, folder=hosts.folder))
+    pattern = " ".join([*hosts.names, "10.77.*"])
+    (hosts.folder / "config").write_text(SSH_CONFIG.format(pattern=pattern, port=PORT, folder=hosts.folder))
     wrapper = hosts.folder / "bin" / "ssh"
     wrapper.parent.mkdir()
     wrapper.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {hosts.folder}/config "$@"\n')
@@ -178,7 +182,7 @@ def make_keys(hosts: Hosts) -> None:
 
 def wait_until_served(hosts: Hosts) -> None:
     deadline = time.monotonic() + 20
-    for number in range(1, hosts.count + 1):
-        while hosts.run("h1", "ssh", f"h{number}", "true").returncode:
-            assert time.monotonic() < deadline, (hosts.folder / f"h{number}" / "sshd.log").read_text()
+    for host in hosts.names:
+        while hosts.run(hosts.names[0], "ssh", host, "true").returncode:
+            assert time.monotonic() < deadline, (hosts.folder / host / "sshd.log").read_text()
             time.sleep(0.1)

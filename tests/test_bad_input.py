@@ -29,6 +29,13 @@ def script_run(folder: Path) -> str:
     return "hello"
 
 
+def finished_run(folder: Path) -> str:
+    name = make_run(folder)
+    put(folder, f"runs/{name}/plan.json", '{"num_steps": 100}')
+    put(folder, f"runs/{name}/events.jsonl", '{"time": "2026-01-01T00:00:00.000Z", "event": "finished", "step": 100}\n')
+    return name
+
+
 # name, what is typed (given the folder), exit code, a word of the error, a word of the fix
 CASES = [
     ("no such command", lambda d: ["trian"], 2, "trian", "paceline train"),
@@ -96,6 +103,9 @@ CASES = [
     ("a tokenizer that is none", lambda d: ["train", "--tokenizer", put(d, "t.json", "{}")], 1, "t.json", ""),
     ("runs_dir is a file", lambda d: ["train", *TINY, "--runs-dir", put(d, "f", "x")], 1, "cannot be written", "--runs-dir"),
     ("a name that is taken", lambda d: ["train", *TINY, "--name", make_run(d)], 1, "already exists", "resume"),
+    ("the name of a finished run", lambda d: ["train", *TINY, "--name", finished_run(d)], 1, "already exists",
+     "--num-steps 200, or another --name"),
+    ("the name of a script's run", lambda d: ["train", *TINY, "--name", script_run(d)], 1, "already exists", "fix: another --name"),
     ("a cache that is a file", lambda d: ["train", *TINY, "--cache-dir", put(d, "c", "x")], 1, "", ""),
     ("resume what is not there", lambda d: ["resume", "none"], 1, "no run none", "paceline train"),
     ("resume without a run", lambda d: ["resume"], 2, "one RUN", "paceline runs"),

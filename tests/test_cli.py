@@ -151,6 +151,15 @@ def test_a_group_of_commands_lists_its_actions(capsys):
     assert "  watch" not in text
 
 
+def test_actions_of_a_command_that_is_also_a_group_stand_in_its_help_and_in_the_error(capsys):
+    assert run_command(["runs", "--help"]) == 0
+    assert capsys.readouterr().out.endswith(
+        "also: paceline runs show\nalso: paceline runs tag\nalso: paceline runs note\n"
+    )
+    assert run_command(["runs", "compare", "a", "b"]) == 2
+    assert capsys.readouterr().err.startswith("error: runs takes show or tag or note, not compare\n")
+
+
 def test_the_version_is_printed(capsys):
     assert run_command(["--version"]) == 0
     assert re.fullmatch(r"paceline \d+\.\d+\.\d+\n", capsys.readouterr().out)

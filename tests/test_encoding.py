@@ -74,6 +74,21 @@ def test_the_fix_for_a_config_run_as_it_stands_makes_it_readable(tmp_path, encod
     assert read_config_file(path)[0] == {"depth": 8, "sequence_len": 256, "name": "中文实验"}
 
 
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize(("name", "function"), [("a.txt", read), ("b.txt.gz", read), ("c.toml", read_config_file)])
+def test_ascii_in_utf16_without_a_mark_is_valid_utf8_and_is_refused_with_a_fix_that_works(
+    tmp_path, encoding, name, function
+):
+    path, text = tmp_path / name, "depth = 8\n" * (1 if name.endswith("toml") else 50)
+    raw = text.encode(encoding)
+    assert raw.decode()  # no decoder complains
+    path.write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
+    error = refused(function, path)
+    assert "looks like UTF-16, not UTF-8: every second byte is zero" in error.message
+    subprocess.run(error.fix, shell=True, check=True)
+    assert function(path)[0]["depth"] == 8 if name.endswith("toml") else function(path) == text
+
+
 def test_a_short_comment_in_gbk_is_enough_and_a_cut_character_does_no_harm():
     raw = "# 学习率\nlr = 1\n".encode("gbk")
     assert guess_encoding(raw) == guess_encoding(raw[:5]) == "gb18030"

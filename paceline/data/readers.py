@@ -19,7 +19,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from paceline.encoding import not_utf8
+from paceline.encoding import not_utf8, utf16_as_utf8
 from paceline.errors import PacelineError
 from paceline.hub import OFFLINE_NAMES, PACKAGES, ask_hub, endpoint, is_cached, missing_packages, reach_fix
 
@@ -104,6 +104,8 @@ def check_utf8(path: str, part: bytes, *, offset: int) -> None:
     except UnicodeDecodeError as error:
         message, fix = not_utf8(path, part, error, offset=offset)
         raise UnreadableFile(message, fix=fix) from error
+    if offset == 0 and (problem := utf16_as_utf8(path, part)):
+        raise UnreadableFile(problem[0], fix=problem[1])
 
 
 def _read_jsonl(file: SourceFile, part_bytes: int) -> Iterator[tuple[bytes, float]]:

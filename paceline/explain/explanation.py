@@ -7,15 +7,17 @@ It is printed as text, as Markdown or as JSON.
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from paceline.units import format_ranks
 
 RecordKind = Literal["exception", "line", "signal", "exit", "banner"]
 
-SUPERVISOR_CAUSES = frozenset({"hang", "exited-early", "supervisor-lost"})  # only the supervisor observes them
+# only the supervisor observes them
+SUPERVISOR_CAUSES = frozenset({"hang", "exited-early", "host-lost", "link-lost", "supervisor-lost"})
+KERNEL_LOG = "kernel log"  # how the source of its lines begins
 MAX_LINES, MAX_WIDTH = 4, 200  # of one message on the screen
 MAX_VICTIMS = 16  # listed by number
 RED, GREEN, RESET = "\x1b[1;31m", "\x1b[32m", "\x1b[0m"
@@ -78,6 +80,18 @@ class Explanation:
     consequences: tuple[Evidence, ...] = ()
     progress: LogProgress = LogProgress()
     victims: tuple[int, ...] = ()  # ranks that failed only as a consequence
+
+
+def name_host(explanation: Explanation, hosts: Mapping[str, Sequence[int]]) -> Explanation:
+    """Returns the explanation with the host of its rank, also in the summary: `rank 3 on bob`. hosts: the ranks on each."""
+    rank = explanation.rank
+    host = next((name for name, ranks in hosts.items() if rank in ranks), None)
+    if host is None:
+        return explanation
+    subject, summary = f"rank {rank} on {host}", explanation.summary
+    if subject not in summary:
+        summary = re.sub(rf"\brank {rank}\b", lambda _: subject, summary, count=1)
+    return replace(explanation, host=host, summary=summary)
 
 
 def format_explanation(explanation: Explanation, *, coloured: bool = False) -> str:

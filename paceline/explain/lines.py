@@ -13,6 +13,7 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, replace
 
 from paceline.explain.explanation import LogProgress
+from paceline.terminal import SEQUENCE
 
 MAX_PREFIXES = 8  # on one line; real ones have four
 MAX_RANKS = 100_000
@@ -21,10 +22,7 @@ MAX_DIGITS = 15
 DAYS_BEFORE_MONTH = (0, 31, 59, 90, 120, 151, 181, 212, 243, 273, 304, 334)
 MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
 
-# colours and cursor moves; a log that went through a lossy decoder has U+FFFD instead of ESC
-ANSI = re.compile(
-    r"[\x1b\ufffd]\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b[()][0-9A-Za-z]|\x1b[=>78DMEc]"
-)
+ESCAPE = re.compile(rf"{SEQUENCE}|\ufffd\[[0-?]*[ -/]*[@-~]")  # a lossy decoder has put U+FFFD in place of ESC
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 
 RANK = re.compile(
@@ -175,7 +173,7 @@ class ProgressTracker:
 def strip_escapes(text: str) -> str:
     """The text without colours, cursor moves and control characters."""
     if "\x1b" in text or "\ufffd[" in text:
-        text = ANSI.sub("", text)
+        text = ESCAPE.sub("", text)
     return text if text.isprintable() else CONTROL.sub("", text)
 
 

@@ -36,7 +36,16 @@ from paceline.explain.evidence import (
     read_kernel_errors,
     read_samples,
 )
-from paceline.explain.explanation import SUPERVISOR_CAUSES, Evidence, Explanation, LogProgress, Record, RecordKind
+from paceline.explain.explanation import (
+    KERNEL_LOG,
+    SUPERVISOR_CAUSES,
+    Evidence,
+    Explanation,
+    LogProgress,
+    Record,
+    RecordKind,
+    name_host,
+)
 from paceline.explain.reader import CHUNK_BYTES, Log, read_log
 from paceline.explain.verdict import UNKNOWN, clean_values, fill_template, reach_verdict
 from paceline.heartbeat import read_heartbeat
@@ -90,21 +99,28 @@ def explain_attempt(run: RunDir, attempt: int | None) -> Explanation:
         raise PacelineError(f"{run.name} has no logs: nothing was started", fix=f"paceline resume {run.path}")
     events = [event for event in read_json_lines(run.events) if event.get("attempt") in (None, attempt)]
     start = next((event for event in events if event.get("event") == "attempt"), {})
-    hosts = run.health_dir.glob("*.jsonl") if start.get("time") else ()
-    samples = {path.stem: read_samples(path, since=start["time"]) for path in sorted(hosts)}
+    paths = run.health_dir.glob("*.jsonl") if start.get("time") else ()
+    samples = {path.stem: read_samples(path, since=start["time"]) for path in sorted(paths)}
+    hosts: dict[str, list[int]] = start.get("hosts") or {}  # the ranks on each of several
+    far_hosts = [host for host in hosts if host != start.get("head")]  # all but the supervisor's
+    far_logs = {path(attempt, host): host for path in (run.launch_log, run.kernel_log) for host in far_hosts}
+    logs_here = sorted(run.logs(attempt).glob("*.log"))
     values = run_values(run)
     error_files = sorted(run.logs(attempt).glob("*.error.json"))
     logs = [
-        *read_files([*sorted(run.logs(attempt).glob("*.log")), *error_files]),
+        *read_files([*(path for path in logs_here if path not in far_logs), *error_files]),
+        *(log for path, host in far_logs.items() if path.exists() for log in [read_host_log(path, host)]),
         exit_log(events),
         progress_log(run),
-        *system_logs(samples, start.get("pids") or ()),
+        *system_logs(samples, start.get("pids") or (), hosts, far_hosts),
         *flight_recorder_logs(run, attempt, events),
     ]
     explanation = reach_verdict(logs, values=values)
-    explanation = correct_kill(explanation, events, values)
+    if not any(explanation.rank in hosts[host] for host in far_hosts):  # its kernel log cannot be read from here
+        explanation = correct_kill(explanation, events, values)
     explanation = apply_reported_error(explanation, error_files)
     explanation = apply_supervisor_verdict(explanation, run, events, attempt)
+    explanation = name_host(explanation, hosts)
     state = [  # of the hosts at the end of the attempt
         Evidence(count_lines(run.health(host)), text, None, f"health/{host}.jsonl")
         for find_texts, causes in SAMPLE_EVIDENCE
@@ -155,12 +171,29 @@ def progress_log(run: RunDir) -> Log:
     return Log(progress=progress, last_steps=steps, ranks=frozenset(steps))
 
 
-def system_logs(samples: Mapping[str, Sequence[Sample]], pids: Sequence[int]) -> list[Log]:
-    """The lines of the kernel log about the run's processes, and the Xid errors in the samples in the same format."""
-    ranks = {pid: rank for rank, pid in enumerate(pids)}
-    lines: list[tuple[str, int | None, str]] = [(line, rank, "kernel log") for rank, line in read_kernel_errors(ranks)]
+def read_host_log(path: Path, host: str) -> Log:
+    """What agent and engine of another host wrote, or lines of its kernel log; each record has the host."""
+    source = str(path) if path.name.startswith("launch") else f"{KERNEL_LOG} of {host}"
+    log = read_log(read_chunks(path), source=source)
+    return replace(log, records=tuple(replace(record, host=record.host or host) for record in log.records))
+
+
+def system_logs(
+    samples: Mapping[str, Sequence[Sample]],
+    pids: Sequence[int],
+    hosts: Mapping[str, Sequence[int]],
+    far_hosts: Sequence[str],
+) -> list[Log]:
+    """The lines of this host's kernel log about the run's processes, and the Xid errors in the samples in the same format."""
+
+    def ranks_on(*names: str) -> dict[int, int]:
+        """By process id; the same one may belong to another process on another host."""
+        return {pid: r for r, pid in enumerate(pids) if not hosts or any(r in hosts.get(name, ()) for name in names)}
+
+    near = ranks_on(*(host for host in hosts if host not in far_hosts))
+    lines: list[tuple[str, int | None, str]] = [(line, rank, KERNEL_LOG) for rank, line in read_kernel_errors(near)]
     for host, host_samples in samples.items():
-        lines += [(line, rank, f"health/{host}") for line, rank in find_xids(host, host_samples, ranks)]
+        lines += [(line, rank, f"health/{host}") for line, rank in find_xids(host, host_samples, ranks_on(host))]
     return [read_log([line.encode()], rank=rank, source=source) for line, rank, source in lines]
 
 
@@ -204,7 +237,7 @@ def apply_supervisor_verdict(
     verdict = next((event for event in reversed(events) if event.get("event") == "verdict"), None)
     if verdict is None or verdict.get("cause") not in SUPERVISOR_CAUSES:
         return explanation
-    names = ("cause", "rank", "step", "summary", "fix", "confidence")
+    names = ("cause", "rank", "step", "host", "summary", "fix", "confidence")
     fields: dict[str, Any] = {name: verdict.get(name) for name in names}
     evidence = hang_evidence(run, attempt, fields["rank"]) if fields["cause"] == "hang" else ()
     return replace(explanation, **fields, also=(), evidence=(*evidence, *explanation.evidence))

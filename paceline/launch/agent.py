@@ -25,7 +25,6 @@ from paceline.launch.stacks import recorder_env, remove_pipes
 from paceline.rundir import RunDir
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-LAUNCH_LOG = "launch.log"  # stderr of the agent and the engine
 RANK_SCRIPT = Path(__file__).with_name("rank.py")
 LINK_LOST_GRACE_S = 20.0  # without a supervisor: enough for a save
 ENGINE_MARGIN_S = 3.0  # how much later than its own deadline the engine may end before it is killed
@@ -174,7 +173,7 @@ def listen(address: str, ports: Sequence[int] | None) -> socket.socket:
 
 def start_sampler(job: dict[str, Any]) -> subprocess.Popen[bytes] | None:
     """Starts launch/health.py; None where it cannot be started, since the training may still begin."""
-    arguments = [job["run_path"], str(job["health_every_s"]), job["run_id"]]
+    arguments = [job["run_path"], str(job["health_every_s"]), job["run_id"], *filter(None, [job["host"]])]
     try:
         return start_child("paceline.launch.health", *arguments, stdout=subprocess.DEVNULL)
     except OSError as error:  # no more processes, or no memory
@@ -235,9 +234,9 @@ def prepare_attempt(run: RunDir, attempt: int, job: dict[str, Any]) -> None:
     job["env"] = {**job["env"], **recorder_env(job["env"], run, logs_dir)}
 
 
-def start_agent_process(logs_dir: Path, *, lock_fd: int | None) -> subprocess.Popen[bytes]:
-    """Starts an agent, which waits for its job on stdin. Its stderr, and the engine's, go to launch.log."""
-    with (logs_dir / LAUNCH_LOG).open("ab") as log:
+def start_agent_process(log_path: Path, *, lock_fd: int | None) -> subprocess.Popen[bytes]:
+    """Starts an agent, which waits for its job on stdin. Its stderr, and the engine's, go to the log."""
+    with log_path.open("ab") as log:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "paceline.launch.agent"],
             stdin=subprocess.PIPE,

@@ -14,7 +14,6 @@ from paceline.errors import Interrupted, PacelineError
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import Explanation, format_explanation, format_summary
 from paceline.explain.run_folder import explain_run
-from paceline.launch.agent import LAUNCH_LOG
 from paceline.launch.failure import explain_end, read_log_tail
 from paceline.launch.notify import run_services
 from paceline.launch.policy import Abilities, AttemptEnd, Decision, Situation, decide
@@ -155,8 +154,12 @@ def run_one_attempt(job: Job, number: int, signals: StopSignals) -> tuple[Outcom
         append_event(job.run, "note", text=f"attempt {number}: {text}")
         job.show([f"no further attempt: {text}"])
         return outcome, None
-    ran_out = None if num_kills is None or num_kills_before is None else num_kills > num_kills_before
-    end, explanation = explain_end(job.run, number, outcome.failures[0], explanation, memory_ran_out=ran_out)
+    ran_out, root = None, outcome.failures[0]
+    attempts = [event for event in read_json_lines(job.run.events) if event.get("event") == "attempt"]
+    is_here = root.host is None or root.host == attempts[-1].get("head")
+    if is_here and num_kills is not None and num_kills_before is not None:
+        ran_out = num_kills > num_kills_before
+    end, explanation = explain_end(job.run, number, root, explanation, memory_ran_out=ran_out)
     if job.made_progress(outcome, seconds=seconds):
         end = replace(end, new_checkpoint=True)
     return replace(outcome, explanation=explanation), end
@@ -176,7 +179,7 @@ def record_lost_supervisor(job: Job) -> None:
 
 def record_verdict(job: Job, attempt: int, explanation: Explanation) -> None:
     """Writes why an attempt failed to events.jsonl."""
-    names = ("cause", "rank", "step", "confidence", "summary", "fix")
+    names = ("cause", "rank", "step", "confidence", "summary", "fix", *(["host"] if explanation.host else []))
     append_event(job.run, "verdict", attempt=attempt, **{name: getattr(explanation, name) for name in names})
 
 
@@ -207,7 +210,11 @@ def format_explained(outcome: Outcome, run: RunDir) -> str:
 def format_failure(outcome: Outcome, run: RunDir) -> str:
     """Returns which rank failed, its output and its log. A mistake that the user can fix takes two lines and no traceback."""
     root, *others = outcome.failures
-    log = run.logs(outcome.attempt) / LAUNCH_LOG if root.rank is None else run.rank_log(outcome.attempt, root.rank)
+    log = run.launch_log(outcome.attempt)
+    if root.rank is not None:
+        log = run.rank_log(outcome.attempt, root.rank)
+    elif root.host and run.launch_log(outcome.attempt, root.host).exists():
+        log = run.launch_log(outcome.attempt, root.host)
     if root.fix is not None:
         return f"{root.subject} failed, log: {log}\nerror: {root.message}\n  fix: {root.fix}"
     lines = [f"{root.subject} failed: {root.message}"]

@@ -8,6 +8,7 @@ nothing was heard of it for SILENT_S; the time in which this process itself stoo
 """
 
 import hashlib
+import math
 import secrets
 import socket
 import sys
@@ -160,7 +161,9 @@ class Cluster:
                 self.copies.is_kept(line["folder"])
         elif line.get("event") == "lacks" and self.copies and self.copies.unfinished:  # of the copy that it keeps
             self.copies.send(member, line)
-        elif line.get("event") != "alive":
+        elif line.get("event") == "alive":  # a delay on the way makes the difference smaller, never larger
+            member.clock_s = max(member.clock_s, line.get("time", -math.inf) - time.time())
+        else:
             member.waiting.append(line)
 
     def answers(self, members: Sequence[Member], event: str, *, timeout_s: float) -> dict[Member, Line]:
@@ -183,6 +186,14 @@ class Cluster:
                         member.lose(f"{member.name} did not answer for {timeout_s:.0f} s")
         return got
 
+    def ask(self, members: Sequence[Member], order: Line, *, timeout_s: float) -> dict[Member, Line]:
+        """Sends an order whose answers have its name, and returns them. Raises PacelineError where a host is lost."""
+        for member in members:
+            member.send(order)
+        answers = self.answers(members, order["do"], timeout_s=timeout_s)
+        self.stop_for_lost(members)
+        return answers
+
     def connect(self, run: RunDir, *, text: Path | None) -> None:
         """Opens the links and the copies of the run folder. Raises PacelineError for a host that cannot be reached."""
         self.run, self.copies = run, Copies(run)
@@ -200,9 +211,8 @@ class Cluster:
                     Channel(result.stdout.fileno(), result.stdin.fileno()),
                     0.0,
                 )
-        sent_at = time.time()
         for member, line in self.answers(others, "hello", timeout_s=OPEN_S).items():
-            member.clock_s, member.is_greeted = line["time"] - (sent_at + time.time()) / 2, True
+            member.clock_s, member.is_greeted = line["time"] - time.time(), True
         token = f".shared-{secrets.token_hex(8)}"
         (run.path / token).touch()
         try:
@@ -217,7 +227,7 @@ class Cluster:
                 member.path, member.shared, member.address = line["path"], line["shared"], line["address"]
         finally:
             (run.path / token).unlink()
-        self._stop_for_lost(others)
+        self.stop_for_lost(others)
         here = [m for m in self.members if is_this_host(m.entry)]
         for member in here:
             member.path = str(run.path.resolve())
@@ -240,7 +250,8 @@ class Cluster:
         except PacelineError as error:
             return error
 
-    def _stop_for_lost(self, members: Iterable[Member]) -> None:
+    def stop_for_lost(self, members: Iterable[Member]) -> None:
+        """Raises PacelineError where one of these hosts was lost."""
         lost = [member for member in members if member.lost]
         if lost:
             self.close()
@@ -268,9 +279,9 @@ class Cluster:
         for member, names in lacking.items():
             if member.channel:
                 member.channel.send_behind(counted(folder_frames(folder, names, "text/")))
-        self._send_all(list(lacking), lambda: progress("send the text", min(num_sent, total), total))
+        self.send_all(list(lacking), lambda: progress("send the text", min(num_sent, total), total))
         bad = [m.name for m, names in self._lacking(list(lacking), "text", files).items() if names]
-        self._stop_for_lost(others)
+        self.stop_for_lost(others)
         if bad:
             fix = "see the disk there: df -h ~/.cache"
             raise PacelineError(f"the text did not arrive whole on {', '.join(bad)}", fix=fix)
@@ -283,7 +294,7 @@ class Cluster:
             member.send({"do": "lack", "of": what, "files": files})
         return {member: line["files"] for member, line in self.answers(members, "lacks", timeout_s=SEND_S).items()}
 
-    def _send_all(self, members: Sequence[Member], show: Callable[[], None] = lambda: None) -> None:
+    def send_all(self, members: Sequence[Member], show: Callable[[], None] = lambda: None) -> None:
         """Waits until everything that waits for these hosts has left."""
         while any(m.channel is not None and m.channel.has_more for m in members):
             show()
@@ -309,7 +320,7 @@ class Cluster:
             for member, names in self._lacking(others, newest.name, files).items():
                 if names and member.channel:
                     member.channel.send_behind(folder_frames(newest, names, f"checkpoints/{newest.name}/"))
-        self._send_all(others)
+        self.send_all(others)
 
     def start(self, run: RunDir, attempt: int, job: dict[str, Any], *, settings: Mapping[str, str]) -> None:
         """Starts the agents: that of rank 0 first, which listens for the others. settings: of the environment, for other hosts."""
@@ -335,11 +346,12 @@ class Cluster:
     ) -> None:  # fmt: skip
         assert self.run
         own = {**job, "nproc": member.nproc, "first_rank": member.first_rank, "rendezvous": rendezvous}
+        own["host"] = member.name if len(self.members) > 1 else None
         member.agent_ended, member.exit_code, member.kill_at, member.waiting = False, None, float("inf"), []
         if member.is_here:
             own["env"] = {**job["env"], **(interface_env(reach, self.interface) if rendezvous else {})}
             prepare_attempt(self.run, attempt, own)
-            member.agent = start_agent_process(self.run.logs(attempt), lock_fd=own["lock_fd"])
+            member.agent = start_agent_process(self.run.launch_log(attempt), lock_fd=own["lock_fd"])
             assert member.agent.stdin and member.agent.stdout
             member.channel = Channel(member.agent.stdout.fileno(), member.agent.stdin.fileno())
             member.channel.send(own)
@@ -347,7 +359,7 @@ class Cluster:
             theirs = {"python": sys.executable, "path": str(self.run.path)}
             order = {"do": "attempt", "attempt": attempt, "theirs": theirs}
             env = {name: value for name, value in settings.items() if not name.endswith("_SOCKET_IFNAME")}
-            own |= {"env": env, "lock_fd": None, "reach": reach}
+            own |= {"env": env, "lock_fd": None, "reach": reach, **member.own_job}
             member.channel.send_behind([frame({**order, "job": own})])
 
     @property

@@ -23,7 +23,7 @@ from typing import Any, TextIO
 from paceline.check.format import format_findings
 from paceline.errors import Finding
 from paceline.rundir import RunDir, open_file, utc_now
-from paceline.terminal import STEERING, own_stream
+from paceline.terminal import COLOUR, SEQUENCE, STEERING, own_stream
 from paceline.units import format_bytes, format_count, format_duration, format_mfu, format_ms, parse_time
 from paceline.watch.events import event_line, step_label
 from paceline.watch.growing_file import GrowingFile, parse_lines
@@ -41,7 +41,7 @@ COLOURS = (36, 33, 32, 35, 34, 31)  # of ranks 0, 1, ... on a terminal: cyan, ye
 
 CONTROL = bytes({*range(32), 127} - {*b"\t\n\r\x1b"})
 SPECIAL = CONTROL + b"\r\x1b"  # a line without these is shown as it is
-ESCAPE = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*([@-~])|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])?")
+ESCAPE, COLOUR_CODE = re.compile(SEQUENCE.encode()), re.compile(COLOUR.pattern.encode())
 COLOUR_END = b"\x1b[0m"
 
 Record = dict[str, Any]
@@ -243,16 +243,19 @@ class LogTail:
         *,
         stream: TextIO,
         colour: bool,
+        hosts: Mapping[int, str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        width = len("[]") + max(map(len, map(str, paths)))
+        """paths: rank -> its log. hosts: rank -> its host, where there are several."""
+        names = {rank: f"{hosts[rank] if hosts else ''}[{rank}]" for rank in paths}
+        width = max(map(len, names.values()))
         self.stream = stream
         self.clock = clock
         self.logs = []
         for rank, path in paths.items():
-            name = f"[{rank}]".ljust(width)
+            name = names[rank].ljust(width)
             prefix = f"\x1b[{COLOURS[rank % len(COLOURS)]}m{name}\x1b[0m " if colour else f"{name} "
-            self.logs.append(RankLog(path, prefix=prefix.encode() if len(paths) > 1 else b"", colour=colour))
+            self.logs.append(RankLog(path, prefix=prefix.encode() if len(paths) > 1 or hosts else b"", colour=colour))
 
     def poll(self) -> None:
         """Shows what is new in the logs, of each rank about TURN_BYTES."""
@@ -366,7 +369,7 @@ class RankLog:
         num_cut += max(0, len(line) - LINE_BYTES)
         line = line[:LINE_BYTES]
         if b"\x1b" in line:
-            line = ESCAPE.sub(lambda match: match[0] if self.colour and match[1] == b"m" else b"", line)
+            line = ESCAPE.sub(lambda match: match[0] if self.colour and COLOUR_CODE.fullmatch(match[0]) else b"", line)
             line += COLOUR_END * self.colour
         line = line.translate(None, CONTROL)
         more = f" … {num_cut:,} more bytes: {self.path}".encode() if num_cut else b""

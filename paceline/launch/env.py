@@ -17,13 +17,18 @@ With the config, `accelerate launch --config_file FILE script.py` does what `pac
 """
 
 import json
-from collections.abc import Mapping
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from paceline.check.probes.network_probe import route_to
 from paceline.config import Config
 from paceline.config_file import checked_value
 from paceline.errors import PacelineError, UsageError
+from paceline.launch.hosts import HostEntry, is_this_host, parse_hosts, ranks_of
+from paceline.launch.ssh import ssh_name
 from paceline.options import AccelerateOptions
 from paceline.plan.machine import Machine
 from paceline.plan.planner import choose_device, choose_precision, choose_world_size
@@ -149,6 +154,29 @@ def harm_of(name: str, value: str, launch: Launch) -> str | None:
             return None
 
 
+def env_elsewhere(user_env: Mapping[str, str], launch: Launch, names: Sequence[str]) -> dict[str, str]:
+    """Returns the variables for other hosts: what paceline sets, and those of --env; nothing else of the user's travels."""
+    _, rows = worker_env({}, launch)
+    return {**{row.name: row.value for row in rows}, **listed_env(user_env, names, several=True)}
+
+
+def listed_env(user_env: Mapping[str, str], names: Sequence[str], *, several: bool) -> dict[str, str]:
+    """Returns the variables of --env. several: whether there are other hosts. Raises PacelineError for what cannot be sent."""
+    listed = [name.strip() for text in names for name in text.split(",") if name.strip()]
+    if names and not several:
+        raise UsageError(
+            "--env is about several hosts: ranks here have every variable", fix="--hosts ada,bob, or leave --env out"
+        )
+    for name in listed:
+        key, equals, _ = name.partition("=")
+        if equals:
+            fix = f"export {key}=..., then --env {key}"
+            raise UsageError("--env takes names: a value in a command is seen by everyone on this host", fix=fix)
+        if name not in user_env:
+            raise PacelineError(f"{name} of --env is not set here", fix=f"export {name}=..., or leave it out")
+    return {name: user_env[name] for name in listed}
+
+
 def harm_lines(rows: list[EnvRow]) -> list[str]:
     """Returns a line for each value of the user's that is known to hurt; it stays anyway."""
     return [f"note    {row.name}={row.value} is yours: {row.reason}" for row in rows if row.origin == "yours, hurts"]
@@ -237,8 +265,67 @@ def yaml_line(key: str, value: Any) -> str:
     return f"{key}: {json.dumps(value, ensure_ascii=False)}{comment}"
 
 
+def options_of_hosts(options: AccelerateOptions) -> dict[str, AccelerateOptions]:
+    """Returns the options of each host of --hosts. Raises UsageError for a list that gives no config."""
+    entries = parse_hosts(options.hosts or "")
+    nproc = options.keys.get("nproc", ranks_of(entries))
+    if len(entries) < 2:
+        raise UsageError(f"--hosts names {entries[0].host} alone", fix="leave --hosts out, or name two hosts")
+    if options.nnodes != 1 or options.node_rank is not None:
+        raise UsageError("--hosts counts the hosts itself", fix="leave --nnodes and --node-rank out")
+    if not any(map(is_this_host, entries)):
+        fix = f"ssh {entries[0].destination} paceline accelerate-config --hosts {options.hosts}"
+        raise UsageError("this host is not among --hosts, and its devices decide what the files have", fix=fix)
+    address = options.main_address or first_address(entries)
+    keys = {**options.keys, **({} if nproc is None else {"nproc": nproc})}
+    several = replace(options, nnodes=len(entries), main_address=address, keys=keys)
+    return {entry.host: replace(several, node_rank=index) for index, entry in enumerate(entries)}
+
+
+def first_address(entries: Sequence[HostEntry]) -> str:
+    """Returns the address by which the other hosts reach the first one."""
+    first, second = (ssh_name(entry.destination) for entry in entries[:2])
+    if is_this_host(entries[0]):
+        address = route_to(second)
+    else:
+        try:
+            address = str(socket.getaddrinfo(first, None, type=socket.SOCK_STREAM)[0][4][0])
+        except OSError:
+            address = None
+    if address is None or address.startswith("127."):
+        reason = f"the way to {second} is not known" if is_this_host(entries[0]) else f"{first} has no address here"
+        raise UsageError(reason, fix=f"--main-address ADDRESS, that of {entries[0].host}")
+    return address
+
+
+def accelerate_configs(options: AccelerateOptions, machine: Machine) -> str:
+    """Writes a file for each host of --hosts, accelerate-bob.yaml, and returns what to print."""
+    hosts = {
+        host: (
+            own,
+            make_accelerate_config(own, machine),
+            Path(options.out).with_stem(f"{Path(options.out).stem}-{host}"),
+        )
+        for host, own in options_of_hosts(options).items()
+    }
+    if options.json:
+        return json.dumps({host: values for host, (_, values, _) in hosts.items()}, ensure_ascii=False)
+    if options.out == "-":
+        return "\n\n".join(f"# on {host}\n{format_yaml(values)}".rstrip() for host, (_, values, _) in hosts.items())
+    lines = []
+    for host, (own, _, path) in hosts.items():
+        lines.append(
+            accelerate_config(replace(own, out=str(path), hosts=None), machine).replace("next    ", f"on {host}: ")
+        )
+    others = [entry for entry in parse_hosts(options.hosts or "") if not is_this_host(entry)]
+    copies = [f"scp {hosts[entry.host][2]} {entry.destination}:" for entry in others]
+    return "\n".join([*lines, f"copy    {'; '.join(copies)}"])
+
+
 def accelerate_config(options: AccelerateOptions, machine: Machine) -> str:
     """Writes the file of `accelerate-config` and returns what to print. Raises PacelineError for what the user can fix."""
+    if options.hosts is not None:
+        return accelerate_configs(options, machine)
     values = make_accelerate_config(options, machine)
     if options.json:
         return json.dumps(values, ensure_ascii=False)

@@ -20,7 +20,7 @@ from typing import Any
 from paceline.errors import TrainingFailed
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.evidence import flight_recorder_logs
-from paceline.explain.explanation import Explanation
+from paceline.explain.explanation import KERNEL_LOG, Explanation, name_host
 from paceline.explain.reader import Log
 from paceline.heartbeat import read_heartbeat
 from paceline.launch.policy import HOST_MEMORY, TRAINER_CRASHES, AttemptEnd, Retry
@@ -99,7 +99,8 @@ def find_early_exits(run: RunDir, ranks: list[dict[str, Any]]) -> list[Failure]:
             continue
         place = "at its start" if heartbeat.phase == "start" else f"after step {heartbeat.step:,}, in {heartbeat.phase}"
         message = f"rank {end['rank']} ended with exit code 0 {place}, before its work was done"
-        failures.append(Failure(end["rank"], 0, None, message, end["time"], consequence=False))
+        seconds = end["time"] - end.get("clock_s", 0.0)
+        failures.append(Failure(end["rank"], 0, None, message, seconds, consequence=False, host=end.get("host")))
     return failures
 
 
@@ -135,7 +136,8 @@ def read_failure(run: RunDir, attempt: int, end: dict[str, Any]) -> Failure:
         exit_code=exit_code if exit_code > 0 else None,
         signal=signal_name,
         message=message,
-        time=error.get("time") or end["time"],
+        # the rank's host may have another time than this one
+        time=(error.get("time") or end["time"]) - end.get("clock_s", 0.0),
         consequence=consequence,
         fix=error.get("fix"),
         exit_with=error.get("exit_code", FAILED_EXIT_CODE),
@@ -222,6 +224,8 @@ def explain_end(
     explanation = replace(explanation, cause=record.get("cause", explanation.cause))
     if root.fix is not None and explanation.cause in TRAINER_CRASHES:
         explanation = replace(explanation, cause=REFUSED, summary=root.message, fix=root.fix, confidence=1.0)
+    hosts = next((event.get("hosts") for event in events if event.get("event") == "attempt"), None)
+    explanation = name_host(explanation, hosts or {})
     milestones = [event["event"] for event in all_events if event.get("event") in ("attempt", "checkpoint")]
     is_outside = root.signal in OUTSIDE_SIGNALS and root.traceback is None
     has_own_error = not (is_outside or root.consequence or explanation.cause in (KILLED, HANG, HOST_LOST))
@@ -263,7 +267,7 @@ def explain_hang(explanation: Explanation, hang: dict[str, Any], *, recorder_log
 def explain_kill(explanation: Explanation, root: Failure, *, memory_ran_out: bool | None) -> Explanation:
     """Explains a rank that SIGKILL ended: the kernel killed it for memory, or somebody outside the run did."""
     subject = "the launch agent" if root.rank is None else f"rank {root.rank}"
-    if memory_ran_out or any(evidence.source == "kernel log" for evidence in explanation.evidence):
+    if memory_ran_out or any((evidence.source or "").startswith(KERNEL_LOG) for evidence in explanation.evidence):
         host_bytes, group = physical_memory_bytes(), memory_limit()
         limit = f"this host has {format_bytes(host_bytes)}"
         if group is not None and group.limit_bytes < host_bytes:

@@ -38,8 +38,8 @@ FOLDERS = ("health", "comm", "samples", "trouble/*", "checkpoints/.step_*.tmp")
 class Follower:
     """Sends what the ranks of this host write into their copy of the run folder."""
 
-    def __init__(self, run: RunDir, channel: Channel, *, host: str):
-        self.run, self.channel, self.host = run, channel, host
+    def __init__(self, run: RunDir, channel: Channel):
+        self.run, self.channel = run, channel
         self._sent: dict[str, tuple[int, int, int]] = {}  # by name: inode, size, and time of the last change
         self._last: dict[str, bytes] = {}  # what small files held
 
@@ -77,11 +77,8 @@ class Follower:
                 self._sent[name] = now
                 grows = bool(GROWS.fullmatch(name))
                 start = before[1] if grows and before and before[0] == now[0] and before[1] <= now[1] else 0
-                as_name = name.replace("/launch.log", f"/launch-{self.host}.log")
                 is_new = grows and before is not None and start == 0 and name not in SHARED
-                self.channel.send_behind(
-                    file_frames(path, as_name, start=start, end=now[1], grows=grows, is_new=is_new)
-                )
+                self.channel.send_behind(file_frames(path, name, start=start, end=now[1], grows=grows, is_new=is_new))
 
     def _files(self, attempt: int | None) -> Iterator[tuple[str, Path]]:
         """Yields the files that travel; a checkpoint's tensors only when the JSON says that they are whole, and before it."""

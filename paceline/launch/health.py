@@ -163,9 +163,10 @@ class GpuSampler:
 class Sampler:
     """Writes the lines of one host: its processors, memory, disk and network, and its GPUs."""
 
-    def __init__(self, run: RunDir, gpus: GpuSampler):
+    def __init__(self, run: RunDir, gpus: GpuSampler, *, host: str | None = None):
+        """host: what the run calls this host; None: its own name."""
         self.run, self.gpus = run, gpus
-        self.path = run.health(socket.gethostname().replace("/", "_"))
+        self.path = run.health((host or socket.gethostname()).replace("/", "_"))
         self._counters: dict[str, int] = {}
         self._time = 0.0
         self._lines = 0
@@ -232,11 +233,11 @@ class Sampler:
 
 def main() -> None:
     """Runs the sampler process until it is killed."""
-    run_path, every_s, run_id = sys.argv[1:]
+    run_path, every_s, run_id, *host = sys.argv[1:]
     os.nice(10)
     run = RunDir(Path(run_path))
     gpus = open_gpus(run_id, on_silence=lambda reason: append_event(run, "note", text=reason))
-    Sampler(run, gpus).follow(float(every_s))
+    Sampler(run, gpus, host=next(iter(host), None)).follow(float(every_s))
 
 
 def live_samples(folder: Path) -> Iterator[dict[str, Any]]:

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from itertools import combinations, repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import psutil
 
@@ -313,6 +313,7 @@ class StartCheck:
     entries: Sequence[HostEntry]
     intent: Callable[[Plan], Intent]
     is_on: bool
+    stream: TextIO | None = None  # for findings; None: stdout
 
     def machine(self) -> Machine:
         """Returns what the plan is for: this machine, or what the least of the hosts has. Raises PacelineError if none answered."""
@@ -332,7 +333,7 @@ class StartCheck:
 
     def _judge(self, intent: Intent) -> CheckResult:
         checked = judge_facts(self.facts(), intent)
-        report_and_refuse(checked.findings, stopped="this run", several=bool(self.entries))
+        report_and_refuse(checked.findings, stopped="this run", several=bool(self.entries), stream=self.stream)
         return checked
 
 

@@ -22,7 +22,7 @@ from paceline.explain.evidence import read_samples
 from paceline.launch.attempts import Job
 from paceline.launch.cluster import Cluster
 from paceline.launch.digest import Digest, OnMetrics
-from paceline.launch.env import EnvRow, Launch, worker_env
+from paceline.launch.env import EnvRow, Launch, env_elsewhere, worker_env
 from paceline.launch.policy import Abilities, AttemptEnd, Decision
 from paceline.launch.supervisor import Outcome, StopSignals, run_attempt
 from paceline.plan.advice import step_gap
@@ -64,7 +64,7 @@ class TrainingJob(Job):
     def attempt(self, number: int, signals: StopSignals) -> Outcome:
         """Runs the worker on every rank and shows its digest."""
         plan, cache, cluster = self.plan, cache_dir(self.config), self.cluster
-        env, rows = plan_env(plan, libuv=self.libuv)
+        env, _ = plan_env(plan, libuv=self.libuv)
         if cluster:
             cluster.settle()
         digest = Digest(
@@ -81,7 +81,7 @@ class TrainingJob(Job):
                 nproc=plan.world_size,
                 attempt=number,
                 env=env,
-                settings={row.name: row.value for row in rows if row.origin == "added"},
+                settings=env_elsewhere(os.environ, plan_launch(plan, libuv=self.libuv), self.options.env),
                 cluster=cluster,
                 lock_fd=self.lock,
                 signals=signals,
@@ -196,7 +196,12 @@ def quoted(text: str) -> str:
 
 def plan_env(plan: Plan, *, libuv: bool) -> tuple[dict[str, str], list[EnvRow]]:
     """Returns the workers' environment for a plan, and its table. libuv: whether this torch has it."""
-    return worker_env(os.environ, Launch(plan.world_size, plan.device, plan.threads * plan.world_size, libuv=libuv))
+    return worker_env(os.environ, plan_launch(plan, libuv=libuv))
+
+
+def plan_launch(plan: Plan, *, libuv: bool) -> Launch:
+    """Returns what the environment of a plan's ranks depends on."""
+    return Launch(plan.world_size, plan.device, plan.threads * plan.world_size, libuv=libuv)
 
 
 def stop_grace_s(plan: Plan) -> float:

@@ -26,6 +26,7 @@ class Member:
     address: str | None = None  # by which the other hosts reach it
     path: str = ""  # of the run folder there
     shared: bool = True
+    own_job: Mapping[str, Any] = field(default_factory=dict)  # what differs there: command and cwd of a script
     clock_s: float = 0.0  # how far its clock is ahead of ours
     is_greeted: bool = False  # its first line has come: before that it reads no frames
     agent_ended: bool = True

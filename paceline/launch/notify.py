@@ -265,6 +265,7 @@ def make_message(notice: Notice, news: RunNews) -> dict[str, Any]:
         case "failed":
             text = f"it ended without a message, {step}{after}: the command that ran it was killed"
     explained = {name: verdict.get(name) for name in ("cause", "summary", "rank", "fix")} if verdict else {}
+    explained |= {"failed_host": verdict["host"]} if verdict.get("host") else {}
     name, host = news.run.name, platform.node()
     facts = {"event": notice, "run": name, "host": host, "time": utc_now(), "attempt": news.attempt}
     title = f"{name} {notice} on {host}"

@@ -145,7 +145,11 @@ def largest_rows(config: Config, machine: Machine, make: MakePlan) -> int | None
 
 def make_profile(ranks: Sequence[Mapping[str, Any]], plan: Plan, *, rows: Callable[[], int | None]) -> dict[str, Any]:
     """Returns the ranks' summaries together, beside the plan. rows: returns the largest micro-batch that fits."""
-    step_ms, unprofiled_ms = (fmean(rank[name] for rank in ranks) for name in ("step_ms", "unprofiled_ms"))
+    step_ms = fmean(rank["step_ms"] for rank in ranks)
+    unprofiled, profiled = (
+        {name: fmean(rank[kind][name] for rank in ranks) for name in ("ms", "cpu_ms")}
+        for kind in ("unprofiled", "profiled")
+    )
     planned_s = plan.cost["seconds"]["expected"] if plan.cost.get("seconds") else 0.0  # 0: not known
     planned = planned_parts(plan)
     parts: dict[str, dict[str, Any]] = {}
@@ -162,8 +166,9 @@ def make_profile(ranks: Sequence[Mapping[str, Any]], plan: Plan, *, rows: Callab
             }
     results = {
         "step_ms": step_ms,
-        "unprofiled_ms": unprofiled_ms,
-        "overhead": step_ms / unprofiled_ms - 1,
+        "unprofiled": unprofiled,
+        "profiled": profiled,
+        "overhead": {name: profiled[name] / unprofiled[name] - 1 for name in unprofiled},
         "planned_ms": 1000 * planned_s or None,
         "use": sum(parts[name]["share"] for name in COMPUTE if name in parts),
         "parts": parts,
@@ -319,9 +324,9 @@ def time_lines(results: Mapping[str, Any], plan: Plan, *, width: int) -> list[st
         lines.append(f"{'sent under other work':<22}{format_ms(results['hidden_ms']):>10}")
     ranks = f"{format_number_of(results['steps'], 'step')} on {format_number_of(plan.world_size, 'rank')}"
     lines += ["", f"compute takes {100 * results['use']:.1f} % of a step; mean of {ranks}"]
-    lines.append(
-        f"without the profiler a step takes {format_ms(results['unprofiled_ms'])} ({100 * results['overhead']:+.0f} % with it)"
-    )
+    for name, what in {"ms": "by the clock", "cpu_ms": "of processor time"}.items():
+        times = format_ms(results["unprofiled"][name]), f"{100 * results['overhead'][name]:+.0f} %"
+        lines.append(f"without the profiler {times[0]} {what}, {times[1]} with it: medians")
     if not has_plan:
         lines.append("no time is planned: paceline plan --measure measures this device first")
     return lines

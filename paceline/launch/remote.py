@@ -22,6 +22,7 @@ from typing import Any
 
 from paceline.check.probes.network_probe import interface_here, interface_to, ssh_address
 from paceline.config import Config, cache_dir
+from paceline.explain.evidence import read_kernel_errors
 from paceline.launch.agent import prepare_attempt, start_agent_process
 from paceline.launch.channel import Channel, Line, frame, wait
 from paceline.launch.gather import (
@@ -32,6 +33,7 @@ from paceline.launch.gather import (
     receive,
     remove_newer,
 )
+from paceline.launch.script_copy import PREFIX, ScriptCopy
 from paceline.model.manifest import MANIFEST, read_manifest
 from paceline.model.publish import prune
 from paceline.rundir import RunDir, RunInUse, lock_run, write_atomic
@@ -59,9 +61,13 @@ class FarEnd:
     def __init__(self, channel: Channel):
         self.channel = channel
         self.run: RunDir | None = None
+        self.host = ""  # what the run calls this host
+        self.pids: dict[int, int] = {}  # of the attempt's ranks: pid -> rank
+        self.has_failed = False  # one of them
         self.shared = False  # the run folder itself is here too: nothing has to travel
         self.follower: Follower | None = None
         self.text: Path | None = None
+        self.script = ScriptCopy()
         self.agent: subprocess.Popen[bytes] | None = None
         self.lines: Channel | None = None  # to and from the agent
         self.attempt = 0
@@ -84,7 +90,10 @@ class FarEnd:
                     self.channel.send({"event": "refused", "why": f"{line.get('do') or line.get('file')}: {error}"})
             while self.pending and self.pending[0][0].done():
                 future, then = self.pending.pop(0)
-                then(future.result())
+                try:
+                    then(future.result())
+                except (OSError, ValueError) as error:
+                    self.channel.send({"event": "refused", "why": str(error)})
             now = time.monotonic()
             if self.lines:
                 self.pass_on(self.lines)
@@ -95,7 +104,7 @@ class FarEnd:
                     self.look()
             if now - sent_at > ALIVE_S:
                 sent_at = now
-                self.channel.send({"event": "alive"})
+                self.channel.send({"event": "alive", "time": time.time()})
             if now - self.channel.heard_at > (HEAD_LOST_S if self.lines else IDLE_S):
                 break
         if self.agent:  # its stdin ends: the ranks save, then everything ends
@@ -127,13 +136,24 @@ class FarEnd:
             if self.follower:
                 self.follower.hurry(self.attempt)
             self.channel.send(line)
+            if line["event"] == "started":
+                self.pids = {rank["pid"]: rank["rank"] for rank in line["ranks"]}
+            self.has_failed = self.has_failed or line["event"] == "rank_failed"
         if not lines.ended:
             return
         exit_code = self.agent.wait()
+        if self.has_failed:
+            self.keep_kernel_errors()
         if self.follower:
             self.look()
         self.agent, self.lines = None, None
         self.channel.send_behind([json.dumps({"event": "agent_ended", "exit_code": exit_code}).encode() + b"\n"])
+
+    def keep_kernel_errors(self) -> None:
+        """Writes what this host's kernel log has about its ranks, with torch's own prefix for a rank, beside their logs."""
+        assert self.run
+        if lines := [f"[rank{rank}]: {text}\n" for rank, text in read_kernel_errors(self.pids)]:
+            self.run.kernel_log(self.attempt, self.host).write_text("".join(lines), encoding="utf-8")
 
     def obey(self, line: Line, data: bytes) -> None:
         """Carries out one order."""
@@ -153,6 +173,8 @@ class FarEnd:
                     line["files"],
                     then=lambda names: self.channel.send({**answer, "files": names}),
                 )
+            case "script":
+                self.in_thread(self.script.answer, line, then=self.channel.send)
             case "settle":  # before an attempt: the checkpoints that the supervisor has are those that count
                 assert self.run
                 if not self.shared:
@@ -171,8 +193,11 @@ class FarEnd:
                 self.lines.send(line)
 
     def open(self, line: Line) -> None:
-        """Finds or makes the copy of the run folder. line: the folder's path at the supervisor, a token in it, its key."""
-        self.interface = line["interface"]
+        """Finds or makes the copy of the run folder.
+
+        line: the folder's path at the supervisor, a token in it, its key; what the run calls this host; and the interface to use.
+        """
+        self.host, self.interface = line["host"].replace("/", "_"), line["interface"]
         address = interface_here(self.interface)[1] if self.interface else ssh_address()
         original = Path(line["path"])
         self.shared = (original / line["token"]).is_file()
@@ -181,7 +206,7 @@ class FarEnd:
         self.run = RunDir(path)
         if not self.shared:
             self.lock = self.lock_when_free(self.run)
-            self.follower = Follower(self.run, self.channel, host=line["host"])
+            self.follower = Follower(self.run, self.channel)
             self.follower.catch_up(line["sizes"])
             for stale in ("progress", "health"):
                 shutil.rmtree(path / stale, ignore_errors=True)
@@ -227,6 +252,9 @@ class FarEnd:
             if line["last"]:
                 part.replace(self.text / name[5:])
             return
+        if name.startswith(PREFIX):
+            self.script.take(name.removeprefix(PREFIX), line, data)
+            return
         assert self.run
         receive(self.run, line, data, allowed=SENT)
         if line["last"] and name.startswith("checkpoints/step_"):
@@ -246,14 +274,16 @@ class FarEnd:
         self.attempt = line["attempt"]
         own = {theirs["python"]: sys.executable, theirs["path"]: str(self.run.path)}
         job["command"] = [own.get(word, word) for word in job["command"]]
-        job["env"] = {**os.environ, **job["env"], **interface_env(job.pop("reach"), self.interface)}
+        reach = job.pop("reach")
+        job["env"] = {**os.environ, **own_env(job["env"], self.run), **interface_env(reach, self.interface)}
         job["lock_fd"] = self.lock
         prepare_attempt(self.run, self.attempt, job)
         if self.follower:
             self.follower.skip()
         self.has_rank_0 = job["first_rank"] == 0 and not self.shared
         self.known = {path.parent.name for path in self.run.checkpoints.glob(f"step_*/{MANIFEST}")}
-        self.agent = start_agent_process(self.run.logs(self.attempt), lock_fd=self.lock)
+        self.pids, self.has_failed = {}, False
+        self.agent = start_agent_process(self.run.launch_log(self.attempt, self.host), lock_fd=self.lock)
         assert self.agent.stdin and self.agent.stdout
         self.lines = Channel(self.agent.stdout.fileno(), self.agent.stdin.fileno())
         self.lines.send(job)
@@ -289,6 +319,14 @@ class FarEnd:
                 self.channel.send({"event": "kept", "folder": folder.name})
 
         self.in_thread(missing_files, folder, self.copied_files, then=answer)
+
+
+def own_env(env: dict[str, str], run: RunDir) -> dict[str, str]:
+    """Returns the variables that the supervisor sends as they are on this host."""
+    changes = {"PACELINE_RUN": str(run.path)} if "PACELINE_RUN" in env else {}
+    if "PYTHONPATH" in env:  # paceline itself is in this host's
+        changes["PYTHONPATH"] = os.pathsep.join(filter(None, [env["PYTHONPATH"], os.environ.get("PYTHONPATH")]))
+    return {**env, **changes}
 
 
 def interface_env(reach: str | None, choice: str | None) -> dict[str, str]:

@@ -12,26 +12,29 @@ import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 from paceline.check.ready import CheckResult, judge_facts, report_and_refuse, save_check, start_gathering
-from paceline.check.verdicts.rules import Intent
+from paceline.check.verdicts.rules import Facts, Intent
 from paceline.config import Config, cache_dir, check_config
 from paceline.config_file import checked_value, format_toml_value
 from paceline.errors import PacelineError, UsageError
 from paceline.explain.catalogue import load_catalogue
 from paceline.launch.attempts import Job, run_job
+from paceline.launch.cluster import Cluster
 from paceline.launch.digest import LogTail, NewRecords, is_terminal
-from paceline.launch.env import Launch, format_env, harm_lines, worker_env
+from paceline.launch.env import Launch, env_elsewhere, format_env, harm_lines, listed_env, worker_env
+from paceline.launch.hosts import HostEntry, StartCheck, hosts_asker, hosts_of, parse_ports
 from paceline.launch.notify import checked_services
-from paceline.launch.policy import CRASHES
+from paceline.launch.policy import CRASHES, Abilities, AttemptEnd
 from paceline.launch.supervisor import Outcome, StopSignals, run_attempt
+from paceline.launch.sync import find_script_files, send_script
 from paceline.options import ScriptOptions
-from paceline.plan.machine import Machine, probe_machine
+from paceline.plan.machine import Machine
 from paceline.plan.planner import choose_device, choose_world_size
 from paceline.rundir import RunDir, append_event, check_unused, lock_run, unwritable_run, write_atomic
 from paceline.units import format_duration, format_number_of
@@ -41,26 +44,47 @@ STOP_GRACE_S = 60.0
 LAUNCHER_MODULES = {"torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"}
 LAUNCHERS = {"torchrun", "deepspeed", "mpirun", "mpiexec", "horovodrun"}
 CONFIG_KEYS = {"command", "nproc", "device", "cwd"}
+HOST_KEYS = ("hosts", "python", "interface", "ports")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A command and the keys that are set for it, by flags or by the config.toml of an earlier run."""
+
+    command: tuple[str, ...]  # as the user typed it: train.py --lr 0.1
+    cwd: Path
+    config: Config
 
 
 @dataclass(frozen=True)
 class Script:
     """A command and the processes that run it."""
 
-    command: tuple[str, ...]  # as the user typed it: train.py --lr 0.1
-    nproc: int
+    command: tuple[str, ...]
+    nproc: int  # on each host
     device: str
     cwd: Path
+    hosts: Mapping[str, str] = field(default_factory=dict)  # those of HOST_KEYS that are set
 
 
 def run_script(options: ScriptOptions) -> int:
     """Runs a script and returns its exit code. Raises PacelineError for what the user can fix."""
     services = checked_services(options)
-    machine = probe_machine()
-    script = make_script(options.command, options.keys, machine)
-    argv = make_argv(script.command, cwd=script.cwd)
-    run = choose_run(options.keys.get("name"), options.keys.get("runs_dir", Config.runs_dir), script)
-    checked = check_script(script, run) if options.check else CheckResult((), ())
+    request = read_request(options.command, options.keys)
+    entries, config = hosts_of(request.config)
+    request = replace(request, config=config)
+    listed_env(os.environ, options.env, several=bool(entries))
+    if (options.sync or options.no_sync) and not entries:
+        raise UsageError("--sync and --no-sync are about several hosts", fix="--hosts ada,bob, or leave it out")
+    if options.sync and options.no_sync:
+        raise UsageError("--sync and --no-sync contradict each other", fix="leave one of them out")
+    argv = make_argv(request.command, cwd=request.cwd)
+    files = find_script_files(argv, cwd=request.cwd, sync=options.sync) if entries else None
+    run = choose_run(options.keys.get("name"), options.keys.get("runs_dir", Config.runs_dir), request)
+    facts = hosts_facts(entries, config, run) if entries else ()
+    machine = StartCheck(lambda: facts, entries, lambda _: Intent(), is_on=options.check, stream=sys.stderr).machine()
+    script = make_script(request, machine)
+    checked = check_script(script, run, facts) if options.check else CheckResult((), ())
     launch = Launch(script.nproc, script.device, machine.cpu_cores, libuv=checked.libuv, for_script=True)
     env, rows = worker_env(os.environ, launch)
     with suppress(PacelineError) if options.show_env else nullcontext():
@@ -70,14 +94,38 @@ def run_script(options: ScriptOptions) -> int:
         return 0
     lock = create_run(run, script, checked)
     job = ScriptJob(run, lock, checked.libuv, options, script, argv, env)
+    lines = []
+    if files:
+        cluster = job.cluster = Cluster(
+            entries,
+            machine,
+            nproc=script.nproc,
+            python=config.python,
+            interface=config.interface,
+            ports=parse_ports(config.ports),
+        )
+        job.env_elsewhere = env_elsewhere(os.environ, launch, options.env)
+        try:
+            cluster.connect(run, text=None)
+            lines = send_script(cluster, files, run, sync=not options.no_sync)
+        except BaseException:
+            cluster.close()
+            shutil.rmtree(run.path)  # nothing has run
+            raise
     if script.device == "cuda":
         devices = f"{script.nproc} x {machine.gpus[0].name}"
     else:
         threads = format_number_of(max(1, machine.cpu_cores // script.nproc), "thread")
         devices = f"{format_number_of(script.nproc, 'CPU process', 'CPU processes')} x {threads}"
-    lines = [f"script  {' '.join(script.command)}", f"device  {devices}", f"run     {run.path}"]
-    job.show([*lines, *harm_lines(rows), ""])
-    return run_job(job, services)
+    if entries:
+        devices = f"{format_number_of(len(entries), 'host')} x {devices}"
+    head = [f"script  {' '.join(script.command)}", f"device  {devices}", *lines, f"run     {run.path}"]
+    job.show([*head, *harm_lines(rows), ""])
+    try:
+        return run_job(job, services)
+    finally:
+        if job.cluster:
+            job.cluster.close()
 
 
 @dataclass
@@ -88,13 +136,23 @@ class ScriptJob(Job):
     script: Script
     argv: list[str]
     env: Mapping[str, str]
+    env_elsewhere: Mapping[str, str] = field(default_factory=dict)  # on other hosts
+    cluster: Cluster | None = None  # the hosts, where there are several
+
+    @property
+    def host_of(self) -> dict[int, str]:
+        """The host of each rank, where there are several."""
+        members = self.cluster.present if self.cluster else ()
+        return {rank: member.name for member in members for rank in member.ranks}
 
     def attempt(self, number: int, signals: StopSignals) -> Outcome:
         """Runs the script on every rank and shows its lines as they come."""
-        ranks = range(1 if self.options.quiet_ranks else self.script.nproc)
+        host_of = self.host_of
+        world_size = len(host_of) or self.script.nproc
+        ranks = range(1 if self.options.quiet_ranks else world_size)
         logs = {rank: self.run.rank_log(number, rank) for rank in ranks}
         colour = is_terminal(sys.stdout) and not os.environ.get("NO_COLOR")  # no-color.org
-        tail = LogTail(logs, stream=sys.stdout, colour=colour)
+        tail = LogTail(logs, stream=sys.stdout, colour=colour, hosts=host_of)
         events = NewRecords(self.run.events)
 
         def show_new() -> None:
@@ -110,9 +168,11 @@ class ScriptJob(Job):
             return run_attempt(
                 self.run,
                 command=self.argv,
-                nproc=self.script.nproc,
+                nproc=world_size,
                 attempt=number,
                 env={**self.env, **variables},
+                settings={**self.env_elsewhere, **variables},
+                cluster=self.cluster,
                 lock_fd=self.lock,
                 signals=signals,
                 on_tick=show_new,
@@ -125,6 +185,14 @@ class ScriptJob(Job):
             )
         finally:
             tail.close()
+
+    def abilities(self, end: AttemptEnd) -> Abilities:
+        """Returns which hosts remain: the script runs on them with as many ranks."""
+        if not self.cluster or not self.cluster.lost_in_attempt:
+            return Abilities()
+        left = tuple(member.name for member in self.cluster.present)
+        num_ranks = len(left) * self.script.nproc if len(left) >= self.options.min_hosts else 0
+        return Abilities(lost_hosts=self.cluster.lost_in_attempt, hosts_left=left, ranks_left=num_ranks)
 
     def made_progress(self, outcome: Outcome, *, seconds: float) -> bool:
         """Whether the attempt lasted long enough, without the silence of a hang."""
@@ -154,31 +222,46 @@ class ScriptJob(Job):
         return lines
 
 
-def check_script(script: Script, run: RunDir) -> CheckResult:
-    """Checks whether the script would fail here, and what would hurt it."""
+def hosts_facts(entries: Sequence[HostEntry], config: Config, run: RunDir) -> list[Facts]:
+    """Returns the facts of all hosts, or of this one where the list is empty."""
     folders = {"run_dir": run.path, "cache_dir": None, "cached_torch": cache_dir(Config()) / "torch.json"}
     with start_gathering(**folders, measure_disk=False) as gathered:
-        intent = Intent(command="run", device=script.device, nproc=script.nproc, run_dir=str(run.path))
-        return judge_facts([gathered.facts()], intent)
+        if not entries:
+            return [gathered.facts()]
+        return hosts_asker(entries, config)(gathered.facts)
 
 
-def make_script(command: Sequence[str], keys: Mapping[str, Any], machine: Machine) -> Script:
-    """Returns the script of a command, or of the config.toml of an earlier run. keys: nproc and device are used, if they are set.
+def check_script(script: Script, run: RunDir, facts: Sequence[Facts]) -> CheckResult:
+    """Checks whether the script would fail, and what would hurt it. facts: of several hosts; empty for this one."""
+    intent = Intent(command="run", device=script.device, nproc=script.nproc, run_dir=str(run.path))
+    return judge_facts(facts or hosts_facts((), Config(), run), replace(intent, num_hosts=max(1, len(facts))))
 
-    What is not set follows from the machine. Raises PacelineError for a config that is not a script's.
+
+def read_request(command: Sequence[str], keys: Mapping[str, Any]) -> Request:
+    """Returns a command, or that of the config.toml of an earlier run. keys: those that are set, which win.
+
+    Raises PacelineError for a config that is not a script's.
     """
-    values, cwd = {name: keys[name] for name in ("nproc", "device") if name in keys}, Path.cwd()
+    values, cwd = {name: keys[name] for name in ("nproc", "device", *HOST_KEYS) if name in keys}, Path.cwd()
     if command and command[0].endswith(".toml"):
         if command[1:]:
             raise UsageError(f"{command[0]} has its own command", fix=f"paceline run {command[0]}")
         config_toml = read_config(Path(command[0]))
-        command, cwd = list(config_toml["command"]), Path(config_toml["cwd"])
-        values = {"nproc": config_toml["nproc"], "device": config_toml["device"], **values}
+        command, cwd = list(config_toml.pop("command")), Path(config_toml.pop("cwd"))
+        values = {**config_toml, **values}
         if not cwd.is_dir():
             raise PacelineError(f"{cwd}, where the command runs, does not exist", fix="restore it, or change cwd")
     config = Config(**{name: checked_value(name, value, where=f"--{name}") for name, value in values.items()})
+    return Request(tuple(command), cwd, config)
+
+
+def make_script(request: Request, machine: Machine) -> Script:
+    """Returns the script of a request; what is not set follows from the machine."""
+    config = request.config
     device = choose_device(config, machine)
-    return Script(tuple(command), choose_world_size(config, machine, device=device), device, cwd)
+    nproc = choose_world_size(config, machine, device=device) // machine.hosts
+    hosts = {name: value for name in HOST_KEYS if (value := getattr(config, name)) is not None}
+    return Script(request.command, nproc, device, request.cwd, hosts)
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -193,9 +276,13 @@ def read_config(path: Path) -> dict[str, Any]:
             fix=f"paceline train {path}, if it is that of a training run",
         )
     args = values["command"]
-    if set(values) > CONFIG_KEYS or not isinstance(args, list) or not all(isinstance(arg, str) for arg in args):
+    if (
+        set(values) - CONFIG_KEYS - set(HOST_KEYS)
+        or not isinstance(args, list)
+        or not all(isinstance(arg, str) for arg in args)
+    ):
         raise PacelineError(
-            f"{path}: it takes command, a list of strings, with nproc, device and cwd", fix='command = ["x.py"]'
+            f"{path}: it takes command, a list of strings, with nproc, device, cwd and hosts", fix='command = ["x.py"]'
         )
     return values
 
@@ -203,13 +290,14 @@ def read_config(path: Path) -> dict[str, Any]:
 def format_config(script: Script) -> str:
     """Returns the config.toml that gives this script back."""
     values = {"command": script.command, "nproc": script.nproc, "device": script.device, "cwd": str(script.cwd)}
+    values |= script.hosts
     return "".join(f"{name} = {format_toml_value(value)}\n" for name, value in values.items())
 
 
-def choose_run(name: str | None, runs_dir: str, script: Script) -> RunDir:
+def choose_run(name: str | None, runs_dir: str, request: Request) -> RunDir:
     """Returns the folder that the run will have, and creates nothing. Raises PacelineError where it is in use."""
     if name is None:
-        stem = f"{command_name(script.command)}-{datetime.now():%Y%m%d-%H%M%S}"
+        stem = f"{command_name(request.command)}-{datetime.now():%Y%m%d-%H%M%S}"
         names = [stem, *(f"{stem}-{i}" for i in range(2, 100))]
         return RunDir(next(Path(runs_dir) / name for name in names if not (Path(runs_dir) / name).exists()))
     check_config(Config(name=name))

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from paceline.errors import Interrupted
 from paceline.explain.explanation import Explanation
 from paceline.heartbeat import read_heartbeat
-from paceline.launch.agent import LAUNCH_LOG, kill_processes
+from paceline.launch.agent import kill_processes
 from paceline.launch.cluster import Cluster
 from paceline.launch.failure import Failure, find_early_exits, find_failures, read_log_tail
 from paceline.launch.member import Member
@@ -152,7 +152,8 @@ class AttemptRecord:
     def add(self, member: Member, line: dict[str, Any]) -> None:
         """Takes a line from an agent."""
         for rank in line.get("ranks", ()):
-            rank |= {"host": member.name, "clock_s": member.clock_s} if len(self.members) > 1 else {}
+            is_several = len(self.cluster.members) > 1
+            rank |= {"host": member.name, "clock_s": member.clock_s} if is_several else {}
             self.by_rank[rank["rank"]] = rank
         if line["event"] == "started" and len(self.by_rank) == self.nproc:
             self.write_attempt()
@@ -173,7 +174,11 @@ class AttemptRecord:
         self.is_written = True
         pids = [rank["pid"] for rank in self.ranks]  # none when it ended before the workers were started
         hosts = {member.name: list(member.ranks) for member in self.members}
-        several = {"hosts": hosts} if len(hosts) > 1 else {}
+        several: dict[str, Any] = {}
+        if len(self.cluster.members) > 1:  # clock_s: how far the clock of each host is ahead of this one's
+            head = next((member.name for member in self.members if member.is_here), None)  # the host of this process
+            clock_s = {member.name: round(member.clock_s, 3) for member in self.members}
+            several = {"hosts": hosts, "head": head, "clock_s": clock_s}
         append_event(
             self.run, "attempt", attempt=self.attempt, nproc=self.nproc, world_size=self.nproc, pids=pids, **several
         )
@@ -206,7 +211,10 @@ class AttemptRecord:
             return [*roots, *(replace(failure, consequence=True) for failure in failures)]
         roots = [] if self.stopping else find_early_exits(self.run, self.ranks)
         if not roots and self.hang:
-            roots = [Failure(self.hang.rank, None, "SIGKILL", self.hang.text, time.time(), consequence=False)]
+            host = next((rank.get("host") for rank in self.ranks if rank["rank"] == self.hang.rank), None)
+            roots = [
+                Failure(self.hang.rank, None, "SIGKILL", self.hang.text, time.time(), consequence=False, host=host)
+            ]
             failures = [failure for failure in failures if failure.rank != self.hang.rank]
         if roots:  # the errors of its peers follow from its kill
             return [*roots, *(replace(failure, consequence=True) for failure in failures)]
@@ -219,7 +227,7 @@ class AttemptRecord:
             name = signal.Signals(-exit_code).name
             return [Failure(None, None, name, f"{process} was killed by {name}", time.time(), consequence=False)]
         message = f"{process} exited with code {exit_code}"
-        log = "\n".join(read_log_tail(self.run.logs(self.attempt) / LAUNCH_LOG))
+        log = "\n".join(read_log_tail(self.run.launch_log(self.attempt)))
         return [Failure(None, exit_code, None, message, time.time(), consequence=False, traceback=log)]
 
     def state(self, failures: list[Failure]) -> State:

@@ -28,7 +28,7 @@ from paceline.data.prepare import META, TokenDataset, open_dataset, prepare
 from paceline.errors import PacelineError
 from paceline.launch.attempts import run_job
 from paceline.launch.cluster import Cluster
-from paceline.launch.env import format_env, harm_lines
+from paceline.launch.env import format_env, harm_lines, listed_env
 from paceline.launch.hosts import HostEntry, hosts_of, parse_ports, start_check
 from paceline.launch.job import TrainingJob, plan_env
 from paceline.launch.notify import checked_services
@@ -46,6 +46,7 @@ from paceline.rundir import (
     RunInUse,
     append_event,
     check_unused,
+    is_script_run,
     lock_run,
     unwritable_run,
     utc_now,
@@ -71,6 +72,7 @@ def start_run(config: Config, options: TrainOptions) -> int:
     started, services = time.monotonic(), checked_services(options)
     check_config(config)
     entries, config = hosts_of(config)
+    listed_env(os.environ, options.env, several=bool(entries))
     if not entries:  # refuses what cannot run before any text is read
         measured = measured_here(cache_dir(config))
         make_plan(config, probe_machine(), vocab_size=config.vocab_size, num_rows=0, measured=measured)
@@ -109,6 +111,7 @@ def resume_run(run: RunDir, options: ResumeOptions) -> int:
     new_run = f"start a new run with it: paceline train {run.config_toml} --name NEW"
     config, plan_before = changed_run(run, options.keys, otherwise=new_run)
     entries, config = hosts_of(config)
+    listed_env(os.environ, options.env, several=bool(entries))
     with start_check(config, run, options, command="resume", entries=entries) as check:
         dataset = reopen_data(run, config)
         make, machine = planner(dataset), check.machine()
@@ -272,13 +275,22 @@ def config_of_plan(config: Config, plan: Plan) -> Config:
     )
 
 
+def taken_name_fix(run: RunDir) -> str:
+    """Returns what helps where a new training has the name of a run: what continues that run, if anything does."""
+    if is_script_run(run):
+        return "another --name"
+    status = run_status(run)
+    longer = f" --num-steps {2 * status.num_steps}" if status.state == "finished" and status.num_steps else ""
+    return f"paceline resume {run.path}{longer}, or another --name"
+
+
 @contextmanager
 def new_folder(run: RunDir) -> Iterator[tuple[int, Progress]]:
     """Creates the folder of a new run. Yields the lock that holds it, and what publishes the work before the launch.
 
     A folder that has not become a run at the end is removed. Raises PacelineError where it holds something or cannot be written.
     """
-    check_unused(run, fix=f"paceline resume {run.path}, or another --name")
+    check_unused(run, fix=taken_name_fix(run))
     try:
         run.path.mkdir(parents=True, exist_ok=True)
         lock = lock_run(run)

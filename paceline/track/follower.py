@@ -15,7 +15,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -175,6 +175,10 @@ class RunRows:
         self.redone = redone
         self.start = start_time(run)
         self.metrics = GrowingFile(run.metrics)
+        self.events = GrowingFile(run.events)
+        self.places: list[
+            tuple[float, dict[str, str]]
+        ] = []  # of each attempt: its start, and of several hosts that of each rank
         self.hosts: dict[str, HostRows] = {}
         self.logs: dict[Path, LogRows] = {}
 
@@ -194,15 +198,27 @@ class RunRows:
 
     def steps(self, *, last: bool) -> Iterator[tuple[int, float, dict[str, float]]]:
         """Yields the steps of metrics.jsonl; of a script's run, which has none, those in the log of rank 0."""
+        self.read_places()
         self.metrics.restarted()  # a replaced file is read from its beginning
         for block in self.metrics.blocks():
             for record in parse_lines(block):
                 logged, step = unix_time(record.get("time")), record.get("step")
                 if type(step) is int and not math.isnan(logged):
-                    yield step, logged, dict(measures(record))
+                    places = next((places for start, places in reversed(self.places) if start <= logged), {})
+                    yield step, logged, dict(on_hosts(measures(record), places))
         if not self.run.metrics.exists():
             for path in sorted(self.run.path.glob("logs/*/0.log"), key=lambda path: int(path.parent.name)):
                 yield from self.logs.setdefault(path, LogRows(path)).read(last=last)
+
+    def read_places(self) -> None:
+        """Reads which rank is on which host from the attempts that have begun."""
+        if self.events.restarted():
+            self.places.clear()
+        for block in self.events.blocks():
+            for event in parse_lines(block):
+                if event.get("event") == "attempt" and not math.isnan(start := unix_time(event.get("time"))):
+                    hosts = event.get("hosts") or {}
+                    self.places.append((start, {str(rank): host for host, ranks in hosts.items() for rank in ranks}))
 
     def row(self, at: float, values: dict[str, float], step: int | None = None) -> TrackerRow:
         self.start = self.start or start_time(self.run) or at
@@ -266,6 +282,13 @@ class LogRows:
                 self.values |= dict(measures(line.values))
         if last and self.step is not None and self.values:
             yield self.step, time.time(), self.values
+
+
+def on_hosts(values: Iterable[tuple[str, float]], places: Mapping[str, str]) -> Iterator[tuple[str, float]]:
+    """Yields the values with a rank's host in the names of those of ranks: rank_ms/bob/3. places: host by rank."""
+    for name, value in values:
+        kind, _, rank = name.partition("/")
+        yield (f"{kind}/{places[rank]}/{rank}" if kind == "rank_ms" and rank in places else name), value
 
 
 def measures(record: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:

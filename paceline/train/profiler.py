@@ -12,8 +12,9 @@ import gzip
 import json
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import median
 from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
@@ -80,36 +81,52 @@ def profile_rank(run: RunDir, progress: PhaseRanges, *, steps: int, deterministi
     for step in range(WARMUP_STEPS):
         loop.one_step(step % plan.num_steps)
     freeze_objects()
-    times = []
-    for step in range(WARMUP_STEPS, WARMUP_STEPS + steps):
-        started = time.perf_counter()
-        loop.one_step(step % plan.num_steps)
-        times.append(1000 * (time.perf_counter() - started))
     first = WARMUP_STEPS + steps
-    summary = break_down(trace_steps(loop, range(first, first + steps + 1), run.path / f"trace_{rank}.json.gz"))
+    unprofiled = [timed_step(loop, step) for step in range(WARMUP_STEPS, first)]
+    events, profiled = trace_steps(loop, range(first, first + steps + 1), run.path / f"trace_{rank}.json.gz")
     memory_trace = run.path / f"memory_{rank}.json.gz"
-    memory = memory_by_kind(trace_steps(loop, range(first + steps + 1, first + steps + 3), memory_trace, memory=True))
-    write_atomic(run.path / f"{rank}.json", json.dumps({"unprofiled_ms": fmean(times), **summary, "memory": memory}))
+    memory_events, _ = trace_steps(loop, range(first + steps + 1, first + steps + 3), memory_trace, memory=True)
+    medians = {"unprofiled": median_times(unprofiled), "profiled": median_times(profiled)}
+    summary = {**medians, **break_down(events), "memory": memory_by_kind(memory_events)}
+    write_atomic(run.path / f"{rank}.json", json.dumps(summary))
     progress.beat(steps, "done")
 
 
-def trace_steps(loop: Loop, steps: range, path: Path, *, memory: bool = False) -> list[dict[str, Any]]:
-    """Returns the events of the steps but the first, in which the profiler starts, and writes them to a file. Collective.
+def timed_step(loop: Loop, step: int) -> tuple[float, float]:
+    """Takes a step; returns its milliseconds by the clock, and those of processor time of all threads. Collective."""
+    started, started_cpu = time.perf_counter(), time.process_time()
+    loop.one_step(step % loop.plan.num_steps)
+    return 1000 * (time.perf_counter() - started), 1000 * (time.process_time() - started_cpu)
+
+
+def median_times(steps: Sequence[tuple[float, float]]) -> dict[str, float]:
+    """Returns the medians: a step that other processes delayed does not count."""
+    clock_ms, cpu_ms = (median(times) for times in zip(*steps, strict=True))
+    return {"ms": clock_ms, "cpu_ms": cpu_ms}
+
+
+def trace_steps(
+    loop: Loop, steps: range, path: Path, *, memory: bool = False
+) -> tuple[list[dict[str, Any]], list[tuple[float, float]]]:
+    """Returns the events and the times of the steps but the first, in which the profiler starts. Collective.
+
+    The events are also written to a file.
 
     memory: records allocations too, each of which takes time.
     """
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if loop.device.type == "cuda" else [])]
     cycle = schedule(wait=0, warmup=1, active=len(steps) - 1, repeat=1)
     with profile(activities=activities, schedule=cycle, profile_memory=memory) as profiler:
+        times = []
         for step in steps:
-            loop.one_step(step % loop.plan.num_steps)
+            times.append(timed_step(loop, step))
             if step == steps[-1]:
                 loop.progress.beat(step, "ending")  # the profiler now collects what it has recorded
             profiler.step()
     profiler.export_chrome_trace(str(path))
     with gzip.open(path) as file:
         events: list[dict[str, Any]] = json.load(file)["traceEvents"]
-    return events
+    return events, times[1:]
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import gc
 import math
 import statistics
 from array import array
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
@@ -33,6 +33,7 @@ from paceline.watch.trend import WHOLE_LINES
 Record = dict[str, Any]
 
 MAX_POINTS = 2000  # of a curve
+THIN_AT = 8  # times its points a curve takes before it is thinned, unless it is requested
 MAX_RANK_POINTS = 32_000  # of all ranks' curves together
 MAX_DEVICE_POINTS = 64_000  # of all curves of a host and its GPUs together
 SLOW = 1.15  # times as long as the other ranks takes a slow one
@@ -143,10 +144,11 @@ def slow_ranks(times: NDArray[np.float64]) -> NDArray[np.bool_]:
     if ranks < 2 or lines < MIN_SLOW_LINES:
         return np.zeros((*times.shape[:-2], ranks), dtype=bool)
     usual = np.median(times, axis=-2)
+    slow: NDArray[np.bool_] = usual > SLOW * median_of_others(usual)
+    if not slow.any():
+        return slow
     share = (times > median_of_others(times)).mean(axis=-2)
-    slow: NDArray[np.bool_] = (usual > SLOW * median_of_others(usual)) & (
-        share >= (SLOW_SHARE if lines >= SLOW_LINES else 1.0)
-    )
+    slow &= share >= (SLOW_SHARE if lines >= SLOW_LINES else 1.0)
     return slow
 
 
@@ -193,7 +195,10 @@ class HostHealth:
 
     def add(self, records: list[Record]) -> None:
         """Adds lines of the file, or samples like them."""
-        points: dict[tuple[str, str], tuple[list[float], list[float]]] = {}  # times and values by group and key
+        # the lines of each device with their times, by group, device and the names of its curves
+        devices: dict[tuple[str, str, tuple[str, ...]], tuple[list[float], list[Record]]] = defaultdict(
+            lambda: ([], [])
+        )
         for record in records:
             time = unix_time(record.get("time"))
             if not time > (self.time or 0):
@@ -202,29 +207,34 @@ class HostHealth:
                 self._gaps.append(time - self.time)
             self.time = time
             self._values.update({name: record[name] for name in HOST_FIELDS & record.keys()})
-            parts: list[tuple[str, str, tuple[str, ...], Record]] = [("host_series", self.name, HOST_CURVES, record)]
+            parts: list[tuple[tuple[str, str, tuple[str, ...]], Record]] = [
+                (("host_series", self.name, HOST_CURVES), record)
+            ]
             gpus = record["gpus"] if isinstance(record.get("gpus"), list) else ()
             for gpu in [gpu for gpu in gpus if isinstance(gpu, dict) and type(gpu.get("index")) is int]:
                 gpu_values = self._gpus.setdefault(gpu["index"], {})
                 gpu_values.update({"throttle": []} | {name: gpu[name] for name in GPU_FIELDS & gpu.keys()})
                 self._num_samples[gpu["index"]] += 1
-                self._num_throttled.update((gpu["index"], reason) for reason in gpu_values["throttle"])
-                parts.append(("gpu_series", f"{self.name}/{gpu['index']}", GPU_CURVES, gpu))
+                for reason in gpu_values["throttle"]:
+                    self._num_throttled[gpu["index"], reason] += 1
+                parts.append((("gpu_series", f"{self.name}/{gpu['index']}", GPU_CURVES), gpu))
                 if isinstance(joules := gpu.get("energy_j"), int):
                     before, last = self._energy.get(gpu["index"], (0, 0))
                     # it is counted from the start of an attempt, so a smaller value means another attempt
                     self._energy[gpu["index"]] = (before + last, joules) if joules < last else (before, joules)
-            for group, device, names, values in parts:
-                for name in names:
-                    if isinstance(value := values.get(name), int | float):
-                        curve_times, curve_values = points.setdefault((group, f"{device} {name}"), ([], []))
-                        curve_times.append(time)
-                        curve_values.append(value)
+            for device, values in parts:
+                devices[device][0].append(time)
+                devices[device][1].append(values)
         count = len(GPU_CURVES) * len(self._gpus) + len(HOST_CURVES)
-        for (group, key), (curve_times, curve_values) in points.items():
-            if (curve := self.curves[group].get(key)) is None:
-                curve = self.curves[group][key] = Curve(max_points=min(MAX_POINTS, MAX_DEVICE_POINTS // count))
-            curve.extend(curve_times, curve_values, curve_times)
+        for (group, device_name, names), (times, rows) in devices.items():
+            for name in names:
+                column = numbers([row.get(name) for row in rows])
+                if not np.isfinite(column).any():
+                    continue
+                key = f"{device_name} {name}"
+                if (curve := self.curves[group].get(key)) is None:
+                    curve = self.curves[group][key] = Curve(max_points=min(MAX_POINTS, MAX_DEVICE_POINTS // count))
+                curve.extend(times, column, times)
 
     def energy_j(self) -> list[int]:
         """Returns the energy in all attempts of each GPU that reports it."""
@@ -240,7 +250,7 @@ class HostHealth:
 
 
 class Curve:
-    """A thinned curve. Its points are in the order of x: steps, or seconds where nothing counts steps."""
+    """A curve that is thinned now and then. Its points are in the order of x: steps, or seconds where nothing counts steps."""
 
     def __init__(self, *, max_points: int = MAX_POINTS):
         self.max_points = max_points
@@ -250,26 +260,35 @@ class Curve:
     def extend(self, x: ArrayLike, values: ArrayLike, times: ArrayLike) -> None:
         """Adds points. A point replaces those at its x and behind it; non-finite values are left out."""
         new = [np.asarray(column, dtype=float) for column in (x, values, times)]
-        new = [column[np.isfinite(new[1])] for column in new]
+        is_finite = np.isfinite(new[1])
+        if not is_finite.all():
+            new = [column[is_finite] for column in new]
         if not len(new[0]):
             return
-        following = np.minimum.accumulate(new[0][::-1])[::-1]  # the least x from each point on
-        new = [column[np.append(new[0][:-1] < following[1:], True)] for column in new]
+        if not (np.diff(new[0]) > 0).all():
+            following = np.minimum.accumulate(new[0][::-1])[::-1]  # the least x from each point on
+            new = [column[np.append(new[0][:-1] < following[1:], True)] for column in new]
         num_old = int(np.searchsorted(self.x, new[0][0]))
         self.x, self.values, self.times = (
             np.concatenate([old[:num_old], column])
             for old, column in zip((self.x, self.values, self.times), new, strict=True)
         )
         self._series = None
-        if len(self.x) > self.max_points:
-            whole = len(self.x) - min(WHOLE_LINES, self.max_points // 4)  # where the points that stay begin
-            index = extremes(self.x[:whole], self.values[:whole], max_points=self.max_points - (len(self.x) - whole))
-            index = np.concatenate([index, np.arange(whole, len(self.x))])
-            self.x, self.values, self.times = self.x[index], self.values[index], self.times[index]
+        if len(self.x) > THIN_AT * self.max_points:
+            self._thin()
+
+    def _thin(self) -> None:
+        if len(self.x) <= self.max_points:
+            return
+        whole = len(self.x) - min(WHOLE_LINES, self.max_points // 4)  # where the points that stay begin
+        index = extremes(self.x[:whole], self.values[:whole], max_points=self.max_points - (len(self.x) - whole))
+        index = np.concatenate([index, np.arange(whole, len(self.x))])
+        self.x, self.values, self.times = self.x[index], self.values[index], self.times[index]
 
     def series(self, steps: NDArray[np.float64] | None = None, times: NDArray[np.float64] | None = None) -> Series:
         """Returns the curve with x as steps, or with the last of the run's logged steps, finished at `times`, at each time."""
         if self._series is None:
+            self._thin()
             x = self.x
             if steps is not None and times is not None:
                 x = np.concatenate([[0.0], steps])[np.searchsorted(times, self.times, side="right")]
@@ -282,14 +301,15 @@ def extremes(x: NDArray[np.float64], values: NDArray[np.float64], *, max_points:
     width = 1.0
     while (x[-1] - x[0]) / width >= max_points // 2 - 2:
         width *= 2
-    stretch = x // width
+    stretch = np.floor(x / width)  # a power of two divides exactly
     starts = np.flatnonzero(np.concatenate([[True], stretch[1:] != stretch[:-1]]))
-    sizes, points = np.diff(np.append(starts, len(x))), [np.array([0, len(x) - 1])]
+    sizes, is_kept = np.diff(np.append(starts, len(x))), np.zeros(len(x), dtype=bool)
+    is_kept[[0, -1]] = True
     for extreme in (np.minimum, np.maximum):
         hits = np.flatnonzero(values == np.repeat(extreme.reduceat(values, starts), sizes))
         is_first = np.concatenate([[True], stretch[hits[1:]] != stretch[hits[:-1]]])  # of equal points in a stretch
-        points.append(hits[is_first])
-    return np.unique(np.concatenate(points))
+        is_kept[hits[is_first]] = True
+    return np.flatnonzero(is_kept)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 The web page's ranks, hosts and GPUs, and the maps of how each device was used: a part of panels.py, and as pure.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from paceline.units import format_bytes, format_duration, format_ms, format_number_of
@@ -21,8 +20,8 @@ from paceline.watch.measures import (
     spaced,
     throttle_reasons,
 )
-from paceline.watch.snapshot import LIVE, GpuView, HostView, RankView, Snapshot
-from paceline.watch.summary import is_silent
+from paceline.watch.snapshot import LIVE, GpuView, HostView, Snapshot
+from paceline.watch.summary import host_place, is_silent, name_ranks
 
 Panel = dict[str, Any]
 
@@ -87,14 +86,16 @@ def ranks_panel(snapshot: Snapshot) -> Panel | None:
     shown = {name: cells for name, cells in columns.items() if any(cells)}
     rows = [[str(rank.rank), *(cells[i] or "n/a" for cells in shown.values())] for i, rank in enumerate(ranks)]
     table = {"heads": ["rank", *shown], "rows": rows}
-    return {"text": ranks_text(ranks) if is_live else "", "labels": labels, "table": table}
+    return {"text": ranks_text(snapshot) if is_live else "", "labels": labels, "table": table}
 
 
-def ranks_text(ranks: Sequence[RankView]) -> str:
+def ranks_text(snapshot: Snapshot) -> str:
+    ranks = snapshot.ranks
     phases = ", ".join(dict.fromkeys(rank.phase for rank in ranks if rank.phase))
     text = format_number_of(len(ranks), "rank") + (f" in {phases}" if phases else "")
     silent = [
-        f"rank {rank.rank} for {format_duration(rank.silent_s)}" + (f" in {rank.phase}" if rank.phase else "")
+        f"{name_ranks([rank], snapshot)} for {format_duration(rank.silent_s)}"
+        + (f" in {rank.phase}" if rank.phase else "")
         for rank in ranks
         if is_silent(rank)
     ]
@@ -102,9 +103,11 @@ def ranks_text(ranks: Sequence[RankView]) -> str:
 
 
 def host_panel(host: HostView, *, is_live: bool, now: float) -> Panel:
-    is_old = host.time is not None and (not is_live or now - host.time > FRESH_S)
+    is_old = host.time is not None and (host.lost or not is_live or now - host.time > FRESH_S)
     return {
         "name": host.name,
+        "place": host_place(host),
+        "is_lost": host.lost,
         "measured": round(host.time) if is_old and host.time is not None else None,
         "gauges": host_gauges(host),
         "gpus": [gpu_panel(gpu) for gpu in host.gpus],

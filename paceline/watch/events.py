@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from paceline.heartbeat import Heartbeat
-from paceline.units import format_bytes, format_ms, format_number_of, unix_time
+from paceline.units import format_bytes, format_list, format_ms, format_number_of, unix_time
 from paceline.watch.snapshot import AttemptView, EventView, Level, State
 
 Record = dict[str, Any]
@@ -100,7 +100,9 @@ def sentence_of(kind: str, event: Record, *, labelled: bool) -> str | None:
         case "script":
             return f"launched: {' '.join(event['command'])}"
         case "attempt":
-            return f"attempt {event['attempt']} on {format_number_of(event['world_size'], 'rank')}"
+            places = [f"{host}: {format_list(ranks)}" for host, ranks in event.get("hosts", {}).items()]
+            where = f" ({'; '.join(places)})" if places else ""
+            return f"attempt {event['attempt']} on {format_number_of(event['world_size'], 'rank')}{where}"
         case "checkpoint":
             parts = [f"checkpoint saved{at}"]
             parts += [format_bytes(event["bytes"])] if "bytes" in event else []
@@ -128,7 +130,13 @@ def sentence_of(kind: str, event: Record, *, labelled: bool) -> str | None:
             bpb = "" if event.get("val_bpb") is None else f", val_bpb {event['val_bpb']:.4f}"
             return f"{kind}{at}{bpb}"
         case "rank_failed":
-            source = "launch" if event.get("rank") is None else f"rank {event['rank']}"
+            host = event.get("host")
+            if event.get("rank") is None:
+                source = (
+                    "launch failed" if host is None else f"lost host {host}" if is_lost_host(event) else f"host {host}"
+                )
+                return f"{source}: {event['message']}"
+            source = f"rank {event['rank']}" + (f" on {host}" if host else "")
             return f"{source} {'ended after it' if event.get('consequence') else 'failed'}: {event['message']}"
         case "decision":
             return f"no further attempt: {event['why']}" if event["action"] == "stop" else str(event["why"])
@@ -157,6 +165,25 @@ def attempt_views(events: Sequence[Record]) -> list[AttemptView]:
         elif number in attempts:
             attempts[number] |= {name: event.get(name) for name in ATTEMPT_FIELDS.get(kind, ())}
     return [AttemptView(number, **values) for number, values in attempts.items()]
+
+
+def lost_hosts(events: Iterable[Record]) -> list[str]:
+    """Returns the hosts that the last command has lost and that take no part in its last attempt."""
+    lost: list[str] = []
+    for event in events:
+        kind, host = event.get("event"), event.get("host")
+        if kind in ("launch", "script"):
+            lost = []
+        elif kind == "attempt":
+            lost = [name for name in lost if name not in (event.get("hosts") or {})]
+        elif kind == "rank_failed" and is_lost_host(event) and host not in lost:
+            lost.append(str(host))
+    return lost
+
+
+def is_lost_host(event: Record) -> bool:
+    """Whether a rank_failed is about a host as a whole. One that ended with an exit code or a signal was its agent."""
+    return bool(event.get("host")) and all(event.get(name) is None for name in ("rank", "exit_code", "signal"))
 
 
 def live_state(events: Sequence[Record], mark: Heartbeat | None, line: Record) -> State:

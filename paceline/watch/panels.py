@@ -24,7 +24,10 @@ from paceline.watch.summary import (
     attempt_outcome,
     first_log,
     goodput_share,
+    has_hosts,
     line_level,
+    log_title,
+    ranks_and_hosts,
     summarize,
     time_rows,
 )
@@ -103,6 +106,8 @@ def head_facts(snapshot: Snapshot, share: float | None, *, now: float) -> Iterat
         yield [{"text": f"step {snapshot.step:,}"}]
     if snapshot.tokens_per_step and snapshot.step:
         yield [f"{format_count(snapshot.step * snapshot.tokens_per_step)} tokens"]
+    if has_hosts(snapshot):
+        yield [ranks_and_hosts(snapshot)]
     if snapshot.elapsed_s is not None:
         yield [f"{format_duration(snapshot.elapsed_s)} {'so far' if is_live else 'in all'}"]
     if is_live and snapshot.eta_s is not None:
@@ -319,19 +324,19 @@ def place_on(snapshot: Snapshot, event: EventView, axis: str) -> float | None:
 
 def logs_panel(snapshot: Snapshot) -> Panel:
     """Returns the logs, the latest attempt first, and the key of the one to open with."""
-    logs = sorted(snapshot.logs, key=lambda log: (-log.attempt, -1 if log.rank is None else log.rank))
+    logs = sorted(snapshot.logs, key=lambda log: (-log.attempt, -1 if log.rank is None else log.rank, log.name or ""))
     several = len({log.attempt for log in logs}) > 1
     first = first_log(snapshot)
     rows = []
     for log in logs:
-        whose = ("the log" if snapshot.kind == "log" else "launch") if log.rank is None else f"rank {log.rank}"
+        whose = "the log" if snapshot.kind == "log" else log_title(log)
         label = (f"attempt {log.attempt}, " if several else "") + whose
         rows.append({"key": log_key(log), "label": label, "size": format_bytes(log.bytes), **asdict(log)})
     return {"rows": rows, "first": log_key(first) if first else None}
 
 
 def log_key(log: LogView) -> str:
-    return f"{log.attempt}/{'' if log.rank is None else log.rank}"
+    return f"{log.attempt}/{log.name or ('' if log.rank is None else log.rank)}"
 
 
 def log_levels(lines: Sequence[str]) -> dict[str, str]:

@@ -24,11 +24,11 @@ from paceline.rundir import RunDir, check_readable, is_locked, read_text
 from paceline.typed_fields import typed_content, well_typed
 from paceline.units import unix_time
 from paceline.watch.curves import RECENT_LINES, SLOW_LINES, HostHealth, Metrics, slow_ranks
-from paceline.watch.events import attempt_views, end_state, event_view, live_state
+from paceline.watch.events import attempt_views, end_state, event_view, live_state, lost_hosts
 from paceline.watch.goodput import LINE_FIELDS, goodput, step_lines
 from paceline.watch.growing_file import GrowingFile, parse_lines
 from paceline.watch.log_reader import LogCurves
-from paceline.watch.snapshot import EventView, Goodput, LogView, RankView, Snapshot, State
+from paceline.watch.snapshot import EventView, Goodput, HostView, LogView, RankView, Snapshot, State
 
 Record = dict[str, Any]
 
@@ -137,7 +137,7 @@ class RunReader:
             "updated": updated,
             "elapsed_s": None if started is None else max(0.0, until - started - spent.seconds["idle"]),
             "ranks": self._ranks(),
-            "hosts": [host.view() for host in self._current_hosts()],
+            "hosts": self._hosts(),
             **device_curves,
             "events": self.event_views[-MAX_EVENTS:],
             "attempts": attempt_views(self.events),
@@ -195,6 +195,30 @@ class RunReader:
                     self.attempts += [event] if event.get("event") == "attempt" else []
         del self.event_views[:-MAX_EVENTS]
 
+    def _ranks_by_host(self) -> dict[str, list[int]]:
+        """The ranks of the last attempt on each of several hosts; empty where there is one."""
+        hosts: dict[str, list[int]] = (self.attempts[-1].get("hosts") if self.attempts else None) or {}
+        return hosts
+
+    def _clock_s(self, host: str | None) -> float:
+        """How far a host's clock was ahead of the supervisor's when the last attempt began."""
+        clocks = (self.attempts[-1].get("clock_s") if self.attempts else None) or {}
+        return float(clocks.get(host, 0.0))
+
+    def _hosts(self) -> list[HostView]:
+        """The hosts of the last attempt, then those that this command has lost."""
+        places = self._ranks_by_host()
+        if not places:
+            return [host.view() for host in self._current_hosts()]
+        lost = dict.fromkeys(lost_hosts(self.events))
+        views = []
+        for name in dict.fromkeys([*places, *lost]):
+            health = self.hosts.get(name)
+            view = health.view() if health else HostView(name)
+            time = None if view.time is None else view.time - self._clock_s(name)
+            views.append(replace(view, time=time, ranks=places.get(name, []), lost=name in lost))
+        return views
+
     def _current_hosts(self) -> list[HostHealth]:
         """The hosts of the last attempt with samples: a resume in another container has a host of another name."""
         last = max((host.time or 0.0 for host in self.hosts.values()), default=0.0)
@@ -202,18 +226,28 @@ class RunReader:
         return [host for host in self.hosts.values() if (host.time or 0.0) >= since]
 
     def _marks(self) -> dict[int, Heartbeat]:
-        """The last heartbeat of each rank, by rank."""
+        """The last heartbeat of each rank, by rank, with its time by the supervisor's clock."""
         paths = [path for path in self.run.progress(0).parent.glob("*") if path.name.isdecimal()]
         marks = {int(path.name): read_heartbeat(path) for path in sorted(paths, key=lambda path: int(path.name))}
-        return {rank: mark for rank, mark in marks.items() if mark is not None}
+        hosts = {rank: host for host, ranks in self._ranks_by_host().items() for rank in ranks}
+        return {
+            rank: replace(mark, time=mark.time - self._clock_s(hosts.get(rank)))
+            for rank, mark in marks.items()
+            if mark is not None
+        }
 
     def _logs(self) -> list[LogView]:
         logs = []
+        places = {attempt["attempt"]: attempt.get("hosts") or {} for attempt in self.attempts}
         for path in self.run.logs(0).parent.glob("*/*.log"):
             rank = int(path.stem) if path.stem.isdecimal() else None
+            name = path.stem if path.stem.startswith(("launch-", "kernel-")) else None
             with suppress(OSError, ValueError):
-                logs.append(LogView(int(path.parent.name), rank, str(path), path.stat().st_size))
-        return sorted(logs, key=lambda log: (log.attempt, log.rank is None, log.rank))
+                attempt = int(path.parent.name)
+                hosts = (host for host, ranks in places.get(attempt, {}).items() if rank in ranks)
+                host = name.partition("-")[2] if name else next(hosts, None)
+                logs.append(LogView(attempt, rank, str(path), path.stat().st_size, host, name))
+        return sorted(logs, key=lambda log: (log.attempt, log.rank is None, log.rank or 0, log.name or ""))
 
     def _updated(self) -> float | None:
         """The time of the last activity; of an ended run by the content of its files, since copies have other times."""
@@ -239,14 +273,15 @@ class RunReader:
     def _ranks(self) -> list[RankView]:
         """The ranks of the last attempt."""
         hosts = self._current_hosts()
-        host = hosts[0].name if len(hosts) == 1 else None
+        only = hosts[0].name if len(hosts) == 1 and not self._ranks_by_host() else None
+        places = {rank: host for host, ranks in self._ranks_by_host().items() for rank in ranks}
         last = next((ms for line in reversed(self.metrics.recent) if is_times(ms := line.get("rank_ms"))), [])
         lines = [ms for line in self._attempt_lines() if is_times(ms := line.get("rank_ms")) and len(ms) == len(last)]
         times = lines[-SLOW_LINES:]
         slow = slow_ranks(np.array(times).reshape(len(times), len(last)))
         size = self.attempts[-1].get("world_size") if self.attempts else 0
         count = max([size if isinstance(size, int) else 0, *(rank + 1 for rank in self.marks)])
-        views = [RankView(rank, host) for rank in range(count)]
+        views = [RankView(rank, places.get(rank, only)) for rank in range(count)]
         for rank, mark in self.marks.items():
             silent_s = max(0.0, time.time() - mark.time) if self.running else None
             views[rank] = replace(views[rank], step=mark.step, phase=mark.phase, silent_s=silent_s)

@@ -105,6 +105,8 @@ class HostView:
     net_in_bps: float | None = None  # bytes per second
     net_out_bps: float | None = None
     gpus: list[GpuView] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)  # of the last attempt, where the run has several hosts
+    lost: bool = False  # while the run goes on with the others
 
 
 @dataclass(frozen=True)
@@ -132,9 +134,11 @@ class AttemptView:
 @dataclass(frozen=True)
 class LogView:
     attempt: int
-    rank: int | None  # None: the launch's own log
+    rank: int | None  # None: the launch's own log, or the log of another host
     path: str
     bytes: int
+    host: str | None = None  # where there are several
+    name: str | None = None  # of a log of another host: launch-bob, kernel-bob
 
 
 @dataclass(frozen=True)

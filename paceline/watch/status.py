@@ -28,7 +28,7 @@ from paceline.watch.events import end_state, live_state
 from paceline.watch.growing_file import parse_lines, read_part, search
 from paceline.watch.measures import format_figure, format_time
 from paceline.watch.snapshot import Snapshot, State
-from paceline.watch.summary import attempt_outcome, goodput_line, goodput_table
+from paceline.watch.summary import attempt_outcome, goodput_line, goodput_table, host_place
 
 END_BYTES = 64 << 10  # read of metrics.jsonl for a list of runs, unless a field is further back
 MAX_END_BYTES = 4 << 20
@@ -73,7 +73,7 @@ class RunStatus:
     val_bpb: float | None
     tok_per_sec: float | None
     attempts: int
-    time: str | None  # of the last event or logged step
+    time: str | None  # of the last activity: an event or a logged step
     command: list[str] | None = None  # of `paceline run`, whose runs have no metrics.jsonl
     tags: list[str] = field(default_factory=list)  # of `paceline runs tag`
     note: str = ""  # of `paceline runs note`
@@ -170,7 +170,8 @@ def file_stamp(path: Path) -> tuple[int, int] | None:
 
 def format_runs(runs: list[RunStatus]) -> str:
     """Returns the list of runs as a table."""
-    head = ("run", "state", "step", "loss", "val_bpb", "tok/s", "last activity (UTC)")
+    has_tags = any(status.tags for status in runs)
+    head = ["run", "state", "step", "loss", "val_bpb", "tok/s", "last activity (UTC)", *(["tags"] if has_tags else [])]
     rows = [
         (
             status.name,
@@ -180,12 +181,13 @@ def format_runs(runs: list[RunStatus]) -> str:
             format_figure("val_bpb", status.val_bpb),
             "n/a" if status.tok_per_sec is None else format_count(status.tok_per_sec),
             format_time(status.time or "n/a"),
+            *([" ".join(status.tags)] if has_tags else []),
         )
         for status in runs
     ]
     columns = [
-        [pad(cell, max(map(cells, column)), right=number >= 2) for cell in column]
-        for number, column in enumerate(zip(head, *rows, strict=True))
+        [pad(cell, max(map(cells, column)), right=column[0] not in ("run", "state", "tags")) for cell in column]
+        for column in zip(head, *rows, strict=True)
     ]
     return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))
 
@@ -206,7 +208,9 @@ def format_run(snapshot: Snapshot) -> str:
     """Returns one run at length: its state, how each attempt ended and what was decided then, where its time went."""
     figures = f", step {format_steps(snapshot)}, val_bpb {format_figure('val_bpb', snapshot.val_bpb)}"
     of_steps = figures if snapshot.kind == "training" else ""
-    lines = [f"{snapshot.name}: {snapshot.state}{of_steps}", f"run     {snapshot.path}", ""]
+    places = [f"{host.name}: {host_place(host)}" for host in snapshot.hosts if host_place(host)]
+    hosts = [f"hosts   {'; '.join(places)}"] if places else []
+    lines = [f"{snapshot.name}: {snapshot.state}{of_steps}", f"run     {snapshot.path}", *hosts, ""]
     for attempt in snapshot.attempts:
         lines.append(
             f"attempt {attempt.attempt}, {format_time(attempt.time)} UTC: {attempt_outcome(snapshot, attempt)}"
@@ -326,20 +330,24 @@ class Shelf:
         check_links(path)
         return read_about(RunDir(path))
 
-    def log_part(self, name: str, *, attempt: int, rank: int | None, **place: int) -> dict[str, Any]:
+    def log_part(
+        self, name: str, *, attempt: int, rank: int | None, log_name: str | None = None, **place: int
+    ) -> dict[str, Any]:
         """Returns the end of a log, or its part at a place: start, stop or line, as read_part takes them."""
-        return read_part(self._log(name, attempt=attempt, rank=rank), **place, max_bytes=PART_BYTES)
+        return read_part(self._log(name, attempt, rank, log_name), **place, max_bytes=PART_BYTES)
 
-    def log_hits(self, name: str, text: str, *, attempt: int, rank: int | None) -> dict[str, Any]:
-        hits = search(self._log(name, attempt=attempt, rank=rank), text, limit=MAX_HITS)
+    def log_hits(
+        self, name: str, text: str, *, attempt: int, rank: int | None, log_name: str | None = None
+    ) -> dict[str, Any]:
+        hits = search(self._log(name, attempt, rank, log_name), text, limit=MAX_HITS)
         return {"hits": hits, "all": len(hits) < MAX_HITS}
 
-    def _log(self, name: str, *, attempt: int, rank: int | None) -> Path:
+    def _log(self, name: str, attempt: int, rank: int | None, log_name: str | None) -> Path:
         """Returns the path of a log; KeyError where the snapshot lists no such log."""
         for log in self.snapshot(name).logs:
-            if (log.attempt, log.rank) == (attempt, rank):
+            if (log.attempt, log.rank, log.name) == (attempt, rank, log_name):
                 return Path(log.path)
-        raise KeyError(f"no log of attempt {attempt}, rank {rank}")
+        raise KeyError(f"no log of attempt {attempt}, rank {rank}, {log_name}")
 
 
 def check_links(path: Path) -> None:

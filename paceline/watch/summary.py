@@ -17,6 +17,7 @@ from paceline.units import (
     format_bytes,
     format_duration,
     format_energy,
+    format_list,
     format_ms,
     format_number_of,
     format_ranks,
@@ -163,7 +164,7 @@ def troubles(snapshot: Snapshot) -> Iterator[str]:
     """Yields what slowed down a run that has ended, over its whole time."""
     for rank in snapshot.ranks:
         if (share := rank.slow_share or 0) >= MIN_SHARE:
-            yield f"rank {rank.rank} was slower than the others for {format_percent(share)} of the steps"
+            yield f"{name_ranks([rank], snapshot)} was slower than the others for {format_percent(share)} of the steps"
     for host in snapshot.hosts:
         for gpu in host.gpus:
             name = f"GPU {gpu.index} of {host.name}"
@@ -196,13 +197,15 @@ def warnings(snapshot: Snapshot, *, now: float) -> Iterator[str]:
         yield f"no output or heartbeat for {format_duration(now - snapshot.updated)}"
     elif silent := [rank for rank in snapshot.ranks if is_silent(rank, longest_s=longest_s)]:
         phase = f" in {silent[0].phase}" if silent[0].phase else ""
-        yield f"{ranks_are([rank.rank for rank in silent])} silent for {format_duration(silent[0].silent_s)}{phase}"
+        yield f"{ranks_are(silent, snapshot)} silent for {format_duration(silent[0].silent_s)}{phase}"
     if snapshot.state != "starting":
         yield from loss_warnings(snapshot)
-    if slow := [rank.rank for rank in snapshot.ranks if rank.slow]:
-        yield f"{ranks_are(slow)} slower than the others"
+    if slow := [rank for rank in snapshot.ranks if rank.slow]:
+        yield f"{ranks_are(slow, snapshot)} slower than the others"
     start = unix_time(snapshot.attempts[-1].time) if snapshot.attempts else 0.0
-    for host in snapshot.hosts:
+    if lost := [host.name for host in snapshot.hosts if host.lost]:
+        yield f"lost {format_list(lost)}: continuing on {format_list(host.name for host in snapshot.hosts if not host.lost)}"
+    for host in [host for host in snapshot.hosts if not host.lost]:
         quiet_s = now - max(host.time or 0.0, start)
         if host.every_s is not None and quiet_s > max(MAX_SILENCE_S, SILENT_SAMPLES * host.every_s):
             yield f"no health sample of {host.name} for {format_duration(quiet_s)}"
@@ -266,7 +269,7 @@ def good_signs(snapshot: Snapshot) -> Iterator[str]:
     """Yields what shows that a run without warnings is well."""
     if (falling := is_falling(snapshot.series.get("loss", Series()))) is not None:
         yield "the loss is falling" if falling else "the loss is level"
-    gpus = [gpu for host in snapshot.hosts for gpu in host.gpus]
+    gpus = [gpu for host in snapshot.hosts for gpu in host.gpus if not host.lost]
     if uses := [gpu.use for gpu in gpus if gpu.use is not None]:
         subject = "the GPU is" if len(gpus) == 1 else f"{len(gpus)} GPUs are"
         yield f"{subject} busy {100 * statistics.fmean(uses):.0f} % of the time"
@@ -278,8 +281,39 @@ def sentence(text: str) -> str:
     return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".")
 
 
-def ranks_are(ranks: Sequence[int]) -> str:
-    return f"{format_ranks(ranks, limit=MAX_RANKS_NAMED)} {'is' if len(ranks) == 1 else 'are'}"
+def has_hosts(snapshot: Snapshot) -> bool:
+    """Whether it matters which rank is on which host."""
+    return any(host.ranks or host.lost for host in snapshot.hosts)
+
+
+def name_ranks(ranks: Sequence[RankView], snapshot: Snapshot) -> str:
+    """rank 3; of several hosts: rank 3 on bob"""
+    hosts = dict.fromkeys(rank.host for rank in ranks if rank.host) if has_hosts(snapshot) else ()
+    where = f" on {format_list(hosts, limit=MAX_RANKS_NAMED)}" if hosts else ""
+    return format_ranks((rank.rank for rank in ranks), limit=MAX_RANKS_NAMED) + where
+
+
+def ranks_are(ranks: Sequence[RankView], snapshot: Snapshot) -> str:
+    return f"{name_ranks(ranks, snapshot)} {'is' if len(ranks) == 1 else 'are'}"
+
+
+def ranks_and_hosts(snapshot: Snapshot) -> str:
+    """4 ranks on 2 hosts; 2 ranks on ada; empty where no rank is known"""
+    hosts = sorted({rank.host for rank in snapshot.ranks if rank.host})
+    where = f" on {hosts[0]}" if len(hosts) == 1 else f" on {len(hosts)} hosts" if hosts else ""
+    return f"{format_number_of(len(snapshot.ranks), 'rank')}{where}" if snapshot.ranks else ""
+
+
+def host_place(host: HostView) -> str:
+    """lost; ranks 0 and 1; empty where there is one host"""
+    return "lost" if host.lost else format_ranks(host.ranks, limit=MAX_RANKS_NAMED) if host.ranks else ""
+
+
+def log_title(log: LogView) -> str:
+    """rank 3; of several hosts: rank 3 on bob, launch on bob, kernel log of bob"""
+    if log.name and log.name.startswith("kernel"):
+        return f"kernel log of {log.host}"
+    return ("launch" if log.rank is None else f"rank {log.rank}") + (f" on {log.host}" if log.host else "")
 
 
 def line_level(line: str) -> Level:

@@ -33,7 +33,7 @@ from paceline.watch.measures import format_time
 from paceline.watch.panels import action_text, figures, goodput_panel, run_panels, why_panel
 from paceline.watch.snapshot import LIVE, Series, Snapshot, changes, to_text
 from paceline.watch.status import Reader, RunList, Shelf, open_reader
-from paceline.watch.summary import attempt_outcome, summarize
+from paceline.watch.summary import attempt_outcome, has_hosts, ranks_and_hosts, summarize
 from paceline.watch.terminal.chart import finite, format_short, sparkline
 from paceline.watch.terminal.pages import format_once
 
@@ -213,6 +213,8 @@ def progress(snapshot: Snapshot) -> Iterator[str]:
         yield f"step {snapshot.step:,}" + (f" of {snapshot.num_steps:,}" if snapshot.num_steps else "")
     if snapshot.step and snapshot.tokens_per_step:
         yield f"{format_count(snapshot.step * snapshot.tokens_per_step)} tokens"
+    if has_hosts(snapshot):
+        yield ranks_and_hosts(snapshot)
     if snapshot.elapsed_s is not None:
         yield f"{format_duration(snapshot.elapsed_s)} in all"
     if snapshot.started is not None:

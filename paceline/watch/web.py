@@ -205,23 +205,24 @@ def name_in(host: str) -> str:
 
 
 def log_answer(request: Request, shelf: Shelf) -> dict[str, Any]:
-    """Returns a part of a log, or with &find=TEXT its lines with that text. Without &rank: the log of the launch.
+    """Returns a part of a log, or with &find=TEXT its lines with that text. Without &rank: the launch's, or a host's &name.
 
     The part is the end of the log, or it begins at the byte &from, ends at the byte &to, or is around the line &line.
     """
     query, name = request.query_params, request.path_params["run"]
     try:
-        attempt, rank = int(query.get("attempt", "")), int(query["rank"]) if "rank" in query else None
+        rank = int(query["rank"]) if "rank" in query else None
+        log: dict[str, Any] = {"attempt": int(query.get("attempt", "")), "rank": rank, "log_name": query.get("name")}
         places = {"from": "start", "to": "stop", "line": "line"}
         place = {places[key]: max(0, int(query[key])) for key in places if key in query}
     except ValueError:
         raise HTTPException(400, "attempt, rank, from, to and line are numbers") from None
     if text := query.get("find"):
-        answer = shelf.log_hits(name, text[:1000], attempt=attempt, rank=rank)
+        answer = shelf.log_hits(name, text[:1000], **log)
         lines, part = [line for _, line in answer["hits"]], "" if answer["all"] else "the last "
         note = f"{part}{format_number_of(len(lines), 'line')} with this text" if lines else "No line has this text."
         return {**answer, "levels": log_levels(lines), "note": note}
-    answer = shelf.log_part(name, attempt=attempt, rank=rank, **place)
+    answer = shelf.log_part(name, **log | place)
     return {**answer, "levels": log_levels(answer["text"].split("\n"))}
 
 

@@ -221,3 +221,39 @@ def test_two_hosts_with_a_file_each_train_together(tmp_path):
         "rank 0 of 2, sum 2.0, 4 steps, no",
         "rank 1 of 2, sum 2.0, 4 steps, no",
     ]
+
+
+def test_a_list_of_hosts_gets_a_file_each_with_the_address_of_the_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = accelerate_config(AccelerateOptions(hosts="localhost,bob", main_address="10.0.0.1", out="two.yaml"), TWO)
+    own, other = (Path(f"two-{host}.yaml").read_text() for host in ("localhost", "bob"))
+    assert own.replace("machine_rank: 0", "machine_rank: 1") == other
+    assert "num_processes: 4" in own and "num_machines: 2" in own and 'main_process_ip: "10.0.0.1"' in own
+    what = "4 processes on 2 hosts, GPU, DDP, mixed precision bf16"
+    assert text.splitlines() == [
+        f"wrote   two-localhost.yaml: {what}",
+        "on localhost: accelerate launch --config_file two-localhost.yaml script.py",
+        f"wrote   two-bob.yaml: {what}",
+        "on bob: accelerate launch --config_file two-bob.yaml script.py",
+        "copy    scp two-bob.yaml bob:",
+    ]
+    values = json.loads(
+        accelerate_config(AccelerateOptions(hosts="localhost:1,bob:1", main_address="a", json=True), TWO)
+    )
+    assert [values[host]["machine_rank"] for host in ("localhost", "bob")] == [0, 1]
+    assert values["bob"]["num_processes"] == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hosts": "localhost"}, "--hosts names localhost alone"),
+        ({"hosts": "localhost,bob", "nnodes": 2}, "--hosts counts the hosts itself"),
+        ({"hosts": "198.51.100.7,198.51.100.8"}, "this host is not among --hosts"),
+        ({"hosts": "no-such-host.invalid,localhost"}, "no-such-host.invalid has no address here"),
+    ],
+)
+def test_a_list_of_hosts_that_gives_no_config_is_refused(options, message):
+    with pytest.raises(UsageError, match=message) as error:
+        accelerate_config(AccelerateOptions(**options), TWO)
+    assert error.value.fix

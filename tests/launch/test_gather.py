@@ -85,7 +85,7 @@ def test_the_end_of_the_other_end_is_noticed_and_nothing_waits_for_it():
 def test_what_ranks_write_arrives_under_the_same_names(tmp_path):
     there, here = run_folder(tmp_path / "there"), run_folder(tmp_path / "here")
     with connected() as (near, far):
-        follower, receiver = Follower(there, far, host="bob"), Receiver(here, on_no_space=pytest.fail)
+        follower, receiver = Follower(there, far), Receiver(here, on_no_space=pytest.fail)
         append_event(here, "launch")
         beat = HeartbeatWriter(there, 3)
 
@@ -107,7 +107,7 @@ def test_what_ranks_write_arrives_under_the_same_names(tmp_path):
 
         with there.rank_log(1, 3).open("a") as log:
             log.write("second\n")
-        there.logs(1).joinpath("launch.log").write_text("of the agent\n")
+        there.launch_log(1, "bob").write_text("of the agent\n")
         there.logs(1).joinpath("3.pid").write_text("4711\n")  # of another host: it would be taken for one of this
         beat.beat(5, "reduce")
         append_json_line(there.metrics, {"step": 1, "loss": 2.0})
@@ -119,7 +119,7 @@ def test_what_ranks_write_arrives_under_the_same_names(tmp_path):
         append_event(there, "checkpoint", step=1)
         pass_on()
         assert here.rank_log(1, 3).read_text() == "first\nsecond\n"
-        assert here.logs(1).joinpath("launch-bob.log").read_text() == "of the agent\n"
+        assert here.launch_log(1, "bob").read_text() == "of the agent\n"
         assert not here.logs(1).joinpath("3.pid").exists()
         assert [line["step"] for line in read_json_lines(here.metrics)] == [1]
         assert [event["event"] for event in read_json_lines(here.events)] == ["launch", "memory", "checkpoint"]
@@ -132,7 +132,7 @@ def test_a_broken_link_catches_up_from_where_it_was(tmp_path):
     here.rank_log(1, 0).write_text("what arrived\n")
     with connected() as (near, far):
         size = here.rank_log(1, 0).stat().st_size
-        Follower(there, far, host="bob").catch_up({"logs/1/0.log": size, "logs/1/9.log": 5})
+        Follower(there, far).catch_up({"logs/1/0.log": size, "logs/1/9.log": 5})
         far.send_behind([frame({"event": "end"})])
         receiver = Receiver(here, on_no_space=pytest.fail)
         for line, data in received(near, far, until=lambda line: line.get("event") == "end"):
@@ -148,7 +148,7 @@ def test_a_checkpoint_part_comes_whole_and_before_the_json_that_says_so(tmp_path
     tensors = folder / "shard_00001_of_00002.safetensors"
     tensors.write_bytes(os.urandom(3 * PIECE_BYTES + 17))
     with connected() as (near, far):
-        follower, receiver = Follower(there, far, host="bob"), Receiver(here, on_no_space=pytest.fail)
+        follower, receiver = Follower(there, far), Receiver(here, on_no_space=pytest.fail)
         follower.scan(1)
         assert not far.has_more  # it is still being written
         write_atomic(tensors.with_suffix(".json"), "{}")

@@ -274,3 +274,16 @@ def test_a_script_is_tracked_and_its_end_told_and_the_address_stands_nowhere(tmp
     assert json.loads(run.track("tensorboard").read_text())["step"] == 3
     texts = [path.read_bytes() for path in run.path.rglob("*") if path.is_file()]
     assert not [text for text in texts if b"s3cret" in text]
+
+
+def test_a_message_names_the_host_that_failed(run):
+    news = RunNews(run)
+    append_event(run, "attempt", attempt=1)
+    append_event(
+        run, "verdict", attempt=1, cause="host-lost", rank=None, host="bob", summary="bob is silent", fix="ssh bob"
+    )
+    append_event(run, "failed")
+    assert list(news.read(ended=True)) == ["failed"]
+    message = notify.make_message("failed", news)
+    assert (message["failed_host"], message["rank"]) == ("bob", None)
+    assert message["text"].startswith("bob is silent (after ")

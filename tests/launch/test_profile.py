@@ -28,7 +28,8 @@ def rank(**parts: float) -> dict:
     """One rank's summary; gradients_sent=3.0 is the part `gradients sent`."""
     named = {name.replace("_", " "): ms for name, ms in parts.items()}
     step_ms = sum(named.values())
-    facts = {"hidden_ms": 1.0, "launches": 900, "waits": 0, "memory": MEMORY, "unprofiled_ms": 0.9 * step_ms}
+    facts = {"hidden_ms": 1.0, "launches": 900, "waits": 0, "memory": MEMORY}
+    facts |= {"unprofiled": {"ms": 0.9 * step_ms, "cpu_ms": 60.0}, "profiled": {"ms": 0.99 * step_ms, "cpu_ms": 75.0}}
     return {"step_ms": step_ms, "parts": named, **facts}
 
 
@@ -44,12 +45,13 @@ def test_shares_are_of_the_step_and_stand_beside_the_plans_own():
     assert {name: (part["ms"], part["share"], part["planned_ms"]) for name, part in results["parts"].items()} == {
         "matmuls": (85, 0.85, 100), "optimizer": (15, 0.15, 80), "host": (0, 0, 20),
     }  # fmt: skip
-    assert results["use"] == 1 and results["overhead"] == pytest.approx(1 / 0.9 - 1)
+    assert results["use"] == 1 and results["overhead"] == pytest.approx({"ms": 0.1, "cpu_ms": 0.25})
     text = format_profile(results, plan, width=120)
     assert "matmuls                  85.0 ms    85.0 %        100 ms    50.0 %     80.0 ms to 90.0 ms" in text
     assert "optimizer                15.0 ms    15.0 %       80.0 ms    40.0 %     10.0 ms to 20.0 ms" in text
     assert "compute takes 100.0 % of a step; mean of 5 steps on 2 ranks" in text
-    assert "without the profiler a step takes 90.0 ms (+11 % with it)" in text
+    assert "without the profiler 90.0 ms by the clock, +10 % with it: medians" in text
+    assert "without the profiler 60.0 ms of processor time, +25 % with it: medians" in text
     assert max(map(len, format_profile(results, plan, width=80).splitlines()[4:])) <= 80
 
 

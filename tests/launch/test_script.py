@@ -18,7 +18,7 @@ import torch
 from paceline.check.ready import CheckResult
 from paceline.cli import run_command
 from paceline.errors import Finding, PacelineError
-from paceline.launch.script import Script, format_config, make_script, run_script
+from paceline.launch.script import Script, format_config, make_script, read_request, run_script
 from paceline.options import ScriptOptions
 from paceline.plan.machine import Machine
 from paceline.rundir import RunDir, read_json_lines
@@ -296,7 +296,7 @@ def test_a_failed_check_stops_the_run_before_it_has_a_folder(tmp_path, monkeypat
     Path("train.py").write_text("print('started')")
     calls = []
 
-    def check(script, run):
+    def check(script, run, facts):
         calls.append((script.command, run.path))
         return CheckResult([{}], [Finding("no-room", "stop", "no room", "it would fail", "make room")])
 
@@ -329,15 +329,15 @@ def test_any_executable_is_run_as_it_is_and_no_check_runs_no_check(tmp_path, mon
 
 def test_a_config_that_is_not_of_a_script_is_refused(tmp_path):
     (tmp_path / "c.toml").write_text("depth = 4\n")
-    machine = Machine(gpus=(), cpu_cores=2, cpu_bf16=False, memory_bytes=1 << 33)
     with pytest.raises(PacelineError) as error:
-        make_script([str(tmp_path / "c.toml")], {}, machine)
+        read_request([str(tmp_path / "c.toml")], {})
     assert error.value.message.endswith("is not the config of a script: command, cwd, device, nproc not in it")
 
 
 def test_a_flag_wins_over_the_config_of_an_earlier_run(tmp_path):
-    script = Script(("train.py",), 2, "cpu", tmp_path)
+    script = Script(("train.py",), 2, "cpu", tmp_path, {"hosts": "ada,bob", "ports": "29400-29500"})
     (tmp_path / "c.toml").write_text(format_config(script))
-    machine = Machine(gpus=(), cpu_cores=2, cpu_bf16=False, memory_bytes=1 << 33)
-    assert make_script([str(tmp_path / "c.toml")], {}, machine) == script
-    assert make_script([str(tmp_path / "c.toml")], {"nproc": 1}, machine).nproc == 1
+    machine = Machine(gpus=(), cpu_cores=2, cpu_bf16=False, memory_bytes=1 << 33, hosts=2)
+    assert make_script(read_request([str(tmp_path / "c.toml")], {}), machine) == script
+    changed = make_script(read_request([str(tmp_path / "c.toml")], {"nproc": 1, "hosts": "eve,ada"}), machine)
+    assert (changed.nproc, changed.hosts["hosts"]) == (1, "eve,ada")

@@ -308,3 +308,14 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_starts(capsy
     monkeypatch.setattr("paceline.launch.notify.find_spec", lambda name: None)
     assert run_command(["train", "--track", "trackio"]) == 1
     assert capsys.readouterr().err == "error: trackio is not installed\n  fix: pip install trackio\n"
+
+
+def test_the_times_of_ranks_on_several_hosts_have_the_host_in_their_names(run):
+    with run.events.open("a") as file:
+        for at, hosts in ((5, {"ada": [0], "bob": [1]}), (25, None)):
+            file.write(json.dumps({"time": utc(at), "event": "attempt", "attempt": 1, "hosts": hosts}) + "\n")
+    names = [
+        {name for name in values if name.startswith("rank_ms")} for step, _, values in rows_of(run, Position()) if step
+    ]
+    of_hosts = {"rank_ms/ada/0", "rank_ms/bob/1"}
+    assert names == [of_hosts, of_hosts, {"rank_ms/0", "rank_ms/1"}]

@@ -330,7 +330,10 @@ def two_hosts(now: float = NOW) -> Snapshot:
         path="runs/balanced-8",
         rank_series=rank_curves(now, num_ranks=8, slow=5),
         ranks=ranks,
-        hosts=[host("node-0", first, now=now, cores=96), host("node-1", second, now=now, cores=96, cpu=0.19)],
+        hosts=[
+            replace(host("node-0", first, now=now, cores=96), ranks=[0, 1, 2, 3]),
+            replace(host("node-1", second, now=now, cores=96, cpu=0.19), ranks=[4, 5, 6, 7]),
+        ],
         gpu_series={
             f"node-{node}/{index} use": curve(lambda step: 0.96 + 0.03 * noise(step), now=now, every=4)
             for node in range(2)
@@ -338,6 +341,31 @@ def two_hosts(now: float = NOW) -> Snapshot:
         },
         logs=[LogView(1, rank, f"logs/1/{rank}.log", 90_211) for rank in range(8)],
     )
+
+
+def lost_host(now: float = NOW) -> Snapshot:
+    """Two desktops without GPUs go on after a third one was lost."""
+    hosts = [replace(host(name, [], now=now), ranks=[rank]) for rank, name in enumerate(("ada", "bob"))]
+    text = "nothing was heard of cem for 6 s"
+    before = training(now)
+    return replace(
+        before,
+        ranks=[rank_view(rank, host_name=hosts[rank].name) for rank in range(2)],
+        hosts=[*hosts, replace(host("cem", [], now=now - 300), lost=True)],
+        gpu_series={},
+        attempts=[
+            AttemptView(
+                1, "2026-11-21T08:18:54.000Z", "failed", "host-lost", text,
+                "fewer-ranks", "lost cem: continuing on ada, bob",
+            ),
+            AttemptView(2, "2026-11-21T08:28:54.000Z"),
+        ],
+        logs=[
+            *(LogView(2, rank, f"logs/2/{rank}.log", 90_211, host) for rank, host in enumerate(("ada", "bob"))),
+            LogView(2, None, "logs/2/launch.log", 812),
+            LogView(2, None, "logs/2/launch-bob.log", 812, "bob", "launch-bob"),
+        ],
+    )  # fmt: skip
 
 
 def script(now: float = NOW) -> Snapshot:
@@ -423,6 +451,7 @@ STATES: dict[str, Callable[[float], Snapshot]] = {
     "broken": broken,
     "no_gpu": no_gpu,
     "two_hosts": two_hosts,
+    "lost_host": lost_host,
     "script": script,
     "trainer_log": trainer_log,
     "unknown_log": unknown_log,

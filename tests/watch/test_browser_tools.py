@@ -97,6 +97,19 @@ def test_a_comparison_names_the_best_at_a_common_step_and_what_the_runs_ran_on(p
         assert (differences["ranks"], differences["GPUs"][-2:]) == (["2", "1"], ["RTX", "4090"])
 
 
+def test_runs_that_were_evaluated_at_other_steps_are_compared_at_one_that_both_have(page, tmp_path):
+    for name, every, steps in (("short", 10, 31), ("long", 25, 101)):
+        run = write_run(tmp_path, name, steps=0)
+        for step in range(0, steps, 5):
+            append_step(run, step, loss=9 - step / 50, **({} if step % every else {"val_bpb": 4 / (1 + step)}))
+    with serving(Shelf(tmp_path)) as port:
+        go(page, port, "/compare/short/long")
+        page.wait_for_selector("#figures tr:has-text('loss at step 30')")
+        assert not page.locator("#figures tr:has-text('val_bpb at step')").count(), (
+            "a line from 0 to 25 is no measurement"
+        )
+
+
 def test_twelve_runs_are_compared_the_one_at_the_pointer_stands_out_and_seeds_are_a_band(page, tmp_path):
     for number in range(12):
         run = write_run(tmp_path, f"r{number:02}", steps=0, depth=4 + number // 4, seed=number)

@@ -59,6 +59,20 @@ def test_the_line_is_painted_through_its_points_and_nowhere_else(page, port):
     assert page.evaluate(DISTANCE, [600, 8.0, BLUE]) > 100
 
 
+def test_charts_in_sight_are_painted_first_and_all_others_once_the_browser_is_idle(page, port):
+    page.add_init_script("window.idle = []; window.requestIdleCallback = (act) => window.idle.push(act);")
+    open_run(page, port)
+    painted = (
+        "() => [...app.page.board.charts.values(), ...app.page.devices.charts.values()].filter(({ frame }) => frame)"
+    )
+    page.wait_for_function("() => app.page.devices.charts.size && window.idle.length")
+    first = page.evaluate(f"({painted})().map(({{ name }}) => name)")
+    assert "loss" in first and "disk_free" not in first
+    page.evaluate("window.idle.splice(0).forEach((act) => act())")
+    size = page.evaluate("app.page.board.charts.size + app.page.devices.charts.size")
+    page.wait_for_function(f"size => ({painted})().length === size", arg=size)
+
+
 def test_a_drag_zooms_all_charts_alike_and_a_double_click_shows_the_whole_run(page, port):
     open_run(page, port)
     begin, end = page.evaluate(f"[{LOSS}.xAt(150), {LOSS}.xAt(350)]")

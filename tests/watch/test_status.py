@@ -13,7 +13,7 @@ from run_folders import write_run
 
 from paceline.errors import PacelineError
 from paceline.run_options import RunsNoteOptions, RunsTagOptions
-from paceline.rundir import RunDir, append_event, append_json_line, find_run, lock_run, read_notes, utc_now
+from paceline.rundir import RunDir, append_event, append_json_line, find_run, lock_run, read_notes, utc_now, write_notes
 from paceline.terminal import cells
 from paceline.watch.about import edit_note, edit_tags, read_about
 from paceline.watch.log_reader import LogAndMachine
@@ -95,6 +95,15 @@ def test_the_table_is_aligned_and_shows_unknown_values(tmp_path):
     lines = format_runs(RunList(tmp_path).read()).splitlines()
     assert [len(line) for line in lines[:2]] == [len(lines[0])] * 2
     assert lines[2].split() == ["long-name", "broken", "0", "n/a", "n/a", "n/a", "n/a"]
+
+
+def test_the_table_shows_tags_where_a_run_has_some(tmp_path):
+    make_run(tmp_path)
+    tagged = make_run(tmp_path, "b")
+    write_notes(tagged, tags=["good", "基线"], note="")
+    head, *lines = format_runs(RunList(tmp_path).read()).splitlines()
+    assert head.endswith("last activity (UTC)  tags")
+    assert {line.split()[0]: line.endswith("  good 基线") for line in lines} == {"a": False, "b": True}
 
 
 LISTED_BY_NOBODY = """

@@ -36,12 +36,13 @@ SUMMARIES = {
     "finished": ("good", "All steps are done."),
     "troubled": (
         "warning",
-        "All steps are done, after 1 recovery (cuda-oom); rank 5 was slower than the others for 90 % of the steps; GPU 1 of"
-        " node-1 was throttled for 40 % of the time (thermal, at up to 91 °C); a step took 39 % longer than planned; 8 % of the"
+        "All steps are done, after 1 recovery (cuda-oom); rank 5 on node-1 was slower than the others for 90 % of the steps; GPU 1"
+        " of node-1 was throttled for 40 % of the time (thermal, at up to 91 °C); a step took 39 % longer than planned; 8 % of the"
         " time was lost work.",
     ),
     "stopped": ("info", "Stopped on request; it can be resumed."),
-    "two_hosts": ("warning", "Rank 5 is slower than the others; GPU 1 of node-1 is throttled: thermal."),
+    "two_hosts": ("warning", "Rank 5 on node-1 is slower than the others; GPU 1 of node-1 is throttled: thermal."),
+    "lost_host": ("warning", "Lost cem: continuing on ada and bob."),
     "script": ("good", "All well: 2 GPUs are busy 97 % of the time."),
     "unknown_log": None,
 }

@@ -82,7 +82,11 @@ def test_the_header_shows_progress_and_remaining_time():
         ("stopped", ["■ stopped  40s ago"]),
         ("broken", ["✗ broken", "ended without reporting why"]),
         ("no_gpu", ["no GPU", "cpu 94 %"]),
-        ("two_hosts", ["8 ranks on 2 hosts", "8 GPUs", "node-1", "91 °C !", "761 ms"]),
+        ("two_hosts", ["8 ranks on 2 hosts", "2 hosts, 8 GPUs", "node-1", "67–91 °C", "! 1 slowed", "5 node-1"]),
+        (
+            "lost_host",
+            ["2 ranks on 2 hosts", "2 hosts, no GPU", "ada  rank 0  cpu", "cem  lost", "0 ada", "1 bob", "net ↓"],
+        ),
         ("script", ["● running", "train.py --lr 3e-4", "goodput 100 %"]),
         ("trainer_log", ["Hugging Face Trainer", "400/1,500"]),
         ("unknown_log", ["? unknown", "no line of output.txt tells"]),
@@ -107,7 +111,7 @@ def test_control_characters_in_names_and_logs_are_shown_not_executed():
 
 def test_slow_and_silent_ranks_are_marked():
     page = "\n".join(map(plain, rank_grid(two_hosts().ranks, width=200, height=4)))
-    assert re.search(r"!\s+5 train\s+761 ms .* slow", page)
+    assert re.search(r"!\s+5 node-1 train\s+761 ms .* slow", page)
     assert page.count("!") == 1
     silent = [RankView(0, "a", 4, "reduce", 95.0, 10.0), RankView(1, "a", 4, "compile", 95.0, 10.0)]
     assert "! " in plain(rank_grid(silent, width=80, height=4)[0])

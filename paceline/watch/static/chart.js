@@ -80,7 +80,8 @@ class Chart {
   resize(width) {
     if (!width || width === this.width) return;
     this.width = width;
-    this.draw();
+    this.refresh();
+    if (this.isStale) whenIdle(() => this.isStale && this.draw()); // those in sight come first
   }
 
   setHeight() {

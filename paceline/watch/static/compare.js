@@ -3,6 +3,7 @@
 
 const MOST_COMPARED = 16;
 const LINE_COLOURS = 6;
+const NEAR_SHARE = 0.02; // of a step: how far apart the points around it may be
 const DASHES = [null, [8, 4], [2, 3], [12, 4, 2, 4], [5, 3]]; // lines also differ without their colours
 
 // Returns the colour and the dashes of the line at an index: thirty differ.
@@ -116,11 +117,17 @@ function bestIndex(figures) {
   return values.indexOf(better === 'less' ? Math.min(...values) : Math.max(...values));
 }
 
-// Returns the last step that all these curves have reached; null without one.
+// Returns the last step at which all these curves have a value; null without one.
 function commonStep(curves) {
   if (!curves.every((series) => series?.steps.length)) return null;
-  const step = Math.min(...curves.map(({ steps }) => steps.at(-1)));
-  return curves.every(({ steps }) => steps[0] <= step) ? step : null;
+  const shortest = curves.reduce((a, b) => (b.steps.at(-1) < a.steps.at(-1) ? b : a));
+  return shortest.steps.findLast((step) => step > 0 && curves.every(({ steps }) => isKnownAt(steps, step))) ?? null;
+}
+
+// Returns whether a curve has a point at a step, or points around it so near that the line between them tells the value.
+function isKnownAt(steps, step) {
+  const index = indexAt(steps, step);
+  return steps[index] === step || (index >= 0 && steps[index + 1] - steps[index] <= NEAR_SHARE * step);
 }
 
 // Returns the value at a step, between two logged steps on the line between them.

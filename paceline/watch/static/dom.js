@@ -137,6 +137,9 @@ const watchWidth = (node, act) => new ResizeObserver(([{ contentRect }]) => act(
 // Calls back when a node comes into sight or leaves it.
 const watchSight = (node, act) => new IntersectionObserver(([{ isIntersecting }]) => act(isIntersecting)).observe(node);
 
+// Calls back once nothing more urgent is to be done.
+const whenIdle = globalThis.requestIdleCallback ?? ((act) => setTimeout(act, 200)); // Safari has none
+
 // Saves a text or a Blob as a file, as the browser saves any download.
 function download(name, content, type) {
   const address = URL.createObjectURL(content instanceof Blob ? content : new Blob([content], { type }));

@@ -115,7 +115,7 @@ class Logs {
     if (!log) return;
     this.size = log.bytes;
     this.shown = chosen;
-    const rank = log.rank === null ? {} : { rank: log.rank };
+    const rank = log.name ? { name: log.name } : log.rank === null ? {} : { rank: log.rank };
     const query = new URLSearchParams({ attempt: log.attempt, ...rank, ...(find ? { find } : place) });
     const answer = await request(`api/runs/${encodeURIComponent(this.run.name)}/log?${query}`);
     if (chosen !== this.chosen || find !== this.find || place !== this.place) return; // another request follows

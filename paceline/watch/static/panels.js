@@ -119,10 +119,11 @@ function drawSamples(samples) {
 }
 
 // Draws a host's gauges and its GPUs.
-function drawHost({ name, measured, gauges, gpus }) {
+function drawHost({ name, place, is_lost: isLost, measured, gauges, gpus }) {
+  const where = place && (isLost ? el('b.mark.error', `✗ ${place}`) : span('muted', place));
   return el(
     'article.host',
-    el('h3', name, measured && span('faint', 'measured ', formatTime(measured))),
+    el('h3', name, where, measured && span('faint', 'measured ', formatTime(measured))),
     el('div.gauges', gauges.map(drawGauge)),
     gpus.length ? el('div.gpus', gpus.map(drawGpu)) : p('faint', 'no GPU'),
   );

@@ -8,7 +8,7 @@ const COLUMNS = {
   loss: 'loss',
   val_bpb: 'val_bpb',
   tok_per_sec: 'tok/s',
-  time: 'last event',
+  time: 'last activity',
 };
 const RISING = ['name', 'state', 'loss', 'val_bpb']; // the columns whose first click puts the smallest value on top
 

@@ -12,11 +12,11 @@ from itertools import chain
 from typing import Any
 
 from paceline.terminal import ELLIPSIS, cut
-from paceline.units import format_count, format_duration, format_energy, format_number_of, format_ranks
+from paceline.units import format_count, format_duration, format_energy, format_ranks
 from paceline.watch.measures import METRICS, format_measure, format_percent, format_time
 from paceline.watch.panels import action_text, figures, goodput_panel, severity_level, why_panel
 from paceline.watch.snapshot import BROKEN, LIVE, EventView, Snapshot
-from paceline.watch.summary import LEVEL_SIGNS, STATE_SIGNS, attempt_outcome, goodput_share, summarize
+from paceline.watch.summary import LEVEL_SIGNS, STATE_SIGNS, attempt_outcome, goodput_share, ranks_and_hosts, summarize
 from paceline.watch.terminal.line import (
     Line,
     Piece,
@@ -86,9 +86,7 @@ def origin(snapshot: Snapshot) -> str:
         return clean(" ".join(snapshot.command))
     if snapshot.kind == "log":
         return clean(snapshot.framework or "log")
-    hosts = sorted({rank.host for rank in snapshot.ranks if rank.host})
-    where = f" on {clean(hosts[0])}" if len(hosts) == 1 else f" on {len(hosts)} hosts" if hosts else ""
-    return f"{format_number_of(len(snapshot.ranks), 'rank')}{where}" if snapshot.ranks else ""
+    return clean(ranks_and_hosts(snapshot))
 
 
 def progress(snapshot: Snapshot, *, width: int) -> Line:

@@ -24,7 +24,7 @@ from paceline.watch.measures import (
     memory_share,
 )
 from paceline.watch.snapshot import LIVE, GpuView, HostView, RankView, Snapshot
-from paceline.watch.summary import is_silent
+from paceline.watch.summary import host_place, is_silent
 from paceline.watch.terminal.chart import even_values, pulse, sparkline
 from paceline.watch.terminal.line import (
     EMPTY,
@@ -45,6 +45,7 @@ from paceline.watch.terminal.line import (
 WARM_C, HOT_C = 83, 90  # where recent GPUs begin to slow down, and where they do
 FULL_MEMORY = 0.97  # of a GPU
 MIN_CELL = 24  # columns of a rank in the grid
+MAX_HOST_WIDTH = 10  # of a host's name beside a rank
 MIN_PROCESS_WIDTH = 60
 MAX_RANKS_NAMED = 12
 HISTORY_TITLES = {  # by the field of gpu_series or host_series
@@ -127,14 +128,19 @@ def host_summary(host: HostView) -> Line:
     num_slowed = sum(bool(gpu_problems(gpu)) for gpu in host.gpus)
     memory = [None if share is None else 100 * share for share in map(memory_share, host.gpus)]
     use = [None if gpu.use is None else 100 * gpu.use for gpu in host.gpus]
-    line: list[Piece] = [(f" {pad(cut(clean(host.name), 18), 19)}", "strong"), (f"{len(host.gpus)} GPUs  ", "faint")]
+    title = (f" {pad(cut(clean(host.name), 18), 19)}", "strong")
+    if host.lost:
+        return title, ("lost", "error")
+    line: list[Piece] = [title, (f"{len(host.gpus)} GPUs  ", "faint")]
     line += [("mem ", "faint"), (f"{span(memory, ' %'):<10}", ""), ("use ", "faint"), (f"{span(use, ' %'):<10}", "")]
     line.append((f"{span([gpu.temperature_c for gpu in host.gpus], ' °C'):<10}", ""))
     return (*line, (f"! {num_slowed} slowed" if num_slowed else "", "warning"))
 
 
-def host_facts(host: HostView, *, long: bool = False) -> Iterator[tuple[str, str, str]]:
-    """Yields names, values and styles: cpu 23 %  ram 41/128 GiB  disk 812 GiB free. long: also cgroup and network."""
+def host_facts(host: HostView, *, long: bool = False, net: bool = False) -> Iterator[tuple[str, str, str]]:
+    """Yields names, values and styles: cpu 23 %  ram 41/128 GiB  disk 812 GiB free. long: also cgroup and network. net: always."""
+    has_net = host.net_in_bps is not None and host.net_out_bps is not None
+    traffic = f"↓ {format_bytes(host.net_in_bps or 0)}/s ↑ {format_bytes(host.net_out_bps or 0)}/s"
 
     def memory(name: str, used: int, total: int) -> tuple[str, str, str]:
         mark, style = (" !", "warning") if is_full(used, total) else ("", "")
@@ -142,6 +148,8 @@ def host_facts(host: HostView, *, long: bool = False) -> Iterator[tuple[str, str
 
     if host.cpu is not None:
         yield "cpu", format_percent(host.cpu) + (f" of {host.cores}" if host.cores and long else ""), ""
+    if net and has_net:
+        yield "net", traffic, ""
     if host.ram_used is not None and host.ram_total:
         yield memory("ram", host.ram_used, host.ram_total)
     if host.cgroup_limit and host.cgroup_used is not None and (long or host.cgroup_used > 0.9 * host.cgroup_limit):
@@ -149,8 +157,8 @@ def host_facts(host: HostView, *, long: bool = False) -> Iterator[tuple[str, str
     if host.disk_free is not None:
         mark, style = (" !", "warning") if is_disk_low(host) else ("", "")
         yield "disk", f"{format_bytes(host.disk_free)} free{mark}", style
-    if long and host.net_in_bps is not None and host.net_out_bps is not None:
-        yield "net", f"↓ {format_bytes(host.net_in_bps)}/s ↑ {format_bytes(host.net_out_bps)}/s", ""
+    if long and has_net and not net:
+        yield "net", traffic, ""
 
 
 def known_ranks(ranks: Sequence[RankView]) -> Sequence[RankView]:
@@ -162,11 +170,13 @@ def longest_ms(ranks: Sequence[RankView]) -> float:
     return max((rank.busy_ms or 0.0 for rank in ranks), default=0.0)
 
 
-def rank_cell(rank: RankView, *, width: int, longest: float) -> Line:
-    """3 train  571 ms ━━━━━━──, with a sign before a slow and a silent rank."""
+def rank_cell(rank: RankView, *, width: int, longest: float, host_width: int = 0) -> Line:
+    """3 bob train  571 ms ━━━━━━──, with a sign before a slow and a silent rank; with its host where there are several."""
     silent = is_silent(rank)
     sign, style = ("!", "warning") if rank.slow or silent else (" ", "")
-    line: Line = ((f" {sign}", style), (f"{rank.rank:>3} ", "strong"), (f"{rank.phase or '':<8}", "faint"))
+    host = pad(cut(clean(rank.host or ""), host_width), host_width + 1) if host_width else ""
+    number, phase = (f"{rank.rank:>3} ", "strong"), (f"{rank.phase or '':<8}", "faint")
+    line: Line = ((f" {sign}", style), number, (host, ""), phase)
     if silent or rank.busy_ms is None:
         step = " n/a" if rank.step is None else f" step {rank.step:,}"
         return fit((*line, (f" silent {format_duration(rank.silent_s)}" if silent else step, style)), width)
@@ -184,15 +194,29 @@ def rank_grid(ranks: Sequence[RankView], *, width: int, height: int) -> list[Lin
     """As many ranks side by side as there is room for; where height does not suffice, a row of blocks and a sentence."""
     if not ranks:
         return []
-    rows = -(-len(ranks) // max(1, min((width + 2) // (MIN_CELL + 2), len(ranks))))
+    host_width = host_column(ranks)
+    cell = MIN_CELL + 2 + (host_width + 1 if host_width else 0)
+    rows = -(-len(ranks) // max(1, min((width + 2) // cell, len(ranks))))
     if rows > height:
         return rank_blocks(ranks, width=width)[:height]
     longest = longest_ms(ranks)
     blocks = [
-        ([rank_cell(rank, width=column, longest=longest) for rank in ranks[i * rows : (i + 1) * rows]], column)
+        (
+            [
+                rank_cell(rank, width=column, longest=longest, host_width=host_width)
+                for rank in ranks[i * rows : (i + 1) * rows]
+            ],
+            column,
+        )
         for i, column in enumerate(split_width(width, [1] * -(-len(ranks) // rows)))
     ]
     return side_by_side(blocks)
+
+
+def host_column(ranks: Sequence[RankView]) -> int:
+    """The width of the hosts' names; 0 where all ranks are on one."""
+    hosts = {clean(rank.host) for rank in ranks if rank.host}
+    return min(MAX_HOST_WIDTH, max(map(cells, hosts))) if len(hosts) > 1 else 0
 
 
 def rank_blocks(ranks: Sequence[RankView], *, width: int) -> list[Line]:
@@ -216,31 +240,36 @@ def machine_lines(snapshot: Snapshot, *, width: int, height: int | None = None) 
     height None: a line for each host and each GPU.
     """
     hosts = snapshot.hosts
-    rows = iter(gpu_rows([gpu for host in hosts for gpu in host.gpus], width=width))
+    gpus = {host.name: [] if host.lost else host.gpus for host in hosts}
+    rows = iter(gpu_rows([gpu for own in gpus.values() for gpu in own], width=width))
 
     def caption(host: HostView) -> list[Line]:
         if len(hosts) == 1 and height is not None:
             return []
-        facts = facts_line(host_facts(host, long=height is None and width >= 100), width - 27)
-        return [((f" {cut(clean(host.name), 24)}  ", "strong"), *facts)]
+        name = cut(clean(host.name), 24)
+        place = (f"{host_place(host)}  ", "error" if host.lost else "faint") if host_place(host) else ("", "")
+        shown = host_facts(host, long=height is None and width >= 100, net=len(hosts) > 1)
+        facts = () if host.lost else facts_line(shown, width - cells(name + place[0]) - 3)
+        return [((f" {name}  ", "strong"), place, *facts)]
 
-    whole = [line for host in hosts for line in (*caption(host), *islice(rows, len(host.gpus)))]
+    whole = [line for host in hosts for line in (*caption(host), *islice(rows, len(gpus[host.name])))]
     if height is None or len(whole) <= height:
         return whole
-    pairs = [line for host in hosts for line in (*caption(host), *gpu_cells(host.gpus, width=width))]
+    pairs = [line for host in hosts for line in (*caption(host), *gpu_cells(gpus[host.name], width=width))]
     return pairs if len(pairs) <= height else [host_summary(host) for host in hosts[:height]]
 
 
 def machines_block(snapshot: Snapshot, *, width: int, height: int) -> list[Line]:
     """All hosts and GPUs in at most `height` lines under a heading."""
     hosts = snapshot.hosts
-    num_gpus = sum(len(host.gpus) for host in hosts)
+    num_gpus = sum(len(host.gpus) for host in hosts if not host.lost)
     name = format_number_of(num_gpus, "GPU") if num_gpus else "no GPU"
+    name = f"{format_number_of(sum(not host.lost for host in hosts), 'host')}, {name}" if len(hosts) > 1 else name
     name = name if snapshot.state in LIVE else f"last sample: {name}"
     lines, titles = machine_lines(snapshot, width=width, height=height), "memory, use, power, temperature"
     if len(hosts) == 1 and len(lines) < num_gpus:
         name += f": {titles}"
-    facts: Line = ((titles, "faint"),)
+    facts: Line = ((titles, "faint"),) if num_gpus else ()
     facts = facts_line(host_facts(hosts[0]), width - 14 - cells(name)) if len(hosts) == 1 else facts
     return [heading(name, width, right=facts), *lines] if hosts else []
 
@@ -270,8 +299,10 @@ def machines_page(snapshot: Snapshot, *, width: int) -> list[Line]:
     table = gpu_rows([gpu for host in snapshot.hosts for gpu in host.gpus], width=width)
     rows = iter(table)
     for host in snapshot.hosts:
-        facts = facts_line(host_facts(host, long=True), width - 2)
-        lines += [heading(clean(host.name), width), ((" ", ""), *facts)]
+        facts = facts_line(host_facts(host, long=True), width - (16 if host.lost else 2))
+        place: Line = ((host_place(host), "error" if host.lost else "faint"),)
+        since: Piece = (" last sample:  " if host.lost else " ", "faint")
+        lines += [heading(clean(host.name), width, right=place), (since, *facts)]
         lines += [gpu_titles(table[0]), *islice(rows, len(host.gpus))] if host.gpus else []
         lines += process_lines(host.gpus, width=width)
     if ranks := rank_lines(snapshot, width=width):
@@ -325,12 +356,12 @@ def rank_lines(snapshot: Snapshot, *, width: int) -> list[Line]:
     values = [value for series in snapshot.rank_series for value in series.values]
     low = 0.9 * min(values, default=0.0)
     high = max(1.6 * low, max(values, default=1.0))  # keeps the noise of equal ranks low
-    cell = min(width, 42)
+    host_width = host_column(ranks)
+    cell = min(width, 42 + host_width)
     lines: list[Line] = []
     for rank in ranks:
-        where = pad(cut(clean(rank.host or ""), 12), 13) if width >= 100 else ""
-        line: list[Piece] = [*rank_cell(rank, width=cell, longest=longest), (f"  {where}", "faint")]
-        room = width - cell - 2 - cells(where) - 1
+        line: list[Piece] = [*rank_cell(rank, width=cell, longest=longest, host_width=host_width), ("  ", "")]
+        room = width - cell - 3
         if rank.rank < len(snapshot.rank_series) and room > 4:
             curve = snapshot.rank_series[rank.rank].values
             line.append((sparkline(curve, room, low=low, high=high), "orange" if rank.slow else "blue"))

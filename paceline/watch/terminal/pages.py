@@ -15,7 +15,7 @@ from paceline.units import format_bytes, format_number_of
 from paceline.watch.growing_file import read_tail, search
 from paceline.watch.measures import format_measure
 from paceline.watch.snapshot import LIVE, LogView, Series, Snapshot
-from paceline.watch.summary import first_log, line_level
+from paceline.watch.summary import first_log, line_level, log_title
 from paceline.watch.terminal import chart, head, machines
 from paceline.watch.terminal.line import (
     EMPTY,
@@ -49,6 +49,7 @@ class LogChoice:
 
     attempt: int | None = None
     rank: int | None = None
+    name: str | None = None  # of a log of another host
     query: str = ""  # empty: the end of the log
     wrapped: bool = False
 
@@ -193,8 +194,8 @@ def right_side(snapshot: Snapshot, *, width: int, height: int) -> list[Line]:
 
 def chosen_log(snapshot: Snapshot, choice: LogChoice) -> LogView | None:
     """The log that was chosen, as long as it exists; else the log to open with."""
-    place = (choice.attempt, choice.rank)
-    return next((log for log in snapshot.logs if (log.attempt, log.rank) == place), first_log(snapshot))
+    place = (choice.attempt, choice.rank, choice.name)
+    return next((log for log in snapshot.logs if (log.attempt, log.rank, log.name) == place), first_log(snapshot))
 
 
 def neighbour_log(snapshot: Snapshot, choice: LogChoice, *, ranks: int = 0, attempts: int = 0) -> LogChoice:
@@ -204,9 +205,11 @@ def neighbour_log(snapshot: Snapshot, choice: LogChoice, *, ranks: int = 0, atte
         return choice
     numbers = sorted({log.attempt for log in snapshot.logs})
     attempt = numbers[(numbers.index(current.attempt) + attempts) % len(numbers)]
-    logs = [log.rank for log in snapshot.logs if log.attempt == attempt]
-    rank = current.rank if current.rank in logs else next((rank for rank in logs if rank is not None), logs[0])
-    return replace(choice, attempt=attempt, rank=logs[(logs.index(rank) + ranks) % len(logs)], query="")
+    logs = [(log.rank, log.name) for log in snapshot.logs if log.attempt == attempt]
+    own = (current.rank, current.name)
+    index = logs.index(own) if own in logs else next((i for i, (rank, _) in enumerate(logs) if rank is not None), 0)
+    rank, name = logs[(index + ranks) % len(logs)]
+    return replace(choice, attempt=attempt, rank=rank, name=name, query="")
 
 
 def read_log(snapshot: Snapshot, choice: LogChoice) -> LogText:
@@ -224,8 +227,8 @@ def log_heading(text: LogText, *, width: int) -> Line:
     log = text.log
     if log is None:
         return heading("log", width)
-    title = "log" if log.rank is None else f"log of rank {log.rank}"
-    attempt = "" if log.rank is None else f"attempt {log.attempt}  "
+    title = "log" if log.rank is None and not log.name else f"log of {log_title(log)}".replace("of kernel log ", "")
+    attempt = "" if log.rank is None and not log.name else f"attempt {log.attempt}  "
     right: Line = ((f"{attempt}{cut(clean(Path(log.path).name), 24)}  {format_bytes(log.bytes)}", "faint"),)
     if text.choice.query:
         count = (

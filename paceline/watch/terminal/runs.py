@@ -21,7 +21,7 @@ from paceline.watch.terminal import chart
 from paceline.watch.terminal.line import EMPTY, Line, clean, heading, section, side_by_side, split_width
 
 COMPARED = ("loss", "val_bpb")
-WIDE = 100  # columns from which two charts stand side by side, and a run's last event is shown
+WIDE = 100  # columns from which two charts stand side by side, and a run's last activity is shown
 NUMBERS = 58  # columns of a row without the name
 STYLES = ("blue", "orange")  # of the two runs
 NUM_HEADINGS = 2  # lines above the first run
@@ -47,7 +47,7 @@ def runs_page(choice: RunChoice, *, opened: str, width: int) -> list[Line]:
     runs, chosen = choice.runs, choice.chosen
     room = width - NUMBERS - (21 if width >= WIDE else 0)
     titles = f"   {pad('run', room)}  {'state':<13}{'step':>15}{'loss':>8}{'val_bpb':>8}{'tok/s':>8}"
-    titles += f"{'last event (UTC)':>21}" if width >= WIDE else ""
+    titles += f"{'last activity (UTC)':>21}" if width >= WIDE else ""
     lines = [heading(f"runs: {len(runs):,}", width), ((titles, "faint"),)]
     for number, run in enumerate(runs):
         sign, style = STATE_SIGNS.get(run.state, STATE_SIGNS["unknown"])

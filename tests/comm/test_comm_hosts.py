@@ -2,11 +2,19 @@
 
 import json
 import shutil
+import signal
 import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
 
 import namespaces
+import psutil
 import pytest
 from namespaces import namespaced_hosts
+
+from paceline.heartbeat import read_heartbeat
 
 pytestmark = [
     pytest.mark.soak,
@@ -53,29 +61,28 @@ def test_collectives_cross_a_firewall_by_the_chosen_interface_and_range_and_plan
     assert "measured by paceline comm" in json.loads(planned.stdout)["cost"]["hosts"]["source"]
 
 
+def stop_rank(folder: Path, rank: int) -> None:
+    """Stops this rank of the folder's ranks, on whichever host, once it is past init_process_group."""
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline:
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                words = process.cmdline()
+                started = any(
+                    (beat := read_heartbeat(path)) and beat.step > 1
+                    for path in folder.glob(f"cache/comm/*/progress/{rank}")
+                )
+                is_rank = "paceline.comm.rank_process" in words and any(str(folder) in word for word in words)
+                if started and is_rank and process.environ().get("RANK") == str(rank):
+                    process.send_signal(signal.SIGSTOP)
+                    return
+        time.sleep(0.05)
+
+
 def test_a_rank_that_is_stopped_is_reported_with_its_host(hosts):
-    script = (
-        "import glob, os, signal, subprocess, sys, time\n"
-        "command = subprocess.Popen(sys.argv[1:])\n"
-        "while command.poll() is None:\n"
-        "    pids = subprocess.run(['pgrep', '-f', 'paceline.comm.rank_process'], capture_output=True, text=True).stdout.split()\n"
-        "    for pid in pids:\n"
-        "        words = open(f'/proc/{pid}/environ').read().split(chr(0))\n"
-        "        if 'RANK=1' in words and glob.glob('cache/comm/*/progress/1'):\n"
-        "            os.kill(int(pid), signal.SIGSTOP)\n"
-        "    time.sleep(0.2)\n"
-        "sys.exit(command.returncode)\n"
-    )
-    command = [
-        sys.executable,
-        "-m",
-        "paceline.cli",
-        *COMM,
-        "--deadline",
-        "5",
-        "--cache-dir",
-        str(hosts.folder / "cache"),
-    ]
-    answer = hosts.run("h1", sys.executable, "-c", script, *command, timeout_s=400)
-    assert answer.returncode == 3
+    thread = threading.Thread(target=stop_rank, args=(hosts.folder, 1))
+    thread.start()
+    answer = comm(hosts, "--deadline", "5", "--cache-dir", str(hosts.folder / "cache"))
+    thread.join()
+    assert answer.returncode == 3, answer.stdout + answer.stderr
     assert "rank 1" in answer.stderr and "(on h2)" in answer.stderr

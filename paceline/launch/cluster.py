@@ -23,7 +23,7 @@ from paceline.errors import PacelineError
 from paceline.launch.agent import prepare_attempt, start_agent_process
 from paceline.launch.channel import Channel, Line, frame, wait
 from paceline.launch.copies import Copies
-from paceline.launch.gather import Receiver, folder_frames
+from paceline.launch.gather import Arrivals, folder_frames
 from paceline.launch.hosts import HostEntry
 from paceline.launch.member import QUICK_FOR_S, Member
 from paceline.launch.remote import interface_env
@@ -68,7 +68,7 @@ class Cluster:
         self._rejoin, self._text = rejoin, ""
         self.is_leaving = False  # the attempt is to be saved and ended, since the next one has more hosts
         self.copies: Copies | None = None
-        self.receiver: Receiver | None = None
+        self.arrivals: Arrivals | None = None
         self._told_at = 0.0
         self._seen_at = time.monotonic()
 
@@ -156,16 +156,16 @@ class Cluster:
     def _take(self, member: Member, line: Line, data: bytes) -> None:
         """Takes a frame: files go into the run folder, lines wait for whoever reads them."""
         if "file" in line:
-            if self.receiver:
-                self.receiver.take(line, data)
+            if self.arrivals:
+                self.arrivals.take(line, data)
         elif line.get("event") == "agent_ended":
             member.agent_ended, member.exit_code = True, line["exit_code"]
         elif line.get("event") == "published":
             if self.copies:
                 self.copies.published[Path(line["folder"]).name] = line["manifest"]
-        elif line.get("event") == "kept":
+        elif line.get("event") == "copied":
             if self.copies:
-                self.copies.is_kept(line["folder"])
+                self.copies.confirm(line["folder"])
         elif line.get("event") == "lacks" and self.copies and self.copies.unfinished:  # of the copy that it keeps
             self.copies.send(member, line)
         elif line.get("event") == "alive":
@@ -218,7 +218,7 @@ class Cluster:
     def connect(self, run: RunDir, *, text: Path | None) -> None:
         """Opens the links and the copies of the run folder. Raises PacelineError for a host that cannot be reached."""
         self.run, self.copies, self._text = run, Copies(run), text.name if text else ""
-        self.receiver = Receiver(
+        self.arrivals = Arrivals(
             run, on_no_space=lambda name: append_event(run, "note", text=f"no space left for {name} of another host")
         )
         others = [m for m in self.members if not m.is_here]

@@ -18,7 +18,7 @@ from paceline.model.manifest import MANIFEST, read_manifest
 from paceline.model.publish import prune
 from paceline.rundir import RunDir, write_atomic
 
-KEPT = ("events.jsonl", "metrics.jsonl")
+HISTORY = ("events.jsonl", "metrics.jsonl")
 
 
 class Copies:
@@ -37,7 +37,7 @@ class Copies:
         """Whether a checkpoint is still on its way here, or its copy to another host."""
         return bool(self.published) or any(member.lost is None for member in self._owed.values())
 
-    def is_kept(self, folder: str) -> None:
+    def confirm(self, folder: str) -> None:
         """Takes the report that the copy of a checkpoint is whole."""
         self._owed.pop(folder, None)
 
@@ -72,8 +72,8 @@ class Copies:
             if (
                 keeper.channel and not keeper.shared and not keeper.is_here
             ):  # so that the run can go on there, with its history
-                names = [name for name in KEPT if (self.run.path / name).exists()]
-                keeper.channel.send_behind(folder_frames(self.run.path, names, "kept/"))
+                names = [name for name in HISTORY if (self.run.path / name).exists()]
+                keeper.channel.send_behind(folder_frames(self.run.path, names, "history/"))
 
     def send(self, member: Member, line: Line) -> None:
         """Sends the files of a checkpoint that the host of the copy lacks."""

@@ -27,7 +27,7 @@ REPLACED = re.compile(
 # what the supervisor may send into the copy of another host
 SENT = re.compile(
     r"(?:config\.toml|plan\.json|dataset\.json|skipped\.json|metrics\.jsonl|tokenizer/tokenizer\.json|checkpoints/[^/]+/[^/]+"
-    r"|kept/(?:events|metrics)\.jsonl)"
+    r"|history/(?:events|metrics)\.jsonl)"
 )
 SHARED = ("events.jsonl",)  # the supervisor writes into it too
 FROM_HOST = re.compile(f"(?:{GROWS.pattern}|{REPLACED.pattern})")
@@ -154,7 +154,7 @@ def receive(run: RunDir, line: Line, data: bytes, *, allowed: re.Pattern[str]) -
         part.replace(path)
 
 
-class Receiver:
+class Arrivals:
     """Writes what hosts send into the run folder. What a full disk refuses is left out, and does not end the run."""
 
     def __init__(self, run: RunDir, *, on_no_space: Callable[[str], object]):

@@ -341,7 +341,7 @@ class FarEnd:
             elif (folder / f".{MANIFEST}").exists():
                 (folder / f".{MANIFEST}").rename(folder / MANIFEST)
                 prune(self.run.checkpoints, step=read_manifest(folder).step, keep_last=self.keep_last)
-                self.channel.send({"event": "kept", "folder": folder.name})
+                self.channel.send({"event": "copied", "folder": folder.name})
 
         self.in_thread(missing_files, folder, self.copied_files, then=answer)
 

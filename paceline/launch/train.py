@@ -150,11 +150,11 @@ def resume_run(run: RunDir, options: ResumeOptions) -> int:
 
 def adopt_copy(run: RunDir) -> None:
     """Makes the copy of a run that another machine's supervisor has left here a run of its own, with its history."""
-    kept = run.path / "kept"
-    for path in kept.glob("*.jsonl"):
+    history = run.path / "history"
+    for path in history.glob("*.jsonl"):
         path.replace(run.path / path.name)
     with suppress(OSError):
-        kept.rmdir()
+        history.rmdir()
 
 
 def cluster_of(

@@ -11,7 +11,7 @@ import pytest
 
 from paceline.heartbeat import HeartbeatWriter, read_heartbeat
 from paceline.launch.channel import PIECE_BYTES, Channel, frame, wait
-from paceline.launch.gather import FROM_HOST, SENT, Follower, Receiver, file_frames, missing_files, receive, sha256_of
+from paceline.launch.gather import FROM_HOST, SENT, Follower, Arrivals, file_frames, missing_files, receive, sha256_of
 from paceline.rundir import RunDir, append_event, append_json_line, read_json_lines, write_atomic
 
 
@@ -85,7 +85,7 @@ def test_the_end_of_the_other_end_is_noticed_and_nothing_waits_for_it():
 def test_what_ranks_write_arrives_under_the_same_names(tmp_path):
     there, here = run_folder(tmp_path / "there"), run_folder(tmp_path / "here")
     with connected() as (near, far):
-        follower, receiver = Follower(there, far), Receiver(here, on_no_space=pytest.fail)
+        follower, arrivals = Follower(there, far), Arrivals(here, on_no_space=pytest.fail)
         append_event(here, "launch")
         beat = HeartbeatWriter(there, 3)
 
@@ -95,7 +95,7 @@ def test_what_ranks_write_arrives_under_the_same_names(tmp_path):
             far.send_behind([frame({"event": "end"})])
             for line, data in received(near, far, until=lambda line: line.get("event") == "end"):
                 if "file" in line:
-                    receiver.take(line, data)
+                    arrivals.take(line, data)
 
         there.rank_log(1, 3).write_text("first\n")
         append_event(there, "memory", rank=3)
@@ -134,10 +134,10 @@ def test_a_broken_link_catches_up_from_where_it_was(tmp_path):
         size = here.rank_log(1, 0).stat().st_size
         Follower(there, far).catch_up({"logs/1/0.log": size, "logs/1/9.log": 5})
         far.send_behind([frame({"event": "end"})])
-        receiver = Receiver(here, on_no_space=pytest.fail)
+        arrivals = Arrivals(here, on_no_space=pytest.fail)
         for line, data in received(near, far, until=lambda line: line.get("event") == "end"):
             if "file" in line:
-                receiver.take(line, data)
+                arrivals.take(line, data)
     assert here.rank_log(1, 0).read_text() == there.rank_log(1, 0).read_text()
 
 
@@ -148,7 +148,7 @@ def test_a_checkpoint_part_comes_whole_and_before_the_json_that_says_so(tmp_path
     tensors = folder / "shard_00001_of_00002.safetensors"
     tensors.write_bytes(os.urandom(3 * PIECE_BYTES + 17))
     with connected() as (near, far):
-        follower, receiver = Follower(there, far), Receiver(here, on_no_space=pytest.fail)
+        follower, arrivals = Follower(there, far), Arrivals(here, on_no_space=pytest.fail)
         follower.scan(1)
         assert not far.has_more  # it is still being written
         write_atomic(tensors.with_suffix(".json"), "{}")
@@ -158,7 +158,7 @@ def test_a_checkpoint_part_comes_whole_and_before_the_json_that_says_so(tmp_path
         for line, data in received(near, far, until=lambda line: line.get("event") == "end"):
             if "file" in line:
                 names.append(line["file"])
-                receiver.take(line, data)
+                arrivals.take(line, data)
                 arrived = here.path / names[-1]
                 assert arrived.exists() == line["last"]  # never under its name before it is whole
     assert [name.rsplit(".", 1)[1] for name in names] == 4 * ["safetensors"] + ["json"]
@@ -178,7 +178,7 @@ def test_a_host_cannot_write_what_no_rank_writes(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["events.jsonl", "logs/1/0.log", "../config.toml", "tokenizer/../../x", "kept/x.jsonl"]
+    "name", ["events.jsonl", "logs/1/0.log", "../config.toml", "tokenizer/../../x", "history/x.jsonl"]
 )
 def test_a_supervisor_cannot_write_elsewhere_on_a_host(tmp_path, name):
     with pytest.raises(ValueError, match="a file that no run has"):
@@ -188,15 +188,15 @@ def test_a_supervisor_cannot_write_elsewhere_on_a_host(tmp_path, name):
 FULL_DISK = """
 import os, sys
 from pathlib import Path
-from paceline.launch.gather import Receiver
+from paceline.launch.gather import Arrivals
 from paceline.rundir import RunDir
 notes = []
 run = RunDir(Path(sys.argv[1]))
-receiver = Receiver(run, on_no_space=notes.append)
+arrivals = Arrivals(run, on_no_space=notes.append)
 name = "checkpoints/.step_000010.1-1.tmp/shard_00001_of_00002.safetensors"
 for last in (False, False, True):
-    receiver.take({"file": name, "last": last}, os.urandom(100_000))
-receiver.take({"file": "progress/1", "last": True}, b"beat")
+    arrivals.take({"file": name, "last": last}, os.urandom(100_000))
+arrivals.take({"file": "progress/1", "last": True}, b"beat")
 assert notes == [name], notes
 assert sorted(path.name for path in (run.path / name).parent.iterdir()) == ["shard_00001_of_00002.full"]
 assert (run.path / "progress/1").read_bytes() == b"beat"

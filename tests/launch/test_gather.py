@@ -11,7 +11,7 @@ import pytest
 
 from paceline.heartbeat import HeartbeatWriter, read_heartbeat
 from paceline.launch.channel import PIECE_BYTES, Channel, frame, wait
-from paceline.launch.gather import FROM_HOST, SENT, Follower, Arrivals, file_frames, missing_files, receive, sha256_of
+from paceline.launch.gather import FROM_HOST, SENT, Arrivals, Follower, file_frames, missing_files, receive, sha256_of
 from paceline.rundir import RunDir, append_event, append_json_line, read_json_lines, write_atomic
 
 

@@ -54,7 +54,7 @@ def main(digest, size, module):
             root.mkdir(parents=True, exist_ok=True)
             part = tempfile.mkdtemp(dir=root)
             try:
-                tarfile.open(fileobj=io.BytesIO(data)).extractall(part, filter="data")
+                tarfile.open(fileobj=io.BytesIO(data)).extractall(part, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
                 os.rename(part, code)
             except OSError:
                 shutil.rmtree(part, ignore_errors=True)

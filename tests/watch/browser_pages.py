@@ -41,11 +41,11 @@ class HandMade:
         config = {"name": name, "matrix_lr": 0.1 if name == "training" else 0.05, "depth": 12}
         return {"config": config, "facts": [], "samples": [{"name": "step 001000", "text": EVIL}]}
 
-    def log_part(self, name: str, *, attempt: int, rank: int | None, **place: int) -> dict[str, Any]:
+    def log_part(self, name: str, *, attempt: int, rank: int | None, log_name: str = "", **place: int) -> dict[str, Any]:
         text = LOG_TEXT + EVIL + "\n" + strip_escapes("\x1b[31mTraceback\x1b[0m\n")
         return {"text": text, "from": 0, "to": len(text), "whole": True}
 
-    def log_hits(self, name: str, text: str, *, attempt: int, rank: int | None) -> dict[str, Any]:
+    def log_hits(self, name: str, text: str, *, attempt: int, rank: int | None, log_name: str = "") -> dict[str, Any]:
         return {"hits": [[3, f"a line with {text}"]], "all": True}
 
 

@@ -248,6 +248,7 @@ def test_the_link_of_a_chosen_interface_is_measured(cable, choice):
     assert (link["address"], link["local"], link["error"]) == ("10.88.0.2", "10.88.0.1", None)
 
 
+@pytest.mark.soak
 @needs_namespaces
 def test_an_interface_that_a_host_lacks_is_refused_by_check_and_by_train_alike(cable):
     options = ["--hosts", "h1,h2", "--interface", "eth9", "--device", "cpu", "--nproc", "1"]

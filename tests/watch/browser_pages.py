@@ -41,7 +41,9 @@ class HandMade:
         config = {"name": name, "matrix_lr": 0.1 if name == "training" else 0.05, "depth": 12}
         return {"config": config, "facts": [], "samples": [{"name": "step 001000", "text": EVIL}]}
 
-    def log_part(self, name: str, *, attempt: int, rank: int | None, log_name: str = "", **place: int) -> dict[str, Any]:
+    def log_part(
+        self, name: str, *, attempt: int, rank: int | None, log_name: str = "", **place: int
+    ) -> dict[str, Any]:
         text = LOG_TEXT + EVIL + "\n" + strip_escapes("\x1b[31mTraceback\x1b[0m\n")
         return {"text": text, "from": 0, "to": len(text), "whole": True}
 

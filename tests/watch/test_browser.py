@@ -82,7 +82,9 @@ def test_a_run_shows_its_curves_ranks_devices_events_and_log(page, port):
     assert page.evaluate("app.page.run.curves.series.loss.steps") == two_hosts(NOW).series["loss"].steps
     slow = page.locator(".heat-values div", has_text="slow")
     assert slow.inner_text().split() == ["761", "ms", "▲", "slow"]
-    assert "Rank 5 on node-1 is slower than the others; GPU 1 of node-1 is throttled: thermal" in page.inner_text(".summary")
+    assert "Rank 5 on node-1 is slower than the others; GPU 1 of node-1 is throttled: thermal" in page.inner_text(
+        ".summary"
+    )
     assert page.locator(".gpu").count() == 8
     picture(page, "two-hosts")
 

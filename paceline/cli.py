@@ -79,7 +79,7 @@ def check(args: options.CheckOptions) -> int:
             set_keys=frozenset(args.keys),
             port=args.port,
             on_probe=on_probe,
-            ask_hosts=hosts_asker(entries, config, port=args.port) if entries else None,
+            ask_hosts=hosts_asker(entries, config, port=args.port, is_whole=True) if entries else None,
         )
     if args.json:
         print(json.dumps(to_json(checked.findings, checked.facts), indent=1))

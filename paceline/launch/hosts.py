@@ -12,7 +12,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -23,7 +23,7 @@ from typing import Any, TextIO
 
 import psutil
 
-from paceline.check.probes.facts import gather_facts
+from paceline.check.probes.facts import AUTO, gather_facts
 from paceline.check.probes.network_probe import route_to
 from paceline.check.ready import (
     CheckResult,
@@ -213,17 +213,19 @@ def is_this_host(entry: HostEntry) -> bool:
 
 
 def hosts_asker(
-    entries: Sequence[HostEntry], config: Config, *, port: int | None = None
+    entries: Sequence[HostEntry], config: Config, *, port: int | None = None, is_whole: bool = False
 ) -> Callable[[Callable[[], Facts]], list[Facts]]:
     """Returns a function that gathers the facts of all these hosts at once; it takes one for the host that it runs on.
 
     The facts of a host have its links to those after it in the list. config: its interpreter, interface and ports. port: to try.
+    is_whole: for a report; before a launch the disks are not measured, and what is known of torch is not tried again.
     """
+    request = {"port": port} | ({} if is_whole else {"measure_disk": False, "cached_torch": AUTO})
 
     def gather(entry: HostEntry, gather_here: Callable[[], Facts]) -> Facts:
         connection = {"destination": entry.destination, "here": is_this_host(entry), "error": None, "fix": None}
         try:
-            facts = gather_here() if connection["here"] else ask_host(entry, python=config.python, port=port)
+            facts = gather_here() if connection["here"] else ask_host(entry, request, python=config.python)
         except PacelineError as error:
             return {"connection": {**connection, "error": error.message, "fix": error.fix}}
         return {**facts, "connection": connection}
@@ -240,10 +242,10 @@ def hosts_asker(
     return gather_all
 
 
-def ask_host(entry: HostEntry, *, python: str | None, port: int | None) -> Facts:
+def ask_host(entry: HostEntry, request: Mapping[str, Any], *, python: str | None) -> Facts:
     """Returns the facts that another host answers; raises PacelineError with a fix where it does not."""
     with SshModule(entry.destination, FACTS, python=python) as remote:
-        remote.send({"port": port})
+        remote.send(request)
         remote.stdin.close()  # the request is all of stdin
         return remote.next_line()
 

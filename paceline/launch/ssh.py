@@ -54,7 +54,8 @@ def main(digest, size, module):
             root.mkdir(parents=True, exist_ok=True)
             part = tempfile.mkdtemp(dir=root)
             try:
-                tarfile.open(fileobj=io.BytesIO(data)).extractall(part, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+                safely = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # Python 3.11.4 and later
+                tarfile.open(fileobj=io.BytesIO(data)).extractall(part, **safely)
                 os.rename(part, code)
             except OSError:
                 shutil.rmtree(part, ignore_errors=True)

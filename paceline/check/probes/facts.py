@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from paceline.config import Config, cache_dir
 from paceline.errors import PacelineError
 from paceline.redaction import SET, redact, secrecy
 from paceline.rundir import utc_now
@@ -78,6 +79,9 @@ DEFAULTS: Json = {
     **dict.fromkeys(("run_dir", "data", "tokenizer", "cache_dir", "port", "vocab_size", "torch_path", "cached_torch")),
     "measure_disk": True,
 }
+
+
+AUTO = "auto"  # the file is that of this host's cache
 
 
 def gather_facts(*, on_probe: OnProbe | None = None, **request: Any) -> Json:
@@ -231,11 +235,13 @@ def is_computing(group: int) -> bool:
 
 
 def main() -> int:
-    """Answers a request from another host; its keys are the arguments of gather_facts, all of them optional."""
+    """Answers a request from another host; its keys are the arguments of gather_facts, all optional. cached_torch may be AUTO."""
     try:
         request = json.loads(sys.stdin.read() or "{}")
         if unknown := sorted(request.keys() - DEFAULTS.keys()):
             raise ValueError(f"unknown: {', '.join(unknown)}")
+        if request.get("cached_torch") == AUTO:
+            request["cached_torch"] = str(cache_dir(Config()) / "torch.json")
     except (ValueError, AttributeError) as error:
         fix = f"send a JSON object with {', '.join(DEFAULTS)}"
         print(PacelineError(f"no request for facts: {error}", fix=fix), file=sys.stderr)

@@ -129,6 +129,7 @@ report_end() {
 mkdir -p "$STATE"
 current=start
 trap report_end EXIT
+trap 'exit 130' INT # without it bash may end before it runs the line above
 exec 9> "$STATE/lock" # held by every process of the build
 flock --nonblock 9 || { echo "error: another build runs in $SOURCE" >&2; exit 1; }
 

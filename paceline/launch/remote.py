@@ -42,7 +42,7 @@ from paceline.model.manifest import MANIFEST, read_manifest
 from paceline.model.publish import prune
 from paceline.rundir import RunDir, RunInUse, lock_run, write_atomic
 
-TICK_S = 0.1
+TICK_S, LOOK_S = 0.1, 0.2  # between two rounds, and two looks at what the ranks have written
 ALIVE_S = 1.0
 # without a word from the supervisor, which sends one every second; with the agent's LINK_LOST_GRACE_S and ENGINE_MARGIN_S 29 s
 HEAD_LOST_S = 9.0
@@ -107,7 +107,7 @@ class FarEnd:
             now = time.monotonic()
             if self.lines:
                 self.pass_on(self.lines)
-            if now - looked_at > TICK_S and self.follower and self.attempt:
+            if now - looked_at > LOOK_S and self.follower and self.attempt:
                 looked_at = now
                 self.follower.hurry(self.attempt)
                 if not self.channel.has_more:

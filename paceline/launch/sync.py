@@ -27,12 +27,13 @@ from paceline.launch.script_copy import PREFIX
 from paceline.rundir import RunDir
 from paceline.units import format_bytes, format_duration, format_number_of
 
+COMPILED = "__pycache__"
 MAX_BYTES = 100 << 20
 MAX_FILES = 20_000
 CHECKPOINT_BYTES = 10 << 20  # a larger one is not sent without git, which would have it in .gitignore
 CHECKPOINTS = (".pt", ".pth", ".ckpt", ".safetensors")  # .bin may be text as tokens
 NOT_SENT = {
-    ".git", ".hg", ".svn", "__pycache__", ".venv", "node_modules", ".mypy_cache", ".ruff_cache", ".pytest_cache",
+    ".git", ".hg", ".svn", COMPILED, ".venv", "node_modules", ".mypy_cache", ".ruff_cache", ".pytest_cache",
     ".ipynb_checkpoints",
 }  # fmt: skip
 INTERPRETER = re.compile(r"python[\d.]*|bash|sh")
@@ -197,7 +198,7 @@ def list_files(folder: Path, *, script: Path | None, run: RunDir) -> Listing:
     sizes, folders, links, checkpoints = dict[str, int](), list[str](), list[str](), dict[str, int]()
     for name in [*own, *(git_names(folder) if in_git else walk_names(folder))]:
         path = folder / name
-        if path.is_relative_to(runs):
+        if path.is_relative_to(runs) or COMPILED in path.parts:  # git knows of it only what .gitignore says
             continue
         if name.endswith("/"):
             folders.append(name.rstrip("/"))

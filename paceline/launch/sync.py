@@ -198,7 +198,7 @@ def list_files(folder: Path, *, script: Path | None, run: RunDir) -> Listing:
     sizes, folders, links, checkpoints = dict[str, int](), list[str](), list[str](), dict[str, int]()
     for name in [*own, *(git_names(folder) if in_git else walk_names(folder))]:
         path = folder / name
-        if path.is_relative_to(runs) or COMPILED in path.parts:  # git knows of it only what .gitignore says
+        if path.is_relative_to(runs) or COMPILED in path.parts:  # git lists it where .gitignore has no line about it
             continue
         if name.endswith("/"):
             folders.append(name.rstrip("/"))

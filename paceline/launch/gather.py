@@ -122,9 +122,16 @@ def file_frames(
                 first, at = at == 0, at + len(data)
                 is_last = at >= size or not data
                 if data or not grows:
-                    yield frame({"file": name, "last": is_last, "grows": grows, "new": is_new and first}, data)
+                    yield frame(
+                        {"file": name, "last": is_last, "grows": grows, "new": is_new and first, "first": first}, data
+                    )
     except FileNotFoundError:  # it was removed before its turn came
         return
+
+
+def mode_of(line: Line) -> str:
+    """Returns how the part of a file is opened: the first piece replaces what a link that broke has left."""
+    return "wb" if line.get("first", True) else "ab"
 
 
 def receive(run: RunDir, line: Line, data: bytes, *, allowed: re.Pattern[str]) -> None:
@@ -144,7 +151,7 @@ def receive(run: RunDir, line: Line, data: bytes, *, allowed: re.Pattern[str]) -
             os.close(fd)
         return
     part = path.with_name(path.name + PART)
-    with part.open("ab") as file:
+    with part.open(mode_of(line)) as file:
         file.write(data)
         if line["last"]:
             file.flush()

@@ -33,6 +33,7 @@ from paceline.launch.gather import (
     Follower,
     folder_frames,
     missing_files,
+    mode_of,
     receive,
     remove_newer,
 )
@@ -271,7 +272,7 @@ class FarEnd:
                 raise ValueError(f"not a file of a text: {name!r}")
             self.text.mkdir(parents=True, exist_ok=True)
             part = self.text / f"{name[5:]}.part"
-            with part.open("ab") as file:
+            with part.open(mode_of(line)) as file:
                 file.write(data)
             if line["last"]:
                 part.replace(self.text / name[5:])

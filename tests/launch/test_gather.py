@@ -167,6 +167,15 @@ def test_a_checkpoint_part_comes_whole_and_before_the_json_that_says_so(tmp_path
     assert missing_files(copy, files) == [] and missing_files(copy, {"other": "0"}) == ["other"]
 
 
+def test_what_a_broken_link_has_left_of_a_file_is_replaced(tmp_path):
+    run, name = RunDir(tmp_path / "run"), "samples/text"
+    pieces = [(b"half of ", False), (b"the text", True)]
+    receive(run, {"file": name, "last": False, "first": True}, b"half of an older one", allowed=FROM_HOST)
+    for number, (data, is_last) in enumerate(pieces):
+        receive(run, {"file": name, "last": is_last, "first": number == 0}, data, allowed=FROM_HOST)
+    assert (run.path / name).read_text() == "half of the text"
+
+
 @pytest.mark.parametrize("name", [
     "../evil", "/etc/passwd", "config.toml", "logs/1/../../evil.log", "logs/x/0.log", "progress/../x", "checkpoints/x", "lock",
     "checkpoints/step_000010/manifest.json", "events.jsonl/x", "", "logs/1/0.log\n", "health/..",
@@ -194,8 +203,8 @@ notes = []
 run = RunDir(Path(sys.argv[1]))
 arrivals = Arrivals(run, on_no_space=notes.append)
 name = "checkpoints/.step_000010.1-1.tmp/shard_00001_of_00002.safetensors"
-for last in (False, False, True):
-    arrivals.take({"file": name, "last": last}, os.urandom(100_000))
+for number in range(3):
+    arrivals.take({"file": name, "first": number == 0, "last": number == 2}, os.urandom(100_000))
 arrivals.take({"file": "progress/1", "last": True}, b"beat")
 assert notes == [name], notes
 assert sorted(path.name for path in (run.path / name).parent.iterdir()) == ["shard_00001_of_00002.full"]

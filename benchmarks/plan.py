@@ -111,7 +111,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         cache = args.speeds or folder
-        for nproc in sorted({case.nproc for case in chosen}):
+        for nproc in sorted({case.nproc for case in (*chosen, *TOYS[: args.toys])}):
             if load_speeds(cache, device_name="CPU", threads=max(1, cores // nproc), processes=nproc) is None:
                 quietly(args.patience, lambda n=nproc: measure(cache, nproc=n, threads=max(1, cores // n)))
         for number, toy in enumerate(TOYS[: args.toys]):

@@ -160,12 +160,10 @@ class Cluster:
                 self.arrivals.take(line, data)
         elif line.get("event") == "agent_ended":
             member.agent_ended, member.exit_code = True, line["exit_code"]
-        elif line.get("event") == "published":
-            if self.copies:
-                self.copies.published[Path(line["folder"]).name] = line["manifest"]
-        elif line.get("event") == "copied":
-            if self.copies:
-                self.copies.confirm(line["folder"])
+        elif line.get("event") == "published" and self.copies:
+            self.copies.published[Path(line["folder"]).name] = line["manifest"]
+        elif line.get("event") == "copied" and self.copies:
+            self.copies.confirm(line["folder"])
         elif line.get("event") == "lacks" and self.copies and self.copies.unfinished:  # of the copy that it keeps
             self.copies.send(member, line)
         elif line.get("event") == "alive":
@@ -176,11 +174,14 @@ class Cluster:
             assert self.run
             member.greet(line, self.run, text=self._text, interface=self.interface)
         elif line.get("event") == "opened":
-            member.path, member.shared, member.address = line["path"], line["shared"], line["address"]
-            member.is_open = True
+            member.shared, member.address, member.is_open = line["shared"], line["address"], True
             member.forget_token()
         elif line.get("event") == "refused" and (not member.is_open or line.get("do") == "attempt"):
             member.lose(line["why"])
+        elif line.get("event") == "refused" and self.copies and self.copies.give_up(member):
+            append_event(
+                self.copies.run, "note", text=f"host {member.name} keeps no copy of the checkpoint: {line['why']}"
+            )
         elif line.get("event") == "left":  # this process was stopped for long
             member.lose(line["why"], link_ended=True)
         else:
@@ -230,7 +231,7 @@ class Cluster:
         for member in self.members:
             if member.is_here:
                 by_route = next((route_to(other.address) for other in others if other.address), None)
-                member.path, member.address = str(run.path.resolve()), self._chosen_address() or by_route or "127.0.0.1"
+                member.address = self._chosen_address() or by_route or "127.0.0.1"
 
     def _chosen_address(self) -> str | None:
         """Returns the address of --interface on this host; raises PacelineError where it has none."""
@@ -361,13 +362,14 @@ class Cluster:
         if self.copies and any(member.lost is None for member in self.started):
             self.copies.follow(self.started, keep_last=keep_last)
 
-    def finish_copies(self, *, keep_last: int) -> None:
-        """Waits until the checkpoints of the attempt have arrived here and at the host that keeps the copy."""
+    def finish_copies(self, *, keep_last: int, is_over: Callable[[], bool]) -> None:
+        """Waits until the checkpoints of the attempt are here and at the host of the copy. is_over: the user waits no longer."""
         deadline = time.monotonic() + SEND_S
         self.keep_copies(keep_last=keep_last)
         while (
             self.copies
             and self.copies.unfinished
+            and not is_over()
             and time.monotonic() < deadline
             and any(m.channel for m in self.started)
         ):

@@ -14,7 +14,7 @@ from pathlib import Path
 from paceline.launch.channel import Line
 from paceline.launch.gather import PART, file_frames, folder_frames, missing_files
 from paceline.launch.member import Member
-from paceline.model.manifest import MANIFEST, read_manifest
+from paceline.model.manifest import MANIFEST, newest_folder, read_manifest
 from paceline.model.publish import prune
 from paceline.rundir import RunDir, write_atomic
 
@@ -43,10 +43,18 @@ class Copies:
 
     def forget(self, member: Member) -> None:
         """The link to a host was lost: what it has not sent yet, and the copy that it was making, do not come."""
-        self._owed = {folder: keeper for folder, keeper in self._owed.items() if keeper is not member}
+        self.give_up(member)
         if member.first_rank == 0:
             self.published.clear()
             self._fetched.clear()
+
+    def give_up(self, member: Member) -> bool:
+        """Expects no copy of a host that cannot keep it; returns whether one was under way there."""
+        before, self._owed = (
+            len(self._owed),
+            {name: keeper for name, keeper in self._owed.items() if keeper is not member},
+        )
+        return len(self._owed) < before
 
     def follow(self, members: Sequence[Member], *, keep_last: int) -> None:
         """Sends and completes what is due. members: the hosts of the attempt, that of rank 0 first."""
@@ -54,10 +62,9 @@ class Copies:
         if not first.shared:
             self._relay_parts(first)
             self._complete(first, keep_last)
-        folders = sorted(self.run.checkpoints.glob(f"step_*/{MANIFEST}"))
-        if not folders or folders[-1].parent.name <= self._copied:
+        folder = newest_folder(self.run.checkpoints)
+        if folder is None or folder.name == self._copied:
             return
-        folder = folders[-1].parent
         self._copied = folder.name
         others = [member for member in others if not member.shared]
         text = (folder / MANIFEST).read_text(encoding="utf-8")
@@ -69,11 +76,9 @@ class Copies:
             if keeps:
                 self._owed = {folder.name: member}
         for keeper in (first, *others[:1]):
-            if (
-                keeper.channel and not keeper.shared and not keeper.is_here
-            ):  # so that the run can go on there, with its history
+            if not keeper.shared:  # so that the run can go on there, with its history
                 names = [name for name in HISTORY if (self.run.path / name).exists()]
-                keeper.channel.send_behind(folder_frames(self.run.path, names, "history/"))
+                keeper.send_behind(folder_frames(self.run.path, names, "history/"))
 
     def send(self, member: Member, line: Line) -> None:
         """Sends the files of a checkpoint that the host of the copy lacks."""

@@ -21,7 +21,8 @@ from paceline.rundir import NO_SPACE, RunDir
 # what a host may send into the run folder, and how: only new bytes, or the whole file each time
 GROWS = re.compile(r"events\.jsonl|metrics\.jsonl|health/[^/]+\.jsonl|logs/\d+/[^/]+\.(?:log|stacks)")
 REPLACED = re.compile(
-    r"plan\.json|progress/\d+|comm/(?:\d+\.json|num_operations)|samples/[^/]+|trouble/[^/]+/[^/]+|logs/\d+/(?:[^/]+\.error\.json|comm_lib_trace_rank_\d+)"
+    r"plan\.json|progress/\d+|comm/(?:\d+\.json|num_operations)|samples/[^/]+|trouble/[^/]+/[^/]+"
+    r"|logs/\d+/(?:[^/]+\.error\.json|comm_lib_trace_rank_\d+)"
     r"|checkpoints/\.step_\d+\.[\w-]+\.tmp/[^/]+"
 )
 # what the supervisor may send into the copy of another host
@@ -129,9 +130,16 @@ def file_frames(
         return
 
 
-def mode_of(line: Line) -> str:
-    """Returns how the part of a file is opened: the first piece replaces what a link that broke has left."""
-    return "wb" if line.get("first", True) else "ab"
+def write_piece(path: Path, line: Line, data: bytes, *, part: Path | None = None, sync: bool = False) -> None:
+    """Writes a piece of a file that appears whole or not at all. The first replaces what a link that broke has left."""
+    part = part or path.with_name(path.name + PART)
+    with part.open("wb" if line.get("first", True) else "ab") as file:
+        file.write(data)
+        if line["last"] and sync:
+            file.flush()
+            os.fsync(file.fileno())
+    if line["last"]:
+        part.replace(path)
 
 
 def receive(run: RunDir, line: Line, data: bytes, *, allowed: re.Pattern[str]) -> None:
@@ -150,15 +158,7 @@ def receive(run: RunDir, line: Line, data: bytes, *, allowed: re.Pattern[str]) -
         finally:
             os.close(fd)
         return
-    part = path.with_name(path.name + PART)
-    with part.open(mode_of(line)) as file:
-        file.write(data)
-        if line["last"]:
-            file.flush()
-            if name.startswith("checkpoints/"):
-                os.fsync(file.fileno())
-    if line["last"]:
-        part.replace(path)
+    write_piece(path, line, data, sync=name.startswith("checkpoints/"))
 
 
 class Arrivals:
@@ -174,6 +174,8 @@ class Arrivals:
             if line["last"]:
                 self._refused.discard(name)  # the next version of it may fit
             return
+        if not self.run.path.is_dir():  # a run folder that has vanished is not made again
+            return
         try:
             receive(self.run, line, data, allowed=FROM_HOST)
         except ValueError:  # a name that no run has
@@ -186,9 +188,8 @@ class Arrivals:
             self._refused.add(name)
             path = self.run.path / name
             path.with_name(path.name + PART).unlink(missing_ok=True)
-            if name.startswith(
-                "checkpoints/"
-            ):  # rank 0 then gives this checkpoint up, as if that rank's disk were full
+            if name.startswith("checkpoints/"):
+                # rank 0 then gives this checkpoint up, as if that rank's disk were full
                 with suppress(OSError):
                     path.with_suffix(".full").touch()
 

@@ -26,7 +26,7 @@ from paceline.launch.env import EnvRow, Launch, env_elsewhere, worker_env
 from paceline.launch.losses import readmit, ready_hosts
 from paceline.launch.policy import Abilities, AttemptEnd, Decision
 from paceline.launch.supervisor import Outcome, StopSignals, run_attempt
-from paceline.model.manifest import MANIFEST
+from paceline.model.manifest import newest_folder
 from paceline.plan.advice import step_gap
 from paceline.plan.estimate import Range
 from paceline.plan.forecast import read_comm, step_setup
@@ -95,7 +95,7 @@ class TrainingJob(Job):
                 health_every_s=self.options.health_every_s,
             )
             if cluster:
-                cluster.finish_copies(keep_last=self.config.keep_last)
+                cluster.finish_copies(keep_last=self.config.keep_last, is_over=lambda: signals.kill)
         finally:
             digest.close()
         keep_attempt(cache, self.run, number)
@@ -113,10 +113,10 @@ class TrainingJob(Job):
         if not ready_hosts(cluster) or cluster.is_leaving:
             self.saved_before = None
             return
-        saved = max((path.parent.name for path in self.run.checkpoints.glob(f"step_*/{MANIFEST}")), default="")
+        saved = newest.name if (newest := newest_folder(self.run.checkpoints)) else ""
         if self.saved_before is None:
             self.saved_before = saved
-        if saved > self.saved_before:
+        if saved != self.saved_before:
             self.saved_before = saved
             self.next_plan = self.plan_hosts(
                 cluster, range(len(cluster.present) + len(ready_hosts(cluster)), len(cluster.present), -1)
@@ -146,7 +146,8 @@ class TrainingJob(Job):
             machine = self.cluster.machine if self.cluster else probe_machine()
         except PlanError:  # the driver does not answer: the number of remaining devices is unknown
             return abilities
-        if old.device == "cuda" and len(machine.gpus) < old.world_size:
+        # what is known of other hosts is from before the run
+        if self.cluster is None and old.device == "cuda" and len(machine.gpus) < old.world_size:
             if count := fewer_ranks(old, devices=len(machine.gpus)):
                 config = replace(self.config, nproc=count, device_batch_size=None)  # the micro-batch is chosen again
                 set_keys = frozenset({"nproc", "device_batch_size"})

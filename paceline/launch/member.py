@@ -60,7 +60,6 @@ class Member:
     ssh: SshModule | None = None  # None: this host, or no link
     agent: subprocess.Popen[bytes] | None = None  # on this host
     address: str | None = None  # by which the other hosts reach it
-    path: str = ""  # of the run folder there
     run_id: str | None = None  # of the last attempt that it took part in
     shared: bool = True
     own_job: Mapping[str, Any] = field(default_factory=dict)  # what differs there: command and cwd of a script

@@ -6,7 +6,6 @@ process id means something on its own host alone.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from paceline.launch.cluster import Cluster
 from paceline.launch.stacks import RankProcess, inspect_ranks, rank_processes
@@ -15,46 +14,16 @@ from paceline.rundir import RunDir
 INSPECTION_S = 10.0  # another host has as long for its stacks
 
 
-class RankHosts(Protocol):
-    """Where the ranks of an attempt run, and how their processes are seen there; launch/cluster.py has those of other hosts."""
-
-    def processes(self) -> dict[int, RankProcess]:
-        """Returns the processes that have been started, by rank."""
-
-    def inspect(self, *, own_ranks: bool) -> dict[int, dict[str, str]]:
-        """Returns what each process does, as inspect_ranks does."""
-
-    def names(self) -> dict[int, str]:
-        """Returns the host of each rank; nothing where there is one."""
-
-
 @dataclass(frozen=True)
-class ThisHost:
-    """Ranks that run here."""
-
-    run: RunDir
-    attempt: int
-    ranks: range
-
-    def processes(self) -> dict[int, RankProcess]:
-        return rank_processes(self.run, self.attempt, self.ranks)
-
-    def inspect(self, *, own_ranks: bool) -> dict[int, dict[str, str]]:
-        return inspect_ranks(self.run, self.attempt, self.ranks, own_ranks=own_ranks)
-
-    def names(self) -> dict[int, str]:
-        return {}
-
-
-@dataclass(frozen=True)
-class AllHosts:
-    """Ranks that run on several hosts, perhaps on this one too."""
+class RankHosts:
+    """The ranks of an attempt, on one host or several."""
 
     cluster: Cluster
     run: RunDir
     attempt: int
 
     def processes(self) -> dict[int, RankProcess]:
+        """Returns the processes that have been started, by rank."""
         processes: dict[int, RankProcess] = {}
         for member in self.cluster.begin():
             here = rank_processes(self.run, self.attempt, member.ranks) if member.is_here else member.processes
@@ -62,6 +31,7 @@ class AllHosts:
         return processes
 
     def inspect(self, *, own_ranks: bool) -> dict[int, dict[str, str]]:
+        """Returns what each process does, as inspect_ranks does."""
         members = self.cluster.begin()
         others = [member for member in members if not member.is_here]
         for member in others:
@@ -75,4 +45,6 @@ class AllHosts:
         return texts
 
     def names(self) -> dict[int, str]:
-        return {rank: member.name for member in self.cluster.begin() for rank in member.ranks}
+        """Returns the host of each rank; nothing where there is one."""
+        members = self.cluster.begin()
+        return {rank: member.name for member in members for rank in member.ranks} if len(members) > 1 else {}

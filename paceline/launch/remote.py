@@ -11,7 +11,6 @@ import json
 import math
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -33,9 +32,9 @@ from paceline.launch.gather import (
     Follower,
     folder_frames,
     missing_files,
-    mode_of,
     receive,
     remove_newer,
+    write_piece,
 )
 from paceline.launch.script_copy import PREFIX, ScriptCopy
 from paceline.launch.stacks import inspect_ranks, rank_processes
@@ -56,9 +55,7 @@ LOCK_WAIT_S = 60.0
 def main() -> int:
     """Serves one supervisor until it has gone."""
     channel = Channel(sys.stdin.fileno(), sys.stdout.fileno())
-    channel.send({
-        "event": "hello", "host": socket.gethostname(), "time": time.time(), "python": sys.executable
-    })  # fmt: skip
+    channel.send({"event": "hello", "time": time.time()})
     return FarEnd(channel).serve()
 
 
@@ -166,7 +163,7 @@ class FarEnd:
         if self.follower:
             self.look()
         self.agent, self.lines = None, None
-        self.channel.send_behind([json.dumps({"event": "agent_ended", "exit_code": exit_code}).encode() + b"\n"])
+        self.channel.send_behind([frame({"event": "agent_ended", "exit_code": exit_code})])
 
     def keep_kernel_errors(self) -> None:
         """Writes what this host's kernel log has about its ranks, with torch's own prefix for a rank, beside their logs."""
@@ -236,13 +233,7 @@ class FarEnd:
             for stale in ("progress", "health"):
                 shutil.rmtree(path / stale, ignore_errors=True)
         self.text = cache_dir(Config()) / "data" / line["text"] if line.get("text") else None
-        answer = {
-            "event": "opened",
-            "path": str(path),
-            "shared": self.shared,
-            "free_bytes": shutil.disk_usage(path).free,
-            "address": address,
-        }
+        answer = {"event": "opened", "shared": self.shared, "address": address}
         self.channel.send_behind([frame(answer)])  # behind what the supervisor lacked
 
     def lock_when_free(self, run: RunDir, head: str) -> int:
@@ -271,11 +262,7 @@ class FarEnd:
             if "/" in name[5:] or name[5:] in ("", ".", ".."):
                 raise ValueError(f"not a file of a text: {name!r}")
             self.text.mkdir(parents=True, exist_ok=True)
-            part = self.text / f"{name[5:]}.part"
-            with part.open(mode_of(line)) as file:
-                file.write(data)
-            if line["last"]:
-                part.replace(self.text / name[5:])
+            write_piece(self.text / name[5:], line, data)
             return
         if name.startswith(PREFIX):
             self.script.take(name.removeprefix(PREFIX), line, data)

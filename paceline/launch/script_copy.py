@@ -15,7 +15,7 @@ from pathlib import Path
 
 from paceline.config import Config, cache_dir
 from paceline.launch.channel import Line
-from paceline.launch.gather import PART, missing_files
+from paceline.launch.gather import PART, missing_files, write_piece
 from paceline.rundir import write_atomic
 
 PREFIX = "script/"  # of the names of its files in frames
@@ -62,10 +62,7 @@ class ScriptCopy:
         path.parent.mkdir(parents=True, exist_ok=True)
         digest = hashlib.sha256(os.fsencode(path.name)).hexdigest()[:16]
         part = path.with_name(f".{digest}-{os.getpid()}{PART}")  # the name itself may be as long as a name can be
-        with part.open("ab") as file:
-            file.write(data)
-        if line["last"]:
-            part.replace(path)
+        write_piece(path, line, data, part=part)
 
     def path_of(self, name: str) -> Path:
         """Returns where a file of the copy is. Raises ValueError where that is outside, also by a link."""

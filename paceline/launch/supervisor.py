@@ -24,7 +24,6 @@ from paceline.launch.cluster import Cluster
 from paceline.launch.failure import Failure, find_early_exits, find_failures, read_log_tail
 from paceline.launch.losses import agent_failure, host_failure, settle_losses
 from paceline.launch.member import Member
-from paceline.launch.rank_hosts import AllHosts
 from paceline.launch.watchdog import Hang, Watchdog
 from paceline.rundir import RunDir, append_event
 
@@ -93,8 +92,7 @@ def run_attempt(
         "health_every_s": health_every_s,
     }
     record = AttemptRecord(run, attempt, cluster, script=script)
-    hosts = AllHosts(cluster, run, attempt) if len(record.members) > 1 else None
-    watchdog = Watchdog(run, attempt, nproc, hang_after_s=hang_after_s, script=script, hosts=hosts)
+    watchdog = Watchdog(run, attempt, nproc, hang_after_s=hang_after_s, script=script, cluster=cluster)
     with catch_signals(signals) as signals, start_agents(cluster, run, attempt, job, settings or {}):
         while cluster.runs:
             for member, line in cluster.read(TICK_S):

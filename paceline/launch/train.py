@@ -184,7 +184,8 @@ def changed_run(run: RunDir, changes: Mapping[str, Any], *, otherwise: str) -> t
     config, _ = load_config(run.config_toml, {})
     check_changes(run, config, changes, otherwise=otherwise)
     plan = Plan.from_json(run.plan_json.read_text())
-    if changes.get("nproc", plan.world_size) != plan.world_size:
+    per_host = plan.world_size // plan.hosts
+    if changes.get("nproc", per_host) != per_host:
         changes = {"device_batch_size": None, **changes}  # the micro-batch of other devices is chosen again
     config = Config(**override(asdict(config), changes))
     check_config(config)

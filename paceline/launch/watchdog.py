@@ -25,7 +25,8 @@ from statistics import median
 from typing import Any
 
 from paceline.heartbeat import PHASES, Heartbeat, read_heartbeat
-from paceline.launch.rank_hosts import RankHosts, ThisHost
+from paceline.launch.cluster import Cluster
+from paceline.launch.rank_hosts import RankHosts
 from paceline.launch.stacks import (
     CANNOT_RUN,
     IDLE,
@@ -85,8 +86,8 @@ class RankState:
 class Watchdog:
     """Call poll() some times a second from the start of an attempt: it returns a hang once, and None after that.
 
-    hang_after_s: seconds of silence within a step; None: the default. script: the ranks write no heartbeats. hosts: where the ranks
-    run, if not all on this host.
+    hang_after_s: seconds of silence within a step; None: the default. script: the ranks write no heartbeats. cluster: where the
+    ranks run, if not all on this host.
     """
 
     def __init__(
@@ -97,11 +98,11 @@ class Watchdog:
         *,
         hang_after_s: float | None = None,
         script: bool = False,
-        hosts: RankHosts | None = None,
+        cluster: Cluster | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.run, self.attempt, self.nproc, self.script = run, attempt, nproc, script
-        self.hosts: RankHosts = hosts or ThisHost(run, attempt, range(nproc))
+        self.hosts = RankHosts(cluster or Cluster.here(nproc), run, attempt)
         default_s = SCRIPT_HANG_AFTER_S if script else HANG_AFTER_S
         self.floor_s = default_s if hang_after_s is None else hang_after_s
         self.activity: HeartbeatActivity | LogActivity = (

@@ -271,6 +271,11 @@ def step_folders(directory: Path) -> list[Path]:
     )
 
 
+def newest_folder(directory: Path) -> Path | None:
+    """Returns the newest checkpoint that was complete once; None where there is none."""
+    return next((path for path in step_folders(directory) if (path / MANIFEST).exists()), None)
+
+
 def _damage(path: Path, entry: FileEntry) -> str | None:
     try:
         num_bytes = path.stat().st_size

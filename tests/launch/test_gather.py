@@ -194,6 +194,12 @@ def test_a_supervisor_cannot_write_elsewhere_on_a_host(tmp_path, name):
         receive(RunDir(tmp_path / "run"), {"file": name, "last": True}, b"x", allowed=SENT)
 
 
+def test_a_run_folder_that_has_vanished_is_not_made_again(tmp_path):
+    arrivals = Arrivals(RunDir(tmp_path / "run"), on_no_space=pytest.fail)
+    arrivals.take({"file": "progress/1", "last": True}, b"beat")
+    assert list(tmp_path.iterdir()) == []
+
+
 FULL_DISK = """
 import os, sys
 from pathlib import Path
@@ -201,6 +207,7 @@ from paceline.launch.gather import Arrivals
 from paceline.rundir import RunDir
 notes = []
 run = RunDir(Path(sys.argv[1]))
+run.path.mkdir()
 arrivals = Arrivals(run, on_no_space=notes.append)
 name = "checkpoints/.step_000010.1-1.tmp/shard_00001_of_00002.safetensors"
 for number in range(3):

@@ -8,7 +8,9 @@ import pytest
 
 from paceline.config import Config, cache_dir
 from paceline.errors import Finding, PlanError
+from paceline.launch.cluster import Cluster
 from paceline.launch.digest import Digest
+from paceline.launch.hosts import HostEntry
 from paceline.launch.job import StepWatch, TrainingJob, planned_step, stop_grace_s, watch_steps
 from paceline.launch.policy import Abilities, AttemptEnd, Decision
 from paceline.launch.supervisor import Outcome
@@ -109,6 +111,14 @@ def test_any_other_failure_changes_nothing(job_on):
     job.change(Decision("retry", 1, "this is usually transient"))
     assert job.run.plan_json.read_text() == before
     assert not job.run.events.exists()
+
+
+def test_a_failure_on_two_hosts_of_one_card_each_loses_no_card(job_on):
+    job = job_on(lambda: pytest.fail("the cards of this machine say nothing of those hosts"))
+    hosts = [HostEntry("ada"), HostEntry("bob")]
+    job.cluster = Cluster(hosts, ONE, nproc=1)
+    assert job.plan.world_size == 2
+    assert job.abilities(LOST) == ON_GPUS
 
 
 def test_a_driver_that_does_not_answer_loses_no_card(job_on):

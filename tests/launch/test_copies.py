@@ -1,0 +1,50 @@
+"""Who keeps the copy of a checkpoint, and what happens when a host cannot."""
+
+import os
+from contextlib import contextmanager
+
+from paceline.launch.channel import Channel
+from paceline.launch.copies import Copies
+from paceline.launch.hosts import HostEntry
+from paceline.launch.member import Member
+from paceline.model.manifest import FileEntry, Manifest, encode_manifest
+from paceline.rundir import RunDir, append_event
+
+
+@contextmanager
+def linked(name: str, *, first_rank: int):
+    """A host without a shared disk, and the other end of its link."""
+    (in_a, out_b), (in_b, out_a) = os.pipe(), os.pipe()
+    member = Member(HostEntry(name), 1, name, first_rank=first_rank, channel=Channel(in_a, out_a), shared=False)
+    try:
+        yield member, Channel(in_b, out_b)
+    finally:
+        for fd in (in_a, out_b, in_b, out_a):
+            os.close(fd)
+
+
+def checkpoint(run: RunDir, step: int) -> None:
+    folder = run.checkpoints / f"step_{step:06d}"
+    folder.mkdir(parents=True)
+    manifest = Manifest(step, 2, "2026-11-23T00:00:00.000Z", "0", "0", None, {"shard": FileEntry(1, "0")}, {}, {})
+    (folder / "manifest.json").write_text(encode_manifest(manifest))
+
+
+def orders(end: Channel) -> list[dict]:
+    return [line for line, _ in end.read() if line.get("do") == "saved"]
+
+
+def test_one_other_host_is_asked_for_a_copy_of_each_new_checkpoint_and_may_be_unable(tmp_path):
+    run = RunDir(tmp_path)
+    append_event(run, "launch")
+    here = Member(HostEntry("localhost"), 1, "ada")
+    with linked("bob", first_rank=1) as (bob, bob_end), linked("cem", first_rank=2) as (cem, cem_end):
+        copies, members = Copies(run), [here, bob, cem]
+        for step in (999_990, 1_000_000):  # the names of steps sort by their number, not as text
+            checkpoint(run, step)
+            copies.follow(members, keep_last=1)
+            copies.follow(members, keep_last=1)
+            [order], [other] = orders(bob_end), orders(cem_end)
+            assert order["folder"] == f"step_{step}" and order["manifest"] and other["manifest"] is None
+            assert copies.unfinished and not copies.give_up(cem)
+        assert copies.give_up(bob) and not copies.unfinished  # nobody waits for a copy that does not come

@@ -30,6 +30,7 @@ LINK_LOST_GRACE_S = 17.0  # without a supervisor: enough for a save
 ENGINE_MARGIN_S = 3.0  # how much later than its own deadline the engine may end before it is killed
 FAILED_GRACE_S = 3.0  # the engine gives the peers of a failed rank this long
 KILL_DEADLINE_S = 10.0
+CONNECT_S = 8.0  # four packets of TCP, if the first are lost
 SAMPLER_END_S = 2.0  # a sampler in a system call that does not return is left behind
 WAKE_UP_S = 0.5  # a signal does not interrupt select: its deadline is noticed this late
 
@@ -42,6 +43,10 @@ def main() -> int:
         lines = commands.read()
     if not lines:
         return 1  # the supervisor ended before it sent a job
+    place = lines[0]["rendezvous"]
+    if place and place["index"] and (why := connect_error(place["host"], place["port"])):
+        send({"event": "unreachable", "address": place["host"], "port": place["port"], "reason": why})
+        return 1
     return Agent(lines[0], commands).run(lines[1:])
 
 
@@ -169,6 +174,15 @@ def listen(address: str, ports: Sequence[int] | None) -> socket.socket:
             return socket.create_server((address, port), family=family, backlog=1024)
     where = f"on ports {ports[0]} to {ports[1]} " if ports else ""
     raise OSError(f"cannot listen {where}at {address}")
+
+
+def connect_error(address: str, port: int) -> str | None:
+    """Returns why the listener of the first host's agent cannot be reached; torch's store would try for a minute."""
+    try:
+        socket.create_connection((address, port), timeout=CONNECT_S).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
 
 
 def start_sampler(job: dict[str, Any]) -> subprocess.Popen[bytes] | None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from paceline.launch.channel import PIECE_BYTES, Channel, Line, frame
 from paceline.model.manifest import MANIFEST
+from paceline.model.publish import mark_full
 from paceline.rundir import NO_SPACE, RunDir
 
 # what a host may send into the run folder, and how: only new bytes, or the whole file each time
@@ -189,9 +190,8 @@ class Arrivals:
             path = self.run.path / name
             path.with_name(path.name + PART).unlink(missing_ok=True)
             if name.startswith("checkpoints/"):
-                # rank 0 then gives this checkpoint up, as if that rank's disk were full
                 with suppress(OSError):
-                    path.with_suffix(".full").touch()
+                    mark_full(path)
 
 
 def sha256_of(path: Path) -> str | None:

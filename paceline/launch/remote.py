@@ -39,7 +39,7 @@ from paceline.launch.gather import (
 from paceline.launch.script_copy import PREFIX, ScriptCopy
 from paceline.launch.stacks import inspect_ranks, rank_processes
 from paceline.model.manifest import MANIFEST, read_manifest
-from paceline.model.publish import prune
+from paceline.model.publish import free_space, prune
 from paceline.rundir import RunDir, RunInUse, lock_run, write_atomic
 
 TICK_S, LOOK_S = 0.1, 0.2  # between two rounds, and two looks at what the ranks have written
@@ -112,7 +112,7 @@ class FarEnd:
                     self.look()
             if now - sent_at > ALIVE_S:
                 sent_at = now
-                self.channel.send({"event": "alive", "time": time.time(), "processes": self.processes()})
+                self.channel.send_alive({"event": "alive", "time": time.time(), "processes": self.processes()})
             is_silent = now - self.channel.heard_at > (HEAD_LOST_S if self.agent else IDLE_S)
             if kill_at == math.inf and (self.channel.ended or is_silent):
                 kill_at, self.is_leaving = now + AGENT_END_S, True
@@ -163,7 +163,8 @@ class FarEnd:
         if self.follower:
             self.look()
         self.agent, self.lines = None, None
-        self.channel.send_behind([frame({"event": "agent_ended", "exit_code": exit_code})])
+        end = {"event": "agent_ended", "exit_code": exit_code, "free_bytes": free_space(self.run.path)}
+        self.channel.send_behind([frame(end)])
 
     def keep_kernel_errors(self) -> None:
         """Writes what this host's kernel log has about its ranks, with torch's own prefix for a rank, beside their logs."""
@@ -233,7 +234,7 @@ class FarEnd:
             for stale in ("progress", "health"):
                 shutil.rmtree(path / stale, ignore_errors=True)
         self.text = cache_dir(Config()) / "data" / line["text"] if line.get("text") else None
-        answer = {"event": "opened", "shared": self.shared, "address": address}
+        answer = {"event": "opened", "shared": self.shared, "folder": str(path), "address": address}
         self.channel.send_behind([frame(answer)])  # behind what the supervisor lacked
 
     def lock_when_free(self, run: RunDir, head: str) -> int:

@@ -32,6 +32,7 @@ from paceline.launch.cluster import Cluster
 from paceline.launch.env import format_env, harm_lines, listed_env
 from paceline.launch.hosts import HostEntry, hosts_of, parse_ports, start_check
 from paceline.launch.job import TrainingJob, plan_env
+from paceline.launch.losses import check_folder
 from paceline.launch.notify import checked_services
 from paceline.launch.sync import send_text
 from paceline.launch.trial import try_plan
@@ -255,6 +256,10 @@ def run_training(
     append_event(job.run, "launch", prepared_s=round(prepared_s, 3))
     try:
         return run_job(job, services)
+    except (OSError, PacelineError):
+        if job.cluster:
+            check_folder(job.cluster, job.run)
+        raise
     finally:
         if job.cluster:
             job.cluster.close()

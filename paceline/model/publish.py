@@ -8,6 +8,7 @@ a folder with a hidden name. A kill at any moment leaves earlier checkpoints, an
 import json
 import os
 import shutil
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -148,12 +149,23 @@ def give_up(save: PendingSave, error: BaseException) -> None:
     with suppress(OSError):  # then rank 0 waits until its deadline, and the others' parts stay until the next attempt
         remove_part(save)
         if save.rank != 0:
-            full = isinstance(error, OSError) and error.errno in NO_SPACE
-            save.file.with_suffix(".full" if full else ".failed").touch()
+            if isinstance(error, OSError) and error.errno in NO_SPACE:
+                mark_full(save.file)
+            else:
+                save.file.with_suffix(".failed").touch()
             return
         (save.folder / GIVEN_UP).touch()
         for path in save.folder.glob("shard_*"):
             path.unlink(missing_ok=True)
+
+
+def mark_full(file: Path) -> None:
+    """Marks a part that this host's disk has no room for: rank 0 gives the checkpoint up, and says on which host."""
+    path = file.with_suffix(".full")
+    try:
+        write_atomic(path, socket.gethostname())
+    except OSError:  # no room even for this
+        path.touch()
 
 
 def remove_part(save: PendingSave) -> None:
@@ -175,16 +187,18 @@ def explained(error: OSError, save: PendingSave) -> PacelineError:
     )
 
 
-def no_space(save: PendingSave, who: str, *, num_bytes: int | None) -> NoSpace:
-    """Returns the error of a full disk. num_bytes: of the part of `who`, None if this rank does not know it."""
-    free_bytes = free_space(save.directory)
+def no_space(save: PendingSave, who: str, *, num_bytes: int | None, host: str = "") -> NoSpace:
+    """Returns the error of a full disk. num_bytes: of the part of `who`, None if it does not know it. host: with the full disk."""
+    elsewhere = host not in ("", socket.gethostname())
+    free_bytes = None if elsewhere else free_space(save.directory)
+    who, place = (f"{who} on {host}", f" on {host}") if elsewhere else (who, "")
     needs = "has not enough" if num_bytes is None else f"needs {format_bytes(num_bytes)}"
     if save.whole_bytes is not None and save.world_size > 1:
         needs += f", all together {format_bytes(save.whole_bytes)}"
     free = "" if free_bytes is None else f", {format_bytes(free_bytes)} free in {save.directory}"
     return NoSpace(
         f"no space for the checkpoint of step {save.step}: {who} {needs}{free}; the checkpoints before it are untouched",
-        fix=f"free some space (older checkpoints lie there too), then: paceline resume {save.directory.parent}",
+        fix=f"free some space{place} (older checkpoints lie there too), then: paceline resume {save.directory.parent}",
         step=save.step,
         needed_bytes=max(save.whole_bytes or 0, num_bytes or 0),
         free_bytes=free_bytes,
@@ -206,7 +220,8 @@ def _collect(save: PendingSave, *, deadline_s: float) -> list[dict[str, Any]]:
     while missing := [rank for rank, note in enumerate(notes) if not note.exists()]:
         for rank in missing:
             if notes[rank].with_suffix(".full").exists():
-                raise no_space(save, f"rank {rank} of {save.world_size}", num_bytes=None)
+                host = notes[rank].with_suffix(".full").read_text()
+                raise no_space(save, f"rank {rank} of {save.world_size}", num_bytes=None, host=host)
             if notes[rank].with_suffix(".failed").exists():
                 raise PacelineError(
                     f"rank {rank} of {save.world_size} could not write its part of the checkpoint of step {save.step};"

@@ -277,8 +277,8 @@ FAULTS = {
         keys=(*NO_REJOIN, "--hang-after", "4"), torchrun=("17.3 and 42.6, its timeouts", "never"),
     ),
     "disk": HostFault(
-        "one host's disk full for a while", fill_disk, (None, "disk-full"), "retry", report=r"\bh2\b", until=has_failed,
-        noticed_s=15.0,
+        "one host's disk full for a while", fill_disk, (None, "disk-full"), "retry",
+        report=r"on h2, whose disk is full|disk of h2 is full|h2: .*No space left", until=has_failed, noticed_s=15.0,
     ),
     "folder": HostFault(
         "the head's run folder lost", lambda run: subprocess.run(["rm", "-rf", run.run.path], check=False), ("supervisor-lost",),

@@ -41,8 +41,11 @@ GIVEN_UP = "given_up"  # rank 0 leaves it in the hidden folder: a rank that fini
 class NoSpace(PacelineError):
     """The disk or the quota is full: the training can continue, and a later save may find space."""
 
-    def __init__(self, message: str, *, fix: str, step: int, needed_bytes: int, free_bytes: int | None):
+    def __init__(
+        self, message: str, *, fix: str, step: int, needed_bytes: int, free_bytes: int | None, host: str | None = None
+    ):
         super().__init__(message, fix=fix)
+        self.host = host  # whose disk is full, if it is not this one's
         # needed: of the whole checkpoint; free: after giving up
         self.step, self.needed_bytes, self.free_bytes = step, needed_bytes, free_bytes
 
@@ -202,6 +205,7 @@ def no_space(save: PendingSave, who: str, *, num_bytes: int | None, host: str = 
         step=save.step,
         needed_bytes=max(save.whole_bytes or 0, num_bytes or 0),
         free_bytes=free_bytes,
+        host=host if elsewhere else None,
     )
 
 

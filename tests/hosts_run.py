@@ -97,11 +97,14 @@ class HostsRun:
         return next(p for p in self.processes(host) if any(part in word for word in cmdline(p)))
 
     def left(self, host: str, *, timeout_s: float = 20.0) -> list[str]:
-        """Returns what runs on a host some seconds later."""
+        """Returns what runs on a host some seconds later, but for sessions of its ssh server: TCP keeps those of a lost peer."""
         deadline = time.monotonic() + timeout_s
-        while (running := self.processes(host)) and time.monotonic() < deadline:
+        while True:
+            lines = [" ".join(cmdline(process)) for process in self.processes(host)]
+            running = [line for line in lines if not line.startswith("sshd: ")]
+            if not running or time.monotonic() > deadline:
+                return running
             time.sleep(0.1)
-        return [" ".join(cmdline(process)) for process in running]
 
     def close(self) -> None:
         self.process.kill()
@@ -149,11 +152,12 @@ def shape_cable(hosts: Hosts, *words: str) -> bool:
     )
 
 
-def filter_packets(hosts: Hosts, rule: str) -> None:
-    """Drops what a rule of nft says, of what arrives at h2 and, from h2, at h1."""
+def filter_packets(hosts: Hosts, *rules: str) -> None:
+    """Applies rules of nft to what arrives at h2 and, from h2, at h1."""
     for name, source in (("h2", ""), ("h1", f"ip saddr 10.77.0.{hosts.names.index('h2') + 1} ")):
         chain = "add chain inet fault arriving { type filter hook input priority 0; }"
-        text = f"add table inet fault; {chain}; add rule inet fault arriving iifname eth0 {source}{rule} drop"
+        adding = [f"add rule inet fault arriving iifname eth0 {source}{rule}" for rule in rules]
+        text = "; ".join(["add table inet fault", chain, *adding])
         assert in_network(hosts, name, "nft", text) == 0, text
 
 
@@ -163,7 +167,7 @@ def slow_down(run: HostsRun) -> None:
 
 def lose_packets(run: HostsRun) -> None:
     if not shape_cable(run.hosts, "netem", "loss", "5%"):
-        filter_packets(run.hosts, "numgen random mod 100 < 5")
+        filter_packets(run.hosts, "numgen random mod 100 < 5 drop")
 
 
 def has_netem(hosts: Hosts) -> bool:
@@ -176,7 +180,8 @@ def has_netem(hosts: Hosts) -> bool:
 
 def close_ports(run: HostsRun) -> None:
     """Closes all ports but ssh's, for open connections too."""
-    filter_packets(run.hosts, f"tcp dport != {PORT} tcp sport != {PORT}")
+    ssh = (f"tcp dport {PORT} accept", f"tcp sport {PORT} accept")  # as one rule with != nft compares both at once
+    filter_packets(run.hosts, *ssh, "meta l4proto tcp drop")
 
 
 def clear_cable(hosts: Hosts) -> None:
@@ -219,6 +224,7 @@ class HostFault:
     noticed_s: float = 8.0  # at most
     for_s: float | None = None  # it is undone after this; None: at the end
     until: Callable[[HostsRun], object] | None = None  # or when this has happened
+    num_steps: int = 40
     keys: tuple[str, ...] = ("--no-rejoin",)
     torchrun: tuple[str, str] = ("-", "-")  # when it notices, and its next step
 
@@ -269,7 +275,7 @@ FAULTS = {
         "5 % of packets lost", lose_packets, (None,), "none", torchrun=("goes on", "-"),
     ),
     "mtu": HostFault(
-        "an MTU black hole: packets over 1,200 bytes lost", lambda run: filter_packets(run.hosts, "meta length > 1200"),
+        "an MTU black hole: packets over 1,200 bytes lost", lambda run: filter_packets(run.hosts, "meta length > 1200 drop"),
         ("hosts-path-mtu",), "alone", report="eth0 mtu 1200, on both", torchrun=("hangs to its timeout", "never"),
     ),
     "ports": HostFault(
@@ -294,7 +300,7 @@ FAULTS = {
     ),
     "back": HostFault(
         "a host lost, and back again", lambda run: set_cable(run.hosts, "h2", "down"), ("host-lost",), "join",
-        until=lambda run: run.events("resumed"), keys=("--num-steps", "3000"),
+        until=lambda run: run.events("resumed"), num_steps=3000, keys=(),
         torchrun=("back again: both hosts end", "never"),
     ),
 }  # fmt: skip

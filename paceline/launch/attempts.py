@@ -207,7 +207,8 @@ def record_decision(job: Job, end: AttemptEnd, decision: Decision, explanation: 
         start = f" from step {steps[-1]:,}" if steps else ""
         wait = f" in {decision.wait_s:.0f} s" if decision.wait_s else " now"
         failed = f"attempt {attempt} failed: {format_summary(explanation)}"
-        job.show([failed, f"attempt {attempt + 1}{wait}{start}: {decision.why}"])
+        fix = [f"  fix: {explanation.fix}"] if decision.action == "fewer-ranks" else []  # nobody does it meanwhile
+        job.show([failed, *fix, f"attempt {attempt + 1}{wait}{start}: {decision.why}"])
 
 
 def format_explained(outcome: Outcome, run: RunDir) -> str:

@@ -155,7 +155,7 @@ class Cluster:
         """Takes a frame: files go into the run folder, lines wait for whoever reads them."""
         if "file" in line:
             if self.arrivals:
-                self.arrivals.take(line, data)
+                self.arrivals.take(line, data, host=member.name)
         elif line.get("event") == "agent_ended":
             member.agent_ended, member.exit_code, member.free_bytes = True, line["exit_code"], line.get("free_bytes")
         elif line.get("event") == "published" and self.copies:

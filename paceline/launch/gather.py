@@ -16,7 +16,6 @@ from pathlib import Path
 
 from paceline.launch.channel import PIECE_BYTES, Channel, Line, frame
 from paceline.model.manifest import MANIFEST
-from paceline.model.publish import mark_full
 from paceline.rundir import NO_SPACE, RunDir
 
 # what a host may send into the run folder, and how: only new bytes, or the whole file each time
@@ -169,8 +168,11 @@ class Arrivals:
         self.run, self.on_no_space = run, on_no_space
         self._refused = set[str]()  # files of which a piece did not fit
 
-    def take(self, line: Line, data: bytes) -> None:
+    def take(self, line: Line, data: bytes, *, host: str) -> None:
+        """Takes a piece of a file from a host."""
         name = str(line["file"])
+        if name.endswith(".full"):
+            data = host.encode()  # the rank had no room to write it
         if name in self._refused and not line.get("grows"):
             if line["last"]:
                 self._refused.discard(name)  # the next version of it may fit
@@ -190,8 +192,9 @@ class Arrivals:
             path = self.run.path / name
             path.with_name(path.name + PART).unlink(missing_ok=True)
             if name.startswith("checkpoints/"):
+                # rank 0 then gives this checkpoint up, as if that rank's disk were full
                 with suppress(OSError):
-                    mark_full(path)
+                    path.with_suffix(".full").touch()
 
 
 def sha256_of(path: Path) -> str | None:

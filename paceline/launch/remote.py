@@ -84,6 +84,7 @@ class FarEnd:
         self.keep_last = 1
         self.ranks = range(0)  # of the attempt, here
         self.is_leaving = False  # the supervisor is lost
+        self.silent_since = 0.0  # when it was last heard, if the attempt ended in its silence
 
     def serve(self) -> int:
         sent_at = looked_at = 0.0
@@ -113,7 +114,8 @@ class FarEnd:
             if now - sent_at > ALIVE_S:
                 sent_at = now
                 self.channel.send_alive({"event": "alive", "time": time.time(), "processes": self.processes()})
-            is_silent = now - self.channel.heard_at > (HEAD_LOST_S if self.agent else IDLE_S)
+            is_waiting = not self.agent and self.channel.heard_at != self.silent_since
+            is_silent = now - self.channel.heard_at > (IDLE_S if is_waiting else HEAD_LOST_S)
             if kill_at == math.inf and (self.channel.ended or is_silent):
                 kill_at, self.is_leaving = now + AGENT_END_S, True
                 why = f"it heard nothing from the supervisor for {HEAD_LOST_S:.0f} s"
@@ -158,6 +160,8 @@ class FarEnd:
         if not lines.ended:
             return
         exit_code = self.agent.wait()
+        if time.monotonic() - self.channel.heard_at > 3 * ALIVE_S:
+            self.silent_since = self.channel.heard_at
         if self.has_failed:
             self.keep_kernel_errors()
         if self.follower:

@@ -8,7 +8,6 @@ a folder with a hidden name. A kill at any moment leaves earlier checkpoints, an
 import json
 import os
 import shutil
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -152,23 +151,12 @@ def give_up(save: PendingSave, error: BaseException) -> None:
     with suppress(OSError):  # then rank 0 waits until its deadline, and the others' parts stay until the next attempt
         remove_part(save)
         if save.rank != 0:
-            if isinstance(error, OSError) and error.errno in NO_SPACE:
-                mark_full(save.file)
-            else:
-                save.file.with_suffix(".failed").touch()
+            full = isinstance(error, OSError) and error.errno in NO_SPACE
+            save.file.with_suffix(".full" if full else ".failed").touch()  # no byte of it may be left for more
             return
         (save.folder / GIVEN_UP).touch()
         for path in save.folder.glob("shard_*"):
             path.unlink(missing_ok=True)
-
-
-def mark_full(file: Path) -> None:
-    """Marks a part that this host's disk has no room for: rank 0 gives the checkpoint up, and says on which host."""
-    path = file.with_suffix(".full")
-    try:
-        write_atomic(path, socket.gethostname())
-    except OSError:  # no room even for this
-        path.touch()
 
 
 def remove_part(save: PendingSave) -> None:
@@ -191,10 +179,13 @@ def explained(error: OSError, save: PendingSave) -> PacelineError:
 
 
 def no_space(save: PendingSave, who: str, *, num_bytes: int | None, host: str = "") -> NoSpace:
-    """Returns the error of a full disk. num_bytes: of the part of `who`, None if it does not know it. host: with the full disk."""
-    elsewhere = host not in ("", socket.gethostname())
-    free_bytes = None if elsewhere else free_space(save.directory)
-    who, place = (f"{who} on {host}", f" on {host}") if elsewhere else (who, "")
+    """Returns the error of a full disk. num_bytes: of the part of `who`, None if it does not know it.
+
+    host: with the full disk; empty for this one.
+    """
+    free_bytes = None if host else free_space(save.directory)
+    place = f" on {host}" if host else ""
+    who += place
     needs = "has not enough" if num_bytes is None else f"needs {format_bytes(num_bytes)}"
     if save.whole_bytes is not None and save.world_size > 1:
         needs += f", all together {format_bytes(save.whole_bytes)}"
@@ -205,7 +196,7 @@ def no_space(save: PendingSave, who: str, *, num_bytes: int | None, host: str = 
         step=save.step,
         needed_bytes=max(save.whole_bytes or 0, num_bytes or 0),
         free_bytes=free_bytes,
-        host=host if elsewhere else None,
+        host=host or None,
     )
 
 

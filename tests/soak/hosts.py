@@ -37,7 +37,7 @@ from paceline.rundir import RunDir
 from paceline.units import parse_time
 
 INTERVAL = 10  # steps from one checkpoint to the next, and from one evaluation to the next
-KEYS = ("--num-steps", "40", "--save-every", str(INTERVAL), "--eval-every", str(INTERVAL), "--eval-tokens", "16384")
+KEYS = ("--save-every", str(INTERVAL), "--eval-every", str(INTERVAL), "--eval-tokens", "16384")
 DISK_BYTES = 128 << 20  # of h2: code, text and the copies of one run
 ENOUGH_S = 180.0  # for the part of a run after its fault
 
@@ -111,7 +111,7 @@ def soak(hosts: Hosts, places: Sequence[Place], *, keep: Path | None, done: int)
     if not places:
         return
     began, total = time.monotonic(), done + len(places)
-    unbroken = HostsRun(hosts, "unbroken", *KEYS)
+    unbroken = HostsRun(hosts, "unbroken", "--num-steps", str(FAULTS["rank"].num_steps), *KEYS)
     unbroken.end()
     expected = last_files(unbroken.run)
     for number, place in enumerate(places, 1):
@@ -134,7 +134,7 @@ def soak(hosts: Hosts, places: Sequence[Place], *, keep: Path | None, done: int)
 def one_fault(hosts: Hosts, name: str, place: Place, *, expected: dict[str, str]) -> HostResult:
     """Injects a fault at a place of a run and judges what follows."""
     fault, began = FAULTS[place.kind], time.monotonic()
-    run = HostsRun(hosts, name, *KEYS, *fault.keys)
+    run = HostsRun(hosts, name, "--num-steps", str(fault.num_steps), *KEYS, *fault.keys)
     result = HostResult(place, "none", False, None, None, None, 0.0, ())
     try:
         reach(run, place)

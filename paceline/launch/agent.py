@@ -72,6 +72,7 @@ class Agent:
     def __init__(self, job: dict[str, Any], commands: Lines):
         self.run_id: str = job["run_id"]
         self.stop_grace_s: float = job["stop_grace_s"]
+        self.index: int = job["rendezvous"]["index"] if job["rendezvous"] else 0
         self.logs_dir = Path(job["logs_dir"])
         self.commands = commands
         self.kill_at = float("inf")
@@ -103,7 +104,7 @@ class Agent:
             self.sampler.kill()  # it has nothing to finish
             with suppress(subprocess.TimeoutExpired):
                 self.sampler.wait(SAMPLER_END_S)
-        survivors = kill_processes(self.run_id, timeout_s=KILL_DEADLINE_S)
+        survivors = kill_processes(self.run_id, timeout_s=KILL_DEADLINE_S, index=self.index)
         remove_pipes(self.logs_dir)
         send({"event": "engine_ended", "exit_code": exit_code, "survivors": survivors})
         return 0
@@ -129,7 +130,7 @@ class Agent:
             elif line["do"] == "kill_rank":
                 pid = self.pids.get(line["rank"])
                 # a rank that has ended has none there, and its pid may belong to another process
-                if pid in processes_of(self.run_id):
+                if pid in processes_of(self.run_id, index=self.index):
                     with suppress(OSError):
                         os.killpg(pid, signal.SIGKILL)  # with its data loaders; the engine then ends the other ranks
                 self.kill_after(FAILED_GRACE_S + ENGINE_MARGIN_S)
@@ -214,10 +215,13 @@ def send(line: dict[str, Any]) -> None:
         sys.stdout.flush()
 
 
-def kill_processes(run_id: str, *, timeout_s: float) -> list[int]:
-    """Kills whatever still runs of this attempt's workers and their children; returns the pids that survive until timeout_s."""
+def kill_processes(run_id: str, *, timeout_s: float, index: int) -> list[int]:
+    """Kills whatever still runs of this attempt's workers and their children; returns the pids that survive until timeout_s.
+
+    index: of the host, where several may share their process ids, as containers do.
+    """
     deadline = time.monotonic() + timeout_s
-    while (pids := processes_of(run_id)) and time.monotonic() < deadline:
+    while (pids := processes_of(run_id, index=index)) and time.monotonic() < deadline:
         for pid in pids:
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
@@ -225,17 +229,18 @@ def kill_processes(run_id: str, *, timeout_s: float) -> list[int]:
     return pids
 
 
-def processes_of(run_id: str) -> list[int]:
+def processes_of(run_id: str, *, index: int) -> list[int]:
     """Returns the pids of the workers and of everything that they started, detached processes included.
 
-    torch puts the attempt's id into their environment. Only this attempt's processes have it, so a reused pid is never hit.
+    torch puts the attempt's id into their environment, and the host's index. Only this attempt's processes have them, so a reused
+    pid is never hit.
     """
-    variable = f"TORCHELASTIC_RUN_ID={run_id}".encode()
+    variables = {f"TORCHELASTIC_RUN_ID={run_id}".encode(), f"GROUP_RANK={index}".encode()}
     pids = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             with suppress(OSError):  # it has just ended, or belongs to another user
-                if variable in (folder / "environ").read_bytes().split(b"\0"):
+                if variables <= set((folder / "environ").read_bytes().split(b"\0")):
                     pids.append(int(folder.name))
     return pids
 

@@ -283,8 +283,9 @@ class Cluster:
         if not self._is_begun:
             self.started, self._is_begun, self.is_leaving = self.present, True, False
             first = 0
-            for member in self.started:
-                member.fault, member.finding, member.first_rank, first = None, None, first, first + member.nproc
+            for index, member in enumerate(self.started):
+                member.fault, member.finding, member.index = None, None, index
+                member.first_rank, first = first, first + member.nproc
         return self.started
 
     def start(self, run: RunDir, attempt: int, job: dict[str, Any], *, settings: Mapping[str, str]) -> None:

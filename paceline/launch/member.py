@@ -55,6 +55,7 @@ class Member:
     entry: HostEntry
     nproc: int
     name: str  # as events and messages call it
+    index: int = 0  # among the hosts of the attempt
     first_rank: int = 0
     channel: Channel | None = None
     ssh: SshModule | None = None  # None: this host, or no link
@@ -165,7 +166,8 @@ class Member:
         folder = {"path": path, "token": self.token.name, "key": key, "text": text or None, "interface": interface}
         growing = [*run.path.glob("logs/*/*"), *run.path.glob("health/*"), run.metrics]
         sizes = {str(path.relative_to(run.path)): path.stat().st_size for path in growing if path.is_file()}
-        self.send({"do": "open", **folder, "sizes": sizes, "run_id": self.run_id, "host": self.name, "head": head})
+        attempt = {"run_id": self.run_id, "index": self.index}  # the last one in which it took part
+        self.send({"do": "open", **folder, **attempt, "sizes": sizes, "host": self.name, "head": head})
 
     def give_up(self) -> None:
         """Connects no more."""

@@ -312,4 +312,6 @@ def start_agents(
         yield
     finally:
         cluster.stop_agents()
-        kill_processes(job["run_id"], timeout_s=AGENT_MARGIN_S)
+        for member in cluster.started:
+            if member.is_here:
+                kill_processes(job["run_id"], timeout_s=AGENT_MARGIN_S, index=member.index)

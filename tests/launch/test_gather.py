@@ -194,6 +194,22 @@ def test_a_supervisor_cannot_write_elsewhere_on_a_host(tmp_path, name):
         receive(RunDir(tmp_path / "run"), {"file": name, "last": True}, b"x", allowed=SENT)
 
 
+def test_a_part_that_a_host_has_no_room_for_arrives_with_the_name_of_the_host(tmp_path):
+    arrivals, name = (
+        Arrivals(run_folder(tmp_path), on_no_space=pytest.fail),
+        "checkpoints/.step_000010.1-1.tmp/shard_00001_of_00002",
+    )
+    arrivals.take({"file": f"{name}.full", "last": True}, b"", host="bob")
+    assert (tmp_path / f"{name}.full").read_text() == "bob"
+
+
+def test_a_line_of_an_alive_host_is_longer_than_a_packet():
+    with connected() as (here, there):
+        there.send_alive({"event": "alive"})
+        [(line, data)] = received(here, there, until=lambda line: line["event"] == "alive")
+    assert line["event"] == "alive" and len(data) >= 9000
+
+
 def test_a_run_folder_that_has_vanished_is_not_made_again(tmp_path):
     arrivals = Arrivals(RunDir(tmp_path / "run"), on_no_space=pytest.fail)
     arrivals.take({"file": "progress/1", "last": True}, b"beat", host="bob")

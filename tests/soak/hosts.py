@@ -20,12 +20,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import namespaces
-from hosts_run import DEADLINE_S, FAULTS, HostFault, HostsRun, has_netem, small_disk, undo
+from hosts_run import DEADLINE_S, FAULTS, HostFault, HostsRun, has_netem, kill_all, small_disk, undo
 from namespaces import Hosts, namespaced_hosts
 from soak.faults import PHASES
 from soak.table import HostResult, Place, format_hosts, write_page
@@ -150,10 +150,10 @@ def one_fault(hosts: Hosts, name: str, place: Place, *, expected: dict[str, str]
         result = replace(result, problems=(f"{type(error).__name__}: {str(error)[-600:]}",))
     finally:
         undo(run)
-        with suppress(subprocess.TimeoutExpired):
-            run.process.wait(0 if result.problems else DEADLINE_S)
-        left = run.left("h1") + run.left("h2")
         run.close()
+    left = [] if result.problems else run.left("h1") + run.left("h2")
+    for host in hosts.names:  # what is left, or goes on after a problem, must not disturb the next run
+        kill_all(run, host)
     problems = (*result.problems, *(f"left: {line[:80]}" for line in left))
     return replace(result, seconds=round(time.monotonic() - began, 1), problems=problems)
 

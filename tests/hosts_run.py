@@ -219,7 +219,7 @@ class HostFault:
     # has ended, and the run is resumed on h1; copy: from the copy on h2
     then: Literal["none", "retry", "alone", "join", "here", "copy"]
     host: str | None = "h2"
-    rank: int | None = None
+    ranks: tuple[int | None, ...] = (None,)  # one of them is named with the cause
     report: str = ""  # what the output must have, as a regular expression
     noticed_s: float = 8.0  # at most
     for_s: float | None = None  # it is undone after this; None: at the end
@@ -238,7 +238,7 @@ ORPHANS_S = 36.0  # without a supervisor: 9 s of silence, then 20 until the rank
 KILLED = ("killed-from-outside",)
 FAULTS = {
     "rank": HostFault(
-        "a rank killed", lambda run: run.process_of("h2", "train.worker").kill(), KILLED, "retry", rank=1,
+        "a rank killed", lambda run: run.process_of("h2", "train.worker").kill(), KILLED, "retry", ranks=(1,),
         torchrun=("0.1 to 0.2", "5.0 to 7.2, or never"),
     ),
     "agent": HostFault(
@@ -285,6 +285,7 @@ FAULTS = {
     "disk": HostFault(
         "one host's disk full for a while", fill_disk, (None, "disk-full"), "retry",
         report=r"on h2, whose disk is full|disk of h2 is full|h2: .*No space left", until=has_failed, noticed_s=15.0,
+        ranks=(None, 1),
     ),
     "folder": HostFault(
         "the head's run folder lost", lambda run: subprocess.run(["rm", "-rf", run.run.path], check=False), ("supervisor-lost",),

@@ -11,7 +11,8 @@ HERE = Path(__file__).parent
 FILES = sorted(HERE.glob("new_logs_*.jsonl"))
 USED = HERE.parents[2] / "shared" / "data" / "failure-logs" / "cases.jsonl"
 NEEDED = {"id", "source", "year", "cause", "also", "fix", "evidence", "log"}
-OPTIONAL = {"rank", "completed", "trainer"}  # completed: the source quotes only parts, and some lines around them were filled in
+# completed: the source quotes only parts, and some lines around them were filled in
+OPTIONAL = {"rank", "completed", "trainer"}
 SECRETS = re.compile(r"[\w.+-]+@[\w-]+\.[a-z]{2,}|\b(hf_|sk-|ghp_|AKIA)[A-Za-z0-9]{12,}")
 
 

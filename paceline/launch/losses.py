@@ -23,7 +23,7 @@ from paceline.check.verdicts.rules import Intent
 from paceline.errors import Finding, PacelineError
 from paceline.launch.cluster import Cluster
 from paceline.launch.failure import BLOCKED, HOST_LOST, LINK_LOST, Failure
-from paceline.launch.hosts import measure_links
+from paceline.launch.host_facts import link_probes, measure_links
 from paceline.launch.member import MAX_LOSSES, QUICK_FOR_S, Member
 from paceline.launch.ssh import SSH_FAILED
 from paceline.rundir import RunDir, append_event
@@ -100,7 +100,9 @@ def find_blocked(cluster: Cluster) -> None:
     """Tries the connections between the hosts, as `check` does, and leaves out one that the ranks of others do not reach."""
     members = [member for member in cluster.started if member.lost is None]
     entries = [member.entry for member in members]
-    links = measure_links(entries, python=cluster.python, ports=cluster.ports, interface=cluster.interface)
+    interface = cluster.interface
+    with link_probes(entries, python=cluster.python, ports=cluster.ports, interface=interface) as probes:
+        links = measure_links(entries, probes, interface=interface)
     by_destination = {member.entry.destination: member for member in members}
     pairs = [(first, by_destination[link["to"]], link) for first in members for link in links[first.entry.destination]]
     broken = [(*pair, finding) for pair in pairs if (finding := link_finding(cluster, *pair))]

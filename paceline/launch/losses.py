@@ -30,6 +30,20 @@ from paceline.rundir import RunDir, append_event
 
 # packets of common networks: jumbo frames, Ethernet, PPPoE, WireGuard, GRE, the least of IPv6, and what the internet always takes
 PACKET_BYTES = (9000, 1500, 1492, 1420, 1400, 1280, 1200, 576)
+PING = (
+    "ping",
+    "-n",
+    "-q",
+    "-c",
+    "3",
+    "-i",
+    "0.2",
+    "-W",
+    "1",
+    "-M",
+    "do",
+    "-s",
+)  # one or two of three may be lost by chance
 IP_BYTES, IPV6_BYTES = 28, 48  # the headers of a ping
 
 
@@ -75,19 +89,16 @@ def readmit(cluster: Cluster, count: int) -> list[Member]:
 def find_path_mtu(member: Member) -> Finding | None:
     """Returns what is wrong with the way to a host that has fallen silent, where it answers short packets and no long ones.
 
-    Takes a second where it answers none.
+    Takes more than a second where it answers none.
     """
     name = interface_to(member.address) if member.address else None
     if name is None:
         return None
     mtu, headers = psutil.net_if_stats()[name].mtu, IPV6_BYTES if ":" in str(member.address) else IP_BYTES
     sizes = sorted({mtu, *(size for size in PACKET_BYTES if size < mtu)})
-    pings = [
-        ["ping", "-n", "-q", "-c", "1", "-w", "1", "-M", "do", "-s", str(size - headers), str(member.address)]
-        for size in sizes
-    ]
+    pings = [[*PING, str(size - headers), str(member.address)] for size in sizes]
     with suppress(OSError):  # there is no ping here
-        processes = [subprocess.Popen(ping, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for ping in pings]
+        processes = [subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for words in pings]
         passed = [size for size, process in zip(sizes, processes, strict=True) if process.wait() == 0]
         if passed and mtu not in passed:
             what = f"it answers packets of {passed[-1]:,} bytes and none of {mtu:,}, the MTU of {name} here"
@@ -157,8 +168,8 @@ def check_folder(cluster: Cluster, run: RunDir) -> None:
     fix = "restore the run folder or mount it again, then paceline resume it; or start a new run"
     if keepers:
         keeper = keepers[0]
-        others = [m.name for m in cluster.members if m is not keeper]
-        fix = f"on {keeper.name}: paceline resume {shlex.quote(str(keeper.folder))} --hosts {','.join([keeper.name, *others])}"
+        hosts = ",".join(m.entry.text for m in [keeper, *(m for m in cluster.members if m is not keeper)])
+        fix = f"on {keeper.name}: paceline resume {shlex.quote(str(keeper.folder))} --hosts {hosts}"
     raise PacelineError(f"{run.path} is gone: it existed when the run began", fix=fix)
 
 

@@ -301,7 +301,7 @@ FAULTS = {
     ),
     "back": HostFault(
         "a host lost, and back again", lambda run: set_cable(run.hosts, "h2", "down"), ("host-lost",), "join",
-        until=lambda run: run.events("resumed"), num_steps=3000, keys=(),
+        until=lambda run: len(run.events("attempt")) > 1, num_steps=3000, keys=(),
         torchrun=("back again: both hosts end", "never"),
     ),
 }  # fmt: skip

@@ -214,7 +214,8 @@ def follow(run: HostsRun, fault: HostFault, since: float) -> float | None:
         run.wait_for(lambda: fault.until and fault.until(run))
         undo(run)
     if fault.then == "join":
-        run.wait_for(lambda: len(run.events("resumed")) > 1 and run.step() >= run.events("resumed")[1]["step"] + 2)
+        run.wait_for(lambda: run.events("joined") and len(run.events("attempt")) == 3)
+        run.wait_for(lambda: run.step() >= run.events("resumed")[-1]["step"] + 2)
         run.stop()
     else:
         run.process.wait(ENOUGH_S)

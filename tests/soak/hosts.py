@@ -214,8 +214,9 @@ def follow(run: HostsRun, fault: HostFault, since: float) -> float | None:
         run.wait_for(lambda: fault.until and fault.until(run))
         undo(run)
     if fault.then == "join":
-        run.wait_for(lambda: run.events("joined") and len(run.events("attempt")) == 3)
-        run.wait_for(lambda: run.step() >= run.events("resumed")[-1]["step"] + 2)
+        run.wait_for(lambda: len(run.events("attempt")) == 3)
+        joined = run.events("attempt")[2]["time"]
+        run.wait_for(lambda: any(line["time"] > joined for line in run.lines()))
         run.stop()
     else:
         run.process.wait(ENOUGH_S)

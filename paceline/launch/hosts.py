@@ -45,13 +45,10 @@ from paceline.rundir import RunDir
 from paceline.terminal import progress_line
 
 FACTS, LINKS = "paceline.check.probes.facts", "paceline.check.probes.link_probe"
-UNKNOWN_LINK: dict[str, Any] = {
-    "address": None, "port": 0, "rtt_us": None, "bits_per_s": None, "back_bits_per_s": None, "mtu": None, "tried": [],
-    "error": "probe",
-}  # fmt: skip
-EXAMPLE = (
-    "--hosts ada,bob, user@ada, ada:2 for two ranks there, node[1-4], [fe80::1], or a file with one host on each line"
-)
+UNKNOWN_LINK: dict[str, Any] = {"port": 0, "tried": [], "error": "probe"}
+UNKNOWN_LINK |= dict.fromkeys(("address", "rtt_us", "bits_per_s", "back_bits_per_s", "mtu"))
+EXAMPLE = "--hosts ada,bob, user@ada, ada:2 for two ranks, node[1-4], [fe80::1], or a file with a host on each line"
+HOST_KEYS = ("hosts", "python", "interface", "ports")
 MAX_HOSTS = 1024
 ENTRY = re.compile(
     r"(?:(?P<user>[^@\s:]+)@)?(?:\[(?P<ipv6>[0-9A-Fa-f:.%\w]*:[^\]]*)\]|(?P<host>[^:@]+))(?::(?P<nproc>\d+))?"
@@ -96,7 +93,7 @@ def parse_hosts(text: str) -> list[HostEntry]:
         raise UsageError(empty, fix=EXAMPLE)
     for entry in entries:
         if sum(other.host == entry.host for other in entries) > 1:
-            raise UsageError(f"{entry.host} is listed twice", fix=f"once, with its ranks: {entry.destination}:2")
+            raise UsageError(f"{entry.host} is listed twice", fix=f"once, with its ranks: {entry.text}:2")
     return entries
 
 
@@ -113,7 +110,7 @@ def ranks_of(entries: Sequence[HostEntry]) -> int | None:
 def hosts_of(config: Config) -> tuple[list[HostEntry], Config]:
     """Returns the hosts of a config, none where it names none, and the config with the ranks on each that the list gives."""
     if config.hosts is None:
-        for key in ("python", "interface", "ports"):
+        for key in HOST_KEYS[1:]:
             if getattr(config, key) is not None:
                 raise UsageError(f"--{key} is about several hosts", fix=f"--hosts ada,bob, or leave --{key} out")
         return [], config
@@ -174,6 +171,8 @@ def parse_entry(word: str, place: str) -> list[HostEntry]:
         if not match or not host or UNSAFE.search(host) or UNSAFE.search(match["user"] or ""):
             ipv6 = f"an IPv6 address stands in brackets: [{word}]; " if word.count(":") > 1 and "[" not in word else ""
             raise UsageError(f"{place}: {word!r} is not a host", fix=ipv6 + EXAMPLE)
+        if host.isdecimal():
+            raise UsageError(f"{place}: {host} is a number, not a host", fix=EXAMPLE)
         nproc = int(match["nproc"]) if match["nproc"] else None
         if nproc is not None and not 1 <= nproc <= 64:
             raise UsageError(f"{place}: {nproc} ranks on {host}", fix="1 to 64 ranks on a host")
@@ -271,10 +270,12 @@ def measure_links(
         target, addresses = probes[second], list(probes[second]["addresses"])
         if is_this_host(second) and interface is None:  # a launch takes the address on the way to the first
             addresses = [route_to(address) for address in probes[first]["addresses"][:1]] + addresses
+        own = {"own_store_port": probes[first]["store_port"]} if ports else {}
         order = {"addresses": addresses, "port": target["port"], "store_port": target["store_port"]}
         try:
             processes[first].send(order)
-            return {**processes[first].next_line(), "clock_s": round(target["clock_s"] - probes[first]["clock_s"], 3)}
+            ahead_s = round(target["clock_s"] - probes[first]["clock_s"], 3)
+            return {**processes[first].next_line(), **own, "clock_s": ahead_s}
         except PacelineError as error:
             probes[first] = {"reason": f"{first.destination}: {error.message}"}
             return {**UNKNOWN_LINK, "reason": probes[first]["reason"]}
@@ -324,7 +325,7 @@ class StartCheck:
         machine = machine_of_hosts(self.facts())
         if machine is None:
             self._judge(Intent(num_hosts=len(self.entries)))
-            raise PacelineError("no host could be asked", fix=f"paceline check --hosts {self.entries[0].destination}")
+            raise PacelineError("no host could be asked", fix=f"paceline check --hosts {self.entries[0].text}")
         return machine
 
     def judge(self, plan: Plan) -> CheckResult:

@@ -5,7 +5,7 @@ import sys
 
 import namespaces
 import pytest
-from namespaces import PORT, namespaced_hosts
+from namespaces import PORT, add_cable, namespaced_hosts
 
 from paceline.errors import UsageError
 from paceline.launch.hosts import HostEntry, is_this_host, parse_hosts, ranks_of
@@ -232,12 +232,7 @@ def test_a_firewall_that_opens_the_range_needs_the_kernel_to_choose_ports_in_it(
 
 @pytest.fixture(scope="module")
 def cable(hosts):
-    """A second network between the hosts, eth1 with 10.88.0.N."""
-    first, second = f"{hosts.prefix}h1", f"{hosts.prefix}h2"
-    hosts.ip("link", "add", "eth1", "netns", first, "type", "veth", "peer", "name", "eth1", "netns", second)
-    for number, name in enumerate((first, second), 1):
-        hosts.ip("-n", name, "addr", "add", f"10.88.0.{number}/24", "dev", "eth1")
-        hosts.ip("-n", name, "link", "set", "eth1", "up")
+    add_cable(hosts)
     return hosts
 
 

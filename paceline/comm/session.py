@@ -93,7 +93,7 @@ def measure_comm(
     command = [*worker, str(run.path), plan.device, sizes, str(sweep_s)]
     silence_s = deadline_s + max_bytes / SLOWEST_BYTES_PER_S
     cluster = cluster_of(entries, config, machine)
-    hosts = {member.name: member.ranks for member in cluster.present} if cluster else {}
+    hosts = {member.name: member.ranks for member in cluster.begin()} if cluster else {}
     try:
         if cluster:
             cluster.connect(run, text=None, is_kept=False)
@@ -140,7 +140,7 @@ def run_ranks(
     cluster: Cluster | None = None,
 ) -> None:
     """Returns when every rank has written its report."""
-    hosts = {member.name: member.ranks for member in cluster.present} if cluster else {}
+    hosts = {member.name: member.ranks for member in cluster.begin()} if cluster else {}
 
     def show_progress() -> None:
         heartbeat = read_heartbeat(run.progress(0))

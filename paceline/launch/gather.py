@@ -56,6 +56,10 @@ class Follower:
         for name, size in sizes.items():
             with suppress(OSError):
                 self._sent[name] = ((self.run.path / name).stat().st_ino, size, 0)
+        # the plan may have changed since, and steps that were not received are done again
+        for path in (self.run.plan_json, self.run.metrics):
+            with suppress(OSError):
+                self._sent[path.name] = stamp(path)
         self.scan(None)
 
     def hurry(self, attempt: int) -> None:
@@ -182,6 +186,9 @@ class Arrivals:
             return
         if not self.run.path.is_dir():  # a run folder that has vanished is not made again
             return
+        if name in SHARED and line.get("first") and self.run.events.exists():  # of a copy whose link was made again
+            known = set(self.run.events.read_bytes().splitlines())
+            data = b"".join(record for record in data.splitlines(keepends=True) if record.rstrip() not in known)
         try:
             receive(self.run, line, data, allowed=FROM_HOST)
         except ValueError:  # a name that no run has

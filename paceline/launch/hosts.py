@@ -286,7 +286,8 @@ def measure_links(
                 processes[entry] = stack.enter_context(open_probe(entry, python=python))
                 processes[entry].send(request)
                 probes[entry] = processes[entry].next_line()
-                probes[entry]["clock_s"] = clock_ahead_s(processes[entry])
+                if "reason" not in probes[entry]:
+                    probes[entry]["clock_s"] = clock_ahead_s(processes[entry])
             except PacelineError as error:
                 probes[entry] = {"reason": f"{entry.destination}: {error.message}"}
         for first, second in pairs:

@@ -21,7 +21,7 @@ from paceline.launch.channel import Channel, Line
 from paceline.launch.hosts import HostEntry, is_this_host
 from paceline.launch.ssh import SshModule, disk_fix
 from paceline.launch.stacks import RankProcess
-from paceline.rundir import RunDir
+from paceline.rundir import RunDir, read_json_lines
 
 REMOTE = "paceline.launch.remote"
 QUICK_FOR_S = 8.0  # a connection that breaks while its host is well is there again within this
@@ -160,9 +160,11 @@ class Member:
         self.token = run.path / f".shared-{secrets.token_hex(8)}"
         self.token.touch()
         head, path = socket.gethostname(), str(run.path.resolve())
-        key = hashlib.sha256(f"{head}:{path}".encode()).hexdigest()[:12]
+        # a run that was deleted may have had the same name, and left its copy there
+        began = next((event["time"] for event in read_json_lines(run.events)), "")
+        key = hashlib.sha256(f"{head}:{path}:{began}".encode()).hexdigest()[:12]
         folder = {"path": path, "token": self.token.name, "key": key, "text": text or None, "interface": interface}
-        growing = [*run.path.glob("logs/*/*"), *run.path.glob("health/*"), run.metrics]
+        growing = [*run.path.glob("logs/*/*"), *run.path.glob("health/*")]
         sizes = {str(path.relative_to(run.path)): path.stat().st_size for path in growing if path.is_file()}
         self.send(
             {

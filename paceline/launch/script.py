@@ -88,7 +88,7 @@ def run_script(options: ScriptOptions) -> int:
     launch = Launch(script.nproc, script.device, machine.cpu_cores, libuv=checked.libuv, for_script=True)
     env, rows = worker_env(os.environ, launch)
     with suppress(PacelineError) if options.show_env else nullcontext():
-        report_and_refuse(checked.findings, stopped="this script", stream=sys.stderr)
+        report_and_refuse(checked.findings, stopped="this script", stream=sys.stderr, several=bool(entries))
     if options.show_env:
         print(format_env(rows))
         return 0

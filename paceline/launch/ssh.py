@@ -161,6 +161,7 @@ class SshModule(ModuleProcess):
     def __init__(self, destination: str, module: str, *, python: str | None):
         self.destination = destination
         self.interpreters = [python] if python else [sys.executable, "python3"]
+        self.has_answered = False
         try:
             super().__init__([*SSH, "--", destination, remote_command(self.interpreters)])
         except FileNotFoundError as error:
@@ -171,6 +172,7 @@ class SshModule(ModuleProcess):
             self.write(f"exec({source!r})\n".encode())
             if not self.next_line()["have"]:
                 self.write(archive)
+            self.has_answered = True
         except BaseException:
             self.__exit__()
             raise
@@ -192,6 +194,10 @@ class SshModule(ModuleProcess):
         if exit_code == NO_PYTHON:
             names = " or ".join(self.interpreters)
             return PacelineError(f"no {names} there", fix="--python PATH of an interpreter with torch there")
+        if not self.has_answered and exit_code != SSH_FAILED:  # no Python, or a login that runs no command
+            path = shlex.quote(self.interpreters[-1])
+            fix = f"ssh {to} {path} --version must print one; --python PATH of an interpreter with torch there"
+            return PacelineError(f"{path} cannot be run there: {last or f'exit code {exit_code}'}", fix=fix)
         self.stderr.seek(0)
         stderr = self.stderr.read(MAX_STDERR_BYTES).decode(errors="replace")
         for pattern, what, fix in SSH_ERRORS if exit_code == SSH_FAILED else ():

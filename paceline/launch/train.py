@@ -251,6 +251,7 @@ def run_training(
     others = [member.entry.destination for member in job.cluster.members if not member.is_here] if job.cluster else []
     if job.options.detach and detach(job.run, job.lock, destinations=others):
         return 0
+    append_event(job.run, "launch", prepared_s=round(prepared_s, 3))
     if job.cluster:
         try:
             job.cluster.connect(job.run, text=dataset.path)
@@ -263,7 +264,6 @@ def run_training(
             raise
         if text:
             job.show([text])
-    append_event(job.run, "launch", prepared_s=round(prepared_s, 3))
     try:
         return run_job(job, services)
     finally:

@@ -90,9 +90,9 @@ def check(args: options.CheckOptions) -> int:
 
 def comm(args: options.CommOptions) -> int:
     from paceline.comm.analysis import format_comm
-    from paceline.comm.session import measure_comm
+    from paceline.comm.session import facts_of_ranks, measure_comm
     from paceline.config import cache_dir
-    from paceline.launch.hosts import facts_of_ranks, hosts_of
+    from paceline.launch.hosts import hosts_of
     from paceline.terminal import show_progress
 
     entries, config = hosts_of(resolve_config(args.config, args.keys, default={"depth": 12}))

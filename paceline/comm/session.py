@@ -12,21 +12,23 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from paceline.check.ready import machine_of_hosts
+from paceline.check.probes.facts import gather_facts
+from paceline.check.ready import judge_facts, machine_of_hosts, report_and_refuse
 from paceline.check.verdicts.hosts_verdicts import interfaces_of, name_of, nominal_bits_per_s
 from paceline.check.verdicts.hosts_verdicts import links as links_of
-from paceline.check.verdicts.rules import Facts, Host, Intent
+from paceline.check.verdicts.rules import Facts, Host, Intent, visible_gpus
 from paceline.comm.analysis import LinkRate, link_of_gpus, make_results, sweep_sizes, with_hosts
-from paceline.config import Config
+from paceline.config import Config, cache_dir
 from paceline.errors import PacelineError, TrainingFailed
 from paceline.heartbeat import read_heartbeat
 from paceline.launch.cluster import Cluster
 from paceline.launch.env import env_elsewhere
-from paceline.launch.hosts import HostEntry
+from paceline.launch.hosts import HostEntry, ask_hosts
 from paceline.launch.job import plan_env, plan_launch
 from paceline.launch.supervisor import run_attempt
 from paceline.launch.train import cluster_of
@@ -109,6 +111,18 @@ def measure_comm(
     if results["right"] or out is not None:  # a plan must not rely on a machine that computes wrong results
         save_results(results, file)
     return {**results, "file": str(file)}
+
+
+def facts_of_ranks(entries: Sequence[HostEntry], config: Config) -> list[Facts]:
+    """Returns the facts of the hosts of a measurement, or of this one; raises PacelineError where their ranks would fail."""
+    if not entries:
+        return [gather_facts(measure_disk=False, cached_torch=cache_dir(config) / "torch.json")]
+    facts = ask_hosts(entries, config)
+    device = config.device or ("cuda" if all(visible_gpus(host) for host in facts) else "cpu")
+    intent = Intent(device=device, nproc=config.nproc, num_hosts=len(facts), config=asdict(config))
+    stops = [finding for finding in judge_facts(facts, intent).findings if finding.severity == "stop"]
+    report_and_refuse(stops, stopped="this measurement", several=True, has_no_check=False)
+    return facts
 
 
 def save_results(results: Mapping[str, Any], file: Path) -> None:

@@ -241,6 +241,7 @@ class Cluster:
         if lost:
             self.close()
             check = f"paceline check --hosts {','.join(m.entry.text for m in self.members)}"
+            check += f" --python {self.python}" if self.python else ""
             raise PacelineError(f"host {lost.name}: {lost.lost}", fix=lost.error.fix if lost.error else check)
 
     def lacking(self, members: Sequence[Member], what: str, files: Mapping[str, str]) -> dict[Member, list[str]]:

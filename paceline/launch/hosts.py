@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import combinations, repeat
 from pathlib import Path
@@ -34,7 +34,7 @@ from paceline.check.ready import (
     start_gathering,
     training_intent,
 )
-from paceline.check.verdicts.rules import Facts, Intent, at, visible_gpus
+from paceline.check.verdicts.rules import Facts, Intent, at
 from paceline.config import Config, cache_dir
 from paceline.errors import PacelineError, UsageError
 from paceline.launch.ssh import ModuleProcess, SshModule, ssh_name
@@ -120,6 +120,10 @@ def hosts_of(config: Config) -> tuple[list[HostEntry], Config]:
     nproc = ranks_of(entries)
     if nproc is not None and config.nproc not in (None, nproc):
         raise UsageError(f"--hosts gives {nproc} ranks to a host, --nproc {config.nproc}", fix="leave one of them out")
+    here = [entry for entry in entries if is_this_host(entry)]
+    if len(here) > 1:
+        what = f"{here[0].host} and {here[1].host} are both this host"
+        raise UsageError(what, fix=f"one of them, with its ranks: {here[0].text}:2")
     names = ",".join(entry.text for entry in entries)  # the file may change, or lie on another machine
     return entries, replace(config, hosts=names, nproc=config.nproc if nproc is None else nproc)
 
@@ -359,18 +363,6 @@ def ask_machine(config: Config) -> Machine:
         machine = machine_of_hosts(ask_hosts(entries, config))
     assert machine is not None  # each of them answered
     return machine
-
-
-def facts_of_ranks(entries: Sequence[HostEntry], config: Config) -> list[Facts]:
-    """Returns the facts of the hosts of a measurement, or of this one; raises PacelineError where their ranks would fail."""
-    if not entries:
-        return [gather_facts(measure_disk=False, cached_torch=cache_dir(config) / "torch.json")]
-    facts = ask_hosts(entries, config)
-    device = config.device or ("cuda" if all(visible_gpus(host) for host in facts) else "cpu")
-    intent = Intent(device=device, nproc=config.nproc, num_hosts=len(facts), config=asdict(config))
-    stops = [finding for finding in judge_facts(facts, intent).findings if finding.severity == "stop"]
-    report_and_refuse(stops, stopped="this measurement", several=True)
-    return facts
 
 
 @contextmanager

@@ -259,9 +259,10 @@ class FarEnd:
         while True:
             try:
                 return lock_run(run, host=head)
-            except RunInUse:
+            except RunInUse as error:
                 if time.monotonic() > deadline or self.channel.ended:
-                    raise
+                    fix = "wait until it has ended; or leave one out of --hosts, where two of them are one host"
+                    raise PacelineError(error.message, fix=fix) from None
             self.channel.send({"event": "alive"})
             time.sleep(ALIVE_S)
 

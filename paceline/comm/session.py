@@ -12,23 +12,21 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from paceline.check.probes.facts import gather_facts
-from paceline.check.ready import judge_facts, machine_of_hosts, report_and_refuse
+from paceline.check.ready import machine_of_hosts
 from paceline.check.verdicts.hosts_verdicts import interfaces_of, name_of, nominal_bits_per_s
 from paceline.check.verdicts.hosts_verdicts import links as links_of
-from paceline.check.verdicts.rules import Facts, Host, Intent, visible_gpus
+from paceline.check.verdicts.rules import Facts, Host, Intent
 from paceline.comm.analysis import LinkRate, link_of_gpus, make_results, sweep_sizes, with_hosts
-from paceline.config import Config, cache_dir
+from paceline.config import Config
 from paceline.errors import PacelineError, TrainingFailed
 from paceline.heartbeat import read_heartbeat
 from paceline.launch.cluster import Cluster
 from paceline.launch.env import env_elsewhere
-from paceline.launch.hosts import HostEntry, ask_hosts
+from paceline.launch.hosts import HostEntry
 from paceline.launch.job import plan_env, plan_launch
 from paceline.launch.supervisor import run_attempt
 from paceline.launch.train import cluster_of
@@ -95,11 +93,10 @@ def measure_comm(
     command = [*worker, str(run.path), plan.device, sizes, str(sweep_s)]
     silence_s = deadline_s + max_bytes / SLOWEST_BYTES_PER_S
     cluster = cluster_of(entries, config, machine)
-    hosts = {member.name: member.ranks for member in cluster.begin()} if cluster else {}
     try:
         if cluster:
             cluster.connect(run, text=None, is_kept=False)
-        run_ranks(run, plan, command, deadline_s=silence_s, libuv=libuv, progress=progress, cluster=cluster)
+        hosts = run_ranks(run, plan, command, deadline_s=silence_s, libuv=libuv, progress=progress, cluster=cluster)
     finally:
         if cluster:
             cluster.close()
@@ -111,18 +108,6 @@ def measure_comm(
     if results["right"] or out is not None:  # a plan must not rely on a machine that computes wrong results
         save_results(results, file)
     return {**results, "file": str(file)}
-
-
-def facts_of_ranks(entries: Sequence[HostEntry], config: Config) -> list[Facts]:
-    """Returns the facts of the hosts of a measurement, or of this one; raises PacelineError where their ranks would fail."""
-    if not entries:
-        return [gather_facts(measure_disk=False, cached_torch=cache_dir(config) / "torch.json")]
-    facts = ask_hosts(entries, config)
-    device = config.device or ("cuda" if all(visible_gpus(host) for host in facts) else "cpu")
-    intent = Intent(device=device, nproc=config.nproc, num_hosts=len(facts), config=asdict(config))
-    stops = [finding for finding in judge_facts(facts, intent).findings if finding.severity == "stop"]
-    report_and_refuse(stops, stopped="this measurement", several=True, has_no_check=False)
-    return facts
 
 
 def save_results(results: Mapping[str, Any], file: Path) -> None:
@@ -152,9 +137,8 @@ def run_ranks(
     libuv: bool,
     progress: Callable[[str, float, float], None],
     cluster: Cluster | None = None,
-) -> None:
-    """Returns when every rank has written its report."""
-    hosts = {member.name: member.ranks for member in cluster.begin()} if cluster else {}
+) -> dict[str, Sequence[int]]:
+    """Returns when every rank has written its report: the ranks of each of several hosts."""
 
     def show_progress() -> None:
         heartbeat = read_heartbeat(run.progress(0))
@@ -184,12 +168,13 @@ def run_ranks(
         )
         if plan.device == "cuda":
             fix = "NCCL_P2P_DISABLE=1 paceline comm shows whether the direct path between the cards is at fault"
-        place = next((f" (on {name})" for name, ranks in hosts.items() if outcome.hang.rank in ranks), "")
-        raise CommFailed(outcome.hang.text + place, fix=f"logs: {run.logs(1)}; {fix}")
+        raise CommFailed(outcome.hang.text, fix=f"logs: {run.logs(1)}; {fix}")
+    hosts: dict[str, Sequence[int]] = {m.name: m.ranks for m in cluster.started} if cluster else {}
     if outcome.failures:
         root = outcome.failures[0]
         subject = "the launch" if root.rank is None else with_hosts(f"rank {root.rank}", hosts)
         raise CommFailed(f"{subject} failed: {root.message}", fix=root.fix or f"read the logs: {run.logs(1)}")
+    return hosts
 
 
 def links_between_hosts(

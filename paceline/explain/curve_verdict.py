@@ -69,8 +69,11 @@ def explain_curves(series: Sequence[MetricSeries], notes: Sequence[str], *, name
     if findings := judge_curves(series):
         return add_findings(Explanation(HEALTHY, notes=tuple(notes)), findings)
     if not judged:
-        counts = ", ".join(f"{len(item.values)} points of {item.name}" for item in series[:3])
-        few = f"{counts} are too few to judge" if series else "no curve has the name of a loss, of memory or of a speed"
+        few = "no curve has the name of a loss, of memory or of a speed"
+        if series:
+            few = f"{', '.join(f'{item.name} {len(item.values)}' for item in series[:3])}: too few points to judge"
+        elif notes:
+            few = "nothing whole to read"
         fix = "pass the log of the run: paceline explain LOG"
         return Explanation(UNKNOWN, summary=f"{names}: {few}", fix=fix, notes=tuple(notes))
     shown = next((item for item in judged if item.kind == LOSS), judged[0])
@@ -296,7 +299,8 @@ def rise_from_start(values: Sequence[float]) -> int | None:
 def lowest_stretch(values: Sequence[float], length: int) -> int:
     """The start of the stretch of this length with the lowest median, by quarters of a stretch."""
     starts = range(0, len(values) - length + 1, max(1, length // 4))
-    return min(starts, key=lambda start: statistics.median(values[start : start + length]))
+    stretches = {start: values[start : start + length] for start in starts}
+    return min(stretches, key=lambda start: (statistics.median(stretches[start]), sum(stretches[start])))
 
 
 def running_median(values: Sequence[float]) -> list[float]:
@@ -327,13 +331,16 @@ def is_lower(values: Sequence[float], before: Sequence[float]) -> bool:
 
 
 def is_level(values: Sequence[float]) -> bool:
-    """Whether a curve has not fallen from its first to its last third, and has so little noise that a small fall would show."""
+    """Whether the thirds of a curve are equally high, and it has so little noise that a small fall would show."""
     third = len(values) // 3
     if third < MIN_POINTS // 2 or min(values) <= 0:
         return False
-    (first, noise), (last, last_noise) = level_of(values[:third]), level_of(values[-third:])
+    (first, noise), (middle, _), (last, last_noise) = (
+        level_of(values[start : start + third]) for start in (0, third, len(values) - third)
+    )
     error = math.hypot(noise, last_noise) / math.sqrt(third)
-    return abs(first - last) < STILL_CHANGE * first and error < STILL_ERROR * first
+    is_same = max(first, middle, last) - min(first, middle, last) < STILL_CHANGE * first
+    return is_same and error < STILL_ERROR * first
 
 
 def grows(values: Sequence[float]) -> bool:

@@ -94,7 +94,8 @@ def read_event_file(file: BinaryIO, report: Report) -> Iterator[Scalar]:
     while header := file.read(12):
         length = int.from_bytes(header[:8], "little")
         if len(header) < 12 or masked_crc(header[:8]) != header[8:]:
-            report(f"cut or damaged at byte {file.tell() - len(header):,}: what follows was left out")
+            at = file.tell() - len(header)
+            report(f"cut or damaged at byte {at:,}: what follows was left out" if at else "not an event file")
             break
         record, crc = file.read(length), file.read(4)
         if len(crc) < 4:
@@ -145,7 +146,7 @@ def read_tensor(tensor: bytes) -> float | None:
 def read_wandb_file(file: BinaryIO, report: Report) -> Iterator[Row]:
     """Yields the rows of a .wandb file: what the script logged, and the samples of the machine."""
     if file.read(len(WANDB_HEADER)) != WANDB_HEADER:
-        report("not a .wandb file of a known version")
+        report("not a file of W&B, or of an unknown version")
         return
     record = b""
     num_damaged = 0

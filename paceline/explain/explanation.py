@@ -26,7 +26,7 @@ BARS, NO_BAR, MARK = (
     "×",
     "│",
 )  # of a curve on one line: × where it is NaN or infinite, │ before what is wrong
-LOG_SCALE = 50  # times the lowest value, from which on bars show logarithms
+LOG_SCALE = 3  # times the lowest value, from which on bars show logarithms
 TABLE_COLUMNS = 7
 RED, GREEN, RESET = "\x1b[1;31m", "\x1b[32m", "\x1b[0m"
 
@@ -219,7 +219,7 @@ def format_value(name: str, value: float | None) -> str:
     if value is None:
         return "nan"
     in_bytes = "bytes" in name.lower() or name.endswith("_used")
-    return format_bytes(value) if in_bytes else f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+    return format_bytes(value) if in_bytes else f"{value:,.0f}" if 1e4 <= abs(value) < 1e7 else f"{value:.4g}"
 
 
 def format_notes(explanation: Explanation) -> list[str]:

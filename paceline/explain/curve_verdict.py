@@ -152,7 +152,10 @@ def judge_curves(series: Sequence[MetricSeries]) -> list[CurveFinding]:
         *find_slowdown(by_kind),
         *([] if diverged else find_overfitting(by_kind.get(VALIDATION, []))),
     ]
-    return list({finding.cause: finding for finding in reversed(findings)}.values())[::-1]
+    first: dict[str, CurveFinding] = {}
+    for finding in findings:
+        first.setdefault(finding.cause, finding)
+    return list(first.values())
 
 
 def is_judged(series: MetricSeries) -> bool:
@@ -177,7 +180,7 @@ def find_rises(losses: Sequence[MetricSeries]) -> Iterator[CurveFinding]:
             at = rise_to_end(finite.values, LOSS_RISE)
             at = rise_from_start(finite.values) if at is None else at
             if at is not None:
-                yield found(DIVERGED, series, finite.steps[at])
+                yield finding_at(DIVERGED, series, finite.steps[at])
 
 
 def find_still(
@@ -189,7 +192,7 @@ def find_still(
         values, steps = finite.values, finite.steps
         at = constant_tail(values)
         if at is not None and abs(values[-1]) > 0.01:
-            yield found(STANDS_STILL, series, steps[at])
+            yield finding_at(STANDS_STILL, series, steps[at])
             continue
         reasons = ((rates, "the learning rate is 0"), (gradients, "the gradient norm is 0"))
         for others, reason in reasons:
@@ -198,11 +201,11 @@ def find_still(
                 continue
             after = [value for step, value in zip(steps, values, strict=True) if step >= max(starts)]
             if len(after) >= SAME_VALUES and not is_lower(after[-len(after) // 3 :], after[: len(after) // 3]):
-                yield found(STANDS_STILL, series, max(starts), reason)
+                yield finding_at(STANDS_STILL, series, max(starts), reason)
                 break
         else:
             if is_level(values) and steps[0] <= LATEST_START * steps[-1]:
-                yield found(STANDS_STILL, series, steps[0])
+                yield finding_at(STANDS_STILL, series, steps[0])
 
 
 def find_growth(memories: Sequence[MetricSeries]) -> Iterator[CurveFinding]:
@@ -212,7 +215,7 @@ def find_growth(memories: Sequence[MetricSeries]) -> Iterator[CurveFinding]:
             int(share * len(finite.values)) for share in (0.2, 0.4, 0.6)
         )  # the beginning of a curve is seldom level
         if any(grows(finite.values[start:]) for start in starts):
-            yield found(MEMORY_GROWS, series, finite.steps[growth_start(finite.values)])
+            yield finding_at(MEMORY_GROWS, series, finite.steps[growth_start(finite.values)])
 
 
 def find_slowdown(by_kind: dict[str, list[MetricSeries]]) -> Iterator[CurveFinding]:
@@ -225,17 +228,17 @@ def find_slowdown(by_kind: dict[str, list[MetricSeries]]) -> Iterator[CurveFindi
             continue
         lasted_s = finite.times[-1] - finite.times[at]
         if not lasted_s < MIN_SLOW_S:  # NaN where times are unknown
-            yield found(SLOWS_DOWN, series, finite.steps[at])
+            yield finding_at(SLOWS_DOWN, series, finite.steps[at])
 
 
 def find_overfitting(validations: Sequence[MetricSeries]) -> Iterator[CurveFinding]:
     for series in validations:
         finite = thinned(series)
         if (at := turn_of(finite.values)) is not None:
-            yield found(OVERFITS, series, finite.steps[at])
+            yield finding_at(OVERFITS, series, finite.steps[at])
 
 
-def found(cause: str, series: MetricSeries, step: int, reason: str | None = None) -> CurveFinding:
+def finding_at(cause: str, series: MetricSeries, step: int, reason: str | None = None) -> CurveFinding:
     return CurveFinding(cause, series, next(at for at, other in enumerate(series.steps) if other >= step), reason)
 
 
@@ -354,7 +357,7 @@ def grows(values: Sequence[float]) -> bool:
     if medians[0] <= 0 or growth < MIN_GROWTH * medians[0]:
         return False
     middle = statistics.fmean(medians[GROWTH_BLOCKS // 2 - 1 : GROWTH_BLOCKS // 2 + 1])
-    rises = sum(later > earlier for earlier, later in pairwise(medians))
+    rises = sum(second > first for first, second in pairwise(medians))
     is_steady = (
         rises >= GROWTH_BLOCKS - 2 and medians[-1] > medians[-2] and medians[-1] - middle >= GROWTH_LATE * growth
     )
@@ -392,4 +395,6 @@ def turn_of(values: Sequence[float]) -> int | None:
     noise = max(1.4826 * statistics.median(jumps) / math.sqrt(6), 1e-4 * abs(smooth[at]))
     rise = statistics.median(last) - smooth[at]
     beyond = rise > Z_VALIDATION * noise * math.sqrt(1 / len(last) + 1 / 3)
-    return at if beyond and rise > VALIDATION_RISE * abs(smooth[at]) and min(last) > smooth[at] else None
+    if not beyond or rise <= VALIDATION_RISE * abs(smooth[at]) or min(last) <= smooth[at]:
+        return None
+    return min(range(max(0, at - 1), at + 2), key=values.__getitem__)

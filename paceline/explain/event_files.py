@@ -2,7 +2,7 @@
 Scalars in TensorBoard event files and in the .wandb files of Weights & Biases, read without their libraries.
 
 Both hold protocol buffers in frames with checksums: TFRecord, and LevelDB's log format. Only the fields that hold numbers over
-steps are read. Records that are cut or damaged are left out, and `report` is told so.
+steps are read. Records that are cut or damaged are left out and reported.
 
 Formats: tensorflow/core/lib/io/record_writer.cc, tensorflow/core/util/event.proto, core/framework/summary.proto and tensor.proto;
 leveldb doc/log_format.md, wandb/proto/wandb_internal.proto. wandb takes CRC-32 where LevelDB takes CRC-32C.

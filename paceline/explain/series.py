@@ -35,8 +35,8 @@ KINDS = (  # a kind, and the names that mean it, in lower case with _ between wo
         r"(?:(?:lm|global_avg|reduced_train|total|ce|nll|cross_entropy|running|step|batch|epoch|mean|avg)_)*"
         r"(?:loss(?:_step|_epoch|_avg|_train|_training)?|bpb|nll|cross_entropy)",
     ),
-    (GRADIENT, r"(?:.+_)?grad(?:ient)?s?_?norm(?:_total|_step)?"),
-    (RATE, r"(?:.+_)?(?:lr|learning_rate|lr_mult|lrm)(?:_(?:adam|sgd|muon|lion|adafactor|pg|group|\d).*)?"),
+    (GRADIENT, r"(?:.+_)?grad(?:ient)?s?(?:_[\d_]+)?_?norm(?:_total|_step)?"),
+    (RATE, r"(?:.+_)?(?:lr|learning_rate|lr_mult|lrm)(?:_\w+)?"),
     (
         MEMORY,
         r"(?!.*(?:retries|ooms))(?:(?:.+_)?mem(?:ory)?(?:_?\w*(?:activ|alloc|reserv|used|usage|rss)\w*|_percent)?|peak_bytes"
@@ -219,18 +219,21 @@ def read_trainer_state(file: BinaryIO, table: SeriesTable, report: Report) -> No
 
 
 def read_csv(file: BinaryIO, table: SeriesTable, report: Report) -> None:
-    rows = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", errors="replace", newline=""), restval=None)
-    num_cut = 0
+    text, newline, cut = file.read().decode("utf-8-sig", "replace").rpartition("\n")
+    rows = csv.DictReader(io.StringIO(text + newline, newline=""))
+    num_short = 0
     try:
         for number, row in enumerate(rows):
             if None in row.values():
-                num_cut += 1
+                num_short += 1
             else:
                 table.add_record(row, number=number)
     except csv.Error as error:
         report(f"damaged in line {rows.line_num:,}: {error}; what follows was left out")
-    if num_cut:
-        report(f"{num_cut:,} {'row has' if num_cut == 1 else 'rows have'} too few columns and was left out")
+    if cut:
+        report("the last row has no end and was left out")
+    if num_short:
+        report(f"{num_short:,} rows with too few columns were left out")
 
 
 def read_json_metrics(file: BinaryIO, table: SeriesTable, report: Report) -> None:
@@ -273,7 +276,7 @@ def read_run_series(run: RunDir, *, since: float = -math.inf, until: float = mat
             if time >= since:
                 attempt.add_record(record, number=number, time=time)
     series = [item for item in table.series() if item.kind in (LOSS, VALIDATION, GRADIENT, RATE)]
-    series += [item for item in attempt.series() if item.kind in (MEMORY, THROUGHPUT)]
+    series += [item for item in attempt.series() if item.kind in (MEMORY, THROUGHPUT, STEP_TIME)]
     for path in sorted(run.health_dir.glob("*.jsonl")):
         table = SeriesTable(f"health/{path.name}", prefix=f"{path.stem} ")
         last: dict[int, tuple[float, dict[str, Any]]] = {}  # by step

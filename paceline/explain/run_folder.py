@@ -11,7 +11,6 @@ import bz2
 import gzip
 import json
 import lzma
-import math
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -136,7 +135,7 @@ def explain_attempt(run: RunDir, attempt: int | None) -> Explanation:
         for host, lines in samples.items()
         for text in find_texts(host, lines)
     ]
-    since, until = (unix_time(starts[key]) if starts.get(key) else math.inf for key in (attempt, attempt + 1))
+    since, until = (unix_time(starts.get(number)) for number in (attempt, attempt + 1))
     curves = read_run_series(run, since=since, until=until)
     explanation = replace(explanation, evidence=(*explanation.evidence, *state))
     return add_findings(explanation, judge_curves(curves), values)

@@ -64,7 +64,9 @@ PART = re.compile(
 Reader = Callable[[BinaryIO, "SeriesTable", Report], None]
 FLAT_OBJECT = re.compile(r"\{[^{}]*\}")
 WORDS = re.compile(r"[^a-z0-9]+")
-MAX_SAMPLES = 4000  # of a health file
+WHOLE_BYTES = 1 << 20  # a health file up to this size is read whole
+NUM_SAMPLES = 200  # of a longer one
+MAX_LINE_BYTES = 16 << 10
 
 
 @dataclass(frozen=True)
@@ -264,32 +266,44 @@ READERS: tuple[tuple[re.Pattern[str], Reader], ...] = (  # by the name of a file
 )
 
 
-def read_run_series(run: RunDir, *, since: float = -math.inf, until: float = math.inf) -> list[MetricSeries]:
-    """The curves of a run of paceline up to a time. since: of an attempt, before which memory and speed do not count."""
+def read_run_series(run: RunDir, *, since: float = math.nan, until: float = math.nan) -> list[MetricSeries]:
+    """The curves of a run of paceline up to a time, memory and speed only since a time. NaN: no such limit is known."""
     table, attempt = SeriesTable(run.metrics.name), SeriesTable(run.metrics.name)
     steps, times = [0], [-math.inf]
     for number, record in enumerate(read_json_lines(run.metrics)):
         time = unix_time(record.get("time"))
-        if time < until:
+        if not time >= until:
             steps.append(table.add_record(record, number=number, time=time))
             times.append(time)
-            if time >= since:
+            if not time < since:
                 attempt.add_record(record, number=number, time=time)
     series = [item for item in table.series() if item.kind in (LOSS, VALIDATION, GRADIENT, RATE)]
     series += [item for item in attempt.series() if item.kind in (MEMORY, THROUGHPUT, STEP_TIME)]
     for path in sorted(run.health_dir.glob("*.jsonl")):
         table = SeriesTable(f"health/{path.name}", prefix=f"{path.stem} ")
         last: dict[int, tuple[float, dict[str, Any]]] = {}  # by step
-        with suppress(OSError), open_file(path) as file:
-            lines = file.readlines()
-            for sample in json_records(lines[:: 1 + len(lines) // MAX_SAMPLES]):
-                time = unix_time(sample.get("time"))
-                if since <= time < until:
-                    last[steps[bisect_right(times, time) - 1]] = time, memory_of(sample)
+        for sample in json_records(lines_of(path)):
+            time = unix_time(sample.get("time"))
+            if not (time < since or time >= until):
+                last[steps[bisect_right(times, time) - 1]] = time, memory_of(sample)
         for step, (time, memory) in last.items():
             table.add_record(memory, number=step, time=time, step=step)
         series += table.series()
     return series
+
+
+def lines_of(path: Path) -> list[bytes]:
+    """The lines of a file, or of a long one those at even distances."""
+    with suppress(OSError), open_file(path) as file:
+        if (size := path.stat().st_size) <= WHOLE_BYTES:
+            return file.readlines()
+        lines = []
+        for number in range(NUM_SAMPLES):
+            file.seek(number * size // NUM_SAMPLES)
+            file.readline(MAX_LINE_BYTES)
+            lines.append(file.readline(MAX_LINE_BYTES))
+        return lines
+    return []
 
 
 def memory_of(sample: Mapping[str, Any]) -> dict[str, Any]:

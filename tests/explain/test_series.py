@@ -47,7 +47,7 @@ NAMES = {
     REWARD: ["reward", "train/reward", "kl", "objective/kl", "critic/rewards/mean"],
     None: [
         "epoch", "train/epoch", "eval_runtime", "eval_samples_per_second", "memory/num_alloc_retries", "train_acc", "mfu",
-        "rewards/chosen", "train_runtime", "loss-scale", "d_loss", "actor/pg_loss", "lm loss vs samples", "time_metrics/data_loading(s)",
+        "rewards/chosen", "train_runtime", "loss-scale", "d_loss", "actor/pg_loss", "lm loss vs samples", "tokens",
     ],
 }  # fmt: skip
 TURN = 60  # where the loss of LOSSES begins to rise

@@ -15,6 +15,8 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, NamedTuple
 
+from paceline.units import format_number_of
+
 Report = Callable[[str], None]
 Field = tuple[int, int | bytes]  # number, value
 Row = tuple[dict[str, Any], float, bool]  # values by name, Unix time, whether it is a sample of the machine
@@ -111,7 +113,7 @@ def read_event_file(file: BinaryIO, report: Report) -> Iterator[Scalar]:
             num_damaged += 1
         yield from scalars or ()
     if num_damaged:
-        report(f"{num_damaged:,} damaged records were left out")
+        report(f"left out {format_number_of(num_damaged, 'damaged record')}")
 
 
 def event_scalars(event: bytes) -> list[Scalar]:
@@ -160,7 +162,7 @@ def read_wandb_file(file: BinaryIO, report: Report) -> Iterator[Row]:
             yield from rows
             record = b""
     if num_damaged:
-        report(f"{num_damaged:,} damaged records were left out")
+        report(f"left out {format_number_of(num_damaged, 'damaged record')}")
 
 
 def wandb_pieces(file: BinaryIO, report: Report) -> Iterator[tuple[int, bytes]]:

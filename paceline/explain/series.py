@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 from paceline.errors import PacelineError
 from paceline.explain.event_files import Report, read_event_file, read_wandb_file
 from paceline.rundir import RunDir, open_file, read_json_lines
-from paceline.units import unix_time
+from paceline.units import format_number_of, unix_time
 
 LOSS, VALIDATION, GRADIENT, RATE = "loss", "validation loss", "gradient norm", "learning rate"
 MEMORY, THROUGHPUT, STEP_TIME, REWARD = "memory", "throughput", "step time", "reward"
@@ -171,8 +171,8 @@ def read_series(files: Iterable[Path]) -> tuple[list[MetricSeries], list[str]]:
         [path for path in paths if run_of(path) == run_of(newest)] if reader_of(newest) is read_events else [newest]
     )
     if others := len(paths) - len(chosen):
-        were = "file with metrics was" if others == 1 else "files with metrics were"
-        notes.append(f"only the newest was judged, {newest}; {others:,} other {were} not read")
+        files = format_number_of(others, "other file with metrics", "other files with metrics")
+        notes.append(f"judged {newest}, the newest, without {files}")
     tables: dict[Path, SeriesTable] = {}
     for path in chosen:
         prefix = "" if path.parent == run_of(path)[0] else f"{path.parent.name}/"
@@ -235,7 +235,7 @@ def read_csv(file: BinaryIO, table: SeriesTable, report: Report) -> None:
     if cut:
         report("the last row has no end and was left out")
     if num_short:
-        report(f"{num_short:,} rows with too few columns were left out")
+        report(f"left out {format_number_of(num_short, 'row')} with too few columns")
 
 
 def read_json_metrics(file: BinaryIO, table: SeriesTable, report: Report) -> None:
@@ -244,7 +244,7 @@ def read_json_metrics(file: BinaryIO, table: SeriesTable, report: Report) -> Non
     for number, record in enumerate(records):
         table.add_record(record, number=number, time=unix_time(record.get("time")))
     if num_cut := len(lines) - len(records):
-        report(f"{num_cut:,} of {len(lines):,} lines are no JSON and were left out")
+        report(f"left out {format_number_of(num_cut, 'line')} that cannot be parsed, of {len(lines):,}")
 
 
 def json_records(texts: Sequence[str | bytes]) -> list[dict[str, Any]]:

@@ -165,7 +165,7 @@ def test_a_damaged_event_is_left_out_and_the_others_are_read(event_folder, tmp_p
     (tmp_path / "tfevents").write_bytes(data)
     curves, notes = read(tmp_path / "tfevents")
     assert len(curves["train/loss"].steps) == 98 and len(curves["train/lr"].steps) == 100
-    assert notes == ["tfevents: 2 damaged records were left out"]
+    assert notes == ["tfevents: left out 2 damaged records"]
 
 
 @pytest.mark.parametrize("name", ["tfevents", "a.wandb", "trainer_state.json", "metrics.csv", "metrics.jsonl"])
@@ -261,7 +261,7 @@ def test_an_output_folder_of_the_trainer_is_judged_by_its_newest_state(tmp_path,
     output = explained(capsys, tmp_path)
     assert (
         output.startswith("loss-nan: ")
-        and f"only the newest was judged, {new.resolve()}; 1 other file with metrics" in output
+        and f"judged {new.resolve()}, the newest, without 1 other file with metrics" in output
     )
 
 
@@ -304,7 +304,7 @@ def test_a_row_that_is_cut_is_left_out(tmp_path):
     assert len(curves["train_loss_step"].steps) == 200 and len(curves["val_loss"].steps) == 19
     assert notes == ["metrics.csv: the last row has no end and was left out"]
     path.write_text(path.read_text() + "\n1,2\n")
-    assert "metrics.csv: 1 rows with too few columns were left out" in read(path)[1]
+    assert "metrics.csv: left out 1 row with too few columns" in read(path)[1]
 
 
 def test_steps_that_start_over_in_each_epoch_are_counted(tmp_path):

@@ -8,7 +8,7 @@ What a finding is called and what helps stands in the catalogue.
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -42,11 +42,9 @@ MIN_SLOW_S = 60.0
 NAN_GRADIENTS = 5  # in a row: fp16's loss scale causes fewer
 SAME_VALUES = 20  # in a row
 LATEST_START = 0.1  # of the last step: a curve that begins later has lost its beginning
-STILL_CHANGE, STILL_ERROR = (
-    0.004,
-    0.0016,
-)  # of the level: the change between two thirds of the curve, and its standard error
+STILL_CHANGE, STILL_ERROR = 0.004, 0.0016  # of the level: between thirds of a curve, and the standard error of that
 MIN_GROWTH, GROWTH_BLOCKS, GROWTH_LATE = 0.1, 8, 0.38  # of memory; the share of the growth in the later half
+GROWTH_STARTS = (0.2, 0.4, 0.6)  # of the curve: memory grows in any run at first, and a leak may begin late
 MIN_VALIDATION, MIN_AFTER = 6, 3  # points of a validation curve, and after its lowest
 VALIDATION_RISE, Z_VALIDATION = 0.02, 5.0
 CURVE_COLUMNS = 48  # of a curve that is shown
@@ -89,18 +87,15 @@ def explain_curves(series: Sequence[MetricSeries], notes: Sequence[str], *, name
     )
 
 
-def add_findings(
-    explanation: Explanation, findings: Sequence[CurveFinding], values: Mapping[str, str] | None = None
-) -> Explanation:
+def add_findings(explanation: Explanation, findings: Sequence[CurveFinding]) -> Explanation:
     """The explanation with the curves as evidence; what a log shows stays the cause, but for a healthy log."""
     curves = []
     for finding in findings:
-        sentences = {**sentence_values(finding), **(values or {})}
-        cause, series = load_catalogue().causes[finding.cause], finding.series
-        step, summary = series.steps[finding.at], fill_template(cause.summary, sentences)
+        values, series = sentence_values(finding), finding.series
+        cause, step = load_catalogue().causes[finding.cause], series.steps[finding.at]
+        summary, fix = fill_template(cause.summary, values), fill_template(cause.fix, values)
         curves.append(replace(show_curve(series), cause=cause.id, step=step, summary=summary))
         if explanation.cause == HEALTHY:
-            fix = fill_template(cause.fix, sentences)
             explanation = replace(
                 explanation, cause=cause.id, summary=summary, fix=fix, step=step, confidence=CONFIDENCE
             )
@@ -114,11 +109,9 @@ def sentence_values(finding: CurveFinding) -> dict[str, str]:
     if finding.cause == NAN:
         return clean_values({"message": f"{series.name} from step {step} to its end, step {last_step}"})
     near = 1 if finding.cause == OVERFITS else SPIKE
-    value, last = (statistics.median(filter(math.isfinite, values[-near:])) for values in ends)
+    value, last = (statistics.median(list(filter(math.isfinite, values))[-near:]) for values in ends)
     texts = {"value": format_value(series.name, value), "last_value": format_value(series.name, last)}
-    return clean_values(
-        {"series": series.name, "step": step, "last_step": last_step, "reason": finding.reason, **texts}
-    )
+    return clean_values({"series": series.name, "step": step, "last_step": last_step, "reason": finding.reason} | texts)
 
 
 def show_curve(series: MetricSeries) -> CurveEvidence:
@@ -140,9 +133,8 @@ def judge_curves(series: Sequence[MetricSeries]) -> list[CurveFinding]:
     by_kind: dict[str, list[MetricSeries]] = {}
     for item in series:
         by_kind.setdefault(item.kind, []).append(item)
-    losses = (
-        [] if REWARD in by_kind else by_kind.get(LOSS, [])
-    )  # the loss of a policy rises and stands still as it learns
+    # the loss of a policy rises and stands still while it learns
+    losses = [] if REWARD in by_kind else by_kind.get(LOSS, [])
     diverged = list(find_rises(losses))
     findings = [
         *find_nan(by_kind.get(LOSS, []), by_kind.get(GRADIENT, [])),
@@ -211,9 +203,7 @@ def find_still(
 def find_growth(memories: Sequence[MetricSeries]) -> Iterator[CurveFinding]:
     for series in memories:
         finite = thinned(series)
-        starts = (
-            int(share * len(finite.values)) for share in (0.2, 0.4, 0.6)
-        )  # the beginning of a curve is seldom level
+        starts = [int(share * len(finite.values)) for share in GROWTH_STARTS]
         if any(grows(finite.values[start:]) for start in starts):
             yield finding_at(MEMORY_GROWS, series, finite.steps[growth_start(finite.values)])
 
@@ -258,11 +248,7 @@ def thinned(series: MetricSeries) -> MetricSeries:
 def speed_of(loss: MetricSeries) -> MetricSeries:
     """The steps per second between the points of a curve whose times are known."""
     pairs = list(pairwise(zip(loss.steps, loss.times, strict=True)))
-    rates = [
-        (step, (step - step_before) / (time - before), time)
-        for (step_before, before), (step, time) in pairs
-        if time > before
-    ]
+    rates = [(step, (step - start) / (time - before), time) for (start, before), (step, time) in pairs if time > before]
     steps, values, times = map(list, zip(*rates, strict=True)) if len(rates) == len(pairs) > 0 else ([], [], [])
     return MetricSeries("steps per second", THROUGHPUT, loss.source, steps, values, times)
 
@@ -358,10 +344,9 @@ def grows(values: Sequence[float]) -> bool:
         return False
     middle = statistics.fmean(medians[GROWTH_BLOCKS // 2 - 1 : GROWTH_BLOCKS // 2 + 1])
     rises = sum(second > first for first, second in pairwise(medians))
-    is_steady = (
-        rises >= GROWTH_BLOCKS - 2 and medians[-1] > medians[-2] and medians[-1] - middle >= GROWTH_LATE * growth
-    )
-    return is_steady and standard_errors_below(blocks[0], blocks[-1]) > Z_RISE
+    is_steady = rises >= GROWTH_BLOCKS - 2 and medians[-1] > medians[-2]
+    goes_on = medians[-1] - middle >= GROWTH_LATE * growth
+    return is_steady and goes_on and standard_errors_below(blocks[0], blocks[-1]) > Z_RISE
 
 
 def growth_start(values: Sequence[float]) -> int:
@@ -388,10 +373,7 @@ def turn_of(values: Sequence[float]) -> int | None:
     if after < MIN_AFTER:
         return None
     last = values[-max(MIN_AFTER, after // 3) :]
-    jumps = [
-        abs(second - 2 * middle + first)
-        for first, middle, second in zip(values[:-2], values[1:-1], values[2:], strict=True)
-    ]
+    jumps = [abs(values[i + 1] - 2 * values[i] + values[i - 1]) for i in range(1, len(values) - 1)]
     noise = max(1.4826 * statistics.median(jumps) / math.sqrt(6), 1e-4 * abs(smooth[at]))
     rise = statistics.median(last) - smooth[at]
     beyond = rise > Z_VALIDATION * noise * math.sqrt(1 / len(last) + 1 / 3)

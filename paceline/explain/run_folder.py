@@ -48,7 +48,7 @@ from paceline.explain.explanation import (
     name_host,
 )
 from paceline.explain.reader import CHUNK_BYTES, Log, read_log
-from paceline.explain.series import is_metric_file, read_run_series, read_series
+from paceline.explain.series import is_beside_metrics, is_metric_file, read_run_series, read_series
 from paceline.explain.verdict import HEALTHY, UNKNOWN, clean_values, fill_template, reach_verdict
 from paceline.heartbeat import read_heartbeat
 from paceline.rundir import (
@@ -74,9 +74,6 @@ MAX_FILES = 20_000
 MAX_ERROR_FILE_BYTES = 1 << 20
 LOG_NAMES = re.compile(
     r"(?:\.(?:log|txt|out|err|output|stdout|stderr)(?:\.\d+)?(?:\.(?:gz|bz2|xz))?|(?:^|/)(?:stdout|stderr|slurm-\S+|log)|\.[oe]\d+)$"
-)
-BESIDE_METRICS = re.compile(  # text that is no log: a tokenizer's, a list of packages, what wandb says about itself
-    r"/(?:vocab|merges|added_tokens|requirements|special_tokens)\.txt$|wandb/(?:[^/]*run[^/]*/logs/)?debug[\w-]*\.log$"
 )
 ERROR_NAMES = re.compile(r"(?:^|[._-])error\.json$")
 RANK_NAME = re.compile(r"(?:^|[^a-z])(?:rank|worker|process|proc|task)[-_.]?(?P<rank>\d{1,6})(?!\d)", re.IGNORECASE)
@@ -138,7 +135,7 @@ def explain_attempt(run: RunDir, attempt: int | None) -> Explanation:
     since, until = (unix_time(starts.get(number)) for number in (attempt, attempt + 1))
     curves = read_run_series(run, since=since, until=until)
     explanation = replace(explanation, evidence=(*explanation.evidence, *state))
-    return add_findings(explanation, judge_curves(curves), values)
+    return add_findings(explanation, judge_curves(curves))
 
 
 def run_values(run: RunDir) -> dict[str, str]:
@@ -316,7 +313,7 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
             inside = sorted(file for file in path.rglob("*") if file.is_file())[:MAX_FILES]
             logs = [file for file in inside if LOG_NAMES.search(file.as_posix()) or ERROR_NAMES.search(file.name)]
             if metrics := [file for file in inside if is_metric_file(file, in_folder=True)]:
-                logs = [file for file in logs if not (file in metrics or BESIDE_METRICS.search(file.as_posix()))]
+                logs = [file for file in logs if not (file in metrics or is_beside_metrics(file))]
                 logs += metrics
             logs = logs or [file for file in inside if is_text(file)]
             if not logs:

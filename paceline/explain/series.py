@@ -62,6 +62,9 @@ PART = re.compile(
     rf"{HELD_OUT}|train|training|health"
 )  # the name of a folder that holds one part of a run's event files
 Reader = Callable[[BinaryIO, "SeriesTable", Report], None]
+BESIDE = re.compile(
+    r"/(?:vocab|merges|added_tokens|requirements|special_tokens)\.txt$|wandb/(?:[^/]*run[^/]*/logs/)?debug[\w-]*\.log$"
+)
 FLAT_OBJECT = re.compile(r"\{[^{}]*\}")
 WORDS = re.compile(r"[^a-z0-9]+")
 WHOLE_BYTES = 1 << 20  # a health file up to this size is read whole
@@ -155,6 +158,11 @@ def reader_of(path: Path) -> Reader | None:
     return next((reader for pattern, reader in READERS if pattern.search(path.name)), None)
 
 
+def is_beside_metrics(path: Path) -> bool:
+    """Whether a text file beside metrics is no log: a tokenizer's, a list of packages, what wandb says about itself."""
+    return BESIDE.search(path.as_posix()) is not None
+
+
 def read_series(files: Iterable[Path]) -> tuple[list[MetricSeries], list[str]]:
     """The curves of the newest run among these files, and notes on what was left out."""
     paths = sorted({path.resolve(): path for path in files}.values())
@@ -171,8 +179,8 @@ def read_series(files: Iterable[Path]) -> tuple[list[MetricSeries], list[str]]:
         [path for path in paths if run_of(path) == run_of(newest)] if reader_of(newest) is read_events else [newest]
     )
     if others := len(paths) - len(chosen):
-        files = format_number_of(others, "other file with metrics", "other files with metrics")
-        notes.append(f"judged {newest}, the newest, without {files}")
+        number = format_number_of(others, "other file with metrics", "other files with metrics")
+        notes.append(f"judged {newest}, the newest, without {number}")
     tables: dict[Path, SeriesTable] = {}
     for path in chosen:
         prefix = "" if path.parent == run_of(path)[0] else f"{path.parent.name}/"

@@ -113,6 +113,13 @@ def test_a_loss_that_is_not_finite_to_its_end_is_found_at_once(ending):
     assert judge_curves([series(LOSS, [*values, ending, 2.9])]) == []
 
 
+def test_a_loss_that_rises_before_it_is_nan_shows_both():
+    [loss] = jump(Noise(1, 0.01), 150, 30, factor=3)
+    explanation = explain_curves([series(LOSS, loss.values + [math.nan] * 30)], [], names="x")
+    assert [curve.cause for curve in explanation.curves] == ["loss-nan", "loss-diverged"]
+    assert "at step 1800" not in explanation.curves[1].summary and "nan" not in explanation.curves[1].summary
+
+
 def test_gradients_that_overflow_now_and_then_are_fp16_and_five_in_a_row_are_not():
     norms = [1.0] * 50
     assert judge_curves([series(GRADIENT, [math.inf] * 4 + norms + [math.inf] * 4)]) == []

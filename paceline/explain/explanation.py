@@ -21,11 +21,7 @@ SUPERVISOR_CAUSES = frozenset({"hang", "exited-early", "host-lost", "link-lost",
 KERNEL_LOG = "kernel log"  # how the source of its lines begins
 MAX_LINES, MAX_WIDTH = 4, 200  # of one message on the screen
 MAX_VICTIMS = 16  # listed by number
-BARS, NO_BAR, MARK = (
-    "▁▂▃▄▅▆▇█",
-    "×",
-    "│",
-)  # of a curve on one line: × where it is NaN or infinite, │ before what is wrong
+BARS, NO_BAR, MARK = "▁▂▃▄▅▆▇█", "×", "│"  # × where a curve is NaN or infinite, │ before what is wrong
 LOG_SCALE = 3  # times the lowest value, from which on bars show logarithms
 TABLE_COLUMNS = 7
 RED, GREEN, RESET = "\x1b[1;31m", "\x1b[32m", "\x1b[0m"

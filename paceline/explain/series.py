@@ -54,7 +54,6 @@ KINDS = (  # a kind, and the names that mean it, in lower case with _ between wo
     ),
     (REWARD, r"(?:train_|objective_|critic_|actor_)?(?:rewards?(?:_mean)?|(?:approx_|ppo_)?kl)"),
 )
-NAMES = tuple((kind, re.compile(pattern)) for kind, pattern in KINDS)
 STEP_NAMES = (  # the first that a record has is its step
     "train/global_step", "trainer/global_step", "global_step", "step", "current_steps", "iteration", "iter", "_step", "epoch",
 )  # fmt: skip
@@ -88,7 +87,7 @@ class MetricSeries:
 def kind_of(name: str) -> str | None:
     """What a metric of this name measures; None for an unknown name."""
     words = WORDS.sub("_", name.lower()).strip("_")
-    return next((kind for kind, pattern in NAMES if pattern.fullmatch(words)), None)
+    return next((kind for kind, pattern in KINDS if re.fullmatch(pattern, words)), None)
 
 
 class SeriesTable:

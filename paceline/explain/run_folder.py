@@ -289,7 +289,8 @@ def explain_files(files: Sequence[Path]) -> Explanation:
     if not metrics:
         return explanation
     curves, notes = read_series(metrics)
-    if not logs or (explanation.cause == HEALTHY and not explanation.progress.steps):
+    shows_failure = explanation.line is not None or explanation.cause not in (HEALTHY, UNKNOWN)
+    if not (shows_failure or explanation.progress.steps):
         return explain_curves(curves, notes, names=", ".join(sorted(path.name for path in metrics)[:3]))
     return replace(add_findings(explanation, judge_curves(curves)), notes=tuple(notes))
 

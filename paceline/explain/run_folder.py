@@ -34,6 +34,7 @@ from paceline.explain.evidence import (
     find_xids,
     flight_recorder_logs,
     has_oom_kill,
+    judge_run,
     read_kernel_errors,
     read_samples,
 )
@@ -48,7 +49,7 @@ from paceline.explain.explanation import (
     name_host,
 )
 from paceline.explain.reader import CHUNK_BYTES, Log, read_log
-from paceline.explain.series import is_beside_metrics, is_metric_file, read_run_series, read_series
+from paceline.explain.series import is_metric_file, is_no_log, read_series
 from paceline.explain.verdict import HEALTHY, UNKNOWN, clean_values, fill_template, reach_verdict
 from paceline.heartbeat import read_heartbeat
 from paceline.rundir import (
@@ -133,9 +134,8 @@ def explain_attempt(run: RunDir, attempt: int | None) -> Explanation:
         for text in find_texts(host, lines)
     ]
     since, until = (unix_time(starts.get(number)) for number in (attempt, attempt + 1))
-    curves = read_run_series(run, since=since, until=until)
     explanation = replace(explanation, evidence=(*explanation.evidence, *state))
-    return add_findings(explanation, judge_curves(curves))
+    return add_findings(explanation, judge_run(run, since=since, until=until))
 
 
 def run_values(run: RunDir) -> dict[str, str]:
@@ -314,7 +314,7 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
             inside = sorted(file for file in path.rglob("*") if file.is_file())[:MAX_FILES]
             logs = [file for file in inside if LOG_NAMES.search(file.as_posix()) or ERROR_NAMES.search(file.name)]
             if metrics := [file for file in inside if is_metric_file(file, in_folder=True)]:
-                logs = [file for file in logs if not (file in metrics or is_beside_metrics(file))]
+                logs = [file for file in logs if not (file in metrics or is_no_log(file))]
                 logs += metrics
             logs = logs or [file for file in inside if is_text(file)]
             if not logs:

@@ -61,7 +61,7 @@ PART = re.compile(
     rf"{HELD_OUT}|train|training|health"
 )  # the name of a folder that holds one part of a run's event files
 Reader = Callable[[BinaryIO, "SeriesTable", Report], None]
-BESIDE = re.compile(
+NO_LOG = re.compile(
     r"/(?:vocab|merges|added_tokens|requirements|special_tokens)\.txt$|wandb/(?:[^/]*run[^/]*/logs/)?debug[\w-]*\.log$"
 )
 FLAT_OBJECT = re.compile(r"\{[^{}]*\}")
@@ -157,9 +157,9 @@ def reader_of(path: Path) -> Reader | None:
     return next((reader for pattern, reader in READERS if pattern.search(path.name)), None)
 
 
-def is_beside_metrics(path: Path) -> bool:
+def is_no_log(path: Path) -> bool:
     """Whether a text file beside metrics is no log: a tokenizer's, a list of packages, what wandb says about itself."""
-    return BESIDE.search(path.as_posix()) is not None
+    return NO_LOG.search(path.as_posix()) is not None
 
 
 def read_series(files: Iterable[Path]) -> tuple[list[MetricSeries], list[str]]:

@@ -92,7 +92,7 @@ def test_harmless_commands_work_here():
         if programs <= HARMLESS and all(program == "ulimit" or shutil.which(program) for program in programs):
             ended = bash(command)
             assert ended.returncode not in (126, 127), command
-            assert not re.search("option|operand|[Uu]sage|cannot access", ended.stderr), command
+            assert not re.search("option|operand|[Uu]sage", ended.stderr), command
             ran += 1
     assert ran > 10
 

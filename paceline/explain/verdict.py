@@ -215,7 +215,7 @@ def shorten(text: str) -> str:
 
 def explain_divergence(cause: Cause, nan_line: int, progress: LogProgress, values: Mapping[str, str]) -> Explanation:
     """For a log whose losses are NaN or infinite to its end and which has no other failure."""
-    values = {**clean_values({"step": progress.nan_step, "last_step": progress.last_step}), **values}
+    values = {**clean_values({"nan_step": progress.nan_step, "last_step": progress.last_step}), **values}
     return Explanation(
         cause=cause.id, confidence=0.8, step=progress.nan_step, line=nan_line,
         summary=fill_template(cause.summary, values), fix=format_fix(cause, (), values),
@@ -290,6 +290,7 @@ def template_values(event: Event, *, rank: int | None, step: int | None, progres
         "host": record.host,
         "source": record.source,
         "last_step": progress.last_step,
+        "nan_step": progress.nan_step,
         "type": exception["type"].rpartition(".")[2] if exception else None,
         "message": exception["message"] if exception else first,
         "exit_code": code["code"] if code else None,

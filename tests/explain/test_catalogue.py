@@ -21,7 +21,7 @@ SHOWN = [wording for wording in WORDINGS if wording["cause"] != "harmless"]
 HARMLESS = [wording for wording in WORDINGS if wording["cause"] == "harmless"]
 RECORD_VALUES = {  # that a sentence may use although no group of a pattern has them
     *("rank", "step", "host", "source", "script", "where", "type", "message"),
-    *("exit_code", "signal", "last_step", "half_batch", "num_ranks", "run", "file", "duration", "package"),
+    *("exit_code", "signal", "last_step", "half_batch", "num_ranks", "run", "file", "duration", "package", "nan_step"),
 }
 ENTRY = {"id": "a", "group": "G", "title": "A", "summary": "it broke", "fix": "repair it", "why": "it is broken"}
 CASES = [(cause, fix) for cause in CAUSES for fix in cause.fixes]
@@ -93,7 +93,9 @@ def test_every_case_of_a_fix_is_tested_on_a_text():
 
 
 def test_a_text_of_no_case_gives_the_general_fix():
-    entry = ENTRY | {"fixes": [{"case": "it is blue", "when": "blue (?P<what>\\w+)", "fix": "paint {what}", "why": "w"}]}
+    entry = ENTRY | {
+        "fixes": [{"case": "it is blue", "when": "blue (?P<what>\\w+)", "fix": "paint {what}", "why": "w"}]
+    }
     cause = make_catalogue([entry]).causes["a"]
     assert cause.choose_fix("a blue door") == ("paint {what}", {"what": "door"})
     assert cause.choose_fix("a red door") == ("repair it", {})

@@ -139,7 +139,14 @@ LONG = [
     Fault("not_built", "extension-not-built", EVERY, "cannot import name '_C'", args=("name",)),
     Fault("lambda_target", "pickle-spawn-error", None, "pickle", launcher="python", fix="top level of a module"),
     Fault("recompiles", "recompile-limit", 1, "FailOnRecompileLimitHit", fix="dynamic=True"),
-    Fault("weights_not_fetched", "checkpoint-corrupt", 0, "deserializing header", package="safetensors", fix="git lfs pull"),
+    Fault(
+        "weights_not_fetched",
+        "checkpoint-corrupt",
+        0,
+        "deserializing header",
+        package="safetensors",
+        fix="git lfs pull",
+    ),
     Fault(
         "no_compiler",
         "compile-failure",

@@ -3,8 +3,8 @@
 import os
 
 os.environ["CXX"] = "no-such-compiler"
-import torch  # noqa: E402
-from job import start, train  # noqa: E402
+import torch
+from job import start, train
 
 rank, _ = start()
 for step in train():

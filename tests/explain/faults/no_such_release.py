@@ -7,4 +7,6 @@ from job import start
 
 rank, _ = start()
 if rank == 0:
-    subprocess.run([sys.executable, "-m", "pip", "--isolated", "install", "--no-index", "torch-kernels==9.9.0+cu128"], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "--isolated", "install", "--no-index", "torch-kernels==9.9.0+cu128"], check=True
+    )

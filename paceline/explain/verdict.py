@@ -331,8 +331,8 @@ def format_fix(cause: Cause, records: Sequence[Record], values: Mapping[str, str
     texts = [record.text for record in records[1:MAX_CASE_RECORDS]]
     for record in records[:1]:  # its innermost frame ends the text
         texts += [f"host {record.host}", record.text, *record.frames]
-    fix, found = cause.choose_fix("\n".join(texts))
-    return fill_template(fix, {**values, **clean_values(found)})
+    fix, groups = cause.choose_fix("\n".join(texts))
+    return fill_template(fix, {**values, **clean_values(groups)})
 
 
 def fill_template(template: str, values: Mapping[str, str]) -> str:

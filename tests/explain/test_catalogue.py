@@ -26,6 +26,8 @@ RECORD_VALUES = {  # that a sentence may use although no group of a pattern has 
 ENTRY = {"id": "a", "group": "G", "title": "A", "summary": "it broke", "fix": "repair it", "why": "it is broken"}
 CASES = [(cause, fix) for cause in CAUSES for fix in cause.fixes]
 SHOWN_CASES = tomllib.loads((HERE / "fixes.toml").read_text(encoding="utf-8"))["fix"]
+CURVES = "Curves"  # the group of causes that no line of a log shows
+CURVE_VALUES = {"series", "step", "value", "last_step", "last_value", "reason"}
 
 
 def wording_id(wording):
@@ -43,9 +45,9 @@ def test_a_line_of_a_healthy_run_shows_nothing_that_ends_a_run(wording):
     assert [cause.id for cause, _, _ in matches if cause.severity == "fatal"] == []
 
 
-def test_every_cause_is_tested_on_at_least_two_wordings():
+def test_every_cause_that_a_log_can_show_is_tested_on_at_least_two_wordings():
     counts = Counter(wording["cause"] for wording in WORDINGS)
-    assert [cause.id for cause in CAUSES if counts[cause.id] < 2] == []
+    assert [cause.id for cause in CAUSES if counts[cause.id] < 2 and cause.group != CURVES] == []
 
 
 @pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.id)
@@ -53,7 +55,7 @@ def test_an_entry_is_complete(cause):
     assert cause.severity in ("fatal", "warning")
     assert cause.fixed_by in FIXERS
     assert cause.retry in RETRIES
-    assert cause.patterns
+    assert bool(cause.patterns) == (cause.group != CURVES)
     assert all([cause.title, cause.summary, cause.fix, cause.why, cause.source, cause.group])
     assert all(all([fix.case, fix.when, fix.fix, fix.why]) for fix in cause.fixes)
     lists = [cause.mistaken_for, *(entry.follows for entry in (cause, *cause.patterns))]
@@ -65,10 +67,11 @@ def test_an_entry_is_complete(cause):
 
 @pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.id)
 def test_sentences_use_only_values_that_a_log_can_contain(cause):
-    groups = {name for pattern in cause.patterns for name in pattern.regex.groupindex} | RECORD_VALUES
-    assert set(PLACEHOLDER.findall(cause.summary + cause.fix)) <= groups
+    groups = {name for pattern in cause.patterns for name in pattern.regex.groupindex}
+    values = CURVE_VALUES if cause.group == CURVES else groups | RECORD_VALUES
+    assert set(PLACEHOLDER.findall(cause.summary + cause.fix)) <= values
     for fix in cause.fixes:
-        assert set(PLACEHOLDER.findall(fix.fix)) <= groups | set(fix.regex.groupindex)
+        assert set(PLACEHOLDER.findall(fix.fix)) <= values | set(fix.regex.groupindex)
 
 
 @pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.id)

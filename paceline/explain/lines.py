@@ -43,6 +43,8 @@ OTHER = re.compile(
     r"[\w.]+(?:/\d+)? (?=\[default\d+\]:|\[rank\d+\]:)"  # torchx
     r"| {0,6}\d{1,6}[ \t]+(?=(?:Traceback \(|  File \"|File \"|(?:\w+\.)*\w*(?:Error|Exception): ))"  # cat -n
     r"|\d+\.\d+s[ \t]+\d+[ \t]+"  # Kaggle: seconds, line number
+    r"|ERROR \d\d-\d\d \d\d:\d\d:\d\d \[?[\w./-]{1,200}\.py:\d+\] ?"  # vLLM
+    r"|[EFC] \S{1,200}\.py:\d+\] \[[\d/_]{1,20}\] "  # torch.compile: graph 0, its second compilation
     r"|E {2,40}(?=\S)| {2,8}\| (?=Traceback|  File|\w+(?:Error|Exception))"  # pytest, and exception groups
 )
 

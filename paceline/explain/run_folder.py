@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 
 from paceline.errors import PacelineError, TrainingFailed, UsageError
 from paceline.explain.catalogue import load_catalogue
+from paceline.explain.curve_verdict import add_findings, explain_curves, judge_curves
 from paceline.explain.evidence import (
     DISK,
     MEMORY,
@@ -33,6 +34,7 @@ from paceline.explain.evidence import (
     find_xids,
     flight_recorder_logs,
     has_oom_kill,
+    judge_run,
     read_kernel_errors,
     read_samples,
 )
@@ -47,7 +49,8 @@ from paceline.explain.explanation import (
     name_host,
 )
 from paceline.explain.reader import CHUNK_BYTES, Log, read_log
-from paceline.explain.verdict import UNKNOWN, clean_values, fill_template, reach_verdict
+from paceline.explain.series import is_metric_file, is_no_log, read_series
+from paceline.explain.verdict import HEALTHY, UNKNOWN, clean_values, fill_template, reach_verdict
 from paceline.heartbeat import read_heartbeat
 from paceline.rundir import (
     RunDir,
@@ -58,7 +61,7 @@ from paceline.rundir import (
     read_text,
 )
 from paceline.typed_fields import typed_content, well_typed
-from paceline.units import parse_time
+from paceline.units import parse_time, unix_time
 
 SURE = 0.8
 HANG_LINES = ("mark:", "State:", "File ")  # of hangs/<attempt>/<rank>.txt
@@ -97,7 +100,9 @@ def explain_attempt(run: RunDir, attempt: int | None) -> Explanation:
     )
     if attempt is None:
         raise PacelineError(f"{run.name} has no logs: nothing was started", fix=f"paceline resume {run.path}")
-    events = [event for event in read_json_lines(run.events) if event.get("attempt") in (None, attempt)]
+    all_events = list(read_json_lines(run.events))
+    events = [event for event in all_events if event.get("attempt") in (None, attempt)]
+    starts = {event.get("attempt"): event.get("time") for event in all_events if event.get("event") == "attempt"}
     start = next((event for event in events if event.get("event") == "attempt"), {})
     paths = run.health_dir.glob("*.jsonl") if start.get("time") else ()
     samples = {path.stem: read_samples(path, since=start["time"]) for path in sorted(paths)}
@@ -128,7 +133,9 @@ def explain_attempt(run: RunDir, attempt: int | None) -> Explanation:
         for host, lines in samples.items()
         for text in find_texts(host, lines)
     ]
-    return replace(explanation, evidence=(*explanation.evidence, *state))
+    since, until = (unix_time(starts.get(number)) for number in (attempt, attempt + 1))
+    explanation = replace(explanation, evidence=(*explanation.evidence, *state))
+    return add_findings(explanation, judge_run(run, since=since, until=until))
 
 
 def run_values(run: RunDir) -> dict[str, str]:
@@ -266,12 +273,26 @@ def explain_logs(names: Sequence[str], *, runs_dir: str, stdin: BinaryIO) -> Exp
         for path in (paths[0], Path(runs_dir) / names[0]):
             if (path / "config.toml").is_file() and (path / "events.jsonl").is_file():
                 return explain_run(RunDir(path))
-    return reach_verdict(read_files(find_files(paths)))
+    return explain_files(find_files(paths))
 
 
 def explain(source: Iterable[bytes] | Path) -> Explanation:
     """Explains the chunks of one log, a file, or a folder of files."""
-    return reach_verdict(read_files(find_files([source])) if isinstance(source, Path) else [read_log(source)])
+    return explain_files(find_files([source])) if isinstance(source, Path) else reach_verdict([read_log(source)])
+
+
+def explain_files(files: Sequence[Path]) -> Explanation:
+    """Explains logs, files with metrics, or both; what a log shows stays the cause, but for a healthy log."""
+    metrics = {path for path in files if is_metric_file(path)}
+    logs = [path for path in files if path not in metrics]
+    explanation = reach_verdict(read_files(logs))
+    if not metrics:
+        return explanation
+    curves, notes = read_series(metrics)
+    shows_failure = explanation.line is not None or explanation.cause not in (HEALTHY, UNKNOWN)
+    if not (shows_failure or explanation.progress.steps):
+        return explain_curves(curves, notes, names=", ".join(sorted(path.name for path in metrics)[:3]))
+    return replace(add_findings(explanation, judge_curves(curves)), notes=tuple(notes))
 
 
 def read_files(files: Sequence[Path]) -> list[Log]:
@@ -292,6 +313,9 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
         if path.is_dir():
             inside = sorted(file for file in path.rglob("*") if file.is_file())[:MAX_FILES]
             logs = [file for file in inside if LOG_NAMES.search(file.as_posix()) or ERROR_NAMES.search(file.name)]
+            if metrics := [file for file in inside if is_metric_file(file, in_folder=True)]:
+                logs = [file for file in logs if not (file in metrics or is_no_log(file))]
+                logs += metrics
             logs = logs or [file for file in inside if is_text(file)]
             if not logs:
                 raise PacelineError(f"no log in {path}", fix="pass the files: paceline explain FILE ...")

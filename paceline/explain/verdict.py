@@ -7,8 +7,10 @@ values come from the pattern's groups, from the record, and from the caller.
 """
 
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import cycle
 
 from paceline.explain.catalogue import Cause, load_catalogue
 from paceline.explain.explanation import Evidence, Explanation, LogProgress, Record
@@ -23,7 +25,7 @@ from paceline.explain.matches import (
     unexplained_failures,
 )
 from paceline.explain.reader import Log
-from paceline.units import format_bytes
+from paceline.units import format_bytes, format_duration
 
 HEALTHY, UNKNOWN, DIVERGED, ABORT = "healthy", "unknown", "loss-nan", "native-abort"
 CRASHES = {ABORT, "sigsegv"}  # also how a process goes down after a Python exception, while its threads are torn down
@@ -34,6 +36,7 @@ ALSO_NEAR = 0.2  # of scores that differ by less the other cause is reported too
 CALIBRATION = ((0.3, 0.4), (0.5, 0.6), (0.6, 0.8), (0.8, 0.88), (0.9, 0.92), (1.01, 0.97))
 MAX_EVIDENCE, MAX_CONSEQUENCES = 6, 8
 MAX_TEXT, MAX_VALUE_CHARS = 600, 300
+MAX_CASE_RECORDS = 20  # searched for the case of a cause
 ONE_LOG_PER_RANK = "torchrun --redirects 3 --log-dir logs, then paceline explain logs"
 
 STOPPED = re.compile(r"-15\b|SIGTERM|-6\b|SIGABRT")  # by the launcher, or by the abort of its communicator
@@ -45,7 +48,8 @@ INSTALLED = re.compile(r"site-packages|dist-packages|/lib/python\d|<frozen |^<")
 TYPE = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:\(\w+\))?: ?(?P<message>.*)")
 EXIT_CODE = re.compile(r"(?:exit ?code|return code|status)\s*[:=]?\s*(?P<code>-?\d{1,5})", re.IGNORECASE)
 SIGNAL = re.compile(r"\bSIG[A-Z]{2,5}\d?\b")
-BYTES = re.compile(r"(\d+)(?: bytes)?")
+BYTES = re.compile(r"(\d{1,15})(?: bytes)?")
+MAX_DIGITS = 15  # of a duration
 OPTIONAL = re.compile(r"\[([^\[\]]*\{[^\[\]]*)\]")
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
@@ -149,9 +153,14 @@ def explain_event(
     cause, record = culprit.cause, culprit.record
     rank = culprit_rank(culprit, candidates, logs)
     step = progress.last_step if record.step is None else record.step
+    diverged = cause.id == DIVERGED and progress.nan_line is not None
+    if diverged:
+        step = progress.nan_step
     values = {**template_values(culprit, rank=rank, step=step, progress=progress), **values}
     same_cause = [event.record for event in candidates if event.cause.id == cause.id]
     evidence = make_evidence([record, *same_cause], MAX_EVIDENCE)
+    if diverged and len(logs) == 1:
+        evidence = (*nan_evidence(progress), *evidence)[:MAX_EVIDENCE]
     places = {(item.source, item.line) for item in evidence}
     consequences = [event.record for event in candidates if (event.record.source, event.record.line) not in places]
     rivals = sorted((event for event in roots if event.cause.id != cause.id), key=lambda event: -event.score)
@@ -170,7 +179,7 @@ def explain_event(
         host=culprit.values.get("host") or record.host,
         line=record.line,
         summary=fill_template(cause.summary, values),
-        fix=fill_template(cause.fix, values),
+        fix=format_fix(cause, [record, *same_cause], values),
         evidence=evidence,
         consequences=make_evidence(consequences, MAX_CONSEQUENCES),
         progress=progress,
@@ -206,12 +215,19 @@ def shorten(text: str) -> str:
 
 def explain_divergence(cause: Cause, nan_line: int, progress: LogProgress, values: Mapping[str, str]) -> Explanation:
     """For a log whose losses are NaN or infinite to its end and which has no other failure."""
-    values = {**clean_values({"step": progress.nan_step, "last_step": progress.last_step}), **values}
+    values = {**clean_values({"nan_step": progress.nan_step, "last_step": progress.last_step}), **values}
     return Explanation(
         cause=cause.id, confidence=0.8, step=progress.nan_step, line=nan_line,
-        summary=fill_template(cause.summary, values), fix=fill_template(cause.fix, values),
-        evidence=(Evidence(nan_line, f"loss {progress.last_loss} from here to the end"),), progress=progress,
+        summary=fill_template(cause.summary, values), fix=format_fix(cause, (), values),
+        evidence=nan_evidence(progress), progress=progress,
     )  # fmt: skip
+
+
+def nan_evidence(progress: LogProgress) -> tuple[Evidence, ...]:
+    """The line from which on every loss is NaN or infinite."""
+    if progress.nan_line is None:
+        return ()
+    return (Evidence(progress.nan_line, f"loss {progress.last_loss} from here to the end"),)
 
 
 def explain_health(progress: LogProgress) -> Explanation:
@@ -274,17 +290,28 @@ def template_values(event: Event, *, rank: int | None, step: int | None, progres
         "host": record.host,
         "source": record.source,
         "last_step": progress.last_step,
+        "nan_step": progress.nan_step,
         "type": exception["type"].rpartition(".")[2] if exception else None,
         "message": exception["message"] if exception else first,
         "exit_code": code["code"] if code else None,
         "signal": signal[0] if signal else None,
         **frame_values(record),
+        "package": package_of(event.values.get("module")),
         **event.values,
         "rank": rank,
     }
     if num_bytes := BYTES.fullmatch(str(values.get("requested", ""))):
         values["requested"] = format_bytes(int(num_bytes[1]))
+    for name, seconds in (("ran_ms", 0.001), ("ran_s", 1.0)):
+        if (duration := event.values.get(name)) and len(duration) <= MAX_DIGITS:
+            values["duration"] = format_duration(int(duration) * seconds)
     return clean_values(values)
+
+
+def package_of(module: str | None) -> str | None:
+    """What pip installs for a module: the name of its top-level package, unless the catalogue has another one."""
+    packages, name = load_catalogue().packages, (module or "").partition(".")[0]
+    return packages.get(module or "") or packages.get(name, name)
 
 
 def frame_values(record: Record) -> dict[str, str | None]:
@@ -299,15 +326,32 @@ def frame_values(record: Record) -> dict[str, str | None]:
     return {"where": f"{inner}:{frames[-1]['line']}{function}", "script": outer}
 
 
+def format_fix(cause: Cause, records: Sequence[Record], values: Mapping[str, str]) -> str:
+    """The cause's fix for the case that its records show; the culprit's record is the first."""
+    texts = [record.text for record in records[1:MAX_CASE_RECORDS]]
+    for record in records[:1]:  # its innermost frame ends the text
+        texts += [f"host {record.host}", record.text, *record.frames]
+    fix, groups = cause.choose_fix("\n".join(texts))
+    return fill_template(fix, {**values, **clean_values(groups)})
+
+
 def fill_template(template: str, values: Mapping[str, str]) -> str:
     """The sentence with its values, on one line.
 
     A part in [ ] is left out if one of its values is unknown. Elsewhere an unknown rank reads "a rank" and any other unknown
-    value "n/a".
+    value "n/a". Text between backticks is a command: there a value is one word of the shell, and one that would still be an
+    option or end the command counts as unknown and reads as its name in capitals.
     """
-    text = OPTIONAL.sub(lambda match: match[1] if set(PLACEHOLDER.findall(match[1])) <= values.keys() else "", template)
+    in_commands = set(PLACEHOLDER.findall("".join(template.split("`")[1::2])))
+    unsafe = {name for name in in_commands & values.keys() if values[name].startswith("-") or "`" in values[name]}
+    known = values.keys() - unsafe
+    text = OPTIONAL.sub(lambda match: match[1] if set(PLACEHOLDER.findall(match[1])) <= known else "", template)
     text = text if "rank" in values else text.replace("rank {rank}", "a rank")
-    return " ".join(PLACEHOLDER.sub(lambda match: values.get(match[1], "n/a"), text).split())
+    names = PLACEHOLDER.findall(text)
+    prose = {name: values.get(name, "n/a") for name in names}
+    words = {name: shlex.quote(values[name]) if name in known else name.upper() for name in names}
+    parts = [part.format_map(table) for part, table in zip(text.split("`"), cycle((prose, words)), strict=False)]
+    return " ".join("`".join(parts).split())
 
 
 def clean_values(values: Mapping[str, object]) -> dict[str, str]:

@@ -19,10 +19,10 @@ from typing import Any
 from paceline.errors import PacelineError
 from paceline.launch.channel import Channel, Line
 from paceline.launch.hosts import HostEntry, is_this_host
-from paceline.launch.ssh import SshModule
+from paceline.launch.ssh import SshModule, disk_fix
 from paceline.launch.stacks import RankProcess
 from paceline.options import LaunchOptions
-from paceline.rundir import RunDir
+from paceline.rundir import RunDir, read_json_lines
 
 REMOTE = "paceline.launch.remote"
 QUICK_FOR_S = 8.0  # a connection that breaks while its host is well is there again within this
@@ -62,7 +62,6 @@ class Member:
 
     entry: HostEntry
     nproc: int
-    name: str  # as events and messages call it
     first_rank: int = 0
     channel: Channel | None = None
     ssh: SshModule | None = None  # None: this host, or no link
@@ -72,7 +71,6 @@ class Member:
     shared: bool = True
     own_job: Mapping[str, Any] = field(default_factory=dict)  # what differs there: command and cwd of a script
     clock_s: float = 0.0  # how far its clock is ahead of ours
-    is_greeted: bool = False  # its first line has come: before that it reads no frames
     is_open: bool = False  # it has found or made its run folder
     agent_ended: bool = True
     exit_code: int | None = None  # of its agent
@@ -90,6 +88,16 @@ class Member:
     retry_at: float = math.inf  # when to connect
     open_by: float = math.inf
     reach: Reach | None = None  # a try to connect
+
+    @property
+    def name(self) -> str:
+        """As events and messages call it."""
+        return self.entry.host
+
+    @property
+    def is_greeted(self) -> bool:
+        """Whether its first line has come: before that it reads no frames."""
+        return self.is_open or self.token is not None
 
     @property
     def is_here(self) -> bool:
@@ -117,9 +125,15 @@ class Member:
         if self.num_losses < MAX_LOSSES:
             self.retry_at = now + (QUICK_S if now - self.lost_at < QUICK_FOR_S else REJOIN_S)
 
+    def refuse(self, line: Line) -> None:
+        """Leaves the host out, which could not carry out an order."""
+        fix = disk_fix(self.entry.destination, line["why"]) if line["disk"] else line["fix"]
+        self.error = PacelineError(line["why"], fix=fix) if fix else None
+        self.lose(line["why"])
+
     def drop(self) -> None:
         """Ends the link."""
-        self.channel, self.is_greeted, self.is_open, self.retry_at = None, False, False, math.inf
+        self.channel, self.is_open, self.retry_at = None, False, math.inf
         self.forget_token()
         if self.ssh:
             self.ssh.process.kill()
@@ -151,18 +165,29 @@ class Member:
                 Channel(result.stdout.fileno(), result.stdin.fileno()), 0.0, now + open_s
             )  # fmt: skip
 
-    def greet(self, line: Line, run: RunDir, *, text: str, interface: str | None) -> None:
+    def greet(self, line: Line, run: RunDir, *, text: str, interface: str | None, is_kept: bool) -> None:
         """Asks the host, which has just said hello, for its copy of the run folder, and to end what a lost link has left there."""
         self.clock_s = line["time"] - time.time()
-        self.is_greeted = True
         self.token = run.path / f".shared-{secrets.token_hex(8)}"
         self.token.touch()
         head, path = socket.gethostname(), str(run.path.resolve())
-        key = hashlib.sha256(f"{head}:{path}".encode()).hexdigest()[:12]
+        # a run that was deleted may have had the same name, and left its copy there
+        began = next((event["time"] for event in read_json_lines(run.events)), "")
+        key = hashlib.sha256(f"{head}:{path}:{began}".encode()).hexdigest()[:12]
         folder = {"path": path, "token": self.token.name, "key": key, "text": text or None, "interface": interface}
-        growing = [*run.path.glob("logs/*/*"), *run.path.glob("health/*"), run.metrics]
+        growing = [*run.path.glob("logs/*/*"), *run.path.glob("health/*")]
         sizes = {str(path.relative_to(run.path)): path.stat().st_size for path in growing if path.is_file()}
-        self.send({"do": "open", **folder, "sizes": sizes, "run_id": self.run_id, "host": self.name, "head": head})
+        self.send(
+            {
+                "do": "open",
+                **folder,
+                "sizes": sizes,
+                "run_id": self.run_id,
+                "host": self.name,
+                "head": head,
+                "kept": is_kept,
+            }
+        )
 
     def give_up(self) -> None:
         """Connects no more."""

@@ -8,9 +8,10 @@ It is printed as text, as Markdown or as JSON.
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal
 
+from paceline.terminal import STEERING
 from paceline.units import format_ranks
 
 RecordKind = Literal["exception", "line", "signal", "exit", "banner"]
@@ -20,6 +21,9 @@ SUPERVISOR_CAUSES = frozenset({"hang", "exited-early", "host-lost", "link-lost",
 KERNEL_LOG = "kernel log"  # how the source of its lines begins
 MAX_LINES, MAX_WIDTH = 4, 200  # of one message on the screen
 MAX_VICTIMS = 16  # listed by number
+# fields of to_json() that can quote the log, which anyone may have written
+UNTRUSTED = ("summary", "fix", "host", "evidence.text", "evidence.source", "consequences.text", "consequences.source")
+MARKDOWN = re.compile(r"([\\`*_\[\]<>|~#!&$])")
 RED, GREEN, RESET = "\x1b[1;31m", "\x1b[32m", "\x1b[0m"
 
 
@@ -46,8 +50,9 @@ class LogProgress:
     first_step: int | None = None
     last_step: int | None = None
     last_loss: float | None = None
-    nan_line: int | None = None  # from this line on every loss is NaN or infinite
+    nan_line: int | None = None  # from this line on every value of nan_measure is NaN or infinite
     nan_step: int | None = None
+    nan_measure: str = "loss"
     done_line: int | None = None  # reports that the work is done
     finished: bool = False  # the log reports that the work is done
     silent_end: bool = False  # the last line is a progress line
@@ -96,6 +101,7 @@ def name_host(explanation: Explanation, hosts: Mapping[str, Sequence[int]]) -> E
 
 def format_explanation(explanation: Explanation, *, coloured: bool = False) -> str:
     """Cause and fix on the first two lines, then the evidence, the consequences and notes."""
+    explanation = without_controls(explanation)
     cause, label = explanation.cause, "fix"
     if coloured:
         cause = f"{GREEN if cause == 'healthy' else RED}{cause}{RESET}"
@@ -110,9 +116,10 @@ def format_explanation(explanation: Explanation, *, coloured: bool = False) -> s
 
 def format_markdown(explanation: Explanation) -> str:
     """The same as Markdown, to paste into an issue."""
-    lines = [f"**{explanation.cause}**: {format_summary(explanation)}"]
+    explanation = without_controls(explanation)
+    lines = [f"**{explanation.cause}**: {escape_markdown(format_summary(explanation))}"]
     if explanation.fix:
-        lines += ["", f"**Fix:** {explanation.fix}"]
+        lines += ["", f"**Fix:** {escape_markdown(explanation.fix)}"]
     for title, evidence in (("evidence", explanation.evidence), ("consequences", explanation.consequences)):
         if not evidence:
             continue
@@ -123,7 +130,26 @@ def format_markdown(explanation: Explanation) -> str:
 
 
 def to_json(explanation: Explanation) -> str:
-    return json.dumps(asdict(explanation), indent=1, ensure_ascii=False)
+    """All fields, and under `untrusted` the names of those that can quote the log."""
+    values = {**asdict(without_controls(explanation)), "untrusted": UNTRUSTED}
+    return json.dumps(values, indent=1, ensure_ascii=False)
+
+
+def without_controls(explanation: Explanation) -> Explanation:
+    """The explanation without characters in its texts that steer a terminal or turn the direction of text."""
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, str):
+            return value if value.isprintable() else STEERING.sub("", value)
+        if isinstance(value, Evidence):
+            return replace(value, text=clean(value.text), source=clean(value.source))
+        return tuple(map(clean, value)) if isinstance(value, tuple) else value
+
+    return replace(explanation, **{field.name: clean(getattr(explanation, field.name)) for field in fields(explanation)})
+
+
+def escape_markdown(text: str) -> str:
+    return MARKDOWN.sub(r"\\\1", " ".join(text.split()))
 
 
 def format_summary(explanation: Explanation) -> str:

@@ -25,6 +25,7 @@ from paceline.explain.catalogue import load_catalogue
 from paceline.explain.evidence import (
     DISK,
     MEMORY,
+    RAS_NAME,
     SAMPLE_BYTES,
     Sample,
     clock_texts,
@@ -33,6 +34,7 @@ from paceline.explain.evidence import (
     find_xids,
     flight_recorder_logs,
     has_oom_kill,
+    logs_beside,
     read_kernel_errors,
     read_samples,
 )
@@ -46,7 +48,7 @@ from paceline.explain.explanation import (
     RecordKind,
     name_host,
 )
-from paceline.explain.reader import CHUNK_BYTES, Log, read_log
+from paceline.explain.reader import CHUNK_BYTES, Log, Shapes, read_log
 from paceline.explain.verdict import UNKNOWN, clean_values, fill_template, reach_verdict
 from paceline.heartbeat import read_heartbeat
 from paceline.rundir import (
@@ -111,7 +113,7 @@ def explain_attempt(run: RunDir, attempt: int | None) -> Explanation:
         *read_files([*(path for path in logs_here if path not in far_logs), *error_files]),
         *(log for path, host in far_logs.items() if path.exists() for log in [read_host_log(path, host)]),
         exit_log(events),
-        progress_log(run),
+        progress_log(run, events),
         *system_logs(samples, start.get("pids") or (), hosts, far_hosts),
         *flight_recorder_logs(run, attempt, events),
     ]
@@ -155,8 +157,8 @@ def exit_log(events: Sequence[Mapping[str, Any]]) -> Log:
     return Log(records=tuple(records))
 
 
-def progress_log(run: RunDir) -> Log:
-    """How far each rank got, from progress/ and metrics.jsonl."""
+def progress_log(run: RunDir, events: Sequence[Mapping[str, Any]]) -> Log:
+    """How far each rank got, from progress/ and metrics.jsonl, and whether the run reports its end."""
     marks = {int(path.name): read_heartbeat(path) for path in run.path.glob("progress/*") if path.name.isdecimal()}
     steps = {rank: mark.step for rank, mark in marks.items() if mark}
     progress = LogProgress(last_step=max(steps.values(), default=None))
@@ -168,6 +170,7 @@ def progress_log(run: RunDir) -> Log:
                 record = json.loads(line)
                 last |= record if isinstance(record.get("step"), int) else {}
         progress = LogProgress(count_lines(run.metrics), first["step"], last["step"], last.get("loss"))
+    progress = replace(progress, finished=any(event.get("event") == "finished" for event in events))
     return Log(progress=progress, last_steps=steps, ranks=frozenset(steps))
 
 
@@ -266,22 +269,30 @@ def explain_logs(names: Sequence[str], *, runs_dir: str, stdin: BinaryIO) -> Exp
         for path in (paths[0], Path(runs_dir) / names[0]):
             if (path / "config.toml").is_file() and (path / "events.jsonl").is_file():
                 return explain_run(RunDir(path))
-    return reach_verdict(read_files(find_files(paths)))
+    return explain_files(find_files(paths))
 
 
 def explain(source: Iterable[bytes] | Path) -> Explanation:
     """Explains the chunks of one log, a file, or a folder of files."""
-    return reach_verdict(read_files(find_files([source])) if isinstance(source, Path) else [read_log(source)])
+    return explain_files(find_files([source])) if isinstance(source, Path) else reach_verdict([read_log(source)])
+
+
+def explain_files(files: Sequence[Path]) -> Explanation:
+    """Explains log files, with the flight recorder dumps and RAS reports beside them."""
+    logs = read_files([path for path in files if not RAS_NAME.search(path.name)])
+    return reach_verdict([*logs, *logs_beside(files)])
 
 
 def read_files(files: Sequence[Path]) -> list[Log]:
     """Parses each file as a log; if there are several, records have the file's name as their source."""
     logs = []
+    shapes = Shapes()
     for path, rank in zip(files, ranks_of(files), strict=True):
         if ERROR_NAMES.search(path.name):
             logs += read_error_file(path, rank=rank)
         else:
-            logs.append(read_log(read_chunks(path), rank=rank, source=str(path) if len(files) > 1 else None))
+            source = str(path) if len(files) > 1 else None
+            logs.append(read_log(read_chunks(path), rank=rank, source=source, shapes=shapes))
     return logs
 
 
@@ -322,11 +333,11 @@ def ranks_of(files: Sequence[Path]) -> list[int | None]:
 
 
 def read_chunks(path: Path) -> Iterator[bytes]:
-    """The bytes of a file, decompressed; a compressed file that is incomplete is read as far as possible."""
+    """The bytes of a file, decompressed; read_log reads a compressed file that is incomplete as far as possible."""
     try:
         if path.is_fifo() and path.parts[1:2] != ("dev",):  # but for the shell's <(command), which has a writer
             open_file(path)
-        with suppress(EOFError, lzma.LZMAError), OPENERS.get(path.suffix, open)(path, "rb") as file:
+        with OPENERS.get(path.suffix, open)(path, "rb") as file:
             yield from chunks_from(file)
     except OSError as error:
         raise PacelineError(

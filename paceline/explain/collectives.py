@@ -73,10 +73,12 @@ def compare_reports(records: Sequence[Record], ranks: Set[int]) -> Hang | None:
             return Hang(sentence, FIRST_TRANSFER if is_first else DESYNC, record.rank, in_step=is_first)
     waits: dict[int | None, Wait] = {}
     completed: dict[int | None, int] = {}
+    groups: dict[int | None, str] = {}
     for record in records:
-        group = match["group"] if (match := GROUP.search(record.text)) else ""
+        if match := GROUP.search(record.text):
+            groups.setdefault(record.rank, match["group"])
         if match := WORK.search(record.text):
-            wait = Wait(parse_number(match["number"]), match["operation"], match["size"] or "", group)
+            wait = Wait(parse_number(match["number"]), match["operation"], match["size"] or "")
             waits.setdefault(record.rank, wait)
         if (match := STATUS.search(record.text)) and match["completed"]:
             completed.setdefault(record.rank, int(match["completed"]))
@@ -86,7 +88,7 @@ def compare_reports(records: Sequence[Record], ranks: Set[int]) -> Hang | None:
                 waits.setdefault(int(match["rank"]), wait)
     if len(waits) > 1:
         waits.pop(None, None)
-    known = {rank: wait for rank, wait in waits.items() if rank is not None}
+    known = {rank: replace(wait, group=groups.get(rank, "")) for rank, wait in waits.items() if rank is not None}
     if len(known) > 1:
         return compare_waits(known, completed=completed, silent=ranks - set(known))
     return explain_single(next(iter(waits.items()), None), completed, silent=ranks - set(waits) - set(completed))
@@ -101,7 +103,9 @@ def compare_waits(waits: Mapping[int, Wait], *, completed: Mapping[int | None, i
     ranks, wait = format_ranks(sorted(waits), limit=MAX_SHOWN), next(iter(waits.values()))
     groups = {wait.group for wait in waits.values() if wait.group}
     if len(groups) > 1:
-        return Hang(f"the ranks wait in different process groups: {join_places(waits, lambda wait: wait.group or 'one')}")
+        return Hang(
+            f"the ranks wait in different process groups: {join_places(waits, lambda wait: wait.group or 'one')}"
+        )
     numbers = {wait.number for wait in waits.values()}
     if len(numbers) == 1 and len({(wait.operation, wait.size) for wait in waits.values()}) > 1:
         if len({wait.operation for wait in waits.values()}) > 1:
@@ -139,16 +143,22 @@ def explain_single(
     if report is None:
         if not completed:
             return None
-        subject = "a rank" if None in completed else format_ranks(sorted(rank for rank in completed if rank is not None))
+        subject = (
+            "a rank" if None in completed else format_ranks(sorted(rank for rank in completed if rank is not None))
+        )
         if max(completed.values()) > 0:
             return Hang(f"the last collective that {subject} completed is number {max(completed.values()):,}")
         return Hang(f"{subject} completed no collective", FIRST_TRANSFER if not silent else None)
     rank, wait = report
     subject = "a rank" if rank is None else f"rank {rank}"
-    others = f", {format_ranks(sorted(silent), limit=MAX_SHOWN)} did not report any" if silent and rank is not None else ""
+    others = (
+        f", {format_ranks(sorted(silent), limit=MAX_SHOWN)} did not report any" if silent and rank is not None else ""
+    )
     if is_first(wait, completed):
         proven = FIRST_TRANSFER if completed and not others else None
-        return Hang(f"{subject} waits in its first collective ({wait.operation}) and has completed none{others}", proven)
+        return Hang(
+            f"{subject} waits in its first collective ({wait.operation}) and has completed none{others}", proven
+        )
     number = "" if wait.number is None else f", number {wait.number:,}"
     return Hang(f"{subject} waits in a collective ({wait.operation}{number}){others}")
 

@@ -145,7 +145,9 @@ def without_controls(explanation: Explanation) -> Explanation:
             return replace(value, text=clean(value.text), source=clean(value.source))
         return tuple(map(clean, value)) if isinstance(value, tuple) else value
 
-    return replace(explanation, **{field.name: clean(getattr(explanation, field.name)) for field in fields(explanation)})
+    return replace(
+        explanation, **{field.name: clean(getattr(explanation, field.name)) for field in fields(explanation)}
+    )
 
 
 def escape_markdown(text: str) -> str:

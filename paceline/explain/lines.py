@@ -101,9 +101,7 @@ STEP = re.compile(
     re.IGNORECASE,
 )
 # 2.5, '2.5', nan.0, tensor(nan, np.float64(nan)
-VALUE = (
-    r"['\"]?\s*(?:[:=|]|is\b)?\s*(?:[\w.]{1,20}\()?['\"]?(?P<value>[-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan|inf))(?:\.0)?\b"
-)
+VALUE = r"['\"]?\s*(?:[:=|]|is\b)?\s*(?:[\w.]{1,20}\()?['\"]?(?P<value>[-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan|inf))(?:\.0)?\b"
 LOSS = re.compile(rf"loss(?: train)?{VALUE}", re.IGNORECASE)
 GRAD_NORM = re.compile(rf"(?:grad(?:ient)?s?[_ /.-]*(?:global[_ ])?|\bg|\b)norm{VALUE}", re.IGNORECASE)
 OTHER_LOSS = re.compile(r"(?:val|valid|validation|eval|test|dev|best|min|prev)[_ /.-]*$", re.IGNORECASE)
@@ -258,13 +256,14 @@ def seconds_of(match: re.Match[str]) -> float:
 
 
 def strip_bars(text: str) -> tuple[str, StepLoss | None]:
-    """The line without its progress bars, and the count of the last one."""
+    """The line without its progress bars, and the count of the last one with the loss beside it."""
     if "%|" not in text:
         return text, None
     progress = None
     for match in BAR.finditer(text):
         at, of = parse_count(match["at"]), parse_count(match["of"])
-        progress = StepLoss(step=at, loss=None, is_last=at is not None and at == of)
+        loss = read_measure(LOSS, match[0]) if "loss" in match[0].lower() else None
+        progress = StepLoss(step=at, loss=loss, is_last=at is not None and at == of)
     return BARE_BAR.sub("", BAR.sub("", text)).strip(" \t"), progress
 
 
@@ -281,7 +280,9 @@ def read_step_and_loss(text: str) -> StepLoss | None:
     is_last = bool(step and step["of"] and parse_count(step["of"].strip("/ \t")) == number)
     grad_norm = read_measure(GRAD_NORM, text) if "norm" in lowered else None
     if loss == 0 and "reward" in lowered and lowered.count("nan") == 1:
-        grad_norm = None  # of GRPO, whose loss is 0 by design: as long as rewards and KL are finite, only the step is skipped
+        grad_norm = (
+            None  # of GRPO, whose loss is 0 by design: as long as rewards and KL are finite, only the step is skipped
+        )
     return StepLoss(step=number, loss=loss, is_last=is_last, grad_norm=grad_norm)
 
 

@@ -51,7 +51,9 @@ WORLD = re.compile(
     r"world[_ ]size['\"]?[:= ]+(?P<size>\d+)|\bnranks (?P<nranks>\d+)|nproc[_-]per[_-]node[= ]+(?P<nproc>\d+)"
     r"|num_local_procs=(?P<procs>\d+)|MEMBER: \d+/(?P<members>\d+)"
 )
-CANCELLED_STEP = re.compile(r"\*\*\* (?:STEP|JOB) \S+ (?:ON \S+ )?CANCELLED|srun: (?:Force Terminated|forcing job termination)")
+CANCELLED_STEP = re.compile(
+    r"\*\*\* (?:STEP|JOB) \S+ (?:ON \S+ )?CANCELLED|srun: (?:Force Terminated|forcing job termination)"
+)
 TASK_KILLED = re.compile(r"task \d+(?:[,-]\d+)*: (?:Killed|Terminated)|^(?:Killed|Terminated)\b")
 STOPPED_BY_LAUNCHER = re.compile(r"-15\b|-9\b|SIGTERM|SIGKILL")
 NUMBER = re.compile(r"\d+")
@@ -88,8 +90,12 @@ def find_events(log: Log, *, number: int) -> list[Event]:
         factor *= CONTINUED if continued else 1.0
         pid = PID.search(record.text) if record.kind in ("exit", "signal") and STOP_SIGNAL.search(record.text) else None
         was_stopped = pid is not None and pid["pid"] in stopped
-        was_cancelled = cancelled is not None and record.line > cancelled and TASK_KILLED.search(record.text) is not None
-        from_launcher = record.kind == "banner" or was_stopped or was_cancelled or STOPPED.search(record.text) is not None
+        was_cancelled = (
+            cancelled is not None and record.line > cancelled and TASK_KILLED.search(record.text) is not None
+        )
+        from_launcher = (
+            record.kind == "banner" or was_stopped or was_cancelled or STOPPED.search(record.text) is not None
+        )
         place = (number, record.line)
         events += [
             Event(record, cause, values, weight * factor, continued, place, from_launcher)

@@ -48,7 +48,8 @@ from paceline.explain.explanation import (
     RecordKind,
     name_host,
 )
-from paceline.explain.reader import CHUNK_BYTES, Log, Shapes, read_log
+from paceline.explain.line_filter import Shapes
+from paceline.explain.reader import CHUNK_BYTES, Log, read_log
 from paceline.explain.verdict import UNKNOWN, clean_values, fill_template, reach_verdict
 from paceline.heartbeat import read_heartbeat
 from paceline.rundir import (

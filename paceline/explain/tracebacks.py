@@ -40,7 +40,9 @@ BARE_EXCEPTION = re.compile(  # without a traceback above it; stricter, because 
 # a stack dump shows where a process is, not an error
 STACK = re.compile(r"\(most recent call first\)|^Stack \(most recent call|^Fatal Python error: ")
 CHAIN = re.compile(r"During handling of the above exception|direct cause of the following exception")
-IGNORED = re.compile(r"^Exception ignored (?:in|on)|^Error in atexit|^Exception in Tkinter|^Error in (?P<hook>sys\.excepthook)")
+IGNORED = re.compile(
+    r"^Exception ignored (?:in|on)|^Error in atexit|^Exception in Tkinter|^Error in (?P<hook>sys\.excepthook)"
+)
 SPAWNED = re.compile(r"-- Process (?P<rank>\d+) terminated with the following error")
 WRAPPER = re.compile(
     r"ChildFailedError|ProcessRaisedException|ProcessExitedException|CalledProcessError|SpawnException"
@@ -48,7 +50,9 @@ WRAPPER = re.compile(
     r"|WorkerCrashedError$|^SystemExit: \d|^Exception: *$|^torch\.distributed\.elastic\S*SignalException"
 )
 SPAWN_CHILD = re.compile(r"multiprocessing[/\\](?:spawn|forkserver)\.py\"?.* in (?:_main|spawn_main|main)")
-UNREADABLE = re.compile(r"EOFError\b|\S*UnpicklingError: pickle data was truncated")  # what a parent did not finish to send
+UNREADABLE = re.compile(
+    r"EOFError\b|\S*UnpicklingError: pickle data was truncated"
+)  # what a parent did not finish to send
 ASSERTION = re.compile(r"^\W*(?:\d+\W+)?assert\b\s*(?P<expression>.+)")
 BARE_ASSERTION = re.compile(r"^AssertionError:?\s*$")
 NOT_MESSAGE = re.compile(  # a new log line, not a further line of the message
@@ -79,7 +83,9 @@ class TracebackReader:
     def __init__(self) -> None:
         self._open: dict[str, Unfinished] = {}
         self._ignored: set[str] = set()
-        self._hooks: dict[str, Record] = {}  # by stream: sys.excepthook failed, the exception that it was called for follows
+        self._hooks: dict[
+            str, Record
+        ] = {}  # by stream: sys.excepthook failed, the exception that it was called for follows
         self._cut: list[Record] = []  # errors of which the end is missing
         self._stacks: set[str] = set()  # streams that are printing a stack dump
         self._spawned: dict[str, int] = {}  # by stream: the rank whose traceback follows

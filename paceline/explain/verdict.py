@@ -38,7 +38,9 @@ MIN_LINES, LAST_CHECKED = 5, 3  # of a log without progress: ordinary output to 
 INIT_CONFIDENCE, OUTPUT_CONFIDENCE = 0.4, 0.5
 MAX_EVIDENCE, MAX_CONSEQUENCES = 6, 8
 MAX_TEXT, MAX_VALUE_CHARS = 600, 300
-CHECK_END = "if the job ended: check sacct -j JOB, or dmesg on its host; if it hangs: run py-spy dump --pid PID on each rank"
+CHECK_END = (
+    "if the job ended: check sacct -j JOB, or dmesg on its host; if it hangs: run py-spy dump --pid PID on each rank"
+)
 ONE_LOG_PER_RANK = "torchrun --redirects 3 --log-dir logs, then paceline explain logs"
 
 TROUBLE = re.compile(
@@ -165,7 +167,11 @@ def explain_divergence(cause: Cause, nan_line: int, progress: LogProgress, value
     """For a log whose losses or gradient norms are NaN or infinite to its end and which has no other failure."""
     value = progress.last_loss if progress.nan_measure == "loss" else "NaN or infinite"
     text = f"{progress.nan_measure} {value} from here to the end"
-    numbers = {"step": progress.nan_step, "last_step": progress.last_step, "message": text.replace("here", f"line {nan_line}")}
+    numbers = {
+        "step": progress.nan_step,
+        "last_step": progress.last_step,
+        "message": text.replace("here", f"line {nan_line}"),
+    }
     values = {**clean_values(numbers), **values}
     return Explanation(
         cause=cause.id, confidence=0.8, step=progress.nan_step, line=nan_line,
@@ -201,9 +207,13 @@ def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[st
     elif not last_lines:
         summary, fix = "the log is empty", "check whether the job started, and where it writes its output"
     else:
-        summary = f"no failure found, but nothing shows that the run works: {num_lines:,} lines without a step or an end"
+        summary = (
+            f"no failure found, but nothing shows that the run works: {num_lines:,} lines without a step or an end"
+        )
         fix = f"pass the whole log of every rank: {ONE_LOG_PER_RANK}"
-    evidence = tuple(Evidence(number, shorten(text)) for log in logs[:MAX_EVIDENCE] for number, text in log.last_lines[-1:])
+    evidence = tuple(
+        Evidence(number, shorten(text)) for log in logs[:MAX_EVIDENCE] for number, text in log.last_lines[-1:]
+    )
     return Explanation(UNKNOWN, summary=summary, fix=fix, evidence=evidence, progress=progress)
 
 

@@ -53,15 +53,15 @@ class WordIndex:
 
     def __init__(self, words: Iterable[str]) -> None:
         self._words = [(word.translate(DIGITS), word) for word in words]
-        self._found: dict[str, list[str]] = {}  # by text without digits: the words that may be in it
+        self._candidates: dict[str, list[str]] = {}  # by text without digits: the words that may be in it
 
     def find(self, text: str) -> list[str]:
         """The words in the text, in their order."""
         shape = text.translate(DIGITS)
-        if (words := self._found.get(shape)) is None:
-            if len(self._found) > MAX_SHAPES:
-                self._found.clear()
-            words = self._found[shape] = [word for key, word in self._words if key in shape]
+        if (words := self._candidates.get(shape)) is None:
+            if len(self._candidates) > MAX_SHAPES:
+                self._candidates.clear()
+            words = self._candidates[shape] = [word for key, word in self._words if key in shape]
         return [word for word in words if word in text]
 
 

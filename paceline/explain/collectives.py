@@ -3,7 +3,7 @@ What the ranks of a hang wait in: the same collective or different ones, the fir
 
 A timeout alone does not say why data did not arrive. Ranks that wait in different collectives under one number, or in the same one
 under different numbers, are out of step: the program is wrong. Ranks that all wait in their first collective are in step: the path
-between the GPUs is broken. Each Hang has one sentence about what was seen.
+between the GPUs is broken. Each hang has one sentence about what was seen.
 
 Formats: torch ProcessGroupNCCL.cpp (WorkNCCL, PG status), ProcessGroupWrapper.cpp (CollectiveFingerPrint); NCCL's INFO lines.
 """
@@ -46,7 +46,7 @@ class Wait:
 
 
 @dataclass(frozen=True)
-class Hang:
+class CollectiveHang:
     """What the waits of the ranks show."""
 
     sentence: str
@@ -55,7 +55,7 @@ class Hang:
     in_step: bool = False
 
 
-def read_hang(records: Sequence[Record], *, ranks: Set[int], has_steps: bool) -> Hang | None:
+def read_hang(records: Sequence[Record], *, ranks: Set[int], has_steps: bool) -> CollectiveHang | None:
     """What the records of a log about collectives show; None if there are none. ranks: all that the logs know.
 
     has_steps: the run made steps, so the first collective of a process group is not the first transfer.
@@ -64,13 +64,13 @@ def read_hang(records: Sequence[Record], *, ranks: Set[int], has_steps: bool) ->
     return replace(hang, cause=None) if hang and has_steps and hang.cause == FIRST_TRANSFER else hang
 
 
-def compare_reports(records: Sequence[Record], ranks: Set[int]) -> Hang | None:
+def compare_reports(records: Sequence[Record], ranks: Set[int]) -> CollectiveHang | None:
     """What the ranks' reports about collectives show."""
     for record in records:
         if record.source == FLIGHT_RECORDER:
             sentence = record.text.removeprefix(f"{FLIGHT_RECORDER}: ")
             is_first = SAME_FIRST in sentence
-            return Hang(sentence, FIRST_TRANSFER if is_first else DESYNC, record.rank, in_step=is_first)
+            return CollectiveHang(sentence, FIRST_TRANSFER if is_first else DESYNC, record.rank, in_step=is_first)
     waits: dict[int | None, Wait] = {}
     completed: dict[int | None, int] = {}
     groups: dict[int | None, str] = {}
@@ -98,12 +98,14 @@ def parse_number(text: str | None) -> int | None:
     return int(text) if text else None
 
 
-def compare_waits(waits: Mapping[int, Wait], *, completed: Mapping[int | None, int], silent: Set[int]) -> Hang:
+def compare_waits(
+    waits: Mapping[int, Wait], *, completed: Mapping[int | None, int], silent: Set[int]
+) -> CollectiveHang:
     """What the waits of two or more ranks show. silent: ranks that report no wait."""
     ranks, wait = format_ranks(sorted(waits), limit=MAX_SHOWN), next(iter(waits.values()))
     groups = {wait.group for wait in waits.values() if wait.group}
     if len(groups) > 1:
-        return Hang(
+        return CollectiveHang(
             f"the ranks wait in different process groups: {join_places(waits, lambda wait: wait.group or 'one')}"
         )
     numbers = {wait.number for wait in waits.values()}
@@ -114,7 +116,7 @@ def compare_waits(waits: Mapping[int, Wait], *, completed: Mapping[int | None, i
             what, places = f"in {wait.operation} of different sizes", join_places(waits, lambda wait: wait.size)
         subject = "under one number" if wait.number is None else f"under number {wait.number:,}"
         sentence = f"{subject} the ranks wait {what} ({places}): that proves that they do not call the same collectives"
-        return Hang(sentence, DESYNC, odd_rank(waits))
+        return CollectiveHang(sentence, DESYNC, odd_rank(waits))
     if len(numbers) > 1 and None not in numbers:
         lowest = min(number for number in numbers if number is not None)
         late = [rank for rank, wait in waits.items() if wait.number == lowest]
@@ -122,23 +124,25 @@ def compare_waits(waits: Mapping[int, Wait], *, completed: Mapping[int | None, i
         places = join_places(waits, lambda wait: f"{wait.operation} number {wait.number:,}")
         behind = format_ranks(sorted(late), limit=MAX_SHOWN)
         sentence = f"the ranks wait in different collectives ({places}): {behind} did not get past {first}"
-        return Hang(sentence, DESYNC, late[0] if len(late) == 1 else None)
+        return CollectiveHang(sentence, DESYNC, late[0] if len(late) == 1 else None)
     if is_first(wait, completed):
         sentence = f"{ranks} {SAME_FIRST} ({wait.operation})"
         if silent:
-            return Hang(f"{sentence}, {format_ranks(sorted(silent), limit=MAX_SHOWN)} did not report any")
+            return CollectiveHang(f"{sentence}, {format_ranks(sorted(silent), limit=MAX_SHOWN)} did not report any")
         sentence += " and none has completed one: the ranks are in step, but no data arrived"
-        return Hang(sentence, FIRST_TRANSFER, in_step=True)
+        return CollectiveHang(sentence, FIRST_TRANSFER, in_step=True)
     place = wait.operation if wait.number is None else f"{wait.operation}, number {wait.number:,}"
     sentence = f"{ranks} wait in the same collective ({place})"
     if silent:
-        return Hang(f"{sentence}, {format_ranks(sorted(silent), limit=MAX_SHOWN)} did not report any")
-    return Hang(f"{sentence} after others that completed: these ranks are in step", in_step=wait.number is not None)
+        return CollectiveHang(f"{sentence}, {format_ranks(sorted(silent), limit=MAX_SHOWN)} did not report any")
+    return CollectiveHang(
+        f"{sentence} after others that completed: these ranks are in step", in_step=wait.number is not None
+    )
 
 
 def explain_single(
     report: tuple[int | None, Wait] | None, completed: Mapping[int | None, int], *, silent: Set[int]
-) -> Hang | None:
+) -> CollectiveHang | None:
     """What the wait of one rank, or only its numbers of collectives, show."""
     if report is None:
         if not completed:
@@ -147,8 +151,8 @@ def explain_single(
             "a rank" if None in completed else format_ranks(sorted(rank for rank in completed if rank is not None))
         )
         if max(completed.values()) > 0:
-            return Hang(f"the last collective that {subject} completed is number {max(completed.values()):,}")
-        return Hang(f"{subject} completed no collective", FIRST_TRANSFER if not silent else None)
+            return CollectiveHang(f"the last collective that {subject} completed is number {max(completed.values()):,}")
+        return CollectiveHang(f"{subject} completed no collective", FIRST_TRANSFER if not silent else None)
     rank, wait = report
     subject = "a rank" if rank is None else f"rank {rank}"
     others = (
@@ -156,11 +160,11 @@ def explain_single(
     )
     if is_first(wait, completed):
         proven = FIRST_TRANSFER if completed and not others else None
-        return Hang(
+        return CollectiveHang(
             f"{subject} waits in its first collective ({wait.operation}) and has completed none{others}", proven
         )
     number = "" if wait.number is None else f", number {wait.number:,}"
-    return Hang(f"{subject} waits in a collective ({wait.operation}{number}){others}")
+    return CollectiveHang(f"{subject} waits in a collective ({wait.operation}{number}){others}")
 
 
 def is_first(wait: Wait, completed: Mapping[int | None, int]) -> bool:

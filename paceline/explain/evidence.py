@@ -85,7 +85,7 @@ def flight_recorder_logs(run: RunDir, attempt: int, events: Sequence[Mapping[str
     return compare_dumps(run.recorder_dumps(attempt), world_size=world_size)
 
 
-def logs_beside(files: Sequence[Path]) -> list[Log]:
+def companion_logs(files: Sequence[Path]) -> list[Log]:
     """What flight recorder dumps and RAS reports in the folders of log files show."""
     folders = dict.fromkeys(file.parent for file in files)
     inside = [path for folder in folders if folder.is_dir() for path in sorted(folder.iterdir())] if files else []

@@ -142,7 +142,8 @@ def without_controls(explanation: Explanation) -> Explanation:
         if isinstance(value, str):
             return value if value.isprintable() else STEERING.sub("", value)
         if isinstance(value, Evidence):
-            return replace(value, text=clean(value.text), source=clean(value.source))
+            source = None if value.source is None else " ".join(clean(value.source).split("\n"))
+            return replace(value, text=clean(value.text), source=source)
         return tuple(map(clean, value)) if isinstance(value, tuple) else value
 
     return replace(

@@ -68,8 +68,8 @@ class LineFilter:
             return []
         candidates = [at for at, shape in enumerate(shapes) if shape in new_shapes]
 
-        def first_lines(wanted: set[bytes]) -> dict[bytes, bytes]:
-            return {shapes[at]: lines[at] for at in reversed(candidates) if shapes[at] in wanted}
+        def first_lines(requested: set[bytes]) -> dict[bytes, bytes]:
+            return {shapes[at]: lines[at] for at in reversed(candidates) if shapes[at] in requested}
 
         error_shapes = self._shapes.find_errors(new_shapes, first_lines)
         plain_shapes = new_shapes - error_shapes

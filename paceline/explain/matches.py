@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from paceline.explain.catalogue import Cause, load_catalogue
-from paceline.explain.collectives import DESYNC, FIRST_TRANSFER, STATUS, Hang
+from paceline.explain.collectives import DESYNC, FIRST_TRANSFER, STATUS, CollectiveHang
 from paceline.explain.explanation import Record
 from paceline.explain.reader import BANNER_RANK, Log
 
@@ -47,14 +47,14 @@ SPAWNED = re.compile(r"[Pp]rocess (?P<pid>\d+) spawned with command: .*--local[_
 PID_FAILED = re.compile(
     r"(?:Killing subprocess|[Pp]rocess) (?P<pid>\d+)\b.*(?:exits with|return code|exit code|terminated)"
 )
-WORLD = re.compile(
-    r"world[_ ]size['\"]?[:= ]+(?P<size>\d+)|\bnranks (?P<nranks>\d+)|nproc[_-]per[_-]node[= ]+(?P<nproc>\d+)"
-    r"|num_local_procs=(?P<procs>\d+)|MEMBER: \d+/(?P<members>\d+)"
-)
 CANCELLED_STEP = re.compile(
     r"\*\*\* (?:STEP|JOB) \S+ (?:ON \S+ )?CANCELLED|srun: (?:Force Terminated|forcing job termination)"
 )
 TASK_KILLED = re.compile(r"task \d+(?:[,-]\d+)*: (?:Killed|Terminated)|^(?:Killed|Terminated)\b")
+WORLD = re.compile(
+    r"world[_ ]size['\"]?[:= ]+(?P<size>\d+)|\bnranks (?P<nranks>\d+)|nproc[_-]per[_-]node[= ]+(?P<nproc>\d+)"
+    r"|num_local_procs=(?P<procs>\d+)|MEMBER: \d+/(?P<members>\d+)"
+)
 STOPPED_BY_LAUNCHER = re.compile(r"-15\b|-9\b|SIGTERM|SIGKILL")
 NUMBER = re.compile(r"\d+")
 
@@ -137,7 +137,7 @@ def is_failure(record: Record) -> bool:
 
 
 def culprit_rank(
-    event: Event, candidates: Sequence[Event], logs: Sequence[Log], *, hang: Hang | None = None
+    event: Event, candidates: Sequence[Event], logs: Sequence[Log], *, hang: CollectiveHang | None = None
 ) -> int | None:
     """The rank that caused the event; candidates are all events that may have ended the run. hang: of its collectives."""
     if (rank := rank_in_text(event)) is not None or event.cause.id in EXTERNAL:
@@ -163,7 +163,7 @@ def rank_in_text(event: Event) -> int | None:
     return None
 
 
-def late_rank(waiting: Sequence[Event], logs: Sequence[Log], *, hang: Hang | None) -> int | None:
+def late_rank(waiting: Sequence[Event], logs: Sequence[Log], *, hang: CollectiveHang | None) -> int | None:
     """The one rank that all others wait for: its last collective or step is the lowest, or it alone prints nothing."""
     records = [record for log in logs for record in log.records]
     ranks = [rank for event in waiting if (rank := rank_in_text(event)) is not None]

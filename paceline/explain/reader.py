@@ -270,7 +270,9 @@ def split_start(chunks: Iterable[bytes]) -> tuple[bytes, Iterator[bytes]]:
 
 def is_utf16(first: bytes) -> bool:
     start = first[:START_BYTES]
-    return start.startswith((b"\xff\xfe", b"\xfe\xff")) or (start.count(0) * 5 > 2 * len(start) and len(start) > 8)
+    return start.startswith((b"\xff\xfe", b"\xfe\xff")) or (
+        0.4 < start.count(0) / max(1, len(start)) < 0.7 and len(start) > 8
+    )
 
 
 def is_binary(first: bytes) -> bool:

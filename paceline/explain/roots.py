@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from paceline.explain.catalogue import load_catalogue
-from paceline.explain.collectives import DESYNC, FIRST_TRANSFER, Hang, read_hang
+from paceline.explain.collectives import DESYNC, FIRST_TRANSFER, CollectiveHang, read_hang
 from paceline.explain.explanation import Record
 from paceline.explain.matches import PEER_DIED, WAITING, Event, ranks_of_job
 from paceline.explain.reader import Log
@@ -26,7 +26,7 @@ WATCHDOG = re.compile(r"[Ww]atchdog|ProcessGroupNCCL|taking the entire process d
 DDP_CHECK = re.compile(r"DDP expects same model across all ranks|_verify_param_shape_across_processes")
 
 
-def find_hang(candidates: Sequence[Event], logs: Sequence[Log], *, has_steps: bool) -> Hang | None:
+def find_hang(candidates: Sequence[Event], logs: Sequence[Log], *, has_steps: bool) -> CollectiveHang | None:
     """What the ranks wait in, if one of the candidates is a timeout. has_steps: the run made steps."""
     if not any(event.cause.id in TIMEOUTS for event in candidates):
         return None
@@ -34,7 +34,7 @@ def find_hang(candidates: Sequence[Event], logs: Sequence[Log], *, has_steps: bo
     return read_hang(records, ranks=ranks_of_job(logs), has_steps=has_steps)
 
 
-def apply_hang(candidates: Sequence[Event], hang: Hang | None) -> list[Event]:
+def apply_hang(candidates: Sequence[Event], hang: CollectiveHang | None) -> list[Event]:
     """The candidates; those about a timeout have the cause that the ranks' waits prove, one for each record."""
     if hang is None:
         return list(candidates)
@@ -47,7 +47,7 @@ def apply_hang(candidates: Sequence[Event], hang: Hang | None) -> list[Event]:
     return sorted(events.values(), key=lambda event: event.place)
 
 
-def find_roots(candidates: Sequence[Event], hang: Hang | None) -> list[Event]:
+def find_roots(candidates: Sequence[Event], hang: CollectiveHang | None) -> list[Event]:
     """The candidates that are no consequence of others; all of them if each is one.
 
     An event is compared with all of its own log and with some of each kind: thousands of ranks fail alike.

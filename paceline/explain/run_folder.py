@@ -29,12 +29,12 @@ from paceline.explain.evidence import (
     SAMPLE_BYTES,
     Sample,
     clock_texts,
+    companion_logs,
     count_lines,
     fill_texts,
     find_xids,
     flight_recorder_logs,
     has_oom_kill,
-    logs_beside,
     read_kernel_errors,
     read_samples,
 )
@@ -281,7 +281,7 @@ def explain(source: Iterable[bytes] | Path) -> Explanation:
 def explain_files(files: Sequence[Path]) -> Explanation:
     """Explains log files, with the flight recorder dumps and RAS reports beside them."""
     logs = read_files([path for path in files if not RAS_NAME.search(path.name)])
-    return reach_verdict([*logs, *logs_beside(files)])
+    return reach_verdict([*logs, *companion_logs(files)])
 
 
 def read_files(files: Sequence[Path]) -> list[Log]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from paceline.explain.catalogue import Cause, load_catalogue
-from paceline.explain.collectives import DESYNC, FIRST_TRANSFER, Hang, ends_at_init
+from paceline.explain.collectives import DESYNC, FIRST_TRANSFER, CollectiveHang, ends_at_init
 from paceline.explain.explanation import Evidence, Explanation, LogProgress, Record
 from paceline.explain.matches import (
     WAITING,
@@ -101,7 +101,7 @@ def explain_event(
     progress: LogProgress,
     values: Mapping[str, str],
     *,
-    hang: Hang | None,
+    hang: CollectiveHang | None,
 ) -> Explanation:
     cause, record = culprit.cause, culprit.record
     rank = culprit_rank(culprit, candidates, logs, hang=hang)

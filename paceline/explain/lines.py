@@ -76,6 +76,10 @@ BAR = re.compile(
     r"(?:[^\s|%][^|%]{0,80}?: +)? {0,3}(?P<percent>\d{1,3})%\|[^|]*"
     r"\|? {0,2}(?P<at>[\d.,]+[kMG]?)/(?P<of>[\d.,]+[kMG]?)(?: \[[^\]]*(?:\]|$)|)"
 )
+PREPARATION = re.compile(  # the bar of what comes before training, or beside it
+    r"\W*(?:(?:Up|Down)?[Ll]oad|Fetch|Map|Tokeniz|Generating \w+ split|Filter|Resolv|Prepar|Extract|Convert|Writ|Sav|Quantiz"
+    r"|Compil|Captur|Cach|Index|Pack|Cast|Flatten|Sett|Applying|Adding|Truncating|Creating)"
+)
 BARE_BAR = re.compile(r" {0,3}\d{1,3}%\|[█▏▎▍▌▋▊▉ #=>.-]*\|?")  # cut in the middle, or without a count
 # `gradient accumulation steps: 8` is a setting, no progress
 SETTINGS = (
@@ -199,7 +203,8 @@ class ProgressTracker:
         )  # fmt: skip
         norms = self._non_finite.get("grad_norm", [])
         # a loss scaler skips some steps with such a gradient norm; behind a loss of 0, or with all of them so, no step counts
-        is_lost = len(norms) == SKIPPED_STEPS or reached.last_loss == 0 or "grad_norm" not in self._finite
+        never_finite = len(norms) > 1 and "grad_norm" not in self._finite
+        is_lost = len(norms) == SKIPPED_STEPS or reached.last_loss == 0 or never_finite
         for measure in ("loss", "grad_norm"):
             values = self._non_finite.get(measure)
             if values and (measure == "loss" or is_lost):
@@ -262,6 +267,8 @@ def strip_bars(text: str) -> tuple[str, StepLoss | None]:
     progress = None
     for match in BAR.finditer(text):
         at, of = parse_count(match["at"]), parse_count(match["of"])
+        if PREPARATION.match(match[0]):
+            continue
         loss = read_measure(LOSS, match[0]) if "loss" in match[0].lower() else None
         progress = StepLoss(step=at, loss=loss, is_last=at is not None and at == of)
     return BARE_BAR.sub("", BAR.sub("", text)).strip(" \t"), progress

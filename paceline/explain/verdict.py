@@ -37,15 +37,19 @@ MIN_STEPS = 2  # progress lines that show that a run goes on
 MIN_LINES, LAST_CHECKED = 5, 3  # of a log without progress: ordinary output to its end
 INIT_CONFIDENCE, OUTPUT_CONFIDENCE = 0.4, 0.5
 MAX_EVIDENCE, MAX_CONSEQUENCES = 6, 8
-MAX_TEXT, MAX_VALUE_CHARS = 600, 300
+MAX_TEXT, MAX_QUOTE, MAX_VALUE_CHARS = 600, 200, 300
 CHECK_END = (
     "if the job ended: check sacct -j JOB, or dmesg on its host; if it hangs: run py-spy dump --pid PID on each rank"
 )
 ONE_LOG_PER_RANK = "torchrun --redirects 3 --log-dir logs, then paceline explain logs"
 
 TROUBLE = re.compile(
-    r"(?i)error|exception|traceback|fatal|fail|abort|kill|denied|refused|cannot|can't|unable|invalid|not found|no such"
-    r"|timed? ?out|panic|crash|terminat|usage:|stuck|waiting|\bhangs?\b"
+    r"(?i)error|exception|traceback|\bfatal|\bfail|\babort(?:ed|ing|s)?\b|\bkill|denied|refused|cannot|can't|unable|invalid|no such"
+    r"|not found|timed? ?out|panic|crash|terminat|usage:|stuck|\bhangs?\b|waiting for (?:all|other|rank|worker|peer|client|node)"
+)
+NO_TROUBLE = re.compile(  # a count of none, a measure, the end of a tracker
+    r"(?i)\b(?:0|no|without) (?:errors?|fail\w*|invalid)|(?:errors?|fail\w*|invalid|killed|timeouts?)\W{1,3}0\b|error[ _]rate"
+    r"|error\w*\W{1,3}\d*\.\d|^wandb:"
 )
 ERROR_PREFIX = re.compile(r"^(?:\S{1,40}:? )?(?:\[?(?:ERROR|FATAL|CRITICAL)\b|(?:[Ff]atal|[Ee]rror)(?: error)?: )")
 DIGITS = str.maketrans("", "", "0123456789")
@@ -76,10 +80,7 @@ def reach_verdict(logs: Sequence[Log], *, values: Mapping[str, str] | None = Non
     if not candidates:
         if progress.nan_line is not None:
             return explain_divergence(load_catalogue().causes[DIVERGED], progress.nan_line, progress, values)
-        records = [
-            record for log in logs if not (log.progress.steps or log.progress.finished) for record in log.records
-        ]
-        errors = [record for record in records if record.kind == "line" and ERROR_PREFIX.search(record.text)]
+        errors = [record for log in logs if not log.progress.finished for record in last_errors(log)]
         unexplained = unexplained or errors
         return explain_unknown(logs, unexplained, progress) if unexplained else explain_quiet(logs, progress, values)
     if exit_record := silent_exit(candidates, unexplained):
@@ -91,6 +92,13 @@ def reach_verdict(logs: Sequence[Log], *, values: Mapping[str, str] | None = Non
     if culprit.cause.id == DIVERGED and culprit.record.kind == "line" and progress.nan_line is not None:
         return explain_divergence(culprit.cause, progress.nan_line, progress, values)
     return explain_event(culprit, roots, candidates, logs, progress, values, hang=hang)
+
+
+def last_errors(log: Log) -> list[Record]:
+    """The lines that a logger marks as errors and after which the log shows no progress."""
+    last_line = last_progress_line(log)
+    records = [record for record in log.records if record.kind == "line" and record.line > last_line]
+    return [record for record in records if ERROR_PREFIX.search(record.text) and not NO_TROUBLE.search(record.text)]
 
 
 def explain_event(
@@ -181,46 +189,72 @@ def explain_divergence(cause: Cause, nan_line: int, progress: LogProgress, value
 
 
 def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[str, str]) -> Explanation:
-    """For logs without any failure: healthy only if something shows that the run works, a hang if they end at NCCL's start."""
-    last_lines = [[text for _, text in log.last_lines] for log in logs if log.last_lines]
-    is_incomplete = any(log.problem == INCOMPLETE for log in logs)
-    if not is_incomplete and (progress.finished or progress.steps >= MIN_STEPS):
+    """For logs without any known failure: healthy only if something shows that the run works."""
+    if any(log.problem == INCOMPLETE for log in logs):
+        return explain_silence(logs, progress, ())
+    if trouble := [] if progress.finished else trouble_at_end(logs):
+        return explain_silence(logs, progress, trouble)
+    if progress.finished or progress.steps >= MIN_STEPS:
         return explain_health(progress)
+    last_lines = [[text for _, text in log.last_lines] for log in logs if log.last_lines]
     if last_lines and all(map(ends_at_init, last_lines)):
         cause, place = load_catalogue().causes[FIRST_TRANSFER], logs[0].last_lines[-1:]
-        observed = "the log ends when NCCL's communicators are ready, before a collective completed"
-        values = {**values, "observed": observed}
+        values = {
+            **values,
+            "observed": "the log ends when NCCL's communicators are ready, before a collective completed",
+        }
         return Explanation(
             cause=cause.id, also=(DESYNC,), confidence=INIT_CONFIDENCE, progress=progress,
             summary=fill_template(cause.summary, values), fix=fill_template(cause.fix, values),
             evidence=tuple(Evidence(number, shorten(text)) for number, text in place),
         )  # fmt: skip
-    num_lines = sum(log.last_lines[-1][0] for log in logs if log.last_lines)
-    if not is_incomplete and has_ordinary_output(last_lines):
-        summary = f"no failure found in {num_lines:,} lines, but they report no step and no end"
+    if max((len({number for number, _ in log.last_lines}) for log in logs), default=0) >= MIN_LINES:
+        summary = f"no failure found in {count_lines(logs):,} lines, but they report no step and no end"
         return Explanation(HEALTHY, confidence=OUTPUT_CONFIDENCE, summary=summary, fix=CHECK_END, progress=progress)
-    if is_incomplete:
-        summary = f"{INCOMPLETE}: no failure found in the {num_lines:,} lines that could be read"
+    return explain_silence(logs, progress, ())
+
+
+def explain_silence(logs: Sequence[Log], progress: LogProgress, trouble: Sequence[Evidence]) -> Explanation:
+    """For logs that show neither a known failure nor that the run works: what was read. trouble: their suspicious last lines."""
+    num_lines = f"{count_lines(logs):,} lines"
+    fix = f"pass the whole log of every rank: {ONE_LOG_PER_RANK}"
+    if trouble:
+        summary = f"no failure is recognized, but the log ends with: {trouble[0].text[:MAX_QUOTE]}"
+    elif any(log.problem == INCOMPLETE for log in logs):
+        summary = f"{INCOMPLETE}: no failure found in the {num_lines} that could be read"
         fix = "copy the file again, or pass the log before its compression"
     elif logs and all(log.problem == NOT_TEXT for log in logs):
         summary, fix = NOT_TEXT, "pass the text that the training printed: paceline explain LOG"
-    elif not last_lines:
+    elif not any(log.last_lines for log in logs):
         summary, fix = "the log is empty", "check whether the job started, and where it writes its output"
     else:
-        summary = (
-            f"no failure found, but nothing shows that the run works: {num_lines:,} lines without a step or an end"
-        )
-        fix = f"pass the whole log of every rank: {ONE_LOG_PER_RANK}"
-    evidence = tuple(
-        Evidence(number, shorten(text)) for log in logs[:MAX_EVIDENCE] for number, text in log.last_lines[-1:]
-    )
+        summary = f"no failure found, but nothing shows that the run works: {num_lines} without a step or an end"
+    ends = [Evidence(number, shorten(text)) for log in logs for number, text in log.last_lines[-1:]]
+    evidence = tuple([*(trouble or ends)][:MAX_EVIDENCE])
     return Explanation(UNKNOWN, summary=summary, fix=fix, evidence=evidence, progress=progress)
 
 
-def has_ordinary_output(last_lines: Sequence[Sequence[str]]) -> bool:
-    """Whether logs without progress are long enough to judge, and no word in their last lines tells of trouble."""
-    ends = [line for lines in last_lines for line in lines[-LAST_CHECKED:] if not WARNING_LINE.search(line)]
-    return any(len(lines) >= MIN_LINES for lines in last_lines) and not any(map(TROUBLE.search, ends))
+def count_lines(logs: Sequence[Log]) -> int:
+    """The number of lines up to the last one that is not blank."""
+    return sum(log.last_lines[-1][0] for log in logs if log.last_lines)
+
+
+def trouble_at_end(logs: Sequence[Log]) -> list[Evidence]:
+    """The last lines of the logs, after the last progress, of which a word tells of trouble."""
+    return [
+        Evidence(number, shorten(text))
+        for log in logs
+        for number, text in log.last_lines[-LAST_CHECKED:]
+        if number > last_progress_line(log) and tells_of_trouble(text)
+    ]
+
+
+def tells_of_trouble(text: str) -> bool:
+    return bool(TROUBLE.search(text)) and not NO_TROUBLE.search(text) and not WARNING_LINE.search(text)
+
+
+def last_progress_line(log: Log) -> int:
+    return max((line for line, _, _ in log.last_progress), default=0)
 
 
 def explain_health(progress: LogProgress) -> Explanation:
@@ -234,7 +268,11 @@ def explain_health(progress: LogProgress) -> Explanation:
         summary += "; the log stops there without an error or a final message"
         fix = CHECK_END
     return Explanation(
-        HEALTHY, confidence=0.6 if progress.silent_end else 0.9, summary=summary, fix=fix, progress=progress
+        HEALTHY,
+        confidence=0.9 if progress.finished else 0.6 if progress.silent_end else 0.7,
+        summary=summary,
+        fix=fix,
+        progress=progress,
     )
 
 
@@ -247,7 +285,7 @@ def explain_unknown(
     if len(unexplained) < 2 and not consequences:
         evidence += tuple(Evidence(number, shorten(text)) for log in logs for number, text in log.last_lines[-3:])
     victims = [event.record for event in consequences]
-    summary = f"the failure is not in the catalogue: {shorten(first.text.splitlines()[0])[:200]}"
+    summary = f"the failure is not in the catalogue: {shorten(first.text.splitlines()[0])[:MAX_QUOTE]}"
     if first.text == CUT_OFF:
         summary = f"the log ends inside a traceback at {frame_values(first).get('where', 'its first line')}"
     return Explanation(

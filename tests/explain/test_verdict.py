@@ -146,13 +146,44 @@ def test_a_log_that_stops_at_a_step_is_reported_as_possibly_cut_off():
             "step 1 loss: 2.0\n",
             "no failure found, but nothing shows that the run works: 1 lines without a step or an end",
         ),
-        ("loading\n" * 9 + "waiting for rank 3\n", "no failure found, but nothing shows that the run works: 10 lines"),
+        (
+            "loading\n" * 9 + "waiting for rank 3\n",
+            "no failure is recognized, but the log ends with: waiting for rank 3",
+        ),
+        (STEPS + "the job has crashed\n", "no failure is recognized, but the log ends with: the job has crashed"),
     ],
 )
 def test_a_log_is_healthy_only_if_something_shows_that_the_run_works(text, summary):
     explanation = verdict(text)
     assert (explanation.cause, explanation.confidence) == ("unknown", 0.0)
     assert explanation.summary.startswith(summary) and explanation.fix
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "12 passed, 0 failed",
+        "val error: 0.031",
+        "word error rate 0.12",
+        "wandb: Waiting for W&B process to finish",
+        "no errors",
+    ],
+)
+def test_a_measure_or_a_count_of_none_at_the_end_is_no_trouble(end):
+    assert verdict(f"{STEPS}{end}\n").cause == "healthy"
+
+
+def test_bars_of_what_comes_before_training_do_not_show_that_the_run_works():
+    bars = "".join(f"Loading checkpoint shards: {20 * n:3}%|██ | {n}/5 [00:0{n}<00:05,  1.0s/it]\r" for n in range(6))
+    assert verdict(bars).cause == "unknown"
+    assert verdict(bars.replace("Loading checkpoint shards", "Epoch 1")).cause == "healthy"
+
+
+def test_an_error_that_a_logger_marks_at_the_end_of_a_run_is_not_healthy():
+    error = "[2026-01-02 03:04:05] ERROR: the flux capacitor is empty\n"
+    assert verdict(STEPS + error).cause == "unknown"
+    assert verdict(error + STEPS).cause == "healthy"
+    assert verdict(STEPS + error + "training finished\n").cause == "healthy"
 
 
 def test_ordinary_output_to_the_end_is_healthy_with_low_confidence():

@@ -27,6 +27,7 @@ from paceline.rundir import RECORDER_DUMP, RunDir, open_file, read_end
 from paceline.units import format_bytes, format_ranks
 
 MAX_DUMP_BYTES = 1 << 26
+MAX_APART_S = 24 * 3600.0  # between the last writes of a log and of a dump beside it; torch's folder for dumps is /tmp
 SAMPLE_BYTES = 256 << 10  # from the end of a file: some minutes of samples
 KERNEL_LOG_BYTES = 1 << 20  # from the end of a file
 NEARLY_ALL = 0.95  # of memory, or of a disk
@@ -87,11 +88,23 @@ def flight_recorder_logs(run: RunDir, attempt: int, events: Sequence[Mapping[str
 
 def companion_logs(files: Sequence[Path]) -> list[Log]:
     """What flight recorder dumps and RAS reports in the folders of log files show."""
-    folders = dict.fromkeys(file.parent for file in files)
-    inside = [path for folder in folders if folder.is_dir() for path in sorted(folder.iterdir())] if files else []
+    inside: list[Path] = []
+    for folder in dict.fromkeys(file.parent for file in files):
+        with suppress(OSError):
+            inside += sorted(
+                path for path in folder.iterdir() if DUMP_NAME.search(path.name) or RAS_NAME.search(path.name)
+            )
+    last = max((mtime for file in files if (mtime := modified_at(file)) is not None), default=0.0)
+    inside = [path for path in inside if abs((modified_at(path) or 0.0) - last) < MAX_APART_S]
     dumps = [path for path in inside if DUMP_NAME.search(path.name)]
     reports = [path for path in inside if RAS_NAME.search(path.name)]
     return [*compare_dumps(dumps, world_size=None), *(log for path in reports for log in read_ras_report(path))]
+
+
+def modified_at(path: Path) -> float | None:
+    with suppress(OSError):
+        return path.stat().st_mtime
+    return None
 
 
 def compare_dumps(paths: Sequence[Path], *, world_size: int | None) -> list[Log]:

@@ -102,6 +102,14 @@ def test_dumps_of_some_ranks_only_prove_nothing(tmp_path):
     assert write_dumps(tmp_path, *contents).cause == "healthy"
 
 
+def test_dumps_of_an_earlier_run_are_ignored(tmp_path):
+    contents = [dump_content(1, completed=0, world_size=2)] * 2
+    assert write_dumps(tmp_path, *contents).cause == "nccl-p2p-hang"
+    for path in tmp_path.glob("nccl_trace_rank_*"):
+        os.utime(path, (time.time() - 3e5,) * 2)
+    assert explain(tmp_path / "train.log").cause == "healthy"
+
+
 RAS = """\
 Group     Comms     Nodes     Ranks     Ranks     Ranks    Status  Errors
     #  in group  per comm  per node  per comm  in group

@@ -61,17 +61,17 @@ def plan(args: options.PlanOptions | options.ConfigsOptions) -> None:
     if isinstance(args, options.ConfigsOptions):
         print(answer_configs(args))
     else:  # what reaches other hosts is imported where hosts are named
-        print(answer(args, lambda config: import_module("paceline.launch.hosts").ask_machine(config)))
+        print(answer(args, lambda config: import_module("paceline.launch.host_facts").ask_machine(config)))
 
 
 def check(args: options.CheckOptions) -> int:
     from paceline.check.format import is_ready
     from paceline.check.ready import check_config, format_check, to_json
-    from paceline.launch.hosts import hosts_asker, hosts_of
+    from paceline.launch import host_facts, hosts
     from paceline.plan.machine import probe_machine
     from paceline.terminal import progress_line
 
-    entries, config = hosts_of(resolve_config(args.config, args.keys))
+    entries, config = hosts.hosts_of(resolve_config(args.config, args.keys))
     with progress_line("checking") as on_probe:
         checked = check_config(
             config,
@@ -79,7 +79,7 @@ def check(args: options.CheckOptions) -> int:
             set_keys=frozenset(args.keys),
             port=args.port,
             on_probe=on_probe,
-            ask_hosts=hosts_asker(entries, config, port=args.port, is_whole=True) if entries else None,
+            ask_hosts=host_facts.hosts_asker(entries, config, port=args.port, is_whole=True) if entries else None,
         )
     if args.json:
         print(json.dumps(to_json(checked.findings, checked.facts), indent=1))
@@ -92,7 +92,8 @@ def comm(args: options.CommOptions) -> int:
     from paceline.comm.analysis import format_comm
     from paceline.comm.session import measure_comm
     from paceline.config import cache_dir
-    from paceline.launch.hosts import facts_of_ranks, hosts_of
+    from paceline.launch.host_facts import facts_of_ranks
+    from paceline.launch.hosts import hosts_of
     from paceline.terminal import show_progress
 
     entries, config = hosts_of(resolve_config(args.config, args.keys, default={"depth": 12}))

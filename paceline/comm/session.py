@@ -91,11 +91,10 @@ def measure_comm(
     command = [*worker, str(run.path), plan.device, sizes, str(sweep_s)]
     silence_s = deadline_s + max_bytes / SLOWEST_BYTES_PER_S
     cluster = cluster_of(entries, config, machine)
-    hosts = {member.name: member.ranks for member in cluster.present} if cluster else {}
     try:
         if cluster:
             cluster.connect(run, text=None)
-        run_ranks(run, plan, command, deadline_s=silence_s, libuv=libuv, progress=progress, cluster=cluster)
+        hosts = run_ranks(run, plan, command, deadline_s=silence_s, libuv=libuv, progress=progress, cluster=cluster)
     finally:
         if cluster:
             cluster.close()
@@ -136,10 +135,9 @@ def run_ranks(
     libuv: bool,
     progress: Callable[[str, float, float], None],
     cluster: Cluster | None = None,
-) -> None:
-    """Returns when every rank has written its report."""
+) -> dict[str, Sequence[int]]:
+    """Returns when every rank has written its report: the ranks of each of several hosts."""
     env, rows = plan_env(plan, libuv=libuv)
-    hosts = {member.name: member.ranks for member in cluster.present} if cluster else {}
 
     def show_progress() -> None:
         heartbeat = read_heartbeat(run.progress(0))
@@ -169,12 +167,13 @@ def run_ranks(
         )
         if plan.device == "cuda":
             fix = "NCCL_P2P_DISABLE=1 paceline comm shows whether the direct path between the cards is at fault"
-        place = next((f" (on {name})" for name, ranks in hosts.items() if outcome.hang.rank in ranks), "")
-        raise CommFailed(outcome.hang.text + place, fix=f"logs: {run.logs(1)}; {fix}")
+        raise CommFailed(outcome.hang.text, fix=f"logs: {run.logs(1)}; {fix}")
+    hosts: dict[str, Sequence[int]] = {m.name: m.ranks for m in cluster.started} if cluster else {}
     if outcome.failures:
         root = outcome.failures[0]
         subject = "the launch" if root.rank is None else with_hosts(f"rank {root.rank}", hosts)
         raise CommFailed(f"{subject} failed: {root.message}", fix=root.fix or f"read the logs: {run.logs(1)}")
+    return hosts
 
 
 def links_between_hosts(

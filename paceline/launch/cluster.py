@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from paceline.check.probes.network_probe import interface_here, route_to
+from paceline.config import Config
 from paceline.errors import PacelineError
 from paceline.launch.agent import prepare_attempt, start_agent_process
 from paceline.launch.channel import Channel, Line, frame, wait
 from paceline.launch.copies import Copies
 from paceline.launch.gather import Arrivals, folder_frames
-from paceline.launch.hosts import HostEntry
-from paceline.launch.member import QUICK_FOR_S, Member
+from paceline.launch.hosts import HostEntry, parse_ports
+from paceline.launch.member import QUICK_FOR_S, Member, Reach
 from paceline.launch.remote import interface_env
 from paceline.launch.stacks import RankProcess
 from paceline.model.manifest import MANIFEST, newest_good, read_manifest
@@ -48,20 +49,20 @@ class Cluster:
         self,
         entries: Sequence[HostEntry],
         machine: Machine | None,
+        config: Config | None = None,
         *,
         nproc: int,
-        python: str | None = None,
-        interface: str | None = None,
-        ports: tuple[int, int] | None = None,
         rejoin: bool = False,
+        reaches: Mapping[HostEntry, Reach] | None = None,
     ):
-        """machine: what each of them is like, to plan again. nproc: ranks on each. ports: the first and the last to listen on.
+        """machine: what each of them is like, to plan again. config: its interpreter, interface and ports. nproc: ranks on each.
 
-        rejoin: whether a lost host is tried again for as long as the run lasts.
+        rejoin: whether a lost host is tried again for as long as the run lasts. reaches: links that were begun before.
         """
         self._machine = machine
-        self.members = [Member(entry, nproc, entry.host) for entry in entries]
-        self.python, self.interface, self.ports = python, interface, ports
+        self.members = [Member(entry, nproc, entry.host, reach=(reaches or {}).get(entry)) for entry in entries]
+        config = config or Config()
+        self.python, self.interface, self.ports = config.python, config.interface, parse_ports(config.ports)
         self.run: RunDir | None = None
         self.started: list[Member] = []  # those of the last attempt, or of the one that begins
         self._is_begun = False

@@ -7,16 +7,18 @@ at a run finds all ranks in one folder. Names that arrive are checked against th
 """
 
 import hashlib
+import json
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from paceline.launch.channel import PIECE_BYTES, Channel, Line, frame
 from paceline.model.manifest import MANIFEST
-from paceline.rundir import NO_SPACE, RunDir
+from paceline.rundir import NO_SPACE, RunDir, write_atomic
 
 # what a host may send into the run folder, and how: only new bytes, or the whole file each time
 GROWS = re.compile(r"events\.jsonl|metrics\.jsonl|health/[^/]+\.jsonl|logs/\d+/[^/]+\.(?:log|stacks)")
@@ -203,9 +205,25 @@ def sha256_of(path: Path) -> str | None:
         return None
 
 
-def missing_files(folder: Path, files: dict[str, str]) -> list[str]:
-    """Returns which of the files, by name and hash, are not in the folder as they should be."""
-    return [name for name, sha256 in files.items() if sha256_of(folder / name) != sha256]
+def missing_files(folder: Path, files: dict[str, str], known: Path | None = None) -> list[str]:
+    """Returns which of the files, by name and hash, are not in the folder as they should be.
+
+    known: a file that keeps the hashes until a file's size or time changes, so that gigabytes are not read at every launch.
+    """
+    before, hashes = dict[str, Any](), dict[str, Any]()
+    if known:
+        with suppress(OSError, ValueError):
+            before = json.loads(known.read_text(encoding="utf-8"))
+    for name in files:
+        path = folder / name
+        with suppress(OSError):
+            state = [path.stat().st_size, path.stat().st_mtime_ns]
+            entry = before.get(name)
+            hashes[name] = entry if entry and entry[:2] == state else [*state, sha256_of(path)]
+    if known and hashes != before:
+        with suppress(OSError):  # it is hashed again the next time
+            write_atomic(known, json.dumps(hashes) + "\n")
+    return [name for name, sha256 in files.items() if name not in hashes or hashes[name][2] != sha256]
 
 
 def folder_frames(folder: Path, names: Iterable[str], prefix: str) -> Iterator[bytes]:

@@ -1,54 +1,21 @@
-"""
-The hosts of a launch: the list that `--hosts` gives, the facts of each, and how they reach each other.
-
-The host that this process runs on needs no ssh. The others are reached by launch/ssh.py; one that does not answer has facts that
-say why, so the verdicts about it are as pure as all others.
-"""
+"""The list of hosts that `--hosts` gives, with what a config says about them. The one that this process runs on needs no ssh."""
 
 import getpass
 import ipaddress
 import re
-import secrets
 import socket
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
-from functools import cache, partial
-from itertools import combinations, repeat
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Any, TextIO
 
 import psutil
 
-from paceline.check.probes.facts import AUTO, gather_facts
-from paceline.check.probes.network_probe import route_to
-from paceline.check.ready import (
-    CheckResult,
-    intent_of_each,
-    judge_facts,
-    machine_of_hosts,
-    report_and_refuse,
-    start_gathering,
-    training_intent,
-)
-from paceline.check.verdicts.rules import Facts, Intent, at, visible_gpus
-from paceline.config import Config, cache_dir
-from paceline.errors import PacelineError, UsageError
-from paceline.launch.ssh import ModuleProcess, SshModule, ssh_name
-from paceline.options import ResumeOptions, TrainOptions
-from paceline.plan.machine import Machine, probe_machine
-from paceline.plan.planner import Plan
-from paceline.rundir import RunDir
-from paceline.terminal import progress_line
+from paceline.config import Config
+from paceline.errors import UsageError
+from paceline.launch.ssh import ssh_name
 
-FACTS, LINKS = "paceline.check.probes.facts", "paceline.check.probes.link_probe"
-UNKNOWN_LINK: dict[str, Any] = {
-    "address": None, "port": 0, "rtt_us": None, "bits_per_s": None, "back_bits_per_s": None, "mtu": None, "tried": [],
-    "error": "probe",
-}  # fmt: skip
 EXAMPLE = (
     "--hosts ada,bob, user@ada, ada:2 for two ranks there, node[1-4], [fe80::1], or a file with one host on each line"
 )
@@ -210,189 +177,3 @@ def is_this_host(entry: HostEntry) -> bool:
         addresses = socket.getaddrinfo(ssh_name(entry.destination), None, type=socket.SOCK_STREAM)
         return any(address[0] in own for *_, address in addresses)
     return False
-
-
-def hosts_asker(
-    entries: Sequence[HostEntry], config: Config, *, port: int | None = None, is_whole: bool = False
-) -> Callable[[Callable[[], Facts]], list[Facts]]:
-    """Returns a function that gathers the facts of all these hosts at once; it takes one for the host that it runs on.
-
-    The facts of a host have its links to those after it in the list. config: its interpreter, interface and ports. port: to try.
-    is_whole: for a report; before a launch the disks are not measured, and what is known of torch is not tried again.
-    """
-    request = {"port": port} | ({} if is_whole else {"measure_disk": False, "cached_torch": AUTO})
-
-    def gather(entry: HostEntry, gather_here: Callable[[], Facts]) -> Facts:
-        connection = {"destination": entry.destination, "here": is_this_host(entry), "error": None, "fix": None}
-        try:
-            facts = gather_here() if connection["here"] else ask_host(entry, request, python=config.python)
-        except PacelineError as error:
-            return {"connection": {**connection, "error": error.message, "fix": error.fix}}
-        return {**facts, "connection": connection}
-
-    def gather_all(gather_here: Callable[[], Facts]) -> list[Facts]:
-        with ThreadPoolExecutor(max_workers=min(32, len(entries))) as pool:
-            hosts = list(pool.map(gather, entries, repeat(gather_here)))
-        reached = [entry for entry, facts in zip(entries, hosts, strict=True) if facts["connection"]["error"] is None]
-        ports, interface = parse_ports(config.ports), config.interface
-        links = measure_links(reached, python=config.python, port=port, ports=ports, interface=interface)
-        names = [facts["connection"]["destination"] for facts in hosts]
-        return [{**facts, "links": links.get(name, [])} for name, facts in zip(names, hosts, strict=True)]
-
-    return gather_all
-
-
-def ask_host(entry: HostEntry, request: Mapping[str, Any], *, python: str | None) -> Facts:
-    """Returns the facts that another host answers; raises PacelineError with a fix where it does not."""
-    with SshModule(entry.destination, FACTS, python=python) as remote:
-        remote.send(request)
-        remote.stdin.close()  # the request is all of stdin
-        return remote.next_line()
-
-
-def measure_links(
-    entries: Sequence[HostEntry],
-    *,
-    python: str | None,
-    port: int | None = None,
-    ports: tuple[int, int] | None = None,
-    interface: str | None = None,
-) -> dict[str, list[dict[str, Any]]]:
-    """Returns how each host reaches those after it, by destination: one pair at a time, so that none slows another."""
-    links: dict[str, list[dict[str, Any]]] = {entry.destination: [] for entry in entries}
-    request = {"token": secrets.token_hex(16), "port": port, "ports": ports, "interface": interface}
-    pairs = list(combinations(entries, 2))
-    processes: dict[HostEntry, ModuleProcess] = {}
-    probes: dict[HostEntry, dict[str, Any]] = {}  # what each listens on; or the reason why it does not
-
-    def try_link(first: HostEntry, second: HostEntry) -> dict[str, Any]:
-        if reason := probes[first].get("reason") or probes[second].get("reason"):
-            return {**UNKNOWN_LINK, "reason": reason}
-        target, addresses = probes[second], list(probes[second]["addresses"])
-        if is_this_host(second) and interface is None:  # a launch takes the address on the way to the first
-            addresses = [route_to(address) for address in probes[first]["addresses"][:1]] + addresses
-        order = {"addresses": addresses, "port": target["port"], "store_port": target["store_port"]}
-        try:
-            processes[first].send(order)
-            return {**processes[first].next_line(), "clock_s": round(target["clock_s"] - probes[first]["clock_s"], 3)}
-        except PacelineError as error:
-            probes[first] = {"reason": f"{first.destination}: {error.message}"}
-            return {**UNKNOWN_LINK, "reason": probes[first]["reason"]}
-
-    with ExitStack() as stack:
-        for entry in entries if pairs else ():
-            try:
-                processes[entry] = stack.enter_context(open_probe(entry, python=python))
-                processes[entry].send(request)
-                probes[entry] = processes[entry].next_line()
-                probes[entry]["clock_s"] = clock_ahead_s(processes[entry])
-            except PacelineError as error:
-                probes[entry] = {"reason": f"{entry.destination}: {error.message}"}
-        for first, second in pairs:
-            links[first.destination].append({"to": second.destination, **try_link(first, second)})
-    return links
-
-
-def clock_ahead_s(process: ModuleProcess) -> float:
-    """Returns how far the clock of the process's host is ahead of this one's."""
-    sent = time.time()
-    process.send({"clock": True})
-    unix = process.next_line()["unix"]
-    return float(unix - (sent + time.time()) / 2)
-
-
-def open_probe(entry: HostEntry, *, python: str | None) -> ModuleProcess:
-    if is_this_host(entry):
-        return ModuleProcess([sys.executable, "-P", "-m", LINKS])
-    return SshModule(entry.destination, LINKS, python=python)
-
-
-@dataclass(frozen=True)
-class StartCheck:
-    """The facts of the hosts while they are gathered, and what follows from them."""
-
-    facts: Callable[[], Sequence[Facts]]  # waits for them
-    entries: Sequence[HostEntry]
-    intent: Callable[[Plan], Intent]
-    is_on: bool
-    stream: TextIO | None = None  # for findings; None: stdout
-
-    def machine(self) -> Machine:
-        """Returns what the plan is for: this machine, or what the least of the hosts has. Raises PacelineError if none answered."""
-        if not self.entries:
-            return probe_machine()
-        machine = machine_of_hosts(self.facts())
-        if machine is None:
-            self._judge(Intent(num_hosts=len(self.entries)))
-            raise PacelineError("no host could be asked", fix=f"paceline check --hosts {self.entries[0].destination}")
-        return machine
-
-    def judge(self, plan: Plan) -> CheckResult:
-        """Prints what would hurt the run; raises PacelineError if it would surely fail. With --no-check it finds nothing."""
-        if not self.is_on:
-            return CheckResult((), ())
-        return self._judge(intent_of_each(self.intent(plan), num_hosts=max(1, len(self.entries))))
-
-    def _judge(self, intent: Intent) -> CheckResult:
-        checked = judge_facts(self.facts(), intent)
-        report_and_refuse(checked.findings, stopped="this run", several=bool(self.entries), stream=self.stream)
-        return checked
-
-
-def ask_hosts(entries: Sequence[HostEntry], config: Config) -> list[Facts]:
-    """Returns the facts and links of hosts for what is no run: a plan, a measurement. Raises PacelineError for a silent host."""
-    cached = cache_dir(config) / "torch.json"
-    facts = hosts_asker(entries, config)(partial(gather_facts, measure_disk=False, cached_torch=cached))
-    for host in facts:
-        if error := at(host, "connection.error"):
-            raise PacelineError(f"{at(host, 'connection.destination')}: {error}", fix=str(at(host, "connection.fix")))
-    return facts
-
-
-def ask_machine(config: Config) -> Machine:
-    """Returns what the hosts that a config names are like, for a plan; raises PacelineError where one does not answer."""
-    entries, config = hosts_of(config)
-    with progress_line("asking the hosts") as show:
-        show(", ".join(entry.host for entry in entries))
-        machine = machine_of_hosts(ask_hosts(entries, config))
-    assert machine is not None  # each of them answered
-    return machine
-
-
-def facts_of_ranks(entries: Sequence[HostEntry], config: Config) -> list[Facts]:
-    """Returns the facts of the hosts of a measurement, or of this one; raises PacelineError where their ranks would fail."""
-    if not entries:
-        return [gather_facts(measure_disk=False, cached_torch=cache_dir(config) / "torch.json")]
-    facts = ask_hosts(entries, config)
-    device = config.device or ("cuda" if all(visible_gpus(host) for host in facts) else "cpu")
-    intent = Intent(device=device, nproc=config.nproc, num_hosts=len(facts), config=asdict(config))
-    stops = [finding for finding in judge_facts(facts, intent).findings if finding.severity == "stop"]
-    report_and_refuse(stops, stopped="this measurement", several=True)
-    return facts
-
-
-@contextmanager
-def start_check(
-    config: Config,
-    run: RunDir,
-    options: TrainOptions | ResumeOptions,
-    *,
-    command: str,
-    entries: Sequence[HostEntry] = (),
-) -> Iterator[StartCheck]:
-    """Gathers the facts of this host, or of all hosts, while the block prepares the run."""
-
-    def intent(plan: Plan) -> Intent:
-        return training_intent(config, plan, command=command, set_keys=frozenset(options.keys), run_path=run.path)
-
-    if not options.check and not entries:
-        yield StartCheck(tuple, entries, intent, is_on=False)
-        return
-    folders = {"run_dir": run.path, "cache_dir": cache_dir(config), "cached_torch": cache_dir(config) / "torch.json"}
-    text = {"data": config.data, "tokenizer": config.tokenizer, "vocab_size": config.vocab_size}
-    with ThreadPoolExecutor(1) as pool, start_gathering(**folders, **text, measure_disk=False) as gathered:
-        if not entries:
-            facts: Callable[[], Sequence[Facts]] = lambda: [gathered.facts()]  # noqa: E731
-        else:
-            facts = pool.submit(hosts_asker(entries, config), gathered.facts).result
-        yield StartCheck(facts, entries, intent, is_on=options.check)

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,14 @@ from paceline.launch.channel import Channel, Line
 from paceline.launch.hosts import HostEntry, is_this_host
 from paceline.launch.ssh import SshModule
 from paceline.launch.stacks import RankProcess
+from paceline.options import LaunchOptions
 from paceline.rundir import RunDir
 
 REMOTE = "paceline.launch.remote"
 QUICK_FOR_S = 8.0  # a connection that breaks while its host is well is there again within this
 QUICK_S = 0.5
 REJOIN_S = 3.0
+STALE_S = 120.0  # a link that has waited longer may be given up at the far end
 MAX_LOSSES = 3  # a host that is lost so often is left out for good
 
 
@@ -35,7 +37,7 @@ class Reach(threading.Thread):
 
     def __init__(self, destination: str, python: str | None):
         super().__init__(daemon=True)
-        self.destination, self.python = destination, python
+        self.destination, self.python, self.began = destination, python, time.monotonic()
         self.result: SshModule | PacelineError | None = None
         self.start()
 
@@ -46,6 +48,12 @@ class Reach(threading.Thread):
             self.result = error
         except OSError as error:  # no more processes or files
             self.result = PacelineError(f"ssh could not be started: {error.strerror}", fix="repeat the command")
+
+
+def reach_early(entries: Sequence[HostEntry], python: str | None, options: LaunchOptions) -> dict[HostEntry, Reach]:
+    """Starts to connect to the other hosts beside the checks; not for a process that only prints, or goes on as another one."""
+    others = [] if options.detach or options.show_env else [entry for entry in entries if not is_this_host(entry)]
+    return {entry: Reach(entry.destination, python) for entry in others}
 
 
 @dataclass(eq=False)
@@ -81,7 +89,7 @@ class Member:
     lost_at: float = -math.inf
     retry_at: float = math.inf  # when to connect
     open_by: float = math.inf
-    _reach: Reach | None = None
+    reach: Reach | None = None  # a try to connect
 
     @property
     def is_here(self) -> bool:
@@ -126,16 +134,19 @@ class Member:
     def connect(self, python: str | None, *, open_s: float) -> None:
         """Starts to connect when it is due, and takes the link once it is there. Never waits."""
         now = time.monotonic()
-        if self._reach is None:
+        if self.reach is None:
             if now >= self.retry_at:
-                self.retry_at, self._reach = math.inf, Reach(self.entry.destination, python)
+                self.retry_at, self.reach = math.inf, Reach(self.entry.destination, python)
             return
-        result = self._reach.result
+        result = self.reach.result
         if isinstance(result, PacelineError):
-            self._reach, self.error = None, result
+            self.reach, self.error = None, result
             self.lose(result.message)
+        elif result is not None and now - self.reach.began > STALE_S:
+            self.reach = None
+            result.__exit__()
         elif result is not None:
-            self._reach, self.error, self.ssh = None, None, result
+            self.reach, self.error, self.ssh, self.retry_at = None, None, result, math.inf
             self.channel, self.silent_s, self.open_by = (
                 Channel(result.stdout.fileno(), result.stdin.fileno()), 0.0, now + open_s
             )  # fmt: skip
@@ -155,4 +166,4 @@ class Member:
 
     def give_up(self) -> None:
         """Connects no more."""
-        self._reach, self.retry_at = None, math.inf
+        self.reach, self.retry_at = None, math.inf

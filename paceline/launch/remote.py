@@ -183,10 +183,12 @@ class FarEnd:
                 self.open(line)
             case "lack":  # which files of a checkpoint, or of the text
                 folder, answer = self.folder_of(line["of"]), {"event": "lacks", "of": line["of"]}
+                known = folder / ".hashes.json" if line["of"] == "text" else None
                 self.in_thread(
                     missing_files,
                     folder,
                     line["files"],
+                    known,
                     then=lambda names: self.channel.send({**answer, "files": names}),
                 )
             case "script":

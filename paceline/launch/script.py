@@ -29,7 +29,9 @@ from paceline.launch.background import detach
 from paceline.launch.cluster import Cluster
 from paceline.launch.digest import LogTail, NewRecords, is_terminal
 from paceline.launch.env import Launch, env_elsewhere, format_env, harm_lines, listed_env, worker_env
-from paceline.launch.hosts import HostEntry, StartCheck, hosts_asker, hosts_of, parse_ports
+from paceline.launch.host_facts import StartCheck, hosts_asker
+from paceline.launch.hosts import HostEntry, hosts_of
+from paceline.launch.member import reach_early
 from paceline.launch.notify import checked_services
 from paceline.launch.policy import CRASHES, Abilities, AttemptEnd
 from paceline.launch.supervisor import Outcome, StopSignals, run_attempt
@@ -82,6 +84,7 @@ def run_script(options: ScriptOptions) -> int:
     argv = make_argv(request.command, cwd=request.cwd)
     files = find_script_files(argv, cwd=request.cwd, sync=options.sync) if entries else None
     run = choose_run(options.keys.get("name"), options.keys.get("runs_dir", Config.runs_dir), request)
+    reaches = reach_early(entries, config.python, options)
     facts = hosts_facts(entries, config, run) if entries else ()
     machine = StartCheck(lambda: facts, entries, lambda _: Intent(), is_on=options.check, stream=sys.stderr).machine()
     script = make_script(request, machine)
@@ -99,10 +102,7 @@ def run_script(options: ScriptOptions) -> int:
     if options.detach and detach(run, lock):
         return 0
     if files:
-        ports = parse_ports(config.ports)
-        cluster = job.cluster = Cluster(
-            entries, machine, nproc=script.nproc, python=config.python, interface=config.interface, ports=ports
-        )
+        cluster = job.cluster = Cluster(entries, machine, config, nproc=script.nproc, reaches=reaches)
         job.env_elsewhere = env_elsewhere(os.environ, launch, options.env)
         try:
             cluster.connect(run, text=None)

@@ -30,8 +30,10 @@ from paceline.launch.attempts import run_job
 from paceline.launch.background import detach
 from paceline.launch.cluster import Cluster
 from paceline.launch.env import format_env, harm_lines, listed_env
-from paceline.launch.hosts import HostEntry, hosts_of, parse_ports, start_check
+from paceline.launch.host_facts import start_check
+from paceline.launch.hosts import HostEntry, hosts_of
 from paceline.launch.job import TrainingJob, plan_env
+from paceline.launch.member import Reach, reach_early
 from paceline.launch.notify import checked_services
 from paceline.launch.sync import send_text
 from paceline.launch.trial import try_plan
@@ -80,6 +82,7 @@ def start_run(config: Config, options: TrainOptions) -> int:
         make_plan(config, probe_machine(), vocab_size=config.vocab_size, num_rows=0, measured=measured)
     run = RunDir(Path(config.runs_dir) / (config.name or f"d{config.depth}-{datetime.now():%Y%m%d-%H%M%S}"))
     with new_folder(run) as (lock, publish):
+        reaches = reach_early(entries, config.python, options)
         with start_check(config, run, options, command="train", entries=entries) as check:
             dataset = prepare_data(config, publish)
             publish("plan and checks", 0, 0)
@@ -99,9 +102,8 @@ def start_run(config: Config, options: TrainOptions) -> int:
         write_atomic(run.config_toml, format_toml(config))  # last: a folder without it is not a run
     for text in notes:
         append_event(run, "note", text=text)
-    job = TrainingJob(
-        run, lock, checked.libuv, options, config, make, cluster_of(entries, config, machine, rejoin=options.rejoin)
-    )
+    cluster = cluster_of(entries, config, machine, rejoin=options.rejoin, reaches=reaches)
+    job = TrainingJob(run, lock, checked.libuv, options, config, make, cluster)
     return run_training(job, plan, checked, dataset, services, started=started)
 
 
@@ -116,6 +118,7 @@ def resume_run(run: RunDir, options: ResumeOptions) -> int:
     config, plan_before = changed_run(run, options.keys, otherwise=new_run)
     entries, config = hosts_of(config)
     listed_env(os.environ, options.env, several=bool(entries))
+    reaches = reach_early(entries, config.python, options)
     with start_check(config, run, options, command="resume", entries=entries) as check:
         dataset = reopen_data(run, config)
         make, machine = planner(dataset), check.machine()
@@ -142,9 +145,8 @@ def resume_run(run: RunDir, options: ResumeOptions) -> int:
     config = config_of_plan(config, plan)
     write_atomic(run.config_toml, format_toml(config))
     write_atomic(run.plan_json, plan.to_json())
-    job = TrainingJob(
-        run, lock, checked.libuv, options, config, make, cluster_of(entries, config, machine, rejoin=options.rejoin)
-    )
+    cluster = cluster_of(entries, config, machine, rejoin=options.rejoin, reaches=reaches)
+    job = TrainingJob(run, lock, checked.libuv, options, config, make, cluster)
     return run_training(job, plan, checked, dataset, services, started=started)
 
 
@@ -158,22 +160,19 @@ def adopt_copy(run: RunDir) -> None:
 
 
 def cluster_of(
-    entries: Sequence[HostEntry], config: Config, machine: Machine, *, rejoin: bool = False
+    entries: Sequence[HostEntry],
+    config: Config,
+    machine: Machine,
+    *,
+    rejoin: bool = False,
+    reaches: Mapping[HostEntry, Reach] | None = None,
 ) -> Cluster | None:
-    """Returns the hosts of a run; None for this one alone."""
+    """Returns the hosts of a run; None for this one alone. reaches: links that were begun before."""
     if not entries:
         return None
     device = choose_device(config, machine)
     nproc = choose_world_size(config, machine, device=device) // machine.hosts
-    return Cluster(
-        entries,
-        machine,
-        nproc=nproc,
-        python=config.python,
-        interface=config.interface,
-        ports=parse_ports(config.ports),
-        rejoin=rejoin,
-    )
+    return Cluster(entries, machine, config, nproc=nproc, rejoin=rejoin, reaches=reaches)
 
 
 def changed_run(run: RunDir, changes: Mapping[str, Any], *, otherwise: str) -> tuple[Config, Plan]:

@@ -85,4 +85,4 @@ def test_a_rank_that_is_stopped_is_reported_with_its_host(hosts):
     answer = comm(hosts, "--deadline", "5", "--cache-dir", str(hosts.folder / "cache"))
     thread.join()
     assert answer.returncode == 3, answer.stdout + answer.stderr
-    assert "rank 1" in answer.stderr and "(on h2)" in answer.stderr
+    assert "rank 1 on h2 is stopped" in answer.stderr

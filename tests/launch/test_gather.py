@@ -48,6 +48,24 @@ def run_folder(path) -> RunDir:
     return RunDir(path)
 
 
+def test_known_hashes_hold_until_a_file_changes(tmp_path):
+    known, path = tmp_path / ".hashes.json", tmp_path / "a.bin"
+    path.write_bytes(b"first")
+    files = {"a.bin": sha256_of(path)}
+    assert missing_files(tmp_path, files, known) == [] and list(json.loads(known.read_text())) == ["a.bin"]
+    made = path.stat().st_mtime_ns
+    path.write_bytes(b"other")
+    os.utime(path, ns=(made, made))
+    assert missing_files(tmp_path, files, known) == []  # the file was not read
+    os.utime(path, ns=(made, made + 1))
+    assert missing_files(tmp_path, files, known) == ["a.bin"]
+    path.write_bytes(b"first")
+    known.write_text("no json")
+    assert missing_files(tmp_path, files, known) == []
+    path.unlink()
+    assert missing_files(tmp_path, files, known) == ["a.bin"]
+
+
 def test_a_line_overtakes_a_large_file(tmp_path):
     (tmp_path / "large").write_bytes(os.urandom(40 * PIECE_BYTES))
     with connected() as (here, there):

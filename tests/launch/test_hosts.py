@@ -187,9 +187,11 @@ def test_a_cache_that_cannot_be_written_is_reported(hosts):
 
 LINK_OF = """
 import json, sys
-from paceline.launch.hosts import measure_links, parse_hosts
-options = json.loads(sys.argv[1])
-print(json.dumps(measure_links(parse_hosts("h1,h2"), python=None, **options)["h1"][0]))
+from paceline.launch.host_facts import link_probes, measure_links
+from paceline.launch.hosts import parse_hosts
+entries, options = parse_hosts("h1,h2"), json.loads(sys.argv[1])
+with link_probes(entries, python=None, **options) as probes:
+    print(json.dumps(measure_links(entries, probes, interface=options.get("interface"))["h1"][0]))
 """
 TABLE = "add table inet f; add chain inet f i { type filter hook input priority 0; };"
 REJECT = TABLE + "add rule inet f i iif eth0 tcp dport != 2222 ct state new reject with tcp reset"
@@ -207,7 +209,7 @@ def test_a_link_is_tried_on_other_ports_than_ssh_and_with_large_messages(hosts, 
 
 
 def link_of(hosts, **options):
-    """The link from h1 to h2. options: of measure_links."""
+    """The link from h1 to h2. options: of link_probes."""
     answer = hosts.run("h1", sys.executable, "-c", LINK_OF, json.dumps(options))
     assert answer.returncode == 0, answer.stderr
     return json.loads(answer.stdout)

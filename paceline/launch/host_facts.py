@@ -1,0 +1,255 @@
+"""
+What is asked of the hosts before a launch: the facts of each, and how they reach each other.
+
+The host that this process runs on needs no ssh. One that does not answer has facts that say why, so the verdicts about it are as
+pure as all others.
+"""
+
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import combinations, repeat
+from typing import Any, TextIO
+
+from paceline.check.probes.facts import AUTO, gather_facts
+from paceline.check.probes.network_probe import route_to
+from paceline.check.ready import (
+    CheckResult,
+    intent_of_each,
+    judge_facts,
+    machine_of_hosts,
+    report_and_refuse,
+    start_gathering,
+    training_intent,
+)
+from paceline.check.verdicts.rules import Facts, Intent, at, visible_gpus
+from paceline.config import Config, cache_dir
+from paceline.errors import PacelineError
+from paceline.launch.hosts import HostEntry, hosts_of, is_this_host, parse_ports
+from paceline.launch.ssh import ANSWER_S, ModuleProcess, SshModule
+from paceline.options import ResumeOptions, TrainOptions
+from paceline.plan.machine import Machine, probe_machine
+from paceline.plan.planner import Plan
+from paceline.rundir import RunDir
+from paceline.terminal import progress_line
+
+FACTS, LINKS = "paceline.check.probes.facts", "paceline.check.probes.link_probe"
+UNKNOWN_LINK: dict[str, Any] = {
+    "address": None, "port": 0, "rtt_us": None, "bits_per_s": None, "back_bits_per_s": None, "mtu": None, "tried": [],
+    "error": "probe",
+}  # fmt: skip
+
+
+def hosts_asker(
+    entries: Sequence[HostEntry], config: Config, *, port: int | None = None, is_whole: bool = False
+) -> Callable[[Callable[[], Facts]], list[Facts]]:
+    """Returns a function that gathers the facts of all these hosts at once; it takes one for the host that it runs on.
+
+    The facts of a host have its links to those after it in the list. config: its interpreter, interface and ports. port: to try.
+    is_whole: for a report; before a launch the disks are not measured, and what is known of torch is not tried again.
+    """
+    request = {"port": port} | ({} if is_whole else {"measure_disk": False, "cached_torch": AUTO})
+
+    def gather(entry: HostEntry, gather_here: Callable[[], Facts]) -> Facts:
+        connection = {"destination": entry.destination, "here": is_this_host(entry), "error": None, "fix": None}
+        try:
+            facts = gather_here() if connection["here"] else ask_host(entry, request, python=config.python)
+        except PacelineError as error:
+            return {"connection": {**connection, "error": error.message, "fix": error.fix}}
+        return {**facts, "connection": connection}
+
+    def gather_all(gather_here: Callable[[], Facts]) -> list[Facts]:
+        ports, interface = parse_ports(config.ports), config.interface
+        with link_probes(entries, python=config.python, port=port, ports=ports, interface=interface) as probes:
+            with ThreadPoolExecutor(max_workers=min(32, len(entries))) as pool:
+                hosts = list(pool.map(gather, entries, repeat(gather_here)))
+            reached = [
+                entry for entry, facts in zip(entries, hosts, strict=True) if facts["connection"]["error"] is None
+            ]
+            links = measure_links(reached, probes, interface=interface)
+        names = [facts["connection"]["destination"] for facts in hosts]
+        return [{**facts, "links": links.get(name, [])} for name, facts in zip(names, hosts, strict=True)]
+
+    return gather_all
+
+
+def ask_host(entry: HostEntry, request: Mapping[str, Any], *, python: str | None) -> Facts:
+    """Returns the facts that another host answers; raises PacelineError with a fix where it does not."""
+    with SshModule(entry.destination, FACTS, python=python) as remote:
+        remote.send(request)
+        remote.stdin.close()  # the request is all of stdin
+        return remote.next_line()
+
+
+class LinkProbe:
+    """The link probe of one host. `listens` says on what, or has the reason why it does not."""
+
+    def __init__(self, entry: HostEntry, request: Mapping[str, Any], *, python: str | None):
+        self.process: ModuleProcess | None = None
+        try:
+            if is_this_host(entry):
+                self.process = ModuleProcess([sys.executable, "-P", "-m", LINKS])
+            else:
+                self.process = SshModule(entry.destination, LINKS, python=python)
+            self.process.send(request)
+            self.listens = self.process.next_line()
+        except PacelineError as error:
+            self.listens = {"reason": f"{entry.destination}: {error.message}"}
+
+    def clock_ahead_s(self) -> float:
+        """Returns how far the clock of the host is ahead of this one's."""
+        sent = time.time()
+        return float(self.ask({"clock": True})["unix"] - (sent + time.time()) / 2)
+
+    def ask(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        assert self.process
+        self.process.deadline = time.monotonic() + ANSWER_S  # it may have waited long for the facts
+        self.process.send(order)
+        return self.process.next_line()
+
+
+@contextmanager
+def link_probes(
+    entries: Sequence[HostEntry],
+    *,
+    python: str | None,
+    port: int | None = None,
+    ports: tuple[int, int] | None = None,
+    interface: str | None = None,
+) -> Iterator[dict[HostEntry, Future[LinkProbe]]]:
+    """Starts a probe on each host, for as long as the block lasts. A host alone has no links."""
+    request = {"token": secrets.token_hex(16), "port": port, "ports": ports, "interface": interface}
+    listed = entries if len(entries) > 1 else ()
+    with ThreadPoolExecutor(max_workers=min(32, len(entries))) as pool:
+        probes = {entry: pool.submit(LinkProbe, entry, request, python=python) for entry in listed}
+        try:
+            yield probes
+        finally:
+            for probe in probes.values():
+                if process := probe.result().process:
+                    process.__exit__()
+
+
+def measure_links(
+    entries: Sequence[HostEntry], probes: Mapping[HostEntry, Future[LinkProbe]], *, interface: str | None = None
+) -> dict[str, list[dict[str, Any]]]:
+    """Returns how each host reaches those after it, by destination: one pair at a time, so that none slows another."""
+    links: dict[str, list[dict[str, Any]]] = {entry.destination: [] for entry in entries}
+    clocks_s: dict[HostEntry, float] = {}
+
+    def try_link(first: HostEntry, second: HostEntry) -> dict[str, Any]:
+        ours, theirs = probes[first].result(), probes[second].result()
+        if reason := ours.listens.get("reason") or theirs.listens.get("reason"):
+            return {**UNKNOWN_LINK, "reason": reason}
+        addresses = list(theirs.listens["addresses"])
+        if is_this_host(second) and interface is None:  # a launch takes the address on the way to the first
+            addresses = [route_to(address) for address in ours.listens["addresses"][:1]] + addresses
+        order = {"addresses": addresses, "port": theirs.listens["port"], "store_port": theirs.listens["store_port"]}
+        try:
+            for entry, probe in ((first, ours), (second, theirs)):
+                if entry not in clocks_s:
+                    clocks_s[entry] = probe.clock_ahead_s()
+            return {**ours.ask(order), "clock_s": round(clocks_s[second] - clocks_s[first], 3)}
+        except PacelineError as error:
+            ours.listens = {"reason": f"{first.destination}: {error.message}"}
+            return {**UNKNOWN_LINK, "reason": ours.listens["reason"]}
+
+    for first, second in combinations(entries, 2):
+        links[first.destination].append({"to": second.destination, **try_link(first, second)})
+    return links
+
+
+@dataclass(frozen=True)
+class StartCheck:
+    """The facts of the hosts while they are gathered, and what follows from them."""
+
+    facts: Callable[[], Sequence[Facts]]  # waits for them
+    entries: Sequence[HostEntry]
+    intent: Callable[[Plan], Intent]
+    is_on: bool
+    stream: TextIO | None = None  # for findings; None: stdout
+
+    def machine(self) -> Machine:
+        """Returns what the plan is for: this machine, or what the least of the hosts has. Raises PacelineError if none answered."""
+        if not self.entries:
+            return probe_machine()
+        machine = machine_of_hosts(self.facts())
+        if machine is None:
+            self._judge(Intent(num_hosts=len(self.entries)))
+            raise PacelineError("no host could be asked", fix=f"paceline check --hosts {self.entries[0].destination}")
+        return machine
+
+    def judge(self, plan: Plan) -> CheckResult:
+        """Prints what would hurt the run; raises PacelineError if it would surely fail. With --no-check it finds nothing."""
+        if not self.is_on:
+            return CheckResult((), ())
+        return self._judge(intent_of_each(self.intent(plan), num_hosts=max(1, len(self.entries))))
+
+    def _judge(self, intent: Intent) -> CheckResult:
+        checked = judge_facts(self.facts(), intent)
+        report_and_refuse(checked.findings, stopped="this run", several=bool(self.entries), stream=self.stream)
+        return checked
+
+
+def ask_hosts(entries: Sequence[HostEntry], config: Config) -> list[Facts]:
+    """Returns the facts and links of hosts for what is no run: a plan, a measurement. Raises PacelineError for a silent host."""
+    cached = cache_dir(config) / "torch.json"
+    facts = hosts_asker(entries, config)(partial(gather_facts, measure_disk=False, cached_torch=cached))
+    for host in facts:
+        if error := at(host, "connection.error"):
+            raise PacelineError(f"{at(host, 'connection.destination')}: {error}", fix=str(at(host, "connection.fix")))
+    return facts
+
+
+def ask_machine(config: Config) -> Machine:
+    """Returns what the hosts that a config names are like, for a plan; raises PacelineError where one does not answer."""
+    entries, config = hosts_of(config)
+    with progress_line("asking the hosts") as show:
+        show(", ".join(entry.host for entry in entries))
+        machine = machine_of_hosts(ask_hosts(entries, config))
+    assert machine is not None  # each of them answered
+    return machine
+
+
+def facts_of_ranks(entries: Sequence[HostEntry], config: Config) -> list[Facts]:
+    """Returns the facts of the hosts of a measurement, or of this one; raises PacelineError where their ranks would fail."""
+    if not entries:
+        return [gather_facts(measure_disk=False, cached_torch=cache_dir(config) / "torch.json")]
+    facts = ask_hosts(entries, config)
+    device = config.device or ("cuda" if all(visible_gpus(host) for host in facts) else "cpu")
+    intent = Intent(device=device, nproc=config.nproc, num_hosts=len(facts), config=asdict(config))
+    stops = [finding for finding in judge_facts(facts, intent).findings if finding.severity == "stop"]
+    report_and_refuse(stops, stopped="this measurement", several=True)
+    return facts
+
+
+@contextmanager
+def start_check(
+    config: Config,
+    run: RunDir,
+    options: TrainOptions | ResumeOptions,
+    *,
+    command: str,
+    entries: Sequence[HostEntry] = (),
+) -> Iterator[StartCheck]:
+    """Gathers the facts of this host, or of all hosts, while the block prepares the run."""
+
+    def intent(plan: Plan) -> Intent:
+        return training_intent(config, plan, command=command, set_keys=frozenset(options.keys), run_path=run.path)
+
+    if not options.check and not entries:
+        yield StartCheck(tuple, entries, intent, is_on=False)
+        return
+    folders = {"run_dir": run.path, "cache_dir": cache_dir(config), "cached_torch": cache_dir(config) / "torch.json"}
+    text = {"data": config.data, "tokenizer": config.tokenizer, "vocab_size": config.vocab_size}
+    with ThreadPoolExecutor(1) as pool, start_gathering(**folders, **text, measure_disk=False) as gathered:
+        if not entries:
+            facts: Callable[[], Sequence[Facts]] = lambda: [gathered.facts()]  # noqa: E731
+        else:
+            facts = pool.submit(hosts_asker(entries, config), gathered.facts).result
+        yield StartCheck(facts, entries, intent, is_on=options.check)

@@ -188,6 +188,11 @@ def join_places(waits: Mapping[int, Wait], place: Callable[[Wait], str]) -> str:
     return ", ".join(shown[:MAX_PLACES]) + (", ..." if len(shown) > MAX_PLACES else "")
 
 
+def ends_in_nccl(last_lines: Sequence[str]) -> bool:
+    """Whether at least half of a log's last lines are NCCL's INFO lines."""
+    return 2 * sum(1 for line in last_lines if NCCL_INFO.search(line)) >= max(1, len(last_lines))
+
+
 def ends_at_init(last_lines: Sequence[str]) -> bool:
-    """Whether a log ends with NCCL's INFO lines about communicators that are ready."""
-    return all(map(NCCL_INFO.search, last_lines)) and any(map(INIT_ENDED.search, last_lines))
+    """Whether a log ends soon after NCCL's INFO lines about communicators that are ready."""
+    return ends_in_nccl(last_lines) and any(map(INIT_ENDED.search, last_lines))

@@ -45,6 +45,8 @@ OTHER = re.compile(
     r"| {0,6}\d{1,6}[ \t]+(?=(?:Traceback \(|  File \"|File \"|(?:\w+\.)*\w*(?:Error|Exception): ))"  # cat -n
     r"|\d+\.\d+s[ \t]+\d+[ \t]+"  # Kaggle: seconds, line number
     r"|std(?:out|err) [FP] "  # Kubernetes
+    r"|\[\d+ similar log lines\] "  # Monarch
+    r"|ERROR \d\d-\d\d \d\d:\d\d:\d\d \[[\w.]+:\d+\] ?(?=Traceback|\s|(?:\w+\.)*\w+(?:Error|Exception)\b|$)"  # vLLM
     r"|(?:python[\d.]*|torchrun|accelerate|deepspeed|bash|sh)\[\d{1,7}\]: "  # journald
     r"|E {2,40}(?=\S)| {2,8}\| (?=Traceback|  File|\w+(?:Error|Exception))"  # pytest, and exception groups
 )
@@ -105,7 +107,10 @@ STEP = re.compile(
     re.IGNORECASE,
 )
 # 2.5, '2.5', nan.0, tensor(nan, np.float64(nan)
-VALUE = r"['\"]?\s*(?:[:=|]|is\b)?\s*(?:[\w.]{1,20}\()?['\"]?(?P<value>[-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan|inf))(?:\.0)?\b"
+VALUE = (
+    r"['\"]?\s*(?:[:=|]|is\b(?: (?:not finite|non-finite|NaN)[:,]?)?)?\s*(?:[\w.]{1,20}\()?['\"]?"
+    r"(?P<value>[-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan|inf))(?:\.0)?\b"
+)
 LOSS = re.compile(rf"loss(?: train)?{VALUE}", re.IGNORECASE)
 GRAD_NORM = re.compile(rf"(?:grad(?:ient)?s?[_ /.-]*(?:global[_ ])?|\bg|\b)norm{VALUE}", re.IGNORECASE)
 OTHER_LOSS = re.compile(r"(?:val|valid|validation|eval|test|dev|best|min|prev)[_ /.-]*$", re.IGNORECASE)
@@ -279,13 +284,13 @@ def read_step_and_loss(text: str) -> StepLoss | None:
     lowered = text.lower()
     loss = read_measure(LOSS, text) if "loss" in lowered else None
     step = STEP.search(text)
+    grad_norm = read_measure(GRAD_NORM, text) if "norm" in lowered else None
     if step is None and loss is None:
-        return None
+        return None if grad_norm is None or math.isfinite(grad_norm) else StepLoss(None, None, grad_norm=grad_norm)
     if loss is None and step is not None and not (step["of"] or ":" in text or "=" in text or len(text) < 40):
         return None  # prose, such as "takes 3 steps 2 at a time"
     number = parse_count(step["step"]) if step else None
     is_last = bool(step and step["of"] and parse_count(step["of"].strip("/ \t")) == number)
-    grad_norm = read_measure(GRAD_NORM, text) if "norm" in lowered else None
     if loss == 0 and "reward" in lowered and lowered.count("nan") == 1:
         grad_norm = (
             None  # of GRPO, whose loss is 0 by design: as long as rewards and KL are finite, only the step is skipped

@@ -47,6 +47,7 @@ SPAWNED = re.compile(r"[Pp]rocess (?P<pid>\d+) spawned with command: .*--local[_
 PID_FAILED = re.compile(
     r"(?:Killing subprocess|[Pp]rocess) (?P<pid>\d+)\b.*(?:exits with|return code|exit code|terminated)"
 )
+PROGRAM_ENDED = re.compile(r"destroy_process_group\(\) was not called before program exit")
 CANCELLED_STEP = re.compile(
     r"\*\*\* (?:STEP|JOB) \S+ (?:ON \S+ )?CANCELLED|srun: (?:Force Terminated|forcing job termination)"
 )
@@ -76,11 +77,14 @@ def find_events(log: Log, *, number: int) -> list[Event]:
     """Everything that the catalogue finds in a log; number is the log's place among those read together."""
     events = []
     stopped = {match["pid"] for record in log.records for match in STOPPED.finditer(record.text)}
+    ended = min((record.line for record in log.records if PROGRAM_ENDED.search(record.text)), default=None)
     cancelled = min((record.line for record in log.records if CANCELLED_STEP.search(record.text)), default=None)
     for record in log.records:
         matches = load_catalogue().match(record.text, record.kind)
         if len(matches) > 1:
             matches = [match for match in matches if match[0].id != FALLBACK]
+        if ended is not None and record.line > ended and WARNING_LINE.search(record.text):
+            matches = [match for match in matches if match[0].id != PEER_DIED]  # ranks leave one after the other
         continued = run_continued(record, log)
         factor = WEIGHTS.get(record.kind, ERROR_LINE)
         if record.kind == "line" and WARNING_LINE.search(

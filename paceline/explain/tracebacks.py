@@ -41,7 +41,7 @@ BARE_EXCEPTION = re.compile(  # without a traceback above it; stricter, because 
 STACK = re.compile(r"\(most recent call first\)|^Stack \(most recent call|^Fatal Python error: ")
 CHAIN = re.compile(r"During handling of the above exception|direct cause of the following exception")
 IGNORED = re.compile(
-    r"^Exception ignored (?:in|on)|^Error in atexit|^Exception in Tkinter|^Error in (?P<hook>sys\.excepthook)"
+    r"^Exception ignored (?:in|on|while)|^Error in atexit|^Exception in Tkinter|^Error in (?P<hook>sys\.excepthook)"
 )
 SPAWNED = re.compile(r"-- Process (?P<rank>\d+) terminated with the following error")
 WRAPPER = re.compile(
@@ -205,4 +205,6 @@ def continues(error: Unfinished, text: str) -> bool:
     """Whether the line is a further line of the error's message."""
     if not text.strip() or "%|" in text or len(error.message) >= MAX_MESSAGE_LINES or NOT_MESSAGE.match(text):
         return False
+    if BARE_EXCEPTION.match(text) and WRAPPER.search(error.message[0]):
+        return False  # the error that is wrapped
     return not (WRAPPER.search(text) or (BARE_EXCEPTION.match(text) and len(error.message) > 1 and error.frames))

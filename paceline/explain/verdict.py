@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from paceline.explain.catalogue import Cause, load_catalogue
-from paceline.explain.collectives import DESYNC, FIRST_TRANSFER, CollectiveHang, ends_at_init
+from paceline.explain.collectives import DESYNC, FIRST_TRANSFER, CollectiveHang, ends_at_init, ends_in_nccl
 from paceline.explain.explanation import Evidence, Explanation, LogProgress, Record
+from paceline.explain.lines import split_prefix
 from paceline.explain.matches import (
     WAITING,
     WARNING_LINE,
@@ -44,12 +45,13 @@ CHECK_END = (
 ONE_LOG_PER_RANK = "torchrun --redirects 3 --log-dir logs, then paceline explain logs"
 
 TROUBLE = re.compile(
-    r"(?i)error|exception|traceback|\bfatal|\bfail|\babort(?:ed|ing|s)?\b|\bkill|denied|refused|cannot|can't|unable|invalid|no such"
-    r"|not found|timed? ?out|panic|crash|terminat|usage:|stuck|\bhangs?\b|waiting for (?:all|other|rank|worker|peer|client|node)"
+    r"(?i)error|exception|traceback|\bfatal|\bfail|\babort(?:ed|ing|s)?\b|\bkill|denied|refused|cannot|can't|unable|invalid"
+    r"|no such|not found|timed? ?out|panic|crash|terminat|usage:|\*\*\* |stuck|\bhangs?\b"
+    r"|waiting for (?:all|other|rank|worker|peer|client|node)"
 )
 NO_TROUBLE = re.compile(  # a count of none, a measure, the end of a tracker
-    r"(?i)\b(?:0|no|without) (?:errors?|fail\w*|invalid)|(?:errors?|fail\w*|invalid|killed|timeouts?)\W{1,3}0\b|error[ _]rate"
-    r"|error\w*\W{1,3}\d*\.\d|^wandb:"
+    r"(?i)\b(?:0|no|without) (?:errors?|fail\w*|invalid)|(?:errors?|fail\w*|invalid|killed)\W{1,3}0\b|error[ _]rate"
+    r"|error\w*\W{1,3}\d*\.\d|^wandb:|^frame #"
 )
 ERROR_PREFIX = re.compile(r"^(?:\S{1,40}:? )?(?:\[?(?:ERROR|FATAL|CRITICAL)\b|(?:[Ff]atal|[Ee]rror)(?: error)?: )")
 DIGITS = str.maketrans("", "", "0123456789")
@@ -208,7 +210,8 @@ def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[st
             summary=fill_template(cause.summary, values), fix=fill_template(cause.fix, values),
             evidence=tuple(Evidence(number, shorten(text)) for number, text in place),
         )  # fmt: skip
-    if max((len({number for number, _ in log.last_lines}) for log in logs), default=0) >= MIN_LINES:
+    is_long = max((len({number for number, _ in log.last_lines}) for log in logs), default=0) >= MIN_LINES
+    if is_long and not any(map(ends_in_nccl, last_lines)):
         summary = f"no failure found in {count_lines(logs):,} lines, but they report no step and no end"
         return Explanation(HEALTHY, confidence=OUTPUT_CONFIDENCE, summary=summary, fix=CHECK_END, progress=progress)
     return explain_silence(logs, progress, ())
@@ -250,6 +253,7 @@ def trouble_at_end(logs: Sequence[Log]) -> list[Evidence]:
 
 
 def tells_of_trouble(text: str) -> bool:
+    text = split_prefix(text).text
     return bool(TROUBLE.search(text)) and not NO_TROUBLE.search(text) and not WARNING_LINE.search(text)
 
 

@@ -331,3 +331,34 @@ def test_bytes_that_could_not_be_allocated_are_shown_with_a_unit(size):
     explanation = reach_verdict([log])
     assert explanation.cause == "host-oom-killed"
     assert "(64.0 MiB requested)" in explanation.summary
+
+
+def test_the_error_that_ray_wraps_is_the_cause():
+    wrapped = "ray.exceptions.RayTaskError(ValueError): ray::main() (pid=4711, ip=10.0.0.4)\nValueError: sample 7 has 3 fields"
+    explanation = verdict(raised(None, wrapped))
+    assert (explanation.cause, explanation.summary[:10]) == ("user-code-exception", "ValueError")
+
+
+def test_a_traceback_behind_the_prefix_of_vllm_is_read():
+    prefix = "(Worker_TP0 pid=231) ERROR 05-19 12:24:51 [core.py:459] "
+    explanation = verdict("".join(f"{prefix}{line}\n" for line in raised(None, "RuntimeError: boom").splitlines()))
+    assert explanation.summary == "RuntimeError: boom (at train.py:31 in main)"
+
+
+@pytest.mark.parametrize("line", ["WARN: grad_norm is not finite: nan", "gradient norm is NaN: nan"])
+def test_a_gradient_norm_alone_can_be_nan(line):
+    assert verdict(f"(WorkerDict pid=4711) {line}\n" * 6).cause == "loss-nan"
+
+
+def test_a_log_that_ends_while_nccl_starts_is_not_healthy():
+    assert verdict("".join(f"host:47:48 [0] NCCL INFO Channel 0{n}/02 : 0 1\n" for n in range(9))).cause == "unknown"
+
+
+def test_noise_at_the_end_of_a_healthy_run_is_no_failure():
+    ignored = "[rank0]:Exception ignored while calling deallocator <function A.__del__ at 0x7f>:\n"
+    noise = ignored + raised(0, "PythonFinalizationError: cannot join thread at interpreter shutdown")
+    assert verdict(STEPS + "training finished\n" + noise).cause == "healthy"
+    left = "[rank1]:[W709 10:36:07.2 x.cpp:1524] Warning: destroy_process_group() was not called before program exit\n"
+    lost = "[rank1]:[W709 10:36:07.6 TCPStore.cpp:125] [c10d] recvValue failed on SocketImpl(fd=105): got 0 bytes.\n"
+    assert verdict(STEPS + left + lost).cause == "healthy"
+    assert verdict(STEPS + lost).cause == "peer-died"

@@ -86,6 +86,7 @@ class TracebackReader:
         self._hooks: dict[
             str, Record
         ] = {}  # by stream: sys.excepthook failed, the exception that it was called for follows
+        self._assertions: dict[str, list[str]] = {}  # by stream: a source line whose traceback lacks its first lines
         self._cut: list[Record] = []  # errors of which the end is missing
         self._stacks: set[str] = set()  # streams that are printing a stack dump
         self._spawned: dict[str, int] = {}  # by stream: the rank whose traceback follows
@@ -156,9 +157,14 @@ class TracebackReader:
         """Whether the line begins a message, or is a source line of the traceback above it."""
         error, text = self._open.get(line.stream), line.text
         if error is None:
+            assertion = self._assertions.pop(line.stream, [])
             if not BARE_EXCEPTION.match(text):
+                if ASSERTION.match(text) or (assertion and not text.strip(" ^~")):
+                    self._assertions[line.stream] = [*assertion, text]
                 return False
-            self._start(number, line, step).message.append(text)
+            error = self._start(number, line, step)
+            error.source = assertion
+            error.message.append(text)
             return True
         indented = text.lstrip()
         if error.frames and 0 < len(text) - len(indented) < error.indent and EXCEPTION.match(indented):

@@ -76,6 +76,11 @@ def test_a_bare_assertion_has_the_asserted_expression_as_its_message(source, mes
     assert record.text == (f"AssertionError: {message}" if message else "AssertionError")
 
 
+def test_an_assertion_whose_traceback_lacks_its_first_lines_has_its_expression():
+    text = "loading\n    assert total % world_size == 0\n           ^^^^^^^^^^^^^^^^^^^^^^^\nAssertionError\n"
+    assert [record.text for record in exceptions(read(text))] == ["AssertionError: total % world_size == 0"]
+
+
 def test_an_assertion_with_a_message_keeps_it():
     text = TRACEBACK.replace("loss = model(x)", 'assert x, "empty"').replace(
         "ValueError: sample 1841 has 3 fields", "AssertionError: empty"

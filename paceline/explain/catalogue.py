@@ -230,7 +230,8 @@ def format_cause(id: str) -> str:
     cause = find_cause(id)
     facts = [f"{label.lower():<16}{value}" for label, value in facts_of(cause)]
     patterns = [f"  {pattern.weight:.2f}  {pattern.match}" for pattern in cause.patterns]
-    return "\n".join([f"{id}: {format_title(cause)}", "", *facts, "", "weights and patterns", *patterns])
+    shown = ["weights and patterns", *patterns] if patterns else ["no line of a log shows it, the curves of a run do"]
+    return "\n".join([f"{id}: {format_title(cause)}", "", *facts, "", *shown])
 
 
 def causes_json(id: str | None = None) -> str:

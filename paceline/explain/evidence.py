@@ -1,5 +1,6 @@
 """
-Evidence that no log contains: flight recorder dumps, NCCL's RAS reports, samples of the hosts' health, and the kernel log.
+Evidence that no log contains: flight recorder dumps, NCCL's RAS reports, samples of the hosts' health, the curves of a run, and
+the kernel log.
 
 A flight recorder dump shows which rank did not arrive at a collective that the others wait in. It is a pickle of plain values or
 JSON, one file per rank, `<prefix><rank>`; a class in a pickle is rejected, so a file that only looks like a dump runs no code.
@@ -21,8 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.explain.collectives import FLIGHT_RECORDER, Wait, compare_waits
+from paceline.explain.curve_verdict import CurveFinding, judge_curves
 from paceline.explain.explanation import Record
 from paceline.explain.reader import Log
+from paceline.explain.series import read_run_series
 from paceline.rundir import RECORDER_DUMP, RunDir, open_file, read_end
 from paceline.units import format_bytes, format_ranks
 
@@ -232,6 +235,11 @@ def clock_texts(host: str, samples: Sequence[Sample]) -> list[str]:
             reasons += [f"{gpu['temperature_c']} °C"] if "temperature_c" in gpu else []
             texts.append(f"GPU {gpu.get('index')} of {host} ran at reduced clocks: {', '.join(reasons)}")
     return texts
+
+
+def judge_run(run: RunDir, *, since: float, until: float) -> list[CurveFinding]:
+    """What is wrong with the curves of a run up to a time; with memory and speed since another."""
+    return judge_curves(read_run_series(run, since=since, until=until))
 
 
 def read_kernel_errors(

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 
 from paceline.errors import PacelineError, TrainingFailed, UsageError
 from paceline.explain.catalogue import load_catalogue
+from paceline.explain.curve_verdict import add_findings, explain_curves, judge_curves
 from paceline.explain.evidence import (
     DISK,
     MEMORY,
@@ -35,6 +36,7 @@ from paceline.explain.evidence import (
     find_xids,
     flight_recorder_logs,
     has_oom_kill,
+    judge_run,
     read_kernel_errors,
     read_samples,
 )
@@ -50,6 +52,7 @@ from paceline.explain.explanation import (
 )
 from paceline.explain.line_filter import Shapes
 from paceline.explain.reader import CHUNK_BYTES, Log, read_log
+from paceline.explain.series import is_metric_file, is_no_log, read_series
 from paceline.explain.verdict import UNKNOWN, clean_values, fill_template, reach_verdict
 from paceline.heartbeat import read_heartbeat
 from paceline.rundir import (
@@ -61,7 +64,7 @@ from paceline.rundir import (
     read_text,
 )
 from paceline.typed_fields import typed_content, well_typed
-from paceline.units import parse_time
+from paceline.units import parse_time, unix_time
 
 SURE = 0.8
 HANG_LINES = ("mark:", "State:", "File ")  # of hangs/<attempt>/<rank>.txt
@@ -100,7 +103,9 @@ def explain_attempt(run: RunDir, attempt: int | None) -> Explanation:
     )
     if attempt is None:
         raise PacelineError(f"{run.name} has no logs: nothing was started", fix=f"paceline resume {run.path}")
-    events = [event for event in read_json_lines(run.events) if event.get("attempt") in (None, attempt)]
+    all_events = list(read_json_lines(run.events))
+    events = [event for event in all_events if event.get("attempt") in (None, attempt)]
+    starts = {event.get("attempt"): event.get("time") for event in all_events if event.get("event") == "attempt"}
     start = next((event for event in events if event.get("event") == "attempt"), {})
     paths = run.health_dir.glob("*.jsonl") if start.get("time") else ()
     samples = {path.stem: read_samples(path, since=start["time"]) for path in sorted(paths)}
@@ -131,7 +136,9 @@ def explain_attempt(run: RunDir, attempt: int | None) -> Explanation:
         for host, lines in samples.items()
         for text in find_texts(host, lines)
     ]
-    return replace(explanation, evidence=(*explanation.evidence, *state))
+    since, until = (unix_time(starts.get(number)) for number in (attempt, attempt + 1))
+    explanation = replace(explanation, evidence=(*explanation.evidence, *state))
+    return add_findings(explanation, judge_run(run, since=since, until=until))
 
 
 def run_values(run: RunDir) -> dict[str, str]:
@@ -279,9 +286,16 @@ def explain(source: Iterable[bytes] | Path) -> Explanation:
 
 
 def explain_files(files: Sequence[Path]) -> Explanation:
-    """Explains log files, with the flight recorder dumps and RAS reports beside them."""
-    logs = read_files([path for path in files if not RAS_NAME.search(path.name)])
-    return reach_verdict([*logs, *companion_logs(files)])
+    """Explains logs with what lies beside them, files with metrics, or both; what a log shows stays the cause unless it is healthy."""
+    metrics = {path for path in files if is_metric_file(path)}
+    logs = [path for path in files if path not in metrics and not RAS_NAME.search(path.name)]
+    explanation = reach_verdict([*read_files(logs), *companion_logs(files)])
+    if not metrics:
+        return explanation
+    curves, notes = read_series(metrics)
+    if not (explanation.shows_failure or explanation.progress.steps):
+        return explain_curves(curves, notes, names=", ".join(sorted(path.name for path in metrics)[:3]))
+    return replace(add_findings(explanation, judge_curves(curves)), notes=tuple(notes))
 
 
 def read_files(files: Sequence[Path]) -> list[Log]:
@@ -304,6 +318,9 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
         if path.is_dir():
             inside = sorted(file for file in path.rglob("*") if file.is_file())[:MAX_FILES]
             logs = [file for file in inside if LOG_NAMES.search(file.as_posix()) or ERROR_NAMES.search(file.name)]
+            if metrics := [file for file in inside if is_metric_file(file, in_folder=True)]:
+                logs = [file for file in logs if not (file in metrics or is_no_log(file))]
+                logs += metrics
             logs = logs or [file for file in inside if is_text(file)]
             if not logs:
                 raise PacelineError(f"no log in {path}", fix="pass the files: paceline explain FILE ...")

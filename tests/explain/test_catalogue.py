@@ -24,6 +24,8 @@ RECORD_VALUES = {
     *("rank", "step", "host", "source", "script", "where", "type", "message"),
     *("exit_code", "signal", "last_step", "half_batch", "num_ranks", "run", "file"),
 }
+CURVES = "Curves"  # the group of causes that no line of a log shows
+CURVE_VALUES = {"series", "step", "value", "last_step", "last_value", "reason"}
 ENTRY = {"id": "a", "group": "G", "title": "A", "summary": "it broke", "fix": "repair it"}
 
 
@@ -42,9 +44,9 @@ def test_a_line_of_a_healthy_run_shows_nothing_that_ends_a_run(wording):
     assert [cause.id for cause, _, _ in matches if cause.severity == "fatal"] == []
 
 
-def test_every_cause_is_tested_on_at_least_two_wordings():
+def test_every_cause_that_a_log_can_show_is_tested_on_at_least_two_wordings():
     counts = Counter(wording["cause"] for wording in WORDINGS)
-    assert [cause.id for cause in CAUSES if counts[cause.id] < 2] == []
+    assert [cause.id for cause in CAUSES if counts[cause.id] < 2 and cause.group != CURVES] == []
 
 
 @pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.id)
@@ -52,7 +54,7 @@ def test_an_entry_is_complete(cause):
     assert cause.severity in ("fatal", "warning")
     assert cause.fixed_by in FIXERS
     assert cause.retry in RETRIES
-    assert cause.patterns
+    assert bool(cause.patterns) == (cause.group != CURVES)
     assert all([cause.title, cause.summary, cause.fix, cause.source, cause.group])
     lists = [cause.mistaken_for, *(entry.follows for entry in (cause, *cause.patterns))]
     for ids in (ids for ids in lists if isinstance(ids, list)):
@@ -64,7 +66,8 @@ def test_an_entry_is_complete(cause):
 @pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.id)
 def test_sentences_use_only_values_that_a_log_can_contain(cause):
     groups = {name for pattern in cause.patterns for name in pattern.regex.groupindex}
-    assert set(re.findall(r"\{(\w+)\}", cause.summary + cause.fix)) <= groups | RECORD_VALUES
+    values = CURVE_VALUES if cause.group == CURVES else groups | RECORD_VALUES
+    assert set(re.findall(r"\{(\w+)\}", cause.summary + cause.fix)) <= values
 
 
 @pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.id)

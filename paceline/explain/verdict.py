@@ -248,11 +248,11 @@ def trouble_at_end(logs: Sequence[Log]) -> list[Evidence]:
         Evidence(number, shorten(text))
         for log in logs
         for number, text in log.last_lines[-LAST_CHECKED:]
-        if number > last_progress_line(log) and tells_of_trouble(text)
+        if number > last_progress_line(log) and is_trouble(text)
     ]
 
 
-def tells_of_trouble(text: str) -> bool:
+def is_trouble(text: str) -> bool:
     text = split_prefix(text).text
     return bool(TROUBLE.search(text)) and not NO_TROUBLE.search(text) and not WARNING_LINE.search(text)
 

@@ -44,7 +44,8 @@ Generated from the catalogue by `python -m paceline.explain.catalogue > docs/cau
 
 There is one entry for each cause; `paceline explain --cause ID` also shows the patterns that recognize it. In messages and
 fixes, names in braces such as `{rank}` are replaced by values from the log. A part in [ ] is left out when the log does not
-contain its value.
+contain its value, and `[[{value}]]` is the value in brackets. A fix for one case of a cause replaces the general one, and
+commands stand between backticks: there each value is quoted for the shell.
 """
 
 
@@ -86,6 +87,20 @@ class Pattern:
 
 
 @dataclass(frozen=True)
+class Fix:
+    """What to do about a cause in one case of it."""
+
+    fix: str  # a template
+    why: str  # it helps
+    case: str = ""  # in words, for docs/causes.md
+    when: str = ""  # a regular expression, searched in the records that show the cause
+
+    @cached_property
+    def regex(self) -> re.Pattern[str]:
+        return re.compile(self.when, re.MULTILINE)
+
+
+@dataclass(frozen=True)
 class Cause:
     """One entry of the catalogue."""
 
@@ -94,6 +109,8 @@ class Cause:
     title: str
     summary: str  # a template, like fix
     fix: str
+    why: str  # the fix helps
+    fixes: Sequence[Fix] = ()  # the first whose `when` matches replaces the fix
     severity: str = "fatal"  # or warning
     fixed_by: str = "user"
     retry: str = "never"
@@ -102,6 +119,13 @@ class Cause:
     source: str = ""
     patterns: Sequence[Pattern] = ()
 
+    def choose_fix(self, text: str) -> tuple[str, dict[str, str]]:
+        """The fix for the case that the text shows, and the values of the groups that recognize the case."""
+        for fix in self.fixes:
+            if match := fix.regex.search(text):
+                return fix.fix, {name: value for name, value in match.groupdict().items() if value}
+        return self.fix, {}
+
 
 @dataclass(frozen=True)
 class Catalogue:
@@ -109,6 +133,7 @@ class Catalogue:
 
     causes: Mapping[str, Cause]
     translations: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)  # signals, messages
+    packages: Mapping[str, str] = field(default_factory=dict)  # Python module -> what pip installs, where names differ
 
     @cached_property
     def foreign(self) -> dict[str, tuple[str, str]]:
@@ -192,19 +217,25 @@ class Catalogue:
 @cache
 def load_catalogue() -> Catalogue:
     tables = tomllib.loads(Path(__file__).with_name("catalogue.toml").read_text(encoding="utf-8"))
-    return make_catalogue(tables["cause"], translations=tables["translations"])
+    return make_catalogue(tables["cause"], translations=tables["translations"], packages=tables["packages"])
 
 
-def make_catalogue(entries: Iterable[Mapping[str, Any]], *, translations: Mapping[str, Any] | None = None) -> Catalogue:
+def make_catalogue(
+    entries: Iterable[Mapping[str, Any]],
+    *,
+    translations: Mapping[str, Any] | None = None,
+    packages: Mapping[str, str] | None = None,
+) -> Catalogue:
     """The catalogue of these entries; ValueError if two have the same id."""
     causes: dict[str, Cause] = {}
     for entry in entries:
+        fixes = [Fix(**fix) for fix in entry.get("fixes", ())]
         patterns = [Pattern(**pattern) for pattern in entry.get("patterns", ())]
-        cause = Cause(**{**entry, "patterns": patterns})
+        cause = Cause(**{**entry, "fixes": fixes, "patterns": patterns})
         if cause.id in causes:
             raise ValueError(f"two entries {cause.id}")
         causes[cause.id] = cause
-    return Catalogue(causes, translations or {})
+    return Catalogue(causes, translations or {}, packages or {})
 
 
 def find_cause(id: str) -> Cause:
@@ -228,7 +259,7 @@ def format_causes() -> str:
 def format_cause(id: str) -> str:
     """Everything that the catalogue contains about one cause."""
     cause = find_cause(id)
-    facts = [f"{label.lower():<16}{value}" for label, value in facts_of(cause)]
+    facts = [f"{label.lower():<15} {value}" for label, value in facts_of(cause)]
     patterns = [f"  {pattern.weight:.2f}  {pattern.match}" for pattern in cause.patterns]
     shown = ["weights and patterns", *patterns] if patterns else ["no line of a log shows it, the curves of a run do"]
     return "\n".join([f"{id}: {format_title(cause)}", "", *facts, "", *shown])
@@ -267,6 +298,8 @@ def facts_of(cause: Cause) -> list[tuple[str, str]]:
     facts = [
         ("Message", cause.summary),
         ("Fix", cause.fix),
+        ("Why", cause.why),
+        *((f"Fix if {fix.case}", f"{fix.fix} ({fix.why})") for fix in cause.fixes),
         ("Fixed by", FIXERS[cause.fixed_by]),
         ("A retry", RETRIES[cause.retry]),
         ("Can follow from", "any other cause" if cause.follows is True else ", ".join(cause.follows or ())),

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from paceline.explain.catalogue import Cause, load_catalogue
 from paceline.explain.collectives import DESYNC, FIRST_TRANSFER, STATUS, CollectiveHang
 from paceline.explain.explanation import Record
+from paceline.explain.lines import split_prefix
 from paceline.explain.reader import BANNER_RANK, Log
 
 STEPS_AFTER = 3  # different steps after an error: it did not end the run
@@ -58,6 +59,17 @@ WORLD = re.compile(
 )
 STOPPED_BY_LAUNCHER = re.compile(r"-15\b|-9\b|SIGTERM|SIGKILL")
 NUMBER = re.compile(r"\d+")
+LAST_CHECKED = 3  # lines at the end of a log
+TROUBLE = re.compile(
+    r"(?i)error|exception|traceback|\bfatal|\bfail|\babort(?:ed|ing|s)?\b|\bkill|denied|refused|cannot|can't|unable|invalid"
+    r"|no such|not found|timed? ?out|panic|crash|terminat|usage:|\*\*\* |stuck|\bhangs?\b"
+    r"|waiting for (?:all|other|rank|worker|peer|client|node)"
+)
+NO_TROUBLE = re.compile(  # a count of none, a measure, the end of a tracker
+    r"(?i)\b(?:0|no|without) (?:errors?|fail\w*|invalid)|(?:errors?|fail\w*|invalid|killed)\W{1,3}0\b|error[ _]rate"
+    r"|error\w*\W{1,3}\d*\.\d|^wandb:|^frame #"
+)
+ERROR_PREFIX = re.compile(r"^(?:\S{1,40}:? )?(?:\[?(?:ERROR|FATAL|CRITICAL)\b|(?:[Ff]atal|[Ee]rror)(?: error)?: )")
 
 
 @dataclass(frozen=True)
@@ -226,3 +238,29 @@ def rank_blamed_by_launcher(logs: Sequence[Log]) -> int | None:
         elif first is None and record.kind in ("exit", "signal") and record.rank is not None:
             first = record.rank
     return first
+
+
+def last_errors(log: Log) -> list[Record]:
+    """The lines that a logger marks as errors and after which the log shows no progress."""
+    last_line = last_progress_line(log)
+    records = [record for record in log.records if record.kind == "line" and record.line > last_line]
+    return [record for record in records if ERROR_PREFIX.search(record.text) and not NO_TROUBLE.search(record.text)]
+
+
+def trouble_at_end(logs: Sequence[Log]) -> list[tuple[int, str]]:
+    """The last lines of the logs, after the last progress, of which a word tells of trouble."""
+    return [
+        (number, text)
+        for log in logs
+        for number, text in log.last_lines[-LAST_CHECKED:]
+        if number > last_progress_line(log) and is_trouble(text)
+    ]
+
+
+def is_trouble(text: str) -> bool:
+    text = split_prefix(text).text
+    return bool(TROUBLE.search(text)) and not NO_TROUBLE.search(text) and not WARNING_LINE.search(text)
+
+
+def last_progress_line(log: Log) -> int:
+    return max((line for line, _, _ in log.last_progress), default=0)

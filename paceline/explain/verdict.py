@@ -7,27 +7,29 @@ values come from the pattern's groups, from the record, and from the caller.
 """
 
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import cycle
 
 from paceline.explain.catalogue import Cause, load_catalogue
 from paceline.explain.collectives import DESYNC, FIRST_TRANSFER, CollectiveHang, ends_at_init, ends_in_nccl
 from paceline.explain.explanation import Evidence, Explanation, LogProgress, Record
-from paceline.explain.lines import split_prefix
 from paceline.explain.matches import (
     WAITING,
-    WARNING_LINE,
     Event,
     culprit_rank,
     find_events,
+    last_errors,
     rank_blamed_by_launcher,
     rank_in_text,
+    trouble_at_end,
     unexplained_failures,
 )
 from paceline.explain.reader import INCOMPLETE, NOT_TEXT, Log
 from paceline.explain.roots import apply_hang, choose_culprit, find_hang, find_roots, silent_exit
 from paceline.explain.tracebacks import CUT_OFF
-from paceline.units import format_bytes
+from paceline.units import format_bytes, format_duration
 
 HEALTHY, UNKNOWN, DIVERGED = "healthy", "unknown", "loss-nan"
 MIN_SCORE = 0.2  # an event with a lower score is ignored
@@ -35,32 +37,24 @@ ALSO_NEAR = 0.2  # of scores that differ by less the other cause is reported too
 # score below which, how often such a verdict was right on labelled logs that nothing was tuned on
 CALIBRATION = ((0.3, 0.4), (0.5, 0.6), (0.6, 0.8), (0.8, 0.88), (0.9, 0.92), (1.01, 0.97))
 MIN_STEPS = 2  # progress lines that show that a run goes on
-MIN_LINES, LAST_CHECKED = 5, 3  # of a log without progress: ordinary output to its end
+MIN_LINES = 5  # of a log without progress: ordinary output to its end
 INIT_CONFIDENCE, OUTPUT_CONFIDENCE = 0.4, 0.5
 MAX_EVIDENCE, MAX_CONSEQUENCES = 6, 8
 MAX_TEXT, MAX_QUOTE, MAX_VALUE_CHARS = 600, 200, 300
 CHECK_END = (
     "if the job ended: check sacct -j JOB, or dmesg on its host; if it hangs: run py-spy dump --pid PID on each rank"
 )
+MAX_CASE_RECORDS = 20  # searched for the case of a cause
 ONE_LOG_PER_RANK = "torchrun --redirects 3 --log-dir logs, then paceline explain logs"
 
-TROUBLE = re.compile(
-    r"(?i)error|exception|traceback|\bfatal|\bfail|\babort(?:ed|ing|s)?\b|\bkill|denied|refused|cannot|can't|unable|invalid"
-    r"|no such|not found|timed? ?out|panic|crash|terminat|usage:|\*\*\* |stuck|\bhangs?\b"
-    r"|waiting for (?:all|other|rank|worker|peer|client|node)"
-)
-NO_TROUBLE = re.compile(  # a count of none, a measure, the end of a tracker
-    r"(?i)\b(?:0|no|without) (?:errors?|fail\w*|invalid)|(?:errors?|fail\w*|invalid|killed)\W{1,3}0\b|error[ _]rate"
-    r"|error\w*\W{1,3}\d*\.\d|^wandb:|^frame #"
-)
-ERROR_PREFIX = re.compile(r"^(?:\S{1,40}:? )?(?:\[?(?:ERROR|FATAL|CRITICAL)\b|(?:[Ff]atal|[Ee]rror)(?: error)?: )")
 DIGITS = str.maketrans("", "", "0123456789")
 FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+)(?:,? in (?P<name>\S+))?')
 INSTALLED = re.compile(r"site-packages|dist-packages|/lib/python\d|<frozen |^<")
 TYPE = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:\(\w+\))?: ?(?P<message>.*)")
 EXIT_CODE = re.compile(r"(?:exit ?code|return code|status)\s*[:=]?\s*(?P<code>-?\d{1,5})", re.IGNORECASE)
 SIGNAL = re.compile(r"\bSIG[A-Z]{2,5}\d?\b")
-BYTES = re.compile(r"(\d+)(?: bytes)?")
+BYTES = re.compile(r"(\d{1,15})(?: bytes)?")
+MAX_DIGITS = 15  # of a duration
 OPTIONAL = re.compile(r"\[([^\[\]]*\{[^\[\]]*)\]")
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
@@ -96,13 +90,6 @@ def reach_verdict(logs: Sequence[Log], *, values: Mapping[str, str] | None = Non
     return explain_event(culprit, roots, candidates, logs, progress, values, hang=hang)
 
 
-def last_errors(log: Log) -> list[Record]:
-    """The lines that a logger marks as errors and after which the log shows no progress."""
-    last_line = last_progress_line(log)
-    records = [record for record in log.records if record.kind == "line" and record.line > last_line]
-    return [record for record in records if ERROR_PREFIX.search(record.text) and not NO_TROUBLE.search(record.text)]
-
-
 def explain_event(
     culprit: Event,
     roots: Sequence[Event],
@@ -116,11 +103,14 @@ def explain_event(
     cause, record = culprit.cause, culprit.record
     rank = culprit_rank(culprit, candidates, logs, hang=hang)
     step = progress.last_step if record.step is None else record.step
-    if cause.id == DIVERGED and progress.nan_step is not None:
-        step = progress.nan_step  # the message may come later
+    diverged = cause.id == DIVERGED and progress.nan_line is not None
+    if diverged:
+        step = progress.nan_step
     values = {**template_values(culprit, rank=rank, step=step, progress=progress), **values}
     same_cause = [event.record for event in candidates if event.cause.id == cause.id]
     evidence = make_evidence([record, *same_cause], MAX_EVIDENCE)
+    if diverged and len(logs) == 1:
+        evidence = (*nan_evidence(progress), *evidence)[:MAX_EVIDENCE]
     places = {(item.source, item.line) for item in evidence}
     consequences = [event.record for event in candidates if (event.record.source, event.record.line) not in places]
     rivals = sorted((event for event in roots if event.cause.id != cause.id), key=lambda event: -event.score)
@@ -139,7 +129,7 @@ def explain_event(
         host=culprit.values.get("host") or record.host,
         line=record.line,
         summary=fill_template(cause.summary, values),
-        fix=fill_template(cause.fix, values),
+        fix=format_fix(cause, [record, *same_cause], values),
         evidence=evidence,
         consequences=make_evidence(consequences, MAX_CONSEQUENCES),
         progress=progress,
@@ -175,26 +165,27 @@ def shorten(text: str) -> str:
 
 def explain_divergence(cause: Cause, nan_line: int, progress: LogProgress, values: Mapping[str, str]) -> Explanation:
     """For a log whose losses or gradient norms are NaN or infinite to its end and which has no other failure."""
-    value = progress.last_loss if progress.nan_measure == "loss" else "NaN or infinite"
-    text = f"{progress.nan_measure} {value} from here to the end"
-    numbers = {
-        "step": progress.nan_step,
-        "last_step": progress.last_step,
-        "message": text.replace("here", f"line {nan_line}"),
-    }
-    values = {**clean_values(numbers), **values}
+    values = {**clean_values({"nan_step": progress.nan_step, "last_step": progress.last_step}), **values}
     return Explanation(
         cause=cause.id, confidence=0.8, step=progress.nan_step, line=nan_line,
-        summary=fill_template(cause.summary, values), fix=fill_template(cause.fix, values),
-        evidence=(Evidence(nan_line, text),), progress=progress,
+        summary=fill_template(cause.summary, values), fix=format_fix(cause, (), values),
+        evidence=nan_evidence(progress), progress=progress,
     )  # fmt: skip
+
+
+def nan_evidence(progress: LogProgress) -> tuple[Evidence, ...]:
+    """The line from which on every loss or every gradient norm is NaN or infinite."""
+    if progress.nan_line is None:
+        return ()
+    value = progress.last_loss if progress.nan_measure == "loss" else "NaN or infinite"
+    return (Evidence(progress.nan_line, f"{progress.nan_measure} {value} from here to the end"),)
 
 
 def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[str, str]) -> Explanation:
     """For logs without any known failure: healthy only if something shows that the run works."""
     if any(log.problem == INCOMPLETE for log in logs):
         return explain_silence(logs, progress, ())
-    if trouble := [] if progress.finished else trouble_at_end(logs):
+    if trouble := [] if progress.finished else [Evidence(n, shorten(text)) for n, text in trouble_at_end(logs)]:
         return explain_silence(logs, progress, trouble)
     if progress.finished or progress.steps >= MIN_STEPS:
         return explain_health(progress)
@@ -207,7 +198,7 @@ def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[st
         }
         return Explanation(
             cause=cause.id, also=(DESYNC,), confidence=INIT_CONFIDENCE, progress=progress,
-            summary=fill_template(cause.summary, values), fix=fill_template(cause.fix, values),
+            summary=fill_template(cause.summary, values), fix=format_fix(cause, (), values),
             evidence=tuple(Evidence(number, shorten(text)) for number, text in place),
         )  # fmt: skip
     is_long = max((len({number for number, _ in log.last_lines}) for log in logs), default=0) >= MIN_LINES
@@ -240,25 +231,6 @@ def explain_silence(logs: Sequence[Log], progress: LogProgress, trouble: Sequenc
 def count_lines(logs: Sequence[Log]) -> int:
     """The number of lines up to the last one that is not blank."""
     return sum(log.last_lines[-1][0] for log in logs if log.last_lines)
-
-
-def trouble_at_end(logs: Sequence[Log]) -> list[Evidence]:
-    """The last lines of the logs, after the last progress, of which a word tells of trouble."""
-    return [
-        Evidence(number, shorten(text))
-        for log in logs
-        for number, text in log.last_lines[-LAST_CHECKED:]
-        if number > last_progress_line(log) and is_trouble(text)
-    ]
-
-
-def is_trouble(text: str) -> bool:
-    text = split_prefix(text).text
-    return bool(TROUBLE.search(text)) and not NO_TROUBLE.search(text) and not WARNING_LINE.search(text)
-
-
-def last_progress_line(log: Log) -> int:
-    return max((line for line, _, _ in log.last_progress), default=0)
 
 
 def explain_health(progress: LogProgress) -> Explanation:
@@ -329,17 +301,28 @@ def template_values(event: Event, *, rank: int | None, step: int | None, progres
         "host": record.host,
         "source": record.source,
         "last_step": progress.last_step,
+        "nan_step": progress.nan_step,
         "type": exception["type"].rpartition(".")[2] if exception else None,
         "message": exception["message"] if exception else first,
         "exit_code": code["code"] if code else None,
         "signal": signal[0] if signal else None,
         **frame_values(record),
+        "package": package_of(event.values.get("module")),
         **event.values,
         "rank": rank,
     }
     if num_bytes := BYTES.fullmatch(str(values.get("requested", ""))):
         values["requested"] = format_bytes(int(num_bytes[1]))
+    for name, seconds in (("ran_ms", 0.001), ("ran_s", 1.0)):
+        if (duration := event.values.get(name)) and len(duration) <= MAX_DIGITS:
+            values["duration"] = format_duration(int(duration) * seconds)
     return clean_values(values)
+
+
+def package_of(module: str | None) -> str | None:
+    """What pip installs for a module: the name of its top-level package, unless the catalogue has another one."""
+    packages, name = load_catalogue().packages, (module or "").partition(".")[0]
+    return packages.get(module or "") or packages.get(name, name)
 
 
 def frame_values(record: Record) -> dict[str, str | None]:
@@ -354,15 +337,32 @@ def frame_values(record: Record) -> dict[str, str | None]:
     return {"where": f"{inner}:{frames[-1]['line']}{function}", "script": outer}
 
 
+def format_fix(cause: Cause, records: Sequence[Record], values: Mapping[str, str]) -> str:
+    """The cause's fix for the case that its records show; the culprit's record is the first."""
+    texts = [record.text for record in records[1:MAX_CASE_RECORDS]]
+    for record in records[:1]:  # its innermost frame ends the text
+        texts += [f"host {record.host}", record.text, *record.frames]
+    fix, groups = cause.choose_fix("\n".join(texts))
+    return fill_template(fix, {**values, **clean_values(groups)})
+
+
 def fill_template(template: str, values: Mapping[str, str]) -> str:
     """The sentence with its values, on one line.
 
     A part in [ ] is left out if one of its values is unknown. Elsewhere an unknown rank reads "a rank" and any other unknown
-    value "n/a".
+    value "n/a". Text between backticks is a command: there a value is one word of the shell, and one that would still be an
+    option or end the command counts as unknown and reads as its name in capitals.
     """
-    text = OPTIONAL.sub(lambda match: match[1] if set(PLACEHOLDER.findall(match[1])) <= values.keys() else "", template)
+    in_commands = set(PLACEHOLDER.findall("".join(template.split("`")[1::2])))
+    unsafe = {name for name in in_commands & values.keys() if values[name].startswith("-") or "`" in values[name]}
+    known = values.keys() - unsafe
+    text = OPTIONAL.sub(lambda match: match[1] if set(PLACEHOLDER.findall(match[1])) <= known else "", template)
     text = text if "rank" in values else text.replace("rank {rank}", "a rank")
-    return " ".join(PLACEHOLDER.sub(lambda match: values.get(match[1], "n/a"), text).split())
+    names = PLACEHOLDER.findall(text)
+    prose = {name: values.get(name, "n/a") for name in names}
+    words = {name: shlex.quote(values[name]) if name in known else name.upper() for name in names}
+    parts = [part.format_map(table) for part, table in zip(text.split("`"), cycle((prose, words)), strict=False)]
+    return " ".join("`".join(parts).split())
 
 
 def clean_values(values: Mapping[str, object]) -> dict[str, str]:

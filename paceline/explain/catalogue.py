@@ -28,9 +28,12 @@ RETRIES = {
     "later": "may work later",
 }
 MAX_TEXT = 8000  # characters of a text that are searched
+MAX_MATCHES = 2_000  # texts that are remembered with their causes: many ranks report the same
+MAX_SHAPES = 20_000  # texts without digits that are remembered
+DIGITS = str.maketrans("", "", "0123456789")
 # where a translated word stands: a signal behind bash's `line 2: 4711`, behind an open progress bar, or alone
 SIGNAL_FORM = (
-    r"(?P<colon>)(?:^[^\n]{{0,80}}\d[ 行列\xa0]{{0,3}}[:：,] ?\d+ +{word}(?=\s|[(（]|$)"
+    r"(?P<colon>)(?:^[^\n]{{0,80}}\d[ 行列\xa0]{{0,3}}[:：,] {{0,6}}\d+ +{word}(?=\s|[(（]|$)"
     r"|^{word}(?=$|  | *[(（])|(?<=[\d\]%)s]){word}$)"
 )
 MESSAGE_FORM = r"(?P<colon>[ \xa0]*[:：]\s*)?{word}"
@@ -44,6 +47,23 @@ fixes, names in braces such as `{rank}` are replaced by values from the log. A p
 contain its value, and `[[{value}]]` is the value in brackets. A fix for one case of a cause replaces the general one, and
 commands stand between backticks: there each value is quoted for the shell.
 """
+
+
+class WordIndex:
+    """Finds which of many words a text contains, and remembers it for all texts that differ only by digits."""
+
+    def __init__(self, words: Iterable[str]) -> None:
+        self._words = [(word.translate(DIGITS), word) for word in words]
+        self._candidates: dict[str, list[str]] = {}  # by text without digits: the words that may be in it
+
+    def find(self, text: str) -> list[str]:
+        """The words in the text, in their order."""
+        shape = text.translate(DIGITS)
+        if (words := self._candidates.get(shape)) is None:
+            if len(self._candidates) > MAX_SHAPES:
+                self._candidates.clear()
+            words = self._candidates[shape] = [word for key, word in self._words if key in shape]
+        return [word for word in words if word in text]
 
 
 @dataclass(frozen=True)
@@ -129,7 +149,7 @@ class Catalogue:
 
     def in_english(self, text: str) -> str:
         """Returns the text with what a shell or the C library says in another language as they say it in English."""
-        for word in [word for word in self.foreign if word in text]:
+        for word in self._foreign_index.find(text):
             form, english = self.foreign[word]
             pattern = re.compile(form.format(word=re.escape(word)), re.MULTILINE)
             parts = pattern.split(text)  # text, colon or None, text, ...
@@ -138,6 +158,14 @@ class Catalogue:
                 for colon, after in zip(parts[1::2], parts[2::2], strict=True)
             )
         return text
+
+    @cached_property
+    def _foreign_index(self) -> WordIndex:
+        return WordIndex(self.foreign)
+
+    @cached_property
+    def _literal_index(self) -> WordIndex:
+        return WordIndex(self.by_literal)
 
     @cached_property
     def by_literal(self) -> dict[str, list[tuple[Cause, Pattern]]]:
@@ -149,18 +177,31 @@ class Catalogue:
                     index.setdefault(literal, []).append((cause, pattern))
         return index
 
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        return {id: place for place, id in enumerate(self.causes)}
+
+    @cached_property
+    def _matches(self) -> dict[tuple[str, str], list[tuple[Cause, float, dict[str, str]]]]:
+        return {}
+
     def match(self, text: str, kind: str) -> list[tuple[Cause, float, dict[str, str]]]:
         """Every cause that the text shows, by its pattern of highest weight, with that weight and the values of its groups.
 
-        Sorted by weight, the highest first.
+        Sorted by weight, the highest first, and then in the order of the file.
         """
-        text = self.in_english(text[:MAX_TEXT])
+        key = (text, kind)
+        if (matches := self._matches.get(key)) is None:
+            if len(self._matches) > MAX_MATCHES:
+                self._matches.clear()
+            matches = self._matches[key] = self._search(self.in_english(text[:MAX_TEXT]), kind)
+        return matches
+
+    def _search(self, text: str, kind: str) -> list[tuple[Cause, float, dict[str, str]]]:
         lowered = text.lower()
         best: dict[str, tuple[Cause, float, dict[str, str]]] = {}
-        for literal, candidates in self.by_literal.items():
-            if literal not in lowered:
-                continue
-            for cause, pattern in candidates:
+        for literal in self._literal_index.find(lowered):
+            for cause, pattern in self.by_literal[literal]:
                 previous = best.get(cause.id)
                 if (previous and previous[1] >= pattern.weight) or not pattern.fits(kind):
                     continue
@@ -169,7 +210,8 @@ class Catalogue:
                     values = {name: value for name, value in match.groupdict().items() if value}
                     matched = cause if pattern.follows is None else replace(cause, follows=pattern.follows)
                     best[cause.id] = (matched, pattern.weight, values)
-        return sorted(best.values(), key=lambda match: -match[1])
+        places = self._places
+        return sorted(best.values(), key=lambda match: (-match[1], places[match[0].id]))
 
 
 @cache

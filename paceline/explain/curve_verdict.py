@@ -95,7 +95,7 @@ def add_findings(explanation: Explanation, findings: Sequence[CurveFinding]) -> 
         cause, step = load_catalogue().causes[finding.cause], series.steps[finding.at]
         summary, fix = fill_template(cause.summary, values), fill_template(cause.fix, values)
         curves.append(replace(show_curve(series), cause=cause.id, step=step, summary=summary))
-        if explanation.cause == HEALTHY:
+        if not explanation.shows_failure:
             explanation = replace(
                 explanation, cause=cause.id, summary=summary, fix=fix, step=step, confidence=CONFIDENCE
             )

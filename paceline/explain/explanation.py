@@ -9,9 +9,10 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from typing import Any, Literal
 
+from paceline.terminal import STEERING
 from paceline.units import format_bytes, format_ranks
 
 RecordKind = Literal["exception", "line", "signal", "exit", "banner"]
@@ -21,6 +22,12 @@ SUPERVISOR_CAUSES = frozenset({"hang", "exited-early", "host-lost", "link-lost",
 KERNEL_LOG = "kernel log"  # how the source of its lines begins
 MAX_LINES, MAX_WIDTH = 4, 200  # of one message on the screen
 MAX_VICTIMS = 16  # listed by number
+# fields of to_json() that can quote the log, which anyone may have written
+UNTRUSTED = (
+    *("summary", "fix", "host", "evidence.text", "evidence.source", "consequences.text", "consequences.source"),
+    *("curves.name", "curves.source", "curves.summary", "notes"),
+)
+MARKDOWN = re.compile(r"([\\`*_\[\]<>|~#!&$])")
 BARS, NO_BAR, MARK = "▁▂▃▄▅▆▇█", "×", "│"  # × where a curve is NaN or infinite, │ before what is wrong
 LOG_SCALE = 3  # times the lowest value, from which on bars show logarithms
 TABLE_COLUMNS = 7
@@ -50,8 +57,9 @@ class LogProgress:
     first_step: int | None = None
     last_step: int | None = None
     last_loss: float | None = None
-    nan_line: int | None = None  # from this line on every loss is NaN or infinite
+    nan_line: int | None = None  # from this line on every value of nan_measure is NaN or infinite
     nan_step: int | None = None
+    nan_measure: str = "loss"
     done_line: int | None = None  # reports that the work is done
     finished: bool = False  # the log reports that the work is done
     silent_end: bool = False  # the last line is a progress line
@@ -100,6 +108,11 @@ class Explanation:
     curves: tuple[CurveEvidence, ...] = ()
     notes: tuple[str, ...] = ()  # what of the input was not read
 
+    @property
+    def shows_failure(self) -> bool:
+        """Whether there is a failure, known or not; an unknown cause without a line means that nothing was found."""
+        return self.cause != "healthy" and (self.cause != "unknown" or self.line is not None)
+
 
 def name_host(explanation: Explanation, hosts: Mapping[str, Sequence[int]]) -> Explanation:
     """Returns the explanation with the host of its rank, also in the summary: `rank 3 on bob`. hosts: the ranks on each."""
@@ -115,6 +128,7 @@ def name_host(explanation: Explanation, hosts: Mapping[str, Sequence[int]]) -> E
 
 def format_explanation(explanation: Explanation, *, coloured: bool = False) -> str:
     """Cause and fix on the first two lines, then the evidence, the consequences and notes."""
+    explanation = without_controls(explanation)
     cause, label = explanation.cause, "fix"
     if coloured:
         cause = f"{GREEN if cause == 'healthy' else RED}{cause}{RESET}"
@@ -131,9 +145,10 @@ def format_explanation(explanation: Explanation, *, coloured: bool = False) -> s
 
 def format_markdown(explanation: Explanation) -> str:
     """The same as Markdown, to paste into an issue."""
-    lines = [f"**{explanation.cause}**: {format_summary(explanation)}"]
+    explanation = without_controls(explanation)
+    lines = [f"**{explanation.cause}**: {escape_markdown(format_summary(explanation))}"]
     if explanation.fix:
-        lines += ["", f"**Fix:** {explanation.fix}"]
+        lines += ["", f"**Fix:** {escape_markdown(explanation.fix)}"]
     for title, block in (
         ("Evidence", format_evidence(explanation.evidence)),
         ("Consequences", format_evidence(explanation.consequences)),
@@ -148,7 +163,28 @@ def format_markdown(explanation: Explanation) -> str:
 
 
 def to_json(explanation: Explanation) -> str:
-    return json.dumps(asdict(explanation), indent=1, ensure_ascii=False)
+    """All fields, and under `untrusted` the names of those that can quote the log."""
+    values = {**asdict(without_controls(explanation)), "untrusted": UNTRUSTED}
+    return json.dumps(values, indent=1, ensure_ascii=False)
+
+
+def without_controls(explanation: Explanation) -> Explanation:
+    """The explanation without characters in its texts that steer a terminal or turn the direction of text."""
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, str):
+            return value if value.isprintable() else STEERING.sub("", value)
+        if isinstance(value, tuple):
+            return tuple(map(clean, value))
+        if not is_dataclass(value):
+            return value
+        return replace(value, **{field.name: clean(getattr(value, field.name)) for field in fields(value)})  # type: ignore[type-var]
+
+    return clean(explanation)  # type: ignore[no-any-return]
+
+
+def escape_markdown(text: str) -> str:
+    return MARKDOWN.sub(r"\\\1", " ".join(text.split()))
 
 
 def format_summary(explanation: Explanation) -> str:
@@ -164,7 +200,7 @@ def format_evidence(evidence: Sequence[Evidence]) -> list[str]:
     """Place, rank and the first lines of each message."""
     lines = []
     for item in evidence:
-        place = f"{item.source}:{item.line}" if item.source else f"line {item.line}"
+        place = f"{' '.join(item.source.split())}:{item.line}" if item.source else f"line {item.line}"
         rank = "" if item.rank is None else f"rank {item.rank}  "
         first, *others = item.text.splitlines() or [""]
         lines.append(f"  {place}  {rank}{first[:MAX_WIDTH]}")

@@ -26,9 +26,11 @@ from paceline.explain.curve_verdict import add_findings, explain_curves, judge_c
 from paceline.explain.evidence import (
     DISK,
     MEMORY,
+    RAS_NAME,
     SAMPLE_BYTES,
     Sample,
     clock_texts,
+    companion_logs,
     count_lines,
     fill_texts,
     find_xids,
@@ -48,9 +50,10 @@ from paceline.explain.explanation import (
     RecordKind,
     name_host,
 )
+from paceline.explain.line_filter import Shapes
 from paceline.explain.reader import CHUNK_BYTES, Log, read_log
 from paceline.explain.series import is_metric_file, is_no_log, read_series
-from paceline.explain.verdict import HEALTHY, UNKNOWN, clean_values, fill_template, reach_verdict
+from paceline.explain.verdict import UNKNOWN, clean_values, fill_template, reach_verdict
 from paceline.heartbeat import read_heartbeat
 from paceline.rundir import (
     RunDir,
@@ -116,7 +119,7 @@ def explain_attempt(run: RunDir, attempt: int | None) -> Explanation:
         *read_files([*(path for path in logs_here if path not in far_logs), *error_files]),
         *(log for path, host in far_logs.items() if path.exists() for log in [read_host_log(path, host)]),
         exit_log(events),
-        progress_log(run),
+        progress_log(run, events),
         *system_logs(samples, start.get("pids") or (), hosts, far_hosts),
         *flight_recorder_logs(run, attempt, events),
     ]
@@ -162,8 +165,8 @@ def exit_log(events: Sequence[Mapping[str, Any]]) -> Log:
     return Log(records=tuple(records))
 
 
-def progress_log(run: RunDir) -> Log:
-    """How far each rank got, from progress/ and metrics.jsonl."""
+def progress_log(run: RunDir, events: Sequence[Mapping[str, Any]]) -> Log:
+    """How far each rank got, from progress/ and metrics.jsonl, and whether the run reports its end."""
     marks = {int(path.name): read_heartbeat(path) for path in run.path.glob("progress/*") if path.name.isdecimal()}
     steps = {rank: mark.step for rank, mark in marks.items() if mark}
     progress = LogProgress(last_step=max(steps.values(), default=None))
@@ -175,6 +178,7 @@ def progress_log(run: RunDir) -> Log:
                 record = json.loads(line)
                 last |= record if isinstance(record.get("step"), int) else {}
         progress = LogProgress(count_lines(run.metrics), first["step"], last["step"], last.get("loss"))
+    progress = replace(progress, finished=any(event.get("event") == "finished" for event in events))
     return Log(progress=progress, last_steps=steps, ranks=frozenset(steps))
 
 
@@ -282,15 +286,14 @@ def explain(source: Iterable[bytes] | Path) -> Explanation:
 
 
 def explain_files(files: Sequence[Path]) -> Explanation:
-    """Explains logs, files with metrics, or both; what a log shows stays the cause, but for a healthy log."""
+    """Explains logs with what lies beside them, files with metrics, or both; what a log shows stays the cause."""
     metrics = {path for path in files if is_metric_file(path)}
-    logs = [path for path in files if path not in metrics]
-    explanation = reach_verdict(read_files(logs))
+    logs = [path for path in files if path not in metrics and not RAS_NAME.search(path.name)]
+    explanation = reach_verdict([*read_files(logs), *companion_logs(files)])
     if not metrics:
         return explanation
     curves, notes = read_series(metrics)
-    shows_failure = explanation.line is not None or explanation.cause not in (HEALTHY, UNKNOWN)
-    if not (shows_failure or explanation.progress.steps):
+    if not (explanation.shows_failure or explanation.progress.steps):
         return explain_curves(curves, notes, names=", ".join(sorted(path.name for path in metrics)[:3]))
     return replace(add_findings(explanation, judge_curves(curves)), notes=tuple(notes))
 
@@ -298,11 +301,13 @@ def explain_files(files: Sequence[Path]) -> Explanation:
 def read_files(files: Sequence[Path]) -> list[Log]:
     """Parses each file as a log; if there are several, records have the file's name as their source."""
     logs = []
+    shapes = Shapes()
     for path, rank in zip(files, ranks_of(files), strict=True):
         if ERROR_NAMES.search(path.name):
             logs += read_error_file(path, rank=rank)
         else:
-            logs.append(read_log(read_chunks(path), rank=rank, source=str(path) if len(files) > 1 else None))
+            source = str(path) if len(files) > 1 else None
+            logs.append(read_log(read_chunks(path), rank=rank, source=source, shapes=shapes))
     return logs
 
 
@@ -346,11 +351,11 @@ def ranks_of(files: Sequence[Path]) -> list[int | None]:
 
 
 def read_chunks(path: Path) -> Iterator[bytes]:
-    """The bytes of a file, decompressed; a compressed file that is incomplete is read as far as possible."""
+    """The bytes of a file, decompressed; read_log reads a compressed file that is incomplete as far as possible."""
     try:
         if path.is_fifo() and path.parts[1:2] != ("dev",):  # but for the shell's <(command), which has a writer
             open_file(path)
-        with suppress(EOFError, lzma.LZMAError), OPENERS.get(path.suffix, open)(path, "rb") as file:
+        with OPENERS.get(path.suffix, open)(path, "rb") as file:
             yield from chunks_from(file)
     except OSError as error:
         raise PacelineError(

@@ -13,35 +13,40 @@ from dataclasses import replace
 from itertools import cycle
 
 from paceline.explain.catalogue import Cause, load_catalogue
+from paceline.explain.collectives import DESYNC, FIRST_TRANSFER, CollectiveHang, ends_at_init, ends_in_nccl
 from paceline.explain.explanation import Evidence, Explanation, LogProgress, Record
 from paceline.explain.matches import (
-    PEER_DIED,
     WAITING,
     Event,
     culprit_rank,
     find_events,
+    last_errors,
     rank_blamed_by_launcher,
     rank_in_text,
+    trouble_at_end,
     unexplained_failures,
 )
-from paceline.explain.reader import Log
+from paceline.explain.reader import INCOMPLETE, NOT_TEXT, Log
+from paceline.explain.roots import apply_hang, choose_culprit, find_hang, find_roots, silent_exit
+from paceline.explain.tracebacks import CUT_OFF
 from paceline.units import format_bytes, format_duration
 
-HEALTHY, UNKNOWN, DIVERGED, ABORT = "healthy", "unknown", "loss-nan", "native-abort"
-CRASHES = {ABORT, "sigsegv"}  # also how a process goes down after a Python exception, while its threads are torn down
+HEALTHY, UNKNOWN, DIVERGED = "healthy", "unknown", "loss-nan"
 MIN_SCORE = 0.2  # an event with a lower score is ignored
-NEAR = 0.12  # of scores that differ by less the first event wins
 ALSO_NEAR = 0.2  # of scores that differ by less the other cause is reported too
 # score below which, how often such a verdict was right on labelled logs that nothing was tuned on
 CALIBRATION = ((0.3, 0.4), (0.5, 0.6), (0.6, 0.8), (0.8, 0.88), (0.9, 0.92), (1.01, 0.97))
+MIN_STEPS = 2  # progress lines that show that a run goes on
+MIN_LINES = 5  # of a log without progress: ordinary output to its end
+INIT_CONFIDENCE, OUTPUT_CONFIDENCE = 0.4, 0.5
 MAX_EVIDENCE, MAX_CONSEQUENCES = 6, 8
-MAX_TEXT, MAX_VALUE_CHARS = 600, 300
+MAX_TEXT, MAX_QUOTE, MAX_VALUE_CHARS = 600, 200, 300
+CHECK_END = (
+    "if the job ended: check sacct -j JOB, or dmesg on its host; if it hangs: run py-spy dump --pid PID on each rank"
+)
 MAX_CASE_RECORDS = 20  # searched for the case of a cause
 ONE_LOG_PER_RANK = "torchrun --redirects 3 --log-dir logs, then paceline explain logs"
 
-STOPPED = re.compile(r"-15\b|SIGTERM|-6\b|SIGABRT")  # by the launcher, or by the abort of its communicator
-WATCHDOG = re.compile(r"[Ww]atchdog|ProcessGroupNCCL|taking the entire process down")  # NCCL's aborts the process
-ERROR_PREFIX = re.compile(r"^(?:\S{1,40}:? )?(?:\[?(?:ERROR|FATAL|CRITICAL)\b|(?:[Ff]atal|[Ee]rror)(?: error)?: )")
 DIGITS = str.maketrans("", "", "0123456789")
 FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+)(?:,? in (?P<name>\S+))?')
 INSTALLED = re.compile(r"site-packages|dist-packages|/lib/python\d|<frozen |^<")
@@ -65,81 +70,24 @@ def reach_verdict(logs: Sequence[Log], *, values: Mapping[str, str] | None = Non
     progress = replace(longest, finished=any(part.finished for part in parts), silent_end=silent_end)
     fatal = [event for event in events if event.cause.severity == "fatal" and event.score >= MIN_SCORE]
     candidates = [event for event in fatal if not event.run_continued]
-    unexplained = [record for log in logs for record in unexplained_failures(log, events)]
+    unexplained = unexplained_failures(logs, events)
     if not candidates and unexplained and all(record.kind != "exception" for record in unexplained):
         candidates = fatal  # other ranks continued for a while, but the exit shows that the run failed
     if not candidates:
         if progress.nan_line is not None:
             return explain_divergence(load_catalogue().causes[DIVERGED], progress.nan_line, progress, values)
-        records = [
-            record for log in logs if not (log.progress.steps or log.progress.finished) for record in log.records
-        ]
-        errors = [record for record in records if record.kind == "line" and ERROR_PREFIX.search(record.text)]
+        errors = [record for log in logs if not log.progress.finished for record in last_errors(log)]
         unexplained = unexplained or errors
-        return explain_unknown(logs, unexplained, progress) if unexplained else explain_health(progress)
+        return explain_unknown(logs, unexplained, progress) if unexplained else explain_quiet(logs, progress, values)
     if exit_record := silent_exit(candidates, unexplained):
         return explain_unknown(logs, [exit_record], progress, consequences=candidates)
-    roots = [event for event in candidates if not is_consequence(event, candidates)] or candidates
+    hang = find_hang(candidates, logs, has_steps=progress.steps > 0)
+    candidates = apply_hang(candidates, hang)
+    roots = find_roots(candidates, hang)
     culprit = choose_culprit(roots, rank_blamed_by_launcher(logs))
-    return explain_event(culprit, roots, candidates, logs, progress, values)
-
-
-def choose_culprit(events: Sequence[Event], blamed: int | None) -> Event:
-    """The event with the highest score, or the first of nearly equal ones; blamed is the rank that a launcher reports."""
-    best = max(event.score for event in events)
-    leaders = [event for event in events if event.score >= best - NEAR]
-    if len({event.place[0] for event in leaders}) == 1:
-        return min(leaders, key=lambda event: (event.place[1], -event.score))
-    if all(event.record.time is not None for event in leaders):
-        return min(leaders, key=lambda event: (event.record.time or 0.0, -event.score))
-    return min(leaders, key=lambda event: (event.record.rank != blamed, -event.score, event.place))
-
-
-def is_consequence(event: Event, others: Sequence[Event]) -> bool:
-    """Whether the event can be a mere consequence of one of the others."""
-    for other in others:
-        same_cause = other.cause.id == event.cause.id and event.from_launcher == other.from_launcher
-        if other.record is event.record or same_cause:
-            continue
-        if event.from_launcher and not other.from_launcher:
-            return True
-        if can_follow(event, other) and not (can_follow(other, event) and is_root(event, other)):
-            return True
-    return False
-
-
-def can_follow(event: Event, other: Event) -> bool:
-    """Whether the event can be a consequence of the other one."""
-    is_abort, other_is_abort = (e.cause.id == ABORT and e.record.kind in ("exit", "signal") for e in (event, other))
-    if is_abort and WATCHDOG.search(other.record.text):
-        return True
-    if other_is_abort and WATCHDOG.search(event.record.text):
-        return False
-    if event.cause.id in CRASHES and event.record.kind != "exception" and other.record.kind == "exception":
-        ranks = {event.record.rank, other.record.rank} - {None}
-        return len(ranks) < 2 and other.cause.follows is not True
-    follows = event.cause.follows
-    return follows if isinstance(follows, bool) else other.cause.id in follows
-
-
-def is_root(event: Event, other: Event) -> bool:
-    """Which of two events that can each follow from the other came first; on different ranks, which is not a lost peer."""
-    if event.record.rank is not None and event.record.rank == other.record.rank and event.place[0] == other.place[0]:
-        return event.place[1] <= other.place[1]
-    follows, other_follows = event.cause.follows is True, other.cause.follows is True
-    return event.score >= other.score if follows == other_follows else other_follows
-
-
-def silent_exit(candidates: Sequence[Event], unexplained: Sequence[Record]) -> Record | None:
-    """The exit of a rank without any message, if all other events can only have followed from it."""
-    ranks = {event.record.rank for event in candidates}
-    if None in ranks:
-        return None  # the message may be that of the rank that exited
-    for event in candidates:
-        if event.cause.id in WAITING - {PEER_DIED} or (event.cause.follows is not True and not event.from_launcher):
-            return None
-    exits = [record for record in unexplained if record.kind in ("exit", "signal") and record.rank not in ranks]
-    return next((record for record in exits if not STOPPED.search(record.text)), None)
+    if culprit.cause.id == DIVERGED and culprit.record.kind == "line" and progress.nan_line is not None:
+        return explain_divergence(culprit.cause, progress.nan_line, progress, values)
+    return explain_event(culprit, roots, candidates, logs, progress, values, hang=hang)
 
 
 def explain_event(
@@ -149,9 +97,11 @@ def explain_event(
     logs: Sequence[Log],
     progress: LogProgress,
     values: Mapping[str, str],
+    *,
+    hang: CollectiveHang | None,
 ) -> Explanation:
     cause, record = culprit.cause, culprit.record
-    rank = culprit_rank(culprit, candidates, logs)
+    rank = culprit_rank(culprit, candidates, logs, hang=hang)
     step = progress.last_step if record.step is None else record.step
     diverged = cause.id == DIVERGED and progress.nan_line is not None
     if diverged:
@@ -214,7 +164,7 @@ def shorten(text: str) -> str:
 
 
 def explain_divergence(cause: Cause, nan_line: int, progress: LogProgress, values: Mapping[str, str]) -> Explanation:
-    """For a log whose losses are NaN or infinite to its end and which has no other failure."""
+    """For a log whose losses or gradient norms are NaN or infinite to its end and which has no other failure."""
     values = {**clean_values({"nan_step": progress.nan_step, "last_step": progress.last_step}), **values}
     return Explanation(
         cause=cause.id, confidence=0.8, step=progress.nan_step, line=nan_line,
@@ -224,14 +174,67 @@ def explain_divergence(cause: Cause, nan_line: int, progress: LogProgress, value
 
 
 def nan_evidence(progress: LogProgress) -> tuple[Evidence, ...]:
-    """The line from which on every loss is NaN or infinite."""
+    """The line from which on every loss or every gradient norm is NaN or infinite."""
     if progress.nan_line is None:
         return ()
-    return (Evidence(progress.nan_line, f"loss {progress.last_loss} from here to the end"),)
+    value = progress.last_loss if progress.nan_measure == "loss" else "NaN or infinite"
+    return (Evidence(progress.nan_line, f"{progress.nan_measure} {value} from here to the end"),)
+
+
+def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[str, str]) -> Explanation:
+    """For logs without any known failure: healthy only if something shows that the run works."""
+    if any(log.problem == INCOMPLETE for log in logs):
+        return explain_silence(logs, progress, ())
+    if trouble := [] if progress.finished else [Evidence(n, shorten(text)) for n, text in trouble_at_end(logs)]:
+        return explain_silence(logs, progress, trouble)
+    if progress.finished or progress.steps >= MIN_STEPS:
+        return explain_health(progress)
+    last_lines = [[text for _, text in log.last_lines] for log in logs if log.last_lines]
+    if last_lines and all(map(ends_at_init, last_lines)):
+        cause, place = load_catalogue().causes[FIRST_TRANSFER], logs[0].last_lines[-1:]
+        values = {
+            **values,
+            "observed": "the log ends when NCCL's communicators are ready, before a collective completed",
+        }
+        return Explanation(
+            cause=cause.id, also=(DESYNC,), confidence=INIT_CONFIDENCE, progress=progress,
+            summary=fill_template(cause.summary, values), fix=format_fix(cause, (), values),
+            evidence=tuple(Evidence(number, shorten(text)) for number, text in place),
+        )  # fmt: skip
+    is_long = max((len({number for number, _ in log.last_lines}) for log in logs), default=0) >= MIN_LINES
+    if is_long and not any(map(ends_in_nccl, last_lines)):
+        summary = f"no failure found in {count_lines(logs):,} lines, but they report no step and no end"
+        return Explanation(HEALTHY, confidence=OUTPUT_CONFIDENCE, summary=summary, fix=CHECK_END, progress=progress)
+    return explain_silence(logs, progress, ())
+
+
+def explain_silence(logs: Sequence[Log], progress: LogProgress, trouble: Sequence[Evidence]) -> Explanation:
+    """For logs that show neither a known failure nor that the run works: what was read. trouble: their suspicious last lines."""
+    num_lines = f"{count_lines(logs):,} lines"
+    fix = f"pass the whole log of every rank: {ONE_LOG_PER_RANK}"
+    if trouble:
+        summary = f"no failure is recognized, but the log ends with: {trouble[0].text[:MAX_QUOTE]}"
+    elif any(log.problem == INCOMPLETE for log in logs):
+        summary = f"{INCOMPLETE}: no failure found in the {num_lines} that could be read"
+        fix = "copy the file again, or pass the log before its compression"
+    elif logs and all(log.problem == NOT_TEXT for log in logs):
+        summary, fix = NOT_TEXT, "pass the text that the training printed: paceline explain LOG"
+    elif not any(log.last_lines for log in logs):
+        summary, fix = "the log is empty", "check whether the job started, and where it writes its output"
+    else:
+        summary = f"no failure found, but nothing shows that the run works: {num_lines} without a step or an end"
+    ends = [Evidence(number, shorten(text)) for log in logs for number, text in log.last_lines[-1:]]
+    evidence = tuple([*(trouble or ends)][:MAX_EVIDENCE])
+    return Explanation(UNKNOWN, summary=summary, fix=fix, evidence=evidence, progress=progress)
+
+
+def count_lines(logs: Sequence[Log]) -> int:
+    """The number of lines up to the last one that is not blank."""
+    return sum(log.last_lines[-1][0] for log in logs if log.last_lines)
 
 
 def explain_health(progress: LogProgress) -> Explanation:
-    """For a log without any failure; one that stops at a progress line may have been cut off."""
+    """For a log that shows that the run works and no failure; one that stops at a progress line may have been cut off."""
     summary, fix = "no failure found", ""
     if progress.last_step is not None:
         loss = f", loss {progress.last_loss:g}" if progress.last_loss is not None else ""
@@ -239,9 +242,14 @@ def explain_health(progress: LogProgress) -> Explanation:
         summary += f": {progress.steps:,} progress lines, {steps}{loss}"
     if progress.silent_end:
         summary += "; the log stops there without an error or a final message"
-        fix = "if the job ended: check sacct -j JOB, or dmesg on its host; if it hangs: run py-spy dump --pid PID on each rank"
-    confidence = 0.6 if progress.silent_end else 0.9 if progress.steps else 0.7
-    return Explanation(HEALTHY, confidence=confidence, summary=summary, fix=fix, progress=progress)
+        fix = CHECK_END
+    return Explanation(
+        HEALTHY,
+        confidence=0.9 if progress.finished else 0.6 if progress.silent_end else 0.7,
+        summary=summary,
+        fix=fix,
+        progress=progress,
+    )
 
 
 def explain_unknown(
@@ -253,13 +261,16 @@ def explain_unknown(
     if len(unexplained) < 2 and not consequences:
         evidence += tuple(Evidence(number, shorten(text)) for log in logs for number, text in log.last_lines[-3:])
     victims = [event.record for event in consequences]
+    summary = f"the failure is not in the catalogue: {shorten(first.text.splitlines()[0])[:MAX_QUOTE]}"
+    if first.text == CUT_OFF:
+        summary = f"the log ends inside a traceback at {frame_values(first).get('where', 'its first line')}"
     return Explanation(
         cause=UNKNOWN,
         rank=first.rank,
         step=first.step,
         host=first.host,
         line=first.line,
-        summary=f"the failure is not in the catalogue: {shorten(first.text.splitlines()[0])[:200]}",
+        summary=summary,
         fix=unknown_fix(first, logs),
         evidence=evidence,
         consequences=make_evidence(victims, MAX_CONSEQUENCES),

@@ -19,7 +19,8 @@ PATTERNS = [(cause, pattern) for cause in CAUSES for pattern in cause.patterns]
 WORDINGS = tomllib.loads((HERE / "wordings.toml").read_text(encoding="utf-8"))["wording"]
 SHOWN = [wording for wording in WORDINGS if wording["cause"] != "harmless"]
 HARMLESS = [wording for wording in WORDINGS if wording["cause"] == "harmless"]
-RECORD_VALUES = {  # that a sentence may use although no group of a pattern has them
+RECORD_VALUES = {
+    "observed",  # that a sentence may use although no group of a pattern has them
     *("rank", "step", "host", "source", "script", "where", "type", "message"),
     *("exit_code", "signal", "last_step", "half_batch", "num_ranks", "run", "file", "duration", "package", "nan_step"),
 }

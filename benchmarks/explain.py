@@ -170,12 +170,18 @@ def catalogue_without(parts: Set[Part]) -> Iterator[None]:
             if Part(id, number, False) not in parts
         ]
         causes[id] = replace(complete[id], patterns=patterns)
-    vars(catalogue).pop("by_literal", None)  # computed from the patterns
+    forget_computed(catalogue)
     try:
         yield
     finally:
         causes.update(complete)
-        vars(catalogue).pop("by_literal", None)
+        forget_computed(catalogue)
+
+
+def forget_computed(catalogue: Catalogue) -> None:
+    """Removes what the catalogue has computed from its patterns."""
+    for name in ("by_literal", "_literal_index", "_matches"):
+        vars(catalogue).pop(name, None)
 
 
 def totals(cases: Sequence[Scored]) -> dict[str, Any]:

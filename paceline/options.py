@@ -255,13 +255,17 @@ class ExplainOptions(JsonOption, RunsOption):
     """Name the root cause of a failure in any training log, on which rank and step, and the fix.
 
     Then the evidence, and what was only a consequence. Logs may come from any launcher, be of any size, and be compressed.
+    Metrics are judged by their curves: TensorBoard, W&B offline, trainer_state.json, Lightning's metrics.csv.
 
     $ paceline explain slurm-4711.out
     $ paceline explain books
+    $ paceline explain lightning_logs/version_0
     """
 
     logs: tuple[str, ...] = positional(
-        "LOG|RUN|-", "a log, one for each rank, a folder of them, a run's folder or name; -: standard input", default=()
+        "LOG|RUN|-",
+        "a log, one for each rank, a folder of them, metrics, a run's folder or name; -: standard input",
+        default=(),
     )
     markdown: bool = option(False, "print Markdown, for an issue")
     list: bool = option(False, "list every cause that can be recognized")

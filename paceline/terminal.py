@@ -22,7 +22,7 @@ from paceline.rundir import NO_SPACE, unreadable_file
 # an escape sequence, whole or cut
 SEQUENCE = r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])?"
 STEERING = re.compile(  # with the characters that move the cursor or turn the direction of text
-    SEQUENCE + r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
+    SEQUENCE + r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]"
 )
 COLOUR = re.compile(r"\x1b\[[\d;:]*m")
 

@@ -26,7 +26,8 @@ WHY_NOT = "network namespaces need root" if os.getuid() else f"{', '.join(NEEDED
 PORT = 2222
 SSHD_CONFIG = """
 Port {port}
-ListenAddress {address}
+ListenAddress 10.77.0.{number}
+ListenAddress fd77::{number}
 HostKey {folder}/hostkey
 AuthorizedKeysFile {keys}
 PermitRootLogin prohibit-password
@@ -121,7 +122,7 @@ def namespaced_hosts(count: int, folder: Path, *, names: Sequence[str] = ()) -> 
         Path("/run/sshd").mkdir(exist_ok=True)
         for number, host in enumerate(hosts.names, 1):
             home = folder / host
-            config = SSHD_CONFIG.format(port=PORT, address=f"10.77.0.{number}", folder=home, keys=folder / "id.pub")
+            config = SSHD_CONFIG.format(port=PORT, number=number, folder=home, keys=folder / "id.pub")
             (home / "sshd_config").write_text(config)
             command = [SSHD, "-D", "-f", str(home / "sshd_config"), "-E", str(home / "sshd.log")]
             servers.append(subprocess.Popen(hosts.command(host, command)))
@@ -141,7 +142,7 @@ def namespaced_hosts(count: int, folder: Path, *, names: Sequence[str] = ()) -> 
 
 
 def make_network(hosts: Hosts, hub: str) -> None:
-    """A bridge in a namespace of its own, and a cable from it to each host: 10.77.0.N."""
+    """A bridge in a namespace of its own, and a cable from it to each host: 10.77.0.N and fd77::N."""
     hosts.ip("netns", "add", hub)
     hosts.ip("-n", hub, "link", "add", "br0", "type", "bridge")
     hosts.ip("-n", hub, "link", "set", "br0", "up")
@@ -157,7 +158,17 @@ def make_network(hosts: Hosts, hub: str) -> None:
         hosts.ip("link", "add", "eth0", "netns", name, "type", "veth", "peer", "name", f"v{number}", "netns", hub)
         hosts.ip("-n", hub, "link", "set", f"v{number}", "master", "br0", "up")
         hosts.ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", "eth0")
+        hosts.ip("-n", name, "addr", "add", f"fd77::{number}/64", "dev", "eth0", "nodad")
         hosts.ip("-n", name, "link", "set", "eth0", "up")
+
+
+def add_cable(hosts: Hosts) -> None:
+    """A second network between h1 and h2: eth1 with 10.88.0.N."""
+    first, second = f"{hosts.prefix}h1", f"{hosts.prefix}h2"
+    hosts.ip("link", "add", "eth1", "netns", first, "type", "veth", "peer", "name", "eth1", "netns", second)
+    for number, name in enumerate((first, second), 1):
+        hosts.ip("-n", name, "addr", "add", f"10.88.0.{number}/24", "dev", "eth1")
+        hosts.ip("-n", name, "link", "set", "eth1", "up")
 
 
 def make_keys(hosts: Hosts) -> None:
@@ -170,9 +181,9 @@ def make_keys(hosts: Hosts) -> None:
         (home / "private").mkdir(parents=True)
         subprocess.run([*keygen, home / "hostkey"], check=True)
         key = " ".join((home / "hostkey.pub").read_text().split()[:2])
-        lines.append(f"[10.77.0.{number}]:{PORT},[{host}]:{PORT} {key}\n")
+        lines.append(f"[10.77.0.{number}]:{PORT},[fd77::{number}]:{PORT},[{host}]:{PORT} {key}\n")
     hosts.known_hosts().write_text("".join(lines))
-    pattern = " ".join([*hosts.names, "10.77.*"])
+    pattern = " ".join([*hosts.names, "10.77.*", "fd77::*"])
     (hosts.folder / "config").write_text(SSH_CONFIG.format(pattern=pattern, port=PORT, folder=hosts.folder))
     wrapper = hosts.folder / "bin" / "ssh"
     wrapper.parent.mkdir()

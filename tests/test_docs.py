@@ -52,6 +52,7 @@ NO_LIBUV = """\
 step 1840/20000 | loss 2.913
 RuntimeError: use_libuv was requested but PyTorch was built without libuv support, run with USE_LIBUV=0 to disable it.
 """
+METRICS = "epoch,step,train_loss_step\n" + "".join(f"0,{step},{3 - step / 2000}\n" for step in range(49, 2000, 50))
 NANOCHAT = """\
 \"""两张显卡上的预训练\"""
 run = "dummy"
@@ -83,6 +84,8 @@ def test_the_commands_of_a_page_work_in_their_order(page, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "slurm-4711.out").write_text(LOG)
     (tmp_path / "libuv.log").write_text(NO_LIBUV)
+    (tmp_path / "lightning_logs" / "version_0").mkdir(parents=True)
+    (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").write_text(METRICS)
     (tmp_path / "base_train.py").write_text(NANOCHAT)
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "train.py").write_text("print('hello')")

@@ -292,9 +292,17 @@ def machine_of(facts: Facts) -> Machine:
 
 
 def report_and_refuse(
-    findings: Sequence[Finding], *, stopped: str, stream: TextIO | None = None, several: bool = False
+    findings: Sequence[Finding],
+    *,
+    stopped: str,
+    stream: TextIO | None = None,
+    several: bool = False,
+    has_no_check: bool = True,
 ) -> None:
-    """Prints warnings and stops; raises PacelineError if there is a stop. Notes are left to `paceline check`."""
+    """Prints warnings and stops; raises PacelineError if there is a stop. Notes are left to `paceline check`.
+
+    has_no_check: whether the command has that option.
+    """
     stream = stream or sys.stdout
     relevant = [finding for finding in findings if finding.severity != "note"]
     if relevant:
@@ -304,7 +312,7 @@ def report_and_refuse(
     if stops:
         raise PacelineError(
             f"{stopped} would fail: {', '.join(dict.fromkeys(stops))}",
-            fix="apply the fixes above, or start anyway with --no-check",
+            fix="apply the fixes above" + (", or start anyway with --no-check" if has_no_check else ""),
         )
 
 

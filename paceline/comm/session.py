@@ -7,6 +7,7 @@ compares the speed with what the links allow. No torch. The figures stay in a fi
 """
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,8 +25,9 @@ from paceline.config import Config
 from paceline.errors import PacelineError, TrainingFailed
 from paceline.heartbeat import read_heartbeat
 from paceline.launch.cluster import Cluster
+from paceline.launch.env import env_elsewhere
 from paceline.launch.hosts import HostEntry
-from paceline.launch.job import plan_env
+from paceline.launch.job import plan_env, plan_launch
 from paceline.launch.supervisor import run_attempt
 from paceline.launch.train import cluster_of
 from paceline.launch.trial import STOP_GRACE_S, session_folder
@@ -93,7 +95,7 @@ def measure_comm(
     cluster = cluster_of(entries, config, machine)
     try:
         if cluster:
-            cluster.connect(run, text=None)
+            cluster.connect(run, text=None, is_kept=False)
         hosts = run_ranks(run, plan, command, deadline_s=silence_s, libuv=libuv, progress=progress, cluster=cluster)
     finally:
         if cluster:
@@ -137,7 +139,6 @@ def run_ranks(
     cluster: Cluster | None = None,
 ) -> dict[str, Sequence[int]]:
     """Returns when every rank has written its report: the ranks of each of several hosts."""
-    env, rows = plan_env(plan, libuv=libuv)
 
     def show_progress() -> None:
         heartbeat = read_heartbeat(run.progress(0))
@@ -151,8 +152,8 @@ def run_ranks(
         run,
         command=command,
         nproc=plan.world_size,
-        env=env,
-        settings={row.name: row.value for row in rows if row.origin == "added"},
+        env=plan_env(plan, libuv=libuv)[0],
+        settings=env_elsewhere(os.environ, plan_launch(plan, libuv=libuv), ()),
         cluster=cluster,
         on_tick=show_progress,
         hang_after_s=deadline_s,

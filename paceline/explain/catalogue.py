@@ -28,9 +28,12 @@ RETRIES = {
     "later": "may work later",
 }
 MAX_TEXT = 8000  # characters of a text that are searched
+MAX_MATCHES = 2_000  # texts that are remembered with their causes: many ranks report the same
+MAX_SHAPES = 20_000  # texts without digits that are remembered
+DIGITS = str.maketrans("", "", "0123456789")
 # where a translated word stands: a signal behind bash's `line 2: 4711`, behind an open progress bar, or alone
 SIGNAL_FORM = (
-    r"(?P<colon>)(?:^[^\n]{{0,80}}\d[ 行列\xa0]{{0,3}}[:：,] ?\d+ +{word}(?=\s|[(（]|$)"
+    r"(?P<colon>)(?:^[^\n]{{0,80}}\d[ 行列\xa0]{{0,3}}[:：,] {{0,6}}\d+ +{word}(?=\s|[(（]|$)"
     r"|^{word}(?=$|  | *[(（])|(?<=[\d\]%)s]){word}$)"
 )
 MESSAGE_FORM = r"(?P<colon>[ \xa0]*[:：]\s*)?{word}"
@@ -41,8 +44,26 @@ Generated from the catalogue by `python -m paceline.explain.catalogue > docs/cau
 
 There is one entry for each cause; `paceline explain --cause ID` also shows the patterns that recognize it. In messages and
 fixes, names in braces such as `{rank}` are replaced by values from the log. A part in [ ] is left out when the log does not
-contain its value.
+contain its value, and `[[{value}]]` is the value in brackets. A fix for one case of a cause replaces the general one, and
+commands stand between backticks: there each value is quoted for the shell.
 """
+
+
+class WordIndex:
+    """Finds which of many words a text contains, and remembers it for all texts that differ only by digits."""
+
+    def __init__(self, words: Iterable[str]) -> None:
+        self._words = [(word.translate(DIGITS), word) for word in words]
+        self._candidates: dict[str, list[str]] = {}  # by text without digits: the words that may be in it
+
+    def find(self, text: str) -> list[str]:
+        """The words in the text, in their order."""
+        shape = text.translate(DIGITS)
+        if (words := self._candidates.get(shape)) is None:
+            if len(self._candidates) > MAX_SHAPES:
+                self._candidates.clear()
+            words = self._candidates[shape] = [word for key, word in self._words if key in shape]
+        return [word for word in words if word in text]
 
 
 @dataclass(frozen=True)
@@ -66,6 +87,20 @@ class Pattern:
 
 
 @dataclass(frozen=True)
+class Fix:
+    """What to do about a cause in one case of it."""
+
+    fix: str  # a template
+    why: str  # it helps
+    case: str = ""  # in words, for docs/causes.md
+    when: str = ""  # a regular expression, searched in the records that show the cause
+
+    @cached_property
+    def regex(self) -> re.Pattern[str]:
+        return re.compile(self.when, re.MULTILINE)
+
+
+@dataclass(frozen=True)
 class Cause:
     """One entry of the catalogue."""
 
@@ -74,6 +109,8 @@ class Cause:
     title: str
     summary: str  # a template, like fix
     fix: str
+    why: str  # the fix helps
+    fixes: Sequence[Fix] = ()  # the first whose `when` matches replaces the fix
     severity: str = "fatal"  # or warning
     fixed_by: str = "user"
     retry: str = "never"
@@ -82,6 +119,13 @@ class Cause:
     source: str = ""
     patterns: Sequence[Pattern] = ()
 
+    def choose_fix(self, text: str) -> tuple[str, dict[str, str]]:
+        """The fix for the case that the text shows, and the values of the groups that recognize the case."""
+        for fix in self.fixes:
+            if match := fix.regex.search(text):
+                return fix.fix, {name: value for name, value in match.groupdict().items() if value}
+        return self.fix, {}
+
 
 @dataclass(frozen=True)
 class Catalogue:
@@ -89,6 +133,7 @@ class Catalogue:
 
     causes: Mapping[str, Cause]
     translations: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)  # signals, messages
+    packages: Mapping[str, str] = field(default_factory=dict)  # Python module -> what pip installs, where names differ
 
     @cached_property
     def foreign(self) -> dict[str, tuple[str, str]]:
@@ -104,7 +149,7 @@ class Catalogue:
 
     def in_english(self, text: str) -> str:
         """Returns the text with what a shell or the C library says in another language as they say it in English."""
-        for word in [word for word in self.foreign if word in text]:
+        for word in self._foreign_index.find(text):
             form, english = self.foreign[word]
             pattern = re.compile(form.format(word=re.escape(word)), re.MULTILINE)
             parts = pattern.split(text)  # text, colon or None, text, ...
@@ -113,6 +158,14 @@ class Catalogue:
                 for colon, after in zip(parts[1::2], parts[2::2], strict=True)
             )
         return text
+
+    @cached_property
+    def _foreign_index(self) -> WordIndex:
+        return WordIndex(self.foreign)
+
+    @cached_property
+    def _literal_index(self) -> WordIndex:
+        return WordIndex(self.by_literal)
 
     @cached_property
     def by_literal(self) -> dict[str, list[tuple[Cause, Pattern]]]:
@@ -124,18 +177,31 @@ class Catalogue:
                     index.setdefault(literal, []).append((cause, pattern))
         return index
 
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        return {id: place for place, id in enumerate(self.causes)}
+
+    @cached_property
+    def _matches(self) -> dict[tuple[str, str], list[tuple[Cause, float, dict[str, str]]]]:
+        return {}
+
     def match(self, text: str, kind: str) -> list[tuple[Cause, float, dict[str, str]]]:
         """Every cause that the text shows, by its pattern of highest weight, with that weight and the values of its groups.
 
-        Sorted by weight, the highest first.
+        Sorted by weight, the highest first, and then in the order of the file.
         """
-        text = self.in_english(text[:MAX_TEXT])
+        key = (text, kind)
+        if (matches := self._matches.get(key)) is None:
+            if len(self._matches) > MAX_MATCHES:
+                self._matches.clear()
+            matches = self._matches[key] = self._search(self.in_english(text[:MAX_TEXT]), kind)
+        return matches
+
+    def _search(self, text: str, kind: str) -> list[tuple[Cause, float, dict[str, str]]]:
         lowered = text.lower()
         best: dict[str, tuple[Cause, float, dict[str, str]]] = {}
-        for literal, candidates in self.by_literal.items():
-            if literal not in lowered:
-                continue
-            for cause, pattern in candidates:
+        for literal in self._literal_index.find(lowered):
+            for cause, pattern in self.by_literal[literal]:
                 previous = best.get(cause.id)
                 if (previous and previous[1] >= pattern.weight) or not pattern.fits(kind):
                     continue
@@ -144,25 +210,32 @@ class Catalogue:
                     values = {name: value for name, value in match.groupdict().items() if value}
                     matched = cause if pattern.follows is None else replace(cause, follows=pattern.follows)
                     best[cause.id] = (matched, pattern.weight, values)
-        return sorted(best.values(), key=lambda match: -match[1])
+        places = self._places
+        return sorted(best.values(), key=lambda match: (-match[1], places[match[0].id]))
 
 
 @cache
 def load_catalogue() -> Catalogue:
     tables = tomllib.loads(Path(__file__).with_name("catalogue.toml").read_text(encoding="utf-8"))
-    return make_catalogue(tables["cause"], translations=tables["translations"])
+    return make_catalogue(tables["cause"], translations=tables["translations"], packages=tables["packages"])
 
 
-def make_catalogue(entries: Iterable[Mapping[str, Any]], *, translations: Mapping[str, Any] | None = None) -> Catalogue:
+def make_catalogue(
+    entries: Iterable[Mapping[str, Any]],
+    *,
+    translations: Mapping[str, Any] | None = None,
+    packages: Mapping[str, str] | None = None,
+) -> Catalogue:
     """The catalogue of these entries; ValueError if two have the same id."""
     causes: dict[str, Cause] = {}
     for entry in entries:
+        fixes = [Fix(**fix) for fix in entry.get("fixes", ())]
         patterns = [Pattern(**pattern) for pattern in entry.get("patterns", ())]
-        cause = Cause(**{**entry, "patterns": patterns})
+        cause = Cause(**{**entry, "fixes": fixes, "patterns": patterns})
         if cause.id in causes:
             raise ValueError(f"two entries {cause.id}")
         causes[cause.id] = cause
-    return Catalogue(causes, translations or {})
+    return Catalogue(causes, translations or {}, packages or {})
 
 
 def find_cause(id: str) -> Cause:
@@ -186,9 +259,10 @@ def format_causes() -> str:
 def format_cause(id: str) -> str:
     """Everything that the catalogue contains about one cause."""
     cause = find_cause(id)
-    facts = [f"{label.lower():<16}{value}" for label, value in facts_of(cause)]
+    facts = [f"{label.lower():<15} {value}" for label, value in facts_of(cause)]
     patterns = [f"  {pattern.weight:.2f}  {pattern.match}" for pattern in cause.patterns]
-    return "\n".join([f"{id}: {format_title(cause)}", "", *facts, "", "weights and patterns", *patterns])
+    shown = ["weights and patterns", *patterns] if patterns else ["no line of a log shows it, the curves of a run do"]
+    return "\n".join([f"{id}: {format_title(cause)}", "", *facts, "", *shown])
 
 
 def causes_json(id: str | None = None) -> str:
@@ -224,6 +298,8 @@ def facts_of(cause: Cause) -> list[tuple[str, str]]:
     facts = [
         ("Message", cause.summary),
         ("Fix", cause.fix),
+        ("Why", cause.why),
+        *((f"Fix if {fix.case}", f"{fix.fix} ({fix.why})") for fix in cause.fixes),
         ("Fixed by", FIXERS[cause.fixed_by]),
         ("A retry", RETRIES[cause.retry]),
         ("Can follow from", "any other cause" if cause.follows is True else ", ".join(cause.follows or ())),

@@ -6,12 +6,14 @@ It is printed as text, as Markdown or as JSON.
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from typing import Any, Literal
 
-from paceline.units import format_ranks
+from paceline.terminal import STEERING
+from paceline.units import format_bytes, format_ranks
 
 RecordKind = Literal["exception", "line", "signal", "exit", "banner"]
 
@@ -22,6 +24,15 @@ SUPERVISOR_CAUSES = frozenset({
 KERNEL_LOG = "kernel log"  # how the source of its lines begins
 MAX_LINES, MAX_WIDTH = 4, 200  # of one message on the screen
 MAX_VICTIMS = 16  # listed by number
+# fields of to_json() that can quote the log, which anyone may have written
+UNTRUSTED = (
+    *("summary", "fix", "host", "evidence.text", "evidence.source", "consequences.text", "consequences.source"),
+    *("curves.name", "curves.source", "curves.summary", "notes"),
+)
+MARKDOWN = re.compile(r"([\\`*_\[\]<>|~#!&$])")
+BARS, NO_BAR, MARK = "▁▂▃▄▅▆▇█", "×", "│"  # × where a curve is NaN or infinite, │ before what is wrong
+LOG_SCALE = 3  # times the lowest value, from which on bars show logarithms
+TABLE_COLUMNS = 7
 RED, GREEN, RESET = "\x1b[1;31m", "\x1b[32m", "\x1b[0m"
 
 
@@ -48,8 +59,9 @@ class LogProgress:
     first_step: int | None = None
     last_step: int | None = None
     last_loss: float | None = None
-    nan_line: int | None = None  # from this line on every loss is NaN or infinite
+    nan_line: int | None = None  # from this line on every value of nan_measure is NaN or infinite
     nan_step: int | None = None
+    nan_measure: str = "loss"
     done_line: int | None = None  # reports that the work is done
     finished: bool = False  # the log reports that the work is done
     silent_end: bool = False  # the last line is a progress line
@@ -63,6 +75,19 @@ class Evidence:
     text: str
     rank: int | None = None
     source: str | None = None  # the file's name if several were read
+
+
+@dataclass(frozen=True)
+class CurveEvidence:
+    """A curve of the run, thinned, and what it shows."""
+
+    name: str
+    source: str  # the file
+    steps: tuple[int, ...]
+    values: tuple[float | None, ...]  # None: NaN or infinite
+    cause: str | None = None  # None: nothing is wrong with it
+    step: int | None = None  # where that began
+    summary: str = ""
 
 
 @dataclass(frozen=True)
@@ -82,6 +107,13 @@ class Explanation:
     consequences: tuple[Evidence, ...] = ()
     progress: LogProgress = LogProgress()
     victims: tuple[int, ...] = ()  # ranks that failed only as a consequence
+    curves: tuple[CurveEvidence, ...] = ()
+    notes: tuple[str, ...] = ()  # what of the input was not read
+
+    @property
+    def shows_failure(self) -> bool:
+        """Whether there is a failure, known or not; an unknown cause without a line means that nothing was found."""
+        return self.cause != "healthy" and (self.cause != "unknown" or self.line is not None)
 
 
 def name_host(explanation: Explanation, hosts: Mapping[str, Sequence[int]]) -> Explanation:
@@ -98,6 +130,7 @@ def name_host(explanation: Explanation, hosts: Mapping[str, Sequence[int]]) -> E
 
 def format_explanation(explanation: Explanation, *, coloured: bool = False) -> str:
     """Cause and fix on the first two lines, then the evidence, the consequences and notes."""
+    explanation = without_controls(explanation)
     cause, label = explanation.cause, "fix"
     if coloured:
         cause = f"{GREEN if cause == 'healthy' else RED}{cause}{RESET}"
@@ -107,25 +140,53 @@ def format_explanation(explanation: Explanation, *, coloured: bool = False) -> s
         lines.append(f"  {label}: {explanation.fix}")
     for title, evidence in (("evidence", explanation.evidence), ("consequences", explanation.consequences)):
         lines += ["", title, *format_evidence(evidence)] if evidence else []
+    if explanation.curves:
+        lines += ["", "curves", *format_curves(explanation, mark=f"{RED}{MARK}{RESET}" if coloured else MARK)]
     return "\n".join([*lines, *format_notes(explanation)])
 
 
 def format_markdown(explanation: Explanation) -> str:
     """The same as Markdown, to paste into an issue."""
-    lines = [f"**{explanation.cause}**: {format_summary(explanation)}"]
+    explanation = without_controls(explanation)
+    lines = [f"**{explanation.cause}**: {escape_markdown(format_summary(explanation))}"]
     if explanation.fix:
-        lines += ["", f"**Fix:** {explanation.fix}"]
-    for title, evidence in (("evidence", explanation.evidence), ("consequences", explanation.consequences)):
-        if not evidence:
+        lines += ["", f"**Fix:** {escape_markdown(explanation.fix)}"]
+    for title, block in (
+        ("Evidence", format_evidence(explanation.evidence)),
+        ("Consequences", format_evidence(explanation.consequences)),
+        ("Curves", format_curves(explanation)),
+    ):
+        if not block:
             continue
-        longest = max((len(ticks) for item in evidence for ticks in re.findall("`+", item.text)), default=0)
+        longest = max((len(ticks) for line in block for ticks in re.findall("`+", line)), default=0)
         fence = "`" * max(3, longest + 1)  # longer than any run of backticks in the text
-        lines += ["", f"{title.capitalize()}:", "", f"{fence}text", *format_evidence(evidence), fence]
+        lines += ["", f"{title}:", "", f"{fence}text", *block, fence]
     return "\n".join([*lines, *format_notes(explanation)])
 
 
 def to_json(explanation: Explanation) -> str:
-    return json.dumps(asdict(explanation), indent=1, ensure_ascii=False)
+    """All fields, and under `untrusted` the names of those that can quote the log."""
+    values = {**asdict(without_controls(explanation)), "untrusted": UNTRUSTED}
+    return json.dumps(values, indent=1, ensure_ascii=False)
+
+
+def without_controls(explanation: Explanation) -> Explanation:
+    """The explanation without characters in its texts that steer a terminal or turn the direction of text."""
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, str):
+            return value if value.isprintable() else STEERING.sub("", value)
+        if isinstance(value, tuple):
+            return tuple(map(clean, value))
+        if not is_dataclass(value):
+            return value
+        return replace(value, **{field.name: clean(getattr(value, field.name)) for field in fields(value)})  # type: ignore[type-var]
+
+    return clean(explanation)  # type: ignore[no-any-return]
+
+
+def escape_markdown(text: str) -> str:
+    return MARKDOWN.sub(r"\\\1", " ".join(text.split()))
 
 
 def format_summary(explanation: Explanation) -> str:
@@ -141,7 +202,7 @@ def format_evidence(evidence: Sequence[Evidence]) -> list[str]:
     """Place, rank and the first lines of each message."""
     lines = []
     for item in evidence:
-        place = f"{item.source}:{item.line}" if item.source else f"line {item.line}"
+        place = f"{' '.join(item.source.split())}:{item.line}" if item.source else f"line {item.line}"
         rank = "" if item.rank is None else f"rank {item.rank}  "
         first, *others = item.text.splitlines() or [""]
         lines.append(f"  {place}  {rank}{first[:MAX_WIDTH]}")
@@ -149,9 +210,55 @@ def format_evidence(evidence: Sequence[Evidence]) -> list[str]:
     return lines
 
 
+def format_curves(explanation: Explanation, *, mark: str = MARK) -> list[str]:
+    """Each curve as bars on one line, and a table of some of its values; what it shows, unless the first line says so."""
+    lines = []
+    for curve in explanation.curves:
+        summary = f": {curve.cause}, {curve.summary}" if curve.cause not in (None, explanation.cause) else ""
+        where = "" if curve.step is None else f", {MARK} step {curve.step:,}"
+        lines += [f"  {curve.name} ({curve.source}){summary}"[: 2 * MAX_WIDTH]]
+        lines += [f"    {format_bars(curve, mark=mark)}  step {curve.steps[0]:,} to {curve.steps[-1]:,}{where}"]
+        last = len(curve.steps) - 1
+        columns = {number * last // (TABLE_COLUMNS - 1) for number in range(TABLE_COLUMNS)} | {mark_of(curve) or 0}
+        cells = [(f"{curve.steps[at]:,}", format_value(curve.name, curve.values[at])) for at in sorted(columns)]
+        widths = [max(map(len, cell)) for cell in cells]
+        for row, label in enumerate(("step", "value")):
+            texts = (cell[row].rjust(width) for cell, width in zip(cells, widths, strict=True))
+            lines.append(f"    {label:<5}  {'  '.join(texts)}")
+    return lines
+
+
+def mark_of(curve: CurveEvidence) -> int | None:
+    """The column in which something began to be wrong."""
+    if curve.step is None:
+        return None
+    return max((at for at, step in enumerate(curve.steps) if step <= curve.step), default=0)
+
+
+def format_bars(curve: CurveEvidence, *, mark: str) -> str:
+    finite = [value for value in curve.values if value is not None]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    scale = math.log if low > 0 and high > LOG_SCALE * low else float
+    first, last = (scale(low), scale(high)) if finite else (0.0, 0.0)
+    parts = []
+    for at, value in enumerate(curve.values):
+        share = 0.0 if value is None or first == last else (scale(value) - first) / (last - first)
+        parts += [mark] if at == mark_of(curve) else []
+        parts.append(NO_BAR if value is None else BARS[round(share * (len(BARS) - 1))])
+    return "".join(parts)
+
+
+def format_value(name: str, value: float | None) -> str:
+    """A value of a curve, with its unit where the name has it."""
+    if value is None:
+        return "nan"
+    in_bytes = "bytes" in name.lower() or name.endswith("_used")
+    return format_bytes(value) if in_bytes else f"{value:,.0f}" if 1e4 <= abs(value) < 1e7 else f"{value:.4g}"
+
+
 def format_notes(explanation: Explanation) -> list[str]:
-    """The victims, the confidence and other possible causes."""
-    notes = []
+    """What was not read, the victims, the confidence and other possible causes."""
+    notes = list(explanation.notes)
     if explanation.victims:
         notes.append(f"{format_ranks(explanation.victims, limit=MAX_VICTIMS)} failed only as a consequence")
     if explanation.cause not in ("healthy", "unknown"):

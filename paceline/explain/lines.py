@@ -13,24 +13,25 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, replace
 
 from paceline.explain.explanation import LogProgress
-from paceline.terminal import SEQUENCE
+from paceline.terminal import STEERING
 
 MAX_PREFIXES = 8  # on one line; real ones have four
 MAX_RANKS = 100_000
 MAX_PROGRESS_LINES = 64  # stored; what came before them has not ended the run
 MAX_DIGITS = 15
+SKIPPED_STEPS = 3  # in a row, by a loss scaler: with more the gradients are lost
 DAYS_BEFORE_MONTH = (0, 31, 59, 90, 120, 151, 181, 212, 243, 273, 304, 334)
 MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
 
-ESCAPE = re.compile(rf"{SEQUENCE}|\ufffd\[[0-?]*[ -/]*[@-~]")  # a lossy decoder has put U+FFFD in place of ESC
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+# behind the 8-bit CSI, or with U+FFFD in place of ESC, which a lossy decoder has put there
+OTHER_ESCAPE = re.compile(r"(?:\x9b|\ufffd\[)[0-?]*[ -/]*[@-~]")
 
 RANK = re.compile(
     r"\s*\[(?:rank|default|RANK |Rank )(?P<rank>\d{1,6})\]:? ?"  # torch, torchrun
     r"|\[\d+,(?P<mpi>\d{1,6})\](?:<std(?:err|out|diag)>)?:? ?"  # mpirun --tag-output
     r"|\[(?P<horovod>\d{1,6})\]<std(?:err|out)>:? ?"
     r"|\((?P<actor>(?:[\w.:-]{1,80}(?:\(\w*\))?,? ?)?(?:rank=(?P<ray>\d+), ?)?pid=\d+(?:, ?ip=(?P<ip>[\d.]+))?)\) ?"  # Ray, vLLM
-    r"|\[(?P<paceline>\d{1,4})\] {1,4}(?=\S)"  # the terminal output of paceline
+    r"|\[(?P<paceline>\d{1,4})\] {1,4}(?=[^\s{])"  # the terminal output of paceline; [17] {'loss': ... is a list's number
 )
 SLURM = re.compile(r" {0,5}(?P<rank>\d{1,5}): ?(?=\S|  )")  # srun --label
 NCCL = re.compile(r"(?P<host>[\w.-]{1,80}):\d+:\d+ \[(?P<device>-?\d{1,3})\] ")
@@ -43,6 +44,11 @@ OTHER = re.compile(
     r"[\w.]+(?:/\d+)? (?=\[default\d+\]:|\[rank\d+\]:)"  # torchx
     r"| {0,6}\d{1,6}[ \t]+(?=(?:Traceback \(|  File \"|File \"|(?:\w+\.)*\w*(?:Error|Exception): ))"  # cat -n
     r"|\d+\.\d+s[ \t]+\d+[ \t]+"  # Kaggle: seconds, line number
+    r"|std(?:out|err) [FP] "  # Kubernetes
+    r"|\[\d+ similar log lines\] "  # Monarch
+    r"|(?:python[\d.]*|torchrun|accelerate|deepspeed|bash|sh)\[\d{1,7}\]: "  # journald
+    r"|ERROR \d\d-\d\d \d\d:\d\d:\d\d \[?[\w./-]{1,200}\.py:\d+\] ?"  # vLLM
+    r"|[EFC] \S{1,200}\.py:\d+\] \[[\d/_]{1,20}\] "  # torch.compile: graph 0, its second compilation
     r"|E {2,40}(?=\S)| {2,8}\| (?=Traceback|  File|\w+(?:Error|Exception))"  # pytest, and exception groups
 )
 
@@ -73,6 +79,10 @@ BAR = re.compile(
     r"(?:[^\s|%][^|%]{0,80}?: +)? {0,3}(?P<percent>\d{1,3})%\|[^|]*"
     r"\|? {0,2}(?P<at>[\d.,]+[kMG]?)/(?P<of>[\d.,]+[kMG]?)(?: \[[^\]]*(?:\]|$)|)"
 )
+PREPARATION = re.compile(  # the bar of what comes before training, or beside it
+    r"\W*(?:(?:Up|Down)?[Ll]oad|Fetch|Map|Tokeniz|Generating \w+ split|Filter|Resolv|Prepar|Extract|Convert|Writ|Sav|Quantiz"
+    r"|Compil|Captur|Cach|Index|Pack|Cast|Flatten|Sett|Applying|Adding|Truncating|Creating)"
+)
 BARE_BAR = re.compile(r" {0,3}\d{1,3}%\|[█▏▎▍▌▋▊▉ #=>.-]*\|?")  # cut in the middle, or without a count
 # `gradient accumulation steps: 8` is a setting, no progress
 SETTINGS = (
@@ -87,6 +97,9 @@ SETTINGS = (
     "logging",
     "save",
     "eval",
+    "target",
+    "print",
+    "of",
 )
 STEP = re.compile(
     "".join(f"(?<!{word}.)" for word in SETTINGS)
@@ -94,7 +107,14 @@ STEP = re.compile(
     r"|it)['\"]?\s*[:=# \[(]{0,3}\s*(?P<step>\d[\d,]*)(?P<of>\s*/\s*\d[\d,]*)?(?![\w.]|\s*[A-Za-z]+/)",
     re.IGNORECASE,
 )
-LOSS = re.compile(r"loss['\"]?\s*[:=|]?\s*(?P<loss>[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan|inf)\b", re.IGNORECASE)
+# 2.5, '2.5', nan.0, tensor(nan, np.float64(nan)
+VALUE = (
+    r"['\"]?\s*(?:[:=|]|is\b(?: (?:not finite|non-finite|NaN)[:,]?)?)?\s*(?:[\w.]{1,20}\()?['\"]?"
+    r"(?P<value>[-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan|inf))(?:\.0)?\b"
+)
+LOSS = re.compile(rf"loss(?: train)?{VALUE}", re.IGNORECASE)
+GRAD_NORM = re.compile(rf"(?:grad(?:ient)?s?[_ /.-]*(?:global[_ ])?|\bg|\b)norm{VALUE}", re.IGNORECASE)
+OTHER_LOSS = re.compile(r"(?:val|valid|validation|eval|test|dev|best|min|prev)[_ /.-]*$", re.IGNORECASE)
 DONE = re.compile(
     r"training (?:is )?(?:completed?|finished|done)|finished training|train_runtime|max_steps=?\d* reached"
     r"|job (?:finished|completed) success|\ball \d* ?(?:tests|checks) passed|training has finished|saved (?:the )?final"
@@ -116,11 +136,12 @@ class LogLine:
 
 @dataclass(frozen=True)
 class StepLoss:
-    """The step and the loss that one line reports."""
+    """The step, the loss and the norm of the gradients that one line reports."""
 
     step: int | None
     loss: float | None
     is_last: bool = False  # step 100/100
+    grad_norm: float | None = None
 
 
 ProgressLine = tuple[int, int | None, int | None]  # number in the log, rank, step
@@ -132,49 +153,77 @@ class ProgressTracker:
     def __init__(self) -> None:
         self.lines: deque[ProgressLine] = deque(maxlen=MAX_PROGRESS_LINES)
         self.steps_by_rank: dict[int, int] = {}  # the last step of each rank whose lines have a rank
-        self.reached = LogProgress()  # finished: the last progress line is step 100/100
+        self.first_step: int | None = None
+        self._num_lines = 0
+        self._last_step: int | None = None
+        self._last_loss: float | None = None
+        self._done_line: int | None = None
+        self._is_last = False  # the last progress line is step 100/100
+        self._non_finite: dict[str, list[ProgressLine]] = {}  # by measure: its values since the last finite one
+        self._finite: set[str] = set()  # measures that were finite at least once
 
     def step_of(self, rank: int | None) -> int | None:
         """The last step that this rank reported, or else that any rank reported."""
-        last_step = self.reached.last_step
-        return last_step if rank is None else self.steps_by_rank.get(rank, last_step)
+        return self._last_step if rank is None else self.steps_by_rank.get(rank, self._last_step)
 
     def add(self, number: int, line: LogLine, bar: StepLoss | None) -> None:
         """Adds line `number` of the log; bar is the progress bar that was removed from it."""
         if DONE.search(line.text):
-            self.reached = replace(self.reached, done_line=number)
+            self._done_line = number
         progress = read_step_and_loss(line.text) or bar
         if progress is None:
             return
-        fields: dict[str, float | None] = {"steps": self.reached.steps + 1, "finished": progress.is_last}
+        self._num_lines += 1
+        self._is_last = progress.is_last
         if progress.step is not None:
-            fields["last_step"] = progress.step
-            if self.reached.first_step is None:
-                fields["first_step"] = progress.step
+            self._last_step = progress.step
+            # a header may report the number of all steps first
+            self.first_step = progress.step if self.first_step is None else min(self.first_step, progress.step)
             if line.rank is not None and len(self.steps_by_rank) < MAX_RANKS:
                 self.steps_by_rank[line.rank] = progress.step
         if progress.loss is not None:
-            fields["last_loss"] = progress.loss
-            if math.isfinite(progress.loss):
-                fields |= {"nan_line": None, "nan_step": None}
-            elif self.reached.nan_line is None:
-                step = self.step_of(line.rank) if progress.step is None else progress.step
-                fields |= {"nan_line": number, "nan_step": step}
+            self._last_loss = progress.loss
+        for measure, value in (("loss", progress.loss), ("grad_norm", progress.grad_norm)):
+            if value is not None:
+                self._add_value(measure, value, (number, line.rank, progress.step))
         self.lines.append((number, line.rank, progress.step))
-        self.reached = replace(self.reached, **fields)  # type: ignore[arg-type]
+
+    def _add_value(self, measure: str, value: float, at: ProgressLine) -> None:
+        """Notes whether a measure is finite; at: where it is reported."""
+        if math.isfinite(value):
+            self._non_finite.pop(measure, None)
+            self._finite.add(measure)
+            return
+        values = self._non_finite.setdefault(measure, [])
+        if len(values) < SKIPPED_STEPS:
+            number, rank, step = at
+            values.append((number, rank, self.step_of(rank) if step is None else step))
 
     def progress(self, last_line: int | None) -> LogProgress:
         """The progress so far; last_line is the number of the log's last line."""
-        finished = self.reached.done_line is not None or self.reached.finished
-        is_last = bool(self.lines) and self.lines[-1][0] == last_line
-        return replace(self.reached, finished=finished, silent_end=is_last and not finished)
+        finished = self._done_line is not None or self._is_last
+        silent_end = bool(self.lines) and self.lines[-1][0] == last_line and not finished
+        reached = LogProgress(
+            steps=self._num_lines, first_step=self.first_step, last_step=self._last_step, last_loss=self._last_loss,
+            done_line=self._done_line, finished=finished, silent_end=silent_end,
+        )  # fmt: skip
+        norms = self._non_finite.get("grad_norm", [])
+        # a loss scaler skips some steps with such a gradient norm; behind a loss of 0, or with all of them so, no step counts
+        never_finite = len(norms) > 1 and "grad_norm" not in self._finite
+        is_lost = len(norms) == SKIPPED_STEPS or reached.last_loss == 0 or never_finite
+        for measure in ("loss", "grad_norm"):
+            values = self._non_finite.get(measure)
+            if values and (measure == "loss" or is_lost):
+                number, _, step = values[0]
+                return replace(reached, nan_line=number, nan_step=step, nan_measure=measure)
+        return reached
 
 
 def strip_escapes(text: str) -> str:
-    """The text without colours, cursor moves and control characters."""
-    if "\x1b" in text or "\ufffd[" in text:
-        text = ESCAPE.sub("", text)
-    return text if text.isprintable() else CONTROL.sub("", text)
+    """The text without colours, cursor moves, control characters and those that turn its direction."""
+    if "\x9b" in text or "\ufffd[" in text:
+        text = OTHER_ESCAPE.sub("", text)
+    return text if text.isprintable() else STEERING.sub("", text)
 
 
 def split_prefix(text: str) -> LogLine:
@@ -218,27 +267,44 @@ def seconds_of(match: re.Match[str]) -> float:
 
 
 def strip_bars(text: str) -> tuple[str, StepLoss | None]:
-    """The line without its progress bars, and the count of the last one."""
+    """The line without its progress bars, and the count of the last one with the loss beside it."""
     if "%|" not in text:
         return text, None
     progress = None
     for match in BAR.finditer(text):
         at, of = parse_count(match["at"]), parse_count(match["of"])
-        progress = StepLoss(step=at, loss=None, is_last=at is not None and at == of)
+        if PREPARATION.match(match[0]):
+            continue
+        loss = read_measure(LOSS, match[0]) if "loss" in match[0].lower() else None
+        progress = StepLoss(step=at, loss=loss, is_last=at is not None and at == of)
     return BARE_BAR.sub("", BAR.sub("", text)).strip(" \t"), progress
 
 
 def read_step_and_loss(text: str) -> StepLoss | None:
     """The step or the loss that a line reports; None if it reports neither."""
-    loss = LOSS.search(text) if "loss" in text.lower() else None
+    lowered = text.lower()
+    loss = read_measure(LOSS, text) if "loss" in lowered else None
     step = STEP.search(text)
+    grad_norm = read_measure(GRAD_NORM, text) if "norm" in lowered else None
     if step is None and loss is None:
-        return None
+        return None if grad_norm is None or math.isfinite(grad_norm) else StepLoss(None, None, grad_norm=grad_norm)
     if loss is None and step is not None and not (step["of"] or ":" in text or "=" in text or len(text) < 40):
         return None  # prose, such as "takes 3 steps 2 at a time"
     number = parse_count(step["step"]) if step else None
     is_last = bool(step and step["of"] and parse_count(step["of"].strip("/ \t")) == number)
-    return StepLoss(step=number, loss=float(loss["loss"]) if loss else None, is_last=is_last)
+    if loss == 0 and "reward" in lowered and lowered.count("nan") == 1:
+        grad_norm = (
+            None  # of GRPO, whose loss is 0 by design: as long as rewards and KL are finite, only the step is skipped
+        )
+    return StepLoss(step=number, loss=loss, is_last=is_last, grad_norm=grad_norm)
+
+
+def read_measure(pattern: re.Pattern[str], text: str) -> float | None:
+    """The measure's first value of training, or its first one that is not finite; of validation if there is no other."""
+    matches = list(pattern.finditer(text))
+    training = [match for match in matches if not OTHER_LOSS.search(text, max(0, match.start() - 20), match.start())]
+    values = [float(match["value"]) for match in training or matches]
+    return next((value for value in values if not math.isfinite(value)), values[0] if values else None)
 
 
 def parse_count(text: str) -> int | None:

@@ -8,12 +8,13 @@ unknown, because a wrong rank costs the user more than none.
 """
 
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from paceline.explain.catalogue import Cause, load_catalogue
+from paceline.explain.collectives import DESYNC, FIRST_TRANSFER, STATUS, CollectiveHang
 from paceline.explain.explanation import Record
+from paceline.explain.lines import split_prefix
 from paceline.explain.reader import BANNER_RANK, Log
 
 STEPS_AFTER = 3  # different steps after an error: it did not end the run
@@ -22,11 +23,9 @@ WEIGHTS = {"banner": 0.5, "exception": 1.0}  # by the kind of record; ERROR_LINE
 FALLBACK = "user-code-exception"  # the cause of an exception if no other one matches
 MAX_EVENTS = 400  # of one log, from either end
 MAX_RANK = 10**6
-MAX_DIGITS = 6  # of a rank
 PEER_DIED = "peer-died"
-WAITING = {"collective-timeout-desync", "nccl-p2p-hang", PEER_DIED}  # reported by ranks that wait for another
+WAITING = {DESYNC, FIRST_TRANSFER, PEER_DIED}  # reported by ranks that wait for another
 EXTERNAL = {"keyboard-interrupt", "terminal-hangup"}  # sent to all ranks, no rank is to blame
-FLIGHT_RECORDER = "flight recorder"  # source of a record whose rank is the late one
 
 STOPPED = re.compile(r"(?:Sending process|Unable to shutdown process) (?P<pid>\d+)\b")
 PID = re.compile(r"\b(?:pid:|PID) (?P<pid>\d+)\b")
@@ -49,16 +48,28 @@ SPAWNED = re.compile(r"[Pp]rocess (?P<pid>\d+) spawned with command: .*--local[_
 PID_FAILED = re.compile(
     r"(?:Killing subprocess|[Pp]rocess) (?P<pid>\d+)\b.*(?:exits with|return code|exit code|terminated)"
 )
-WORK = re.compile(r"last enqueued(?: NCCL)? work: (?P<enqueued>-?\d+)")
+PROGRAM_ENDED = re.compile(r"destroy_process_group\(\) was not called before program exit")
+CANCELLED_STEP = re.compile(
+    r"\*\*\* (?:STEP|JOB) \S+ (?:ON \S+ )?CANCELLED|srun: (?:Force Terminated|forcing job termination)"
+)
+TASK_KILLED = re.compile(r"task \d+(?:[,-]\d+)*: (?:Killed|Terminated)|^(?:Killed|Terminated)\b")
 WORLD = re.compile(
     r"world[_ ]size['\"]?[:= ]+(?P<size>\d+)|\bnranks (?P<nranks>\d+)|nproc[_-]per[_-]node[= ]+(?P<nproc>\d+)"
     r"|num_local_procs=(?P<procs>\d+)|MEMBER: \d+/(?P<members>\d+)"
 )
-RUNNING = re.compile(
-    r"Rank (?P<rank>\d+) is running collective: CollectiveFingerPrint\((?:SequenceNumber=\d+, )?(?P<collective>[^)]*)"
-)
 STOPPED_BY_LAUNCHER = re.compile(r"-15\b|-9\b|SIGTERM|SIGKILL")
 NUMBER = re.compile(r"\d+")
+LAST_CHECKED = 3  # lines at the end of a log
+TROUBLE = re.compile(
+    r"(?i)error|exception|traceback|\bfatal|\bfail|\babort(?:ed|ing|s)?\b|\bkill|denied|refused|cannot|can't|unable|invalid"
+    r"|no such|not found|timed? ?out|panic|crash|terminat|usage:|\*\*\* |stuck|\bhangs?\b"
+    r"|waiting for (?:all|other|rank|worker|peer|client|node)"
+)
+NO_TROUBLE = re.compile(  # a count of none, a measure, the end of a tracker
+    r"(?i)\b(?:0|no|without) (?:errors?|fail\w*|invalid)|(?:errors?|fail\w*|invalid|killed)\W{1,3}0\b|error[ _]rate"
+    r"|error\w*\W{1,3}\d*\.\d|^wandb:|^frame #"
+)
+ERROR_PREFIX = re.compile(r"^(?:\S{1,40}:? )?(?:\[?(?:ERROR|FATAL|CRITICAL)\b|(?:[Ff]atal|[Ee]rror)(?: error)?: )")
 
 
 @dataclass(frozen=True)
@@ -78,10 +89,14 @@ def find_events(log: Log, *, number: int) -> list[Event]:
     """Everything that the catalogue finds in a log; number is the log's place among those read together."""
     events = []
     stopped = {match["pid"] for record in log.records for match in STOPPED.finditer(record.text)}
+    ended = min((record.line for record in log.records if PROGRAM_ENDED.search(record.text)), default=None)
+    cancelled = min((record.line for record in log.records if CANCELLED_STEP.search(record.text)), default=None)
     for record in log.records:
         matches = load_catalogue().match(record.text, record.kind)
         if len(matches) > 1:
             matches = [match for match in matches if match[0].id != FALLBACK]
+        if ended is not None and record.line > ended and WARNING_LINE.search(record.text):
+            matches = [match for match in matches if match[0].id != PEER_DIED]  # ranks leave one after the other
         continued = run_continued(record, log)
         factor = WEIGHTS.get(record.kind, ERROR_LINE)
         if record.kind == "line" and WARNING_LINE.search(
@@ -91,7 +106,12 @@ def find_events(log: Log, *, number: int) -> list[Event]:
         factor *= CONTINUED if continued else 1.0
         pid = PID.search(record.text) if record.kind in ("exit", "signal") and STOP_SIGNAL.search(record.text) else None
         was_stopped = pid is not None and pid["pid"] in stopped
-        from_launcher = record.kind == "banner" or was_stopped or STOPPED.search(record.text) is not None
+        was_cancelled = (
+            cancelled is not None and record.line > cancelled and TASK_KILLED.search(record.text) is not None
+        )
+        from_launcher = (
+            record.kind == "banner" or was_stopped or was_cancelled or STOPPED.search(record.text) is not None
+        )
         place = (number, record.line)
         events += [
             Event(record, cause, values, weight * factor, continued, place, from_launcher)
@@ -112,11 +132,12 @@ def run_continued(record: Record, log: Log) -> bool:
     return len(steps) >= STEPS_AFTER
 
 
-def unexplained_failures(log: Log, events: Sequence[Event]) -> list[Record]:
+def unexplained_failures(logs: Sequence[Log], events: Sequence[Event]) -> list[Record]:
     """Records of a failure that are not in the catalogue."""
     explained = {id(event.record) for event in events}
     return [
         record
+        for log in logs
         for record in log.records
         if id(record) not in explained and is_failure(record) and not run_continued(record, log)
     ]
@@ -131,13 +152,15 @@ def is_failure(record: Record) -> bool:
     return record.kind in ("exit", "signal") and not NO_FAILURE.search(text) and not WARNING_LINE.search(text)
 
 
-def culprit_rank(event: Event, candidates: Sequence[Event], logs: Sequence[Log]) -> int | None:
-    """The rank that caused the event; candidates are all events that may have ended the run."""
+def culprit_rank(
+    event: Event, candidates: Sequence[Event], logs: Sequence[Log], *, hang: CollectiveHang | None = None
+) -> int | None:
+    """The rank that caused the event; candidates are all events that may have ended the run. hang: of its collectives."""
     if (rank := rank_in_text(event)) is not None or event.cause.id in EXTERNAL:
         return rank
     same_cause = [other for other in candidates if other.cause.id == event.cause.id]
     if event.cause.id in WAITING:
-        return late_rank(same_cause, logs)
+        return late_rank(same_cause, logs, hang=hang)
     for other in (event, *same_cause):
         if other.record.rank is not None:
             return other.record.rank
@@ -156,23 +179,17 @@ def rank_in_text(event: Event) -> int | None:
     return None
 
 
-def late_rank(waiting: Sequence[Event], logs: Sequence[Log]) -> int | None:
+def late_rank(waiting: Sequence[Event], logs: Sequence[Log], *, hang: CollectiveHang | None) -> int | None:
     """The one rank that all others wait for: its last collective or step is the lowest, or it alone prints nothing."""
     records = [record for log in logs for record in log.records]
     ranks = [rank for event in waiting if (rank := rank_in_text(event)) is not None]
-    ranks += [record.rank for record in records if record.source == FLIGHT_RECORDER and record.rank is not None]
     if ranks:
         return ranks[0]
-    collectives = {
-        match["rank"]: match["collective"] for event in waiting for match in RUNNING.finditer(event.record.text)
-    }
-    frequency = Counter(collectives.values())
-    others = [rank for rank, collective in collectives.items() if frequency[collective] == 1]
-    if len(others) == 1 and len(collectives) > 2 and len(others[0]) <= MAX_DIGITS:
-        return int(others[0])  # its collective differs from all others; of two ranks either may be wrong
+    if hang is not None and (hang.in_step or hang.late_rank is not None):
+        return hang.late_rank
     enqueued: dict[int, int] = {}
     for record in records:
-        if record.rank is not None and (match := WORK.search(record.text)):
+        if record.rank is not None and (match := STATUS.search(record.text)):
             enqueued[record.rank] = min(int(match["enqueued"]), enqueued.get(record.rank, 1 << 62))
     steps: dict[int, int] = {}
     for log in logs:
@@ -188,14 +205,17 @@ def late_rank(waiting: Sequence[Event], logs: Sequence[Log]) -> int | None:
 
 def only_silent_rank(reporting: Set[int | None], logs: Sequence[Log]) -> int | None:
     """The one rank of the job, as far as the logs show its ranks, that is not among those that report an error."""
+    silent = ranks_of_job(logs) - reporting
+    return silent.pop() if reporting - {None} and len(silent) == 1 else None
+
+
+def ranks_of_job(logs: Sequence[Log]) -> set[int]:
+    """The ranks of the job as far as the logs show them: those that print, and all below a reported world size."""
     records = [record for log in logs for record in log.records]
     ranks = {record.rank for record in records if record.rank is not None}.union(*(log.ranks for log in logs))
     sizes = (int(match[match.lastgroup or 0]) for record in records for match in WORLD.finditer(record.text))
     size = max(sizes, default=0)
-    if len(ranks) <= size <= MAX_RANK:
-        ranks |= set(range(size))
-    silent = ranks - reporting
-    return silent.pop() if reporting - {None} and len(silent) == 1 else None
+    return ranks | set(range(size)) if len(ranks) <= size <= MAX_RANK else ranks
 
 
 def rank_blamed_by_launcher(logs: Sequence[Log]) -> int | None:
@@ -218,3 +238,29 @@ def rank_blamed_by_launcher(logs: Sequence[Log]) -> int | None:
         elif first is None and record.kind in ("exit", "signal") and record.rank is not None:
             first = record.rank
     return first
+
+
+def last_errors(log: Log) -> list[Record]:
+    """The lines that a logger marks as errors and after which the log shows no progress."""
+    last_line = last_progress_line(log)
+    records = [record for record in log.records if record.kind == "line" and record.line > last_line]
+    return [record for record in records if ERROR_PREFIX.search(record.text) and not NO_TROUBLE.search(record.text)]
+
+
+def trouble_at_end(logs: Sequence[Log]) -> list[tuple[int, str]]:
+    """The last lines of the logs, after the last progress, of which a word tells of trouble."""
+    return [
+        (number, text)
+        for log in logs
+        for number, text in log.last_lines[-LAST_CHECKED:]
+        if number > last_progress_line(log) and is_trouble(text)
+    ]
+
+
+def is_trouble(text: str) -> bool:
+    text = split_prefix(text).text
+    return bool(TROUBLE.search(text)) and not NO_TROUBLE.search(text) and not WARNING_LINE.search(text)
+
+
+def last_progress_line(log: Log) -> int:
+    return max((line for line, _, _ in log.last_progress), default=0)

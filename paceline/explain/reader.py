@@ -1,21 +1,23 @@
 """
 Parses a log into records, in one pass and bounded memory, whatever its encoding, size or launcher.
 
-Most lines of a training log equal an earlier line except for their digits. LineFilter looks only at new line shapes; shapes
-without any error word are remembered and then skipped at the speed of bytes.translate and a set. The lines that remain are
-parsed by lines.py and tracebacks.py. What a record means is decided by the catalogue and the verdict.
+line_filter.py selects the lines worth parsing; they are parsed by lines.py, json_lines.py and tracebacks.py. What a record means is
+decided by the catalogue and the verdict.
 """
 
 import codecs
+import lzma
 import re
+import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from itertools import chain
 
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import LogProgress, Record, RecordKind
+from paceline.explain.json_lines import unwrap_json
+from paceline.explain.line_filter import AFTER, MAX_LINE_BYTES, LineFilter, Shapes
 from paceline.explain.lines import (
     MAX_RANKS,
     LogLine,
@@ -29,28 +31,24 @@ from paceline.explain.tracebacks import TracebackReader
 
 CHUNK_BYTES = 1 << 21
 MAX_LINE_CHARS = 4000
-MAX_LINE_BYTES = 1 << 16  # only the beginning of a longer line is parsed
 MAX_WORD_CHARS = 400  # a pattern that begins with a word takes time by the square of the word's length
 LONG_WORD = re.compile(rb"\S{401,}")
+START_BYTES, SAMPLE_BYTES = 4096, 1 << 16  # of a log, which show its encoding and whether it is text
+UNPRINTED = bytes([*range(1, 7), *range(14, 27), *range(28, 32), 127])
+NOT_TEXT, INCOMPLETE = "not a text", "the compressed file is incomplete"
 FIRST_RECORDS, LAST_RECORDS = 2000, 1000  # stored of a log with more errors
 FIRST_SELECTED, LAST_SELECTED = 6000, 3000  # lines parsed of a log in which nearly every line has an error word
 LAST_LINES = 8  # stored for a failure that is not in the catalogue
 PROGRESS_LINES = 60  # searched for a step before a selected line
-BEFORE, AFTER = 3, 24  # lines selected around one with an error word: the context and the further lines of its message
-MAX_SHAPES = 50_000  # remembered; with more the set is cleared
-MAX_REPEATS = 200  # times that a line shape with an error word is parsed
-# digits, separators, blocks of progress bars
-SHAPE_DROPS = b" \t0123456789.,-+:\xe2\x96\x88\x89\x8a\x8b\x8c\x8d\x8e\x8f"
 
-ERROR_WORD = re.compile(
-    rb"error|exception|traceback|fatal|fail|abort|assert|kill|signal|sig[a-z]{3,4}\b|core dumped|terminat|interrupt|cancel"
-    rb"|cannot|can't|unable|not found|no such|denied|refused|timed? ?out|exceed|exhaust|out of|overflow|corrupt|invalid"
-    rb"|unexpected|mismatch|panic|crash|undefined symbol|nccl warn|xid|file \"|broken|unreachable|\bexit|exited|preempt"
-    rb"|\.py[:(]\d|in <module>|\bnan\b|\binf\b|rank +:|host +:|time +:"
+# in every line that reports a step, a loss or the end of the work
+PROGRESS_WORD = re.compile(
+    rb"(?i)step|loss|iter|\bit\b|updat|batch|%\||finish|complet|done|train_runtime|reached|passed|saved"
 )
 SIGNAL = re.compile(
     r"\bSIG(?:KILL|TERM|SEGV|ABRT|BUS|INT|HUP|ILL|FPE|PIPE|USR1|USR2)\b|[Ss]ignal:? \d+|Segmentation fault|core dumped"
     r"|^(?:.*: line \d+: +\d+ )?(?:Killed|Aborted|Terminated|Bus error|Illegal instruction)\b|Signals\.SIG"
+    r"|^(?:zsh: |\[\d+\] +[-+] +\d+ )(?:killed|segmentation fault|abort|bus error|terminated|illegal hardware instruction)\b"
 )
 EXIT = re.compile(
     r"exit(?:ed|ing|s)? (?:\w+ )?(?:with )?(?:exit )?(?:status|code)|exit ?code|non-zero exit|return code|Exited with",
@@ -70,7 +68,10 @@ RANK_IN_TEXT = re.compile(
     r"\[(?:Rank|rank|RANK|global rank) (?P<a>\d+)\]|\[PG[^\]]*\bRank (?P<b>\d+)\]|\blocal_rank: (?P<c>\d+)"
     r"|\[Rank (?P<d>\d+)\b|\b[Tt]ask (?P<e>\d+): |task_id=(?P<f>\d+)"
     r"|\bprocess rank (?P<g>\d+) with PID|[Pp]rocess (?P<h>\d{1,4}) terminated with|^rank (?P<i>\d+) (?:failed|ended after it): "
+    r"|^\W*(?:[Gg]lobal[ _])?(?:[Rr]ank|RANK)[ _=:]?(?P<j>\d{1,6})(?::| ?\(local[ _]rank)|\bglobal_rank[=: ]+(?P<k>\d{1,6})\b"
+    r"|\b(?:on|at|from|by) (?:global )?rank[ =:]?(?P<l>\d{1,6})\b"
 )
+GLUED = re.compile(rb"(?<=[^\s:\]])(?=\[rank\d+\]:)")  # where two ranks have written on one line
 
 
 @dataclass(frozen=True)
@@ -83,21 +84,34 @@ class Log:
     last_lines: tuple[tuple[int, str], ...] = ()
     last_steps: Mapping[int, int] = field(default_factory=dict)  # by rank, of lines that have a rank
     ranks: frozenset[int] = frozenset()  # whose lines were parsed
+    problem: str = ""  # why the log could not be read whole
 
 
-def read_log(chunks: Iterable[bytes], *, rank: int | None = None, source: str | None = None) -> Log:
-    """Parses a log that comes in chunks of any size. rank, source: of the whole file, where a line does not report its rank."""
-    parser = LogParser(rank=rank, source=source)
-    for block in whole_lines(as_utf8(chunks)):
-        parser.feed(block)
-    return parser.finish()
+def read_log(
+    chunks: Iterable[bytes], *, rank: int | None = None, source: str | None = None, shapes: Shapes | None = None
+) -> Log:
+    """Parses a log that comes in chunks of any size. rank, source: of the whole file, where a line does not report its rank.
+
+    shapes: shared by the logs of one run, whose lines are much alike.
+    """
+    parser = LogParser(rank=rank, source=source, filter=LineFilter(shapes or Shapes()))
+    problem = ""
+    try:
+        first, chunks = split_start(chunks)
+        if is_binary(first[:SAMPLE_BYTES]):
+            return Log(problem=NOT_TEXT)
+        for block in whole_lines(as_utf8(first, chunks)):
+            parser.feed(block)
+    except (EOFError, lzma.LZMAError, zlib.error):
+        problem = INCOMPLETE
+    return replace(parser.finish(), problem=problem)
 
 
 class LogParser:
     """Parses one log; feed() takes blocks of whole lines."""
 
-    def __init__(self, *, rank: int | None, source: str | None):
-        self._filter = LineFilter()
+    def __init__(self, *, rank: int | None, source: str | None, filter: LineFilter):
+        self._filter = filter
         self._tracebacks = TracebackReader()
         self._rank, self._source = rank, source
         self._first: list[Record] = []
@@ -124,13 +138,17 @@ class LogParser:
                 self._skip(lines, numbers, range(before + 1, at))
             if at < len(lines) and self._num_parsed < FIRST_SELECTED:
                 self._num_parsed += 1
-                self._parse(numbers[at], lines[at])
+                for part in split_line(lines[at]):
+                    self._parse(numbers[at], part)
             elif at < len(lines):
-                self._late.append((numbers[at], cut_middle(lines[at])))
+                self._late.extend((numbers[at], cut_middle(part)) for part in split_line(lines[at]))
             before = at
         end = slice(-4 * LAST_LINES, None)
         ends = zip(numbers[end], lines[end], strict=True)
-        self._tail.extend((number, decode_line(raw).rstrip()) for number, raw in ends if raw.strip())
+        parts = (
+            (number, decode_line(part).rstrip()) for number, raw in ends if raw.strip() for part in unwrap_json(raw)
+        )
+        self._tail.extend((number, text) for number, text in parts if text)
         self._number = numbers[-1]
 
     def finish(self) -> Log:
@@ -140,8 +158,8 @@ class LogParser:
                 self._add(self._tracebacks.flush())
             self._parse(number, raw)
             before = number
-        self._add(self._tracebacks.flush())
-        tail = tuple((number, text) for number, text in self._tail if text)
+        self._add(self._tracebacks.close())
+        tail = tuple(self._tail)
         return Log(
             records=(*self._first, *self._last),
             progress=self._progress.progress(tail[-1][0] if tail else None),
@@ -166,11 +184,12 @@ class LogParser:
         self._add(self._tracebacks.flush())
         start = max(gap.start, gap.stop - PROGRESS_LINES)
         searched = [*range(start, gap.stop)]
-        if self._progress.reached.first_step is None:
+        if self._progress.first_step is None:
             searched = [*range(gap.start, min(gap.start + PROGRESS_LINES, start)), *searched]
         for at in searched:
-            text, bar = strip_bars(strip_escapes(lines[at][:MAX_LINE_CHARS].decode("utf-8", "replace")))
-            self._progress.add(numbers[at], split_prefix(text), bar)
+            for part in unwrap_json(lines[at]) if PROGRESS_WORD.search(lines[at]) else ():
+                text, bar = strip_bars(strip_escapes(part[:MAX_LINE_CHARS].decode("utf-8", "replace")))
+                self._progress.add(numbers[at], split_prefix(text), bar)
 
     def _parse(self, number: int, raw: bytes) -> None:
         text, bar = strip_bars(decode_line(raw))
@@ -178,7 +197,7 @@ class LogParser:
             text = text.strip("│┃╭╮╰╯─ ").replace("❱", " ")
         line = split_prefix(text)
         if line.rank is None and self._rank is not None:
-            line = replace(line, rank=self._rank)
+            line = LogLine(line.text, self._rank, line.host, line.time, line.stream)
         if line.rank is not None and len(self._ranks) < MAX_RANKS:
             self._ranks.add(line.rank)
         progress_lines = self._progress.lines
@@ -211,63 +230,17 @@ class LogParser:
         kind: RecordKind = "signal" if SIGNAL.search(english) else "exit" if EXIT.search(text) else "line"
         if FORWARDED.search(text) or BANNER_LINE.match(text) or BANNER_HOST.match(text) or BANNER_RANK.match(text):
             kind = "banner"
-        return Record(kind=kind, text=text, line=number, rank=rank, host=host, time=line.time, step=step)
+        return Record(kind, text, number, rank, host, line.time, step, source=self._source)
 
     def _add(self, records: list[Record]) -> None:
         for record in records:
             stored = self._first if len(self._first) < FIRST_RECORDS else self._last
-            stored.append(replace(record, source=self._source) if self._source else record)
+            stored.append(replace(record, source=self._source) if record.source != self._source else record)
 
 
-class LineFilter:
-    """Selects the lines worth parsing by their shape: the line without digits, spaces and bars.
-
-    A shape is worth parsing if it contains an error word or one of the catalogue's literals.
-    """
-
-    def __init__(self) -> None:
-        self._ignored: set[bytes] = set()
-        self._repeats: dict[bytes, int] = {}
-
-    def select(self, lines: list[bytes], block: bytes) -> list[int]:
-        """Indices of the lines worth parsing and of those around them; block is the same lines joined by newlines."""
-        shapes = block.translate(None, SHAPE_DROPS).split(b"\n")
-        new_shapes = set(shapes) - self._ignored
-        if not new_shapes:
-            return []
-        candidates = [at for at, shape in enumerate(shapes) if shape in new_shapes]
-        first = {shapes[at]: lines[at] for at in reversed(candidates)}
-        error_shapes = self._error_shapes(first)
-        plain_shapes = new_shapes - error_shapes
-        if len(self._ignored) + len(plain_shapes) > MAX_SHAPES:
-            self._ignored.clear()
-        if len(self._repeats) > MAX_SHAPES:
-            self._repeats.clear()
-        self._ignored |= {shape for shape in plain_shapes if len(shape) < MAX_LINE_BYTES}
-        selected: set[int] = set()
-        for at in candidates:
-            if (shape := shapes[at]) in error_shapes:
-                repeats = self._repeats[shape] = self._repeats.get(shape, 0) + 1
-                if repeats > MAX_REPEATS:
-                    self._ignored.add(shape)
-                else:
-                    selected.update(range(max(0, at - BEFORE), min(len(lines), at + AFTER + 1)))
-        return sorted(selected)
-
-    def _error_shapes(self, first: dict[bytes, bytes]) -> set[bytes]:
-        """The shapes worth parsing; first maps each shape to its first line."""
-        lowered = {shape: line[:MAX_LINE_BYTES].lower() for shape, line in first.items()}
-        error_shapes = {shape for shape, line in lowered.items() if ERROR_WORD.search(line)}
-        others = {shape: line for shape, line in lowered.items() if shape not in error_shapes}
-        joined = b"\n".join(others.values())
-        literals = [literal for literal in literals_without_error_word() if literal in joined]
-        return error_shapes | {shape for shape, line in others.items() if any(literal in line for literal in literals)}
-
-
-@cache
-def literals_without_error_word() -> list[bytes]:
-    literals = (text.encode().lower() for text in (*load_catalogue().by_literal, *load_catalogue().foreign))
-    return [literal for literal in literals if not ERROR_WORD.search(literal)]
+def split_line(raw: bytes) -> list[bytes]:
+    """The parts of a line that different ranks have written without a newline, or the lines of text in a line of JSON."""
+    return [part for line in unwrap_json(raw) for part in GLUED.split(line)]
 
 
 def decode_line(raw: bytes) -> str:
@@ -287,14 +260,33 @@ def cut_middle(raw: bytes) -> bytes:
     return raw[: MAX_LINE_CHARS * 3 // 4] + b" ... " + raw[-MAX_LINE_CHARS // 4 :]
 
 
-def as_utf8(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Converts UTF-16, which PowerShell's > writes, to UTF-8 and leaves any other encoding as it is."""
+def split_start(chunks: Iterable[bytes]) -> tuple[bytes, Iterator[bytes]]:
+    """The first START_BYTES or more of a log, and the chunks after them."""
     iterator = iter(chunks)
-    first = next((chunk for chunk in iterator if chunk), b"")
-    nuls = first[:4096].count(0)
-    is_utf16 = first.startswith((b"\xff\xfe", b"\xfe\xff")) or (nuls * 5 > 2 * len(first[:4096]) and len(first) > 8)
-    chunks = chain([first], iterator)
-    if not is_utf16:
+    first = b""
+    while len(first) < START_BYTES and (chunk := next(iterator, None)) is not None:
+        first += chunk
+    return first, iterator
+
+
+def is_utf16(first: bytes) -> bool:
+    start = first[:START_BYTES]
+    return start.startswith((b"\xff\xfe", b"\xfe\xff")) or (
+        0.4 < start.count(0) / max(1, len(start)) < 0.7 and len(start) > 8
+    )
+
+
+def is_binary(first: bytes) -> bool:
+    """Whether a file that starts like this is no text: control characters that no program prints. NULs can be a hole in a log."""
+    text = first.replace(b"\0", b"")
+    num_control = len(text) - len(text.translate(None, UNPRINTED))
+    return num_control > 4 + len(text) / 30 and not is_utf16(first)
+
+
+def as_utf8(first: bytes, others: Iterator[bytes]) -> Iterator[bytes]:
+    """Converts UTF-16, which PowerShell's > writes, to UTF-8 and leaves any other encoding as it is."""
+    chunks = chain([first], others)
+    if not is_utf16(first):
         yield from chunks
         return
     is_big = first.startswith(b"\xfe\xff") or (not first.startswith(b"\xff\xfe") and first[:1] == b"\0")

@@ -22,17 +22,21 @@ from typing import Any, BinaryIO
 
 from paceline.errors import PacelineError, TrainingFailed, UsageError
 from paceline.explain.catalogue import load_catalogue
+from paceline.explain.curve_verdict import add_findings, explain_curves, judge_curves
 from paceline.explain.evidence import (
     DISK,
     MEMORY,
+    RAS_NAME,
     SAMPLE_BYTES,
     Sample,
     clock_texts,
+    companion_logs,
     count_lines,
     fill_texts,
     find_xids,
     flight_recorder_logs,
     has_oom_kill,
+    judge_run,
     read_kernel_errors,
     read_samples,
 )
@@ -46,7 +50,9 @@ from paceline.explain.explanation import (
     RecordKind,
     name_host,
 )
+from paceline.explain.line_filter import Shapes
 from paceline.explain.reader import CHUNK_BYTES, Log, read_log
+from paceline.explain.series import is_metric_file, is_no_log, read_series
 from paceline.explain.verdict import UNKNOWN, clean_values, fill_template, reach_verdict
 from paceline.heartbeat import read_heartbeat
 from paceline.rundir import (
@@ -58,7 +64,7 @@ from paceline.rundir import (
     read_text,
 )
 from paceline.typed_fields import typed_content, well_typed
-from paceline.units import parse_time
+from paceline.units import parse_time, unix_time
 
 SURE = 0.8
 HANG_LINES = ("mark:", "State:", "File ")  # of hangs/<attempt>/<rank>.txt
@@ -97,7 +103,9 @@ def explain_attempt(run: RunDir, attempt: int | None) -> Explanation:
     )
     if attempt is None:
         raise PacelineError(f"{run.name} has no logs: nothing was started", fix=f"paceline resume {run.path}")
-    events = [event for event in read_json_lines(run.events) if event.get("attempt") in (None, attempt)]
+    all_events = list(read_json_lines(run.events))
+    events = [event for event in all_events if event.get("attempt") in (None, attempt)]
+    starts = {event.get("attempt"): event.get("time") for event in all_events if event.get("event") == "attempt"}
     start = next((event for event in events if event.get("event") == "attempt"), {})
     paths = run.health_dir.glob("*.jsonl") if start.get("time") else ()
     samples = {path.stem: read_samples(path, since=start["time"]) for path in sorted(paths)}
@@ -111,7 +119,7 @@ def explain_attempt(run: RunDir, attempt: int | None) -> Explanation:
         *read_files([*(path for path in logs_here if path not in far_logs), *error_files]),
         *(log for path, host in far_logs.items() if path.exists() for log in [read_host_log(path, host)]),
         exit_log(events),
-        progress_log(run),
+        progress_log(run, events),
         *system_logs(samples, start.get("pids") or (), hosts, far_hosts),
         *flight_recorder_logs(run, attempt, events),
     ]
@@ -128,7 +136,9 @@ def explain_attempt(run: RunDir, attempt: int | None) -> Explanation:
         for host, lines in samples.items()
         for text in find_texts(host, lines)
     ]
-    return replace(explanation, evidence=(*explanation.evidence, *state))
+    since, until = (unix_time(starts.get(number)) for number in (attempt, attempt + 1))
+    explanation = replace(explanation, evidence=(*explanation.evidence, *state))
+    return add_findings(explanation, judge_run(run, since=since, until=until))
 
 
 def run_values(run: RunDir) -> dict[str, str]:
@@ -155,8 +165,8 @@ def exit_log(events: Sequence[Mapping[str, Any]]) -> Log:
     return Log(records=tuple(records))
 
 
-def progress_log(run: RunDir) -> Log:
-    """How far each rank got, from progress/ and metrics.jsonl."""
+def progress_log(run: RunDir, events: Sequence[Mapping[str, Any]]) -> Log:
+    """How far each rank got, from progress/ and metrics.jsonl, and whether the run reports its end."""
     marks = {int(path.name): read_heartbeat(path) for path in run.path.glob("progress/*") if path.name.isdecimal()}
     steps = {rank: mark.step for rank, mark in marks.items() if mark}
     progress = LogProgress(last_step=max(steps.values(), default=None))
@@ -168,6 +178,7 @@ def progress_log(run: RunDir) -> Log:
                 record = json.loads(line)
                 last |= record if isinstance(record.get("step"), int) else {}
         progress = LogProgress(count_lines(run.metrics), first["step"], last["step"], last.get("loss"))
+    progress = replace(progress, finished=any(event.get("event") == "finished" for event in events))
     return Log(progress=progress, last_steps=steps, ranks=frozenset(steps))
 
 
@@ -266,22 +277,37 @@ def explain_logs(names: Sequence[str], *, runs_dir: str, stdin: BinaryIO) -> Exp
         for path in (paths[0], Path(runs_dir) / names[0]):
             if (path / "config.toml").is_file() and (path / "events.jsonl").is_file():
                 return explain_run(RunDir(path))
-    return reach_verdict(read_files(find_files(paths)))
+    return explain_files(find_files(paths))
 
 
 def explain(source: Iterable[bytes] | Path) -> Explanation:
     """Explains the chunks of one log, a file, or a folder of files."""
-    return reach_verdict(read_files(find_files([source])) if isinstance(source, Path) else [read_log(source)])
+    return explain_files(find_files([source])) if isinstance(source, Path) else reach_verdict([read_log(source)])
+
+
+def explain_files(files: Sequence[Path]) -> Explanation:
+    """Explains logs with what lies beside them, files with metrics, or both; what a log shows stays the cause."""
+    metrics = {path for path in files if is_metric_file(path)}
+    logs = [path for path in files if path not in metrics and not RAS_NAME.search(path.name)]
+    explanation = reach_verdict([*read_files(logs), *companion_logs(files)])
+    if not metrics:
+        return explanation
+    curves, notes = read_series(metrics)
+    if not (explanation.shows_failure or explanation.progress.steps):
+        return explain_curves(curves, notes, names=", ".join(sorted(path.name for path in metrics)[:3]))
+    return replace(add_findings(explanation, judge_curves(curves)), notes=tuple(notes))
 
 
 def read_files(files: Sequence[Path]) -> list[Log]:
     """Parses each file as a log; if there are several, records have the file's name as their source."""
     logs = []
+    shapes = Shapes()
     for path, rank in zip(files, ranks_of(files), strict=True):
         if ERROR_NAMES.search(path.name):
             logs += read_error_file(path, rank=rank)
         else:
-            logs.append(read_log(read_chunks(path), rank=rank, source=str(path) if len(files) > 1 else None))
+            source = str(path) if len(files) > 1 else None
+            logs.append(read_log(read_chunks(path), rank=rank, source=source, shapes=shapes))
     return logs
 
 
@@ -292,6 +318,9 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
         if path.is_dir():
             inside = sorted(file for file in path.rglob("*") if file.is_file())[:MAX_FILES]
             logs = [file for file in inside if LOG_NAMES.search(file.as_posix()) or ERROR_NAMES.search(file.name)]
+            if metrics := [file for file in inside if is_metric_file(file, in_folder=True)]:
+                logs = [file for file in logs if not (file in metrics or is_no_log(file))]
+                logs += metrics
             logs = logs or [file for file in inside if is_text(file)]
             if not logs:
                 raise PacelineError(f"no log in {path}", fix="pass the files: paceline explain FILE ...")
@@ -322,11 +351,11 @@ def ranks_of(files: Sequence[Path]) -> list[int | None]:
 
 
 def read_chunks(path: Path) -> Iterator[bytes]:
-    """The bytes of a file, decompressed; a compressed file that is incomplete is read as far as possible."""
+    """The bytes of a file, decompressed; read_log reads a compressed file that is incomplete as far as possible."""
     try:
         if path.is_fifo() and path.parts[1:2] != ("dev",):  # but for the shell's <(command), which has a writer
             open_file(path)
-        with suppress(EOFError, lzma.LZMAError), OPENERS.get(path.suffix, open)(path, "rb") as file:
+        with OPENERS.get(path.suffix, open)(path, "rb") as file:
             yield from chunks_from(file)
     except OSError as error:
         raise PacelineError(

@@ -6,6 +6,7 @@ lack its first line, its last line or both; whatever is there becomes a record.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from paceline.explain.explanation import Record, RecordKind
@@ -16,6 +17,9 @@ MAX_MESSAGE_LINES = 16
 MAX_MESSAGE_CHARS = 6000
 MAX_NOISE = 40  # other lines within one traceback before it counts as incomplete
 MAX_STREAMS = 4096
+
+CUT_OFF = "a traceback without its last line"
+HOOK_FAILED = "Error in sys.excepthook: the exception that ended the program is missing"
 
 HEADER = re.compile(r"Traceback \(most recent call last\)|^Original Traceback|Exception in thread ")
 FRAME = re.compile(
@@ -36,13 +40,21 @@ BARE_EXCEPTION = re.compile(  # without a traceback above it; stricter, because 
 # a stack dump shows where a process is, not an error
 STACK = re.compile(r"\(most recent call first\)|^Stack \(most recent call|^Fatal Python error: ")
 CHAIN = re.compile(r"During handling of the above exception|direct cause of the following exception")
-IGNORED = re.compile(r"^Exception ignored (?:in|on)|^Error in atexit|^Error in sys.excepthook|^Exception in Tkinter")
+IGNORED = re.compile(
+    r"^Exception ignored (?:in|on|while)|^Error in atexit|^Exception in Tkinter|^Error in (?P<hook>sys\.excepthook)"
+)
 SPAWNED = re.compile(r"-- Process (?P<rank>\d+) terminated with the following error")
 WRAPPER = re.compile(
     r"ChildFailedError|ProcessRaisedException|ProcessExitedException|CalledProcessError|SpawnException"
     r"|^(?:\w+\.)*\w+: Caught \w+ in (?:DataLoader worker|replica|pin memory|\w+) |ray\.exceptions\.RayTaskError"
     r"|WorkerCrashedError$|^SystemExit: \d|^Exception: *$|^torch\.distributed\.elastic\S*SignalException"
 )
+SPAWN_CHILD = re.compile(r"multiprocessing[/\\](?:spawn|forkserver)\.py\"?.* in (?:_main|spawn_main|main)")
+UNREADABLE = re.compile(
+    r"EOFError\b|\S*UnpicklingError: pickle data was truncated"
+)  # what a parent did not finish to send
+ASSERTION = re.compile(r"^\W*(?:\d+\W+)?assert\b\s*(?P<expression>.+)")
+BARE_ASSERTION = re.compile(r"^AssertionError:?\s*$")
 NOT_MESSAGE = re.compile(  # a new log line, not a further line of the message
     r"^\[|^\d{4}-\d\d|^(?:INFO|WARNING|ERROR|DEBUG|CRITICAL|FATAL)\b|^(?:wandb|srun|slurmstepd|INFO|W|E|I) ?[:\[]"
     r"|^Traceback|^During handling|^The above exception|^Exception ignored|^-- Process|^\$ |^>>> |^[=*#_-]{8,}"
@@ -57,7 +69,9 @@ class Unfinished:
 
     record: Record  # without text and frames
     ignored: bool
+    has_header: bool = False
     frames: list[str] = field(default_factory=list)
+    source: list[str] = field(default_factory=list)  # lines below the last frame
     message: list[str] = field(default_factory=list)
     indent: int = 0  # of the last frame
     noise: int = 0
@@ -69,6 +83,11 @@ class TracebackReader:
     def __init__(self) -> None:
         self._open: dict[str, Unfinished] = {}
         self._ignored: set[str] = set()
+        self._hooks: dict[
+            str, Record
+        ] = {}  # by stream: sys.excepthook failed, the exception that it was called for follows
+        self._assertions: dict[str, list[str]] = {}  # by stream: a source line whose traceback lacks its first lines
+        self._cut: list[Record] = []  # errors of which the end is missing
         self._stacks: set[str] = set()  # streams that are printing a stack dump
         self._spawned: dict[str, int] = {}  # by stream: the rank whose traceback follows
 
@@ -84,7 +103,14 @@ class TracebackReader:
 
     def flush(self) -> list[Record]:
         """Completes every unfinished error, at a gap in the log or at its end."""
-        return [record for key in list(self._open) for record in self._finish(key)]
+        for key in list(self._open):
+            self._cut += self._finish(key)
+        records, self._cut = self._cut, []
+        return records
+
+    def close(self) -> list[Record]:
+        """Completes every unfinished error at the end of the log, with the exceptions that sys.excepthook did not print."""
+        return [*self.flush(), *self._hooks.values()]
 
     def _is_part(self, number: int, line: LogLine, step: int | None) -> bool:
         """Whether the line belongs to an error whose message has not begun yet."""
@@ -98,18 +124,21 @@ class TracebackReader:
             self._stacks.discard(key)
         if CHAIN.search(text):
             self._open.pop(key, None)
-        elif IGNORED.match(text):
+        elif match := IGNORED.match(text):
             self._ignored.add(key)
+            if match["hook"]:
+                self._hooks[key] = Record("exception", HOOK_FAILED, number, line.rank, line.host, line.time, step)
         elif match := SPAWNED.search(text):
             self._spawned[key] = int(match["rank"])
         elif HEADER.search(text):
-            self._start(number, line, step)
+            self._start(number, line, step).has_header = True
         elif not frame:
             return self._is_message(number, line, step)
         elif key in self._open or key not in self._stacks:
             error = self._open.get(key) or self._start(number, line, step)
             error.indent = len(text) - len(text.lstrip())
             error.frames = [*error.frames[-MAX_FRAMES:], frame[frame.lastgroup or 0].strip()]
+            error.source = []
         return True
 
     def _start(self, number: int, line: LogLine, step: int | None) -> Unfinished:
@@ -128,9 +157,14 @@ class TracebackReader:
         """Whether the line begins a message, or is a source line of the traceback above it."""
         error, text = self._open.get(line.stream), line.text
         if error is None:
+            assertion = self._assertions.pop(line.stream, [])
             if not BARE_EXCEPTION.match(text):
+                if ASSERTION.match(text) or (assertion and not text.strip(" ^~")):
+                    self._assertions[line.stream] = [*assertion, text]
                 return False
-            self._start(number, line, step).message.append(text)
+            error = self._start(number, line, step)
+            error.source = assertion
+            error.message.append(text)
             return True
         indented = text.lstrip()
         if error.frames and 0 < len(text) - len(indented) < error.indent and EXCEPTION.match(indented):
@@ -139,24 +173,44 @@ class TracebackReader:
             error.message.append(text)
             return True
         if text.startswith((" ", "\t", "-->", "│", "^")) or not text or text[:1].isdigit():
-            return True  # source lines
+            error.source.append(text)
+            return True
         error.noise += 1
         if error.noise > MAX_NOISE:
-            self._open.pop(line.stream)
+            self._cut += self._finish(line.stream)
         return False
 
     def _finish(self, key: str) -> list[Record]:
         """Closes the error as a record; none for an exception that Python ignored, because it ends no run."""
         error = self._open.pop(key)
         text = "\n".join(error.message)[:MAX_MESSAGE_CHARS].rstrip()
-        if error.ignored or not text:
+        is_cut = not text and error.has_header and bool(error.frames)
+        if error.ignored or not (text or is_cut):
             return []
-        kind: RecordKind = "banner" if WRAPPER.search(text) else "exception"
-        return [replace(error.record, kind=kind, text=text, frames=tuple(error.frames[-MAX_FRAMES:]))]
+        self._hooks.pop(key, None)
+        if BARE_ASSERTION.match(text) and (expression := asserted_expression(error.source)):
+            text = f"AssertionError: {expression}"
+        child = UNREADABLE.match(text) and any(map(SPAWN_CHILD.search, error.frames[-2:]))
+        kind: RecordKind = "banner" if child or WRAPPER.search(text) else "exception"
+        return [replace(error.record, kind=kind, text=text or CUT_OFF, frames=tuple(error.frames[-MAX_FRAMES:]))]
+
+
+def asserted_expression(source: Sequence[str]) -> str:
+    """What an assert statement claims; source: the lines below the frame, with carets, or with line numbers as rich prints them."""
+    lines = [line for line in source if line.strip(" ^~")]
+    at = next((at for at in reversed(range(len(lines))) if ASSERTION.match(lines[at])), None)
+    if at is None:
+        return ""
+    match = ASSERTION.match(lines[at])
+    first = match["expression"] if match else ""
+    others = [] if lines[at].lstrip(" ->")[:1].isdigit() else lines[at + 1 :]
+    return " ".join([first.strip(), *(line.strip() for line in others)])
 
 
 def continues(error: Unfinished, text: str) -> bool:
     """Whether the line is a further line of the error's message."""
     if not text.strip() or "%|" in text or len(error.message) >= MAX_MESSAGE_LINES or NOT_MESSAGE.match(text):
         return False
+    if BARE_EXCEPTION.match(text) and WRAPPER.search(error.message[0]):
+        return False  # the error that is wrapped
     return not (WRAPPER.search(text) or (BARE_EXCEPTION.match(text) and len(error.message) > 1 and error.frames))

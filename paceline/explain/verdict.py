@@ -7,45 +7,54 @@ values come from the pattern's groups, from the record, and from the caller.
 """
 
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import cycle
 
 from paceline.explain.catalogue import Cause, load_catalogue
+from paceline.explain.collectives import DESYNC, FIRST_TRANSFER, CollectiveHang, ends_at_init, ends_in_nccl
 from paceline.explain.explanation import Evidence, Explanation, LogProgress, Record
 from paceline.explain.matches import (
-    PEER_DIED,
     WAITING,
     Event,
     culprit_rank,
     find_events,
+    last_errors,
     rank_blamed_by_launcher,
     rank_in_text,
+    trouble_at_end,
     unexplained_failures,
 )
-from paceline.explain.reader import Log
-from paceline.units import format_bytes
+from paceline.explain.reader import INCOMPLETE, NOT_TEXT, Log
+from paceline.explain.roots import apply_hang, choose_culprit, find_hang, find_roots, silent_exit
+from paceline.explain.tracebacks import CUT_OFF
+from paceline.units import format_bytes, format_duration
 
-HEALTHY, UNKNOWN, DIVERGED, ABORT = "healthy", "unknown", "loss-nan", "native-abort"
-CRASHES = {ABORT, "sigsegv"}  # also how a process goes down after a Python exception, while its threads are torn down
+HEALTHY, UNKNOWN, DIVERGED = "healthy", "unknown", "loss-nan"
 MIN_SCORE = 0.2  # an event with a lower score is ignored
-NEAR = 0.12  # of scores that differ by less the first event wins
 ALSO_NEAR = 0.2  # of scores that differ by less the other cause is reported too
 # score below which, how often such a verdict was right on labelled logs that nothing was tuned on
 CALIBRATION = ((0.3, 0.4), (0.5, 0.6), (0.6, 0.8), (0.8, 0.88), (0.9, 0.92), (1.01, 0.97))
+MIN_STEPS = 2  # progress lines that show that a run goes on
+MIN_LINES = 5  # of a log without progress: ordinary output to its end
+INIT_CONFIDENCE, OUTPUT_CONFIDENCE = 0.4, 0.5
 MAX_EVIDENCE, MAX_CONSEQUENCES = 6, 8
-MAX_TEXT, MAX_VALUE_CHARS = 600, 300
+MAX_TEXT, MAX_QUOTE, MAX_VALUE_CHARS = 600, 200, 300
+CHECK_END = (
+    "if the job ended: check sacct -j JOB, or dmesg on its host; if it hangs: run py-spy dump --pid PID on each rank"
+)
+MAX_CASE_RECORDS = 20  # searched for the case of a cause
 ONE_LOG_PER_RANK = "torchrun --redirects 3 --log-dir logs, then paceline explain logs"
 
-STOPPED = re.compile(r"-15\b|SIGTERM|-6\b|SIGABRT")  # by the launcher, or by the abort of its communicator
-WATCHDOG = re.compile(r"[Ww]atchdog|ProcessGroupNCCL|taking the entire process down")  # NCCL's aborts the process
-ERROR_PREFIX = re.compile(r"^(?:\S{1,40}:? )?(?:\[?(?:ERROR|FATAL|CRITICAL)\b|(?:[Ff]atal|[Ee]rror)(?: error)?: )")
 DIGITS = str.maketrans("", "", "0123456789")
 FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+)(?:,? in (?P<name>\S+))?')
 INSTALLED = re.compile(r"site-packages|dist-packages|/lib/python\d|<frozen |^<")
 TYPE = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:\(\w+\))?: ?(?P<message>.*)")
 EXIT_CODE = re.compile(r"(?:exit ?code|return code|status)\s*[:=]?\s*(?P<code>-?\d{1,5})", re.IGNORECASE)
 SIGNAL = re.compile(r"\bSIG[A-Z]{2,5}\d?\b")
-BYTES = re.compile(r"(\d+)(?: bytes)?")
+BYTES = re.compile(r"(\d{1,15})(?: bytes)?")
+MAX_DIGITS = 15  # of a duration
 OPTIONAL = re.compile(r"\[([^\[\]]*\{[^\[\]]*)\]")
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
@@ -61,81 +70,24 @@ def reach_verdict(logs: Sequence[Log], *, values: Mapping[str, str] | None = Non
     progress = replace(longest, finished=any(part.finished for part in parts), silent_end=silent_end)
     fatal = [event for event in events if event.cause.severity == "fatal" and event.score >= MIN_SCORE]
     candidates = [event for event in fatal if not event.run_continued]
-    unexplained = [record for log in logs for record in unexplained_failures(log, events)]
+    unexplained = unexplained_failures(logs, events)
     if not candidates and unexplained and all(record.kind != "exception" for record in unexplained):
         candidates = fatal  # other ranks continued for a while, but the exit shows that the run failed
     if not candidates:
         if progress.nan_line is not None:
             return explain_divergence(load_catalogue().causes[DIVERGED], progress.nan_line, progress, values)
-        records = [
-            record for log in logs if not (log.progress.steps or log.progress.finished) for record in log.records
-        ]
-        errors = [record for record in records if record.kind == "line" and ERROR_PREFIX.search(record.text)]
+        errors = [record for log in logs if not log.progress.finished for record in last_errors(log)]
         unexplained = unexplained or errors
-        return explain_unknown(logs, unexplained, progress) if unexplained else explain_health(progress)
+        return explain_unknown(logs, unexplained, progress) if unexplained else explain_quiet(logs, progress, values)
     if exit_record := silent_exit(candidates, unexplained):
         return explain_unknown(logs, [exit_record], progress, consequences=candidates)
-    roots = [event for event in candidates if not is_consequence(event, candidates)] or candidates
+    hang = find_hang(candidates, logs, has_steps=progress.steps > 0)
+    candidates = apply_hang(candidates, hang)
+    roots = find_roots(candidates, hang)
     culprit = choose_culprit(roots, rank_blamed_by_launcher(logs))
-    return explain_event(culprit, roots, candidates, logs, progress, values)
-
-
-def choose_culprit(events: Sequence[Event], blamed: int | None) -> Event:
-    """The event with the highest score, or the first of nearly equal ones; blamed is the rank that a launcher reports."""
-    best = max(event.score for event in events)
-    leaders = [event for event in events if event.score >= best - NEAR]
-    if len({event.place[0] for event in leaders}) == 1:
-        return min(leaders, key=lambda event: (event.place[1], -event.score))
-    if all(event.record.time is not None for event in leaders):
-        return min(leaders, key=lambda event: (event.record.time or 0.0, -event.score))
-    return min(leaders, key=lambda event: (event.record.rank != blamed, -event.score, event.place))
-
-
-def is_consequence(event: Event, others: Sequence[Event]) -> bool:
-    """Whether the event can be a mere consequence of one of the others."""
-    for other in others:
-        same_cause = other.cause.id == event.cause.id and event.from_launcher == other.from_launcher
-        if other.record is event.record or same_cause:
-            continue
-        if event.from_launcher and not other.from_launcher:
-            return True
-        if can_follow(event, other) and not (can_follow(other, event) and is_root(event, other)):
-            return True
-    return False
-
-
-def can_follow(event: Event, other: Event) -> bool:
-    """Whether the event can be a consequence of the other one."""
-    is_abort, other_is_abort = (e.cause.id == ABORT and e.record.kind in ("exit", "signal") for e in (event, other))
-    if is_abort and WATCHDOG.search(other.record.text):
-        return True
-    if other_is_abort and WATCHDOG.search(event.record.text):
-        return False
-    if event.cause.id in CRASHES and event.record.kind != "exception" and other.record.kind == "exception":
-        ranks = {event.record.rank, other.record.rank} - {None}
-        return len(ranks) < 2 and other.cause.follows is not True
-    follows = event.cause.follows
-    return follows if isinstance(follows, bool) else other.cause.id in follows
-
-
-def is_root(event: Event, other: Event) -> bool:
-    """Which of two events that can each follow from the other came first; on different ranks, which is not a lost peer."""
-    if event.record.rank is not None and event.record.rank == other.record.rank and event.place[0] == other.place[0]:
-        return event.place[1] <= other.place[1]
-    follows, other_follows = event.cause.follows is True, other.cause.follows is True
-    return event.score >= other.score if follows == other_follows else other_follows
-
-
-def silent_exit(candidates: Sequence[Event], unexplained: Sequence[Record]) -> Record | None:
-    """The exit of a rank without any message, if all other events can only have followed from it."""
-    ranks = {event.record.rank for event in candidates}
-    if None in ranks:
-        return None  # the message may be that of the rank that exited
-    for event in candidates:
-        if event.cause.id in WAITING - {PEER_DIED} or (event.cause.follows is not True and not event.from_launcher):
-            return None
-    exits = [record for record in unexplained if record.kind in ("exit", "signal") and record.rank not in ranks]
-    return next((record for record in exits if not STOPPED.search(record.text)), None)
+    if culprit.cause.id == DIVERGED and culprit.record.kind == "line" and progress.nan_line is not None:
+        return explain_divergence(culprit.cause, progress.nan_line, progress, values)
+    return explain_event(culprit, roots, candidates, logs, progress, values, hang=hang)
 
 
 def explain_event(
@@ -145,13 +97,20 @@ def explain_event(
     logs: Sequence[Log],
     progress: LogProgress,
     values: Mapping[str, str],
+    *,
+    hang: CollectiveHang | None,
 ) -> Explanation:
     cause, record = culprit.cause, culprit.record
-    rank = culprit_rank(culprit, candidates, logs)
+    rank = culprit_rank(culprit, candidates, logs, hang=hang)
     step = progress.last_step if record.step is None else record.step
+    diverged = cause.id == DIVERGED and progress.nan_line is not None
+    if diverged:
+        step = progress.nan_step
     values = {**template_values(culprit, rank=rank, step=step, progress=progress), **values}
     same_cause = [event.record for event in candidates if event.cause.id == cause.id]
     evidence = make_evidence([record, *same_cause], MAX_EVIDENCE)
+    if diverged and len(logs) == 1:
+        evidence = (*nan_evidence(progress), *evidence)[:MAX_EVIDENCE]
     places = {(item.source, item.line) for item in evidence}
     consequences = [event.record for event in candidates if (event.record.source, event.record.line) not in places]
     rivals = sorted((event for event in roots if event.cause.id != cause.id), key=lambda event: -event.score)
@@ -170,7 +129,7 @@ def explain_event(
         host=culprit.values.get("host") or record.host,
         line=record.line,
         summary=fill_template(cause.summary, values),
-        fix=fill_template(cause.fix, values),
+        fix=format_fix(cause, [record, *same_cause], values),
         evidence=evidence,
         consequences=make_evidence(consequences, MAX_CONSEQUENCES),
         progress=progress,
@@ -205,17 +164,77 @@ def shorten(text: str) -> str:
 
 
 def explain_divergence(cause: Cause, nan_line: int, progress: LogProgress, values: Mapping[str, str]) -> Explanation:
-    """For a log whose losses are NaN or infinite to its end and which has no other failure."""
-    values = {**clean_values({"step": progress.nan_step, "last_step": progress.last_step}), **values}
+    """For a log whose losses or gradient norms are NaN or infinite to its end and which has no other failure."""
+    values = {**clean_values({"nan_step": progress.nan_step, "last_step": progress.last_step}), **values}
     return Explanation(
         cause=cause.id, confidence=0.8, step=progress.nan_step, line=nan_line,
-        summary=fill_template(cause.summary, values), fix=fill_template(cause.fix, values),
-        evidence=(Evidence(nan_line, f"loss {progress.last_loss} from here to the end"),), progress=progress,
+        summary=fill_template(cause.summary, values), fix=format_fix(cause, (), values),
+        evidence=nan_evidence(progress), progress=progress,
     )  # fmt: skip
 
 
+def nan_evidence(progress: LogProgress) -> tuple[Evidence, ...]:
+    """The line from which on every loss or every gradient norm is NaN or infinite."""
+    if progress.nan_line is None:
+        return ()
+    value = progress.last_loss if progress.nan_measure == "loss" else "NaN or infinite"
+    return (Evidence(progress.nan_line, f"{progress.nan_measure} {value} from here to the end"),)
+
+
+def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[str, str]) -> Explanation:
+    """For logs without any known failure: healthy only if something shows that the run works."""
+    if any(log.problem == INCOMPLETE for log in logs):
+        return explain_silence(logs, progress, ())
+    if trouble := [] if progress.finished else [Evidence(n, shorten(text)) for n, text in trouble_at_end(logs)]:
+        return explain_silence(logs, progress, trouble)
+    if progress.finished or progress.steps >= MIN_STEPS:
+        return explain_health(progress)
+    last_lines = [[text for _, text in log.last_lines] for log in logs if log.last_lines]
+    if last_lines and all(map(ends_at_init, last_lines)):
+        cause, place = load_catalogue().causes[FIRST_TRANSFER], logs[0].last_lines[-1:]
+        values = {
+            **values,
+            "observed": "the log ends when NCCL's communicators are ready, before a collective completed",
+        }
+        return Explanation(
+            cause=cause.id, also=(DESYNC,), confidence=INIT_CONFIDENCE, progress=progress,
+            summary=fill_template(cause.summary, values), fix=format_fix(cause, (), values),
+            evidence=tuple(Evidence(number, shorten(text)) for number, text in place),
+        )  # fmt: skip
+    is_long = max((len({number for number, _ in log.last_lines}) for log in logs), default=0) >= MIN_LINES
+    if is_long and not any(map(ends_in_nccl, last_lines)):
+        summary = f"no failure found in {count_lines(logs):,} lines, but they report no step and no end"
+        return Explanation(HEALTHY, confidence=OUTPUT_CONFIDENCE, summary=summary, fix=CHECK_END, progress=progress)
+    return explain_silence(logs, progress, ())
+
+
+def explain_silence(logs: Sequence[Log], progress: LogProgress, trouble: Sequence[Evidence]) -> Explanation:
+    """For logs that show neither a known failure nor that the run works: what was read. trouble: their suspicious last lines."""
+    num_lines = f"{count_lines(logs):,} lines"
+    fix = f"pass the whole log of every rank: {ONE_LOG_PER_RANK}"
+    if trouble:
+        summary = f"no failure is recognized, but the log ends with: {trouble[0].text[:MAX_QUOTE]}"
+    elif any(log.problem == INCOMPLETE for log in logs):
+        summary = f"{INCOMPLETE}: no failure found in the {num_lines} that could be read"
+        fix = "copy the file again, or pass the log before its compression"
+    elif logs and all(log.problem == NOT_TEXT for log in logs):
+        summary, fix = NOT_TEXT, "pass the text that the training printed: paceline explain LOG"
+    elif not any(log.last_lines for log in logs):
+        summary, fix = "the log is empty", "check whether the job started, and where it writes its output"
+    else:
+        summary = f"no failure found, but nothing shows that the run works: {num_lines} without a step or an end"
+    ends = [Evidence(number, shorten(text)) for log in logs for number, text in log.last_lines[-1:]]
+    evidence = tuple([*(trouble or ends)][:MAX_EVIDENCE])
+    return Explanation(UNKNOWN, summary=summary, fix=fix, evidence=evidence, progress=progress)
+
+
+def count_lines(logs: Sequence[Log]) -> int:
+    """The number of lines up to the last one that is not blank."""
+    return sum(log.last_lines[-1][0] for log in logs if log.last_lines)
+
+
 def explain_health(progress: LogProgress) -> Explanation:
-    """For a log without any failure; one that stops at a progress line may have been cut off."""
+    """For a log that shows that the run works and no failure; one that stops at a progress line may have been cut off."""
     summary, fix = "no failure found", ""
     if progress.last_step is not None:
         loss = f", loss {progress.last_loss:g}" if progress.last_loss is not None else ""
@@ -223,9 +242,14 @@ def explain_health(progress: LogProgress) -> Explanation:
         summary += f": {progress.steps:,} progress lines, {steps}{loss}"
     if progress.silent_end:
         summary += "; the log stops there without an error or a final message"
-        fix = "if the job ended: check sacct -j JOB, or dmesg on its host; if it hangs: run py-spy dump --pid PID on each rank"
-    confidence = 0.6 if progress.silent_end else 0.9 if progress.steps else 0.7
-    return Explanation(HEALTHY, confidence=confidence, summary=summary, fix=fix, progress=progress)
+        fix = CHECK_END
+    return Explanation(
+        HEALTHY,
+        confidence=0.9 if progress.finished else 0.6 if progress.silent_end else 0.7,
+        summary=summary,
+        fix=fix,
+        progress=progress,
+    )
 
 
 def explain_unknown(
@@ -237,13 +261,16 @@ def explain_unknown(
     if len(unexplained) < 2 and not consequences:
         evidence += tuple(Evidence(number, shorten(text)) for log in logs for number, text in log.last_lines[-3:])
     victims = [event.record for event in consequences]
+    summary = f"the failure is not in the catalogue: {shorten(first.text.splitlines()[0])[:MAX_QUOTE]}"
+    if first.text == CUT_OFF:
+        summary = f"the log ends inside a traceback at {frame_values(first).get('where', 'its first line')}"
     return Explanation(
         cause=UNKNOWN,
         rank=first.rank,
         step=first.step,
         host=first.host,
         line=first.line,
-        summary=f"the failure is not in the catalogue: {shorten(first.text.splitlines()[0])[:200]}",
+        summary=summary,
         fix=unknown_fix(first, logs),
         evidence=evidence,
         consequences=make_evidence(victims, MAX_CONSEQUENCES),
@@ -274,17 +301,28 @@ def template_values(event: Event, *, rank: int | None, step: int | None, progres
         "host": record.host,
         "source": record.source,
         "last_step": progress.last_step,
+        "nan_step": progress.nan_step,
         "type": exception["type"].rpartition(".")[2] if exception else None,
         "message": exception["message"] if exception else first,
         "exit_code": code["code"] if code else None,
         "signal": signal[0] if signal else None,
         **frame_values(record),
+        "package": package_of(event.values.get("module")),
         **event.values,
         "rank": rank,
     }
     if num_bytes := BYTES.fullmatch(str(values.get("requested", ""))):
         values["requested"] = format_bytes(int(num_bytes[1]))
+    for name, seconds in (("ran_ms", 0.001), ("ran_s", 1.0)):
+        if (duration := event.values.get(name)) and len(duration) <= MAX_DIGITS:
+            values["duration"] = format_duration(int(duration) * seconds)
     return clean_values(values)
+
+
+def package_of(module: str | None) -> str | None:
+    """What pip installs for a module: the name of its top-level package, unless the catalogue has another one."""
+    packages, name = load_catalogue().packages, (module or "").partition(".")[0]
+    return packages.get(module or "") or packages.get(name, name)
 
 
 def frame_values(record: Record) -> dict[str, str | None]:
@@ -299,15 +337,32 @@ def frame_values(record: Record) -> dict[str, str | None]:
     return {"where": f"{inner}:{frames[-1]['line']}{function}", "script": outer}
 
 
+def format_fix(cause: Cause, records: Sequence[Record], values: Mapping[str, str]) -> str:
+    """The cause's fix for the case that its records show; the culprit's record is the first."""
+    texts = [record.text for record in records[1:MAX_CASE_RECORDS]]
+    for record in records[:1]:  # its innermost frame ends the text
+        texts += [f"host {record.host}", record.text, *record.frames]
+    fix, groups = cause.choose_fix("\n".join(texts))
+    return fill_template(fix, {**values, **clean_values(groups)})
+
+
 def fill_template(template: str, values: Mapping[str, str]) -> str:
     """The sentence with its values, on one line.
 
     A part in [ ] is left out if one of its values is unknown. Elsewhere an unknown rank reads "a rank" and any other unknown
-    value "n/a".
+    value "n/a". Text between backticks is a command: there a value is one word of the shell, and one that would still be an
+    option or end the command counts as unknown and reads as its name in capitals.
     """
-    text = OPTIONAL.sub(lambda match: match[1] if set(PLACEHOLDER.findall(match[1])) <= values.keys() else "", template)
+    in_commands = set(PLACEHOLDER.findall("".join(template.split("`")[1::2])))
+    unsafe = {name for name in in_commands & values.keys() if values[name].startswith("-") or "`" in values[name]}
+    known = values.keys() - unsafe
+    text = OPTIONAL.sub(lambda match: match[1] if set(PLACEHOLDER.findall(match[1])) <= known else "", template)
     text = text if "rank" in values else text.replace("rank {rank}", "a rank")
-    return " ".join(PLACEHOLDER.sub(lambda match: values.get(match[1], "n/a"), text).split())
+    names = PLACEHOLDER.findall(text)
+    prose = {name: values.get(name, "n/a") for name in names}
+    words = {name: shlex.quote(values[name]) if name in known else name.upper() for name in names}
+    parts = [part.format_map(table) for part, table in zip(text.split("`"), cycle((prose, words)), strict=False)]
+    return " ".join("`".join(parts).split())
 
 
 def clean_values(values: Mapping[str, object]) -> dict[str, str]:

@@ -170,11 +170,15 @@ def start_engine(job: dict[str, Any]) -> subprocess.Popen[bytes]:
 def listen(address: str, ports: Sequence[int] | None) -> socket.socket:
     """Returns a listener on this address alone: the store that it becomes asks nobody who they are. ports: first and last."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    for port in range(ports[0], ports[1] + 1) if ports else (0,):
-        with suppress(OSError):
+    low, high = ports or (0, 0)
+    for port in range(low, high + 1):
+        try:
             return socket.create_server((address, port), family=family, backlog=1024)
-    where = f"on ports {ports[0]} to {ports[1]} " if ports else ""
-    raise OSError(f"cannot listen {where}at {address}")
+        except OSError as error:
+            if port == high:
+                text = f"{error.strerror}: the ranks meet at {address}"
+                raise OSError(error.errno, f"{text}, on a port of --ports {low}-{high}" if ports else text) from error
+    raise AssertionError("no port to try")
 
 
 def connect_error(address: str, port: int) -> str | None:

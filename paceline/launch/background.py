@@ -11,11 +11,13 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError
+from paceline.launch.ssh import agent_note
 from paceline.launch.supervisor import ONE_CTRL_C_S
 from paceline.model.manifest import list_checkpoints
 from paceline.options import StopOptions
@@ -26,11 +28,14 @@ POLL_S = 0.1
 SUPERVISOR_LOG = "supervisor.log"
 
 
-def detach(run: RunDir, lock: int) -> bool:
+def detach(run: RunDir, lock: int, *, destinations: Sequence[str] = ()) -> bool:
     """Continues in a process of its own, without the terminal; returns whether this is the process that has done its part.
 
-    Call it before anything else is started: what this process has started is not the child's of the other one.
+    Call it before anything else is started: what this process has started is not the child's of the other one. destinations: the
+    hosts that it reaches by ssh.
     """
+    if note := agent_note(destinations):
+        print(note)
     path = run.path / "logs" / SUPERVISOR_LOG
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()

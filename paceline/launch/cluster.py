@@ -17,16 +17,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paceline.check.probes.network_probe import interface_here, route_to
+from paceline.check.probes.network_probe import interface_env, interface_here, route_to
 from paceline.config import Config
 from paceline.errors import PacelineError
 from paceline.launch.agent import prepare_attempt, start_agent_process
 from paceline.launch.channel import Channel, Line, frame, wait
 from paceline.launch.copies import Copies
-from paceline.launch.gather import Arrivals, folder_frames
+from paceline.launch.gather import RUN_FILES, Arrivals, folder_frames
 from paceline.launch.hosts import HostEntry, parse_ports
 from paceline.launch.member import QUICK_FOR_S, Member, Reach
-from paceline.launch.remote import interface_env
 from paceline.model.manifest import MANIFEST, newest_good, read_manifest
 from paceline.plan.machine import Machine
 from paceline.rundir import RunDir, append_event
@@ -37,7 +36,6 @@ LONGEST_TICK_S = 1.0  # of a tick that took longer, this process itself was stop
 OPEN_S = 150.0
 SEND_S = 3600.0  # for a host to take the text or a checkpoint
 STORE_S = 20.0
-SENT_FILES = ("config.toml", "plan.json", "dataset.json", "skipped.json", "tokenizer/tokenizer.json")
 
 
 class Cluster:
@@ -58,13 +56,13 @@ class Cluster:
         rejoin: whether a lost host is tried again for as long as the run lasts. reaches: links that were begun before.
         """
         self._machine = machine
-        self.members = [Member(entry, nproc, entry.host, reach=(reaches or {}).get(entry)) for entry in entries]
+        self.members = [Member(entry, nproc, reach=(reaches or {}).get(entry)) for entry in entries]
         config = config or Config()
         self.python, self.interface, self.ports = config.python, config.interface, parse_ports(config.ports)
         self.run: RunDir | None = None
         self.started: list[Member] = []  # those of the last attempt, or of the one that begins
         self._is_begun = False
-        self._rejoin, self._text = rejoin, ""
+        self._rejoin, self._text, self._is_kept = rejoin, "", True
         self.is_leaving = False  # the attempt is to be saved and ended, since the next one has more hosts
         self.copies: Copies | None = None
         self.arrivals: Arrivals | None = None
@@ -169,11 +167,11 @@ class Cluster:
             member.take_state(line)
         elif line.get("event") == "hello":
             assert self.run
-            member.greet(line, self.run, text=self._text, interface=self.interface)
+            member.greet(line, self.run, text=self._text, interface=self.interface, is_kept=self._is_kept)
         elif line.get("event") == "opened":
             member.open(line)
         elif line.get("event") == "refused" and (not member.is_open or line.get("do") == "attempt"):
-            member.lose(line["why"])
+            member.refuse(line)
         elif line.get("event") == "refused" and self.copies and self.copies.give_up(member):
             append_event(
                 self.copies.run, "note", text=f"host {member.name} keeps no copy of the checkpoint: {line['why']}"
@@ -196,7 +194,7 @@ class Cluster:
                 if line:
                     member.waiting.remove(line)
                     if line["event"] == "refused":
-                        member.lose(line["why"])
+                        member.refuse(line)
                     answers[member] = line
                 elif time.monotonic() > deadline and is_required:
                     member.lose(f"it did not answer for {timeout_s:.0f} s")
@@ -212,9 +210,12 @@ class Cluster:
         self.stop_for_lost(members)
         return answers
 
-    def connect(self, run: RunDir, *, text: Path | None) -> None:
-        """Opens the links and the copies of the run folder. Raises PacelineError for a host that cannot be reached."""
-        self.run, self.copies, self._text = run, Copies(run), text.name if text else ""
+    def connect(self, run: RunDir, *, text: Path | None, is_kept: bool = True) -> None:
+        """Opens the links and the copies of the run folder. Raises PacelineError for a host that cannot be reached.
+
+        is_kept: whether the copies remain when the links end.
+        """
+        self.run, self.copies, self._text, self._is_kept = run, Copies(run), text.name if text else "", is_kept
         self.arrivals = Arrivals(
             run, on_no_space=lambda name: append_event(run, "note", text=f"no space left for {name} of another host")
         )
@@ -227,23 +228,16 @@ class Cluster:
         for member in self.members:
             if member.is_here:
                 by_route = next((route_to(other.address) for other in others if other.address), None)
-                member.address = self._chosen_address() or by_route or "127.0.0.1"
-
-    def _chosen_address(self) -> str | None:
-        """Returns the address of --interface on this host; raises PacelineError where it has none."""
-        try:
-            return interface_here(self.interface)[1] if self.interface else None
-        except ValueError as error:
-            self.close()
-            fix = "--interface NAME of one of them, or a network such as 10.0.0.0/24"
-            raise PacelineError(str(error), fix=fix) from None
+                chosen = interface_here(self.interface)[1] if self.interface else None
+                member.address = chosen or by_route or "127.0.0.1"
 
     def stop_for_lost(self, members: Iterable[Member]) -> None:
         """Raises PacelineError where one of these hosts was lost."""
         lost = next((member for member in members if member.lost), None)
         if lost:
             self.close()
-            check = f"paceline check --hosts {','.join(m.name for m in self.members)}"
+            check = f"paceline check --hosts {','.join(m.entry.text for m in self.members)}"
+            check += f" --python {self.python}" if self.python else ""
             raise PacelineError(f"host {lost.name}: {lost.lost}", fix=lost.error.fix if lost.error else check)
 
     def lacking(self, members: Sequence[Member], what: str, files: Mapping[str, str]) -> dict[Member, list[str]]:
@@ -257,6 +251,9 @@ class Cluster:
         while any(m.channel is not None and m.channel.has_more for m in members):
             show()
             self.pump(0.1)
+            for member in (m for m in members if m.lost is None):
+                if refusal := next((line for line in member.waiting if line.get("event") == "refused"), None):
+                    member.refuse(refusal)
 
     def settle(self) -> None:
         """Before an attempt: gives every host the run's files and the checkpoint that it goes on from."""
@@ -269,7 +266,7 @@ class Cluster:
         for member in others:
             member.waiting.clear()
             member.send({"do": "settle", "step": step})
-            names = [*SENT_FILES, *(["metrics.jsonl"] if member.first_rank == 0 else [])]
+            names = [*RUN_FILES, *(["metrics.jsonl"] if member.first_rank == 0 else [])]
             member.send_behind(folder_frames(run.path, [n for n in names if (run.path / n).exists()], ""))
         if newest:
             files = {name: entry.sha256 for name, entry in read_manifest(newest).files.items()}
@@ -278,6 +275,9 @@ class Cluster:
                 if names:
                     member.send_behind(folder_frames(newest, names, f"checkpoints/{newest.name}/"))
         self.send_all(others)
+        for member in others:
+            member.send({"do": "settled"})
+        self.answers(others, "settled", timeout_s=SEND_S)  # or a refusal: a file did not fit
 
     def begin(self) -> list[Member]:
         """Returns the hosts of the next attempt, which stay the same until it has ended: if one is lost, the attempt fails."""

@@ -29,7 +29,7 @@ from paceline.config_file import checked_value
 from paceline.errors import PacelineError, UsageError
 from paceline.launch.hosts import HostEntry, is_this_host, parse_hosts, ranks_of
 from paceline.launch.ssh import ssh_name
-from paceline.options import AccelerateOptions
+from paceline.options import AccelerateOptions, HostOptions
 from paceline.plan.machine import Machine
 from paceline.plan.planner import choose_device, choose_precision, choose_world_size
 from paceline.terminal import cells, pad
@@ -158,6 +158,17 @@ def env_elsewhere(user_env: Mapping[str, str], launch: Launch, names: Sequence[s
     """Returns the variables for other hosts: what paceline sets, and those of --env; nothing else of the user's travels."""
     _, rows = worker_env({}, launch)
     return {**{row.name: row.value for row in rows}, **listed_env(user_env, names, several=True)}
+
+
+def check_host_options(user_env: Mapping[str, str], options: HostOptions, *, num_hosts: int) -> None:
+    """Raises PacelineError for options that do not fit the hosts. num_hosts: 0 where none are named."""
+    listed_env(user_env, options.env, several=num_hosts > 0)
+    if num_hosts == 0 and (options.min_hosts > 1 or not options.rejoin):
+        flag = "--no-rejoin" if options.min_hosts == 1 else f"--min-hosts {options.min_hosts}"
+        raise UsageError(f"{flag} is about several hosts", fix="--hosts ada,bob, or leave it out")
+    if options.min_hosts > max(1, num_hosts):
+        what = f"--min-hosts {options.min_hosts}, and --hosts names {num_hosts}"
+        raise UsageError(what, fix=f"--min-hosts {num_hosts}, or fewer")
 
 
 def listed_env(user_env: Mapping[str, str], names: Sequence[str], *, several: bool) -> dict[str, str]:
@@ -304,7 +315,7 @@ def accelerate_configs(options: AccelerateOptions, machine: Machine) -> str:
         host: (
             own,
             make_accelerate_config(own, machine),
-            Path(options.out).with_stem(f"{Path(options.out).stem}-{host}"),
+            Path(options.out).with_stem(f"{Path(options.out).stem}-{host.replace(':', '-')}"),
         )
         for host, own in options_of_hosts(options).items()
     }
@@ -318,7 +329,7 @@ def accelerate_configs(options: AccelerateOptions, machine: Machine) -> str:
             accelerate_config(replace(own, out=str(path), hosts=None), machine).replace("next    ", f"on {host}: ")
         )
     others = [entry for entry in parse_hosts(options.hosts or "") if not is_this_host(entry)]
-    copies = [f"scp {hosts[entry.host][2]} {entry.destination}:" for entry in others]
+    copies = [f"scp {hosts[entry.host][2]} {entry.text}:" for entry in others]
     return "\n".join([*lines, f"copy    {'; '.join(copies)}"])
 
 

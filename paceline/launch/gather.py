@@ -23,19 +23,19 @@ from paceline.rundir import NO_SPACE, RunDir, write_atomic
 # what a host may send into the run folder, and how: only new bytes, or the whole file each time
 GROWS = re.compile(r"events\.jsonl|metrics\.jsonl|health/[^/]+\.jsonl|logs/\d+/[^/]+\.(?:log|stacks)")
 REPLACED = re.compile(
-    r"plan\.json|progress/\d+|comm/(?:\d+\.json|num_operations)|samples/[^/]+|trouble/[^/]+/[^/]+"
+    r"plan\.json|progress/\d+|comm/(?:\d+\.json|num_operations)|probe/\d+\.json|samples/[^/]+|trouble/[^/]+/[^/]+"
     r"|logs/\d+/(?:[^/]+\.error\.json|comm_lib_trace_rank_\d+)"
     r"|checkpoints/\.step_\d+\.[\w-]+\.tmp/[^/]+"
 )
-# what the supervisor may send into the copy of another host
+# what the supervisor sends into the copy of another host before each attempt, and all that it may send
+RUN_FILES = ("config.toml", "plan.json", "dataset.json", "skipped.json", "tokenizer/tokenizer.json")
 SENT = re.compile(
-    r"(?:config\.toml|plan\.json|dataset\.json|skipped\.json|metrics\.jsonl|tokenizer/tokenizer\.json|checkpoints/[^/]+/[^/]+"
-    r"|history/(?:events|metrics)\.jsonl)"
+    "|".join(map(re.escape, RUN_FILES)) + r"|metrics\.jsonl|checkpoints/[^/]+/[^/]+|history/(?:events|metrics)\.jsonl"
 )
 SHARED = ("events.jsonl",)  # the supervisor writes into it too
 FROM_HOST = re.compile(f"(?:{GROWS.pattern}|{REPLACED.pattern})")
 PART = ".part"
-FOLDERS = ("health", "comm", "samples", "trouble/*", "checkpoints/.step_*.tmp")
+FOLDERS = ("health", "comm", "probe", "samples", "trouble/*", "checkpoints/.step_*.tmp")
 
 
 class Follower:
@@ -58,6 +58,10 @@ class Follower:
         for name, size in sizes.items():
             with suppress(OSError):
                 self._sent[name] = ((self.run.path / name).stat().st_ino, size, 0)
+        # the plan may have changed since, and steps that were not received are done again
+        for path in (self.run.plan_json, self.run.metrics):
+            with suppress(OSError):
+                self._sent[path.name] = stamp(path)
         self.scan(None)
 
     def hurry(self, attempt: int) -> None:
@@ -135,11 +139,17 @@ def file_frames(
 def write_piece(path: Path, line: Line, data: bytes, *, part: Path | None = None, sync: bool = False) -> None:
     """Writes a piece of a file that appears whole or not at all. The first replaces what a link that broke has left."""
     part = part or path.with_name(path.name + PART)
-    with part.open("wb" if line.get("first", True) else "ab") as file:
-        file.write(data)
-        if line["last"] and sync:
-            file.flush()
-            os.fsync(file.fileno())
+    if not line.get("first", True) and not part.exists():
+        return  # a piece before it did not fit
+    try:
+        with part.open("wb" if line.get("first", True) else "ab") as file:
+            file.write(data)
+            if line["last"] and sync:
+                file.flush()
+                os.fsync(file.fileno())
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
     if line["last"]:
         part.replace(path)
 
@@ -181,6 +191,9 @@ class Arrivals:
             return
         if not self.run.path.is_dir():  # a run folder that has vanished is not made again
             return
+        if name in SHARED and line.get("first") and self.run.events.exists():  # of a copy whose link was made again
+            known = set(self.run.events.read_bytes().splitlines())
+            data = b"".join(record for record in data.splitlines(keepends=True) if record.rstrip() not in known)
         try:
             receive(self.run, line, data, allowed=FROM_HOST)
         except ValueError:  # a name that no run has

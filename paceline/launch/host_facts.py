@@ -39,10 +39,8 @@ from paceline.rundir import RunDir
 from paceline.terminal import progress_line
 
 FACTS, LINKS = "paceline.check.probes.facts", "paceline.check.probes.link_probe"
-UNKNOWN_LINK: dict[str, Any] = {
-    "address": None, "port": 0, "rtt_us": None, "bits_per_s": None, "back_bits_per_s": None, "mtu": None, "tried": [],
-    "error": "probe",
-}  # fmt: skip
+UNKNOWN_LINK: dict[str, Any] = {"port": 0, "tried": [], "error": "probe"}
+UNKNOWN_LINK |= dict.fromkeys(("address", "rtt_us", "bits_per_s", "back_bits_per_s", "mtu"))
 
 
 def hosts_asker(
@@ -71,7 +69,7 @@ def hosts_asker(
             reached = [
                 entry for entry, facts in zip(entries, hosts, strict=True) if facts["connection"]["error"] is None
             ]
-            links = measure_links(reached, probes, interface=interface)
+            links = measure_links(reached, probes, ports=ports, interface=interface)
         names = [facts["connection"]["destination"] for facts in hosts]
         return [{**facts, "links": links.get(name, [])} for name, facts in zip(names, hosts, strict=True)]
 
@@ -136,7 +134,11 @@ def link_probes(
 
 
 def measure_links(
-    entries: Sequence[HostEntry], probes: Mapping[HostEntry, Future[LinkProbe]], *, interface: str | None = None
+    entries: Sequence[HostEntry],
+    probes: Mapping[HostEntry, Future[LinkProbe]],
+    *,
+    ports: tuple[int, int] | None = None,
+    interface: str | None = None,
 ) -> dict[str, list[dict[str, Any]]]:
     """Returns how each host reaches those after it, by destination: one pair at a time, so that none slows another."""
     links: dict[str, list[dict[str, Any]]] = {entry.destination: [] for entry in entries}
@@ -154,7 +156,8 @@ def measure_links(
             for entry, probe in ((first, ours), (second, theirs)):
                 if entry not in clocks_s:
                     clocks_s[entry] = probe.clock_ahead_s()
-            return {**ours.ask(order), "clock_s": round(clocks_s[second] - clocks_s[first], 3)}
+            own = {"own_store_port": ours.listens["store_port"]} if ports else {}
+            return {**ours.ask(order), **own, "clock_s": round(clocks_s[second] - clocks_s[first], 3)}
         except PacelineError as error:
             ours.listens = {"reason": f"{first.destination}: {error.message}"}
             return {**UNKNOWN_LINK, "reason": ours.listens["reason"]}
@@ -181,7 +184,7 @@ class StartCheck:
         machine = machine_of_hosts(self.facts())
         if machine is None:
             self._judge(Intent(num_hosts=len(self.entries)))
-            raise PacelineError("no host could be asked", fix=f"paceline check --hosts {self.entries[0].destination}")
+            raise PacelineError("no host could be asked", fix=f"paceline check --hosts {self.entries[0].text}")
         return machine
 
     def judge(self, plan: Plan) -> CheckResult:
@@ -224,7 +227,7 @@ def facts_of_ranks(entries: Sequence[HostEntry], config: Config) -> list[Facts]:
     device = config.device or ("cuda" if all(visible_gpus(host) for host in facts) else "cpu")
     intent = Intent(device=device, nproc=config.nproc, num_hosts=len(facts), config=asdict(config))
     stops = [finding for finding in judge_facts(facts, intent).findings if finding.severity == "stop"]
-    report_and_refuse(stops, stopped="this measurement", several=True)
+    report_and_refuse(stops, stopped="this measurement", several=True, has_no_check=False)
     return facts
 
 

@@ -16,9 +16,8 @@ from paceline.config import Config
 from paceline.errors import UsageError
 from paceline.launch.ssh import ssh_name
 
-EXAMPLE = (
-    "--hosts ada,bob, user@ada, ada:2 for two ranks there, node[1-4], [fe80::1], or a file with one host on each line"
-)
+EXAMPLE = "--hosts ada,bob, user@ada, ada:2 for two ranks, node[1-4], [fe80::1], or a file with a host on each line"
+HOST_KEYS = ("hosts", "python", "interface", "ports")
 MAX_HOSTS = 1024
 ENTRY = re.compile(
     r"(?:(?P<user>[^@\s:]+)@)?(?:\[(?P<ipv6>[0-9A-Fa-f:.%\w]*:[^\]]*)\]|(?P<host>[^:@]+))(?::(?P<nproc>\d+))?"
@@ -63,7 +62,7 @@ def parse_hosts(text: str) -> list[HostEntry]:
         raise UsageError(empty, fix=EXAMPLE)
     for entry in entries:
         if sum(other.host == entry.host for other in entries) > 1:
-            raise UsageError(f"{entry.host} is listed twice", fix=f"once, with its ranks: {entry.destination}:2")
+            raise UsageError(f"{entry.host} is listed twice", fix=f"once, with its ranks: {entry.text}:2")
     return entries
 
 
@@ -80,7 +79,7 @@ def ranks_of(entries: Sequence[HostEntry]) -> int | None:
 def hosts_of(config: Config) -> tuple[list[HostEntry], Config]:
     """Returns the hosts of a config, none where it names none, and the config with the ranks on each that the list gives."""
     if config.hosts is None:
-        for key in ("python", "interface", "ports"):
+        for key in HOST_KEYS[1:]:
             if getattr(config, key) is not None:
                 raise UsageError(f"--{key} is about several hosts", fix=f"--hosts ada,bob, or leave --{key} out")
         return [], config
@@ -90,6 +89,10 @@ def hosts_of(config: Config) -> tuple[list[HostEntry], Config]:
     nproc = ranks_of(entries)
     if nproc is not None and config.nproc not in (None, nproc):
         raise UsageError(f"--hosts gives {nproc} ranks to a host, --nproc {config.nproc}", fix="leave one of them out")
+    here = [entry for entry in entries if is_this_host(entry)]
+    if len(here) > 1:
+        what = f"{here[0].host} and {here[1].host} are both this host"
+        raise UsageError(what, fix=f"one of them, with its ranks: {here[0].text}:2")
     names = ",".join(entry.text for entry in entries)  # the file may change, or lie on another machine
     return entries, replace(config, hosts=names, nproc=config.nproc if nproc is None else nproc)
 
@@ -141,6 +144,8 @@ def parse_entry(word: str, place: str) -> list[HostEntry]:
         if not match or not host or UNSAFE.search(host) or UNSAFE.search(match["user"] or ""):
             ipv6 = f"an IPv6 address stands in brackets: [{word}]; " if word.count(":") > 1 and "[" not in word else ""
             raise UsageError(f"{place}: {word!r} is not a host", fix=ipv6 + EXAMPLE)
+        if host.isdecimal():
+            raise UsageError(f"{place}: {host} is a number, not a host", fix=EXAMPLE)
         nproc = int(match["nproc"]) if match["nproc"] else None
         if nproc is not None and not 1 <= nproc <= 64:
             raise UsageError(f"{place}: {nproc} ranks on {host}", fix="1 to 64 ranks on a host")

@@ -19,10 +19,10 @@ from typing import Any
 from paceline.errors import Finding, PacelineError
 from paceline.launch.channel import Channel, Line
 from paceline.launch.hosts import HostEntry, is_this_host
-from paceline.launch.ssh import SshModule
+from paceline.launch.ssh import SshModule, disk_fix
 from paceline.launch.stacks import RankProcess
 from paceline.options import LaunchOptions
-from paceline.rundir import RunDir
+from paceline.rundir import RunDir, read_json_lines
 
 REMOTE = "paceline.launch.remote"
 QUICK_FOR_S = 8.0  # a connection that breaks while its host is well is there again within this
@@ -62,7 +62,6 @@ class Member:
 
     entry: HostEntry
     nproc: int
-    name: str  # as events and messages call it
     index: int = 0  # among the hosts of the attempt
     first_rank: int = 0
     channel: Channel | None = None
@@ -75,7 +74,6 @@ class Member:
     free_bytes: int | None = None  # on the disk of that
     own_job: Mapping[str, Any] = field(default_factory=dict)  # what differs there: command and cwd of a script
     clock_s: float = 0.0  # how far its clock is ahead of ours
-    is_greeted: bool = False  # its first line has come: before that it reads no frames
     is_open: bool = False  # it has found or made its run folder
     agent_ended: bool = True
     exit_code: int | None = None  # of its agent
@@ -94,6 +92,16 @@ class Member:
     retry_at: float = math.inf  # when to connect
     open_by: float = math.inf
     reach: Reach | None = None  # a try to connect
+
+    @property
+    def name(self) -> str:
+        """As events and messages call it."""
+        return self.entry.host
+
+    @property
+    def is_greeted(self) -> bool:
+        """Whether its first line has come: before that it reads no frames."""
+        return self.is_open or self.token is not None
 
     @property
     def is_here(self) -> bool:
@@ -132,9 +140,15 @@ class Member:
         self.shared, self.folder, self.address, self.is_open = line["shared"], line["folder"], line["address"], True
         self.forget_token()
 
+    def refuse(self, line: Line) -> None:
+        """Leaves the host out, which could not carry out an order."""
+        fix = disk_fix(self.entry.destination, line["why"]) if line["disk"] else line["fix"]
+        self.error = PacelineError(line["why"], fix=fix) if fix else None
+        self.lose(line["why"])
+
     def drop(self) -> None:
         """Ends the link."""
-        self.channel, self.is_greeted, self.is_open, self.retry_at = None, False, False, math.inf
+        self.channel, self.is_open, self.retry_at = None, False, math.inf
         self.forget_token()
         if self.ssh:
             self.ssh.process.kill()
@@ -166,19 +180,21 @@ class Member:
                 Channel(result.stdout.fileno(), result.stdin.fileno()), 0.0, now + open_s
             )  # fmt: skip
 
-    def greet(self, line: Line, run: RunDir, *, text: str, interface: str | None) -> None:
+    def greet(self, line: Line, run: RunDir, *, text: str, interface: str | None, is_kept: bool) -> None:
         """Asks the host, which has just said hello, for its copy of the run folder, and to end what a lost link has left there."""
         self.clock_s = line["time"] - time.time()
-        self.is_greeted = True
         self.token = run.path / f".shared-{secrets.token_hex(8)}"
         self.token.touch()
         head, path = socket.gethostname(), str(run.path.resolve())
-        key = hashlib.sha256(f"{head}:{path}".encode()).hexdigest()[:12]
+        # a run that was deleted may have had the same name, and left its copy there
+        began = next((event["time"] for event in read_json_lines(run.events)), "")
+        key = hashlib.sha256(f"{head}:{path}:{began}".encode()).hexdigest()[:12]
         folder = {"path": path, "token": self.token.name, "key": key, "text": text or None, "interface": interface}
-        growing = [*run.path.glob("logs/*/*"), *run.path.glob("health/*"), run.metrics]
+        growing = [*run.path.glob("logs/*/*"), *run.path.glob("health/*")]
         sizes = {str(path.relative_to(run.path)): path.stat().st_size for path in growing if path.is_file()}
         attempt = {"run_id": self.run_id, "index": self.index}  # the last one in which it took part
-        self.send({"do": "open", **folder, **attempt, "sizes": sizes, "host": self.name, "head": head})
+        order = {"do": "open", **folder, **attempt, "sizes": sizes, "host": self.name, "head": head, "kept": is_kept}
+        self.send(order)
 
     def give_up(self) -> None:
         """Connects no more."""

@@ -21,8 +21,9 @@ from paceline.check.probes.facts import DEFAULTS, PROBES, ask_probes
 from paceline.config import Config, cache_dir
 from paceline.config_file import find_config, resolve_config
 from paceline.data.prepare import TokenDataset
-from paceline.errors import Finding, PacelineError, PlanError, TrainingFailed
+from paceline.errors import Finding, PacelineError, PlanError, TrainingFailed, UsageError
 from paceline.heartbeat import read_heartbeat
+from paceline.launch.hosts import HOST_KEYS
 from paceline.launch.job import plan_env
 from paceline.launch.supervisor import Outcome, run_attempt
 from paceline.launch.train import changed_run, planner, prepare_data, record_data, reopen_data
@@ -51,6 +52,9 @@ PERFETTO = "https://ui.perfetto.dev"
 
 def profile_steps(options: ProfileOptions) -> tuple[dict[str, Any], Plan]:
     """Profiles the run or the config; returns what profile.json has, and the plan. Raises PacelineError where it cannot."""
+    for key in HOST_KEYS:
+        if key in options.keys:
+            raise UsageError(f"profile runs on this host alone, without --{key}", fix=f"leave --{key} out")
     machine, name = probe_machine(), options.config
     if name is None or name.endswith((".toml", ".py")) or find_config(name).is_file():
         config = resolve_config(name, options.keys)

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.check.probes.network_probe import interface_here, interface_to, ssh_address
+from paceline.check.probes.network_probe import interface_env, interface_here, ssh_address
 from paceline.config import Config, cache_dir
 from paceline.errors import PacelineError
 from paceline.explain.evidence import read_kernel_errors
@@ -69,6 +69,7 @@ class FarEnd:
         self.pids: dict[int, int] = {}  # of the attempt's ranks: pid -> rank
         self.has_failed = False  # one of them
         self.shared = False  # the run folder itself is here too: nothing has to travel
+        self.is_kept = True  # the copy remains when the link has ended
         self.follower: Follower | None = None
         self.text: Path | None = None
         self.script = ScriptCopy()
@@ -95,14 +96,13 @@ class FarEnd:
                 try:
                     self.obey(line, data)
                 except (OSError, ValueError, KeyError, PacelineError) as error:
-                    why = f"{line.get('do') or line.get('file')}: {error}"
-                    self.channel.send({"event": "refused", "do": line.get("do"), "why": why})
+                    self.refuse(error, do=line.get("do"))
             while self.pending and self.pending[0][0].done():
                 future, then = self.pending.pop(0)
                 try:
                     then(future.result())
                 except (OSError, ValueError) as error:
-                    self.channel.send({"event": "refused", "why": str(error)})
+                    self.refuse(error)
             now = time.monotonic()
             if self.lines:
                 self.pass_on(self.lines)
@@ -125,7 +125,22 @@ class FarEnd:
                     self.agent.stdin.close()
             if now > kill_at and self.agent:
                 self.agent.kill()
+        self.leave()
         return 0
+
+    def refuse(self, error: Exception, *, do: str | None = None) -> None:
+        """Tells the supervisor why an order was not carried out, or why a file could not be written."""
+        why, fix = (error.message, error.fix) if isinstance(error, PacelineError) else (str(error), None)
+        if is_disk := isinstance(error, OSError) and bool(error.strerror):
+            why = ": ".join(str(part) for part in (error.strerror, error.filename) if part)
+        self.channel.send({"event": "refused", "do": do, "why": why, "fix": fix, "disk": is_disk})
+
+    def leave(self) -> None:
+        """Removes the copy of a trial or a measurement, and one in which nothing has run."""
+        if self.run and self.lock is not None:
+            is_empty = {path.name for path in self.run.path.iterdir()} <= {self.run.lock.name}
+            if is_empty or not self.is_kept:
+                shutil.rmtree(self.run.path.parent, ignore_errors=True)
 
     def processes(self) -> dict[int, dict[str, object]]:
         """Returns what the supervisor's watchdog asks of each rank's process here."""
@@ -198,6 +213,8 @@ class FarEnd:
                 )
             case "script":
                 self.in_thread(self.script.answer, line, then=self.channel.send)
+            case "settled":
+                self.channel.send({"event": "settled"})
             case "settle":  # before an attempt: the checkpoints that the supervisor has are those that count
                 assert self.run
                 if not self.shared:
@@ -224,7 +241,7 @@ class FarEnd:
 
         line: the folder's path at the supervisor, a token in it, its key; what the run calls this host; and the interface to use.
         """
-        self.host, self.interface = line["host"].replace("/", "_"), line["interface"]
+        self.host, self.interface, self.is_kept = line["host"].replace("/", "_"), line["interface"], line["kept"]
         address = interface_here(self.interface)[1] if self.interface else ssh_address()
         original = Path(line["path"])
         self.shared = (original / line["token"]).is_file()
@@ -253,7 +270,8 @@ class FarEnd:
                 return lock_run(run, host=head)
             except RunInUse as error:
                 if time.monotonic() > deadline or self.channel.ended:
-                    raise ValueError(error.message) from error
+                    fix = "wait until it has ended; or leave one out of --hosts, where two of them are one host"
+                    raise PacelineError(error.message, fix=fix) from None
             self.channel.send({"event": "alive"})
             time.sleep(ALIVE_S)
 
@@ -349,18 +367,6 @@ def own_env(env: dict[str, str], run: RunDir) -> dict[str, str]:
     if "PYTHONPATH" in env:  # paceline itself is in this host's
         changes["PYTHONPATH"] = os.pathsep.join(filter(None, [env["PYTHONPATH"], os.environ.get("PYTHONPATH")]))
     return {**env, **changes}
-
-
-def interface_env(reach: str | None, choice: str | None) -> dict[str, str]:
-    """Returns which network interface gloo and NCCL use: the chosen one, else that by which this host reaches an address.
-
-    A variable that the user has set on this host stays, except beside --interface. NCCL takes a name without `=` as a prefix.
-    """
-    name = interface_here(choice)[0] if choice else interface_to(reach) if reach else None
-    if name is None:
-        return {}
-    env = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
-    return env if choice else {key: value for key, value in env.items() if key not in os.environ}
 
 
 if __name__ == "__main__":

@@ -28,9 +28,9 @@ from paceline.launch.attempts import Job, run_job
 from paceline.launch.background import detach
 from paceline.launch.cluster import Cluster
 from paceline.launch.digest import LogTail, NewRecords, is_terminal
-from paceline.launch.env import Launch, env_elsewhere, format_env, harm_lines, listed_env, worker_env
+from paceline.launch.env import Launch, check_host_options, env_elsewhere, format_env, harm_lines, worker_env
 from paceline.launch.host_facts import StartCheck, hosts_asker
-from paceline.launch.hosts import HostEntry, hosts_of
+from paceline.launch.hosts import HOST_KEYS, HostEntry, hosts_of, is_this_host
 from paceline.launch.member import reach_early
 from paceline.launch.notify import checked_services
 from paceline.launch.policy import CRASHES, Abilities, AttemptEnd
@@ -47,7 +47,6 @@ STOP_GRACE_S = 60.0
 LAUNCHER_MODULES = {"torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"}
 LAUNCHERS = {"torchrun", "deepspeed", "mpirun", "mpiexec", "horovodrun"}
 CONFIG_KEYS = {"command", "nproc", "device", "cwd"}
-HOST_KEYS = ("hosts", "python", "interface", "ports")
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ def run_script(options: ScriptOptions) -> int:
     request = read_request(options.command, options.keys)
     entries, config = hosts_of(request.config)
     request = replace(request, config=config)
-    listed_env(os.environ, options.env, several=bool(entries))
+    check_host_options(os.environ, options, num_hosts=len(entries))
     if (options.sync or options.no_sync) and not entries:
         raise UsageError("--sync and --no-sync are about several hosts", fix="--hosts ada,bob, or leave it out")
     if options.sync and options.no_sync:
@@ -88,18 +87,17 @@ def run_script(options: ScriptOptions) -> int:
     facts = hosts_facts(entries, config, run) if entries else ()
     machine = StartCheck(lambda: facts, entries, lambda _: Intent(), is_on=options.check, stream=sys.stderr).machine()
     script = make_script(request, machine)
-    checked = check_script(script, run, facts) if options.check else CheckResult((), ())
+    checked = check_script(script, run, facts, config=config) if options.check else CheckResult((), ())
     launch = Launch(script.nproc, script.device, machine.cpu_cores, libuv=checked.libuv, for_script=True)
     env, rows = worker_env(os.environ, launch)
     with suppress(PacelineError) if options.show_env else nullcontext():
-        report_and_refuse(checked.findings, stopped="this script", stream=sys.stderr)
+        report_and_refuse(checked.findings, stopped="this script", stream=sys.stderr, several=bool(entries))
     if options.show_env:
         print(format_env(rows))
         return 0
     lock = create_run(run, script, checked)
-    job = ScriptJob(run, lock, checked.libuv, options, script, argv, env)
-    lines = []
-    if options.detach and detach(run, lock):
+    job, lines = ScriptJob(run, lock, checked.libuv, options, script, argv, env), list[str]()
+    if options.detach and detach(run, lock, destinations=[e.destination for e in entries if not is_this_host(e)]):
         return 0
     if files:
         cluster = job.cluster = Cluster(entries, machine, config, nproc=script.nproc, reaches=reaches)
@@ -109,11 +107,11 @@ def run_script(options: ScriptOptions) -> int:
             lines = send_script(cluster, files, run, sync=not options.no_sync)
         except BaseException:
             cluster.close()
-            shutil.rmtree(run.path)  # nothing has run
+            if not options.detach:  # nothing has run; a log in the folder has the error
+                shutil.rmtree(run.path)
             raise
     device = f"device  {format_devices(script, machine, num_hosts=len(entries))}"
-    head = [f"script  {' '.join(script.command)}", device, *lines, f"run     {run.path}"]
-    job.show([*head, *harm_lines(rows), ""])
+    job.show([f"script  {' '.join(script.command)}", device, *lines, f"run     {run.path}", *harm_lines(rows), ""])
     try:
         return run_job(job, services)
     finally:
@@ -233,9 +231,10 @@ def hosts_facts(entries: Sequence[HostEntry], config: Config, run: RunDir) -> li
         return hosts_asker(entries, config)(gathered.facts)
 
 
-def check_script(script: Script, run: RunDir, facts: Sequence[Facts]) -> CheckResult:
+def check_script(script: Script, run: RunDir, facts: Sequence[Facts], *, config: Config) -> CheckResult:
     """Checks whether the script would fail, and what would hurt it. facts: of several hosts; empty for this one."""
-    intent = Intent(command="run", device=script.device, nproc=script.nproc, run_dir=str(run.path))
+    keys = {key: getattr(config, key) for key in ("device", *HOST_KEYS)}
+    intent = Intent(command="run", device=script.device, nproc=script.nproc, run_dir=str(run.path), config=keys)
     return judge_facts(facts or hosts_facts((), Config(), run), replace(intent, num_hosts=max(1, len(facts))))
 
 
@@ -250,6 +249,8 @@ def read_request(command: Sequence[str], keys: Mapping[str, Any]) -> Request:
             raise UsageError(f"{command[0]} has its own command", fix=f"paceline run {command[0]}")
         config_toml = read_config(Path(command[0]))
         command, cwd = list(config_toml.pop("command")), Path(config_toml.pop("cwd"))
+        if "nproc" not in values and hosts_of(Config(hosts=values.get("hosts")))[1].nproc:
+            del config_toml["nproc"]  # the new list of hosts has it
         values = {**config_toml, **values}
         if not cwd.is_dir():
             raise PacelineError(f"{cwd}, where the command runs, does not exist", fix="restore it, or change cwd")

@@ -9,6 +9,7 @@ end is one line of Python (BOOTSTRAP) that comes through stdin, so no shell of a
 import hashlib
 import io
 import json
+import os
 import re
 import select
 import shlex
@@ -25,6 +26,7 @@ from typing import Any
 
 from paceline.errors import PacelineError
 from paceline.launch.agent import Lines
+from paceline.units import format_list
 
 CONNECT_S = 5
 ANSWER_S = 140.0  # the slowest probe has 30, four times that on a busy host, and the code may have to be sent first
@@ -35,12 +37,14 @@ PACKAGE = Path(__file__).resolve().parents[1]
 NO_PYTHON = 127
 SSH_FAILED = 255
 MAX_STDERR_BYTES = 1 << 16
+# the socket of sshd: since OpenSSH 10.1 in the home folder, before that with the same name as that of ssh-agent
+FORWARDED_AGENT = re.compile(r"/ssh-\w+/agent\.\d+$|/\.ssh/agent/s\.\w+\.sshd\.\w+$")
 
 # Runs at the far end: takes the code's hash and size, asks for what it lacks, and runs a module with the remaining input.
 # OSError and a Python that is too old are answers like any other.
 BOOTSTRAP = """
 import hashlib, io, json, os, pathlib, runpy, shutil, sys, tarfile, tempfile
-def say(**line): print(json.dumps(line), flush=True)
+def say(**line): print("\\n" + json.dumps(line), flush=True)  # a login may have printed half a line
 def main(digest, size, module):
     if sys.version_info < (3, 11): return say(error="Python %d.%d" % sys.version_info[:2], kind="python")
     root = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "paceline", "code")
@@ -157,6 +161,7 @@ class SshModule(ModuleProcess):
     def __init__(self, destination: str, module: str, *, python: str | None):
         self.destination = destination
         self.interpreters = [python] if python else [sys.executable, "python3"]
+        self.has_answered = False
         try:
             super().__init__([*SSH, "--", destination, remote_command(self.interpreters)])
         except FileNotFoundError as error:
@@ -167,6 +172,7 @@ class SshModule(ModuleProcess):
             self.write(f"exec({source!r})\n".encode())
             if not self.next_line()["have"]:
                 self.write(archive)
+            self.has_answered = True
         except BaseException:
             self.__exit__()
             raise
@@ -179,8 +185,7 @@ class SshModule(ModuleProcess):
         if line["kind"] == "python":
             raise PacelineError(f"{text} there, 3.11 or later is needed", fix="--python PATH of a later one there")
         if line["kind"] == "disk":
-            fix = f"ssh {shlex.quote(self.destination)} df -h ~/.cache"
-            raise PacelineError(f"it could not keep the code: {text}", fix=fix)
+            raise PacelineError(f"it could not keep the code: {text}", fix=disk_fix(self.destination, text))
         raise PacelineError(text, fix="repeat the command")
 
     def failure(self) -> PacelineError:
@@ -189,12 +194,45 @@ class SshModule(ModuleProcess):
         if exit_code == NO_PYTHON:
             names = " or ".join(self.interpreters)
             return PacelineError(f"no {names} there", fix="--python PATH of an interpreter with torch there")
+        if not self.has_answered and exit_code != SSH_FAILED:  # no Python, or a login that runs no command
+            path = shlex.quote(self.interpreters[-1])
+            fix = f"ssh {to} {path} --version must print one; --python PATH of an interpreter with torch there"
+            return PacelineError(f"{path} cannot be run there: {last or f'exit code {exit_code}'}", fix=fix)
         self.stderr.seek(0)
         stderr = self.stderr.read(MAX_STDERR_BYTES).decode(errors="replace")
         for pattern, what, fix in SSH_ERRORS if exit_code == SSH_FAILED else ():
             if re.search(pattern, stderr):
                 return PacelineError(what, fix=fix.format(to=to, name=ssh_name(self.destination)))
         return PacelineError(last or f"ssh ended with exit code {exit_code}", fix=f"ssh {to} true")
+
+
+def disk_fix(destination: str, error: str) -> str:
+    """Returns what helps where a file cannot be written in the cache of another host."""
+    to = shlex.quote(destination)
+    if re.search("No space|quota", error):
+        return f"ssh {to} df -h ~/.cache"
+    return (
+        f"see ssh {to} ls -ld ~ ~/.cache; another cache: export XDG_CACHE_HOME=DIR as the first line of ~/.bashrc there"
+    )
+
+
+def agent_note(destinations: Sequence[str]) -> str | None:
+    """Returns a line about the hosts that only the agent of another machine's login opens; None where there are none.
+
+    That agent ends with the login. A supervisor that outlives it cannot connect again.
+    """
+    if "SSH_AGENT_PID" in os.environ or not FORWARDED_AGENT.search(os.environ.get("SSH_AUTH_SOCK", "")):
+        return None
+    alone = [*SSH, "-o", "IdentityAgent=none", "-o", "ControlPath=none", "--"]
+    tries = [
+        subprocess.Popen([*alone, to, "true"], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for to in destinations
+    ]
+    refused = [to for to, process in zip(destinations, tries, strict=True) if process.wait() == SSH_FAILED]
+    if not refused:
+        return None
+    fix = f"a key file here needs no agent: ssh-keygen, then ssh-copy-id {shlex.quote(refused[0])}"
+    return f"note    only your forwarded ssh agent opens {format_list(refused)}, until you log out: {fix}"
 
 
 @cache

@@ -14,13 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.check.ready import (
-    CheckResult,
-    save_check,
-)
+from paceline.check.ready import CheckResult, save_check
 from paceline.config import Config, cache_dir, check_config
 from paceline.config_file import format_toml, load_config, override
 from paceline.data.corpus import Progress
@@ -29,7 +27,7 @@ from paceline.errors import PacelineError
 from paceline.launch.attempts import run_job
 from paceline.launch.background import detach
 from paceline.launch.cluster import Cluster
-from paceline.launch.env import format_env, harm_lines, listed_env
+from paceline.launch.env import check_host_options, format_env, harm_lines
 from paceline.launch.host_facts import start_check
 from paceline.launch.hosts import HostEntry, hosts_of
 from paceline.launch.job import TrainingJob, plan_env
@@ -77,7 +75,7 @@ def start_run(config: Config, options: TrainOptions) -> int:
     started, services = time.monotonic(), checked_services(options)
     check_config(config)
     entries, config = hosts_of(config)
-    listed_env(os.environ, options.env, several=bool(entries))
+    check_host_options(os.environ, options, num_hosts=len(entries))
     if not entries:  # refuses what cannot run before any text is read
         measured = measured_here(cache_dir(config))
         make_plan(config, probe_machine(), vocab_size=config.vocab_size, num_rows=0, measured=measured)
@@ -94,7 +92,8 @@ def start_run(config: Config, options: TrainOptions) -> int:
             print(format_env(plan_env(plan, libuv=checked.libuv)[1]))
             return 0
         publish("trial of the plan", 0, 0)
-        config, plan, notes = try_plan(config, plan, machine, make=make, libuv=checked.libuv)
+        cluster = partial(cluster_of, entries, config, machine)
+        config, plan, notes = try_plan(config, plan, machine, make=make, libuv=checked.libuv, cluster=cluster)
         run.tokenizer_json.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(dataset.tokenizer_json, run.tokenizer_json)
         record_data(run, dataset)
@@ -103,9 +102,8 @@ def start_run(config: Config, options: TrainOptions) -> int:
         write_atomic(run.config_toml, format_toml(config))  # last: a folder without it is not a run
     for text in notes:
         append_event(run, "note", text=text)
-    cluster = cluster_of(entries, config, machine, rejoin=options.rejoin, reaches=reaches)
-    job = TrainingJob(run, lock, checked.libuv, options, config, make, cluster)
-    return run_training(job, plan, checked, dataset, services, started=started)
+    job = TrainingJob(run, lock, checked.libuv, options, config, make, cluster(rejoin=options.rejoin, reaches=reaches))
+    return run_training(job, plan, checked, dataset, services, started=started, is_new=True)
 
 
 def resume_run(run: RunDir, options: ResumeOptions) -> int:
@@ -118,7 +116,7 @@ def resume_run(run: RunDir, options: ResumeOptions) -> int:
     new_run = f"start a new run with it: paceline train {run.config_toml} --name NEW"
     config, plan_before = changed_run(run, options.keys, otherwise=new_run)
     entries, config = hosts_of(config)
-    listed_env(os.environ, options.env, several=bool(entries))
+    check_host_options(os.environ, options, num_hosts=len(entries))
     reaches = reach_early(entries, config.python, options)
     with start_check(config, run, options, command="resume", entries=entries) as check:
         dataset = reopen_data(run, config)
@@ -133,9 +131,9 @@ def resume_run(run: RunDir, options: ResumeOptions) -> int:
             f"{run.name} is finished at step {last_good_step(run):,} of {plan.num_steps:,}",
             fix=f"paceline resume {run.path} --num-steps {2 * plan.num_steps} extends it",
         )
-    lock, notes = wait_for_lock(run), list[str]()
+    lock, notes, cluster = wait_for_lock(run), list[str](), partial(cluster_of, entries, config, machine)
     if memory_setup(plan) != memory_setup(plan_before):
-        config, plan, notes = try_plan(config, plan, machine, make=make, libuv=checked.libuv)
+        config, plan, notes = try_plan(config, plan, machine, make=make, libuv=checked.libuv, cluster=cluster)
     if plan.num_steps != plan_before.num_steps:
         lengths = f"from {plan_before.num_steps:,} to {plan.num_steps:,} steps"
         notes.append(f"length changed {lengths}: the learning rate schedule now covers the whole length")
@@ -146,9 +144,8 @@ def resume_run(run: RunDir, options: ResumeOptions) -> int:
     config = config_of_plan(config, plan)
     write_atomic(run.config_toml, format_toml(config))
     write_atomic(run.plan_json, plan.to_json())
-    cluster = cluster_of(entries, config, machine, rejoin=options.rejoin, reaches=reaches)
-    job = TrainingJob(run, lock, checked.libuv, options, config, make, cluster)
-    return run_training(job, plan, checked, dataset, services, started=started)
+    job = TrainingJob(run, lock, checked.libuv, options, config, make, cluster(rejoin=options.rejoin, reaches=reaches))
+    return run_training(job, plan, checked, dataset, services, started=started, is_new=False)
 
 
 def adopt_copy(run: RunDir) -> None:
@@ -185,6 +182,8 @@ def changed_run(run: RunDir, changes: Mapping[str, Any], *, otherwise: str) -> t
     check_changes(run, config, changes, otherwise=otherwise)
     plan = Plan.from_json(run.plan_json.read_text())
     per_host = plan.world_size // plan.hosts
+    if "nproc" not in changes and (nproc := hosts_of(Config(hosts=changes.get("hosts")))[1].nproc):
+        changes = {**changes, "nproc": nproc}  # the new list of hosts has it
     if changes.get("nproc", per_host) != per_host:
         changes = {"device_batch_size": None, **changes}  # the micro-batch of other devices is chosen again
     config = Config(**override(asdict(config), changes))
@@ -232,7 +231,14 @@ def last_good_step(run: RunDir) -> int:
 
 
 def run_training(
-    job: TrainingJob, plan: Plan, checked: CheckResult, dataset: TokenDataset, services: Services, *, started: float
+    job: TrainingJob,
+    plan: Plan,
+    checked: CheckResult,
+    dataset: TokenDataset,
+    services: Services,
+    *,
+    started: float,
+    is_new: bool,
 ) -> int:
     """Prints the plan, runs all attempts and returns the exit code. started: when the command did, by the monotonic clock."""
     prepared_s = time.monotonic() - started
@@ -244,15 +250,22 @@ def run_training(
     plan_lines = format_plan(plan, source=f"{dataset.meta['source']}: {sizes}")
     harms = harm_lines(plan_env(plan, libuv=job.libuv)[1])
     job.show([*plan_lines, f"run     {job.run.path}", *harms, ""])
-    if job.options.detach and detach(job.run, job.lock):
+    others = [member.entry.destination for member in job.cluster.members if not member.is_here] if job.cluster else []
+    if job.options.detach and detach(job.run, job.lock, destinations=others):
         return 0
+    append_event(job.run, "launch", prepared_s=round(prepared_s, 3))
     if job.cluster:
-        job.cluster.connect(job.run, text=dataset.path)
-        with show_progress() as progress:
-            text = send_text(job.cluster, dataset.path, file_hashes(dataset), progress=progress)
+        try:
+            job.cluster.connect(job.run, text=dataset.path)
+            with show_progress() as progress:
+                text = send_text(job.cluster, dataset.path, file_hashes(dataset), progress=progress)
+        except BaseException:
+            job.cluster.close()
+            if is_new and not job.options.detach:  # nothing has run; a log in the folder has the error
+                shutil.rmtree(job.run.path)
+            raise
         if text:
             job.show([text])
-    append_event(job.run, "launch", prepared_s=round(prepared_s, 3))
     try:
         return run_job(job, services)
     except (OSError, PacelineError):

@@ -2,22 +2,26 @@
 A trial of a plan before the run (train/probe.py): of one that fills most of a device, or one whose length is a time.
 
 The first gets a smaller micro-batch if memory runs out, the second its number of steps. The trial starts one process per rank as a
-run does, in its own folder under the cache. No torch.
+run does, on all its hosts, in its own folder under the cache. No torch.
 """
 
 import json
+import os
 import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from paceline.config import Config, cache_dir
 from paceline.errors import PacelineError, TrainingFailed
+from paceline.launch.cluster import Cluster
+from paceline.launch.env import env_elsewhere
 from paceline.launch.failure import NO_PRIMITIVE, OUT_OF_MEMORY, Failure
-from paceline.launch.job import plan_env
+from paceline.launch.job import plan_env, plan_launch
 from paceline.launch.supervisor import run_attempt
 from paceline.plan.history import PROBE, MemoryRecord, keep_record, record_of
 from paceline.plan.machine import Machine
@@ -33,6 +37,9 @@ TRIAL_SHARE = 0.85  # of a device's memory: a plan below has room for what arith
 PROBE_COMMAND = (sys.executable, "-m", "paceline.train.probe")
 STOP_GRACE_S = 1.0  # there is nothing to save
 KEEP_FOLDERS = 10  # of one kind, with every rank's log
+
+
+MakeCluster = Callable[[], Cluster | None]  # the hosts that a trial runs on; None for this one alone
 
 
 class ProbeFailed(PacelineError):
@@ -63,25 +70,16 @@ class Trial:
 
 
 def try_plan(
-    config: Config, plan: Plan, machine: Machine, *, make: MakePlan, libuv: bool
+    config: Config, plan: Plan, machine: Machine, *, make: MakePlan, libuv: bool, cluster: MakeCluster = lambda: None
 ) -> tuple[Config, Plan, list[str]]:
     """Tries a plan on its devices if that is needed; returns the config and the plan that follow, and lines about the trial.
 
     A plan that fills most of its devices gets a smaller micro-batch if memory runs out; a length that is a time becomes a number of
-    steps. make: plans the run's text again. Raises PacelineError where the run would fail.
+    steps. make: plans the run's text again. cluster: the hosts of one trial. Raises PacelineError where the run would fail.
     """
     if plan.time is None and not fills_memory(plan):
         return config, plan, []
-    if config.hosts is not None:
-        if plan.time is not None:
-            fix = f"--num-steps N; paceline plan --hosts {config.hosts} shows the time of a step"
-            raise PacelineError("--time needs a trial of the plan, and on several hosts there is none", fix=fix)
-        return (
-            config,
-            plan,
-            ["on several hosts there is no trial: rows that do not fit show themselves in the first step"],
-        )
-    plan, text, speed = find_rows(plan, cache=cache_dir(config), libuv=libuv)
+    plan, text, speed = find_rows(plan, cache=cache_dir(config), libuv=libuv, cluster=cluster)
     lines = [text] if text else []
     if speed is not None:
         config, text = with_length(config, plan, speed)
@@ -96,7 +94,12 @@ def fills_memory(plan: Plan) -> bool:
 
 
 def find_rows(
-    plan: Plan, *, cache: Path, libuv: bool, probe: tuple[str, ...] = PROBE_COMMAND
+    plan: Plan,
+    *,
+    cache: Path,
+    libuv: bool,
+    probe: tuple[str, ...] = PROBE_COMMAND,
+    cluster: MakeCluster = lambda: None,
 ) -> tuple[Plan, str, Speed | None]:
     """Returns the plan with the largest micro-batch that passes, from the planned one down, a line about memory, and the speed.
 
@@ -112,7 +115,7 @@ def find_rows(
             size = format_number_of(rows, "row")
             on_try(size)
             candidate = replace(plan, device_batch_size=rows, grad_accum_steps=share_rows // rows)
-            trial = run_trial(candidate, cache=cache, libuv=libuv, probe=probe)
+            trial = run_trial(candidate, cache=cache, libuv=libuv, probe=probe, cluster=cluster())
             if not trial.out_of_memory:
                 break
             failures.append(f"{size} {'does' if rows == 1 else 'do'} not fit {trial.out_of_memory}")
@@ -154,36 +157,44 @@ def with_length(config: Config, plan: Plan, speed: Speed) -> tuple[Config, str]:
     return replace(config, time=None, num_steps=num_steps, eval_tokens=eval_tokens), text
 
 
-def run_trial(plan: Plan, *, cache: Path, libuv: bool, probe: tuple[str, ...]) -> Trial:
+def run_trial(plan: Plan, *, cache: Path, libuv: bool, probe: tuple[str, ...], cluster: Cluster | None) -> Trial:
     """Runs one trial. It removes its folder unless something else than memory failed, whose logs the user needs."""
     run = session_folder(cache / "probe")
     run.plan_json.write_text(plan.to_json())
     failed, launched = False, time.time()
     try:
+        if cluster:
+            cluster.connect(run, text=None, is_kept=False)
+            cluster.settle()
         outcome = run_attempt(
             run,
-            command=[*probe, str(run.plan_json), str(run.path)],
+            command=[*probe, str(run.path)],
             nproc=plan.world_size,
             env=plan_env(plan, libuv=libuv)[0],
+            settings=env_elsewhere(os.environ, plan_launch(plan, libuv=libuv), ()),
+            cluster=cluster,
             stop_grace_s=STOP_GRACE_S,
             libuv=libuv,
         )
         if outcome.state == "interrupted":
             raise KeyboardInterrupt
         if outcome.state == "finished":
-            return read_trial(run, plan, launched=launched)
+            ahead_s = {rank: member.clock_s for member in cluster.started for rank in member.ranks} if cluster else {}
+            return read_trial(run, plan, launched=launched, ahead_s=ahead_s)
         for failure in outcome.failures:
             if not outcome.hang and (reason := memory_reason(failure, plan)):
-                place = "" if failure.rank is None else f"on rank {failure.rank} "
+                place = "" if failure.rank is None else f"on {failure.subject} "
                 return Trial(out_of_memory=f"{place}({reason})")
         failed, root = True, outcome.failures[0]
         without_trial = "" if plan.time else "; --profile balanced starts without the trial"
-        source = "the launch" if root.rank is None else f"rank {root.rank}"
+        source = "the launch" if root.subject == "launch" else root.subject
         raise ProbeFailed(
             f"two steps were tried before the run, and {source} failed: {root.message}",
             fix=root.fix or f"read the logs: {run.logs(1)}" + without_trial,
         )
     finally:
+        if cluster:
+            cluster.close()
         if not failed:
             shutil.rmtree(run.path, ignore_errors=True)
 
@@ -213,8 +224,8 @@ def memory_reason(failure: Failure, plan: Plan) -> str | None:
     return None
 
 
-def read_trial(run: RunDir, plan: Plan, *, launched: float) -> Trial:
-    """Returns what the ranks measured. launched: Unix seconds."""
+def read_trial(run: RunDir, plan: Plan, *, launched: float, ahead_s: Mapping[int, float]) -> Trial:
+    """Returns what the ranks measured. launched: Unix seconds. ahead_s: how far the clocks of ranks on other hosts are ahead."""
     ranks: list[list[dict[str, Any]]] = [
         json.loads((run.path / "probe" / f"{rank}.json").read_text()) for rank in range(plan.world_size)
     ]
@@ -224,6 +235,9 @@ def read_trial(run: RunDir, plan: Plan, *, launched: float) -> Trial:
     if plan.time is None:
         return Trial(known)
     names = ("ready_time", "step_s", "eval_s_per_token")
+    for rank, own_stages in enumerate(ranks):
+        for stage in own_stages:
+            stage["ready_time"] -= ahead_s.get(rank, 0.0)
     slowest = [[max(rank[name] for rank in stage) for name in names] for stage in stages]
     speeds = [Speed(ready_time - launched, step_s, eval_s) for ready_time, step_s, eval_s in slowest]
     return Trial(

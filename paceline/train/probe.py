@@ -1,10 +1,10 @@
 """
-A plan tried on this device before the run: `python -m paceline.train.probe PLAN_JSON OUT_DIR`, one process per rank.
+A plan tried on this device before the run: `python -m paceline.train.probe DIR`, one process per rank.
 
-The processes are started as the worker is. Each runs the worker's own model, optimizer and step on made-up tokens: two steps, an
-evaluation, and on a CPU the checkpoint's copies. Where the run's length is a time, it then measures how long steps and evaluations
-take. The memory and the seconds go to OUT_DIR/probe/<rank>.json. An error that memory runs out is written like any other:
-launch/trial.py reads it.
+The processes are started as the worker is; DIR holds the plan. Each runs the worker's own model, optimizer and step on made-up
+tokens: two steps, an evaluation, and on a CPU the checkpoint's copies. Where the run's length is a time, it then measures how long
+steps and evaluations take. The memory and the seconds go to DIR/probe/<rank>.json. An error that memory runs out is written like
+any other: launch/trial.py reads it.
 """
 
 import argparse
@@ -41,11 +41,9 @@ SPARE_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}  # a run's tokenizer, text, s
 def main() -> None:
     """Tries the plan, and ends the process with the error's exit code, or 0."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("plan_json", type=Path)
-    parser.add_argument("out_dir", type=Path)
-    args = parser.parse_args()
-    run, rank = RunDir(args.out_dir), int(os.environ.get("RANK", "0"))
-    run_rank(lambda: probe(run, Plan.from_json(args.plan_json.read_text())), run, attempt=1, rank=rank)
+    parser.add_argument("folder", type=Path)
+    run, rank = RunDir(parser.parse_args().folder), int(os.environ.get("RANK", "0"))
+    run_rank(lambda: probe(run, Plan.from_json(run.plan_json.read_text())), run, attempt=1, rank=rank)
 
 
 def probe(run: RunDir, plan: Plan) -> None:

@@ -46,6 +46,7 @@ MAX_LINE_BYTES = 4000  # a longer line shows no progress
 SAMPLE_EVERY_S = 2.0  # of this machine, beside a log
 FIRST_GAP_S = 0.2
 FIRST_SAMPLES_S = 3.0  # at most: the wait for the first two
+LIKELY = 0.5  # below it a log that still grows has not failed: it may only have come to its first collective
 UNWATCHED_S = 60.0  # after which the sampling ends
 
 # a line without a match shows no progress
@@ -204,7 +205,8 @@ def log_state(explanation: dict[str, Any] | None, *, silent: bool) -> State:
     if explanation is None:
         return "unknown" if silent else "running"
     progress = explanation["progress"]
-    if explanation["cause"] not in (HEALTHY, UNKNOWN):
+    is_failure = explanation["cause"] not in (HEALTHY, UNKNOWN)
+    if is_failure and (silent or explanation["confidence"] >= LIKELY):
         return "failed"
     if progress["finished"]:
         return "finished"

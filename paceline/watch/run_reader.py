@@ -18,7 +18,7 @@ import numpy as np
 
 from paceline.errors import PacelineError
 from paceline.explain.run_folder import explain_run
-from paceline.explain.verdict import HEALTHY
+from paceline.explain.verdict import HEALTHY, UNKNOWN
 from paceline.heartbeat import Heartbeat, read_heartbeat
 from paceline.rundir import RunDir, check_readable, is_locked, read_text
 from paceline.typed_fields import typed_content, well_typed
@@ -320,7 +320,8 @@ class RunReader:
             if size <= MAX_EXPLAINED_BYTES:
                 with suppress(PacelineError, *READ_ERRORS):  # the verdict in events.jsonl remains
                     explanation = asdict(explain_run(self.run, attempt=attempt))
-                    if explanation["cause"] != HEALTHY:
+                    shows_nothing = explanation["cause"] == UNKNOWN and explanation["line"] is None
+                    if explanation["cause"] != HEALTHY and not shows_nothing:
                         return explanation
             verdicts = [e for e in self.events if e.get("event") == "verdict" and e.get("attempt") == attempt]
             return dict(verdicts[-1]) if verdicts else None

@@ -1,27 +1,22 @@
 """
 Whether a curve rises, falls or is level, and whether steps have become slower, judged against the curve's own noise. Pure.
 
-A rise is a stretch of the last lines whose mean lies `Z_RISE` standard errors above the lines before them. Values are clipped at
-three standard deviations first, so that single spikes and heavy tails are noise. Where the older half of those lines is clearly
-higher than the newer one, the curve was falling, and only the newer half counts.
+A rise is a stretch of the last lines whose mean lies `Z_RISE` standard errors above the lines before them. Where the older
+half of those lines is clearly higher than the newer one, the curve was falling, and only the newer half counts.
 """
 
-import math
 import statistics
 from collections.abc import Sequence
-from itertools import pairwise
 from math import isfinite, sqrt
 
+from paceline.noise import CLIP, clip, level_of, standard_errors_below
 from paceline.watch.snapshot import Series
 
 STRETCH_LINES = 40  # the longest stretch of last lines that is judged
 WHOLE_LINES = 4 * STRETCH_LINES  # the end of a curve that is never thinned: a stretch and what it is compared with
 MIN_STRETCH, MIN_BEFORE, MIN_PART = 5, 20, 8
-CLIP = 3.0  # standard deviations
 Z_RISE, Z_FALL, Z_LEVEL = 4.2, 3.0, 1.0  # standard errors
-MAX_LIKENESS = 0.6  # of neighbouring values: their correlation, which makes a mean of them less certain
 MIN_RISE = 0.01  # of the level: a smaller one is nobody's concern
-MIN_NOISE = 0.001  # of the level: that of a curve that is printed with few digits
 PACE_LINES, MIN_PACE_LINES = 5, 10  # whose median is the present pace, and how many show a past
 SLOWER = 1.5
 
@@ -68,30 +63,6 @@ def is_falling(series: Series) -> bool | None:
             return z >= Z_FALL
         values = values[:-1]
     return False
-
-
-def standard_errors_below(values: Sequence[float], before: Sequence[float]) -> float:
-    """Returns how much lower the mean of the values is, in standard errors of the difference."""
-    (level, noise), (level_before, noise_before) = level_of(values), level_of(before)
-    return (level_before - level) / sqrt(noise**2 / len(values) + noise_before**2 / len(before))
-
-
-def level_of(values: Sequence[float]) -> tuple[float, float]:
-    """Returns the mean after clipping, and the standard deviation of independent values whose mean is as uncertain."""
-    middle = statistics.median(values)
-    spread = 1.4826 * statistics.median(abs(value - middle) for value in values)  # sigma of normal noise
-    clipped = [clip(value - middle, CLIP * spread) for value in values]
-    mean = statistics.fmean(clipped)
-    offsets = [value - mean for value in clipped]
-    squares = math.fsum(offset**2 for offset in offsets)
-    products = math.fsum(first * second for first, second in pairwise(offsets))
-    likeness = max(0.0, min(MAX_LIKENESS, products / squares)) if squares else 0.0
-    noise = sqrt(squares / len(values) * (1 + likeness) / (1 - likeness))
-    return middle + mean, max(noise, MIN_NOISE * abs(middle)) or 1e-12
-
-
-def clip(value: float, limit: float) -> float:
-    return max(-limit, min(limit, value))
 
 
 def slowdown(times: Sequence[float]) -> tuple[float, float] | None:

@@ -397,6 +397,18 @@ def test_a_firewall_that_opens_the_range_alone_is_told_from_one_that_opens_nothi
     assert "gloo and NCCL listen on ports that the kernel chooses, from 32768 to 60999" in finding.what
 
 
+def test_the_port_of_the_store_must_be_free_on_the_host_of_rank_0():
+    busy = {**LINK, "own_store_port": None}
+    pair = [
+        changed(HOSTS["server"], {"links": [{**busy, "to": "node2"}]}),
+        changed(HOSTS["server"], {"host.name": "node2"}),
+    ]
+    [finding] = findings_of("hosts-store-port", pair, {**TWO_HOSTS, "config": {"ports": "29400"}})
+    assert finding.what.startswith("none of the ports 29400 is free on ")
+    pair[1] = changed(pair[1], {"connection": {"here": True, "destination": "node2", "error": None, "fix": None}})
+    assert findings_of("hosts-store-port", pair, {**TWO_HOSTS, "config": {"ports": "29400"}}) == []
+
+
 def test_the_least_of_several_hosts_is_what_a_plan_is_made_for():
     links = [{**LINK, "to": "bob", "bits_per_s": 2.35e9, "back_bits_per_s": 0.94e9, "rtt_us": 110.0}]
     first = changed(HOSTS["workstation"], {"connection": {**BOB["connection"], "destination": "ada"}, "links": links})

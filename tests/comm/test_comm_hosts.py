@@ -12,7 +12,7 @@ from pathlib import Path
 import namespaces
 import psutil
 import pytest
-from namespaces import namespaced_hosts
+from namespaces import add_cable, namespaced_hosts
 
 from paceline.heartbeat import read_heartbeat
 
@@ -33,11 +33,7 @@ RULES = (
 @pytest.fixture
 def hosts(tmp_path):
     with namespaced_hosts(2, tmp_path) as hosts:
-        first, second = f"{hosts.prefix}h1", f"{hosts.prefix}h2"
-        hosts.ip("link", "add", "eth1", "netns", first, "type", "veth", "peer", "name", "eth1", "netns", second)
-        for number, name in enumerate((first, second), 1):
-            hosts.ip("-n", name, "addr", "add", f"10.88.0.{number}/24", "dev", "eth1")
-            hosts.ip("-n", name, "link", "set", "eth1", "up")
+        add_cable(hosts)
         yield hosts
 
 

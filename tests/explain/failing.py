@@ -27,6 +27,7 @@ MODULE = [sys.executable, "-m"]
 EVERY = "every"  # all ranks fail the same way: any of them, or none, is right
 MOUNT = 'mkdir -p $1; mount -t tmpfs -o size=$2 none $1; shift 2; exec "$@"'
 NO_NETWORK = ("unshare", "--net")
+PACKAGES = {"accelerate", "deepspeed", "huggingface_hub", "lightning", "pip", "requests", "safetensors", "transformers"}
 BEFORE_SIGNAL = b"step 00003"
 
 
@@ -41,6 +42,7 @@ class Fault:
     launcher: str = "torchrun"
     nproc: int = 2
     also: tuple[str, ...] = ()  # other causes that the log supports too
+    fix: str = ""  # a part of the fix for this case of the cause
     args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     around: tuple[str, ...] = ()  # command words before the launcher's
@@ -125,7 +127,7 @@ def launch_command(fault: Fault) -> list[str]:
 
 
 def skip_without(fault: Fault) -> None:
-    for package in {fault.package, fault.launcher} & {"accelerate", "lightning", "deepspeed", "huggingface_hub"}:
+    for package in {fault.package, fault.launcher} & PACKAGES:
         if find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
     if fault.around and subprocess.run([*fault.around[:2], "true"], capture_output=True).returncode:

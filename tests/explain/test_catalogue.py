@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.explain.catalogue import FIXERS, RETRIES, format_page, load_catalogue, make_catalogue
-from paceline.explain.verdict import fill_template
+from paceline.explain.verdict import PLACEHOLDER, fill_template
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "causes.md"
@@ -19,11 +19,16 @@ PATTERNS = [(cause, pattern) for cause in CAUSES for pattern in cause.patterns]
 WORDINGS = tomllib.loads((HERE / "wordings.toml").read_text(encoding="utf-8"))["wording"]
 SHOWN = [wording for wording in WORDINGS if wording["cause"] != "harmless"]
 HARMLESS = [wording for wording in WORDINGS if wording["cause"] == "harmless"]
-RECORD_VALUES = {  # that a sentence may use although no group of a pattern has them
+RECORD_VALUES = {
+    "observed",  # that a sentence may use although no group of a pattern has them
     *("rank", "step", "host", "source", "script", "where", "type", "message"),
-    *("exit_code", "signal", "last_step", "half_batch", "num_ranks", "run", "file"),
+    *("exit_code", "signal", "last_step", "half_batch", "num_ranks", "run", "file", "duration", "package", "nan_step"),
 }
-ENTRY = {"id": "a", "group": "G", "title": "A", "summary": "it broke", "fix": "repair it"}
+ENTRY = {"id": "a", "group": "G", "title": "A", "summary": "it broke", "fix": "repair it", "why": "it is broken"}
+CASES = [(cause, fix) for cause in CAUSES for fix in cause.fixes]
+SHOWN_CASES = tomllib.loads((HERE / "fixes.toml").read_text(encoding="utf-8"))["fix"]
+CURVES = "Curves"  # the group of causes that no line of a log shows
+CURVE_VALUES = {"series", "step", "value", "last_step", "last_value", "reason"}
 
 
 def wording_id(wording):
@@ -41,9 +46,9 @@ def test_a_line_of_a_healthy_run_shows_nothing_that_ends_a_run(wording):
     assert [cause.id for cause, _, _ in matches if cause.severity == "fatal"] == []
 
 
-def test_every_cause_is_tested_on_at_least_two_wordings():
+def test_every_cause_that_a_log_can_show_is_tested_on_at_least_two_wordings():
     counts = Counter(wording["cause"] for wording in WORDINGS)
-    assert [cause.id for cause in CAUSES if counts[cause.id] < 2] == []
+    assert [cause.id for cause in CAUSES if counts[cause.id] < 2 and cause.group != CURVES] == []
 
 
 @pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.id)
@@ -51,8 +56,9 @@ def test_an_entry_is_complete(cause):
     assert cause.severity in ("fatal", "warning")
     assert cause.fixed_by in FIXERS
     assert cause.retry in RETRIES
-    assert cause.patterns
-    assert all([cause.title, cause.summary, cause.fix, cause.source, cause.group])
+    assert bool(cause.patterns) == (cause.group != CURVES)
+    assert all([cause.title, cause.summary, cause.fix, cause.why, cause.source, cause.group])
+    assert all(all([fix.case, fix.when, fix.fix, fix.why]) for fix in cause.fixes)
     lists = [cause.mistaken_for, *(entry.follows for entry in (cause, *cause.patterns))]
     for ids in (ids for ids in lists if isinstance(ids, list)):
         assert ids == sorted(ids) and set(ids) <= set(CATALOGUE.causes)
@@ -63,16 +69,40 @@ def test_an_entry_is_complete(cause):
 @pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.id)
 def test_sentences_use_only_values_that_a_log_can_contain(cause):
     groups = {name for pattern in cause.patterns for name in pattern.regex.groupindex}
-    assert set(re.findall(r"\{(\w+)\}", cause.summary + cause.fix)) <= groups | RECORD_VALUES
+    values = CURVE_VALUES if cause.group == CURVES else groups | RECORD_VALUES
+    assert set(PLACEHOLDER.findall(cause.summary + cause.fix)) <= values
+    for fix in cause.fixes:
+        assert set(PLACEHOLDER.findall(fix.fix)) <= values | set(fix.regex.groupindex)
 
 
 @pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.id)
 def test_sentences_are_complete_for_a_log_with_nothing_but_a_message(cause):
-    sentences = fill_template(cause.summary, {"message": "it broke"}) + fill_template(
-        cause.fix, {"message": "it broke"}
-    )
-    assert "n/a" not in sentences
-    assert not set("{}[]") & set(re.sub(r"\[[\w., '=-]*\]", "", sentences))
+    fixes = [fill_template(fix.fix, dict.fromkeys(fix.regex.groupindex, "x")) for fix in cause.fixes]
+    sentences = [fill_template(template, {"message": "it broke"}) for template in (cause.summary, cause.fix)]
+    for sentence in (*sentences, *fixes):
+        assert "n/a" not in sentence
+        assert not set("{}[]") & set(re.sub(r"\[[\w., '=-]*\]", "", sentence))
+
+
+@pytest.mark.parametrize("shown", SHOWN_CASES, ids=lambda shown: f"{shown['cause']}: {shown['case'][:40]}")
+def test_a_text_gives_the_fix_for_its_case(shown):
+    cause = CATALOGUE.causes[shown["cause"]]
+    fix, _ = cause.choose_fix(shown["text"])
+    assert [other.case for other in cause.fixes if other.fix == fix][:1] == [shown["case"]]
+
+
+def test_every_case_of_a_fix_is_tested_on_a_text():
+    shown = {(entry["cause"], entry["case"]) for entry in SHOWN_CASES}
+    assert [(cause.id, fix.case) for cause, fix in CASES if (cause.id, fix.case) not in shown] == []
+
+
+def test_a_text_of_no_case_gives_the_general_fix():
+    entry = ENTRY | {
+        "fixes": [{"case": "it is blue", "when": "blue (?P<what>\\w+)", "fix": "paint {what}", "why": "w"}]
+    }
+    cause = make_catalogue([entry]).causes["a"]
+    assert cause.choose_fix("a blue door") == ("paint {what}", {"what": "door"})
+    assert cause.choose_fix("a red door") == ("repair it", {})
 
 
 def test_patterns_compile_and_their_weights_and_literals_are_in_range():
@@ -106,6 +136,8 @@ def test_no_pattern_takes_long_on_a_long_line():
         began = time.process_time()
         CATALOGUE.match(text, "line")
         CATALOGUE.match(text, "exception")
+        for cause in CAUSES:
+            cause.choose_fix(text)
         assert time.process_time() - began < 2
 
 

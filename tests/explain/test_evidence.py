@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from paceline.explain.evidence import KMSG, flight_recorder_logs, has_oom_kill, read_kernel_errors, read_kmsg
-from paceline.explain.run_folder import explain_run
+from paceline.explain.run_folder import explain, explain_run
 from paceline.rundir import RECORDER_DUMP, RunDir, append_event, append_sample, utc_now
 
 CGROUPS = Path("/sys/fs/cgroup/memory")
@@ -26,13 +26,21 @@ KILLED = "step 5 loss: 3.0\nexitcode: -9 (pid: 111)\n"
 FULL = {"ram_used": 8 * 1020 << 20}  # nearly 8 GiB
 
 
-def dump(run, rank, sequence, name="nccl:all_reduce"):
+def dump_content(sequence, name="nccl:all_reduce", *, completed=None, world_size=None):
     entries = [
-        {"pg_id": 0, "collective_seq_id": n, "profiling_name": name, "is_p2p": False} for n in range(1, sequence + 1)
+        {"pg_id": 0, "collective_seq_id": n, "profiling_name": name, "is_p2p": False, "input_sizes": [[4]]}
+        for n in range(1, sequence + 1)
     ]
+    if completed is not None:
+        entries = [{**entry, "state": "completed" if n < completed else "started"} for n, entry in enumerate(entries)]
+    groups = {"0": {"name": "0", "desc": "default_pg", "ranks": str(list(range(world_size)))}} if world_size else {}
+    return {"version": "2.5", "pg_config": groups, "entries": entries}
+
+
+def dump(run, rank, sequence, name="nccl:all_reduce"):
     run.logs(1).mkdir(parents=True, exist_ok=True)
     path = run.logs(1) / f"{RECORDER_DUMP}{rank}"
-    path.write_bytes(pickle.dumps({"version": "2.5", "entries": entries}))
+    path.write_bytes(pickle.dumps(dump_content(sequence, name)))
 
 
 def recorded(run, *sequences, world_size=None):
@@ -46,8 +54,9 @@ def test_the_one_rank_that_did_not_arrive_is_the_late_one(tmp_path):
     [log] = recorded(RunDir(tmp_path), 41, 41, 40, 41)
     (record,) = log.records
     assert record.rank == 2
-    assert record.text.startswith(
-        "flight recorder: Rank 2 is at collective 40 (nccl:all_reduce), the others wait in 41"
+    assert record.text == (
+        "flight recorder: the ranks wait in different collectives (ranks 0, 1 and 3 in nccl:all_reduce number 41,"
+        " rank 2 in nccl:all_reduce number 40): rank 2 did not get past number 40"
     )
 
 
@@ -56,7 +65,88 @@ def test_ranks_at_the_same_collective_have_no_late_rank(tmp_path):
 
 
 def test_several_ranks_that_are_behind_have_no_late_rank(tmp_path):
-    assert recorded(RunDir(tmp_path), 40, 40, 41, 41) == []
+    [log] = recorded(RunDir(tmp_path), 40, 40, 41, 41)
+    assert log.records[0].rank is None and "ranks 0 and 1 did not get past number 40" in log.records[0].text
+
+
+def write_dumps(folder, *contents, as_json=False):
+    """A folder with a log of a hang and torch's dumps beside it."""
+    (folder / "train.log").write_text("step 1 loss: 2.0\nstep 2 loss: 1.9\n")
+    for rank, content in enumerate(contents):
+        path = folder / f"nccl_trace_rank_{rank}{'.json' if as_json else ''}"
+        path.write_bytes(json.dumps(content).encode() if as_json else pickle.dumps(content))
+    return explain(folder / "train.log")
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_dumps_beside_a_log_show_the_operation_that_one_rank_does_not_call(tmp_path, as_json):
+    contents = [
+        dump_content(5, name, completed=4, world_size=3)
+        for name in ("nccl:all_reduce", "nccl:broadcast", "nccl:all_reduce")
+    ]
+    explanation = write_dumps(tmp_path, *contents, as_json=as_json)
+    assert (explanation.cause, explanation.rank) == ("collective-timeout-desync", 1)
+    assert (
+        "under number 5 the ranks wait in different operations (ranks 0 and 2 in nccl:all_reduce" in explanation.summary
+    )
+
+
+def test_dumps_of_which_none_has_completed_a_collective_show_a_broken_path(tmp_path):
+    explanation = write_dumps(tmp_path, *[dump_content(1, completed=0, world_size=2)] * 2)
+    assert explanation.cause == "nccl-p2p-hang"
+    assert "ranks 0 and 1 wait in the same first collective (nccl:all_reduce)" in explanation.summary
+
+
+def test_dumps_of_some_ranks_only_prove_nothing(tmp_path):
+    contents = [dump_content(number, completed=0, world_size=3) for number in (1, 2)]
+    assert write_dumps(tmp_path, *contents).cause == "healthy"
+
+
+def test_dumps_of_an_earlier_run_are_ignored(tmp_path):
+    contents = [dump_content(1, completed=0, world_size=2)] * 2
+    assert write_dumps(tmp_path, *contents).cause == "nccl-p2p-hang"
+    for path in tmp_path.glob("nccl_trace_rank_*"):
+        os.utime(path, (time.time() - 3e5,) * 2)
+    assert explain(tmp_path / "train.log").cause == "healthy"
+
+
+RAS = """\
+Group     Comms     Nodes     Ranks     Ranks     Ranks    Status  Errors
+    #  in group  per comm  per node  per comm  in group
+    0         1         2         4         8         8   RUNNING  MISMATCH
+
+Warnings
+========
+
+#0-0 (27a079b828ff1a75) MISMATCH
+  Communicator ranks have different AllReduce operation counts
+  7 ranks have launched up to operation 64
+  Rank 5 has launched up to operation 60 -- GPU 1 managed by process 4711 on node node1
+"""
+DEAD = """\
+Errors
+======
+
+DEAD
+  1 job process is considered dead (unreachable via the RAS network)
+  Process 4711 on node 172.16.64.213 managing GPU 5
+"""
+
+
+@pytest.mark.parametrize(
+    ("report", "cause", "rank", "text"),
+    [
+        (RAS, "collective-timeout-desync", 5, "most 64: rank 5 launched fewer or more"),
+        (DEAD, "peer-died", None, "Process 4711 on node 172.16.64.213 managing GPU 5"),
+    ],
+)
+def test_a_ras_report_beside_a_log_shows_the_rank_that_lags_behind_or_is_dead(tmp_path, report, cause, rank, text):
+    (tmp_path / "train.log").write_text("loading\n")
+    (tmp_path / "ncclras.txt").write_text(report)
+    explanation = explain(tmp_path)
+    assert (explanation.cause, explanation.rank) == (cause, rank)
+    assert text in explanation.evidence[0].text
+    assert explanation.evidence[0].source == str(tmp_path / "ncclras.txt")
 
 
 def test_a_pickle_that_would_run_code_is_rejected(tmp_path):
@@ -248,4 +338,4 @@ def test_a_rank_killed_with_enough_memory_was_killed_from_outside(tmp_path):
     append_event(run, "rank_failed", attempt=1, rank=1, exit_code=None, signal="SIGKILL", consequence=False)
     explanation = explain_run(run)
     assert (explanation.cause, explanation.also, explanation.rank) == ("killed-from-outside", ("host-oom-killed",), 1)
-    assert explanation.fix.endswith(f"paceline resume {run.path}")
+    assert explanation.fix.endswith(f"`paceline resume {run.path}`")

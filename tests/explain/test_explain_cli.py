@@ -86,6 +86,37 @@ def test_markdown_can_be_pasted_into_an_issue(log, capsys):
     assert text.startswith("**disk-full**: ") and "\n**Fix:** " in text and text.count("```") == 4
 
 
+STEERING = (
+    "\u009b31m\u009b\u202e\u2066\x07\u200f\x1b]0;x\x07"  # 8-bit CSI, direction of text, bell, the title of the window
+)
+
+
+@pytest.mark.parametrize("option", [(), ("--json",), ("--markdown",)])
+def test_no_character_of_the_log_steers_the_terminal_or_turns_the_text(tmp_path, capsys, option):
+    path = tmp_path / f"a{STEERING[0]}b.log"
+    path.write_text(
+        f"step 1 loss: 2\nRuntimeError: cannot open the fi{STEERING}le /data/{STEERING}x.bin\n", encoding="utf-8"
+    )
+    error = tmp_path / "error.json"
+    error.write_text(json.dumps({"message": f"OSError: No space left on device {STEERING}", "step": 4}))
+    text = explained(capsys, path, error, *option)
+    assert "file /data/x.bin" in text and "No space left on device" in text
+    assert not set(STEERING) - set("31m]0;x") & set(text)
+
+
+def test_text_of_the_log_is_no_markdown_in_the_headline(tmp_path, capsys):
+    path = tmp_path / "x.log"
+    path.write_text("ValueError: [click](http://x) <img src=x> **bold** `code` #1 | a\n")
+    headline = explained(capsys, path, "--markdown").splitlines()[0]
+    assert r"\[click\](http://x) \<img src=x\> \*\*bold\*\* \`code\` \#1 \| a" in headline
+
+
+def test_json_marks_the_fields_that_can_quote_the_log(log, capsys):
+    fields = json.loads(explained(capsys, log, "--json"))
+    texts = ["evidence.text", "evidence.source", "consequences.text", "consequences.source"]
+    assert fields["untrusted"][:7] == ["summary", "fix", "host", *texts]
+
+
 def test_standard_input_is_read(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(LOG.encode())))
     assert explained(capsys, "-").startswith("disk-full: ")

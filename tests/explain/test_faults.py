@@ -110,7 +110,7 @@ LONG = [
     Fault("sharded_state_mismatch", "fsdp-state-mismatch", EVERY, "Missing key in checkpoint"),
     Fault("removed_attribute", "version-mismatch", EVERY, "has no attribute 'float'"),
     Fault("library_missing", "shared-library-missing", EVERY, "cannot open shared object file"),
-    Fault("program_missing", "system-tool-missing", 0, "'ffmpeg'"),
+    Fault("program_missing", "system-tool-missing", 0, "'ffmpeg'", fix="`sudo apt-get install -y ffmpeg`"),
     Fault("lambda_to_worker", "pickle-spawn-error", 1, "pickle"),
     Fault("no_main_guard", "missing-main-guard", None, "bootstrapping phase", launcher="python"),
     Fault("spawned_exception", "user-code-exception", 1, BAD_SAMPLE, launcher="python"),
@@ -120,6 +120,51 @@ LONG = [
         "lightning_fit", "user-code-exception", 1, BAD_SAMPLE, launcher="python", args=("raise",), package="lightning"
     ),
     Fault("lightning_fit", "peer-died", 1, "by peer", launcher="python", args=("kill",), package="lightning"),
+    Fault("server_refuses", "rate-limited", 1, "429", args=("429", "urllib"), fix="hf auth login"),
+    Fault("server_refuses", "rate-limited", 1, "429 Client Error", args=("429", "requests"), package="requests"),
+    Fault("server_refuses", "http-access-denied", 1, "HTTP Error 403", args=("403", "urllib"), package="requests"),
+    Fault(
+        "server_refuses",
+        "http-access-denied",
+        1,
+        "401 Client Error",
+        args=("401", "requests"),
+        package="requests",
+        fix="`curl -I http://127.0.0.1:",
+    ),
+    Fault("no_launcher", "launcher-environment-missing", None, "RANK expected", launcher="python", fix="torchrun"),
+    Fault("no_launcher", "launcher-environment-missing", None, "KeyError", launcher="python", args=("local",)),
+    Fault("sends_to_itself", "nccl-invalid-usage", 1, "should not be the same", fix="neighbours"),
+    Fault("not_built", "extension-not-built", EVERY, "No module named 'fastops._C'", args=("module",)),
+    Fault("not_built", "extension-not-built", EVERY, "cannot import name '_C'", args=("name",)),
+    Fault("lambda_target", "pickle-spawn-error", None, "pickle", launcher="python", fix="top level of a module"),
+    Fault("recompiles", "recompile-limit", 1, "FailOnRecompileLimitHit", fix="dynamic=True"),
+    Fault(
+        "weights_not_fetched",
+        "checkpoint-corrupt",
+        0,
+        "deserializing header",
+        package="safetensors",
+        fix="git lfs pull",
+    ),
+    Fault(
+        "no_compiler",
+        "compile-failure",
+        1,
+        "compiler",
+        also=("system-tool-missing",),
+        fix="`sudo apt-get install -y build-essential`",
+    ),
+    Fault("no_such_release", "package-not-found", 0, "No matching distribution", package="pip", fix="--index-url"),
+    Fault("long_socket_path", "socket-path-too-long", 1, "AF_UNIX path too long", fix="`export TMPDIR=/tmp`"),
+    Fault(
+        "no_pad_token",
+        "tokenizer-mismatch",
+        1,
+        "does not have a padding token",
+        package="transformers",
+        fix="tokenizer.pad_token = tokenizer.eos_token",
+    ),
     Fault("exception_on_one", "user-code-exception", 1, BAD_SAMPLE, launcher="deepspeed"),
     Fault("sigkill", "host-oom-killed", 1, "return code = -9", launcher="deepspeed"),
     Fault(
@@ -146,3 +191,4 @@ def test_a_real_failure_is_explained(fault, tmp_path, request):
     explanation = explain(ended.log)
     assert explanation.cause in (fault.cause, *fault.also), explanation
     assert fault.rank == EVERY or explanation.rank == fault.rank, explanation
+    assert fault.fix in explanation.fix

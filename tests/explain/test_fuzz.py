@@ -23,7 +23,11 @@ PIECES = [
     "No space left on device", "world_size: 99999999999999999", "2026-13-99 25:61:61,999 ", "[Sat Nov 31 10:00:00 2026] ",
     "Rank 123456789012345678901234567890 is running collective", "loss: inf", "step: 99999999999999999999999",
     "100%|██| 5/5", "done", "(pid=1, ip=10.0.0.1) ", "Xid 79", "last enqueued work: -1", "{rank}", "[{x}]", "{", "é" * 3,
-    "\x00", "'", '"', "[" * 50, "-" * 300,
+    "\x00", "'", '"', "[" * 50, "-" * 300, "\u009b31m\u202e", '{"log": "step 3 loss: nan\\n"}', '{"message": 1, "exc_info": [{}]}',
+    '{"event": "x", "exception": [{"exc_type": 1, "frames": 2}], "rank": true, "level": 3}', "Error in sys.excepthook:", "assert x",
+    "WorkNCCL(SeqNum=1, OpType=ALLREDUCE, Timeout(ms)=9) ran for 9 milliseconds before timing out", "grad_norm: nan loss: 0",
+    "last enqueued work: 1, last completed work: -1", "host:1:2 [0] NCCL INFO comm 0x1 - Init COMPLETE", "AssertionError",
+    "Rank 1 is running collective: CollectiveFingerPrint(SequenceNumber=8, OpType=X, TensorShape=[4])",
 ]  # fmt: skip
 MUTATIONS = 3  # of each real log
 HANG_S = 120  # a second is usual; a pattern whose time grows with the square of the log's length takes hours

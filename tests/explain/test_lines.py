@@ -52,3 +52,31 @@ def test_progress_has_the_first_and_last_step_and_the_loss():
 )
 def test_a_setting_that_counts_steps_is_no_progress(text):
     assert read_step_and_loss(text) is None
+
+
+def test_the_number_of_all_steps_in_a_header_is_not_the_first_step():
+    progress = read(
+        "Number of steps: 2,000\nstep: 2,000\n" + "".join(f"step {n} loss: 2.0\n" for n in range(1, 9))
+    ).progress
+    assert (progress.first_step, progress.last_step) == (1, 8)
+
+
+@pytest.mark.parametrize("text", ["Total optimization steps = 500", "steps_per_print: 10", "number of steps: 2000"])
+def test_a_count_of_steps_is_no_progress(text):
+    assert read_step_and_loss(text) is None
+
+
+def test_the_number_of_an_item_is_no_rank():
+    assert split_prefix("[1757] {'loss': 2.5, 'epoch': 0.1}").rank is None
+    assert split_prefix("[1]  step 5 loss: 2.0").rank == 1
+
+
+@pytest.mark.parametrize(
+    ("prefix", "text"),
+    [
+        ("2026-01-02T03:04:05.123456789Z stderr F ", "ValueError: x"),
+        ("Nov 21 10:00:00 node-3 python3[4711]: ", "ValueError: x"),
+    ],
+)
+def test_the_prefixes_of_kubernetes_and_journald_are_removed(prefix, text):
+    assert split_prefix(prefix + text).text == text

@@ -1,9 +1,14 @@
 """The reader: logs of any launcher, encoding and size become records with rank, host and step."""
 
+import gzip
+import random
+
 import pytest
 from log_samples import TRACEBACK, exceptions, prefixed, read
 
-from paceline.explain.reader import read_log
+from paceline.explain.line_filter import LineFilter, Shapes
+from paceline.explain.reader import INCOMPLETE, NOT_TEXT, read_log
+from paceline.explain.run_folder import explain
 
 
 @pytest.mark.parametrize(
@@ -92,3 +97,64 @@ def test_a_new_line_shape_after_many_equal_ones_is_parsed():
     text = "".join(f"step {n} | loss 1.{n:03d}\n" for n in range(20_000)) + TRACEBACK
     (record,) = exceptions(read(text))
     assert record.line == 20_001
+
+
+@pytest.mark.parametrize(
+    ("line", "rank"),
+    [
+        ("Rank 11: found NaN in local grad norm", 11),
+        ("[Rank 16] fatal error", 16),
+        ("rank2 (local rank: 2): error: lost", 2),
+        ("error on rank 3", 3),
+        ("lora rank: 16, error", None),
+    ],
+)
+def test_the_rank_in_a_text_is_read(line, rank):
+    assert [record.rank for record in read(line).records] == [rank]
+
+
+def test_a_line_that_two_ranks_have_written_is_read_as_two():
+    text = (
+        "[rank1]: loading failed[rank0]: Traceback (most recent call last):\n" + prefixed("[rank0]: ").split("\n", 1)[1]
+    )
+    assert [(record.kind, record.rank) for record in read(text).records] == [("line", 1), ("exception", 0)]
+
+
+@pytest.mark.parametrize("size", [200, 5000, 1 << 17])
+def test_random_bytes_are_no_text(size):
+    explanation = explain([random.Random(size).randbytes(size)])
+    assert (explanation.cause, explanation.summary) == ("unknown", NOT_TEXT)
+
+
+def test_of_a_file_that_is_no_text_only_the_start_is_read():
+    def chunks():
+        yield random.Random(5).randbytes(1 << 16)
+        raise AssertionError("read on")
+
+    assert read_log(chunks()).problem == NOT_TEXT
+
+
+def test_a_hole_of_zeros_in_a_log_does_not_hide_its_text():
+    [record] = exceptions(read_log([b"\0" * 8192, TRACEBACK.encode()]))
+    assert record.text == "ValueError: sample 1841 has 3 fields"
+
+
+def test_half_a_compressed_log_is_read_as_far_as_possible_and_never_healthy(tmp_path):
+    text = "".join(f"step {n} loss: {random.Random(n).random()}\n" for n in range(5000)).encode()
+    packed = gzip.compress(text)
+    path = tmp_path / "train.log.gz"
+    path.write_bytes(packed[: len(packed) // 2])
+    explanation = explain(path)
+    assert explanation.cause == "unknown" and explanation.summary.startswith(INCOMPLETE)
+    assert explanation.progress.steps > 100
+    path.write_bytes(packed)
+    assert explain(path).cause == "healthy"
+
+
+def test_what_is_known_of_line_shapes_is_shared_by_the_logs_of_a_run():
+    lines = [b"step 1 loss: 2", b"loading shard 7", b"error: x"]
+    shapes, searched = Shapes(), []
+    assert LineFilter(shapes).select(lines, b"\n".join(lines)) == [0, 1, 2]
+    shapes.find_errors({b"steploss", b"loadingshard", b"errorx"}, lambda new: searched.extend(new) or {})
+    assert searched == []
+    assert LineFilter(shapes).select([b"step 2 loss: 3"], b"step 2 loss: 3") == []

@@ -1,6 +1,9 @@
 """Tracebacks: exceptions are put together from their lines, whoever wrote between them."""
 
+import pytest
 from log_samples import TRACEBACK, exceptions, prefixed, read
+
+from paceline.explain.run_folder import explain
 
 
 def test_two_interleaved_tracebacks_are_separated():
@@ -56,3 +59,72 @@ def test_a_traceback_in_the_banner_of_torchrun_belongs_to_the_rank_above_it():
     text = head + f"  traceback : {first}\n" + "".join(f"  {line}\n" for line in others)
     (record,) = exceptions(read(text))
     assert (record.text, record.rank, record.host) == ("ValueError: sample 1841 has 3 fields", 5, "node-3")
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("    assert total % world_size == 0\n", "total % world_size == 0"),
+        ("    assert total % world_size == 0\n           ^^^^^^^^^^^^^^^^^^^^^^^\n", "total % world_size == 0"),
+        ("    assert (\n        total % world_size == 0\n    )\n", "( total % world_size == 0 )"),
+        ("    total = 7\n", None),
+    ],
+)
+def test_a_bare_assertion_has_the_asserted_expression_as_its_message(source, message):
+    text = f'Traceback (most recent call last):\n  File "train.py", line 31, in main\n{source}AssertionError\n'
+    [record] = exceptions(read(text))
+    assert record.text == (f"AssertionError: {message}" if message else "AssertionError")
+
+
+def test_an_assertion_whose_traceback_lacks_its_first_lines_has_its_expression():
+    text = "loading\n    assert total % world_size == 0\n           ^^^^^^^^^^^^^^^^^^^^^^^\nAssertionError\n"
+    assert [record.text for record in exceptions(read(text))] == ["AssertionError: total % world_size == 0"]
+
+
+def test_an_assertion_with_a_message_keeps_it():
+    text = TRACEBACK.replace("loss = model(x)", 'assert x, "empty"').replace(
+        "ValueError: sample 1841 has 3 fields", "AssertionError: empty"
+    )
+    assert [record.text for record in exceptions(read(text))] == ["AssertionError: empty"]
+
+
+def test_the_assertion_that_rich_marks_is_read():
+    text = """\
+╭────────── Traceback (most recent call last) ──────────╮
+│ /home/me/train.py:31 in main                          │
+│                                                       │
+│   30 │   total = 7                                    │
+│ ❱ 31 │   assert total % world_size == 0               │
+│   32 │   train()                                      │
+╰───────────────────────────────────────────────────────╯
+AssertionError
+"""
+    assert [record.text for record in exceptions(read(text))] == ["AssertionError: total % world_size == 0"]
+
+
+@pytest.mark.parametrize(
+    ("expression", "cause"),
+    [
+        ("total_batch_size % world_tokens == 0", "batch-divisibility"),
+        ("grad_accum % ddp_world_size == 0", "batch-divisibility"),
+        ("n_embd % n_head == 0", "config-error"),
+        ("world_size == 8", "config-error"),
+        ("torch.cuda.is_available()", "cuda-not-available"),
+        ("torch.cuda.device_count() >= world_size", "invalid-device-ordinal"),
+        ("torch.cuda.is_bf16_supported()", "bf16-unsupported"),
+        ("dist.is_initialized()", "process-group-not-initialized"),
+        ("not torch.isnan(loss).any()", "loss-nan"),
+        ("x.shape == y.shape", "shape-mismatch"),
+        ("x.dtype == torch.bfloat16", "dtype-mismatch"),
+        ("x.device == y.device", "device-mismatch"),
+        ("len(shards) > 0", "dataset-empty"),
+        ("os.path.exists(ckpt_path)", "checkpoint-missing-or-perm"),
+        ("data_dir.exists()", "dataset-missing"),
+        ("torch.__version__ >= '2.5'", "version-mismatch"),
+        ("tokenizer.vocab_size == config.vocab_size", "tokenizer-mismatch"),
+        ("isinstance(x, int)", "user-code-exception"),
+    ],
+)
+def test_the_asserted_expression_shows_the_cause(expression, cause):
+    source = f'  File "train.py", line 31, in main\n    assert {expression}\n'
+    assert explain([f"Traceback (most recent call last):\n{source}AssertionError\n".encode()]).cause == cause

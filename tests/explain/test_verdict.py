@@ -136,14 +136,150 @@ def test_a_log_that_stops_at_a_step_is_reported_as_possibly_cut_off():
     )
 
 
-@pytest.mark.parametrize("text", ["", "\n\n", "hello\n", "WARNING: this is slow\n"])
-def test_a_log_without_any_failure_is_healthy(text):
-    assert verdict(text).cause == "healthy"
+@pytest.mark.parametrize(
+    ("text", "summary"),
+    [
+        ("", "the log is empty"),
+        ("\n\n", "the log is empty"),
+        ("hello\n", "no failure found, but nothing shows that the run works: 1 lines without a step or an end"),
+        (
+            "step 1 loss: 2.0\n",
+            "no failure found, but nothing shows that the run works: 1 lines without a step or an end",
+        ),
+        (
+            "loading\n" * 9 + "waiting for rank 3\n",
+            "no failure is recognized, but the log ends with: waiting for rank 3",
+        ),
+        (STEPS + "the job has crashed\n", "no failure is recognized, but the log ends with: the job has crashed"),
+    ],
+)
+def test_a_log_is_healthy_only_if_something_shows_that_the_run_works(text, summary):
+    explanation = verdict(text)
+    assert (explanation.cause, explanation.confidence) == ("unknown", 0.0)
+    assert explanation.summary.startswith(summary) and explanation.fix
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "12 passed, 0 failed",
+        "val error: 0.031",
+        "word error rate 0.12",
+        "wandb: Waiting for W&B process to finish",
+        "no errors",
+    ],
+)
+def test_a_measure_or_a_count_of_none_at_the_end_is_no_trouble(end):
+    assert verdict(f"{STEPS}{end}\n").cause == "healthy"
+
+
+def test_bars_of_what_comes_before_training_do_not_show_that_the_run_works():
+    bars = "".join(f"Loading checkpoint shards: {20 * n:3}%|██ | {n}/5 [00:0{n}<00:05,  1.0s/it]\r" for n in range(6))
+    assert verdict(bars).cause == "unknown"
+    assert verdict(bars.replace("Loading checkpoint shards", "Epoch 1")).cause == "healthy"
+
+
+def test_an_error_that_a_logger_marks_at_the_end_of_a_run_is_not_healthy():
+    error = "[2026-01-02 03:04:05] ERROR: the flux capacitor is empty\n"
+    assert verdict(STEPS + error).cause == "unknown"
+    assert verdict(error + STEPS).cause == "healthy"
+    assert verdict(STEPS + error + "training finished\n").cause == "healthy"
+
+
+def test_ordinary_output_to_the_end_is_healthy_with_low_confidence():
+    explanation = verdict("".join(f"loaded shard {n}\n" for n in range(9)))
+    assert (explanation.cause, explanation.confidence) == ("healthy", 0.5)
+    assert explanation.summary == "no failure found in 9 lines, but they report no step and no end"
+
+
+CUT = raised(0, "")[: -len("[rank0]: \n")]
+
+
+def test_a_log_that_ends_inside_a_traceback_is_no_healthy_one():
+    explanation = verdict(STEPS + CUT)
+    assert (explanation.cause, explanation.rank, explanation.line) == ("unknown", 0, 11)
+    assert explanation.summary == "the log ends inside a traceback at train.py:31 in main"
+
+
+def test_a_traceback_that_is_cut_off_before_the_run_continued_is_no_failure():
+    assert verdict(CUT + STEPS + "training finished\n").cause == "healthy"
+
+
+def test_an_exception_that_sys_excepthook_did_not_print_is_a_failure():
+    hook = "Error in sys.excepthook:\n" + raised(None, "ImportError: hook") + "\nOriginal exception was:\n"
+    explanation = verdict(STEPS + hook)
+    assert explanation.cause == "unknown" and "sys.excepthook" in explanation.summary
+    assert verdict(STEPS + hook + raised(None, OOM)).cause == "cuda-oom"
 
 
 def test_a_loss_that_stays_nan_is_a_failure():
     explanation = verdict(STEPS + "".join(f"step {step:05d}/00100 | loss nan\n" for step in range(10, 20)))
     assert (explanation.cause, explanation.step, explanation.line) == ("loss-nan", 10, 11)
+
+
+def test_a_message_about_nan_at_the_end_has_the_step_where_it_began():
+    nans = "".join(f"step {step:05d}/00100 | loss nan\n" for step in range(10, 20))
+    explanation = verdict(STEPS + nans + raised(0, "FloatingPointError: loss is nan"))
+    assert (explanation.cause, explanation.step) == ("loss-nan", 10)
+
+
+def test_the_child_that_could_not_read_what_its_parent_could_not_pickle_is_a_victim():
+    child = (
+        'Traceback (most recent call last):\n  File "<string>", line 1, in <module>\n'
+        '  File "/usr/lib/python3.12/multiprocessing/spawn.py", line 132, in _main\n'
+        "    self = reduction.pickle.load(from_parent)\nEOFError: Ran out of input\n"
+    )
+    explanation = verdict(child + raised(None, "AttributeError: Can't pickle local object 'main.<locals>.collate'"))
+    assert explanation.cause == "pickle-spawn-error"
+    assert any("EOFError" in item.text for item in explanation.consequences)
+
+
+def test_a_task_that_srun_killed_after_it_cancelled_the_step_did_not_run_out_of_memory():
+    cancelled = "slurmstepd: error: *** STEP 4711.0 ON node1 CANCELLED AT 2026-01-02T03:04:05 ***\n"
+    killed = "srun: error: node1: task 0: Killed\n"
+    assert verdict(STEPS + cancelled + killed).cause == "slurm-cancelled"
+    assert verdict(STEPS + killed).cause == "host-oom-killed"
+
+
+@pytest.mark.parametrize(
+    "line", ["INFO: No module named 'apex'", "Could not import extras: No module named 'flash._version'"]
+)
+def test_an_optional_module_is_neither_a_failure_of_a_healthy_log_nor_the_cause_of_another(line):
+    assert verdict(f"{line}\n{STEPS}").cause == "healthy"
+    explanation = verdict(f"{line}\n" + raised(None, "ModuleNotFoundError: No module named 'mylib'"))
+    assert (explanation.cause, "mylib" in explanation.summary) == ("import-error", True)
+
+
+def test_an_unknown_cuda_error_inside_nccl_is_no_broken_gpu():
+    line = "host:4711:4802 [0] transport/p2p.cc:275 NCCL WARN Cuda failure 999 'unknown error'\n"
+    assert verdict(line).cause == "nccl-cuda-failure"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "NVRM: The NVIDIA GPU 0000:01:00.0 (PCI ID: 10de:2b85) installed in this system has fallen off the bus and is not",
+        "NVRM: GPU 0000:01:00.0: GPU has fallen off the bus.",
+        "NVRM: nvCheckOkFailedNoLog: Check failed: GPU lost from the bus [NV_ERR_GPU_IS_LOST] (0x0000000F)",
+        "NVRM: _issueRpcAndWait: rpcSendMessage failed with status 0x0000000f for fn 78 sequence 7869!",
+        "NVRM: Xid (PCI:0000:01:00): 154, GPU recovery action changed from 0x0 (None) to 0x2 (Node Reboot Required)",
+    ],
+)
+def test_a_gpu_that_is_lost_is_a_failure_with_or_without_an_xid(line):
+    assert verdict(f"{STEPS}[ 4711.123456] {line}\n").cause == "gpu-hardware-error"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "RuntimeError: Caught MemoryError in DataLoader worker process 2.\nOriginal {}MemoryError",
+        "ValueError: Caught ValueError in DataLoader worker process 0.\nOriginal {}ValueError: cannot read: [Errno 12] Cannot"
+        " allocate memory",
+    ],
+)
+def test_memory_that_ran_out_in_a_worker_of_the_data_loader_is_the_cause(error):
+    inner = raised(None, "").removesuffix("\n")
+    assert verdict(raised(None, error.format(inner))).cause == "host-oom-killed"
 
 
 def test_a_failure_that_is_not_in_the_catalogue_is_unknown_and_lists_what_to_collect():
@@ -195,3 +331,34 @@ def test_bytes_that_could_not_be_allocated_are_shown_with_a_unit(size):
     explanation = reach_verdict([log])
     assert explanation.cause == "host-oom-killed"
     assert "(64.0 MiB requested)" in explanation.summary
+
+
+def test_the_error_that_ray_wraps_is_the_cause():
+    wrapped = "ray.exceptions.RayTaskError(ValueError): ray::main() (pid=4711, ip=10.0.0.4)\nValueError: sample 7 has 3 fields"
+    explanation = verdict(raised(None, wrapped))
+    assert (explanation.cause, explanation.summary[:10]) == ("user-code-exception", "ValueError")
+
+
+def test_a_traceback_behind_the_prefix_of_vllm_is_read():
+    prefix = "(Worker_TP0 pid=231) ERROR 05-19 12:24:51 [core.py:459] "
+    explanation = verdict("".join(f"{prefix}{line}\n" for line in raised(None, "RuntimeError: boom").splitlines()))
+    assert explanation.summary == "RuntimeError: boom (at train.py:31 in main)"
+
+
+@pytest.mark.parametrize("line", ["WARN: grad_norm is not finite: nan", "gradient norm is NaN: nan"])
+def test_a_gradient_norm_alone_can_be_nan(line):
+    assert verdict(f"(WorkerDict pid=4711) {line}\n" * 6).cause == "loss-nan"
+
+
+def test_a_log_that_ends_while_nccl_starts_is_not_healthy():
+    assert verdict("".join(f"host:47:48 [0] NCCL INFO Channel 0{n}/02 : 0 1\n" for n in range(9))).cause == "unknown"
+
+
+def test_noise_at_the_end_of_a_healthy_run_is_no_failure():
+    ignored = "[rank0]:Exception ignored while calling deallocator <function A.__del__ at 0x7f>:\n"
+    noise = ignored + raised(0, "PythonFinalizationError: cannot join thread at interpreter shutdown")
+    assert verdict(STEPS + "training finished\n" + noise).cause == "healthy"
+    left = "[rank1]:[W709 10:36:07.2 x.cpp:1524] Warning: destroy_process_group() was not called before program exit\n"
+    lost = "[rank1]:[W709 10:36:07.6 TCPStore.cpp:125] [c10d] recvValue failed on SocketImpl(fd=105): got 0 bytes.\n"
+    assert verdict(STEPS + left + lost).cause == "healthy"
+    assert verdict(STEPS + lost).cause == "peer-died"

@@ -15,7 +15,7 @@ from paceline.rundir import RunDir, append_event
 def linked(name: str, *, first_rank: int):
     """A host without a shared disk, and the other end of its link."""
     (in_a, out_b), (in_b, out_a) = os.pipe(), os.pipe()
-    member = Member(HostEntry(name), 1, name, first_rank=first_rank, channel=Channel(in_a, out_a), shared=False)
+    member = Member(HostEntry(name), 1, first_rank=first_rank, channel=Channel(in_a, out_a), shared=False)
     try:
         yield member, Channel(in_b, out_b)
     finally:
@@ -55,7 +55,7 @@ def test_the_host_of_the_copy_has_the_history_before_the_first_checkpoint_too(tm
 def test_one_other_host_is_asked_for_a_copy_of_each_new_checkpoint_and_may_be_unable(tmp_path):
     run = RunDir(tmp_path)
     append_event(run, "launch")
-    here = Member(HostEntry("localhost"), 1, "ada")
+    here = Member(HostEntry("localhost"), 1)
     with linked("bob", first_rank=1) as (bob, bob_end), linked("cem", first_rank=2) as (cem, cem_end):
         copies, members = Copies(run), [here, bob, cem]
         for step in (999_990, 1_000_000):  # the names of steps sort by their number, not as text

@@ -11,7 +11,17 @@ import pytest
 
 from paceline.heartbeat import HeartbeatWriter, read_heartbeat
 from paceline.launch.channel import PIECE_BYTES, Channel, frame, wait
-from paceline.launch.gather import FROM_HOST, SENT, Arrivals, Follower, file_frames, missing_files, receive, sha256_of
+from paceline.launch.gather import (
+    FROM_HOST,
+    SENT,
+    Arrivals,
+    Follower,
+    file_frames,
+    missing_files,
+    receive,
+    sha256_of,
+    write_piece,
+)
 from paceline.rundir import RunDir, append_event, append_json_line, read_json_lines, write_atomic
 
 
@@ -157,6 +167,34 @@ def test_a_broken_link_catches_up_from_where_it_was(tmp_path):
             if "file" in line:
                 arrivals.take(line, data, host="bob")
     assert here.rank_log(1, 0).read_text() == there.rank_log(1, 0).read_text()
+
+
+def test_the_copy_of_an_earlier_attempt_changes_neither_plan_nor_steps_and_repeats_no_event(tmp_path):
+    there, here = run_folder(tmp_path / "there"), run_folder(tmp_path / "here")
+    for run, text in ((there, "of the plan before"), (here, "of the plan that follows")):
+        run.plan_json.write_text(text)
+    append_event(here, "launch")
+    append_event(there, "memory", rank=1)
+    here.events.write_text(here.events.read_text() + there.events.read_text())
+    append_event(there, "checkpoint", step=9)  # was not received
+    append_json_line(there.metrics, {"step": 9, "loss": 2.0})
+    with connected() as (near, far):
+        Follower(there, far).catch_up({})
+        far.send_behind([frame({"event": "end"})])
+        arrivals = Arrivals(here, on_no_space=pytest.fail)
+        for line, data in received(near, far, until=lambda line: line.get("event") == "end"):
+            if "file" in line:
+                arrivals.take(line, data)
+    assert here.plan_json.read_text() == "of the plan that follows" and not here.metrics.exists()
+    assert [event["event"] for event in read_json_lines(here.events)] == ["launch", "memory", "checkpoint"]
+
+
+def test_a_file_of_which_a_piece_did_not_fit_does_not_appear(tmp_path):
+    path = tmp_path / "text"
+    write_piece(path, {"file": "text", "first": True, "last": False}, b"one ")
+    path.with_name("text.part").unlink()  # as where the disk was full for the second piece
+    write_piece(path, {"file": "text", "first": False, "last": True}, b"three")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_checkpoint_part_comes_whole_and_before_the_json_that_says_so(tmp_path):

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from launch.conftest import DRIVE, Launch
 
-from paceline.explain.evidence import read_last_collective
+from paceline.explain.evidence import read_dump
 from paceline.heartbeat import read_heartbeat
 from paceline.rundir import RECORDER_DUMP, RunDir
 
@@ -128,7 +128,7 @@ def test_a_stopped_rank_is_named_when_its_silence_is_too_long_and_killed_and_eve
     assert json.loads((kept / "hang.json").read_text())["ranks"][stopped]["state"] == "T"
     recorded = launch.run.recorder_dumps(1)
     assert [path.name for path in recorded] == [f"{RECORDER_DUMP}{rank}" for rank in range(nproc) if rank != stopped]
-    assert read_last_collective(recorded[0])[1] == "gloo:all_reduce"
+    assert read_dump(recorded[0]).last.operation == "gloo:all_reduce"
     assert str(recorded[0].relative_to(launch.run.path)) in hang["evidence"]
     assert not list(launch.run.logs(1).glob("*.pipe"))
 

@@ -160,7 +160,7 @@ def linked_member(channel: Channel) -> tuple[Cluster, Member]:
     """A cluster with one other host, as it is once its link is open."""
     cluster = Cluster([HostEntry("bob.invalid")], None, nproc=1, rejoin=False)
     [member] = cluster.members
-    member.channel, member.is_open, member.is_greeted = channel, True, True
+    member.channel, member.is_open = channel, True
     return cluster, member
 
 

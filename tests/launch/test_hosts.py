@@ -5,36 +5,13 @@ import sys
 
 import namespaces
 import pytest
-from namespaces import PORT, namespaced_hosts
+from namespaces import add_cable, namespaced_hosts
 
 from paceline.errors import UsageError
 from paceline.launch.hosts import HostEntry, is_this_host, parse_hosts, ranks_of
 from paceline.launch.ssh import code_archive
 
 needs_namespaces = pytest.mark.skipif(bool(namespaces.WHY_NOT), reason=namespaces.WHY_NOT)
-
-ALIASES = f"""
-Host stranger
-  HostName 10.77.0.2
-  HostKeyAlias stranger
-Host changed
-  HostName 10.77.0.2
-  HostKeyAlias h1.changed
-Host closed
-  HostName 10.77.0.2
-  Port 1
-Host locked
-  HostName 10.77.0.2
-  HostKeyAlias [h2]:{PORT}
-  Port {PORT}
-  User root
-  IdentitiesOnly yes
-  IdentityFile {{folder}}/other
-  UserKnownHostsFile {{folder}}/known_hosts
-Host dark
-  HostName 10.77.0.77
-Host h* stranger changed
-"""
 
 
 @pytest.mark.parametrize("text, expected", [
@@ -66,37 +43,6 @@ def test_a_file_lists_hosts_as_mpi_and_deepspeed_do(tmp_path):
     assert parse_hosts(str(path)) == [
         HostEntry("ada", None, 2), HostEntry("bob", "me", 2), HostEntry("node1"), HostEntry("node2")
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("text, message", [
-    ("", "names no host"), (",,", "names no host"), ("ada,ada", "ada is listed twice"), ("ada,me@ada", "listed twice"),
-    ("node[1-2],node2", "node2 is listed twice"), ("-oProxyCommand=x", "is not a host"), ("ada;reboot", "is not a host"),
-    ("a da", "is not a host"), ("ada:x", "is not a host"), ("ada:", "is not a host"), ("@ada", "is not a host"),
-    ("me@@ada", "is not a host"), ("fe80::1", "is not a host"), ("node[1-", "is not a host"), ("node[]", "is not a host"),
-    ("node[4-1]", "is not a range"), ("node[1-9999]", "more than 1,024"), ("ada:0", "0 ranks"), ("ada:999", "999 ranks"),
-    ("no/such/file", "no such file"), ("$(reboot)", "is not a host"), ("ada\x1b[2J", "is not a host"),
-])  # fmt: skip
-def test_a_wrong_list_is_refused_with_a_fix(text, message):
-    with pytest.raises(UsageError, match=message) as error:
-        parse_hosts(text)
-    assert error.value.fix
-
-
-@pytest.mark.parametrize("lines, message", [
-    (b"ada\nbob slots=two\n", ":2: 'bob slots=two' is not a host"), (b"\xff\xfe", "cannot be read"), (b"# none\n", "names no host"),
-    (b"ada\nbob max_slots=2\n", ":2: .* is not a host"), (b"ada\nada\n", "ada is listed twice"),
-])  # fmt: skip
-def test_a_wrong_file_of_hosts_is_refused_with_its_line(tmp_path, lines, message):
-    (tmp_path / "hosts").write_bytes(lines)
-    with pytest.raises(UsageError, match=message):
-        parse_hosts(str(tmp_path / "hosts"))
-
-
-def test_an_interpreter_without_other_hosts_is_refused(capsys):
-    from paceline.cli import run_command
-
-    assert run_command(["check", "--python", "python3.12"]) == 2
-    assert "--python is about several hosts" in capsys.readouterr().err
 
 
 def test_this_host_is_known_by_its_names_and_addresses():
@@ -138,51 +84,6 @@ def test_hosts_are_checked_together_and_the_code_is_sent_once(hosts):
     answer = hosts.paceline("h1", "check", "--hosts", "h2,10.77.0.2")
     assert "hosts-same" in answer.stdout and "h2 and 10.77.0.2 are one host, h2" in answer.stdout
     assert list(code.parent.iterdir()) == [code] and code.stat() == sent
-
-
-@needs_namespaces
-def test_each_way_of_not_reaching_a_host_is_named_with_its_fix(hosts):
-    keygen = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", hosts.folder / "other"]
-    subprocess.run(keygen, check=True)
-    key = " ".join((hosts.folder / "h1" / "hostkey.pub").read_text().split()[:2])
-    with hosts.known_hosts().open("a") as file:
-        file.write(f"h1.changed {key}\n")
-    config = hosts.folder / "config"
-    shared = config.read_text()
-    config.write_text(ALIASES.format(folder=hosts.folder) + shared.split("\n", 2)[2] + shared)
-    answer = hosts.paceline("h1", "check", "--hosts", "stranger,changed,closed,locked,dark,h9")
-    config.write_text(shared)
-    assert answer.returncode == 1 and answer.stderr == ""
-    lines = answer.stdout.split("\n\n")[0].splitlines()
-    assert lines == [
-        "stranger: its host key is not known here",
-        "changed: its host key is not the one that was accepted before: another machine answers, or it was installed again",
-        "closed: no ssh server answers there",
-        "locked: it refuses this user's keys",
-        "dark: it cannot be reached",
-        "h9: no host of this name is known",
-    ]
-    assert answer.stdout.count("stop  host-unreachable") == 6
-    assert "ssh-copy-id locked" in answer.stdout and "ssh-keygen -R 10.77.0.2" in answer.stdout
-
-
-@needs_namespaces
-def test_an_interpreter_that_is_missing_there_is_reported(hosts):
-    answer = hosts.paceline("h1", "check", "--hosts", "h2", "--python", "/nowhere/python")
-    assert answer.stdout.splitlines()[0] == "h2: no /nowhere/python there"
-    assert "--python PATH of an interpreter with torch there" in answer.stdout
-
-
-@needs_namespaces
-def test_a_cache_that_cannot_be_written_is_reported(hosts):
-    cache = hosts.folder / "h2" / "cache"
-    before = cache.rename(hosts.folder / "h2" / "before")
-    cache.write_text("a file, not a folder")
-    answer = hosts.paceline("h1", "check", "--hosts", "h2")
-    cache.unlink()
-    before.rename(cache)
-    assert "h2: it could not keep the code: Not a directory" in answer.stdout
-    assert "ssh h2 df -h ~/.cache" in answer.stdout
 
 
 LINK_OF = """
@@ -234,12 +135,7 @@ def test_a_firewall_that_opens_the_range_needs_the_kernel_to_choose_ports_in_it(
 
 @pytest.fixture(scope="module")
 def cable(hosts):
-    """A second network between the hosts, eth1 with 10.88.0.N."""
-    first, second = f"{hosts.prefix}h1", f"{hosts.prefix}h2"
-    hosts.ip("link", "add", "eth1", "netns", first, "type", "veth", "peer", "name", "eth1", "netns", second)
-    for number, name in enumerate((first, second), 1):
-        hosts.ip("-n", name, "addr", "add", f"10.88.0.{number}/24", "dev", "eth1")
-        hosts.ip("-n", name, "link", "set", "eth1", "up")
+    add_cable(hosts)
     return hosts
 
 
@@ -248,19 +144,6 @@ def cable(hosts):
 def test_the_link_of_a_chosen_interface_is_measured(cable, choice):
     link = link_of(cable, interface=choice)
     assert (link["address"], link["local"], link["error"]) == ("10.88.0.2", "10.88.0.1", None)
-
-
-@pytest.mark.soak
-@needs_namespaces
-def test_an_interface_that_a_host_lacks_is_refused_by_check_and_by_train_alike(cable):
-    options = ["--hosts", "h1,h2", "--interface", "eth9", "--device", "cpu", "--nproc", "1"]
-    checked = cable.paceline("h1", "check", *options)
-    trained = cable.paceline("h1", "train", *options, "--runs-dir", "refused", "--num-steps", "1")
-    assert (checked.returncode, trained.returncode) == (1, 1)
-    for text in (checked.stdout, trained.stdout):
-        assert "h2: --interface eth9 is not up here with an address; up are" in text
-        assert " --interface 10.77.0.0/24\n" in text
-    assert "this run would fail: interface-absent" in trained.stderr
 
 
 @needs_namespaces

@@ -15,7 +15,7 @@ from paceline.check.ready import CheckResult
 from paceline.command_line import parse
 from paceline.launch import script
 from paceline.options import ScriptOptions
-script.check_script = lambda *_: CheckResult([{"torch": {"libuv": sys.argv[1] == "yes"}}], [])
+script.check_script = lambda *_, **__: CheckResult([{"torch": {"libuv": sys.argv[1] == "yes"}}], [])
 sys.exit(script.run_script(parse(sys.argv[2:], command="run", options=ScriptOptions)))
 """
 LAUNCH = """

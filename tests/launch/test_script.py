@@ -296,7 +296,7 @@ def test_a_failed_check_stops_the_run_before_it_has_a_folder(tmp_path, monkeypat
     Path("train.py").write_text("print('started')")
     calls = []
 
-    def check(script, run, facts):
+    def check(script, run, facts, *, config):
         calls.append((script.command, run.path))
         return CheckResult([{}], [Finding("no-room", "stop", "no room", "it would fail", "make room")])
 
@@ -311,7 +311,7 @@ def test_the_findings_of_the_checks_are_in_the_run_folder(tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("import os; print(os.environ['USE_LIBUV'])")
     checked = CheckResult([{"host": {"name": "ada"}, "torch": {"libuv": False}}], [])
-    monkeypatch.setattr("paceline.launch.script.check_script", lambda *_: checked)
+    monkeypatch.setattr("paceline.launch.script.check_script", lambda *_, **__: checked)
     assert run_script(ONE_RANK) == 0
     assert capfd.readouterr().out == "0\n"
     assert Path("runs/r/findings.json").read_text() == "[]\n"
@@ -322,7 +322,7 @@ def test_any_executable_is_run_as_it_is_and_no_check_runs_no_check(tmp_path, mon
     monkeypatch.chdir(tmp_path)
     Path("go.sh").write_text('#!/bin/sh\necho rank $RANK: "$1"\nexit 5\n')
     Path("go.sh").chmod(0o755)
-    monkeypatch.setattr("paceline.launch.script.check_script", lambda *_: 1 / 0)
+    monkeypatch.setattr("paceline.launch.script.check_script", lambda *_, **__: 1 / 0)
     assert run_script(replace(ONE_RANK, command=("./go.sh", "a  b"), check=False)) == 5
     assert capfd.readouterr().out == "rank 0: a  b\n"
 

@@ -2,7 +2,9 @@
 
 import json
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import time
 
@@ -102,3 +104,71 @@ def test_three_hosts_end_with_the_bits_of_three_ranks(hosts):
     done = hosts.paceline("h1", "train", *SIZES, "20", "--nproc", "1", "--hosts", "h1,h2,h3", *runs)
     assert done.returncode == 0, done.stderr
     assert last_files(RunDir(hosts.on("h1", hosts.private) / "runs" / "a")) == expected
+
+
+def test_hosts_are_listed_by_their_ipv6_addresses(hosts):
+    runs = ["--runs-dir", str(hosts.private / "runs"), "--name", "a"]
+    done = hosts.paceline("h1", "train", *SIZES, "3", "--nproc", "1", "--hosts", "[fd77::1],[fd77::2]", *runs)
+    assert done.returncode == 0, done.stderr
+    run = RunDir(hosts.on("h1", hosts.private) / "runs" / "a")
+    [attempt] = (event for event in read_json_lines(run.events) if event["event"] == "attempt")
+    assert attempt["hosts"] == {"fd77::1": [0], "fd77::2": [1]}
+    assert [line["step"] for line in read_json_lines(run.metrics)][-1] == 3
+    job = json.loads((run.logs(1) / "job-0.json").read_text())
+    assert job["rendezvous"]["host"] == "fd77::1"
+    assert 'hosts = "[fd77::1],[fd77::2]"' in run.config_toml.read_text()
+
+
+@pytest.mark.soak
+def test_a_changed_plan_reaches_a_host_that_has_the_one_before_and_so_does_a_new_run_of_the_same_name(hosts):
+    runs = ["--runs-dir", str(hosts.private / "runs"), "--name", "a"]
+    start = ["train", *SIZES, "20", "--hosts", "h1:1,h2:1", *runs]
+    assert hosts.paceline("h1", *start).returncode == 0
+    run = RunDir(hosts.on("h1", hosts.private) / "runs" / "a")
+    resume = ["resume", str(hosts.private / "runs" / "a"), "--hosts", "h1:2,h2:2", "--num-steps", "30", "--no-check"]
+    longer = hosts.paceline("h1", *resume)
+    assert longer.returncode == 0, longer.stderr
+    attempts = [event for event in read_json_lines(run.events) if event["event"] == "attempt"]
+    assert [event["world_size"] for event in attempts] == [2, 4]
+    steps = [line["step"] for line in read_json_lines(run.metrics)]
+    assert steps == sorted(set(steps)) and steps[-1] == 30
+    shutil.rmtree(run.path)
+    timed = [word for word in start if word not in ("--num-steps", "20")]
+    again = hosts.paceline("h1", *timed, "--time", "20s")  # a trial on both, and another length
+    assert again.returncode == 0, again.stderr
+    num_steps = json.loads(run.plan_json.read_text())["num_steps"]
+    assert f"length  {num_steps:,} steps: " in again.stdout and num_steps >= 60
+    assert max(line["step"] for line in read_json_lines(run.metrics)) == num_steps
+    copies = (hosts.folder / "h2" / "cache" / "paceline" / "runs").iterdir()
+    assert [[path.name for path in copy.iterdir()] for copy in copies] == [["a"], ["a"]]  # none of the trial
+
+
+AGENT_NOTE = """
+import sys
+from paceline.launch.ssh import agent_note
+print(agent_note(["h2"]))
+"""
+
+
+def test_a_forwarded_agent_that_alone_opens_a_host_is_named_before_its_login_ends(hosts, tmp_path):
+    folder = tmp_path / "ssh-XXXX"
+    folder.mkdir()
+    socket = folder / "agent.1"
+    agent = subprocess.Popen(["ssh-agent", "-D", "-a", str(socket)], stdout=subprocess.DEVNULL)
+    try:
+        while not socket.exists():
+            time.sleep(0.02)
+        with_agent = ["env", "-u", "SSH_AGENT_PID", f"SSH_AUTH_SOCK={socket}"]
+        with_key = hosts.run("h1", *with_agent, sys.executable, "-c", AGENT_NOTE)
+        added = hosts.run("h1", *with_agent, "ssh-add", str(tmp_path / "id"))
+        assert added.returncode == 0, added.stderr
+        (tmp_path / "id").rename(tmp_path / "away")
+        (tmp_path / "id.pub").rename(tmp_path / "away.pub")
+        config = tmp_path / "config"
+        config.write_text(config.read_text().replace("  IdentitiesOnly yes\n", ""))
+        without_key = hosts.run("h1", *with_agent, sys.executable, "-c", AGENT_NOTE)
+    finally:
+        agent.kill()
+        agent.wait()
+    assert with_key.stdout == "None\n", with_key.stderr
+    assert without_key.stdout.startswith("note    only your forwarded ssh agent opens h2"), without_key.stderr

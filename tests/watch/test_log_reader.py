@@ -253,3 +253,12 @@ def test_a_log_that_cannot_be_read_is_unknown():
         path.chmod(0)
         done = subprocess.run([sys.executable, "-c", UNREADABLE, str(path)], capture_output=True, text=True)
     assert done.stdout == f"unknown ['{path} cannot be read: Permission denied']\n", done.stderr
+
+
+def test_a_log_that_waits_for_its_first_collective_has_not_failed_while_it_grows(tmp_path):
+    path = tmp_path / "train.log"
+    path.write_text("host:471:48 [0] NCCL INFO comm 0x5 rank 0 nranks 2 - Init COMPLETE\n")
+    assert open_reader(path).update().state == "unknown"
+    os.utime(path, (time.time() - 86_400,) * 2)
+    snapshot = open_reader(path).update()
+    assert (snapshot.state, snapshot.explanation["cause"]) == ("failed", "nccl-p2p-hang")

@@ -20,6 +20,7 @@ from threading import Thread
 from typing import Any
 
 from paceline.check.probes.network_probe import LINK_LOCAL, interface_addresses, interface_here, ssh_address
+from paceline.errors import PacelineError
 
 HEADER = struct.Struct("!cQ")  # what to do with the bytes that follow: echo them, count them, or send as many
 ECHO, COUNT, SEND, REPLY = b"e", b"c", b"s", struct.Struct("!Q")
@@ -48,8 +49,8 @@ def main() -> int:
     port, store_port = (listener and listener.getsockname()[1] for listener in listeners)
     try:
         addresses = list(own_addresses(request.get("interface")))
-    except ValueError as error:
-        print(json.dumps({"reason": str(error)}), flush=True)
+    except PacelineError as error:
+        print(json.dumps({"reason": error.message}), flush=True)
         return 1
     print(json.dumps({"port": port, "store_port": store_port, "addresses": addresses}), flush=True)
     for line in sys.stdin:

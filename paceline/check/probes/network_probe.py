@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.check.probes.facts import Json, answer
+from paceline.errors import PacelineError
 from paceline.plan.host import names_in, process_name, read_int, read_text
 
 RESOLVE_DEADLINE_S = 2.0
@@ -174,12 +175,25 @@ def choose_interface(choice: str, nics: Mapping[str, Sequence[str]]) -> tuple[st
 
 
 def interface_here(choice: str) -> tuple[str, str]:
-    """Returns name and address of the interface on this host; raises ValueError where there is none."""
+    """Returns name and address of the interface on this host; raises PacelineError where there is none."""
     nics = interface_addresses() or {}
     if chosen := choose_interface(choice, nics):
         return chosen
     others = ", ".join(f"{name} {addresses[0]}" for name, addresses in nics.items() if addresses)
-    raise ValueError(f"no interface {choice} with an address; there are {others}")
+    fix = "--interface NAME of one of them, or a network such as 10.0.0.0/24"
+    raise PacelineError(f"no interface {choice} with an address; there are {others}", fix=fix)
+
+
+def interface_env(reach: str | None, choice: str | None) -> dict[str, str]:
+    """Returns which network interface gloo and NCCL use: the chosen one, else that by which this host reaches an address.
+
+    A variable that the user has set on this host stays, except beside --interface. NCCL takes a name without `=` as a prefix.
+    """
+    name = interface_here(choice)[0] if choice else interface_to(reach) if reach else None
+    if name is None:
+        return {}
+    env = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
+    return env if choice else {key: value for key, value in env.items() if key not in os.environ}
 
 
 def ethtool_driver(name: str) -> str | None:

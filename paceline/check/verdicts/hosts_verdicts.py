@@ -93,7 +93,8 @@ def hosts_same(hosts: Sequence[Host]) -> Cases:
             names.setdefault((name, addresses), []).append(str(host.at("connection.destination") or name))
     for (name, _), destinations in names.items():
         if len(destinations) > 1:
-            fix = f"--hosts {destinations[0]}:2 for two ranks there"
+            user, at, address = destinations[0].rpartition("@")
+            fix = f"--hosts {user}{at}{f'[{address}]' if ':' in address else address}:2 for two ranks there"
             yield Case(f"{format_list(destinations)} are one host, {name}", fix)
 
 
@@ -128,12 +129,12 @@ def hosts_unconnected(hosts: Sequence[Host]) -> Cases:
         if link["error"] == "probe":
             yield Case(f"the link from {name} to {peer} was not measured: {reason}", "repeat the check", "warn")
         elif link["error"] in ("connect", "token", "small") and link.get("store_port") and not link.get("store_error"):
-            low, high = host.intent.config["ports"].replace("-", " ").split()
+            low, _, high = host.intent.config["ports"].partition("-")
             kernel = other.at("network.ephemeral_ports") or ("n/a", "n/a")
             yield Case(
                 f"{name} reaches port {link['store_port']} of {peer}, but not port {link['port']}: gloo and NCCL listen on"
                 f" ports that the kernel chooses, from {kernel[0]} to {kernel[1]}",
-                f"on each host: sudo sysctl -w net.ipv4.ip_local_port_range='{low} {high}'",
+                f"on each host: sudo sysctl -w net.ipv4.ip_local_port_range='{low} {high or low}'",
             )
         elif link["error"] in ("connect", "token", "small"):
             what = f"{name} cannot connect to {peer}: {link['address']} port {link['port']}: {reason}"
@@ -141,12 +142,18 @@ def hosts_unconnected(hosts: Sequence[Host]) -> Cases:
 
 
 def hosts_store_port(hosts: Sequence[Host]) -> Cases:
+    """The store is on the host of rank 0: the one where the command is typed, else the first."""
+    first = next((host for host in hosts if host.at("connection.here")), hosts[0])
     for host, other, link in links(hosts):
+        ports, name, peer = host.intent.config.get("ports"), name_of(host), name_of(other)
+        if host is first and link.get("own_store_port", 0) is None:
+            what = f"none of the ports {ports} is free on {name}, where the ranks meet"
+            yield Case(what, f"other --ports, or wait for the program that has them: ss -ltnp on {name} shows it")
+            return
         if error := link.get("store_error"):
-            ports, peer = host.intent.config.get("ports"), name_of(other)
             port = f"port {link['store_port']} of {peer}" if link["store_port"] else f"ports {ports} of {peer}"
             fix = f"on {peer}: sudo ufw allow {str(ports).replace('-', ':')}/tcp"
-            yield Case(f"{name_of(host)} cannot use {port} for the store: {error}", fix)
+            yield Case(f"{name} cannot use {port} for the store: {error}", fix)
 
 
 def hosts_address(hosts: Sequence[Host]) -> Cases:

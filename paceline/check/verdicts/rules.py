@@ -24,7 +24,9 @@ class Intent:
     num_hosts: int = 1
     precision: str | None = None
     compile: bool | None = None
-    config: dict[str, Any] = field(default_factory=dict)  # every key of Config; empty: there is no config
+    config: dict[str, Any] = field(
+        default_factory=dict
+    )  # every key of Config; of a script only those about its ranks and hosts
     set_keys: frozenset[str] = field(default_factory=frozenset)  # the keys that the user has set
     run_dir: str | None = None
     sequence_len: int | None = None

@@ -1,0 +1,382 @@
+"""
+Judges the curves of a run: NaN, a loss that rises or stands still, memory that grows, speed that falls, overfitting. Pure.
+
+A finding must stand out of the curve's own noise at its end: what recovered, as a spike does, is none. Medians and quartiles of
+stretches are compared, so heavy tails and single spikes count little; a rise must also be many standard errors (noise.py) high.
+What a finding is called and what helps stands in the catalogue.
+"""
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from paceline.explain.catalogue import load_catalogue
+from paceline.explain.explanation import CurveEvidence, Explanation, LogProgress, format_value
+from paceline.explain.series import (
+    GRADIENT,
+    LOSS,
+    MEMORY,
+    RATE,
+    REWARD,
+    STEP_TIME,
+    THROUGHPUT,
+    VALIDATION,
+    MetricSeries,
+)
+from paceline.explain.verdict import HEALTHY, UNKNOWN, clean_values, fill_template
+from paceline.noise import level_of, standard_errors_below
+
+NAN, DIVERGED, STANDS_STILL = "loss-nan", "loss-diverged", "loss-stands-still"
+MEMORY_GROWS, SLOWS_DOWN, OVERFITS = "memory-grows", "throughput-decays", "validation-turns-up"
+
+MAX_POINTS = 2000  # judged of a curve; of a longer one, medians of neighbours
+STRETCHES = (10, 20, 40)  # numbers of last points that are compared with an earlier stretch of the same length
+MIN_POINTS = 20  # of a curve that is judged
+SPIKE = 5  # points over which a median removes spikes
+Z_RISE = 5.0  # standard errors
+LOSS_RISE, SLOWER = 0.15, 0.3  # shares of the level that are somebody's concern
+START_RISE = 0.5  # of a loss that was never lower than in its first points
+MIN_SLOW_S = 60.0
+NAN_GRADIENTS = 5  # in a row: fp16's loss scale causes fewer
+SAME_VALUES = 20  # in a row
+LATEST_START = 0.1  # of the last step: a curve that begins later has lost its beginning
+STILL_CHANGE, STILL_ERROR = 0.004, 0.0016  # of the level: between thirds of a curve, and the standard error of that
+MIN_GROWTH, GROWTH_BLOCKS, GROWTH_LATE = 0.1, 8, 0.38  # of memory; the share of the growth in the later half
+GROWTH_STARTS = (0.2, 0.4, 0.6)  # of the curve: memory grows in any run at first, and a leak may begin late
+MIN_VALIDATION, MIN_AFTER = 6, 3  # points of a validation curve, and after its lowest
+VALIDATION_RISE, Z_VALIDATION = 0.02, 5.0
+CURVE_COLUMNS = 48  # of a curve that is shown
+CONFIDENCE = 0.8
+
+
+@dataclass(frozen=True)
+class CurveFinding:
+    """What is wrong with a curve. at: the index of the point where it began; reason: what another curve says about it."""
+
+    cause: str
+    series: MetricSeries
+    at: int
+    reason: str | None = None
+
+
+def explain_curves(series: Sequence[MetricSeries], notes: Sequence[str], *, names: str) -> Explanation:
+    """The explanation of metrics alone. names: of the files, for the sentence that says that they show nothing."""
+    judged = [item for item in series if is_judged(item)]
+    if findings := judge_curves(series):
+        return add_findings(Explanation(HEALTHY, notes=tuple(notes)), findings)
+    if not judged:
+        few = "no curve has the name of a loss, of memory or of a speed"
+        if series:
+            few = f"{', '.join(f'{item.name} {len(item.values)}' for item in series[:3])}: too few points to judge"
+        elif notes:
+            few = "nothing whole to read"
+        fix = "pass the log of the run: paceline explain LOG"
+        return Explanation(UNKNOWN, summary=f"{names}: {few}", fix=fix, notes=tuple(notes))
+    shown = next((item for item in judged if item.kind == LOSS), judged[0])
+    first, last = (format_value(shown.name, shown.values[at]) for at in (0, -1))
+    points, steps = f"{len(shown.values):,} points", f"step {shown.steps[0]:,} to {shown.steps[-1]:,}"
+    return Explanation(
+        HEALTHY,
+        confidence=CONFIDENCE,
+        summary=f"no failure found: {shown.name} {first} to {last}, {steps}, {points}",
+        progress=LogProgress(len(shown.values), shown.steps[0], shown.steps[-1]),
+        curves=(show_curve(shown),),
+        notes=tuple(notes),
+    )
+
+
+def add_findings(explanation: Explanation, findings: Sequence[CurveFinding]) -> Explanation:
+    """The explanation with the curves as evidence; what a log shows stays the cause, but for a healthy log."""
+    curves = []
+    for finding in findings:
+        values, series = sentence_values(finding), finding.series
+        cause, step = load_catalogue().causes[finding.cause], series.steps[finding.at]
+        summary, fix = fill_template(cause.summary, values), fill_template(cause.fix, values)
+        curves.append(replace(show_curve(series), cause=cause.id, step=step, summary=summary))
+        if not explanation.shows_failure:
+            explanation = replace(
+                explanation, cause=cause.id, summary=summary, fix=fix, step=step, confidence=CONFIDENCE
+            )
+    return replace(explanation, curves=tuple(curves))
+
+
+def sentence_values(finding: CurveFinding) -> dict[str, str]:
+    """The values for a sentence of the catalogue."""
+    series, at = finding.series, finding.at
+    step, last_step, ends = series.steps[at], series.steps[-1], (series.values[: at + 1], series.values)
+    if finding.cause == NAN:
+        return clean_values({"message": f"{series.name} from step {step} to its end, step {last_step}"})
+    near = 1 if finding.cause == OVERFITS else SPIKE
+    value, last = (statistics.median(list(filter(math.isfinite, values))[-near:]) for values in ends)
+    texts = {"value": format_value(series.name, value), "last_value": format_value(series.name, last)}
+    return clean_values({"series": series.name, "step": step, "last_step": last_step, "reason": finding.reason} | texts)
+
+
+def show_curve(series: MetricSeries) -> CurveEvidence:
+    """The curve, thinned to the medians of neighbours between its ends."""
+    size = 1 + (len(series.values) - 1) // CURVE_COLUMNS
+    groups = [series.values[at : at + size] for at in range(0, len(series.values), size)]
+    medians = [
+        statistics.median(finite) if len(finite := list(filter(math.isfinite, group))) > len(group) // 2 else None
+        for group in groups
+    ]
+    for end in (0, -1):
+        medians[end] = series.values[end] if math.isfinite(series.values[end]) else None
+    steps = (*series.steps[::size][:-1], series.steps[-1])
+    return CurveEvidence(series.name, series.source, steps, tuple(medians))
+
+
+def judge_curves(series: Sequence[MetricSeries]) -> list[CurveFinding]:
+    """The findings, at most one of each cause, the gravest first."""
+    by_kind: dict[str, list[MetricSeries]] = {}
+    for item in series:
+        by_kind.setdefault(item.kind, []).append(item)
+    # the loss of a policy rises and stands still while it learns
+    losses = [] if REWARD in by_kind else by_kind.get(LOSS, [])
+    diverged = list(find_rises(losses))
+    findings = [
+        *find_nan(by_kind.get(LOSS, []), by_kind.get(GRADIENT, [])),
+        *diverged,
+        *([] if diverged else find_still(losses, by_kind.get(RATE, []), by_kind.get(GRADIENT, []))),
+        *find_growth(by_kind.get(MEMORY, [])),
+        *find_slowdown(by_kind),
+        *([] if diverged else find_overfitting(by_kind.get(VALIDATION, []))),
+    ]
+    first: dict[str, CurveFinding] = {}
+    for finding in findings:
+        first.setdefault(finding.cause, finding)
+    return list(first.values())
+
+
+def is_judged(series: MetricSeries) -> bool:
+    """Whether a curve has enough points to say that nothing is wrong with it."""
+    return len(series.values) >= (MIN_VALIDATION if series.kind == VALIDATION else MIN_POINTS)
+
+
+def find_nan(losses: Sequence[MetricSeries], gradients: Sequence[MetricSeries]) -> Iterator[CurveFinding]:
+    """Losses, or gradient norms, that are NaN or infinite to their end."""
+    for series, at_least in [*((item, 1) for item in losses), *((item, NAN_GRADIENTS) for item in gradients)]:
+        at = len(series.values)
+        while at and not math.isfinite(series.values[at - 1]):
+            at -= 1
+        if len(series.values) - at >= at_least:
+            yield CurveFinding(NAN, series, at)
+
+
+def find_rises(losses: Sequence[MetricSeries]) -> Iterator[CurveFinding]:
+    for series in losses:
+        finite = thinned(series)
+        if finite.values and min(finite.values) > 0:
+            at = rise_to_end(finite.values, LOSS_RISE)
+            at = rise_from_start(finite.values) if at is None else at
+            if at is not None:
+                yield finding_at(DIVERGED, series, finite.steps[at])
+
+
+def find_still(
+    losses: Sequence[MetricSeries], rates: Sequence[MetricSeries], gradients: Sequence[MetricSeries]
+) -> Iterator[CurveFinding]:
+    """A loss that repeats one value, does not fall while nothing is learned, or is level from the first step."""
+    for series in losses:
+        finite = thinned(series)
+        values, steps = finite.values, finite.steps
+        at = constant_tail(values)
+        if at is not None and abs(values[-1]) > 0.01:
+            yield finding_at(STANDS_STILL, series, steps[at])
+            continue
+        reasons = ((rates, "the learning rate is 0"), (gradients, "the gradient norm is 0"))
+        for others, reason in reasons:
+            starts = [start for item in others if (start := zero_tail(item)) is not None]
+            if not starts or len(starts) < len(others):
+                continue
+            after = [value for step, value in zip(steps, values, strict=True) if step >= max(starts)]
+            if len(after) >= SAME_VALUES and not is_lower(after[-len(after) // 3 :], after[: len(after) // 3]):
+                yield finding_at(STANDS_STILL, series, max(starts), reason)
+                break
+        else:
+            if is_level(values) and steps[0] <= LATEST_START * steps[-1]:
+                yield finding_at(STANDS_STILL, series, steps[0])
+
+
+def find_growth(memories: Sequence[MetricSeries]) -> Iterator[CurveFinding]:
+    for series in memories:
+        finite = thinned(series)
+        starts = [int(share * len(finite.values)) for share in GROWTH_STARTS]
+        if any(grows(finite.values[start:]) for start in starts):
+            yield finding_at(MEMORY_GROWS, series, finite.steps[growth_start(finite.values)])
+
+
+def find_slowdown(by_kind: dict[str, list[MetricSeries]]) -> Iterator[CurveFinding]:
+    """Speeds that have fallen; from the times of the losses, if no curve has a speed."""
+    speeds = by_kind.get(THROUGHPUT, []) + by_kind.get(STEP_TIME, [])
+    for series in speeds or [speed for loss in by_kind.get(LOSS, [])[:1] for speed in [speed_of(loss)]]:
+        finite = thinned(series)
+        slow = [value if series.kind == STEP_TIME else 1 / value for value in finite.values if value > 0]
+        if len(slow) < len(finite.values) or (at := rise_to_end(slow, SLOWER)) is None:
+            continue
+        lasted_s = finite.times[-1] - finite.times[at]
+        if not lasted_s < MIN_SLOW_S:  # NaN where times are unknown
+            yield finding_at(SLOWS_DOWN, series, finite.steps[at])
+
+
+def find_overfitting(validations: Sequence[MetricSeries]) -> Iterator[CurveFinding]:
+    for series in validations:
+        finite = thinned(series)
+        if (at := turn_of(finite.values)) is not None:
+            yield finding_at(OVERFITS, series, finite.steps[at])
+
+
+def finding_at(cause: str, series: MetricSeries, step: int, reason: str | None = None) -> CurveFinding:
+    return CurveFinding(cause, series, next(at for at, other in enumerate(series.steps) if other >= step), reason)
+
+
+def thinned(series: MetricSeries) -> MetricSeries:
+    """The finite points; of more than MAX_POINTS, the median of each few neighbours."""
+    points = [point for point in zip(series.steps, series.values, series.times, strict=True) if math.isfinite(point[1])]
+    size = 1 + len(points) // (MAX_POINTS + 1)
+    groups = [points[at : at + size] for at in range(0, len(points), size)]
+    return replace(
+        series,
+        steps=[group[0][0] for group in groups],
+        values=[statistics.median(value for _, value, _ in group) for group in groups],
+        times=[group[0][2] for group in groups],
+    )
+
+
+def speed_of(loss: MetricSeries) -> MetricSeries:
+    """The steps per second between the points of a curve whose times are known."""
+    pairs = list(pairwise(zip(loss.steps, loss.times, strict=True)))
+    rates = [(step, (step - start) / (time - before), time) for (start, before), (step, time) in pairs if time > before]
+    steps, values, times = map(list, zip(*rates, strict=True)) if len(rates) == len(pairs) > 0 else ([], [], [])
+    return MetricSeries("steps per second", THROUGHPUT, loss.source, steps, values, times)
+
+
+def rise_to_end(values: Sequence[float], min_rise: float) -> int | None:
+    """Where a curve began to rise that is higher at its end than its lowest stretch, by a share of it and beyond its noise."""
+    for length in STRETCHES:
+        if len(values) < max(MIN_POINTS, 4 * length if length > STRETCHES[0] else 0):
+            return None
+        length = min(length, len(values) // 3)
+        last = values[-length:]
+        start = lowest_stretch(values[:-length], length)
+        before = values[start : start + length]
+        low, high = statistics.median(before), statistics.median(last)
+        stands_out = high > quartile(before, 3) and quartile(last, 1) > low
+        if length <= STRETCHES[0]:
+            stands_out = quartile(last, 1) > quartile(before, 3)
+        stands_out = stands_out and standard_errors_below(before, last) > Z_RISE
+        if high <= (1 + min_rise) * low or not stands_out:
+            continue
+        smooth = running_median(values)
+        peak = max(smooth[start:])
+        if statistics.median(last[length // 2 :]) - low < 0.5 * (peak - low):
+            continue  # it is coming down
+        limit = max(low + 0.1 * (high - low), quartile(before, 3))
+        return max((at for at in range(len(values) - 1) if smooth[at] <= limit), default=start) + 1
+    return None
+
+
+def rise_from_start(values: Sequence[float]) -> int | None:
+    """0 if the whole curve is higher than its first points."""
+    first, last = values[:3], values[-max(10, len(values) // 3) :]
+    rose = len(values) >= MIN_POINTS and quartile(last, 1) > (1 + START_RISE) * max(first)
+    return 0 if rose and quartile(values[3:], 1) > max(first) else None
+
+
+def lowest_stretch(values: Sequence[float], length: int) -> int:
+    """The start of the stretch of this length with the lowest median, by quarters of a stretch."""
+    starts = range(0, len(values) - length + 1, max(1, length // 4))
+    stretches = {start: values[start : start + length] for start in starts}
+    return min(stretches, key=lambda start: (statistics.median(stretches[start]), sum(stretches[start])))
+
+
+def running_median(values: Sequence[float]) -> list[float]:
+    half = SPIKE // 2
+    return [statistics.median(values[max(0, at - half) : at + half + 1]) for at in range(len(values))]
+
+
+def quartile(values: Sequence[float], number: int) -> float:
+    return statistics.quantiles(values, n=4)[number - 1]
+
+
+def constant_tail(values: Sequence[float]) -> int | None:
+    """Where the last values begin to be one and the same."""
+    at = len(values)
+    while at and values[at - 1] == values[-1]:
+        at -= 1
+    return at if len(values) - at >= max(SAME_VALUES, len(values) // 20) else None
+
+
+def zero_tail(series: MetricSeries) -> int | None:
+    """The step from which on a curve is zero to its end."""
+    at = constant_tail(series.values)
+    return series.steps[at] if at is not None and series.values[-1] == 0 else None
+
+
+def is_lower(values: Sequence[float], before: Sequence[float]) -> bool:
+    return standard_errors_below(values, before) > 3
+
+
+def is_level(values: Sequence[float]) -> bool:
+    """Whether the thirds of a curve are equally high, and it has so little noise that a small fall would show."""
+    third = len(values) // 3
+    if third < MIN_POINTS // 2 or min(values) <= 0:
+        return False
+    (first, noise), (middle, _), (last, last_noise) = (
+        level_of(values[start : start + third]) for start in (0, third, len(values) - third)
+    )
+    error = math.hypot(noise, last_noise) / math.sqrt(third)
+    is_same = max(first, middle, last) - min(first, middle, last) < STILL_CHANGE * first
+    return is_same and error < STILL_ERROR * first
+
+
+def grows(values: Sequence[float]) -> bool:
+    """Whether a curve rises from block to block, to its end and without flattening."""
+    size = len(values) // GROWTH_BLOCKS
+    if size < 4:
+        return False
+    blocks = [values[len(values) - (number + 1) * size :][:size] for number in reversed(range(GROWTH_BLOCKS))]
+    medians = [statistics.median(block) for block in blocks]
+    growth = medians[-1] - medians[0]
+    if medians[0] <= 0 or growth < MIN_GROWTH * medians[0]:
+        return False
+    middle = statistics.fmean(medians[GROWTH_BLOCKS // 2 - 1 : GROWTH_BLOCKS // 2 + 1])
+    rises = sum(second > first for first, second in pairwise(medians))
+    is_steady = rises >= GROWTH_BLOCKS - 2 and medians[-1] > medians[-2]
+    goes_on = medians[-1] - middle >= GROWTH_LATE * growth
+    return is_steady and goes_on and standard_errors_below(blocks[0], blocks[-1]) > Z_RISE
+
+
+def growth_start(values: Sequence[float]) -> int:
+    """Where a curve begins to grow: the bend of the line, level and then rising, that fits best."""
+    size = max(1, len(values) // 40)
+    medians = [statistics.median(values[at : at + size]) for at in range(size, len(values) - size + 1, size)]
+
+    def misfit(bend: int) -> float:
+        rising = [max(0, at - bend) for at in range(len(medians))]
+        slope, level = statistics.linear_regression(rising, medians)
+        return sum((median - level - slope * x) ** 2 for x, median in zip(rising, medians, strict=True))
+
+    bend = min(range(len(medians) - 2), key=misfit)
+    return (bend + 1) * size if bend else 0
+
+
+def turn_of(values: Sequence[float]) -> int | None:
+    """Where a curve is lowest that rises from there to its end, beyond its noise."""
+    if len(values) < MIN_VALIDATION:
+        return None
+    smooth = [statistics.median(values[max(0, at - 1) : at + 2]) for at in range(len(values))]
+    at = min(range(len(values)), key=smooth.__getitem__)
+    after = len(values) - 1 - at
+    if after < MIN_AFTER:
+        return None
+    last = values[-max(MIN_AFTER, after // 3) :]
+    jumps = [abs(values[i + 1] - 2 * values[i] + values[i - 1]) for i in range(1, len(values) - 1)]
+    noise = max(1.4826 * statistics.median(jumps) / math.sqrt(6), 1e-4 * abs(smooth[at]))
+    rise = statistics.median(last) - smooth[at]
+    beyond = rise > Z_VALIDATION * noise * math.sqrt(1 / len(last) + 1 / 3)
+    if not beyond or rise <= VALIDATION_RISE * abs(smooth[at]) or min(last) <= smooth[at]:
+        return None
+    return min(range(max(0, at - 1), at + 2), key=values.__getitem__)

@@ -1,0 +1,112 @@
+"""
+Selects the lines of a log that are worth parsing, by their shapes.
+
+Most lines of a training log equal an earlier line except for their digits. Only new shapes are looked at; those without any error
+word are remembered and then skipped at the speed of bytes.translate and a set. The logs of one run share what was learnt.
+"""
+
+import re
+from collections.abc import Callable
+from functools import cache
+
+from paceline.explain.catalogue import load_catalogue
+
+MAX_LINE_BYTES = 1 << 16  # only the beginning of a longer line is parsed
+BEFORE, AFTER = 3, 24  # lines selected around one with an error word: the context and the further lines of its message
+MAX_SHAPES = 50_000  # remembered; with more the set is cleared
+MAX_REPEATS = 200  # times that a line shape with an error word is parsed
+# digits, separators, blocks of progress bars
+SHAPE_DROPS = b" \t0123456789.,-+:\xe2\x96\x88\x89\x8a\x8b\x8c\x8d\x8e\x8f"
+
+ERROR_WORD = re.compile(
+    rb"error|exception|traceback|fatal|fail|abort|assert|kill|signal|sig[a-z]{3,4}\b|core dumped|terminat|interrupt|cancel"
+    rb"|cannot|can't|unable|not found|no such|denied|refused|timed? ?out|exceed|exhaust|out of|overflow|corrupt|invalid"
+    rb"|unexpected|mismatch|panic|crash|undefined symbol|nccl warn|xid|file \"|broken|unreachable|\bexit|exited|preempt"
+    rb"|\.py[:(]\d|in <module>|\bnan\b|\binf\b|rank +:|host +:|time +:|return ?code|status[=: ]+\(?-?\d|could ?n[o']t"
+)
+NUMBER = re.compile(r"-?\d+")
+
+
+class Shapes:
+    """Line shapes, the lines without digits, spaces and bars, that are known not to be worth parsing.
+
+    A shape is worth parsing if it contains an error word or one of the catalogue's literals.
+    """
+
+    def __init__(self) -> None:
+        self._plain: set[bytes] = set()
+        self._errors: set[bytes] = set()
+
+    def find_errors(self, shapes: set[bytes], first_lines: Callable[[set[bytes]], dict[bytes, bytes]]) -> set[bytes]:
+        """Those of the shapes that are worth parsing; first_lines returns the first line of each shape that is not known yet."""
+        known_errors = shapes & self._errors
+        new_shapes = shapes - self._plain - known_errors
+        if not new_shapes:
+            return known_errors
+        if len(self._plain) + len(self._errors) + len(new_shapes) > MAX_SHAPES:
+            self._plain.clear()
+            self._errors.clear()
+        errors = search_errors(first_lines(new_shapes))
+        self._errors |= {shape for shape in errors if len(shape) < MAX_LINE_BYTES}
+        self._plain |= {shape for shape in new_shapes - errors if len(shape) < MAX_LINE_BYTES}
+        return errors | known_errors
+
+
+class LineFilter:
+    """Selects the lines of one log that are worth parsing, by their shapes."""
+
+    def __init__(self, shapes: Shapes) -> None:
+        self._shapes = shapes
+        self._ignored: set[bytes] = set()  # plain ones, and those that were parsed often enough
+        self._repeats: dict[bytes, int] = {}
+
+    def select(self, lines: list[bytes], block: bytes) -> list[int]:
+        """Indices of the lines worth parsing and of those around them; block is the same lines joined by newlines."""
+        shapes = block.translate(None, SHAPE_DROPS).split(b"\n")
+        new_shapes = set(shapes) - self._ignored
+        if not new_shapes:
+            return []
+        candidates = [at for at, shape in enumerate(shapes) if shape in new_shapes]
+
+        def first_lines(requested: set[bytes]) -> dict[bytes, bytes]:
+            return {shapes[at]: lines[at] for at in reversed(candidates) if shapes[at] in requested}
+
+        error_shapes = self._shapes.find_errors(new_shapes, first_lines)
+        plain_shapes = new_shapes - error_shapes
+        if len(self._ignored) + len(plain_shapes) > MAX_SHAPES:
+            self._ignored.clear()
+        if len(self._repeats) > MAX_SHAPES:
+            self._repeats.clear()
+        self._ignored |= {shape for shape in plain_shapes if len(shape) < MAX_LINE_BYTES}
+        selected: set[int] = set()
+        for at in candidates:
+            if (shape := shapes[at]) in error_shapes:
+                repeats = self._repeats[shape] = self._repeats.get(shape, 0) + 1
+                if repeats > MAX_REPEATS:
+                    self._ignored.add(shape)
+                else:
+                    selected.update(range(max(0, at - BEFORE), min(len(lines), at + AFTER + 1)))
+        return sorted(selected)
+
+
+def search_errors(first: dict[bytes, bytes]) -> set[bytes]:
+    """The shapes worth parsing; first maps each shape to its first line."""
+    lowered = {shape: line[:MAX_LINE_BYTES].lower() for shape, line in first.items()}
+    error_shapes = {shape for shape, line in lowered.items() if ERROR_WORD.search(line)}
+    others = {shape: line for shape, line in lowered.items() if shape not in error_shapes}
+    joined = b"\n".join(others.values())
+    literals = [literal for literal in literals_without_error_word() if literal in joined]
+    return error_shapes | {shape for shape, line in others.items() if any(literal in line for literal in literals)}
+
+
+@cache
+def literals_without_error_word() -> list[bytes]:
+    """Of the patterns for lines; an exception has an error word anyway, and so has a line with an exit code."""
+    catalogue = load_catalogue()
+    literals = [
+        literal
+        for literal, entries in catalogue.by_literal.items()
+        if not NUMBER.fullmatch(literal) and any(pattern.kind != "exception" for _, pattern in entries)
+    ]
+    encoded = (text.encode().lower() for text in (*literals, *catalogue.foreign))
+    return [literal for literal in encoded if not ERROR_WORD.search(literal)]

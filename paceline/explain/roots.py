@@ -1,0 +1,124 @@
+"""
+Which of the events is the cause, and which are only its consequences.
+
+An event is a consequence if its cause can follow from that of another event, if a launcher only forwards it, or if it is the end
+of a process that had failed before. What the ranks of a hang wait in decides between the causes of a timeout.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from paceline.explain.catalogue import load_catalogue
+from paceline.explain.collectives import DESYNC, FIRST_TRANSFER, CollectiveHang, read_hang
+from paceline.explain.explanation import Record
+from paceline.explain.matches import PEER_DIED, WAITING, Event, ranks_of_job
+from paceline.explain.reader import Log
+
+TIMEOUTS = {DESYNC, FIRST_TRANSFER}
+ABORT = "native-abort"
+CRASHES = {ABORT, "sigsegv"}  # also how a process goes down after a Python exception, while its threads are torn down
+NEAR = 0.12  # of scores that differ by less the first event wins
+MAX_COMPARED = 32  # events of one kind that an event of another log is compared with
+
+STOPPED = re.compile(r"-15\b|SIGTERM|-6\b|SIGABRT")  # by the launcher, or by the abort of its communicator
+WATCHDOG = re.compile(r"[Ww]atchdog|ProcessGroupNCCL|taking the entire process down")  # NCCL's aborts the process
+DDP_CHECK = re.compile(r"DDP expects same model across all ranks|_verify_param_shape_across_processes")
+
+
+def find_hang(candidates: Sequence[Event], logs: Sequence[Log], *, has_steps: bool) -> CollectiveHang | None:
+    """What the ranks wait in, if one of the candidates is a timeout. has_steps: the run made steps."""
+    if not any(event.cause.id in TIMEOUTS for event in candidates):
+        return None
+    records = [record for log in logs for record in log.records]
+    return read_hang(records, ranks=ranks_of_job(logs), has_steps=has_steps)
+
+
+def apply_hang(candidates: Sequence[Event], hang: CollectiveHang | None) -> list[Event]:
+    """The candidates; those about a timeout have the cause that the ranks' waits prove, one for each record."""
+    if hang is None:
+        return list(candidates)
+    proven = load_catalogue().causes[hang.cause] if hang.cause else None
+    events: dict[tuple[int, str], Event] = {}
+    for event in sorted(candidates, key=lambda event: -event.score):
+        if event.cause.id in TIMEOUTS:
+            event = replace(event, cause=proven or event.cause, values={**event.values, "observed": hang.sentence})
+        events.setdefault((id(event.record), event.cause.id), event)
+    return sorted(events.values(), key=lambda event: event.place)
+
+
+def find_roots(candidates: Sequence[Event], hang: CollectiveHang | None) -> list[Event]:
+    """The candidates that are no consequence of others; all of them if each is one.
+
+    An event is compared with all of its own log and with some of each kind: thousands of ranks fail alike.
+    """
+    by_log: dict[int, list[Event]] = {}
+    by_kind: dict[tuple[str, str, bool], list[Event]] = {}
+    for event in candidates:
+        by_log.setdefault(event.place[0], []).append(event)
+        by_kind.setdefault((event.cause.id, event.record.kind, event.from_launcher), []).append(event)
+    if len(by_log) == 1:
+        by_kind.clear()
+    some = [event for events in by_kind.values() for event in events[:MAX_COMPARED]]
+    roots = [event for event in candidates if not is_consequence(event, [*by_log[event.place[0]], *some])]
+    if hang is not None and hang.cause == FIRST_TRANSFER:  # DDP's check of the models is only the first one to wait
+        roots = [event for event in roots if not DDP_CHECK.search(event.record.text)]
+    return roots or list(candidates)
+
+
+def choose_culprit(events: Sequence[Event], blamed: int | None) -> Event:
+    """The event with the highest score, or the first of nearly equal ones; blamed is the rank that a launcher reports."""
+    best = max(event.score for event in events)
+    leaders = [event for event in events if event.score >= best - NEAR]
+    if len({event.place[0] for event in leaders}) == 1:
+        return min(leaders, key=lambda event: (event.place[1], -event.score))
+    if all(event.record.time is not None for event in leaders):
+        return min(leaders, key=lambda event: (event.record.time or 0.0, -event.score))
+    return min(leaders, key=lambda event: (event.record.rank != blamed, -event.score, event.place))
+
+
+def is_consequence(event: Event, others: Sequence[Event]) -> bool:
+    """Whether the event can be a mere consequence of one of the others."""
+    for other in others:
+        same_cause = other.cause.id == event.cause.id and event.from_launcher == other.from_launcher
+        if other.record is event.record or same_cause:
+            continue
+        if event.from_launcher and not other.from_launcher:
+            return True
+        if can_follow(event, other) and not (can_follow(other, event) and is_root(event, other)):
+            return True
+    return False
+
+
+def can_follow(event: Event, other: Event) -> bool:
+    """Whether the event can be a consequence of the other one."""
+    is_abort, other_is_abort = (e.cause.id == ABORT and e.record.kind in ("exit", "signal") for e in (event, other))
+    if is_abort and WATCHDOG.search(other.record.text):
+        return True
+    if other_is_abort and WATCHDOG.search(event.record.text):
+        return False
+    if event.cause.id in CRASHES and event.record.kind != "exception" and other.record.kind == "exception":
+        ranks = {event.record.rank, other.record.rank} - {None}
+        return len(ranks) < 2 and other.cause.follows is not True
+    follows = event.cause.follows
+    return follows if isinstance(follows, bool) else other.cause.id in follows
+
+
+def is_root(event: Event, other: Event) -> bool:
+    """Which of two events that can each follow from the other came first; on different ranks, which is not a lost peer."""
+    if event.record.rank is not None and event.record.rank == other.record.rank and event.place[0] == other.place[0]:
+        return event.place[1] <= other.place[1]
+    follows, other_follows = event.cause.follows is True, other.cause.follows is True
+    return event.score >= other.score if follows == other_follows else other_follows
+
+
+def silent_exit(candidates: Sequence[Event], unexplained: Sequence[Record]) -> Record | None:
+    """The exit of a rank without any message, if all other events can only have followed from it."""
+    ranks = {event.record.rank for event in candidates}
+    if None in ranks:
+        return None  # the message may be that of the rank that exited
+    for event in candidates:
+        if event.cause.id in WAITING - {PEER_DIED} or (event.cause.follows is not True and not event.from_launcher):
+            return None
+    exits = [record for record in unexplained if record.kind in ("exit", "signal") and record.rank not in ranks]
+    return next((record for record in exits if not STOPPED.search(record.text)), None)

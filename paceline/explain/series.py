@@ -1,0 +1,324 @@
+"""
+Numbers over steps from the files in which trainers and their trackers leave them, whatever their format.
+
+TensorBoard event files, offline files of Weights & Biases, trainer_state.json of the Hugging Face Trainer, Lightning's metrics.csv,
+JSON lines such as our own metrics.jsonl. KINDS says which of their many names mean the same. A step that comes a second time, after
+a resume, replaces what was recorded from that step on. What is cut or damaged is left out, and a note says so.
+"""
+
+import csv
+import io
+import json
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from paceline.errors import PacelineError
+from paceline.explain.event_files import Report, read_event_file, read_wandb_file
+from paceline.rundir import RunDir, open_file, read_json_lines
+from paceline.units import format_number_of, unix_time
+
+LOSS, VALIDATION, GRADIENT, RATE = "loss", "validation loss", "gradient norm", "learning rate"
+MEMORY, THROUGHPUT, STEP_TIME, REWARD = "memory", "throughput", "step time", "reward"
+HELD_OUT = "(?:e?val|valid|validation|validation_metrics|dev|test)"
+KINDS = (  # a kind, and the names that mean it, in lower case with _ between words: the first that matches counts
+    (VALIDATION, rf"(?:.+_)?{HELD_OUT}(?:_.+)?_(?:loss|bpb|nll)(?:_epoch|_step)?|loss_{HELD_OUT}|lm_loss_validation"),
+    (
+        LOSS,
+        r"(?:(?:train|training|trainer|metrics|samples|loss_metrics|losses|loss)_)*"
+        r"(?:(?:lm|global_avg|reduced_train|total|ce|nll|cross_entropy|running|step|batch|epoch|mean|avg)_)*"
+        r"(?:loss(?:_step|_epoch|_avg|_train|_training)?|bpb|nll|cross_entropy)",
+    ),
+    (GRADIENT, r"(?:.+_)?grad(?:ient)?s?(?:_[\d_]+)?_?norm(?:_total|_step)?"),
+    (RATE, r"(?:.+_)?(?:lr|learning_rate|lr_mult|lrm)(?:_\w+)?"),
+    (
+        MEMORY,
+        r"(?!.*(?:retries|ooms))(?:(?:.+_)?mem(?:ory)?(?:_?\w*(?:activ|alloc|reserv|used|usage|rss)\w*|_percent)?|peak_bytes"
+        r"|.+_used_bytes|.*(?:ram|cgroup)_used|.*(?:allocated|reserved)_bytes_all_current)",
+    ),
+    (
+        THROUGHPUT,
+        rf"(?!(?:.+_)?{HELD_OUT}_)(?:.+_)?(?:(?:tok|tokens?|samples?|items|batches|steps|it|iterations)_per_sec(?:ond)?"
+        r"(?:_per_(?:gpu|device))?|tps|throughput(?:_tps)?)",
+    ),
+    (
+        STEP_TIME,
+        r"(?:(?:train|perf|timing_s|time_metrics)_)?(?:step_ms|dt|(?:iter|iteration|step|batch)_time(?:_ms|_s)?|time_per_step"
+        r"|end_to_end_s|step_timing_in_s)",
+    ),
+    (REWARD, r"(?:train_|objective_|critic_|actor_)?(?:rewards?(?:_mean)?|(?:approx_|ppo_)?kl)"),
+)
+STEP_NAMES = (  # the first that a record has is its step
+    "train/global_step", "trainer/global_step", "global_step", "step", "current_steps", "iteration", "iter", "_step", "epoch",
+)  # fmt: skip
+PART = re.compile(
+    rf"{HELD_OUT}|train|training|health"
+)  # the name of a folder that holds one part of a run's event files
+Reader = Callable[[BinaryIO, "SeriesTable", Report], None]
+NO_LOG = re.compile(
+    r"/(?:vocab|merges|added_tokens|requirements|special_tokens)\.txt$|wandb/(?:[^/]*run[^/]*/logs/)?debug[\w-]*\.log$"
+)
+FLAT_OBJECT = re.compile(r"\{[^{}]*\}")
+WORDS = re.compile(r"[^a-z0-9]+")
+WHOLE_BYTES = 1 << 20  # a health file up to this size is read whole
+NUM_SAMPLES = 200  # of a longer one
+MAX_LINE_BYTES = 16 << 10
+
+
+@dataclass(frozen=True)
+class MetricSeries:
+    """One curve of a file, its steps ascending. times: Unix seconds, NaN where unknown."""
+
+    name: str
+    kind: str
+    source: str
+    steps: list[int]
+    values: list[float]
+    times: list[float]
+
+
+@cache
+def kind_of(name: str) -> str | None:
+    """What a metric of this name measures; None for an unknown name."""
+    words = WORDS.sub("_", name.lower()).strip("_")
+    return next((kind for kind, pattern in KINDS if re.fullmatch(pattern, words)), None)
+
+
+class SeriesTable:
+    """Collects points of known kinds, by name, in the order in which they were written."""
+
+    def __init__(self, source: str, *, prefix: str = ""):
+        self.source, self.prefix = source, prefix
+        self._points: dict[str, list[tuple[int, float, float]]] = {}
+
+    def add(self, name: str, step: int, value: float, time: float) -> None:
+        if kind_of(self.prefix + name) is not None:
+            self._points.setdefault(self.prefix + name, []).append((step, value, time))
+
+    def add_record(
+        self, record: Mapping[str, Any], *, number: int, time: float = math.nan, step: int | None = None
+    ) -> int:
+        """Adds every number of a record; returns its step. number: of the record, which is its step if it names none."""
+        for name in STEP_NAMES if step is None else ():
+            value = number_of(record.get(name))
+            if value is not None and math.isfinite(value):
+                step = int(value)
+                break
+        step = number if step is None else step
+        for name, field in record.items():
+            if name is not None and (value := number_of(field)) is not None:
+                self.add(name, step, value, time)
+        return step
+
+    def series(self) -> list[MetricSeries]:
+        series = []
+        for name, points in self._points.items():
+            steps, values, times = map(list, zip(*in_order(points), strict=True))
+            series.append(MetricSeries(name, str(kind_of(name)), self.source, steps, values, times))
+        return series
+
+
+def in_order(points: Sequence[tuple[int, float, float]]) -> list[tuple[int, float, float]]:
+    """The points with ascending steps: one whose step was there before replaces that step and all after it.
+
+    A step that returns to the first one several times counts within an epoch, or was never set: then the points are counted.
+    """
+    if sum(step <= points[0][0] for step, _, _ in points[1:]) > 1:
+        return [(number, value, time) for number, (_, value, time) in enumerate(points, 1)]
+    ordered: list[tuple[int, float, float]] = []
+    for point in points:
+        while ordered and ordered[-1][0] >= point[0]:
+            ordered.pop()
+        ordered.append(point)
+    return ordered
+
+
+def number_of(field: Any) -> float | None:
+    """The field as a number, also if it is text; None if it is none."""
+    if isinstance(field, bool) or not isinstance(field, int | float | str):
+        return None
+    with suppress(ValueError, OverflowError):
+        return float(field)
+    return None
+
+
+def is_metric_file(path: Path, *, in_folder: bool = False) -> bool:
+    """Whether a file's name is one of metrics. in_folder: it was not passed by name, and any CSV file may be any table."""
+    return reader_of(path) is not None and (not in_folder or path.suffix != ".csv" or path.name == "metrics.csv")
+
+
+def reader_of(path: Path) -> Reader | None:
+    return next((reader for pattern, reader in READERS if pattern.search(path.name)), None)
+
+
+def is_no_log(path: Path) -> bool:
+    """Whether a text file beside metrics is no log: a tokenizer's, a list of packages, what wandb says about itself."""
+    return NO_LOG.search(path.as_posix()) is not None
+
+
+def read_series(files: Iterable[Path]) -> tuple[list[MetricSeries], list[str]]:
+    """The curves of the newest run among these files, and notes on what was left out."""
+    paths = sorted({path.resolve(): path for path in files}.values())
+    folders = {path.parent for path in paths}
+
+    def run_of(path: Path) -> tuple[Path, Reader | None]:
+        folder = path.parent
+        is_part = folder.parent in folders or PART.fullmatch(folder.name.lower())
+        return folder.parent if is_part else folder, reader_of(path)
+
+    notes: list[str] = []
+    newest = max(paths, key=lambda path: (path.stat().st_mtime_ns, path))
+    chosen = (
+        [path for path in paths if run_of(path) == run_of(newest)] if reader_of(newest) is read_events else [newest]
+    )
+    if others := len(paths) - len(chosen):
+        number = format_number_of(others, "other file with metrics", "other files with metrics")
+        notes.append(f"judged {newest}, the newest, without {number}")
+    tables: dict[Path, SeriesTable] = {}
+    for path in chosen:
+        prefix = "" if path.parent == run_of(path)[0] else f"{path.parent.name}/"
+        table = tables.setdefault(path.parent, SeriesTable(str(path), prefix=prefix))
+        reader = reader_of(path)
+        assert reader is not None
+        try:
+            with open_file(path) as file:
+                reader(file, table, partial(add_note, notes, path.name))
+        except OSError as error:
+            raise PacelineError(
+                f"{path} cannot be read: {error.strerror or error}", fix="check the path and its permissions"
+            ) from error
+    return [series for table in tables.values() for series in table.series()], notes
+
+
+def add_note(notes: list[str], name: str, text: str) -> None:
+    notes.append(f"{name}: {text}")
+
+
+def read_events(file: BinaryIO, table: SeriesTable, report: Report) -> None:
+    for scalar in read_event_file(file, report):
+        table.add(scalar.name, scalar.step, scalar.value, scalar.time)
+
+
+def read_wandb(file: BinaryIO, table: SeriesTable, report: Report) -> None:
+    """A sample of the machine counts for the step that was logged before it, and the last one for each step."""
+    step = sampled = -1
+    for number, (row, time, is_sample) in enumerate(read_wandb_file(file, report)):
+        if not is_sample:
+            step = table.add_record(row, number=number, time=time)
+        elif step > sampled:
+            sampled = table.add_record(row, number=number, time=time, step=step)
+
+
+def read_trainer_state(file: BinaryIO, table: SeriesTable, report: Report) -> None:
+    text = file.read().decode("utf-8", "replace")
+    try:
+        records = json.loads(text)["log_history"]
+    except (ValueError, KeyError, TypeError):
+        records = [record for match in FLAT_OBJECT.finditer(text) for record in json_records([match[0]])]
+        records = [record for record in records if "step" in record]
+        report(f"not whole: read {len(records):,} records")
+    for number, record in enumerate(record for record in records if isinstance(record, dict)):
+        table.add_record(record, number=number)
+
+
+def read_csv(file: BinaryIO, table: SeriesTable, report: Report) -> None:
+    text, newline, cut = file.read().decode("utf-8-sig", "replace").rpartition("\n")
+    rows = csv.DictReader(io.StringIO(text + newline, newline=""))
+    num_short = 0
+    try:
+        for number, row in enumerate(rows):
+            if None in row.values():
+                num_short += 1
+            else:
+                table.add_record(row, number=number)
+    except csv.Error as error:
+        report(f"damaged in line {rows.line_num:,}: {error}; what follows was left out")
+    if cut:
+        report("the last row has no end and was left out")
+    if num_short:
+        report(f"left out {format_number_of(num_short, 'row')} with too few columns")
+
+
+def read_json_metrics(file: BinaryIO, table: SeriesTable, report: Report) -> None:
+    lines = [line for line in file if line.strip()]
+    records = json_records(lines)
+    for number, record in enumerate(records):
+        table.add_record(record, number=number, time=unix_time(record.get("time")))
+    if num_cut := len(lines) - len(records):
+        report(f"left out {format_number_of(num_cut, 'line')} that cannot be parsed, of {len(lines):,}")
+
+
+def json_records(texts: Sequence[str | bytes]) -> list[dict[str, Any]]:
+    """The texts that are JSON objects."""
+    records = []
+    for text in texts:
+        with suppress(ValueError):
+            if isinstance(record := json.loads(text), dict):
+                records.append(record)
+    return records
+
+
+READERS: tuple[tuple[re.Pattern[str], Reader], ...] = (  # by the name of a file
+    (re.compile(r"tfevents"), read_events),
+    (re.compile(r"\.wandb$"), read_wandb),
+    (re.compile(r"^trainer_state\.json$"), read_trainer_state),
+    (re.compile(r"\.csv$"), read_csv),
+    (re.compile(r"^(?:metrics|trainer_log)\.jsonl$"), read_json_metrics),
+)
+
+
+def read_run_series(run: RunDir, *, since: float = math.nan, until: float = math.nan) -> list[MetricSeries]:
+    """The curves of a run of paceline up to a time, memory and speed only since a time. NaN: no such limit is known."""
+    table, attempt = SeriesTable(run.metrics.name), SeriesTable(run.metrics.name)
+    steps, times = [0], [-math.inf]
+    for number, record in enumerate(read_json_lines(run.metrics)):
+        time = unix_time(record.get("time"))
+        if not time >= until:
+            steps.append(table.add_record(record, number=number, time=time))
+            times.append(time)
+            if not time < since:
+                attempt.add_record(record, number=number, time=time)
+    series = [item for item in table.series() if item.kind in (LOSS, VALIDATION, GRADIENT, RATE)]
+    series += [item for item in attempt.series() if item.kind in (MEMORY, THROUGHPUT, STEP_TIME)]
+    for path in sorted(run.health_dir.glob("*.jsonl")):
+        table = SeriesTable(f"health/{path.name}", prefix=f"{path.stem} ")
+        last: dict[int, tuple[float, dict[str, Any]]] = {}  # by step
+        for sample in json_records(lines_of(path)):
+            time = unix_time(sample.get("time"))
+            if not (time < since or time >= until):
+                last[steps[bisect_right(times, time) - 1]] = time, memory_of(sample)
+        for step, (time, memory) in last.items():
+            table.add_record(memory, number=step, time=time, step=step)
+        series += table.series()
+    return series
+
+
+def lines_of(path: Path) -> list[bytes]:
+    """The lines of a file, or of a long one those at even distances."""
+    with suppress(OSError), open_file(path) as file:
+        if (size := path.stat().st_size) <= WHOLE_BYTES:
+            return file.readlines()
+        lines = []
+        for number in range(NUM_SAMPLES):
+            file.seek(number * size // NUM_SAMPLES)
+            file.readline(MAX_LINE_BYTES)
+            lines.append(file.readline(MAX_LINE_BYTES))
+        return lines
+    return []
+
+
+def memory_of(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """The used memory of a host and its GPUs in a sample of its health."""
+    gpus = sample.get("gpus")
+    memory = {name: sample.get(name) for name in ("ram_used", "cgroup_used")}
+    return memory | {
+        f"GPU {gpu.get('index')} used_bytes": gpu.get("used_bytes")
+        for gpu in (gpus if isinstance(gpus, list) else ())
+        if isinstance(gpu, dict)
+    }

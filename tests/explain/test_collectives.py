@@ -1,0 +1,129 @@
+"""Hangs: what the ranks wait in decides between a broken path, ranks that are out of step, and a rank that is missing."""
+
+import pytest
+from log_samples import STEPS, raised
+
+from paceline.explain.run_folder import explain
+
+FIRST, DESYNC = "nccl-p2p-hang", "collective-timeout-desync"
+DDP_CHECK = (
+    "RuntimeError: DDP expects same model across all ranks, but Rank {} has 62 params, while rank {} has inconsistent 0"
+    " params."
+)
+FINGERPRINT = (
+    "Rank {} is running collective: CollectiveFingerPrint(SequenceNumber=8, OpType={}, TensorShape=[{}],"
+    " TensorDtypes=Float)"
+)
+
+
+def timeout(rank, number, operation="ALLREDUCE", *, size=4, completed=None, group="0 PG GUID 0(default_pg)"):
+    """What the watchdog of a rank prints: the collective that timed out, and the numbers of the process group."""
+    completed = (number - 1 or -1) if completed is None else completed
+    work = f"WorkNCCL(SeqNum={number}, OpType={operation}, NumelIn={size}, NumelOut={size}, Timeout(ms)=600000)"
+    return (
+        f"[rank{rank}]:[E1123 10:00:00.123456789 ProcessGroupNCCL.cpp:629] [Rank {rank}] Watchdog caught collective operation"
+        f" timeout: {work} ran for 600029 milliseconds before timing out.\n"
+        f"[rank{rank}]:[E1123 10:00:00.234567890 ProcessGroupNCCL.cpp:1785] [PG ID {group} Rank {rank}] Exception (either an"
+        f" error or timeout) detected by watchdog at work: {number}, last enqueued NCCL work: {number}, last completed NCCL"
+        f" work: {completed}.\n"
+    )
+
+
+def explained(*texts):
+    return explain(["".join(texts).encode()])
+
+
+def test_ranks_in_the_same_first_collective_are_in_step_and_the_path_is_broken():
+    explanation = explained(timeout(0, 1), timeout(1, 1))
+    assert (explanation.cause, explanation.rank) == (FIRST, None)
+    assert (
+        "ranks 0 and 1 wait in the same first collective (ALLREDUCE) and none has completed one" in explanation.summary
+    )
+    assert "NCCL_P2P_DISABLE=1" in explanation.fix and "paceline comm" in explanation.fix
+
+
+def test_the_check_of_ddps_constructor_is_a_consequence_of_the_first_collective():
+    ends = [raised(rank, DDP_CHECK.format(rank, 1 - rank)) for rank in (0, 1)]
+    explanation = explained(timeout(0, 1, "ALLGATHER"), timeout(1, 1, "ALLGATHER"), *ends)
+    assert explanation.cause == FIRST
+    assert any("DDP expects" in item.text for item in explanation.consequences)
+
+
+def test_different_operations_under_one_number_prove_that_ranks_are_out_of_step():
+    explanation = explained(timeout(0, 8), timeout(1, 8, "BROADCAST"), timeout(2, 8))
+    assert (explanation.cause, explanation.rank) == (DESYNC, 1)
+    assert (
+        "under number 8 the ranks wait in different operations (ranks 0 and 2 in ALLREDUCE, rank 1 in BROADCAST):"
+        " that proves that they do not call the same collectives"
+    ) in explanation.summary
+
+
+def test_different_operations_in_the_first_collective_are_no_broken_path():
+    explanation = explained(timeout(0, 1), timeout(1, 1, "BROADCAST"))
+    assert (explanation.cause, explanation.rank) == (DESYNC, None)  # of two ranks either may be wrong
+
+
+def test_one_operation_with_different_sizes_is_out_of_step():
+    explanation = explained(timeout(0, 8), timeout(1, 8, size=5))
+    assert explanation.cause == DESYNC
+    assert "in ALLREDUCE of different sizes (rank 0 in NumelIn=4, rank 1 in NumelIn=5)" in explanation.summary
+
+
+@pytest.mark.parametrize(("number", "place"), [(40, "number 40"), (1, "the first one")])
+def test_one_operation_under_different_numbers_shows_the_rank_that_is_behind(number, place):
+    explanation = explained(timeout(0, 41), timeout(1, number))
+    assert (explanation.cause, explanation.rank) == (DESYNC, 1)
+    assert f"rank 1 did not get past {place}" in explanation.summary
+
+
+def test_ranks_in_the_same_later_collective_are_reported_as_in_step():
+    explanation = explained(timeout(0, 41), timeout(1, 41))
+    assert (explanation.cause, explanation.rank) == (DESYNC, None)
+    assert "wait in the same collective (ALLREDUCE, number 41) after others that completed" in explanation.summary
+
+
+def test_a_rank_that_reports_nothing_is_the_late_one():
+    explanation = explained("[rank2]: loading\n", timeout(0, 1), timeout(1, 1))
+    assert (explanation.cause, explanation.rank) == (DESYNC, 2)
+    assert "rank 2 did not report any" in explanation.summary
+
+
+def test_the_first_collective_of_a_new_group_is_not_the_first_transfer_of_a_run_that_made_steps():
+    assert explained(STEPS, timeout(0, 1), timeout(1, 1)).cause == DESYNC
+
+
+def test_waits_in_different_process_groups_are_reported():
+    explanation = explained(timeout(0, 5, group="1 PG GUID 3(tp)"), timeout(1, 9, group="2 PG GUID 4(dp)"))
+    assert "different process groups: rank 0 in 3(tp), rank 1 in 4(dp)" in explanation.summary
+
+
+def test_fingerprints_of_the_debug_mode_are_compared():
+    texts = [FINGERPRINT.format(rank, *call) for rank, call in enumerate([("BROADCAST", 4), ("ALLREDUCE", 4)])]
+    mismatch = f"RuntimeError: Detected mismatch between collectives on ranks. {texts[0]}, but {texts[1]}."
+    explanation = explained(raised(0, mismatch), raised(1, mismatch))
+    assert explanation.cause == DESYNC
+    assert (
+        "under number 8 the ranks wait in different operations (rank 0 in BROADCAST, rank 1 in ALLREDUCE)"
+        in explanation.summary
+    )
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["Last enqueued NCCL work: 1, last completed NCCL work: -1", "last enqueued work: 1, last completed work: 0"],
+)
+def test_the_watchdogs_numbers_alone_are_a_failure(line):
+    explanation = explained(f"[rank0]: {line}\n")
+    assert (explanation.cause, explanation.confidence > 0.5) == (FIRST, True)
+    assert "rank 0 completed no collective" in explanation.summary
+
+
+def test_a_log_that_ends_when_nccls_communicators_are_ready_is_a_likely_hang():
+    ready = "".join(
+        f"host:47{rank}:48 [{rank}] NCCL INFO ncclCommInitRank comm 0x5 rank {rank} nranks 2 cudaDev {rank} - Init COMPLETE\n"
+        for rank in (0, 1)
+    )
+    explanation = explained(*[f"host:471:48 [0] NCCL INFO Channel 0{n}/02 : 0 1\n" for n in range(8)], ready)
+    assert (explanation.cause, explanation.also) == (FIRST, (DESYNC,))
+    assert explanation.confidence < 0.5 and "the log ends when NCCL's communicators are ready" in explanation.summary
+    assert explained(ready, STEPS).cause == "healthy"

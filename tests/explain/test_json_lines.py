@@ -1,0 +1,96 @@
+"""JSON logs: what a program logged is read as it would stand in a plain log."""
+
+import json
+
+import pytest
+from log_samples import OOM, TRACEBACK, exceptions, raised, read
+
+from paceline.explain.json_lines import unwrap_json
+from paceline.explain.run_folder import explain
+
+BUG = "ValueError: sample 1841 has 3 fields"
+STRUCTLOG_ERROR = [
+    {
+        "exc_type": "ValueError",
+        "exc_value": "sample 1841 has 3 fields",
+        "frames": [{"filename": "train.py", "lineno": 31, "name": "main", "line": "loss = model(x)"}],
+    }
+]
+FORMS = {  # of one exception, as each logger writes it
+    "python-json-logger": {
+        "asctime": "2026-01-02 03:04:05,123", "levelname": "ERROR", "message": "step failed", "exc_info": TRACEBACK,
+    },
+    "structlog": {"event": "step failed", "level": "error", "timestamp": "2026-01-02T03:04:05.123Z", "exception": TRACEBACK},
+    "structlog, dict_tracebacks": {"event": "step failed", "level": "error", "exception": STRUCTLOG_ERROR},
+    "loguru": {
+        "text": f"2026-01-02 03:04:05.123 | ERROR    | __main__:main:12 - step failed\n{TRACEBACK}",
+        "record": {"exception": {"type": "ValueError", "value": BUG, "traceback": True}, "message": "step failed"},
+    },
+    "ECS": {
+        "@timestamp": "2026-01-02T03:04:05.123Z", "log.level": "error", "message": "step failed",
+        "error": {"stack_trace": TRACEBACK},
+    },
+    "Google Cloud": {"severity": "ERROR", "jsonPayload": {"message": f"step failed\n{TRACEBACK}"}},
+    "lines of a traceback": {"msg": "step failed", "stack_trace": TRACEBACK.splitlines(keepends=True)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_traceback_in_a_json_line_is_read(form):
+    [record] = exceptions(read("step 1 loss: 2\n" + json.dumps(FORMS[form]) + "\n"))
+    assert (record.text, record.line) == (BUG, 2)
+    assert record.frames == ('File "train.py", line 31, in main',)
+
+
+def test_a_json_line_has_the_rank_and_the_time_of_its_fields():
+    [record] = exceptions(read(json.dumps({**FORMS["structlog"], "rank": 3})))
+    assert record.rank == 3 and record.time is not None
+    [record] = exceptions(read(json.dumps({"msg": "x", "exc_info": TRACEBACK, "extra": {"global_rank": 5}})))
+    assert record.rank == 5
+
+
+def docker(text):
+    """The file that docker keeps of a container's output."""
+    lines = [
+        {"log": f"{line}\n", "stream": "stderr", "time": "2026-01-02T03:04:05.123456789Z"} for line in text.splitlines()
+    ]
+    return "".join(json.dumps(line) + "\n" for line in lines)
+
+
+def test_the_output_of_a_container_is_read_line_by_line():
+    explanation = explain([docker("step 1 loss: 2.0\nstep 2 loss: 1.9\n" + raised(1, OOM)).encode()])
+    assert (explanation.cause, explanation.rank, explanation.step, explanation.line) == ("cuda-oom", 1, 2, 3)
+    assert explanation.evidence[0].text.startswith("torch.OutOfMemoryError: CUDA out of memory")
+
+
+def test_a_log_of_kubernetes_is_read_without_its_prefix():
+    text = "".join(f"2026-01-02T03:04:05.123456789Z stderr F {line}\n" for line in raised(1, OOM).splitlines())
+    explanation = explain([text.encode()])
+    assert (explanation.cause, explanation.rank) == ("cuda-oom", 1)
+
+
+def test_the_level_is_kept_so_that_a_warning_is_no_failure():
+    lines = [{"message": f"step {n} loss: 2.0", "level": "INFO"} for n in range(4)]
+    lines.insert(2, {"message": "CUDA out of memory, using a smaller batch", "level": "WARNING"})
+    assert explain(["".join(json.dumps(line) + "\n" for line in lines).encode()]).cause == "healthy"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"step": 4, "loss": 2.5, "message": null}',
+        b'{"message": "cut',
+        b"{'loss': 2.5}",
+        b'{"a": {"message": 4}}',
+        b"[1, 2]",
+        b"",
+        b'{"log": "' + b'{"' * 9000 + b'"}',
+    ],
+)  # fmt: skip
+def test_a_line_without_a_message_stays_as_it_is(line):
+    assert unwrap_json(line) == [line]
+
+
+def test_steps_and_losses_in_messages_are_progress():
+    text = "".join(json.dumps({"level": "info", "message": f"step {n} loss: 2.{n}"}) + "\n" for n in range(5))
+    assert (read(text).progress.steps, read(text).progress.last_loss) == (5, 2.4)

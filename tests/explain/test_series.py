@@ -1,0 +1,417 @@
+"""Metrics of real writers and of files in their formats, whole, cut and damaged; runs, folders and output formats."""
+
+import csv
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+from curve_shapes import Noise, falling
+
+from paceline.cli import run_command
+from paceline.explain.run_folder import explain_run
+from paceline.explain.series import (
+    GRADIENT,
+    LOSS,
+    MEMORY,
+    RATE,
+    REWARD,
+    STEP_TIME,
+    THROUGHPUT,
+    VALIDATION,
+    kind_of,
+    read_run_series,
+    read_series,
+)
+from paceline.rundir import RunDir, append_event, write_atomic
+
+NAMES = {
+    LOSS: [
+        "loss", "train/loss", "train_loss", "train_loss_step", "train_loss_epoch", "Loss/train", "lm loss", "step_loss",
+        "loss_metrics/global_avg_loss", "reduced_train_loss", "Train/Samples/train_loss", "train/epoch_loss", "loss_train/loss",
+    ],
+    VALIDATION: [
+        "eval_loss", "eval/loss", "eval_wikitext_loss", "val_loss", "val/loss", "val_bpb", "val/bpb", "valid_loss", "Loss/val",
+        "validation/epoch_loss", "validation_metrics/loss", "lm loss validation", "Train/Eval/eval_loss", "loss_val/loss",
+    ],
+    GRADIENT: ["grad_norm", "train/grad_norm", "grad-norm", "actor/grad_norm", "grad_2.0_norm_total"],
+    RATE: ["learning_rate", "train/learning_rate", "lr", "lr-AdamW", "lr-AdamW/pg1", "learning-rate", "lr_mult", "train/lrm"],
+    MEMORY: [
+        "peak_bytes", "memory/max_active(GiB)", "memory/max_reserved(%)", "peak_memory_alloc", "mem-allocated-bytes",
+        "ada ram_used", "perf/max_memory_allocated_gb", "proc.memory.rssMB", "gpu.0.memoryAllocatedBytes", "ada GPU 0 used_bytes",
+    ],
+    THROUGHPUT: ["tok_per_sec", "tokens_per_second_per_gpu", "throughput(tps)", "train_samples_per_second"],
+    STEP_TIME: ["step_ms", "train/dt", "iteration-time", "time_metrics/end_to_end(s)", "perf/time_per_step", "iter_time"],
+    REWARD: ["reward", "train/reward", "kl", "objective/kl", "critic/rewards/mean"],
+    None: [
+        "epoch", "train/epoch", "eval_runtime", "eval_samples_per_second", "memory/num_alloc_retries", "train_acc", "mfu",
+        "rewards/chosen", "train_runtime", "loss-scale", "d_loss", "actor/pg_loss", "lm loss vs samples", "tokens",
+    ],
+}  # fmt: skip
+TURN = 60  # where the loss of LOSSES begins to rise
+LOSSES = [value * (1 + 0.05 * max(0, n - TURN)) for n, value in enumerate(falling(Noise(1, 0.01), 100, scale=10))]
+WANDB = """
+import os, sys
+os.environ |= {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
+import wandb
+run = wandb.init(project="p", dir=sys.argv[1], settings=wandb.Settings(x_disable_stats=True))
+for number, loss in enumerate(eval(sys.argv[2])):
+    run.log({"train/loss": loss, "train/global_step": 10 * number, "nested": {"lr": 0.5}, "bad": float("nan"), "word": "x"})
+run.log({f"key {number}": number for number in range(4000)} | {"train/loss": float("inf"), "train/global_step": 7000})
+run.finish()
+"""
+
+
+@pytest.fixture(scope="module")
+def event_folder(tmp_path_factory):
+    writer_of = pytest.importorskip("torch.utils.tensorboard", reason="needs tensorboard").SummaryWriter
+    folder = tmp_path_factory.mktemp("tensorboard")
+    writer = writer_of(folder)
+    for number, loss in enumerate(LOSSES):
+        writer.add_scalar("train/loss", loss, 10 * number, walltime=1.8e9 + number)
+        writer.add_scalar("train/lr", 1e-3, 10 * number, new_style=True)
+        writer.add_text("note", "loss", number)
+    writer.close()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wandb_folder(tmp_path_factory):
+    pytest.importorskip("wandb", reason="needs wandb")
+    folder = tmp_path_factory.mktemp("wandb")
+    subprocess.run([sys.executable, "-c", WANDB, folder, repr(LOSSES)], check=True, capture_output=True, timeout=120)
+    return folder
+
+
+def explained(capsys, *args):
+    assert run_command(["explain", *map(str, args)]) == 0
+    return capsys.readouterr().out
+
+
+def read(*paths):
+    """The curves by name, and the notes."""
+    series, notes = read_series(paths)
+    return {item.name: item for item in series}, notes
+
+
+def only(folder, pattern):
+    [path] = folder.rglob(pattern)
+    return path
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in NAMES.items() for name in names])
+def test_the_names_of_common_trainers_have_a_kind(kind, name):
+    assert kind_of(name) == kind
+
+
+def test_scalars_of_tensorboard_are_read_in_both_of_its_forms(event_folder):
+    curves, notes = read(only(event_folder, "*tfevents*"))
+    assert notes == [] and set(curves) == {"train/loss", "train/lr"}
+    loss = curves["train/loss"]
+    assert loss.steps == [10 * number for number in range(100)]
+    assert loss.values == pytest.approx(LOSSES, rel=1e-6) and loss.times[:2] == [1.8e9, 1.8e9 + 1]
+    assert curves["train/lr"].values == pytest.approx([1e-3] * 100)
+
+
+def test_what_is_explained_of_tensorboard_is_what_its_own_reader_has(event_folder):
+    module = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="needs tensorboard")
+    reader = module.EventAccumulator(str(event_folder), size_guidance={"scalars": 0, "tensors": 0})
+    reader.Reload()
+    loss = read(only(event_folder, "*tfevents*"))[0]["train/loss"]
+    assert [(event.step, event.value, event.wall_time) for event in reader.Scalars("train/loss")] == list(
+        zip(loss.steps, loss.values, loss.times, strict=True)
+    )
+
+
+def test_event_files_of_one_folder_are_one_run_and_a_resume_replaces_steps(event_folder, tmp_path):
+    writer_of = pytest.importorskip("torch.utils.tensorboard", reason="needs tensorboard").SummaryWriter
+    for suffix, first, value in ((".1", 0, 3.0), (".2", 50, 2.0)):
+        writer = writer_of(tmp_path, filename_suffix=suffix)
+        for step in range(first, first + 60):
+            writer.add_scalar("loss", value, step)
+        writer.close()
+    curves, _ = read(*sorted(tmp_path.glob("*tfevents*")))
+    assert curves["loss"].steps == list(range(110))
+    assert curves["loss"].values == [3.0] * 50 + [2.0] * 60
+
+
+def test_scalars_that_share_a_chart_are_read_from_their_folders(tmp_path, capsys):
+    writer_of = pytest.importorskip("torch.utils.tensorboard", reason="needs tensorboard").SummaryWriter
+    writer = writer_of(tmp_path)
+    for number in range(60):
+        writer.add_scalars("loss", {"train": 3 - number / 60, "val": 3 + abs(number - 30) / 30}, number)
+    writer.close()
+    assert explained(capsys, tmp_path).startswith("validation-turns-up: the validation loss is lowest at step 30 ")
+
+
+def test_a_cut_event_file_gives_what_is_whole_and_says_so(event_folder, tmp_path):
+    whole = only(event_folder, "*tfevents*").read_bytes()
+    for end in range(1, len(whole), 97):
+        (tmp_path / "tfevents").write_bytes(whole[:end])
+        curves, notes = read(tmp_path / "tfevents")
+        values = curves["train/loss"].values if curves else []
+        assert values == pytest.approx(LOSSES[: len(values)], rel=1e-6)
+        assert all("cut" in note or "not an event file" in note for note in notes)
+    assert len(values) > 90
+
+
+def test_a_damaged_event_is_left_out_and_the_others_are_read(event_folder, tmp_path):
+    data = bytearray(only(event_folder, "*tfevents*").read_bytes())
+    for number in (20, 70):
+        at = data.index(b"\x0a\x0atrain/loss", len(data) * number // 100)
+        data[at + 5] ^= 1
+    (tmp_path / "tfevents").write_bytes(data)
+    curves, notes = read(tmp_path / "tfevents")
+    assert len(curves["train/loss"].steps) == 98 and len(curves["train/lr"].steps) == 100
+    assert notes == ["tfevents: left out 2 damaged records"]
+
+
+@pytest.mark.parametrize("name", ["tfevents", "a.wandb", "trainer_state.json", "metrics.csv", "metrics.jsonl"])
+@pytest.mark.parametrize(
+    "content", [b"", b"\0" * 5000, os.urandom(5000), b"version https://git-lfs.github.com/spec/v1\n"]
+)
+def test_a_file_of_something_else_is_unknown(name, content, tmp_path, capsys):
+    (tmp_path / name).write_bytes(content)
+    assert explained(capsys, tmp_path / name).startswith(f"unknown: {name}: ")
+
+
+def test_an_offline_run_of_wandb_is_read(wandb_folder):
+    curves, notes = read(only(wandb_folder, "run-*.wandb"))
+    loss = curves["train/loss"]
+    assert notes == [] and set(curves) == {"train/loss", "nested.lr"}
+    assert loss.steps == [*(10 * number for number in range(100)), 7000]
+    assert loss.values == [*LOSSES, math.inf]  # the last record is longer than a block
+    assert 0 <= loss.times[-1] - loss.times[0] < 120
+
+
+def test_a_cut_or_damaged_run_of_wandb_gives_what_is_whole_and_says_so(wandb_folder, tmp_path):
+    whole = only(wandb_folder, "run-*.wandb").read_bytes()
+    for end in range(1, len(whole), 997):
+        (tmp_path / "a.wandb").write_bytes(whole[:end])
+        curves, notes = read(tmp_path / "a.wandb")
+        values = curves["train/loss"].values if curves else []
+        assert values == LOSSES[: len(values)]
+    assert len(values) == 100 and "cut or damaged at byte" in notes[0]
+    damaged = bytearray(whole)
+    damaged[20_000] ^= 1
+    (tmp_path / "a.wandb").write_bytes(damaged)
+    curves, notes = read(tmp_path / "a.wandb")
+    assert 40 < len(curves["train/loss"].values) < 101  # the rest of that block is lost
+    assert "cut or damaged at byte" in notes[0]
+
+
+def test_a_folder_of_wandb_is_explained_without_its_own_logs(wandb_folder, capsys):
+    output = explained(capsys, wandb_folder)
+    assert output.startswith(
+        "loss-nan: loss, gradients or metrics are NaN or infinite: train/loss from step 7000 to its end"
+    )
+    assert "debug" not in output and "loss-diverged, the loss rises" in output
+
+
+def trainer_state(folder, *, nan_from=None, steps=80):
+    """As transformers writes it: log and evaluation are records of one list, keys are sorted, NaN is a bare word."""
+    history = []
+    for number, loss in enumerate(falling(Noise(3, 0.02), steps), 1):
+        is_nan = nan_from is not None and number >= nan_from
+        values = {"grad_norm": math.nan if is_nan else 1.5, "loss": 0.0 if is_nan else round(loss, 4)}
+        history.append({"epoch": number / 10, "learning_rate": 5e-5, "step": 10 * number, **values})
+        if number % 10 == 0:
+            history.append(
+                {
+                    "epoch": number / 10,
+                    "eval_loss": loss,
+                    "eval_samples_per_second": 9 - number / 10,
+                    "step": 10 * number,
+                }
+            )
+    history.append(
+        {"epoch": 8.0, "step": 10 * steps, "total_flos": 1e15, "train_loss": 3.1, "train_samples_per_second": 8.2}
+    )
+    state = {
+        "best_metric": None,
+        "global_step": 10 * steps,
+        "log_history": history,
+        "max_steps": 1000,
+        "trial_name": None,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "trainer_state.json"
+    path.write_text(json.dumps(state, indent=2, sort_keys=True) + "\n")
+    return path
+
+
+def test_a_trainer_state_is_judged_by_its_history(tmp_path, capsys):
+    assert explained(capsys, trainer_state(tmp_path)).startswith("healthy: no failure found: loss 10.")
+    first, *_ = explained(capsys, trainer_state(tmp_path, nan_from=41)).splitlines()
+    assert (
+        first
+        == "loss-nan: loss, gradients or metrics are NaN or infinite: grad_norm from step 410 to its end, step 800"
+    )
+
+
+def test_an_output_folder_of_the_trainer_is_judged_by_its_newest_state(tmp_path, capsys):
+    old, new = (
+        trainer_state(tmp_path / "checkpoint-400", steps=40),
+        trainer_state(tmp_path / "checkpoint-800", nan_from=60),
+    )
+    os.utime(old, (1, 1))
+    (tmp_path / "checkpoint-800" / "merges.txt").write_text("Error: t h\n")  # a tokenizer's file
+    output = explained(capsys, tmp_path)
+    assert (
+        output.startswith("loss-nan: ")
+        and f"judged {new.resolve()}, the newest, without 1 other file with metrics" in output
+    )
+
+
+def test_a_cut_trainer_state_gives_its_whole_records(tmp_path, capsys):
+    path = trainer_state(tmp_path)
+    path.write_text(path.read_text()[:8000])
+    output = explained(capsys, path)
+    assert output.startswith("healthy: ") and "trainer_state.json: not whole: read " in output
+
+
+def lightning_csv(folder, *, turn):
+    """As Lightning's CSVLogger writes it: training and validation on rows of their own, in columns of all."""
+    folder.mkdir(parents=True)
+    with (folder / "metrics.csv").open("w", newline="") as file:
+        rows = csv.DictWriter(file, ["epoch", "lr-AdamW", "step", "train_loss_epoch", "train_loss_step", "val_loss"])
+        rows.writeheader()
+        for number, loss in enumerate(falling(Noise(5, 0.01), 200)):
+            rows.writerow({"epoch": number // 10, "step": 50 * number + 49, "train_loss_step": loss})
+            if number % 10 == 9:
+                val_loss = 3 + 4 * math.exp(-number / 30) + 0.1 * max(0, number // 10 - turn)
+                rows.writerow({"epoch": number // 10, "step": 50 * number + 49, "val_loss": val_loss})
+    (folder / "hparams.yaml").write_text("lr: 0.1\n")
+    return folder
+
+
+def test_a_folder_of_lightning_is_judged_by_its_csv(tmp_path, capsys):
+    folder = lightning_csv(tmp_path / "lightning_logs" / "version_0", turn=12)
+    fields = json.loads(explained(capsys, folder, "--json"))
+    assert (fields["cause"], fields["step"]) == ("validation-turns-up", 50 * 129 + 49)
+    [curve] = fields["curves"]
+    assert (curve["name"], curve["cause"], len(curve["steps"])) == ("val_loss", "validation-turns-up", 20)
+    assert explained(capsys, lightning_csv(tmp_path / "b", turn=99)).startswith("healthy: ")
+
+
+def test_a_row_that_is_cut_is_left_out(tmp_path):
+    folder = lightning_csv(tmp_path / "a", turn=99)
+    path = folder / "metrics.csv"
+    path.write_text(path.read_text()[:-12])
+    curves, notes = read(path)
+    assert len(curves["train_loss_step"].steps) == 200 and len(curves["val_loss"].steps) == 19
+    assert notes == ["metrics.csv: the last row has no end and was left out"]
+    path.write_text(path.read_text() + "\n1,2\n")
+    assert "metrics.csv: left out 1 row with too few columns" in read(path)[1]
+
+
+def test_steps_that_start_over_in_each_epoch_are_counted(tmp_path):
+    lines = [f"{step},{3 - epoch / 9 - step / 900}" for epoch in range(4) for step in range(25)]
+    (tmp_path / "metrics.csv").write_text("\n".join(["step,loss", *lines, ""]))
+    curves, _ = read(tmp_path / "metrics.csv")
+    assert curves["loss"].steps == list(range(1, 101))
+
+
+def test_a_log_beside_the_metrics_stays_the_cause(tmp_path, capsys):
+    trainer_state(tmp_path, nan_from=41)
+    (tmp_path / "train.log").write_text("step 1/9 | loss 3.1\n[rank1]: OSError: [Errno 28] No space left on device\n")
+    output = explained(capsys, tmp_path)
+    assert output.startswith("disk-full: ") and "loss-nan, loss, gradients or metrics are NaN" in output
+    (tmp_path / "train.log").write_text("step 1/9 | loss 3.1\nstep 9/9 | loss 3.0\n")
+    assert explained(capsys, tmp_path).startswith("loss-nan: ")
+
+
+def test_markdown_and_piped_text_have_the_curve_without_colours(tmp_path, capsys):
+    path = trainer_state(tmp_path, nan_from=41)
+    text, markdown = explained(capsys, path), explained(capsys, path, "--markdown")
+    assert "│×" in text and "│×" in markdown and "\x1b" not in text + markdown
+    assert "\nCurves:\n\n```text\n  grad_norm (" in markdown
+
+
+def test_the_curves_are_judged_without_torch_or_numpy(tmp_path):
+    code = "import sys; from paceline.cli import run_command; run_command(sys.argv[1:]); "
+    code += "print({'torch', 'numpy', 'rich'} & set(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "explain", trainer_state(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.endswith("\nset()\n")
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run of ours that has finished, with a loss that falls, a level speed and level memory."""
+    return own_run(tmp_path / "books")
+
+
+def own_run(path, *, leaks=False, val_turns=False, speed=1.0):
+    run = RunDir(path)
+    run.logs(1).mkdir(parents=True)
+    run.health_dir.mkdir()
+    write_atomic(run.config_toml, 'name = "books"\n')
+    append_event(run, "attempt", attempt=1, nproc=1, world_size=1, pids=[4711])
+    run.rank_log(1, 0).write_text("step 00001/00200 | loss 3.1\nstep 00200/00200 | loss 2.6\n")
+    noise = Noise(7, 0.01)
+    with run.metrics.open("w") as metrics, run.health("ada").open("w") as health:
+        for number, loss in enumerate(falling(noise, 200), 1):
+            clock = f"2036-01-01T{number // 60:02d}:{number % 60:02d}:00.000Z"
+            pace = speed if number > 120 else 1.0
+            record = {"step": number, "loss": loss, "tok_per_sec": 1e5 * pace * noise.factor(), "step_ms": 9 / pace}
+            record |= {"peak_bytes": 2**30, "lr_mult": 1.0, "grad_norm": 1.0, "rank_ms": [9.0], "time": clock}
+            if number % 10 == 0:
+                record["val_bpb"] = 1 + math.exp(-number / 30) + (0.003 * max(0, number - 100) if val_turns else 0)
+            metrics.write(json.dumps(record) + "\n")
+            used = 2**33 * (1 + (0.01 * number if leaks else 0)) * noise.factor(0.1)
+            gpu = {"index": 0, "used_bytes": 2**33, "total_bytes": 2**35}
+            health.write(json.dumps({"time": clock, "ram_used": int(used), "ram_total": 2**36, "gpus": [gpu]}) + "\n")
+    return run
+
+
+def test_the_curves_of_a_run_of_ours_are_its_metrics_and_the_memory_of_its_hosts(run):
+    kinds = {item.name: item.kind for item in read_run_series(run)}
+    assert kinds == {
+        "loss": LOSS, "val_bpb": VALIDATION, "tok_per_sec": THROUGHPUT, "step_ms": STEP_TIME, "peak_bytes": MEMORY,
+        "lr_mult": RATE, "grad_norm": GRADIENT, "ada ram_used": MEMORY, "ada GPU 0 used_bytes": MEMORY,
+    }  # fmt: skip
+
+
+def test_a_finished_healthy_run_stays_healthy(run):
+    explanation = explain_run(run)
+    assert (explanation.cause, explanation.curves) == ("healthy", ())
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause", "name", "step"),
+    [
+        ({"leaks": True}, "memory-grows", "ada ram_used", 1),
+        ({"val_turns": True}, "validation-turns-up", "val_bpb", 100),
+        ({"speed": 0.5}, "throughput-decays", "tok_per_sec", 121),
+    ],
+)
+def test_a_finished_run_is_explained_by_its_curves(fault, cause, name, step, tmp_path):
+    explanation = explain_run(own_run(tmp_path / "books", **fault))
+    assert (explanation.cause, explanation.curves[0].name) == (cause, name)
+    assert abs(explanation.step - step) <= 10
+
+
+def test_a_run_that_was_killed_has_its_memory_as_evidence(tmp_path):
+    run = own_run(tmp_path / "books", leaks=True)
+    run.rank_log(1, 0).write_text("step 00001/00200 | loss 3.1\n")
+    lost = {"attempt": 1, "exit_code": None, "message": "x"}
+    append_event(run, "rank_failed", rank=0, signal="SIGKILL", consequence=False, **lost)
+    explanation = explain_run(run)
+    assert explanation.cause in ("host-oom-killed", "killed-from-outside")
+    assert [curve.cause for curve in explanation.curves] == ["memory-grows"]
+
+
+def test_memory_and_speed_of_an_earlier_attempt_do_not_count(tmp_path):
+    run = own_run(tmp_path / "books", leaks=True, speed=0.5)
+    append_event(run, "attempt", attempt=2, nproc=1, world_size=1, pids=[4712])
+    events = [json.loads(line) for line in run.events.read_text().splitlines()]
+    events[-1]["time"] = "2036-01-01T03:00:00.000Z"  # after step 180
+    run.events.write_text("".join(json.dumps(event) + "\n" for event in events))
+    run.logs(2).mkdir()
+    run.rank_log(2, 0).write_text("step 00180/00200 | loss 2.6\nstep 00200/00200 | loss 2.6\n")
+    assert explain_run(run).cause == "healthy"
+    assert {curve.cause for curve in explain_run(run, attempt=1).curves} == {"memory-grows", "throughput-decays"}

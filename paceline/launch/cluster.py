@@ -176,6 +176,8 @@ class Cluster:
             append_event(
                 self.copies.run, "note", text=f"host {member.name} keeps no copy of the checkpoint: {line['why']}"
             )
+        elif line.get("event") == "refused" and line.get("do") == "copy":
+            pass  # its checkpoint was given up before
         elif line.get("event") == "left":  # this process was stopped for long
             member.lose(line["why"], link_ended=True)
         else:

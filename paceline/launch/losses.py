@@ -11,8 +11,9 @@ import signal
 import subprocess
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil  # type: ignore[import-untyped, unused-ignore]
@@ -158,6 +159,20 @@ def host_failure(member: Member) -> Failure:
     exit_code = SSH_FAILED if cause == LINK_LOST else None
     host = member.name
     return Failure(None, exit_code, None, message, time.time(), consequence=False, fix=fix, host=host, cause=cause)
+
+
+@contextmanager
+def cluster_session(cluster: Cluster | None, run: RunDir) -> Iterator[None]:
+    """Ends the links after the block. Where the run folder has vanished, that is its error, whatever followed from it."""
+    try:
+        yield
+    except (OSError, PacelineError):
+        if cluster:
+            check_folder(cluster, run)
+        raise
+    finally:
+        if cluster:
+            cluster.close()
 
 
 def check_folder(cluster: Cluster, run: RunDir) -> None:

@@ -85,6 +85,7 @@ class FarEnd:
         self.keep_last = 1
         self.ranks = range(0)  # of the attempt, here
         self.is_leaving = False  # the supervisor is lost
+        self.is_settling = False  # what arrives is needed for the next attempt
         self.silent_since = 0.0  # when it was last heard, if the attempt ended in its silence
 
     def serve(self) -> int:
@@ -96,7 +97,7 @@ class FarEnd:
                 try:
                     self.obey(line, data)
                 except (OSError, ValueError, KeyError, PacelineError) as error:
-                    self.refuse(error, do=line.get("do"))
+                    self.refuse(error, do="copy" if self.is_of_copy(line) else line.get("do"))
             while self.pending and self.pending[0][0].done():
                 future, then = self.pending.pop(0)
                 try:
@@ -134,6 +135,11 @@ class FarEnd:
         if is_disk := isinstance(error, OSError) and bool(error.strerror):
             why = ": ".join(str(part) for part in (error.strerror, error.filename) if part)
         self.channel.send({"event": "refused", "do": do, "why": why, "fix": fix, "disk": is_disk})
+
+    def is_of_copy(self, line: Line) -> bool:
+        """Whether an order or a file is for the copy of a checkpoint: the run goes on without it."""
+        is_file = not self.is_settling and str(line.get("file")).startswith(("history/", "checkpoints/"))
+        return is_file or line.get("do") == "saved"
 
     def leave(self) -> None:
         """Removes the copy of a trial or a measurement, and one in which nothing has run."""
@@ -214,9 +220,11 @@ class FarEnd:
             case "script":
                 self.in_thread(self.script.answer, line, then=self.channel.send)
             case "settled":
+                self.is_settling = False
                 self.channel.send({"event": "settled"})
             case "settle":  # before an attempt: the checkpoints that the supervisor has are those that count
                 assert self.run
+                self.is_settling = True
                 if not self.shared:
                     remove_newer(self.run.checkpoints, line["step"])
                     self.run.events.unlink(missing_ok=True)

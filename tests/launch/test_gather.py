@@ -184,7 +184,7 @@ def test_the_copy_of_an_earlier_attempt_changes_neither_plan_nor_steps_and_repea
         arrivals = Arrivals(here, on_no_space=pytest.fail)
         for line, data in received(near, far, until=lambda line: line.get("event") == "end"):
             if "file" in line:
-                arrivals.take(line, data)
+                arrivals.take(line, data, host="bob")
     assert here.plan_json.read_text() == "of the plan that follows" and not here.metrics.exists()
     assert [event["event"] for event in read_json_lines(here.events)] == ["launch", "memory", "checkpoint"]
 

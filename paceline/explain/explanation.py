@@ -150,7 +150,7 @@ def format_markdown(explanation: Explanation) -> str:
     explanation = without_controls(explanation)
     lines = [f"**{explanation.cause}**: {escape_markdown(format_summary(explanation))}"]
     if explanation.fix:
-        lines += ["", f"**Fix:** {escape_markdown(explanation.fix)}"]
+        lines += ["", f"**Fix:** {with_commands(explanation.fix)}"]
     for title, block in (
         ("Evidence", format_evidence(explanation.evidence)),
         ("Consequences", format_evidence(explanation.consequences)),
@@ -187,6 +187,14 @@ def without_controls(explanation: Explanation) -> Explanation:
 
 def escape_markdown(text: str) -> str:
     return MARKDOWN.sub(r"\\\1", " ".join(text.split()))
+
+
+def with_commands(fix: str) -> str:
+    """A fix as Markdown, in which its commands, between backticks, stay code."""
+    texts = fix.split("`")
+    if len(texts) % 2 == 0:  # one of them has no end
+        return escape_markdown(fix)
+    return "".join(f"`{text}`" if number % 2 else MARKDOWN.sub(r"\\\1", text) for number, text in enumerate(texts))
 
 
 def format_summary(explanation: Explanation) -> str:

@@ -164,7 +164,7 @@ def is_no_log(path: Path) -> bool:
 
 def read_series(files: Iterable[Path]) -> tuple[list[MetricSeries], list[str]]:
     """The curves of the newest run among these files, and notes on what was left out."""
-    paths = sorted({path.resolve(): path for path in files}.values())
+    paths = sorted({path.resolve(): path for path in files}.values(), key=natural_order)
     folders = {path.parent for path in paths}
 
     def run_of(path: Path) -> tuple[Path, Reader | None]:
@@ -194,6 +194,11 @@ def read_series(files: Iterable[Path]) -> tuple[list[MetricSeries], list[str]]:
                 f"{path} cannot be read: {error.strerror or error}", fix="check the path and its permissions"
             ) from error
     return [series for table in tables.values() for series in table.series()], notes
+
+
+def natural_order(path: Path) -> list[str | int]:
+    """Numbers by value: a writer of TensorBoard counts its files in their names, and 10 comes after 9."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"([0-9]+)", str(path))]
 
 
 def add_note(notes: list[str], name: str, text: str) -> None:

@@ -359,7 +359,7 @@ def fill_template(template: str, values: Mapping[str, str]) -> str:
     text = OPTIONAL.sub(lambda match: match[1] if set(PLACEHOLDER.findall(match[1])) <= known else "", template)
     text = text if "rank" in values else text.replace("rank {rank}", "a rank")
     names = PLACEHOLDER.findall(text)
-    prose = {name: values.get(name, "n/a") for name in names}
+    prose = {name: values.get(name, "n/a").replace("`", "'") for name in names}
     words = {name: shlex.quote(values[name]) if name in known else name.upper() for name in names}
     parts = [part.format_map(table) for part, table in zip(text.split("`"), cycle((prose, words)), strict=False)]
     return " ".join("`".join(parts).split())

@@ -10,6 +10,7 @@ import pytest
 
 from paceline.cli import run_command
 from paceline.explain.catalogue import load_catalogue
+from paceline.explain.explanation import with_commands
 from paceline.heartbeat import HeartbeatWriter
 from paceline.rundir import RunDir, append_event, write_atomic
 
@@ -84,6 +85,14 @@ def test_json_has_every_field_that_programs_depend_on(log, capsys):
 def test_markdown_can_be_pasted_into_an_issue(log, capsys):
     text = explained(capsys, log, "--markdown")
     assert text.startswith("**disk-full**: ") and "\n**Fix:** " in text and text.count("```") == 4
+
+
+@pytest.mark.parametrize("fix, expected", [
+    ("run `df -h /a_b` and `rm -r *.tmp`, then *wait*", r"run `df -h /a_b` and `rm -r *.tmp`, then \*wait\*"),
+    ("a tick ` alone [x](y)", r"a tick \` alone \[x\](y)"),
+])  # fmt: skip
+def test_commands_of_a_fix_stay_code_in_markdown_and_the_rest_is_escaped(fix, expected):
+    assert with_commands(fix) == expected
 
 
 STEERING = (

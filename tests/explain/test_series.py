@@ -132,7 +132,10 @@ def test_event_files_of_one_folder_are_one_run_and_a_resume_replaces_steps(event
         for step in range(first, first + 60):
             writer.add_scalar("loss", value, step)
         writer.close()
-    curves, _ = read(*sorted(tmp_path.glob("*tfevents*")))
+    first, second = sorted(tmp_path.glob("*tfevents*"), key=lambda path: path.suffix)
+    # a process numbers its files, and 10 comes after 9
+    first, second = (path.rename(tmp_path / f"events.out.tfevents.1.h.1.{n}") for path, n in ((first, 9), (second, 10)))
+    curves, _ = read(second, first)
     assert curves["loss"].steps == list(range(110))
     assert curves["loss"].values == [3.0] * 50 + [2.0] * 60
 

@@ -14,6 +14,7 @@ from itertools import pairwise
 
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import CurveEvidence, Explanation, LogProgress, format_value
+from paceline.explain.reader import Log
 from paceline.explain.series import (
     GRADIENT,
     LOSS,
@@ -24,6 +25,7 @@ from paceline.explain.series import (
     THROUGHPUT,
     VALIDATION,
     MetricSeries,
+    loss_series,
 )
 from paceline.explain.verdict import HEALTHY, UNKNOWN, clean_values, fill_template
 from paceline.noise import level_of, standard_errors_below
@@ -38,6 +40,10 @@ SPIKE = 5  # points over which a median removes spikes
 Z_RISE = 5.0  # standard errors
 LOSS_RISE, SLOWER = 0.15, 0.3  # shares of the level that are somebody's concern
 START_RISE = 0.5  # of a loss that was never lower than in its first points
+LOG_RISE = 1.0  # of a loss on the lines of a log, whose name says less than that of a metric
+LEAP, MIN_LEAP, LEAP_POINTS = 100.0, 10.0, 3  # times the lowest stretch, and the height, of the last points of a few
+TOO_HIGH, MIN_HIGH = 1e6, 8  # the level and the number of points of a loss that no model starts with, unless it falls
+NOT_NORMALIZED = "a loss of this size that does not fall"
 MIN_SLOW_S = 60.0
 NAN_GRADIENTS = 5  # in a row: fp16's loss scale causes fewer
 SAME_VALUES = 20  # in a row
@@ -87,13 +93,22 @@ def explain_curves(series: Sequence[MetricSeries], notes: Sequence[str], *, name
     )
 
 
+def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation:
+    """The explanation of logs; where it shows no failure, the losses on the lines of the log with the most are judged too."""
+    longest = max((log.losses for log in logs), key=len, default=())
+    if explanation.shows_failure or len(longest) < 2 * LEAP_POINTS:
+        return explanation
+    series = [item for item in loss_series(longest, source="log") if item.kind == LOSS]
+    return add_findings(explanation, list(find_rises(series, LOG_RISE))[:1])
+
+
 def add_findings(explanation: Explanation, findings: Sequence[CurveFinding]) -> Explanation:
     """The explanation with the curves as evidence; what a log shows stays the cause, but for a healthy log."""
     curves = []
     for finding in findings:
         values, series = sentence_values(finding), finding.series
         cause, step = load_catalogue().causes[finding.cause], series.steps[finding.at]
-        summary, fix = fill_template(cause.summary, values), fill_template(cause.fix, values)
+        summary, fix = fill_template(cause.summary, values), fill_template(cause.choose_fix(finding.reason or "")[0], values)
         curves.append(replace(show_curve(series), cause=cause.id, step=step, summary=summary))
         if not explanation.shows_failure:
             explanation = replace(
@@ -165,14 +180,17 @@ def find_nan(losses: Sequence[MetricSeries], gradients: Sequence[MetricSeries]) 
             yield CurveFinding(NAN, series, at)
 
 
-def find_rises(losses: Sequence[MetricSeries]) -> Iterator[CurveFinding]:
+def find_rises(losses: Sequence[MetricSeries], min_rise: float = LOSS_RISE) -> Iterator[CurveFinding]:
+    """Losses that have risen, by a share of their lowest level, to their end; or that are too high and do not fall."""
     for series in losses:
         finite = thinned(series)
         if finite.values and min(finite.values) > 0:
-            at = rise_to_end(finite.values, LOSS_RISE)
-            at = rise_from_start(finite.values) if at is None else at
+            rises = (rise_to_end(finite.values, min_rise), rise_from_start(finite.values, min_rise), leap(finite.values))
+            at = next((at for at in rises if at is not None), None)
             if at is not None:
                 yield finding_at(DIVERGED, series, finite.steps[at])
+            elif is_too_high(finite.values):
+                yield CurveFinding(DIVERGED, series, 0, NOT_NORMALIZED)
 
 
 def find_still(
@@ -278,11 +296,30 @@ def rise_to_end(values: Sequence[float], min_rise: float) -> int | None:
     return None
 
 
-def rise_from_start(values: Sequence[float]) -> int | None:
+def rise_from_start(values: Sequence[float], min_rise: float) -> int | None:
     """0 if the whole curve is higher than its first points."""
     first, last = values[:3], values[-max(10, len(values) // 3) :]
-    rose = len(values) >= MIN_POINTS and quartile(last, 1) > (1 + START_RISE) * max(first)
+    rose = len(values) >= MIN_POINTS and quartile(last, 1) > (1 + max(START_RISE, min_rise)) * max(first)
     return 0 if rose and quartile(values[3:], 1) > max(first) else None
+
+
+def leap(values: Sequence[float]) -> int | None:
+    """Where a curve, also one of few points, leaves its level by orders of magnitude and stays there to its end."""
+    before, last = values[:-LEAP_POINTS], values[-LEAP_POINTS:]
+    if len(before) < LEAP_POINTS:
+        return None
+    start = lowest_stretch(before, LEAP_POINTS)
+    limit = max(MIN_LEAP, LEAP * max(before[start : start + LEAP_POINTS]))
+    if min(last) < limit:
+        return None
+    return max(at for at, value in enumerate(values) if value < limit) + 1
+
+
+def is_too_high(values: Sequence[float]) -> bool:
+    half = len(values) // 2
+    if len(values) < MIN_HIGH or min(values) < TOO_HIGH:
+        return False
+    return statistics.median(values[half:]) > 0.9 * statistics.median(values[:half])
 
 
 def lowest_stretch(values: Sequence[float], length: int) -> int:

@@ -62,12 +62,15 @@ NUMBER = re.compile(r"\d+")
 LAST_CHECKED = 3  # lines at the end of a log
 TROUBLE = re.compile(
     r"(?i)error|exception|traceback|\bfatal|\bfail|\babort(?:ed|ing|s)?\b|\bkill|denied|refused|cannot|can't|unable|invalid"
-    r"|no such|not found|timed? ?out|panic|crash|terminat|usage:|\*\*\* |stuck|\bhangs?\b"
+    r"|no such|not found|not supported|timed? ?out|out of memory|panic|crash|terminat|usage:|\*\*\* |stuck|\bhangs?\b"
+    r"|\bXid\b|\bNVRM: (?!loading)"
     r"|waiting for (?:all|other|rank|worker|peer|client|node)"
 )
-NO_TROUBLE = re.compile(  # a count of none, a measure, the end of a tracker
+# a count of none, a measure, the end of a tracker, a test of failures, TensorFlow's and DeepSpeed's search for libraries
+NO_TROUBLE = re.compile(
     r"(?i)\b(?:0|no|without) (?:errors?|fail\w*|invalid)|(?:errors?|fail\w*|invalid|killed)\W{1,3}0\b|error[ _]rate"
-    r"|error\w*\W{1,3}\d*\.\d|^wandb:|^frame #"
+    r"|error\w*\W{1,3}\d*\.\d|^wandb:|^frame #|\bsimulat\w+ [\w ]{0,20}(?:fail|error|crash)|unable to register cu\w+ factory"
+    r"|LNK1181: cannot open input file '(?:aio|cufile)\.lib'"
 )
 ERROR_PREFIX = re.compile(r"^(?:\S{1,40}:? )?(?:\[?(?:ERROR|FATAL|CRITICAL)\b|(?:[Ff]atal|[Ee]rror)(?: error)?: )")
 
@@ -255,6 +258,11 @@ def trouble_at_end(logs: Sequence[Log]) -> list[tuple[int, str]]:
         for number, text in log.last_lines[-LAST_CHECKED:]
         if number > last_progress_line(log) and is_trouble(text)
     ]
+
+
+def trouble_anywhere(logs: Sequence[Log]) -> list[tuple[int, str]]:
+    """The records of which a word tells of trouble."""
+    return [(record.line, record.text) for log in logs for record in log.records if is_trouble(record.text)]
 
 
 def is_trouble(text: str) -> bool:

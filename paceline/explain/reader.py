@@ -21,6 +21,7 @@ from paceline.explain.line_filter import AFTER, MAX_LINE_BYTES, LineFilter, Shap
 from paceline.explain.lines import (
     MAX_RANKS,
     LogLine,
+    LossPoint,
     ProgressLine,
     ProgressTracker,
     split_prefix,
@@ -41,9 +42,9 @@ FIRST_SELECTED, LAST_SELECTED = 6000, 3000  # lines parsed of a log in which nea
 LAST_LINES = 8  # stored for a failure that is not in the catalogue
 PROGRESS_LINES = 60  # searched for a step before a selected line
 
-# in every line that reports a step, a loss or the end of the work
+# in every line that reports a step, a loss or the end of the work, and in the rows of a table of numbers
 PROGRESS_WORD = re.compile(
-    rb"(?i)step|loss|iter|\bit\b|updat|batch|%\||finish|complet|done|train_runtime|reached|passed|saved"
+    rb"(?i)step|loss|iter|\bit\b|updat|batch|%\||finish|complet|done|train_runtime|reached|passed|saved|^[\s|]*\d[\d/]*[\s|]+\d"
 )
 SIGNAL = re.compile(
     r"\bSIG(?:KILL|TERM|SEGV|ABRT|BUS|INT|HUP|ILL|FPE|PIPE|USR1|USR2)\b|[Ss]ignal:? \d+|Segmentation fault|core dumped"
@@ -84,6 +85,7 @@ class Log:
     last_lines: tuple[tuple[int, str], ...] = ()
     last_steps: Mapping[int, int] = field(default_factory=dict)  # by rank, of lines that have a rank
     ranks: frozenset[int] = frozenset()  # whose lines were parsed
+    losses: tuple[LossPoint, ...] = ()  # of one rank, a part of them in a long log
     problem: str = ""  # why the log could not be read whole
 
 
@@ -167,6 +169,7 @@ class LogParser:
             last_lines=tail,
             last_steps=self._progress.steps_by_rank,
             ranks=frozenset(self._ranks),
+            losses=self._progress.losses,
         )
 
     def _split(self, block: bytes) -> tuple[bytes, list[bytes], Sequence[int]]:

@@ -124,6 +124,15 @@ class SeriesTable:
         return series
 
 
+def loss_series(points: Sequence[tuple[int | None, str, float]], *, source: str) -> list[MetricSeries]:
+    """The curves of losses by name that lines of a log report; points: step, name, value."""
+    table = SeriesTable(source)
+    has_steps = all(step is not None for step, _, _ in points)
+    for number, (step, name, value) in enumerate(points):
+        table.add(name, step if has_steps and step is not None else number, value, math.nan)
+    return table.series()
+
+
 def in_order(points: Sequence[tuple[int, float, float]]) -> list[tuple[int, float, float]]:
     """The points with ascending steps: one whose step was there before replaces that step and all after it.
 

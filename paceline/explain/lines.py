@@ -120,6 +120,7 @@ NAME_START = re.compile(r"[\w./-]*$")  # of a measure's name, before the part th
 COLUMN_GAP = re.compile(r"\s*\|\s*|\t+|\s{2,}")
 LOSS_COLUMN = re.compile(r"(?i)(?:^|[\s_/-])loss$")
 STEP_COLUMN = re.compile(r"(?i)(?:global[_ ])?(?:step|iter(?:ation)?|epoch)s?")
+ROW_STARTS = frozenset("0123456789-nNi")  # 3/30, nan, NaN, No log, inf
 NUMBER_CELL = re.compile(r"(?i)[-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan|inf)")
 OTHER_LOSS = re.compile(r"(?:val|valid|validation|eval|test|dev|best|min|prev)[_ /.-]*$", re.IGNORECASE)
 DONE = re.compile(
@@ -354,7 +355,7 @@ def read_columns(text: str) -> tuple[str, ...]:
 
 def read_row(text: str, columns: Sequence[str]) -> StepLoss | None:
     """The step and a loss in a row of a table: the first loss that is not finite, of training if there is one."""
-    if not columns or not text.strip(" \t|")[:1].isdecimal():
+    if not columns or text.strip(" \t|")[:1] not in ROW_STARTS:
         return None
     cells = list(filter(None, COLUMN_GAP.split(text.strip(" \t|"))))
     row = dict(zip(columns, cells if len(cells) >= len(columns) else text.split(), strict=False))
@@ -363,8 +364,9 @@ def read_row(text: str, columns: Sequence[str]) -> StepLoss | None:
         return None
     training = {name: loss for name, loss in losses.items() if not OTHER_LOSS.search(name[:-4])} or losses
     name = next((name for name, loss in training.items() if not math.isfinite(loss)), next(iter(training)))
-    step = next((row[name].partition("/")[0] for name in row if STEP_COLUMN.fullmatch(name)), "")
-    return StepLoss(parse_count(step), training[name], name=name)
+    counters = sorted(filter(STEP_COLUMN.fullmatch, row), key=lambda name: name.lower().startswith("epoch"))
+    counts = [parse_count(row[name].partition("/")[0]) for name in counters]
+    return StepLoss(next((count for count in counts if count is not None), None), training[name], name=name)
 
 
 def parse_count(text: str) -> int | None:

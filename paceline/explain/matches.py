@@ -62,9 +62,10 @@ NUMBER = re.compile(r"\d+")
 LAST_CHECKED = 3  # lines at the end of a log
 TROUBLE = re.compile(
     r"(?i)error|exception|traceback|\bfatal|\bfail|\babort(?:ed|ing|s)?\b|\bkill|denied|refused|cannot|can't|unable|invalid"
-    r"|no such|not found|not supported|timed? ?out|out of memory|panic|crash|terminat|usage:|\*\*\* |stuck|\bhangs?\b"
-    r"|\bXid\b|\bNVRM: (?!loading)"
-    r"|waiting for (?:all|other|rank|worker|peer|client|node)"
+    r"|no such|not found|not supported|timed? ?out|out of memory|panic|crash|\bXid\b|\bNVRM: (?!loading)"
+)
+TROUBLE_AT_END = re.compile(  # of a log, where nothing shows that the program went on
+    r"(?i)terminat|usage:|\*\*\* |stuck|\bhangs?\b|waiting for (?:all|other|rank|worker|peer|client|node)"
 )
 # a count of none, a measure, the end of a tracker, a test of failures, TensorFlow's and DeepSpeed's search for libraries
 NO_TROUBLE = re.compile(
@@ -256,7 +257,7 @@ def trouble_at_end(logs: Sequence[Log]) -> list[tuple[int, str]]:
         (number, text)
         for log in logs
         for number, text in log.last_lines[-LAST_CHECKED:]
-        if number > last_progress_line(log) and is_trouble(text)
+        if number > last_progress_line(log) and is_trouble(text, at_end=True)
     ]
 
 
@@ -265,9 +266,10 @@ def trouble_anywhere(logs: Sequence[Log]) -> list[tuple[int, str]]:
     return [(record.line, record.text) for log in logs for record in log.records if is_trouble(record.text)]
 
 
-def is_trouble(text: str) -> bool:
+def is_trouble(text: str, *, at_end: bool = False) -> bool:
     text = split_prefix(text).text
-    return bool(TROUBLE.search(text)) and not NO_TROUBLE.search(text) and not WARNING_LINE.search(text)
+    has_word = TROUBLE.search(text) or (at_end and TROUBLE_AT_END.search(text))
+    return bool(has_word) and not NO_TROUBLE.search(text) and not WARNING_LINE.search(text)
 
 
 def last_progress_line(log: Log) -> int:

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 from paceline.errors import PacelineError, TrainingFailed, UsageError
 from paceline.explain.catalogue import load_catalogue
-from paceline.explain.curve_verdict import add_findings, explain_curves, judge_progress, judge_curves
+from paceline.explain.curve_verdict import add_findings, explain_curves, judge_curves, judge_progress
 from paceline.explain.evidence import (
     DISK,
     MEMORY,

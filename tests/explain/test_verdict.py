@@ -192,6 +192,51 @@ def test_ordinary_output_to_the_end_is_healthy_with_low_confidence():
     assert explanation.summary == "no failure found in 9 lines, but they report no step and no end"
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "NVRM: Xid (PCI:0000:17:00): 45, pid=77, name=python, Ch 00000003",
+        "NVRM: GPU 0000:17:00.0: RmInitAdapter failed!",
+        "rdma: device mlx5_3 not supported",
+        "unable to allocate 20 GiB",
+        "the request was refused",
+    ],
+)
+def test_ordinary_output_with_a_word_of_trouble_is_no_healthy_log(line):
+    output = "".join(f"loaded shard {n}\n" for n in range(9))
+    explanation = verdict(output + line + "\n" + output)
+    assert (explanation.cause, explanation.confidence) == ("unknown", 0.0)
+    assert explanation.summary == f"no failure is recognized, but line 10 is: {line}"
+    assert [(item.line, item.text) for item in explanation.evidence] == [(10, line)]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "NVRM: loading NVIDIA UNIX x86_64 Kernel Module  570.86.10",
+        "cuda_dnn.cc:8310] Unable to register cuDNN factory: one has already been registered",
+        "[2/3] Simulate node failure",
+        "LINK : fatal error LNK1181: cannot open input file 'cufile.lib'",
+        "INFO request refused, asking the next server",
+        "Terminating pod worker-2",
+    ],
+)
+def test_output_that_is_usual_in_healthy_runs_is_no_trouble(line):
+    output = "".join(f"loaded shard {n}\n" for n in range(9))
+    assert verdict(output + line + "\n" + output).cause == "healthy"
+
+
+def test_of_an_xid_that_follows_from_another_one_the_root_counts():
+    lines = "".join(
+        f"kernel: NVRM: Xid (PCI:0000:{bus}:00): 45, pid=77, name=python, Ch 0000000{n} caused by previous Xid 149\n"
+        for n, bus in enumerate(("17", "ba", "dc"))
+    )
+    explanation = verdict(lines)
+    assert (explanation.cause, explanation.line) == ("gpu-hardware-error", 1)
+    assert "(Xid 149)" in explanation.summary and "nvlink" in explanation.fix
+    assert verdict(lines.replace("Xid 149", "Xid 13")).cause == "illegal-memory-access"
+
+
 CUT = raised(0, "")[: -len("[rank0]: \n")]
 
 

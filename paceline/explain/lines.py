@@ -327,9 +327,7 @@ def read_step_and_loss(text: str) -> StepLoss | None:
         grad_norm = (
             None  # of GRPO, whose loss is 0 by design: as long as rewards and KL are finite, only the step is skipped
         )
-    start = loss_match.start() if loss_match else 0
-    prefix = NAME_START.search(text, max(0, start - 40), start)
-    name = f"{prefix[0] if prefix else ''}loss"
+    name = name_of(loss_match) if loss_match else "loss"
     return StepLoss(step=number, loss=loss, is_last=is_last, grad_norm=grad_norm, name=name)
 
 
@@ -340,6 +338,13 @@ def find_measure(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
     chosen = training or matches
     broken = (match for match in chosen if not math.isfinite(float(match["value"])))
     return next(broken, chosen[0] if chosen else None)
+
+
+def name_of(match: re.Match[str]) -> str:
+    """The name of a loss in the form of metrics: train/loss."""
+    before = match.string[max(0, match.start() - 40) : match.start()]
+    prefix = NAME_START.search(before)
+    return "eval_loss" if OTHER_LOSS.search(before) else f"{prefix[0] if prefix else ''}loss"
 
 
 def read_value(match: re.Match[str] | None) -> float | None:

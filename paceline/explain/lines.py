@@ -362,8 +362,7 @@ def read_row(text: str, columns: Sequence[str]) -> StepLoss | None:
     """The step and a loss in a row of a table: the first loss that is not finite, of training if there is one."""
     if not columns or text.strip(" \t|")[:1] not in ROW_STARTS:
         return None
-    cells = list(filter(None, COLUMN_GAP.split(text.strip(" \t|"))))
-    row = dict(zip(columns, cells if len(cells) >= len(columns) else text.split(), strict=False))
+    row = dict(zip(columns, filter(None, COLUMN_GAP.split(text.strip(" \t|"))), strict=False))
     losses = {name: float(row[name]) for name in row if LOSS_COLUMN.search(name) and NUMBER_CELL.fullmatch(row[name])}
     if len(row) < len(columns) or not losses:
         return None

@@ -67,11 +67,11 @@ TROUBLE = re.compile(
 TROUBLE_AT_END = re.compile(  # of a log, where nothing shows that the program went on
     r"(?i)terminat|usage:|\*\*\* |stuck|\bhangs?\b|waiting for (?:all|other|rank|worker|peer|client|node)"
 )
-# a count of none, a measure, the end of a tracker, a test of failures, TensorFlow's and DeepSpeed's search for libraries
+# a count of none, a measure, the end of a tracker, a test of failures, a search for what is optional, a fallback
 NO_TROUBLE = re.compile(
     r"(?i)\b(?:0|no|without) (?:errors?|fail\w*|invalid)|(?:errors?|fail\w*|invalid|killed)\W{1,3}0\b|error[ _]rate"
     r"|error\w*\W{1,3}\d*\.\d|^wandb:|^frame #|\bsimulat\w+ [\w ]{0,20}(?:fail|error|crash)|unable to register cu\w+ factory"
-    r"|LNK1181: cannot open input file '(?:aio|cufile)\.lib'"
+    r"|LNK1181: cannot open input file '(?:aio|cufile)\.lib'|error during package walk|\bfall(?:ing|s) back\b"
 )
 ERROR_PREFIX = re.compile(r"^(?:\S{1,40}:? )?(?:\[?(?:ERROR|FATAL|CRITICAL)\b|(?:[Ff]atal|[Ee]rror)(?: error)?: )")
 

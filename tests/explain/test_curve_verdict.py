@@ -184,6 +184,11 @@ def test_other_losses_and_those_of_a_policy_are_not_judged():
         assert explain(log_of(rising, line)).cause == "healthy"
 
 
+def test_a_second_stage_of_a_log_is_a_curve_of_its_own():
+    stages = [[2 * math.exp(-n / 50) + 0.1 for n in range(200)], [6 * math.exp(-n / 80) + 2 for n in range(200)]]
+    assert explain([b"".join(text for loss in stages for text in log_of(enumerate(loss), LINES[0]))]).cause == "healthy"
+
+
 def test_a_huge_loss_is_told_to_normalize_and_a_rising_one_is_not():
     huge, rising = (
         explain(log_of(enumerate(losses), LINES[0])) for losses in ([4e8, 5e8] * 6, [2.0] * 6 + [9e4, 8e4, 9e4])

@@ -219,6 +219,8 @@ def test_ordinary_output_with_a_word_of_trouble_is_no_healthy_log(line):
         "LINK : fatal error LNK1181: cannot open input file 'cufile.lib'",
         "INFO request refused, asking the next server",
         "Terminating pod worker-2",
+        "FSDP is not supported on cpu devices; falling back to DDP.",
+        "Unexpected error during package walk: cutlass.cute.experimental",
     ],
 )
 def test_output_that_is_usual_in_healthy_runs_is_no_trouble(line):

@@ -19,11 +19,12 @@ quick: $(VENV)/dev
 test: $(VENV)/dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 10
 
-# the long tests, then a hundred faults; ARGS='--seed 2 --faults 24 --only sigkill,disk' takes others
+# the long tests, then a hundred faults and as root those of several hosts; ARGS='--seed 2 --faults 24 --only sigkill,disk' and
+# HOSTS='--only mtu' take others
 soak: $(VENV)/dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m soak
 	PYTHONPATH=tests $(BIN)/python -m soak.loop $(or $(ARGS),--write docs/reliability.md)
-	PYTHONPATH=tests $(BIN)/python -m soak.hosts
+	PYTHONPATH=tests $(BIN)/python -m soak.hosts $(or $(HOSTS),--write docs/reliability.md)
 
 lint: $(VENV)/dev
 	$(BIN)/ruff check .

@@ -18,7 +18,9 @@ from paceline.units import format_bytes, format_ranks
 RecordKind = Literal["exception", "line", "signal", "exit", "banner"]
 
 # only the supervisor observes them
-SUPERVISOR_CAUSES = frozenset({"hang", "exited-early", "host-lost", "link-lost", "supervisor-lost"})
+SUPERVISOR_CAUSES = frozenset({
+    "hang", "exited-early", "host-lost", "link-lost", "supervisor-lost", "hosts-unconnected", "hosts-path-mtu",
+})  # fmt: skip
 KERNEL_LOG = "kernel log"  # how the source of its lines begins
 MAX_LINES, MAX_WIDTH = 4, 200  # of one message on the screen
 MAX_VICTIMS = 16  # listed by number

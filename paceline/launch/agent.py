@@ -30,6 +30,7 @@ LINK_LOST_GRACE_S = 17.0  # without a supervisor: enough for a save
 ENGINE_MARGIN_S = 3.0  # how much later than its own deadline the engine may end before it is killed
 FAILED_GRACE_S = 3.0  # the engine gives the peers of a failed rank this long
 KILL_DEADLINE_S = 10.0
+CONNECT_S = 8.0  # four packets of TCP, if the first are lost
 SAMPLER_END_S = 2.0  # a sampler in a system call that does not return is left behind
 WAKE_UP_S = 0.5  # a signal does not interrupt select: its deadline is noticed this late
 
@@ -42,6 +43,10 @@ def main() -> int:
         lines = commands.read()
     if not lines:
         return 1  # the supervisor ended before it sent a job
+    place = lines[0]["rendezvous"]
+    if place and place["index"] and (why := connect_error(place["host"], place["port"])):
+        send({"event": "unreachable", "address": place["host"], "port": place["port"], "reason": why})
+        return 1
     return Agent(lines[0], commands).run(lines[1:])
 
 
@@ -67,6 +72,7 @@ class Agent:
     def __init__(self, job: dict[str, Any], commands: Lines):
         self.run_id: str = job["run_id"]
         self.stop_grace_s: float = job["stop_grace_s"]
+        self.index: int = job["rendezvous"]["index"] if job["rendezvous"] else 0
         self.logs_dir = Path(job["logs_dir"])
         self.commands = commands
         self.kill_at = float("inf")
@@ -98,7 +104,7 @@ class Agent:
             self.sampler.kill()  # it has nothing to finish
             with suppress(subprocess.TimeoutExpired):
                 self.sampler.wait(SAMPLER_END_S)
-        survivors = kill_processes(self.run_id, timeout_s=KILL_DEADLINE_S)
+        survivors = kill_processes(self.run_id, timeout_s=KILL_DEADLINE_S, index=self.index)
         remove_pipes(self.logs_dir)
         send({"event": "engine_ended", "exit_code": exit_code, "survivors": survivors})
         return 0
@@ -124,7 +130,7 @@ class Agent:
             elif line["do"] == "kill_rank":
                 pid = self.pids.get(line["rank"])
                 # a rank that has ended has none there, and its pid may belong to another process
-                if pid in processes_of(self.run_id):
+                if pid in processes_of(self.run_id, index=self.index):
                     with suppress(OSError):
                         os.killpg(pid, signal.SIGKILL)  # with its data loaders; the engine then ends the other ranks
                 self.kill_after(FAILED_GRACE_S + ENGINE_MARGIN_S)
@@ -175,6 +181,15 @@ def listen(address: str, ports: Sequence[int] | None) -> socket.socket:
     raise AssertionError("no port to try")
 
 
+def connect_error(address: str, port: int) -> str | None:
+    """Returns why the listener of the first host's agent cannot be reached; torch's store would try for a minute."""
+    try:
+        socket.create_connection((address, port), timeout=CONNECT_S).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
 def start_sampler(job: dict[str, Any]) -> subprocess.Popen[bytes] | None:
     """Starts launch/health.py; None where it cannot be started, since the training may still begin."""
     arguments = [job["run_path"], str(job["health_every_s"]), job["run_id"], *filter(None, [job["host"]])]
@@ -204,10 +219,13 @@ def send(line: dict[str, Any]) -> None:
         sys.stdout.flush()
 
 
-def kill_processes(run_id: str, *, timeout_s: float) -> list[int]:
-    """Kills whatever still runs of this attempt's workers and their children; returns the pids that survive until timeout_s."""
+def kill_processes(run_id: str, *, timeout_s: float, index: int) -> list[int]:
+    """Kills whatever still runs of this attempt's workers and their children; returns the pids that survive until timeout_s.
+
+    index: of the host, where several may share their process ids, as containers do.
+    """
     deadline = time.monotonic() + timeout_s
-    while (pids := processes_of(run_id)) and time.monotonic() < deadline:
+    while (pids := processes_of(run_id, index=index)) and time.monotonic() < deadline:
         for pid in pids:
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
@@ -215,17 +233,18 @@ def kill_processes(run_id: str, *, timeout_s: float) -> list[int]:
     return pids
 
 
-def processes_of(run_id: str) -> list[int]:
+def processes_of(run_id: str, *, index: int) -> list[int]:
     """Returns the pids of the workers and of everything that they started, detached processes included.
 
-    torch puts the attempt's id into their environment. Only this attempt's processes have it, so a reused pid is never hit.
+    torch puts the attempt's id into their environment, and the host's index. Only this attempt's processes have them, so a reused
+    pid is never hit.
     """
-    variable = f"TORCHELASTIC_RUN_ID={run_id}".encode()
+    variables = {f"TORCHELASTIC_RUN_ID={run_id}".encode(), f"GROUP_RANK={index}".encode()}
     pids = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             with suppress(OSError):  # it has just ended, or belongs to another user
-                if variable in (folder / "environ").read_bytes().split(b"\0"):
+                if variables <= set((folder / "environ").read_bytes().split(b"\0")):
                     pids.append(int(folder.name))
     return pids
 

@@ -167,7 +167,9 @@ def run_one_attempt(job: Job, number: int, signals: StopSignals) -> tuple[Outcom
     is_here = root.host is None or root.host == attempts[-1].get("head")
     if is_here and num_kills is not None and num_kills_before is not None:
         ran_out = num_kills > num_kills_before
-    end, explanation = explain_end(job.run, number, root, explanation, memory_ran_out=ran_out)
+    end, explanation = explain_end(
+        job.run, number, root, explanation, memory_ran_out=ran_out, free_bytes=outcome.free_bytes
+    )
     if job.made_progress(outcome, seconds=seconds):
         end = replace(end, new_checkpoint=True)
     return replace(outcome, explanation=explanation), end
@@ -178,10 +180,13 @@ def record_lost_supervisor(job: Job) -> None:
     events = [e for e in read_json_lines(job.run.events) if e.get("event") in ("attempt", "attempt_ended")]
     if not events or events[-1]["event"] == "attempt_ended":
         return
-    attempt = events[-1]["attempt"]
+    attempt, head = events[-1]["attempt"], events[-1].get("head")
     summary = f"the command that ran attempt {attempt} was itself killed before it could report why; its workers ended with it"
     fix = "find out who killed it: a closed session without nohup or tmux, a batch system, or the kernel when memory ran out"
-    record_verdict(job, attempt, Explanation(SUPERVISOR_LOST, confidence=1.0, summary=summary, fix=fix))
+    if head:
+        summary = f"the command that ran attempt {attempt} on {head} ended without a report, or {head} was lost; its workers ended"
+        fix = f"see that {head} is on and who killed the command there: --detach keeps it from the end of a session"
+    record_verdict(job, attempt, Explanation(SUPERVISOR_LOST, host=head, confidence=1.0, summary=summary, fix=fix))
     job.show([f"attempt {attempt}: {summary}"])
 
 
@@ -202,7 +207,8 @@ def record_decision(job: Job, end: AttemptEnd, decision: Decision, explanation: 
         start = f" from step {steps[-1]:,}" if steps else ""
         wait = f" in {decision.wait_s:.0f} s" if decision.wait_s else " now"
         failed = f"attempt {attempt} failed: {format_summary(explanation)}"
-        job.show([failed, f"attempt {attempt + 1}{wait}{start}: {decision.why}"])
+        fix = [f"  fix: {explanation.fix}"] if decision.action == "fewer-ranks" else []  # nobody does it meanwhile
+        job.show([failed, *fix, f"attempt {attempt + 1}{wait}{start}: {decision.why}"])
 
 
 def format_explained(outcome: Outcome, run: RunDir) -> str:

@@ -9,7 +9,6 @@ beside the attempt (launch/member.py); once its link is open it is `ready` to ta
 """
 
 import hashlib
-import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,7 +26,6 @@ from paceline.launch.copies import Copies
 from paceline.launch.gather import RUN_FILES, Arrivals, folder_frames
 from paceline.launch.hosts import HostEntry, parse_ports
 from paceline.launch.member import QUICK_FOR_S, Member, Reach
-from paceline.launch.stacks import RankProcess
 from paceline.model.manifest import MANIFEST, newest_good, read_manifest
 from paceline.plan.machine import Machine
 from paceline.rundir import RunDir, append_event
@@ -150,15 +148,15 @@ class Cluster:
             elif not member.is_open and now > member.open_by:
                 member.lose(f"it did not answer for {OPEN_S:.0f} s")
             elif is_due and member.is_greeted:
-                channel.send({"do": "alive"})
+                channel.send_alive({"do": "alive"})
 
     def _take(self, member: Member, line: Line, data: bytes) -> None:
         """Takes a frame: files go into the run folder, lines wait for whoever reads them."""
         if "file" in line:
             if self.arrivals:
-                self.arrivals.take(line, data)
+                self.arrivals.take(line, data, host=member.name)
         elif line.get("event") == "agent_ended":
-            member.agent_ended, member.exit_code = True, line["exit_code"]
+            member.agent_ended, member.exit_code, member.free_bytes = True, line["exit_code"], line.get("free_bytes")
         elif line.get("event") == "published" and self.copies:
             self.copies.published[Path(line["folder"]).name] = line["manifest"]
         elif line.get("event") == "copied" and self.copies:
@@ -166,21 +164,20 @@ class Cluster:
         elif line.get("event") == "lacks" and self.copies and self.copies.unfinished:  # of the copy that it keeps
             self.copies.send(member, line)
         elif line.get("event") == "alive":
-            # a delay on the way makes the difference smaller, never larger
-            member.clock_s = max(member.clock_s, line.get("time", -math.inf) - time.time())
-            member.processes = {int(rank): RankProcess(**facts) for rank, facts in line.get("processes", {}).items()}
+            member.take_state(line)
         elif line.get("event") == "hello":
             assert self.run
             member.greet(line, self.run, text=self._text, interface=self.interface, is_kept=self._is_kept)
         elif line.get("event") == "opened":
-            member.shared, member.address, member.is_open = line["shared"], line["address"], True
-            member.forget_token()
+            member.open(line)
         elif line.get("event") == "refused" and (not member.is_open or line.get("do") == "attempt"):
             member.refuse(line)
         elif line.get("event") == "refused" and self.copies and self.copies.give_up(member):
             append_event(
                 self.copies.run, "note", text=f"host {member.name} keeps no copy of the checkpoint: {line['why']}"
             )
+        elif line.get("event") == "refused" and line.get("do") == "copy":
+            pass  # its checkpoint was given up before
         elif line.get("event") == "left":  # this process was stopped for long
             member.lose(line["why"], link_ended=True)
         else:
@@ -289,8 +286,9 @@ class Cluster:
         if not self._is_begun:
             self.started, self._is_begun, self.is_leaving = self.present, True, False
             first = 0
-            for member in self.started:
-                member.fault, member.first_rank, first = None, first, first + member.nproc
+            for index, member in enumerate(self.started):
+                member.fault, member.finding, member.index = None, None, index
+                member.first_rank, first = first, first + member.nproc
         return self.started
 
     def start(self, run: RunDir, attempt: int, job: dict[str, Any], *, settings: Mapping[str, str]) -> None:

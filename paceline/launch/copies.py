@@ -12,13 +12,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from paceline.launch.channel import Line
-from paceline.launch.gather import PART, file_frames, folder_frames, missing_files
+from paceline.launch.gather import PART, file_frames, folder_frames, missing_files, stamp
 from paceline.launch.member import Member
 from paceline.model.manifest import MANIFEST, newest_folder, read_manifest
 from paceline.model.publish import prune
 from paceline.rundir import RunDir, write_atomic
 
-HISTORY = ("events.jsonl", "metrics.jsonl")
+HISTORY = "history/"
 
 
 class Copies:
@@ -27,6 +27,7 @@ class Copies:
     def __init__(self, run: RunDir):
         self.run = run
         self.published: dict[str, str] = {}  # whole at the host of rank 0, not yet here: folder -> manifest
+        self._history = (0, 0, 0)  # the version of the events that was sent
         self._copied = ""  # the last checkpoint whose copy was ordered
         self._owed: dict[str, Member] = {}  # copies under way: folder -> the host that makes it
         self._relayed, self._fetched = set[str](), set[str]()
@@ -62,6 +63,12 @@ class Copies:
         if not first.shared:
             self._relay_parts(first)
             self._complete(first, keep_last)
+        # the hosts with whole checkpoints have the run's history too, so that it can go on there
+        keepers = [member for member in (first, *[m for m in others if not m.shared][:1]) if not member.shared]
+        if (version := stamp(self.run.events)) != self._history:
+            self._history = version
+            for keeper in keepers:
+                keeper.send_behind(folder_frames(self.run.path, [self.run.events.name], HISTORY))
         folder = newest_folder(self.run.checkpoints)
         if folder is None or folder.name == self._copied:
             return
@@ -75,10 +82,8 @@ class Copies:
             member.send({**order, "manifest": text if keeps else None})
             if keeps:
                 self._owed = {folder.name: member}
-        for keeper in (first, *others[:1]):
-            if not keeper.shared:  # so that the run can go on there, with its history
-                names = [name for name in HISTORY if (self.run.path / name).exists()]
-                keeper.send_behind(folder_frames(self.run.path, names, "history/"))
+        for keeper in keepers if self.run.metrics.exists() else ():
+            keeper.send_behind(folder_frames(self.run.path, [self.run.metrics.name], HISTORY))
 
     def send(self, member: Member, line: Line) -> None:
         """Sends the files of a checkpoint that the host of the copy lacks."""

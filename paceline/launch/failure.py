@@ -7,11 +7,12 @@ the kernel because the host ran out of memory (its counter of such kills has gro
 `hang`), or somebody else.
 """
 
+import errno
 import json
+import os
 import re
-import shutil
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from paceline.explain.explanation import KERNEL_LOG, Explanation, name_host
 from paceline.explain.reader import Log
 from paceline.heartbeat import read_heartbeat
 from paceline.launch.policy import HOST_MEMORY, TRAINER_CRASHES, AttemptEnd, Retry
-from paceline.launch.ssh import SSH_FAILED
+from paceline.model.publish import free_space
 from paceline.plan.host import memory_limit, physical_memory_bytes
 from paceline.rundir import RunDir, read_json_lines
 from paceline.units import format_bytes, parse_time
@@ -56,8 +57,12 @@ HANG = "hang"
 REFUSED = "refused"  # the rank itself reported what is wrong and how to fix it
 HOST_LOST = "host-lost"
 LINK_LOST = "link-lost"  # the host answers again
+# as `check` calls them: the ranks of other hosts do not reach those of a host, although ssh does
+BLOCKED = ("hosts-unconnected", "hosts-path-mtu")
+OF_HOSTS = (HOST_LOST, LINK_LOST, *BLOCKED)
 EXITED = "exited-early"  # with exit code 0, which no log tells from success
 DISK_FULL = "disk-full"
+FULL_DISK = os.strerror(errno.ENOSPC)  # in what another host reports
 
 FULL_DISK_BYTES = 1 << 16  # with less free space a process may end without any output
 NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")  # pids, addresses and sizes differ where the error is the same
@@ -77,20 +82,14 @@ class Failure:
     exit_with: int = FAILED_EXIT_CODE  # the command's exit code when this is the root cause
     traceback: str | None = None
     host: str | None = None  # where there are several
+    cause: str | None = None  # of OF_HOSTS, where the host failed and not a rank
 
     @property
     def subject(self) -> str:
         """'rank 3', 'rank 3 on bob', 'host bob', or 'launch' for a failure of the launch itself."""
         if self.rank is None:
-            return f"host {self.host}" if self.is_host else "launch"
+            return f"host {self.host}" if self.cause else "launch"
         return f"rank {self.rank}" + (f" on {self.host}" if self.host else "")
-
-    @property
-    def is_host(self) -> bool:
-        """Whether the link to a host was lost, for good or for a moment."""
-        return (
-            self.rank is None and self.host is not None and self.exit_code in (None, SSH_FAILED) and self.signal is None
-        )
 
 
 def find_failures(run: RunDir, attempt: int, ranks: list[dict[str, Any]]) -> list[Failure]:
@@ -197,18 +196,25 @@ def exception_line(traceback: str) -> str:
 
 
 def explain_end(
-    run: RunDir, attempt: int, root: Failure, explanation: Explanation, *, memory_ran_out: bool | None
+    run: RunDir,
+    attempt: int,
+    root: Failure,
+    explanation: Explanation,
+    *,
+    memory_ran_out: bool | None,
+    free_bytes: Mapping[str, int] = {},
 ) -> tuple[AttemptEnd, Explanation]:
     """Returns the attempt's outcome for the policy, and the explanation corrected by what the supervisor observed.
 
     memory_ran_out: the kernel killed a process of this run because the host ran out of memory; None where that is unknown.
+    free_bytes: on the disks of other hosts.
     """
     all_events = list(read_json_lines(run.events))
     events = [event for event in all_events if event.get("attempt") in (None, attempt)]
     hang = next((event for event in reversed(events) if event.get("event") == "hang"), None)
     explanation = replace(explanation, host=root.host or explanation.host)
-    if root.is_host:
-        explanation = explain_host(explanation, root, run)
+    if root.cause is not None:
+        explanation = explain_host(explanation, root)
     elif root.exit_code == 0:
         fix = (
             f"look at its last output in logs/*/{root.rank}.log of the run;"
@@ -219,11 +225,8 @@ def explain_end(
         explanation = explain_hang(explanation, hang, recorder_logs=flight_recorder_logs(run, attempt, events))
     elif root.signal == "SIGKILL" and root.traceback is None and not root.consequence:
         explanation = explain_kill(explanation, root, memory_ran_out=memory_ran_out)
-    with suppress(OSError):
-        if explanation.cause == "unknown" and shutil.disk_usage(run.path).free < FULL_DISK_BYTES:
-            fix = f"make room in the file system of {run.path} (df -h); then paceline resume {run.path}"
-            summary = "the disk of the run folder is full: nothing could be written"
-            explanation = replace(explanation, cause=DISK_FULL, summary=summary, fix=fix)
+    if explanation.cause == "unknown":
+        explanation = explain_full_disk(explanation, run, free_bytes.get(root.host or ""), host=root.host)
     record: dict[str, Any] = {}  # what the trainer's rank to blame wrote about its error
     if root.rank is not None:
         with suppress(OSError, ValueError, TypeError):
@@ -235,7 +238,7 @@ def explain_end(
     explanation = name_host(explanation, hosts or {})
     milestones = [event["event"] for event in all_events if event.get("event") in ("attempt", "checkpoint")]
     is_outside = root.signal in OUTSIDE_SIGNALS and root.traceback is None
-    has_own_error = not (is_outside or root.consequence or explanation.cause in (KILLED, HANG, HOST_LOST, LINK_LOST))
+    has_own_error = not (is_outside or root.consequence or explanation.cause in (KILLED, HANG, *OF_HOSTS))
     end = AttemptEnd(
         cause=explanation.cause,
         retry=retry_class(explanation, root, record),
@@ -250,7 +253,7 @@ def explain_end(
 
 def retry_class(explanation: Explanation, root: Failure, record: dict[str, Any]) -> Retry:
     """Returns whether a retry can help. record: what the rank to blame wrote about its error."""
-    if explanation.cause in (KILLED, HANG, EXITED, HOST_LOST, LINK_LOST) or record.get("rollback"):
+    if explanation.cause in (KILLED, HANG, EXITED, *OF_HOSTS) or record.get("rollback"):
         return "same"
     if OUT_OF_MEMORY.search(root.message) or NO_PRIMITIVE.search(root.message):
         return "smaller"
@@ -271,14 +274,36 @@ def explain_hang(explanation: Explanation, hang: dict[str, Any], *, recorder_log
     return replace(explanation, cause=HANG, rank=rank, step=step, summary=summary, fix=fix, confidence=1.0)
 
 
-def explain_host(explanation: Explanation, root: Failure, run: RunDir) -> Explanation:
-    """Explains the loss of a host, or of the connection to one that answers again."""
-    cause, summary = HOST_LOST, f"{root.subject}: {root.message}"
+def explain_host(explanation: Explanation, root: Failure) -> Explanation:
+    """Explains the loss of a host, of the connection to one that answers again, or of the way between its ranks and others."""
+    cause, summary = root.cause or HOST_LOST, f"{root.subject}: {root.message}"
     fix = f"see that {root.host} is on and in the network: ssh {root.host} true; it joins the run again when it answers"
-    if root.exit_code is not None:
-        cause, summary = LINK_LOST, f"{summary}; it answers again"
+    if cause == LINK_LOST:
+        summary = f"{summary}; it answers again"
         fix = f"if it happens often: see who ends ssh sessions on {root.host} (journalctl -u ssh), and whether this machine sleeps"
-    return replace(explanation, cause=cause, rank=None, summary=summary, fix=fix, confidence=1.0)
+    elif FULL_DISK in root.message:
+        cause, fix = (
+            DISK_FULL,
+            f"make room there: ssh {root.host} df -h ~/.cache; it joins the run again when it has some",
+        )
+    return replace(explanation, cause=cause, rank=None, summary=summary, fix=root.fix or fix, confidence=1.0)
+
+
+def explain_full_disk(
+    explanation: Explanation, run: RunDir, free_bytes: int | None, *, host: str | None
+) -> Explanation:
+    """Explains an end without any output by a full disk, if there is one. free_bytes: of another host's."""
+    where, how = f"the disk of {host}", f"ssh {host} df -h ~/.cache"
+    if free_bytes is None:
+        where, how = "the disk of the run folder", f"df -h {run.path}"
+        free_bytes = free_space(run.path)
+    if free_bytes is None or free_bytes >= FULL_DISK_BYTES:
+        return explanation
+    summary, fix = (
+        f"{where} is full: nothing could be written",
+        f"make room on it ({how}); then paceline resume {run.path}",
+    )
+    return replace(explanation, cause=DISK_FULL, summary=summary, fix=fix)
 
 
 def explain_kill(explanation: Explanation, root: Failure, *, memory_ran_out: bool | None) -> Explanation:

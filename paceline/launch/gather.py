@@ -180,8 +180,11 @@ class Arrivals:
         self.run, self.on_no_space = run, on_no_space
         self._refused = set[str]()  # files of which a piece did not fit
 
-    def take(self, line: Line, data: bytes) -> None:
+    def take(self, line: Line, data: bytes, *, host: str) -> None:
+        """Takes a piece of a file from a host."""
         name = str(line["file"])
+        if name.endswith(".full"):
+            data = host.encode()  # the rank had no room to write it
         if name in self._refused and not line.get("grows"):
             if line["last"]:
                 self._refused.discard(name)  # the next version of it may fit

@@ -23,7 +23,7 @@ from paceline.launch.attempts import Job
 from paceline.launch.cluster import Cluster
 from paceline.launch.digest import Digest, OnMetrics
 from paceline.launch.env import EnvRow, Launch, env_elsewhere, worker_env
-from paceline.launch.losses import readmit, ready_hosts
+from paceline.launch.losses import check_folder, readmit, ready_hosts
 from paceline.launch.policy import Abilities, AttemptEnd, Decision
 from paceline.launch.supervisor import Outcome, StopSignals, run_attempt
 from paceline.model.manifest import newest_folder
@@ -105,6 +105,7 @@ class TrainingJob(Job):
         """Is called several times a second during an attempt."""
         digest.poll()
         if self.cluster:
+            check_folder(self.cluster, self.run)
             self.cluster.keep_copies(keep_last=self.config.keep_last)
             self.invite(self.cluster)
 

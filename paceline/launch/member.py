@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import PacelineError
+from paceline.errors import Finding, PacelineError
 from paceline.launch.channel import Channel, Line
 from paceline.launch.hosts import HostEntry, is_this_host
 from paceline.launch.ssh import SshModule, disk_fix
@@ -62,6 +62,7 @@ class Member:
 
     entry: HostEntry
     nproc: int
+    index: int = 0  # among the hosts of the attempt
     first_rank: int = 0
     channel: Channel | None = None
     ssh: SshModule | None = None  # None: this host, or no link
@@ -69,6 +70,8 @@ class Member:
     address: str | None = None  # by which the other hosts reach it
     run_id: str | None = None  # of the last attempt that it took part in
     shared: bool = True
+    folder: str | None = None  # its run folder
+    free_bytes: int | None = None  # on the disk of that
     own_job: Mapping[str, Any] = field(default_factory=dict)  # what differs there: command and cwd of a script
     clock_s: float = 0.0  # how far its clock is ahead of ours
     is_open: bool = False  # it has found or made its run folder
@@ -77,6 +80,7 @@ class Member:
     silent_s: float = 0.0
     lost: str | None = None  # why it takes part no longer
     fault: str | None = None  # why the link was lost in this attempt, even if it is there again
+    finding: Finding | None = None  # what is wrong with the way to it
     link_ended: bool = False  # it was lost because the connection ended, not because it is silent
     num_losses: int = 0
     error: PacelineError | None = None  # of the last try to connect
@@ -124,6 +128,17 @@ class Member:
         self.drop()
         if self.num_losses < MAX_LOSSES:
             self.retry_at = now + (QUICK_S if now - self.lost_at < QUICK_FOR_S else REJOIN_S)
+
+    def take_state(self, line: Line) -> None:
+        """Takes what the host reports every second."""
+        # a delay on the way makes the difference smaller, never larger
+        self.clock_s = max(self.clock_s, line.get("time", -math.inf) - time.time())
+        self.processes = {int(rank): RankProcess(**facts) for rank, facts in line.get("processes", {}).items()}
+
+    def open(self, line: Line) -> None:
+        """Takes the host's answer about its run folder: it may take part."""
+        self.shared, self.folder, self.address, self.is_open = line["shared"], line["folder"], line["address"], True
+        self.forget_token()
 
     def refuse(self, line: Line) -> None:
         """Leaves the host out, which could not carry out an order."""
@@ -177,17 +192,9 @@ class Member:
         folder = {"path": path, "token": self.token.name, "key": key, "text": text or None, "interface": interface}
         growing = [*run.path.glob("logs/*/*"), *run.path.glob("health/*")]
         sizes = {str(path.relative_to(run.path)): path.stat().st_size for path in growing if path.is_file()}
-        self.send(
-            {
-                "do": "open",
-                **folder,
-                "sizes": sizes,
-                "run_id": self.run_id,
-                "host": self.name,
-                "head": head,
-                "kept": is_kept,
-            }
-        )
+        attempt = {"run_id": self.run_id, "index": self.index}  # the last one in which it took part
+        order = {"do": "open", **folder, **attempt, "sizes": sizes, "host": self.name, "head": head, "kept": is_kept}
+        self.send(order)
 
     def give_up(self) -> None:
         """Connects no more."""

@@ -39,7 +39,7 @@ from paceline.launch.gather import (
 from paceline.launch.script_copy import PREFIX, ScriptCopy
 from paceline.launch.stacks import inspect_ranks, rank_processes
 from paceline.model.manifest import MANIFEST, read_manifest
-from paceline.model.publish import prune
+from paceline.model.publish import free_space, prune
 from paceline.rundir import RunDir, RunInUse, lock_run, write_atomic
 
 TICK_S, LOOK_S = 0.1, 0.2  # between two rounds, and two looks at what the ranks have written
@@ -85,6 +85,8 @@ class FarEnd:
         self.keep_last = 1
         self.ranks = range(0)  # of the attempt, here
         self.is_leaving = False  # the supervisor is lost
+        self.is_settling = False  # what arrives is needed for the next attempt
+        self.silent_since = 0.0  # when it was last heard, if the attempt ended in its silence
 
     def serve(self) -> int:
         sent_at = looked_at = 0.0
@@ -95,7 +97,7 @@ class FarEnd:
                 try:
                     self.obey(line, data)
                 except (OSError, ValueError, KeyError, PacelineError) as error:
-                    self.refuse(error, do=line.get("do"))
+                    self.refuse(error, do="copy" if self.is_of_copy(line) else line.get("do"))
             while self.pending and self.pending[0][0].done():
                 future, then = self.pending.pop(0)
                 try:
@@ -112,8 +114,9 @@ class FarEnd:
                     self.look()
             if now - sent_at > ALIVE_S:
                 sent_at = now
-                self.channel.send({"event": "alive", "time": time.time(), "processes": self.processes()})
-            is_silent = now - self.channel.heard_at > (HEAD_LOST_S if self.agent else IDLE_S)
+                self.channel.send_alive({"event": "alive", "time": time.time(), "processes": self.processes()})
+            is_waiting = not self.agent and self.channel.heard_at != self.silent_since
+            is_silent = now - self.channel.heard_at > (IDLE_S if is_waiting else HEAD_LOST_S)
             if kill_at == math.inf and (self.channel.ended or is_silent):
                 kill_at, self.is_leaving = now + AGENT_END_S, True
                 why = f"it heard nothing from the supervisor for {HEAD_LOST_S:.0f} s"
@@ -132,6 +135,11 @@ class FarEnd:
         if is_disk := isinstance(error, OSError) and bool(error.strerror):
             why = ": ".join(str(part) for part in (error.strerror, error.filename) if part)
         self.channel.send({"event": "refused", "do": do, "why": why, "fix": fix, "disk": is_disk})
+
+    def is_of_copy(self, line: Line) -> bool:
+        """Whether an order or a file is for the copy of a checkpoint: the run goes on without it."""
+        is_file = not self.is_settling and str(line.get("file")).startswith(("history/", "checkpoints/"))
+        return is_file or line.get("do") == "saved"
 
     def leave(self) -> None:
         """Removes the copy of a trial or a measurement, and one in which nothing has run."""
@@ -173,12 +181,15 @@ class FarEnd:
         if not lines.ended:
             return
         exit_code = self.agent.wait()
+        if time.monotonic() - self.channel.heard_at > 3 * ALIVE_S:
+            self.silent_since = self.channel.heard_at
         if self.has_failed:
             self.keep_kernel_errors()
         if self.follower:
             self.look()
         self.agent, self.lines = None, None
-        self.channel.send_behind([frame({"event": "agent_ended", "exit_code": exit_code})])
+        end = {"event": "agent_ended", "exit_code": exit_code, "free_bytes": free_space(self.run.path)}
+        self.channel.send_behind([frame(end)])
 
     def keep_kernel_errors(self) -> None:
         """Writes what this host's kernel log has about its ranks, with torch's own prefix for a rank, beside their logs."""
@@ -209,9 +220,11 @@ class FarEnd:
             case "script":
                 self.in_thread(self.script.answer, line, then=self.channel.send)
             case "settled":
+                self.is_settling = False
                 self.channel.send({"event": "settled"})
             case "settle":  # before an attempt: the checkpoints that the supervisor has are those that count
                 assert self.run
+                self.is_settling = True
                 if not self.shared:
                     remove_newer(self.run.checkpoints, line["step"])
                     self.run.events.unlink(missing_ok=True)
@@ -244,7 +257,9 @@ class FarEnd:
         path.mkdir(parents=True, exist_ok=True)
         self.run = RunDir(path)
         if line.get("run_id"):
-            kill_processes(line["run_id"], timeout_s=LEFT_S)  # of an attempt that a lost link has ended
+            kill_processes(
+                line["run_id"], timeout_s=LEFT_S, index=line["index"]
+            )  # of an attempt that a lost link has ended
         if not self.shared:
             self.lock = self.lock_when_free(self.run, line["head"])
             self.follower = Follower(self.run, self.channel)
@@ -252,7 +267,7 @@ class FarEnd:
             for stale in ("progress", "health"):
                 shutil.rmtree(path / stale, ignore_errors=True)
         self.text = cache_dir(Config()) / "data" / line["text"] if line.get("text") else None
-        answer = {"event": "opened", "shared": self.shared, "address": address}
+        answer = {"event": "opened", "shared": self.shared, "folder": str(path), "address": address}
         self.channel.send_behind([frame(answer)])  # behind what the supervisor lacked
 
     def lock_when_free(self, run: RunDir, head: str) -> int:

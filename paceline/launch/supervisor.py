@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from paceline.heartbeat import read_heartbeat
 from paceline.launch.agent import kill_processes
 from paceline.launch.cluster import Cluster
 from paceline.launch.failure import Failure, find_early_exits, find_failures, read_log_tail
-from paceline.launch.losses import agent_failure, host_failure, settle_losses
+from paceline.launch.losses import agent_failure, find_blocked, host_failure, mark_unreachable, settle_losses
 from paceline.launch.member import Member
 from paceline.launch.watchdog import Hang, Watchdog
 from paceline.rundir import RunDir, append_event
@@ -52,6 +52,7 @@ class Outcome:
     hang: Hang | None = None
     explanation: Explanation | None = None  # of a failure, once launch/attempts.py has it
     between_attempts: bool = False  # the user stopped the run before the next attempt began
+    free_bytes: Mapping[str, int] = field(default_factory=dict)  # on the disks of other hosts
 
 
 def run_attempt(
@@ -103,6 +104,8 @@ def run_attempt(
                 record.hang = hang
                 append_event(run, "hang", attempt=attempt, **asdict(hang))
                 cluster.order("kill" if hang.rank is None else "kill_rank", rank=hang.rank, give_up_s=AGENT_MARGIN_S)
+        if record.is_network_suspect:
+            find_blocked(cluster)
         settle_losses(cluster, is_quick=signals.first is not None)
     outcome = record.outcome()
     on_tick()
@@ -139,6 +142,14 @@ class AttemptRecord:
             member.fault or (member.agent_ended and member.exit_code) for member in self.members
         )
 
+    @property
+    def is_network_suspect(self) -> bool:
+        """Whether the ranks of several hosts waited for each other, and nothing else shows why."""
+        if len(self.members) == 1 or self.stopping or self.dead_agents or any(member.fault for member in self.members):
+            return False
+        failures = find_failures(self.run, self.attempt, self.ranks)
+        return self.hang is not None or (bool(failures) and all(failure.consequence for failure in failures))
+
     def give_orders(self, signals: "StopSignals", *, stop_grace_s: float) -> None:
         """Ends the attempt, at the pace that is due, where the user or a failure says so."""
         if self.cluster.is_leaving and not self.stopping:
@@ -166,7 +177,9 @@ class AttemptRecord:
             is_several = len(self.cluster.members) > 1
             rank |= {"host": member.name, "clock_s": member.clock_s} if is_several else {}
             self.by_rank[rank["rank"]] = rank
-        if line["event"] == "started" and len(self.by_rank) == self.nproc:
+        if line["event"] == "unreachable":
+            mark_unreachable(self.cluster, member, line)
+        elif line["event"] == "started" and len(self.by_rank) == self.nproc:
             self.write_attempt()
         elif line["event"] == "rank_failed":
             self.failed_first = not self.stopping
@@ -211,7 +224,8 @@ class AttemptRecord:
                 facts = {name: getattr(failure, name) for name in names}
                 append_event(self.run, "rank_failed", attempt=self.attempt, **facts)
         append_event(self.run, "attempt_ended", attempt=self.attempt, state=state, exit_code=exit_code)
-        return Outcome(state, exit_code, self.attempt, failures, self.joined, self.hang)
+        free_bytes = {member.name: member.free_bytes for member in self.members if member.free_bytes is not None}
+        return Outcome(state, exit_code, self.attempt, failures, self.joined, self.hang, free_bytes=free_bytes)
 
     def failures(self) -> list[Failure]:
         """Returns every failure, the root cause first: a lost host, a rank that exited too early, hung or failed, or the launch."""
@@ -298,4 +312,6 @@ def start_agents(
         yield
     finally:
         cluster.stop_agents()
-        kill_processes(job["run_id"], timeout_s=AGENT_MARGIN_S)
+        for member in cluster.started:
+            if member.is_here:
+                kill_processes(job["run_id"], timeout_s=AGENT_MARGIN_S, index=member.index)

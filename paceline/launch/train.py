@@ -31,6 +31,7 @@ from paceline.launch.env import check_host_options, format_env, harm_lines
 from paceline.launch.host_facts import start_check
 from paceline.launch.hosts import HostEntry, hosts_of
 from paceline.launch.job import TrainingJob, plan_env
+from paceline.launch.losses import cluster_session
 from paceline.launch.member import Reach, reach_early
 from paceline.launch.notify import checked_services
 from paceline.launch.sync import send_text
@@ -265,11 +266,8 @@ def run_training(
             raise
         if text:
             job.show([text])
-    try:
+    with cluster_session(job.cluster, job.run):
         return run_job(job, services)
-    finally:
-        if job.cluster:
-            job.cluster.close()
 
 
 def file_hashes(dataset: TokenDataset) -> dict[str, str]:

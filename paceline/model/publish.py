@@ -40,8 +40,11 @@ GIVEN_UP = "given_up"  # rank 0 leaves it in the hidden folder: a rank that fini
 class NoSpace(PacelineError):
     """The disk or the quota is full: the training can continue, and a later save may find space."""
 
-    def __init__(self, message: str, *, fix: str, step: int, needed_bytes: int, free_bytes: int | None):
+    def __init__(
+        self, message: str, *, fix: str, step: int, needed_bytes: int, free_bytes: int | None, host: str | None = None
+    ):
         super().__init__(message, fix=fix)
+        self.host = host  # whose disk is full, if it is not this one's
         # needed: of the whole checkpoint; free: after giving up
         self.step, self.needed_bytes, self.free_bytes = step, needed_bytes, free_bytes
 
@@ -149,7 +152,7 @@ def give_up(save: PendingSave, error: BaseException) -> None:
         remove_part(save)
         if save.rank != 0:
             full = isinstance(error, OSError) and error.errno in NO_SPACE
-            save.file.with_suffix(".full" if full else ".failed").touch()
+            save.file.with_suffix(".full" if full else ".failed").touch()  # no byte of it may be left for more
             return
         (save.folder / GIVEN_UP).touch()
         for path in save.folder.glob("shard_*"):
@@ -175,19 +178,25 @@ def explained(error: OSError, save: PendingSave) -> PacelineError:
     )
 
 
-def no_space(save: PendingSave, who: str, *, num_bytes: int | None) -> NoSpace:
-    """Returns the error of a full disk. num_bytes: of the part of `who`, None if this rank does not know it."""
-    free_bytes = free_space(save.directory)
+def no_space(save: PendingSave, who: str, *, num_bytes: int | None, host: str = "") -> NoSpace:
+    """Returns the error of a full disk. num_bytes: of the part of `who`, None if it does not know it.
+
+    host: with the full disk; empty for this one.
+    """
+    free_bytes = None if host else free_space(save.directory)
+    place = f" on {host}" if host else ""
+    who += place
     needs = "has not enough" if num_bytes is None else f"needs {format_bytes(num_bytes)}"
     if save.whole_bytes is not None and save.world_size > 1:
         needs += f", all together {format_bytes(save.whole_bytes)}"
     free = "" if free_bytes is None else f", {format_bytes(free_bytes)} free in {save.directory}"
     return NoSpace(
         f"no space for the checkpoint of step {save.step}: {who} {needs}{free}; the checkpoints before it are untouched",
-        fix=f"free some space (older checkpoints lie there too), then: paceline resume {save.directory.parent}",
+        fix=f"free some space{place} (older checkpoints lie there too), then: paceline resume {save.directory.parent}",
         step=save.step,
         needed_bytes=max(save.whole_bytes or 0, num_bytes or 0),
         free_bytes=free_bytes,
+        host=host or None,
     )
 
 
@@ -206,7 +215,8 @@ def _collect(save: PendingSave, *, deadline_s: float) -> list[dict[str, Any]]:
     while missing := [rank for rank, note in enumerate(notes) if not note.exists()]:
         for rank in missing:
             if notes[rank].with_suffix(".full").exists():
-                raise no_space(save, f"rank {rank} of {save.world_size}", num_bytes=None)
+                host = notes[rank].with_suffix(".full").read_text()
+                raise no_space(save, f"rank {rank} of {save.world_size}", num_bytes=None, host=host)
             if notes[rank].with_suffix(".failed").exists():
                 raise PacelineError(
                     f"rank {rank} of {save.world_size} could not write its part of the checkpoint of step {save.step};"

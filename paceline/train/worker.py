@@ -147,7 +147,8 @@ def make_writer(run: RunDir, config: Config, plan: Plan, *, attempt: int, rank: 
     def on_no_space(error: NoSpace) -> None:
         if rank == 0:
             sizes = {"needed_bytes": error.needed_bytes, "free_bytes": error.free_bytes}
-            append_event(run, "save_failed", step=error.step, **sizes, message=error.message)
+            host = {"host": error.host} if error.host else {}
+            append_event(run, "save_failed", step=error.step, **sizes, **host, message=error.message)
         log.warning(f"{error.message}; the training goes on, and saves as soon as there is room")
 
     return CheckpointWriter(

@@ -110,7 +110,8 @@ def sentence_of(kind: str, event: Record, *, labelled: bool) -> str | None:
             return (" | " if labelled else ", ").join(parts)
         case "save_failed":
             free = f", {format_bytes(event['free_bytes'])} free" if event.get("free_bytes") is not None else ""
-            needed = f"{format_bytes(event['needed_bytes'])} needed{free}"
+            place = f" on {event['host']}, whose disk is full" if event.get("host") else ""
+            needed = f"{format_bytes(event['needed_bytes'])} needed{place}{free}"
             return f"checkpoint not saved{at}: {needed}; training continues and saves as soon as there is room"
         case "sample":
             return f"sample{at}: {one_line(str(event.get('text', '')), SAMPLE_CHARS)}"

@@ -205,6 +205,29 @@ def test_the_next_command_reports_that_the_one_before_was_killed(tmp_path):
     assert job.lines[0].startswith("attempt 2: the command that ran attempt 2 was itself killed")
 
 
+def test_the_report_of_a_lost_supervisor_of_several_hosts_names_its_host(tmp_path):
+    append_event(RunDir(tmp_path), "attempt", attempt=1, hosts={"ada": [0], "bob": [1]}, head="ada")
+    job = FakeJob(tmp_path, None)
+    run_attempts(job, Recovery())
+    [verdict] = job.events("verdict")
+    assert (verdict["cause"], verdict["host"], verdict["rank"]) == ("supervisor-lost", "ada", None)
+    assert "attempt 1 on ada ended without a report, or ada was lost" in job.lines[0]
+
+
+def test_the_fix_is_shown_where_the_run_goes_on_with_less(tmp_path):
+    left = Failure(
+        None, None, None, "it is silent", 1.0, consequence=False, fix="plug it in", host="bob", cause="host-lost"
+    )
+    abilities = Abilities(own_trainer=True, lost_hosts=("bob",), hosts_left=("ada",), ranks_left=1)
+    job = FakeJob(tmp_path, left, None, abilities=abilities)
+    run_attempts(job, Recovery())
+    assert job.lines == [
+        "attempt 1 failed: host bob: it is silent",
+        "  fix: plug it in",
+        "attempt 2 now: lost bob: continuing on ada",
+    ]
+
+
 def test_an_explanation_that_fails_hides_nothing(tmp_path, monkeypatch):
     def breaks(run, *, attempt):
         raise KeyError("rank")

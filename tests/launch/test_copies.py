@@ -34,6 +34,24 @@ def orders(end: Channel) -> list[dict]:
     return [line for line, _ in end.read() if line.get("do") == "saved"]
 
 
+def files(end: Channel) -> list[str]:
+    return [line["file"] for line, _ in end.read() if "file" in line]
+
+
+def test_the_host_of_the_copy_has_the_history_before_the_first_checkpoint_too(tmp_path):
+    run = RunDir(tmp_path)
+    append_event(run, "launch")
+    here = Member(HostEntry("localhost"), 1, "ada")
+    with linked("bob", first_rank=1) as (bob, bob_end), linked("cem", first_rank=2) as (cem, cem_end):
+        copies, members = Copies(run), [here, bob, cem]
+        for _ in range(2):
+            append_event(run, "attempt", attempt=1)
+            copies.follow(members, keep_last=1)
+            copies.follow(members, keep_last=1)
+            assert files(bob_end) == ["history/events.jsonl"]
+        assert files(cem_end) == []
+
+
 def test_one_other_host_is_asked_for_a_copy_of_each_new_checkpoint_and_may_be_unable(tmp_path):
     run = RunDir(tmp_path)
     append_event(run, "launch")

@@ -123,7 +123,7 @@ def test_what_ranks_write_arrives_under_the_same_names(tmp_path):
             far.send_behind([frame({"event": "end"})])
             for line, data in received(near, far, until=lambda line: line.get("event") == "end"):
                 if "file" in line:
-                    arrivals.take(line, data)
+                    arrivals.take(line, data, host="bob")
 
         there.rank_log(1, 3).write_text("first\n")
         append_event(there, "memory", rank=3)
@@ -165,7 +165,7 @@ def test_a_broken_link_catches_up_from_where_it_was(tmp_path):
         arrivals = Arrivals(here, on_no_space=pytest.fail)
         for line, data in received(near, far, until=lambda line: line.get("event") == "end"):
             if "file" in line:
-                arrivals.take(line, data)
+                arrivals.take(line, data, host="bob")
     assert here.rank_log(1, 0).read_text() == there.rank_log(1, 0).read_text()
 
 
@@ -184,7 +184,7 @@ def test_the_copy_of_an_earlier_attempt_changes_neither_plan_nor_steps_and_repea
         arrivals = Arrivals(here, on_no_space=pytest.fail)
         for line, data in received(near, far, until=lambda line: line.get("event") == "end"):
             if "file" in line:
-                arrivals.take(line, data)
+                arrivals.take(line, data, host="bob")
     assert here.plan_json.read_text() == "of the plan that follows" and not here.metrics.exists()
     assert [event["event"] for event in read_json_lines(here.events)] == ["launch", "memory", "checkpoint"]
 
@@ -214,7 +214,7 @@ def test_a_checkpoint_part_comes_whole_and_before_the_json_that_says_so(tmp_path
         for line, data in received(near, far, until=lambda line: line.get("event") == "end"):
             if "file" in line:
                 names.append(line["file"])
-                arrivals.take(line, data)
+                arrivals.take(line, data, host="bob")
                 arrived = here.path / names[-1]
                 assert arrived.exists() == line["last"]  # never under its name before it is whole
     assert [name.rsplit(".", 1)[1] for name in names] == 4 * ["safetensors"] + ["json"]
@@ -250,9 +250,25 @@ def test_a_supervisor_cannot_write_elsewhere_on_a_host(tmp_path, name):
         receive(RunDir(tmp_path / "run"), {"file": name, "last": True}, b"x", allowed=SENT)
 
 
+def test_a_part_that_a_host_has_no_room_for_arrives_with_the_name_of_the_host(tmp_path):
+    arrivals, name = (
+        Arrivals(run_folder(tmp_path), on_no_space=pytest.fail),
+        "checkpoints/.step_000010.1-1.tmp/shard_00001_of_00002",
+    )
+    arrivals.take({"file": f"{name}.full", "last": True}, b"", host="bob")
+    assert (tmp_path / f"{name}.full").read_text() == "bob"
+
+
+def test_a_line_of_an_alive_host_is_longer_than_a_packet():
+    with connected() as (here, there):
+        there.send_alive({"event": "alive"})
+        [(line, data)] = received(here, there, until=lambda line: line["event"] == "alive")
+    assert line["event"] == "alive" and len(data) >= 9000
+
+
 def test_a_run_folder_that_has_vanished_is_not_made_again(tmp_path):
     arrivals = Arrivals(RunDir(tmp_path / "run"), on_no_space=pytest.fail)
-    arrivals.take({"file": "progress/1", "last": True}, b"beat")
+    arrivals.take({"file": "progress/1", "last": True}, b"beat", host="bob")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -267,8 +283,8 @@ run.path.mkdir()
 arrivals = Arrivals(run, on_no_space=notes.append)
 name = "checkpoints/.step_000010.1-1.tmp/shard_00001_of_00002.safetensors"
 for number in range(3):
-    arrivals.take({"file": name, "first": number == 0, "last": number == 2}, os.urandom(100_000))
-arrivals.take({"file": "progress/1", "last": True}, b"beat")
+    arrivals.take({"file": name, "first": number == 0, "last": number == 2}, os.urandom(100_000), host="bob")
+arrivals.take({"file": "progress/1", "last": True}, b"beat", host="bob")
 assert notes == [name], notes
 assert sorted(path.name for path in (run.path / name).parent.iterdir()) == ["shard_00001_of_00002.full"]
 assert (run.path / "progress/1").read_bytes() == b"beat"

@@ -98,6 +98,19 @@ def test_a_rank_with_a_full_disk_stops_the_others_at_once(tiny_disk: Path):
     assert files_in(tiny_disk) <= {GIVEN_UP, "shard_00001_of_00002.full"}
 
 
+def test_the_full_disk_of_another_host_is_reported_with_the_host(tmp_path: Path):
+    folder = tmp_path / ".step_000040.1-1.tmp"
+    folder.mkdir()
+    (folder / "shard_00001_of_00002.full").write_text("bob")
+    writer = make_writer(tmp_path, 0, 2)
+    writer.save(40, rows_of(0, 2, 1.0), {})
+    with pytest.raises(PacelineError) as error:
+        writer.wait()
+    assert error.value.message.startswith("no space for the checkpoint of step 40: rank 1 of 2 on bob has not enough")
+    assert "free in" not in error.value.message and error.value.host == "bob"
+    assert error.value.fix.startswith("free some space on bob (")
+
+
 def test_a_folder_that_cannot_be_written_is_reported_with_the_reason(tiny_disk: Path):
     if subprocess.run(["mount", "-o", "remount,ro", str(tiny_disk)], capture_output=True).returncode:
         pytest.skip("may not remount here")

@@ -20,7 +20,7 @@ from soak.audit import FaultResult, judge, problems_of_run, read_record
 from soak.drive import Drive, RunEnded, loop_keys
 from soak.faults import KINDS, RANKS, Run, num_steps, pack, sample
 from soak.host import Host
-from soak.table import Result, format_page, format_table
+from soak.table import Result, format_page, format_table, write_page
 from train.runs import Workshop, final_bits
 
 MOST = 5  # faults in a run
@@ -44,7 +44,7 @@ def main() -> int:
         result = soak(folder, seed=args.seed, count=args.faults, kinds=kinds, jobs=args.jobs)
     print(format_table(result))
     if args.write:
-        args.write.write_text(format_page(result))
+        write_page(args.write, one_host=format_page(result))
     return 1 if result.problems else 0
 
 

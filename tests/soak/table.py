@@ -1,12 +1,15 @@
 """
-The results of all faults as docs/reliability.md. Pure.
+The results of both fault loops as docs/reliability.md: of one host, and below of several. Pure but for what writes the page.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
+from typing import Protocol
 
+from hosts_run import HostFault
 from soak.audit import FaultResult
 from soak.faults import INTERVAL, KINDS, PHASES, RANKS
 
@@ -30,6 +33,41 @@ progress; where the newest checkpoint is damaged, the steps since the one before
 checkpointing, which changes no bit. A smaller micro-batch or fewer ranks change the order of summation: such runs are compared with
 one that started that way (tests/launch/test_recovery.py).
 """
+
+HOSTS_TITLE = "## Several hosts"
+HOSTS_INTRO = """\
+Two hosts with one rank each, which are network namespaces of one machine with an ssh server each and without a shared disk;
+`paceline train --hosts h1,h2` runs on h1. The fault strikes h2, or the machine of the supervisor, h1. Afterwards: no process is
+left on any host; metrics.jsonl has every step once and in order; where the number of ranks stayed, the weights and optimizer
+states are bit-identical to those of an undisturbed run. The cause counts as right if cause, host and rank are.
+"""
+HOSTS_NOTES = """\
+`noticed` and `next step` are seconds from the fault, median and maximum, on a machine whose cores also run the other host. A host
+that falls silent is lost after 5.5 s; then the others go on from the last checkpoint. Where the supervisor or its machine is lost,
+`noticed` is when the last rank had ended on every host, and the run is then resumed by hand, in the last case from the copy on
+h2. Closed ports are noticed by the silence of the ranks, here with `--hang-after 4`, ten times that while they start.
+
+The columns of torchrun are those of torch 2.13.0 in the same kind of namespaces with one worker on each of two hosts, which
+all-reduces every 0.2 s by gloo (`--nnodes=2`, for a lost host `--nnodes=1:2`; c10d rendezvous, default settings). Where a timeout
+decides, it was made short: 20 s for the process group, whose default is 30 minutes, and for closed ports 15 s and 40 s for the
+rendezvous, whose defaults are 60 s and 10 minutes. Each was tried once or a few times: these are single figures, not medians.
+`-`: not tried, or torchrun has no such part.
+"""
+COLUMNS = ("fault", "times", "cause right", "noticed, s", "longest", "steps lost, most", "next step, s", "longest")
+TORCHRUN = ("torchrun notices", "its next step")
+
+
+class Judged(Protocol):
+    """What both loops know of a fault."""
+
+    @property
+    def cause_right(self) -> bool: ...
+    @property
+    def notice_s(self) -> float | None: ...
+    @property
+    def lost_steps(self) -> int | None: ...
+    @property
+    def resume_s(self) -> float | None: ...
 
 
 @dataclass(frozen=True)
@@ -84,15 +122,18 @@ def loss_line(results: Sequence[FaultResult]) -> str:
 
 
 def format_table(result: Result) -> str:
-    columns = ("fault", "times", "cause right", "noticed, s", "longest", "steps lost, most", "next step, s", "longest")
-    rows = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    rows = header(COLUMNS)
     for kind, spec in KINDS.items():
         if matches := [result for result in result.results if result.fault.kind == kind]:
             rows.append(row(spec.what, matches))
     return "\n".join([*rows, row("all", result.results)])
 
 
-def row(what: str, results: Sequence[FaultResult]) -> str:
+def header(columns: Sequence[str]) -> list[str]:
+    return ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+
+
+def row(what: str, results: Sequence[Judged]) -> str:
     right = sum(result.cause_right for result in results)
     lost = [result.lost_steps for result in results if result.lost_steps is not None]
     notice = spread([result.notice_s for result in results if result.notice_s is not None])
@@ -106,7 +147,7 @@ def spread(values: Sequence[float]) -> str:
 
 def grid(results: Sequence[FaultResult]) -> list[str]:
     names = [*PHASES, *(f"{rank} rank" for rank in RANKS), "of 2", "of 3"]
-    rows = ["| fault | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    rows = header(["fault", *names])
     for kind, spec in KINDS.items():
         matches = [result for result in results if result.fault.kind == kind]
         count = Counter(
@@ -116,3 +157,69 @@ def grid(results: Sequence[FaultResult]) -> list[str]:
         )
         rows.append(f"| {spec.what} | " + " | ".join(str(count[name]) for name in names) + " |")
     return rows
+
+
+@dataclass(frozen=True)
+class Place:
+    """A kind of fault of several hosts and where it strikes: in this phase, once this many steps are done."""
+
+    kind: str
+    phase: str
+    after: int
+
+
+@dataclass(frozen=True)
+class HostResult:
+    """What became of one fault of several hosts. None: it does not apply."""
+
+    fault: Place
+    cause: str  # as the run reports it
+    cause_right: bool
+    notice_s: float | None
+    lost_steps: int | None
+    resume_s: float | None  # from the fault to the first step of the next attempt
+    seconds: float
+    problems: tuple[str, ...]
+
+
+def format_hosts(
+    results: Sequence[HostResult], faults: Mapping[str, HostFault], *, seed: int, interval: int, notes: Sequence[str]
+) -> str:
+    """Returns the page's section about several hosts."""
+    right, sound = sum(result.cause_right for result in results), sum(not result.problems for result in results)
+    lost = [result.lost_steps for result in results if result.lost_steps is not None]
+    within = sum(steps <= interval for steps in lost)
+    rows, places = header([*COLUMNS, *TORCHRUN]), header(["fault", *PHASES])
+    for kind, fault in faults.items():
+        if matches := [result for result in results if result.fault.kind == kind]:
+            rows.append(f"{row(fault.what, matches)} {' | '.join(fault.torchrun)} |")
+            count = Counter(result.fault.phase for result in matches)
+            places.append(f"| {fault.what} | " + " | ".join(str(count[phase]) for phase in PHASES) + " |")
+    rows.append(f"{row('all', results)} | |")
+    minutes = sum(result.seconds for result in results) / 60
+    lines = [
+        HOSTS_TITLE,
+        "",
+        HOSTS_INTRO,
+        f"{len(results)} faults in as many runs, seed {seed}, {minutes:.0f} minutes: {sound} recovered, cause right in {right}.",
+        f"Of {len(lost)} that ended an attempt, {within} cost no more than the {interval} steps from one checkpoint to the next.",
+        *notes,
+        "",
+        *rows,
+        "",
+        HOSTS_NOTES,
+        "How many faults of each kind struck where:",
+        "",
+        *places,
+        "",
+        "To repeat this: `make soak` as root, or `PYTHONPATH=tests python -m soak.hosts --only mtu,ports --faults 8`.",
+    ]
+    problems = [f"- {r.fault.kind} at {r.fault.phase}: {text}" for r in results for text in r.problems]
+    return "\n".join([*lines, *(["", "Problems:", "", *problems] if problems else [])]) + "\n"
+
+
+def write_page(path: Path, *, one_host: str | None = None, several: str | None = None) -> None:
+    """Replaces one of the two parts of the page and keeps the other."""
+    first, title, second = path.read_text().partition(HOSTS_TITLE) if path.exists() else ("", "", "")
+    first = first if one_host is None else one_host + "\n"
+    path.write_text((first + (title + second if several is None else several)).rstrip() + "\n")

@@ -1,12 +1,18 @@
-"""The fault loop: what a seed chooses, and a short form of it with real runs. `make soak` runs both, and then 100 faults."""
+"""The fault loops: what a seed chooses, and a short form of the first with real runs. `make soak` also runs both loops whole."""
 
 import itertools
+import json
+from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from hosts_run import FAULTS
 from soak.faults import INTERVAL, KINDS, PHASES, RANKS, Fault, Run, fits, num_steps, pack, sample
+from soak.hosts import read_results
+from soak.hosts import sample as sample_hosts
 from soak.loop import soak
-from soak.table import format_page
+from soak.table import HOSTS_TITLE, HostResult, Place, format_hosts, format_page, write_page
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -51,3 +57,43 @@ def test_every_kind_of_fault_once_and_the_run_ends_as_if_nothing_had_happened(tm
     assert result.recovered == len(result.results) >= len(KINDS) - 1  # without root no disk can be mounted
     assert {item.fault.phase for item in result.results} == set(PHASES)
     assert f"{len(result.results)} faults in 2 runs" in format_page(result)
+
+
+def result_of(place: Place, *problems: str) -> HostResult:
+    return HostResult(place, "host-lost", not problems, 5.5, 7, 12.0, 30.0, problems)
+
+
+def test_faults_of_several_hosts_have_every_kind_in_every_phase_before_one_is_repeated():
+    count = len(FAULTS) * len(PHASES)
+    assert count >= 60
+    places = sample_hosts(1, count)
+    assert Counter((place.kind, place.phase) for place in places) == Counter(itertools.product(FAULTS, PHASES))
+    assert sample_hosts(1, count) == places != sample_hosts(2, count)
+    assert {place.kind for place in sample_hosts(1, 10, kinds=["mtu", "disk"])} == {"mtu", "disk"}
+
+
+def test_a_loop_of_several_hosts_continues_from_its_file_and_refuses_that_of_another(tmp_path: Path):
+    places, path = sample_hosts(1, 6), tmp_path / "out"
+    assert read_results(path, places) == []
+    results = [result_of(place) for place in places[:2]]
+    path.write_text("".join(json.dumps(asdict(result)) + "\n" for result in results))
+    assert read_results(path, places) == results
+    with pytest.raises(SystemExit, match="from another loop"):
+        read_results(path, sample_hosts(1, 6, kinds=["disk"]))
+
+
+def test_each_loop_replaces_its_own_part_of_the_page(tmp_path: Path):
+    page, results = (
+        tmp_path / "page.md",
+        [result_of(Place("mtu", "eval", 15)), result_of(Place("mtu", "step", 15), "left: ssh")],
+    )
+    section = format_hosts(results, FAULTS, seed=1, interval=10, notes=["No netem."])
+    assert "2 faults in as many runs, seed 1, 1 minutes: 1 recovered, cause right in 1.\n" in section
+    row = f"| {FAULTS['mtu'].what} | 2 | 1 | 5.5 | 5.5 | 7 | 12.0 | 12.0 | hangs to its timeout | never |\n"
+    assert row in section and "- mtu at step: left: ssh\n" in section
+    write_page(page, one_host="# One host\n")
+    write_page(page, several=section)
+    write_page(page, one_host="# One host again\n")
+    assert page.read_text() == "# One host again\n\n" + section
+    write_page(page, several=f"{HOSTS_TITLE}\n")
+    assert page.read_text() == f"# One host again\n\n{HOSTS_TITLE}\n"

@@ -32,7 +32,8 @@ RANK = re.compile(
     r"\s*\[(?:rank|default|RANK |Rank )(?P<rank>\d{1,6})\]:? ?"  # torch, torchrun
     r"|\[\d+,(?P<mpi>\d{1,6})\](?:<std(?:err|out|diag)>)?:? ?"  # mpirun --tag-output
     r"|\[(?P<horovod>\d{1,6})\]<std(?:err|out)>:? ?"
-    r"|\((?P<actor>(?:[\w.:-]{1,80}(?:\(\w*\))?,? ?)?(?:rank=(?P<ray>\d+), ?)?pid=\d+(?:, ?ip=(?P<ip>[\d.]+))?)\) ?"  # Ray, vLLM
+    r"|\(Worker_(?:TP|PP)(?P<vllm>\d+) pid=\d+\) ?"  # with one parallel dimension
+    r"|\((?P<actor>(?:[\w.:-]{1,80}(?:\(\w*\)|\[rank=(?P<nemo>\d+)\])?,? ?)?(?:rank=(?P<ray>\d+), ?)?pid=\d+(?:, ?ip=(?P<ip>[\d.]+))?)\) ?"  # Ray, vLLM
     r"|\[(?P<paceline>\d{1,4})\] {1,4}(?=[^\s{])"  # the terminal output of paceline; [17] {'loss': ... is a list's number
 )
 SLURM = re.compile(r" {0,5}(?P<rank>\d{1,5}): ?(?=\S|  )")  # srun --label
@@ -264,8 +265,8 @@ def split_prefix(text: str) -> LogLine:
     stream = ""
     for _ in range(MAX_PREFIXES):
         if match := RANK.match(text):
-            number = match["rank"] or match["mpi"] or match["horovod"] or match["ray"] or match["paceline"]
-            rank = int(number) if number else rank
+            numbers = match.group("rank", "mpi", "horovod", "vllm", "nemo", "ray", "paceline")
+            rank = next((int(number) for number in numbers if number), rank)
             host = match["ip"] or host
             stream = stream or match[0].strip(" :")
         elif match := NCCL.match(text) or HOST.match(text):

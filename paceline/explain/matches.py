@@ -10,6 +10,7 @@ unknown, because a wrong rank costs the user more than none.
 import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import pairwise
 
 from paceline.explain.catalogue import Cause, load_catalogue
 from paceline.explain.collectives import DESYNC, FIRST_TRANSFER, STATUS, CollectiveHang
@@ -48,6 +49,7 @@ SPAWNED = re.compile(r"[Pp]rocess (?P<pid>\d+) spawned with command: .*--local[_
 PID_FAILED = re.compile(
     r"(?:Killing subprocess|[Pp]rocess) (?P<pid>\d+)\b.*(?:exits with|return code|exit code|terminated)"
 )
+STOPPED_TASKS = re.compile(r"srun: error: \S+: tasks (?P<tasks>0-[\d,-]{1,400}): Terminated")
 PROGRAM_ENDED = re.compile(r"destroy_process_group\(\) was not called before program exit")
 CANCELLED_STEP = re.compile(
     r"\*\*\* (?:STEP|JOB) \S+ (?:ON \S+ )?CANCELLED|srun: (?:Force Terminated|forcing job termination)"
@@ -169,10 +171,18 @@ def culprit_rank(
         if other.record.rank is not None:
             return other.record.rank
     blamed = rank_blamed_by_launcher(logs)
+    if blamed is None and event.record.kind == "exception":
+        return first_to_leave(event, logs[event.place[0]])
     if blamed is not None or event.record.kind not in ("exit", "signal"):
         return blamed
     # a killed rank prints nothing; the ranks that lost it do
     return only_silent_rank({other.record.rank for other in candidates if other.cause.follows is True}, logs)
+
+
+def first_to_leave(event: Event, log: Log) -> int | None:
+    """The rank that first reports its end behind an exception, which has no rank itself."""
+    after = (record for record in log.records if record.line > event.record.line)
+    return next((record.rank for record in after if PROGRAM_ENDED.search(record.text)), None)
 
 
 def rank_in_text(event: Event) -> int | None:
@@ -239,9 +249,23 @@ def rank_blamed_by_launcher(logs: Sequence[Log]) -> int | None:
             first = int(match["rank"])
         elif first is None and (match := PID_FAILED.search(text)):
             first = pids.get(match["pid"])
+        elif first is None and (match := STOPPED_TASKS.search(text)):
+            first = task_left_out(match["tasks"])
         elif first is None and record.kind in ("exit", "signal") and record.rank is not None:
             first = record.rank
     return first
+
+
+def task_left_out(tasks: str) -> int | None:
+    """The one number that a list such as 0-57,59-63 leaves out: srun stops all tasks but the one that failed."""
+    ends = [part.partition("-") for part in tasks.split(",")]
+    if not all(
+        first.isdecimal() and len(first + last) < 14 and (not last or last.isdecimal()) for first, _, last in ends
+    ):
+        return None
+    runs = [(int(first), int(last or first)) for first, _, last in ends]
+    missing = [number for (_, last), (first, _) in pairwise(runs) for number in range(last + 1, min(first, last + 3))]
+    return missing[0] if len(missing) == 1 else None
 
 
 def last_errors(log: Log) -> list[Record]:

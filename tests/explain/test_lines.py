@@ -109,3 +109,17 @@ def test_of_many_losses_the_last_are_stored_and_a_part_of_the_first():
     steps = [step for step, _, _ in tracker.losses]
     assert steps[0] == 0 and steps[-3:] == [5 * MAX_LOSSES - n for n in (3, 2, 1)]
     assert len(steps) <= MAX_LOSSES and steps == sorted(steps)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "rank"),
+    [
+        ("(Worker_TP1 pid=231) ", 1),
+        ("(EngineCore_DP0 pid=200) (Worker_PP3 pid=231) ", 3),
+        ("(Worker_PP1_TP0 pid=231) ", None),
+        ("(MegatronPolicyWorker[rank=12] pid=4120, ip=10.0.0.12) ", 12),
+        ("(Trainer[2] pid=4120) ", None),
+    ],
+)
+def test_the_rank_in_the_name_of_a_worker_is_read(prefix, rank):
+    assert split_prefix(prefix + "it failed").rank == rank

@@ -239,6 +239,35 @@ def test_of_an_xid_that_follows_from_another_one_the_root_counts():
     assert verdict(lines.replace("Xid 149", "Xid 13")).cause == "illegal-memory-access"
 
 
+@pytest.mark.parametrize(
+    ("tasks", "rank"),
+    [("0-57,59-63", 58), ("0-3,5", 4), ("0-57,60-63", None), ("0-3,5,7", None), ("0-62", None), ("0-3,5-", 4)],
+)
+def test_the_one_task_that_srun_did_not_stop_is_blamed(tasks, rank):
+    step = "error: *** STEP 522.0 ON n7 CANCELLED AT 2026-04-29T23:36:37 DUE TO TASK FAILURE ***\n"
+    assert verdict(f"{step}srun: error: n7: tasks {tasks}: Terminated\n").rank == rank
+
+
+def test_the_rank_that_leaves_first_behind_an_exception_raised_it():
+    leaves = (
+        "[rank{}]:[W322 13:52:49.0 ProcessGroupNCCL.cpp:1524]"
+        " Warning: destroy_process_group() was not called before program exit\n"
+    )
+    explanation = verdict(raised(None, BUG) + leaves.format(2) + leaves.format(0))
+    assert (explanation.cause, explanation.rank) == ("user-code-exception", 2)
+    assert verdict(leaves.format(0) + raised(None, BUG)).rank is None
+
+
+def test_the_rank_that_megatron_names_in_its_error_is_the_culprit():
+    error = (
+        "RuntimeError: Rank 11, node n8, device 3, iteration 42: Unexpected result nan"
+        " (message='found NaN in local grad norm')"
+    )
+    explanation = verdict(raised(None, error))
+    assert (explanation.cause, explanation.rank) == ("loss-nan", 11)
+    assert "from step 42 on" in explanation.summary
+
+
 CUT = raised(0, "")[: -len("[rank0]: \n")]
 
 

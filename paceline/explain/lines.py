@@ -33,7 +33,8 @@ RANK = re.compile(
     r"|\[\d+,(?P<mpi>\d{1,6})\](?:<std(?:err|out|diag)>)?:? ?"  # mpirun --tag-output
     r"|\[(?P<horovod>\d{1,6})\]<std(?:err|out)>:? ?"
     r"|\(Worker_(?:TP|PP)(?P<vllm>\d+) pid=\d+\) ?"  # vLLM with one parallel dimension; Ray and NeMo-RL
-    r"|\((?P<actor>(?:[\w.:-]{1,80}(?:\(\w*\)|\[rank=(?P<nemo>\d+)\])?,? ?)?(?:rank=(?P<ray>\d+), ?)?pid=\d+(?:, ?ip=(?P<ip>[\d.]+))?)\) ?"
+    r"|\((?P<actor>(?:[\w.:-]{1,80}(?:\(\w*\)|\[rank=(?P<nemo>\d+)\])?,? ?)?(?:rank=(?P<ray>\d+), ?)?pid=\d+"
+    r"(?:, ?ip=(?P<ip>[\d.]+))?)\) ?"
     r"|\[(?P<paceline>\d{1,4})\] {1,4}(?=[^\s{])"  # the terminal output of paceline; [17] {'loss': ... is a list's number
 )
 SLURM = re.compile(r" {0,5}(?P<rank>\d{1,5}): ?(?=\S|  )")  # srun --label

@@ -73,7 +73,7 @@ TROUBLE_AT_END = re.compile(  # of a log, where nothing shows that the program w
 NO_TROUBLE = re.compile(
     r"(?i)\b(?:0|no|without) (?:errors?|fail\w*|invalid)|(?:errors?|fail\w*|invalid|killed)\W{1,3}0\b|error[ _]rate"
     r"|error\w*\W{1,3}\d*\.\d|^wandb:|^frame #|\bsimulat\w+ [\w ]{0,20}(?:fail|error|crash)|unable to register cu\w+ factory"
-    r"|LNK1181: cannot open input file '(?:aio|cufile)\.lib'|error during package walk|\bfall(?:ing|s) back\b"
+    r"|LNK1181: cannot open input file '(?:aio|cufile)\.lib'|error during package walk|\bfall(?:ing|s) back\b|\busing default\b"
 )
 ERROR_PREFIX = re.compile(r"^(?:\S{1,40}:? )?(?:\[?(?:ERROR|FATAL|CRITICAL)\b|(?:[Ff]atal|[Ee]rror)(?: error)?: )")
 

@@ -221,6 +221,7 @@ def test_ordinary_output_with_a_word_of_trouble_is_no_healthy_log(line):
         "Terminating pod worker-2",
         "FSDP is not supported on cpu devices; falling back to DDP.",
         "Unexpected error during package walk: cutlass.cute.experimental",
+        "Using default MoE kernel config: no config file found, cannot be optimal",
     ],
 )
 def test_output_that_is_usual_in_healthy_runs_is_no_trouble(line):

@@ -76,9 +76,11 @@ def test_the_number_of_an_item_is_no_rank():
     [
         ("2026-01-02T03:04:05.123456789Z stderr F ", "ValueError: x"),
         ("Nov 21 10:00:00 node-3 python3[4711]: ", "ValueError: x"),
+        ("(raylet) ", "Traceback (most recent call last):"),
+        ("(raylet, ip=10.0.0.7) ", '  File "worker.py", line 8, in <module>'),
     ],
 )
-def test_the_prefixes_of_kubernetes_and_journald_are_removed(prefix, text):
+def test_the_prefixes_of_kubernetes_journald_and_ray_are_removed(prefix, text):
     assert split_prefix(prefix + text).text == text
 
 

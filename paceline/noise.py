@@ -1,12 +1,12 @@
 """
-The level of a noisy curve and how certain it is. Pure.
+The level of a noisy curve and how certain it is, its quartiles and its lowest stretch. Pure.
 
-Values are clipped at three standard deviations first, so that single spikes and heavy tails are noise.
+Values are clipped at three standard deviations first, so that single spikes and heavy tails are noise. Python's own module for
+statistics also computes with fractions and takes longer to load than all of this takes to run.
 """
 
 import math
-import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from math import sqrt
 
@@ -23,16 +23,42 @@ def standard_errors_below(values: Sequence[float], before: Sequence[float]) -> f
 
 def level_of(values: Sequence[float]) -> tuple[float, float]:
     """Returns the mean after clipping, and the standard deviation of independent values whose mean is as uncertain."""
-    middle = statistics.median(values)
-    spread = 1.4826 * statistics.median(abs(value - middle) for value in values)  # sigma of normal noise
+    middle = median(values)
+    spread = 1.4826 * median(abs(value - middle) for value in values)  # sigma of normal noise
     clipped = [clip(value - middle, CLIP * spread) for value in values]
-    mean = statistics.fmean(clipped)
+    mean = math.fsum(clipped) / len(clipped)
     offsets = [value - mean for value in clipped]
     squares = math.fsum(offset**2 for offset in offsets)
     products = math.fsum(first * second for first, second in pairwise(offsets))
     likeness = max(0.0, min(MAX_LIKENESS, products / squares)) if squares else 0.0
     noise = sqrt(squares / len(values) * (1 + likeness) / (1 - likeness))
     return middle + mean, max(noise, MIN_NOISE * abs(middle)) or 1e-12
+
+
+def median(values: Iterable[float]) -> float:
+    ordered = sorted(values)
+    half, is_odd = divmod(len(ordered), 2)
+    return ordered[half] if is_odd else (ordered[half - 1] + ordered[half]) / 2
+
+
+def quartile(values: Sequence[float], number: int) -> float:
+    """The quartile of two or more values, between those at the places number * (n + 1) / 4 below and above."""
+    ordered = sorted(values)
+    at = min(max(number * (len(ordered) + 1) // 4, 1), len(ordered) - 1)
+    part = number * (len(ordered) + 1) - 4 * at
+    return (ordered[at - 1] * (4 - part) + ordered[at] * part) / 4
+
+
+def running_median(values: Sequence[float], width: int) -> list[float]:
+    half = width // 2
+    return [median(values[max(0, at - half) : at + half + 1]) for at in range(len(values))]
+
+
+def lowest_stretch(values: Sequence[float], length: int) -> int:
+    """The start of the stretch of this length with the lowest median, by quarters of a stretch."""
+    starts = range(0, len(values) - length + 1, max(1, length // 4))
+    stretches = {start: values[start : start + length] for start in starts}
+    return min(stretches, key=lambda start: (median(stretches[start]), sum(stretches[start])))
 
 
 def clip(value: float, limit: float) -> float:

@@ -7,13 +7,13 @@ What a finding is called and what helps stands in the catalogue.
 """
 
 import math
-import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import CurveEvidence, Explanation, LogProgress, format_value
+from paceline.explain.reader import Log
 from paceline.explain.series import (
     GRADIENT,
     LOSS,
@@ -24,20 +24,26 @@ from paceline.explain.series import (
     THROUGHPUT,
     VALIDATION,
     MetricSeries,
+    loss_series,
+    speed_of,
+    thinned,
 )
 from paceline.explain.verdict import HEALTHY, UNKNOWN, clean_values, fill_template
-from paceline.noise import level_of, standard_errors_below
+from paceline.noise import level_of, lowest_stretch, median, quartile, running_median, standard_errors_below
 
 NAN, DIVERGED, STANDS_STILL = "loss-nan", "loss-diverged", "loss-stands-still"
 MEMORY_GROWS, SLOWS_DOWN, OVERFITS = "memory-grows", "throughput-decays", "validation-turns-up"
 
-MAX_POINTS = 2000  # judged of a curve; of a longer one, medians of neighbours
 STRETCHES = (10, 20, 40)  # numbers of last points that are compared with an earlier stretch of the same length
 MIN_POINTS = 20  # of a curve that is judged
 SPIKE = 5  # points over which a median removes spikes
 Z_RISE = 5.0  # standard errors
 LOSS_RISE, SLOWER = 0.15, 0.3  # shares of the level that are somebody's concern
 START_RISE = 0.5  # of a loss that was never lower than in its first points
+LOG_RISE = 1.0  # of a loss on the lines of a log, whose name says less than that of a metric
+LEAP, MIN_LEAP, LEAP_POINTS = 100.0, 10.0, 3  # times the lowest stretch, and the height, of the last points of a few
+TOO_HIGH, MIN_HIGH = 1e6, 8  # the level and the number of points of a loss that no model starts with, unless it falls
+NOT_NORMALIZED = "a loss of this size that does not fall"
 MIN_SLOW_S = 60.0
 NAN_GRADIENTS = 5  # in a row: fp16's loss scale causes fewer
 SAME_VALUES = 20  # in a row
@@ -87,13 +93,25 @@ def explain_curves(series: Sequence[MetricSeries], notes: Sequence[str], *, name
     )
 
 
+def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation:
+    """The explanation of logs; where it shows no failure, the losses on the lines of the log with the most are judged too."""
+    longest = max((log.losses for log in logs), key=len, default=())
+    if explanation.shows_failure or len(longest) < 2 * LEAP_POINTS:
+        return explanation
+    series = [item for item in loss_series(longest, source="log") if item.kind == LOSS]
+    return add_findings(explanation, list(find_rises(series, LOG_RISE))[:1])
+
+
 def add_findings(explanation: Explanation, findings: Sequence[CurveFinding]) -> Explanation:
     """The explanation with the curves as evidence; what a log shows stays the cause, but for a healthy log."""
     curves = []
     for finding in findings:
         values, series = sentence_values(finding), finding.series
         cause, step = load_catalogue().causes[finding.cause], series.steps[finding.at]
-        summary, fix = fill_template(cause.summary, values), fill_template(cause.fix, values)
+        summary, fix = (
+            fill_template(cause.summary, values),
+            fill_template(cause.choose_fix(finding.reason or "")[0], values),
+        )
         curves.append(replace(show_curve(series), cause=cause.id, step=step, summary=summary))
         if not explanation.shows_failure:
             explanation = replace(
@@ -109,7 +127,7 @@ def sentence_values(finding: CurveFinding) -> dict[str, str]:
     if finding.cause == NAN:
         return clean_values({"message": f"{series.name} from step {step} to its end, step {last_step}"})
     near = 1 if finding.cause == OVERFITS else SPIKE
-    value, last = (statistics.median(list(filter(math.isfinite, values))[-near:]) for values in ends)
+    value, last = (median(list(filter(math.isfinite, values))[-near:]) for values in ends)
     texts = {"value": format_value(series.name, value), "last_value": format_value(series.name, last)}
     return clean_values({"series": series.name, "step": step, "last_step": last_step, "reason": finding.reason} | texts)
 
@@ -119,7 +137,7 @@ def show_curve(series: MetricSeries) -> CurveEvidence:
     size = 1 + (len(series.values) - 1) // CURVE_COLUMNS
     groups = [series.values[at : at + size] for at in range(0, len(series.values), size)]
     medians = [
-        statistics.median(finite) if len(finite := list(filter(math.isfinite, group))) > len(group) // 2 else None
+        median(finite) if len(finite := list(filter(math.isfinite, group))) > len(group) // 2 else None
         for group in groups
     ]
     for end in (0, -1):
@@ -165,14 +183,21 @@ def find_nan(losses: Sequence[MetricSeries], gradients: Sequence[MetricSeries]) 
             yield CurveFinding(NAN, series, at)
 
 
-def find_rises(losses: Sequence[MetricSeries]) -> Iterator[CurveFinding]:
+def find_rises(losses: Sequence[MetricSeries], min_rise: float = LOSS_RISE) -> Iterator[CurveFinding]:
+    """Losses that have risen, by a share of their lowest level, to their end; or that are too high and do not fall."""
     for series in losses:
         finite = thinned(series)
         if finite.values and min(finite.values) > 0:
-            at = rise_to_end(finite.values, LOSS_RISE)
-            at = rise_from_start(finite.values) if at is None else at
+            rises = (
+                rise_to_end(finite.values, min_rise),
+                rise_from_start(finite.values, min_rise),
+                leap(finite.values),
+            )
+            at = next((at for at in rises if at is not None), None)
             if at is not None:
                 yield finding_at(DIVERGED, series, finite.steps[at])
+            elif is_too_high(finite.values):
+                yield CurveFinding(DIVERGED, series, 0, NOT_NORMALIZED)
 
 
 def find_still(
@@ -232,27 +257,6 @@ def finding_at(cause: str, series: MetricSeries, step: int, reason: str | None =
     return CurveFinding(cause, series, next(at for at, other in enumerate(series.steps) if other >= step), reason)
 
 
-def thinned(series: MetricSeries) -> MetricSeries:
-    """The finite points; of more than MAX_POINTS, the median of each few neighbours."""
-    points = [point for point in zip(series.steps, series.values, series.times, strict=True) if math.isfinite(point[1])]
-    size = 1 + len(points) // (MAX_POINTS + 1)
-    groups = [points[at : at + size] for at in range(0, len(points), size)]
-    return replace(
-        series,
-        steps=[group[0][0] for group in groups],
-        values=[statistics.median(value for _, value, _ in group) for group in groups],
-        times=[group[0][2] for group in groups],
-    )
-
-
-def speed_of(loss: MetricSeries) -> MetricSeries:
-    """The steps per second between the points of a curve whose times are known."""
-    pairs = list(pairwise(zip(loss.steps, loss.times, strict=True)))
-    rates = [(step, (step - start) / (time - before), time) for (start, before), (step, time) in pairs if time > before]
-    steps, values, times = map(list, zip(*rates, strict=True)) if len(rates) == len(pairs) > 0 else ([], [], [])
-    return MetricSeries("steps per second", THROUGHPUT, loss.source, steps, values, times)
-
-
 def rise_to_end(values: Sequence[float], min_rise: float) -> int | None:
     """Where a curve began to rise that is higher at its end than its lowest stretch, by a share of it and beyond its noise."""
     for length in STRETCHES:
@@ -262,43 +266,45 @@ def rise_to_end(values: Sequence[float], min_rise: float) -> int | None:
         last = values[-length:]
         start = lowest_stretch(values[:-length], length)
         before = values[start : start + length]
-        low, high = statistics.median(before), statistics.median(last)
+        low, high = median(before), median(last)
         stands_out = high > quartile(before, 3) and quartile(last, 1) > low
         if length <= STRETCHES[0]:
             stands_out = quartile(last, 1) > quartile(before, 3)
         stands_out = stands_out and standard_errors_below(before, last) > Z_RISE
         if high <= (1 + min_rise) * low or not stands_out:
             continue
-        smooth = running_median(values)
+        smooth = running_median(values, SPIKE)
         peak = max(smooth[start:])
-        if statistics.median(last[length // 2 :]) - low < 0.5 * (peak - low):
+        if median(last[length // 2 :]) - low < 0.5 * (peak - low):
             continue  # it is coming down
         limit = max(low + 0.1 * (high - low), quartile(before, 3))
         return max((at for at in range(len(values) - 1) if smooth[at] <= limit), default=start) + 1
     return None
 
 
-def rise_from_start(values: Sequence[float]) -> int | None:
+def rise_from_start(values: Sequence[float], min_rise: float) -> int | None:
     """0 if the whole curve is higher than its first points."""
     first, last = values[:3], values[-max(10, len(values) // 3) :]
-    rose = len(values) >= MIN_POINTS and quartile(last, 1) > (1 + START_RISE) * max(first)
+    rose = len(values) >= MIN_POINTS and quartile(last, 1) > (1 + max(START_RISE, min_rise)) * max(first)
     return 0 if rose and quartile(values[3:], 1) > max(first) else None
 
 
-def lowest_stretch(values: Sequence[float], length: int) -> int:
-    """The start of the stretch of this length with the lowest median, by quarters of a stretch."""
-    starts = range(0, len(values) - length + 1, max(1, length // 4))
-    stretches = {start: values[start : start + length] for start in starts}
-    return min(stretches, key=lambda start: (statistics.median(stretches[start]), sum(stretches[start])))
+def leap(values: Sequence[float]) -> int | None:
+    """Where a curve, also one of few points, leaves its level by orders of magnitude and stays there to its end."""
+    before, last = values[:-LEAP_POINTS], values[-LEAP_POINTS:]
+    if len(before) < LEAP_POINTS:
+        return None
+    start = lowest_stretch(before, LEAP_POINTS)
+    limit = max(MIN_LEAP, LEAP * max(before[start : start + LEAP_POINTS]))
+    if min(last) < limit:
+        return None
+    return max(at for at, value in enumerate(values) if value < limit) + 1
 
 
-def running_median(values: Sequence[float]) -> list[float]:
-    half = SPIKE // 2
-    return [statistics.median(values[max(0, at - half) : at + half + 1]) for at in range(len(values))]
-
-
-def quartile(values: Sequence[float], number: int) -> float:
-    return statistics.quantiles(values, n=4)[number - 1]
+def is_too_high(values: Sequence[float]) -> bool:
+    half = len(values) // 2
+    is_high = len(values) >= MIN_HIGH and min(values) > TOO_HIGH
+    return is_high and median(values[half:]) > 0.9 * median(values[:half])
 
 
 def constant_tail(values: Sequence[float]) -> int | None:
@@ -338,11 +344,11 @@ def grows(values: Sequence[float]) -> bool:
     if size < 4:
         return False
     blocks = [values[len(values) - (number + 1) * size :][:size] for number in reversed(range(GROWTH_BLOCKS))]
-    medians = [statistics.median(block) for block in blocks]
+    medians = [median(block) for block in blocks]
     growth = medians[-1] - medians[0]
     if medians[0] <= 0 or growth < MIN_GROWTH * medians[0]:
         return False
-    middle = statistics.fmean(medians[GROWTH_BLOCKS // 2 - 1 : GROWTH_BLOCKS // 2 + 1])
+    middle = median(medians[GROWTH_BLOCKS // 2 - 1 : GROWTH_BLOCKS // 2 + 1])
     rises = sum(second > first for first, second in pairwise(medians))
     is_steady = rises >= GROWTH_BLOCKS - 2 and medians[-1] > medians[-2]
     goes_on = medians[-1] - middle >= GROWTH_LATE * growth
@@ -352,14 +358,17 @@ def grows(values: Sequence[float]) -> bool:
 def growth_start(values: Sequence[float]) -> int:
     """Where a curve begins to grow: the bend of the line, level and then rising, that fits best."""
     size = max(1, len(values) // 40)
-    medians = [statistics.median(values[at : at + size]) for at in range(size, len(values) - size + 1, size)]
+    medians = [median(values[at : at + size]) for at in range(size, len(values) - size + 1, size)]
 
-    def misfit(bend: int) -> float:
+    offsets = [value - math.fsum(medians) / len(medians) for value in medians]
+
+    def explained(bend: int) -> float:  # of the medians' variance, by the line
         rising = [max(0, at - bend) for at in range(len(medians))]
-        slope, level = statistics.linear_regression(rising, medians)
-        return sum((median - level - slope * x) ** 2 for x, median in zip(rising, medians, strict=True))
+        center = sum(rising) / len(rising)
+        product = math.fsum((x - center) * offset for x, offset in zip(rising, offsets, strict=True))
+        return product**2 / math.fsum((x - center) ** 2 for x in rising)
 
-    bend = min(range(len(medians) - 2), key=misfit)
+    bend = max(range(len(medians) - 2), key=explained)
     return (bend + 1) * size if bend else 0
 
 
@@ -367,15 +376,15 @@ def turn_of(values: Sequence[float]) -> int | None:
     """Where a curve is lowest that rises from there to its end, beyond its noise."""
     if len(values) < MIN_VALIDATION:
         return None
-    smooth = [statistics.median(values[max(0, at - 1) : at + 2]) for at in range(len(values))]
+    smooth = [median(values[max(0, at - 1) : at + 2]) for at in range(len(values))]
     at = min(range(len(values)), key=smooth.__getitem__)
     after = len(values) - 1 - at
     if after < MIN_AFTER:
         return None
     last = values[-max(MIN_AFTER, after // 3) :]
     jumps = [abs(values[i + 1] - 2 * values[i] + values[i - 1]) for i in range(1, len(values) - 1)]
-    noise = max(1.4826 * statistics.median(jumps) / math.sqrt(6), 1e-4 * abs(smooth[at]))
-    rise = statistics.median(last) - smooth[at]
+    noise = max(1.4826 * median(jumps) / math.sqrt(6), 1e-4 * abs(smooth[at]))
+    rise = median(last) - smooth[at]
     beyond = rise > Z_VALIDATION * noise * math.sqrt(1 / len(last) + 1 / 3)
     if not beyond or rise <= VALIDATION_RISE * abs(smooth[at]) or min(last) <= smooth[at]:
         return None

@@ -10,6 +10,7 @@ trainers.
 import math
 import re
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from paceline.explain.explanation import LogProgress
@@ -18,6 +19,7 @@ from paceline.terminal import STEERING
 MAX_PREFIXES = 8  # on one line; real ones have four
 MAX_RANKS = 100_000
 MAX_PROGRESS_LINES = 64  # stored; what came before them has not ended the run
+MAX_LOSSES = 2000  # stored; with more every second one is dropped
 MAX_DIGITS = 15
 SKIPPED_STEPS = 3  # in a row, by a loss scaler: with more the gradients are lost
 DAYS_BEFORE_MONTH = (0, 31, 59, 90, 120, 151, 181, 212, 243, 273, 304, 334)
@@ -30,7 +32,9 @@ RANK = re.compile(
     r"\s*\[(?:rank|default|RANK |Rank )(?P<rank>\d{1,6})\]:? ?"  # torch, torchrun
     r"|\[\d+,(?P<mpi>\d{1,6})\](?:<std(?:err|out|diag)>)?:? ?"  # mpirun --tag-output
     r"|\[(?P<horovod>\d{1,6})\]<std(?:err|out)>:? ?"
-    r"|\((?P<actor>(?:[\w.:-]{1,80}(?:\(\w*\))?,? ?)?(?:rank=(?P<ray>\d+), ?)?pid=\d+(?:, ?ip=(?P<ip>[\d.]+))?)\) ?"  # Ray, vLLM
+    r"|\(Worker_(?:TP|PP)(?P<vllm>\d+) pid=\d+\) ?"  # vLLM with one parallel dimension; Ray and NeMo-RL
+    r"|\((?P<actor>(?:[\w.:-]{1,80}(?:\(\w*\)|\[rank=(?P<nemo>\d+)\])?,? ?)?(?:rank=(?P<ray>\d+), ?)?pid=\d+"
+    r"(?:, ?ip=(?P<ip>[\d.]+))?)\) ?"
     r"|\[(?P<paceline>\d{1,4})\] {1,4}(?=[^\s{])"  # the terminal output of paceline; [17] {'loss': ... is a list's number
 )
 SLURM = re.compile(r" {0,5}(?P<rank>\d{1,5}): ?(?=\S|  )")  # srun --label
@@ -45,6 +49,7 @@ OTHER = re.compile(
     r"| {0,6}\d{1,6}[ \t]+(?=(?:Traceback \(|  File \"|File \"|(?:\w+\.)*\w*(?:Error|Exception): ))"  # cat -n
     r"|\d+\.\d+s[ \t]+\d+[ \t]+"  # Kaggle: seconds, line number
     r"|std(?:out|err) [FP] "  # Kubernetes
+    r"|\(raylet(?:, ip=[\d.]+)?\) "  # Ray, for processes that have not registered yet
     r"|\[\d+ similar log lines\] "  # Monarch
     r"|(?:python[\d.]*|torchrun|accelerate|deepspeed|bash|sh)\[\d{1,7}\]: "  # journald
     r"|ERROR \d\d-\d\d \d\d:\d\d:\d\d \[?[\w./-]{1,200}\.py:\d+\] ?"  # vLLM
@@ -114,6 +119,12 @@ VALUE = (
 )
 LOSS = re.compile(rf"loss(?: train)?{VALUE}", re.IGNORECASE)
 GRAD_NORM = re.compile(rf"(?:grad(?:ient)?s?[_ /.-]*(?:global[_ ])?|\bg|\b)norm{VALUE}", re.IGNORECASE)
+NAME_START = re.compile(r"[\w./-]*$")  # of a measure's name, before the part that LOSS finds
+COLUMN_GAP = re.compile(r"\s*\|\s*|\t+|\s{2,}")
+LOSS_COLUMN = re.compile(r"(?i)(?:^|[\s_/-])loss$")
+STEP_COLUMN = re.compile(r"(?i)(?:global[_ ])?(?:step|iter(?:ation)?|epoch)s?")
+ROW_STARTS = frozenset("0123456789-nNi")  # 3/30, nan, NaN, No log, inf
+NUMBER_CELL = re.compile(r"(?i)[-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan|inf)")
 OTHER_LOSS = re.compile(r"(?:val|valid|validation|eval|test|dev|best|min|prev)[_ /.-]*$", re.IGNORECASE)
 DONE = re.compile(
     r"training (?:is )?(?:completed?|finished|done)|finished training|train_runtime|max_steps=?\d* reached"
@@ -142,8 +153,10 @@ class StepLoss:
     loss: float | None
     is_last: bool = False  # step 100/100
     grad_norm: float | None = None
+    name: str = "loss"
 
 
+LossPoint = tuple[int | None, str, float]  # step, name, value
 ProgressLine = tuple[int, int | None, int | None]  # number in the log, rank, step
 
 
@@ -154,6 +167,10 @@ class ProgressTracker:
         self.lines: deque[ProgressLine] = deque(maxlen=MAX_PROGRESS_LINES)
         self.steps_by_rank: dict[int, int] = {}  # the last step of each rank whose lines have a rank
         self.first_step: int | None = None
+        self._losses: list[LossPoint] = []
+        self._loss_rank: int | None = None  # whose losses are stored: the first that reported one
+        self._is_policy = False
+        self._columns: tuple[str, ...] = ()  # of the table whose rows may follow
         self._num_lines = 0
         self._last_step: int | None = None
         self._last_loss: float | None = None
@@ -170,7 +187,9 @@ class ProgressTracker:
         """Adds line `number` of the log; bar is the progress bar that was removed from it."""
         if DONE.search(line.text):
             self._done_line = number
-        progress = read_step_and_loss(line.text) or bar
+        self._is_policy = self._is_policy or "reward" in line.text.lower()
+        self._columns = read_columns(line.text) or self._columns
+        progress = read_row(line.text, self._columns) or read_step_and_loss(line.text) or bar
         if progress is None:
             return
         self._num_lines += 1
@@ -183,10 +202,24 @@ class ProgressTracker:
                 self.steps_by_rank[line.rank] = progress.step
         if progress.loss is not None:
             self._last_loss = progress.loss
+            self._add_loss(line.rank, (progress.step, progress.name, progress.loss))
         for measure, value in (("loss", progress.loss), ("grad_norm", progress.grad_norm)):
             if value is not None:
                 self._add_value(measure, value, (number, line.rank, progress.step))
         self.lines.append((number, line.rank, progress.step))
+
+    @property
+    def losses(self) -> tuple[LossPoint, ...]:
+        """The losses of one rank; none of a policy, whose loss rises while it learns."""
+        return () if self._is_policy else tuple(self._losses)
+
+    def _add_loss(self, rank: int | None, point: LossPoint) -> None:
+        if not self._losses:
+            self._loss_rank = rank
+        if rank == self._loss_rank:
+            self._losses.append(point)
+        if len(self._losses) > MAX_LOSSES:
+            del self._losses[1::2]
 
     def _add_value(self, measure: str, value: float, at: ProgressLine) -> None:
         """Notes whether a measure is finite; at: where it is reported."""
@@ -234,8 +267,8 @@ def split_prefix(text: str) -> LogLine:
     stream = ""
     for _ in range(MAX_PREFIXES):
         if match := RANK.match(text):
-            number = match["rank"] or match["mpi"] or match["horovod"] or match["ray"] or match["paceline"]
-            rank = int(number) if number else rank
+            numbers = match.group("rank", "mpi", "horovod", "vllm", "nemo", "ray", "paceline")
+            rank = next((int(number) for number in numbers if number), rank)
             host = match["ip"] or host
             stream = stream or match[0].strip(" :")
         elif match := NCCL.match(text) or HOST.match(text):
@@ -275,7 +308,7 @@ def strip_bars(text: str) -> tuple[str, StepLoss | None]:
         at, of = parse_count(match["at"]), parse_count(match["of"])
         if PREPARATION.match(match[0]):
             continue
-        loss = read_measure(LOSS, match[0]) if "loss" in match[0].lower() else None
+        loss = read_value(find_measure(LOSS, match[0])) if "loss" in match[0].lower() else None
         progress = StepLoss(step=at, loss=loss, is_last=at is not None and at == of)
     return BARE_BAR.sub("", BAR.sub("", text)).strip(" \t"), progress
 
@@ -283,9 +316,10 @@ def strip_bars(text: str) -> tuple[str, StepLoss | None]:
 def read_step_and_loss(text: str) -> StepLoss | None:
     """The step or the loss that a line reports; None if it reports neither."""
     lowered = text.lower()
-    loss = read_measure(LOSS, text) if "loss" in lowered else None
+    loss_match = find_measure(LOSS, text) if "loss" in lowered else None
+    loss = read_value(loss_match)
     step = STEP.search(text)
-    grad_norm = read_measure(GRAD_NORM, text) if "norm" in lowered else None
+    grad_norm = read_value(find_measure(GRAD_NORM, text)) if "norm" in lowered else None
     if step is None and loss is None:
         return None if grad_norm is None or math.isfinite(grad_norm) else StepLoss(None, None, grad_norm=grad_norm)
     if loss is None and step is not None and not (step["of"] or ":" in text or "=" in text or len(text) < 40):
@@ -296,15 +330,50 @@ def read_step_and_loss(text: str) -> StepLoss | None:
         grad_norm = (
             None  # of GRPO, whose loss is 0 by design: as long as rewards and KL are finite, only the step is skipped
         )
-    return StepLoss(step=number, loss=loss, is_last=is_last, grad_norm=grad_norm)
+    name = name_of(loss_match) if loss_match else "loss"
+    return StepLoss(step=number, loss=loss, is_last=is_last, grad_norm=grad_norm, name=name)
 
 
-def read_measure(pattern: re.Pattern[str], text: str) -> float | None:
+def find_measure(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
     """The measure's first value of training, or its first one that is not finite; of validation if there is no other."""
     matches = list(pattern.finditer(text))
     training = [match for match in matches if not OTHER_LOSS.search(text, max(0, match.start() - 20), match.start())]
-    values = [float(match["value"]) for match in training or matches]
-    return next((value for value in values if not math.isfinite(value)), values[0] if values else None)
+    chosen = training or matches
+    broken = (match for match in chosen if not math.isfinite(float(match["value"])))
+    return next(broken, chosen[0] if chosen else None)
+
+
+def name_of(match: re.Match[str]) -> str:
+    """The name of a loss in the form of metrics: train/loss."""
+    before = match.string[max(0, match.start() - 40) : match.start()]
+    prefix = NAME_START.search(before)
+    return "eval_loss" if OTHER_LOSS.search(before) else f"{prefix[0] if prefix else ''}loss"
+
+
+def read_value(match: re.Match[str] | None) -> float | None:
+    return float(match["value"]) if match else None
+
+
+def read_columns(text: str) -> tuple[str, ...]:
+    """The names of a table's columns; none if no column is a loss."""
+    names = tuple(filter(None, COLUMN_GAP.split(text.strip(" \t|")))) if "loss" in text.lower() else ()
+    is_header = len(names) > 1 and all(name[0].isalpha() and not set(name) & set(":={") for name in names)
+    return names if is_header and any(map(LOSS_COLUMN.search, names)) else ()
+
+
+def read_row(text: str, columns: Sequence[str]) -> StepLoss | None:
+    """The step and a loss in a row of a table: the first loss that is not finite, of training if there is one."""
+    if not columns or text.strip(" \t|")[:1] not in ROW_STARTS:
+        return None
+    row = dict(zip(columns, filter(None, COLUMN_GAP.split(text.strip(" \t|"))), strict=False))
+    losses = {name: float(row[name]) for name in row if LOSS_COLUMN.search(name) and NUMBER_CELL.fullmatch(row[name])}
+    if len(row) < len(columns) or not losses:
+        return None
+    training = {name: loss for name, loss in losses.items() if not OTHER_LOSS.search(name[:-4])} or losses
+    name = next((name for name, loss in training.items() if not math.isfinite(loss)), next(iter(training)))
+    counters = sorted(filter(STEP_COLUMN.fullmatch, row), key=lambda name: name.lower().startswith("epoch"))
+    counts = [parse_count(row[name].partition("/")[0]) for name in counters]
+    return StepLoss(next((count for count in counts if count is not None), None), training[name], name=name)
 
 
 def parse_count(text: str) -> int | None:

@@ -10,6 +10,7 @@ unknown, because a wrong rank costs the user more than none.
 import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import pairwise
 
 from paceline.explain.catalogue import Cause, load_catalogue
 from paceline.explain.collectives import DESYNC, FIRST_TRANSFER, STATUS, CollectiveHang
@@ -48,6 +49,7 @@ SPAWNED = re.compile(r"[Pp]rocess (?P<pid>\d+) spawned with command: .*--local[_
 PID_FAILED = re.compile(
     r"(?:Killing subprocess|[Pp]rocess) (?P<pid>\d+)\b.*(?:exits with|return code|exit code|terminated)"
 )
+STOPPED_TASKS = re.compile(r"srun: error: \S+: tasks (?P<tasks>0-[\d,-]{1,400}): Terminated")
 PROGRAM_ENDED = re.compile(r"destroy_process_group\(\) was not called before program exit")
 CANCELLED_STEP = re.compile(
     r"\*\*\* (?:STEP|JOB) \S+ (?:ON \S+ )?CANCELLED|srun: (?:Force Terminated|forcing job termination)"
@@ -62,12 +64,16 @@ NUMBER = re.compile(r"\d+")
 LAST_CHECKED = 3  # lines at the end of a log
 TROUBLE = re.compile(
     r"(?i)error|exception|traceback|\bfatal|\bfail|\babort(?:ed|ing|s)?\b|\bkill|denied|refused|cannot|can't|unable|invalid"
-    r"|no such|not found|timed? ?out|panic|crash|terminat|usage:|\*\*\* |stuck|\bhangs?\b"
-    r"|waiting for (?:all|other|rank|worker|peer|client|node)"
+    r"|no such|not found|not supported|timed? ?out|out of memory|panic|crash|\bXid\b|\bNVRM: (?!loading)"
 )
-NO_TROUBLE = re.compile(  # a count of none, a measure, the end of a tracker
+TROUBLE_AT_END = re.compile(  # of a log, where nothing shows that the program went on
+    r"(?i)terminat|usage:|\*\*\* |stuck|\bhangs?\b|waiting for (?:all|other|rank|worker|peer|client|node)"
+)
+# a count of none, a measure, the end of a tracker, a test of failures, a search for what is optional, a fallback
+NO_TROUBLE = re.compile(
     r"(?i)\b(?:0|no|without) (?:errors?|fail\w*|invalid)|(?:errors?|fail\w*|invalid|killed)\W{1,3}0\b|error[ _]rate"
-    r"|error\w*\W{1,3}\d*\.\d|^wandb:|^frame #"
+    r"|error\w*\W{1,3}\d*\.\d|^wandb:|^frame #|\bsimulat\w+ [\w ]{0,20}(?:fail|error|crash)|unable to register cu\w+ factory"
+    r"|LNK1181: cannot open input file '(?:aio|cufile)\.lib'|error during package walk|\bfall(?:ing|s) back\b|\busing default\b"
 )
 ERROR_PREFIX = re.compile(r"^(?:\S{1,40}:? )?(?:\[?(?:ERROR|FATAL|CRITICAL)\b|(?:[Ff]atal|[Ee]rror)(?: error)?: )")
 
@@ -165,10 +171,18 @@ def culprit_rank(
         if other.record.rank is not None:
             return other.record.rank
     blamed = rank_blamed_by_launcher(logs)
+    if blamed is None and event.record.kind == "exception":
+        return first_to_leave(event, logs[event.place[0]])
     if blamed is not None or event.record.kind not in ("exit", "signal"):
         return blamed
     # a killed rank prints nothing; the ranks that lost it do
     return only_silent_rank({other.record.rank for other in candidates if other.cause.follows is True}, logs)
+
+
+def first_to_leave(event: Event, log: Log) -> int | None:
+    """The rank that first reports its end behind an exception, which has no rank itself."""
+    after = (record for record in log.records if record.line > event.record.line)
+    return next((record.rank for record in after if PROGRAM_ENDED.search(record.text)), None)
 
 
 def rank_in_text(event: Event) -> int | None:
@@ -235,9 +249,23 @@ def rank_blamed_by_launcher(logs: Sequence[Log]) -> int | None:
             first = int(match["rank"])
         elif first is None and (match := PID_FAILED.search(text)):
             first = pids.get(match["pid"])
+        elif first is None and (match := STOPPED_TASKS.search(text)):
+            first = task_left_out(match["tasks"])
         elif first is None and record.kind in ("exit", "signal") and record.rank is not None:
             first = record.rank
     return first
+
+
+def task_left_out(tasks: str) -> int | None:
+    """The one number that a list such as 0-57,59-63 leaves out: srun stops all tasks but the one that failed."""
+    ends = [part.partition("-") for part in tasks.split(",")]
+    if not all(
+        first.isdecimal() and len(first + last) < 14 and (not last or last.isdecimal()) for first, _, last in ends
+    ):
+        return None
+    runs = [(int(first), int(last or first)) for first, _, last in ends]
+    missing = [number for (_, last), (first, _) in pairwise(runs) for number in range(last + 1, min(first, last + 3))]
+    return missing[0] if len(missing) == 1 else None
 
 
 def last_errors(log: Log) -> list[Record]:
@@ -253,13 +281,19 @@ def trouble_at_end(logs: Sequence[Log]) -> list[tuple[int, str]]:
         (number, text)
         for log in logs
         for number, text in log.last_lines[-LAST_CHECKED:]
-        if number > last_progress_line(log) and is_trouble(text)
+        if number > last_progress_line(log) and is_trouble(text, at_end=True)
     ]
 
 
-def is_trouble(text: str) -> bool:
+def trouble_anywhere(logs: Sequence[Log]) -> list[tuple[int, str]]:
+    """The records of which a word tells of trouble."""
+    return [(record.line, record.text) for log in logs for record in log.records if is_trouble(record.text)]
+
+
+def is_trouble(text: str, *, at_end: bool = False) -> bool:
     text = split_prefix(text).text
-    return bool(TROUBLE.search(text)) and not NO_TROUBLE.search(text) and not WARNING_LINE.search(text)
+    has_word = TROUBLE.search(text) or (at_end and TROUBLE_AT_END.search(text))
+    return bool(has_word) and not NO_TROUBLE.search(text) and not WARNING_LINE.search(text)
 
 
 def last_progress_line(log: Log) -> int:

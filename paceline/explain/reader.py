@@ -21,6 +21,7 @@ from paceline.explain.line_filter import AFTER, MAX_LINE_BYTES, LineFilter, Shap
 from paceline.explain.lines import (
     MAX_RANKS,
     LogLine,
+    LossPoint,
     ProgressLine,
     ProgressTracker,
     split_prefix,
@@ -40,10 +41,11 @@ FIRST_RECORDS, LAST_RECORDS = 2000, 1000  # stored of a log with more errors
 FIRST_SELECTED, LAST_SELECTED = 6000, 3000  # lines parsed of a log in which nearly every line has an error word
 LAST_LINES = 8  # stored for a failure that is not in the catalogue
 PROGRESS_LINES = 60  # searched for a step before a selected line
+SAMPLED_LINES = 20  # of those before them: where steps begin again, a new curve begins
 
-# in every line that reports a step, a loss or the end of the work
+# in every line that reports a step, a loss or the end of the work, and in the rows of a table of numbers
 PROGRESS_WORD = re.compile(
-    rb"(?i)step|loss|iter|\bit\b|updat|batch|%\||finish|complet|done|train_runtime|reached|passed|saved"
+    rb"(?i)step|loss|iter|\bit\b|updat|batch|%\||finish|complet|done|train_runtime|reached|passed|saved|^[\s|]*\d[\d./]*[\s|]+\d"
 )
 SIGNAL = re.compile(
     r"\bSIG(?:KILL|TERM|SEGV|ABRT|BUS|INT|HUP|ILL|FPE|PIPE|USR1|USR2)\b|[Ss]ignal:? \d+|Segmentation fault|core dumped"
@@ -84,6 +86,7 @@ class Log:
     last_lines: tuple[tuple[int, str], ...] = ()
     last_steps: Mapping[int, int] = field(default_factory=dict)  # by rank, of lines that have a rank
     ranks: frozenset[int] = frozenset()  # whose lines were parsed
+    losses: tuple[LossPoint, ...] = ()  # of one rank, a part of them in a long log
     problem: str = ""  # why the log could not be read whole
 
 
@@ -167,6 +170,7 @@ class LogParser:
             last_lines=tail,
             last_steps=self._progress.steps_by_rank,
             ranks=frozenset(self._ranks),
+            losses=self._progress.losses,
         )
 
     def _split(self, block: bytes) -> tuple[bytes, list[bytes], Sequence[int]]:
@@ -180,12 +184,12 @@ class LogParser:
         return b"\n".join(lines), lines, numbers
 
     def _skip(self, lines: list[bytes], numbers: Sequence[int], gap: range) -> None:
-        """Skips lines without an error word, except for progress lines at the end of the gap and the first ones of the log."""
+        """Skips lines without an error word, except for progress lines at the end of the gap, some before, and the log's first."""
         self._add(self._tracebacks.flush())
         start = max(gap.start, gap.stop - PROGRESS_LINES)
-        searched = [*range(start, gap.stop)]
-        if self._progress.first_step is None:
-            searched = [*range(gap.start, min(gap.start + PROGRESS_LINES, start)), *searched]
+        first = gap.start + PROGRESS_LINES if self._progress.first_step is None else gap.start
+        between = range(first, start, 1 + max(0, start - first) // SAMPLED_LINES)
+        searched = [*range(gap.start, min(first, start)), *between, *range(start, gap.stop)]
         for at in searched:
             for part in unwrap_json(lines[at]) if PROGRESS_WORD.search(lines[at]) else ():
                 text, bar = strip_bars(strip_escapes(part[:MAX_LINE_CHARS].decode("utf-8", "replace")))

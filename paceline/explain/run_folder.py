@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 from paceline.errors import PacelineError, TrainingFailed, UsageError
 from paceline.explain.catalogue import load_catalogue
-from paceline.explain.curve_verdict import add_findings, explain_curves, judge_curves
+from paceline.explain.curve_verdict import add_findings, explain_curves, judge_curves, judge_progress
 from paceline.explain.evidence import (
     DISK,
     MEMORY,
@@ -282,16 +282,20 @@ def explain_logs(names: Sequence[str], *, runs_dir: str, stdin: BinaryIO) -> Exp
 
 def explain(source: Iterable[bytes] | Path) -> Explanation:
     """Explains the chunks of one log, a file, or a folder of files."""
-    return explain_files(find_files([source])) if isinstance(source, Path) else reach_verdict([read_log(source)])
+    if isinstance(source, Path):
+        return explain_files(find_files([source]))
+    logs = [read_log(source)]
+    return judge_progress(reach_verdict(logs), logs)
 
 
 def explain_files(files: Sequence[Path]) -> Explanation:
     """Explains logs with what lies beside them, files with metrics, or both; what a log shows stays the cause."""
     metrics = {path for path in files if is_metric_file(path)}
-    logs = [path for path in files if path not in metrics and not RAS_NAME.search(path.name)]
-    explanation = reach_verdict([*read_files(logs), *companion_logs(files)])
+    texts = [path for path in files if path not in metrics and not RAS_NAME.search(path.name)]
+    logs = [*read_files(texts), *companion_logs(files)]
+    explanation = reach_verdict(logs)
     if not metrics:
-        return explanation
+        return judge_progress(explanation, logs)
     curves, notes = read_series(metrics)
     if not (explanation.shows_failure or explanation.progress.steps):
         return explain_curves(curves, notes, names=", ".join(sorted(path.name for path in metrics)[:3]))

@@ -14,13 +14,15 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from paceline.errors import PacelineError
 from paceline.explain.event_files import Report, read_event_file, read_wandb_file
+from paceline.noise import median
 from paceline.rundir import RunDir, open_file, read_json_lines
 from paceline.units import format_number_of, unix_time
 
@@ -69,6 +71,7 @@ WORDS = re.compile(r"[^a-z0-9]+")
 WHOLE_BYTES = 1 << 20  # a health file up to this size is read whole
 NUM_SAMPLES = 200  # of a longer one
 MAX_LINE_BYTES = 16 << 10
+MAX_POINTS = 2000  # of a curve that is judged; of a longer one, medians of neighbours
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,36 @@ class SeriesTable:
             steps, values, times = map(list, zip(*in_order(points), strict=True))
             series.append(MetricSeries(name, str(kind_of(name)), self.source, steps, values, times))
         return series
+
+
+def loss_series(points: Sequence[tuple[int | None, str, float]], *, source: str) -> list[MetricSeries]:
+    """The curves of losses by name that lines of a log report; points: step, name, value."""
+    table = SeriesTable(source)
+    has_steps = all(step is not None for step, _, _ in points)
+    for number, (step, name, value) in enumerate(points):
+        table.add(name, step if has_steps and step is not None else number, value, math.nan)
+    return table.series()
+
+
+def thinned(series: MetricSeries) -> MetricSeries:
+    """The finite points; of more than MAX_POINTS, the median of each few neighbours."""
+    points = [point for point in zip(series.steps, series.values, series.times, strict=True) if math.isfinite(point[1])]
+    size = 1 + len(points) // (MAX_POINTS + 1)
+    groups = [points[at : at + size] for at in range(0, len(points), size)]
+    return replace(
+        series,
+        steps=[group[0][0] for group in groups],
+        values=[median(value for _, value, _ in group) for group in groups],
+        times=[group[0][2] for group in groups],
+    )
+
+
+def speed_of(loss: MetricSeries) -> MetricSeries:
+    """The steps per second between the points of a curve whose times are known."""
+    pairs = list(pairwise(zip(loss.steps, loss.times, strict=True)))
+    rates = [(step, (step - start) / (time - before), time) for (start, before), (step, time) in pairs if time > before]
+    steps, values, times = map(list, zip(*rates, strict=True)) if len(rates) == len(pairs) > 0 else ([], [], [])
+    return MetricSeries("steps per second", THROUGHPUT, loss.source, steps, values, times)
 
 
 def in_order(points: Sequence[tuple[int, float, float]]) -> list[tuple[int, float, float]]:

@@ -16,6 +16,7 @@ from paceline.explain.catalogue import Cause, load_catalogue
 from paceline.explain.collectives import DESYNC, FIRST_TRANSFER, CollectiveHang, ends_at_init, ends_in_nccl
 from paceline.explain.explanation import Evidence, Explanation, LogProgress, Record
 from paceline.explain.matches import (
+    LAST_CHECKED,
     WAITING,
     Event,
     culprit_rank,
@@ -23,6 +24,7 @@ from paceline.explain.matches import (
     last_errors,
     rank_blamed_by_launcher,
     rank_in_text,
+    trouble_anywhere,
     trouble_at_end,
     unexplained_failures,
 )
@@ -203,17 +205,21 @@ def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[st
         )  # fmt: skip
     is_long = max((len({number for number, _ in log.last_lines}) for log in logs), default=0) >= MIN_LINES
     if is_long and not any(map(ends_in_nccl, last_lines)):
+        if trouble := [Evidence(n, shorten(text)) for n, text in trouble_anywhere(logs)]:
+            return explain_silence(logs, progress, trouble)
         summary = f"no failure found in {count_lines(logs):,} lines, but they report no step and no end"
         return Explanation(HEALTHY, confidence=OUTPUT_CONFIDENCE, summary=summary, fix=CHECK_END, progress=progress)
     return explain_silence(logs, progress, ())
 
 
 def explain_silence(logs: Sequence[Log], progress: LogProgress, trouble: Sequence[Evidence]) -> Explanation:
-    """For logs that show neither a known failure nor that the run works: what was read. trouble: their suspicious last lines."""
+    """For logs that show neither a known failure nor that the run works: what was read. trouble: their suspicious lines."""
     num_lines = f"{count_lines(logs):,} lines"
     fix = f"pass the whole log of every rank: {ONE_LOG_PER_RANK}"
     if trouble:
-        summary = f"no failure is recognized, but the log ends with: {trouble[0].text[:MAX_QUOTE]}"
+        is_end = any(trouble[0].line == number for log in logs for number, _ in log.last_lines[-LAST_CHECKED:])
+        where = "the log ends with" if is_end else f"line {trouble[0].line:,} is"
+        summary = f"no failure is recognized, but {where}: {trouble[0].text[:MAX_QUOTE]}"
     elif any(log.problem == INCOMPLETE for log in logs):
         summary = f"{INCOMPLETE}: no failure found in the {num_lines} that could be read"
         fix = "copy the file again, or pass the log before its compression"

@@ -10,6 +10,7 @@ from curve_shapes import NOISE_LEVELS, Noise, falling, healthy_run, series
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.curve_verdict import add_findings, explain_curves, judge_curves
 from paceline.explain.explanation import Explanation, format_explanation
+from paceline.explain.run_folder import explain
 from paceline.explain.series import GRADIENT, LOSS, MEMORY, RATE, REWARD, STEP_TIME, THROUGHPUT, VALIDATION
 
 RUNS = 200  # of each noise level
@@ -125,6 +126,80 @@ def test_gradients_that_overflow_now_and_then_are_fp16_and_five_in_a_row_are_not
     assert judge_curves([series(GRADIENT, [math.inf] * 4 + norms + [math.inf] * 4)]) == []
     [finding] = judge_curves([series(GRADIENT, norms + [math.nan] * 5)])
     assert (finding.cause, finding.at) == ("loss-nan", 50)
+
+
+LINES = (  # a loss on the lines of a log, as trainers print it
+    "step {step}/100000 | loss {loss:.4f} | lr 3.0e-4\n",
+    "[2026-01-02 03:04:05] [rank1]: iter={step}, train_loss={loss:.3f}, grad_norm=0.71\n",
+    "{{'loss': {loss:.4f}, 'grad_norm': 0.7, 'epoch': 0.1}}\n",
+)
+
+
+def log_of(points, line):
+    return ["".join(line.format(step=step, loss=loss) for step, loss in points).encode()]
+
+
+@pytest.mark.parametrize("level", NOISE_LEVELS)
+def test_the_lines_of_healthy_runs_show_nothing(level):
+    for seed in range(RUNS // 2):
+        loss = healthy_run(seed, level)[0]
+        points = list(zip(loss.steps, loss.values, strict=True))
+        assert explain(log_of(points, LINES[seed % len(LINES)])).cause in ("healthy", "unknown")
+
+
+@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize(
+    ("losses", "at"),
+    [
+        ([3.0, 2.9, 2.8, 2.7] * 10 + [9.0, 9.2, 8.9, 9.1] * 10, 40),  # a multiple
+        ([2.5, 2.4, 2.3, 2.2, 900.0, 5e4, 7e4, 8e4], 4),  # orders of magnitude, after few points
+        ([2e8, 6e8, 4e8, 3e8, 5e8, 4e8, 2e8, 6e8, 3e8], 0),  # absurd from the start
+    ],
+)
+def test_a_log_whose_loss_rises_to_its_end_or_is_absurd_is_no_healthy_one(losses, at, line):
+    explanation = explain(log_of(enumerate(losses), line))
+    assert explanation.cause == "loss-diverged"
+    assert abs(explanation.step - at) <= 2
+    assert [curve.source for curve in explanation.curves] == ["log"]
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        [2.5, 2.4, 2.3, 2.2, 900.0, 5e4, 2.3, 2.2],  # a spike
+        [2.5, 2.4, 2.3, 2.2, 2.3, 2.2, 900.0, 800.0],  # two points
+        [5e8 / (1 + n) for n in range(12)],  # it falls
+        [0.0001, 0.0001, 0.0001, 0.4, 0.5, 0.4, 0.3, 0.5],  # of a policy: small whatever it is
+        [2.0 + 0.01 * n for n in range(60)],  # by a third
+    ],
+)
+def test_a_log_whose_loss_comes_back_falls_or_rises_little_is_healthy(losses):
+    assert explain(log_of(enumerate(losses), LINES[0])).cause == "healthy"
+
+
+def test_other_losses_and_those_of_a_policy_are_not_judged():
+    rising = list(enumerate([1.0] * 40 + [9.0] * 40))
+    assert explain(log_of(rising, LINES[0])).cause == "loss-diverged"
+    for line in (LINES[0].replace("loss {", "policy_loss {"), LINES[0].replace("lr 3", "reward 0.3 | lr 3")):
+        assert explain(log_of(rising, line)).cause == "healthy"
+
+
+def test_a_second_stage_of_a_log_is_a_curve_of_its_own():
+    stages = [[2 * math.exp(-n / 50) + 0.1 for n in range(200)], [6 * math.exp(-n / 80) + 2 for n in range(200)]]
+    assert explain([b"".join(text for loss in stages for text in log_of(enumerate(loss), LINES[0]))]).cause == "healthy"
+
+
+def test_a_huge_loss_is_told_to_normalize_and_a_rising_one_is_not():
+    huge, rising = (
+        explain(log_of(enumerate(losses), LINES[0])) for losses in ([4e8, 5e8] * 6, [2.0] * 6 + [9e4, 8e4, 9e4])
+    )
+    assert "normalize" in huge.fix and "does not fall" in huge.summary
+    assert "normalize" not in rising.fix and "resume from a checkpoint" in rising.fix
+
+
+def test_a_failure_of_the_log_is_not_replaced_by_its_loss():
+    text = b"".join(log_of(enumerate([1.0] * 40 + [9.0] * 40), LINES[0]))
+    assert explain([text + b"ValueError: sample 1841 has 3 fields\n"]).cause == "user-code-exception"
 
 
 def test_a_spike_that_has_come_down_by_half_is_no_divergence():

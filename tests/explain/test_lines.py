@@ -3,7 +3,7 @@
 import pytest
 from log_samples import read
 
-from paceline.explain.lines import read_step_and_loss, split_prefix
+from paceline.explain.lines import MAX_LOSSES, LogLine, ProgressTracker, read_step_and_loss, split_prefix
 
 
 def test_an_nccl_line_has_a_host_and_a_device_that_is_not_a_rank():
@@ -76,7 +76,52 @@ def test_the_number_of_an_item_is_no_rank():
     [
         ("2026-01-02T03:04:05.123456789Z stderr F ", "ValueError: x"),
         ("Nov 21 10:00:00 node-3 python3[4711]: ", "ValueError: x"),
+        ("(raylet) ", "Traceback (most recent call last):"),
+        ("(raylet, ip=10.0.0.7) ", '  File "worker.py", line 8, in <module>'),
     ],
 )
-def test_the_prefixes_of_kubernetes_and_journald_are_removed(prefix, text):
+def test_the_prefixes_of_kubernetes_journald_and_ray_are_removed(prefix, text):
     assert split_prefix(prefix + text).text == text
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("step 7 | loss 2.5", "loss"),
+        ("{'train/loss': 2.5, 'step': 7}", "train/loss"),
+        ("step 7: policy_loss=0.2 loss=2.5", "policy_loss"),
+        ("step 7 validation loss: 2.5", "eval_loss"),
+        ("step 7: val loss 2.9, train loss 2.5", "loss"),
+    ],
+)
+def test_a_loss_has_the_name_that_its_line_gives_it(line, name):
+    assert read_step_and_loss(line).name == name
+
+
+def test_the_losses_of_one_rank_are_stored_and_those_of_a_policy_are_not():
+    lines = "".join(f"[rank{rank}]: step {step} loss: {step}.5\n" for step in range(3) for rank in (1, 0))
+    assert read(lines).losses == ((0, "loss", 0.5), (1, "loss", 1.5), (2, "loss", 2.5))
+    assert read(lines + "[rank1]: step 3 loss: 0.1 reward: 0.7\n").losses == ()
+
+
+def test_of_many_losses_the_last_are_stored_and_a_part_of_the_first():
+    tracker = ProgressTracker()
+    for step in range(5 * MAX_LOSSES):
+        tracker.add(step, LogLine(f"step {step} loss: 2.5"), None)
+    steps = [step for step, _, _ in tracker.losses]
+    assert steps[0] == 0 and steps[-3:] == [5 * MAX_LOSSES - n for n in (3, 2, 1)]
+    assert len(steps) <= MAX_LOSSES and steps == sorted(steps)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "rank"),
+    [
+        ("(Worker_TP1 pid=231) ", 1),
+        ("(EngineCore_DP0 pid=200) (Worker_PP3 pid=231) ", 3),
+        ("(Worker_PP1_TP0 pid=231) ", None),
+        ("(MegatronPolicyWorker[rank=12] pid=4120, ip=10.0.0.12) ", 12),
+        ("(Trainer[2] pid=4120) ", None),
+    ],
+)
+def test_the_rank_in_the_name_of_a_worker_is_read(prefix, rank):
+    assert split_prefix(prefix + "it failed").rank == rank

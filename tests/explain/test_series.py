@@ -210,7 +210,7 @@ def test_a_folder_of_wandb_is_explained_without_its_own_logs(wandb_folder, capsy
     assert output.startswith(
         "loss-nan: loss, gradients or metrics are NaN or infinite: train/loss from step 7000 to its end"
     )
-    assert "debug" not in output and "loss-diverged, the loss rises" in output
+    assert "debug" not in output and "loss-diverged, the loss diverges" in output
 
 
 def trainer_state(folder, *, nan_from=None, steps=80):

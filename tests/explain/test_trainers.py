@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from log_samples import read
 
+from paceline.explain.lines import StepLoss, read_columns, read_row
 from paceline.explain.run_folder import explain
 
 TABLE = Path(__file__).parent / "trainers.toml"
@@ -66,3 +67,43 @@ def test_a_loss_of_validation_does_not_hide_that_of_training():
 def test_a_loss_that_is_not_finite_is_read_in_any_spelling(value):
     progress = read(f"step 4 loss: 2.0\nstep 5 loss: {value}\n").progress
     assert (progress.nan_line, progress.nan_step, progress.nan_measure) == (2, 5, "loss")
+
+
+YOLO = "      Epoch    GPU_mem   box_loss   cls_loss   dfl_loss  Instances       Size\n"
+YOLO_ROW = "       {n}/30      4.41G     {a}     {b}     1.291         13        640: 100% ━━━━ 90/90 6.5it/s 14.2s\n"
+NOTEBOOK = "Step\tTraining Loss\tValidation Loss\n"
+CARD = "| Training Loss | Epoch | Step | Validation Loss |\n|:---:|:---:|:---:|:---:|\n"
+
+
+@pytest.mark.parametrize(
+    ("header", "row", "first"),
+    [
+        (YOLO, YOLO_ROW.replace("{b}", "0.981"), 5),
+        (YOLO, YOLO_ROW.replace("{a}", "0.981").replace("{b}", "{a}"), 5),
+        (NOTEBOOK, "{n}\t{a}\t1.9\n", 5),
+        (CARD, "| {a} | 1.0 | {n} | 1.9 |\n", 6),
+    ],
+)
+def test_a_column_of_losses_that_stays_nan_is_a_failure(header, row, first):
+    rows = [
+        "".join(row.format(n=n, a=value) for n in steps) for steps, value in ((range(1, 4), 1.21), (range(4, 9), "nan"))
+    ]
+    explanation = explained(header, *rows)
+    assert (explanation.cause, explanation.line, explanation.step) == ("loss-nan", first, 4)
+    assert explained(header, *reversed(rows)).cause == "healthy"
+
+
+def test_a_validation_loss_alone_that_is_nan_in_a_table_is_no_failure():
+    assert explained(NOTEBOOK, "".join(f"{n}\t{3 - n / 9}\tnan\n" for n in range(8))).cause == "healthy"
+
+
+@pytest.mark.parametrize("line", ["the loss of 3 runs  is below 2", "loss: 2.5  step: 4  lr: 1e-3", "loss"])
+def test_text_about_a_loss_is_no_header_of_a_table(line):
+    assert read_columns(line) == ()
+
+
+def test_a_row_without_all_its_cells_or_without_numbers_is_no_row():
+    columns = read_columns("Step  Training Loss  Validation Loss")
+    assert read_row("10  2.5  nan", columns) == StepLoss(10, 2.5, name="Training Loss")
+    for text in ("10  2.5", "10  no log  none", "all  2.5  2.4"):
+        assert read_row(text, columns) is None

@@ -192,6 +192,83 @@ def test_ordinary_output_to_the_end_is_healthy_with_low_confidence():
     assert explanation.summary == "no failure found in 9 lines, but they report no step and no end"
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "NVRM: Xid (PCI:0000:17:00): 45, pid=77, name=python, Ch 00000003",
+        "NVRM: GPU 0000:17:00.0: RmInitAdapter failed!",
+        "rdma: device mlx5_3 not supported",
+        "unable to allocate 20 GiB",
+        "the request was refused",
+    ],
+)
+def test_ordinary_output_with_a_word_of_trouble_is_no_healthy_log(line):
+    output = "".join(f"loaded shard {n}\n" for n in range(9))
+    explanation = verdict(output + line + "\n" + output)
+    assert (explanation.cause, explanation.confidence) == ("unknown", 0.0)
+    assert explanation.summary == f"no failure is recognized, but line 10 is: {line}"
+    assert [(item.line, item.text) for item in explanation.evidence] == [(10, line)]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "NVRM: loading NVIDIA UNIX x86_64 Kernel Module  570.86.10",
+        "cuda_dnn.cc:8310] Unable to register cuDNN factory: one has already been registered",
+        "[2/3] Simulate node failure",
+        "LINK : fatal error LNK1181: cannot open input file 'cufile.lib'",
+        "INFO request refused, asking the next server",
+        "Terminating pod worker-2",
+        "FSDP is not supported on cpu devices; falling back to DDP.",
+        "Unexpected error during package walk: cutlass.cute.experimental",
+        "Using default MoE kernel config: no config file found, cannot be optimal",
+    ],
+)
+def test_output_that_is_usual_in_healthy_runs_is_no_trouble(line):
+    output = "".join(f"loaded shard {n}\n" for n in range(9))
+    assert verdict(output + line + "\n" + output).cause == "healthy"
+
+
+def test_of_an_xid_that_follows_from_another_one_the_root_counts():
+    lines = "".join(
+        f"kernel: NVRM: Xid (PCI:0000:{bus}:00): 45, pid=77, name=python, Ch 0000000{n} caused by previous Xid 149\n"
+        for n, bus in enumerate(("17", "ba", "dc"))
+    )
+    explanation = verdict(lines)
+    assert (explanation.cause, explanation.line) == ("gpu-hardware-error", 1)
+    assert "(Xid 149)" in explanation.summary and "nvlink" in explanation.fix
+    assert verdict(lines.replace("Xid 149", "Xid 13")).cause == "illegal-memory-access"
+
+
+@pytest.mark.parametrize(
+    ("tasks", "rank"),
+    [("0-57,59-63", 58), ("0-3,5", 4), ("0-57,60-63", None), ("0-3,5,7", None), ("0-62", None), ("0-3,5-", 4)],
+)
+def test_the_one_task_that_srun_did_not_stop_is_blamed(tasks, rank):
+    step = "error: *** STEP 522.0 ON n7 CANCELLED AT 2026-04-29T23:36:37 DUE TO TASK FAILURE ***\n"
+    assert verdict(f"{step}srun: error: n7: tasks {tasks}: Terminated\n").rank == rank
+
+
+def test_the_rank_that_leaves_first_behind_an_exception_raised_it():
+    leaves = (
+        "[rank{}]:[W322 13:52:49.0 ProcessGroupNCCL.cpp:1524]"
+        " Warning: destroy_process_group() was not called before program exit\n"
+    )
+    explanation = verdict(raised(None, BUG) + leaves.format(2) + leaves.format(0))
+    assert (explanation.cause, explanation.rank) == ("user-code-exception", 2)
+    assert verdict(leaves.format(0) + raised(None, BUG)).rank is None
+
+
+def test_the_rank_that_megatron_names_in_its_error_is_the_culprit():
+    error = (
+        "RuntimeError: Rank 11, node n8, device 3, iteration 42: Unexpected result nan"
+        " (message='found NaN in local grad norm')"
+    )
+    explanation = verdict(raised(None, error))
+    assert (explanation.cause, explanation.rank) == ("loss-nan", 11)
+    assert "from step 42 on" in explanation.summary
+
+
 CUT = raised(0, "")[: -len("[rank0]: \n")]
 
 

@@ -349,15 +349,15 @@ def format_fix(cause: Cause, records: Sequence[Record], values: Mapping[str, str
     for record in records[:1]:  # its innermost frame ends the text
         texts += [f"host {record.host}", record.text, *record.frames]
     fix, groups = cause.choose_fix("\n".join(texts))
-    return fill_template(fix, {**values, **clean_values(groups)})
+    return fill_template(fix, {**values, **clean_values(groups)}, has_commands=True)
 
 
-def fill_template(template: str, values: Mapping[str, str]) -> str:
+def fill_template(template: str, values: Mapping[str, str], *, has_commands: bool = False) -> str:
     """The sentence with its values, on one line.
 
     A part in [ ] is left out if one of its values is unknown. Elsewhere an unknown rank reads "a rank" and any other unknown
     value "n/a". Text between backticks is a command: there a value is one word of the shell, and one that would still be an
-    option or end the command counts as unknown and reads as its name in capitals.
+    option or end the command counts as unknown and reads as its name in capitals. has_commands: no value may add backticks.
     """
     in_commands = set(PLACEHOLDER.findall("".join(template.split("`")[1::2])))
     unsafe = {name for name in in_commands & values.keys() if values[name].startswith("-") or "`" in values[name]}
@@ -365,7 +365,9 @@ def fill_template(template: str, values: Mapping[str, str]) -> str:
     text = OPTIONAL.sub(lambda match: match[1] if set(PLACEHOLDER.findall(match[1])) <= known else "", template)
     text = text if "rank" in values else text.replace("rank {rank}", "a rank")
     names = PLACEHOLDER.findall(text)
-    prose = {name: values.get(name, "n/a").replace("`", "'") for name in names}
+    prose = {name: values.get(name, "n/a") for name in names}
+    if has_commands:
+        prose = {name: value.replace("`", "'") for name, value in prose.items()}
     words = {name: shlex.quote(values[name]) if name in known else name.upper() for name in names}
     parts = [part.format_map(table) for part, table in zip(text.split("`"), cycle((prose, words)), strict=False)]
     return " ".join("`".join(parts).split())

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError, UsageError
+from paceline.explain.explanation import with_commands
 from paceline.options import WatchOptions
 from paceline.redaction import redact
 from paceline.rundir import RunDir, find_run, is_preparing, write_atomic
@@ -227,7 +228,7 @@ def explanation(snapshot: Snapshot) -> list[str]:
     why = why_panel(snapshot.explanation)
     lines = [f"**{why['cause']}**: {escape(str(why['summary']))}"]
     if fix := why["fix"] and str(why["fix"]):
-        lines += ["", f"**Fix:** {escape(fix) if '`' in fix else f'`{fix}`'}"]
+        lines += ["", f"**Fix:** {with_commands(fix)}"]
     evidence = [f"{line['place']}  {line['text']}" for block in why["blocks"][:1] for line in block["lines"]]
     return [*lines, "", *fenced("\n".join(evidence))] if snapshot.explanation.get("evidence") else lines
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError
+from paceline.explain.explanation import with_commands
 
 FIXERS = {"user": "you", "admin": "the administrator of the machine", "hardware": "a repair, or other hardware"}
 RETRIES = {
@@ -283,9 +284,8 @@ def format_page(catalogue: Catalogue) -> str:
     for group, causes in groups.items():
         lines += [f"## {group}", ""]
         for cause in causes:
-            facts = "\n".join(f"- {label}: {value}" for label, value in facts_of(cause))
-            text = f"{format_title(cause)}.\n\n{facts}"
-            lines += [f"### {cause.id}", "", re.sub(r"([<>*_\[\]`|])", r"\\\1", text), ""]
+            facts = [f"- {label}: {with_commands(value)}" for label, value in facts_of(cause)]
+            lines += [f"### {cause.id}", "", f"{with_commands(format_title(cause))}.", "", *facts, ""]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -81,16 +81,7 @@ class HostsRun:
 
     def processes(self, host: str) -> list[psutil.Process]:
         """Returns what runs on a host, but for its ssh server."""
-        out = subprocess.run(
-            ["ip", "netns", "pids", self.hosts.prefix + host], capture_output=True, text=True, check=True
-        )
-        found = []
-        for pid in out.stdout.split():
-            with suppress(psutil.NoSuchProcess):
-                process = psutil.Process(int(pid))
-                if "-D" not in process.cmdline():
-                    found.append(process)
-        return found
+        return [process for process in all_processes(self.hosts, host) if "-D" not in cmdline(process)]
 
     def process_of(self, host: str, part: str) -> psutil.Process:
         """Returns a process of a host by a part of its command line."""
@@ -110,6 +101,15 @@ class HostsRun:
         self.process.kill()
         self.process.wait()
         self.log.close()
+
+
+def all_processes(hosts: Hosts, host: str) -> list[psutil.Process]:
+    command = ["ip", "netns", "pids", hosts.prefix + host]
+    processes = []
+    for pid in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split():
+        with suppress(psutil.NoSuchProcess):
+            processes.append(psutil.Process(int(pid)))
+    return processes
 
 
 def cmdline(process: psutil.Process) -> list[str]:

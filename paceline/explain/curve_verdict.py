@@ -108,10 +108,8 @@ def add_findings(explanation: Explanation, findings: Sequence[CurveFinding]) -> 
     for finding in findings:
         values, series = sentence_values(finding), finding.series
         cause, step = load_catalogue().causes[finding.cause], series.steps[finding.at]
-        summary, fix = (
-            fill_template(cause.summary, values),
-            fill_template(cause.choose_fix(finding.reason or "")[0], values),
-        )
+        summary = fill_template(cause.summary, values)
+        fix = fill_template(cause.choose_fix(finding.reason or "")[0], values, has_commands=True)
         curves.append(replace(show_curve(series), cause=cause.id, step=step, summary=summary))
         if not explanation.shows_failure:
             explanation = replace(

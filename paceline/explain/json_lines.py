@@ -59,9 +59,8 @@ def logged_lines(fields: Fields, depth: int = 0) -> Iterator[str]:
         traceback = traceback_text(fields.get(name))
         if traceback and traceback not in message:
             yield from traceback.splitlines()
-    for name in (
-        NESTED if depth < MAX_DEPTH and not ("text" in fields and "record" in fields) else ()
-    ):  # loguru's text has all
+    is_whole = "text" in fields and "record" in fields  # loguru's text
+    for name in NESTED if depth < MAX_DEPTH and not is_whole else ():
         if isinstance(inner := fields.get(name), dict):
             yield from logged_lines(inner, depth + 1)
 

@@ -59,9 +59,7 @@ KINDS = (  # a kind, and the names that mean it, in lower case with _ between wo
 STEP_NAMES = (  # the first that a record has is its step
     "train/global_step", "trainer/global_step", "global_step", "step", "current_steps", "iteration", "iter", "_step", "epoch",
 )  # fmt: skip
-PART = re.compile(
-    rf"{HELD_OUT}|train|training|health"
-)  # the name of a folder that holds one part of a run's event files
+PART = re.compile(rf"{HELD_OUT}|train|training|health")  # the name of a folder with one part of a run's event files
 Reader = Callable[[BinaryIO, "SeriesTable", Report], None]
 NO_LOG = re.compile(
     r"/(?:vocab|merges|added_tokens|requirements|special_tokens)\.txt$|wandb/(?:[^/]*run[^/]*/logs/)?debug[\w-]*\.log$"

@@ -282,10 +282,8 @@ def explain_host(explanation: Explanation, root: Failure) -> Explanation:
         summary = f"{summary}; it answers again"
         fix = f"if it happens often: see who ends ssh sessions on {root.host} (journalctl -u ssh), and whether this machine sleeps"
     elif FULL_DISK in root.message:
-        cause, fix = (
-            DISK_FULL,
-            f"make room there: ssh {root.host} df -h ~/.cache; it joins the run again when it has some",
-        )
+        cause = DISK_FULL
+        fix = f"make room there: ssh {root.host} df -h ~/.cache; it joins the run again when it has some"
     return replace(explanation, cause=cause, rank=None, summary=summary, fix=root.fix or fix, confidence=1.0)
 
 

@@ -191,7 +191,7 @@ class Arrivals:
             return
         if not self.run.path.is_dir():  # a run folder that has vanished is not made again
             return
-        if name in SHARED and line.get("first") and self.run.events.exists():  # of a copy whose link was made again
+        if name in SHARED and self.run.events.exists():  # a copy whose link was made again sends all from its beginning
             known = set(self.run.events.read_bytes().splitlines())
             data = b"".join(record for record in data.splitlines(keepends=True) if record.rstrip() not in known)
         try:

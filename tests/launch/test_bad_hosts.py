@@ -12,6 +12,7 @@ from pathlib import Path
 import namespaces
 import psutil
 import pytest
+from hosts_run import all_processes, cmdline
 from namespaces import PORT, Hosts, namespaced_hosts
 
 from paceline.cli import run_command
@@ -171,22 +172,11 @@ def server_of(hosts: Hosts, host: str) -> psutil.Process:
     return next(process for process in all_processes(hosts, host) if "-D" in process.cmdline())
 
 
-def all_processes(hosts: Hosts, host: str) -> list[psutil.Process]:
-    command = ["ip", "netns", "pids", hosts.prefix + host]
-    pids = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    return [psutil.Process(int(pid)) for pid in pids if psutil.pid_exists(int(pid))]
-
-
 def running(hosts: Hosts) -> list[str]:
     """Returns what still runs on any host some seconds later, but for the ssh servers."""
     deadline = time.monotonic() + 20
     while True:
-        commands = []
-        for process in (process for host in hosts.names for process in all_processes(hosts, host)):
-            try:
-                commands.append(" ".join(process.cmdline()))
-            except psutil.NoSuchProcess:
-                continue
+        commands = [" ".join(cmdline(process)) for host in hosts.names for process in all_processes(hosts, host)]
         left = [command for command in commands if command and " -D -f " not in command]
         if not left or time.monotonic() > deadline:
             return left

@@ -266,6 +266,19 @@ def test_a_line_of_an_alive_host_is_longer_than_a_packet():
     assert line["event"] == "alive" and len(data) >= 9000
 
 
+def test_events_that_are_sent_again_in_several_pieces_stand_once(tmp_path):
+    run = run_folder(tmp_path)
+    for number in range(40):
+        append_event(run, "note", text=str(number))
+    records = run.events.read_bytes().splitlines(keepends=True)
+    arrivals = Arrivals(run, on_no_space=pytest.fail)
+    new = b'{"event": "note", "text": "new"}\n'
+    for number, piece in enumerate((records[:20], [*records[20:], new])):
+        line = {"file": "events.jsonl", "first": number == 0, "last": number == 1, "grows": True, "new": False}
+        arrivals.take(line, b"".join(piece), host="bob")
+    assert run.events.read_bytes() == b"".join(records) + new
+
+
 def test_a_run_folder_that_has_vanished_is_not_made_again(tmp_path):
     arrivals = Arrivals(RunDir(tmp_path / "run"), on_no_space=pytest.fail)
     arrivals.take({"file": "progress/1", "last": True}, b"beat", host="bob")

@@ -129,12 +129,25 @@ class Cause:
 
 
 @dataclass(frozen=True)
+class Keyword:
+    """Words that tell what a text is about, where no pattern does."""
+
+    cause: str
+    match: str
+
+    @cached_property
+    def regex(self) -> re.Pattern[str]:
+        return re.compile(self.match, re.IGNORECASE)
+
+
+@dataclass(frozen=True)
 class Catalogue:
     """All causes, by id, in the order of the file."""
 
     causes: Mapping[str, Cause]
     translations: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)  # signals, messages
     packages: Mapping[str, str] = field(default_factory=dict)  # Python module -> what pip installs, where names differ
+    keywords: Sequence[Keyword] = ()
 
     @cached_property
     def foreign(self) -> dict[str, tuple[str, str]]:
@@ -198,6 +211,11 @@ class Catalogue:
             matches = self._matches[key] = self._search(self.in_english(text[:MAX_TEXT]), kind)
         return matches
 
+    def guess(self, text: str) -> Cause | None:
+        """The cause that a text is likely about, by its words alone."""
+        text = self.in_english(text[:MAX_TEXT])
+        return next((self.causes[keyword.cause] for keyword in self.keywords if keyword.regex.search(text)), None)
+
     def _search(self, text: str, kind: str) -> list[tuple[Cause, float, dict[str, str]]]:
         lowered = text.lower()
         best: dict[str, tuple[Cause, float, dict[str, str]]] = {}
@@ -218,7 +236,8 @@ class Catalogue:
 @cache
 def load_catalogue() -> Catalogue:
     tables = tomllib.loads(Path(__file__).with_name("catalogue.toml").read_text(encoding="utf-8"))
-    return make_catalogue(tables["cause"], translations=tables["translations"], packages=tables["packages"])
+    made = make_catalogue(tables["cause"], translations=tables["translations"], packages=tables["packages"])
+    return replace(made, keywords=[Keyword(**keyword) for keyword in tables["keywords"]])
 
 
 def make_catalogue(

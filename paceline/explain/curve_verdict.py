@@ -42,6 +42,7 @@ LOSS_RISE, SLOWER = 0.15, 0.3  # shares of the level that are somebody's concern
 START_RISE = 0.5  # of a loss that was never lower than in its first points
 LOG_RISE = 1.0  # of a loss on the lines of a log, whose name says less than that of a metric
 LEAP, MIN_LEAP, LEAP_POINTS = 100.0, 10.0, 3  # times the lowest stretch, and the height, of the last points of a few
+PLATEAU, PLATEAU_SPREAD = 5, 1.6  # last points of a short curve, and the ratio of the highest to the lowest
 TOO_HIGH, MIN_HIGH = 1e6, 8  # the level and the number of points of a loss that no model starts with, unless it falls
 NOT_NORMALIZED = "a loss of this size that does not fall"
 MIN_SLOW_S = 60.0
@@ -124,7 +125,7 @@ def sentence_values(finding: CurveFinding) -> dict[str, str]:
     step, last_step, ends = series.steps[at], series.steps[-1], (series.values[: at + 1], series.values)
     if finding.cause == NAN:
         return clean_values({"message": f"{series.name} from step {step} to its end, step {last_step}"})
-    near = 1 if finding.cause == OVERFITS else SPIKE
+    near = 1 if finding.cause == OVERFITS or len(series.values) < MIN_POINTS else SPIKE
     value, last = (median(list(filter(math.isfinite, values))[-near:]) for values in ends)
     texts = {"value": format_value(series.name, value), "last_value": format_value(series.name, last)}
     return clean_values({"series": series.name, "step": step, "last_step": last_step, "reason": finding.reason} | texts)
@@ -190,6 +191,7 @@ def find_rises(losses: Sequence[MetricSeries], min_rise: float = LOSS_RISE) -> I
                 rise_to_end(finite.values, min_rise),
                 rise_from_start(finite.values, min_rise),
                 leap(finite.values),
+                short_rise(finite.values),
             )
             at = next((at for at in rises if at is not None), None)
             if at is not None:
@@ -297,6 +299,14 @@ def leap(values: Sequence[float]) -> int | None:
     if min(last) < limit:
         return None
     return max(at for at, value in enumerate(values) if value < limit) + 1
+
+
+def short_rise(values: Sequence[float]) -> int | None:
+    """The last point of a short curve before it leaves the level of its first two for one of twice that height."""
+    last, first = values[-PLATEAU:], max(values[:2])
+    if not PLATEAU + 2 <= len(values) < MIN_POINTS or min(last) <= 2 * first or max(last) > PLATEAU_SPREAD * min(last):
+        return None
+    return max(at for at, value in enumerate(values) if value <= first)
 
 
 def is_too_high(values: Sequence[float]) -> bool:

@@ -33,6 +33,7 @@ MAX_DUMP_BYTES = 1 << 26
 MAX_APART_S = 24 * 3600.0  # between the last writes of a log and of a dump beside it; torch's folder for dumps is /tmp
 SAMPLE_BYTES = 256 << 10  # from the end of a file: some minutes of samples
 KERNEL_LOG_BYTES = 1 << 20  # from the end of a file
+XID_TEXTS = {79: ", GPU has fallen off the bus"}  # what the kernel's line says too, and a fix depends on
 NEARLY_ALL = 0.95  # of memory, or of a disk
 KMSG = Path("/dev/kmsg")
 KERNEL_LOGS = (Path("/var/log/kern.log"), Path("/var/log/messages"), Path("/var/log/syslog"))
@@ -204,7 +205,10 @@ def find_xids(host: str, samples: Sequence[Sample], ranks: Mapping[int, int]) ->
             if "xid" in gpu.get("errors", ()):
                 xids[gpu["index"]] = gpu["errors"]["xid"]
     return [
-        (f"NVRM: Xid (PCI:GPU{index}): {xid}, GPU {index} of {host}", ranks.get(pids.get(index, -1)))
+        (
+            f"NVRM: Xid (PCI:GPU{index}): {xid}, GPU {index} of {host}{XID_TEXTS.get(xid, '')}",
+            ranks.get(pids.get(index, -1)),
+        )
         for index, xid in xids.items()
     ]
 

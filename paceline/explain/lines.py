@@ -35,6 +35,7 @@ RANK = re.compile(
     r"|\(Worker_(?:TP|PP)(?P<vllm>\d+) pid=\d+\) ?"  # vLLM with one parallel dimension; Ray and NeMo-RL
     r"|\((?P<actor>(?:[\w.:-]{1,80}(?:\(\w*\)|\[rank=(?P<nemo>\d+)\])?,? ?)?(?:rank=(?P<ray>\d+), ?)?pid=\d+"
     r"(?:, ?ip=(?P<ip>[\d.]+))?)\) ?"
+    r"|(?:CRITICAL|ERROR) \[[\w.]{1,80}:\d+, rank=(?P<olmo>\d+)\] "
     r"|\[(?P<paceline>\d{1,4})\] {1,4}(?=[^\s{])"  # the terminal output of paceline; [17] {'loss': ... is a list's number
 )
 SLURM = re.compile(r" {0,5}(?P<rank>\d{1,5}): ?(?=\S|  )")  # srun --label
@@ -117,7 +118,7 @@ VALUE = (
     r"['\"]?\s*(?:[:=|]|is\b(?: (?:not finite|non-finite|NaN)[:,]?)?)?\s*(?:[\w.]{1,20}\()?['\"]?"
     r"(?P<value>[-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan|inf))(?:\.0)?\b"
 )
-LOSS = re.compile(rf"loss(?: train)?{VALUE}", re.IGNORECASE)
+LOSS = re.compile(rf"loss(?: train|_(?!scal|weight|fn|func|type)[a-z]\w{{0,15}})?{VALUE}", re.IGNORECASE)
 GRAD_NORM = re.compile(rf"(?:grad(?:ient)?s?[_ /.-]*(?:global[_ ])?|\bg|\b)norm{VALUE}", re.IGNORECASE)
 NAME_START = re.compile(r"[\w./-]*$")  # of a measure's name, before the part that LOSS finds
 COLUMN_GAP = re.compile(r"\s*\|\s*|\t+|\s{2,}")
@@ -127,7 +128,7 @@ ROW_STARTS = frozenset("0123456789-nNi")  # 3/30, nan, NaN, No log, inf
 NUMBER_CELL = re.compile(r"(?i)[-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan|inf)")
 OTHER_LOSS = re.compile(r"(?:val|valid|validation|eval|test|dev|best|min|prev)[_ /.-]*$", re.IGNORECASE)
 DONE = re.compile(
-    r"training (?:is )?(?:completed?|finished|done)|finished training|train_runtime|max_steps=?\d* reached"
+    r"training (?:is )?(?:completed?|finished|done)|finished training|train_runtime|(?:max_steps|max_epochs)=?\d*`? reached"
     r"|job (?:finished|completed) success|\ball \d* ?(?:tests|checks) passed|training has finished|saved (?:the )?final"
     r"|run finished|finished successfully|^done\.?$",
     re.IGNORECASE,
@@ -267,7 +268,7 @@ def split_prefix(text: str) -> LogLine:
     stream = ""
     for _ in range(MAX_PREFIXES):
         if match := RANK.match(text):
-            numbers = match.group("rank", "mpi", "horovod", "vllm", "nemo", "ray", "paceline")
+            numbers = match.group("rank", "mpi", "horovod", "vllm", "nemo", "ray", "olmo", "paceline")
             rank = next((int(number) for number in numbers if number), rank)
             host = match["ip"] or host
             stream = stream or match[0].strip(" :")

@@ -22,6 +22,13 @@ STEPS_AFTER = 3  # different steps after an error: it did not end the run
 CONTINUED, WARNING, ERROR_LINE = 0.45, 0.55, 0.93  # factors of a score
 WEIGHTS = {"banner": 0.5, "exception": 1.0}  # by the kind of record; ERROR_LINE for any other
 FALLBACK = "user-code-exception"  # the cause of an exception if no other one matches
+CUDA_ERROR = "cuda-error"
+VAGUE = {FALLBACK: 0.4, "config-error": 0.66, CUDA_ERROR: 0.7}  # the highest weight of a match that tells little
+GUESS = 0.42  # the weight of keywords
+CODE_ERROR = re.compile(  # what Python itself says about a mistake in code
+    r"(?:\w+\.)*(?:TypeError|NameError|UnboundLocalError|AttributeError|KeyError|IndexError|ZeroDivisionError|StopIteration"
+    r"|RecursionError|SyntaxError|IndentationError|TabError|NotImplementedError)\b"
+)
 MAX_EVENTS = 400  # of one log, from either end
 MAX_RANK = 10**6
 PEER_DIED = "peer-died"
@@ -32,7 +39,7 @@ STOPPED = re.compile(r"(?:Sending process|Unable to shutdown process) (?P<pid>\d
 PID = re.compile(r"\b(?:pid:|PID) (?P<pid>\d+)\b")
 STOP_SIGNAL = re.compile(r"-(?:2|9|15)\b|SIG(?:INT|KILL|TERM)\b")
 WARNING_LINE = re.compile(
-    r"^\W*(?:W|I|D|INFO|WARN|WARNING|DEBUG|NOTE)\b(?!.*\b(?:ERROR|FATAL|Error:))|\bWarning: "
+    r"^\W*(?:W|I|D|INFO|WARN|WARNING|DEBUG|NOTE)\b(?!.*\b(?:ERROR|FATAL|Error:))|\b\w*Warning: "
     r"|\[(?:WARNING|INFO|DEBUG)\]|NCCL INFO|^\s*warnings\.warn|(?<!NCCL )\b(?:WARNING|WARN|INFO|DEBUG)\b[ :|\]-]"
 )
 WRAPPED = re.compile(
@@ -44,7 +51,9 @@ NO_FAILURE = re.compile(
     re.IGNORECASE,
 )
 ROOT_CAUSE = re.compile(r"Root Cause \(first observed failure\)")
-FAILED_RANK = re.compile(r"failed \(exitcode: -?\d+\) local_rank: (?P<rank>\d+)")
+FAILED_RANK = re.compile(
+    r"failed \(exitcode: -?\d+\) local_rank: (?P<torch>\d+)|\brank (?P<mpi>\d+) exited with code [1-9]"
+)
 SPAWNED = re.compile(r"[Pp]rocess (?P<pid>\d+) spawned with command: .*--local[_-]rank[=', ]+(?P<rank>\d+)")
 PID_FAILED = re.compile(
     r"(?:Killing subprocess|[Pp]rocess) (?P<pid>\d+)\b.*(?:exits with|return code|exit code|terminated)"
@@ -73,7 +82,8 @@ TROUBLE_AT_END = re.compile(  # of a log, where nothing shows that the program w
 NO_TROUBLE = re.compile(
     r"(?i)\b(?:0|no|without) (?:errors?|fail\w*|invalid)|(?:errors?|fail\w*|invalid|killed)\W{1,3}0\b|error[ _]rate"
     r"|error\w*\W{1,3}\d*\.\d|^wandb:|^frame #|\bsimulat\w+ [\w ]{0,20}(?:fail|error|crash)|unable to register cu\w+ factory"
-    r"|LNK1181: cannot open input file '(?:aio|cufile)\.lib'|error during package walk|\bfall(?:ing|s) back\b|\busing default\b"
+    r"|LNK1181: cannot open input file '(?:aio|cufile)\.lib'|error during package walk"
+    r"|\w*(?:Mean|Squared|Absolute|Percentage)\w*Error\b|\bfall(?:ing|s) back\b|\busing default\b"
 )
 ERROR_PREFIX = re.compile(r"^(?:\S{1,40}:? )?(?:\[?(?:ERROR|FATAL|CRITICAL)\b|(?:[Ff]atal|[Ee]rror)(?: error)?: )")
 
@@ -101,6 +111,8 @@ def find_events(log: Log, *, number: int) -> list[Event]:
         matches = load_catalogue().match(record.text, record.kind)
         if len(matches) > 1:
             matches = [match for match in matches if match[0].id != FALLBACK]
+        if record.kind == "exception" and not CODE_ERROR.match(record.text) and all(map(is_vague, matches)):
+            matches = guessed(record.text) or matches
         if ended is not None and record.line > ended and WARNING_LINE.search(record.text):
             matches = [match for match in matches if match[0].id != PEER_DIED]  # ranks leave one after the other
         continued = run_continued(record, log)
@@ -124,6 +136,28 @@ def find_events(log: Log, *, number: int) -> list[Event]:
             for cause, weight, values in matches
         ]
     return events if len(events) <= 2 * MAX_EVENTS else [*events[:MAX_EVENTS], *events[-MAX_EVENTS:]]
+
+
+def is_vague(match: tuple[Cause, float, dict[str, str]]) -> bool:
+    """Whether a match tells no more than the type of an exception, or that a value was rejected."""
+    return match[1] <= VAGUE.get(match[0].id, 0.0)
+
+
+def guessed(text: str) -> list[tuple[Cause, float, dict[str, str]]]:
+    """What the words of a text suggest, in the form of the catalogue's matches."""
+    first = text.partition("\n")[0]  # further lines of a CUDA error are the same for all
+    cause = load_catalogue().guess(first) or (None if "CUDA error" in first else load_catalogue().guess(text))
+    return [(cause, GUESS, {})] if cause else []
+
+
+def guess_events(records: Sequence[Record]) -> list[Event]:
+    """The events that the words of exceptions and lines suggest which no pattern knows."""
+    return [
+        Event(record, cause, values, weight, False, (0, record.line), False)
+        for record in records
+        if record.kind in ("exception", "line")
+        for cause, weight, values in guessed(record.text)
+    ]
 
 
 def run_continued(record: Record, log: Log) -> bool:
@@ -167,16 +201,22 @@ def culprit_rank(
     same_cause = [other for other in candidates if other.cause.id == event.cause.id]
     if event.cause.id in WAITING:
         return late_rank(same_cause, logs, hang=hang)
-    for other in (event, *same_cause):
-        if other.record.rank is not None:
-            return other.record.rank
+    ranks = [other.record.rank for other in (event, *same_cause) if other.record.rank is not None]
     blamed = rank_blamed_by_launcher(logs)
+    if ranks and (blamed is None or len({*ranks}) == 1):
+        return ranks[0]  # else the launcher knows which of them ended first
     if blamed is None and event.record.kind == "exception":
         return first_to_leave(event, logs[event.place[0]])
     if blamed is not None or event.record.kind not in ("exit", "signal"):
-        return blamed
+        return only_failing_rank(logs) if blamed is None else blamed
     # a killed rank prints nothing; the ranks that lost it do
     return only_silent_rank({other.record.rank for other in candidates if other.cause.follows is True}, logs)
+
+
+def only_failing_rank(logs: Sequence[Log]) -> int | None:
+    """The rank of all exceptions that have one, if it is the same."""
+    ranks = {record.rank for log in logs for record in log.records if record.kind == "exception"} - {None}
+    return ranks.pop() if len(ranks) == 1 else None
 
 
 def first_to_leave(event: Event, log: Log) -> int | None:
@@ -211,8 +251,8 @@ def late_rank(waiting: Sequence[Event], logs: Sequence[Log], *, hang: Collective
             steps[rank] = max(step, steps.get(rank, step))
     for counts in (enqueued, steps):
         lowest = [rank for rank, count in counts.items() if count == min(counts.values())]
-        if len(counts) > 1 and len(lowest) == 1:
-            return lowest[0]
+        if 2 * len(lowest) < len(counts) or (len(counts) == 2 and len(lowest) == 1):
+            return min(lowest)
     exited = [record for record in records if record.kind == "exit" and not STOPPED_BY_LAUNCHER.search(record.text)]
     return only_silent_rank({record.rank for record in (*(event.record for event in waiting), *exited)}, logs)
 
@@ -246,7 +286,7 @@ def rank_blamed_by_launcher(logs: Sequence[Log]) -> int | None:
         elif match := SPAWNED.search(text):
             pids[match["pid"]] = int(match["rank"])
         elif first is None and (match := FAILED_RANK.search(text)):
-            first = int(match["rank"])
+            first = int(match["torch"] or match["mpi"])
         elif first is None and (match := PID_FAILED.search(text)):
             first = pids.get(match["pid"])
         elif first is None and (match := STOPPED_TASKS.search(text)):

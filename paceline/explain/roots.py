@@ -12,7 +12,7 @@ from dataclasses import replace
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.collectives import DESYNC, FIRST_TRANSFER, CollectiveHang, read_hang
 from paceline.explain.explanation import Record
-from paceline.explain.matches import PEER_DIED, WAITING, Event, ranks_of_job
+from paceline.explain.matches import PEER_DIED, WAITING, WARNING_LINE, Event, ranks_of_job
 from paceline.explain.reader import Log
 
 TIMEOUTS = {DESYNC, FIRST_TRANSFER}
@@ -70,11 +70,17 @@ def choose_culprit(events: Sequence[Event], blamed: int | None) -> Event:
     """The event with the highest score, or the first of nearly equal ones; blamed is the rank that a launcher reports."""
     best = max(event.score for event in events)
     leaders = [event for event in events if event.score >= best - NEAR]
+    # a warning is the cause only where nothing is worse
+    leaders = [event for event in leaders if not is_warning(event)] or leaders
     if len({event.place[0] for event in leaders}) == 1:
         return min(leaders, key=lambda event: (event.place[1], -event.score))
     if all(event.record.time is not None for event in leaders):
         return min(leaders, key=lambda event: (event.record.time or 0.0, -event.score))
     return min(leaders, key=lambda event: (event.record.rank != blamed, -event.score, event.place))
+
+
+def is_warning(event: Event) -> bool:
+    return event.record.kind == "line" and WARNING_LINE.search(event.record.text) is not None
 
 
 def is_consequence(event: Event, others: Sequence[Event]) -> bool:
@@ -109,6 +115,8 @@ def is_root(event: Event, other: Event) -> bool:
     if event.record.rank is not None and event.record.rank == other.record.rank and event.place[0] == other.place[0]:
         return event.place[1] <= other.place[1]
     follows, other_follows = event.cause.follows is True, other.cause.follows is True
+    if follows and event.cause.id != ABORT and not isinstance(other.cause.follows, bool):
+        return True  # the catalogue names the other one as a consequence of this one
     return event.score >= other.score if follows == other_follows else other_follows
 
 

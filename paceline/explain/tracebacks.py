@@ -22,6 +22,7 @@ CUT_OFF = "a traceback without its last line"
 HOOK_FAILED = "Error in sys.excepthook: the exception that ended the program is missing"
 
 HEADER = re.compile(r"Traceback \(most recent call last\)|^Original Traceback|Exception in thread ")
+MESSAGE_BEFORE = re.compile(r"\w: \S.*\w")
 FRAME = re.compile(
     r"^\s*(?P<frame>File \"[^\"]*\", line \d+(?:,? in .*)?)"
     r"|^(?P<ipython>(?:[~/.]|[A-Za-z]:)\S*\.py[xc]? in \S+\(.*\))"
@@ -130,8 +131,11 @@ class TracebackReader:
                 self._hooks[key] = Record("exception", HOOK_FAILED, number, line.rank, line.host, line.time, step)
         elif match := SPAWNED.search(text):
             self._spawned[key] = int(match["rank"])
-        elif HEADER.search(text):
+        elif header := HEADER.search(text):
             self._start(number, line, step).has_header = True
+            return not MESSAGE_BEFORE.search(
+                text[: header.start()]
+            )  # a logger's own sentence, with the error behind it
         elif not frame:
             return self._is_message(number, line, step)
         elif key in self._open or key not in self._stacks:
@@ -162,12 +166,15 @@ class TracebackReader:
                 if ASSERTION.match(text) or (assertion and not text.strip(" ^~")):
                     self._assertions[line.stream] = [*assertion, text]
                 return False
-            error = self._start(number, line, step)
-            error.source = assertion
+            if not line.stream and (lost := self._only_open()):
+                error = self._open[line.stream] = self._open.pop(lost)  # the last line came without its prefix
+            else:
+                error = self._start(number, line, step)
+                error.source = assertion
             error.message.append(text)
             return True
         indented = text.lstrip()
-        if error.frames and 0 < len(text) - len(indented) < error.indent and EXCEPTION.match(indented):
+        if error.frames and 0 < len(text) - len(indented) <= error.indent and EXCEPTION.match(indented):
             text = indented
         if EXCEPTION.match(text) or (error.frames and IN_TRACEBACK.match(text) and not NOT_MESSAGE.match(text)):
             error.message.append(text)
@@ -180,6 +187,11 @@ class TracebackReader:
             self._cut += self._finish(line.stream)
         return False
 
+    def _only_open(self) -> str | None:
+        """The stream of the only error whose message is missing."""
+        open_keys = [key for key, error in self._open.items() if error.frames and not error.message]
+        return open_keys[0] if len(open_keys) == 1 else None
+
     def _finish(self, key: str) -> list[Record]:
         """Closes the error as a record; none for an exception that Python ignored, because it ends no run."""
         error = self._open.pop(key)
@@ -190,6 +202,8 @@ class TracebackReader:
         self._hooks.pop(key, None)
         if BARE_ASSERTION.match(text) and (expression := asserted_expression(error.source)):
             text = f"AssertionError: {expression}"
+        if text.startswith("ZeroDivisionError: ") and (source := [line for line in error.source if line.strip(" ^~")]):
+            text += f": {source[-1].strip()}"
         child = UNREADABLE.match(text) and any(map(SPAWN_CHILD.search, error.frames[-2:]))
         kind: RecordKind = "banner" if child or WRAPPER.search(text) else "exception"
         return [replace(error.record, kind=kind, text=text or CUT_OFF, frames=tuple(error.frames[-MAX_FRAMES:]))]

@@ -21,6 +21,7 @@ from paceline.explain.matches import (
     Event,
     culprit_rank,
     find_events,
+    guess_events,
     last_errors,
     rank_blamed_by_launcher,
     rank_in_text,
@@ -39,7 +40,7 @@ ALSO_NEAR = 0.2  # of scores that differ by less the other cause is reported too
 # score below which, how often such a verdict was right on labelled logs that nothing was tuned on
 CALIBRATION = ((0.3, 0.4), (0.5, 0.6), (0.6, 0.8), (0.8, 0.88), (0.9, 0.92), (1.01, 0.97))
 MIN_STEPS = 2  # progress lines that show that a run goes on
-MIN_LINES = 5  # of a log without progress: ordinary output to its end
+MIN_LINES = 8  # of a log without progress: ordinary output to its end
 INIT_CONFIDENCE, OUTPUT_CONFIDENCE = 0.4, 0.5
 MAX_EVIDENCE, MAX_CONSEQUENCES = 6, 8
 MAX_TEXT, MAX_QUOTE, MAX_VALUE_CHARS = 600, 200, 300
@@ -80,6 +81,9 @@ def reach_verdict(logs: Sequence[Log], *, values: Mapping[str, str] | None = Non
             return explain_divergence(load_catalogue().causes[DIVERGED], progress.nan_line, progress, values)
         errors = [record for log in logs if not log.progress.finished for record in last_errors(log)]
         unexplained = unexplained or errors
+        trouble = [] if progress.finished else [Record("line", text, line) for line, text in trouble_at_end(logs)]
+        candidates = guess_events([*unexplained, *trouble])
+    if not candidates:
         return explain_unknown(logs, unexplained, progress) if unexplained else explain_quiet(logs, progress, values)
     if exit_record := silent_exit(candidates, unexplained):
         return explain_unknown(logs, [exit_record], progress, consequences=candidates)

@@ -213,7 +213,9 @@ class HostHealth:
             gpus = record["gpus"] if isinstance(record.get("gpus"), list) else ()
             for gpu in [gpu for gpu in gpus if isinstance(gpu, dict) and type(gpu.get("index")) is int]:
                 gpu_values = self._gpus.setdefault(gpu["index"], {})
-                gpu_values.update({"throttle": []} | {name: gpu[name] for name in GPU_FIELDS & gpu.keys()})
+                # these stand in every line, unless a card does not report them, as after it left the bus
+                unknown: Record = dict.fromkeys(GPU_FIELDS.intersection(GPU_CURVES)) | {"throttle": []}
+                gpu_values.update(unknown | {name: gpu[name] for name in GPU_FIELDS & gpu.keys()})
                 self._num_samples[gpu["index"]] += 1
                 for reason in gpu_values["throttle"]:
                     self._num_throttled[gpu["index"], reason] += 1

@@ -88,6 +88,20 @@ def test_a_rank_that_reports_nothing_is_the_late_one():
     assert "rank 2 did not report any" in explanation.summary
 
 
+def test_the_first_of_a_few_ranks_that_are_behind_is_blamed():
+    idle = "[rank{0}]: [PG ID 0 PG GUID 0(default_pg) Rank {0}] Last enqueued NCCL work: 40, last completed NCCL work: 40.\n"
+    waiting = [timeout(rank, 41) for rank in (1, 2, 3, 5, 6, 7)]
+    assert explained(*waiting, *map(idle.format, (0, 4))).rank == 0
+    assert explained(*waiting[:2], *map(idle.format, (0, 4))).rank is None  # as many are behind as wait
+
+
+def test_the_lost_store_of_a_launcher_is_a_consequence_of_the_wait_of_its_ranks():
+    wait = raised(2, "RuntimeError: [unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete")
+    lost = "torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: The connection to the C10d store has failed.\n"
+    assert explained(wait, lost).cause == DESYNC
+    assert explained(lost).cause == "master-unreachable"
+
+
 def test_the_first_collective_of_a_new_group_is_not_the_first_transfer_of_a_run_that_made_steps():
     assert explained(STEPS, timeout(0, 1), timeout(1, 1)).cause == DESYNC
 

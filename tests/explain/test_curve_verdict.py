@@ -25,6 +25,18 @@ def test_a_thousand_healthy_runs_of_five_noise_levels_show_nothing(level):
     assert [(finding.cause, finding.series.name, finding.at) for finding in findings] == []
 
 
+@pytest.mark.parametrize("level", QUIET)
+def test_short_curves_of_healthy_runs_show_nothing(level):
+    curves = [falling(Noise(seed, level), 7 + seed % 13, scale=1 + seed % 40) for seed in range(1000)]
+    assert [finding for curve in curves for finding in judge_curves([series(LOSS, curve)])] == []
+
+
+def test_a_short_curve_that_left_its_level_for_twice_its_height_has_diverged():
+    [finding] = judge_curves([series(LOSS, [1.6, 1.4, 3.3, 6.4, 5.5, 4.9, 4.9, 4.6])])
+    assert (finding.cause, finding.at) == ("loss-diverged", 1)
+    assert judge_curves([series(LOSS, [1.6, 1.4, 3.3, 6.4, 5.5, 4.9, 4.9, 1.5])]) == []
+
+
 def jump(noise, before, after, *, factor):
     values = falling(noise, before + after)
     return [series(LOSS, values[:before] + [factor * value for value in values[before:]])]

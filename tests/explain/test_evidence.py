@@ -180,7 +180,8 @@ def test_an_xid_in_the_samples_of_the_attempt_shows_the_gpu_and_its_rank(tmp_pat
     explanation = explain_run(run)
     assert (explanation.cause, explanation.rank) == ("gpu-hardware-error", 1)
     assert "Xid 79" in explanation.summary
-    assert explanation.evidence[0].text.endswith("79, GPU 3 of node7")
+    assert explanation.evidence[0].text.endswith("79, GPU 3 of node7, GPU has fallen off the bus")
+    assert explanation.fix.startswith("reboot the host (a lost GPU cannot be reset)")
 
 
 def explain_samples(tmp_path, log, *samples):

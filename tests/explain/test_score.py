@@ -12,10 +12,10 @@ from paceline.explain.catalogue import load_catalogue
 
 ROOT = Path(__file__).parents[2]
 CASES = ROOT.parent / "shared" / "data" / "failure-logs" / "cases.jsonl"
-HEALTHY = Path(__file__).with_name("new_logs_healthy.jsonl")
 SCORE = [sys.executable, str(ROOT / "benchmarks" / "explain.py")]
 BAR = 92
 OOM = "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has 23.56 GiB\n"
+TIME_LIMIT = "slurmstepd: error: *** JOB 4711 ON gpu-7 CANCELLED AT 2026-01-02T03:04:05 DUE TO TIME LIMIT ***\n"
 LIBUV = "RuntimeError: use_libuv was requested but PyTorch was build without libuv support\n"
 STEPS = "".join(f"step {step:05d}/00100 | loss {3 - step / 50:.3f}\n" for step in range(10))
 
@@ -139,7 +139,7 @@ def test_a_source_is_scored_without_the_patterns_that_only_its_own_logs_show(tmp
 def test_leaving_patterns_out_takes_nothing_from_the_plain_score(tmp_path):
     """The catalogue is complete again: the second source's libuv log is scored after the first source's turn."""
     rows = [{"id": id, "source": f"x/{id}#1", "log": LIBUV, "cause": "libuv-missing"} for id in "ab"]
-    rows.append({"id": "c", "source": "x/c#1", "log": OOM, "cause": "cuda-oom"})
+    rows.append({"id": "c", "source": "x/c#1", "log": TIME_LIMIT, "cause": "slurm-time-limit"})
     report = json.loads(scored(write_cases(tmp_path / "cases.jsonl", rows), "--leave-one-source-out", "--json").stdout)
     assert (report["right"], report["unseen"]["right"]) == (3, 2)
 
@@ -187,14 +187,3 @@ def test_fixes_are_drawn_from_failures_by_a_seed(tmp_path):
     assert draws[0] == draws[1] != draws[2]
     assert draws[0].count("   fix: ") == draws[0].count("   what solved it: smaller ") == 4
     assert "x/one#h" not in scored(path, "--sample-fixes", 40).stdout
-
-
-def test_the_healthy_logs_come_from_many_trainers_and_from_sources_of_no_other_measure():
-    rows = read_cases(HEALTHY)
-    assert len({row["id"] for row in rows}) == len(rows) >= 45
-    assert len({row["trainer"] for row in rows}) >= 15
-    assert {row["year"] for row in rows} <= {2025, 2026}
-    assert {(row["cause"], *row["also"]) for row in rows} == {("healthy",)}
-    assert all(8 <= len(row["log"].splitlines()) <= 60 and row["evidence"] for row in rows)
-    if CASES.is_file():
-        assert {row["source"] for row in rows}.isdisjoint(row["source"] for row in read_cases(CASES))

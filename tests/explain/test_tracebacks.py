@@ -36,6 +36,16 @@ def test_a_traceback_without_its_first_line_is_read():
     assert record.text == "ValueError: sample 1841 has 3 fields"
 
 
+def test_a_part_of_a_traceback_may_be_indented_as_a_whole():
+    lines = [
+        '    File "t.py", line 3, in main',
+        "        raise ValueError(",
+        "    ValueError: no model",
+        "    [rank0]: bye",
+    ]
+    assert [record.text for record in exceptions(read("\n".join(lines)))] == ["ValueError: no model"]
+
+
 def test_the_exception_of_a_launcher_is_only_a_banner():
     log = read(
         TRACEBACK.replace(
@@ -128,3 +138,21 @@ AssertionError
 def test_the_asserted_expression_shows_the_cause(expression, cause):
     source = f'  File "train.py", line 31, in main\n    assert {expression}\n'
     assert explain([f"Traceback (most recent call last):\n{source}AssertionError\n".encode()]).cause == cause
+
+
+def test_a_message_that_lost_its_prefix_belongs_to_the_only_open_traceback():
+    text = prefixed("[rank2]: ", TRACEBACK)
+    [record] = exceptions(read(text.replace("[rank2]: ValueError", "ValueError")))
+    assert (record.rank, record.text, len(record.frames)) == (2, "ValueError: sample 1841 has 3 fields", 1)
+
+
+def test_a_message_in_front_of_a_traceback_is_read():
+    before = "ERROR worker.py:9] Exception in worker: Cannot re-initialize CUDA in forked subprocess"
+    log = read(f"{before}, Traceback (most recent call last):\n")
+    assert any("Cannot re-initialize CUDA" in record.text for record in log.records)
+
+
+def test_a_division_by_zero_shows_its_source_line():
+    text = 'Traceback (most recent call last):\n  File "t.py", line 3, in fit\n    e = step // self.steps_per_epoch\n'
+    [record] = exceptions(read(f"{text}ZeroDivisionError: integer division or modulo by zero\n"))
+    assert record.text == "ZeroDivisionError: integer division or modulo by zero: e = step // self.steps_per_epoch"

@@ -439,3 +439,52 @@ def test_noise_at_the_end_of_a_healthy_run_is_no_failure():
     lost = "[rank1]:[W709 10:36:07.6 TCPStore.cpp:125] [c10d] recvValue failed on SocketImpl(fd=105): got 0 bytes.\n"
     assert verdict(STEPS + left + lost).cause == "healthy"
     assert verdict(STEPS + lost).cause == "peer-died"
+
+
+def test_of_ranks_that_report_the_same_the_launcher_names_the_first():
+    text = "".join(
+        raised(rank, "RuntimeError: CUDA error: an illegal memory access was encountered") for rank in (3, 0)
+    )
+    assert verdict(f"{text}E failed (exitcode: 1) local_rank: 6 (pid: 18) of binary: python\n").rank == 6
+    assert verdict(f"{text}gpu-7: rank 5 exited with code 1\n").rank == 5
+    assert verdict(text).rank == 3
+
+
+def test_the_only_rank_that_fails_is_blamed_for_a_line_without_one():
+    text = raised(1, "torch.distributed.DistBackendError: NCCL error in:")
+    assert (
+        verdict(
+            f"{text}ncclUnhandledCudaError: Call to CUDA function failed.\nHIP failure: 'in the present state'\n"
+        ).rank
+        == 1
+    )
+
+
+def test_losses_with_a_suffix_can_be_nan():
+    lines = "".join(f"train iter: {step} loss_net: nan loss_scale: 1.0000 seconds: 12\n" for step in range(0, 400, 100))
+    assert verdict(lines).cause == "loss-nan"
+    assert verdict(lines.replace("nan", "0.9")).cause == "healthy"
+
+
+def test_what_a_shell_says_about_lost_arguments_after_a_failure_is_a_consequence():
+    lost = "train.sh: line 45: --disable_tqdm: command not found\n"
+    assert verdict(raised(0, OOM) + lost).cause == "cuda-oom"
+    assert verdict(lost).cause == "config-error"
+
+
+def test_a_few_lines_of_output_without_a_step_are_no_healthy_log():
+    lines = "".join(f"Class {number}: 70000 images\n" for number in range(8))
+    assert verdict(lines).cause == "healthy"
+    assert verdict("".join(lines.splitlines(keepends=True)[:5])).cause == "unknown"
+
+
+def test_a_request_that_is_tried_again_is_no_failure():
+    lost = "(ReadTimeoutError(\"HTTPSConnectionPool(host='huggingface.co', port=443): Read timed out.\"))"
+    text = f"{lost} thrown while requesting HEAD https://huggingface.co/x/y\nRetrying in 1s [Retry 1/5].\n"
+    assert verdict(text + STEPS).cause == "healthy"
+    assert verdict(text + raised(0, BUG)).cause == "user-code-exception"
+
+
+def test_a_warning_of_any_class_is_no_error():
+    warning = "check.py:147: UserWarning: Error fetching version info <urlopen error timed out>\n"
+    assert verdict(warning + raised(0, "TypeError: save() takes 2 positional arguments")).cause == "user-code-exception"

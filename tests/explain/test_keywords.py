@@ -1,0 +1,103 @@
+"""Keywords: what a text is likely about where no pattern knows it, and when that is asked."""
+
+from log_samples import STEPS, raised
+
+from paceline.explain.catalogue import load_catalogue
+from paceline.explain.run_folder import explain
+
+CATALOGUE = load_catalogue()
+GUESSES = {
+    "cuda-forked": "RuntimeError: this child was made in a forked subprocess and may not touch the card",
+    "cuda-visible-devices": "ValueError: bad entry 'GPU-0a1b2c3d-' in the list",
+    "serving-memory-share": "RuntimeError: not one of the cache blocks fits",
+    "cuda-oom": "RuntimeError: XPU ran out of memory",
+    "triton-out-of-resources": "LaunchError: out of resource: shared memory wanted",
+    "host-oom-killed": "DeviceError: low on memory",
+    "process-limit": "ThreadError: can't start new thread",
+    "too-many-open-files": "SocketError: EMFILE",
+    "stale-file-handle": "MapError: Stale NFS file handle",
+    "disk-full": "WriteError: the disk is full",
+    "shm-too-small": "MapError: shm segment: size refused",
+    "permission-denied": "OpenError: EACCES",
+    "port-in-use": "BindError: port 29500 is already taken",
+    "gpu-hardware-error": "HealthError: an uncorrectable fault",
+    "illegal-memory-access": "LaunchError: misaligned address",
+    "nccl-ib-failure": "TransportError: RoCE path gone",
+    "nccl-p2p-failure": "TransportError: p2p is not supported here",
+    "cublas-failure": "MathError: cusolver gave up",
+    "cudnn-failure": "MathError: cudnn gave up",
+    "cuda-not-available": "SetupError: no GPU was detected",
+    "cuda-driver-too-old": "SetupError: driver is insufficient",
+    "cuda-driver-broken": "SetupError: nvml does not answer",
+    "attention-kernel-unavailable": "KernelError: flash_attn cannot run here",
+    "cuda-arch-unsupported": "KernelError: sm_75 is too old",
+    "device-mismatch": "StateError: inputs are on different devices",
+    "cuda-graph-capture": "GraphError: not while a stream captures a graph",
+    "collective-bad-tensor": "GroupError: tensors must be contiguous",
+    "dtype-mismatch": "MathError: both sides need the same dtype",
+    "process-group-not-initialized": "GroupError: the process group was never made",
+    "ddp-marked-ready-twice": "GraphError: parameter 3 was marked ready again",
+    "ddp-backward-misuse": "GraphError: in reducer.cpp",
+    "worker-start-timeout": "PoolError: spawning a worker: timeout",
+    "dataloader-worker-killed": "PoolError: a background worker went away",
+    "master-unreachable": "GroupError: the rendezvous was not met",
+    "collective-timeout-desync": "GroupError: one rank is late at a barrier",
+    "peer-died": "GroupError: the peer is gone",
+    "nccl-internal-error": "GroupError: ncclInvalidSomething",
+    "rank-file-race": "MakeError: File exists",
+    "hub-access-denied": "FetchError: this repository is gated",
+    "rate-limited": "FetchError: 429",
+    "wandb-login": "TrackError: no api key",
+    "hub-offline": "FetchError: offline mode is on",
+    "dataset-download": "FetchError: failed to download part 3",
+    "service-unreachable": "FetchError: connection refused",
+    "ssh-failure": "RemoteError: ssh gave 255",
+    "system-tool-missing": "ToolError: executable 'foo' was not found",
+    "container-start-failed": "ToolError: docker gave 125",
+    "abi-mismatch": "LoadError: binary incompatible",
+    "shared-library-missing": "LoadError: libfoo.so is missing",
+    "compile-failure": "BuildError: cmake gave 1",
+    "checkpoint-corrupt": "LoadError: the checkpoint is truncated",
+    "dataset-download ": "LoadError: shard 3 is malformed",
+    "state-dict-mismatch": "LoadError: missing keys",
+    "tokenizer-mismatch": "TextError: pad_token is not set",
+    "batch-divisibility": "PlanError: batch 7 is not divisible by 2",
+    "no-resources-to-schedule": "QueueError: not enough: nodes less than 4",
+    "dataset-empty": "DataError: the list is empty",
+    "shape-mismatch": "MathError: sizes of both must match",
+    "import-error": "SetupError: foo is not installed",
+    "version-mismatch": "SetupError: foo requires bar >=2",
+    "loss-nan": "LossError: nan",
+    "fp16-overflow": "LossError: loss scale at its lowest",
+    "text-encoding": "TextError: can't decode byte",
+    "pickle-spawn-error": "PoolError: pickle gave up",
+    "checkpoint-missing-or-perm": "LoadError: weights.safetensors not found",
+    "dataset-missing": "LoadError: the corpus does not exist",
+    "serving-engine-failed": "PoolError: the engine died",
+    "config-error": "SetupError: --foo must be set",
+}
+
+
+def test_every_row_of_keywords_guesses_its_cause():
+    assert [keyword.cause for keyword in CATALOGUE.keywords] == [cause.strip() for cause in GUESSES]
+    assert {text: CATALOGUE.guess(text).id for text in GUESSES.values()} == {
+        text: cause.strip() for cause, text in GUESSES.items()
+    }
+    assert CATALOGUE.guess("SomeError: nothing known") is None
+
+
+def test_an_exception_that_no_pattern_knows_is_explained_by_its_words_with_less_confidence():
+    explanation = explain([raised(1, "PoolError: the kernel ran into a misaligned address").encode()])
+    assert (explanation.cause, explanation.rank) == ("illegal-memory-access", 1)
+    known = explain([raised(1, "RuntimeError: CUDA error: an illegal memory access was encountered").encode()])
+    assert known.cause == explanation.cause and explanation.confidence <= 0.6 < known.confidence
+
+
+def test_the_last_words_of_a_log_that_ended_badly_are_read():
+    assert explain([f"{STEPS}FATAL: low on memory, giving up\n".encode()]).cause == "host-oom-killed"
+    assert explain([f"{STEPS}low on memory, cache dropped\nstep 00011/00100 | loss 2.1\n".encode()]).cause == "healthy"
+
+
+def test_what_python_says_about_code_is_not_guessed():
+    for error in ("KeyError: 'tokenizer'", "TypeError: got a port in use", "AttributeError: no pickle here"):
+        assert explain([raised(0, error).encode()]).cause == "user-code-exception"

@@ -233,7 +233,8 @@ def check_config(
             sequence_len=config.sequence_len,
             device_batch_size=config.device_batch_size or 1,
             total_batch_size=config.total_batch_size,
-            refused=(error.message, error.fix),
+            # a silent driver is a finding of its own
+            refused=None if error is machine.driver_error else (error.message, error.fix),
         )
     return judge_facts(hosts, replace(intent_of_each(intent, num_hosts=len(hosts)), port=port))
 

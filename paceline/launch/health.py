@@ -20,15 +20,16 @@ from typing import Any
 
 from paceline.plan.host import cpu_use, memory_limit, memory_sizes, physical_memory_bytes, transfer_counters
 from paceline.plan.nvml import (
+    ABSENT,
     CORRECTED,
     SINCE_BOOT,
     UNCORRECTED,
     Card,
     XidEvents,
     count_nvidia_cards,
+    cuda_indices,
     import_nvml,
     list_cards,
-    visible_devices,
 )
 from paceline.rundir import RunDir, append_event, append_sample, utc_now
 
@@ -45,19 +46,19 @@ SLOW = {
 
 def open_gpus(run_id: str | None, *, on_silence: Callable[[str], object]) -> "GpuSampler":
     """Opens the driver; without one, or where it does not answer, which on_silence reports, there are no cards."""
-    if count_nvidia_cards() == 0:
-        return GpuSampler(None, {}, run_id)
+    nvml = import_nvml()
     try:
-        nvml = import_nvml()
         if nvml is None:
             raise ModuleNotFoundError("nvidia-ml-py is not installed")
         nvml.nvmlInit()
         cards = list_cards(nvml)
     except Exception as error:  # no driver, or one of another version: a sampler can fix neither
-        reason = f"the NVIDIA driver does not answer ({type(error).__name__}: {error})"
-        on_silence(f"health samples have no GPUs: {reason}")
+        is_absent = nvml is None or type(error).__name__ in ABSENT
+        if not is_absent or count_nvidia_cards():  # neither driver nor card is what most hosts without GPUs have
+            reason = f"the NVIDIA driver does not answer ({type(error).__name__}: {error})"
+            on_silence(f"health samples have no GPUs: {reason}")
         return GpuSampler(None, {}, run_id)
-    visible = visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES"), [card.uuid() or "" for card in cards])
+    visible = cuda_indices(os.environ.get("CUDA_VISIBLE_DEVICES"), cards)
     return GpuSampler(nvml, {index: cards[index] for index in sorted(visible)}, run_id)
 
 

@@ -221,13 +221,16 @@ def ask_machine(config: Config) -> Machine:
 
 def facts_of_ranks(entries: Sequence[HostEntry], config: Config) -> list[Facts]:
     """Returns the facts of the hosts of a measurement, or of this one; raises PacelineError where their ranks would fail."""
-    if not entries:
-        return [gather_facts(measure_disk=False, cached_torch=cache_dir(config) / "torch.json")]
-    facts = ask_hosts(entries, config)
+    if entries:
+        facts = ask_hosts(entries, config)
+    else:
+        facts = [gather_facts(measure_disk=False, cached_torch=cache_dir(config) / "torch.json")]
     device = config.device or ("cuda" if all(visible_gpus(host) for host in facts) else "cpu")
-    intent = Intent(device=device, nproc=config.nproc, num_hosts=len(facts), config=asdict(config))
+    # the ranks of a measurement compile nothing and read no text: here only torch and the GPUs can stop them
+    values = asdict(config) if entries else {}
+    intent = Intent(device=device, nproc=config.nproc, num_hosts=len(facts), config=values)
     stops = [finding for finding in judge_facts(facts, intent).findings if finding.severity == "stop"]
-    report_and_refuse(stops, stopped="this measurement", several=True, has_no_check=False)
+    report_and_refuse(stops, stopped="this measurement", several=bool(entries), has_no_check=False)
     return facts
 
 

@@ -34,6 +34,7 @@ from paceline.plan.history import keep_attempt, keep_too_large
 from paceline.plan.links import link_of
 from paceline.plan.machine import probe_machine
 from paceline.plan.memory import checkpoint_bytes
+from paceline.plan.nvml import LostCards
 from paceline.plan.planner import Plan
 from paceline.plan.replan import MakePlan, fewer_ranks, format_change, replan, smaller_plan
 from paceline.plan.speeds import remember_step
@@ -143,9 +144,9 @@ class TrainingJob(Job):
         self.next_plan = None
         if self.cluster and self.cluster.lost_in_attempt:
             return self.fewer_hosts(abilities, self.cluster)
-        try:
-            machine = self.cluster.machine if self.cluster else probe_machine()
-        except PlanError:  # the driver does not answer: the number of remaining devices is unknown
+        machine = self.cluster.machine if self.cluster else probe_machine()
+        is_silent = machine.driver_error is not None and not isinstance(machine.driver_error, LostCards)
+        if is_silent and old.device == "cuda":  # the number of remaining devices is unknown
             return abilities
         # what is known of other hosts is from before the run
         if self.cluster is None and old.device == "cuda" and len(machine.gpus) < old.world_size:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from paceline.options import Recovery
+from paceline.units import format_number_of
 
 Retry = Literal["never", "same", "smaller", "other-port", "other-checkpoint", "later"]
 Action = Literal["stop", "retry", "smaller", "other-port", "older-checkpoint", "fewer-ranks"]
@@ -134,7 +135,7 @@ RULES = (
     Rule(
         "max-attempts", f"`--max-attempts` attempts were made ({Recovery.max_attempts} by default)",
         lambda state: len(state.history) >= state.recovery.max_attempts, "stop",
-        lambda state: f"{len(state.history)} attempts were made, --max-attempts allows no more",
+        lambda state: f"{format_number_of(len(state.history), 'attempt was', 'attempts were')} made, --max-attempts allows no more",
     ),
     Rule(
         "rollback", "the loss was NaN or infinite or spiked, and `--on-nan rollback` skips the batch of that step",

@@ -8,6 +8,7 @@ the table stays usable, with `spec` None.
 import os
 from dataclasses import dataclass, field, replace
 
+from paceline.errors import PlanError
 from paceline.plan.gpu_table import GpuSpec, spec_of
 from paceline.plan.host import probe_cpu_bf16, probe_cpu_cores, probe_memory_bytes
 from paceline.plan.nvml import list_gpus, visible_devices
@@ -45,24 +46,42 @@ class Machine:
     hosts: int = 1  # each with the same GPUs
     names: tuple[str, ...] = ()  # of the hosts, where they are real ones
     link: HostLink | None = None  # between them; None: not measured
+    # why there are no GPUs although there is a driver
+    driver_error: PlanError | None = field(default=None, compare=False)
 
 
 def probe_machine() -> Machine:
-    """Probes this machine. A missing driver means no GPUs, not an error."""
+    """Probes this machine. A missing driver means no GPUs; one that does not answer is an error only for whoever needs it."""
+    gpus: tuple[Gpu, ...] = ()
+    driver_error = None
+    try:
+        gpus = probe_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    except PlanError as error:
+        driver_error = error
     return Machine(
-        gpus=probe_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")),
+        gpus=gpus,
         cpu_cores=probe_cpu_cores(),
         cpu_bf16=probe_cpu_bf16(),
         memory_bytes=probe_memory_bytes(),
+        driver_error=driver_error,
     )
 
 
 def probe_gpus(visible: str | None) -> tuple[Gpu, ...]:
-    """Returns the GPUs that CUDA sees. visible: the value of CUDA_VISIBLE_DEVICES, None if unset."""
+    """Returns the GPUs that CUDA sees. visible: the value of CUDA_VISIBLE_DEVICES, None if unset.
+
+    Raises PlanError where there is a driver that does not answer.
+    """
     if visible is not None and not visible.strip():
         return ()
     gpus = list_gpus()
-    order = [gpus[physical] for physical in visible_devices(visible, [gpu.uuid for gpu in gpus])]
+    uuids, parts = [gpu.uuid if gpu else "" for gpu in gpus], [gpu.parts if gpu else () for gpu in gpus]
+    indices = visible_devices(visible, uuids, [[part.uuid for part in of_card] for of_card in parts])
+    order = [gpu for gpu in (gpus[index] for index in indices) if gpu]
+    if any(gpu.is_split for gpu in order):  # CUDA shows a process one MIG device and nothing else
+        entries = [entry.strip() for entry in (visible or "").split(",")]
+        shown = [part for gpu in order for part in gpu.parts]
+        order = ([part for part in shown if part.uuid in entries] or shown)[:1]
     return tuple(with_spec(Gpu(i, gpu.name, gpu.memory_bytes, gpu.capability)) for i, gpu in enumerate(order))
 
 

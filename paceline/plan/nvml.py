@@ -9,9 +9,10 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from paceline.units import MIB
 NVIDIA_PCI_VENDOR, DISPLAY_PCI_CLASS = "0x10de", "0x03"
 ABSENT = {"NVMLError_LibraryNotFound", "NVMLError_DriverNotLoaded"}  # no NVIDIA driver here
 MISMATCH = "NVMLError_LibRmVersionMismatch"
-LOST = "NVMLError_GpuIsLost"
 NOT_SUPPORTED = "NVMLError_NotSupported"
 NVIDIA_SMI_S = 20.0  # the first call after a boot loads the driver
 GPU_SENSOR, CORRECTED, UNCORRECTED, SINCE_BOOT = 0, 0, 1, 0  # nvml.h
@@ -35,6 +35,10 @@ SLOWED = {  # nvmlClocksEventReason*
 }
 
 
+class LostCards(PlanError):
+    """Every card left the bus."""
+
+
 @dataclass(frozen=True)
 class DriverGpu:
     """A card as the driver lists it. memory_bytes is 0 and capability is None where the driver does not report them."""
@@ -43,6 +47,8 @@ class DriverGpu:
     name: str
     memory_bytes: int
     capability: tuple[int, int] | None
+    is_split: bool = False  # by MIG: CUDA shows its parts instead
+    parts: tuple["DriverGpu", ...] = ()
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,17 @@ class Card:
     def uuid(self) -> str | None:
         uuid: str | None = as_text(self.value("nvmlDeviceGetUUID"))
         return uuid
+
+    def is_split(self) -> bool | None:
+        """Returns whether MIG is on; a card without MIG answers that it is not supported."""
+        mode = self.value("nvmlDeviceGetMigMode")
+        return None if self.name() is None else bool(mode and mode[0])
+
+    def parts(self) -> list["Card"]:
+        """Returns the MIG devices of a card that MIG splits."""
+        count = self.value("nvmlDeviceGetMaxMigDeviceCount") if self.is_split() else None
+        handles = [self.value("nvmlDeviceGetMigDeviceHandleByIndex", index) for index in range(count or 0)]
+        return [Card(self.nvml, handle) for handle in handles if handle is not None]
 
     def power_w(self) -> float | None:
         return watts(self.value("nvmlDeviceGetPowerUsage"))
@@ -145,48 +162,54 @@ def list_cards(nvml: Any) -> list[Card]:
     return [Card(nvml, ask(nvml, nvml.nvmlDeviceGetHandleByIndex, i)) for i in range(nvml.nvmlDeviceGetCount())]
 
 
-def list_gpus() -> list[DriverGpu]:
-    """Returns every card in the driver's order, none without a driver; a card that left the bus is skipped with a note.
+def list_gpus() -> list[DriverGpu | None]:
+    """Returns every card by the driver's index, none without a driver; one that does not answer is None, with a note.
 
-    Raises PlanError where there is a driver that does not answer.
+    Raises PlanError where there is a driver that does not answer, LostCards where no card does.
     """
     nvml = import_nvml()
     if nvml is None:
-        return parse_nvidia_smi(run_nvidia_smi("--query-gpu=uuid,name,memory.total,compute_cap"))
+        return [*parse_nvidia_smi(run_nvidia_smi("--query-gpu=uuid,name,memory.total,compute_cap"))]
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
         if type(error).__name__ in ABSENT:
             return []
         raise silent_driver(error) from error
-    gpus = []
+    gpus: list[DriverGpu | None] = []
     try:
         for index in range(nvml.nvmlDeviceGetCount()):
             try:
-                gpus.append(read_gpu(nvml, index))
-            except nvml.NVMLError as error:
-                if type(error).__name__ != LOST:
-                    raise silent_driver(error) from error
-                print(f"note    GPU {index} does not answer ({error}): it is left out", file=sys.stderr)
+                gpus.append(read_gpu(nvml, nvml.nvmlDeviceGetHandleByIndex(index)))
+            except nvml.NVMLError as error:  # a card that left the bus is lost, or an unknown error
+                reason = f"GPU {index} does not answer ({error})"
+                print(f"note    {reason}: it is left out", file=sys.stderr)
+                gpus.append(None)
     finally:
         nvml.nvmlShutdown()
+    if gpus and not any(gpus):
+        raise LostCards(f"no GPU of this machine answers: {reason}", fix="sudo reboot; or --device cpu")
     return gpus
 
 
-def read_gpu(nvml: Any, index: int) -> DriverGpu:
-    """Reads what a plan needs of one card; raises NVMLError where it does not answer."""
-    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+def read_gpu(nvml: Any, handle: Any) -> DriverGpu:
+    """Reads what a plan needs of one card or MIG device; raises NVMLError where it does not answer."""
     try:
         memory_bytes = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
     except nvml.NVMLError as error:
         if type(error).__name__ != NOT_SUPPORTED:  # this is how GB10 answers, whose memory is the host's
             raise
         memory_bytes = 0
+    card = Card(nvml, handle)
+    capability = card.value("nvmlDeviceGetCudaComputeCapability")
+    parts = [read_gpu(nvml, part.handle) for part in card.parts()]
     return DriverGpu(
         uuid=as_text(nvml.nvmlDeviceGetUUID(handle)),
         name=as_text(nvml.nvmlDeviceGetName(handle)),
         memory_bytes=memory_bytes,
-        capability=tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle)),
+        capability=None if capability is None else tuple(capability),
+        is_split=bool(card.is_split()),
+        parts=tuple(replace(part, capability=part.capability or capability) for part in parts),
     )
 
 
@@ -218,6 +241,11 @@ def parse_nvidia_smi(table: str) -> list[DriverGpu]:
 
 def silent_driver(why: object) -> PlanError:
     """Returns the error of a driver that is there and does not answer."""
+    if type(why).__name__ == MISMATCH:
+        return PlanError(
+            "the NVIDIA driver does not answer: Driver/library version mismatch, as after an update without a reboot",
+            fix="sudo reboot; or --device cpu",
+        )
     return PlanError(f"the NVIDIA driver does not answer: {why}", fix="run nvidia-smi; or --device cpu")
 
 
@@ -241,16 +269,18 @@ def process_memory(uuid: str) -> list[tuple[int, int]]:
     return [(int(pid), int(mib) * MIB) for pid, mib in rows if pid.strip().isdigit() and mib.strip().isdigit()]
 
 
-def visible_devices(visible: str | None, uuids: list[str]) -> list[int]:
+def visible_devices(visible: str | None, uuids: list[str], parts: Sequence[Sequence[str]] = ()) -> list[int]:
     """Returns the driver's indices in CUDA's order. visible: the value of CUDA_VISIBLE_DEVICES, None if unset.
 
-    As CUDA reads it, the first invalid entry hides itself and all after it.
+    parts: the UUIDs of each card's MIG devices; one of them stands for its card. As CUDA reads it, the first invalid entry hides
+    itself and all after it.
     """
     if visible is None:
         return list(range(len(uuids)))
+    names = [(uuid, *more) for uuid, more in zip_longest(uuids, parts, fillvalue=())]
     visible_indices: list[int] = []
     for entry in (part.strip() for part in visible.split(",")):
-        matches = [i for i, uuid in enumerate(uuids) if entry and uuid.startswith(entry)]
+        matches = [i for i, known in enumerate(names) if entry and any(name.startswith(entry) for name in known)]
         if entry.isdigit() and int(entry) < len(uuids):
             visible_indices.append(int(entry))
         elif len(matches) == 1:
@@ -258,6 +288,12 @@ def visible_devices(visible: str | None, uuids: list[str]) -> list[int]:
         else:
             break
     return visible_indices
+
+
+def cuda_indices(visible: str | None, cards: Sequence[Card]) -> list[int]:
+    """Returns visible_devices of an initialized NVML's cards; one that does not answer has no UUID."""
+    parts = [[part.uuid() or "" for part in card.parts()] for card in cards]
+    return visible_devices(visible, [card.uuid() or "" for card in cards], parts)
 
 
 def count_nvidia_cards(pci: Path = Path("/sys/bus/pci/devices")) -> int | None:

@@ -1,19 +1,19 @@
 """
 What NVML says becomes facts. No card was asked for these values: they are listed here as nvml.h gives them, and where a
-library is needed a few lines of C stand in for the driver's, called by the real binding.
+library is needed the stand-in of tests/nvidia takes the place of the driver's, called by the real binding.
 """
 
 import os
 import re
-import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fake_driver
 import pynvml
 import pytest
+from fake_driver import LIBRARY_MISMATCH, FakeDriver, build_driver
 from probing import ask
 
 from paceline.check.probes import gpu_probe
@@ -179,38 +179,39 @@ def test_every_nvml_function_that_is_called_is_one_of_the_binding():
     assert called - set(dir(pynvml)) == set()
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory) -> Path:
-    if shutil.which("gcc") is None:
-        pytest.skip("needs gcc")
-    folder = tmp_path_factory.mktemp("nvml")
-    source = Path(__file__).with_name("nvml_stand_in.c")
-    subprocess.run(["gcc", "-w", "-shared", "-fPIC", "-o", folder / "libnvidia-ml.so.1", source], check=True)
-    return folder
+@pytest.fixture
+def driver(tmp_path) -> FakeDriver:
+    """A card with 24 GiB in use by this process, in a slot of four lanes."""
+    used = {"MemoryInfo": f"{32 * GIB} {24 * GIB}", "ComputeRunningProcesses_v3": f"{os.getpid()} {24 * GIB}"}
+    return FakeDriver(build_driver(tmp_path), tmp_path, {**fake_driver.RTX_5090, **used, "CurrPcieLinkWidth": "4"})
 
 
 @pytest.mark.dist
-def test_the_real_binding_reads_a_library_in_c(library):
-    facts = ask("gpu_probe", env={"LD_LIBRARY_PATH": str(library), "CUDA_VISIBLE_DEVICES": "0"})
+def test_the_real_binding_reads_a_library_in_c(driver):
+    facts = ask("gpu_probe", env={**driver.env, "CUDA_VISIBLE_DEVICES": "0"})
     (gpu,) = facts["gpus"]
-    assert (facts["driver"], gpu["name"]) == ({"version": "570.133.07", "cuda": "12.8"}, "NVIDIA GeForce RTX 5090")
-    assert (gpu["capability"], gpu["memory_free_bytes"], gpu["power_w"]) == ([12, 0], 8 * GIB, 431.5)
-    assert (gpu["visible"], gpu["pcie"]["width"], gpu["pcie"]["width_max"], gpu["temperature_c"]) == (True, 4, 16, None)
+    assert (facts["driver"], gpu["name"]) == ({"version": "580.95.05", "cuda": "13.0"}, "NVIDIA GeForce RTX 5090")
+    assert (gpu["capability"], gpu["memory_free_bytes"], gpu["power_w"]) == ([12, 0], 8 * GIB, 61.5)
+    assert (gpu["visible"], gpu["pcie"]["width"], gpu["pcie"]["width_max"], gpu["ecc"]) == (True, 4, 16, None)
     (process,) = gpu["processes"]
     assert (process["pid"], process["used_bytes"]) == (os.getpid(), 24 * GIB)
     assert process["name"].startswith("python")
 
 
 @pytest.mark.dist
-def test_a_mismatch_is_reported_through_the_real_binding(library):
-    facts = ask("gpu_probe", env={"LD_LIBRARY_PATH": str(library), "NVML_INIT": "mismatch"})
+def test_a_mismatch_is_reported_through_the_real_binding(driver):
+    driver.answers["Init"] = LIBRARY_MISMATCH
+    driver.write()
+    facts = ask("gpu_probe", env=driver.env)
     assert (facts["nvml_error"], facts["gpus"]) == ("Driver/library version mismatch", None)
 
 
 @pytest.mark.dist
-def test_the_probe_of_a_driver_that_never_answers_is_killed_at_the_deadline(library, monkeypatch):
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(library))
-    monkeypatch.setenv("NVML_INIT", "hang")
+def test_the_probe_of_a_driver_that_never_answers_is_killed_at_the_deadline(driver, monkeypatch):
+    driver.answers["Init"] = "hang"
+    driver.write()
+    for name in ("LD_LIBRARY_PATH", "FAKE_CARDS"):
+        monkeypatch.setenv(name, driver.env[name])
     (probe,) = (replace(item, deadline_s=1.0) for item in PROBES if item.name == "gpu")
     facts = ask_probes([probe], {})
     assert facts["probes"]["gpu"]["error"].startswith("no answer in 1")

@@ -18,10 +18,10 @@ from paceline.plan.nvml import (
     as_text,
     ask,
     count_nvidia_cards,
+    cuda_indices,
     import_nvml,
     kernel_driver_version,
     list_cards,
-    visible_devices,
     watts,
 )
 
@@ -60,7 +60,7 @@ def describe_gpus(nvml: Any, *, visible: str | None, num_cards: int | None) -> J
             "cuda": None if cuda is None else f"{cuda // 1000}.{cuda % 1000 // 10}",
         }
         cards = list_cards(nvml)
-        chosen = visible_devices(visible, [card.uuid() or "" for card in cards])
+        chosen = cuda_indices(visible, cards)
         gpus = [describe_gpu(cards, index) for index in range(len(cards))]
     finally:
         with suppress(nvml.NVMLError):
@@ -77,7 +77,7 @@ def describe_gpu(cards: list[Card], index: int) -> Json:
     """Returns the facts of one card; some of them are about its links to the others."""
     card, value = cards[index], cards[index].value
     memory, utilization = value("nvmlDeviceGetMemoryInfo"), value("nvmlDeviceGetUtilizationRates")
-    capability, ecc, mig = (value(f"nvmlDeviceGet{name}") for name in ("CudaComputeCapability", "EccMode", "MigMode"))
+    capability, ecc = (value(f"nvmlDeviceGet{name}") for name in ("CudaComputeCapability", "EccMode"))
     mode, display = value("nvmlDeviceGetComputeMode"), value("nvmlDeviceGetDisplayActive")
     return {
         "index": index,
@@ -95,7 +95,7 @@ def describe_gpu(cards: list[Card], index: int) -> Json:
         "ecc": None if ecc is None else bool(ecc[0]),
         "ecc_errors": value("nvmlDeviceGetTotalEccErrors", UNCORRECTED, SINCE_BOOT),
         "compute_mode": COMPUTE_MODES.get(mode),
-        "mig": None if card.name() is None else bool(mig and mig[0]),  # "not supported" is "no"
+        "mig": card.is_split(),
         "display": None if display is None else bool(display),
         "throttle": card.throttle(),
         "pcie": {

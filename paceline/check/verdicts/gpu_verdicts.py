@@ -8,7 +8,7 @@ and an IOMMU breaks it as well.
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.check.verdicts.rules import Case, Cases, Host, at, is_on, short_name, version_of
+from paceline.check.verdicts.rules import Case, Cases, Host, at, is_lost, is_on, short_name, version_of
 from paceline.units import format_bytes
 
 P2P_DRIVER = 570
@@ -39,31 +39,39 @@ def gpu_driver_silent(host: Host) -> Cases:
     error = host.at("nvml_error")
     if not error:
         return
-    working = [str(gpu.get("index")) for gpu in host.gpus if gpu.get("name")]
+    working = [str(gpu.get("index")) for gpu in host.gpus]
+    lost = [gpu for gpu in host.at("gpus") or () if is_lost(gpu)]
+    if lost and not any(gpu.get("visible") for gpu in lost):
+        return
     if working:
         fix = f"export CUDA_VISIBLE_DEVICES={','.join(working)}"
     elif "nvidia-ml-py" in error:
         fix = "pip install nvidia-ml-py"
     else:
-        fix = "sudo reboot" if "mismatch" in error else "nvidia-smi"
-    fatal = host.intent.device == "cuda" and not working
+        fix = "sudo reboot" if lost or "mismatch" in error else "nvidia-smi"
+    fatal = host.intent.device != "cpu" and not working
     yield Case(f"the GPUs cannot be queried: {error}", fix, "stop" if fatal else "warn")
 
 
 def gpu_fewer(host: Host) -> Cases:
     num_visible, nproc = len(host.gpus), host.intent.nproc
     if host.uses_cuda and nproc and 0 < num_visible < nproc:
-        hidden, visible = len(host.facts["gpus"]) - num_visible, host.env("CUDA_VISIBLE_DEVICES")
+        hidden, visible = len(hidden_gpus(host)), host.env("CUDA_VISIBLE_DEVICES")
         more = f", {hidden} more are hidden by CUDA_VISIBLE_DEVICES={visible}" if hidden else ""
         yield Case(f"{nproc} GPUs are requested, {num_visible} visible{more}", f"--nproc {num_visible}")
 
 
 def gpu_hidden(host: Host) -> Cases:
-    num_gpus, num_visible = len(host.at("gpus") or ()), len(host.gpus)
-    if 0 < num_visible < num_gpus:
+    num_gpus, num_hidden = len(host.at("gpus") or ()), len(hidden_gpus(host))
+    if host.gpus and num_hidden:
         visible = host.env("CUDA_VISIBLE_DEVICES")
-        what = f"CUDA_VISIBLE_DEVICES={visible} hides {num_gpus - num_visible} of {num_gpus} GPUs"
+        what = f"CUDA_VISIBLE_DEVICES={visible} hides {num_hidden} of {num_gpus} GPUs"
         yield Case(what, "unset CUDA_VISIBLE_DEVICES")
+
+
+def hidden_gpus(host: Host) -> list[Mapping[str, Any]]:
+    """Returns the cards that CUDA_VISIBLE_DEVICES hides; hiding one that does not answer is as it should be."""
+    return [gpu for gpu in host.at("gpus") or () if gpu.get("visible") is False and not is_lost(gpu)]
 
 
 def gpu_name_wrong(host: Host) -> Cases:
@@ -71,6 +79,8 @@ def gpu_name_wrong(host: Host) -> Cases:
     gpus = host.at("gpus") or []
     known, uuids = [str(gpu.get("index")) for gpu in gpus], [str(gpu.get("uuid")) for gpu in gpus]
     absent = [name for name in listed if name not in known and not any(uuid.startswith(name) for uuid in uuids)]
+    if any(gpu.get("mig") and gpu.get("visible") for gpu in gpus):  # the UUIDs of its parts are no facts
+        absent = [name for name in absent if not name.startswith("MIG-")]
     if known and absent:
         yield Case(
             f"CUDA_VISIBLE_DEVICES={','.join(listed)} lists {', '.join(absent)}, the GPUs of this host are {', '.join(known)}",

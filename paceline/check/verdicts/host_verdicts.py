@@ -264,7 +264,8 @@ def compiler_missing(host: Host) -> Cases:
     if host.uses_cuda and tools.get("python_headers") is False:
         missing.append("Python's headers")
     fixes = ["sudo apt-get install -y g++ python3-dev"] if missing else []
-    if host.uses_cuda and host.at("packages") and not has_triton(host):
+    # a CUDA wheel brings Triton, so where torch is a CPU build that is what is missing
+    if host.uses_cuda and host.at("packages") and not host.torch_is_cpu_build and not has_triton(host):
         missing.append("triton")
         fixes.insert(0, "pip install triton")
     if missing:

@@ -93,6 +93,11 @@ class Host:
         return self.intent.device == "cuda" or (self.intent.device is None and bool(self.gpus))
 
     @property
+    def torch_is_cpu_build(self) -> bool:
+        """Whether torch is here and was built without CUDA and ROCm."""
+        return bool(self.at("torch")) and self.at("torch.cuda") is None and self.at("torch.hip") is None
+
+    @property
     def num_ranks(self) -> int:
         """The number of processes on this host, at least one."""
         return self.intent.nproc or (len(self.gpus) if self.uses_cuda else 1) or 1
@@ -133,7 +138,13 @@ def fix_for_all(hosts: Iterable["Host"], fix: str) -> str:
 
 
 def visible_gpus(facts: Facts) -> list[Mapping[str, Any]]:
-    return [gpu for gpu in facts.get("gpus") or () if gpu.get("visible") is not False]
+    """Returns the cards that CUDA sees."""
+    return [gpu for gpu in facts.get("gpus") or () if gpu.get("visible") is not False and not is_lost(gpu)]
+
+
+def is_lost(gpu: Mapping[str, Any]) -> bool:
+    """Returns whether a card does not answer, as one that left the bus: it was asked for its name and has none."""
+    return gpu.get("name", "") is None
 
 
 def version_of(text: str | None) -> tuple[int, ...] | None:

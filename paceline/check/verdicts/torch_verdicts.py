@@ -72,11 +72,19 @@ def torch_old(host: Host) -> Cases:
 
 
 def torch_cpu_build(host: Host) -> Cases:
-    gpus = len(host.gpus)
-    if host.at("torch") and gpus and host.at("torch.cuda") is None and host.at("torch.hip") is None:
-        what = f"torch {host.at('torch.version')} was built without CUDA, and this host has {gpus} GPUs"
-        severity: Severity = "note" if not host.uses_cuda else "warn" if host.intent.command == "run" else "stop"
-        yield Case(what, install(wheel_for(host.facts)), severity)
+    gpus, driver = len(host.gpus), version_of(host.at("driver.version"))
+    if gpus and host.torch_is_cpu_build:
+        what = (
+            f"torch {host.at('torch.version')} was built without CUDA, and this host has {gpus} GPU{'s' * (gpus > 1)}"
+        )
+        fix = install(wheel_for(host.facts))
+        severity: Severity = "stop"
+        if driver and driver[0] < OLDEST_WHEEL_DRIVER:
+            what += f"; its driver {host.at('driver.version')} is older than all wheels need"
+            fix = f"{driver_command(OLDEST_WHEEL_DRIVER)}, then {fix}"
+        if not host.uses_cuda or host.intent.command == "run":
+            severity = "warn" if host.uses_cuda else "note"
+        yield Case(what, fix, severity)
 
 
 def runs_on(arch: str, capability: tuple[int, int]) -> bool:

@@ -9,6 +9,7 @@ Activations are in compute_dtype whatever the weights are stored in; norms, soft
 model does not depend on optimizers, ranks or files. Its parameters are those of plan/shapes.py.
 """
 
+import functools
 import hashlib
 import math
 from collections.abc import Callable
@@ -22,12 +23,14 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.config import ModelConfig
 from paceline.errors import PlanError
+from paceline.model.cache import KVCache
 from paceline.model.layers import (
     Embedding,
     causal_attention,
     compile_once,
     mix,
     nats_per_token,
+    never_fall_back,
     relu_squared,
     rms_norm,
     rotary_norm,
@@ -76,7 +79,7 @@ class Attention(nn.Module):
         if has_value_embed(layer, config.n_layer):
             self.ve_gate = Linear(self.gate_channels, config.n_kv_head)
 
-    def forward(self, x: Tensor, ve: Tensor | None, rotary: Rotary, mask: Mask, cache: "KVCache | None") -> Tensor:
+    def forward(self, x: Tensor, ve: Tensor | None, rotary: Rotary, mask: Mask, cache: KVCache | None) -> Tensor:
         """Returns (B, T, C). x: (B, T, C) normed; ve: the layer's value embeddings, (B, T, K*D), or None."""
         heads, kv_heads = (*x.shape[:2], self.n_head, self.head_dim), (*x.shape[:2], self.n_kv_head, self.head_dim)
         # the norm on q and k bounds the scores, so no large logit saturates softmax early on; rotation makes a score depend on the
@@ -126,15 +129,30 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention and MLP, each on the normed stream and added to it, (B, T, C) -> (B, T, C)."""
+    """One layer: the stream is mixed with the embedding, then attention and MLP are added, each of the normed stream."""
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
         self.attn = Attention(config, layer)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, ve: Tensor | None, rotary: Rotary, mask: Mask, cache: "KVCache | None") -> Tensor:
-        """Returns the stream with both added to it, (B, T, C)."""
+    def forward(
+        self,
+        x: Tensor,
+        x0: Tensor,
+        ve: Tensor | None,
+        resid_lambda: Tensor,
+        x0_lambda: Tensor,
+        rotary: Rotary,
+        mask: Mask,
+        cache: KVCache | None,
+    ) -> Tensor:
+        """Returns the stream after the layer, (B, T, C). x: the stream; x0: the embedding; lambdas: () fp32; ve: as attention's.
+
+        All that differs between layers is a tensor or a mask: compiled by itself, it is compiled once for each kind of layer.
+        """
+        # the scalars let each layer choose how much of the stream it keeps, and how much of the bare token it sees again
+        x = mix(x, x0, resid_lambda, x0_lambda)
         x = x + self.attn(rms_norm(x), ve, rotary, mask, cache)
         return cast(Tensor, x + self.mlp(rms_norm(x)))
 
@@ -170,42 +188,64 @@ class GPT(nn.Module):
         self.backout_lambda = nn.Parameter(torch.empty(1))
         self.nats_per_token: Callable[..., Tensor] = nats_per_token
         self.sum_of_nats: Callable[..., Tensor] = sum_of_nats
+        self.compiled = False
+        self.compile_part: Callable[..., Callable[..., Any]] | None = None  # makes each part of the forward a graph
 
-    def forward(self, idx: Tensor, targets: Tensor, *, reduction: Literal["sum", "none"] = "sum") -> Tensor:
-        """Returns the nats of targets, (B, T) int64 with -1 not counted: their sum, () fp32; or with "none" (B, T) fp32."""
+    def forward(
+        self,
+        idx: Tensor,
+        targets: Tensor,
+        *,
+        reduction: Literal["sum", "none"] = "sum",
+        grad_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Returns the nats of targets, (B, T) int64 with -1 not counted: their sum, () fp32; or with "none" (B, T) fp32.
+
+        grad_scale: () fp32, by which the gradient of the sum is multiplied, not the sum.
+        """
         x = self.hidden(idx).flatten(0, 1)  # (B*T, C)
         weight = self.lm_head.weight.to(x.dtype)
         options = {
             "vocab_size": self.config.vocab_size,
             "budget_bytes": self.logits_budget_bytes,
-            "compiled": torch.compiler.is_compiling(),  # known here, while tracing; the loss runs outside the trace
+            "compiled": self.compiled,
         }
         if reduction == "none":
             return self.nats_per_token(x, weight, targets.flatten(), **options).view_as(targets)
-        return self.sum_of_nats(x, weight, targets.flatten(), **options)
+        return self.sum_of_nats(x, weight, targets.flatten(), **options, grad_scale=grad_scale)
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compiles the model as nn.Module.compile does, with the loss outside the graph: a compiler may keep its chunks alive.
+    def compile(self, *args: Any, by_block: bool = False, **kwargs: Any) -> None:
+        """Compiles the forward as nn.Module.compile does, as one graph; by_block: each layer as a graph of its own.
 
-        torch.compiler.disable takes a second to import, so it is called here: a model that stays eager does not wait for it.
+        One graph has all its gradients at the end of its backward. By block a layer's are complete before the backward of the layer
+        below begins, so that they can be sent under it. The loss stays outside: a compiler may keep its chunks alive.
         """
+        self.compiled = True
+        if by_block:
+            self.compile_part = functools.partial(compile_once, backend=kwargs.get("backend", "inductor"))
+            return
+        # torch.compiler.disable takes a second to import, so it is called here: an eager model does not wait for it
         disable = torch.compiler.disable
         self.nats_per_token, self.sum_of_nats = disable(nats_per_token), disable(sum_of_nats)  # type: ignore[no-untyped-call]
         super().compile(*args, **kwargs)
+        never_fall_back()
 
-    def logits(self, idx: Tensor, *, cache: "KVCache | None" = None, newest_only: bool = False) -> Tensor:
+    def uncompile(self) -> None:
+        """Makes the model eager again."""
+        self.compiled, self.compile_part, self._compiled_call_impl = False, None, None
+
+    def logits(self, idx: Tensor, *, cache: KVCache | None = None, newest_only: bool = False) -> Tensor:
         """Returns capped logits, (B, T, vocab_size) fp32; with newest_only (B, 1, vocab_size), those of the last token alone."""
         x = self.hidden(idx, cache=cache)
         return softcap(self.lm_head(x[:, -1:] if newest_only else x)[..., : self.config.vocab_size].float())
 
-    def hidden(self, idx: Tensor, *, cache: "KVCache | None" = None) -> Tensor:
+    def hidden(self, idx: Tensor, *, cache: KVCache | None = None) -> Tensor:
         """Returns what lm_head reads, (B, T, C). idx: (B, T) int64; with a cache, the tokens that follow those it holds."""
         num_tokens, before = idx.shape[1], cache.length if cache is not None else 0
         rotary = self.rotary(before, before + num_tokens, idx.device)
         masks = self.masks(num_tokens, idx.device, flex=self.attention == "flex" and cache is None)
-        # the norm makes rare tokens, whose embeddings are hardly trained, as large as frequent ones
-        x = self.smear(rms_norm(self.wte(idx).to(self.compute_dtype)), cache)  # (B, T, C)
-        x0, middle = x.view_as(x), x  # x0 is a tensor of its own: torch.compile cannot trace mix(x, x)
+        x: Tensor = self.part(GPT.stem, cache)(self, self.wte(idx), cache)  # (B, T, C)
+        x0 = middle = x.view_as(x)  # a tensor of its own: torch.compile cannot trace mix(x, x)
         lambdas = zip(self.resid_lambdas.unbind(), self.x0_lambdas.unbind(), strict=True)
         for i, (resid_lambda, x0_lambda) in enumerate(lambdas):
             inputs = (x, x0, i, idx, resid_lambda, x0_lambda, rotary, masks[self.windows[i]], cache)
@@ -214,11 +254,10 @@ class GPT(nn.Module):
             else:
                 x = self.layer(*inputs)
             if i == self.config.n_layer // 2:
-                middle = x
+                middle = x.view_as(x)
         if cache is not None:
             cache.length += num_tokens
-        # backout: what the first half of the layers wrote for the second half to read is of no use to lm_head, and is taken off
-        return rms_norm(x - self.backout_lambda.to(x.dtype) * middle)
+        return cast(Tensor, self.part(GPT.backout, cache)(self, x, middle))
 
     def layer(
         self,
@@ -230,14 +269,29 @@ class GPT(nn.Module):
         x0_lambda: Tensor,
         rotary: Rotary,
         mask: Mask,
-        cache: "KVCache | None",
+        cache: KVCache | None,
     ) -> Tensor:
-        """Returns the stream after layer i, (B, T, C). x: the stream; x0: the embedding; resid_lambda, x0_lambda: () fp32."""
+        """Returns the stream after layer i, (B, T, C); its other inputs are the block's."""
+        # looked up outside of the block: its graph would depend on i, and round the table's gradient to the table's dtype
         ve = self.value_embeds[str(i)](idx).to(x.dtype) if str(i) in self.value_embeds else None  # (B, T, K*D)
-        # the scalars let each layer choose how much of the stream it keeps, and how much of the bare token it sees again
-        return cast(Tensor, self.h[i](mix(x, x0, resid_lambda, x0_lambda), ve, rotary, mask, cache))
+        block = self.part(Block.forward, cache)
+        return cast(Tensor, block(self.h[i], x, x0, ve, resid_lambda, x0_lambda, rotary, mask, cache))
 
-    def smear(self, x: Tensor, cache: "KVCache | None") -> Tensor:
+    def part(self, function: Callable[..., Any], cache: KVCache | None) -> Callable[..., Any]:
+        """Returns a part of the forward, compiled where the model is so by block; with a cache, which grows, it is eager."""
+        return self.compile_part(function) if self.compile_part and cache is None else function
+
+    def stem(self, x: Tensor, cache: KVCache | None) -> Tensor:
+        """Returns what the first layer reads, (B, T, C). x: the tokens' embeddings, (B, T, C)."""
+        # the norm makes rare tokens, whose embeddings are hardly trained, as large as frequent ones
+        return self.smear(rms_norm(x.to(self.compute_dtype)), cache)
+
+    def backout(self, x: Tensor, middle: Tensor) -> Tensor:
+        """Returns what lm_head reads, (B, T, C). x, middle: the stream at the end and after half of the layers."""
+        # what the first half of the layers wrote for the second half to read is of no use to lm_head, and is taken off
+        return rms_norm(mix(x, middle, None, -self.backout_lambda[0]))
+
+    def smear(self, x: Tensor, cache: KVCache | None) -> Tensor:
         """Adds to each token's embedding a gated part of the previous one; the very first token has no previous one.
 
         Pairs of tokens are then known to the first layer, which otherwise spends attention heads on looking one token back.
@@ -247,8 +301,9 @@ class GPT(nn.Module):
             before = before if cache.last_embedding is None else torch.cat((cache.last_embedding, before), dim=1)
             cache.last_embedding = x[:, -1:]
         after = x[:, x.shape[1] - before.shape[1] :]  # the tokens that have a previous one
-        gate = self.smear_lambda.to(x.dtype) * torch.sigmoid(self.smear_gate(after[..., : self.smear_gate.in_features]))
-        return torch.cat((x[:, : x.shape[1] - before.shape[1]], torch.addcmul(after, gate, before)), dim=1)
+        gate = self.smear_lambda * torch.sigmoid(self.smear_gate(after[..., : self.smear_gate.in_features])).float()
+        smeared = torch.addcmul(after, gate.to(x.dtype), before)
+        return torch.cat((x[:, : x.shape[1] - before.shape[1]], smeared), dim=1)
 
     def rotary(self, start: int, end: int, device: torch.device) -> Rotary:
         """Returns cos and sin of positions start to end, (T, D) each in compute_dtype.
@@ -334,42 +389,3 @@ def initial_value(name: str, shape: tuple[int, ...], config: ModelConfig, *, see
         case "c_proj" | "smear_lambda":  # zero: each block starts as the identity
             return value
     return value.uniform_(-bound, bound, generator=generator)  # c_q, c_k, c_v, value embeddings
-
-
-class KVCache:
-    """Keys and values of the tokens that a generation has read, so that each new token costs one row of work.
-
-    Each layer keeps as many tokens as its window sees, in a ring: memory is fixed and generation may continue past sequence_len.
-    Positions continue to count, since rotary attention depends only on differences.
-    """
-
-    def __init__(self, config: ModelConfig, *, num_rows: int, dtype: torch.dtype, device: torch.device):
-        sizes = [(num_rows, config.n_kv_head, window, config.head_dim) for window in window_sizes(config)]
-        self.k = [torch.empty(size, dtype=dtype, device=device) for size in sizes]
-        self.v = [torch.empty(size, dtype=dtype, device=device) for size in sizes]
-        self.last_embedding: Tensor | None = None  # (B, 1, C), which the next token smears in
-        self.length = 0  # tokens read
-
-    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores k and v, (B, K, T, D), and returns all keys and values that the newest token may attend to.
-
-        T > 1 is allowed only while the cache is empty: it then returns k and v themselves, for use under the layer's mask.
-        """
-        num_new, size = k.shape[2], self.k[layer].shape[2]
-        assert num_new == 1 or self.length == 0, "several tokens at once only on an empty cache"
-        num_stored = min(num_new, size)
-        end = self.length + num_new
-        slots = torch.arange(end - num_stored, end, device=k.device) % size
-        self.k[layer][:, :, slots] = k[:, :, -num_stored:]
-        self.v[layer][:, :, slots] = v[:, :, -num_stored:]
-        if num_new > 1:
-            return k, v
-        num_visible = min(end, size)
-        return self.k[layer][:, :, :num_visible], self.v[layer][:, :, :num_visible]
-
-    def repeat(self, num_rows: int) -> None:
-        """Makes num_rows equal rows of the one row."""
-        assert self.last_embedding is not None, "the cache is empty"
-        self.k = [k.repeat(num_rows, 1, 1, 1) for k in self.k]
-        self.v = [v.repeat(num_rows, 1, 1, 1) for v in self.v]
-        self.last_embedding = self.last_embedding.repeat(num_rows, 1, 1)

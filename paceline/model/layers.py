@@ -54,8 +54,11 @@ def relu_squared(x: Tensor) -> Tensor:
     return cast(Tensor, _ReluSquared.apply(x))  # type: ignore[no-untyped-call]
 
 
-def mix(x: Tensor, y: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Returns a * x + b * y; a and b are fp32 scalars, and so are their gradients."""
+def mix(x: Tensor, y: Tensor, a: Tensor | None, b: Tensor) -> Tensor:
+    """Returns a * x + b * y; a and b are fp32 scalars, and so are their gradients; None stands for 1.
+
+    A scalar is never rounded to the activations' dtype: bf16 makes 1.0469 of 1.05, in every layer and for every token alike.
+    """
     return cast(Tensor, _Mix.apply(x, y, a, b))  # type: ignore[no-untyped-call]
 
 
@@ -138,16 +141,23 @@ class _ReluSquared(Function):
 
 class _Mix(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        ctx.save_for_backward(x, y, a, b)
-        return plus_product(x * a.to(x.dtype), y, b.to(x.dtype))
+    def forward(ctx: Any, x: Tensor, y: Tensor, a: Tensor | None, b: Tensor) -> Tensor:
+        ctx.save_for_backward(None if a is None else x, y, a, b)
+        wide_x, wide_y = widened(x), widened(y)
+        return (torch.addcmul(wide_x, wide_y, b) if a is None else plus_product(wide_x * a, wide_y, b)).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         (dz,), (x, y, a, b) = grads, ctx.saved_tensors
-        da = (dz * x).sum(dtype=torch.float32)
+        da = None if a is None else (dz * x).sum(dtype=torch.float32)
         db = (dz * y).sum(dtype=torch.float32)
-        return dz * a.to(dz.dtype), dz * b.to(dz.dtype), da, db
+        dx, dy = (dz if scalar is None else (widened(dz) * scalar).to(dz.dtype) for scalar in (a, b))
+        return dx, dy, da, db
+
+
+def widened(x: Tensor) -> Tensor:
+    """Returns x in fp32. A compiled kernel computes in fp32 by itself; a cast would be one more tensor that it may keep."""
+    return x if torch.compiler.is_compiling() else x.float()
 
 
 class Embedding(nn.Embedding):
@@ -255,14 +265,23 @@ def softcap(logits: Tensor) -> Tensor:
 
 
 def sum_of_nats(
-    x: Tensor, weight: Tensor, targets: Tensor, *, vocab_size: int, budget_bytes: int, compiled: bool
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    vocab_size: int,
+    budget_bytes: int,
+    compiled: bool,
+    grad_scale: Tensor | None = None,
 ) -> Tensor:
     """Sums the nats of the targets that are not -1, () fp32. x: (N, C); weight: (V, C) in x.dtype; targets: (N,) int64.
 
     budget_bytes bounds all tensors as large as logits: these, their gradient and the fp32 copies between; one token fits always.
+    The gradients are multiplied by grad_scale, () fp32, before the first product: in fp16 that one may overflow too.
     """
     if torch.is_grad_enabled():
-        return cast(Tensor, _SumOfNats.apply(x, weight, targets, vocab_size, budget_bytes, compiled))  # type: ignore[no-untyped-call]
+        settings = (vocab_size, budget_bytes, compiled, grad_scale)
+        return cast(Tensor, _SumOfNats.apply(x, weight, targets, *settings))  # type: ignore[no-untyped-call]
     return nats_per_token(x, weight, targets, vocab_size=vocab_size, budget_bytes=budget_bytes, compiled=compiled).sum()
 
 
@@ -271,7 +290,7 @@ def nats_per_token(
     x: Tensor, weight: Tensor, targets: Tensor, *, vocab_size: int, budget_bytes: int, compiled: bool
 ) -> Tensor:
     """Returns the nats of each target, (N,) fp32, 0 where it is -1. It has no gradient: it is for evaluation."""
-    chunks = nats_by_chunk(x, weight, targets, vocab_size, budget_bytes, compiled=compiled, with_grad=False)
+    chunks = nats_by_chunk(x, weight, targets, vocab_size, budget_bytes, compiled, with_grad=False)
     return torch.cat([nats for _, nats, _ in chunks])
 
 
@@ -281,8 +300,9 @@ def nats_by_chunk(
     targets: Tensor,
     vocab_size: int,
     budget_bytes: int,
-    *,
     compiled: bool,
+    grad_scale: Tensor | None = None,
+    *,
     with_grad: bool,
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yields for each chunk: its tokens, (chunk,) fp32 nats, and (chunk, V) their gradient by the logits, or the logits.
@@ -296,7 +316,7 @@ def nats_by_chunk(
         rows = slice(start, min(start + chunk, x.shape[0]))
         logits = torch.mm(x[rows], weight.t(), out=buffer[: rows.stop - start])
         pairs = zip(logits.split(block), targets[rows].split(block), strict=True)  # type: ignore[no-untyped-call]
-        yield rows, torch.cat([capped(z, at, vocab_size, with_grad) for z, at in pairs]), logits
+        yield rows, torch.cat([capped(z, at, vocab_size, with_grad, grad_scale) for z, at in pairs]), logits
 
 
 def chunk_rows(x: Tensor, vocab: int, budget_bytes: int, *, compiled: bool) -> tuple[int, int]:
@@ -313,11 +333,9 @@ def chunk_rows(x: Tensor, vocab: int, budget_bytes: int, *, compiled: bool) -> t
 
 class _SumOfNats(Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, budget_bytes: int, compiled: bool
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, *settings: Any) -> Tensor:
         dx, dw, sums = torch.empty_like(x), None, []
-        chunks = nats_by_chunk(x, weight, targets, vocab_size, budget_bytes, compiled=compiled, with_grad=True)
+        chunks = nats_by_chunk(x, weight, targets, *settings, with_grad=True)
         for rows, nats, dlogits in chunks:
             torch.mm(dlogits, weight, out=dx[rows])
             dw = plus_matmul(dw, dlogits.t(), x[rows])
@@ -328,7 +346,7 @@ class _SumOfNats(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dnats,), (dx, dw) = grads, ctx.saved_tensors
-        return dx.mul_(dnats.to(dx.dtype)), dw.mul_(dnats), None, None, None, None  # in place: a second backward raises
+        return dx.mul_(dnats.to(dx.dtype)), dw.mul_(dnats), *[None] * 5  # in place: a second backward raises
 
 
 def plus_matmul(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
@@ -338,8 +356,10 @@ def plus_matmul(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     return total.addmm_(a, b) if a.dtype == total.dtype else total.add_(a @ b)
 
 
-def capped_nats_(z: Tensor, targets: Tensor, vocab_size: int, with_grad: bool) -> Tensor:
-    """Returns (n,) fp32 nats; with_grad overwrites z by d(nats)/dz.
+def capped_nats_(
+    z: Tensor, targets: Tensor, vocab_size: int, with_grad: bool, grad_scale: Tensor | None = None
+) -> Tensor:
+    """Returns (n,) fp32 nats; with_grad overwrites z by grad_scale * d(nats)/dz.
 
     z: (n, V) logits before the cap; columns from vocab_size on stand for no token.
     """
@@ -348,26 +368,33 @@ def capped_nats_(z: Tensor, targets: Tensor, vocab_size: int, with_grad: bool) -
     # with s = sigmoid(2z / cap) the capped logit is 2 cap s - cap, and softmax does not see the constant
     s = (z[:, :vocab_size].float() * (2 / SOFTCAP)).sigmoid_()  # (n, vocab_size) fp32
     e = torch.exp2(s * (2 * SOFTCAP / math.log(2)))
+    weight = 4 * valid if grad_scale is None else 4 * grad_scale * valid  # (n, 1)
     total, s_at, e_at = e.sum(-1, keepdim=True), s.gather(-1, at), e.gather(-1, at)  # (n, 1) each
     if with_grad and torch.compiler.is_compiling():
         # writing at an index would be a kernel of its own, behind a copy of all logits
         is_target = torch.arange(vocab_size, device=z.device) == at  # (n, vocab_size)
-        z[:, :vocab_size] = 4 * valid * (e / total - is_target.float()) * s * (1 - s)
+        z[:, :vocab_size] = weight * (e / total - is_target.float()) * s * (1 - s)
         z[:, vocab_size:] = 0
     elif with_grad:  # (softmax - onehot) * dcap/dz, and dcap/dz = 4 s (1 - s)
-        z[:, :vocab_size] = e.mul_(4 * valid / total).mul_(s.addcmul_(s, s, value=-1))
+        z[:, :vocab_size] = e.mul_(weight / total).mul_(s.addcmul_(s, s, value=-1))
         z[:, vocab_size:] = 0
-        at_target = (4 * valid * (e_at / total - 1) * s_at * (1 - s_at)).to(z.dtype)  # (n, 1)
+        at_target = (weight * (e_at / total - 1) * s_at * (1 - s_at)).to(z.dtype)  # (n, 1)
         z[torch.arange(len(z), device=z.device), at.squeeze(-1)] = at_target.squeeze(-1)
     return ((total.log() - s_at * (2 * SOFTCAP)) * valid).squeeze(-1)
 
 
 @functools.cache
-def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiles a function on its own, for an eager model too; the compiler is imported by the first call.
-
-    Every shape is compiled by itself. Past torch's limit of 8 of them a function would silently stay eager.
-    """
-    compiled = torch.compile(function, dynamic=False)  # imports the module of the next line
-    torch._dynamo.config.recompile_limit = COMPILED_SHAPES
+def compile_once(function: Callable[..., Any], *, backend: Any = "inductor") -> Callable[..., Any]:
+    """Compiles a function on its own, for an eager model too; the compiler is imported by the first call."""
+    compiled = torch.compile(function, dynamic=False, backend=backend)
+    never_fall_back()
     return compiled
+
+
+def never_fall_back() -> None:
+    """Makes a function that is compiled for too many shapes an error. Call it once the compiler is imported.
+
+    Every shape is compiled by itself, and past torch's limit of 8 of them a function would silently stay eager.
+    """
+    settings = torch._dynamo.config
+    settings.recompile_limit, settings.fail_on_recompile_limit_hit = COMPILED_SHAPES, True

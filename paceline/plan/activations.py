@@ -8,7 +8,8 @@ Compiled, where it differs: what forward saves is read off the graphs that AOT a
 meta tensors with a GPU's flash kernel; what works besides it is read off inductor's own schedule on a CPU, its allocations as the
 profiler counts them. tests/train/test_compiled_memory.py does both again. A GPU's schedule was not seen and may fuse otherwise:
 what is saved is within 1 % of the graphs, a phase within 5 % of such runs and, by judgement, 15 % of a GPU's; with activation
-checkpointing, where most is work and inductor's order moves with sizes, 10 % and 20 %.
+checkpointing, where most is work and inductor's order moves with sizes, 10 % and 20 %. Both forms of a compiled model were seen so:
+one graph, and a graph for each layer.
 """
 
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from paceline.plan.shapes import (
     value_table,
     ve_gate_width,
 )
+from paceline.plan.sharding import compiles_by_block
 
 LOSS_COPIES = 3  # fp32 tensors as large as a block's logits that model/layers.py holds at once
 BLOCK_SHARE = 4  # of a chunk's budget: what one block's fp32 copies may take
@@ -35,7 +37,7 @@ CPU_KEEP_TOKENS = 512
 
 # of a compiled layer, in tensors as large as the residual stream
 RUNNING = 7  # of a layer that saves nothing: x, its norm, the MLP's inner 4 in place, the sum
-SQUARE_GRADIENT = 4  # of a layer that runs a second time
+SQUARE_GRADIENT = 4  # of a layer that runs a second time within one graph
 POSTPONED = 8  # the square and its gradient of a layer above, until inductor makes the weights' gradients of them
 
 
@@ -67,6 +69,11 @@ class MemorySetup:
     @property
     def element_bytes(self) -> int:
         return ELEMENT_BYTES[self.precision]
+
+    @property
+    def one_graph(self) -> bool:
+        """Whether the whole model is compiled as one graph; otherwise a compiled model is one graph for each layer."""
+        return self.compiled and not compiles_by_block(world_size=self.world_size, shard=self.shard)
 
     @property
     def casts_weights(self) -> bool:
@@ -249,8 +256,9 @@ def backward_parts(setup: MemorySetup, saved: list[int], *, before: int, fresh: 
 
     saved: saved_bytes of each layer. before: bytes of the gradients that earlier micro-steps left. fresh: there are none, and this
     backward makes them. One compiled graph returns all gradients at its end, in the weights' dtype; autograd then assigns them.
+    A graph for each layer does so with the layer's.
     """
-    model, stem, compiled = setup.model, stem_bytes(setup, compiled=setup.compiled), setup.compiled
+    model, stem, compiled = setup.model, stem_bytes(setup, compiled=setup.compiled), setup.one_graph
     width = _width(setup) if compiled else FP32 if fresh else 0  # of a gradient that is made besides those before
     table = model.padded_vocab_size * model.n_embd
     gradients = before + (FP32 * table if fresh else 0)  # the loss has made lm_head's
@@ -258,6 +266,9 @@ def backward_parts(setup: MemorySetup, saved: list[int], *, before: int, fresh: 
     for layer in reversed(range(model.n_layer)):
         working = _layer_backward_bytes(setup, layer, saved[layer])
         moments.append({"gradients": gradients, "activations": stem + sum(saved[: layer + 1]), "working": working})
+        if setup.compiled and not compiled:
+            working = (_streams(setup, layer) + 1) * setup.stream_bytes + _layer_gradient_bytes(setup)
+            moments.append({"gradients": gradients, "activations": stem + sum(saved[:layer]), "working": working})
         gradients += width * layer_weights(model)
         if has_value_embed(layer, model.n_layer):
             working = (_streams(setup, layer - 1) if compiled else 3) * setup.stream_bytes
@@ -281,11 +292,12 @@ def _width(setup: MemorySetup) -> int:
 def _streams(setup: MemorySetup, layer: int) -> int:
     """Returns how many gradients as wide as the stream exist when layer's backward begins.
 
-    They are its output's; the part of x0's gradient of every layer above, since all are summed at the very end; and until the
+    They are its output's; the part of x0's gradient of every layer above, which one graph sums at its very end; and until the
     middle the loss's gradient and the normed output, which the middle's gradient is computed from.
     """
     n_layer = setup.model.n_layer
     shares = 0 if setup.activation_checkpointing else n_layer - 1 - layer
+    shares = shares if setup.one_graph else min(1, shares)
     return 1 + shares + (2 if layer >= n_layer // 2 else 0)
 
 
@@ -299,7 +311,8 @@ def _layer_backward_bytes(setup: MemorySetup, layer: int, saved: int) -> int:
     weight = setup.element_bytes * 4 * setup.model.n_embd**2
     second = layer_bytes(setup, layer) - saved
     if setup.compiled:
-        extra = SQUARE_GRADIENT + (POSTPONED if layer < n_layer - 1 else 0) if setup.activation_checkpointing else 0
+        twice = setup.activation_checkpointing and setup.one_graph
+        extra = SQUARE_GRADIENT + (POSTPONED if layer < n_layer - 1 else 0) if twice else 0
         return (_streams(setup, layer) + extra) * stream + weight + second
     streams = 1 + (layer < n_layer - 1) + (n_layer // 2 < layer)
     second_forward = 6 * stream if setup.activation_checkpointing else 0
@@ -309,8 +322,15 @@ def _layer_backward_bytes(setup: MemorySetup, layer: int, saved: int) -> int:
 def _embedding_bytes(setup: MemorySetup, rows_bytes: int, table: int) -> int:
     """Returns one table's gradient: by its rows, in fp32 too, then the table's in fp32, and if compiled in the weight's dtype."""
     widened = 0 if setup.element_bytes == FP32 else rows_bytes * FP32 // setup.element_bytes
-    narrow = _width(setup) * table if setup.compiled and _width(setup) != FP32 else 0
+    narrow = _width(setup) * table if setup.one_graph and _width(setup) != FP32 else 0
     return FP32 * table + max(rows_bytes + widened, narrow)
+
+
+def _layer_gradient_bytes(setup: MemorySetup) -> int:
+    """Returns the gradients that a layer's graph makes, one of them also where the buffer that it goes to has another dtype."""
+    narrow = setup.precision == "bf16" and setup.grad_accum_steps == 1
+    width = _width(setup) if narrow else FP32  # each is freed once its fp32 copy is made
+    return width * layer_weights(setup.model) + _width(setup) * 4 * setup.model.n_embd**2
 
 
 def _handed_over_bytes(setup: MemorySetup) -> int:

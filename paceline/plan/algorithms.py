@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import prod
 
 from paceline.config import ModelConfig
-from paceline.plan.shapes import FP32, MATRIX, REFERENCE_BATCH, REFERENCE_WIDTH, reference_params
+from paceline.plan.shapes import FP32, HEAD, MATRIX, REFERENCE_BATCH, REFERENCE_WIDTH, reference_params
 
 Shape = tuple[int, ...]
 
@@ -168,7 +168,7 @@ def group_settings(
 
     return {
         MATRIX: GroupSettings(row.name, lr, row.matrix_betas, EPS, decay),
-        "lm_head": others(unembedding_lr * batch * width, (0.8, 0.96), 0.01),
+        HEAD: others(unembedding_lr * batch * width, (0.8, 0.96), 0.01),
         "wte": others(embedding_lr * batch * width, (0.8, 0.995), 0.001),
         "value_embeds": others(embedding_lr / 2 * batch * width, (0.8, 0.995), 0.01),
         "resid_lambdas": others(0.005 * batch, (0.8, 0.95), 0.05),

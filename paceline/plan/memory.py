@@ -8,7 +8,6 @@ step. The peak is the largest of the phases. No torch; tests/train/test_exact.py
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
 
 from paceline.config import ModelConfig
 from paceline.plan.activations import (
@@ -24,7 +23,7 @@ from paceline.plan.activations import (
 from paceline.plan.algorithms import ALGORITHMS, algorithm_of
 from paceline.plan.cost import layout
 from paceline.plan.shapes import FP32, NARROW, ParamShape, param_shapes
-from paceline.plan.sharding import row_size
+from paceline.plan.sharding import batch_sizes, row_size
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class StateBytes:
     gradients: int
     masters: int  # fp32 copies of the owned weights; none where the model computes in fp32
     states: int
-    communication: int  # gradients that other ranks send, and their fp32 sum
+    communication: int  # gradients that other ranks send, on a CPU, and the fp32 sum of narrow ones
 
     @property
     def total(self) -> int:
@@ -104,9 +103,10 @@ def _update_bytes(model: ModelConfig, *, world_size: int, optimizer: str, shard:
     largest = 0
     for bucket in layout(model, world_size, optimizer).buckets:
         shapes = [share.param.shape for share in bucket.shares(0)] if bucket.whole else []
-        for shape, neighbours in groupby(shapes):
-            count = 1 if on_cpu else len(list(neighbours))  # a GPU updates neighbours of one shape together
-            largest = max(largest, algorithm.working_bytes(shape, count, FP32 if on_cpu else NARROW))
+        start = 0
+        for count in batch_sizes(shapes, together=not on_cpu):
+            largest = max(largest, algorithm.working_bytes(shapes[start], count, FP32 if on_cpu else NARROW))
+            start += count
     return largest
 
 
@@ -153,7 +153,7 @@ def state_bytes(
     if world_size == 1:  # one rank keeps what autograd made, several have flat buffers
         gradients, communication = FP32 * owned_numel, 0
     else:
-        received = 1 if device == "cuda" else world_size - 1  # segments
+        received = 0 if device == "cuda" else world_size - 1  # segments; NCCL sums in place
         gradients = grad_width * segments * world_size
         communication = segments * (grad_width * received + (FP32 if grad_width != FP32 else 0))
     return StateBytes(

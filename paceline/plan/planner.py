@@ -7,6 +7,7 @@ Pure arithmetic. The worker reads the Plan from the run folder and decides none 
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import pairwise
 from typing import Any
 
 from paceline.config import Config, ModelConfig
@@ -54,6 +55,7 @@ class Plan:
     flops_per_token: int
     peak_flops: float | None
     hosts: int = 1
+    onednn: bool | None = None  # fp32 matmuls of a CPU go through oneDNN; None: the worker measures
     attention_kernel: str = "cpu"  # the kernel that `attention` is expected to take: decides what backward keeps
     memory_share: float | None = None  # of the device that was to be filled; None where device_batch_size is set
     memory: Mapping[str, Any] = field(default_factory=dict)  # estimate.MemoryEstimate.to_json
@@ -257,7 +259,9 @@ def attention_kernel(model: ModelConfig, machine: Machine, *, device: str, preci
 
 
 def choose_device(config: Config, machine: Machine) -> str:
-    """Returns cuda or cpu; raises PlanError for cuda where no GPU is visible."""
+    """Returns cuda or cpu; raises PlanError where no GPU is visible for cuda, or the driver that should tell does not answer."""
+    if machine.driver_error and config.device != "cpu":
+        raise machine.driver_error
     device = config.device or ("cuda" if machine.gpus else "cpu")
     if device == "cuda" and not machine.gpus:
         raise PlanError(
@@ -357,10 +361,22 @@ def grad_accum_steps(total_batch_size: int, *, device_batch_size: int, sequence_
 
 
 def _auto_total_batch_size(config: Config, model: ModelConfig, *, world_size: int) -> int:
-    """Returns the scaling rule's power of two, rounded to what the devices can share: at least a row for each."""
+    """Returns the scaling rule's power of two, rounded to what the devices can share: at least a row for each.
+
+    Where the micro-batch is open, a device's rows divide well: with a prime number of them, a micro-step has all rows or one.
+    """
     ideal = batch_of_horizon(model, tokens_per_param=config.tokens_per_param)
     unit = (config.device_batch_size or 1) * model.sequence_len * world_size
-    return max(1, round(ideal / unit)) * unit
+    count = max(1, round(ideal / unit))
+    if config.device_batch_size is None:
+        near = (count + sign * distance for distance in range(count) for sign in (1, -1))
+        count = next(filter(divides_well, near))
+    return count * unit
+
+
+def divides_well(rows: int) -> bool:
+    """Returns whether each divisor is at most twice the next smaller one: what fits is then used by more than a half."""
+    return all(larger <= 2 * smaller for larger, smaller in pairwise(divisors(rows)))
 
 
 def _auto_compile(config: Config, *, flops: float, device: str) -> bool | None:

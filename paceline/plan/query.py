@@ -42,6 +42,7 @@ FOLLOWED_ROWS = (*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 
 LITTLE_LEFT = 0.9  # of a time, that is as good as all
 COLUMNS = ("rows", "batch", "memory", "of card", "fits", "checkpointing", "step", "tok/s", "mfu", "run", "kWh")
 VERDICTS = {"fits": "yes", "does not fit": "no", "undecidable": "perhaps", None: "n/a"}
+NO_CUDA = "Torch not compiled with CUDA enabled"  # PyTorch's own words
 
 
 def answer(options: PlanOptions, ask_hosts: Callable[[Config], Machine]) -> str:
@@ -392,5 +393,8 @@ def run_module(module: str, *args: str, stdin: str = "") -> str:
     if done.returncode:
         lines = [*done.stdout.splitlines(), *done.stderr.splitlines()]
         last = next((line for line in reversed(lines) if line.strip()), "no output")
+        if NO_CUDA in last:
+            fix = "paceline check prints which wheel to install; or --device cpu"
+            raise PacelineError("this PyTorch was built without CUDA, so it cannot use the GPUs here", fix=fix)
         raise PacelineError(f"{module} ended with {done.returncode}: {last}", fix=f"python -m {module}")
     return done.stdout

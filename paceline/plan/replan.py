@@ -40,7 +40,7 @@ def replan(old: Plan, config: Config, machine: Machine, *, make: MakePlan, set_k
         "compile": old.compile,
     }
     old_values = {key: value for key, value in values.items() if getattr(config, key) is None and key not in set_keys}
-    plan = _make_unrefused(old, replace(config, **old_values), machine, make)
+    plan = replace(_make_unrefused(old, replace(config, **old_values), machine, make), onednn=old.onednn)
     if "compile" in old_values:
         plan = replace(plan, compile=old.compile)  # a trial's answer holds for the whole run
     if "device_batch_size" in old_values:

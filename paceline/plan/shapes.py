@@ -19,6 +19,7 @@ ELEMENT_BYTES = {"fp32": FP32, "bf16": NARROW, "fp16": NARROW}  # by the config'
 VE_GATE_CHANNELS = 12  # of the residual stream that open a layer's value embedding
 SMEAR_GATE_CHANNELS = 24  # of the embedding that open the mixing with the token before
 MATRIX = "matrix"  # the group of the block matrices
+HEAD = "lm_head"  # the group of the output matrix
 ASPECT = 64  # width per layer
 REFERENCE_DEPTH = 12  # the model that learning rates and batch size are tuned on
 REFERENCE_BATCH = 2**19  # tokens a step
@@ -85,7 +86,7 @@ def param_shapes(model: ModelConfig) -> tuple[ParamShape, ...]:
             ParamShape(f"h.{i}.mlp.c_proj.weight", (width, 4 * width), MATRIX),
         ]
     shapes += [ParamShape(f"value_embeds.{i}.weight", (vocab, kv_width), "value_embeds") for i in value_layers]
-    shapes.append(ParamShape("lm_head.weight", (vocab, width), "lm_head"))
+    shapes.append(ParamShape("lm_head.weight", (vocab, width), HEAD))
     shapes.append(ParamShape("smear_gate.weight", (1, smear_gate_width(model)), "smear"))
     return tuple(shapes)
 
@@ -108,7 +109,7 @@ def num_params(model: ModelConfig) -> int:
 
 def matmul_params(model: ModelConfig) -> int:
     """Counts the parameters that multiply every token: block matrices and lm_head; embedding lookups are free."""
-    return sum(shape.numel for shape in param_shapes(model) if shape.group in (MATRIX, "lm_head"))
+    return sum(shape.numel for shape in param_shapes(model) if shape.group in (MATRIX, HEAD))
 
 
 def width_of_depth(depth: int, *, head_dim: int) -> int:

@@ -9,16 +9,18 @@ other tensors are cut at row borders. Tensors under SMALL elements are kept and 
 Buckets stand in the order in which backward completes them, and are sent in that order on all ranks.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from math import lcm, prod
 
 from paceline.plan.algorithms import ALGORITHMS, Algorithm, algorithm_of
-from paceline.plan.shapes import ParamShape
+from paceline.plan.shapes import HEAD, ParamShape
 
 ALIGNMENT = 64  # elements between borders: vector instructions then round the same elements alike at any world size
 SMALL = 1024  # elements; below, a collective of its own costs more than updating it everywhere
 NUM_BUCKETS = 6  # of each kind, about: enough to overlap, few enough for long messages and batches of matrices
+BATCH_NUMEL = 48 << 20  # elements of the matrices that a GPU updates together: about a gigabyte of temporaries
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,24 @@ def shard_plan(shapes: Sequence[ParamShape], *, world_size: int, optimizer: str)
     return ShardPlan(world_size, tuple(buckets), tuple(replicated))
 
 
+def compiles_by_block(*, world_size: int, shard: str) -> bool:
+    """Returns whether a compiled model is one graph for each layer: its gradients are then sent under the backward.
+
+    A single graph returns all gradients at its end. One process sends none; DDP splits a single graph at its own buckets.
+    """
+    return world_size > 1 and shard != "none"
+
+
+def batch_sizes(shapes: Sequence[tuple[int, ...]], *, together: bool) -> Iterator[int]:
+    """Yields how many neighbours each update takes: one, or where `together` those of one shape, up to BATCH_NUMEL elements."""
+    for shape, neighbours in groupby(shapes):
+        remaining = len(list(neighbours))
+        most = max(1, BATCH_NUMEL // prod(shape)) if together else 1
+        while remaining:
+            yield min(most, remaining)
+            remaining -= min(most, remaining)
+
+
 def row_size(param: ParamShape) -> int:
     """Returns the elements of one row."""
     return prod(param.shape[1:])
@@ -108,16 +128,24 @@ def backward_order(shapes: Sequence[ParamShape]) -> list[ParamShape]:
 
 
 def _matrix_groups(matrices: list[ParamShape], world_size: int) -> list[list[ParamShape]]:
-    """Returns groups that are large enough and whose large shapes divide evenly over the ranks: then no segment is padded."""
+    """Returns groups that are large enough and whose large shapes divide evenly over the ranks: then no segment is padded.
+
+    A single rank sends nothing and has one group. Small matrices, the gates of all layers, are in the last one: a GPU then updates
+    all of a shape at once, and a call takes its time whatever the size.
+    """
+    if world_size == 1:
+        return [matrices] if matrices else []
     group_numel = sum(matrix.numel for matrix in matrices) / NUM_BUCKETS
     groups: list[list[ParamShape]] = [[]]
-    for matrix in matrices:
+    for matrix in (matrix for matrix in matrices if matrix.numel >= SMALL):
         group = groups[-1]
         group.append(matrix)
-        shapes = [tuple(sorted(member.shape)) for member in group if member.numel >= SMALL]
+        shapes = [tuple(sorted(member.shape)) for member in group]
         even = all(shapes.count(shape) % world_size == 0 for shape in set(shapes))
         if even and sum(member.numel for member in group) >= group_numel:
             groups.append([])
+    groups = [group for group in groups if group] or [[]]
+    groups[-1] += [matrix for matrix in matrices if matrix.numel < SMALL]
     return [group for group in groups if group]
 
 
@@ -139,13 +167,17 @@ def _whole_bucket(matrices: list[ParamShape], loads: list[int], algorithm: Algor
 
 
 def _row_groups(tensors: list[ParamShape]) -> list[list[ParamShape]]:
-    """Returns the tensors of each bucket: their row sizes divide each other, so that one border is a row border of all."""
+    """Returns the tensors of each bucket: their row sizes divide each other, so that one border is a row border of all.
+
+    lm_head has a bucket of its own. The loss has made its gradient before the backward begins, so it is sent under all of it.
+    """
     group_numel = sum(tensor.numel for tensor in tensors) / NUM_BUCKETS
     groups: list[list[ParamShape]] = []
     for tensor in tensors:
         units = _units([*groups[-1], tensor]) if groups else []
         fits = units and max(units) == lcm(*units)  # all divide the largest
-        if not fits or sum(member.numel for member in groups[-1]) >= group_numel:
+        full = groups and (groups[-1][-1].group == HEAD or sum(member.numel for member in groups[-1]) >= group_numel)
+        if not fits or full:
             groups.append([])
         groups[-1].append(tensor)
     return groups

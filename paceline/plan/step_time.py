@@ -18,11 +18,13 @@ from paceline.plan.estimate import Range
 from paceline.plan.gpu_table import GpuSpec
 from paceline.plan.links import Link, link_of_speeds
 from paceline.plan.shapes import ELEMENT_BYTES, has_value_embed, layer_weights, num_params
+from paceline.plan.sharding import batch_sizes
 from paceline.plan.sizing import LOGITS_MIB
 from paceline.plan.speeds import Speeds, assumed_speeds, with_fused_ops
 from paceline.units import MIB
 
-# of the backward that hides what is sent under it; a CPU's copying takes its own time
+# of the backward that hides what is sent under it: eager or compiled by block (plan/sharding.py: compiles_by_block), a layer's
+# gradients are sent under the layers below (tests/train/test_send_order.py). A CPU's copying takes its own time
 HIDDEN_SHARE = {"cuda": 0.8, "cpu": 0.0}
 DDP_BUCKETS = 8  # of 25 MiB: only the last is waited for
 BACKWARD_SHARE = 2 / 3
@@ -252,9 +254,11 @@ def _optimizer_seconds(setup: StepSetup, speeds: Speeds) -> dict[str, float]:
     )
     row, matrices = ALGORITHMS[setup.optimizer], 0.0
     elementwise = ALGORITHMS[OTHERS] if row.whole else row  # most of what is cut by rows
-    for shape in shapes:
+    start = 0
+    for count in batch_sizes(shapes, together=setup.device != "cpu"):
+        shape, start = shapes[start], start + count
         rate = speeds.rate(row.rate_name(shape), size=min(shape))
-        by_flops = row.flops(shape) / rate if rate else 0.0
+        by_flops = count * row.flops(shape) / rate if rate else 0.0
         matrices += max(by_flops, speeds.host.get("update", 0.0))
     [rate_name] = elementwise.rates
     rate = speeds.rate(rate_name)

@@ -11,7 +11,6 @@ NCCL it orders streams and does not block, and gloo has no futures.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from paceline.model.checkpoint import Piece
 from paceline.plan.algorithms import ALGORITHMS, Algorithm, GroupSettings
 from paceline.plan.shapes import ParamShape
-from paceline.plan.sharding import Bucket
+from paceline.plan.sharding import Bucket, batch_sizes
 from paceline.train import updates
 
 # m rows and n columns of a matrix, k matrices in a batch, segment elements of a flat buffer for each rank
@@ -195,9 +194,10 @@ def matrix_batches(shares: Sequence[Owned], *, together: bool) -> list[tuple[lis
     Neighbours of one shape go into one batch where `together`, for a GPU, which single small products leave idle. A CPU takes each
     by itself: it stays in the cache, and its bits cannot depend on how many this rank owns.
     """
-    batches = []
-    for _, members in groupby(enumerate(shares), lambda item: item[1].shape.shape if together else item[0]):
-        batch = [share for _, share in members]
+    batches, end = [], 0
+    for count in batch_sizes([share.shape.shape for share in shares], together=together):
+        start, end = end, end + count
+        batch = list(shares[start:end])
         states = batch[0].states
         if len(batch) > 1:
             states = {name: torch.stack([share.states[name] for share in batch]) for name in states}
@@ -218,16 +218,16 @@ class SegmentSum:
         self._flat, self._rank, self._world_size, self._tag = flat, rank, world_size, tag
         self._segments = flat.view(world_size, -1)  # (world_size, segment)
         self._works: list[dist.Work] = []
-        # what the sum begins with: on a GPU NCCL's result, on the CPU this rank's own segment, to which it adds the others'
-        on_cpu, own = flat.device.type == "cpu", self._segments[rank]
-        self._first = own if on_cpu else torch.empty_like(own)
-        self._others = flat.new_empty(world_size - 1 if on_cpu else 0, own.numel())
-        self._total = self._first if flat.dtype == torch.float32 else torch.empty_like(own, dtype=torch.float32)
+        # this rank's own segment takes the sum: NCCL writes it there in place; on the CPU this rank adds the others', which it
+        # receives beside it, since gloo sends nothing before the other side has a place to receive it
+        self._own = self._segments[rank]
+        self._others = flat.new_empty(world_size - 1 if flat.device.type == "cpu" else 0, self._own.numel())
+        self._total = self._own if flat.dtype == torch.float32 else torch.empty_like(self._own, dtype=torch.float32)
 
     def start(self) -> None:
         """Starts to send and receive; `flat` must not change until `wait` returns. Collective."""
         if self._flat.device.type != "cpu":
-            self._works = [_single(REDUCE_SCATTER, self._first, self._flat)]
+            self._works = [_single(REDUCE_SCATTER, self._own, self._flat)]
             return
         for distance in range(1, self._world_size):
             sender, receiver = (self._rank - distance) % self._world_size, (self._rank + distance) % self._world_size
@@ -241,8 +241,8 @@ class SegmentSum:
         for work in self._works:
             work.wait()
         self._works = []
-        if self._total is not self._first:
-            self._total.copy_(self._first)
+        if self._total is not self._own:
+            self._total.copy_(self._own)
         for received in self._others:
             self._total += received
         return self._total

@@ -26,8 +26,9 @@ from paceline.data.dataset import TokenSplit
 from paceline.data.prepare import TokenDataset
 from paceline.data.tokenizer import DecodeStream, Tokenizer
 from paceline.errors import PacelineError
+from paceline.model.cache import KVCache
 from paceline.model.checkpoint import CheckpointReader
-from paceline.model.gpt import DTYPES, GPT, KVCache
+from paceline.model.gpt import DTYPES, GPT
 from paceline.model.manifest import newest_good, step_folder_name, step_folders
 from paceline.plan.planner import Plan
 from paceline.plan.shapes import choose_eval_tokens
@@ -60,9 +61,10 @@ def val_bpb(
     max_rows = max(1, max_tokens // sequence_len)
     rows = eval_rows(split.num_rows(sequence_len), max_rows=max_rows)[rank::world_size]  # this rank's
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # nats, bytes
+    model.zero_grad()  # the compiler breaks its graph at every bf16 weight that has a gradient in fp32
     for start in range(0, len(rows), device_batch_size):
         inputs, answers = split.rows(rows[start : start + device_batch_size], sequence_len)
-        if model._compiled_call_impl is not None:  # a shorter last batch would be compiled for itself
+        if model.compiled:  # a shorter last batch would be compiled for itself
             missing = ((0, device_batch_size - len(inputs)), (0, 0))
             inputs, answers = np.pad(inputs, missing), np.pad(answers, missing, constant_values=-1)
         idx, targets = to_device(inputs, device), to_device(answers, device)  # (B, T) int64

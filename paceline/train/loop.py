@@ -12,10 +12,11 @@ import math
 import os
 import time
 from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import fmean
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -37,10 +38,14 @@ from paceline.units import format_bytes, format_duration, format_mfu
 
 log = logging.getLogger("paceline")
 
+Rows = tuple[Int64s, Int64s]  # idx and targets, (B, T)
 # step and micro-step -> idx and targets, (B, T) int64 on the device
 MicroBatch = Callable[[int, int], tuple[Tensor, Tensor]]
 MEMORY_STEPS = 20  # steps of an attempt before its memory is recorded: the peak no longer grows
 SCALE_GROWTH_STEPS = 2000  # fp16: so many good steps double the loss scale, as in torch.amp.GradScaler
+MAX_SKIPPED_STEPS = (
+    20  # in a row: a million times smaller, the gradient still overflows, so the scale is not the reason
+)
 
 
 @dataclass
@@ -52,24 +57,32 @@ class LossScale:
 
     value: float = 1.0
     good_steps: int = 0
+    skipped_steps: int = 0  # in a row, up to now
     dynamic: bool = False
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether a step whose gradient is not finite may be skipped, so that the next one has a smaller scale."""
+        return self.dynamic and self.skipped_steps < MAX_SKIPPED_STEPS
 
     def update(self, *, overflow: bool) -> None:
         """Adjusts the scale after a step."""
         if overflow:
             self.value, self.good_steps = self.value / 2, 0
+            self.skipped_steps += 1
             return
-        self.good_steps += 1
+        self.good_steps, self.skipped_steps = self.good_steps + 1, 0
         if self.dynamic and self.good_steps % SCALE_GROWTH_STEPS == 0:
             self.value *= 2
 
     def state_dict(self) -> dict[str, float]:
         """Returns the state for a checkpoint."""
-        return {"value": self.value, "good_steps": self.good_steps}
+        return {"value": self.value, "good_steps": self.good_steps, "skipped_steps": self.skipped_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes back what state_dict returned."""
         self.value, self.good_steps = float(state["value"]), int(state["good_steps"])
+        self.skipped_steps = int(state.get("skipped_steps", 0))  # not in the checkpoints of earlier versions
 
 
 def loss_scale(plan: Plan) -> LossScale:
@@ -94,9 +107,12 @@ class StopRequest:
         self.is_set = True
 
 
-@dataclass(frozen=True)
+@dataclass
 class TrainLoader:
-    """Loads the micro-batches of one rank. Its only state is the batches that the run skips: a step number is all that it needs."""
+    """Loads the micro-batches of one rank; a thread reads the next one from disk while the device works on this one.
+
+    A micro-batch depends on its step and number alone, and on the batches that the run skips: nothing is to be saved or restored.
+    """
 
     split: TokenSplit
     plan: Plan
@@ -104,6 +120,10 @@ class TrainLoader:
     rank: int
     device: torch.device
     skipped_batches: Collection[int]
+
+    def __post_init__(self) -> None:
+        self._reader = ThreadPoolExecutor(1, "loader")
+        self._next: tuple[tuple[int, int], Future[Rows]] | None = None  # step and micro-step, and what the thread reads
 
     def rows_of(self, step: int, micro_step: int) -> Int64s:
         """Returns this rank's rows of a micro-step, (B,) int64; all of them together are the step's rows, once each."""
@@ -122,9 +142,19 @@ class TrainLoader:
         return self.split.files_of(np.concatenate(rows), self.plan.model.sequence_len)
 
     def micro_batch(self, step: int, micro_step: int) -> tuple[Tensor, Tensor]:
-        """Returns idx and targets, (B, T) int64 on the device; targets of -1 do not count."""
-        idx, targets = self.split.rows(self.rows_of(step, micro_step), self.plan.model.sequence_len)
+        """Returns idx and targets, (B, T) int64 on the device; targets of -1 do not count. The thread's errors are raised here."""
+        if self._next and self._next[0] == (step, micro_step):
+            idx, targets = self._next[1].result()
+        else:
+            idx, targets = self._read(step, micro_step)
+        last = micro_step + 1 == self.plan.grad_accum_steps
+        following = (step + 1, 0) if last else (step, micro_step + 1)
+        within = following[0] < self.plan.num_steps
+        self._next = (following, self._reader.submit(self._read, *following)) if within else None
         return to_device(idx, self.device), to_device(targets, self.device)
+
+    def _read(self, step: int, micro_step: int) -> Rows:
+        return self.split.rows(self.rows_of(step, micro_step), self.plan.model.sequence_len)
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
@@ -231,7 +261,12 @@ class Loop:
         overflow = not math.isfinite(grad_norm)
         bad_ranks = tuple(rank for rank, ms in enumerate(rank_ms) if ms < 0)
         trouble = find_trouble(
-            self.guard, step + 1, loss=loss, bad_ranks=bad_ranks, gradient_bad=overflow and not self.scale.dynamic
+            self.guard,
+            step + 1,
+            loss=loss,
+            bad_ranks=bad_ranks,
+            gradient_bad=overflow and not self.scale.may_skip,
+            skipped_steps=self.scale.skipped_steps,
         )
         if trouble is not None:
             fix = (
@@ -262,11 +297,16 @@ class Loop:
             # the loss is a sum over tokens, so gradients add up over micro-steps and ranks, and grad_scale divides once at the end
             with self.optimizer.micro_step(last=micro_step == self.plan.grad_accum_steps - 1):
                 self.progress.beat(step, "forward", micro_step)
-                nats = self.optimizer.module(idx, targets)  # () fp32
+                nats = self.forward(idx, targets)
                 self.progress.beat(step, "backward", micro_step)
-                (nats if self.scale.value == 1 else nats * self.scale.value).backward()
+                nats.backward()  # type: ignore[no-untyped-call]
             nats_sum += nats.detach()
         return nats_sum
+
+    def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
+        """Returns a micro-step's loss, () fp32, whose gradient comes times the loss scale: lm_head's is made in forward already."""
+        scale = torch.full((), self.scale.value, device=self.device) if self.scale.dynamic else None
+        return cast(Tensor, self.optimizer.module(idx, targets, grad_scale=scale))
 
     def _update(self, step: int, *, grad_norm: float) -> float:
         """Takes the optimizer's step, unless fp16 has overflowed; returns the learning rate's multiplier."""

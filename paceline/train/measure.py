@@ -33,7 +33,7 @@ from paceline.plan.host import probe_cpu_bf16
 from paceline.plan.speeds import Speeds
 from paceline.rundir import utc_now, write_atomic
 from paceline.train.buckets import SegmentSum, start_all_gather
-from paceline.train.process import all_reduce_sum, fp32_matmul_through_onednn, keep_freed_memory
+from paceline.train.process import ONEDNN_GAIN, all_reduce_sum, keep_freed_memory, onednn_gain, use_onednn
 from paceline.train.updates import adamw_update, muon_update, newton_schulz_dtype
 
 SHORTEST_S = 0.04  # a piece is repeated for at least so long
@@ -146,8 +146,8 @@ def measure(device: torch.device, *, threads: int, processes: int, precisions: l
     layer_s = max(deep_s - shallow_s, 0.0) / 4
     micro_step_s = max(shallow_s - 2 * layer_s, 0.0)
     for precision in sorted(precisions):  # bf16 before fp32, whose setting holds for the rest of the process
-        if device.type == "cpu" and precision == "fp32":
-            fp32_matmul_through_onednn()
+        if device.type == "cpu" and precision == "fp32" and onednn_gain() >= ONEDNN_GAIN:
+            use_onednn()
         points_of = layer_rates(bench, sizes, DTYPES[precision], host_s=layer_s)
         rates |= {f"{name} {precision}": points for name, points in points_of.items()}
     for name, aspect in (("muon", 1), ("muon_long", 4)):

@@ -28,7 +28,7 @@ from paceline.rundir import RunDir, utc_now, write_atomic
 from paceline.train.loop import Loop, MicroBatch, StopRequest
 from paceline.train.optim import make_optimizer
 from paceline.train.process import broadcast_object, footprint, forget_peaks, run_rank
-from paceline.train.setup import make_model, start_ranks, trial_ms
+from paceline.train.setup import compile_model, make_model, start_ranks, trial_ms
 
 NUM_STEPS = 2  # the first has no states and gradients of an earlier one
 MICRO_STEPS = 2  # at most: a third takes no more memory than the second
@@ -43,12 +43,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     run, rank = RunDir(parser.parse_args().folder), int(os.environ.get("RANK", "0"))
-    run_rank(lambda: probe(run, Plan.from_json(run.plan_json.read_text())), run, attempt=1, rank=rank)
+    run_rank(lambda: probe(run), run, attempt=1, rank=rank)
 
 
-def probe(run: RunDir, plan: Plan) -> None:
+def probe(run: RunDir) -> None:
     """Tries the plan, eager and compiled where it leaves that to a trial, and writes what each stage took. Collective."""
-    device, rank = start_ranks(plan)
+    plan, device, rank = start_ranks(run)
     full_micro_steps, plan = plan.grad_accum_steps, shortened(plan)
     # ones, not empty: the memory is written, so that it is really there
     spare = torch.ones(SPARE_BYTES[device.type], dtype=torch.uint8, device=device)
@@ -60,7 +60,7 @@ def probe(run: RunDir, plan: Plan) -> None:
     for compiled in (False, True) if plan.compile is None else (plan.compile,):
         if compiled:
             forget_peaks(device)
-            model.compile(dynamic=False)
+            compile_model(model, plan)
         copies_bytes = train_and_evaluate(loop, model)
         stage: dict[str, Any] = {
             "time": utc_now(),
@@ -103,7 +103,7 @@ def measure_speed(loop: Loop, model: GPT, *, micro_steps: int) -> dict[str, floa
     """Seconds of a whole step of so many micro-steps, and of evaluating one token. Collective."""
     step_s = median_s(lambda: loop.one_step(NUM_STEPS), loop.device)
     more = micro_steps - loop.plan.grad_accum_steps
-    step_s += more * trial_ms(loop.optimizer, loop.micro_batch) / 1000 if more else 0.0
+    step_s += more * trial_ms(loop) / 1000 if more else 0.0
     idx, targets = loop.micro_batch(0, 0)
     with torch.no_grad():
         eval_s = median_s(lambda: model(idx, targets, reduction="none"), loop.device)

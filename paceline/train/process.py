@@ -12,13 +12,15 @@ import errno
 import faulthandler
 import json
 import logging
+import math
 import os
 import resource
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -38,6 +40,8 @@ from paceline.rundir import RunDir, append_event, unwritable_file, utc_now, writ
 
 TIMEOUT_S = 1800.0  # a collective that takes longer has lost a rank; the supervisor sees most deaths within a second
 FP32_ERROR = 1e-5  # relative, of a matmul over 512 terms: fp32 makes 3e-7, bf16 or tf32 inside make over 1e-4
+ONEDNN_GAIN = 1.25  # from which on it is used: by less, noise would decide
+MATMUL_TRIALS = 4  # of a layer of 512 channels and 256 tokens: 0.2 s on one core
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # from glibc's malloc.h
 
 
@@ -219,27 +223,60 @@ def own_bytes(processes: list[tuple[int, int]], *, at_least: int) -> int | None:
     return sizes[0] if sizes and sizes[0] >= at_least else None
 
 
-def fp32_matmul_through_onednn() -> bool:
-    """Computes fp32 matmuls by oneDNN instead of MKL, where that keeps them fp32; returns whether it does.
+def onednn_gain() -> float:
+    """Returns how many times as fast oneDNN's fp32 matmuls are here as MKL's; 0 if it does not keep them fp32.
 
-    MKL leaves half of an AMD CPU unused: 110 against 250 GFLOP/s on one core of an EPYC 9005. PyTorch sends fp32 to oneDNN
-    only when bf16 inside is allowed. A CPU without matrix units has no use for that and computes in fp32; a trial decides.
+    Which one is faster depends on the CPU: 2.2 times on one core of an EPYC 9005, 1.0 on older ones with AVX2, 0.45 to 0.9 on a
+    Xeon of 2019. What is set stays as it was.
     """
-    setting = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = setting.fp32_precision
+    if not onednn_is_exact():
+        return 0.0
+    generator = torch.Generator().manual_seed(0)
+    shapes = (256, 512), (256, 2048), (2048, 512)
+    x, h, weight = (torch.randn(shape, generator=generator) for shape in shapes)
+    fastest = dict.fromkeys((False, True), math.inf)
+    for _ in range(MATMUL_TRIALS):
+        for onednn in fastest:
+            with fp32_matmuls(onednn=onednn):
+                started = time.perf_counter()
+                _ = x @ weight.t(), h @ weight, h.t() @ x  # forward, and both gradients
+                fastest[onednn] = min(fastest[onednn], time.perf_counter() - started)
+    return fastest[False] / fastest[True]
+
+
+def onednn_is_exact() -> bool:
+    """Returns whether oneDNN keeps fp32 matmuls fp32 on this CPU. What is set stays as it was.
+
+    PyTorch sends fp32 to oneDNN only when bf16 inside is allowed. A CPU without matrix units has no use for that and computes in
+    fp32; a comparison with fp64 decides.
+    """
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(512, 512, generator=generator) for _ in range(2))
     exact = a.double() @ b.double()
     try:
-        setting.fp32_precision = "bf16"
-        batched = torch.bmm(a.view(4, 128, 512), b.expand(4, -1, -1)).view(512, 512)
-        errors = [(y - exact).norm() / exact.norm() for y in (a @ b, a @ b.t().contiguous().t(), batched)]
+        with fp32_matmuls(onednn=True):
+            batched = torch.bmm(a.view(4, 128, 512), b.expand(4, -1, -1)).view(512, 512)
+            errors = [(y - exact).norm() / exact.norm() for y in (a @ b, a @ b.t().contiguous().t(), batched)]
     except RuntimeError:  # a build without oneDNN refuses the setting
         return False
-    if max(errors) < FP32_ERROR:
-        return True
-    setting.fp32_precision = before
-    return False
+    return bool(max(errors) < FP32_ERROR)
+
+
+@contextmanager
+def fp32_matmuls(*, onednn: bool) -> Iterator[None]:
+    """Sends fp32 matmuls of the CPU to oneDNN or to MKL within the block."""
+    setting = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = setting.fp32_precision
+    setting.fp32_precision = "bf16" if onednn else "none"
+    try:
+        yield
+    finally:
+        setting.fp32_precision = before
+
+
+def use_onednn() -> None:
+    """Sends fp32 matmuls of the CPU to oneDNN from here on."""
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"  # type: ignore[attr-defined]
 
 
 def keep_freed_memory() -> bool:

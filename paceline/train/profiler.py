@@ -23,7 +23,6 @@ from paceline.config import Config
 from paceline.data.prepare import open_dataset
 from paceline.heartbeat import HeartbeatWriter
 from paceline.plan.breakdown import PHASES, RANGE, break_down, memory_by_kind
-from paceline.plan.planner import Plan
 from paceline.rundir import RunDir, write_atomic
 from paceline.train.loop import Loop, StopRequest, TrainLoader, freeze_objects
 from paceline.train.optim import make_optimizer
@@ -69,8 +68,7 @@ def main() -> None:
 
 def profile_rank(run: RunDir, progress: PhaseRanges, *, steps: int, deterministic: bool) -> None:
     """Times the steps, traces as many, and writes the trace and its summary. Collective."""
-    plan = Plan.from_json(run.plan_json.read_text())
-    device, rank = start_ranks(plan, deterministic=deterministic)
+    plan, device, rank = start_ranks(run, deterministic=deterministic)
     dataset = open_dataset(Path(json.loads(run.dataset_json.read_text())["path"]))
     model = make_model(plan, seed=SEED, device=device)
     optimizer = make_optimizer(model, plan, plan.groups, rank=rank)

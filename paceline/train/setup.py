@@ -19,15 +19,19 @@ from paceline.model.checkpoint import CheckpointReader, Piece
 from paceline.model.gpt import DTYPES, GPT
 from paceline.model.manifest import NoCheckpoint, clean_leftovers, newest_good
 from paceline.plan.planner import Plan
+from paceline.plan.sharding import compiles_by_block
 from paceline.rundir import RunDir, append_event, read_json_lines, write_atomic
-from paceline.train.loop import Loop, MicroBatch
-from paceline.train.optim import ShardedOptimizer
+from paceline.train.loop import Loop
 from paceline.train.process import (
+    ONEDNN_GAIN,
+    all_reduce_sum,
     answer_with_collectives,
     broadcast_object,
-    fp32_matmul_through_onednn,
     init_distributed,
     keep_freed_memory,
+    onednn_gain,
+    onednn_is_exact,
+    use_onednn,
 )
 from paceline.units import format_duration
 
@@ -36,8 +40,12 @@ log = logging.getLogger("paceline")
 COMPILE_TRIAL_MICRO_STEPS = 3
 
 
-def start_ranks(plan: Plan, *, deterministic: bool = False) -> tuple[torch.device, int]:
-    """Joins the process group; returns this rank's device and number. Raises PacelineError if the world is not the plan's."""
+def start_ranks(run: RunDir, *, deterministic: bool = False) -> tuple[Plan, torch.device, int]:
+    """Joins the process group; returns the run's plan, this rank's device and its number.
+
+    Raises PacelineError if the world is not the plan's. Collective.
+    """
+    plan = Plan.from_json(run.plan_json.read_text())
     torch.set_num_threads(plan.threads)
     if deterministic and plan.device == "cuda":
         use_deterministic_kernels()
@@ -55,13 +63,35 @@ def start_ranks(plan: Plan, *, deterministic: bool = False) -> tuple[torch.devic
     answer_with_collectives(rank)
     if plan.device == "cuda":
         torch.set_float32_matmul_precision("highest" if plan.precision == "fp32" else "high")
-        return torch.device("cuda", local_rank), rank
+        return plan, torch.device("cuda", local_rank), rank
     keep_freed_memory()
-    if plan.precision == "fp32" and fp32_matmul_through_onednn():
-        log.info(
-            "fp32 matmuls go through oneDNN, checked against fp64: PyTorch's default library is slower on this CPU"
-        )
-    return torch.device("cpu"), rank
+    if plan.precision == "fp32":
+        untried, plan = plan, choose_matmul(plan)
+        if rank == 0 and plan != untried:
+            write_atomic(run.plan_json, plan.to_json())
+    return plan, torch.device("cpu"), rank
+
+
+def choose_matmul(plan: Plan) -> Plan:
+    """Sends fp32 matmuls of the CPU to oneDNN where the plan says so; where it leaves that open, a trial decides.
+
+    Each rounds in its own way, so one answer holds for all ranks and, in plan.json, for the whole run. It must be much faster to be
+    taken: two starts on one CPU are then not decided by noise.
+    """
+    use, reason = plan.onednn, "as in the attempts before"
+    if use is None:
+        gain = onednn_gain()
+        use = broadcast_object(gain >= ONEDNN_GAIN)
+        reason = f"oneDNN is {gain:.2f} times as fast on this CPU" if gain else "oneDNN would not keep them fp32"
+    if use:
+        inexact = torch.tensor([float(not onednn_is_exact())])
+        all_reduce_sum(inexact)
+        if use := not inexact.item():
+            use_onednn()
+        else:
+            reason = "oneDNN would not keep them fp32 on every rank's CPU"
+    log.info(f"fp32 matmuls go through {'oneDNN' if use else 'the default library'}: {reason}")
+    return replace(plan, onednn=use)
 
 
 def use_deterministic_kernels() -> None:
@@ -92,20 +122,25 @@ def make_model(plan: Plan, *, seed: int, device: torch.device) -> GPT:
     return model
 
 
+def compile_model(model: GPT, plan: Plan) -> None:
+    """Compiles the model as its plan's memory and time assume it."""
+    model.compile(dynamic=False, by_block=compiles_by_block(world_size=plan.world_size, shard=plan.shard))
+
+
 def choose_compile(loop: Loop, model: GPT) -> None:
     """Compiles the model where the plan says so; where it leaves that open, a trial decides and plan.json keeps the result."""
-    run, plan, optimizer = loop.run, loop.plan, loop.optimizer
+    run, plan = loop.run, loop.plan
     if plan.compile is None:
-        eager_ms = trial_ms(optimizer, loop.micro_batch)
+        eager_ms = trial_ms(loop)
         started = time.perf_counter()
-        model.compile(dynamic=False)
-        trial_ms(optimizer, loop.micro_batch)
+        compile_model(model, plan)
+        trial_ms(loop)
         compile_s = time.perf_counter() - started
-        compiled_ms = trial_ms(optimizer, loop.micro_batch)
+        compiled_ms = trial_ms(loop)
         saved_s = (eager_ms - compiled_ms) / 1000 * plan.grad_accum_steps * plan.num_steps
         use = broadcast_object(saved_s > 0)  # rank 0's clock decides for all: different graphs would round differently
         if not use:
-            model._compiled_call_impl = None  # back to eager
+            model.uncompile()
         if loop.rank == 0:
             write_atomic(run.plan_json, replace(plan, compile=use).to_json())
             text = (
@@ -115,18 +150,18 @@ def choose_compile(loop: Loop, model: GPT) -> None:
             append_event(run, "note", text=text)
             log.info(text)
     elif plan.compile:
-        model.compile(dynamic=False)
+        compile_model(model, plan)
 
 
-def trial_ms(optimizer: ShardedOptimizer, micro_batch: MicroBatch) -> float:
+def trial_ms(loop: Loop) -> float:
     """Returns the median milliseconds of a micro-step, whose gradients are thrown away; it changes no weight."""
     times = []
     for _ in range(COMPILE_TRIAL_MICRO_STEPS):
         started = time.perf_counter()
-        optimizer.zero_grad()
-        idx, targets = micro_batch(0, 0)
-        with optimizer.micro_step(last=False):
-            optimizer.module(idx, targets).backward()
+        loop.optimizer.zero_grad()
+        idx, targets = loop.micro_batch(0, 0)
+        with loop.optimizer.micro_step(last=False):
+            loop.forward(idx, targets).backward()  # type: ignore[no-untyped-call]
         if idx.is_cuda:
             torch.cuda.synchronize()  # a clock needs the work to be done
         times.append(1000 * (time.perf_counter() - started))

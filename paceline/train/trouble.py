@@ -72,15 +72,26 @@ class LossGuard:
 
 
 def find_trouble(
-    guard: LossGuard, step: int, *, loss: float, bad_ranks: tuple[int, ...], gradient_bad: bool
+    guard: LossGuard,
+    step: int,
+    *,
+    loss: float,
+    bad_ranks: tuple[int, ...],
+    gradient_bad: bool,
+    skipped_steps: int = 0,
 ) -> Trouble | None:
-    """Returns what is wrong with a step, or None. step: counted from 1. loss: the mean over all ranks but bad_ranks."""
+    """Returns what is wrong with a step, or None. step: counted from 1. loss: the mean over all ranks but bad_ranks.
+
+    skipped_steps: in fp16, those just before whose gradients were not finite either.
+    """
     if bad_ranks:
         ranks = f"rank{'s' if len(bad_ranks) > 1 else ''} {', '.join(map(str, bad_ranks))}"
         message = f"the loss is not finite at step {step} on {ranks}"
         return Trouble("loss-nan", step, message, None, bad_ranks)
     if gradient_bad:
         message = f"the gradient is not finite at step {step}, the loss still is"
+        if skipped_steps:
+            message += f"; {skipped_steps} steps before it were skipped for that, each with half the loss scale"
         return Trouble("gradient-nan", step, message, loss)
     rise = guard.check(loss)
     if rise is None:

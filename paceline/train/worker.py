@@ -79,8 +79,7 @@ def main() -> None:
 def train_rank(run: RunDir, *, attempt: int, stop: StopRequest, progress: HeartbeatWriter) -> None:
     """Prepares everything that the loop needs, runs it, and ends the run's files."""
     config, _ = load_config(run.config_toml, {})
-    plan = Plan.from_json(run.plan_json.read_text())
-    device, rank = start_ranks(plan, deterministic=config.deterministic)
+    plan, device, rank = start_ranks(run, deterministic=config.deterministic)
     dataset = open_dataset(Path(json.loads(run.dataset_json.read_text())["path"]))
     model = make_model(plan, seed=config.seed, device=device)
     torch.manual_seed(config.seed * 1_000_003 + rank)
@@ -91,7 +90,7 @@ def train_rank(run: RunDir, *, attempt: int, stop: StopRequest, progress: Heartb
     start = resume(loop)
     progress.beat(start, "compile")
     choose_compile(loop, model)
-    memory = MemoryEvents(run, attempt, rank, device, plan, compiled=model._compiled_call_impl is not None)
+    memory = MemoryEvents(run, attempt, rank, device, plan, compiled=model.compiled)
     writer = make_writer(run, config, plan, attempt=attempt, rank=rank)
 
     def evaluate() -> float:

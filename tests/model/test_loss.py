@@ -66,6 +66,30 @@ def test_the_gradient_is_multiplied_by_what_comes_from_above():
     torch.testing.assert_close(weight.grad, dw / 4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_gradients_and_not_the_loss_are_multiplied_by_the_scale(dtype):
+    x, weight, targets = case(dtype=dtype, scale=0.5)
+    nats, dx, dw = ours(x, weight, targets)
+    scaled = sum_of_nats(
+        x, weight, targets, vocab_size=VOCAB, budget_bytes=AMPLE, compiled=False, grad_scale=torch.tensor(8.0)
+    )
+    assert torch.equal(scaled, nats)
+    for ours_, exact in zip(torch.autograd.grad(scaled, (x, weight)), (dx, dw), strict=True):
+        torch.testing.assert_close(ours_, 8 * exact, rtol=2e-3, atol=1e-3)
+
+
+def test_a_small_scale_brings_an_overflow_in_lm_head_s_fp16_gradient_back():
+    """200 rows of 600 with one target: the sum of 119,000 is beyond fp16, which the first product would round to infinity."""
+    x = torch.full((200, C), 600.0, dtype=torch.float16).requires_grad_()
+    weight = torch.zeros(V, C, dtype=torch.float16).requires_grad_()
+    targets = torch.zeros(200, dtype=torch.int64)
+    sizes = {"vocab_size": VOCAB, "budget_bytes": AMPLE, "compiled": False}
+    plain = torch.autograd.grad(sum_of_nats(x, weight, targets, **sizes), weight)[0]
+    small = torch.autograd.grad(sum_of_nats(x, weight, targets, **sizes, grad_scale=torch.tensor(1 / 8)), weight)[0]
+    assert plain.isinf().any()
+    assert small.float()[0, 0].item() == pytest.approx(-200 * 600 * 0.99 / 8, rel=2e-3)
+
+
 def test_rows_past_the_vocabulary_get_no_probability_and_no_gradient():
     x, weight, targets = case()
     with torch.no_grad():

@@ -57,6 +57,23 @@ def test_mix_scales_both_and_learns_the_scales():
     check(mix(x, y, a[0], b[0]), a * x + b * y, (x, y, a, b))
 
 
+def test_mix_without_the_first_scale_adds():
+    x, y, b = randn(2, 3, 4), randn(2, 3, 4, seed=1), randn(1, seed=3)
+    check(mix(x, y, None, b[0]), x + b * y, (x, y, b))
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.compiler])])
+def test_scales_are_not_rounded_to_bf16(compiled):
+    """The mean over many numbers shows the scale itself: bf16's nearest to 1.05 is 1.0469, 0.3 % less."""
+    x = 1 + torch.rand(1 << 16, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    x, y, a, b = x.requires_grad_(), torch.zeros_like(x), torch.tensor(1.05), torch.tensor(0.0)
+    z = (torch.compile(mix) if compiled else mix)(x, y, a, b)
+    assert z.dtype == torch.bfloat16
+    assert (z.double() / x.double()).mean().item() == pytest.approx(1.05, rel=3e-4)
+    (dx,) = torch.autograd.grad(z, x, x.detach())
+    assert (dx.double() / x.detach().double()).mean().item() == pytest.approx(1.05, rel=3e-4)
+
+
 def test_scalar_gradients_of_a_large_bf16_tensor_are_summed_in_fp32():
     x = torch.full((256, 256), 1.0, dtype=torch.bfloat16)
     a, b = torch.ones((), requires_grad=True), torch.ones((), requires_grad=True)

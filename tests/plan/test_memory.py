@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from paceline.config import ModelConfig
 from paceline.plan.activations import MemorySetup, chunk_sizes, loss_bytes, saved_bytes, stem_bytes
-from paceline.plan.memory import Phase, fullest_state, peak_phase, phases
+from paceline.plan.cost import layout
+from paceline.plan.memory import Phase, fullest_state, peak_phase, phases, state_bytes
 from paceline.plan.shapes import param_shapes
 
 MIB = 1 << 20
@@ -191,3 +192,11 @@ def test_a_smaller_budget_for_logits_never_needs_more(setup):
     assume(chunk_sizes(setup)[0] < setup.num_tokens)
     smaller = replace(setup, logits_budget_bytes=setup.logits_budget_bytes // 2)
     assert loss_bytes(smaller)[1] <= loss_bytes(setup)[1]
+
+
+@pytest.mark.parametrize("accum, sum_bytes", [(1, 4), (4, 0)])
+def test_a_gpu_receives_the_sum_of_gradients_where_they_lie(accum, sum_bytes):
+    """Only bf16 gradients, of a single micro-step, have a sum of their own: fp32, of this rank's segments."""
+    keys = {"world_size": 2, "optimizer": "muon", "shard": "optimizer", "precision": "bf16", "grad_accum_steps": accum}
+    segment = sum(bucket.segment for bucket in layout(MODEL, 2, "muon").buckets)
+    assert state_bytes(MODEL, rank=0, device="cuda", **keys).communication == sum_bytes * segment

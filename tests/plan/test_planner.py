@@ -1,5 +1,6 @@
 """What "auto" becomes, and what is refused before anything starts."""
 
+import itertools
 import re
 from dataclasses import replace
 
@@ -48,6 +49,18 @@ def test_the_tiny_batch_divides_over_any_small_number_of_processes(nproc):
     planned = plan(replace(TINY, nproc=nproc))
     assert planned.device_batch_size * planned.grad_accum_steps * nproc * 256 == 12_288
     assert planned.device_batch_size * 256 <= 2048
+
+
+@pytest.mark.parametrize("card", ["RTX 4090", "H100"])
+def test_the_automatic_batch_fills_more_than_half_of_what_fits_on_any_number_of_gpus(card):
+    for depth, gpus in itertools.product((4, 8, 12, 16, 20, 24), range(1, 17)):
+        planned = plan(Config(depth=depth), imagined_machine(find_gpu(card), gpus=gpus, hosts=1))
+        rows = planned.device_batch_size * planned.grad_accum_steps
+        micro_batches = [count for count in range(1, rows + 1) if rows % count == 0]
+        assert all(larger <= 2 * smaller for smaller, larger in itertools.pairwise(micro_batches)), (gpus, depth, rows)
+        if gpus == 1:
+            all_rows = rows  # a power of two
+        assert abs(rows - all_rows / gpus) < 1.5 + all_rows / gpus / 10, (gpus, depth, rows)
 
 
 def test_without_a_gpu_two_processes_run_on_the_cpu_in_bf16_where_it_has_it():

@@ -7,7 +7,16 @@ import pytest
 from paceline.config import ModelConfig
 from paceline.plan.algorithms import newton_schulz_flops
 from paceline.plan.shapes import ParamShape, param_shapes
-from paceline.plan.sharding import ALIGNMENT, ShardPlan, backward_order, row_size, shard_plan
+from paceline.plan.sharding import (
+    ALIGNMENT,
+    BATCH_NUMEL,
+    ShardPlan,
+    backward_order,
+    batch_sizes,
+    compiles_by_block,
+    row_size,
+    shard_plan,
+)
 
 WORLD_SIZES = range(1, 17)
 DEPTHS = (2, 3, 4, 5, 6, 7, 8, 12, 13, 16, 20, 24, 32)
@@ -121,8 +130,42 @@ def test_buckets_are_sent_in_the_order_in_which_backward_completes_them():
         plan = shard_plan(shapes, world_size=world_size, optimizer="muon")
         complete = [max(ready[placement.param.name] for placement in bucket.placements) for bucket in plan.buckets]
         assert complete == sorted(complete)
-        assert plan.buckets[0].placements[0].param.name == "lm_head.weight"
+        assert [placement.param.name for placement in plan.buckets[0].placements] == ["lm_head.weight"]
         assert plan.buckets[-1].placements[-1].param.name == "wte.weight"
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_lm_head_s_gradient_waits_for_no_other(optimizer):
+    """The loss makes it: it is sent under the whole backward."""
+    for depth in DEPTHS:
+        first = shard_plan(shapes_of(depth), world_size=2, optimizer=optimizer).buckets[0]
+        assert [placement.param.name for placement in first.placements] == ["lm_head.weight"]
+
+
+def test_one_graph_is_compiled_only_where_no_gradient_is_sent_by_us():
+    assert not compiles_by_block(world_size=1, shard="optimizer")
+    assert compiles_by_block(world_size=2, shard="optimizer")
+    assert not compiles_by_block(world_size=2, shard="none")  # DDP splits the graph at its buckets
+
+
+@pytest.mark.parametrize("world_size, most", [(1, 4), (2, 18), (8, 7)])
+def test_a_gpu_updates_the_matrices_of_depth_12_in_few_calls(world_size, most):
+    """On one card all of a shape at once; on several the large ones bucket by bucket, and the gates of all layers at once."""
+    model = ModelConfig(12, 768, 6, 6, 128, sequence_len=2048, vocab_size=32_768)
+    plan = shard_plan(param_shapes(model), world_size=world_size, optimizer="muon")
+    for rank in range(world_size):
+        owned = [[share.param.shape for share in bucket.shares(rank)] for bucket in plan.buckets if bucket.whole]
+        assert sum(len(list(batch_sizes(shapes, together=True))) for shapes in owned) <= most
+        assert sum((6, 12) in shapes for shapes in owned) <= 1
+
+
+def test_a_batch_of_matrices_is_bounded_and_a_cpu_takes_each_by_itself():
+    shapes = [(1536, 1536)] * 96 + [(6144, 1536)] * 2
+    sizes = list(batch_sizes(shapes, together=True))
+    assert sum(sizes) == len(shapes) and max(sizes) * 1536**2 <= BATCH_NUMEL
+    assert sizes[-1] == 2
+    assert list(batch_sizes([(3, 4)] * 3, together=False)) == [1, 1, 1]
+    assert list(batch_sizes([(1 << 14, 1 << 14)] * 2, together=True)) == [1, 1]  # a matrix beyond the bound is a batch
 
 
 def test_a_value_embedding_is_ready_with_its_layer():
@@ -133,6 +176,6 @@ def test_a_value_embedding_is_ready_with_its_layer():
 
 
 def test_there_are_several_buckets_so_that_sending_overlaps_with_backward():
-    for world_size in (1, 2, 4, 8):
+    for world_size in (2, 4, 8):
         assert 8 <= len(shard_plan(shapes_of(16), world_size=world_size, optimizer="muon").buckets) <= 20
         assert 4 <= len(shard_plan(shapes_of(16), world_size=world_size, optimizer="adamw").buckets) <= 10

@@ -104,6 +104,14 @@ def test_a_measured_card_has_fused_ops_at_the_speed_of_its_memory():
     assert compiled["elementwise"] < eager["elementwise"] and compiled["matmuls"] == eager["matmuls"]
 
 
+def test_a_card_s_host_prepares_an_update_of_many_matrices_once():
+    rates = {**MEASURED_CPU.rates, **{name.replace("fp32", "bf16"): rate for name, rate in MEASURED_CPU.rates.items()}}
+    muon = {name: ((1, 1e18),) for name in rates if name.startswith("muon")}  # a card without limits
+    slow_host = replace(MEASURED_CPU, rates={**rates, **muon}, host={**MEASURED_CPU.host, "update": 1e-3})
+    card = step_time(replace(on("H100", gpt(12)), speeds=slow_host)).parts["Muon"]
+    assert card == pytest.approx(4e-3, rel=0.01)  # three shapes of matrices, and the gates: 78 in all
+
+
 def test_checkpointing_costs_a_third_of_the_layers():
     full, checkpointed = (step_time(on_cpu(activation_checkpointing=flag)).parts for flag in (False, True))
     assert checkpointed["matmuls"] == pytest.approx(4 / 3 * full["matmuls"])

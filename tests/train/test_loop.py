@@ -2,16 +2,26 @@
 
 import gc
 import json
+import math
+import threading
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from paceline.config import Config
 from paceline.data.dataset import rows_of_step
+from paceline.heartbeat import HeartbeatWriter
+from paceline.plan.machine import Machine
+from paceline.plan.planner import make_plan
 from paceline.rundir import RunDir
 from paceline.train import loop
-from paceline.train.loop import SCALE_GROWTH_STEPS, LossScale, TrainLoader
+from paceline.train.loop import MAX_SKIPPED_STEPS, SCALE_GROWTH_STEPS, LossScale, TrainLoader
+from paceline.train.optim import make_optimizer
+from paceline.train.probe import made_up_tokens
+from paceline.train.setup import make_model
+from paceline.train.trouble import LossTrouble
 
 
 def test_an_overflow_halves_the_scale_and_many_good_steps_double_it():
@@ -28,6 +38,52 @@ def test_a_loss_scale_survives_its_state():
     other = LossScale(1.0, dynamic=True)
     other.load_state_dict(json.loads(json.dumps(scale.state_dict())))
     assert other == scale
+
+
+def test_twenty_steps_in_a_row_may_be_skipped_and_a_good_one_begins_the_count_again():
+    scale = LossScale(1.0, dynamic=True)
+    for _ in range(MAX_SKIPPED_STEPS - 1):
+        scale.update(overflow=True)
+    assert scale.may_skip
+    scale.update(overflow=False)
+    for _ in range(MAX_SKIPPED_STEPS):
+        assert scale.may_skip
+        scale.update(overflow=True)
+    assert not scale.may_skip
+    assert not LossScale(1.0).may_skip  # not fp16: no gradient may overflow
+
+
+def fp16_loop(folder):
+    machine = Machine(gpus=(), cpu_cores=1, cpu_bf16=False, memory_bytes=8 << 30)
+    config = Config(
+        depth=1, n_embd=32, head_dim=32, sequence_len=16, total_batch_size=32, num_steps=60, device_batch_size=2,
+        precision="fp16", compile=False,
+    )  # fmt: skip
+    plan, device = make_plan(config, machine, vocab_size=64, num_rows=0), torch.device("cpu")
+    model = make_model(plan, seed=0, device=device)
+    optimizer, run = make_optimizer(model, plan, plan.groups, rank=0), RunDir(folder)
+    tokens, progress = made_up_tokens(plan, device), HeartbeatWriter(run, 0)
+    return loop.Loop(run, config, plan, optimizer, tokens, 0, device, progress, loop.StopRequest())
+
+
+def test_a_gradient_that_overflows_at_every_scale_ends_the_run_after_twenty_skipped_steps(tmp_path):
+    fp16 = fp16_loop(tmp_path)
+    fp16.scale.value = 2.0**80  # 20 halvings leave 2**60, far beyond fp16
+    before = [piece.tensor.clone() for piece in fp16.optimizer.pieces()]
+    for step in range(20):
+        assert fp16.one_step(step)[0]["grad_norm"] == math.inf
+    with pytest.raises(LossTrouble, match="at step 21, the loss still is; 20 steps before it were skipped") as error:
+        fp16.one_step(20)
+    assert error.value.trouble.cause == "gradient-nan"
+    assert all(torch.equal(a, b.tensor) for a, b in zip(before, fp16.optimizer.pieces(), strict=True))
+
+
+def test_a_scale_that_is_too_large_for_lm_head_s_gradient_is_found_in_a_few_steps(tmp_path):
+    fp16 = fp16_loop(tmp_path)
+    fp16.scale.value = 2.0**17
+    finite = [math.isfinite(fp16.one_step(step)[0]["grad_norm"]) for step in range(8)]
+    assert not finite[0] and finite[-1] and finite == sorted(finite)
+    assert fp16.scale.skipped_steps == 0
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -47,6 +103,71 @@ def test_ranks_and_micro_steps_together_take_exactly_the_rows_of_the_step(world_
     taken = [loader.rows_of(7, micro_step) for micro_step in range(grad_accum_steps) for loader in loaders]
     rows = rows_of_step(7, rows_per_step=plan.rows_per_step, num_rows=1000, seed=0)
     assert np.concatenate(taken).tolist() == rows.tolist()
+
+
+class NotedSplit:
+    """Rows of two tokens that show their own numbers; notes what is read, and cannot read the rows of `damaged`."""
+
+    def __init__(self, damaged=()):
+        self.damaged, self.read, self.thread_has_read = damaged, [], threading.Event()
+
+    def num_rows(self, sequence_len):
+        return 1000
+
+    def rows(self, rows, sequence_len):
+        self.read.append(rows.tolist())
+        if threading.current_thread() is not threading.main_thread():
+            self.thread_has_read.set()
+        if set(rows.tolist()) & set(self.damaged):
+            raise OSError("cannot read")
+        return np.stack([rows, rows], 1), np.stack([rows + 1, rows + 1], 1)
+
+
+def loader_of(split, *, num_steps=3, grad_accum_steps=2):
+    plan = SimpleNamespace(
+        model=SimpleNamespace(sequence_len=2),
+        world_size=1,
+        device_batch_size=4,
+        rows_per_step=4 * grad_accum_steps,
+        grad_accum_steps=grad_accum_steps,
+        num_steps=num_steps,
+    )
+    return TrainLoader(split, plan, seed=0, rank=0, device=torch.device("cpu"), skipped_batches=())
+
+
+IN_ORDER = [(step, micro_step) for step in range(3) for micro_step in range(2)]
+
+
+@pytest.mark.parametrize("order", [IN_ORDER, [(0, 0), (0, 0), (2, 1), (1, 0), (1, 1), (1, 0), (2, 0)]])
+def test_a_micro_batch_is_the_same_whatever_was_read_ahead(order):
+    loader = loader_of(NotedSplit())
+    for step, micro_step in order:
+        idx, targets = loader.micro_batch(step, micro_step)
+        assert idx[:, 0].tolist() == loader.rows_of(step, micro_step).tolist()
+        assert torch.equal(targets, idx + 1)
+
+
+def test_the_next_micro_batch_is_read_before_it_is_wanted_and_only_once():
+    split = NotedSplit()
+    loader = loader_of(split)
+    loader.micro_batch(0, 0)
+    assert split.thread_has_read.wait(timeout=120)
+    for step, micro_step in IN_ORDER[1:]:
+        loader.micro_batch(step, micro_step)
+    # none beyond the run's last
+    assert split.read == [loader.rows_of(step, micro_step).tolist() for step, micro_step in IN_ORDER]
+
+
+def test_an_error_while_reading_ahead_is_raised_by_the_micro_batch_that_needs_those_rows():
+    probe = loader_of(NotedSplit())
+    split = NotedSplit(damaged=probe.rows_of(1, 0).tolist())
+    loader = loader_of(split)
+    loader.micro_batch(0, 0)
+    split.thread_has_read.clear()
+    loader.micro_batch(0, 1)
+    assert split.thread_has_read.wait(timeout=120)  # the thread has met the damage, the step does not need it
+    with pytest.raises(OSError, match="cannot read"):
+        loader.micro_batch(1, 0)
 
 
 def test_step_ms_is_the_mean_of_the_steps_since_the_last_line_without_evaluations(tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ def live_bytes(made) -> int:
     for share in made._sharded + made._replicated:
         tensors += [share.weight, share.master, *share.states.values()]
     for sums in (bucket.sum for bucket in made._buckets if bucket.sum):
-        tensors += [sums._flat, sums._first, sums._others, sums._total]
+        tensors += [sums._flat, sums._own, sums._others, sums._total]
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 

@@ -10,11 +10,15 @@ pytestmark = pytest.mark.slow
 PROGRAM = """
 import resource
 import torch
-from paceline.train.process import fp32_matmul_through_onednn, keep_freed_memory
-used = fp32_matmul_through_onednn()
+from paceline.train.process import keep_freed_memory, onednn_gain, use_onednn
+setting = torch.backends.mkldnn.matmul
+before, gain = setting.fp32_precision, onednn_gain()
+unchanged = setting.fp32_precision == before
+if gain:
+    use_onednn()
 a, b = torch.randn(300, 400), torch.randn(400, 500)
 error = ((a @ b).double() - a.double() @ b.double()).norm() / (a @ b).norm()
-print(used, error.item() < 1e-5, torch.backends.mkldnn.matmul.fp32_precision == ("bf16" if used else "none"))
+print(unchanged, error.item() < 1e-5, setting.fp32_precision == ("bf16" if gain else before), gain == 0 or 0.1 < gain < 10)
 kept = keep_freed_memory()
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -34,9 +38,9 @@ def printed() -> list[list[str]]:
 
 
 def test_matmuls_stay_fp32_whether_onednn_takes_them_or_not(printed):
-    used, exact, setting = printed[0]
-    assert used in ("True", "False")
-    assert (exact, setting) == ("True", "True")
+    assert (
+        printed[0] == ["True"] * 4
+    )  # the trial changes nothing; fp32 stays exact; the setting is made; a credible ratio
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc")

@@ -1,0 +1,197 @@
+"""
+TorchInductor on a fake card: the graphs that it is asked to compile, and the kernels that it writes for that card.
+
+Compiled functions then run op by op on fake tensors. Binaries are made by Triton, whose wheel contains NVIDIA's assembler.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch._inductor.compile_fx
+from gpu_proof.fake_card import CARDS
+from torch._dynamo.utils import counters
+from torch._guards import detect_fake_mode
+from torch.utils._python_dispatch import _disable_current_modes
+
+KERNEL = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str", re.DOTALL)
+LAUNCH = re.compile(r"^\s+(triton_\w+)\.run\(", re.MULTILINE)
+BUFFER = re.compile(r"empty_strided_cuda\(\(([\d, ]*)\), \([\d, ]*\), torch\.(\w+)\)")
+EAGER_OP = re.compile(r"= (torch\.ops\.[\w.]+)\(")
+USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
+MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+TEMPLATES = "triton_tem_"  # kernels from a template, such as FlexAttention's
+
+
+class GraphKeeper:
+    """Replaces inductor in this process. names: the function that each graph begins in, in the order of compilation."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.compile_fx = torch._inductor.compile_fx.compile_fx
+        torch._inductor.compile_fx.compile_fx = self.compile  # type: ignore[assignment]
+
+    def compile(self, graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> Callable[..., Any]:
+        """Takes the place of inductor's function of this name."""
+        traces = [node.stack_trace for node in graph.graph.nodes if node.stack_trace]
+        name = re.findall(r", in (\w+)$", traces[0], re.MULTILINE)[0] if traces else "empty"
+        self.names.append(re.sub(r"^torch_dynamo_resume_in_(\w+)_at_\d+$", r"rest of \1", name))
+        return graph.forward
+
+    def forget(self) -> None:
+        """Drops all graphs, as a new process would."""
+        torch._dynamo.reset()
+        counters.clear()
+        self.names.clear()
+
+    @property
+    def breaks(self) -> list[str]:
+        """The reason of each graph break, its first line."""
+        return [reason.splitlines()[0] for reason, times in counters["graph_break"].items() for _ in range(times)]
+
+
+class KernelKeeper(GraphKeeper):
+    """Lets inductor write its kernels, and stops it before it loads them.
+
+    programs: what inductor made of each graph, a forward and its backward apart. sources: every kernel, by its text.
+    """
+
+    def __init__(self, capability: int) -> None:
+        super().__init__()
+        set_triton_driver(capability)
+        self.programs: list[dict[str, Any]] = []
+        self.sources: dict[str, str] = {}
+        stop_before_loading(self.keep)
+
+    def compile(self, graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> Callable[..., Any]:
+        """Takes the place of inductor's function of this name."""
+        run = super().compile(graph, inputs, **options)
+        mode = detect_fake_mode(inputs)
+        assert mode is not None
+        with _disable_current_modes(), mode:
+            self.compile_fx(graph, inputs, **options)
+        return run
+
+    def keep(self, graph: Any) -> None:
+        """Called by inductor with each of its graphs, forward or backward, when all else is done."""
+        code = graph.codegen()[0].value
+        self.sources |= {source.replace("\\\\", "\\"): name for name, source in KERNEL.findall(code)}
+        nodes = [node for node in graph.module.graph.nodes if node.op == "call_function"]
+        products = [node for node in nodes if getattr(node.target, "__name__", "").partition(".")[0] in MATRIX_PRODUCTS]
+        self.programs.append(
+            {
+                "graph": self.names[-1],
+                "launches": LAUNCH.findall(code),
+                "products": sorted({str(node.meta["val"].dtype).removeprefix("torch.") for node in products}),
+                "num_products": len(products),
+                "buffers": sorted(
+                    {(prod(map(int, re.findall(r"\d+", shape))), dtype) for shape, dtype in BUFFER.findall(code)}
+                ),
+                "eager_ops": EAGER_OP.findall(code),
+                "bytes": graph.count_bytes()[0],
+            }
+        )
+
+    def forget(self) -> None:
+        """Drops all graphs and kernels, as a new process would."""
+        super().forget()
+        self.programs.clear()
+        self.sources.clear()
+
+
+def stop_before_loading(keep: Callable[[Any], None]) -> None:
+    """Makes inductor call `keep` where it would load its kernels; what it does with values of a card is off."""
+    import torch._functorch.config as autograd
+    import torch._inductor.config as inductor
+    from torch._inductor.fx_passes import joint_graph
+    from torch._inductor.graph import GraphLowering
+
+    def load(graph: GraphLowering) -> Any:
+        keep(graph)
+        return SimpleNamespace(call=lambda inputs: None, __file__="none.py", key="none", __loader__=None)
+
+    GraphLowering.compile_to_module = load  # type: ignore[method-assign]
+    joint_graph.lazy_init = lambda *args, **options: (
+        None
+    )  # its patterns of attention and of padded products run on the card
+    inductor.joint_graph_constant_folding = False
+    inductor.fx_graph_cache = autograd.enable_autograd_cache = False
+    autograd.force_non_lazy_backward_lowering = True  # otherwise a backward is compiled when it first runs
+
+
+def make_binaries(sources: dict[str, str]) -> list[dict[str, Any]]:
+    """Compiles kernels for the card; returns what each configuration needs, or why there is no binary.
+
+    Inductor tries several configurations of a kernel on the card and takes the fastest: of a template all must exist, of others the
+    first is made.
+    """
+    from torch._inductor.async_compile import _load_triton_kernel_from_source
+    from torch._inductor.runtime import triton_helpers, triton_heuristics
+
+    triton_helpers.set_driver_to_gpu = lambda: None
+    triton_heuristics.StaticTritonCompileResult.can_statically_launch = staticmethod(lambda *args, **options: None)
+    binaries = []
+    for source, name in sources.items():
+        kernel = _load_triton_kernel_from_source(name, source)
+        for configuration in kernel.configs if TEMPLATES in name else kernel.configs[:1]:
+            fact: dict[str, Any] = {"kernel": name, "trigonometry": bool(re.search(r"\b(pow|cos|sin)\(", source))}
+            try:
+                binary = kernel._precompile_config(configuration).kernel
+                registers, stack = resources(binary.asm["cubin"])
+                fact |= {
+                    "shared_bytes": binary.metadata.shared,
+                    "registers": registers,
+                    "stack_bytes": stack,
+                    "error": None,
+                }
+            except Exception as error:  # ptxas refuses a kernel by one
+                fact["error"] = f"{type(error).__name__}: {error}"
+            binaries.append(fact)
+    return binaries
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Returns the registers of a thread, and the bytes of its stack, where registers are spilled to."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    match = USAGE.search(text)
+    assert match, text
+    return int(match[1]), int(match[2])
+
+
+def set_triton_driver(capability: int) -> None:
+    """Tells Triton which card is there."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    card = CARDS[capability]
+    properties = {
+        "max_shared_mem": card.shared_bytes,
+        "multiprocessor_count": card.processors,
+        "warpSize": 32,
+        "max_num_regs": 65_536,
+    }
+    driver.set_active(
+        SimpleNamespace(
+            utils=SimpleNamespace(get_device_properties=lambda device: properties),
+            launcher_cls=None,
+            get_current_target=lambda: GPUTarget("cuda", capability, 32),
+            get_current_device=lambda: 0,
+            set_current_device=lambda device: None,
+            get_current_stream=lambda device: 0,
+            get_active_torch_device=lambda: torch.device("cuda", 0),
+            get_device_interface=lambda: torch.cuda,
+            is_active=lambda: True,
+        )
+    )

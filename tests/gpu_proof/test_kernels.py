@@ -1,0 +1,101 @@
+"""
+The kernels of a run's step and evaluation for cards that are not there: each has a binary, and fits.
+
+Every claim is shown to be one that can fail: the kernels of a version with that fault are refused by the same check.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from gpu_proof.fake_card import CARDS, can_insert, on_card
+
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.compiler,
+    pytest.mark.skipif(not can_insert(), reason="needs Linux and the CPU build of PyTorch"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("triton") is None, reason="needs Triton: pip install -e '.[gpu-proof]'"
+    ),
+]
+
+CHUNK_OF_LOGITS = 32_768 * 8192  # elements
+# what PyTorch's own kernels do, by design
+EAGER_OPS = {
+    "torch.ops.aten._scaled_dot_product_flash_attention.default",
+    "torch.ops.aten._scaled_dot_product_flash_attention_backward.default",
+    "torch.ops.higher_order.graphsafe_run_with_rng_state",  # flash attention computed again: it could have dropped at random
+    "torch.ops.paceline.embedding_gradient.default",
+}
+# of a thread: FlexAttention's backward spills 464, with grouped queries 592
+STACK_BYTES = {"triton_tem_": 640, "": 0}
+TRAINING = {"rounds": 2, "phases": ["step", "evaluation"]}
+OTHER_WAYS = {"precision": "fp16", "activation_checkpointing": True, "n_kv_head": 2, "phases": ["step"]}
+STEP = {"phases": ["step"]}
+Facts = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory) -> Callable[..., list[Facts]]:
+    """Returns the facts of walks on a card; the guard is compiled once."""
+    folder = tmp_path_factory.mktemp("card")
+    return lambda capability, *walks: on_card(capability, "gpu_proof.kernels", capability, *walks, folder=folder)
+
+
+def check_fit(facts: Facts, capability: int) -> None:
+    assert facts["error"] is None and len(facts["binaries"]) > 20
+    for binary in facts["binaries"]:
+        assert binary["error"] is None, binary
+        assert binary["shared_bytes"] <= CARDS[capability].shared_bytes, binary
+        limit = next(size for start, size in STACK_BYTES.items() if binary["kernel"].startswith(start))
+        assert binary["stack_bytes"] <= limit, binary
+
+
+def check_work(facts: Facts, dtype: str) -> None:
+    """No large buffer beside the chunk of logits, no op that inductor leaves to PyTorch, no product in another dtype."""
+    assert facts["error"] is None and facts["programs"]
+    for program in facts["programs"]:
+        assert all(numel < CHUNK_OF_LOGITS for numel, _ in program["buffers"]), program
+        assert set(program["eager_ops"]) <= EAGER_OPS, program
+        assert set(program["products"]) <= {dtype}, program
+    assert not [binary["kernel"] for binary in facts["binaries"] if binary["trigonometry"]]
+
+
+@pytest.mark.parametrize("capability", CARDS)
+def test_every_kernel_of_a_step_and_an_evaluation_fits(compiled, capability):
+    (facts,) = compiled(capability, TRAINING)
+    assert [graphs for _, graphs in facts["graphs"]][2:] == [[], []]
+    check_fit(facts, capability)
+    check_work(facts, "bfloat16")
+
+
+@pytest.mark.parametrize("capability", [90, 120])
+def test_kernels_of_fp16_with_checkpointing_and_grouped_queries_fit(compiled, capability):
+    (facts,) = compiled(capability, OTHER_WAYS)
+    check_fit(facts, capability)
+    check_work(facts, "float16")
+
+
+def test_a_kernel_that_is_too_large_for_the_card_is_noticed(compiled):
+    """FlexAttention's backward at head_dim 256: pytorch issue 198224."""
+    (facts,) = compiled(120, STEP | {"head_dim": 256})
+    assert max(binary["shared_bytes"] for binary in facts["binaries"]) == 114_688
+    with pytest.raises(AssertionError):
+        check_fit(facts, 120)
+
+
+@pytest.fixture(scope="module")
+def broken(compiled) -> dict[str, Facts]:
+    names = ("a copy of the logits", "rotary tables in the graph", "an op without a kernel", "an fp32 product")
+    walks = [STEP | {"depth": 1, "broken": name} for name in names]
+    return dict(zip(names, compiled(90, *walks), strict=True))
+
+
+@pytest.mark.parametrize(
+    "name", ["a copy of the logits", "rotary tables in the graph", "an op without a kernel", "an fp32 product"]
+)
+def test_work_that_no_kernel_should_do_is_noticed(broken, name):
+    assert broken[name]["error"] is None
+    with pytest.raises(AssertionError):
+        check_work(broken[name], "bfloat16")

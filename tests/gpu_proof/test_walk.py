@@ -1,0 +1,150 @@
+"""
+The worker's steps and evaluations on a card that is not there: graphs, waits, copies, dtypes and collectives.
+
+Every claim is shown to be one that can fail: the walk of a version with that fault is refused by the same check.
+"""
+
+from typing import Any
+
+import pytest
+from gpu_proof.fake_card import can_insert, on_card
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.compiler,
+    pytest.mark.skipif(not can_insert(), reason="needs Linux and the CPU build of PyTorch"),
+]
+
+WORLD_SIZES = (1, 2, 4, 8)
+EAGER = {"compile": False, "window_pattern": "L"}
+SHORT = EAGER | {"gpus": 8}  # a step of one micro-step
+COMPILED = {"rounds": 2}
+STEP = {"phases": ["step"]}
+FIRST_RANKS = {f"rank 0 of {gpus}": EAGER | {"gpus": gpus} for gpus in WORLD_SIZES}
+OTHER_RANKS = {
+    f"rank {rank} of {gpus}": EAGER | STEP | {"gpus": gpus, "rank": rank}
+    for gpus in WORLD_SIZES
+    for rank in range(1, gpus)
+}
+SOUND = {
+    "windows": COMPILED | {"phases": ["step", "evaluation", "sample"]},
+    "checkpointing and grouped queries": COMPILED | {"activation_checkpointing": True, "n_kv_head": 1} | STEP,
+    **FIRST_RANKS,
+    **OTHER_RANKS,
+}
+ONE_LAYER = {"depth": 1}
+BROKEN = {
+    "a graph break": ONE_LAYER | STEP,
+    "a short last batch": ONE_LAYER | {"phases": ["evaluation"]},
+    "gradients in an evaluation": ONE_LAYER,
+    "an .item() in the step": SHORT,
+    "a CPU tensor in a CUDA expression": SHORT,
+    "a blocking copy": SHORT,
+    "an fp32 product": SHORT,
+    "a bf16 master": SHORT,
+    "collectives in another order": EAGER | STEP | {"gpus": 2, "rank": 1},
+    "gradients sent in fp32": SHORT | STEP,
+}
+Facts = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def walks(tmp_path_factory) -> dict[str, Facts]:
+    """The facts of every walk, by its name; all in one process, which imports the compiler once."""
+    settings = SOUND | {name: keys | {"broken": name} for name, keys in BROKEN.items()}
+    facts = on_card(120, "gpu_proof.walk", *settings.values(), folder=tmp_path_factory.mktemp("card"))
+    return dict(zip(settings, facts, strict=True))
+
+
+# what each phase compiles the first time: the loss is outside of the model's graph, and a graph gives the nats their shape
+GRAPHS = {"step": ["forward", "capped_nats_"], "evaluation": ["forward", "capped_nats_", "rest of forward"]}
+BREAK = "Skip calling `torch.compiler.disable()`d function"  # before the loss
+
+
+def check_graphs(facts: Facts) -> None:
+    assert facts["error"] is None
+    expected = dict(GRAPHS)
+    assert facts["graphs"] == [[phase, expected.pop(phase, [])] for phase, _ in facts["graphs"]]
+    assert set(facts["breaks"]) == {BREAK}
+
+
+def check_waits(facts: Facts) -> None:
+    assert facts["error"] is None
+    assert facts["step"]["waits"] == ["train/loop.py:one_step"]  # whose comment says why
+    assert facts["evaluation"]["waits"] == ["train/evaluate.py:val_bpb"]  # after the last batch
+    for phase in ("step", "evaluation"):  # from pinned memory, while the CPU goes on
+        assert {(place, in_passing) for place, in_passing, _ in facts[phase]["copies"]} == {
+            ("train/loop.py:to_device", True)
+        }
+
+
+def check_dtypes(facts: Facts) -> None:
+    assert facts["error"] is None
+    phases = [phase for phase in ("step", "evaluation") if phase in facts]
+    assert {dtype for phase in phases for _, dtype, _ in facts[phase]["products"]} == {"bfloat16"}
+    assert facts["masters"] == ["torch.float32"]
+
+
+def check_collectives(ranks: list[Facts]) -> None:
+    """The same on all ranks, and what the planner counts."""
+    sent = [facts["step"]["collectives"] for facts in ranks]
+    assert all(other == sent[0] for other in sent)
+    planned, extras = ranks[0]["messages"], 4 * (3 + len(ranks))  # nats, requests, squares, and a number for each rank
+    assert of_kind(sent[0], "_reduce_scatter_base_") == planned["reduce_scatter"]
+    assert sorted(of_kind(sent[0], "_allgather_base_")) == sorted(planned["all_gather"])
+    assert of_kind(sent[0], "allreduce_") == [size + extras for size in planned["all_reduce"]]
+    assert len(sent[0]) == sum(map(len, planned.values()))
+
+
+def of_kind(collectives: list[tuple[str, int]], kind: str) -> list[int]:
+    return [size for name, size in collectives if name == kind]
+
+
+@pytest.mark.parametrize("name", ["windows", "checkpointing and grouped queries"])
+def test_a_compiled_model_is_one_graph_beside_the_loss_and_nothing_is_compiled_again(walks, name):
+    check_graphs(walks[name])
+
+
+@pytest.mark.parametrize("name", ["a graph break", "a short last batch", "gradients in an evaluation"])
+def test_more_graphs_are_noticed(walks, name):
+    with pytest.raises(AssertionError):
+        check_graphs(walks[name])
+
+
+@pytest.mark.parametrize("name", ["windows", *FIRST_RANKS])
+def test_the_cpu_waits_once_in_a_step_and_once_in_an_evaluation(walks, name):
+    check_waits(walks[name])
+
+
+def test_a_sample_compiles_nothing_and_waits_for_its_tokens_alone(walks):
+    assert ["sample", []] in walks["windows"]["graphs"]
+    assert walks["windows"]["sample"]["waits"] == ["train/evaluate.py:next_tokens"]
+
+
+@pytest.mark.parametrize("name", ["an .item() in the step", "a CPU tensor in a CUDA expression", "a blocking copy"])
+def test_more_waits_and_tensors_on_the_wrong_device_are_noticed(walks, name):
+    with pytest.raises(AssertionError):
+        check_waits(walks[name])
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_products_are_in_bf16_and_master_weights_in_fp32(walks, name):
+    check_dtypes(walks[name])
+
+
+@pytest.mark.parametrize("name", ["an fp32 product", "a bf16 master"])
+def test_other_dtypes_are_noticed(walks, name):
+    with pytest.raises(AssertionError):
+        check_dtypes(walks[name])
+
+
+@pytest.mark.parametrize("gpus", WORLD_SIZES)
+def test_all_ranks_send_the_same_in_the_same_order_as_many_bytes_as_planned(walks, gpus):
+    check_collectives([walks[f"rank {rank} of {gpus}"] for rank in range(gpus)])
+
+
+@pytest.mark.parametrize("name, gpus", [("collectives in another order", 2), ("gradients sent in fp32", 8)])
+def test_another_order_on_one_rank_and_other_bytes_are_noticed(walks, name, gpus):
+    others = [walks[f"rank {rank} of {gpus}"] for rank in range(gpus - 1)]
+    with pytest.raises(AssertionError):
+        check_collectives([*others, walks[name]])

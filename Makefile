@@ -19,9 +19,9 @@ quick: $(VENV)/dev
 test: $(VENV)/dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 10
 
-# the long tests, then a hundred faults and as root those of several hosts; ARGS='--seed 2 --faults 24 --only sigkill,disk' and
-# HOSTS='--only mtu' take others
-soak: $(VENV)/dev
+# the long tests, among them the kernels of GPUs that are not there, then a hundred faults and as root those of several hosts;
+# ARGS='--seed 2 --faults 24 --only sigkill,disk' and HOSTS='--only mtu' take others
+soak: $(VENV)/gpu-proof
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m soak
 	PYTHONPATH=tests $(BIN)/python -m soak.loop $(or $(ARGS),--write docs/reliability.md)
 	PYTHONPATH=tests $(BIN)/python -m soak.hosts $(or $(HOSTS),--write docs/reliability.md)
@@ -44,6 +44,10 @@ $(VENV)/core: pyproject.toml constraints.txt
 
 $(VENV)/dev: $(VENV)/core
 	$(PIP) -e '.[dev,datasets,peers,trackers]'
+	touch $@
+
+$(VENV)/gpu-proof: $(VENV)/dev
+	$(PIP) -e '.[gpu-proof]'
 	touch $@
 
 clean:

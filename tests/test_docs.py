@@ -70,8 +70,11 @@ SMALLER = (  # what a test has time for; each replaces what a person would type
 )
 
 
+LONG = {"profile.md": pytest.mark.soak}  # tests/launch/test_profile.py has a shorter one
+
+
 @pytest.mark.dist
-@pytest.mark.parametrize("page", COMMANDS)
+@pytest.mark.parametrize("page", [pytest.param(page, marks=LONG.get(page, ())) for page in COMMANDS])
 def test_the_commands_of_a_page_work_in_their_order(page, tmp_path):
     books = tmp_path / "books"
     books.mkdir()

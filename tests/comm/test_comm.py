@@ -237,7 +237,7 @@ def test_the_time_of_the_slowest_rank_is_reported():
         "\n"
         "link    0-1 PCIe 4.0 x16, 7.98 GB/s, 25% of 31.5 GB/s: poor: paceline check searches for a narrow slot, an IOMMU"
         " or a slow interface\n"
-        "train   at 3.99 GB/s a depth-12 step of 65,536 tokens spends up to 30% waiting: 144 ms of sending, partly hidden behind"
+        "train   at 3.98 GB/s a depth-12 step of 65,536 tokens spends up to 30% waiting: 144 ms of sending, partly hidden behind"
         " 335 ms of compute (at 45% of peak, assumed)\n"
         "saved   comm.json, 12 s"
     )

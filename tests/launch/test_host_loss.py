@@ -70,6 +70,7 @@ def check_loss(run: HostsRun, name: str) -> None:
     assert parse_time(second["time"]) - since < 30
 
 
+@pytest.mark.soak
 @pytest.mark.dist
 @needs_namespaces
 def test_a_host_without_power_is_left_out_and_joins_again_after_a_checkpoint(start):

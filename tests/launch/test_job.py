@@ -122,10 +122,8 @@ def test_a_failure_on_two_hosts_of_one_card_each_loses_no_card(job_on):
 
 
 def test_a_driver_that_does_not_answer_loses_no_card(job_on):
-    def silent():
-        raise PlanError("the driver does not answer", fix="nvidia-smi")
-
-    assert job_on(silent).abilities(LOST) == ON_GPUS
+    silent = replace(NONE, driver_error=PlanError("the driver does not answer", fix="nvidia-smi"))
+    assert job_on(lambda: silent).abilities(LOST) == ON_GPUS
 
 
 FINDING = Finding("step-slower-than-planned", "warn", "a step takes 900 ms", "likely the link", "paceline comm")

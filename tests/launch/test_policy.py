@@ -27,6 +27,10 @@ def after(*history: AttemptEnd, abilities: Abilities = OURS, **options: object) 
     return decide(Situation(history, Recovery(**options), abilities))
 
 
+def test_one_attempt_is_no_attempts():
+    assert after(SAVED, max_attempts=1).why == "1 attempt was made, --max-attempts allows no more"
+
+
 EXAMPLES = {
     "no-recover": ([KILLED], OURS, {"recover": False}, Decision("stop", 0, "--no-recover was given")),
     "mistake": ([TYPO], OURS, {}, Decision("stop", 0, "another attempt would fail the same way")),

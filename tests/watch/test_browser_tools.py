@@ -251,6 +251,7 @@ def test_an_address_that_is_not_one_says_so(page, port):
     assert "This page has nothing at #/run/%" in page.inner_text("main")
 
 
+@pytest.mark.server_ends
 def test_a_server_that_is_gone_is_reported_and_one_with_another_token_too(page, tmp_path):
     write_run(tmp_path, "a")
     with serving(Shelf(tmp_path)) as port:

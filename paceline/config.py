@@ -74,7 +74,9 @@ class Config:
 
     optimizer: str = option("muon", "muon: Muon and AdamW; adamw: AdamW", choices=("muon", "adamw"), group="optimizer")
     shard: str = option(
-        "optimizer", "optimizer: states and updates are sharded; none: plain DDP", choices=("optimizer", "none")
+        "optimizer",
+        "optimizer: states and updates are sharded; full: weights and gradients too; none: plain DDP",
+        choices=("optimizer", "full", "none"),
     )
     matrix_lr: float | None = option(None, "learning rate of matrices; auto: muon 0.02, adamw 0.002", low=0, high=100)
     embedding_lr: float = option(0.3, "learning rate of token embeddings; value embeddings use half", low=0, high=100)

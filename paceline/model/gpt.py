@@ -189,6 +189,8 @@ class GPT(nn.Module):
         self.nats_per_token: Callable[..., Tensor] = nats_per_token
         self.sum_of_nats: Callable[..., Tensor] = sum_of_nats
         self.compiled = False
+        self.passage: Callable[[int, Tensor], Tensor] | None = None
+        self.first_value: Callable[[str], Tensor] | None = None  # where the parameters have no memory
         self.compile_part: Callable[..., Callable[..., Any]] | None = None  # makes each part of the forward a graph
 
     def forward(
@@ -211,8 +213,10 @@ class GPT(nn.Module):
             "compiled": self.compiled,
         }
         if reduction == "none":
-            return self.nats_per_token(x, weight, targets.flatten(), **options).view_as(targets)
-        return self.sum_of_nats(x, weight, targets.flatten(), **options, grad_scale=grad_scale)
+            nats = self.nats_per_token(x, weight, targets.flatten(), **options).view_as(targets)
+        else:
+            nats = self.sum_of_nats(x, weight, targets.flatten(), **options, grad_scale=grad_scale)
+        return self.enter(len(self.h) + 2, nats)
 
     def compile(self, *args: Any, by_block: bool = False, **kwargs: Any) -> None:
         """Compiles the forward as nn.Module.compile does, as one graph; by_block: each layer as a graph of its own.
@@ -237,18 +241,19 @@ class GPT(nn.Module):
     def logits(self, idx: Tensor, *, cache: KVCache | None = None, newest_only: bool = False) -> Tensor:
         """Returns capped logits, (B, T, vocab_size) fp32; with newest_only (B, 1, vocab_size), those of the last token alone."""
         x = self.hidden(idx, cache=cache)
-        return softcap(self.lm_head(x[:, -1:] if newest_only else x)[..., : self.config.vocab_size].float())
+        logits = softcap(self.lm_head(x[:, -1:] if newest_only else x)[..., : self.config.vocab_size].float())
+        return self.enter(len(self.h) + 2, logits)
 
     def hidden(self, idx: Tensor, *, cache: KVCache | None = None) -> Tensor:
         """Returns what lm_head reads, (B, T, C). idx: (B, T) int64; with a cache, the tokens that follow those it holds."""
         num_tokens, before = idx.shape[1], cache.length if cache is not None else 0
         rotary = self.rotary(before, before + num_tokens, idx.device)
         masks = self.masks(num_tokens, idx.device, flex=self.attention == "flex" and cache is None)
-        x: Tensor = self.part(GPT.stem, cache)(self, self.wte(idx), cache)  # (B, T, C)
+        x: Tensor = self.part(GPT.stem, cache)(self, self.wte(self.enter(0, idx)), cache)  # (B, T, C)
         x0 = middle = x.view_as(x)  # a tensor of its own: torch.compile cannot trace mix(x, x)
         lambdas = zip(self.resid_lambdas.unbind(), self.x0_lambdas.unbind(), strict=True)
         for i, (resid_lambda, x0_lambda) in enumerate(lambdas):
-            inputs = (x, x0, i, idx, resid_lambda, x0_lambda, rotary, masks[self.windows[i]], cache)
+            inputs = (self.enter(i + 1, x), x0, i, idx, resid_lambda, x0_lambda, rotary, masks[self.windows[i]], cache)
             if self.activation_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(self.layer, *inputs, use_reentrant=False, preserve_rng_state=False)
             else:
@@ -257,7 +262,11 @@ class GPT(nn.Module):
                 middle = x.view_as(x)
         if cache is not None:
             cache.length += num_tokens
-        return cast(Tensor, self.part(GPT.backout, cache)(self, x, middle))
+        return self.enter(len(self.h) + 1, self.part(GPT.backout, cache)(self, x, middle))
+
+    def enter(self, part: int, x: Tensor) -> Tensor:
+        """Returns x, and gathers the weights of a part where they come and go: 0 the stem, then the layers, the head, the end."""
+        return self.passage(part, x) if self.passage else x
 
     def layer(
         self,

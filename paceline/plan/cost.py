@@ -75,7 +75,7 @@ def step_messages(
     shapes = param_shapes(model)
     if shard == "none":
         return Messages((), (), (FP32 * sum(shape.numel for shape in shapes),))
-    plan = layout(model, world_size, optimizer)
+    plan = layout(model, world_size, optimizer, shard)
     weight_bytes = FP32 if precision == "fp32" else NARROW
     grad_bytes = NARROW if precision == "bf16" and grad_accum_steps == 1 else FP32
     numels = [bucket.segment * world_size for bucket in plan.buckets]
@@ -91,7 +91,7 @@ def update_work(
     """Returns what the rank with the most FLOPs updates: shapes of its whole matrices, and elements that are updated by rows."""
     if shard == "none":
         return (), sum(shape.numel for shape in param_shapes(model))
-    plan = layout(model, world_size, optimizer)
+    plan = layout(model, world_size, optimizer, shard)
     flops = ALGORITHMS[optimizer].flops
     whole = [bucket for bucket in plan.buckets if bucket.whole]
     owned = [
@@ -103,6 +103,6 @@ def update_work(
 
 
 @lru_cache(maxsize=64)
-def layout(model: ModelConfig, world_size: int, optimizer: str) -> ShardPlan:
+def layout(model: ModelConfig, world_size: int, optimizer: str, shard: str) -> ShardPlan:
     """Returns the shard plan of a model, computed once in a process."""
-    return shard_plan(param_shapes(model), world_size=world_size, optimizer=optimizer)
+    return shard_plan(param_shapes(model), world_size=world_size, optimizer=optimizer, shard=shard)

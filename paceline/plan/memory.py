@@ -101,7 +101,7 @@ def _update_bytes(model: ModelConfig, *, world_size: int, optimizer: str, shard:
     if shard == "none" or not algorithm.whole:
         return 0
     largest = 0
-    for bucket in layout(model, world_size, optimizer).buckets:
+    for bucket in layout(model, world_size, optimizer, shard).buckets:
         shapes = [share.param.shape for share in bucket.shares(0)] if bucket.whole else []
         start = 0
         for count in batch_sizes(shapes, together=not on_cpu):
@@ -142,7 +142,7 @@ def state_bytes(
         numel = sum(shape.numel for shape in param_shapes(model))
         state_numel = sum(_state_numel(optimizer, shape, shape.shape[0]) for shape in param_shapes(model))
         return StateBytes(FP32 * numel, FP32 * numel, masters=0, states=FP32 * state_numel, communication=0)
-    plan = layout(model, world_size, optimizer)
+    plan = layout(model, world_size, optimizer, shard)
     width = FP32 if precision == "fp32" else NARROW
     grad_width = NARROW if precision == "bf16" and grad_accum_steps == 1 and world_size > 1 else FP32
     segments = sum(bucket.segment for bucket in plan.buckets)

@@ -6,16 +6,17 @@ fp32 weights and the states, and sends the new weights to the others. Tensors li
 so a parameter is a view of it. Where the algorithm needs whole matrices (plan/algorithms.py), each lies inside one segment;
 other tensors are cut at row borders. Tensors under SMALL elements are kept and updated by every rank.
 
-Buckets stand in the order in which backward completes them, and are sent in that order on all ranks.
+Buckets stand in the order in which backward completes them, and are sent in that order on all ranks. Where the weights are sharded
+too, buckets are of as few layers as divide evenly over the ranks: plan/gathering.py decides when each is gathered.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import lcm, prod
 
 from paceline.plan.algorithms import ALGORITHMS, Algorithm, algorithm_of
-from paceline.plan.shapes import HEAD, ParamShape
+from paceline.plan.shapes import HEAD, MATRIX, ParamShape
 
 ALIGNMENT = 64  # elements between borders: vector instructions then round the same elements alike at any world size
 SMALL = 1024  # elements; below, a collective of its own costs more than updating it everywhere
@@ -71,8 +72,14 @@ class ShardPlan:
     replicated: tuple[ParamShape, ...]
 
 
-def shard_plan(shapes: Sequence[ParamShape], *, world_size: int, optimizer: str) -> ShardPlan:
+def shards_weights(*, world_size: int, shard: str) -> bool:
+    """Returns whether each rank holds its own part of the weights alone, and gathers the others' when it needs them."""
+    return shard == "full" and world_size > 1
+
+
+def shard_plan(shapes: Sequence[ParamShape], *, world_size: int, optimizer: str, shard: str = "optimizer") -> ShardPlan:
     """Lays out the optimizer's work. optimizer: the config's, whose row says which matrices need a whole owner."""
+    by_layer = shards_weights(world_size=world_size, shard=shard)
     whole = [shape for shape in shapes if algorithm_of(optimizer, shape.group).whole]
     replicated = [shape for shape in shapes if shape not in whole and shape.numel < SMALL]
     ready = {shape.name: position for position, shape in enumerate(backward_order(shapes))}
@@ -81,12 +88,67 @@ def shard_plan(shapes: Sequence[ParamShape], *, world_size: int, optimizer: str)
         return sorted(members, key=lambda shape: ready[shape.name])
 
     loads = [0] * world_size  # FLOPs of the updates, carried from bucket to bucket
-    groups = _matrix_groups(in_order(whole), world_size)
+    parts = parts_of(shapes) if by_layer else None
+    groups = _matrix_groups(in_order(whole), world_size, parts)
     buckets = [_whole_bucket(group, loads, ALGORITHMS[optimizer]) for group in groups]
     by_rows = in_order(shape for shape in shapes if shape not in whole and shape not in replicated)
-    buckets += [_row_bucket(group, world_size) for group in _row_groups(by_rows)]
+    buckets += [_row_bucket(group, world_size) for group in _row_groups(by_rows, parts)]
     buckets.sort(key=lambda bucket: max(ready[placement.param.name] for placement in bucket.placements))
     return ShardPlan(world_size, tuple(buckets), tuple(replicated))
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What happens where a micro-step enters a part: numbers of buckets."""
+
+    free: tuple[int, ...]  # weights that are not needed soon
+    gather: tuple[int, ...]  # weights that are sent from here on: those of this part first, then those needed next
+    need: tuple[int, ...]  # weights that are waited for
+    complete: tuple[int, ...]  # gradients whose sums over ranks start
+
+
+def gather_schedule(
+    plan: ShardPlan, shapes: Sequence[ParamShape], *, recompute: bool, backward: bool = True
+) -> tuple[Moment, ...]:
+    """Returns what a micro-step does with weights that are sharded, the same on all ranks.
+
+    The moments are where the forward enters each part (`parts_of`), its end, where the backward enters each part, the last first,
+    and its end: the part that the forward enters at moment p, the backward leaves at moment -1 - p. recompute: layers are computed
+    again in backward, with their embeddings; matrices are needed there in any case. backward False: a forward alone.
+    """
+    parts = parts_of(shapes)
+    after = 1 + _num_layers(shapes)  # the last part
+    forward: list[set[int]] = [set() for _ in range(after + 2)]
+    back: list[set[int]] = [set() for _ in range(after + 2)]
+    first_parts: list[int] = []
+    for number, bucket in enumerate(plan.buckets):
+        first_parts.append(min(parts[placement.param.name] for placement in bucket.placements))
+        for param in (placement.param for placement in bucket.placements):
+            part = parts[param.name]
+            forward[part].add(number)
+            if param.group == MATRIX or (recompute and 0 < part < after):
+                back[after - part].add(number)
+    needs = forward + (back if backward else [])
+    moments, live, until = [], set[int](), 0
+    for at, need in enumerate(needs):
+        # up to the next moment that needs more than this one: one message ahead
+        until = max(until, next((later for later in range(at, len(needs)) if needs[later] - need), at))
+        soon = set[int]().union(*needs[at : until + 1])
+        gather = sorted(need - live) + sorted(soon - live - need)
+        left = 2 * after + 3 - at  # the part that the backward leaves here
+        complete = tuple(number for number, first in enumerate(first_parts) if first == left and at > after + 1)
+        moments.append(Moment(tuple(sorted(live - soon)), tuple(gather), tuple(sorted(need)), complete))
+        live = soon
+    return tuple(moments)
+
+
+def sends_narrow(*, bf16: bool, grad_accum_steps: int, world_size: int, shard: str) -> bool:
+    """Returns whether gradients are sent in bf16: those of a single micro-step lose no bits that its backward had.
+
+    Where the weights are sharded, each micro-step sends its own, and the owner adds them up in fp32.
+    """
+    single = grad_accum_steps == 1 or shards_weights(world_size=world_size, shard=shard)
+    return bf16 and single and world_size > 1 and shard != "none"
 
 
 def compiles_by_block(*, world_size: int, shard: str) -> bool:
@@ -113,39 +175,61 @@ def row_size(param: ParamShape) -> int:
 
 
 def backward_order(shapes: Sequence[ParamShape]) -> list[ParamShape]:
-    """Returns the order in which gradients are complete: after the layers, the layers from the last on, before the layers.
+    """Returns the order in which gradients are complete: after the layers, the layers from the last on, before the layers."""
+    parts = parts_of(shapes)
+    return [shapes[i] for i in sorted(range(len(shapes)), key=lambda i: (-parts[shapes[i].name], -i))]
+
+
+def parts_of(shapes: Sequence[ParamShape]) -> dict[str, int]:
+    """Returns the part of the forward that each parameter is for: 0 before the layers, 1 for the first, one more after the last.
 
     A value embedding, registered behind the layers, belongs to its own layer.
     """
-    layers = [next((int(part) for part in shape.name.split(".") if part.isdigit()), None) for shape in shapes]
+    layers = [_layer_of(shape) for shape in shapes]
     last = max((i for i, layer in enumerate(layers) if layer is not None), default=-1)
+    outside = [0 if i < last else 1 + _num_layers(shapes) for i in range(len(shapes))]
+    return {
+        shape.name: part if layer is None else layer + 1
+        for shape, layer, part in zip(shapes, layers, outside, strict=True)
+    }
 
-    def depth(i: int) -> int:
-        layer = layers[i]
-        return layer if layer is not None else len(shapes) if i > last else -1
 
-    return [shapes[i] for i in sorted(range(len(shapes)), key=lambda i: (-depth(i), -i))]
+def _layer_of(shape: ParamShape) -> int | None:
+    return next((int(word) for word in shape.name.split(".") if word.isdigit()), None)
 
 
-def _matrix_groups(matrices: list[ParamShape], world_size: int) -> list[list[ParamShape]]:
+def _num_layers(shapes: Sequence[ParamShape]) -> int:
+    return 1 + max((layer for layer in map(_layer_of, shapes) if layer is not None), default=-1)
+
+
+def _matrix_groups(
+    matrices: list[ParamShape], world_size: int, parts: Mapping[str, int] | None
+) -> list[list[ParamShape]]:
     """Returns groups that are large enough and whose large shapes divide evenly over the ranks: then no segment is padded.
 
     A single rank sends nothing and has one group. Small matrices, the gates of all layers, are in the last one: a GPU then updates
-    all of a shape at once, and a call takes its time whatever the size.
+    all of a shape at once, and a call takes its time whatever the size. parts: of each matrix, where the weights are sharded too: a
+    group then has whole layers, as few as divide evenly, and their small matrices.
     """
     if world_size == 1:
         return [matrices] if matrices else []
-    group_numel = sum(matrix.numel for matrix in matrices) / NUM_BUCKETS
+    if parts:
+        enough, small = 0.0, []
+        together = [list(members) for _, members in groupby(matrices, key=lambda matrix: parts[matrix.name])]
+    else:
+        enough = sum(matrix.numel for matrix in matrices) / NUM_BUCKETS
+        small = [matrix for matrix in matrices if matrix.numel < SMALL]
+        together = [[matrix] for matrix in matrices if matrix.numel >= SMALL]
     groups: list[list[ParamShape]] = [[]]
-    for matrix in (matrix for matrix in matrices if matrix.numel >= SMALL):
+    for unit in together:
         group = groups[-1]
-        group.append(matrix)
-        shapes = [tuple(sorted(member.shape)) for member in group]
+        group += unit
+        shapes = [tuple(sorted(member.shape)) for member in group if member.numel >= SMALL]
         even = all(shapes.count(shape) % world_size == 0 for shape in set(shapes))
-        if even and sum(member.numel for member in group) >= group_numel:
+        if even and sum(member.numel for member in group) >= enough:
             groups.append([])
     groups = [group for group in groups if group] or [[]]
-    groups[-1] += [matrix for matrix in matrices if matrix.numel < SMALL]
+    groups[-1] += small
     return [group for group in groups if group]
 
 
@@ -166,18 +250,20 @@ def _whole_bucket(matrices: list[ParamShape], loads: list[int], algorithm: Algor
     return Bucket(tuple(placements), segment, whole=True)
 
 
-def _row_groups(tensors: list[ParamShape]) -> list[list[ParamShape]]:
+def _row_groups(tensors: list[ParamShape], parts: Mapping[str, int] | None) -> list[list[ParamShape]]:
     """Returns the tensors of each bucket: their row sizes divide each other, so that one border is a row border of all.
 
     lm_head has a bucket of its own. The loss has made its gradient before the backward begins, so it is sent under all of it.
+    parts: as for _matrix_groups: a bucket is then of one layer, and a table, which backward does not read, has its own.
     """
     group_numel = sum(tensor.numel for tensor in tensors) / NUM_BUCKETS
+    kind = {tensor.name: (parts[tensor.name], tensor.group) if parts else tensor.group == HEAD for tensor in tensors}
     groups: list[list[ParamShape]] = []
     for tensor in tensors:
         units = _units([*groups[-1], tensor]) if groups else []
         fits = units and max(units) == lcm(*units)  # all divide the largest
-        full = groups and (groups[-1][-1].group == HEAD or sum(member.numel for member in groups[-1]) >= group_numel)
-        if not fits or full:
+        full = groups and not parts and sum(member.numel for member in groups[-1]) >= group_numel
+        if not fits or full or kind[tensor.name] != kind[groups[-1][-1].name]:
             groups.append([])
         groups[-1].append(tensor)
     return groups

@@ -11,10 +11,12 @@ NCCL it orders streams and does not block, and gloo has no futures.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from paceline.model.checkpoint import Piece
 from paceline.plan.algorithms import ALGORITHMS, Algorithm, GroupSettings
@@ -64,10 +66,9 @@ class Owned:
             )
 
     def load(self, read: Read) -> None:
-        """Fills master, states and weight from a checkpoint."""
+        """Fills master and states from a checkpoint."""
         for piece in self.pieces():
             piece.tensor.copy_(read(piece.key, *piece.rows))
-        self.round_into_weight()
 
     def round_into_weight(self) -> None:
         """Rounds the updated master into the weight."""
@@ -113,7 +114,12 @@ def norm_of(name: str, x: Tensor, *, scale: float = 1.0) -> dict[str, float | in
 
 
 class BucketBuffers:
-    """One bucket on one rank: flat weights, flat gradients, their sum over ranks, and the rows that this rank owns."""
+    """One bucket on one rank: flat weights, flat gradients, their sum over ranks, and the rows that this rank owns.
+
+    first_value: returns a parameter's first value, fp32, by its name.
+    """
+
+    gathered = False  # whether the weights are there only while they are used: GatheredBucket
 
     def __init__(
         self,
@@ -126,38 +132,42 @@ class BucketBuffers:
         tag: int,
         compute_dtype: torch.dtype,
         grad_dtype: torch.dtype,
+        first_value: Callable[[str], Tensor],
     ):
         self.whole, self.rank, self.world_size, self.tag = bucket.whole, rank, world_size, tag
         self.params = [params[placement.param.name] for placement in bucket.placements]
-        initial = {placement.param.name: params[placement.param.name].data for placement in bucket.placements}  # fp32
 
-        def zeros(dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+        def buffer(dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
             """Returns a flat buffer, and the view of it for each parameter."""
             flat = torch.zeros(bucket.segment * world_size, dtype=dtype, device=self.params[0].device)
             ends = [(placement.offset, placement.offset + placement.param.numel) for placement in bucket.placements]
             return flat, [flat[lo:hi].view(param.shape) for (lo, hi), param in zip(ends, self.params, strict=True)]
 
-        self.weights, views = zeros(compute_dtype)
-        for view, param in zip(views, self.params, strict=True):
-            param.data = view.copy_(param.data)
+        self.weights, views = buffer(compute_dtype)
+        shares = {share.param.name: share for share in bucket.shares(rank)}
+        self.owned = []
+        for placement, view, param in zip(bucket.placements, views, self.params, strict=True):
+            shape, share = placement.param, shares.get(placement.param.name)
+            value = first_value(shape.name) if share or not self.gathered else None  # fp32
+            if value is not None:
+                view.copy_(value)
+            param.data = view
             if grad_dtype != compute_dtype:
                 param.grad_dtype = grad_dtype  # otherwise autograd would keep gradients in the weight's dtype
-        self.owned = []
-        for share in bucket.shares(rank):
-            param, algorithm = params[share.param.name], ALGORITHMS[groups[share.param.group].algorithm]
-            weight = param.data[share.lo : share.hi]
-            master = weight
-            if compute_dtype != torch.float32:
-                rows = initial[share.param.name][share.lo : share.hi]
-                # a view would keep the others' rows in memory
-                master = rows if len(rows) == len(param) else rows.clone()
-            self.owned.append(Owned(param, share.param, share.lo, share.hi, weight, master, algorithm))
+            if share and value is not None:
+                master = weight = view[share.lo : share.hi]
+                if self.gathered or compute_dtype != torch.float32:
+                    rows = value[share.lo : share.hi]
+                    # a view would keep the others' rows in memory
+                    master = rows if len(rows) == len(value) else rows.clone()
+                algorithm = ALGORITHMS[groups[shape.group].algorithm]
+                self.owned.append(Owned(param, shape, share.lo, share.hi, weight, master, algorithm))
         self.grad_views: list[Tensor] = []
         self.sum: SegmentSum | None = None
         if world_size > 1:
-            grads, self.grad_views = zeros(grad_dtype)
-            self.sum = SegmentSum(grads, rank=rank, world_size=world_size, tag=tag)
-            self.starts = [share.start for share in bucket.shares(rank)]
+            grads, self.grad_views = buffer(grad_dtype)
+            self.sum = SegmentSum(grads, rank=rank, world_size=world_size, tag=2 * tag + 1, keep=self.gathered)
+            self.starts = [share.start for share in shares.values()]
         self.waiting_for = 0  # parameters whose gradient of the last micro-step is still missing
 
     def start_sum(self) -> None:
@@ -179,13 +189,107 @@ class BucketBuffers:
         for share, start in zip(self.owned, self.starts, strict=True):
             share.grad = total[start : start + share.master.numel()].view_as(share.master)
 
-    def start_gather(self) -> list[dist.Work]:
+    def send_weights(self) -> list[dist.Work]:
         """Rounds the updated rows into the weights and starts to send them to all ranks. Collective; wait for the works."""
         for share in self.owned:
             share.round_into_weight()
         if self.world_size == 1:
             return []
-        return start_all_gather(self.weights, rank=self.rank, world_size=self.world_size, tag=self.tag)
+        return start_all_gather(self.weights, rank=self.rank, world_size=self.world_size, tag=2 * self.tag)
+
+
+class GatheredBucket(BucketBuffers):
+    """A bucket whose weights are there only while they are used, and whose gradients only until the owner has their sum.
+
+    The parameters stay views of the buffer, whose memory comes and goes: what autograd has saved of a weight is whole again
+    as soon as the bucket is gathered again.
+    """
+
+    gathered = True
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self._works: list[dist.Work] = []
+        self._received: set[int] = set()  # parameters whose gradient of this micro-step is in the buffer
+        self.is_first = True  # no micro-step of this step has been added yet
+        set_memory(self.weights, there=False)
+        assert self.sum is not None
+        self.sum.set_memory(there=False)
+
+    def gather(self) -> None:
+        """Starts to send this rank's weights to all ranks and to receive theirs. Collective; wait_weights before their use."""
+        set_memory(self.weights, there=True)
+        self._works = super().send_weights()
+
+    def wait_weights(self) -> None:
+        """Waits until the weights are there."""
+        for work in self._works:
+            work.wait()
+        self._works = []
+
+    def free(self) -> None:
+        """Frees the weights' memory; the owners' masters have them."""
+        set_memory(self.weights, there=False)
+
+    def take_gradient(self, number: int) -> None:
+        """Moves the gradient of the bucket's parameter `number` into the buffer."""
+        assert self.sum is not None
+        param = self.params[number]
+        assert param.grad is not None
+        if not self._received:
+            self.sum.set_memory(there=True)
+        self.grad_views[number].copy_(param.grad)
+        param.grad = None
+        self._received.add(number)
+
+    def start_sum(self) -> None:
+        """Starts the sum of a micro-step's gradients over ranks; a missing one counts as zero. Collective."""
+        assert self.sum is not None
+        if not self._received:
+            self.sum.set_memory(there=True)
+        for number, view in enumerate(self.grad_views):
+            if number not in self._received:
+                view.zero_()
+        self._received.clear()
+        self.sum.start()
+
+    def end_sum(self) -> None:
+        """Waits for the sum and adds it to those of the step's earlier micro-steps."""
+        assert self.sum is not None
+        total = self.sum.wait(add=not self.is_first)
+        self.is_first = False
+        self.sum.set_memory(there=False)
+        for share, start in zip(self.owned, self.starts, strict=True):
+            share.grad = total[start : start + share.master.numel()].view_as(share.master)
+
+    def wait_sum(self) -> None:
+        """Does nothing: end_sum did it."""
+
+    def send_weights(self) -> list[dist.Work]:
+        """Sends nothing: whoever needs the weights gathers them."""
+        return []
+
+
+class Passage(Function):
+    """Returns its input, and calls `entering` where the backward comes by."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, entering: Callable[[], None]) -> Tensor:
+        """Returns a view of x."""
+        ctx.entering = entering
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Returns the gradient."""
+        ctx.entering()
+        return grads[0], None
+
+
+def set_memory(flat: Tensor, *, there: bool) -> None:
+    """Gives a flat buffer, with all its views, memory of arbitrary content, or takes it away."""
+    # an op, not UntypedStorage.resize_: the trace of a step's memory sees it
+    torch.ops.inductor.resize_storage_bytes_(flat, flat.nbytes if there else 0)
 
 
 def matrix_batches(shares: Sequence[Owned], *, together: bool) -> list[tuple[list[Owned], tuple[Tensor, ...]]]:
@@ -212,9 +316,10 @@ class SegmentSum:
 
     flat: (world_size * segment,) fp32, bf16 or fp16. The result is fp32, and so is gloo's summing, in a fixed order: a repeat
     has the same bits. All ranks start the same buckets in the same order; `tag` tells apart those that are under way at once.
+    keep: the result is a tensor of its own, which stays when the buffers have no memory.
     """
 
-    def __init__(self, flat: Tensor, *, rank: int, world_size: int, tag: int):
+    def __init__(self, flat: Tensor, *, rank: int, world_size: int, tag: int, keep: bool = False):
         self._flat, self._rank, self._world_size, self._tag = flat, rank, world_size, tag
         self._segments = flat.view(world_size, -1)  # (world_size, segment)
         self._works: list[dist.Work] = []
@@ -222,7 +327,13 @@ class SegmentSum:
         # receives beside it, since gloo sends nothing before the other side has a place to receive it
         self._own = self._segments[rank]
         self._others = flat.new_empty(world_size - 1 if flat.device.type == "cpu" else 0, self._own.numel())
-        self._total = self._own if flat.dtype == torch.float32 else torch.empty_like(self._own, dtype=torch.float32)
+        in_place = flat.dtype == torch.float32 and not keep
+        self._total = self._own if in_place else torch.empty_like(self._own, dtype=torch.float32)
+
+    def set_memory(self, *, there: bool) -> None:
+        """Gives the buffers memory before a micro-step's first gradient, or takes it away after `wait`."""
+        for flat in (self._flat, self._others):
+            set_memory(flat, there=there)
 
     def start(self) -> None:
         """Starts to send and receive; `flat` must not change until `wait` returns. Collective."""
@@ -236,12 +347,17 @@ class SegmentSum:
                 _work(dist.isend(self._segments[receiver], receiver, tag=self._tag)),
             ]
 
-    def wait(self) -> Tensor:
-        """Returns the sum over ranks of this rank's segment, (segment,) fp32; it is valid until the next start."""
+    def wait(self, *, add: bool = False) -> Tensor:
+        """Returns the sum over ranks of this rank's segment, (segment,) fp32; it is valid until the next start.
+
+        add: adds the sum to the one that was returned before.
+        """
         for work in self._works:
             work.wait()
         self._works = []
-        if self._total is not self._own:
+        if add:
+            self._total += self._own
+        elif self._total is not self._own:
             self._total.copy_(self._own)
         for received in self._others:
             self._total += received

@@ -59,14 +59,16 @@ def val_bpb(
     """
     sequence_len, device = model.config.sequence_len, token_bytes.device
     max_rows = max(1, max_tokens // sequence_len)
-    rows = eval_rows(split.num_rows(sequence_len), max_rows=max_rows)[rank::world_size]  # this rank's
+    rows = eval_rows(split.num_rows(sequence_len), max_rows=max_rows)
+    most = -(-len(rows) // world_size)  # of one rank
+    rows = rows[rank::world_size]  # this rank's
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # nats, bytes
     model.zero_grad()  # the compiler breaks its graph at every bf16 weight that has a gradient in fp32
-    for start in range(0, len(rows), device_batch_size):
+    for start in range(0, most, device_batch_size):  # as many on all ranks, which may gather weights in each
         inputs, answers = split.rows(rows[start : start + device_batch_size], sequence_len)
-        if model.compiled:  # a shorter last batch would be compiled for itself
-            missing = ((0, device_batch_size - len(inputs)), (0, 0))
-            inputs, answers = np.pad(inputs, missing), np.pad(answers, missing, constant_values=-1)
+        # a shorter last batch would be compiled for itself, and none at all is no batch
+        missing = ((0, (device_batch_size if model.compiled else max(1, len(inputs))) - len(inputs)), (0, 0))
+        inputs, answers = np.pad(inputs, missing), np.pad(answers, missing, constant_values=-1)
         idx, targets = to_device(inputs, device), to_device(answers, device)  # (B, T) int64
         nats = model(idx, targets, reduction="none")  # (B, T) fp32
         size = token_bytes[targets.clamp_min(0)] * (targets >= 0)  # (B, T) int64
@@ -86,8 +88,14 @@ def eval_rows(num_rows: int, *, max_rows: int) -> np.ndarray:
 
 
 @torch.no_grad()
-def write_sample(run: RunDir, model: GPT, dataset: TokenDataset, *, step: int, seed: int) -> None:
-    """Writes text that continues held-out tokens, to samples/ and the screen. On rank 0 alone; the others wait in the next step."""
+def write_sample(run: RunDir, model: GPT, dataset: TokenDataset, *, step: int, seed: int, rank: int) -> None:
+    """Writes text that continues held-out tokens, to samples/ and the screen. On rank 0 alone; the others wait in the next step.
+
+    Where weights are sharded, on all ranks, which gather them for each token; rank 0 writes.
+    """
+    together = model.passage is not None
+    if rank and not together:
+        return
     tokenizer = Tokenizer.load(dataset.tokenizer_json)
     held_out = dataset.split("val")
     middle = held_out.num_tokens // 2
@@ -101,9 +109,13 @@ def write_sample(run: RunDir, model: GPT, dataset: TokenDataset, *, step: int, s
         temperature=0.8,
         top_k=50,
         seed=seed,
-        stop_token=tokenizer.bos_id,
+        stop_token=None if together else tokenizer.bos_id,  # all ranks must take as many steps
     ):
         tokens += [token for token in new if token is not None]
+    if rank:
+        return
+    if tokenizer.bos_id in tokens:
+        tokens = tokens[: tokens.index(tokenizer.bos_id)]
     prompt_text, text = tokenizer.decode(prompt), tokenizer.decode(tokens)
     try:
         run.samples.mkdir(exist_ok=True)

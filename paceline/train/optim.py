@@ -1,7 +1,7 @@
 """
-The optimizers of a run: gradients, states and update split over ranks; or states replicated on every rank, over DDP.
+The optimizers of a run: gradients, states and update split over ranks, weights too if need be; or nothing split, over DDP.
 
-Both take a model whose weights are fp32 and initialised alike on all ranks, and have one interface: zero_grad, micro_step around
+All take a model whose weights are fp32 and initialised alike on all ranks, and have one interface: zero_grad, micro_step around
 each forward and backward, reduce, step, pieces and load. A sharded step communicates in three phases:
 
 1. Backward of the last micro-step: as soon as the gradients of a bucket are complete, their sum over ranks starts, each rank
@@ -19,7 +19,7 @@ classes do not depend on learning rate schedules, precision of activations or fi
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -32,12 +32,14 @@ from paceline.plan.activations import MemorySetup
 from paceline.plan.algorithms import ALGORITHMS, GroupSettings
 from paceline.plan.planner import Plan
 from paceline.plan.shapes import MATRIX, ParamShape, param_shapes
-from paceline.plan.sharding import ShardPlan, shard_plan
+from paceline.plan.sharding import Moment, ShardPlan, gather_schedule, sends_narrow, shard_plan, shards_weights
 from paceline.train import updates
 from paceline.train.buckets import (
     NO_GRADIENT,
     BucketBuffers,
+    GatheredBucket,
     Owned,
+    Passage,
     Read,
     grad_or_zeros,
     matrix_batches,
@@ -56,6 +58,8 @@ class ShardedOptimizer:
     plan/sharding.py's SMALL stay fp32.
     """
 
+    shard = "optimizer"
+    bucket_type = BucketBuffers
     waits_in_backward = False  # whether backward waits for other ranks, so that its time is not this rank's own
 
     def __init__(
@@ -68,7 +72,9 @@ class ShardedOptimizer:
         world_size: int,
         compute_dtype: torch.dtype,
         grad_accum_steps: int,
+        first_value: Callable[[str], Tensor] | None = None,
     ):
+        """first_value: returns a parameter's first value, fp32, by its name; None: the parameters have it."""
         self.module, self.step_count = model, 0
         self._groups, self._rank, self._world_size = groups, rank, world_size
         self._mean_over = 1  # the ranks over which reduced gradients are a mean instead of a sum
@@ -80,10 +86,15 @@ class ShardedOptimizer:
         self._device = next(iter(params.values())).device
         self._newton_schulz_dtype = updates.newton_schulz_dtype(self._device)
         plan = self._shard_plan(shapes)
-        # one micro-step adds nothing to its gradients: in bf16 they lose no bits that the backward had, and half as much is sent
-        narrow = compute_dtype == torch.bfloat16 and grad_accum_steps == 1 and world_size > 1
+        narrow = sends_narrow(
+            bf16=compute_dtype == torch.bfloat16,
+            grad_accum_steps=grad_accum_steps,
+            world_size=world_size,
+            shard=self.shard,
+        )
+        first_value = first_value or (lambda name: params[name].data)
         self._buckets = [
-            BucketBuffers(
+            self.bucket_type(
                 bucket,
                 params,
                 groups,
@@ -92,6 +103,7 @@ class ShardedOptimizer:
                 tag=tag,
                 compute_dtype=compute_dtype,
                 grad_dtype=torch.bfloat16 if narrow else torch.float32,
+                first_value=first_value,
             )
             for tag, bucket in enumerate(plan.buckets)
         ]
@@ -100,6 +112,7 @@ class ShardedOptimizer:
         self._replicated = []
         for shape in plan.replicated:  # all rows of an fp32 parameter, which is its own master
             param, algorithm = params[shape.name], ALGORITHMS[groups[shape.group].algorithm]
+            param.data = first_value(shape.name)
             self._replicated.append(Owned(param, shape, 0, shape.shape[0], param.data, param.data, algorithm))
         together = self._device.type != "cpu"
         self._batches = {b.tag: matrix_batches(b.owned, together=together) for b in self._buckets if b.whole}
@@ -107,11 +120,12 @@ class ShardedOptimizer:
         self._next_bucket = 0  # the one to send next
         if world_size > 1:
             for bucket in self._buckets:
-                for param, view in zip(bucket.params, bucket.grad_views, strict=True):
-                    param.register_post_accumulate_grad_hook(self._grad_hook(bucket, view))  # type: ignore[no-untyped-call]
+                for number, param in enumerate(bucket.params):
+                    param.register_post_accumulate_grad_hook(self._grad_hook(bucket, number))  # type: ignore[no-untyped-call]
 
     def _shard_plan(self, shapes: tuple[ParamShape, ...]) -> ShardPlan:
-        return shard_plan(shapes, world_size=self._world_size, optimizer=self._groups[MATRIX].algorithm)
+        optimizer = self._groups[MATRIX].algorithm
+        return shard_plan(shapes, world_size=self._world_size, optimizer=optimizer, shard=self.shard)
 
     def zero_grad(self) -> None:
         """Drops the gradients, which costs nothing: the first micro-step then writes them instead of adding to zeros."""
@@ -131,7 +145,9 @@ class ShardedOptimizer:
             self._start_sums(len(self._buckets))  # those that wait for a parameter without gradient
         self._is_last = False
 
-    def _grad_hook(self, bucket: BucketBuffers, view: Tensor) -> Callable[[Tensor], None]:
+    def _grad_hook(self, bucket: BucketBuffers, number: int) -> Callable[[Tensor], None]:
+        view = bucket.grad_views[number]
+
         def hook(param: Tensor) -> None:
             """Runs after backward has added to param.grad."""
             if param.grad is not view:  # in the step's first micro-step autograd made a tensor of its own
@@ -204,7 +220,7 @@ class ShardedOptimizer:
                 )
                 if not single:
                     torch._foreach_copy_(masters, list(weight.unbind()))
-            works += bucket.start_gather()
+            works += bucket.send_weights()
         for work in works:
             work.wait()
 
@@ -235,7 +251,7 @@ class ShardedOptimizer:
         """Loads weights and states that any number of ranks saved. Collective."""
         for share in self._sharded + self._replicated:
             share.load(read)
-        for work in [work for bucket in self._buckets for work in bucket.start_gather()]:
+        for work in [work for bucket in self._buckets for work in bucket.send_weights()]:
             work.wait()
 
     def state_dict(self) -> dict[str, Any]:
@@ -247,8 +263,79 @@ class ShardedOptimizer:
         self.step_count = int(state["step_count"])
 
 
+class FullyShardedOptimizer(ShardedOptimizer):
+    """Shards the weights too: each bucket is gathered before a part of the model uses it, and freed behind it. For `--shard full`.
+
+    Owners, formulas and checkpoints are the same. Every micro-step sends its gradients, which the owner adds up: no rank holds
+    those of more than some layers. What is sent when follows from the plan alone (plan/sharding.py: gather_schedule).
+    """
+
+    shard = "full"
+    bucket_type = GatheredBucket
+    waits_in_backward = True
+
+    def __init__(self, model: nn.Module, shapes: tuple[ParamShape, ...], *args: Any, **options: Any):
+        """Makes the model call this optimizer wherever its forward enters a part."""
+        super().__init__(model, shapes, *args, **options)
+        plan, recompute = self._shard_plan(shapes), bool(model.activation_checkpointing)
+        self._micro_step = gather_schedule(plan, shapes, recompute=recompute)
+        self._forward = gather_schedule(plan, shapes, recompute=recompute, backward=False)
+        self._gathered = cast(list[GatheredBucket], self._buckets)
+        self._summing: tuple[int, ...] = ()  # buckets whose sums are under way
+        model.passage = self._enter  # type: ignore[assignment]
+
+    def zero_grad(self) -> None:
+        """Drops the gradients."""
+        super().zero_grad()
+        for bucket in self._gathered:
+            bucket.is_first = True
+
+    @contextmanager
+    def micro_step(self, *, last: bool) -> Iterator[None]:
+        """Surrounds a forward and backward, whose gradients are sent whether it is the step's last or not."""
+        yield
+        self._follow(self._micro_step[-1])
+
+    def _grad_hook(self, bucket: BucketBuffers, number: int) -> Callable[[Tensor], None]:
+        return lambda param: cast(GatheredBucket, bucket).take_gradient(number)
+
+    def _enter(self, part: int, x: Tensor) -> Tensor:
+        """Gathers the part's weights, and returns x; its backward gathers those of the part before it."""
+        schedule = self._micro_step if torch.is_grad_enabled() else self._forward
+        self._follow(schedule[part], wait=part > 0)  # the last sums run under the next micro-step's first part
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return x
+        return cast(Tensor, Passage.apply(x, lambda: self._follow(schedule[-1 - part])))  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def _follow(self, moment: Moment, *, wait: bool = True) -> None:
+        if wait:
+            self._end_sums()
+        for number in moment.complete:
+            self._gathered[number].start_sum()
+        self._summing += moment.complete
+        for number in moment.free:
+            self._gathered[number].free()
+        for number in moment.gather:
+            self._gathered[number].gather()
+        for number in moment.need:
+            self._gathered[number].wait_weights()
+
+    def _end_sums(self) -> None:
+        for number in self._summing:
+            self._gathered[number].end_sum()
+        self._summing = ()
+
+    def reduce(self, extras: Tensor) -> Tensor:
+        """Returns what ShardedOptimizer.reduce does. Collective."""
+        self._end_sums()
+        return super().reduce(extras)
+
+
 class ReplicatedOptimizer(ShardedOptimizer):
     """Shards nothing: elementwise algorithms whose states every rank holds, over DDP's averaged gradients. For `--shard none`."""
+
+    shard = "none"
 
     def __init__(
         self,
@@ -297,8 +384,10 @@ class ReplicatedOptimizer(ShardedOptimizer):
 def make_optimizer(
     model: nn.Module, setup: Plan | MemorySetup, groups: Mapping[str, GroupSettings], *, rank: int
 ) -> ShardedOptimizer:
-    """Returns the setup's optimizer; the sharded one moves the model's parameters into its buffers."""
+    """Returns the setup's optimizer; the sharded ones move the model's parameters into their buffers."""
     kind = ReplicatedOptimizer if setup.shard == "none" else ShardedOptimizer
+    if shards_weights(world_size=setup.world_size, shard=setup.shard):
+        kind = FullyShardedOptimizer
     return kind(
         model,
         param_shapes(setup.model),
@@ -307,4 +396,5 @@ def make_optimizer(
         world_size=setup.world_size,
         compute_dtype=DTYPES[setup.precision],
         grad_accum_steps=setup.grad_accum_steps,
+        first_value=getattr(model, "first_value", None),
     )

@@ -9,17 +9,19 @@ import json
 import logging
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from statistics import median
 
 import torch
+from torch import Tensor, nn
 
 from paceline.errors import PacelineError
 from paceline.model.checkpoint import CheckpointReader, Piece
-from paceline.model.gpt import DTYPES, GPT
+from paceline.model.gpt import DTYPES, GPT, initial_value
 from paceline.model.manifest import NoCheckpoint, clean_leftovers, newest_good
 from paceline.plan.planner import Plan
-from paceline.plan.sharding import compiles_by_block
+from paceline.plan.sharding import compiles_by_block, shards_weights
 from paceline.rundir import RunDir, append_event, read_json_lines, write_atomic
 from paceline.train.loop import Loop
 from paceline.train.process import (
@@ -107,19 +109,36 @@ def use_deterministic_kernels() -> None:
 
 
 def make_model(plan: Plan, *, seed: int, device: torch.device) -> GPT:
-    """Returns the plan's model with its first weights, fp32, on the device."""
-    model = GPT(
-        plan.model,
-        compute_dtype=DTYPES[plan.precision],
-        logits_budget_bytes=plan.logits_budget_bytes,
-        activation_checkpointing=plan.activation_checkpointing,
-        attention="flex" if plan.attention == "flex" else "sdpa",
-    )
-    model.init_weights(seed=seed)
-    model.to(device)
+    """Returns the plan's model with its first weights, fp32, on the device; where weights are sharded, without their memory."""
+    hollow = shards_weights(world_size=plan.world_size, shard=plan.shard)
+    with torch.device("meta") if hollow else contextlib.nullcontext():
+        model = GPT(
+            plan.model,
+            compute_dtype=DTYPES[plan.precision],
+            logits_budget_bytes=plan.logits_budget_bytes,
+            activation_checkpointing=plan.activation_checkpointing,
+            attention="flex" if plan.attention == "flex" else "sdpa",
+        )
+    if hollow:
+        hollow_out(model, device, lambda name, shape: initial_value(name, shape, plan.model, seed=seed))
+    else:
+        model.init_weights(seed=seed)
+        model.to(device)
     model.masks(plan.model.sequence_len, device, flex=plan.attention == "flex")
     model.rotary(0, plan.model.sequence_len, device)
     return model
+
+
+def hollow_out(model: GPT, device: torch.device, draw: Callable[[str, tuple[int, ...]], Tensor]) -> None:
+    """Moves the parameters to the device without memory, for an optimizer that calls first_value for the rows that it owns.
+
+    draw: returns a parameter's first value by its name and shape. No rank ever holds the whole model in fp32.
+    """
+    shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+    model.first_value = lambda name: draw(name, shapes[name]).to(device)
+    for name, shape in shapes.items():
+        path, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(path), leaf, nn.Parameter(torch.empty((), device=device).expand(shape)))
 
 
 def compile_model(model: GPT, plan: Plan) -> None:

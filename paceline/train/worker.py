@@ -113,8 +113,7 @@ def train_rank(run: RunDir, *, attempt: int, stop: StopRequest, progress: Heartb
         writer.save(step, pieces, {**state, "seed": config.seed, "momentum_form": "ema"}, val_bpb=bpb)
 
     def sample(step: int) -> None:
-        if rank == 0:
-            write_sample(run, model, dataset, step=step, seed=config.seed)
+        write_sample(run, model, dataset, step=step, seed=config.seed, rank=rank)
 
     loop.evaluate, loop.save, loop.sample = evaluate, save, sample
     loop.record_memory, loop.can_save_again = memory.write, writer.has_space_again

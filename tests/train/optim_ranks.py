@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from paceline.plan.algorithms import GroupSettings
 from paceline.plan.shapes import ParamShape
-from paceline.train.optim import ReplicatedOptimizer, ShardedOptimizer
+from paceline.plan.sharding import parts_of
+from paceline.train.optim import FullyShardedOptimizer, ReplicatedOptimizer, ShardedOptimizer
 from paceline.train.process import all_reduce_sum, broadcast_object, init_distributed, shutdown
 
 SHAPES = (
@@ -52,6 +53,21 @@ class Tensors(nn.Module):
         return sum((params[name].float() * grads[name]).sum() for name in names)
 
 
+class PartedTensors(Tensors):
+    """The same, part by part, as the optimizer that gathers weights wants it."""
+
+    activation_checkpointing = False
+
+    def forward(self, grads: dict[str, Tensor], *, backwards: bool = False) -> Tensor:
+        params, parts = dict(self.named_parameters()), parts_of(SHAPES)
+        total = torch.zeros((), requires_grad=True)
+        for part in range(5):  # before the layers, two layers, after them, the end
+            total = self.passage(part, total)
+            names = sorted((name for name in grads if parts[name] == part), reverse=backwards)
+            total = sum(((params[name].float() * grads[name]).sum() for name in names), start=total)
+        return total
+
+
 def exact_grads(step: int, micro_batch: int, *, bits: int = 10) -> dict[str, Tensor]:
     """Multiples of 2^-bits below 1/2: twelve of them add up without rounding, in any order."""
     generator = torch.Generator().manual_seed(1000 * step + micro_batch)
@@ -70,7 +86,7 @@ def make_optimizer(
     adamw = GroupSettings("adamw", LR, (0.8, 0.95), 1e-10, 0.1)
     matrix = GroupSettings("muon", LR, (0.0, 0.9), 1e-10, 0.1) if muon else adamw
     return kind(
-        Tensors(),
+        PartedTensors() if kind is FullyShardedOptimizer else Tensors(),
         SHAPES,
         {"matrix": matrix, "wte": adamw, "scalars": adamw},
         rank=rank,
@@ -144,11 +160,11 @@ def traffic_of_a_step(rank: int, world_size: int) -> dict[str, object]:
     return {"early": early, "during": during, "backward": under_backward, "after": after, "segments": segments}
 
 
-def missing_gradients(rank: int, world_size: int) -> list[dict[str, Tensor]]:
+def missing_gradients(rank: int, world_size: int, kind: type[ShardedOptimizer]) -> list[dict[str, Tensor]]:
     """Two tensors without gradient, one more on rank 0, another order of gradients on odd ranks; then the same with zeros."""
     results = []
     for zeros in (False, True):
-        optimizer = make_optimizer(rank, world_size)
+        optimizer = make_optimizer(rank, world_size, kind=kind)
         for step in range(2):
             grads = exact_grads(step, rank)
             missing = ["layer.1.odd", "scale"] + ["wte"] * (rank == 0)
@@ -160,7 +176,7 @@ def missing_gradients(rank: int, world_size: int) -> list[dict[str, Tensor]]:
                 optimizer.module(grads, backwards=rank % 2 == 1).backward()
             optimizer.reduce(torch.zeros(1))
             optimizer.step(lr_mult=1.0, momentum=0.9, weight_decay_mult=1.0, grad_scale=0.25)
-        results.append(weights(optimizer))
+        results.append({f"{key} {lo}": tensor for key, _, lo, tensor in rows(optimizer)})
     return results
 
 
@@ -204,7 +220,14 @@ def first_phase(rank: int, world_size: int) -> dict[str, object]:
         found["six steps"] = rows(whole)
     else:
         found["traffic"] = traffic_of_a_step(rank, world_size)
-        found["missing"] = missing_gradients(rank, world_size)
+        found["missing"] = missing_gradients(rank, world_size, ShardedOptimizer)
+        found["missing full"] = missing_gradients(rank, world_size, FullyShardedOptimizer)
+        for name, keys in (("exact", {}), ("exact adamw", {"muon": False}), ("exact bf16", {"dtype": torch.bfloat16})):
+            full = make_optimizer(rank, world_size, kind=FullyShardedOptimizer, **keys)
+            grads = eight_bits if keys.get("dtype") else exact_grads
+            found[f"{name} full reduced"] = train(full, rank, world_size, steps=range(3), make_grads=grads)
+            found[f"{name} full"] = rows(full)
+            found[f"{name} full memory"] = sum(bucket.weights.untyped_storage().nbytes() for bucket in full._buckets)
         found["narrow"] = narrow_gradients(rank, world_size)
     if world_size == 2:
         compiled = make_optimizer(rank, world_size)
@@ -218,19 +241,23 @@ def first_phase(rank: int, world_size: int) -> dict[str, object]:
 
 
 def resumed_phase(rank: int, world_size: int, folder: Path, saved_by: int) -> dict[str, object]:
-    """Three more steps from what `saved_by` ranks left."""
+    """Three more steps from what `saved_by` ranks left; with sharded weights, too, from what others left without."""
     tensors: dict[str, Tensor] = {}
     for path in sorted(folder.glob(f"first-{saved_by}-*.pt")):
         for key, shape, lo, tensor in torch.load(path)["exact"]:
             tensors.setdefault(key, torch.full(shape, torch.nan))[lo : lo + len(tensor)] = tensor
-    optimizer = make_optimizer(rank, world_size)
-    optimizer.load(lambda key, lo, hi: tensors[key][lo:hi])
-    optimizer.load_state_dict({"step_count": 3})
-    train(optimizer, rank, world_size, steps=range(3, 6))
-    return {"six steps": rows(optimizer)}
+    found: dict[str, object] = {}
+    for name, kind in (("six steps", ShardedOptimizer), ("six steps full", FullyShardedOptimizer)):
+        if world_size > 1 or kind is ShardedOptimizer:
+            optimizer = make_optimizer(rank, world_size, kind=kind)
+            optimizer.load(lambda key, lo, hi: tensors[key][lo:hi])
+            optimizer.load_state_dict({"step_count": 3})
+            train(optimizer, rank, world_size, steps=range(3, 6))
+            found[name] = rows(optimizer)
+    return found
 
 
-def run_rank(rank: int, world_size: int, port: int, folder: Path, saved_by: int | None) -> None:
+def join_group(rank: int, world_size: int, port: int) -> None:
     torch.set_num_threads(1)
     address = {
         "RANK": rank,
@@ -242,6 +269,10 @@ def run_rank(rank: int, world_size: int, port: int, folder: Path, saved_by: int 
     os.environ.update({key: str(value) for key, value in address.items()}, TORCHELASTIC_USE_AGENT_STORE="True")
     assert init_distributed("cpu", timeout_s=300) == ((rank, world_size, rank) if world_size > 1 else (0, 1, 0))
     assert dist.is_initialized() == (world_size > 1)
+
+
+def run_rank(rank: int, world_size: int, port: int, folder: Path, saved_by: int | None) -> None:
+    join_group(rank, world_size, port)
     if saved_by is None:
         torch.save(first_phase(rank, world_size), folder / f"first-{world_size}-{rank}.pt")
     else:

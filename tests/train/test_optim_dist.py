@@ -26,18 +26,15 @@ def folder(tmp_path_factory) -> Path:
     # torch and its compiler, which DDP and checkpointing bring in, are imported once, not by every rank
     context.set_forkserver_preload(["paceline.train.optim", "torch._dynamo"])
     for world_size in WORLD_SIZES:
-        start(context, world_size, folder, saved_by=None)
+        start(context, world_size, folder, None)
     for saved_by, world_size in RESHARDED:
-        start(context, world_size, folder, saved_by=saved_by)
+        start(context, world_size, folder, saved_by)
     return folder
 
 
-def start(context, world_size: int, folder: Path, *, saved_by: int | None) -> None:
+def start(context, world_size: int, *args: object, run=run_rank) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = [
-        context.Process(target=run_rank, args=(rank, world_size, store.port, folder, saved_by))
-        for rank in range(world_size)
-    ]
+    ranks = [context.Process(target=run, args=(rank, world_size, store.port, *args)) for rank in range(world_size)]
     for rank in ranks:
         rank.start()
     for rank in ranks:
@@ -69,8 +66,15 @@ def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES[1:])
 @pytest.mark.parametrize("run", ["exact", "exact adamw", "exact bf16"])
-def test_weights_and_states_are_those_of_one_rank_to_the_last_bit(folder, run, world_size):
-    assert same_bits(gathered(results(folder, world_size, run)), gathered(results(folder, 1, run)))
+@pytest.mark.parametrize("shard", ["", " full"])
+def test_weights_and_states_are_those_of_one_rank_to_the_last_bit(folder, run, shard, world_size):
+    assert same_bits(gathered(results(folder, world_size, run + shard)), gathered(results(folder, 1, run)))
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES[1:])
+@pytest.mark.parametrize("run", ["exact", "exact adamw", "exact bf16"])
+def test_sharded_weights_have_no_memory_between_two_steps(folder, run, world_size):
+    assert results(folder, world_size, f"{run} full memory") == [0] * world_size
 
 
 def test_a_compiled_model_sums_the_same_gradients(folder):
@@ -86,8 +90,10 @@ def test_every_rank_computes_with_the_same_weights(folder, world_size):
 
 @pytest.mark.parametrize(("saved_by", "world_size"), RESHARDED)
 def test_other_numbers_of_ranks_load_a_checkpoint_and_continue_to_the_same_bits(folder, saved_by, world_size):
-    resumed = results(folder, world_size, "six steps", stem=f"resumed-{saved_by}")
-    assert same_bits(gathered(resumed), gathered(results(folder, 1, "six steps")))
+    expected = gathered(results(folder, 1, "six steps"))
+    for name in ("six steps", "six steps full") if world_size > 1 else ("six steps",):
+        resumed = results(folder, world_size, name, stem=f"resumed-{saved_by}")
+        assert same_bits(gathered(resumed), expected)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES[1:])
@@ -131,10 +137,10 @@ def test_sums_start_under_the_last_backward_and_a_step_sends_the_fewest_elements
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES[1:])
-def test_missing_gradients_count_as_zero_and_block_no_rank(folder, world_size):
-    for without, zeros in results(folder, world_size, "missing"):
+@pytest.mark.parametrize("run", ["missing", "missing full"])
+def test_missing_gradients_count_as_zero_and_block_no_rank(folder, run, world_size):
+    for without, zeros in results(folder, world_size, run):
         assert same_bits(without, zeros)
-        assert same_bits(without, results(folder, world_size, "missing")[0][0])
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES[1:])

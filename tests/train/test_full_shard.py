@@ -1,0 +1,65 @@
+"""Sharded weights (`--shard full`) on 1, 2 and 3 real ranks over gloo, against replicated ones."""
+
+import multiprocessing
+
+import pytest
+import torch
+from full_shard_ranks import run_rank
+from test_optim_dist import gathered, same_bits, start
+
+pytestmark = pytest.mark.dist
+
+WORLD_SIZES = (1, 2, 3)
+ONE_MICRO_STEP = ("one micro-step", "bf16", "AdamW", "compiled", "checkpointed")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict[int, list[dict]]:
+    """What each rank of each world size found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["paceline.train.setup", "torch._dynamo"])
+    for world_size in WORLD_SIZES:
+        start(context, world_size, folder, run=run_rank)
+    return {n: [torch.load(folder / f"{n}-{rank}.pt") for rank in range(n)] for n in WORLD_SIZES}
+
+
+def all_rows(ranks: list[dict], name: str) -> dict[str, torch.Tensor]:
+    return gathered([rank[name]["rows"] for rank in ranks])
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_the_first_loss_is_that_of_one_rank_and_the_second_too_up_to_rounding(found, world_size):
+    alone = found[1][0]["optimizer"]["losses"]
+    for rank in found[world_size]:
+        assert rank["full"]["losses"][0] == pytest.approx(alone[0], abs=1e-5)
+        assert rank["full"]["losses"] == pytest.approx(alone, abs=1e-3)
+
+
+@pytest.mark.parametrize("name", ONE_MICRO_STEP)
+def test_two_ranks_with_one_micro_step_have_the_bits_of_replicated_weights(found, name):
+    full, replicated = (all_rows(found[2], f"{name} {shard}") for shard in ("full", "optimizer"))
+    assert same_bits(full, replicated)
+    assert not any(tensor.isnan().any() for tensor in full.values())
+
+
+@pytest.mark.parametrize("name", ONE_MICRO_STEP)
+def test_an_evaluation_and_a_sample_are_those_of_replicated_weights(found, name):
+    for rank in found[2]:
+        full, replicated = rank[f"{name} full"], rank[f"{name} optimizer"]
+        assert torch.equal(full["nats"], replicated["nats"])
+        assert full["sample"] == replicated["sample"]
+
+
+def test_recomputed_activations_change_no_bit(found):
+    assert same_bits(all_rows(found[2], "checkpointed full"), all_rows(found[2], "one micro-step full"))
+
+
+def test_a_run_that_changes_between_shard_modes_ends_in_the_bits_of_one_that_does_not(found):
+    assert same_bits(*(gathered([rank[name] for rank in found[2]]) for name in ("switched", "unbroken")))
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES[1:])
+def test_between_steps_a_rank_holds_no_weights_but_the_small_ones(found, world_size):
+    for rank in found[world_size]:
+        assert rank["full"]["memory"] < 400 < 100_000 < rank["optimizer"]["memory"]

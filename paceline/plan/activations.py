@@ -12,6 +12,7 @@ checkpointing, where most is work and inductor's order moves with sizes, 10 % an
 one graph, and a graph for each layer.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.config import ModelConfig
@@ -20,13 +21,14 @@ from paceline.plan.shapes import (
     ELEMENT_BYTES,
     FP32,
     INT64,
+    NARROW,
     has_value_embed,
     layer_weights,
     smear_gate_width,
     value_table,
     ve_gate_width,
 )
-from paceline.plan.sharding import compiles_by_block
+from paceline.plan.sharding import compiles_by_block, sends_narrow
 
 LOSS_COPIES = 3  # fp32 tensors as large as a block's logits that model/layers.py holds at once
 BLOCK_SHARE = 4  # of a chunk's budget: what one block's fp32 copies may take
@@ -93,6 +95,24 @@ class MemorySetup:
     def value_bytes(self) -> int:
         """Keys, or values, or a value embedding: (B, T, K, D)."""
         return self.num_tokens * self.model.n_kv_head * self.model.head_dim * self.element_bytes
+
+
+@dataclass(frozen=True)
+class GatheredBytes:
+    """What sharded weights take beyond a rank's own while a part of the model is at work.
+
+    buffers: of gradients that are being filled or sent. matrices, tables: of gradients whose first comes in this backward.
+    """
+
+    weights: int = 0
+    buffers: int = 0
+    matrices: int = 0
+    tables: int = 0
+
+    def parts(self, *, matrices: int = 0) -> dict[str, int]:
+        """Returns the bytes by their kind. matrices: how much of these is there."""
+        sizes = {"gathered": self.weights, "communication": self.buffers + matrices}
+        return {name: size for name, size in sizes.items() if size}
 
 
 def stem_bytes(setup: MemorySetup, *, compiled: bool) -> int:
@@ -251,32 +271,42 @@ def _scores_over_mlp(setup: MemorySetup) -> int:
     return 2 * score_bytes(setup) - (1 + 2 * 4) * setup.stream_bytes
 
 
-def backward_parts(setup: MemorySetup, saved: list[int], *, before: int, fresh: bool) -> dict[str, int]:
+def backward_parts(
+    setup: MemorySetup, saved: list[int], *, before: int, fresh: bool, gathered: Sequence[GatheredBytes]
+) -> dict[str, int]:
     """Returns the parts of the fullest moment: the start of a layer's backward, or where an embedding's gradient is made.
 
     saved: saved_bytes of each layer. before: bytes of the gradients that earlier micro-steps left. fresh: there are none, and this
     backward makes them. One compiled graph returns all gradients at its end, in the weights' dtype; autograd then assigns them.
-    A graph for each layer does so with the layer's.
+    A graph for each layer does so with the layer's. gathered: what else is there in the backward of the stem, each layer, the head.
     """
     model, stem, compiled = setup.model, stem_bytes(setup, compiled=setup.compiled), setup.one_graph
     width = _width(setup) if compiled else FP32 if fresh else 0  # of a gradient that is made besides those before
     table = model.padded_vocab_size * model.n_embd
     gradients = before + (FP32 * table if fresh else 0)  # the loss has made lm_head's
     moments: list[dict[str, int]] = []
+
+    def add(activations: int, working: int, extra: dict[str, int]) -> None:
+        moments.append({"gradients": gradients, "activations": activations, "working": working, **extra})
+
+    if gathered[-1].tables:  # lm_head's gradient beside the buffer that it goes to
+        handed = loss_bytes(setup)[0] + _sent_width(setup) * table + gathered[-1].tables
+        add(stem + sum(saved) + head_bytes(setup), handed, gathered[-1].parts())
     for layer in reversed(range(model.n_layer)):
-        working = _layer_backward_bytes(setup, layer, saved[layer])
-        moments.append({"gradients": gradients, "activations": stem + sum(saved[: layer + 1]), "working": working})
+        extra = gathered[layer + 1]
+        working = _layer_backward_bytes(setup, layer, saved[layer], buffer=extra.matrices)
+        add(stem + sum(saved[: layer + 1]), working, extra.parts())
         if setup.compiled and not compiled:
             working = (_streams(setup, layer) + 1) * setup.stream_bytes + _layer_gradient_bytes(setup)
-            moments.append({"gradients": gradients, "activations": stem + sum(saved[:layer]), "working": working})
+            add(stem + sum(saved[:layer]), working, extra.parts(matrices=extra.matrices))
         gradients += width * layer_weights(model)
         if has_value_embed(layer, model.n_layer):
             working = (_streams(setup, layer - 1) if compiled else 3) * setup.stream_bytes
-            working += _embedding_bytes(setup, setup.value_bytes, value_table(model))
-            moments.append({"gradients": gradients, "activations": stem + sum(saved[:layer]), "working": working})
+            working += _embedding_bytes(setup, setup.value_bytes, value_table(model), buffer=extra.tables)
+            add(stem + sum(saved[:layer]), working, extra.parts(matrices=extra.matrices))
             gradients += width * value_table(model)
-    working = _embedding_bytes(setup, setup.stream_bytes, table)
-    moments.append({"gradients": gradients, "activations": 0 if compiled else stem, "working": working})
+    working = _embedding_bytes(setup, setup.stream_bytes, table, buffer=gathered[0].tables)
+    add(0 if compiled else stem, working, gathered[0].parts())
     if compiled:
         handed = _handed_over_bytes(setup) if fresh and width != FP32 else 0
         tokens = 2 * INT64 * setup.num_tokens
@@ -301,11 +331,12 @@ def _streams(setup: MemorySetup, layer: int) -> int:
     return 1 + shares + (2 if layer >= n_layer // 2 else 0)
 
 
-def _layer_backward_bytes(setup: MemorySetup, layer: int, saved: int) -> int:
+def _layer_backward_bytes(setup: MemorySetup, layer: int, saved: int, *, buffer: int) -> int:
     """Returns what the start of a layer's backward needs besides what the layers saved.
 
     Those are gradients of its output, of x0, of the middle, of the MLP's square and second matrix. A checkpointed layer runs again
-    first: it then holds all that it would have saved, and may be fuller at the end of its second forward.
+    first: it then holds all that it would have saved, and may be fuller at the end of its second forward. buffer: that the
+    matrices' gradients go to, made for the MLP's second matrix when the square is freed.
     """
     n_layer, stream = setup.model.n_layer, setup.stream_bytes
     weight = setup.element_bytes * 4 * setup.model.n_embd**2
@@ -316,21 +347,40 @@ def _layer_backward_bytes(setup: MemorySetup, layer: int, saved: int) -> int:
         return (_streams(setup, layer) + extra) * stream + weight + second
     streams = 1 + (layer < n_layer - 1) + (n_layer // 2 < layer)
     second_forward = 6 * stream if setup.activation_checkpointing else 0
-    return streams * stream + second + max(second_forward, 4 * stream + weight, _scores_over_mlp(setup) + weight)
+    cast = FP32 * 4 * setup.model.n_embd**2 if buffer and _sent_width(setup) != _width(setup) else 0
+    handed = (
+        max(weight + cast, 4 * stream) + buffer if buffer else 0
+    )  # or the gradient before the ReLU, beside that behind it
+    scores = _scores_over_mlp(setup) + weight + buffer
+    return streams * stream + second + max(second_forward, 4 * stream + weight, handed, scores)
 
 
-def _embedding_bytes(setup: MemorySetup, rows_bytes: int, table: int) -> int:
-    """Returns one table's gradient: by its rows, in fp32 too, then the table's in fp32, and if compiled in the weight's dtype."""
+def _embedding_bytes(setup: MemorySetup, rows_bytes: int, table: int, *, buffer: int) -> int:
+    """Returns one table's gradient: by its rows, in fp32 too, then the table's in fp32, and if compiled in the weight's dtype.
+
+    buffer: that it is copied to in the end, where it does not lie yet.
+    """
     widened = 0 if setup.element_bytes == FP32 else rows_bytes * FP32 // setup.element_bytes
     narrow = _width(setup) * table if setup.one_graph and _width(setup) != FP32 else 0
-    return FP32 * table + max(rows_bytes + widened, narrow)
+    made = FP32 * table + max(rows_bytes + widened, narrow)
+    return max(made, _sent_width(setup) * table + buffer) if buffer else made
 
 
 def _layer_gradient_bytes(setup: MemorySetup) -> int:
     """Returns the gradients that a layer's graph makes, one of them also where the buffer that it goes to has another dtype."""
-    narrow = setup.precision == "bf16" and setup.grad_accum_steps == 1
-    width = _width(setup) if narrow else FP32  # each is freed once its fp32 copy is made
-    return width * layer_weights(setup.model) + _width(setup) * 4 * setup.model.n_embd**2
+    # each is freed once its fp32 copy is made
+    return _sent_width(setup) * layer_weights(setup.model) + _width(setup) * 4 * setup.model.n_embd**2
+
+
+def _sent_width(setup: MemorySetup) -> int:
+    """Returns the bytes of an element of the gradients that autograd leaves, as they are sent."""
+    narrow = sends_narrow(
+        bf16=setup.precision == "bf16",
+        grad_accum_steps=setup.grad_accum_steps,
+        world_size=setup.world_size,
+        shard=setup.shard,
+    )
+    return NARROW if narrow else FP32
 
 
 def _handed_over_bytes(setup: MemorySetup) -> int:

@@ -11,8 +11,8 @@ from functools import lru_cache
 
 from paceline.config import ModelConfig
 from paceline.plan.algorithms import ALGORITHMS
-from paceline.plan.shapes import FP32, NARROW, matmul_params, param_shapes
-from paceline.plan.sharding import ShardPlan, shard_plan
+from paceline.plan.shapes import ELEMENT_BYTES, FP32, NARROW, matmul_params, param_shapes
+from paceline.plan.sharding import ShardPlan, gather_schedule, sends_narrow, shard_plan, shards_weights
 
 BACKWARD_PER_FORWARD = 2  # one matmul forward is two backward: by input and by weight
 SHORT_WINDOW_MULTIPLE = 128
@@ -67,21 +67,41 @@ class Messages:
 
 
 def step_messages(
-    model: ModelConfig, *, world_size: int, optimizer: str, shard: str, precision: str, grad_accum_steps: int
+    model: ModelConfig,
+    *,
+    world_size: int,
+    optimizer: str,
+    shard: str,
+    precision: str,
+    grad_accum_steps: int,
+    recompute: bool,
 ) -> Messages:
-    """Returns a step's messages: gradients to owners, new weights from them, small tensors to all; under DDP every gradient."""
+    """Returns a step's messages: gradients to owners, new weights from them, small tensors to all; under DDP every gradient.
+
+    Sharded weights are sent for each micro-step, and so are its gradients. recompute: as gather_schedule's.
+    """
     if world_size == 1:
         return Messages((), (), ())
     shapes = param_shapes(model)
     if shard == "none":
         return Messages((), (), (FP32 * sum(shape.numel for shape in shapes),))
     plan = layout(model, world_size, optimizer, shard)
-    weight_bytes = FP32 if precision == "fp32" else NARROW
-    grad_bytes = NARROW if precision == "bf16" and grad_accum_steps == 1 else FP32
+    narrow = sends_narrow(
+        bf16=precision == "bf16", grad_accum_steps=grad_accum_steps, world_size=world_size, shard=shard
+    )
+    grad_bytes = NARROW if narrow else FP32
+    weight_bytes = ELEMENT_BYTES[precision]
     numels = [bucket.segment * world_size for bucket in plan.buckets]
     small = FP32 * sum(shape.numel for shape in plan.replicated)
+    gathered = sums = tuple(range(len(numels)))
+    if shards_weights(world_size=world_size, shard=shard):
+        schedule = gather_schedule(plan, shapes, recompute=recompute)
+        gathered = tuple(number for moment in schedule for number in moment.gather) * grad_accum_steps
+        sums = tuple(number for moment in schedule for number in moment.complete) * grad_accum_steps
     return Messages(
-        tuple(grad_bytes * numel for numel in numels), tuple(weight_bytes * numel for numel in numels), (small,)
+        tuple(grad_bytes * numels[number] for number in sums),
+        tuple(weight_bytes * numels[number] for number in gathered),
+        (small,),
     )
 
 

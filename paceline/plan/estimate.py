@@ -45,6 +45,7 @@ NAMES = {
     "weights": "weights",
     "masters": "fp32 masters",
     "states": "optimizer states",
+    "gathered": "gathered weights",
     "communication": "communication buffers",
     "gradients": "gradients",
     "activations": "activations",

@@ -11,6 +11,7 @@ from functools import lru_cache
 
 from paceline.config import ModelConfig
 from paceline.plan.activations import (
+    GatheredBytes,
     MemorySetup,
     backward_parts,
     forward_extra_bytes,
@@ -22,8 +23,8 @@ from paceline.plan.activations import (
 )
 from paceline.plan.algorithms import ALGORITHMS, algorithm_of
 from paceline.plan.cost import layout
-from paceline.plan.shapes import FP32, NARROW, ParamShape, param_shapes
-from paceline.plan.sharding import batch_sizes, row_size
+from paceline.plan.shapes import FP32, MATRIX, NARROW, ParamShape, param_shapes
+from paceline.plan.sharding import batch_sizes, gather_schedule, parts_of, row_size, sends_narrow, shards_weights
 
 
 @dataclass(frozen=True)
@@ -77,21 +78,71 @@ def phases(setup: MemorySetup) -> tuple[Phase, ...]:
         shard=setup.shard,
         on_cpu=setup.device == "cpu",
     )
+    num_layers = setup.model.n_layer
+    gathered = gathered_bytes(setup)
+    forward, loss = gathered[num_layers].parts(), gathered[num_layers + 1].parts()
+    in_backward = [gathered[-2 - part] for part in range(num_layers + 2)]
     moments = {
-        "forward": {"gradients": before, "activations": activations, "working": forward_extra_bytes(setup)},
-        "loss": {"gradients": before, "activations": activations + head_bytes(setup), "loss": sum(loss_bytes(setup))},
-        "backward": backward_parts(setup, saved, before=before, fresh=fresh),
+        "forward": {"gradients": before, "activations": activations, "working": forward_extra_bytes(setup), **forward},
+        "loss": {
+            "gradients": before,
+            "activations": activations + head_bytes(setup),
+            "loss": sum(loss_bytes(setup)),
+            **loss,
+        },
+        "backward": backward_parts(setup, saved, before=before, fresh=fresh, gathered=in_backward),
         "optimizer": {"gradients": state.gradients, "working": updating},
-        "evaluation": {"gradients": state.gradients, "activations": 0, "working": _evaluation_bytes(setup)},
+        "evaluation": {"gradients": state.gradients, "activations": 0, **_evaluation_parts(setup)},
     }
     return tuple(Phase(name, base | parts) for name, parts in moments.items())
 
 
-def _evaluation_bytes(setup: MemorySetup) -> int:
+def _evaluation_parts(setup: MemorySetup) -> dict[str, int]:
     """Returns what an evaluation needs: tokens, the stream, its copies at the start and in the middle, one layer or the logits."""
     stream = setup.stream_bytes
-    logits = sum(loss_bytes(setup, with_grad=False))
-    return stem_bytes(setup, compiled=False) - stream + max(2 * stream + running_layer_bytes(setup), logits)
+    rest = stem_bytes(setup, compiled=False) - stream
+    gathered = gathered_bytes(setup, backward=False)
+    layers = max(gathered[1:-2], key=lambda extra: extra.weights)
+    moments = (
+        {"working": rest + 2 * stream + running_layer_bytes(setup), **layers.parts()},
+        {"working": rest + sum(loss_bytes(setup, with_grad=False)), **gathered[-2].parts()},
+    )
+    return max(moments, key=lambda parts: sum(parts.values()))
+
+
+@lru_cache(maxsize=64)
+def gathered_bytes(setup: MemorySetup, *, backward: bool = True) -> tuple[GatheredBytes, ...]:
+    """Returns what sharded weights take beyond a rank's own, from each moment of gather_schedule to the next; else nothing.
+
+    Those are gathered weights, and the buffers of gradients from a bucket's first one until its sum over ranks is known.
+    """
+    if not shards_weights(world_size=setup.world_size, shard=setup.shard):
+        return tuple(GatheredBytes() for _ in range(2 * (setup.model.n_layer + 3)))
+    shapes = param_shapes(setup.model)
+    plan = layout(setup.model, setup.world_size, setup.optimizer, setup.shard)
+    schedule = gather_schedule(plan, shapes, recompute=setup.activation_checkpointing, backward=backward)
+    numels, parts = [bucket.segment for bucket in plan.buckets], parts_of(shapes)
+    copies = setup.world_size + (
+        setup.world_size - 1 if setup.device == "cpu" else 0
+    )  # received beside this rank's own
+    grad_bytes = copies * (NARROW if setup.precision == "bf16" else FP32)
+    last_parts = [max(parts[placement.param.name] for placement in bucket.placements) for bucket in plan.buckets]
+
+    def total(buckets: set[int]) -> int:
+        return sum(numels[number] for number in buckets)
+
+    live, filled, moments = set[int](), set[int](), []
+    for at, moment in enumerate(schedule):
+        live = (live | set(moment.gather)) - set(moment.free)
+        filled -= set(schedule[at - 1].complete)  # whose sums end here
+        in_backward = backward and at > setup.model.n_layer + 2
+        part = len(schedule) - 2 - at  # of the backward from here on
+        first = {number for number, last in enumerate(last_parts) if in_backward and part == last}
+        matrices = {number for number in first if plan.buckets[number].placements[0].param.group == MATRIX}
+        sizes = (grad_bytes * total(buckets) for buckets in (filled, matrices, first - matrices))
+        moments.append(GatheredBytes(setup.element_bytes * setup.world_size * total(live), *sizes))
+        filled |= first
+    return tuple(moments)
 
 
 @lru_cache(maxsize=256)
@@ -144,7 +195,11 @@ def state_bytes(
         return StateBytes(FP32 * numel, FP32 * numel, masters=0, states=FP32 * state_numel, communication=0)
     plan = layout(model, world_size, optimizer, shard)
     width = FP32 if precision == "fp32" else NARROW
-    grad_width = NARROW if precision == "bf16" and grad_accum_steps == 1 and world_size > 1 else FP32
+    sharded = shards_weights(world_size=world_size, shard=shard)
+    narrow = sends_narrow(
+        bf16=precision == "bf16", grad_accum_steps=grad_accum_steps, world_size=world_size, shard=shard
+    )
+    grad_width = NARROW if narrow else FP32
     segments = sum(bucket.segment for bucket in plan.buckets)
     owned = [(share.param, share.hi - share.lo) for bucket in plan.buckets for share in bucket.shares(rank)]
     owned_numel = sum(rows * row_size(param) for param, rows in owned)
@@ -152,14 +207,16 @@ def state_bytes(
     with_states = owned + [(shape, shape.shape[0]) for shape in plan.replicated]
     if world_size == 1:  # one rank keeps what autograd made, several have flat buffers
         gradients, communication = FP32 * owned_numel, 0
+    elif sharded:  # sums over micro-steps; buffers come and go
+        gradients, communication = FP32 * segments, 0
     else:
         received = 0 if device == "cuda" else world_size - 1  # segments; NCCL sums in place
         gradients = grad_width * segments * world_size
         communication = segments * (grad_width * received + (FP32 if grad_width != FP32 else 0))
     return StateBytes(
-        weights=width * segments * world_size + FP32 * small,
+        weights=(0 if sharded else width * segments * world_size) + FP32 * small,
         gradients=gradients + FP32 * small,
-        masters=0 if precision == "fp32" else FP32 * owned_numel,
+        masters=FP32 * owned_numel if sharded or precision != "fp32" else 0,
         states=FP32 * sum(_state_numel(optimizer, param, rows) for param, rows in with_states),
         communication=communication,
     )

@@ -132,7 +132,7 @@ def gather_schedule(
     moments, live, until = [], set[int](), 0
     for at, need in enumerate(needs):
         # up to the next moment that needs more than this one: one message ahead
-        until = max(until, next((later for later in range(at, len(needs)) if needs[later] - need), at))
+        until = max(until, next((then for then in range(at, len(needs)) if needs[then] - need), at))
         soon = set[int]().union(*needs[at : until + 1])
         gather = sorted(need - live) + sorted(soon - live - need)
         left = 2 * after + 3 - at  # the part that the backward leaves here

@@ -17,8 +17,8 @@ from paceline.plan.cost import attention_pairs, flops_per_token, mfu, step_messa
 from paceline.plan.estimate import Range
 from paceline.plan.gpu_table import GpuSpec
 from paceline.plan.links import Link, link_of_speeds
-from paceline.plan.shapes import ELEMENT_BYTES, has_value_embed, layer_weights, num_params
-from paceline.plan.sharding import batch_sizes
+from paceline.plan.shapes import ELEMENT_BYTES, FP32, NARROW, has_value_embed, layer_weights, num_params
+from paceline.plan.sharding import batch_sizes, shards_weights
 from paceline.plan.sizing import LOGITS_MIB
 from paceline.plan.speeds import Speeds, assumed_speeds, with_fused_ops
 from paceline.units import MIB
@@ -269,11 +269,20 @@ def _message_seconds(setup: StepSetup, *, micro_s: float, whole_s: float) -> tup
     """Returns the seconds that gradients and weights are waited for, and the seconds of sending under other work.
 
     Sums start under the last backward, gathers of rows continue under the updates of matrices; one message is always waited for.
+    Sharded weights are gathered under every forward, where each is sent once, and backward, together with the gradients.
     """
     if setup.world_size == 1:
         return 0.0, 0.0, 0.0
     summing, gathering, num_sums = sending_seconds(setup)
     hidden_share = HIDDEN_SHARE[setup.device]
+    if shards_weights(world_size=setup.world_size, shard=setup.shard):
+        width, grad_width = ELEMENT_BYTES[setup.precision], NARROW if setup.precision == "bf16" else FP32
+        forward_s = summing * width / grad_width
+        hidden_s = hidden_share * setup.grad_accum_steps * micro_s
+        weights = max(forward_s / num_sums, forward_s - (1 - BACKWARD_SHARE) * hidden_s)
+        backward_s = summing + gathering - forward_s
+        gradients = max(summing / num_sums, backward_s - BACKWARD_SHARE * hidden_s)
+        return gradients, weights, summing + gathering - gradients - weights
     buckets = max(1, num_sums) if setup.shard != "none" else DDP_BUCKETS
     backward = hidden_share * BACKWARD_SHARE * micro_s
     gradients = max(summing / buckets, summing - backward)
@@ -291,6 +300,7 @@ def sending_seconds(setup: StepSetup) -> tuple[float, float, int]:
         shard=setup.shard,
         precision=setup.precision,
         grad_accum_steps=setup.grad_accum_steps,
+        recompute=setup.activation_checkpointing,
     )
     share, link = (setup.world_size - 1) / setup.world_size, setup.link
 

@@ -41,7 +41,9 @@ from paceline.plan.activations import MemorySetup
 from paceline.plan.algorithms import GroupSettings, algorithm_of
 from paceline.plan.memory import peak_phase
 from paceline.plan.shapes import param_shapes
+from paceline.plan.sharding import shards_weights
 from paceline.train.optim import ShardedOptimizer, make_optimizer
+from paceline.train.setup import hollow_out
 
 ROUND_BYTES = 512
 SMALL_BYTES = 1 << 20  # up to here from the small pool
@@ -133,7 +135,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.now, self.phase = 0, "start"
         self.peaks: dict[str, int] = {}
         self.events: list[tuple[int, int]] = []
-        self._alive: set[int] = set()  # storages
+        self._alive: dict[int, tuple[int, int]] = {}  # storage -> number, bytes
         self._numbers = itertools.count(1)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -141,6 +143,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with self:
                 return sum_by_row(*args)
         outputs = func(*args, **(kwargs or {}))
+        if func is torch.ops.inductor.resize_storage_bytes_.default:
+            self._resize(args[0].untyped_storage())
         for leaf in tree_leaves(outputs):
             if isinstance(leaf, Tensor):
                 self._add(leaf.untyped_storage())
@@ -154,13 +158,18 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         if (key := storage._cdata) not in self._alive:
-            number, size = next(self._numbers), storage.nbytes()
-            self._alive.add(key)
-            self._note(number, size)
-            weakref.finalize(storage, self._remove, key, number, size)
+            self._alive[key] = (next(self._numbers), storage.nbytes())
+            self._note(*self._alive[key])
+            weakref.finalize(storage, self._remove, key)
 
-    def _remove(self, key: int, number: int, size: int) -> None:
-        self._alive.remove(key)
+    def _resize(self, storage: torch.UntypedStorage) -> None:
+        number, size = self._alive[storage._cdata]
+        self._note(number, -size)
+        self._alive[storage._cdata] = (next(self._numbers), storage.nbytes())
+        self._note(*self._alive[storage._cdata])
+
+    def _remove(self, key: int) -> None:
+        number, size = self._alive.pop(key)
         self._note(number, -size)
 
     def _note(self, number: int, size: int) -> None:
@@ -271,13 +280,16 @@ def run_steps(setup: MemorySetup, *, rank: int, device: str, at: Callable[[str],
 
 def build_optimizer(setup: MemorySetup, rank: int, device: str) -> ShardedOptimizer:
     """Builds the worker's model and optimizer; learning rates of 0 change no bytes."""
-    with torch.device(device):
+    hollow = shards_weights(world_size=setup.world_size, shard=setup.shard)
+    with torch.device("meta" if hollow else device):
         model = GPT(
             setup.model,
             compute_dtype=DTYPES[setup.precision],
             logits_budget_bytes=setup.logits_budget_bytes,
             activation_checkpointing=setup.activation_checkpointing,
         )
+    if hollow:
+        hollow_out(model, torch.device(device), lambda name, shape: torch.empty(shape, device=device))
     names = {shape.group: algorithm_of(setup.optimizer, shape.group).name for shape in param_shapes(setup.model)}
     groups = {group: GroupSettings(name, 0.0, (0.9, 0.95), 1e-10, 0.0) for group, name in names.items()}
     return make_optimizer(model, setup, groups, rank=rank)

@@ -198,5 +198,5 @@ def test_a_smaller_budget_for_logits_never_needs_more(setup):
 def test_a_gpu_receives_the_sum_of_gradients_where_they_lie(accum, sum_bytes):
     """Only bf16 gradients, of a single micro-step, have a sum of their own: fp32, of this rank's segments."""
     keys = {"world_size": 2, "optimizer": "muon", "shard": "optimizer", "precision": "bf16", "grad_accum_steps": accum}
-    segment = sum(bucket.segment for bucket in layout(MODEL, 2, "muon").buckets)
+    segment = sum(bucket.segment for bucket in layout(MODEL, 2, "muon", "optimizer").buckets)
     assert state_bytes(MODEL, rank=0, device="cuda", **keys).communication == sum_bytes * segment

@@ -73,9 +73,10 @@ class Config:
     )
 
     optimizer: str = option("muon", "muon: Muon and AdamW; adamw: AdamW", choices=("muon", "adamw"), group="optimizer")
-    shard: str = option(
-        "optimizer",
-        "optimizer: states and updates are sharded; full: weights and gradients too; none: plain DDP",
+    shard: str | None = option(
+        None,
+        "optimizer: states and updates are sharded; full: weights and gradients too; none: plain DDP; auto: full where"
+        " replicated weights do not fit",
         choices=("optimizer", "full", "none"),
     )
     matrix_lr: float | None = option(None, "learning rate of matrices; auto: muon 0.02, adamw 0.002", low=0, high=100)

@@ -9,9 +9,9 @@ that is far from the planned one is a finding with its likely cause.
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from paceline.config import ModelConfig
 from paceline.errors import Finding, PlanError
@@ -133,13 +133,13 @@ def advise(
     time_s: float,
     tokens_per_param: float,
     data: str,
-    fits: Callable[[ModelConfig], tuple[int, bool] | None],
+    fits: Callable[[ModelConfig], Mapping[str, Any] | None],
     total_batch_size: int | None = None,
 ) -> Advice:
     """Returns the deepest model whose whole length ends in time_s; raises PlanError where none does.
 
-    template: the devices and how they are used; its model gives vocabulary, row length and window pattern. fits: the
-    device_batch_size with which a model fits the devices' memory, and whether with checkpointing; None if it does not.
+    template: the devices and how they are used; its model gives vocabulary, row length and window pattern. fits:
+    values of the StepSetup, its device_batch_size among them, with which a model fits the devices' memory; None if it does not.
     """
     best: Advice | None = None
     shortest = math.inf
@@ -151,10 +151,8 @@ def advise(
             deeper = f"depth {depth} does not fit in memory"
             break
         total = total_batch_size or batch_of_horizon(model, tokens_per_param=tokens_per_param)
-        accum = max(1, round(total / (fit[0] * model.sequence_len * template.world_size)))
-        setup = replace(
-            template, model=model, device_batch_size=fit[0], activation_checkpointing=fit[1], grad_accum_steps=accum
-        )
+        accum = max(1, round(total / (fit["device_batch_size"] * model.sequence_len * template.world_size)))
+        setup = replace(template, model=model, grad_accum_steps=accum, **fit)
         step = step_time(setup)
         if step.seconds is None:
             raise PlanError(step.assumptions[0], fix="--gpu NAME of a known card, or measure this device")

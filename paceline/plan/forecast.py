@@ -217,9 +217,8 @@ def plan_lines(plan: Plan) -> list[str]:
     if plan.hosts > 1:
         devices += f" on {plan.hosts} hosts"
     compiled = {True: "compiled", False: "eager", None: "compile: measured first"}[plan.compile]
-    states = (
-        "states replicated (DDP)" if plan.shard == "none" else "states sharded" if plan.world_size > 1 else "one device"
-    )
+    sharded = {"none": "states replicated (DDP)", "optimizer": "states sharded", "full": "weights and states sharded"}
+    states = "one device" if plan.world_size == 1 and plan.shard != "none" else sharded[plan.shard]
     epochs = f", {plan.epochs:.3g} epochs" if plan.epochs else ""
     length = f"{plan.num_steps:,} steps, {format_count(plan.num_steps * plan.total_batch_size)} tokens{epochs}"
     if plan.time is not None:

@@ -190,7 +190,7 @@ def _plan(config: Config, machine: Machine, *, vocab_size: int, num_rows: int, m
         device=device,
         world_size=world_size,
         optimizer=config.optimizer,
-        shard=config.shard,
+        shard=config.shard or "optimizer",
         precision=precision,
         device_batch_size=rows,
         grad_accum_steps=accum,

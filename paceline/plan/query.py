@@ -206,12 +206,12 @@ def advise_depth(
     def of_depth(depth: int) -> Forecast:
         return forecast_of(with_values(config, depth=depth, n_kv_head=None))
 
-    def fits(model: ModelConfig) -> tuple[int, bool] | None:
+    def fits(model: ModelConfig) -> dict[str, Any] | None:
         try:
             plan = of_depth(model.n_layer).plan
         except DoesNotFit:
             return None
-        return plan.device_batch_size, plan.activation_checkpointing
+        return {name: getattr(plan, name) for name in ("device_batch_size", "activation_checkpointing", "shard")}
 
     smallest = of_depth(1).setup
     time_s = _seconds(options, price, smallest)

@@ -22,7 +22,7 @@ MakePlan = Callable[[Config, Machine], Plan]
 
 
 def replan(old: Plan, config: Config, machine: Machine, *, make: MakePlan, set_keys: Set[str] = frozenset()) -> Plan:
-    """Returns what `make` does, with the rows, chunks, checkpointing and compiling of `old` where the config leaves them open.
+    """Returns what `make` does, with rows, chunks, checkpointing, sharding and compiling of `old` where the config has none.
 
     These decide the order of additions, and with it every bit that follows: what was measured here since then must not change them
     under a run that was interrupted. set_keys: keys that the user sets on resume, "auto" among their values. On other devices, or
@@ -37,6 +37,7 @@ def replan(old: Plan, config: Config, machine: Machine, *, make: MakePlan, set_k
         "device_batch_size": old.device_batch_size,
         "logits_mib": old.logits_budget_bytes // MIB,
         "activation_checkpointing": old.activation_checkpointing,
+        "shard": old.shard,
         "compile": old.compile,
     }
     old_values = {key: value for key, value in values.items() if getattr(config, key) is None and key not in set_keys}
@@ -49,12 +50,17 @@ def replan(old: Plan, config: Config, machine: Machine, *, make: MakePlan, set_k
 
 
 def smaller_plan(old: Plan, config: Config, machine: Machine, *, make: MakePlan) -> Plan | None:
-    """Returns the next plan that needs less memory for the same steps: a smaller micro-batch, then activation checkpointing."""
+    """Returns the next plan that needs less memory for the same steps.
+
+    That is a smaller micro-batch, then activation checkpointing, then sharded weights.
+    """
     share_rows = old.device_batch_size * old.grad_accum_steps
     fewer = [count for count in divisors(share_rows) if count < old.device_batch_size]
     changes: list[dict[str, Any]] = [{"device_batch_size": count} for count in fewer]
     if not old.activation_checkpointing and config.activation_checkpointing is None:
         changes.append({"device_batch_size": old.device_batch_size, "activation_checkpointing": True})
+    if old.shard == "optimizer" and old.world_size > 1 and config.shard is None:
+        changes.append({"device_batch_size": old.device_batch_size, "shard": "full"})
     for change in changes:
         with suppress(DoesNotFit):
             return replan(old, replace(config, **change), machine, make=make, set_keys=frozenset(change))
@@ -70,6 +76,8 @@ def format_change(old: Plan, new: Plan) -> str:
         parts.append(f"{new.grad_accum_steps} micro-steps instead of {old.grad_accum_steps}")
     if new.activation_checkpointing and not old.activation_checkpointing:
         parts.append("activation checkpointing")
+    if new.shard != old.shard:
+        parts.append(f"shard {new.shard}")
     return ", ".join(parts)
 
 

@@ -159,10 +159,19 @@ def choose_fit(
         too_large=lambda candidate: rows_are_open and too_large(device_name, candidate, card_bytes or None),
         step_seconds=step_seconds,
     )
-    fitting = solver.fit(setup, ceiling(share, card_bytes) if card_bytes else None)
+    budget = ceiling(share, card_bytes) if card_bytes else None
+    fitting = solver.fit(setup, budget)
+    if fitting is None and config.shard is None and setup.world_size > 1:
+        assert card_bytes is not None
+        # a larger share is faster than weights that are sent in every micro-step, and the user's to choose
+        if not solver.fit(setup, ceiling(max(share, PROFILES["aggressive"]), card_bytes)):
+            setup = replace(setup, shard="full")
+            fitting = solver.fit(setup, budget)
     if fitting is None:
         raise does_not_fit(config, setup, solver, share=share)
     rows, notes = f"so that {format_number_of(fitting.device_batch_size, 'row fits', 'rows fit')}", []
+    if fitting.shard != (config.shard or "optimizer"):
+        notes.append(f"weights and gradients sharded too, {rows}: they are sent in every micro-step (shard full)")
     if fitting.logits_budget_bytes != setup.logits_budget_bytes:
         notes.append(f"loss in chunks of {format_bytes(fitting.logits_budget_bytes)}, {rows}")
     if fitting.activation_checkpointing and not setup.activation_checkpointing:
@@ -222,6 +231,12 @@ def changes_that_fit(config: Config, setup: MemorySetup, solver: Solver, *, shar
     budget = ceiling(share, card)
     if change := to_fit(everything, setup, budget):
         yield change
+    if config.shard == "optimizer" and setup.world_size > 1:
+        full = replace(setup, shard="full")
+        if solver.fit(full, budget):
+            yield {"shard": "full"}
+        if change := to_fit(everything, full, budget):
+            yield {"shard": "full", **change}
     if setup.device == "cpu" and setup.world_size > 1:  # which share the host's memory
         yield {"nproc": 1}
         yield {"nproc": 1, **opened}

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -66,6 +67,20 @@ def other_order(shard_plan: Callable[..., sharding.ShardPlan]) -> Callable[..., 
     return shard_plan_of_rank
 
 
+def gathered_late(gather_schedule: Callable[..., tuple[sharding.Moment, ...]]) -> Callable[..., Any]:
+    """Every part gathers its own weights, and none of the next."""
+
+    def late_schedule(*args: Any, **options: Any) -> tuple[sharding.Moment, ...]:
+        moments, live = [], set[int]()
+        for moment in gather_schedule(*args, **options):
+            free, need = live - set(moment.need), set(moment.need)
+            moments.append(replace(moment, free=tuple(sorted(free)), gather=tuple(sorted(need - live))))
+            live = need
+        return tuple(moments)
+
+    return late_schedule
+
+
 def bf16_master(post_init: Callable[[buckets.Owned], None]) -> Callable[[buckets.Owned], None]:
     def post_init_bf16(self: buckets.Owned) -> None:
         self.master = self.master.bfloat16()
@@ -116,6 +131,7 @@ BROKEN = {
     "an fp32 product": replaced(gpt.Linear, "forward", fp32_product),
     "collectives in another order": replaced(optim.ShardedOptimizer, "_shard_plan", other_order),
     "gradients sent in fp32": replaced(buckets.BucketBuffers, "__init__", wide_gradients),
+    "weights gathered late": replaced(optim, "gather_schedule", gathered_late),
     "a copy of the logits": replaced(layers, "capped_nats_", copied_logits),
     "rotary tables in the graph": replaced(gpt.GPT, "rotary", forgotten_tables),
     "an op without a kernel": replaced(gpt, "relu_squared", sorted_first),

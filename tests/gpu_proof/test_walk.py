@@ -26,11 +26,20 @@ OTHER_RANKS = {
     for gpus in WORLD_SIZES
     for rank in range(1, gpus)
 }
+FULL = EAGER | {"shard": "full", "depth": 3, "n_embd": 128}
+SHARDED = {
+    f"weights, rank {rank} of {gpus}": FULL | STEP | {"gpus": gpus, "rank": rank}
+    for gpus in WORLD_SIZES[1:]
+    for rank in (0, gpus - 1)
+}
 SOUND = {
     "windows": COMPILED | {"phases": ["step", "evaluation", "sample"]},
     "checkpointing and grouped queries": COMPILED | {"activation_checkpointing": True, "n_kv_head": 1} | STEP,
     **FIRST_RANKS,
     **OTHER_RANKS,
+    **SHARDED,
+    "weights sharded, compiled": COMPILED | {"shard": "full", "gpus": 2, "phases": ["step", "evaluation", "sample"]},
+    "weights sharded, checkpointing": FULL | STEP | {"gpus": 2, "activation_checkpointing": True},
 }
 ONE_LAYER = {"depth": 1}
 BROKEN = {
@@ -44,6 +53,7 @@ BROKEN = {
     "a bf16 master": SHORT,
     "collectives in another order": EAGER | STEP | {"gpus": 2, "rank": 1},
     "gradients sent in fp32": SHORT | STEP,
+    "weights gathered late": FULL | STEP | {"gpus": 2},
 }
 Facts = dict[str, Any]
 
@@ -85,15 +95,29 @@ def check_dtypes(facts: Facts) -> None:
     assert facts["masters"] == ["torch.float32"]
 
 
-def check_collectives(ranks: list[Facts]) -> None:
+def check_collectives(ranks: list[Facts], *, gpus: int | None = None) -> None:
     """The same on all ranks, and what the planner counts."""
+    assert all(facts["error"] is None for facts in ranks)
     sent = [facts["step"]["collectives"] for facts in ranks]
     assert all(other == sent[0] for other in sent)
-    planned, extras = ranks[0]["messages"], 4 * (3 + len(ranks))  # nats, requests, squares, and a number for each rank
+    planned, extras = (
+        ranks[0]["messages"],
+        4 * (3 + (gpus or len(ranks))),
+    )  # nats, requests, squares, and a number for each rank
     assert of_kind(sent[0], "_reduce_scatter_base_") == planned["reduce_scatter"]
     assert sorted(of_kind(sent[0], "_allgather_base_")) == sorted(planned["all_gather"])
     assert of_kind(sent[0], "allreduce_") == [size + extras for size in planned["all_reduce"]]
     assert len(sent[0]) == sum(map(len, planned.values()))
+
+
+def check_overlap(facts: Facts) -> None:
+    """Weights are sent while the part before works, all but those of the first part."""
+    assert facts["error"] is None
+    order = facts["step"]["order"]
+    for at, (name, bucket, before) in enumerate(order):
+        if name == "gather" and at > 0:
+            waits = [products for what, number, products in order[at:] if (what, number) == ("wait", bucket)]
+            assert waits[0] > before
 
 
 def of_kind(collectives: list[tuple[str, int]], kind: str) -> list[int]:
@@ -141,6 +165,33 @@ def test_other_dtypes_are_noticed(walks, name):
 @pytest.mark.parametrize("gpus", WORLD_SIZES)
 def test_all_ranks_send_the_same_in_the_same_order_as_many_bytes_as_planned(walks, gpus):
     check_collectives([walks[f"rank {rank} of {gpus}"] for rank in range(gpus)])
+
+
+@pytest.mark.parametrize("gpus", WORLD_SIZES[1:])
+def test_the_first_and_the_last_rank_gather_the_same_weights_in_the_same_order_as_many_bytes_as_planned(walks, gpus):
+    ranks = [walks[f"weights, rank {rank} of {gpus}"] for rank in (0, gpus - 1)]
+    check_collectives(ranks, gpus=gpus)
+    check_overlap(ranks[0])
+
+
+def test_recomputed_layers_gather_their_embeddings_again(walks):
+    check_collectives([walks["weights sharded, checkpointing"]], gpus=2)
+    without = walks["weights, rank 0 of 2"]["messages"]["all_gather"]
+    assert len(walks["weights sharded, checkpointing"]["messages"]["all_gather"]) > len(without)
+
+
+def test_weights_gathered_late_are_noticed(walks):
+    with pytest.raises(AssertionError):
+        check_overlap(walks["weights gathered late"])
+
+
+def test_compiled_layers_gather_their_weights_outside_of_the_graphs(walks):
+    facts = walks["weights sharded, compiled"]
+    assert facts["error"] is None
+    assert [phase for phase, graphs in facts["graphs"] if graphs] == ["step", "evaluation"]  # none in the second round
+    assert facts["breaks"] == []
+    assert facts["step"]["waits"] == ["train/loop.py:one_step"]
+    assert {dtype for _, dtype, _ in facts["step"]["products"]} == {"bfloat16"}
 
 
 @pytest.mark.parametrize("name, gpus", [("collectives in another order", 2), ("gradients sent in fp32", 8)])

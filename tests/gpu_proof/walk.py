@@ -24,7 +24,7 @@ from gpu_proof.card_compiler import GraphKeeper
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 import paceline
@@ -36,6 +36,7 @@ from paceline.plan.machine import imagined_machine
 from paceline.plan.planner import Plan, make_plan
 from paceline.rundir import RunDir
 from paceline.train import evaluate, setup
+from paceline.train.buckets import GatheredBucket
 from paceline.train.exact import attention_kernel
 from paceline.train.loop import Loop, StopRequest, TrainLoader
 from paceline.train.optim import make_optimizer
@@ -79,13 +80,16 @@ class Recorder(TorchDispatchMode):
         self.products: Counter[tuple[str, str]] = Counter()  # (function, dtype)
         self.kernels: Counter[str] = Counter()  # by function: ops that start one at least
         self.moved_bytes: Counter[str] = Counter()  # by function: what these ops read and write
+        self.order: list[
+            tuple[str, int, int]
+        ] = []  # of sharded weights: gather or wait, the bucket, the products before it
 
     def to_json(self) -> dict[str, Any]:
         """Returns the records; waits as often as they stand in the code, not as often as they happen."""
         counts = {name: [[*key, n] for key, n in getattr(self, name).items()] for name in ("copies", "products")}
         work = {name: [count, self.moved_bytes[name]] for name, count in self.kernels.items()}
         waits = [name.rpartition(":")[0] for name in self.waits]
-        return {"waits": waits, "collectives": self.collectives, "work": work, **counts}
+        return {"waits": waits, "collectives": self.collectives, "work": work, "order": self.order, **counts}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -134,6 +138,18 @@ def place(*, line: bool = False) -> str:
     return f"{name}:{frame.f_lineno}" if line else name
 
 
+def noted(name: str, method: Callable[[GatheredBucket], None]) -> Callable[[GatheredBucket], None]:
+    """Returns the method of a bucket, with a record of its calls."""
+
+    def noting(bucket: GatheredBucket) -> None:
+        recorder = next((mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Recorder)), None)
+        if recorder is not None:
+            recorder.order.append((name, bucket.tag, recorder.products.total()))
+        method(bucket)
+
+    return noting
+
+
 def pin_memory(tensor: Tensor) -> Tensor:
     """Stands for Tensor.pin_memory: fake tensors have none."""
     pinned = tensor.clone()
@@ -150,7 +166,8 @@ class CardGPT(setup.GPT):
     """The model, built on the card and without first weights: fake parameters cannot be moved."""
 
     def __init__(self, *args: Any, **options: Any):
-        with CARD:
+        # where weights are sharded, on the meta device: the optimizer brings the memory
+        with torch.device("meta") if torch.get_default_device().type == "meta" else CARD:
             super().__init__(*args, **options)
 
     def init_weights(self, *, seed: int) -> None:
@@ -177,6 +194,9 @@ def prepare() -> None:
     Tensor.pin_memory = pin_memory  # type: ignore[assignment,method-assign]
     evaluate.torch = SimpleNamespace(**vars(torch) | {"tensor": tensor})  # type: ignore[attr-defined]
     setup.GPT = CardGPT  # type: ignore[misc]
+    setup.initial_value = lambda name, shape, config, seed: torch.empty(shape)
+    for name, method in (("gather", GatheredBucket.gather), ("wait", GatheredBucket.wait_weights)):
+        setattr(GatheredBucket, method.__name__, noted(name, method))
 
 
 def walk(
@@ -245,7 +265,8 @@ def make_loop(plan: Plan, run: RunDir, rank: int) -> Loop:
 def messages_of(plan: Plan) -> Messages:
     """Returns what the planner expects the ranks to send in a step."""
     names = ("world_size", "optimizer", "shard", "precision", "grad_accum_steps")
-    return step_messages(plan.model, **{name: getattr(plan, name) for name in names})
+    shared = {name: getattr(plan, name) for name in names}
+    return step_messages(plan.model, recompute=plan.activation_checkpointing, **shared)
 
 
 def tokens(num_rows: int) -> SimpleNamespace:

@@ -96,8 +96,8 @@ LIKE = ModelConfig(12, 768, 6, 6, 128, 2048, 32_768, "SSSL")
 H100 = StepSetup(LIKE, "cuda", 1, "bf16", "muon", "optimizer", 32, 8, spec=find_gpu("H100"))
 
 
-def rows_of(model: ModelConfig) -> tuple[int, bool] | None:
-    return (max(1, 32 // max(1, model.n_layer // 12)), False) if model.n_layer <= 30 else None
+def rows_of(model: ModelConfig) -> dict[str, int] | None:
+    return {"device_batch_size": max(1, 32 // max(1, model.n_layer // 12))} if model.n_layer <= 30 else None
 
 
 def advice_for(hours: float, **changes: object):

@@ -84,7 +84,7 @@ def test_rows_that_the_config_sets_are_the_configs():
     assert replan(old, now, TWO, make=maker(), set_keys={"device_batch_size"}).device_batch_size == 2
 
 
-def test_a_smaller_plan_takes_fewer_rows_then_checkpointing_then_does_not_exist(tmp_path):
+def test_a_smaller_plan_takes_fewer_rows_then_checkpointing_then_sharded_weights_then_does_not_exist(tmp_path):
     make = planner(tmp_path)
     plan, changes = replace(make(DEPTH_12, TWO), device_batch_size=4, grad_accum_steps=32), []
     while smaller := smaller_plan(plan, DEPTH_12, TWO, make=make):
@@ -95,11 +95,12 @@ def test_a_smaller_plan_takes_fewer_rows_then_checkpointing_then_does_not_exist(
         "device_batch_size 2 instead of 4, 64 micro-steps instead of 32",
         "device_batch_size 1 instead of 2, 128 micro-steps instead of 64",
         "activation checkpointing",
+        "shard full",
     ]
 
 
-def test_checkpointing_that_the_user_switched_off_stays_off(tmp_path):
-    user_config = replace(DEPTH_12, activation_checkpointing=False)
+def test_checkpointing_and_sharded_weights_that_the_user_switched_off_stay_off(tmp_path):
+    user_config = replace(DEPTH_12, activation_checkpointing=False, shard="optimizer")
     plan = replace(planner(tmp_path)(user_config, TWO), device_batch_size=1, grad_accum_steps=128)
     assert smaller_plan(plan, user_config, TWO, make=planner(tmp_path)) is None
 

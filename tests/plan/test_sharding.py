@@ -10,10 +10,13 @@ from paceline.plan.shapes import ParamShape, param_shapes
 from paceline.plan.sharding import (
     ALIGNMENT,
     BATCH_NUMEL,
+    Moment,
     ShardPlan,
     backward_order,
     batch_sizes,
     compiles_by_block,
+    gather_schedule,
+    parts_of,
     row_size,
     shard_plan,
 )
@@ -179,3 +182,81 @@ def test_there_are_several_buckets_so_that_sending_overlaps_with_backward():
     for world_size in (2, 4, 8):
         assert 8 <= len(shard_plan(shapes_of(16), world_size=world_size, optimizer="muon").buckets) <= 20
         assert 4 <= len(shard_plan(shapes_of(16), world_size=world_size, optimizer="adamw").buckets) <= 10
+
+
+def schedule_of(depth: int, world_size: int, **keys: object) -> tuple[ShardPlan, tuple[Moment, ...]]:
+    shapes = shapes_of(depth)
+    plan = shard_plan(shapes, world_size=world_size, optimizer=keys.pop("optimizer", "muon"), shard="full")
+    return plan, gather_schedule(plan, shapes, **{"recompute": False} | keys)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_weights_are_there_where_they_are_needed_and_freed_after_it(world_size, optimizer, recompute):
+    for depth in DEPTHS:
+        plan, schedule = schedule_of(depth, world_size, optimizer=optimizer, recompute=recompute)
+        parts = parts_of(shapes_of(depth))
+        live, waited = set(), set()
+        for at, moment in enumerate(schedule):
+            assert set(moment.free) <= waited  # none that is still being sent
+            live, waited = live - set(moment.free), waited - set(moment.free)
+            assert not live & set(moment.gather)
+            live |= set(moment.gather)
+            assert set(moment.need) <= live
+            waited |= set(moment.need)
+            for number, bucket in enumerate(plan.buckets):
+                for param in (placement.param for placement in bucket.placements):
+                    in_forward = at == parts[param.name]
+                    in_backward = at == len(schedule) - 2 - parts[param.name]
+                    recomputed = recompute and 0 < parts[param.name] <= depth
+                    if in_forward or (in_backward and (param.group == "matrix" or recomputed)):
+                        assert number in moment.need
+        assert not live
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+def test_gradients_are_sent_once_in_the_plans_order_when_the_first_of_their_layers_is_left(world_size):
+    for depth in DEPTHS:
+        plan, schedule = schedule_of(depth, world_size)
+        assert [number for moment in schedule for number in moment.complete] == list(range(len(plan.buckets)))
+        parts = parts_of(shapes_of(depth))
+        for at, moment in enumerate(schedule):
+            for number in moment.complete:
+                first = min(parts[placement.param.name] for placement in plan.buckets[number].placements)
+                assert at == len(schedule) - 1 - first
+
+
+def test_one_layer_is_gathered_ahead_of_another():
+    plan, schedule = schedule_of(12, 2)
+    matrices = [number for number, bucket in enumerate(plan.buckets) if bucket.whole]
+    assert len(matrices) == 12  # two ranks own half of a layer's matrices each
+    live, most = set(), 0
+    for moment in schedule:
+        live = live - set(moment.free) | set(moment.gather)
+        most = max(most, len(live & set(matrices)))
+    assert most == 2
+
+
+def test_a_forward_alone_leaves_nothing_behind():
+    _, schedule = schedule_of(5, 3, backward=False)
+    gathered, freed = ([n for moment in schedule for n in getattr(moment, name)] for name in ("gather", "free"))
+    assert sorted(gathered) == sorted(freed)
+    assert not any(moment.complete for moment in schedule)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES[1:])
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_buckets_of_sharded_weights_have_whole_layers_and_a_table_each(world_size, optimizer):
+    for depth in DEPTHS:
+        shapes = shapes_of(depth)
+        plan = shard_plan(shapes, world_size=world_size, optimizer=optimizer, shard="full")
+        parts = parts_of(shapes)
+        for bucket in plan.buckets:
+            names = {placement.param.name for placement in bucket.placements}
+            if any(placement.param.group == "matrix" for placement in bucket.placements):
+                layers = {parts[name] for name in names}
+                whole = {shape.name for shape in shapes if shape.group == "matrix" and parts[shape.name] in layers}
+                assert names == whole - {shape.name for shape in plan.replicated}
+            else:
+                assert len(names) == 1

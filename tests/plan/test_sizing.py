@@ -189,13 +189,26 @@ def test_a_setup_that_fits_a_larger_share_is_refused_with_that_profile():
     assert error.value.fix == "--profile balanced needs 20.5 GiB, same total_batch_size"
 
 
-def test_a_setup_that_fits_nowhere_is_refused_with_the_depth_that_does():
+@pytest.mark.parametrize("shard, depth", [("optimizer", 40), (None, 48)])
+def test_a_setup_that_fits_nowhere_is_refused_with_the_depth_that_does(shard, depth):
+    keys = {"profile": "aggressive", "total_batch_size": 2**19, "shard": shard}
     with pytest.raises(PlanError) as error:
-        planned(depth=32, profile="aggressive", total_batch_size=2**19)
+        planned(depth=depth, **keys)
     depth = int(error.value.fix.removeprefix("--depth ").partition(",")[0])
-    assert planned(depth=depth, profile="aggressive", total_batch_size=2**19).memory["share"] <= 0.90
+    assert planned(depth=depth, **keys).memory["share"] <= 0.90
     with pytest.raises(PlanError):
-        planned(depth=depth + 1, profile="aggressive", total_batch_size=2**19)
+        planned(depth=depth + 1, **keys)
+
+
+def test_weights_are_sharded_where_replicated_ones_do_not_fit_at_any_share():
+    plans = {depth: planned(depth=depth, total_batch_size=2**19) for depth in (20, 32)}
+    assert {depth: plan.shard for depth, plan in plans.items()} == {20: "optimizer", 32: "full"}
+    assert plans[32].notes[0].startswith("weights and gradients sharded too, so that 2 rows fit")
+    with pytest.raises(PlanError) as error:
+        planned(depth=32, total_batch_size=2**19, shard="optimizer")
+    assert error.value.fix == "--shard full"
+    with pytest.raises(PlanError):
+        planned(depth=32, total_batch_size=2**19, shard="full", nproc=1)
 
 
 def test_a_device_whose_memory_is_not_known_gets_a_careful_batch():

@@ -101,24 +101,26 @@ def switched(
     return rows(optimizer)
 
 
-def run_rank(rank: int, world_size: int, port: int, folder: Path) -> None:
+ONE_MICRO_STEP = {"device_batch_size": ROWS // 2}  # of two ranks: the sums are made in the same order
+WAYS = {
+    "one micro-step": {},
+    "bf16": {"precision": "bf16"},
+    "AdamW": {"optimizer": "adamw"},
+    "checkpointed": {"activation_checkpointing": True},
+    "compiled": {"compile": True},
+}
+
+
+def run_rank(rank: int, world_size: int, port: int, folder: Path, ways: tuple[str, ...]) -> None:
+    """Both shard modes with the automatic rows; on two ranks also in these ways, and with changes of the mode."""
     join_group(rank, world_size, port)
     found: dict[str, object] = {shard: steps_of(rank, world_size, shard=shard) for shard in ("optimizer", "full")}
+    for name in ways if world_size == 2 else ():
+        for shard in ("optimizer", "full"):
+            found[f"{name} {shard}"] = steps_of(rank, 2, shard=shard, **ONE_MICRO_STEP, **WAYS[name])
     if world_size == 2:
-        one = {"device_batch_size": ROWS // 2}  # one micro-step: sums are made in the same order
-        ways = {
-            "one micro-step": {},
-            "bf16": {"precision": "bf16"},
-            "AdamW": {"optimizer": "adamw"},
-            "compiled": {"compile": True},
-            "checkpointed": {"activation_checkpointing": True},
-        }
-        for name, keys in ways.items():
-            for shard in ("optimizer", "full"):
-                found[f"{name} {shard}"] = steps_of(rank, world_size, shard=shard, **one, **keys)
-        (folder / "switched").mkdir(exist_ok=True)
-        (folder / "unbroken").mkdir(exist_ok=True)
-        found["switched"] = switched(rank, 2, folder / "switched", ("full", "optimizer", "full"), **one)
-        found["unbroken"] = switched(rank, 2, folder / "unbroken", ("optimizer", "optimizer", "optimizer"), **one)
+        for name, shards in (("switched", ("full", "optimizer", "full")), ("unbroken", ("optimizer",) * 3)):
+            (folder / name).mkdir(exist_ok=True)
+            found[name] = switched(rank, 2, folder / name, shards, **ONE_MICRO_STEP)
     torch.save(found, folder / f"{world_size}-{rank}.pt")
     shutdown()

@@ -11,6 +11,7 @@ import random
 import statistics
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,9 +71,15 @@ def check_against_profiler(setup: MemorySetup, profiled: dict[str, int]) -> None
     [
         setup_of(depth=3, world_size=2, activation_checkpointing=True),
         setup_of(depth=4, world_size=2, precision="bf16", logits_budget_bytes=MIB),
+        setup_of(depth=4, world_size=2, precision="bf16", shard="full", grad_accum_steps=2),
         pytest.param(setup_of(depth=4, world_size=3, precision="bf16", grad_accum_steps=2), marks=pytest.mark.soak),
     ],
-    ids=["two ranks, checkpointed", "two ranks, bf16, chunks", "three ranks, bf16, two micro-steps"],
+    ids=[
+        "two ranks, checkpointed",
+        "two ranks, bf16, chunks",
+        "two ranks, weights sharded",
+        "three ranks, bf16, two micro-steps",
+    ],
 )
 def test_traced_bytes_of_a_rank_are_those_that_it_has_beside_real_others(setup: MemorySetup, tmp_path: Path):
     check_against_profiler(setup, profiled_rank_0(setup, tmp_path))
@@ -153,20 +160,32 @@ def drawn_setup(draw: random.Random) -> MemorySetup:
     )
 
 
+def sharded_grid(count: int, *, seed: int, most_ops: int) -> list[MemorySetup]:
+    """The same with sharded weights, where a model is deep enough for them to matter."""
+    draw = random.Random(seed)
+    setups = grid(4 * count, seed=seed, most_ops=most_ops)
+    deep = [setup for setup in setups if setup.model.n_layer > 2]
+    return [replace(setup, shard="full", world_size=draw.choice([2, 2, 3, 4, 8])) for setup in deep][:count]
+
+
 def short_name(setup: MemorySetup) -> str:
     words = (setup.attention, setup.precision, setup.optimizer, f"d{setup.model.n_layer}", f"{setup.world_size} ranks")
     return " ".join(words)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setup", grid(16, seed=1, most_ops=10), ids=short_name)
+@pytest.mark.parametrize("setup", grid(16, seed=1, most_ops=10) + sharded_grid(6, seed=3, most_ops=10), ids=short_name)
 def test_the_closed_form_is_the_trace_within_three_per_cent(setup: MemorySetup):
     assert peak_phase(setup).bytes == pytest.approx(traced_bytes(setup), rel=0.03)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("setup", grid(40, seed=1, most_ops=20) + grid(200, seed=2, most_ops=150), ids=short_name)
-def test_the_closed_form_is_the_trace_on_a_grid_of_240(setup: MemorySetup):
+@pytest.mark.parametrize(
+    "setup",
+    grid(40, seed=1, most_ops=20) + grid(200, seed=2, most_ops=150) + sharded_grid(60, seed=3, most_ops=100),
+    ids=short_name,
+)
+def test_the_closed_form_is_the_trace_on_a_grid_of_300(setup: MemorySetup):
     assert peak_phase(setup).bytes == pytest.approx(traced_bytes(setup), rel=0.03)
 
 

@@ -1,27 +1,36 @@
 """Sharded weights (`--shard full`) on 1, 2 and 3 real ranks over gloo, against replicated ones."""
 
 import multiprocessing
+from pathlib import Path
 
 import pytest
 import torch
-from full_shard_ranks import run_rank
+from full_shard_ranks import WAYS, run_rank
 from test_optim_dist import gathered, same_bits, start
 
 pytestmark = pytest.mark.dist
 
 WORLD_SIZES = (1, 2, 3)
-ONE_MICRO_STEP = ("one micro-step", "bf16", "AdamW", "compiled", "checkpointed")
+EAGER = tuple(name for name in WAYS if name != "compiled")
+
+
+def run(folder: Path, *, world_sizes: tuple[int, ...], ways: tuple[str, ...]) -> dict[int, list[dict]]:
+    """What each rank of each world size found."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["paceline.train.setup", "torch._dynamo"])
+    for world_size in world_sizes:
+        start(context, world_size, folder, ways, run=run_rank)
+    return {n: [torch.load(folder / f"{n}-{rank}.pt") for rank in range(n)] for n in world_sizes}
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict[int, list[dict]]:
-    """What each rank of each world size found."""
-    folder = tmp_path_factory.mktemp("ranks")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["paceline.train.setup", "torch._dynamo"])
-    for world_size in WORLD_SIZES:
-        start(context, world_size, folder, run=run_rank)
-    return {n: [torch.load(folder / f"{n}-{rank}.pt") for rank in range(n)] for n in WORLD_SIZES}
+    return run(tmp_path_factory.mktemp("ranks"), world_sizes=WORLD_SIZES, ways=EAGER)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory) -> list[dict]:
+    return run(tmp_path_factory.mktemp("compiled"), world_sizes=(2,), ways=("compiled",))[2]
 
 
 def all_rows(ranks: list[dict], name: str) -> dict[str, torch.Tensor]:
@@ -36,19 +45,24 @@ def test_the_first_loss_is_that_of_one_rank_and_the_second_too_up_to_rounding(fo
         assert rank["full"]["losses"] == pytest.approx(alone, abs=1e-3)
 
 
-@pytest.mark.parametrize("name", ONE_MICRO_STEP)
-def test_two_ranks_with_one_micro_step_have_the_bits_of_replicated_weights(found, name):
-    full, replicated = (all_rows(found[2], f"{name} {shard}") for shard in ("full", "optimizer"))
+def check_bits(ranks: list[dict], name: str) -> None:
+    """Weights and states after two steps, an evaluation and a sample are those of replicated weights."""
+    full, replicated = (all_rows(ranks, f"{name} {shard}") for shard in ("full", "optimizer"))
     assert same_bits(full, replicated)
     assert not any(tensor.isnan().any() for tensor in full.values())
+    for rank in ranks:
+        assert torch.equal(rank[f"{name} full"]["nats"], rank[f"{name} optimizer"]["nats"])
+        assert rank[f"{name} full"]["sample"] == rank[f"{name} optimizer"]["sample"]
 
 
-@pytest.mark.parametrize("name", ONE_MICRO_STEP)
-def test_an_evaluation_and_a_sample_are_those_of_replicated_weights(found, name):
-    for rank in found[2]:
-        full, replicated = rank[f"{name} full"], rank[f"{name} optimizer"]
-        assert torch.equal(full["nats"], replicated["nats"])
-        assert full["sample"] == replicated["sample"]
+@pytest.mark.parametrize("name", EAGER)
+def test_two_ranks_with_one_micro_step_have_the_bits_of_replicated_weights(found, name):
+    check_bits(found[2], name)
+
+
+@pytest.mark.soak
+def test_compiled_layers_have_the_bits_of_replicated_weights(compiled):
+    check_bits(compiled, "compiled")
 
 
 def test_recomputed_activations_change_no_bit(found):

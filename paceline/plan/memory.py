@@ -100,12 +100,12 @@ def phases(setup: MemorySetup) -> tuple[Phase, ...]:
 def _evaluation_parts(setup: MemorySetup) -> dict[str, int]:
     """Returns what an evaluation needs: tokens, the stream, its copies at the start and in the middle, one layer or the logits."""
     stream = setup.stream_bytes
-    rest = stem_bytes(setup, compiled=False) - stream
+    tokens = stem_bytes(setup, compiled=False) - stream
     gathered = gathered_bytes(setup, backward=False)
     layers = max(gathered[1:-2], key=lambda extra: extra.weights)
     moments = (
-        {"working": rest + 2 * stream + running_layer_bytes(setup), **layers.parts()},
-        {"working": rest + sum(loss_bytes(setup, with_grad=False)), **gathered[-2].parts()},
+        {"working": tokens + 2 * stream + running_layer_bytes(setup), **layers.parts()},
+        {"working": tokens + sum(loss_bytes(setup, with_grad=False)), **gathered[-2].parts()},
     )
     return max(moments, key=lambda parts: sum(parts.values()))
 

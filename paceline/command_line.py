@@ -139,7 +139,8 @@ class Parameter:
     def expected(self) -> str:
         """'an integer from 1 to 512', 'one of fp32, bf16, fp16', 'true or false' ..."""
         text = {bool: "true or false", int: "an integer", float: "a number"}.get(self.kinds[0], "text")
-        text = f"one of {', '.join(self.choices)}" if self.choices else text
+        names = ("true", "false", *self.choices) if self.is_switch else self.choices
+        text = f"one of {', '.join(names)}" if self.choices else text
         form = "{:,}" if int in self.kinds else "{:g}"
         text += f" from {form.format(self.low)}" if self.low > -math.inf else ""
         text += f" to {form.format(self.high)}" if self.high < math.inf else ""
@@ -153,6 +154,8 @@ class Parameter:
             raise UsageError(f"{self.title} is empty", fix="give it a value, or leave it out")
         try:
             kind: Any = self.kinds[0]
+            is_choice = kind is bool and text in self.choices
+            kind = str if is_choice else kind
             value = BOOLEANS[text.lower()] if kind is bool else kind(text.replace(",", "") if kind is int else text)
         except (ValueError, KeyError):
             fix = self.usage if self.is_switch else f"{self.title} {self.example}"
@@ -163,7 +166,7 @@ class Parameter:
 
     def problem(self, value: Any) -> str | None:
         """Why a value of the right type is refused."""
-        if self.choices and value not in self.choices:
+        if self.choices and value not in self.choices and not (self.is_switch and isinstance(value, bool)):
             return "not known"
         if "\0" in str(value):
             return "not text"
@@ -248,7 +251,9 @@ def normalize(args: Sequence[str], *, command: str, options: type) -> list[str]:
         if parameter is None:
             raise unknown_option(argument, "".join(remaining[:1]), command=command, options=options)
         if parameter.is_switch and not equals:
-            has_value = parameter.is_optional and remaining and remaining[0].lower() in {*BOOLEANS, "auto"}
+            has_value = (
+                parameter.is_optional and remaining and remaining[0].lower() in {*BOOLEANS, "auto", *parameter.choices}
+            )
             text = remaining.pop(0) if has_value else "true"
         elif not equals:
             if not remaining or NOT_A_VALUE.match(remaining[0]):

@@ -101,8 +101,11 @@ class Config:
         "balanced", "the most device memory to use: 48, 65 or 90 %", choices=("conservative", "balanced", "aggressive")
     )
     memory_share: float | None = option(None, "the same as a fraction; auto: the profile's", low=0.01, high=1.0)
-    activation_checkpointing: bool | None = option(
-        None, "recompute blocks in the backward pass: less memory, 4/3 of the time; auto: where needed"
+    activation_checkpointing: bool | str | None = option(
+        None,
+        "recompute blocks in the backward pass: less memory, 4/3 of the time; or only their mlp, or its relu, for less of"
+        " both; auto: where needed",
+        choices=("relu", "mlp"),
     )
     logits_mib: int | None = option(None, "MiB of logits at a time; auto: 512, less where needed", low=1, high=1 << 20)
 

@@ -58,6 +58,14 @@ def test_a_switch_needs_no_value_and_no_turns_it_off():
     assert parse_flags(["--compile", "auto"])[1] == {"compile": None}
 
 
+def test_a_switch_may_have_choices_besides():
+    for text, value in (("true", True), ("false", False), ("relu", "relu"), ("mlp", "mlp"), ("auto", None)):
+        assert parse_flags(["--activation-checkpointing", text])[1] == {"activation_checkpointing": value}
+    assert parse_flags(["--activation-checkpointing", "--depth", "2"])[1]["activation_checkpointing"] is True
+    with pytest.raises(UsageError, match="half is not one of true, false, relu, mlp, or auto"):
+        parse_flags(["--activation-checkpointing", "half"])
+
+
 def test_numbers_may_be_grouped():
     assert parse_flags(["--total-batch-size", "524_288"])[1] == {"total_batch_size": 524_288}
     assert parse_flags(["--total-batch-size", "524,288"])[1] == {"total_batch_size": 524_288}

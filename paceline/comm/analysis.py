@@ -138,7 +138,7 @@ def step_traffic(plan: Plan) -> dict[str, tuple[int, ...]]:
         plan.model,
         world_size=plan.world_size,
         grad_accum_steps=plan.grad_accum_steps,
-        recompute=plan.activation_checkpointing,
+        checkpointing=plan.activation_checkpointing,
         **layout,
     )
     return asdict(messages)

@@ -121,7 +121,7 @@ def find_rows(
             failures.append(f"{size} {'does' if rows == 1 else 'do'} not fit {trial.out_of_memory}")
         else:
             smaller = f"--depth {max(1, plan.model.n_layer - 1)}"
-            fix = smaller if plan.activation_checkpointing else f"--activation-checkpointing, or {smaller}"
+            fix = smaller if plan.activation_checkpointing is True else f"--activation-checkpointing, or {smaller}"
             raise PacelineError(f"probe: {'; '.join(failures)}", fix="--device-batch-size auto" if fixed_rows else fix)
     for record in trial.records:
         keep_record(cache, record)

@@ -1,7 +1,7 @@
 """
 The GPT that paceline trains: nanochat's recipe of July 2026, whole.
 
-Rotary positions; RMSNorm without weights; ReLU^2 MLP; value embeddings on every second layer; learned scalars that scale the
+Pair positions; RMSNorm without weights; ReLU^2 MLP; value embeddings on every second layer; learned scalars that scale the
 residual stream and bring the embedding back; smear; backout; soft-capped logits; an untied head; windowed attention. The reason
 for each stands at its line. What each is worth: nanochat's dev/LOG.md.
 
@@ -46,8 +46,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16} 
 ROTARY_BASE = 100_000  # the slowest pair of dimensions turns less than once in 100,000 tokens
 VE_GATE_MAX = 3.0  # a value embedding may outweigh the value that attention computes
 
-Rotary = tuple[Tensor, Tensor]  # cos and sin, (T, D) each
+Pair = tuple[Tensor, Tensor]  # cos and sin, (T, D) each; or a layer's two scalars
 Mask = Tensor | BlockMask | None  # None: all earlier tokens
+save_inputs = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # and call again in backward
 
 
 class Linear(nn.Linear):
@@ -79,7 +80,7 @@ class Attention(nn.Module):
         if has_value_embed(layer, config.n_layer):
             self.ve_gate = Linear(self.gate_channels, config.n_kv_head)
 
-    def forward(self, x: Tensor, ve: Tensor | None, rotary: Rotary, mask: Mask, cache: KVCache | None) -> Tensor:
+    def forward(self, x: Tensor, ve: Tensor | None, rotary: Pair, mask: Mask, cache: KVCache | None) -> Tensor:
         """Returns (B, T, C). x: (B, T, C) normed; ve: the layer's value embeddings, (B, T, K*D), or None."""
         heads, kv_heads = (*x.shape[:2], self.n_head, self.head_dim), (*x.shape[:2], self.n_kv_head, self.head_dim)
         # the norm on q and k bounds the scores, so no large logit saturates softmax early on; rotation makes a score depend on the
@@ -125,36 +126,36 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns (B, T, C). x: (B, T, C) normed."""
-        return cast(Tensor, self.c_proj(relu_squared(self.c_fc(x))))
+        return self.second(self.c_fc(x))
+
+    def second(self, x: Tensor) -> Tensor:
+        """Returns (B, T, C). x: (B, T, 4C), what the first matrix makes."""
+        return cast(Tensor, self.c_proj(relu_squared(x)))
 
 
 class Block(nn.Module):
     """One layer: the stream is mixed with the embedding, then attention and MLP are added, each of the normed stream."""
 
-    def __init__(self, config: ModelConfig, layer: int):
+    def __init__(self, config: ModelConfig, layer: int, activation_checkpointing: bool | str):
         super().__init__()
         self.attn = Attention(config, layer)
         self.mlp = MLP(config)
+        self.again = activation_checkpointing  # what is computed again in backward
 
     def forward(
-        self,
-        x: Tensor,
-        x0: Tensor,
-        ve: Tensor | None,
-        resid_lambda: Tensor,
-        x0_lambda: Tensor,
-        rotary: Rotary,
-        mask: Mask,
-        cache: KVCache | None,
+        self, x: Tensor, x0: Tensor, ve: Tensor | None, lambdas: Pair, rotary: Pair, mask: Mask, cache: KVCache | None
     ) -> Tensor:
         """Returns the stream after the layer, (B, T, C). x: the stream; x0: the embedding; lambdas: () fp32; ve: as attention's.
 
         All that differs between layers is a tensor or a mask: compiled by itself, it is compiled once for each kind of layer.
         """
         # the scalars let each layer choose how much of the stream it keeps, and how much of the bare token it sees again
-        x = mix(x, x0, resid_lambda, x0_lambda)
+        x = mix(x, x0, *lambdas)
         x = x + self.attn(rms_norm(x), ve, rotary, mask, cache)
-        return cast(Tensor, x + self.mlp(rms_norm(x)))
+        normed, again = rms_norm(x), self.again if torch.is_grad_enabled() else None
+        if again == "relu":
+            return x + cast(Tensor, save_inputs(self.mlp.second, self.mlp.c_fc(normed)))
+        return x + cast(Tensor, save_inputs(self.mlp, normed) if again == "mlp" else self.mlp(normed))
 
 
 class GPT(nn.Module):
@@ -166,7 +167,7 @@ class GPT(nn.Module):
         *,
         compute_dtype: torch.dtype,
         logits_budget_bytes: int = 256 << 20,
-        activation_checkpointing: bool = False,
+        activation_checkpointing: bool | str = False,
         attention: Literal["sdpa", "flex"] = "sdpa",
     ):
         super().__init__()
@@ -174,11 +175,11 @@ class GPT(nn.Module):
         self.logits_budget_bytes, self.activation_checkpointing = logits_budget_bytes, activation_checkpointing
         self.windows = window_sizes(config)
         self.block_masks: dict[tuple[int, int], BlockMask] = {}  # (tokens, window) -> FlexAttention's mask
-        self.rotary_tables: dict[torch.device, Rotary] = {}  # of whole rows
+        self.rotary_tables: dict[torch.device, Pair] = {}  # of whole rows
         vocab, kv_width = config.padded_vocab_size, config.n_kv_head * config.head_dim
         value_layers = [i for i in range(config.n_layer) if has_value_embed(i, config.n_layer)]
         self.wte = Embedding(vocab, config.n_embd)
-        self.h = nn.ModuleList(Block(config, i) for i in range(config.n_layer))
+        self.h = nn.ModuleList(Block(config, i, activation_checkpointing) for i in range(config.n_layer))
         self.value_embeds = nn.ModuleDict({str(i): Embedding(vocab, kv_width) for i in value_layers})
         self.lm_head = Linear(config.n_embd, vocab)
         self.resid_lambdas = nn.Parameter(torch.empty(config.n_layer))
@@ -212,10 +213,10 @@ class GPT(nn.Module):
             "budget_bytes": self.logits_budget_bytes,
             "compiled": self.compiled,
         }
-        if reduction == "none":
-            nats = self.nats_per_token(x, weight, targets.flatten(), **options).view_as(targets)
-        else:
+        if reduction == "sum":
             nats = self.sum_of_nats(x, weight, targets.flatten(), **options, grad_scale=grad_scale)
+        else:
+            nats = self.nats_per_token(x, weight, targets.flatten(), **options).view_as(targets)
         return self.enter(len(self.h) + 2, nats)
 
     def compile(self, *args: Any, by_block: bool = False, **kwargs: Any) -> None:
@@ -241,8 +242,8 @@ class GPT(nn.Module):
     def logits(self, idx: Tensor, *, cache: KVCache | None = None, newest_only: bool = False) -> Tensor:
         """Returns capped logits, (B, T, vocab_size) fp32; with newest_only (B, 1, vocab_size), those of the last token alone."""
         x = self.hidden(idx, cache=cache)
-        logits = softcap(self.lm_head(x[:, -1:] if newest_only else x)[..., : self.config.vocab_size].float())
-        return self.enter(len(self.h) + 2, logits)
+        logits = self.lm_head(x[:, -1:] if newest_only else x)[..., : self.config.vocab_size]
+        return self.enter(len(self.h) + 2, softcap(logits.float()))
 
     def hidden(self, idx: Tensor, *, cache: KVCache | None = None) -> Tensor:
         """Returns what lm_head reads, (B, T, C). idx: (B, T) int64; with a cache, the tokens that follow those it holds."""
@@ -252,12 +253,10 @@ class GPT(nn.Module):
         x: Tensor = self.part(GPT.stem, cache)(self, self.wte(self.enter(0, idx)), cache)  # (B, T, C)
         x0 = middle = x.view_as(x)  # a tensor of its own: torch.compile cannot trace mix(x, x)
         lambdas = zip(self.resid_lambdas.unbind(), self.x0_lambdas.unbind(), strict=True)
-        for i, (resid_lambda, x0_lambda) in enumerate(lambdas):
-            inputs = (self.enter(i + 1, x), x0, i, idx, resid_lambda, x0_lambda, rotary, masks[self.windows[i]], cache)
-            if self.activation_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(self.layer, *inputs, use_reentrant=False, preserve_rng_state=False)
-            else:
-                x = self.layer(*inputs)
+        for i, pair in enumerate(lambdas):
+            inputs = (self.enter(i + 1, x), x0, i, idx, pair, rotary, masks[self.windows[i]], cache)
+            recompute = self.activation_checkpointing is True and torch.is_grad_enabled()
+            x = save_inputs(self.layer, *inputs) if recompute else self.layer(*inputs)
             if i == self.config.n_layer // 2:
                 middle = x.view_as(x)
         if cache is not None:
@@ -274,9 +273,8 @@ class GPT(nn.Module):
         x0: Tensor,
         i: int,
         idx: Tensor,
-        resid_lambda: Tensor,
-        x0_lambda: Tensor,
-        rotary: Rotary,
+        lambdas: Pair,
+        rotary: Pair,
         mask: Mask,
         cache: KVCache | None,
     ) -> Tensor:
@@ -284,7 +282,7 @@ class GPT(nn.Module):
         # looked up outside of the block: its graph would depend on i, and round the table's gradient to the table's dtype
         ve = self.value_embeds[str(i)](idx).to(x.dtype) if str(i) in self.value_embeds else None  # (B, T, K*D)
         block = self.part(Block.forward, cache)
-        return cast(Tensor, block(self.h[i], x, x0, ve, resid_lambda, x0_lambda, rotary, mask, cache))
+        return cast(Tensor, block(self.h[i], x, x0, ve, lambdas, rotary, mask, cache))
 
     def part(self, function: Callable[..., Any], cache: KVCache | None) -> Callable[..., Any]:
         """Returns a part of the forward, compiled where the model is so by block; with a cache, which grows, it is eager."""
@@ -314,7 +312,7 @@ class GPT(nn.Module):
         smeared = torch.addcmul(after, gate.to(x.dtype), before)
         return torch.cat((x[:, : x.shape[1] - before.shape[1]], smeared), dim=1)
 
-    def rotary(self, start: int, end: int, device: torch.device) -> Rotary:
+    def rotary(self, start: int, end: int, device: torch.device) -> Pair:
         """Returns cos and sin of positions start to end, (T, D) each in compute_dtype.
 
         There is no last position. Those of whole rows are made once: call this before torch.compile, whose kernels would compute

@@ -40,6 +40,7 @@ CPU_KEEP_TOKENS = 512
 # of a compiled layer, in tensors as large as the residual stream
 RUNNING = 7  # of a layer that saves nothing: x, its norm, the MLP's inner 4 in place, the sum
 SQUARE_GRADIENT = 4  # of a layer that runs a second time within one graph
+MADE_AGAIN: dict[bool | str, int] = {False: 0, "relu": 4, "mlp": 8, True: 0}  # of an MLP, besides whole layers
 POSTPONED = 8  # the square and its gradient of a layer above, until inductor makes the weights' gradients of them
 
 
@@ -59,7 +60,7 @@ class MemorySetup:
     device_batch_size: int
     grad_accum_steps: int
     logits_budget_bytes: int
-    activation_checkpointing: bool
+    activation_checkpointing: bool | str
     attention: str
     compiled: bool
 
@@ -127,10 +128,11 @@ def stem_bytes(setup: MemorySetup, *, compiled: bool) -> int:
 
 
 def saved_bytes(setup: MemorySetup, layer: int) -> int:
-    """Returns what one layer saves for its backward: all of it, or with activation checkpointing only its input."""
-    if setup.activation_checkpointing:
+    """Returns what one layer saves for its backward: all, without the MLP's square, without the MLP, or only its input."""
+    if setup.activation_checkpointing is True:
         return setup.stream_bytes if layer else 0
-    return layer_bytes(setup, layer)
+    cast = setup.element_bytes * setup.model.n_embd**2 if setup.casts_weights else 0
+    return layer_bytes(setup, layer) - MADE_AGAIN[setup.activation_checkpointing] * (setup.stream_bytes + cast)
 
 
 def layer_bytes(setup: MemorySetup, layer: int) -> int:
@@ -255,13 +257,13 @@ def running_layer_bytes(setup: MemorySetup) -> int:
 def forward_extra_bytes(setup: MemorySetup) -> int:
     """Returns what a layer needs besides what it saves: the mixed stream, the stream after attention, the MLP before its ReLU.
 
-    Compiled, the mixed stream alone: pointwise ops write in their input's place.
+    Compiled, the mixed stream alone: pointwise ops write in their input's place. An MLP that is not saved is there while it runs.
     """
-    if setup.activation_checkpointing:
+    if setup.activation_checkpointing is True:
         return running_layer_bytes(setup)
-    if setup.compiled and setup.attention != "math":
-        return setup.stream_bytes
-    return max((2 + 4) * setup.stream_bytes, _scores_over_mlp(setup))
+    unsaved = min(4 if setup.compiled else 8, MADE_AGAIN[setup.activation_checkpointing]) * setup.stream_bytes
+    in_place = setup.compiled and setup.attention != "math"
+    return unsaved + (setup.stream_bytes if in_place else max((2 + 4) * setup.stream_bytes, _scores_over_mlp(setup)))
 
 
 def _scores_over_mlp(setup: MemorySetup) -> int:
@@ -326,7 +328,7 @@ def _streams(setup: MemorySetup, layer: int) -> int:
     middle the loss's gradient and the normed output, which the middle's gradient is computed from.
     """
     n_layer = setup.model.n_layer
-    shares = 0 if setup.activation_checkpointing else n_layer - 1 - layer
+    shares = 0 if setup.activation_checkpointing is True else n_layer - 1 - layer
     shares = shares if setup.one_graph else min(1, shares)
     return 1 + shares + (2 if layer >= n_layer // 2 else 0)
 
@@ -335,8 +337,8 @@ def _layer_backward_bytes(setup: MemorySetup, layer: int, saved: int, *, buffer:
     """Returns what the start of a layer's backward needs besides what the layers saved.
 
     Those are gradients of its output, of x0, of the middle, of the MLP's square and second matrix. A checkpointed layer runs again
-    first: it then holds all that it would have saved, and may be fuller at the end of its second forward. buffer: that the
-    matrices' gradients go to, made for the MLP's second matrix when the square is freed.
+    first: it then holds all that it would have saved, and may be fuller at the end. buffer: for the matrices' gradients, made for
+    that of the MLP's second matrix when the square is freed.
     """
     n_layer, stream = setup.model.n_layer, setup.stream_bytes
     weight = setup.element_bytes * 4 * setup.model.n_embd**2
@@ -346,11 +348,10 @@ def _layer_backward_bytes(setup: MemorySetup, layer: int, saved: int, *, buffer:
         extra = SQUARE_GRADIENT + (POSTPONED if layer < n_layer - 1 else 0) if twice else 0
         return (_streams(setup, layer) + extra) * stream + weight + second
     streams = 1 + (layer < n_layer - 1) + (n_layer // 2 < layer)
-    second_forward = 6 * stream if setup.activation_checkpointing else 0
+    second += 4 * stream if setup.activation_checkpointing == "relu" else 0  # its input, beside its positive part
+    second_forward = 6 * stream if setup.activation_checkpointing is True else 0
     cast = FP32 * 4 * setup.model.n_embd**2 if buffer and _sent_width(setup) != _width(setup) else 0
-    handed = (
-        max(weight + cast, 4 * stream) + buffer if buffer else 0
-    )  # or the gradient before the ReLU, beside that behind it
+    handed = buffer and buffer + max(weight + cast, 4 * stream)  # or the gradients before and behind the ReLU
     scores = _scores_over_mlp(setup) + weight + buffer
     return streams * stream + second + max(second_forward, 4 * stream + weight, handed, scores)
 

@@ -74,11 +74,11 @@ def step_messages(
     shard: str,
     precision: str,
     grad_accum_steps: int,
-    recompute: bool,
+    checkpointing: bool | str,
 ) -> Messages:
     """Returns a step's messages: gradients to owners, new weights from them, small tensors to all; under DDP every gradient.
 
-    Sharded weights are sent for each micro-step, and so are its gradients. recompute: as gather_schedule's.
+    Sharded weights are sent for each micro-step, and so are its gradients. checkpointing: as gather_schedule's.
     """
     if world_size == 1:
         return Messages((), (), ())
@@ -95,7 +95,7 @@ def step_messages(
     small = FP32 * sum(shape.numel for shape in plan.replicated)
     gathered = sums = tuple(range(len(numels)))
     if shards_weights(world_size=world_size, shard=shard):
-        schedule = gather_schedule(plan, shapes, recompute=recompute)
+        schedule = gather_schedule(plan, shapes, checkpointing=checkpointing)
         gathered = tuple(number for moment in schedule for number in moment.gather) * grad_accum_steps
         sums = tuple(number for moment in schedule for number in moment.complete) * grad_accum_steps
     return Messages(

@@ -35,6 +35,7 @@ from paceline.plan.estimate import (
 )
 from paceline.plan.memory import copies_bytes, peak_phase
 from paceline.plan.planner import Plan, memory_setup
+from paceline.plan.shapes import RUNGS
 from paceline.plan.sizing import TooLarge
 from paceline.rundir import RunDir, append_json_line, read_json_lines, utc_now, write_atomic
 from paceline.units import MIB, format_bytes
@@ -315,7 +316,8 @@ def covers(failure: Mapping[str, Any], device_name: str, setup: MemorySetup, car
         and all(values[name] == failed[name] for name in SAME)
         and all(values[name] >= failed[name] for name in ("device_batch_size", "logits_budget_bytes"))
         # fewer ranks hold larger shards
-        and all(values[name] <= failed[name] for name in ("activation_checkpointing", "world_size"))
+        and values["world_size"] <= failed["world_size"]
+        and RUNGS.index(values["activation_checkpointing"]) <= RUNGS.index(failed["activation_checkpointing"])
         and not (card_bytes and failure["card_bytes"] and card_bytes > failure["card_bytes"])
     )
 

@@ -78,8 +78,7 @@ def phases(setup: MemorySetup) -> tuple[Phase, ...]:
         shard=setup.shard,
         on_cpu=setup.device == "cpu",
     )
-    num_layers = setup.model.n_layer
-    gathered = gathered_bytes(setup)
+    num_layers, gathered = setup.model.n_layer, gathered_bytes(setup)
     forward, loss = gathered[num_layers].parts(), gathered[num_layers + 1].parts()
     in_backward = [gathered[-2 - part] for part in range(num_layers + 2)]
     moments = {
@@ -120,7 +119,7 @@ def gathered_bytes(setup: MemorySetup, *, backward: bool = True) -> tuple[Gather
         return tuple(GatheredBytes() for _ in range(2 * (setup.model.n_layer + 3)))
     shapes = param_shapes(setup.model)
     plan = layout(setup.model, setup.world_size, setup.optimizer, setup.shard)
-    schedule = gather_schedule(plan, shapes, recompute=setup.activation_checkpointing, backward=backward)
+    schedule = gather_schedule(plan, shapes, checkpointing=setup.activation_checkpointing, backward=backward)
     numels, parts = [bucket.segment for bucket in plan.buckets], parts_of(shapes)
     copies = setup.world_size + (
         setup.world_size - 1 if setup.device == "cpu" else 0

@@ -51,7 +51,7 @@ class Plan:
     attention: str
     compile: bool | None  # None: the worker measures
     logits_budget_bytes: int
-    activation_checkpointing: bool
+    activation_checkpointing: bool | str  # of plan/shapes.py: RUNGS
     flops_per_token: int
     peak_flops: float | None
     hosts: int = 1
@@ -195,7 +195,7 @@ def _plan(config: Config, machine: Machine, *, vocab_size: int, num_rows: int, m
         device_batch_size=rows,
         grad_accum_steps=accum,
         logits_budget_bytes=(config.logits_mib or LOGITS_MIB) * MIB,
-        activation_checkpointing=bool(config.activation_checkpointing),
+        activation_checkpointing=config.activation_checkpointing or False,
         attention=attention_kernel(model, machine, device=device, precision=precision),
         compiled=compiled is True,
     )

@@ -349,7 +349,7 @@ def row_cells(row: Forecast | PlanError) -> dict[str, str]:
         "memory": format_bytes(memory["process_bytes"]["expected"]),
         "of card": f"{100 * memory['share']:.0f} %" if memory["share"] else "n/a",
         "fits": VERDICTS[memory["verdict"]],
-        "checkpointing": "yes" if plan.activation_checkpointing else "no",
+        "checkpointing": f"{plan.activation_checkpointing}".replace("True", "yes").replace("False", "no"),
         "step": format_seconds(step.seconds) if step.seconds else "n/a",
         "tok/s": f"{step.tok_per_sec.expected:,.0f}" if step.tok_per_sec else "n/a",
         "mfu": format_mfu(step.mfu),

@@ -12,6 +12,7 @@ from typing import Any
 from paceline.config import Config
 from paceline.plan.machine import Machine
 from paceline.plan.planner import Plan, choose_device, choose_world_size, memory_setup
+from paceline.plan.shapes import RUNGS
 from paceline.plan.sizing import DoesNotFit, divisors
 from paceline.units import MIB
 
@@ -57,8 +58,9 @@ def smaller_plan(old: Plan, config: Config, machine: Machine, *, make: MakePlan)
     share_rows = old.device_batch_size * old.grad_accum_steps
     fewer = [count for count in divisors(share_rows) if count < old.device_batch_size]
     changes: list[dict[str, Any]] = [{"device_batch_size": count} for count in fewer]
-    if not old.activation_checkpointing and config.activation_checkpointing is None:
-        changes.append({"device_batch_size": old.device_batch_size, "activation_checkpointing": True})
+    if config.activation_checkpointing is None:
+        rungs = RUNGS[RUNGS.index(old.activation_checkpointing) + 1 :]
+        changes += [{"device_batch_size": old.device_batch_size, "activation_checkpointing": rung} for rung in rungs]
     if old.shard == "optimizer" and old.world_size > 1 and config.shard is None:
         changes.append({"device_batch_size": old.device_batch_size, "shard": "full"})
     for change in changes:
@@ -74,8 +76,9 @@ def format_change(old: Plan, new: Plan) -> str:
         parts.append(f"device_batch_size {new.device_batch_size} instead of {old.device_batch_size}")
     if new.grad_accum_steps != old.grad_accum_steps:
         parts.append(f"{new.grad_accum_steps} micro-steps instead of {old.grad_accum_steps}")
-    if new.activation_checkpointing and not old.activation_checkpointing:
-        parts.append("activation checkpointing")
+    if new.activation_checkpointing and new.activation_checkpointing != old.activation_checkpointing:
+        rung = "" if new.activation_checkpointing is True else f" ({new.activation_checkpointing})"
+        parts.append(f"activation checkpointing{rung}")
     if new.shard != old.shard:
         parts.append(f"shard {new.shard}")
     return ", ".join(parts)

@@ -18,6 +18,8 @@ FP32, NARROW, INT64 = 4, 2, 8  # bytes of an element
 ELEMENT_BYTES = {"fp32": FP32, "bf16": NARROW, "fp16": NARROW}  # by the config's precision
 VE_GATE_CHANNELS = 12  # of the residual stream that open a layer's value embedding
 SMEAR_GATE_CHANNELS = 24  # of the embedding that open the mixing with the token before
+# of activation checkpointing, what is computed again in backward: nothing, the MLPs' ReLU^2, the MLPs, or whole layers
+RUNGS = (False, "relu", "mlp", True)
 MATRIX = "matrix"  # the group of the block matrices
 HEAD = "lm_head"  # the group of the output matrix
 ASPECT = 64  # width per layer

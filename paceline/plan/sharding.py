@@ -108,13 +108,14 @@ class Moment:
 
 
 def gather_schedule(
-    plan: ShardPlan, shapes: Sequence[ParamShape], *, recompute: bool, backward: bool = True
+    plan: ShardPlan, shapes: Sequence[ParamShape], *, checkpointing: bool | str, backward: bool = True
 ) -> tuple[Moment, ...]:
     """Returns what a micro-step does with weights that are sharded, the same on all ranks.
 
     The moments are where the forward enters each part (`parts_of`), its end, where the backward enters each part, the last first,
-    and its end: the part that the forward enters at moment p, the backward leaves at moment -1 - p. recompute: layers are computed
-    again in backward, with their embeddings; matrices are needed there in any case. backward False: a forward alone.
+    and its end: the part that the forward enters at moment p, the backward leaves at moment -1 - p. checkpointing: the
+    rung; layers that are computed again look up their embeddings again, and matrices are needed in any case. backward False: a
+    forward alone.
     """
     parts = parts_of(shapes)
     after = 1 + _num_layers(shapes)  # the last part
@@ -126,7 +127,7 @@ def gather_schedule(
         for param in (placement.param for placement in bucket.placements):
             part = parts[param.name]
             forward[part].add(number)
-            if param.group == MATRIX or (recompute and 0 < part < after):
+            if param.group == MATRIX or (checkpointing is True and 0 < part < after):
                 back[after - part].add(number)
     needs = forward + (back if backward else [])
     moments, live, until = [], set[int](), 0

@@ -15,7 +15,7 @@ from paceline.errors import Change, PlanError
 from paceline.plan.activations import MemorySetup
 from paceline.plan.estimate import Calibrate, MemoryEstimate, estimate_memory
 from paceline.plan.machine import Machine
-from paceline.plan.shapes import model_of_depth
+from paceline.plan.shapes import RUNGS, model_of_depth
 from paceline.units import MIB, format_bytes, format_number_of
 
 PROFILES = {"conservative": 0.48, "balanced": 0.65, "aggressive": 0.90}  # of the device's memory
@@ -97,16 +97,16 @@ class Solver:
         return not self.too_large(setup)
 
     def relaxations(self, setup: MemorySetup) -> Iterator[MemorySetup]:
-        """Yields the setup, then ever smaller loss chunks, then checkpointing: with equal rows, each slower than the one before."""
+        """Yields the setup, then smaller loss chunks, then checkpointing: with equal rows, each slower than the one before."""
         yield setup
         smaller = setup
         while self.logits and smaller.logits_budget_bytes // 2 >= SMALLEST_LOGITS_MIB * MIB:
             smaller = replace(smaller, logits_budget_bytes=smaller.logits_budget_bytes // 2)
             yield smaller
-        if self.checkpointing and not setup.activation_checkpointing:
-            yield replace(setup, activation_checkpointing=True)
+        for rung in RUNGS[RUNGS.index(setup.activation_checkpointing) + 1 :] if self.checkpointing else ():
+            yield replace(setup, activation_checkpointing=rung)
             if smaller is not setup:
-                yield replace(smaller, activation_checkpointing=True)
+                yield replace(smaller, activation_checkpointing=rung)
 
     def with_rows(self, setup: MemorySetup, rows: int) -> MemorySetup:
         """Returns the setup with this device_batch_size, and as many micro-steps as its rows then need."""
@@ -175,7 +175,8 @@ def choose_fit(
     if fitting.logits_budget_bytes != setup.logits_budget_bytes:
         notes.append(f"loss in chunks of {format_bytes(fitting.logits_budget_bytes)}, {rows}")
     if fitting.activation_checkpointing and not setup.activation_checkpointing:
-        notes.append(f"activation checkpointing, {rows}: blocks are computed twice, 4/3 of their time")
+        again = {"relu": "MLPs' ReLU^2 is", "mlp": "MLPs are", True: "blocks are"}
+        notes.append(f"activation checkpointing, {rows}: {again[fitting.activation_checkpointing]} computed twice")
     if not solver.rows and config.memory_share is not None:
         notes.append(f"device_batch_size is set to {config.device_batch_size}, so memory_share chooses nothing")
     return SizedSetup(fitting, estimate(fitting), share if solver.rows else None, tuple(notes))

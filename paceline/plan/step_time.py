@@ -28,7 +28,6 @@ from paceline.units import MIB
 HIDDEN_SHARE = {"cuda": 0.8, "cpu": 0.0}
 DDP_BUCKETS = 8  # of 25 MiB: only the last is waited for
 BACKWARD_SHARE = 2 / 3
-RECOMPUTED = 4 / 3  # a layer's forward is done twice
 SMALLEST_SPREAD = 0.03
 LIMITS = {
     "compute": ("matmuls", "attention", *(row.title for row in ALGORITHMS.values() if row.whole), "loss"),
@@ -55,7 +54,7 @@ class StepSetup:
     shard: str
     device_batch_size: int
     grad_accum_steps: int
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool | str = False
     logits_budget_bytes: int = LOGITS_MIB * MIB
     compile: bool | None = None
     attention: str = "sdpa"
@@ -80,6 +79,12 @@ class StepSetup:
         return self.tokens * self.grad_accum_steps * self.world_size
 
     @property
+    def checkpointed(self) -> str:
+        """What of the key activation checkpointing is: the rung, where it is not the highest."""
+        rung = self.activation_checkpointing
+        return "" if rung is False else f"{rung} checkpointed ".removeprefix("True ")
+
+    @property
     def key(self) -> str:
         """The name under which plan/speeds.py keeps how long such a step really took."""
         m = self.model
@@ -87,7 +92,7 @@ class StepSetup:
             f"d{m.n_layer} {m.n_embd} {m.n_head}/{m.n_kv_head} x {m.sequence_len} v{m.vocab_size} {m.window_pattern}"
         )
         batch = f"{self.device_batch_size} x {self.grad_accum_steps} x {self.world_size}"
-        how = f"{'checkpointed ' if self.activation_checkpointing else ''}{'compiled' if self.compiled else 'eager'}"
+        how = f"{self.checkpointed}{'compiled' if self.compiled else 'eager'}"
         return f"{shape}, {batch}, {self.precision} {self.optimizer} {self.shard} {how}"
 
 
@@ -130,7 +135,7 @@ def step_time(setup: StepSetup) -> StepTime:
     whole_s = sum(optimizer.get(row.title, 0.0) for row in ALGORITHMS.values() if row.whole)
     gradients_s, weights_s, hidden_s = _message_seconds(setup, micro_s=sum(micro.values()), whole_s=whole_s)
     computed = sum(device_parts.values())
-    passes = RECOMPUTED if setup.activation_checkpointing else 1.0
+    passes, *_ = forward_passes(setup.model, setup.activation_checkpointing)
     host_micro_s = passes * setup.model.n_layer * speeds.host["layer"] + speeds.host["micro_step"]
     host = setup.grad_accum_steps * host_micro_s
     waiting_host = host if setup.device == "cpu" else max(0.0, host - computed)
@@ -189,7 +194,7 @@ def _sum_parts(setup: StepSetup, speeds: Speeds, parts: Mapping[str, float], hid
 def micro_step_parts(setup: StepSetup, speeds: Speeds) -> dict[str, float]:
     """Returns the device's seconds for one forward and backward, by part."""
     model, tokens, width = setup.model, setup.tokens, setup.model.n_embd
-    passes = RECOMPUTED if setup.activation_checkpointing else 1.0
+    attention, products, elementwise = forward_passes(model, setup.activation_checkpointing)
     kv_width = model.n_kv_head * model.head_dim
 
     def seconds(name: str, amount: float, size: float = 1.0, *, in_precision: bool = True) -> float:
@@ -202,18 +207,29 @@ def micro_step_parts(setup: StepSetup, speeds: Speeds) -> dict[str, float]:
     tables = 1 + sum(has_value_embed(layer, model.n_layer) for layer in range(model.n_layer))
     moved = _extra_chunks(setup) * vocab * width * (12 if setup.precision != "fp32" else 8)
     return {
-        "matmuls": passes * seconds("linear", 6 * tokens * model.n_layer * layer_weights(model), width),
-        "attention": passes
+        "matmuls": products * seconds("linear", 6 * tokens * model.n_layer * layer_weights(model), width),
+        "attention": attention
         * (
             seconds("attention_dots", 12 * pairs * model.head_dim, model.sequence_len)
             + seconds("attention_pairs", pairs, model.sequence_len)
         ),
-        "elementwise": passes * seconds("pointwise", model.n_layer * elements, elements),
+        "elementwise": elementwise * seconds("pointwise", model.n_layer * elements, elements),
         "loss": seconds("head", 6 * elements * vocab, width)
         + seconds("logits", tokens * vocab, vocab)
         + seconds("copy", moved, in_precision=False),
         "embeddings": seconds("table", tables * (vocab + tokens) * kv_width, in_precision=False),
     }
+
+
+def forward_passes(model: ModelConfig, rung: bool | str) -> tuple[float, float, float]:
+    """Returns by how much activation checkpointing lengthens attention, products and elementwise ops.
+
+    A forward is a third of a layer's work. Of an MLP the first product and ReLU^2, a quarter of the elementwise ops, are repeated.
+    """
+    if rung is True:
+        return 4 / 3, 4 / 3, 4 / 3
+    product = 4 * model.n_embd**2 / layer_weights(model) if rung == "mlp" else 0.0
+    return 1.0, 1 + product / 3, 1 + (1 / 4 if rung else 0.0) / 3
 
 
 def _extra_chunks(setup: StepSetup) -> int:
@@ -300,7 +316,7 @@ def sending_seconds(setup: StepSetup) -> tuple[float, float, int]:
         shard=setup.shard,
         precision=setup.precision,
         grad_accum_steps=setup.grad_accum_steps,
-        recompute=setup.activation_checkpointing,
+        checkpointing=setup.activation_checkpointing,
     )
     share, link = (setup.world_size - 1) / setup.world_size, setup.link
 

@@ -277,9 +277,9 @@ class FullyShardedOptimizer(ShardedOptimizer):
     def __init__(self, model: nn.Module, shapes: tuple[ParamShape, ...], *args: Any, **options: Any):
         """Makes the model call this optimizer wherever its forward enters a part."""
         super().__init__(model, shapes, *args, **options)
-        plan, recompute = self._shard_plan(shapes), bool(model.activation_checkpointing)
-        self._micro_step = gather_schedule(plan, shapes, recompute=recompute)
-        self._forward = gather_schedule(plan, shapes, recompute=recompute, backward=False)
+        plan, rung = self._shard_plan(shapes), cast(bool | str, model.activation_checkpointing)
+        self._micro_step = gather_schedule(plan, shapes, checkpointing=rung)
+        self._forward = gather_schedule(plan, shapes, checkpointing=rung, backward=False)
         self._gathered = cast(list[GatheredBucket], self._buckets)
         self._summing: tuple[int, ...] = ()  # buckets whose sums are under way
         model.passage = self._enter  # type: ignore[assignment]

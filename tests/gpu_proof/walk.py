@@ -266,7 +266,7 @@ def messages_of(plan: Plan) -> Messages:
     """Returns what the planner expects the ranks to send in a step."""
     names = ("world_size", "optimizer", "shard", "precision", "grad_accum_steps")
     shared = {name: getattr(plan, name) for name in names}
-    return step_messages(plan.model, recompute=plan.activation_checkpointing, **shared)
+    return step_messages(plan.model, checkpointing=plan.activation_checkpointing, **shared)
 
 
 def tokens(num_rows: int) -> SimpleNamespace:

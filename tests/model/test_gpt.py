@@ -87,7 +87,7 @@ def defined_loss(p, config, idx, targets):
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
 
 
-@pytest.mark.parametrize("activation_checkpointing", [False, True])
+@pytest.mark.parametrize("activation_checkpointing", [False, "relu", "mlp", True])
 @pytest.mark.parametrize("logits_budget_bytes", [1 << 28, 40_000])
 def test_loss_and_every_gradient_equal_the_definition(activation_checkpointing, logits_budget_bytes):
     model = make_gpt(activation_checkpointing=activation_checkpointing, logits_budget_bytes=logits_budget_bytes)

@@ -94,6 +94,8 @@ def test_a_smaller_plan_takes_fewer_rows_then_checkpointing_then_sharded_weights
     assert changes == [
         "device_batch_size 2 instead of 4, 64 micro-steps instead of 32",
         "device_batch_size 1 instead of 2, 128 micro-steps instead of 64",
+        "activation checkpointing (relu)",
+        "activation checkpointing (mlp)",
         "activation checkpointing",
         "shard full",
     ]

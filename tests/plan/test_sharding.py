@@ -187,15 +187,15 @@ def test_there_are_several_buckets_so_that_sending_overlaps_with_backward():
 def schedule_of(depth: int, world_size: int, **keys: object) -> tuple[ShardPlan, tuple[Moment, ...]]:
     shapes = shapes_of(depth)
     plan = shard_plan(shapes, world_size=world_size, optimizer=keys.pop("optimizer", "muon"), shard="full")
-    return plan, gather_schedule(plan, shapes, **{"recompute": False} | keys)
+    return plan, gather_schedule(plan, shapes, **{"checkpointing": False} | keys)
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
-@pytest.mark.parametrize("recompute", [False, True])
-def test_weights_are_there_where_they_are_needed_and_freed_after_it(world_size, optimizer, recompute):
+@pytest.mark.parametrize("rung", [False, "mlp", True])
+def test_weights_are_there_where_they_are_needed_and_freed_after_it(world_size, optimizer, rung):
     for depth in DEPTHS:
-        plan, schedule = schedule_of(depth, world_size, optimizer=optimizer, recompute=recompute)
+        plan, schedule = schedule_of(depth, world_size, optimizer=optimizer, checkpointing=rung)
         parts = parts_of(shapes_of(depth))
         live, waited = set(), set()
         for at, moment in enumerate(schedule):
@@ -209,8 +209,8 @@ def test_weights_are_there_where_they_are_needed_and_freed_after_it(world_size, 
                 for param in (placement.param for placement in bucket.placements):
                     in_forward = at == parts[param.name]
                     in_backward = at == len(schedule) - 2 - parts[param.name]
-                    recomputed = recompute and 0 < parts[param.name] <= depth
-                    if in_forward or (in_backward and (param.group == "matrix" or recomputed)):
+                    again = 0 < parts[param.name] <= depth and rung is True
+                    if in_forward or (in_backward and (param.group == "matrix" or again)):
                         assert number in moment.need
         assert not live
 

@@ -107,6 +107,7 @@ WAYS = {
     "bf16": {"precision": "bf16"},
     "AdamW": {"optimizer": "adamw"},
     "checkpointed": {"activation_checkpointing": True},
+    "MLPs checkpointed": {"activation_checkpointing": "mlp"},
     "compiled": {"compile": True},
 }
 

@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from paceline.model import gpt
 from paceline.plan.activations import (
     INT64,
+    GatheredBytes,
     MemorySetup,
     backward_parts,
     head_bytes,
@@ -48,6 +49,8 @@ SOAK_GRAPHS = {
     "bf16, replicated weights": compiled_setup(depth=2, precision="bf16", optimizer="adamw", shard="none"),
     "bf16, depth 8": compiled_setup(depth=8, precision="bf16"),
     "fp32, depth 4, shared keys": compiled_setup(depth=4, n_kv_head=2),
+    "bf16, MLPs checkpointed": compiled_setup(depth=3, precision="bf16", activation_checkpointing="mlp"),
+    "bf16, depth 4, ReLU checkpointed": compiled_setup(depth=4, precision="bf16", activation_checkpointing="relu"),
     "bf16, depth 6, checkpointed": compiled_setup(depth=6, precision="bf16", activation_checkpointing=True),
     "bf16, depth 4, wide heads": compiled_setup(depth=4, head_dim=128, precision="bf16", sequence_len=512),
     "the CPU's attention, long rows": compiled_setup(depth=2, device="cpu", sequence_len=640, device_batch_size=1),
@@ -185,6 +188,24 @@ SOAK_BLOCK_STEPS = {
         world_size=2,
         activation_checkpointing=True,
     ),
+    "bf16, ReLU checkpointed": compiled_setup(
+        depth=4,
+        precision="bf16",
+        sequence_len=256,
+        vocab_size=128,
+        logits_budget_bytes=MIB,
+        world_size=2,
+        activation_checkpointing="relu",
+    ),
+    "bf16, MLPs checkpointed": compiled_setup(
+        depth=4,
+        precision="bf16",
+        sequence_len=256,
+        vocab_size=128,
+        logits_budget_bytes=MIB,
+        world_size=2,
+        activation_checkpointing="mlp",
+    ),
     "bf16, shared keys": compiled_setup(
         depth=4, precision="bf16", n_kv_head=1, sequence_len=256, vocab_size=128, logits_budget_bytes=MIB, world_size=2
     ),
@@ -197,6 +218,10 @@ SOAK_STEPS = {
     "bf16, depth 4, checkpointed": compiled_setup(
         depth=4, precision="bf16", sequence_len=256, device_batch_size=16, logits_budget_bytes=MIB,
         activation_checkpointing=True,
+    ),
+    "bf16, depth 4, MLPs checkpointed": compiled_setup(
+        depth=4, precision="bf16", sequence_len=256, device_batch_size=16, logits_budget_bytes=MIB,
+        activation_checkpointing="mlp",
     ),
 }  # fmt: skip
 
@@ -242,7 +267,8 @@ def check_step(setup: MemorySetup, monkeypatch) -> None:
     kept = kept_by_layer(setup)
     planned = stem_bytes(setup, compiled=True) - tokens + sum(kept) + head_bytes(setup) + loss_bytes(setup)[0]
     assert planned == pytest.approx(before_backward, rel=0.02)
-    backward = backward_parts(setup, kept, before=0, fresh=setup.world_size == 1)
+    nothing = [GatheredBytes()] * (setup.model.n_layer + 2)
+    backward = backward_parts(setup, kept, before=0, fresh=setup.world_size == 1, gathered=nothing)
     tolerance = 0.1 if setup.activation_checkpointing else 0.05
     assert sum(backward.values()) - tokens == pytest.approx(fullest, rel=tolerance)
 

@@ -155,9 +155,13 @@ def drawn_setup(draw: random.Random) -> MemorySetup:
         device_batch_size=draw.choice([1, 2, 4, 8, 16, 32]),
         grad_accum_steps=draw.choice([1, 2, 5]),
         logits_budget_bytes=draw.choice([32, 128, 512, 2048]) * MIB,
-        activation_checkpointing=draw.random() < 0.3,
+        activation_checkpointing=draw_rung(draw.random()),
         attention=kernel,
     )
+
+
+def draw_rung(number: float) -> bool | str:
+    return True if number < 0.3 else "mlp" if number < 0.45 else "relu" if number < 0.6 else False
 
 
 def sharded_grid(count: int, *, seed: int, most_ops: int) -> list[MemorySetup]:

@@ -139,8 +139,7 @@ class Parameter:
     def expected(self) -> str:
         """'an integer from 1 to 512', 'one of fp32, bf16, fp16', 'true or false' ..."""
         text = {bool: "true or false", int: "an integer", float: "a number"}.get(self.kinds[0], "text")
-        names = ("true", "false", *self.choices) if self.is_switch else self.choices
-        text = f"one of {', '.join(names)}" if self.choices else text
+        text = f"one of {', '.join(('true', 'false') * self.is_switch + self.choices)}" if self.choices else text
         form = "{:,}" if int in self.kinds else "{:g}"
         text += f" from {form.format(self.low)}" if self.low > -math.inf else ""
         text += f" to {form.format(self.high)}" if self.high < math.inf else ""
@@ -153,9 +152,7 @@ class Parameter:
         if not text and not (self.default == "" and self.kinds == (str,)):
             raise UsageError(f"{self.title} is empty", fix="give it a value, or leave it out")
         try:
-            kind: Any = self.kinds[0]
-            is_choice = kind is bool and text in self.choices
-            kind = str if is_choice else kind
+            kind: Any = str if text in self.choices else self.kinds[0]
             value = BOOLEANS[text.lower()] if kind is bool else kind(text.replace(",", "") if kind is int else text)
         except (ValueError, KeyError):
             fix = self.usage if self.is_switch else f"{self.title} {self.example}"

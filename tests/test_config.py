@@ -63,7 +63,7 @@ def test_a_switch_may_have_choices_besides():
         assert parse_flags(["--activation-checkpointing", text])[1] == {"activation_checkpointing": value}
     assert parse_flags(["--activation-checkpointing", "--depth", "2"])[1]["activation_checkpointing"] is True
     with pytest.raises(UsageError, match="half is not one of true, false, relu, mlp, or auto"):
-        parse_flags(["--activation-checkpointing", "half"])
+        parse_flags(["--activation-checkpointing=half"])
 
 
 def test_numbers_may_be_grouped():

@@ -140,7 +140,7 @@ class Block(nn.Module):
         super().__init__()
         self.attn = Attention(config, layer)
         self.mlp = MLP(config)
-        self.again = activation_checkpointing  # what is computed again in backward
+        self.checkpointing = activation_checkpointing
 
     def forward(
         self, x: Tensor, x0: Tensor, ve: Tensor | None, lambdas: Pair, rotary: Pair, mask: Mask, cache: KVCache | None
@@ -152,10 +152,10 @@ class Block(nn.Module):
         # the scalars let each layer choose how much of the stream it keeps, and how much of the bare token it sees again
         x = mix(x, x0, *lambdas)
         x = x + self.attn(rms_norm(x), ve, rotary, mask, cache)
-        normed, again = rms_norm(x), self.again if torch.is_grad_enabled() else None
-        if again == "relu":
+        normed, rung = rms_norm(x), self.checkpointing if torch.is_grad_enabled() else False
+        if rung == "relu":
             return x + cast(Tensor, save_inputs(self.mlp.second, self.mlp.c_fc(normed)))
-        return x + cast(Tensor, save_inputs(self.mlp, normed) if again == "mlp" else self.mlp(normed))
+        return x + cast(Tensor, save_inputs(self.mlp, normed) if rung == "mlp" else self.mlp(normed))
 
 
 class GPT(nn.Module):

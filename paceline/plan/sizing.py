@@ -175,8 +175,8 @@ def choose_fit(
     if fitting.logits_budget_bytes != setup.logits_budget_bytes:
         notes.append(f"loss in chunks of {format_bytes(fitting.logits_budget_bytes)}, {rows}")
     if fitting.activation_checkpointing and not setup.activation_checkpointing:
-        again = {"relu": "MLPs' ReLU^2 is", "mlp": "MLPs are", True: "blocks are"}
-        notes.append(f"activation checkpointing, {rows}: {again[fitting.activation_checkpointing]} computed twice")
+        repeats = {"relu": "MLPs' ReLU^2 is", "mlp": "MLPs are", True: "blocks are"}
+        notes.append(f"activation checkpointing, {rows}: {repeats[fitting.activation_checkpointing]} computed twice")
     if not solver.rows and config.memory_share is not None:
         notes.append(f"device_batch_size is set to {config.device_batch_size}, so memory_share chooses nothing")
     return SizedSetup(fitting, estimate(fitting), share if solver.rows else None, tuple(notes))

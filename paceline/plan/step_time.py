@@ -295,7 +295,8 @@ def _message_seconds(setup: StepSetup, *, micro_s: float, whole_s: float) -> tup
         width, grad_width = ELEMENT_BYTES[setup.precision], NARROW if setup.precision == "bf16" else FP32
         forward_s = summing * width / grad_width
         hidden_s = hidden_share * setup.grad_accum_steps * micro_s
-        weights = max(forward_s / num_sums, forward_s - (1 - BACKWARD_SHARE) * hidden_s)
+        first_s = setup.grad_accum_steps * forward_s / num_sums  # each micro-step begins with a message
+        weights = max(first_s, forward_s - (1 - BACKWARD_SHARE) * hidden_s)
         backward_s = summing + gathering - forward_s
         gradients = max(summing / num_sums, backward_s - BACKWARD_SHARE * hidden_s)
         return gradients, weights, summing + gathering - gradients - weights

@@ -40,8 +40,8 @@ def item(micro_steps: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return micro_steps_and_loss
 
 
-def cpu_tables(rotary: Callable[..., gpt.Rotary]) -> Callable[..., gpt.Rotary]:
-    def rotary_on_cpu(self: gpt.GPT, start: int, end: int, device: torch.device) -> gpt.Rotary:
+def cpu_tables(rotary: Callable[..., gpt.Pair]) -> Callable[..., gpt.Pair]:
+    def rotary_on_cpu(self: gpt.GPT, start: int, end: int, device: torch.device) -> gpt.Pair:
         return rotary(self, start, end, torch.device("cpu"))
 
     return rotary_on_cpu
@@ -109,8 +109,8 @@ def copied_logits(capped_nats_: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return capped_nats_and_write
 
 
-def forgotten_tables(rotary: Callable[..., gpt.Rotary]) -> Callable[..., gpt.Rotary]:
-    def rotary_again(self: gpt.GPT, start: int, end: int, device: torch.device) -> gpt.Rotary:
+def forgotten_tables(rotary: Callable[..., gpt.Pair]) -> Callable[..., gpt.Pair]:
+    def rotary_again(self: gpt.GPT, start: int, end: int, device: torch.device) -> gpt.Pair:
         self.rotary_tables = {}
         return rotary(self, start, end, device)
 

@@ -75,7 +75,7 @@ def start_run(config: Config, options: TrainOptions) -> int:
     started, services = time.monotonic(), checked_services(options)
     check_config(config)
     entries, config = hosts_of(config)
-    check_host_options(os.environ, options, num_hosts=len(entries))
+    check_host_options(os.environ, options, num_hosts=len(entries), rejoin=options.rejoin)
     if not entries:  # refuses what cannot run before any text is read
         measured = measured_here(cache_dir(config))
         make_plan(config, probe_machine(), vocab_size=config.vocab_size, num_rows=0, measured=measured)
@@ -116,7 +116,7 @@ def resume_run(run: RunDir, options: ResumeOptions) -> int:
     new_run = f"start a new run with it: paceline train {run.config_toml} --name NEW"
     config, plan_before = changed_run(run, options.keys, otherwise=new_run)
     entries, config = hosts_of(config)
-    check_host_options(os.environ, options, num_hosts=len(entries))
+    check_host_options(os.environ, options, num_hosts=len(entries), rejoin=options.rejoin)
     reaches = reach_early(entries, config.python, options)
     with start_check(config, run, options, command="resume", entries=entries) as check:
         dataset = reopen_data(run, config)

@@ -79,7 +79,7 @@ TROUBLE = re.compile(
     r"|no such|not found|not supported|timed? ?out|out of memory|panic|crash|\bXid\b|\bNVRM: (?!loading)"
 )
 TROUBLE_AT_END = re.compile(  # of a log, where nothing shows that the program went on
-    r"(?i)terminat|usage:|\*\*\* |stuck|\bhangs?\b|waiting for (?:all|other|rank|worker|peer|client|node)"
+    r"(?i)terminat|usage:|\*\*\* |NCCL WARN |stuck|\bhangs?\b|waiting for (?:all|other|rank|worker|peer|client|node)"
 )
 # a count of none, a measure, the end of a tracker, a test of failures, a search for what is optional, a fallback
 NO_TROUBLE = re.compile(
@@ -206,6 +206,9 @@ def culprit_rank(
     same_cause = [other for other in candidates if other.cause.id == event.cause.id]
     if event.cause.id in WAITING:
         return late_rank(same_cause, logs, hang=hang)
+    named = {rank_in_text(other) for other in same_cause} - {None}
+    if len(named) == 1:
+        return named.pop()
     ranks = [other.record.rank for other in (event, *same_cause) if other.record.rank is not None]
     blamed = rank_blamed_by_launcher(logs)
     if ranks and (blamed is None or len({*ranks}) == 1):

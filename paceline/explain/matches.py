@@ -219,8 +219,8 @@ def culprit_rank(
     if event.record.kind not in ("exit", "signal"):
         log = logs[event.place[0]]
         left = first_to_leave(event, log) if event.record.kind == "exception" else None
-        found = (left, rank_of_device(event.record, logs), only_failing_rank(logs), rank_of_process(log))
-        return next((rank for rank in found if rank is not None), None)
+        ranks_found = (left, rank_of_device(event.record, logs), only_failing_rank(logs), rank_of_process(log))
+        return next((rank for rank in ranks_found if rank is not None), None)
     # a killed rank prints nothing; the ranks that lost it do
     return only_silent_rank({other.record.rank for other in candidates if other.cause.follows is True}, logs)
 

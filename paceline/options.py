@@ -77,7 +77,6 @@ class HostOptions(Options):
     """What happens to a run of several hosts."""
 
     min_hosts: int = option(1, "go on while as many hosts remain", low=1, high=1024, group="hosts")
-    rejoin: bool = option(True, "leave out a host that was lost, even if it answers again")
     env: tuple[str, ...] = option(
         (),
         "send these variables to the other hosts too, such as HF_TOKEN,WANDB_API_KEY; else only paceline's",
@@ -94,7 +93,13 @@ class LaunchOptions(Recovery, Services, HostOptions):
     health_every_s: float = option(2.0, "seconds between health samples of the host; 0: no samples", low=0, high=86_400)
 
 
-class TrainOptions(LaunchOptions, ConfigOptions):
+class RejoinOption(Options):
+    """Whether a lost host comes back. A script's does not: nobody knows where it could begin again."""
+
+    rejoin: bool = option(True, "leave out a host that was lost, even if it answers again", group="hosts")
+
+
+class TrainOptions(LaunchOptions, RejoinOption, ConfigOptions):
     """Train a GPT; without CONFIG, a small one on text that is always at hand.
 
     Plans, prepares the text, starts one process for each device, trains, and leaves everything in runs/NAME. A failure that is
@@ -105,7 +110,7 @@ class TrainOptions(LaunchOptions, ConfigOptions):
     """
 
 
-class ResumeOptions(LaunchOptions):
+class ResumeOptions(LaunchOptions, RejoinOption):
     """Continue a run from its last good checkpoint, on any number of devices.
 
     A larger --num-steps extends a finished run; its learning rates are then computed for the whole new length. Keys that

@@ -12,7 +12,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, islice
 
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import LogProgress, Record, RecordKind
@@ -41,7 +41,8 @@ FIRST_RECORDS, LAST_RECORDS = 2000, 1000  # stored of a log with more errors
 FIRST_SELECTED, LAST_SELECTED = 6000, 3000  # lines parsed of a log in which nearly every line has an error word
 LAST_LINES = 8  # stored for a failure that is not in the catalogue
 PROGRESS_LINES = 60  # searched for a step before a selected line
-SAMPLED_LINES = 20  # of those before them: where steps begin again, a new curve begins
+SAMPLED_LINES, LATE_SAMPLES = 20, 3  # of those before them: where steps begin again, a new curve begins
+LATE = 100_000  # lines into a log: it has enough samples, and later blocks give fewer
 
 # in every line that reports a step, a loss or the end of the work, and in the rows of a table of numbers
 PROGRESS_WORD = re.compile(
@@ -87,6 +88,7 @@ class Log:
     last_steps: Mapping[int, int] = field(default_factory=dict)  # by rank, of lines that have a rank
     ranks: frozenset[int] = frozenset()  # whose lines were parsed
     losses: tuple[LossPoint, ...] = ()  # of one rank, a part of them in a long log
+    held_out: tuple[LossPoint, ...] = ()  # likewise, of evaluations
     problem: str = ""  # why the log could not be read whole
 
 
@@ -124,6 +126,9 @@ class LogParser:
         self._number = 0  # of the last line
         self._pending = 0  # lines at the start of the next block that follow a selected one
         self._progress = ProgressTracker()
+        self._waiting: deque[tuple[int, bytes]] = deque(
+            maxlen=PROGRESS_LINES
+        )  # skipped last; parsed before the next event
         self._ranks: set[int] = set() if rank is None else {rank}
         self._tail: deque[tuple[int, str]] = deque(maxlen=LAST_LINES)
         self._banner_rank: int | None = None
@@ -138,7 +143,7 @@ class LogParser:
         before = -1
         for at in (*selected, len(lines)):
             if at != before + 1:
-                self._skip(lines, numbers, range(before + 1, at))
+                self._skip(lines, numbers, range(before + 1, at), has_evaluations=b"val" in block)
             if at < len(lines) and self._num_parsed < FIRST_SELECTED:
                 self._num_parsed += 1
                 for part in split_line(lines[at]):
@@ -155,6 +160,7 @@ class LogParser:
         self._number = numbers[-1]
 
     def finish(self) -> Log:
+        self._read_waiting()
         before = 0
         for number, raw in self._late:
             if number > before + 1:
@@ -171,6 +177,7 @@ class LogParser:
             last_steps=self._progress.steps_by_rank,
             ranks=frozenset(self._ranks),
             losses=self._progress.losses,
+            held_out=self._progress.held_out,
         )
 
     def _split(self, block: bytes) -> tuple[bytes, list[bytes], Sequence[int]]:
@@ -183,25 +190,39 @@ class LogParser:
         lines = [part for parts in states for part in parts]
         return b"\n".join(lines), lines, numbers
 
-    def _skip(self, lines: list[bytes], numbers: Sequence[int], gap: range) -> None:
-        """Skips lines without an error word, except for progress lines at the end of the gap, some before, and the log's first."""
+    def _skip(self, lines: list[bytes], numbers: Sequence[int], gap: range, *, has_evaluations: bool) -> None:
+        """Skips lines without an error word but progress at the gap's end, some before, evaluations, and the log's first."""
         self._add(self._tracebacks.flush())
+        if self._progress.first_step is None:
+            self._read_waiting()
         start = max(gap.start, gap.stop - PROGRESS_LINES)
         first = gap.start + PROGRESS_LINES if self._progress.first_step is None else gap.start
-        between = range(first, start, 1 + max(0, start - first) // SAMPLED_LINES)
-        searched = [*range(gap.start, min(first, start)), *between, *range(start, gap.stop)]
-        for at in searched:
-            for part in unwrap_json(lines[at]) if PROGRESS_WORD.search(lines[at]) else ():
-                text, bar = strip_bars(strip_escapes(part[:MAX_LINE_CHARS].decode("utf-8", "replace")))
-                self._progress.add(numbers[at], split_prefix(text), bar)
+        samples = max(LATE_SAMPLES, SAMPLED_LINES * LATE // max(LATE, self._number))
+        between: Sequence[int] = range(first, start, 1 + max(0, start - first) // samples)
+        if has_evaluations:
+            evaluations = (at for at in range(first, start) if b"val" in lines[at])
+            between = sorted({*between, *islice(evaluations, samples)})
+        for at in (*range(gap.start, min(first, start)), *between):
+            self._read_progress(numbers[at], lines[at])
+        self._waiting.extend((numbers[at], lines[at]) for at in range(start, gap.stop))
+
+    def _read_waiting(self) -> None:
+        while self._waiting:
+            self._read_progress(*self._waiting.popleft())
+
+    def _read_progress(self, number: int, raw: bytes) -> None:
+        for part in unwrap_json(raw) if PROGRESS_WORD.search(raw) else ():
+            text, bar = strip_bars(strip_escapes(part[:MAX_LINE_CHARS].decode("utf-8", "replace")))
+            self._progress.add(number, split_prefix(text), bar)
 
     def _parse(self, number: int, raw: bytes) -> None:
+        self._read_waiting()
         text, bar = strip_bars(decode_line(raw))
         if text.startswith(("│", "╭", "╰", "┃")):  # the box around rich's traceback
             text = text.strip("│┃╭╮╰╯─ ").replace("❱", " ")
         line = split_prefix(text)
         if line.rank is None and self._rank is not None:
-            line = LogLine(line.text, self._rank, line.host, line.time, line.stream)
+            line = replace(line, rank=self._rank)
         if line.rank is not None and len(self._ranks) < MAX_RANKS:
             self._ranks.add(line.rank)
         progress_lines = self._progress.lines
@@ -234,7 +255,7 @@ class LogParser:
         kind: RecordKind = "signal" if SIGNAL.search(english) else "exit" if EXIT.search(text) else "line"
         if FORWARDED.search(text) or BANNER_LINE.match(text) or BANNER_HOST.match(text) or BANNER_RANK.match(text):
             kind = "banner"
-        return Record(kind, text, number, rank, host, line.time, step, source=self._source)
+        return Record(kind, text, number, rank, host, line.time, step, source=self._source, device=line.device)
 
     def _add(self, records: list[Record]) -> None:
         for record in records:

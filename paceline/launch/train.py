@@ -66,7 +66,7 @@ PUBLISH_S = 1.0
 # keys that shape weights or choose rows: a run cannot change them and still be the same run
 FIXED_KEYS = (
     "name", "runs_dir", "seed", "data", "tokenizer", "vocab_size", "depth", "n_embd", "head_dim", "n_kv_head", "sequence_len",
-    "total_batch_size", "optimizer", "shard",
+    "total_batch_size", "optimizer", "shard", "packing",
 )  # fmt: skip
 
 
@@ -75,7 +75,7 @@ def start_run(config: Config, options: TrainOptions) -> int:
     started, services = time.monotonic(), checked_services(options)
     check_config(config)
     entries, config = hosts_of(config)
-    check_host_options(os.environ, options, num_hosts=len(entries))
+    check_host_options(os.environ, options, num_hosts=len(entries), rejoin=options.rejoin)
     if not entries:  # refuses what cannot run before any text is read
         measured = measured_here(cache_dir(config))
         make_plan(config, probe_machine(), vocab_size=config.vocab_size, num_rows=0, measured=measured)
@@ -116,7 +116,7 @@ def resume_run(run: RunDir, options: ResumeOptions) -> int:
     new_run = f"start a new run with it: paceline train {run.config_toml} --name NEW"
     config, plan_before = changed_run(run, options.keys, otherwise=new_run)
     entries, config = hosts_of(config)
-    check_host_options(os.environ, options, num_hosts=len(entries))
+    check_host_options(os.environ, options, num_hosts=len(entries), rejoin=options.rejoin)
     reaches = reach_early(entries, config.python, options)
     with start_check(config, run, options, command="resume", entries=entries) as check:
         dataset = reopen_data(run, config)
@@ -246,7 +246,9 @@ def run_training(
         save_check(job.run, checked)
     num_tokens = {name: format_count(facts["num_tokens"]) for name, facts in dataset.meta["splits"].items()}
     cached = ", prepared before" if dataset.reused else ""
-    sizes = f"{num_tokens['train']} tokens to train on, {num_tokens['val']} held out{cached}"
+    left_out = dataset.split("train", job.config.packing).left_out(plan.model.sequence_len)
+    packed = f" ({left_out:.0%} of them left out by best-fit packing)" if left_out else ""
+    sizes = f"{num_tokens['train']} tokens to train on{packed}, {num_tokens['val']} held out{cached}"
     plan_lines = format_plan(plan, source=f"{dataset.meta['source']}: {sizes}")
     harms = harm_lines(plan_env(plan, libuv=job.libuv)[1])
     job.show([*plan_lines, f"run     {job.run.path}", *harms, ""])
@@ -280,7 +282,7 @@ def planner(dataset: TokenDataset) -> MakePlan:
     """Returns the function that plans a config for a machine and this text. It raises PlanError where nothing fits."""
 
     def make(config: Config, machine: Machine) -> Plan:
-        num_rows, cache = dataset.split("train").num_rows(config.sequence_len), cache_dir(config)
+        num_rows, cache = dataset.split("train", config.packing).num_rows(config.sequence_len), cache_dir(config)
         vocab_size: int = dataset.meta["vocab_size"]
         return forecast(config, machine, cache=cache, vocab_size=vocab_size, num_rows=num_rows).plan
 

@@ -97,7 +97,7 @@ def write_sample(run: RunDir, model: GPT, dataset: TokenDataset, *, step: int, s
     if rank and not together:
         return
     tokenizer = Tokenizer.load(dataset.tokenizer_json)
-    held_out = dataset.split("val")
+    held_out = dataset.split("val", "stream")
     middle = held_out.num_tokens // 2
     prompt = held_out.tokens(middle, min(middle + SAMPLE_PROMPT_TOKENS, held_out.num_tokens)).tolist()
     tokens: list[int] = []
@@ -157,7 +157,7 @@ def evaluate_run(
     """Returns val_bpb of a checkpoint on the held-out part of `dataset`, which the run's own tokenizer has encoded."""
     config, _ = load_config(run.config_toml, {})
     model, reader = load_model(run, step=step, device=device)
-    split, tokenizer = dataset.split("val"), Tokenizer.load(run.tokenizer_json)
+    split, tokenizer = dataset.split("val", config.packing), Tokenizer.load(run.tokenizer_json)
     plan = Plan.from_json(run.plan_json.read_text())
     max_tokens = max_tokens or choose_eval_tokens(
         config, num_steps=plan.num_steps, total_batch_size=plan.total_batch_size

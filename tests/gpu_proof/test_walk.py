@@ -4,6 +4,7 @@ The worker's steps and evaluations on a card that is not there: graphs, waits, c
 Every claim is shown to be one that can fail: the walk of a version with that fault is refused by the same check.
 """
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,11 +21,13 @@ EAGER = {"compile": False, "window_pattern": "L"}
 SHORT = EAGER | {"gpus": 8}  # a step of one micro-step
 COMPILED = {"rounds": 2}
 STEP = {"phases": ["step"]}
+BY_LAYER = COMPILED | STEP | {"gpus": 2, "depth": 4, "window_pattern": "SSSL"}
 FIRST_RANKS = {f"rank 0 of {gpus}": EAGER | {"gpus": gpus} for gpus in WORLD_SIZES}
-OTHER_RANKS = {
+LAST_RANKS = {f"rank {gpus - 1} of {gpus}": EAGER | STEP | {"gpus": gpus, "rank": gpus - 1} for gpus in WORLD_SIZES[1:]}
+RANKS_BETWEEN = {
     f"rank {rank} of {gpus}": EAGER | STEP | {"gpus": gpus, "rank": rank}
     for gpus in WORLD_SIZES
-    for rank in range(1, gpus)
+    for rank in range(1, gpus - 1)
 }
 FULL = EAGER | {"shard": "full", "depth": 3, "n_embd": 128}
 SHARDED = {
@@ -35,8 +38,11 @@ SHARDED = {
 SOUND = {
     "windows": COMPILED | {"phases": ["step", "evaluation", "sample"]},
     "checkpointing and grouped queries": COMPILED | {"activation_checkpointing": True, "n_kv_head": 1} | STEP,
+    "layers of rank 0 of 2": BY_LAYER,
+    "layers of rank 1 of 2": BY_LAYER | {"rank": 1},
+    "adamw": EAGER | STEP | {"gpus": 2, "optimizer": "adamw"},
     **FIRST_RANKS,
-    **OTHER_RANKS,
+    **LAST_RANKS,
     **SHARDED,
     "weights sharded, compiled": COMPILED | {"shard": "full", "gpus": 2, "phases": ["step", "evaluation", "sample"]},
     "weights sharded, checkpointing": FULL | STEP | {"gpus": 2, "activation_checkpointing": True},
@@ -44,6 +50,7 @@ SOUND = {
 ONE_LAYER = {"depth": 1}
 BROKEN = {
     "a graph break": ONE_LAYER | STEP,
+    "gradients sent at the end": EAGER | STEP | {"gpus": 2},
     "a short last batch": ONE_LAYER | {"phases": ["evaluation"]},
     "gradients in an evaluation": ONE_LAYER,
     "an .item() in the step": SHORT,
@@ -59,15 +66,21 @@ Facts = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def walks(tmp_path_factory) -> dict[str, Facts]:
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("card")
+
+
+@pytest.fixture(scope="module")
+def walks(folder) -> dict[str, Facts]:
     """The facts of every walk, by its name; all in one process, which imports the compiler once."""
     settings = SOUND | {name: keys | {"broken": name} for name, keys in BROKEN.items()}
-    facts = on_card(120, "gpu_proof.walk", *settings.values(), folder=tmp_path_factory.mktemp("card"))
-    return dict(zip(settings, facts, strict=True))
+    return dict(zip(settings, on_card(120, "gpu_proof.walk", *settings.values(), folder=folder), strict=True))
 
 
 # what each phase compiles the first time: the loss is outside of the model's graph, and a graph gives the nats their shape
 GRAPHS = {"step": ["forward", "capped_nats_"], "evaluation": ["forward", "capped_nats_", "rest of forward"]}
+# of four layers the first and the third share a graph; others have a value embedding, and the last one no window
+PARTS = ["stem", "forward", "forward", "forward", "backout", "capped_nats_"]
 BREAK = "Skip calling `torch.compiler.disable()`d function"  # before the loss
 
 
@@ -95,15 +108,12 @@ def check_dtypes(facts: Facts) -> None:
     assert facts["masters"] == ["torch.float32"]
 
 
-def check_collectives(ranks: list[Facts], *, gpus: int | None = None) -> None:
+def check_collectives(ranks: list[Facts], gpus: int) -> None:
     """The same on all ranks, and what the planner counts."""
     assert all(facts["error"] is None for facts in ranks)
     sent = [facts["step"]["collectives"] for facts in ranks]
     assert all(other == sent[0] for other in sent)
-    planned, extras = (
-        ranks[0]["messages"],
-        4 * (3 + (gpus or len(ranks))),
-    )  # nats, requests, squares, and a number for each rank
+    planned, extras = ranks[0]["messages"], 4 * (3 + gpus)  # nats, requests, squares, and a number for each rank
     assert of_kind(sent[0], "_reduce_scatter_base_") == planned["reduce_scatter"]
     assert sorted(of_kind(sent[0], "_allgather_base_")) == sorted(planned["all_gather"])
     assert of_kind(sent[0], "allreduce_") == [size + extras for size in planned["all_reduce"]]
@@ -111,6 +121,18 @@ def check_collectives(ranks: list[Facts], *, gpus: int | None = None) -> None:
 
 
 def check_overlap(facts: Facts) -> None:
+    """Gradients are sent while there is work left: lm_head's before the backward of the layers, the others' under it."""
+    assert facts["error"] is None
+    step = facts["step"]
+    sent = zip(step["collectives"], step["products_before"], strict=True)
+    begun = [before for (name, _), before in sent if name == "_reduce_scatter_base_"]
+    in_backward = sum(count for place, _, count in step["products"] if place == "backward") // facts["micro_steps"]
+    in_model = sum(count for place, _, count in step["products"] if place != "train/updates.py:orthogonalize")
+    assert in_model - begun[0] == in_backward  # all products of the layers' backward are to come
+    assert all(before < in_model for before in begun[:-1])  # but for the embeddings', which come last
+
+
+def check_gathers(facts: Facts) -> None:
     """Weights are sent while the part before works, all but the first part's, with which each micro-step begins."""
     assert facts["error"] is None
     order = facts["step"]["order"]
@@ -133,6 +155,22 @@ def test_a_compiled_model_is_one_graph_beside_the_loss_and_nothing_is_compiled_a
 def test_more_graphs_are_noticed(walks, name):
     with pytest.raises(AssertionError):
         check_graphs(walks[name])
+
+
+def test_beside_other_ranks_each_kind_of_layer_is_a_graph_without_breaks(walks):
+    facts = walks["layers of rank 0 of 2"]
+    assert facts["error"] is None and facts["breaks"] == []
+    assert facts["graphs"] == [["step", PARTS], ["step", []]]
+
+
+@pytest.mark.parametrize("name", ["rank 0 of 2", "adamw"])
+def test_gradients_are_sent_under_the_backward(walks, name):
+    check_overlap(walks[name])
+
+
+def test_gradients_that_are_sent_only_at_the_end_are_noticed(walks):
+    with pytest.raises(AssertionError):
+        check_overlap(walks["gradients sent at the end"])
 
 
 @pytest.mark.parametrize("name", ["windows", *FIRST_RANKS])
@@ -163,15 +201,27 @@ def test_other_dtypes_are_noticed(walks, name):
 
 
 @pytest.mark.parametrize("gpus", WORLD_SIZES)
-def test_all_ranks_send_the_same_in_the_same_order_as_many_bytes_as_planned(walks, gpus):
-    check_collectives([walks[f"rank {rank} of {gpus}"] for rank in range(gpus)])
+def test_the_first_and_the_last_rank_send_the_same_in_the_same_order_as_many_bytes_as_planned(walks, gpus):
+    check_collectives([walks[f"rank {rank} of {gpus}"] for rank in sorted({0, gpus - 1})], gpus)
+
+
+def test_compiled_ranks_send_what_eager_ones_do(walks):
+    check_collectives([walks[f"layers of rank {rank} of 2"] for rank in range(2)], 2)
+
+
+@pytest.mark.soak
+def test_the_ranks_between_send_the_same(walks, folder):
+    between = on_card(120, "gpu_proof.walk", *RANKS_BETWEEN.values(), folder=folder)
+    for keys, facts in zip(RANKS_BETWEEN.values(), between, strict=True):
+        check_collectives([walks[f"rank 0 of {keys['gpus']}"], facts], keys["gpus"])
+        check_dtypes(facts)
 
 
 @pytest.mark.parametrize("gpus", WORLD_SIZES[1:])
 def test_the_first_and_the_last_rank_gather_the_same_weights_in_the_same_order_as_many_bytes_as_planned(walks, gpus):
     ranks = [walks[f"weights, rank {rank} of {gpus}"] for rank in (0, gpus - 1)]
     check_collectives(ranks, gpus=gpus)
-    check_overlap(ranks[0])
+    check_gathers(ranks[0])
 
 
 def test_recomputed_layers_gather_their_embeddings_again(walks):
@@ -182,7 +232,7 @@ def test_recomputed_layers_gather_their_embeddings_again(walks):
 
 def test_weights_gathered_late_are_noticed(walks):
     with pytest.raises(AssertionError):
-        check_overlap(walks["weights gathered late"])
+        check_gathers(walks["weights gathered late"])
 
 
 def test_compiled_layers_gather_their_weights_outside_of_the_graphs(walks):
@@ -196,6 +246,5 @@ def test_compiled_layers_gather_their_weights_outside_of_the_graphs(walks):
 
 @pytest.mark.parametrize("name, gpus", [("collectives in another order", 2), ("gradients sent in fp32", 8)])
 def test_another_order_on_one_rank_and_other_bytes_are_noticed(walks, name, gpus):
-    others = [walks[f"rank {rank} of {gpus}"] for rank in range(gpus - 1)]
     with pytest.raises(AssertionError):
-        check_collectives([*others, walks[name]])
+        check_collectives([walks[f"rank 0 of {gpus}"], walks[name]], gpus)

@@ -77,6 +77,7 @@ class Recorder(TorchDispatchMode):
         self.waits: Counter[str] = Counter()
         self.copies: Counter[tuple[str, bool]] = Counter()  # from host to card; whether the CPU goes on meanwhile
         self.collectives: list[tuple[str, int]] = []
+        self.products_before: list[int] = []  # for each collective: how many products were begun before it
         self.products: Counter[tuple[str, str]] = Counter()  # (function, dtype)
         self.kernels: Counter[str] = Counter()  # by function: ops that start one at least
         self.moved_bytes: Counter[str] = Counter()  # by function: what these ops read and write
@@ -89,7 +90,8 @@ class Recorder(TorchDispatchMode):
         counts = {name: [[*key, n] for key, n in getattr(self, name).items()] for name in ("copies", "products")}
         work = {name: [count, self.moved_bytes[name]] for name, count in self.kernels.items()}
         waits = [name.rpartition(":")[0] for name in self.waits]
-        return {"waits": waits, "collectives": self.collectives, "work": work, "order": self.order, **counts}
+        sent = {"collectives": self.collectives, "products_before": self.products_before, "order": self.order}
+        return {"waits": waits, "work": work, **sent, **counts}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -108,6 +110,7 @@ class Recorder(TorchDispatchMode):
             self.waits[place(line=True)] += 1
         if getattr(func, "namespace", "") == "c10d":
             self.collectives.append((name, max(tensor.nbytes for tensor in tensors)))
+            self.products_before.append(self.products.total())
         if name in PRODUCTS:
             self.products[place(), str(tensors[0].dtype).removeprefix("torch.")] += 1
         out = func(*args, **kwargs)
@@ -215,6 +218,7 @@ def walk(
     plan = make_plan(config, machine, vocab_size=config.vocab_size, num_rows=1000)
     started = time.process_time()
     facts: dict[str, Any] = {"error": None, "graphs": [], "messages": asdict(messages_of(plan))}
+    facts["micro_steps"] = plan.grad_accum_steps
     try:
         with ExitStack() as stack:
             if broken is not None:

@@ -60,6 +60,7 @@ TYPED = [
     ("variables without hosts", "", "train --env HOME", 2, "--env is about several hosts", "--hosts ada,bob"),
     ("a number of hosts to keep, without hosts", "", "train --min-hosts 2", 2, "--min-hosts 2 is about several hosts",
      "--hosts ada,bob"),
+    ("no way back for scripts", "", "run --no-rejoin -- x.py", 2, "unknown option --no-rejoin", "run --help"),
     ("no way back without hosts", "", "train --no-rejoin", 2, "--no-rejoin is about several hosts", "--hosts ada,bob"),
     ("a sent folder without hosts", "", "run --sync . -- x.py", 2, "--sync and --no-sync are about several", "--hosts ada,bob"),
     ("sent and not sent", "", "run --hosts ada --sync . --no-sync -- x.py", 2, "contradict each other", "leave one"),

@@ -66,7 +66,7 @@ PUBLISH_S = 1.0
 # keys that shape weights or choose rows: a run cannot change them and still be the same run
 FIXED_KEYS = (
     "name", "runs_dir", "seed", "data", "tokenizer", "vocab_size", "depth", "n_embd", "head_dim", "n_kv_head", "sequence_len",
-    "total_batch_size", "optimizer", "shard", "packing",
+    "total_batch_size", "optimizer", "packing",
 )  # fmt: skip
 
 

@@ -44,7 +44,7 @@ SOUND = {
     **FIRST_RANKS,
     **LAST_RANKS,
     **SHARDED,
-    "weights sharded, compiled": COMPILED | {"shard": "full", "gpus": 2, "phases": ["step", "evaluation", "sample"]},
+    "weights sharded, compiled": COMPILED | {"shard": "full", "gpus": 2, "phases": ["step", "sample"]},
     "weights sharded, checkpointing": FULL | STEP | {"gpus": 2, "activation_checkpointing": True},
 }
 ONE_LAYER = {"depth": 1}
@@ -238,7 +238,7 @@ def test_weights_gathered_late_are_noticed(walks):
 def test_compiled_layers_gather_their_weights_outside_of_the_graphs(walks):
     facts = walks["weights sharded, compiled"]
     assert facts["error"] is None
-    assert [phase for phase, graphs in facts["graphs"] if graphs] == ["step", "evaluation"]  # none in the second round
+    assert [phase for phase, graphs in facts["graphs"] if graphs] == ["step"]  # none in the second round
     assert facts["breaks"] == []
     assert facts["step"]["waits"] == ["train/loop.py:one_step"]
     assert {dtype for _, dtype, _ in facts["step"]["products"]} == {"bfloat16"}

@@ -52,6 +52,19 @@ def test_a_checkpoint_of_two_ranks_resumes_on_one_and_on_three(shop, unbroken):
 
 
 @pytest.mark.soak
+def test_sharded_weights_take_the_same_steps_and_resume_on_three_ranks_and_with_replicated_weights(shop, unbroken):
+    run = shop.train("full", nproc=2, num_steps=STEPS, save_every=20, keep_last=5, shard="full")
+    assert metrics(run)[0]["loss"] == pytest.approx(metrics(unbroken)[0]["loss"], abs=1e-5)
+    assert events(run, "sample")[-1]["text"]
+    for nproc, shard in ((3, "full"), (2, "optimizer")):
+        resumed = shop.copy(run, f"full-{nproc}")
+        (resumed / "checkpoints" / "step_000040").rename(resumed / "gone")
+        shop.resume(resumed, nproc=nproc, shard=shard)
+        assert metrics(resumed)[-1]["val_bpb"] == pytest.approx(metrics(unbroken)[-1]["val_bpb"], abs=2e-3)
+        assert [event["from_world_size"] for event in events(resumed, "resumed")] == [2]
+
+
+@pytest.mark.soak
 def test_a_flipped_byte_in_the_newest_checkpoint_is_detected_and_the_previous_one_used(shop, unbroken):
     run = shop.train("flipped", nproc=2, num_steps=STEPS, save_every=20)
     file = sorted((run / "checkpoints" / "step_000040").glob("*.safetensors"))[-1]

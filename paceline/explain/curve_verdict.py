@@ -223,8 +223,8 @@ def find_still(
             if not starts or len(starts) < len(others):
                 continue
             after = [value for step, value in zip(steps, values, strict=True) if step >= max(starts)]
-            start, end = after[: len(after) // 3], after[-len(after) // 3 :]
-            if len(after) >= SAME_VALUES and standard_errors_below(end, start) <= 3:
+            first, last = after[: len(after) // 3], after[-len(after) // 3 :]
+            if len(after) >= SAME_VALUES and standard_errors_below(last, first) <= 3:
                 yield finding_at(STANDS_STILL, series, max(starts), reason)
                 break
         else:

@@ -18,15 +18,14 @@ from typing import Any, Literal, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
 from paceline.config import ModelConfig
 from paceline.errors import PlanError
-from paceline.model.cache import KVCache
+from paceline.model.attention import KVCache, Mask, attend, sliding_block_mask
 from paceline.model.layers import (
     Embedding,
-    causal_attention,
     compile_once,
     mix,
     nats_per_token,
@@ -47,7 +46,6 @@ ROTARY_BASE = 100_000  # the slowest pair of dimensions turns less than once in 
 VE_GATE_MAX = 3.0  # a value embedding may outweigh the value that attention computes
 
 Rotary = tuple[Tensor, Tensor]  # cos and sin, (T, D) each
-Mask = Tensor | BlockMask | None  # None: all earlier tokens
 
 
 class Linear(nn.Linear):
@@ -96,23 +94,6 @@ class Attention(nn.Module):
             k, v = cache.extend(self.layer, k, v)  # (B, K, all visible tokens, D)
         y = attend(q, k, v, mask, window=self.window)  # (B, T, H, D)
         return cast(Tensor, self.c_proj(y.flatten(2)))
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int) -> Tensor:
-    """Returns (B, T, H, D) of q: (B, H, T, D); k, v: (B, K, T, D). A single query sees every key: the cache has picked them."""
-    groups, many_queries = q.shape[1] // k.shape[1], q.shape[2] > 1
-    if many_queries and q.device.type == "cpu":
-        if groups > 1:
-            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        return causal_attention(q, k, v, window=window)
-    if isinstance(mask, BlockMask):
-        # compiled even for an eager model: uncompiled it holds all scores at once
-        flex: Any = flex_attention if torch.compiler.is_compiling() else compile_once(flex_attention)
-        y: Tensor = flex(q, k, v, block_mask=mask, enable_gqa=groups > 1)
-    else:
-        causal = many_queries and mask is None
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=groups > 1)
-    return y.transpose(1, 2)
 
 
 class MLP(nn.Module):
@@ -189,6 +170,7 @@ class GPT(nn.Module):
         self.nats_per_token: Callable[..., Tensor] = nats_per_token
         self.sum_of_nats: Callable[..., Tensor] = sum_of_nats
         self.compiled = False
+        self.fused_loss = False  # by model/loss_kernel.py; see layers.fused_loss_problem
         self.compile_part: Callable[..., Callable[..., Any]] | None = None  # makes each part of the forward a graph
 
     def forward(
@@ -209,6 +191,7 @@ class GPT(nn.Module):
             "vocab_size": self.config.vocab_size,
             "budget_bytes": self.logits_budget_bytes,
             "compiled": self.compiled,
+            "fused": self.fused_loss,
         }
         if reduction == "none":
             return self.nats_per_token(x, weight, targets.flatten(), **options).view_as(targets)
@@ -353,15 +336,6 @@ class GPT(nn.Module):
         """Draws all weights, the same bits on every rank, device and dtype: fp32 on the CPU from (seed, parameter's name)."""
         for name, p in self.named_parameters():
             p.copy_(initial_value(name, tuple(p.shape), self.config, seed=seed))
-
-
-def sliding_block_mask(num_tokens: int, window: int, device: torch.device) -> BlockMask:
-    """Returns FlexAttention's mask of a causal window, for rows of num_tokens."""
-
-    def is_visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return (j <= i) & (i - j < window)
-
-    return create_block_mask(is_visible, None, None, num_tokens, num_tokens, device=str(device))
 
 
 def initial_value(name: str, shape: tuple[int, ...], config: ModelConfig, *, seed: int) -> Tensor:

@@ -26,7 +26,7 @@ from paceline.data.dataset import TokenSplit
 from paceline.data.prepare import TokenDataset
 from paceline.data.tokenizer import DecodeStream, Tokenizer
 from paceline.errors import PacelineError
-from paceline.model.cache import KVCache
+from paceline.model.attention import KVCache
 from paceline.model.checkpoint import CheckpointReader
 from paceline.model.gpt import DTYPES, GPT
 from paceline.model.manifest import newest_good, step_folder_name, step_folders

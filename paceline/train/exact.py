@@ -278,6 +278,7 @@ def build_optimizer(setup: MemorySetup, rank: int, device: str) -> ShardedOptimi
             logits_budget_bytes=setup.logits_budget_bytes,
             activation_checkpointing=setup.activation_checkpointing,
         )
+    model.fused_loss = device != "cpu"
     names = {shape.group: algorithm_of(setup.optimizer, shape.group).name for shape in param_shapes(setup.model)}
     groups = {group: GroupSettings(name, 0.0, (0.9, 0.95), 1e-10, 0.0) for group, name in names.items()}
     return make_optimizer(model, setup, groups, rank=rank)

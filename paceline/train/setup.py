@@ -17,6 +17,7 @@ import torch
 from paceline.errors import PacelineError
 from paceline.model.checkpoint import CheckpointReader, Piece
 from paceline.model.gpt import DTYPES, GPT
+from paceline.model.layers import fused_loss_problem
 from paceline.model.manifest import NoCheckpoint, clean_leftovers, newest_good
 from paceline.plan.planner import Plan
 from paceline.plan.sharding import compiles_by_block
@@ -119,6 +120,11 @@ def make_model(plan: Plan, *, seed: int, device: torch.device) -> GPT:
     model.to(device)
     model.masks(plan.model.sequence_len, device, flex=plan.attention == "flex")
     model.rotary(0, plan.model.sequence_len, device)
+    if device.type == "cuda":
+        problem = fused_loss_problem(device)
+        model.fused_loss = problem is None
+        if problem is not None:
+            log.info(f"the loss is computed without its Triton kernel, which is slower: {problem}")
     return model
 
 

@@ -33,6 +33,7 @@ STACK_BYTES = {"triton_tem_": 640, "": 0}
 TRAINING = {"rounds": 2, "phases": ["step", "evaluation"]}
 OTHER_WAYS = {"precision": "fp16", "activation_checkpointing": True, "n_kv_head": 2, "phases": ["step"]}
 STEP = {"phases": ["step"]}
+WITHOUT_TRITON = STEP | {"depth": 1, "fused_loss": False}
 Facts = dict[str, Any]
 
 
@@ -77,6 +78,26 @@ def test_kernels_of_fp16_with_checkpointing_and_grouped_queries_fit(compiled, ca
     check_work(facts, "float16")
 
 
+@pytest.mark.parametrize("capability", [90, 120])
+def test_the_loss_that_is_compiled_where_triton_is_missing_has_no_large_buffer(compiled, capability):
+    (facts,) = compiled(capability, WITHOUT_TRITON)
+    assert [program["graph"] for program in facts["programs"]][-1] == "capped_nats_"
+    check_work(facts, "bfloat16")
+
+
+@pytest.mark.parametrize("capability", CARDS)
+@pytest.mark.parametrize("dtype", ["*fp32", "*bf16", "*fp16"])
+def test_the_loss_kernel_fits_a_card_without_spills(capability, dtype):
+    from gpu_proof.card_compiler import loss_binary
+
+    for with_grad in (True, False):
+        fact = loss_binary(capability, dtype, with_grad=with_grad)
+        assert fact["stack_bytes"] == 0
+        assert fact["shared_bytes"] <= CARDS[capability].shared_bytes
+        assert fact["registers"] * fact["threads"] * 2 <= 65_536  # two rows at a time on a processor
+        assert fact["widest_load"] == 16  # bytes of a thread: fewer would leave memory idle
+
+
 def test_a_kernel_that_is_too_large_for_the_card_is_noticed(compiled):
     """FlexAttention's backward at head_dim 256: pytorch issue 198224."""
     (facts,) = compiled(120, STEP | {"head_dim": 256})
@@ -88,7 +109,7 @@ def test_a_kernel_that_is_too_large_for_the_card_is_noticed(compiled):
 @pytest.fixture(scope="module")
 def broken(compiled) -> dict[str, Facts]:
     names = ("a copy of the logits", "rotary tables in the graph", "an op without a kernel", "an fp32 product")
-    walks = [STEP | {"depth": 1, "broken": name} for name in names]
+    walks = [WITHOUT_TRITON | {"broken": name} for name in names]
     return dict(zip(names, compiled(90, *walks), strict=True))
 
 

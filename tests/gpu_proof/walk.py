@@ -105,10 +105,12 @@ class Recorder(TorchDispatchMode):
         if getattr(func, "namespace", "") == "c10d":
             self.collectives.append((name, max(tensor.nbytes for tensor in tensors)))
         if name in PRODUCTS:
-            self.products[place(), str(tensors[0].dtype).removeprefix("torch.")] += 1
+            # of the matrices: what a product is added to may be wider
+            self.products[place(), str(tensors[1].dtype).removeprefix("torch.")] += 1
         out = func(*args, **kwargs)
         if "cuda" in devices and not getattr(func, "is_view", False) and not name.startswith(WITHOUT_KERNEL):
             written = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+            written += tensors[:1] if name == "capped_nats_" else []  # in place, and it returns the nats
             self.kernels[function := place()] += 1
             self.moved_bytes[function] += sum(tensor.nbytes for tensor in tensors + written)
         if name in ("_to_copy", "to", "copy_"):
@@ -187,12 +189,14 @@ def walk(
     rounds: int = 1,
     phases: Sequence[str] = ("step", "evaluation"),
     broken: str | None = None,
+    fused_loss: bool = True,
     **keys: Any,
 ) -> dict[str, Any]:
     """Returns what one rank of `gpus` does in the phases of its last round, and the graphs that each phase compiles."""
     machine = imagined_machine(find_gpu("RTX 5090"), gpus=gpus, hosts=1)
     config = Config(**SMALL | keys)
     plan = make_plan(config, machine, vocab_size=config.vocab_size, num_rows=1000)
+    setup.fused_loss_problem = lambda device: None if fused_loss else "not in this walk"
     started = time.process_time()
     facts: dict[str, Any] = {"error": None, "graphs": [], "messages": asdict(messages_of(plan))}
     try:

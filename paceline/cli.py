@@ -264,7 +264,7 @@ def data(args: options.DataOptions) -> None:
     from paceline.launch.train import prepare_data
     from paceline.terminal import show_progress
 
-    dataset = prepare_data(resolve_config(args.config, args.keys))
+    dataset = prepare_data(config := resolve_config(args.config, args.keys))
     if args.verify:
         with show_progress() as progress:
             verify(dataset, progress=progress)
@@ -273,7 +273,7 @@ def data(args: options.DataOptions) -> None:
         facts = facts if args.json else {**facts.pop("splits"), **facts, "files": len(facts["files"])}
         print_facts(facts, as_json=args.json)
     else:
-        print(format_prepared(dataset, config=args.config, keys=args.keys))
+        print(format_prepared(dataset, config, file=args.config, keys=args.keys))
 
 
 def tokenizer_train(args: options.TokenizerTrainOptions) -> None:

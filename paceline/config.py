@@ -48,6 +48,11 @@ class Config:
     data: str = option("builtin", "text: builtin, a file or folder, or hf:NAME[:CONFIG]", group="text", value="SOURCE")
     tokenizer: str | None = option(None, "a tokenizer.json to use; auto: train one on the text", value="FILE")
     vocab_size: int = option(32_768, "tokens of the tokenizer that is trained", low=257, high=2**31 - 1)
+    packing: str = option(
+        "stream",
+        "rows of the text: stream, cut from all of it; best-fit, each begins with a document, and what fits nowhere is left out",
+        choices=("stream", "best-fit"),
+    )
     cache_dir: str | None = option(None, "folder of prepared token shards; auto: ~/.cache/paceline", value="DIR")
 
     depth: int = option(4, "layers; they set width, batch, learning rates and length", low=1, high=512, group="model")

@@ -9,8 +9,10 @@ A document is one text file, one line of jsonl or one row of a table; a long one
 document of its own. This module does not depend on tokens.
 """
 
+import errno
 import math
 import os
+import shutil
 import stat
 import sysconfig
 from collections import deque
@@ -20,6 +22,7 @@ from pathlib import Path
 
 from paceline.data.readers import Document, SourceFile, UnreadableFile, read_documents
 from paceline.errors import PacelineError
+from paceline.units import format_bytes
 
 Progress = Callable[[str, float, float], None]  # label of the work, amount done, in all (0: unknown)
 
@@ -269,4 +272,18 @@ def _hf_source(source: str) -> SourceFile:
         raise broken[0] if broken else PacelineError(f"{folder} is an empty folder", fix="save a dataset there first")
     return SourceFile(
         path=str(folder.absolute()), format="hf", num_bytes=num_bytes, stamp=" ".join(stamps), config=config
+    )
+
+
+def cannot_write(path: Path, error: OSError) -> PacelineError:
+    """Returns the error of a file of prepared text that cannot be written, with its fix."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        free = format_bytes(shutil.disk_usage(path.parent).free)
+        return PacelineError(
+            f"no room to write prepared text into {path.parent}: {error.strerror} ({free} free)",
+            fix="free some space there (folders under it may be deleted, they are made again), or raise the quota",
+        )
+    return PacelineError(
+        f"cannot write prepared text into {path.parent}: {error.strerror or error}",
+        fix=f"make {path.parent} a folder you may write to",
     )

@@ -1,5 +1,6 @@
 """
-Token shards: writing them, choosing the rows of a step, and reading those rows. Row r begins at token r * T of its split.
+Token shards: writing them, choosing the rows of a step, and reading those rows. Row r begins at token r * T of its split, or
+holds the documents that best-fit packing put into it.
 
 The rows of step s are a pure function of (seed, s). Each epoch is a permutation of all rows, computed for just the requested
 positions: no shuffled list in memory, no state to save, the same rows whatever the world size. Integer arithmetic only, so every
@@ -17,17 +18,19 @@ import math
 import os
 import time
 from array import array
+from bisect import bisect, insort
 from collections import deque
 from collections.abc import Collection, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from paceline.data.corpus import Progress, held_out_below, part_bytes_of, read_corpus
+from paceline.data.corpus import Progress, cannot_write, held_out_below, part_bytes_of, read_corpus
 from paceline.data.readers import Document, SourceFile
 from paceline.data.tokenizer import TOKENIZER_FILE, Tokenizer, train_tokenizer_on
 from paceline.errors import PacelineError
@@ -43,6 +46,7 @@ UInt64s = npt.NDArray[np.uint64]
 BATCH_BYTES = 512 << 10
 IGNORED = -1  # a target that does not count
 MAX_ROWS = 1 << 40
+PACKED_FROM = 1_000  # documents that a row may be packed from
 ROUNDS = 6  # four make a Feistel network look random; two more for domains of a few rows
 
 GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, the increment of SplitMix64
@@ -65,17 +69,50 @@ class TokenSplit:
     A row may hold several documents, and attention crosses from one to the next: only the separator token shows the border.
     """
 
-    def __init__(self, path: Path, name: str, meta: dict[str, Any]):
+    def __init__(self, path: Path, name: str, meta: dict[str, Any], *, packing: str = "stream"):
         facts = meta["splits"][name]
+        self._name, self._packing, self._docs = name, packing, path / facts["docs"]
         self.num_tokens: int = facts["num_tokens"]
         self._bos_id, self._vocab_size, self._shard_tokens = meta["bos_id"], meta["vocab_size"], meta["shard_tokens"]
         dtype = np.dtype(meta["dtype"]).newbyteorder("<")
         self._shards = [np.memmap(path / shard, dtype=dtype, mode="r") for shard in facts["shards"]]
-        self._path, self._shard_names = path, facts["shards"]
+        self._path = path
+        self._shard_names: list[str] = facts["shards"]
+        self._pieces: dict[int, Int64s] = {}
 
     def num_rows(self, sequence_len: int) -> int:
-        """Counts the rows of an epoch: every token but the last is once an input, every token but the first once a target."""
+        """Counts the rows of an epoch; of a stream, every token but the last is once an input, all but the first once a target."""
+        if self._packing == "best-fit":
+            return int(self.pieces(sequence_len)[-1, 0]) + 1
         return -(-(self.num_tokens - 1) // sequence_len)
+
+    def pieces(self, sequence_len: int) -> Int64s:
+        """Returns where packed rows lie, (documents, 3) int64, mapped: row, first token, number of tokens; made at the first call.
+
+        Raises PacelineError where the file cannot be written.
+        """
+        path = self._path / f"{self._name}.best_fit_{sequence_len}.npy"
+        if sequence_len not in self._pieces:
+            if not path.exists():
+                starts = np.load(self._docs)
+                packed = pack_best_fit(np.diff(starts, append=self.num_tokens), capacity=sequence_len + 1)
+                save_whole(path, np.column_stack((packed[0], starts[packed[1]], packed[2])))
+            self._pieces[sequence_len] = np.load(path, mmap_mode="r")
+        return self._pieces[sequence_len]
+
+    def left_out(self, sequence_len: int) -> float:
+        """Returns the share of tokens that are in no row."""
+        if self._packing == "stream":
+            return 0.0
+        return 1 - int(self.pieces(sequence_len)[:, 2].sum()) / self.num_tokens
+
+    def row(self, row: int, sequence_len: int) -> npt.NDArray[Any]:
+        """Returns the tokens of a row, (T + 1,), or fewer in the last ones."""
+        if self._packing == "stream":
+            return self.tokens(row * sequence_len, (row + 1) * sequence_len + 1)
+        pieces = self.pieces(sequence_len)
+        first, end = np.searchsorted(pieces[:, 0], (row, row + 1))
+        return np.concatenate([self.tokens(start, start + length) for _, start, length in pieces[first:end].tolist()])
 
     def rows(self, row_indices: Int64s, sequence_len: int) -> tuple[Int64s, Int64s]:
         """Returns idx and targets, both (n, T) int64; a short last row is filled with bos in idx and -1 in targets.
@@ -86,7 +123,7 @@ class TokenSplit:
         targets = np.full((len(row_indices), sequence_len), IGNORED, dtype=np.int64)
         for n, row in enumerate(row_indices.tolist()):
             assert 0 <= row < self.num_rows(sequence_len)
-            tokens = self.tokens(row * sequence_len, (row + 1) * sequence_len + 1)  # (T + 1,), or fewer at the end
+            tokens = self.row(row, sequence_len)
             idx[n, : len(tokens) - 1] = tokens[:-1]
             targets[n, : len(tokens) - 1] = tokens[1:]
         if len(idx) and (idx.max() >= self._vocab_size or targets.max() >= self._vocab_size):
@@ -96,7 +133,9 @@ class TokenSplit:
         return idx, targets
 
     def files_of(self, row_indices: Int64s, sequence_len: int) -> list[str]:
-        """Returns the names of the shards that hold these rows."""
+        """Returns the names of the shards that hold these rows; those of packed rows lie anywhere."""
+        if self._packing == "best-fit":
+            return self._shard_names
         first = row_indices * sequence_len // self._shard_tokens
         last = np.minimum((row_indices + 1) * sequence_len, self.num_tokens - 1) // self._shard_tokens
         return [self._shard_names[n] for n in sorted({*first.tolist(), *last.tolist()})]
@@ -111,6 +150,41 @@ class TokenSplit:
             pieces.append(piece)
             start += len(piece)
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
+def pack_best_fit(lengths: Int64s, *, capacity: int) -> tuple[Int64s, Int64s, Int64s]:
+    """Packs documents into rows that each begin with one: nanochat's best fit, whose rows have no padding.
+
+    Of the next 1,000 documents the longest that fits whole comes next; where none does, the shortest is cut to fill the row, and
+    its rest is in no row. Every document has one piece. The last row may be short. Returns row, document and number of tokens of
+    each piece, (documents,) int64, in the order of the rows. lengths: (documents,) int64, tokens of each; capacity: of a row.
+    """
+    waiting: list[tuple[int, int]] = []  # length and document, sorted
+    documents = iter(enumerate(lengths.tolist()))
+    pieces, row, room = np.empty((len(lengths), 3), dtype=np.int64), 0, capacity
+    for n in range(len(lengths)):
+        for document, length in islice(documents, PACKED_FROM - len(waiting)):
+            insort(waiting, (length, document))
+        fits = bisect(waiting, (room, len(lengths)))
+        length, document = waiting.pop(max(0, fits - 1))
+        taken = min(length, room)
+        pieces[n] = row, document, taken
+        room -= taken
+        if room == 0:
+            row, room = row + 1, capacity
+    return pieces[:, 0], pieces[:, 1], pieces[:, 2]
+
+
+def save_whole(path: Path, array: npt.NDArray[Any]) -> None:
+    """Writes an array that is there whole or not at all; of several processes that write the same, one does it."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with partial.open("wb") as file:
+            np.lib.format.write_array(file, array, version=(1, 0), allow_pickle=False)
+        partial.rename(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise cannot_write(path, error) from error
 
 
 def rows_of_step(step: int, *, rows_per_step: int, num_rows: int, seed: int) -> Int64s:

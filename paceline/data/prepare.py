@@ -3,9 +3,10 @@ Prepared text: token shards on disk, made once, then mapped into memory by every
 
     <cache_dir>/data/<fingerprint>/
       train_00000.bin ...  val_00000.bin ...   token ids, little-endian uint16, or uint32 when the vocabulary needs it
-      train.docs.npy  val.docs.npy             int64: where each document starts, in tokens of its split; for other programs
+      train.docs.npy  val.docs.npy             int64: where each document starts, in tokens of its split
+      train.best_fit_2048.npy ...              int64: row, first token and length of each document in packed rows of 2,048 tokens
       tokenizer.json                           the one the ids are of
-      meta.json                                sizes, source, and the SHA-256 of every file above
+      meta.json                                sizes, source, and the SHA-256 of every file but packed rows, which follow from docs
 
 A document is the separator token, then its text. The fingerprint is of the source files' paths, sizes and times, the
 tokenizer and the settings, so the file system alone shows whether a prepared folder is still valid. That check is on the
@@ -14,7 +15,6 @@ shards, is imported when it is needed. The folder is written next to its final p
 so a killed process leaves no half folder and a second one meets none.
 """
 
-import errno
 import fcntl
 import hashlib
 import json
@@ -26,7 +26,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
-from paceline.data.corpus import Progress, list_files
+from paceline.config import Config
+from paceline.data.corpus import Progress, cannot_write, list_files
 from paceline.data.readers import SourceFile
 from paceline.data.tokenizer import TOKENIZER_FILE, Tokenizer, read_tokenizer_file
 from paceline.errors import PacelineError
@@ -54,11 +55,11 @@ class TokenDataset:
         """Returns the path of the tokenizer that the token ids are of."""
         return self.path / TOKENIZER_FILE
 
-    def split(self, name: Literal["train", "val"]) -> "TokenSplit":
-        """Maps the tokens of a split."""
+    def split(self, name: Literal["train", "val"], packing: str) -> "TokenSplit":
+        """Maps the tokens of a split. packing: the config's, how its documents become rows."""
         from paceline.data.dataset import TokenSplit
 
-        return TokenSplit(self.path, name, self.meta)
+        return TokenSplit(self.path, name, self.meta, packing=packing)
 
 
 def prepare(
@@ -133,7 +134,7 @@ def _new_folder(path: Path, *, progress: Progress | None) -> Iterator[Path | Non
                 shutil.rmtree(making, ignore_errors=True)
                 raise
     except OSError as error:
-        raise _cannot_write(path, error) from error
+        raise cannot_write(path, error) from error
 
 
 @contextmanager
@@ -153,19 +154,6 @@ def _try_lock(file: TextIO) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _cannot_write(path: Path, error: OSError) -> PacelineError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        free = format_bytes(shutil.disk_usage(path.parent).free)
-        return PacelineError(
-            f"no room to write prepared text into {path.parent}: {error.strerror} ({free} free)",
-            fix="free some space there (folders under it may be deleted, they are made again), or raise the quota",
-        )
-    return PacelineError(
-        f"cannot write prepared text into {path.parent}: {error.strerror or error}",
-        fix=f"make {path.parent} a folder you may write to",
-    )
 
 
 def make_fingerprint(files: list[SourceFile], settings: dict[str, Any]) -> str:
@@ -249,8 +237,15 @@ def data_info(dataset: TokenDataset) -> dict[str, Any]:
     }
 
 
-def format_prepared(dataset: TokenDataset, *, config: str | None, keys: Mapping[str, Any]) -> str:
-    """Returns what `paceline data prepare` prints: the shards, their text, the time, and the command that uses them."""
+def format_prepared(dataset: TokenDataset, config: Config, *, file: str | None, keys: Mapping[str, Any]) -> str:
+    """Returns what `paceline data prepare` prints: the shards, their text, the time, and the command that uses them.
+
+    file, keys: of the command. Rows that are packed are made here.
+    """
+    rows = dataset.split("train", config.packing)
+    packed = f"{rows.num_rows(config.sequence_len):,} of {config.sequence_len:,} tokens to train on"
+    if left_out := rows.left_out(config.sequence_len):
+        packed += f"; best-fit packing leaves out {left_out:.0%} of the text"
     facts = data_info(dataset)
     train, val = (facts["splits"][name]["num_tokens"] for name in ("train", "val"))
     files, documents = (
@@ -262,6 +257,7 @@ def format_prepared(dataset: TokenDataset, *, config: str | None, keys: Mapping[
     lines = {
         "text": f"{facts['source']}: {files}, {documents}, {format_bytes(facts['num_bytes'])}",
         "tokens": f"{facts['num_tokens']:,}: {train:,} to train on, {val:,} held out; vocabulary {facts['vocab_size']:,}",
+        "rows": packed,
         "size": f"{facts['bytes_per_token']:.2f} bytes per token, {format_bytes(facts['disk_bytes'])} on disk",
         "time": "none: it was there already"
         if dataset.reused
@@ -269,7 +265,7 @@ def format_prepared(dataset: TokenDataset, *, config: str | None, keys: Mapping[
         if seconds < 60
         else format_duration(seconds),
         "shards": str(dataset.path),
-        "next": shlex.join(["paceline", "train", *([config] if config else []), *flags]),
+        "next": shlex.join(["paceline", "train", *([file] if file else []), *flags]),
     }
     return "\n".join(f"{name:<8}{text}" for name, text in lines.items())
 

@@ -160,7 +160,9 @@ def env_elsewhere(user_env: Mapping[str, str], launch: Launch, names: Sequence[s
     return {**{row.name: row.value for row in rows}, **listed_env(user_env, names, several=True)}
 
 
-def check_host_options(user_env: Mapping[str, str], options: HostOptions, *, num_hosts: int, rejoin: bool = True) -> None:
+def check_host_options(
+    user_env: Mapping[str, str], options: HostOptions, *, num_hosts: int, rejoin: bool = True
+) -> None:
     """Raises PacelineError for options that do not fit the hosts. num_hosts: 0 where none are named."""
     listed_env(user_env, options.env, several=num_hosts > 0)
     if num_hosts == 0 and (options.min_hosts > 1 or not rejoin):

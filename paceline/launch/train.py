@@ -66,7 +66,7 @@ PUBLISH_S = 1.0
 # keys that shape weights or choose rows: a run cannot change them and still be the same run
 FIXED_KEYS = (
     "name", "runs_dir", "seed", "data", "tokenizer", "vocab_size", "depth", "n_embd", "head_dim", "n_kv_head", "sequence_len",
-    "total_batch_size", "optimizer", "shard",
+    "total_batch_size", "optimizer", "shard", "packing",
 )  # fmt: skip
 
 
@@ -246,7 +246,9 @@ def run_training(
         save_check(job.run, checked)
     num_tokens = {name: format_count(facts["num_tokens"]) for name, facts in dataset.meta["splits"].items()}
     cached = ", prepared before" if dataset.reused else ""
-    sizes = f"{num_tokens['train']} tokens to train on, {num_tokens['val']} held out{cached}"
+    left_out = dataset.split("train", job.config.packing).left_out(plan.model.sequence_len)
+    packed = f" ({left_out:.0%} of them left out by best-fit packing)" if left_out else ""
+    sizes = f"{num_tokens['train']} tokens to train on{packed}, {num_tokens['val']} held out{cached}"
     plan_lines = format_plan(plan, source=f"{dataset.meta['source']}: {sizes}")
     harms = harm_lines(plan_env(plan, libuv=job.libuv)[1])
     job.show([*plan_lines, f"run     {job.run.path}", *harms, ""])
@@ -280,7 +282,7 @@ def planner(dataset: TokenDataset) -> MakePlan:
     """Returns the function that plans a config for a machine and this text. It raises PlanError where nothing fits."""
 
     def make(config: Config, machine: Machine) -> Plan:
-        num_rows, cache = dataset.split("train").num_rows(config.sequence_len), cache_dir(config)
+        num_rows, cache = dataset.split("train", config.packing).num_rows(config.sequence_len), cache_dir(config)
         vocab_size: int = dataset.meta["vocab_size"]
         return forecast(config, machine, cache=cache, vocab_size=vocab_size, num_rows=num_rows).plan
 

@@ -89,7 +89,7 @@ def eval_rows(num_rows: int, *, max_rows: int) -> np.ndarray:
 def write_sample(run: RunDir, model: GPT, dataset: TokenDataset, *, step: int, seed: int) -> None:
     """Writes text that continues held-out tokens, to samples/ and the screen. On rank 0 alone; the others wait in the next step."""
     tokenizer = Tokenizer.load(dataset.tokenizer_json)
-    held_out = dataset.split("val")
+    held_out = dataset.split("val", "stream")
     middle = held_out.num_tokens // 2
     prompt = held_out.tokens(middle, min(middle + SAMPLE_PROMPT_TOKENS, held_out.num_tokens)).tolist()
     tokens: list[int] = []
@@ -145,7 +145,7 @@ def evaluate_run(
     """Returns val_bpb of a checkpoint on the held-out part of `dataset`, which the run's own tokenizer has encoded."""
     config, _ = load_config(run.config_toml, {})
     model, reader = load_model(run, step=step, device=device)
-    split, tokenizer = dataset.split("val"), Tokenizer.load(run.tokenizer_json)
+    split, tokenizer = dataset.split("val", config.packing), Tokenizer.load(run.tokenizer_json)
     plan = Plan.from_json(run.plan_json.read_text())
     max_tokens = max_tokens or choose_eval_tokens(
         config, num_steps=plan.num_steps, total_batch_size=plan.total_batch_size

@@ -40,7 +40,7 @@ from paceline.rundir import RunDir, append_event, unwritable_file, utc_now, writ
 
 TIMEOUT_S = 1800.0  # a collective that takes longer has lost a rank; the supervisor sees most deaths within a second
 FP32_ERROR = 1e-5  # relative, of a matmul over 512 terms: fp32 makes 3e-7, bf16 or tf32 inside make over 1e-4
-ONEDNN_GAIN = 1.25  # from which on it is used: by less, noise would decide
+ONEDNN_GAIN = 1.5  # from which on it is used: by less, noise would decide
 MATMUL_TRIALS = 4  # of a layer of 512 channels and 256 tokens: 0.2 s on one core
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # from glibc's malloc.h
 
@@ -226,8 +226,8 @@ def own_bytes(processes: list[tuple[int, int]], *, at_least: int) -> int | None:
 def onednn_gain() -> float:
     """Returns how many times as fast oneDNN's fp32 matmuls are here as MKL's; 0 if it does not keep them fp32.
 
-    Which one is faster depends on the CPU: 2.2 times on one core of an EPYC 9005, 1.0 on older ones with AVX2, 0.45 to 0.9 on a
-    Xeon of 2019. What is set stays as it was.
+    Which one is faster depends on the CPU: 2.2 times on one core of an EPYC 9005, 1.1 to 1.3 on others with bf16, 1.0 on older ones
+    with AVX2, 0.45 to 0.9 on a Xeon of 2019. What is set stays as it was.
     """
     if not onednn_is_exact():
         return 0.0

@@ -72,7 +72,7 @@ def profile_rank(run: RunDir, progress: PhaseRanges, *, steps: int, deterministi
     dataset = open_dataset(Path(json.loads(run.dataset_json.read_text())["path"]))
     model = make_model(plan, seed=SEED, device=device)
     optimizer = make_optimizer(model, plan, plan.groups, rank=rank)
-    loader = TrainLoader(dataset.split("train"), plan, SEED, rank, device, skipped_batches=())
+    loader = TrainLoader(dataset.split("train", "stream"), plan, SEED, rank, device, skipped_batches=())
     loop = Loop(run, Config(), plan, optimizer, loader.micro_batch, rank, device, progress, StopRequest())
     progress.beat(0, "compile")
     choose_compile(loop, model)

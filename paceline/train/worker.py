@@ -85,7 +85,9 @@ def train_rank(run: RunDir, *, attempt: int, stop: StopRequest, progress: Heartb
     torch.manual_seed(config.seed * 1_000_003 + rank)
     optimizer = make_optimizer(model, plan, plan.groups, rank=rank)
     skipped = broadcast_object([batch["batch"] for batch in load_skipped(run)] if rank == 0 else [])
-    loader = TrainLoader(dataset.split("train"), plan, config.seed, rank, device, skipped_batches=skipped)
+    loader = TrainLoader(
+        dataset.split("train", config.packing), plan, config.seed, rank, device, skipped_batches=skipped
+    )
     loop = Loop(run, config, plan, optimizer, loader.micro_batch, rank, device, progress, stop)
     start = resume(loop)
     progress.beat(start, "compile")
@@ -96,7 +98,7 @@ def train_rank(run: RunDir, *, attempt: int, stop: StopRequest, progress: Heartb
     def evaluate() -> float:
         return val_bpb(
             model,
-            dataset.split("val"),
+            dataset.split("val", config.packing),
             token_bytes=torch.from_numpy(Tokenizer.load(dataset.tokenizer_json).token_bytes()).to(device),
             max_tokens=choose_eval_tokens(config, num_steps=plan.num_steps, total_batch_size=plan.total_batch_size),
             device_batch_size=plan.device_batch_size,

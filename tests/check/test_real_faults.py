@@ -107,6 +107,7 @@ def test_an_unknown_host_name_a_small_shm_and_a_read_only_run_folder_are_reporte
 
 
 @NAMESPACES
+@pytest.mark.soak
 def test_a_host_name_of_the_loopback_and_a_disk_without_room_for_the_run_are_reported(tmp_path):
     runs = tmp_path / "runs"
     runs.mkdir()
@@ -120,6 +121,7 @@ def test_a_host_name_of_the_loopback_and_a_disk_without_room_for_the_run_are_rep
 
 
 @NAMESPACES
+@pytest.mark.soak
 def test_a_disk_with_room_for_fewer_checkpoints_and_an_absent_compiler_are_reported(tmp_path):
     if shutil.which("g++") is None:
         pytest.skip("no compiler here")

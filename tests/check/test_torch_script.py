@@ -175,6 +175,7 @@ def test_the_sources_are_cloned_where_there_are_none(build):
 
 @needs_tools
 @pytest.mark.dist
+@pytest.mark.soak
 def test_a_failing_stage_names_its_log_and_the_next_start_continues_with_it(build):
     two = build.source / "csrc/two.cpp"
     code = two.read_text()

@@ -71,7 +71,7 @@ def during_checks(folder: Path, act: Callable[[Path], None]) -> threading.Thread
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("nproc", [3, pytest.param(2, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("nproc", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_ranks_have_right_results_and_figures_of_every_collective_and_pair(nproc, tmp_path):
     results = measure_comm(cpu(nproc), cache_dir=tmp_path, **SMALL)
     assert (results["right"], results["world_size"], results["backend"], results["wrong"]) == (True, nproc, "gloo", [])
@@ -109,6 +109,7 @@ def test_a_rank_that_gives_wrong_results_is_named(fault, rank, nproc, where, tmp
 
 
 @pytest.mark.dist
+@pytest.mark.soak
 def test_a_wrong_result_has_its_rank_operation_size_dtype_place_and_both_numbers(tmp_path):
     results = measure_comm(cpu(2), cache_dir=tmp_path, worker=faulty("result", "1"), **SMALL)
     assert (results["right"], results["where"]) == (
@@ -122,6 +123,7 @@ def test_a_wrong_result_has_its_rank_operation_size_dtype_place_and_both_numbers
 
 
 @pytest.mark.dist
+@pytest.mark.soak
 def test_a_rank_stopped_from_outside_is_named_and_every_process_ends_by_itself(tmp_path):
     def stop(run: Path) -> None:
         os.kill(int((run / "logs" / "1" / "1.pid").read_text()), signal.SIGSTOP)

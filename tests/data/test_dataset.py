@@ -6,8 +6,11 @@ import warnings
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from paceline.data.dataset import BadToken, TokenSplit, batch_of_step, rows_of_step
+from paceline.data.dataset import PACKED_FROM, BadToken, TokenSplit, batch_of_step, pack_best_fit, rows_of_step
+from paceline.errors import PacelineError
 
 BOS = 7
 
@@ -16,13 +19,13 @@ BOS = 7
 def make_split(tmp_path):
     """Tokens 0, 1, 2, ... in shards of shard_tokens."""
 
-    def make(num_tokens, *, shard_tokens=1000, dtype="uint16", vocab_size=1 << 20):
+    def make(num_tokens, *, shard_tokens=1000, dtype="uint16", vocab_size=1 << 20, starts=(0,), packing="stream"):
         tokens = np.arange(num_tokens, dtype=np.dtype(dtype).newbyteorder("<"))
         shards = []
         for number in range(-(-num_tokens // shard_tokens)):
             tokens[number * shard_tokens : (number + 1) * shard_tokens].tofile(tmp_path / f"train_{number:05d}.bin")
             shards.append(f"train_{number:05d}.bin")
-        np.save(tmp_path / "train.docs.npy", np.array([0], dtype=np.int64))
+        np.save(tmp_path / "train.docs.npy", np.array(starts, dtype=np.int64))
         facts = {
             "num_tokens": num_tokens,
             "num_bytes": 1,
@@ -32,7 +35,7 @@ def make_split(tmp_path):
         }
         meta = {"bos_id": BOS, "dtype": dtype, "shard_tokens": shard_tokens, "splits": {"train": facts}}
         meta["vocab_size"] = vocab_size
-        return TokenSplit(tmp_path, "train", json.loads(json.dumps(meta)))
+        return TokenSplit(tmp_path, "train", json.loads(json.dumps(meta)), packing=packing)
 
     return make
 
@@ -202,3 +205,56 @@ def test_skipping_one_more_batch_changes_no_step_before_it():
         same = before.index(more)
         assert after[:same] == before[:same]
         assert more not in after
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=60), st.integers(2, 20))
+def test_every_row_but_the_last_ones_is_full_and_begins_with_a_document(lengths, capacity):
+    rows, documents, taken = pack_best_fit(np.array(lengths), capacity=capacity)
+    assert sorted(documents) == list(range(len(lengths)))
+    filled = np.bincount(rows, weights=taken)
+    assert (filled[:-1] == capacity).all() and 0 < filled[-1] <= capacity
+    whole = taken == np.array(lengths)[documents]
+    last_of_row = np.append(rows[1:] != rows[:-1], True)
+    assert (whole | last_of_row).all()  # only what fills a row is cut
+
+
+def test_the_longest_document_that_fits_comes_next_and_else_the_shortest_is_cut():
+    rows, documents, taken = pack_best_fit(np.array([3, 5, 9, 4, 4]), capacity=10)
+    assert list(zip(rows.tolist(), documents.tolist(), taken.tolist(), strict=True)) == [
+        (0, 2, 9),
+        (0, 0, 1),
+        (1, 1, 5),
+        (1, 4, 4),
+        (1, 3, 1),
+    ]
+
+
+def test_a_row_is_packed_from_the_next_thousand_documents():
+    lengths = np.array([2] * PACKED_FROM + [10])
+    order = pack_best_fit(lengths, capacity=10)[1].tolist()
+    assert order.index(PACKED_FROM) == 5  # the best from the first row on, had it been seen
+
+
+def test_packed_rows_are_read_across_shards_and_their_file_is_made_once(make_split, tmp_path):
+    split = make_split(24, shard_tokens=5, starts=(0, 3, 8, 17, 21), packing="best-fit")
+    assert (split.num_rows(9), split.left_out(9)) == (2, 1 - 20 / 24)
+    assert split.num_rows(8) == 3
+    idx, targets = split.rows(np.array([1, 0, 2]), 8)
+    assert idx.tolist() == [[3, 4, 5, 6, 7, 17, 18, 19], [*range(8, 16)], [21, 22, 23, 0, 1, BOS, BOS, BOS]]
+    assert targets.tolist() == [[4, 5, 6, 7, 17, 18, 19, 20], [*range(9, 17)], [22, 23, 0, 1, 2, -1, -1, -1]]
+    (tmp_path / "train.docs.npy").unlink()  # the packed rows are there
+    assert make_split(24, shard_tokens=5, packing="best-fit").num_rows(9) == 2
+    assert sorted(path.name for path in tmp_path.glob("*best_fit*")) == ["train.best_fit_8.npy", "train.best_fit_9.npy"]
+
+
+def test_packed_rows_that_cannot_be_written_have_a_fix(make_split, tmp_path, monkeypatch):
+    split = make_split(24, packing="best-fit")
+
+    def full(*args, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np.lib.format, "write_array", full)
+    with pytest.raises(PacelineError, match="no room to write prepared text") as error:
+        split.num_rows(9)
+    assert "free some space" in error.value.fix
+    assert not list(tmp_path.glob("*best_fit*"))

@@ -36,7 +36,7 @@ def prepared(source, tmp_path, **kwargs):
 def documents_of(dataset, name):
     """The texts of one split, decoded from its tokens."""
     tokenizer = Tokenizer.load(dataset.tokenizer_json)
-    split = dataset.split(name)
+    split = dataset.split(name, "stream")
     tokens = split.tokens(0, split.num_tokens)
     documents = np.split(tokens, np.load(dataset.path / f"{name}.docs.npy")[1:])
     assert all(document[0] == tokenizer.bos_id for document in documents)
@@ -66,8 +66,10 @@ def test_many_small_shards_hold_the_same_tokens_as_one(source, tmp_path, monkeyp
     assert len(many.meta["splits"]["train"]["shards"]) > 10
     assert documents_of(many, "train") == documents_of(one, "train")
     assert all(facts["bytes"] <= 200 for name, facts in many.meta["files"].items() if name.endswith(".bin"))
-    rows = np.arange(one.split("train").num_rows(64))
-    for ours, theirs in zip(one.split("train").rows(rows, 64), many.split("train").rows(rows, 64), strict=True):
+    rows = np.arange(one.split("train", "stream").num_rows(64))
+    for ours, theirs in zip(
+        one.split("train", "stream").rows(rows, 64), many.split("train", "stream").rows(rows, 64), strict=True
+    ):
         assert (ours == theirs).all()
 
 
@@ -137,7 +139,7 @@ def test_a_vocabulary_over_65536_is_stored_in_uint32(source, tmp_path):
     inner.save(str(tmp_path / "large.json"))
     dataset = prepared(source, tmp_path, tokenizer=tmp_path / "large.json")
     assert dataset.meta["dtype"] == "uint32"
-    assert dataset.split("train").tokens(0, 10_000).max() == 66_256
+    assert dataset.split("train", "stream").tokens(0, 10_000).max() == 66_256
     assert documents_of(dataset, "train")[0] == (source / "00.txt").read_text()
 
 
@@ -246,7 +248,7 @@ def test_prepare_prints_what_a_user_wants_and_the_command_that_uses_it(source, t
     for is_repeated in (False, True):
         assert run_command(["data", "prepare", *args]) == 0
         lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-        assert list(lines) == ["text", "tokens", "size", "time", "shards", "next"]
+        assert list(lines) == ["text", "tokens", "rows", "size", "time", "shards", "next"]
         assert lines["text"].startswith("tëxt: 60 files, 60 documents, ")
         assert lines["tokens"].endswith(" held out; vocabulary 300") and "bytes per token" in lines["size"]
         assert (lines["time"] == "none: it was there already") == is_repeated

@@ -14,8 +14,6 @@ from paceline.model import gpt, layers
 from paceline.plan import sharding
 from paceline.train import buckets, loop, optim
 
-after = {name: getattr(module, name) for module, name in ()}
-
 
 def replaced(owner: Any, name: str, change: Callable[[Any], Any]) -> Callable[[], AbstractContextManager[Any]]:
     """Returns a context in which owner.name is change(owner.name)."""

@@ -193,6 +193,7 @@ def output_of(launch):
 
 
 @pytest.mark.dist
+@pytest.mark.soak
 def test_accelerate_launches_two_cpu_processes_that_train_together(tmp_path):
     lines = output_of(start_accelerate(tmp_path, {"nproc": 2, "precision": "bf16"}))
     assert [line.split(", weight")[0] for line in lines] == [

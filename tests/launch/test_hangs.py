@@ -235,6 +235,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.soak
 def test_a_silent_idle_script_is_ended_and_its_stopped_rank_named(watched):
     launch = watched(SCRIPT, kind="script", hang_after_s=5)
     launch.wait_until_running()

@@ -62,6 +62,7 @@ def run(code, *args, cwd, env):
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=240)
 
 
+@pytest.mark.soak
 def test_a_script_for_torchrun_joins_on_it(tmp_path, env):
     (tmp_path / "train.py").write_text(JOINS)
     done = run(RUN, "no", "--nproc", "2", "--", "train.py", cwd=tmp_path, env=env)

@@ -71,6 +71,7 @@ def test_nothing_is_left_when_a_worker_is_killed_and_it_is_reported_with_its_sig
     assert ended.event("rank_failed")["signal"] == "SIGKILL"
 
 
+@pytest.mark.soak
 def test_a_stopped_worker_is_ended_with_the_others(launch):
     running = launch(WORKER).wait_until_running()
     os.kill(running.worker_pid(0), signal.SIGSTOP)

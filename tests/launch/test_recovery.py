@@ -235,6 +235,7 @@ def test_a_mistake_in_a_script_is_attempted_once_and_explained_last(text, cause,
     assert verdict["summary"] in done.stderr[done.stderr.index("no further attempt") :]
 
 
+@pytest.mark.soak
 def test_a_script_that_is_always_killed_is_attempted_max_attempts_times(tmp_path):
     done = run_script(tmp_path, "import os; os.kill(os.getpid(), 9)", "--max-attempts", "2")
     assert done.returncode == 137
@@ -265,29 +266,29 @@ def start_unread(command: list[str], **kwargs) -> subprocess.Popen:
 
 
 def test_neither_a_reader_that_leaves_nor_a_full_disk_under_the_log_of_the_screen_ends_a_training(shop, tiny_disk):
-    """The reader leaves before the first line, or when it has seen enough; the log is that of a resumed run."""
+    """The reader leaves before the first line; the log is that of a resumed run."""
     config = shop.folder / "nano.py"
     config.write_text("wandb_log = False\n")  # a note about it is the first line
     program, module, cli, train, *keys = shop.train_command("unread", nproc=1, num_steps=4, compile="false")
     run = shop.folder / "runs" / "unread"
     assert start_unread([program, module, cli, train, str(config), *keys]).wait(DEADLINE_S) == 0
     assert metrics(run)[-1]["step"] == 4
-    command = " ".join(shop.resume_command(run, num_steps=8))
+    with (tiny_disk / "train.log").open("wb") as log:
+        (tiny_disk / "filler").write_bytes(bytes(shutil.disk_usage(tiny_disk).free))
+        command = shop.resume_command(run, num_steps=8)
+        done = subprocess.run(command, stdout=log, stderr=log, env=ENV, timeout=DEADLINE_S)
+    assert done.returncode == 0
+    assert metrics(run)[-1]["step"] == 8
+
+
+@pytest.mark.soak
+def test_a_reader_that_leaves_before_the_first_line_or_has_seen_enough_prevents_no_resume(shop):
+    run = shop.train("resumed-unread", nproc=1, num_steps=4, compile="false")
+    assert start_unread(shop.resume_command(run, num_steps=8)).wait(DEADLINE_S) == 0
+    assert metrics(run)[-1]["step"] == 8
+    command = " ".join(shop.resume_command(run, num_steps=12))
     done = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {command} | head -2"], env=ENV, capture_output=True, timeout=DEADLINE_S
     )
     assert done.returncode == 0, done.stderr
-    assert metrics(run)[-1]["step"] == 8
-    with (tiny_disk / "train.log").open("wb") as log:
-        (tiny_disk / "filler").write_bytes(bytes(shutil.disk_usage(tiny_disk).free))
-        command = shop.resume_command(run, num_steps=12)
-        done = subprocess.run(command, stdout=log, stderr=log, env=ENV, timeout=DEADLINE_S)
-    assert done.returncode == 0
     assert metrics(run)[-1]["step"] == 12
-
-
-@pytest.mark.soak
-def test_a_reader_that_leaves_before_the_first_line_prevents_no_resume(shop):
-    run = shop.train("resumed-unread", nproc=1, num_steps=4, compile="false")
-    assert start_unread(shop.resume_command(run, num_steps=8)).wait(DEADLINE_S) == 0
-    assert metrics(run)[-1]["step"] == 8

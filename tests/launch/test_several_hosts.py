@@ -23,7 +23,7 @@ pytestmark = [
 SIZES = [
     "--depth=2", "--n-embd=64", "--head-dim=32", "--sequence-len=64", "--vocab-size=512", "--total-batch-size=1536",
     "--device-batch-size=4", "--save-every=10", "--eval-every=0", "--eval-tokens=1024", "--data=text.txt", "--health-every=0",
-    "--no-check", "--num-steps",
+    "--no-check", "--precision=fp32", "--num-steps",
 ]  # fmt: skip
 DEADLINE_S = 120.0
 

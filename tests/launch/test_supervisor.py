@@ -99,6 +99,7 @@ def test_the_traceback_shown_is_that_of_the_rank_that_raised(launch):
     assert "Connection closed" not in ended.output.partition("Traceback")[2].partition("log: ")[0]
 
 
+@pytest.mark.soak
 def test_peers_that_take_no_signal_are_killed_long_before_torchs_own_thirty_seconds(launch):
     script = """
         import ctypes, os, signal, time
@@ -258,6 +259,7 @@ def test_scripts_for_torchrun_join_as_they_are_and_two_at_the_same_time_do_not_i
         assert run.log(0) == run.log(1) == "world 2 sum 2.0\n"
 
 
+@pytest.mark.soak
 def test_ranks_join_on_a_host_that_cannot_resolve_its_own_name(launch):
     set_up = 'ip link set lo up && hostname no-such-host && exec "$@"'
     unshare = ["unshare", "--net", "--uts", "--", "sh", "-c", set_up, "sh"]

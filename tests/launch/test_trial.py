@@ -106,6 +106,7 @@ def test_rows_that_paceline_chose_for_most_of_the_memory_are_tried_and_a_length_
 
 
 @pytest.mark.dist
+@pytest.mark.soak
 def test_a_process_that_the_kernel_kills_for_memory_gets_fewer_rows(tmp_path, capsys):
     plan, text, _ = with_stand_in(tmp_path, most=4, end="os.kill(os.getpid(), signal.SIGKILL)")
     assert (plan.device_batch_size, plan.grad_accum_steps) == (4, 3)

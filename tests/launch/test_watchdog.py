@@ -189,6 +189,7 @@ def test_evidence_that_cannot_be_written_does_not_hide_the_hang(bench):
     assert (hang.rank, hang.evidence) == (1, ())
 
 
+@pytest.mark.soak
 def test_a_rank_under_a_debugger_is_left_alone(bench, monkeypatch):
     in_step_nine(bench)
     monkeypatch.setattr("paceline.launch.stacks.process_state", lambda pid: "t")

@@ -271,7 +271,7 @@ WITH_KERNELS = (pytest.mark.compiler, pytest.mark.soak)  # every layer is up to 
     "backend, compute_dtype, n_layer, sequence_len",
     [
         ("aot_eager", torch.float32, 2, 300),  # the graphs that inductor makes kernels of
-        pytest.param("inductor", torch.float32, 1, 140, marks=pytest.mark.compiler),  # attention in two blocks
+        pytest.param("inductor", torch.float32, 1, 140, marks=WITH_KERNELS),  # attention in two blocks
         pytest.param("inductor", torch.float32, 2, 300, marks=WITH_KERNELS),
         pytest.param("inductor", torch.bfloat16, 2, 300, marks=WITH_KERNELS),
     ],

@@ -119,6 +119,7 @@ def test_a_run_that_cannot_save_its_end_fails_and_resumes_when_there_is_space(sh
     assert [line["step"] for line in metrics(run)] == list(range(1, STEPS + 1))
 
 
+@pytest.mark.soak
 def test_a_run_folder_that_turns_read_only_stops_the_run_with_its_name(shop, disk):
     process, run = start(shop, disk)
     wait_for(lambda: num_steps(run) >= 5, process)

@@ -64,6 +64,7 @@ def test_a_flipped_byte_in_the_newest_checkpoint_is_detected_and_the_previous_on
     assert final_bits(run) == final_bits(unbroken)
 
 
+@pytest.mark.soak
 def test_a_longer_plan_extends_a_finished_run_and_reports_it(shop, unbroken):
     run = shop.copy(unbroken, "extended")
     output = shop.resume(run, num_steps=STEPS + 10)

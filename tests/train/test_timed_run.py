@@ -12,10 +12,12 @@ from runs import Workshop, events, final_bits, metrics
 pytestmark = pytest.mark.dist
 
 
-def test_the_measured_number_of_steps_is_kept_by_a_resumed_run_and_by_a_repeated_one(tmp_path):
+SHORT_STEPS = {"nproc": 1, "total_batch_size": 128}
+
+
+def test_a_time_becomes_a_number_of_steps_that_a_resume_keeps(tmp_path):
     shop = Workshop(tmp_path)
-    short_steps = {"nproc": 1, "total_batch_size": 128}
-    printed = shop.finish(shop.train_command("timed", num_steps="auto", time="1s", eval_tokens="auto", **short_steps))
+    printed = shop.finish(shop.train_command("timed", num_steps="auto", time="1s", eval_tokens="auto", **SHORT_STEPS))
     timed = tmp_path / "runs" / "timed"
     config = tomllib.loads((timed / "config.toml").read_text())
     plan = json.loads((timed / "plan.json").read_text())
@@ -29,6 +31,16 @@ def test_the_measured_number_of_steps_is_kept_by_a_resumed_run_and_by_a_repeated
     assert f"step {num_steps:05d}/{num_steps:05d} | loss" in printed
     assert not list((tmp_path / "cache" / "probe").iterdir())
 
+    refused = shop.finish(shop.command("resume", str(timed), time="8h"), code=1)
+    assert f"time sets the length of a new run; timed keeps its {num_steps} steps" in refused
+
+
+@pytest.mark.soak
+def test_the_measured_number_of_steps_is_kept_by_a_repeated_run(tmp_path):
+    shop = Workshop(tmp_path)
+    shop.finish(shop.train_command("timed", num_steps="auto", time="1s", eval_tokens="auto", **SHORT_STEPS))
+    timed = tmp_path / "runs" / "timed"
+    num_steps = tomllib.loads((timed / "config.toml").read_text())["num_steps"]
     command = shop.command("train", str(timed / "config.toml"), "--no-check", name="repeated", health_every=0)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     repeated, deadline = tmp_path / "runs" / "repeated", time.monotonic() + 300
@@ -40,6 +52,3 @@ def test_the_measured_number_of_steps_is_kept_by_a_resumed_run_and_by_a_repeated
     shop.resume(repeated)
     assert tomllib.loads((repeated / "config.toml").read_text())["num_steps"] == num_steps
     assert final_bits(repeated) == final_bits(timed)
-
-    refused = shop.finish(shop.command("resume", str(timed), time="8h"), code=1)
-    assert f"time sets the length of a new run; timed keeps its {num_steps} steps" in refused

@@ -59,7 +59,7 @@ class Shard:
         self.lone_token = 0
 
     def rows(self, batch: int) -> list[int]:
-        num_rows = self.dataset.split("train").num_rows(SEQUENCE_LEN)
+        num_rows = self.dataset.split("train", "stream").num_rows(SEQUENCE_LEN)
         return rows_of_step(batch, rows_per_step=ROWS_PER_STEP, num_rows=num_rows, seed=42).tolist()
 
     def row(self, row: int) -> np.ndarray:
@@ -207,6 +207,7 @@ def damage(shop):
 
 
 @pytest.mark.dist
+@pytest.mark.soak
 def test_a_loss_spike_on_a_damaged_shard_is_reported_as_damage_and_no_batch_is_skipped(shop, damage):
     damage(SPIKE_BATCH + 10, token=7)
     output = shop.finish(shop.train_command("leaps-on-damage", nproc=2, **LEAPS), code=1)

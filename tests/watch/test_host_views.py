@@ -20,7 +20,7 @@ from paceline.watch.view import html_report, markdown_report
 
 BOTH = {"ada": [0, 1], "bob": [2, 3]}
 MODEL = "--depth 2 --n-embd 64 --head-dim 32 --sequence-len 64 --vocab-size 512 --total-batch-size 1024 --device-batch-size 8"
-LENGTH = "--num-steps 4 --eval-every 4 --eval-tokens 512 --health-every 0.5"
+LENGTH = "--precision fp32 --num-steps 4 --eval-every 4 --eval-tokens 512 --health-every 0.5"
 
 
 def begin(folder, hosts=BOTH, *, attempt=1, clock_s=None):

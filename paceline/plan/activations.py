@@ -151,6 +151,9 @@ def _attention_bytes(setup: MemorySetup, layer: int) -> int:
         return saved
     if setup.attention == "math":
         return setup.query_bytes + _widened_bytes(setup) + score_bytes(setup)
+    # a window's mask, which PyTorch makes of True and False; a flash kernel needs none
+    masked = setup.attention == "efficient" and window_sizes(model)[layer] < model.sequence_len
+    saved += setup.element_bytes * model.sequence_len**2 if masked else 0
     return saved + FP32 * num_tokens * model.n_head  # the log of each row's sum
 
 

@@ -277,6 +277,7 @@ def build_optimizer(setup: MemorySetup, rank: int, device: str) -> ShardedOptimi
             compute_dtype=DTYPES[setup.precision],
             logits_budget_bytes=setup.logits_budget_bytes,
             activation_checkpointing=setup.activation_checkpointing,
+            attention="flash" if setup.attention == "flash" and device != "cpu" else "sdpa",
         )
     model.fused_loss = device != "cpu"
     names = {shape.group: algorithm_of(setup.optimizer, shape.group).name for shape in param_shapes(setup.model)}

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -46,7 +46,8 @@ PACKAGE = str(Path(paceline.__file__).parent) + "/"
 # the shape of what these return depends on values: the CPU waits until it knows it
 SHAPED_BY_VALUES = {"nonzero", "masked_select", "unique", "_unique", "_unique2", "unique_dim", "unique_consecutive"}
 WITHOUT_KERNEL = ("empty", "new_empty", "_unsafe_view", "detach", "alias", "lift", "wait_tensor")
-PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addmm_", "flex_attention", "_scaled_dot_product_flash_attention"}
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addmm_", "flex_attention", "_flash_attention_forward"}
+PRODUCTS |= {"_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention"}
 SMALL = {  # two layers: with a window and without, with a value embedding and without
     "depth": 2,
     "n_embd": 256,
@@ -77,12 +78,14 @@ class Recorder(TorchDispatchMode):
         self.copies: Counter[tuple[str, bool]] = Counter()  # from host to card; whether the CPU goes on meanwhile
         self.collectives: list[tuple[str, int]] = []
         self.products: Counter[tuple[str, str]] = Counter()  # (function, dtype)
+        self.attention: Counter[str] = Counter()  # by operator, forward and backward
         self.kernels: Counter[str] = Counter()  # by function: ops that start one at least
         self.moved_bytes: Counter[str] = Counter()  # by function: what these ops read and write
 
     def to_json(self) -> dict[str, Any]:
         """Returns the records; waits as often as they stand in the code, not as often as they happen."""
         counts = {name: [[*key, n] for key, n in getattr(self, name).items()] for name in ("copies", "products")}
+        counts["attention"] = sorted(self.attention)
         work = {name: [count, self.moved_bytes[name]] for name, count in self.kernels.items()}
         waits = [name.rpartition(":")[0] for name in self.waits]
         return {"waits": waits, "collectives": self.collectives, "work": work, **counts}
@@ -104,6 +107,8 @@ class Recorder(TorchDispatchMode):
             self.waits[place(line=True)] += 1
         if getattr(func, "namespace", "") == "c10d":
             self.collectives.append((name, max(tensor.nbytes for tensor in tensors)))
+        if "attention" in name:
+            self.attention[name] += 1
         if name in PRODUCTS:
             # of the matrices: what a product is added to may be wider
             self.products[place(), str(tensors[1].dtype).removeprefix("torch.")] += 1
@@ -189,6 +194,7 @@ def walk(
     rounds: int = 1,
     phases: Sequence[str] = ("step", "evaluation"),
     broken: str | None = None,
+    attention: str = "flash",
     fused_loss: bool = True,
     **keys: Any,
 ) -> dict[str, Any]:
@@ -196,6 +202,7 @@ def walk(
     machine = imagined_machine(find_gpu("RTX 5090"), gpus=gpus, hosts=1)
     config = Config(**SMALL | keys)
     plan = make_plan(config, machine, vocab_size=config.vocab_size, num_rows=1000)
+    plan = replace(plan, attention=attention)  # also one that the plan would refuse
     setup.fused_loss_problem = lambda device: None if fused_loss else "not in this walk"
     started = time.process_time()
     facts: dict[str, Any] = {"error": None, "graphs": [], "messages": asdict(messages_of(plan))}

@@ -43,7 +43,8 @@ START_RISE = 0.5  # of a loss that was never lower than in its first points
 LOG_RISE = 1.0  # of a loss on the lines of a log, whose name says less than that of a metric
 LEAP, MIN_LEAP, LEAP_POINTS = 100.0, 10.0, 3  # times the lowest stretch, and the height, of the last points of a few
 PLATEAU, PLATEAU_SPREAD = 5, 1.6  # last points of a short curve, and the ratio of the highest to the lowest
-TOO_HIGH, MIN_HIGH = 1e6, 8  # the level and the number of points of a loss that no model starts with, unless it falls
+# the level and the number of points of a loss that no model starts with, unless it falls; and one that none comes back from
+TOO_HIGH, MIN_HIGH, ABSURD = 1e6, 8, 1e12
 NOT_NORMALIZED = "a loss of this size that does not fall"
 MIN_SLOW_S = 60.0
 NAN_GRADIENTS = 5  # in a row: fp16's loss scale causes fewer
@@ -95,12 +96,13 @@ def explain_curves(series: Sequence[MetricSeries], notes: Sequence[str], *, name
 
 
 def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation:
-    """The explanation of logs; where it shows no failure, the losses on the lines of the log with the most are judged too."""
-    longest = max((log.losses for log in logs), key=len, default=())
-    if explanation.shows_failure or len(longest) < 2 * LEAP_POINTS:
+    """The explanation of logs; where it shows no failure, losses on the lines of the log with the most are judged too."""
+    if explanation.shows_failure:
         return explanation
-    series = [item for item in loss_series(longest, source="log") if item.kind == LOSS]
-    return add_findings(explanation, list(find_rises(series, LOG_RISE))[:1])
+    curves = ([log.losses for log in logs], [log.held_out for log in logs])
+    losses, held_out = (loss_series(max(points, key=len, default=()), source="log") for points in curves)
+    rises = find_rises([item for item in losses if item.kind == LOSS], LOG_RISE)
+    return add_findings(explanation, [*rises, *find_overfitting(held_out)][:1])
 
 
 def add_findings(explanation: Explanation, findings: Sequence[CurveFinding]) -> Explanation:
@@ -295,8 +297,7 @@ def leap(values: Sequence[float]) -> int | None:
     if len(before) < LEAP_POINTS:
         return None
     start = lowest_stretch(before, LEAP_POINTS)
-    limit = max(MIN_LEAP, LEAP * max(before[start : start + LEAP_POINTS]))
-    if min(last) < limit:
+    if min(last) < (limit := max(MIN_LEAP, LEAP * max(before[start : start + LEAP_POINTS]))):
         return None
     return max(at for at, value in enumerate(values) if value < limit) + 1
 
@@ -310,9 +311,9 @@ def short_rise(values: Sequence[float]) -> int | None:
 
 
 def is_too_high(values: Sequence[float]) -> bool:
-    half = len(values) // 2
-    is_high = len(values) >= MIN_HIGH and min(values) > TOO_HIGH
-    return is_high and median(values[half:]) > 0.9 * median(values[:half])
+    half, lowest = len(values) // 2, min(values)
+    stays = len(values) >= MIN_HIGH and median(values[half:]) > 0.9 * median(values[:half])
+    return (stays and lowest > TOO_HIGH) or (len(values) >= LEAP_POINTS and lowest > ABSURD)
 
 
 def constant_tail(values: Sequence[float]) -> int | None:

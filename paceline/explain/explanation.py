@@ -49,6 +49,7 @@ class Record:
     step: int | None = None  # of the last progress line before it
     frames: tuple[str, ...] = ()  # 'File "x", line 3, in f' lines of a traceback, innermost last
     source: str | None = None  # the file's name if several were read
+    device: int | None = None  # the GPU's index on its host, in lines of NCCL
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,9 @@ MAX_RANKS = 100_000
 MAX_PROGRESS_LINES = 64  # stored; what came before them has not ended the run
 MAX_LOSSES = 2000  # stored; with more every second one is dropped
 MAX_DIGITS = 15
+ABRUPT = (
+    0.5  # a loss above this followed by exactly 0: transformers writes 0 for NaN (trainer.py, logging_nan_inf_filter)
+)
 SKIPPED_STEPS = 3  # in a row, by a loss scaler: with more the gradients are lost
 DAYS_BEFORE_MONTH = (0, 31, 59, 90, 120, 151, 181, 212, 243, 273, 304, 334)
 MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
@@ -46,7 +49,7 @@ HOST = re.compile(  # pdsh (accelerate and DeepSpeed on several hosts), docker c
     r"(?:: (?=\s*(?:\[|Traceback|  File|\w+(?:\.\w+)*(?:Error|Exception|Interrupt)\b|[\w-]+:\d+:\d+ ))| +\| )"
 )
 OTHER = re.compile(
-    r"[\w.]+(?:/\d+)? (?=\[default\d+\]:|\[rank\d+\]:)"  # torchx
+    r"[\w.-]+(?:/\d+)? (?=\[default\d+\]:|\[rank\d+\]:)"  # torchx
     r"| {0,6}\d{1,6}[ \t]+(?=(?:Traceback \(|  File \"|File \"|(?:\w+\.)*\w*(?:Error|Exception): ))"  # cat -n
     r"|\d+\.\d+s[ \t]+\d+[ \t]+"  # Kaggle: seconds, line number
     r"|std(?:out|err) [FP] "  # Kubernetes
@@ -92,21 +95,9 @@ PREPARATION = re.compile(  # the bar of what comes before training, or beside it
 BARE_BAR = re.compile(r" {0,3}\d{1,3}%\|[█▏▎▍▌▋▊▉ #=>.-]*\|?")  # cut in the middle, or without a count
 # `gradient accumulation steps: 8` is a setting, no progress
 SETTINGS = (
-    "accumulation",
-    "accum",
-    "warmup",
-    "max",
-    "num",
-    "total",
-    "optimization",
-    "decay",
-    "logging",
-    "save",
-    "eval",
-    "target",
-    "print",
-    "of",
-)
+    "accumulation", "accum", "warmup", "max", "num", "total", "optimization", "decay", "logging", "save", "eval", "target",
+    "print", "of",
+)  # fmt: skip
 STEP = re.compile(
     "".join(f"(?<!{word}.)" for word in SETTINGS)
     + r"(?<![a-z])(?:global[_ ]?steps?|steps?|iter(?:ation)?s?|updates?|num_updates|batch"
@@ -119,18 +110,21 @@ VALUE = (
     r"(?P<value>[-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan|inf))(?:\.0)?\b"
 )
 LOSS = re.compile(rf"loss(?: train|_(?!scal|weight|fn|func|type)[a-z]\w{{0,15}})?{VALUE}", re.IGNORECASE)
+HELD_OUT_LOSS = re.compile(rf"\be?val(?:id(?:ation)?)?[_ /.-]*loss{VALUE}", re.IGNORECASE)
 GRAD_NORM = re.compile(rf"(?:grad(?:ient)?s?[_ /.-]*(?:global[_ ])?|\bg|\b)norm{VALUE}", re.IGNORECASE)
 NAME_START = re.compile(r"[\w./-]*$")  # of a measure's name, before the part that LOSS finds
 COLUMN_GAP = re.compile(r"\s*\|\s*|\t+|\s{2,}")
 LOSS_COLUMN = re.compile(r"(?i)(?:^|[\s_/-])loss$")
+YOLO_ROW = re.compile(r"^\s*\d+/\d+\s+[\d.]+[GM]?\s+(?P<losses>(?:(?:\d+\.\d+|0|nan|inf)\s+){2,5})")  # epoch, memory
 STEP_COLUMN = re.compile(r"(?i)(?:global[_ ])?(?:step|iter(?:ation)?|epoch)s?")
 ROW_STARTS = frozenset("0123456789-nNi")  # 3/30, nan, NaN, No log, inf
 NUMBER_CELL = re.compile(r"(?i)[-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan|inf)")
 OTHER_LOSS = re.compile(r"(?:val|valid|validation|eval|test|dev|best|min|prev)[_ /.-]*$", re.IGNORECASE)
+RECORD_LOSS = re.compile(r"(?:best|min|prev)[_ /.-]*(?:\w{2,6}[_ /.-]*)?$", re.IGNORECASE)  # infinite at first
 DONE = re.compile(
-    r"training (?:is )?(?:completed?|finished|done)|finished training|train_runtime|(?:max_steps|max_epochs)=?\d*`? reached"
-    r"|job (?:finished|completed) success|\ball \d* ?(?:tests|checks) passed|training has finished|saved (?:the )?final"
-    r"|run finished|finished successfully|^done\.?$",
+    r"training (?:is )?(?:completed?|finished|done)|(?:finished|done) training|train_runtime|saved (?:the )?final"
+    r"|(?:max_steps|max_epochs)=?\d*`? reached|job (?:finished|completed) success|\ball \d* ?(?:tests|checks) passed"
+    r"|training has finished|run finished|finished successfully|^done\.?$",
     re.IGNORECASE,
 )
 
@@ -144,6 +138,7 @@ class LogLine:
     host: str | None = None
     time: float | None = None
     stream: str = ""  # the same for all lines of one process; "" if nothing identifies the process
+    device: int | None = None  # the GPU's index on its host
 
 
 @dataclass(frozen=True)
@@ -155,6 +150,7 @@ class StepLoss:
     is_last: bool = False  # step 100/100
     grad_norm: float | None = None
     name: str = "loss"
+    held_out: float | None = None  # the loss of an evaluation beside that of training
 
 
 LossPoint = tuple[int | None, str, float]  # step, name, value
@@ -169,8 +165,10 @@ class ProgressTracker:
         self.steps_by_rank: dict[int, int] = {}  # the last step of each rank whose lines have a rank
         self.first_step: int | None = None
         self._losses: list[LossPoint] = []
+        self._held_out: list[LossPoint] = []
         self._loss_rank: int | None = None  # whose losses are stored: the first that reported one
         self._is_policy = False
+        self._is_filtered = False  # the losses are 0 in place of NaN
         self._columns: tuple[str, ...] = ()  # of the table whose rows may follow
         self._num_lines = 0
         self._last_step: int | None = None
@@ -202,10 +200,15 @@ class ProgressTracker:
             if line.rank is not None and len(self.steps_by_rank) < MAX_RANKS:
                 self.steps_by_rank[line.rank] = progress.step
         if progress.loss is not None:
+            fell_to_zero = progress.loss == 0 and (self._last_loss or 0.0) > ABRUPT
+            self._is_filtered = fell_to_zero or (progress.loss == 0 and self._is_filtered)
             self._last_loss = progress.loss
             self._add_loss(line.rank, (progress.step, progress.name, progress.loss))
+        if progress.held_out is not None and line.rank == self._loss_rank:
+            self._held_out.append((progress.step, "eval_loss", progress.held_out))
         for measure, value in (("loss", progress.loss), ("grad_norm", progress.grad_norm)):
             if value is not None:
+                value = math.nan if measure == "loss" and self._is_filtered and not self._is_policy else value
                 self._add_value(measure, value, (number, line.rank, progress.step))
         self.lines.append((number, line.rank, progress.step))
 
@@ -214,13 +217,19 @@ class ProgressTracker:
         """The losses of one rank; none of a policy, whose loss rises while it learns."""
         return () if self._is_policy else tuple(self._losses)
 
+    @property
+    def held_out(self) -> tuple[LossPoint, ...]:
+        """The losses of evaluations."""
+        return tuple(self._held_out)
+
     def _add_loss(self, rank: int | None, point: LossPoint) -> None:
         if not self._losses:
             self._loss_rank = rank
         if rank == self._loss_rank:
             self._losses.append(point)
-        if len(self._losses) > MAX_LOSSES:
-            del self._losses[1::2]
+        for losses in (self._losses, self._held_out):
+            if len(losses) > MAX_LOSSES:
+                del losses[1::2]
 
     def _add_value(self, measure: str, value: float, at: ProgressLine) -> None:
         """Notes whether a measure is finite; at: where it is reported."""
@@ -265,6 +274,7 @@ def split_prefix(text: str) -> LogLine:
     rank: int | None = None
     host: str | None = None
     time: float | None = None
+    device: int | None = None
     stream = ""
     for _ in range(MAX_PREFIXES):
         if match := RANK.match(text):
@@ -273,7 +283,8 @@ def split_prefix(text: str) -> LogLine:
             host = match["ip"] or host
             stream = stream or match[0].strip(" :")
         elif match := NCCL.match(text) or HOST.match(text):
-            host = match["host"]  # NCCL's [5] is the GPU's index on its host: with several hosts not the rank
+            host = match["host"]
+            device = int(match["device"]) if match.re is NCCL else device
             stream = stream or match[0].strip(" :|")
         elif time is None and (match := next(filter(None, (pattern.match(text) for pattern in TIMES)), None)):
             time = seconds_of(match)
@@ -287,7 +298,7 @@ def split_prefix(text: str) -> LogLine:
         elif not (match := OTHER.match(text)):
             break
         text = text[match.end() :]
-    return LogLine(text=text.rstrip(), rank=rank, host=host, time=time, stream=stream)
+    return LogLine(text=text.rstrip(), rank=rank, host=host, time=time, stream=stream, device=device)
 
 
 def seconds_of(match: re.Match[str]) -> float:
@@ -310,6 +321,8 @@ def strip_bars(text: str) -> tuple[str, StepLoss | None]:
         if PREPARATION.match(match[0]):
             continue
         loss = read_value(find_measure(LOSS, match[0])) if "loss" in match[0].lower() else None
+        if row := YOLO_ROW.match(match[0]):
+            loss = sum(map(float, row["losses"].split()))
         progress = StepLoss(step=at, loss=loss, is_last=at is not None and at == of)
     return BARE_BAR.sub("", BAR.sub("", text)).strip(" \t"), progress
 
@@ -319,6 +332,7 @@ def read_step_and_loss(text: str) -> StepLoss | None:
     lowered = text.lower()
     loss_match = find_measure(LOSS, text) if "loss" in lowered else None
     loss = read_value(loss_match)
+    held_out = read_value(HELD_OUT_LOSS.search(text)) if "val" in lowered and loss is not None else None
     step = STEP.search(text)
     grad_norm = read_value(find_measure(GRAD_NORM, text)) if "norm" in lowered else None
     if step is None and loss is None:
@@ -332,16 +346,17 @@ def read_step_and_loss(text: str) -> StepLoss | None:
             None  # of GRPO, whose loss is 0 by design: as long as rewards and KL are finite, only the step is skipped
         )
     name = name_of(loss_match) if loss_match else "loss"
-    return StepLoss(step=number, loss=loss, is_last=is_last, grad_norm=grad_norm, name=name)
+    return StepLoss(step=number, loss=loss, is_last=is_last, grad_norm=grad_norm, name=name, held_out=held_out)
 
 
 def find_measure(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
     """The measure's first value of training, or its first one that is not finite; of validation if there is no other."""
     matches = list(pattern.finditer(text))
-    training = [match for match in matches if not OTHER_LOSS.search(text, max(0, match.start() - 20), match.start())]
-    chosen = training or matches
-    broken = (match for match in chosen if not math.isfinite(float(match["value"])))
-    return next(broken, chosen[0] if chosen else None)
+    names = [text[max(0, match.start() - 20) : match.start()] for match in matches]
+    training = [match for match, name in zip(matches, names, strict=True) if not OTHER_LOSS.search(name)]
+    measured = [match for match, name in zip(matches, names, strict=True) if not RECORD_LOSS.search(name)]
+    broken = (match for match in [*training, *measured] if not math.isfinite(float(match["value"])))
+    return next(broken, next(iter(training or matches), None))
 
 
 def name_of(match: re.Match[str]) -> str:

@@ -53,20 +53,23 @@ NO_FAILURE = re.compile(
 ROOT_CAUSE = re.compile(r"Root Cause \(first observed failure\)")
 FAILED_RANK = re.compile(
     r"failed \(exitcode: -?\d+\) local_rank: (?P<torch>\d+)|\brank (?P<mpi>\d+) exited with code [1-9]"
+    r"|--local[_-]rank[=', ]+(?P<deepspeed>\d+)\b[^\n]*\bexits with return code = -?[1-9]"
 )
 SPAWNED = re.compile(r"[Pp]rocess (?P<pid>\d+) spawned with command: .*--local[_-]rank[=', ]+(?P<rank>\d+)")
 PID_FAILED = re.compile(
     r"(?:Killing subprocess|[Pp]rocess) (?P<pid>\d+)\b.*(?:exits with|return code|exit code|terminated)"
 )
 STOPPED_TASKS = re.compile(r"srun: error: \S+: tasks (?P<tasks>0-[\d,-]{1,400}): Terminated")
-PROGRAM_ENDED = re.compile(r"destroy_process_group\(\) was not called before program exit")
+PROGRAM_ENDED = re.compile(
+    r"destroy_process_group\(\) was not called before program exit|process group has NOT been destroyed before"
+)
 CANCELLED_STEP = re.compile(
     r"\*\*\* (?:STEP|JOB) \S+ (?:ON \S+ )?CANCELLED|srun: (?:Force Terminated|forcing job termination)"
 )
 TASK_KILLED = re.compile(r"task \d+(?:[,-]\d+)*: (?:Killed|Terminated)|^(?:Killed|Terminated)\b")
 WORLD = re.compile(
     r"world[_ ]size['\"]?[:= ]+(?P<size>\d+)|\bnranks (?P<nranks>\d+)|nproc[_-]per[_-]node[= ]+(?P<nproc>\d+)"
-    r"|num_local_procs=(?P<procs>\d+)|MEMBER: \d+/(?P<members>\d+)"
+    r"|num_local_procs=(?P<procs>\d+)|MEMBER: \d+/(?P<members>\d+)|WORLD_SIZE in environ: \d+/(?P<environ>\d+)"
 )
 STOPPED_BY_LAUNCHER = re.compile(r"-15\b|-9\b|SIGTERM|SIGKILL")
 NUMBER = re.compile(r"\d+")
@@ -76,7 +79,7 @@ TROUBLE = re.compile(
     r"|no such|not found|not supported|timed? ?out|out of memory|panic|crash|\bXid\b|\bNVRM: (?!loading)"
 )
 TROUBLE_AT_END = re.compile(  # of a log, where nothing shows that the program went on
-    r"(?i)terminat|usage:|\*\*\* |stuck|\bhangs?\b|waiting for (?:all|other|rank|worker|peer|client|node)"
+    r"(?i)terminat|usage:|\*\*\* |NCCL WARN |stuck|\bhangs?\b|waiting for (?:all|other|rank|worker|peer|client|node)"
 )
 # a count of none, a measure, the end of a tracker, a test of failures, a search for what is optional, a fallback
 NO_TROUBLE = re.compile(
@@ -198,19 +201,34 @@ def culprit_rank(
     """The rank that caused the event; candidates are all events that may have ended the run. hang: of its collectives."""
     if (rank := rank_in_text(event)) is not None or event.cause.id in EXTERNAL:
         return rank
+    if world_size(logs) == 1:
+        return 0
     same_cause = [other for other in candidates if other.cause.id == event.cause.id]
     if event.cause.id in WAITING:
         return late_rank(same_cause, logs, hang=hang)
+    named = {rank_in_text(other) for other in same_cause} - {None}
+    if len(named) == 1:
+        return named.pop()
     ranks = [other.record.rank for other in (event, *same_cause) if other.record.rank is not None]
     blamed = rank_blamed_by_launcher(logs)
     if ranks and (blamed is None or len({*ranks}) == 1):
         return ranks[0]  # else the launcher knows which of them ended first
     if blamed is None and event.record.kind == "exception":
-        return first_to_leave(event, logs[event.place[0]])
+        left = first_to_leave(event, logs[event.place[0]])
+        return only_failing_rank(logs) if left is None else left
+    if blamed is None and event.record.device is not None:
+        return rank_of_device(event.record, logs)
     if blamed is not None or event.record.kind not in ("exit", "signal"):
         return only_failing_rank(logs) if blamed is None else blamed
     # a killed rank prints nothing; the ranks that lost it do
     return only_silent_rank({other.record.rank for other in candidates if other.cause.follows is True}, logs)
+
+
+def rank_of_device(record: Record, logs: Sequence[Log]) -> int | None:
+    """The index of NCCL's GPU, which is the rank where all are on one host and each rank sees all of them."""
+    others = [other for log in logs for other in log.records if other.device is not None]
+    is_rank = len({other.host for other in others}) == 1 and len({other.device for other in others}) > 1
+    return record.device if is_rank else None
 
 
 def only_failing_rank(logs: Sequence[Log]) -> int | None:
@@ -267,9 +285,14 @@ def ranks_of_job(logs: Sequence[Log]) -> set[int]:
     """The ranks of the job as far as the logs show them: those that print, and all below a reported world size."""
     records = [record for log in logs for record in log.records]
     ranks = {record.rank for record in records if record.rank is not None}.union(*(log.ranks for log in logs))
-    sizes = (int(match[match.lastgroup or 0]) for record in records for match in WORLD.finditer(record.text))
-    size = max(sizes, default=0)
+    size = world_size(logs)
     return ranks | set(range(size)) if len(ranks) <= size <= MAX_RANK else ranks
+
+
+def world_size(logs: Sequence[Log]) -> int:
+    """The largest number of ranks that the logs report; 0 if they report none."""
+    records = (record for log in logs for record in log.records)
+    return max((int(match[match.lastgroup or 0]) for r in records for match in WORLD.finditer(r.text)), default=0)
 
 
 def rank_blamed_by_launcher(logs: Sequence[Log]) -> int | None:
@@ -286,7 +309,7 @@ def rank_blamed_by_launcher(logs: Sequence[Log]) -> int | None:
         elif match := SPAWNED.search(text):
             pids[match["pid"]] = int(match["rank"])
         elif first is None and (match := FAILED_RANK.search(text)):
-            first = int(match["torch"] or match["mpi"])
+            first = int(match[match.lastgroup or 0])
         elif first is None and (match := PID_FAILED.search(text)):
             first = pids.get(match["pid"])
         elif first is None and (match := STOPPED_TASKS.search(text)):

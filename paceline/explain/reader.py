@@ -12,7 +12,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, islice
 
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import LogProgress, Record, RecordKind
@@ -87,6 +87,7 @@ class Log:
     last_steps: Mapping[int, int] = field(default_factory=dict)  # by rank, of lines that have a rank
     ranks: frozenset[int] = frozenset()  # whose lines were parsed
     losses: tuple[LossPoint, ...] = ()  # of one rank, a part of them in a long log
+    held_out: tuple[LossPoint, ...] = ()  # likewise, of evaluations
     problem: str = ""  # why the log could not be read whole
 
 
@@ -138,7 +139,7 @@ class LogParser:
         before = -1
         for at in (*selected, len(lines)):
             if at != before + 1:
-                self._skip(lines, numbers, range(before + 1, at))
+                self._skip(lines, numbers, range(before + 1, at), has_evaluations=b"val" in block)
             if at < len(lines) and self._num_parsed < FIRST_SELECTED:
                 self._num_parsed += 1
                 for part in split_line(lines[at]):
@@ -171,6 +172,7 @@ class LogParser:
             last_steps=self._progress.steps_by_rank,
             ranks=frozenset(self._ranks),
             losses=self._progress.losses,
+            held_out=self._progress.held_out,
         )
 
     def _split(self, block: bytes) -> tuple[bytes, list[bytes], Sequence[int]]:
@@ -183,12 +185,15 @@ class LogParser:
         lines = [part for parts in states for part in parts]
         return b"\n".join(lines), lines, numbers
 
-    def _skip(self, lines: list[bytes], numbers: Sequence[int], gap: range) -> None:
-        """Skips lines without an error word, except for progress lines at the end of the gap, some before, and the log's first."""
+    def _skip(self, lines: list[bytes], numbers: Sequence[int], gap: range, *, has_evaluations: bool) -> None:
+        """Skips lines without an error word but progress at the gap's end, some before, evaluations, and the log's first."""
         self._add(self._tracebacks.flush())
         start = max(gap.start, gap.stop - PROGRESS_LINES)
         first = gap.start + PROGRESS_LINES if self._progress.first_step is None else gap.start
-        between = range(first, start, 1 + max(0, start - first) // SAMPLED_LINES)
+        between: Sequence[int] = range(first, start, 1 + max(0, start - first) // SAMPLED_LINES)
+        if has_evaluations:
+            evaluations = (at for at in range(first, start) if b"val" in lines[at])
+            between = sorted({*between, *islice(evaluations, SAMPLED_LINES)})
         searched = [*range(gap.start, min(first, start)), *between, *range(start, gap.stop)]
         for at in searched:
             for part in unwrap_json(lines[at]) if PROGRESS_WORD.search(lines[at]) else ():
@@ -201,7 +206,7 @@ class LogParser:
             text = text.strip("│┃╭╮╰╯─ ").replace("❱", " ")
         line = split_prefix(text)
         if line.rank is None and self._rank is not None:
-            line = LogLine(line.text, self._rank, line.host, line.time, line.stream)
+            line = replace(line, rank=self._rank)
         if line.rank is not None and len(self._ranks) < MAX_RANKS:
             self._ranks.add(line.rank)
         progress_lines = self._progress.lines
@@ -234,7 +239,7 @@ class LogParser:
         kind: RecordKind = "signal" if SIGNAL.search(english) else "exit" if EXIT.search(text) else "line"
         if FORWARDED.search(text) or BANNER_LINE.match(text) or BANNER_HOST.match(text) or BANNER_RANK.match(text):
             kind = "banner"
-        return Record(kind, text, number, rank, host, line.time, step, source=self._source)
+        return Record(kind, text, number, rank, host, line.time, step, source=self._source, device=line.device)
 
     def _add(self, records: list[Record]) -> None:
         for record in records:

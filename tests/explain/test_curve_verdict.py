@@ -320,3 +320,40 @@ def test_metrics_that_are_healthy_or_too_few_say_how_much_was_judged():
 def test_every_cause_of_the_curves_is_found_by_a_test():
     found = Counter(param.values[1] for param in FAULTS)
     assert set(found) == {cause.id for cause in load_catalogue().causes.values() if cause.group == "Curves"}
+
+
+def test_a_loss_beyond_all_measure_diverged_even_if_it_falls():
+    lines = "".join(f"Epoch [1][{step}/9000] lr: 0.02, loss: {9e26 - step * 1e22:.4f}\n" for step in (50, 100, 150))
+    assert explain([lines.encode()]).cause == "loss-diverged"
+
+
+def test_validation_that_turns_up_is_found_in_a_log():
+    losses = [
+        6.2,
+        3.0,
+        2.5,
+        2.3,
+        2.2,
+        2.15,
+        2.12,
+        2.1,
+        2.12,
+        2.13,
+        2.16,
+        2.18,
+        2.2,
+        2.24,
+        2.27,
+        2.32,
+        2.35,
+        2.37,
+        2.4,
+        2.42,
+    ]
+    steps = [
+        f"step {at * 250}: train loss {loss / (1 + at / 10):.4f}, val loss {loss:.4f}\n"
+        + "".join(f"iter {at * 250 + i}: loss {loss / (1 + at / 10):.4f}, time 61ms\n" for i in range(0, 250, 10))
+        for at, loss in enumerate(losses)
+    ]
+    assert explain(["".join(steps).encode()]).cause == "validation-turns-up"
+    assert explain(["".join(steps[:8]).encode()]).cause == "healthy"

@@ -101,3 +101,18 @@ def test_the_last_words_of_a_log_that_ended_badly_are_read():
 def test_what_python_says_about_code_is_not_guessed():
     for error in ("KeyError: 'tokenizer'", "TypeError: got a port in use", "AttributeError: no pickle here"):
         assert explain([raised(0, error).encode()]).cause == "user-code-exception"
+
+
+def test_a_word_of_another_meaning_is_no_guess():
+    for error in (
+        "RuntimeError: the handler comes before the barrier",  # a type has the word time
+        'RuntimeError: in_ != nullptr INTERNAL ASSERT FAILED at "/src/inline_container.cc":143',
+        "RuntimeError: enum_type INTERNAL ASSERT FAILED at flatbuffer_loader.cpp:429",
+        "ValueError: Gated DeltaNet takes flat inputs",
+        "ValueError: no compilation mode was chosen",
+        "ValueError: one container per layer was wanted",
+        "RuntimeError: cuDNN indexer: ratio must be positive",
+        "RuntimeError: descriptor overflow",
+        "ValueError: Conversion keys: mismatch",
+    ):
+        assert CATALOGUE.guess(error) is None, error

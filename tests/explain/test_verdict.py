@@ -488,3 +488,46 @@ def test_a_request_that_is_tried_again_is_no_failure():
 def test_a_warning_of_any_class_is_no_error():
     warning = "check.py:147: UserWarning: Error fetching version info <urlopen error timed out>\n"
     assert verdict(warning + raised(0, "TypeError: save() takes 2 positional arguments")).cause == "user-code-exception"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Epoch: {step:04d} train_loss= 0.0012 train_acc= 0.04 val_loss= {value} val_acc= 0.06\n",
+        "   {step}/299    65.1G     {value}   0.0151      0    1.2     1963     320: 100%|####| 729/729 [51:09<00:00,  4.2s/it]\n",
+        "{{'loss': {value}, 'learning_rate': 0.001, 'epoch': {step}}}\n",
+    ],
+    ids=["of the validation", "in a row of YOLO", "written as 0"],
+)
+def test_a_loss_that_is_nan_in_any_column_is_no_healthy_log(line):
+    first = line.format(step=1, value="6.26")
+    broken = "0.0" if "learning_rate" in line else "nan"
+    lost = "".join(line.format(step=step, value=broken) for step in range(2, 8))
+    assert verdict(first + lost).cause == "loss-nan"
+    fine = "".join(line.format(step=step, value=f"{6.26 / step:.2f}") for step in range(2, 8))
+    assert verdict(first + fine).cause == "healthy"
+
+
+def test_the_best_loss_is_infinite_at_first():
+    lines = "".join(f"step {step}: loss 2.{step}, best val loss inf\n" for step in range(8))
+    assert verdict(lines).cause == "healthy"
+
+
+def test_of_nccl_s_gpus_on_one_host_the_index_is_the_rank():
+    lines = (
+        "n1:25:48 [0] NCCL INFO init.cc:1079 -> 3\nn1:28:52 [3] alloc.h:178 NCCL WARN Cuda failure 'out of memory'\n"
+    )
+    assert (verdict(lines).cause, verdict(lines).rank) == ("cuda-oom", 3)
+    assert verdict(lines.replace("n1:25", "n2:25")).rank is None
+    assert verdict(lines.replace("[0]", "[3]")).rank is None  # each rank may see one GPU alone
+
+
+def test_the_rank_of_the_only_process_is_0():
+    bug = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\n' + OOM.splitlines()[0] + "\n"
+    assert verdict("RANK and WORLD_SIZE in environ: 0/1\n" + bug).rank == 0
+    assert verdict("RANK and WORLD_SIZE in environ: 0/2\n" + bug).rank is None
+
+
+def test_deepspeed_s_launcher_names_the_rank_in_the_command_that_failed():
+    line = "[ERROR] [launch.py:325:sigkill_handler] ['python3', '-u', 'train.py', '--local_rank=1'] exits with return code = -11\n"
+    assert (verdict(line).cause, verdict(line).rank) == ("sigsegv", 1)

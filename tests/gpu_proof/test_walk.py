@@ -21,6 +21,7 @@ EAGER = {"compile": False, "window_pattern": "L"}
 SHORT = EAGER | {"gpus": 8}  # a step of one micro-step
 COMPILED = {"rounds": 2}
 STEP = {"phases": ["step"]}
+BY_LAYER = COMPILED | STEP | {"gpus": 2, "depth": 4, "window_pattern": "SSSL"}
 FIRST_RANKS = {f"rank 0 of {gpus}": EAGER | {"gpus": gpus} for gpus in WORLD_SIZES}
 LAST_RANKS = {f"rank {gpus - 1} of {gpus}": EAGER | STEP | {"gpus": gpus, "rank": gpus - 1} for gpus in WORLD_SIZES[1:]}
 RANKS_BETWEEN = {
@@ -33,12 +34,16 @@ SOUND = {
     "cuDNN and grouped queries": STEP | {"attention": "cudnn", "n_kv_head": 1},
     "without Triton": COMPILED | STEP | {"fused_loss": False},
     "checkpointing and grouped queries": COMPILED | {"activation_checkpointing": True, "n_kv_head": 1} | STEP,
+    "layers of rank 0 of 2": BY_LAYER,
+    "layers of rank 1 of 2": BY_LAYER | {"rank": 1},
+    "adamw": EAGER | STEP | {"gpus": 2, "optimizer": "adamw"},
     **FIRST_RANKS,
     **LAST_RANKS,
 }
 ONE_LAYER = {"depth": 1}
 BROKEN = {
     "a graph break": ONE_LAYER | STEP,
+    "gradients sent at the end": EAGER | STEP | {"gpus": 2},
     "a short last batch": ONE_LAYER | {"phases": ["evaluation"]},
     "gradients in an evaluation": ONE_LAYER,
     "an .item() in the step": SHORT,
@@ -66,6 +71,8 @@ def walks(folder) -> dict[str, Facts]:
 
 # what each phase compiles the first time: the loss is outside of the model's graph, and a graph gives the nats their shape
 GRAPHS = {"step": ["forward"], "evaluation": ["forward", "rest of forward"]}
+# of four layers the first and the third share a graph; others have a value embedding, and the last one no window
+PARTS = ["stem", "forward", "forward", "forward", "backout"]
 BREAK = "Skip calling `torch.compiler.disable()`d function"  # before the loss
 
 
@@ -102,6 +109,18 @@ def check_collectives(ranks: list[Facts], gpus: int) -> None:
     assert sorted(of_kind(sent[0], "_allgather_base_")) == sorted(planned["all_gather"])
     assert of_kind(sent[0], "allreduce_") == [size + extras for size in planned["all_reduce"]]
     assert len(sent[0]) == sum(map(len, planned.values()))
+
+
+def check_overlap(facts: Facts) -> None:
+    """Gradients are sent while there is work left: lm_head's before the backward of the layers, the others' under it."""
+    assert facts["error"] is None
+    step = facts["step"]
+    sent = zip(step["collectives"], step["products_before"], strict=True)
+    begun = [before for (name, _), before in sent if name == "_reduce_scatter_base_"]
+    in_backward = sum(count for place, _, count in step["products"] if place == "backward") // facts["micro_steps"]
+    in_model = sum(count for place, _, count in step["products"] if place != "train/updates.py:orthogonalize")
+    assert in_model - begun[0] == in_backward  # all products of the layers' backward are to come
+    assert all(before < in_model for before in begun[:-1])  # but for the embeddings', which come last
 
 
 def of_kind(collectives: list[tuple[str, int]], kind: str) -> list[int]:
@@ -145,6 +164,22 @@ def test_more_graphs_are_noticed(walks, name):
         check_graphs(walks[name])
 
 
+def test_beside_other_ranks_each_kind_of_layer_is_a_graph_without_breaks(walks):
+    facts = walks["layers of rank 0 of 2"]
+    assert facts["error"] is None and facts["breaks"] == []
+    assert facts["graphs"] == [["step", PARTS], ["step", []]]
+
+
+@pytest.mark.parametrize("name", ["rank 0 of 2", "adamw"])
+def test_gradients_are_sent_under_the_backward(walks, name):
+    check_overlap(walks[name])
+
+
+def test_gradients_that_are_sent_only_at_the_end_are_noticed(walks):
+    with pytest.raises(AssertionError):
+        check_overlap(walks["gradients sent at the end"])
+
+
 @pytest.mark.parametrize("name", ["windows", *FIRST_RANKS])
 def test_the_cpu_waits_once_in_a_step_and_once_in_an_evaluation(walks, name):
     check_waits(walks[name])
@@ -175,6 +210,10 @@ def test_other_dtypes_are_noticed(walks, name):
 @pytest.mark.parametrize("gpus", WORLD_SIZES)
 def test_the_first_and_the_last_rank_send_the_same_in_the_same_order_as_many_bytes_as_planned(walks, gpus):
     check_collectives([walks[f"rank {rank} of {gpus}"] for rank in sorted({0, gpus - 1})], gpus)
+
+
+def test_compiled_ranks_send_what_eager_ones_do(walks):
+    check_collectives([walks[f"layers of rank {rank} of 2"] for rank in range(2)], 2)
 
 
 @pytest.mark.soak

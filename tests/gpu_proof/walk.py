@@ -77,6 +77,7 @@ class Recorder(TorchDispatchMode):
         self.waits: Counter[str] = Counter()
         self.copies: Counter[tuple[str, bool]] = Counter()  # from host to card; whether the CPU goes on meanwhile
         self.collectives: list[tuple[str, int]] = []
+        self.products_before: list[int] = []  # for each collective: how many products were begun before it
         self.products: Counter[tuple[str, str]] = Counter()  # (function, dtype)
         self.attention: Counter[str] = Counter()  # by operator, forward and backward
         self.kernels: Counter[str] = Counter()  # by function: ops that start one at least
@@ -88,7 +89,8 @@ class Recorder(TorchDispatchMode):
         counts["attention"] = sorted(self.attention)
         work = {name: [count, self.moved_bytes[name]] for name, count in self.kernels.items()}
         waits = [name.rpartition(":")[0] for name in self.waits]
-        return {"waits": waits, "collectives": self.collectives, "work": work, **counts}
+        sent = {"collectives": self.collectives, "products_before": self.products_before}
+        return {"waits": waits, "work": work, **sent, **counts}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -107,6 +109,7 @@ class Recorder(TorchDispatchMode):
             self.waits[place(line=True)] += 1
         if getattr(func, "namespace", "") == "c10d":
             self.collectives.append((name, max(tensor.nbytes for tensor in tensors)))
+            self.products_before.append(self.products.total())
         if "attention" in name:
             self.attention[name] += 1
         if name in PRODUCTS:
@@ -206,6 +209,7 @@ def walk(
     setup.fused_loss_problem = lambda device: None if fused_loss else "not in this walk"
     started = time.process_time()
     facts: dict[str, Any] = {"error": None, "graphs": [], "messages": asdict(messages_of(plan))}
+    facts["micro_steps"] = plan.grad_accum_steps
     try:
         with ExitStack() as stack:
             if broken is not None:

@@ -158,10 +158,12 @@ def attention_ms(plan: Plan, name: str, device: torch.device) -> float:
     for window, num_layers in Counter(window_sizes(model)).items():
         mask, times = make_mask(model.sequence_len, window, device, way=name), []
         for _ in range(ATTENTION_TRIALS):
-            torch.cuda.synchronize(device)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
             started = time.perf_counter()
             with_gradients(partial(attend, mask=mask, window=window, way=name), inputs)
-            torch.cuda.synchronize(device)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # a clock needs the work to be done
             times.append(1000 * (time.perf_counter() - started))
         total_ms += num_layers * median(times[1:])  # the first one compiles and allocates
     return total_ms

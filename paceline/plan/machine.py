@@ -130,8 +130,8 @@ class AttentionCase:
         if name == "flex":
             if not self.has_windows:
                 return "no layer has a window"
-            if capability < (7, 5):
-                return "Triton's kernels need compute capability 7.5"
+            if capability < (7, 0):
+                return "Triton's kernels need compute capability 7.0"
             # 114,688 bytes of shared memory in its backward, of 101,376: pytorch issue 198224
             if capability[0] == 12 and head_dim > 128:
                 return f"its backward does not fit the shared memory of compute capability 12 at head_dim {head_dim}"

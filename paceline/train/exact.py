@@ -140,6 +140,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.paceline.embedding_gradient.default:  # a custom op hides what it makes within
             with self:
                 return sum_by_row(*args)
+        if func is torch.ops.aten.addmm.dtype_out:  # it makes nothing, and torch 2.11 has no meta kernel for it
+            return (kwargs or {})["out"]
         outputs = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(outputs):
             if isinstance(leaf, Tensor):

@@ -75,7 +75,9 @@ def start_ranks(run: RunDir, *, deterministic: bool = False) -> tuple[Plan, torc
     if plan.device == "cuda":
         device = torch.device("cuda", local_rank)
         torch.set_float32_matmul_precision("highest" if plan.precision == "fp32" else "high")
-        plan = choose_attention(plan, device)
+        plan, *notes = choose_kernels(plan, device)
+        for note in notes if rank == 0 else ():
+            write_note(run, note)
     else:
         keep_freed_memory()
         if plan.precision == "fp32":
@@ -107,7 +109,16 @@ def choose_matmul(plan: Plan) -> Plan:
     return replace(plan, onednn=use)
 
 
-def choose_attention(plan: Plan, device: torch.device) -> Plan:
+def choose_kernels(plan: Plan, device: torch.device) -> tuple[Plan, *tuple[str, ...]]:
+    """Returns the plan with the kernels that this GPU takes, and what is to be reported of them. Collective."""
+    plan, notes = choose_attention(plan, device)
+    problem = fused_loss_problem(device)
+    if problem is not None:
+        notes.append(f"the loss is computed without its Triton kernel, which is slower: {problem}")
+    return replace(plan, fused_loss=problem is None), *notes
+
+
+def choose_attention(plan: Plan, device: torch.device) -> tuple[Plan, list[str]]:
     """Tries the ways of attention that the plan leaves open, and takes the fastest that is right; or checks the one that it has.
 
     Flash kernels are compared with each other. The others are tried where none of these runs, in their order: FlexAttention takes
@@ -115,7 +126,7 @@ def choose_attention(plan: Plan, device: torch.device) -> Plan:
     whole run, since each way rounds in its own way. Collective.
     """
     if plan.attention is not None and plan.attention not in FLASH:
-        return plan
+        return plan, []
     times: dict[str, float] = {}
     problems: dict[str, str] = {}
     for name in plan.attention_choices if plan.attention is None else (plan.attention,):
@@ -136,12 +147,11 @@ def choose_attention(plan: Plan, device: torch.device) -> Plan:
     use_flash3(chosen == "fa3")
     forget_peaks(device)
     if plan.attention is not None:
-        log.info(f"attention: {chosen}, as planned")
-        return plan
+        return plan, []
     measured = ", ".join(f"{name} {ms:.1f} ms" for name, ms in times.items())
-    log.info(f"attention: {chosen}; in a micro-step: {measured}{'; ' if reasons else ''}{reasons}")
+    note = f"attention: {chosen}; in a micro-step: {measured}{'; ' if reasons else ''}{reasons}"
     case = AttentionCase(plan.model, plan.device, plan.precision, torch.cuda.get_device_capability(device))
-    return replace(plan, attention=chosen, attention_kernel=case.kernel(chosen))
+    return replace(plan, attention=chosen, attention_kernel=case.kernel(chosen)), [note]
 
 
 def try_attention(plan: Plan, name: str, device: torch.device) -> tuple[str | None, float]:
@@ -194,11 +204,7 @@ def make_model(plan: Plan, *, seed: int, device: torch.device) -> GPT:
     model.to(device)
     model.masks(plan.model.sequence_len, device)
     model.rotary(0, plan.model.sequence_len, device)
-    if device.type == "cuda":
-        problem = fused_loss_problem(device)
-        model.fused_loss = problem is None
-        if problem is not None:
-            log.info(f"the loss is computed without its Triton kernel, which is slower: {problem}")
+    model.fused_loss = plan.fused_loss
     return model
 
 
@@ -227,10 +233,15 @@ def choose_compile(loop: Loop, model: GPT) -> None:
                 f"compile: a micro-step takes {compiled_ms:.0f} ms compiled, {eager_ms:.0f} ms eager"
                 f" ({format_duration(compile_s)} to compile): {'compiled' if use else 'eager'}"
             )
-            append_event(run, "note", text=text)
-            log.info(text)
+            write_note(run, text)
     elif plan.compile:
         compile_model(model, plan)
+
+
+def write_note(run: RunDir, text: str) -> None:
+    """Writes a line to the run's events, which the terminal shows, and to this rank's log."""
+    append_event(run, "note", text=text)
+    log.info(text)
 
 
 def trial_ms(loop: Loop) -> float:

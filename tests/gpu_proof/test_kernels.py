@@ -99,14 +99,27 @@ def test_the_loss_that_is_compiled_where_triton_is_missing_has_no_large_buffer(c
 @pytest.mark.parametrize("capability", CARDS)
 @pytest.mark.parametrize("dtype", ["*fp32", "*bf16", "*fp16"])
 def test_the_loss_kernel_fits_a_card_without_spills(capability, dtype):
+    for with_grad in (True, False):
+        check_loss_kernel(capability, dtype, with_grad=with_grad)
+
+
+def check_loss_kernel(capability: int, dtype: str, *, with_grad: bool) -> None:
     from gpu_proof.card_compiler import loss_binary
 
-    for with_grad in (True, False):
-        fact = loss_binary(capability, dtype, with_grad=with_grad)
-        assert fact["stack_bytes"] == 0
-        assert fact["shared_bytes"] <= CARDS[capability].shared_bytes
-        assert fact["registers"] * fact["threads"] * 2 <= 65_536  # two rows at a time on a processor
-        assert fact["widest_load"] == 16  # bytes of a thread: fewer would leave memory idle
+    fact = loss_binary(capability, dtype, with_grad=with_grad)
+    assert fact["stack_bytes"] == 0
+    assert fact["shared_bytes"] <= CARDS[capability].shared_bytes
+    assert fact["registers"] * fact["threads"] * 2 <= 65_536  # two rows at a time on a processor
+    assert fact["widest_load"] == 16  # bytes of a thread: fewer would leave memory idle
+
+
+def test_a_loss_kernel_that_spills_is_noticed(monkeypatch):
+    from paceline.model import loss_kernel
+
+    monkeypatch.setattr(loss_kernel, "BLOCK", 32_768)
+    monkeypatch.setattr(loss_kernel, "WARPS", 4)
+    with pytest.raises(AssertionError):
+        check_loss_kernel(90, "*bf16", with_grad=True)
 
 
 def test_a_kernel_that_is_too_large_for_the_card_is_noticed(compiled):

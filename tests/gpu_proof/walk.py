@@ -205,8 +205,7 @@ def walk(
     machine = imagined_machine(find_gpu("RTX 5090"), gpus=gpus, hosts=1)
     config = Config(**SMALL | keys)
     plan = make_plan(config, machine, vocab_size=config.vocab_size, num_rows=1000)
-    plan = replace(plan, attention=attention)  # also one that the plan would refuse
-    setup.fused_loss_problem = lambda device: None if fused_loss else "not in this walk"
+    plan = replace(plan, attention=attention, fused_loss=fused_loss)  # also an attention that the plan would refuse
     started = time.process_time()
     facts: dict[str, Any] = {"error": None, "graphs": [], "messages": asdict(messages_of(plan))}
     facts["micro_steps"] = plan.grad_accum_steps

@@ -5,14 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from paceline.config import Config
+from paceline.config import Config, ModelConfig
 from paceline.errors import PacelineError
 from paceline.plan.gpu_table import find_gpu
 from paceline.plan.machine import imagined_machine
 from paceline.plan.planner import Plan, make_plan
 from paceline.train import evaluate, setup
-from paceline.train.setup import choose_attention
+from paceline.train.setup import choose_attention, choose_kernels
 
+CARD = torch.device("meta")
+SMALL = ModelConfig(1, 16, 1, 1, 16, sequence_len=8, vocab_size=64)
 CPU = torch.device("cpu")
 H100 = imagined_machine(find_gpu("H100"), gpus=1, hosts=1)
 
@@ -36,26 +38,25 @@ class Trials:
         return None if name in self.times else f"no {name} here"
 
 
-def test_the_fastest_flash_kernel_that_runs_is_taken_and_the_slow_ways_are_not_tried(monkeypatch, caplog):
+def test_the_fastest_flash_kernel_that_runs_is_taken_and_the_slow_ways_are_not_tried(monkeypatch):
     trials = Trials(monkeypatch, cudnn=20.0, flash=25.0, flex=1.0)
-    with caplog.at_level("INFO", "paceline"):
-        plan = choose_attention(planned(), CPU)
+    plan, notes = choose_attention(planned(), CPU)
     assert (plan.attention, plan.attention_kernel, trials.active) == ("cudnn", "flash", False)
     assert trials.attempts == ["fa3", "cudnn", "flash"]
-    assert caplog.messages == ["attention: cudnn; in a micro-step: cudnn 20.0 ms, flash 25.0 ms; fa3 not: no fa3 here"]
+    assert notes == ["attention: cudnn; in a micro-step: cudnn 20.0 ms, flash 25.0 ms; fa3 not: no fa3 here"]
 
 
 def test_flash_attention_3_is_active_where_it_is_taken(monkeypatch):
     trials = Trials(monkeypatch, fa3=10.0, cudnn=20.0, flash=25.0)
-    assert choose_attention(planned(), CPU).attention == "fa3"
+    assert choose_attention(planned(), CPU)[0].attention == "fa3"
     assert trials.active is True
 
 
 def test_without_flash_kernels_the_others_are_tried_in_their_order(monkeypatch):
     Trials(monkeypatch, flex=30.0, sdpa=1.0)
-    assert choose_attention(planned(), CPU).attention == "flex"
+    assert choose_attention(planned(), CPU)[0].attention == "flex"
     Trials(monkeypatch, sdpa=90.0)
-    masks = choose_attention(planned(), CPU)
+    masks, _ = choose_attention(planned(), CPU)
     assert (masks.attention, masks.attention_kernel) == ("sdpa", "efficient")
 
 
@@ -69,20 +70,31 @@ def test_what_rank_0_takes_holds_for_all_and_what_one_rank_lacks_for_none(monkey
     reduced: list[torch.Tensor] = []
     monkeypatch.setattr(setup, "all_reduce_sum", add_others)
     monkeypatch.setattr(setup, "broadcast_object", lambda value: "cudnn" if value == "flash" else value)
-    assert choose_attention(planned(), CPU).attention == "cudnn"
+    assert choose_attention(planned(), CPU)[0].attention == "cudnn"
     assert len(reduced) == 3
 
 
 def test_a_way_that_the_plan_has_is_checked_and_never_replaced(monkeypatch):
     trials = Trials(monkeypatch, fa3=10.0, flash=20.0)
     chosen = replace(planned(), attention="flash")
-    assert choose_attention(chosen, CPU) == chosen
+    assert choose_attention(chosen, CPU) == (chosen, [])
     assert trials.attempts == ["flash"]
     with pytest.raises(PacelineError, match="cudnn not: no cudnn here") as error:
         choose_attention(replace(chosen, attention="cudnn"), CPU)
     assert error.value.fix == "--attention auto"
-    assert choose_attention(replace(chosen, attention="flex"), CPU).attention == "flex"
+    assert choose_attention(replace(chosen, attention="flex"), CPU)[0].attention == "flex"
     assert trials.attempts == ["flash", "cudnn"]  # FlexAttention would be compiled
+
+
+def test_a_loss_without_its_kernel_is_reported(monkeypatch):
+    Trials(monkeypatch, flash=20.0)
+    plan, *notes = choose_kernels(replace(planned(), attention="flash"), CPU)
+    assert not plan.fused_loss
+    assert notes == ["the loss is computed without its Triton kernel, which is slower: it is for CUDA devices"]
+    monkeypatch.setattr(setup, "fused_loss_problem", lambda device: None)
+    plan, *notes = choose_kernels(plan, CPU)
+    assert plan.fused_loss and notes == []
+    assert setup.make_model(replace(plan, model=SMALL), seed=1, device=CARD).fused_loss
 
 
 def test_eval_and_sample_take_flash_kernels_where_they_run_and_else_print_why(monkeypatch, capsys):

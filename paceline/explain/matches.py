@@ -71,6 +71,7 @@ WORLD = re.compile(
     r"world[_ ]size['\"]?[:= ]+(?P<size>\d+)|\bnranks (?P<nranks>\d+)|nproc[_-]per[_-]node[= ]+(?P<nproc>\d+)"
     r"|num_local_procs=(?P<procs>\d+)|MEMBER: \d+/(?P<members>\d+)|WORLD_SIZE in environ: \d+/(?P<environ>\d+)"
 )
+OWN_RANK = re.compile(r"\bGLOBAL_RANK: (?P<rank>\d{1,6}), MEMBER: \d")
 STOPPED_BY_LAUNCHER = re.compile(r"-15\b|-9\b|SIGTERM|SIGKILL")
 NUMBER = re.compile(r"\d+")
 LAST_CHECKED = 3  # lines at the end of a log
@@ -213,13 +214,13 @@ def culprit_rank(
     blamed = rank_blamed_by_launcher(logs)
     if ranks and (blamed is None or len({*ranks}) == 1):
         return ranks[0]  # else the launcher knows which of them ended first
-    if blamed is None and event.record.kind == "exception":
-        left = first_to_leave(event, logs[event.place[0]])
-        return only_failing_rank(logs) if left is None else left
-    if blamed is None and event.record.device is not None:
-        return rank_of_device(event.record, logs)
-    if blamed is not None or event.record.kind not in ("exit", "signal"):
-        return only_failing_rank(logs) if blamed is None else blamed
+    if blamed is not None:
+        return blamed
+    if event.record.kind not in ("exit", "signal"):
+        log = logs[event.place[0]]
+        left = first_to_leave(event, log) if event.record.kind == "exception" else None
+        ranks_found = (left, rank_of_device(event.record, logs), only_failing_rank(logs), rank_of_process(log))
+        return next((rank for rank in ranks_found if rank is not None), None)
     # a killed rank prints nothing; the ranks that lost it do
     return only_silent_rank({other.record.rank for other in candidates if other.cause.follows is True}, logs)
 
@@ -234,6 +235,12 @@ def rank_of_device(record: Record, logs: Sequence[Log]) -> int | None:
 def only_failing_rank(logs: Sequence[Log]) -> int | None:
     """The rank of all exceptions that have one, if it is the same."""
     ranks = {record.rank for log in logs for record in log.records if record.kind == "exception"} - {None}
+    return ranks.pop() if len(ranks) == 1 else None
+
+
+def rank_of_process(log: Log) -> int | None:
+    """The rank that Lightning reports as the log's own; several ranks that print into one log report several."""
+    ranks = {int(match["rank"]) for record in log.records if (match := OWN_RANK.search(record.text))}
     return ranks.pop() if len(ranks) == 1 else None
 
 

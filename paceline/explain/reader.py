@@ -41,7 +41,8 @@ FIRST_RECORDS, LAST_RECORDS = 2000, 1000  # stored of a log with more errors
 FIRST_SELECTED, LAST_SELECTED = 6000, 3000  # lines parsed of a log in which nearly every line has an error word
 LAST_LINES = 8  # stored for a failure that is not in the catalogue
 PROGRESS_LINES = 60  # searched for a step before a selected line
-SAMPLED_LINES = 20  # of those before them: where steps begin again, a new curve begins
+SAMPLED_LINES, LATE_SAMPLES = 20, 3  # of those before them: where steps begin again, a new curve begins
+LATE = 100_000  # lines into a log: it has enough samples, and later blocks give fewer
 
 # in every line that reports a step, a loss or the end of the work, and in the rows of a table of numbers
 PROGRESS_WORD = re.compile(
@@ -125,6 +126,9 @@ class LogParser:
         self._number = 0  # of the last line
         self._pending = 0  # lines at the start of the next block that follow a selected one
         self._progress = ProgressTracker()
+        self._waiting: deque[tuple[int, bytes]] = deque(
+            maxlen=PROGRESS_LINES
+        )  # skipped last; parsed before the next event
         self._ranks: set[int] = set() if rank is None else {rank}
         self._tail: deque[tuple[int, str]] = deque(maxlen=LAST_LINES)
         self._banner_rank: int | None = None
@@ -156,6 +160,7 @@ class LogParser:
         self._number = numbers[-1]
 
     def finish(self) -> Log:
+        self._read_waiting()
         before = 0
         for number, raw in self._late:
             if number > before + 1:
@@ -188,19 +193,30 @@ class LogParser:
     def _skip(self, lines: list[bytes], numbers: Sequence[int], gap: range, *, has_evaluations: bool) -> None:
         """Skips lines without an error word but progress at the gap's end, some before, evaluations, and the log's first."""
         self._add(self._tracebacks.flush())
+        if self._progress.first_step is None:
+            self._read_waiting()
         start = max(gap.start, gap.stop - PROGRESS_LINES)
         first = gap.start + PROGRESS_LINES if self._progress.first_step is None else gap.start
-        between: Sequence[int] = range(first, start, 1 + max(0, start - first) // SAMPLED_LINES)
+        samples = max(LATE_SAMPLES, SAMPLED_LINES * LATE // max(LATE, self._number))
+        between: Sequence[int] = range(first, start, 1 + max(0, start - first) // samples)
         if has_evaluations:
             evaluations = (at for at in range(first, start) if b"val" in lines[at])
-            between = sorted({*between, *islice(evaluations, SAMPLED_LINES)})
-        searched = [*range(gap.start, min(first, start)), *between, *range(start, gap.stop)]
-        for at in searched:
-            for part in unwrap_json(lines[at]) if PROGRESS_WORD.search(lines[at]) else ():
-                text, bar = strip_bars(strip_escapes(part[:MAX_LINE_CHARS].decode("utf-8", "replace")))
-                self._progress.add(numbers[at], split_prefix(text), bar)
+            between = sorted({*between, *islice(evaluations, samples)})
+        for at in (*range(gap.start, min(first, start)), *between):
+            self._read_progress(numbers[at], lines[at])
+        self._waiting.extend((numbers[at], lines[at]) for at in range(start, gap.stop))
+
+    def _read_waiting(self) -> None:
+        while self._waiting:
+            self._read_progress(*self._waiting.popleft())
+
+    def _read_progress(self, number: int, raw: bytes) -> None:
+        for part in unwrap_json(raw) if PROGRESS_WORD.search(raw) else ():
+            text, bar = strip_bars(strip_escapes(part[:MAX_LINE_CHARS].decode("utf-8", "replace")))
+            self._progress.add(number, split_prefix(text), bar)
 
     def _parse(self, number: int, raw: bytes) -> None:
+        self._read_waiting()
         text, bar = strip_bars(decode_line(raw))
         if text.startswith(("│", "╭", "╰", "┃")):  # the box around rich's traceback
             text = text.strip("│┃╭╮╰╯─ ").replace("❱", " ")

@@ -157,7 +157,10 @@ def choose_attention(plan: Plan, device: torch.device) -> tuple[Plan, list[str]]
 def try_attention(plan: Plan, name: str, device: torch.device) -> tuple[str | None, float]:
     """Returns why a way of attention cannot be taken here, or None; and the milliseconds that it takes of a micro-step."""
     problem = attention_problem(plan.model, name, DTYPES[plan.precision], device)
-    return problem, math.inf if problem else attention_ms(plan, name, device)
+    try:
+        return problem, math.inf if problem else attention_ms(plan, name, device)
+    except RuntimeError as error:  # with all rows it may fail where one did not: memory, or a library's limit
+        return str(error).splitlines()[0], math.inf
 
 
 def attention_ms(plan: Plan, name: str, device: torch.device) -> float:

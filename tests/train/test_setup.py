@@ -46,6 +46,19 @@ def test_the_fastest_flash_kernel_that_runs_is_taken_and_the_slow_ways_are_not_t
     assert notes == ["attention: cudnn; in a micro-step: cudnn 20.0 ms, flash 25.0 ms; fa3 not: no fa3 here"]
 
 
+def test_a_way_that_fails_with_all_rows_is_not_taken(monkeypatch):
+    def ms(plan, name, device):
+        if name == "cudnn":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nGPU 0 has")
+        return 25.0
+
+    Trials(monkeypatch, cudnn=20.0, flash=25.0)
+    monkeypatch.setattr(setup, "attention_ms", ms)
+    plan, notes = choose_attention(planned(), CPU)
+    assert plan.attention == "flash"
+    assert notes[0].endswith("fa3 not: no fa3 here; cudnn not: CUDA out of memory. Tried to allocate 2 GiB.")
+
+
 def test_flash_attention_3_is_active_where_it_is_taken(monkeypatch):
     trials = Trials(monkeypatch, fa3=10.0, cudnn=20.0, flash=25.0)
     assert choose_attention(planned(), CPU)[0].attention == "fa3"

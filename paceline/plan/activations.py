@@ -151,6 +151,9 @@ def _attention_bytes(setup: MemorySetup, layer: int) -> int:
         return saved
     if setup.attention == "math":
         return setup.query_bytes + _widened_bytes(setup) + score_bytes(setup)
+    # a window's mask, which PyTorch makes of True and False; a flash kernel needs none
+    masked = setup.attention == "efficient" and window_sizes(model)[layer] < model.sequence_len
+    saved += setup.element_bytes * model.sequence_len**2 if masked else 0
     return saved + FP32 * num_tokens * model.n_head  # the log of each row's sum
 
 
@@ -178,15 +181,19 @@ def chunk_sizes(setup: MemorySetup) -> tuple[int, int]:
         element_bytes=setup.element_bytes,
         budget_bytes=setup.logits_budget_bytes,
         device=setup.device,
-        compiled=setup.compiled,
+        in_place=setup.device != "cpu",
     )
 
 
 def loss_chunks(
-    num_tokens: int, *, vocab: int, element_bytes: int, budget_bytes: int, device: str, compiled: bool
+    num_tokens: int, *, vocab: int, element_bytes: int, budget_bytes: int, device: str, in_place: bool
 ) -> tuple[int, int]:
-    """Returns the tokens whose logits exist at once, and those of them whose fp32 copies do."""
-    if compiled and device != "cpu":  # one kernel without copies
+    """Returns the tokens whose logits exist at once, and those of them whose fp32 copies do.
+
+    in_place: one kernel of a GPU writes the gradient over the logits, without copies, Triton's or inductor's. A plan assumes it;
+    an eager model without Triton takes an eighth of the budget less.
+    """
+    if in_place and device != "cpu":
         chunk = min(num_tokens, max(1, budget_bytes // (vocab * element_bytes)))
         return chunk, chunk
     chunk_bytes, block_bytes = budget_bytes // 2, budget_bytes // 2 // BLOCK_SHARE
@@ -204,10 +211,11 @@ def loss_bytes(setup: MemorySetup, *, with_grad: bool = True) -> tuple[int, int]
     vocab, element = setup.model.padded_vocab_size, setup.element_bytes
     chunk, block = chunk_sizes(setup)
     logits = chunk * vocab * element
-    if setup.compiled:
-        widened = FP32 if setup.device == "cpu" else 0
+    if setup.device != "cpu":
+        copies = 0  # the gradient is written in the logits' place
+    elif setup.compiled:
         # with_grad: the gradient, before it takes the logits' place
-        copies = (widened + element * with_grad) * block * vocab
+        copies = (FP32 + element * with_grad) * block * vocab
     else:
         copies = LOSS_COPIES * block * vocab * FP32
     cast = vocab * setup.model.n_embd * element if setup.casts_weights else 0
@@ -215,9 +223,10 @@ def loss_bytes(setup: MemorySetup, *, with_grad: bool = True) -> tuple[int, int]
         return 0, logits + copies + cast
     weight = vocab * setup.model.n_embd
     gradient = FP32 * weight  # by lm_head's weight, summed over chunks in fp32
-    product = element * weight if element != FP32 else 0  # one chunk's, before it is added
+    # one chunk's, before it is added; a GPU adds it in fp32 as it is made
+    product = element * weight if element != FP32 and setup.device == "cpu" else 0
     if chunk < setup.num_tokens:
-        widened = FP32 * weight if product and setup.device == "cpu" else 0  # a CPU copies what it adds to fp32
+        widened = FP32 * weight if product else 0  # a CPU copies what it adds to fp32
         working = max(copies, product + widened)
     else:
         working = max(copies - gradient, product)
@@ -235,13 +244,15 @@ def running_layer_bytes(setup: MemorySetup) -> int:
 def forward_extra_bytes(setup: MemorySetup) -> int:
     """Returns what a layer needs besides what it saves: the mixed stream, the stream after attention, the MLP before its ReLU.
 
+    In 16 bits the mix of the last layer with the middle needs more: both and their sum in fp32, in 16 bits, and the layer's output.
     Compiled, the mixed stream alone: pointwise ops write in their input's place.
     """
     if setup.activation_checkpointing:
         return running_layer_bytes(setup)
     if setup.compiled and setup.attention != "math":
         return setup.stream_bytes
-    return max((2 + 4) * setup.stream_bytes, _scores_over_mlp(setup))
+    streams = 2 + 4 if setup.element_bytes == FP32 else 3 * 2 + 1 + 1
+    return max(streams * setup.stream_bytes, _scores_over_mlp(setup))
 
 
 def _scores_over_mlp(setup: MemorySetup) -> int:

@@ -247,7 +247,7 @@ def check_step(setup: MemorySetup, monkeypatch) -> None:
     assert sum(backward.values()) - tokens == pytest.approx(fullest, rel=tolerance)
 
 
-def flash_on_cpu(q: Tensor, k: Tensor, v: Tensor, mask: object, *, window: int) -> Tensor:
+def flash_on_cpu(q: Tensor, k: Tensor, v: Tensor, mask: object, *, window: int, way: str) -> Tensor:
     y: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0]
     return y.transpose(1, 2)
 

@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # Set in some containers; without compiled files every process of the tests compiles all modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train quick test soak lint bench clean
+.PHONY: train quick test newest soak lint bench clean
 
 train: $(VENV)/core
 	$(BIN)/paceline train
@@ -32,6 +32,14 @@ lint: $(VENV)/dev
 	$(BIN)/mypy
 	$(BIN)/python dev/measure_code.py --lint
 
+# the tests with the newest torch of the index, whose CUDA libraries are gigabytes, in an environment of its own
+newest: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-newest
+	grep -vE '^(torch|triton|setuptools|typing)' constraints.txt > .venv-newest/constraints.txt
+	.venv-newest/bin/pip install --quiet --upgrade torch
+	.venv-newest/bin/pip install --quiet -c .venv-newest/constraints.txt -e '.[dev,datasets,peers,trackers]'
+	.venv-newest/bin/python -m pytest -n 2 --dist loadfile
+
 bench: $(VENV)/dev
 	$(BIN)/python benchmarks/cpu.py
 
@@ -51,4 +59,4 @@ $(VENV)/gpu-proof: $(VENV)/dev
 	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-newest build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -2,13 +2,14 @@
 One command on a machine with one CUDA GPU: is it right, then how fast is it. On an H100 the first part takes over 5 minutes, each
 depth of the second 2 to 3.
 
-    python benchmarks/gpu.py [--parts right,fast] [--depths 8,12,20] [--budget-s 460]
+    python benchmarks/gpu.py [--parts right,kernels,fast] [--depths 8,12,20] [--budget-s 460]
     python benchmarks/gpu.py --plan [--depths 8,12,16,24]
 
-Everything is a real `paceline train` in a temporary folder. Right: loss on the GPU against the CPU, compiled against eager, fp16
-and bf16 against fp32, a broken run against an unbroken one. Fast: tokens/s, MFU and peak memory, planned and measured, in bf16
-per depth, compiled: rows of 2,048 tokens, 524,288 tokens a step as the recipe has them. Exit code 1 if anything is wrong. Needs
-torch 2.11+, numpy, tokenizers, safetensors, rich, psutil, orjson, argcomplete.
+Right and fast are real `paceline train` in a temporary folder. Right: loss on the GPU against the CPU, compiled against eager, fp16
+and bf16 against fp32, a broken run against an unbroken one. Kernels, a minute: each way of attention and of the loss on the shapes
+of the first depth, by the functions that a run calls; how far each is from its reference, and its milliseconds. Fast: tokens/s, MFU
+and peak memory, planned and measured, in bf16 per depth, compiled: rows of 2,048 tokens, 524,288 tokens a step as the recipe has
+them. Exit code 1 if anything is wrong. Needs torch 2.11+, numpy, tokenizers, safetensors, rich, psutil, orjson, argcomplete.
 `--device cpu --depths 2 --sequence-len 128` goes through the same steps without a GPU.
 
 --plan: the planned peak of memory beside the measured one, eager, compiled and checkpointed at each depth; first by arithmetic
@@ -26,6 +27,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +136,79 @@ def measure(folder: Path, depth: int, *, device: str, sequence_len: int, steps: 
     )
 
 
+def kernel_rows(depth: int, *, device: str, sequence_len: int) -> Iterator[tuple[str, bool, str]]:
+    """(what, right, figures) of each way of attention and of the loss, in bf16."""
+    sys.path.insert(0, str(ROOT))
+    import torch
+
+    from paceline.config import ATTENTION, Config
+    from paceline.model.attention import attention_error
+    from paceline.plan.machine import AttentionCase, probe_machine
+    from paceline.plan.planner import make_plan
+    from paceline.train.setup import attention_ms, try_attention
+
+    rows = ROWS_OF_DEPTH.get(depth, 8)
+    keys: dict[str, Any] = {key.replace("-", "_"): value for key, value in shape_of(depth).items()}
+    keys |= {"sequence_len": sequence_len, "device_batch_size": rows, "total_batch_size": rows * sequence_len}
+    config = Config(**keys, device=device, nproc=1, precision="bf16", num_steps=1)
+    plan = make_plan(config, probe_machine(), vocab_size=config.vocab_size, num_rows=1000)
+    card = torch.device(device, 0)
+    capability = torch.cuda.get_device_capability(card) if device == "cuda" else None
+    case = AttentionCase(plan.model, device, plan.precision, capability)
+    for name in ATTENTION:
+        problem, ms = case.problem(name), 0.0
+        if problem is None:
+            problem, ms = try_attention(plan, name, card)
+        if problem is None:
+            error = attention_error(plan.model, name, torch.bfloat16, card)
+            full = attention_ms(replace(plan, model=replace(plan.model, window_pattern="L")), name, card)
+            figures = (
+                f"{ms:.2f} ms of a micro-step of {rows} rows, {full:.2f} ms with window L, error {100 * error:.2f} %"
+            )
+        else:
+            figures = f"not taken: {problem}"
+        yield f"attention by {name}", not (problem or "").startswith("its numbers"), figures
+    yield from loss_rows(card, vocab=config.vocab_size, width=plan.model.n_embd)
+
+
+def loss_rows(card: Any, *, vocab: int, width: int) -> Iterator[tuple[str, bool, str]]:
+    """The loss between its products, on a chunk of logits in bf16, and the product that sums lm_head's gradient."""
+    import torch
+
+    from paceline.model import layers
+    from paceline.train.measure import Bench
+
+    num_tokens = (512 << 20) // (2 * vocab) if card.type == "cuda" else 64
+    bench = Bench(card, world_size=1)
+    z = 4 * torch.randn(num_tokens, vocab, device=card).bfloat16()
+    targets = torch.randint(0, vocab, (num_tokens,), device=card)
+    exact, nats = z.clone(), layers.capped_nats_(z.float(), targets, vocab, True)
+    layers.capped_nats_(exact, targets, vocab, True)
+    ways = {"PyTorch, op by op": layers.capped_nats_, "torch.compile": layers.compile_once(layers.capped_nats_)}
+    problem = layers.fused_loss_problem(card)
+    if problem is None:
+        ways["Triton"] = torch.ops.paceline.capped_nats_
+    else:
+        yield "loss by Triton", card.type == "cpu", f"not taken: {problem}"
+    for name, capped in ways.items():
+        logits = z.clone()
+        error = float((capped(logits, targets, vocab, True, None) - nats).norm() / nats.norm())
+        gradient_error = float((logits.float() - exact.float()).norm() / exact.float().norm())
+        ms = 1000 * bench.seconds(partial(capped, logits, targets, vocab, True, None))
+        figures = f"{ms:.2f} ms for {num_tokens:,} x {vocab:,} logits, error {error:.1e}, of the gradient {gradient_error:.1e}"
+        yield f"loss by {name}", error < 1e-4 and gradient_error < 5e-3, figures
+    x, total = torch.randn(num_tokens, width, device=card).bfloat16(), torch.zeros(vocab, width, device=card)
+    apart = 1000 * bench.seconds(lambda: total.add_(z.t() @ x))
+    as_one = 1000 * bench.seconds(lambda: layers.plus_matmul(total, z.t(), x))
+    wide, start = z.t().float() @ x.float(), torch.ones_like(total)
+    error = float((layers.plus_matmul(start, z.t(), x) - 1 - wide).norm() / wide.norm())
+    yield (
+        "lm_head's gradient",
+        error < 5e-3,
+        f"{as_one:.2f} ms a chunk, {apart:.2f} ms as product and sum, error {error:.1e}",
+    )
+
+
 def plan_table(folder: Path, depths: list[int], *, device: str, sequence_len: int, budget_s: float) -> int:
     """Prints it. The number of configurations whose plan is more than 5 % off once it knows the measurements."""
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")  # what was measured before must not help
@@ -183,7 +259,7 @@ def main() -> None:
     parser.add_argument("--depths", default="8,12,20")
     parser.add_argument("--sequence-len", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--parts", default="right,fast", help="right: correctness; fast: speed")
+    parser.add_argument("--parts", default="right,kernels,fast", help="right: correctness; kernels; fast: speed")
     parser.add_argument("--budget-s", type=float, default=460, help="no new depth is begun after this many seconds")
     parser.add_argument("--plan", action="store_true", help="planned memory beside measured")
     args = parser.parse_args()
@@ -200,6 +276,10 @@ def main() -> None:
         for what, right, figures in check_correctness(folder, args.device) if "right" in parts else ():
             wrong += not right
             print(f"{'ok   ' if right else 'WRONG'}  {what}: {figures}", flush=True)
+        if "kernels" in parts:
+            for what, right, figures in kernel_rows(depths[0], device=args.device, sequence_len=args.sequence_len):
+                wrong += not right
+                print(f"{'ok   ' if right else 'WRONG'}  {what}: {figures}", flush=True)
         if "fast" not in parts:
             sys.exit(wrong > 0)
         print(

@@ -34,6 +34,9 @@ class ModelConfig:
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
+# how a GPU computes attention, the fastest first as a rule; plan/machine.py tells which of them a card can take
+FLASH = ("fa3", "cudnn", "flash")
+ATTENTION = (*FLASH, "flex", "sdpa")
 OPEN = {-1: None}  # nanochat's way to leave a setting open
 
 
@@ -99,6 +102,11 @@ class Config:
     device: str | None = option(None, "device of the ranks; auto: cuda where there is one", choices=("cuda", "cpu"))
     precision: str | None = option(
         None, "precision of matrix products; auto: bf16 where the hardware has it", choices=("fp32", "bf16", "fp16")
+    )
+    attention: str | None = option(
+        None,
+        "attention on GPUs: flash kernels (cudnn: of cuDNN for full layers), FlexAttention, or masks; auto: the fastest here",
+        choices=ATTENTION,
     )
     compile: bool | None = option(None, "use torch.compile; auto: measured, where the run is long enough")
     deterministic: bool = option(False, "on GPUs, kernels that repeat the same bits; on the CPU they always do")

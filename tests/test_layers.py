@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -99,6 +100,8 @@ def test_a_command_that_needs_no_torch_imports_none(tmp_path):
 @pytest.mark.slow
 def test_importing_a_module_prints_nothing_and_changes_no_environment():
     modules = [name_of(path) for path in MODULES if path.name != "rank.py"]
+    if importlib.util.find_spec("triton") is None:
+        modules.remove("paceline.model.loss_kernel")
     code = (
         "import importlib, os, sys; before = dict(os.environ)\n"
         f"for name in {modules!r}: importlib.import_module(name)\n"

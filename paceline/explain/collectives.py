@@ -31,6 +31,7 @@ FINGERPRINT = re.compile(
     r"Rank (?P<rank>\d+) is running collective: CollectiveFingerPrint\((?:SequenceNumber=(?P<number>\d+), )?"
     r"OpType=(?P<operation>\w+)(?:, (?P<size>[^)]*))?"
 )
+MIN_INFO = 3
 NCCL_INFO = re.compile(r"NCCL INFO ")
 INIT_ENDED = re.compile(r"Init COMPLETE|Connected all (?:rings|trees)| via (?:P2P|SHM|NET)")
 
@@ -189,8 +190,8 @@ def join_places(waits: Mapping[int, Wait], place: Callable[[Wait], str]) -> str:
 
 
 def ends_in_nccl(last_lines: Sequence[str]) -> bool:
-    """Whether at least half of a log's last lines are NCCL's INFO lines."""
-    return 2 * sum(1 for line in last_lines if NCCL_INFO.search(line)) >= max(1, len(last_lines))
+    """Whether at least half of a log's last lines, and more than a few, are NCCL's INFO lines."""
+    return sum(1 for line in last_lines if NCCL_INFO.search(line)) >= max(MIN_INFO, len(last_lines) / 2)
 
 
 def ends_at_init(last_lines: Sequence[str]) -> bool:

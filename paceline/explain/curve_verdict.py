@@ -99,10 +99,14 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
     """The explanation of logs; where it shows no failure, losses on the lines of the log with the most are judged too."""
     if explanation.shows_failure:
         return explanation
-    curves = ([log.losses for log in logs], [log.held_out for log in logs])
-    losses, held_out = (loss_series(max(points, key=len, default=()), source="log") for points in curves)
-    rises = find_rises([item for item in losses if item.kind == LOSS], LOG_RISE)
-    return add_findings(explanation, [*rises, *find_overfitting(held_out)][:1])
+    longest = max((log.losses for log in logs), key=len, default=())
+    held_out = max((log.held_out for log in logs), key=len, default=())
+    losses = [item for item in loss_series(longest, source="log") if item.kind == LOSS]
+    zero = [
+        CurveFinding(STANDS_STILL, loss, 0) for loss in losses if len(loss.values) >= PLATEAU and not any(loss.values)
+    ]
+    turns = find_overfitting(loss_series(held_out, source="log"))
+    return add_findings(explanation, [*find_rises(losses, LOG_RISE), *zero, *turns][:1])
 
 
 def add_findings(explanation: Explanation, findings: Sequence[CurveFinding]) -> Explanation:
@@ -219,7 +223,8 @@ def find_still(
             if not starts or len(starts) < len(others):
                 continue
             after = [value for step, value in zip(steps, values, strict=True) if step >= max(starts)]
-            if len(after) >= SAME_VALUES and not is_lower(after[-len(after) // 3 :], after[: len(after) // 3]):
+            first, last = after[: len(after) // 3], after[-len(after) // 3 :]
+            if len(after) >= SAME_VALUES and standard_errors_below(last, first) <= 3:
                 yield finding_at(STANDS_STILL, series, max(starts), reason)
                 break
         else:
@@ -230,8 +235,7 @@ def find_still(
 def find_growth(memories: Sequence[MetricSeries]) -> Iterator[CurveFinding]:
     for series in memories:
         finite = thinned(series)
-        starts = [int(share * len(finite.values)) for share in GROWTH_STARTS]
-        if any(grows(finite.values[start:]) for start in starts):
+        if any(grows(finite.values[int(share * len(finite.values)) :]) for share in GROWTH_STARTS):
             yield finding_at(MEMORY_GROWS, series, finite.steps[growth_start(finite.values)])
 
 
@@ -326,12 +330,7 @@ def constant_tail(values: Sequence[float]) -> int | None:
 
 def zero_tail(series: MetricSeries) -> int | None:
     """The step from which on a curve is zero to its end."""
-    at = constant_tail(series.values)
-    return series.steps[at] if at is not None and series.values[-1] == 0 else None
-
-
-def is_lower(values: Sequence[float], before: Sequence[float]) -> bool:
-    return standard_errors_below(values, before) > 3
+    return None if (at := constant_tail(series.values)) is None or series.values[-1] else series.steps[at]
 
 
 def is_level(values: Sequence[float]) -> bool:

@@ -196,11 +196,13 @@ def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[st
     if progress.finished or progress.steps >= MIN_STEPS:
         return explain_health(progress)
     last_lines = [[text for _, text in log.last_lines] for log in logs if log.last_lines]
-    if last_lines and all(map(ends_at_init, last_lines)):
+    if last_lines and all(map(ends_in_nccl, last_lines)):
         cause, place = load_catalogue().causes[FIRST_TRANSFER], logs[0].last_lines[-1:]
         values = {
             **values,
-            "observed": "the log ends when NCCL's communicators are ready, before a collective completed",
+            "observed": "the log ends when NCCL's communicators are ready, before a collective completed"
+            if all(map(ends_at_init, last_lines))
+            else "the log ends while NCCL starts, before a collective completed",
         }
         return Explanation(
             cause=cause.id, also=(DESYNC,), confidence=INIT_CONFIDENCE, progress=progress,
@@ -208,7 +210,7 @@ def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[st
             evidence=tuple(Evidence(number, shorten(text)) for number, text in place),
         )  # fmt: skip
     is_long = max((len({number for number, _ in log.last_lines}) for log in logs), default=0) >= MIN_LINES
-    if is_long and not any(map(ends_in_nccl, last_lines)):
+    if is_long:
         if trouble := [Evidence(n, shorten(text)) for n, text in trouble_anywhere(logs)]:
             return explain_silence(logs, progress, trouble)
         summary = f"no failure found in {count_lines(logs):,} lines, but they report no step and no end"

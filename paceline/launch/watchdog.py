@@ -26,15 +26,17 @@ from typing import Any
 
 from paceline.heartbeat import PHASES, Heartbeat, read_heartbeat
 from paceline.launch.cluster import Cluster
-from paceline.launch.rank_hosts import RankHosts
 from paceline.launch.stacks import (
     CANNOT_RUN,
     IDLE,
     STATES,
     WORKING,
     Frame,
+    RankProcess,
     call_site,
+    inspect_ranks,
     main_frames,
+    rank_processes,
     waits_for_others,
 )
 from paceline.rundir import RunDir, read_end, utc_now, write_atomic
@@ -45,6 +47,7 @@ SCRIPT_HANG_AFTER_S = 600.0  # of a script, which may print nothing for long
 PROCESS_CHECK_S = 0.5  # between two looks at the processes while heartbeats are missing
 LONGEST_POLL_S = 1.0  # more time than this between two polls does not count
 SAMPLE_BYTES = 1 << 16  # of the end of health/<host>.jsonl: more than one line
+INSPECTION_S = 10.0  # another host has as long for the stacks of its ranks
 USUAL_STEPS = 6  # a step may take this many times the usual step, a long phase this many times its longest so far
 LONG_PHASE = 10  # times the floor: the start, the first step (it compiles), an evaluation, a checkpoint
 WORKING_PHASE = 6  # times that while the processor is used: a large model compiles, a large checkpoint is hashed
@@ -172,6 +175,46 @@ class Watchdog:
         ]
         self.hang = record_hang(self.run, self.attempt, ranks, texts, silent_s=silent_s)
         return self.hang
+
+
+@dataclass(frozen=True)
+class RankHosts:
+    """The ranks of an attempt, on one host or several, and how the watchdog sees their processes.
+
+    Those of this host are seen in /proc. launch/remote.py sends those of its host every second, and takes their stacks on an order:
+    a process id means something on its own host alone.
+    """
+
+    cluster: Cluster
+    run: RunDir
+    attempt: int
+
+    def processes(self) -> dict[int, RankProcess]:
+        """Returns the processes that have been started, by rank."""
+        processes: dict[int, RankProcess] = {}
+        for member in self.cluster.begin():
+            here = rank_processes(self.run, self.attempt, member.ranks) if member.is_here else member.processes
+            processes |= {rank: process for rank, process in here.items() if rank in member.ranks}
+        return processes
+
+    def inspect(self, *, own_ranks: bool) -> dict[int, dict[str, str]]:
+        """Returns what each process does, as inspect_ranks does."""
+        members = self.cluster.begin()
+        others = [member for member in members if not member.is_here]
+        for member in others:
+            member.send({"do": "stacks", "own_ranks": own_ranks})
+        texts: dict[int, dict[str, str]] = {}
+        for member in members:
+            if member.is_here:
+                texts |= inspect_ranks(self.run, self.attempt, member.ranks, own_ranks=own_ranks)
+        for line in self.cluster.answers(others, "stacks", timeout_s=INSPECTION_S, is_required=False).values():
+            texts |= {int(rank): facts for rank, facts in line["ranks"].items()}
+        return texts
+
+    def names(self) -> dict[int, str]:
+        """Returns the host of each rank; nothing where there is one."""
+        members = self.cluster.begin()
+        return {rank: member.name for member in members for rank in member.ranks} if len(members) > 1 else {}
 
 
 def record_hang(

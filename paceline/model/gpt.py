@@ -1,7 +1,7 @@
 """
 The GPT that paceline trains: nanochat's recipe of July 2026, whole.
 
-Pair positions; RMSNorm without weights; ReLU^2 MLP; value embeddings on every second layer; learned scalars that scale the
+Rotary positions; RMSNorm without weights; ReLU^2 MLP; value embeddings on every second layer; learned scalars that scale the
 residual stream and bring the embedding back; smear; backout; soft-capped logits; an untied head; windowed attention. The reason
 for each stands at its line. What each is worth: nanochat's dev/LOG.md.
 
@@ -18,15 +18,13 @@ from typing import Any, Literal, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from paceline.config import ModelConfig
 from paceline.errors import PlanError
-from paceline.model.cache import KVCache
+from paceline.model.attention import KVCache, Mask, attend, make_mask
 from paceline.model.layers import (
     Embedding,
-    causal_attention,
     compile_once,
     mix,
     nats_per_token,
@@ -47,7 +45,6 @@ ROTARY_BASE = 100_000  # the slowest pair of dimensions turns less than once in 
 VE_GATE_MAX = 3.0  # a value embedding may outweigh the value that attention computes
 
 Pair = tuple[Tensor, Tensor]  # cos and sin, (T, D) each; or a layer's two scalars
-Mask = Tensor | BlockMask | None  # None: all earlier tokens
 save_inputs = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # and call again in backward
 
 
@@ -68,9 +65,9 @@ class Linear(nn.Linear):
 class Attention(nn.Module):
     """Causal attention of one layer, over all earlier tokens or a window of them."""
 
-    def __init__(self, config: ModelConfig, layer: int):
+    def __init__(self, config: ModelConfig, layer: int, way: str):
         super().__init__()
-        self.layer, self.window = layer, window_sizes(config)[layer]
+        self.layer, self.window, self.way = layer, window_sizes(config)[layer], way
         self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.n_kv_head, config.head_dim
         self.c_q = Linear(config.n_embd, config.n_head * config.head_dim)
         self.c_k = Linear(config.n_embd, config.n_kv_head * config.head_dim)
@@ -95,25 +92,8 @@ class Attention(nn.Module):
         v = v.transpose(1, 2)  # (B, K, T, D)
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)  # (B, K, all visible tokens, D)
-        y = attend(q, k, v, mask, window=self.window)  # (B, T, H, D)
+        y = attend(q, k, v, mask, window=self.window, way=self.way)  # (B, T, H, D)
         return cast(Tensor, self.c_proj(y.flatten(2)))
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int) -> Tensor:
-    """Returns (B, T, H, D) of q: (B, H, T, D); k, v: (B, K, T, D). A single query sees every key: the cache has picked them."""
-    groups, many_queries = q.shape[1] // k.shape[1], q.shape[2] > 1
-    if many_queries and q.device.type == "cpu":
-        if groups > 1:
-            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        return causal_attention(q, k, v, window=window)
-    if isinstance(mask, BlockMask):
-        # compiled even for an eager model: uncompiled it holds all scores at once
-        flex: Any = flex_attention if torch.compiler.is_compiling() else compile_once(flex_attention)
-        y: Tensor = flex(q, k, v, block_mask=mask, enable_gqa=groups > 1)
-    else:
-        causal = many_queries and mask is None
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=groups > 1)
-    return y.transpose(1, 2)
 
 
 class MLP(nn.Module):
@@ -136,11 +116,11 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One layer: the stream is mixed with the embedding, then attention and MLP are added, each of the normed stream."""
 
-    def __init__(self, config: ModelConfig, layer: int, activation_checkpointing: bool | str):
+    def __init__(self, config: ModelConfig, layer: int, attention: str, checkpointing: bool | str):
         super().__init__()
-        self.attn = Attention(config, layer)
+        self.attn = Attention(config, layer, attention)
         self.mlp = MLP(config)
-        self.checkpointing = activation_checkpointing
+        self.checkpointing = checkpointing
 
     def forward(
         self, x: Tensor, x0: Tensor, ve: Tensor | None, lambdas: Pair, rotary: Pair, mask: Mask, cache: KVCache | None
@@ -168,18 +148,20 @@ class GPT(nn.Module):
         compute_dtype: torch.dtype,
         logits_budget_bytes: int = 256 << 20,
         activation_checkpointing: bool | str = False,
-        attention: Literal["sdpa", "flex"] = "sdpa",
+        attention: str = "sdpa",
     ):
+        """attention: one of config.ATTENTION; a CPU takes sdpa."""
         super().__init__()
         self.config, self.compute_dtype, self.attention = config, compute_dtype, attention
         self.logits_budget_bytes, self.activation_checkpointing = logits_budget_bytes, activation_checkpointing
         self.windows = window_sizes(config)
-        self.block_masks: dict[tuple[int, int], BlockMask] = {}  # (tokens, window) -> FlexAttention's mask
+        self.block_masks: dict[tuple[int, int], Mask] = {}  # (tokens, window) -> FlexAttention's mask
         self.rotary_tables: dict[torch.device, Pair] = {}  # of whole rows
         vocab, kv_width = config.padded_vocab_size, config.n_kv_head * config.head_dim
         value_layers = [i for i in range(config.n_layer) if has_value_embed(i, config.n_layer)]
         self.wte = Embedding(vocab, config.n_embd)
-        self.h = nn.ModuleList(Block(config, i, activation_checkpointing) for i in range(config.n_layer))
+        blocks = (Block(config, i, attention, activation_checkpointing) for i in range(config.n_layer))
+        self.h = nn.ModuleList(blocks)
         self.value_embeds = nn.ModuleDict({str(i): Embedding(vocab, kv_width) for i in value_layers})
         self.lm_head = Linear(config.n_embd, vocab)
         self.resid_lambdas = nn.Parameter(torch.empty(config.n_layer))
@@ -190,6 +172,7 @@ class GPT(nn.Module):
         self.nats_per_token: Callable[..., Tensor] = nats_per_token
         self.sum_of_nats: Callable[..., Tensor] = sum_of_nats
         self.compiled = False
+        self.fused_loss = False  # by model/loss_kernel.py; see layers.fused_loss_problem
         self.passage: Callable[[int, Tensor], Tensor] | None = None
         self.first_value: Callable[[str], Tensor] | None = None  # where the parameters have no memory
         self.compile_part: Callable[..., Callable[..., Any]] | None = None  # makes each part of the forward a graph
@@ -212,6 +195,7 @@ class GPT(nn.Module):
             "vocab_size": self.config.vocab_size,
             "budget_bytes": self.logits_budget_bytes,
             "compiled": self.compiled,
+            "fused": self.fused_loss,
         }
         if reduction == "sum":
             nats = self.sum_of_nats(x, weight, targets.flatten(), **options, grad_scale=grad_scale)
@@ -249,7 +233,7 @@ class GPT(nn.Module):
         """Returns what lm_head reads, (B, T, C). idx: (B, T) int64; with a cache, the tokens that follow those it holds."""
         num_tokens, before = idx.shape[1], cache.length if cache is not None else 0
         rotary = self.rotary(before, before + num_tokens, idx.device)
-        masks = self.masks(num_tokens, idx.device, flex=self.attention == "flex" and cache is None)
+        masks = self.masks(num_tokens, idx.device, cached=cache is not None)
         x: Tensor = self.part(GPT.stem, cache)(self, self.wte(self.enter(0, idx)), cache)  # (B, T, C)
         x0 = middle = x.view_as(x)  # a tensor of its own: torch.compile cannot trace mix(x, x)
         lambdas = zip(self.resid_lambdas.unbind(), self.x0_lambdas.unbind(), strict=True)
@@ -331,44 +315,28 @@ class GPT(nn.Module):
             self.rotary_tables[cos.device] = tables  # "cuda" has become "cuda:0"
         return tables
 
-    def masks(self, num_tokens: int, device: torch.device, *, flex: bool) -> dict[int, Mask]:
-        """Returns a mask for each window; None where all earlier tokens are visible, and on the CPU, whose attention takes windows.
+    def masks(self, num_tokens: int, device: torch.device, *, cached: bool = False) -> dict[int, Mask]:
+        """Returns make_mask for each window. cached: of a prompt, whose number of tokens is any: FlexAttention's would be compiled.
 
-        SDPA's masks are dense, which rules out a GPU's flash kernels. Flex's are for one number of tokens, made once and
-        cached: call this before torch.compile, so that none is made within the graph.
+        FlexAttention's are made once and kept: call this before torch.compile, so that none is made within the graph.
         """
-        if flex and device.type == "cpu":
-            raise PlanError("FlexAttention trains on CUDA only and this is the CPU", fix="attention sdpa")
+        if self.attention != "sdpa" and device.type == "cpu":
+            raise PlanError(f"attention {self.attention} is for GPUs and this is the CPU", fix="attention sdpa")
         if num_tokens > self.config.sequence_len:
             raise ValueError(f"{num_tokens} tokens in a row, the model takes {self.config.sequence_len}")
-        masks: dict[int, Mask] = {}
-        for window in set(self.windows):
-            if window >= num_tokens or device.type == "cpu":
-                masks[window] = None
-            elif flex:
+        if self.attention == "flex" and not cached:
+            for window in set(self.windows):
                 if (num_tokens, window) not in self.block_masks:
-                    self.block_masks[num_tokens, window] = sliding_block_mask(num_tokens, window, device)
-                masks[window] = self.block_masks[num_tokens, window]
-            else:
-                at = torch.arange(num_tokens, device=device)
-                back = at.unsqueeze(1) - at  # (T, T): how far key j lies before query i
-                masks[window] = (back >= 0) & (back < window)
-        return masks
+                    self.block_masks[num_tokens, window] = make_mask(num_tokens, window, device, way="flex")
+            return {window: self.block_masks[num_tokens, window] for window in set(self.windows)}
+        way = "sdpa" if self.attention == "flex" else self.attention
+        return {window: make_mask(num_tokens, window, device, way=way) for window in set(self.windows)}
 
     @torch.no_grad()
     def init_weights(self, *, seed: int) -> None:
         """Draws all weights, the same bits on every rank, device and dtype: fp32 on the CPU from (seed, parameter's name)."""
         for name, p in self.named_parameters():
             p.copy_(initial_value(name, tuple(p.shape), self.config, seed=seed))
-
-
-def sliding_block_mask(num_tokens: int, window: int, device: torch.device) -> BlockMask:
-    """Returns FlexAttention's mask of a causal window, for rows of num_tokens."""
-
-    def is_visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return (j <= i) & (i - j < window)
-
-    return create_block_mask(is_visible, None, None, num_tokens, num_tokens, device=str(device))
 
 
 def initial_value(name: str, shape: tuple[int, ...], config: ModelConfig, *, seed: int) -> Tensor:

@@ -1,5 +1,5 @@
 """
-The layers of the model that are written by hand, each with its gradient: elementwise pieces, embedding, attention on the CPU, loss.
+The layers of the model that are written by hand, each with its gradient: elementwise pieces, embedding, loss.
 
 PyTorch's own RMSNorm, and a chain of small ops for the other elementwise pieces, take several times as many passes over memory in
 eager mode, on CPUs above all. Written out they also save nothing for backward that a neighbour does not keep anyway. torch.compile
@@ -14,6 +14,7 @@ change softmax: sigmoid is ten times cheaper than tanh on a CPU. Values stay wit
 """
 
 import functools
+import importlib.util
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -23,13 +24,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from paceline.plan.activations import CPU_KEEP_TOKENS, loss_chunks
-from paceline.plan.cost import attention_blocks
+from paceline.plan.activations import loss_chunks
 
-# B rows, T tokens, C n_embd, H heads, D head_dim, V padded_vocab_size; N = B*H in attention, N tokens in the loss
+# B rows, T tokens, C n_embd, H heads, D head_dim, V padded_vocab_size; N tokens in the loss
 
 RMS_EPS = 1e-6
 SOFTCAP = 15.0  # of the logits
+FUSED_ERROR = (
+    1e-4  # relative: of the Triton kernel, whose exp and division are approximations on a GPU, against PyTorch
+)
 COMPILED_SHAPES = 64  # of one function at most
 QK_GAIN = 1.2  # of q and of k after their norm: sharper attention than unit vectors give
 
@@ -211,54 +214,6 @@ OPS.impl("embedding_gradient", sum_by_row, "CompositeExplicitAutograd")  # type:
 torch.library.register_fake("paceline::embedding_gradient", no_values, lib=OPS)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, window: int) -> Tensor:
-    """Returns attention in which each token sees itself and the window - 1 tokens before. q, k, v: (B, H, T, D) -> (B, T, H, D).
-
-    For CPUs. Each block of queries meets only the keys that it may see, so a window costs what it sees. In bf16 with rows of a few
-    hundred tokens this takes a third of the time of PyTorch's own CPU kernel, in fp32 four fifths. Scores are rounded to the
-    inputs' dtype before softmax; QK norm keeps them small.
-    """
-    return cast(Tensor, _CausalAttention.apply(q, k, v, window))  # type: ignore[no-untyped-call]
-
-
-def probabilities(q: Tensor, k: Tensor, rows: slice, keys: slice, window: int) -> Tensor:
-    """Returns the attention probabilities of a block, (N, rows, keys) in q.dtype."""
-    back = torch.arange(rows.start, rows.stop).unsqueeze(1) - torch.arange(keys.start, keys.stop)
-    hidden = torch.zeros(back.shape, dtype=q.dtype).masked_fill_((back < 0) | (back >= window), -torch.inf)
-    return torch.baddbmm(hidden, q[:, rows], k[:, keys].transpose(1, 2), alpha=q.shape[-1] ** -0.5).softmax(-1)
-
-
-class _CausalAttention(Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-        shape, num_tokens = q.shape, q.shape[2]
-        q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)  # (N, T, D)
-        y = q.new_empty(shape[0], num_tokens, shape[1], shape[3])  # (B, T, H, D)
-        saved = []
-        for rows, keys in attention_blocks(num_tokens, window):
-            p = probabilities(q, k, rows, keys, window)
-            y[:, rows] = torch.bmm(p, v[:, keys]).view(*shape[:2], -1, shape[3]).transpose(1, 2)
-            if num_tokens <= CPU_KEEP_TOKENS:  # longer rows compute p again in backward
-                saved.append(p)
-        ctx.shape, ctx.window = shape, window
-        ctx.save_for_backward(q, k, v, *saved)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v, *saved = ctx.saved_tensors
-        dy = grads[0].transpose(1, 2).flatten(0, 1)  # (N, T, D)
-        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for i, (rows, keys) in enumerate(attention_blocks(q.shape[1], ctx.window)):
-            p = saved[i] if saved else probabilities(q, k, rows, keys, ctx.window)
-            dv[:, keys] += torch.bmm(p.transpose(1, 2), dy[:, rows])
-            ds = torch._softmax_backward_data(torch.bmm(dy[:, rows], v[:, keys].transpose(1, 2)), p, -1, p.dtype)
-            dq[:, rows] = torch.bmm(ds, k[:, keys])
-            dk[:, keys] += torch.bmm(ds.transpose(1, 2), q[:, rows])
-        scale = q.shape[-1] ** -0.5
-        return dq.mul_(scale).view(ctx.shape), dk.mul_(scale).view(ctx.shape), dv.view(ctx.shape), None
-
-
 def softcap(logits: Tensor) -> Tensor:
     """Returns the capped logits, in (-SOFTCAP, SOFTCAP); the shape and the dtype stay."""
     return SOFTCAP * torch.tanh(logits / SOFTCAP)
@@ -272,25 +227,35 @@ def sum_of_nats(
     vocab_size: int,
     budget_bytes: int,
     compiled: bool,
+    fused: bool = False,
     grad_scale: Tensor | None = None,
 ) -> Tensor:
     """Sums the nats of the targets that are not -1, () fp32. x: (N, C); weight: (V, C) in x.dtype; targets: (N,) int64.
 
     budget_bytes bounds all tensors as large as logits: these, their gradient and the fp32 copies between; one token fits always.
-    The gradients are multiplied by grad_scale, () fp32, before the first product: in fp16 that one may overflow too.
+    compiled, fused: what works on the logits is a graph of its own, or model/loss_kernel.py. The gradients are multiplied by
+    grad_scale, () fp32, before the first product: in fp16 that one may overflow too.
     """
     if torch.is_grad_enabled():
-        settings = (vocab_size, budget_bytes, compiled, grad_scale)
+        settings = (vocab_size, budget_bytes, compiled, fused, grad_scale)
         return cast(Tensor, _SumOfNats.apply(x, weight, targets, *settings))  # type: ignore[no-untyped-call]
-    return nats_per_token(x, weight, targets, vocab_size=vocab_size, budget_bytes=budget_bytes, compiled=compiled).sum()
+    chunks = nats_by_chunk(x, weight, targets, vocab_size, budget_bytes, compiled, fused, with_grad=False)
+    return torch.cat([nats for _, nats, _ in chunks]).sum()
 
 
 @torch.no_grad()
 def nats_per_token(
-    x: Tensor, weight: Tensor, targets: Tensor, *, vocab_size: int, budget_bytes: int, compiled: bool
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    vocab_size: int,
+    budget_bytes: int,
+    compiled: bool,
+    fused: bool = False,
 ) -> Tensor:
     """Returns the nats of each target, (N,) fp32, 0 where it is -1. It has no gradient: it is for evaluation."""
-    chunks = nats_by_chunk(x, weight, targets, vocab_size, budget_bytes, compiled, with_grad=False)
+    chunks = nats_by_chunk(x, weight, targets, vocab_size, budget_bytes, compiled, fused, with_grad=False)
     return torch.cat([nats for _, nats, _ in chunks])
 
 
@@ -301,6 +266,7 @@ def nats_by_chunk(
     vocab_size: int,
     budget_bytes: int,
     compiled: bool,
+    fused: bool,
     grad_scale: Tensor | None = None,
     *,
     with_grad: bool,
@@ -309,8 +275,10 @@ def nats_by_chunk(
 
     All chunks' logits lie in the same memory: use them before the next chunk.
     """
-    chunk, block = chunk_rows(x, weight.shape[0], budget_bytes, compiled=compiled)
-    capped = compile_once(capped_nats_) if compiled else capped_nats_
+    chunk, block = chunk_rows(x, weight.shape[0], budget_bytes, in_place=compiled or fused)
+    capped: Callable[..., Tensor] = compile_once(capped_nats_) if compiled else capped_nats_
+    if fused:
+        capped = torch.ops.paceline.capped_nats_
     buffer = x.new_empty(chunk, weight.shape[0])  # (chunk, V) x.dtype
     for start in range(0, x.shape[0], chunk):
         rows = slice(start, min(start + chunk, x.shape[0]))
@@ -319,16 +287,10 @@ def nats_by_chunk(
         yield rows, torch.cat([capped(z, at, vocab_size, with_grad, grad_scale) for z, at in pairs]), logits
 
 
-def chunk_rows(x: Tensor, vocab: int, budget_bytes: int, *, compiled: bool) -> tuple[int, int]:
+def chunk_rows(x: Tensor, vocab: int, budget_bytes: int, *, in_place: bool) -> tuple[int, int]:
     """Returns the tokens of one chunk of logits, and the tokens of these that go through capped_nats_ at a time."""
-    return loss_chunks(
-        x.shape[0],
-        vocab=vocab,
-        element_bytes=x.element_size(),
-        budget_bytes=budget_bytes,
-        device=x.device.type,
-        compiled=compiled,
-    )
+    sizes = {"vocab": vocab, "element_bytes": x.element_size(), "budget_bytes": budget_bytes}
+    return loss_chunks(x.shape[0], **sizes, device=x.device.type, in_place=in_place)
 
 
 class _SumOfNats(Function):
@@ -346,11 +308,14 @@ class _SumOfNats(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dnats,), (dx, dw) = grads, ctx.saved_tensors
-        return dx.mul_(dnats.to(dx.dtype)), dw.mul_(dnats), *[None] * 5  # in place: a second backward raises
+        return dx.mul_(dnats.to(dx.dtype)), dw.mul_(dnats), *[None] * 6  # in place: a second backward raises
 
 
 def plus_matmul(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """Returns total + a @ b in fp32, in the memory of total; None stands for zero."""
+    if a.dtype != torch.float32 and a.device.type != "cpu":  # a GPU's products are summed in fp32 anyway
+        options: dict[str, Any] = {"out_dtype": torch.float32}
+        return torch.mm(a, b, **options) if total is None else torch.addmm(total, a, b, **options, out=total)
     if total is None:
         return (a @ b).float()
     return total.addmm_(a, b) if a.dtype == total.dtype else total.add_(a @ b)
@@ -381,6 +346,40 @@ def capped_nats_(
         at_target = (weight * (e_at / total - 1) * s_at * (1 - s_at)).to(z.dtype)  # (n, 1)
         z[torch.arange(len(z), device=z.device), at.squeeze(-1)] = at_target.squeeze(-1)
     return ((total.log() - s_at * (2 * SOFTCAP)) * valid).squeeze(-1)
+
+
+def fused_loss_problem(device: torch.device) -> str | None:
+    """Returns why the Triton kernel cannot compute the loss on the device; None where it does, with the numbers of capped_nats_."""
+    if device.type != "cuda":
+        return "it is for CUDA devices"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    z = torch.linspace(-20, 20, 8 * 1024, device=device).view(8, 1024)
+    targets, scale = torch.arange(-1, 7, device=device), torch.full((), 8.0, device=device)
+    try:
+        pairs = [(function(y := z.clone(), targets, 1000, True, scale), y) for function in (capped_nats_, run_fused)]
+        errors = [(exact - fused).norm() / exact.norm() for exact, fused in zip(*pairs, strict=True)]
+    except Exception as error:  # it is compiled here, with a C compiler and the driver, which may fail in many ways
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return None if max(errors) < FUSED_ERROR else "its numbers are wrong here"
+
+
+def run_fused(z: Tensor, targets: Tensor, vocab_size: int, with_grad: bool, grad_scale: Tensor | None) -> Tensor:
+    """Computes capped_nats_ by the Triton kernel, on a CUDA device."""
+    from paceline.model.loss_kernel import capped_nats_fused_
+
+    return capped_nats_fused_(z, targets, vocab_size, with_grad, grad_scale, cap=SOFTCAP)
+
+
+def no_nats(z: Tensor, targets: Tensor, vocab_size: int, with_grad: bool, grad_scale: Tensor | None) -> Tensor:
+    """Returns the shape of capped_nats_ without values, for tracing."""
+    return z.new_empty(len(z), dtype=torch.float32)
+
+
+ARGUMENTS = "Tensor(a!) z, Tensor targets, int vocab_size, bool with_grad, Tensor? grad_scale"
+OPS.define(f"capped_nats_({ARGUMENTS}) -> Tensor")  # type: ignore[no-untyped-call]
+OPS.impl("capped_nats_", run_fused, "CUDA")  # type: ignore[no-untyped-call]
+torch.library.register_fake("paceline::capped_nats_", no_nats, lib=OPS)
 
 
 @functools.cache

@@ -28,7 +28,7 @@ from paceline.plan.shapes import (
     value_table,
     ve_gate_width,
 )
-from paceline.plan.sharding import compiles_by_block, sends_narrow
+from paceline.plan.sharding import GatheredBytes, compiles_by_block, sends_narrow
 
 LOSS_COPIES = 3  # fp32 tensors as large as a block's logits that model/layers.py holds at once
 BLOCK_SHARE = 4  # of a chunk's budget: what one block's fp32 copies may take
@@ -98,24 +98,6 @@ class MemorySetup:
         return self.num_tokens * self.model.n_kv_head * self.model.head_dim * self.element_bytes
 
 
-@dataclass(frozen=True)
-class GatheredBytes:
-    """What sharded weights take beyond a rank's own while a part of the model is at work.
-
-    buffers: of gradients that are being filled or sent. matrices, tables: of gradients whose first comes in this backward.
-    """
-
-    weights: int = 0
-    buffers: int = 0
-    matrices: int = 0
-    tables: int = 0
-
-    def parts(self, *, matrices: int = 0) -> dict[str, int]:
-        """Returns the bytes by their kind. matrices: how much of these is there."""
-        sizes = {"gathered": self.weights, "communication": self.buffers + matrices}
-        return {name: size for name, size in sizes.items() if size}
-
-
 def stem_bytes(setup: MemorySetup, *, compiled: bool) -> int:
     """Returns tokens and targets; the normed embedding and its scale, its smeared sum, the smear gate; cos and sin.
 
@@ -173,6 +155,9 @@ def _attention_bytes(setup: MemorySetup, layer: int) -> int:
         return saved
     if setup.attention == "math":
         return setup.query_bytes + _widened_bytes(setup) + score_bytes(setup)
+    # a window's mask, which PyTorch makes of True and False; a flash kernel needs none
+    masked = setup.attention == "efficient" and window_sizes(model)[layer] < model.sequence_len
+    saved += setup.element_bytes * model.sequence_len**2 if masked else 0
     return saved + FP32 * num_tokens * model.n_head  # the log of each row's sum
 
 
@@ -200,15 +185,19 @@ def chunk_sizes(setup: MemorySetup) -> tuple[int, int]:
         element_bytes=setup.element_bytes,
         budget_bytes=setup.logits_budget_bytes,
         device=setup.device,
-        compiled=setup.compiled,
+        in_place=setup.device != "cpu",
     )
 
 
 def loss_chunks(
-    num_tokens: int, *, vocab: int, element_bytes: int, budget_bytes: int, device: str, compiled: bool
+    num_tokens: int, *, vocab: int, element_bytes: int, budget_bytes: int, device: str, in_place: bool
 ) -> tuple[int, int]:
-    """Returns the tokens whose logits exist at once, and those of them whose fp32 copies do."""
-    if compiled and device != "cpu":  # one kernel without copies
+    """Returns the tokens whose logits exist at once, and those of them whose fp32 copies do.
+
+    in_place: one kernel of a GPU writes the gradient over the logits, without copies, Triton's or inductor's. A plan assumes it;
+    an eager model without Triton takes an eighth of the budget less.
+    """
+    if in_place and device != "cpu":
         chunk = min(num_tokens, max(1, budget_bytes // (vocab * element_bytes)))
         return chunk, chunk
     chunk_bytes, block_bytes = budget_bytes // 2, budget_bytes // 2 // BLOCK_SHARE
@@ -226,10 +215,11 @@ def loss_bytes(setup: MemorySetup, *, with_grad: bool = True) -> tuple[int, int]
     vocab, element = setup.model.padded_vocab_size, setup.element_bytes
     chunk, block = chunk_sizes(setup)
     logits = chunk * vocab * element
-    if setup.compiled:
-        widened = FP32 if setup.device == "cpu" else 0
+    if setup.device != "cpu":
+        copies = 0  # the gradient is written in the logits' place
+    elif setup.compiled:
         # with_grad: the gradient, before it takes the logits' place
-        copies = (widened + element * with_grad) * block * vocab
+        copies = (FP32 + element * with_grad) * block * vocab
     else:
         copies = LOSS_COPIES * block * vocab * FP32
     cast = vocab * setup.model.n_embd * element if setup.casts_weights else 0
@@ -237,9 +227,10 @@ def loss_bytes(setup: MemorySetup, *, with_grad: bool = True) -> tuple[int, int]
         return 0, logits + copies + cast
     weight = vocab * setup.model.n_embd
     gradient = FP32 * weight  # by lm_head's weight, summed over chunks in fp32
-    product = element * weight if element != FP32 else 0  # one chunk's, before it is added
+    # one chunk's, before it is added; a GPU adds it in fp32 as it is made
+    product = element * weight if element != FP32 and setup.device == "cpu" else 0
     if chunk < setup.num_tokens:
-        widened = FP32 * weight if product and setup.device == "cpu" else 0  # a CPU copies what it adds to fp32
+        widened = FP32 * weight if product else 0  # a CPU copies what it adds to fp32
         working = max(copies, product + widened)
     else:
         working = max(copies - gradient, product)
@@ -257,13 +248,16 @@ def running_layer_bytes(setup: MemorySetup) -> int:
 def forward_extra_bytes(setup: MemorySetup) -> int:
     """Returns what a layer needs besides what it saves: the mixed stream, the stream after attention, the MLP before its ReLU.
 
+    In 16 bits the mix of the last layer with the middle needs more: both and their sum in fp32, in 16 bits, and the layer's output.
     Compiled, the mixed stream alone: pointwise ops write in their input's place. An MLP that is not saved is there while it runs.
     """
     if setup.activation_checkpointing is True:
         return running_layer_bytes(setup)
-    unsaved = min(4 if setup.compiled else 8, MADE_AGAIN[setup.activation_checkpointing]) * setup.stream_bytes
-    in_place = setup.compiled and setup.attention != "math"
-    return unsaved + (setup.stream_bytes if in_place else max((2 + 4) * setup.stream_bytes, _scores_over_mlp(setup)))
+    extra = MADE_AGAIN[setup.activation_checkpointing]
+    if setup.compiled and setup.attention != "math":
+        return (1 + min(4, extra)) * setup.stream_bytes
+    streams = max(2 + 4 + extra, 0 if setup.element_bytes == FP32 else 3 * 2 + 1 + 1)
+    return max(streams * setup.stream_bytes, _scores_over_mlp(setup) + extra * setup.stream_bytes)
 
 
 def _scores_over_mlp(setup: MemorySetup) -> int:

@@ -361,6 +361,13 @@ def assumed_lines(forecast: Forecast) -> Iterator[str]:
     """Yields what the figures stand on."""
     plan, step, run = forecast.plan, forecast.step, forecast.run
     yield f"assumed memory: {plan.memory['source']}"
-    kernel = [f"attention by the {plan.attention_kernel} kernel"] if plan.device == "cuda" else []
+    kernel = [f"attention by {format_attention(plan)}"] if plan.device == "cuda" else []
     times = [*(step.assumptions if step.seconds is not None else ()), *(run.assumptions if run is not None else ())]
     yield from (f"        {line}" for line in (*kernel, *plan.notes, *times))
+
+
+def format_attention(plan: Plan) -> str:
+    """Returns `flash`, or `cudnn, flash or flex, as a trial at the start decides`."""
+    if plan.attention is not None:
+        return plan.attention
+    return f"{', '.join(plan.attention_choices[:-1])} or {plan.attention_choices[-1]}, as a trial at the start decides"

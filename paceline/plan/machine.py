@@ -1,5 +1,6 @@
 """
-The devices of this machine, or of one that is only thought of, with what the table of GPUs holds about them. No torch.
+The devices of this machine, or of one that is only thought of, with what the table of GPUs holds about them, and the ways of
+attention that a device can take. No torch.
 
 The driver reports name, memory and capability (plan/nvml.py); bandwidth, peaks and links are the table's. A card that is not in
 the table stays usable, with `spec` None.
@@ -8,7 +9,9 @@ the table stays usable, with `spec` None.
 import os
 from dataclasses import dataclass, field, replace
 
+from paceline.config import ATTENTION, FLASH, ModelConfig
 from paceline.errors import PlanError
+from paceline.plan.cost import window_sizes
 from paceline.plan.gpu_table import GpuSpec, spec_of
 from paceline.plan.host import probe_cpu_bf16, probe_cpu_cores, probe_memory_bytes
 from paceline.plan.nvml import list_gpus, visible_devices
@@ -96,3 +99,68 @@ def imagined_machine(spec: GpuSpec, *, gpus: int, hosts: int) -> Machine:
     """Returns hosts with these GPUs that need not exist. Their CPUs are not known: one core for each GPU, no bf16, memory 0."""
     cards = tuple(Gpu(i, spec.driver_names[0], spec.memory_mib * MIB, spec.capability, spec) for i in range(gpus))
     return Machine(gpus=cards, cpu_cores=gpus, cpu_bf16=False, memory_bytes=0, hosts=hosts)
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """All that decides which ways of attention can be taken. capability: None for a card that the driver does not describe."""
+
+    model: ModelConfig
+    device: str
+    precision: str
+    capability: tuple[int, int] | None = None
+    deterministic: bool = False
+
+    @property
+    def has_windows(self) -> bool:
+        return min(window_sizes(self.model)) < self.model.sequence_len
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The ways that can be taken, those to be preferred first; never empty."""
+        return tuple(name for name in ATTENTION if self.problem(name) is None)
+
+    def problem(self, name: str) -> str | None:
+        """Returns why a way cannot be taken, None where only a trial can tell. The limits are of torch 2.11 to 2.13."""
+        if self.device == "cpu":
+            return None if name == "sdpa" else "it is for GPUs"
+        capability, head_dim = self.capability or (8, 0), self.model.head_dim
+        if name in FLASH:
+            return self._flash_problem(name, capability, head_dim)
+        if name == "flex":
+            if not self.has_windows:
+                return "no layer has a window"
+            if capability < (7, 0):
+                return "Triton's kernels need compute capability 7.0"
+            # 114,688 bytes of shared memory in its backward, of 101,376: pytorch issue 198224
+            if capability[0] == 12 and head_dim > 128:
+                return f"its backward does not fit the shared memory of compute capability 12 at head_dim {head_dim}"
+        return None
+
+    def _flash_problem(self, name: str, capability: tuple[int, int], head_dim: int) -> str | None:
+        if self.precision == "fp32":
+            return "flash kernels are for bf16 and fp16"
+        if capability < (8, 0):
+            return "flash kernels need compute capability 8.0"
+        if head_dim % 8:
+            return "flash kernels need a head_dim that is a multiple of 8"
+        if name == "fa3":
+            return None if capability == (9, 0) else "FlashAttention 3 is for compute capability 9.0"
+        if name == "cudnn":
+            if self.deterministic:
+                return "cuDNN's backward adds in any order"
+            if head_dim > 128 or self.model.sequence_len % 128:  # others are right in some versions of cuDNN alone
+                return "cuDNN takes a head_dim up to 128, and rows of a multiple of 128 tokens"
+        # sdp_utils.cpp: the backward for these needs more shared memory than such cards have
+        if 192 < head_dim <= 224 and capability in ((8, 6), (8, 9), (12, 0), (12, 1)):
+            return "its backward has no kernel for head_dim 200 to 224 on this card"
+        return None
+
+    def kernel(self, name: str) -> str:
+        """Returns the kernel whose memory a way needs: flash, efficient or math; cpu. sdpa's is what PyTorch takes by itself."""
+        if self.device == "cpu":
+            return "cpu"
+        takes_flash = not self.has_windows and self._flash_problem("flash", self.capability or (8, 0), 8) is None
+        if name != "sdpa" or takes_flash:
+            return "flash"
+        return "efficient" if self.model.n_kv_head == self.model.n_head else "math"

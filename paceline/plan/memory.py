@@ -11,7 +11,6 @@ from functools import lru_cache
 
 from paceline.config import ModelConfig
 from paceline.plan.activations import (
-    GatheredBytes,
     MemorySetup,
     backward_parts,
     forward_extra_bytes,
@@ -24,7 +23,15 @@ from paceline.plan.activations import (
 from paceline.plan.algorithms import ALGORITHMS, algorithm_of
 from paceline.plan.cost import layout
 from paceline.plan.shapes import FP32, MATRIX, NARROW, ParamShape, param_shapes
-from paceline.plan.sharding import batch_sizes, gather_schedule, parts_of, row_size, sends_narrow, shards_weights
+from paceline.plan.sharding import (
+    GatheredBytes,
+    batch_sizes,
+    gather_schedule,
+    parts_of,
+    row_size,
+    sends_narrow,
+    shards_weights,
+)
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any
 
-from paceline.config import Config, ModelConfig
+from paceline.config import FLASH, Config, ModelConfig
 from paceline.errors import Change, PlanError
 from paceline.plan.activations import MemorySetup
 from paceline.plan.algorithms import GroupSettings, group_settings
 from paceline.plan.cost import flops_per_token
 from paceline.plan.estimate import Calibrate
-from paceline.plan.machine import Machine
+from paceline.plan.machine import AttentionCase, Machine
 from paceline.plan.shapes import batch_of_horizon, choose_num_steps, width_of_depth
 from paceline.plan.sizing import LOGITS_MIB, SIZE_KEYS, DoesNotFit, TooLarge, choose_fit, divisors
 from paceline.units import MIB, format_bytes, format_number_of, parse_duration
@@ -48,7 +48,7 @@ class Plan:
     num_steps: int  # an estimate where `time` is set
     num_rows: int  # training rows of one epoch; 0 while the text is not prepared
     groups: Mapping[str, GroupSettings]
-    attention: str
+    attention: str | None  # one of config.ATTENTION; None: the worker measures
     compile: bool | None  # None: the worker measures
     logits_budget_bytes: int
     activation_checkpointing: bool | str  # of plan/shapes.py: RUNGS
@@ -56,6 +56,8 @@ class Plan:
     peak_flops: float | None
     hosts: int = 1
     onednn: bool | None = None  # fp32 matmuls of a CPU go through oneDNN; None: the worker measures
+    attention_choices: tuple[str, ...] = ()  # that it may measure, the first expected
+    fused_loss: bool = False  # by the Triton kernel of model/loss_kernel.py; a GPU's worker tries it at each start
     attention_kernel: str = "cpu"  # the kernel that `attention` is expected to take: decides what backward keeps
     memory_share: float | None = None  # of the device that was to be filled; None where device_batch_size is set
     memory: Mapping[str, Any] = field(default_factory=dict)  # estimate.MemoryEstimate.to_json
@@ -84,7 +86,7 @@ class Plan:
         values["groups"] = {
             name: GroupSettings(**{**group, "betas": tuple(group["betas"])}) for name, group in values["groups"].items()
         }
-        values["notes"] = tuple(values.get("notes", ()))
+        values |= {name: tuple(values.get(name, ())) for name in ("notes", "attention_choices")}
         known = {field.name for field in fields(Plan)}
         return Plan(**{name: value for name, value in values.items() if name in known})
 
@@ -185,6 +187,9 @@ def _plan(config: Config, machine: Machine, *, vocab_size: int, num_rows: int, m
     flops = flops_per_token(model)
     compiled = _auto_compile(config, flops=flops * total * num_steps, device=device)
     precision = choose_precision(config, machine, device=device)
+    gpu = machine.gpus[0] if device == "cuda" else None
+    case = AttentionCase(model, device, precision, gpu.capability if gpu else None, config.deterministic)
+    attention = choose_attention(config, case)
     setup = MemorySetup(  # what the config leaves open has its preferred value until it is sized
         model=model,
         device=device,
@@ -196,7 +201,7 @@ def _plan(config: Config, machine: Machine, *, vocab_size: int, num_rows: int, m
         grad_accum_steps=accum,
         logits_budget_bytes=(config.logits_mib or LOGITS_MIB) * MIB,
         activation_checkpointing=config.activation_checkpointing or False,
-        attention=attention_kernel(model, machine, device=device, precision=precision),
+        attention=case.kernel(attention[0]),
         compiled=compiled is True,
     )
     sized = choose_fit(
@@ -208,7 +213,6 @@ def _plan(config: Config, machine: Machine, *, vocab_size: int, num_rows: int, m
         step_seconds=lambda candidate: measured.step_seconds(machine, candidate, compiled),
     )
     rates = {key: getattr(config, key) for key in RATE_KEYS}
-    gpu = machine.gpus[0] if device == "cuda" else None
     return Plan(
         **{name: getattr(sized.setup, name) for name in SETUP_FIELDS},
         device_name=gpu.name if gpu else "CPU",
@@ -217,7 +221,8 @@ def _plan(config: Config, machine: Machine, *, vocab_size: int, num_rows: int, m
         num_steps=num_steps,
         num_rows=num_rows,
         groups=group_settings(model, total_batch_size=total, num_steps=num_steps, **rates),
-        attention=attention_function(model, device=device),
+        attention=None if len(attention) > 1 and attention[0] in FLASH else attention[0],
+        attention_choices=attention,
         compile=compiled,
         flops_per_token=flops,
         peak_flops=gpu.spec.peak_flops.get(precision) if gpu and gpu.spec else None,
@@ -241,21 +246,17 @@ def memory_setup(plan: Plan) -> MemorySetup:
     return MemorySetup(**shared, attention=plan.attention_kernel, compiled=plan.compile is True)
 
 
-def attention_function(model: ModelConfig, *, device: str) -> str:
-    """Returns flex for windows on a GPU, else PyTorch's scaled dot product."""
-    return "flex" if device == "cuda" and "S" in model.window_pattern else "sdpa"
-
-
-def attention_kernel(model: ModelConfig, machine: Machine, *, device: str, precision: str) -> str:
-    """Returns the kernel that PyTorch takes: flash for 16 bits from Ampere on, else the memory-efficient one, which has no GQA."""
-    if device == "cpu":
-        return "cpu"
-    capability = machine.gpus[0].capability
-    if attention_function(model, device=device) == "flex" or (
-        precision != "fp32" and (capability is None or capability >= (8, 0))
-    ):
-        return "flash"
-    return "efficient" if model.n_kv_head == model.n_head else "math"
+def choose_attention(config: Config, case: AttentionCase) -> tuple[str, ...]:
+    """Returns the ways of attention that a trial may take, the first expected; raises PlanError for a way that cannot be taken."""
+    if config.attention is None:
+        return case.choices
+    if problem := case.problem(config.attention):
+        raise PlanError(
+            f"attention is {config.attention}, but {problem}",
+            fix=f"--attention {case.choices[0]}, or auto",
+            changes=({"attention": None},),
+        )
+    return (config.attention,)
 
 
 def choose_device(config: Config, machine: Machine) -> str:

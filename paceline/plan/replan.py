@@ -43,6 +43,8 @@ def replan(old: Plan, config: Config, machine: Machine, *, make: MakePlan, set_k
     }
     old_values = {key: value for key, value in values.items() if getattr(config, key) is None and key not in set_keys}
     plan = replace(_make_unrefused(old, replace(config, **old_values), machine, make), onednn=old.onednn)
+    if config.attention is None and "attention" not in set_keys and old.attention is not None:
+        plan = replace(plan, attention=old.attention, attention_kernel=old.attention_kernel)
     if "compile" in old_values:
         plan = replace(plan, compile=old.compile)  # a trial's answer holds for the whole run
     if "device_batch_size" in old_values:

@@ -107,6 +107,24 @@ class Moment:
     complete: tuple[int, ...]  # gradients whose sums over ranks start
 
 
+@dataclass(frozen=True)
+class GatheredBytes:
+    """What sharded weights take beyond a rank's own while a part of the model is at work.
+
+    buffers: of gradients that are being filled or sent. matrices, tables: of gradients whose first comes in this backward.
+    """
+
+    weights: int = 0
+    buffers: int = 0
+    matrices: int = 0
+    tables: int = 0
+
+    def parts(self, *, matrices: int = 0) -> dict[str, int]:
+        """Returns the bytes by their kind. matrices: how much of these is there."""
+        sizes = {"gathered": self.weights, "communication": self.buffers + matrices}
+        return {name: size for name, size in sizes.items() if size}
+
+
 def gather_schedule(
     plan: ShardPlan, shapes: Sequence[ParamShape], *, checkpointing: bool | str, backward: bool = True
 ) -> tuple[Moment, ...]:

@@ -242,7 +242,7 @@ def _extra_chunks(setup: StepSetup) -> int:
             element_bytes=ELEMENT_BYTES[setup.precision],
             budget_bytes=budget_bytes,
             device=setup.device,
-            compiled=setup.compiled,
+            in_place=setup.device != "cpu",
         )
         return -(-setup.tokens // chunk)
 

@@ -26,10 +26,11 @@ from paceline.data.dataset import TokenSplit
 from paceline.data.prepare import TokenDataset
 from paceline.data.tokenizer import DecodeStream, Tokenizer
 from paceline.errors import PacelineError
-from paceline.model.cache import KVCache
+from paceline.model.attention import KVCache, attention_problem
 from paceline.model.checkpoint import CheckpointReader
 from paceline.model.gpt import DTYPES, GPT
 from paceline.model.manifest import newest_good, step_folder_name, step_folders
+from paceline.plan.machine import AttentionCase
 from paceline.plan.planner import Plan
 from paceline.plan.shapes import choose_eval_tokens
 from paceline.rundir import NO_SPACE, RunDir, append_event, write_atomic
@@ -146,9 +147,21 @@ def load_model(run: RunDir, *, step: int | None, device: str | None) -> tuple[GP
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
         raise PacelineError(f"device {device} is not here", fix="--device cpu")
-    model = GPT(plan.model, compute_dtype=DTYPES[plan.precision], logits_budget_bytes=plan.logits_budget_bytes)
+    dtype, attention = DTYPES[plan.precision], choose_way(plan, torch.device(device))
+    model = GPT(plan.model, compute_dtype=dtype, logits_budget_bytes=plan.logits_budget_bytes, attention=attention)
     model.load_state_dict(reader.load_model_state(), strict=True)
     return model.to(device).eval(), reader
+
+
+def choose_way(plan: Plan, device: torch.device) -> str:
+    """Returns flash where it runs, since the run's own way may need what is not here; else sdpa, and prints why."""
+    if device.type == "cpu":
+        return "sdpa"
+    case = AttentionCase(plan.model, device.type, plan.precision, torch.cuda.get_device_capability(device))
+    problem = case.problem("flash") or attention_problem(plan.model, "flash", DTYPES[plan.precision], device)
+    if problem is not None and case.has_windows:
+        print(f"windows of attention by dense masks, which are slower: {problem}")
+    return "sdpa" if problem else "flash"
 
 
 def evaluate_run(

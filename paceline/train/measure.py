@@ -25,8 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.config import ModelConfig
-from paceline.model.gpt import DTYPES, GPT, attend
-from paceline.model.layers import capped_nats_, chunk_rows, embedding_gradient, plus_matmul
+from paceline.model.attention import attend
+from paceline.model.gpt import DTYPES, GPT
+from paceline.model.layers import capped_nats_, chunk_rows, embedding_gradient, fused_loss_problem, plus_matmul
 from paceline.plan.algorithms import longer_side, newton_schulz_flops
 from paceline.plan.cost import attention_pairs
 from paceline.plan.host import probe_cpu_bf16
@@ -261,7 +262,7 @@ def head_rate(bench: Bench, width: int, sizes: Sizes, dtype: torch.dtype) -> tup
     """lm_head's three products, a chunk of tokens at a time, as model/layers.py makes them."""
     x = torch.randn(sizes.tokens, width, dtype=dtype, device=bench.device)
     weight = torch.randn(sizes.vocab, width, dtype=dtype, device=bench.device)
-    chunk, _ = chunk_rows(x, sizes.vocab, BUDGET_BYTES, compiled=bench.device.type == "cuda")
+    chunk, _ = chunk_rows(x, sizes.vocab, BUDGET_BYTES, in_place=bench.device.type == "cuda")
     buffer, dx = x.new_empty(chunk, sizes.vocab), torch.empty_like(x)
 
     def piece() -> None:
@@ -278,10 +279,11 @@ def head_rate(bench: Bench, width: int, sizes: Sizes, dtype: torch.dtype) -> tup
 def logits_rate(bench: Bench, vocab: int, dtype: torch.dtype) -> tuple[float, float]:
     """Returns logits per second, from logits to their gradient, on a block as model/layers.py takes it."""
     z = torch.zeros(4096, vocab, dtype=dtype, device=bench.device)
-    _, block = chunk_rows(z, vocab, BUDGET_BYTES, compiled=False)
-    z = z[:block].normal_()
+    fused = fused_loss_problem(bench.device) is None
+    _, block = chunk_rows(z, vocab, BUDGET_BYTES, in_place=fused)
+    z, capped = z[:block].normal_(), torch.ops.paceline.capped_nats_ if fused else capped_nats_
     targets = torch.randint(0, vocab, (block,), device=bench.device)
-    return float(vocab), block * vocab / bench.seconds(lambda: capped_nats_(z, targets, vocab, True))
+    return float(vocab), block * vocab / bench.seconds(lambda: capped(z, targets, vocab, True, None))
 
 
 def muon_seconds(bench: Bench, shape: tuple[int, int]) -> float:

@@ -7,19 +7,27 @@ The rows of the next steps are not saved: they follow from the step, the seed an
 import contextlib
 import json
 import logging
+import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from statistics import median
 
 import torch
 from torch import Tensor, nn
 
+from paceline.config import FLASH
 from paceline.errors import PacelineError
+from paceline.model.attention import attend, attention_problem, make_mask, use_flash3, with_gradients
 from paceline.model.checkpoint import CheckpointReader, Piece
 from paceline.model.gpt import DTYPES, GPT, initial_value
+from paceline.model.layers import fused_loss_problem
 from paceline.model.manifest import NoCheckpoint, clean_leftovers, newest_good
+from paceline.plan.cost import window_sizes
+from paceline.plan.machine import AttentionCase
 from paceline.plan.planner import Plan
 from paceline.plan.sharding import compiles_by_block, shards_weights
 from paceline.rundir import RunDir, append_event, read_json_lines, write_atomic
@@ -29,6 +37,7 @@ from paceline.train.process import (
     all_reduce_sum,
     answer_with_collectives,
     broadcast_object,
+    forget_peaks,
     init_distributed,
     keep_freed_memory,
     onednn_gain,
@@ -40,6 +49,7 @@ from paceline.units import format_duration
 log = logging.getLogger("paceline")
 
 COMPILE_TRIAL_MICRO_STEPS = 3
+ATTENTION_TRIALS = 6  # of each kind of layer
 
 
 def start_ranks(run: RunDir, *, deterministic: bool = False) -> tuple[Plan, torch.device, int]:
@@ -63,15 +73,20 @@ def start_ranks(run: RunDir, *, deterministic: bool = False) -> tuple[Plan, torc
             fix="start it through paceline train or resume",
         )
     answer_with_collectives(rank)
+    untried, device = plan, torch.device("cpu")
     if plan.device == "cuda":
+        device = torch.device("cuda", local_rank)
         torch.set_float32_matmul_precision("highest" if plan.precision == "fp32" else "high")
-        return plan, torch.device("cuda", local_rank), rank
-    keep_freed_memory()
-    if plan.precision == "fp32":
-        untried, plan = plan, choose_matmul(plan)
-        if rank == 0 and plan != untried:
-            write_atomic(run.plan_json, plan.to_json())
-    return plan, torch.device("cpu"), rank
+        plan, *notes = choose_kernels(plan, device)
+        for note in notes if rank == 0 else ():
+            write_note(run, note)
+    else:
+        keep_freed_memory()
+        if plan.precision == "fp32":
+            plan = choose_matmul(plan)
+    if rank == 0 and plan != untried:
+        write_atomic(run.plan_json, plan.to_json())
+    return plan, device, rank
 
 
 def choose_matmul(plan: Plan) -> Plan:
@@ -96,6 +111,79 @@ def choose_matmul(plan: Plan) -> Plan:
     return replace(plan, onednn=use)
 
 
+def choose_kernels(plan: Plan, device: torch.device) -> tuple[Plan, *tuple[str, ...]]:
+    """Returns the plan with the kernels that this GPU takes, and what is to be reported of them. Collective."""
+    plan, notes = choose_attention(plan, device)
+    problem = fused_loss_problem(device)
+    if problem is not None:
+        notes.append(f"the loss is computed without its Triton kernel, which is slower: {problem}")
+    return replace(plan, fused_loss=problem is None), *notes
+
+
+def choose_attention(plan: Plan, device: torch.device) -> tuple[Plan, list[str]]:
+    """Tries the ways of attention that the plan leaves open, and takes the fastest that is right; or checks the one that it has.
+
+    Flash kernels are compared with each other. The others are tried where none of these runs, in their order: FlexAttention takes
+    some 20 s to compile, and on an H100 was as fast as a flash kernel. One answer holds for all ranks and, in plan.json, for the
+    whole run, since each way rounds in its own way. Collective.
+    """
+    if plan.attention is not None and plan.attention not in FLASH:
+        return plan, []
+    times: dict[str, float] = {}
+    problems: dict[str, str] = {}
+    for name in plan.attention_choices if plan.attention is None else (plan.attention,):
+        if times and name not in FLASH:
+            break
+        problem, ms = try_attention(plan, name, device)
+        ranks_without = torch.tensor([float(problem is not None)], device=device)
+        all_reduce_sum(ranks_without)
+        if ranks_without.item():
+            problems[name] = problem or "not on every rank"
+        else:
+            times[name] = ms
+    reasons = "; ".join(f"{name} not: {problem}" for name, problem in problems.items())
+    if not times:
+        fix = "--attention auto" if plan.attention else "another PyTorch; `paceline torch` shows this one"
+        raise PacelineError(f"no attention for this model runs on {plan.device_name}: {reasons}", fix=fix)
+    chosen = broadcast_object(min(times, key=lambda name: times[name]))  # by rank 0's clock
+    use_flash3(chosen == "fa3")
+    forget_peaks(device)
+    if plan.attention is not None:
+        return plan, []
+    measured = ", ".join(f"{name} {ms:.1f} ms" for name, ms in times.items())
+    note = f"attention: {chosen}; in a micro-step: {measured}{'; ' if reasons else ''}{reasons}"
+    case = AttentionCase(plan.model, plan.device, plan.precision, torch.cuda.get_device_capability(device))
+    return replace(plan, attention=chosen, attention_kernel=case.kernel(chosen)), [note]
+
+
+def try_attention(plan: Plan, name: str, device: torch.device) -> tuple[str | None, float]:
+    """Returns why a way of attention cannot be taken here, or None; and the milliseconds that it takes of a micro-step."""
+    problem = attention_problem(plan.model, name, DTYPES[plan.precision], device)
+    try:
+        return problem, math.inf if problem else attention_ms(plan, name, device)
+    except RuntimeError as error:  # with all rows it may fail where one did not: memory, or a library's limit
+        return str(error).splitlines()[0], math.inf
+
+
+def attention_ms(plan: Plan, name: str, device: torch.device) -> float:
+    """Returns the milliseconds that attention takes of a micro-step, forward and backward, by the median of a few layers."""
+    model, num_rows, total_ms = plan.model, plan.device_batch_size, 0.0
+    shapes = [(num_rows, model.sequence_len, heads, model.head_dim) for heads in (model.n_head, *[model.n_kv_head] * 2)]
+    inputs = [torch.randn(shape, dtype=DTYPES[plan.precision], device=device).transpose(1, 2) for shape in shapes]
+    for window, num_layers in Counter(window_sizes(model)).items():
+        mask, times = make_mask(model.sequence_len, window, device, way=name), []
+        for _ in range(ATTENTION_TRIALS):
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            started = time.perf_counter()
+            with_gradients(partial(attend, mask=mask, window=window, way=name), inputs)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # a clock needs the work to be done
+            times.append(1000 * (time.perf_counter() - started))
+        total_ms += num_layers * median(times[1:])  # the first one compiles and allocates
+    return total_ms
+
+
 def use_deterministic_kernels() -> None:
     """Makes a repeat of the same work give the same bits on a GPU; call it before the first kernel.
 
@@ -117,15 +205,16 @@ def make_model(plan: Plan, *, seed: int, device: torch.device) -> GPT:
             compute_dtype=DTYPES[plan.precision],
             logits_budget_bytes=plan.logits_budget_bytes,
             activation_checkpointing=plan.activation_checkpointing,
-            attention="flex" if plan.attention == "flex" else "sdpa",
+            attention=plan.attention or plan.attention_choices[0],
         )
     if hollow:
         hollow_out(model, device, lambda name, shape: initial_value(name, shape, plan.model, seed=seed))
     else:
         model.init_weights(seed=seed)
         model.to(device)
-    model.masks(plan.model.sequence_len, device, flex=plan.attention == "flex")
+    model.masks(plan.model.sequence_len, device)
     model.rotary(0, plan.model.sequence_len, device)
+    model.fused_loss = plan.fused_loss
     return model
 
 
@@ -166,10 +255,15 @@ def choose_compile(loop: Loop, model: GPT) -> None:
                 f"compile: a micro-step takes {compiled_ms:.0f} ms compiled, {eager_ms:.0f} ms eager"
                 f" ({format_duration(compile_s)} to compile): {'compiled' if use else 'eager'}"
             )
-            append_event(run, "note", text=text)
-            log.info(text)
+            write_note(run, text)
     elif plan.compile:
         compile_model(model, plan)
+
+
+def write_note(run: RunDir, text: str) -> None:
+    """Writes a line to the run's events, which the terminal shows, and to this rank's log."""
+    append_event(run, "note", text=text)
+    log.info(text)
 
 
 def trial_ms(loop: Loop) -> float:

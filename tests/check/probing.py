@@ -1,5 +1,6 @@
 """Real probes for the tests here: as processes, on this host or on one made of namespaces with a name and a network of its own."""
 
+import importlib.util
 import json
 import os
 import shutil
@@ -15,6 +16,18 @@ import pytest
 NAMESPACES = pytest.mark.skipif(
     os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("unshare"), reason="needs root, ip and unshare"
 )
+
+
+def torch_can_be_shadowed() -> bool:
+    """Whether LD_LIBRARY_PATH comes before torch's own folders: its CUDA builds have an RPATH since 2.14, which comes first."""
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    library = Path(spec.origin).with_name("lib") / "libtorch_python.so"
+    tool = shutil.which("readelf")
+    return tool is not None and b"(RUNPATH)" in subprocess.run([tool, "-d", library], capture_output=True).stdout
+
+
+NEEDS_RUNPATH = pytest.mark.skipif(not torch_can_be_shadowed(), reason="this torch does not read LD_LIBRARY_PATH first")
 
 
 def ask(probe: str, *, before: Sequence[str] = (), env: dict[str, str] | None = None, **request: Any) -> Any:

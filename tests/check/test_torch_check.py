@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from probing import NEEDS_RUNPATH
 
 from paceline.check.torch_check import (
     Proof,
@@ -83,6 +84,7 @@ def test_of_a_torch_without_libuv_only_the_store_is_wrong(without_libuv, monkeyp
 
 @pytest.mark.dist
 @needs_gcc
+@NEEDS_RUNPATH
 def test_a_stale_library_before_the_one_of_torch_is_reported(tmp_path, monkeypatch):
     source = "int nothing_of_c10(void) { return 1; }"
     stale = tmp_path / "libc10.so"

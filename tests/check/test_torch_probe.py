@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from probing import ask
+from probing import NEEDS_RUNPATH, ask
 
 from paceline.check.probes.torch_probe import cudnn_version, is_expected
 
@@ -87,6 +87,7 @@ def test_a_damaged_cached_answer_is_replaced(tmp_path):
 
 @pytest.mark.dist
 @needs_gcc
+@NEEDS_RUNPATH
 def test_a_foreign_library_before_the_one_of_torch_is_reported_although_it_never_loads(tmp_path):
     build_library(tmp_path / "old/libc10.so", "int nothing_of_c10(void) { return 1; }")
     section = ask("torch_probe", env={"LD_LIBRARY_PATH": str(tmp_path / "old")})["torch"]

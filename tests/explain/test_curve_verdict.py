@@ -357,3 +357,9 @@ def test_validation_that_turns_up_is_found_in_a_log():
     ]
     assert explain(["".join(steps).encode()]).cause == "validation-turns-up"
     assert explain(["".join(steps[:8]).encode()]).cause == "healthy"
+
+
+def test_a_loss_that_is_zero_in_every_line_is_no_healthy_log():
+    lines = "".join(f"steps:  2{i}%|###  | {176 + 16 * i}/800 [00:46<02:44,  3.79it/s, avr_loss=0]\n" for i in range(6))
+    assert explain([lines.encode()]).cause == "loss-stands-still"
+    assert explain([("step 1 | reward 0.1\n" + lines).encode()]).cause == "healthy"  # a policy's loss may be

@@ -427,8 +427,12 @@ def test_a_gradient_norm_alone_can_be_nan(line):
     assert verdict(f"(WorkerDict pid=4711) {line}\n" * 6).cause == "loss-nan"
 
 
-def test_a_log_that_ends_while_nccl_starts_is_not_healthy():
-    assert verdict("".join(f"host:47:48 [0] NCCL INFO Channel 0{n}/02 : 0 1\n" for n in range(9))).cause == "unknown"
+def test_a_log_that_ends_while_nccl_starts_may_be_a_hang_of_two_cards():
+    lines = [f"host:47:48 [0] NCCL INFO Channel 0{n}/02 : 0 1\n" for n in range(9)]
+    found = verdict("".join(lines))
+    assert (found.cause, found.also) == ("nccl-p2p-hang", ("collective-timeout-desync",))
+    assert "while NCCL starts" in found.summary and found.confidence < 0.5
+    assert verdict("".join(lines[:2])).cause == "unknown"
 
 
 def test_noise_at_the_end_of_a_healthy_run_is_no_failure():

@@ -105,8 +105,10 @@ def wide_gradients(init: Callable[..., None]) -> Callable[..., None]:
 def copied_logits(capped_nats_: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Writes at an index, as an eager function may: compiled it is a kernel of its own, behind a copy."""
 
-    def capped_nats_and_write(z: Tensor, targets: Tensor, vocab_size: int, with_grad: bool) -> Tensor:
-        nats = capped_nats_(z, targets, vocab_size, with_grad)
+    def capped_nats_and_write(
+        z: Tensor, targets: Tensor, vocab_size: int, with_grad: bool, grad_scale: Tensor | None
+    ) -> Tensor:
+        nats = capped_nats_(z, targets, vocab_size, with_grad, grad_scale)
         if with_grad:
             at = targets.clamp_min(0).unsqueeze(-1)
             z.scatter_(-1, at, z.gather(-1, at) - 1)

@@ -156,6 +156,38 @@ def make_binaries(sources: dict[str, str]) -> list[dict[str, Any]]:
     return binaries
 
 
+def loss_binary(capability: int, dtype: str, *, with_grad: bool) -> dict[str, int]:
+    """Compiles the kernel of the loss for a card; returns what a program of it needs. dtype: of the logits, as Triton writes it."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from paceline.model.layers import SOFTCAP
+    from paceline.model.loss_kernel import BLOCK, WARPS, capped_nats_kernel
+
+    pointers = {"logits": dtype, "targets": "*i64", "nats": "*fp32", "grad_scale": "*fp32"}
+    sizes = dict.fromkeys(("row_stride", "width", "vocab_size"), "i32")
+    constants = {"CAP_WIDTH": 2 * SOFTCAP, "WITH_GRAD": with_grad, "HAS_SCALE": True, "BLOCK": BLOCK}
+    names = [*pointers, *sizes, *constants]
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in (*pointers, *sizes)}
+    source = ASTSource(
+        capped_nats_kernel,
+        {**pointers, **sizes, **dict.fromkeys(constants, "constexpr")},
+        {(names.index(name),): value for name, value in constants.items()},
+        aligned,
+    )
+    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": WARPS})
+    registers, stack = resources(binary.asm["cubin"])
+    loads = re.findall(r"ld\.global(?:\.\w+)*\.v(\d)\.b(\d+)", binary.asm["ptx"])
+    return {
+        "registers": registers,
+        "stack_bytes": stack,
+        "shared_bytes": binary.metadata.shared,
+        "threads": 32 * WARPS,
+        "widest_load": max(int(count) * int(bits) // 8 for count, bits in loads),
+    }
+
+
 def resources(cubin: bytes) -> tuple[int, int]:
     """Returns the registers of a thread, and the bytes of its stack, where registers are spilled to."""
     import triton

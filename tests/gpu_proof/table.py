@@ -35,7 +35,7 @@ def main() -> None:
 def parts(facts: dict[str, Any]) -> list[tuple[str, int, int, int, int]]:
     """Returns each part's kernels and bytes."""
     assert facts["error"] is None, facts["error"]
-    forward, backward, loss = facts["programs"][:3]
+    forward, backward = facts["programs"][:2]
     work = facts["step"]["work"]
     chunks = sum(count for place, _, count in facts["step"]["products"] if place == "model/layers.py:nats_by_chunk")
     outside = [work[place] for place in work if place.startswith("model/layers.py:")]
@@ -45,9 +45,8 @@ def parts(facts: dict[str, Any]) -> list[tuple[str, int, int, int, int]]:
         for name, program in (("forward", forward), ("backward", backward))
     ]
     products = 3 * chunks
-    others = sum(count for count, _ in outside) - products
-    loss_bytes = chunks * loss["bytes"] + sum(size for _, size in outside)
-    whole.append(("loss", chunks * len(loss["launches"]), products, others, loss_bytes))
+    others = sum(count for count, _ in outside) - products - chunks  # the loss kernel runs once a chunk
+    whole.append(("loss", chunks, products, others, sum(size for _, size in outside)))
     rows = [row for row in facts["step"]["products"] if row[0].startswith(UPDATE)]
     products = sum(count for _, _, count in rows)
     whole.append(("update", 0, products, sum(count for count, _ in update) - products, sum(size for _, size in update)))

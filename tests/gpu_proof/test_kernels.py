@@ -23,16 +23,28 @@ pytestmark = [
 CHUNK_OF_LOGITS = 32_768 * 8192  # elements
 # what PyTorch's own kernels do, by design
 EAGER_OPS = {
-    "torch.ops.aten._scaled_dot_product_flash_attention.default",
+    "torch.ops.aten._flash_attention_forward.default",
+    "torch.ops.aten._flash_attention_backward.default",
+    "torch.ops.aten._scaled_dot_product_flash_attention.default",  # full layers beside FlexAttention
     "torch.ops.aten._scaled_dot_product_flash_attention_backward.default",
+    "torch.ops.aten._scaled_dot_product_cudnn_attention.default",
+    "torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default",
     "torch.ops.higher_order.graphsafe_run_with_rng_state",  # flash attention computed again: it could have dropped at random
     "torch.ops.paceline.embedding_gradient.default",
 }
 # of a thread: FlexAttention's backward spills 464, with grouped queries 592
 STACK_BYTES = {"triton_tem_": 640, "": 0}
 TRAINING = {"rounds": 2, "phases": ["step", "evaluation"]}
-OTHER_WAYS = {"precision": "fp16", "activation_checkpointing": True, "n_kv_head": 2, "phases": ["step"]}
+OTHER_WAYS = {
+    "precision": "fp16",
+    "attention": "flex",
+    "activation_checkpointing": True,
+    "n_kv_head": 2,
+    "phases": ["step"],
+}
 STEP = {"phases": ["step"]}
+FLEX = STEP | {"attention": "flex"}
+WITHOUT_TRITON = STEP | {"depth": 1, "fused_loss": False}
 Facts = dict[str, Any]
 
 
@@ -44,7 +56,7 @@ def compiled(tmp_path_factory) -> Callable[..., list[Facts]]:
 
 
 def check_fit(facts: Facts, capability: int) -> None:
-    assert facts["error"] is None and len(facts["binaries"]) > 20
+    assert facts["error"] is None and len(facts["binaries"]) > 15
     for binary in facts["binaries"]:
         assert binary["error"] is None, binary
         assert binary["shared_bytes"] <= CARDS[capability].shared_bytes, binary
@@ -77,18 +89,65 @@ def test_kernels_of_fp16_with_checkpointing_and_grouped_queries_fit(compiled, ca
     check_work(facts, "float16")
 
 
+@pytest.mark.parametrize("capability", [90, 120])
+def test_the_loss_that_is_compiled_where_triton_is_missing_has_no_large_buffer(compiled, capability):
+    (facts,) = compiled(capability, WITHOUT_TRITON)
+    assert [program["graph"] for program in facts["programs"]][-1] == "capped_nats_"
+    check_work(facts, "bfloat16")
+
+
+@pytest.mark.parametrize("capability", CARDS)
+@pytest.mark.parametrize("dtype", ["*fp32", "*bf16", "*fp16"])
+def test_the_loss_kernel_fits_a_card_without_spills(capability, dtype):
+    for with_grad in (True, False):
+        check_loss_kernel(capability, dtype, with_grad=with_grad)
+
+
+def check_loss_kernel(capability: int, dtype: str, *, with_grad: bool) -> None:
+    from gpu_proof.card_compiler import loss_binary
+
+    fact = loss_binary(capability, dtype, with_grad=with_grad)
+    assert fact["stack_bytes"] == 0
+    assert fact["shared_bytes"] <= CARDS[capability].shared_bytes
+    assert fact["registers"] * fact["threads"] * 2 <= 65_536  # two rows at a time on a processor
+    assert fact["widest_load"] == 16  # bytes of a thread: fewer would leave memory idle
+
+
+def test_a_loss_kernel_that_spills_is_noticed(monkeypatch):
+    from paceline.model import loss_kernel
+
+    monkeypatch.setattr(loss_kernel, "BLOCK", 32_768)
+    monkeypatch.setattr(loss_kernel, "WARPS", 4)
+    with pytest.raises(AssertionError):
+        check_loss_kernel(90, "*bf16", with_grad=True)
+
+
 def test_a_kernel_that_is_too_large_for_the_card_is_noticed(compiled):
     """FlexAttention's backward at head_dim 256: pytorch issue 198224."""
-    (facts,) = compiled(120, STEP | {"head_dim": 256})
+    (facts,) = compiled(120, FLEX | {"head_dim": 256})
     assert max(binary["shared_bytes"] for binary in facts["binaries"]) == 114_688
     with pytest.raises(AssertionError):
         check_fit(facts, 120)
 
 
+@pytest.mark.parametrize("settings", [{"head_dim": 256}, {"n_kv_head": 2}], ids=["wide heads", "grouped queries"])
+@pytest.mark.parametrize("capability", [90, 120])
+def test_flash_attention_needs_no_kernel_and_no_copy_of_the_compiler(compiled, capability, settings):
+    """All that inductor does for attention is the norm, the rotation and the gate: no template, no mask of (T, T)."""
+    (facts,) = compiled(capability, STEP | settings)
+    check_fit(facts, capability)
+    check_work(facts, "bfloat16")
+    calls = [op for program in facts["programs"] for op in program["eager_ops"]]
+    for name in ("_flash_attention_forward", "_flash_attention_backward"):
+        assert calls.count(f"torch.ops.aten.{name}.default") == 2  # layers
+    assert not any("tem_" in launch for program in facts["programs"] for launch in program["launches"])
+    assert not any([2048**2, "bool"] in program["buffers"] for program in facts["programs"])
+
+
 @pytest.fixture(scope="module")
 def broken(compiled) -> dict[str, Facts]:
     names = ("a copy of the logits", "rotary tables in the graph", "an op without a kernel", "an fp32 product")
-    walks = [STEP | {"depth": 1, "broken": name} for name in names]
+    walks = [WITHOUT_TRITON | {"broken": name} for name in names]
     return dict(zip(names, compiled(90, *walks), strict=True))
 
 

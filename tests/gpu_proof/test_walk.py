@@ -37,6 +37,8 @@ SHARDED = {
 }
 SOUND = {
     "windows": COMPILED | {"phases": ["step", "evaluation", "sample"]},
+    "cuDNN and grouped queries": STEP | {"attention": "cudnn", "n_kv_head": 1},
+    "without Triton": COMPILED | STEP | {"fused_loss": False},
     "checkpointing and grouped queries": COMPILED | {"activation_checkpointing": True, "n_kv_head": 1} | STEP,
     "layers of rank 0 of 2": BY_LAYER,
     "layers of rank 1 of 2": BY_LAYER | {"rank": 1},
@@ -78,15 +80,15 @@ def walks(folder) -> dict[str, Facts]:
 
 
 # what each phase compiles the first time: the loss is outside of the model's graph, and a graph gives the nats their shape
-GRAPHS = {"step": ["forward", "capped_nats_"], "evaluation": ["forward", "capped_nats_", "rest of forward"]}
+GRAPHS = {"step": ["forward"], "evaluation": ["forward", "rest of forward"]}
 # of four layers the first and the third share a graph; others have a value embedding, and the last one no window
-PARTS = ["stem", "forward", "forward", "forward", "backout", "capped_nats_"]
+PARTS = ["stem", "forward", "forward", "forward", "backout"]
 BREAK = "Skip calling `torch.compiler.disable()`d function"  # before the loss
 
 
-def check_graphs(facts: Facts) -> None:
+def check_graphs(facts: Facts, graphs: dict[str, list[str]] = GRAPHS) -> None:
     assert facts["error"] is None
-    expected = dict(GRAPHS)
+    expected = dict(graphs)
     assert facts["graphs"] == [[phase, expected.pop(phase, [])] for phase, _ in facts["graphs"]]
     assert set(facts["breaks"]) == {BREAK}
 
@@ -146,9 +148,35 @@ def of_kind(collectives: list[tuple[str, int]], kind: str) -> list[int]:
     return [size for name, size in collectives if name == kind]
 
 
-@pytest.mark.parametrize("name", ["windows", "checkpointing and grouped queries"])
+@pytest.mark.parametrize("name", ["windows", "cuDNN and grouped queries", "checkpointing and grouped queries"])
 def test_a_compiled_model_is_one_graph_beside_the_loss_and_nothing_is_compiled_again(walks, name):
     check_graphs(walks[name])
+
+
+@pytest.mark.parametrize("name", ["windows", "checkpointing and grouped queries"])
+def test_windows_and_full_layers_are_flash_operators(walks, name):
+    assert walks[name]["step"]["attention"] == ["_flash_attention_backward", "_flash_attention_forward"]
+
+
+def test_a_prompt_s_windows_are_flash_operators_too(walks):
+    """A new token's query sees all keys that its cache holds."""
+    assert walks["windows"]["sample"]["attention"] == [
+        "_flash_attention_forward",
+        "_scaled_dot_product_flash_attention",
+    ]
+
+
+def test_other_ways_of_attention_are_taken_as_they_are_set(walks):
+    assert walks["cuDNN and grouped queries"]["step"]["attention"] == [
+        "_flash_attention_backward",
+        "_flash_attention_forward",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_cudnn_attention_backward",
+    ]
+
+
+def test_without_triton_the_loss_is_a_graph_of_its_own(walks):
+    check_graphs(walks["without Triton"], {"step": ["forward", "capped_nats_"]})
 
 
 @pytest.mark.parametrize("name", ["a graph break", "a short last batch", "gradients in an evaluation"])

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -47,7 +47,8 @@ PACKAGE = str(Path(paceline.__file__).parent) + "/"
 # the shape of what these return depends on values: the CPU waits until it knows it
 SHAPED_BY_VALUES = {"nonzero", "masked_select", "unique", "_unique", "_unique2", "unique_dim", "unique_consecutive"}
 WITHOUT_KERNEL = ("empty", "new_empty", "_unsafe_view", "detach", "alias", "lift", "wait_tensor")
-PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addmm_", "flex_attention", "_scaled_dot_product_flash_attention"}
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addmm_", "flex_attention", "_flash_attention_forward"}
+PRODUCTS |= {"_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention"}
 SMALL = {  # two layers: with a window and without, with a value embedding and without
     "depth": 2,
     "n_embd": 256,
@@ -79,6 +80,7 @@ class Recorder(TorchDispatchMode):
         self.collectives: list[tuple[str, int]] = []
         self.products_before: list[int] = []  # for each collective: how many products were begun before it
         self.products: Counter[tuple[str, str]] = Counter()  # (function, dtype)
+        self.attention: Counter[str] = Counter()  # by operator, forward and backward
         self.kernels: Counter[str] = Counter()  # by function: ops that start one at least
         self.moved_bytes: Counter[str] = Counter()  # by function: what these ops read and write
         self.order: list[
@@ -88,6 +90,7 @@ class Recorder(TorchDispatchMode):
     def to_json(self) -> dict[str, Any]:
         """Returns the records; waits as often as they stand in the code, not as often as they happen."""
         counts = {name: [[*key, n] for key, n in getattr(self, name).items()] for name in ("copies", "products")}
+        counts["attention"] = sorted(self.attention)
         work = {name: [count, self.moved_bytes[name]] for name, count in self.kernels.items()}
         waits = [name.rpartition(":")[0] for name in self.waits]
         sent = {"collectives": self.collectives, "products_before": self.products_before, "order": self.order}
@@ -111,11 +114,15 @@ class Recorder(TorchDispatchMode):
         if getattr(func, "namespace", "") == "c10d":
             self.collectives.append((name, max(tensor.nbytes for tensor in tensors)))
             self.products_before.append(self.products.total())
+        if "attention" in name:
+            self.attention[name] += 1
         if name in PRODUCTS:
-            self.products[place(), str(tensors[0].dtype).removeprefix("torch.")] += 1
+            # of the matrices: what a product is added to may be wider
+            self.products[place(), str(tensors[1].dtype).removeprefix("torch.")] += 1
         out = func(*args, **kwargs)
         if "cuda" in devices and not getattr(func, "is_view", False) and not name.startswith(WITHOUT_KERNEL):
             written = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+            written += tensors[:1] if name == "capped_nats_" else []  # in place, and it returns the nats
             self.kernels[function := place()] += 1
             self.moved_bytes[function] += sum(tensor.nbytes for tensor in tensors + written)
         if name in ("_to_copy", "to", "copy_"):
@@ -210,12 +217,15 @@ def walk(
     rounds: int = 1,
     phases: Sequence[str] = ("step", "evaluation"),
     broken: str | None = None,
+    attention: str = "flash",
+    fused_loss: bool = True,
     **keys: Any,
 ) -> dict[str, Any]:
     """Returns what one rank of `gpus` does in the phases of its last round, and the graphs that each phase compiles."""
     machine = imagined_machine(find_gpu("RTX 5090"), gpus=gpus, hosts=1)
     config = Config(**SMALL | keys)
     plan = make_plan(config, machine, vocab_size=config.vocab_size, num_rows=1000)
+    plan = replace(plan, attention=attention, fused_loss=fused_loss)  # also an attention that the plan would refuse
     started = time.process_time()
     facts: dict[str, Any] = {"error": None, "graphs": [], "messages": asdict(messages_of(plan))}
     facts["micro_steps"] = plan.grad_accum_steps

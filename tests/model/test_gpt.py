@@ -12,8 +12,8 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from paceline.config import ModelConfig
 from paceline.errors import PlanError
-from paceline.model.gpt import GPT, sliding_block_mask
-from paceline.model.layers import causal_attention
+from paceline.model.attention import causal_attention, sliding_block_mask
+from paceline.model.gpt import GPT
 from paceline.plan.shapes import param_shapes
 
 CONFIG = ModelConfig(

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from paceline.model.layers import Embedding, _RotaryNorm, causal_attention, mix, relu_squared, rms_norm, rotary_norm
+from paceline.model.attention import causal_attention
+from paceline.model.layers import Embedding, _RotaryNorm, mix, relu_squared, rms_norm, rotary_norm
 
 
 def randn(*shape, seed=0):

@@ -71,13 +71,18 @@ def test_the_loss_keeps_two_gradients_and_works_on_one_chunk_of_logits():
     assert chunk_sizes(SETUP) == (NUM_TOKENS, NUM_TOKENS)
     assert saved == STREAM + 4 * 1024 * 128
     logits = NUM_TOKENS * 1024
-    assert working == 2 * logits + 3 * 4 * logits - 4 * 1024 * 128  # the weight's gradient comes after the copies
+    assert working == 2 * logits  # their gradient takes their place
 
 
 def test_a_small_budget_cuts_the_loss_into_chunks():
     small = replace(SETUP, logits_budget_bytes=MIB)
-    assert chunk_sizes(small) == (256, 32)  # half the budget for logits in bf16, an eighth for each copy in fp32
-    assert loss_bytes(small)[1] == 256 * 1024 * 2 + 3 * 32 * 1024 * 4
+    assert chunk_sizes(small) == (512, 512)
+    assert loss_bytes(small)[1] == MIB
+
+
+def test_a_cpu_s_budget_is_for_copies_too():
+    on_cpu = replace(SETUP, device="cpu", attention="cpu", logits_budget_bytes=MIB)
+    assert chunk_sizes(on_cpu) == (256, 32)  # half the budget for logits in bf16, an eighth for each copy in fp32
 
 
 def test_a_cpu_widens_the_chunk_that_it_adds_to_the_gradient():

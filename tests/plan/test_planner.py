@@ -71,8 +71,60 @@ def test_without_a_gpu_two_processes_run_on_the_cpu_in_bf16_where_it_has_it():
 
 def test_with_gpus_every_one_is_used_with_windows_and_a_known_peak():
     planned = plan(Config(depth=12, num_steps=5), TWO_5090)
-    assert (planned.device, planned.world_size, planned.precision, planned.attention) == ("cuda", 2, "bf16", "flex")
+    assert (planned.device, planned.world_size, planned.precision) == ("cuda", 2, "bf16")
     assert (planned.model.window_pattern, planned.peak_flops) == ("SSSL", 209.5e12)
+
+
+WIDE = {"head_dim": 256, "n_embd": 768}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "keys", "choices", "kernel"),
+    [
+        ("RTX 5090", {}, ("cudnn", "flash", "flex", "sdpa"), "flash"),
+        ("H100", {}, ("fa3", "cudnn", "flash", "flex", "sdpa"), "flash"),
+        ("H100", {"window_pattern": "L"}, ("fa3", "cudnn", "flash", "sdpa"), "flash"),
+        ("H100", {"deterministic": True}, ("fa3", "flash", "flex", "sdpa"), "flash"),
+        ("H100", {"sequence_len": 1000}, ("fa3", "flash", "flex", "sdpa"), "flash"),
+        ("RTX 5090", WIDE, ("flash", "sdpa"), "flash"),  # FlexAttention's backward does not fit
+        ("A100", WIDE, ("flash", "flex", "sdpa"), "flash"),
+        ("RTX 4090", {"head_dim": 200, "n_embd": 800}, ("flex", "sdpa"), "flash"),
+        ("RTX 5090", {"precision": "fp32"}, ("flex", "sdpa"), "flash"),
+        ("RTX 5090", {"precision": "fp32", **WIDE}, ("sdpa",), "efficient"),
+        ("T4", {"precision": "fp16", "window_pattern": "L", "n_kv_head": 1}, ("sdpa",), "math"),
+    ],
+)
+def test_the_ways_of_attention_are_those_that_the_card_can_take(gpu, keys, choices, kernel):
+    planned = plan(Config(depth=12, num_steps=5, **keys), imagined_machine(find_gpu(gpu), gpus=1, hosts=1))
+    assert planned.attention_choices == choices
+    # flash kernels are tried where the run is; what is left to choose without them is not
+    assert planned.attention == (None if "flash" in choices else choices[0])
+    assert planned.attention_kernel == kernel
+    assert Plan.from_json(planned.to_json()) == planned
+
+
+@pytest.mark.parametrize(
+    ("gpu", "keys", "message"),
+    [
+        ("RTX 5090", {"attention": "flex", **WIDE}, "does not fit the shared memory of compute capability 12"),
+        ("RTX 5090", {"attention": "fa3"}, "FlashAttention 3 is for compute capability 9.0"),
+        ("H100", {"attention": "cudnn", "deterministic": True}, "cuDNN's backward adds in any order"),
+        ("H100", {"attention": "flash", "precision": "fp32"}, "flash kernels are for bf16 and fp16"),
+    ],
+)
+def test_a_way_of_attention_that_cannot_be_taken_is_refused(gpu, keys, message):
+    with pytest.raises(PlanError) as error:
+        plan(Config(depth=12, num_steps=5, **keys), imagined_machine(find_gpu(gpu), gpus=1, hosts=1))
+    assert message in error.value.message
+    assert error.value.fix.startswith("--attention ")
+
+
+def test_a_way_of_attention_that_is_set_is_taken():
+    masks = plan(Config(depth=12, num_steps=5, attention="sdpa"), TWO_5090)
+    assert (masks.attention, masks.attention_choices, masks.attention_kernel) == ("sdpa", ("sdpa",), "efficient")
+    assert plan(TINY).attention == "sdpa"
+    with pytest.raises(PlanError, match="it is for GPUs"):
+        plan(replace(TINY, attention="flash"))
 
 
 def test_the_depth_dial_sets_width_heads_batch_and_length():

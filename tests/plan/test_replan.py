@@ -40,6 +40,15 @@ def test_a_new_calibration_changes_new_plans_and_not_that_of_a_resumed_run():
     assert (new_plan.memory_share, new_plan.grad_accum_steps) == (old.memory_share, old.grad_accum_steps)
 
 
+def test_a_resumed_run_keeps_its_attention_unless_it_is_set():
+    old = replace(maker()(DEPTH_12, TWO), attention="flash")
+    assert maker()(DEPTH_12, TWO).attention is None
+    assert replan(old, DEPTH_12, TWO, make=maker()).attention == "flash"
+    assert replan(old, replace(DEPTH_12, attention="flex"), TWO, make=maker()).attention == "flex"
+    assert replan(old, DEPTH_12, TWO, make=maker(), set_keys=frozenset({"attention"})).attention is None
+    assert replan(old, DEPTH_12, ONE, make=maker()).attention is None  # on other devices
+
+
 def test_what_ran_here_is_not_refused_by_arithmetic():
     old = maker()(DEPTH_12, TWO)
     with pytest.raises(PlanError):

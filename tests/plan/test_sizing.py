@@ -192,7 +192,7 @@ def test_rows_that_the_user_sets_stay_and_are_refused_with_rows_that_fit():
 def test_a_setup_that_fits_a_larger_share_is_refused_with_that_profile():
     with pytest.raises(PlanError) as error:
         planned(depth=24, profile="conservative", total_batch_size=2**19)
-    assert error.value.fix == "--profile balanced needs 20.5 GiB, same total_batch_size"
+    assert error.value.fix == "--profile balanced needs 20.4 GiB, same total_batch_size"
 
 
 @pytest.mark.parametrize("shard, depth", [("optimizer", 40), (None, 48)])

@@ -16,7 +16,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from paceline.model import gpt
 from paceline.plan.activations import (
     INT64,
-    GatheredBytes,
     MemorySetup,
     backward_parts,
     head_bytes,
@@ -24,7 +23,7 @@ from paceline.plan.activations import (
     saved_bytes,
     stem_bytes,
 )
-from paceline.plan.sharding import compiles_by_block
+from paceline.plan.sharding import GatheredBytes, compiles_by_block
 from paceline.train.exact import attention_kernel, build_optimizer
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -273,7 +272,7 @@ def check_step(setup: MemorySetup, monkeypatch) -> None:
     assert sum(backward.values()) - tokens == pytest.approx(fullest, rel=tolerance)
 
 
-def flash_on_cpu(q: Tensor, k: Tensor, v: Tensor, mask: object, *, window: int) -> Tensor:
+def flash_on_cpu(q: Tensor, k: Tensor, v: Tensor, mask: object, *, window: int, way: str) -> Tensor:
     y: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0]
     return y.transpose(1, 2)
 

@@ -538,5 +538,5 @@ def test_deepspeed_s_launcher_names_the_rank_in_the_command_that_failed():
 
 
 def test_the_output_of_monitors_shows_no_run():
-    lines = "             total        used        free\nMem:             65          {n}         19\nSwap:            2          0\n"
+    lines = "       total   used   free\nMem:      65     {n}     19\nSwap:      2      0      2\n"
     assert verdict("".join(lines.format(n=n) for n in range(1, 6))).cause == "unknown"

@@ -40,7 +40,10 @@ ALSO_NEAR = 0.2  # of scores that differ by less the other cause is reported too
 # score below which, how often such a verdict was right on labelled logs that nothing was tuned on
 CALIBRATION = ((0.3, 0.4), (0.5, 0.6), (0.6, 0.8), (0.8, 0.88), (0.9, 0.92), (1.01, 0.97))
 MIN_STEPS = 2  # progress lines that show that a run goes on
-MIN_LINES = 8  # of a log without progress: ordinary output to its end
+MIN_LINES, MIN_KINDS = (
+    8,
+    4,
+)  # of a log without progress, and how many differ by more than numbers: ordinary output to its end
 INIT_CONFIDENCE, OUTPUT_CONFIDENCE = 0.4, 0.5
 MAX_EVIDENCE, MAX_CONSEQUENCES = 6, 8
 MAX_TEXT, MAX_QUOTE, MAX_VALUE_CHARS = 600, 200, 300
@@ -51,6 +54,7 @@ MAX_CASE_RECORDS = 20  # searched for the case of a cause
 ONE_LOG_PER_RANK = "torchrun --redirects 3 --log-dir logs, then paceline explain logs"
 
 DIGITS = str.maketrans("", "", "0123456789")
+MONITOR = re.compile(r"^\s*(?:(?:Mem|Swap):|total +used +free)|\d+(?:W|MiB) / +\d+(?:W|MiB) \|")
 FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+)(?:,? in (?P<name>\S+))?')
 INSTALLED = re.compile(r"site-packages|dist-packages|/lib/python\d|<frozen |^<")
 TYPE = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:\(\w+\))?: ?(?P<message>.*)")
@@ -209,13 +213,17 @@ def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[st
             summary=fill_template(cause.summary, values), fix=format_fix(cause, (), values),
             evidence=tuple(Evidence(number, shorten(text)) for number, text in place),
         )  # fmt: skip
-    is_long = max((len({number for number, _ in log.last_lines}) for log in logs), default=0) >= MIN_LINES
-    if is_long:
+    if any(map(is_ordinary, logs)):
         if trouble := [Evidence(n, shorten(text)) for n, text in trouble_anywhere(logs)]:
             return explain_silence(logs, progress, trouble)
         summary = f"no failure found in {count_lines(logs):,} lines, but they report no step and no end"
         return Explanation(HEALTHY, confidence=OUTPUT_CONFIDENCE, summary=summary, fix=CHECK_END, progress=progress)
     return explain_silence(logs, progress, ())
+
+
+def is_ordinary(log: Log) -> bool:
+    """Whether a log without progress ends with lines of ordinary output; what free and nvidia-smi print shows no run."""
+    return len({number for number, text in log.last_lines if not MONITOR.search(text)}) >= MIN_LINES
 
 
 def explain_silence(logs: Sequence[Log], progress: LogProgress, trouble: Sequence[Evidence]) -> Explanation:

@@ -535,3 +535,8 @@ def test_the_rank_of_the_only_process_is_0():
 def test_deepspeed_s_launcher_names_the_rank_in_the_command_that_failed():
     line = "[ERROR] [launch.py:325:sigkill_handler] ['python3', '-u', 'train.py', '--local_rank=1'] exits with return code = -11\n"
     assert (verdict(line).cause, verdict(line).rank) == ("sigsegv", 1)
+
+
+def test_the_output_of_monitors_shows_no_run():
+    lines = "       total   used   free\nMem:      65     {n}     19\nSwap:      2      0      2\n"
+    assert verdict("".join(lines.format(n=n) for n in range(1, 6))).cause == "unknown"

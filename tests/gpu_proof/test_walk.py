@@ -4,6 +4,8 @@ The worker's steps and evaluations on a card that is not there: graphs, waits, c
 Every claim is shown to be one that can fail: the walk of a version with that fault is refused by the same check.
 """
 
+import functools
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +74,36 @@ def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("card")
 
 
+LONG = {  # which compile what others compile too; `make soak` has them
+    *("cuDNN and grouped queries", "without Triton", "checkpointing and grouped queries", "layers of rank 1 of 2"),
+    *("weights sharded, compiled", "a graph break", "gradients in an evaluation"),
+}
+
+
+class Walks:
+    """The facts of walks by name. Those of a tier are made together, in one process that imports the compiler once."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def __getitem__(self, name: str) -> Facts:
+        return self.tier(name in LONG)[name]
+
+    @functools.cache  # noqa: B019
+    def tier(self, long: bool) -> dict[str, Facts]:
+        settings = SOUND | {name: keys | {"broken": name} for name, keys in BROKEN.items()}
+        settings = {name: keys for name, keys in settings.items() if (name in LONG) == long}
+        return dict(zip(settings, on_card(120, "gpu_proof.walk", *settings.values(), folder=self.folder), strict=True))
+
+
 @pytest.fixture(scope="module")
-def walks(folder) -> dict[str, Facts]:
-    """The facts of every walk, by its name; all in one process, which imports the compiler once."""
-    settings = SOUND | {name: keys | {"broken": name} for name, keys in BROKEN.items()}
-    return dict(zip(settings, on_card(120, "gpu_proof.walk", *settings.values(), folder=folder), strict=True))
+def walks(folder) -> Walks:
+    return Walks(folder)
+
+
+def tiered(names: Iterable[str]) -> list[Any]:
+    """The names as parameters; the long ones are of the soak tier."""
+    return [pytest.param(name, marks=pytest.mark.soak) if name in LONG else name for name in names]
 
 
 # what each phase compiles the first time: the loss is outside of the model's graph, and a graph gives the nats their shape
@@ -148,12 +175,12 @@ def of_kind(collectives: list[tuple[str, int]], kind: str) -> list[int]:
     return [size for name, size in collectives if name == kind]
 
 
-@pytest.mark.parametrize("name", ["windows", "cuDNN and grouped queries", "checkpointing and grouped queries"])
+@pytest.mark.parametrize("name", tiered(["windows", "cuDNN and grouped queries", "checkpointing and grouped queries"]))
 def test_a_compiled_model_is_one_graph_beside_the_loss_and_nothing_is_compiled_again(walks, name):
     check_graphs(walks[name])
 
 
-@pytest.mark.parametrize("name", ["windows", "checkpointing and grouped queries"])
+@pytest.mark.parametrize("name", tiered(["windows", "checkpointing and grouped queries"]))
 def test_windows_and_full_layers_are_flash_operators(walks, name):
     assert walks[name]["step"]["attention"] == ["_flash_attention_backward", "_flash_attention_forward"]
 
@@ -166,6 +193,7 @@ def test_a_prompt_s_windows_are_flash_operators_too(walks):
     ]
 
 
+@pytest.mark.soak
 def test_other_ways_of_attention_are_taken_as_they_are_set(walks):
     assert walks["cuDNN and grouped queries"]["step"]["attention"] == [
         "_flash_attention_backward",
@@ -175,11 +203,12 @@ def test_other_ways_of_attention_are_taken_as_they_are_set(walks):
     ]
 
 
+@pytest.mark.soak
 def test_without_triton_the_loss_is_a_graph_of_its_own(walks):
     check_graphs(walks["without Triton"], {"step": ["forward", "capped_nats_"]})
 
 
-@pytest.mark.parametrize("name", ["a graph break", "a short last batch", "gradients in an evaluation"])
+@pytest.mark.parametrize("name", tiered(["a graph break", "a short last batch", "gradients in an evaluation"]))
 def test_more_graphs_are_noticed(walks, name):
     with pytest.raises(AssertionError):
         check_graphs(walks[name])
@@ -217,7 +246,7 @@ def test_more_waits_and_tensors_on_the_wrong_device_are_noticed(walks, name):
         check_waits(walks[name])
 
 
-@pytest.mark.parametrize("name", SOUND)
+@pytest.mark.parametrize("name", tiered(SOUND))
 def test_products_are_in_bf16_and_master_weights_in_fp32(walks, name):
     check_dtypes(walks[name])
 
@@ -233,6 +262,7 @@ def test_the_first_and_the_last_rank_send_the_same_in_the_same_order_as_many_byt
     check_collectives([walks[f"rank {rank} of {gpus}"] for rank in sorted({0, gpus - 1})], gpus)
 
 
+@pytest.mark.soak
 def test_compiled_ranks_send_what_eager_ones_do(walks):
     check_collectives([walks[f"layers of rank {rank} of 2"] for rank in range(2)], 2)
 
@@ -263,6 +293,7 @@ def test_weights_gathered_late_are_noticed(walks):
         check_gathers(walks["weights gathered late"])
 
 
+@pytest.mark.soak
 def test_compiled_layers_gather_their_weights_outside_of_the_graphs(walks):
     facts = walks["weights sharded, compiled"]
     assert facts["error"] is None

@@ -190,8 +190,9 @@ def join_places(waits: Mapping[int, Wait], place: Callable[[Wait], str]) -> str:
 
 
 def ends_in_nccl(last_lines: Sequence[str]) -> bool:
-    """Whether at least half of a log's last lines, and more than a few, are NCCL's INFO lines."""
-    return sum(1 for line in last_lines if NCCL_INFO.search(line)) >= max(MIN_INFO, len(last_lines) / 2)
+    """Whether at least half of a log's last lines, and more than a few unless communicators are ready, are NCCL's INFO lines."""
+    least = 1 if any(map(INIT_ENDED.search, last_lines)) else MIN_INFO
+    return sum(1 for line in last_lines if NCCL_INFO.search(line)) >= max(least, len(last_lines) / 2)
 
 
 def ends_at_init(last_lines: Sequence[str]) -> bool:

@@ -97,16 +97,14 @@ class Solver:
         return not self.too_large(setup)
 
     def relaxations(self, setup: MemorySetup) -> Iterator[MemorySetup]:
-        """Yields the setup, then smaller loss chunks, then checkpointing: with equal rows, each slower than the one before."""
-        yield setup
-        smaller = setup
-        while self.logits and smaller.logits_budget_bytes // 2 >= SMALLEST_LOGITS_MIB * MIB:
-            smaller = replace(smaller, logits_budget_bytes=smaller.logits_budget_bytes // 2)
-            yield smaller
-        for rung in RUNGS[RUNGS.index(setup.activation_checkpointing) + 1 :] if self.checkpointing else ():
-            yield replace(setup, activation_checkpointing=rung)
-            if smaller is not setup:
-                yield replace(smaller, activation_checkpointing=rung)
+        """Yields the setup, then smaller loss chunks, then each rung of checkpointing with all of them; the last needs least."""
+        first = RUNGS.index(setup.activation_checkpointing)
+        for rung in RUNGS[first:] if self.checkpointing else RUNGS[first : first + 1]:
+            relaxed = replace(setup, activation_checkpointing=rung)
+            yield relaxed
+            while self.logits and relaxed.logits_budget_bytes // 2 >= SMALLEST_LOGITS_MIB * MIB:
+                relaxed = replace(relaxed, logits_budget_bytes=relaxed.logits_budget_bytes // 2)
+                yield relaxed
 
     def with_rows(self, setup: MemorySetup, rows: int) -> MemorySetup:
         """Returns the setup with this device_batch_size, and as many micro-steps as its rows then need."""

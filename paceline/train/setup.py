@@ -97,9 +97,10 @@ def choose_matmul(plan: Plan) -> Plan:
     """
     use, reason = plan.onednn, "as in the attempts before"
     if use is None:
-        gain = onednn_gain()
-        use = broadcast_object(gain >= ONEDNN_GAIN)
-        reason = f"oneDNN is {gain:.2f} times as fast on this CPU" if gain else "oneDNN would not keep them fp32"
+        is_first = os.environ.get("RANK", "0") == "0"
+        gain = broadcast_object(onednn_gain() if is_first else None)  # the other ranks wait, and do not disturb it
+        use = gain >= ONEDNN_GAIN
+        reason = f"oneDNN is {gain:.2f} times as fast on rank 0's CPU" if gain else "oneDNN would not keep them fp32"
     if use:
         inexact = torch.tensor([float(not onednn_is_exact())])
         all_reduce_sum(inexact)

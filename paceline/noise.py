@@ -1,5 +1,5 @@
 """
-The level of a noisy curve and how certain it is, its quartiles and its lowest stretch. Pure.
+The level of a noisy curve and how certain it is, its quartiles, its lowest stretch and its growth. Pure.
 
 Values are clipped at three standard deviations first, so that single spikes and heavy tails are noise. Python's own module for
 statistics also computes with fractions and takes longer to load than all of this takes to run.
@@ -13,6 +13,9 @@ from math import sqrt
 CLIP = 3.0  # standard deviations
 MAX_LIKENESS = 0.6  # of neighbouring values: their correlation, which makes a mean of them less certain
 MIN_NOISE = 0.001  # of the level: that of a curve that is printed with few digits
+GROWTH_BLOCKS, GROWTH_LATE, Z_GROWTH = 8, 0.38, 5.0  # the share of the growth in the later half; standard errors
+EVEN_RISES, MAX_EVEN_RISES = 5, 18  # in a row, of a short curve
+EVENNESS = 4  # times that one of them may be as large or small as their median
 
 
 def standard_errors_below(values: Sequence[float], before: Sequence[float]) -> float:
@@ -59,6 +62,48 @@ def lowest_stretch(values: Sequence[float], length: int) -> int:
     starts = range(0, len(values) - length + 1, max(1, length // 4))
     stretches = {start: values[start : start + length] for start in starts}
     return min(stretches, key=lambda start: (median(stretches[start]), sum(stretches[start])))
+
+
+def grows(values: Sequence[float], min_growth: float) -> bool:
+    """Whether a curve rises from block to block, to its end and without flattening."""
+    size = len(values) // GROWTH_BLOCKS
+    if size < 4:
+        return False
+    blocks = [values[len(values) - (number + 1) * size :][:size] for number in reversed(range(GROWTH_BLOCKS))]
+    medians = [median(block) for block in blocks]
+    growth = medians[-1] - medians[0]
+    if medians[0] <= 0 or growth < min_growth * medians[0]:
+        return False
+    middle = median(medians[GROWTH_BLOCKS // 2 - 1 : GROWTH_BLOCKS // 2 + 1])
+    rises = sum(second > first for first, second in pairwise(medians))
+    is_steady = rises >= GROWTH_BLOCKS - 2 and medians[-1] > medians[-2]
+    goes_on = medians[-1] - middle >= GROWTH_LATE * growth
+    return is_steady and goes_on and standard_errors_below(blocks[0], blocks[-1]) > Z_GROWTH
+
+
+def grows_evenly(values: Sequence[float], min_growth: float) -> bool:
+    """Whether a curve of a few points rises from each to the next by nearly the same; its first step allocates what stays."""
+    rises = [second - first for first, second in pairwise(values[1:])]
+    if not EVEN_RISES <= len(rises) <= MAX_EVEN_RISES or values[1] <= 0 or values[-1] < (1 + min_growth) * values[1]:
+        return False
+    return min(rises) > median(rises) / EVENNESS > 0 and max(rises) < EVENNESS * median(rises)
+
+
+def start_of_growth(values: Sequence[float]) -> int:
+    """Where a curve begins to grow: the bend of the line, level and then rising, that fits best."""
+    size = max(1, len(values) // 40)
+    medians = [median(values[at : at + size]) for at in range(size, len(values) - size + 1, size)]
+
+    offsets = [value - math.fsum(medians) / len(medians) for value in medians]
+
+    def explained(bend: int) -> float:  # of the medians' variance, by the line
+        rising = [max(0, at - bend) for at in range(len(medians))]
+        center = sum(rising) / len(rising)
+        product = math.fsum((x - center) * offset for x, offset in zip(rising, offsets, strict=True))
+        return product**2 / math.fsum((x - center) ** 2 for x in rising)
+
+    bend = max(range(len(medians) - 2), key=explained)
+    return (bend + 1) * size if bend else 0
 
 
 def clip(value: float, limit: float) -> float:

@@ -9,10 +9,9 @@ What a finding is called and what helps stands in the catalogue.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from paceline.explain.catalogue import load_catalogue
-from paceline.explain.explanation import CurveEvidence, Explanation, LogProgress, format_value
+from paceline.explain.explanation import Explanation, LogProgress, format_value
 from paceline.explain.reader import Log
 from paceline.explain.series import (
     GRADIENT,
@@ -24,12 +23,24 @@ from paceline.explain.series import (
     THROUGHPUT,
     VALIDATION,
     MetricSeries,
-    loss_series,
+    evenly_spaced,
+    line_series,
+    show_curve,
     speed_of,
     thinned,
 )
 from paceline.explain.verdict import HEALTHY, UNKNOWN, clean_values, fill_template
-from paceline.noise import level_of, lowest_stretch, median, quartile, running_median, standard_errors_below
+from paceline.noise import (
+    grows,
+    grows_evenly,
+    level_of,
+    lowest_stretch,
+    median,
+    quartile,
+    running_median,
+    standard_errors_below,
+    start_of_growth,
+)
 
 NAN, DIVERGED, STANDS_STILL = "loss-nan", "loss-diverged", "loss-stands-still"
 MEMORY_GROWS, SLOWS_DOWN, OVERFITS = "memory-grows", "throughput-decays", "validation-turns-up"
@@ -49,13 +60,15 @@ NOT_NORMALIZED = "a loss of this size that does not fall"
 MIN_SLOW_S = 60.0
 NAN_GRADIENTS = 5  # in a row: fp16's loss scale causes fewer
 SAME_VALUES = 20  # in a row
+ZEROS, ZERO_REWARDS = 3, 10  # on the lines of a log, if no others are there
+NO_REWARD = "every reward is 0"
 LATEST_START = 0.1  # of the last step: a curve that begins later has lost its beginning
 STILL_CHANGE, STILL_ERROR = 0.004, 0.0016  # of the level: between thirds of a curve, and the standard error of that
-MIN_GROWTH, GROWTH_BLOCKS, GROWTH_LATE = 0.1, 8, 0.38  # of memory; the share of the growth in the later half
+STUCK_FALL = 0.01  # of the level, from the first points
+MIN_GROWTH, LOG_GROWTH = 0.1, 0.2  # of memory, and of memory on the lines of a log
 GROWTH_STARTS = (0.2, 0.4, 0.6)  # of the curve: memory grows in any run at first, and a leak may begin late
 MIN_VALIDATION, MIN_AFTER = 6, 3  # points of a validation curve, and after its lowest
 VALIDATION_RISE, Z_VALIDATION = 0.02, 5.0
-CURVE_COLUMNS = 48  # of a curve that is shown
 CONFIDENCE = 0.8
 
 
@@ -96,17 +109,25 @@ def explain_curves(series: Sequence[MetricSeries], notes: Sequence[str], *, name
 
 
 def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation:
-    """The explanation of logs; where it shows no failure, losses on the lines of the log with the most are judged too."""
+    """The explanation of logs; where it shows no failure, the curves on the lines of the log with the most are judged too."""
     if explanation.shows_failure:
         return explanation
-    longest = max((log.losses for log in logs), key=len, default=())
-    held_out = max((log.held_out for log in logs), key=len, default=())
-    losses = [item for item in loss_series(longest, source="log") if item.kind == LOSS]
-    zero = [
-        CurveFinding(STANDS_STILL, loss, 0) for loss in losses if len(loss.values) >= PLATEAU and not any(loss.values)
+    points = {
+        name: max((getattr(log, name) for log in logs), key=len, default=())
+        for name in ("losses", "held_out", "memory", "rewards")
+    }
+    losses = [item for item in line_series(points["losses"], source="log") if item.kind == LOSS]
+    memories = [evenly_spaced(item) for item in line_series(points["memory"], source="log", kind=MEMORY)]
+    still = (finding for finding in find_still(losses, [], []) if finding.at < len(finding.series.values) // 2)
+    findings = [
+        *find_rises(losses, LOG_RISE),
+        *still,
+        *find_zeros(losses, ZEROS),
+        *find_zeros(line_series(points["rewards"], source="log", kind=REWARD), ZERO_REWARDS, NO_REWARD),
+        *find_growth(memories, LOG_GROWTH),
+        *find_overfitting(line_series(points["held_out"], source="log")),
     ]
-    turns = find_overfitting(loss_series(held_out, source="log"))
-    return add_findings(explanation, [*find_rises(losses, LOG_RISE), *zero, *turns][:1])
+    return add_findings(explanation, findings[:1])
 
 
 def add_findings(explanation: Explanation, findings: Sequence[CurveFinding]) -> Explanation:
@@ -135,20 +156,6 @@ def sentence_values(finding: CurveFinding) -> dict[str, str]:
     value, last = (median(list(filter(math.isfinite, values))[-near:]) for values in ends)
     texts = {"value": format_value(series.name, value), "last_value": format_value(series.name, last)}
     return clean_values({"series": series.name, "step": step, "last_step": last_step, "reason": finding.reason} | texts)
-
-
-def show_curve(series: MetricSeries) -> CurveEvidence:
-    """The curve, thinned to the medians of neighbours between its ends."""
-    size = 1 + (len(series.values) - 1) // CURVE_COLUMNS
-    groups = [series.values[at : at + size] for at in range(0, len(series.values), size)]
-    medians = [
-        median(finite) if len(finite := list(filter(math.isfinite, group))) > len(group) // 2 else None
-        for group in groups
-    ]
-    for end in (0, -1):
-        medians[end] = series.values[end] if math.isfinite(series.values[end]) else None
-    steps = (*series.steps[::size][:-1], series.steps[-1])
-    return CurveEvidence(series.name, series.source, steps, tuple(medians))
 
 
 def judge_curves(series: Sequence[MetricSeries]) -> list[CurveFinding]:
@@ -228,15 +235,27 @@ def find_still(
                 yield finding_at(STANDS_STILL, series, max(starts), reason)
                 break
         else:
-            if is_level(values) and steps[0] <= LATEST_START * steps[-1]:
+            is_whole = bool(steps) and steps[0] <= LATEST_START * steps[-1]
+            if is_whole and is_stuck(values):
                 yield finding_at(STANDS_STILL, series, steps[0])
 
 
-def find_growth(memories: Sequence[MetricSeries]) -> Iterator[CurveFinding]:
+def find_zeros(series: Sequence[MetricSeries], at_least: int, reason: str | None = None) -> Iterator[CurveFinding]:
+    """Curves on the lines of a log that are 0 wherever they are reported."""
+    for item in series:
+        if len(item.values) >= at_least and not any(item.values):
+            yield CurveFinding(STANDS_STILL, item, 0, reason)
+
+
+def find_growth(memories: Sequence[MetricSeries], min_growth: float = MIN_GROWTH) -> Iterator[CurveFinding]:
+    """Memory that grows, by a share of its first level, to its end."""
     for series in memories:
         finite = thinned(series)
-        if any(grows(finite.values[int(share * len(finite.values)) :]) for share in GROWTH_STARTS):
-            yield finding_at(MEMORY_GROWS, series, finite.steps[growth_start(finite.values)])
+        parts = (finite.values[int(share * len(finite.values)) :] for share in GROWTH_STARTS)
+        if any(grows(part, min_growth) for part in parts):
+            yield finding_at(MEMORY_GROWS, series, finite.steps[start_of_growth(finite.values)])
+        elif grows_evenly(finite.values, min_growth):
+            yield finding_at(MEMORY_GROWS, series, finite.steps[1])
 
 
 def find_slowdown(by_kind: dict[str, list[MetricSeries]]) -> Iterator[CurveFinding]:
@@ -336,48 +355,22 @@ def zero_tail(series: MetricSeries) -> int | None:
 def is_level(values: Sequence[float]) -> bool:
     """Whether the thirds of a curve are equally high, and it has so little noise that a small fall would show."""
     third = len(values) // 3
-    if third < MIN_POINTS // 2 or min(values) <= 0:
+    if third < MIN_POINTS // 2:
         return False
     (first, noise), (middle, _), (last, last_noise) = (
         level_of(values[start : start + third]) for start in (0, third, len(values) - third)
     )
     error = math.hypot(noise, last_noise) / math.sqrt(third)
-    is_same = max(first, middle, last) - min(first, middle, last) < STILL_CHANGE * first
-    return is_same and error < STILL_ERROR * first
+    is_same = max(first, middle, last) - min(first, middle, last) < STILL_CHANGE * abs(first)
+    return is_same and error < STILL_ERROR * abs(first)
 
 
-def grows(values: Sequence[float]) -> bool:
-    """Whether a curve rises from block to block, to its end and without flattening."""
-    size = len(values) // GROWTH_BLOCKS
-    if size < 4:
+def is_stuck(values: Sequence[float]) -> bool:
+    """Whether a curve, or its last third, is level, and hardly lower than its first points."""
+    last = values[-(len(values) // 3) :]
+    if not (is_level(values) or is_level(last)):
         return False
-    blocks = [values[len(values) - (number + 1) * size :][:size] for number in reversed(range(GROWTH_BLOCKS))]
-    medians = [median(block) for block in blocks]
-    growth = medians[-1] - medians[0]
-    if medians[0] <= 0 or growth < MIN_GROWTH * medians[0]:
-        return False
-    middle = median(medians[GROWTH_BLOCKS // 2 - 1 : GROWTH_BLOCKS // 2 + 1])
-    rises = sum(second > first for first, second in pairwise(medians))
-    is_steady = rises >= GROWTH_BLOCKS - 2 and medians[-1] > medians[-2]
-    goes_on = medians[-1] - middle >= GROWTH_LATE * growth
-    return is_steady and goes_on and standard_errors_below(blocks[0], blocks[-1]) > Z_RISE
-
-
-def growth_start(values: Sequence[float]) -> int:
-    """Where a curve begins to grow: the bend of the line, level and then rising, that fits best."""
-    size = max(1, len(values) // 40)
-    medians = [median(values[at : at + size]) for at in range(size, len(values) - size + 1, size)]
-
-    offsets = [value - math.fsum(medians) / len(medians) for value in medians]
-
-    def explained(bend: int) -> float:  # of the medians' variance, by the line
-        rising = [max(0, at - bend) for at in range(len(medians))]
-        center = sum(rising) / len(rising)
-        product = math.fsum((x - center) * offset for x, offset in zip(rising, offsets, strict=True))
-        return product**2 / math.fsum((x - center) ** 2 for x in rising)
-
-    bend = max(range(len(medians) - 2), key=explained)
-    return (bend + 1) * size if bend else 0
+    return median(values[:SPIKE]) - median(last) < STUCK_FALL * abs(median(last))
 
 
 def turn_of(values: Sequence[float]) -> int | None:

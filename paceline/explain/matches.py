@@ -51,6 +51,7 @@ NO_FAILURE = re.compile(
     re.IGNORECASE,
 )
 ROOT_CAUSE = re.compile(r"Root Cause \(first observed failure\)")
+OUTERMOST = re.compile(r"in <module>$")  # the first frame of what nobody has caught
 FAILED_RANK = re.compile(
     r"failed \(exitcode: -?\d+\) local_rank: (?P<torch>\d+)|\brank (?P<mpi>\d+) exited with code [1-9]"
     r"|--local[_-]rank[=', ]+(?P<deepspeed>\d+)\b[^\n]*\bexits with return code = -?[1-9]"
@@ -165,8 +166,12 @@ def guess_events(records: Sequence[Record]) -> list[Event]:
 
 
 def run_continued(record: Record, log: Log) -> bool:
-    """Whether the same rank made further steps after the record, or the log reports later that the work is done."""
-    if log.progress.done_line is not None and log.progress.done_line > record.line:
+    """Whether the same rank made further steps after the record, or the log reports later that the work is done.
+
+    Behind an exception that ended its program, only another program can say so.
+    """
+    is_done = log.progress.done_line is not None and log.progress.done_line > record.line
+    if is_done and not (record.kind == "exception" and record.frames and OUTERMOST.search(record.frames[0])):
         return True
     steps = {
         -line if step is None else step

@@ -1,7 +1,8 @@
 """
 Parses a log into records, in one pass and bounded memory, whatever its encoding, size or launcher.
 
-line_filter.py selects the lines worth parsing; they are parsed by lines.py, json_lines.py and tracebacks.py. What a record means is
+line_filter.py selects the lines worth parsing; they are parsed by lines.py, progress.py, json_lines.py and
+tracebacks.py. What a record means is
 decided by the catalogue and the verdict.
 """
 
@@ -18,16 +19,8 @@ from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import LogProgress, Record, RecordKind
 from paceline.explain.json_lines import unwrap_json
 from paceline.explain.line_filter import AFTER, MAX_LINE_BYTES, LineFilter, Shapes
-from paceline.explain.lines import (
-    MAX_RANKS,
-    LogLine,
-    LossPoint,
-    ProgressLine,
-    ProgressTracker,
-    split_prefix,
-    strip_bars,
-    strip_escapes,
-)
+from paceline.explain.lines import MAX_RANKS, LogLine, split_prefix, strip_escapes
+from paceline.explain.progress import LossPoint, ProgressLine, ProgressTracker, strip_bars
 from paceline.explain.tracebacks import TracebackReader
 
 CHUNK_BYTES = 1 << 21
@@ -44,9 +37,9 @@ PROGRESS_LINES = 60  # searched for a step before a selected line
 SAMPLED_LINES, LATE_SAMPLES = 20, 3  # of those before them: where steps begin again, a new curve begins
 LATE = 100_000  # lines into a log: it has enough samples, and later blocks give fewer
 
-# in every line that reports a step, a loss or the end of the work, and in the rows of a table of numbers
+# in every line that reports a step, a loss, memory or the end of the work, and in the rows of a table of numbers
 PROGRESS_WORD = re.compile(
-    rb"(?i)step|loss|iter|\bit\b|updat|batch|%\||finish|complet|done|train_runtime|reached|passed|saved|^[\s|]*\d[\d./]*[\s|]+\d"
+    rb"(?i)step|loss|iter|\bit\b|updat|batch|%\||finish|complet|done|train_runtime|reached|passed|saved|mem|rss|vram|^[\s|]*\d[\d./]*[\s|]+\d"
 )
 SIGNAL = re.compile(
     r"\bSIG(?:KILL|TERM|SEGV|ABRT|BUS|INT|HUP|ILL|FPE|PIPE|USR1|USR2)\b|[Ss]ignal:? \d+|Segmentation fault|core dumped"
@@ -89,6 +82,8 @@ class Log:
     ranks: frozenset[int] = frozenset()  # whose lines were parsed
     losses: tuple[LossPoint, ...] = ()  # of one rank, a part of them in a long log
     held_out: tuple[LossPoint, ...] = ()  # likewise, of evaluations
+    memory: tuple[LossPoint, ...] = ()  # in use
+    rewards: tuple[LossPoint, ...] = ()  # of a policy
     problem: str = ""  # why the log could not be read whole
 
 
@@ -178,6 +173,8 @@ class LogParser:
             ranks=frozenset(self._ranks),
             losses=self._progress.losses,
             held_out=self._progress.held_out,
+            memory=self._progress.memory,
+            rewards=self._progress.rewards,
         )
 
     def _split(self, block: bytes) -> tuple[bytes, list[bytes], Sequence[int]]:

@@ -11,7 +11,7 @@ import io
 import json
 import math
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 
 from paceline.errors import PacelineError
 from paceline.explain.event_files import Report, read_event_file, read_wandb_file
+from paceline.explain.explanation import CurveEvidence
 from paceline.noise import median
 from paceline.rundir import RunDir, open_file, read_json_lines
 from paceline.units import format_number_of, unix_time
@@ -69,6 +70,7 @@ WORDS = re.compile(r"[^a-z0-9]+")
 WHOLE_BYTES = 1 << 20  # a health file up to this size is read whole
 NUM_SAMPLES = 200  # of a longer one
 MAX_LINE_BYTES = 16 << 10
+CURVE_COLUMNS = 48  # of a curve that is shown
 MAX_POINTS = 2000  # of a curve that is judged; of a longer one, medians of neighbours
 
 
@@ -92,14 +94,14 @@ def kind_of(name: str) -> str | None:
 
 
 class SeriesTable:
-    """Collects points of known kinds, by name, in the order in which they were written."""
+    """Collects points of known kinds, by name, in the order in which they were written. kind: of every name, where it is known."""
 
-    def __init__(self, source: str, *, prefix: str = ""):
-        self.source, self.prefix = source, prefix
+    def __init__(self, source: str, *, prefix: str = "", kind: str | None = None):
+        self.source, self.prefix, self._kind = source, prefix, kind
         self._points: dict[str, list[tuple[int, float, float]]] = {}
 
     def add(self, name: str, step: int, value: float, time: float) -> None:
-        if kind_of(self.prefix + name) is not None:
+        if (self._kind or kind_of(self.prefix + name)) is not None:
             self._points.setdefault(self.prefix + name, []).append((step, value, time))
 
     def add_record(
@@ -121,13 +123,15 @@ class SeriesTable:
         series = []
         for name, points in self._points.items():
             steps, values, times = map(list, zip(*in_order(points), strict=True))
-            series.append(MetricSeries(name, str(kind_of(name)), self.source, steps, values, times))
+            series.append(MetricSeries(name, str(self._kind or kind_of(name)), self.source, steps, values, times))
         return series
 
 
-def loss_series(points: Sequence[tuple[int | None, str, float]], *, source: str) -> list[MetricSeries]:
-    """The curves of losses by name that lines of a log report; points: step, name, value."""
-    table = SeriesTable(source)
+def line_series(
+    points: Sequence[tuple[int | None, str, float]], *, source: str, kind: str | None = None
+) -> list[MetricSeries]:
+    """The curves by name that lines of a log report; points: step, name, value. kind: of all of them."""
+    table = SeriesTable(source, kind=kind)
     has_steps = all(step is not None for step, _, _ in points)
     for number, (step, name, value) in enumerate(points):
         table.add(name, step if has_steps and step is not None else number, value, math.nan)
@@ -145,6 +149,33 @@ def thinned(series: MetricSeries) -> MetricSeries:
         values=[median(value for _, value, _ in group) for group in groups],
         times=[group[0][2] for group in groups],
     )
+
+
+def evenly_spaced(series: MetricSeries) -> MetricSeries:
+    """The curve at as many steps at even distances; of a long log some parts are read line by line and others are sampled."""
+    steps, values = series.steps, series.values
+    places = [steps[0] + (steps[-1] - steps[0]) * number // max(1, len(steps) - 1) for number in range(len(steps))]
+    even = []
+    for place in places:
+        after = bisect_left(steps, place)
+        before = max(0, after - 1)
+        share = (place - steps[before]) / (steps[after] - steps[before]) if after > before else 1.0
+        even.append(values[before] + share * (values[after] - values[before]))
+    return replace(series, steps=places, values=even, times=[math.nan] * len(places))
+
+
+def show_curve(series: MetricSeries) -> CurveEvidence:
+    """The curve, thinned to the medians of neighbours between its ends."""
+    size = 1 + (len(series.values) - 1) // CURVE_COLUMNS
+    groups = [series.values[at : at + size] for at in range(0, len(series.values), size)]
+    medians = [
+        median(finite) if len(finite := list(filter(math.isfinite, group))) > len(group) // 2 else None
+        for group in groups
+    ]
+    for end in (0, -1):
+        medians[end] = series.values[end] if math.isfinite(series.values[end]) else None
+    steps = (*series.steps[::size][:-1], series.steps[-1])
+    return CurveEvidence(series.name, series.source, steps, tuple(medians))
 
 
 def speed_of(loss: MetricSeries) -> MetricSeries:

@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paceline.errors import PacelineError
-from paceline.explain.lines import BAR, parse_count, read_step_and_loss, split_prefix, strip_bars, strip_escapes
+from paceline.explain.lines import split_prefix, strip_escapes
+from paceline.explain.progress import BAR, parse_count, read_step_and_loss, strip_bars
 from paceline.explain.run_folder import explain
 from paceline.explain.verdict import HEALTHY, UNKNOWN
 from paceline.rundir import open_file

@@ -328,28 +328,8 @@ def test_a_loss_beyond_all_measure_diverged_even_if_it_falls():
 
 
 def test_validation_that_turns_up_is_found_in_a_log():
-    losses = [
-        6.2,
-        3.0,
-        2.5,
-        2.3,
-        2.2,
-        2.15,
-        2.12,
-        2.1,
-        2.12,
-        2.13,
-        2.16,
-        2.18,
-        2.2,
-        2.24,
-        2.27,
-        2.32,
-        2.35,
-        2.37,
-        2.4,
-        2.42,
-    ]
+    falls = [6.2, 3.0, 2.5, 2.3, 2.2, 2.15, 2.12, 2.1]
+    losses = [*falls, *(2.1 + 0.03 * number for number in range(1, 13))]
     steps = [
         f"step {at * 250}: train loss {loss / (1 + at / 10):.4f}, val loss {loss:.4f}\n"
         + "".join(f"iter {at * 250 + i}: loss {loss / (1 + at / 10):.4f}, time 61ms\n" for i in range(0, 250, 10))
@@ -363,3 +343,68 @@ def test_a_loss_that_is_zero_in_every_line_is_no_healthy_log():
     lines = "".join(f"steps:  2{i}%|###  | {176 + 16 * i}/800 [00:46<02:44,  3.79it/s, avr_loss=0]\n" for i in range(6))
     assert explain([lines.encode()]).cause == "loss-stands-still"
     assert explain([("step 1 | reward 0.1\n" + lines).encode()]).cause == "healthy"  # a policy's loss may be
+
+
+MEMORY_LINES = (  # memory in use on the lines of a log, in GiB
+    "epoch 1/50 - it {step}/1000 - loss: {loss:.3f}\nMemory info of GPU /device:GPU:0: current: {memory:.3f}, peak: 30.55\n",
+    "iteration {step}: rss {mib:.0f} MB, loss {loss:.3f}\n",
+    "{{'loss': {loss:.3f}, 'step': {step}, 'memory/device_mem_allocated(GiB)': {memory:.3f}}}\n",
+    "Iteration {step}/500\nstart Current memory usage: {mib:.2f} MB\nTraining model: sequential\n",
+    "[rank1]: step: {step} loss: {loss:.3f} memory: {memory:.3f}GiB(40.1%) tps: 7,000\n",
+)
+
+
+def memory_log(memories, line):
+    lines = [
+        line.format(step=step, loss=2 + 3 / step, memory=memory, mib=1024 * memory)
+        for step, memory in enumerate(memories, 1)
+    ]
+    return ["".join(lines).encode()]
+
+
+@pytest.mark.parametrize("line", MEMORY_LINES)
+@pytest.mark.parametrize(
+    "memories", [[2 + 0.2 * n for n in range(9)], [6 + 0.03 * n + 0.1 * (n % 3) for n in range(90)]]
+)
+def test_memory_that_grows_on_the_lines_of_a_log_is_found(memories, line):
+    explanation = explain(memory_log(memories, line))
+    assert explanation.cause == "memory-grows"
+    assert "mem" in explanation.summary.lower() or "rss" in explanation.summary
+
+
+@pytest.mark.parametrize("line", MEMORY_LINES)
+def test_memory_that_settles_or_varies_is_healthy(line):
+    for seed in range(RUNS // 10):
+        noise = Noise(seed, 0.05)
+        settles = [8 - 4 * math.exp(-number / 3) for number in range(12)]
+        peaks = [max(8 * noise.factor() for _ in range(number + 1)) for number in range(60)]
+        for memories in (settles, peaks, [8 * noise.factor() for _ in range(60)], [2, 2.5, 3, 3.5, 4], [9.0] * 40):
+            assert explain(memory_log(memories, line)).cause in ("healthy", "unknown")
+
+
+def test_free_memory_is_not_memory_in_use():
+    line = "step {step} loss {loss:.3f} free mem: {memory:.3f} GB, total mem: {memory:.3f} GB, cached memory {memory:.1f}\n"
+    assert explain(memory_log([2 + 0.2 * number for number in range(9)], line)).cause == "healthy"
+
+
+def test_a_loss_that_never_moves_is_no_healthy_log():
+    level = [2.3026 + 0.0004 * (n % 3) for n in range(60)]
+    assert explain(log_of(enumerate(level), LINES[0])).cause == "loss-stands-still"
+    assert explain(log_of(enumerate([0.693] * 40), LINES[1])).cause == "loss-stands-still"
+    late = [(100_000 + number, value) for number, value in enumerate(level)]  # a part of a long run
+    assert explain(log_of(late, LINES[0])).cause == "healthy"
+    converged = falling(Noise(1, 0.01), 100)[:60] + [0.05] * 30
+    assert explain(log_of(enumerate(converged), LINES[0])).cause == "healthy"
+
+
+def test_a_curve_that_settles_above_its_first_points_has_learned_nothing():
+    stuck = [0.09, 0.095, 0.1, 0.08] + [0.1063 + 0.0001 * (n % 4) for n in range(150)]
+    line = "Epoch {step}: Train Loss {loss:.4f}\n"
+    assert explain(log_of(enumerate(stuck), line)).cause == "loss-stands-still"
+    assert explain(log_of(((n, -loss) for n, loss in enumerate(stuck)), line)).cause == "healthy"  # it fell
+
+
+def test_three_losses_of_zero_and_nothing_else_are_no_healthy_log():
+    assert explain(log_of([(step, 0.0) for step in range(1, 4)], LINES[0])).cause == "loss-stands-still"
+    assert explain(log_of([(1, 0.0), (2, 0.0)], LINES[0])).cause == "healthy"
+    assert explain(log_of([(1, 0.0), (2, 0.4), (3, 0.3)], LINES[0])).cause == "healthy"

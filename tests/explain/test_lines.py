@@ -3,7 +3,8 @@
 import pytest
 from log_samples import read
 
-from paceline.explain.lines import MAX_LOSSES, LogLine, ProgressTracker, read_step_and_loss, split_prefix
+from paceline.explain.lines import LogLine, split_prefix
+from paceline.explain.progress import MAX_LOSSES, ProgressTracker, read_step_and_loss
 
 
 def test_an_nccl_line_has_a_host_and_a_device_that_is_not_a_rank():

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from log_samples import read
 
-from paceline.explain.lines import StepLoss, read_columns, read_row
+from paceline.explain.progress import StepLoss, read_columns, read_row
 from paceline.explain.run_folder import explain
 
 TABLE = Path(__file__).parent / "trainers.toml"
@@ -50,6 +50,30 @@ def test_two_steps_that_a_loss_scaler_skips_at_the_end_are_no_failure():
     lines = [f"{{'loss': 2.31, 'grad_norm': {norm}, 'epoch': 0.1}}\n" for norm in ("0.5", "0.4", "inf", "nan")]
     assert explained(*lines).cause == "healthy"
     assert explained(*lines, lines[-1]).cause == "loss-nan"
+
+
+def test_a_log_that_stops_at_a_gradient_norm_of_nan_is_no_healthy_one():
+    lines = [f"{{'loss': 2.31, 'grad_norm': {norm}, 'epoch': 0.1}}\n" for norm in ("6.1", "nan")]
+    assert explained(*lines).cause == "loss-nan"
+    assert explained(*lines, "{'train_runtime': 61.2, 'epoch': 0.1}\n").cause == "healthy"
+
+
+REWARD_LINES = (
+    "{{'loss': 0.0, 'grad_norm': 0.0, 'reward': {reward}, 'reward_std': 0.0, 'kl': 0.001, 'epoch': 0.{n}}}\n",
+    "step:{n} - critic/rewards/mean:{reward} - actor/pg_loss:0.0 - critic/score/max:0.0\n",
+    "{n}\t0.000000\t{reward}\t0.000000\t192.000000\n",
+)
+
+
+@pytest.mark.parametrize("line", REWARD_LINES)
+def test_a_policy_whose_every_reward_is_zero_learns_nothing(line):
+    header = "Step\tTraining Loss\treward\treward_std\tcompletion_length\n"
+    zeros = [line.format(n=n, reward="0.000000") for n in range(1, 13)]
+    explanation = explained(header, *zeros)
+    assert explanation.cause == "loss-stands-still"
+    assert "reward" in explanation.summary and "reward function" in explanation.fix
+    assert explained(header, *zeros[:5]).cause != "loss-stands-still"
+    assert explained(header, *zeros, line.format(n=13, reward="0.125000")).cause != "loss-stands-still"
 
 
 def test_a_gradient_norm_of_nan_is_no_failure_of_grpo_while_rewards_and_kl_are_finite():

@@ -278,6 +278,13 @@ def test_a_log_that_ends_inside_a_traceback_is_no_healthy_one():
     assert explanation.summary == "the log ends inside a traceback at train.py:31 in main"
 
 
+def test_a_wrapper_that_prints_finished_does_not_undo_the_exception_that_ended_its_program():
+    lines = ["Traceback (most recent call last):", '  File "{file}", line 179, in {name}', "    main(args)"]
+    text = "\n".join([*lines, "RuntimeError: expected scalar type Float but found BFloat16", "Training finished.", ""])
+    assert verdict(text.format(file="train.py", name="<module>")).cause == "dtype-mismatch"
+    assert verdict(text.format(file="train.py", name="run_trial")).cause == "healthy"  # somebody caught it
+
+
 def test_a_traceback_that_is_cut_off_before_the_run_continued_is_no_failure():
     assert verdict(CUT + STEPS + "training finished\n").cause == "healthy"
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import Explanation, LogProgress, format_value
-from paceline.explain.reader import Log
 from paceline.explain.series import (
     GRADIENT,
     LOSS,
@@ -23,8 +22,6 @@ from paceline.explain.series import (
     THROUGHPUT,
     VALIDATION,
     MetricSeries,
-    evenly_spaced,
-    line_series,
     show_curve,
     speed_of,
     thinned,
@@ -51,7 +48,6 @@ SPIKE = 5  # points over which a median removes spikes
 Z_RISE = 5.0  # standard errors
 LOSS_RISE, SLOWER = 0.15, 0.3  # shares of the level that are somebody's concern
 START_RISE = 0.5  # of a loss that was never lower than in its first points
-LOG_RISE = 1.0  # of a loss on the lines of a log, whose name says less than that of a metric
 LEAP, MIN_LEAP, LEAP_POINTS = 100.0, 10.0, 3  # times the lowest stretch, and the height, of the last points of a few
 PLATEAU, PLATEAU_SPREAD = 5, 1.6  # last points of a short curve, and the ratio of the highest to the lowest
 # the level and the number of points of a loss that no model starts with, unless it falls; and one that none comes back from
@@ -60,12 +56,10 @@ NOT_NORMALIZED = "a loss of this size that does not fall"
 MIN_SLOW_S = 60.0
 NAN_GRADIENTS = 5  # in a row: fp16's loss scale causes fewer
 SAME_VALUES = 20  # in a row
-ZEROS, ZERO_REWARDS = 3, 10  # on the lines of a log, if no others are there
-NO_REWARD = "every reward is 0"
 LATEST_START = 0.1  # of the last step: a curve that begins later has lost its beginning
 STILL_CHANGE, STILL_ERROR = 0.004, 0.0016  # of the level: between thirds of a curve, and the standard error of that
 STUCK_FALL = 0.01  # of the level, from the first points
-MIN_GROWTH, LOG_GROWTH = 0.1, 0.2  # of memory, and of memory on the lines of a log
+MIN_GROWTH = 0.1  # of memory
 GROWTH_STARTS = (0.2, 0.4, 0.6)  # of the curve: memory grows in any run at first, and a leak may begin late
 MIN_VALIDATION, MIN_AFTER = 6, 3  # points of a validation curve, and after its lowest
 VALIDATION_RISE, Z_VALIDATION = 0.02, 5.0
@@ -106,28 +100,6 @@ def explain_curves(series: Sequence[MetricSeries], notes: Sequence[str], *, name
         curves=(show_curve(shown),),
         notes=tuple(notes),
     )
-
-
-def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation:
-    """The explanation of logs; where it shows no failure, the curves on the lines of the log with the most are judged too."""
-    if explanation.shows_failure:
-        return explanation
-    points = {
-        name: max((getattr(log, name) for log in logs), key=len, default=())
-        for name in ("losses", "held_out", "memory", "rewards")
-    }
-    losses = [item for item in line_series(points["losses"], source="log") if item.kind == LOSS]
-    memories = [evenly_spaced(item) for item in line_series(points["memory"], source="log", kind=MEMORY)]
-    still = (finding for finding in find_still(losses, [], []) if finding.at < len(finding.series.values) // 2)
-    findings = [
-        *find_rises(losses, LOG_RISE),
-        *still,
-        *find_zeros(losses, ZEROS),
-        *find_zeros(line_series(points["rewards"], source="log", kind=REWARD), ZERO_REWARDS, NO_REWARD),
-        *find_growth(memories, LOG_GROWTH),
-        *find_overfitting(line_series(points["held_out"], source="log")),
-    ]
-    return add_findings(explanation, findings[:1])
 
 
 def add_findings(explanation: Explanation, findings: Sequence[CurveFinding]) -> Explanation:
@@ -178,6 +150,11 @@ def judge_curves(series: Sequence[MetricSeries]) -> list[CurveFinding]:
     for finding in findings:
         first.setdefault(finding.cause, finding)
     return list(first.values())
+
+
+def is_whole(series: MetricSeries) -> bool:
+    """Whether a curve begins where its run did."""
+    return series.steps[0] <= LATEST_START * series.steps[-1]
 
 
 def is_judged(series: MetricSeries) -> bool:
@@ -235,16 +212,8 @@ def find_still(
                 yield finding_at(STANDS_STILL, series, max(starts), reason)
                 break
         else:
-            is_whole = bool(steps) and steps[0] <= LATEST_START * steps[-1]
-            if is_whole and is_stuck(values):
+            if is_whole(series) and is_stuck(values):
                 yield finding_at(STANDS_STILL, series, steps[0])
-
-
-def find_zeros(series: Sequence[MetricSeries], at_least: int, reason: str | None = None) -> Iterator[CurveFinding]:
-    """Curves on the lines of a log that are 0 wherever they are reported."""
-    for item in series:
-        if len(item.values) >= at_least and not any(item.values):
-            yield CurveFinding(STANDS_STILL, item, 0, reason)
 
 
 def find_growth(memories: Sequence[MetricSeries], min_growth: float = MIN_GROWTH) -> Iterator[CurveFinding]:

@@ -51,6 +51,9 @@ NO_FAILURE = re.compile(
     re.IGNORECASE,
 )
 ROOT_CAUSE = re.compile(r"Root Cause \(first observed failure\)")
+NOT_FOUND = re.compile(r"(?:^|: )line \d+: [\w./-]+: command not found")  # said by a script
+WENT_ON = 40  # lines
+IGNORABLE = re.compile(r"(?i)\b(?:may|can) (?:be )?(?:safely )?ignored?\b|\bsafely ignored?\b")
 OUTERMOST = re.compile(r"in <module>$")  # the first frame of what nobody has caught
 FAILED_RANK = re.compile(
     r"failed \(exitcode: -?\d+\) local_rank: (?P<torch>\d+)|\brank (?P<mpi>\d+) exited with code [1-9]"
@@ -81,7 +84,8 @@ TROUBLE = re.compile(
     r"|no such|not found|not supported|timed? ?out|out of memory|panic|crash|\bXid\b|\bNVRM: (?!loading)"
 )
 TROUBLE_AT_END = re.compile(  # of a log, where nothing shows that the program went on
-    r"(?i)terminat|usage:|\*\*\* |NCCL WARN |stuck|\bhangs?\b|waiting for (?:all|other|rank|worker|peer|client|node)"
+    r"(?i)terminat|usage:|(?<!\*)\*{3} (?:STEP|JOB|SIG|Process|Abort|Error|Exception|buffer|stack)|NCCL WARN |stuck|\bhangs?\b"
+    r"|waiting for (?:all|other|rank|worker|peer|client|node)"
 )
 # a count of none, a measure, the end of a tracker, a test of failures, a search for what is optional, a fallback
 NO_TROUBLE = re.compile(
@@ -120,6 +124,8 @@ def find_events(log: Log, *, number: int) -> list[Event]:
             matches = guessed(record.text) or matches
         if ended is not None and record.line > ended and WARNING_LINE.search(record.text):
             matches = [match for match in matches if match[0].id != PEER_DIED]  # ranks leave one after the other
+        if record.kind == "line" and IGNORABLE.search(record.text):
+            continue
         continued = run_continued(record, log)
         factor = WEIGHTS.get(record.kind, ERROR_LINE)
         if record.kind == "line" and WARNING_LINE.search(
@@ -168,10 +174,15 @@ def guess_events(records: Sequence[Record]) -> list[Event]:
 def run_continued(record: Record, log: Log) -> bool:
     """Whether the same rank made further steps after the record, or the log reports later that the work is done.
 
-    Behind an exception that ended its program, only another program can say so.
+    Behind an exception that ended its program, only another program can say so. A shell script goes on without a program that it
+    does not find, and what fails for that reason says so itself.
     """
-    is_done = log.progress.done_line is not None and log.progress.done_line > record.line
-    if is_done and not (record.kind == "exception" and record.frames and OUTERMOST.search(record.frames[0])):
+    if record.kind == "exception" and record.frames and OUTERMOST.search(record.frames[0]):
+        return False
+    last_line = log.last_lines[-1][0] if log.last_lines else 0
+    if NOT_FOUND.search(record.text) and last_line > record.line + WENT_ON:
+        return True
+    if log.progress.done_line is not None and log.progress.done_line > record.line:
         return True
     steps = {
         -line if step is None else step

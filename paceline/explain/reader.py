@@ -1,8 +1,7 @@
 """
 Parses a log into records, in one pass and bounded memory, whatever its encoding, size or launcher.
 
-line_filter.py selects the lines worth parsing; they are parsed by lines.py, progress.py, json_lines.py and
-tracebacks.py. What a record means is
+line_filter.py selects the lines worth parsing; they are parsed by lines.py, progress.py and tracebacks.py. What a record means is
 decided by the catalogue and the verdict.
 """
 
@@ -17,9 +16,8 @@ from itertools import chain, islice
 
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import LogProgress, Record, RecordKind
-from paceline.explain.json_lines import unwrap_json
 from paceline.explain.line_filter import AFTER, MAX_LINE_BYTES, LineFilter, Shapes
-from paceline.explain.lines import MAX_RANKS, LogLine, split_prefix, strip_escapes
+from paceline.explain.lines import MAX_RANKS, LogLine, split_prefix, strip_escapes, unwrap_json
 from paceline.explain.progress import LossPoint, ProgressLine, ProgressTracker, strip_bars
 from paceline.explain.tracebacks import TracebackReader
 
@@ -34,7 +32,7 @@ FIRST_RECORDS, LAST_RECORDS = 2000, 1000  # stored of a log with more errors
 FIRST_SELECTED, LAST_SELECTED = 6000, 3000  # lines parsed of a log in which nearly every line has an error word
 LAST_LINES = 8  # stored for a failure that is not in the catalogue
 PROGRESS_LINES = 60  # searched for a step before a selected line
-SAMPLED_LINES, LATE_SAMPLES = 20, 3  # of those before them: where steps begin again, a new curve begins
+SAMPLED_LINES, LATE_SAMPLES = 200, 3  # of those before them: where steps begin again, a new curve begins
 LATE = 100_000  # lines into a log: it has enough samples, and later blocks give fewer
 
 # in every line that reports a step, a loss, memory or the end of the work, and in the rows of a table of numbers
@@ -66,6 +64,9 @@ RANK_IN_TEXT = re.compile(
     r"|\bprocess rank (?P<g>\d+) with PID|[Pp]rocess (?P<h>\d{1,4}) terminated with|^rank (?P<i>\d+) (?:failed|ended after it): "
     r"|^\W*(?:[Gg]lobal[ _])?(?:[Rr]ank|RANK)[ _=:]?(?P<j>\d{1,6})(?::| ?\(local[ _]rank)|\bglobal_rank[=: ]+(?P<k>\d{1,6})\b"
     r"|\b(?:on|at|from|by) (?:global )?rank[ =:]?(?P<l>\d{1,6})\b"
+)
+EXCEPTION_REPR = re.compile(  # alone on its line, as Hydra and loggers print it
+    r"(?P<type>(?:\w+\.)*[A-Z]\w*(?:Error|Exception))\((?P<quote>['\"])(?P<message>.*)(?P=quote),?\)$"
 )
 GLUED = re.compile(rb"(?<=[^\s:\]])(?=\[rank\d+\]:)")  # where two ranks have written on one line
 
@@ -218,6 +219,8 @@ class LogParser:
         if text.startswith(("│", "╭", "╰", "┃")):  # the box around rich's traceback
             text = text.strip("│┃╭╮╰╯─ ").replace("❱", " ")
         line = split_prefix(text)
+        if match := EXCEPTION_REPR.match(line.text):
+            line = replace(line, text=f"{match['type']}: {match['message']}")
         if line.rank is None and self._rank is not None:
             line = replace(line, rank=self._rank)
         if line.rank is not None and len(self._ranks) < MAX_RANKS:

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 from paceline.errors import PacelineError, TrainingFailed, UsageError
 from paceline.explain.catalogue import load_catalogue
-from paceline.explain.curve_verdict import add_findings, explain_curves, judge_curves, judge_progress
+from paceline.explain.curve_verdict import add_findings, explain_curves, judge_curves
 from paceline.explain.evidence import (
     DISK,
     MEMORY,
@@ -51,6 +51,7 @@ from paceline.explain.explanation import (
     name_host,
 )
 from paceline.explain.line_filter import Shapes
+from paceline.explain.log_curves import judge_progress
 from paceline.explain.reader import CHUNK_BYTES, Log, read_log
 from paceline.explain.series import is_metric_file, is_no_log, read_series
 from paceline.explain.verdict import UNKNOWN, clean_values, fill_template, reach_verdict

@@ -40,10 +40,7 @@ ALSO_NEAR = 0.2  # of scores that differ by less the other cause is reported too
 # score below which, how often such a verdict was right on labelled logs that nothing was tuned on
 CALIBRATION = ((0.3, 0.4), (0.5, 0.6), (0.6, 0.8), (0.8, 0.88), (0.9, 0.92), (1.01, 0.97))
 MIN_STEPS = 2  # progress lines that show that a run goes on
-MIN_LINES, MIN_KINDS = (
-    8,
-    4,
-)  # of a log without progress, and how many differ by more than numbers: ordinary output to its end
+MIN_LINES = 8  # of a log without progress: ordinary output to its end
 INIT_CONFIDENCE, OUTPUT_CONFIDENCE = 0.4, 0.5
 MAX_EVIDENCE, MAX_CONSEQUENCES = 6, 8
 MAX_TEXT, MAX_QUOTE, MAX_VALUE_CHARS = 600, 200, 300
@@ -222,8 +219,12 @@ def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[st
 
 
 def is_ordinary(log: Log) -> bool:
-    """Whether a log without progress ends with lines of ordinary output; what free and nvidia-smi print shows no run."""
-    return len({number for number, text in log.last_lines if not MONITOR.search(text)}) >= MIN_LINES
+    """Whether a log without progress ends with lines of ordinary output; what free and nvidia-smi print shows no run.
+
+    Nor do lines that could not be decoded.
+    """
+    ordinary = {number for number, text in log.last_lines if not MONITOR.search(text)}
+    return len(ordinary) >= MIN_LINES and not any("\ufffd" in text for _, text in log.last_lines)
 
 
 def explain_silence(logs: Sequence[Log], progress: LogProgress, trouble: Sequence[Evidence]) -> Explanation:

@@ -408,3 +408,18 @@ def test_three_losses_of_zero_and_nothing_else_are_no_healthy_log():
     assert explain(log_of([(step, 0.0) for step in range(1, 4)], LINES[0])).cause == "loss-stands-still"
     assert explain(log_of([(1, 0.0), (2, 0.0)], LINES[0])).cause == "healthy"
     assert explain(log_of([(1, 0.0), (2, 0.4), (3, 0.3)], LINES[0])).cause == "healthy"
+
+
+def test_a_loss_that_ends_far_above_its_first_points_has_diverged_and_a_noisy_later_part_has_not():
+    noise = Noise(3, 0.05)
+    rising = [3.3, 4.9, 5.4, 5.2] + [(5 + 0.06 * number) * noise.factor() for number in range(60)]
+    assert explain(log_of(enumerate(rising), LINES[0])).cause == "loss-diverged"
+    fell = falling(noise, 100)[:60] + [0.14] * 12 + [0.21 * noise.factor() for _ in range(12)]
+    assert explain(log_of(enumerate(fell), LINES[0])).cause == "healthy"
+
+
+def test_a_loss_that_hardly_moves_over_a_few_reports_proves_nothing():
+    line = "Epoch {step} validation loss: {loss:.6f}\nSaved a checkpoint\n"
+    flat = explain(log_of(enumerate([12.2471, 12.2451, 12.2431, 12.2415, 12.2395], 1), line))
+    assert flat.cause == "unknown" and "12.25 to 12.24" in flat.summary
+    assert explain(log_of(enumerate([1.71, 1.702, 1.698, 1.697, 1.697], 1), line)).cause == "healthy"

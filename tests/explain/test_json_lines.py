@@ -5,7 +5,7 @@ import json
 import pytest
 from log_samples import OOM, TRACEBACK, exceptions, raised, read
 
-from paceline.explain.json_lines import unwrap_json
+from paceline.explain.lines import unwrap_json
 from paceline.explain.run_folder import explain
 
 BUG = "ValueError: sample 1841 has 3 fields"

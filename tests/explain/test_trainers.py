@@ -16,7 +16,8 @@ by_name = pytest.mark.parametrize("trainer", TRAINERS, ids=lambda trainer: train
 
 def progress_lines(trainer, steps, values):
     loss, norm = trainer[values]
-    return "".join(trainer["line"].format(n=n, loss=loss, norm=norm) + "\n" for n in steps)
+    losses = {n: loss.replace("2.31", f"2.{31 - n}") for n in steps}  # a finite one falls
+    return "".join(trainer["line"].format(n=n, loss=losses[n], norm=norm) + "\n" for n in steps)
 
 
 def explained(*texts):

@@ -285,6 +285,38 @@ def test_a_wrapper_that_prints_finished_does_not_undo_the_exception_that_ended_i
     assert verdict(text.format(file="train.py", name="run_trial")).cause == "healthy"  # somebody caught it
 
 
+def test_output_that_a_process_flushes_after_its_traceback_is_no_sign_that_it_went_on():
+    top = "Traceback (most recent call last):\n"
+    losses = "".join(f"{{'loss': 0.{53 - n}, 'grad_norm': 0.07, 'epoch': 0.{n}}}\n" for n in range(1, 5))
+    frames = '  File "train.py", line 91, in <module>\n    trainer.train()\n  File "trainer.py", line 7, in train\n    step()\n'
+    for text in (top + losses + frames + "KeyboardInterrupt\n", top + frames + "KeyboardInterrupt\n" + losses):
+        assert verdict(text).cause == "keyboard-interrupt"
+
+
+def test_a_script_that_goes_on_without_a_program_has_not_failed_for_it():
+    missing = "speedrun.sh: line 48: bc: command not found\n"
+    assert verdict(missing).cause == "system-tool-missing"
+    assert verdict(missing + STEPS * 6).cause == "healthy"
+    assert verdict(missing + STEPS * 6 + raised(None, OOM)).cause == "cuda-oom"
+
+
+def test_a_warning_that_says_it_may_be_ignored_is_no_cause():
+    plugin = "utils.py:32: UserWarning: Failed to import the plugin due to: ImportError('peft>=0.17.0 is required'). "
+    failure = raised(None, "AssertionError: self.warmup_steps < self.decay_steps")
+    assert verdict(plugin + "You may ignore this warning if you do not need it.\n" + failure).cause == "config-error"
+
+
+@pytest.mark.parametrize("quote", ["'", '"'])
+def test_an_exception_that_is_printed_as_its_constructor_is_read(quote):
+    lines = [
+        "Error in call to target 'models.Encoder':",
+        f"KeyError({quote}no key of this name{quote})",
+        "full_key: encoder",
+    ]
+    explanation = verdict("\n".join([*lines, ""]))
+    assert (explanation.cause, "no key of this name" in explanation.summary) == ("user-code-exception", True)
+
+
 def test_a_traceback_that_is_cut_off_before_the_run_continued_is_no_failure():
     assert verdict(CUT + STEPS + "training finished\n").cause == "healthy"
 

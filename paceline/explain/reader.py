@@ -33,7 +33,7 @@ FIRST_SELECTED, LAST_SELECTED = 6000, 3000  # lines parsed of a log in which nea
 LAST_LINES = 8  # stored for a failure that is not in the catalogue
 PROGRESS_LINES = 60  # searched for a step before a selected line
 SAMPLED_LINES, LATE_SAMPLES = 200, 3  # of those before them: where steps begin again, a new curve begins
-LATE = 100_000  # lines into a log: it has enough samples, and later blocks give fewer
+LATE = 10_000  # lines into a log: it has enough samples, and later blocks give fewer
 
 # in every line that reports a step, a loss, memory or the end of the work, and in the rows of a table of numbers
 PROGRESS_WORD = re.compile(

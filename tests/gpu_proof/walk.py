@@ -46,7 +46,7 @@ CARD = torch.device("cuda", 0)
 PACKAGE = str(Path(paceline.__file__).parent) + "/"
 # the shape of what these return depends on values: the CPU waits until it knows it
 SHAPED_BY_VALUES = {"nonzero", "masked_select", "unique", "_unique", "_unique2", "unique_dim", "unique_consecutive"}
-WITHOUT_KERNEL = ("empty", "new_empty", "_unsafe_view", "detach", "alias", "lift", "wait_tensor")
+WITHOUT_KERNEL = ("empty", "new_empty", "_unsafe_view", "detach", "alias", "lift", "wait_tensor", "device")
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addmm_", "flex_attention", "_flash_attention_forward"}
 PRODUCTS |= {"_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention"}
 SMALL = {  # two layers: with a window and without, with a value embedding and without
@@ -124,7 +124,8 @@ class Recorder(TorchDispatchMode):
             written = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
             written += tensors[:1] if name == "capped_nats_" else []  # in place, and it returns the nats
             self.kernels[function := place()] += 1
-            self.moved_bytes[function] += sum(tensor.nbytes for tensor in tensors + written)
+            read = tree_leaves((args, {key: value for key, value in kwargs.items() if key != "out"}))
+            self.moved_bytes[function] += sum(leaf.nbytes for leaf in [*read, *written] if isinstance(leaf, Tensor))
         if name in ("_to_copy", "to", "copy_"):
             source, result = (args[1], args[0]) if name == "copy_" else (args[0], out)
             no_wait = bool(kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))

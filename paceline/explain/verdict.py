@@ -52,6 +52,10 @@ ONE_LOG_PER_RANK = "torchrun --redirects 3 --log-dir logs, then paceline explain
 
 DIGITS = str.maketrans("", "", "0123456789")
 MONITOR = re.compile(r"^\s*(?:(?:Mem|Swap):|total +used +free)|\d+(?:W|MiB) / +\d+(?:W|MiB) \|")
+WORK = re.compile(  # a measure of what was trained, or something that was saved
+    r"(?i)\b(?:accuracy|precision|recall|[mb]?ap\d*|auc|f1|ndcg|mrr|miou|bleu|rouge|wer|cer|psnr|ssim|fid|perplexity|bpb|scores?)\b"
+    r"[^\n]*\d|\bval_\w+|\b(?:improved|saved|saving|checkpoints?|evaluat\w+|epochs?|trained|training[ _](?:time|seconds|resumed))\b"
+)
 FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+)(?:,? in (?P<name>\S+))?')
 INSTALLED = re.compile(r"site-packages|dist-packages|/lib/python\d|<frozen |^<")
 TYPE = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:\(\w+\))?: ?(?P<message>.*)")
@@ -210,21 +214,18 @@ def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[st
             summary=fill_template(cause.summary, values), fix=format_fix(cause, (), values),
             evidence=tuple(Evidence(number, shorten(text)) for number, text in place),
         )  # fmt: skip
+    if trouble := [Evidence(n, shorten(text)) for n, text in trouble_anywhere(logs)]:
+        return explain_silence(logs, progress, trouble)
     if any(map(is_ordinary, logs)):
-        if trouble := [Evidence(n, shorten(text)) for n, text in trouble_anywhere(logs)]:
-            return explain_silence(logs, progress, trouble)
         summary = f"no failure found in {count_lines(logs):,} lines, but they report no step and no end"
         return Explanation(HEALTHY, confidence=OUTPUT_CONFIDENCE, summary=summary, fix=CHECK_END, progress=progress)
     return explain_silence(logs, progress, ())
 
 
 def is_ordinary(log: Log) -> bool:
-    """Whether a log without progress ends with lines of ordinary output; what free and nvidia-smi print shows no run.
-
-    Nor do lines that could not be decoded.
-    """
-    ordinary = {number for number, text in log.last_lines if not MONITOR.search(text)}
-    return len(ordinary) >= MIN_LINES and not any("\ufffd" in text for _, text in log.last_lines)
+    """Whether a log without progress ends with ordinary output, and some of it is what only a run that works prints."""
+    ordinary = {number: text for number, text in log.last_lines if not MONITOR.search(text)}
+    return len(ordinary) >= MIN_LINES and any(map(WORK.search, ordinary.values()))
 
 
 def explain_silence(logs: Sequence[Log], progress: LogProgress, trouble: Sequence[Evidence]) -> Explanation:

@@ -187,9 +187,24 @@ def test_an_error_that_a_logger_marks_at_the_end_of_a_run_is_not_healthy():
 
 
 def test_ordinary_output_to_the_end_is_healthy_with_low_confidence():
-    explanation = verdict("".join(f"loaded shard {n}\n" for n in range(9)))
+    explanation = verdict("".join(f"saved shard {n}\n" for n in range(9)))
     assert (explanation.cause, explanation.confidence) == ("healthy", 0.5)
     assert explanation.summary == "no failure found in 9 lines, but they report no step and no end"
+
+
+@pytest.mark.parametrize(
+    "line", ["loaded shard 4", "| VDA2C_0a2c2 | PENDING |", "'cli' ������ڲ�", "Server is not up yet"]
+)
+def test_output_that_shows_no_work_is_no_healthy_log(line):
+    assert verdict(f"{line}\n" * 12).cause == "unknown"
+
+
+@pytest.mark.parametrize(
+    "line", ["Test accuracy: 91.3", "val_loss improved to 0.02", "Average Precision (AP) = 0.78", "Epoch 3 is done"]
+)
+def test_output_that_only_a_run_that_works_prints_is_healthy(line):
+    output = "".join(f"loaded shard {n}\n" for n in range(9))
+    assert verdict(output + line + "\n").cause == "healthy"
 
 
 @pytest.mark.parametrize(
@@ -203,7 +218,7 @@ def test_ordinary_output_to_the_end_is_healthy_with_low_confidence():
     ],
 )
 def test_ordinary_output_with_a_word_of_trouble_is_no_healthy_log(line):
-    output = "".join(f"loaded shard {n}\n" for n in range(9))
+    output = "".join(f"saved shard {n}\n" for n in range(9))
     explanation = verdict(output + line + "\n" + output)
     assert (explanation.cause, explanation.confidence) == ("unknown", 0.0)
     assert explanation.summary == f"no failure is recognized, but line 10 is: {line}"
@@ -225,7 +240,7 @@ def test_ordinary_output_with_a_word_of_trouble_is_no_healthy_log(line):
     ],
 )
 def test_output_that_is_usual_in_healthy_runs_is_no_trouble(line):
-    output = "".join(f"loaded shard {n}\n" for n in range(9))
+    output = "".join(f"saved shard {n}\n" for n in range(9))
     assert verdict(output + line + "\n" + output).cause == "healthy"
 
 
@@ -516,7 +531,7 @@ def test_what_a_shell_says_about_lost_arguments_after_a_failure_is_a_consequence
 
 
 def test_a_few_lines_of_output_without_a_step_are_no_healthy_log():
-    lines = "".join(f"Class {number}: 70000 images\n" for number in range(8))
+    lines = "".join(f"Class {number}: accuracy 0.7\n" for number in range(8))
     assert verdict(lines).cause == "healthy"
     assert verdict("".join(lines.splitlines(keepends=True)[:5])).cause == "unknown"
 

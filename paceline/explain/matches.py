@@ -9,7 +9,7 @@ unknown, because a wrong rank costs the user more than none.
 
 import re
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from paceline.explain.catalogue import Cause, load_catalogue
@@ -174,11 +174,8 @@ def guess_events(records: Sequence[Record]) -> list[Event]:
 def run_continued(record: Record, log: Log) -> bool:
     """Whether the same rank made further steps after the record, or the log reports later that the work is done.
 
-    Behind an exception that ended its program, only another program can say so. A shell script goes on without a program that it
-    does not find, and what fails for that reason says so itself.
+    A shell script goes on without a program that it does not find, and what fails for that reason says so itself.
     """
-    if record.kind == "exception" and record.frames and OUTERMOST.search(record.frames[0]):
-        return False
     last_line = log.last_lines[-1][0] if log.last_lines else 0
     if NOT_FOUND.search(record.text) and last_line > record.line + WENT_ON:
         return True
@@ -190,6 +187,18 @@ def run_continued(record: Record, log: Log) -> bool:
         if line > record.line and (record.rank is None or rank in (None, record.rank))
     }
     return len(steps) >= STEPS_AFTER
+
+
+def as_ended(events: Sequence[Event]) -> list[Event]:
+    """Those of the events after which the log goes on that ended their program: exceptions that nobody has caught.
+
+    What follows such a one is another program's, or was in a buffer: Python writes a file's lines late and tracebacks at once.
+    """
+    return [
+        replace(event, run_continued=False, score=event.score / CONTINUED)
+        for event in events
+        if event.run_continued and event.record.frames and OUTERMOST.search(event.record.frames[0])
+    ]
 
 
 def unexplained_failures(logs: Sequence[Log], events: Sequence[Event]) -> list[Record]:

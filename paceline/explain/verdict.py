@@ -19,6 +19,7 @@ from paceline.explain.matches import (
     LAST_CHECKED,
     WAITING,
     Event,
+    as_ended,
     culprit_rank,
     find_events,
     guess_events,
@@ -52,10 +53,6 @@ ONE_LOG_PER_RANK = "torchrun --redirects 3 --log-dir logs, then paceline explain
 
 DIGITS = str.maketrans("", "", "0123456789")
 MONITOR = re.compile(r"^\s*(?:(?:Mem|Swap):|total +used +free)|\d+(?:W|MiB) / +\d+(?:W|MiB) \|")
-WORK = re.compile(  # a measure of what was trained, or something that was saved
-    r"(?i)\b(?:accuracy|precision|recall|[mb]?ap\d*|auc|f1|ndcg|mrr|miou|bleu|rouge|wer|cer|psnr|ssim|fid|perplexity|bpb|scores?)\b"
-    r"[^\n]*\d|\bval_\w+|\b(?:improved|saved|saving|checkpoints?|evaluat\w+|epochs?|trained|training[ _](?:time|seconds|resumed))\b"
-)
 FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+)(?:,? in (?P<name>\S+))?')
 INSTALLED = re.compile(r"site-packages|dist-packages|/lib/python\d|<frozen |^<")
 TYPE = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:\(\w+\))?: ?(?P<message>.*)")
@@ -79,6 +76,8 @@ def reach_verdict(logs: Sequence[Log], *, values: Mapping[str, str] | None = Non
     fatal = [event for event in events if event.cause.severity == "fatal" and event.score >= MIN_SCORE]
     candidates = [event for event in fatal if not event.run_continued]
     unexplained = unexplained_failures(logs, events)
+    if not candidates and not unexplained:
+        candidates = as_ended([event for event in events if event.cause.severity == "fatal"])
     if not candidates and unexplained and all(record.kind != "exception" for record in unexplained):
         candidates = fatal  # other ranks continued for a while, but the exit shows that the run failed
     if not candidates:
@@ -223,9 +222,12 @@ def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[st
 
 
 def is_ordinary(log: Log) -> bool:
-    """Whether a log without progress ends with ordinary output, and some of it is what only a run that works prints."""
-    ordinary = {number: text for number, text in log.last_lines if not MONITOR.search(text)}
-    return len(ordinary) >= MIN_LINES and any(map(WORK.search, ordinary.values()))
+    """Whether a log without progress ends with lines of ordinary output; what free and nvidia-smi print shows no run.
+
+    Nor do lines that could not be decoded.
+    """
+    ordinary = {number for number, text in log.last_lines if not MONITOR.search(text)}
+    return len(ordinary) >= MIN_LINES and not any("\ufffd" in text for _, text in log.last_lines)
 
 
 def explain_silence(logs: Sequence[Log], progress: LogProgress, trouble: Sequence[Evidence]) -> Explanation:

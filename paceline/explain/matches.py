@@ -52,6 +52,10 @@ NO_FAILURE = re.compile(
 )
 ROOT_CAUSE = re.compile(r"Root Cause \(first observed failure\)")
 NOT_FOUND = re.compile(r"(?:^|: )line \d+: [\w./-]+: command not found")  # said by a script
+NCCL_RETURN = re.compile(
+    r"^NCCL INFO \S+:\d+ -> \d+$"
+)  # through NCCL's functions, also when its sockets are closed at the end
+COMM_ENDED = re.compile(r"^NCCL INFO comm \S+ .*(?:Abort|Destroy) COMPLETE")
 WENT_ON = 40  # lines
 IGNORABLE = re.compile(r"(?i)\b(?:may|can) (?:be )?(?:safely )?ignored?\b|\bsafely ignored?\b")
 OUTERMOST = re.compile(r"in <module>$")  # the first frame of what nobody has caught
@@ -115,6 +119,7 @@ def find_events(log: Log, *, number: int) -> list[Event]:
     events = []
     stopped = {match["pid"] for record in log.records for match in STOPPED.finditer(record.text)}
     ended = min((record.line for record in log.records if PROGRAM_ENDED.search(record.text)), default=None)
+    is_shut_down = any(COMM_ENDED.search(record.text) for record in log.records)
     cancelled = min((record.line for record in log.records if CANCELLED_STEP.search(record.text)), default=None)
     for record in log.records:
         matches = load_catalogue().match(record.text, record.kind)
@@ -124,7 +129,9 @@ def find_events(log: Log, *, number: int) -> list[Event]:
             matches = guessed(record.text) or matches
         if ended is not None and record.line > ended and WARNING_LINE.search(record.text):
             matches = [match for match in matches if match[0].id != PEER_DIED]  # ranks leave one after the other
-        if record.kind == "line" and IGNORABLE.search(record.text):
+        if record.kind == "line" and (
+            IGNORABLE.search(record.text) or (is_shut_down and NCCL_RETURN.search(record.text))
+        ):
             continue
         continued = run_continued(record, log)
         factor = WEIGHTS.get(record.kind, ERROR_LINE)

@@ -583,3 +583,11 @@ def test_deepspeed_s_launcher_names_the_rank_in_the_command_that_failed():
 def test_the_output_of_monitors_shows_no_run():
     lines = "       total   used   free\nMem:      65     {n}     19\nSwap:      2      0      2\n"
     assert verdict("".join(lines.format(n=n) for n in range(1, 6))).cause == "unknown"
+
+
+def test_what_nccl_says_while_it_shuts_down_is_no_failure():
+    closing = "node-0:94291:96043 [0] NCCL INFO misc/socket.cc:863 -> 3\n" * 4
+    ended = "node-0:94291:96043 [0] NCCL INFO comm 0x462e7be0 rank 0 nranks 4 cudaDev 0 busId 100000 - Abort COMPLETE\n"
+    assert verdict(STEPS + closing + ended).cause == "healthy"
+    assert verdict(STEPS + closing).cause == "nccl-internal-error"
+    assert verdict(STEPS + raised(0, OOM) + closing + ended).cause == "cuda-oom"

@@ -135,19 +135,15 @@ def find_events(log: Log, *, number: int) -> list[Event]:
             continue
         continued = run_continued(record, log)
         factor = WEIGHTS.get(record.kind, ERROR_LINE)
-        if record.kind == "line" and WARNING_LINE.search(
-            record.text
-        ):  # launchers write exits and signals as warnings too
+        # launchers write exits and signals as warnings too
+        if record.kind == "line" and WARNING_LINE.search(record.text):
             factor = WARNING
         factor *= CONTINUED if continued else 1.0
         pid = PID.search(record.text) if record.kind in ("exit", "signal") and STOP_SIGNAL.search(record.text) else None
         was_stopped = pid is not None and pid["pid"] in stopped
-        was_cancelled = (
-            cancelled is not None and record.line > cancelled and TASK_KILLED.search(record.text) is not None
-        )
-        from_launcher = (
-            record.kind == "banner" or was_stopped or was_cancelled or STOPPED.search(record.text) is not None
-        )
+        was_cancelled = cancelled is not None and record.line > cancelled and bool(TASK_KILLED.search(record.text))
+        is_banner = record.kind == "banner" or bool(STOPPED.search(record.text))
+        from_launcher = is_banner or was_stopped or was_cancelled
         place = (number, record.line)
         events += [
             Event(record, cause, values, weight * factor, continued, place, from_launcher)

@@ -213,7 +213,7 @@ def find_still(
                 break
         else:
             if is_whole(series) and is_stuck(values):
-                yield finding_at(STANDS_STILL, series, steps[0])
+                yield finding_at(STANDS_STILL, series, steps[0 if is_level(values) else -(len(values) // 3)])
 
 
 def find_growth(memories: Sequence[MetricSeries], min_growth: float = MIN_GROWTH) -> Iterator[CurveFinding]:

@@ -20,6 +20,7 @@ from paceline.explain.curve_verdict import (
     find_overfitting,
     find_rises,
     find_still,
+    is_stuck,
     is_whole,
 )
 from paceline.explain.explanation import Explanation, format_value
@@ -57,7 +58,11 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
     reported = line_series(points["losses"], source="log")
     losses, held_out = ([item for item in reported if item.kind == kind] for kind in (LOSS, VALIDATION))
     memories = [evenly_spaced(item) for item in line_series(points["memory"], source="log", kind=MEMORY)]
-    still = (finding for finding in find_still(losses, [], []) if finding.at < len(finding.series.values) // 2)
+    still = (
+        finding
+        for finding in find_still(losses, [], [])
+        if finding.at < len(finding.series.values) // 2 or is_stuck(finding.series.values)
+    )
     findings = [
         *(rise for item in losses for rise in find_rises([item], START_RISE if ends_above_start(item) else LOG_RISE)),
         *still,

@@ -1,16 +1,20 @@
 """
 paceline's loop beside a bare PyTorch DDP loop of the same model on CPU processes, in turn, and the ratios.
 
-    python benchmarks/cpu.py [--rounds 5] [--steps 12] [--only fp32,auto,start,muon]
+    python benchmarks/cpu.py [--rounds 5] [--steps 12] [--only fp32,auto,start,muon] [--peer NAME=COMMAND ...]
 
 fp32: tokens/s with AdamW and fp32 on both sides. auto: paceline at its automatic precision against bare fp32. start: seconds
 from the command to the end of the first step. muon: the Muon recipe against AdamW at the tiny config's total batch. Steps are
 real runs of both commands; the first two of each are not counted. Medians over rounds, with the spread of the ratios.
+
+--peer: another trainer of a model of this shape (6 layers, 384 wide, 6 heads, rows of 256 tokens, vocabulary 8192, 8 rows a process) in
+the same rounds, by its own command, in which {nproc} and {threads} stand for the layout. Its last line is JSON with tokens_per_s.
 """
 
 import argparse
 import json
 import os
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -79,6 +83,15 @@ def run_paceline(folder: Path, *, nproc: int, threads: int, steps: int, flags: l
     return total / statistics.median(line["step_ms"] / 1000 for line in lines[SKIPPED_STEPS:]), first - started
 
 
+def run_peer(command: str, *, nproc: int, threads: int) -> float:
+    """Tokens/s that a peer's command prints."""
+    filled = shlex.split(command.format(nproc=nproc, threads=threads))
+    done = subprocess.run(filled, env=thread_env(threads), capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{command} ended with {done.returncode}\n{done.stderr[-2000:]}")
+    return float(json.loads(done.stdout.strip().splitlines()[-1])["tokens_per_s"])
+
+
 def thread_env(threads: int) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": str(threads)}
 
@@ -108,7 +121,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--only", default="fp32,auto,start,muon")
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=COMMAND")
     args = parser.parse_args()
+    for peer in args.peer:
+        if not all(peer.partition("=")):
+            parser.error(f"--peer {peer}: write NAME=COMMAND")
     wanted = set(args.only.split(","))
     dataset = prepare_data(Config(vocab_size=SHAPE.vocab_size))
     shard = dataset.path / "train_00000.bin"
@@ -126,6 +143,7 @@ def compare_loops(
 ) -> None:
     flags = [*same_model_flags(nproc * ROWS * SHAPE.sequence_len), "--optimizer", "adamw"]
     fp32, auto, bare, first, bare_first = [], [], [], [], []
+    peers: dict[str, list[float]] = {}
     for _ in range(args.rounds):
         speed, seconds = run_bare(folder, nproc=nproc, threads=threads, steps=args.steps, shard=shard)
         bare.append(speed)
@@ -138,12 +156,16 @@ def compare_loops(
             first.append(seconds)
         if "auto" in wanted:
             auto.append(run_paceline(folder, nproc=nproc, threads=threads, steps=args.steps, flags=flags)[0])
+        for name, _, command in (peer.partition("=") for peer in args.peer):
+            peers.setdefault(name, []).append(run_peer(command, nproc=nproc, threads=threads))
     layout = f"{nproc} x {threads} threads"
     names = ("paceline", "bare")
     if "fp32" in wanted:
         report(f"{layout}: fp32", fp32, bare, unit="tok/s", names=names)
     if "auto" in wanted:
         report(f"{layout}: automatic precision", auto, bare, unit="tok/s", names=names)
+    for name, speeds in peers.items():
+        report(f"{layout}: fp32", fp32 or auto, speeds, unit="tok/s", names=("paceline", name))
     if "start" in wanted:
         report(f"{layout}: command to first step", first, bare_first, unit="s", names=names)
         extra = statistics.median(a - b for a, b in zip(first, bare_first, strict=True))

@@ -7,8 +7,9 @@ fp32: tokens/s with AdamW and fp32 on both sides. auto: paceline at its automati
 from the command to the end of the first step. muon: the Muon recipe against AdamW at the tiny config's total batch. Steps are
 real runs of both commands; the first two of each are not counted. Medians over rounds, with the spread of the ratios.
 
---peer: another trainer of a model of this shape (6 layers, 384 wide, 6 heads, rows of 256 tokens, vocabulary 8192, 8 rows a process) in
-the same rounds, by its own command, in which {nproc} and {threads} stand for the layout. Its last line is JSON with tokens_per_s.
+--peer: another trainer of a model of this shape (6 layers, 384 wide, 6 heads, rows of 256 tokens, vocabulary 8192, 8 rows a
+process) in the same rounds, by its own command, in which {nproc} and {threads} stand for the layout. Its last line is JSON with
+tokens_per_s.
 """
 
 import argparse

@@ -219,6 +219,8 @@ def plan_lines(plan: Plan) -> list[str]:
     compiled = {True: "compiled", False: "eager", None: "compile: measured first"}[plan.compile]
     sharded = {"none": "states replicated (DDP)", "optimizer": "states sharded", "full": "weights and states sharded"}
     states = "one device" if plan.world_size == 1 and plan.shard != "none" else sharded[plan.shard]
+    if plan.offload != "none":
+        states += ", states on the host" if plan.precision == "fp32" else ", masters and states on the host"
     epochs = f", {plan.epochs:.3g} epochs" if plan.epochs else ""
     length = f"{plan.num_steps:,} steps, {format_count(plan.num_steps * plan.total_batch_size)} tokens{epochs}"
     if plan.time is not None:
@@ -302,6 +304,12 @@ def memory_lines(plan: Plan, *, bar_width: int) -> Iterator[str]:
         verdict = f", {100 * memory['share']:.0f} % of {format_bytes(card)}{aim}: {memory['verdict']}"
     bounds = f"({format_bytes(low)} to {format_bytes(high)})"
     yield f"        {'needed':<25}{format_bytes(need):>8}  {bounds}{verdict}"
+    if offloaded := memory.get("offloaded_bytes"):  # not in plans of an older version
+        copies, ranks = memory["copies_bytes"], plan.world_size // plan.hosts
+        on_host = (
+            f"{format_bytes(ranks * offloaded)} page-locked, {format_bytes(ranks * copies)} for copies of a checkpoint"
+        )
+        yield f"        {'host memory':<25}{format_bytes(ranks * (offloaded + copies)):>8}  of each host: {on_host}"
 
 
 def waterfall(start: float, end: float, *, width: int, filled: bool) -> str:

@@ -3,9 +3,9 @@ What `--offload optimizer` keeps in the host's memory, and in which batches each
 
 The fp32 masters and the states of all but the replicated tensors leave the GPU; the weights that the model computes with stay. In
 fp32 these are the masters, so states alone leave. A batch is what is updated together: matrices of one shape as without
-offloading, so that their products have the same bits, or rows for an elementwise algorithm, cut to about the bytes of such a
-batch. The GPU has NUM_BUFFERS buffers of the largest batch during an update: one is filled, one is updated, one is sent back. With
-two, a buffer would have to be sent back before it is filled again, and only one direction of the link would work at a time.
+offloading, so that their products have the same bits, or rows for an elementwise algorithm, cut to ROW_BATCH_BYTES. The GPU has
+NUM_BUFFERS buffers of the largest batch during an update: one is filled, one is updated, one is sent back. With two, a buffer would
+have to be sent back before it is filled again, and only one direction of the link would work at a time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,10 +19,11 @@ from paceline.errors import PlanError
 from paceline.plan.algorithms import Algorithm, Shape, algorithm_of
 from paceline.plan.cost import layout
 from paceline.plan.shapes import FP32
-from paceline.plan.sharding import ALIGNMENT, BATCH_NUMEL, batch_sizes
+from paceline.plan.sharding import ALIGNMENT, batch_sizes
+from paceline.units import MIB
 
 NUM_BUFFERS = 3
-BATCH_BYTES = 2 * FP32 * BATCH_NUMEL  # of rows: as many as masters and one state of the largest batch of matrices
+ROW_BATCH_BYTES = 128 * MIB  # some 10 ms over PCIe: a longer copy is no faster
 
 
 class OffloadSetup(Protocol):
@@ -93,7 +94,7 @@ def row_batches(shapes: Sequence[Shape], *, num_copies: int) -> list[list[RowRan
 
     Rows are cut at multiples of ALIGNMENT elements: the update's vectors then cover the same elements as of a whole tensor.
     """
-    limit = BATCH_BYTES // (FP32 * num_copies)
+    limit = ROW_BATCH_BYTES // (FP32 * num_copies)
     batches: list[list[RowRange]] = []
     filled = limit  # elements of the last batch
     for number, (rows, *others) in enumerate(shapes):

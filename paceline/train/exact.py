@@ -221,7 +221,7 @@ def host_memory_left_out(live: LiveBytes) -> Iterator[None]:
     before = offload.host_zeros
 
     def host_zeros(numel: int, device: torch.device) -> Tensor:
-        with _disable_current_modes():  # type: ignore[no-untyped-call]
+        with _disable_current_modes():
             return live.leave_out(before(numel, device))
 
     offload.host_zeros = host_zeros

@@ -91,6 +91,14 @@ class Owned:
             self.weight.copy_(self.master)
 
 
+def assert_shapes(params: Mapping[str, nn.Parameter], shapes: Sequence[ParamShape]) -> None:
+    """Fails where a model is not the one that is planned, or not fp32 yet."""
+    actual = {name: tuple(param.shape) for name, param in params.items()}
+    planned = {shape.name: shape.shape for shape in shapes}
+    assert actual == planned, f"the model and plan/shapes.py differ in {sorted(actual.items() ^ planned.items())}"
+    assert all(param.dtype == torch.float32 for param in params.values()), "weights are initialised in fp32"
+
+
 def sum_of_squares(grads: Sequence[Tensor], device: torch.device) -> Tensor:
     """Returns the sum over all elements, () fp32: non-finite as soon as one element is."""
     norms = torch._foreach_norm(list(grads)) if grads else (torch.zeros((), device=device),)

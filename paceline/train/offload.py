@@ -40,9 +40,11 @@ class HostMemory:
         groups: Mapping[str, GroupSettings],
         *,
         rank: int,
-        masters: bool,
+        dtype: torch.dtype,
         device: torch.device,
     ):
+        """dtype: that the model computes in; in fp32 its weights are the masters, and stay."""
+        masters = dtype != torch.float32
         places: list[tuple[str, str, Shape]] = []  # parameter, kind, shape
         for bucket in plan.buckets:
             members: list[tuple[str, str, Shape]] = []

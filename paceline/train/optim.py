@@ -42,13 +42,14 @@ from paceline.train.buckets import (
     Owned,
     Passage,
     Read,
+    assert_shapes,
     grad_or_zeros,
     norm_of,
     sum_of_squares,
 )
 from paceline.train.offload import HostMemory, Staging
 from paceline.train.process import all_reduce_sum
-from paceline.train.update_batches import StepSettings, make_batches, update_replicated
+from paceline.train.update_batches import StepSettings, UpdateBatch, make_batches, update_replicated
 
 
 class ShardedOptimizer:
@@ -81,10 +82,7 @@ class ShardedOptimizer:
         self._groups, self._rank, self._world_size = groups, rank, world_size
         self._mean_over = 1  # the ranks over which reduced gradients are a mean instead of a sum
         params = dict(model.named_parameters())
-        actual = {name: tuple(param.shape) for name, param in params.items()}
-        planned = {shape.name: shape.shape for shape in shapes}
-        assert actual == planned, f"the model and plan/shapes.py differ in {sorted(actual.items() ^ planned.items())}"
-        assert all(param.dtype == torch.float32 for param in params.values()), "weights are initialised in fp32"
+        assert_shapes(params, shapes)
         self._device = next(iter(params.values())).device
         self._newton_schulz_dtype = updates.newton_schulz_dtype(self._device)
         plan = self._shard_plan(shapes)
@@ -95,10 +93,7 @@ class ShardedOptimizer:
             shard=self.shard,
         )
         first_value = first_value or (lambda name: params[name].data)
-        host: dict[str, dict[str, Tensor]] = {}
-        if offload:
-            narrowed = compute_dtype != torch.float32
-            host = HostMemory(plan, groups, rank=rank, masters=narrowed, device=self._device).tensors
+        host = HostMemory(plan, groups, rank=rank, dtype=compute_dtype, device=self._device).tensors if offload else {}
         self._buckets = [
             self.bucket_type(
                 bucket,
@@ -121,17 +116,21 @@ class ShardedOptimizer:
             param, algorithm = params[shape.name], ALGORITHMS[groups[shape.group].algorithm]
             param.data = first_value(shape.name)
             self._replicated.append(Owned(param, shape, 0, shape.shape[0], param.data, param.data, algorithm))
-        together = self._device.type != "cpu"
-        self._batches = {b.tag: list(make_batches(b.owned, whole=b.whole, together=together)) for b in self._buckets}
         self._in_update_order = sorted(self._buckets, key=lambda bucket: bucket.whole)
-        in_order = [batch for bucket in self._in_update_order for batch in self._batches[bucket.tag]]
-        self._staging = Staging(in_order, self._device) if offload else None
+        self._batches, self._staging = self._make_batches(offload=offload)
         self._is_last = False  # in the step's last micro-step, whose backward starts the sums over ranks
         self._next_bucket = 0  # the one to send next
         if world_size > 1:
             for bucket in self._buckets:
                 for number, param in enumerate(bucket.params):
                     param.register_post_accumulate_grad_hook(self._grad_hook(bucket, number))  # type: ignore[no-untyped-call]
+
+    def _make_batches(self, *, offload: bool) -> tuple[dict[int, list[UpdateBatch]], Staging | None]:
+        """Returns what is updated together in each bucket, and the buffers through which it passes where it is offloaded."""
+        together = self._device.type != "cpu"
+        batches = {b.tag: list(make_batches(b.owned, whole=b.whole, together=together)) for b in self._buckets}
+        in_order = [batch for bucket in self._in_update_order for batch in batches[bucket.tag]]
+        return batches, Staging(in_order, self._device) if offload else None
 
     def _shard_plan(self, shapes: tuple[ParamShape, ...]) -> ShardPlan:
         optimizer = self._groups[MATRIX].algorithm
@@ -205,8 +204,7 @@ class ShardedOptimizer:
         algorithms come first: their gathers, the largest, then run under the matrices' update, the longest.
         """
         self.step_count += 1
-        scale, works = grad_scale * self._mean_over, list[dist.Work]()
-        dtype = self._newton_schulz_dtype
+        scale, dtype, works = grad_scale * self._mean_over, self._newton_schulz_dtype, list[dist.Work]()
         settings = StepSettings(self.step_count, lr_mult, momentum, weight_decay_mult, scale, dtype)
         update_replicated(self._replicated, self._groups, settings)
         for bucket in self._in_update_order:

@@ -384,7 +384,8 @@ def _assumptions(setup: StepSetup, speeds: Speeds, correction: tuple[float, floa
             lines.append(f"{HIDDEN_SHARE['cuda']:.0%} of a backward hides what is sent under it: assumed, not measured")
     if (to_host := setup.moving_link) is not None:
         rate = f"{to_host.bytes_per_s / 1e9:.3g} GB/s each way"
-        lines.append(f"masters and states moved over {to_host.name}, {rate}, {to_host.source}")
+        moved = "states" if setup.precision == "fp32" else "masters and states"
+        lines.append(f"{moved} moved over {to_host.name}, {rate}, {to_host.source}")
     if setup.compile is None and setup.device == "cuda":
         lines.append("compiled: the worker tries it before the first step")
     if setup.compile is not False and setup.device == "cpu":

@@ -27,7 +27,7 @@ ROWS_OF_A_BATCH = 64 * 64 * 4 * 3  # bytes: tables are cut into several batches
 
 def plan_with(offload: str, world_size: int, **keys: object) -> Plan:
     """The planner refuses it on a CPU, where it saves nothing; the classes work there in order."""
-    return replace(plan_of(world_size, **keys), offload=offload)
+    return replace(plan_of(world_size, device_batch_size=3, **keys), offload=offload)
 
 
 def steps_of(rank: int, plan: Plan, *, saved: dict[str, Tensor] | None = None) -> dict[str, object]:

@@ -135,7 +135,7 @@ def hosts_cost(
 
 
 def fuller_plans(config: Config) -> Iterator[Change]:
-    """Yields the changes that leave the micro-batch to the planner, up to the fullest profile."""
+    """Yields the changes that leave the micro-batch to the planner, up to the fullest profile; and the optimizer's other place."""
     opened = {key: None for key in SIZE_KEYS if getattr(config, key) is not None}
     if opened:
         yield opened
@@ -143,6 +143,8 @@ def fuller_plans(config: Config) -> Iterator[Change]:
         yield {**opened, "memory_share": PROFILES[FULLEST_PROFILE]}
     elif config.profile != FULLEST_PROFILE:
         yield {**opened, "profile": FULLEST_PROFILE}
+    if config.shard != "none":  # what has left the GPU makes room for rows, but takes time
+        yield {"offload": "none" if config.offload == "optimizer" else "optimizer"}
 
 
 def measured_here(cache: Path, *, link_name: str | None = None, machine: Machine | None = None) -> Measured:

@@ -16,7 +16,7 @@ from paceline.config import Config
 from paceline.errors import PlanError
 from paceline.plan import offloading
 from paceline.plan.cost import layout
-from paceline.plan.forecast import memory_lines, plan_lines
+from paceline.plan.forecast import forecast, memory_lines, plan_lines
 from paceline.plan.gpu_table import find_gpu
 from paceline.plan.links import host_link
 from paceline.plan.machine import Machine, imagined_machine
@@ -215,3 +215,18 @@ def test_the_check_asks_each_host_for_what_is_offloaded_and_a_checkpoints_copies
         needs.append(intent.need_host_bytes)
     setup = memory_setup(plan)
     assert needs[1] - needs[0] == fullest_state(setup).on_host + copies_bytes(setup)
+
+
+@pytest.mark.parametrize("depth, helps", [(20, True), (12, False)])
+def test_offloading_helps_where_its_memory_spares_more_work_than_it_costs(depth, helps, tmp_path):
+    config = Config(depth=depth, num_steps=100)
+    facts = forecast(config, ONE_4090, cache=tmp_path, vocab_size=32_768, num_rows=0)
+    gains = {lever.what: lever.gain for lever in facts.levers}
+    assert ("--offload optimizer" in gains) == helps
+    if helps:
+        offloaded = forecast(
+            replace(config, offload="optimizer"), ONE_4090, cache=tmp_path, vocab_size=32_768, num_rows=0
+        )
+        faster = facts.step.seconds.expected / offloaded.step.seconds.expected - 1
+        assert gains["--offload optimizer"] == pytest.approx(faster) and faster > 0.1
+        assert facts.plan.activation_checkpointing != offloaded.plan.activation_checkpointing

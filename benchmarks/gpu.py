@@ -6,11 +6,12 @@ depth of the second 2 to 3.
     python benchmarks/gpu.py --plan [--depths 8,12,16,24]
 
 Right and fast are real `paceline train` in a temporary folder. Right: loss on the GPU against the CPU, compiled against eager, fp16
-and bf16 against fp32, a broken run against an unbroken one. Kernels, a minute: each way of attention and of the loss on the shapes
-of the first depth, by the functions that a run calls; how far each is from its reference, and its milliseconds. Fast: tokens/s, MFU
-and peak memory, planned and measured, in bf16 per depth, compiled: rows of 2,048 tokens, 524,288 tokens a step as the recipe has
-them. Exit code 1 if anything is wrong. Needs torch 2.11+, numpy, tokenizers, safetensors, rich, psutil, orjson, argcomplete.
-`--device cpu --depths 2 --sequence-len 128` goes through the same steps without a GPU.
+and bf16 against fp32, a broken run against an unbroken one, an offloaded optimizer against one on the GPU. Kernels, a minute: each
+way of attention and of the loss on the shapes of the first depth, by the functions that a run calls; how far each is from its
+reference, and its milliseconds. Fast: tokens/s, MFU and peak memory, planned and measured, in bf16 per depth, compiled: rows of
+2,048 tokens, 524,288 tokens a step as the recipe has them; then the last depth with --offload optimizer, and by how much a step is
+longer, planned and measured. Exit code 1 if anything is wrong. Needs torch 2.11+, numpy, tokenizers, safetensors, rich, psutil,
+orjson, argcomplete. `--device cpu --depths 2 --sequence-len 128` goes through the same steps without a GPU.
 
 --plan: the planned peak of memory beside the measured one, eager, compiled and checkpointed at each depth; first by arithmetic
 alone, then by a plan that knows what these runs have measured. On a CPU it is the process, with what PyTorch itself takes.
@@ -19,6 +20,7 @@ alone, then by a plan that knows what these runs have measured. On a CPU it is t
 import argparse
 import hashlib
 import json
+import math
 import os
 import shutil
 import statistics
@@ -91,6 +93,8 @@ def check_correctness(folder: Path, device: str) -> Iterator[tuple[str, bool, st
     for compile_key in ("false", "true"):
         keys = {**base, **long, "deterministic": True, "window-pattern": "SL", "compile": compile_key}
         yield check_resume(folder, keys, f"resumed, compile={compile_key}")
+    if device == "cuda":
+        yield check_offload(folder, {**base, **long, "deterministic": True})
 
 
 def within(what: str, ours: list[float], reference: list[float], tolerance: float) -> tuple[str, bool, str]:
@@ -112,27 +116,55 @@ def check_resume(folder: Path, keys: dict[str, object], name: str) -> tuple[str,
     return f"{name}, from step 4 against unbroken", resumed == unbroken, f"weights and states {unbroken} and {resumed}"
 
 
+def check_offload(folder: Path, keys: dict[str, object]) -> tuple[str, bool, str]:
+    """A run whose masters and states are on the host ends with the bits of one that has them on the GPU."""
+    hashes = [
+        weights_hash(train(folder, f"offload-{where}", {**keys, "precision": "bf16", "offload": where}), 8)
+        for where in ("none", "optimizer")
+    ]
+    return "offload optimizer against none", len(set(hashes)) == 1, f"weights and states {' and '.join(hashes)}"
+
+
 def shape_of(depth: int) -> dict[str, object]:
     """Every key that the recipe derives from the depth, since `paceline train` without a config takes those of tiny.toml."""
     return {"depth": depth, "n-embd": 64 * depth, "head-dim": 128, "window-pattern": "SSSL", "vocab-size": 32768}
 
 
-def measure(folder: Path, depth: int, *, device: str, sequence_len: int, steps: int) -> str:
-    """One line of the table."""
+def measure(
+    folder: Path, depth: int, *, device: str, sequence_len: int, steps: int, offload: str = "none"
+) -> tuple[str, float, float]:
+    """One line of the table; and the seconds of a step, measured and planned."""
     rows = ROWS_OF_DEPTH.get(depth, 8)
     keys = {**shape_of(depth), "sequence-len": sequence_len, "device-batch-size": rows, "total-batch-size": 256 * sequence_len,
-            "num-steps": steps, "device": device, "compile": "true" if device == "cuda" else "false", "save-every": 0}  # fmt: skip
+            "num-steps": steps, "device": device, "compile": "true" if device == "cuda" else "false", "save-every": 0,
+            "offload": offload}  # fmt: skip
     started = time.monotonic()
-    run = train(folder, f"d{depth}", keys)
+    run = train(folder, f"d{depth}-offload-{offload}", keys)
     lines = metrics(run)[SKIPPED_STEPS:]
-    planned = json.loads((run / "plan.json").read_text())["memory"]["allocated_bytes"]["expected"]
+    plan = json.loads((run / "plan.json").read_text())
+    planned, planned_s = plan["memory"]["allocated_bytes"]["expected"], plan["cost"].get("seconds")
     shutil.rmtree(run)
     speed = statistics.median(line["tok_per_sec"] for line in lines)
     share = lines[-1]["mfu"]
     mfu = "n/a" if share is None else f"{100 * speed / lines[-1]['tok_per_sec'] * share:.1f} %"
-    return (
+    line = (
         f"{depth:>5}  {rows:>4} x {sequence_len:<6}{speed:>12,.0f}  {mfu:>7}  {lines[-1]['peak_bytes'] / 2**30:>7.1f} GiB"
         f"  {planned / 2**30:>7.1f} GiB  {time.monotonic() - started:>5.0f} s in all"
+    )
+    step_s = statistics.median(line["step_ms"] for line in lines) / 1000
+    return line, step_s, planned_s["expected"] if planned_s else math.nan
+
+
+def offload_lines(
+    folder: Path, depth: int, step_s: float, planned_s: float, *, device: str, sequence_len: int, steps: int
+) -> str:
+    """The depth's line with --offload optimizer, and its step beside one without. step_s, planned_s: of that one."""
+    line, offloaded_s, planned_offloaded_s = measure(
+        folder, depth, device=device, sequence_len=sequence_len, steps=steps, offload="optimizer"
+    )
+    return (
+        f"{line}, --offload optimizer\n       a step takes {1000 * offloaded_s:,.0f} ms, without offloading {1000 * step_s:,.0f}:"
+        f" {1000 * (offloaded_s - step_s):+,.0f} ms, planned {1000 * (planned_offloaded_s - planned_s):+,.0f} ms"
     )
 
 
@@ -291,9 +323,11 @@ def main() -> None:
             if time.monotonic() - started > args.budget_s:
                 print(f"{depth:>5}  not measured: {args.budget_s:.0f} s are over")
                 continue
-            print(
-                measure(folder, depth, device=args.device, sequence_len=args.sequence_len, steps=args.steps), flush=True
-            )
+            same = {"device": args.device, "sequence_len": args.sequence_len, "steps": args.steps}
+            line, step_s, planned_s = measure(folder, depth, **same)
+            print(line, flush=True)
+            if depth == depths[-1] and args.device == "cuda":
+                print(offload_lines(folder, depth, step_s, planned_s, **same), flush=True)
     sys.exit(wrong > 0)
 
 

@@ -87,6 +87,12 @@ class Config:
         " replicated weights do not fit",
         choices=("optimizer", "full", "none"),
     )
+    offload: str = option(
+        "none",
+        "optimizer: fp32 masters and optimizer states stay in the host's memory, and are on the GPU only while they are updated;"
+        " the same bits in less memory and more time",
+        choices=("none", "optimizer"),
+    )
     matrix_lr: float | None = option(None, "learning rate of matrices; auto: muon 0.02, adamw 0.002", low=0, high=100)
     embedding_lr: float = option(0.3, "learning rate of token embeddings; value embeddings use half", low=0, high=100)
     unembedding_lr: float = option(0.008, "learning rate of lm_head", low=0, high=100)
@@ -172,6 +178,11 @@ def check_config(config: Config) -> None:
         raise PacelineError(
             "shard = none is plain DDP with AdamW, but optimizer is muon",
             fix="--optimizer adamw, or leave shard at optimizer (Muon's states are always split)",
+        )
+    if config.shard == "none" and config.offload != "none":
+        raise PacelineError(
+            f"offload is {config.offload}, but shard = none is plain DDP, whose states stay on every GPU",
+            fix="--shard optimizer, or --offload none",
         )
     if config.window_pattern is not None and (not config.window_pattern or set(config.window_pattern) - set("SL")):
         raise PacelineError(

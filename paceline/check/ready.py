@@ -54,7 +54,7 @@ from paceline.config import Config, cache_dir
 from paceline.errors import Finding, PacelineError, PlanError
 from paceline.plan.forecast import measured_here
 from paceline.plan.machine import Gpu, HostLink, Machine, with_spec
-from paceline.plan.memory import checkpoint_bytes, fullest_state
+from paceline.plan.memory import checkpoint_bytes, copies_bytes, fullest_state
 from paceline.plan.planner import Plan, make_plan, memory_setup
 from paceline.rundir import RunDir, write_atomic
 
@@ -150,8 +150,11 @@ def start_gathering(**request: Any) -> Iterator[FactsProcess]:
 
 def training_intent(config: Config, plan: Plan, *, command: str, set_keys: frozenset[str], run_path: Path) -> Intent:
     """Returns what `train` and `resume` are about to run, in numbers."""
-    state_bytes_per_rank = fullest_state(memory_setup(plan)).total
+    setup = memory_setup(plan)
+    state_bytes_per_rank, offloaded = fullest_state(setup).total, fullest_state(setup).on_host
     on_gpu = plan.device == "cuda"
+    # of each process; what is offloaded has a checkpoint's copies beside it
+    on_host = PROCESS_BYTES + (offloaded and offloaded + copies_bytes(setup)) + (0 if on_gpu else state_bytes_per_rank)
     return Intent(
         command=command,
         device=plan.device,
@@ -166,7 +169,7 @@ def training_intent(config: Config, plan: Plan, *, command: str, set_keys: froze
         total_batch_size=plan.total_batch_size,
         num_steps=None if plan.time else plan.num_steps,
         need_gpu_bytes=state_bytes_per_rank + CUDA_CONTEXT_BYTES if on_gpu else None,
-        need_host_bytes=plan.world_size * (PROCESS_BYTES + (0 if on_gpu else state_bytes_per_rank)),
+        need_host_bytes=plan.world_size * on_host,
         checkpoint_bytes=checkpoint_bytes(plan.model, optimizer=plan.optimizer),
         num_checkpoints=config.keep_last + 2,  # the best, and the one that is being written
     )

@@ -48,7 +48,8 @@ POSTPONED = 8  # the square and its gradient of a layer above, until inductor ma
 class MemorySetup:
     """All that the memory of one rank depends on.
 
-    attention: the kernel: flash (FlexAttention saves the same), efficient, math, or cpu (model/layers.py).
+    attention: the kernel: flash (FlexAttention saves the same), efficient, math, or cpu (model/layers.py). offload:
+    "optimizer" where masters and states are in the host's memory.
     """
 
     model: ModelConfig
@@ -63,6 +64,7 @@ class MemorySetup:
     activation_checkpointing: bool | str
     attention: str
     compiled: bool
+    offload: str = "none"
 
     @property
     def num_tokens(self) -> int:

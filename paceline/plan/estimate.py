@@ -14,7 +14,7 @@ from math import hypot
 from typing import Any, Literal
 
 from paceline.plan.activations import MemorySetup
-from paceline.plan.memory import Phase, copies_bytes, phases
+from paceline.plan.memory import Phase, copies_bytes, fullest_state, phases
 from paceline.units import GIB, MIB
 
 
@@ -45,6 +45,7 @@ NAMES = {
     "weights": "weights",
     "masters": "fp32 masters",
     "states": "optimizer states",
+    "staging": "staging buffers",
     "gathered": "gathered weights",
     "communication": "communication buffers",
     "gradients": "gradients",
@@ -132,6 +133,7 @@ class MemoryEstimate:
     process: Range
     card_bytes: int | None
     copies_bytes: int  # of a checkpoint in the host's memory
+    offloaded_bytes: int  # masters and states in the host's memory
     ratio: float
     source: str
     on_gpu: bool
@@ -156,6 +158,7 @@ class MemoryEstimate:
             "process_bytes": process.rounded(),
             "card_bytes": card,
             "copies_bytes": self.copies_bytes,
+            "offloaded_bytes": self.offloaded_bytes,
             "share": process.expected / card if card else None,
             "verdict": verdict(process, card) if card else None,
             "source": self.source,
@@ -186,7 +189,8 @@ def estimate_memory(
         process = process_bytes(allocated, world_size=setup.world_size, consumer=consumer, expandable=True)
     source = calibration.source if calibration else "arithmetic alone: nothing was measured on this kind of device yet"
     on_gpu = setup.device == "cuda"
-    return MemoryEstimate(planned, allocated, process, card_bytes or None, copies, ratio, source, on_gpu)
+    offloaded = fullest_state(setup).on_host
+    return MemoryEstimate(planned, allocated, process, card_bytes or None, copies, offloaded, ratio, source, on_gpu)
 
 
 def named_parts(parts: Mapping[str, float], need: float, *, on_gpu: bool) -> list[tuple[str, float]]:

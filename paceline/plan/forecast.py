@@ -135,7 +135,7 @@ def hosts_cost(
 
 
 def fuller_plans(config: Config) -> Iterator[Change]:
-    """Yields the changes that leave the micro-batch to the planner, up to the fullest profile."""
+    """Yields the changes that leave the micro-batch to the planner, up to the fullest profile; and the optimizer's other place."""
     opened = {key: None for key in SIZE_KEYS if getattr(config, key) is not None}
     if opened:
         yield opened
@@ -143,6 +143,8 @@ def fuller_plans(config: Config) -> Iterator[Change]:
         yield {**opened, "memory_share": PROFILES[FULLEST_PROFILE]}
     elif config.profile != FULLEST_PROFILE:
         yield {**opened, "profile": FULLEST_PROFILE}
+    if config.shard != "none":  # what has left the GPU makes room for rows, but takes time
+        yield {"offload": "none" if config.offload == "optimizer" else "optimizer"}
 
 
 def measured_here(cache: Path, *, link_name: str | None = None, machine: Machine | None = None) -> Measured:
@@ -219,6 +221,8 @@ def plan_lines(plan: Plan) -> list[str]:
     compiled = {True: "compiled", False: "eager", None: "compile: measured first"}[plan.compile]
     sharded = {"none": "states replicated (DDP)", "optimizer": "states sharded", "full": "weights and states sharded"}
     states = "one device" if plan.world_size == 1 and plan.shard != "none" else sharded[plan.shard]
+    if plan.offload != "none":
+        states += ", states on the host" if plan.precision == "fp32" else ", masters and states on the host"
     epochs = f", {plan.epochs:.3g} epochs" if plan.epochs else ""
     length = f"{plan.num_steps:,} steps, {format_count(plan.num_steps * plan.total_batch_size)} tokens{epochs}"
     if plan.time is not None:
@@ -302,6 +306,12 @@ def memory_lines(plan: Plan, *, bar_width: int) -> Iterator[str]:
         verdict = f", {100 * memory['share']:.0f} % of {format_bytes(card)}{aim}: {memory['verdict']}"
     bounds = f"({format_bytes(low)} to {format_bytes(high)})"
     yield f"        {'needed':<25}{format_bytes(need):>8}  {bounds}{verdict}"
+    if offloaded := memory.get("offloaded_bytes"):  # not in plans of an older version
+        copies, ranks = memory["copies_bytes"], plan.world_size // plan.hosts
+        on_host = (
+            f"{format_bytes(ranks * offloaded)} page-locked, {format_bytes(ranks * copies)} for copies of a checkpoint"
+        )
+        yield f"        {'host memory':<25}{format_bytes(ranks * (offloaded + copies)):>8}  of each host: {on_host}"
 
 
 def waterfall(start: float, end: float, *, width: int, filled: bool) -> str:

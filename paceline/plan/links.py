@@ -140,11 +140,28 @@ def inner_link(spec: GpuSpec | None, *, num_gpus: int, device: str) -> Link | No
         return _nvlink(spec.nvlink_bytes_per_s, source=f"assumed: the NVLinks of {spec.name} all connected")
     if spec.pcie_gen is None or spec.pcie_lanes is None:
         return None
-    shared = spec.consumer and num_gpus <= X8_X8_CARDS
-    lanes = min(spec.pcie_lanes, 8) if shared else spec.pcie_lanes
-    slots = "a desktop board's two slots, eight lanes each, " if shared else ""
+    lanes, slots = slot_lanes(spec.pcie_lanes, spec.consumer, num_gpus)
     why = f"assumed: {slots}PCIe {spec.pcie_gen} x{lanes} through host memory, without P2P; paceline comm measures it"
     return _pcie(spec.pcie_gen, lanes, direct=False, source=why)
+
+
+def host_link(spec: GpuSpec | None, *, num_gpus: int) -> Link | None:
+    """Returns the link to the host's memory, both ways at once; None for a card whose link is not known.
+
+    The same figure as between GPUs through host memory: each card's link then carries what it sends and what it receives.
+    num_gpus: of one host.
+    """
+    if spec is None or spec.pcie_gen is None or spec.pcie_lanes is None:
+        return None
+    lanes, slots = slot_lanes(spec.pcie_lanes, spec.consumer, num_gpus)
+    return _pcie(spec.pcie_gen, lanes, direct=False, source=f"assumed: {slots}both ways at once")
+
+
+def slot_lanes(lanes: int, consumer: bool, num_gpus: int) -> tuple[int, str]:
+    """Returns the lanes that each card of a host has, and why they are fewer than its own."""
+    if consumer and num_gpus == X8_X8_CARDS:
+        return min(lanes, 8), "a desktop board's two slots, eight lanes each, "
+    return lanes, ""
 
 
 def _pcie(generation: int, lanes: int, *, direct: bool, source: str) -> Link:

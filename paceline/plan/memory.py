@@ -6,8 +6,9 @@ step. The peak is the largest of the phases. No torch; tests/train/test_exact.py
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import prod
 
 from paceline.config import ModelConfig
 from paceline.plan.activations import (
@@ -22,6 +23,7 @@ from paceline.plan.activations import (
 )
 from paceline.plan.algorithms import ALGORITHMS, algorithm_of
 from paceline.plan.cost import layout
+from paceline.plan.offloading import NUM_BUFFERS, offloaded_batches
 from paceline.plan.shapes import FP32, MATRIX, NARROW, ParamShape, param_shapes
 from paceline.plan.sharding import (
     GatheredBytes,
@@ -43,9 +45,11 @@ class StateBytes:
     masters: int  # fp32 copies of the owned weights; none where the model computes in fp32
     states: int
     communication: int  # gradients that other ranks send, on a CPU, and the fp32 sum of narrow ones
+    on_host: int = 0  # masters and states that are offloaded: page-locked memory of the host
 
     @property
     def total(self) -> int:
+        """The bytes on the device."""
         return self.weights + self.gradients + self.masters + self.states + self.communication
 
 
@@ -78,13 +82,8 @@ def phases(setup: MemorySetup) -> tuple[Phase, ...]:
     before = 0 if fresh else state.gradients * (2 if unsummed else 1)  # DDP's buckets, and what is not in them yet
     saved = [saved_bytes(setup, layer) for layer in range(setup.model.n_layer)]
     activations = stem_bytes(setup, compiled=setup.compiled) + sum(saved)
-    updating = _update_bytes(
-        setup.model,
-        world_size=setup.world_size,
-        optimizer=setup.optimizer,
-        shard=setup.shard,
-        on_cpu=setup.device == "cpu",
-    )
+    staging = staging_bytes(setup)
+    updating = {"working": _update_bytes(setup), **({"staging": staging} if staging else {})}
     num_layers, gathered = setup.model.n_layer, gathered_bytes(setup)
     forward, loss = gathered[num_layers].parts(), gathered[num_layers + 1].parts()
     in_backward = [gathered[-2 - part] for part in range(num_layers + 2)]
@@ -97,7 +96,7 @@ def phases(setup: MemorySetup) -> tuple[Phase, ...]:
             **loss,
         },
         "backward": backward_parts(setup, saved, before=before, fresh=fresh, gathered=in_backward),
-        "optimizer": {"gradients": state.gradients, "working": updating},
+        "optimizer": {"gradients": state.gradients, **updating},
         "evaluation": {"gradients": state.gradients, "activations": 0, **_evaluation_parts(setup)},
     }
     return tuple(Phase(name, base | parts) for name, parts in moments.items())
@@ -151,33 +150,46 @@ def gathered_bytes(setup: MemorySetup, *, backward: bool = True) -> tuple[Gather
     return tuple(moments)
 
 
+def staging_bytes(setup: MemorySetup) -> int:
+    """Returns the buffers through which masters and states pass during an update; 0 where none are offloaded."""
+    batches = offloaded_batches(setup)
+    return min(NUM_BUFFERS, len(batches)) * max((batch.buffer_bytes for batch in batches), default=0)
+
+
 @lru_cache(maxsize=256)
-def _update_bytes(model: ModelConfig, *, world_size: int, optimizer: str, shard: str, on_cpu: bool) -> int:
+def _update_bytes(setup: MemorySetup) -> int:
     """Returns the temporaries of the largest batch of whole matrices."""
-    algorithm = ALGORITHMS[optimizer]
-    if shard == "none" or not algorithm.whole:
+    algorithm, on_cpu = ALGORITHMS[setup.optimizer], setup.device == "cpu"
+    if setup.shard == "none" or not algorithm.whole:
         return 0
+    stacked = (
+        setup.offload == "none" or setup.precision == "fp32"
+    )  # masters; a buffer of offloaded ones is a stack already
     largest = 0
-    for bucket in layout(model, world_size, optimizer, shard).buckets:
+    for bucket in layout(setup.model, setup.world_size, setup.optimizer, setup.shard).buckets:
         shapes = [share.param.shape for share in bucket.shares(0)] if bucket.whole else []
         start = 0
         for count in batch_sizes(shapes, together=not on_cpu):
-            largest = max(largest, algorithm.working_bytes(shapes[start], count, FP32 if on_cpu else NARROW))
-            start += count
+            shape, start = shapes[start], start + count
+            working = algorithm.working_bytes(shape, count, FP32 if on_cpu else NARROW)
+            largest = max(largest, working - (0 if stacked or count == 1 else FP32 * count * prod(shape)))
     return largest
 
 
 def fullest_state(setup: MemorySetup) -> StateBytes:
     """Returns the state of the rank that holds most."""
-    names = ("world_size", "optimizer", "shard", "precision", "grad_accum_steps", "device")
+    names = ("world_size", "optimizer", "shard", "precision", "grad_accum_steps", "device", "offload")
     keys = {name: getattr(setup, name) for name in names}
     ranks = range(setup.world_size if setup.shard != "none" else 1)
     return max((state_bytes(setup.model, rank=rank, **keys) for rank in ranks), key=lambda state: state.total)
 
 
 def copies_bytes(setup: MemorySetup) -> int:
-    """Returns the fullest rank's part of a checkpoint, fp32 weights and states: it stays in host memory from the first save on."""
-    state = fullest_state(setup)
+    """Returns the fullest rank's part of a checkpoint, fp32 weights and states: it stays in host memory from the first save on.
+
+    It is there beside what is offloaded: the next step changes that while the checkpoint is written.
+    """
+    state = fullest_state(replace(setup, offload="none"))
     masters = state.masters or (state.weights if setup.shard == "none" else state.weights // setup.world_size)
     return masters + state.states
 
@@ -193,6 +205,7 @@ def state_bytes(
     precision: str,
     grad_accum_steps: int,
     device: str,
+    offload: str = "none",
 ) -> StateBytes:
     """Returns what a rank holds between two steps, with the gradients as they are before the update."""
     if shard == "none":
@@ -219,12 +232,21 @@ def state_bytes(
         received = 0 if device == "cuda" else world_size - 1  # segments; NCCL sums in place
         gradients = grad_width * segments * world_size
         communication = segments * (grad_width * received + (FP32 if grad_width != FP32 else 0))
+    masters = FP32 * owned_numel if sharded or precision != "fp32" else 0
+    states = FP32 * sum(_state_numel(optimizer, param, rows) for param, rows in with_states)
+    weights, on_host = 0 if sharded else width * segments * world_size, 0
+    if offload == "optimizer":
+        replicated = FP32 * sum(_state_numel(optimizer, shape, shape.shape[0]) for shape in plan.replicated)
+        on_host, states = states - replicated, replicated
+        if precision != "fp32":  # a rank that gathers weights keeps its own on the device in their place
+            on_host, masters, weights = on_host + masters, 0, weights or width * segments
     return StateBytes(
-        weights=(0 if sharded else width * segments * world_size) + FP32 * small,
+        weights=weights + FP32 * small,
         gradients=gradients + FP32 * small,
-        masters=FP32 * owned_numel if sharded or precision != "fp32" else 0,
-        states=FP32 * sum(_state_numel(optimizer, param, rows) for param, rows in with_states),
+        masters=masters,
+        states=states,
         communication=communication,
+        on_host=on_host,
     )
 
 

@@ -17,6 +17,7 @@ from paceline.plan.algorithms import GroupSettings, group_settings
 from paceline.plan.cost import flops_per_token
 from paceline.plan.estimate import Calibrate
 from paceline.plan.machine import AttentionCase, Machine
+from paceline.plan.offloading import choose_offload
 from paceline.plan.shapes import batch_of_horizon, choose_num_steps, width_of_depth
 from paceline.plan.sizing import LOGITS_MIB, SIZE_KEYS, DoesNotFit, TooLarge, choose_fit, divisors
 from paceline.units import MIB, format_bytes, format_number_of, parse_duration
@@ -27,7 +28,7 @@ RATE_KEYS = ("optimizer", "tokens_per_param", "matrix_lr", "embedding_lr", "unem
 SHORT_RUN_FLOPS = 2e15  # a CPU run under this ends sooner than compiling pays back
 SHORT_RUN_S = {"cpu": 10_000.0, "cuda": 600.0}  # the same for a run whose length is a time
 FIX_DEPTH = 3  # refusals in a row that one fix may answer
-SAME_RUN_KEYS = {*SIZE_KEYS, "profile", "memory_share", "nproc"}  # the steps stay the same
+SAME_RUN_KEYS = {*SIZE_KEYS, "profile", "memory_share", "nproc", "offload"}  # the steps stay the same
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Plan:
     flops_per_token: int
     peak_flops: float | None
     hosts: int = 1
+    offload: str = "none"  # optimizer: masters and states are in the host's memory
     onednn: bool | None = None  # fp32 matmuls of a CPU go through oneDNN; None: the worker measures
     attention_choices: tuple[str, ...] = ()  # that it may measure, the first expected
     fused_loss: bool = False  # by the Triton kernel of model/loss_kernel.py; a GPU's worker tries it at each start
@@ -203,6 +205,7 @@ def _plan(config: Config, machine: Machine, *, vocab_size: int, num_rows: int, m
         activation_checkpointing=config.activation_checkpointing or False,
         attention=case.kernel(attention[0]),
         compiled=compiled is True,
+        offload=choose_offload(config, device=device),
     )
     sized = choose_fit(
         config,

@@ -7,7 +7,7 @@ total_batch_size, the rows of a step and the learning rates stay: only the part 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from paceline.config import Config
@@ -26,6 +26,9 @@ BLIND_MICRO_STEP_TOKENS = 32_768  # the same on a GPU whose memory is not known
 DEPTHS_TRIED = 8  # for a fix: heads or an automatic batch may rule a depth out
 SIZE_KEYS = ("device_batch_size", "logits_mib", "activation_checkpointing")
 SMALL_VOCAB_SIZE = 4096  # the last that a fix proposes
+HOST_SHARE = (
+    0.9  # of a host's memory for what is offloaded and a checkpoint's copies: the system and the processes need some
+)
 
 Estimate = Callable[[MemorySetup], MemoryEstimate]
 # device name, setup, its bytes -> whether it failed here before
@@ -167,6 +170,7 @@ def choose_fit(
             fitting = solver.fit(setup, budget)
     if fitting is None:
         raise does_not_fit(config, setup, solver, share=share)
+    check_host_memory(estimate(fitting), machine, ranks=setup.world_size // machine.hosts)
     rows, notes = f"so that {format_number_of(fitting.device_batch_size, 'row fits', 'rows fit')}", []
     if fitting.shard != (config.shard or "optimizer"):
         notes.append(f"weights and gradients sharded too, {rows}: they are sent in every micro-step (shard full)")
@@ -178,6 +182,22 @@ def choose_fit(
     if not solver.rows and config.memory_share is not None:
         notes.append(f"device_batch_size is set to {config.device_batch_size}, so memory_share chooses nothing")
     return SizedSetup(fitting, estimate(fitting), share if solver.rows else None, tuple(notes))
+
+
+def check_host_memory(needs: MemoryEstimate, machine: Machine, *, ranks: int) -> None:
+    """Raises PlanError where the ranks of a host cannot offload as much as they are to. Memory 0 of a host: not known."""
+    if not needs.offloaded_bytes or not machine.memory_bytes:
+        return
+    need, allowed = ranks * (needs.offloaded_bytes + needs.copies_bytes), HOST_SHARE * machine.memory_bytes
+    if need > allowed:
+        raise PlanError(
+            f"{format_bytes(need)} of each host's memory needed to offload the optimizer of"
+            f" {format_number_of(ranks, 'rank')} (masters and states {format_bytes(ranks * needs.offloaded_bytes)},"
+            f" copies of a checkpoint {format_bytes(ranks * needs.copies_bytes)}),"
+            f" {100 * HOST_SHARE:.0f} % of {format_bytes(machine.memory_bytes)} may be used",
+            fix="--offload none",
+            changes=({"offload": "none"},),
+        )
 
 
 def ceiling(share: float, card_bytes: int) -> float:
@@ -236,6 +256,7 @@ def changes_that_fit(config: Config, setup: MemorySetup, solver: Solver, *, shar
             yield {"shard": "full"}
         if change := to_fit(everything, full, budget):
             yield {"shard": "full", **change}
+    yield from offloading_changes(config, setup, budget, solver=solver, to_fit=partial(to_fit, everything))
     if setup.device == "cpu" and setup.world_size > 1:  # which share the host's memory
         yield {"nproc": 1}
         yield {"nproc": 1, **opened}
@@ -255,6 +276,24 @@ def changes_that_fit(config: Config, setup: MemorySetup, solver: Solver, *, shar
     for shorter in (setup.model.sequence_len // divisor for divisor in (2, 4, 8, 16, 32)):
         yield {"sequence_len": max(2, shorter), **smallest}
     yield {"vocab_size": SMALL_VOCAB_SIZE, "sequence_len": 256, **smallest}
+
+
+def offloading_changes(
+    config: Config,
+    setup: MemorySetup,
+    budget_bytes: float,
+    *,
+    solver: Solver,
+    to_fit: Callable[[MemorySetup, float], dict[str, Any] | None],
+) -> Iterator[Change]:
+    """Yields the changes that offload the optimizer, which no plan does by itself: every step then waits for the host's link."""
+    if setup.device == "cpu" or setup.shard == "none" or setup.offload != "none":
+        return
+    offloaded = replace(setup, offload="optimizer")
+    if solver.fit(offloaded, budget_bytes):
+        yield {"offload": "optimizer"}
+    if change := to_fit(offloaded, budget_bytes):
+        yield {"offload": "optimizer", **change}
 
 
 def divisors(number: int) -> list[int]:

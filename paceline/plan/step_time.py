@@ -16,7 +16,8 @@ from paceline.plan.algorithms import ALGORITHMS, OTHERS
 from paceline.plan.cost import attention_pairs, flops_per_token, mfu, step_messages, update_work, window_sizes
 from paceline.plan.estimate import Range
 from paceline.plan.gpu_table import GpuSpec
-from paceline.plan.links import Link, link_of_speeds
+from paceline.plan.links import Link, host_link, link_of_speeds
+from paceline.plan.offloading import offloaded_batches, staged_seconds
 from paceline.plan.shapes import ELEMENT_BYTES, FP32, NARROW, has_value_embed, layer_weights, num_params
 from paceline.plan.sharding import batch_sizes, shards_weights
 from paceline.plan.sizing import LOGITS_MIB
@@ -29,6 +30,7 @@ HIDDEN_SHARE = {"cuda": 0.8, "cpu": 0.0}
 DDP_BUCKETS = 8  # of 25 MiB: only the last is waited for
 BACKWARD_SHARE = 2 / 3
 SMALLEST_SPREAD = 0.03
+MOVED = "states moved"  # to the GPU and back, by --offload optimizer
 LIMITS = {
     "compute": ("matmuls", "attention", *(row.title for row in ALGORITHMS.values() if row.whole), "loss"),
     "memory bandwidth": (
@@ -37,7 +39,7 @@ LIMITS = {
         "gradients",
         *(row.title for row in ALGORITHMS.values() if not row.whole),
     ),
-    "link": ("gradients sent", "weights sent"),
+    "link": ("gradients sent", "weights sent", MOVED),
     "host": ("host",),
 }
 
@@ -58,6 +60,7 @@ class StepSetup:
     logits_budget_bytes: int = LOGITS_MIB * MIB
     compile: bool | None = None
     attention: str = "sdpa"
+    offload: str = "none"
     spec: GpuSpec | None = None
     threads: int = 1
     link: Link | None = None
@@ -73,6 +76,13 @@ class StepSetup:
     def tokens(self) -> int:
         """The tokens of one micro-step on one device."""
         return self.device_batch_size * self.model.sequence_len
+
+    @property
+    def moving_link(self) -> Link | None:
+        """The link over which masters and states are moved; None where they are not, or where it is not known."""
+        if self.offload == "none":
+            return None
+        return host_link(self.spec, num_gpus=self.world_size // self.hosts)
 
     @property
     def total_batch_size(self) -> int:
@@ -93,7 +103,8 @@ class StepSetup:
         )
         batch = f"{self.device_batch_size} x {self.grad_accum_steps} x {self.world_size}"
         how = f"{self.checkpointed}{'compiled' if self.compiled else 'eager'}"
-        return f"{shape}, {batch}, {self.precision} {self.optimizer} {self.shard} {how}"
+        where = "" if self.offload == "none" else " offloaded"
+        return f"{shape}, {batch}, {self.precision} {self.optimizer} {self.shard} {how}{where}"
 
 
 @dataclass(frozen=True)
@@ -134,6 +145,7 @@ def step_time(setup: StepSetup) -> StepTime:
     optimizer = _optimizer_seconds(setup, speeds)
     whole_s = sum(optimizer.get(row.title, 0.0) for row in ALGORITHMS.values() if row.whole)
     gradients_s, weights_s, hidden_s = _message_seconds(setup, micro_s=sum(micro.values()), whole_s=whole_s)
+    moved_s, moved_hidden_s = moving_seconds(setup, speeds)
     computed = sum(device_parts.values())
     passes, *_ = forward_passes(setup.model, setup.activation_checkpointing)
     host_micro_s = passes * setup.model.n_layer * speeds.host["layer"] + speeds.host["micro_step"]
@@ -144,9 +156,11 @@ def step_time(setup: StepSetup) -> StepTime:
         **optimizer,
         "gradients sent": gradients_s,
         "weights sent": weights_s,
+        MOVED: moved_s,
         "host": waiting_host,
     }
-    return _sum_parts(setup, speeds, {name: seconds for name, seconds in parts.items() if seconds > 0}, hidden_s)
+    parts = {name: seconds for name, seconds in parts.items() if seconds > 0}
+    return _sum_parts(setup, speeds, parts, hidden_s + moved_hidden_s)
 
 
 def _missing_fact(setup: StepSetup, speeds: Speeds | None) -> str:
@@ -160,6 +174,8 @@ def _missing_fact(setup: StepSetup, speeds: Speeds | None) -> str:
         return f"no time: {speeds.device_name} was not measured in {setup.precision}"
     if setup.world_size > 1 and setup.link is None:
         return "no time: the link between the devices is unknown; paceline comm measures it, --link names it"
+    if setup.offload != "none" and setup.moving_link is None:
+        return f"no time: how fast {speeds.device_name} reaches its host's memory is in no table"
     return ""
 
 
@@ -169,8 +185,8 @@ def _sum_parts(setup: StepSetup, speeds: Speeds, parts: Mapping[str, float], hid
     factor, spread = correction or (1.0, speeds.spread)
     corrected = {name: factor * seconds for name, seconds in parts.items()}
     total = factor * uncorrected
-    link_spread = setup.link.spread if setup.link else 0.0
-    sent = corrected.get("gradients sent", 0.0) + corrected.get("weights sent", 0.0)
+    link_spread = max((link.spread for link in (setup.link, setup.moving_link) if link), default=0.0)
+    sent = sum(corrected.get(name, 0.0) for name in LIMITS["link"])
     off = max(SMALLEST_SPREAD * total, spread * (total - sent) + link_spread * sent)
     # earlier runs, on a busy machine, may have been off by more than the whole: then as many times less as more
     seconds = Range(total - off if off < total / 2 else total / (1 + off / total), total, total + off)
@@ -269,16 +285,45 @@ def _optimizer_seconds(setup: StepSetup, speeds: Speeds) -> dict[str, float]:
         setup.model, world_size=setup.world_size, optimizer=setup.optimizer, shard=setup.shard
     )
     row, matrices = ALGORITHMS[setup.optimizer], 0.0
-    elementwise = ALGORITHMS[OTHERS] if row.whole else row  # most of what is cut by rows
     start = 0
     for count in batch_sizes(shapes, together=setup.device != "cpu"):
-        shape, start = shapes[start], start + count
-        rate = speeds.rate(row.rate_name(shape), size=min(shape))
-        by_flops = count * row.flops(shape) / rate if rate else 0.0
-        matrices += max(by_flops, speeds.host.get("update", 0.0))
+        matrices += _matrices_seconds(setup, speeds, shapes[start], count)
+        start += count
+    elementwise, rows_s = _rows_seconds(setup, speeds, elements)
+    return {row.title: matrices, elementwise: rows_s}
+
+
+def _matrices_seconds(setup: StepSetup, speeds: Speeds, shape: tuple[int, ...], count: int) -> float:
+    """Returns the time of one call that updates `count` whole matrices."""
+    row = ALGORITHMS[setup.optimizer]
+    rate = speeds.rate(row.rate_name(shape), size=min(shape))
+    by_flops = count * row.flops(shape) / rate if rate else 0.0
+    return max(by_flops, speeds.host.get("update", 0.0))
+
+
+def _rows_seconds(setup: StepSetup, speeds: Speeds, elements: int) -> tuple[str, float]:
+    """Returns the algorithm that updates most of what is cut by rows, and its time for so many elements."""
+    row = ALGORITHMS[setup.optimizer]
+    elementwise = ALGORITHMS[OTHERS] if row.whole else row
     [rate_name] = elementwise.rates
     rate = speeds.rate(rate_name)
-    return {row.title: matrices, elementwise.title: elements / rate if rate else 0.0}
+    return elementwise.title, elements / rate if rate else 0.0
+
+
+def moving_seconds(setup: StepSetup, speeds: Speeds) -> tuple[float, float]:
+    """Returns the seconds for which an update waits for offloaded masters and states, and those of moving under its work."""
+    batches = offloaded_batches(setup)
+    if not batches or setup.moving_link is None:
+        return 0.0, 0.0
+    updates = [
+        _rows_seconds(setup, speeds, batch.numel)[1]
+        if batch.shape is None
+        else _matrices_seconds(setup, speeds, batch.shape, batch.count)
+        for batch in batches
+    ]
+    moves = [batch.moved_bytes / setup.moving_link.bytes_per_s for batch in batches]
+    waiting = staged_seconds(moves, updates) - sum(updates)
+    return waiting, max(0.0, 2 * sum(moves) - waiting)
 
 
 def _message_seconds(setup: StepSetup, *, micro_s: float, whole_s: float) -> tuple[float, float, float]:
@@ -337,6 +382,10 @@ def _assumptions(setup: StepSetup, speeds: Speeds, correction: tuple[float, floa
         lines.append(f"link {setup.link.name}, {rate}, {setup.link.source}")
         if setup.device == "cuda":
             lines.append(f"{HIDDEN_SHARE['cuda']:.0%} of a backward hides what is sent under it: assumed, not measured")
+    if (to_host := setup.moving_link) is not None:
+        rate = f"{to_host.bytes_per_s / 1e9:.3g} GB/s each way"
+        moved = "states" if setup.precision == "fp32" else "masters and states"
+        lines.append(f"{moved} moved over {to_host.name}, {rate}, {to_host.source}")
     if setup.compile is None and setup.device == "cuda":
         lines.append("compiled: the worker tries it before the first step")
     if setup.compile is not False and setup.device == "cpu":

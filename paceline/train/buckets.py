@@ -1,7 +1,8 @@
 """
 What one rank updates: rows of a parameter with their fp32 master, gradient and states, in flat buffers that are sent as a whole.
 
-plan/sharding.py decides which rows a rank owns and where they lie in a buffer; plan/algorithms.py which states they have.
+plan/sharding.py decides which rows a rank owns and where they lie in a buffer; plan/algorithms.py which states they have. With
+`--offload optimizer` masters and states are in the host's memory (train/offload.py).
 
 gloo's own reduce-scatter is an all-reduce inside and its all-gather copies twice, so on the CPU segments go from rank to rank
 directly: the fewest bytes, no copy but the one on the wire (dev/LOG.md has the measurements). Only `Work.wait()` is used: on
@@ -10,7 +11,7 @@ NCCL it orders streams and does not block, and gloo has no futures.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,13 +22,13 @@ from torch.autograd import Function
 from paceline.model.checkpoint import Piece
 from paceline.plan.algorithms import ALGORITHMS, Algorithm, GroupSettings
 from paceline.plan.shapes import ParamShape
-from paceline.plan.sharding import Bucket, batch_sizes
-from paceline.train import updates
+from paceline.plan.sharding import Bucket
 
-# m rows and n columns of a matrix, k matrices in a batch, segment elements of a flat buffer for each rank
+# segment elements of a flat buffer for each rank
 
 Read = Callable[[str, int, int], Tensor]  # key, first row, last row + 1 -> those rows
 NO_GRADIENT = torch.empty(0)
+MASTER = "master"  # beside the names of states
 REDUCE_SCATTER = ("reduce_scatter_single", "reduce_scatter_tensor")  # the name since torch 2.13, and before
 ALL_GATHER = ("all_gather_single", "all_gather_into_tensor")
 
@@ -36,7 +37,8 @@ ALL_GATHER = ("all_gather_single", "all_gather_into_tensor")
 class Owned:
     """Rows [lo, hi) of a parameter, whose update is this rank's work.
 
-    weight: what the model computes with. master: fp32, the same tensor as weight where the model computes in fp32.
+    weight: what the model computes with. master: fp32, the same tensor as weight where the model computes in fp32. home: where the
+    states are to be, and under MASTER the master; empty: on the device.
     """
 
     param: nn.Parameter
@@ -46,11 +48,22 @@ class Owned:
     weight: Tensor
     master: Tensor
     algorithm: Algorithm
+    home: Mapping[str, Tensor] = field(default_factory=dict)
     grad: Tensor = NO_GRADIENT  # fp32, summed over ranks: set by each reduce
 
     def __post_init__(self) -> None:
         shape, shapes = tuple(self.master.shape), self.algorithm.states
-        self.states = {name: self.master.new_zeros(shape_of(shape)) for name, shape_of in shapes.items()}
+        self.on_host, self.master_on_host = bool(self.home), MASTER in self.home
+        if self.on_host:
+            self.states = {name: self.home[name] for name in shapes}
+        else:
+            self.states = {name: self.master.new_zeros(shape_of(shape)) for name, shape_of in shapes.items()}
+        if self.master_on_host:
+            self.master = self.home[MASTER].copy_(self.master)
+
+    def movable(self) -> list[Tensor]:
+        """Returns what --offload moves: the master, where it is on the host, and the states."""
+        return [*([self.master] if self.master_on_host else []), *self.states.values()]
 
     def pieces(self) -> Iterator[Piece]:
         """Yields the master and the states under their keys in a checkpoint."""
@@ -69,31 +82,21 @@ class Owned:
         """Fills master and states from a checkpoint."""
         for piece in self.pieces():
             piece.tensor.copy_(read(piece.key, *piece.rows))
+        if self.master_on_host:
+            self.weight.copy_(self.master)
 
     def round_into_weight(self) -> None:
-        """Rounds the updated master into the weight."""
-        if self.weight is not self.master:
+        """Rounds the updated master into the weight; one on the host was rounded on the device, by its update or by load."""
+        if self.weight is not self.master and not self.master_on_host:
             self.weight.copy_(self.master)
 
 
-def step_elementwise(
-    shares: Sequence[Owned], groups: Mapping[str, GroupSettings], *, step: int, lr_mult: float, grad_scale: float
-) -> None:
-    """Updates the shares by their groups' elementwise algorithms, in place; one call of the formula for each group."""
-    for name in dict.fromkeys(share.shape.group for share in shares):
-        group, members = groups[name], [share for share in shares if share.shape.group == name]
-        algorithm = ALGORITHMS[group.algorithm]
-        getattr(updates, algorithm.update)(
-            [share.master for share in members],
-            [share.grad for share in members],
-            *([share.states[state] for share in members] for state in algorithm.states),
-            step=step,
-            lr=group.lr * lr_mult,
-            betas=group.betas,
-            eps=group.eps,
-            weight_decay=group.weight_decay,
-            grad_scale=grad_scale,
-        )
+def assert_shapes(params: Mapping[str, nn.Parameter], shapes: Sequence[ParamShape]) -> None:
+    """Fails where a model is not the one that is planned, or not fp32 yet."""
+    actual = {name: tuple(param.shape) for name, param in params.items()}
+    planned = {shape.name: shape.shape for shape in shapes}
+    assert actual == planned, f"the model and plan/shapes.py differ in {sorted(actual.items() ^ planned.items())}"
+    assert all(param.dtype == torch.float32 for param in params.values()), "weights are initialised in fp32"
 
 
 def sum_of_squares(grads: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -116,7 +119,7 @@ def norm_of(name: str, x: Tensor, *, scale: float = 1.0) -> dict[str, float | in
 class BucketBuffers:
     """One bucket on one rank: flat weights, flat gradients, their sum over ranks, and the rows that this rank owns.
 
-    first_value: returns a parameter's first value, fp32, by its name.
+    first_value: returns a parameter's first value, fp32, by its name. host: Owned.home of each parameter that has one.
     """
 
     gathered = False  # whether the weights are there only while they are used: GatheredBucket
@@ -133,6 +136,7 @@ class BucketBuffers:
         compute_dtype: torch.dtype,
         grad_dtype: torch.dtype,
         first_value: Callable[[str], Tensor],
+        host: Mapping[str, Mapping[str, Tensor]],
     ):
         self.whole, self.rank, self.world_size, self.tag = bucket.whole, rank, world_size, tag
         self.params = [params[placement.param.name] for placement in bucket.placements]
@@ -161,7 +165,8 @@ class BucketBuffers:
                     # a view would keep the others' rows in memory
                     master = rows if len(rows) == len(value) else rows.clone()
                 algorithm = ALGORITHMS[groups[shape.group].algorithm]
-                self.owned.append(Owned(param, shape, share.lo, share.hi, weight, master, algorithm))
+                home = host.get(shape.name, {})
+                self.owned.append(Owned(param, shape, share.lo, share.hi, weight, master, algorithm, home))
         self.grad_views: list[Tensor] = []
         self.sum: SegmentSum | None = None
         if world_size > 1:
@@ -183,7 +188,7 @@ class BucketBuffers:
         if self.sum is None:  # one rank: the gradients are where autograd left them
             for share in self.owned:
                 grad = share.param.grad
-                share.grad = torch.zeros_like(share.master) if grad is None else grad.detach()
+                share.grad = torch.zeros_like(share.weight, dtype=torch.float32) if grad is None else grad.detach()
             return
         total = self.sum.wait()  # (segment,) fp32
         for share, start in zip(self.owned, self.starts, strict=True):
@@ -202,7 +207,8 @@ class GatheredBucket(BucketBuffers):
     """A bucket whose weights are there only while they are used, and whose gradients only until the owner has their sum.
 
     The parameters stay views of the buffer, whose memory comes and goes: what autograd has saved of a weight is whole again
-    as soon as the bucket is gathered again.
+    as soon as the bucket is gathered again. Where the masters are on the host, this rank's own weights stay on the device: every
+    micro-step sends them.
     """
 
     gathered = True
@@ -212,6 +218,11 @@ class GatheredBucket(BucketBuffers):
         self._works: list[dist.Work] = []
         self._received: set[int] = set()  # parameters whose gradient of this micro-step is in the buffer
         self.is_first = True  # no micro-step of this step has been added yet
+        self._own_weights: Tensor | None = None  # (segment,) in the compute dtype
+        if any(share.master_on_host for share in self.owned):
+            self._own_weights = self.weights.view(self.world_size, -1)[self.rank].clone()
+            for share, start in zip(self.owned, self.starts, strict=True):
+                share.weight = self._own_weights[start : start + share.weight.numel()].view_as(share.weight)
         set_memory(self.weights, there=False)
         assert self.sum is not None
         self.sum.set_memory(there=False)
@@ -219,6 +230,8 @@ class GatheredBucket(BucketBuffers):
     def gather(self) -> None:
         """Starts to send this rank's weights to all ranks and to receive theirs. Collective; wait_weights before their use."""
         set_memory(self.weights, there=True)
+        if self._own_weights is not None:
+            self.weights.view(self.world_size, -1)[self.rank].copy_(self._own_weights)
         self._works = super().send_weights()
 
     def wait_weights(self) -> None:
@@ -290,25 +303,6 @@ def set_memory(flat: Tensor, *, there: bool) -> None:
     """Gives a flat buffer, with all its views, memory of arbitrary content, or takes it away."""
     # an op, not UntypedStorage.resize_: the trace of a step's memory sees it
     torch.ops.inductor.resize_storage_bytes_(flat, flat.nbytes if there else 0)
-
-
-def matrix_batches(shares: Sequence[Owned], *, together: bool) -> list[tuple[list[Owned], tuple[Tensor, ...]]]:
-    """Returns matrices that are updated together, with one tensor for each state of the algorithm: (m, n), or (k, m, n) of k.
-
-    Neighbours of one shape go into one batch where `together`, for a GPU, which single small products leave idle. A CPU takes each
-    by itself: it stays in the cache, and its bits cannot depend on how many this rank owns.
-    """
-    batches, end = [], 0
-    for count in batch_sizes([share.shape.shape for share in shares], together=together):
-        start, end = end, end + count
-        batch = list(shares[start:end])
-        states = batch[0].states
-        if len(batch) > 1:
-            states = {name: torch.stack([share.states[name] for share in batch]) for name in states}
-            for i, share in enumerate(batch):
-                share.states = {name: state[i] for name, state in states.items()}
-        batches.append((batch, tuple(states.values())))
-    return batches
 
 
 class SegmentSum:

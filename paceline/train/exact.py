@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from paceline.config import ModelConfig
@@ -42,6 +42,7 @@ from paceline.plan.algorithms import GroupSettings, algorithm_of
 from paceline.plan.memory import peak_phase
 from paceline.plan.shapes import param_shapes
 from paceline.plan.sharding import shards_weights
+from paceline.train import offload
 from paceline.train.optim import ShardedOptimizer, make_optimizer
 from paceline.train.setup import hollow_out
 
@@ -137,6 +138,12 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.events: list[tuple[int, int]] = []
         self._alive: dict[int, tuple[int, int]] = {}  # storage -> number, bytes
         self._numbers = itertools.count(1)
+        self._on_host: set[int] = set()
+
+    def leave_out(self, tensor: Tensor) -> Tensor:
+        """Returns the tensor, which stands for memory of the host and is not counted; call it before any op has it."""
+        self._on_host.add(tensor.untyped_storage()._cdata)
+        return tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.paceline.embedding_gradient.default:  # a custom op hides what it makes within
@@ -159,7 +166,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return outputs
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        if (key := storage._cdata) not in self._alive:
+        if (key := storage._cdata) not in self._alive and key not in self._on_host:
             self._alive[key] = (next(self._numbers), storage.nbytes())
             self._note(*self._alive[key])
             weakref.finalize(storage, self._remove, key)
@@ -208,6 +215,22 @@ def attention_kernel(name: str) -> Iterator[None]:
         F.scaled_dot_product_attention = before
 
 
+@contextmanager
+def host_memory_left_out(live: LiveBytes) -> Iterator[None]:
+    """Makes offloaded masters and states tensors of their device that `live` does not count."""
+    before = offload.host_zeros
+
+    def host_zeros(numel: int, device: torch.device) -> Tensor:
+        with _disable_current_modes():
+            return live.leave_out(before(numel, device))
+
+    offload.host_zeros = host_zeros
+    try:
+        yield
+    finally:
+        offload.host_zeros = before
+
+
 def main() -> None:
     """Reads a MemorySetup as JSON from stdin, and prints what `plan --exact --json` holds, or a PlanError's message and fix."""
     values = json.load(sys.stdin)
@@ -247,7 +270,8 @@ def trace_steps(setup: MemorySetup) -> LiveBytes:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=setup.world_size)
     try:
         on_cpu = setup.device == "cpu"
-        with FakeTensorMode() if on_cpu else attention_kernel(setup.attention), live:
+        kernel = FakeTensorMode() if on_cpu else attention_kernel(setup.attention)
+        with host_memory_left_out(live), kernel, live:
             run_steps(setup, rank=0, device="cpu" if on_cpu else "meta", at=at)
     finally:
         if setup.world_size > 1:

@@ -13,8 +13,9 @@ each forward and backward, reduce, step, pieces and load. A sharded step communi
 
 DDP's one all-reduce sends as many bytes as 1 and 3 together, but each rank then keeps all states and computes the whole update.
 
-Which algorithm updates which parameter: plan/algorithms.py. Who owns what: plan/sharding.py. The formulas: updates.py. The
-classes do not depend on learning rate schedules, precision of activations or files; make_optimizer alone knows a plan.
+Which algorithm updates which parameter: plan/algorithms.py. Who owns what: plan/sharding.py. What is updated together:
+update_batches.py. Where masters and states are when they are not on the device: offload.py. The classes do not depend on learning
+rate schedules, precision of activations or files; make_optimizer alone knows a plan.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -41,13 +42,14 @@ from paceline.train.buckets import (
     Owned,
     Passage,
     Read,
+    assert_shapes,
     grad_or_zeros,
-    matrix_batches,
     norm_of,
-    step_elementwise,
     sum_of_squares,
 )
+from paceline.train.offload import HostMemory, Staging
 from paceline.train.process import all_reduce_sum
+from paceline.train.update_batches import StepSettings, UpdateBatch, make_batches, update_replicated
 
 
 class ShardedOptimizer:
@@ -73,16 +75,14 @@ class ShardedOptimizer:
         compute_dtype: torch.dtype,
         grad_accum_steps: int,
         first_value: Callable[[str], Tensor] | None = None,
+        offload: bool = False,
     ):
-        """first_value: returns a parameter's first value, fp32, by its name; None: the parameters have it."""
+        """first_value: returns a parameter's first value, fp32, by its name; None: the parameters have it. offload: `--offload`."""
         self.module, self.step_count = model, 0
         self._groups, self._rank, self._world_size = groups, rank, world_size
         self._mean_over = 1  # the ranks over which reduced gradients are a mean instead of a sum
         params = dict(model.named_parameters())
-        actual = {name: tuple(param.shape) for name, param in params.items()}
-        planned = {shape.name: shape.shape for shape in shapes}
-        assert actual == planned, f"the model and plan/shapes.py differ in {sorted(actual.items() ^ planned.items())}"
-        assert all(param.dtype == torch.float32 for param in params.values()), "weights are initialised in fp32"
+        assert_shapes(params, shapes)
         self._device = next(iter(params.values())).device
         self._newton_schulz_dtype = updates.newton_schulz_dtype(self._device)
         plan = self._shard_plan(shapes)
@@ -93,6 +93,7 @@ class ShardedOptimizer:
             shard=self.shard,
         )
         first_value = first_value or (lambda name: params[name].data)
+        host = HostMemory(plan, groups, rank=rank, dtype=compute_dtype, device=self._device).tensors if offload else {}
         self._buckets = [
             self.bucket_type(
                 bucket,
@@ -104,6 +105,7 @@ class ShardedOptimizer:
                 compute_dtype=compute_dtype,
                 grad_dtype=torch.bfloat16 if narrow else torch.float32,
                 first_value=first_value,
+                host=host,
             )
             for tag, bucket in enumerate(plan.buckets)
         ]
@@ -114,14 +116,21 @@ class ShardedOptimizer:
             param, algorithm = params[shape.name], ALGORITHMS[groups[shape.group].algorithm]
             param.data = first_value(shape.name)
             self._replicated.append(Owned(param, shape, 0, shape.shape[0], param.data, param.data, algorithm))
-        together = self._device.type != "cpu"
-        self._batches = {b.tag: matrix_batches(b.owned, together=together) for b in self._buckets if b.whole}
+        self._in_update_order = sorted(self._buckets, key=lambda bucket: bucket.whole)
+        self._batches, self._staging = self._make_batches(offload=offload)
         self._is_last = False  # in the step's last micro-step, whose backward starts the sums over ranks
         self._next_bucket = 0  # the one to send next
         if world_size > 1:
             for bucket in self._buckets:
                 for number, param in enumerate(bucket.params):
                     param.register_post_accumulate_grad_hook(self._grad_hook(bucket, number))  # type: ignore[no-untyped-call]
+
+    def _make_batches(self, *, offload: bool) -> tuple[dict[int, list[UpdateBatch]], Staging | None]:
+        """Returns what is updated together in each bucket, and the buffers through which it passes where it is offloaded."""
+        together = self._device.type != "cpu"
+        batches = {b.tag: list(make_batches(b.owned, whole=b.whole, together=together)) for b in self._buckets}
+        in_order = [batch for bucket in self._in_update_order for batch in batches[bucket.tag]]
+        return batches, Staging(in_order, self._device) if offload else None
 
     def _shard_plan(self, shapes: tuple[ParamShape, ...]) -> ShardPlan:
         optimizer = self._groups[MATRIX].algorithm
@@ -195,31 +204,13 @@ class ShardedOptimizer:
         algorithms come first: their gathers, the largest, then run under the matrices' update, the longest.
         """
         self.step_count += 1
-        grad_scale *= self._mean_over
-        works: list[dist.Work] = []
-        step_elementwise(self._replicated, self._groups, step=self.step_count, lr_mult=lr_mult, grad_scale=grad_scale)
-        for bucket in sorted(self._buckets, key=lambda bucket: bucket.whole):
-            if not bucket.whole:
-                step_elementwise(
-                    bucket.owned, self._groups, step=self.step_count, lr_mult=lr_mult, grad_scale=grad_scale
-                )
-            for shares, states in self._batches.get(bucket.tag, ()):
-                group, single = self._groups[shares[0].shape.group], len(shares) == 1
-                masters, grads = [share.master for share in shares], [share.grad for share in shares]
-                weight = masters[0] if single else torch.stack(masters)  # (m, n) or (k, m, n)
-                getattr(updates, ALGORITHMS[group.algorithm].update)(
-                    weight,
-                    grads[0] if single else torch.stack(grads),
-                    *states,
-                    lr=group.lr * lr_mult,
-                    momentum=momentum,
-                    beta2=group.betas[1],
-                    weight_decay=group.weight_decay * weight_decay_mult,
-                    grad_scale=grad_scale,
-                    dtype=self._newton_schulz_dtype,
-                )
-                if not single:
-                    torch._foreach_copy_(masters, list(weight.unbind()))
+        scale, dtype, works = grad_scale * self._mean_over, self._newton_schulz_dtype, list[dist.Work]()
+        settings = StepSettings(self.step_count, lr_mult, momentum, weight_decay_mult, scale, dtype)
+        update_replicated(self._replicated, self._groups, settings)
+        for bucket in self._in_update_order:
+            for batch in self._batches[bucket.tag]:
+                with self._staging.on_device(batch) if self._staging else nullcontext(batch.tensors) as tensors:
+                    batch.update(self._groups, settings, tensors)
             works += bucket.send_weights()
         for work in works:
             work.wait()
@@ -244,11 +235,15 @@ class ShardedOptimizer:
         }
 
     def _saved(self) -> list[Owned]:
+        if self._staging:
+            self._staging.synchronize()
         return self._sharded + (self._replicated if self._rank == 0 else [])
 
     @torch.no_grad()
     def load(self, read: Read) -> None:
         """Loads weights and states that any number of ranks saved. Collective."""
+        if self._staging:
+            self._staging.synchronize()
         for share in self._sharded + self._replicated:
             share.load(read)
         for work in [work for bucket in self._buckets for work in bucket.send_weights()]:
@@ -347,7 +342,8 @@ class ReplicatedOptimizer(ShardedOptimizer):
         world_size: int,
         **sharding: Any,
     ):
-        """Wraps the model in DDP. sharding: compute_dtype and grad_accum_steps, of no effect: weights and gradients are fp32."""
+        """Wraps the model in DDP. sharding: of no effect: weights and gradients are fp32."""
+        assert not sharding.get("offload"), "--shard none has nothing to offload"
         whole = any(ALGORITHMS[group.algorithm].whole for group in groups.values())
         assert not whole, "whole matrices need --shard optimizer"
         super().__init__(model, shapes, groups, rank=rank, world_size=world_size, **sharding)
@@ -397,4 +393,5 @@ def make_optimizer(
         compute_dtype=DTYPES[setup.precision],
         grad_accum_steps=setup.grad_accum_steps,
         first_value=getattr(model, "first_value", None),
+        offload=setup.offload == "optimizer",
     )

@@ -34,6 +34,7 @@ COMPARED_CHOICES = (
     "grad_accum_steps",
     "precision",
     "shard",
+    "offload",
     "attention",
     "attention_kernel",
 )

@@ -15,7 +15,7 @@ from gpu_proof.fake_card import CARDS, on_card
 ROWS = 16  # of a micro-batch
 TOKENS = ROWS * 2048
 SETTINGS = {"depth": 12, "device_batch_size": ROWS, "total_batch_size": TOKENS, "phases": ["step"], "binaries": False}
-UPDATE = ("train/optim.py", "train/buckets.py", "train/updates.py")
+UPDATE = ("train/optim.py", "train/buckets.py", "train/update_batches.py", "train/updates.py")
 
 
 def main() -> None:

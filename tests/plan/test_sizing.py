@@ -195,15 +195,25 @@ def test_a_setup_that_fits_a_larger_share_is_refused_with_that_profile():
     assert error.value.fix == "--profile balanced needs 20.4 GiB, same total_batch_size"
 
 
-@pytest.mark.parametrize("shard, depth", [("optimizer", 40), (None, 48)])
+@pytest.mark.parametrize("shard, depth", [("optimizer", 60), (None, 60)])
 def test_a_setup_that_fits_nowhere_is_refused_with_the_depth_that_does(shard, depth):
-    keys = {"profile": "aggressive", "total_batch_size": 2**19, "shard": shard}
+    keys = {"profile": "aggressive", "total_batch_size": 2**19, "shard": shard, "offload": "optimizer"}
     with pytest.raises(PlanError) as error:
         planned(depth=depth, **keys)
     depth = int(error.value.fix.removeprefix("--depth ").partition(",")[0])
     assert planned(depth=depth, **keys).memory["share"] <= 0.905
     with pytest.raises(PlanError):
         planned(depth=depth + 1, **keys)
+
+
+@pytest.mark.parametrize("depth, fix", [(30, "--offload optimizer needs 21.8 GiB"), (40, "--depth 26")])
+def test_offloading_is_the_fix_where_the_model_fits_with_it(depth, fix):
+    keys = {"profile": "aggressive", "total_batch_size": 2**19, "nproc": 1}
+    with pytest.raises(PlanError) as error:
+        planned(depth=depth, **keys)
+    assert error.value.fix.startswith(fix)
+    with_fix = keys | ({"offload": "optimizer", "depth": depth} if "offload" in fix else {"depth": 26})
+    assert planned(**with_fix).memory["share"] <= 0.905
 
 
 def test_weights_are_sharded_where_replicated_ones_do_not_fit_at_any_share():

@@ -81,7 +81,7 @@ def random_grads(step: int, micro_batch: int) -> dict[str, Tensor]:
 
 
 def make_optimizer(
-    rank: int, world_size: int, *, kind=ShardedOptimizer, muon=True, dtype=torch.float32, grad_accum_steps=2
+    rank: int, world_size: int, *, kind=ShardedOptimizer, muon=True, dtype=torch.float32, grad_accum_steps=2, **options
 ):
     adamw = GroupSettings("adamw", LR, (0.8, 0.95), 1e-10, 0.1)
     matrix = GroupSettings("muon", LR, (0.0, 0.9), 1e-10, 0.1) if muon else adamw
@@ -93,6 +93,7 @@ def make_optimizer(
         world_size=world_size,
         compute_dtype=dtype,
         grad_accum_steps=grad_accum_steps,
+        **options,
     )
 
 

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from paceline.plan.algorithms import GroupSettings
 from paceline.plan.shapes import ParamShape
-from paceline.train.buckets import matrix_batches
 from paceline.train.optim import ReplicatedOptimizer, ShardedOptimizer
+from paceline.train.update_batches import make_batches
 
 SHAPES = (
     ParamShape("scale", (7,), "scalars"),
@@ -215,8 +215,9 @@ def test_matrices_updated_together_move_as_each_by_itself():
         for _ in range(2)
     ]
     buckets = optimizers[1]._buckets
-    optimizers[1]._batches = {b.tag: matrix_batches(b.owned, together=True) for b in buckets}  # as on a GPU
-    assert [len(batch) for bucket in buckets for batch, _ in optimizers[1]._batches[bucket.tag]] == [12]
+    as_on_a_gpu = {b.tag: list(make_batches(b.owned, whole=True, together=True)) for b in buckets}
+    optimizers[1]._batches = as_on_a_gpu
+    assert [len(batch.shares) for batches in as_on_a_gpu.values() for batch in batches] == [12]
     for step in range(2):
         generator = torch.Generator().manual_seed(step)
         grads = {shape.name: torch.randn(shape.shape, generator=generator) for shape in shapes}

@@ -1,0 +1,173 @@
+"""
+What `--offload optimizer` keeps in the host's memory, and in which batches each update brings it to the GPU. Pure arithmetic.
+
+The fp32 masters and the states of all but the replicated tensors leave the GPU; the weights that the model computes with stay. In
+fp32 these are the masters, so states alone leave. A batch is what is updated together: matrices of one shape as without
+offloading, so that their products have the same bits, or rows for an elementwise algorithm, cut to ROW_BATCH_BYTES. The GPU has
+NUM_BUFFERS buffers of the largest batch during an update: one is filled, one is updated, one is sent back. With two, a buffer would
+have to be sent back before it is filled again, and only one direction of the link would work at a time.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import lcm, prod
+from typing import NamedTuple, Protocol
+
+from paceline.config import Config, ModelConfig
+from paceline.errors import PlanError
+from paceline.plan.algorithms import Algorithm, Shape, algorithm_of
+from paceline.plan.cost import layout
+from paceline.plan.shapes import FP32
+from paceline.plan.sharding import ALIGNMENT, batch_sizes
+from paceline.units import MIB
+
+NUM_BUFFERS = 3
+ROW_BATCH_BYTES = 128 * MIB  # some 10 ms over PCIe: a longer copy is no faster
+
+
+class OffloadSetup(Protocol):
+    """What the batches depend on, as a MemorySetup and a StepSetup have it."""
+
+    @property
+    def model(self) -> ModelConfig: ...
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def optimizer(self) -> str: ...
+
+    @property
+    def shard(self) -> str: ...
+
+    @property
+    def precision(self) -> str: ...
+
+    @property
+    def offload(self) -> str: ...
+
+
+class RowRange(NamedTuple):
+    """Rows [lo, hi) of tensor `number` of a list, counted from the tensor's first row."""
+
+    number: int
+    lo: int
+    hi: int
+
+
+@dataclass(frozen=True)
+class MovedBatch:
+    """What is updated together. numel: weights. moved_bytes: each way. buffer_bytes: on the GPU, where tensors are aligned.
+
+    shape, count: of the matrices of an algorithm that needs whole ones; None and 0 for rows.
+    """
+
+    numel: int
+    moved_bytes: int
+    buffer_bytes: int
+    shape: Shape | None = None
+    count: int = 0
+
+
+def choose_offload(config: Config, *, device: str) -> str:
+    """Returns the config's value; raises PlanError where there is no GPU whose memory offloading would save."""
+    if config.offload != "none" and device == "cpu":
+        raise PlanError(
+            f"offload is {config.offload}, but the ranks are on the CPU: there is no GPU whose memory it would save",
+            fix="--offload none",
+            changes=({"offload": "none"},),
+        )
+    return config.offload
+
+
+def moved_shapes(algorithm: Algorithm, shape: Shape, *, masters: bool) -> tuple[Shape, ...]:
+    """Returns the shapes of what a tensor, or a part of its rows, has in the host's memory: its master first."""
+    return (*([shape] if masters else []), *(state(shape) for state in algorithm.states.values()))
+
+
+def row_batches(shapes: Sequence[Shape], *, num_copies: int) -> list[list[RowRange]]:
+    """Returns which rows of tensors are updated together. num_copies: the fp32 numbers that are moved for each element.
+
+    Rows are cut at multiples of ALIGNMENT elements: the update's vectors then cover the same elements as of a whole tensor.
+    """
+    limit = ROW_BATCH_BYTES // (FP32 * num_copies)
+    batches: list[list[RowRange]] = []
+    filled = limit  # elements of the last batch
+    for number, (rows, *others) in enumerate(shapes):
+        cols = prod(others)
+        unit = lcm(cols, ALIGNMENT) // cols
+        most = max(unit, limit // cols // unit * unit)
+        for lo in range(0, rows, most):
+            hi = min(rows, lo + most)
+            if not batches or filled + (hi - lo) * cols > limit:
+                batches.append([])
+                filled = 0
+            batches[-1].append(RowRange(number, lo, hi))
+            filled += (hi - lo) * cols
+    return batches
+
+
+def buffer_numel(shapes: Sequence[Shape]) -> int:
+    """Returns the elements of a buffer for tensors that lie in it one after the other, each aligned."""
+    return sum(-(-prod(shape) // ALIGNMENT) * ALIGNMENT for shape in shapes)
+
+
+def offloaded_batches(setup: OffloadSetup) -> tuple[MovedBatch, ...]:
+    """Returns what the first rank, which has no less than others, moves in each update, in order; without offloading nothing."""
+    if setup.offload == "none":
+        return ()
+    masters, together = setup.precision != "fp32", setup.device != "cpu"
+    return _moved_batches(setup.model, setup.world_size, setup.optimizer, setup.shard, masters, together)
+
+
+@lru_cache(maxsize=64)
+def _moved_batches(
+    model: ModelConfig, world_size: int, optimizer: str, shard: str, masters: bool, together: bool
+) -> tuple[MovedBatch, ...]:
+    batches: list[MovedBatch] = []
+    for bucket in sorted(layout(model, world_size, optimizer, shard).buckets, key=lambda bucket: bucket.whole):
+        shares = bucket.shares(0)
+        if not shares:
+            continue
+        shapes = [(share.hi - share.lo, *share.param.shape[1:]) for share in shares]
+        algorithm = algorithm_of(optimizer, shares[0].param.group)
+        make = _matrices(shapes, algorithm, masters, together) if bucket.whole else _rows(shapes, algorithm, masters)
+        batches += make
+    return tuple(batches)
+
+
+def staged_seconds(moves: Sequence[float], updates: Sequence[float]) -> float:
+    """Returns how long all updates take with their batches' ways to the device and back, as train/offload.py orders them.
+
+    moves: the seconds of each batch, the same each way, both ways at once. updates: the seconds of each batch's update.
+    """
+    arrived = updated = 0.0
+    sent: list[float] = []
+    for at, (move, update) in enumerate(zip(moves, updates, strict=True)):
+        arrived = max(arrived, sent[at - NUM_BUFFERS] if at >= NUM_BUFFERS else 0.0) + move
+        updated = max(updated, arrived) + update
+        sent.append(max(updated, sent[-1] if sent else 0.0) + move)
+    return sent[-1] if sent else 0.0
+
+
+def _matrices(shapes: Sequence[Shape], algorithm: Algorithm, masters: bool, together: bool) -> Iterator[MovedBatch]:
+    start = 0
+    for count in batch_sizes(shapes, together=together):
+        shape, start = shapes[start], start + count
+        moved = [(count, *part) for part in moved_shapes(algorithm, shape, masters=masters)]
+        yield MovedBatch(count * prod(shape), _bytes(moved), FP32 * buffer_numel(moved), shape, count)
+
+
+def _rows(shapes: Sequence[Shape], algorithm: Algorithm, masters: bool) -> Iterator[MovedBatch]:
+    for batch in row_batches(shapes, num_copies=masters + len(algorithm.states)):
+        parts = [(rows.hi - rows.lo, *shapes[rows.number][1:]) for rows in batch]
+        moved = [shape for part in parts for shape in moved_shapes(algorithm, part, masters=masters)]
+        yield MovedBatch(sum(map(prod, parts)), _bytes(moved), FP32 * buffer_numel(moved))
+
+
+def _bytes(shapes: Sequence[Shape]) -> int:
+    return FP32 * sum(map(prod, shapes))

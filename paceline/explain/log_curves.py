@@ -41,6 +41,7 @@ from paceline.noise import median
 LOG_RISE = (
     1.0  # of a loss on the lines of a log that was higher at first, and whose name says less than that of a metric
 )
+PART_RISE = 9.0  # of one whose first steps are not in the log
 ZEROS, ZERO_REWARDS = 3, 10  # on the lines of a log, if no others are there
 NO_REWARD = "every reward is 0"
 LOG_GROWTH = 0.2  # of memory
@@ -64,7 +65,7 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
         if finding.at < len(finding.series.values) // 2 or is_stuck(finding.series.values)
     )
     findings = [
-        *(rise for item in losses for rise in find_rises([item], START_RISE if ends_above_start(item) else LOG_RISE)),
+        *(rise for item in losses for rise in find_rises([item], least_rise(item))),
         *still,
         *find_zeros(losses, ZEROS),
         *find_zeros(line_series(points["rewards"], source="log", kind=REWARD), ZERO_REWARDS, NO_REWARD),
@@ -83,10 +84,12 @@ def find_zeros(series: Sequence[MetricSeries], at_least: int, reason: str | None
             yield CurveFinding(STANDS_STILL, item, 0, reason)
 
 
-def ends_above_start(series: MetricSeries) -> bool:
-    """Whether a curve that begins where its run did ends higher than any of its first points."""
+def least_rise(series: MetricSeries) -> float:
+    """The share of its lowest level by which a loss must rise: less where it ends above its first points, more in a later part."""
+    if not is_whole(series):
+        return PART_RISE
     last = list(filter(math.isfinite, series.values[-STRETCHES[0] :]))
-    return is_whole(series) and bool(last) and median(last) > max(series.values[:SPIKE])
+    return START_RISE if last and median(last) > max(series.values[:SPIKE]) else LOG_RISE
 
 
 def hardly_moves(series: MetricSeries) -> bool:

@@ -1,22 +1,20 @@
 """
-Which events of a log may have ended the run, and which rank each is to be blamed on.
+Which events of a log may have ended the run.
 
 An event is a record with one cause that the catalogue finds in it. Its score is lower if it is a warning, if a launcher only
-forwards it, or if the run continued after it. The rank that writes an error is not always the one that caused it: a rank that
-waits in a collective reports the wait, and the culprit is the rank that did not arrive. Where no log shows the culprit it stays
-unknown, because a wrong rank costs the user more than none.
+forwards it, or if the run continued after it, as it did twice after what began alike.
 """
 
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
-from paceline.explain.catalogue import Cause, load_catalogue
-from paceline.explain.collectives import DESYNC, FIRST_TRANSFER, STATUS, CollectiveHang
+from paceline.explain.catalogue import DIGITS, Cause, load_catalogue
+from paceline.explain.collectives import DESYNC, FIRST_TRANSFER
 from paceline.explain.explanation import Record
 from paceline.explain.lines import split_prefix
-from paceline.explain.reader import BANNER_RANK, Log
+from paceline.explain.reader import Log
 
 STEPS_AFTER = 3  # different steps after an error: it did not end the run
 CONTINUED, WARNING, ERROR_LINE = 0.45, 0.55, 0.93  # factors of a score
@@ -30,10 +28,8 @@ CODE_ERROR = re.compile(  # what Python itself says about a mistake in code
     r"|RecursionError|SyntaxError|IndentationError|TabError|NotImplementedError)\b"
 )
 MAX_EVENTS = 400  # of one log, from either end
-MAX_RANK = 10**6
 PEER_DIED = "peer-died"
 WAITING = {DESYNC, FIRST_TRANSFER, PEER_DIED}  # reported by ranks that wait for another
-EXTERNAL = {"keyboard-interrupt", "terminal-hangup"}  # sent to all ranks, no rank is to blame
 
 STOPPED = re.compile(r"(?:Sending process|Unable to shutdown process) (?P<pid>\d+)\b")
 PID = re.compile(r"\b(?:pid:|PID) (?P<pid>\d+)\b")
@@ -47,27 +43,18 @@ WRAPPED = re.compile(
 )
 NO_FAILURE = re.compile(
     r"exit(?:ed|ing|s)? (?:\w+ )?(?:with )?(?:exit )?(?:status|code)[ :=]*0\b|exit ?code[ :=]+0\b"
-    r"|return code[ :=]+0\b|ExitCode 0:0|handler",
+    r"|return code[ :=]+0\b|ExitCode 0:0|(?<!sigkill_)handler",
     re.IGNORECASE,
 )
-ROOT_CAUSE = re.compile(r"Root Cause \(first observed failure\)")
 NOT_FOUND = re.compile(r"(?:^|: )line \d+: [\w./-]+: command not found")  # said by a script
 NCCL_RETURN = re.compile(
     r"^NCCL INFO \S+:\d+ -> \d+$"
 )  # through NCCL's functions, also when its sockets are closed at the end
 COMM_ENDED = re.compile(r"^NCCL INFO comm \S+ .*(?:Abort|Destroy) COMPLETE")
+SAME_START = 30  # characters
 WENT_ON = 40  # lines
 IGNORABLE = re.compile(r"(?i)\b(?:may|can) (?:be )?(?:safely )?ignored?\b|\bsafely ignored?\b")
 OUTERMOST = re.compile(r"in <module>$")  # the first frame of what nobody has caught
-FAILED_RANK = re.compile(
-    r"failed \(exitcode: -?\d+\) local_rank: (?P<torch>\d+)|\brank (?P<mpi>\d+) exited with code [1-9]"
-    r"|--local[_-]rank[=', ]+(?P<deepspeed>\d+)\b[^\n]*\bexits with return code = -?[1-9]"
-)
-SPAWNED = re.compile(r"[Pp]rocess (?P<pid>\d+) spawned with command: .*--local[_-]rank[=', ]+(?P<rank>\d+)")
-PID_FAILED = re.compile(
-    r"(?:Killing subprocess|[Pp]rocess) (?P<pid>\d+)\b.*(?:exits with|return code|exit code|terminated)"
-)
-STOPPED_TASKS = re.compile(r"srun: error: \S+: tasks (?P<tasks>0-[\d,-]{1,400}): Terminated")
 PROGRAM_ENDED = re.compile(
     r"destroy_process_group\(\) was not called before program exit|process group has NOT been destroyed before"
 )
@@ -75,13 +62,6 @@ CANCELLED_STEP = re.compile(
     r"\*\*\* (?:STEP|JOB) \S+ (?:ON \S+ )?CANCELLED|srun: (?:Force Terminated|forcing job termination)"
 )
 TASK_KILLED = re.compile(r"task \d+(?:[,-]\d+)*: (?:Killed|Terminated)|^(?:Killed|Terminated)\b")
-WORLD = re.compile(
-    r"world[_ ]size['\"]?[:= ]+(?P<size>\d+)|\bnranks (?P<nranks>\d+)|nproc[_-]per[_-]node[= ]+(?P<nproc>\d+)"
-    r"|num_local_procs=(?P<procs>\d+)|MEMBER: \d+/(?P<members>\d+)|WORLD_SIZE in environ: \d+/(?P<environ>\d+)"
-)
-OWN_RANK = re.compile(r"\bGLOBAL_RANK: (?P<rank>\d{1,6}), MEMBER: \d")
-STOPPED_BY_LAUNCHER = re.compile(r"-15\b|-9\b|SIGTERM|SIGKILL")
-NUMBER = re.compile(r"\d+")
 LAST_CHECKED = 3  # lines at the end of a log
 TROUBLE = re.compile(
     r"(?i)error|exception|traceback|\bfatal|\bfail|\babort(?:ed|ing|s)?\b|\bkill|denied|refused|cannot|can't|unable|invalid"
@@ -119,6 +99,7 @@ def find_events(log: Log, *, number: int) -> list[Event]:
     events = []
     stopped = {match["pid"] for record in log.records for match in STOPPED.finditer(record.text)}
     ended = min((record.line for record in log.records if PROGRAM_ENDED.search(record.text)), default=None)
+    survived: Counter[str] = Counter()  # by the start of the text
     is_shut_down = any(COMM_ENDED.search(record.text) for record in log.records)
     cancelled = min((record.line for record in log.records if CANCELLED_STEP.search(record.text)), default=None)
     for record in log.records:
@@ -133,7 +114,9 @@ def find_events(log: Log, *, number: int) -> list[Event]:
             IGNORABLE.search(record.text) or (is_shut_down and NCCL_RETURN.search(record.text))
         ):
             continue
-        continued = run_continued(record, log)
+        shape = record.text[:SAME_START].translate(DIGITS)
+        continued = run_continued(record, log) or (survived[shape] >= 2 and not ended_program(record))
+        survived[shape] += continued
         factor = WEIGHTS.get(record.kind, ERROR_LINE)
         # launchers write exits and signals as warnings too
         if record.kind == "line" and WARNING_LINE.search(record.text):
@@ -177,12 +160,21 @@ def guess_events(records: Sequence[Record]) -> list[Event]:
 def run_continued(record: Record, log: Log) -> bool:
     """Whether the same rank made further steps after the record, or the log reports later that the work is done.
 
-    A shell script goes on without a program that it does not find, and what fails for that reason says so itself.
+    A shell script goes on without a program that it does not find, and what fails for that reason says so itself; it also says
+    that it is done although its program has failed.
     """
     last_line = log.last_lines[-1][0] if log.last_lines else 0
     if NOT_FOUND.search(record.text) and last_line > record.line + WENT_ON:
         return True
-    if log.progress.done_line is not None and log.progress.done_line > record.line:
+    done = log.progress.done_line
+    if (
+        done is not None
+        and done > record.line
+        and not any(
+            record.line <= other.line < done and other.kind in ("exit", "signal") and is_failure(other)
+            for other in log.records
+        )
+    ):
         return True
     steps = {
         -line if step is None else step
@@ -200,8 +192,13 @@ def as_ended(events: Sequence[Event]) -> list[Event]:
     return [
         replace(event, run_continued=False, score=event.score / CONTINUED)
         for event in events
-        if event.run_continued and event.record.frames and OUTERMOST.search(event.record.frames[0])
+        if event.run_continued and ended_program(event.record)
     ]
+
+
+def ended_program(record: Record) -> bool:
+    """Whether nobody has caught an exception."""
+    return bool(record.frames) and OUTERMOST.search(record.frames[0]) is not None
 
 
 def unexplained_failures(logs: Sequence[Log], events: Sequence[Event]) -> list[Record]:
@@ -222,148 +219,6 @@ def is_failure(record: Record) -> bool:
     if record.kind == "banner":
         return bool(WRAPPED.search(text))
     return record.kind in ("exit", "signal") and not NO_FAILURE.search(text) and not WARNING_LINE.search(text)
-
-
-def culprit_rank(
-    event: Event, candidates: Sequence[Event], logs: Sequence[Log], *, hang: CollectiveHang | None = None
-) -> int | None:
-    """The rank that caused the event; candidates are all events that may have ended the run. hang: of its collectives."""
-    if (rank := rank_in_text(event)) is not None or event.cause.id in EXTERNAL:
-        return rank
-    if world_size(logs) == 1:
-        return 0
-    same_cause = [other for other in candidates if other.cause.id == event.cause.id]
-    if event.cause.id in WAITING:
-        return late_rank(same_cause, logs, hang=hang)
-    named = {rank_in_text(other) for other in same_cause} - {None}
-    if len(named) == 1:
-        return named.pop()
-    ranks = [other.record.rank for other in (event, *same_cause) if other.record.rank is not None]
-    blamed = rank_blamed_by_launcher(logs)
-    if ranks and (blamed is None or len({*ranks}) == 1):
-        return ranks[0]  # else the launcher knows which of them ended first
-    if blamed is not None:
-        return blamed
-    if event.record.kind not in ("exit", "signal"):
-        log = logs[event.place[0]]
-        left = first_to_leave(event, log) if event.record.kind == "exception" else None
-        ranks_found = (left, rank_of_device(event.record, logs), only_failing_rank(logs), rank_of_process(log))
-        return next((rank for rank in ranks_found if rank is not None), None)
-    # a killed rank prints nothing; the ranks that lost it do
-    return only_silent_rank({other.record.rank for other in candidates if other.cause.follows is True}, logs)
-
-
-def rank_of_device(record: Record, logs: Sequence[Log]) -> int | None:
-    """The index of NCCL's GPU, which is the rank where all are on one host and each rank sees all of them."""
-    others = [other for log in logs for other in log.records if other.device is not None]
-    is_rank = len({other.host for other in others}) == 1 and len({other.device for other in others}) > 1
-    return record.device if is_rank else None
-
-
-def only_failing_rank(logs: Sequence[Log]) -> int | None:
-    """The rank of all exceptions that have one, if it is the same."""
-    ranks = {record.rank for log in logs for record in log.records if record.kind == "exception"} - {None}
-    return ranks.pop() if len(ranks) == 1 else None
-
-
-def rank_of_process(log: Log) -> int | None:
-    """The rank that Lightning reports as the log's own; several ranks that print into one log report several."""
-    ranks = {int(match["rank"]) for record in log.records if (match := OWN_RANK.search(record.text))}
-    return ranks.pop() if len(ranks) == 1 else None
-
-
-def first_to_leave(event: Event, log: Log) -> int | None:
-    """The rank that first reports its end behind an exception, which has no rank itself."""
-    after = (record for record in log.records if record.line > event.record.line)
-    return next((record.rank for record in after if PROGRAM_ENDED.search(record.text)), None)
-
-
-def rank_in_text(event: Event) -> int | None:
-    """The rank that the text itself blames."""
-    for name in ("rank", "late_rank"):
-        if (match := NUMBER.search(event.values.get(name) or "")) and int(match[0]) < MAX_RANK:
-            return int(match[0])
-    return None
-
-
-def late_rank(waiting: Sequence[Event], logs: Sequence[Log], *, hang: CollectiveHang | None) -> int | None:
-    """The one rank that all others wait for: its last collective or step is the lowest, or it alone prints nothing."""
-    records = [record for log in logs for record in log.records]
-    ranks = [rank for event in waiting if (rank := rank_in_text(event)) is not None]
-    if ranks:
-        return ranks[0]
-    if hang is not None and (hang.in_step or hang.late_rank is not None):
-        return hang.late_rank
-    enqueued: dict[int, int] = {}
-    for record in records:
-        if record.rank is not None and (match := STATUS.search(record.text)):
-            enqueued[record.rank] = min(int(match["enqueued"]), enqueued.get(record.rank, 1 << 62))
-    steps: dict[int, int] = {}
-    for log in logs:
-        for rank, step in log.last_steps.items():
-            steps[rank] = max(step, steps.get(rank, step))
-    for counts in (enqueued, steps):
-        lowest = [rank for rank, count in counts.items() if count == min(counts.values())]
-        if 2 * len(lowest) < len(counts) or (len(counts) == 2 and len(lowest) == 1):
-            return min(lowest)
-    exited = [record for record in records if record.kind == "exit" and not STOPPED_BY_LAUNCHER.search(record.text)]
-    return only_silent_rank({record.rank for record in (*(event.record for event in waiting), *exited)}, logs)
-
-
-def only_silent_rank(reporting: Set[int | None], logs: Sequence[Log]) -> int | None:
-    """The one rank of the job, as far as the logs show its ranks, that is not among those that report an error."""
-    silent = ranks_of_job(logs) - reporting
-    return silent.pop() if reporting - {None} and len(silent) == 1 else None
-
-
-def ranks_of_job(logs: Sequence[Log]) -> set[int]:
-    """The ranks of the job as far as the logs show them: those that print, and all below a reported world size."""
-    records = [record for log in logs for record in log.records]
-    ranks = {record.rank for record in records if record.rank is not None}.union(*(log.ranks for log in logs))
-    size = world_size(logs)
-    return ranks | set(range(size)) if len(ranks) <= size <= MAX_RANK else ranks
-
-
-def world_size(logs: Sequence[Log]) -> int:
-    """The largest number of ranks that the logs report; 0 if they report none."""
-    records = (record for log in logs for record in log.records)
-    return max((int(match[match.lastgroup or 0]) for r in records for match in WORLD.finditer(r.text)), default=0)
-
-
-def rank_blamed_by_launcher(logs: Sequence[Log]) -> int | None:
-    """The rank that a launcher reports as the first that failed."""
-    in_root_cause = False
-    pids: dict[str, int] = {}
-    first: int | None = None
-    for record in (record for log in logs for record in log.records):
-        text = record.text
-        if ROOT_CAUSE.search(text):
-            in_root_cause = True
-        elif in_root_cause and (match := BANNER_RANK.match(text)):
-            return int(match["rank"])
-        elif match := SPAWNED.search(text):
-            pids[match["pid"]] = int(match["rank"])
-        elif first is None and (match := FAILED_RANK.search(text)):
-            first = int(match[match.lastgroup or 0])
-        elif first is None and (match := PID_FAILED.search(text)):
-            first = pids.get(match["pid"])
-        elif first is None and (match := STOPPED_TASKS.search(text)):
-            first = task_left_out(match["tasks"])
-        elif first is None and record.kind in ("exit", "signal") and record.rank is not None:
-            first = record.rank
-    return first
-
-
-def task_left_out(tasks: str) -> int | None:
-    """The one number that a list such as 0-57,59-63 leaves out: srun stops all tasks but the one that failed."""
-    ends = [part.partition("-") for part in tasks.split(",")]
-    if not all(
-        first.isdecimal() and len(first + last) < 14 and (not last or last.isdecimal()) for first, _, last in ends
-    ):
-        return None
-    runs = [(int(first), int(last or first)) for first, _, last in ends]
-    missing = [number for (_, last), (first, _) in pairwise(runs) for number in range(last + 1, min(first, last + 3))]
-    return missing[0] if len(missing) == 1 else None
 
 
 def last_errors(log: Log) -> list[Record]:

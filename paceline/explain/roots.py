@@ -9,10 +9,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
+from paceline.explain.blame import ranks_of_job
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.collectives import DESYNC, FIRST_TRANSFER, CollectiveHang, read_hang
 from paceline.explain.explanation import Record
-from paceline.explain.matches import PEER_DIED, WAITING, WARNING_LINE, Event, ranks_of_job
+from paceline.explain.matches import PEER_DIED, WAITING, WARNING_LINE, Event
 from paceline.explain.reader import Log
 
 TIMEOUTS = {DESYNC, FIRST_TRANSFER}
@@ -47,6 +48,16 @@ def apply_hang(candidates: Sequence[Event], hang: CollectiveHang | None) -> list
     return sorted(events.values(), key=lambda event: event.place)
 
 
+# exceptions that need no other cause, and lines about what a program can do without: a build, a package, a server
+OF_ITS_OWN = frozenset(
+    {"cuda-oom", "shape-mismatch", "dtype-mismatch", "device-mismatch", "keyboard-interrupt", "disk-full"}
+)
+SURVIVED = frozenset({
+    "compile-failure", "hub-offline", "import-error", "rate-limited", "service-unreachable", "system-tool-missing",
+    "version-mismatch", "wandb-login",
+})  # fmt: skip
+
+
 def find_roots(candidates: Sequence[Event], hang: CollectiveHang | None) -> list[Event]:
     """The candidates that are no consequence of others; all of them if each is one.
 
@@ -61,6 +72,8 @@ def find_roots(candidates: Sequence[Event], hang: CollectiveHang | None) -> list
         by_kind.clear()
     some = [event for events in by_kind.values() for event in events[:MAX_COMPARED]]
     roots = [event for event in candidates if not is_consequence(event, [*by_log[event.place[0]], *some])]
+    if any(event.cause.id in OF_ITS_OWN and event.record.kind == "exception" for event in roots):
+        roots = [event for event in roots if not (event.cause.id in SURVIVED and event.record.kind == "line")]
     if hang is not None and hang.cause == FIRST_TRANSFER:  # DDP's check of the models is only the first one to wait
         roots = [event for event in roots if not DDP_CHECK.search(event.record.text)]
     return roots or list(candidates)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle
 
+from paceline.explain.blame import culprit_rank, rank_blamed_by_launcher, rank_in_text
 from paceline.explain.catalogue import Cause, load_catalogue
 from paceline.explain.collectives import DESYNC, FIRST_TRANSFER, CollectiveHang, ends_at_init, ends_in_nccl
 from paceline.explain.explanation import Evidence, Explanation, LogProgress, Record
@@ -20,12 +21,9 @@ from paceline.explain.matches import (
     WAITING,
     Event,
     as_ended,
-    culprit_rank,
     find_events,
     guess_events,
     last_errors,
-    rank_blamed_by_launcher,
-    rank_in_text,
     trouble_anywhere,
     trouble_at_end,
     unexplained_failures,

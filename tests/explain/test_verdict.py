@@ -591,3 +591,24 @@ def test_what_nccl_says_while_it_shuts_down_is_no_failure():
     assert verdict(STEPS + closing + ended).cause == "healthy"
     assert verdict(STEPS + closing).cause == "nccl-internal-error"
     assert verdict(STEPS + raised(0, OOM) + closing + ended).cause == "cuda-oom"
+
+
+def test_a_script_that_says_done_behind_a_launcher_s_failure_is_no_sign_of_success():
+    worker = "FileNotFoundError: [Errno 2] No such file or directory: 'data/images/4.jpg'"
+    ends = (
+        "[launch.py:321:sigkill_handler] ['python', 'train.py', '--local_rank=0'] exits with return code = 1\nDone.\n"
+    )
+    assert verdict(STEPS + raised(None, worker) + ends).cause == "dataset-missing"
+    assert verdict(raised(None, worker) + STEPS + "Done.\n").cause == "healthy"
+
+
+def test_an_error_that_the_run_has_survived_twice_does_not_end_it_the_third_time():
+    handled = raised(None, "ValueError: step 2 - extract action failed from: {n}")
+    assert verdict("".join(handled.format(n=n) + STEPS for n in range(3)) + handled.format(n=4)).cause == "healthy"
+    assert verdict(STEPS + handled.format(n=4)).cause == "user-code-exception"
+
+
+def test_what_a_program_can_do_without_is_not_why_it_ran_out_of_memory():
+    lines = "/bin/sh: 1: c++: not found\nnvcc fatal   : Failed to preprocess host compiler properties.\nfused Adam is not used\n"
+    assert verdict(lines + raised(0, OOM)).cause == "cuda-oom"
+    assert verdict(lines).cause in ("compile-failure", "system-tool-missing")

@@ -1,0 +1,178 @@
+"""
+Which rank an event is to be blamed on.
+
+The rank that writes an error is not always the one that caused it: a rank that waits in a collective reports the wait, and the
+culprit is the rank that did not arrive. Where no log shows the culprit it stays unknown, because a wrong rank costs the user more
+than none.
+"""
+
+import re
+from collections.abc import Sequence, Set
+from itertools import pairwise
+
+from paceline.explain.collectives import STATUS, CollectiveHang
+from paceline.explain.explanation import Record
+from paceline.explain.matches import PROGRAM_ENDED, WAITING, Event
+from paceline.explain.reader import BANNER_RANK, Log
+
+MAX_RANK = 10**6
+EXTERNAL = {"keyboard-interrupt", "terminal-hangup"}  # sent to all ranks, no rank is to blame
+ROOT_CAUSE = re.compile(r"Root Cause \(first observed failure\)")
+FAILED_RANK = re.compile(
+    r"failed \(exitcode: -?\d+\) local_rank: (?P<torch>\d+)|\brank (?P<mpi>\d+) exited with code [1-9]"
+    r"|--local[_-]rank[=', ]+(?P<deepspeed>\d+)\b[^\n]*\bexits with return code = -?[1-9]"
+)
+SPAWNED = re.compile(r"[Pp]rocess (?P<pid>\d+) spawned with command: .*--local[_-]rank[=', ]+(?P<rank>\d+)")
+PID_FAILED = re.compile(
+    r"(?:Killing subprocess|[Pp]rocess) (?P<pid>\d+)\b.*(?:exits with|return code|exit code|terminated)"
+)
+STOPPED_TASKS = re.compile(r"srun: error: \S+: tasks (?P<tasks>0-[\d,-]{1,400}): Terminated")
+WORLD = re.compile(
+    r"world[_ ]size['\"]?[:= ]+(?P<size>\d+)|\bnranks (?P<nranks>\d+)|nproc[_-]per[_-]node[= ]+(?P<nproc>\d+)"
+    r"|num_local_procs=(?P<procs>\d+)|MEMBER: \d+/(?P<members>\d+)|WORLD_SIZE in environ: \d+/(?P<environ>\d+)"
+)
+OWN_RANK = re.compile(r"\bGLOBAL_RANK: (?P<rank>\d{1,6}), MEMBER: \d")
+STOPPED_BY_LAUNCHER = re.compile(r"-15\b|-9\b|SIGTERM|SIGKILL")
+NUMBER = re.compile(r"\d+")
+
+
+def culprit_rank(
+    event: Event, candidates: Sequence[Event], logs: Sequence[Log], *, hang: CollectiveHang | None = None
+) -> int | None:
+    """The rank that caused the event; candidates are all events that may have ended the run. hang: of its collectives."""
+    if (rank := rank_in_text(event)) is not None or event.cause.id in EXTERNAL:
+        return rank
+    if world_size(logs) == 1:
+        return 0
+    same_cause = [other for other in candidates if other.cause.id == event.cause.id]
+    if event.cause.id in WAITING:
+        return late_rank(same_cause, logs, hang=hang)
+    named = {rank_in_text(other) for other in same_cause} - {None}
+    if len(named) == 1:
+        return named.pop()
+    ranks = [other.record.rank for other in (event, *same_cause) if other.record.rank is not None]
+    blamed = rank_blamed_by_launcher(logs)
+    if ranks and (blamed is None or len({*ranks}) == 1):
+        return ranks[0]  # else the launcher knows which of them ended first
+    if blamed is not None:
+        return blamed
+    if event.record.kind not in ("exit", "signal"):
+        log = logs[event.place[0]]
+        left = first_to_leave(event, log) if event.record.kind == "exception" else None
+        ranks_found = (left, rank_of_device(event.record, logs), only_failing_rank(logs), rank_of_process(log))
+        return next((rank for rank in ranks_found if rank is not None), None)
+    # a killed rank prints nothing; the ranks that lost it do
+    return only_silent_rank({other.record.rank for other in candidates if other.cause.follows is True}, logs)
+
+
+def rank_of_device(record: Record, logs: Sequence[Log]) -> int | None:
+    """The index of NCCL's GPU, which is the rank where all are on one host and each rank sees all of them."""
+    others = [other for log in logs for other in log.records if other.device is not None]
+    is_rank = len({other.host for other in others}) == 1 and len({other.device for other in others}) > 1
+    return record.device if is_rank else None
+
+
+def only_failing_rank(logs: Sequence[Log]) -> int | None:
+    """The rank of all exceptions that have one, if it is the same."""
+    ranks = {record.rank for log in logs for record in log.records if record.kind == "exception"} - {None}
+    return ranks.pop() if len(ranks) == 1 else None
+
+
+def rank_of_process(log: Log) -> int | None:
+    """The rank that Lightning reports as the log's own; several ranks that print into one log report several."""
+    ranks = {int(match["rank"]) for record in log.records if (match := OWN_RANK.search(record.text))}
+    return ranks.pop() if len(ranks) == 1 else None
+
+
+def first_to_leave(event: Event, log: Log) -> int | None:
+    """The rank that first reports its end behind an exception, which has no rank itself."""
+    after = (record for record in log.records if record.line > event.record.line)
+    return next((record.rank for record in after if PROGRAM_ENDED.search(record.text)), None)
+
+
+def rank_in_text(event: Event) -> int | None:
+    """The rank that the text itself blames."""
+    for name in ("rank", "late_rank"):
+        if (match := NUMBER.search(event.values.get(name) or "")) and int(match[0]) < MAX_RANK:
+            return int(match[0])
+    return None
+
+
+def late_rank(waiting: Sequence[Event], logs: Sequence[Log], *, hang: CollectiveHang | None) -> int | None:
+    """The one rank that all others wait for: its last collective or step is the lowest, or it alone prints nothing."""
+    records = [record for log in logs for record in log.records]
+    ranks = [rank for event in waiting if (rank := rank_in_text(event)) is not None]
+    if ranks:
+        return ranks[0]
+    if hang is not None and (hang.in_step or hang.late_rank is not None):
+        return hang.late_rank
+    enqueued: dict[int, int] = {}
+    for record in records:
+        if record.rank is not None and (match := STATUS.search(record.text)):
+            enqueued[record.rank] = min(int(match["enqueued"]), enqueued.get(record.rank, 1 << 62))
+    steps: dict[int, int] = {}
+    for log in logs:
+        for rank, step in log.last_steps.items():
+            steps[rank] = max(step, steps.get(rank, step))
+    for counts in (enqueued, steps):
+        lowest = [rank for rank, count in counts.items() if count == min(counts.values())]
+        if 2 * len(lowest) < len(counts) or (len(counts) == 2 and len(lowest) == 1):
+            return min(lowest)
+    exited = [record for record in records if record.kind == "exit" and not STOPPED_BY_LAUNCHER.search(record.text)]
+    return only_silent_rank({record.rank for record in (*(event.record for event in waiting), *exited)}, logs)
+
+
+def only_silent_rank(reporting: Set[int | None], logs: Sequence[Log]) -> int | None:
+    """The one rank of the job, as far as the logs show its ranks, that is not among those that report an error."""
+    silent = ranks_of_job(logs) - reporting
+    return silent.pop() if reporting - {None} and len(silent) == 1 else None
+
+
+def ranks_of_job(logs: Sequence[Log]) -> set[int]:
+    """The ranks of the job as far as the logs show them: those that print, and all below a reported world size."""
+    records = [record for log in logs for record in log.records]
+    ranks = {record.rank for record in records if record.rank is not None}.union(*(log.ranks for log in logs))
+    size = world_size(logs)
+    return ranks | set(range(size)) if len(ranks) <= size <= MAX_RANK else ranks
+
+
+def world_size(logs: Sequence[Log]) -> int:
+    """The largest number of ranks that the logs report; 0 if they report none."""
+    records = (record for log in logs for record in log.records)
+    return max((int(match[match.lastgroup or 0]) for r in records for match in WORLD.finditer(r.text)), default=0)
+
+
+def rank_blamed_by_launcher(logs: Sequence[Log]) -> int | None:
+    """The rank that a launcher reports as the first that failed."""
+    in_root_cause = False
+    pids: dict[str, int] = {}
+    first: int | None = None
+    for record in (record for log in logs for record in log.records):
+        text = record.text
+        if ROOT_CAUSE.search(text):
+            in_root_cause = True
+        elif in_root_cause and (match := BANNER_RANK.match(text)):
+            return int(match["rank"])
+        elif match := SPAWNED.search(text):
+            pids[match["pid"]] = int(match["rank"])
+        elif first is None and (match := FAILED_RANK.search(text)):
+            first = int(match[match.lastgroup or 0])
+        elif first is None and (match := PID_FAILED.search(text)):
+            first = pids.get(match["pid"])
+        elif first is None and (match := STOPPED_TASKS.search(text)):
+            first = task_left_out(match["tasks"])
+        elif first is None and record.kind in ("exit", "signal") and record.rank is not None:
+            first = record.rank
+    return first
+
+
+def task_left_out(tasks: str) -> int | None:
+    """The one number that a list such as 0-57,59-63 leaves out: srun stops all tasks but the one that failed."""
+    ends = [part.partition("-") for part in tasks.split(",")]
+    if not all(
+        first.isdecimal() and len(first + last) < 14 and (not last or last.isdecimal()) for first, _, last in ends
+    ):
+        return None
+    runs = [(int(first), int(last or first)) for first, _, last in ends]
+    missing = [number for (_, last), (first, _) in pairwise(runs) for number in range(last + 1, min(first, last + 3))]
+    return missing[0] if len(missing) == 1 else None

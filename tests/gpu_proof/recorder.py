@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from gpu_proof.streams import HOST, NCCL, TIMELINE
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -95,7 +96,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", str(func)).partition(".")[0]
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        devices = {tensor.device.type for tensor in tensors}
+        devices = {device_of(tensor) for tensor in tensors}
         if name in ("_local_scalar_dense", "item"):  # and "to": in inference mode an op comes as it was called
             if "cuda" in devices:
                 self.wait_on_host()
@@ -143,21 +144,28 @@ class Recorder(TorchDispatchMode):
 
     def note_accesses(self, func: Any, tensors: list[Tensor], args: Any, kwargs: dict[str, Any], out: Any) -> None:
         """Puts an op on the current stream, and checks that the memory on the card that it touches is free for it."""
-        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.is_cuda]
-        used = [tensor for tensor in tensors if tensor.is_cuda]
+        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and device_of(leaf) == "cuda"]
+        used = [tensor for tensor in tensors if device_of(tensor) == "cuda"]
         if not (made or used):
             return
         stream = TIMELINE.current
         clock = TIMELINE.begin(stream)
-        self.streams["copy" if any(not tensor.is_cuda and tensor.ndim for tensor in tensors) else "kernel", stream] += 1
+        self.streams[
+            "copy" if any(device_of(tensor) == "cpu" and tensor.ndim for tensor in tensors) else "kernel", stream
+        ] += 1
         read, written = {storage_of(tensor) for tensor in used}, set[int]()
         for at, key in mutable_arguments(func):
             value = kwargs[key] if key in kwargs else args[at] if at < len(args) else None
-            written |= {storage_of(leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_cuda}
+            written |= {
+                storage_of(leaf)
+                for leaf in tree_leaves(value)
+                if isinstance(leaf, Tensor) and device_of(leaf) == "cuda"
+            }
         for storage in {storage_of(tensor) for tensor in made} - read:
             TIMELINE.writes[storage] = (stream, clock[stream])  # new memory
             TIMELINE.reads.pop(storage, None)
-        if not all([TIMELINE.touch(clock, stream, storage, write=storage in written) for storage in read]):
+        ordered = [TIMELINE.touch(clock, stream, storage, write=storage in written) for storage in read]
+        if not all(ordered):
             self.races[place(line=True)] += 1
 
     def note_draw(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
@@ -167,21 +175,24 @@ class Recorder(TorchDispatchMode):
         values |= dict(zip(values, args, strict=False)) | kwargs
         if values.get("dropout_p", values.get("p")) == 0:
             return
-        device = next(leaf.device for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
+        device = next(device_of(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
         generator = values.get("generator")
         by = "global" if generator is None else f"own, {generator.device.type}, seed {generator.initial_seed()}"
-        self.draws[place(), device.type, by] += 1
+        self.draws[place(), device, by] += 1
 
     def note_copy(self, name: str, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         """Records a copy between host and card."""
         source, result = (args[1], args[0]) if name == "copy_" else (args[0], out)
         no_wait = bool(kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
-        if source.device.type == "cuda" and result.device.type == "cpu":
+        direction = (device_of(source), device_of(result))
+        if direction == ("cuda", "cpu"):
             if no_wait and getattr(result, "in_pinned_memory", False):
-                self.copies_to_host.append((place(), TIMELINE.current, TIMELINE.clocks[TIMELINE.current][TIMELINE.current]))
+                self.copies_to_host.append(
+                    (place(), TIMELINE.current, TIMELINE.clocks[TIMELINE.current][TIMELINE.current])
+                )
             else:
                 self.wait_on_host()
-        elif source.device.type == "cpu" and result.device.type == "cuda":
+        elif direction == ("cpu", "cuda"):
             self.copies[place(), no_wait and getattr(source, "in_pinned_memory", False)] += 1
             self.copies_before.append(self.products.total())
 
@@ -191,7 +202,14 @@ def mutable_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     """Returns position and name of the arguments that an operator writes to."""
     schema = getattr(func, "_schema", None)
     arguments = enumerate(schema.arguments if schema else ())
-    return tuple((at, argument.name) for at, argument in arguments if argument.alias_info and argument.alias_info.is_write)
+    return tuple(
+        (at, argument.name) for at, argument in arguments if argument.alias_info and argument.alias_info.is_write
+    )
+
+
+def device_of(tensor: Tensor) -> str:
+    """Returns the type of a tensor's device, without an op: a fake tensor's `device` is one."""
+    return (tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device).type
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -33,11 +33,12 @@ from paceline.heartbeat import HeartbeatWriter
 from paceline.plan.cost import Messages, step_messages
 from paceline.plan.gpu_table import find_gpu
 from paceline.plan.machine import imagined_machine
-from paceline.plan.planner import Plan, make_plan
+from paceline.plan.memory import peak_phase
+from paceline.plan.planner import Plan, make_plan, memory_setup
 from paceline.rundir import RunDir
 from paceline.train import buckets, evaluate, setup
 from paceline.train.buckets import GatheredBucket
-from paceline.train.exact import attention_kernel
+from paceline.train.exact import LiveBytes, attention_kernel
 from paceline.train.loop import Loop, StopRequest, TrainLoader
 from paceline.train.optim import make_optimizer
 from paceline.train.worker import make_writer
@@ -164,8 +165,11 @@ def walk(
             stack.enter_context(process_group(rank, gpus))
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             stack.enter_context(attention_kernel("flash"))
+            live = None if config.compile else stack.enter_context(LiveBytes())
             loop = make_loop(plan, RunDir(Path(folder)), rank)
-            facts["masters"] = sorted({str(share.master.dtype) for share in loop.optimizer._saved()})
+            facts["masters"] = sorted(
+                {str(share.master.dtype) for share in loop.optimizer._sharded + loop.optimizer._replicated}
+            )
             for _ in range(rounds):  # the second finds everything compiled
                 for phase in phases:
                     before = len(keeper.names)
@@ -174,6 +178,11 @@ def walk(
                         answer = PHASES[phase](loop)
                     facts["graphs"].append([phase, keeper.names[before:]])
                     facts[phase] = recorder.to_json() | (answer if phase in WITH_VALUES else {})
+            if live is not None:
+                facts |= {
+                    "traced_bytes": max(live.peaks.values()),
+                    "planned_bytes": peak_phase(memory_setup(plan)).bytes,
+                }
             facts["reads"] = [[*key, *READS[key]] for key in sorted(READS) if key[0] == 0]
     except Exception as error:  # a fact too: devices that do not match
         facts["error"] = f"{type(error).__name__}: {error}".splitlines()[0]

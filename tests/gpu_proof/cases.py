@@ -10,7 +10,7 @@ from gpu_proof.fake_card import on_card
 
 WORLD_SIZES = (1, 2, 4, 8)
 EAGER = {"compile": False, "window_pattern": "L"}
-SHORT = EAGER | {"gpus": 8}  # a step of one micro-step
+SHORT = EAGER | {"gpus": 8}  # a step of one micro-step, where others have two
 COMPILED = {"rounds": 2}
 STEP = {"phases": ["step"]}
 BY_LAYER = COMPILED | STEP | {"gpus": 2, "depth": 4, "window_pattern": "SSSL"}
@@ -29,9 +29,10 @@ SHARDED = {
 }
 # in the second round DDP has its buckets
 DDP = EAGER | STEP | {"shard": "none", "optimizer": "adamw", "vocab_size": 32_768, "rounds": 2}
-DDP_ON = {2: DDP | {"gpus": 2, "total_batch_size": 2048}, 8: DDP | {"gpus": 8}}  # two micro-steps, one
-REPLICATED = {f"DDP, rank {rank} of {gpus}": DDP_ON[gpus] | {"rank": rank} for gpus in DDP_ON for rank in (0, gpus - 1)}
-RESUMED = EAGER | {"phases": ["save", "resume"], "total_batch_size": 1024}
+REPLICATED = {
+    f"DDP, rank {rank} of {gpus}": DDP | {"gpus": gpus, "rank": rank} for gpus in (2, 8) for rank in (0, gpus - 1)
+}
+RESUMED = EAGER | {"phases": ["save", "resume"]}
 SOUND = {
     "windows": COMPILED | {"phases": ["step", "evaluation", "sample"]},
     "cuDNN and grouped queries": STEP | {"attention": "cudnn", "n_kv_head": 1},
@@ -44,7 +45,7 @@ SOUND = {
     **LAST_RANKS,
     **SHARDED,
     **REPLICATED,
-    "resumed": EAGER | {"phases": ["step", "save", "resume", "sample"], "total_batch_size": 1024},
+    "resumed": EAGER | {"phases": ["step", "save", "resume", "sample"]},
     "weights sharded, compiled": COMPILED | {"shard": "full", "gpus": 2, "phases": ["step", "sample"]},
     "weights sharded, checkpointing": FULL | STEP | {"gpus": 2, "activation_checkpointing": True},
 }
@@ -62,8 +63,8 @@ BROKEN = {
     "collectives in another order": EAGER | STEP | {"gpus": 2, "rank": 1},
     "gradients sent in fp32": SHORT | STEP,
     "weights gathered late": FULL | STEP | {"gpus": 2},
-    "gradients sent in every micro-step": DDP_ON[2],
-    "gradients in one bucket": DDP_ON[8],
+    "gradients sent in every micro-step": DDP | {"gpus": 2},
+    "gradients in one bucket": DDP | {"gpus": 8},
     "a synchronize in the step": SHORT | STEP,
     "a copy on a stream of its own": SHORT | STEP,
     "a clock that is read at once": SHORT | STEP,
@@ -71,7 +72,7 @@ BROKEN = {
     "weights that nobody waits for": FULL | STEP | {"gpus": 8},
     "weights that are never freed": FULL | STEP | {"gpus": 8},
     "a wait in the backward": SHORT | STEP,
-    "rows read when they are needed": EAGER | STEP | {"total_batch_size": 1024},
+    "rows read when they are needed": EAGER | STEP,
     "dropout in the forward": SHORT | STEP,
     "noise from the CPU in the forward": SHORT | STEP,
     "a sample from the default generator": EAGER | {"phases": ["sample"]},

@@ -305,7 +305,9 @@ def test_other_averages_are_noticed(walks, name, gpus):
         check_averages([walks[name]], gpus)
 
 
-@pytest.mark.parametrize("name", [*FIRST_RANKS, *SHARDED, *REPLICATED, "adamw", "resumed"])
+@pytest.mark.parametrize(
+    "name", [*FIRST_RANKS, *SHARDED, *REPLICATED, "adamw", "resumed", "windows", "layers of rank 0 of 2"]
+)
 def test_one_stream_does_all_but_the_collectives_and_waits_for_each_of_these_once(walks, name):
     check_streams(walks[name])
 
@@ -320,7 +322,9 @@ def test_rows_are_read_ahead_and_a_micro_step_begins_with_their_copies(walks, na
     check_reads(walks[name])
 
 
-@pytest.mark.parametrize("name", [*FIRST_RANKS, "weights, rank 0 of 2", "weights sharded, checkpointing", "resumed"])
+@pytest.mark.parametrize(
+    "name", [*FIRST_RANKS, "weights, rank 0 of 2", "weights sharded, checkpointing", "resumed", "windows"]
+)
 def test_a_step_draws_no_random_numbers_and_a_sample_from_a_generator_of_the_run_s_seed(walks, name):
     check_draws(walks[name])
 

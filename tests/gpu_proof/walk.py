@@ -44,13 +44,12 @@ from paceline.train.optim import make_optimizer
 from paceline.train.worker import make_writer
 
 CARD = torch.device("cuda", 0)
-SMALL = {  # two layers: with a window and without, with a value embedding and without
+SMALL: dict[str, Any] = {  # two layers: with a window and without, with a value embedding and without
     "depth": 2,
     "n_embd": 256,
     "sequence_len": 256,
     "window_pattern": "SL",
     "device_batch_size": 2,
-    "total_batch_size": 4_096,  # a micro-step of 8 GPUs
     "vocab_size": 4096,
     "num_steps": 10,
     "compile": True,
@@ -149,7 +148,9 @@ def walk(
 ) -> dict[str, Any]:
     """Returns what one rank of `gpus` does in the phases of its last round, and the graphs that each phase compiles."""
     machine = imagined_machine(find_gpu("RTX 5090"), gpus=gpus, hosts=1)
-    config = Config(**SMALL | keys)
+    micro_steps = 1 if gpus == 8 else 2
+    batch = {"total_batch_size": micro_steps * gpus * SMALL["device_batch_size"] * SMALL["sequence_len"]}
+    config = Config(**SMALL | batch | keys)
     plan = make_plan(config, machine, vocab_size=config.vocab_size, num_rows=1000)
     plan = replace(plan, attention=attention, fused_loss=fused_loss)  # also an attention that the plan would refuse
     started = time.process_time()

@@ -159,6 +159,17 @@ def side_stream(to_device: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return to_device_beside
 
 
+def waited_side_stream(to_device: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def to_device_beside(array: np.ndarray, device: torch.device) -> Tensor:
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            tensor = to_device(array, device)
+        torch.cuda.current_stream().wait_stream(stream)
+        return tensor
+
+    return to_device_beside
+
+
 def read_at_once(stop: Callable[[BusyClock], None]) -> Callable[[BusyClock], None]:
     def stop_and_read(self: BusyClock) -> None:
         stop(self)
@@ -247,6 +258,7 @@ BROKEN = {
     ),
     "a synchronize in the step": replaced(loop.Loop, "_micro_steps", synchronize),
     "a copy on a stream of its own": replaced(loop, "to_device", side_stream),
+    "a stream of its own that the step waits for": replaced(loop, "to_device", waited_side_stream),
     "a clock that is read at once": replaced(BusyClock, "stop", read_at_once),
     "a sum that nobody waits for": replaced(buckets.SegmentSum, "wait", without_wait),
     "weights that nobody waits for": replaced(buckets.GatheredBucket, "wait_weights", unwaited_weights),

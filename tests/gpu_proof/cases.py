@@ -67,6 +67,7 @@ BROKEN = {
     "gradients in one bucket": DDP | {"gpus": 8},
     "a synchronize in the step": SHORT | STEP,
     "a copy on a stream of its own": SHORT | STEP,
+    "a stream of its own that the step waits for": SHORT | STEP,
     "a clock that is read at once": SHORT | STEP,
     "a sum that nobody waits for": SHORT | STEP,
     "weights that nobody waits for": FULL | STEP | {"gpus": 8},

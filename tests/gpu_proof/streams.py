@@ -97,7 +97,7 @@ TIMELINE = Timeline()
 
 
 class CardStream:
-    """Stands for torch.cuda.Stream."""
+    """Stands for torch.cuda.Stream, as far as the package and these tests use it."""
 
     count = 0
 
@@ -110,39 +110,23 @@ class CardStream:
         join(TIMELINE.clocks[self.name], TIMELINE.clocks[stream.name])
         TIMELINE.on_join("wait_stream")
 
-    def wait_event(self, event: "CardEvent") -> None:
-        event.wait(self)
-
-    def record_event(self, event: "CardEvent | None" = None) -> "CardEvent":
-        event = event or CardEvent()
-        event.record(self)
-        return event
-
     def synchronize(self) -> None:
         TIMELINE.wait_on_host(self.name)
         TIMELINE.on_join("synchronize")
 
 
 class CardEvent:
-    """Stands for torch.cuda.Event."""
+    """Stands for torch.cuda.Event, as far as the package uses it."""
 
-    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+    def __init__(self, enable_timing: bool = False) -> None:
         self.clock: Clock = {}
 
-    def record(self, stream: CardStream | None = None) -> None:
-        self.clock = dict(TIMELINE.begin(stream.name if stream else TIMELINE.current))
-
-    def wait(self, stream: CardStream | None = None) -> None:
-        join(TIMELINE.clocks[stream.name if stream else TIMELINE.current], self.clock)
-        TIMELINE.on_join("wait_event")
+    def record(self) -> None:
+        self.clock = dict(TIMELINE.begin(TIMELINE.current))
 
     def query(self) -> bool:
         """Returns whether the CPU knows that the card has passed this event."""
         return all(TIMELINE.clocks[HOST].get(stream, 0) >= number for stream, number in self.clock.items())
-
-    def synchronize(self) -> None:
-        join(TIMELINE.clocks[HOST], self.clock)
-        TIMELINE.on_join("synchronize")
 
     def elapsed_time(self, end: "CardEvent") -> float:
         if not (self.query() and end.query()):
@@ -158,10 +142,10 @@ def synchronize(device: Any = None) -> None:
 
 
 @contextmanager
-def on_stream(stream: CardStream | None) -> Iterator[None]:
+def on_stream(stream: CardStream) -> Iterator[None]:
     """Stands for torch.cuda.stream."""
     before = TIMELINE.current
-    TIMELINE.thread.stream = stream.name if stream else before
+    TIMELINE.thread.stream = stream.name
     try:
         yield
     finally:
@@ -174,9 +158,7 @@ def insert_streams() -> None:
         "Stream": CardStream,
         "Event": CardEvent,
         "current_stream": lambda device=None: CardStream(name=TIMELINE.current),
-        "default_stream": lambda device=None: CardStream(name=DEFAULT),
         "stream": on_stream,
-        "set_stream": lambda stream: setattr(TIMELINE.thread, "stream", stream.name),
         "synchronize": synchronize,
     }
     for name, answer in answers.items():

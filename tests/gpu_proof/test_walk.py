@@ -351,7 +351,7 @@ FAULTS = {
     check_dtypes: ["an fp32 product", "a bf16 master"],
     check_streams: [
         *("a copy on a stream of its own", "a sum that nobody waits for", "weights that nobody waits for"),
-        "a clock that is read at once",
+        *("a stream of its own that the step waits for", "a clock that is read at once"),
     ],
     check_waits_of_streams: ["a wait in the backward"],
     check_reads: ["rows read when they are needed"],
@@ -376,7 +376,10 @@ def test_a_fault_is_noticed(walks, check, name):
         check(walks[name])
 
 
-def test_a_race_is_found_where_a_stream_does_not_wait(walks):
-    for name in ("a copy on a stream of its own", "a sum that nobody waits for", "weights that nobody waits for"):
-        assert walks[name]["step"]["races"] != []
-    assert walks["a wait in the backward"]["step"]["races"] == []
+RACES = ["a copy on a stream of its own", "a sum that nobody waits for", "weights that nobody waits for"]
+
+
+def test_a_race_is_found_where_a_stream_does_not_wait_and_only_there(walks):
+    assert all(walks[name]["step"]["races"] for name in RACES)
+    for name in ("a stream of its own that the step waits for", "a wait in the backward"):
+        assert walks[name]["step"]["races"] == []

@@ -32,7 +32,7 @@ DDP = EAGER | STEP | {"shard": "none", "optimizer": "adamw", "vocab_size": 32_76
 REPLICATED = {
     f"DDP, rank {rank} of {gpus}": DDP | {"gpus": gpus, "rank": rank} for gpus in (2, 8) for rank in (0, gpus - 1)
 }
-RESUMED = EAGER | {"phases": ["save", "resume"]}
+RESUMED = EAGER | {"phases": ["save", "resume"], "depth": 1}
 SOUND = {
     "windows": COMPILED | {"phases": ["step", "evaluation", "sample"]},
     "cuDNN and grouped queries": STEP | {"attention": "cudnn", "n_kv_head": 1},
@@ -50,6 +50,7 @@ SOUND = {
     "weights sharded, checkpointing": FULL | STEP | {"gpus": 2, "activation_checkpointing": True},
 }
 ONE_LAYER = {"depth": 1}
+SHORT_STEP = SHORT | STEP | ONE_LAYER
 BROKEN = {
     "a graph break": ONE_LAYER | STEP,
     "gradients sent at the end": EAGER | STEP | {"gpus": 2},
@@ -63,20 +64,20 @@ BROKEN = {
     "collectives in another order": EAGER | STEP | {"gpus": 2, "rank": 1},
     "gradients sent in fp32": SHORT | STEP,
     "weights gathered late": FULL | STEP | {"gpus": 2},
-    "gradients sent in every micro-step": DDP | {"gpus": 2},
-    "gradients in one bucket": DDP | {"gpus": 8},
-    "a synchronize in the step": SHORT | STEP,
-    "a copy on a stream of its own": SHORT | STEP,
-    "a stream of its own that the step waits for": SHORT | STEP,
-    "a clock that is read at once": SHORT | STEP,
-    "a sum that nobody waits for": SHORT | STEP,
+    "gradients sent in every micro-step": DDP | ONE_LAYER | {"gpus": 2},
+    "gradients in one bucket": DDP | ONE_LAYER | {"gpus": 8},
+    "a synchronize in the step": SHORT_STEP,
+    "a copy on a stream of its own": SHORT_STEP,
+    "a stream of its own that the step waits for": SHORT_STEP,
+    "a clock that is read at once": SHORT_STEP,
+    "a sum that nobody waits for": SHORT_STEP,
     "weights that nobody waits for": FULL | STEP | {"gpus": 8},
     "weights that are never freed": FULL | STEP | {"gpus": 8},
-    "a wait in the backward": SHORT | STEP,
-    "rows read when they are needed": EAGER | STEP,
-    "dropout in the forward": SHORT | STEP,
-    "noise from the CPU in the forward": SHORT | STEP,
-    "a sample from the default generator": EAGER | {"phases": ["sample"]},
+    "a wait in the backward": SHORT_STEP,
+    "rows read when they are needed": EAGER | STEP | ONE_LAYER,
+    "dropout in the forward": SHORT_STEP,
+    "noise from the CPU in the forward": SHORT_STEP,
+    "a sample from the default generator": EAGER | ONE_LAYER | {"phases": ["sample"]},
     "a checkpoint that nobody waits for": RESUMED,
     "a checkpoint without the card's generator": RESUMED,
     "rows in the order of reading": RESUMED | {"phases": ["step", "save", "resume"]},

@@ -190,8 +190,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _cast_bytes(operands: list[Tensor]) -> int:
     """Returns what a CPU's kernel copies first where dtypes differ; a GPU's kernel casts as it reads."""
-    operands = [operand for operand in operands if operand.ndim and operand.device.type == "cpu"]
-    if len({operand.dtype for operand in operands}) < 2:
+    operands = [operand for operand in operands if operand.ndim]
+    # the dtypes first: to ask a fake tensor for its device is an op
+    if len({operand.dtype for operand in operands}) < 2 or operands[0].device.type != "cpu":
         return 0
     common = functools.reduce(torch.promote_types, (operand.dtype for operand in operands))
     return sum(operand.numel() * common.itemsize for operand in operands if operand.dtype != common)

@@ -158,7 +158,7 @@ class TrainLoader:
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """Returns the array as a tensor on the device; through pinned memory to a GPU, so that the copy overlaps the GPU's work."""
+    """Returns the array as a tensor on the device; through pinned memory to a GPU, so that the CPU does not wait for the copy."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 

@@ -96,7 +96,9 @@ def build_guard(folder: Path) -> Path:
 
 def insert(capability: int) -> None:
     """Gives this process the card, for good. Call it before anything imports the compiler, which keeps what torch.cuda says."""
+    import numpy as np
     import torch
+    from gpu_proof.streams import insert_streams
 
     ctypes.CDLL(os.environ["LD_PRELOAD"]).insert_guard()
     card = CARDS[capability]
@@ -129,21 +131,33 @@ def insert(capability: int) -> None:
         "get_device_properties": properties,
         "get_device_capability": divmod(capability, 10),
         "get_device_name": card.name,
-        "get_rng_state": torch.zeros(16, dtype=torch.uint8),
         "memory_allocated": 0,
         "max_memory_allocated": 0,
         "memory_reserved": 0,
     }
-    for name in ("_lazy_init", "set_device", "set_rng_state", "empty_cache", "reset_peak_memory_stats"):
+    for name in ("_lazy_init", "set_device", "empty_cache", "reset_peak_memory_stats"):
         answers[name] = None
     for name, answer in answers.items():
-        setattr(torch.cuda, name, lambda *args, answer=answer, **options: answer)
-    torch.cuda.Event = IdleEvent  # type: ignore[misc]
+        for module in (torch.cuda, torch.cuda.random):  # which has its own names for some
+            setattr(module, name, lambda *args, answer=answer, **options: answer)
+    insert_streams()
 
     class IdleGenerator(torch.Generator):
-        """The card's, for checkpointed attention, which would draw from it what it drops."""
+        """The card's default one: nothing draws from it, but it has a state, which a checkpoint holds."""
 
         device = torch.device("cuda", 0)
+        state = torch.zeros(16, dtype=torch.uint8)
+
+        def manual_seed(self, seed: int) -> "IdleGenerator":
+            self.state = torch.from_numpy(np.array([seed, 0]).view(np.uint8))  # seed and offset, as CUDA's
+            return self
+
+        def get_state(self) -> torch.Tensor:
+            return self.state
+
+        def set_state(self, state: torch.Tensor) -> "IdleGenerator":
+            self.state = state
+            return self
 
         def clone_state(self) -> "IdleGenerator":
             return self
@@ -152,19 +166,6 @@ def insert(capability: int) -> None:
     from torch._dynamo.device_interface import CudaInterface
 
     CudaInterface.get_raw_stream = staticmethod(lambda index: 0)  # type: ignore[method-assign,assignment]
-
-
-class IdleEvent:
-    """torch.cuda.Event of a card on which no time passes."""
-
-    def __init__(self, *, enable_timing: bool = False) -> None:
-        pass
-
-    def record(self) -> None:
-        pass
-
-    def elapsed_time(self, end: "IdleEvent") -> float:
-        return 1.0
 
 
 def main() -> None:

@@ -1,15 +1,14 @@
 """
-The worker's steps and evaluations on a card that is not there: graphs, waits, copies, dtypes and collectives.
+The worker's steps, evaluations, samples and checkpoints on a card that is not there: graphs, waits, copies, streams, dtypes,
+collectives, random numbers and bytes.
 
 Every claim is shown to be one that can fail: the walk of a version with that fault is refused by the same check.
 """
 
-import functools
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from gpu_proof.cases import FIRST_RANKS, RANKS_BETWEEN, REPLICATED, SHARDED, SOUND, WORLD_SIZES, Facts, Walks, tiered
 from gpu_proof.fake_card import can_insert, on_card
 
 pytestmark = [
@@ -18,92 +17,15 @@ pytestmark = [
     pytest.mark.skipif(not can_insert(), reason="needs Linux and the CPU build of PyTorch"),
 ]
 
-WORLD_SIZES = (1, 2, 4, 8)
-EAGER = {"compile": False, "window_pattern": "L"}
-SHORT = EAGER | {"gpus": 8}  # a step of one micro-step
-COMPILED = {"rounds": 2}
-STEP = {"phases": ["step"]}
-BY_LAYER = COMPILED | STEP | {"gpus": 2, "depth": 4, "window_pattern": "SSSL"}
-FIRST_RANKS = {f"rank 0 of {gpus}": EAGER | {"gpus": gpus} for gpus in WORLD_SIZES}
-LAST_RANKS = {f"rank {gpus - 1} of {gpus}": EAGER | STEP | {"gpus": gpus, "rank": gpus - 1} for gpus in WORLD_SIZES[1:]}
-RANKS_BETWEEN = {
-    f"rank {rank} of {gpus}": EAGER | STEP | {"gpus": gpus, "rank": rank}
-    for gpus in WORLD_SIZES
-    for rank in range(1, gpus - 1)
-}
-FULL = EAGER | {"shard": "full", "depth": 3, "n_embd": 128}
-SHARDED = {
-    f"weights, rank {rank} of {gpus}": FULL | STEP | {"gpus": gpus, "rank": rank}
-    for gpus in WORLD_SIZES[1:]
-    for rank in (0, gpus - 1)
-}
-SOUND = {
-    "windows": COMPILED | {"phases": ["step", "evaluation", "sample"]},
-    "cuDNN and grouped queries": STEP | {"attention": "cudnn", "n_kv_head": 1},
-    "without Triton": COMPILED | STEP | {"fused_loss": False},
-    "checkpointing and grouped queries": COMPILED | {"activation_checkpointing": True, "n_kv_head": 1} | STEP,
-    "layers of rank 0 of 2": BY_LAYER,
-    "layers of rank 1 of 2": BY_LAYER | {"rank": 1},
-    "adamw": EAGER | STEP | {"gpus": 2, "optimizer": "adamw"},
-    **FIRST_RANKS,
-    **LAST_RANKS,
-    **SHARDED,
-    "weights sharded, compiled": COMPILED | {"shard": "full", "gpus": 2, "phases": ["step", "sample"]},
-    "weights sharded, checkpointing": FULL | STEP | {"gpus": 2, "activation_checkpointing": True},
-}
-ONE_LAYER = {"depth": 1}
-BROKEN = {
-    "a graph break": ONE_LAYER | STEP,
-    "gradients sent at the end": EAGER | STEP | {"gpus": 2},
-    "a short last batch": ONE_LAYER | {"phases": ["evaluation"]},
-    "gradients in an evaluation": ONE_LAYER,
-    "an .item() in the step": SHORT,
-    "a CPU tensor in a CUDA expression": SHORT,
-    "a blocking copy": SHORT,
-    "an fp32 product": SHORT,
-    "a bf16 master": SHORT,
-    "collectives in another order": EAGER | STEP | {"gpus": 2, "rank": 1},
-    "gradients sent in fp32": SHORT | STEP,
-    "weights gathered late": FULL | STEP | {"gpus": 2},
-}
-Facts = dict[str, Any]
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("card")
 
 
-LONG = {  # which compile what others compile too; `make soak` has them
-    *("cuDNN and grouped queries", "without Triton", "checkpointing and grouped queries", "layers of rank 1 of 2"),
-    *("weights sharded, compiled", "a graph break", "gradients in an evaluation"),
-}
-
-
-class Walks:
-    """The facts of walks by name. Those of a tier are made together, in one process that imports the compiler once."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-
-    def __getitem__(self, name: str) -> Facts:
-        return self.tier(name in LONG)[name]
-
-    @functools.cache  # noqa: B019
-    def tier(self, long: bool) -> dict[str, Facts]:
-        settings = SOUND | {name: keys | {"broken": name} for name, keys in BROKEN.items()}
-        settings = {name: keys for name, keys in settings.items() if (name in LONG) == long}
-        return dict(zip(settings, on_card(120, "gpu_proof.walk", *settings.values(), folder=self.folder), strict=True))
-
-
 @pytest.fixture(scope="module")
 def walks(folder) -> Walks:
     return Walks(folder)
-
-
-def tiered(names: Iterable[str]) -> list[Any]:
-    """The names as parameters; the long ones are of the soak tier."""
-    return [pytest.param(name, marks=pytest.mark.soak) if name in LONG else name for name in names]
 
 
 # what each phase compiles the first time: the loss is outside of the model's graph, and a graph gives the nats their shape
@@ -171,6 +93,90 @@ def check_gathers(facts: Facts) -> None:
             assert waits[0] > before
 
 
+def check_averages(ranks: list[Facts], gpus: int) -> None:
+    """DDP's buckets hold every gradient once, and each but the last is sent while there is work left."""
+    assert all(facts["error"] is None for facts in ranks)
+    first, *others = [facts["step"] for facts in ranks]
+    assert all(other["collectives"] == first["collectives"] for other in others)
+    # rank 0's table of buckets, after the first step
+    averages = [
+        sent for sent in zip(first["collectives"], first["products_before"], strict=True) if sent[0][0] != "broadcast_"
+    ]
+    *buckets, extras = averages
+    assert {name for (name, _), _ in averages} == {"allreduce_"}
+    assert sum(size for (_, size), _ in buckets) == sum(ranks[0]["messages"]["all_reduce"])
+    assert extras[0][1] == 4 * (2 + gpus)  # nats, requests, and a number for each rank
+    in_model = sum(count for _, _, count in first["products"])
+    assert all(before < in_model for _, before in buckets[:-1]) and len(buckets) > 1
+
+
+def check_streams(facts: Facts) -> None:
+    """One stream does everything but collectives, waits for each of these once, and touches nothing that they are at work on."""
+    assert facts["error"] is None
+    step = facts["step"]
+    assert {tuple(kind_and_stream) for *kind_and_stream, _ in step["streams"]} <= {
+        ("kernel", "default"),
+        ("copy", "default"),
+        ("collective", "NCCL"),
+    }
+    assert {how for how, _, _ in step["joins"]} <= {"work.wait"}
+    # rank 0's table of buckets is waited for within DDP
+    assert len(step["joins"]) == len([name for name, _ in step["collectives"] if name != "broadcast_"])
+    assert step["races"] == []
+
+
+def check_waits_of_streams(facts: Facts) -> None:
+    """Nothing waits before the backward has ended: sums then, the small tensors, and the weights after the whole update."""
+    assert facts["error"] is None
+    step, planned = facts["step"], facts["messages"]
+    in_all = sum(count for _, _, count in step["products"])
+    backward_end = in_all - sum(
+        count for place, _, count in step["products"] if place == "train/updates.py:orthogonalize"
+    )
+    sums, weights = len(planned["reduce_scatter"]), len(planned["all_gather"])
+    assert [tuple(join) for join in step["joins"]] == [
+        *[("work.wait", "train/buckets.py:wait", backward_end)] * sums,
+        ("work.wait", "train/process.py:all_reduce_sum", backward_end),
+        *[("work.wait", "train/optim.py:step", in_all)] * weights,
+    ]
+
+
+def check_reads(facts: Facts) -> None:
+    """A thread has read all rows but the run's first ones ahead, and each micro-step begins with their copies."""
+    assert facts["error"] is None
+    step, micro_steps = facts["step"], facts["micro_steps"]
+    threads = {micro_step: thread for _, micro_step, thread, _ in facts["reads"]}
+    assert threads == {0: "MainThread"} | dict.fromkeys(range(1, micro_steps), "loader")
+    in_model = sum(count for place, _, count in step["products"] if place != "train/updates.py:orthogonalize")
+    begins = [in_model // micro_steps * micro_step for micro_step in range(micro_steps)]
+    assert step["copies_before"] == [begin for begin in begins for _ in ("idx", "targets")]
+
+
+def check_draws(facts: Facts) -> None:
+    assert facts["error"] is None
+    for phase in {"step", "evaluation", "save"} & set(facts):
+        assert facts[phase]["draws"] == []
+    if "sample" in facts:  # on the CPU: a seed then gives the same text on every device
+        assert facts["sample"]["draws"] == [["train/evaluate.py:next_tokens", "cpu", "own, cpu, seed 1", 3]]
+
+
+def check_resumption(facts: Facts) -> None:
+    """The card's copies have ended when they are written, generators go on where they were, and the rows are those of the step."""
+    assert facts["error"] is None
+    assert facts["save"]["copies_to_host"] > 0 and facts["save"]["unfinished"] == []
+    assert facts["save"]["waits"] == ["model/checkpoint.py:_copy"]
+    saved, resumed = facts["save"]["generators"], facts["resume"]
+    assert resumed["generators"] == saved
+    assert all(resumed["fresh"][device] != saved[device] for device in ("cpu", "cuda"))
+    continued, reread = resumed["rows"]
+    assert resumed["start"] == 1 and continued == reread
+
+
+def check_bytes(facts: Facts) -> None:
+    assert facts["error"] is None
+    assert facts["planned_bytes"] == pytest.approx(facts["traced_bytes"], rel=0.015)
+
+
 def of_kind(collectives: list[tuple[str, int]], kind: str) -> list[int]:
     return [size for name, size in collectives if name == kind]
 
@@ -225,11 +231,6 @@ def test_gradients_are_sent_under_the_backward(walks, name):
     check_overlap(walks[name])
 
 
-def test_gradients_that_are_sent_only_at_the_end_are_noticed(walks):
-    with pytest.raises(AssertionError):
-        check_overlap(walks["gradients sent at the end"])
-
-
 @pytest.mark.parametrize("name", ["windows", *FIRST_RANKS])
 def test_the_cpu_waits_once_in_a_step_and_once_in_an_evaluation(walks, name):
     check_waits(walks[name])
@@ -240,21 +241,9 @@ def test_a_sample_compiles_nothing_and_waits_for_its_tokens_alone(walks):
     assert walks["windows"]["sample"]["waits"] == ["train/evaluate.py:next_tokens"]
 
 
-@pytest.mark.parametrize("name", ["an .item() in the step", "a CPU tensor in a CUDA expression", "a blocking copy"])
-def test_more_waits_and_tensors_on_the_wrong_device_are_noticed(walks, name):
-    with pytest.raises(AssertionError):
-        check_waits(walks[name])
-
-
 @pytest.mark.parametrize("name", tiered(SOUND))
 def test_products_are_in_bf16_and_master_weights_in_fp32(walks, name):
     check_dtypes(walks[name])
-
-
-@pytest.mark.parametrize("name", ["an fp32 product", "a bf16 master"])
-def test_other_dtypes_are_noticed(walks, name):
-    with pytest.raises(AssertionError):
-        check_dtypes(walks[name])
 
 
 @pytest.mark.parametrize("gpus", WORLD_SIZES)
@@ -288,11 +277,6 @@ def test_recomputed_layers_gather_their_embeddings_again(walks):
     assert len(walks["weights sharded, checkpointing"]["messages"]["all_gather"]) > len(without)
 
 
-def test_weights_gathered_late_are_noticed(walks):
-    with pytest.raises(AssertionError):
-        check_gathers(walks["weights gathered late"])
-
-
 @pytest.mark.soak
 def test_compiled_layers_gather_their_weights_outside_of_the_graphs(walks):
     facts = walks["weights sharded, compiled"]
@@ -307,3 +291,95 @@ def test_compiled_layers_gather_their_weights_outside_of_the_graphs(walks):
 def test_another_order_on_one_rank_and_other_bytes_are_noticed(walks, name, gpus):
     with pytest.raises(AssertionError):
         check_collectives([walks[f"rank 0 of {gpus}"], walks[name]], gpus)
+
+
+@pytest.mark.parametrize("gpus", [2, 8])
+def test_ddp_sends_every_gradient_once_under_the_backward_and_the_same_on_all_ranks(walks, gpus):
+    """By PyTorch's own reducer, in its buckets of the second step."""
+    check_averages([walks[f"DDP, rank {rank} of {gpus}"] for rank in (0, gpus - 1)], gpus)
+
+
+@pytest.mark.parametrize("name, gpus", [("gradients sent in every micro-step", 2), ("gradients in one bucket", 8)])
+def test_other_averages_are_noticed(walks, name, gpus):
+    with pytest.raises(AssertionError):
+        check_averages([walks[name]], gpus)
+
+
+@pytest.mark.parametrize(
+    "name", [*FIRST_RANKS, *SHARDED, *REPLICATED, "adamw", "resumed", "windows", "layers of rank 0 of 2"]
+)
+def test_one_stream_does_all_but_the_collectives_and_waits_for_each_of_these_once(walks, name):
+    check_streams(walks[name])
+
+
+@pytest.mark.parametrize("name", [*list(FIRST_RANKS)[1:], "adamw"])
+def test_the_stream_waits_when_the_backward_has_ended_and_for_weights_after_the_whole_update(walks, name):
+    check_waits_of_streams(walks[name])
+
+
+@pytest.mark.parametrize("name", [*FIRST_RANKS, "weights, rank 0 of 2", "DDP, rank 0 of 2"])
+def test_rows_are_read_ahead_and_a_micro_step_begins_with_their_copies(walks, name):
+    check_reads(walks[name])
+
+
+@pytest.mark.parametrize(
+    "name", [*FIRST_RANKS, "weights, rank 0 of 2", "weights sharded, checkpointing", "resumed", "windows"]
+)
+def test_a_step_draws_no_random_numbers_and_a_sample_from_a_generator_of_the_run_s_seed(walks, name):
+    check_draws(walks[name])
+
+
+def test_a_resumed_run_has_the_generators_of_its_checkpoint_and_reads_the_rows_of_its_step(walks):
+    check_resumption(walks["resumed"])
+
+
+@pytest.mark.parametrize("name", [*FIRST_RANKS, *SHARDED, *REPLICATED, "adamw", "weights sharded, checkpointing"])
+def test_a_rank_holds_at_its_peak_what_is_planned(walks, name):
+    """By the trace of all storages, DDP's buckets among them, against plan/memory.py."""
+    check_bytes(walks[name])
+
+
+FAULTS = {
+    check_overlap: ["gradients sent at the end"],
+    check_gathers: ["weights gathered late"],
+    check_waits: [
+        "an .item() in the step",
+        "a synchronize in the step",
+        "a blocking copy",
+        "a CPU tensor in a CUDA expression",
+    ],
+    check_dtypes: ["an fp32 product", "a bf16 master"],
+    check_streams: [
+        *("a copy on a stream of its own", "a sum that nobody waits for", "weights that nobody waits for"),
+        *("a stream of its own that the step waits for", "a clock that is read at once"),
+    ],
+    check_waits_of_streams: ["a wait in the backward"],
+    check_reads: ["rows read when they are needed"],
+    check_draws: ["dropout in the forward", "noise from the CPU in the forward", "a sample from the default generator"],
+    check_resumption: [
+        *("a checkpoint that nobody waits for", "a checkpoint without the card's generator"),
+        "rows in the order of reading",
+    ],
+    check_bytes: ["gradients sent in fp32", "weights that are never freed"],
+}
+ERRORS = {  # of PyTorch itself
+    "a CPU tensor in a CUDA expression": "FakeTensorDeviceMismatchError",
+    "a bf16 master": "RuntimeError: expected dtype",
+    "a clock that is read at once": "RuntimeError: CUDA error: device not ready",
+}
+
+
+@pytest.mark.parametrize("check, name", [(check, name) for check, names in FAULTS.items() for name in names])
+def test_a_fault_is_noticed(walks, check, name):
+    assert str(walks[name]["error"]).startswith(ERRORS.get(name, "None"))
+    with pytest.raises(AssertionError):
+        check(walks[name])
+
+
+RACES = ["a copy on a stream of its own", "a sum that nobody waits for", "weights that nobody waits for"]
+
+
+def test_a_race_is_found_where_a_stream_does_not_wait_and_only_there(walks):
+    assert all(walks[name]["step"]["races"] for name in RACES)
+    for name in ("a stream of its own that the step waits for", "a wait in the backward"):
+        assert walks[name]["step"]["races"] == []

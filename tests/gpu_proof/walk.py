@@ -5,15 +5,14 @@ A walk is one rank of a run that does not exist. It tells which graphs are compi
 card, copies to the card, collectives in order with their bytes, and the dtypes of products.
 """
 
-import sys
 import tempfile
+import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,132 +20,43 @@ import torch
 import torch.distributed as dist
 from gpu_proof.broken import BROKEN
 from gpu_proof.card_compiler import GraphKeeper
+from gpu_proof.host_values import HostValues, insert_ddp
+from gpu_proof.recorder import Recorder
+from gpu_proof.streams import TIMELINE
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-import paceline
 from paceline.config import Config
 from paceline.heartbeat import HeartbeatWriter
 from paceline.plan.cost import Messages, step_messages
 from paceline.plan.gpu_table import find_gpu
 from paceline.plan.machine import imagined_machine
-from paceline.plan.planner import Plan, make_plan
+from paceline.plan.memory import peak_phase
+from paceline.plan.planner import Plan, make_plan, memory_setup
 from paceline.rundir import RunDir
-from paceline.train import evaluate, setup
+from paceline.train import buckets, evaluate, setup
 from paceline.train.buckets import GatheredBucket
-from paceline.train.exact import attention_kernel
+from paceline.train.exact import LiveBytes, attention_kernel
 from paceline.train.loop import Loop, StopRequest, TrainLoader
 from paceline.train.optim import make_optimizer
+from paceline.train.worker import make_writer
 
-aten = torch.ops.aten
 CARD = torch.device("cuda", 0)
-PACKAGE = str(Path(paceline.__file__).parent) + "/"
-# the shape of what these return depends on values: the CPU waits until it knows it
-SHAPED_BY_VALUES = {"nonzero", "masked_select", "unique", "_unique", "_unique2", "unique_dim", "unique_consecutive"}
-WITHOUT_KERNEL = ("empty", "new_empty", "_unsafe_view", "detach", "alias", "lift", "wait_tensor", "device")
-PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addmm_", "flex_attention", "_flash_attention_forward"}
-PRODUCTS |= {"_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention"}
-SMALL = {  # two layers: with a window and without, with a value embedding and without
+SMALL: dict[str, Any] = {  # two layers: with a window and without, with a value embedding and without
     "depth": 2,
     "n_embd": 256,
     "sequence_len": 256,
     "window_pattern": "SL",
     "device_batch_size": 2,
-    "total_batch_size": 4_096,  # a micro-step of 8 GPUs
     "vocab_size": 4096,
     "num_steps": 10,
     "compile": True,
 }
-PHASES: dict[str, Callable[[Loop], Any]] = {
-    "step": lambda loop: loop.one_step(0),
-    "evaluation": lambda loop: loop.evaluate(),
-    "sample": lambda loop: loop.sample(0),
-}
+WITH_VALUES = ("save", "resume")  # what they write and read are real files
+READS: dict[tuple[int, int], tuple[str, list[int]]] = {}  # step and micro-step -> thread and rows
 EVAL_ROWS = 11  # of all ranks: the last batch is short on one rank at least
-
-
-class Recorder(TorchDispatchMode):
-    """Sees every op. Each record but collectives has the function of the package that called it."""
-
-    supports_higher_order_operators = True  # FlexAttention
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waits: Counter[str] = Counter()
-        self.copies: Counter[tuple[str, bool]] = Counter()  # from host to card; whether the CPU goes on meanwhile
-        self.collectives: list[tuple[str, int]] = []
-        self.products_before: list[int] = []  # for each collective: how many products were begun before it
-        self.products: Counter[tuple[str, str]] = Counter()  # (function, dtype)
-        self.attention: Counter[str] = Counter()  # by operator, forward and backward
-        self.kernels: Counter[str] = Counter()  # by function: ops that start one at least
-        self.moved_bytes: Counter[str] = Counter()  # by function: what these ops read and write
-        self.order: list[
-            tuple[str, int, int]
-        ] = []  # of sharded weights: gather or wait, the bucket, the products before it
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the records; waits as often as they stand in the code, not as often as they happen."""
-        counts = {name: [[*key, n] for key, n in getattr(self, name).items()] for name in ("copies", "products")}
-        counts["attention"] = sorted(self.attention)
-        work = {name: [count, self.moved_bytes[name]] for name, count in self.kernels.items()}
-        waits = [name.rpartition(":")[0] for name in self.waits]
-        sent = {"collectives": self.collectives, "products_before": self.products_before, "order": self.order}
-        return {"waits": waits, "work": work, **sent, **counts}
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Lets torch.compile run its graphs although a mode is active."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, getattr(func, "__name__", str(func)).partition(".")[0]
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        devices = {tensor.device.type for tensor in tensors}
-        if name in ("_local_scalar_dense", "item"):  # and "to": in inference mode an op comes as it was called
-            if "cuda" in devices:
-                self.waits[place(line=True)] += 1
-            return 1.0 if args[0].is_floating_point() else 1
-        if name in SHAPED_BY_VALUES and "cuda" in devices:
-            self.waits[place(line=True)] += 1
-        if getattr(func, "namespace", "") == "c10d":
-            self.collectives.append((name, max(tensor.nbytes for tensor in tensors)))
-            self.products_before.append(self.products.total())
-        if "attention" in name:
-            self.attention[name] += 1
-        if name in PRODUCTS:
-            # of the matrices: what a product is added to may be wider
-            self.products[place(), str(tensors[1].dtype).removeprefix("torch.")] += 1
-        out = func(*args, **kwargs)
-        if "cuda" in devices and not getattr(func, "is_view", False) and not name.startswith(WITHOUT_KERNEL):
-            written = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-            written += tensors[:1] if name == "capped_nats_" else []  # in place, and it returns the nats
-            self.kernels[function := place()] += 1
-            read = tree_leaves((args, {key: value for key, value in kwargs.items() if key != "out"}))
-            self.moved_bytes[function] += sum(leaf.nbytes for leaf in [*read, *written] if isinstance(leaf, Tensor))
-        if name in ("_to_copy", "to", "copy_"):
-            source, result = (args[1], args[0]) if name == "copy_" else (args[0], out)
-            no_wait = bool(kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
-            if source.device.type == "cuda" and result.device.type == "cpu":
-                self.waits[place(line=True)] += 1
-            elif source.device.type == "cpu" and result.device.type == "cuda":
-                self.copies[place(), no_wait and getattr(source, "in_pinned_memory", False)] += 1
-        return out
-
-
-def place(*, line: bool = False) -> str:
-    """Returns the innermost function of the package on the stack, `train/loop.py:one_step`, and its line if asked for."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame and not frame.f_code.co_filename.startswith(PACKAGE):
-        if frame.f_code.co_filename.startswith("<eval_with_key>"):
-            return "a compiled graph"
-        frame = frame.f_back
-    if frame is None:
-        return "backward"  # in autograd's own thread
-    name = f"{frame.f_code.co_filename.removeprefix(PACKAGE)}:{frame.f_code.co_name}"
-    return f"{name}:{frame.f_lineno}" if line else name
 
 
 def noted(name: str, method: Callable[[GatheredBucket], None]) -> Callable[[GatheredBucket], None]:
@@ -157,6 +67,17 @@ def noted(name: str, method: Callable[[GatheredBucket], None]) -> Callable[[Gath
         if recorder is not None:
             recorder.order.append((name, bucket.tag, recorder.products.total()))
         method(bucket)
+
+    return noting
+
+
+def noted_read(read: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the loader's method, with a record of the thread that calls it and of the rows."""
+
+    def noting(loader: TrainLoader, step: int, micro_step: int) -> Any:
+        rows = loader.rows_of(step, micro_step).tolist()
+        READS[step, micro_step] = (threading.current_thread().name.partition("_")[0], rows)
+        return read(loader, step, micro_step)
 
     return noting
 
@@ -206,6 +127,9 @@ def prepare() -> None:
     evaluate.torch = SimpleNamespace(**vars(torch) | {"tensor": tensor})  # type: ignore[attr-defined]
     setup.GPT = CardGPT  # type: ignore[misc]
     setup.initial_value = lambda name, shape, config, seed: torch.empty(shape)
+    buckets._work = TIMELINE.started
+    TrainLoader._read = noted_read(TrainLoader._read)  # type: ignore[method-assign]
+    insert_ddp()
     for name, method in (("gather", GatheredBucket.gather), ("wait", GatheredBucket.wait_weights)):
         setattr(GatheredBucket, method.__name__, noted(name, method))
 
@@ -224,10 +148,14 @@ def walk(
 ) -> dict[str, Any]:
     """Returns what one rank of `gpus` does in the phases of its last round, and the graphs that each phase compiles."""
     machine = imagined_machine(find_gpu("RTX 5090"), gpus=gpus, hosts=1)
-    config = Config(**SMALL | keys)
+    micro_steps = 1 if gpus == 8 else 2
+    batch = {"total_batch_size": micro_steps * gpus * SMALL["device_batch_size"] * SMALL["sequence_len"]}
+    config = Config(**SMALL | batch | keys)
     plan = make_plan(config, machine, vocab_size=config.vocab_size, num_rows=1000)
     plan = replace(plan, attention=attention, fused_loss=fused_loss)  # also an attention that the plan would refuse
     started = time.process_time()
+    TIMELINE.clear()
+    READS.clear()
     facts: dict[str, Any] = {"error": None, "graphs": [], "messages": asdict(messages_of(plan))}
     facts["micro_steps"] = plan.grad_accum_steps
     try:
@@ -238,15 +166,25 @@ def walk(
             stack.enter_context(process_group(rank, gpus))
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             stack.enter_context(attention_kernel("flash"))
+            live = None if config.compile else stack.enter_context(LiveBytes())
             loop = make_loop(plan, RunDir(Path(folder)), rank)
-            facts["masters"] = sorted({str(share.master.dtype) for share in loop.optimizer._saved()})
+            facts["masters"] = sorted(
+                {str(share.master.dtype) for share in loop.optimizer._sharded + loop.optimizer._replicated}
+            )
             for _ in range(rounds):  # the second finds everything compiled
                 for phase in phases:
                     before = len(keeper.names)
-                    with Recorder() as recorder:
-                        PHASES[phase](loop)
+                    recorder = Recorder()
+                    with HostValues() if phase in WITH_VALUES else nullcontext(), recorder.recording():
+                        answer = PHASES[phase](loop)
                     facts["graphs"].append([phase, keeper.names[before:]])
-                    facts[phase] = recorder.to_json()
+                    facts[phase] = recorder.to_json() | (answer if phase in WITH_VALUES else {})
+            if live is not None:
+                facts |= {
+                    "traced_bytes": max(live.peaks.values()),
+                    "planned_bytes": peak_phase(memory_setup(plan)).bytes,
+                }
+            facts["reads"] = [[*key, *READS[key]] for key in sorted(READS) if key[0] == 0]
     except Exception as error:  # a fact too: devices that do not match
         facts["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
     facts["breaks"] = keeper.breaks
@@ -259,7 +197,7 @@ def make_loop(plan: Plan, run: RunDir, rank: int) -> Loop:
     model = setup.make_model(plan, seed=1, device=CARD)
     optimizer = make_optimizer(model, plan, plan.groups, rank=rank)
     loader = TrainLoader(tokens(100), plan, 1, rank, CARD, skipped_batches=())  # type: ignore[arg-type]
-    (run.path / "progress").mkdir()
+    (run.path / "progress").mkdir(exist_ok=True)
     progress = HeartbeatWriter(run, rank)
     loop = Loop(run, Config(), plan, optimizer, loader.micro_batch, rank, CARD, progress, StopRequest())
     setup.choose_compile(loop, model)
@@ -275,6 +213,35 @@ def make_loop(plan: Plan, run: RunDir, rank: int) -> Loop:
     options = {"num_samples": 2, "max_new_tokens": 3, "temperature": 0.8, "top_k": 50, "seed": 1, "stop_token": None}
     loop.sample = lambda step: list(evaluate.generate(model, [0] * 200, **options))  # type: ignore[arg-type,assignment,return-value]
     return loop
+
+
+def save_checkpoint(loop: Loop) -> dict[str, Any]:
+    """Saves as the worker does; returns the states of the random number generators."""
+    torch.manual_seed(1_000_003 + loop.rank)  # as the worker has done at the start
+    writer = make_writer(loop.run, loop.config, loop.plan, attempt=0, rank=loop.rank)
+    parts = {"optimizer": loop.optimizer, "scale": loop.scale, "loss_guard": loop.guard}
+    state = {name: part.state_dict() for name, part in parts.items()}  # type: ignore[attr-defined]
+    writer.save(1, loop.optimizer.pieces() + setup.rng_pieces(loop.rank, loop.device), state)
+    writer.wait()
+    return {"generators": generator_states()}
+
+
+def resume_checkpoint(loop: Loop) -> dict[str, Any]:
+    """Resumes in a new loop, as another process would; returns its step, its generators, and the rows that both loops read next."""
+    torch.manual_seed(2)
+    fresh = generator_states()
+    resumed = make_loop(loop.plan, loop.run, loop.rank)
+    start = setup.resume(resumed)
+    loaders = [other.micro_batch.__self__ for other in (loop, resumed)]  # type: ignore[attr-defined]
+    micro_steps = range(loop.plan.grad_accum_steps)
+    rows = [[loader.rows_of(start, micro_step).tolist() for micro_step in micro_steps] for loader in loaders]
+    return {"start": start, "fresh": fresh, "generators": generator_states(), "rows": rows}
+
+
+def generator_states() -> dict[str, str]:
+    """Returns the states of the default generators."""
+    states = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state(CARD)}
+    return {name: bytes(state.numpy()).hex()[-9000:] for name, state in states.items()}
 
 
 def messages_of(plan: Plan) -> Messages:
@@ -304,3 +271,12 @@ def process_group(rank: int, world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+PHASES: dict[str, Callable[[Loop], Any]] = {
+    "step": lambda loop: loop.one_step(0),
+    "evaluation": lambda loop: loop.evaluate(),
+    "sample": lambda loop: loop.sample(0),
+    "save": save_checkpoint,
+    "resume": resume_checkpoint,
+}

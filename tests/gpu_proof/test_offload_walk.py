@@ -43,7 +43,7 @@ Facts = dict[str, Any]
 def walks(tmp_path_factory) -> dict[str, Facts]:
     settings = SOUND | {name: {"fault": name} for name in (*COPY_FAULTS, *ORDER_FAULTS, *BYTE_FAULTS, *RACES)}
     folder: Path = tmp_path_factory.mktemp("card")
-    return dict(zip(settings, on_card(120, "gpu_proof.streams", *settings.values(), folder=folder), strict=True))
+    return dict(zip(settings, on_card(120, "gpu_proof.offload_walk", *settings.values(), folder=folder), strict=True))
 
 
 def check_copies(facts: Facts) -> None:

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paceline.errors import PacelineError
+from paceline.explain.curve_verdict import MEMORY_GROWS, OVERFITS, SLOWS_DOWN, STANDS_STILL
 from paceline.explain.lines import split_prefix, strip_escapes
 from paceline.explain.progress import BAR, parse_count, read_step_and_loss, strip_bars
 from paceline.explain.run_folder import explain
@@ -47,6 +48,12 @@ MAX_LINE_BYTES = 4000  # a longer line shows no progress
 SAMPLE_EVERY_S = 2.0  # of this machine, beside a log
 FIRST_GAP_S = 0.2
 FIRST_SAMPLES_S = 3.0  # at most: the wait for the first two
+GOES_ON = (
+    STANDS_STILL,
+    MEMORY_GROWS,
+    SLOWS_DOWN,
+    OVERFITS,
+)  # what curves show of a run that goes on, or has come to its end
 LIKELY = 0.5  # below it a log that still grows has not failed: it may only have come to its first collective
 UNWATCHED_S = 60.0  # after which the sampling ends
 
@@ -113,14 +120,14 @@ class TrainingLogReader:
         fields = self.curves.fields()
         end_s = END_RATIO * max_silence_s(fields["step_ms"], fields["silence_s"])
         state = log_state(explanation, silent=time.time() - stat.st_mtime > end_s)
+        notes = [explanation["summary"]] if explanation and explanation["cause"] in GOES_ON else []
         explanation = explanation if state in ("failed", "broken") else None
         if state != "running":
             fields["eta_s"] = None
-        notes = []
         if explanation and stat.st_size > EXPLAINED_BYTES:
             parts = f"the first {FIRST_BYTES >> 20} MiB and the last {(EXPLAINED_BYTES - FIRST_BYTES) >> 20} MiB"
             whole = format_bytes(stat.st_size)
-            notes = [f"only {parts} of {whole} are searched for the cause; line numbers count within these"]
+            notes += [f"only {parts} of {whole} are searched for the cause; line numbers count within these"]
         return Snapshot(
             name=self.path.name, path=str(self.path), kind="log", state=state, updated=stat.st_mtime,
             logs=[LogView(1, None, str(self.path), stat.st_size)], explanation=explanation, notes=notes,
@@ -206,7 +213,7 @@ def log_state(explanation: dict[str, Any] | None, *, silent: bool) -> State:
     if explanation is None:
         return "unknown" if silent else "running"
     progress = explanation["progress"]
-    is_failure = explanation["cause"] not in (HEALTHY, UNKNOWN)
+    is_failure = explanation["cause"] not in (HEALTHY, UNKNOWN, *GOES_ON)
     if is_failure and (silent or explanation["confidence"] >= LIKELY):
         return "failed"
     if progress["finished"]:

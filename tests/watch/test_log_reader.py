@@ -162,6 +162,9 @@ def test_a_log_that_ends_in_an_error_is_explained(tmp_path):
     assert (snapshot.state, snapshot.explanation["line"]) == ("failed", 2)
 
 
+NEVER_MOVES = "the loss stands still from step 1 on: loss is 3 there and 3 at step 1999"
+
+
 @pytest.mark.parametrize(
     ("end", "state"),
     [("ModuleNotFoundError: No module named 'flash_attn'\n", "failed"), ("Training complete\n", "finished")],
@@ -175,7 +178,16 @@ def test_a_log_too_long_to_explain_whole_is_explained_by_its_end(tmp_path, monke
         file.write(end)
     assert path.stat().st_size > 4 << 20
     snapshot = open_reader(path).update()
-    assert (snapshot.state, len(snapshot.notes)) == (state, int(state == "failed"))
+    assert (snapshot.state, snapshot.notes[-1:] == [NEVER_MOVES]) == (state, state == "finished")
+
+
+def test_a_log_whose_memory_grows_is_running_with_a_note(tmp_path):
+    lines = "".join(
+        f"step {step}/99 loss: {3 - step / 50:.3f} memory: {2 + step / 5:.2f} GiB\n" for step in range(1, 10)
+    )
+    snapshot = write(tmp_path / "out.log", lines).update()
+    assert (snapshot.state, snapshot.explanation) == ("running", None)
+    assert snapshot.notes[0].startswith("memory grows step by step")
 
 
 def test_a_log_of_many_megabytes_is_sampled(tmp_path):

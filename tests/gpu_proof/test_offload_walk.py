@@ -5,6 +5,7 @@ Every claim is shown to be one that can fail: the walk of a version with that fa
 """
 
 import functools
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -36,14 +37,33 @@ RACES = (
     "buffers freed too early",
     "a checkpoint that waits for nothing",
 )
+WALKS = SOUND | {name: {"fault": name} for name in (*COPY_FAULTS, *ORDER_FAULTS, *BYTE_FAULTS, *RACES)}
+SHORT = ("one rank", "two ranks", "a blocking copy", "a buffer used again too early")  # outside of make soak
 Facts = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def walks(tmp_path_factory) -> dict[str, Facts]:
-    settings = SOUND | {name: {"fault": name} for name in (*COPY_FAULTS, *ORDER_FAULTS, *BYTE_FAULTS, *RACES)}
-    folder: Path = tmp_path_factory.mktemp("card")
-    return dict(zip(settings, on_card(120, "gpu_proof.offload_walk", *settings.values(), folder=folder), strict=True))
+def short(tmp_path_factory) -> dict[str, Facts]:
+    return walks_of(SHORT, tmp_path_factory.mktemp("card"))
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory) -> dict[str, Facts]:
+    return walks_of([name for name in WALKS if name not in SHORT], tmp_path_factory.mktemp("card"))
+
+
+@pytest.fixture
+def facts(request, name) -> Facts:
+    return request.getfixturevalue("short" if name in SHORT else "others")[name]
+
+
+def walks_of(names: Sequence[str], folder: Path) -> dict[str, Facts]:
+    walks = on_card(120, "gpu_proof.offload_walk", *(WALKS[name] for name in names), folder=folder)
+    return dict(zip(names, walks, strict=True))
+
+
+def tiered(names: Sequence[str]) -> list[Any]:
+    return [name if name in SHORT else pytest.param(name, marks=pytest.mark.soak) for name in names]
 
 
 def check_copies(facts: Facts) -> None:
@@ -80,14 +100,14 @@ CHECKS = functools.partial(pytest.mark.parametrize, "check", [check_copies, chec
 
 
 @CHECKS()
-@pytest.mark.parametrize("name", SOUND)
-def test_masters_and_states_come_and_go_beside_the_updates(walks, name, check):
-    assert walks[name]["num_batches"] > 3  # buffers are used again
-    check(walks[name])
+@pytest.mark.parametrize("name", tiered(list(SOUND)))
+def test_masters_and_states_come_and_go_beside_the_updates(facts, check):
+    assert facts["num_batches"] > 3  # buffers are used again
+    check(facts)
 
 
 FAULTS = [
-    (check, name)
+    pytest.param(check, name, marks=() if name in SHORT else pytest.mark.soak)
     for check, names in (
         (check_copies, COPY_FAULTS),
         (check_order, ORDER_FAULTS),
@@ -99,7 +119,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize("check, name", FAULTS)
-def test_faults_are_noticed(walks, check, name):
-    assert walks[name]["error"] is None
+def test_faults_are_noticed(facts, check):
+    assert facts["error"] is None
     with pytest.raises(AssertionError):
-        check(walks[name])
+        check(facts)

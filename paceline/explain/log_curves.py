@@ -38,9 +38,7 @@ from paceline.explain.series import (
 from paceline.explain.verdict import HEALTHY, UNKNOWN
 from paceline.noise import median
 
-LOG_RISE = (
-    1.0  # of a loss on the lines of a log that was higher at first, and whose name says less than that of a metric
-)
+LOG_RISE = 1.0  # of a loss that was higher at first
 PART_RISE = 9.0  # of one whose first steps are not in the log
 ZEROS, ZERO_REWARDS = 3, 10  # on the lines of a log, if no others are there
 NO_REWARD = "every reward is 0"

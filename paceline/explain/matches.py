@@ -47,9 +47,8 @@ NO_FAILURE = re.compile(
     re.IGNORECASE,
 )
 NOT_FOUND = re.compile(r"(?:^|: )line \d+: [\w./-]+: command not found")  # said by a script
-NCCL_RETURN = re.compile(
-    r"^NCCL INFO \S+:\d+ -> \d+$"
-)  # through NCCL's functions, also when its sockets are closed at the end
+# a way back through NCCL's functions, also when its sockets are closed at the end
+NCCL_RETURN = re.compile(r"^NCCL INFO \S+:\d+ -> \d+$")
 COMM_ENDED = re.compile(r"^NCCL INFO comm \S+ .*(?:Abort|Destroy) COMPLETE")
 SAME_START = 30  # characters
 WENT_ON = 40  # lines
@@ -99,6 +98,7 @@ def find_events(log: Log, *, number: int) -> list[Event]:
     events = []
     stopped = {match["pid"] for record in log.records for match in STOPPED.finditer(record.text)}
     ended = min((record.line for record in log.records if PROGRAM_ENDED.search(record.text)), default=None)
+    done = lines_before_done(log)
     survived: Counter[str] = Counter()  # by the start of the text
     is_shut_down = any(COMM_ENDED.search(record.text) for record in log.records)
     cancelled = min((record.line for record in log.records if CANCELLED_STEP.search(record.text)), default=None)
@@ -115,7 +115,7 @@ def find_events(log: Log, *, number: int) -> list[Event]:
         ):
             continue
         shape = record.text[:SAME_START].translate(DIGITS)
-        continued = run_continued(record, log) or (survived[shape] >= 2 and not ended_program(record))
+        continued = run_continued(record, log, done) or (survived[shape] >= 2 and not ended_program(record))
         survived[shape] += continued
         factor = WEIGHTS.get(record.kind, ERROR_LINE)
         # launchers write exits and signals as warnings too
@@ -157,24 +157,14 @@ def guess_events(records: Sequence[Record]) -> list[Event]:
     ]
 
 
-def run_continued(record: Record, log: Log) -> bool:
+def run_continued(record: Record, log: Log, done: range) -> bool:
     """Whether the same rank made further steps after the record, or the log reports later that the work is done.
 
-    A shell script goes on without a program that it does not find, and what fails for that reason says so itself; it also says
-    that it is done although its program has failed.
+    done: of the log, see lines_before_done. A shell script goes on without a program that it does not find, and what fails for
+    that reason says so itself.
     """
     last_line = log.last_lines[-1][0] if log.last_lines else 0
-    if NOT_FOUND.search(record.text) and last_line > record.line + WENT_ON:
-        return True
-    done = log.progress.done_line
-    if (
-        done is not None
-        and done > record.line
-        and not any(
-            record.line <= other.line < done and other.kind in ("exit", "signal") and is_failure(other)
-            for other in log.records
-        )
-    ):
+    if record.line in done or (NOT_FOUND.search(record.text) and last_line > record.line + WENT_ON):
         return True
     steps = {
         -line if step is None else step
@@ -182,6 +172,13 @@ def run_continued(record: Record, log: Log) -> bool:
         if line > record.line and (record.rank is None or rank in (None, record.rank))
     }
     return len(steps) >= STEPS_AFTER
+
+
+def lines_before_done(log: Log) -> range:
+    """The lines that "done" vouches for: a shell script also says it behind a program that has failed."""
+    end = log.progress.done_line or 0
+    exits = (record for record in log.records if record.kind in ("exit", "signal") and is_failure(record))
+    return range(max((record.line + 1 for record in exits if record.line < end), default=0), end)
 
 
 def as_ended(events: Sequence[Event]) -> list[Event]:
@@ -207,8 +204,9 @@ def unexplained_failures(logs: Sequence[Log], events: Sequence[Event]) -> list[R
     return [
         record
         for log in logs
+        for done in [lines_before_done(log)]
         for record in log.records
-        if id(record) not in explained and is_failure(record) and not run_continued(record, log)
+        if id(record) not in explained and is_failure(record) and not run_continued(record, log, done)
     ]
 
 

@@ -9,6 +9,7 @@ import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from paceline.explain.explanation import LogProgress
 from paceline.explain.lines import MAX_RANKS, LogLine
@@ -91,6 +92,7 @@ class StepLoss:
     reward: float | None = None
 
 
+Point = TypeVar("Point")
 LossPoint = tuple[int | None, str, float]  # step, name, value
 ProgressLine = tuple[int, int | None, int | None]  # number in the log, rank, step
 
@@ -149,9 +151,9 @@ class ProgressTracker:
             self._last_loss = progress.loss
             self._add_loss(rank, (progress.step, progress.name, progress.loss))
         if progress.reward is not None:
-            self._rewards.append((progress.step, "reward", progress.reward))
+            store(self._rewards, (progress.step, "reward", progress.reward))
         if progress.held_out is not None and rank == self._loss_rank:
-            self._held_out.append((progress.step, "eval_loss", progress.held_out))
+            store(self._held_out, (progress.step, "eval_loss", progress.held_out))
         for measure, value in (("loss", progress.loss), ("grad_norm", progress.grad_norm)):
             if value is not None:
                 value = math.nan if measure == "loss" and self._is_filtered and not self._is_policy else value
@@ -165,10 +167,7 @@ class ProgressTracker:
         for name, value in read_memory(line.text):
             key = name if line.rank is None else f"rank {line.rank} {name}"
             if key in self._memory or len(self._memory) < MAX_MEASURES:
-                points = self._memory.setdefault(key, [])
-                points.append((self._last_step, value))
-                if len(points) > MAX_LOSSES:
-                    del points[1::2]
+                store(self._memory.setdefault(key, []), (self._last_step, value))
 
     @property
     def memory(self) -> tuple[LossPoint, ...]:
@@ -194,10 +193,7 @@ class ProgressTracker:
         if not self._losses:
             self._loss_rank = rank
         if rank == self._loss_rank:
-            self._losses.append(point)
-        for losses in (self._losses, self._held_out, self._rewards):
-            if len(losses) > MAX_LOSSES:
-                del losses[1::2]
+            store(self._losses, point)
 
     def _add_value(self, measure: str, value: float, at: ProgressLine) -> None:
         """Notes whether a measure is finite; at: where it is reported."""
@@ -233,6 +229,13 @@ class ProgressTracker:
                 number, _, step = values[0]
                 return replace(reached, nan_line=number, nan_step=step, nan_measure=measure)
         return reached
+
+
+def store(points: list[Point], point: Point) -> None:
+    """Appends a point to those that are stored, which are never more than MAX_LOSSES."""
+    points.append(point)
+    if len(points) > MAX_LOSSES:
+        del points[1::2]
 
 
 def strip_bars(text: str) -> tuple[str, StepLoss | None]:

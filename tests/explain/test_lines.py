@@ -126,3 +126,10 @@ def test_of_many_losses_the_last_are_stored_and_a_part_of_the_first():
 )
 def test_the_rank_in_the_name_of_a_worker_is_read(prefix, rank):
     assert split_prefix(prefix + "it failed").rank == rank
+
+
+def test_rewards_without_a_loss_take_limited_memory():
+    tracker = ProgressTracker()
+    for step in range(2 * MAX_LOSSES):
+        tracker.add(step, LogLine(f"step {step}: reward: 0.5"), None)
+    assert tracker.losses == () and MAX_LOSSES // 2 <= len(tracker.rewards) <= MAX_LOSSES

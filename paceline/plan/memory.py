@@ -163,8 +163,8 @@ def _update_bytes(setup: MemorySetup) -> int:
     if setup.shard == "none" or not algorithm.whole:
         return 0
     stacked = (
-        setup.offload == "none" or setup.precision == "fp32"
-    )  # masters; a buffer of offloaded ones is a stack already
+        setup.offload == "none" or setup.precision == "fp32"  # masters; a buffer of offloaded ones is a stack already
+    )
     largest = 0
     for bucket in layout(setup.model, setup.world_size, setup.optimizer, setup.shard).buckets:
         shapes = [share.param.shape for share in bucket.shares(0)] if bucket.whole else []

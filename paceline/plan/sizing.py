@@ -26,9 +26,8 @@ BLIND_MICRO_STEP_TOKENS = 32_768  # the same on a GPU whose memory is not known
 DEPTHS_TRIED = 8  # for a fix: heads or an automatic batch may rule a depth out
 SIZE_KEYS = ("device_batch_size", "logits_mib", "activation_checkpointing")
 SMALL_VOCAB_SIZE = 4096  # the last that a fix proposes
-HOST_SHARE = (
-    0.9  # of a host's memory for what is offloaded and a checkpoint's copies: the system and the processes need some
-)
+# of a host's memory for what is offloaded and a checkpoint's copies: the system and the processes need some
+HOST_SHARE = 0.9
 
 Estimate = Callable[[MemorySetup], MemoryEstimate]
 # device name, setup, its bytes -> whether it failed here before

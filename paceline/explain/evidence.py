@@ -1,6 +1,6 @@
 """
-Evidence that no log contains: flight recorder dumps, NCCL's RAS reports, samples of the hosts' health, the curves of a run, and
-the kernel log.
+Evidence that no log of a rank contains: flight recorder dumps, NCCL's RAS reports, samples of the hosts' health, the curves of a
+run, how Slurm ended its job, and the kernel log.
 
 A flight recorder dump shows which rank did not arrive at a collective that the others wait in. It is a pickle of plain values or
 JSON, one file per rank, `<prefix><rank>`; a class in a pickle is rejected, so a file that only looks like a dump runs no code.
@@ -24,7 +24,7 @@ from typing import Any
 from paceline.explain.collectives import FLIGHT_RECORDER, Wait, compare_waits
 from paceline.explain.curve_verdict import CurveFinding, judge_curves
 from paceline.explain.explanation import Record
-from paceline.explain.reader import Log
+from paceline.explain.reader import Log, read_log
 from paceline.explain.series import read_run_series
 from paceline.rundir import RECORDER_DUMP, RunDir, open_file, read_end
 from paceline.units import format_bytes, format_ranks
@@ -47,6 +47,7 @@ RAS_RANK = re.compile(r"Rank (?P<rank>\d{1,6}) has launched up to operation (?P<
 RAS_LATE = re.compile(r"^\s+Rank (\d{1,6}) -- GPU", re.MULTILINE)
 RAS_DEAD = re.compile(r"^\s+Process \d+ on node \S+ managing GPUs? [\d,]+", re.MULTILINE)
 RAS_BYTES, MAX_LATE = 1 << 20, 8
+SLURM_LINE = re.compile(rb"(?:slurmstepd|srun)[-\w]*: (?!.*DUE TO JOB REQUEUE)")
 RANK = re.compile(r"(\d+)$")
 PID = re.compile(r"(?<!\d)\d{1,9}(?!\d)")
 OOM_KILL = re.compile(r"Killed process \d+|oom-kill:")
@@ -290,3 +291,21 @@ def read_kmsg(path: Path) -> list[tuple[float, str]]:
             if len(parts) > 2 and parts[2].isdecimal():
                 lines.append((int(parts[2]) / 1e6, text))
     return lines
+
+
+def slurm_logs(run: RunDir, events: Sequence[Mapping[str, Any]]) -> list[Log]:
+    """How Slurm says that the job ended, and the lines of its own in the log of the job's last start."""
+    ends = [event for event in events if event.get("event") == "slurm_job"]
+    logs = [
+        read_log(
+            [f"JobState={event.get('state')} NodeList={event.get('nodes')}\n".encode()], source="scontrol show job"
+        )
+        for event in ends[-1:]
+        if event.get("state") not in ("COMPLETED", "FAILED")  # of FAILED the run itself knows why
+    ]
+    paths = sorted(run.path.glob("slurm-*.log"), key=lambda path: path.stat().st_mtime)
+    for path in paths[-1:] if ends else ():
+        text = read_end(path, SAMPLE_BYTES)[0].rpartition(b"\nslurm   job ")[2]
+        lines = [line for line in text.splitlines(keepends=True) if SLURM_LINE.match(line)]
+        logs.append(read_log(lines, source=str(path)))
+    return logs

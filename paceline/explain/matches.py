@@ -54,6 +54,11 @@ SAME_START = 30  # characters
 WENT_ON = 40  # lines
 IGNORABLE = re.compile(r"(?i)\b(?:may|can) (?:be )?(?:safely )?ignored?\b|\bsafely ignored?\b")
 OUTERMOST = re.compile(r"in <module>$")  # the first frame of what nobody has caught
+IN_THREAD = re.compile(
+    r"threading\.py\", line \d+,? in _bootstrap"
+)  # the first frame of what ends a thread, not the program
+TRACKER = re.compile(r"(?:site|dist)-packages/(?:wandb|tensorboardX?|mlflow|comet_ml|neptune|trackio|clearml|swanlab)/")
+BUFFERED_LINES = 120  # that a buffer may still hold when a program ends
 PROGRAM_ENDED = re.compile(
     r"destroy_process_group\(\) was not called before program exit|process group has NOT been destroyed before"
 )
@@ -61,14 +66,21 @@ CANCELLED_STEP = re.compile(
     r"\*\*\* (?:STEP|JOB) \S+ (?:ON \S+ )?CANCELLED|srun: (?:Force Terminated|forcing job termination)"
 )
 TASK_KILLED = re.compile(r"task \d+(?:[,-]\d+)*: (?:Killed|Terminated)|^(?:Killed|Terminated)\b")
+INSTALLED = re.compile(r"site-packages|dist-packages|/lib/python\d|<frozen |^<")  # a file that is not the user's
+# what the user's file calls is more often their own than a package's: a function, or something private of an object
+OWN_CALL = re.compile(
+    r"TypeError: [a-z_]\w*\(\) got an unexpected keyword argument|AttributeError: '\w+' object has no attribute '_[a-z]"
+)
+NOT_OWN = {"version-mismatch", "config-error"}
 LAST_CHECKED = 3  # lines at the end of a log
 TROUBLE = re.compile(
     r"(?i)error|exception|traceback|\bfatal|\bfail|\babort(?:ed|ing|s)?\b|\bkill|denied|refused|cannot|can't|unable|invalid"
     r"|no such|not found|not supported|timed? ?out|out of memory|panic|crash|\bXid\b|\bNVRM: (?!loading)"
 )
+CLOSING_SIGNAL = "closing signal SIG"
 TROUBLE_AT_END = re.compile(  # of a log, where nothing shows that the program went on
     r"(?i)terminat|usage:|(?<!\*)\*{3} (?:STEP|JOB|SIG|Process|Abort|Error|Exception|buffer|stack)|NCCL WARN |stuck|\bhangs?\b"
-    r"|waiting for (?:all|other|rank|worker|peer|client|node)"
+    r"|waiting for (?:all|other|rank|worker|peer|client|node)|stack ?trace|^ *\[bt\] |^[ ~]*\^{3,}[ ~^]*$"
 )
 # a count of none, a measure, the end of a tracker, a test of failures, a search for what is optional, a fallback
 NO_TROUBLE = re.compile(
@@ -104,9 +116,14 @@ def find_events(log: Log, *, number: int) -> list[Event]:
     cancelled = min((record.line for record in log.records if CANCELLED_STEP.search(record.text)), default=None)
     for record in log.records:
         matches = load_catalogue().match(record.text, record.kind)
+        is_own = bool(OWN_CALL.match(record.text) and record.frames and not INSTALLED.search(record.frames[-1]))
+        if is_own:
+            matches = [match for match in matches if match[0].id not in NOT_OWN]
+            matches = matches or [(load_catalogue().causes[FALLBACK], GUESS, {})]
         if len(matches) > 1:
             matches = [match for match in matches if match[0].id != FALLBACK]
-        if record.kind == "exception" and not CODE_ERROR.match(record.text) and all(map(is_vague, matches)):
+        is_vague_one = record.kind == "exception" and not CODE_ERROR.match(record.text) and all(map(is_vague, matches))
+        if is_vague_one and not is_own:
             matches = guessed(record.text) or matches
         if ended is not None and record.line > ended and WARNING_LINE.search(record.text):
             matches = [match for match in matches if match[0].id != PEER_DIED]  # ranks leave one after the other
@@ -114,8 +131,11 @@ def find_events(log: Log, *, number: int) -> list[Event]:
             IGNORABLE.search(record.text) or (is_shut_down and NCCL_RETURN.search(record.text))
         ):
             continue
+        if ended_thread(record, log):
+            continue
         shape = record.text[:SAME_START].translate(DIGITS)
-        continued = run_continued(record, log, done) or (survived[shape] >= 2 and not ended_program(record))
+        is_end = ended_program(record) or CANCELLED_STEP.search(record.text)
+        continued = run_continued(record, log, done) or (survived[shape] >= 2 and not is_end)
         survived[shape] += continued
         factor = WEIGHTS.get(record.kind, ERROR_LINE)
         # launchers write exits and signals as warnings too
@@ -166,12 +186,7 @@ def run_continued(record: Record, log: Log, done: range) -> bool:
     last_line = log.last_lines[-1][0] if log.last_lines else 0
     if record.line in done or (NOT_FOUND.search(record.text) and last_line > record.line + WENT_ON):
         return True
-    steps = {
-        -line if step is None else step
-        for line, rank, step in log.last_progress
-        if line > record.line and (record.rank is None or rank in (None, record.rank))
-    }
-    return len(steps) >= STEPS_AFTER
+    return len(steps_after(record, log)) >= STEPS_AFTER
 
 
 def lines_before_done(log: Log) -> range:
@@ -181,21 +196,60 @@ def lines_before_done(log: Log) -> range:
     return range(max((record.line + 1 for record in exits if record.line < end), default=0), end)
 
 
-def as_ended(events: Sequence[Event]) -> list[Event]:
+def as_ended(events: Sequence[Event], logs: Sequence[Log]) -> list[Event]:
     """Those of the events after which the log goes on that ended their program: exceptions that nobody has caught.
 
-    What follows such a one is another program's, or was in a buffer: Python writes a file's lines late and tracebacks at once.
+    What follows such a one was in a buffer, as Python writes a file's lines late and tracebacks at once, or is little else. Before
+    many lines, or before a run that finished, it was an earlier run's.
     """
     return [
         replace(event, run_continued=False, score=event.score / CONTINUED)
         for event in events
-        if event.run_continued and ended_program(event.record)
+        if event.run_continued and ended_program(event.record) and is_near_end(event.record, logs[event.place[0]])
     ]
 
 
 def ended_program(record: Record) -> bool:
     """Whether nobody has caught an exception."""
     return bool(record.frames) and OUTERMOST.search(record.frames[0]) is not None
+
+
+def is_near_end(record: Record, log: Log) -> bool:
+    """Whether no more lines follow than a buffer holds, no run that finished, and no steps behind a launcher that has ended."""
+    if log.last_lines and log.last_lines[-1][0] - record.line > BUFFERED_LINES:
+        return False
+    is_over = log.progress.finished or record.kind == "banner"
+    return not (is_over and len(steps_after(record, log)) >= STEPS_AFTER)
+
+
+def steps_after(record: Record, log: Log) -> set[int]:
+    """The steps that the same rank reports after a record; a line without a step counts as one of its own."""
+    return {
+        -line if step is None else step
+        for line, rank, step in log.last_progress
+        if line > record.line and (record.rank is None or rank in (None, record.rank))
+    }
+
+
+def ended_thread(record: Record, log: Log) -> bool:
+    """Whether an exception ended no more than a thread: a tracker's, or one of a program whose work was done."""
+    if not record.frames:
+        return False
+    if TRACKER.search(record.frames[-1]):  # threads that print at once mix their frames
+        return all(map(INSTALLED.search, record.frames))
+    is_later = log.progress.done_line is not None and record.line > log.progress.done_line
+    return is_later and IN_THREAD.search(record.frames[0]) is not None
+
+
+def ended_programs(logs: Sequence[Log], events: Sequence[Event]) -> list[Record]:
+    """The exceptions that nobody has caught and that are not in the catalogue, whatever follows them in the log."""
+    explained = {id(event.record) for event in events}
+    return [
+        record
+        for log in logs
+        for record in log.records
+        if id(record) not in explained and is_failure(record) and ended_program(record) and is_near_end(record, log)
+    ]
 
 
 def unexplained_failures(logs: Sequence[Log], events: Sequence[Event]) -> list[Record]:
@@ -206,7 +260,10 @@ def unexplained_failures(logs: Sequence[Log], events: Sequence[Event]) -> list[R
         for log in logs
         for done in [lines_before_done(log)]
         for record in log.records
-        if id(record) not in explained and is_failure(record) and not run_continued(record, log, done)
+        if id(record) not in explained
+        and is_failure(record)
+        and not run_continued(record, log, done)
+        and not ended_thread(record, log)
     ]
 
 
@@ -227,12 +284,13 @@ def last_errors(log: Log) -> list[Record]:
 
 
 def trouble_at_end(logs: Sequence[Log]) -> list[tuple[int, str]]:
-    """The last lines of the logs, after the last progress, of which a word tells of trouble."""
+    """The last lines of the logs, after the last progress, of which a word tells of trouble; of a thread that ended none."""
     return [
         (number, text)
         for log in logs
+        for threads in [[record.line for record in log.records if ended_thread(record, log)]]
         for number, text in log.last_lines[-LAST_CHECKED:]
-        if number > last_progress_line(log) and is_trouble(text, at_end=True)
+        if last_progress_line(log) < number <= min([number, *threads]) and is_trouble(text, at_end=True)
     ]
 
 
@@ -242,6 +300,8 @@ def trouble_anywhere(logs: Sequence[Log]) -> list[tuple[int, str]]:
 
 
 def is_trouble(text: str, *, at_end: bool = False) -> bool:
+    if at_end and CLOSING_SIGNAL in text:  # a launcher says it as a warning
+        return True
     text = split_prefix(text).text
     has_word = TROUBLE.search(text) or (at_end and TROUBLE_AT_END.search(text))
     return bool(has_word) and not NO_TROUBLE.search(text) and not WARNING_LINE.search(text)

@@ -47,7 +47,9 @@ VALUE = (
     r"['\"]?\s*(?:[:=|]|is\b(?: (?:not finite|non-finite|NaN)[:,]?)?)?\s*(?:[\w.]{1,20}\()?['\"]?"
     r"(?P<value>[-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan|inf))(?:\.0)?\b"
 )
-LOSS = re.compile(rf"loss(?: train|_(?!scal|weight|fn|func|type)[a-z]\w{{0,15}})?{VALUE}", re.IGNORECASE)
+LOSS = re.compile(
+    rf"loss(?: train|_(?!scal|weight|fn|func|type)[a-z]\w{{0,15}}|_?\d{{1,2}}(?= ?[:=]))?{VALUE}", re.IGNORECASE
+)
 HELD_OUT_LOSS = re.compile(rf"\be?val(?:id(?:ation)?)?[_ /.-]*loss{VALUE}", re.IGNORECASE)
 GRAD_NORM = re.compile(rf"(?:grad(?:ient)?s?[_ /.-]*(?:global[_ ])?|\bg|\b)norm{VALUE}", re.IGNORECASE)
 MEMORY_WORD = re.compile(r"(?i)(?<![a-z])(?:mem(?:ory)?|v?ram|rss|allocated|reserved)(?![a-z])")
@@ -65,16 +67,19 @@ NAME_START = re.compile(r"[\w./-]*$")  # of a measure's name, before the part th
 COLUMN_GAP = re.compile(r"\s*\|\s*|\t+|\s{2,}")
 LOSS_COLUMN = re.compile(r"(?i)(?:^|[\s_/-])loss$")
 YOLO_ROW = re.compile(r"^\s*\d+/\d+\s+[\d.]+[GM]?\s+(?P<losses>(?:(?:\d+\.\d+|0|nan|inf)\s+){2,5})")  # epoch, memory
+EPOCH = re.compile(r"(?i)^\W*(?:train\w*\W+)?epoch\W{0,4}(?P<epoch>\d{1,6})\b(?!\.\d)")
+MIN_EPOCHS = 3  # of a training behind which another begins
 STEP_COLUMN = re.compile(r"(?i)(?:global[_ ])?(?:step|iter(?:ation)?|epoch)s?")
 ROW_STARTS = frozenset("0123456789-nNi")  # 3/30, nan, NaN, No log, inf
 NUMBER_CELL = re.compile(r"(?i)[-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan|inf)")
 OTHER_LOSS = re.compile(r"(?:val|valid|validation|eval|test|dev|best|min|prev)[_ /.-]*$", re.IGNORECASE)
+EVALUATION = re.compile(r"(?i)^\W*(?:test|val|valid|validation|eval|evaluation)\b ?[:\[]")  # how a line of one begins
 REWARD = re.compile(rf"(?i)(?<![\w/])(?:(?:train|critic)/)?(?:mean_)?rewards?(?:[/_]mean)?{VALUE}")
 RECORD_LOSS = re.compile(r"(?:best|min|prev)[_ /.-]*(?:\w{2,6}[_ /.-]*)?$", re.IGNORECASE)  # infinite at first
 DONE = re.compile(
     r"training (?:is )?(?:completed?|finished|done)|(?:finished|done) training|train_runtime|saved (?:the )?final"
     r"|(?:max_steps|max_epochs)=?\d*`? reached|job (?:finished|completed) success|\ball \d* ?(?:tests|checks) passed"
-    r"|training has finished|run finished|finished successfully|^done\.?$",
+    r"|training has finished|run finished|finished successfully|^done\.?$|^training time \d+:\d\d:\d\d$",
     re.IGNORECASE,
 )
 
@@ -120,6 +125,7 @@ class ProgressTracker:
         self._finite: set[str] = set()  # measures that were finite at least once
         self._infinite: set[str] = set()  # measures of which one of those values is infinite, not NaN
         self._rewards: list[LossPoint] = []
+        self._epoch = 0
 
     def step_of(self, rank: int | None) -> int | None:
         """The last step that this rank reported, or else that any rank reported."""
@@ -131,10 +137,20 @@ class ProgressTracker:
             self._done_line = number
         self._is_policy = self._is_policy or "reward" in line.text.lower()
         self._columns = read_columns(line.text) or self._columns
+        if (match := EPOCH.search(line.text)) is not None:
+            self._begin_epoch(int(match["epoch"]))
         progress = read_row(line.text, self._columns) or read_step_and_loss(line.text) or bar
         if progress is not None:
             self._add_progress(number, line.rank, progress)
         self._add_memory(line)
+
+    def _begin_epoch(self, epoch: int) -> None:
+        """Notes the epoch of a line. Where the epochs begin again, another training does: curves do not go on from the last one."""
+        if epoch <= 1 and self._epoch >= epoch + MIN_EPOCHS:
+            for points in (self._losses, self._held_out, self._rewards):
+                points.clear()
+            self._memory.clear()
+        self._epoch = epoch
 
     def _add_progress(self, number: int, rank: int | None, progress: StepLoss) -> None:
         self._num_lines += 1
@@ -273,6 +289,7 @@ def read_step_and_loss(text: str) -> StepLoss | None:
             None  # of GRPO, whose loss is 0 by design: as long as rewards and KL are finite, only the step is skipped
         )
     name = name_of(loss_match) if loss_match else "loss"
+    name = "eval_loss" if EVALUATION.match(text) else name
     reward = read_value(REWARD.search(text)) if "reward" in lowered else None
     return StepLoss(number, loss, is_last, grad_norm, name, held_out, reward)
 

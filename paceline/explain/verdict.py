@@ -17,10 +17,12 @@ from paceline.explain.catalogue import Cause, load_catalogue
 from paceline.explain.collectives import DESYNC, FIRST_TRANSFER, CollectiveHang, ends_at_init, ends_in_nccl
 from paceline.explain.explanation import Evidence, Explanation, LogProgress, Record
 from paceline.explain.matches import (
+    INSTALLED,
     LAST_CHECKED,
     WAITING,
     Event,
     as_ended,
+    ended_programs,
     find_events,
     guess_events,
     last_errors,
@@ -52,7 +54,6 @@ ONE_LOG_PER_RANK = "torchrun --redirects 3 --log-dir logs, then paceline explain
 DIGITS = str.maketrans("", "", "0123456789")
 MONITOR = re.compile(r"^\s*(?:(?:Mem|Swap):|total +used +free)|\d+(?:W|MiB) / +\d+(?:W|MiB) \|")
 FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+)(?:,? in (?P<name>\S+))?')
-INSTALLED = re.compile(r"site-packages|dist-packages|/lib/python\d|<frozen |^<")
 TYPE = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:\(\w+\))?: ?(?P<message>.*)")
 EXIT_CODE = re.compile(r"(?:exit ?code|return code|status)\s*[:=]?\s*(?P<code>-?\d{1,5})", re.IGNORECASE)
 SIGNAL = re.compile(r"\bSIG[A-Z]{2,5}\d?\b")
@@ -75,7 +76,8 @@ def reach_verdict(logs: Sequence[Log], *, values: Mapping[str, str] | None = Non
     candidates = [event for event in fatal if not event.run_continued]
     unexplained = unexplained_failures(logs, events)
     if not candidates and not unexplained:
-        candidates = as_ended([event for event in events if event.cause.severity == "fatal"])
+        candidates = as_ended([event for event in events if event.cause.severity == "fatal"], logs)
+        unexplained = [] if candidates else ended_programs(logs, events)
     if not candidates and unexplained and all(record.kind != "exception" for record in unexplained):
         candidates = fatal  # other ranks continued for a while, but the exit shows that the run failed
     if not candidates:

@@ -423,3 +423,24 @@ def test_a_loss_that_hardly_moves_over_a_few_reports_proves_nothing():
     flat = explain(log_of(enumerate([12.2471, 12.2451, 12.2431, 12.2415, 12.2395], 1), line))
     assert flat.cause == "unknown" and "12.25 to 12.24" in flat.summary
     assert explain(log_of(enumerate([1.71, 1.702, 1.698, 1.697, 1.697], 1), line)).cause == "healthy"
+
+
+def test_curves_begin_again_with_the_epochs_of_another_training():
+    first = "".join(f"[epoch {n:03}] train_loss={0.2 - n / 1000:.4f} val_loss=0.2\n" for n in range(1, 41))
+    second = "".join(f"[epoch {n:03}] train_loss={0.9 - n / 1000:.4f} val_loss=0.9\n" for n in range(1, 41))
+    assert explain([(first + second).encode()]).cause == "healthy"
+    assert explain([(first + second.replace("[epoch 0", "[part 0")).encode()]).cause == "loss-diverged"
+
+
+def test_the_number_of_a_loss_is_not_its_value():
+    text = "".join(f"[Epoch:{n}/50]: loss1:{0.9 / n:.4f} loss2:{1.7 / n:.4f}| AUC:0.8\n" for n in range(1, 40))
+    explanation = explain([text.encode()])
+    assert explanation.cause == "healthy"
+    assert explanation.progress.last_loss == pytest.approx(0.0231)
+
+
+def test_losses_on_lines_of_an_evaluation_are_no_rise_of_the_training():
+    lines = [f"Epoch: [13]  [ {n}/99]  eta: 1:18:18  loss: {90 - n / 2:.4f} (80.1)" for n in range(90)]
+    lines += [f"Test:  [ {n}/99]  eta: 0:05:10  loss: {98 + n / 9:.4f} (64.9)" for n in range(12)]
+    assert explain(["\n".join(lines).encode()]).cause == "healthy"
+    assert explain(["\n".join(lines).replace("Test:", "Step:").encode()]).cause == "loss-diverged"

@@ -297,6 +297,70 @@ def test_output_that_a_process_flushes_after_its_traceback_is_no_sign_that_it_we
         assert verdict(text).cause == "keyboard-interrupt"
 
 
+def losses(first, last):
+    return "".join(f"step {step} loss {3 - step / 100:.3f}\n" for step in range(first, last))
+
+
+@pytest.mark.parametrize("error", ["KeyboardInterrupt", "Refused: by the queue"])
+def test_a_run_that_failed_before_another_one_in_the_same_file_is_not_the_last_one(error):
+    failed = f'Traceback (most recent call last):\n  File "train.py", line 9, in <module>\n    main()\n{error}\n'
+    assert verdict(losses(0, 9) + failed).cause != "healthy"
+    assert verdict(losses(0, 9) + failed + "training complete\n").cause != "healthy"  # said by a wrapper
+    assert verdict(losses(0, 9) + failed + losses(0, 30) + "training complete\n").cause == "healthy"
+    assert verdict(losses(0, 9) + failed + losses(0, 9) * 60).cause == "healthy"
+    stopped = "torch.distributed.elastic.multiprocessing.api.SignalException: Process 4711 got signal: 15"
+    launcher = failed.replace(error, stopped)
+    assert verdict(losses(0, 9) + launcher).cause == "preempted-sigterm"
+    assert verdict(losses(0, 9) + launcher + losses(0, 9)).cause == "healthy"
+
+
+def test_jobs_that_were_cancelled_one_after_the_other_are_cancelled_at_the_end_too():
+    cancelled = "slurmstepd: error: *** JOB {} ON n1 CANCELLED AT 2026-02-18T02:58:41 ***\n"
+    text = "".join(losses(0, 9) + cancelled.format(job) for job in range(4))
+    assert verdict(text).cause == "slurm-cancelled"
+
+
+def test_an_exception_that_ends_a_thread_of_a_tracker_ends_no_run():
+    threads = "".join(
+        f'Exception in thread {name}:\nTraceback (most recent call last):\n  File "{top}\n'
+        '  File "/env/site-packages/wandb/sdk/lib/sock_client.py", line 130, in _sendall\n    sent = self._sock.send(data)\n'
+        "BrokenPipeError: [Errno 32] Broken pipe\n"
+        for name, top in (
+            ("IntMsgThr", '/usr/lib/python3.11/threading.py", line 973, in _bootstrap_inner'),
+            ("Two that mix", '/env/site-packages/wandb/sdk/interface/interface.py", line 784, in deliver_stop_status'),
+        )
+    )
+    assert verdict(losses(0, 30) + threads).cause == "healthy"
+    assert (
+        verdict(losses(0, 30) + threads.replace("/usr/lib/python3.11/threading.py", "monitor.py")).cause == "peer-died"
+    )
+
+
+def test_a_function_of_the_users_own_that_lacks_an_argument_is_no_mismatch_of_versions():
+    error = (
+        'Traceback (most recent call last):\n  File "train.py", line 9, in <module>\n    main()\n  File "{}", line 3, in run\n'
+        "    save()\nTypeError: {}() got an unexpected keyword argument 'is_best'\n"
+    )
+    assert verdict(error.format("utils.py", "save_model")).cause == "user-code-exception"
+    assert verdict(error.format("utils.py", "SFTTrainer.__init__")).cause == "version-mismatch"
+    assert verdict(error.format("/env/lib/python3.11/site-packages/a/b.py", "save_model")).cause == "version-mismatch"
+    private = error.replace(
+        "TypeError: {}() got an unexpected keyword argument 'is_best'",
+        "AttributeError: 'Trainer' object has no attribute '_{}'",
+    )
+    assert verdict(private.format("trainer.py", "print_best")).cause == "user-code-exception"
+    assert verdict(private.format("/env/lib/python3.11/site-packages/a/b.py", "step")).cause == "version-mismatch"
+
+
+@pytest.mark.parametrize("end", [
+    "    assert rows\n           ^^^^\nNoRows",  # the end of a traceback without its start
+    "W0908 17:08:01.837000 3889 torch/distributed/elastic/multiprocessing/api.py:900] Sending process 41 closing signal SIGTERM",
+    "Stack trace:\n  [bt] (0) libmxnet.so(+0x8e6149) [0x7ffa1d95b149]",
+])  # fmt: skip
+def test_what_a_program_leaves_behind_when_it_goes_down_is_no_healthy_end(end):
+    assert verdict("reading the data\n" * 9 + end + "\n").cause == "unknown"
+
+
 def test_a_script_that_goes_on_without_a_program_has_not_failed_for_it():
     missing = "speedrun.sh: line 48: bc: command not found\n"
     assert verdict(missing).cause == "system-tool-missing"

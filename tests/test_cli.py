@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline import options
+from paceline import options, run_options
 from paceline.cli import COMMANDS, run_command
 from paceline.command_line import parameters_of, parse
 from paceline.config import KEYS
@@ -182,8 +182,8 @@ def test_the_readme_names_every_exit_code():
 
 @pytest.mark.parametrize("value", ["--a_b=c d", "-hello there", "--seed=3 x", "--prompt=x y", "-", "-1", "a=b", "auto"])
 def test_a_value_reaches_its_option_as_it_was_typed(value):
-    assert parse(["run1", "--prompt", value], command="sample", options=options.SampleOptions).prompt == value
-    assert parse([f"--prompt={value}", "run1"], command="sample", options=options.SampleOptions).prompt == value
+    assert parse(["run1", "--prompt", value], command="sample", options=run_options.SampleOptions).prompt == value
+    assert parse([f"--prompt={value}", "run1"], command="sample", options=run_options.SampleOptions).prompt == value
 
 
 @pytest.mark.parametrize(

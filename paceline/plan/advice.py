@@ -10,7 +10,7 @@ that is far from the planned one is a finding with its likely cause.
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from paceline.config import ModelConfig
@@ -125,6 +125,11 @@ class Advice:
     @property
     def num_tokens(self) -> int:
         return self.num_steps * self.setup.total_batch_size
+
+    def facts(self) -> dict[str, Any]:
+        """Returns what --json prints of it."""
+        bpb = asdict(self.val_bpb) if self.val_bpb else None
+        return {"depth": self.depth, "num_tokens": self.num_tokens, "val_bpb": bpb, "deeper": self.deeper}
 
 
 def advise(

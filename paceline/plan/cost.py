@@ -105,6 +105,7 @@ def step_messages(
     )
 
 
+@lru_cache(maxsize=256)
 def update_work(
     model: ModelConfig, *, world_size: int, optimizer: str, shard: str
 ) -> tuple[tuple[tuple[int, ...], ...], int]:

@@ -62,7 +62,7 @@ class Forecast:
     setup: StepSetup
     step: StepTime
     run: RunCost | None
-    levers: tuple[Lever, ...]
+    levers: tuple[Lever, ...] | None  # None: not looked for
 
 
 def forecast(
@@ -75,8 +75,12 @@ def forecast(
     link_name: str | None = None,
     watts: float | None = None,
     price: Price | None = None,
+    is_whole: bool = True,
 ) -> Forecast:
-    """Returns the forecast; raises PlanError where nothing fits. cache: paceline's cache folder. watts: of each device."""
+    """Returns the forecast; raises PlanError where nothing fits. cache: paceline's cache folder. watts: of each device.
+
+    is_whole: False for one of many, which is shown without what would make its step faster.
+    """
     measured = measured_here(cache, link_name=link_name, machine=machine)
     planned = partial(make_plan, machine=machine, vocab_size=vocab_size, num_rows=num_rows, measured=measured)
     plan = planned(config)
@@ -103,11 +107,11 @@ def forecast(
     hosts = hosts_cost(config, plan, setup, step, machine, cache=cache, vocab_size=vocab_size)
     plan = replace(plan, cost={**asdict(step), "run": None if run is None else asdict(run), "hosts": hosts})
     others = []
-    for change in fuller_plans(config) if step.seconds is not None else ():
+    for change in fuller_plans(config) if step.seconds is not None and is_whole else ():
         with suppress(PlanError):
             other = planned(replace(config, **change), find_fix=False)
             others.append((format_flags(change), step_setup(other, machine, link=link, cache=cache)))
-    return Forecast(plan, setup, step, run, levers(setup, others))
+    return Forecast(plan, setup, step, run, levers(setup, others) if is_whole else None)
 
 
 def hosts_cost(

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
+from typing import Any
 
 from paceline.config import ModelConfig
 from paceline.plan.activations import (
@@ -156,17 +157,23 @@ def staging_bytes(setup: MemorySetup) -> int:
     return min(NUM_BUFFERS, len(batches)) * max((batch.buffer_bytes for batch in batches), default=0)
 
 
-@lru_cache(maxsize=256)
 def _update_bytes(setup: MemorySetup) -> int:
     """Returns the temporaries of the largest batch of whole matrices."""
-    algorithm, on_cpu = ALGORITHMS[setup.optimizer], setup.device == "cpu"
-    if setup.shard == "none" or not algorithm.whole:
+    if setup.shard == "none" or not ALGORITHMS[setup.optimizer].whole:
         return 0
     stacked = (
         setup.offload == "none" or setup.precision == "fp32"  # masters; a buffer of offloaded ones is a stack already
     )
-    largest = 0
-    for bucket in layout(setup.model, setup.world_size, setup.optimizer, setup.shard).buckets:
+    on_cpu = setup.device == "cpu"
+    return _batch_bytes(setup.model, setup.world_size, setup.optimizer, setup.shard, on_cpu=on_cpu, stacked=stacked)
+
+
+@lru_cache(maxsize=256)
+def _batch_bytes(
+    model: ModelConfig, world_size: int, optimizer: str, shard: str, *, on_cpu: bool, stacked: bool
+) -> int:
+    algorithm, largest = ALGORITHMS[optimizer], 0
+    for bucket in layout(model, world_size, optimizer, shard).buckets:
         shapes = [share.param.shape for share in bucket.shares(0)] if bucket.whole else []
         start = 0
         for count in batch_sizes(shapes, together=not on_cpu):
@@ -180,8 +187,14 @@ def fullest_state(setup: MemorySetup) -> StateBytes:
     """Returns the state of the rank that holds most."""
     names = ("world_size", "optimizer", "shard", "precision", "grad_accum_steps", "device", "offload")
     keys = {name: getattr(setup, name) for name in names}
-    ranks = range(setup.world_size if setup.shard != "none" else 1)
-    return max((state_bytes(setup.model, rank=rank, **keys) for rank in ranks), key=lambda state: state.total)
+    keys["grad_accum_steps"] = min(2, setup.grad_accum_steps)  # further ones change nothing
+    return _fullest_state(setup.model, **keys)
+
+
+@lru_cache(maxsize=256)
+def _fullest_state(model: ModelConfig, **keys: Any) -> StateBytes:
+    ranks = range(keys["world_size"] if keys["shard"] != "none" else 1)
+    return max((state_bytes(model, rank=rank, **keys) for rank in ranks), key=lambda state: state.total)
 
 
 def copies_bytes(setup: MemorySetup) -> int:

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ def answer(options: PlanOptions, ask_hosts: Callable[[Config], Machine]) -> str:
 
     hosts = None if (config.hosts or "1").isdecimal() else ask_hosts(config)
 
-    def forecast_of(config: Config, gpu: str | None = options.gpu) -> Forecast:
+    def forecast_of(config: Config, gpu: str | None = options.gpu, *, is_whole: bool = True) -> Forecast:
         return forecast(
             config,
             machine_of(options, gpu, hosts or num_hosts(config)),
@@ -71,19 +71,21 @@ def answer(options: PlanOptions, ask_hosts: Callable[[Config], Machine]) -> str:
             link_name=options.link,
             watts=options.watts,
             price=price,
+            is_whole=is_whole,
         )
 
+    one_of_many = partial(forecast_of, is_whole=False)
     if options.measure:
         if hosts is not None:
             raise UsageError("--measure measures the device here", fix="paceline plan --measure, on each host alone")
         measure_here(forecast_of(config), options, cache=cache_dir(config))
     if compared:
-        return table("GPU", [(name, partial(forecast_of, config, name)) for name in compared], as_json=options.json)
+        return table("GPU", [(name, partial(one_of_many, config, name)) for name in compared], as_json=options.json)
     if options.sweep is not None:
-        return sweep(config, options, forecast_of)
+        return sweep(config, options, one_of_many)
     advice, more = None, ""
     if options.time or options.budget:
-        advice, more = advise_depth(config, options, price, forecast_of)
+        advice, more = advise_depth(config, options, price, one_of_many)
         config = with_values(config, depth=advice.depth, num_steps=advice.num_steps, time=None)
     result = forecast_of(config)
     if price is not None and (result.run is None or result.run.money is None):
@@ -206,6 +208,7 @@ def advise_depth(
     def of_depth(depth: int) -> Forecast:
         return forecast_of(with_values(config, depth=depth, n_kv_head=None))
 
+    @cache
     def fits(model: ModelConfig) -> dict[str, Any] | None:
         try:
             plan = of_depth(model.n_layer).plan
@@ -363,16 +366,13 @@ def forecast_json(
     forecast: Forecast, *, exact: Mapping[str, Any] | None = None, advice: Advice | None = None
 ) -> dict[str, Any]:
     """Returns what --json prints: the plan as plan.json, with levers, the trace and the advice."""
-    values = {**json.loads(forecast.plan.to_json()), "levers": [asdict(lever) for lever in forecast.levers]}
+    values: dict[str, Any] = json.loads(forecast.plan.to_json())
+    if forecast.levers is not None:
+        values["levers"] = [asdict(lever) for lever in forecast.levers]
     if exact is not None:
         values["exact"] = dict(exact)
     if advice is not None:
-        values["advice"] = {
-            "depth": advice.depth,
-            "num_tokens": advice.num_tokens,
-            "val_bpb": asdict(advice.val_bpb) if advice.val_bpb else None,
-            "deeper": advice.deeper,
-        }
+        values["advice"] = advice.facts()
     return values
 
 

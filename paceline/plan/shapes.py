@@ -10,6 +10,7 @@ is chosen is written to config.toml, so a resumed or repeated run computes nothi
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from math import prod
 
 from paceline.config import Config, ModelConfig
@@ -41,7 +42,7 @@ class ParamShape:
     shape: tuple[int, ...]
     group: str
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return prod(self.shape)
 
@@ -61,6 +62,7 @@ def smear_gate_width(model: ModelConfig) -> int:
     return min(SMEAR_GATE_CHANNELS, model.n_embd)
 
 
+@lru_cache(maxsize=64)
 def param_shapes(model: ModelConfig) -> tuple[ParamShape, ...]:
     """Returns all parameters, in registration order."""
     width, vocab = model.n_embd, model.padded_vocab_size

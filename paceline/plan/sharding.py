@@ -12,6 +12,7 @@ too, buckets are of as few layers as divide evenly over the ranks: plan/gatherin
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from math import lcm, prod
 
@@ -52,6 +53,15 @@ class Bucket:
 
     def shares(self, rank: int) -> tuple[Share, ...]:
         """Returns what lies in segment `rank`, in order."""
+        if rank not in self._known:
+            self._known[rank] = self._cut(rank)
+        return self._known[rank]
+
+    @cached_property
+    def _known(self) -> dict[int, tuple[Share, ...]]:
+        return {}
+
+    def _cut(self, rank: int) -> tuple[Share, ...]:
         begin, end = rank * self.segment, (rank + 1) * self.segment
         shares = []
         for placement in self.placements:

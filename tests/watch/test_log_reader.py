@@ -249,9 +249,11 @@ import os, sys
 from pathlib import Path
 
 import paceline.watch.log_reader
+import paceline.watch.run_reader
 from paceline.watch.status import open_reader
 if os.geteuid() == 0:
     os.seteuid(65534)
+sys.path.clear()  # the other user may be unable to read Python's own files
 snapshot = open_reader(Path(sys.argv[1])).update()
 print(snapshot.state, snapshot.notes)
 """

@@ -37,7 +37,7 @@ newest: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-newest
 	grep -vE '^(torch|triton|setuptools|typing)' constraints.txt > .venv-newest/constraints.txt
 	.venv-newest/bin/pip install --quiet --upgrade torch
-	.venv-newest/bin/pip install --quiet -c .venv-newest/constraints.txt -e '.[dev,datasets,peers,trackers]'
+	.venv-newest/bin/pip install --quiet -c .venv-newest/constraints.txt -e '.[dev,datasets,peers,trackers,clusters]'
 	.venv-newest/bin/python -m pytest -n 2 --dist loadfile
 
 bench: $(VENV)/dev
@@ -51,7 +51,7 @@ $(VENV)/core: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/dev: $(VENV)/core
-	$(PIP) -e '.[dev,datasets,peers,trackers]'
+	$(PIP) -e '.[dev,datasets,peers,trackers,clusters]'
 	touch $@
 
 $(VENV)/gpu-proof: $(VENV)/dev

@@ -27,7 +27,7 @@ from datetime import datetime
 from pathlib import Path
 
 from paceline.config import Config, ModelConfig
-from paceline.launch.train import prepare_data
+from paceline.launch.run_text import prepare_data
 
 SHAPE = ModelConfig(n_layer=6, n_embd=384, n_head=6, n_kv_head=6, head_dim=64, sequence_len=256, vocab_size=8192)
 ROWS = 8

@@ -24,35 +24,33 @@ from paceline.config_file import resolve_config
 from paceline.errors import PacelineError, UsageError
 from paceline.terminal import plain_output, problem_of, tolerant_output
 
-SAMPLE_TEXT = "def fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)\n"
-
 
 @tolerant_output()
 def train(args: options.TrainOptions) -> int:
-    from paceline.launch.train import start_run
+    from paceline.launch import connect, train
 
-    return start_run(resolve_config(args.config, args.keys), args)
+    config = resolve_config(args.config, args.keys)
+    return connect.run_at_place(args, partial(train.start_run, config, args), ports=config.ports)
 
 
 @tolerant_output()
 def resume(args: options.ResumeOptions) -> int:
-    from paceline.launch.train import resume_run
+    from paceline.launch import connect, train
     from paceline.rundir import find_training_run
 
-    return resume_run(find_training_run(args.run, runs_dir=args.keys.get("runs_dir", "runs")), args)
+    find = partial(find_training_run, args.run, runs_dir=args.keys.get("runs_dir", "runs"))  # other nodes may lack it
+    return connect.run_at_place(args, lambda nodes: train.resume_run(find(), args, nodes), ports=args.keys.get("ports"))
 
 
 @tolerant_output()
 def run(args: options.ScriptOptions) -> int:
-    from paceline.launch.script import run_script
+    from paceline.launch import connect, script
 
-    return run_script(args)
+    return connect.run_at_place(args, partial(script.run_script, args), ports=args.keys.get("ports"))
 
 
-def stop(args: options.StopOptions) -> None:
-    from paceline.launch.background import answer_stop
-
-    print(answer_stop(args))
+def stop(args: run_options.StopOptions) -> None:
+    print(import_module("paceline.launch.background").answer_stop(args))
 
 
 def plan(args: options.PlanOptions | options.ConfigsOptions) -> None:
@@ -61,6 +59,8 @@ def plan(args: options.PlanOptions | options.ConfigsOptions) -> None:
     if isinstance(args, options.ConfigsOptions):
         print(answer_configs(args))
     else:  # what reaches other hosts is imported where hosts are named
+        if args.slurm:
+            from paceline.launch.sbatch import add_jobs as answer
         print(answer(args, lambda config: import_module("paceline.launch.host_facts").ask_machine(config)))
 
 
@@ -120,11 +120,11 @@ def profile(args: options.ProfileOptions) -> None:
     from paceline.launch.profile import format_profile, profile_steps
 
     results, plan = profile_steps(args)
-    width = shutil.get_terminal_size((120, 24)).columns
-    print(json.dumps(results, indent=1) if args.json else format_profile(results, plan, width=width))
+    text = format_profile(results, plan, width=shutil.get_terminal_size((120, 24)).columns)
+    print(json.dumps(results, indent=1) if args.json else text)
 
 
-def watch(args: options.WatchOptions) -> int:
+def watch(args: run_options.WatchOptions) -> int:
     from paceline.launch.health import live_samples
     from paceline.watch.view import show_run
 
@@ -135,6 +135,7 @@ def explain(args: options.ExplainOptions) -> None:
     from paceline.explain.catalogue import causes_json, format_cause, format_causes
     from paceline.explain.explanation import format_explanation, format_markdown, to_json
     from paceline.explain.run_folder import explain_logs
+    from paceline.launch.queue import record_job_ends
     from paceline.redaction import redact
 
     if args.list:
@@ -142,17 +143,18 @@ def explain(args: options.ExplainOptions) -> None:
     elif args.cause is not None:
         print(causes_json(args.cause) if args.json else format_cause(args.cause))
     else:
+        record_job_ends(args.logs, runs_dir=args.runs_dir)
         explanation = explain_logs(args.logs, runs_dir=args.runs_dir, stdin=sys.stdin.buffer)
         text = format_markdown(redact(explanation)) if args.markdown else ""  # it is made to be pasted elsewhere
-        text = to_json(explanation) if args.json else text
-        print(text or format_explanation(explanation, coloured=sys.stdout.isatty()))
+        print(
+            to_json(explanation) if args.json else text or format_explanation(explanation, coloured=sys.stdout.isatty())
+        )
 
 
 def runs(args: run_options.RunsOptions) -> None:
     from paceline.watch.status import RunList, format_runs
 
-    statuses = RunList(Path(args.dir)).read()
-    if not statuses and not args.json:
+    if not (statuses := RunList(Path(args.dir)).read()) and not args.json:
         raise PacelineError(f"no runs in {args.dir}", fix="paceline train makes one")
     print(json.dumps([asdict(status) for status in statuses], indent=1) if args.json else format_runs(statuses))
 
@@ -172,17 +174,9 @@ def label_run(args: run_options.RunsTagOptions | run_options.RunsNoteOptions) ->
 
 
 def report(args: run_options.ReportOptions) -> None:
-    from paceline.watch.view import find_reported, html_report, markdown_report, write_report
+    from paceline.watch.view import answer_report
 
-    path = find_reported(args.run, runs_dir=args.runs_dir)
-    make = markdown_report if args.markdown else html_report
-    output = args.output or ("-" if args.markdown else f"{path.name}.html")
-    text = make(path, now=time.time())
-    if output == "-":
-        print(text, end="")
-    else:
-        write_report(Path(output), text)
-        print(f"report  {output}")
+    print(answer_report(args, now=time.time()), end="")
 
 
 def track(args: run_options.TrackOptions) -> None:
@@ -190,12 +184,17 @@ def track(args: run_options.TrackOptions) -> None:
     from paceline.rundir import find_run
     from paceline.track.follower import track_now
 
-    names = tracker_names(args.to, flag="--to")
-    if not names:
+    if not (names := tracker_names(args.to, flag="--to")):
         raise UsageError("track needs --to", fix="paceline track RUN --to tensorboard")
-    folder = find_run(args.run, runs_dir=args.runs_dir)
     for name in names:
-        track_now(folder, name)
+        track_now(find_run(args.run, runs_dir=args.runs_dir), name)
+
+
+def emit(args: run_options.EmitOptions) -> None:
+    from paceline.launch.emit import cluster_job, write_file
+    from paceline.launch.manifests import format_file
+
+    print(write_file(args, format_file(args.target, cluster_job(args))), end="")
 
 
 def torch_check(args: options.TorchCheckOptions) -> int:
@@ -205,7 +204,7 @@ def torch_check(args: options.TorchCheckOptions) -> int:
     with progress_line("trying") as on_trial:
         checked = check_torch(args.path, on_trial=on_trial)
     print(json.dumps(checked.to_json(), indent=1) if args.json else format_check(checked))
-    return 1 if checked.problems else 0
+    return int(bool(checked.problems))
 
 
 def torch_recipe(args: options.TorchRecipeOptions) -> None:
@@ -223,21 +222,19 @@ def accelerate_config(args: options.AccelerateOptions) -> None:
     print(make(args, probe_machine()))
 
 
-def evaluate(args: options.EvalOptions) -> None:
+def evaluate(args: run_options.EvalOptions) -> None:
     from paceline.rundir import find_training_run
 
     folder = find_training_run(args.run, runs_dir=args.runs_dir)
-    from paceline.launch.train import run_data
-    from paceline.train.evaluate import evaluate_run
+    from paceline.launch.run_text import run_data
+    from paceline.train.evaluate import evaluate_run, format_evaluation
 
     dataset = run_data(folder, other=args.data)
     result = evaluate_run(folder, dataset=dataset, max_tokens=args.tokens, step=args.step, device=args.device)
-    step, tokens = f"step {result['step']:,}", f"{result['tokens']:,} tokens of {result['data']}"
-    text = f"{folder.name} at {step}: val_bpb {result['val_bpb']:.4f} on {tokens}"
-    print(json.dumps(result) if args.json else text)
+    print(json.dumps(result) if args.json else format_evaluation(result, name=folder.name))
 
 
-def sample(args: options.SampleOptions) -> None:
+def sample(args: run_options.SampleOptions) -> None:
     from paceline.rundir import find_training_run
 
     folder = find_training_run(args.run, runs_dir=args.runs_dir)
@@ -261,7 +258,7 @@ def sample(args: options.SampleOptions) -> None:
 
 def data(args: options.DataOptions) -> None:
     from paceline.data.prepare import data_info, format_prepared, verify
-    from paceline.launch.train import prepare_data
+    from paceline.launch.run_text import prepare_data
     from paceline.terminal import show_progress
 
     dataset = prepare_data(config := resolve_config(args.config, args.keys))
@@ -270,15 +267,15 @@ def data(args: options.DataOptions) -> None:
             verify(dataset, progress=progress)
     if args.json or isinstance(args, options.DataInfoOptions):
         facts = data_info(dataset)
-        facts = facts if args.json else {**facts.pop("splits"), **facts, "files": len(facts["files"])}
-        print_facts(facts, as_json=args.json)
+        table = facts if args.json else {**facts.pop("splits"), **facts, "files": len(facts["files"])}
+        print_facts(table, as_json=args.json)
     else:
         print(format_prepared(dataset, config, file=args.config, keys=args.keys))
 
 
 def tokenizer_train(args: options.TokenizerTrainOptions) -> None:
     from paceline.data.corpus import list_files
-    from paceline.data.tokenizer import tokenizer_info, train_tokenizer_on
+    from paceline.data.tokenizer import SAMPLE_TEXT, tokenizer_info, train_tokenizer_on
     from paceline.terminal import show_progress
 
     if args.out is None:
@@ -288,16 +285,17 @@ def tokenizer_train(args: options.TokenizerTrainOptions) -> None:
     tokenizer.save(args.out)
     if args.json:
         print_facts(tokenizer_info(tokenizer, sample=SAMPLE_TEXT), as_json=True)
-    else:
-        train = shlex.join(["paceline", "train", f"--data={args.data}", f"--tokenizer={args.out}"])
-        print(f"wrote   {args.out}: vocabulary {tokenizer.vocab_size:,}\nnext    {train}")
+        return
+    train = shlex.join(["paceline", "train", f"--data={args.data}", f"--tokenizer={args.out}"])
+    print(f"wrote   {args.out}: vocabulary {tokenizer.vocab_size:,}\nnext    {train}")
 
 
 def tokenizer_info(args: options.TokenizerInfoOptions) -> None:
-    from paceline.data.tokenizer import Tokenizer
-    from paceline.data.tokenizer import tokenizer_info as info
+    from paceline.data import tokenizer as bpe
 
-    print_facts(info(Tokenizer.load(args.file), sample=args.text or SAMPLE_TEXT), as_json=args.json)
+    print_facts(
+        bpe.tokenizer_info(bpe.Tokenizer.load(args.file), sample=args.text or bpe.SAMPLE_TEXT), as_json=args.json
+    )
 
 
 def completion(args: options.CompletionOptions) -> None:
@@ -318,13 +316,13 @@ COMMANDS: dict[str, tuple[Callable[..., int | None], type]] = {
     "train": (train, options.TrainOptions),
     "resume": (resume, options.ResumeOptions),
     "run": (run, options.ScriptOptions),
-    "stop": (stop, options.StopOptions),
+    "stop": (stop, run_options.StopOptions),
     "plan": (plan, options.PlanOptions),
     "configs": (plan, options.ConfigsOptions),
     "check": (check, options.CheckOptions),
     "comm": (comm, options.CommOptions),
     "profile": (profile, options.ProfileOptions),
-    "watch": (watch, options.WatchOptions),
+    "watch": (watch, run_options.WatchOptions),
     "explain": (explain, options.ExplainOptions),
     "runs": (runs, run_options.RunsOptions),
     "runs show": (runs_show, run_options.RunsShowOptions),
@@ -332,11 +330,15 @@ COMMANDS: dict[str, tuple[Callable[..., int | None], type]] = {
     "runs note": (label_run, run_options.RunsNoteOptions),
     "report": (report, run_options.ReportOptions),
     "track": (track, run_options.TrackOptions),
+    "emit k8s": (emit, run_options.EmitK8sOptions),
+    "emit skypilot": (emit, run_options.EmitSkypilotOptions),
+    "emit dstack": (emit, run_options.EmitDstackOptions),
+    "emit compose": (emit, run_options.EmitComposeOptions),
     "torch check": (torch_check, options.TorchCheckOptions),
     "torch recipe": (torch_recipe, options.TorchRecipeOptions),
     "accelerate-config": (accelerate_config, options.AccelerateOptions),
-    "eval": (evaluate, options.EvalOptions),
-    "sample": (sample, options.SampleOptions),
+    "eval": (evaluate, run_options.EvalOptions),
+    "sample": (sample, run_options.SampleOptions),
     "data prepare": (data, options.DataOptions),
     "data info": (data, options.DataInfoOptions),
     "tokenizer train": (tokenizer_train, options.TokenizerTrainOptions),
@@ -356,19 +358,16 @@ def run_command(args: list[str]) -> int:
     try:
         with plain_output():
             return dispatch(args) or 0
-    except PacelineError as error:
-        with plain_output():
-            print(error, file=sys.stderr)
-        return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
         sys.stderr.close()  # the reader of a pipe went away: `paceline runs | head`
         return 0
-    except OSError as error:
+    except (PacelineError, OSError) as error:
+        problem = error if isinstance(error, PacelineError) else problem_of(error)
         with plain_output():
-            print(problem := problem_of(error), file=sys.stderr)
+            print(problem, file=sys.stderr)
         return problem.exit_code
 
 

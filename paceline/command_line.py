@@ -38,6 +38,7 @@ OTHER_LAUNCHERS = {
     "leave it out: --nproc and --device replace it": "config-file",
     "leave it out: every rank's output is shown and kept": "tee redirects",
     "leave it out: paceline run starts the processes of this host": "nnodes node-rank num-machines machine-rank",
+    "leave it out: a script's lost host does not come back": "rejoin no-rejoin",
     "paceline finds a free port on this host by itself: leave it out": "standalone rdzv-backend rdzv-endpoint rdzv-id"
     " master-addr master-port main-process-ip main-process-port",
 }
@@ -79,6 +80,7 @@ class Parameter:
     value: str | None = None  # its stand-in in help
     positional: bool = False
     has_flag: bool = False  # --its-name sets a positional argument too
+    takes_options: bool = False  # its value may begin with a dash
     is_script: bool = False  # the remaining arguments, from the first one that is no option of ours
 
     @property
@@ -226,9 +228,7 @@ def normalize(args: Sequence[str], *, command: str, options: type) -> list[str]:
     words, others, remaining = list[str](), list[str](), list(args)
     for item in fields(options):
         if "foreign" in item.metadata:
-            remaining = item.metadata["foreign"](
-                remaining, [flag for parameter in parameters for flag in parameter.flags]
-            )
+            remaining = item.metadata["foreign"](remaining, [flag for p in parameters for flag in p.flags])
     while remaining:
         argument = remaining.pop(0)
         is_option = argument.startswith("-") and argument != "-"
@@ -253,7 +253,7 @@ def normalize(args: Sequence[str], *, command: str, options: type) -> list[str]:
             )
             text = remaining.pop(0) if has_value else "true"
         elif not equals:
-            if not remaining or NOT_A_VALUE.match(remaining[0]):
+            if not remaining or (NOT_A_VALUE.match(remaining[0]) and not parameter.takes_options):
                 raise UsageError(f"{flag} has no value", fix=f"{flag} {parameter.example}")
             text = remaining.pop(0)
         if not parameter.many and any(word.startswith(f"{parameter.option}=") for word in words):

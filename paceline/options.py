@@ -78,13 +78,31 @@ class HostOptions(Options):
 
     min_hosts: int = option(1, "go on while as many hosts remain", low=1, high=1024, group="hosts")
     env: tuple[str, ...] = option(
-        (),
-        "send these variables to the other hosts too, such as HF_TOKEN,WANDB_API_KEY; else only paceline's",
-        value="NAMES",
+        (), "send these variables to the other hosts too: HF_TOKEN,WANDB_API_KEY; else only paceline's", value="NAMES"
+    )
+    join: bool = option(True, "ignore the place among several nodes that the environment gives (docs/clusters.md)")
+    join_timeout_s: float = option(600.0, "seconds to wait for the other nodes of that place", low=1, high=1e6)
+
+
+class PreemptOptions(Options):
+    """How the run learns that its machine is taken away."""
+
+    preempt_file: Path | None = option(
+        None, "save and end when this file appears; it may hold the seconds that are left", group="preemption"
+    )
+    preempt_from: str | None = option(
+        None, "ask this cloud's metadata service for preemption notices; save and end when one comes",
+        choices=("aws", "gcp", "azure"),
+    )  # fmt: skip
+    preempt_grace_s: float | None = option(
+        None,
+        "seconds from a notice to the end of the machine; auto: as the notice or the cloud says",
+        low=1,
+        high=86_400,
     )
 
 
-class LaunchOptions(Recovery, Services, HostOptions):
+class LaunchOptions(Recovery, Services, HostOptions, PreemptOptions):
     """What `train`, `resume` and `run` share."""
 
     check: bool = option(True, "start even if a check says that the run would fail", group="launch")
@@ -93,13 +111,32 @@ class LaunchOptions(Recovery, Services, HostOptions):
     health_every_s: float = option(2.0, "seconds between health samples of the host; 0: no samples", low=0, high=86_400)
 
 
+class SlurmOptions(Options):
+    """How a run becomes a job of Slurm."""
+
+    slurm: bool = option(
+        False,
+        "submit it to Slurm and follow it; --hosts N is the number of nodes. In a job of Slurm it just runs",
+        group="Slurm",
+    )
+    slurm_args: str = option(
+        "", 'options of sbatch: "--partition=gpu --time=8:00:00"', value="OPTIONS", takes_options=True
+    )
+
+
+class SubmitOptions(SlurmOptions):
+    """How a run is submitted."""
+
+    print: bool = option(False, "with --slurm: show the batch script and stop", group="Slurm")
+
+
 class RejoinOption(Options):
     """Whether a lost host comes back. A script's does not: nobody knows where it could begin again."""
 
     rejoin: bool = option(True, "leave out a host that was lost, even if it answers again", group="hosts")
 
 
-class TrainOptions(LaunchOptions, RejoinOption, ConfigOptions):
+class TrainOptions(LaunchOptions, RejoinOption, SubmitOptions, ConfigOptions):
     """Train a GPT; without CONFIG, a small one on text that is always at hand.
 
     Plans, prepares the text, starts one process for each device, trains, and leaves everything in runs/NAME. A failure that is
@@ -110,7 +147,7 @@ class TrainOptions(LaunchOptions, RejoinOption, ConfigOptions):
     """
 
 
-class ResumeOptions(LaunchOptions, RejoinOption):
+class ResumeOptions(LaunchOptions, RejoinOption, SubmitOptions):
     """Continue a run from its last good checkpoint, on any number of devices.
 
     A larger --num-steps extends a finished run; its learning rates are then computed for the whole new length. Keys that
@@ -153,18 +190,7 @@ class ScriptOptions(LaunchOptions):
     )
 
 
-class StopOptions(JsonOption, RunsOption):
-    """Save a checkpoint of a run that goes on somewhere on this host, and end it; as Ctrl-C does in its own terminal.
-
-    $ paceline train balanced --name books --detach
-    $ paceline stop books
-    """
-
-    run: str = positional("RUN", RUN)
-    now: bool = option(False, "end at once, without a checkpoint")
-
-
-class PlanOptions(JsonOption, ConfigOptions):
+class PlanOptions(JsonOption, SlurmOptions, ConfigOptions):
     """Show what fits, how fast, how long and at what cost, on the GPUs here or on others.
 
     Shows memory by part, the largest micro-batch, the time of a step and of the run, energy and money, each with its range
@@ -236,26 +262,6 @@ class ProfileOptions(JsonOption, ConfigOptions):
     steps: int = option(5, "steps under the profiler; as many are timed without it", low=1, high=1000)
 
 
-class WatchOptions(JsonOption, RunsOption):
-    """Show a run, or the log of any training, live: in the terminal, as text, or in the browser.
-
-    Shows progress, speed, curves, GPUs, ranks, events and logs, and the cause if it failed. The last line lists the keys.
-    Watching changes nothing in the run. docs/watch.md and docs/web.md.
-
-    $ paceline watch --log slurm-4711.out
-    $ paceline watch --web --open
-    """
-
-    run: str | None = positional("RUN", ANY_RUN + "; auto: the run that is active, else the latest", default=None)
-    log: Path | None = option(None, "watch this log file of any training", value="FILE")
-    once: bool = option(False, "print one view as text and stop")
-    interval_s: float | None = option(None, "seconds between refreshes; auto: 3", low=0.2, high=3600)
-    ascii: bool = option(False, "draw with ASCII characters only")
-    web: bool = option(False, "serve a page to this machine's browser")
-    port: int | None = option(None, "the port of --web; auto: a free one", low=0, high=65_535)
-    open: bool = option(False, "open the browser on the page of --web")
-
-
 class ExplainOptions(JsonOption, RunsOption):
     """Name the root cause of a failure in any training log, on which rank and step, and the fix.
 
@@ -317,38 +323,6 @@ class AccelerateOptions(JsonOption):
     main_address: str | None = option(None, "the address of the host with --node-rank 0", value="ADDRESS")
     main_port: int | None = option(None, "rendezvous port; auto: a free one, or 29500 for hosts", low=0, high=65_535)
     keys: Mapping[str, Any] = keys_of(Config, names=("nproc", "device", "precision"))
-
-
-class CheckpointOptions(JsonOption, RunsOption):
-    """Which checkpoint, and where it is loaded."""
-
-    run: str = positional("RUN", RUN)
-    step: int | None = option(None, "the checkpoint's step; auto: the newest good one", low=0, high=10**12)
-    device: str | None = option(None, "auto: cuda where there is one", choices=("cuda", "cpu"))
-
-
-class EvalOptions(CheckpointOptions):
-    """Measure bits per byte of a run's model on held-out text, or on all of another text.
-
-    $ paceline eval books --data builtin
-    """
-
-    data: str | None = option(None, "builtin, a file or folder, or hf:NAME; auto: the held-out text", value="SOURCE")
-    tokens: int | None = option(None, "evaluate at most this many; auto: all", low=1, high=10**15)
-
-
-class SampleOptions(CheckpointOptions):
-    """Write text with a run's model, as it comes.
-
-    $ paceline sample books --prompt "Once upon" --num 3
-    """
-
-    prompt: str = option("", "how the text begins; -: read it from standard input")
-    num: int = option(1, "texts", low=1, high=10**6)
-    tokens: int = option(200, "tokens of each text, at most", low=1, high=10**9)
-    temperature: float = option(0.8, "0 always takes the likeliest token", low=0, high=1e3)
-    top_k: int = option(50, "choose among this many of the likeliest tokens; 0: among all", low=0, high=10**9)
-    seed: int = option(42, "seed of the random choices", low=0, high=2**63 - 1)
 
 
 class DataOptions(JsonOption, ConfigOptions):

@@ -1,9 +1,11 @@
 """
-What the commands take that list, mark, report and track runs: `paceline runs ...`, `report` and `track`; as options.py.
+What the commands take that list, watch, stop, mark, report, track and use runs; as options.py.
 """
 
+from pathlib import Path
+
 from paceline.command_line import option, positional
-from paceline.options import ANY_RUN, RUN, TRACKERS, JsonOption, RunsOption
+from paceline.options import ANY_RUN, CONFIG, RUN, TRACKERS, ConfigOptions, JsonOption, RunsOption
 
 
 class RunsOptions(JsonOption):
@@ -69,3 +71,131 @@ class TrackOptions(RunsOption):
 
     run: str = positional("RUN", RUN)
     to: str = option("", f"the trackers, separated by commas: {', '.join(TRACKERS)}", value="TRACKERS")
+
+
+class StopOptions(JsonOption, RunsOption):
+    """Save a checkpoint of a run that goes on somewhere on this host, and end it; as Ctrl-C does in its own terminal.
+
+    $ paceline train balanced --name books --detach
+    $ paceline stop books
+    """
+
+    run: str = positional("RUN", RUN)
+    now: bool = option(False, "end at once, without a checkpoint")
+
+
+class WatchOptions(JsonOption, RunsOption):
+    """Show a run, or the log of any training, live: in the terminal, as text, or in the browser.
+
+    Shows progress, speed, curves, GPUs, ranks, events and logs, and the cause if it failed. The last line lists the keys.
+    Watching changes nothing in the run. docs/watch.md and docs/web.md.
+
+    $ paceline watch --log slurm-4711.out
+    $ paceline watch --web --open
+    """
+
+    run: str | None = positional("RUN", ANY_RUN + "; auto: the run that is active, else the latest", default=None)
+    log: Path | None = option(None, "watch this log file of any training", value="FILE")
+    once: bool = option(False, "print one view as text and stop")
+    interval_s: float | None = option(None, "seconds between refreshes; auto: 3", low=0.2, high=3600)
+    ascii: bool = option(False, "draw with ASCII characters only")
+    web: bool = option(False, "serve a page to this machine's browser")
+    port: int | None = option(None, "the port of --web; auto: a free one", low=0, high=65_535)
+    open: bool = option(False, "open the browser on the page of --web")
+
+
+class CheckpointOptions(JsonOption, RunsOption):
+    """Which checkpoint, and where it is loaded."""
+
+    run: str = positional("RUN", RUN)
+    step: int | None = option(None, "the checkpoint's step; auto: the newest good one", low=0, high=10**12)
+    device: str | None = option(None, "auto: cuda where there is one", choices=("cuda", "cpu"))
+
+
+class EvalOptions(CheckpointOptions):
+    """Measure bits per byte of a run's model on held-out text, or on all of another text.
+
+    $ paceline eval books --data builtin
+    """
+
+    data: str | None = option(None, "builtin, a file or folder, or hf:NAME; auto: the held-out text", value="SOURCE")
+    tokens: int | None = option(None, "evaluate at most this many; auto: all", low=1, high=10**15)
+
+
+class SampleOptions(CheckpointOptions):
+    """Write text with a run's model, as it comes.
+
+    $ paceline sample books --prompt "Once upon" --num 3
+    """
+
+    prompt: str = option("", "how the text begins; -: read it from standard input")
+    num: int = option(1, "texts", low=1, high=10**6)
+    tokens: int = option(200, "tokens of each text, at most", low=1, high=10**9)
+    temperature: float = option(0.8, "0 always takes the likeliest token", low=0, high=1e3)
+    top_k: int = option(50, "choose among this many of the likeliest tokens; 0: among all", low=0, high=10**9)
+    seed: int = option(42, "seed of the random choices", low=0, high=2**63 - 1)
+
+
+class EmitOptions(ConfigOptions):
+    """What every file for a scheduler depends on. target: which it is."""
+
+    target = ""
+    config: str | None = positional("CONFIG|RUN", f"{CONFIG}; or {RUN}", default=None, has_flag=True)
+    gpu: str | None = option(None, 'the GPU of the nodes, such as H100 or "RTX 4090"; auto: those here', value="NAME")
+    gpus: int | None = option(None, "GPUs of each node; auto: those here, or 1 of --gpu", low=1, high=1024)
+    image: str | None = option(
+        None, "the container image; auto: paceline:VERSION, which the Dockerfile makes", value="IMAGE"
+    )
+    preempt_from: str | None = option(
+        None, "on spot machines: ask this cloud's metadata service for notices", choices=("aws", "gcp", "azure")
+    )
+    out: Path | None = option(None, "the file to write; auto: standard output", value="FILE")
+    force: bool = option(False, "write over a file that exists")
+
+
+class EmitK8sOptions(EmitOptions):
+    """Write a Kubeflow TrainJob that runs this training on Kubernetes, with its volume and its restarts.
+
+    Resources are those of the plan. What starts again after an interruption resumes the run. Nothing is submitted.
+    docs/clusters.md.
+
+    $ paceline emit k8s balanced --gpu H100 --gpus 4 --hosts 2 --image registry.example.org/paceline:0.1.0
+    """
+
+    target = "k8s"
+
+
+class EmitSkypilotOptions(EmitOptions):
+    """Write a SkyPilot task that runs this training as a managed job, with its bucket and its recovery.
+
+    Resources are those of the plan. What starts again after an interruption resumes the run. Nothing is submitted.
+    docs/clusters.md.
+
+    $ paceline emit skypilot balanced --gpu H100 --gpus 8 --out task.yaml
+    """
+
+    target = "skypilot"
+
+
+class EmitDstackOptions(EmitOptions):
+    """Write a dstack task that runs this training, with its volumes and its retries.
+
+    Resources are those of the plan. What starts again after an interruption resumes the run. Nothing is submitted.
+    docs/clusters.md.
+
+    $ paceline emit dstack balanced --gpu H100 --gpus 4 --hosts 2 --out .dstack.yml
+    """
+
+    target = "dstack"
+
+
+class EmitComposeOptions(EmitOptions):
+    """Write a docker compose file that runs this training on one machine, with its volume and its restarts.
+
+    Resources are those of the plan. What starts again after an interruption resumes the run. Nothing is started.
+    docs/clusters.md.
+
+    $ paceline emit compose runs/books --out compose.yaml
+    """
+
+    target = "compose"

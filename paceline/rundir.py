@@ -26,6 +26,7 @@ from paceline.errors import PacelineError
 LOCK_ATTEMPTS, LOCK_RETRY_S = 3, 0.02  # `is_locked` holds the lock for some microseconds
 RECORDER_DUMP = "comm_lib_trace_rank_"  # torch's name for a dump of its flight recorder; the rank follows
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # NFS without its lock daemon, Lustre without -o flock
 
 
 class Entry:
@@ -56,6 +57,8 @@ class RunDir:
     skipped_json = Entry("skipped.json")  # the batches that the run skips after a rollback
     tokenizer_json = Entry("tokenizer/tokenizer.json")  # the tokenizer that the run's text was tokenized with
     notes = Entry("notes.json")  # {tags, note}: what its user wrote about the run
+    slurm_json = Entry("slurm.json")  # {job_id, ...}: the Slurm job that has the run, or had it last
+    submitted_toml = Entry("submitted.toml")  # the config of a run that waits in Slurm's queue
     lock = Entry(".lock")  # locked while a process holds the run; it has the process and its host
     health_dir = Entry("health")  # a file for each host: samples of its GPUs, memory, disk and network
 
@@ -196,9 +199,14 @@ def unwritable_run(run: RunDir, error: OSError) -> PacelineError:
     )
 
 
-def check_unused(run: RunDir, *, fix: str) -> None:
-    """Raises PacelineError where the folder holds something. fix: for a folder that is a run."""
+def check_unused(run: RunDir, *, fix: str, is_submitted: bool = False) -> None:
+    """Raises PacelineError where the folder holds something. fix: for a folder that is a run.
+
+    is_submitted: it holds what the submission of a Slurm job has left.
+    """
     remains = {run.lock.name, run.preparing_json.name, f"{run.preparing_json.name}.part"}  # of a killed preparation
+    if is_submitted:
+        remains |= {path.name for path in run.path.iterdir() if path.name.startswith(("slurm", "submitted", "events"))}
     if run.path.exists() and (not run.path.is_dir() or any(path.name not in remains for path in run.path.iterdir())):
         is_run = run.config_toml.is_file()
         text = f"{run.path} already exists" + ("" if is_run else " and is not a run")
@@ -301,22 +309,6 @@ class RunInUse(PacelineError):
         )
 
 
-def read_notes(run: RunDir) -> tuple[list[str], str]:
-    """Returns the tags of a run and its note; none where its user wrote none or the file is damaged."""
-    try:
-        table = json.loads(run.notes.read_text(encoding="utf-8"))
-        return [tag for tag in table.get("tags", ()) if isinstance(tag, str)], str(table.get("note") or "")
-    except (OSError, ValueError, AttributeError, TypeError):
-        return [], ""
-
-
-def write_notes(run: RunDir, *, tags: list[str], note: str) -> None:
-    try:
-        write_atomic(run.notes, json.dumps({"tags": tags, "note": note}, ensure_ascii=False) + "\n")
-    except OSError as error:
-        raise unwritable_run(run, error) from error
-
-
 def lock_run(run: RunDir, *, host: str | None = None) -> int:
     """Returns a file descriptor that holds the run until every process that inherited it has ended. Raises RunInUse.
 
@@ -324,9 +316,13 @@ def lock_run(run: RunDir, *, host: str | None = None) -> int:
     """
     fd = os.open(run.lock, os.O_RDWR | os.O_CREAT, 0o644)
     for _ in range(LOCK_ATTEMPTS):
-        with suppress(OSError):
+        try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
+        except OSError as error:
+            if error.errno in NO_LOCKS:
+                print(f"note    {run.path} is on a file system without locks: start the run once only", file=sys.stderr)
+                break
         time.sleep(LOCK_RETRY_S)
     else:
         holder = os.pread(fd, 64, 0).decode(errors="replace").strip()
@@ -347,8 +343,8 @@ def is_locked(run: RunDir) -> bool:
     with suppress(OSError), open_file(run.lock) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return True
+        except OSError as error:
+            return error.errno not in NO_LOCKS
     return False
 
 
@@ -362,13 +358,18 @@ def is_preparing(run: RunDir) -> bool:
     return run.preparing_json.is_file() and is_locked(run)
 
 
+def is_queued(run: RunDir) -> bool:
+    """Whether a run was submitted to Slurm and has no config.toml yet: it waits, or its job has just started."""
+    return run.submitted_toml.is_file() and not run.config_toml.is_file()
+
+
 def find_run(name: str, *, runs_dir: str = "runs") -> RunDir:
     """The run folder that a path, or a name in runs_dir, means: a training run's or a script's."""
     named, folder = Path(name), Path(runs_dir)
     if named.name in ("", ".."):
         named = named.resolve()  # a run is called by the name of its folder
     for path in (named, folder / name):
-        if (path / "config.toml").is_file():
+        if (path / "config.toml").is_file() or is_queued(RunDir(path)):
             return RunDir(path)
     names = sorted(path.parent.name for path in folder.glob("*/config.toml"))
     fix = f"one of {', '.join(names[-5:])}" if names else "paceline train makes one; give the folder if it is elsewhere"
@@ -378,6 +379,10 @@ def find_run(name: str, *, runs_dir: str = "runs") -> RunDir:
 def find_training_run(name: str, *, runs_dir: str) -> RunDir:
     """find_run, but for a script's run, which has neither our config nor a checkpoint that we can read."""
     run = find_run(name, runs_dir=runs_dir)
+    if is_queued(run):
+        raise PacelineError(
+            f"{run.name} was submitted to Slurm and has not begun", fix=f"paceline watch {run.path} shows where it is"
+        )
     if is_script_run(run):
         raise PacelineError(
             f"{run.name} is the run of a script, not a training run of paceline's own",

@@ -95,7 +95,7 @@ def test_the_commands_of_a_page_work_in_their_order(page, tmp_path):
     for line in TRIED[page]:
         if NEEDS_THE_HUB in line or line in ELSEWHERE:
             continue
-        if "ada,bob" in line:  # tests/launch has real hosts
+        if "ada,bob" in line or "--slurm" in line:  # tests/launch has real hosts and a real Slurm
             command, *arguments = shlex.split(line.removeprefix("paceline "))
             parse(arguments, command=command, options=cli.COMMANDS[command][1])
             continue

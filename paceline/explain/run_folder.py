@@ -39,6 +39,7 @@ from paceline.explain.evidence import (
     judge_run,
     read_kernel_errors,
     read_samples,
+    slurm_logs,
 )
 from paceline.explain.explanation import (
     KERNEL_LOG,
@@ -56,14 +57,7 @@ from paceline.explain.reader import CHUNK_BYTES, Log, read_log
 from paceline.explain.series import is_metric_file, is_no_log, read_series
 from paceline.explain.verdict import UNKNOWN, clean_values, fill_template, reach_verdict
 from paceline.heartbeat import read_heartbeat
-from paceline.rundir import (
-    RunDir,
-    check_readable,
-    open_file,
-    read_end,
-    read_json_lines,
-    read_text,
-)
+from paceline.rundir import RunDir, check_readable, open_file, read_end, read_json_lines, read_text
 from paceline.typed_fields import typed_content, well_typed
 from paceline.units import parse_time, unix_time
 
@@ -102,6 +96,8 @@ def explain_attempt(run: RunDir, attempt: int | None) -> Explanation:
     attempt = attempt or max(
         (int(path.name) for path in run.path.glob("logs/*") if path.name.isdecimal()), default=None
     )
+    if attempt is None and (ends := slurm_logs(run, list(read_json_lines(run.events)))):
+        return reach_verdict(ends, values=run_values(run))
     if attempt is None:
         raise PacelineError(f"{run.name} has no logs: nothing was started", fix=f"paceline resume {run.path}")
     all_events = list(read_json_lines(run.events))
@@ -123,6 +119,7 @@ def explain_attempt(run: RunDir, attempt: int | None) -> Explanation:
         progress_log(run, events),
         *system_logs(samples, start.get("pids") or (), hosts, far_hosts),
         *flight_recorder_logs(run, attempt, events),
+        *slurm_logs(run, events),
     ]
     explanation = reach_verdict(logs, values=values)
     if not any(explanation.rank in hosts[host] for host in far_hosts):  # its kernel log cannot be read from here

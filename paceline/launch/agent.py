@@ -201,14 +201,13 @@ def start_sampler(job: dict[str, Any]) -> subprocess.Popen[bytes] | None:
 
 
 def start_child(module: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
-    """Starts a Python module that is killed as soon as this process has ended. options: of Popen."""
+    """Starts a Python module that is killed as soon as this process has ended. options: of Popen; without stdin it gets none."""
     command = [sys.executable, "-P", "-m", module, *arguments]
     prctl = ctypes.CDLL(None).prctl
     return subprocess.Popen(
         command,
-        stdin=subprocess.DEVNULL,
         preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL),  # safe here: no second thread that holds a lock
-        **options,
+        **{"stdin": subprocess.DEVNULL, **options},
     )
 
 

@@ -8,7 +8,9 @@ SIGTERM end an attempt (launch/supervisor.py) or the wait before the next one. N
 import os
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from paceline.errors import Interrupted, PacelineError
 from paceline.explain.catalogue import load_catalogue
@@ -17,6 +19,8 @@ from paceline.explain.run_folder import explain_run
 from paceline.launch.failure import explain_end, read_log_tail
 from paceline.launch.notify import run_services
 from paceline.launch.policy import Abilities, AttemptEnd, Decision, Situation, decide
+from paceline.launch.preemption import short_notice, watch_preemption
+from paceline.launch.requeue import job_watch, requeue_job
 from paceline.launch.supervisor import Outcome, StopSignals, catch_signals
 from paceline.options import LaunchOptions, Recovery, Services
 from paceline.plan.host import oom_kills
@@ -40,6 +44,8 @@ class Job:
     lock: int  # the file descriptor that holds the run
     libuv: bool  # whether this torch has it
     options: LaunchOptions
+    resumes_itself = False  # whether the same command, started again by Slurm, continues the run
+    is_training = False  # by paceline's own trainer, which saves before it stops
     workers_record_end = False  # whether the workers write `finished` and `stopped` to events.jsonl themselves
 
     def attempt(self, number: int, signals: StopSignals) -> Outcome:
@@ -49,6 +55,10 @@ class Job:
     def made_progress(self, outcome: Outcome, *, seconds: float) -> bool:
         """Whether the attempt made progress that its checkpoints do not show."""
         return False
+
+    def save_s(self) -> float | None:
+        """Returns how long the ranks may take to save, where that is known."""
+        return None
 
     def abilities(self, end: AttemptEnd) -> Abilities:
         """Returns what can be changed for the next attempt."""
@@ -79,10 +89,23 @@ def run_job(job: Job, services: Services) -> int:
 
     It releases the run's lock when the last attempt has ended. Call it from the main thread, as it handles signals.
     """
+    signals = StopSignals()
+    with job_watch(signals) if job.is_training else nullcontext():
+        outcome, exit_code = finish_job(job, services, signals)
+        if job.resumes_itself and (lines := requeue_job(job.run, outcome, signals)):
+            job.show(lines)
+    return exit_code
+
+
+def finish_job(job: Job, services: Services, signals: StopSignals) -> tuple[Outcome, int]:
+    """Runs all attempts with services beside them, releases the lock and prints the closing lines; returns how the job ended."""
     started = time.monotonic()
+    if line := short_notice(job.options, needed_s=job.save_s()):
+        job.show([line])
     with run_services(job.run, services):
         try:
-            outcome = run_attempts(job, job.options)
+            with watch_preemption(job.options, signals.preempt, partial(note_problem, job.run)):
+                outcome = run_attempts(job, job.options, signals)
         finally:
             os.close(job.lock)
         exit_code = job.exit_code(outcome)
@@ -96,18 +119,20 @@ def run_job(job: Job, services: Services) -> int:
         else:
             lines = job.closing_lines(outcome, seconds=time.monotonic() - started, time_line=time_line)
         job.show(lines, exit_code=exit_code)
-    return exit_code
+    return outcome, exit_code
 
 
-def run_attempts(job: Job, recovery: Recovery) -> Outcome:
+def run_attempts(job: Job, recovery: Recovery, signals: StopSignals | None = None) -> Outcome:
     """Makes attempts until one succeeds, no further one would help, or the user stops the run. Call it from the main thread.
 
     Attempts are counted from 1 over all commands that ran the job. Returns the outcome of the last one.
+
+    signals: those that came before count too, and preemption notices.
     """
     attempts = [event["attempt"] for event in read_json_lines(job.run.events) if event.get("event") == "attempt"]
     number, history = 1 + max(attempts, default=0), list[AttemptEnd]()
     record_lost_supervisor(job)
-    with catch_signals() as signals:
+    with catch_signals(signals) as signals:
         while True:
             outcome, end = run_one_attempt(job, number, signals)
             if outcome.state == "regrouped" and not signals.first:
@@ -132,6 +157,12 @@ def run_attempts(job: Job, recovery: Recovery) -> Outcome:
             if signals.first:
                 return Outcome("interrupted", Interrupted.exit_code, number, [], between_attempts=True)
             number += 1
+
+
+def note_problem(run: RunDir, text: str) -> None:
+    """Writes a line about preemption notices to events.jsonl, where the digest finds it; a folder that is gone stops nothing."""
+    with suppress(PacelineError, OSError):
+        append_event(run, "note", text=text)
 
 
 def run_one_attempt(job: Job, number: int, signals: StopSignals) -> tuple[Outcome, AttemptEnd | None]:

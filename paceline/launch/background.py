@@ -7,6 +7,7 @@ signal saves a checkpoint and ends, the second ends at once.
 
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -17,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError
+from paceline.launch.queue import active_job, stop_job
 from paceline.launch.ssh import agent_note
 from paceline.launch.supervisor import ONE_CTRL_C_S
 from paceline.model.manifest import list_checkpoints
-from paceline.options import StopOptions
-from paceline.rundir import RunDir, find_run, holder_of, write_holder
+from paceline.run_options import StopOptions
+from paceline.rundir import RunDir, find_run, holder_of, is_queued, write_holder
 from paceline.watch.status import run_status
 
 POLL_S = 0.1
@@ -65,6 +67,14 @@ def stop_run(run: RunDir, *, now: bool) -> dict[str, Any]:
 
     Raises PacelineError where the run has no supervisor here.
     """
+    job = active_job(run)
+    if job and job.is_batch:  # a shell of salloc is no part of the run, and has others in it
+        stop_job(run, job, now=now)
+        state = state_of(run)
+        if is_queued(run):  # nothing has run
+            shutil.rmtree(run.path)
+            state = {"state": "cancelled", "checkpoint_step": None}
+        return {"run": str(run.path), "job_id": job.job_id, **state}
     holder = holder_of(run)
     if holder is None:
         raise PacelineError(f"{run.name} is not running", fix=f"paceline resume {run.path} continues it")
@@ -89,9 +99,14 @@ def stop_run(run: RunDir, *, now: bool) -> dict[str, Any]:
         raise PacelineError(f"process {pid} is another user's", fix=f"sudo paceline stop {run.path}") from error
     while holder_of(run) == holder:
         time.sleep(POLL_S)
+    return {"run": str(run.path), "pid": pid, **state_of(run)}
+
+
+def state_of(run: RunDir) -> dict[str, Any]:
+    """Returns the state of a run that was stopped, and the step of its newest checkpoint."""
     steps = [int(path.name.removeprefix("step_")) for path, _ in list_checkpoints(run.checkpoints)]
     state = run_status(run).state if run.config_toml.is_file() else "stopped"
-    return {"run": str(run.path), "pid": pid, "state": state, "checkpoint_step": max(steps, default=None)}
+    return {"state": state, "checkpoint_step": max(steps, default=None)}
 
 
 def holds(pid: int, run: RunDir) -> bool:
@@ -106,6 +121,8 @@ def holds(pid: int, run: RunDir) -> bool:
 
 def format_stop(result: dict[str, Any]) -> str:
     """Returns how the run ended, and how it goes on."""
+    if result["state"] == "cancelled":
+        return f"cancelled: job {result['job_id']}, before {result['run']} began"
     step = result["checkpoint_step"]
     saved = "no checkpoint" if step is None else f"checkpoint at step {step:,}"
     lines = [f"{result['state']}: {result['run']}, {saved}"]

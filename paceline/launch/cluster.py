@@ -141,7 +141,7 @@ class Cluster:
                 continue
             member.silent_s = 0.0 if channel.heard_at != heard_at else member.silent_s + passed_s
             if channel.ended:
-                why = member.ssh.failure().message if member.ssh else ""
+                why = member.link.failure().message if member.link else ""
                 member.lose(f"the connection to it ended: {why.rstrip('.')}", link_ended=True)
             elif member.is_open and member.silent_s > SILENT_S:
                 member.lose(f"nothing was heard of it for {member.silent_s:.0f} s")
@@ -240,6 +240,7 @@ class Cluster:
             self.close()
             check = f"paceline check --hosts {','.join(m.entry.text for m in self.members)}"
             check += f" --python {self.python}" if self.python else ""
+            check = f"see the output of paceline on {lost.name}" if lost.entry.way == "joined" else check
             raise PacelineError(f"host {lost.name}: {lost.lost}", fix=lost.error.fix if lost.error else check)
 
     def lacking(self, members: Sequence[Member], what: str, files: Mapping[str, str]) -> dict[Member, list[str]]:
@@ -393,6 +394,6 @@ class Cluster:
         self.stop_agents()
         for member in self.members:
             member.give_up()
-            if member.ssh:
-                member.ssh.close()  # it may still save
+            if member.link:
+                member.link.close()  # it may still save
                 member.drop()

@@ -28,8 +28,9 @@ from paceline.config import Config
 from paceline.config_file import checked_value
 from paceline.errors import PacelineError, UsageError
 from paceline.launch.hosts import HostEntry, is_this_host, parse_hosts, ranks_of
+from paceline.launch.preemption import check_preempt_options
 from paceline.launch.ssh import ssh_name
-from paceline.options import AccelerateOptions, HostOptions
+from paceline.options import AccelerateOptions, LaunchOptions
 from paceline.plan.machine import Machine
 from paceline.plan.planner import choose_device, choose_precision, choose_world_size
 from paceline.terminal import cells, pad
@@ -161,9 +162,10 @@ def env_elsewhere(user_env: Mapping[str, str], launch: Launch, names: Sequence[s
 
 
 def check_host_options(
-    user_env: Mapping[str, str], options: HostOptions, *, num_hosts: int, rejoin: bool = True
+    user_env: Mapping[str, str], options: LaunchOptions, *, num_hosts: int, rejoin: bool = True
 ) -> None:
-    """Raises PacelineError for options that do not fit the hosts. num_hosts: 0 where none are named."""
+    """Raises PacelineError for options that do not fit the hosts or each other. num_hosts: 0 where none are named."""
+    check_preempt_options(options)
     listed_env(user_env, options.env, several=num_hosts > 0)
     if num_hosts == 0 and (options.min_hosts > 1 or not rejoin):
         flag = "--no-rejoin" if options.min_hosts == 1 else f"--min-hosts {options.min_hosts}"

@@ -30,8 +30,9 @@ from paceline.check.ready import (
 from paceline.check.verdicts.rules import Facts, Intent, at, visible_gpus
 from paceline.config import Config, cache_dir
 from paceline.errors import PacelineError
+from paceline.launch.connect import open_module
 from paceline.launch.hosts import HostEntry, hosts_of, is_this_host, parse_ports
-from paceline.launch.ssh import ANSWER_S, ModuleProcess, SshModule
+from paceline.launch.ssh import ANSWER_S, ModuleProcess
 from paceline.options import ResumeOptions, TrainOptions
 from paceline.plan.machine import Machine, probe_machine
 from paceline.plan.planner import Plan
@@ -55,6 +56,7 @@ def hosts_asker(
 
     def gather(entry: HostEntry, gather_here: Callable[[], Facts]) -> Facts:
         connection = {"destination": entry.destination, "here": is_this_host(entry), "error": None, "fix": None}
+        connection |= {"way": entry.way} if entry.way != "ssh" else {}
         try:
             facts = gather_here() if connection["here"] else ask_host(entry, request, python=config.python)
         except PacelineError as error:
@@ -78,7 +80,7 @@ def hosts_asker(
 
 def ask_host(entry: HostEntry, request: Mapping[str, Any], *, python: str | None) -> Facts:
     """Returns the facts that another host answers; raises PacelineError with a fix where it does not."""
-    with SshModule(entry.destination, FACTS, python=python) as remote:
+    with open_module(entry, FACTS, python=python) as remote:
         remote.send(request)
         remote.stdin.close()  # the request is all of stdin
         return remote.next_line()
@@ -93,7 +95,7 @@ class LinkProbe:
             if is_this_host(entry):
                 self.process = ModuleProcess([sys.executable, "-P", "-m", LINKS])
             else:
-                self.process = SshModule(entry.destination, LINKS, python=python)
+                self.process = open_module(entry, LINKS, python=python)
             self.process.send(request)
             self.listens = self.process.next_line()
         except PacelineError as error:

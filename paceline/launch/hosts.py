@@ -6,15 +6,19 @@ import re
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import psutil
 
 from paceline.config import Config
 from paceline.errors import UsageError
+from paceline.launch.meeting import NodeLink
 from paceline.launch.ssh import ssh_name
+from paceline.slurm import allocation
+from paceline.units import format_number_of
 
 EXAMPLE = "--hosts ada,bob, user@ada, ada:2 for two ranks, node[1-4], [fe80::1], or a file with a host on each line"
 HOST_KEYS = ("hosts", "python", "interface", "ports")
@@ -34,6 +38,9 @@ class HostEntry:
     host: str  # a name, an alias of ~/.ssh/config, or an address
     user: str | None = None
     nproc: int | None = None  # ranks there
+    # how a process is started there; srun: it is a node of this Slurm job; joined: its own command has connected to this one
+    way: Literal["ssh", "srun", "joined"] = "ssh"
+    node: NodeLink | None = field(default=None, compare=False, repr=False)  # of a host that has joined
 
     @property
     def destination(self) -> str:
@@ -76,14 +83,35 @@ def ranks_of(entries: Sequence[HostEntry]) -> int | None:
     return first.nproc
 
 
-def hosts_of(config: Config) -> tuple[list[HostEntry], Config]:
-    """Returns the hosts of a config, none where it names none, and the config with the ranks on each that the list gives."""
+def hosts_of(config: Config, nodes: Sequence[HostEntry] = ()) -> tuple[list[HostEntry], Config]:
+    """Returns the hosts of a config, none where it names none, and the config with the ranks on each that the list gives.
+
+    nodes: those that have joined (launch/connect.py), in place of a list. Else in a Slurm job they are its nodes, where it has
+    several: the config goes on without their names, as a requeued job has others.
+    """
+    if nodes:
+        return nodes_of(config, nodes)
+    place = allocation()
+    if place and (config.hosts is None or config.hosts.isdecimal()):
+        count = int(config.hosts or len(place.nodes))
+        if not 1 <= count <= len(place.nodes):
+            has = format_number_of(len(place.nodes), "node")
+            raise UsageError(
+                f"--hosts {count}, and job {place.job_id} has {has}", fix="leave --hosts out: all are taken"
+            )
+        if count > 1 or place.node is None:
+            parse_ports(config.ports)
+            check_interface(config.interface)
+            return [HostEntry(node, way="srun") for node in place.nodes[:count]], config
+        config = replace(config, hosts=None)
     if config.hosts is None:
         for key in HOST_KEYS[1:]:
             if getattr(config, key) is not None:
                 raise UsageError(f"--{key} is about several hosts", fix=f"--hosts ada,bob, or leave --{key} out")
         return [], config
     entries = parse_hosts(config.hosts)
+    if place and all(entry.user is None and entry.host in place.nodes for entry in entries):
+        entries = [replace(entry, way="srun") for entry in entries]
     parse_ports(config.ports)
     check_interface(config.interface)
     nproc = ranks_of(entries)
@@ -95,6 +123,19 @@ def hosts_of(config: Config) -> tuple[list[HostEntry], Config]:
         raise UsageError(what, fix=f"one of them, with its ranks: {here[0].text}:2")
     names = ",".join(entry.text for entry in entries)  # the file may change, or lie on another machine
     return entries, replace(config, hosts=names, nproc=config.nproc if nproc is None else nproc)
+
+
+def nodes_of(config: Config, nodes: Sequence[HostEntry]) -> tuple[list[HostEntry], Config]:
+    """Returns the nodes that have joined, and the config with the ranks on each that their launcher gives, unless it has them."""
+    for key in ("hosts", "python"):
+        if (value := getattr(config, key)) is not None:
+            what = (
+                f"--{key} {value} is for hosts that this command reaches by itself, and {len(nodes)} nodes have joined"
+            )
+            raise UsageError(what, fix=f"leave --{key} out (--{key} auto, if the config has it), or --no-join")
+    parse_ports(config.ports)
+    check_interface(config.interface)
+    return list(nodes), replace(config, nproc=nodes[0].nproc if config.nproc is None else config.nproc)
 
 
 def parse_ports(text: str | None) -> tuple[int, int] | None:
@@ -172,6 +213,11 @@ def expand_range(word: str, place: str) -> list[str]:
 @cache
 def is_this_host(entry: HostEntry) -> bool:
     """Whether the entry is the host that this process runs on, as the same user: it needs no ssh."""
+    if entry.way == "joined":
+        return False
+    if entry.way == "srun":
+        place = allocation()
+        return entry.host == ((place and place.node) or socket.gethostname().partition(".")[0])
     if entry.user is not None and entry.user != getpass.getuser():
         return False
     name = socket.gethostname()

@@ -58,6 +58,7 @@ class TrainingJob(Job):
     cluster: Cluster | None = None  # the hosts, where there are several
     next_plan: Plan | None = None
     saved_before: str | None = None  # the newest checkpoint when a host became ready
+    is_training = True
     workers_record_end = True
 
     @property
@@ -96,11 +97,15 @@ class TrainingJob(Job):
                 health_every_s=self.options.health_every_s,
             )
             if cluster:
-                cluster.finish_copies(keep_last=self.config.keep_last, is_over=lambda: signals.kill)
+                cluster.finish_copies(keep_last=self.config.keep_last, is_over=lambda: signals.is_over)
         finally:
             digest.close()
         keep_attempt(cache, self.run, number)
         return outcome
+
+    def save_s(self) -> float:
+        """Returns how long a save may take by plan."""
+        return planned_save_s(self.plan)
 
     def tick(self, digest: Digest) -> None:
         """Is called several times a second during an attempt."""
@@ -247,10 +252,15 @@ def plan_launch(plan: Plan, *, libuv: bool) -> Launch:
 
 
 def stop_grace_s(plan: Plan) -> float:
-    """Returns how long ranks may take to stop: two steps, a checkpoint, and a minute."""
+    """Returns how long ranks may take to stop: what a save needs, and a minute."""
+    return STOP_GRACE_S + planned_save_s(plan)
+
+
+def planned_save_s(plan: Plan) -> float:
+    """Returns the seconds from an order to stop to the end of the save, at most: two steps, and a checkpoint to a slow disk."""
     step = planned_step(plan.cost)
     saving_s = checkpoint_bytes(plan.model, optimizer=plan.optimizer) / SAVE_BYTES_PER_S
-    return STOP_GRACE_S + saving_s + (2 * step.seconds.high if step and step.seconds else 0.0)
+    return saving_s + (2 * step.seconds.high if step and step.seconds else 0.0)
 
 
 def bytes_of_other_processes(run: RunDir) -> int:

@@ -23,7 +23,7 @@ from paceline.check.ready import judge_facts
 from paceline.check.verdicts.rules import Intent
 from paceline.errors import Finding, PacelineError
 from paceline.launch.cluster import Cluster
-from paceline.launch.failure import BLOCKED, HOST_LOST, LINK_LOST, Failure
+from paceline.launch.failure import BLOCKED, FULL_DISK, HOST_LOST, LINK_LOST, Failure
 from paceline.launch.host_facts import link_probes, measure_links
 from paceline.launch.member import MAX_LOSSES, QUICK_FOR_S, Member
 from paceline.launch.ssh import SSH_FAILED
@@ -148,6 +148,8 @@ def host_failure(member: Member) -> Failure:
         message += "" if message == member.finding.what else f"; {member.finding.what}"
     exit_code = SSH_FAILED if cause == LINK_LOST else None
     host = member.name
+    if fix is None and member.entry.way == "joined" and FULL_DISK not in message:
+        fix = f"see the output of paceline on {host}, and who ended it"
     return Failure(None, exit_code, None, message, time.time(), consequence=False, fix=fix, host=host, cause=cause)
 
 
@@ -174,7 +176,8 @@ def check_folder(cluster: Cluster, run: RunDir) -> None:
     if keepers:
         keeper = keepers[0]
         hosts = ",".join(m.entry.text for m in [keeper, *(m for m in cluster.members if m is not keeper)])
-        fix = f"on {keeper.name}: paceline resume {shlex.quote(str(keeper.folder))} --hosts {hosts}"
+        listed = "" if keeper.entry.way == "joined" else f" --hosts {hosts}"
+        fix = f"on {keeper.name}: paceline resume {shlex.quote(str(keeper.folder))}{listed}"
     raise PacelineError(f"{run.path} is gone: it existed when the run began", fix=fix)
 
 

@@ -18,8 +18,9 @@ from typing import Any
 
 from paceline.errors import Finding, PacelineError
 from paceline.launch.channel import Channel, Line
+from paceline.launch.connect import open_module
 from paceline.launch.hosts import HostEntry, is_this_host
-from paceline.launch.ssh import SshModule, disk_fix
+from paceline.launch.ssh import ModuleProcess, disk_fix
 from paceline.launch.stacks import RankProcess
 from paceline.options import LaunchOptions
 from paceline.rundir import RunDir, read_json_lines
@@ -28,6 +29,7 @@ REMOTE = "paceline.launch.remote"
 QUICK_FOR_S = 8.0  # a connection that breaks while its host is well is there again within this
 QUICK_S = 0.5
 REJOIN_S = 3.0
+SRUN_REJOIN_S = 30.0  # each try asks Slurm's controller, which has others to serve
 STALE_S = 120.0  # a link that has waited longer may be given up at the far end
 MAX_LOSSES = 3  # a host that is lost so often is left out for good
 
@@ -35,25 +37,27 @@ MAX_LOSSES = 3  # a host that is lost so often is left out for good
 class Reach(threading.Thread):
     """Connects to a host, which may take seconds."""
 
-    def __init__(self, destination: str, python: str | None):
+    def __init__(self, entry: HostEntry, python: str | None):
         super().__init__(daemon=True)
-        self.destination, self.python, self.began = destination, python, time.monotonic()
-        self.result: SshModule | PacelineError | None = None
+        self.entry, self.python, self.began = entry, python, time.monotonic()
+        self.result: ModuleProcess | PacelineError | None = None
         self.start()
 
     def run(self) -> None:
         try:
-            self.result = SshModule(self.destination, REMOTE, python=self.python)
+            self.result = open_module(self.entry, REMOTE, python=self.python)
         except PacelineError as error:
             self.result = error
         except OSError as error:  # no more processes or files
-            self.result = PacelineError(f"ssh could not be started: {error.strerror}", fix="repeat the command")
+            self.result = PacelineError(
+                f"the link to it could not be started: {error.strerror}", fix="repeat the command"
+            )
 
 
 def reach_early(entries: Sequence[HostEntry], python: str | None, options: LaunchOptions) -> dict[HostEntry, Reach]:
     """Starts to connect to the other hosts beside the checks; not for a process that only prints, or goes on as another one."""
     others = [] if options.detach or options.show_env else [entry for entry in entries if not is_this_host(entry)]
-    return {entry: Reach(entry.destination, python) for entry in others}
+    return {entry: Reach(entry, python) for entry in others}
 
 
 @dataclass(eq=False)
@@ -65,7 +69,7 @@ class Member:
     index: int = 0  # among the hosts of the attempt
     first_rank: int = 0
     channel: Channel | None = None
-    ssh: SshModule | None = None  # None: this host, or no link
+    link: ModuleProcess | None = None  # None: this host, or no link
     agent: subprocess.Popen[bytes] | None = None  # on this host
     address: str | None = None  # by which the other hosts reach it
     run_id: str | None = None  # of the last attempt that it took part in
@@ -127,7 +131,8 @@ class Member:
         self.agent_ended = True
         self.drop()
         if self.num_losses < MAX_LOSSES:
-            self.retry_at = now + (QUICK_S if now - self.lost_at < QUICK_FOR_S else REJOIN_S)
+            slow_s = SRUN_REJOIN_S if self.entry.way == "srun" else REJOIN_S
+            self.retry_at = now + (QUICK_S if now - self.lost_at < QUICK_FOR_S else slow_s)
 
     def take_state(self, line: Line) -> None:
         """Takes what the host reports every second."""
@@ -143,6 +148,8 @@ class Member:
     def refuse(self, line: Line) -> None:
         """Leaves the host out, which could not carry out an order."""
         fix = disk_fix(self.entry.destination, line["why"]) if line["disk"] else line["fix"]
+        if line["disk"] and self.entry.way == "joined":
+            fix = f"df -h ~/.cache on {self.name}; another cache: XDG_CACHE_HOME=DIR in the environment there"
         self.error = PacelineError(line["why"], fix=fix) if fix else None
         self.lose(line["why"])
 
@@ -150,10 +157,9 @@ class Member:
         """Ends the link."""
         self.channel, self.is_open, self.retry_at = None, False, math.inf
         self.forget_token()
-        if self.ssh:
-            self.ssh.process.kill()
-            self.ssh.__exit__()
-            self.ssh = None
+        if self.link:
+            self.link.kill()
+            self.link = None
 
     def forget_token(self) -> None:
         if self.token is not None:
@@ -165,7 +171,7 @@ class Member:
         now = time.monotonic()
         if self.reach is None:
             if now >= self.retry_at:
-                self.retry_at, self.reach = math.inf, Reach(self.entry.destination, python)
+                self.retry_at, self.reach = math.inf, Reach(self.entry, python)
             return
         result = self.reach.result
         if isinstance(result, PacelineError):
@@ -175,7 +181,7 @@ class Member:
             self.reach = None
             result.__exit__()
         elif result is not None:
-            self.reach, self.error, self.ssh, self.retry_at = None, None, result, math.inf
+            self.reach, self.error, self.link, self.retry_at = None, None, result, math.inf
             self.channel, self.silent_s, self.open_by = (
                 Channel(result.stdout.fileno(), result.stdin.fileno()), 0.0, now + open_s
             )  # fmt: skip
@@ -183,6 +189,8 @@ class Member:
     def greet(self, line: Line, run: RunDir, *, text: str, interface: str | None, is_kept: bool) -> None:
         """Asks the host, which has just said hello, for its copy of the run folder, and to end what a lost link has left there."""
         self.clock_s = line["time"] - time.time()
+        if is_kept and self.entry.node:
+            self.entry.node.record(run)
         self.token = run.path / f".shared-{secrets.token_hex(8)}"
         self.token.touch()
         head, path = socket.gethostname(), str(run.path.resolve())

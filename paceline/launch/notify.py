@@ -233,7 +233,9 @@ class RunNews:
         if kind in ("failed", "finished"):
             self.end = "failed" if kind == "failed" else "finished"
         elif kind in ("stopping", "interrupted"):
-            self.end, self.stop_signal = "stopped", str(event.get("signal", "SIGINT"))
+            if kind == "stopping" or self.end != "stopped":
+                self.stop_signal = str(event.get("signal") or event.get("reason") or "SIGINT")
+            self.end = "stopped"
         elif kind == "verdict":
             self.verdict = event
         elif kind == "attempt":

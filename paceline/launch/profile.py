@@ -25,8 +25,9 @@ from paceline.errors import Finding, PacelineError, PlanError, TrainingFailed, U
 from paceline.heartbeat import read_heartbeat
 from paceline.launch.hosts import HOST_KEYS
 from paceline.launch.job import plan_env
+from paceline.launch.run_text import planner, prepare_data, record_data, reopen_data
 from paceline.launch.supervisor import Outcome, run_attempt
-from paceline.launch.train import changed_run, planner, prepare_data, record_data, reopen_data
+from paceline.launch.train import changed_run
 from paceline.launch.trial import STOP_GRACE_S, memory_reason, session_folder
 from paceline.options import ProfileOptions
 from paceline.plan.algorithms import ALGORITHMS

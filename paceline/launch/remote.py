@@ -1,5 +1,5 @@
 """
-The far end of a link: `python -m paceline.launch.remote`, which launch/ssh.py starts on another host.
+The far end of a link: `python -m paceline.launch.remote`, which launch/connect.py starts on another host.
 
 It keeps a copy of the run folder, starts the agent (launch/agent.py) of each attempt, passes its lines on, and sends what its ranks
 write. Orders come from its own stdin alone. When that ends, or nothing has come for HEAD_LOST_S in an attempt, the supervisor is
@@ -11,6 +11,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -21,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.check.probes.network_probe import interface_env, interface_here, ssh_address
+from paceline.check.probes.network_probe import interface_env, interface_here, link_address
 from paceline.config import Config, cache_dir
 from paceline.errors import PacelineError
 from paceline.explain.evidence import read_kernel_errors
@@ -54,6 +55,8 @@ LOCK_WAIT_S = 60.0
 
 def main() -> int:
     """Serves one supervisor until it has gone."""
+    # Slurm sends SIGTERM to all processes of a step before it takes the nodes back: the ranks save, and the link outlives that
+    signal.signal(signal.SIGTERM, lambda *_: None)
     channel = Channel(sys.stdin.fileno(), sys.stdout.fileno())
     channel.send({"event": "hello", "time": time.time()})
     return FarEnd(channel).serve()
@@ -250,7 +253,7 @@ class FarEnd:
         line: the folder's path at the supervisor, a token in it, its key; what the run calls this host; and the interface to use.
         """
         self.host, self.interface, self.is_kept = line["host"].replace("/", "_"), line["interface"], line["kept"]
-        address = interface_here(self.interface)[1] if self.interface else ssh_address()
+        address = interface_here(self.interface)[1] if self.interface else link_address()
         original = Path(line["path"])
         self.shared = (original / line["token"]).is_file()
         path = original if self.shared else cache_dir(Config()) / "runs" / line["key"] / original.name

@@ -69,11 +69,11 @@ class Script:
     hosts: Mapping[str, str] = field(default_factory=dict)  # those of HOST_KEYS that are set
 
 
-def run_script(options: ScriptOptions) -> int:
-    """Runs a script and returns its exit code. Raises PacelineError for what the user can fix."""
+def run_script(options: ScriptOptions, nodes: Sequence[HostEntry] = ()) -> int:
+    """Runs a script and returns its exit code; nodes: that have joined. Raises PacelineError for what the user can fix."""
     services = checked_services(options)
     request = read_request(options.command, options.keys)
-    entries, config = hosts_of(request.config)
+    entries, config = hosts_of(request.config, nodes)
     request = replace(request, config=config)
     check_host_options(os.environ, options, num_hosts=len(entries))
     if (options.sync or options.no_sync) and not entries:

@@ -94,7 +94,7 @@ SSH_ERRORS = (
 class ModuleProcess:
     """A process that reads and writes JSON lines; it ends when its stdin does."""
 
-    def __init__(self, command: Sequence[str]):
+    def __init__(self, command: Sequence[str], *, env: Mapping[str, str] | None = None):
         self.deadline = time.monotonic() + ANSWER_S
         self.stderr = tempfile.TemporaryFile()  # noqa: SIM115  # closed with this object
         self.process = subprocess.Popen(
@@ -103,6 +103,7 @@ class ModuleProcess:
             stdout=subprocess.PIPE,
             stderr=self.stderr,
             bufsize=0,
+            env=env,
             start_new_session=True,  # Ctrl-C reaches this process, which ends that one
         )
         assert self.process.stdin is not None and self.process.stdout is not None
@@ -132,10 +133,13 @@ class ModuleProcess:
         self.close()
         return PacelineError(self.last_error() or f"exit code {self.process.returncode}", fix="repeat the command")
 
-    def last_error(self) -> str:
+    def all_errors(self) -> str:
         self.stderr.seek(0)
-        text = self.stderr.read(MAX_STDERR_BYTES).decode(errors="replace").strip()
-        return text.splitlines()[-1].strip() if text else ""
+        return self.stderr.read(MAX_STDERR_BYTES).decode(errors="replace")
+
+    def last_error(self) -> str:
+        lines = self.all_errors().strip().splitlines()
+        return lines[-1].strip() if lines else ""
 
     def close(self) -> None:
         """Ends the process, at the far end too: it loses its stdin and stdout."""
@@ -147,6 +151,11 @@ class ModuleProcess:
             self.process.kill()
             self.process.wait()
 
+    def kill(self) -> None:
+        """Ends the link at once; what runs at the far end notices that its stdin has ended."""
+        self.process.kill()
+        self.__exit__()
+
     def __enter__(self) -> "ModuleProcess":
         return self
 
@@ -155,17 +164,24 @@ class ModuleProcess:
         self.stderr.close()
 
 
-class SshModule(ModuleProcess):
-    """A module of this package on another host. python: the interpreter there; None: as here, else python3."""
+class FarModule(ModuleProcess):
+    """A module of this package on another host, by a command that starts a process there and passes its stdin and stdout on.
 
-    def __init__(self, destination: str, module: str, *, python: str | None):
-        self.destination = destination
-        self.interpreters = [python] if python else [sys.executable, "python3"]
+    destination: what the host is called in a fix. interpreters: the first of these that exists there is taken.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        destination: str,
+        module: str,
+        *,
+        interpreters: Sequence[str],
+        env: Mapping[str, str] | None = None,
+    ):
+        self.destination, self.interpreters = destination, interpreters
         self.has_answered = False
-        try:
-            super().__init__([*SSH, "--", destination, remote_command(self.interpreters)])
-        except FileNotFoundError as error:
-            raise PacelineError("ssh is not installed here", fix="sudo apt install openssh-client") from error
+        super().__init__(command, env=env)
         digest, archive = code_archive()
         source = f"{BOOTSTRAP}\nmain({digest!r}, {len(archive)}, {module!r})"
         try:
@@ -188,6 +204,18 @@ class SshModule(ModuleProcess):
             raise PacelineError(f"it could not keep the code: {text}", fix=disk_fix(self.destination, text))
         raise PacelineError(text, fix="repeat the command")
 
+
+class SshModule(FarModule):
+    """A module of this package on another host, over ssh. python: the interpreter there; None: as here, else python3."""
+
+    def __init__(self, destination: str, module: str, *, python: str | None):
+        interpreters = [python] if python else [sys.executable, "python3"]
+        command = [*SSH, "--", destination, remote_command(interpreters)]
+        try:
+            super().__init__(command, destination, module, interpreters=interpreters)
+        except FileNotFoundError as error:
+            raise PacelineError("ssh is not installed here", fix="sudo apt install openssh-client") from error
+
     def failure(self) -> PacelineError:
         self.close()
         last, to, exit_code = self.last_error(), shlex.quote(self.destination), self.process.returncode
@@ -198,8 +226,7 @@ class SshModule(ModuleProcess):
             path = shlex.quote(self.interpreters[-1])
             fix = f"ssh {to} {path} --version must print one; --python PATH of an interpreter with torch there"
             return PacelineError(f"{path} cannot be run there: {last or f'exit code {exit_code}'}", fix=fix)
-        self.stderr.seek(0)
-        stderr = self.stderr.read(MAX_STDERR_BYTES).decode(errors="replace")
+        stderr = self.all_errors()
         for pattern, what, fix in SSH_ERRORS if exit_code == SSH_FAILED else ():
             if re.search(pattern, stderr):
                 return PacelineError(what, fix=fix.format(to=to, name=ssh_name(self.destination)))
@@ -249,13 +276,18 @@ def ssh_name(destination: str) -> str:
 
 
 def remote_command(interpreters: Sequence[str]) -> str:
-    """Returns the command for the login shell there, whichever it is: sh runs the first interpreter that exists."""
+    """Returns the command for the login shell there, whichever it is."""
+    return f"exec sh -c {shlex.quote(far_command(interpreters))}"
+
+
+def far_command(interpreters: Sequence[str]) -> str:
+    """Returns the command for sh there: it runs the first interpreter that exists, on a line of Python from stdin."""
     run = "exec(__import__('sys').stdin.buffer.readline())"
     tries = [
         f"command -v {shlex.quote(path)} >/dev/null 2>&1 && exec {shlex.quote(path)} -c {shlex.quote(run)}"
         for path in interpreters
     ]
-    return f"exec sh -c {shlex.quote('; '.join([*tries, f'exit {NO_PYTHON}']))}"
+    return "; ".join([*tries, f"exit {NO_PYTHON}"])
 
 
 @cache

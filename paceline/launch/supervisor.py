@@ -26,6 +26,7 @@ from paceline.launch.losses import agent_failure, find_blocked, host_failure, ma
 from paceline.launch.member import Member
 from paceline.launch.watchdog import Hang, Watchdog
 from paceline.rundir import RunDir, append_event
+from paceline.slurm import allocation
 
 TICK_S = 0.2
 ONE_CTRL_C_S = 0.3  # wrappers such as `uv run` repeat the signal that the terminal has already sent
@@ -157,12 +158,16 @@ class AttemptRecord:
             self.cluster.order("stop", give_up_s=stop_grace_s + AGENT_MARGIN_S)
         if signals.first and (not self.stopping or self.regrouping):
             self.stopping, self.regrouping = True, False
-            append_event(self.run, "stopping", attempt=self.attempt, signal=signals.first)
+            append_event(self.run, "stopping", attempt=self.attempt, **signals.facts())
             self.cluster.order("stop", give_up_s=stop_grace_s + AGENT_MARGIN_S)
         # the peers of a rank that exited too early have had their grace period
         is_overdue = not self.stopping and time.monotonic() - self.early_exit_at > EARLY_EXIT_GRACE_S
-        if (signals.kill or is_overdue) and not self.killing:
+        if (signals.is_over or is_overdue) and not self.killing:
             self.killing = True
+            if signals.is_over and not signals.kill:
+                append_event(
+                    self.run, "note", text="the time of the notice is over: ending without the rest of the save"
+                )
             self.cluster.order("kill", give_up_s=AGENT_MARGIN_S)
         if self.broken and not self.ending:
             self.ending = True
@@ -199,10 +204,12 @@ class AttemptRecord:
         pids = [rank["pid"] for rank in self.ranks]  # none when it ended before the workers were started
         hosts = {member.name: list(member.ranks) for member in self.members}
         several: dict[str, Any] = {}
+        if place := allocation():
+            several = {"job_id": place.job_id, "job_restarts": place.restarts}
         if len(self.cluster.members) > 1:  # clock_s: how far the clock of each host is ahead of this one's
             head = next((member.name for member in self.members if member.is_here), None)  # the host of this process
             clock_s = {member.name: round(member.clock_s, 3) for member in self.members}
-            several = {"hosts": hosts, "head": head, "clock_s": clock_s}
+            several |= {"hosts": hosts, "head": head, "clock_s": clock_s}
         append_event(
             self.run, "attempt", attempt=self.attempt, nproc=self.nproc, world_size=self.nproc, pids=pids, **several
         )
@@ -277,6 +284,29 @@ class StopSignals:
     first: str | None = None
     first_time: float = 0.0
     kill: bool = False
+    source: str | None = None  # of the preemption notice that came first, a noun phrase
+    deadline: float = math.inf  # by the monotonic clock: what still runs then is killed
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more may be saved."""
+        return self.kill or time.monotonic() > self.deadline
+
+    def facts(self) -> dict[str, str | float]:
+        """Returns who ordered the stop, as the event `stopping` has it: a signal, or a notice and the seconds that it left."""
+        if self.source is None:
+            return {"signal": str(self.first)}
+        left = {} if math.isinf(self.deadline) else {"seconds_left": round(max(0.0, self.deadline - time.monotonic()))}
+        return {"reason": self.source, **left}
+
+    def preempt(self, source: str, seconds_left: float | None) -> None:
+        """Takes a preemption notice, from any thread."""
+        now = time.monotonic()
+        if seconds_left is not None:
+            self.deadline = min(self.deadline, now + seconds_left)
+        if self.first is None:
+            self.source, self.first_time = source, now
+            self.first = "preemption"  # last: the main thread reads the others once this is set
 
     def add(self, signum: int, frame: FrameType | None) -> None:
         """Takes a signal; it is a signal handler."""

@@ -5,14 +5,13 @@ What arithmetic can refuse is refused before the text is prepared, and the text 
 attempts and the closing lines are those of every job (launch/attempts.py); what is special about a training is in launch/job.py.
 """
 
-import hashlib
 import json
 import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from paceline.check.ready import CheckResult, save_check
 from paceline.config import Config, cache_dir, check_config
 from paceline.config_file import format_toml, load_config, override
 from paceline.data.corpus import Progress
-from paceline.data.prepare import META, TokenDataset, open_dataset, prepare
+from paceline.data.prepare import TokenDataset
 from paceline.errors import PacelineError
 from paceline.launch.attempts import run_job
 from paceline.launch.background import detach
@@ -34,15 +33,17 @@ from paceline.launch.job import TrainingJob, plan_env
 from paceline.launch.losses import cluster_session
 from paceline.launch.member import Reach, reach_early
 from paceline.launch.notify import checked_services
+from paceline.launch.requeue import announce_job, check_free, current_job, find_start, record_job
+from paceline.launch.run_text import file_hashes, planner, prepare_data, record_data, reopen_data
+from paceline.launch.sbatch import check_options, job_note, submit_resume, submit_run
 from paceline.launch.sync import send_text
 from paceline.launch.trial import try_plan
 from paceline.model.manifest import newest_good, read_manifest
 from paceline.options import ResumeOptions, Services, TrainOptions
-from paceline.plan.forecast import forecast, format_plan, measured_here
-from paceline.plan.host import probe_cpu_cores
+from paceline.plan.forecast import format_plan, measured_here
 from paceline.plan.machine import Machine, probe_machine
 from paceline.plan.planner import Plan, choose_device, choose_world_size, make_plan, memory_setup
-from paceline.plan.replan import MakePlan, replan
+from paceline.plan.replan import replan
 from paceline.plan.shapes import choose_eval_tokens
 from paceline.rundir import (
     RunDir,
@@ -70,17 +71,25 @@ FIXED_KEYS = (
 )  # fmt: skip
 
 
-def start_run(config: Config, options: TrainOptions) -> int:
-    """Starts a new run and returns the exit code. Raises PacelineError for what the user can fix."""
+def start_run(config: Config, options: TrainOptions, nodes: Sequence[HostEntry] = ()) -> int:
+    """Starts a new run and returns the exit code; nodes: that have joined. Raises PacelineError for what the user can fix."""
     started, services = time.monotonic(), checked_services(options)
     check_config(config)
-    entries, config = hosts_of(config)
+    run = RunDir(Path(config.runs_dir) / (config.name or f"d{config.depth}-{datetime.now():%Y%m%d-%H%M%S}"))
+    place, start = check_free(run), find_start(run)
+    if start == "continues":  # Slurm has requeued the job that began this run
+        names = [field.name for field in fields(ResumeOptions) if field.name not in ("run", "keys")]
+        return resume_run(run, ResumeOptions(run=str(run.path), **{name: getattr(options, name) for name in names}))
+    check_options(options, has_place=place is not None)
+    if options.slurm and place is None:
+        return submit_run(config, run, options)
+    announce_job(place)
+    entries, config = hosts_of(config, nodes)
     check_host_options(os.environ, options, num_hosts=len(entries), rejoin=options.rejoin)
     if not entries:  # refuses what cannot run before any text is read
         measured = measured_here(cache_dir(config))
         make_plan(config, probe_machine(), vocab_size=config.vocab_size, num_rows=0, measured=measured)
-    run = RunDir(Path(config.runs_dir) / (config.name or f"d{config.depth}-{datetime.now():%Y%m%d-%H%M%S}"))
-    with new_folder(run) as (lock, publish):
+    with new_folder(run, is_submitted=start == "submitted") as (lock, publish):
         reaches = reach_early(entries, config.python, options)
         with start_check(config, run, options, command="train", entries=entries) as check:
             dataset = prepare_data(config, publish)
@@ -99,23 +108,33 @@ def start_run(config: Config, options: TrainOptions) -> int:
         record_data(run, dataset)
         config = config_of_plan(config, plan)
         write_atomic(run.plan_json, plan.to_json())
+        if place:
+            record_job(run, place.job_id)
         write_atomic(run.config_toml, format_toml(config))  # last: a folder without it is not a run
     for text in notes:
         append_event(run, "note", text=text)
     job = TrainingJob(run, lock, checked.libuv, options, config, make, cluster(rejoin=options.rejoin, reaches=reaches))
+    job.resumes_itself = config.name is not None  # without one, the command of a requeued job starts a new run
     return run_training(job, plan, checked, dataset, services, started=started, is_new=True)
 
 
-def resume_run(run: RunDir, options: ResumeOptions) -> int:
+def resume_run(run: RunDir, options: ResumeOptions, nodes: Sequence[HostEntry] = ()) -> int:
     """Resumes a run from its last good checkpoint and returns the exit code. options.keys: keys to change.
 
     Raises PacelineError for what the user can fix.
     """
     started, services = time.monotonic(), checked_services(options)
     adopt_copy(run)
+    place = check_free(run)
+    check_options(options, has_place=place is not None)
     new_run = f"start a new run with it: paceline train {run.config_toml} --name NEW"
-    config, plan_before = changed_run(run, options.keys, otherwise=new_run)
-    entries, config = hosts_of(config)
+    config, plan_before = changed_run(
+        run, options.keys, otherwise=new_run, takes_count=options.slurm or place is not None
+    )
+    if options.slurm and place is None:
+        return submit_resume(run, config, plan_before, options)
+    announce_job(place)
+    entries, config = hosts_of(config, nodes)
     check_host_options(os.environ, options, num_hosts=len(entries), rejoin=options.rejoin)
     reaches = reach_early(entries, config.python, options)
     with start_check(config, run, options, command="resume", entries=entries) as check:
@@ -144,7 +163,10 @@ def resume_run(run: RunDir, options: ResumeOptions) -> int:
     config = config_of_plan(config, plan)
     write_atomic(run.config_toml, format_toml(config))
     write_atomic(run.plan_json, plan.to_json())
+    if place:
+        record_job(run, place.job_id)
     job = TrainingJob(run, lock, checked.libuv, options, config, make, cluster(rejoin=options.rejoin, reaches=reaches))
+    job.resumes_itself = True
     return run_training(job, plan, checked, dataset, services, started=started, is_new=False)
 
 
@@ -173,8 +195,10 @@ def cluster_of(
     return Cluster(entries, machine, config, nproc=nproc, rejoin=rejoin, reaches=reaches)
 
 
-def changed_run(run: RunDir, changes: Mapping[str, Any], *, otherwise: str) -> tuple[Config, Plan]:
-    """Returns the run's config with the changes, and its plan so far.
+def changed_run(
+    run: RunDir, changes: Mapping[str, Any], *, otherwise: str, takes_count: bool = False
+) -> tuple[Config, Plan]:
+    """Returns the run's config with the changes, and its plan so far. takes_count: --hosts may be a number of nodes of Slurm.
 
     Raises PacelineError for a key that a run cannot change. otherwise: the command that can, to which the key is added.
     """
@@ -182,7 +206,8 @@ def changed_run(run: RunDir, changes: Mapping[str, Any], *, otherwise: str) -> t
     check_changes(run, config, changes, otherwise=otherwise)
     plan = Plan.from_json(run.plan_json.read_text())
     per_host = plan.world_size // plan.hosts
-    if "nproc" not in changes and (nproc := hosts_of(Config(hosts=changes.get("hosts")))[1].nproc):
+    hosts = None if takes_count and str(changes.get("hosts")).isdecimal() else changes.get("hosts")
+    if "nproc" not in changes and (nproc := hosts_of(Config(hosts=hosts))[1].nproc):
         changes = {**changes, "nproc": nproc}  # the new list of hosts has it
     if changes.get("nproc", per_host) != per_host:
         changes = {"device_batch_size": None, **changes}  # the micro-batch of other devices is chosen again
@@ -251,8 +276,10 @@ def run_training(
     sizes = f"{num_tokens['train']} tokens to train on{packed}, {num_tokens['val']} held out{cached}"
     plan_lines = format_plan(plan, source=f"{dataset.meta['source']}: {sizes}")
     harms = harm_lines(plan_env(plan, libuv=job.libuv)[1])
-    job.show([*plan_lines, f"run     {job.run.path}", *harms, ""])
-    others = [member.entry.destination for member in job.cluster.members if not member.is_here] if job.cluster else []
+    notes = job_note(current_job(), plan, resumes_itself=job.resumes_itself)
+    job.show([*plan_lines, f"run     {job.run.path}", *notes, *harms, ""])
+    members = job.cluster.members if job.cluster else ()
+    others = [member.entry.destination for member in members if not member.is_here and member.entry.way == "ssh"]
     if job.options.detach and detach(job.run, job.lock, destinations=others):
         return 0
     append_event(job.run, "launch", prepared_s=round(prepared_s, 3))
@@ -270,23 +297,6 @@ def run_training(
             job.show([text])
     with cluster_session(job.cluster, job.run):
         return run_job(job, services)
-
-
-def file_hashes(dataset: TokenDataset) -> dict[str, str]:
-    """Returns the hash of every file of the prepared text, by its name."""
-    hashes = {name: str(facts["sha256"]) for name, facts in dataset.meta["files"].items()}
-    return {**hashes, META: hashlib.sha256((dataset.path / META).read_bytes()).hexdigest()}
-
-
-def planner(dataset: TokenDataset) -> MakePlan:
-    """Returns the function that plans a config for a machine and this text. It raises PlanError where nothing fits."""
-
-    def make(config: Config, machine: Machine) -> Plan:
-        num_rows, cache = dataset.split("train", config.packing).num_rows(config.sequence_len), cache_dir(config)
-        vocab_size: int = dataset.meta["vocab_size"]
-        return forecast(config, machine, cache=cache, vocab_size=vocab_size, num_rows=num_rows).plan
-
-    return make
 
 
 def config_of_plan(config: Config, plan: Plan) -> Config:
@@ -315,12 +325,13 @@ def taken_name_fix(run: RunDir) -> str:
 
 
 @contextmanager
-def new_folder(run: RunDir) -> Iterator[tuple[int, Progress]]:
+def new_folder(run: RunDir, *, is_submitted: bool = False) -> Iterator[tuple[int, Progress]]:
     """Creates the folder of a new run. Yields the lock that holds it, and what publishes the work before the launch.
 
     A folder that has not become a run at the end is removed. Raises PacelineError where it holds something or cannot be written.
+    is_submitted: it may hold what the submission to Slurm has left.
     """
-    check_unused(run, fix=taken_name_fix(run))
+    check_unused(run, fix=taken_name_fix(run), is_submitted=is_submitted)
     try:
         run.path.mkdir(parents=True, exist_ok=True)
         lock = lock_run(run)
@@ -351,49 +362,3 @@ def new_folder(run: RunDir) -> Iterator[tuple[int, Progress]]:
             with suppress(OSError):
                 run.path.rmdir()
             os.close(lock)
-
-
-def prepare_data(config: Config, publish: Progress = lambda *_: None) -> TokenDataset:
-    """Returns the text of `config` as token shards: from the cache, or prepared now with a progress bar."""
-    with show_progress() as show:
-
-        def progress(label: str, done: float, total: float) -> None:
-            show(label, done, total)
-            publish(label, done, total)
-
-        return prepare(
-            config.data,
-            tokenizer=Path(config.tokenizer) if config.tokenizer else None,
-            vocab_size=config.vocab_size,
-            cache_dir=cache_dir(config),
-            num_workers=probe_cpu_cores(),
-            progress=progress,
-        )
-
-
-def reopen_data(run: RunDir, config: Config) -> TokenDataset:
-    """Returns the shards that the run began with, prepared again if they are gone. Raises PacelineError if the text has changed."""
-    record = json.loads(run.dataset_json.read_text())
-    if (Path(record["path"]) / "meta.json").is_file():
-        return open_dataset(Path(record["path"]))
-    dataset = prepare_data(config)
-    if dataset.meta["fingerprint"] != record["fingerprint"]:
-        raise PacelineError(
-            f"the token shards of {run.name} are gone and its text has changed since",
-            fix="restore the text, or start a new run",
-        )
-    return dataset
-
-
-def record_data(run: RunDir, dataset: TokenDataset) -> None:
-    """Writes where the shards are, for the workers."""
-    record = {"path": str(dataset.path.resolve()), "fingerprint": dataset.meta["fingerprint"]}
-    write_atomic(run.dataset_json, json.dumps(record) + "\n")
-
-
-def run_data(run: RunDir, *, other: str | None) -> TokenDataset:
-    """Returns the run's own text, or another one tokenized by the run's tokenizer."""
-    config, _ = load_config(run.config_toml, {})
-    if other is None:
-        return reopen_data(run, config)
-    return prepare_data(replace(config, data=other, tokenizer=str(run.tokenizer_json)))

@@ -14,7 +14,7 @@ back as its window did in training.
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -186,6 +186,12 @@ def evaluate_run(
     )
     tokens = min(max_tokens, split.num_tokens)
     return {"step": reader.step, "val_bpb": bpb, "tokens": tokens, "data": dataset.meta["source"]}
+
+
+def format_evaluation(result: Mapping[str, Any], *, name: str) -> str:
+    """Returns the line of `paceline eval` for a result of evaluate_run. name: the run's."""
+    step, tokens = f"step {result['step']:,}", f"{result['tokens']:,} tokens of {result['data']}"
+    return f"{name} at {step}: val_bpb {result['val_bpb']:.4f} on {tokens}"
 
 
 def sample_run(

@@ -18,7 +18,7 @@ from typing import Any
 
 from paceline.errors import PacelineError
 from paceline.run_options import RunsNoteOptions, RunsTagOptions
-from paceline.rundir import RunDir, find_run, open_file, read_json_lines, read_notes, write_notes
+from paceline.rundir import RunDir, find_run, open_file, read_json_lines, unwritable_run, write_atomic
 from paceline.units import format_bytes
 from paceline.watch.growing_file import GrowingFile, parse_lines
 from paceline.watch.measures import format_time
@@ -166,3 +166,19 @@ def fact_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         "read": f"{format_time(facts.get('time', ''))} UTC",
     }
     return [(name, str(value)) for name, value in rows.items() if value]
+
+
+def read_notes(run: RunDir) -> tuple[list[str], str]:
+    """Returns the tags of a run and its note; none where its user wrote none or the file is damaged."""
+    try:
+        table = json.loads(run.notes.read_text(encoding="utf-8"))
+        return [tag for tag in table.get("tags", ()) if isinstance(tag, str)], str(table.get("note") or "")
+    except (OSError, ValueError, AttributeError, TypeError):
+        return [], ""
+
+
+def write_notes(run: RunDir, *, tags: list[str], note: str) -> None:
+    try:
+        write_atomic(run.notes, json.dumps({"tags": tags, "note": note}, ensure_ascii=False) + "\n")
+    except OSError as error:
+        raise unwritable_run(run, error) from error

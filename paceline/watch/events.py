@@ -19,7 +19,7 @@ SAMPLE_CHARS = 160  # of a sample; the whole is in samples/
 LEVELS: dict[str, Level] = {
     "finished": "good", "resumed": "good", "failed": "error", "verdict": "error", "rank_failed": "error", "hang": "error",
     "save_failed": "warning", "rollback": "warning", "trouble": "warning", "finding": "warning", "stopping": "warning",
-    "interrupted": "warning", "stopped": "warning", "plan_changed": "warning",
+    "interrupted": "warning", "stopped": "warning", "requeued": "warning", "slurm_job": "warning", "plan_changed": "warning",
 }  # fmt: skip
 ATTEMPT_LEVELS: dict[str, Level] = {"finished": "good", "failed": "error"}  # by the state in which an attempt ended
 END_STATES: dict[str, State] = {
@@ -27,6 +27,7 @@ END_STATES: dict[str, State] = {
     "stopped": "stopped",
     "failed": "failed",
     "interrupted": "stopped",
+    "requeued": "queued",
 }
 # events that do not change the state of a run
 STATELESS = {
@@ -43,6 +44,8 @@ TEXTS = {  # of events whose fields stand in a sentence as they are; event_text 
     "finding": "{what}: {why}",
     "failed": "the run failed",
     "interrupted": "the run was interrupted",
+    "requeued": "job {job_id} was requeued: {why}",
+    "slurm_job": "job {job_id} ended: {state}",
 }
 
 
@@ -145,7 +148,9 @@ def sentence_of(kind: str, event: Record, *, labelled: bool) -> str | None:
             batch = f"device_batch_size {event['device_batch_size']}, {event['grad_accum_steps']} micro-steps"
             return f"plan changed: {format_number_of(event['world_size'], 'rank')}, {batch}"
         case "stopping":
-            return f"stopping on {event['signal']}" if event.get("signal") else "stopping"
+            reason = event.get("signal") or event.get("reason")
+            left = f", {event['seconds_left']} s left" if "seconds_left" in event else ""
+            return f"stopping on {reason}{left}" if reason else "stopping"
     return None
 
 
@@ -214,6 +219,10 @@ def end_state(events: Iterable[Record]) -> State:
     state: State = "broken"
     for event in events:
         kind = str(event.get("event"))
+        if kind == "slurm_job":
+            if state == "queued":  # it will not run again
+                state = "stopped" if event.get("state") == "CANCELLED" else "broken"
+            continue
         state = END_STATES.get(kind, state if kind in STATELESS else "broken")
         if state == "broken" and kind == "attempt_ended" and event.get("state") == "interrupted":
             state = "stopped"  # before its first step, or by a second Ctrl-C: no rank reports that it has stopped

@@ -20,7 +20,8 @@ from paceline.errors import PacelineError
 from paceline.explain.run_folder import explain_run
 from paceline.explain.verdict import HEALTHY, UNKNOWN
 from paceline.heartbeat import Heartbeat, read_heartbeat
-from paceline.rundir import RunDir, check_readable, is_locked, read_text
+from paceline.rundir import RunDir, check_readable, is_locked, is_queued, read_text
+from paceline.slurm import JobReader, format_job
 from paceline.typed_fields import typed_content, well_typed
 from paceline.units import unix_time
 from paceline.watch.curves import RECENT_LINES, SLOW_LINES, HostHealth, Metrics, slow_ranks
@@ -28,7 +29,7 @@ from paceline.watch.events import attempt_views, end_state, event_view, live_sta
 from paceline.watch.goodput import LINE_FIELDS, goodput, step_lines
 from paceline.watch.growing_file import GrowingFile, parse_lines
 from paceline.watch.log_reader import LogCurves
-from paceline.watch.snapshot import EventView, Goodput, HostView, LogView, RankView, Snapshot, State
+from paceline.watch.snapshot import LIVE, EventView, Goodput, HostView, LogView, RankView, Snapshot, State
 
 Record = dict[str, Any]
 
@@ -53,6 +54,7 @@ class RunReader:
         self._events_file = GrowingFile(run.events)
         self._script_logs: dict[str, LogCurves] = {}
         self._cache: dict[str, tuple[Any, Any]] = {}  # by name: what the value follows from, and the value
+        self._job = JobReader()
         self._preparing: Record | None = None  # the work before the launch, when it was last read
         self._forget()
 
@@ -85,6 +87,9 @@ class RunReader:
         if isinstance(share, float) and 0 < share <= 1 and updated > since:
             work["eta_s"] = max(0.0, (updated - since) * (1 - share) / share - (now - updated))
         gone = Snapshot(self.run.name, str(self.run.path), "training", "gone")
+        if is_queued(self.run) and not is_locked(self.run):
+            job = self._job.read(self._job_id())
+            return replace(gone, state="stopped" if job and job.is_over else "queued", slurm=format_job(job))
         if math.isnan(started + updated) or not is_locked(self.run):
             self._preparing = work if record else self._preparing
             return replace(gone, preparing=self._preparing, notes=[f"{self.run.config_toml} does not exist"])
@@ -116,6 +121,9 @@ class RunReader:
     def _shared_fields(self, spent: Goodput) -> Record:
         """Returns the fields that a training run and a script's run have in common."""
         now, updated, state = time.time(), self._updated(), self._state()
+        job = self._job.read(self._job_id()) if state in LIVE else None
+        if state == "queued" and job and job.is_over:
+            state = "stopped"
         started = unix_time(self.events[0]["time"]) if self.events else None
         until = now if self.running else updated or now
         steps, times = self.metrics.column("step"), self.metrics.column("time")
@@ -144,6 +152,7 @@ class RunReader:
             "logs": self.logs,
             "goodput": spent,
             "findings": self._content(self.run.findings, json.loads, []),
+            "slurm": format_job(job),
             "explanation": self._explanation(state) if state in ("failed", "broken", "recovering") else None,
         }
 
@@ -259,6 +268,11 @@ class RunReader:
             with suppress(OSError):
                 times.append(Path(log.path).stat().st_mtime if log.bytes else math.nan)
         return max((value for value in times if value > 0), default=None)
+
+    def _job_id(self) -> int | None:
+        """The Slurm job that has the run."""
+        job_id = self._content(self.run.slurm_json, json.loads, {}).get("job_id")
+        return job_id if isinstance(job_id, int) else None
 
     def _state(self) -> State:
         if not self.running:

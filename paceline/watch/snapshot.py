@@ -18,6 +18,7 @@ import orjson
 from paceline.units import format_energy
 
 State = Literal[
+    "queued",  # its job waits in Slurm's queue
     "preparing",  # the text is being prepared; nothing has been started
     "starting",  # an attempt has begun and has not finished a step
     "training",
@@ -32,7 +33,7 @@ State = Literal[
     "gone",  # its folder or file does not exist any more
     "unknown",  # a log that shows neither a step nor an error
 ]
-LIVE = ("preparing", "starting", "training", "evaluating", "saving", "recovering", "running")
+LIVE = ("queued", "preparing", "starting", "training", "evaluating", "saving", "recovering", "running")
 BROKEN = ("failed", "broken", "recovering", "unknown")  # states that an explanation is shown for
 Level = Literal["info", "good", "warning", "error"]
 
@@ -200,6 +201,7 @@ class Snapshot:
     explanation: dict[str, Any] | None = None  # paceline.explain's, of the attempt that ended the run
     notes: list[str] = field(default_factory=list)  # what could not be read, one line each
     preparing: dict[str, Any] | None = None  # the work before the launch: label, and share and eta_s where known
+    slurm: str | None = None  # job 4711 RUNNING on n[1-4], 3h12m of 8h00m left
 
     def to_json(self) -> dict[str, Any]:
         """Returns all fields for JSON, with None in place of NaN and infinity."""

@@ -19,11 +19,11 @@ from typing import Any, Protocol
 
 from paceline.errors import PacelineError
 from paceline.heartbeat import read_heartbeat
-from paceline.rundir import RunDir, is_locked, is_preparing, read_end, read_json_lines, read_notes, read_text
+from paceline.rundir import RunDir, is_locked, is_preparing, is_queued, read_end, read_json_lines, read_text
 from paceline.terminal import cells, pad
 from paceline.typed_fields import well_typed
 from paceline.units import format_count
-from paceline.watch.about import csv_lines, read_about, read_config
+from paceline.watch.about import csv_lines, read_about, read_config, read_notes
 from paceline.watch.events import end_state, live_state
 from paceline.watch.growing_file import parse_lines, read_part, search
 from paceline.watch.measures import format_figure, format_time
@@ -49,7 +49,7 @@ def open_reader(path: Path) -> Reader:
     from paceline.watch.log_reader import TrainingLogReader
     from paceline.watch.run_reader import RunReader
 
-    if (path / "config.toml").is_file() or is_preparing(RunDir(path)):
+    if (path / "config.toml").is_file() or is_preparing(RunDir(path)) or is_queued(RunDir(path)):
         return RunReader(RunDir(path))
     if path.is_file():
         return TrainingLogReader(path)
@@ -107,7 +107,7 @@ def run_status(run: RunDir) -> RunStatus:
 def run_state(run: RunDir, events: Sequence[dict[str, Any]], line: dict[str, Any]) -> State:
     """Returns the state of a run. line: the last values of metrics.jsonl."""
     if not is_locked(run):
-        return end_state(events)
+        return "queued" if is_queued(run) and not events else end_state(events)
     if not run.config_toml.is_file():
         return "preparing"
     with suppress(KeyError, TypeError):  # damaged events
@@ -155,7 +155,7 @@ def run_folders(runs_dir: Path) -> list[Path]:
     folders = []
     for path in runs_dir.iterdir():
         with suppress(OSError):
-            if (path / "config.toml").is_file() or is_preparing(RunDir(path)):
+            if (path / "config.toml").is_file() or is_preparing(RunDir(path)) or is_queued(RunDir(path)):
                 folders.append(path)
     return folders
 
@@ -210,7 +210,8 @@ def format_run(snapshot: Snapshot) -> str:
     of_steps = figures if snapshot.kind == "training" else ""
     places = [f"{host.name}: {host_place(host)}" for host in snapshot.hosts if host_place(host)]
     hosts = [f"hosts   {'; '.join(places)}"] if places else []
-    lines = [f"{snapshot.name}: {snapshot.state}{of_steps}", f"run     {snapshot.path}", *hosts, ""]
+    slurm = [f"slurm   {snapshot.slurm}"] if snapshot.slurm else []
+    lines = [f"{snapshot.name}: {snapshot.state}{of_steps}", f"run     {snapshot.path}", *slurm, *hosts, ""]
     for attempt in snapshot.attempts:
         lines.append(
             f"attempt {attempt.attempt}, {format_time(attempt.time)} UTC: {attempt_outcome(snapshot, attempt)}"

@@ -50,6 +50,7 @@ from paceline.watch.snapshot import (
 from paceline.watch.trend import is_falling, rise_of, slowdown
 
 STATE_SIGNS = {  # and the name of a style
+    "queued": ("◌", "blue"),
     "preparing": ("◐", "blue"),
     "starting": ("◐", "blue"),
     "training": ("●", "good"),
@@ -102,6 +103,10 @@ def summarize(snapshot: Snapshot, *, now: float) -> Summary | None:
         return Summary("error", "The command ended before the training began; its own output shows why.")
     if state in UNEXPLAINED:
         return Summary("error", sentence(str((snapshot.explanation or {}).get("summary") or UNEXPLAINED[state])))
+    if state == "queued":
+        return Summary(
+            "info", sentence(f"Slurm has not started it yet: {snapshot.slurm or 'its queue is not known here'}")
+        )
     if state == "preparing":
         return Summary("info", sentence("no step is taken yet: " + format_preparing(snapshot)))
     if state == "recovering" or state == "starting":
@@ -301,7 +306,8 @@ def ranks_and_hosts(snapshot: Snapshot) -> str:
     """4 ranks on 2 hosts; 2 ranks on ada; empty where no rank is known"""
     hosts = sorted({rank.host for rank in snapshot.ranks if rank.host})
     where = f" on {hosts[0]}" if len(hosts) == 1 else f" on {len(hosts)} hosts" if hosts else ""
-    return f"{format_number_of(len(snapshot.ranks), 'rank')}{where}" if snapshot.ranks else ""
+    slurm = f", {snapshot.slurm}" if snapshot.slurm and snapshot.state in LIVE else ""
+    return f"{format_number_of(len(snapshot.ranks), 'rank')}{where}{slurm}" if snapshot.ranks else ""
 
 
 def host_place(host: HostView) -> str:

@@ -24,8 +24,8 @@ from typing import Any
 
 from paceline.errors import PacelineError, UsageError
 from paceline.explain.explanation import with_commands
-from paceline.options import WatchOptions
 from paceline.redaction import redact
+from paceline.run_options import ReportOptions, WatchOptions
 from paceline.rundir import RunDir, find_run, is_preparing, write_atomic
 from paceline.terminal import cells, pad
 from paceline.units import format_count, format_duration, format_list
@@ -126,6 +126,17 @@ def find_reported(name: str, *, runs_dir: str) -> Path:
     path = Path(name)
     folders = [folder for folder in (path, Path(runs_dir) / name) if is_preparing(RunDir(folder))]
     return path if path.is_file() else folders[0] if folders else find_run(name, runs_dir=runs_dir).path
+
+
+def answer_report(options: ReportOptions, *, now: float) -> str:
+    """Writes the report of a run, and returns what to print: where it is, or the report itself."""
+    path = find_reported(options.run, runs_dir=options.runs_dir)
+    text = (markdown_report if options.markdown else html_report)(path, now=now)
+    output = options.output or ("-" if options.markdown else f"{path.name}.html")
+    if output == "-":
+        return text
+    write_report(Path(output), text)
+    return f"report  {output}\n"
 
 
 def write_report(output: Path, text: str) -> None:

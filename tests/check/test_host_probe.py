@@ -223,3 +223,26 @@ def test_a_login_in_the_environment_or_in_netrc_is_reported_and_never_shown(tmp_
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
     assert probe_tools({})["tools"]["wandb"]["logged_in"] is True
     assert SECRET not in json.dumps(tools) + json.dumps(probe_tools({}))
+
+
+def test_slurm_says_which_partitions_have_gpus_and_in_a_job_how_long_it_lasts(tmp_path, monkeypatch):
+    job = "JobId=4711 JobState=RUNNING TimeLimit=08:00:00 EndTime=2099-01-01T00:00:00 Requeue=1 BatchFlag=1"
+    states = {"cpu": "UP", "gpu": "UP", "old": "DOWN"}
+    partitions = "\n".join(f"PartitionName={name} State={state} TotalNodes=2" for name, state in states.items())
+    # as the site's own settings would have it: a time that is no time
+    show = f'if [ "$2" = job ]; then echo "{job}"; else echo "{partitions}"; fi; [ "$SLURM_TIME_FORMAT" = standard ]'
+    gres = "cpu (null)\ngpu gpu:a100:8(S:0-1)\ngpu gpu:a100:4\nold gpu:2"
+    for name, text in (("sinfo", f"cat <<'END'\n{gres}\nEND"), ("scontrol", show)):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    outside = {"job_id": None, "seconds_left": None, "gpu_partitions": ["gpu"]}
+    assert probe_tools({})["tools"]["slurm"] == outside
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    inside = probe_tools({})["tools"]["slurm"]
+    assert inside["job_id"] == 4711
+    assert inside["seconds_left"] > 1e9
+    (tmp_path / "scontrol").write_text("#!/bin/sh\nexit 1\n")  # Slurm does not answer
+    assert probe_tools({})["tools"]["slurm"] is None

@@ -148,6 +148,7 @@ def test_a_memory_limit_under_the_need_is_reported(cgroup, tmp_path):
     assert "65 % of its 400 MiB may be used" in finding["what"]
 
 
+@pytest.mark.soak
 def test_memory_that_another_process_uses_is_reported(cgroup, tmp_path):
     before = within(cgroup, limit_bytes=1600 << 20)
     hold = "import time; held = b'x' * (1100 << 20); print(len(held), flush=True); time.sleep(600)"

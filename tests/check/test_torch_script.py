@@ -141,6 +141,7 @@ def stages_in(output):
     return [line.removeprefix("== ") for line in output.splitlines() if line.startswith("== ")]
 
 
+@pytest.mark.soak
 @needs_tools
 @pytest.mark.dist
 def test_the_script_builds_installs_and_checks_and_a_second_start_skips_what_is_done(build):

@@ -32,6 +32,7 @@ CUDA = {**TRAIN, "device": "cuda", "precision": "bf16", "need_gpu_bytes": 8 * GI
 CPU = {**TRAIN, "device": "cpu", "precision": "bf16", "need_host_bytes": 2 * GIB}
 DISK = {**CPU, "checkpoint_bytes": 2 * GIB, "num_checkpoints": 4}
 TWO_HOSTS = {**CUDA, "num_hosts": 2}
+LOGIN = {"job_id": None, "seconds_left": None, "gpu_partitions": ["gpu"]}
 ETH0 = "network.interfaces.1"
 P2P = {"gpus.0.p2p": {"1": True}, "gpus.1.p2p": {"0": True}}
 FULL = {"storage.run_dir.free_bytes": 0, "storage.run_dir.writable": False,
@@ -110,6 +111,9 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("memory-low", "cpu_box", {"host.memory.available_bytes": GIB}, {}, "note"),
     ("shm-small", "workstation", {"host.shm.free_bytes": 64 << 20}, CUDA, "warn"),
     ("shm-small", "workstation", {"host.shm.free_bytes": 1000}, CUDA, "stop"),
+    ("shm-small", "workstation", {"host.shm.writable": False}, CUDA, "stop"),
+    ("slurm-outside", "cpu_box", {"tools.slurm": LOGIN}, {}, "warn"),
+    ("slurm-ends-soon", "workstation", {"tools.slurm": {**LOGIN, "job_id": 4711, "seconds_left": 300.0}}, CUDA, "warn"),
     ("nofile-low", "cpu_box", {"host.limits.nofile": [256, 4096]}, CPU, "warn"),
     ("nproc-low", "cpu_box", {"host.limits.nproc": [100, 4096]}, CPU, "warn"),
     ("memlock-low", "server", {"host.limits.memlock": [65536, 65536]}, TWO_HOSTS, "warn"),
@@ -481,6 +485,29 @@ def test_evidence_holds_the_facts_it_follows_from():
     [finding] = findings_of("nofile-low", [facts], CPU)
     assert finding.evidence == {"host.limits.nofile": at(facts, "host.limits.nofile")}
     assert finding.fix == "ulimit -n 4096"
+
+
+@pytest.mark.parametrize(
+    ("id", "changes", "intent", "outside", "docker", "kubernetes"),
+    [
+        ("shm-small", {"host.shm.free_bytes": 1000}, CUDA, "mount -o remount", "--shm-size 8g", "emptyDir"),
+        ("shm-small", {"host.shm.writable": False}, CUDA, "mount -o remount", "--shm-size 8g", "emptyDir"),
+        ("nofile-low", {"host.limits.nofile": [256, 256]}, CUDA, "limits.conf", "--ulimit nofile", "LimitNOFILE"),
+        (
+            "memlock-low",
+            {"host.limits.memlock": [65536, 65536]},
+            TWO_HOSTS,
+            "ulimit -l",
+            "--ulimit memlock",
+            "LimitMEMLOCK",
+        ),
+    ],
+)
+def test_a_fix_inside_of_a_container_is_one_that_can_be_done_there(id, changes, intent, outside, docker, kubernetes):
+    for container, part in ((None, outside), ("docker", docker), ("podman", docker), ("kubernetes", kubernetes)):
+        facts = changed(HOSTS["server"], {**changes, "host.container": container})
+        hosts = [facts, HOSTS["server"]] if intent is TWO_HOSTS else [facts]
+        assert part in findings_of(id, hosts, intent)[0].fix
 
 
 def test_the_page_of_checks_is_up_to_date():

@@ -148,6 +148,7 @@ def test_a_rank_that_dies_is_named_with_its_error(tmp_path):
     assert error.value.fix == f"read the logs: {next(tmp_path.glob('comm/*/logs/1'))}"
 
 
+@pytest.mark.soak
 @pytest.mark.dist
 def test_ctrl_c_ends_every_rank(tmp_path):
     def interrupt(run: Path) -> None:

@@ -80,6 +80,7 @@ def test_a_failing_rank_is_still_the_one_named(tmp_path, env):
     assert "rank 1 failed: RuntimeError: the batch of rank 1 is empty\n" in done.stderr
 
 
+@pytest.mark.soak
 def test_the_workers_of_the_trainer_join_on_it(tmp_path, env):
     done = run(LAUNCH, WORKER, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr

@@ -180,6 +180,8 @@ def stopping(signal):
         ([{"event": "finished"}], ["finished"]),
         ([stopping("SIGINT"), {"event": "stopped"}], []),  # by somebody who sits there
         ([stopping("SIGTERM"), {"event": "stopped"}], ["stopped"]),
+        ([stopping("SIGTERM"), {"event": "interrupted"}], ["stopped"]),  # of a script
+        ([{"event": "stopping", "attempt": 1, "reason": "the notice file x"}, {"event": "stopped"}], ["stopped"]),
         ([stopping("SIGINT"), {"event": "finished"}], ["finished"]),
         ([{"event": "stopped"}, {"event": "attempt_ended", "attempt": 1, "state": "interrupted"}], ["stopped"]),
         ([{"event": "stopped"}], ["failed"]),  # the workers have saved: what held them was killed

@@ -38,6 +38,7 @@ def test_workers_save_and_nothing_is_left_when_the_supervisor_is_killed(launch, 
     assert running.log(0) == running.log(1) == "ready\nsaved\n"
 
 
+@pytest.mark.soak
 def test_workers_that_ignore_sigterm_outlive_a_killed_supervisor_by_their_grace_only(launch):
     running = launch(IGNORES_SIGTERM + "import time; print('ready', flush=True); time.sleep(600)", stop_grace_s=2.0)
     running.wait_until_running().signal(signal.SIGKILL)

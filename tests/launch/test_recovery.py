@@ -243,6 +243,7 @@ def test_a_script_that_is_always_killed_is_attempted_max_attempts_times(tmp_path
     assert "no further attempt: 2 attempts were made, --max-attempts allows no more" in done.stderr
 
 
+@pytest.mark.soak
 def test_a_script_that_hangs_is_reported_and_killed(tmp_path):
     done = run_script(tmp_path, """
         import os, time
@@ -265,6 +266,7 @@ def start_unread(command: list[str], **kwargs) -> subprocess.Popen:
     return process
 
 
+@pytest.mark.soak
 def test_neither_a_reader_that_leaves_nor_a_full_disk_under_the_log_of_the_screen_ends_a_training(shop, tiny_disk):
     """The reader leaves before the first line; the log is that of a resumed run."""
     config = shop.folder / "nano.py"

@@ -85,6 +85,7 @@ def weights(done):
     return list(last.values())
 
 
+@pytest.mark.soak
 def test_a_ddp_script_trains_from_its_snapshot_after_a_check(bench):
     model = {"weight": torch.ones(1, 4), "bias": torch.zeros(1)}
     torch.save({"MODEL_STATE": model, "EPOCHS_RUN": 1}, bench.folder / "snapshot.pt")
@@ -210,6 +211,7 @@ def test_lines_come_while_the_script_runs_and_ctrl_c_lets_it_end(bench):
     assert (bench.events()[-2:], run_status(bench.run_dir).state) == (["attempt_ended", "interrupted"], "stopped")
 
 
+@pytest.mark.soak
 def test_a_reader_that_leaves_before_the_first_line_prevents_no_script(bench):
     bench.script("print('line'); open('ended', 'w').close()")
     reader, writer = os.pipe()

@@ -188,6 +188,7 @@ def test_a_torchrun_script_runs_on_two_hosts_with_its_folder_and_the_listed_vari
     assert desk.left() == []
 
 
+@pytest.mark.soak
 def test_a_failing_rank_of_another_host_is_named_and_only_what_has_changed_is_sent(desk, words_seen):
     desk.write("größe.py", "text = 'größe 2'")
     (desk.copy() / "snapshot.pt").write_text("of the script")

@@ -69,6 +69,7 @@ def test_a_run_that_succeeds_has_its_events_the_whole_output_of_each_rank_and_le
     assert ended.log(1) == "first\nout 1\nerr 1\nready\nlast, no newline"
 
 
+@pytest.mark.soak
 def test_a_crash_while_importing_is_shown_with_its_traceback(launch):
     ended = launch("import a_module_that_is_not_there").end()
     assert (ended.exit_code, ended.outcome["state"]) == (3, "failed")
@@ -119,6 +120,7 @@ def test_peers_that_take_no_signal_are_killed_long_before_torchs_own_thirty_seco
     assert peer["time"] - root["time"] < 30  # as the launcher saw it; its grace is 3 s
 
 
+@pytest.mark.soak
 def test_a_rank_without_output_is_reported_with_its_exit_code(launch):
     ended = launch("import os, time; os.environ['RANK'] == '0' and os._exit(3); time.sleep(600)").end()
     root = ended.outcome["failures"][0]
@@ -146,6 +148,7 @@ def test_an_error_with_a_fix_is_shown_in_two_lines(launch):
     assert "Traceback" not in ended.output.rpartition("\n{")[0]
 
 
+@pytest.mark.soak
 def test_an_error_written_by_torch_record_is_read(launch):
     script = """
         from torch.distributed.elastic.multiprocessing.errors import record
@@ -214,6 +217,7 @@ def test_one_ctrl_c_that_arrives_twice_is_one(monkeypatch):
     assert signals.kill
 
 
+@pytest.mark.soak
 def test_a_worker_that_does_not_stop_is_killed_after_its_grace(launch):
     script = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready'); time.sleep(600)"
     running = launch(script, stop_grace_s=1.0).wait_until_running()
@@ -252,6 +256,7 @@ def test_any_run_path_works(launch):
     assert ended.log(0) == f"ready {ended.run.path}.py\n"
 
 
+@pytest.mark.soak
 def test_scripts_for_torchrun_join_as_they_are_and_two_at_the_same_time_do_not_interfere(launch):
     runs = [launch(JOINS, name=name) for name in ("one", "two")]
     for run in runs:

@@ -185,6 +185,7 @@ def test_an_attempt_that_ended_before_its_first_checkpoint_repeats_no_line(shop)
     assert (resumed["step"], resumed["dropped_metrics"] >= 3) == (0, True)
 
 
+@pytest.mark.soak
 def test_a_run_whose_checkpoints_are_all_damaged_stops_at_once_and_changes_none(shop, unbroken):
     run = shop.copy(unbroken, "all-damaged")
     for shard in (run / "checkpoints").glob("step_*/shard_00000*"):

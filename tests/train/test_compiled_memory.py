@@ -57,6 +57,7 @@ SOAK_GRAPHS = {
 }
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.parametrize("setup", GRAPHS.values(), ids=GRAPHS)
 def test_kept_bytes_are_those_that_the_partitioner_keeps(setup: MemorySetup, monkeypatch):

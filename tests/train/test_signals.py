@@ -135,6 +135,23 @@ def test_sigterm_saves_ends_with_130_and_resumes_to_the_same_bits(shop, unbroken
 
 
 @pytest.mark.soak
+def test_a_preemption_notice_saves_ends_with_130_and_resumes_to_the_same_bits(shop, unbroken):
+    notice = shop.folder / "notice"
+    running = start(shop, "preempted", preempt_file=notice)
+    notice.write_text("60")
+    output = running.end()
+    assert running.process.returncode == 130, output
+    [stopping] = events(running.run, "stopping")
+    assert stopping["reason"] == f"the notice file {notice}" and 0 < stopping["seconds_left"] <= 55
+    assert f"stopping on the notice file {notice}, {stopping['seconds_left']} s left: saving a checkpoint" in output
+    step = events(running.run, "stopped")[0]["step"]
+    assert saved_steps(running.run)[-1] == step < STEPS
+    assert output.rstrip().endswith(f"paceline resume {running.run}")
+    shop.resume(running.run, preempt_file=notice)  # the old notice is no notice for the new command
+    assert final_bits(running.run) == final_bits(unbroken)
+
+
+@pytest.mark.soak
 def test_a_warning_to_every_process_of_the_job_is_one_warning(shop, unbroken):
     running = start(shop, "all-warned")
     for process in [psutil.Process(running.process.pid), *running.tree]:

@@ -144,6 +144,7 @@ def test_a_nan_loss_stops_the_run_and_the_evidence_names_rank_and_row(shop, pois
     assert not (run / "skipped.json").exists()
 
 
+@pytest.mark.soak
 @pytest.mark.dist
 def test_a_rollback_skips_the_rows_as_if_they_had_never_existed(shop, poisoned):
     run = poisoned("rolls-back")

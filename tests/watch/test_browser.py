@@ -160,6 +160,7 @@ def test_five_runs_are_compared_and_seventeen_are_not(page, tmp_path):
         assert row.inner_text().split() == ["matrix_lr", "0", "0.01", "0.02", "0.03", "0.04"]
 
 
+@pytest.mark.soak
 def test_the_place_in_the_list_stays_while_a_run_in_it_goes_on(page, tmp_path):
     for name in ("a", "b"):
         write_run(tmp_path, name)
@@ -241,6 +242,7 @@ def grow_log(page: Any, run: RunDir, text: str) -> None:
     page.wait_for_function(f"() => app.page.run.parts.logs[0].bytes === {size}")
 
 
+@pytest.mark.soak
 def test_a_log_that_grows_is_read_again_in_sight_alone_and_not_searched_again(page, tmp_path):
     run = write_run(tmp_path, "live", end=None)
     asked: list[str] = []
@@ -316,6 +318,7 @@ def test_a_report_opens_from_a_file_and_asks_for_nothing(page, tmp_path):
     picture(page, "report")
 
 
+@pytest.mark.soak
 def test_a_run_whose_folder_is_gone_stays_gone_until_it_is_back(page, tmp_path):
     run = write_run(tmp_path / "runs", "a")
     with serving(Shelf(tmp_path / "runs")) as port:

@@ -9,7 +9,8 @@ from browser_pages import SOON_MS, go, picture
 from run_folders import append_step, serving, utc, write_run
 from snapshots import NOW, training
 
-from paceline.rundir import RunDir, append_json_line, write_notes
+from paceline.rundir import RunDir, append_json_line
+from paceline.watch.about import write_notes
 from paceline.watch.status import Shelf
 
 pytestmark = pytest.mark.dist

@@ -109,6 +109,7 @@ def test_the_cursor_shows_the_values_at_its_place_in_all_charts(page, port):
     assert now_of(page, "mfu") == before
 
 
+@pytest.mark.soak
 def test_a_value_under_the_cursor_is_written_as_the_server_writes_it(page, port):
     """The browser formats the value under the cursor, Python the last value of a curve: for the same number, the same text."""
     for name, state in STATES.items():

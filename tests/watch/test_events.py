@@ -24,6 +24,11 @@ TEXTS = [
     ),
     ({"event": "rank_failed", "rank": 1, "message": "boom", "consequence": True}, "rank 1 ended after it: boom"),
     ({"event": "stopping", "signal": "SIGTERM"}, "stopping on SIGTERM"),
+    ({"event": "stopping", "reason": "the notice file x"}, "stopping on the notice file x"),
+    (
+        {"event": "stopping", "reason": "the notice file x", "seconds_left": 25},
+        "stopping on the notice file x, 25 s left",
+    ),
     ({"event": "finished", "step": 20, "val_bpb": 1.23456}, "finished at step 20, val_bpb 1.2346"),
     ({"event": "note", "text": "two\nlines\x1b[2J"}, "two lines [2J"),
     ({"event": "checkpoint", "step": "new format"}, "checkpoint"),

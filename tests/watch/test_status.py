@@ -13,9 +13,9 @@ from run_folders import write_run
 
 from paceline.errors import PacelineError
 from paceline.run_options import RunsNoteOptions, RunsTagOptions
-from paceline.rundir import RunDir, append_event, append_json_line, find_run, lock_run, read_notes, utc_now, write_notes
+from paceline.rundir import RunDir, append_event, append_json_line, find_run, lock_run, utc_now
 from paceline.terminal import cells
-from paceline.watch.about import edit_note, edit_tags, read_about
+from paceline.watch.about import edit_note, edit_tags, read_about, read_notes, write_notes
 from paceline.watch.log_reader import LogAndMachine
 from paceline.watch.status import (
     MAX_END_BYTES,

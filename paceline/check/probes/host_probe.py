@@ -9,6 +9,7 @@ Every program is really run for its version, all at once.
 import ctypes
 import importlib.metadata
 import importlib.util
+import math
 import netrc
 import os
 import platform
@@ -21,11 +22,13 @@ import sysconfig
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from paceline.check.probes.facts import Json, answer
+from paceline.errors import PacelineError
 from paceline.plan.host import (
     memory_limit,
     memory_sizes,
@@ -36,6 +39,7 @@ from paceline.plan.host import (
     process_name,
     read_text,
 )
+from paceline.slurm import allocation, is_installed, read_job, read_partitions
 
 LIMITS = {
     "nofile": resource.RLIMIT_NOFILE,
@@ -210,7 +214,8 @@ def probe_tools(request: Json) -> Json:
             "commit": [*git, "rev-parse", "HEAD"],
             "dirty": [*git, "status", "--porcelain", "--untracked-files=no"],
         }
-    with ThreadPoolExecutor(len(commands) or 1) as pool:
+    with ThreadPoolExecutor(len(commands) + 1) as pool:
+        slurm = pool.submit(probe_slurm)
         printed = dict(zip(commands, pool.map(output_of, commands.values()), strict=True))
     commit, dirty = printed.get("commit") or None, printed.get("dirty")
     nvidia_smi = shutil.which("nvidia-smi")
@@ -222,6 +227,7 @@ def probe_tools(request: Json) -> Json:
             # not run: it would hang with a wedged driver
             "nvidia_smi": {"path": nvidia_smi, "version": None} if nvidia_smi else None,
             "wandb": probe_wandb(),
+            "slurm": slurm.result(),
             "code": {
                 "path": printed.get("top") or str(Path.cwd()),
                 "commit": commit,
@@ -229,6 +235,23 @@ def probe_tools(request: Json) -> Json:
             },
         }
     }
+
+
+def probe_slurm() -> dict[str, Any] | None:
+    """Returns this process's job, or outside of one the partitions with GPUs; None where no Slurm answers."""
+    if not is_installed():
+        return None
+    with suppress(PacelineError, KeyError, ValueError):
+        place = allocation()
+        if place is None:
+            partitions = read_partitions(timeout_s=DEADLINE_S)
+            names = [partition.name for partition in partitions if partition.gpus and partition.state == "UP"]
+            return {"job_id": None, "seconds_left": None, "gpu_partitions": names}
+        job = read_job(place.job_id, timeout_s=DEADLINE_S)
+        end = job.end if job and job.limit_s < math.inf else None
+        left = None if end is None else max(0.0, end - time.time())
+        return {"job_id": place.job_id, "seconds_left": left, "gpu_partitions": []}
+    return None
 
 
 def describe(path: str | None, printed: str | None) -> dict[str, str | None] | None:

@@ -19,7 +19,7 @@ from contextlib import suppress
 from threading import Thread
 from typing import Any
 
-from paceline.check.probes.network_probe import LINK_LOCAL, interface_addresses, interface_here, ssh_address
+from paceline.check.probes.network_probe import LINK_LOCAL, interface_addresses, interface_here, link_address
 from paceline.errors import PacelineError
 
 HEADER = struct.Struct("!cQ")  # what to do with the bytes that follow: echo them, count them, or send as many
@@ -75,11 +75,11 @@ def listen(ports: Iterable[int]) -> socket.socket | None:
 
 
 def own_addresses(interface: str | None) -> Iterator[str]:
-    """Yields the addresses by which other hosts may reach this one, first that of ssh, then IPv4; of an interface only its own."""
+    """Yields the addresses by which other hosts may reach this one, first the link's, then IPv4; of an interface only its own."""
     if interface is not None:
         yield interface_here(interface)[1]
         return
-    if address := ssh_address():
+    if address := link_address():
         yield address
     addresses = [address for nic in (interface_addresses() or {}).values() for address in nic]
     for address in sorted(addresses, key=lambda address: ":" in address):

@@ -10,6 +10,7 @@ import fcntl
 import ipaddress
 import os
 import socket
+import stat
 import struct
 import threading
 import time
@@ -136,8 +137,17 @@ def interface_addresses() -> dict[str, list[str]] | None:
     }
 
 
-def ssh_address() -> str | None:
-    """Returns the address of this host by which its ssh server was reached."""
+def link_address() -> str | None:
+    """Returns the address of this host by which the supervisor reaches it.
+
+    It is that of a connection on stdin, that on the way to srun, or that of the ssh server.
+    """
+    if stat.S_ISSOCK(os.fstat(0).st_mode):
+        with socket.socket(fileno=os.dup(0)) as connection:
+            if connection.family in (socket.AF_INET, socket.AF_INET6):
+                return str(connection.getsockname()[0]).removeprefix("::ffff:").partition("%")[0]
+    if launcher := os.environ.get("SLURM_LAUNCH_NODE_IPADDR"):  # a step; the job may have been started over ssh
+        return route_to(launcher)
     words = os.environ.get("SSH_CONNECTION", "").split()
     return words[2] if len(words) == 4 else None
 

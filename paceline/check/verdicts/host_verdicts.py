@@ -6,16 +6,36 @@ from collections.abc import Mapping
 
 from paceline.check.probes.facts import BUSY
 from paceline.check.verdicts.rules import Case, Cases, Facts, Host, Rule, Severity, at, is_on, version_of
-from paceline.units import GIB, MIB, format_bytes, format_list
+from paceline.units import GIB, MIB, format_bytes, format_duration, format_list
 
 SHM_PER_RANK = 64 * MIB  # NCCL's buffers and a data loader's batches
 NOFILE_LOW = 1024
+JOB_SHORT_S = 600.0
 NPROC_PER_RANK = 256  # threads count too
 MEMLOCK_LOW = 64 * MIB
 RANK_PACKAGES = ("psutil",)  # what launch/agent.py imports; torch has verdicts of its own
 TRAINER_PACKAGES = ("numpy", "safetensors", "tokenizers")  # and paceline.train.worker
 LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 ALLOCATOR, OLD_ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+# what helps inside of a container: docker's or podman's option, and what a Kubernetes pod or node needs
+CONTAINER_FIXES = {
+    "shm": (
+        "start the container with --shm-size 8g",
+        "mount a volume `emptyDir: {medium: Memory}` at /dev/shm, as `paceline emit k8s` does",
+    ),
+    "nofile": (
+        "start the container with --ulimit nofile=65536:65536",
+        "set LimitNOFILE=65536 for the container runtime of the node: a pod cannot",
+    ),
+    "memlock": (
+        "start the container with --ulimit memlock=-1",
+        "set LimitMEMLOCK=infinity for the container runtime of the node: a pod cannot",
+    ),
+    "gpus": (
+        "start the container with --gpus all",
+        "ask for them in the pod: `resources: {limits: {nvidia.com/gpu: 1}}`",
+    ),
+}
 PROBE_MODULES = {"python": "host_probe python", "tools": "host_probe tools", "text": "storage_probe text"}
 
 
@@ -92,24 +112,40 @@ def memory_low(host: Host) -> Cases:
         yield Case(f"{format_bytes(available)} of memory is available and there is no swap", "free -h")
 
 
+def container_fix(host: Host, name: str, *, outside: str) -> str:
+    """Returns the fix of CONTAINER_FIXES that the container around this host needs; `outside` where there is none."""
+    container, (by_docker, by_kubernetes) = host.at("host.container"), CONTAINER_FIXES[name]
+    return {"docker": by_docker, "podman": by_docker, "kubernetes": by_kubernetes}.get(container, outside)
+
+
+def shm_fix(host: Host, option: str) -> str:
+    """Returns how /dev/shm gets a mount option; root may also do it inside of some containers."""
+    command = f"mount -o remount,{option} /dev/shm"
+    fix = container_fix(host, "shm", outside=command)
+    return f"{command}  # or {fix}" if host.at("host.root") and fix != command else fix
+
+
 def shm_small(host: Host) -> Cases:
     free, total, ranks = host.at("host.shm.free_bytes"), host.at("host.shm.total_bytes"), max(2, host.num_ranks)
     needed = SHM_PER_RANK * ranks
-    if free is None or free >= needed or (host.num_ranks < 2 and host.intent.command != "run"):
+    if free is None or (host.num_ranks < 2 and host.intent.command != "run"):
         return
-    in_docker = host.at("host.container") in ("docker", "podman")
-    yield Case(
-        f"/dev/shm has {format_bytes(free)} free of {format_bytes(total)}, {ranks} ranks need {format_bytes(needed)}",
-        "mount -o remount,size=8G /dev/shm" + ("  # or start the container with --shm-size 8g" if in_docker else ""),
-        "stop" if host.uses_cuda and free < MIB else "warn",
-    )
+    if host.at("host.shm.writable") is False:
+        yield Case("/dev/shm cannot be written", shm_fix(host, "rw"), "stop" if host.uses_cuda else "warn")
+    elif free < needed:
+        yield Case(
+            f"/dev/shm has {format_bytes(free)} free of {format_bytes(total)}, {ranks} ranks need {format_bytes(needed)}",
+            shm_fix(host, "size=8G"),
+            "stop" if host.uses_cuda and free < MIB else "warn",
+        )
 
 
 def nofile_low(host: Host) -> Cases:
     soft, hard = host.at("host.limits.nofile") or (-1, -1)
     if 0 <= soft < NOFILE_LOW:
         more = 65536 if hard == -1 else min(hard, 65536)
-        fix = f"ulimit -n {more}" if more > soft else "echo '* - nofile 65536' | sudo tee -a /etc/security/limits.conf"
+        lasting = "echo '* - nofile 65536' | sudo tee -a /etc/security/limits.conf"
+        fix = f"ulimit -n {more}" if more > soft else container_fix(host, "nofile", outside=lasting)
         yield Case(f"{soft} open files are allowed, the hard limit is {'unlimited' if hard == -1 else hard}", fix)
 
 
@@ -124,7 +160,8 @@ def nproc_low(host: Host) -> Cases:
 def memlock_low(host: Host) -> Cases:
     soft, _ = host.at("host.limits.memlock") or (-1, -1)
     if host.active_infiniband and 0 <= soft < MEMLOCK_LOW and host.intent.num_hosts > 1:
-        yield Case(f"{format_bytes(soft)} may be locked, and InfiniBand locks its buffers", "ulimit -l unlimited")
+        fix = container_fix(host, "memlock", outside="ulimit -l unlimited")
+        yield Case(f"{format_bytes(soft)} may be locked, and InfiniBand locks its buffers", fix)
 
 
 def clock_free(host: Host) -> Cases:
@@ -141,7 +178,7 @@ def container_no_gpus(host: Host) -> Cases:
     cards = host.at("nvidia_cards")
     if cards and host.at("gpus") == [] and host.at("host.container") and host.intent.device is None:
         what = f"{cards} NVIDIA cards are in this machine, but the container sees none"
-        yield Case(what, "start the container with --gpus all")
+        yield Case(what, container_fix(host, "gpus", outside="start the container with --gpus all"))
 
 
 def cores_few(host: Host) -> Cases:
@@ -288,3 +325,22 @@ def wandb_silent(host: Host) -> Cases:
         yield Case(f"WANDB_MODE={wandb['mode']}: nothing is sent", "export WANDB_MODE=online")
     elif wandb.get("logged_in") is False:
         yield Case("W&B is requested but not logged in", "wandb login")
+
+
+def slurm_outside(host: Host) -> Cases:
+    """Finds a login node, where a run would train on the CPU, beside GPUs that Slurm gives."""
+    partitions = host.at("tools.slurm.gpu_partitions")
+    if partitions and not host.gpus and host.intent.set_value("device") is None:
+        what = f"this is no job of Slurm and has no GPU; the nodes of partition {partitions[0]} have"
+        is_script = host.intent.command == "run"
+        submit = f'--slurm --slurm-args "--partition={partitions[0]}"'
+        yield Case(what, f"salloc --partition={partitions[0]} --gpus-per-node=1" if is_script else submit)
+
+
+def slurm_ends_soon(host: Host) -> Cases:
+    job_id, left = host.at("tools.slurm.job_id"), host.at("tools.slurm.seconds_left")
+    if left is not None and left < JOB_SHORT_S:
+        yield Case(
+            f"job {job_id} of Slurm ends in {format_duration(left)}",
+            "salloc --time=8:00:00, or --slurm outside of a job",
+        )

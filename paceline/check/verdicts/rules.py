@@ -129,6 +129,8 @@ def fix_for(facts: Facts, fix: str) -> str:
     if not fix.startswith("pip install") or at(facts, "connection.here") is not False:
         return fix
     python = at(facts, "python.executable") or "python3"
+    if at(facts, "connection.way") is not None:
+        return f"on {at(facts, 'connection.destination')}: {quote(python)} -m {fix}"
     return f"ssh {quote(at(facts, 'connection.destination'))} {quote(python)} -m {fix}"
 
 

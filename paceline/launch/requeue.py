@@ -1,0 +1,173 @@
+"""
+A run inside a Slurm job: noticed when its time is nearly over or another job takes its nodes, and requeued when it has saved.
+
+Slurm warns the batch script by the SIGUSR1 of --signal=B:USR1@120. A job that is preempted, or was submitted without --signal, is
+not warned: so this process asks Slurm for its own job now and then, and warns itself. A job that was requeued starts its script
+again; the training in it is known by slurm.json in the run folder, and continues.
+"""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any, Literal
+
+from paceline.errors import PacelineError
+from paceline.launch.failure import HOST_LOST
+from paceline.launch.supervisor import Outcome, StopSignals
+from paceline.rundir import RunDir, append_event, is_locked, read_json_lines, utc_now, write_atomic
+from paceline.slurm import Allocation, SlurmError, SlurmJob, allocation, ask, format_allocation, read_job
+from paceline.watch.events import end_state
+
+POLL_S = 10.0
+WARN_S = 120.0  # before the end of the job's limit, where Slurm itself has not warned
+WARN_SHARE = 0.1  # of a short limit
+
+
+@contextmanager
+def job_watch(signals: StopSignals) -> Iterator[None]:
+    """Warns this process by SIGUSR1, once, before its Slurm job ends; does nothing outside of Slurm.
+
+    Within the block and after it the signal ends nothing: Slurm may repeat its warning while the job is requeued.
+    """
+    place, is_over = allocation(), threading.Event()
+    if place is None:
+        yield
+        return
+    signal.signal(signal.SIGUSR1, signals.add)
+    threading.Thread(target=watch_job, args=(place.job_id, is_over), daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
+
+
+def watch_job(job_id: int, is_over: threading.Event) -> None:
+    """Asks for the job every POLL_S until `is_over`, or until this process was warned."""
+    while not is_over.wait(POLL_S):
+        with suppress(PacelineError):  # Slurm is busy, or restarts
+            job = read_job(job_id)
+            if job and is_ending(job, now=time.time()) and not is_over.is_set():
+                os.kill(os.getpid(), signal.SIGUSR1)
+                return
+
+
+def is_ending(job: SlurmJob, *, now: float) -> bool:
+    """Whether a job that runs has to save now."""
+    if job.state != "RUNNING":
+        return False
+    return job.is_preempted or (job.end is not None and job.end - now < min(WARN_S, WARN_SHARE * job.limit_s))
+
+
+def requeue_reason(outcome: Outcome, first_signal: str | None, job: SlurmJob | None) -> str | None:
+    """Returns why the job is to run again; None where it is over, was stopped by its user, or failed for good."""
+    if job is None or not (job.is_batch and job.can_requeue and job.state == "RUNNING"):
+        return None  # it was cancelled or requeued by Slurm, or nobody may
+    if outcome.state == "failed" and not first_signal:
+        explanation = outcome.explanation
+        return f"lost host {explanation.host}" if explanation and explanation.cause == HOST_LOST else None
+    if outcome.state != "interrupted" or first_signal == "SIGINT":
+        return None
+    if job.is_preempted:
+        return "preempted by another job"
+    return "its time was nearly over" if first_signal == "SIGUSR1" else None
+
+
+def has_progressed(events: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the run has a newer checkpoint than when it was requeued last: else its jobs are too short for one."""
+    steps: list[int] = [0]  # the newest checkpoint, at each requeue and now
+    for event in events:
+        if event.get("event") == "checkpoint":
+            steps[-1] = max(steps[-1], event["step"])
+        elif event.get("event") == "requeued":
+            steps.append(steps[-1])
+    return len(steps) == 1 or steps[-1] > steps[-2]
+
+
+def requeue_job(run: RunDir, outcome: Outcome, signals: StopSignals) -> list[str]:
+    """Requeues the Slurm job of this process where the run is to continue in it, and returns what to print. Slurm then ends it."""
+    place = allocation()
+    if place is None or outcome.state == "finished":
+        return []
+    try:
+        reason = requeue_reason(outcome, signals.first, read_job(place.job_id))
+        if reason is None:
+            return []
+        if not has_progressed(list(read_json_lines(run.events))):
+            text = f"job {place.job_id} is not requeued: it ended without a new checkpoint, as the next one would"
+            append_event(run, "note", text=text)
+            return [text, f"  fix: a longer --time, or a smaller --save-every, then paceline resume {run.path}"]
+        append_event(run, "requeued", job_id=place.job_id, why=reason)
+        ask("scontrol", "requeue", str(place.job_id))
+    except SlurmError as error:
+        append_event(run, "note", text=f"job {place.job_id} is not requeued: {error.message}")
+        return [f"job {place.job_id} is not requeued: {error.message}", f"  fix: {error.fix}"]
+    return [f"requeued: job {place.job_id} continues the run when Slurm starts it again ({reason})"]
+
+
+def record_job(run: RunDir, job_id: int, **facts: Any) -> None:
+    """Writes which Slurm job has the run."""
+    write_atomic(run.slurm_json, json.dumps({"job_id": job_id, "time": utc_now(), **facts}) + "\n")
+
+
+def job_of(run: RunDir) -> int | None:
+    """Returns the Slurm job that had the run last."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return int(json.loads(run.slurm_json.read_text(encoding="utf-8"))["job_id"])
+    return None
+
+
+def find_start(run: RunDir) -> Literal["new", "submitted", "continues"]:
+    """Returns what `train` finds in its folder: nothing of this job's, what its submission left, or the run that it has begun."""
+    place = allocation()
+    if place is None or job_of(run) != place.job_id:
+        return "new"
+    return "continues" if run.config_toml.is_file() else "submitted"
+
+
+def has_ended(run: RunDir) -> bool:
+    """Whether the run itself has ended, though the job that had it goes on with something else."""
+    return not is_locked(run) and end_state(read_json_lines(run.events)) in ("finished", "stopped", "failed")
+
+
+def announce_job(place: Allocation | None) -> None:
+    """Prints which job of Slurm the run is in. A warning that comes before the first attempt ends this process with a reason."""
+    if place is None:
+        return
+    signal.signal(signal.SIGUSR1, end_early)
+    print(format_allocation(place, current_job()), flush=True)
+
+
+def current_job() -> SlurmJob | None:
+    """Returns the Slurm job that this process is in; None outside of Slurm, and where Slurm does not answer."""
+    place = allocation()
+    with suppress(SlurmError):
+        return read_job(place.job_id) if place else None
+    return None
+
+
+def end_early(signum: int, frame: FrameType | None) -> None:
+    """Is the signal handler until the attempts begin: nothing is there to save, and the next job would come no further."""
+    raise PacelineError(
+        "the time of the Slurm job is nearly over, and no attempt has begun",
+        fix="a longer --time; or prepare the text before: paceline data prepare, with the same config",
+    )
+
+
+def check_free(run: RunDir) -> Allocation | None:
+    """Returns the allocation of this process. Raises PacelineError where another job of Slurm has the run, or may start it."""
+    place, job_id = allocation(), job_of(run)
+    if job_id is None or (place and place.job_id == job_id):
+        return place
+    job = None
+    with suppress(SlurmError):  # another machine, without Slurm: the lock alone says who holds the run
+        job = read_job(job_id)
+    if job and job.is_batch and not job.is_over and not has_ended(run):
+        raise PacelineError(
+            f"{run.name} is in Slurm's job {job_id}, {job.text}", fix=f"paceline stop {run.path} ends it"
+        )
+    return place

@@ -1,0 +1,82 @@
+"""The text of a run: prepared or found again, recorded for the workers, and what a plan needs to know of it. No torch."""
+
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from paceline.config import Config, cache_dir
+from paceline.config_file import load_config
+from paceline.data.corpus import Progress
+from paceline.data.prepare import META, TokenDataset, open_dataset, prepare
+from paceline.errors import PacelineError
+from paceline.plan.forecast import forecast
+from paceline.plan.host import probe_cpu_cores
+from paceline.plan.machine import Machine
+from paceline.plan.planner import Plan
+from paceline.plan.replan import MakePlan
+from paceline.rundir import RunDir, write_atomic
+from paceline.terminal import show_progress
+
+
+def planner(dataset: TokenDataset) -> MakePlan:
+    """Returns the function that plans a config for a machine and this text. It raises PlanError where nothing fits."""
+
+    def make(config: Config, machine: Machine) -> Plan:
+        num_rows, cache = dataset.split("train", config.packing).num_rows(config.sequence_len), cache_dir(config)
+        vocab_size: int = dataset.meta["vocab_size"]
+        return forecast(config, machine, cache=cache, vocab_size=vocab_size, num_rows=num_rows).plan
+
+    return make
+
+
+def prepare_data(config: Config, publish: Progress = lambda *_: None) -> TokenDataset:
+    """Returns the text of `config` as token shards: from the cache, or prepared now with a progress bar."""
+    with show_progress() as show:
+
+        def progress(label: str, done: float, total: float) -> None:
+            show(label, done, total)
+            publish(label, done, total)
+
+        return prepare(
+            config.data,
+            tokenizer=Path(config.tokenizer) if config.tokenizer else None,
+            vocab_size=config.vocab_size,
+            cache_dir=cache_dir(config),
+            num_workers=probe_cpu_cores(),
+            progress=progress,
+        )
+
+
+def reopen_data(run: RunDir, config: Config) -> TokenDataset:
+    """Returns the shards that the run began with, prepared again if they are gone. Raises PacelineError if the text has changed."""
+    record = json.loads(run.dataset_json.read_text())
+    if (Path(record["path"]) / "meta.json").is_file():
+        return open_dataset(Path(record["path"]))
+    dataset = prepare_data(config)
+    if dataset.meta["fingerprint"] != record["fingerprint"]:
+        raise PacelineError(
+            f"the token shards of {run.name} are gone and its text has changed since",
+            fix="restore the text, or start a new run",
+        )
+    return dataset
+
+
+def record_data(run: RunDir, dataset: TokenDataset) -> None:
+    """Writes where the shards are, for the workers."""
+    record = {"path": str(dataset.path.resolve()), "fingerprint": dataset.meta["fingerprint"]}
+    write_atomic(run.dataset_json, json.dumps(record) + "\n")
+
+
+def run_data(run: RunDir, *, other: str | None) -> TokenDataset:
+    """Returns the run's own text, or another one tokenized by the run's tokenizer."""
+    config, _ = load_config(run.config_toml, {})
+    if other is None:
+        return reopen_data(run, config)
+    return prepare_data(replace(config, data=other, tokenizer=str(run.tokenizer_json)))
+
+
+def file_hashes(dataset: TokenDataset) -> dict[str, str]:
+    """Returns the hash of every file of the prepared text, by its name."""
+    hashes = {name: str(facts["sha256"]) for name, facts in dataset.meta["files"].items()}
+    return {**hashes, META: hashlib.sha256((dataset.path / META).read_bytes()).hexdigest()}

@@ -1,0 +1,506 @@
+"""What Slurm says, read; the batch script; what is refused; when a job is requeued: without Slurm. Records of Slurm 22.05."""
+
+import errno
+import json
+import math
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from paceline import rundir
+from paceline.config import Config
+from paceline.errors import PacelineError, UsageError
+from paceline.explain.explanation import Explanation
+from paceline.explain.run_folder import explain_run
+from paceline.launch.connect import open_module
+from paceline.launch.hosts import HostEntry, hosts_of
+from paceline.launch.queue import parse_accounted, record_job_end
+from paceline.launch.requeue import (
+    check_free,
+    end_early,
+    find_start,
+    has_progressed,
+    is_ending,
+    record_job,
+    requeue_reason,
+)
+from paceline.launch.sbatch import (
+    JobLength,
+    Submission,
+    add_jobs,
+    batch_script,
+    check_length,
+    check_options,
+    check_size,
+    choose_partition,
+    job_note,
+    nodes_of,
+    option_flags,
+    plan_job,
+    read_args,
+    read_limit,
+    split_args,
+)
+from paceline.launch.supervisor import Outcome
+from paceline.options import PlanOptions, ResumeOptions, TrainOptions
+from paceline.rundir import RunDir, append_event, is_locked, lock_run, read_json_lines
+from paceline.slurm import (
+    Allocation,
+    SlurmJob,
+    allocation,
+    expand_nodes,
+    format_allocation,
+    format_job,
+    parse_job,
+    parse_limit,
+    parse_partition,
+)
+from paceline.watch.events import end_state
+
+WAITING = (
+    "JobId=4711 JobName=my run=1 UserId=ada(1000) GroupId=ada(1000) MCS_label=N/A Priority=1 Nice=0 Account=physics QOS=normal"
+    " JobState=PENDING Reason=Priority Dependency=(null) Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=0:0 RunTime=00:00:00"
+    " TimeLimit=08:00:00 TimeMin=N/A SubmitTime=2026-11-23T14:00:00 EligibleTime=2026-11-23T14:00:00 AccrueTime=Unknown"
+    " StartTime=2026-11-23T14:05:00 EndTime=2026-11-23T22:05:00 Deadline=N/A PreemptEligibleTime=2026-11-23T14:05:00"
+    " PreemptTime=None SuspendTime=None Partition=gpu AllocNode:Sid=login:29138 ReqNodeList=(null) ExcNodeList=(null) NodeList="
+    " NumNodes=4-4 NumCPUs=4 ReqB:S:C:T=0:0:*:* TRES=cpu=4,node=4 Command=/home/ada/my runs/a/slurm.sh WorkDir=/home/ada"
+)
+PARTITION = (
+    "PartitionName=gpu AllowGroups=ALL AllowAccounts=ALL AllowQos=ALL AllocNodes=ALL Default=YES QoS=N/A DefaultTime=01:00:00"
+    " DisableRootJobs=NO ExclusiveUser=NO GraceTime=60 Hidden=NO MaxNodes=4 MaxTime=1-00:00:00 MinNodes=0 LLN=NO"
+    " Nodes=n[1-8] PriorityTier=1 OverSubscribe=NO PreemptMode=REQUEUE State=UP TotalCPUs=512 TotalNodes=8 JobDefaults=(null)"
+)
+RUNNING = SlurmJob(4711, "RUNNING", can_requeue=True, is_batch=True, end=1000.0, limit_s=3600.0)
+GRES = "gpu:a100:4(S:0-1)\ngpu:a100:8(S:0-3),lustre:1\n(null)"
+
+
+def noon(clock: str) -> float:
+    return time.mktime(time.strptime(f"2026-11-23T{clock}:00", "%Y-%m-%dT%H:%M:%S"))
+
+
+@pytest.fixture
+def inside(monkeypatch):
+    """Makes this process the batch script of job 4711 on n1 to n4."""
+    for name in ("SLURM_STEP_ID", "SLURM_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-4]")
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    return monkeypatch
+
+
+@pytest.mark.parametrize("text, names", [
+    ("n1", ["n1"]),
+    ("n[1-3,7]", ["n1", "n2", "n3", "n7"]),
+    ("gpu[08-10]-ib,login", ["gpu08-ib", "gpu09-ib", "gpu10-ib", "login"]),
+    ("rack[1-2]n[0-1]", ["rack1n0", "rack1n1", "rack2n0", "rack2n1"]),
+    ("", []),
+])  # fmt: skip
+def test_the_node_list_of_slurm_is_read_as_slurm_means_it(text, names):
+    assert expand_nodes(text) == tuple(names)
+
+
+@pytest.mark.parametrize("text, seconds", [
+    ("90", 5400), ("90:30", 5430), ("8:00:00", 28_800), ("1-12", 129_600), ("2-12:30", 217_800), ("1-0:0:1", 86_401),
+    ("UNLIMITED", math.inf), ("infinite", math.inf),
+])  # fmt: skip
+def test_a_time_limit_is_read_as_sbatch_reads_it(text, seconds):
+    assert parse_limit(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "8h", "1:2:3:4", "-5", "a-1"])
+def test_what_is_no_time_limit_is_refused(text):
+    with pytest.raises(ValueError):
+        parse_limit(text)
+
+
+def test_a_process_knows_its_allocation_and_one_of_several_tasks_has_none():
+    batch = {
+        "SLURM_JOB_ID": "4711",
+        "SLURM_JOB_NODELIST": "n[1-4]",
+        "SLURMD_NODENAME": "n1",
+        "SLURM_RESTART_COUNT": "2",
+    }
+    assert allocation(batch) == Allocation(4711, ("n1", "n2", "n3", "n4"), "n1", 2)
+    salloc = {name: batch[name] for name in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST")}
+    assert allocation(salloc) == Allocation(4711, ("n1", "n2", "n3", "n4"), None, 0)
+    assert allocation({**batch, "SLURM_STEP_ID": "4294967290"}) == allocation(batch)  # salloc's interactive step
+    task = {**batch, "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n2", "SLURMD_NODENAME": "n2"}
+    assert allocation({**task, "SLURM_STEP_NUM_TASKS": "4"}) is None
+    assert allocation({**task, "SLURM_STEP_NUM_TASKS": "1"}) == Allocation(4711, ("n2",), "n2", 2)
+    assert allocation({}) is None
+
+
+def test_a_job_is_read_with_its_state_its_times_and_a_name_with_spaces():
+    job = parse_job(WAITING)
+    assert (job.job_id, job.text, job.can_requeue, job.is_batch, job.is_preempted) == (
+        4711,
+        "PENDING (Priority)",
+        True,
+        True,
+        False,
+    )
+    assert (job.limit_s, job.start, job.end, job.nodes) == (28_800, noon("14:05"), noon("22:05"), "")
+    assert format_job(job, now=noon("14:00")) == "job 4711 PENDING (Priority), expected to start at 14:05"
+    running = parse_job(WAITING.replace("PENDING", "RUNNING").replace("NodeList= ", "NodeList=n[1-4] "))
+    assert format_job(running, now=noon("18:53")) == "job 4711 RUNNING on n[1-4], 3h12m of 8h00m left"
+    place = Allocation(4711, ("n1", "n2", "n3", "n4"), "n1", 1)
+    assert format_allocation(place, replace(running, end=noon("22:05"))).startswith(
+        "slurm   job 4711, 4 nodes: n1 to n4, until "
+    )
+    assert format_allocation(place, None) == "slurm   job 4711, 4 nodes: n1 to n4, requeued 1 time"
+
+
+def test_a_partition_is_read_with_its_limits_and_the_fewest_gpus_of_its_nodes():
+    partition = parse_partition(PARTITION, GRES)
+    assert (partition.name, partition.state, partition.is_default, partition.num_nodes, partition.max_nodes) == (
+        "gpu",
+        "UP",
+        True,
+        8,
+        4,
+    )
+    assert (partition.max_s, partition.default_s, partition.gpus, partition.gpu_kind) == (86_400, 3600, 4, "a100")
+    assert parse_partition(PARTITION.replace("1-00:00:00", "UNLIMITED"), "(null)").gpus is None
+
+
+def test_the_batch_script_is_short_and_quotes_what_needs_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = RunDir(tmp_path / 'große "läufe" 100%')
+    submission = Submission(
+        4, parse_partition(PARTITION, GRES), ("--partition=gpu", "--time=8:00:00", "--comment=a b"), 28_800, 8, 300
+    )
+    script = batch_script(
+        run, ["train", str(run.submitted_toml), "--min-hosts=2"], submission, python="/opt/my env/bin/python"
+    )
+    assert (
+        script
+        == f"""\
+#!/bin/bash
+#SBATCH --job-name="große \\"läufe\\" 100%"
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --signal=B:USR1@300
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output="{tmp_path}/große \\"läufe\\" 100%%/slurm-%j.log"
+#SBATCH --partition=gpu --time=8:00:00 "--comment=a b"
+# exec: the warning before the time limit reaches paceline. After a requeue the same command continues the run.
+cd {tmp_path} || exit
+exec '/opt/my env/bin/python' -m paceline.cli train '{run.submitted_toml}' --min-hosts=2
+"""
+    )
+    without = batch_script(run, ["train"], replace(submission, gpus=None, args=()))
+    assert "#SBATCH --exclusive\n" in without and "--gpus" not in without
+    assert "--exclusive" not in batch_script(run, ["train"], replace(submission, gpus=None, args=("-c", "8")))
+
+
+def test_the_options_of_the_command_go_into_the_job_and_those_about_the_submission_do_not():
+    options = TrainOptions(
+        slurm=True,
+        slurm_args="-t 10",
+        detach=True,
+        check=False,
+        min_hosts=2,
+        track=("wandb", "trackio"),
+        hang_after_s=30.0,
+        keys={},
+    )
+    flags = ["--min-hosts=2", "--hang-after=30", "--track=wandb", "--track=trackio", "--no-check"]
+    assert sorted(option_flags(options)) == sorted(flags)
+    assert option_flags(ResumeOptions(run="a", keys={}, slurm=True)) == []
+
+
+@pytest.mark.parametrize("text, expected", [
+    ("--partition=gpu --time 8:00:00", {"partition": "gpu", "time": "8:00:00"}),
+    ("-p gpu -t8:00 -A=physics", {"partition": "gpu", "time": "8:00", "account": "physics"}),
+    ("--exclusive --constraint='a100 b'", {"exclusive": "", "constraint": "a100 b"}),
+    ("", {}),
+])  # fmt: skip
+def test_the_users_options_are_read_in_each_form_that_sbatch_takes(text, expected):
+    assert read_args(split_args(text)) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["--nodes=4", "-N4", "--array=1-3", "--wrap=ls", "--signal=INT@60", "gpu", "--time='8", "-t 1\n-p x"]
+)
+def test_options_that_are_paceline_s_own_or_none_are_refused(text):
+    with pytest.raises(UsageError):
+        read_args(split_args(text))
+
+
+def test_a_partition_that_is_not_there_down_or_too_small_is_refused_with_what_there_is():
+    gpu = parse_partition(PARTITION, GRES)
+    partitions = [
+        gpu,
+        replace(gpu, name="long", is_default=False, max_s=math.inf),
+        replace(gpu, name="old", is_default=False, state="DRAIN"),
+    ]
+    assert choose_partition(partitions, None) is gpu
+    assert choose_partition(partitions, "long,gpu").name == "long"
+    with pytest.raises(PacelineError, match="no partition gpuu; there are gpu, long and old") as error:
+        choose_partition(partitions, "gpuu")
+    assert error.value.fix == '--slurm-args "--partition=gpu"'
+    with pytest.raises(PacelineError, match="partition old is DRAIN"):
+        choose_partition(partitions, "old")
+    with pytest.raises(PacelineError, match="no default partition"):
+        choose_partition(partitions[1:], None)
+    with pytest.raises(PacelineError, match="5 nodes, and partition gpu gives a job 4"):
+        check_size(gpu, nodes=5, gpus=4, account=None)
+    with pytest.raises(PacelineError, match="8 GPUs on each node, and those of partition gpu have 4"):
+        check_size(gpu, nodes=4, gpus=8, account=None)
+    with pytest.raises(PacelineError, match="is for physics and bio, not for account n/a"):
+        check_size(replace(gpu, accounts=("physics", "bio")), nodes=1, gpus=1, account=None)
+
+
+def test_the_limit_is_the_requested_one_else_the_partition_s():
+    gpu = parse_partition(PARTITION, GRES)
+    assert [read_limit(text, gpu) for text in ("8:00:00", None)] == [28_800, 3600]
+    assert read_limit(None, replace(gpu, default_s=None)) == 86_400
+    with pytest.raises(PacelineError, match="--time=2-0 is more than the 24h00m that partition gpu allows"):
+        read_limit("2-0", gpu)
+    with pytest.raises(UsageError, match="--time=8h is not a time"):
+        read_limit("8h", gpu)
+
+
+def test_a_run_takes_as_many_jobs_as_its_time_needs():
+    assert JobLength(70_000, 28_800, 180).num_jobs == 3
+    assert JobLength(70_000, 28_800, 180).text == "3 jobs of 8h00m: the run needs 19h26m"
+    assert JobLength(70_000, math.inf, 180).text == "1 job without a time limit: the run needs 19h26m"
+    assert JobLength(None, 3600, 180).num_jobs is None
+    with pytest.raises(PacelineError, match="a job of 3m00s has no time for a checkpoint"):
+        check_length(JobLength(None, 180, 180), None)
+    check_length(JobLength(None, 240, 180), None)
+
+
+def test_the_plan_of_a_partition_s_gpus_says_how_long_the_run_takes(tmp_path):
+    config = Config(depth=12, num_steps=1000, cache_dir=str(tmp_path))
+    estimate = plan_job(config, parse_partition(PARTITION, GRES.replace("a100", "h100")), nodes=2, gpus=4)
+    assert estimate is not None and estimate.run is not None and estimate.plan.world_size == 8
+    assert plan_job(config, parse_partition(PARTITION, "gpu:fast:4"), nodes=2, gpus=4) is None  # the site's own name
+
+
+@pytest.mark.parametrize("job, resumes_itself, note", [
+    ({}, True, "it is requeued until the run is done"),
+    ({}, False, "and is not requeued: that needs --name"),
+    ({"can_requeue": False}, True, "and is not requeued: that needs sbatch --requeue"),
+    ({"is_batch": False}, True, "it is saved before; paceline resume continues it"),
+    ({"end": time.time() + 1e9}, True, None),
+    ({"end": None}, True, None),
+])  # fmt: skip
+def test_a_run_that_is_longer_than_its_job_says_whether_it_continues_by_itself(tmp_path, job, resumes_itself, note):
+    config = Config(depth=12, num_steps=100_000, cache_dir=str(tmp_path))
+    estimate = plan_job(config, parse_partition(PARTITION, "gpu:h100:4"), nodes=1, gpus=4)
+    running = replace(RUNNING, **{"end": time.time() + 3600.0, **job})
+    lines = job_note(running, estimate.plan, resumes_itself=resumes_itself)
+    assert [line.endswith(str(note)) for line in lines] == ([True] if note else [])
+
+
+def test_the_plan_for_a_partition_takes_its_gpus_and_says_how_many_jobs_it_needs(tmp_path, monkeypatch):
+    """sinfo and scontrol are scripts that print records."""
+    for name, text in (("scontrol", PARTITION), ("sinfo", "gpu gpu:h100:4")):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho '{text}'\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    keys = {"hosts": "2", "depth": 20, "num_steps": 1_000_000, "cache_dir": str(tmp_path)}
+    options = PlanOptions(slurm=True, slurm_args="--time=4:00:00", keys=keys)
+    text = add_jobs(options, lambda config: pytest.fail("no host is asked"))
+    assert "H100" in text
+    assert (
+        text.splitlines()[-1].startswith("slurm   2 nodes of partition gpu; ")
+        and " jobs of 4h00m: the run needs " in text
+    )
+    facts = json.loads(add_jobs(replace(options, json=True), lambda config: pytest.fail("no host is asked")))["slurm"]
+    assert (facts["nodes"], facts["partition"], facts["limit_s"]) == (2, "gpu", 14_400) and facts["jobs"] > 1
+
+
+def test_options_about_the_submission_need_it():
+    with pytest.raises(UsageError, match="--slurm-args is about --slurm"):
+        check_options(TrainOptions(slurm_args="-t 10", keys={}), has_place=False)
+    check_options(TrainOptions(slurm_args="-t 10", keys={}), has_place=True)
+    assert nodes_of(Config(hosts="4")) == (4, Config())
+    with pytest.raises(UsageError, match="--slurm takes a number of nodes, not --hosts ada,bob"):
+        nodes_of(Config(hosts="ada,bob"))
+
+
+def test_in_an_allocation_its_nodes_are_the_hosts_and_a_number_takes_the_first_of_them(inside):
+    entries, config = hosts_of(Config())
+    assert [(entry.host, entry.way) for entry in entries] == [(f"n{number}", "srun") for number in (1, 2, 3, 4)]
+    assert config.hosts is None  # the next start of the job may have others
+    assert [entry.host for entry in hosts_of(Config(hosts="2"))[0]] == ["n1", "n2"]
+    assert hosts_of(Config(hosts="1"))[0] == []
+    assert [entry.way for entry in hosts_of(Config(hosts="n3,n4"))[0]] == ["srun", "srun"]
+    assert [entry.way for entry in hosts_of(Config(hosts="n3,other"))[0]] == ["ssh", "ssh"]
+    with pytest.raises(UsageError, match="--hosts 5, and job 4711 has 4 nodes"):
+        hosts_of(Config(hosts="5"))
+
+
+def test_a_job_that_slurm_started_again_continues_the_run_that_it_began(tmp_path, inside):
+    run = RunDir(tmp_path)
+    assert find_start(run) == "new"
+    record_job(run, 4711)
+    assert find_start(run) == "submitted"
+    run.config_toml.write_text("")
+    assert find_start(run) == "continues"
+    record_job(run, 4710)
+    assert find_start(run) == "new"
+
+
+def test_a_run_whose_job_waits_or_runs_is_not_resumed_elsewhere(tmp_path, monkeypatch):
+    scontrol(tmp_path, monkeypatch, WAITING)
+    run = RunDir(tmp_path)
+    check_free(run)
+    record_job(run, 4711)
+    with pytest.raises(PacelineError, match=r"is in Slurm's job 4711, PENDING \(Priority\)"):
+        check_free(run)
+    scontrol(tmp_path, monkeypatch, WAITING.replace("BatchFlag=1", "BatchFlag=0"))
+    check_free(run)  # salloc's shell: the lock alone says who holds the run
+    scontrol(tmp_path, monkeypatch, WAITING.replace("PENDING", "TIMEOUT"))
+    check_free(run)
+    scontrol(tmp_path, monkeypatch, WAITING)
+    append_event(run, "finished", step=5)
+    check_free(run)  # the script of the job goes on with something else
+    append_event(run, "requeued", job_id=4711, why="its time was nearly over")
+    with pytest.raises(PacelineError):
+        check_free(run)
+    scontrol(tmp_path, monkeypatch, WAITING.replace("PENDING", "TIMEOUT"))
+    monkeypatch.setenv("PATH", "")  # a copy of the run on a machine without Slurm
+    check_free(run)
+
+
+STOPPED = Outcome("interrupted", 130, 1, [])
+LOST = Outcome("failed", 3, 1, [], explanation=Explanation("host-lost", host="n2"))
+
+
+@pytest.mark.parametrize("outcome, signal, job, reason", [
+    (STOPPED, "SIGUSR1", RUNNING, "its time was nearly over"),
+    (STOPPED, "SIGUSR1", replace(RUNNING, is_preempted=True), "preempted by another job"),
+    (STOPPED, None, replace(RUNNING, is_preempted=True), "preempted by another job"),  # the ranks alone were told
+    (LOST, None, RUNNING, "lost host n2"),
+    (STOPPED, "SIGINT", RUNNING, None),  # paceline stop
+    (STOPPED, "SIGTERM", RUNNING, None),
+    (STOPPED, "SIGTERM", replace(RUNNING, state="CANCELLED"), None),  # scancel
+    (STOPPED, "SIGUSR1", replace(RUNNING, can_requeue=False), None),
+    (STOPPED, "SIGUSR1", replace(RUNNING, is_batch=False), None),  # salloc
+    (STOPPED, "SIGUSR1", None, None),
+    (replace(LOST, explanation=Explanation("cuda-oom")), None, RUNNING, None),
+])  # fmt: skip
+def test_a_job_is_requeued_when_slurm_ends_it_and_not_when_its_user_does(outcome, signal, job, reason):
+    assert requeue_reason(outcome, signal, job) == reason
+
+
+def test_a_job_that_ended_twice_without_a_newer_checkpoint_is_not_requeued():
+    def checkpoint(step: int) -> dict:
+        return {"event": "checkpoint", "step": step}
+
+    requeued = {"event": "requeued"}
+    assert has_progressed([]) and has_progressed([checkpoint(5)])
+    assert has_progressed([checkpoint(5), requeued, checkpoint(9)])
+    assert not has_progressed([checkpoint(5), requeued])
+    assert not has_progressed([checkpoint(5), requeued, checkpoint(5)])
+
+
+def test_a_warning_before_the_first_attempt_ends_with_a_reason():
+    with pytest.raises(PacelineError, match="nearly over, and no attempt has begun"):
+        end_early(10, None)
+
+
+@pytest.mark.parametrize("stderr, exit_code, what", [
+    ("srun: error: Unable to create step: Requested node configuration is not available", 1, "it is not a node of this job"),
+    ("srun: error: Unable to create step: Required node not available (down, drained or reserved)", 1, "Slurm cannot reach it"),
+    ("srun: error: Node failure on n2\nsrun: error: n2: task 0: Killed", 137, "Slurm cannot reach it"),
+    ("srun: error: Unable to confirm allocation for job 4711: Invalid job id specified", 1, "the job has ended"),
+    ("", 127, "no {python} or python3 there"),
+    ("slurmstepd: error: chdir failed", 1, "slurmstepd: error: chdir failed"),
+    ("", 1, "srun ended with exit code 1"),
+])  # fmt: skip
+def test_a_node_that_srun_does_not_reach_is_an_error_with_its_reason(tmp_path, monkeypatch, stderr, exit_code, what):
+    (tmp_path / "srun").write_text(f"#!/bin/sh\nprintf '%s\\n' '{stderr}' >&2\nexit {exit_code}\n")
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with pytest.raises(PacelineError) as error:
+        open_module(HostEntry("n2", way="srun"), "paceline.launch.remote", python=None)
+    assert error.value.message == what.format(python=sys.executable)
+
+
+def test_a_process_warns_itself_where_slurm_does_not():
+    assert not is_ending(RUNNING, now=800.0) and is_ending(RUNNING, now=881.0)
+    assert not is_ending(replace(RUNNING, limit_s=240.0), now=970.0) and is_ending(
+        replace(RUNNING, limit_s=240.0), now=977.0
+    )
+    assert is_ending(replace(RUNNING, is_preempted=True), now=0.0)
+    assert not is_ending(replace(RUNNING, state="PENDING"), now=2000.0)
+    assert not is_ending(replace(RUNNING, end=None), now=2000.0)
+
+
+def scontrol(folder, monkeypatch, text: str) -> None:
+    """Puts a scontrol that prints this record first into PATH."""
+    (folder / "record").write_text(text + "\n")
+    (folder / "scontrol").write_text(f"#!/bin/sh\nexec cat {folder}/record\n")
+    (folder / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+
+@pytest.mark.parametrize("state, cause", [
+    ("OUT_OF_MEMORY", "host-oom-killed"), ("TIMEOUT", "slurm-time-limit"), ("DEADLINE", "slurm-time-limit"),
+    ("NODE_FAIL", "slurm-node-failure"), ("BOOT_FAIL", "slurm-node-failure"), ("PREEMPTED", "slurm-cancelled"),
+    ("CANCELLED", "slurm-cancelled"),
+])  # fmt: skip
+def test_how_the_job_ended_is_recorded_once_and_explains_the_run(tmp_path, monkeypatch, state, cause):
+    scontrol(tmp_path, monkeypatch, WAITING.replace("PENDING", state).replace("NodeList= ", "NodeList=n[1-2] "))
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    run.config_toml.write_text("")
+    record_job(run, 4711)
+    assert [record_job_end(run), record_job_end(run)] == [state, state]
+    [event] = read_json_lines(run.events)
+    assert (event["event"], event["job_id"], event["state"], event["nodes"], event["limit_s"]) == (
+        "slurm_job",
+        4711,
+        state,
+        "n[1-2]",
+        28_800,
+    )
+    explanation = explain_run(run)
+    assert explanation.cause == cause and explanation.evidence[0].source == "scontrol show job"
+
+
+def test_what_slurm_itself_wrote_into_the_log_of_the_job_is_evidence_of_its_last_start_only(tmp_path):
+    run = RunDir(tmp_path)
+    run.config_toml.write_text("")
+    (tmp_path / "slurm-4711.log").write_text(
+        "\nslurm   job 4711, 2 nodes: n1 and n2\nslurmstepd-n1: error: *** JOB 4711 ON n1 CANCELLED AT 2026-11-23T14:00:00 DUE TO"
+        " TIME LIMIT ***\n\nslurm   job 4711, 2 nodes: n1 and n2, requeued 1 time\nerror: not Slurm's own\n"
+        "slurmstepd-n1: error: Detected 1 oom_kill event in StepId=4711.batch. Some of the step tasks have been OOM Killed.\n"
+    )
+    append_event(run, "slurm_job", job_id=4711, state="FAILED")
+    explanation = explain_run(run)
+    assert explanation.cause == "host-oom-killed"
+    assert all("TIME LIMIT" not in item.text for item in explanation.evidence)
+
+
+def test_accounts_are_read_by_their_last_line():
+    assert parse_accounted("NODE_FAIL\nPREEMPTED\nCANCELLED by 1000\n") == "CANCELLED"
+    assert parse_accounted("OUT_OF_MEMORY\n") == "OUT_OF_MEMORY"
+    assert parse_accounted("RUNNING\n") is None and parse_accounted("") is None
+
+
+def test_a_requeued_run_is_queued_until_its_job_is_known_to_have_ended():
+    events = [{"event": "attempt"}, {"event": "attempt_ended", "state": "interrupted"}, {"event": "requeued"}]
+    assert end_state(events) == "queued"
+    assert end_state([*events, {"event": "slurm_job", "state": "CANCELLED"}]) == "stopped"
+    assert end_state([*events, {"event": "slurm_job", "state": "NODE_FAIL"}]) == "broken"
+    assert end_state([{"event": "finished"}, {"event": "slurm_job", "state": "COMPLETED"}]) == "finished"
+
+
+def test_a_file_system_without_locks_does_not_stop_a_run(tmp_path, monkeypatch, capsys):
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(rundir.fcntl, "flock", refuse)
+    lock_run(RunDir(tmp_path))
+    assert "is on a file system without locks" in capsys.readouterr().err
+    assert not is_locked(RunDir(tmp_path))

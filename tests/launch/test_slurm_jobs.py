@@ -1,0 +1,243 @@
+"""Runs in a real Slurm: slurmctld and two slurmd in network namespaces (tests/slurm_cluster.py)."""
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+
+import pytest
+import slurm_cluster
+from slurm_cluster import LOGIN, SlurmCluster, events_of
+
+from paceline.model.manifest import newest_good, read_manifest
+from paceline.rundir import RunDir, read_json_lines
+
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(slurm_cluster.WHY_NOT), reason=slurm_cluster.WHY_NOT),
+]
+SIZES = (
+    "--nproc=1", "--depth=2", "--n-embd=64", "--head-dim=32", "--sequence-len=64", "--vocab-size=512", "--device=cpu",
+    "--total-batch-size=1536", "--device-batch-size=4", "--sample-every=0", "--eval-every=0", "--eval-tokens=1024",
+    "--data=text.txt", "--precision=fp32", "--health-every=0", "--no-check",
+)  # fmt: skip
+SHORTEST = 4  # minutes: a job in which paceline has time to start, to be warned and to save
+TRAINED_S = 270.0  # of a run that needs three such jobs
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("slurm")
+    with slurm_cluster.slurm_cluster(folder) as cluster:
+        lines = (f"the {number} quick brown foxes jump over {number * number} lazy dogs\n" for number in range(3000))
+        (folder / "text.txt").write_text("".join(lines))
+        yield cluster
+
+
+def submit(cluster: SlurmCluster, name: str, num_steps: int, *arguments: str, slurm_args: str = "--time=30") -> RunDir:
+    """Submits a run of two nodes, without following it."""
+    words = (
+        *SIZES,
+        "--name",
+        name,
+        "--num-steps",
+        str(num_steps),
+        "--slurm",
+        "--hosts",
+        "2",
+        "--slurm-args",
+        slurm_args,
+    )
+    done = cluster.paceline("train", *words, "--detach", *arguments)
+    assert done.returncode == 0, done.stderr
+    return RunDir(cluster.runs / name)
+
+
+def job_id(run: RunDir) -> int:
+    return json.loads(run.slurm_json.read_text())["job_id"]
+
+
+def step_of(run: RunDir) -> int:
+    return max((line["step"] for line in read_json_lines(run.metrics)), default=-1)
+
+
+def last_files(run: RunDir) -> dict[str, str]:
+    """Returns the hash of every file of the newest checkpoint."""
+    path, _ = newest_good(run.checkpoints, set_aside=False)
+    return {name: entry.sha256 for name, entry in read_manifest(path).files.items()}
+
+
+def wait_for_end(cluster: SlurmCluster, run: RunDir, *, timeout_s: float = 300.0) -> str:
+    """Returns the state in which the job of a run has ended."""
+    ends = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+    cluster.wait_for(lambda: cluster.state(job_id(run)) in ends, timeout_s=timeout_s)
+    return cluster.state(job_id(run))
+
+
+def unbroken(cluster: SlurmCluster, name: str, *arguments: str) -> dict[str, str]:
+    """Returns the files of the last checkpoint of the same training on one host, without Slurm."""
+    done = cluster.paceline("train", *arguments, *SIZES[1:], "--nproc=2", "--name", name, timeout_s=1800)
+    assert done.returncode == 0, done.stderr
+    return last_files(RunDir(cluster.runs / name))
+
+
+@pytest.mark.parametrize("arguments, what", [
+    (("--slurm-args", "--partition=man"), "Slurm has no partition man; there are main, urgent"),
+    (("--slurm-args", "--partition=physics"), "partition physics is for physics, not for account n/a"),
+    (("--slurm-args", "--time=1"), "a job of 1m00s has no time for a checkpoint"),
+    (("--slurm-args", "--qos"), "Slurm:"),
+], ids=lambda value: value[-1] if isinstance(value, tuple) else None)  # fmt: skip
+def test_what_slurm_would_refuse_or_never_start_is_refused_before_it_is_submitted(cluster, arguments, what):
+    sizes = [word for word in SIZES if word.partition("=")[0] not in arguments]
+    done = cluster.paceline("train", *sizes, "--name", "refused", "--num-steps", "10", "--slurm", *arguments)
+    assert done.returncode in (1, 2)
+    assert done.stderr.startswith("error: ") and what in done.stderr and "\n  fix: " in done.stderr
+    assert not (cluster.runs / "refused").exists()
+
+
+def test_a_run_is_submitted_followed_warned_requeued_and_done(cluster):
+    """The name has a space and a letter that is not ASCII; the config is edited after the submission."""
+    (cluster.hosts.folder / "mine.toml").write_text("num_steps = 150\nsave_every = 1000\nlog_every = 1\n")
+    words = (
+        "train",
+        "mine.toml",
+        *SIZES,
+        "--name",
+        "große läufe",
+        "--slurm",
+        "--hosts",
+        "2",
+        "--slurm-args",
+        "--time=30",
+    )
+    process = cluster.start(
+        LOGIN, sys.executable, "-m", "paceline.cli", *words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    run = RunDir(cluster.runs / "große läufe")
+    cluster.wait_for(run.slurm_json.exists)
+    (cluster.hosts.folder / "mine.toml").write_text("num_steps = 7\n")
+    cluster.wait_for(lambda: step_of(run) > 0)
+    for _ in range(2):  # a second warning must not hurt
+        cluster.slurm("scancel", "--signal=USR1", "--batch", str(job_id(run)))
+    refused = cluster.paceline("resume", str(run.path))
+    output, _ = process.communicate(timeout=slurm_cluster.DEADLINE_S)
+    assert process.returncode == 0, output + cluster.logs()
+    assert "is in Slurm's job" in refused.stderr
+    assert f"slurm   job {job_id(run)} PENDING" in output and "2 nodes: n1 and n2, until" in output
+    assert "requeued: job" in output and "requeued 1 time" in output and "done    150 steps" in output
+    attempts = events_of(run, "attempt")
+    assert [(event["attempt"], event["job_restarts"]) for event in attempts] == [(1, 0), (2, 1)]
+    assert [event["hosts"] for event in attempts] == [{"n1": [0], "n2": [1]}] * 2
+    assert events_of(run, "requeued")[0]["why"] == "its time was nearly over"
+    assert events_of(run, "slurm_job")[0]["state"] == "COMPLETED"
+
+
+def test_a_run_that_waits_is_watched_and_cancelled_and_one_that_trains_is_stopped_with_a_checkpoint(cluster):
+    cluster.slurm("sbatch", "--exclusive", "--nodes=2", "--job-name=first", "--output=/dev/null", "--wrap", "sleep 600")
+    waiting = submit(cluster, "waiting", 20)
+    number = job_id(waiting)
+    shown = cluster.paceline("runs", "show", "waiting").stdout
+    listed = json.loads(cluster.paceline("runs", "--json").stdout)
+    assert "waiting: queued" in shown and f"slurm   job {number} PENDING (" in shown
+    assert next(status["state"] for status in listed if status["name"] == "waiting") == "queued"
+    stopped = cluster.paceline("stop", "waiting")
+    assert (
+        stopped.stdout == f"cancelled: job {number}, before {waiting.path.relative_to(cluster.hosts.folder)} began\n"
+    ), stopped
+    assert cluster.state(number) == "CANCELLED" and not waiting.path.exists()
+    cluster.slurm("scancel", "--name=first")
+
+    run = submit(cluster, "stopped", 3000)
+    cluster.wait_for(lambda: step_of(run) > 0)
+    shown = cluster.paceline("runs", "show", "stopped").stdout
+    assert "RUNNING on n[1-2], " in shown and " of 30m00s left" in shown
+    stopped = cluster.paceline("stop", "stopped")
+    assert stopped.stdout.startswith(f"stopped: {run.path.relative_to(cluster.hosts.folder)}, checkpoint at step "), (
+        stopped
+    )
+    assert not events_of(run, "requeued") and cluster.state(job_id(run)) not in ("PENDING", "RUNNING")
+
+
+@pytest.mark.soak
+def test_inside_an_allocation_the_same_command_just_runs_and_its_nodes_are_checked_over_srun(cluster):
+    words = [*SIZES[:-1], "--name", "inside", "--num-steps", "3", "--slurm", "--hosts", "2"]
+    done = cluster.run("salloc", "--nodes=2", "--time=10", sys.executable, "-m", "paceline.cli", "train", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 nodes: n1 and n2, until" in done.stdout and "done    3 steps" in done.stdout
+    [attempt] = events_of(RunDir(cluster.runs / "inside"), "attempt")
+    assert attempt["hosts"] == {"n1": [0], "n2": [1]}
+    assert attempt["head"] is None  # salloc's shell is on the login node
+
+
+@pytest.mark.soak
+def test_a_job_that_is_preempted_saves_and_continues_when_its_nodes_are_free_again(cluster):
+    run = submit(cluster, "preempted", 400)
+    cluster.wait_for(lambda: step_of(run) > 5)
+    started = time.monotonic()
+    cluster.slurm("sbatch", "--partition=urgent", "--exclusive", "--nodes=2", "--output=/dev/null", "--wrap", "sleep 5")
+    cluster.wait_for(lambda: events_of(run, "requeued"), timeout_s=60)
+    print(f"requeued {time.monotonic() - started:.1f} s after the job that preempts was submitted")
+    assert events_of(run, "requeued")[0]["why"] == "preempted by another job"
+    assert wait_for_end(cluster, run) == "COMPLETED", cluster.logs()
+    assert step_of(run) == 400 and len(events_of(run, "attempt")) == 2
+
+
+@pytest.mark.soak
+def test_scancel_saves_and_is_not_undone_by_a_requeue(cluster):
+    run = submit(cluster, "cancelled", 3000)
+    cluster.wait_for(lambda: step_of(run) > 5)
+    cluster.slurm("scancel", str(job_id(run)))
+    cluster.wait_for(lambda: events_of(run, "stopped"), timeout_s=30)
+    assert wait_for_end(cluster, run) == "CANCELLED"
+    assert not events_of(run, "requeued") and events_of(run, "checkpoint")
+    explained = cluster.paceline("explain", "cancelled").stdout
+    assert events_of(run, "slurm_job")[0]["state"] == "CANCELLED" and "slurm-cancelled" in explained
+    longer = str(events_of(run, "checkpoint")[-1]["step"] + 5)
+    resumed = cluster.paceline(
+        "resume", "cancelled", "--num-steps", longer, "--slurm", "--slurm-args=--time=30", "--no-check"
+    )
+    assert resumed.returncode == 0 and step_of(run) == int(longer), resumed
+    assert [event["world_size"] for event in events_of(run, "attempt")] == [2, 2]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("min_hosts", [1, 2])
+def test_a_node_that_dies_under_the_run_is_left_out_or_the_job_is_requeued_until_it_is_back(cluster, min_hosts):
+    options = (f"--min-hosts={min_hosts}", "--save-every=50")
+    run = submit(cluster, f"lost{min_hosts}", 600, *options, slurm_args="--time=30 --no-kill")
+    cluster.wait_for(lambda: step_of(run) > 60)
+    started = time.monotonic()
+    cluster.kill_node("n2")
+    cluster.wait_for(lambda: events_of(run, "verdict"), timeout_s=60)
+    print(f"noticed {time.monotonic() - started:.1f} s after the node died")
+    assert events_of(run, "verdict")[0]["cause"] == "host-lost"
+    if min_hosts == 2:
+        cluster.wait_for(lambda: events_of(run, "requeued"), timeout_s=60)
+        cluster.start_node("n2")
+    assert wait_for_end(cluster, run, timeout_s=400) == "COMPLETED", cluster.logs()
+    print(f"done {time.monotonic() - started:.1f} s after the node died")
+    assert step_of(run) == 600
+    assert [event["world_size"] for event in events_of(run, "attempt")] == [2, min_hosts]
+    if min_hosts == 1:
+        cluster.start_node("n2")
+    cluster.wait_for(lambda: cluster.slurm("sinfo", "-h", "-N", "-pmain", "-o%T").split() == ["idle"] * 2)
+
+
+@pytest.mark.soak
+def test_a_limit_that_is_reached_twice_leaves_the_same_bits_as_an_unbroken_run(cluster):
+    """Slurm itself warns: USR1 may come up to a minute early, as it looks every 30 s. A job then trains for one or two minutes."""
+    unbroken(cluster, "timed", "--num-steps=200")
+    times_ms = [
+        line["step_ms"] for line in read_json_lines(RunDir(cluster.runs / "timed").metrics) if line.get("step_ms")
+    ]
+    num_steps = int(TRAINED_S * 1000 / statistics.median(times_ms))
+    run = submit(cluster, "limited", num_steps, "--save-every=100000", slurm_args=f"--time={SHORTEST}")
+    started = time.monotonic()
+    assert wait_for_end(cluster, run, timeout_s=1800) == "COMPLETED", cluster.logs()
+    attempts = events_of(run, "attempt")
+    print(f"{num_steps} steps in {len(attempts)} jobs, {time.monotonic() - started:.0f} s")
+    assert len(events_of(run, "requeued")) >= 2
+    assert [event["job_restarts"] for event in attempts] == list(range(len(attempts)))
+    assert last_files(run) == unbroken(cluster, "limitless", f"--num-steps={num_steps}")

@@ -32,6 +32,21 @@ ENDED = (
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT",
 )  # fmt: skip
 UNKNOWN_JOB = "Invalid job id"
+# of a node that takes no new job until somebody does something about it; man sinfo, NODE STATE CODES
+UNUSABLE = (
+    "down",
+    "drained",
+    "draining",
+    "drng",
+    "fail",
+    "failing",
+    "futr",
+    "future",
+    "inval",
+    "maint",
+    "unk",
+    "unknown",
+)
 
 
 @dataclass(frozen=True)
@@ -85,6 +100,11 @@ class Partition:
     gpus: int | None = None
     gpu_kind: str | None = None  # as the site calls them: a100, rtx4090
     accounts: tuple[str, ...] = ()  # it is for these alone; none: for all
+    num_down: int = 0  # of its nodes, those that are down or drained, or do not answer
+
+    @property
+    def num_up(self) -> int:
+        return self.num_nodes - self.num_down
 
 
 def allocation(env: Mapping[str, str] | None = None) -> Allocation | None:
@@ -191,10 +211,14 @@ def parse_clock(text: str | None) -> float | None:
     return None
 
 
-def parse_partition(text: str, gres: str = "") -> Partition:
-    """Returns the partition of `scontrol show partition --oneliner`. gres: a line for each kind of its nodes, of sinfo."""
+def parse_partition(text: str, nodes: str = "") -> Partition:
+    """Returns the partition of `scontrol show partition --oneliner`.
+
+    nodes: a line for each kind of its nodes, as sinfo shows them: how many, their state, their GPUs.
+    """
     fields = read_record(text)
-    kinds = [match for line in gres.splitlines() if (match := GPUS.search(line))]
+    kinds = [match for line in nodes.splitlines() if (match := GPUS.search(line))]
+    states = [line.split()[:2] for line in nodes.splitlines() if line.strip()]
     default = fields.get("DefaultTime", "NONE")
     return Partition(
         fields["PartitionName"],
@@ -207,7 +231,13 @@ def parse_partition(text: str, gres: str = "") -> Partition:
         gpus=min((int(match["count"]) for match in kinds), default=None),
         gpu_kind=next((match["kind"] for match in kinds if match["kind"]), None),
         accounts=() if (names := fields.get("AllowAccounts", "ALL")) == "ALL" else tuple(names.split(",")),
+        num_down=sum(int(count) for count, state in states if is_unusable(state)),
     )
+
+
+def is_unusable(state: str) -> bool:
+    """Returns whether a node takes no job. state: of sinfo, with a mark behind it: down*, idle~ (sleeps), mixed# (wakes up)."""
+    return state.endswith("*") or state.lower().rstrip("~#!%$@^-+") in UNUSABLE
 
 
 class SlurmError(PacelineError):
@@ -299,12 +329,12 @@ def format_job(job: SlurmJob | None, *, now: float | None = None) -> str | None:
 
 def read_partitions(*, timeout_s: float = ANSWER_S) -> list[Partition]:
     """Returns all partitions that this user may see. timeout_s: of each of two questions."""
-    gres: dict[str, list[str]] = {}  # of each partition, a line for each kind of its nodes
-    for line in ask("sinfo", "--noheader", "--format=%R %G", timeout_s=timeout_s).splitlines():
+    nodes: dict[str, list[str]] = {}  # of each partition, a line for each kind of its nodes
+    for line in ask("sinfo", "--noheader", "--format=%R %D %T %G", timeout_s=timeout_s).splitlines():
         name, _, text = line.partition(" ")
-        gres.setdefault(name, []).append(text)
+        nodes.setdefault(name, []).append(text)
     shown = ask("scontrol", "show", "partition", "--oneliner", timeout_s=timeout_s)
     records = [line for line in shown.splitlines() if line.strip()]
     return [
-        parse_partition(record, "\n".join(gres.get(read_record(record)["PartitionName"], ()))) for record in records
+        parse_partition(record, "\n".join(nodes.get(read_record(record)["PartitionName"], ()))) for record in records
     ]

@@ -117,6 +117,8 @@ def submit(
     if options.print:
         print(script, end="")
         return 0
+    for note in node_notes(submission.partition, nodes=submission.nodes):
+        print(note, flush=True)
     try:
         run.path.mkdir(parents=True, exist_ok=True)
         write_atomic(run.path / SCRIPT, script)
@@ -256,6 +258,17 @@ def check_size(partition: Partition, *, nodes: int, gpus: int | None, account: s
             f"partition {partition.name} is for {format_list(partition.accounts)}, not for account {account or 'n/a'}"
         )
         raise PacelineError(what, fix=f'--slurm-args "--account={partition.accounts[0]} ...", or another --partition')
+
+
+def node_notes(partition: Partition, *, nodes: int) -> list[str]:
+    """Returns a line where fewer nodes are up than the job asks for: Slurm takes it, and it waits until they are."""
+    if partition.num_up >= nodes:
+        return []
+    up = format_number_of(partition.num_up, "is up", "are up")
+    return [
+        f"slurm   of the {format_number_of(partition.num_nodes, 'node')} of partition {partition.name} {up}: the job waits for"
+        f" {nodes}; sinfo -R says why the others are not"
+    ]
 
 
 def plan_job(config: Config, partition: Partition, *, nodes: int, gpus: int | None) -> Forecast | None:

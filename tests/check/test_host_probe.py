@@ -231,13 +231,13 @@ def test_slurm_says_which_partitions_have_gpus_and_in_a_job_how_long_it_lasts(tm
     partitions = "\n".join(f"PartitionName={name} State={state} TotalNodes=2" for name, state in states.items())
     # as the site's own settings would have it: a time that is no time
     show = f'if [ "$2" = job ]; then echo "{job}"; else echo "{partitions}"; fi; [ "$SLURM_TIME_FORMAT" = standard ]'
-    gres = "cpu (null)\ngpu gpu:a100:8(S:0-1)\ngpu gpu:a100:4\nold gpu:2"
+    gres = "cpu 2 idle (null)\ngpu 1 mixed gpu:a100:8(S:0-1)\ngpu 1 drained gpu:a100:4\nold 2 idle gpu:2"
     for name, text in (("sinfo", f"cat <<'END'\n{gres}\nEND"), ("scontrol", show)):
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    outside = {"job_id": None, "seconds_left": None, "gpu_partitions": ["gpu"]}
+    outside = {"job_id": None, "seconds_left": None, "gpu_partitions": [{"name": "gpu", "nodes": 2, "nodes_up": 1}]}
     assert probe_tools({})["tools"]["slurm"] == outside
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")

@@ -36,6 +36,7 @@ from paceline.launch.sbatch import (
     check_size,
     choose_partition,
     job_note,
+    node_notes,
     nodes_of,
     option_flags,
     plan_job,
@@ -53,6 +54,7 @@ from paceline.slurm import (
     expand_nodes,
     format_allocation,
     format_job,
+    is_unusable,
     parse_job,
     parse_limit,
     parse_partition,
@@ -73,7 +75,7 @@ PARTITION = (
     " Nodes=n[1-8] PriorityTier=1 OverSubscribe=NO PreemptMode=REQUEUE State=UP TotalCPUs=512 TotalNodes=8 JobDefaults=(null)"
 )
 RUNNING = SlurmJob(4711, "RUNNING", can_requeue=True, is_batch=True, end=1000.0, limit_s=3600.0)
-GRES = "gpu:a100:4(S:0-1)\ngpu:a100:8(S:0-3),lustre:1\n(null)"
+NODES = "4 idle gpu:a100:4(S:0-1)\n2 mixed# gpu:a100:8(S:0-3),lustre:1\n1 drained gpu:a100:4\n1 idle* (null)"
 
 
 def noon(clock: str) -> float:
@@ -154,7 +156,7 @@ def test_a_job_is_read_with_its_state_its_times_and_a_name_with_spaces():
 
 
 def test_a_partition_is_read_with_its_limits_and_the_fewest_gpus_of_its_nodes():
-    partition = parse_partition(PARTITION, GRES)
+    partition = parse_partition(PARTITION, NODES)
     assert (partition.name, partition.state, partition.is_default, partition.num_nodes, partition.max_nodes) == (
         "gpu",
         "UP",
@@ -163,14 +165,25 @@ def test_a_partition_is_read_with_its_limits_and_the_fewest_gpus_of_its_nodes():
         4,
     )
     assert (partition.max_s, partition.default_s, partition.gpus, partition.gpu_kind) == (86_400, 3600, 4, "a100")
-    assert parse_partition(PARTITION.replace("1-00:00:00", "UNLIMITED"), "(null)").gpus is None
+    assert parse_partition(PARTITION.replace("1-00:00:00", "UNLIMITED"), "8 idle (null)").gpus is None
+
+
+def test_a_job_for_more_nodes_than_are_up_is_told_what_it_waits_for():
+    partition = parse_partition(PARTITION, NODES)
+    assert (partition.num_nodes, partition.num_up) == (8, 6)
+    assert node_notes(partition, nodes=6) == []
+    assert node_notes(partition, nodes=7) == [
+        "slurm   of the 8 nodes of partition gpu 6 are up: the job waits for 7; sinfo -R says why the others are not"
+    ]
+    states = ["idle", "idle~", "mixed-", "allocated", "planned", "down", "down~", "draining@", "maint", "fail", "idle*"]
+    assert [is_unusable(state) for state in states] == [False] * 5 + [True] * 6
 
 
 def test_the_batch_script_is_short_and_quotes_what_needs_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = RunDir(tmp_path / 'große "läufe" 100%')
     submission = Submission(
-        4, parse_partition(PARTITION, GRES), ("--partition=gpu", "--time=8:00:00", "--comment=a b"), 28_800, 8, 300
+        4, parse_partition(PARTITION, NODES), ("--partition=gpu", "--time=8:00:00", "--comment=a b"), 28_800, 8, 300
     )
     script = batch_script(
         run, ["train", str(run.submitted_toml), "--min-hosts=2"], submission, python="/opt/my env/bin/python"
@@ -233,7 +246,7 @@ def test_options_that_are_paceline_s_own_or_none_are_refused(text):
 
 
 def test_a_partition_that_is_not_there_down_or_too_small_is_refused_with_what_there_is():
-    gpu = parse_partition(PARTITION, GRES)
+    gpu = parse_partition(PARTITION, NODES)
     partitions = [
         gpu,
         replace(gpu, name="long", is_default=False, max_s=math.inf),
@@ -257,7 +270,7 @@ def test_a_partition_that_is_not_there_down_or_too_small_is_refused_with_what_th
 
 
 def test_the_limit_is_the_requested_one_else_the_partition_s():
-    gpu = parse_partition(PARTITION, GRES)
+    gpu = parse_partition(PARTITION, NODES)
     assert [read_limit(text, gpu) for text in ("8:00:00", None)] == [28_800, 3600]
     assert read_limit(None, replace(gpu, default_s=None)) == 86_400
     with pytest.raises(PacelineError, match="--time=2-0 is more than the 24h00m that partition gpu allows"):
@@ -278,9 +291,11 @@ def test_a_run_takes_as_many_jobs_as_its_time_needs():
 
 def test_the_plan_of_a_partition_s_gpus_says_how_long_the_run_takes(tmp_path):
     config = Config(depth=12, num_steps=1000, cache_dir=str(tmp_path))
-    estimate = plan_job(config, parse_partition(PARTITION, GRES.replace("a100", "h100")), nodes=2, gpus=4)
+    estimate = plan_job(config, parse_partition(PARTITION, NODES.replace("a100", "h100")), nodes=2, gpus=4)
     assert estimate is not None and estimate.run is not None and estimate.plan.world_size == 8
-    assert plan_job(config, parse_partition(PARTITION, "gpu:fast:4"), nodes=2, gpus=4) is None  # the site's own name
+    assert (
+        plan_job(config, parse_partition(PARTITION, "8 idle gpu:fast:4"), nodes=2, gpus=4) is None
+    )  # the site's own name
 
 
 @pytest.mark.parametrize("job, resumes_itself, note", [
@@ -293,7 +308,7 @@ def test_the_plan_of_a_partition_s_gpus_says_how_long_the_run_takes(tmp_path):
 ])  # fmt: skip
 def test_a_run_that_is_longer_than_its_job_says_whether_it_continues_by_itself(tmp_path, job, resumes_itself, note):
     config = Config(depth=12, num_steps=100_000, cache_dir=str(tmp_path))
-    estimate = plan_job(config, parse_partition(PARTITION, "gpu:h100:4"), nodes=1, gpus=4)
+    estimate = plan_job(config, parse_partition(PARTITION, "8 idle gpu:h100:4"), nodes=1, gpus=4)
     running = replace(RUNNING, **{"end": time.time() + 3600.0, **job})
     lines = job_note(running, estimate.plan, resumes_itself=resumes_itself)
     assert [line.endswith(str(note)) for line in lines] == ([True] if note else [])
@@ -301,7 +316,7 @@ def test_a_run_that_is_longer_than_its_job_says_whether_it_continues_by_itself(t
 
 def test_the_plan_for_a_partition_takes_its_gpus_and_says_how_many_jobs_it_needs(tmp_path, monkeypatch):
     """sinfo and scontrol are scripts that print records."""
-    for name, text in (("scontrol", PARTITION), ("sinfo", "gpu gpu:h100:4")):
+    for name, text in (("scontrol", PARTITION), ("sinfo", "gpu 8 idle gpu:h100:4")):
         (tmp_path / name).write_text(f"#!/bin/sh\necho '{text}'\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")

@@ -97,6 +97,18 @@ def test_what_slurm_would_refuse_or_never_start_is_refused_before_it_is_submitte
     assert not (cluster.runs / "refused").exists()
 
 
+def test_a_job_for_a_node_that_is_drained_is_told_what_it_waits_for(cluster):
+    cluster.slurm("scontrol", "update", "nodename=n2", "state=drain", "reason=disk")
+    try:
+        words = (*SIZES, "--name", "drained", "--num-steps", "10", "--slurm", "--hosts", "2", "--detach")
+        done = cluster.paceline("train", *words, "--slurm-args=--time=30")
+        note = "of the 2 nodes of partition main 1 is up: the job waits for 2; sinfo -R says why the others are not"
+        assert note in done.stdout and done.returncode == 0, done
+        assert cluster.paceline("stop", "drained").stdout.startswith("cancelled: job ")
+    finally:
+        cluster.slurm("scontrol", "update", "nodename=n2", "state=resume")
+
+
 def test_a_run_is_submitted_followed_warned_requeued_and_done(cluster):
     """The name has a space and a letter that is not ASCII; the config is edited after the submission."""
     (cluster.hosts.folder / "mine.toml").write_text("num_steps = 150\nsave_every = 1000\nlog_every = 1\n")

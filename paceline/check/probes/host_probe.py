@@ -244,9 +244,9 @@ def probe_slurm() -> dict[str, Any] | None:
     with suppress(PacelineError, KeyError, ValueError):
         place = allocation()
         if place is None:
-            partitions = read_partitions(timeout_s=DEADLINE_S)
-            names = [partition.name for partition in partitions if partition.gpus and partition.state == "UP"]
-            return {"job_id": None, "seconds_left": None, "gpu_partitions": names}
+            partitions = [p for p in read_partitions(timeout_s=DEADLINE_S) if p.gpus and p.state == "UP"]
+            facts = [{"name": p.name, "nodes": p.num_nodes, "nodes_up": p.num_up} for p in partitions]
+            return {"job_id": None, "seconds_left": None, "gpu_partitions": facts}
         job = read_job(place.job_id, timeout_s=DEADLINE_S)
         end = job.end if job and job.limit_s < math.inf else None
         left = None if end is None else max(0.0, end - time.time())

@@ -331,10 +331,13 @@ def slurm_outside(host: Host) -> Cases:
     """Finds a login node, where a run would train on the CPU, beside GPUs that Slurm gives."""
     partitions = host.at("tools.slurm.gpu_partitions")
     if partitions and not host.gpus and host.intent.set_value("device") is None:
-        what = f"this is no job of Slurm and has no GPU; the nodes of partition {partitions[0]} have"
+        partition = max(partitions, key=lambda partition: partition["nodes_up"] > 0)
+        name, nodes, up = partition["name"], partition["nodes"], partition["nodes_up"]
+        state = "" if up == nodes else f", {up} of {nodes} up"
+        what = f"this is no job of Slurm and has no GPU; the nodes of partition {name} have{state}"
         is_script = host.intent.command == "run"
-        submit = f'--slurm --slurm-args "--partition={partitions[0]}"'
-        yield Case(what, f"salloc --partition={partitions[0]} --gpus-per-node=1" if is_script else submit)
+        submit = f'--slurm --slurm-args "--partition={name}"'
+        yield Case(what, f"salloc --partition={name} --gpus-per-node=1" if is_script else submit)
 
 
 def slurm_ends_soon(host: Host) -> Cases:

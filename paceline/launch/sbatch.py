@@ -117,7 +117,8 @@ def submit(
     if options.print:
         print(script, end="")
         return 0
-    for note in node_notes(submission.partition, nodes=submission.nodes):
+    notes = node_notes(submission.partition, nodes=submission.nodes)
+    for note in notes:
         print(note, flush=True)
     try:
         run.path.mkdir(parents=True, exist_ok=True)
@@ -128,12 +129,16 @@ def submit(
     except OSError as error:
         raise unwritable_run(run, error) from error
     try:
-        ask("sbatch", "--test-only", str(run.path / SCRIPT))
+        if not notes:  # it refuses what cannot start now, although sbatch takes a job that waits for nodes
+            ask("sbatch", "--test-only", str(run.path / SCRIPT))
         job_id = int(ask("sbatch", "--parsable", str(run.path / SCRIPT)).strip().partition(";")[0])
     except SlurmError as error:
         if config:
             shutil.rmtree(run.path)
         fix = "see --slurm-args, and what there is: sinfo -o '%P %l %D %G'"
+        if notes:
+            up = submission.partition.num_up
+            fix = f"{f'--hosts {up}' if up else 'another --partition'}, or wait until more nodes are up"
         raise PacelineError(f"{error.message.rstrip('.')}: Slurm does not take this job", fix=fix) from error
     record_job(run, job_id, nodes=submission.nodes)
     nodes = format_number_of(submission.nodes, "node")
@@ -261,14 +266,11 @@ def check_size(partition: Partition, *, nodes: int, gpus: int | None, account: s
 
 
 def node_notes(partition: Partition, *, nodes: int) -> list[str]:
-    """Returns a line where fewer nodes are up than the job asks for: Slurm takes it, and it waits until they are."""
+    """Returns a line where fewer nodes are up than the job needs: it waits for them, or Slurm does not take it."""
     if partition.num_up >= nodes:
         return []
-    up = format_number_of(partition.num_up, "is up", "are up")
-    return [
-        f"slurm   of the {format_number_of(partition.num_nodes, 'node')} of partition {partition.name} {up}: the job waits for"
-        f" {nodes}; sinfo -R says why the others are not"
-    ]
+    up = f"{partition.num_up} of the {format_number_of(partition.num_nodes, 'node')} of partition {partition.name}"
+    return [f"slurm   {up} {'is' if partition.num_up == 1 else 'are'} up, the job needs {nodes}; sinfo -R says why"]
 
 
 def plan_job(config: Config, partition: Partition, *, nodes: int, gpus: int | None) -> Forecast | None:

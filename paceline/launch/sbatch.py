@@ -136,9 +136,6 @@ def submit(
         if config:
             shutil.rmtree(run.path)
         fix = "see --slurm-args, and what there is: sinfo -o '%P %l %D %G'"
-        if notes:
-            up = submission.partition.num_up
-            fix = f"{f'--hosts {up}' if up else 'another --partition'}, or wait until more nodes are up"
         raise PacelineError(f"{error.message.rstrip('.')}: Slurm does not take this job", fix=fix) from error
     record_job(run, job_id, nodes=submission.nodes)
     nodes = format_number_of(submission.nodes, "node")
@@ -266,11 +263,11 @@ def check_size(partition: Partition, *, nodes: int, gpus: int | None, account: s
 
 
 def node_notes(partition: Partition, *, nodes: int) -> list[str]:
-    """Returns a line where fewer nodes are up than the job needs: it waits for them, or Slurm does not take it."""
+    """Returns a line where fewer nodes are up than the job needs, so that it waits for them."""
     if partition.num_up >= nodes:
         return []
     up = f"{partition.num_up} of the {format_number_of(partition.num_nodes, 'node')} of partition {partition.name}"
-    return [f"slurm   {up} {'is' if partition.num_up == 1 else 'are'} up, the job needs {nodes}; sinfo -R says why"]
+    return [f"slurm   {up} {'is' if partition.num_up == 1 else 'are'} up, the job waits for {nodes}; sinfo -R says why"]
 
 
 def plan_job(config: Config, partition: Partition, *, nodes: int, gpus: int | None) -> Forecast | None:

@@ -168,12 +168,12 @@ def test_a_partition_is_read_with_its_limits_and_the_fewest_gpus_of_its_nodes():
     assert parse_partition(PARTITION.replace("1-00:00:00", "UNLIMITED"), "8 idle (null)").gpus is None
 
 
-def test_a_job_for_more_nodes_than_are_up_is_told_so():
+def test_a_job_for_more_nodes_than_are_up_is_told_what_it_waits_for():
     partition = parse_partition(PARTITION, NODES)
     assert (partition.num_nodes, partition.num_up) == (8, 6)
     assert node_notes(partition, nodes=6) == []
     assert node_notes(partition, nodes=7) == [
-        "slurm   6 of the 8 nodes of partition gpu are up, the job needs 7; sinfo -R says why"
+        "slurm   6 of the 8 nodes of partition gpu are up, the job waits for 7; sinfo -R says why"
     ]
     states = ["idle", "idle~", "mixed-", "allocated", "planned", "down", "down~", "draining@", "maint", "fail", "idle*"]
     assert [is_unusable(state) for state in states] == [False] * 5 + [True] * 6

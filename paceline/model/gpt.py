@@ -12,11 +12,11 @@ model does not depend on optimizers, ranks or files. Its parameters are those of
 import functools
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any, Literal, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -35,6 +35,7 @@ from paceline.model.layers import (
     softcap,
     sum_of_nats,
 )
+from paceline.model.linear import Linear, LowProducts
 from paceline.plan.cost import window_sizes
 from paceline.plan.shapes import has_value_embed, smear_gate_width, ve_gate_width
 
@@ -46,20 +47,6 @@ VE_GATE_MAX = 3.0  # a value embedding may outweigh the value that attention com
 
 Pair = tuple[Tensor, Tensor]  # cos and sin, (T, D) each; or a layer's two scalars
 save_inputs = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # and call again in backward
-
-
-class Linear(nn.Linear):
-    """A product without bias; the weight is cast to the input's dtype, so fp32 and bf16 weights run alike."""
-
-    def __init__(self, in_features: int, out_features: int):
-        super().__init__(in_features, out_features, bias=False)
-
-    def reset_parameters(self) -> None:
-        """Does nothing: GPT.init_weights draws all weights."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns x @ weight.T in x.dtype."""
-        return F.linear(x, self.weight.to(x.dtype))
 
 
 class Attention(nn.Module):
@@ -218,6 +205,17 @@ class GPT(nn.Module):
         self.nats_per_token, self.sum_of_nats = disable(nats_per_token), disable(sum_of_nats)  # type: ignore[no-untyped-call]
         super().compile(*args, **kwargs)
         never_fall_back()
+
+    def use_low_products(
+        self, recipe: str, layers: Iterable[int], *, native: bool, keeps_codes: bool, device: torch.device
+    ) -> LowProducts:
+        """Makes the products of some layers low ones; those of gates, embeddings and lm_head stay in 16 bits."""
+        blocks = [cast(Block, self.h[i]) for i in layers]
+        parts = [
+            (block.attn.c_q, block.attn.c_k, block.attn.c_v, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj)
+            for block in blocks
+        ]
+        return LowProducts(list(chain(*parts)), recipe, native=native, keeps_codes=keeps_codes, device=device)
 
     def uncompile(self) -> None:
         """Makes the model eager again."""

@@ -1,0 +1,237 @@
+"""
+Number formats of 8 and 4 bits: how a tensor becomes elements with scales, and these become values again.
+
+Pure functions on tensors: no gradients, no products, no layers. Arithmetic is in fp32, whatever comes in. Blocks run along the last
+dim, over which a product sums. Formats: OCP Microscaling Formats v1.0 (E4M3, E5M2, E2M1, E8M0); NVFP4, arXiv 2509.25149, in the
+order of operations of TransformerEngine's reference, which has the hardware's bits. Random bits come from counters (Philox, Salmon
+et al. 2011), so that they repeat on any device and at any number of ranks.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+# R rows and K columns of an operand; S its blocks along a row
+
+LARGEST = {"e4m3": 448.0, "e5m2": 57_344.0, "e2m1": 6.0}
+# PyTorch can store E2M1 but not compute with it: its elements are kept as fp32
+DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e2m1": torch.float32}
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by code; bit 3 is the sign
+MX_BLOCK, NVFP4_BLOCK = 32, 16
+BIAS, NOT_A_NUMBER = 127, 255  # of a scale in E8M0
+SMALLEST_AMAX = 2.0**-100  # of a whole tensor: its reciprocal stays finite
+LARGEST_FP32 = torch.finfo(torch.float32).max
+SIGNS = "+++-+------+-+--"  # before the Hadamard transform, as NVIDIA's kernels have them; the same on all ranks
+MULTIPLIER, KEY_STEP, ROUNDS = 0xD256D193, 0x9E3779B9, 7  # of Philox 2x32; 7 rounds pass BigCrush
+WORD = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A tensor of elements and their scales: value = element * its block's scale * tensor_scale.
+
+    elements: (R, K), float8 or fp32 of E2M1 values. scales: () or (R, 1) fp32, (R, S) bytes of E8M0 or float8 of E4M3. block: the
+    elements of a row that share a scale; 0: all of the tensor, -1: the row. tensor_scale: () fp32.
+    """
+
+    elements: Tensor
+    scales: Tensor
+    block: int
+    tensor_scale: Tensor | None = None
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether two elements fit into a byte."""
+        return self.elements.dtype == torch.float32
+
+
+def quantize_tensorwise(x: Tensor, element: str) -> Quantized:
+    """Quantizes a tensor of any shape with one scale, so that its largest element is the format's."""
+    return _quantize_float8(x, element, x.abs().amax().float(), block=0)
+
+
+def quantize_rowwise(x: Tensor, element: str) -> Quantized:
+    """Quantizes (R, K) with a scale for each row."""
+    return _quantize_float8(x, element, x.abs().amax(-1, keepdim=True).float(), block=-1)
+
+
+def _quantize_float8(x: Tensor, element: str, amax: Tensor, *, block: int) -> Quantized:
+    amax, largest = amax.clamp_min(SMALLEST_AMAX), LARGEST[element]
+    return Quantized(_to_element(x.float() * (largest / amax), element), amax * (1 / largest), block)
+
+
+def quantize_mx(x: Tensor, element: str, *, rule: str = "rceil", noise: Tensor | None = None) -> Quantized:
+    """Quantizes (R, K) with a power of two for each 32 elements of a row.
+
+    rule: floor, the specification's, by which the largest element of a block may be clipped; or rceil, which takes the next power
+    of two then. noise: of uniform, for stochastic rounding of E2M1. A block with a NaN or an infinity is all NaN.
+    """
+    blocks = x.float().unflatten(-1, (-1, MX_BLOCK))  # (R, S, 32)
+    bits = blocks.abs().amax(-1).view(torch.int32)  # (R, S); of fp32: 8 of the exponent, 23 of the mantissa
+    largest = math.frexp(LARGEST[element])  # mantissa in [0.5, 1), exponent
+    byte = (bits >> 23) - (largest[1] - 1)
+    if rule == "rceil":
+        byte = byte + ((bits & 0x7FFFFF) > int((2 * largest[0] - 1) * 2**23))
+    byte = torch.where(bits >= 0x7F800000, NOT_A_NUMBER, byte.clamp_min(0))
+    inverse = ((2 * BIAS - byte) << 23).view(torch.float32)  # 2 ** (127 - byte)
+    inverse = torch.where(byte == NOT_A_NUMBER, math.nan, inverse).unsqueeze(-1)
+    return Quantized(_to_element((blocks * inverse).flatten(-2), element, noise), byte.to(torch.uint8), MX_BLOCK)
+
+
+def quantize_nvfp4(x: Tensor, *, square: bool = False, noise: Tensor | None = None) -> Quantized:
+    """Quantizes (R, K) to E2M1 with an E4M3 scale for each 16 elements of a row, or for each 16 x 16, and one fp32 scale.
+
+    Squares make the quantized transpose the transpose of the quantized. noise: of uniform, for stochastic rounding.
+    """
+    x = x.float()
+    size = NVFP4_BLOCK
+    if square:
+        block_amax = x.abs().unflatten(0, (-1, size)).unflatten(-1, (-1, size)).amax((1, 3))  # (R/16, S)
+        block_amax = block_amax.unsqueeze(1).expand(-1, size, -1).flatten(0, 1)  # (R, S)
+    else:
+        block_amax = x.abs().unflatten(-1, (-1, size)).amax(-1)  # (R, S)
+    amax = block_amax.amax()
+    largest = LARGEST["e2m1"] * LARGEST["e4m3"]
+    encode = torch.where(amax == 0, 1.0, (largest / amax).clamp_max(LARGEST_FP32))  # ()
+    scales = (block_amax * (encode * (1 / LARGEST["e2m1"]))).clamp_max(LARGEST["e4m3"]).to(DTYPES["e4m3"])
+    inverse = (1 / (scales.float() * (1 / encode))).clamp_max(LARGEST_FP32)  # (R, S)
+    scaled = x.unflatten(-1, (-1, size)) * inverse.unsqueeze(-1)
+    return Quantized(_to_element(scaled.flatten(-2), "e2m1", noise), scales, size, 1 / encode)
+
+
+def _to_element(x: Tensor, element: str, noise: Tensor | None = None) -> Tensor:
+    """Rounds fp32 values to those of a format, to even or by noise; beyond the largest to the largest. NaN stays."""
+    largest = LARGEST[element]
+    if element != "e2m1":
+        return x.clamp(-largest, largest).to(DTYPES[element])
+    size = x.abs()
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    if noise is None:
+        return (torch.round(x / step) * step).clamp(-largest, largest)
+    steps = size / step
+    whole = steps.floor()
+    rounded = (whole + (noise < steps - whole)) * step
+    return torch.copysign(rounded.clamp_max(largest), x)
+
+
+def block_scales(q: Quantized) -> Tensor:
+    """Returns the scales of blocks as fp32, (R, S)."""
+    if q.scales.dtype != torch.uint8:
+        return q.scales.float()
+    byte = q.scales.to(torch.int32)
+    scale = (byte.clamp_min(1) << 23).view(torch.float32)  # 2 ** (byte - 127)
+    return torch.where(byte == NOT_A_NUMBER, math.nan, torch.where(byte == 0, 0.5 * scale, scale))
+
+
+def exact(q: Quantized, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Returns what a product multiplies, (R, K), and the factor of its result: bf16 and fp32 hold the first exactly.
+
+    An element of E4M3 or E2M1 has at most 4 significant bits and an E4M3 scale as many; a power of two adds none. What covers a
+    whole tensor or row is the factor, () or (R, 1) fp32.
+    """
+    if q.block <= 0:
+        return q.elements.to(dtype), q.scales
+    blocks = q.elements.float().unflatten(-1, (-1, q.block)) * block_scales(q).unsqueeze(-1)
+    return blocks.flatten(-2).to(dtype), q.tensor_scale
+
+
+def dequantize(q: Quantized) -> Tensor:
+    """Returns the values, (R, K) fp32."""
+    values, factor = exact(q, torch.float32)
+    return values if factor is None else values * factor
+
+
+def transposed(q: Quantized) -> Quantized:
+    """Returns the transpose, of one scale or of square blocks."""
+    scales = q.scales
+    if q.block > 0:
+        bytes_of_scales = scales.view(torch.uint8)[:: q.block].t()  # (S, R/16)
+        scales = bytes_of_scales.repeat_interleave(q.block, 0).view(scales.dtype)
+    return Quantized(q.elements.t(), scales, q.block, q.tensor_scale)
+
+
+def e2m1_codes(elements: Tensor) -> Tensor:
+    """Returns the codes of E2M1 values, 0 to 15 in uint8."""
+    size = elements.abs()
+    code = torch.where(size < 2, 2 * size, torch.where(size < 4, size + 2, size / 2 + 4))
+    return code.to(torch.uint8) + 8 * torch.signbit(elements).to(torch.uint8)
+
+
+def e2m1_elements(codes: Tensor) -> Tensor:
+    """Returns the values of codes, fp32."""
+    table = torch.tensor((*E2M1, *(-value for value in E2M1)), device=codes.device)
+    return cast(Tensor, table[codes.long()])
+
+
+def pack_e2m1(codes: Tensor) -> Tensor:
+    """Puts two codes into a byte, the even one into its low half: (R, K) -> (R, K/2) uint8."""
+    return codes[..., 0::2] | codes[..., 1::2] << 4
+
+
+def unpack_e2m1(packed: Tensor) -> Tensor:
+    """Returns the codes of pack_e2m1."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+
+
+def swizzle_scales(scales: Tensor) -> Tensor:
+    """Returns (R, S) scales, one byte each, in the order in which tensor cores read them, padded with zeros: 1-dim.
+
+    Tiles of 128 x 4 follow each other along rows; within a tile row r, column c is byte 16 * (r % 32) + 4 * (r // 32) + c.
+    """
+    rows, columns = (-(-size // step) * step for size, step in zip(scales.shape, (128, 4), strict=True))
+    padded = scales.new_zeros(rows, columns, dtype=torch.uint8)
+    padded[: scales.shape[0], : scales.shape[1]] = scales.view(torch.uint8)
+    tiles = padded.view(rows // 128, 4, 32, columns // 4, 4).permute(0, 3, 2, 1, 4)
+    return tiles.flatten()
+
+
+def unswizzle_scales(swizzled: Tensor, shape: Sequence[int]) -> Tensor:
+    """Returns the bytes of (R, S) scales that swizzle_scales has ordered."""
+    rows, columns = (-(-size // step) for size, step in zip(shape, (128, 4), strict=True))
+    tiles = swizzled.view(torch.uint8).view(rows, columns, 32, 4, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(128 * rows, 4 * columns)[: shape[0], : shape[1]]
+
+
+def hadamard(size: int, device: torch.device) -> Tensor:
+    """Returns the orthogonal matrix of a random Hadamard transform, (size, size) fp32: signs, then Sylvester's matrix.
+
+    size: 16 or 32.
+    """
+    matrix = torch.ones(1, 1, device=device)
+    while len(matrix) < size:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    signs = torch.tensor([1.0 if sign == "+" else -1.0 for sign in SIGNS], device=device).repeat(size // len(SIGNS))
+    return signs.unsqueeze(1) * matrix / math.sqrt(size)
+
+
+def rotate(x: Tensor, size: int) -> Tensor:
+    """Applies the random Hadamard transform to each `size` elements along the last dim, fp32.
+
+    It is orthogonal: a product of two operands that are both rotated along the dim of its sum is the same.
+    """
+    return (x.float().unflatten(-1, (-1, size)) @ hadamard(size, x.device)).flatten(-2)
+
+
+def uniform(shape: Sequence[int], key: Tensor, stream: int) -> Tensor:
+    """Returns random numbers in [0, 1), fp32 of 16 bits, that depend on key, stream and an element's index alone.
+
+    key: () int64. Rounding to E2M1 by 16 bits has a bias of 2**-17 of a step.
+    """
+    count = math.prod(shape)
+    index = torch.arange(-(-count // 4), device=key.device)
+    low, high = philox(index, (key >> 32) + stream & WORD, key & WORD)
+    parts = torch.stack((low & 0xFFFF, low >> 16, high & 0xFFFF, high >> 16), dim=-1)
+    return (parts.flatten()[:count].float() * 2**-16).view(*shape)
+
+
+def philox(low: Tensor, high: Tensor, key: Tensor, *, rounds: int = ROUNDS) -> tuple[Tensor, Tensor]:
+    """Returns two random words of 32 bits for each counter of two, by Philox 2x32; all are int64."""
+    for _ in range(rounds):
+        wide = low * MULTIPLIER  # wraps around at 64 bits, which changes none of them
+        low, high = (wide >> 32 & WORD) ^ key ^ high, wide & WORD
+        key = key + KEY_STEP & WORD
+    return low, high

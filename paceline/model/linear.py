@@ -1,0 +1,244 @@
+"""
+The model's matrix products: in the dtype of the activations, or with operands of 8 or 4 bits by one of four recipes.
+
+A layer multiplies three times: y = x @ W.T, dx = dy @ W, dW = dy.T @ x. In a low precision each operand is quantized along the dim
+that its product sums over (formats.py), and a scale that covers a whole tensor is applied to the product. Native products are the
+hardware's; emulated ones multiply the exact values of the codes and sum in fp32, so that the two differ by the order of their sums
+alone. Both operands of a native product are contiguous along that dim, the one layout that every card takes.
+
+A weight is quantized once a step and not in every micro-step; one that is gathered anew each time, in each forward. Without
+gradients the product is in 16 bits: evaluation, samples and export compute with the weights that are saved.
+
+Recipes: fp8, nanochat's of July 2026; MXFP8, arXiv 2506.08027; NVFP4, arXiv 2509.25149; MXFP4, arXiv 2502.20586.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from paceline.model.formats import (
+    Quantized,
+    dequantize,
+    e2m1_codes,
+    exact,
+    pack_e2m1,
+    quantize_mx,
+    quantize_nvfp4,
+    quantize_tensorwise,
+    rotate,
+    swizzle_scales,
+    transposed,
+    uniform,
+)
+
+# N tokens of a micro-batch; I in_features, O out_features; M rows and K columns of any operand, which is summed over K
+
+GRADIENT_NOISE, WEIGHT_NOISE = 1, 2  # the two operands that dy becomes have random bits of their own
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the operands of a layer's three products are quantized. forward, gradient: elements of x and W, and of dy."""
+
+    codec: str  # tensorwise, mx or nvfp4
+    forward: str
+    gradient: str
+    stochastic: bool = False  # dy is rounded up or down at random, so that its rounding errors average out
+    rotation: int = 0  # block of the random Hadamard transform of both operands of dW: it spreads outliers
+    square: bool = False  # weights have a scale for 16 x 16 values: W and W.T are quantized to the same ones
+
+
+RECIPES = {
+    "fp8": Recipe("tensorwise", "e4m3", "e5m2"),
+    "mxfp8": Recipe("mx", "e4m3", "e4m3"),
+    "mxfp4": Recipe("mx", "e2m1", "e2m1", stochastic=True, rotation=32),
+    "nvfp4": Recipe("nvfp4", "e2m1", "e2m1", stochastic=True, rotation=16, square=True),
+}
+
+
+class Operand(NamedTuple):
+    """One operand of a product. values: (M, K), exact values where emulated, else codes as the hardware takes them."""
+
+    values: Tensor
+    scales: Tensor | None = None  # of the codes, as the hardware takes them; None where emulated
+    factor: Tensor | None = None  # () fp32, by which the product is multiplied
+
+
+def quantize(
+    x: Tensor, recipe: Recipe, element: str, *, noise: Tensor | None = None, square: bool = False
+) -> Quantized:
+    """Returns the operand's codes. x: (M, K), summed over K; noise: as formats.py wants it."""
+    if recipe.codec == "tensorwise":
+        return quantize_tensorwise(x, element)
+    if recipe.codec == "mx":
+        return quantize_mx(x, element, noise=noise)
+    return quantize_nvfp4(x, square=square, noise=noise)
+
+
+def make_operand(q: Quantized, *, native: bool) -> Operand:
+    """Returns a quantized matrix as one operand of a product."""
+    if not native and q.elements.device.type == "cpu":  # as PyTorch's own product of fp8 does it there
+        return Operand(dequantize(q))
+    if not native:
+        values, factor = exact(q, torch.bfloat16)
+        return Operand(values, None, factor)
+    if q.block == 0:
+        return Operand(q.elements.contiguous(), q.scales)
+    codes = q.elements.contiguous()
+    if q.is_packed:
+        codes = pack_e2m1(e2m1_codes(codes)).view(torch.float4_e2m1fn_x2)
+    scales = swizzle_scales(q.scales)
+    return Operand(
+        codes, scales.view(torch.float8_e8m0fnu if q.tensor_scale is None else q.scales.dtype), q.tensor_scale
+    )
+
+
+def operands_of(
+    x: Tensor, recipe: Recipe, element: str, *, native: bool, key: Tensor | None = None, square: bool = False
+) -> tuple[Operand, Operand]:
+    """Returns x and x.T as operands, summed over the columns and over the rows of x. key: of the noise, for a gradient."""
+    if recipe.codec == "tensorwise" or square:
+        q = quantize(x, recipe, element, square=square)
+        along_rows = make_operand(q, native=native)
+        if native:
+            return along_rows, make_operand(transposed(q), native=True)
+        return along_rows, along_rows._replace(values=along_rows.values.t())
+    noise = uniform(x.shape, key, GRADIENT_NOISE) if key is not None else None
+    return make_operand(quantize(x, recipe, element, noise=noise), native=native), columns_of(
+        x, recipe, element, native=native, key=key
+    )
+
+
+def columns_of(x: Tensor, recipe: Recipe, element: str, *, native: bool, key: Tensor | None = None) -> Operand:
+    """Returns x.T as an operand of dW, which sums over tokens, the rows of x."""
+    columns = x.t()
+    if recipe.rotation:
+        columns = rotate(columns, recipe.rotation)
+    noise = uniform(columns.shape, key, WEIGHT_NOISE) if key is not None else None
+    return make_operand(quantize(columns, recipe, element, noise=noise), native=native)
+
+
+def weight_operands(weight: Tensor, name: str, *, native: bool) -> tuple[Operand, Operand]:
+    """Returns the weight (O, I) as operands: (O, I) for y, and (I, O) for dx."""
+    recipe = RECIPES[name]
+    if recipe.codec == "tensorwise" or recipe.square:
+        return operands_of(weight, recipe, recipe.forward, native=native, square=recipe.square)
+    plain = Recipe(recipe.codec, recipe.forward, recipe.gradient)
+    return operands_of(weight, plain, recipe.forward, native=native)
+
+
+def product(a: Operand, b: Operand, recipe: Recipe, *, dtype: torch.dtype, fast: bool = False) -> Tensor:
+    """Returns a @ b.T in dtype. a: (M, K); b: (N, K). fast: fp8 sums of some bits less, on Hopper."""
+    if a.scales is not None and b.scales is not None:
+        y = scaled_product(a, b, recipe, dtype=dtype if a.factor is None else torch.float32, fast=fast)
+    elif a.values.device.type == "cpu":
+        y = a.values @ b.values.t()
+    else:
+        y = torch.mm(a.values, b.values.t(), out_dtype=torch.float32)
+    if a.factor is not None and b.factor is not None:
+        y = y * (a.factor * b.factor)
+    return y.to(dtype)
+
+
+def scaled_product(a: Operand, b: Operand, recipe: Recipe, *, dtype: torch.dtype, fast: bool) -> Tensor:
+    """Returns the hardware's product of codes and their scales."""
+    kinds, swizzles = F.ScalingType, F.SwizzleType
+    kind = {"tensorwise": kinds.TensorWise, "mx": kinds.BlockWise1x32, "nvfp4": kinds.BlockWise1x16}[recipe.codec]
+    swizzle = swizzles.NO_SWIZZLE if recipe.codec == "tensorwise" else swizzles.SWIZZLE_32_4_4
+    return F.scaled_mm(
+        a.values,
+        b.values.t(),
+        a.scales,
+        kind,
+        b.scales,
+        kind,
+        swizzle,
+        swizzle,
+        output_dtype=dtype,
+        use_fast_accum=fast,
+    )
+
+
+class _LowProduct(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, key: Tensor, name: str, native: bool, *quantized: Tensor
+    ) -> Tensor:
+        recipe = RECIPES[name]
+        ctx.name, ctx.native, ctx.weight_dtype = name, native, weight.dtype
+        ctx.save_for_backward(x, key, *quantized[3:])
+        rows = make_operand(quantize(x, recipe, recipe.forward), native=native)
+        return product(rows, Operand(*quantized[:3]), recipe, dtype=x.dtype, fast=True)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,), (x, key, *weight) = grads, ctx.saved_tensors
+        recipe, native = RECIPES[ctx.name], ctx.native
+        dy_rows, dy_columns = operands_of(
+            dy, recipe, recipe.gradient, native=native, key=key if recipe.stochastic else None
+        )
+        dx = product(dy_rows, Operand(*weight), recipe, dtype=x.dtype)
+        x_columns = columns_of(x, recipe, recipe.forward, native=native)
+        return dx, product(dy_columns, x_columns, recipe, dtype=ctx.weight_dtype), *[None] * (3 + 6)
+
+
+class Linear(nn.Linear):
+    """A product without bias; the weight is cast to the input's dtype, so fp32 and bf16 weights run alike."""
+
+    def __init__(self, in_features: int, out_features: int):
+        super().__init__(in_features, out_features, bias=False)
+        self.recipe: str | None = None  # of RECIPES; None: in the input's dtype
+        self.native = False
+        self.key: Tensor | None = None  # of this micro-step's random bits, () int64
+        self.quantized: tuple[Tensor | None, ...] | None = None  # of weight_operands; None: quantize in each forward
+
+    def reset_parameters(self) -> None:
+        """Does nothing: GPT.init_weights draws all weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns x @ weight.T in x.dtype. x: (..., I)."""
+        weight = self.weight.to(x.dtype)
+        if self.recipe is None or not torch.is_grad_enabled():
+            return F.linear(x, weight)
+        quantized = self.quantized or self.quantize()
+        settings = (self.key, self.recipe, self.native, *quantized)
+        y: Tensor = _LowProduct.apply(x.flatten(0, -2), weight, *settings)  # type: ignore[no-untyped-call]
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def quantize(self) -> tuple[Tensor | None, ...]:
+        """Returns the weight's two operands, one behind the other."""
+        assert self.recipe is not None
+        for_output, for_input = weight_operands(self.weight.detach(), self.recipe, native=self.native)
+        return *for_output, *for_input
+
+
+class LowProducts:
+    """The layers of a model that multiply in a low precision, from step to step."""
+
+    def __init__(self, layers: Sequence[Linear], recipe: str, *, native: bool, keeps_codes: bool, device: torch.device):
+        """keeps_codes: the weights change only in an update, so their codes hold for a step."""
+        self._layers, self._keeps_codes = layers, keeps_codes
+        self._numbers = torch.arange(len(layers), device=device)
+        self._keys = self._numbers.clone()
+        for layer, key in zip(layers, self._keys.unbind(), strict=True):
+            layer.recipe, layer.native, layer.key = recipe, native, key
+
+    @torch.no_grad()
+    def begin(self, *, seed: int, step: int, micro_step: int, micro_batch: int) -> None:
+        """Prepares a micro-step. micro_batch: its number in the step over all ranks, so that bits do not depend on world_size."""
+        if micro_step == 0 and self._keeps_codes:
+            for layer in self._layers:
+                layer.quantized = layer.quantize()
+        digest = hashlib.sha256(f"{seed}:{step}:{micro_batch}".encode()).digest()
+        torch.add(self._numbers, int.from_bytes(digest[:8], "big") >> 2, out=self._keys)
+
+    def end(self) -> None:
+        """Goes back to 16 bits for the rest of the run."""
+        for layer in self._layers:
+            layer.recipe, layer.quantized = None, None

@@ -37,6 +37,8 @@ class ModelConfig:
 # how a GPU computes attention, the fastest first as a rule; plan/machine.py tells which of them a card can take
 FLASH = ("fa3", "cudnn", "flash")
 ATTENTION = (*FLASH, "flex", "sdpa")
+LOW_PRECISIONS = ("fp8", "mxfp8", "mxfp4", "nvfp4")  # of products alone: all else is in 16 bits
+PRECISIONS = ("fp32", "bf16", "fp16", *LOW_PRECISIONS)
 OPEN = {-1: None}  # nanochat's way to leave a setting open
 
 
@@ -107,8 +109,13 @@ class Config:
     nproc: int | None = option(None, "processes; auto: one per GPU, two on the CPU", low=1, high=1024, group="device")
     device: str | None = option(None, "device of the ranks; auto: cuda where there is one", choices=("cuda", "cpu"))
     precision: str | None = option(
-        None, "precision of matrix products; auto: bf16 where the hardware has it", choices=("fp32", "bf16", "fp16")
+        None, "precision of matrix products; auto: bf16 where the hardware has it", choices=PRECISIONS
     )
+    emulate: bool = option(
+        False,
+        "compute fp8, mxfp8, mxfp4 or nvfp4 where the hardware cannot, slowly: for experiments, and to test what can",
+    )
+    bf16_finish: float = option(0.0, "the last fraction of the steps without low precision", low=0, high=1)
     attention: str | None = option(
         None,
         "attention on GPUs: flash kernels (cudnn: of cuDNN for full layers), FlexAttention, or masks; auto: the fastest here",
@@ -183,6 +190,12 @@ def check_config(config: Config) -> None:
         raise PacelineError(
             f"offload is {config.offload}, but shard = none is plain DDP, whose states stay on every GPU",
             fix="--shard optimizer, or --offload none",
+        )
+    low_key = "emulate" if config.emulate else "bf16_finish" if config.bf16_finish else None
+    if low_key and config.precision not in LOW_PRECISIONS:
+        raise PacelineError(
+            f"{low_key} is set, but precision is {config.precision or 'auto'}: it is about {', '.join(LOW_PRECISIONS)}",
+            fix=f"--precision fp8, or leave {low_key} out",
         )
     if config.window_pattern is not None and (not config.window_pattern or set(config.window_pattern) - set("SL")):
         raise PacelineError(

@@ -311,7 +311,7 @@ def config_of_plan(config: Config, plan: Plan) -> Config:
         num_steps=plan.num_steps,
         epochs=None,
         eval_tokens=choose_eval_tokens(config, num_steps=plan.num_steps, total_batch_size=plan.total_batch_size),
-        precision=plan.precision,
+        precision=plan.low_precision.name if plan.low_precision else plan.precision,
     )
 
 

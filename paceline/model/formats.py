@@ -10,7 +10,6 @@ et al. 2011), so that they repeat on any device and at any number of ranks.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -70,7 +69,7 @@ def quantize_mx(x: Tensor, element: str, *, rule: str = "rceil", noise: Tensor |
     rule: floor, the specification's, by which the largest element of a block may be clipped; or rceil, which takes the next power
     of two then. noise: of uniform, for stochastic rounding of E2M1. A block with a NaN or an infinity is all NaN.
     """
-    blocks = x.float().unflatten(-1, (-1, MX_BLOCK))  # (R, S, 32)
+    blocks = in_blocks(x.float(), MX_BLOCK)  # (R, S, 32)
     bits = blocks.abs().amax(-1).view(torch.int32)  # (R, S); of fp32: 8 of the exponent, 23 of the mantissa
     largest = math.frexp(LARGEST[element])  # mantissa in [0.5, 1), exponent
     byte = (bits >> 23) - (largest[1] - 1)
@@ -90,16 +89,17 @@ def quantize_nvfp4(x: Tensor, *, square: bool = False, noise: Tensor | None = No
     x = x.float()
     size = NVFP4_BLOCK
     if square:
-        block_amax = x.abs().unflatten(0, (-1, size)).unflatten(-1, (-1, size)).amax((1, 3))  # (R/16, S)
+        block_amax = in_blocks(x.abs(), size).amax(-1)  # (R, S)
+        block_amax = block_amax.view(-1, size, block_amax.shape[-1]).amax(1)  # (R/16, S)
         block_amax = block_amax.unsqueeze(1).expand(-1, size, -1).flatten(0, 1)  # (R, S)
     else:
-        block_amax = x.abs().unflatten(-1, (-1, size)).amax(-1)  # (R, S)
+        block_amax = in_blocks(x.abs(), size).amax(-1)  # (R, S)
     amax = block_amax.amax()
     largest = LARGEST["e2m1"] * LARGEST["e4m3"]
     encode = torch.where(amax == 0, 1.0, (largest / amax).clamp_max(LARGEST_FP32))  # ()
     scales = (block_amax * (encode * (1 / LARGEST["e2m1"]))).clamp_max(LARGEST["e4m3"]).to(DTYPES["e4m3"])
     inverse = (1 / (scales.float() * (1 / encode))).clamp_max(LARGEST_FP32)  # (R, S)
-    scaled = x.unflatten(-1, (-1, size)) * inverse.unsqueeze(-1)
+    scaled = in_blocks(x, size) * inverse.unsqueeze(-1)
     return Quantized(_to_element(scaled.flatten(-2), "e2m1", noise), scales, size, 1 / encode)
 
 
@@ -116,6 +116,11 @@ def _to_element(x: Tensor, element: str, noise: Tensor | None = None) -> Tensor:
     whole = steps.floor()
     rounded = (whole + (noise < steps - whole)) * step
     return torch.copysign(rounded.clamp_max(largest), x)
+
+
+def in_blocks(x: Tensor, size: int) -> Tensor:
+    """Returns (..., K) as (..., K/size, size)."""
+    return x.reshape(*x.shape[:-1], -1, size)
 
 
 def block_scales(q: Quantized) -> Tensor:
@@ -135,7 +140,7 @@ def exact(q: Quantized, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """
     if q.block <= 0:
         return q.elements.to(dtype), q.scales
-    blocks = q.elements.float().unflatten(-1, (-1, q.block)) * block_scales(q).unsqueeze(-1)
+    blocks = in_blocks(q.elements.float(), q.block) * block_scales(q).unsqueeze(-1)
     return blocks.flatten(-2).to(dtype), q.tensor_scale
 
 
@@ -164,7 +169,7 @@ def e2m1_codes(elements: Tensor) -> Tensor:
 def e2m1_elements(codes: Tensor) -> Tensor:
     """Returns the values of codes, fp32."""
     table = torch.tensor((*E2M1, *(-value for value in E2M1)), device=codes.device)
-    return cast(Tensor, table[codes.long()])
+    return table[codes.long()]
 
 
 def pack_e2m1(codes: Tensor) -> Tensor:
@@ -213,7 +218,8 @@ def rotate(x: Tensor, size: int) -> Tensor:
 
     It is orthogonal: a product of two operands that are both rotated along the dim of its sum is the same.
     """
-    return (x.float().unflatten(-1, (-1, size)) @ hadamard(size, x.device)).flatten(-2)
+    rotated = in_blocks(x.float(), size) @ hadamard(size, x.device)
+    return rotated.flatten(-2)
 
 
 def uniform(shape: Sequence[int], key: Tensor, stream: int) -> Tensor:

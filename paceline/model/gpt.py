@@ -12,7 +12,7 @@ model does not depend on optimizers, ranks or files. Its parameters are those of
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import chain
 from typing import Any, Literal, cast
 
@@ -162,6 +162,7 @@ class GPT(nn.Module):
         self.fused_loss = False  # by model/loss_kernel.py; see layers.fused_loss_problem
         self.passage: Callable[[int, Tensor], Tensor] | None = None
         self.first_value: Callable[[str], Tensor] | None = None  # where the parameters have no memory
+        self.low_products: LowProducts | None = None
         self.compile_part: Callable[..., Callable[..., Any]] | None = None  # makes each part of the forward a graph
 
     def forward(
@@ -207,10 +208,10 @@ class GPT(nn.Module):
         never_fall_back()
 
     def use_low_products(
-        self, recipe: str, layers: Iterable[int], *, native: bool, keeps_codes: bool, device: torch.device
+        self, recipe: str, num_layers: int, *, native: bool, keeps_codes: bool, device: torch.device
     ) -> LowProducts:
-        """Makes the products of some layers low ones; those of gates, embeddings and lm_head stay in 16 bits."""
-        blocks = [cast(Block, self.h[i]) for i in layers]
+        """Makes the products of the first layers low ones; those of gates, embeddings and lm_head stay in 16 bits."""
+        blocks = [cast(Block, block) for block in self.h[:num_layers]]
         parts = [
             (block.attn.c_q, block.attn.c_k, block.attn.c_v, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj)
             for block in blocks

@@ -39,6 +39,9 @@ from paceline.model.formats import (
 
 # N tokens of a micro-batch; I in_features, O out_features; M rows and K columns of any operand, which is summed over K
 
+TRIED = 256  # rows and columns of the operands that product_problem compares
+# relative: Hopper's tensor cores keep 14 bits while they add (DeepSeek-V3, arXiv 2412.19437), and results are rounded to bf16
+NATIVE_ERROR = 1e-2
 GRADIENT_NOISE, WEIGHT_NOISE = 1, 2  # the two operands that dy becomes have random bits of their own
 
 
@@ -135,7 +138,7 @@ def weight_operands(weight: Tensor, name: str, *, native: bool) -> tuple[Operand
 
 def product(a: Operand, b: Operand, recipe: Recipe, *, dtype: torch.dtype, fast: bool = False) -> Tensor:
     """Returns a @ b.T in dtype. a: (M, K); b: (N, K). fast: fp8 sums of some bits less, on Hopper."""
-    if a.scales is not None and b.scales is not None:
+    if a.scales is not None:
         y = scaled_product(a, b, recipe, dtype=dtype if a.factor is None else torch.float32, fast=fast)
     elif a.values.device.type == "cpu":
         y = a.values @ b.values.t()
@@ -148,6 +151,7 @@ def product(a: Operand, b: Operand, recipe: Recipe, *, dtype: torch.dtype, fast:
 
 def scaled_product(a: Operand, b: Operand, recipe: Recipe, *, dtype: torch.dtype, fast: bool) -> Tensor:
     """Returns the hardware's product of codes and their scales."""
+    assert a.scales is not None and b.scales is not None
     kinds, swizzles = F.ScalingType, F.SwizzleType
     kind = {"tensorwise": kinds.TensorWise, "mx": kinds.BlockWise1x32, "nvfp4": kinds.BlockWise1x16}[recipe.codec]
     swizzle = swizzles.NO_SWIZZLE if recipe.codec == "tensorwise" else swizzles.SWIZZLE_32_4_4
@@ -216,6 +220,32 @@ class Linear(nn.Linear):
         assert self.recipe is not None
         for_output, for_input = weight_operands(self.weight.detach(), self.recipe, native=self.native)
         return *for_output, *for_input
+
+
+def product_problem(recipe: str, device: torch.device) -> str | None:
+    """Returns why the device's own products of a recipe cannot be used; None where all three agree with the emulation.
+
+    A library may have no kernel for a card, or one that returns zeros: TransformerEngine's NVFP4 gradients did so on capability 12.
+    """
+    made = torch.Generator().manual_seed(0)
+    x, weight, dy = (torch.randn(TRIED, TRIED, generator=made).to(device, torch.bfloat16) for _ in range(3))
+    key = torch.zeros((), dtype=torch.int64, device=device)
+    results = []
+    for native in (True, False):
+        x_in, w_in = (tensor.clone().requires_grad_() for tensor in (x, weight))
+        operands = (part for operand in weight_operands(weight, recipe, native=native) for part in operand)
+        try:
+            y: Tensor = _LowProduct.apply(x_in, w_in, key, recipe, native, *operands)  # type: ignore[no-untyped-call]
+            y.backward(dy)  # type: ignore[no-untyped-call]
+            results.append([part.float().cpu() for part in (y.detach(), x_in.grad, w_in.grad) if part is not None])
+        except Exception as error:  # a library may refuse in many ways
+            return f"{type(error).__name__}: {error}".splitlines()[0]
+    for name, got, expected in zip(("y", "dx", "dW"), *results, strict=True):
+        off = ((got - expected).norm() / expected.norm()).item()
+        if not off < NATIVE_ERROR:
+            zeros = ", all zeros" if not got.any() else ""
+            return f"its {name} is {off:.2g} off the emulation's{zeros}"
+    return None
 
 
 class LowProducts:

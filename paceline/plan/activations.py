@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from paceline.config import ModelConfig
 from paceline.plan.cost import attention_pairs, window_sizes
+from paceline.plan.low_precision import LowPrecision
 from paceline.plan.shapes import (
     ELEMENT_BYTES,
     FP32,
@@ -65,6 +66,7 @@ class MemorySetup:
     attention: str
     compiled: bool
     offload: str = "none"
+    low_precision: LowPrecision | None = None
 
     @property
     def num_tokens(self) -> int:

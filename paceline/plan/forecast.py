@@ -24,6 +24,7 @@ from paceline.plan.advice import Lever, Price, RunCost, levers, run_cost
 from paceline.plan.estimate import Range, named_parts
 from paceline.plan.history import load_calibration, load_too_large
 from paceline.plan.links import Link, link_of
+from paceline.plan.low_precision import precision_name
 from paceline.plan.machine import Machine
 from paceline.plan.memory import checkpoint_bytes
 from paceline.plan.planner import Measured, Plan, format_flags, make_plan, threads_of
@@ -239,7 +240,7 @@ def plan_lines(plan: Plan) -> list[str]:
         f"step    {plan.total_batch_size:,} tokens = {rows} x {model.sequence_len:,} tokens"
         f" x {format_number_of(plan.world_size, 'process', 'processes')} x {format_number_of(accum, 'micro-step')}",
         f"length  {length}",
-        f"device  {devices}, {plan.precision}, {plan.optimizer}, {states}, {compiled}",
+        f"device  {devices}, {precision_name(plan.precision, plan.low_precision)}, {plan.optimizer}, {states}, {compiled}",
         *hosts_lines(plan),
     ]
 

@@ -33,6 +33,7 @@ from paceline.plan.estimate import (
     arithmetic_error,
     context_bytes,
 )
+from paceline.plan.low_precision import precision_name
 from paceline.plan.memory import copies_bytes, peak_phase
 from paceline.plan.planner import Plan, memory_setup
 from paceline.plan.shapes import RUNGS
@@ -50,7 +51,7 @@ FIT_ROUNDS = 8  # weights hardly change after five
 MUCH_LARGER = 4  # times what any record planned: the source then says so
 FAILURES_FILE = "too_large.jsonl"
 # what a failure and a setup must share
-SAME = ("model", "device", "optimizer", "shard", "precision", "attention", "compiled", "offload")
+SAME = ("model", "device", "optimizer", "shard", "precision", "attention", "compiled", "offload", "low_precision")
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,7 @@ def record_of(plan: Plan, measured: Sequence[Mapping[str, Any]], *, source: str)
         torch=measured[0]["torch"],
         compiled=setup.compiled,
         attention=setup.attention,
-        precision=setup.precision,
+        precision=precision_name(setup.precision, setup.low_precision),
         family=FAMILY,
         world_size=plan.world_size,
         planned_bytes=peak_phase(setup).bytes,

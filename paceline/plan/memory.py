@@ -24,6 +24,7 @@ from paceline.plan.activations import (
 )
 from paceline.plan.algorithms import ALGORITHMS, algorithm_of
 from paceline.plan.cost import layout
+from paceline.plan.low_precision import code_bytes, working_bytes
 from paceline.plan.offloading import NUM_BUFFERS, offloaded_batches
 from paceline.plan.shapes import FP32, MATRIX, NARROW, ParamShape, param_shapes
 from paceline.plan.sharding import (
@@ -78,6 +79,10 @@ def phases(setup: MemorySetup) -> tuple[Phase, ...]:
     base = {"weights": state.weights, "masters": state.masters, "states": state.states}
     if state.communication:
         base["communication"] = state.communication
+    low = setup.low_precision
+    if not shards_weights(world_size=setup.world_size, shard=setup.shard):  # else they come and go with the weights
+        base["weights"] += code_bytes(low, setup.model, device=setup.device)
+    quantized = working_bytes(low, setup.model, tokens=setup.num_tokens, device=setup.device)
     fresh = setup.world_size == 1 and setup.grad_accum_steps == 1  # gradients are made during the backward
     unsummed = setup.shard == "none" and setup.world_size > 1 and setup.grad_accum_steps > 1
     before = 0 if fresh else state.gradients * (2 if unsummed else 1)  # DDP's buckets, and what is not in them yet
@@ -89,18 +94,29 @@ def phases(setup: MemorySetup) -> tuple[Phase, ...]:
     forward, loss = gathered[num_layers].parts(), gathered[num_layers + 1].parts()
     in_backward = [gathered[-2 - part] for part in range(num_layers + 2)]
     moments = {
-        "forward": {"gradients": before, "activations": activations, "working": forward_extra_bytes(setup), **forward},
+        "forward": {
+            "gradients": before,
+            "activations": activations,
+            "working": forward_extra_bytes(setup) + quantized,
+            **forward,
+        },
         "loss": {
             "gradients": before,
             "activations": activations + head_bytes(setup),
             "loss": sum(loss_bytes(setup)),
             **loss,
         },
-        "backward": backward_parts(setup, saved, before=before, fresh=fresh, gathered=in_backward),
+        "backward": _with_working(
+            backward_parts(setup, saved, before=before, fresh=fresh, gathered=in_backward), quantized
+        ),
         "optimizer": {"gradients": state.gradients, **updating},
         "evaluation": {"gradients": state.gradients, "activations": 0, **_evaluation_parts(setup)},
     }
     return tuple(Phase(name, base | parts) for name, parts in moments.items())
+
+
+def _with_working(parts: dict[str, int], extra: int) -> dict[str, int]:
+    return {**parts, "working": parts["working"] + extra}
 
 
 def _evaluation_parts(setup: MemorySetup) -> dict[str, int]:

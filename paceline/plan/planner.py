@@ -10,12 +10,13 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any
 
-from paceline.config import FLASH, Config, ModelConfig
+from paceline.config import FLASH, LOW_PRECISIONS, Config, ModelConfig
 from paceline.errors import Change, PlanError
 from paceline.plan.activations import MemorySetup
 from paceline.plan.algorithms import GroupSettings, group_settings
 from paceline.plan.cost import flops_per_token
 from paceline.plan.estimate import Calibrate
+from paceline.plan.low_precision import LowPrecision, choose_low_precision, precision_notes
 from paceline.plan.machine import AttentionCase, Machine
 from paceline.plan.offloading import choose_offload
 from paceline.plan.shapes import batch_of_horizon, choose_num_steps, width_of_depth
@@ -56,6 +57,7 @@ class Plan:
     flops_per_token: int
     peak_flops: float | None
     hosts: int = 1
+    low_precision: LowPrecision | None = None  # of the blocks' products; all else is in `precision`
     offload: str = "none"  # optimizer: masters and states are in the host's memory
     onednn: bool | None = None  # fp32 matmuls of a CPU go through oneDNN; None: the worker measures
     attention_choices: tuple[str, ...] = ()  # that it may measure, the first expected
@@ -89,6 +91,8 @@ class Plan:
             name: GroupSettings(**{**group, "betas": tuple(group["betas"])}) for name, group in values["groups"].items()
         }
         values |= {name: tuple(values.get(name, ())) for name in ("notes", "attention_choices")}
+        if low := values.get("low_precision"):
+            values["low_precision"] = LowPrecision(**low)
         known = {field.name for field in fields(Plan)}
         return Plan(**{name: value for name, value in values.items() if name in known})
 
@@ -192,6 +196,13 @@ def _plan(config: Config, machine: Machine, *, vocab_size: int, num_rows: int, m
     gpu = machine.gpus[0] if device == "cuda" else None
     case = AttentionCase(model, device, precision, gpu.capability if gpu else None, config.deterministic)
     attention = choose_attention(config, case)
+    low = choose_low_precision(
+        config,
+        model,
+        device=device,
+        device_name=gpu.name if gpu else "the CPU",
+        capability=gpu.capability if gpu else None,
+    )
     setup = MemorySetup(  # what the config leaves open has its preferred value until it is sized
         model=model,
         device=device,
@@ -206,6 +217,7 @@ def _plan(config: Config, machine: Machine, *, vocab_size: int, num_rows: int, m
         attention=case.kernel(attention[0]),
         compiled=compiled is True,
         offload=choose_offload(config, device=device),
+        low_precision=low,
     )
     sized = choose_fit(
         config,
@@ -234,7 +246,7 @@ def _plan(config: Config, machine: Machine, *, vocab_size: int, num_rows: int, m
         memory_share=sized.share,
         memory=sized.estimate.to_json(),
         time=config.time,
-        notes=sized.notes,
+        notes=(*sized.notes, *precision_notes(low, model)),
     )
 
 
@@ -296,7 +308,10 @@ def choose_world_size(config: Config, machine: Machine, *, device: str) -> int:
 
 
 def choose_precision(config: Config, machine: Machine, *, device: str) -> str:
-    """Returns the config's precision, or bf16 where the hardware multiplies it natively, else fp32."""
+    """Returns the config's precision, or bf16 where the hardware multiplies it natively, else fp32.
+
+    For a low one, which is of the blocks' products alone, it is that of all else.
+    """
     if device == "cpu":
         native = machine.cpu_bf16
     else:
@@ -308,7 +323,9 @@ def choose_precision(config: Config, machine: Machine, *, device: str) -> str:
                 fix="--precision fp16",
                 changes=({"precision": "fp16"},),
             )
-    return config.precision or ("bf16" if native else "fp32")
+    if config.precision is None or config.precision in LOW_PRECISIONS:
+        return "bf16" if native else "fp32"
+    return config.precision
 
 
 def make_model_config(config: Config, *, vocab_size: int, device: str) -> ModelConfig:

@@ -17,6 +17,7 @@ from paceline.plan.cost import attention_pairs, flops_per_token, mfu, step_messa
 from paceline.plan.estimate import Range
 from paceline.plan.gpu_table import GpuSpec
 from paceline.plan.links import Link, host_link, link_of_speeds
+from paceline.plan.low_precision import LowPrecision, precision_name, step_gain
 from paceline.plan.offloading import offloaded_batches, staged_seconds
 from paceline.plan.shapes import ELEMENT_BYTES, FP32, NARROW, has_value_embed, layer_weights, num_params
 from paceline.plan.sharding import batch_sizes, shards_weights
@@ -61,6 +62,7 @@ class StepSetup:
     compile: bool | None = None
     attention: str = "sdpa"
     offload: str = "none"
+    low_precision: LowPrecision | None = None
     spec: GpuSpec | None = None
     threads: int = 1
     link: Link | None = None
@@ -103,8 +105,9 @@ class StepSetup:
         )
         batch = f"{self.device_batch_size} x {self.grad_accum_steps} x {self.world_size}"
         how = f"{self.checkpointed}{'compiled' if self.compiled else 'eager'}"
+        name = precision_name(self.precision, self.low_precision)
         where = "" if self.offload == "none" else " offloaded"
-        return f"{shape}, {batch}, {self.precision} {self.optimizer} {self.shard} {how}{where}"
+        return f"{shape}, {batch}, {name} {self.optimizer} {self.shard} {how}{where}"
 
 
 @dataclass(frozen=True)
@@ -172,6 +175,8 @@ def _missing_fact(setup: StepSetup, speeds: Speeds | None) -> str:
         return f"no time: {setup.precision} speed of {who} is in no table and was not measured"
     if speeds.rate("linear", setup.precision, size=setup.model.n_embd) is None:
         return f"no time: {speeds.device_name} was not measured in {setup.precision}"
+    if setup.low_precision is not None and step_gain(setup.low_precision, setup.model) is None:
+        return f"no time: how long {setup.low_precision.text} take has not been measured"
     if setup.world_size > 1 and setup.link is None:
         return "no time: the link between the devices is unknown; paceline comm measures it, --link names it"
     if setup.offload != "none" and setup.moving_link is None:
@@ -187,6 +192,8 @@ def _sum_parts(setup: StepSetup, speeds: Speeds, parts: Mapping[str, float], hid
     total = factor * uncorrected
     link_spread = max((link.spread for link in (setup.link, setup.moving_link) if link), default=0.0)
     sent = sum(corrected.get(name, 0.0) for name in LIMITS["link"])
+    least, expected, most = step_gain(setup.low_precision, setup.model) or (1.0, 1.0, 1.0)
+    spread += max(expected / least, most / expected) - 1
     off = max(SMALLEST_SPREAD * total, spread * (total - sent) + link_spread * sent)
     # earlier runs, on a busy machine, may have been off by more than the whole: then as many times less as more
     seconds = Range(total - off if off < total / 2 else total / (1 + off / total), total, total + off)
@@ -222,7 +229,7 @@ def micro_step_parts(setup: StepSetup, speeds: Speeds) -> dict[str, float]:
     vocab, elements = model.padded_vocab_size, tokens * width
     tables = 1 + sum(has_value_embed(layer, model.n_layer) for layer in range(model.n_layer))
     moved = _extra_chunks(setup) * vocab * width * (12 if setup.precision != "fp32" else 8)
-    return {
+    parts = {
         "matmuls": products * seconds("linear", 6 * tokens * model.n_layer * layer_weights(model), width),
         "attention": attention
         * (
@@ -235,6 +242,10 @@ def micro_step_parts(setup: StepSetup, speeds: Speeds) -> dict[str, float]:
         + seconds("copy", moved, in_precision=False),
         "embeddings": seconds("table", tables * (vocab + tokens) * kv_width, in_precision=False),
     }
+    if gain := step_gain(setup.low_precision, model):  # measured of whole steps; what differs is the products
+        saved_s = (1 - 1 / gain[1]) * sum(parts.values())
+        parts["matmuls"] = max(0.0, parts["matmuls"] - saved_s)
+    return parts
 
 
 def forward_passes(model: ModelConfig, rung: bool | str) -> tuple[float, float, float]:
@@ -386,6 +397,10 @@ def _assumptions(setup: StepSetup, speeds: Speeds, correction: tuple[float, floa
         rate = f"{to_host.bytes_per_s / 1e9:.3g} GB/s each way"
         moved = "states" if setup.precision == "fp32" else "masters and states"
         lines.append(f"{moved} moved over {to_host.name}, {rate}, {to_host.source}")
+    if setup.low_precision is not None and (gain := step_gain(setup.low_precision, setup.model)):
+        lines.append(
+            f"{setup.low_precision.text}: {gain[1]:g} times as fast as bf16 ({gain[0]:g} to {gain[2]:g}), as others measured"
+        )
     if setup.compile is None and setup.device == "cuda":
         lines.append("compiled: the worker tries it before the first step")
     if setup.compile is not False and setup.device == "cpu":

@@ -39,6 +39,7 @@ from paceline.model.gpt import DTYPES, GPT
 from paceline.model.layers import sum_by_row
 from paceline.plan.activations import MemorySetup
 from paceline.plan.algorithms import GroupSettings, algorithm_of
+from paceline.plan.low_precision import LowPrecision
 from paceline.plan.memory import peak_phase
 from paceline.plan.shapes import param_shapes
 from paceline.plan.sharding import shards_weights
@@ -235,6 +236,8 @@ def host_memory_left_out(live: LiveBytes) -> Iterator[None]:
 def main() -> None:
     """Reads a MemorySetup as JSON from stdin, and prints what `plan --exact --json` holds, or a PlanError's message and fix."""
     values = json.load(sys.stdin)
+    low = values["low_precision"]
+    values["low_precision"] = low and LowPrecision(**low)
     setup = MemorySetup(**{**values, "model": ModelConfig(**values["model"])})
     try:
         live = trace_steps(setup)

@@ -25,6 +25,7 @@ from torch import Tensor
 from paceline.config import Config
 from paceline.data.dataset import Int64s, TokenSplit, batch_of_step, rows_of_step
 from paceline.heartbeat import HeartbeatWriter
+from paceline.model.linear import LowProducts
 from paceline.plan.cost import mfu
 from paceline.plan.planner import Plan
 from paceline.rundir import RunDir, append_json_line, utc_now
@@ -176,6 +177,7 @@ class Loop:
     device: torch.device
     progress: HeartbeatWriter
     stop: StopRequest
+    low_products: LowProducts | None = None
     # set by the worker; train/probe.py takes single steps and needs none
     evaluate: Callable[[], float] = lambda: 0.0
     save: Callable[[int, float | None], None] = lambda step, bpb: None
@@ -294,6 +296,7 @@ class Loop:
         for micro_step in range(self.plan.grad_accum_steps):
             self.progress.beat(step, "load", micro_step)
             idx, targets = self.micro_batch(step, micro_step)  # (B, T) int64
+            self.begin(step, micro_step)
             # the loss is a sum over tokens, so gradients add up over micro-steps and ranks, and grad_scale divides once at the end
             with self.optimizer.micro_step(last=micro_step == self.plan.grad_accum_steps - 1):
                 self.progress.beat(step, "forward", micro_step)
@@ -302,6 +305,18 @@ class Loop:
                 nats.backward()  # type: ignore[no-untyped-call]
             nats_sum += nats.detach()
         return nats_sum
+
+    def begin(self, step: int, micro_step: int) -> None:
+        """Prepares products in a low precision for a micro-step, or ends them where the run's last steps are in 16 bits."""
+        low, plan = self.low_products, self.plan
+        if low is None:
+            return
+        if step >= (1 - self.config.bf16_finish) * plan.num_steps:
+            low.end()
+            return
+        # of all ranks: random bits are of a batch, whichever rank has it
+        number = micro_step * plan.world_size + self.rank
+        low.begin(seed=self.config.seed, step=step, micro_step=micro_step, micro_batch=number)
 
     def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
         """Returns a micro-step's loss, () fp32, whose gradient comes times the loss scale: lm_head's is made in forward already."""

@@ -55,7 +55,18 @@ def probe(run: RunDir) -> None:
     model = make_model(plan, seed=SEED, device=device)
     optimizer = make_optimizer(model, plan, plan.groups, rank=rank)
     progress = HeartbeatWriter(run, rank)
-    loop = Loop(run, Config(), plan, optimizer, made_up_tokens(plan, device), rank, device, progress, StopRequest())
+    loop = Loop(
+        run,
+        Config(),
+        plan,
+        optimizer,
+        made_up_tokens(plan, device),
+        rank,
+        device,
+        progress,
+        StopRequest(),
+        model.low_products,
+    )
     stages, ready_time = [], time.time()
     for compiled in (False, True) if plan.compile is None else (plan.compile,):
         if compiled:

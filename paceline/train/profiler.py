@@ -73,7 +73,9 @@ def profile_rank(run: RunDir, progress: PhaseRanges, *, steps: int, deterministi
     model = make_model(plan, seed=SEED, device=device)
     optimizer = make_optimizer(model, plan, plan.groups, rank=rank)
     loader = TrainLoader(dataset.split("train", "stream"), plan, SEED, rank, device, skipped_batches=())
-    loop = Loop(run, Config(), plan, optimizer, loader.micro_batch, rank, device, progress, StopRequest())
+    loop = Loop(
+        run, Config(), plan, optimizer, loader.micro_batch, rank, device, progress, StopRequest(), model.low_products
+    )
     progress.beat(0, "compile")
     choose_compile(loop, model)
     for step in range(WARMUP_STEPS):

@@ -25,6 +25,7 @@ from paceline.model.attention import attend, attention_problem, make_mask, use_f
 from paceline.model.checkpoint import CheckpointReader, Piece
 from paceline.model.gpt import DTYPES, GPT, initial_value
 from paceline.model.layers import fused_loss_problem
+from paceline.model.linear import product_problem
 from paceline.model.manifest import NoCheckpoint, clean_leftovers, newest_good
 from paceline.plan.cost import window_sizes
 from paceline.plan.machine import AttentionCase
@@ -114,6 +115,11 @@ def choose_matmul(plan: Plan) -> Plan:
 
 def choose_kernels(plan: Plan, device: torch.device) -> tuple[Plan, *tuple[str, ...]]:
     """Returns the plan with the kernels that this GPU takes, and what is to be reported of them. Collective."""
+    if (low := plan.low_precision) and not low.emulated and (problem := product_problem(low.name, device)):
+        raise PacelineError(
+            f"{low.name} products do not work on {plan.device_name} with PyTorch {torch.__version__}: {problem}",
+            fix="--precision auto, or --emulate",
+        )
     plan, notes = choose_attention(plan, device)
     problem = fused_loss_problem(device)
     if problem is not None:
@@ -216,6 +222,10 @@ def make_model(plan: Plan, *, seed: int, device: torch.device) -> GPT:
     model.masks(plan.model.sequence_len, device)
     model.rotary(0, plan.model.sequence_len, device)
     model.fused_loss = plan.fused_loss
+    if low := plan.low_precision:
+        model.low_products = model.use_low_products(
+            low.name, low.num_layers, native=not low.emulated, keeps_codes=not hollow, device=device
+        )
     return model
 
 
@@ -274,6 +284,7 @@ def trial_ms(loop: Loop) -> float:
         started = time.perf_counter()
         loop.optimizer.zero_grad()
         idx, targets = loop.micro_batch(0, 0)
+        loop.begin(0, 0)
         with loop.optimizer.micro_step(last=False):
             loop.forward(idx, targets).backward()  # type: ignore[no-untyped-call]
         if idx.is_cuda:

@@ -88,7 +88,7 @@ def train_rank(run: RunDir, *, attempt: int, stop: StopRequest, progress: Heartb
     loader = TrainLoader(
         dataset.split("train", config.packing), plan, config.seed, rank, device, skipped_batches=skipped
     )
-    loop = Loop(run, config, plan, optimizer, loader.micro_batch, rank, device, progress, stop)
+    loop = Loop(run, config, plan, optimizer, loader.micro_batch, rank, device, progress, stop, model.low_products)
     start = resume(loop)
     progress.beat(start, "compile")
     choose_compile(loop, model)

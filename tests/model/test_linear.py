@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from paceline.config import ModelConfig
+from paceline.model import linear
 from paceline.model.formats import e2m1_elements, unpack_e2m1, unswizzle_scales
 from paceline.model.gpt import GPT
 from paceline.model.linear import (
@@ -14,6 +15,7 @@ from paceline.model.linear import (
     make_operand,
     operands_of,
     product,
+    product_problem,
     quantize,
     weight_operands,
 )
@@ -162,7 +164,7 @@ def test_a_model_learns_with_low_products_and_leaves_other_layers_alone(name):
         made.init_weights(seed=1)
         for layer in made.h:
             layer.attn.c_proj.weight.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(2))
-    low = model.use_low_products(name, [0, 1], native=False, keeps_codes=True, device=CPU)
+    low = model.use_low_products(name, 2, native=False, keeps_codes=True, device=CPU)
     low.begin(seed=1, step=0, micro_step=0, micro_batch=0)
     assert [layer.attn.c_q.recipe for layer in model.h] == [name, name, None]
     assert {model.lm_head.recipe, model.smear_gate.recipe, model.h[0].attn.ve_gate.recipe} == {None}
@@ -186,7 +188,7 @@ def test_a_compiled_model_has_the_gradients_of_an_eager_one(name, by_block):
     for compiled in (False, True):
         model = GPT(CONFIG, compute_dtype=torch.float32)
         model.init_weights(seed=1)
-        low = model.use_low_products(name, [0, 1], native=False, keeps_codes=True, device=CPU)
+        low = model.use_low_products(name, 2, native=False, keeps_codes=True, device=CPU)
         if compiled:
             model.compile(dynamic=False, by_block=by_block)
         idx = torch.randint(300, (2, 65), generator=torch.Generator().manual_seed(3))
@@ -196,3 +198,12 @@ def test_a_compiled_model_has_the_gradients_of_an_eager_one(name, by_block):
             model(idx[:, :-1], idx[:, 1:]).backward()
         gradient.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
     assert torch.cosine_similarity(*gradient, dim=0) > 0.99
+
+
+def test_products_that_a_device_has_are_compared_with_the_emulation(monkeypatch):
+    assert product_problem("fp8", CPU) is None  # which a CPU computes itself
+    assert "CPU does not support" in product_problem("nvfp4", CPU)  # and these not
+    monkeypatch.setattr(
+        linear, "scaled_product", lambda a, b, *args, **options: torch.zeros(len(a.values), len(b.values))
+    )
+    assert product_problem("fp8", CPU) == "its y is 1 off the emulation's, all zeros"

@@ -1,0 +1,168 @@
+"""
+Products in 8 and 4 bits: which cards compute them, which layers they are for, and what they gain. Pure arithmetic.
+
+A format is native where the hardware has units for it and PyTorch's scaled product calls them with both operands contiguous along
+the dim of the sum, which is how model/linear.py calls it; the worker compares each one with its emulation before the first step.
+Everywhere else it is emulated, on request: right, and slower than 16 bits. All that is no product of a block stays in 16 bits.
+
+Units: NVIDIA's data sheets; torch's at::_scaled_mm (capability 8.9 for fp8, 10.0 for blocks of 32 and 16). Gains: docs/precision.md
+has each with its source. The layers that stay in 16 bits: arXiv 2509.25149, section 4.
+"""
+
+import math
+from dataclasses import dataclass
+
+from paceline.config import Config, ModelConfig
+from paceline.errors import Change, PlanError
+from paceline.plan.shapes import layer_weights
+
+NATIVE_FROM = {"fp8": (8, 9), "mxfp8": (10, 0), "nvfp4": (10, 0)}  # compute capability
+NO_UNITS = {
+    "fp8": "fp8 products need compute capability 8.9",
+    "mxfp8": "products of MX blocks need compute capability 10.0",
+    "mxfp4": "PyTorch has no MXFP4 product for any card",
+    "nvfp4": "NVFP4 products need compute capability 10.0",
+}
+# elements that share a scale or a rotation, so that every dim of a product is a multiple
+MULTIPLE = {"fp8": 16, "mxfp8": 32, "mxfp4": 32, "nvfp4": 16}
+BITS = {"fp8": 8.0, "mxfp8": 8.25, "mxfp4": 4.25, "nvfp4": 4.5}  # of a value with its share of the scale
+HALF_COPIES = ("fp8", "nvfp4")  # a weight and its transpose have the same values
+FOUR_BITS = ("mxfp4", "nvfp4")
+LAST_BLOCKS = 0.15  # the share of blocks that stay in 16 bits, the last ones
+MIN_LAST_BLOCKS = 2
+# time of a step with bf16 products over that with fp8's, from a width on: least, expected, most
+FP8_GAINS = ((0, (0.60, 0.70, 1.0)), (1024, (1.0, 1.10, 1.30)), (1536, (1.05, 1.12, 1.59)))
+GAIN_WIDTH = 1024  # below it fp8 loses
+
+
+@dataclass(frozen=True)
+class LowPrecision:
+    """Products in a low precision. name: the config's precision. num_layers: the first ones, whose products it is for."""
+
+    name: str
+    emulated: bool
+    num_layers: int
+
+    @property
+    def text(self) -> str:
+        return f"{self.name} products{', emulated' if self.emulated else ''}"
+
+
+def native_problem(name: str, *, device: str, capability: tuple[int, int] | None) -> str | None:
+    """Returns why a device does not compute a format; None where it does, or where its capability is not known."""
+    if device == "cpu":
+        return f"a CPU has no units for {name}"
+    needed = NATIVE_FROM.get(name)
+    if needed is None or (capability is not None and capability < needed):
+        return NO_UNITS[name]
+    return None
+
+
+def choose_low_precision(
+    config: Config, model: ModelConfig, *, device: str, device_name: str, capability: tuple[int, int] | None
+) -> LowPrecision | None:
+    """Returns what the config's precision is for the products, None for 16 or 32 bits; raises PlanError where it cannot be."""
+    name = config.precision
+    if name not in MULTIPLE:
+        return None
+    problem = native_problem(name, device=device, capability=capability)
+    if problem and not config.emulate:
+        ways: list[Change] = [{"emulate": True}, {"precision": None}]
+        if name != "fp8" and native_problem("fp8", device=device, capability=capability) is None:
+            ways = [{"precision": "fp8"}, *ways]
+        raise PlanError(
+            f"precision is {name}, but {device_name} cannot compute it: {problem}",
+            fix=" or ".join(_flags(way) for way in ways),
+            changes=ways,
+        )
+    check_multiples(name, model)
+    num_layers = model.n_layer - (num_last_blocks(model.n_layer) if name in FOUR_BITS else 0)
+    if num_layers < 1:
+        raise PlanError(
+            f"precision is {name}, whose last {MIN_LAST_BLOCKS} blocks stay in 16 bits, and depth is {model.n_layer}",
+            fix=f"--depth {MIN_LAST_BLOCKS + 1} or --precision fp8",
+            changes=({"depth": MIN_LAST_BLOCKS + 1}, {"precision": "fp8"}),
+        )
+    return LowPrecision(name, config.emulate, num_layers)
+
+
+def _flags(change: Change) -> str:
+    [(key, value)] = change.items()
+    return f"--{key}" if value is True else f"--{key} {'auto' if value is None else value}"
+
+
+def num_last_blocks(n_layer: int) -> int:
+    """Returns how many of the last blocks stay in 16 bits where products have four."""
+    return max(MIN_LAST_BLOCKS, math.ceil(LAST_BLOCKS * n_layer))
+
+
+def check_multiples(name: str, model: ModelConfig) -> None:
+    """Raises PlanError where a dim of a product does not divide into the format's blocks."""
+    block = MULTIPLE[name]
+    dims = {"sequence_len": model.sequence_len, "n_embd": model.n_embd}
+    for key, size in dims.items():
+        if size % block:
+            upper = -(-size // block) * block
+            raise PlanError(
+                f"{key} is {size}, and {name} takes multiples of {block}",
+                fix=f"--{key.replace('_', '-')} {upper}",
+                changes=({key: upper},),
+            )
+    kv_width = model.n_kv_head * model.head_dim
+    if kv_width % block:
+        raise PlanError(
+            f"keys are {kv_width} wide ({model.n_kv_head} heads of {model.head_dim}), and {name} takes multiples of {block}",
+            fix=f"--n-kv-head {model.n_head}",
+            changes=({"n_kv_head": model.n_head}, {"n_kv_head": None}),
+        )
+
+
+def code_bytes(low: LowPrecision | None, model: ModelConfig, *, device: str) -> int:
+    """Returns the quantized weights that are kept from step to step: each as an operand of two products."""
+    if low is None:
+        return 0
+    values = low.num_layers * layer_weights(model)
+    if low.emulated:  # as exact 16-bit values, on a CPU fp32 ones; a transpose is a view
+        return values * (4 if device == "cpu" else 2) * (1 if low.name in HALF_COPIES else 2)
+    return int(2 * values * BITS[low.name] / 8)
+
+
+def working_bytes(low: LowPrecision | None, model: ModelConfig, *, tokens: int, device: str) -> int:
+    """Returns what the largest product has besides its operands in 16 bits, in the backward of an MLP's matrix.
+
+    Native: codes of the gradient, both ways, and of the input. Emulated: values of both, and fp32 copies while they are made.
+    """
+    if low is None:
+        return 0
+    wide, narrow = 4 * tokens * model.n_embd, tokens * model.n_embd
+    if not low.emulated:
+        return int((2 * wide + narrow) * BITS[low.name] / 8) + 4 * wide
+    return (4 if device == "cpu" else 2) * (2 * wide + narrow) + 3 * 4 * wide
+
+
+def step_gain(low: LowPrecision | None, model: ModelConfig) -> tuple[float, float, float] | None:
+    """Returns how many times as fast as with 16-bit products a step is: least, expected, most; None where nobody measured it."""
+    if low is None:
+        return 1.0, 1.0, 1.0
+    if low.emulated or low.name != "fp8":
+        return None
+    return [gain for width, gain in FP8_GAINS if model.n_embd >= width][-1]
+
+
+def precision_notes(low: LowPrecision | None, model: ModelConfig) -> tuple[str, ...]:
+    """Returns lines for the plan about what a low precision costs here."""
+    if low is None:
+        return ()
+    if low.emulated:
+        return (f"{low.name} is emulated: right, and slower than 16 bits",)
+    if low.name == "fp8":
+        loses = model.n_embd < GAIN_WIDTH
+        return (
+            (f"fp8 gains nothing below {GAIN_WIDTH:,} wide, and the model is {model.n_embd:,} wide",) if loses else ()
+        )
+    return (f"{low.name} is an experiment: no gain in speed over fp8 has been measured with these products",)
+
+
+def precision_name(precision: str, low: LowPrecision | None) -> str:
+    """Returns `bf16`, or `bf16 with fp8 products`: what tells measurements of one from those of the other."""
+    return f"{precision} with {low.text}" if low else precision

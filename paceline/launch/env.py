@@ -211,7 +211,9 @@ def make_accelerate_config(options: AccelerateOptions, machine: Machine) -> dict
     """
     config = Config(**{key: checked_value(key, value, where=f"--{key}") for key, value in options.keys.items()})
     if config.precision not in (None, *MIXED_PRECISION):
-        raise PacelineError(f"accelerate's {config.precision} needs a library and settings of its own", fix="--precision bf16")
+        raise PacelineError(
+            f"accelerate's {config.precision} needs a library and settings of its own", fix="--precision bf16"
+        )
     device = choose_device(config, machine)
     world_size = choose_world_size(config, machine, device=device) * options.nnodes
     check_hosts(options)

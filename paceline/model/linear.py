@@ -6,7 +6,7 @@ that its product sums over (formats.py), and a scale that covers a whole tensor 
 hardware's; emulated ones multiply the exact values of the codes and sum in fp32, so that the two differ by the order of their sums
 alone. Both operands of a native product are contiguous along that dim, the one layout that every card takes.
 
-A weight is quantized once a step and not in every micro-step; one that is gathered anew each time, in each forward. Without
+A weight is quantized once a step and not in every micro-step; a sharded one, which comes and goes, in each forward. Without
 gradients the product is in 16 bits: evaluation, samples and export compute with the weights that are saved.
 
 Recipes: fp8, nanochat's of July 2026; MXFP8, arXiv 2506.08027; NVFP4, arXiv 2509.25149; MXFP4, arXiv 2502.20586.
@@ -39,14 +39,14 @@ from paceline.model.formats import (
 
 # N tokens of a micro-batch; I in_features, O out_features; M rows and K columns of any operand, which is summed over K
 
-TRIED = 256  # rows and columns of the operands that product_problem compares
+TRIAL_SIZE = 256  # rows and columns of the operands that product_problem compares
 # relative: Hopper's tensor cores keep 14 bits while they add (DeepSeek-V3, arXiv 2412.19437), and results are rounded to bf16
 NATIVE_ERROR = 1e-2
 GRADIENT_NOISE, WEIGHT_NOISE = 1, 2  # the two operands that dy becomes have random bits of their own
 
 
 @dataclass(frozen=True)
-class Recipe:
+class LowRecipe:
     """How the operands of a layer's three products are quantized. forward, gradient: elements of x and W, and of dy."""
 
     codec: str  # tensorwise, mx or nvfp4
@@ -58,10 +58,10 @@ class Recipe:
 
 
 RECIPES = {
-    "fp8": Recipe("tensorwise", "e4m3", "e5m2"),
-    "mxfp8": Recipe("mx", "e4m3", "e4m3"),
-    "mxfp4": Recipe("mx", "e2m1", "e2m1", stochastic=True, rotation=32),
-    "nvfp4": Recipe("nvfp4", "e2m1", "e2m1", stochastic=True, rotation=16, square=True),
+    "fp8": LowRecipe("tensorwise", "e4m3", "e5m2"),
+    "mxfp8": LowRecipe("mx", "e4m3", "e4m3"),
+    "mxfp4": LowRecipe("mx", "e2m1", "e2m1", stochastic=True, rotation=32),
+    "nvfp4": LowRecipe("nvfp4", "e2m1", "e2m1", stochastic=True, rotation=16, square=True),
 }
 
 
@@ -74,7 +74,7 @@ class Operand(NamedTuple):
 
 
 def quantize(
-    x: Tensor, recipe: Recipe, element: str, *, noise: Tensor | None = None, square: bool = False
+    x: Tensor, recipe: LowRecipe, element: str, *, noise: Tensor | None = None, square: bool = False
 ) -> Quantized:
     """Returns the operand's codes. x: (M, K), summed over K; noise: as formats.py wants it."""
     if recipe.codec == "tensorwise":
@@ -103,7 +103,7 @@ def make_operand(q: Quantized, *, native: bool) -> Operand:
 
 
 def operands_of(
-    x: Tensor, recipe: Recipe, element: str, *, native: bool, key: Tensor | None = None, square: bool = False
+    x: Tensor, recipe: LowRecipe, element: str, *, native: bool, key: Tensor | None = None, square: bool = False
 ) -> tuple[Operand, Operand]:
     """Returns x and x.T as operands, summed over the columns and over the rows of x. key: of the noise, for a gradient."""
     if recipe.codec == "tensorwise" or square:
@@ -118,7 +118,7 @@ def operands_of(
     )
 
 
-def columns_of(x: Tensor, recipe: Recipe, element: str, *, native: bool, key: Tensor | None = None) -> Operand:
+def columns_of(x: Tensor, recipe: LowRecipe, element: str, *, native: bool, key: Tensor | None = None) -> Operand:
     """Returns x.T as an operand of dW, which sums over tokens, the rows of x."""
     columns = x.t()
     if recipe.rotation:
@@ -132,11 +132,11 @@ def weight_operands(weight: Tensor, name: str, *, native: bool) -> tuple[Operand
     recipe = RECIPES[name]
     if recipe.codec == "tensorwise" or recipe.square:
         return operands_of(weight, recipe, recipe.forward, native=native, square=recipe.square)
-    plain = Recipe(recipe.codec, recipe.forward, recipe.gradient)
+    plain = LowRecipe(recipe.codec, recipe.forward, recipe.gradient)
     return operands_of(weight, plain, recipe.forward, native=native)
 
 
-def product(a: Operand, b: Operand, recipe: Recipe, *, dtype: torch.dtype, fast: bool = False) -> Tensor:
+def product(a: Operand, b: Operand, recipe: LowRecipe, *, dtype: torch.dtype, fast: bool = False) -> Tensor:
     """Returns a @ b.T in dtype. a: (M, K); b: (N, K). fast: fp8 sums of some bits less, on Hopper."""
     if a.scales is not None:
         y = scaled_product(a, b, recipe, dtype=dtype if a.factor is None else torch.float32, fast=fast)
@@ -149,7 +149,7 @@ def product(a: Operand, b: Operand, recipe: Recipe, *, dtype: torch.dtype, fast:
     return y.to(dtype)
 
 
-def scaled_product(a: Operand, b: Operand, recipe: Recipe, *, dtype: torch.dtype, fast: bool) -> Tensor:
+def scaled_product(a: Operand, b: Operand, recipe: LowRecipe, *, dtype: torch.dtype, fast: bool) -> Tensor:
     """Returns the hardware's product of codes and their scales."""
     assert a.scales is not None and b.scales is not None
     kinds, swizzles = F.ScalingType, F.SwizzleType
@@ -228,7 +228,7 @@ def product_problem(recipe: str, device: torch.device) -> str | None:
     A library may have no kernel for a card, or one that returns zeros: TransformerEngine's NVFP4 gradients did so on capability 12.
     """
     made = torch.Generator().manual_seed(0)
-    x, weight, dy = (torch.randn(TRIED, TRIED, generator=made).to(device, torch.bfloat16) for _ in range(3))
+    x, weight, dy = (torch.randn(TRIAL_SIZE, TRIAL_SIZE, generator=made).to(device, torch.bfloat16) for _ in range(3))
     key = torch.zeros((), dtype=torch.int64, device=device)
     results = []
     for native in (True, False):

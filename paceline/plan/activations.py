@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from paceline.config import ModelConfig
 from paceline.plan.cost import attention_pairs, window_sizes
-from paceline.plan.low_precision import LowPrecision
+from paceline.plan.precision import LowPrecision
 from paceline.plan.shapes import (
     ELEMENT_BYTES,
     FP32,

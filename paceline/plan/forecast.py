@@ -24,10 +24,10 @@ from paceline.plan.advice import Lever, Price, RunCost, levers, run_cost
 from paceline.plan.estimate import Range, named_parts
 from paceline.plan.history import load_calibration, load_too_large
 from paceline.plan.links import Link, link_of
-from paceline.plan.low_precision import precision_name
 from paceline.plan.machine import Machine
 from paceline.plan.memory import checkpoint_bytes
 from paceline.plan.planner import Measured, Plan, format_flags, make_plan, threads_of
+from paceline.plan.precision import precision_name
 from paceline.plan.shapes import choose_eval_tokens, num_params, steps_of_time
 from paceline.plan.sizing import PROFILES, SIZE_KEYS
 from paceline.plan.speeds import load_speeds

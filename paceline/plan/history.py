@@ -33,9 +33,9 @@ from paceline.plan.estimate import (
     arithmetic_error,
     context_bytes,
 )
-from paceline.plan.low_precision import precision_name
 from paceline.plan.memory import copies_bytes, peak_phase
 from paceline.plan.planner import Plan, memory_setup
+from paceline.plan.precision import precision_name
 from paceline.plan.shapes import RUNGS
 from paceline.plan.sizing import TooLarge
 from paceline.rundir import RunDir, append_json_line, read_json_lines, utc_now, write_atomic

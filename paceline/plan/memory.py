@@ -24,8 +24,8 @@ from paceline.plan.activations import (
 )
 from paceline.plan.algorithms import ALGORITHMS, algorithm_of
 from paceline.plan.cost import layout
-from paceline.plan.low_precision import code_bytes, working_bytes
 from paceline.plan.offloading import NUM_BUFFERS, offloaded_batches
+from paceline.plan.precision import code_bytes, working_bytes
 from paceline.plan.shapes import FP32, MATRIX, NARROW, ParamShape, param_shapes
 from paceline.plan.sharding import (
     GatheredBytes,
@@ -82,7 +82,7 @@ def phases(setup: MemorySetup) -> tuple[Phase, ...]:
     low = setup.low_precision
     if not shards_weights(world_size=setup.world_size, shard=setup.shard):  # else they come and go with the weights
         base["weights"] += code_bytes(low, setup.model, device=setup.device)
-    quantized = working_bytes(low, setup.model, tokens=setup.num_tokens, device=setup.device)
+    quantized = working_bytes(low, setup.model, tokens=setup.num_tokens, device=setup.device, compiled=setup.compiled)
     fresh = setup.world_size == 1 and setup.grad_accum_steps == 1  # gradients are made during the backward
     unsummed = setup.shard == "none" and setup.world_size > 1 and setup.grad_accum_steps > 1
     before = 0 if fresh else state.gradients * (2 if unsummed else 1)  # DDP's buckets, and what is not in them yet

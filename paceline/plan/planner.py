@@ -10,15 +10,15 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any
 
-from paceline.config import FLASH, LOW_PRECISIONS, Config, ModelConfig
+from paceline.config import FLASH, Config, ModelConfig
 from paceline.errors import Change, PlanError
 from paceline.plan.activations import MemorySetup
 from paceline.plan.algorithms import GroupSettings, group_settings
 from paceline.plan.cost import flops_per_token
 from paceline.plan.estimate import Calibrate
-from paceline.plan.low_precision import LowPrecision, choose_low_precision, precision_notes
 from paceline.plan.machine import AttentionCase, Machine
 from paceline.plan.offloading import choose_offload
+from paceline.plan.precision import LowPrecision, choose_low_precision, choose_precision, precision_notes
 from paceline.plan.shapes import batch_of_horizon, choose_num_steps, width_of_depth
 from paceline.plan.sizing import LOGITS_MIB, SIZE_KEYS, DoesNotFit, TooLarge, choose_fit, divisors
 from paceline.units import MIB, format_bytes, format_number_of, parse_duration
@@ -196,13 +196,6 @@ def _plan(config: Config, machine: Machine, *, vocab_size: int, num_rows: int, m
     gpu = machine.gpus[0] if device == "cuda" else None
     case = AttentionCase(model, device, precision, gpu.capability if gpu else None, config.deterministic)
     attention = choose_attention(config, case)
-    low = choose_low_precision(
-        config,
-        model,
-        device=device,
-        device_name=gpu.name if gpu else "the CPU",
-        capability=gpu.capability if gpu else None,
-    )
     setup = MemorySetup(  # what the config leaves open has its preferred value until it is sized
         model=model,
         device=device,
@@ -217,7 +210,7 @@ def _plan(config: Config, machine: Machine, *, vocab_size: int, num_rows: int, m
         attention=case.kernel(attention[0]),
         compiled=compiled is True,
         offload=choose_offload(config, device=device),
-        low_precision=low,
+        low_precision=choose_low_precision(config, model, gpu=gpu),
     )
     sized = choose_fit(
         config,
@@ -246,7 +239,7 @@ def _plan(config: Config, machine: Machine, *, vocab_size: int, num_rows: int, m
         memory_share=sized.share,
         memory=sized.estimate.to_json(),
         time=config.time,
-        notes=(*sized.notes, *precision_notes(low, model)),
+        notes=(*sized.notes, *precision_notes(setup.low_precision, model)),
     )
 
 
@@ -305,27 +298,6 @@ def choose_world_size(config: Config, machine: Machine, *, device: str) -> int:
             changes=({"nproc": machine.cpu_cores},),
         )
     return (config.nproc or min(2, machine.cpu_cores)) * machine.hosts
-
-
-def choose_precision(config: Config, machine: Machine, *, device: str) -> str:
-    """Returns the config's precision, or bf16 where the hardware multiplies it natively, else fp32.
-
-    For a low one, which is of the blocks' products alone, it is that of all else.
-    """
-    if device == "cpu":
-        native = machine.cpu_bf16
-    else:
-        capability = machine.gpus[0].capability
-        native = capability is None or capability >= (8, 0)
-        if config.precision == "bf16" and not native:
-            raise PlanError(
-                f"precision is bf16, but {machine.gpus[0].name} has no bf16 units (capability {capability})",
-                fix="--precision fp16",
-                changes=({"precision": "fp16"},),
-            )
-    if config.precision is None or config.precision in LOW_PRECISIONS:
-        return "bf16" if native else "fp32"
-    return config.precision
 
 
 def make_model_config(config: Config, *, vocab_size: int, device: str) -> ModelConfig:

@@ -17,8 +17,8 @@ from paceline.plan.cost import attention_pairs, flops_per_token, mfu, step_messa
 from paceline.plan.estimate import Range
 from paceline.plan.gpu_table import GpuSpec
 from paceline.plan.links import Link, host_link, link_of_speeds
-from paceline.plan.low_precision import LowPrecision, precision_name, step_gain
 from paceline.plan.offloading import offloaded_batches, staged_seconds
+from paceline.plan.precision import LowPrecision, gain_note, gain_spread, precision_name, step_gain, with_gain
 from paceline.plan.shapes import ELEMENT_BYTES, FP32, NARROW, has_value_embed, layer_weights, num_params
 from paceline.plan.sharding import batch_sizes, shards_weights
 from paceline.plan.sizing import LOGITS_MIB
@@ -105,9 +105,8 @@ class StepSetup:
         )
         batch = f"{self.device_batch_size} x {self.grad_accum_steps} x {self.world_size}"
         how = f"{self.checkpointed}{'compiled' if self.compiled else 'eager'}"
-        name = precision_name(self.precision, self.low_precision)
-        where = "" if self.offload == "none" else " offloaded"
-        return f"{shape}, {batch}, {name} {self.optimizer} {self.shard} {how}{where}"
+        how += "" if self.offload == "none" else " offloaded"
+        return f"{shape}, {batch}, {precision_name(self.precision, self.low_precision)} {self.optimizer} {self.shard} {how}"
 
 
 @dataclass(frozen=True)
@@ -192,8 +191,7 @@ def _sum_parts(setup: StepSetup, speeds: Speeds, parts: Mapping[str, float], hid
     total = factor * uncorrected
     link_spread = max((link.spread for link in (setup.link, setup.moving_link) if link), default=0.0)
     sent = sum(corrected.get(name, 0.0) for name in LIMITS["link"])
-    least, expected, most = step_gain(setup.low_precision, setup.model) or (1.0, 1.0, 1.0)
-    spread += max(expected / least, most / expected) - 1
+    spread += gain_spread(setup.low_precision, setup.model)
     off = max(SMALLEST_SPREAD * total, spread * (total - sent) + link_spread * sent)
     # earlier runs, on a busy machine, may have been off by more than the whole: then as many times less as more
     seconds = Range(total - off if off < total / 2 else total / (1 + off / total), total, total + off)
@@ -242,10 +240,7 @@ def micro_step_parts(setup: StepSetup, speeds: Speeds) -> dict[str, float]:
         + seconds("copy", moved, in_precision=False),
         "embeddings": seconds("table", tables * (vocab + tokens) * kv_width, in_precision=False),
     }
-    if gain := step_gain(setup.low_precision, model):  # measured of whole steps; what differs is the products
-        saved_s = (1 - 1 / gain[1]) * sum(parts.values())
-        parts["matmuls"] = max(0.0, parts["matmuls"] - saved_s)
-    return parts
+    return with_gain(parts, setup.low_precision, model)
 
 
 def forward_passes(model: ModelConfig, rung: bool | str) -> tuple[float, float, float]:
@@ -397,10 +392,7 @@ def _assumptions(setup: StepSetup, speeds: Speeds, correction: tuple[float, floa
         rate = f"{to_host.bytes_per_s / 1e9:.3g} GB/s each way"
         moved = "states" if setup.precision == "fp32" else "masters and states"
         lines.append(f"{moved} moved over {to_host.name}, {rate}, {to_host.source}")
-    if setup.low_precision is not None and (gain := step_gain(setup.low_precision, setup.model)):
-        lines.append(
-            f"{setup.low_precision.text}: {gain[1]:g} times as fast as bf16 ({gain[0]:g} to {gain[2]:g}), as others measured"
-        )
+    lines += gain_note(setup.low_precision, setup.model)
     if setup.compile is None and setup.device == "cuda":
         lines.append("compiled: the worker tries it before the first step")
     if setup.compile is not False and setup.device == "cpu":

@@ -22,7 +22,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -39,8 +39,8 @@ from paceline.model.gpt import DTYPES, GPT
 from paceline.model.layers import sum_by_row
 from paceline.plan.activations import MemorySetup
 from paceline.plan.algorithms import GroupSettings, algorithm_of
-from paceline.plan.low_precision import LowPrecision
 from paceline.plan.memory import peak_phase
+from paceline.plan.precision import LowPrecision
 from paceline.plan.shapes import param_shapes
 from paceline.plan.sharding import shards_weights
 from paceline.train import offload
@@ -295,6 +295,8 @@ def run_steps(setup: MemorySetup, *, rank: int, device: str, at: Callable[[str],
         for micro_step in range(micro_steps):
             at("forward")
             idx, targets = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
+            if low := cast(GPT, optimizer.module).low_products:
+                low.begin(seed=0, step=0, micro_step=micro_step, micro_batch=micro_step)
             with optimizer.micro_step(last=micro_step == micro_steps - 1):
                 nats = optimizer.module(idx, targets)
                 at("backward")
@@ -322,6 +324,10 @@ def build_optimizer(setup: MemorySetup, rank: int, device: str) -> ShardedOptimi
     if hollow:
         hollow_out(model, torch.device(device), lambda name, shape: torch.empty(shape, device=device))
     model.fused_loss = device != "cpu"
+    if low := setup.low_precision:
+        model.low_products = model.use_low_products(
+            low.name, low.num_layers, native=not low.emulated, keeps_codes=not hollow, device=torch.device(device)
+        )
     names = {shape.group: algorithm_of(setup.optimizer, shape.group).name for shape in param_shapes(setup.model)}
     groups = {group: GroupSettings(name, 0.0, (0.9, 0.95), 1e-10, 0.0) for group, name in names.items()}
     return make_optimizer(model, setup, groups, rank=rank)

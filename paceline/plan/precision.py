@@ -1,5 +1,5 @@
 """
-Products in 8 and 4 bits: which cards compute them, which layers they are for, and what they gain. Pure arithmetic.
+Precisions: what a device computes natively, and products in 8 and 4 bits: for which layers, in which memory, with which gain.
 
 A format is native where the hardware has units for it and PyTorch's scaled product calls them with both operands contiguous along
 the dim of the sum, which is how model/linear.py calls it; the worker compares each one with its emulation before the first step.
@@ -12,9 +12,10 @@ has each with its source. The layers that stay in 16 bits: arXiv 2509.25149, sec
 import math
 from dataclasses import dataclass
 
-from paceline.config import Config, ModelConfig
+from paceline.config import LOW_PRECISIONS, Config, ModelConfig
 from paceline.errors import Change, PlanError
-from paceline.plan.shapes import layer_weights
+from paceline.plan.machine import Gpu, Machine
+from paceline.plan.shapes import FP32, NARROW, layer_weights
 
 NATIVE_FROM = {"fp8": (8, 9), "mxfp8": (10, 0), "nvfp4": (10, 0)}  # compute capability
 NO_UNITS = {
@@ -28,6 +29,7 @@ MULTIPLE = {"fp8": 16, "mxfp8": 32, "mxfp4": 32, "nvfp4": 16}
 BITS = {"fp8": 8.0, "mxfp8": 8.25, "mxfp4": 4.25, "nvfp4": 4.5}  # of a value with its share of the scale
 HALF_COPIES = ("fp8", "nvfp4")  # a weight and its transpose have the same values
 FOUR_BITS = ("mxfp4", "nvfp4")
+RANDOM_BYTES = 42  # at work for each element that is rounded at random, eagerly; as traced (train/exact.py)
 LAST_BLOCKS = 0.15  # the share of blocks that stay in 16 bits, the last ones
 MIN_LAST_BLOCKS = 2
 # time of a step with bf16 products over that with fp8's, from a width on: least, expected, most
@@ -48,27 +50,50 @@ class LowPrecision:
         return f"{self.name} products{', emulated' if self.emulated else ''}"
 
 
-def native_problem(name: str, *, device: str, capability: tuple[int, int] | None) -> str | None:
-    """Returns why a device does not compute a format; None where it does, or where its capability is not known."""
+def choose_precision(config: Config, machine: Machine, *, device: str) -> str:
+    """Returns the config's precision, or bf16 where the hardware multiplies it natively, else fp32.
+
+    For a low one, which is of the blocks' products alone, it is that of all else.
+    """
     if device == "cpu":
+        native = machine.cpu_bf16
+    else:
+        capability = machine.gpus[0].capability
+        native = capability is None or capability >= (8, 0)
+        if config.precision == "bf16" and not native:
+            raise PlanError(
+                f"precision is bf16, but {machine.gpus[0].name} has no bf16 units (capability {capability})",
+                fix="--precision fp16",
+                changes=({"precision": "fp16"},),
+            )
+    if config.precision is None or config.precision in LOW_PRECISIONS:
+        return "bf16" if native else "fp32"
+    return config.precision
+
+
+def native_problem(name: str, gpu: Gpu | None) -> str | None:
+    """Returns why a device does not compute a format; None where it does, or where its capability is not known."""
+    if gpu is None:
         return f"a CPU has no units for {name}"
     needed = NATIVE_FROM.get(name)
-    if needed is None or (capability is not None and capability < needed):
+    if needed is None or (gpu.capability is not None and gpu.capability < needed):
         return NO_UNITS[name]
     return None
 
 
-def choose_low_precision(
-    config: Config, model: ModelConfig, *, device: str, device_name: str, capability: tuple[int, int] | None
-) -> LowPrecision | None:
-    """Returns what the config's precision is for the products, None for 16 or 32 bits; raises PlanError where it cannot be."""
+def choose_low_precision(config: Config, model: ModelConfig, *, gpu: Gpu | None) -> LowPrecision | None:
+    """Returns what the config's precision is for the products, None for 16 or 32 bits; raises PlanError where it cannot be.
+
+    gpu: None for a CPU.
+    """
     name = config.precision
     if name not in MULTIPLE:
         return None
-    problem = native_problem(name, device=device, capability=capability)
+    device_name = gpu.name if gpu else "the CPU"
+    problem = native_problem(name, gpu)
     if problem and not config.emulate:
         ways: list[Change] = [{"emulate": True}, {"precision": None}]
-        if name != "fp8" and native_problem("fp8", device=device, capability=capability) is None:
+        if name != "fp8" and native_problem("fp8", gpu) is None:
             ways = [{"precision": "fp8"}, *ways]
         raise PlanError(
             f"precision is {name}, but {device_name} cannot compute it: {problem}",
@@ -123,21 +148,24 @@ def code_bytes(low: LowPrecision | None, model: ModelConfig, *, device: str) -> 
         return 0
     values = low.num_layers * layer_weights(model)
     if low.emulated:  # as exact 16-bit values, on a CPU fp32 ones; a transpose is a view
-        return values * (4 if device == "cpu" else 2) * (1 if low.name in HALF_COPIES else 2)
+        return values * (FP32 if device == "cpu" else NARROW) * (1 if low.name in HALF_COPIES else 2)
     return int(2 * values * BITS[low.name] / 8)
 
 
-def working_bytes(low: LowPrecision | None, model: ModelConfig, *, tokens: int, device: str) -> int:
+def working_bytes(low: LowPrecision | None, model: ModelConfig, *, tokens: int, device: str, compiled: bool) -> int:
     """Returns what the largest product has besides its operands in 16 bits, in the backward of an MLP's matrix.
 
-    Native: codes of the gradient, both ways, and of the input. Emulated: values of both, and fp32 copies while they are made.
+    Native: codes of the gradient, both ways, and of the input, and one fp32 copy. Emulated: values of both, and three copies.
+    Random bits are 64-bit integers while they are made, which a compiler keeps in registers.
     """
     if low is None:
         return 0
     wide, narrow = 4 * tokens * model.n_embd, tokens * model.n_embd
+    if low.name in FOUR_BITS and not compiled:
+        return RANDOM_BYTES * wide
     if not low.emulated:
-        return int((2 * wide + narrow) * BITS[low.name] / 8) + 4 * wide
-    return (4 if device == "cpu" else 2) * (2 * wide + narrow) + 3 * 4 * wide
+        return int((2 * wide + narrow) * BITS[low.name] / 8) + FP32 * wide
+    return (FP32 if device == "cpu" else NARROW) * (2 * wide + narrow) + 3 * FP32 * wide
 
 
 def step_gain(low: LowPrecision | None, model: ModelConfig) -> tuple[float, float, float] | None:
@@ -147,6 +175,30 @@ def step_gain(low: LowPrecision | None, model: ModelConfig) -> tuple[float, floa
     if low.emulated or low.name != "fp8":
         return None
     return [gain for width, gain in FP8_GAINS if model.n_embd >= width][-1]
+
+
+def with_gain(parts: dict[str, float], low: LowPrecision | None, model: ModelConfig) -> dict[str, float]:
+    """Returns the seconds of a micro-step's parts with low products: a gain is measured of whole steps, and they make it."""
+    gain = step_gain(low, model)
+    if low is None or gain is None:
+        return parts
+    saved_s = (1 - 1 / gain[1]) * sum(parts.values())
+    return {**parts, "matmuls": max(0.0, parts["matmuls"] - saved_s)}
+
+
+def gain_spread(low: LowPrecision | None, model: ModelConfig) -> float:
+    """Returns by which fraction a step may be off its expected time, because others measured different gains."""
+    least, expected, most = step_gain(low, model) or (1.0, 1.0, 1.0)
+    return max(expected / least, most / expected) - 1
+
+
+def gain_note(low: LowPrecision | None, model: ModelConfig) -> tuple[str, ...]:
+    """Returns what the expected time stands on, where products are in a low precision."""
+    gain = step_gain(low, model) if low else None
+    if low is None or gain is None:
+        return ()
+    least, expected, most = gain
+    return (f"{low.text}: {expected:g} times as fast as bf16 ({least:g} to {most:g}), as others measured",)
 
 
 def precision_notes(low: LowPrecision | None, model: ModelConfig) -> tuple[str, ...]:

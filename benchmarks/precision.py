@@ -65,7 +65,7 @@ def train(name: str, *, depth: int, steps: int, seed: int) -> dict[str, float]:
     started = time.perf_counter()
     low = name if name not in ("fp32", "bf16") else None
     config = Config(
-        depth=depth, head_dim=64, sequence_len=256, vocab_size=2048, device_batch_size=8, total_batch_size=2048,
+        depth=depth, head_dim=64, sequence_len=128, vocab_size=2048, device_batch_size=8, total_batch_size=1024,
         num_steps=steps, seed=seed, device="cpu", nproc=1, compile=False,
         precision=(low or name).removesuffix(" plain"), emulate=low is not None,
     )  # fmt: skip

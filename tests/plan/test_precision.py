@@ -1,0 +1,165 @@
+"""What each precision is on each card, what is refused with a way that works, and what low products cost in the plan."""
+
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from paceline.config import Config, ModelConfig, check_config
+from paceline.errors import PacelineError, PlanError
+from paceline.plan.gpu_table import find_gpu
+from paceline.plan.machine import Gpu, Machine, imagined_machine
+from paceline.plan.memory import peak_phase
+from paceline.plan.planner import Plan, make_plan, memory_setup
+from paceline.plan.precision import (
+    LowPrecision,
+    code_bytes,
+    native_problem,
+    num_last_blocks,
+    precision_name,
+    step_gain,
+)
+
+CPU = Machine(gpus=(), cpu_cores=2, cpu_bf16=True, memory_bytes=24 << 30)
+SMALL = {"depth": 4, "num_steps": 100, "sequence_len": 1024}
+
+
+def machine_of(name, gpus=1):
+    return CPU if name == "CPU" else imagined_machine(find_gpu(name), gpus=gpus, hosts=1)
+
+
+def plan_of(name, **keys) -> Plan:
+    return make_plan(Config(**{**SMALL, **keys}), machine_of(name), vocab_size=4096, num_rows=0)
+
+
+# card, keys, what the error says, the fix
+REFUSALS = [
+    ("CPU", {"precision": "fp8"}, "a CPU has no units for fp8", "--emulate or --precision auto"),
+    ("CPU", {"precision": "mxfp8"}, "a CPU has no units for mxfp8", "--emulate or --precision auto"),
+    ("CPU", {"precision": "mxfp4"}, "a CPU has no units for mxfp4", "--emulate or --precision auto"),
+    ("CPU", {"precision": "nvfp4"}, "a CPU has no units for nvfp4", "--emulate or --precision auto"),
+    ("RTX 3090", {"precision": "fp8"}, "fp8 products need compute capability 8.9", "--emulate or --precision auto"),
+    ("RTX 3090", {"precision": "mxfp8"}, "MX blocks need compute capability 10.0", "--emulate or --precision auto"),
+    ("RTX 3090", {"precision": "nvfp4"}, "NVFP4 products need compute capability 10.0", "--emulate or --precision auto"),
+    ("A100 80GB", {"precision": "fp8"}, "fp8 products need compute capability 8.9", "--emulate or --precision auto"),
+    ("RTX 4090", {"precision": "mxfp8"}, "MX blocks need", "--precision fp8 or --emulate or --precision auto"),
+    ("RTX 4090", {"precision": "mxfp4"}, "no MXFP4 product", "--precision fp8 or --emulate or --precision auto"),
+    ("RTX 4090", {"precision": "nvfp4"}, "NVFP4 products need", "--precision fp8 or --emulate or --precision auto"),
+    ("H100", {"precision": "mxfp8"}, "MX blocks need", "--precision fp8 or --emulate or --precision auto"),
+    ("H100", {"precision": "mxfp4"}, "no MXFP4 product", "--precision fp8 or --emulate or --precision auto"),
+    ("H200", {"precision": "nvfp4"}, "NVFP4 products need", "--precision fp8 or --emulate or --precision auto"),
+    ("RTX 5090", {"precision": "mxfp4"}, "no MXFP4 product", "--precision fp8 or --emulate or --precision auto"),
+    ("B200", {"precision": "mxfp4"}, "no MXFP4 product", "--precision fp8 or --emulate or --precision auto"),
+    ("RTX 5090", {"precision": "nvfp4", "depth": 1}, "last 2 blocks stay", "--depth 3 or --precision fp8"),
+    ("RTX 5090", {"precision": "nvfp4", "depth": 2}, "last 2 blocks stay", "--depth 3 or --precision fp8"),
+    ("CPU", {"precision": "mxfp4", "emulate": True, "depth": 2}, "last 2 blocks stay", "--depth 3 or --precision fp8"),
+    ("H100", {"precision": "fp8", "sequence_len": 1000}, "sequence_len is 1000, and fp8 takes", "--sequence-len 1008"),
+    ("B200", {"precision": "mxfp8", "sequence_len": 1040}, "mxfp8 takes multiples of 32", "--sequence-len 1056"),
+    ("CPU", {"precision": "nvfp4", "emulate": True, "sequence_len": 100}, "multiples of 16", "--sequence-len 112"),
+    ("CPU", {"precision": "fp8", "emulate": True, "n_embd": 24, "head_dim": 8}, "n_embd is 24", "--n-embd 32"),
+    ("CPU", {"precision": "mxfp8", "emulate": True, "n_embd": 48, "head_dim": 16}, "n_embd is 48", "--n-embd 64"),
+    ("H100", {"precision": "fp8", "head_dim": 8, "n_kv_head": 1}, "keys are 8 wide (1 heads of 8)", "--n-kv-head 32"),
+    ("B200", {"precision": "mxfp8", "head_dim": 16, "n_kv_head": 1}, "keys are 16 wide", "--n-kv-head 16"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("card, keys, says, fix", REFUSALS, ids=[f"{card} {keys}" for card, keys, _, _ in REFUSALS])
+def test_what_a_card_cannot_compute_is_refused_with_ways_that_give_a_plan(card, keys, says, fix):
+    with pytest.raises(PlanError) as error:
+        plan_of(card, **keys)
+    assert says in error.value.message
+    assert error.value.fix == fix
+    for way in fix.split(" or "):
+        flag, *value = shlex.split(way)
+        key = flag.removeprefix("--").replace("-", "_")
+        text = value[0] if value else None
+        changed = True if text is None else None if text == "auto" else int(text) if text.isdigit() else text
+        assert plan_of(card, **{**keys, key: changed}).num_steps == 100
+
+
+@pytest.mark.parametrize("keys, says", [
+    ({"emulate": True}, "emulate is set, but precision is auto"),
+    ({"emulate": True, "precision": "bf16"}, "emulate is set, but precision is bf16"),
+    ({"bf16_finish": 0.1, "precision": "fp32"}, "bf16_finish is set, but precision is fp32"),
+    ({"bf16_finish": 0.1}, "bf16_finish is set, but precision is auto"),
+])  # fmt: skip
+def test_keys_about_low_precision_need_one(keys, says):
+    with pytest.raises(PacelineError, match=says):
+        check_config(Config(**keys))
+
+
+@pytest.mark.parametrize("card, native", [
+    ("RTX 3090", ()), ("A100 80GB", ()), ("RTX 4090", ("fp8",)), ("L40S", ("fp8",)), ("H100", ("fp8",)), ("H200", ("fp8",)),
+    ("B200", ("fp8", "mxfp8", "nvfp4")), ("RTX 5090", ("fp8", "mxfp8", "nvfp4")),
+])  # fmt: skip
+def test_cards_have_the_formats_of_their_generation(card, native):
+    gpu = machine_of(card).gpus[0]
+    assert tuple(name for name in ("fp8", "mxfp8", "mxfp4", "nvfp4") if native_problem(name, gpu) is None) == native
+    for name in native:
+        plan = plan_of(card, precision=name)
+        assert plan.low_precision == LowPrecision(name, False, 2 if name == "nvfp4" else 4)
+        assert plan.precision == "bf16"
+        assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_card_that_the_driver_does_not_describe_is_left_to_the_trial_at_the_start():
+    unknown = replace(CPU, gpus=(Gpu(0, "new card", 80 << 30, None),))
+    assert make_plan(Config(**SMALL, precision="fp8"), unknown, vocab_size=4096, num_rows=0).low_precision
+
+
+def test_the_last_blocks_of_four_bit_runs_stay_in_16_bits():
+    assert [num_last_blocks(depth) for depth in (3, 12, 13, 14, 20, 40)] == [2, 2, 2, 3, 3, 6]
+    plan = plan_of("CPU", precision="nvfp4", emulate=True, depth=6)
+    assert plan.low_precision == LowPrecision("nvfp4", True, 4)
+    assert precision_name(plan.precision, plan.low_precision) == "bf16 with nvfp4 products, emulated"
+    assert plan.notes == ("nvfp4 is emulated: right, and slower than 16 bits",)
+
+
+def test_a_cpu_without_bf16_units_computes_all_else_in_fp32():
+    config = Config(**SMALL, precision="fp8", emulate=True)
+    assert make_plan(config, replace(CPU, cpu_bf16=False), vocab_size=4096, num_rows=0).precision == "fp32"
+
+
+def test_codes_of_weights_are_kept_both_ways_where_a_transpose_has_other_codes():
+    model = ModelConfig(4, 256, 2, 2, 128, 1024, 4096)
+    values = 4 * 12 * 256 * 256
+    for name, emulated, device, bytes_a_value in (
+        ("fp8", False, "cuda", 2), ("mxfp8", False, "cuda", 2 * 8.25 / 8), ("nvfp4", False, "cuda", 2 * 4.5 / 8),
+        ("fp8", True, "cuda", 2), ("mxfp8", True, "cuda", 4), ("mxfp4", True, "cpu", 8), ("nvfp4", True, "cpu", 4),
+    ):  # fmt: skip
+        assert code_bytes(LowPrecision(name, emulated, 4), model, device=device) == int(bytes_a_value * values)
+
+
+def test_low_products_take_memory_that_the_plan_counts():
+    setup = memory_setup(plan_of("H100", precision="bf16", device_batch_size=8))
+    low = replace(setup, low_precision=LowPrecision("fp8", False, 4))
+    codes = code_bytes(low.low_precision, setup.model, device="cuda")
+    assert peak_phase(low).parts["weights"] - peak_phase(setup).parts["weights"] == codes
+    sharded = replace(low, shard="full", world_size=2)
+    assert peak_phase(sharded).parts["weights"] == peak_phase(replace(sharded, low_precision=None)).parts["weights"]
+
+
+def test_only_measured_gains_are_expected():
+    def gain(width, name="fp8", emulated=False):
+        model = ModelConfig(4, width, width // 128, width // 128, 128, 1024, 4096)
+        return step_gain(LowPrecision(name, emulated, 4), model)
+
+    assert [gain(width)[1] for width in (512, 1024, 2048)] == [0.70, 1.10, 1.12]
+    assert gain(2048, emulated=True) is None and gain(2048, "nvfp4") is None
+    assert plan_of("H100", precision="fp8").notes == ("fp8 gains nothing below 1,024 wide, and the model is 256 wide",)
+    assert "experiment" in plan_of("B200", precision="nvfp4").notes[0]
+
+
+def test_the_page_s_table_is_what_the_plan_decides():
+    page = (Path(__file__).parents[2] / "docs" / "precision.md").read_text().partition("## What it gains")[0]
+    cards = {"8.0, 8.6": "RTX 3090", "8.9": "RTX 4090", "9.0": "H100", "10.0": "B200", "12.0": "RTX 5090", "CPU": "CPU"}
+    rows = {
+        cells[0]: cells[1:] for line in page.splitlines() if (cells := [c.strip() for c in line.strip("|").split("|")])
+    }
+    header = rows["precision"]
+    assert [re.sub(r"^.*\((.*)\)$", r"\1", text) for text in header] == list(cards)
+    for name in ("fp8", "mxfp8", "mxfp4", "nvfp4"):
+        gpus = [machine_of(card).gpus[0] if card != "CPU" else None for card in cards.values()]
+        assert rows[name] == ["emulated" if native_problem(name, gpu) else "native" for gpu in gpus]

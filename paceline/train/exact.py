@@ -22,7 +22,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -286,7 +286,8 @@ def trace_steps(setup: MemorySetup) -> LiveBytes:
 def run_steps(setup: MemorySetup, *, rank: int, device: str, at: Callable[[str], None]) -> None:
     """Runs two steps and an evaluation on `device`, with fake or real tensors. Calls at(phase) where a phase begins."""
     at("setup")
-    optimizer = build_optimizer(setup, rank, device)
+    model = build_model(setup, device)
+    optimizer = build_optimizer(model, setup, rank)
     shape = (setup.device_batch_size, setup.model.sequence_len)
     micro_steps = min(setup.grad_accum_steps, MICRO_STEPS)
     for _ in range(NUM_STEPS):
@@ -295,7 +296,7 @@ def run_steps(setup: MemorySetup, *, rank: int, device: str, at: Callable[[str],
         for micro_step in range(micro_steps):
             at("forward")
             idx, targets = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
-            if low := cast(GPT, optimizer.module).low_products:
+            if low := model.low_products:
                 low.begin(seed=0, step=0, micro_step=micro_step, micro_batch=micro_step)
             with optimizer.micro_step(last=micro_step == micro_steps - 1):
                 nats = optimizer.module(idx, targets)
@@ -310,8 +311,8 @@ def run_steps(setup: MemorySetup, *, rank: int, device: str, at: Callable[[str],
         optimizer.module(idx, targets, reduction="none")
 
 
-def build_optimizer(setup: MemorySetup, rank: int, device: str) -> ShardedOptimizer:
-    """Builds the worker's model and optimizer; learning rates of 0 change no bytes."""
+def build_model(setup: MemorySetup, device: str) -> GPT:
+    """Builds the worker's model on `device`, with hollow weights where ranks share them."""
     hollow = shards_weights(world_size=setup.world_size, shard=setup.shard)
     with torch.device("meta" if hollow else device):
         model = GPT(
@@ -328,6 +329,11 @@ def build_optimizer(setup: MemorySetup, rank: int, device: str) -> ShardedOptimi
         model.low_products = model.use_low_products(
             low.name, low.num_layers, native=not low.emulated, keeps_codes=not hollow, device=torch.device(device)
         )
+    return model
+
+
+def build_optimizer(model: GPT, setup: MemorySetup, rank: int) -> ShardedOptimizer:
+    """Builds the worker's optimizer; learning rates of 0 change no bytes."""
     names = {shape.group: algorithm_of(setup.optimizer, shape.group).name for shape in param_shapes(setup.model)}
     groups = {group: GroupSettings(name, 0.0, (0.9, 0.95), 1e-10, 0.0) for group, name in names.items()}
     return make_optimizer(model, setup, groups, rank=rank)

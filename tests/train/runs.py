@@ -34,7 +34,7 @@ class Workshop:
             (self.text / name).write_bytes((Path(sysconfig.get_path("stdlib")) / name).read_bytes()[:60_000])
 
     def command(self, *words: str, **keys: object) -> list[str]:
-        flags = [word for key, value in keys.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+        flags = [f"--{key.replace('_', '-')}={value}" for key, value in keys.items()]
         return [sys.executable, "-m", "paceline.cli", *words, *flags]
 
     def train_command(self, name: str, **keys: object) -> list[str]:

@@ -24,7 +24,7 @@ from paceline.plan.activations import (
     stem_bytes,
 )
 from paceline.plan.sharding import GatheredBytes, compiles_by_block
-from paceline.train.exact import attention_kernel, build_optimizer
+from paceline.train.exact import attention_kernel, build_model, build_optimizer
 
 KIB, MIB = 1 << 10, 1 << 20
 VIEWS = {"view", "permute", "reshape", "unsqueeze", "squeeze", "expand", "slice", "alias", "as_strided", "select"}
@@ -95,7 +95,7 @@ def graph_bytes(setup: MemorySetup) -> int:
 
     torch._dynamo.reset()
     device = "cpu" if setup.device == "cpu" else "meta"
-    optimizer = build_optimizer(setup, 0, device)
+    optimizer = build_optimizer(build_model(setup, device), setup, 0)
     optimizer.module.compile(dynamic=False, backend=lambda gm, x: compile_fx(gm, x, inner_compile=keep_graph))
     idx = torch.zeros(setup.device_batch_size, setup.model.sequence_len, dtype=torch.int64, device=device)
     with (
@@ -290,7 +290,7 @@ def step_bytes(setup: MemorySetup) -> tuple[int, int]:
     """Beyond what lives between steps: between forward and backward, and at the fullest of backward."""
     torch._dynamo.reset()
     torch.set_num_threads(1)
-    optimizer = build_optimizer(setup, 0, "cpu")
+    optimizer = build_optimizer(build_model(setup, "cpu"), setup, 0)
     by_block = compiles_by_block(world_size=setup.world_size, shard=setup.shard)
     optimizer.module.compile(dynamic=False, by_block=by_block)
     idx = torch.zeros(setup.device_batch_size, setup.model.sequence_len, dtype=torch.int64)

@@ -24,7 +24,9 @@ MX_BLOCK, NVFP4_BLOCK = 32, 16
 BIAS, NOT_A_NUMBER = 127, 255  # of a scale in E8M0
 SMALLEST_AMAX = 2.0**-100  # of a whole tensor: its reciprocal stays finite
 LARGEST_FP32 = torch.finfo(torch.float32).max
-SIGNS = "+++-+------+-+--"  # before the Hadamard transform, as NVIDIA's kernels have them; the same on all ranks
+NEGATIVE = (
+    0b1101011111101000  # signs before the Hadamard transform, as NVIDIA's kernels have them; the same on all ranks
+)
 MULTIPLIER, KEY_STEP, ROUNDS = 0xD256D193, 0x9E3779B9, 7  # of Philox 2x32; 7 rounds pass BigCrush
 WORD = 0xFFFFFFFF
 
@@ -206,11 +208,12 @@ def hadamard(size: int, device: torch.device) -> Tensor:
 
     size: 16 or 32.
     """
-    matrix = torch.ones(1, 1, device=device)
-    while len(matrix) < size:
-        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    signs = torch.tensor([1.0 if sign == "+" else -1.0 for sign in SIGNS], device=device).repeat(size // len(SIGNS))
-    return signs.unsqueeze(1) * matrix / math.sqrt(size)
+    index = torch.arange(size, device=device)  # arithmetic on the device: a table would be copied there in every call
+    bits = index & index.unsqueeze(1)  # (size, size); an entry is negative where an odd number of them is set
+    for shift in (4, 2, 1):
+        bits = bits ^ bits >> shift
+    signs = (NEGATIVE >> index % 16).unsqueeze(1)  # of rows
+    return (1 - 2 * ((bits ^ signs) & 1)).float() / math.sqrt(size)
 
 
 def rotate(x: Tensor, size: int) -> Tensor:
@@ -227,11 +230,23 @@ def uniform(shape: Sequence[int], key: Tensor, stream: int) -> Tensor:
 
     key: () int64. Rounding to E2M1 by 16 bits has a bias of 2**-17 of a step.
     """
-    count = math.prod(shape)
-    index = torch.arange(-(-count // 4), device=key.device)
-    low, high = philox(index, (key >> 32) + stream & WORD, key & WORD)
-    parts = torch.stack((low & 0xFFFF, low >> 16, high & 0xFFFF, high >> 16), dim=-1)
-    return (parts.flatten()[:count].float() * 2**-16).view(*shape)
+    count, key_and_stream = math.prod(shape), (key & WORD, (key >> 32) + stream & WORD)
+    if torch.compiler.is_compiling():  # four times the arithmetic, in registers, and no words in memory
+        index = torch.arange(count, device=key.device)
+        low, high = words_of(index >> 2, *key_and_stream)
+        parts = torch.where(index & 2 == 0, low, high) >> 16 * (index & 1) & 0xFFFF
+    else:
+        low, high = words_of(torch.arange(-(-count // 4), device=key.device), *key_and_stream)
+        parts = torch.stack((low & 0xFFFF, low >> 16, high & 0xFFFF, high >> 16), dim=-1).flatten()[:count]
+    return (parts.float() * 2**-16).view(*shape)
+
+
+def words_of(index: Tensor, key: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns two random words for each index.
+
+    The counter begins at the key, since TorchInductor would multiply a plain index in 32 bits (torch 2.13).
+    """
+    return philox(index ^ key, stream, key)
 
 
 def philox(low: Tensor, high: Tensor, key: Tensor, *, rounds: int = ROUNDS) -> tuple[Tensor, Tensor]:

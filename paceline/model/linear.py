@@ -13,9 +13,10 @@ Recipes: fp8, nanochat's of July 2026; MXFP8, arXiv 2506.08027; NVFP4, arXiv 250
 """
 
 import hashlib
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,9 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from paceline.model.formats import (
+    DTYPES,
+    LARGEST,
+    SMALLEST_AMAX,
     Quantized,
     dequantize,
     e2m1_codes,
@@ -30,12 +34,14 @@ from paceline.model.formats import (
     pack_e2m1,
     quantize_mx,
     quantize_nvfp4,
+    quantize_rowwise,
     quantize_tensorwise,
     rotate,
     swizzle_scales,
     transposed,
     uniform,
 )
+from paceline.model.layers import OPS
 
 # N tokens of a micro-batch; I in_features, O out_features; M rows and K columns of any operand, which is summed over K
 
@@ -43,13 +49,15 @@ TRIAL_SIZE = 256  # rows and columns of the operands that product_problem compar
 # relative: Hopper's tensor cores keep 14 bits while they add (DeepSeek-V3, arXiv 2412.19437), and results are rounded to bf16
 NATIVE_ERROR = 1e-2
 GRADIENT_NOISE, WEIGHT_NOISE = 1, 2  # the two operands that dy becomes have random bits of their own
+BLOCKS = ("mx", "nvfp4")  # codecs with a scale for some elements of a row
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 @dataclass(frozen=True)
 class LowRecipe:
     """How the operands of a layer's three products are quantized. forward, gradient: elements of x and W, and of dy."""
 
-    codec: str  # tensorwise, mx or nvfp4
+    codec: str  # tensorwise, rowwise, mx or nvfp4
     forward: str
     gradient: str
     stochastic: bool = False  # dy is rounded up or down at random, so that its rounding errors average out
@@ -70,7 +78,7 @@ class Operand(NamedTuple):
 
     values: Tensor
     scales: Tensor | None = None  # of the codes, as the hardware takes them; None where emulated
-    factor: Tensor | None = None  # () fp32, by which the product is multiplied
+    factor: Tensor | None = None  # () or (M, 1) fp32, by which the product is multiplied
 
 
 def quantize(
@@ -79,6 +87,8 @@ def quantize(
     """Returns the operand's codes. x: (M, K), summed over K; noise: as formats.py wants it."""
     if recipe.codec == "tensorwise":
         return quantize_tensorwise(x, element)
+    if recipe.codec == "rowwise":
+        return quantize_rowwise(x, element)
     if recipe.codec == "mx":
         return quantize_mx(x, element, noise=noise)
     return quantize_nvfp4(x, square=square, noise=noise)
@@ -91,21 +101,20 @@ def make_operand(q: Quantized, *, native: bool) -> Operand:
     if not native:
         values, factor = exact(q, torch.bfloat16)
         return Operand(values, None, factor)
-    if q.block == 0:
+    if q.block <= 0:
         return Operand(q.elements.contiguous(), q.scales)
     codes = q.elements.contiguous()
     if q.is_packed:
-        codes = pack_e2m1(e2m1_codes(codes)).view(torch.float4_e2m1fn_x2)
-    scales = swizzle_scales(q.scales)
-    return Operand(
-        codes, scales.view(torch.float8_e8m0fnu if q.tensor_scale is None else q.scales.dtype), q.tensor_scale
-    )
+        codes = pack_e2m1(e2m1_codes(codes))
+    return Operand(codes, swizzle_scales(q.scales).view(q.scales.dtype), q.tensor_scale)
 
 
 def operands_of(
     x: Tensor, recipe: LowRecipe, element: str, *, native: bool, key: Tensor | None = None, square: bool = False
 ) -> tuple[Operand, Operand]:
     """Returns x and x.T as operands, summed over the columns and over the rows of x. key: of the noise, for a gradient."""
+    if is_cast_at_once(x, recipe, native=native):
+        return cast_at_once(x, element, largest_of(x), rows=True, columns=True)
     if recipe.codec == "tensorwise" or square:
         q = quantize(x, recipe, element, square=square)
         along_rows = make_operand(q, native=native)
@@ -118,8 +127,12 @@ def operands_of(
     )
 
 
-def columns_of(x: Tensor, recipe: LowRecipe, element: str, *, native: bool, key: Tensor | None = None) -> Operand:
-    """Returns x.T as an operand of dW, which sums over tokens, the rows of x."""
+def columns_of(
+    x: Tensor, recipe: LowRecipe, element: str, *, native: bool, key: Tensor | None = None, amax: Tensor | None = None
+) -> Operand:
+    """Returns x.T as an operand of dW, which sums over tokens, the rows of x. amax: of input_rows."""
+    if amax is not None:
+        return cast_at_once(x, element, amax, rows=False, columns=True)[1]
     columns = x.t()
     if recipe.rotation:
         columns = rotate(columns, recipe.rotation)
@@ -127,13 +140,69 @@ def columns_of(x: Tensor, recipe: LowRecipe, element: str, *, native: bool, key:
     return make_operand(quantize(columns, recipe, element, noise=noise), native=native)
 
 
+def input_rows(x: Tensor, recipe: LowRecipe, *, native: bool) -> tuple[Operand, Tensor | None]:
+    """Returns a layer's input as an operand, and its largest absolute value where backward will want it, () fp32."""
+    if not is_cast_at_once(x, recipe, native=native):
+        return make_operand(quantize(x, recipe, recipe.forward), native=native), None
+    amax = largest_of(x)
+    return cast_at_once(x, recipe.forward, amax, rows=True, columns=False)[0], amax
+
+
+def is_cast_at_once(x: Tensor, recipe: LowRecipe, *, native: bool) -> bool:
+    """Returns whether the Triton kernels make the operand."""
+    return native and recipe.codec == "tensorwise" and x.is_cuda and HAS_TRITON
+
+
+def largest_of(x: Tensor) -> Tensor:
+    """Returns the largest absolute value, () fp32."""
+    return cast(Tensor, torch.ops.paceline.largest(x.contiguous()))
+
+
+def cast_at_once(x: Tensor, element: str, amax: Tensor, *, rows: bool, columns: bool) -> tuple[Operand, Operand]:
+    """Returns x and x.T as operands of one scale; one that is not wanted has no elements."""
+    codes = torch.ops.paceline.cast(x.contiguous(), amax, DTYPES[element], rows, columns)
+    scale = amax.clamp_min(SMALLEST_AMAX) * (1 / LARGEST[element])
+    return Operand(codes[0], scale), Operand(codes[1], scale)
+
+
+def run_largest(x: Tensor) -> Tensor:
+    """Computes largest_of by the Triton kernel."""
+    from paceline.model.cast_kernel import largest_fused
+
+    return largest_fused(x)
+
+
+def run_cast(x: Tensor, amax: Tensor, dtype: torch.dtype, rows: bool, columns: bool) -> tuple[Tensor, Tensor]:
+    """Computes the codes of cast_at_once by the Triton kernel."""
+    from paceline.model.cast_kernel import cast_fused
+
+    return cast_fused(x, amax, dtype, smallest=SMALLEST_AMAX, rows=rows, columns=columns)
+
+
+def no_codes(x: Tensor, amax: Tensor, dtype: torch.dtype, rows: bool, columns: bool) -> tuple[Tensor, Tensor]:
+    """Returns the shapes of cast_at_once without values, for tracing."""
+    height, width = x.shape
+    shapes = ((height, width) if rows else (0,), (width, height) if columns else (0,))
+    by_rows, by_columns = (x.new_empty(shape, dtype=dtype) for shape in shapes)
+    return by_rows, by_columns
+
+
+OPS.define("largest(Tensor x) -> Tensor")  # type: ignore[no-untyped-call]
+OPS.impl("largest", run_largest, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+torch.library.register_fake("paceline::largest", lambda x: x.new_empty((), dtype=torch.float32), lib=OPS)
+CAST = "cast(Tensor x, Tensor amax, ScalarType dtype, bool rows, bool columns) -> (Tensor, Tensor)"
+OPS.define(CAST)  # type: ignore[no-untyped-call]
+OPS.impl("cast", run_cast, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+torch.library.register_fake("paceline::cast", no_codes, lib=OPS)
+
+
 def weight_operands(weight: Tensor, name: str, *, native: bool) -> tuple[Operand, Operand]:
-    """Returns the weight (O, I) as operands: (O, I) for y, and (I, O) for dx."""
+    """Returns the weight (O, I) as operands: (O, I) for y, and (I, O) for dx. They share no tensor, as the compiler wants it."""
     recipe = RECIPES[name]
-    if recipe.codec == "tensorwise" or recipe.square:
-        return operands_of(weight, recipe, recipe.forward, native=native, square=recipe.square)
     plain = LowRecipe(recipe.codec, recipe.forward, recipe.gradient)
-    return operands_of(weight, plain, recipe.forward, native=native)
+    for_output, for_input = operands_of(weight, plain, recipe.forward, native=native, square=recipe.square)
+    values, *others = for_input
+    return for_output, Operand(values, *(x.clone() if x is not None and x.dim() == 0 else x for x in others))
 
 
 def product(a: Operand, b: Operand, recipe: LowRecipe, *, dtype: torch.dtype, fast: bool = False) -> Tensor:
@@ -145,28 +214,43 @@ def product(a: Operand, b: Operand, recipe: LowRecipe, *, dtype: torch.dtype, fa
     else:
         y = torch.mm(a.values, b.values.t(), out_dtype=torch.float32)
     if a.factor is not None and b.factor is not None:
-        y = y * (a.factor * b.factor)
+        y = y * (a.factor * b.factor.t())
     return y.to(dtype)
 
 
 def scaled_product(a: Operand, b: Operand, recipe: LowRecipe, *, dtype: torch.dtype, fast: bool) -> Tensor:
     """Returns the hardware's product of codes and their scales."""
     assert a.scales is not None and b.scales is not None
-    kinds, swizzles = F.ScalingType, F.SwizzleType
-    kind = {"tensorwise": kinds.TensorWise, "mx": kinds.BlockWise1x32, "nvfp4": kinds.BlockWise1x16}[recipe.codec]
-    swizzle = swizzles.NO_SWIZZLE if recipe.codec == "tensorwise" else swizzles.SWIZZLE_32_4_4
-    return F.scaled_mm(
-        a.values,
-        b.values.t(),
-        a.scales,
-        kind,
-        b.scales,
-        kind,
-        swizzle,
-        swizzle,
-        output_dtype=dtype,
-        use_fast_accum=fast,
-    )
+    if recipe.codec in BLOCKS:
+        return cast(Tensor, torch.ops.paceline.block_product(a.values, a.scales, b.values, b.scales, dtype))
+    kind = F.ScalingType.TensorWise if recipe.codec == "tensorwise" else F.ScalingType.RowWise
+    scales = (a.scales, kind, b.scales.t(), kind)
+    return F.scaled_mm(a.values, b.values.t(), *scales, output_dtype=dtype, use_fast_accum=fast)
+
+
+def run_block_product(a: Tensor, scales_a: Tensor, b: Tensor, scales_b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiplies blocks of 32 with scales in E8M0, or of 16 with scales in E4M3; bytes are pairs of E2M1.
+
+    An op of its own, since the compiler has no lowering of ordered scales, and no fake tensors of E2M1 (torch 2.13).
+    """
+    kind = F.ScalingType.BlockWise1x32 if scales_a.dtype == torch.uint8 else F.ScalingType.BlockWise1x16
+    if scales_a.dtype == torch.uint8:
+        scales_a, scales_b = (scales.view(torch.float8_e8m0fnu) for scales in (scales_a, scales_b))
+    if a.dtype == torch.uint8:
+        a, b = (codes.view(torch.float4_e2m1fn_x2) for codes in (a, b))
+    order = F.SwizzleType.SWIZZLE_32_4_4
+    return F.scaled_mm(a, b.t(), scales_a, kind, scales_b, kind, order, order, output_dtype=dtype)
+
+
+def no_product(a: Tensor, scales_a: Tensor, b: Tensor, scales_b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the shape of run_block_product without values, for tracing."""
+    return a.new_empty(len(a), len(b), dtype=dtype)
+
+
+ARGUMENTS = "Tensor a, Tensor scales_a, Tensor b, Tensor scales_b, ScalarType dtype"
+OPS.define(f"block_product({ARGUMENTS}) -> Tensor")  # type: ignore[no-untyped-call]
+OPS.impl("block_product", run_block_product, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+torch.library.register_fake("paceline::block_product", no_product, lib=OPS)
 
 
 class _LowProduct(Function):
@@ -176,19 +260,19 @@ class _LowProduct(Function):
     ) -> Tensor:
         recipe = RECIPES[name]
         ctx.name, ctx.native, ctx.weight_dtype = name, native, weight.dtype
-        ctx.save_for_backward(x, key, *quantized[3:])
-        rows = make_operand(quantize(x, recipe, recipe.forward), native=native)
+        rows, amax = input_rows(x, recipe, native=native)
+        ctx.save_for_backward(x, amax, key, *quantized[3:])
         return product(rows, Operand(*quantized[:3]), recipe, dtype=x.dtype, fast=True)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (dy,), (x, key, *weight) = grads, ctx.saved_tensors
+        (dy,), (x, amax, key, *weight) = grads, ctx.saved_tensors
         recipe, native = RECIPES[ctx.name], ctx.native
         dy_rows, dy_columns = operands_of(
             dy, recipe, recipe.gradient, native=native, key=key if recipe.stochastic else None
         )
         dx = product(dy_rows, Operand(*weight), recipe, dtype=x.dtype)
-        x_columns = columns_of(x, recipe, recipe.forward, native=native)
+        x_columns = columns_of(x, recipe, recipe.forward, native=native, amax=amax)
         return dx, product(dy_columns, x_columns, recipe, dtype=ctx.weight_dtype), *[None] * (3 + 6)
 
 

@@ -173,5 +173,6 @@ def group_settings(
         "value_embeds": others(embedding_lr / 2 * batch * width, (0.8, 0.995), 0.01),
         "resid_lambdas": others(0.005 * batch, (0.8, 0.95), 0.05),
         "x0_lambdas": others(0.5 * batch, (0.96, 0.95), 0.0),
-        "smear": others(0.2, (0.8, 0.95), 0.0),
+        # nanochat has 0.2 for every batch; with 1,024 tokens a step that spoils the first third of a run (dev/LOG.md)
+        "smear": others(0.2 * min(1.0, batch), (0.8, 0.95), 0.0),
     }

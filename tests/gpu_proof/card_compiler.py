@@ -158,34 +158,70 @@ def make_binaries(sources: dict[str, str]) -> list[dict[str, Any]]:
 
 def loss_binary(capability: int, dtype: str, *, with_grad: bool) -> dict[str, int]:
     """Compiles the kernel of the loss for a card; returns what a program of it needs. dtype: of the logits, as Triton writes it."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from paceline.model.layers import SOFTCAP
     from paceline.model.loss_kernel import BLOCK, WARPS, capped_nats_kernel
 
     pointers = {"logits": dtype, "targets": "*i64", "nats": "*fp32", "grad_scale": "*fp32"}
     sizes = dict.fromkeys(("row_stride", "width", "vocab_size"), "i32")
     constants = {"CAP_WIDTH": 2 * SOFTCAP, "WITH_GRAD": with_grad, "HAS_SCALE": True, "BLOCK": BLOCK}
-    names = [*pointers, *sizes, *constants]
-    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in (*pointers, *sizes)}
+    return kernel_binary(capability, capped_nats_kernel, pointers | sizes, constants, warps=WARPS)
+
+
+def cast_binary(capability: int, dtype: str, element: str, *, rows: bool, columns: bool) -> dict[str, int]:
+    """Compiles the kernel that casts to fp8. element: e4m3 or e5m2."""
+    from paceline.model.cast_kernel import CAST_WARPS, TILE, cast_kernel
+    from paceline.model.formats import SMALLEST_AMAX
+
+    codes, largest, normal, mantissa = {
+        "e4m3": ("*fp8e4nv", 448.0, 2.0**-6, 3),
+        "e5m2": ("*fp8e5", 57_344.0, 2.0**-14, 2),
+    }[element]
+    arguments = {"x": dtype, "rows": codes, "columns": codes, "amax": "*fp32", "height": "i32", "width": "i32"}
+    constants = {"LARGEST": largest, "NORMAL": normal, "MANTISSA": mantissa, "SMALLEST": SMALLEST_AMAX}
+    constants |= {"ROWS": rows, "COLUMNS": columns, "TILE": TILE}
+    return kernel_binary(capability, cast_kernel, arguments, constants, warps=CAST_WARPS)
+
+
+def largest_binary(capability: int, dtype: str) -> dict[str, int]:
+    """Compiles the kernel that looks for the largest value."""
+    from paceline.model.cast_kernel import BLOCK, BLOCKS, largest_kernel
+
+    arguments = {"x": dtype, "largest": "*i32", "numel": "i64"}
+    return kernel_binary(capability, largest_kernel, arguments, {"BLOCK": BLOCK, "BLOCKS": BLOCKS}, warps=4)
+
+
+def kernel_binary(
+    capability: int, kernel: Any, arguments: dict[str, str], constants: dict[str, Any], *, warps: int
+) -> dict[str, int]:
+    """Compiles one of paceline's kernels; arguments: their types as Triton writes them, all divisible by 16."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = [*arguments, *constants]
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in arguments}
     source = ASTSource(
-        capped_nats_kernel,
-        {**pointers, **sizes, **dict.fromkeys(constants, "constexpr")},
+        kernel,
+        {**arguments, **dict.fromkeys(constants, "constexpr")},
         {(names.index(name),): value for name, value in constants.items()},
         aligned,
     )
-    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": WARPS})
+    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
     registers, stack = resources(binary.asm["cubin"])
-    loads = re.findall(r"ld\.global(?:\.\w+)*\.v(\d)\.b(\d+)", binary.asm["ptx"])
     return {
         "registers": registers,
         "stack_bytes": stack,
         "shared_bytes": binary.metadata.shared,
-        "threads": 32 * WARPS,
-        "widest_load": max(int(count) * int(bits) // 8 for count, bits in loads),
+        "threads": 32 * warps,
+        "widest_load": widest(binary.asm["ptx"], "ld"),
+        "widest_store": widest(binary.asm["ptx"], "st"),
     }
+
+
+def widest(ptx: str, what: str) -> int:
+    """Returns the bytes that one thread loads or stores at most at once."""
+    found = re.findall(rf"{what}\.global(?:\.\w+)*\.v(\d)\.b(\d+)", ptx)
+    return max((int(count) * int(bits) // 8 for count, bits in found), default=0)
 
 
 def resources(cubin: bytes) -> tuple[int, int]:

@@ -5,10 +5,12 @@ Every claim is shown to be one that can fail: the kernels of a version with that
 """
 
 import importlib.util
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from gpu_proof.card_compiler import cast_binary, largest_binary
 from gpu_proof.fake_card import CARDS, can_insert, on_card
 
 pytestmark = [
@@ -43,6 +45,13 @@ OTHER_WAYS = {
     "phases": ["step"],
 }
 STEP = {"phases": ["step"]}
+OWN_OPS = {f"torch.ops.paceline.{name}.default" for name in ("largest", "cast", "block_product")}
+LOW = {"rounds": 2, "phases": ["step"], "depth": 3}
+LOW_WALKS = [  # compute capability, precision, whether it is emulated
+    *[(capability, "fp8", False) for capability in (89, 90, 100, 120)],
+    *[(capability, name, False) for capability in (100, 120) for name in ("mxfp8", "nvfp4")],
+    *[(86, "fp8", True), (90, "nvfp4", True), (120, "mxfp4", True)],
+]
 FLEX = STEP | {"attention": "flex"}
 WITHOUT_TRITON = STEP | {"depth": 1, "fused_loss": False}
 Facts = dict[str, Any]
@@ -64,13 +73,13 @@ def check_fit(facts: Facts, capability: int) -> None:
         assert binary["stack_bytes"] <= limit, binary
 
 
-def check_work(facts: Facts, dtype: str) -> None:
+def check_work(facts: Facts, *dtypes: str, ops: frozenset[str] = frozenset(EAGER_OPS)) -> None:
     """No large buffer beside the chunk of logits, no op that inductor leaves to PyTorch, no product in another dtype."""
     assert facts["error"] is None and facts["programs"]
     for program in facts["programs"]:
         assert all(numel < CHUNK_OF_LOGITS for numel, _ in program["buffers"]), program
-        assert set(program["eager_ops"]) <= EAGER_OPS, program
-        assert set(program["products"]) <= {dtype}, program
+        assert set(program["eager_ops"]) <= ops, program
+        assert set(program["products"]) <= set(dtypes), program
     assert not [binary["kernel"] for binary in facts["binaries"] if binary["trigonometry"]]
 
 
@@ -94,6 +103,44 @@ def test_the_loss_that_is_compiled_where_triton_is_missing_has_no_large_buffer(c
     (facts,) = compiled(capability, WITHOUT_TRITON)
     assert [program["graph"] for program in facts["programs"]][-1] == "capped_nats_"
     check_work(facts, "bfloat16")
+
+
+@pytest.mark.parametrize("capability, precision, emulate", LOW_WALKS)
+def test_a_step_with_low_products_is_one_graph_whose_kernels_fit(compiled, capability, precision, emulate):
+    """Operands are rotated in fp32. Random bits of an MLP's gradient are not kept as 64-bit integers."""
+    (facts,) = compiled(capability, LOW | {"precision": precision, "emulate": emulate})
+    assert facts["graphs"] == [["step", ["forward"]], ["step", []]]
+    check_fit(facts, capability)
+    check_work(facts, "bfloat16", "float32", ops=frozenset(EAGER_OPS | OWN_OPS))
+    low_ops = Counter(op for program in facts["programs"] for op in program["eager_ops"] if op in OWN_OPS)
+    assert low_ops == low_ops_of(precision, emulate)
+    buffers = [buffer for program in facts["programs"] for buffer in program["buffers"]]
+    widest = 8 * 2048 * 4 * 768  # tokens of a micro-batch, and what an MLP has between its matrices
+    assert all(numel < widest for numel, dtype in buffers if dtype == "int64")
+
+
+def low_ops_of(precision: str, emulate: bool) -> dict[str, int]:
+    """Three products of each matrix; q, k and v share their input, and backward casts it once more, transposed."""
+    layers, matrices, inputs = 1 if precision == "nvfp4" else LOW["depth"], 6, 4
+    if emulate:
+        return {}
+    if precision != "fp8":
+        return {"torch.ops.paceline.block_product.default": 3 * matrices * layers}
+    casts = {"largest": inputs + matrices, "cast": 2 * inputs + matrices}
+    return {f"torch.ops.paceline.{name}.default": count * layers for name, count in casts.items()}
+
+
+@pytest.mark.parametrize("capability", [89, 90, 100, 120])
+@pytest.mark.parametrize("dtype", ["*fp32", "*bf16"])
+def test_the_kernels_that_cast_to_fp8_fit_a_card_and_move_16_bytes_a_thread_in_both_layouts(capability, dtype):
+    largest = largest_binary(capability, dtype)
+    assert largest["stack_bytes"] == 0 and largest["widest_load"] == 16
+    for element in ("e4m3", "e5m2"):
+        for rows, columns in ((True, True), (True, False), (False, True)):
+            fact = cast_binary(capability, dtype, element, rows=rows, columns=columns)
+            assert fact["stack_bytes"] == 0 and fact["shared_bytes"] <= CARDS[capability].shared_bytes
+            assert fact["registers"] * fact["threads"] * 2 <= 65_536  # two tiles at a time on a processor
+            assert (fact["widest_load"], fact["widest_store"]) == (16, 16)
 
 
 @pytest.mark.parametrize("capability", CARDS)

@@ -199,7 +199,9 @@ def make_loop(plan: Plan, run: RunDir, rank: int) -> Loop:
     loader = TrainLoader(tokens(100), plan, 1, rank, CARD, skipped_batches=())  # type: ignore[arg-type]
     (run.path / "progress").mkdir(exist_ok=True)
     progress = HeartbeatWriter(run, rank)
-    loop = Loop(run, Config(), plan, optimizer, loader.micro_batch, rank, CARD, progress, StopRequest())
+    loop = Loop(
+        run, Config(), plan, optimizer, loader.micro_batch, rank, CARD, progress, StopRequest(), model.low_products
+    )
     setup.choose_compile(loop, model)
     loop.evaluate = lambda: evaluate.val_bpb(
         model,

@@ -104,8 +104,8 @@ def test_native_operands_hold_the_emulated_values(name):
         rows, columns = emulated.values.shape
         block = 16 if name == "nvfp4" else 32
         codes, scales = native.values, unswizzle_scales(native.scales, (rows, columns // block))
-        elements = codes.float() if name == "mxfp8" else e2m1_elements(unpack_e2m1(codes.view(torch.uint8)))
-        scales = scales.contiguous().view(native.scales.dtype).float()
+        elements = codes.float() if name == "mxfp8" else e2m1_elements(unpack_e2m1(codes))
+        scales = scales.contiguous().view(torch.float8_e4m3fn if name == "nvfp4" else torch.float8_e8m0fnu).float()
         values = (elements.unflatten(-1, (-1, block)) * scales.unsqueeze(-1)).flatten(-2)
         assert torch.equal(values if native.factor is None else values * native.factor, emulated.values)
         assert codes.is_contiguous()

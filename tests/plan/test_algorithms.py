@@ -75,6 +75,16 @@ def test_at_the_reference_a_matrix_gets_the_rates_of_its_row(row: Algorithm):
     assert group_settings(MODEL, optimizer=row.name, **{**BASE, "matrix_lr": 0.5})[MATRIX].lr == 0.5
 
 
+def test_a_small_batch_lowers_every_learning_rate_and_a_large_one_leaves_the_smear_s():
+    at, small, large = (
+        group_settings(MODEL, optimizer="muon", **{**BASE, "total_batch_size": tokens})
+        for tokens in (REFERENCE_BATCH, REFERENCE_BATCH // 16, 4 * REFERENCE_BATCH)
+    )
+    for group in at:
+        assert small[group].lr == pytest.approx(at[group].lr / 4)
+        assert large[group].lr == pytest.approx(at[group].lr * (1 if group == "smear" else 2))
+
+
 @rows
 def test_only_some_learning_rates_fall_with_the_width(row: Algorithm):
     wide = group_settings(gpt(48), optimizer=row.name, **BASE)[MATRIX]

@@ -12,8 +12,7 @@ model does not depend on optimizers, ranks or files. Its parameters are those of
 import functools
 import hashlib
 import math
-from collections.abc import Callable
-from itertools import chain
+from collections.abc import Callable, Collection
 from typing import Any, Literal, cast
 
 import torch
@@ -37,7 +36,7 @@ from paceline.model.layers import (
 )
 from paceline.model.linear import Linear, LowProducts
 from paceline.plan.cost import window_sizes
-from paceline.plan.shapes import has_value_embed, smear_gate_width, ve_gate_width
+from paceline.plan.shapes import has_value_embed, layer_matrices, smear_gate_width, ve_gate_width
 
 # B rows, T tokens in a row (with a cache: new tokens), C n_embd, H n_head, K n_kv_head, D head_dim, V padded_vocab_size
 
@@ -208,15 +207,22 @@ class GPT(nn.Module):
         never_fall_back()
 
     def use_low_products(
-        self, recipe: str, num_layers: int, *, native: bool, keeps_codes: bool, device: torch.device
+        self,
+        recipe: str,
+        num_layers: int,
+        *,
+        without: Collection[str] = (),
+        native: bool,
+        keeps_codes: bool,
+        device: torch.device,
     ) -> LowProducts:
-        """Makes the products of the first layers low ones; those of gates, embeddings and lm_head stay in 16 bits."""
-        blocks = [cast(Block, block) for block in self.h[:num_layers]]
-        parts = [
-            (block.attn.c_q, block.attn.c_k, block.attn.c_v, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj)
-            for block in blocks
-        ]
-        return LowProducts(list(chain(*parts)), recipe, native=native, keeps_codes=keeps_codes, device=device)
+        """Makes the products of the first layers low ones; those of gates, embeddings and lm_head stay in 16 bits.
+
+        without: names of plan/shapes.py: layer_matrices, whose products stay in 16 bits too.
+        """
+        names = [name for name in layer_matrices(self.config) if name not in without]
+        layers = [cast(Linear, block.get_submodule(name)) for block in self.h[:num_layers] for name in names]
+        return LowProducts(layers, recipe, native=native, keeps_codes=keeps_codes, device=device)
 
     def uncompile(self) -> None:
         """Makes the model eager again."""

@@ -11,12 +11,23 @@ from functools import lru_cache
 
 from paceline.config import ModelConfig
 from paceline.plan.algorithms import ALGORITHMS
-from paceline.plan.shapes import ELEMENT_BYTES, FP32, NARROW, matmul_params, param_shapes
+from paceline.plan.shapes import ELEMENT_BYTES, FP32, NARROW, layer_weights, matmul_params, param_shapes
 from paceline.plan.sharding import ShardPlan, gather_schedule, sends_narrow, shard_plan, shards_weights
 
 BACKWARD_PER_FORWARD = 2  # one matmul forward is two backward: by input and by weight
 SHORT_WINDOW_MULTIPLE = 128
 ATTENTION_BLOCK = 128  # queries at once: a smaller block skips more of the causal half but makes smaller matmuls
+
+
+def forward_passes(model: ModelConfig, rung: bool | str) -> tuple[float, float, float]:
+    """Returns by how much activation checkpointing lengthens attention, products and elementwise ops.
+
+    A forward is a third of a layer's work. Of an MLP the first product and ReLU^2, a quarter of the elementwise ops, are repeated.
+    """
+    if rung is True:
+        return 4 / 3, 4 / 3, 4 / 3
+    product = 4 * model.n_embd**2 / layer_weights(model) if rung == "mlp" else 0.0
+    return 1.0, 1 + product / 3, 1 + (1 / 4 if rung else 0.0) / 3
 
 
 def window_sizes(model: ModelConfig) -> tuple[int, ...]:

@@ -58,6 +58,8 @@ class Plan:
     peak_flops: float | None
     hosts: int = 1
     low_precision: LowPrecision | None = None  # of the blocks' products; all else is in `precision`
+    # of each matrix of a block: how many times as fast as in 16 bits; None: not measured yet, or all products are low ones
+    product_gains: Mapping[str, float] | None = None
     offload: str = "none"  # optimizer: masters and states are in the host's memory
     onednn: bool | None = None  # fp32 matmuls of a CPU go through oneDNN; None: the worker measures
     attention_choices: tuple[str, ...] = ()  # that it may measure, the first expected

@@ -10,12 +10,14 @@ has each with its source. The layers that stay in 16 bits: arXiv 2509.25149, sec
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline.config import LOW_PRECISIONS, Config, ModelConfig
 from paceline.errors import Change, PlanError
 from paceline.plan.machine import Gpu, Machine
 from paceline.plan.shapes import FP32, NARROW, layer_weights
+from paceline.plan.speeds import Speeds
 
 NATIVE_FROM = {"fp8": (8, 9), "mxfp8": (10, 0), "nvfp4": (10, 0)}  # compute capability
 NO_UNITS = {
@@ -35,6 +37,7 @@ MIN_LAST_BLOCKS = 2
 # time of a step with bf16 products over that with fp8's, from a width on: least, expected, most
 FP8_GAINS = ((0, (0.60, 0.70, 1.0)), (1024, (1.0, 1.10, 1.30)), (1536, (1.05, 1.12, 1.59)))
 GAIN_WIDTH = 1024  # below it fp8 loses
+MIN_GAIN = 1.02  # that a trial of a matrix must show: less is noise
 
 
 @dataclass(frozen=True)
@@ -168,37 +171,74 @@ def working_bytes(low: LowPrecision | None, model: ModelConfig, *, tokens: int, 
     return (FP32 if device == "cpu" else NARROW) * (2 * wide + narrow) + 3 * FP32 * wide
 
 
-def step_gain(low: LowPrecision | None, model: ModelConfig) -> tuple[float, float, float] | None:
-    """Returns how many times as fast as with 16-bit products a step is: least, expected, most; None where nobody measured it."""
+@dataclass(frozen=True)
+class Gain:
+    """How many times as fast low products make things. products: of a layer's, as measured here. step: of a step, least,
+    expected and most as others measured it. Neither is known of most formats.
+    """
+
+    low: LowPrecision
+    model: ModelConfig
+    products: float | None
+    step: tuple[float, float, float] | None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a step's time can be told."""
+        return self.products is not None or self.step is not None
+
+    @property
+    def spread(self) -> float:
+        """By which fraction a step may be off its expected time, because others measured different gains."""
+        if self.products is not None or self.step is None:
+            return 0.0
+        least, expected, most = self.step
+        return max(expected / least, most / expected) - 1
+
+    @property
+    def note(self) -> str:
+        """What the expected time stands on."""
+        if self.products is not None:
+            width = f"{self.model.n_embd:,} wide"
+            return f"{self.low.text}: {self.products:.2f} times as fast as bf16 at {width}, as measured here"
+        least, expected, most = self.step or (1.0, 1.0, 1.0)
+        return f"{self.low.text}: {expected:g} times as fast as bf16 ({least:g} to {most:g}), as others measured"
+
+    def applied(self, parts: dict[str, float]) -> dict[str, float]:
+        """Returns the seconds of a micro-step's parts with low products. Gains of whole steps are put down to the products."""
+        if self.products is not None:
+            share = self.low.num_layers / self.model.n_layer
+            return {**parts, "matmuls": parts["matmuls"] * (1 - share + share / self.products)}
+        expected = self.step[1] if self.step else 1.0
+        saved_s = (1 - 1 / expected) * sum(parts.values())
+        return {**parts, "matmuls": max(0.0, parts["matmuls"] - saved_s)}
+
+
+def gain_of(low: LowPrecision | None, model: ModelConfig, *, precision: str, speeds: Speeds | None) -> Gain | None:
+    """Returns what is known of a low precision's gain, None without one. speeds: what was measured of this device."""
     if low is None:
-        return 1.0, 1.0, 1.0
-    if low.emulated or low.name != "fp8":
         return None
-    return [gain for width, gain in FP8_GAINS if model.n_embd >= width][-1]
+    if low.emulated:
+        return Gain(low, model, None, None)
+    fast, slow = (speeds.rate("linear", name, size=model.n_embd) if speeds else None for name in (low.name, precision))
+    products = fast / slow if fast and slow else None
+    published = [gain for width, gain in FP8_GAINS if model.n_embd >= width][-1]
+    return Gain(low, model, products, published if low.name == "fp8" else None)
 
 
-def with_gain(parts: dict[str, float], low: LowPrecision | None, model: ModelConfig) -> dict[str, float]:
-    """Returns the seconds of a micro-step's parts with low products: a gain is measured of whole steps, and they make it."""
-    gain = step_gain(low, model)
-    if low is None or gain is None:
-        return parts
-    saved_s = (1 - 1 / gain[1]) * sum(parts.values())
-    return {**parts, "matmuls": max(0.0, parts["matmuls"] - saved_s)}
-
-
-def gain_spread(low: LowPrecision | None, model: ModelConfig) -> float:
-    """Returns by which fraction a step may be off its expected time, because others measured different gains."""
-    least, expected, most = step_gain(low, model) or (1.0, 1.0, 1.0)
-    return max(expected / least, most / expected) - 1
-
-
-def gain_note(low: LowPrecision | None, model: ModelConfig) -> tuple[str, ...]:
-    """Returns what the expected time stands on, where products are in a low precision."""
-    gain = step_gain(low, model) if low else None
-    if low is None or gain is None:
+def loses(low: LowPrecision | None, gains: Mapping[str, float] | None) -> tuple[str, ...]:
+    """Returns the matrices whose products stay in 16 bits, as a trial of this card has shown that fp8 gains nothing there."""
+    if low is None or low.name != "fp8" or gains is None:
         return ()
-    least, expected, most = gain
-    return (f"{low.text}: {expected:g} times as fast as bf16 ({least:g} to {most:g}), as others measured",)
+    return tuple(name for name, gain in gains.items() if gain < MIN_GAIN)
+
+
+def gain_text(gains: Mapping[str, float]) -> str:
+    """Returns `1.31 mlp.c_fc, mlp.c_proj; 0.94 attn.c_q, attn.c_k`."""
+    names: dict[str, list[str]] = {}
+    for name, gain in sorted(gains.items(), key=lambda item: -item[1]):
+        names.setdefault(f"{gain:.2f}", []).append(name)
+    return "; ".join(f"{gain} {', '.join(named)}" for gain, named in names.items())
 
 
 def precision_notes(low: LowPrecision | None, model: ModelConfig) -> tuple[str, ...]:

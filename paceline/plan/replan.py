@@ -45,6 +45,8 @@ def replan(old: Plan, config: Config, machine: Machine, *, make: MakePlan, set_k
     plan = replace(_make_unrefused(old, replace(config, **old_values), machine, make), onednn=old.onednn)
     if config.attention is None and "attention" not in set_keys and old.attention is not None:
         plan = replace(plan, attention=old.attention, attention_kernel=old.attention_kernel)
+    if plan.low_precision == old.low_precision:
+        plan = replace(plan, product_gains=old.product_gains)
     if "compile" in old_values:
         plan = replace(plan, compile=old.compile)  # a trial's answer holds for the whole run
     if "device_batch_size" in old_values:

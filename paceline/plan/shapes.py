@@ -66,7 +66,7 @@ def smear_gate_width(model: ModelConfig) -> int:
 def param_shapes(model: ModelConfig) -> tuple[ParamShape, ...]:
     """Returns all parameters, in registration order."""
     width, vocab = model.n_embd, model.padded_vocab_size
-    q_width, kv_width = model.n_head * model.head_dim, model.n_kv_head * model.head_dim
+    kv_width = model.n_kv_head * model.head_dim
     value_layers = [i for i in range(model.n_layer) if has_value_embed(i, model.n_layer)]
     shapes = [
         ParamShape("resid_lambdas", (model.n_layer,), "resid_lambdas"),
@@ -76,29 +76,34 @@ def param_shapes(model: ModelConfig) -> tuple[ParamShape, ...]:
         ParamShape("wte.weight", (vocab, width), "wte"),
     ]
     for i in range(model.n_layer):
-        shapes += [
-            ParamShape(f"h.{i}.attn.c_q.weight", (q_width, width), MATRIX),
-            ParamShape(f"h.{i}.attn.c_k.weight", (kv_width, width), MATRIX),
-            ParamShape(f"h.{i}.attn.c_v.weight", (kv_width, width), MATRIX),
-            ParamShape(f"h.{i}.attn.c_proj.weight", (width, q_width), MATRIX),
-        ]
+        matrices = [ParamShape(f"h.{i}.{name}.weight", shape, MATRIX) for name, shape in layer_matrices(model).items()]
         if i in value_layers:
             gate = (model.n_kv_head, ve_gate_width(model))
-            shapes.append(ParamShape(f"h.{i}.attn.ve_gate.weight", gate, MATRIX))
-        shapes += [
-            ParamShape(f"h.{i}.mlp.c_fc.weight", (4 * width, width), MATRIX),
-            ParamShape(f"h.{i}.mlp.c_proj.weight", (width, 4 * width), MATRIX),
-        ]
+            matrices.insert(4, ParamShape(f"h.{i}.attn.ve_gate.weight", gate, MATRIX))  # before the MLP's
+        shapes += matrices
     shapes += [ParamShape(f"value_embeds.{i}.weight", (vocab, kv_width), "value_embeds") for i in value_layers]
     shapes.append(ParamShape("lm_head.weight", (vocab, width), HEAD))
     shapes.append(ParamShape("smear_gate.weight", (1, smear_gate_width(model)), "smear"))
     return tuple(shapes)
 
 
-def layer_weights(model: ModelConfig) -> int:
-    """Returns the elements of one layer's matrices, without the gate of its value embedding."""
+def layer_matrices(model: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Returns (out, in) of one layer's matrices by their names in it, without the gate of its value embedding."""
     q_width, kv_width = model.n_head * model.head_dim, model.n_kv_head * model.head_dim
-    return model.n_embd * (2 * q_width + 2 * kv_width + 8 * model.n_embd)
+    width = model.n_embd
+    return {
+        "attn.c_q": (q_width, width),
+        "attn.c_k": (kv_width, width),
+        "attn.c_v": (kv_width, width),
+        "attn.c_proj": (width, q_width),
+        "mlp.c_fc": (4 * width, width),
+        "mlp.c_proj": (width, 4 * width),
+    }
+
+
+def layer_weights(model: ModelConfig) -> int:
+    """Returns the elements of layer_matrices."""
+    return sum(rows * columns for rows, columns in layer_matrices(model).values())
 
 
 def value_table(model: ModelConfig) -> int:

@@ -13,12 +13,20 @@ from dataclasses import dataclass, replace
 from paceline.config import ModelConfig
 from paceline.plan.activations import loss_chunks
 from paceline.plan.algorithms import ALGORITHMS, OTHERS
-from paceline.plan.cost import attention_pairs, flops_per_token, mfu, step_messages, update_work, window_sizes
+from paceline.plan.cost import (
+    attention_pairs,
+    flops_per_token,
+    forward_passes,
+    mfu,
+    step_messages,
+    update_work,
+    window_sizes,
+)
 from paceline.plan.estimate import Range
 from paceline.plan.gpu_table import GpuSpec
 from paceline.plan.links import Link, host_link, link_of_speeds
 from paceline.plan.offloading import offloaded_batches, staged_seconds
-from paceline.plan.precision import LowPrecision, gain_note, gain_spread, precision_name, step_gain, with_gain
+from paceline.plan.precision import Gain, LowPrecision, gain_of, precision_name
 from paceline.plan.shapes import ELEMENT_BYTES, FP32, NARROW, has_value_embed, layer_weights, num_params
 from paceline.plan.sharding import batch_sizes, shards_weights
 from paceline.plan.sizing import LOGITS_MIB
@@ -87,6 +95,11 @@ class StepSetup:
         return host_link(self.spec, num_gpus=self.world_size // self.hosts)
 
     @property
+    def gain(self) -> Gain | None:
+        """Of low products; None where there are none."""
+        return gain_of(self.low_precision, self.model, precision=self.precision, speeds=self.speeds)
+
+    @property
     def total_batch_size(self) -> int:
         return self.tokens * self.grad_accum_steps * self.world_size
 
@@ -148,11 +161,9 @@ def step_time(setup: StepSetup) -> StepTime:
     whole_s = sum(optimizer.get(row.title, 0.0) for row in ALGORITHMS.values() if row.whole)
     gradients_s, weights_s, hidden_s = _message_seconds(setup, micro_s=sum(micro.values()), whole_s=whole_s)
     moved_s, moved_hidden_s = moving_seconds(setup, speeds)
-    computed = sum(device_parts.values())
     passes, *_ = forward_passes(setup.model, setup.activation_checkpointing)
-    host_micro_s = passes * setup.model.n_layer * speeds.host["layer"] + speeds.host["micro_step"]
-    host = setup.grad_accum_steps * host_micro_s
-    waiting_host = host if setup.device == "cpu" else max(0.0, host - computed)
+    host = setup.grad_accum_steps * (passes * setup.model.n_layer * speeds.host["layer"] + speeds.host["micro_step"])
+    waiting_host = host if setup.device == "cpu" else max(0.0, host - sum(device_parts.values()))
     parts = {
         **device_parts,
         **optimizer,
@@ -174,8 +185,8 @@ def _missing_fact(setup: StepSetup, speeds: Speeds | None) -> str:
         return f"no time: {setup.precision} speed of {who} is in no table and was not measured"
     if speeds.rate("linear", setup.precision, size=setup.model.n_embd) is None:
         return f"no time: {speeds.device_name} was not measured in {setup.precision}"
-    if setup.low_precision is not None and step_gain(setup.low_precision, setup.model) is None:
-        return f"no time: how long {setup.low_precision.text} take has not been measured"
+    if setup.gain and not setup.gain.is_known:
+        return f"no time: how long {setup.gain.low.text} take has not been measured"
     if setup.world_size > 1 and setup.link is None:
         return "no time: the link between the devices is unknown; paceline comm measures it, --link names it"
     if setup.offload != "none" and setup.moving_link is None:
@@ -191,7 +202,7 @@ def _sum_parts(setup: StepSetup, speeds: Speeds, parts: Mapping[str, float], hid
     total = factor * uncorrected
     link_spread = max((link.spread for link in (setup.link, setup.moving_link) if link), default=0.0)
     sent = sum(corrected.get(name, 0.0) for name in LIMITS["link"])
-    spread += gain_spread(setup.low_precision, setup.model)
+    spread += setup.gain.spread if setup.gain else 0.0
     off = max(SMALLEST_SPREAD * total, spread * (total - sent) + link_spread * sent)
     # earlier runs, on a busy machine, may have been off by more than the whole: then as many times less as more
     seconds = Range(total - off if off < total / 2 else total / (1 + off / total), total, total + off)
@@ -240,18 +251,7 @@ def micro_step_parts(setup: StepSetup, speeds: Speeds) -> dict[str, float]:
         + seconds("copy", moved, in_precision=False),
         "embeddings": seconds("table", tables * (vocab + tokens) * kv_width, in_precision=False),
     }
-    return with_gain(parts, setup.low_precision, model)
-
-
-def forward_passes(model: ModelConfig, rung: bool | str) -> tuple[float, float, float]:
-    """Returns by how much activation checkpointing lengthens attention, products and elementwise ops.
-
-    A forward is a third of a layer's work. Of an MLP the first product and ReLU^2, a quarter of the elementwise ops, are repeated.
-    """
-    if rung is True:
-        return 4 / 3, 4 / 3, 4 / 3
-    product = 4 * model.n_embd**2 / layer_weights(model) if rung == "mlp" else 0.0
-    return 1.0, 1 + product / 3, 1 + (1 / 4 if rung else 0.0) / 3
+    return setup.gain.applied(parts) if setup.gain else parts
 
 
 def _extra_chunks(setup: StepSetup) -> int:
@@ -392,7 +392,7 @@ def _assumptions(setup: StepSetup, speeds: Speeds, correction: tuple[float, floa
         rate = f"{to_host.bytes_per_s / 1e9:.3g} GB/s each way"
         moved = "states" if setup.precision == "fp32" else "masters and states"
         lines.append(f"{moved} moved over {to_host.name}, {rate}, {to_host.source}")
-    lines += gain_note(setup.low_precision, setup.model)
+    lines += [setup.gain.note] if setup.gain else []
     if setup.compile is None and setup.device == "cuda":
         lines.append("compiled: the worker tries it before the first step")
     if setup.compile is not False and setup.device == "cpu":

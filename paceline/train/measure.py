@@ -24,10 +24,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.config import ModelConfig
+from paceline.config import LOW_PRECISIONS, ModelConfig
 from paceline.model.attention import attend
 from paceline.model.gpt import DTYPES, GPT
 from paceline.model.layers import capped_nats_, chunk_rows, embedding_gradient, fused_loss_problem, plus_matmul
+from paceline.model.linear import product_problem
 from paceline.plan.algorithms import longer_side, newton_schulz_flops
 from paceline.plan.cost import attention_pairs
 from paceline.plan.host import probe_cpu_bf16
@@ -35,6 +36,7 @@ from paceline.plan.speeds import Speeds
 from paceline.rundir import utc_now, write_atomic
 from paceline.train.buckets import SegmentSum, start_all_gather
 from paceline.train.process import ONEDNN_GAIN, all_reduce_sum, keep_freed_memory, onednn_gain, use_onednn
+from paceline.train.product_trial import low_linear_rate
 from paceline.train.updates import adamw_update, muon_update, newton_schulz_dtype
 
 SHORTEST_S = 0.04  # a piece is repeated for at least so long
@@ -151,6 +153,7 @@ def measure(device: torch.device, *, threads: int, processes: int, precisions: l
             use_onednn()
         points_of = layer_rates(bench, sizes, DTYPES[precision], host_s=layer_s)
         rates |= {f"{name} {precision}": points for name, points in points_of.items()}
+    rates |= low_rates(device, sizes)
     for name, aspect in (("muon", 1), ("muon_long", 4)):
         shapes = [(aspect * width, width) for width in sizes.muon_widths]
         rates[name] = [(float(shape[1]), newton_schulz_flops(shape) / muon_seconds(bench, shape)) for shape in shapes]
@@ -181,6 +184,17 @@ def layer_rates(bench: Bench, sizes: Sizes, dtype: torch.dtype, *, host_s: float
         "pointwise": [pointwise_rate(bench, width, sizes, dtype, host_s=host_s) for width in sizes.layer_widths],
         "head": [head_rate(bench, width, sizes, dtype) for width in sizes.layer_widths],
         "logits": [logits_rate(bench, vocab, dtype) for vocab in (sizes.vocab // 8, sizes.vocab)],
+    }
+
+
+def low_rates(device: torch.device, sizes: Sizes) -> Rates:
+    """Returns the rates of a layer's products in each low precision that this GPU computes rightly."""
+    names = [name for name in LOW_PRECISIONS if device.type == "cuda" and product_problem(name, device) is None]
+    return {
+        f"linear {name}": [
+            (float(width), low_linear_rate(width, sizes.tokens, name, device=device)) for width in sizes.widths
+        ]
+        for name in names
     }
 
 

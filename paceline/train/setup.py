@@ -25,11 +25,11 @@ from paceline.model.attention import attend, attention_problem, make_mask, use_f
 from paceline.model.checkpoint import CheckpointReader, Piece
 from paceline.model.gpt import DTYPES, GPT, initial_value
 from paceline.model.layers import fused_loss_problem
-from paceline.model.linear import product_problem
 from paceline.model.manifest import NoCheckpoint, clean_leftovers, newest_good
 from paceline.plan.cost import window_sizes
 from paceline.plan.machine import AttentionCase
 from paceline.plan.planner import Plan
+from paceline.plan.precision import loses
 from paceline.plan.sharding import compiles_by_block, shards_weights
 from paceline.rundir import RunDir, append_event, read_json_lines, write_atomic
 from paceline.train.loop import Loop
@@ -45,6 +45,7 @@ from paceline.train.process import (
     onednn_is_exact,
     use_onednn,
 )
+from paceline.train.product_trial import choose_products
 from paceline.units import format_duration
 
 log = logging.getLogger("paceline")
@@ -115,12 +116,9 @@ def choose_matmul(plan: Plan) -> Plan:
 
 def choose_kernels(plan: Plan, device: torch.device) -> tuple[Plan, *tuple[str, ...]]:
     """Returns the plan with the kernels that this GPU takes, and what is to be reported of them. Collective."""
-    if (low := plan.low_precision) and not low.emulated and (problem := product_problem(low.name, device)):
-        raise PacelineError(
-            f"{low.name} products do not work on {plan.device_name} with PyTorch {torch.__version__}: {problem}",
-            fix="--precision auto, or --emulate",
-        )
-    plan, notes = choose_attention(plan, device)
+    plan, notes = choose_products(plan, device)
+    plan, of_attention = choose_attention(plan, device)
+    notes += of_attention
     problem = fused_loss_problem(device)
     if problem is not None:
         notes.append(f"the loss is computed without its Triton kernel, which is slower: {problem}")
@@ -224,7 +222,12 @@ def make_model(plan: Plan, *, seed: int, device: torch.device) -> GPT:
     model.fused_loss = plan.fused_loss
     if low := plan.low_precision:
         model.low_products = model.use_low_products(
-            low.name, low.num_layers, native=not low.emulated, keeps_codes=not hollow, device=device
+            low.name,
+            low.num_layers,
+            without=loses(low, plan.product_gains),
+            native=not low.emulated,
+            keeps_codes=not hollow,
+            device=device,
         )
     return model
 

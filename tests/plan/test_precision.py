@@ -16,11 +16,14 @@ from paceline.plan.planner import Plan, make_plan, memory_setup
 from paceline.plan.precision import (
     LowPrecision,
     code_bytes,
+    gain_of,
+    gain_text,
+    loses,
     native_problem,
     num_last_blocks,
     precision_name,
-    step_gain,
 )
+from paceline.plan.speeds import Speeds
 
 CPU = Machine(gpus=(), cpu_cores=2, cpu_bf16=True, memory_bytes=24 << 30)
 SMALL = {"depth": 4, "num_steps": 100, "sequence_len": 1024}
@@ -141,15 +144,39 @@ def test_low_products_take_memory_that_the_plan_counts():
     assert peak_phase(sharded).parts["weights"] == peak_phase(replace(sharded, low_precision=None)).parts["weights"]
 
 
-def test_only_measured_gains_are_expected():
-    def gain(width, name="fp8", emulated=False):
-        model = ModelConfig(4, width, width // 128, width // 128, 128, 1024, 4096)
-        return step_gain(LowPrecision(name, emulated, 4), model)
+def gain(width, name="fp8", *, emulated=False, speeds=None):
+    model = ModelConfig(4, width, width // 128, width // 128, 128, 1024, 4096)
+    return gain_of(LowPrecision(name, emulated, 3), model, precision="bf16", speeds=speeds)
 
-    assert [gain(width)[1] for width in (512, 1024, 2048)] == [0.70, 1.10, 1.12]
-    assert gain(2048, emulated=True) is None and gain(2048, "nvfp4") is None
+
+def test_only_measured_gains_are_expected():
+    assert [gain(width).step[1] for width in (512, 1024, 2048)] == [0.70, 1.10, 1.12]
+    assert not gain(2048, emulated=True).is_known and not gain(2048, "nvfp4").is_known
     assert plan_of("H100", precision="fp8").notes == ("fp8 gains nothing below 1,024 wide, and the model is 256 wide",)
     assert "experiment" in plan_of("B200", precision="nvfp4").notes[0]
+
+
+def test_what_this_card_showed_replaces_what_others_measured():
+    rates = {"linear bf16": ((1024.0, 100e12), (2048.0, 120e12)), "linear fp8": ((1024.0, 90e12), (2048.0, 180e12))}
+    speeds = Speeds("RTX 5090", 1, 1, rates, {}, "measured")
+    assert [gain(width, speeds=speeds).products for width in (1024, 2048)] == [0.9, 1.5]
+    assert gain(2048, "nvfp4", speeds=speeds).products is None
+    faster = gain(2048, speeds=speeds)
+    assert (
+        faster.spread == 0 and faster.note == "fp8 products: 1.50 times as fast as bf16 at 2,048 wide, as measured here"
+    )
+    # three of four layers
+    assert faster.applied({"matmuls": 12.0, "attention": 5.0}) == {"matmuls": pytest.approx(9.0), "attention": 5.0}
+
+
+def test_matrices_that_fp8_does_not_make_faster_stay_in_16_bits():
+    gains = {"attn.c_q": 1.019, "attn.c_k": 0.8, "mlp.c_fc": 1.02}
+    fp8, nvfp4 = LowPrecision("fp8", False, 4), LowPrecision("nvfp4", False, 4)
+    assert loses(fp8, gains) == ("attn.c_q", "attn.c_k")
+    assert loses(fp8, None) == loses(nvfp4, gains) == loses(None, gains) == ()
+    assert gain_text(gains) == "1.02 attn.c_q, mlp.c_fc; 0.80 attn.c_k".replace(
+        "attn.c_q, mlp.c_fc", "mlp.c_fc, attn.c_q"
+    )
 
 
 def test_the_page_s_table_is_what_the_plan_decides():

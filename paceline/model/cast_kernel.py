@@ -60,12 +60,12 @@ def cast_fused(
 def largest_kernel(x, largest, numel, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Raises `largest`, the bits of a number that is not negative: as integers they have the numbers' order, NaN last."""
     start = tl.program_id(0).to(tl.int64) * (BLOCK * BLOCKS)
-    seen = tl.zeros((BLOCK,), tl.int32)
+    largest_bits = tl.zeros((BLOCK,), tl.int32)
     for block in range(BLOCKS):
         index = start + block * BLOCK + tl.arange(0, BLOCK)
         size = tl.abs(tl.load(x + index, mask=index < numel, other=0.0).to(tl.float32))
-        seen = tl.maximum(seen, size.to(tl.int32, bitcast=True))
-    tl.atomic_max(largest, tl.max(seen, 0))
+        largest_bits = tl.maximum(largest_bits, size.to(tl.int32, bitcast=True))
+    tl.atomic_max(largest, tl.max(largest_bits, 0))
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -2,13 +2,15 @@
 One command on a machine with one CUDA GPU: is it right, then how fast is it. On an H100 the first part takes over 5 minutes, each
 depth of the second 2 to 3.
 
-    python benchmarks/gpu.py [--parts right,kernels,fast] [--depths 8,12,20] [--budget-s 460]
+    python benchmarks/gpu.py [--parts right,kernels,low,fast] [--depths 8,12,20] [--budget-s 460]
     python benchmarks/gpu.py --plan [--depths 8,12,16,24]
 
 Right and fast are real `paceline train` in a temporary folder. Right: loss on the GPU against the CPU, compiled against eager, fp16
 and bf16 against fp32, a broken run against an unbroken one, an offloaded optimizer against one on the GPU. Kernels, a minute: each
 way of attention and of the loss on the shapes of the first depth, by the functions that a run calls; how far each is from its
-reference, and its milliseconds. Fast: tokens/s, MFU and peak memory, planned and measured, in bf16 per depth, compiled: rows of
+reference, and its milliseconds. Low, half a minute and two short runs: the kernels that cast to fp8 against the codec, to the bit;
+each low precision's products against their emulation, where the card has them, and how many times as fast as bf16's they are by width
+(fp8 also with a scale for each row); tokens/s of the second depth in bf16 and in fp8. Fast: tokens/s, MFU and peak memory, planned and measured, in bf16 per depth, compiled: rows of
 2,048 tokens, 524,288 tokens a step as the recipe has them; then the last depth with --offload optimizer, and by how much a step is
 longer, planned and measured. Exit code 1 if anything is wrong. Needs torch 2.11+, numpy, tokenizers, safetensors, rich, psutil,
 orjson, argcomplete. `--device cpu --depths 2 --sequence-len 128` goes through the same steps without a GPU.
@@ -241,6 +243,94 @@ def loss_rows(card: Any, *, vocab: int, width: int) -> Iterator[tuple[str, bool,
     )
 
 
+def low_rows(device: str, *, widths: tuple[int, ...] = (512, 768, 1024, 1536, 2048)) -> Iterator[tuple[str, bool, str]]:
+    """What the card makes of low precisions, with 16,384 tokens a product; (what, right, figures)."""
+    sys.path.insert(0, str(ROOT))
+    import torch
+
+    from paceline.model.linear import RECIPES, product_problem
+    from paceline.plan.machine import probe_machine
+    from paceline.plan.precision import native_problem
+    from paceline.train.measure import Bench, linear_piece
+    from paceline.train.product_trial import low_linear_rate
+
+    card, tokens = torch.device(device, 0), 16_384 if device == "cuda" else 64
+    widths = widths if device == "cuda" else (64,)
+    yield from cast_rows(card)
+    gpu = probe_machine().gpus[0] if device == "cuda" else None
+    RECIPES["fp8 by rows"] = replace(RECIPES["fp8"], codec="rowwise")
+    bench = Bench(card, world_size=1)
+    wide = {w: 6 * tokens * 12 * w**2 / bench.seconds(linear_piece(bench, w, tokens, torch.bfloat16)) for w in widths}
+    for name in ("fp8", "fp8 by rows", "mxfp8", "mxfp4", "nvfp4"):
+        planned, found = native_problem(name.split()[0], gpu), product_problem(name, card)
+        if found is not None:
+            # what the plan refuses may fail here, and so may the comparison; all else should not
+            yield f"{name} products", planned is not None or " " in name, f"not taken: {planned or found}"
+            continue
+        rates = {width: low_linear_rate(width, tokens, name, device=card) for width in widths}
+        figures = ", ".join(f"{rates[width] / wide[width]:.2f} at {width:,}" for width in widths)
+        yield (
+            f"{name} products",
+            True,
+            f"times as fast as bf16: {figures}; {rates[widths[-1]] / 1e12:.0f} TFLOPS at the last",
+        )
+
+
+def cast_rows(card: Any) -> Iterator[tuple[str, bool, str]]:
+    """The kernels that cast to fp8, on the largest input of a layer at depth 12; against PyTorch op by op and compiled."""
+    import torch
+
+    from paceline.model import layers, linear
+    from paceline.model.formats import quantize_tensorwise
+    from paceline.train.measure import Bench
+
+    def by_ops(x: Any) -> tuple[Any, Any]:
+        rows = quantize_tensorwise(x, "e5m2").elements
+        return rows, rows.t().contiguous()
+
+    def by_triton(x: Any) -> tuple[Any, Any]:
+        rows, columns = linear.cast_at_once(x, "e5m2", linear.largest_of(x), rows=True, columns=True)
+        return rows.values, columns.values
+
+    x = torch.randn(16_384 if card.type == "cuda" else 64, 3072, device=card).bfloat16()
+    ways = {"PyTorch, op by op": by_ops, "torch.compile": layers.compile_once(by_ops)}
+    if card.type == "cuda" and linear.HAS_TRITON:
+        ways["Triton"] = by_triton
+    exact, bench = by_ops(x), Bench(card, world_size=1)
+    for name, cast in ways.items():
+        differing = max(
+            float((a.view(torch.uint8) != b.view(torch.uint8)).float().mean())
+            for a, b in zip(cast(x), exact, strict=True)
+        )
+        ms = 1000 * bench.seconds(partial(cast, x))
+        # the compiler rounds in its own way: on capability 8.9 by way of fp16
+        right = differing == 0 or (name == "torch.compile" and differing < 1e-3)
+        yield (
+            f"fp8 both ways by {name}",
+            right,
+            f"{ms:.3f} ms for {len(x):,} x 3,072, codes that differ {differing:.1e}",
+        )
+
+
+def low_run_lines(folder: Path, depth: int, *, device: str, sequence_len: int, steps: int) -> Iterator[str]:
+    """Tokens/s of a depth with fp8 products beside bf16, of real runs; what the start's trial found is in the first line."""
+    speeds = {}
+    for precision in ("bf16", "fp8"):
+        rows = ROWS_OF_DEPTH.get(depth, 8)
+        keys = {**shape_of(depth), "sequence-len": sequence_len, "device-batch-size": rows, "num-steps": steps, "save-every": 0,
+                "total-batch-size": 8 * rows * sequence_len, "device": device, "precision": precision, "compile": "true",
+                **({} if device == "cuda" or precision == "bf16" else {"emulate": True})}  # fmt: skip
+        run = train(folder, f"d{depth}-{precision}", keys)
+        lines = metrics(run)[SKIPPED_STEPS:]
+        speeds[precision] = statistics.median(line["tok_per_sec"] for line in lines)
+        notes = [
+            line["text"] for line in map(json.loads, (run / "events.jsonl").read_text().splitlines()) if "text" in line
+        ]
+        yield from (note for note in notes if "products" in note)
+        yield f"depth {depth} in {precision}: {speeds[precision]:,.0f} tokens/s, loss {lines[-1]['loss']:.4f} after {steps} steps"
+    yield f"fp8 is {speeds['fp8'] / speeds['bf16']:.2f} times as fast as bf16 at depth {depth}"
+
+
 def plan_table(folder: Path, depths: list[int], *, device: str, sequence_len: int, budget_s: float) -> int:
     """Prints it. The number of configurations whose plan is more than 5 % off once it knows the measurements."""
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")  # what was measured before must not help
@@ -291,7 +381,9 @@ def main() -> None:
     parser.add_argument("--depths", default="8,12,20")
     parser.add_argument("--sequence-len", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--parts", default="right,kernels,fast", help="right: correctness; kernels; fast: speed")
+    parser.add_argument(
+        "--parts", default="right,kernels,low,fast", help="right: correctness; kernels; low; fast: speed"
+    )
     parser.add_argument("--budget-s", type=float, default=460, help="no new depth is begun after this many seconds")
     parser.add_argument("--plan", action="store_true", help="planned memory beside measured")
     args = parser.parse_args()
@@ -312,6 +404,13 @@ def main() -> None:
             for what, right, figures in kernel_rows(depths[0], device=args.device, sequence_len=args.sequence_len):
                 wrong += not right
                 print(f"{'ok   ' if right else 'WRONG'}  {what}: {figures}", flush=True)
+        if "low" in parts:
+            for what, right, figures in low_rows(args.device):
+                wrong += not right
+                print(f"{'ok   ' if right else 'WRONG'}  {what}: {figures}", flush=True)
+            of_run = {"device": args.device, "sequence_len": args.sequence_len, "steps": args.steps}
+            for line in low_run_lines(folder, depths[min(1, len(depths) - 1)], **of_run):
+                print(f"       {line}", flush=True)
         if "fast" not in parts:
             sys.exit(wrong > 0)
         print(

@@ -100,7 +100,8 @@ class LineFilter:
         if len(self._start) < 2:
             self._start = (*self._start, *filter(None, shapes))[:2]
         before, self._before = self._before, next(filter(None, reversed(shapes)), self._before)
-        if min(map(len, self._start)) < MIN_START or len({*self._start}) < 2 or self._start[1] not in all_shapes:
+        is_known = len({*self._start}) == 2 and min(map(len, self._start)) >= MIN_START
+        if not is_known or self._start[1] not in all_shapes:
             return []
         numbers = [at for at, shape in enumerate(shapes) if shape]
         pairs = pairwise([before, *(shapes[at] for at in numbers)])

@@ -68,12 +68,15 @@ PROGRAM_ENDED = re.compile(
 CANCELLED_STEP = re.compile(
     r"\*\*\* (?:STEP|JOB) \S+ (?:ON \S+ )?CANCELLED|srun: (?:Force Terminated|forcing job termination)"
 )
+KERNEL_ASSERT = re.compile(r"block: \[[\d,]+\], thread: \[[\d,]+\] Assertion ")
 CANCELLED_JOB = re.compile(r"\*\*\* (?:JOB|STEP) (?P<job>\d+)\S* (?:ON \S+ )?CANCELLED")
 TASK_KILLED = re.compile(r"task \d+(?:[,-]\d+)*: (?:Killed|Terminated)|^(?:Killed|Terminated)\b")
 INSTALLED = re.compile(r"site-packages|dist-packages|/lib/python\d|<frozen |^<")  # a file that is not the user's
 # what the user's file calls is more often their own than a package's: a function, or something private of an object
 OWN_CALL = re.compile(
     r"TypeError: [a-z_]\w*\(\) got an unexpected keyword argument|AttributeError: '\w+' object has no attribute '_[a-z]"
+    r"|ImportError: cannot import name '[^']+' from '[^']+' "
+    r"\((?!unknown location|.*(?:site-packages|dist-packages|/lib/python))[^)\n]+\)$"
 )
 NOT_OWN = {"version-mismatch", "config-error"}
 LAST_CHECKED = 3  # lines at the end of a log
@@ -202,6 +205,8 @@ def run_continued(record: Record, log: Log, continuation: Continuation) -> bool:
     A shell script goes on without a program that it does not find, and what fails for that reason says so itself.
     """
     last_line = log.last_lines[-1][0] if log.last_lines else 0
+    if KERNEL_ASSERT.search(record.text) and last_line - record.line <= BUFFERED_LINES:
+        return False  # nothing runs on a GPU after it; the steps behind it were in a buffer
     if record.line in continuation.done or record.line <= continuation.earlier_job:
         return True
     if NOT_FOUND.search(record.text) and last_line > record.line + WENT_ON:

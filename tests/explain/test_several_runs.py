@@ -100,3 +100,20 @@ def test_threads_that_end_behind_a_complete_progress_bar_are_no_failure():
 )
 def test_the_end_of_a_training_is_read_in_other_languages_and_from_htcondor(end):
     assert verdict(raised(None, BUG) + f"{end}\n").cause == "healthy"
+
+
+def test_steps_that_were_in_a_buffer_do_not_show_that_a_gpu_s_kernels_went_on_after_an_assertion():
+    text = "Assertion `probability tensor contains either `inf`, `nan` or element < 0` failed."
+    kernel = f"/pytorch/aten/src/ATen/native/cuda/TensorCompare.cu:109: f: block: [0,0,0], thread: [0,0,0] {text}\n"
+    explanation = verdict(kernel + STEPS + uncaught("torch.AcceleratorError: CUDA error: device-side assert triggered"))
+    assert explanation.cause == "device-side-assert-index"
+    assert explanation.fix.startswith("the logits are NaN or infinite before the sampling")
+
+
+def test_a_name_that_a_file_of_one_s_own_lacks_is_no_conflict_of_packages():
+    error = "ImportError: cannot import name 'inject' from 'model.adapters' ({}/model/adapters.py)"
+    own, installed = (
+        verdict(uncaught(error.format(path))) for path in ("/home/x", "/venv/lib/python3.12/site-packages")
+    )
+    assert (own.cause, installed.cause) == ("import-error", "version-mismatch")
+    assert own.summary.endswith("or the name inject in /home/x/model/adapters.py in the environment of the run")

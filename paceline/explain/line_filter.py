@@ -8,12 +8,14 @@ word are remembered and then skipped at the speed of bytes.translate and a set. 
 import re
 from collections.abc import Callable
 from functools import cache
+from itertools import pairwise
 
 from paceline.explain.catalogue import load_catalogue
 
 MAX_LINE_BYTES = 1 << 16  # only the beginning of a longer line is parsed
 BEFORE, AFTER = 3, 24  # lines selected around one with an error word: the context and the further lines of its message
 MAX_SHAPES = 50_000  # remembered; with more the set is cleared
+MIN_START = 12  # characters in each of the first two lines of a log that show a new run where they recur
 MAX_REPEATS = 200  # times that a line shape with an error word is parsed
 # digits, separators, blocks of progress bars
 SHAPE_DROPS = b" \t0123456789.,-+:\xe2\x96\x88\x89\x8a\x8b\x8c\x8d\x8e\x8f"
@@ -58,12 +60,17 @@ class LineFilter:
     def __init__(self, shapes: Shapes) -> None:
         self._shapes = shapes
         self._ignored: set[bytes] = set()  # plain ones, and those that were parsed often enough
+        self._start: tuple[bytes, ...] = ()  # the shapes of the log's first two lines
+        self._before = b""  # the last shape of the lines before
+        self.starts: list[int] = []  # in the lines given last, where these two come
         self._repeats: dict[bytes, int] = {}
 
     def select(self, lines: list[bytes], block: bytes) -> list[int]:
         """Indices of the lines worth parsing and of those around them; block is the same lines joined by newlines."""
         shapes = block.translate(None, SHAPE_DROPS).split(b"\n")
-        new_shapes = set(shapes) - self._ignored
+        all_shapes = set(shapes)
+        self.starts = self._find_starts(shapes, all_shapes)
+        new_shapes = all_shapes - self._ignored
         if not new_shapes:
             return []
         candidates = [at for at, shape in enumerate(shapes) if shape in new_shapes]
@@ -87,6 +94,18 @@ class LineFilter:
                 else:
                     selected.update(range(max(0, at - BEFORE), min(len(lines), at + AFTER + 1)))
         return sorted(selected)
+
+    def _find_starts(self, shapes: list[bytes], all_shapes: set[bytes]) -> list[int]:
+        """Where the log's first two lines come, but for digits: a program that appends to its log starts there."""
+        if len(self._start) < 2:
+            self._start = (*self._start, *filter(None, shapes))[:2]
+        before, self._before = self._before, next(filter(None, reversed(shapes)), self._before)
+        is_known = len({*self._start}) == 2 and min(map(len, self._start)) >= MIN_START
+        if not is_known or self._start[1] not in all_shapes:
+            return []
+        numbers = [at for at, shape in enumerate(shapes) if shape]
+        pairs = pairwise([before, *(shapes[at] for at in numbers)])
+        return [at for at, pair in zip(numbers, pairs, strict=True) if pair == self._start]
 
 
 def search_errors(first: dict[bytes, bytes]) -> set[bytes]:

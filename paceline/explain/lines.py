@@ -48,6 +48,7 @@ OTHER = re.compile(
     r"| {0,6}\d{1,6}[ \t]+(?=(?:Traceback \(|  File \"|File \"|(?:\w+\.)*\w*(?:Error|Exception): ))"  # cat -n
     r"|\d+\.\d+s[ \t]+\d+[ \t]+"  # Kaggle: seconds, line number
     r"|std(?:out|err) [FP] "  # Kubernetes
+    r"|\|? ?(?:ERROR|INFO) \| std(?:err|out) \| "  # FastChat, which logs what other code prints
     r"|\(raylet(?:, ip=[\d.]+)?\) "  # Ray, for processes that have not registered yet
     r"|\[\d+ similar log lines\] "  # Monarch
     r"|(?:python[\d.]*|torchrun|accelerate|deepspeed|bash|sh)\[\d{1,7}\]: "  # journald

@@ -6,16 +6,18 @@ forwards it, or if the run continued after it, as it did twice after what began 
 """
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from paceline.explain.catalogue import DIGITS, Cause, load_catalogue
 from paceline.explain.collectives import DESYNC, FIRST_TRANSFER
 from paceline.explain.explanation import Record
 from paceline.explain.lines import split_prefix
-from paceline.explain.reader import Log
+from paceline.explain.reader import LAST_LINES, Log
 
+MIN_STEPS = 2  # progress lines that show that a run goes on
 STEPS_AFTER = 3  # different steps after an error: it did not end the run
 CONTINUED, WARNING, ERROR_LINE = 0.45, 0.55, 0.93  # factors of a score
 WEIGHTS = {"banner": 0.5, "exception": 1.0}  # by the kind of record; ERROR_LINE for any other
@@ -41,11 +43,11 @@ WARNING_LINE = re.compile(
 WRAPPED = re.compile(
     r"(?:ChildFailed|CalledProcess|RayTask|WorkerCrashed)Error|ProcessRaised|ProcessExited|SystemExit: [1-9]"
 )
-NO_FAILURE = re.compile(
-    r"exit(?:ed|ing|s)? (?:\w+ )?(?:with )?(?:exit )?(?:status|code)[ :=]*0\b|exit ?code[ :=]+0\b"
-    r"|return code[ :=]+0\b|ExitCode 0:0|(?<!sigkill_)handler",
-    re.IGNORECASE,
+EXIT_ZERO = (
+    r"exit(?:ed|ing|s)? (?:\w+ )?(?:with )?(?:exit )?(?:status|code)[ :=]*0\b|exit[ -]?code[ :=]+0\b"
+    r"|return code[ :=]+0\b|ExitCode 0:0"
 )
+NO_FAILURE = re.compile(rf"{EXIT_ZERO}|(?<!sigkill_)handler", re.IGNORECASE)
 NOT_FOUND = re.compile(r"(?:^|: )line \d+: [\w./-]+: command not found")  # said by a script
 # a way back through NCCL's functions, also when its sockets are closed at the end
 NCCL_RETURN = re.compile(r"^NCCL INFO \S+:\d+ -> \d+$")
@@ -58,6 +60,7 @@ IN_THREAD = re.compile(
     r"threading\.py\", line \d+,? in _bootstrap"
 )  # the first frame of what ends a thread, not the program
 TRACKER = re.compile(r"(?:site|dist)-packages/(?:wandb|tensorboardX?|mlflow|comet_ml|neptune|trackio|clearml|swanlab)/")
+MIN_REPEATS = 5  # of a line about an item that was left out
 BUFFERED_LINES = 120  # that a buffer may still hold when a program ends
 PROGRAM_ENDED = re.compile(
     r"destroy_process_group\(\) was not called before program exit|process group has NOT been destroyed before"
@@ -65,11 +68,15 @@ PROGRAM_ENDED = re.compile(
 CANCELLED_STEP = re.compile(
     r"\*\*\* (?:STEP|JOB) \S+ (?:ON \S+ )?CANCELLED|srun: (?:Force Terminated|forcing job termination)"
 )
+KERNEL_ASSERT = re.compile(r"block: \[[\d,]+\], thread: \[[\d,]+\] Assertion ")
+CANCELLED_JOB = re.compile(r"\*\*\* (?:JOB|STEP) (?P<job>\d+)\S* (?:ON \S+ )?CANCELLED")
 TASK_KILLED = re.compile(r"task \d+(?:[,-]\d+)*: (?:Killed|Terminated)|^(?:Killed|Terminated)\b")
 INSTALLED = re.compile(r"site-packages|dist-packages|/lib/python\d|<frozen |^<")  # a file that is not the user's
 # what the user's file calls is more often their own than a package's: a function, or something private of an object
 OWN_CALL = re.compile(
     r"TypeError: [a-z_]\w*\(\) got an unexpected keyword argument|AttributeError: '\w+' object has no attribute '_[a-z]"
+    r"|ImportError: cannot import name '[^']+' from '[^']+' "
+    r"\((?!unknown location|.*(?:site-packages|dist-packages|/lib/python))[^)\n]+\)$"
 )
 NOT_OWN = {"version-mismatch", "config-error"}
 LAST_CHECKED = 3  # lines at the end of a log
@@ -84,7 +91,8 @@ TROUBLE_AT_END = re.compile(  # of a log, where nothing shows that the program w
 )
 # a count of none, a measure, the end of a tracker, a test of failures, a search for what is optional, a fallback
 NO_TROUBLE = re.compile(
-    r"(?i)\b(?:0|no|without) (?:errors?|fail\w*|invalid)|(?:errors?|fail\w*|invalid|killed)\W{1,3}0\b|error[ _]rate"
+    f"(?i){EXIT_ZERO}"
+    r"|\b(?:0|no|without) (?:errors?|fail\w*|invalid)|(?:errors?|fail\w*|invalid|killed)\W{1,3}0\b|error[ _]rate"
     r"|error\w*\W{1,3}\d*\.\d|^wandb:|^frame #|\bsimulat\w+ [\w ]{0,20}(?:fail|error|crash)|unable to register cu\w+ factory"
     r"|LNK1181: cannot open input file '(?:aio|cufile)\.lib'|error during package walk"
     r"|\w*(?:Mean|Squared|Absolute|Percentage)\w*Error\b|\bfall(?:ing|s) back\b|\busing default\b"
@@ -105,12 +113,21 @@ class Event:
     from_launcher: bool  # a launcher's report, or the end of a process that the launcher stopped
 
 
+@dataclass(frozen=True)
+class Continuation:
+    """What a log shows of work that goes on after its errors."""
+
+    done: range  # the lines that "done" vouches for
+    earlier_job: int  # the line in which Slurm cancels the last job but one; 0 if there is none
+    repeated: frozenset[str]  # shapes of lines that come often, far apart, before others: about items that are left out
+
+
 def find_events(log: Log, *, number: int) -> list[Event]:
     """Everything that the catalogue finds in a log; number is the log's place among those read together."""
     events = []
     stopped = {match["pid"] for record in log.records for match in STOPPED.finditer(record.text)}
     ended = min((record.line for record in log.records if PROGRAM_ENDED.search(record.text)), default=None)
-    done = lines_before_done(log)
+    continuation = continuation_of(log)
     survived: Counter[str] = Counter()  # by the start of the text
     is_shut_down = any(COMM_ENDED.search(record.text) for record in log.records)
     cancelled = min((record.line for record in log.records if CANCELLED_STEP.search(record.text)), default=None)
@@ -133,9 +150,9 @@ def find_events(log: Log, *, number: int) -> list[Event]:
             continue
         if ended_thread(record, log):
             continue
-        shape = record.text[:SAME_START].translate(DIGITS)
+        shape = shape_of(record)
         is_end = ended_program(record) or CANCELLED_STEP.search(record.text)
-        continued = run_continued(record, log, done) or (survived[shape] >= 2 and not is_end)
+        continued = run_continued(record, log, continuation) or (survived[shape] >= 2 and not is_end)
         survived[shape] += continued
         factor = WEIGHTS.get(record.kind, ERROR_LINE)
         # launchers write exits and signals as warnings too
@@ -153,6 +170,11 @@ def find_events(log: Log, *, number: int) -> list[Event]:
             for cause, weight, values in matches
         ]
     return events if len(events) <= 2 * MAX_EVENTS else [*events[:MAX_EVENTS], *events[-MAX_EVENTS:]]
+
+
+def shape_of(record: Record) -> str:
+    """How a record begins, without digits: records that begin alike report the same."""
+    return record.text[:SAME_START].translate(DIGITS)
 
 
 def is_vague(match: tuple[Cause, float, dict[str, str]]) -> bool:
@@ -177,16 +199,47 @@ def guess_events(records: Sequence[Record]) -> list[Event]:
     ]
 
 
-def run_continued(record: Record, log: Log, done: range) -> bool:
-    """Whether the same rank made further steps after the record, or the log reports later that the work is done.
+def run_continued(record: Record, log: Log, continuation: Continuation) -> bool:
+    """Whether the same rank made further steps after the record, the log reports that the work is done, or a run began after it.
 
-    done: of the log, see lines_before_done. A shell script goes on without a program that it does not find, and what fails for
-    that reason says so itself.
+    A shell script goes on without a program that it does not find, and what fails for that reason says so itself.
     """
     last_line = log.last_lines[-1][0] if log.last_lines else 0
-    if record.line in done or (NOT_FOUND.search(record.text) and last_line > record.line + WENT_ON):
+    if KERNEL_ASSERT.search(record.text) and last_line - record.line <= BUFFERED_LINES:
+        return False  # nothing runs on a GPU after it; the steps behind it were in a buffer
+    if record.line in continuation.done or record.line <= continuation.earlier_job:
         return True
-    return len(steps_after(record, log)) >= STEPS_AFTER
+    if NOT_FOUND.search(record.text) and last_line > record.line + WENT_ON:
+        return True
+    if is_of_item(record) and shape_of(record) in continuation.repeated:
+        return True
+    # what ends a job is its end, whatever begins behind it
+    is_end = record.kind not in ("exception", "line") or CANCELLED_STEP.search(record.text)
+    return (record.line < log.last_start and not is_end) or len(steps_after(record, log)) >= STEPS_AFTER
+
+
+def continuation_of(log: Log) -> Continuation:
+    """What a log shows of work that goes on after its errors."""
+    jobs = [(match["job"], record.line) for record in log.records if (match := CANCELLED_JOB.search(record.text))]
+    lines: dict[str, list[int]] = defaultdict(list)
+    for record in filter(is_of_item, log.records):
+        lines[shape_of(record)].append(record.line)
+    last_line = log.last_lines[-1][0] if log.last_lines else 0
+    repeated = {
+        shape
+        for shape, alike in lines.items()
+        if len(alike) >= MIN_REPEATS and alike[-1] - alike[0] > BUFFERED_LINES and last_line - alike[-1] >= LAST_LINES
+    }
+    return Continuation(
+        done=lines_before_done(log),
+        earlier_job=max((line for job, line in jobs if job != jobs[-1][0]), default=0),
+        repeated=frozenset(repeated),
+    )
+
+
+def is_of_item(record: Record) -> bool:
+    """Whether a record can report an item that a program leaves out: a line of its own."""
+    return record.rank is None and (record.kind == "line" or (record.kind == "exception" and not record.frames))
 
 
 def lines_before_done(log: Log) -> range:
@@ -205,13 +258,33 @@ def as_ended(events: Sequence[Event], logs: Sequence[Log]) -> list[Event]:
     return [
         replace(event, run_continued=False, score=event.score / CONTINUED)
         for event in events
-        if event.run_continued and ended_program(event.record) and is_near_end(event.record, logs[event.place[0]])
+        for log in [logs[event.place[0]]]
+        if event.run_continued and is_near_end(event.record, log)
+        if ended_program(event.record) or is_forwarded(event.record, log)
     ]
+
+
+def of_last_program(events: list[Event], logs: Sequence[Log]) -> list[Event]:
+    """The events without those of earlier programs: in a log without ranks each exception that nobody has caught ends one.
+
+    Those of several processes stand near each other.
+    """
+    ends = sorted(event.record.line for event in events if ended_program(event.record) and event.record.rank is None)
+    starts = [after for before, after in pairwise(ends) if after - before > BUFFERED_LINES]
+    last = [event for event in events if starts and event.record.line >= starts[-1] - BUFFERED_LINES]
+    is_own = all(event.record.rank is None and not event.cause.follows and not event.from_launcher for event in last)
+    return last if last and is_own and len(logs) == 1 else events
 
 
 def ended_program(record: Record) -> bool:
     """Whether nobody has caught an exception."""
     return bool(record.frames) and OUTERMOST.search(record.frames[0]) is not None
+
+
+def is_forwarded(record: Record, log: Log) -> bool:
+    """Whether an exception is that of a worker, quoted by the driver's own, which nobody has caught."""
+    quoting = (other for other in log.records if other.kind == "banner" and ended_program(other))
+    return record.kind == "exception" and any(0 < record.line - other.line <= WENT_ON for other in quoting)
 
 
 def is_near_end(record: Record, log: Log) -> bool:
@@ -220,6 +293,14 @@ def is_near_end(record: Record, log: Log) -> bool:
         return False
     is_over = log.progress.finished or record.kind == "banner"
     return not (is_over and len(steps_after(record, log)) >= STEPS_AFTER)
+
+
+def ends_at_start(log: Log) -> bool:
+    """Whether the last of several runs in a log shows no progress: that of earlier ones says nothing about it."""
+    lines = [line for line, _, _ in log.last_progress if line > log.last_start]
+    num_lines = log.last_lines[-1][0] - log.last_start if log.last_lines else 0
+    is_last = log.last_start > (log.progress.done_line or 0) and num_lines <= BUFFERED_LINES
+    return is_last and len(lines) < MIN_STEPS
 
 
 def steps_after(record: Record, log: Log) -> set[int]:
@@ -233,11 +314,13 @@ def steps_after(record: Record, log: Log) -> set[int]:
 
 def ended_thread(record: Record, log: Log) -> bool:
     """Whether an exception ended no more than a thread: a tracker's, or one of a program whose work was done."""
-    if not record.frames:
-        return False
+    if not record.frames:  # of one that threads have printed at once
+        twins = (other for other in log.records if other.frames and other.text.startswith(record.text))
+        return record.kind == "exception" and any(ended_thread(twin, log) for twin in twins)
     if TRACKER.search(record.frames[-1]):  # threads that print at once mix their frames
         return all(map(INSTALLED.search, record.frames))
-    is_later = log.progress.done_line is not None and record.line > log.progress.done_line
+    done_line = log.progress.done_line or (last_progress_line(log) if log.progress.finished else None)
+    is_later = done_line is not None and record.line > done_line
     return is_later and IN_THREAD.search(record.frames[0]) is not None
 
 
@@ -258,11 +341,11 @@ def unexplained_failures(logs: Sequence[Log], events: Sequence[Event]) -> list[R
     return [
         record
         for log in logs
-        for done in [lines_before_done(log)]
+        for continuation in [continuation_of(log)]
         for record in log.records
         if id(record) not in explained
         and is_failure(record)
-        and not run_continued(record, log, done)
+        and not run_continued(record, log, continuation)
         and not ended_thread(record, log)
     ]
 
@@ -277,10 +360,15 @@ def is_failure(record: Record) -> bool:
 
 
 def last_errors(log: Log) -> list[Record]:
-    """The lines that a logger marks as errors and after which the log shows no progress."""
+    """The lines that a logger marks as errors and after which the log shows no progress; none whose like the run survived twice."""
     last_line = last_progress_line(log)
-    records = [record for record in log.records if record.kind == "line" and record.line > last_line]
-    return [record for record in records if ERROR_PREFIX.search(record.text) and not NO_TROUBLE.search(record.text)]
+    records = [record for record in log.records if record.kind == "line" and ERROR_PREFIX.search(record.text)]
+    survived = Counter(shape_of(record) for record in records if record.line <= last_line)
+    return [
+        record
+        for record in records
+        if record.line > last_line and survived[shape_of(record)] < 2 and not NO_TROUBLE.search(record.text)
+    ]
 
 
 def trouble_at_end(logs: Sequence[Log]) -> list[tuple[int, str]]:

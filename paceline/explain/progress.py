@@ -39,7 +39,7 @@ SETTINGS = (
 STEP = re.compile(
     "".join(f"(?<!{word}.)" for word in SETTINGS)
     + r"(?<![a-z])(?:global[_ ]?steps?|steps?|iter(?:ation)?s?|updates?|num_updates|batch"
-    r"|it)['\"]?\s*[:=# \[(]{0,3}\s*(?P<step>\d[\d,]*)(?P<of>\s*/\s*\d[\d,]*)?(?![\w.]|\s*[A-Za-z]+/)",
+    r"|(?<!\d)it)['\"]?\s*[:=# \[(]{0,3}\s*(?P<step>\d[\d,]*)(?P<of>\s*/\s*\d[\d,]*)?(?![\w.]|\s*[A-Za-z]+/)",
     re.IGNORECASE,
 )
 # 2.5, '2.5', nan.0, tensor(nan, np.float64(nan)
@@ -48,7 +48,8 @@ VALUE = (
     r"(?P<value>[-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan|inf))(?:\.0)?\b"
 )
 LOSS = re.compile(
-    rf"loss(?: train|_(?!scal|weight|fn|func|type)[a-z]\w{{0,15}}|_?\d{{1,2}}(?= ?[:=]))?{VALUE}", re.IGNORECASE
+    rf"loss(?: train|_(?!scal|weight|fn|func|type)[a-z]\w{{0,15}}|[_-]?\d{{1,2}}(?= ?[:=]|[ ]+[-+]?\d))?{VALUE}",
+    re.IGNORECASE,
 )
 HELD_OUT_LOSS = re.compile(rf"\be?val(?:id(?:ation)?)?[_ /.-]*loss{VALUE}", re.IGNORECASE)
 GRAD_NORM = re.compile(rf"(?:grad(?:ient)?s?[_ /.-]*(?:global[_ ])?|\bg|\b)norm{VALUE}", re.IGNORECASE)
@@ -79,7 +80,11 @@ RECORD_LOSS = re.compile(r"(?:best|min|prev)[_ /.-]*(?:\w{2,6}[_ /.-]*)?$", re.I
 DONE = re.compile(
     r"training (?:is )?(?:completed?|finished|done)|(?:finished|done) training|train_runtime|saved (?:the )?final"
     r"|(?:max_steps|max_epochs)=?\d*`? reached|job (?:finished|completed) success|\ball \d* ?(?:tests|checks) passed"
-    r"|training has finished|run finished|finished successfully|^done\.?$|^training time \d+:\d\d:\d\d$",
+    r"|training has finished|run finished|finished successfully|^done\.?$|^training time \d+:\d\d:\d\d$"
+    r"|terminated of its own accord .*with exit-code 0"
+    r"|(?:treinamento|entrenamiento) (?:conclu|complet|finaliz|termin)[a-zí]+|training (?:ist )?(?:abgeschlossen|beendet)"
+    r"|entra[iî]nement termin[eé]|обучение (?:завершено|закончено)"
+    r"|训练(?:已)?(?:完成|结束)|学習(?:が)?(?:完了|終了)|학습 ?(?:완료|종료)",
     re.IGNORECASE,
 )
 

@@ -30,6 +30,7 @@ UNPRINTED = bytes([*range(1, 7), *range(14, 27), *range(28, 32), 127])
 NOT_TEXT, INCOMPLETE = "not a text", "the compressed file is incomplete"
 FIRST_RECORDS, LAST_RECORDS = 2000, 1000  # stored of a log with more errors
 FIRST_SELECTED, LAST_SELECTED = 6000, 3000  # lines parsed of a log in which nearly every line has an error word
+MIN_RUN = 40  # lines from one start of a program to the next; ranks print the same lines within fewer
 LAST_LINES = 8  # stored for a failure that is not in the catalogue
 PROGRESS_LINES = 60  # searched for a step before a selected line
 SAMPLED_LINES, LATE_SAMPLES = 200, 3  # of those before them: where steps begin again, a new curve begins
@@ -37,7 +38,9 @@ LATE = 10_000  # lines into a log: it has enough samples, and later blocks give 
 
 # in every line that reports a step, a loss, memory or the end of the work, and in the rows of a table of numbers
 PROGRESS_WORD = re.compile(
-    rb"(?i)step|loss|iter|\bit\b|updat|batch|%\||finish|complet|done|train_runtime|reached|passed|saved|mem|rss|vram|^[\s|]*\d[\d./]*[\s|]+\d"
+    rb"(?i)step|loss|iter|\bit\b|updat|batch|%\||finish|complet|done|train_runtime|reached|passed|saved|mem|rss|vram"
+    rb"|conclu|termin|beend|abgeschl|\xd0\xbe\xd0\xb1\xd1\x83\xd1\x87\xd0\xb5\xd0\xbd|\xe8\xae\xad\xe7\xbb\x83|\xe5\xad\xa6\xe7\xbf\x92|\xed\x95\x99\xec\x8a\xb5"
+    rb"|^[\s|]*\d[\d./]*[\s|]+\d"
 )
 SIGNAL = re.compile(
     r"\bSIG(?:KILL|TERM|SEGV|ABRT|BUS|INT|HUP|ILL|FPE|PIPE|USR1|USR2)\b|[Ss]ignal:? \d+|Segmentation fault|core dumped"
@@ -85,6 +88,7 @@ class Log:
     held_out: tuple[LossPoint, ...] = ()  # likewise, of evaluations
     memory: tuple[LossPoint, ...] = ()  # in use
     rewards: tuple[LossPoint, ...] = ()  # of a policy
+    last_start: int = 0  # where the first two lines of the log come again for the last time, 0 if they do not
     problem: str = ""  # why the log could not be read whole
 
 
@@ -120,6 +124,7 @@ class LogParser:
         self._num_parsed = 0  # selected lines
         self._late: deque[tuple[int, bytes]] = deque(maxlen=LAST_SELECTED)  # after those; parsed at the end of the log
         self._number = 0  # of the last line
+        self._last_start = self._last_begin = 0  # of a later run, and of any part of the log
         self._pending = 0  # lines at the start of the next block that follow a selected one
         self._progress = ProgressTracker()
         self._waiting: deque[tuple[int, bytes]] = deque(
@@ -133,6 +138,10 @@ class LogParser:
     def feed(self, block: bytes) -> None:
         block, lines, numbers = self._split(block)
         selected = self._filter.select(lines, block)
+        for start in self._filter.starts:
+            is_far = self._last_begin and numbers[start] - self._last_begin >= MIN_RUN
+            self._last_start = numbers[start] if is_far else self._last_start
+            self._last_begin = numbers[start]
         if self._pending:
             selected = sorted({*range(min(self._pending, len(lines))), *selected})
         self._pending = AFTER if selected and selected[-1] == len(lines) - 1 else 0
@@ -176,6 +185,7 @@ class LogParser:
             held_out=self._progress.held_out,
             memory=self._progress.memory,
             rewards=self._progress.rewards,
+            last_start=self._last_start,
         )
 
     def _split(self, block: bytes) -> tuple[bytes, list[bytes], Sequence[int]]:

@@ -19,13 +19,16 @@ from paceline.explain.explanation import Evidence, Explanation, LogProgress, Rec
 from paceline.explain.matches import (
     INSTALLED,
     LAST_CHECKED,
+    MIN_STEPS,
     WAITING,
     Event,
     as_ended,
     ended_programs,
+    ends_at_start,
     find_events,
     guess_events,
     last_errors,
+    of_last_program,
     trouble_anywhere,
     trouble_at_end,
     unexplained_failures,
@@ -40,7 +43,6 @@ MIN_SCORE = 0.2  # an event with a lower score is ignored
 ALSO_NEAR = 0.2  # of scores that differ by less the other cause is reported too
 # score below which, how often such a verdict was right on labelled logs that nothing was tuned on
 CALIBRATION = ((0.3, 0.4), (0.5, 0.6), (0.6, 0.8), (0.8, 0.88), (0.9, 0.92), (1.01, 0.97))
-MIN_STEPS = 2  # progress lines that show that a run goes on
 MIN_LINES = 8  # of a log without progress: ordinary output to its end
 INIT_CONFIDENCE, OUTPUT_CONFIDENCE = 0.4, 0.5
 MAX_EVIDENCE, MAX_CONSEQUENCES = 6, 8
@@ -73,7 +75,7 @@ def reach_verdict(logs: Sequence[Log], *, values: Mapping[str, str] | None = Non
     silent_end = longest.silent_end and all(part.silent_end for part in parts if part.steps)
     progress = replace(longest, finished=any(part.finished for part in parts), silent_end=silent_end)
     fatal = [event for event in events if event.cause.severity == "fatal" and event.score >= MIN_SCORE]
-    candidates = [event for event in fatal if not event.run_continued]
+    candidates = of_last_program([event for event in fatal if not event.run_continued], logs)
     unexplained = unexplained_failures(logs, events)
     if not candidates and not unexplained:
         candidates = as_ended([event for event in events if event.cause.severity == "fatal"], logs)
@@ -197,6 +199,8 @@ def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[st
         return explain_silence(logs, progress, ())
     if trouble := [] if progress.finished else [Evidence(n, shorten(text)) for n, text in trouble_at_end(logs)]:
         return explain_silence(logs, progress, trouble)
+    if any(map(ends_at_start, logs)):
+        return explain_silence(logs, progress, ())
     if progress.finished or progress.steps >= MIN_STEPS:
         return explain_health(progress)
     last_lines = [[text for _, text in log.last_lines] for log in logs if log.last_lines]
@@ -222,10 +226,7 @@ def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[st
 
 
 def is_ordinary(log: Log) -> bool:
-    """Whether a log without progress ends with lines of ordinary output; what free and nvidia-smi print shows no run.
-
-    Nor do lines that could not be decoded.
-    """
+    """Whether a log without progress ends with ordinary output: of a program, not of free or nvidia-smi, and decoded."""
     ordinary = {number for number, text in log.last_lines if not MONITOR.search(text)}
     return len(ordinary) >= MIN_LINES and not any("\ufffd" in text for _, text in log.last_lines)
 
@@ -245,6 +246,8 @@ def explain_silence(logs: Sequence[Log], progress: LogProgress, trouble: Sequenc
         summary, fix = NOT_TEXT, "pass the text that the training printed: paceline explain LOG"
     elif not any(log.last_lines for log in logs):
         summary, fix = "the log is empty", "check whether the job started, and where it writes its output"
+    elif start := max(log.last_start for log in logs):
+        summary = f"the last run in this log begins at line {start:,} and shows neither a failure nor that it works"
     else:
         summary = f"no failure found, but nothing shows that the run works: {num_lines} without a step or an end"
     ends = [Evidence(number, shorten(text)) for log in logs for number, text in log.last_lines[-1:]]

@@ -133,3 +133,17 @@ def test_rewards_without_a_loss_take_limited_memory():
     for step in range(2 * MAX_LOSSES):
         tracker.add(step, LogLine(f"step {step}: reward: 0.5"), None)
     assert tracker.losses == () and MAX_LOSSES // 2 <= len(tracker.rewards) <= MAX_LOSSES
+
+
+def test_what_a_logger_prints_of_other_code_s_stderr_is_no_error_of_its_own():
+    line = split_prefix("2024-07-30 17:02:28 | ERROR | stderr | INFO:     Started server process [1944993]")
+    assert line.text == "INFO:     Started server process [1944993]"
+
+
+def test_the_number_of_a_loss_is_no_part_of_its_value():
+    assert read_step_and_loss("Iteration 000020 lr 1.20e-04 loss-1 1.024 loss-2 1.247").loss == 1.024
+    assert read_step_and_loss("step 3 loss -1.5").loss == -1.5
+
+
+def test_the_hours_behind_a_count_are_no_step():
+    assert read_step_and_loss("gen: -0.008: : 20001it [12:17:03,  3.35s/it]") is None

@@ -1,0 +1,119 @@
+"""Several runs in one log, and what a run survives: only the last one's end counts, and it must show that it works."""
+
+import pytest
+from log_samples import OOM, STEPS, raised
+
+from paceline.explain.reader import read_log
+from paceline.explain.verdict import reach_verdict
+
+START = "INFO - loading the model speech-1b\nINFO - reading 5,000 samples of audio\n"
+OTHER_OUTPUT = "".join(f"INFO - sample {n} has {n % 7} words\n" for n in range(50))
+BUG = "ValueError: sample 1841 has 3 fields, expected 4"
+CANCELLED = "slurmstepd: error: *** JOB {} ON node-3 CANCELLED AT 2026-08-21T02:33:05 ***\n"
+
+
+def uncaught(error, file="train.py"):
+    return f'Traceback (most recent call last):\n  File "{file}", line 9, in <module>\n    main()\n{error}\n'
+
+
+def verdict(text):
+    return reach_verdict([read_log([text.encode()])])
+
+
+def test_a_run_that_begins_behind_an_error_leaves_it_to_the_earlier_one():
+    handled = "ERROR - " + raised(None, BUG)
+    explanation = verdict(START + STEPS + OTHER_OUTPUT + handled + START + OTHER_OUTPUT[:200])
+    assert (explanation.cause, explanation.summary) == (
+        "unknown",
+        "the last run in this log begins at line 68 and shows neither a failure nor that it works",
+    )
+    assert verdict(START + STEPS + OTHER_OUTPUT + handled + START + STEPS).cause == "healthy"
+    assert verdict(START + STEPS + OTHER_OUTPUT + handled).cause == "user-code-exception"
+
+
+def test_an_uncaught_exception_near_the_end_counts_although_the_first_lines_come_again():
+    assert verdict(START + OTHER_OUTPUT + uncaught(OOM) + START).cause == "cuda-oom"
+
+
+def test_ranks_that_print_the_same_first_lines_are_no_new_run():
+    assert verdict(START + START + STEPS + raised(None, BUG) + START).cause == "user-code-exception"
+
+
+def test_steps_of_an_earlier_run_do_not_show_that_the_last_one_works():
+    assert verdict(START + STEPS + OTHER_OUTPUT + START + OTHER_OUTPUT).cause == "unknown"
+    assert verdict(START + STEPS + OTHER_OUTPUT + START + OTHER_OUTPUT + "Training finished\n").cause == "healthy"
+
+
+def test_of_programs_that_ended_one_after_the_other_the_last_one_is_told():
+    first, last = uncaught("ModuleNotFoundError: No module named 'deepspeed'"), uncaught(OOM)
+    assert verdict(first + 3 * OTHER_OUTPUT + last).cause == "cuda-oom"
+    assert verdict(first + last).cause == "import-error"
+
+
+def test_of_slurm_jobs_in_one_log_the_last_one_is_told():
+    error = raised(None, OOM)
+    assert verdict(error + CANCELLED.format(11) + STEPS[:40] + CANCELLED.format(12)).cause == "slurm-cancelled"
+    assert verdict(error + CANCELLED.format(12)).cause == "cuda-oom"
+
+
+def test_lines_about_items_that_are_left_out_are_no_failure():
+    item = "Error: Could not find the training data of item {}: no such file\n"
+    items = "".join(OTHER_OUTPUT + item.format(n) for n in range(6))
+    assert verdict(items + OTHER_OUTPUT).cause == "unknown"
+    assert verdict(OTHER_OUTPUT + item.format(1)).cause == "dataset-missing"
+
+
+def test_an_error_line_whose_like_was_survived_twice_leaves_a_run_healthy():
+    error = "[ERROR] Error plotting image\n"
+    assert verdict((STEPS + error) * 3 + OTHER_OUTPUT).cause == "healthy"
+    assert verdict(STEPS + error + OTHER_OUTPUT).cause == "unknown"
+
+
+def test_an_exception_that_ray_s_driver_quotes_ends_the_run_although_other_workers_print_on():
+    driver = uncaught("ray.exceptions.RayTaskError(RuntimeError): ray::train() (pid=4711, ip=10.0.0.4)").rstrip("\n")
+    worker = '\n  File "train.py", line 38, in train\n    data = data[rows]\nRuntimeError: CUDA error: out of memory\n'
+    assert verdict(driver + worker + STEPS).cause == "cuda-oom"
+
+
+def test_threads_that_end_behind_a_complete_progress_bar_are_no_failure():
+    bar = "gen: 0.1: 100%|██████████| 200/200 [12:14:52<00:00,  2.06s/it]\ngen: 0.1: : 201it [12:17:02,  3.35s/it]\n"
+    frame = '  File "/usr/lib/python3.10/threading.py", line 1016, in _bootstrap_inner\n    self.run()\n'
+    thread = f"Exception in thread Thread-1:\nTraceback (most recent call last):\n{frame}"
+    error = "OSError: handle is closed\n"
+    assert verdict(STEPS + bar + thread + error + error).cause == "healthy"
+    assert verdict(STEPS + bar.replace("200/200", "120/200") + thread + error).cause == "user-code-exception"
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "Treinamento concluído com sucesso",
+        "Entrenamiento finalizado",
+        "Training abgeschlossen",
+        "Entraînement terminé",
+        "Обучение завершено",
+        "训练已完成",
+        "学習が完了しました",
+        "학습 완료",
+        "Job terminated of its own accord at 2026-01-21T13:48:18Z with exit-code 0.",
+    ],
+)
+def test_the_end_of_a_training_is_read_in_other_languages_and_from_htcondor(end):
+    assert verdict(raised(None, BUG) + f"{end}\n").cause == "healthy"
+
+
+def test_steps_that_were_in_a_buffer_do_not_show_that_a_gpu_s_kernels_went_on_after_an_assertion():
+    text = "Assertion `probability tensor contains either `inf`, `nan` or element < 0` failed."
+    kernel = f"/pytorch/aten/src/ATen/native/cuda/TensorCompare.cu:109: f: block: [0,0,0], thread: [0,0,0] {text}\n"
+    explanation = verdict(kernel + STEPS + uncaught("torch.AcceleratorError: CUDA error: device-side assert triggered"))
+    assert explanation.cause == "device-side-assert-index"
+    assert explanation.fix.startswith("the logits are NaN or infinite before the sampling")
+
+
+def test_a_name_that_a_file_of_one_s_own_lacks_is_no_conflict_of_packages():
+    error = "ImportError: cannot import name 'inject' from 'model.adapters' ({}/model/adapters.py)"
+    own, installed = (
+        verdict(uncaught(error.format(path))) for path in ("/home/x", "/venv/lib/python3.12/site-packages")
+    )
+    assert (own.cause, installed.cause) == ("import-error", "version-mismatch")
+    assert own.summary.endswith("or the name inject in /home/x/model/adapters.py in the environment of the run")

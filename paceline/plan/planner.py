@@ -29,7 +29,8 @@ RATE_KEYS = ("optimizer", "tokens_per_param", "matrix_lr", "embedding_lr", "unem
 SHORT_RUN_FLOPS = 2e15  # a CPU run under this ends sooner than compiling pays back
 SHORT_RUN_S = {"cpu": 10_000.0, "cuda": 600.0}  # the same for a run whose length is a time
 FIX_DEPTH = 3  # refusals in a row that one fix may answer
-SAME_RUN_KEYS = {*SIZE_KEYS, "profile", "memory_share", "nproc", "offload"}  # the steps stay the same
+# the steps stay the same, with other rounding at most
+SAME_RUN_KEYS = {*SIZE_KEYS, "profile", "memory_share", "nproc", "offload", "optimizer_states"}
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Plan:
     # of each matrix of a block: how many times as fast as in 16 bits; None: not measured yet, or all products are low ones
     product_gains: Mapping[str, float] | None = None
     offload: str = "none"  # optimizer: masters and states are in the host's memory
-    optimizer_states: str = "fp32"
+    optimizer_states: str = "fp32"  # or 8bit
     onednn: bool | None = None  # fp32 matmuls of a CPU go through oneDNN; None: the worker measures
     attention_choices: tuple[str, ...] = ()  # that it may measure, the first expected
     fused_loss: bool = False  # by the Triton kernel of model/loss_kernel.py; a GPU's worker tries it at each start

@@ -2,14 +2,15 @@
 Optimizer states in 8 bits, for `--optimizer-states 8bit`: a code for each element, and a base for each block of a row.
 
 A number's first 12 bits in fp32 are its sign, its exponent and 3 bits of its mantissa. Without the sign they are an integer that
-grows with the number, by 8 for each power of two. A code is that integer less the block's base, which makes the block's largest
-code the largest that there is: `uint8` holds 32 powers of two below a block's largest number, `int8` with its sign 16. As all of it
-is integers, any device has the same codes, and the numbers of codes become the same codes again.
+grows with the number, by 8 for each power of two. A code is that integer less the block's base. `uint8`, for squares, holds 32
+powers of two below a block's largest number. A square that is too small for that becomes the smallest one, never 0: no gradient is
+divided by far less than it should be. `int8` is a sign and the code of |x| + FLOOR, whose base is FLOOR's own integer: 0 is code 0,
+and numbers below FLOOR, 14 powers of two under the block's largest, have steps of equal size.
 
 Rounding is stochastic, since a mean that moves by a thousandth a step would otherwise never leave its code. Its random bits are a
-hash of the number's own bits and the step: they need no state and do not depend on where a number lies, or on which rank. A square
-that is too small for its block becomes the smallest one, never 0: a gradient is not divided by less than it should be. Block-wise
-states: arXiv 2110.02861, whose codes come from a table and are rounded to the nearest. Which states have codes: plan/states.py.
+hash of the number's own bits and the step: they need no state and do not depend on where a number lies, or on which rank. All is
+arithmetic on integers but one sum, so that any device has the same codes. Block-wise states: arXiv 2110.02861, whose codes come
+from a table and are rounded to the nearest. Which states have codes: plan/states.py.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -23,35 +24,48 @@ from paceline.plan.states import BASE
 
 MANTISSA_BITS = 3
 SHIFT = 23 - MANTISSA_BITS  # bits of fp32 that a code leaves out
-MAGNITUDE = 0x7FFFFFFF
+EXPONENT = 0xFF << 23
+FLOOR = 14 << MANTISSA_BITS  # codes from there to the power of two of the block's largest; 9 more reach beyond it
 NOT_A_NUMBER = 0x7FC00000  # with other NaNs, which are larger integers, the sum with random bits could overflow
-MOST = {torch.uint8: 255, torch.int8: 127}
+LARGEST_CODE = 255  # of uint8
 STEP_KEY, MIXERS = 0x9E3779B9, (0x7FEB352D, 0x846CA68B - (1 << 32))  # odd numbers of Weyl and of the hash lowbias32
 
 
 def decode(codes: Tensor, bases: Tensor) -> Tensor:
     """Returns the numbers of codes, (..., n) fp32. codes: (..., n) uint8 or int8. bases: (..., b) int16."""
-    code = codes.view(*bases.shape, -1).to(torch.int32)  # (..., b, n/b)
-    signed = codes.dtype == torch.int8
-    bits = code.abs() if signed else code
-    values = bits.add_(bases.unsqueeze(-1)).bitwise_left_shift_(SHIFT).view(torch.float32)
-    if signed:
-        values.mul_(code.sign_())
-    return values.view(codes.shape)
+    code, base = codes.view(*bases.shape, -1).to(torch.int32), bases.unsqueeze(-1)  # (..., b, n/b) and (..., b, 1)
+    if codes.dtype == torch.uint8:
+        return fp32_of(code.add_(base)).view(codes.shape)
+    values = fp32_of(code.abs().add_(base)).sub_(fp32_of(base.to(torch.int32)))
+    return values.mul_(code.sign_()).view(codes.shape)
 
 
 def encode_(x: Tensor, codes: Tensor, bases: Tensor, *, step: int) -> None:
     """Writes the codes of numbers, and their blocks' bases. x: (..., n) fp32, none below 0 where codes are uint8."""
-    bits = x.view(torch.int32).view(*bases.shape, -1)  # (..., b, n/b)
-    rounded = random_bits(bits, step=step)
-    rounded.add_((bits & MAGNITUDE).clamp_(max=NOT_A_NUMBER)).bitwise_right_shift_(SHIFT)
-    base = (rounded.amax(dim=-1) - MOST[codes.dtype]).clamp_(min=0)  # (..., b)
-    rounded.sub_(base.unsqueeze(-1)).clamp_(min=0)
-    if codes.dtype == torch.int8:
+    x = x.view(*bases.shape, -1)  # (..., b, n/b)
+    bits = x.view(torch.int32)
+    if codes.dtype == torch.uint8:
+        code = rounded(x, random_bits(bits, step=step))
+        base = (code.amax(dim=-1, keepdim=True) - LARGEST_CODE).clamp_(min=0)  # (..., b, 1)
+        code.sub_(base).clamp_(min=0)
+    else:
+        top = x.abs().amax(dim=-1, keepdim=True).view(torch.int32) & EXPONENT
+        base = ((top >> SHIFT) - FLOOR).clamp_(min=1 << MANTISSA_BITS)  # no less than the smallest normal number
+        code = rounded(x.abs().add_(fp32_of(base.clone())), random_bits(bits, step=step))
         sign = bits >> 31  # -1 or 0
-        rounded.bitwise_xor_(sign).sub_(sign)
-    codes.view(rounded.shape).copy_(rounded)
-    bases.copy_(base)
+        code.sub_(base).bitwise_xor_(sign).sub_(sign)
+    codes.view(code.shape).copy_(code)
+    bases.copy_(base.squeeze(-1))
+
+
+def rounded(x: Tensor, noise: Tensor) -> Tensor:
+    """Returns the integers of numbers without a sign, (...) int32, rounded up or down by the noise, which is overwritten."""
+    return noise.add_(x.view(torch.int32).clamp(max=NOT_A_NUMBER)).bitwise_right_shift_(SHIFT)
+
+
+def fp32_of(integers: Tensor) -> Tensor:
+    """Returns the numbers of these integers; int32, overwritten."""
+    return integers.bitwise_left_shift_(SHIFT).view(torch.float32)
 
 
 def random_bits(bits: Tensor, *, step: int) -> Tensor:
@@ -65,7 +79,7 @@ def random_bits(bits: Tensor, *, step: int) -> Tensor:
 
 def is_coded(dtype: torch.dtype) -> bool:
     """Returns whether a state's tensor holds codes."""
-    return dtype in MOST
+    return dtype in (torch.uint8, torch.int8)
 
 
 def decoded(stored: Mapping[str, Tensor]) -> list[Tensor]:

@@ -44,23 +44,24 @@ def encode_(x: Tensor, codes: Tensor, bases: Tensor, *, step: int) -> None:
     """Writes the codes of numbers, and their blocks' bases. x: (..., n) fp32, none below 0 where codes are uint8."""
     x = x.view(*bases.shape, -1)  # (..., b, n/b)
     bits = x.view(torch.int32)
+    code = random_bits(bits, step=step)  # before all else: it needs most memory
     if codes.dtype == torch.uint8:
-        code = rounded(x, random_bits(bits, step=step))
+        round_(code, bits.clamp(max=NOT_A_NUMBER))
         base = (code.amax(dim=-1, keepdim=True) - LARGEST_CODE).clamp_(min=0)  # (..., b, 1)
         code.sub_(base).clamp_(min=0)
     else:
         top = x.abs().amax(dim=-1, keepdim=True).view(torch.int32) & EXPONENT
         base = ((top >> SHIFT) - FLOOR).clamp_(min=1 << MANTISSA_BITS)  # no less than the smallest normal number
-        code = rounded(x.abs().add_(fp32_of(base.clone())), random_bits(bits, step=step))
+        round_(code, x.abs().add_(fp32_of(base.clone())).view(torch.int32).clamp_(max=NOT_A_NUMBER))
         sign = bits >> 31  # -1 or 0
         code.sub_(base).bitwise_xor_(sign).sub_(sign)
     codes.view(code.shape).copy_(code)
     bases.copy_(base.squeeze(-1))
 
 
-def rounded(x: Tensor, noise: Tensor) -> Tensor:
-    """Returns the integers of numbers without a sign, (...) int32, rounded up or down by the noise, which is overwritten."""
-    return noise.add_(x.view(torch.int32).clamp(max=NOT_A_NUMBER)).bitwise_right_shift_(SHIFT)
+def round_(noise: Tensor, bits: Tensor) -> None:
+    """Turns random bits into the integers of numbers without a sign, rounded up or down by these bits."""
+    noise.add_(bits).bitwise_right_shift_(SHIFT)
 
 
 def fp32_of(integers: Tensor) -> Tensor:

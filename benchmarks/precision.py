@@ -1,11 +1,12 @@
 """
 The same small training in each precision: what rounding costs in bits per byte of held-out text, beside bf16.
 
-    python benchmarks/precision.py [--depth 4] [--steps 300] [--seeds 1,2,3] [--only bf16,nvfp4] [--optimizer adamw] [--out runs.jsonl]
+    python benchmarks/precision.py [--depth 4] [--steps 300] [--seeds 1,2,3] [--only bf16,nvfp4] [--optimizer adamw] [--out FILE]
 
 Low precisions are emulated. Runs of one seed have the same first weights and the same rows in the same order, so each is compared
 with the bf16 run of its seed: mean and spread of the differences. "nvfp4 plain" is NVFP4 without Hadamard transform and stochastic
-rounding; "bf16 8bit" is bf16 with `--optimizer-states 8bit`. Finished runs are kept in --out, and a second start goes on behind them. Prints a Markdown table.
+rounding; "bf16 8bit" is bf16 with `--optimizer-states 8bit`. Finished runs are kept in --out, and a second start goes on behind
+them. Prints a Markdown table.
 """
 
 import argparse

@@ -142,7 +142,10 @@ def hosts_cost(
 
 
 def fuller_plans(config: Config) -> Iterator[Change]:
-    """Yields the changes that leave the micro-batch to the planner, up to the fullest profile; and the optimizer's states in the other place or form."""
+    """Yields the changes that leave the micro-batch to the planner, up to the fullest profile.
+
+    And those of the optimizer's states: the other place, and the other precision.
+    """
     opened = {key: None for key in SIZE_KEYS if getattr(config, key) is not None}
     if opened:
         yield opened

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from real_steps import setup_of
-from runs import Workshop, events, final_bits, metrics
 from state_ranks import WAYS, run_rank, whole
 from test_memory_of_states import CONFIG, live_bytes, ready_for_an_update
 from test_optim_dist import same_bits, start
@@ -118,7 +117,9 @@ def test_a_checkpoint_holds_the_pieces_of_all_ranks(optimizer):
 SETUPS = {
     "muon": setup_of(depth=4),
     "AdamW, bf16": setup_of(depth=6, precision="bf16", optimizer="adamw"),
-    "AdamW, large tables": setup_of(depth=2, optimizer="adamw", vocab_size=32_768, sequence_len=32, device_batch_size=1),
+    "AdamW, large tables": setup_of(
+        depth=2, optimizer="adamw", vocab_size=32_768, sequence_len=32, device_batch_size=1
+    ),
     "replicated AdamW": setup_of(depth=3, optimizer="adamw", shard="none"),
     "two ranks, bf16": setup_of(depth=4, precision="bf16", world_size=2),
     "a GPU": setup_of(depth=6, device="cuda", precision="bf16", device_batch_size=1),

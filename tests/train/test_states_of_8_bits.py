@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from real_steps import setup_of
+from runs import Workshop, events, final_bits, metrics
 from state_ranks import WAYS, run_rank, whole
 from test_memory_of_states import CONFIG, live_bytes, ready_for_an_update
 from test_optim_dist import same_bits, start
@@ -138,3 +139,22 @@ def test_traced_bytes_are_those_of_the_closed_form(name):
     traced, planned = trace_steps(setup).peaks, {phase.name: phase.bytes for phase in phases(setup)}
     assert max(traced.values()) == pytest.approx(peak_phase(setup).bytes, rel=0.03)
     assert traced["optimizer"] == pytest.approx(planned["optimizer"], rel=0.03)
+
+
+@dist
+def test_a_whole_run_is_resumed_to_the_same_bits_or_with_fp32_states_which_it_says(tmp_path):
+    shop = Workshop(tmp_path)
+    run = shop.train("coded", nproc=2, depth=2, num_steps=6, save_every=3, keep_last=5, optimizer_states="8bit")
+    assert 'optimizer_states = "8bit"' in (run / "config.toml").read_text()
+    unbroken = final_bits(run)
+    resumed, converted = (shop.copy(run, name) for name in ("resumed", "converted"))
+    for copy, keys in ((resumed, {}), (converted, {"optimizer_states": "fp32"})):
+        (copy / "checkpoints" / "step_000006").rename(copy / "gone")
+        shop.resume(copy, **keys)
+    assert final_bits(resumed) == unbroken
+    notes = [[event["text"] for event in events(run, "note")] for run in (resumed, converted)]
+    line = "optimizer states converted from the checkpoint's 8bit to fp32"
+    assert [line in texts for texts in notes] == [False, True]
+    assert not any(key.endswith(".base") for key in final_bits(converted))
+    one, other = (metrics(run)[-1]["loss"] for run in (resumed, converted))
+    assert one == pytest.approx(other, rel=0.01)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from real_steps import setup_of
 from runs import Workshop, events, final_bits, metrics
-from state_ranks import WAYS, run_rank, whole
+from state_ranks import run_rank, ways_of, whole
 from test_memory_of_states import CONFIG, live_bytes, ready_for_an_update
 from test_optim_dist import same_bits, start
 
@@ -17,6 +17,7 @@ from paceline.train.exact import trace_steps
 from paceline.train.state_codes import decode
 
 WORLD_SIZES = (1, 2, 3)
+CASES = [(name, world_size) for world_size in WORLD_SIZES[:2] for name in ways_of(world_size)]
 dist = pytest.mark.dist
 
 
@@ -50,14 +51,14 @@ def test_codes_and_weights_are_those_of_one_rank_to_the_last_bit(found, name, wo
 
 
 @dist
-def test_replicated_states_have_the_codes_of_sharded_ones(found):
-    sharded, replicated = (whole([found[1][0]["exact"][name]]) for name in ("adamw", "adamw none"))
-    assert same_bits(sharded, replicated)
+@pytest.mark.parametrize("world_size", WORLD_SIZES[:2])  # a mean over three ranks rounds
+def test_replicated_states_have_the_codes_of_sharded_ones(found, world_size):
+    sharded = whole([found[1][0]["exact"]["adamw"]])
+    assert same_bits(whole([found[world_size][0]["exact"]["adamw none"]]), sharded)
 
 
 @dist
-@pytest.mark.parametrize("world_size", WORLD_SIZES[:2])
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name, world_size", CASES)
 def test_a_broken_run_ends_in_the_bits_of_an_unbroken_one(found, name, world_size):
     ranks = found[world_size]
     assert same_bits(whole_of(ranks, (name, "8bit", "8bit")), whole_of(ranks, (name, "8bit")))
@@ -65,8 +66,7 @@ def test_a_broken_run_ends_in_the_bits_of_an_unbroken_one(found, name, world_siz
 
 
 @dist
-@pytest.mark.parametrize("world_size", WORLD_SIZES[:2])
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name, world_size", CASES)
 def test_a_run_goes_on_from_the_others_checkpoint(found, name, world_size):
     ranks = found[world_size]
     coded, fp32 = (whole_of(ranks, (name, states), "checkpoint") for states in ("8bit", "fp32"))
@@ -76,7 +76,7 @@ def test_a_run_goes_on_from_the_others_checkpoint(found, name, world_size):
         if key + ".base" in coded:  # exactly the numbers of the codes
             assert torch.equal(to_fp32[key], decode(tensor, coded[key + ".base"]))
             decoded = decode(to_codes[key], to_codes[key + ".base"])
-            assert (decoded - fp32[key]).norm() < 0.06 * fp32[key].norm()
+            assert (decoded - fp32[key]).norm() <= 0.06 * fp32[key].norm()
         elif not key.endswith(".base"):
             assert torch.equal(to_fp32[key], tensor) and torch.equal(to_codes[key], fp32[key])
     losses = {key: ranks[0][key]["losses"] for key in ((name, "fp32", "8bit"), (name, "8bit", "fp32"), (name, "fp32"))}

@@ -1,11 +1,12 @@
 """
 The same small training in each precision: what rounding costs in bits per byte of held-out text, beside bf16.
 
-    python benchmarks/precision.py [--depth 4] [--steps 300] [--seeds 1,2,3] [--only bf16,nvfp4] [--out runs.jsonl]
+    python benchmarks/precision.py [--depth 4] [--steps 300] [--seeds 1,2,3] [--only bf16,nvfp4] [--optimizer adamw] [--out FILE]
 
 Low precisions are emulated. Runs of one seed have the same first weights and the same rows in the same order, so each is compared
 with the bf16 run of its seed: mean and spread of the differences. "nvfp4 plain" is NVFP4 without Hadamard transform and stochastic
-rounding. Finished runs are kept in --out, and a second start goes on behind them. Prints a Markdown table.
+rounding; "bf16 8bit" is bf16 with `--optimizer-states 8bit`. Finished runs are kept in --out, and a second start goes on behind
+them. Prints a Markdown table.
 """
 
 import argparse
@@ -32,8 +33,8 @@ from paceline.train.loop import Loop, StopRequest, TrainLoader
 from paceline.train.optim import make_optimizer
 from paceline.train.setup import make_model
 
-PLAIN = "nvfp4 plain"
-NAMES = ("fp32", "bf16", "fp8", "mxfp8", "mxfp4", "nvfp4", PLAIN)
+PLAIN, STATES = "nvfp4 plain", "bf16 8bit"
+NAMES = ("fp32", "bf16", STATES, "fp8", "mxfp8", "mxfp4", "nvfp4", PLAIN)
 EVAL_TOKENS = 131_072
 
 
@@ -44,30 +45,33 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--only", default=",".join(NAMES))
+    parser.add_argument("--optimizer", default="muon")
     parser.add_argument("--out", type=Path, default=Path("precision.jsonl"))
     args = parser.parse_args()
     RECIPES[PLAIN] = replace(RECIPES["nvfp4"], stochastic=False, rotation=0)
+    same = {"depth": args.depth, "steps": args.steps, "optimizer": args.optimizer}
     done = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
     for seed in map(int, args.seeds.split(",")):
         for name in args.only.split(","):
-            wanted = {"depth": args.depth, "steps": args.steps, "seed": seed, "precision": name}
+            wanted = {**same, "seed": seed, "precision": name}
             if any(wanted.items() <= run.items() for run in done):
                 continue
-            done.append({**wanted, **train(name, depth=args.depth, steps=args.steps, seed=seed)})
+            done.append({**wanted, **train(name, **same, seed=seed)})
             with args.out.open("a") as file:
                 file.write(json.dumps(done[-1]) + "\n")
             print(json.dumps(done[-1]), flush=True)
-    print(table([run for run in done if (run["depth"], run["steps"]) == (args.depth, args.steps)]))
+    print(table([run for run in done if same.items() <= run.items()]))
 
 
-def train(name: str, *, depth: int, steps: int, seed: int) -> dict[str, float]:
+def train(name: str, *, depth: int, steps: int, seed: int, optimizer: str) -> dict[str, float]:
     """Trains in a precision; returns val_bpb at the end, and the seconds of it all."""
     started = time.perf_counter()
-    low = name if name not in ("fp32", "bf16") else None
+    low = name if name not in ("fp32", "bf16", STATES) else None
     config = Config(
         depth=depth, head_dim=64, sequence_len=128, vocab_size=2048, device_batch_size=8, total_batch_size=1024,
         num_steps=steps, seed=seed, device="cpu", nproc=1, compile=False,
-        precision=(low or name).removesuffix(" plain"), emulate=low is not None,
+        precision=name.removesuffix(" plain").removesuffix(" 8bit"), emulate=low is not None, optimizer=optimizer,
+        optimizer_states="8bit" if name == STATES else "fp32",
     )  # fmt: skip
     dataset = prepare_data(config)
     made = make_plan(config, probe_machine(), vocab_size=config.vocab_size, num_rows=0)
@@ -75,13 +79,13 @@ def train(name: str, *, depth: int, steps: int, seed: int) -> dict[str, float]:
     torch.set_num_threads(1)  # a sum over threads would round in their number's way
     device = torch.device("cpu")
     model = make_model(plan, seed=seed, device=device)
-    optimizer = make_optimizer(model, plan, plan.groups, rank=0)
+    updater = make_optimizer(model, plan, plan.groups, rank=0)
     loader = TrainLoader(dataset.split("train", "stream"), plan, seed, 0, device, skipped_batches=())
     with tempfile.TemporaryDirectory() as folder:
         run = RunDir(Path(folder))
         progress = HeartbeatWriter(run, 0)
         loop = Loop(
-            run, config, plan, optimizer, loader.micro_batch, 0, device, progress, StopRequest(), model.low_products
+            run, config, plan, updater, loader.micro_batch, 0, device, progress, StopRequest(), model.low_products
         )
         losses = [loop.one_step(step)[0]["loss"] for step in range(steps)]
     bpb = val_bpb(

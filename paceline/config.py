@@ -95,6 +95,11 @@ class Config:
         " the same bits in less memory and more time",
         choices=("none", "optimizer"),
     )
+    optimizer_states: str = option(
+        "fp32",
+        "8bit: the optimizer's moments and momentum take a byte in place of four: less memory, smaller checkpoints, other rounding",
+        choices=("fp32", "8bit"),
+    )
     matrix_lr: float | None = option(None, "learning rate of matrices; auto: muon 0.02, adamw 0.002", low=0, high=100)
     embedding_lr: float = option(0.3, "learning rate of token embeddings; value embeddings use half", low=0, high=100)
     unembedding_lr: float = option(0.008, "learning rate of lm_head", low=0, high=100)

@@ -50,7 +50,7 @@ class MemorySetup:
     """All that the memory of one rank depends on.
 
     attention: the kernel: flash (FlexAttention saves the same), efficient, math, or cpu (model/layers.py). offload:
-    "optimizer" where masters and states are in the host's memory.
+    "optimizer" where masters and states are in the host's memory. optimizer_states: the config's, fp32 or 8bit.
     """
 
     model: ModelConfig
@@ -66,6 +66,7 @@ class MemorySetup:
     attention: str
     compiled: bool
     offload: str = "none"
+    optimizer_states: str = "fp32"
     low_precision: LowPrecision | None = None
 
     @property

@@ -11,7 +11,6 @@ carried to other sizes by powers of batch, width and length.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import prod
 
 from paceline.config import ModelConfig
 from paceline.plan.shapes import FP32, HEAD, MATRIX, REFERENCE_BATCH, REFERENCE_WIDTH, reference_params
@@ -37,6 +36,7 @@ class Algorithm:
     update: str  # the function in train/updates.py
     whole: bool
     states: Mapping[str, Callable[[Shape], Shape]]  # name in checkpoints -> its fp32 shape for rows of a parameter
+    codes: Mapping[str, str]  # of states that 8 bits can hold: int8 where they have a sign, else uint8 (plan/states.py)
     matrix_lr: float  # default at the reference
     matrix_betas: tuple[float, float]
     matrix_weight_decay: float | None  # None: the config's weight_decay, scaled to the run's length
@@ -48,10 +48,6 @@ class Algorithm:
     rates: Mapping[str, int]
     peak_share: float = 0.0  # of a GPU's dense peak that a whole algorithm is assumed to reach
     moved_bytes: int = 0  # of an element, read and written by an elementwise algorithm
-
-    def state_numel(self, shape: Shape) -> int:
-        """Returns the elements of all states for rows of a parameter."""
-        return sum(prod(state(shape)) for state in self.states.values())
 
     def rate_name(self, shape: Shape) -> str:
         """Returns the rate that was measured on matrices nearest in form to this one."""
@@ -95,6 +91,7 @@ ALGORITHMS: Mapping[str, Algorithm] = {
             update="muon_update",
             whole=True,
             states={"momentum_buffer": same_shape, "second_momentum_buffer": longer_side},
+            codes={"momentum_buffer": "int8"},  # the other is one number for each row
             matrix_lr=0.02,
             matrix_betas=(0.0, 0.9),  # the second is NorMuon's; the momentum is a schedule of train/updates.py
             matrix_weight_decay=None,
@@ -110,6 +107,7 @@ ALGORITHMS: Mapping[str, Algorithm] = {
             update="adamw_update",
             whole=False,
             states={"exp_avg": same_shape, "exp_avg_sq": same_shape},
+            codes={"exp_avg": "int8", "exp_avg_sq": "uint8"},
             matrix_lr=0.002,
             matrix_betas=(0.9, 0.95),
             matrix_weight_decay=0.1,

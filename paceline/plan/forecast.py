@@ -101,7 +101,9 @@ def forecast(
             eval_tokens=choose_eval_tokens(config, num_steps=plan.num_steps, total_batch_size=plan.total_batch_size),
             save_every=config.save_every,
             total_batch_size=plan.total_batch_size,
-            checkpoint_bytes=checkpoint_bytes(plan.model, optimizer=plan.optimizer),
+            checkpoint_bytes=checkpoint_bytes(
+                plan.model, optimizer=plan.optimizer, optimizer_states=plan.optimizer_states
+            ),
             watts=watts if watts is not None else setup.spec.watts if setup.spec else None,
             price=price,
         )
@@ -140,7 +142,10 @@ def hosts_cost(
 
 
 def fuller_plans(config: Config) -> Iterator[Change]:
-    """Yields the changes that leave the micro-batch to the planner, up to the fullest profile; and the optimizer's other place."""
+    """Yields the changes that leave the micro-batch to the planner, up to the fullest profile.
+
+    And those of the optimizer's states: the other place, and the other precision.
+    """
     opened = {key: None for key in SIZE_KEYS if getattr(config, key) is not None}
     if opened:
         yield opened
@@ -150,6 +155,7 @@ def fuller_plans(config: Config) -> Iterator[Change]:
         yield {**opened, "profile": FULLEST_PROFILE}
     if config.shard != "none":  # what has left the GPU makes room for rows, but takes time
         yield {"offload": "none" if config.offload == "optimizer" else "optimizer"}
+    yield {"optimizer_states": "fp32" if config.optimizer_states == "8bit" else "8bit"}
 
 
 def measured_here(cache: Path, *, link_name: str | None = None, machine: Machine | None = None) -> Measured:
@@ -228,6 +234,7 @@ def plan_lines(plan: Plan) -> list[str]:
     states = "one device" if plan.world_size == 1 and plan.shard != "none" else sharded[plan.shard]
     if plan.offload != "none":
         states += ", states on the host" if plan.precision == "fp32" else ", masters and states on the host"
+    states += "" if plan.optimizer_states == "fp32" else ", 8-bit states"
     epochs = f", {plan.epochs:.3g} epochs" if plan.epochs else ""
     length = f"{plan.num_steps:,} steps, {format_count(plan.num_steps * plan.total_batch_size)} tokens{epochs}"
     if plan.time is not None:

@@ -51,7 +51,10 @@ FIT_ROUNDS = 8  # weights hardly change after five
 MUCH_LARGER = 4  # times what any record planned: the source then says so
 FAILURES_FILE = "too_large.jsonl"
 # what a failure and a setup must share
-SAME = ("model", "device", "optimizer", "shard", "precision", "attention", "compiled", "offload", "low_precision")
+SAME = (
+    *("model", "device", "optimizer", "optimizer_states", "shard", "offload"),
+    *("precision", "low_precision", "attention", "compiled"),
+)
 
 
 @dataclass(frozen=True)

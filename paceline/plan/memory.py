@@ -5,7 +5,7 @@ What a rank holds is exact, from the layout that the worker uses (plan/sharding.
 step. The peak is the largest of the phases. No torch; tests/train/test_exact.py holds both against a trace of the worker's own ops.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -22,12 +22,13 @@ from paceline.plan.activations import (
     saved_bytes,
     stem_bytes,
 )
-from paceline.plan.algorithms import ALGORITHMS, algorithm_of
+from paceline.plan.algorithms import algorithm_of
 from paceline.plan.cost import layout
-from paceline.plan.offloading import NUM_BUFFERS, offloaded_batches
+from paceline.plan.offloading import NUM_BUFFERS, copies_in_batch, offloaded_batches, row_batches
 from paceline.plan.precision import code_bytes, working_bytes
 from paceline.plan.shapes import FP32, MATRIX, NARROW, ParamShape, param_shapes
 from paceline.plan.sharding import (
+    Bucket,
     GatheredBytes,
     batch_sizes,
     gather_schedule,
@@ -36,6 +37,10 @@ from paceline.plan.sharding import (
     sends_narrow,
     shards_weights,
 )
+from paceline.plan.states import decoded_bytes, has_codes, state_bytes_of
+
+UPDATE_KEYS = ("world_size", "optimizer", "shard", "optimizer_states")  # of a setup: what an update's batches depend on
+STATE_KEYS = (*UPDATE_KEYS, "precision", "grad_accum_steps", "device", "offload")  # what a rank holds depends on
 
 
 @dataclass(frozen=True)
@@ -174,35 +179,64 @@ def staging_bytes(setup: MemorySetup) -> int:
 
 
 def _update_bytes(setup: MemorySetup) -> int:
-    """Returns the temporaries of the largest batch of whole matrices."""
-    if setup.shard == "none" or not ALGORITHMS[setup.optimizer].whole:
-        return 0
-    stacked = (
-        setup.offload == "none" or setup.precision == "fp32"  # masters; a buffer of offloaded ones is a stack already
-    )
-    on_cpu = setup.device == "cpu"
-    return _batch_bytes(setup.model, setup.world_size, setup.optimizer, setup.shard, on_cpu=on_cpu, stacked=stacked)
+    """Returns the temporaries of the largest batch of the update: of whole matrices, or of states that are decoded."""
+    keys = {name: getattr(setup, name) for name in UPDATE_KEYS}
+    has_masters = setup.offload == "optimizer" and setup.precision != "fp32"
+    return _batch_bytes(setup.model, on_cpu=setup.device == "cpu", moves_masters=has_masters, **keys)
 
 
 @lru_cache(maxsize=256)
 def _batch_bytes(
-    model: ModelConfig, world_size: int, optimizer: str, shard: str, *, on_cpu: bool, stacked: bool
+    model: ModelConfig,
+    *,
+    world_size: int,
+    optimizer: str,
+    shard: str,
+    optimizer_states: str,
+    on_cpu: bool,
+    moves_masters: bool,
 ) -> int:
-    algorithm, largest = ALGORITHMS[optimizer], 0
-    for bucket in layout(model, world_size, optimizer, shard).buckets:
-        shapes = [share.param.shape for share in bucket.shares(0)] if bucket.whole else []
+    """moves_masters: a buffer of offloaded ones is a stack already."""
+    if shard == "none":
+        buckets = [([(shape, shape.shape) for shape in param_shapes(model)], False)]
+    else:
+        buckets = [_owned_shapes(bucket) for bucket in layout(model, world_size, optimizer, shard).buckets]
+    largest = 0
+    for members, whole in buckets:
+        if not members:
+            continue
+        algorithm = algorithm_of(optimizer, members[0][0].group)
+        shapes = [shape for _, shape in members]
+        if not whole:
+            copies = copies_in_batch(algorithm, masters=moves_masters, optimizer_states=optimizer_states)
+            for batch in row_batches(shapes, num_copies=copies) if optimizer_states != "fp32" else ():
+                numels = [(rows.hi - rows.lo) * prod(shapes[rows.number][1:]) for rows in batch]
+                decoded = decoded_bytes(
+                    algorithm, numel=sum(numels), largest=max(numels), optimizer_states=optimizer_states
+                )
+                largest = max(largest, decoded)
+            continue
         start = 0
         for count in batch_sizes(shapes, together=not on_cpu):
             shape, start = shapes[start], start + count
+            numel = FP32 * count * prod(shape)
             working = algorithm.working_bytes(shape, count, FP32 if on_cpu else NARROW)
-            largest = max(largest, working - (0 if stacked or count == 1 else FP32 * count * prod(shape)))
+            working -= numel if moves_masters and count > 1 else 0
+            # the momentum in fp32; encoding it takes no more than the update itself
+            working += numel if has_codes(shape, optimizer_states=optimizer_states) else 0
+            largest = max(largest, working)
     return largest
+
+
+def _owned_shapes(bucket: Bucket) -> tuple[list[tuple[ParamShape, tuple[int, ...]]], bool]:
+    """Returns what the first rank owns of a bucket, each with the shape of its rows; and whether that is whole matrices."""
+    shares = bucket.shares(0)
+    return [(share.param, (share.hi - share.lo, *share.param.shape[1:])) for share in shares], bucket.whole
 
 
 def fullest_state(setup: MemorySetup) -> StateBytes:
     """Returns the state of the rank that holds most."""
-    names = ("world_size", "optimizer", "shard", "precision", "grad_accum_steps", "device", "offload")
-    keys = {name: getattr(setup, name) for name in names}
+    keys = {name: getattr(setup, name) for name in STATE_KEYS}
     keys["grad_accum_steps"] = min(2, setup.grad_accum_steps)  # further ones change nothing
     return _fullest_state(setup.model, **keys)
 
@@ -235,12 +269,17 @@ def state_bytes(
     grad_accum_steps: int,
     device: str,
     offload: str = "none",
+    optimizer_states: str = "fp32",
 ) -> StateBytes:
     """Returns what a rank holds between two steps, with the gradients as they are before the update."""
+
+    def states_of(owned: Iterable[tuple[ParamShape, int]]) -> int:
+        return sum(_bytes_of_states(optimizer, param, rows, optimizer_states) for param, rows in owned)
+
     if shard == "none":
         numel = sum(shape.numel for shape in param_shapes(model))
-        state_numel = sum(_state_numel(optimizer, shape, shape.shape[0]) for shape in param_shapes(model))
-        return StateBytes(FP32 * numel, FP32 * numel, masters=0, states=FP32 * state_numel, communication=0)
+        states = states_of((shape, shape.shape[0]) for shape in param_shapes(model))
+        return StateBytes(FP32 * numel, FP32 * numel, masters=0, states=states, communication=0)
     plan = layout(model, world_size, optimizer, shard)
     width = FP32 if precision == "fp32" else NARROW
     sharded = shards_weights(world_size=world_size, shard=shard)
@@ -252,7 +291,7 @@ def state_bytes(
     owned = [(share.param, share.hi - share.lo) for bucket in plan.buckets for share in bucket.shares(rank)]
     owned_numel = sum(rows * row_size(param) for param, rows in owned)
     small = sum(shape.numel for shape in plan.replicated)
-    with_states = owned + [(shape, shape.shape[0]) for shape in plan.replicated]
+    replicated = states_of((shape, shape.shape[0]) for shape in plan.replicated)
     if world_size == 1:  # one rank keeps what autograd made, several have flat buffers
         gradients, communication = FP32 * owned_numel, 0
     elif sharded:  # sums over micro-steps; buffers come and go
@@ -262,10 +301,9 @@ def state_bytes(
         gradients = grad_width * segments * world_size
         communication = segments * (grad_width * received + (FP32 if grad_width != FP32 else 0))
     masters = FP32 * owned_numel if sharded or precision != "fp32" else 0
-    states = FP32 * sum(_state_numel(optimizer, param, rows) for param, rows in with_states)
+    states = states_of(owned) + replicated
     weights, on_host = 0 if sharded else width * segments * world_size, 0
     if offload == "optimizer":
-        replicated = FP32 * sum(_state_numel(optimizer, shape, shape.shape[0]) for shape in plan.replicated)
         on_host, states = states - replicated, replicated
         if precision != "fp32":  # a rank that gathers weights keeps its own on the device in their place
             on_host, masters, weights = on_host + masters, 0, weights or width * segments
@@ -279,12 +317,14 @@ def state_bytes(
     )
 
 
-def checkpoint_bytes(model: ModelConfig, *, optimizer: str) -> int:
-    """Returns the size of a checkpoint: fp32 weights and states of all ranks; headers and generators add some kilobytes."""
+def checkpoint_bytes(model: ModelConfig, *, optimizer: str, optimizer_states: str) -> int:
+    """Returns the size of a checkpoint: fp32 weights and the states of all ranks; headers and generators add some kilobytes."""
     shapes = param_shapes(model)
-    return FP32 * sum(shape.numel + _state_numel(optimizer, shape, shape.shape[0]) for shape in shapes)
+    states = sum(_bytes_of_states(optimizer, shape, shape.shape[0], optimizer_states) for shape in shapes)
+    return FP32 * sum(shape.numel for shape in shapes) + states
 
 
-def _state_numel(optimizer: str, param: ParamShape, rows: int) -> int:
-    """Returns the elements of the states of some rows."""
-    return algorithm_of(optimizer, param.group).state_numel((rows, *param.shape[1:]))
+def _bytes_of_states(optimizer: str, param: ParamShape, rows: int, optimizer_states: str) -> int:
+    """Returns the bytes of the states of some rows."""
+    algorithm = algorithm_of(optimizer, param.group)
+    return state_bytes_of(algorithm, param.shape, rows=rows, optimizer_states=optimizer_states)

@@ -8,7 +8,7 @@ NUM_BUFFERS buffers of the largest batch during an update: one is filled, one is
 have to be sent back before it is filled again, and only one direction of the link would work at a time.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm, prod
@@ -20,8 +20,10 @@ from paceline.plan.algorithms import Algorithm, Shape, algorithm_of
 from paceline.plan.cost import layout
 from paceline.plan.shapes import FP32
 from paceline.plan.sharding import ALIGNMENT, batch_sizes
+from paceline.plan.states import WORKING_COPIES, StoredTensor, stored_states
 from paceline.units import MIB
 
+MASTER = "master"  # beside the names of states
 NUM_BUFFERS = 3
 ROW_BATCH_BYTES = 128 * MIB  # some 10 ms over PCIe: a longer copy is no faster
 
@@ -49,6 +51,9 @@ class OffloadSetup(Protocol):
 
     @property
     def offload(self) -> str: ...
+
+    @property
+    def optimizer_states(self) -> str: ...
 
 
 class RowRange(NamedTuple):
@@ -84,13 +89,21 @@ def choose_offload(config: Config, *, device: str) -> str:
     return config.offload
 
 
-def moved_shapes(algorithm: Algorithm, shape: Shape, *, masters: bool) -> tuple[Shape, ...]:
-    """Returns the shapes of what a tensor, or a part of its rows, has in the host's memory: its master first."""
-    return (*([shape] if masters else []), *(state(shape) for state in algorithm.states.values()))
+def moved_tensors(
+    algorithm: Algorithm, shape: Shape, *, rows: int, masters: bool, optimizer_states: str
+) -> tuple[StoredTensor, ...]:
+    """Returns what some rows of a parameter have in the host's memory: their master first."""
+    master = (StoredTensor(MASTER, (rows, *shape[1:])),) if masters else ()
+    return master + stored_states(algorithm, shape, rows=rows, optimizer_states=optimizer_states)
+
+
+def copies_in_batch(algorithm: Algorithm, *, masters: bool, optimizer_states: str) -> int:
+    """Returns the fp32 numbers for each element of a batch of rows: what is moved, or decoded, and what decoding needs."""
+    return masters + len(algorithm.states) + (0 if optimizer_states == "fp32" else WORKING_COPIES)
 
 
 def row_batches(shapes: Sequence[Shape], *, num_copies: int) -> list[list[RowRange]]:
-    """Returns which rows of tensors are updated together. num_copies: the fp32 numbers that are moved for each element.
+    """Returns which rows of tensors are updated together. num_copies: copies_in_batch.
 
     Rows are cut at multiples of ALIGNMENT elements: the update's vectors then cover the same elements as of a whole tensor.
     """
@@ -111,9 +124,9 @@ def row_batches(shapes: Sequence[Shape], *, num_copies: int) -> list[list[RowRan
     return batches
 
 
-def buffer_numel(shapes: Sequence[Shape]) -> int:
-    """Returns the elements of a buffer for tensors that lie in it one after the other, each aligned."""
-    return sum(-(-prod(shape) // ALIGNMENT) * ALIGNMENT for shape in shapes)
+def aligned(num_bytes: int) -> int:
+    """Returns the bytes to the start of the next tensor in a buffer."""
+    return -(-num_bytes // (FP32 * ALIGNMENT)) * FP32 * ALIGNMENT
 
 
 def offloaded_batches(setup: OffloadSetup) -> tuple[MovedBatch, ...]:
@@ -121,12 +134,20 @@ def offloaded_batches(setup: OffloadSetup) -> tuple[MovedBatch, ...]:
     if setup.offload == "none":
         return ()
     masters, together = setup.precision != "fp32", setup.device != "cpu"
-    return _moved_batches(setup.model, setup.world_size, setup.optimizer, setup.shard, masters, together)
+    keys = {name: getattr(setup, name) for name in ("world_size", "optimizer", "shard", "optimizer_states")}
+    return _moved_batches(setup.model, masters=masters, together=together, **keys)
 
 
 @lru_cache(maxsize=64)
 def _moved_batches(
-    model: ModelConfig, world_size: int, optimizer: str, shard: str, masters: bool, together: bool
+    model: ModelConfig,
+    *,
+    world_size: int,
+    optimizer: str,
+    shard: str,
+    masters: bool,
+    together: bool,
+    optimizer_states: str,
 ) -> tuple[MovedBatch, ...]:
     batches: list[MovedBatch] = []
     for bucket in sorted(layout(model, world_size, optimizer, shard).buckets, key=lambda bucket: bucket.whole):
@@ -135,8 +156,24 @@ def _moved_batches(
             continue
         shapes = [(share.hi - share.lo, *share.param.shape[1:]) for share in shares]
         algorithm = algorithm_of(optimizer, shares[0].param.group)
-        make = _matrices(shapes, algorithm, masters, together) if bucket.whole else _rows(shapes, algorithm, masters)
-        batches += make
+        if bucket.whole:
+            groups = _matrices(shapes, together)
+        else:
+            copies = copies_in_batch(algorithm, masters=masters, optimizer_states=optimizer_states)
+            groups = row_batches(shapes, num_copies=copies)
+        for group in groups:
+            moved = [
+                tensor
+                for number, lo, hi in group
+                for tensor in moved_tensors(
+                    algorithm,
+                    shares[number].param.shape,
+                    rows=hi - lo,
+                    masters=masters,
+                    optimizer_states=optimizer_states,
+                )
+            ]
+            batches.append(_moved_batch(group, shapes, moved, whole=bucket.whole))
     return tuple(batches)
 
 
@@ -154,20 +191,22 @@ def staged_seconds(moves: Sequence[float], updates: Sequence[float]) -> float:
     return sent[-1] if sent else 0.0
 
 
-def _matrices(shapes: Sequence[Shape], algorithm: Algorithm, masters: bool, together: bool) -> Iterator[MovedBatch]:
-    start = 0
+def _matrices(shapes: Sequence[Shape], together: bool) -> list[list[RowRange]]:
+    """Returns which matrices are updated together, with all of their rows."""
+    groups, start = [], 0
     for count in batch_sizes(shapes, together=together):
-        shape, start = shapes[start], start + count
-        moved = [(count, *part) for part in moved_shapes(algorithm, shape, masters=masters)]
-        yield MovedBatch(count * prod(shape), _bytes(moved), FP32 * buffer_numel(moved), shape, count)
+        start, first = start + count, start
+        groups.append([RowRange(number, 0, shapes[number][0]) for number in range(first, start)])
+    return groups
 
 
-def _rows(shapes: Sequence[Shape], algorithm: Algorithm, masters: bool) -> Iterator[MovedBatch]:
-    for batch in row_batches(shapes, num_copies=masters + len(algorithm.states)):
-        parts = [(rows.hi - rows.lo, *shapes[rows.number][1:]) for rows in batch]
-        moved = [shape for part in parts for shape in moved_shapes(algorithm, part, masters=masters)]
-        yield MovedBatch(sum(map(prod, parts)), _bytes(moved), FP32 * buffer_numel(moved))
-
-
-def _bytes(shapes: Sequence[Shape]) -> int:
-    return FP32 * sum(map(prod, shapes))
+def _moved_batch(
+    group: Sequence[RowRange], shapes: Sequence[Shape], moved: Sequence[StoredTensor], *, whole: bool
+) -> MovedBatch:
+    """moved: of all members, one member after the other; of matrices, those of one kind are one tensor."""
+    numel, count = sum((hi - lo) * prod(shapes[number][1:]) for number, lo, hi in group), len(group)
+    sizes = [tensor.num_bytes for tensor in moved]
+    if not whole:
+        return MovedBatch(numel, sum(sizes), sum(map(aligned, sizes)))
+    one = sizes[: len(sizes) // count]
+    return MovedBatch(numel, sum(sizes), sum(aligned(count * size) for size in one), shapes[group[0].number], count)

@@ -29,7 +29,8 @@ RATE_KEYS = ("optimizer", "tokens_per_param", "matrix_lr", "embedding_lr", "unem
 SHORT_RUN_FLOPS = 2e15  # a CPU run under this ends sooner than compiling pays back
 SHORT_RUN_S = {"cpu": 10_000.0, "cuda": 600.0}  # the same for a run whose length is a time
 FIX_DEPTH = 3  # refusals in a row that one fix may answer
-SAME_RUN_KEYS = {*SIZE_KEYS, "profile", "memory_share", "nproc", "offload"}  # the steps stay the same
+# the steps stay the same, with other rounding at most
+SAME_RUN_KEYS = {*SIZE_KEYS, "profile", "memory_share", "nproc", "offload", "optimizer_states"}
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class Plan:
     # of each matrix of a block: how many times as fast as in 16 bits; None: not measured yet, or all products are low ones
     product_gains: Mapping[str, float] | None = None
     offload: str = "none"  # optimizer: masters and states are in the host's memory
+    optimizer_states: str = "fp32"  # or 8bit
     onednn: bool | None = None  # fp32 matmuls of a CPU go through oneDNN; None: the worker measures
     attention_choices: tuple[str, ...] = ()  # that it may measure, the first expected
     fused_loss: bool = False  # by the Triton kernel of model/loss_kernel.py; a GPU's worker tries it at each start
@@ -197,7 +199,7 @@ def _plan(config: Config, machine: Machine, *, vocab_size: int, num_rows: int, m
     precision = choose_precision(config, machine, device=device)
     gpu = machine.gpus[0] if device == "cuda" else None
     case = AttentionCase(model, device, precision, gpu.capability if gpu else None, config.deterministic)
-    attention = choose_attention(config, case)
+    attention, rates = choose_attention(config, case), {key: getattr(config, key) for key in RATE_KEYS}
     setup = MemorySetup(  # what the config leaves open has its preferred value until it is sized
         model=model,
         device=device,
@@ -212,6 +214,7 @@ def _plan(config: Config, machine: Machine, *, vocab_size: int, num_rows: int, m
         attention=case.kernel(attention[0]),
         compiled=compiled is True,
         offload=choose_offload(config, device=device),
+        optimizer_states=config.optimizer_states,
         low_precision=choose_low_precision(config, model, gpu=gpu),
     )
     sized = choose_fit(
@@ -222,7 +225,6 @@ def _plan(config: Config, machine: Machine, *, vocab_size: int, num_rows: int, m
         too_large=measured.too_large,
         step_seconds=lambda candidate: measured.step_seconds(machine, candidate, compiled),
     )
-    rates = {key: getattr(config, key) for key in RATE_KEYS}
     return Plan(
         **{name: getattr(sized.setup, name) for name in SETUP_FIELDS},
         device_name=gpu.name if gpu else "CPU",

@@ -35,7 +35,7 @@ SWEPT = {  # values of --sweep KEY alone; device_batch_size takes the divisors o
     "depth": (4, 8, 12, 16, 20, 24, 28, 32),
     "sequence_len": (512, 1024, 2048, 4096, 8192),
     "profile": ("conservative", "balanced", "aggressive"),
-    "optimizer": KEYS["optimizer"].choices,
+    **{key: KEYS[key].choices for key in ("optimizer", "optimizer_states")},
 }
 DEFAULTS_OF_A_PLAN = {"depth": 12}  # for a machine that is not here; train's default is too small to show anything
 FOLLOWED_ROWS = (*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 65, 8))

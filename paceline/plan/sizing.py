@@ -195,7 +195,7 @@ def check_host_memory(needs: MemoryEstimate, machine: Machine, *, ranks: int) ->
             f" copies of a checkpoint {format_bytes(ranks * needs.copies_bytes)}),"
             f" {100 * HOST_SHARE:.0f} % of {format_bytes(machine.memory_bytes)} may be used",
             fix="--offload none",
-            changes=({"offload": "none"},),
+            changes=({"offload": "none"}, {"optimizer_states": "8bit"}),
         )
 
 
@@ -255,7 +255,7 @@ def changes_that_fit(config: Config, setup: MemorySetup, solver: Solver, *, shar
             yield {"shard": "full"}
         if change := to_fit(everything, full, budget):
             yield {"shard": "full", **change}
-    yield from offloading_changes(config, setup, budget, solver=solver, to_fit=partial(to_fit, everything))
+    yield from optimizer_changes(setup, budget, solver=solver, to_fit=partial(to_fit, everything))
     if setup.device == "cpu" and setup.world_size > 1:  # which share the host's memory
         yield {"nproc": 1}
         yield {"nproc": 1, **opened}
@@ -277,22 +277,31 @@ def changes_that_fit(config: Config, setup: MemorySetup, solver: Solver, *, shar
     yield {"vocab_size": SMALL_VOCAB_SIZE, "sequence_len": 256, **smallest}
 
 
-def offloading_changes(
-    config: Config,
+def optimizer_changes(
     setup: MemorySetup,
     budget_bytes: float,
     *,
     solver: Solver,
     to_fit: Callable[[MemorySetup, float], dict[str, Any] | None],
 ) -> Iterator[Change]:
-    """Yields the changes that offload the optimizer, which no plan does by itself: every step then waits for the host's link."""
-    if setup.device == "cpu" or setup.shard == "none" or setup.offload != "none":
-        return
-    offloaded = replace(setup, offload="optimizer")
-    if solver.fit(offloaded, budget_bytes):
-        yield {"offload": "optimizer"}
-    if change := to_fit(offloaded, budget_bytes):
-        yield {"offload": "optimizer", **change}
+    """Yields the changes that move the optimizer's states to the host or make them smaller, which no plan does by itself.
+
+    Offloading comes first, since it keeps the bits of every step, though each then waits for the host's link; codes of 8 bits take
+    less time and round.
+    """
+    options: list[dict[str, Any]] = []
+    if setup.device != "cpu" and setup.shard != "none" and setup.offload == "none":
+        options.append({"offload": "optimizer"})
+    if setup.optimizer_states == "fp32":
+        options.append({"optimizer_states": "8bit"})
+    if len(options) > 1:
+        options.append({key: value for option in options for key, value in option.items()})
+    for option in options:
+        changed = replace(setup, **option)
+        if solver.fit(changed, budget_bytes):
+            yield option
+        if change := to_fit(changed, budget_bytes):
+            yield {**option, **change}
 
 
 def divisors(number: int) -> list[int]:

@@ -96,6 +96,11 @@ class Speeds:
         points = self.rates.get(f"{name} {precision}" if precision else name)
         return None if not points else interpolate(points, size)
 
+    def seconds(self, name: str, amount: float, precision: str | None = None, *, size: float = 1.0) -> float:
+        """Returns the seconds for so many units; 0 if their rate was not measured."""
+        rate = self.rate(name, precision, size=size)
+        return amount / rate if rate else 0.0
+
     def ratio(self, key: str, *, predicted_s: float) -> tuple[float, float] | None:
         """Returns the factor for predicted seconds, and the relative error of the result; None where nothing alike ran yet.
 

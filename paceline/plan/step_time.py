@@ -9,6 +9,7 @@ in the table nor measured has no time. What is sent, and what hides it: arXiv 19
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 
 from paceline.config import ModelConfig
 from paceline.plan.activations import loss_chunks
@@ -31,6 +32,7 @@ from paceline.plan.shapes import ELEMENT_BYTES, FP32, NARROW, has_value_embed, l
 from paceline.plan.sharding import batch_sizes, shards_weights
 from paceline.plan.sizing import LOGITS_MIB
 from paceline.plan.speeds import Speeds, assumed_speeds, with_fused_ops
+from paceline.plan.states import codec_bytes
 from paceline.units import MIB
 
 # of the backward that hides what is sent under it: eager or compiled by block (plan/sharding.py: compiles_by_block), a layer's
@@ -70,6 +72,7 @@ class StepSetup:
     compile: bool | None = None
     attention: str = "sdpa"
     offload: str = "none"
+    optimizer_states: str = "fp32"
     low_precision: LowPrecision | None = None
     spec: GpuSpec | None = None
     threads: int = 1
@@ -119,6 +122,7 @@ class StepSetup:
         batch = f"{self.device_batch_size} x {self.grad_accum_steps} x {self.world_size}"
         how = f"{self.checkpointed}{'compiled' if self.compiled else 'eager'}"
         how += "" if self.offload == "none" else " offloaded"
+        how += "" if self.optimizer_states == "fp32" else f" {self.optimizer_states} states"
         return f"{shape}, {batch}, {precision_name(self.precision, self.low_precision)} {self.optimizer} {self.shard} {how}"
 
 
@@ -230,21 +234,17 @@ def micro_step_parts(setup: StepSetup, speeds: Speeds) -> dict[str, float]:
     kv_width = model.n_kv_head * model.head_dim
 
     def seconds(name: str, amount: float, size: float = 1.0, *, in_precision: bool = True) -> float:
-        rate = speeds.rate(name, setup.precision if in_precision else None, size=size)
-        return 0.0 if rate is None else amount / rate
+        return speeds.seconds(name, amount, setup.precision if in_precision else None, size=size)
 
     pairs = sum(attention_pairs(model.sequence_len, window, device=setup.device) for window in window_sizes(model))
     pairs *= setup.device_batch_size * model.n_head
+    dots = seconds("attention_dots", 12 * pairs * model.head_dim, model.sequence_len)
     vocab, elements = model.padded_vocab_size, tokens * width
     tables = 1 + sum(has_value_embed(layer, model.n_layer) for layer in range(model.n_layer))
     moved = _extra_chunks(setup) * vocab * width * (12 if setup.precision != "fp32" else 8)
     parts = {
         "matmuls": products * seconds("linear", 6 * tokens * model.n_layer * layer_weights(model), width),
-        "attention": attention
-        * (
-            seconds("attention_dots", 12 * pairs * model.head_dim, model.sequence_len)
-            + seconds("attention_pairs", pairs, model.sequence_len)
-        ),
+        "attention": attention * (dots + seconds("attention_pairs", pairs, model.sequence_len)),
         "elementwise": elementwise * seconds("pointwise", model.n_layer * elements, elements),
         "loss": seconds("head", 6 * elements * vocab, width)
         + seconds("logits", tokens * vocab, vocab)
@@ -281,8 +281,7 @@ def _gradient_seconds(setup: StepSetup, speeds: Speeds) -> float:
         bytes_moved += 12 * setup.grad_accum_steps  # weights to the narrow format, gradients back
     elif narrow and (setup.grad_accum_steps > 1 or setup.world_size == 1):
         bytes_moved += 6 * setup.grad_accum_steps
-    rate = speeds.rate("copy")
-    return 0.0 if rate is None else numel * bytes_moved / rate
+    return speeds.seconds("copy", numel * bytes_moved)
 
 
 def _optimizer_seconds(setup: StepSetup, speeds: Speeds) -> dict[str, float]:
@@ -290,8 +289,7 @@ def _optimizer_seconds(setup: StepSetup, speeds: Speeds) -> dict[str, float]:
     shapes, elements = update_work(
         setup.model, world_size=setup.world_size, optimizer=setup.optimizer, shard=setup.shard
     )
-    row, matrices = ALGORITHMS[setup.optimizer], 0.0
-    start = 0
+    row, matrices, start = ALGORITHMS[setup.optimizer], 0.0, 0
     for count in batch_sizes(shapes, together=setup.device != "cpu"):
         matrices += _matrices_seconds(setup, speeds, shapes[start], count)
         start += count
@@ -302,9 +300,9 @@ def _optimizer_seconds(setup: StepSetup, speeds: Speeds) -> dict[str, float]:
 def _matrices_seconds(setup: StepSetup, speeds: Speeds, shape: tuple[int, ...], count: int) -> float:
     """Returns the time of one call that updates `count` whole matrices."""
     row = ALGORITHMS[setup.optimizer]
-    rate = speeds.rate(row.rate_name(shape), size=min(shape))
-    by_flops = count * row.flops(shape) / rate if rate else 0.0
-    return max(by_flops, speeds.host.get("update", 0.0))
+    by_flops = speeds.seconds(row.rate_name(shape), count * row.flops(shape), size=min(shape))
+    coded = count * codec_bytes(row, prod(shape), optimizer_states=setup.optimizer_states)
+    return max(by_flops + speeds.seconds("copy", coded), speeds.host.get("update", 0.0))
 
 
 def _rows_seconds(setup: StepSetup, speeds: Speeds, elements: int) -> tuple[str, float]:
@@ -312,8 +310,8 @@ def _rows_seconds(setup: StepSetup, speeds: Speeds, elements: int) -> tuple[str,
     row = ALGORITHMS[setup.optimizer]
     elementwise = ALGORITHMS[OTHERS] if row.whole else row
     [rate_name] = elementwise.rates
-    rate = speeds.rate(rate_name)
-    return elementwise.title, elements / rate if rate else 0.0
+    coded = codec_bytes(elementwise, elements, optimizer_states=setup.optimizer_states)
+    return elementwise.title, speeds.seconds(rate_name, elements) + speeds.seconds("copy", coded)
 
 
 def moving_seconds(setup: StepSetup, speeds: Speeds) -> tuple[float, float]:

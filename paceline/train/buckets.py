@@ -21,14 +21,16 @@ from torch.autograd import Function
 
 from paceline.model.checkpoint import Piece
 from paceline.plan.algorithms import ALGORITHMS, Algorithm, GroupSettings
+from paceline.plan.offloading import MASTER
 from paceline.plan.shapes import ParamShape
 from paceline.plan.sharding import Bucket
+from paceline.plan.states import BASE, stored_states
+from paceline.train.state_codes import load_states
 
 # segment elements of a flat buffer for each rank
 
 Read = Callable[[str, int, int], Tensor]  # key, first row, last row + 1 -> those rows
 NO_GRADIENT = torch.empty(0)
-MASTER = "master"  # beside the names of states
 REDUCE_SCATTER = ("reduce_scatter_single", "reduce_scatter_tensor")  # the name since torch 2.13, and before
 ALL_GATHER = ("all_gather_single", "all_gather_into_tensor")
 
@@ -38,7 +40,7 @@ class Owned:
     """Rows [lo, hi) of a parameter, whose update is this rank's work.
 
     weight: what the model computes with. master: fp32, the same tensor as weight where the model computes in fp32. home: where the
-    states are to be, and under MASTER the master; empty: on the device.
+    states are to be, and under MASTER the master; empty: on the device. optimizer_states: the config's.
     """
 
     param: nn.Parameter
@@ -49,15 +51,18 @@ class Owned:
     master: Tensor
     algorithm: Algorithm
     home: Mapping[str, Tensor] = field(default_factory=dict)
+    optimizer_states: str = "fp32"
     grad: Tensor = NO_GRADIENT  # fp32, summed over ranks: set by each reduce
 
     def __post_init__(self) -> None:
-        shape, shapes = tuple(self.master.shape), self.algorithm.states
         self.on_host, self.master_on_host = bool(self.home), MASTER in self.home
-        if self.on_host:
-            self.states = {name: self.home[name] for name in shapes}
-        else:
-            self.states = {name: self.master.new_zeros(shape_of(shape)) for name, shape_of in shapes.items()}
+        kind, rows = self.optimizer_states, self.hi - self.lo
+        self.states = {  # as they are stored: fp32, or codes and bases
+            state.name: self.home[state.name]
+            if self.on_host
+            else self.master.new_zeros(state.shape, dtype=getattr(torch, state.dtype))
+            for state in stored_states(self.algorithm, self.shape.shape, rows=rows, optimizer_states=kind)
+        }
         if self.master_on_host:
             self.master = self.home[MASTER].copy_(self.master)
 
@@ -70,18 +75,20 @@ class Owned:
         name, shape, rows = self.shape.name, self.shape.shape, (self.lo, self.hi)
         yield Piece(f"model.{name}", shape, rows, self.master)
         for state, tensor in self.states.items():
-            by_row = tensor.shape == self.master.shape
+            by_row = len(tensor) == len(self.master)
             yield Piece(
                 f"optim.{name}.{state}",
-                shape if by_row else tuple(tensor.shape),
+                (shape[0], *tensor.shape[1:]) if by_row else tuple(tensor.shape),
                 rows if by_row else (0, tensor.shape[0]),
                 tensor,
             )
 
     def load(self, read: Read) -> None:
-        """Fills master and states from a checkpoint."""
-        for piece in self.pieces():
-            piece.tensor.copy_(read(piece.key, *piece.rows))
+        """Fills master and states from a checkpoint; states of either precision become those of this run."""
+        master, *states = self.pieces()
+        self.master.copy_(read(master.key, *master.rows))
+        prefix, rows = f"optim.{self.shape.name}.", {piece.key: piece.rows for piece in states}
+        load_states(self.states, lambda name: read(prefix + name, *rows[prefix + name.removesuffix(BASE)]))
         if self.master_on_host:
             self.weight.copy_(self.master)
 
@@ -137,6 +144,7 @@ class BucketBuffers:
         grad_dtype: torch.dtype,
         first_value: Callable[[str], Tensor],
         host: Mapping[str, Mapping[str, Tensor]],
+        optimizer_states: str,
     ):
         self.whole, self.rank, self.world_size, self.tag = bucket.whole, rank, world_size, tag
         self.params = [params[placement.param.name] for placement in bucket.placements]
@@ -166,7 +174,8 @@ class BucketBuffers:
                     master = rows if len(rows) == len(value) else rows.clone()
                 algorithm = ALGORITHMS[groups[shape.group].algorithm]
                 home = host.get(shape.name, {})
-                self.owned.append(Owned(param, shape, share.lo, share.hi, weight, master, algorithm, home))
+                owned = Owned(param, shape, share.lo, share.hi, weight, master, algorithm, home, optimizer_states)
+                self.owned.append(owned)
         self.grad_views: list[Tensor] = []
         self.sum: SegmentSum | None = None
         if world_size > 1:

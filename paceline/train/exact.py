@@ -222,9 +222,9 @@ def host_memory_left_out(live: LiveBytes) -> Iterator[None]:
     """Makes offloaded masters and states tensors of their device that `live` does not count."""
     before = offload.host_zeros
 
-    def host_zeros(numel: int, device: torch.device) -> Tensor:
+    def host_zeros(num_bytes: int, device: torch.device) -> Tensor:
         with _disable_current_modes():
-            return live.leave_out(before(numel, device))
+            return live.leave_out(before(num_bytes, device))
 
     offload.host_zeros = host_zeros
     try:

@@ -11,17 +11,16 @@ What is moved, and in which batches: plan/offloading.py. The updates: update_bat
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.errors import PacelineError
-from paceline.plan.algorithms import ALGORITHMS, GroupSettings, Shape
-from paceline.plan.offloading import NUM_BUFFERS, buffer_numel, moved_shapes
-from paceline.plan.sharding import ALIGNMENT, ShardPlan
-from paceline.train.buckets import MASTER
+from paceline.plan.algorithms import ALGORITHMS, GroupSettings
+from paceline.plan.offloading import NUM_BUFFERS, aligned, moved_tensors
+from paceline.plan.sharding import ShardPlan
+from paceline.plan.states import DTYPE_BYTES, StoredTensor
 from paceline.train.update_batches import UpdateBatch
 from paceline.units import format_bytes
 
@@ -29,9 +28,10 @@ PORTABLE = 1  # cudaHostRegisterPortable: locked for every CUDA context of this 
 
 
 class HostMemory:
-    """The host's memory of one rank, fp32 zeros. tensors: of each parameter, by "master" and the names of its states.
+    """The host's memory of one rank, zeros. tensors: of each parameter, by "master" and the names of its states.
 
-    The tensors of one kind of a bucket's shares lie one behind the other, so that those of a batch are one tensor.
+    The tensors of one kind of a bucket's shares lie one behind the other, so that those of a batch are one tensor. Wide dtypes come
+    first: each tensor then starts at a multiple of its element's size.
     """
 
     def __init__(
@@ -42,33 +42,36 @@ class HostMemory:
         rank: int,
         dtype: torch.dtype,
         device: torch.device,
+        optimizer_states: str,
     ):
         """dtype: that the model computes in; in fp32 its weights are the masters, and stay."""
         masters = dtype != torch.float32
-        places: list[tuple[str, str, Shape]] = []  # parameter, kind, shape
+        places: list[tuple[str, StoredTensor]] = []  # with the parameter's name
         for bucket in plan.buckets:
-            members: list[tuple[str, str, Shape]] = []
+            members: list[tuple[str, StoredTensor]] = []
             for share in bucket.shares(rank):
-                algorithm = ALGORITHMS[groups[share.param.group].algorithm]
-                kinds = [*([MASTER] if masters else []), *algorithm.states]
-                shapes = moved_shapes(algorithm, (share.hi - share.lo, *share.param.shape[1:]), masters=masters)
-                members += [(share.param.name, kind, shape) for kind, shape in zip(kinds, shapes, strict=True)]
-            order = list(dict.fromkeys(kind for _, kind, _ in members))
-            places += sorted(members, key=lambda place: order.index(place[1]))
-        flat = host_zeros(sum(prod(shape) for _, _, shape in places), device)
+                algorithm, rows = ALGORITHMS[groups[share.param.group].algorithm], share.hi - share.lo
+                options: dict[str, Any] = {"rows": rows, "masters": masters, "optimizer_states": optimizer_states}
+                moved = moved_tensors(algorithm, share.param.shape, **options)
+                members += [(share.param.name, tensor) for tensor in moved]
+            order = list(dict.fromkeys(tensor.name for _, tensor in members))
+            places += sorted(members, key=lambda place: order.index(place[1].name))
+        places.sort(key=lambda place: -DTYPE_BYTES[place[1].dtype])
+        flat = host_zeros(sum(tensor.num_bytes for _, tensor in places), device)
         self.tensors: dict[str, dict[str, Tensor]] = {}
         start = 0
-        for name, kind, shape in places:
-            self.tensors.setdefault(name, {})[kind] = flat[start : start + prod(shape)].view(shape)
-            start += prod(shape)
+        for name, tensor in places:
+            part = flat[start : start + tensor.num_bytes].view(getattr(torch, tensor.dtype))
+            self.tensors.setdefault(name, {})[tensor.name] = part.view(tensor.shape)
+            start += tensor.num_bytes
 
 
-def host_zeros(numel: int, device: torch.device) -> Tensor:
-    """Returns (numel,) fp32 in the host's memory, page-locked for a CUDA device.
+def host_zeros(num_bytes: int, device: torch.device) -> Tensor:
+    """Returns (num_bytes,) uint8 in the host's memory, page-locked for a CUDA device.
 
     On the meta device, whose tensors stand for a GPU's, it is on that device too: train/exact.py does not count it.
     """
-    flat = torch.zeros(numel, device="meta" if device.type == "meta" else "cpu")
+    flat = torch.zeros(num_bytes, dtype=torch.uint8, device="meta" if device.type == "meta" else "cpu")
     if device.type == "cuda":
         page_lock(flat)
     return flat
@@ -96,7 +99,8 @@ class Staging:
 
     def __init__(self, batches: Sequence[UpdateBatch], device: torch.device):
         self._batches, self._device = list(batches), device
-        self._numel = max((buffer_numel([tensor.shape for tensor in batch.tensors]) for batch in batches), default=0)
+        sizes = (sum(aligned(tensor.nbytes) for tensor in batch.tensors) for batch in batches)
+        self._buffer_bytes = max(sizes, default=0)
         self._backend: Any = torch.cuda if device.type == "cuda" else torch.cpu  # whose streams change nothing
         self._to_device, self._to_host = self._backend.Stream(), self._backend.Stream()
         self._at = 0  # the batch whose turn it is
@@ -133,7 +137,7 @@ class Staging:
     def _begin(self) -> None:
         self._sent.clear()
         count = min(NUM_BUFFERS, len(self._batches))
-        self._buffers = [torch.empty(self._numel, device=self._device) for _ in range(count)]
+        self._buffers = [torch.empty(self._buffer_bytes, dtype=torch.uint8, device=self._device) for _ in range(count)]
         self._to_device.wait_stream(self._backend.current_stream())  # which may still use the buffers' memory
         self._fetch(0)
 
@@ -145,8 +149,8 @@ class Staging:
         self._staged[at] = []
         with self._backend.stream(self._to_device):
             for tensor in self._batches[at].tensors:
-                staged = buffer[start : start + tensor.numel()].view(tensor.shape)
-                start += -(-tensor.numel() // ALIGNMENT) * ALIGNMENT
+                staged = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                start += aligned(tensor.nbytes)
                 self._staged[at].append(staged.copy_(tensor, non_blocking=True))
         self._arrived[at] = self._record(self._to_device)
 

@@ -20,6 +20,7 @@ rate schedules, precision of activations or files; make_optimizer alone knows a 
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -49,7 +50,7 @@ from paceline.train.buckets import (
 )
 from paceline.train.offload import HostMemory, Staging
 from paceline.train.process import all_reduce_sum
-from paceline.train.update_batches import StepSettings, UpdateBatch, make_batches, update_replicated
+from paceline.train.update_batches import StepSettings, UpdateBatch, make_batches
 
 
 class ShardedOptimizer:
@@ -76,8 +77,9 @@ class ShardedOptimizer:
         grad_accum_steps: int,
         first_value: Callable[[str], Tensor] | None = None,
         offload: bool = False,
+        optimizer_states: str = "fp32",
     ):
-        """first_value: returns a parameter's first value, fp32, by its name; None: the parameters have it. offload: `--offload`."""
+        """first_value: of a parameter by its name, fp32; None: the parameters have it. offload, optimizer_states: the config's."""
         self.module, self.step_count = model, 0
         self._groups, self._rank, self._world_size = groups, rank, world_size
         self._mean_over = 1  # the ranks over which reduced gradients are a mean instead of a sum
@@ -86,36 +88,35 @@ class ShardedOptimizer:
         self._device = next(iter(params.values())).device
         self._newton_schulz_dtype = updates.newton_schulz_dtype(self._device)
         plan = self._shard_plan(shapes)
-        narrow = sends_narrow(
-            bf16=compute_dtype == torch.bfloat16,
-            grad_accum_steps=grad_accum_steps,
-            world_size=world_size,
-            shard=self.shard,
-        )
+        bf16 = compute_dtype == torch.bfloat16
+        narrow = sends_narrow(bf16=bf16, grad_accum_steps=grad_accum_steps, world_size=world_size, shard=self.shard)
         first_value = first_value or (lambda name: params[name].data)
-        host = HostMemory(plan, groups, rank=rank, dtype=compute_dtype, device=self._device).tensors if offload else {}
-        self._buckets = [
-            self.bucket_type(
-                bucket,
-                params,
-                groups,
-                rank=rank,
-                world_size=world_size,
-                tag=tag,
-                compute_dtype=compute_dtype,
-                grad_dtype=torch.bfloat16 if narrow else torch.float32,
-                first_value=first_value,
-                host=host,
+        host: Mapping[str, Mapping[str, Tensor]] = {}
+        if offload:
+            memory = HostMemory(
+                plan, groups, rank=rank, dtype=compute_dtype, device=self._device, optimizer_states=optimizer_states
             )
-            for tag, bucket in enumerate(plan.buckets)
-        ]
+            host = memory.tensors
+        make_bucket = partial(
+            self.bucket_type,
+            rank=rank,
+            world_size=world_size,
+            compute_dtype=compute_dtype,
+            grad_dtype=torch.bfloat16 if narrow else torch.float32,
+            first_value=first_value,
+            host=host,
+            optimizer_states=optimizer_states,
+        )
+        self._buckets = [make_bucket(bucket, params, groups, tag=tag) for tag, bucket in enumerate(plan.buckets)]
         self._params = list(params.values())
         self._sharded = [share for bucket in self._buckets for share in bucket.owned]  # this rank's
         self._replicated = []
         for shape in plan.replicated:  # all rows of an fp32 parameter, which is its own master
             param, algorithm = params[shape.name], ALGORITHMS[groups[shape.group].algorithm]
-            param.data = first_value(shape.name)
-            self._replicated.append(Owned(param, shape, 0, shape.shape[0], param.data, param.data, algorithm))
+            weight = param.data = first_value(shape.name)
+            share = Owned(param, shape, 0, shape.shape[0], weight, weight, algorithm, {}, optimizer_states)
+            self._replicated.append(share)
+        self._replicated_batches = list(make_batches(self._replicated, whole=False, together=False))
         self._in_update_order = sorted(self._buckets, key=lambda bucket: bucket.whole)
         self._batches, self._staging = self._make_batches(offload=offload)
         self._is_last = False  # in the step's last micro-step, whose backward starts the sums over ranks
@@ -206,7 +207,8 @@ class ShardedOptimizer:
         self.step_count += 1
         scale, dtype, works = grad_scale * self._mean_over, self._newton_schulz_dtype, list[dist.Work]()
         settings = StepSettings(self.step_count, lr_mult, momentum, weight_decay_mult, scale, dtype)
-        update_replicated(self._replicated, self._groups, settings)
+        for batch in self._replicated_batches:
+            batch.update(self._groups, settings, batch.tensors)
         for bucket in self._in_update_order:
             for batch in self._batches[bucket.tag]:
                 with self._staging.on_device(batch) if self._staging else nullcontext(batch.tensors) as tensors:
@@ -394,4 +396,5 @@ def make_optimizer(
         grad_accum_steps=setup.grad_accum_steps,
         first_value=getattr(model, "first_value", None),
         offload=setup.offload == "optimizer",
+        optimizer_states=setup.optimizer_states,
     )

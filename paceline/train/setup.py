@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -31,6 +31,7 @@ from paceline.plan.machine import AttentionCase
 from paceline.plan.planner import Plan
 from paceline.plan.precision import loses
 from paceline.plan.sharding import compiles_by_block, shards_weights
+from paceline.plan.states import BASE
 from paceline.rundir import RunDir, append_event, read_json_lines, write_atomic
 from paceline.train.loop import Loop
 from paceline.train.process import (
@@ -331,7 +332,7 @@ def resume(loop: Loop) -> int:
     if loop.device.type == "cuda" and f"rng.cuda.{rank}" in keys:
         torch.cuda.set_rng_state(checkpoint.read(f"rng.cuda.{rank}"), loop.device)
     if rank == 0:
-        for note in notes:
+        for note in (*notes, *conversion_notes(keys, loop.plan.optimizer_states)):
             append_event(run, "note", text=note)
         dropped = drop_metrics_after(run, checkpoint.step)
         append_event(
@@ -339,6 +340,13 @@ def resume(loop: Loop) -> int:
         )
         log.info(f"resumed from {checkpoint.path}; saved by {checkpoint.world_size} ranks, now {loop.plan.world_size}")
     return checkpoint.step
+
+
+def conversion_notes(keys: Iterable[str], optimizer_states: str) -> list[str]:
+    """Returns the line about states that were converted on their way from a checkpoint; keys: of its tensors."""
+    saved = "8bit" if any(key.startswith("optim.") and key.endswith(BASE) for key in keys) else "fp32"
+    text = f"optimizer states converted from the checkpoint's {saved} to {optimizer_states}"
+    return [] if saved == optimizer_states else [text]
 
 
 def drop_metrics_after(run: RunDir, step: int) -> int:

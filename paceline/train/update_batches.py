@@ -3,7 +3,8 @@ What is updated together: matrices of one shape, or rows of tensors with an elem
 
 A batch has its states, and with `--offload optimizer` its fp32 masters, as `tensors`: on the device, or in the host's memory. Then
 train/offload.py brings them to the device, and `update` gets them there; it rounds the new masters into the weights before they
-leave. The formulas: updates.py. Which rows are in a batch: plan/sharding.py and plan/offloading.py.
+leave. States of 8 bits are fp32 during their batch's update alone (state_codes.py). The formulas: updates.py. Which rows are in a
+batch: plan/sharding.py and plan/offloading.py.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,10 +14,11 @@ import torch
 from torch import Tensor
 
 from paceline.plan.algorithms import ALGORITHMS, GroupSettings
-from paceline.plan.offloading import RowRange, row_batches
+from paceline.plan.offloading import RowRange, copies_in_batch, row_batches
 from paceline.plan.sharding import batch_sizes
 from paceline.train import updates
 from paceline.train.buckets import Owned
+from paceline.train.state_codes import decoded, encode_states
 
 # m rows and n columns of a matrix, k matrices in a batch
 
@@ -60,12 +62,6 @@ def update_rows(members: Sequence[Rows], groups: Mapping[str, GroupSettings], se
         )
 
 
-def update_replicated(shares: Sequence[Owned], groups: Mapping[str, GroupSettings], settings: StepSettings) -> None:
-    """Updates the small tensors that every rank has, which are their own masters and never leave the device."""
-    rows = [Rows(share.shape.group, share.master, share.grad, list(share.states.values())) for share in shares]
-    update_rows(rows, groups, settings)
-
-
 class RowBatch:
     """Rows of shares. ranges: which rows, counted from the share's first, of which share."""
 
@@ -76,14 +72,16 @@ class RowBatch:
     def update(self, groups: Mapping[str, GroupSettings], settings: StepSettings, tensors: Sequence[Tensor]) -> None:
         """Takes one step. tensors: self.tensors on the device, which change in place."""
         remaining = iter(tensors)
-        members, rounded = [], []
+        members, rounded, stored = [], [], []
         for share, lo, hi in self._parts:
             master = next(remaining) if share.master_on_host else share.master[lo:hi]
-            states = [next(remaining) for _ in share.states]
-            members.append(Rows(share.shape.group, master, share.grad[lo:hi], states))
+            stored.append({name: next(remaining) for name in share.states})
+            members.append(Rows(share.shape.group, master, share.grad[lo:hi], decoded(stored[-1])))
             if share.master_on_host:
                 rounded.append((share.weight[lo:hi], master))
         update_rows(members, groups, settings)
+        for rows, codes in zip(members, stored, strict=True):
+            encode_states(rows.states, codes, step=settings.step)
         for weight, master in rounded:
             weight.copy_(master)
 
@@ -107,9 +105,11 @@ class MatrixBatch:
         """Takes one step. tensors: self.tensors on the device, which change in place."""
         group, single = groups[self.shares[0].shape.group], len(self.shares) == 1
         masters, grads = [share.master for share in self.shares], [share.grad for share in self.shares]
-        staged, states = None, tensors
+        staged, remaining = None, tensors
         if self.shares[0].master_on_host:
-            staged, *states = tensors
+            staged, *remaining = tensors
+        stored = dict(zip(self.shares[0].states, remaining, strict=True))
+        states = decoded(stored)
         weight = staged if staged is not None else masters[0] if single else torch.stack(masters)  # (m, n) or (k, m, n)
         getattr(updates, ALGORITHMS[group.algorithm].update)(
             weight,
@@ -122,6 +122,7 @@ class MatrixBatch:
             grad_scale=settings.grad_scale,
             dtype=settings.dtype,
         )
+        encode_states(states, stored, step=settings.step)
         parts = [weight] if single else list(weight.unbind())
         if staged is not None:
             for share, master in zip(self.shares, parts, strict=True):
@@ -137,16 +138,18 @@ def make_batches(shares: Sequence[Owned], *, whole: bool, together: bool) -> Ite
     """Yields the batches of one bucket's shares. whole: their algorithm needs whole matrices.
 
     Neighbours of one shape go into one batch where `together`, for a GPU, which single small products leave idle. A CPU takes each
-    by itself: it stays in the cache, and its bits cannot depend on how many this rank owns. Rows are cut where they are moved.
+    by itself: it stays in the cache, and its bits cannot depend on how many this rank owns. Rows are cut where they are moved or
+    decoded.
     """
     if whole:
         end = 0
         for count in batch_sizes([share.shape.shape for share in shares], together=together):
             start, end = end, end + count
             yield MatrixBatch(shares[start:end])
-    elif shares and shares[0].on_host:
-        shapes = [tuple(share.master.shape) for share in shares]
-        for ranges in row_batches(shapes, num_copies=len(shares[0].movable())):
+    elif shares and (shares[0].on_host or shares[0].optimizer_states != "fp32"):
+        first, shapes = shares[0], [tuple(share.master.shape) for share in shares]
+        copies = copies_in_batch(first.algorithm, masters=first.master_on_host, optimizer_states=first.optimizer_states)
+        for ranges in row_batches(shapes, num_copies=copies):
             yield RowBatch(shares, ranges)
     elif shares:
         yield RowBatch(shares, [RowRange(number, 0, share.hi - share.lo) for number, share in enumerate(shares)])

@@ -35,6 +35,7 @@ COMPARED_CHOICES = (
     "precision",
     "shard",
     "offload",
+    "optimizer_states",
     "attention",
     "attention_kernel",
 )

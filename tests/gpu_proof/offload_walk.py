@@ -263,8 +263,9 @@ def noted(update: Any, batches: list[Any], recorder: StreamRecorder, order: list
 
     def update_and_note(self: Any, *args: Any) -> None:
         fetched = sum(size for direction, size, *_ in recorder.moves if direction == "in")
-        number = next(at for at, batch in enumerate(batches) if batch is self)
-        order.append([number, sum(tensor.nbytes for tensor in self.tensors), fetched])
+        number = next((at for at, batch in enumerate(batches) if batch is self), None)
+        if number is not None:  # replicated tensors never leave the card
+            order.append([number, sum(tensor.nbytes for tensor in self.tensors), fetched])
         update(self, *args)
 
     return update_and_note

@@ -11,6 +11,7 @@ from paceline.config import KEYS
 from paceline.plan.algorithms import ALGORITHMS, OTHERS, Algorithm, algorithm_of, group_settings
 from paceline.plan.shapes import MATRIX, REFERENCE_BATCH, param_shapes
 from paceline.plan.speeds import RATES
+from paceline.plan.states import state_bytes_of
 from paceline.plan.step_time import LIMITS
 
 UPDATES = Path(paceline.__file__).parent / "train" / "updates.py"
@@ -50,7 +51,11 @@ def test_states_of_a_matrix_are_counted_by_their_shapes():
         "momentum_buffer": (8, 3),
         "second_momentum_buffer": (8, 1),
     }
-    assert (muon.state_numel((8, 3)), muon.state_numel((3, 8)), adamw.state_numel((8, 3))) == (32, 32, 48)
+    sizes = [
+        state_bytes_of(row, shape, rows=shape[0], optimizer_states="fp32")
+        for row, shape in ((muon, (8, 3)), (muon, (3, 8)), (adamw, (8, 3)))
+    ]
+    assert sizes == [4 * 32, 4 * 32, 4 * 48]
 
 
 @pytest.mark.parametrize(

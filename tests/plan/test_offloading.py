@@ -197,10 +197,13 @@ def test_all_ranks_of_a_host_must_have_room_in_its_memory(gpus, memory_gib, fits
     assert error.value.message.endswith("90 % of 28.0 GiB may be used")
 
 
-def test_a_host_with_too_little_memory_is_not_told_to_offload():
+def test_a_host_with_too_little_memory_is_told_to_offload_smaller_states_or_nothing():
     machine = replace(ONE_4090, memory_bytes=16 << 30)
     with pytest.raises(PlanError) as error:
         planned(replace(DEEP, offload="none"), machine)
+    assert error.value.fix == "--offload optimizer --optimizer-states 8bit needs 13.5 GiB, same total_batch_size"
+    with pytest.raises(PlanError) as error:
+        planned(replace(DEEP, offload="none"), replace(ONE_4090, memory_bytes=8 << 30))
     assert error.value.fix.startswith("--depth ")
 
 

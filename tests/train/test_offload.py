@@ -88,7 +88,7 @@ def test_all_states_and_in_16_bits_all_masters_are_in_one_allocation(dtype, monk
     [flat] = made
     tensors = [tensor for share in optimizer._sharded for tensor in share.movable()]
     assert {tensor.untyped_storage().data_ptr() for tensor in tensors} == {flat.untyped_storage().data_ptr()}
-    assert sum(tensor.numel() for tensor in tensors) == flat.numel()
+    assert sum(tensor.nbytes for tensor in tensors) == flat.nbytes
     masters = [share.master for share in optimizer._sharded]
     inside = [master.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr() for master in masters]
     assert set(inside) == {dtype == torch.bfloat16}

@@ -1,0 +1,160 @@
+"""`--optimizer-states 8bit` on 1, 2 and 3 real ranks over gloo, whole runs, and the plan's bytes against a trace."""
+
+import multiprocessing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from real_steps import setup_of
+from runs import Workshop, events, final_bits, metrics
+from state_ranks import run_rank, ways_of, whole
+from test_memory_of_states import CONFIG, live_bytes, ready_for_an_update
+from test_optim_dist import same_bits, start
+
+from paceline.plan.memory import checkpoint_bytes, peak_phase, phases, state_bytes
+from paceline.train.exact import trace_steps
+from paceline.train.state_codes import decode
+
+WORLD_SIZES = (1, 2, 3)
+CASES = [(name, world_size) for world_size in WORLD_SIZES[:2] for name in ways_of(world_size)]
+dist = pytest.mark.dist
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict[int, list[dict]]:
+    """What each rank of each world size found."""
+    folder: Path = tmp_path_factory.mktemp("ranks")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["paceline.train.setup", "torch._dynamo"])
+    for world_size in WORLD_SIZES:
+        start(context, world_size, folder, run=run_rank)
+    return {n: [torch.load(folder / f"all-{n}-{rank}.pt") for rank in range(n)] for n in WORLD_SIZES}
+
+
+def whole_of(ranks: list[dict], key: tuple, fact: str = "rows") -> dict[str, torch.Tensor]:
+    return whole([rank[key][fact] for rank in ranks])
+
+
+@dist
+@pytest.mark.parametrize("world_size", WORLD_SIZES[1:])
+@pytest.mark.parametrize("name", ["muon", "muon full", "adamw", "adamw full"])
+def test_codes_and_weights_are_those_of_one_rank_to_the_last_bit(found, name, world_size):
+    ranks = [whole([rank["exact"][name] for rank in found[n]]) for n in (world_size,)]
+    alone = whole([found[1][0]["exact"][name.removesuffix(" full")]])
+    assert same_bits(ranks[0], alone)
+    coded = {key for key, tensor in alone.items() if not tensor.is_floating_point()}
+    states = {"momentum_buffer"} if name.startswith("muon") else set()
+    small = {"scale", "layer.1.gate"}
+    assert {key.rpartition(".")[2] for key in coded} == states | {"exp_avg", "exp_avg_sq", "base"}
+    assert not any(f".{param}." in key for key in coded for param in small)  # which are nothing beside the rest
+
+
+@dist
+@pytest.mark.parametrize("world_size", WORLD_SIZES[:2])  # a mean over three ranks rounds
+def test_replicated_states_have_the_codes_of_sharded_ones(found, world_size):
+    sharded = whole([found[1][0]["exact"]["adamw"]])
+    assert same_bits(whole([found[world_size][0]["exact"]["adamw none"]]), sharded)
+
+
+@dist
+@pytest.mark.parametrize("name, world_size", CASES)
+def test_a_broken_run_ends_in_the_bits_of_an_unbroken_one(found, name, world_size):
+    ranks = found[world_size]
+    assert same_bits(whole_of(ranks, (name, "8bit", "8bit")), whole_of(ranks, (name, "8bit")))
+    assert ranks[0][name, "8bit", "8bit"]["losses"] == ranks[0][name, "8bit"]["losses"][2:]
+
+
+@dist
+@pytest.mark.parametrize("name, world_size", CASES)
+def test_a_run_goes_on_from_the_others_checkpoint(found, name, world_size):
+    ranks = found[world_size]
+    coded, fp32 = (whole_of(ranks, (name, states), "checkpoint") for states in ("8bit", "fp32"))
+    to_fp32, to_codes = (whole_of(ranks, (name, *way), "loaded") for way in (("8bit", "fp32"), ("fp32", "8bit")))
+    assert to_fp32.keys() == fp32.keys() and to_codes.keys() == coded.keys()
+    for key, tensor in coded.items():
+        if key + ".base" in coded:  # exactly the numbers of the codes
+            assert torch.equal(to_fp32[key], decode(tensor, coded[key + ".base"]))
+            decoded = decode(to_codes[key], to_codes[key + ".base"])
+            assert (decoded - fp32[key]).norm() <= 0.06 * fp32[key].norm()
+        elif not key.endswith(".base"):
+            assert torch.equal(to_fp32[key], tensor) and torch.equal(to_codes[key], fp32[key])
+    losses = {key: ranks[0][key]["losses"] for key in ((name, "fp32", "8bit"), (name, "8bit", "fp32"), (name, "fp32"))}
+    straight = losses.pop((name, "fp32"))[2:]
+    for converted in losses.values():
+        assert converted == pytest.approx(straight, rel=0.02)
+
+
+@dist
+def test_offloading_keeps_the_bits(found):
+    for world_size in WORLD_SIZES[:2]:
+        one, other = (whole_of(found[world_size], (name, "8bit")) for name in ("muon bf16", "muon bf16 offloaded"))
+        assert same_bits(one, other)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize("world_size, rank, precision", [(1, 0, "fp32"), (2, 1, "bf16"), (3, 2, "fp16")])
+def test_the_planned_bytes_are_those_that_live(world_size, rank, precision, optimizer):
+    layout = {"world_size": world_size, "rank": rank, "optimizer": optimizer, "precision": precision}
+    made = ready_for_an_update(**layout, optimizer_states="8bit")
+    planned, fp32 = (
+        state_bytes(CONFIG, **layout, shard="optimizer", grad_accum_steps=1, device="cpu", optimizer_states=states)
+        for states in ("8bit", "fp32")
+    )
+    assert live_bytes(made) == planned.total
+    assert planned.states < 0.27 * fp32.states
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_a_checkpoint_holds_the_pieces_of_all_ranks(optimizer):
+    made = [
+        ready_for_an_update(world_size=2, rank=rank, optimizer=optimizer, optimizer_states="8bit") for rank in range(2)
+    ]
+    pieces = [piece for one in made for piece in one.pieces()]
+    planned = checkpoint_bytes(CONFIG, optimizer=optimizer, optimizer_states="8bit")
+    assert planned == sum(piece.tensor.nbytes for piece in pieces)
+
+
+SETUPS = {
+    "muon": setup_of(depth=4),
+    "AdamW, bf16": setup_of(depth=6, precision="bf16", optimizer="adamw"),
+    "AdamW, large tables": setup_of(
+        depth=2, optimizer="adamw", vocab_size=32_768, sequence_len=32, device_batch_size=1
+    ),
+    "replicated AdamW": setup_of(depth=3, optimizer="adamw", shard="none"),
+    "two ranks, bf16": setup_of(depth=4, precision="bf16", world_size=2),
+    "a GPU": setup_of(depth=6, device="cuda", precision="bf16", device_batch_size=1),
+    "a GPU, AdamW, fp32": setup_of(depth=4, device="cuda", optimizer="adamw", device_batch_size=1),
+    "a GPU of two, weights sharded": setup_of(depth=4, device="cuda", precision="bf16", world_size=2, shard="full"),
+    "a GPU, offloaded": setup_of(depth=6, device="cuda", precision="bf16", device_batch_size=1, offload="optimizer"),
+    "a GPU, AdamW, offloaded": setup_of(
+        depth=4, device="cuda", precision="bf16", optimizer="adamw", vocab_size=32_768, offload="optimizer"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_traced_bytes_are_those_of_the_closed_form(name):
+    setup = replace(SETUPS[name], optimizer_states="8bit")
+    traced, planned = trace_steps(setup).peaks, {phase.name: phase.bytes for phase in phases(setup)}
+    assert max(traced.values()) == pytest.approx(peak_phase(setup).bytes, rel=0.03)
+    assert traced["optimizer"] == pytest.approx(planned["optimizer"], rel=0.03)
+
+
+@dist
+def test_a_whole_run_is_resumed_to_the_same_bits_or_with_fp32_states_which_it_says(tmp_path):
+    shop = Workshop(tmp_path)
+    run = shop.train("coded", nproc=2, depth=2, num_steps=6, save_every=3, keep_last=5, optimizer_states="8bit")
+    assert 'optimizer_states = "8bit"' in (run / "config.toml").read_text()
+    unbroken = final_bits(run)
+    resumed, converted = (shop.copy(run, name) for name in ("resumed", "converted"))
+    for copy, keys in ((resumed, {}), (converted, {"optimizer_states": "fp32"})):
+        (copy / "checkpoints" / "step_000006").rename(copy / "gone")
+        shop.resume(copy, **keys)
+    assert final_bits(resumed) == unbroken
+    notes = [[event["text"] for event in events(run, "note")] for run in (resumed, converted)]
+    line = "optimizer states converted from the checkpoint's 8bit to fp32"
+    assert [line in texts for texts in notes] == [False, True]
+    assert not any(key.endswith(".base") for key in final_bits(converted))
+    one, other = (metrics(run)[-1]["loss"] for run in (resumed, converted))
+    assert one == pytest.approx(other, rel=0.01)

@@ -194,7 +194,7 @@ def check_config(config: Config) -> None:
     low_key = "emulate" if config.emulate else "bf16_finish" if config.bf16_finish else None
     if low_key and config.precision not in LOW_PRECISIONS:
         raise PacelineError(
-            f"{low_key} is set, but precision is {config.precision or 'auto'}: it is about {', '.join(LOW_PRECISIONS)}",
+            f"{low_key} is set, but precision is {config.precision or 'auto'}: it is for {', '.join(LOW_PRECISIONS)} alone",
             fix=f"--precision fp8, or leave {low_key} out",
         )
     if config.window_pattern is not None and (not config.window_pattern or set(config.window_pattern) - set("SL")):

@@ -41,7 +41,7 @@ CASES = [
     ("no such command", lambda d: ["trian"], 2, "trian", "paceline train"),
     ("no such flag", lambda d: ["train", "--dpeth", "4"], 2, "--dpeth", "--depth"),
     ("a value of nanochat that is out of range", lambda d: ["train", "--num-iterations", "0"], 2, "--num-steps 0", "from 1"),
-    ("a setting of nanochat that is missing here", lambda d: ["train", "--fp8"], 2, "no fp8", "bf16"),
+    ("a setting of nanochat that is missing here", lambda d: ["train", "--bias", "true"], 2, "no bias", "leave bias out"),
     ("a flag without its value", lambda d: ["train", "--depth"], 2, "no value", "--depth"),
     ("a flag twice", lambda d: ["train", "--depth", "2", "--depth", "3"], 2, "twice", "once"),
     ("an empty value", lambda d: ["train", "--name", ""], 2, "--name is empty", "leave it out"),

@@ -50,7 +50,7 @@ class LowPrecision:
 
     @property
     def text(self) -> str:
-        return f"{self.name} products{', emulated' if self.emulated else ''}"
+        return f"{'emulated ' if self.emulated else ''}{self.name} products"
 
 
 def choose_precision(config: Config, machine: Machine, *, device: str) -> str:
@@ -100,7 +100,7 @@ def choose_low_precision(config: Config, model: ModelConfig, *, gpu: Gpu | None)
             ways = [{"precision": "fp8"}, *ways]
         raise PlanError(
             f"precision is {name}, but {device_name} cannot compute it: {problem}",
-            fix=" or ".join(_flags(way) for way in ways),
+            fix=", or ".join(_flags(way) for way in ways),
             changes=ways,
         )
     check_multiples(name, model)
@@ -116,7 +116,11 @@ def choose_low_precision(config: Config, model: ModelConfig, *, gpu: Gpu | None)
 
 def _flags(change: Change) -> str:
     [(key, value)] = change.items()
-    return f"--{key}" if value is True else f"--{key} {'auto' if value is None else value}"
+    return (
+        f"--{key} (right, but slower than 16 bits)"
+        if value is True
+        else f"--{key} {'auto' if value is None else value}"
+    )
 
 
 def num_last_blocks(n_layer: int) -> int:

@@ -115,7 +115,7 @@ class Config:
         False,
         "compute fp8, mxfp8, mxfp4 or nvfp4 where the hardware cannot, slowly: for experiments, and to test what can",
     )
-    bf16_finish: float = option(0.0, "the last fraction of the steps without low precision", low=0, high=1)
+    bf16_finish: float = option(0.0, "the last fraction of the steps without low precision", low=0, high=0.99)
     attention: str | None = option(
         None,
         "attention on GPUs: flash kernels (cudnn: of cuDNN for full layers), FlexAttention, or masks; auto: the fastest here",

@@ -245,18 +245,22 @@ def gain_text(gains: Mapping[str, float]) -> str:
     return "; ".join(f"{gain} {', '.join(named)}" for gain, named in names.items())
 
 
-def precision_notes(low: LowPrecision | None, model: ModelConfig) -> tuple[str, ...]:
-    """Returns lines for the plan about what a low precision costs here."""
+def precision_notes(low: LowPrecision | None, model: ModelConfig, *, bf16_finish: float) -> tuple[str, ...]:
+    """Returns lines for the plan about what a low precision costs here, and for which blocks and steps it is."""
     if low is None:
         return ()
+    notes = []
     if low.emulated:
-        return (f"{low.name} is emulated: right, and slower than 16 bits",)
-    if low.name == "fp8":
-        loses = model.n_embd < GAIN_WIDTH
-        return (
-            (f"fp8 gains nothing below {GAIN_WIDTH:,} wide, and the model is {model.n_embd:,} wide",) if loses else ()
-        )
-    return (f"{low.name} is an experiment: no gain in speed over fp8 has been measured with these products",)
+        notes.append(f"{low.name} is emulated: right, and slower than 16 bits")
+    elif low.name != "fp8":
+        notes.append(f"{low.name} is an experiment: no gain in speed over fp8 has been measured with these products")
+    elif model.n_embd < GAIN_WIDTH:
+        notes.append(f"fp8 gains nothing below {GAIN_WIDTH:,} wide, and the model is {model.n_embd:,} wide")
+    if low.num_layers < model.n_layer:
+        notes.append(f"{low.name} in the first {low.num_layers} of {model.n_layer} blocks, the others stay in 16 bits")
+    if bf16_finish:
+        notes.append(f"the last {bf16_finish:.0%} of the steps are without {low.name}".replace("%", " %"))
+    return tuple(notes)
 
 
 def precision_name(precision: str, low: LowPrecision | None) -> str:

@@ -9,6 +9,7 @@ import pytest
 
 from paceline.config import Config, ModelConfig, check_config
 from paceline.errors import PacelineError, PlanError
+from paceline.plan.forecast import forecast
 from paceline.plan.gpu_table import find_gpu
 from paceline.plan.machine import Gpu, Machine, imagined_machine
 from paceline.plan.memory import peak_phase
@@ -120,7 +121,22 @@ def test_the_last_blocks_of_four_bit_runs_stay_in_16_bits():
     plan = plan_of("CPU", precision="nvfp4", emulate=True, depth=6)
     assert plan.low_precision == LowPrecision("nvfp4", True, 4)
     assert precision_name(plan.precision, plan.low_precision) == "bf16 with emulated nvfp4 products"
-    assert plan.notes == ("nvfp4 is emulated: right, and slower than 16 bits",)
+    assert plan.notes == (
+        "nvfp4 is emulated: right, and slower than 16 bits",
+        "nvfp4 in the first 4 of 6 blocks, the others stay in 16 bits",
+    )
+    finished = plan_of("B200", precision="mxfp8", bf16_finish=0.1)
+    assert finished.notes[1:] == ("the last 10 % of the steps are without mxfp8",)
+
+
+def test_what_a_plan_would_gain_without_fp8_is_one_of_its_levers(tmp_path):
+    def helps(depth):
+        config = Config(depth=depth, num_steps=100, precision="fp8")
+        facts = forecast(config, machine_of("RTX 5090"), cache=tmp_path, vocab_size=32_768, num_rows=0)
+        return {lever.what: lever.gain for lever in facts.levers}
+
+    assert helps(12)["--precision auto"] == pytest.approx(1 / 0.70 - 1, abs=0.02)
+    assert "--precision auto" not in helps(20)
 
 
 def test_a_cpu_without_bf16_units_computes_all_else_in_fp32():

@@ -191,11 +191,13 @@ def check_config(config: Config) -> None:
             f"offload is {config.offload}, but shard = none is plain DDP, whose states stay on every GPU",
             fix="--shard optimizer, or --offload none",
         )
-    low_key = "emulate" if config.emulate else "bf16_finish" if config.bf16_finish else None
-    if low_key and config.precision not in LOW_PRECISIONS:
+    off = {"emulate": "--no-emulate"} if config.emulate else {}
+    off |= {"bf16_finish": "--bf16-finish 0"} if config.bf16_finish else {}
+    if off and config.precision not in LOW_PRECISIONS:
         raise PacelineError(
-            f"{low_key} is set, but precision is {config.precision or 'auto'}: it is for {', '.join(LOW_PRECISIONS)} alone",
-            fix=f"--precision fp8, or leave {low_key} out",
+            f"{' and '.join(off)} {'is' if len(off) == 1 else 'are'} set, but precision is {config.precision or 'auto'}:"
+            f" for {', '.join(LOW_PRECISIONS)} alone",
+            fix=f"--precision fp8, or {' '.join(off.values())}",
         )
     if config.window_pattern is not None and (not config.window_pattern or set(config.window_pattern) - set("SL")):
         raise PacelineError(

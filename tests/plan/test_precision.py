@@ -91,10 +91,17 @@ def test_what_a_card_cannot_compute_is_refused_with_ways_that_give_a_plan(card, 
     ({"emulate": True, "precision": "bf16"}, "emulate is set, but precision is bf16"),
     ({"bf16_finish": 0.1, "precision": "fp32"}, "bf16_finish is set, but precision is fp32"),
     ({"bf16_finish": 0.1}, "bf16_finish is set, but precision is auto"),
+    ({"emulate": True, "bf16_finish": 0.1, "precision": "bf16"}, "emulate and bf16_finish are set, but precision is bf16"),
 ])  # fmt: skip
 def test_keys_about_low_precision_need_one(keys, says):
-    with pytest.raises(PacelineError, match=says):
+    with pytest.raises(PacelineError, match=says) as error:
         check_config(Config(**keys))
+    first, off = error.value.fix.split(", or ")
+    off_keys = {"--no-emulate": {"emulate": False}, "--bf16-finish 0": {"bf16_finish": 0.0}}
+    check_config(Config(**keys | {"precision": first.split()[1]}))
+    check_config(
+        Config(**keys | {key: value for flag, way in off_keys.items() if flag in off for key, value in way.items()})
+    )
 
 
 @pytest.mark.parametrize("card, native", [

@@ -16,7 +16,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paceline.errors import UsageError, nearest
+from paceline.errors import UsageError, nearest, nearest_choice
 
 T = TypeVar("T")
 
@@ -131,12 +131,8 @@ class Parameter:
 
     @property
     def example(self) -> Any:
-        """A value that would do, for a fix: the default, where there is one."""
-        if (
-            self.default is not None
-            and self.default not in ((), "", ...)
-            and not (self.default == 0 and float in self.kinds)
-        ):
+        """A value that would do, for a fix: the default, where there is one that does something."""
+        if self.default is not None and self.default not in ((), "", ..., 0):
             return self.default
         examples = {bool: True, int: 8, float: 0.5}
         return self.choices[0] if self.choices else examples.get(self.kinds[0]) or self.value_name
@@ -151,11 +147,6 @@ class Parameter:
         text += f" to {form.format(self.high)}" if self.high < math.inf else ""
         return text + (", or auto" if self.is_optional else "")
 
-    def allowed(self, value: Any) -> str:
-        """What to write in place of a refused value: 'nvfp4, or another one of fp32, bf16 ...' for 'nfp4'."""
-        meant = nearest(str(value).lower(), self.choices)
-        return f"{meant}, or another {self.expected}" if meant else self.expected
-
     def parse(self, text: str) -> Any:
         """The value of a command line's text, checked; raises UsageError."""
         if self.is_optional and text.lower() == "auto":
@@ -169,7 +160,7 @@ class Parameter:
             fix = self.usage if self.is_switch else f"{self.title} {self.example}"
             raise UsageError(f"{self.title} {text} is not {self.expected}", fix=fix) from None
         if (value := self.also.get(value, value)) is not None and (problem := self.problem(value)):
-            raise UsageError(f"{self.title} {text} is {problem}", fix=self.allowed(text))
+            raise UsageError(f"{self.title} {text} is {problem}", fix=nearest_choice(text, self.choices, self.expected))
         return value
 
     def problem(self, value: Any) -> str | None:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from paceline.config import KEYS, LENGTH_KEYS, LOW_PRECISIONS, Config, check_config
 from paceline.encoding import not_utf8, utf16_as_utf8
-from paceline.errors import PacelineError, nearest
+from paceline.errors import PacelineError, nearest, nearest_choice
 from paceline.other_names import KEY_OF, translate
 from paceline.units import format_list
 
@@ -127,7 +127,7 @@ def checked_value(name: str, value: Any, *, where: str) -> Any:
     if value == "":
         raise PacelineError(f"{shown} empty", fix=f"leave {name} out, or give it a value")
     if problem := key.problem(value):
-        raise PacelineError(f"{shown} {value!r}, {problem}", fix=key.allowed(value))
+        raise PacelineError(f"{shown} {value!r}, {problem}", fix=nearest_choice(value, key.choices, key.expected))
     return value
 
 

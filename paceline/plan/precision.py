@@ -79,8 +79,10 @@ def native_problem(name: str, gpu: Gpu | None) -> str | None:
     if gpu is None:
         return f"a CPU has no units for {name}"
     needed = NATIVE_FROM.get(name)
-    if needed is None or (gpu.capability is not None and gpu.capability < needed):
+    if needed is None:
         return NO_UNITS[name]
+    if gpu.capability is not None and gpu.capability < needed:
+        return f"{NO_UNITS[name]}, it has {'.'.join(map(str, gpu.capability))}"
     return None
 
 

@@ -66,7 +66,7 @@ LIBRARIES = [
     (package(nvidia_cublas_cu12="12.6.4.1"), "nvfp4", [
         ("precision-library-old", "stop", "nvidia-cublas-cu12 is 12.6.4.1, nvfp4 products need the cuBLAS of", f"{WHEEL}cu128")]),
     ({"driver.version": "565.57.01"}, "mxfp8", [
-        ("precision-library-old", "stop", "driver 565.57.01, mxfp8 products need that of CUDA 12.8, 570", DRIVER)]),
+        ("precision-library-old", "stop", "driver 565.57.01, mxfp8 products need 570, which came with CUDA 12.8", DRIVER)]),
     ({"driver.version": "565.57.01"} | CU126, "nvfp4", [
         ("precision-library-old", "stop", "cuBLAS of CUDA 12.8", f"{WHEEL}cu128"),
         ("precision-library-old", "stop", "driver 565.57.01", DRIVER)]),

@@ -251,6 +251,6 @@ def test_a_precision_that_the_second_card_or_the_driver_lacks_stops_a_run(host):
     what = "GPU 1 (RTX 4090) has capability 8.9, nvfp4 needs 10.0"
     assert findings["precision-unsupported"] == ("stop", what, "--precision auto")
     severity, what, fix = host(RTX_5090, version="565.57").findings("--precision", "nvfp4")["precision-library-old"]
-    assert (severity, what) == ("stop", "driver 565.57, nvfp4 products need that of CUDA 12.8, 570")
+    assert (severity, what) == ("stop", "driver 565.57, nvfp4 products need 570, which came with CUDA 12.8")
     assert fix.startswith("a driver 570 or later")
     assert "precision-library-old" not in host(RTX_5090, version="565.57").findings("--precision", "nvfp4", "--emulate")

@@ -56,7 +56,7 @@ REFUSALS = [
     ("RTX 4090", {"precision": "nvfp4"}, "NVFP4 products need", FP8_FIRST),
     ("H100", {"precision": "mxfp8"}, "MX blocks need", FP8_FIRST),
     ("H100", {"precision": "mxfp4"}, "no MXFP4 product", FP8_FIRST),
-    ("H200", {"precision": "nvfp4"}, "NVFP4 products need", FP8_FIRST),
+    ("H200", {"precision": "nvfp4"}, "NVFP4 products need compute capability 10.0, it has 9.0", FP8_FIRST),
     ("RTX 5090", {"precision": "mxfp4"}, "no MXFP4 product", FP8_FIRST),
     ("B200", {"precision": "mxfp4"}, "no MXFP4 product", FP8_FIRST),
     ("RTX 5090", {"precision": "nvfp4", "depth": 1}, "last 2 blocks stay", "--depth 3 or --precision fp8"),

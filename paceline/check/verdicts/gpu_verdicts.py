@@ -263,21 +263,17 @@ def precision_library_old(host: Host) -> Cases:
         what = f"torch {version} has no torch.nn.functional.scaled_mm, with which {name} products are computed"
         yield Case(what, "pip install --upgrade 'torch>=2.11'", evidence=("torch.version",))
     package, cublas = cublas_of(host)
-    has_old_wheel = cuda is not None and cuda[:2] < needed
-    if has_old_wheel or (cublas and cublas[:2] < needed):
-        present = (
-            f"torch {version} is for CUDA {host.at('torch.cuda')}"
-            if has_old_wheel
-            else f"{package} is {dotted(cublas or ())}"
-        )
-        yield Case(
-            f"{present}, {name} products need the cuBLAS of CUDA {dotted(needed)}", install(wheel_for(host.facts))
-        )
+    old = ""
+    if cuda and cuda[:2] < needed:
+        old = f"torch {version} is for CUDA {dotted(cuda)}"
+    elif cublas and cublas[:2] < needed:
+        old = f"{package} is {dotted(cublas)}"
+    if old:
+        what = f"{old}, {name} products need the cuBLAS of CUDA {dotted(needed)}"
+        yield Case(what, install(wheel_for(host.facts)), evidence=("torch.cuda", f"packages.{package}"))
     driver = version_of(host.at("driver.version"))
     if driver and driver[0] < BLOCKS_DRIVER and needed >= (12, 8):
-        what = (
-            f"driver {host.at('driver.version')}, {name} products need that of CUDA {dotted(needed)}, {BLOCKS_DRIVER}"
-        )
+        what = f"driver {host.at('driver.version')}, {name} products need {BLOCKS_DRIVER}, which came with CUDA 12.8"
         yield Case(what, driver_command(BLOCKS_DRIVER), evidence=("driver.version",))
 
 

@@ -16,7 +16,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paceline.errors import UsageError, nearest
+from paceline.errors import UsageError, nearest, nearest_choice
 
 T = TypeVar("T")
 
@@ -131,8 +131,8 @@ class Parameter:
 
     @property
     def example(self) -> Any:
-        """A value that would do, for a fix: the default, where there is one."""
-        if self.default is not None and self.default not in ((), "", ...):
+        """A value that would do, for a fix: the default, where there is one that does something."""
+        if self.default is not None and self.default not in ((), "", ..., 0):
             return self.default
         examples = {bool: True, int: 8, float: 0.5}
         return self.choices[0] if self.choices else examples.get(self.kinds[0]) or self.value_name
@@ -160,7 +160,7 @@ class Parameter:
             fix = self.usage if self.is_switch else f"{self.title} {self.example}"
             raise UsageError(f"{self.title} {text} is not {self.expected}", fix=fix) from None
         if (value := self.also.get(value, value)) is not None and (problem := self.problem(value)):
-            raise UsageError(f"{self.title} {text} is {problem}", fix=self.expected)
+            raise UsageError(f"{self.title} {text} is {problem}", fix=nearest_choice(text, self.choices, self.expected))
         return value
 
     def problem(self, value: Any) -> str | None:

@@ -120,7 +120,7 @@ class Config:
         False,
         "compute fp8, mxfp8, mxfp4 or nvfp4 where the hardware cannot, slowly: for experiments, and to test what can",
     )
-    bf16_finish: float = option(0.0, "the last fraction of the steps without low precision", low=0, high=1)
+    bf16_finish: float = option(0.0, "the last fraction of the steps without low precision", low=0, high=0.99)
     attention: str | None = option(
         None,
         "attention on GPUs: flash kernels (cudnn: of cuDNN for full layers), FlexAttention, or masks; auto: the fastest here",
@@ -196,11 +196,13 @@ def check_config(config: Config) -> None:
             f"offload is {config.offload}, but shard = none is plain DDP, whose states stay on every GPU",
             fix="--shard optimizer, or --offload none",
         )
-    low_key = "emulate" if config.emulate else "bf16_finish" if config.bf16_finish else None
-    if low_key and config.precision not in LOW_PRECISIONS:
+    off = {"emulate": "--no-emulate"} if config.emulate else {}
+    off |= {"bf16_finish": "--bf16-finish 0"} if config.bf16_finish else {}
+    if off and config.precision not in LOW_PRECISIONS:
         raise PacelineError(
-            f"{low_key} is set, but precision is {config.precision or 'auto'}: it is about {', '.join(LOW_PRECISIONS)}",
-            fix=f"--precision fp8, or leave {low_key} out",
+            f"{' and '.join(off)} {'is' if len(off) == 1 else 'are'} set, but precision is {config.precision or 'auto'}:"
+            f" for {', '.join(LOW_PRECISIONS)} alone",
+            fix=f"--precision fp8, or {' '.join(off.values())}",
         )
     if config.window_pattern is not None and (not config.window_pattern or set(config.window_pattern) - set("SL")):
         raise PacelineError(

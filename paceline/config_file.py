@@ -16,9 +16,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paceline.config import KEYS, LENGTH_KEYS, Config, check_config
+from paceline.config import KEYS, LENGTH_KEYS, LOW_PRECISIONS, Config, check_config
 from paceline.encoding import not_utf8, utf16_as_utf8
-from paceline.errors import PacelineError, nearest
+from paceline.errors import PacelineError, nearest, nearest_choice
 from paceline.other_names import KEY_OF, translate
 from paceline.units import format_list
 
@@ -127,7 +127,7 @@ def checked_value(name: str, value: Any, *, where: str) -> Any:
     if value == "":
         raise PacelineError(f"{shown} empty", fix=f"leave {name} out, or give it a value")
     if problem := key.problem(value):
-        raise PacelineError(f"{shown} {value!r}, {problem}", fix=key.expected)
+        raise PacelineError(f"{shown} {value!r}, {problem}", fix=nearest_choice(value, key.choices, key.expected))
     return value
 
 
@@ -217,6 +217,8 @@ def read_python_config(text: str, *, path: Path, optimizer: str | None = None) -
                 values[name] = checked_value(name, value, where="")
             elif (meaning := translate(name, value, optimizer=optimizer)) is None:
                 raise unknown_key(name, where="", value=value)
+            elif meaning.key == "precision" and values.get("precision") in LOW_PRECISIONS:
+                unused += [name]  # beside fp8 = True, another trainer's dtype is that of all else
             elif meaning.key:
                 values[meaning.key] = checked_value(meaning.key, meaning.value, where=f"({name})")
             else:

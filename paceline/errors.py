@@ -72,3 +72,12 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
     word, bare = name.lstrip("-"), {other.lstrip("-"): other for other in names}
     continued = sorted((other for other in bare if other.startswith(word) and len(word) > 2), key=len)
     return next((bare[other] for other in (*difflib.get_close_matches(word, bare, n=1, cutoff=NEAR), *continued)), None)
+
+
+def nearest_choice(value: Any, choices: Iterable[str], expected: str) -> str:
+    """Returns what to write in place of a refused value: `nvfp4, or another one of fp32, bf16 ...` for nfp4.
+
+    expected: all that is allowed, in words.
+    """
+    meant = nearest(str(value).lower(), choices)
+    return f"{meant}, or another {expected}" if meant else expected

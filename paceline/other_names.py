@@ -63,7 +63,6 @@ INSTEAD = {
     "resume_from_step": "paceline resume RUN goes on with a run",
     "aspect_ratio": "set n_embd, the width itself",
     "target_flops": "set num_steps, or time, such as 8h",
-    "fp8": "paceline has bf16, fp16 and fp32",
 }
 # names that change nothing here at any value
 UNUSED = (
@@ -99,6 +98,8 @@ def translate(name: str, value: Any, *, optimizer: str) -> Translation | None:
 
     Raises PacelineError where it asks for what paceline does not have.
     """
+    if name == "fp8" and value is True:  # nanochat's switch for what is a precision here
+        return Translation("precision", name)
     key = KEY_OF.get(name)
     if key is None:
         return _without_key(name, value)
@@ -137,7 +138,8 @@ def with_our_flags(args: Sequence[str], known: Collection[str]) -> list[str]:
         if meaning.key:
             option = f"--{meaning.key.replace('_', '-')}"
             words.append(f"{option}={meaning.value if isinstance(meaning.value, str) else text or 'true'}")
-            notes.append(f"{flag} is {option}")
+            switched = f" {meaning.value}" if not equals and isinstance(meaning.value, str) else ""
+            notes.append(f"{flag} is {option}{switched}")
         elif meaning.note or meaning.unused:
             notes.append(meaning.note or f"{flag} is not used")
     if notes:

@@ -119,8 +119,16 @@ def test_a_learning_rate_of_adamw_as_a_flag_needs_the_optimizer_beside_it():
 
 
 def test_a_flag_of_another_trainer_for_what_paceline_does_not_have_is_refused():
-    with pytest.raises(UsageError, match="paceline has no fp8, and True asks for it"):
-        parse_flags(["--fp8"])
+    with pytest.raises(UsageError, match="paceline has no bias, and True asks for it"):
+        parse_flags(["--bias", "true"])
+
+
+def test_nanochat_s_switch_for_fp8_is_a_precision(tmp_path):
+    assert parse_flags(["--fp8"])[1]["precision"] == "fp8"
+    for lines in ("fp8 = True\ndtype = 'bfloat16'\n", "dtype = 'bfloat16'\nfp8 = True\n"):
+        config, _ = load_config(write(tmp_path / "a.py", lines), {})
+        assert config.precision == "fp8"
+    assert load_config(write(tmp_path / "a.py", "fp8 = False\ndtype = 'float16'\n"), {})[0].precision == "fp16"
 
 
 @pytest.mark.parametrize(
@@ -133,7 +141,7 @@ def test_a_flag_of_another_trainer_for_what_paceline_does_not_have_is_refused():
         (
             ["--precision", "bf17"],
             "--precision bf17 is not known",
-            "one of fp32, bf16, fp16, fp8, mxfp8, mxfp4, nvfp4, or auto",
+            "bf16, or another one of fp32, bf16, fp16, fp8, mxfp8, mxfp4, nvfp4, or auto",
         ),
         (["--warmdown-ratio", "nan"], "--warmdown-ratio nan is out of range", "a number from 0 to 1"),
         (["--compile=perhaps"], "--compile perhaps is not true or false, or auto", "--compile, --no-compile"),
@@ -240,13 +248,13 @@ def test_a_config_of_nanochat_starts_unchanged(tmp_path):
 
 
 def test_all_wrong_lines_of_a_python_file_are_told_at_once_by_number(tmp_path):
-    file = write(tmp_path / "a.py", "depth = 4\nfp8 = True\nblock_size = len('x')\nmax_iters = 'ten'\nnum_gpu = 2\n")
+    file = write(tmp_path / "a.py", "depth = 4\nbias = True\nblock_size = len('x')\nmax_iters = 'ten'\nnum_gpu = 2\n")
     with pytest.raises(PacelineError) as error:
         load_config(file, {})
     first, *others = error.value.message.splitlines()
     assert first == f"{file} has 4 lines that paceline cannot use:"
     assert [line.split(":")[0].strip() for line in others] == ["line 2", "line 3", "line 4", "line 5"]
-    assert "paceline has bf16, fp16 and fp32" in others[0]
+    assert "paceline has no bias" in others[0]
 
 
 def test_a_learning_rate_of_adamw_is_no_rate_of_muon(tmp_path):

@@ -160,6 +160,7 @@ def training_intent(config: Config, plan: Plan, *, command: str, set_keys: froze
         device=plan.device,
         nproc=plan.world_size,
         precision=plan.precision,
+        low_precision=low.name if (low := plan.low_precision) and not low.emulated else None,
         compile=plan.compile,
         config=asdict(config),
         set_keys=set_keys,

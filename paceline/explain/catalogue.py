@@ -116,6 +116,7 @@ class Cause:
     fixed_by: str = "user"
     retry: str = "never"
     follows: bool | Sequence[str] = False  # True: a consequence of any other cause
+    silent: bool = False  # the run goes on with wrong numbers, so that its progress is no sign of health
     mistaken_for: Sequence[str] = ()
     source: str = ""
     patterns: Sequence[Pattern] = ()

@@ -158,17 +158,16 @@ def find_events(log: Log, *, number: int) -> list[Event]:
         # launchers write exits and signals as warnings too
         if record.kind == "line" and WARNING_LINE.search(record.text):
             factor = WARNING
-        factor *= CONTINUED if continued else 1.0
         pid = PID.search(record.text) if record.kind in ("exit", "signal") and STOP_SIGNAL.search(record.text) else None
         was_stopped = pid is not None and pid["pid"] in stopped
         was_cancelled = cancelled is not None and record.line > cancelled and bool(TASK_KILLED.search(record.text))
         is_banner = record.kind == "banner" or bool(STOPPED.search(record.text))
         from_launcher = is_banner or was_stopped or was_cancelled
         place = (number, record.line)
-        events += [
-            Event(record, cause, values, weight * factor, continued, place, from_launcher)
-            for cause, weight, values in matches
-        ]
+        for cause, weight, values in matches:
+            was_harmless = continued and not cause.silent
+            score = weight * factor * (CONTINUED if was_harmless else 1.0)
+            events.append(Event(record, cause, values, score, was_harmless, place, from_launcher))
     return events if len(events) <= 2 * MAX_EVENTS else [*events[:MAX_EVENTS], *events[-MAX_EVENTS:]]
 
 

@@ -226,6 +226,8 @@ def levers(setup: StepSetup, others: Iterable[tuple[str, StepSetup]] = ()) -> tu
 
 def _changes(setup: StepSetup) -> Iterator[tuple[str, StepSetup]]:
     yield "twice the total batch", replace(setup, grad_accum_steps=2 * setup.grad_accum_steps)
+    if setup.low_precision is not None:
+        yield "--precision auto", replace(setup, low_precision=None)
     if not setup.compiled and setup.device == "cuda":
         yield "--compile", replace(setup, compile=True)
     if setup.world_size > 1 and setup.link is not None:

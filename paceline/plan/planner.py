@@ -243,7 +243,7 @@ def _plan(config: Config, machine: Machine, *, vocab_size: int, num_rows: int, m
         memory_share=sized.share,
         memory=sized.estimate.to_json(),
         time=config.time,
-        notes=(*sized.notes, *precision_notes(setup.low_precision, model)),
+        notes=(*sized.notes, *precision_notes(setup.low_precision, model, bf16_finish=config.bf16_finish)),
     )
 
 

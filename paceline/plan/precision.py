@@ -50,7 +50,7 @@ class LowPrecision:
 
     @property
     def text(self) -> str:
-        return f"{self.name} products{', emulated' if self.emulated else ''}"
+        return f"{'emulated ' if self.emulated else ''}{self.name} products"
 
 
 def choose_precision(config: Config, machine: Machine, *, device: str) -> str:
@@ -79,8 +79,10 @@ def native_problem(name: str, gpu: Gpu | None) -> str | None:
     if gpu is None:
         return f"a CPU has no units for {name}"
     needed = NATIVE_FROM.get(name)
-    if needed is None or (gpu.capability is not None and gpu.capability < needed):
+    if needed is None:
         return NO_UNITS[name]
+    if gpu.capability is not None and gpu.capability < needed:
+        return f"{NO_UNITS[name]}, it has {'.'.join(map(str, gpu.capability))}"
     return None
 
 
@@ -100,7 +102,7 @@ def choose_low_precision(config: Config, model: ModelConfig, *, gpu: Gpu | None)
             ways = [{"precision": "fp8"}, *ways]
         raise PlanError(
             f"precision is {name}, but {device_name} cannot compute it: {problem}",
-            fix=" or ".join(_flags(way) for way in ways),
+            fix=", or ".join(_flags(way) for way in ways),
             changes=ways,
         )
     check_multiples(name, model)
@@ -116,7 +118,11 @@ def choose_low_precision(config: Config, model: ModelConfig, *, gpu: Gpu | None)
 
 def _flags(change: Change) -> str:
     [(key, value)] = change.items()
-    return f"--{key}" if value is True else f"--{key} {'auto' if value is None else value}"
+    return (
+        f"--{key} (right, but slower than 16 bits)"
+        if value is True
+        else f"--{key} {'auto' if value is None else value}"
+    )
 
 
 def num_last_blocks(n_layer: int) -> int:
@@ -241,18 +247,22 @@ def gain_text(gains: Mapping[str, float]) -> str:
     return "; ".join(f"{gain} {', '.join(named)}" for gain, named in names.items())
 
 
-def precision_notes(low: LowPrecision | None, model: ModelConfig) -> tuple[str, ...]:
-    """Returns lines for the plan about what a low precision costs here."""
+def precision_notes(low: LowPrecision | None, model: ModelConfig, *, bf16_finish: float) -> tuple[str, ...]:
+    """Returns lines for the plan about what a low precision costs here, and for which blocks and steps it is."""
     if low is None:
         return ()
+    notes = []
     if low.emulated:
-        return (f"{low.name} is emulated: right, and slower than 16 bits",)
-    if low.name == "fp8":
-        loses = model.n_embd < GAIN_WIDTH
-        return (
-            (f"fp8 gains nothing below {GAIN_WIDTH:,} wide, and the model is {model.n_embd:,} wide",) if loses else ()
-        )
-    return (f"{low.name} is an experiment: no gain in speed over fp8 has been measured with these products",)
+        notes.append(f"{low.name} is emulated: right, and slower than 16 bits")
+    elif low.name != "fp8":
+        notes.append(f"{low.name} is an experiment: no gain in speed over fp8 has been measured with these products")
+    elif model.n_embd < GAIN_WIDTH:
+        notes.append(f"fp8 gains nothing below {GAIN_WIDTH:,} wide, and the model is {model.n_embd:,} wide")
+    if low.num_layers < model.n_layer:
+        notes.append(f"{low.name} in the first {low.num_layers} of {model.n_layer} blocks, the others stay in 16 bits")
+    if bf16_finish:
+        notes.append(f"the last {bf16_finish:.0%} of the steps are without {low.name}".replace("%", " %"))
+    return tuple(notes)
 
 
 def precision_name(precision: str, low: LowPrecision | None) -> str:

@@ -37,7 +37,7 @@ def choose_products(plan: Plan, device: torch.device) -> tuple[Plan, list[str]]:
     if problem := product_problem(low.name, device):
         raise PacelineError(
             f"{low.name} products do not work on {plan.device_name} with PyTorch {torch.__version__}: {problem}",
-            fix="--precision auto, or --emulate",
+            fix="--precision auto, or --emulate (right, but slower than 16 bits)",
         )
     if plan.product_gains is not None:
         return plan, []

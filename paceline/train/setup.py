@@ -29,7 +29,7 @@ from paceline.model.manifest import NoCheckpoint, clean_leftovers, newest_good
 from paceline.plan.cost import window_sizes
 from paceline.plan.machine import AttentionCase
 from paceline.plan.planner import Plan
-from paceline.plan.precision import loses
+from paceline.plan.precision import loses, precision_name
 from paceline.plan.sharding import compiles_by_block, shards_weights
 from paceline.plan.states import BASE
 from paceline.rundir import RunDir, append_event, read_json_lines, write_atomic
@@ -87,6 +87,8 @@ def start_ranks(run: RunDir, *, deterministic: bool = False) -> tuple[Plan, torc
         keep_freed_memory()
         if plan.precision == "fp32":
             plan = choose_matmul(plan)
+    if rank == 0 and (low := plan.low_precision):
+        log.info(f"{precision_name(plan.precision, low)} in {low.num_layers} of {plan.model.n_layer} blocks")
     if rank == 0 and plan != untried:
         write_atomic(run.plan_json, plan.to_json())
     return plan, device, rank

@@ -676,3 +676,13 @@ def test_what_a_program_can_do_without_is_not_why_it_ran_out_of_memory():
     lines = "/bin/sh: 1: c++: not found\nnvcc fatal   : Failed to preprocess host compiler properties.\nfused Adam is not used\n"
     assert verdict(lines + raised(0, OOM)).cause == "cuda-oom"
     assert verdict(lines).cause in ("compile-failure", "system-tool-missing")
+
+
+def test_gradients_of_zeros_are_the_cause_although_the_run_goes_on_to_its_end():
+    place = "transformer_engine/common/util/ptx.cuh:935 in function mul_cvt_bf16_to_fp4_4x"
+    line = f"{place} (thread ({{}},0,0), block (1,0,0)): FP4 cvt PTX instructions are architecture-specific.\n"
+    lines = "".join(line.format(thread) for thread in range(40))
+    for text in (lines + STEPS + STEPS, STEPS + lines + STEPS, lines + STEPS + "training finished\n"):
+        explanation = verdict(text)
+        assert explanation.cause == "fp4-gradients-zero" and "2.20" in explanation.fix
+        assert len(explanation.evidence) == 1

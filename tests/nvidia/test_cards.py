@@ -232,3 +232,25 @@ def test_nvidia_smi_reports_the_same_cards_where_the_binding_is_missing(host, tm
         "error: the NVIDIA driver does not answer: Unable to determine the device handle for GPU1: 0000:01:00.0: Unknown Error\n"
         "  fix: run nvidia-smi; or --device cpu\n"
     )
+
+
+def test_libraries_of_low_precision_are_judged_by_their_metadata_on_the_card_that_is_here(host, tmp_path):
+    for name, number in (("transformer_engine", "2.17.0"), ("torchao", "0.18.0")):
+        folder = tmp_path / "site" / f"{name}-{number}.dist-info"
+        folder.mkdir(parents=True)
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {number}\n")
+    site = str(tmp_path / "site")
+    severity, what, fix = host(RTX_5090, RTX_5090).findings(PYTHONPATH=site)["fp4-false-support"]
+    assert severity == "warn" and fix.startswith("pip install --upgrade --no-build-isolation 'transformer_engine")
+    assert what.startswith("GPU 0 (RTX 5090) has compute capability 12.0: transformer-engine 2.17.0 offers NVFP4 there")
+    assert not {"fp4-false-support", "mxfp8-not-on-sm120"} & host(H100).findings(PYTHONPATH=site).keys()
+
+
+def test_a_precision_that_the_second_card_or_the_driver_lacks_stops_a_run(host):
+    findings = host(RTX_5090, RTX_4090).findings("--precision", "nvfp4")
+    what = "GPU 1 (RTX 4090) has capability 8.9, nvfp4 needs 10.0"
+    assert findings["precision-unsupported"] == ("stop", what, "--precision auto")
+    severity, what, fix = host(RTX_5090, version="565.57").findings("--precision", "nvfp4")["precision-library-old"]
+    assert (severity, what) == ("stop", "driver 565.57, nvfp4 products need 570, which came with CUDA 12.8")
+    assert fix.startswith("a driver 570 or later")
+    assert "precision-library-old" not in host(RTX_5090, version="565.57").findings("--precision", "nvfp4", "--emulate")

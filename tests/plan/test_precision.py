@@ -9,6 +9,7 @@ import pytest
 
 from paceline.config import Config, ModelConfig, check_config
 from paceline.errors import PacelineError, PlanError
+from paceline.plan.forecast import forecast
 from paceline.plan.gpu_table import find_gpu
 from paceline.plan.machine import Gpu, Machine, imagined_machine
 from paceline.plan.memory import peak_phase
@@ -37,24 +38,27 @@ def plan_of(name, **keys) -> Plan:
     return make_plan(Config(**{**SMALL, **keys}), machine_of(name), vocab_size=4096, num_rows=0)
 
 
+AUTO = "--emulate (right, but slower than 16 bits), or --precision auto"
+FP8_FIRST = f"--precision fp8, or {AUTO}"
+
 # card, keys, what the error says, the fix
 REFUSALS = [
-    ("CPU", {"precision": "fp8"}, "a CPU has no units for fp8", "--emulate or --precision auto"),
-    ("CPU", {"precision": "mxfp8"}, "a CPU has no units for mxfp8", "--emulate or --precision auto"),
-    ("CPU", {"precision": "mxfp4"}, "a CPU has no units for mxfp4", "--emulate or --precision auto"),
-    ("CPU", {"precision": "nvfp4"}, "a CPU has no units for nvfp4", "--emulate or --precision auto"),
-    ("RTX 3090", {"precision": "fp8"}, "fp8 products need compute capability 8.9", "--emulate or --precision auto"),
-    ("RTX 3090", {"precision": "mxfp8"}, "MX blocks need compute capability 10.0", "--emulate or --precision auto"),
-    ("RTX 3090", {"precision": "nvfp4"}, "NVFP4 products need compute capability 10.0", "--emulate or --precision auto"),
-    ("A100 80GB", {"precision": "fp8"}, "fp8 products need compute capability 8.9", "--emulate or --precision auto"),
-    ("RTX 4090", {"precision": "mxfp8"}, "MX blocks need", "--precision fp8 or --emulate or --precision auto"),
-    ("RTX 4090", {"precision": "mxfp4"}, "no MXFP4 product", "--precision fp8 or --emulate or --precision auto"),
-    ("RTX 4090", {"precision": "nvfp4"}, "NVFP4 products need", "--precision fp8 or --emulate or --precision auto"),
-    ("H100", {"precision": "mxfp8"}, "MX blocks need", "--precision fp8 or --emulate or --precision auto"),
-    ("H100", {"precision": "mxfp4"}, "no MXFP4 product", "--precision fp8 or --emulate or --precision auto"),
-    ("H200", {"precision": "nvfp4"}, "NVFP4 products need", "--precision fp8 or --emulate or --precision auto"),
-    ("RTX 5090", {"precision": "mxfp4"}, "no MXFP4 product", "--precision fp8 or --emulate or --precision auto"),
-    ("B200", {"precision": "mxfp4"}, "no MXFP4 product", "--precision fp8 or --emulate or --precision auto"),
+    ("CPU", {"precision": "fp8"}, "a CPU has no units for fp8", AUTO),
+    ("CPU", {"precision": "mxfp8"}, "a CPU has no units for mxfp8", AUTO),
+    ("CPU", {"precision": "mxfp4"}, "a CPU has no units for mxfp4", AUTO),
+    ("CPU", {"precision": "nvfp4"}, "a CPU has no units for nvfp4", AUTO),
+    ("RTX 3090", {"precision": "fp8"}, "fp8 products need compute capability 8.9", AUTO),
+    ("RTX 3090", {"precision": "mxfp8"}, "MX blocks need compute capability 10.0", AUTO),
+    ("RTX 3090", {"precision": "nvfp4"}, "NVFP4 products need compute capability 10.0", AUTO),
+    ("A100 80GB", {"precision": "fp8"}, "fp8 products need compute capability 8.9", AUTO),
+    ("RTX 4090", {"precision": "mxfp8"}, "MX blocks need", FP8_FIRST),
+    ("RTX 4090", {"precision": "mxfp4"}, "no MXFP4 product", FP8_FIRST),
+    ("RTX 4090", {"precision": "nvfp4"}, "NVFP4 products need", FP8_FIRST),
+    ("H100", {"precision": "mxfp8"}, "MX blocks need", FP8_FIRST),
+    ("H100", {"precision": "mxfp4"}, "no MXFP4 product", FP8_FIRST),
+    ("H200", {"precision": "nvfp4"}, "NVFP4 products need compute capability 10.0, it has 9.0", FP8_FIRST),
+    ("RTX 5090", {"precision": "mxfp4"}, "no MXFP4 product", FP8_FIRST),
+    ("B200", {"precision": "mxfp4"}, "no MXFP4 product", FP8_FIRST),
     ("RTX 5090", {"precision": "nvfp4", "depth": 1}, "last 2 blocks stay", "--depth 3 or --precision fp8"),
     ("RTX 5090", {"precision": "nvfp4", "depth": 2}, "last 2 blocks stay", "--depth 3 or --precision fp8"),
     ("CPU", {"precision": "mxfp4", "emulate": True, "depth": 2}, "last 2 blocks stay", "--depth 3 or --precision fp8"),
@@ -74,7 +78,7 @@ def test_what_a_card_cannot_compute_is_refused_with_ways_that_give_a_plan(card, 
         plan_of(card, **keys)
     assert says in error.value.message
     assert error.value.fix == fix
-    for way in fix.split(" or "):
+    for way in re.split(r",? or ", re.sub(r" \(.*\)", "", fix)):
         flag, *value = shlex.split(way)
         key = flag.removeprefix("--").replace("-", "_")
         text = value[0] if value else None
@@ -87,10 +91,17 @@ def test_what_a_card_cannot_compute_is_refused_with_ways_that_give_a_plan(card, 
     ({"emulate": True, "precision": "bf16"}, "emulate is set, but precision is bf16"),
     ({"bf16_finish": 0.1, "precision": "fp32"}, "bf16_finish is set, but precision is fp32"),
     ({"bf16_finish": 0.1}, "bf16_finish is set, but precision is auto"),
+    ({"emulate": True, "bf16_finish": 0.1, "precision": "bf16"}, "emulate and bf16_finish are set, but precision is bf16"),
 ])  # fmt: skip
 def test_keys_about_low_precision_need_one(keys, says):
-    with pytest.raises(PacelineError, match=says):
+    with pytest.raises(PacelineError, match=says) as error:
         check_config(Config(**keys))
+    first, off = error.value.fix.split(", or ")
+    off_keys = {"--no-emulate": {"emulate": False}, "--bf16-finish 0": {"bf16_finish": 0.0}}
+    check_config(Config(**keys | {"precision": first.split()[1]}))
+    check_config(
+        Config(**keys | {key: value for flag, way in off_keys.items() if flag in off for key, value in way.items()})
+    )
 
 
 @pytest.mark.parametrize("card, native", [
@@ -116,8 +127,23 @@ def test_the_last_blocks_of_four_bit_runs_stay_in_16_bits():
     assert [num_last_blocks(depth) for depth in (3, 12, 13, 14, 20, 40)] == [2, 2, 2, 3, 3, 6]
     plan = plan_of("CPU", precision="nvfp4", emulate=True, depth=6)
     assert plan.low_precision == LowPrecision("nvfp4", True, 4)
-    assert precision_name(plan.precision, plan.low_precision) == "bf16 with nvfp4 products, emulated"
-    assert plan.notes == ("nvfp4 is emulated: right, and slower than 16 bits",)
+    assert precision_name(plan.precision, plan.low_precision) == "bf16 with emulated nvfp4 products"
+    assert plan.notes == (
+        "nvfp4 is emulated: right, and slower than 16 bits",
+        "nvfp4 in the first 4 of 6 blocks, the others stay in 16 bits",
+    )
+    finished = plan_of("B200", precision="mxfp8", bf16_finish=0.1)
+    assert finished.notes[1:] == ("the last 10 % of the steps are without mxfp8",)
+
+
+def test_what_a_plan_would_gain_without_fp8_is_one_of_its_levers(tmp_path):
+    def helps(depth):
+        config = Config(depth=depth, num_steps=100, precision="fp8")
+        facts = forecast(config, machine_of("RTX 5090"), cache=tmp_path, vocab_size=32_768, num_rows=0)
+        return {lever.what: lever.gain for lever in facts.levers}
+
+    assert helps(12)["--precision auto"] == pytest.approx(1 / 0.70 - 1, abs=0.02)
+    assert "--precision auto" not in helps(20)
 
 
 def test_a_cpu_without_bf16_units_computes_all_else_in_fp32():

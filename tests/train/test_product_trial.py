@@ -1,5 +1,6 @@
 """The trial that decides which products are in fp8: what it measures, what plan.json keeps of it, and what it refuses."""
 
+import traceback
 from dataclasses import replace
 
 import pytest
@@ -7,12 +8,16 @@ import torch
 
 from paceline.config import Config
 from paceline.errors import PacelineError
+from paceline.explain.catalogue import load_catalogue
+from paceline.explain.run_folder import explain, explain_run
 from paceline.plan.gpu_table import find_gpu
 from paceline.plan.machine import imagined_machine
 from paceline.plan.planner import Plan, make_plan
 from paceline.plan.replan import replan
 from paceline.plan.shapes import layer_matrices
+from paceline.rundir import RunDir
 from paceline.train import product_trial, setup
+from paceline.train.process import write_error
 from paceline.train.product_trial import choose_products, low_linear_rate, measure_gains, product_piece, seconds_of
 
 CPU = torch.device("cpu")
@@ -34,7 +39,7 @@ def plan_of(config: Config, machine=MACHINE) -> Plan:
 
 
 def config_of(precision="fp8", **keys):
-    return Config(**KEYS, precision=precision, vocab_size=512, **keys)
+    return Config(**KEYS | keys, precision=precision, vocab_size=512)
 
 
 @pytest.fixture
@@ -109,3 +114,36 @@ def test_products_that_are_wrong_on_the_card_end_the_run(monkeypatch):
 def test_emulated_products_are_not_tried():
     plan = plan_of(Config(**KEYS | {"depth": 4}, precision="nvfp4", emulate=True, vocab_size=512))
     assert choose_products(plan, CPU) == (plan, [])
+
+
+def refused_here(monkeypatch, gains, precision) -> PacelineError:
+    """The error of the trial: with gains, that fp8 is too slow; else that this CPU's torch has no product of blocks."""
+    if gains:
+        monkeypatch.setattr(product_trial, "product_problem", lambda name, device: None)
+        monkeypatch.setattr(product_trial, "forget_peaks", lambda device: None)
+        monkeypatch.setattr(product_trial, "measure_gains", lambda plan, device: gains)
+    with pytest.raises(PacelineError) as refused:
+        choose_products(plan_of(config_of(precision, **({"depth": 4} if precision == "nvfp4" else {}))), CPU)
+    return refused.value
+
+
+@pytest.mark.parametrize(
+    ("precision", "gains", "fix"),
+    [
+        ("fp8", dict.fromkeys(FASTER_MLP, 0.8), "use `--precision auto`, or a wider model"),
+        ("mxfp8", None, "use `--precision auto`, or --emulate for an experiment"),
+        ("nvfp4", None, "use `--precision auto`, or --emulate for an experiment"),
+    ],
+)
+def test_what_the_trial_refuses_is_explained_and_not_retried(precision, gains, fix, monkeypatch, tmp_path):
+    error, run = refused_here(monkeypatch, gains, precision), RunDir(tmp_path / "run")
+    log = run.rank_log(1, 0)
+    log.parent.mkdir(parents=True)
+    run.config_toml.write_text("depth = 4\n")
+    log.write_text("".join(traceback.format_exception(error)))
+    alone = explain(log)
+    assert alone.cause == "low-precision-unsupported" and alone.fix.startswith(fix)
+    assert load_catalogue().causes[alone.cause].retry == "never"
+    write_error(run, error, attempt=1, rank=0)
+    explanation = explain_run(run)
+    assert (explanation.cause, explanation.summary, explanation.fix) == (alone.cause, error.message, error.fix)

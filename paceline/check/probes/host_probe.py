@@ -50,7 +50,8 @@ LIMITS = {
 TIMEX_BYTES, TIMEX_STATUS_OFFSET, STA_UNSYNC = 256, 40, 0x40  # linux/timex.h; 256 is more than struct timex has
 PACKAGES = (
     "torch", "numpy", "tokenizers", "safetensors", "triton", "accelerate", "transformers", "lightning", "pytorch-lightning",
-    "datasets", "wandb", "flash-attn", "torchao", "deepspeed", "xformers", "psutil", "nvidia-ml-py", "rich", "paceline",
+    "datasets", "wandb", "flash-attn", "torchao", "torchtitan", "transformer-engine", "deepspeed", "xformers", "psutil",
+    "nvidia-ml-py", "rich", "paceline",
 )  # fmt: skip
 FAMILIES = re.compile(
     r"nvidia-(nccl|cudnn|cublas|cuda-runtime|cuda-nvrtc|nvshmem)(-cu\d+)?|pytorch-triton.*", re.IGNORECASE

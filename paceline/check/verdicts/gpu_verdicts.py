@@ -3,13 +3,19 @@ Verdicts on the GPUs: their number, free memory, kind, links and health.
 
 P2P on consumer boards (nccl-tests#117, nccl#1999): drivers before 570 report it on RTX 40 and 50 cards where it does not work,
 and an IOMMU breaks it as well.
+
+Capability 12.x lacks instructions of 10.x, which libraries that ask for 10.0 or later do not notice. NVFP4: TransformerEngine#2255,
+#2956 and #3281; torchao 0.18 and torchtitan 0.3, whose gates are has_cuda_capability(10, 0). MXFP8: pytorch#198126, and
+TransformerEngine's pytorch/quantization.py up to 2.20.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.check.verdicts.rules import Case, Cases, Host, at, is_lost, is_on, short_name, version_of
-from paceline.units import format_bytes
+from paceline.check.verdicts.rules import Case, Cases, Host, Severity, at, is_lost, is_on, short_name, version_of
+from paceline.check.verdicts.torch_verdicts import driver_command, install, wheel_for
+from paceline.plan.precision import NATIVE_FROM
+from paceline.units import format_bytes, format_list
 
 P2P_DRIVER = 570
 CONSUMER_WITHOUT_P2P = ("RTX 40", "RTX 50")
@@ -19,6 +25,29 @@ HOT_C = 85
 LOW_POWER_SHARE = 0.8
 NARROW_WIDTH = 4
 BF16_CAPABILITY, FP16_CAPABILITY = (8, 0), (5, 3)
+LOW_CUDA = {"fp8": (12, 0), "mxfp8": (12, 8), "nvfp4": (12, 8)}  # the first whose cuBLAS has the products
+BLOCKS_DRIVER = 570  # the first of CUDA 12.8, and of Blackwell
+SCALED_MM_TORCH = (2, 10)
+ALL_MXFP8_LAYOUTS = (13, 6)  # cuBLAS, with CUDA 13.3 update 1
+TRANSFORMER_ENGINE = "transformer-engine"
+UPGRADE_ENGINE = "pip install --upgrade --no-build-isolation 'transformer_engine[pytorch]>=2.20'"
+OTHER_FORMAT = "in the script: {}, or bf16"
+AO_FP8 = OTHER_FORMAT.format("fp8 with one scale a tensor (torchao.float8.convert_to_float8_training)")
+ENGINE_FP8 = OTHER_FORMAT.format("Float8CurrentScaling() as the recipe, in place of MXFP8BlockScaling()")
+NO_KERNELS = "has its kernels for 10.x alone, and lets 12.x pass"
+# package, versions from and up to, what it does with NVFP4 on capability 12.x, fix
+FALSE_FP4 = (
+    (
+        TRANSFORMER_ENGINE,
+        (2, 8),
+        (2, 20),
+        "makes gradients that are all zeros, or does not start its kernel",
+        UPGRADE_ENGINE,
+    ),
+    ("torchao", (0, 18), (0, 20), NO_KERNELS, AO_FP8),
+    ("torchtitan", (0, 3), (0, 4), NO_KERNELS, AO_FP8),
+)
+ENGINE_REFUSES_MXFP8 = (2, 0), (2, 21)  # versions from and up to
 
 
 def gpu_missing(host: Host) -> Cases:
@@ -210,11 +239,90 @@ def gpu_power_limited(host: Host) -> Cases:
 
 
 def precision_unsupported(host: Host) -> Cases:
-    precision = host.intent.precision
-    needed = {"bf16": BF16_CAPABILITY, "fp16": FP16_CAPABILITY}.get(precision or "")
+    low, precision = host.intent.low_precision, host.intent.low_precision or host.intent.precision
+    needed = NATIVE_FROM.get(low) if low else {"bf16": BF16_CAPABILITY, "fp16": FP16_CAPABILITY}.get(precision or "")
     for name, gpu in host.named_gpus():
         capability = tuple(gpu.get("capability") or ())
         if host.uses_cuda and needed and capability and capability < needed:
-            other = "fp16" if precision == "bf16" and capability >= FP16_CAPABILITY else "fp32"
-            what = f"{name} has capability {'.'.join(map(str, capability))}, {precision} needs {'.'.join(map(str, needed))}"
+            other = "fp16" if precision == "bf16" and capability >= FP16_CAPABILITY else "auto" if low else "fp32"
+            what = f"{name} has capability {dotted(capability)}, {precision} needs {dotted(needed)}"
             yield Case(what, f"--precision {other}")
+
+
+def dotted(numbers: tuple[int, ...]) -> str:
+    return ".".join(map(str, numbers))
+
+
+def precision_library_old(host: Host) -> Cases:
+    """Compares what hardware products of the config need with torch, its cuBLAS and the driver; emulated ones need nothing."""
+    name, version = host.intent.low_precision or "", host.at("torch.version")
+    needed, torch, cuda = LOW_CUDA.get(name), version_of(version), version_of(host.at("torch.cuda"))
+    if needed is None or not host.uses_cuda:
+        return
+    if torch and torch < SCALED_MM_TORCH:
+        what = f"torch {version} has no torch.nn.functional.scaled_mm, with which {name} products are computed"
+        yield Case(what, "pip install --upgrade 'torch>=2.11'", evidence=("torch.version",))
+    package, cublas = cublas_of(host)
+    old = ""
+    if cuda and cuda[:2] < needed:
+        old = f"torch {version} is for CUDA {dotted(cuda)}"
+    elif cublas and cublas[:2] < needed:
+        old = f"{package} is {dotted(cublas)}"
+    if old:
+        what = f"{old}, {name} products need the cuBLAS of CUDA {dotted(needed)}"
+        yield Case(what, install(wheel_for(host.facts)), evidence=("torch.cuda", f"packages.{package}"))
+    driver = version_of(host.at("driver.version"))
+    if driver and driver[0] < BLOCKS_DRIVER and needed >= (12, 8):
+        what = f"driver {host.at('driver.version')}, {name} products need {BLOCKS_DRIVER}, which came with CUDA 12.8"
+        yield Case(what, driver_command(BLOCKS_DRIVER), evidence=("driver.version",))
+
+
+def cublas_of(host: Host) -> tuple[str, tuple[int, ...] | None]:
+    """Returns the package of the cuBLAS that torch loads, and its version; from CUDA 13 on the name has no number."""
+    cuda = version_of(host.at("torch.cuda"))
+    package = f"nvidia-cublas-cu{cuda[0]}" if cuda and cuda[0] < 13 else "nvidia-cublas"
+    return package, version_of(host.at(f"packages.{package}"))
+
+
+def fp4_false_support(host: Host) -> Cases:
+    card = capability_12(host)
+    for package, first, end, does, fix in FALSE_FP4:
+        if card and first <= installed(host, package) < end:
+            what = f"{card}: {package} {host.at(f'packages.{package}')} offers NVFP4 there, and {does}"
+            yield Case(what, fix, severity_of_scripts(host), ("gpus", f"packages.{package}"))
+
+
+def mxfp8_not_on_sm120(host: Host) -> Cases:
+    card = capability_12(host)
+    if card is None:
+        return
+    first, end = ENGINE_REFUSES_MXFP8
+    if first <= installed(host, TRANSFORMER_ENGINE) < end:
+        what = f"{card}: {TRANSFORMER_ENGINE} {host.at(f'packages.{TRANSFORMER_ENGINE}')} refuses MXFP8 there"
+        yield Case(what, ENGINE_FP8, severity_of_scripts(host), ("gpus", f"packages.{TRANSFORMER_ENGINE}"))
+    package, cublas = cublas_of(host)
+    libraries = [library for library in ("torchao", "torchtitan") if installed(host, library)]
+    if libraries and cublas and cublas < ALL_MXFP8_LAYOUTS:
+        what = f"{card}, where {package} {dotted(cublas)} has one of three layouts of MXFP8 products; {format_list(libraries)}"
+        what += f" {'use' if len(libraries) > 1 else 'uses'} all"
+        evidence = ("gpus", f"packages.{package}", *(f"packages.{library}" for library in libraries))
+        yield Case(what, AO_FP8, severity_of_scripts(host), evidence)
+
+
+def capability_12(host: Host) -> str | None:
+    """Returns `GPU 0 (RTX 5090) has compute capability 12.0` of the first such card."""
+    for name, gpu in host.named_gpus():
+        capability = tuple(gpu.get("capability") or ())
+        if capability[:1] == (12,):
+            return f"{name} has compute capability {dotted(capability)}"
+    return None
+
+
+def installed(host: Host, package: str) -> tuple[int, ...]:
+    """Returns the version of a package, () where it is not known to be installed."""
+    return version_of(host.at(f"packages.{package}")) or ()
+
+
+def severity_of_scripts(host: Host) -> Severity:
+    """Returns how much a library matters that a script may use and paceline's trainer does not."""
+    return "warn" if host.intent.command in ("check", "run") else "note"

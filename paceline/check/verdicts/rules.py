@@ -23,6 +23,7 @@ class Intent:
     nproc: int | None = None  # on each host
     num_hosts: int = 1
     precision: str | None = None
+    low_precision: str | None = None  # of the blocks' products, where the hardware is to compute them
     compile: bool | None = None
     config: dict[str, Any] = field(
         default_factory=dict

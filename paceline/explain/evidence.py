@@ -298,7 +298,7 @@ def slurm_logs(run: RunDir, events: Sequence[Mapping[str, Any]]) -> list[Log]:
     ends = [event for event in events if event.get("event") == "slurm_job"]
     logs = [
         read_log(
-            [f"JobState={event.get('state')} NodeList={event.get('nodes')}\n".encode()], source="scontrol show job"
+            [f"JobState={event.get('state')} NodeList={event.get('nodes')}\n".encode()], source=event.get("source")
         )
         for event in ends[-1:]
         if event.get("state") not in ("COMPLETED", "FAILED")  # of FAILED the run itself knows why

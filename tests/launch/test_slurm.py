@@ -19,11 +19,13 @@ from paceline.launch.hosts import HostEntry, hosts_of
 from paceline.launch.queue import parse_accounted, record_job_end
 from paceline.launch.requeue import (
     check_free,
+    decide_requeue,
     end_early,
     find_start,
     has_progressed,
     is_ending,
     record_job,
+    requeue_job,
     requeue_reason,
 )
 from paceline.launch.sbatch import (
@@ -44,7 +46,7 @@ from paceline.launch.sbatch import (
     read_limit,
     split_args,
 )
-from paceline.launch.supervisor import Outcome
+from paceline.launch.supervisor import Outcome, StopSignals
 from paceline.options import PlanOptions, ResumeOptions, TrainOptions
 from paceline.rundir import RunDir, append_event, is_locked, lock_run, read_json_lines
 from paceline.slurm import (
@@ -356,6 +358,8 @@ def test_in_an_allocation_its_nodes_are_the_hosts_and_a_number_takes_the_first_o
 def test_a_job_that_slurm_started_again_continues_the_run_that_it_began(tmp_path, inside):
     run = RunDir(tmp_path)
     assert find_start(run) == "new"
+    run.submitted_toml.write_text("")
+    assert find_start(run) == "submitted"  # the job was faster than its submitter, who writes slurm.json
     record_job(run, 4711)
     assert find_start(run) == "submitted"
     run.config_toml.write_text("")
@@ -416,6 +420,28 @@ def test_a_job_that_ended_twice_without_a_newer_checkpoint_is_not_requeued():
     assert has_progressed([checkpoint(5), requeued, checkpoint(9)])
     assert not has_progressed([checkpoint(5), requeued])
     assert not has_progressed([checkpoint(5), requeued, checkpoint(5)])
+
+
+def test_a_job_that_is_requeued_says_so_while_the_run_is_locked_and_one_that_is_not_says_why(
+    tmp_path, monkeypatch, inside
+):
+    signals, run = StopSignals(first="SIGUSR1"), RunDir(tmp_path)
+    scontrol(tmp_path, monkeypatch, WAITING.replace("PENDING", "RUNNING"))
+    append_event(run, "checkpoint", step=5)
+    append_event(run, "stopped", step=5)
+    assert decide_requeue(run, STOPPED, signals) == ("its time was nearly over", [])
+    assert end_state(read_json_lines(run.events)) == "queued"  # so check_free refuses a resume from here on
+    assert requeue_job(run, "x") == ["requeued: job 4711 continues the run when Slurm starts it again (x)"]
+    reason, lines = decide_requeue(run, STOPPED, signals)
+    assert reason is None and lines[0] == (
+        "job 4711 is not requeued: it ended without a new checkpoint, as the next one would"
+    )
+    assert lines[1] == f"  fix: a longer --time, or a smaller --save-every, then paceline resume {run.path}"
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho 'scontrol: error: Access denied' >&2\nexit 1\n")
+    refused = ["job 4711 is not requeued: Slurm: Access denied", "  fix: scontrol requeue 4711"]
+    assert requeue_job(run, "x") == refused
+    assert decide_requeue(run, STOPPED, signals)[1][0] == refused[0]
+    assert decide_requeue(run, replace(STOPPED, state="finished"), signals) == (None, [])
 
 
 def test_a_warning_before_the_first_attempt_ends_with_a_reason():
@@ -481,6 +507,26 @@ def test_how_the_job_ended_is_recorded_once_and_explains_the_run(tmp_path, monke
     )
     explanation = explain_run(run)
     assert explanation.cause == cause and explanation.evidence[0].source == "scontrol show job"
+
+
+def test_the_end_of_a_job_that_slurm_has_forgotten_comes_from_its_accounts(tmp_path, monkeypatch):
+    for name, script in (
+        ("scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"),
+        ("sacct", 'case "$*" in *--jobs=4711*) echo OUT_OF_MEMORY;; esac'),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    run.config_toml.write_text("")
+    record_job(run, 4711)
+    assert record_job_end(run) == "OUT_OF_MEMORY"
+    explanation = explain_run(run)
+    assert (explanation.cause, explanation.evidence[0].source) == ("host-oom-killed", "sacct")
+    (tmp_path / "sacct").unlink()  # a cluster without accounts
+    run.events.unlink()
+    assert record_job_end(run) is None and not run.events.exists()
 
 
 def test_what_slurm_itself_wrote_into_the_log_of_the_job_is_evidence_of_its_last_start_only(tmp_path):

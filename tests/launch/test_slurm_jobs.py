@@ -1,6 +1,7 @@
 """Runs in a real Slurm: slurmctld and two slurmd in network namespaces (tests/slurm_cluster.py)."""
 
 import json
+import signal
 import statistics
 import subprocess
 import sys
@@ -69,7 +70,7 @@ def last_files(run: RunDir) -> dict[str, str]:
     return {name: entry.sha256 for name, entry in read_manifest(path).files.items()}
 
 
-def wait_for_end(cluster: SlurmCluster, run: RunDir, *, timeout_s: float = 300.0) -> str:
+def wait_for_end(cluster: SlurmCluster, run: RunDir, *, timeout_s: float = slurm_cluster.DEADLINE_S) -> str:
     """Returns the state in which the job of a run has ended."""
     ends = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
     cluster.wait_for(lambda: cluster.state(job_id(run)) in ends, timeout_s=timeout_s)
@@ -146,13 +147,14 @@ def test_a_run_is_submitted_followed_warned_requeued_and_done(cluster):
     assert events_of(run, "slurm_job")[0]["state"] == "COMPLETED"
 
 
-def test_a_run_that_waits_is_watched_and_cancelled_and_one_that_trains_is_stopped_with_a_checkpoint(cluster):
+def test_a_run_that_waits_is_watched_and_cancelled(cluster):
     cluster.slurm("sbatch", "--exclusive", "--nodes=2", "--job-name=first", "--output=/dev/null", "--wrap", "sleep 600")
     waiting = submit(cluster, "waiting", 20)
     number = job_id(waiting)
-    shown = cluster.paceline("runs", "show", "waiting").stdout
+    assert number in {int(line) for line in cluster.slurm("squeue", "--noheader", "--format=%A").split()}
+    cluster.wait_for(lambda: f"slurm   job {number} PENDING (" in cluster.paceline("runs", "show", "waiting").stdout)
+    assert "waiting: queued" in cluster.paceline("runs", "show", "waiting").stdout
     listed = json.loads(cluster.paceline("runs", "--json").stdout)
-    assert "waiting: queued" in shown and f"slurm   job {number} PENDING (" in shown
     assert next(status["state"] for status in listed if status["name"] == "waiting") == "queued"
     stopped = cluster.paceline("stop", "waiting")
     assert (
@@ -161,14 +163,27 @@ def test_a_run_that_waits_is_watched_and_cancelled_and_one_that_trains_is_stoppe
     assert cluster.state(number) == "CANCELLED" and not waiting.path.exists()
     cluster.slurm("scancel", "--name=first")
 
-    run = submit(cluster, "stopped", 3000)
+
+def test_ctrl_c_ends_the_following_alone_and_stop_ends_the_run_with_a_checkpoint(cluster):
+    words = ("train", *SIZES, "--name=stopped", "--num-steps=3000", "--slurm", "--hosts=2", "--slurm-args=--time=30")
+    run = RunDir(cluster.runs / "stopped")
+    printed = cluster.paceline(*words, "--print").stdout
+    assert printed.startswith("#!/bin/bash\n#SBATCH --job-name=stopped\n#SBATCH --nodes=2\n") and not run.path.exists()
+    process = cluster.start(LOGIN, sys.executable, "-m", "paceline.cli", *words, stdout=subprocess.PIPE)
     cluster.wait_for(lambda: step_of(run) > 0)
-    shown = cluster.paceline("runs", "show", "stopped").stdout
-    assert "RUNNING on n[1-2], " in shown and " of 30m00s left" in shown
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=slurm_cluster.DEADLINE_S)
+    assert process.returncode == 0
+    next_lines = "next    paceline watch runs/stopped\n        paceline stop runs/stopped\n"
+    assert output.endswith(f"\ndetached: job {job_id(run)} continues\n{next_lines}"), output
+    assert (run.path / "slurm.sh").read_text() == printed
+
+    def shown():
+        return cluster.paceline("runs", "show", "stopped").stdout
+
+    cluster.wait_for(lambda: "RUNNING on n[1-2], " in (text := shown()) and " of 30m00s left" in text)
     stopped = cluster.paceline("stop", "stopped")
-    assert stopped.stdout.startswith(f"stopped: {run.path.relative_to(cluster.hosts.folder)}, checkpoint at step "), (
-        stopped
-    )
+    assert stopped.stdout.startswith("stopped: runs/stopped, checkpoint at step "), stopped
     assert not events_of(run, "requeued") and cluster.state(job_id(run)) not in ("PENDING", "RUNNING")
 
 
@@ -189,7 +204,7 @@ def test_a_job_that_is_preempted_saves_and_continues_when_its_nodes_are_free_aga
     cluster.wait_for(lambda: step_of(run) > 5)
     started = time.monotonic()
     cluster.slurm("sbatch", "--partition=urgent", "--exclusive", "--nodes=2", "--output=/dev/null", "--wrap", "sleep 5")
-    cluster.wait_for(lambda: events_of(run, "requeued"), timeout_s=60)
+    cluster.wait_for(lambda: events_of(run, "requeued"))
     print(f"requeued {time.monotonic() - started:.1f} s after the job that preempts was submitted")
     assert events_of(run, "requeued")[0]["why"] == "preempted by another job"
     assert wait_for_end(cluster, run) == "COMPLETED", cluster.logs()
@@ -201,7 +216,7 @@ def test_scancel_saves_and_is_not_undone_by_a_requeue(cluster):
     run = submit(cluster, "cancelled", 3000)
     cluster.wait_for(lambda: step_of(run) > 5)
     cluster.slurm("scancel", str(job_id(run)))
-    cluster.wait_for(lambda: events_of(run, "stopped"), timeout_s=30)
+    cluster.wait_for(lambda: events_of(run, "stopped"))
     assert wait_for_end(cluster, run) == "CANCELLED"
     assert not events_of(run, "requeued") and events_of(run, "checkpoint")
     explained = cluster.paceline("explain", "cancelled").stdout
@@ -222,13 +237,13 @@ def test_a_node_that_dies_under_the_run_is_left_out_or_the_job_is_requeued_until
     cluster.wait_for(lambda: step_of(run) > 60)
     started = time.monotonic()
     cluster.kill_node("n2")
-    cluster.wait_for(lambda: events_of(run, "verdict"), timeout_s=60)
+    cluster.wait_for(lambda: events_of(run, "verdict"))
     print(f"noticed {time.monotonic() - started:.1f} s after the node died")
     assert events_of(run, "verdict")[0]["cause"] == "host-lost"
     if min_hosts == 2:
-        cluster.wait_for(lambda: events_of(run, "requeued"), timeout_s=60)
+        cluster.wait_for(lambda: events_of(run, "requeued"))
         cluster.start_node("n2")
-    assert wait_for_end(cluster, run, timeout_s=400) == "COMPLETED", cluster.logs()
+    assert wait_for_end(cluster, run) == "COMPLETED", cluster.logs()
     print(f"done {time.monotonic() - started:.1f} s after the node died")
     assert step_of(run) == 600
     assert [event["world_size"] for event in events_of(run, "attempt")] == [2, min_hosts]
@@ -238,6 +253,7 @@ def test_a_node_that_dies_under_the_run_is_left_out_or_the_job_is_requeued_until
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(5400)  # trains twice for minutes, with two jobs' limits between
 def test_a_limit_that_is_reached_twice_leaves_the_same_bits_as_an_unbroken_run(cluster):
     """Slurm itself warns: USR1 may come up to a minute early, as it looks every 30 s. A job then trains for one or two minutes."""
     unbroken(cluster, "timed", "--num-steps=200")

@@ -78,14 +78,14 @@ def requeue_reason(outcome: Outcome, first_signal: str | None, job: SlurmJob | N
 
 
 def has_progressed(events: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the run has a newer checkpoint than when it was requeued last: else its jobs are too short for one."""
-    steps: list[int] = [0]  # the newest checkpoint, at each requeue and now
+    """Whether this job or the one before it has made a newer checkpoint: else the jobs of the run are too short for one."""
+    steps: list[int] = [0, 0]  # the newest checkpoint at the start, at each requeue, and now
     for event in events:
         if event.get("event") == "checkpoint":
             steps[-1] = max(steps[-1], event["step"])
         elif event.get("event") == "requeued":
             steps.append(steps[-1])
-    return len(steps) == 1 or steps[-1] > steps[-2]
+    return len(steps) == 2 or steps[-1] > steps[-3]
 
 
 def decide_requeue(run: RunDir, outcome: Outcome, signals: StopSignals) -> tuple[str | None, list[str]]:
@@ -104,7 +104,7 @@ def decide_requeue(run: RunDir, outcome: Outcome, signals: StopSignals) -> tuple
         return None, []
     if not has_progressed(list(read_json_lines(run.events))):
         fix = f"a longer --time, or a smaller --save-every, then paceline resume {run.path}"
-        return None, not_requeued(run, place, "it ended without a new checkpoint, as the next one would", fix)
+        return None, not_requeued(run, place, "two in a row ended without a new checkpoint", fix)
     append_event(run, "requeued", job_id=place.job_id, why=reason)
     return reason, []
 

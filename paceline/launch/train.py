@@ -52,12 +52,14 @@ from paceline.rundir import (
     check_unused,
     is_script_run,
     lock_run,
+    read_json_lines,
     unwritable_run,
     utc_now,
     write_atomic,
 )
 from paceline.terminal import show_progress
 from paceline.units import format_count
+from paceline.watch.events import end_state
 from paceline.watch.status import run_status
 
 LOCK_WAIT_S = 60.0  # workers that lost their supervisor save and end, or are killed, within this
@@ -132,6 +134,8 @@ def resume_run(run: RunDir, options: ResumeOptions, nodes: Sequence[HostEntry] =
         run, options.keys, otherwise=new_run, takes_count=options.slurm or place is not None
     )
     if options.slurm and place is None:
+        if config.num_steps and config.epochs is None:  # else the job counts them
+            check_unfinished(run, config.num_steps)
         return submit_resume(run, config, plan_before, options)
     announce_job(place)
     entries, config = hosts_of(config, nodes)
@@ -145,11 +149,7 @@ def resume_run(run: RunDir, options: ResumeOptions, nodes: Sequence[HostEntry] =
     if options.show_env:
         print(format_env(plan_env(plan, libuv=checked.libuv)[1]))
         return 0
-    if run_status(run).state == "finished" and last_good_step(run) >= plan.num_steps:
-        raise PacelineError(
-            f"{run.name} is finished at step {last_good_step(run):,} of {plan.num_steps:,}",
-            fix=f"paceline resume {run.path} --num-steps {2 * plan.num_steps} extends it",
-        )
+    check_unfinished(run, plan.num_steps)
     lock, notes, cluster = wait_for_lock(run), list[str](), partial(cluster_of, entries, config, machine)
     if memory_setup(plan) != memory_setup(plan_before):
         config, plan, notes = try_plan(config, plan, machine, make=make, libuv=checked.libuv, cluster=cluster)
@@ -244,6 +244,16 @@ def wait_for_lock(run: RunDir) -> int:
             print(f"waiting for the workers of {run.name}'s last attempt to end", flush=True)
             announced = True
         time.sleep(LOCK_POLL_S)
+
+
+def check_unfinished(run: RunDir, num_steps: int) -> None:
+    """Raises PacelineError where the run has finished all these steps."""
+    events = (event for event in read_json_lines(run.events) if event.get("event") != "submitted")
+    if end_state(events) == "finished" and last_good_step(run) >= num_steps:
+        raise PacelineError(
+            f"{run.name} is finished at step {last_good_step(run):,} of {num_steps:,}",
+            fix=f"paceline resume {run.path} --num-steps {2 * num_steps} extends it",
+        )
 
 
 def last_good_step(run: RunDir) -> int:

@@ -145,6 +145,8 @@ def test_a_run_is_submitted_followed_warned_requeued_and_done(cluster):
     assert [event["hosts"] for event in attempts] == [{"n1": [0], "n2": [1]}] * 2
     assert events_of(run, "requeued")[0]["why"] == "its time was nearly over"
     assert events_of(run, "slurm_job")[0]["state"] == "COMPLETED"
+    finished = cluster.paceline("resume", str(run.path), "--slurm")
+    assert "is finished at step 150 of 150\n" in finished.stderr and not events_of(run, "submitted")
 
 
 def test_a_run_that_waits_is_watched_and_cancelled(cluster):
@@ -185,6 +187,13 @@ def test_ctrl_c_ends_the_following_alone_and_stop_ends_the_run_with_a_checkpoint
     stopped = cluster.paceline("stop", "stopped")
     assert stopped.stdout.startswith("stopped: runs/stopped, checkpoint at step "), stopped
     assert not events_of(run, "requeued") and cluster.state(job_id(run)) not in ("PENDING", "RUNNING")
+
+    resume = ("resume", "stopped", "--slurm", "--slurm-args=--time=30", "--no-check")
+    assert cluster.paceline(*resume, "--detach").returncode == 0
+    refused = cluster.paceline(*resume)
+    assert f"error: stopped is in Slurm's job {job_id(run)}, " in refused.stderr
+    assert cluster.paceline("stop", "stopped").returncode == 0
+    assert [event["job_id"] for event in events_of(run, "submitted")] == [job_id(run)]
 
 
 @pytest.mark.soak

@@ -34,7 +34,7 @@ from paceline.launch.losses import cluster_session
 from paceline.launch.member import Reach, reach_early
 from paceline.launch.notify import checked_services
 from paceline.launch.requeue import announce_job, check_free, current_job, find_start, record_job
-from paceline.launch.run_text import file_hashes, planner, prepare_data, record_data, reopen_data
+from paceline.launch.run_text import check_text, file_hashes, planner, prepare_data, record_data, reopen_data
 from paceline.launch.sbatch import check_options, job_note, submit_resume, submit_run
 from paceline.launch.sync import send_text
 from paceline.launch.trial import try_plan
@@ -84,6 +84,8 @@ def start_run(config: Config, options: TrainOptions, nodes: Sequence[HostEntry] 
         return resume_run(run, ResumeOptions(run=str(run.path), **{name: getattr(options, name) for name in names}))
     check_options(options, has_place=place is not None)
     if options.slurm and place is None:
+        if options.check:
+            check_text(config)
         return submit_run(config, run, options)
     announce_job(place)
     entries, config = hosts_of(config, nodes)

@@ -288,7 +288,7 @@ def test_what_does_not_end_within_the_time_of_the_notice_is_killed_before_it_is_
 
 
 SMALL = {
-    "depth": 2, "n_embd": 64, "head_dim": 32, "sequence_len": 64, "vocab_size": 300, "total_batch_size": 1024, "num_steps": 50,
+    "depth": 2, "n_embd": 64, "head_dim": 32, "sequence_len": 64, "vocab_size": 300, "total_batch_size": 1024, "num_steps": 100,
     "device_batch_size": 2, "precision": "fp32", "device": "cpu", "nproc": 1, "eval_tokens": 4096, "log_every": 1, "eval_every": 0,
     "save_every": 0, "compile": False,
 }  # fmt: skip
@@ -316,13 +316,13 @@ def test_an_emitted_script_saves_on_a_notice_and_what_starts_again_resumes(metad
         200, "TRUE" if run.metrics.exists() and len(steps()) > 1 else "FALSE"
     )
     shell = ["sh", "-c", script]
-    first = subprocess.run(shell, env=env, capture_output=True, text=True, timeout=300, check=False)
+    first = subprocess.run(shell, env=env, capture_output=True, text=True, timeout=800, check=False)
     assert first.returncode == 130, first.stdout + first.stderr
     saved = steps()[-1]
     assert 1 < saved < SMALL["num_steps"] and f"checkpoint at step {saved}" in first.stderr
     assert "stopping on a preemption notice from Google Cloud, 25 s left: saving a checkpoint" in first.stdout
     assert first.stderr.rstrip().endswith(f"next    paceline resume {run.path}")
     metadata.behave = answers("FALSE")  # on the next machine
-    second = subprocess.run(shell, env=env, capture_output=True, text=True, timeout=300, check=False)
+    second = subprocess.run(shell, env=env, capture_output=True, text=True, timeout=800, check=False)
     assert second.returncode == 0, second.stdout + second.stderr
     assert steps() == list(range(1, SMALL["num_steps"] + 1))

@@ -29,6 +29,7 @@ from paceline.launch.requeue import (
     requeue_job,
     requeue_reason,
 )
+from paceline.launch.run_text import check_text
 from paceline.launch.sbatch import (
     JobLength,
     Submission,
@@ -355,6 +356,12 @@ def test_the_plan_for_a_partition_takes_its_gpus_and_says_how_many_jobs_it_needs
         "note    the plan does not know the GPUs of partition gpu (fast): it is for the devices here;"
         " --gpu NAME says what they are"
     )
+
+
+def test_a_text_that_is_not_here_is_refused_before_the_submission():
+    with pytest.raises(PacelineError, match="no such file or folder: gone.txt") as error:
+        check_text(Config(data="gone.txt"))
+    assert error.value.fix.endswith("; --no-check, if only the nodes have it")
 
 
 def test_options_about_the_submission_need_it():

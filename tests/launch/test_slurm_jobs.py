@@ -1,6 +1,7 @@
 """Runs in a real Slurm: slurmctld and two slurmd in network namespaces (tests/slurm_cluster.py)."""
 
 import json
+import secrets
 import signal
 import statistics
 import subprocess
@@ -194,6 +195,19 @@ def test_ctrl_c_ends_the_following_alone_and_stop_ends_the_run_with_a_checkpoint
     assert f"error: stopped is in Slurm's job {job_id(run)}, " in refused.stderr
     assert cluster.paceline("stop", "stopped").returncode == 0
     assert [event["job_id"] for event in events_of(run, "submitted")] == [job_id(run)]
+
+
+def test_the_tasks_of_srun_join_as_nodes(cluster):
+    words = ("train", *SIZES, "--name=joined", "--num-steps=3")
+    srun = ("srun", "--nodes=2", "--ntasks-per-node=1", "--mpi=none", "--time=10", "--label")
+    token = f"PACELINE_TOKEN={secrets.token_hex(16)}"
+    done = cluster.run("env", token, *srun, sys.executable, "-m", "paceline.cli", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0: joined  as node 0 of 2 by Slurm's variables; the others come to n1, port 29" in done.stdout
+    assert "1: ended   with exit code 0: node 0 has ended" in done.stdout
+    run = RunDir(cluster.runs / "joined")
+    assert [event["hosts"] for event in events_of(run, "attempt")] == [{"n1": [0], "n2": [1]}]
+    assert token.partition("=")[2] not in done.stdout + done.stderr
 
 
 @pytest.mark.soak

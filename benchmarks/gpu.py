@@ -5,18 +5,18 @@ depth of the second 2 to 3.
     python benchmarks/gpu.py [--parts right,kernels,low,fast] [--depths 8,12,20] [--budget-s 460]
     python benchmarks/gpu.py --plan [--depths 8,12,16,24]
 
-Right and fast are real `paceline train` in a temporary folder. Right: loss on the GPU against the CPU, compiled against eager, fp16
-and bf16 against fp32, a broken run against an unbroken one, an offloaded optimizer against one on the GPU. Kernels, a minute: each
-way of attention and of the loss on the shapes of the first depth, by the functions that a run calls; how far each is from its
-reference, and its milliseconds. Low, half a minute and two short runs: the kernels that cast to fp8 against the codec, to the bit;
-each low precision's products against their emulation, where the card has them, and how many times as fast as bf16's they are by width
-(fp8 also with a scale for each row); tokens/s of the second depth in bf16 and in fp8. Fast: tokens/s, MFU and peak memory, planned and measured, in bf16 per depth, compiled: rows of
-2,048 tokens, 524,288 tokens a step as the recipe has them; then the last depth with --offload optimizer, and by how much a step is
-longer, planned and measured. Exit code 1 if anything is wrong. Needs torch 2.11+, numpy, tokenizers, safetensors, rich, psutil,
-orjson, argcomplete. `--device cpu --depths 2 --sequence-len 128` goes through the same steps without a GPU.
-
---plan: the planned peak of memory beside the measured one, eager, compiled and checkpointed at each depth; first by arithmetic
-alone, then by a plan that knows what these runs have measured. On a CPU it is the process, with what PyTorch itself takes.
+Right and fast are real `paceline train` in a temporary folder. Right: loss on the GPU against the CPU, compiled against eager,
+fp16 and bf16 against fp32, a broken run against an unbroken one, an offloaded optimizer against one on the GPU. Kernels, a
+minute: each way of attention and of the loss on the shapes of the first depth, by the functions that a run calls; how far each is
+from its reference, and its milliseconds. Low, half a minute and two short runs: the kernels that cast to fp8 against the codec,
+to the bit; each low precision's products against their emulation, where the card has them, and how many times as fast as bf16's
+they are by width (fp8 also with a scale for each row); tokens/s of the second depth in bf16 and in fp8. Fast: tokens/s, MFU and
+peak memory, planned and measured, in bf16 per depth, compiled: rows of 2,048 tokens, 524,288 tokens a step as the recipe has
+them; then the last depth with --offload optimizer, and by how much a step is longer, planned and measured. Exit code 1 if
+anything is wrong. Needs torch 2.11+, numpy, tokenizers, safetensors, rich, psutil, orjson, argcomplete. `--device cpu --depths 2
+--sequence-len 128` goes through the same steps without a GPU. --plan: the planned peak of memory beside the measured one, eager,
+compiled and checkpointed at each depth; first by arithmetic alone, then by a plan that knows what these runs have measured. On a
+CPU it is the process, with what PyTorch itself takes.
 """
 
 import argparse

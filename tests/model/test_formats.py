@@ -246,3 +246,19 @@ def test_the_codes_are_those_of_torchao():
             codes = q.elements.view(torch.uint8) if element == "e4m3" else pack_e2m1(e2m1_codes(q.elements))
             assert torch.equal(scales.view(torch.uint8), q.scales)
             assert torch.equal(elements.view(torch.uint8), codes)
+
+
+@pytest.mark.parametrize("square", [False, True])
+def test_the_codes_of_nvfp4_are_those_of_transformer_engine(square):
+    reference = pytest.importorskip(
+        "transformer_engine.pytorch.custom_recipes.reference_nvfp4", reason="TransformerEngine is not installed"
+    )
+    tile = (16, 16) if square else (1, 16)
+    quantizer = reference.NVFP4QuantizerRef("e2m1", columnwise=False, quant_tile_shape=tile)
+    generator = torch.Generator().manual_seed(6)
+    for exponent in (-30, 0, 30):
+        spread = torch.randint(-12, 12, (256, 1), generator=generator)
+        x = torch.randn(256, 512, generator=generator) * 2.0 ** (exponent + spread)
+        expected, q = quantizer.quantize(x), quantize_nvfp4(x, square=square)
+        assert torch.equal(expected.scale.view(torch.uint8), q.scales.view(torch.uint8))
+        assert torch.equal(reference.cast_from_fp4x2(expected.data, torch.float32), q.elements)

@@ -133,7 +133,8 @@ def submit(
     try:
         if not notes:  # it refuses what cannot start now, although sbatch takes a job that waits for nodes
             ask("sbatch", "--test-only", str(run.path / SCRIPT))
-        job_id = int(ask("sbatch", "--parsable", str(run.path / SCRIPT)).strip().partition(";")[0])
+        words = ask("sbatch", "--parsable", str(run.path / SCRIPT)).split()  # a site may print a banner first
+        job_id = int(words[-1].partition(";")[0])
     except SlurmError as error:
         if config:
             shutil.rmtree(run.path)
@@ -302,11 +303,10 @@ def check_length(length: JobLength, estimate: Forecast | None) -> None:
     steps_s = 2 * step.seconds.high if step and step.seconds else 0.0
     needed_s = length.lost_s + steps_s
     if length.limit_s <= needed_s:
-        most = math.ceil(needed_s / 60) + 5
         raise PacelineError(
             f"a job of {format_duration(length.limit_s)} has no time for a checkpoint: start, save and warning take"
             f" {format_duration(needed_s)}",
-            fix=f'--slurm-args "--time={most}" or more',
+            fix=f'--slurm-args "--time={math.ceil(needed_s / 60) + 5}" or more',
         )
 
 

@@ -18,6 +18,7 @@ from paceline.rundir import RunDir, read_json_lines
 pytestmark = [
     pytest.mark.dist,
     pytest.mark.slow,
+    pytest.mark.timeout(2400),  # a busy machine takes minutes for what takes seconds alone
     pytest.mark.skipif(bool(namespaces.WHY_NOT), reason=namespaces.WHY_NOT),
 ]
 TOKEN = "f3b1c6d09a7e4452"

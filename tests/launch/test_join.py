@@ -1,5 +1,6 @@
 """Nodes that somebody else has started: real commands on hosts in network namespaces (tests/namespaces.py), without ssh to them."""
 
+import os
 import re
 import shutil
 import signal
@@ -169,7 +170,9 @@ def test_every_contract_is_started_for_real():
 def test_mpirun_trains_on_two_hosts(job):
     mpirun = ["mpirun", "--allow-run-as-root", "-H", "h1,h2", "--bind-to", "none", "--tag-output"]
     variables = [f"PACELINE_TOKEN={TOKEN}", f"XDG_CACHE_HOME={job.hosts.folder / 'h1' / 'cache'}"]
-    command = ["env", *variables, *mpirun, "-x", "PACELINE_TOKEN", "-x", "PATH", sys.executable, "-m", "paceline.cli"]
+    names = ("PACELINE_TOKEN", "PATH", *(["PYTHONPATH"] if "PYTHONPATH" in os.environ else []))  # the same code there
+    exports = [word for name in names for word in ("-x", name)]
+    command = ["env", *variables, *mpirun, *exports, sys.executable, "-m", "paceline.cli"]
     job.launch(
         0,
         [

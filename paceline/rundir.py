@@ -381,7 +381,8 @@ def find_training_run(name: str, *, runs_dir: str) -> RunDir:
     run = find_run(name, runs_dir=runs_dir)
     if is_queued(run):
         raise PacelineError(
-            f"{run.name} was submitted to Slurm and has not begun", fix=f"paceline watch {run.path} shows where it is"
+            f"{run.name} was submitted to Slurm and has not begun",
+            fix=f"paceline watch {run.path} shows where it is; where its job has ended, the same command submits it again",
         )
     if is_script_run(run):
         raise PacelineError(

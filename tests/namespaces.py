@@ -75,7 +75,7 @@ class Hosts:
         inside = ["ip", "netns", "exec", self.prefix + host, "unshare", "--uts", *name, *command]
         return ["taskset", "--cpu-list", ",".join(map(str, chosen)), *inside]
 
-    def run(self, host: str, *command: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+    def run(self, host: str, *command: str, timeout_s: float = 300.0) -> subprocess.CompletedProcess[str]:
         """Runs a command on a host; its `ssh` uses the test's keys."""
         return subprocess.run(
             self.command(host, command),
@@ -96,7 +96,7 @@ class Hosts:
         return subprocess.Popen(self.command(host, command), text=True, env=self.env(host), cwd=self.folder, **options)
 
     def paceline(self, host: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return self.run(host, sys.executable, "-m", "paceline.cli", *arguments, timeout_s=120.0)
+        return self.run(host, sys.executable, "-m", "paceline.cli", *arguments, timeout_s=300.0)
 
     def ip(self, *words: str) -> None:
         subprocess.run(["ip", *words], check=True, capture_output=True)
@@ -192,7 +192,7 @@ def make_keys(hosts: Hosts) -> None:
 
 
 def wait_until_served(hosts: Hosts) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 300
     for host in hosts.names:
         while hosts.run(hosts.names[0], "ssh", host, "true").returncode:
             assert time.monotonic() < deadline, (hosts.folder / host / "sshd.log").read_text()

@@ -28,14 +28,15 @@ SBIN = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 MISSING = [name for name in ("slurmctld", "slurmd", "munged", "sbatch", "srun") if not shutil.which(name, path=SBIN)]
 WHY_NOT = namespaces.WHY_NOT or (f"{', '.join(MISSING)} missing (apt install slurm-wlm munge)" if MISSING else "")
 LOGIN = "login"
-START_S, DEADLINE_S = 30.0, 240.0
+DEADLINE_S = 600.0  # guards against hanging alone
 
-# cred_expire: a requeued job waits as long, 120 s by default. Without NO_CONF_HASH each node's own socket is reported as an error.
+# cred_expire: a requeued job waits as long, 120 s by default, and a busy machine may take seconds to start a step. KillWait: for a
+# save there. Without NO_CONF_HASH each node's own socket is reported as an error.
 CONF = """
 ClusterName=test
 SlurmctldHost={login}(10.77.0.1)
 AuthType=auth/munge
-AuthInfo=socket={folder}/{host}/munge.sock,cred_expire=5
+AuthInfo=socket={folder}/{host}/munge.sock,cred_expire=15
 SlurmUser=root
 SlurmdUser=root
 StateSaveLocation={folder}/state
@@ -58,7 +59,7 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 ReturnToService=2
 SlurmdTimeout={slurmd_timeout_s}
-KillWait=5
+KillWait=60
 MinJobAge=600
 DebugFlags=NO_CONF_HASH
 {nodes}
@@ -192,14 +193,12 @@ def slurm_cluster(folder: Path, *, nodes: int = 2, slurmd_timeout_s: int = 20) -
         try:
             for host in hosts.names:
                 cluster.start_munge(host)
-            cluster.wait_for(
-                lambda: all((folder / host / "munge.sock").exists() for host in hosts.names), timeout_s=START_S
-            )
+            cluster.wait_for(lambda: all((folder / host / "munge.sock").exists() for host in hosts.names))
             cluster.start_daemon(LOGIN, "slurmctld", "-D")
             for node in cluster.nodes:
                 cluster.start_daemon(node, "slurmd", "-D")
             ask = ("sinfo", "--noheader", "--Node", "--partition=main", "--format=%T")
-            cluster.wait_for(lambda: cluster.run(*ask).stdout.split() == ["idle"] * nodes, timeout_s=START_S)
+            cluster.wait_for(lambda: cluster.run(*ask).stdout.split() == ["idle"] * nodes)
             yield cluster
         finally:
             with suppress(Exception):

@@ -293,19 +293,22 @@ def read_kmsg(path: Path) -> list[tuple[float, str]]:
     return lines
 
 
-def slurm_logs(run: RunDir, events: Sequence[Mapping[str, Any]]) -> list[Log]:
-    """How Slurm says that the job ended, and the lines of its own in the log of the job's last start."""
+def slurm_logs(run: RunDir, events: Sequence[Mapping[str, Any]], *, has_attempt: bool = True) -> list[Log]:
+    """How Slurm says that the job ended, and the lines of its own in the log of the job's last start.
+
+    has_attempt: the run has begun; else no other log has the reason, and all lines count.
+    """
     ends = [event for event in events if event.get("event") == "slurm_job"]
     logs = [
         read_log(
-            [f"JobState={event.get('state')} NodeList={event.get('nodes')}\n".encode()], source="scontrol show job"
+            [f"JobState={event.get('state')} NodeList={event.get('nodes')}\n".encode()], source=event.get("source")
         )
         for event in ends[-1:]
         if event.get("state") not in ("COMPLETED", "FAILED")  # of FAILED the run itself knows why
     ]
     paths = sorted(run.path.glob("slurm-*.log"), key=lambda path: path.stat().st_mtime)
-    for path in paths[-1:] if ends else ():
+    for path in paths[-1:] if ends or not has_attempt else ():
         text = read_end(path, SAMPLE_BYTES)[0].rpartition(b"\nslurm   job ")[2]
-        lines = [line for line in text.splitlines(keepends=True) if SLURM_LINE.match(line)]
+        lines = [line for line in text.splitlines(keepends=True) if SLURM_LINE.match(line) or not has_attempt]
         logs.append(read_log(lines, source=str(path)))
     return logs

@@ -57,7 +57,7 @@ from paceline.explain.reader import CHUNK_BYTES, Log, read_log
 from paceline.explain.series import is_metric_file, is_no_log, read_series
 from paceline.explain.verdict import UNKNOWN, clean_values, fill_template, reach_verdict
 from paceline.heartbeat import read_heartbeat
-from paceline.rundir import RunDir, check_readable, open_file, read_end, read_json_lines, read_text
+from paceline.rundir import RunDir, check_readable, is_queued, open_file, read_end, read_json_lines, read_text
 from paceline.typed_fields import typed_content, well_typed
 from paceline.units import parse_time, unix_time
 
@@ -96,10 +96,11 @@ def explain_attempt(run: RunDir, attempt: int | None) -> Explanation:
     attempt = attempt or max(
         (int(path.name) for path in run.path.glob("logs/*") if path.name.isdecimal()), default=None
     )
-    if attempt is None and (ends := slurm_logs(run, list(read_json_lines(run.events)))):
+    if attempt is None and (ends := slurm_logs(run, list(read_json_lines(run.events)), has_attempt=False)):
         return reach_verdict(ends, values=run_values(run))
     if attempt is None:
-        raise PacelineError(f"{run.name} has no logs: nothing was started", fix=f"paceline resume {run.path}")
+        fix = f"paceline {'watch' if is_queued(run) else 'resume'} {run.path}"
+        raise PacelineError(f"{run.name} has no logs: nothing was started", fix=fix)
     all_events = list(read_json_lines(run.events))
     events = [event for event in all_events if event.get("attempt") in (None, attempt)]
     starts = {event.get("attempt"): event.get("time") for event in all_events if event.get("event") == "attempt"}
@@ -273,8 +274,9 @@ def explain_logs(names: Sequence[str], *, runs_dir: str, stdin: BinaryIO) -> Exp
     paths = [Path(name) for name in names]
     if len(paths) == 1:
         for path in (paths[0], Path(runs_dir) / names[0]):
-            if (path / "config.toml").is_file() and (path / "events.jsonl").is_file():
-                return explain_run(RunDir(path))
+            run = RunDir(path)
+            if (run.config_toml.is_file() and run.events.is_file()) or is_queued(run):
+                return explain_run(run)
     return explain_files(find_files(paths))
 
 

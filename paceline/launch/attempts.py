@@ -20,7 +20,7 @@ from paceline.launch.failure import explain_end, read_log_tail
 from paceline.launch.notify import run_services
 from paceline.launch.policy import Abilities, AttemptEnd, Decision, Situation, decide
 from paceline.launch.preemption import short_notice, watch_preemption
-from paceline.launch.requeue import job_watch, requeue_job
+from paceline.launch.requeue import decide_requeue, job_watch, requeue_job
 from paceline.launch.supervisor import Outcome, StopSignals, catch_signals
 from paceline.options import LaunchOptions, Recovery, Services
 from paceline.plan.host import oom_kills
@@ -91,35 +91,40 @@ def run_job(job: Job, services: Services) -> int:
     """
     signals = StopSignals()
     with job_watch(signals) if job.is_training else nullcontext():
-        outcome, exit_code = finish_job(job, services, signals)
-        if job.resumes_itself and (lines := requeue_job(job.run, outcome, signals)):
-            job.show(lines)
+        exit_code, reason = finish_job(job, services, signals)
+        if reason:
+            job.show(requeue_job(job.run, reason))
     return exit_code
 
 
-def finish_job(job: Job, services: Services, signals: StopSignals) -> tuple[Outcome, int]:
-    """Runs all attempts with services beside them, releases the lock and prints the closing lines; returns how the job ended."""
-    started = time.monotonic()
+def finish_job(job: Job, services: Services, signals: StopSignals) -> tuple[int, str | None]:
+    """Runs all attempts with services beside them, releases the lock and prints the closing lines.
+
+    Returns the exit code, and why Slurm is to start the job again, if it is.
+    """
+    started, reason, notes = time.monotonic(), None, list[str]()
     if line := short_notice(job.options, needed_s=job.save_s()):
         job.show([line])
     with run_services(job.run, services):
         try:
             with watch_preemption(job.options, signals.preempt, partial(note_problem, job.run)):
                 outcome = run_attempts(job, job.options, signals)
+            exit_code = job.exit_code(outcome)
+            if outcome.state == "failed":
+                append_event(job.run, "failed", rank=outcome.failures[0].rank, exit_code=exit_code)
+            elif outcome.between_attempts or not job.workers_record_end:
+                append_event(job.run, outcome.state)
+            if job.resumes_itself:
+                reason, notes = decide_requeue(job.run, outcome, signals)
         finally:
             os.close(job.lock)
-        exit_code = job.exit_code(outcome)
-        if outcome.state == "failed":
-            append_event(job.run, "failed", rank=outcome.failures[0].rank, exit_code=exit_code)
-        elif outcome.between_attempts or not job.workers_record_end:
-            append_event(job.run, outcome.state)
         time_line = f"time    {goodput_line(RunReader(job.run).goodput())}"
         if outcome.state == "failed":
             lines = ["", time_line, "", format_explained(outcome, job.run)]
         else:
             lines = job.closing_lines(outcome, seconds=time.monotonic() - started, time_line=time_line)
-        job.show(lines, exit_code=exit_code)
-    return outcome, exit_code
+        job.show([*lines, *notes], exit_code=exit_code)
+    return exit_code, reason
 
 
 def run_attempts(job: Job, recovery: Recovery, signals: StopSignals | None = None) -> Outcome:

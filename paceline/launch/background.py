@@ -77,7 +77,12 @@ def stop_run(run: RunDir, *, now: bool) -> dict[str, Any]:
         return {"run": str(run.path), "job_id": job.job_id, **state}
     holder = holder_of(run)
     if holder is None:
-        raise PacelineError(f"{run.name} is not running", fix=f"paceline resume {run.path} continues it")
+        fix = (
+            "the command that submitted it does so again"
+            if is_queued(run)
+            else f"paceline resume {run.path} continues it"
+        )
+        raise PacelineError(f"{run.name} is not running", fix=fix)
     word, _, host = holder.partition(" ")
     if host and host != socket.gethostname():
         raise PacelineError(

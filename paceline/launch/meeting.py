@@ -26,6 +26,7 @@ from paceline.errors import PacelineError
 from paceline.launch.agent import Lines
 from paceline.launch.node import (
     HELLO_S,
+    NO_PROTOCOL,
     OTHER_TOKEN,
     REPORT_S,
     SILENT_S,
@@ -223,7 +224,8 @@ class Meeting:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             link = self.admit(connection, peer)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            self.note_refusal(f"a connection from {peer}: {error}")
+            why = NO_PROTOCOL if isinstance(error, KeyError | TypeError | AttributeError | UnicodeError) else error
+            self.note_refusal(f"a connection from {peer}: {why}")
             connection.close()
         finally:
             with self.changed:
@@ -235,7 +237,8 @@ class Meeting:
         """Returns the link of a node that joins; None for a connection that is for a module, or refused."""
         deadline, challenge = time.monotonic() + HELLO_S, secrets.token_hex(16)
         connection.settimeout(HELLO_S)
-        send_line(connection, {"challenge": challenge})
+        with suppress(ConnectionError):  # read_line reports it
+            send_line(connection, {"challenge": challenge})
         line = read_line(connection, deadline)
         text, theirs = line["hello"], line["challenge"]
 
@@ -245,7 +248,8 @@ class Meeting:
 
         def refuse(why: str, fix: str) -> None:
             self.note_refusal(f"{place}: {why}")
-            reply({"refused": why, "fix": fix})
+            with suppress(OSError):  # it may be gone
+                reply({"refused": why, "fix": fix})
             connection.close()
 
         place = f"a connection from {peer}"

@@ -45,6 +45,8 @@ REPORT_S = 15.0
 END_S = 45.0  # without node 0: its far end waits 9 s, then the ranks save in at most 29
 MODULES = ("paceline.check.probes.facts", "paceline.check.probes.link_probe", "paceline.launch.remote")
 OTHER_TOKEN = "its token is another one"
+SILENT_END = "it closed the connection without a word"
+NO_PROTOCOL = "it does not speak paceline's protocol"
 
 Line = dict[str, Any]
 
@@ -73,7 +75,7 @@ def read_token(variable: str | None, folder: Path) -> bytes:
     if len(text) < MIN_TOKEN_CHARS:
         what = f"the token has {len(text)} characters: a short one can be guessed"
         raise PacelineError(what, fix=f"a longer one {place}; this makes one: {MAKE_TOKEN}")
-    return text.encode()
+    return text.encode(errors="surrogateescape")  # a variable may hold any bytes
 
 
 def proof(token: bytes, *parts: str) -> str:
@@ -82,7 +84,7 @@ def proof(token: bytes, *parts: str) -> str:
 
 
 def is_proof(text: object, token: bytes, *parts: str) -> bool:
-    return hmac.compare_digest(str(text).encode(), proof(token, *parts).encode())
+    return hmac.compare_digest(str(text).encode(errors="replace"), proof(token, *parts).encode())
 
 
 def send_line(connection: socket.socket, line: Mapping[str, Any]) -> None:
@@ -94,18 +96,21 @@ def read_line(connection: socket.socket, deadline: float) -> Line:
     received = bytearray()
     while not received.endswith(b"\n"):
         connection.settimeout(max(0.01, deadline - time.monotonic()))
-        byte = connection.recv(1)
+        try:
+            byte = connection.recv(1)
+        except ConnectionError:  # it is closed, and what was sent there was not read
+            byte = b""
         if not byte:
-            raise ConnectionError(
-                "the connection was closed" if received else "it closed the connection without a word"
-            )
+            raise ConnectionError("the connection was closed" if received else SILENT_END)
         received += byte
-        if len(received) > MAX_LINE_BYTES or time.monotonic() > deadline or received[:1] != b"{":
-            raise ValueError("it does not speak paceline's protocol")
+        if len(received) > MAX_LINE_BYTES or received[:1] != b"{":
+            raise ValueError(NO_PROTOCOL)
+        if time.monotonic() > deadline:
+            raise TimeoutError("timed out")
     try:
         line: Line = json.loads(received)
     except (ValueError, RecursionError):
-        raise ValueError("it does not speak paceline's protocol") from None
+        raise ValueError(NO_PROTOCOL) from None
     return line
 
 

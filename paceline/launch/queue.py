@@ -105,14 +105,12 @@ def record_job_end(run: RunDir) -> str | None:
     job_id = job_of(run)
     if job_id is None:
         return None
-    job, state = None, ""
+    job = None
     with suppress(SlurmError):
         job = read_job(job_id)
-        state = job.state if job else ""
     if job is not None and not job.is_over:
         return None
-    if not state:
-        state = accounted_state(job_id) or ""
+    state, source = (job.state, "scontrol show job") if job else (accounted_state(job_id), "sacct")
     if not state:
         return None
     events = list(read_json_lines(run.events))
@@ -120,7 +118,15 @@ def record_job_end(run: RunDir) -> str | None:
         attempt = max((event["attempt"] for event in events if event.get("event") == "attempt"), default=None)
         facts = {"exit_code": job.exit_code, "nodes": job.nodes, "limit_s": job.limit_s} if job else {}
         known = {name: value for name, value in facts.items() if value not in (None, "", float("inf"))}
-        append_event(run, "slurm_job", job_id=job_id, state=state, **({"attempt": attempt} if attempt else {}), **known)
+        append_event(
+            run,
+            "slurm_job",
+            job_id=job_id,
+            state=state,
+            source=source,
+            **({"attempt": attempt} if attempt else {}),
+            **known,
+        )
     return state
 
 

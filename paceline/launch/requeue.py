@@ -19,7 +19,7 @@ from typing import Any, Literal
 from paceline.errors import PacelineError
 from paceline.launch.failure import HOST_LOST
 from paceline.launch.supervisor import Outcome, StopSignals
-from paceline.rundir import RunDir, append_event, is_locked, read_json_lines, utc_now, write_atomic
+from paceline.rundir import RunDir, append_event, is_locked, is_queued, read_json_lines, utc_now, write_atomic
 from paceline.slurm import Allocation, SlurmError, SlurmJob, allocation, ask, format_allocation, read_job
 from paceline.watch.events import end_state
 
@@ -78,35 +78,53 @@ def requeue_reason(outcome: Outcome, first_signal: str | None, job: SlurmJob | N
 
 
 def has_progressed(events: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the run has a newer checkpoint than when it was requeued last: else its jobs are too short for one."""
-    steps: list[int] = [0]  # the newest checkpoint, at each requeue and now
+    """Whether this job or the one before it has made a newer checkpoint: else the jobs of the run are too short for one."""
+    steps: list[int] = [0, 0]  # the newest checkpoint at the start, at each requeue, and now
     for event in events:
         if event.get("event") == "checkpoint":
             steps[-1] = max(steps[-1], event["step"])
         elif event.get("event") == "requeued":
             steps.append(steps[-1])
-    return len(steps) == 1 or steps[-1] > steps[-2]
+    return len(steps) == 2 or steps[-1] > steps[-3]
 
 
-def requeue_job(run: RunDir, outcome: Outcome, signals: StopSignals) -> list[str]:
-    """Requeues the Slurm job of this process where the run is to continue in it, and returns what to print. Slurm then ends it."""
+def decide_requeue(run: RunDir, outcome: Outcome, signals: StopSignals) -> tuple[str | None, list[str]]:
+    """Returns why the Slurm job of this process is to run again, None where it is not, and what to print about it.
+
+    Call it while the run is locked: its event then keeps others from resuming the run before requeue_job.
+    """
     place = allocation()
     if place is None or outcome.state == "finished":
-        return []
+        return None, []
     try:
         reason = requeue_reason(outcome, signals.first, read_job(place.job_id))
-        if reason is None:
-            return []
-        if not has_progressed(list(read_json_lines(run.events))):
-            text = f"job {place.job_id} is not requeued: it ended without a new checkpoint, as the next one would"
-            append_event(run, "note", text=text)
-            return [text, f"  fix: a longer --time, or a smaller --save-every, then paceline resume {run.path}"]
-        append_event(run, "requeued", job_id=place.job_id, why=reason)
+    except SlurmError as error:
+        return None, not_requeued(run, place, error.message, error.fix)
+    if reason is None:
+        return None, []
+    if not has_progressed(list(read_json_lines(run.events))):
+        fix = f"a longer --time, or a smaller --save-every, then paceline resume {run.path}"
+        return None, not_requeued(run, place, "two in a row ended without a new checkpoint", fix)
+    append_event(run, "requeued", job_id=place.job_id, why=reason)
+    return reason, []
+
+
+def requeue_job(run: RunDir, reason: str) -> list[str]:
+    """Requeues the Slurm job of this process, which Slurm then ends; returns what to print."""
+    place = allocation()
+    assert place
+    try:
         ask("scontrol", "requeue", str(place.job_id))
     except SlurmError as error:
-        append_event(run, "note", text=f"job {place.job_id} is not requeued: {error.message}")
-        return [f"job {place.job_id} is not requeued: {error.message}", f"  fix: {error.fix}"]
+        return not_requeued(run, place, error.message, error.fix)
     return [f"requeued: job {place.job_id} continues the run when Slurm starts it again ({reason})"]
+
+
+def not_requeued(run: RunDir, place: Allocation, why: str, fix: str) -> list[str]:
+    """Writes why a job is not requeued, and returns the lines that say so."""
+    text = f"job {place.job_id} is not requeued: {why}"
+    append_event(run, "note", text=text)
+    return [text, f"  fix: {fix}"]
 
 
 def record_job(run: RunDir, job_id: int, **facts: Any) -> None:
@@ -122,11 +140,16 @@ def job_of(run: RunDir) -> int | None:
 
 
 def find_start(run: RunDir) -> Literal["new", "submitted", "continues"]:
-    """Returns what `train` finds in its folder: nothing of this job's, what its submission left, or the run that it has begun."""
+    """Returns what `train` finds in its folder: nothing of this job's, what a submission left, or the run that the job has begun.
+
+    The job may start before its submitter has written slurm.json; check_free knows that no other job has the run.
+    """
     place = allocation()
-    if place is None or job_of(run) != place.job_id:
+    if place is None:
         return "new"
-    return "continues" if run.config_toml.is_file() else "submitted"
+    if is_queued(run):
+        return "submitted"
+    return "continues" if job_of(run) == place.job_id and run.config_toml.is_file() else "new"
 
 
 def has_ended(run: RunDir) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from paceline.config import Config, cache_dir
 from paceline.config_file import load_config
-from paceline.data.corpus import Progress
+from paceline.data.corpus import Progress, list_files
 from paceline.data.prepare import META, TokenDataset, open_dataset, prepare
 from paceline.errors import PacelineError
 from paceline.plan.forecast import forecast
@@ -17,6 +17,14 @@ from paceline.plan.planner import Plan
 from paceline.plan.replan import MakePlan
 from paceline.rundir import RunDir, write_atomic
 from paceline.terminal import show_progress
+
+
+def check_text(config: Config) -> None:
+    """Raises PacelineError where the text of a job that is to be submitted is not here: the job would wait and then fail."""
+    try:
+        list_files(config.data)
+    except PacelineError as error:
+        raise PacelineError(error.message, fix=f"{error.fix}; --no-check, if only the nodes have it") from error
 
 
 def planner(dataset: TokenDataset) -> MakePlan:

@@ -30,7 +30,7 @@ from paceline.plan.gpu_table import find_gpu
 from paceline.plan.machine import Machine, imagined_machine, probe_machine
 from paceline.plan.planner import Plan
 from paceline.plan.query import answer
-from paceline.rundir import RunDir, check_unused, is_queued, unwritable_run, write_atomic
+from paceline.rundir import RunDir, append_event, check_unused, is_queued, unwritable_run, write_atomic
 from paceline.slurm import Partition, SlurmError, SlurmJob, ask, parse_limit, read_partitions
 from paceline.units import format_duration, format_list, format_number_of
 
@@ -39,13 +39,15 @@ WARN_S = 120  # before the limit, or longer where the plan says that a save take
 ROUND_S = 30
 SHORT = {
     "p": "partition", "t": "time", "A": "account", "N": "nodes", "n": "ntasks", "a": "array", "G": "gpus", "c": "cpus-per-task",
+    "o": "output", "e": "error", "W": "wait",
 }  # fmt: skip
 # of sbatch, with what says the same here
 OURS = {
     "nodes": "--hosts N is the number of nodes", "ntasks": "one task a node is right: paceline starts the ranks",
     "ntasks-per-node": "one task a node is right: paceline starts the ranks", "array": "a run is one job",
     "wrap": "paceline writes the script", "signal": "paceline chooses it", "test-only": "--print shows the script",
-    "parsable": "leave it out",
+    "parsable": "leave it out", "output": "paceline follows slurm-%j.log in the run folder", "error": "it is with the output",
+    "wait": "paceline follows the job; --detach does not",
 }  # fmt: skip
 GPU_OPTIONS = {"gres", "gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket"}
 CPU_OPTIONS = {"exclusive", "cpus-per-task", "oversubscribe", "mincpus", "cpus-per-gpu"}
@@ -131,13 +133,16 @@ def submit(
     try:
         if not notes:  # it refuses what cannot start now, although sbatch takes a job that waits for nodes
             ask("sbatch", "--test-only", str(run.path / SCRIPT))
-        job_id = int(ask("sbatch", "--parsable", str(run.path / SCRIPT)).strip().partition(";")[0])
+        words = ask("sbatch", "--parsable", str(run.path / SCRIPT)).split()  # a site may print a banner first
+        job_id = int(words[-1].partition(";")[0])
     except SlurmError as error:
         if config:
             shutil.rmtree(run.path)
         fix = "see --slurm-args, and what there is: sinfo -o '%P %l %D %G'"
         raise PacelineError(f"{error.message.rstrip('.')}: Slurm does not take this job", fix=fix) from error
     record_job(run, job_id, nodes=submission.nodes)
+    if not config:  # a new run has no events yet
+        append_event(run, "submitted", job_id=job_id)
     nodes = format_number_of(submission.nodes, "node")
     print(f"slurm   job {job_id}, {nodes} of partition {submission.partition.name}; {length.text}")
     print(f"script  {run.path / SCRIPT}", flush=True)
@@ -155,11 +160,17 @@ def nodes_of(config: Config) -> tuple[int, Config]:
     return int(text), replace(config, hosts=None)
 
 
-def make_submission(config: Config, nodes: int, slurm_args: str) -> tuple[Submission, JobLength]:
-    """Returns what is asked of Slurm, and how many jobs the run needs. Raises PacelineError for what would be refused."""
+def make_submission(
+    config: Config, nodes: int, slurm_args: str, *, gpu: str | None = None
+) -> tuple[Submission, JobLength]:
+    """Returns what is asked of Slurm, and how many jobs the run needs. gpu: what the GPUs of the partition are, if not as it says.
+
+    Raises PacelineError for what would be refused.
+    """
     args = tuple(split_args(slurm_args))
     values = read_args(args)
     partition = choose_partition(read_partitions(), values.get("partition") or os.environ.get("SBATCH_PARTITION"))
+    partition = replace(partition, gpu_kind=gpu or partition.gpu_kind)
     limit_s = read_limit(values.get("time") or os.environ.get("SBATCH_TIMELIMIT"), partition)
     gpus = None
     if partition.gpus and config.device != "cpu":
@@ -168,7 +179,8 @@ def make_submission(config: Config, nodes: int, slurm_args: str) -> tuple[Submis
     estimate = plan_job(config, partition, nodes=nodes, gpus=gpus)
     warn_s = WARN_S if estimate is None else max(WARN_S, math.ceil(stop_grace_s(estimate.plan) / ROUND_S) * ROUND_S)
     gpus = None if GPU_OPTIONS & values.keys() else gpus
-    length = job_length(estimate, limit_s=limit_s, warn_s=warn_s)
+    run_s = 3600 * estimate.run.hours.expected if estimate and estimate.run else None
+    length = JobLength(run_s, limit_s, START_S + warn_s)
     check_length(length, estimate)
     return Submission(nodes, partition, args, limit_s, gpus, warn_s), length
 
@@ -285,22 +297,16 @@ def plan_job(config: Config, partition: Partition, *, nodes: int, gpus: int | No
     return forecast(config, machine, cache=cache_dir(config), vocab_size=config.vocab_size, num_rows=0)
 
 
-def job_length(estimate: Forecast | None, *, limit_s: float, warn_s: float) -> JobLength:
-    run_s = 3600 * estimate.run.hours.expected if estimate and estimate.run else None
-    return JobLength(run_s, limit_s, START_S + warn_s)
-
-
 def check_length(length: JobLength, estimate: Forecast | None) -> None:
     """Raises PacelineError for a limit in which a job could not start, take some steps and save."""
     step = planned_step(estimate.plan.cost) if estimate else None
     steps_s = 2 * step.seconds.high if step and step.seconds else 0.0
     needed_s = length.lost_s + steps_s
     if length.limit_s <= needed_s:
-        most = math.ceil(needed_s / 60) + 5
         raise PacelineError(
             f"a job of {format_duration(length.limit_s)} has no time for a checkpoint: start, save and warning take"
             f" {format_duration(needed_s)}",
-            fix=f'--slurm-args "--time={most}" or more',
+            fix=f'--slurm-args "--time={math.ceil(needed_s / 60) + 5}" or more',
         )
 
 
@@ -356,19 +362,22 @@ def option_flags(options: TrainOptions | ResumeOptions) -> list[str]:
 def add_jobs(options: PlanOptions, ask_hosts: Callable[[Config], Machine]) -> str:
     """Returns the answer of `paceline plan --slurm`: for the GPUs of the partition, with the number of jobs that the run needs."""
     nodes, config = nodes_of(resolve_config(options.config, options.keys))
-    submission, length = make_submission(config, nodes, options.slurm_args)
-    partition = submission.partition
-    if options.gpu is None and partition.gpu_kind:
-        with suppress(PlanError):  # a name of the site's own
-            named = find_gpu(partition.gpu_kind).name
+    submission, length = make_submission(config, nodes, options.slurm_args, gpu=options.gpu)
+    partition, note = submission.partition, ""
+    if partition.gpus and config.device != "cpu":
+        try:
+            named = find_gpu(partition.gpu_kind or "").name
             # without a config, what the job would train, not the default of plans for other machines
             options = replace(options, config=options.config or "tiny", gpu=named, gpus=options.gpus or partition.gpus)
+        except PlanError:  # a name of the site's own
+            kind = f"the GPUs of partition {partition.name} ({partition.gpu_kind or 'no name'})"
+            note = f"\nnote    the plan does not know {kind}: it is for the devices here; --gpu NAME says what they are"
     text = answer(options, ask_hosts)
     if options.json:
         limit_s = None if length.limit_s == math.inf else length.limit_s
         facts = {"nodes": nodes, "partition": partition.name, "limit_s": limit_s, "jobs": length.num_jobs}
         return json.dumps({**json.loads(text), "slurm": facts}, indent=1)
-    return f"{text}\nslurm   {format_number_of(nodes, 'node')} of partition {partition.name}; {length.text}"
+    return f"{text}\nslurm   {format_number_of(nodes, 'node')} of partition {partition.name}; {length.text}{note}"
 
 
 def job_note(job: SlurmJob | None, plan: Plan, *, resumes_itself: bool) -> list[str]:

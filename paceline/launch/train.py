@@ -34,7 +34,7 @@ from paceline.launch.losses import cluster_session
 from paceline.launch.member import Reach, reach_early
 from paceline.launch.notify import checked_services
 from paceline.launch.requeue import announce_job, check_free, current_job, find_start, record_job
-from paceline.launch.run_text import file_hashes, planner, prepare_data, record_data, reopen_data
+from paceline.launch.run_text import check_text, file_hashes, planner, prepare_data, record_data, reopen_data
 from paceline.launch.sbatch import check_options, job_note, submit_resume, submit_run
 from paceline.launch.sync import send_text
 from paceline.launch.trial import try_plan
@@ -52,12 +52,14 @@ from paceline.rundir import (
     check_unused,
     is_script_run,
     lock_run,
+    read_json_lines,
     unwritable_run,
     utc_now,
     write_atomic,
 )
 from paceline.terminal import show_progress
 from paceline.units import format_count
+from paceline.watch.events import end_state
 from paceline.watch.status import run_status
 
 LOCK_WAIT_S = 60.0  # workers that lost their supervisor save and end, or are killed, within this
@@ -82,6 +84,8 @@ def start_run(config: Config, options: TrainOptions, nodes: Sequence[HostEntry] 
         return resume_run(run, ResumeOptions(run=str(run.path), **{name: getattr(options, name) for name in names}))
     check_options(options, has_place=place is not None)
     if options.slurm and place is None:
+        if options.check:
+            check_text(config)
         return submit_run(config, run, options)
     announce_job(place)
     entries, config = hosts_of(config, nodes)
@@ -132,6 +136,8 @@ def resume_run(run: RunDir, options: ResumeOptions, nodes: Sequence[HostEntry] =
         run, options.keys, otherwise=new_run, takes_count=options.slurm or place is not None
     )
     if options.slurm and place is None:
+        if config.num_steps and config.epochs is None:  # else the job counts them
+            check_unfinished(run, config.num_steps)
         return submit_resume(run, config, plan_before, options)
     announce_job(place)
     entries, config = hosts_of(config, nodes)
@@ -145,11 +151,7 @@ def resume_run(run: RunDir, options: ResumeOptions, nodes: Sequence[HostEntry] =
     if options.show_env:
         print(format_env(plan_env(plan, libuv=checked.libuv)[1]))
         return 0
-    if run_status(run).state == "finished" and last_good_step(run) >= plan.num_steps:
-        raise PacelineError(
-            f"{run.name} is finished at step {last_good_step(run):,} of {plan.num_steps:,}",
-            fix=f"paceline resume {run.path} --num-steps {2 * plan.num_steps} extends it",
-        )
+    check_unfinished(run, plan.num_steps)
     lock, notes, cluster = wait_for_lock(run), list[str](), partial(cluster_of, entries, config, machine)
     if memory_setup(plan) != memory_setup(plan_before):
         config, plan, notes = try_plan(config, plan, machine, make=make, libuv=checked.libuv, cluster=cluster)
@@ -244,6 +246,16 @@ def wait_for_lock(run: RunDir) -> int:
             print(f"waiting for the workers of {run.name}'s last attempt to end", flush=True)
             announced = True
         time.sleep(LOCK_POLL_S)
+
+
+def check_unfinished(run: RunDir, num_steps: int) -> None:
+    """Raises PacelineError where the run has finished all these steps."""
+    events = (event for event in read_json_lines(run.events) if event.get("event") != "submitted")
+    if end_state(events) == "finished" and last_good_step(run) >= num_steps:
+        raise PacelineError(
+            f"{run.name} is finished at step {last_good_step(run):,} of {num_steps:,}",
+            fix=f"paceline resume {run.path} --num-steps {2 * num_steps} extends it",
+        )
 
 
 def last_good_step(run: RunDir) -> int:

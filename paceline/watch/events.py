@@ -28,6 +28,7 @@ END_STATES: dict[str, State] = {
     "failed": "failed",
     "interrupted": "stopped",
     "requeued": "queued",
+    "submitted": "queued",
 }
 # events that do not change the state of a run
 STATELESS = {
@@ -45,6 +46,7 @@ TEXTS = {  # of events whose fields stand in a sentence as they are; event_text 
     "failed": "the run failed",
     "interrupted": "the run was interrupted",
     "requeued": "job {job_id} was requeued: {why}",
+    "submitted": "submitted to Slurm as job {job_id}",
     "slurm_job": "job {job_id} ended: {state}",
 }
 
@@ -214,9 +216,12 @@ def live_state(events: Sequence[Record], mark: Heartbeat | None, line: Record) -
     return PHASE_STATES.get(mark.phase, "training") if start >= 0 and mark and mark.step > first_step else "starting"
 
 
-def end_state(events: Iterable[Record]) -> State:
-    """Returns the state of a run that no process holds: `broken` where no event reports its end."""
-    state: State = "broken"
+def end_state(events: Iterable[Record], *, is_queued: bool = False) -> State:
+    """Returns the state of a run that no process holds: `broken` where no event reports its end.
+
+    is_queued: it was submitted to Slurm and has not begun.
+    """
+    state: State = "queued" if is_queued else "broken"
     for event in events:
         kind = str(event.get("event"))
         if kind == "slurm_job":

@@ -276,7 +276,7 @@ class RunReader:
 
     def _state(self) -> State:
         if not self.running:
-            return end_state(self.events)
+            return end_state(self.events, is_queued=is_queued(self.run))
         return live_state(self.events, self.marks.get(0), self.metrics.recent[-1] if self.metrics.recent else {})
 
     def _attempt_lines(self) -> list[Record]:

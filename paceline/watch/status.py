@@ -107,7 +107,7 @@ def run_status(run: RunDir) -> RunStatus:
 def run_state(run: RunDir, events: Sequence[dict[str, Any]], line: dict[str, Any]) -> State:
     """Returns the state of a run. line: the last values of metrics.jsonl."""
     if not is_locked(run):
-        return "queued" if is_queued(run) and not events else end_state(events)
+        return end_state(events, is_queued=is_queued(run))
     if not run.config_toml.is_file():
         return "preparing"
     with suppress(KeyError, TypeError):  # damaged events

@@ -1,5 +1,6 @@
 """Nodes that somebody else has started: real commands on hosts in network namespaces (tests/namespaces.py), without ssh to them."""
 
+import os
 import re
 import shutil
 import signal
@@ -18,10 +19,11 @@ from paceline.rundir import RunDir, read_json_lines
 pytestmark = [
     pytest.mark.dist,
     pytest.mark.slow,
+    pytest.mark.timeout(2400),  # a busy machine takes minutes for what takes seconds alone
     pytest.mark.skipif(bool(namespaces.WHY_NOT), reason=namespaces.WHY_NOT),
 ]
 TOKEN = "f3b1c6d09a7e4452"
-DEADLINE_S = 120.0
+DEADLINE_S = 300.0  # guards against hanging alone
 SIZES = [
     "--depth=2", "--n-embd=64", "--head-dim=32", "--sequence-len=64", "--vocab-size=512",
     "--device-batch-size=4", "--eval-every=0", "--eval-tokens=1024", "--data=text.txt", "--health-every=0",
@@ -79,18 +81,18 @@ class Job:
         self.flags = ["--runs-dir", str(runs), "--name", name]
         self.run = RunDir(hosts.on("h1", runs) / name)
 
-    def start(self, rank, *words, env=PLAIN, token=TOKEN, flags=None):
+    def start(self, rank, *words, env=PLAIN, token=TOKEN, flags=None, host=None):
         """Starts the command on a node; its output goes to a file."""
         variables = {name: text.format(rank=rank) for name, text in env.items()}
         variables |= {"PACELINE_TOKEN": token} if token else {}
         words = [words[0], *(self.flags if flags is None else flags), *words[1:]]
         command = ["env", *(f"{name}={text}" for name, text in variables.items())]
-        self.launch(rank, [*command, sys.executable, "-m", "paceline.cli", *words])
+        self.launch(rank, [*command, sys.executable, "-m", "paceline.cli", *words], host=host)
 
-    def launch(self, rank, command):
+    def launch(self, rank, command, *, host=None):
         self.logs.setdefault(rank, self.hosts.folder / f"{self.name}-{rank}.log")
         with self.logs[rank].open("w") as log:
-            self.processes[rank] = self.hosts.start(f"h{rank + 1}", *command, stdout=log, stderr=log)
+            self.processes[rank] = self.hosts.start(host or f"h{rank + 1}", *command, stdout=log, stderr=log)
 
     def start_all(self, *words, **options):
         for rank in (1, 0):
@@ -139,7 +141,7 @@ def job(hosts, request):
 
 def left(hosts, host):
     """Returns what runs on a host but for its ssh server, once it has had time to end."""
-    deadline = time.monotonic() + DEADLINE_S / 2
+    deadline = time.monotonic() + DEADLINE_S
     while True:
         running = [words for process in all_processes(hosts, host) if "-D" not in (words := cmdline(process)) and words]
         if not running or time.monotonic() > deadline:
@@ -168,7 +170,9 @@ def test_every_contract_is_started_for_real():
 def test_mpirun_trains_on_two_hosts(job):
     mpirun = ["mpirun", "--allow-run-as-root", "-H", "h1,h2", "--bind-to", "none", "--tag-output"]
     variables = [f"PACELINE_TOKEN={TOKEN}", f"XDG_CACHE_HOME={job.hosts.folder / 'h1' / 'cache'}"]
-    command = ["env", *variables, *mpirun, "-x", "PACELINE_TOKEN", "-x", "PATH", sys.executable, "-m", "paceline.cli"]
+    names = ("PACELINE_TOKEN", "PATH", *(["PYTHONPATH"] if "PYTHONPATH" in os.environ else []))  # the same code there
+    exports = [word for name in names for word in ("-x", name)]
+    command = ["env", *variables, *mpirun, *exports, sys.executable, "-m", "paceline.cli"]
     job.launch(
         0,
         [
@@ -213,6 +217,21 @@ def test_others_are_refused_while_a_run_goes_on_and_sigterm_on_a_node_saves_and_
     assert "refused node 1, h2 at 10.77.0.2: node 1 is there already: h2 at 10.77.0.2" in notes
     assert "refused a connection from 10.77.0.2: its token is another one" in notes
     assert not left(job.hosts, "h1") and not left(job.hosts, "h2")
+
+
+def test_a_node_that_comes_late_is_refused_and_the_run_goes_on_without_it(job):
+    env = {**PLAIN, "NNODES": "3"}
+    words = [SCRIPT[0], "--min-hosts=2", "--join-timeout=30", *SCRIPT[1:]]
+    job.start_all(*words, env=env)
+    job.wait_for_ranks()
+    assert "node 2 of 3 did not join in 30 s: the run begins without" in job.output(0)
+    job.start(2, *words, env=env, host="h2")
+    assert job.processes.pop(2).wait(DEADLINE_S) == 1
+    assert "error: node 0 refused node 2 of 3 by NODE_RANK and NNODES: it is late: the run began" in job.output(2)
+    assert "  fix: --join-timeout waits longer for it\n" in job.output(2)
+    assert any(event["text"].startswith("refused node 2, h2 at 10.77.0.2: it is late") for event in job.events("note"))
+    job.processes[0].send_signal(signal.SIGTERM)
+    assert job.end() == [130, 130]
 
 
 def test_the_loss_of_node_0_ends_what_the_others_have_started(job):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -17,14 +18,14 @@ from paceline.launch import node as node_module
 from paceline.launch.connect import run_at_place
 from paceline.launch.hosts import HostEntry, hosts_of, is_this_host
 from paceline.launch.meeting import MAX_REFUSALS, Meeting
+from paceline.launch.node import NO_PROTOCOL, OTHER_TOKEN, SILENT_END, Node, read_token
 from paceline.launch.node import TOKEN as TOKEN_NAME
-from paceline.launch.node import Node, read_token
 from paceline.launch.places import Place
 from paceline.options import ScriptOptions
 from paceline.rundir import RunDir, read_json_lines
 
 TOKEN = b"a token of the run, long enough"
-DEADLINE_S = 30.0
+DEADLINE_S = 300.0  # guards against hanging alone
 
 
 def free_port():
@@ -114,6 +115,7 @@ def test_a_stranger_is_refused_and_delays_nobody():
             b"{}\n",
             b"[1]\n",
             b'{"hello": 1, "challenge": 2, "proof": 3}\n',
+            b'{"hello": "", "challenge": "\\ud800", "proof": "\\ud800"}\n',
             b"{" * 9000,
             b'{"":' * 1020 + b"\n",
         ):
@@ -121,11 +123,16 @@ def test_a_stranger_is_refused_and_delays_nobody():
                 stranger.sendall(words)
         with met.connect():
             pass
+        with met.connect() as stranger:
+            stranger.settimeout(DEADLINE_S)
+            assert stranger.recv(1)  # what it has not read makes its end a reset
         met.join(1)
         assert len(met.meeting.gather(timeout_s=DEADLINE_S, min_nodes=1)) == 1
         met.shown("refused a connection from 127.0.0.1: it does not speak paceline's protocol")
         met.shown("refused a connection from 127.0.0.1: its token is another one")
-        met.shown("it closed the connection without a word")
+        wait_for(lambda: sum(SILENT_END in line for line in met.lines) == 2)
+        reasons = {line.partition("127.0.0.1: ")[2] for line in met.lines if line.startswith("refused")}
+        assert reasons <= {NO_PROTOCOL, OTHER_TOKEN, SILENT_END, "timed out"}, met.lines
         for stranger in silent:
             stranger.close()
 
@@ -272,9 +279,12 @@ def test_node_0_tells_who_is_missing_while_it_waits(monkeypatch):
     monkeypatch.setattr(meeting_module, "REPORT_S", 0.1)
     with node_0(4) as met:
         met.join(2)
-        with pytest.raises(PacelineError):
-            met.meeting.gather(timeout_s=0.4, min_nodes=1)
-    assert "waiting for nodes 1, 3 of 4; 0 s left" in met.lines
+        waiting = threading.Thread(target=met.meeting.gather, kwargs={"timeout_s": DEADLINE_S, "min_nodes": 1})
+        waiting.start()
+        assert re.fullmatch(r"waiting for nodes 1, 3 of 4; \d+ s left", met.shown("waiting"))
+        met.join(1)
+        met.join(3)
+        waiting.join()
 
 
 def test_a_taken_port_is_an_error_with_its_fix():
@@ -309,6 +319,7 @@ def test_the_token_comes_from_the_environment_or_a_file_that_only_its_owner_can_
     path.chmod(0o600)
     assert read_token(None, tmp_path) == b"of the file, long enough"
     assert read_token("of the environment ", tmp_path) == b"of the environment"
+    assert read_token("\udcff of any bytes, long enough", tmp_path) == b"\xff of any bytes, long enough"
     with pytest.raises(PacelineError, match="has 5 characters"):
         read_token("short", tmp_path)
 

@@ -14,18 +14,22 @@ from paceline.config import Config
 from paceline.errors import PacelineError, UsageError
 from paceline.explain.explanation import Explanation
 from paceline.explain.run_folder import explain_run
+from paceline.launch.background import stop_run
 from paceline.launch.connect import open_module
 from paceline.launch.hosts import HostEntry, hosts_of
 from paceline.launch.queue import parse_accounted, record_job_end
 from paceline.launch.requeue import (
     check_free,
+    decide_requeue,
     end_early,
     find_start,
     has_progressed,
     is_ending,
     record_job,
+    requeue_job,
     requeue_reason,
 )
+from paceline.launch.run_text import check_text
 from paceline.launch.sbatch import (
     JobLength,
     Submission,
@@ -44,8 +48,9 @@ from paceline.launch.sbatch import (
     read_limit,
     split_args,
 )
-from paceline.launch.supervisor import Outcome
+from paceline.launch.supervisor import Outcome, StopSignals
 from paceline.options import PlanOptions, ResumeOptions, TrainOptions
+from paceline.plan.machine import probe_machine
 from paceline.rundir import RunDir, append_event, is_locked, lock_run, read_json_lines
 from paceline.slurm import (
     Allocation,
@@ -60,6 +65,7 @@ from paceline.slurm import (
     parse_partition,
 )
 from paceline.watch.events import end_state
+from paceline.watch.status import run_status
 
 WAITING = (
     "JobId=4711 JobName=my run=1 UserId=ada(1000) GroupId=ada(1000) MCS_label=N/A Priority=1 Nice=0 Account=physics QOS=normal"
@@ -238,7 +244,19 @@ def test_the_users_options_are_read_in_each_form_that_sbatch_takes(text, expecte
 
 
 @pytest.mark.parametrize(
-    "text", ["--nodes=4", "-N4", "--array=1-3", "--wrap=ls", "--signal=INT@60", "gpu", "--time='8", "-t 1\n-p x"]
+    "text",
+    [
+        "--nodes=4",
+        "-N4",
+        "--array=1-3",
+        "--wrap=ls",
+        "--signal=INT@60",
+        "-o x.log",
+        "-W",
+        "gpu",
+        "--time='8",
+        "-t 1\n-p x",
+    ],
 )
 def test_options_that_are_paceline_s_own_or_none_are_refused(text):
     with pytest.raises(UsageError):
@@ -330,6 +348,20 @@ def test_the_plan_for_a_partition_takes_its_gpus_and_says_how_many_jobs_it_needs
     )
     facts = json.loads(add_jobs(replace(options, json=True), lambda config: pytest.fail("no host is asked")))["slurm"]
     assert (facts["nodes"], facts["partition"], facts["limit_s"]) == (2, "gpu", 14_400) and facts["jobs"] > 1
+    (tmp_path / "sinfo").write_text("#!/bin/sh\necho gpu 8 idle gpu:fast:4\n")
+    named = add_jobs(replace(options, gpu="H100"), lambda config: pytest.fail("no host is asked"))
+    assert named == text
+    unnamed = add_jobs(options, lambda config: replace(probe_machine(), hosts=2))
+    assert unnamed.splitlines()[-1] == (
+        "note    the plan does not know the GPUs of partition gpu (fast): it is for the devices here;"
+        " --gpu NAME says what they are"
+    )
+
+
+def test_a_text_that_is_not_here_is_refused_before_the_submission():
+    with pytest.raises(PacelineError, match="no such file or folder: gone.txt") as error:
+        check_text(Config(data="gone.txt"))
+    assert error.value.fix.endswith("; --no-check, if only the nodes have it")
 
 
 def test_options_about_the_submission_need_it():
@@ -356,6 +388,8 @@ def test_in_an_allocation_its_nodes_are_the_hosts_and_a_number_takes_the_first_o
 def test_a_job_that_slurm_started_again_continues_the_run_that_it_began(tmp_path, inside):
     run = RunDir(tmp_path)
     assert find_start(run) == "new"
+    run.submitted_toml.write_text("")
+    assert find_start(run) == "submitted"  # the job was faster than its submitter, who writes slurm.json
     record_job(run, 4711)
     assert find_start(run) == "submitted"
     run.config_toml.write_text("")
@@ -378,9 +412,10 @@ def test_a_run_whose_job_waits_or_runs_is_not_resumed_elsewhere(tmp_path, monkey
     scontrol(tmp_path, monkeypatch, WAITING)
     append_event(run, "finished", step=5)
     check_free(run)  # the script of the job goes on with something else
-    append_event(run, "requeued", job_id=4711, why="its time was nearly over")
-    with pytest.raises(PacelineError):
-        check_free(run)
+    for event in ("requeued", "submitted"):
+        append_event(run, event, job_id=4711, why="its time was nearly over")
+        with pytest.raises(PacelineError):
+            check_free(run)
     scontrol(tmp_path, monkeypatch, WAITING.replace("PENDING", "TIMEOUT"))
     monkeypatch.setenv("PATH", "")  # a copy of the run on a machine without Slurm
     check_free(run)
@@ -407,15 +442,38 @@ def test_a_job_is_requeued_when_slurm_ends_it_and_not_when_its_user_does(outcome
     assert requeue_reason(outcome, signal, job) == reason
 
 
-def test_a_job_that_ended_twice_without_a_newer_checkpoint_is_not_requeued():
+def test_a_job_is_not_requeued_where_it_and_the_one_before_it_made_no_newer_checkpoint():
     def checkpoint(step: int) -> dict:
         return {"event": "checkpoint", "step": step}
 
     requeued = {"event": "requeued"}
     assert has_progressed([]) and has_progressed([checkpoint(5)])
-    assert has_progressed([checkpoint(5), requeued, checkpoint(9)])
-    assert not has_progressed([checkpoint(5), requeued])
-    assert not has_progressed([checkpoint(5), requeued, checkpoint(5)])
+    assert has_progressed([checkpoint(5), requeued]) and has_progressed([checkpoint(5), requeued, checkpoint(9)])
+    assert has_progressed([checkpoint(5), requeued, requeued, checkpoint(9)])
+    assert not has_progressed([requeued])
+    assert not has_progressed([checkpoint(5), requeued, requeued])
+    assert not has_progressed([checkpoint(5), requeued, checkpoint(5), requeued, checkpoint(5)])
+
+
+def test_a_job_that_is_requeued_says_so_while_the_run_is_locked_and_one_that_is_not_says_why(
+    tmp_path, monkeypatch, inside
+):
+    signals, run = StopSignals(first="SIGUSR1"), RunDir(tmp_path)
+    scontrol(tmp_path, monkeypatch, WAITING.replace("PENDING", "RUNNING"))
+    append_event(run, "checkpoint", step=5)
+    append_event(run, "stopped", step=5)
+    assert decide_requeue(run, STOPPED, signals) == ("its time was nearly over", [])
+    assert end_state(read_json_lines(run.events)) == "queued"  # so check_free refuses a resume from here on
+    assert requeue_job(run, "x") == ["requeued: job 4711 continues the run when Slurm starts it again (x)"]
+    assert decide_requeue(run, STOPPED, signals)[0] == "its time was nearly over"  # one slow job
+    reason, lines = decide_requeue(run, STOPPED, signals)
+    assert (reason, lines[0]) == (None, "job 4711 is not requeued: two in a row ended without a new checkpoint")
+    assert lines[1] == f"  fix: a longer --time, or a smaller --save-every, then paceline resume {run.path}"
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho 'scontrol: error: Access denied' >&2\nexit 1\n")
+    refused = ["job 4711 is not requeued: Slurm: Access denied", "  fix: scontrol requeue 4711"]
+    assert requeue_job(run, "x") == refused
+    assert decide_requeue(run, STOPPED, signals)[1][0] == refused[0]
+    assert decide_requeue(run, replace(STOPPED, state="finished"), signals) == (None, [])
 
 
 def test_a_warning_before_the_first_attempt_ends_with_a_reason():
@@ -483,6 +541,26 @@ def test_how_the_job_ended_is_recorded_once_and_explains_the_run(tmp_path, monke
     assert explanation.cause == cause and explanation.evidence[0].source == "scontrol show job"
 
 
+def test_the_end_of_a_job_that_slurm_has_forgotten_comes_from_its_accounts(tmp_path, monkeypatch):
+    for name, script in (
+        ("scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"),
+        ("sacct", 'case "$*" in *--jobs=4711*) echo OUT_OF_MEMORY;; esac'),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    run.config_toml.write_text("")
+    record_job(run, 4711)
+    assert record_job_end(run) == "OUT_OF_MEMORY"
+    explanation = explain_run(run)
+    assert (explanation.cause, explanation.evidence[0].source) == ("host-oom-killed", "sacct")
+    (tmp_path / "sacct").unlink()  # a cluster without accounts
+    run.events.unlink()
+    assert record_job_end(run) is None and not run.events.exists()
+
+
 def test_what_slurm_itself_wrote_into_the_log_of_the_job_is_evidence_of_its_last_start_only(tmp_path):
     run = RunDir(tmp_path)
     run.config_toml.write_text("")
@@ -509,6 +587,24 @@ def test_a_requeued_run_is_queued_until_its_job_is_known_to_have_ended():
     assert end_state([*events, {"event": "slurm_job", "state": "CANCELLED"}]) == "stopped"
     assert end_state([*events, {"event": "slurm_job", "state": "NODE_FAIL"}]) == "broken"
     assert end_state([{"event": "finished"}, {"event": "slurm_job", "state": "COMPLETED"}]) == "finished"
+
+
+def test_a_job_that_ended_before_its_run_began_leaves_a_run_that_says_why(tmp_path):
+    run = RunDir(tmp_path)
+    run.submitted_toml.write_text("")
+    assert run_status(run).state == "queued"
+    with pytest.raises(PacelineError, match="has no logs: nothing was started") as error:
+        explain_run(run)
+    assert error.value.fix == f"paceline watch {run.path}"
+    (tmp_path / "slurm-1.log").write_text(
+        "slurm   job 1, 1 node: n1\nRuntimeError: CUDA out of memory. Tried to allocate 2 GiB\n"
+    )
+    append_event(run, "slurm_job", job_id=1, state="CANCELLED", source="sacct")
+    assert run_status(run).state == "stopped"
+    assert "cuda-oom" in (explain_run(run).cause, *explain_run(run).also)
+    with pytest.raises(PacelineError) as error:
+        stop_run(run, now=False)
+    assert error.value.fix == "the command that submitted it does so again"
 
 
 def test_a_file_system_without_locks_does_not_stop_a_run(tmp_path, monkeypatch, capsys):

@@ -1,6 +1,8 @@
 """Runs in a real Slurm: slurmctld and two slurmd in network namespaces (tests/slurm_cluster.py)."""
 
 import json
+import secrets
+import signal
 import statistics
 import subprocess
 import sys
@@ -10,12 +12,14 @@ import pytest
 import slurm_cluster
 from slurm_cluster import LOGIN, SlurmCluster, events_of
 
+from paceline.launch.sbatch import WARN_S
 from paceline.model.manifest import newest_good, read_manifest
 from paceline.rundir import RunDir, read_json_lines
 
 pytestmark = [
     pytest.mark.dist,
     pytest.mark.slow,
+    pytest.mark.timeout(2400),  # a busy machine takes minutes for what takes seconds alone
     pytest.mark.skipif(bool(slurm_cluster.WHY_NOT), reason=slurm_cluster.WHY_NOT),
 ]
 SIZES = (
@@ -24,7 +28,6 @@ SIZES = (
     "--data=text.txt", "--precision=fp32", "--health-every=0", "--no-check",
 )  # fmt: skip
 SHORTEST = 4  # minutes: a job in which paceline has time to start, to be warned and to save
-TRAINED_S = 270.0  # of a run that needs three such jobs
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +72,7 @@ def last_files(run: RunDir) -> dict[str, str]:
     return {name: entry.sha256 for name, entry in read_manifest(path).files.items()}
 
 
-def wait_for_end(cluster: SlurmCluster, run: RunDir, *, timeout_s: float = 300.0) -> str:
+def wait_for_end(cluster: SlurmCluster, run: RunDir, *, timeout_s: float = slurm_cluster.DEADLINE_S) -> str:
     """Returns the state in which the job of a run has ended."""
     ends = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
     cluster.wait_for(lambda: cluster.state(job_id(run)) in ends, timeout_s=timeout_s)
@@ -78,7 +81,7 @@ def wait_for_end(cluster: SlurmCluster, run: RunDir, *, timeout_s: float = 300.0
 
 def unbroken(cluster: SlurmCluster, name: str, *arguments: str) -> dict[str, str]:
     """Returns the files of the last checkpoint of the same training on one host, without Slurm."""
-    done = cluster.paceline("train", *arguments, *SIZES[1:], "--nproc=2", "--name", name, timeout_s=1800)
+    done = cluster.paceline("train", *arguments, *SIZES[1:], "--nproc=2", "--name", name, timeout_s=3600)
     assert done.returncode == 0, done.stderr
     return last_files(RunDir(cluster.runs / name))
 
@@ -111,7 +114,7 @@ def test_a_job_for_more_nodes_than_are_up_is_submitted_and_told_what_it_waits_fo
 
 def test_a_run_is_submitted_followed_warned_requeued_and_done(cluster):
     """The name has a space and a letter that is not ASCII; the config is edited after the submission."""
-    (cluster.hosts.folder / "mine.toml").write_text("num_steps = 150\nsave_every = 1000\nlog_every = 1\n")
+    (cluster.hosts.folder / "mine.toml").write_text("num_steps = 60\nsave_every = 1000\nlog_every = 1\n")
     words = (
         "train",
         "mine.toml",
@@ -138,21 +141,24 @@ def test_a_run_is_submitted_followed_warned_requeued_and_done(cluster):
     assert process.returncode == 0, output + cluster.logs()
     assert "is in Slurm's job" in refused.stderr
     assert f"slurm   job {job_id(run)} PENDING" in output and "2 nodes: n1 and n2, until" in output
-    assert "requeued: job" in output and "requeued 1 time" in output and "done    150 steps" in output
+    assert "requeued: job" in output and "requeued 1 time" in output and "done    60 steps" in output
     attempts = events_of(run, "attempt")
     assert [(event["attempt"], event["job_restarts"]) for event in attempts] == [(1, 0), (2, 1)]
     assert [event["hosts"] for event in attempts] == [{"n1": [0], "n2": [1]}] * 2
     assert events_of(run, "requeued")[0]["why"] == "its time was nearly over"
     assert events_of(run, "slurm_job")[0]["state"] == "COMPLETED"
+    finished = cluster.paceline("resume", str(run.path), "--slurm")
+    assert "is finished at step 60 of 60\n" in finished.stderr and not events_of(run, "submitted")
 
 
-def test_a_run_that_waits_is_watched_and_cancelled_and_one_that_trains_is_stopped_with_a_checkpoint(cluster):
+def test_a_run_that_waits_is_watched_and_cancelled(cluster):
     cluster.slurm("sbatch", "--exclusive", "--nodes=2", "--job-name=first", "--output=/dev/null", "--wrap", "sleep 600")
     waiting = submit(cluster, "waiting", 20)
     number = job_id(waiting)
-    shown = cluster.paceline("runs", "show", "waiting").stdout
+    assert number in {int(line) for line in cluster.slurm("squeue", "--noheader", "--format=%A").split()}
+    cluster.wait_for(lambda: f"slurm   job {number} PENDING (" in cluster.paceline("runs", "show", "waiting").stdout)
+    assert "waiting: queued" in cluster.paceline("runs", "show", "waiting").stdout
     listed = json.loads(cluster.paceline("runs", "--json").stdout)
-    assert "waiting: queued" in shown and f"slurm   job {number} PENDING (" in shown
     assert next(status["state"] for status in listed if status["name"] == "waiting") == "queued"
     stopped = cluster.paceline("stop", "waiting")
     assert (
@@ -161,15 +167,48 @@ def test_a_run_that_waits_is_watched_and_cancelled_and_one_that_trains_is_stoppe
     assert cluster.state(number) == "CANCELLED" and not waiting.path.exists()
     cluster.slurm("scancel", "--name=first")
 
-    run = submit(cluster, "stopped", 3000)
+
+def test_ctrl_c_ends_the_following_alone_and_stop_ends_the_run_with_a_checkpoint(cluster):
+    words = ("train", *SIZES, "--name=stopped", "--num-steps=3000", "--slurm", "--hosts=2", "--slurm-args=--time=30")
+    run = RunDir(cluster.runs / "stopped")
+    printed = cluster.paceline(*words, "--print").stdout
+    assert printed.startswith("#!/bin/bash\n#SBATCH --job-name=stopped\n#SBATCH --nodes=2\n") and not run.path.exists()
+    process = cluster.start(LOGIN, sys.executable, "-m", "paceline.cli", *words, stdout=subprocess.PIPE)
     cluster.wait_for(lambda: step_of(run) > 0)
-    shown = cluster.paceline("runs", "show", "stopped").stdout
-    assert "RUNNING on n[1-2], " in shown and " of 30m00s left" in shown
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=slurm_cluster.DEADLINE_S)
+    assert process.returncode == 0
+    next_lines = "next    paceline watch runs/stopped\n        paceline stop runs/stopped\n"
+    assert output.endswith(f"\ndetached: job {job_id(run)} continues\n{next_lines}"), output
+    assert (run.path / "slurm.sh").read_text() == printed
+
+    def shown():
+        return cluster.paceline("runs", "show", "stopped").stdout
+
+    cluster.wait_for(lambda: "RUNNING on n[1-2], " in (text := shown()) and " of 30m00s left" in text)
     stopped = cluster.paceline("stop", "stopped")
-    assert stopped.stdout.startswith(f"stopped: {run.path.relative_to(cluster.hosts.folder)}, checkpoint at step "), (
-        stopped
-    )
+    assert stopped.stdout.startswith("stopped: runs/stopped, checkpoint at step "), stopped
     assert not events_of(run, "requeued") and cluster.state(job_id(run)) not in ("PENDING", "RUNNING")
+
+    resume = ("resume", "stopped", "--slurm", "--slurm-args=--time=30", "--no-check")
+    assert cluster.paceline(*resume, "--detach").returncode == 0
+    refused = cluster.paceline(*resume)
+    assert f"error: stopped is in Slurm's job {job_id(run)}, " in refused.stderr
+    assert cluster.paceline("stop", "stopped").returncode == 0
+    assert [event["job_id"] for event in events_of(run, "submitted")] == [job_id(run)]
+
+
+def test_the_tasks_of_srun_join_as_nodes(cluster):
+    words = ("train", *SIZES, "--name=joined", "--num-steps=3")
+    srun = ("srun", "--nodes=2", "--ntasks-per-node=1", "--mpi=none", "--time=10", "--label")
+    token = f"PACELINE_TOKEN={secrets.token_hex(16)}"
+    done = cluster.run("env", token, *srun, sys.executable, "-m", "paceline.cli", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0: joined  as node 0 of 2 by Slurm's variables; the others come to n1, port 29" in done.stdout
+    assert "1: ended   with exit code 0: node 0 has ended" in done.stdout
+    run = RunDir(cluster.runs / "joined")
+    assert [event["hosts"] for event in events_of(run, "attempt")] == [{"n1": [0], "n2": [1]}]
+    assert token.partition("=")[2] not in done.stdout + done.stderr
 
 
 @pytest.mark.soak
@@ -189,7 +228,7 @@ def test_a_job_that_is_preempted_saves_and_continues_when_its_nodes_are_free_aga
     cluster.wait_for(lambda: step_of(run) > 5)
     started = time.monotonic()
     cluster.slurm("sbatch", "--partition=urgent", "--exclusive", "--nodes=2", "--output=/dev/null", "--wrap", "sleep 5")
-    cluster.wait_for(lambda: events_of(run, "requeued"), timeout_s=60)
+    cluster.wait_for(lambda: events_of(run, "requeued"))
     print(f"requeued {time.monotonic() - started:.1f} s after the job that preempts was submitted")
     assert events_of(run, "requeued")[0]["why"] == "preempted by another job"
     assert wait_for_end(cluster, run) == "COMPLETED", cluster.logs()
@@ -201,7 +240,7 @@ def test_scancel_saves_and_is_not_undone_by_a_requeue(cluster):
     run = submit(cluster, "cancelled", 3000)
     cluster.wait_for(lambda: step_of(run) > 5)
     cluster.slurm("scancel", str(job_id(run)))
-    cluster.wait_for(lambda: events_of(run, "stopped"), timeout_s=30)
+    cluster.wait_for(lambda: events_of(run, "stopped"))
     assert wait_for_end(cluster, run) == "CANCELLED"
     assert not events_of(run, "requeued") and events_of(run, "checkpoint")
     explained = cluster.paceline("explain", "cancelled").stdout
@@ -222,13 +261,13 @@ def test_a_node_that_dies_under_the_run_is_left_out_or_the_job_is_requeued_until
     cluster.wait_for(lambda: step_of(run) > 60)
     started = time.monotonic()
     cluster.kill_node("n2")
-    cluster.wait_for(lambda: events_of(run, "verdict"), timeout_s=60)
+    cluster.wait_for(lambda: events_of(run, "verdict"))
     print(f"noticed {time.monotonic() - started:.1f} s after the node died")
     assert events_of(run, "verdict")[0]["cause"] == "host-lost"
     if min_hosts == 2:
-        cluster.wait_for(lambda: events_of(run, "requeued"), timeout_s=60)
+        cluster.wait_for(lambda: events_of(run, "requeued"))
         cluster.start_node("n2")
-    assert wait_for_end(cluster, run, timeout_s=400) == "COMPLETED", cluster.logs()
+    assert wait_for_end(cluster, run) == "COMPLETED", cluster.logs()
     print(f"done {time.monotonic() - started:.1f} s after the node died")
     assert step_of(run) == 600
     assert [event["world_size"] for event in events_of(run, "attempt")] == [2, min_hosts]
@@ -238,16 +277,19 @@ def test_a_node_that_dies_under_the_run_is_left_out_or_the_job_is_requeued_until
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(5400)  # trains twice for minutes, with two jobs' limits between
 def test_a_limit_that_is_reached_twice_leaves_the_same_bits_as_an_unbroken_run(cluster):
-    """Slurm itself warns: USR1 may come up to a minute early, as it looks every 30 s. A job then trains for one or two minutes."""
-    unbroken(cluster, "timed", "--num-steps=200")
-    times_ms = [
-        line["step_ms"] for line in read_json_lines(RunDir(cluster.runs / "timed").metrics) if line.get("step_ms")
-    ]
-    num_steps = int(TRAINED_S * 1000 / statistics.median(times_ms))
-    run = submit(cluster, "limited", num_steps, "--save-every=100000", slurm_args=f"--time={SHORTEST}")
+    """Slurm itself warns: USR1 may come up to a minute early, as it looks every 30 s. A job then trains for a minute at least."""
     started = time.monotonic()
-    assert wait_for_end(cluster, run, timeout_s=1800) == "COMPLETED", cluster.logs()
+    unbroken(cluster, "timed", "--num-steps=200")
+    metrics = read_json_lines(RunDir(cluster.runs / "timed").metrics)
+    times_ms = [line["step_ms"] for line in metrics if line.get("step_ms")]
+    start_s = time.monotonic() - started - 200 * statistics.median(times_ms) / 1000
+    minutes = SHORTEST + round(3 * start_s / 60)  # a busy machine starts slowly
+    num_steps = int(2.25 * (60 * minutes - WARN_S) * 1000 / statistics.median(times_ms))  # more than two jobs can make
+    run = submit(cluster, "limited", num_steps, "--save-every=100000", slurm_args=f"--time={minutes}")
+    started = time.monotonic()
+    assert wait_for_end(cluster, run, timeout_s=3600) == "COMPLETED", cluster.logs()
     attempts = events_of(run, "attempt")
     print(f"{num_steps} steps in {len(attempts)} jobs, {time.monotonic() - started:.0f} s")
     assert len(events_of(run, "requeued")) >= 2

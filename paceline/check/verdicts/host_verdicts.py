@@ -334,7 +334,7 @@ def slurm_outside(host: Host) -> Cases:
         partition = max(partitions, key=lambda partition: partition["nodes_up"] > 0)
         name, nodes, up = partition["name"], partition["nodes"], partition["nodes_up"]
         state = "" if up == nodes else f", {up} of {nodes} up"
-        what = f"this is no job of Slurm and has no GPU; the nodes of partition {name} have{state}"
+        what = f"this machine has no GPU and is in no job of Slurm; the nodes of partition {name} have GPUs{state}"
         is_script = host.intent.command == "run"
         submit = f'--slurm --slurm-args "--partition={name}"'
         yield Case(what, f"salloc --partition={name} --gpus-per-node=1" if is_script else submit)

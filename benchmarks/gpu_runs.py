@@ -67,6 +67,10 @@ class RowFailed(Exception):
     """A command that ended with an error or not at all; the end of its output."""
 
 
+class TimeOver(RowFailed):
+    """A command that was ended at the deadline."""
+
+
 def all_rows(depths: Sequence[int], device: str) -> Iterator[Row]:
     """Yields every row, the ones of correctness first. Some need a GPU."""
     yield from right_rows(device)
@@ -140,14 +144,15 @@ def command(setup: Setup, words: Sequence[object]) -> str:
                 timeout=max(1.0, setup.deadline - time.monotonic()),
                 check=False,
             )
-            end = f"ended with {done.returncode}"
         except subprocess.TimeoutExpired as error:
-            end = f"was ended after {error.timeout:.0f} s, when the time was over"
+            raise TimeOver(f"{' '.join(map(str, words))} was ended after {error.timeout:.0f} s") from None
     text = output.read_text()
-    if end != "ended with 0":
+    if done.returncode:
         tail = (errors.read_text() or text).strip()[-4000:]
         reason = next((line for line in tail.splitlines() if line.startswith("error:")), "")
-        raise RowFailed(f"{' '.join(map(str, words[2:]))} {end} {reason}\n{tail}")
+        raise RowFailed(
+            f"{reason or 'no error line'}: exit code {done.returncode} of {' '.join(map(str, words))}\n{tail}"
+        )
     return text
 
 

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 try:
     import gpu
     import gpu_runs
-    from gpu_runs import Result, Row, RowFailed, Setup
+    from gpu_runs import Result, Row, RowFailed, Setup, TimeOver
 finally:
     sys.path.pop(0)
 
@@ -84,11 +84,19 @@ def test_the_table_has_every_row_with_its_verdict(tmp_path):
     assert "| b | FAILED |  | exit 1 |" in lines
 
 
+def test_a_row_that_the_time_did_not_suffice_for_is_left_and_a_first_one_has_failed(tmp_path):
+    calls = []
+    left, rows = measure(tmp_path, row("a", calls), row("b", calls, error=TimeOver("ended after 5 s")))
+    assert left == 1 and list(rows) == ["a"]
+    left, rows = measure(tmp_path, row("b", calls, error=TimeOver("ended after 480 s")))
+    assert left == 0 and rows["b"]["verdict"] == "failed"
+
+
 def test_a_command_that_does_not_end_in_time_or_well_fails_its_row(tmp_path):
-    with pytest.raises(RowFailed, match="was ended after 1 s"):
+    with pytest.raises(TimeOver, match="was ended after 1 s"):
         gpu_runs.command(Setup(tmp_path, time.monotonic(), "cpu", 128, 10), ["-c", "import time; time.sleep(60)"])
     setup = Setup(tmp_path, time.monotonic() + 60, "cpu", 128, 10)
-    with pytest.raises(RowFailed, match="ended with 3 error: no memory"):
+    with pytest.raises(RowFailed, match="^error: no memory: exit code 3 of "):
         gpu_runs.command(setup, ["-c", "import sys; print('error: no memory', file=sys.stderr); sys.exit(3)"])
 
 

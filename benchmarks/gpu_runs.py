@@ -145,7 +145,8 @@ def command(setup: Setup, words: Sequence[object]) -> str:
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
-            raise TimeOver(f"{' '.join(map(str, words))} was ended after {error.timeout:.0f} s") from None
+            last = (output.read_text().strip().splitlines() or ["no output"])[-1]
+            raise TimeOver(f"ended after {error.timeout:.0f} s at {last!r}: {' '.join(map(str, words))}") from None
     text = output.read_text()
     if done.returncode:
         tail = (errors.read_text() or text).strip()[-4000:]
@@ -225,9 +226,14 @@ def ask_kernels(setup: Setup, *, name: str, depth: int) -> Result:
 # --------------------------------------------------------------------------- speed
 
 
-def keys_of(setup: Setup, depth: int, *, total_rows: int = 256) -> Keys:
-    """Returns every key that the recipe derives from the depth, since `train` without a config takes those of tiny.toml."""
-    return {"depth": depth, "n-embd": 64 * depth, "head-dim": 128, "window-pattern": "SSSL", "vocab-size": 32768,
+def keys_of(setup: Setup, depth: int, *, total_rows: int | None = None) -> Keys:
+    """Returns every key that the recipe derives from the depth, since `train` without a config takes those of tiny.toml.
+
+    total_rows: of a step; None: 256 on a GPU, 524,288 tokens, and one micro-batch on a CPU, whose vocabulary is small too.
+    """
+    total_rows = total_rows or (256 if setup.device == "cuda" else ROWS_OF_DEPTH.get(depth, 8))
+    return {"depth": depth, "n-embd": 64 * depth, "head-dim": 128, "window-pattern": "SSSL",
+            "vocab-size": 32768 if setup.device == "cuda" else 512,
             "sequence-len": setup.sequence_len, "device-batch-size": ROWS_OF_DEPTH.get(depth, 8),
             "total-batch-size": total_rows * setup.sequence_len, "num-steps": setup.steps, "save-every": 0,
             "compile": "true" if setup.device == "cuda" else "false"}  # fmt: skip

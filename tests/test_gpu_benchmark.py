@@ -93,7 +93,7 @@ def test_a_row_that_the_time_did_not_suffice_for_is_left_and_a_first_one_has_fai
 
 
 def test_a_command_that_does_not_end_in_time_or_well_fails_its_row(tmp_path):
-    with pytest.raises(TimeOver, match="was ended after 1 s"):
+    with pytest.raises(TimeOver, match="ended after 1 s at 'no output'"):
         gpu_runs.command(Setup(tmp_path, time.monotonic(), "cpu", 128, 10), ["-c", "import time; time.sleep(60)"])
     setup = Setup(tmp_path, time.monotonic() + 60, "cpu", 128, 10)
     with pytest.raises(RowFailed, match="^error: no memory: exit code 3 of "):

@@ -1,7 +1,6 @@
 """val_bpb: the same rows whatever the world size, bytes counted once."""
 
 import math
-
 from dataclasses import replace
 
 import numpy as np

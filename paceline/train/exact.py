@@ -29,6 +29,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import torch.nn.parallel.distributed as ddp
 from torch import Tensor
+from torch._C._distributed_c10d import GradBucket, Logger, Reducer
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -247,7 +248,7 @@ class LoneDDP(ddp.DistributedDataParallel):
         self.register_comm_hook(None, unsent)
 
 
-def unsent(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def unsent(state: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Returns a bucket's own gradients in place of their mean over the ranks."""
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
@@ -263,8 +264,8 @@ def lone_ddp() -> Iterator[None]:
     with (
         replaced(optim, DistributedDataParallel=LoneDDP),
         replaced(ddp, _verify_param_shape_across_processes=lambda *args: None),
-        replaced(dist.Reducer, _rebuild_buckets=lambda reducer: False),
-        replaced(dist.Logger, set_runtime_stats_and_log=lambda logger: None),
+        replaced(Reducer, _rebuild_buckets=lambda reducer: False),
+        replaced(Logger, set_runtime_stats_and_log=lambda logger: None),
     ):
         yield
 

@@ -259,7 +259,7 @@ def unsent(state: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
 def lone_ddp() -> Iterator[None]:
     """Keeps DDP from reading values: of other ranks' shapes, of the card's clock, and of the order in which rank 0 had gradients.
 
-    By that order DDP makes its buckets anew after the first step, of as many bytes in all.
+    By that order DDP rebuilds its buckets after the first step, with as many bytes in all.
     """
     with (
         replaced(optim, DistributedDataParallel=LoneDDP),

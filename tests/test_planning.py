@@ -229,8 +229,6 @@ REFUSALS = [
     ([*TWO, "--epochs", "2"], "given in epochs", "--num-steps N"),
     ([*TWO, "--measure"], "measures the device here", "leave --gpu RTX 5090 out"),
     ([*TWO, "--depth", "48"], "needed on each GPU with device_batch_size 1", "--depth"),
-    (["--gpu", "5090", "--gpus", "2", "--shard", "none", "--optimizer", "adamw", "--exact", "--depth", "2"],
-     "cannot be traced", "--shard optimizer"),
 ]  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 from paceline.config import ModelConfig
 from paceline.plan.algorithms import ALGORITHMS
 from paceline.plan.shapes import ELEMENT_BYTES, FP32, NARROW, layer_weights, matmul_params, param_shapes
-from paceline.plan.sharding import ShardPlan, gather_schedule, sends_narrow, shard_plan, shards_weights
+from paceline.plan.sharding import ShardPlan, ddp_buckets, gather_schedule, sends_narrow, shard_plan, shards_weights
 
 BACKWARD_PER_FORWARD = 2  # one matmul forward is two backward: by input and by weight
 SHORT_WINDOW_MULTIPLE = 128
@@ -95,7 +95,7 @@ def step_messages(
         return Messages((), (), ())
     shapes = param_shapes(model)
     if shard == "none":
-        return Messages((), (), (FP32 * sum(shape.numel for shape in shapes),))
+        return Messages((), (), ddp_buckets(shapes))
     plan = layout(model, world_size, optimizer, shard)
     narrow = sends_narrow(
         bf16=precision == "bf16", grad_accum_steps=grad_accum_steps, world_size=world_size, shard=shard

@@ -7,7 +7,7 @@ so a parameter is a view of it. Where the algorithm needs whole matrices (plan/a
 other tensors are cut at row borders. Tensors under SMALL elements are kept and updated by every rank.
 
 Buckets stand in the order in which backward completes them, and are sent in that order on all ranks. Where the weights are sharded
-too, buckets are of as few layers as divide evenly over the ranks: plan/gathering.py decides when each is gathered.
+too, buckets are of as few layers as divide evenly over the ranks, and gather_schedule decides when each is gathered.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,12 +17,14 @@ from itertools import groupby
 from math import lcm, prod
 
 from paceline.plan.algorithms import ALGORITHMS, Algorithm, algorithm_of
-from paceline.plan.shapes import HEAD, MATRIX, ParamShape
+from paceline.plan.shapes import FP32, HEAD, MATRIX, ParamShape
 
 ALIGNMENT = 64  # elements between borders: vector instructions then round the same elements alike at any world size
 SMALL = 1024  # elements; below, a collective of its own costs more than updating it everywhere
 NUM_BUCKETS = 6  # of each kind, about: enough to overlap, few enough for long messages and batches of matrices
 BATCH_NUMEL = 48 << 20  # elements of the matrices that a GPU updates together: about a gigabyte of temporaries
+# of DDP's messages: kDefaultFirstBucketBytes, kDefaultBucketBytesCap in torch/csrc/distributed/c10d/reducer.hpp
+DDP_FIRST_BUCKET_BYTES, DDP_BUCKET_BYTES = 1 << 20, 25 << 20
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,35 @@ def sends_narrow(*, bf16: bool, grad_accum_steps: int, world_size: int, shard: s
     """
     single = grad_accum_steps == 1 or shards_weights(world_size=world_size, shard=shard)
     return bf16 and single and world_size > 1 and shard != "none"
+
+
+def ddp_buckets(shapes: Sequence[ParamShape]) -> tuple[int, ...]:
+    """Returns the bytes of DDP's messages of a step, by which it averages fp32 gradients, in their order.
+
+    A bucket takes gradients as they are complete, until it has its cap; from the second step on DDP knows their order. As
+    compute_bucket_assignment_by_size of torch's reducer.cpp.
+    """
+    buckets, cap, size = [], DDP_FIRST_BUCKET_BYTES, 0
+    for shape in _autograd_order(shapes):
+        size += FP32 * shape.numel
+        if size >= cap:
+            buckets.append(size)
+            size, cap = 0, DDP_BUCKET_BYTES
+    return tuple([*buckets, size] if size else buckets)
+
+
+def _autograd_order(shapes: Sequence[ParamShape]) -> list[ParamShape]:
+    """Returns the order in which autograd has whole gradients: the end of the model, the layers, and what all layers read."""
+    parts, last, end = parts_of(shapes), _num_layers(shapes), ("lm_head.weight", "backout_lambda")
+
+    def when(shape: ParamShape) -> tuple[int, int, bool]:
+        if shape.name in end:
+            return 0, end.index(shape.name), False
+        part = parts[shape.name]
+        is_table = shape.group != MATRIX and shape.numel >= SMALL
+        return (1, -part, is_table) if 0 < part <= last else (2, 0, is_table)
+
+    return sorted(backward_order(shapes), key=when)
 
 
 def compiles_by_block(*, world_size: int, shard: str) -> bool:

@@ -38,7 +38,6 @@ from paceline.units import MIB
 # of the backward that hides what is sent under it: eager or compiled by block (plan/sharding.py: compiles_by_block), a layer's
 # gradients are sent under the layers below (tests/train/test_send_order.py). A CPU's copying takes its own time
 HIDDEN_SHARE = {"cuda": 0.8, "cpu": 0.0}
-DDP_BUCKETS = 8  # of 25 MiB: only the last is waited for
 BACKWARD_SHARE = 2 / 3
 SMALLEST_SPREAD = 0.03
 MOVED = "states moved"  # to the GPU and back, by --offload optimizer
@@ -333,31 +332,30 @@ def moving_seconds(setup: StepSetup, speeds: Speeds) -> tuple[float, float]:
 def _message_seconds(setup: StepSetup, *, micro_s: float, whole_s: float) -> tuple[float, float, float]:
     """Returns the seconds that gradients and weights are waited for, and the seconds of sending under other work.
 
-    Sums start under the last backward, gathers of rows continue under the updates of matrices; one message is always waited for.
+    Sums start under the last backward, gathers of rows continue under the updates of matrices; the last message is waited for.
     Sharded weights are gathered under every forward, where each is sent once, and backward, together with the gradients.
     """
     if setup.world_size == 1:
         return 0.0, 0.0, 0.0
-    summing, gathering, num_sums = sending_seconds(setup)
+    summing, gathering, last_share = sending_seconds(setup)
     hidden_share = HIDDEN_SHARE[setup.device]
     if shards_weights(world_size=setup.world_size, shard=setup.shard):
         width, grad_width = ELEMENT_BYTES[setup.precision], NARROW if setup.precision == "bf16" else FP32
         forward_s = summing * width / grad_width
         hidden_s = hidden_share * setup.grad_accum_steps * micro_s
-        first_s = setup.grad_accum_steps * forward_s / num_sums  # each micro-step begins with a message
+        first_s = setup.grad_accum_steps * forward_s * last_share  # each micro-step begins with a message
         weights = max(first_s, forward_s - (1 - BACKWARD_SHARE) * hidden_s)
         backward_s = summing + gathering - forward_s
-        gradients = max(summing / num_sums, backward_s - BACKWARD_SHARE * hidden_s)
+        gradients = max(summing * last_share, backward_s - BACKWARD_SHARE * hidden_s)
         return gradients, weights, summing + gathering - gradients - weights
-    buckets = max(1, num_sums) if setup.shard != "none" else DDP_BUCKETS
     backward = hidden_share * BACKWARD_SHARE * micro_s
-    gradients = max(summing / buckets, summing - backward)
-    weights = max(gathering / buckets, gathering - hidden_share * whole_s)
+    gradients = max(summing * last_share, summing - backward)
+    weights = max(gathering * last_share, gathering - hidden_share * whole_s)
     return gradients, weights, summing + gathering - gradients - weights
 
 
-def sending_seconds(setup: StepSetup) -> tuple[float, float, int]:
-    """Returns the seconds in which gradients and weights are sent, hidden or not, and the number of messages that are summed."""
+def sending_seconds(setup: StepSetup) -> tuple[float, float, float]:
+    """Returns the seconds of sending gradients and weights, and the share of the last message, which nothing hides."""
     assert setup.link is not None
     messages = step_messages(
         setup.model,
@@ -374,7 +372,9 @@ def sending_seconds(setup: StepSetup) -> tuple[float, float, int]:
         return rounds * share * sum(sizes) / link.bytes_per_s + rounds * len(sizes) * link.latency_s
 
     summing = seconds(messages.reduce_scatter, 1) + seconds(messages.all_reduce, 2)
-    return summing, seconds(messages.all_gather, 1), len(messages.reduce_scatter)
+    is_ddp = setup.shard == "none"
+    last_s = seconds(messages.all_reduce[-1:], 2) if is_ddp else summing / max(1, len(messages.reduce_scatter))
+    return summing, seconds(messages.all_gather, 1), last_s / summing
 
 
 def _assumptions(setup: StepSetup, speeds: Speeds, correction: tuple[float, float] | None) -> tuple[str, ...]:

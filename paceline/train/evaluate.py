@@ -29,6 +29,7 @@ from paceline.errors import PacelineError
 from paceline.model.attention import KVCache, attention_problem
 from paceline.model.checkpoint import CheckpointReader
 from paceline.model.gpt import DTYPES, GPT
+from paceline.model.layers import fused_loss_problem
 from paceline.model.manifest import newest_good, step_folder_name, step_folders
 from paceline.plan.machine import AttentionCase
 from paceline.plan.planner import Plan
@@ -170,6 +171,7 @@ def evaluate_run(
     """Returns val_bpb of a checkpoint on the held-out part of `dataset`, which the run's own tokenizer has encoded."""
     config, _ = load_config(run.config_toml, {})
     model, reader = load_model(run, step=step, device=device)
+    choose_loss(model)
     split, tokenizer = dataset.split("val", config.packing), Tokenizer.load(run.tokenizer_json)
     plan = Plan.from_json(run.plan_json.read_text())
     max_tokens = max_tokens or choose_eval_tokens(
@@ -178,7 +180,7 @@ def evaluate_run(
     bpb = val_bpb(
         model,
         split,
-        token_bytes=torch.from_numpy(tokenizer.token_bytes()).to(next(model.parameters()).device),
+        token_bytes=torch.from_numpy(tokenizer.token_bytes()).to(model.lm_head.weight.device),
         max_tokens=max_tokens,
         device_batch_size=8,
         rank=0,
@@ -186,6 +188,15 @@ def evaluate_run(
     )
     tokens = min(max_tokens, split.num_tokens)
     return {"step": reader.step, "val_bpb": bpb, "tokens": tokens, "data": dataset.meta["source"]}
+
+
+def choose_loss(model: GPT) -> None:
+    """Makes the model compute its loss as training does: by the Triton kernel where it runs. On a GPU without it, prints why."""
+    device = model.lm_head.weight.device
+    problem = fused_loss_problem(device)
+    model.fused_loss = problem is None
+    if problem is not None and device.type == "cuda":
+        print(f"the loss is computed without its Triton kernel, which is slower: {problem}")
 
 
 def format_evaluation(result: Mapping[str, Any], *, name: str) -> str:

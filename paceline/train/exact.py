@@ -20,21 +20,22 @@ import sys
 import weakref
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import torch.nn.parallel.distributed as ddp
 from torch import Tensor
+from torch._C._distributed_c10d import GradBucket, Logger, Reducer
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from paceline.config import ModelConfig
-from paceline.errors import PlanError
 from paceline.model.gpt import DTYPES, GPT
 from paceline.model.layers import sum_by_row
 from paceline.plan.activations import MemorySetup
@@ -43,7 +44,7 @@ from paceline.plan.memory import peak_phase
 from paceline.plan.precision import LowPrecision
 from paceline.plan.shapes import param_shapes
 from paceline.plan.sharding import shards_weights
-from paceline.train import offload
+from paceline.train import offload, optim
 from paceline.train.optim import ShardedOptimizer, make_optimizer
 from paceline.train.setup import hollow_out
 
@@ -200,21 +201,30 @@ def _cast_bytes(operands: list[Tensor]) -> int:
 
 
 @contextmanager
+def replaced(owner: Any, **functions: Any) -> Iterator[None]:
+    """Gives the owner other functions of these names."""
+    before = {name: getattr(owner, name) for name in functions}
+    for name, function in functions.items():
+        setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(owner, name, function)
+
+
+@contextmanager
 def attention_kernel(name: str) -> Iterator[None]:
     """Makes scaled_dot_product_attention take the kernel `name` ("flash", "efficient"); "math" is what meta tensors take anyway."""
-    before, aten = F.scaled_dot_product_attention, torch.ops.aten
+    aten = torch.ops.aten
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, **options: Any) -> Any:
         if name == "flash":
             return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
         return aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, is_causal)[0]
 
-    if name in ("flash", "efficient"):
-        F.scaled_dot_product_attention = kernel  # type: ignore[assignment]
-    try:
+    with replaced(F, scaled_dot_product_attention=kernel) if name in ("flash", "efficient") else nullcontext():
         yield
-    finally:
-        F.scaled_dot_product_attention = before
 
 
 @contextmanager
@@ -226,24 +236,47 @@ def host_memory_left_out(live: LiveBytes) -> Iterator[None]:
         with _disable_current_modes():
             return live.leave_out(before(num_bytes, device))
 
-    offload.host_zeros = host_zeros
-    try:
+    with replaced(offload, host_zeros=host_zeros):
         yield
-    finally:
-        offload.host_zeros = before
+
+
+class LoneDDP(ddp.DistributedDataParallel):
+    """DDP on tensors without values: gradients are in its buckets, which it sends to nobody."""
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.register_comm_hook(None, unsent)
+
+
+def unsent(state: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Returns a bucket's own gradients in place of their mean over the ranks."""
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+@contextmanager
+def lone_ddp() -> Iterator[None]:
+    """Keeps DDP from reading values: of other ranks' shapes, of the card's clock, and of the order in which rank 0 had gradients.
+
+    By that order DDP rebuilds its buckets after the first step, with as many bytes in all.
+    """
+    with (
+        replaced(optim, DistributedDataParallel=LoneDDP),
+        replaced(ddp, _verify_param_shape_across_processes=lambda *args: None),
+        replaced(Reducer, _rebuild_buckets=lambda reducer: False),
+        replaced(Logger, set_runtime_stats_and_log=lambda logger: None),
+    ):
+        yield
 
 
 def main() -> None:
-    """Reads a MemorySetup as JSON from stdin, and prints what `plan --exact --json` holds, or a PlanError's message and fix."""
+    """Reads a MemorySetup as JSON from stdin, and prints what `plan --exact --json` holds."""
     values = json.load(sys.stdin)
     low = values["low_precision"]
     values["low_precision"] = low and LowPrecision(**low)
     setup = MemorySetup(**{**values, "model": ModelConfig(**values["model"])})
-    try:
-        live = trace_steps(setup)
-    except PlanError as error:
-        print(json.dumps({"error": error.message, "fix": error.fix}))
-        return
+    live = trace_steps(setup)
     planned, traced = peak_phase(setup).bytes, max(live.peaks.values())
     allocated, reserved = replay(live.events)
     facts = {
@@ -260,11 +293,6 @@ def main() -> None:
 
 def trace_steps(setup: MemorySetup) -> LiveBytes:
     """Traces rank 0 of a world that does not exist: sums and gathers take their buffers and send nothing."""
-    if setup.shard == "none" and setup.world_size > 1:
-        raise PlanError(
-            "DDP (shard none on several ranks) cannot be traced: it reads the values of what its ranks send",
-            fix="without --exact: the closed form counts it too; or --shard optimizer",
-        )
     live = LiveBytes()
 
     def at(phase: str) -> None:
@@ -275,7 +303,7 @@ def trace_steps(setup: MemorySetup) -> LiveBytes:
     try:
         on_cpu = setup.device == "cpu"
         kernel = FakeTensorMode() if on_cpu else attention_kernel(setup.attention)
-        with host_memory_left_out(live), kernel, live:
+        with host_memory_left_out(live), lone_ddp(), kernel, live:
             run_steps(setup, rank=0, device="cpu" if on_cpu else "meta", at=at)
     finally:
         if setup.world_size > 1:

@@ -166,7 +166,10 @@ def test_gradients_of_a_single_bf16_micro_step_are_sent_in_bf16():
 
 def test_replicated_states_all_reduce_every_gradient():
     plan = plan_of(shard="none", optimizer="adamw")
-    assert step_traffic(plan) == {"reduce_scatter": (), "all_gather": (), "all_reduce": (4 * num_params(plan.model),)}
+    traffic = step_traffic(plan)
+    assert (traffic["reduce_scatter"], traffic["all_gather"]) == ((), ())
+    assert sum(traffic["all_reduce"]) == 4 * num_params(plan.model)
+    assert len(traffic["all_reduce"]) > 1  # DDP's buckets
 
 
 def test_compute_time_comes_from_a_measured_speed_or_the_known_peak_or_is_unknown():

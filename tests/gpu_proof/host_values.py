@@ -39,7 +39,7 @@ class HostValues(TorchDispatchMode):
         with unset_fake_temporarily():
             out = func(*args, **kwargs)
         if pinned:
-            out.in_pinned_memory = True
+            TIMELINE.pin(out)
         return out
 
 

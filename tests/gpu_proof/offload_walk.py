@@ -1,27 +1,20 @@
 """
-Streams and events of a card that is not there, and what follows from them: which copies run beside which work, and races.
+Steps of a rank whose masters and states are in the host's memory: what is copied when, on which stream, and races.
 
-Each operation has a place in its stream's order; an event carries how far its stream was, and who waits for it is behind that
-(vector clocks). Two accesses to the same bytes from two streams, one of them a write, must be ordered by such waits: otherwise a
-real card may do them in any order. Memory counts as written by the stream that allocates it, and is the allocator's again, for work
-on that stream, as soon as the tensor dies. What the CPU itself reads and writes is a stream too.
+A version of train/offload.py with a fault is made from its text.
 """
 
 import tempfile
 import types
-import weakref
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import torch
 from gpu_proof.recorder import Recorder
+from gpu_proof.streams import TIMELINE, device_of, storage_of
 from gpu_proof.walk import make_loop, prepare, process_group
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
 
 from paceline.config import Config
 from paceline.plan import offloading
@@ -80,136 +73,33 @@ FAULTS = {
 }
 
 
-class Stream:
-    """clock: how much of each stream is done before what this one does next."""
+class MoveRecorder(Recorder):
+    """Sees every copy between the card and the masters and states in the host's memory."""
 
-    names = iter(())
-    current: "Stream"
-    cpu: "Stream"
-
-    def __init__(self, *args: Any, name: str | None = None, **options: Any) -> None:
-        self.name = name or next(Stream.names)
-        self.clock: dict[str, int] = {}
-
-    def wait_event(self, event: "Event") -> None:
-        self.join(event.clock)
-
-    def wait_stream(self, stream: "Stream") -> None:
-        self.join(stream.clock)
-
-    def join(self, clock: dict[str, int]) -> None:
-        for name, at in clock.items():
-            self.clock[name] = max(at, self.clock.get(name, 0))
-
-    def tick(self) -> int:
-        self.clock[self.name] = self.clock.get(self.name, 0) + 1
-        return self.clock[self.name]
-
-
-class Event:
-    def __init__(self, *, enable_timing: bool = False) -> None:
-        self.clock: dict[str, int] = {}
-
-    def record(self, stream: Stream | None = None) -> None:
-        self.clock = dict((stream or Stream.current).clock)
-
-    def synchronize(self) -> None:
-        Stream.cpu.join(self.clock)
-
-    def elapsed_time(self, end: "Event") -> float:
-        return 1.0
-
-
-@contextmanager
-def on_stream(stream: Stream) -> Iterator[None]:
-    before, Stream.current = Stream.current, stream
-    try:
-        yield
-    finally:
-        Stream.current = before
-
-
-class StreamRecorder(Recorder):
-    """Sees every op with its stream. locked: storages whose pages are locked."""
-
-    def __init__(self, locked: set[int]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.locked, self.races = locked, set[str]()
-        self.home: set[int] = set()  # the host's memory of masters and states
+        self.home: set[int] = set()  # their storages
         self.moves: list[tuple[str, int, bool, bool, str]] = []  # direction, bytes, without waiting, locked, stream
-        self._accesses: dict[
-            int, dict[tuple[int, int, bool, str], int]
-        ] = {}  # storage -> (from, to, writes, stream) -> place
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.__name__.partition(".")[0]
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        if name in ("_local_scalar_dense", "item"):
-            Stream.cpu.join(Stream.current.clock)
-            return out
-        if getattr(func, "is_view", False) or name in ("detach", "_unsafe_view", "alias"):
-            return out
-        arguments = [*args, *(kwargs or {}).values()]
-        schema = [argument for argument in func._schema.arguments if not argument.kwarg_only][: len(args)]
-        writes = [bool(argument.alias_info and argument.alias_info.is_write) for argument in schema]
-        written = [leaf for value, write in zip(args, writes, strict=False) if write for leaf in tensors_of(value)]
-        inputs, outputs = tensors_of(arguments), tensors_of(out)
-        devices = {tensor.device.type for tensor in inputs + outputs}
-        stream = Stream.current if "cuda" in devices else Stream.cpu
-        if stream is not Stream.cpu:
-            stream.join(Stream.cpu.clock)  # the CPU has launched it
-        place = stream.tick()
-        known = {id(tensor) for tensor in inputs}
-        for tensor in inputs:
-            self._access(tensor, stream, place, write=any(tensor is other for other in written))
-        for tensor in outputs:
-            if id(tensor) not in known:
-                self._access(tensor, stream, place, write=True)
-        if name == "copy_" and len(devices) == 2:
-            self._note_move(args[0], args[1], stream, without_waiting=len(args) > 2 and bool(args[2]))
-        return out
-
-    def _note_move(self, target: Tensor, source: Tensor, stream: Stream, *, without_waiting: bool) -> None:
-        to_card = target.device.type == "cuda"
-        on_host = source if to_card else target
-        locked = on_host.untyped_storage()._cdata in self.locked
-        if on_host.untyped_storage()._cdata in self.home:
-            self.moves.append(("in" if to_card else "out", on_host.nbytes, without_waiting, locked, stream.name))
-        if not without_waiting:
-            Stream.cpu.join(stream.clock)
-
-    def _access(self, tensor: Tensor, stream: Stream, place: int, *, write: bool) -> None:
-        storage = tensor.untyped_storage()
-        key, start = storage._cdata, tensor.storage_offset() * tensor.itemsize
-        end = start + tensor.nbytes
-        if key not in self._accesses:
-            self._accesses[key] = {}
-            weakref.finalize(storage, self._freed, key, stream, on_card=tensor.device.type == "cuda")
-        accesses = self._accesses[key]
-        for (other_start, other_end, other_write, name), at in accesses.items():
-            apart = other_end <= start or end <= other_start
-            if name != stream.name and (write or other_write) and not apart and stream.clock.get(name, 0) < at:
-                kind = f"{'write' if write else 'read'} on {stream.name} beside {'write' if other_write else 'read'} on {name}"
-                self.races.add(kind)
-        accesses[start, end, write, stream.name] = place
-
-    def _freed(self, key: int, owner: Stream, *, on_card: bool) -> None:
-        for (_, _, _, name), at in self._accesses.pop(key).items():
-            if on_card and name not in (owner.name, "cpu") and owner.clock.get(name, 0) < at:
-                self.races.add(f"freed on {owner.name} beside work on {name}")
+    def note_copy(self, name: str, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        """Records a copy with its stream, where the host's side is masters or states."""
+        super().note_copy(name, args, kwargs, out)
+        if name != "copy_" or device_of(args[0]) == device_of(args[1]):
+            return
+        to_card = device_of(args[0]) == "cuda"
+        on_host = args[1] if to_card else args[0]
+        if storage_of(on_host) in self.home:
+            locked, no_wait = storage_of(on_host) in TIMELINE.pinned, len(args) > 2 and bool(args[2])
+            self.moves.append(("in" if to_card else "out", on_host.nbytes, no_wait, locked, TIMELINE.current))
 
 
-def tensors_of(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def variant(fault: str | None, locked: set[int]) -> types.ModuleType:
+def variant(fault: str | None) -> types.ModuleType:
     """Returns train/offload.py, with the fault."""
     old, new = FAULTS[fault] if fault else ("", "")
     assert not fault or SOURCE.count(old) == 1, f"{fault}: {SOURCE.count(old)} places have it"
     module = types.ModuleType("offload_variant")
     exec(compile(SOURCE.replace(old, new) if fault else SOURCE, offload.__file__, "exec"), vars(module))
-    module.page_lock = lambda tensor: locked.add(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
+    module.page_lock = TIMELINE.pin  # type: ignore[attr-defined]
     return module
 
 
@@ -217,22 +107,13 @@ def walk(*, fault: str | None = None, gpus: int = 1, steps: int = 2, **keys: Any
     """Returns the moves, the order of batches and the races of a rank's steps and of a checkpoint after them."""
     config = Config(**{**SMALL, **keys})
     plan = make_plan(config, imagined_machine(find_gpu("RTX 5090"), gpus=gpus, hosts=1), vocab_size=2048, num_rows=1000)
-    setup, locked = memory_setup(plan), set[int]()
-    Stream.names = iter(["to device", "to host"])
-    Stream.current, Stream.cpu = Stream(name="compute"), Stream(name="cpu")
-    facts: dict[str, Any] = {"error": None, "planned_bytes": fullest_state(setup).on_host, "steps": steps}
-    module, order = variant(fault, locked), []
+    TIMELINE.clear()
+    facts: dict[str, Any] = {"error": None, "steps": steps}
+    facts["planned_bytes"] = fullest_state(memory_setup(plan)).on_host
+    module, order, recorder = variant(fault), [], MoveRecorder()
     update_types = (update_batches.RowBatch, update_batches.MatrixBatch)
     try:
         with ExitStack() as stack:
-            streams = {
-                "Stream": Stream,
-                "Event": Event,
-                "stream": on_stream,
-                "current_stream": lambda *_: Stream.current,
-            }
-            for name, stand_in in streams.items():
-                stack.enter_context(patch.object(torch.cuda, name, stand_in))
             for name in ("HostMemory", "Staging"):
                 stack.enter_context(patch.object(optim, name, getattr(module, name)))
             stack.enter_context(patch.object(offloading, "ROW_BATCH_BYTES", SMALL_BATCH_BYTES))
@@ -240,11 +121,10 @@ def walk(*, fault: str | None = None, gpus: int = 1, steps: int = 2, **keys: Any
             stack.enter_context(process_group(0, gpus))
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             stack.enter_context(attention_kernel("flash"))
-            recorder = StreamRecorder(locked)
-            with recorder:
+            with recorder.recording():
                 loop = make_loop(plan, RunDir(Path(folder)), 0)
                 batches = loop.optimizer._staging._batches  # type: ignore[union-attr]
-                recorder.home = {tensor.untyped_storage()._cdata for batch in batches for tensor in batch.tensors}
+                recorder.home = {storage_of(tensor) for batch in batches for tensor in batch.tensors}
                 for kind in update_types:
                     stack.enter_context(patch.object(kind, "update", noted(kind.update, batches, recorder, order)))
                 for step in range(steps):
@@ -258,7 +138,7 @@ def walk(*, fault: str | None = None, gpus: int = 1, steps: int = 2, **keys: Any
     return facts
 
 
-def noted(update: Any, batches: list[Any], recorder: StreamRecorder, order: list[Any]) -> Any:
+def noted(update: Any, batches: list[Any], recorder: MoveRecorder, order: list[Any]) -> Any:
     """Returns `update` with a record: the batch, its bytes, and how many bytes were on their way to the card when it began."""
 
     def update_and_note(self: Any, *args: Any) -> None:

@@ -14,9 +14,8 @@ from types import FrameType
 from typing import Any
 
 import torch
-from gpu_proof.streams import HOST, NCCL, TIMELINE
+from gpu_proof.streams import HOST, NCCL, TIMELINE, device_of, storage_of
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -26,6 +25,7 @@ PACKAGE = str(Path(paceline.__file__).parent) + "/"
 # the shape of what these return depends on values: the CPU waits until it knows it
 SHAPED_BY_VALUES = {"nonzero", "masked_select", "unique", "_unique", "_unique2", "unique_dim", "unique_consecutive"}
 WITHOUT_KERNEL = ("empty", "new_empty", "_unsafe_view", "detach", "alias", "lift", "wait_tensor", "device")
+VIEWS = ("detach", "alias", "_unsafe_view")  # that do not say so
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addmm_", "flex_attention", "_flash_attention_forward"}
 PRODUCTS |= {"_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention"}
 
@@ -76,10 +76,12 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Records what is done within, waits of streams too."""
-        TIMELINE.on_join = self.note_join
-        with self:
-            yield
-        TIMELINE.on_join = lambda name: None
+        TIMELINE.on_join, TIMELINE.on_race = self.note_join, self.note_race
+        try:
+            with self:
+                yield
+        finally:
+            TIMELINE.on_join = TIMELINE.on_race = lambda what: None
 
     def note_join(self, name: str) -> None:
         """Called where a stream or the CPU waits."""
@@ -87,6 +89,10 @@ class Recorder(TorchDispatchMode):
             self.waits[place(line=True)] += 1
         else:
             self.joins.append((name, place(), self.products.total()))
+
+    def note_race(self, kind: str) -> None:
+        """Called where two streams touch the same memory and neither waits for the other."""
+        self.races[f"{place(line=True)}: {kind}"] += 1
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -115,7 +121,8 @@ class Recorder(TorchDispatchMode):
             self.note_draw(func, args, kwargs, out)
         if "cuda" in devices and not getattr(func, "is_view", False) and not name.startswith(WITHOUT_KERNEL):
             self.note_kernel(name, tensors, args, kwargs, out)
-        if getattr(func, "namespace", "") != "c10d" and not getattr(func, "is_view", False):
+        is_view = getattr(func, "is_view", False) or name in VIEWS
+        if getattr(func, "namespace", "") != "c10d" and not is_view:
             self.note_accesses(func, tensors, args, kwargs, out)
         if name in ("_to_copy", "to", "copy_"):
             self.note_copy(name, args, kwargs, out)
@@ -131,8 +138,7 @@ class Recorder(TorchDispatchMode):
         self.collectives.append((name, max(tensor.nbytes for tensor in tensors)))
         self.products_before.append(self.products.total())
         self.streams["collective", NCCL] += 1
-        if not TIMELINE.collective({storage_of(tensor) for tensor in tensors}):
-            self.races[place(line=True)] += 1
+        TIMELINE.collective(tensors)
 
     def note_kernel(self, name: str, tensors: list[Tensor], args: Any, kwargs: dict[str, Any], out: Any) -> None:
         """Records an op that starts kernels."""
@@ -143,30 +149,26 @@ class Recorder(TorchDispatchMode):
         self.moved_bytes[function] += sum(leaf.nbytes for leaf in [*read, *written] if isinstance(leaf, Tensor))
 
     def note_accesses(self, func: Any, tensors: list[Tensor], args: Any, kwargs: dict[str, Any], out: Any) -> None:
-        """Puts an op on the current stream, and checks that the memory on the card that it touches is free for it."""
-        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and device_of(leaf) == "cuda"]
-        used = [tensor for tensor in tensors if device_of(tensor) == "cuda"]
-        if not (made or used):
-            return
-        stream = TIMELINE.current
+        """Puts an op on the current stream, or on the CPU, and checks that the memory that it touches is free for it."""
+        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        on_card = any(device_of(tensor) == "cuda" for tensor in [*tensors, *outputs])
+        stream = TIMELINE.current if on_card else HOST
         clock = TIMELINE.begin(stream)
-        self.streams[
-            "copy" if any(device_of(tensor) == "cpu" and tensor.ndim for tensor in tensors) else "kernel", stream
-        ] += 1
-        read, written = {storage_of(tensor) for tensor in used}, set[int]()
+        if on_card:
+            beside = any(device_of(tensor) == "cpu" and tensor.ndim for tensor in tensors)
+            self.streams["copy" if beside else "kernel", stream] += 1
+        written = set[int]()
         for at, key in mutable_arguments(func):
             value = kwargs[key] if key in kwargs else args[at] if at < len(args) else None
-            written |= {
-                storage_of(leaf)
-                for leaf in tree_leaves(value)
-                if isinstance(leaf, Tensor) and device_of(leaf) == "cuda"
-            }
-        for storage in {storage_of(tensor) for tensor in made} - read:
-            TIMELINE.writes[storage] = (stream, clock[stream])  # new memory
-            TIMELINE.reads.pop(storage, None)
-        ordered = [TIMELINE.touch(clock, stream, storage, write=storage in written) for storage in read]
-        if not all(ordered):
-            self.races[place(line=True)] += 1
+            written |= {id(leaf) for leaf in tree_leaves(value)}
+        for tensor in tensors:
+            # a number goes along with the launch
+            if tensor.ndim or device_of(tensor) == "cuda" or not on_card:
+                TIMELINE.touch(clock, stream, tensor, write=id(tensor) in written)
+        known = {storage_of(tensor) for tensor in tensors}
+        for tensor in outputs:
+            if storage_of(tensor) not in known:
+                TIMELINE.touch(clock, stream, tensor, write=True)  # new memory
 
     def note_draw(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         """Records an op that draws random numbers, unless it is a dropout of nothing."""
@@ -186,14 +188,16 @@ class Recorder(TorchDispatchMode):
         no_wait = bool(kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
         direction = (device_of(source), device_of(result))
         if direction == ("cuda", "cpu"):
-            if no_wait and getattr(result, "in_pinned_memory", False):
+            if no_wait and storage_of(result) in TIMELINE.pinned:
                 self.copies_to_host.append(
                     (place(), TIMELINE.current, TIMELINE.clocks[TIMELINE.current][TIMELINE.current])
                 )
             else:
                 self.wait_on_host()
         elif direction == ("cpu", "cuda"):
-            self.copies[place(), no_wait and getattr(source, "in_pinned_memory", False)] += 1
+            if not no_wait:
+                TIMELINE.wait_on_host(TIMELINE.current)
+            self.copies[place(), no_wait and storage_of(source) in TIMELINE.pinned] += 1
             self.copies_before.append(self.products.total())
 
 
@@ -205,16 +209,6 @@ def mutable_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     return tuple(
         (at, argument.name) for at, argument in arguments if argument.alias_info and argument.alias_info.is_write
     )
-
-
-def device_of(tensor: Tensor) -> str:
-    """Returns the type of a tensor's device, without an op: a fake tensor's `device` is one."""
-    return (tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device).type
-
-
-def storage_of(tensor: Tensor) -> int:
-    """Returns what all tensors in one piece of memory have in common."""
-    return tensor.untyped_storage()._cdata
 
 
 def place(*, line: bool = False) -> str:

@@ -85,7 +85,7 @@ def noted_read(read: Callable[..., Any]) -> Callable[..., Any]:
 def pin_memory(tensor: Tensor) -> Tensor:
     """Stands for Tensor.pin_memory: fake tensors have none."""
     pinned = tensor.clone()
-    pinned.in_pinned_memory = True  # type: ignore[attr-defined]
+    TIMELINE.pin(pinned)
     return pinned
 
 

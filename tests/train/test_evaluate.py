@@ -1,14 +1,19 @@
 """val_bpb: the same rows whatever the world size, bytes counted once."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.config import ModelConfig
 from paceline.model.gpt import GPT
-from paceline.train.evaluate import eval_rows, val_bpb
+from paceline.plan.activations import CPU_CHUNK_BYTES
+from paceline.train import evaluate
+from paceline.train.evaluate import choose_loss, eval_rows, val_bpb
 
 CONFIG = ModelConfig(n_layer=1, n_embd=32, n_head=1, n_kv_head=1, head_dim=32, sequence_len=8, vocab_size=64)
 
@@ -73,3 +78,37 @@ def test_the_batch_size_does_not_change_the_figure(model):
         for rows in (1, 3, 8)
     ]
     assert figures[1:] == pytest.approx([figures[0]] * 2, rel=1e-6)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Keeps the bytes of the largest tensor that an op makes."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.nbytes = max(self.nbytes, out.nbytes)
+        return out
+
+
+def test_a_large_vocabulary_is_scored_in_chunks_with_the_value_of_all_logits_at_once():
+    large = GPT(replace(CONFIG, vocab_size=131_072), compute_dtype=torch.float32)
+    large.init_weights(seed=1)
+    torch.nn.init.normal_(large.lm_head.weight, std=0.5)
+    with LargestTensor() as largest:
+        options = {"token_bytes": torch.full((131_072,), 2), "max_tokens": 64, "rank": 0, "world_size": 1}
+        bpb = val_bpb(large, Rows(), device_batch_size=8, **options)
+    all_logits_bytes = 64 * 131_072 * 4
+    assert largest.nbytes <= CPU_CHUNK_BYTES < all_logits_bytes
+    idx, targets = map(torch.from_numpy, Rows().rows(range(8), 8))
+    nats = F.cross_entropy(large.logits(idx).flatten(0, 1), targets.flatten(), reduction="sum")
+    assert bpb == pytest.approx(nats.item() / (64 * 2 * math.log(2)), rel=1e-6)
+
+
+def test_a_checkpoint_is_scored_by_the_loss_of_training_where_the_device_has_it(model, monkeypatch, capsys):
+    choose_loss(model)
+    assert not model.fused_loss
+    monkeypatch.setattr(evaluate, "fused_loss_problem", lambda device: None)
+    choose_loss(model)
+    assert model.fused_loss and not capsys.readouterr().out

@@ -4,11 +4,15 @@ from functools import cache
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import distributed
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from paceline.config import ModelConfig
 from paceline.model.gpt import GPT, Block
+from paceline.plan.shapes import param_shapes
+from paceline.plan.sharding import ddp_buckets
 
 N_LAYER = 10  # more than torch's default limit of compiled variants, and than there are kinds of layers
 PRODUCTS = {"aten::mm", "aten::bmm", "aten::addmm"}
@@ -113,3 +117,19 @@ def test_a_block_that_would_be_compiled_too_often_is_an_error_and_not_eager():
     idx = torch.zeros(1, model.config.sequence_len, dtype=torch.int64)
     with torch._dynamo.config.patch(recompile_limit=1), pytest.raises(FailOnRecompileLimitHit):
         model(idx, idx)
+
+
+def test_the_planned_ddp_buckets_are_those_that_pytorch_makes_of_the_order_of_gradients():
+    config = ModelConfig(6, 256, 2, 2, 128, 32, 4096, "SSSL")
+    model = GPT(config, compute_dtype=torch.float32)
+    model.init_weights(seed=1)
+    complete: list[torch.Tensor] = []
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(complete.append)
+    idx = torch.zeros(1, 32, dtype=torch.int64)
+    model(idx, idx).backward()
+    caps = [dist._DEFAULT_FIRST_BUCKET_BYTES, distributed._DEFAULT_BUCKET_CAP_MB << 20]
+    buckets, _ = dist._compute_bucket_assignment_by_size(complete, caps, [False] * len(complete))
+    sizes = tuple(sum(complete[at].nbytes for at in bucket) for bucket in buckets)
+    assert len(sizes) == 3
+    assert ddp_buckets(param_shapes(config)) == sizes

@@ -86,7 +86,7 @@ def all_rows(depths: Sequence[int], device: str) -> Iterator[Row]:
         if device == "cuda":
             ways["eager"] = {"compile": "false"}
         if device == "cuda" and depth == depths[-1]:
-            ways["offload"] = {"offload": "optimizer"}
+            ways |= {"offload": {"offload": "optimizer"}, "8bit states": {"optimizer-states": "8bit"}}
         for way, extra in ways.items():
             yield depth_row(f"depth {depth} {way}", "fast", depth, partial(measure_speed, depth=depth, extra=extra))
     for depth in depths:
@@ -107,6 +107,9 @@ def right_rows(device: str) -> Iterator[Row]:
     yield against("bf16 against fp32", {"precision": "bf16"}, {}, 0.05)
     yield against("fp16 against fp32", {"precision": "fp16"}, {}, 0.05)
     yield against("compiled against eager, fp32", {"compile": "true"}, {}, 2e-3)
+    for precision in ("fp8", "nvfp4"):
+        low: Keys = {"depth": 4, "precision": precision, "emulate": True}
+        yield against(f"emulated {precision} here against the CPU", low, low | {"device": "cpu"}, 0.05)
     if device == "cuda":
         windows: Keys = {"window-pattern": "SL", "sequence-len": 256}
         yield against("windows (flex) against masks on the CPU", windows, windows | {"device": "cpu"}, 2e-3)
@@ -114,6 +117,8 @@ def right_rows(device: str) -> Iterator[Row]:
         keys = LONG | {"window-pattern": "SL", "compile": compile_key}
         measure = partial(check_resume, keys=keys)
         yield Row(f"resumed against unbroken, compile={compile_key}", "right", 90, measure)
+    in_8_bits = partial(check_resume, keys=LONG | {"optimizer-states": "8bit"})
+    yield Row("resumed against unbroken, states of 8 bits", "right", 90, in_8_bits)
     if device == "cuda":
         yield Row("offload optimizer against none", "right", 60, check_offload)
 

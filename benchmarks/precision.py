@@ -1,19 +1,20 @@
 """
 The same small training in each precision: what rounding costs in bits per byte of held-out text, beside bf16.
 
-    python benchmarks/precision.py [--depth 4] [--steps 300] [--seeds 1,2,3] [--only bf16,nvfp4] [--optimizer adamw] [--out FILE]
+    python benchmarks/precision.py [--depth 4] [--steps 300] [--tokens 1024] [--seeds 1,2,3] [--only bf16,nvfp4] [--optimizer adamw]
+                                   [--all-blocks] [--out FILE]
 
 Low precisions are emulated. Runs of one seed have the same first weights and the same rows in the same order, so each is compared
 with the bf16 run of its seed: mean and spread of the differences. "nvfp4 plain" is NVFP4 without Hadamard transform and stochastic
-rounding; "bf16 8bit" is bf16 with `--optimizer-states 8bit`. Finished runs are kept in --out, and a second start goes on behind
-them. Prints a Markdown table.
+rounding; "bf16 8bit" is bf16 with `--optimizer-states 8bit`. --all-blocks: the last blocks too have 4 bits. Finished runs are kept
+in --out, and a second start goes on behind them. Prints a Markdown table.
 """
 
 import argparse
 import json
 import tempfile
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -43,13 +44,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--tokens", type=int, default=1024, help="of a step")
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--only", default=",".join(NAMES))
     parser.add_argument("--optimizer", default="muon")
+    parser.add_argument("--all-blocks", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("precision.jsonl"))
     args = parser.parse_args()
     RECIPES[PLAIN] = replace(RECIPES["nvfp4"], stochastic=False, rotation=0)
-    same = {"depth": args.depth, "steps": args.steps, "optimizer": args.optimizer}
+    same = {name: getattr(args, name) for name in ("depth", "steps", "tokens", "optimizer", "all_blocks")}
     done = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
     for seed in map(int, args.seeds.split(",")):
         for name in args.only.split(","):
@@ -63,19 +66,23 @@ def main() -> None:
     print(table([run for run in done if same.items() <= run.items()]))
 
 
-def train(name: str, *, depth: int, steps: int, seed: int, optimizer: str) -> dict[str, float]:
+def train(
+    name: str, *, depth: int, steps: int, tokens: int, seed: int, optimizer: str, all_blocks: bool
+) -> dict[str, float]:
     """Trains in a precision; returns val_bpb at the end, and the seconds of it all."""
     started = time.perf_counter()
     low = name if name not in ("fp32", "bf16", STATES) else None
     config = Config(
-        depth=depth, head_dim=64, sequence_len=128, vocab_size=2048, device_batch_size=8, total_batch_size=1024,
+        depth=depth, head_dim=64, sequence_len=128, vocab_size=2048, device_batch_size=tokens // 128, total_batch_size=tokens,
         num_steps=steps, seed=seed, device="cpu", nproc=1, compile=False,
         precision=name.removesuffix(" plain").removesuffix(" 8bit"), emulate=low is not None, optimizer=optimizer,
         optimizer_states="8bit" if name == STATES else "fp32",
     )  # fmt: skip
     dataset = prepare_data(config)
     made = make_plan(config, probe_machine(), vocab_size=config.vocab_size, num_rows=0)
-    plan = replace(made, precision="fp32" if name == "fp32" else "bf16", low_precision=named(made, low))
+    plan = replace(
+        made, precision="fp32" if name == "fp32" else "bf16", low_precision=named(made, low, all_blocks=all_blocks)
+    )
     torch.set_num_threads(1)  # a sum over threads would round in their number's way
     device = torch.device("cpu")
     model = make_model(plan, seed=seed, device=device)
@@ -100,9 +107,12 @@ def train(name: str, *, depth: int, steps: int, seed: int, optimizer: str) -> di
     return {"val_bpb": bpb, "loss": fmean(losses[-20:]), "seconds": time.perf_counter() - started}
 
 
-def named(plan: Plan, name: str | None) -> LowPrecision | None:
+def named(plan: Plan, name: str | None, *, all_blocks: bool) -> LowPrecision | None:
     """Returns the plan's low precision under the name of its recipe."""
-    return LowPrecision(**{**asdict(plan.low_precision), "name": name}) if plan.low_precision and name else None
+    if plan.low_precision is None or name is None:
+        return None
+    num_layers = plan.model.n_layer if all_blocks else plan.low_precision.num_layers
+    return LowPrecision(name, plan.low_precision.emulated, num_layers)
 
 
 def table(runs: list[dict[str, float]]) -> str:

@@ -364,7 +364,6 @@ FAULTS = {
 }
 ERRORS = {  # of PyTorch itself
     "a CPU tensor in a CUDA expression": "FakeTensorDeviceMismatchError",
-    "a bf16 master": "RuntimeError: expected dtype",
     "a clock that is read at once": "RuntimeError: CUDA error: device not ready",
 }
 

@@ -195,7 +195,7 @@ def test_the_flags_of_a_fix_applied_as_they_are_written_give_a_plan(keys, machin
     else:
         return
     if fix.startswith("--"):
-        flags = re.match(r"(--[a-z-]+( [a-z]*[\d.]*\b)? ?)+?(?= needs| or |,|$)", fix)
+        flags = re.match(r"(--[a-z-]+( \w*[\d.]*\b)? ?)+?(?= needs| or |,|$)", fix)
         assert flags, fix
         changed = parse(flags[0].split(), command="train", options=TrainOptions).keys
     else:

@@ -105,7 +105,7 @@ def test_the_commands_of_a_page_work_in_their_order(page, tmp_path):
         line = line.replace("--num-steps 5000", "--num-steps 8")
         if line == "paceline resume books":
             cut_short(tmp_path / "runs" / "books")
-        done = subprocess.run(line, shell=True, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(line, shell=True, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
         assert done.returncode == exit_code, f"{line}\n{done.stdout}\n{done.stderr}"
 
 

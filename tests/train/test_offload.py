@@ -1,14 +1,12 @@
 """`--offload optimizer` on 1 and 2 real ranks over gloo: the bits of weights and states, checkpoints, and what is on the host."""
 
 import itertools
-import multiprocessing
-from pathlib import Path
 
 import pytest
 import torch
 from offload_ranks import OFFLOADS, WAYS, run_rank, whole
 from optim_ranks import LR, SHAPES, Tensors, make_optimizer, random_grads
-from test_optim_dist import same_bits, start
+from test_optim_dist import facts_of_ranks, same_bits
 
 from paceline.config import Config, check_config
 from paceline.errors import PacelineError
@@ -26,12 +24,7 @@ WORLD_SIZES = (1, 2)
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict[int, list[dict]]:
     """What each rank of each world size found."""
-    folder: Path = tmp_path_factory.mktemp("ranks")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["paceline.train.setup", "torch._dynamo"])
-    for world_size in WORLD_SIZES:
-        start(context, world_size, folder, run=run_rank)
-    return {n: [torch.load(folder / f"all-{n}-{rank}.pt") for rank in range(n)] for n in WORLD_SIZES}
+    return facts_of_ranks(tmp_path_factory.mktemp("ranks"), WORLD_SIZES, run_rank)
 
 
 def check_same(ranks: list[dict], one: tuple, other: tuple) -> None:

@@ -1,6 +1,7 @@
 """Both optimizers on 1, 2, 3 and 4 real ranks over gloo."""
 
 import multiprocessing
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,15 @@ def start(context, world_size: int, *args: object, run=run_rank) -> None:
     for rank in ranks:
         rank.kill()
     assert [rank.exitcode for rank in ranks] == [0] * world_size
+
+
+def facts_of_ranks(folder: Path, world_sizes: tuple[int, ...], run: Callable[..., None]) -> dict[int, list[dict]]:
+    """What each rank of each world size has written into `all-WORLD_SIZE-RANK.pt`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["paceline.train.setup", "torch._dynamo"])
+    for world_size in world_sizes:
+        start(context, world_size, folder, run=run)
+    return {n: [torch.load(folder / f"all-{n}-{rank}.pt") for rank in range(n)] for n in world_sizes}
 
 
 def results(folder: Path, world_size: int, key: str, *, stem: str = "first") -> list:

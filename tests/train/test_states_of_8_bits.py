@@ -1,8 +1,6 @@
 """`--optimizer-states 8bit` on 1, 2 and 3 real ranks over gloo, whole runs, and the plan's bytes against a trace."""
 
-import multiprocessing
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +8,7 @@ from real_steps import setup_of
 from runs import Workshop, events, final_bits, metrics
 from state_ranks import run_rank, ways_of, whole
 from test_memory_of_states import CONFIG, live_bytes, ready_for_an_update
-from test_optim_dist import same_bits, start
+from test_optim_dist import facts_of_ranks, same_bits
 
 from paceline.plan.memory import checkpoint_bytes, peak_phase, phases, state_bytes
 from paceline.train.exact import trace_steps
@@ -24,12 +22,7 @@ dist = pytest.mark.dist
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict[int, list[dict]]:
     """What each rank of each world size found."""
-    folder: Path = tmp_path_factory.mktemp("ranks")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["paceline.train.setup", "torch._dynamo"])
-    for world_size in WORLD_SIZES:
-        start(context, world_size, folder, run=run_rank)
-    return {n: [torch.load(folder / f"all-{n}-{rank}.pt") for rank in range(n)] for n in WORLD_SIZES}
+    return facts_of_ranks(tmp_path_factory.mktemp("ranks"), WORLD_SIZES, run_rank)
 
 
 def whole_of(ranks: list[dict], key: tuple, fact: str = "rows") -> dict[str, torch.Tensor]:

@@ -6,13 +6,11 @@ half-written last line. Nothing here depends on what a step or a process is.
 """
 
 import errno
-import fcntl
 import json
 import os
 import socket
 import stat
 import sys
-import time
 import tomllib
 from collections.abc import Iterator
 from contextlib import suppress
@@ -22,11 +20,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from paceline.errors import PacelineError
+from paceline.locks import NoLocks, is_of_one_host, try_lock
 
-LOCK_ATTEMPTS, LOCK_RETRY_S = 3, 0.02  # `is_locked` holds the lock for some microseconds
 RECORDER_DUMP = "comm_lib_trace_rank_"  # torch's name for a dump of its flight recorder; the rank follows
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # NFS without its lock daemon, Lustre without -o flock
 
 
 class Entry:
@@ -315,19 +312,19 @@ def lock_run(run: RunDir, *, host: str | None = None) -> int:
     host: of the supervisor, where this process keeps a copy for it.
     """
     fd = os.open(run.lock, os.O_RDWR | os.O_CREAT, 0o644)
-    for _ in range(LOCK_ATTEMPTS):
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except OSError as error:
-            if error.errno in NO_LOCKS:
-                print(f"note    {run.path} is on a file system without locks: start the run once only", file=sys.stderr)
-                break
-        time.sleep(LOCK_RETRY_S)
-    else:
-        holder = os.pread(fd, 64, 0).decode(errors="replace").strip()
+    try:
+        if not try_lock(fd, patient=True):
+            raise RunInUse(run, os.pread(fd, 64, 0).decode(errors="replace").strip())
+        if is_of_one_host(fd):
+            text = (
+                f"note    other hosts do not see locks of {run.path}, as it is mounted: start the run on one host only"
+            )
+            print(text, file=sys.stderr)
+    except NoLocks:
+        print(f"note    {run.path} is on a file system without locks: start the run once only", file=sys.stderr)
+    except BaseException:
         os.close(fd)
-        raise RunInUse(run, holder) from None
+        raise
     write_holder(fd, host=host)
     return fd
 
@@ -342,9 +339,11 @@ def is_locked(run: RunDir) -> bool:
     """Whether a process holds the run."""
     with suppress(OSError), open_file(run.lock) as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError as error:
-            return error.errno not in NO_LOCKS
+            return not try_lock(file, shared=True)
+        except NoLocks:
+            return False
+        except OSError:  # the server is gone, and with it what the run writes
+            return True
     return False
 
 

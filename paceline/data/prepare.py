@@ -15,22 +15,23 @@ shards, is imported when it is needed. The folder is written next to its final p
 so a killed process leaves no half folder and a second one meets none.
 """
 
-import fcntl
 import hashlib
 import json
 import shlex
 import shutil
+import sys
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.config import Config
 from paceline.data.corpus import Progress, cannot_write, list_files
 from paceline.data.readers import SourceFile
 from paceline.data.tokenizer import TOKENIZER_FILE, Tokenizer, read_tokenizer_file
 from paceline.errors import PacelineError
+from paceline.locks import NoLocks, try_lock
 from paceline.rundir import write_atomic
 from paceline.units import format_bytes, format_duration, format_number_of
 
@@ -121,8 +122,8 @@ def _new_folder(path: Path, *, progress: Progress | None) -> Iterator[Path | Non
                 yield None
                 return
             for other in path.parent.glob(".*.making"):  # of other texts too: no later command may ever need those
-                with other.with_suffix(".lock").open("a") as file:
-                    if other != making and _try_lock(file):  # its process was killed
+                with other.with_suffix(".lock").open("a") as file, suppress(NoLocks):
+                    if other != making and try_lock(file):  # its process was killed
                         shutil.rmtree(other, ignore_errors=True)
             shutil.rmtree(making, ignore_errors=True)
             shutil.rmtree(path, ignore_errors=True)  # without META it is half a folder
@@ -141,19 +142,14 @@ def _new_folder(path: Path, *, progress: Progress | None) -> Iterator[Path | Non
 def _locked(making: Path, *, progress: Progress | None) -> Iterator[None]:
     """Holds the folder's lock; the lock file stays, since removing it would let two processes lock two files of one name."""
     with making.with_suffix(".lock").open("a") as file:
-        if not _try_lock(file):
-            if progress is not None:
-                progress("wait for another process that prepares the same text", 0, 1)
-            fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            if not try_lock(file):
+                if progress is not None:
+                    progress("wait for another process that prepares the same text", 0, 1)
+                try_lock(file, wait=True)
+        except NoLocks:
+            print(f"note    {making.parent} has no locks: prepare one text at a time", file=sys.stderr)
         yield
-
-
-def _try_lock(file: TextIO) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def make_fingerprint(files: list[SourceFile], settings: dict[str, Any]) -> str:

@@ -10,17 +10,18 @@ too_large.jsonl holds a line for each size that ran out of memory. No later plan
 no more memory; rows that the user sets are the user's.
 """
 
-import fcntl
 import json
 import math
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+from paceline.locks import NoLocks, try_lock
 from paceline.plan.activations import MemorySetup
 from paceline.plan.estimate import (
     CPU_HEAP_GROWTH,
@@ -258,7 +259,8 @@ def keep_record(folder: Path, record: MemoryRecord) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / f"{FILE_NAME}.lock").open("a") as lock:  # until it is closed
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            with suppress(NoLocks):  # then a record of another run at the same moment is lost
+                try_lock(lock, wait=True)
             records = _read(folder)
             records[record.kind] = [*records.get(record.kind, []), record][-KEEP_RECORDS:]
             table = {kind: [asdict(record) for record in members] for kind, members in records.items()}

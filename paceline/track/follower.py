@@ -6,7 +6,6 @@ depend on it: of the run's files it only appends a `note` to events.jsonl. A row
 with each row that is read and stands in RUN/track/NAME.json, so that no row is sent twice.
 """
 
-import fcntl
 import json
 import math
 import os
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError
+from paceline.locks import NoLocks, try_lock
 from paceline.redaction import redact
 from paceline.rundir import RunDir, append_event, holder_of, is_locked, read_json_lines, write_atomic
 from paceline.track.trackers import Position, TrackerRow, open_tracker, start_time
@@ -149,15 +149,12 @@ def only_one(run: RunDir, name: str, *, wait_s: float) -> Iterator[None]:
     run.track(name).parent.mkdir(exist_ok=True)
     until = time.monotonic() + wait_s
     with run.track(name).with_suffix(".lock").open("a") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
+        with suppress(NoLocks):  # the command has said so
+            while not try_lock(file):
                 if time.monotonic() >= until:
                     message = f"{name}: another process is sending {run.name} to it"
-                    raise PacelineError(message, fix="wait for it to end") from None
-            time.sleep(SAVING_POLL_S)
+                    raise PacelineError(message, fix="wait for it to end")
+                time.sleep(SAVING_POLL_S)
         yield
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline import rundir
+from paceline import locks
 from paceline.config import Config
 from paceline.errors import PacelineError, UsageError
 from paceline.explain.explanation import Explanation
@@ -611,7 +611,7 @@ def test_a_file_system_without_locks_does_not_stop_a_run(tmp_path, monkeypatch, 
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(rundir.fcntl, "flock", refuse)
+    monkeypatch.setattr(locks.fcntl, "flock", refuse)
     lock_run(RunDir(tmp_path))
     assert "is on a file system without locks" in capsys.readouterr().err
     assert not is_locked(RunDir(tmp_path))

@@ -1,0 +1,51 @@
+"""Locks on open files. They hold for every host that sees the file, where its file system passes them on as NFS does."""
+
+import errno
+import fcntl
+import os
+import time
+from pathlib import Path
+from typing import IO
+
+ATTEMPTS, RETRY_S = 3, 0.02  # rundir.is_locked holds a lock for some microseconds
+NONE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # NFS 3 without its lock service, Lustre without -o flock
+OF_ONE_HOST = {"nolock", "local_lock=all", "local_lock=flock", "localflock"}  # mount options of NFS and of Lustre
+
+
+class NoLocks(OSError):
+    """The file system has no locks."""
+
+
+def try_lock(
+    file: int | IO[str] | IO[bytes], *, shared: bool = False, wait: bool = False, patient: bool = False
+) -> bool:
+    """Locks an open file until every process that has inherited it has closed it. Returns whether it is locked now.
+
+    wait: until it is free; patient: for a moment, as another process may only look. An exclusive lock on NFS needs a file that is
+    open for writing. Raises NoLocks; OSError where the server is gone.
+    """
+    how = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
+    for attempt in range(ATTEMPTS if patient else 1):
+        time.sleep(RETRY_S if attempt else 0.0)
+        try:
+            fcntl.flock(file, how)
+        except BlockingIOError:
+            continue
+        except OSError as error:
+            if error.errno in NONE:
+                raise NoLocks(error.errno, os.strerror(error.errno)) from None
+            raise
+        return True
+    return False
+
+
+def is_of_one_host(fd: int) -> bool:
+    """Whether locks of this open file are kept from other hosts by the way its file system is mounted."""
+    device = os.fstat(fd).st_dev
+    requested = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        return False
+    options = (line.split()[-1].split(",") for line in lines if line.split()[2] == requested)
+    return any(OF_ONE_HOST & set(names) for names in options)

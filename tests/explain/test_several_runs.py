@@ -4,7 +4,7 @@ import pytest
 from log_samples import OOM, STEPS, raised
 
 from paceline.explain.reader import read_log
-from paceline.explain.verdict import reach_verdict
+from paceline.explain.several_runs import reach_verdict
 
 START = "INFO - loading the model speech-1b\nINFO - reading 5,000 samples of audio\n"
 OTHER_OUTPUT = "".join(f"INFO - sample {n} has {n % 7} words\n" for n in range(50))

@@ -230,6 +230,7 @@ class LogParser:
     def _add_progress(self, number: int, line: LogLine, bar: StepLoss | None) -> None:
         """Notes the progress that a line reports, of the next run where it shows that one has begun."""
         bounds = self._run.bounds
+        bounds.is_shared = bounds.is_shared or bool(line.stream)
         if bounds.end is not None and bounds.resumes_behind_end(
             number, line.text, read_step_and_loss(line.text) or bar
         ):

@@ -33,6 +33,7 @@ START_WORD = re.compile(  # in the lower-case bytes of every line that either ca
 )
 OUTERMOST = re.compile(r"in (?:<module>|_run_module_as_main)$")  # the first frame of what nobody has caught
 CANCELLED_JOB = re.compile(r"\*\*\* (?:JOB|STEP) (?P<job>\d+)\S* (?:ON \S+ )?CANCELLED")
+UNCOMPILED = re.compile(r"(?:Syntax|Indentation|Tab)Error")  # without a caller: Python could not begin to run the program
 SHELL_END = re.compile(  # of a program, as what has started it reports
     r"ChildFailedError|^(?:.*: line \d+: +\d+ +)?(?:Killed|Aborted|Terminated|Segmentation fault|Bus error)\b"
     r"|srun: error: .*(?:[Ee]xited with|Killed|Terminated|Aborted|Segmentation)|exits with return code = -?[1-9]"
@@ -51,6 +52,7 @@ class RunBounds:
     end: Record | None = None  # the last one that reports the end of a program
     is_closed: bool = False  # what has started the program reports that end, so that no buffer is left
     has_content: bool = False
+    is_shared: bool = False  # several processes write, of which some go on for a while when another one ends
     shapes: set[str] = field(default_factory=set)  # how lines of progress and settings began before the first end
 
     def starts_run(self, number: int, text: str, *, is_first: bool) -> bool:
@@ -74,7 +76,7 @@ class RunBounds:
             return False
         step, last_step = progress.step, self.end.step
         goes_back = last_step is None or (step is not None and 2 * step < last_step)
-        return goes_back and self._is_new(number, text)
+        return goes_back and self._is_new(number, text, is_shared=self.is_shared)
 
     def first_line_behind(self, record: Record) -> int | None:
         """Where the next run begins if a record is the end of another program than the end before it; ranks fail together."""
@@ -84,6 +86,8 @@ class RunBounds:
         jobs = [match["job"] if (match := CANCELLED_JOB.search(text)) else None for text in (end.text, record.text)]
         if None not in jobs and jobs[0] != jobs[1]:
             return end.line + 1
+        if UNCOMPILED.match(record.text) and record.frames and " in " not in record.frames[0]:
+            return record.line
         is_other = record.kind == "exception" and ended_program(record) and record.step == end.step
         return record.line - BUFFERED_LINES if is_other and record.line - end.line > BUFFERED_LINES else None
 
@@ -101,10 +105,10 @@ class RunBounds:
         if self.end is None and len(self.shapes) < MAX_SHAPES:
             self.shapes.add(shape_of(text))
 
-    def _is_new(self, number: int, text: str) -> bool:
-        """Whether a line behind an end cannot have been in a buffer of the program that ended."""
+    def _is_new(self, number: int, text: str, *, is_shared: bool = False) -> bool:
+        """Whether a line behind an end cannot be that of the program that ended: from a buffer, or of a process that goes on."""
         is_far = self.end is not None and number - self.end.line > BUFFERED_LINES
-        return self.is_closed or is_far or shape_of(text) in self.shapes
+        return self.is_closed or is_far or (not is_shared and shape_of(text) in self.shapes)
 
 
 def shape_of(text: str) -> str:

@@ -30,6 +30,7 @@ from paceline.explain.matches import (
 )
 from paceline.explain.reader import INCOMPLETE, NOT_TEXT
 from paceline.explain.roots import apply_hang, choose_culprit, find_hang, find_roots, silent_exit
+from paceline.explain.run_bounds import BUFFERED_LINES
 from paceline.explain.sentences import clean_values, fill_template, format_fix, frame_values, template_values
 from paceline.explain.tracebacks import CUT_OFF
 
@@ -186,6 +187,8 @@ def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[st
         return explain_silence(logs, progress, trouble)
     if progress.finished or progress.steps >= MIN_STEPS:
         return explain_health(progress)
+    if any(log.is_restart and log.last_lines[-1][0] - log.first_line <= BUFFERED_LINES for log in logs if log.last_lines):
+        return explain_silence(logs, progress, ())
     last_lines = [[text for _, text in log.last_lines] for log in logs if log.last_lines]
     if last_lines and all(map(ends_in_nccl, last_lines)):
         cause, place = load_catalogue().causes[FIRST_TRANSFER], logs[0].last_lines[-1:]

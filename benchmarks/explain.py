@@ -15,9 +15,10 @@ gpualert.py. Exit code 1 below the bar, or with a false alarm or a failure calle
 whoever wrote one had looked at labelled logs. So for each source the catalogue loses the patterns, and the exclusions (`unless`) of
 patterns, that act on this source's logs and on no other labelled log, as these are the ones that could have been written for it.
 The source's logs are explained with the remaining ones. This is stricter than a new log, as patterns from a library's source code
-are dropped too when a single log shows them, and a cause that only one source shows can hardly be found at all. It is milder in that
-weights, line formats and rules in the code, which may have been adjusted to a log, stay, and so do the keywords, which were written
-with its misses in view: in dev/BENCH.md it says 95 % where logs at first sight had 80 to 89 %. It compares two versions of the code.
+are dropped too when a single log shows them, and a cause that only one source shows can hardly be found at all. It is milder in
+that weights, line formats and rules in the code, which may have been adjusted to a log, stay, and so do the keywords, which were
+written with its misses in view: in dev/BENCH.md it says 95 % where logs at first sight had 80 to 89 %. It compares two versions of
+the code.
 
 --sample-fixes: draws answers to failures at random and prints them with the fix, for a person to judge.
 --pairs: also scores files with two runs, as joined_logs.py makes them of the logs that are explained rightly alone.

@@ -1,8 +1,8 @@
 """
 Files with two runs, made of labelled logs: one that failed, and one that is healthy.
 
-Each pair is joined in both orders, with the shell's echo of a command (`set -x`) between the two and without it. The answer is right
-if it is that of the last run. Where a healthy run follows a failed one, the failed one's cause is to be told beside it.
+Each pair is joined in both orders, with the shell's echo of a command (`set -x`) between the two and without it. The answer is
+right if it is that of the last run. Where a healthy run follows a failed one, the failed one's cause is to be told beside it.
 """
 
 import random

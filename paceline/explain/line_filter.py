@@ -110,12 +110,12 @@ class LineFilter:
         """
         first = self._read_start(shapes)
         before, self._before = self._before, next(filter(None, reversed(shapes)), self._before)
-        pairs = {pair for pair in pairwise(self._start) if is_start(pair)}
+        pairs = {pair for at, pair in enumerate(pairwise(self._start)) if is_start(pair, is_first=at == 0)}
         if not any(last in all_shapes for _, last in pairs):
             return {}
         numbers = [at for at, shape in enumerate(shapes) if shape]
-        found = pairwise([before, *(shapes[at] for at in numbers)])
-        places = [(at, pair) for at, pair in zip(numbers, found, strict=True) if pair in pairs and at >= first]
+        adjacent = pairwise([before, *(shapes[at] for at in numbers)])
+        places = [(at, pair) for at, pair in zip(numbers, adjacent, strict=True) if pair in pairs and at >= first]
         return {at: pair == self._start[:2] for at, pair in places}
 
     def _read_start(self, shapes: list[bytes]) -> int:
@@ -130,10 +130,10 @@ class LineFilter:
         return len(shapes)
 
 
-def is_start(pair: tuple[bytes, bytes]) -> bool:
+def is_start(pair: tuple[bytes, bytes], *, is_first: bool) -> bool:
     """Whether two lines in turn are the beginning of a program, and nothing that it prints again and again."""
-    first, last = pair
-    return first != last and min(map(len, pair)) >= MIN_START and not any(map(NO_START.search, pair))
+    is_distinct = pair[0] != pair[1] and min(map(len, pair)) >= MIN_START
+    return is_distinct and (is_first or not any(map(NO_START.search, pair)))
 
 
 def search_errors(first: dict[bytes, bytes]) -> set[bytes]:

@@ -137,7 +137,7 @@ class ProgressTracker:
         return self._last_step if rank is None else self.steps_by_rank.get(rank, self._last_step)
 
     def add(self, number: int, line: LogLine, bar: StepLoss | None) -> bool:
-        """Adds line `number` of the log, and returns whether it reports progress; bar is the progress bar that was removed from it."""
+        """Adds line `number` of the log and returns whether it reports progress; bar: the progress bar that was removed from it."""
         if DONE.search(line.text):
             self._done_line = number
         self._is_policy = self._is_policy or "reward" in line.text.lower()

@@ -21,7 +21,7 @@ from paceline.explain.line_filter import AFTER, MAX_LINE_BYTES, LineFilter, Shap
 from paceline.explain.lines import MAX_RANKS, LogLine, split_prefix, strip_escapes, unwrap_json
 from paceline.explain.log import LAST_LINES, Log, OpenRun
 from paceline.explain.progress import StepLoss, read_step_and_loss, strip_bars
-from paceline.explain.run_bounds import COMMAND, START_WORD
+from paceline.explain.run_bounds import COMMAND, START_WORD, may_start, shape_of
 from paceline.explain.tracebacks import TracebackReader
 
 CHUNK_BYTES = 1 << 21
@@ -32,7 +32,10 @@ START_BYTES, SAMPLE_BYTES = 4096, 1 << 16  # of a log, which show its encoding a
 UNPRINTED = bytes([*range(1, 7), *range(14, 27), *range(28, 32), 127])
 NOT_TEXT, INCOMPLETE = "not a text", "the compressed file is incomplete"
 FIRST_SELECTED, LAST_SELECTED = 6000, 3000  # lines parsed of a log in which nearly every line has an error word
-MIN_RUN = 40  # lines from one start of a program to the next; ranks print the same lines within fewer
+MIN_RUN, MIN_RUN_S = (
+    40,
+    30.0,
+)  # lines or seconds from one start of a program to the next; ranks print the same within less
 MAX_RUNS = 32  # before the last one, stored of a log with more
 PROGRESS_LINES = 60  # searched for a step before a selected line
 SAMPLED_LINES, LATE_SAMPLES = 200, 3  # of those before them: where steps begin again, a new curve begins
@@ -104,7 +107,7 @@ class LogParser:
         self._tracebacks = TracebackReader()
         self._rank, self._source = rank, source
         self._run = OpenRun(1, rank=rank)
-        self._last_begin = 1  # where a run has begun, or its first lines came again
+        self._last_begin: tuple[int, float | None] = (1, None)  # line and time, where the log's first lines came last
         self._earlier: deque[Log] = deque(maxlen=MAX_RUNS)
         self._late: deque[tuple[int, bytes]] = deque(
             maxlen=LAST_SELECTED
@@ -249,12 +252,18 @@ class LogParser:
         if line.rank is None and self._rank is not None:
             line = replace(line, rank=self._rank)
         is_first = number in self._starts
-        if self._run.bounds.starts_run(number, line.text, is_first=is_first) or (
-            self._starts.get(number) and number - self._last_begin >= MIN_RUN
-        ):
+        if is_first or may_start(line.text):
             self._add(self._tracebacks.flush())
+        elif shape_of(line.text) in self._run.bounds.shapes:  # a line of progress
+            self._add(self._tracebacks.end_message(line.stream))
+        if self._run.bounds.starts_run(number, line.text, is_first=is_first) or (
+            self._starts.get(number) and self._is_apart(number, line.time)
+        ):
             self._begin_run(number, is_restart=is_first, by_command=COMMAND.match(line.text) is not None)
-        self._last_begin = number if is_first else self._last_begin
+        elif COMMAND.match(line.text):
+            self._run.by_command = True
+        if is_first or self._last_begin[1] is None:
+            self._last_begin = (number if is_first else self._last_begin[0], line.time)
         if line.rank is not None and len(self._run.ranks) < MAX_RANKS:
             self._run.ranks.add(line.rank)
         progress_lines = self._run.progress.lines
@@ -267,6 +276,12 @@ class LogParser:
         self._add(completed)
         if not is_part and line.text.strip():
             self._add([self._record(number, line, step)])
+
+    def _is_apart(self, number: int, time: float | None) -> bool:
+        """Whether the log's first lines come again in another run: ranks print them within few lines and seconds."""
+        last_line, last_time = self._last_begin
+        seconds = time - last_time if time is not None and last_time is not None else 0.0
+        return number - last_line >= MIN_RUN or seconds >= MIN_RUN_S
 
     def _record(self, number: int, line: LogLine, step: int | None) -> Record:
         """The record of a line that is not part of a traceback; rank and host may come from torchrun's banner above it."""

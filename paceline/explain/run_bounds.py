@@ -1,9 +1,9 @@
 """
 Where one run in a log ends and the next one begins: nohup appends to a file, a script runs several programs, a job is requeued.
 
-A run begins where a shell or a launcher starts a program, where a program that has ended prints what it prints first, or where steps
-begin again behind an end. Python writes a file's lines late and tracebacks at once, so output behind an exception that nobody has
-caught can be older than it: such output begins a run only if its like was printed before the exception, or far behind it.
+A run begins where a shell or a launcher starts a program, where a program that has ended prints what it prints first, or where
+steps begin again behind an end. Python writes a file's lines late and tracebacks at once, so output behind an exception that nobody
+has caught can be older than it: such output begins a run only if its like was printed before the exception, or far behind it.
 """
 
 import re
@@ -33,7 +33,9 @@ START_WORD = re.compile(  # in the lower-case bytes of every line that either ca
 )
 OUTERMOST = re.compile(r"in (?:<module>|_run_module_as_main)$")  # the first frame of what nobody has caught
 CANCELLED_JOB = re.compile(r"\*\*\* (?:JOB|STEP) (?P<job>\d+)\S* (?:ON \S+ )?CANCELLED")
-UNCOMPILED = re.compile(r"(?:Syntax|Indentation|Tab)Error")  # without a caller: Python could not begin to run the program
+UNCOMPILED = re.compile(
+    r"(?:Syntax|Indentation|Tab)Error"
+)  # without a caller: Python could not begin to run the program
 SHELL_END = re.compile(  # of a program, as what has started it reports
     r"ChildFailedError|^(?:.*: line \d+: +\d+ +)?(?:Killed|Aborted|Terminated|Segmentation fault|Bus error)\b"
     r"|srun: error: .*(?:[Ee]xited with|Killed|Terminated|Aborted|Segmentation)|exits with return code = -?[1-9]"
@@ -109,6 +111,11 @@ class RunBounds:
         """Whether a line behind an end cannot be that of the program that ended: from a buffer, or of a process that goes on."""
         is_far = self.end is not None and number - self.end.line > BUFFERED_LINES
         return self.is_closed or is_far or (not is_shared and shape_of(text) in self.shapes)
+
+
+def may_start(text: str) -> bool:
+    """Whether a line can be the first one of a run."""
+    return any(pattern.match(text) for pattern in (COMMAND, LAUNCHER, DUMP))
 
 
 def shape_of(text: str) -> str:

@@ -1,8 +1,8 @@
 """
-Which of the runs in a log is asked about, and what is said of the others.
+Which run of a log an explanation is about, and the sentences on the log's other runs.
 
-A log may hold several runs: restarts that append to it, the programs of a script, the steps of a Slurm job. Each is explained alone.
-The answer is that of the last one that has made steps, finished or failed, or of an earlier one that made it fail.
+A log may hold several runs: restarts that append to it, the programs of a script, the steps of a Slurm job. Each is explained
+alone. The answer is that of the last one that did any work or failed, or of an earlier one that made it fail.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,12 +43,12 @@ def reach_verdict(logs: Sequence[Log], *, values: Mapping[str, str] | None = Non
 
     values: those that the logs do not contain, such as the batch size.
     """
-    explanation = explain_one_run(asked_runs(logs), values or {})
+    explanation = explain_one_run(relevant_runs(logs), values or {})
     notes = dict.fromkeys(note for log in logs if log.earlier for note in describe_others(split_runs(log)))
     return replace(explanation, notes=(*explanation.notes, *notes))
 
 
-def asked_runs(logs: Sequence[Log]) -> list[Log]:
+def relevant_runs(logs: Sequence[Log]) -> list[Log]:
     """Of each log the run that is asked about."""
     return [runs[judge_runs(runs)].log if log.earlier and (runs := split_runs(log)) else log for log in logs]
 
@@ -85,9 +85,9 @@ def is_consequence(run: Run, before: Run) -> bool:
 
 def describe_others(runs: Sequence[Run]) -> list[str]:
     """A sentence about the runs before the one that is asked about that failed, and one about those behind it."""
-    asked = judge_runs(runs)
+    place = judge_runs(runs)
     sentences = []
-    for word, others in (("earlier", runs[:asked]), ("later", runs[asked + 1 :])):
+    for word, others in (("earlier", runs[:place]), ("later", runs[place + 1 :])):
         failed = [run.explanation for run in others if run.state == "failed"]
         causes = [f"{explanation.cause} (line {explanation.line:,})" for explanation in failed if explanation.line]
         if failed:

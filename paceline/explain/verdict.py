@@ -53,7 +53,7 @@ MONITOR = re.compile(r"^\s*(?:(?:Mem|Swap):|total +used +free)|\d+(?:W|MiB) / +\
 
 
 def explain_one_run(logs: Sequence[Log], values: Mapping[str, str]) -> Explanation:
-    """The explanation of one run, the last one in each log; values are those that the logs do not contain, such as the batch size."""
+    """The explanation of one run, the last one in each log; values: what the logs do not contain, such as the batch size."""
     events = [event for number, log in enumerate(logs) for event in find_events(log, number=number)]
     # with one log per rank: the progress of the log with the most steps, with the ends of all
     parts = [log.progress for log in logs]
@@ -187,7 +187,9 @@ def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[st
         return explain_silence(logs, progress, trouble)
     if progress.finished or progress.steps >= MIN_STEPS:
         return explain_health(progress)
-    if any(log.is_restart and log.last_lines[-1][0] - log.first_line <= BUFFERED_LINES for log in logs if log.last_lines):
+    if any(
+        log.is_restart and log.last_lines[-1][0] - log.first_line <= BUFFERED_LINES for log in logs if log.last_lines
+    ):
         return explain_silence(logs, progress, ())
     last_lines = [[text for _, text in log.last_lines] for log in logs if log.last_lines]
     if last_lines and all(map(ends_in_nccl, last_lines)):

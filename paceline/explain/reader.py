@@ -238,7 +238,7 @@ class LogParser:
             number, line.text, read_step_and_loss(line.text) or bar
         ):
             self._begin_run(number)
-        if self._run.progress.add(number, line, bar):
+        if self._run.progress.add(number, line, bar) and not self._tracebacks.is_open:  # an open error may be the end
             self._run.bounds.add_progress(line.text)
 
     def _parse(self, number: int, raw: bytes) -> None:

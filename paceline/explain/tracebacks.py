@@ -109,6 +109,11 @@ class TracebackReader:
         records, self._cut = self._cut, []
         return records
 
+    @property
+    def is_open(self) -> bool:
+        """Whether an error is not complete."""
+        return bool(self._open)
+
     def end_message(self, stream: str) -> list[Record]:
         """Completes a stream's error whose message has begun."""
         error = self._open.get(stream)

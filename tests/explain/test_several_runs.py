@@ -143,7 +143,7 @@ def test_a_program_of_a_script_that_did_not_write_its_checkpoint_is_the_cause_of
     explanation = verdict(script.format(STEPS + uncaught(OOM)))
     assert (explanation.cause, explanation.notes) == (
         "cuda-oom",
-        ("1 later run in this file failed: checkpoint-missing-or-perm (line 16)",),
+        ("1 later run in this file failed: checkpoint-missing-or-perm (line 17)",),
     )
     assert verdict(script.format(STEPS)).cause == "checkpoint-missing-or-perm"
 

@@ -281,7 +281,7 @@ class LogParser:
         """Whether the log's first lines come again in another run: ranks print them within few lines and seconds."""
         last_line, last_time = self._last_begin
         seconds = time - last_time if time is not None and last_time is not None else 0.0
-        return number - last_line >= MIN_RUN or seconds >= MIN_RUN_S
+        return number - last_line >= MIN_RUN or (self._run.bounds.has_exception and seconds >= MIN_RUN_S)
 
     def _record(self, number: int, line: LogLine, step: int | None) -> Record:
         """The record of a line that is not part of a traceback; rank and host may come from torchrun's banner above it."""

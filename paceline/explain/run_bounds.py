@@ -54,6 +54,7 @@ class RunBounds:
     end: Record | None = None  # the last one that reports the end of a program
     is_closed: bool = False  # what has started the program reports that end, so that no buffer is left
     has_content: bool = False
+    has_exception: bool = False
     is_shared: bool = False  # several processes write, of which some go on for a while when another one ends
     shapes: set[str] = field(default_factory=set)  # how lines of progress and settings began before the first end
 
@@ -95,6 +96,7 @@ class RunBounds:
 
     def add_record(self, record: Record) -> None:
         self.has_content = True
+        self.has_exception = self.has_exception or record.kind == "exception"
         is_closed = bool(CANCELLED_JOB.search(record.text) or SHELL_END.search(record.text))
         if is_closed or ended_program(record):
             self.end, self.is_closed = record, is_closed or self.is_closed

@@ -34,7 +34,7 @@ class Run:
         progress = self.explanation.progress
         if self.explanation.shows_failure:
             return "failed"
-        shows_work = self.log.by_command or progress.finished or progress.steps >= MIN_STEPS
+        shows_work = progress.finished or progress.steps >= MIN_STEPS
         return "worked" if self.explanation.cause == HEALTHY and shows_work else "silent"
 
 

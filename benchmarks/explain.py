@@ -3,7 +3,7 @@ The score of `paceline explain` on labelled logs.
 
     python benchmarks/explain.py [--cases FILE.jsonl ...] [--gpualert FOLDER] [--leave-one-source-out]
                                  [--bar 92] [--only even|odd] [--disputed ID ...] [--wrong] [--json]
-                                 [--sample-fixes 40 --seed 0]
+                                 [--sample-fixes 40 --seed 0] [--pairs 100 --seed 0]
 
 A FILE has one object a line: id, source, log, cause, also, and rank where it is known. Right is the cause or one of `also`, and
 `unknown` for a cause that the catalogue does not have. Prints accuracy overall, by source and per cause, confusion, false alarms on
@@ -15,12 +15,13 @@ gpualert.py. Exit code 1 below the bar, or with a false alarm or a failure calle
 whoever wrote one had looked at labelled logs. So for each source the catalogue loses the patterns, and the exclusions (`unless`) of
 patterns, that act on this source's logs and on no other labelled log, as these are the ones that could have been written for it.
 The source's logs are explained with the remaining ones. This is stricter than a new log, as patterns from a library's source code
-are dropped too when a single log shows them, and a cause that only one source shows can hardly be found at all; with more labelled
-logs fewer patterns are dropped. It is milder in that weights, line formats and rules in the code, which may have been adjusted to
-a log, stay, and so do the keywords, which were written with its misses in view: in dev/BENCH.md it says 95 % where logs at first
-sight had 80 to 89 %. It compares two versions of the code; it does not say what to expect of an unseen log.
+are dropped too when a single log shows them, and a cause that only one source shows can hardly be found at all. It is milder in
+that weights, line formats and rules in the code, which may have been adjusted to a log, stay, and so do the keywords, which were
+written with its misses in view: in dev/BENCH.md it says 95 % where logs at first sight had 80 to 89 %. It compares two versions of
+the code.
 
 --sample-fixes: draws answers to failures at random and prints them with the fix, for a person to judge.
+--pairs: also scores files with two runs, as joined_logs.py makes them of the logs that are explained rightly alone.
 """
 
 import argparse
@@ -30,17 +31,17 @@ import re
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from catalogue_parts import Part, acting_parts, catalogue_without
 from gpualert import LABELS, load_gpualert
+from joined_logs import join_pairs
 
-from paceline.explain.catalogue import MAX_TEXT, Catalogue, load_catalogue
-from paceline.explain.reader import read_log
+from paceline.explain.catalogue import load_catalogue
 from paceline.explain.run_folder import explain
 
 BINS = (0.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.01)
@@ -74,15 +75,7 @@ class Scored:
     num_bytes: int
     summary: str
     fix: str
-
-
-@dataclass(frozen=True)
-class Part:
-    """What a catalogue can lose: a pattern, or the exclusion of a pattern."""
-
-    cause: str
-    number: int  # of the pattern, in the cause
-    is_exclusion: bool
+    told: bool | None  # whether a failure of an earlier run of the log is; None if there is none
 
 
 def load_cases(path: Path) -> list[dict[str, Any]]:
@@ -112,6 +105,7 @@ def score(case: dict[str, Any]) -> Scored:
     explanation = explain([log])
     seconds = time.perf_counter() - started
     has_rank = case.get("rank") is not None
+    earlier = case.get("earlier")
     return Scored(
         id=case["id"],
         file=case["file"],
@@ -126,6 +120,7 @@ def score(case: dict[str, Any]) -> Scored:
         num_bytes=len(log),
         summary=explanation.summary,
         fix=explanation.fix,
+        told=any(cause in note for note in explanation.notes for cause in earlier) if earlier else None,
     )
 
 
@@ -145,50 +140,6 @@ def score_unseen(cases: Sequence[dict[str, Any]], scored: Sequence[Scored]) -> l
                 if source_of(case) == source and parts & own:  # no other log is explained in another way
                     unseen[at] = score(case)
     return unseen
-
-
-def acting_parts(log: bytes, catalogue: Catalogue) -> set[Part]:
-    """The patterns that match a record of the log, and the exclusions that keep a pattern from matching one."""
-    numbers = {id(pattern): n for cause in catalogue.causes.values() for n, pattern in enumerate(cause.patterns)}
-    parts = set()
-    for record in read_log([log]).records:
-        text = catalogue.in_english(record.text[:MAX_TEXT])
-        lowered = text.lower()
-        for literal, candidates in catalogue.by_literal.items():
-            if literal not in lowered:
-                continue
-            for cause, pattern in candidates:
-                if pattern.fits(record.kind) and pattern.regex.search(text):
-                    is_excluded = bool(pattern.unless and re.search(pattern.unless, text, re.MULTILINE))
-                    parts.add(Part(cause.id, numbers[id(pattern)], is_excluded))
-    return parts
-
-
-@contextmanager
-def catalogue_without(parts: Set[Part]) -> Iterator[None]:
-    """Takes the parts out of the catalogue that `explain` uses, and puts them back at the end."""
-    catalogue = load_catalogue()
-    causes: Any = catalogue.causes
-    complete = dict(causes)
-    for id in {part.cause for part in parts}:
-        patterns = [
-            replace(pattern, unless="") if Part(id, number, True) in parts else pattern
-            for number, pattern in enumerate(complete[id].patterns)
-            if Part(id, number, False) not in parts
-        ]
-        causes[id] = replace(complete[id], patterns=patterns)
-    forget_computed(catalogue)
-    try:
-        yield
-    finally:
-        causes.update(complete)
-        forget_computed(catalogue)
-
-
-def forget_computed(catalogue: Catalogue) -> None:
-    """Removes what the catalogue has computed from its patterns."""
-    for name in ("by_literal", "_literal_index", "_matches"):
-        vars(catalogue).pop(name, None)
 
 
 def totals(cases: Sequence[Scored]) -> dict[str, Any]:
@@ -351,6 +302,13 @@ def format_fixes(cases: Sequence[dict[str, Any]], scored: Sequence[Scored], *, n
     return "\n".join(lines)
 
 
+def format_pairs(joined: Sequence[Scored]) -> str:
+    lines = [f"{sum(case.right for case in joined)} of {len(joined)} files of two runs right", *format_sources(joined)]
+    with_failure = [case for case in joined if case.told is not None]
+    told = sum(case.told is True for case in with_failure)
+    return "\n".join([*lines, f"earlier failures that are told: {told} of {len(with_failure)}"])
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=Path, nargs="+", default=[])
@@ -361,7 +319,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--disputed", nargs="*", default=[])
     parser.add_argument("--wrong", action="store_true", help="list the wrong cases")
     parser.add_argument("--sample-fixes", type=int, default=0, metavar="N", help="print N answers with their fixes")
-    parser.add_argument("--seed", type=int, default=0, help="of the sample")
+    parser.add_argument("--pairs", type=int, default=0, metavar="N", help="score N pairs of logs, joined in four ways")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample and the pairs")
     parser.add_argument("--json", action="store_true")
     return parser
 
@@ -381,15 +340,20 @@ def main() -> int:
     disputed = [case for case in all_scored if case.id in args.disputed]
     all_unseen = score_unseen(cases, all_scored) if args.leave_one_source_out else []
     unseen = [case for case in all_unseen if case.id not in args.disputed]
+    right = [case for case, alone in zip(cases, all_scored, strict=True) if alone.right]
+    joined = score_cases(join_pairs(right, num_pairs=args.pairs, seed=args.seed)) if args.pairs else []
     sums = totals(scored)
     if args.json:
         report = {**sums, "by_file": totals_by(scored, "file"), "by_source": totals_by(scored, "source")}
         report |= {"unseen": totals(unseen)} if unseen else {}
+        report |= {"pairs": totals_by(joined, "file")} if joined else {}
         print(json.dumps({**report, "scored": [asdict(case) for case in all_scored]}, indent=1))
     else:
         print(format_score(scored, disputed=disputed, show_wrong=args.wrong))
         if unseen:
             print(f"\n{format_unseen(unseen)}")
+        if joined:
+            print(f"\n{format_pairs(joined)}", *(format_wrong(joined) if args.wrong else ()), sep="\n")
         if args.sample_fixes:
             print(f"\n{format_fixes(cases, all_scored, num_fixes=args.sample_fixes, seed=args.seed)}")
     is_wrong = sums["false_alarms"] or sums["called_healthy"]

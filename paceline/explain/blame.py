@@ -12,8 +12,9 @@ from itertools import pairwise
 
 from paceline.explain.collectives import STATUS, CollectiveHang
 from paceline.explain.explanation import Record
+from paceline.explain.log import Log
 from paceline.explain.matches import PROGRAM_ENDED, WAITING, Event
-from paceline.explain.reader import BANNER_RANK, Log
+from paceline.explain.reader import BANNER_RANK
 
 MAX_RANK = 10**6
 EXTERNAL = {"keyboard-interrupt", "terminal-hangup"}  # sent to all ranks, no rank is to blame

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import Explanation, LogProgress, format_value
+from paceline.explain.sentences import clean_values, fill_template
 from paceline.explain.series import (
     GRADIENT,
     LOSS,
@@ -26,7 +27,7 @@ from paceline.explain.series import (
     speed_of,
     thinned,
 )
-from paceline.explain.verdict import HEALTHY, UNKNOWN, clean_values, fill_template
+from paceline.explain.verdict import HEALTHY, UNKNOWN
 from paceline.noise import (
     grows,
     grows_evenly,

@@ -24,7 +24,8 @@ from typing import Any
 from paceline.explain.collectives import FLIGHT_RECORDER, Wait, compare_waits
 from paceline.explain.curve_verdict import CurveFinding, judge_curves
 from paceline.explain.explanation import Record
-from paceline.explain.reader import Log, read_log
+from paceline.explain.log import Log
+from paceline.explain.reader import read_log
 from paceline.explain.series import read_run_series
 from paceline.rundir import RECORDER_DUMP, RunDir, open_file, read_end
 from paceline.units import format_bytes, format_ranks

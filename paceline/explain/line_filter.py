@@ -11,11 +11,16 @@ from functools import cache
 from itertools import pairwise
 
 from paceline.explain.catalogue import load_catalogue
+from paceline.explain.run_bounds import START_WORD
 
 MAX_LINE_BYTES = 1 << 16  # only the beginning of a longer line is parsed
 BEFORE, AFTER = 3, 24  # lines selected around one with an error word: the context and the further lines of its message
 MAX_SHAPES = 50_000  # remembered; with more the set is cleared
-MIN_START = 12  # characters in each of the first two lines of a log that show a new run where they recur
+MIN_START, MAX_STARTS = (
+    12,
+    6,
+)  # characters in each of a log's first lines, and lines, that show a new run where two recur
+NO_START = re.compile(rb"(?i)warn|error")  # comes again within one run
 MAX_REPEATS = 200  # times that a line shape with an error word is parsed
 # digits, separators, blocks of progress bars
 SHAPE_DROPS = b" \t0123456789.,-+:\xe2\x96\x88\x89\x8a\x8b\x8c\x8d\x8e\x8f"
@@ -60,9 +65,12 @@ class LineFilter:
     def __init__(self, shapes: Shapes) -> None:
         self._shapes = shapes
         self._ignored: set[bytes] = set()  # plain ones, and those that were parsed often enough
-        self._start: tuple[bytes, ...] = ()  # the shapes of the log's first two lines
+        self._start: tuple[bytes, ...] = ()  # the shapes of the log's first lines, up to the first traceback
+        self._has_start = False  # these are complete
         self._before = b""  # the last shape of the lines before
-        self.starts: list[int] = []  # in the lines given last, where these two come
+        self.starts: dict[
+            int, bool
+        ] = {}  # in the lines given last, where two of these come in turn; True for the first two
         self._repeats: dict[bytes, int] = {}
 
     def select(self, lines: list[bytes], block: bytes) -> list[int]:
@@ -95,23 +103,43 @@ class LineFilter:
                     selected.update(range(max(0, at - BEFORE), min(len(lines), at + AFTER + 1)))
         return sorted(selected)
 
-    def _find_starts(self, shapes: list[bytes], all_shapes: set[bytes]) -> list[int]:
-        """Where the log's first two lines come, but for digits: a program that appends to its log starts there."""
-        if len(self._start) < 2:
-            self._start = (*self._start, *filter(None, shapes))[:2]
+    def _find_starts(self, shapes: list[bytes], all_shapes: set[bytes]) -> dict[int, bool]:
+        """Where two of the log's first lines come in turn, but for digits: a program that appends to its log starts there.
+
+        The value is whether these are the first two.
+        """
+        first = self._read_start(shapes)
         before, self._before = self._before, next(filter(None, reversed(shapes)), self._before)
-        is_known = len({*self._start}) == 2 and min(map(len, self._start)) >= MIN_START
-        if not is_known or self._start[1] not in all_shapes:
-            return []
+        pairs = {pair for at, pair in enumerate(pairwise(self._start)) if is_start(pair, is_first=at == 0)}
+        if not any(last in all_shapes for _, last in pairs):
+            return {}
         numbers = [at for at, shape in enumerate(shapes) if shape]
-        pairs = pairwise([before, *(shapes[at] for at in numbers)])
-        return [at for at, pair in zip(numbers, pairs, strict=True) if pair == self._start]
+        adjacent = pairwise([before, *(shapes[at] for at in numbers)])
+        places = [(at, pair) for at, pair in zip(numbers, adjacent, strict=True) if pair in pairs and at >= first]
+        return {at: pair == self._start[:2] for at, pair in places}
+
+    def _read_start(self, shapes: list[bytes]) -> int:
+        """Reads the log's first lines until there are enough; returns the index of the first line behind them."""
+        if self._has_start:
+            return 0
+        for at, shape in enumerate(shapes):
+            if len(self._start) == MAX_STARTS or b"Traceback" in shape or b'File"' in shape:
+                self._has_start = True
+                return at
+            self._start = (*self._start, shape) if shape else self._start
+        return len(shapes)
+
+
+def is_start(pair: tuple[bytes, bytes], *, is_first: bool) -> bool:
+    """Whether two lines in turn are the beginning of a program, and nothing that it prints again and again."""
+    is_distinct = pair[0] != pair[1] and min(map(len, pair)) >= MIN_START
+    return is_distinct and (is_first or not any(map(NO_START.search, pair)))
 
 
 def search_errors(first: dict[bytes, bytes]) -> set[bytes]:
     """The shapes worth parsing; first maps each shape to its first line."""
     lowered = {shape: line[:MAX_LINE_BYTES].lower() for shape, line in first.items()}
-    error_shapes = {shape for shape, line in lowered.items() if ERROR_WORD.search(line)}
+    error_shapes = {shape for shape, line in lowered.items() if ERROR_WORD.search(line) or START_WORD.search(line)}
     others = {shape: line for shape, line in lowered.items() if shape not in error_shapes}
     joined = b"\n".join(others.values())
     literals = [literal for literal in literals_without_error_word() if literal in joined]

@@ -24,7 +24,7 @@ from paceline.explain.curve_verdict import (
     is_whole,
 )
 from paceline.explain.explanation import Explanation, format_value
-from paceline.explain.reader import Log
+from paceline.explain.log import Log
 from paceline.explain.series import (
     LOSS,
     MEMORY,

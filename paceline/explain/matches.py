@@ -9,13 +9,13 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
-from paceline.explain.catalogue import DIGITS, Cause, load_catalogue
+from paceline.explain.catalogue import Cause, load_catalogue
 from paceline.explain.collectives import DESYNC, FIRST_TRANSFER
 from paceline.explain.explanation import Record
 from paceline.explain.lines import split_prefix
-from paceline.explain.reader import LAST_LINES, Log
+from paceline.explain.log import LAST_LINES, Log
+from paceline.explain.run_bounds import BUFFERED_LINES, ended_program, shape_of
 
 MIN_STEPS = 2  # progress lines that show that a run goes on
 STEPS_AFTER = 3  # different steps after an error: it did not end the run
@@ -52,16 +52,13 @@ NOT_FOUND = re.compile(r"(?:^|: )line \d+: [\w./-]+: command not found")  # said
 # a way back through NCCL's functions, also when its sockets are closed at the end
 NCCL_RETURN = re.compile(r"^NCCL INFO \S+:\d+ -> \d+$")
 COMM_ENDED = re.compile(r"^NCCL INFO comm \S+ .*(?:Abort|Destroy) COMPLETE")
-SAME_START = 30  # characters
 WENT_ON = 40  # lines
 IGNORABLE = re.compile(r"(?i)\b(?:may|can) (?:be )?(?:safely )?ignored?\b|\bsafely ignored?\b")
-OUTERMOST = re.compile(r"in <module>$")  # the first frame of what nobody has caught
 IN_THREAD = re.compile(
     r"threading\.py\", line \d+,? in _bootstrap"
 )  # the first frame of what ends a thread, not the program
 TRACKER = re.compile(r"(?:site|dist)-packages/(?:wandb|tensorboardX?|mlflow|comet_ml|neptune|trackio|clearml|swanlab)/")
 MIN_REPEATS = 5  # of a line about an item that was left out
-BUFFERED_LINES = 120  # that a buffer may still hold when a program ends
 PROGRAM_ENDED = re.compile(
     r"destroy_process_group\(\) was not called before program exit|process group has NOT been destroyed before"
 )
@@ -69,7 +66,6 @@ CANCELLED_STEP = re.compile(
     r"\*\*\* (?:STEP|JOB) \S+ (?:ON \S+ )?CANCELLED|srun: (?:Force Terminated|forcing job termination)"
 )
 KERNEL_ASSERT = re.compile(r"block: \[[\d,]+\], thread: \[[\d,]+\] Assertion ")
-CANCELLED_JOB = re.compile(r"\*\*\* (?:JOB|STEP) (?P<job>\d+)\S* (?:ON \S+ )?CANCELLED")
 TASK_KILLED = re.compile(r"task \d+(?:[,-]\d+)*: (?:Killed|Terminated)|^(?:Killed|Terminated)\b")
 INSTALLED = re.compile(r"site-packages|dist-packages|/lib/python\d|<frozen |^<")  # a file that is not the user's
 # what the user's file calls is more often their own than a package's: a function, or something private of an object
@@ -118,7 +114,6 @@ class Continuation:
     """What a log shows of work that goes on after its errors."""
 
     done: range  # the lines that "done" vouches for
-    earlier_job: int  # the line in which Slurm cancels the last job but one; 0 if there is none
     repeated: frozenset[str]  # shapes of lines that come often, far apart, before others: about items that are left out
 
 
@@ -150,7 +145,7 @@ def find_events(log: Log, *, number: int) -> list[Event]:
             continue
         if ended_thread(record, log):
             continue
-        shape = shape_of(record)
+        shape = shape_of(record.text)
         is_end = ended_program(record) or CANCELLED_STEP.search(record.text)
         continued = run_continued(record, log, continuation) or (survived[shape] >= 2 and not is_end)
         survived[shape] += continued
@@ -169,11 +164,6 @@ def find_events(log: Log, *, number: int) -> list[Event]:
             score = weight * factor * (CONTINUED if was_harmless else 1.0)
             events.append(Event(record, cause, values, score, was_harmless, place, from_launcher))
     return events if len(events) <= 2 * MAX_EVENTS else [*events[:MAX_EVENTS], *events[-MAX_EVENTS:]]
-
-
-def shape_of(record: Record) -> str:
-    """How a record begins, without digits: records that begin alike report the same."""
-    return record.text[:SAME_START].translate(DIGITS)
 
 
 def is_vague(match: tuple[Cause, float, dict[str, str]]) -> bool:
@@ -199,30 +189,27 @@ def guess_events(records: Sequence[Record]) -> list[Event]:
 
 
 def run_continued(record: Record, log: Log, continuation: Continuation) -> bool:
-    """Whether the same rank made further steps after the record, the log reports that the work is done, or a run began after it.
+    """Whether the same rank made further steps after the record, or the log reports that the work is done.
 
     A shell script goes on without a program that it does not find, and what fails for that reason says so itself.
     """
     last_line = log.last_lines[-1][0] if log.last_lines else 0
     if KERNEL_ASSERT.search(record.text) and last_line - record.line <= BUFFERED_LINES:
         return False  # nothing runs on a GPU after it; the steps behind it were in a buffer
-    if record.line in continuation.done or record.line <= continuation.earlier_job:
+    if record.line in continuation.done:
         return True
     if NOT_FOUND.search(record.text) and last_line > record.line + WENT_ON:
         return True
-    if is_of_item(record) and shape_of(record) in continuation.repeated:
+    if is_of_item(record) and shape_of(record.text) in continuation.repeated:
         return True
-    # what ends a job is its end, whatever begins behind it
-    is_end = record.kind not in ("exception", "line") or CANCELLED_STEP.search(record.text)
-    return (record.line < log.last_start and not is_end) or len(steps_after(record, log)) >= STEPS_AFTER
+    return len(steps_after(record, log)) >= STEPS_AFTER
 
 
 def continuation_of(log: Log) -> Continuation:
     """What a log shows of work that goes on after its errors."""
-    jobs = [(match["job"], record.line) for record in log.records if (match := CANCELLED_JOB.search(record.text))]
     lines: dict[str, list[int]] = defaultdict(list)
     for record in filter(is_of_item, log.records):
-        lines[shape_of(record)].append(record.line)
+        lines[shape_of(record.text)].append(record.line)
     last_line = log.last_lines[-1][0] if log.last_lines else 0
     repeated = {
         shape
@@ -231,7 +218,6 @@ def continuation_of(log: Log) -> Continuation:
     }
     return Continuation(
         done=lines_before_done(log),
-        earlier_job=max((line for job, line in jobs if job != jobs[-1][0]), default=0),
         repeated=frozenset(repeated),
     )
 
@@ -263,23 +249,6 @@ def as_ended(events: Sequence[Event], logs: Sequence[Log]) -> list[Event]:
     ]
 
 
-def of_last_program(events: list[Event], logs: Sequence[Log]) -> list[Event]:
-    """The events without those of earlier programs: in a log without ranks each exception that nobody has caught ends one.
-
-    Those of several processes stand near each other.
-    """
-    ends = sorted(event.record.line for event in events if ended_program(event.record) and event.record.rank is None)
-    starts = [after for before, after in pairwise(ends) if after - before > BUFFERED_LINES]
-    last = [event for event in events if starts and event.record.line >= starts[-1] - BUFFERED_LINES]
-    is_own = all(event.record.rank is None and not event.cause.follows and not event.from_launcher for event in last)
-    return last if last and is_own and len(logs) == 1 else events
-
-
-def ended_program(record: Record) -> bool:
-    """Whether nobody has caught an exception."""
-    return bool(record.frames) and OUTERMOST.search(record.frames[0]) is not None
-
-
 def is_forwarded(record: Record, log: Log) -> bool:
     """Whether an exception is that of a worker, quoted by the driver's own, which nobody has caught."""
     quoting = (other for other in log.records if other.kind == "banner" and ended_program(other))
@@ -292,14 +261,6 @@ def is_near_end(record: Record, log: Log) -> bool:
         return False
     is_over = log.progress.finished or record.kind == "banner"
     return not (is_over and len(steps_after(record, log)) >= STEPS_AFTER)
-
-
-def ends_at_start(log: Log) -> bool:
-    """Whether the last of several runs in a log shows no progress: that of earlier ones says nothing about it."""
-    lines = [line for line, _, _ in log.last_progress if line > log.last_start]
-    num_lines = log.last_lines[-1][0] - log.last_start if log.last_lines else 0
-    is_last = log.last_start > (log.progress.done_line or 0) and num_lines <= BUFFERED_LINES
-    return is_last and len(lines) < MIN_STEPS
 
 
 def steps_after(record: Record, log: Log) -> set[int]:
@@ -362,11 +323,11 @@ def last_errors(log: Log) -> list[Record]:
     """The lines that a logger marks as errors and after which the log shows no progress; none whose like the run survived twice."""
     last_line = last_progress_line(log)
     records = [record for record in log.records if record.kind == "line" and ERROR_PREFIX.search(record.text)]
-    survived = Counter(shape_of(record) for record in records if record.line <= last_line)
+    survived = Counter(shape_of(record.text) for record in records if record.line <= last_line)
     return [
         record
         for record in records
-        if record.line > last_line and survived[shape_of(record)] < 2 and not NO_TROUBLE.search(record.text)
+        if record.line > last_line and survived[shape_of(record.text)] < 2 and not NO_TROUBLE.search(record.text)
     ]
 
 

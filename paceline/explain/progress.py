@@ -136,8 +136,8 @@ class ProgressTracker:
         """The last step that this rank reported, or else that any rank reported."""
         return self._last_step if rank is None else self.steps_by_rank.get(rank, self._last_step)
 
-    def add(self, number: int, line: LogLine, bar: StepLoss | None) -> None:
-        """Adds line `number` of the log; bar is the progress bar that was removed from it."""
+    def add(self, number: int, line: LogLine, bar: StepLoss | None) -> bool:
+        """Adds line `number` of the log and returns whether it reports progress; bar: the progress bar that was removed from it."""
         if DONE.search(line.text):
             self._done_line = number
         self._is_policy = self._is_policy or "reward" in line.text.lower()
@@ -148,6 +148,7 @@ class ProgressTracker:
         if progress is not None:
             self._add_progress(number, line.rank, progress)
         self._add_memory(line)
+        return progress is not None
 
     def _begin_epoch(self, epoch: int) -> None:
         """Notes the epoch of a line. Where the epochs begin again, another training does: curves do not go on from the last one."""

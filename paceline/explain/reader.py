@@ -9,16 +9,19 @@ import codecs
 import lzma
 import re
 import zlib
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain, islice
 
 from paceline.explain.catalogue import load_catalogue
-from paceline.explain.explanation import LogProgress, Record, RecordKind
+from paceline.explain.explanation import Record, RecordKind
 from paceline.explain.line_filter import AFTER, MAX_LINE_BYTES, LineFilter, Shapes
 from paceline.explain.lines import MAX_RANKS, LogLine, split_prefix, strip_escapes, unwrap_json
-from paceline.explain.progress import LossPoint, ProgressLine, ProgressTracker, strip_bars
+from paceline.explain.log import LAST_LINES, Log, OpenRun
+from paceline.explain.progress import StepLoss, read_step_and_loss, strip_bars
+from paceline.explain.run_bounds import COMMAND, START_WORD, may_start, shape_of
 from paceline.explain.tracebacks import TracebackReader
 
 CHUNK_BYTES = 1 << 21
@@ -28,10 +31,12 @@ LONG_WORD = re.compile(rb"\S{401,}")
 START_BYTES, SAMPLE_BYTES = 4096, 1 << 16  # of a log, which show its encoding and whether it is text
 UNPRINTED = bytes([*range(1, 7), *range(14, 27), *range(28, 32), 127])
 NOT_TEXT, INCOMPLETE = "not a text", "the compressed file is incomplete"
-FIRST_RECORDS, LAST_RECORDS = 2000, 1000  # stored of a log with more errors
 FIRST_SELECTED, LAST_SELECTED = 6000, 3000  # lines parsed of a log in which nearly every line has an error word
-MIN_RUN = 40  # lines from one start of a program to the next; ranks print the same lines within fewer
-LAST_LINES = 8  # stored for a failure that is not in the catalogue
+MIN_RUN, MIN_RUN_S = (
+    40,
+    30.0,
+)  # lines or seconds from one start of a program to the next; ranks print the same within less
+MAX_RUNS = 32  # before the last one, stored of a log with more
 PROGRESS_LINES = 60  # searched for a step before a selected line
 SAMPLED_LINES, LATE_SAMPLES = 200, 3  # of those before them: where steps begin again, a new curve begins
 LATE = 10_000  # lines into a log: it has enough samples, and later blocks give fewer
@@ -74,24 +79,6 @@ EXCEPTION_REPR = re.compile(  # alone on its line, as Hydra and loggers print it
 GLUED = re.compile(rb"(?<=[^\s:\]])(?=\[rank\d+\]:)")  # where two ranks have written on one line
 
 
-@dataclass(frozen=True)
-class Log:
-    """What the verdict uses of a log."""
-
-    records: tuple[Record, ...] = ()
-    progress: LogProgress = field(default_factory=LogProgress)
-    last_progress: tuple[ProgressLine, ...] = ()
-    last_lines: tuple[tuple[int, str], ...] = ()
-    last_steps: Mapping[int, int] = field(default_factory=dict)  # by rank, of lines that have a rank
-    ranks: frozenset[int] = frozenset()  # whose lines were parsed
-    losses: tuple[LossPoint, ...] = ()  # of one rank, a part of them in a long log
-    held_out: tuple[LossPoint, ...] = ()  # likewise, of evaluations
-    memory: tuple[LossPoint, ...] = ()  # in use
-    rewards: tuple[LossPoint, ...] = ()  # of a policy
-    last_start: int = 0  # where the first two lines of the log come again for the last time, 0 if they do not
-    problem: str = ""  # why the log could not be read whole
-
-
 def read_log(
     chunks: Iterable[bytes], *, rank: int | None = None, source: str | None = None, shapes: Shapes | None = None
 ) -> Log:
@@ -119,74 +106,94 @@ class LogParser:
         self._filter = filter
         self._tracebacks = TracebackReader()
         self._rank, self._source = rank, source
-        self._first: list[Record] = []
-        self._last: deque[Record] = deque(maxlen=LAST_RECORDS)
-        self._num_parsed = 0  # selected lines
-        self._late: deque[tuple[int, bytes]] = deque(maxlen=LAST_SELECTED)  # after those; parsed at the end of the log
+        self._run = OpenRun(1, rank=rank)
+        self._last_begin: tuple[int, float | None] = (1, None)  # line and time, where the log's first lines came last
+        self._earlier: deque[Log] = deque(maxlen=MAX_RUNS)
+        self._late: deque[tuple[int, bytes]] = deque(
+            maxlen=LAST_SELECTED
+        )  # selected when many were; parsed at the end of the run
         self._number = 0  # of the last line
-        self._last_start = self._last_begin = 0  # of a later run, and of any part of the log
+        self._starts: dict[int, bool] = {}  # numbers of lines as the log's first ones, in this block
+        self._lines: tuple[Sequence[int], list[bytes], int] = (
+            (),
+            [],
+            0,
+        )  # of this block, and which the run's end does not have yet
         self._pending = 0  # lines at the start of the next block that follow a selected one
-        self._progress = ProgressTracker()
         self._waiting: deque[tuple[int, bytes]] = deque(
             maxlen=PROGRESS_LINES
         )  # skipped last; parsed before the next event
-        self._ranks: set[int] = set() if rank is None else {rank}
-        self._tail: deque[tuple[int, str]] = deque(maxlen=LAST_LINES)
         self._banner_rank: int | None = None
         self._banner_host: str | None = None
 
     def feed(self, block: bytes) -> None:
         block, lines, numbers = self._split(block)
         selected = self._filter.select(lines, block)
-        for start in self._filter.starts:
-            is_far = self._last_begin and numbers[start] - self._last_begin >= MIN_RUN
-            self._last_start = numbers[start] if is_far else self._last_start
-            self._last_begin = numbers[start]
-        if self._pending:
-            selected = sorted({*range(min(self._pending, len(lines))), *selected})
+        self._lines = (numbers, lines, 0)
+        self._starts = {numbers[at]: is_first for at, is_first in self._filter.starts.items()}
+        pending = range(min(self._pending, len(lines)))
+        if pending or self._starts:
+            selected = sorted({*pending, *selected, *self._filter.starts})
         self._pending = AFTER if selected and selected[-1] == len(lines) - 1 else 0
         before = -1
         for at in (*selected, len(lines)):
             if at != before + 1:
                 self._skip(lines, numbers, range(before + 1, at), has_evaluations=b"val" in block)
-            if at < len(lines) and self._num_parsed < FIRST_SELECTED:
-                self._num_parsed += 1
-                for part in split_line(lines[at]):
-                    self._parse(numbers[at], part)
-            elif at < len(lines):
-                self._late.extend((numbers[at], cut_middle(part)) for part in split_line(lines[at]))
+            if at < len(lines):
+                self._select(numbers[at], lines[at])
             before = at
-        end = slice(-4 * LAST_LINES, None)
-        ends = zip(numbers[end], lines[end], strict=True)
-        parts = (
-            (number, decode_line(part).rstrip()) for number, raw in ends if raw.strip() for part in unwrap_json(raw)
-        )
-        self._tail.extend((number, text) for number, text in parts if text)
+        self._read_tail()
         self._number = numbers[-1]
 
+    def _select(self, number: int, raw: bytes) -> None:
+        """Parses a selected line, at once or, behind many others of the run, at its end."""
+        if self._run.num_parsed >= FIRST_SELECTED and (number in self._starts or START_WORD.search(raw.lower())):
+            self._read_late()
+        elif self._run.num_parsed >= FIRST_SELECTED:
+            self._late.extend((number, cut_middle(part)) for part in split_line(raw))
+            return
+        self._run.num_parsed += 1
+        for part in split_line(raw):
+            self._parse(number, part)
+
     def finish(self) -> Log:
+        self._read_late()
+        self._add(self._tracebacks.close())
+        return replace(self._run.close(), earlier=tuple(self._earlier))
+
+    def _read_late(self) -> None:
+        """Parses the lines that were put off."""
         self._read_waiting()
         before = 0
-        for number, raw in self._late:
+        while self._late:
+            number, raw = self._late.popleft()
             if number > before + 1:
                 self._add(self._tracebacks.flush())
             self._parse(number, raw)
             before = number
-        self._add(self._tracebacks.close())
-        tail = tuple(self._tail)
-        return Log(
-            records=(*self._first, *self._last),
-            progress=self._progress.progress(tail[-1][0] if tail else None),
-            last_progress=tuple(self._progress.lines),
-            last_lines=tail,
-            last_steps=self._progress.steps_by_rank,
-            ranks=frozenset(self._ranks),
-            losses=self._progress.losses,
-            held_out=self._progress.held_out,
-            memory=self._progress.memory,
-            rewards=self._progress.rewards,
-            last_start=self._last_start,
+
+    def _begin_run(self, first_line: int, *, is_restart: bool = False, by_command: bool = False) -> None:
+        """Closes the run before a line and begins the next one with it."""
+        self._read_tail(first_line)
+        ended, self._run = self._run, OpenRun(first_line, rank=self._rank, is_restart=is_restart, by_command=by_command)
+        self._earlier.append(ended.close(first_line))
+        self._run.tail.extend(item for item in ended.tail if item[0] >= first_line)
+        for record in (*ended.first, *ended.last):
+            if record.line >= first_line:
+                self._run.add_record(record)
+        self._banner_rank = self._banner_host = None
+
+    def _read_tail(self, behind: int | None = None) -> None:
+        """Reads the last lines of the run as far as this block has them, up to a line that is no longer a part of it."""
+        numbers, lines, start = self._lines
+        stop = len(lines) if behind is None else max(start, bisect_left(numbers, behind))
+        self._lines = (numbers, lines, stop)
+        start = max(start, stop - 4 * LAST_LINES)
+        ends = zip(numbers[start:stop], lines[start:stop], strict=True)
+        parts = (
+            (number, decode_line(part).rstrip()) for number, raw in ends if raw.strip() for part in unwrap_json(raw)
         )
+        self._run.tail.extend((number, text) for number, text in parts if text)
 
     def _split(self, block: bytes) -> tuple[bytes, list[bytes], Sequence[int]]:
         """The block with carriage returns as newlines, its lines, and the number of each line in the log."""
@@ -201,10 +208,10 @@ class LogParser:
     def _skip(self, lines: list[bytes], numbers: Sequence[int], gap: range, *, has_evaluations: bool) -> None:
         """Skips lines without an error word but progress at the gap's end, some before, evaluations, and the log's first."""
         self._add(self._tracebacks.flush())
-        if self._progress.first_step is None:
+        if self._run.progress.first_step is None:
             self._read_waiting()
         start = max(gap.start, gap.stop - PROGRESS_LINES)
-        first = gap.start + PROGRESS_LINES if self._progress.first_step is None else gap.start
+        first = gap.start + PROGRESS_LINES if self._run.progress.first_step is None else gap.start
         samples = max(LATE_SAMPLES, SAMPLED_LINES * LATE // max(LATE, self._number))
         between: Sequence[int] = range(first, start, 1 + max(0, start - first) // samples)
         if has_evaluations:
@@ -221,7 +228,18 @@ class LogParser:
     def _read_progress(self, number: int, raw: bytes) -> None:
         for part in unwrap_json(raw) if PROGRESS_WORD.search(raw) else ():
             text, bar = strip_bars(strip_escapes(part[:MAX_LINE_CHARS].decode("utf-8", "replace")))
-            self._progress.add(number, split_prefix(text), bar)
+            self._add_progress(number, split_prefix(text), bar)
+
+    def _add_progress(self, number: int, line: LogLine, bar: StepLoss | None) -> None:
+        """Notes the progress that a line reports, of the next run where it shows that one has begun."""
+        bounds = self._run.bounds
+        bounds.is_shared = bounds.is_shared or bool(line.stream)
+        if bounds.end is not None and bounds.resumes_behind_end(
+            number, line.text, read_step_and_loss(line.text) or bar
+        ):
+            self._begin_run(number)
+        if self._run.progress.add(number, line, bar) and not self._tracebacks.is_open:  # an open error may be the end
+            self._run.bounds.add_progress(line.text)
 
     def _parse(self, number: int, raw: bytes) -> None:
         self._read_waiting()
@@ -233,18 +251,37 @@ class LogParser:
             line = replace(line, text=f"{match['type']}: {match['message']}")
         if line.rank is None and self._rank is not None:
             line = replace(line, rank=self._rank)
-        if line.rank is not None and len(self._ranks) < MAX_RANKS:
-            self._ranks.add(line.rank)
-        progress_lines = self._progress.lines
+        is_first = number in self._starts
+        if is_first or may_start(line.text):
+            self._add(self._tracebacks.flush())
+        elif shape_of(line.text) in self._run.bounds.shapes:  # a line of progress
+            self._add(self._tracebacks.end_message(line.stream))
+        if self._run.bounds.starts_run(number, line.text, is_first=is_first) or (
+            self._starts.get(number) and self._is_apart(number, line.time)
+        ):
+            self._begin_run(number, is_restart=is_first, by_command=COMMAND.match(line.text) is not None)
+        elif COMMAND.match(line.text):
+            self._run.by_command = True
+        if is_first or self._last_begin[1] is None:
+            self._last_begin = (number if is_first else self._last_begin[0], line.time)
+        if line.rank is not None and len(self._run.ranks) < MAX_RANKS:
+            self._run.ranks.add(line.rank)
+        progress_lines = self._run.progress.lines
         if not progress_lines or number >= progress_lines[-1][0]:  # late lines stand before progress already read
-            self._progress.add(number, line, bar)
+            self._add_progress(number, line, bar)
         if BANNER_TRACEBACK.match(line.text) and self._banner_rank is not None:
             line = replace(line, rank=self._banner_rank, host=self._banner_host)
-        step = self._progress.step_of(line.rank)
+        step = self._run.progress.step_of(line.rank)
         completed, is_part = self._tracebacks.feed(number, line, step)
         self._add(completed)
         if not is_part and line.text.strip():
             self._add([self._record(number, line, step)])
+
+    def _is_apart(self, number: int, time: float | None) -> bool:
+        """Whether the log's first lines come again in another run: ranks print them within few lines and seconds."""
+        last_line, last_time = self._last_begin
+        seconds = time - last_time if time is not None and last_time is not None else 0.0
+        return number - last_line >= MIN_RUN or (self._run.bounds.has_exception and seconds >= MIN_RUN_S)
 
     def _record(self, number: int, line: LogLine, step: int | None) -> Record:
         """The record of a line that is not part of a traceback; rank and host may come from torchrun's banner above it."""
@@ -269,8 +306,10 @@ class LogParser:
 
     def _add(self, records: list[Record]) -> None:
         for record in records:
-            stored = self._first if len(self._first) < FIRST_RECORDS else self._last
-            stored.append(replace(record, source=self._source) if record.source != self._source else record)
+            record = replace(record, source=self._source) if record.source != self._source else record
+            if (first_line := self._run.bounds.first_line_behind(record)) is not None:
+                self._begin_run(first_line)
+            self._run.add_record(record)
 
 
 def split_line(raw: bytes) -> list[bytes]:

@@ -13,8 +13,8 @@ from paceline.explain.blame import ranks_of_job
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.collectives import DESYNC, FIRST_TRANSFER, CollectiveHang, read_hang
 from paceline.explain.explanation import Record
+from paceline.explain.log import Log
 from paceline.explain.matches import PEER_DIED, WAITING, WARNING_LINE, Event
-from paceline.explain.reader import Log
 
 TIMEOUTS = {DESYNC, FIRST_TRANSFER}
 ABORT = "native-abort"

@@ -52,10 +52,13 @@ from paceline.explain.explanation import (
     name_host,
 )
 from paceline.explain.line_filter import Shapes
+from paceline.explain.log import Log
 from paceline.explain.log_curves import judge_progress
-from paceline.explain.reader import CHUNK_BYTES, Log, read_log
+from paceline.explain.reader import CHUNK_BYTES, read_log
+from paceline.explain.sentences import clean_values, fill_template
 from paceline.explain.series import is_metric_file, is_no_log, read_series
-from paceline.explain.verdict import UNKNOWN, clean_values, fill_template, reach_verdict
+from paceline.explain.several_runs import reach_verdict, relevant_runs
+from paceline.explain.verdict import UNKNOWN
 from paceline.heartbeat import read_heartbeat
 from paceline.rundir import RunDir, check_readable, is_queued, open_file, read_end, read_json_lines, read_text
 from paceline.typed_fields import typed_content, well_typed
@@ -285,7 +288,7 @@ def explain(source: Iterable[bytes] | Path) -> Explanation:
     if isinstance(source, Path):
         return explain_files(find_files([source]))
     logs = [read_log(source)]
-    return judge_progress(reach_verdict(logs), logs)
+    return judge_progress(reach_verdict(logs), relevant_runs(logs))
 
 
 def explain_files(files: Sequence[Path]) -> Explanation:
@@ -295,11 +298,11 @@ def explain_files(files: Sequence[Path]) -> Explanation:
     logs = [*read_files(texts), *companion_logs(files)]
     explanation = reach_verdict(logs)
     if not metrics:
-        return judge_progress(explanation, logs)
+        return judge_progress(explanation, relevant_runs(logs))
     curves, notes = read_series(metrics)
     if not (explanation.shows_failure or explanation.progress.steps):
         return explain_curves(curves, notes, names=", ".join(sorted(path.name for path in metrics)[:3]))
-    return replace(add_findings(explanation, judge_curves(curves)), notes=tuple(notes))
+    return replace(add_findings(explanation, judge_curves(curves)), notes=(*explanation.notes, *notes))
 
 
 def read_files(files: Sequence[Path]) -> list[Log]:

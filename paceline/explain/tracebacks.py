@@ -109,6 +109,16 @@ class TracebackReader:
         records, self._cut = self._cut, []
         return records
 
+    @property
+    def is_open(self) -> bool:
+        """Whether an error is not complete."""
+        return bool(self._open)
+
+    def end_message(self, stream: str) -> list[Record]:
+        """Completes a stream's error whose message has begun."""
+        error = self._open.get(stream)
+        return self._finish(stream) if error and error.message else []
+
     def close(self) -> list[Record]:
         """Completes every unfinished error at the end of the log, with the exceptions that sys.excepthook did not print."""
         return [*self.flush(), *self._hooks.values()]

@@ -2,41 +2,37 @@
 Chooses the cause: which event came first and on which rank, and which events are only consequences.
 
 An event is not chosen if the run continued after it or if its cause can be a consequence of another event. Of the events that
-remain the one with the highest score wins, and among nearly equal ones the first. A sentence of the catalogue is a template: its
-values come from the pattern's groups, from the record, and from the caller.
+remain the one with the highest score wins, and among nearly equal ones the first.
 """
 
 import re
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import cycle
 
 from paceline.explain.blame import culprit_rank, rank_blamed_by_launcher, rank_in_text
 from paceline.explain.catalogue import Cause, load_catalogue
 from paceline.explain.collectives import DESYNC, FIRST_TRANSFER, CollectiveHang, ends_at_init, ends_in_nccl
 from paceline.explain.explanation import Evidence, Explanation, LogProgress, Record
+from paceline.explain.log import Log
 from paceline.explain.matches import (
-    INSTALLED,
     LAST_CHECKED,
     MIN_STEPS,
     WAITING,
     Event,
     as_ended,
     ended_programs,
-    ends_at_start,
     find_events,
     guess_events,
     last_errors,
-    of_last_program,
     trouble_anywhere,
     trouble_at_end,
     unexplained_failures,
 )
-from paceline.explain.reader import INCOMPLETE, NOT_TEXT, Log
+from paceline.explain.reader import INCOMPLETE, NOT_TEXT
 from paceline.explain.roots import apply_hang, choose_culprit, find_hang, find_roots, silent_exit
+from paceline.explain.run_bounds import BUFFERED_LINES
+from paceline.explain.sentences import clean_values, fill_template, format_fix, frame_values, template_values
 from paceline.explain.tracebacks import CUT_OFF
-from paceline.units import format_bytes, format_duration
 
 HEALTHY, UNKNOWN, DIVERGED = "healthy", "unknown", "loss-nan"
 MIN_SCORE = 0.2  # an event with a lower score is ignored
@@ -46,28 +42,18 @@ CALIBRATION = ((0.3, 0.4), (0.5, 0.6), (0.6, 0.8), (0.8, 0.88), (0.9, 0.92), (1.
 MIN_LINES = 8  # of a log without progress: ordinary output to its end
 INIT_CONFIDENCE, OUTPUT_CONFIDENCE = 0.4, 0.5
 MAX_EVIDENCE, MAX_CONSEQUENCES = 6, 8
-MAX_TEXT, MAX_QUOTE, MAX_VALUE_CHARS = 600, 200, 300
+MAX_TEXT, MAX_QUOTE = 600, 200
 CHECK_END = (
     "if the job ended: check sacct -j JOB, or dmesg on its host; if it hangs: run py-spy dump --pid PID on each rank"
 )
-MAX_CASE_RECORDS = 20  # searched for the case of a cause
 ONE_LOG_PER_RANK = "torchrun --redirects 3 --log-dir logs, then paceline explain logs"
 
 DIGITS = str.maketrans("", "", "0123456789")
 MONITOR = re.compile(r"^\s*(?:(?:Mem|Swap):|total +used +free)|\d+(?:W|MiB) / +\d+(?:W|MiB) \|")
-FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+)(?:,? in (?P<name>\S+))?')
-TYPE = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:\(\w+\))?: ?(?P<message>.*)")
-EXIT_CODE = re.compile(r"(?:exit ?code|return code|status)\s*[:=]?\s*(?P<code>-?\d{1,5})", re.IGNORECASE)
-SIGNAL = re.compile(r"\bSIG[A-Z]{2,5}\d?\b")
-BYTES = re.compile(r"(\d{1,15})(?: bytes)?")
-MAX_DIGITS = 15  # of a duration
-OPTIONAL = re.compile(r"\[([^\[\]]*\{[^\[\]]*)\]")
-PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
-def reach_verdict(logs: Sequence[Log], *, values: Mapping[str, str] | None = None) -> Explanation:
-    """The explanation of the logs of one run; values are those that the logs do not contain, such as the batch size."""
-    values = values or {}
+def explain_one_run(logs: Sequence[Log], values: Mapping[str, str]) -> Explanation:
+    """The explanation of one run, the last one in each log; values: what the logs do not contain, such as the batch size."""
     events = [event for number, log in enumerate(logs) for event in find_events(log, number=number)]
     # with one log per rank: the progress of the log with the most steps, with the ends of all
     parts = [log.progress for log in logs]
@@ -75,7 +61,7 @@ def reach_verdict(logs: Sequence[Log], *, values: Mapping[str, str] | None = Non
     silent_end = longest.silent_end and all(part.silent_end for part in parts if part.steps)
     progress = replace(longest, finished=any(part.finished for part in parts), silent_end=silent_end)
     fatal = [event for event in events if event.cause.severity == "fatal" and event.score >= MIN_SCORE]
-    candidates = of_last_program([event for event in fatal if not event.run_continued], logs)
+    candidates = [event for event in fatal if not event.run_continued]
     unexplained = unexplained_failures(logs, events)
     if not candidates and not unexplained:
         candidates = as_ended([event for event in events if event.cause.severity == "fatal"], logs)
@@ -199,10 +185,12 @@ def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[st
         return explain_silence(logs, progress, ())
     if trouble := [] if progress.finished else [Evidence(n, shorten(text)) for n, text in trouble_at_end(logs)]:
         return explain_silence(logs, progress, trouble)
-    if any(map(ends_at_start, logs)):
-        return explain_silence(logs, progress, ())
     if progress.finished or progress.steps >= MIN_STEPS:
         return explain_health(progress)
+    if any(
+        log.is_restart and log.last_lines[-1][0] - log.first_line <= BUFFERED_LINES for log in logs if log.last_lines
+    ):
+        return explain_silence(logs, progress, ())
     last_lines = [[text for _, text in log.last_lines] for log in logs if log.last_lines]
     if last_lines and all(map(ends_in_nccl, last_lines)):
         cause, place = load_catalogue().causes[FIRST_TRANSFER], logs[0].last_lines[-1:]
@@ -246,7 +234,7 @@ def explain_silence(logs: Sequence[Log], progress: LogProgress, trouble: Sequenc
         summary, fix = NOT_TEXT, "pass the text that the training printed: paceline explain LOG"
     elif not any(log.last_lines for log in logs):
         summary, fix = "the log is empty", "check whether the job started, and where it writes its output"
-    elif start := max(log.last_start for log in logs):
+    elif start := max((log.first_line for log in logs if log.is_restart), default=0):
         summary = f"the last run in this log begins at line {start:,} and shows neither a failure nor that it works"
     else:
         summary = f"no failure found, but nothing shows that the run works: {num_lines} without a step or an end"
@@ -315,86 +303,3 @@ def unknown_fix(record: Record, logs: Sequence[Log]) -> str:
     if all(record.kind != "exception" for log in logs for record in log.records):
         return f"the failed rank's own output is missing: {ONE_LOG_PER_RANK}; also check dmesg on its host"
     return f"run again with PYTHONFAULTHANDLER=1, NCCL_DEBUG=INFO and one log per rank: {ONE_LOG_PER_RANK}"
-
-
-def template_values(event: Event, *, rank: int | None, step: int | None, progress: LogProgress) -> dict[str, str]:
-    """The values for a template of the catalogue, by name."""
-    record = event.record
-    first = record.text.splitlines()[0] if record.text else ""
-    exception = TYPE.match(first) if record.kind in ("exception", "banner") else None
-    code, signal = EXIT_CODE.search(record.text), SIGNAL.search(record.text)
-    values = {
-        "step": step,
-        "host": record.host,
-        "source": record.source,
-        "last_step": progress.last_step,
-        "nan_step": progress.nan_step,
-        "type": exception["type"].rpartition(".")[2] if exception else None,
-        "message": exception["message"] if exception else first,
-        "exit_code": code["code"] if code else None,
-        "signal": signal[0] if signal else None,
-        **frame_values(record),
-        "package": package_of(event.values.get("module")),
-        **event.values,
-        "rank": rank,
-    }
-    if num_bytes := BYTES.fullmatch(str(values.get("requested", ""))):
-        values["requested"] = format_bytes(int(num_bytes[1]))
-    for name, seconds in (("ran_ms", 0.001), ("ran_s", 1.0)):
-        if (duration := event.values.get(name)) and len(duration) <= MAX_DIGITS:
-            values["duration"] = format_duration(int(duration) * seconds)
-    return clean_values(values)
-
-
-def package_of(module: str | None) -> str | None:
-    """What pip installs for a module: the name of its top-level package, unless the catalogue has another one."""
-    packages, name = load_catalogue().packages, (module or "").partition(".")[0]
-    return packages.get(module or "") or packages.get(name, name)
-
-
-def frame_values(record: Record) -> dict[str, str | None]:
-    """`where`: the innermost frame in the user's own code; `script`: the file of the outermost one."""
-    frames = [match for frame in record.frames if (match := FRAME.search(frame))]
-    frames = [frame for frame in frames if not INSTALLED.search(frame["file"])] or frames
-    if not frames:
-        return {}
-    outer, inner = (frame["file"].replace("\\", "/").rpartition("/")[2] for frame in (frames[0], frames[-1]))
-    name = frames[-1]["name"]
-    function = f" in {name}" if name and name != "<module>" else ""
-    return {"where": f"{inner}:{frames[-1]['line']}{function}", "script": outer}
-
-
-def format_fix(cause: Cause, records: Sequence[Record], values: Mapping[str, str]) -> str:
-    """The cause's fix for the case that its records show; the culprit's record is the first."""
-    texts = [record.text for record in records[1:MAX_CASE_RECORDS]]
-    for record in records[:1]:  # its innermost frame ends the text
-        texts += [f"host {record.host}", record.text, *record.frames]
-    fix, groups = cause.choose_fix("\n".join(texts))
-    return fill_template(fix, {**values, **clean_values(groups)}, has_commands=True)
-
-
-def fill_template(template: str, values: Mapping[str, str], *, has_commands: bool = False) -> str:
-    """The sentence with its values, on one line.
-
-    A part in [ ] is left out if one of its values is unknown. Elsewhere an unknown rank reads "a rank" and any other unknown
-    value "n/a". Text between backticks is a command: there a value is one word of the shell, and one that would still be an
-    option or end the command counts as unknown and reads as its name in capitals. has_commands: no value may add backticks.
-    """
-    in_commands = set(PLACEHOLDER.findall("".join(template.split("`")[1::2])))
-    unsafe = {name for name in in_commands & values.keys() if values[name].startswith("-") or "`" in values[name]}
-    known = values.keys() - unsafe
-    text = OPTIONAL.sub(lambda match: match[1] if set(PLACEHOLDER.findall(match[1])) <= known else "", template)
-    text = text if "rank" in values else text.replace("rank {rank}", "a rank")
-    names = PLACEHOLDER.findall(text)
-    prose = {name: values.get(name, "n/a") for name in names}
-    if has_commands:
-        prose = {name: value.replace("`", "'") for name, value in prose.items()}
-    words = {name: shlex.quote(values[name]) if name in known else name.upper() for name in names}
-    parts = [part.format_map(table) for part, table in zip(text.split("`"), cycle((prose, words)), strict=False)]
-    return " ".join("`".join(parts).split())
-
-
-def clean_values(values: Mapping[str, object]) -> dict[str, str]:
-    """The known values, each as short text on one line."""
-    texts = {name: " ".join(str(value).split()) for name, value in values.items() if value is not None}
-    return {name: text[:MAX_VALUE_CHARS] for name, text in texts.items() if text}

@@ -22,7 +22,7 @@ from paceline.errors import TrainingFailed
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.evidence import flight_recorder_logs
 from paceline.explain.explanation import KERNEL_LOG, Explanation, name_host
-from paceline.explain.reader import Log
+from paceline.explain.log import Log
 from paceline.heartbeat import read_heartbeat
 from paceline.launch.policy import HOST_MEMORY, TRAINER_CRASHES, AttemptEnd, Retry
 from paceline.model.publish import free_space

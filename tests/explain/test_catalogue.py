@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.explain.catalogue import FIXERS, RETRIES, format_page, load_catalogue, make_catalogue
-from paceline.explain.verdict import PLACEHOLDER, fill_template
+from paceline.explain.sentences import PLACEHOLDER, fill_template
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "causes.md"

@@ -17,7 +17,7 @@ from log_samples import raised
 from paceline.cli import COMMANDS
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.run_folder import explain
-from paceline.explain.verdict import PLACEHOLDER, fill_template
+from paceline.explain.sentences import PLACEHOLDER, fill_template
 
 TEMPLATES = [
     template

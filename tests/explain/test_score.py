@@ -187,3 +187,14 @@ def test_fixes_are_drawn_from_failures_by_a_seed(tmp_path):
     assert draws[0] == draws[1] != draws[2]
     assert draws[0].count("   fix: ") == draws[0].count("   what solved it: smaller ") == 4
     assert "x/one#h" not in scored(path, "--sample-fixes", 40).stdout
+
+
+def test_pairs_of_logs_are_joined_in_both_orders_and_scored(tmp_path):
+    rows = [
+        {"id": "a", "source": "x/one#a", "log": OOM, "cause": "cuda-oom"},
+        {"id": "b", "source": "x/two#b", "log": STEPS, "cause": "healthy"},
+        {"id": "c", "source": "x/two#c", "log": OOM, "cause": "sigsegv"},  # wrong alone, so in no pair
+    ]
+    output = scored(write_cases(tmp_path / "cases.jsonl", rows), "--pairs", 2).stdout
+    assert "8 of 8 files of two runs right" in output
+    assert "earlier failures that are told: 2 of 4" in output

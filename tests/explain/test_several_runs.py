@@ -4,7 +4,7 @@ import pytest
 from log_samples import OOM, STEPS, raised
 
 from paceline.explain.reader import read_log
-from paceline.explain.verdict import reach_verdict
+from paceline.explain.several_runs import reach_verdict
 
 START = "INFO - loading the model speech-1b\nINFO - reading 5,000 samples of audio\n"
 OTHER_OUTPUT = "".join(f"INFO - sample {n} has {n % 7} words\n" for n in range(50))
@@ -117,3 +117,40 @@ def test_a_name_that_a_file_of_one_s_own_lacks_is_no_conflict_of_packages():
     )
     assert (own.cause, installed.cause) == ("import-error", "version-mismatch")
     assert own.summary.endswith("or the name inject in /home/x/model/adapters.py in the environment of the run")
+
+
+def test_a_run_that_a_shell_s_command_begins_is_explained_alone_and_the_failed_one_before_it_is_told():
+    command = "+ python train.py --config next.yaml\n"
+    explanation = verdict(uncaught(OOM) + command + STEPS)
+    assert explanation.cause == "healthy"
+    assert explanation.notes == ("1 earlier run in this file failed: cuda-oom (line 1)",)
+    assert verdict(STEPS + command + uncaught(OOM)).cause == "cuda-oom"
+    assert verdict(uncaught(OOM) + "+ rm -r cache\n").notes == ()
+
+
+def test_steps_that_begin_again_behind_an_end_are_a_new_run_s_unless_they_may_have_been_in_a_buffer():
+    explanation = verdict(STEPS + uncaught(OOM) + STEPS)
+    assert (explanation.cause, len(explanation.notes)) == ("healthy", 1)
+    assert verdict(uncaught(OOM) + STEPS).cause == "cuda-oom"  # Python may have written them late
+    assert verdict(uncaught(OOM) + 3 * OTHER_OUTPUT + STEPS).cause == "healthy"
+    workers = "".join(f"[rank0]: {line}\n" for line in STEPS.splitlines())
+    assert verdict(workers + uncaught(OOM) + workers).cause == "cuda-oom"  # other ranks go on for a while
+
+
+def test_a_program_of_a_script_that_did_not_write_its_checkpoint_is_the_cause_of_those_that_lack_it():
+    missing = uncaught("FileNotFoundError: [Errno 2] No such file or directory: 'out/checkpoint.pt'", file="test.py")
+    script = "+ python train.py\n{}+ python test.py\n" + missing
+    explanation = verdict(script.format(STEPS + uncaught(OOM)))
+    assert (explanation.cause, explanation.notes) == (
+        "cuda-oom",
+        ("1 later run in this file failed: checkpoint-missing-or-perm (line 17)",),
+    )
+    assert verdict(script.format(STEPS)).cause == "checkpoint-missing-or-perm"
+
+
+def test_the_first_lines_of_a_log_that_come_again_after_a_time_are_a_new_run_s():
+    first = "2026-05-07 22:{}:22,912 - INFO - Loading CSM model\n2026-05-07 22:{}:25,000 - INFO - Applying LoRA to it\n"
+    failed = "ERROR - " + raised(None, BUG)
+    text = first.format(50, 50) + failed
+    assert verdict(text + first.format(53, 53)).cause == "unknown"
+    assert verdict(text + first.format(50, 50)).cause == "user-code-exception"  # of another rank

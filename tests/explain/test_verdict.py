@@ -4,7 +4,8 @@ import pytest
 from log_samples import OOM, PEER, STEPS, raised
 
 from paceline.explain.reader import read_log
-from paceline.explain.verdict import clean_values, fill_template, reach_verdict
+from paceline.explain.sentences import clean_values, fill_template
+from paceline.explain.several_runs import reach_verdict
 
 ALLOCATION_FAILED = (
     "RuntimeError: [enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory:"

@@ -1,0 +1,74 @@
+"""What is known of a log when it has been read: its records and its progress, run by run."""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from paceline.explain.explanation import LogProgress, Record
+from paceline.explain.progress import LossPoint, ProgressLine, ProgressTracker
+from paceline.explain.run_bounds import RunBounds
+
+FIRST_RECORDS, LAST_RECORDS = 2000, 1000  # stored of a run with more errors
+LAST_LINES = 8  # stored for a failure that is not in the catalogue
+
+
+@dataclass(frozen=True)
+class Log:
+    """What the verdict uses of a log: of its last run, where it holds several."""
+
+    records: tuple[Record, ...] = ()
+    progress: LogProgress = field(default_factory=LogProgress)
+    last_progress: tuple[ProgressLine, ...] = ()
+    last_lines: tuple[tuple[int, str], ...] = ()
+    last_steps: Mapping[int, int] = field(default_factory=dict)  # by rank, of lines that have a rank
+    ranks: frozenset[int] = frozenset()  # whose lines were parsed
+    losses: tuple[LossPoint, ...] = ()  # of one rank, a part of them in a long log
+    held_out: tuple[LossPoint, ...] = ()  # likewise, of evaluations
+    memory: tuple[LossPoint, ...] = ()  # in use
+    rewards: tuple[LossPoint, ...] = ()  # of a policy
+    first_line: int = 1  # of the run
+    is_restart: bool = False  # the run begins as the log did
+    by_command: bool = False  # the run begins with a command that a shell prints
+    has_end: bool = False  # a record reports the end of a program
+    earlier: "tuple[Log, ...]" = ()  # the runs before it in the same log, of many the last ones
+    problem: str = ""  # why the log could not be read whole
+
+
+class OpenRun:
+    """What was read of a run so far."""
+
+    def __init__(self, first_line: int, *, rank: int | None, is_restart: bool = False, by_command: bool = False):
+        self.first_line = first_line
+        self.is_restart = is_restart
+        self.by_command = by_command
+        self.first: list[Record] = []
+        self.last: deque[Record] = deque(maxlen=LAST_RECORDS)
+        self.num_parsed = 0  # selected lines
+        self.progress = ProgressTracker()
+        self.ranks: set[int] = set() if rank is None else {rank}
+        self.tail: deque[tuple[int, str]] = deque(maxlen=LAST_LINES)
+        self.bounds = RunBounds()
+
+    def add_record(self, record: Record) -> None:
+        (self.first if len(self.first) < FIRST_RECORDS else self.last).append(record)
+        self.bounds.add_record(record)
+
+    def close(self, behind: int | None = None) -> Log:
+        """The run as a log; behind: the number of the first line that is not a part of it, if there is one."""
+        tail = tuple(item for item in self.tail if behind is None or item[0] < behind)
+        return Log(
+            records=tuple(record for record in (*self.first, *self.last) if behind is None or record.line < behind),
+            progress=self.progress.progress(tail[-1][0] if tail else None),
+            last_progress=tuple(self.progress.lines),
+            last_lines=tail,
+            last_steps=self.progress.steps_by_rank,
+            ranks=frozenset(self.ranks),
+            losses=self.progress.losses,
+            held_out=self.progress.held_out,
+            memory=self.progress.memory,
+            rewards=self.progress.rewards,
+            first_line=self.first_line,
+            is_restart=self.is_restart,
+            by_command=self.by_command,
+            has_end=self.bounds.end is not None,
+        )

@@ -1,0 +1,125 @@
+"""
+Where one run in a log ends and the next one begins: nohup appends to a file, a script runs several programs, a job is requeued.
+
+A run begins where a shell or a launcher starts a program, where a program that has ended prints what it prints first, or where
+steps begin again behind an end. Python writes a file's lines late and tracebacks at once, so output behind an exception that nobody
+has caught can be older than it: such output begins a run only if its like was printed before the exception, or far behind it.
+"""
+
+import re
+from dataclasses import dataclass, field
+
+from paceline.explain.explanation import Record
+from paceline.explain.progress import StepLoss
+
+BUFFERED_LINES = 120  # that a buffer may still hold when a program ends
+MAX_SHAPES, SHAPE_CHARS = 64, 30
+DIGITS = str.maketrans("", "", "0123456789")
+PROGRAM = (
+    r"(?:\w+=\S* +)*(?:(?:exec|time|nohup|env|sudo) +)*(?:\S*/)?"
+    r"(?:python[\d.]*|torchrun|accelerate|deepspeed|srun|mpirun|mpiexec|bash|sh|uv run|poetry run|conda run)\b"
+)
+COMMAND = re.compile(  # as a shell prints it before it starts a program
+    rf"\+{{1,4}} +{PROGRAM}|(?:\S{{1,60}}@\S{{1,60}} ?)?\$ +{PROGRAM}|nohup: ignoring input"
+)
+LAUNCHER = re.compile(  # written at once, so that no buffer held it
+    r"(?:\*+ ?)?Setting OMP_NUM_THREADS environment variable for each process|\[INFO\] \[runner\.py:\d+:main\] cmd = "
+    r"|\| NVIDIA-SMI \d|wandb: Tracking run with wandb version"
+)
+DUMP = re.compile(r"(?:\w+: ?)?Namespace\(|(?:args|arguments|config(?:uration)?|options)\W{0,3}\{", re.IGNORECASE)
+START_WORD = re.compile(  # in the lower-case bytes of every line that either can match
+    rb"^\s*\++ |\$ +[a-z/]|nohup: |omp_num_threads|\] cmd = |nvidia-smi \d|tracking run with|namespace\("
+    rb"|^(?:args|arguments|config|configuration|options)\W"
+)
+OUTERMOST = re.compile(r"in (?:<module>|_run_module_as_main)$")  # the first frame of what nobody has caught
+CANCELLED_JOB = re.compile(r"\*\*\* (?:JOB|STEP) (?P<job>\d+)\S* (?:ON \S+ )?CANCELLED")
+UNCOMPILED = re.compile(
+    r"(?:Syntax|Indentation|Tab)Error"
+)  # without a caller: Python could not begin to run the program
+SHELL_END = re.compile(  # of a program, as what has started it reports
+    r"ChildFailedError|^(?:.*: line \d+: +\d+ +)?(?:Killed|Aborted|Terminated|Segmentation fault|Bus error)\b"
+    r"|srun: error: .*(?:[Ee]xited with|Killed|Terminated|Aborted|Segmentation)|exits with return code = -?[1-9]"
+)
+
+
+def ended_program(record: Record) -> bool:
+    """Whether nobody has caught an exception."""
+    return bool(record.frames) and OUTERMOST.search(record.frames[0]) is not None
+
+
+@dataclass
+class RunBounds:
+    """Follows the current run of a log, to recognize the line with which the next one begins."""
+
+    end: Record | None = None  # the last one that reports the end of a program
+    is_closed: bool = False  # what has started the program reports that end, so that no buffer is left
+    has_content: bool = False
+    has_exception: bool = False
+    is_shared: bool = False  # several processes write, of which some go on for a while when another one ends
+    shapes: set[str] = field(default_factory=set)  # how lines of progress and settings began before the first end
+
+    def starts_run(self, number: int, text: str, *, is_first: bool) -> bool:
+        """Whether the run is over and a new one begins at a line. is_first: the log began with such a line."""
+        is_dump = DUMP.match(text) is not None
+        if self.end is not None:
+            starts = (
+                is_first
+                or bool(COMMAND.match(text) or LAUNCHER.match(text))
+                or (is_dump and self._is_new(number, text))
+            )
+        else:
+            starts = self.has_content and COMMAND.match(text) is not None
+        if is_dump:
+            self._remember(text)
+        return starts
+
+    def resumes_behind_end(self, number: int, text: str, progress: StepLoss | None) -> bool:
+        """Whether a line with progress shows that steps have begun again behind the end of a program."""
+        if self.end is None or progress is None:
+            return False
+        step, last_step = progress.step, self.end.step
+        goes_back = last_step is None or (step is not None and 2 * step < last_step)
+        return goes_back and self._is_new(number, text, is_shared=self.is_shared)
+
+    def first_line_behind(self, record: Record) -> int | None:
+        """Where the next run begins if a record is the end of another program than the end before it; ranks fail together."""
+        end = self.end
+        if end is None or record.rank is not None or end.rank is not None:
+            return None
+        jobs = [match["job"] if (match := CANCELLED_JOB.search(text)) else None for text in (end.text, record.text)]
+        if None not in jobs and jobs[0] != jobs[1]:
+            return end.line + 1
+        if UNCOMPILED.match(record.text) and record.frames and " in " not in record.frames[0]:
+            return record.line
+        is_other = record.kind == "exception" and ended_program(record) and record.step == end.step
+        return record.line - BUFFERED_LINES if is_other and record.line - end.line > BUFFERED_LINES else None
+
+    def add_record(self, record: Record) -> None:
+        self.has_content = True
+        self.has_exception = self.has_exception or record.kind == "exception"
+        is_closed = bool(CANCELLED_JOB.search(record.text) or SHELL_END.search(record.text))
+        if is_closed or ended_program(record):
+            self.end, self.is_closed = record, is_closed or self.is_closed
+
+    def add_progress(self, text: str) -> None:
+        self.has_content = True
+        self._remember(text)
+
+    def _remember(self, text: str) -> None:
+        if self.end is None and len(self.shapes) < MAX_SHAPES:
+            self.shapes.add(shape_of(text))
+
+    def _is_new(self, number: int, text: str, *, is_shared: bool = False) -> bool:
+        """Whether a line behind an end cannot be that of the program that ended: from a buffer, or of a process that goes on."""
+        is_far = self.end is not None and number - self.end.line > BUFFERED_LINES
+        return self.is_closed or is_far or (not is_shared and shape_of(text) in self.shapes)
+
+
+def may_start(text: str) -> bool:
+    """Whether a line can be the first one of a run."""
+    return any(pattern.match(text) for pattern in (COMMAND, LAUNCHER, DUMP))
+
+
+def shape_of(text: str) -> str:
+    """How a text begins, without digits: texts that begin alike report the same."""
+    return text[:SHAPE_CHARS].translate(DIGITS)

@@ -1,0 +1,109 @@
+"""
+The sentences of an explanation: the catalogue's templates with the values of a log.
+
+The values come from the pattern's groups, from the record, and from the caller.
+"""
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+
+from paceline.explain.catalogue import Cause, load_catalogue
+from paceline.explain.explanation import LogProgress, Record
+from paceline.explain.matches import INSTALLED, Event
+from paceline.units import format_bytes, format_duration
+
+MAX_VALUE_CHARS = 300
+MAX_CASE_RECORDS = 20  # searched for the case of a cause
+FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+)(?:,? in (?P<name>\S+))?')
+TYPE = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:\(\w+\))?: ?(?P<message>.*)")
+EXIT_CODE = re.compile(r"(?:exit ?code|return code|status)\s*[:=]?\s*(?P<code>-?\d{1,5})", re.IGNORECASE)
+SIGNAL = re.compile(r"\bSIG[A-Z]{2,5}\d?\b")
+BYTES = re.compile(r"(\d{1,15})(?: bytes)?")
+MAX_DIGITS = 15  # of a duration
+OPTIONAL = re.compile(r"\[([^\[\]]*\{[^\[\]]*)\]")
+PLACEHOLDER = re.compile(r"\{(\w+)\}")
+
+
+def template_values(event: Event, *, rank: int | None, step: int | None, progress: LogProgress) -> dict[str, str]:
+    """The values for a template of the catalogue, by name."""
+    record = event.record
+    first = record.text.splitlines()[0] if record.text else ""
+    exception = TYPE.match(first) if record.kind in ("exception", "banner") else None
+    code, signal = EXIT_CODE.search(record.text), SIGNAL.search(record.text)
+    values = {
+        "step": step,
+        "host": record.host,
+        "source": record.source,
+        "last_step": progress.last_step,
+        "nan_step": progress.nan_step,
+        "type": exception["type"].rpartition(".")[2] if exception else None,
+        "message": exception["message"] if exception else first,
+        "exit_code": code["code"] if code else None,
+        "signal": signal[0] if signal else None,
+        **frame_values(record),
+        "package": package_of(event.values.get("module")),
+        **event.values,
+        "rank": rank,
+    }
+    if num_bytes := BYTES.fullmatch(str(values.get("requested", ""))):
+        values["requested"] = format_bytes(int(num_bytes[1]))
+    for name, seconds in (("ran_ms", 0.001), ("ran_s", 1.0)):
+        if (duration := event.values.get(name)) and len(duration) <= MAX_DIGITS:
+            values["duration"] = format_duration(int(duration) * seconds)
+    return clean_values(values)
+
+
+def package_of(module: str | None) -> str | None:
+    """What pip installs for a module: the name of its top-level package, unless the catalogue has another one."""
+    packages, name = load_catalogue().packages, (module or "").partition(".")[0]
+    return packages.get(module or "") or packages.get(name, name)
+
+
+def frame_values(record: Record) -> dict[str, str | None]:
+    """`where`: the innermost frame in the user's own code; `script`: the file of the outermost one."""
+    frames = [match for frame in record.frames if (match := FRAME.search(frame))]
+    frames = [frame for frame in frames if not INSTALLED.search(frame["file"])] or frames
+    if not frames:
+        return {}
+    outer, inner = (frame["file"].replace("\\", "/").rpartition("/")[2] for frame in (frames[0], frames[-1]))
+    name = frames[-1]["name"]
+    function = f" in {name}" if name and name != "<module>" else ""
+    return {"where": f"{inner}:{frames[-1]['line']}{function}", "script": outer}
+
+
+def format_fix(cause: Cause, records: Sequence[Record], values: Mapping[str, str]) -> str:
+    """The cause's fix for the case that its records show; the culprit's record is the first."""
+    texts = [record.text for record in records[1:MAX_CASE_RECORDS]]
+    for record in records[:1]:  # its innermost frame ends the text
+        texts += [f"host {record.host}", record.text, *record.frames]
+    fix, groups = cause.choose_fix("\n".join(texts))
+    return fill_template(fix, {**values, **clean_values(groups)}, has_commands=True)
+
+
+def fill_template(template: str, values: Mapping[str, str], *, has_commands: bool = False) -> str:
+    """The sentence with its values, on one line.
+
+    A part in [ ] is left out if one of its values is unknown. Elsewhere an unknown rank reads "a rank" and any other unknown
+    value "n/a". Text between backticks is a command: there a value is one word of the shell, and one that would still be an
+    option or end the command counts as unknown and reads as its name in capitals. has_commands: no value may add backticks.
+    """
+    in_commands = set(PLACEHOLDER.findall("".join(template.split("`")[1::2])))
+    unsafe = {name for name in in_commands & values.keys() if values[name].startswith("-") or "`" in values[name]}
+    known = values.keys() - unsafe
+    text = OPTIONAL.sub(lambda match: match[1] if set(PLACEHOLDER.findall(match[1])) <= known else "", template)
+    text = text if "rank" in values else text.replace("rank {rank}", "a rank")
+    names = PLACEHOLDER.findall(text)
+    prose = {name: values.get(name, "n/a") for name in names}
+    if has_commands:
+        prose = {name: value.replace("`", "'") for name, value in prose.items()}
+    words = {name: shlex.quote(values[name]) if name in known else name.upper() for name in names}
+    parts = [part.format_map(table) for part, table in zip(text.split("`"), cycle((prose, words)), strict=False)]
+    return " ".join("`".join(parts).split())
+
+
+def clean_values(values: Mapping[str, object]) -> dict[str, str]:
+    """The known values, each as short text on one line."""
+    texts = {name: " ".join(str(value).split()) for name, value in values.items() if value is not None}
+    return {name: text[:MAX_VALUE_CHARS] for name, text in texts.items() if text}

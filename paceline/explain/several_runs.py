@@ -1,0 +1,97 @@
+"""
+Which run of a log an explanation is about, and the sentences on the log's other runs.
+
+A log may hold several runs: restarts that append to it, the programs of a script, the steps of a Slurm job. Each is explained
+alone. The answer is that of the last one that did any work or failed, or of an earlier one that made it fail.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from paceline.explain.catalogue import load_catalogue
+from paceline.explain.explanation import Explanation
+from paceline.explain.log import Log
+from paceline.explain.matches import MIN_STEPS
+from paceline.explain.verdict import HEALTHY, UNKNOWN, explain_one_run
+
+MISSING_FILES = {
+    "checkpoint-missing-or-perm",
+    "dataset-missing",
+}  # that an earlier program of a script may not have written
+MAX_TOLD = 3  # causes of other runs in one sentence
+
+
+@dataclass(frozen=True)
+class Run:
+    """One of the runs in a log, and its explanation."""
+
+    log: Log
+    explanation: Explanation
+
+    @property
+    def state(self) -> Literal["failed", "worked", "silent"]:
+        progress = self.explanation.progress
+        if self.explanation.shows_failure:
+            return "failed"
+        shows_work = progress.finished or progress.steps >= MIN_STEPS
+        return "worked" if self.explanation.cause == HEALTHY and shows_work else "silent"
+
+
+def reach_verdict(logs: Sequence[Log], *, values: Mapping[str, str] | None = None) -> Explanation:
+    """The explanation of the runs that are asked about, and a note on failures of other runs in the same files.
+
+    values: those that the logs do not contain, such as the batch size.
+    """
+    explanation = explain_one_run(relevant_runs(logs), values or {})
+    notes = dict.fromkeys(note for log in logs if log.earlier for note in describe_others(split_runs(log)))
+    return replace(explanation, notes=(*explanation.notes, *notes))
+
+
+def relevant_runs(logs: Sequence[Log]) -> list[Log]:
+    """Of each log the run that is asked about."""
+    return [runs[judge_runs(runs)].log if log.earlier and (runs := split_runs(log)) else log for log in logs]
+
+
+def split_runs(log: Log) -> list[Run]:
+    """The runs of a log in their order, each explained alone."""
+    return [Run(part, explain_one_run([part], {})) for part in (*log.earlier, log)]
+
+
+def judge_runs(runs: Sequence[Run]) -> int:
+    """The place of the run that is asked about."""
+    shown = [at for at, run in enumerate(runs) if run.state != "silent"]
+    last = len(runs) - 1
+    just_began = runs[last].log.is_restart and not runs[last - 1].log.has_end
+    if not shown or (just_began and runs[last].state == "silent"):
+        return last
+    at = shown[-1]
+    while at > 0 and runs[at - 1].state == "failed" and is_consequence(runs[at], runs[at - 1]):
+        at -= 1
+    return at
+
+
+def is_consequence(run: Run, before: Run) -> bool:
+    """Whether a run failed because the run before it did, or is what was left of it."""
+    cause = run.explanation.cause
+    if run.state != "failed" or cause == before.explanation.cause:
+        return False
+    if cause == UNKNOWN:  # how a launcher reports the end of what failed before
+        return all(record.kind != "exception" for record in run.log.records)
+    is_script = run.log.by_command and before.log.by_command
+    follows = cause in load_catalogue().causes and load_catalogue().causes[cause].follows is True
+    return follows or (is_script and cause in MISSING_FILES)
+
+
+def describe_others(runs: Sequence[Run]) -> list[str]:
+    """A sentence about the runs before the one that is asked about that failed, and one about those behind it."""
+    place = judge_runs(runs)
+    sentences = []
+    for word, others in (("earlier", runs[:place]), ("later", runs[place + 1 :])):
+        failed = [run.explanation for run in others if run.state == "failed"]
+        causes = [f"{explanation.cause} (line {explanation.line:,})" for explanation in failed if explanation.line]
+        if failed:
+            subject = f"{len(failed)} {word} run{'s' if len(failed) > 1 else ''} in this file failed"
+            more = f" and {len(causes) - MAX_TOLD} more" if len(causes) > MAX_TOLD else ""
+            sentences.append(f"{subject}: {', '.join(causes[-MAX_TOLD:])}{more}")
+    return sentences

@@ -252,7 +252,7 @@ def running_layer_bytes(setup: MemorySetup) -> int:
 
 
 def forward_extra_bytes(setup: MemorySetup) -> int:
-    """Returns what a layer needs besides what it saves: the mixed stream, the stream after attention, the MLP before its ReLU.
+    """Returns what a layer needs besides what it saves: the stream after attention, the MLP before its ReLU.
 
     In 16 bits the mix of the last layer with the middle needs more: both and their sum in fp32, in 16 bits, and the layer's output.
     Compiled, the mixed stream alone: pointwise ops write in their input's place. An MLP that is not saved is there while it runs.
@@ -262,7 +262,7 @@ def forward_extra_bytes(setup: MemorySetup) -> int:
     extra = MADE_AGAIN[setup.activation_checkpointing]
     if setup.compiled and setup.attention != "math":
         return (1 + min(4, extra)) * setup.stream_bytes
-    streams = max(2 + 4 + extra, 0 if setup.element_bytes == FP32 else 3 * 2 + 1 + 1)
+    streams = max(1 + 4 + extra, 0 if setup.element_bytes == FP32 else 3 * 2 + 1 + 1)
     return max(streams * setup.stream_bytes, _scores_over_mlp(setup) + extra * setup.stream_bytes)
 
 

@@ -21,6 +21,7 @@ from torch.distributed import TCPStore
 
 from paceline.plan.activations import MemorySetup, chunk_sizes
 from paceline.plan.memory import peak_phase, phases
+from paceline.plan.shapes import num_params
 from paceline.train.exact import trace_steps
 
 MIB = 1 << 20
@@ -183,6 +184,15 @@ def short_name(setup: MemorySetup) -> str:
 )
 def test_the_closed_form_is_the_trace_within_three_per_cent(setup: MemorySetup):
     assert peak_phase(setup).bytes == pytest.approx(traced_bytes(setup), rel=0.03)
+
+
+@pytest.mark.slow
+def test_a_model_that_is_built_without_memory_takes_none():
+    """A rank of eight never holds the whole model in fp32."""
+    setup = setup_of(
+        depth=8, device="cuda", world_size=8, shard="full", precision="bf16", vocab_size=65_536, device_batch_size=1
+    )
+    assert traced_bytes(setup) < 4 * num_params(setup.model)
 
 
 NARROW_MODELS = {  # whose activations outweigh their weights

@@ -16,7 +16,7 @@ train: $(VENV)/core
 quick: $(VENV)/dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not dist and not slow and not soak'
 
-test: $(VENV)/dev
+test: $(VENV)/gpu-proof
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 10
 
 # the long tests, among them the kernels of GPUs that are not there, then a hundred faults and as root those of several hosts;

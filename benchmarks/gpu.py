@@ -16,7 +16,7 @@ of a new run and of a resumed one. profile: the kernels that take the most of a 
 idle. memory: the peak, planned by arithmetic and by a plan that knows what has run: eager, compiled, checkpointed.
 
 Exit code: 0 all right, 1 a row is wrong or failed, 3 rows are left. `--device cpu --depths 2 --sequence-len 128` takes the same
-steps without a GPU. Needs torch 2.11 or later and paceline's other libraries; paceline itself may be a clone.
+steps without a GPU. Needs torch 2.11 or later, numpy, tokenizers, safetensors, rich and psutil; paceline itself may be a clone.
 """
 
 import argparse

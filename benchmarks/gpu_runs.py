@@ -7,6 +7,7 @@ process of their own, so that an error of CUDA ends one row. Nothing here knows 
 
 import gzip
 import hashlib
+import importlib.util
 import json
 import math
 import os
@@ -24,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+# a machine that is lent with its card may have torch and little else
+STAND_INS = [] if importlib.util.find_spec("orjson") else [str(ROOT / "benchmarks" / "stand_ins")]
 Keys = dict[str, object]
 TINY: Keys = {"depth": 2, "n-embd": 128, "head-dim": 64, "sequence-len": 128, "vocab-size": 512, "total-batch-size": 2048,
               "device-batch-size": 8, "num-steps": 8, "seed": 1, "window-pattern": "L", "compile": "false",
@@ -136,7 +139,7 @@ def depth_row(name: str, part: str, depth: int, measure: Callable[[Setup], Resul
 
 def command(setup: Setup, words: Sequence[object]) -> str:
     """Runs Python with these words to its end; returns its standard output. Raises RowFailed with the end of what it printed."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", ""), *STAND_INS])}
     output, errors = setup.folder / "stdout", setup.folder / "stderr"
     # files, not pipes: a process that outlives the command would keep a pipe open
     with output.open("w") as out, errors.open("w") as err:
@@ -321,13 +324,13 @@ def measure_memory(setup: Setup, *, depth: int, extra: Keys) -> Result:
     shutil.rmtree(run)
     allocated = planned["allocated_bytes"]["expected"]
     on_gpu = setup.device == "cuda"
-    # on a CPU it is the process that is measured, with what PyTorch itself takes
+    # on a CPU it is the process that is measured, with what PyTorch and its compiler take
     before = max(planned["phases"].values()) + (0 if on_gpu else planned["process_bytes"]["expected"] - allocated)
     text = paceline(setup, "plan", "--json", keys={**keys, "device": setup.device, "nproc": 1})
     after = json.loads(text)["memory"]["allocated_bytes" if on_gpu else "process_bytes"]["expected"]
-    off = {"arithmetic": before / measured - 1, "after": after / measured - 1}
+    off, allowed = {"arithmetic": before / measured - 1, "after": after / measured - 1}, 0.05 if on_gpu else 0.15
     figures = (
         f"measured {measured / 2**30:.2f} GiB, by arithmetic {before / 2**30:.2f} ({100 * off['arithmetic']:+.1f} %),"
-        f" after runs {after / 2**30:.2f} ({100 * off['after']:+.1f} %; allowed 5)"
+        f" after runs {after / 2**30:.2f} ({100 * off['after']:+.1f} %; allowed {100 * allowed:.0f})"
     )
-    return Result(abs(off["after"]) <= 0.05, figures, {"measured": measured, **off})
+    return Result(abs(off["after"]) <= allowed, figures, {"measured": measured, **off})

@@ -1,8 +1,13 @@
 """benchmarks/gpu.py: what it keeps, skips and repeats; its rows themselves need minutes, and most of them a GPU."""
 
 import json
+import os
+import re
+import subprocess
 import sys
 import time
+import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -15,6 +20,9 @@ try:
 finally:
     sys.path.pop(0)
 
+ROOT = Path(__file__).parents[1]
+# what the machine with a card has; Triton comes with PyTorch's CUDA build
+BARE = {"torch", "numpy", "tokenizers", "safetensors", "rich", "psutil", "triton", "setuptools"}
 MACHINE = {"name": "H100", "torch": "2.13", "device": "cuda", "sequence_len": 2048}
 
 
@@ -106,3 +114,57 @@ def test_every_row_has_a_name_of_its_own_and_those_of_correctness_come_first():
     parts = list(dict.fromkeys(row.part for row in rows))
     assert parts[0] == "right" and set(parts) == set(gpu.PARTS)
     assert max(row.seconds for row in rows) < 480
+
+
+@pytest.fixture
+def bare_machine() -> dict[str, str]:
+    """The environment of a machine on which nothing of paceline's dependencies is installed but BARE."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [
+        *project["dependencies"],
+        *(name for extra in project["optional-dependencies"].values() for name in extra),
+    ]
+    names = {re.split(r"[\[>=;]", requirement)[0].strip() for requirement in wanted} - BARE
+    blocked = [module for module, owners in packages_distributions().items() if names & set(owners)]
+    assert {"orjson", "argcomplete", "textual", "starlette", "pynvml"} <= set(blocked)
+    return {**os.environ, "BLOCKED_IMPORTS": ",".join(blocked), "PYTHONPATH": str(ROOT / "tests" / "bare_machine")}
+
+
+def call(bare_machine, out, *words):
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--device", "cpu"]
+    command += ["--depths", "2", "--sequence-len", "64", "--steps", "5", "--out", str(out), *words]
+    done = subprocess.run(command, env=bare_machine, capture_output=True, text=True, cwd=out.parent)
+    return done.returncode, json.loads(out.read_text())["rows"], done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_the_planner_and_the_trainer_import_nothing_that_a_bare_machine_lacks(bare_machine):
+    files = [file for name in ("plan", "data", "model", "train") for file in (ROOT / "paceline" / name).glob("*.py")]
+    modules = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files if "kernel" not in file.stem]
+    script = (
+        f"import importlib, sys; sys.path.insert(0, {str(ROOT)!r}); [importlib.import_module(m) for m in {modules!r}]"
+    )
+    done = subprocess.run([sys.executable, "-c", script], env=bare_machine, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    # the fixture can fail: what reads run folders needs a package that is not there
+    script = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import paceline.watch.snapshot"
+    done = subprocess.run([sys.executable, "-c", script], env=bare_machine, capture_output=True, text=True)
+    assert "No module named 'orjson'" in done.stderr
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(5400)
+def test_every_part_runs_to_its_end_on_a_bare_machine_and_a_second_call_measures_nothing(bare_machine, tmp_path):
+    status, rows, output = call(bare_machine, tmp_path / "gpu.json", "--budget-s", "5000")
+    assert status == 0, output
+    assert {row["part"] for row in rows.values()} == set(gpu.PARTS)
+    assert {row["verdict"] for row in rows.values()} == {"right"}
+    status, again, output = call(bare_machine, tmp_path / "gpu.json")
+    assert status == 0 and again == rows, output
+
+
+@pytest.mark.dist
+def test_a_run_and_a_resumed_one_end_well_on_a_bare_machine(bare_machine, tmp_path):
+    status, rows, output = call(bare_machine, tmp_path / "gpu.json", "--parts", "start")
+    assert status == 0, output
+    assert rows["start at depth 2"]["verdict"] == "right"

@@ -106,10 +106,11 @@ class MemorySetup:
 def stem_bytes(setup: MemorySetup, *, compiled: bool) -> int:
     """Returns tokens and targets; the normed embedding and its scale, its smeared sum, the smear gate; cos and sin.
 
-    A compiled model computes cosines again, and saves a copy of the smear gate's input.
+    A compiled model computes cosines again. A copy of the smear gate's input is saved, but not by an eager model of one row.
     """
     model, num_tokens, element = setup.model, setup.num_tokens, setup.element_bytes
-    angles, scalars = (1, 2 + smear_gate_width(model)) if compiled else (2, 3)
+    angles, scalars = (1, 2) if compiled else (2, 3)
+    scalars += smear_gate_width(model) if compiled or setup.device_batch_size > 1 else 0
     rotary = angles * model.sequence_len * model.head_dim * element
     return 2 * INT64 * num_tokens + rotary + 2 * setup.stream_bytes + scalars * num_tokens * element
 
@@ -251,7 +252,7 @@ def running_layer_bytes(setup: MemorySetup) -> int:
 
 
 def forward_extra_bytes(setup: MemorySetup) -> int:
-    """Returns what a layer needs besides what it saves: the mixed stream, the stream after attention, the MLP before its ReLU.
+    """Returns what a layer needs besides what it saves: the stream after attention, the MLP before its ReLU.
 
     In 16 bits the mix of the last layer with the middle needs more: both and their sum in fp32, in 16 bits, and the layer's output.
     Compiled, the mixed stream alone: pointwise ops write in their input's place. An MLP that is not saved is there while it runs.
@@ -261,7 +262,7 @@ def forward_extra_bytes(setup: MemorySetup) -> int:
     extra = MADE_AGAIN[setup.activation_checkpointing]
     if setup.compiled and setup.attention != "math":
         return (1 + min(4, extra)) * setup.stream_bytes
-    streams = max(2 + 4 + extra, 0 if setup.element_bytes == FP32 else 3 * 2 + 1 + 1)
+    streams = max(1 + 4 + extra, 0 if setup.element_bytes == FP32 else 3 * 2 + 1 + 1)
     return max(streams * setup.stream_bytes, _scores_over_mlp(setup) + extra * setup.stream_bytes)
 
 
@@ -273,18 +274,19 @@ def _scores_over_mlp(setup: MemorySetup) -> int:
 
 
 def backward_parts(
-    setup: MemorySetup, saved: list[int], *, before: int, fresh: bool, gathered: Sequence[GatheredBytes]
+    setup: MemorySetup, saved: list[int], *, before: int, added: int, gathered: Sequence[GatheredBytes]
 ) -> dict[str, int]:
     """Returns the parts of the fullest moment: the start of a layer's backward, or where an embedding's gradient is made.
 
-    saved: saved_bytes of each layer. before: bytes of the gradients that earlier micro-steps left. fresh: there are none, and this
-    backward makes them. One compiled graph returns all gradients at its end, in the weights' dtype; autograd then assigns them.
-    A graph for each layer does so with the layer's. gathered: what else is there in the backward of the stem, each layer, the head.
+    saved: saved_bytes of each layer. before: bytes of the gradients that earlier micro-steps left. added: what an element of a new
+    gradient adds to them; negative where it is freed for DDP's buckets. One compiled graph returns all gradients at its end, in the
+    weights' dtype; autograd then assigns them. A graph for each layer does so with the layer's. gathered: what else is there in the
+    backward of the stem, each layer, the head.
     """
     model, stem, compiled = setup.model, stem_bytes(setup, compiled=setup.compiled), setup.one_graph
-    width = _width(setup) if compiled else FP32 if fresh else 0  # of a gradient that is made besides those before
+    width = _width(setup) if compiled else added
     table = model.padded_vocab_size * model.n_embd
-    gradients = before + (FP32 * table if fresh else 0)  # the loss has made lm_head's
+    gradients = before + added * table  # the loss has made lm_head's
     moments: list[dict[str, int]] = []
 
     def add(activations: int, working: int, extra: dict[str, int]) -> None:
@@ -309,7 +311,7 @@ def backward_parts(
     working = _embedding_bytes(setup, setup.stream_bytes, table, buffer=gathered[0].tables)
     add(0 if compiled else stem, working, gathered[0].parts())
     if compiled:
-        handed = _handed_over_bytes(setup) if fresh and width != FP32 else 0
+        handed = _handed_over_bytes(setup) if added > 0 and width != FP32 else 0
         tokens = 2 * INT64 * setup.num_tokens
         moments.append({"gradients": gradients + width * table, "activations": tokens, "working": handed})
     return max(moments, key=lambda parts: sum(parts.values()))
@@ -348,7 +350,7 @@ def _layer_backward_bytes(setup: MemorySetup, layer: int, saved: int, *, buffer:
         return (_streams(setup, layer) + extra) * stream + weight + second
     streams = 1 + (layer < n_layer - 1) + (n_layer // 2 < layer)
     second += 4 * stream if setup.activation_checkpointing == "relu" else 0  # its input, beside its positive part
-    second_forward = 6 * stream if setup.activation_checkpointing is True else 0
+    second_forward = 5 * stream if setup.activation_checkpointing is True else 0  # x, and the MLP before its ReLU
     cast = FP32 * 4 * setup.model.n_embd**2 if buffer and _sent_width(setup) != _width(setup) else 0
     handed = buffer and buffer + max(weight + cast, 4 * stream)  # or the gradients before and behind the ReLU
     scores = _scores_over_mlp(setup) + weight + buffer

@@ -91,6 +91,7 @@ def phases(setup: MemorySetup) -> tuple[Phase, ...]:
     fresh = setup.world_size == 1 and setup.grad_accum_steps == 1  # gradients are made during the backward
     unsummed = setup.shard == "none" and setup.world_size > 1 and setup.grad_accum_steps > 1
     before = 0 if fresh else state.gradients * (2 if unsummed else 1)  # DDP's buckets, and what is not in them yet
+    added = FP32 if fresh else -FP32 if unsummed and not setup.compiled else 0
     saved = [saved_bytes(setup, layer) for layer in range(setup.model.n_layer)]
     activations = stem_bytes(setup, compiled=setup.compiled) + sum(saved)
     staging = staging_bytes(setup)
@@ -112,7 +113,7 @@ def phases(setup: MemorySetup) -> tuple[Phase, ...]:
             **loss,
         },
         "backward": _with_working(
-            backward_parts(setup, saved, before=before, fresh=fresh, gathered=in_backward), quantized
+            backward_parts(setup, saved, before=before, added=added, gathered=in_backward), quantized
         ),
         "optimizer": {"gradients": state.gradients, **updating},
         "evaluation": {"gradients": state.gradients, "activations": 0, **_evaluation_parts(setup)},

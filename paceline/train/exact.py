@@ -342,7 +342,8 @@ def run_steps(setup: MemorySetup, *, rank: int, device: str, at: Callable[[str],
 def build_model(setup: MemorySetup, device: str) -> GPT:
     """Builds the worker's model on `device`, with hollow weights where ranks share them."""
     hollow = shards_weights(world_size=setup.world_size, shard=setup.shard)
-    with torch.device("meta" if hollow else device):
+    # what hollow_out replaces is on the meta device in a run too, so it is not counted
+    with _disable_current_modes() if hollow else nullcontext(), torch.device("meta" if hollow else device):
         model = GPT(
             setup.model,
             compute_dtype=DTYPES[setup.precision],

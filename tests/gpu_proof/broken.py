@@ -132,6 +132,20 @@ def sorted_first(relu_squared: Callable[[Tensor], Tensor]) -> Callable[[Tensor],
     return lambda x: relu_squared(x.sort(-1).values)
 
 
+def scaled_over_tokens(relu_squared: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Needs the MLP's activations of all tokens before it can go on: what were one kernel are several."""
+
+    def relu_squared_and_scale(x: Tensor) -> Tensor:
+        y = relu_squared(x)
+        return y / y.amax(dim=1, keepdim=True)
+
+    return relu_squared_and_scale
+
+
+def one_by_one(make_batches: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda shares, *, whole, together: make_batches(shares, whole=whole, together=False)
+
+
 def every_micro_step(micro_step: Any) -> Any:
     @contextmanager
     def micro_step_with_sums(self: optim.ReplicatedOptimizer, *, last: bool) -> Iterator[None]:
@@ -244,6 +258,8 @@ BROKEN = {
     "an .item() in the step": replaced(loop.Loop, "_micro_steps", item),
     "a CPU tensor in a CUDA expression": replaced(gpt.GPT, "rotary", cpu_tables),
     "a blocking copy": replaced(loop, "to_device", blocking_copy),
+    "a reduction over all tokens in a layer": replaced(gpt, "relu_squared", scaled_over_tokens),
+    "matrices updated one by one": replaced(optim, "make_batches", one_by_one),
     "an fp32 product": replaced(gpt.Linear, "forward", fp32_product),
     "collectives in another order": replaced(optim.ShardedOptimizer, "_shard_plan", other_order),
     "gradients sent in fp32": replaced(buckets.BucketBuffers, "__init__", wide_gradients),

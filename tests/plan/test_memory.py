@@ -48,8 +48,8 @@ def test_a_phase_is_the_sum_of_its_parts_and_the_peak_is_the_largest():
     assert peak_phase(SETUP).bytes == max(phase.bytes for phase in phases(SETUP))
 
 
-def test_the_stem_is_tokens_the_stream_twice_a_gate_and_the_angles():
-    tokens, gate, angles = 2 * 8 * NUM_TOKENS, 3 * 2 * NUM_TOKENS, 2 * 2 * 256 * 64
+def test_the_stem_is_tokens_the_stream_twice_a_gate_with_its_input_and_the_angles():
+    tokens, gate, angles = 2 * 8 * NUM_TOKENS, (3 + 24) * 2 * NUM_TOKENS, 2 * 2 * 256 * 64
     assert stem_bytes(SETUP, compiled=False) == tokens + 2 * STREAM + gate + angles
 
 

@@ -20,7 +20,8 @@ from real_steps import PHASES, profile_as_rank, profiled_peaks, setup_of
 from torch.distributed import TCPStore
 
 from paceline.plan.activations import MemorySetup, chunk_sizes
-from paceline.plan.memory import peak_phase
+from paceline.plan.memory import peak_phase, phases
+from paceline.plan.shapes import num_params
 from paceline.train.exact import trace_steps
 
 MIB = 1 << 20
@@ -183,6 +184,34 @@ def short_name(setup: MemorySetup) -> str:
 )
 def test_the_closed_form_is_the_trace_within_three_per_cent(setup: MemorySetup):
     assert peak_phase(setup).bytes == pytest.approx(traced_bytes(setup), rel=0.03)
+
+
+@pytest.mark.slow
+def test_a_model_that_is_built_without_memory_takes_none():
+    """A rank of eight never holds the whole model in fp32."""
+    setup = setup_of(
+        depth=8, device="cuda", world_size=8, shard="full", precision="bf16", vocab_size=65_536, device_batch_size=1
+    )
+    assert traced_bytes(setup) < 4 * num_params(setup.model)
+
+
+NARROW_MODELS = {  # whose activations outweigh their weights
+    "a checkpointed layer runs again": setup_of(
+        depth=2, world_size=2, optimizer="adamw", activation_checkpointing=True, sequence_len=256, vocab_size=512,
+        device_batch_size=32, n_kv_head=1,
+    ),
+    "gradients go into DDP's buckets": setup_of(
+        depth=2, world_size=2, optimizer="adamw", shard="none", grad_accum_steps=2, activation_checkpointing=True,
+        n_embd=640, sequence_len=512, vocab_size=10_000,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setup", NARROW_MODELS.values(), ids=NARROW_MODELS)
+def test_the_closed_form_of_a_backward_is_the_trace_within_half_a_per_cent(setup: MemorySetup):
+    planned = next(phase.bytes for phase in phases(setup) if phase.name == "backward")
+    assert planned == pytest.approx(trace_steps(setup).peaks["backward"], rel=0.005)
 
 
 @pytest.mark.soak

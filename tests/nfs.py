@@ -1,5 +1,6 @@
 """An NFS server and a mount of it on each namespaced host, where the kernel has NFS (tests/launch/test_nfs.py boots one)."""
 
+import os
 import shutil
 import subprocess
 import time
@@ -11,13 +12,13 @@ from namespaces import Hosts
 
 TOOLS = ("modprobe", "mount.nfs", "rpc.nfsd", "rpc.mountd", "exportfs", "rpcbind", "rpc.statd", "nsenter")
 SERVER = "10.77.0.254"
-LEASE_S = 10  # how long the server keeps the locks of a client that is silent
+LEASE_S = 10  # how long the server keeps the locks of a silent client, and after its start gives none
 SERVE = """
 set -e
 mount -t tmpfs -o mode=755 tmpfs /run
 mount -t tmpfs tmpfs /var/lib/nfs
 mkdir -p /var/lib/nfs/v4recovery /var/lib/nfs/nfsdcltrack /var/lib/nfs/sm /var/lib/nfs/sm.bak
-touch /var/lib/nfs/state
+touch /var/lib/nfs/state /var/lib/nfs/etab /var/lib/nfs/rmtab
 mount -t nfsd nfsd /proc/fs/nfsd
 mount -t tmpfs -o mode=777 tmpfs {export}
 rpcbind -w
@@ -26,7 +27,6 @@ exportfs -o rw,no_root_squash,insecure,fsid=0 '*:{export}'
 echo {lease} > /proc/fs/nfsd/nfsv4leasetime
 echo {lease} > /proc/fs/nfsd/nfsv4gracetime
 rpc.nfsd 8
-echo Y > /proc/fs/nfsd/v4_end_grace
 exec rpc.mountd --foreground
 """
 JOIN = """
@@ -34,7 +34,7 @@ set -e
 hostname {host}
 mount -t tmpfs -o mode=755 tmpfs /run
 {services}
-exec nsenter --mount=/proc/1/ns/mnt mount -t nfs -o {options} {server}:{share} {point}
+exec nsenter --mount=/proc/{pid}/ns/mnt mount -t nfs -o {options} {server}:{share} {point}
 """
 STATD = "mkdir -p /run/nfs/sm /run/nfs/sm.bak; touch /run/nfs/state; rpcbind; rpc.statd --no-notify --state-directory-path /run/nfs"
 
@@ -67,6 +67,7 @@ def nfs_on(hosts: Hosts, options: str) -> Iterator[None]:
                 point = hosts.folder / host / "private"
                 words = {
                     "host": host,
+                    "pid": os.getpid(),
                     "options": f"{options},hard,nosharecache",
                     "server": SERVER,
                     "share": export if is_old else "/",

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-# a machine that is lent with its card may have torch and little else
+# a machine with a card may have torch and little else
 STAND_INS = [] if importlib.util.find_spec("orjson") else [str(ROOT / "benchmarks" / "stand_ins")]
 Keys = dict[str, object]
 TINY: Keys = {"depth": 2, "n-embd": 128, "head-dim": 64, "sequence-len": 128, "vocab-size": 512, "total-batch-size": 2048,

@@ -333,6 +333,7 @@ def write_holder(lock: int, *, host: str | None = None) -> None:
     """Writes this process and its host into the lock."""
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"{os.getpid()} {host or socket.gethostname()}".encode(), 0)
+    os.fsync(lock)  # on NFS other hosts see it only then, while the lock stays open
 
 
 def is_locked(run: RunDir) -> bool:

@@ -29,14 +29,17 @@ echo {lease} > /proc/fs/nfsd/nfsv4gracetime
 rpc.nfsd 8
 exec rpc.mountd --foreground
 """
-JOIN = """
-set -e
+MOUNT = """
 hostname {host}
-mount -t tmpfs -o mode=755 tmpfs /run
-{services}
 exec nsenter --mount=/proc/{pid}/ns/mnt mount -t nfs -o {options} {server}:{share} {point}
 """
-STATD = "mkdir -p /run/nfs/sm /run/nfs/sm.bak; touch /run/nfs/state; rpcbind; rpc.statd --no-notify --state-directory-path /run/nfs"
+STATD = """
+mount -t tmpfs -o mode=755 tmpfs /run
+mkdir -p /run/nfs/sm /run/nfs/sm.bak
+touch /run/nfs/state
+rpcbind
+rpc.statd --no-notify --state-directory-path /run/nfs
+"""
 
 
 def why_not() -> str:
@@ -72,9 +75,10 @@ def nfs_on(hosts: Hosts, options: str) -> Iterator[None]:
                     "server": SERVER,
                     "share": export if is_old else "/",
                     "point": point,
-                    "services": STATD if is_old and "nolock" not in options else "",
                 }
-                mount_when_served(hosts, host, JOIN.format(**words), server)
+                if is_old and "nolock" not in options:
+                    subprocess.run([*inside(hosts, host), STATD], check=True)
+                mount_when_served(hosts, host, MOUNT.format(**words), server)
                 points.append(point)
             yield
         finally:
@@ -85,11 +89,15 @@ def nfs_on(hosts: Hosts, options: str) -> Iterator[None]:
             server.wait()
 
 
+def inside(hosts: Hosts, host: str) -> list[str]:
+    """What runs the script that follows in a host's network, with a host name and mounts of its own."""
+    return ["ip", "netns", "exec", hosts.prefix + host, "unshare", "--uts", "sh", "-c"]
+
+
 def mount_when_served(hosts: Hosts, host: str, script: str, server: subprocess.Popen[bytes]) -> None:
-    command = ["ip", "netns", "exec", hosts.prefix + host, "unshare", "--uts", "sh", "-c", script]
     deadline = time.monotonic() + 120
     while True:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run([*inside(hosts, host), script], capture_output=True, text=True, check=False)
         if done.returncode == 0:
             return
         said = done.stderr + (hosts.folder / "nfs.log").read_text()

@@ -16,10 +16,8 @@ from paceline.explain.run_bounds import START_WORD
 MAX_LINE_BYTES = 1 << 16  # only the beginning of a longer line is parsed
 BEFORE, AFTER = 3, 24  # lines selected around one with an error word: the context and the further lines of its message
 MAX_SHAPES = 50_000  # remembered; with more the set is cleared
-MIN_START, MAX_STARTS = (
-    12,
-    6,
-)  # characters in each of a log's first lines, and lines, that show a new run where two recur
+# characters in each of a log's first lines, and lines, that show a new run where two recur
+MIN_START, MAX_STARTS = 12, 6
 NO_START = re.compile(rb"(?i)warn|error")  # comes again within one run
 MAX_REPEATS = 200  # times that a line shape with an error word is parsed
 # digits, separators, blocks of progress bars
@@ -68,9 +66,8 @@ class LineFilter:
         self._start: tuple[bytes, ...] = ()  # the shapes of the log's first lines, up to the first traceback
         self._has_start = False  # these are complete
         self._before = b""  # the last shape of the lines before
-        self.starts: dict[
-            int, bool
-        ] = {}  # in the lines given last, where two of these come in turn; True for the first two
+        # in the lines given last, where two of these come in turn; True for the first two
+        self.starts: dict[int, bool] = {}
         self._repeats: dict[bytes, int] = {}
 
     def select(self, lines: list[bytes], block: bytes) -> list[int]:

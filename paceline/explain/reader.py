@@ -32,10 +32,8 @@ START_BYTES, SAMPLE_BYTES = 4096, 1 << 16  # of a log, which show its encoding a
 UNPRINTED = bytes([*range(1, 7), *range(14, 27), *range(28, 32), 127])
 NOT_TEXT, INCOMPLETE = "not a text", "the compressed file is incomplete"
 FIRST_SELECTED, LAST_SELECTED = 6000, 3000  # lines parsed of a log in which nearly every line has an error word
-MIN_RUN, MIN_RUN_S = (
-    40,
-    30.0,
-)  # lines or seconds from one start of a program to the next; ranks print the same within less
+# lines or seconds from one start of a program to the next; ranks print the same within less
+MIN_RUN, MIN_RUN_S = 40, 30.0
 MAX_RUNS = 32  # before the last one, stored of a log with more
 PROGRESS_LINES = 60  # searched for a step before a selected line
 SAMPLED_LINES, LATE_SAMPLES = 200, 3  # of those before them: where steps begin again, a new curve begins
@@ -109,16 +107,12 @@ class LogParser:
         self._run = OpenRun(1, rank=rank)
         self._last_begin: tuple[int, float | None] = (1, None)  # line and time, where the log's first lines came last
         self._earlier: deque[Log] = deque(maxlen=MAX_RUNS)
-        self._late: deque[tuple[int, bytes]] = deque(
-            maxlen=LAST_SELECTED
-        )  # selected when many were; parsed at the end of the run
+        # selected when many were; parsed at the end of the run
+        self._late: deque[tuple[int, bytes]] = deque(maxlen=LAST_SELECTED)
         self._number = 0  # of the last line
         self._starts: dict[int, bool] = {}  # numbers of lines as the log's first ones, in this block
-        self._lines: tuple[Sequence[int], list[bytes], int] = (
-            (),
-            [],
-            0,
-        )  # of this block, and which the run's end does not have yet
+        # of this block, and the first that the run's last lines do not have yet
+        self._lines: tuple[Sequence[int], list[bytes], int] = ((), [], 0)
         self._pending = 0  # lines at the start of the next block that follow a selected one
         self._waiting: deque[tuple[int, bytes]] = deque(
             maxlen=PROGRESS_LINES

@@ -33,9 +33,8 @@ START_WORD = re.compile(  # in the lower-case bytes of every line that either ca
 )
 OUTERMOST = re.compile(r"in (?:<module>|_run_module_as_main)$")  # the first frame of what nobody has caught
 CANCELLED_JOB = re.compile(r"\*\*\* (?:JOB|STEP) (?P<job>\d+)\S* (?:ON \S+ )?CANCELLED")
-UNCOMPILED = re.compile(
-    r"(?:Syntax|Indentation|Tab)Error"
-)  # without a caller: Python could not begin to run the program
+# without a caller: Python could not begin to run the program
+UNCOMPILED = re.compile(r"(?:Syntax|Indentation|Tab)Error")
 SHELL_END = re.compile(  # of a program, as what has started it reports
     r"ChildFailedError|^(?:.*: line \d+: +\d+ +)?(?:Killed|Aborted|Terminated|Segmentation fault|Bus error)\b"
     r"|srun: error: .*(?:[Ee]xited with|Killed|Terminated|Aborted|Segmentation)|exits with return code = -?[1-9]"

@@ -57,7 +57,7 @@ from paceline.explain.log_curves import judge_progress
 from paceline.explain.reader import CHUNK_BYTES, read_log
 from paceline.explain.sentences import clean_values, fill_template
 from paceline.explain.series import is_metric_file, is_no_log, read_series
-from paceline.explain.several_runs import reach_verdict, relevant_runs
+from paceline.explain.several_runs import choose_runs, explain_chosen, reach_verdict
 from paceline.explain.verdict import UNKNOWN
 from paceline.heartbeat import read_heartbeat
 from paceline.rundir import RunDir, check_readable, is_queued, open_file, read_end, read_json_lines, read_text
@@ -287,18 +287,18 @@ def explain(source: Iterable[bytes] | Path) -> Explanation:
     """Explains the chunks of one log, a file, or a folder of files."""
     if isinstance(source, Path):
         return explain_files(find_files([source]))
-    logs = [read_log(source)]
-    return judge_progress(reach_verdict(logs), relevant_runs(logs))
+    runs = choose_runs([read_log(source)])
+    return judge_progress(explain_chosen(runs, {}), runs.logs)
 
 
 def explain_files(files: Sequence[Path]) -> Explanation:
     """Explains logs with what lies beside them, files with metrics, or both; what a log shows stays the cause."""
     metrics = {path for path in files if is_metric_file(path)}
     texts = [path for path in files if path not in metrics and not RAS_NAME.search(path.name)]
-    logs = [*read_files(texts), *companion_logs(files)]
-    explanation = reach_verdict(logs)
+    runs = choose_runs([*read_files(texts), *companion_logs(files)])
+    explanation = explain_chosen(runs, {})
     if not metrics:
-        return judge_progress(explanation, relevant_runs(logs))
+        return judge_progress(explanation, runs.logs)
     curves, notes = read_series(metrics)
     if not (explanation.shows_failure or explanation.progress.steps):
         return explain_curves(curves, notes, names=", ".join(sorted(path.name for path in metrics)[:3]))

@@ -14,11 +14,10 @@ from paceline.explain.explanation import Explanation
 from paceline.explain.log import Log
 from paceline.explain.matches import MIN_STEPS
 from paceline.explain.verdict import HEALTHY, UNKNOWN, explain_one_run
+from paceline.units import format_number_of
 
-MISSING_FILES = {
-    "checkpoint-missing-or-perm",
-    "dataset-missing",
-}  # that an earlier program of a script may not have written
+# that an earlier program of a script may not have written
+MISSING_FILES = {"checkpoint-missing-or-perm", "dataset-missing"}
 MAX_TOLD = 3  # causes of other runs in one sentence
 
 
@@ -38,19 +37,39 @@ class Run:
         return "worked" if self.explanation.cause == HEALTHY and shows_work else "silent"
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """The runs that are asked about, one of each log, and sentences on the other runs."""
+
+    logs: tuple[Log, ...]
+    notes: tuple[str, ...]
+
+
 def reach_verdict(logs: Sequence[Log], *, values: Mapping[str, str] | None = None) -> Explanation:
     """The explanation of the runs that are asked about, and a note on failures of other runs in the same files.
 
     values: those that the logs do not contain, such as the batch size.
     """
-    explanation = explain_one_run(relevant_runs(logs), values or {})
-    notes = dict.fromkeys(note for log in logs if log.earlier for note in describe_others(split_runs(log)))
-    return replace(explanation, notes=(*explanation.notes, *notes))
+    return explain_chosen(choose_runs(logs), values or {})
 
 
-def relevant_runs(logs: Sequence[Log]) -> list[Log]:
-    """Of each log the run that is asked about."""
-    return [runs[judge_runs(runs)].log if log.earlier and (runs := split_runs(log)) else log for log in logs]
+def choose_runs(logs: Sequence[Log]) -> Chosen:
+    """The run that is asked about of each log, and sentences on the others."""
+    chosen, notes = [], []
+    for log in logs:
+        if not log.earlier:
+            chosen.append(log)
+            continue
+        runs = split_runs(log)
+        place = judge_runs(runs)
+        chosen.append(runs[place].log)
+        notes += describe_others(runs, place)
+    return Chosen(tuple(chosen), tuple(dict.fromkeys(notes)))
+
+
+def explain_chosen(runs: Chosen, values: Mapping[str, str]) -> Explanation:
+    explanation = explain_one_run(runs.logs, values)
+    return replace(explanation, notes=(*explanation.notes, *runs.notes))
 
 
 def split_runs(log: Log) -> list[Run]:
@@ -83,15 +102,14 @@ def is_consequence(run: Run, before: Run) -> bool:
     return follows or (is_script and cause in MISSING_FILES)
 
 
-def describe_others(runs: Sequence[Run]) -> list[str]:
-    """A sentence about the runs before the one that is asked about that failed, and one about those behind it."""
-    place = judge_runs(runs)
+def describe_others(runs: Sequence[Run], place: int) -> list[str]:
+    """A sentence about the runs before the one at `place` that failed, and one about those behind it."""
     sentences = []
     for word, others in (("earlier", runs[:place]), ("later", runs[place + 1 :])):
         failed = [run.explanation for run in others if run.state == "failed"]
         causes = [f"{explanation.cause} (line {explanation.line:,})" for explanation in failed if explanation.line]
         if failed:
-            subject = f"{len(failed)} {word} run{'s' if len(failed) > 1 else ''} in this file failed"
+            subject = f"{format_number_of(len(failed), f'{word} run')} in this file failed"
             more = f" and {len(causes) - MAX_TOLD} more" if len(causes) > MAX_TOLD else ""
             sentences.append(f"{subject}: {', '.join(causes[-MAX_TOLD:])}{more}")
     return sentences

@@ -1,13 +1,18 @@
 """The walks that test_walk.py makes: settings of runs, sound ones and broken ones, and their facts by name."""
 
 import functools
+import importlib.util
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_proof.fake_card import on_card
+from gpu_proof.fake_card import can_insert, on_card
 
+NEEDS_CARD = pytest.mark.skipif(not can_insert(), reason="needs Linux and the CPU build of PyTorch")
+NEEDS_TRITON = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="needs Triton: pip install -e '.[gpu-proof]'"
+)
 WORLD_SIZES = (1, 2, 4, 8)
 EAGER = {"compile": False, "window_pattern": "L"}
 SHORT = EAGER | {"gpus": 8}  # a step of one micro-step, where others have two

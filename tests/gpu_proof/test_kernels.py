@@ -4,22 +4,20 @@ The kernels of a run's step and evaluation for cards that are not there: each ha
 Every claim is shown to be one that can fail: the kernels of a version with that fault are refused by the same check.
 """
 
-import importlib.util
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from gpu_proof.card_compiler import cast_binary, largest_binary
-from gpu_proof.fake_card import CARDS, can_insert, on_card
+from gpu_proof.cases import NEEDS_CARD, NEEDS_TRITON
+from gpu_proof.fake_card import CARDS, on_card
 
 pytestmark = [
     pytest.mark.soak,
     pytest.mark.compiler,
-    pytest.mark.skipif(not can_insert(), reason="needs Linux and the CPU build of PyTorch"),
-    pytest.mark.skipif(
-        importlib.util.find_spec("triton") is None, reason="needs Triton: pip install -e '.[gpu-proof]'"
-    ),
+    NEEDS_CARD,
+    NEEDS_TRITON,
 ]
 
 CHUNK_OF_LOGITS = 32_768 * 8192  # elements

@@ -5,21 +5,19 @@ test_kernels.py takes minutes for, in the part that matters most.
 Every claim is shown to be one that can fail: the kernels of a version with that fault are refused by the same check.
 """
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from gpu_proof.fake_card import CARDS, can_insert, on_card
+from gpu_proof.cases import NEEDS_CARD, NEEDS_TRITON
+from gpu_proof.fake_card import CARDS, on_card
 from gpu_proof.table import UPDATE
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.compiler,
-    pytest.mark.skipif(not can_insert(), reason="needs Linux and the CPU build of PyTorch"),
-    pytest.mark.skipif(
-        importlib.util.find_spec("triton") is None, reason="needs Triton: pip install -e '.[gpu-proof]'"
-    ),
+    NEEDS_CARD,
+    NEEDS_TRITON,
 ]
 
 # a fused kernel that is split costs a launch and a pass over memory in every layer and micro-step, so these are today's counts:

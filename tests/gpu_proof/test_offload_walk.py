@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_proof.fake_card import can_insert, on_card
+from gpu_proof.cases import NEEDS_CARD
+from gpu_proof.fake_card import on_card
 from gpu_proof.streams import DEFAULT
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.compiler,
-    pytest.mark.skipif(not can_insert(), reason="needs Linux and the CPU build of PyTorch"),
+    NEEDS_CARD,
 ]
 
 SOUND: dict[str, dict[str, Any]] = {

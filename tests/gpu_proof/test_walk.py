@@ -8,13 +8,24 @@ Every claim is shown to be one that can fail: the walk of a version with that fa
 from pathlib import Path
 
 import pytest
-from gpu_proof.cases import FIRST_RANKS, RANKS_BETWEEN, REPLICATED, SHARDED, SOUND, WORLD_SIZES, Facts, Walks, tiered
-from gpu_proof.fake_card import can_insert, on_card
+from gpu_proof.cases import (
+    FIRST_RANKS,
+    NEEDS_CARD,
+    RANKS_BETWEEN,
+    REPLICATED,
+    SHARDED,
+    SOUND,
+    WORLD_SIZES,
+    Facts,
+    Walks,
+    tiered,
+)
+from gpu_proof.fake_card import on_card
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.compiler,
-    pytest.mark.skipif(not can_insert(), reason="needs Linux and the CPU build of PyTorch"),
+    NEEDS_CARD,
 ]
 
 

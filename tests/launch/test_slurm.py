@@ -1,6 +1,5 @@
 """What Slurm says, read; the batch script; what is refused; when a job is requeued: without Slurm. Records of Slurm 22.05."""
 
-import errno
 import json
 import math
 import sys
@@ -9,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from paceline import locks
 from paceline.config import Config
 from paceline.errors import PacelineError, UsageError
 from paceline.explain.explanation import Explanation
@@ -51,7 +49,7 @@ from paceline.launch.sbatch import (
 from paceline.launch.supervisor import Outcome, StopSignals
 from paceline.options import PlanOptions, ResumeOptions, TrainOptions
 from paceline.plan.machine import probe_machine
-from paceline.rundir import RunDir, append_event, is_locked, lock_run, read_json_lines
+from paceline.rundir import RunDir, append_event, read_json_lines
 from paceline.slurm import (
     Allocation,
     SlurmJob,
@@ -605,13 +603,3 @@ def test_a_job_that_ended_before_its_run_began_leaves_a_run_that_says_why(tmp_pa
     with pytest.raises(PacelineError) as error:
         stop_run(run, now=False)
     assert error.value.fix == "the command that submitted it does so again"
-
-
-def test_a_file_system_without_locks_does_not_stop_a_run(tmp_path, monkeypatch, capsys):
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(locks.fcntl, "flock", refuse)
-    lock_run(RunDir(tmp_path))
-    assert "is on a file system without locks" in capsys.readouterr().err
-    assert not is_locked(RunDir(tmp_path))

@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from paceline.model import gpt
 from paceline.plan.activations import (
+    FP32,
     INT64,
     MemorySetup,
     backward_parts,
@@ -268,7 +269,7 @@ def check_step(setup: MemorySetup, monkeypatch) -> None:
     planned = stem_bytes(setup, compiled=True) - tokens + sum(kept) + head_bytes(setup) + loss_bytes(setup)[0]
     assert planned == pytest.approx(before_backward, rel=0.02)
     nothing = [GatheredBytes()] * (setup.model.n_layer + 2)
-    backward = backward_parts(setup, kept, before=0, added=4 if setup.world_size == 1 else 0, gathered=nothing)
+    backward = backward_parts(setup, kept, before=0, added=FP32 if setup.world_size == 1 else 0, gathered=nothing)
     tolerance = 0.1 if setup.activation_checkpointing else 0.05
     assert sum(backward.values()) - tokens == pytest.approx(fullest, rel=tolerance)
 

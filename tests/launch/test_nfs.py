@@ -82,6 +82,12 @@ def new_run(hosts, name):
     return run
 
 
+def test_a_mount_that_keeps_its_locks_to_one_host_is_told_before_the_run(tmp_path):
+    with namespaced_hosts(2, tmp_path) as hosts, nfs.nfs_on(hosts, "vers=3,nolock"):
+        seen = attempt(hosts, "h1", new_run(hosts, "alone"))
+    assert "other hosts do not see locks of" in seen["stderr"]
+
+
 def test_a_run_is_locked_for_the_other_host_until_the_last_process_that_inherited_the_lock_has_ended(hosts):
     run = new_run(hosts, "held")
     assert attempt(hosts, "h2", run) == {"is_locked": False, "holder": None, "stderr": ""}
@@ -116,25 +122,9 @@ def test_a_training_on_the_mount_is_refused_to_the_other_host_seen_by_it_and_con
     hosts.run("h1", "sh", "-c", f"seq 20000 > {hosts.private}/numbers.txt")
     runs = hosts.private / "runs"
     words = [
-        "--runs-dir",
-        str(runs),
-        "--name",
-        "shared",
-        "--data",
-        str(hosts.private / "numbers.txt"),
-        "--save-every",
-        "2",
-    ]
-    words += [
-        "--device",
-        "cpu",
-        "--num-steps",
-        "1000000",
-        "--eval-every",
-        "0",
-        "--cache-dir",
-        str(hosts.private / "cache"),
-    ]
+        "--runs-dir", str(runs), "--name", "shared", "--data", str(hosts.private / "numbers.txt"), "--save-every", "2",
+        "--device", "cpu", "--num-steps", "1000000", "--eval-every", "0", "--cache-dir", str(hosts.private / "cache"),
+    ]  # fmt: skip
     train = ["train", *MODEL, *LAUNCH, *words]
     log = hosts.folder / "train.log"
     with log.open("w") as file:
@@ -151,20 +141,14 @@ def test_a_training_on_the_mount_is_refused_to_the_other_host_seen_by_it_and_con
     assert "shared already exists" in refused.stderr and refused.returncode, refused.stdout + refused.stderr
     resumed = hosts.paceline("h2", "resume", str(runs / "shared"))
     assert f"in use by process {training.pid} on h1" in resumed.stderr, resumed.stdout + resumed.stderr
-    listed = hosts.paceline("h2", "runs", "--runs-dir", str(runs), "--json")
-    assert json.loads(listed.stdout)[0]["state"] == "running", listed.stdout + listed.stderr
+    listed = hosts.paceline("h2", "runs", str(runs), "--json")
+    assert [run["state"] for run in json.loads(listed.stdout)] == ["running"], listed.stderr
     training.terminate()
     training.wait(DEADLINE_S)
     step = max(event["step"] for event in read_json_lines(there.events) if event["event"] == "checkpoint")
     continued = hosts.paceline("h2", "resume", str(runs / "shared"), "--num-steps", str(step + 4), *LAUNCH)
     assert continued.returncode == 0, continued.stdout + continued.stderr
     assert [event["attempt"] for event in read_json_lines(run.events) if event["event"] == "attempt"] == [1, 2]
-
-
-def test_a_mount_that_keeps_its_locks_to_one_host_is_told_before_the_run(tmp_path):
-    with namespaced_hosts(2, tmp_path) as hosts, nfs.nfs_on(hosts, "vers=3,nolock"):
-        seen = attempt(hosts, "h1", new_run(hosts, "alone"))
-    assert "other hosts do not see locks of" in seen["stderr"]
 
 
 def wait_until(condition):

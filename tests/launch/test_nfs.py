@@ -142,7 +142,7 @@ def test_a_training_on_the_mount_is_refused_to_the_other_host_seen_by_it_and_con
     resumed = hosts.paceline("h2", "resume", str(runs / "shared"))
     assert f"in use by process {training.pid} on h1" in resumed.stderr, resumed.stdout + resumed.stderr
     listed = hosts.paceline("h2", "runs", str(runs), "--json")
-    assert [run["state"] for run in json.loads(listed.stdout)] == ["running"], listed.stderr
+    assert [run["state"] for run in json.loads(listed.stdout)] == ["training"], listed.stderr
     training.terminate()
     training.wait(DEADLINE_S)
     step = max(event["step"] for event in read_json_lines(there.events) if event["event"] == "checkpoint")

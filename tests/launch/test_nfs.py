@@ -1,10 +1,10 @@
 """
 Runs on a real NFS mount: two hosts in network namespaces, each with its own client, and a server in a third.
 
-Most containers' kernels have no NFS. Debian's kernel (apt: linux-image-amd64, qemu-system-x86, nfs-kernel-server) has it, and virtme-ng
-(pip) boots it on this file system: `vng -r KERNEL --disable-kvm --cpus 2 --memory 4G --user root --empty-passwords --disk
-IMAGE -- COMMAND`. IMAGE is an ext4 file system with Python and `.venv`, which COMMAND mounts in their places: over 9p alone an import
-of torch takes minutes. Emulated, these tests take 18 minutes.
+Most containers' kernels have no NFS. Debian's kernel (apt: linux-image-amd64, qemu-system-x86, nfs-kernel-server) has it,
+and virtme-ng (pip) boots it on this file system: `vng -r KERNEL --disable-kvm --cpus 2 --memory 4G --user root
+--empty-passwords --disk IMAGE -- COMMAND`. IMAGE is an ext4 file system with Python and `.venv`, which COMMAND mounts in
+their places: over 9p alone an import of torch takes minutes. Emulated, these tests take 18 minutes.
 """
 
 import json

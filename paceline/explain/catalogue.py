@@ -77,6 +77,7 @@ class Pattern:
     kind: str = "any"  # of record: any, exception, exit, signal, or line, which includes signals and exits
     unless: str = ""
     follows: bool | Sequence[str] | None = None  # overrides the cause's
+    silent: bool | None = None  # likewise
 
     @cached_property
     def regex(self) -> re.Pattern[str]:
@@ -85,6 +86,13 @@ class Pattern:
     def fits(self, kind: str) -> bool:
         """Whether the pattern is meant for records of this kind."""
         return self.kind in ("any", kind) or (self.kind == "line" and kind != "exception")
+
+    def overriding(self, cause: "Cause") -> "Cause":
+        """The cause as this form of text shows it."""
+        if self.follows is None and self.silent is None:
+            return cause
+        follows = cause.follows if self.follows is None else self.follows
+        return replace(cause, follows=follows, silent=cause.silent if self.silent is None else self.silent)
 
 
 @dataclass(frozen=True)
@@ -228,8 +236,7 @@ class Catalogue:
                 match = pattern.regex.search(text)
                 if match and not (pattern.unless and re.search(pattern.unless, text, re.MULTILINE)):
                     values = {name: value for name, value in match.groupdict().items() if value}
-                    matched = cause if pattern.follows is None else replace(cause, follows=pattern.follows)
-                    best[cause.id] = (matched, pattern.weight, values)
+                    best[cause.id] = (pattern.overriding(cause), pattern.weight, values)
         places = self._places
         return sorted(best.values(), key=lambda match: (-match[1], places[match[0].id]))
 

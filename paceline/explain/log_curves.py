@@ -14,6 +14,7 @@ from paceline.explain.curve_verdict import (
     STANDS_STILL,
     START_RISE,
     STRETCHES,
+    STUCK_FALL,
     CurveFinding,
     add_findings,
     find_growth,
@@ -91,9 +92,13 @@ def least_rise(series: MetricSeries) -> float:
 
 
 def hardly_moves(series: MetricSeries) -> bool:
-    """Whether a curve that begins where its run did is nearly the same at all of its few points."""
+    """Whether a curve that begins where its run did is nearly the same at all of its few points, or at most of its last ones."""
     values = list(filter(math.isfinite, series.values))
-    return len(values) >= MIN_FLAT and is_whole(series) and max(values) - min(values) < FLAT_RANGE * abs(values[0])
+    if len(values) < MIN_FLAT or not is_whole(series):
+        return False
+    rest = values[len(values) // 4 :]
+    fell = median(values[: len(values) // 4] or values) - median(rest)
+    return max(rest) - min(rest) < FLAT_RANGE * abs(values[0]) and fell < STUCK_FALL * abs(values[0])
 
 
 def unproven(explanation: Explanation, flat: MetricSeries) -> Explanation:

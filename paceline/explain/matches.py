@@ -53,7 +53,9 @@ NOT_FOUND = re.compile(r"(?:^|: )line \d+: [\w./-]+: command not found")  # said
 NCCL_RETURN = re.compile(r"^NCCL INFO \S+:\d+ -> \d+$")
 COMM_ENDED = re.compile(r"^NCCL INFO comm \S+ .*(?:Abort|Destroy) COMPLETE")
 WENT_ON = 40  # lines
-IGNORABLE = re.compile(r"(?i)\b(?:may|can) (?:be )?(?:safely )?ignored?\b|\bsafely ignored?\b")
+IGNORABLE = re.compile(  # or what a program says that it leaves out
+    r"(?i)\b(?:may|can) (?:be )?(?:safely )?ignored?\b|\bsafely ignored?\b|^\W*skip(?:ping|ped)?\b"
+)
 IN_THREAD = re.compile(
     r"threading\.py\", line \d+,? in _bootstrap"
 )  # the first frame of what ends a thread, not the program
@@ -76,11 +78,13 @@ OWN_CALL = re.compile(
 )
 NOT_OWN = {"version-mismatch", "config-error"}
 LAST_CHECKED = 3  # lines at the end of a log
+MAX_WORDS = 200  # characters in which a line tells of trouble; in a long one such a word can be in the data
 TROUBLE = re.compile(
     r"(?i)error|exception|traceback|\bfatal|\bfail|\babort(?:ed|ing|s)?\b|\bkill|denied|refused|cannot|can't|unable|invalid"
     r"|no such|not found|not supported|timed? ?out|out of memory|panic|crash|\bXid\b|\bNVRM: (?!loading)"
 )
-CLOSING_SIGNAL = "closing signal SIG"
+# a launcher says it as a warning, and Python in place of processes that were killed
+ENDED = re.compile(r"closing signal SIG|There appear to be \d+ leaked")
 TROUBLE_AT_END = re.compile(  # of a log, where nothing shows that the program went on
     r"(?i)terminat|usage:|(?<!\*)\*{3} (?:STEP|JOB|SIG|Process|Abort|Error|Exception|buffer|stack)|NCCL WARN |stuck|\bhangs?\b"
     r"|waiting for (?:all|other|rank|worker|peer|client|node)|stack ?trace|^ *\[bt\] |^[ ~]*\^{3,}[ ~^]*$"
@@ -92,6 +96,7 @@ NO_TROUBLE = re.compile(
     r"|error\w*\W{1,3}\d*\.\d|^wandb:|^frame #|\bsimulat\w+ [\w ]{0,20}(?:fail|error|crash)|unable to register cu\w+ factory"
     r"|LNK1181: cannot open input file '(?:aio|cufile)\.lib'|error during package walk"
     r"|\w*(?:Mean|Squared|Absolute|Percentage)\w*Error\b|\bfall(?:ing|s) back\b|\busing default\b"
+    r"|error during autotuning|\berrors?:$|\bfailures?:(?: \d+)?$"
 )
 ERROR_PREFIX = re.compile(r"^(?:\S{1,40}:? )?(?:\[?(?:ERROR|FATAL|CRITICAL)\b|(?:[Ff]atal|[Ee]rror)(?: error)?: )")
 
@@ -320,14 +325,15 @@ def is_failure(record: Record) -> bool:
 
 
 def last_errors(log: Log) -> list[Record]:
-    """The lines that a logger marks as errors and after which the log shows no progress; none whose like the run survived twice."""
-    last_line = last_progress_line(log)
+    """The lines that a logger marks as errors and after which the log shows no progress; none whose like the run survived."""
+    last_line, repeated = last_progress_line(log), continuation_of(log).repeated
     records = [record for record in log.records if record.kind == "line" and ERROR_PREFIX.search(record.text)]
     survived = Counter(shape_of(record.text) for record in records if record.line <= last_line)
     return [
         record
         for record in records
-        if record.line > last_line and survived[shape_of(record.text)] < 2 and not NO_TROUBLE.search(record.text)
+        if record.line > last_line and survived[shape_of(record.text)] < 2
+        if shape_of(record.text) not in repeated and not NO_TROUBLE.search(record.text)
     ]
 
 
@@ -348,9 +354,9 @@ def trouble_anywhere(logs: Sequence[Log]) -> list[tuple[int, str]]:
 
 
 def is_trouble(text: str, *, at_end: bool = False) -> bool:
-    if at_end and CLOSING_SIGNAL in text:  # a launcher says it as a warning
+    if at_end and ENDED.search(text):
         return True
-    text = split_prefix(text).text
+    text = split_prefix(text).text[:MAX_WORDS]
     has_word = TROUBLE.search(text) or (at_end and TROUBLE_AT_END.search(text))
     return bool(has_word) and not NO_TROUBLE.search(text) and not WARNING_LINE.search(text)
 

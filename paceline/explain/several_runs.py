@@ -13,6 +13,7 @@ from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import Explanation
 from paceline.explain.log import Log
 from paceline.explain.matches import MIN_STEPS
+from paceline.explain.run_bounds import BUFFERED_LINES
 from paceline.explain.verdict import HEALTHY, UNKNOWN, explain_one_run
 from paceline.units import format_number_of
 
@@ -35,6 +36,12 @@ class Run:
             return "failed"
         shows_work = progress.finished or progress.steps >= MIN_STEPS
         return "worked" if self.explanation.cause == HEALTHY and shows_work else "silent"
+
+    @property
+    def counts(self) -> bool:
+        """Whether it did any work, failed, or printed more than what a program leaves behind that another one has ended."""
+        last_line = self.log.last_lines[-1][0] if self.log.last_lines else 0
+        return self.state != "silent" or last_line - self.log.first_line > BUFFERED_LINES
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,7 @@ def split_runs(log: Log) -> list[Run]:
 
 def judge_runs(runs: Sequence[Run]) -> int:
     """The place of the run that is asked about."""
-    shown = [at for at, run in enumerate(runs) if run.state != "silent"]
+    shown = [at for at, run in enumerate(runs) if run.counts]
     last = len(runs) - 1
     just_began = runs[last].log.is_restart and not runs[last - 1].log.has_end
     if not shown or (just_began and runs[last].state == "silent"):

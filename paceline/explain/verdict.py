@@ -49,6 +49,7 @@ CHECK_END = (
 ONE_LOG_PER_RANK = "torchrun --redirects 3 --log-dir logs, then paceline explain logs"
 
 DIGITS = str.maketrans("", "", "0123456789")
+TRAINING_BEGINS = re.compile(r"(?i)\b(?:start|begin|runn)\w*(?: the)? (?:pre-?)?training\W*$")
 MONITOR = re.compile(r"^\s*(?:(?:Mem|Swap):|total +used +free)|\d+(?:W|MiB) / +\d+(?:W|MiB) \|")
 
 
@@ -214,9 +215,13 @@ def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[st
 
 
 def is_ordinary(log: Log) -> bool:
-    """Whether a log without progress ends with ordinary output: of a program, not of free or nvidia-smi, and decoded."""
+    """Whether a log without progress ends with ordinary output: of a program, not of free or nvidia-smi, and decoded.
+
+    Training that is announced at the very end did not get to its first step.
+    """
     ordinary = {number for number, text in log.last_lines if not MONITOR.search(text)}
-    return len(ordinary) >= MIN_LINES and not any("\ufffd" in text for _, text in log.last_lines)
+    broken = any("\ufffd" in text or TRAINING_BEGINS.search(text) for _, text in log.last_lines)
+    return len(ordinary) >= MIN_LINES and not broken
 
 
 def explain_silence(logs: Sequence[Log], progress: LogProgress, trouble: Sequence[Evidence]) -> Explanation:

@@ -425,6 +425,13 @@ def test_a_loss_that_hardly_moves_over_a_few_reports_proves_nothing():
     assert explain(log_of(enumerate([1.71, 1.702, 1.698, 1.697, 1.697], 1), line)).cause == "healthy"
 
 
+def test_a_loss_that_leaves_its_first_point_by_less_than_a_percent_and_stays_there_proves_nothing():
+    chance = [0.6958, 0.6938, 0.6935, *(0.6932 + 0.0001 * (n % 2) for n in range(13))]
+    line = "Epoch {step} | Loss: {loss:.4f} | Acc: 0.501\n"
+    assert explain(log_of(enumerate(chance, 1), line)).cause == "unknown"
+    assert explain(log_of(enumerate([0.75, 0.72, *chance], 1), line)).cause == "healthy"
+
+
 def test_curves_begin_again_with_the_epochs_of_another_training():
     first = "".join(f"[epoch {n:03}] train_loss={0.2 - n / 1000:.4f} val_loss=0.2\n" for n in range(1, 41))
     second = "".join(f"[epoch {n:03}] train_loss={0.9 - n / 1000:.4f} val_loss=0.9\n" for n in range(1, 41))

@@ -69,6 +69,18 @@ def test_an_error_line_whose_like_was_survived_twice_leaves_a_run_healthy():
     assert verdict(STEPS + error + OTHER_OUTPUT).cause == "unknown"
 
 
+def test_an_error_line_that_comes_often_in_a_log_without_steps_does_not_end_it():
+    errors = ("[ERROR] Error plotting image\n" + OTHER_OUTPUT) * 12
+    assert "not in the catalogue" not in verdict(errors).summary
+
+
+def test_a_long_run_behind_a_failed_one_is_asked_about_although_it_reports_no_step():
+    failed, banner = CANCELLED.format(11), "| NVIDIA-SMI 570.158.01\n"
+    assert verdict(failed + banner + OTHER_OUTPUT).cause == "slurm-cancelled"
+    long = verdict(failed + banner + OTHER_OUTPUT * 20)
+    assert long.cause != "slurm-cancelled" and "slurm-cancelled" in long.notes[0]
+
+
 def test_an_exception_that_ray_s_driver_quotes_ends_the_run_although_other_workers_print_on():
     driver = uncaught("ray.exceptions.RayTaskError(RuntimeError): ray::train() (pid=4711, ip=10.0.0.4)").rstrip("\n")
     worker = '\n  File "train.py", line 38, in train\n    data = data[rows]\nRuntimeError: CUDA error: out of memory\n'

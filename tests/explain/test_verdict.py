@@ -193,6 +193,12 @@ def test_ordinary_output_to_the_end_is_healthy_with_low_confidence():
     assert explanation.summary == "no failure found in 9 lines, but they report no step and no end"
 
 
+def test_a_log_that_ends_where_training_begins_is_no_healthy_log():
+    output = "".join(f"saved shard {n}\n" for n in range(9))
+    assert verdict(output + "train:375 INFO Starting training...\n" + output[:30]).cause == "unknown"
+    assert verdict(output + "starting training of the tokenizer\n" + output[:30]).cause == "healthy"
+
+
 def test_output_that_could_not_be_decoded_is_no_healthy_log():
     assert verdict("'cli' \ufffd\ufffd\ufffd\n" * 12).cause == "unknown"
 
@@ -357,6 +363,7 @@ def test_a_function_of_the_users_own_that_lacks_an_argument_is_no_mismatch_of_ve
     "    assert rows\n           ^^^^\nNoRows",  # the end of a traceback without its start
     "W0908 17:08:01.837000 3889 torch/distributed/elastic/multiprocessing/api.py:900] Sending process 41 closing signal SIGTERM",
     "Stack trace:\n  [bt] (0) libmxnet.so(+0x8e6149) [0x7ffa1d95b149]",
+    "resource_tracker.py:216: UserWarning: resource_tracker: There appear to be 88 leaked semaphore objects to clean up",
 ])  # fmt: skip
 def test_what_a_program_leaves_behind_when_it_goes_down_is_no_healthy_end(end):
     assert verdict("reading the data\n" * 9 + end + "\n").cause == "unknown"
@@ -367,6 +374,18 @@ def test_a_script_that_goes_on_without_a_program_has_not_failed_for_it():
     assert verdict(missing).cause == "system-tool-missing"
     assert verdict(missing + STEPS * 6).cause == "healthy"
     assert verdict(missing + STEPS * 6 + raised(None, OOM)).cause == "cuda-oom"
+
+
+def test_a_step_count_of_deepspeed_that_skips_all_steps_is_a_failure_although_the_run_goes_on():
+    line = "[INFO] [logging.py:96:log_dist] [Rank 0] step={}, skipped={}, lr=[1e-05]\n"
+    lost = "".join(STEPS + line.format(step, step) for step in (10, 20, 50))
+    assert verdict(lost + STEPS).cause == "fp16-overflow"
+    assert verdict(STEPS + line.format(10, 10) + STEPS + line.format(100, 12) + STEPS).cause == "healthy"
+
+
+def test_what_a_program_skips_is_no_cause():
+    line = "[skip] Failed to load a.ckpt: Attempting to deserialize object on CUDA device 7 but torch.cuda.device_count() is 6"
+    assert verdict(f"saved shard 1\n{line}\n" + "saved shard 2\n" * 9).cause != "checkpoint-device-mismatch"
 
 
 def test_a_warning_that_says_it_may_be_ignored_is_no_cause():

@@ -96,9 +96,9 @@ def hardly_moves(series: MetricSeries) -> bool:
     values = list(filter(math.isfinite, series.values))
     if len(values) < MIN_FLAT or not is_whole(series):
         return False
-    rest = values[len(values) // 4 :]
-    fell = median(values[: len(values) // 4] or values) - median(rest)
-    return max(rest) - min(rest) < FLAT_RANGE * abs(values[0]) and fell < STUCK_FALL * abs(values[0])
+    tail = values[len(values) // 4 :]
+    fell = median(values[: len(values) // 4] or values) - median(tail)
+    return max(tail) - min(tail) < FLAT_RANGE * abs(values[0]) and fell < STUCK_FALL * abs(values[0])
 
 
 def unproven(explanation: Explanation, flat: MetricSeries) -> Explanation:

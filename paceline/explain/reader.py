@@ -69,7 +69,7 @@ RANK_IN_TEXT = re.compile(
     r"|\[Rank (?P<d>\d+)\b|\b[Tt]ask (?P<e>\d+): |task_id=(?P<f>\d+)"
     r"|\bprocess rank (?P<g>\d+) with PID|[Pp]rocess (?P<h>\d{1,4}) terminated with|^rank (?P<i>\d+) (?:failed|ended after it): "
     r"|^\W*(?:[Gg]lobal[ _])?(?:[Rr]ank|RANK)[ _=:]?(?P<j>\d{1,6})(?::| ?\(local[ _]rank)|\bglobal_rank[=: ]+(?P<k>\d{1,6})\b"
-    r"|\b(?:on|at|from|by) (?:global )?rank[ =:]?(?P<l>\d{1,6})\b"
+    r"|\b(?:on|at|from|by) (?:global )?rank[ =:]?(?P<l>\d{1,6})\b|\.py:\d+\] \((?P<m>\d{1,6})/\d{1,6}\) "
 )
 EXCEPTION_REPR = re.compile(  # alone on its line, as Hydra and loggers print it
     r"(?P<type>(?:\w+\.)*[A-Z]\w*(?:Error|Exception))\((?P<quote>['\"])(?P<message>.*)(?P=quote),?\)$"

@@ -106,6 +106,7 @@ def test_a_new_line_shape_after_many_equal_ones_is_parsed():
         ("[Rank 16] fatal error", 16),
         ("rank2 (local rank: 2): error: lost", 2),
         ("error on rank 3", 3),
+        ("ERROR [train.py:1047] (7/8) the scale is lost", 7),
         ("lora rank: 16, error", None),
     ],
 )

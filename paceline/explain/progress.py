@@ -52,6 +52,8 @@ LOSS = re.compile(
     re.IGNORECASE,
 )
 HELD_OUT_LOSS = re.compile(rf"\be?val(?:id(?:ation)?)?[_ /.-]*loss{VALUE}", re.IGNORECASE)
+OF_WHOLE_RUN = re.compile(r"train_runtime|^ *train_loss +=")  # a line whose loss is a mean
+NAN_OUTPUT = re.compile(r"['\"]log(?:p|it)s/\w+['\"]: nan")  # of a model whose loss is written as 0
 GRAD_NORM = re.compile(rf"(?:grad(?:ient)?s?[_ /.-]*(?:global[_ ])?|\bg|\b)norm{VALUE}", re.IGNORECASE)
 MEMORY_WORD = re.compile(r"(?i)(?<![a-z])(?:mem(?:ory)?|v?ram|rss|allocated|reserved)(?![a-z])")
 PART_END = re.compile(r"[,|;{}\t]|\s{2}")
@@ -281,6 +283,8 @@ def read_step_and_loss(text: str) -> StepLoss | None:
     lowered = text.lower()
     loss_match = find_measure(LOSS, text) if "loss" in lowered else None
     loss = read_value(loss_match)
+    if loss is not None and math.isfinite(loss) and OF_WHOLE_RUN.search(text):
+        return None
     held_out = read_value(HELD_OUT_LOSS.search(text)) if "val" in lowered and loss is not None else None
     step = STEP.search(text)
     grad_norm = read_value(find_measure(GRAD_NORM, text)) if "norm" in lowered else None
@@ -290,6 +294,8 @@ def read_step_and_loss(text: str) -> StepLoss | None:
         return None  # prose, such as "takes 3 steps 2 at a time"
     number = parse_count(step["step"]) if step else None
     is_last = bool(step and step["of"] and parse_count(step["of"].strip("/ \t")) == number)
+    if loss == 0 and NAN_OUTPUT.search(text):
+        loss = math.nan
     if loss == 0 and "reward" in lowered and lowered.count("nan") == 1:
         grad_norm = (
             None  # of GRPO, whose loss is 0 by design: as long as rewards and KL are finite, only the step is skipped

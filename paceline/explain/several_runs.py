@@ -104,6 +104,8 @@ def is_consequence(run: Run, before: Run) -> bool:
         return False
     if cause == UNKNOWN:  # how a launcher reports the end of what failed before
         return all(record.kind != "exception" for record in run.log.records)
+    if run.explanation.progress.steps:
+        return False
     is_script = run.log.by_command and before.log.by_command
     follows = cause in load_catalogue().causes and load_catalogue().causes[cause].follows is True
     return follows or (is_script and cause in MISSING_FILES)

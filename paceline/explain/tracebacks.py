@@ -56,6 +56,7 @@ UNREADABLE = re.compile(
 )  # what a parent did not finish to send
 ASSERTION = re.compile(r"^\W*(?:\d+\W+)?assert\b\s*(?P<expression>.+)")
 BARE_ASSERTION = re.compile(r"^AssertionError:?\s*$")
+REQUEST_ID = re.compile(r"\(Request ID: [^)]*\)$")  # of huggingface_hub, whose message follows a blank line
 NOT_MESSAGE = re.compile(  # a new log line, not a further line of the message
     r"^\[|^\d{4}-\d\d|^(?:INFO|WARNING|ERROR|DEBUG|CRITICAL|FATAL)\b|^(?:wandb|srun|slurmstepd|INFO|W|E|I) ?[:\[]"
     r"|^Traceback|^During handling|^The above exception|^Exception ignored|^-- Process|^\$ |^>>> |^[=*#_-]{8,}"
@@ -233,6 +234,8 @@ def asserted_expression(source: Sequence[str]) -> str:
 
 def continues(error: Unfinished, text: str) -> bool:
     """Whether the line is a further line of the error's message."""
+    if not text.strip() and len(error.message) == 1 and REQUEST_ID.search(error.message[0]):
+        return True
     if not text.strip() or "%|" in text or len(error.message) >= MAX_MESSAGE_LINES or NOT_MESSAGE.match(text):
         return False
     if BARE_EXCEPTION.match(text) and WRAPPER.search(error.message[0]):

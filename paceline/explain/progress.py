@@ -70,7 +70,7 @@ NAME_START = re.compile(r"[\w./-]*$")  # of a measure's name, before the part th
 COLUMN_GAP = re.compile(r"\s*\|\s*|\t+|\s{2,}")
 LOSS_COLUMN = re.compile(r"(?i)(?:^|[\s_/-])loss$")
 YOLO_ROW = re.compile(r"^\s*\d+/\d+\s+[\d.]+[GM]?\s+(?P<losses>(?:(?:\d+\.\d+|0|nan|inf)\s+){2,5})")  # epoch, memory
-EPOCH = re.compile(r"(?i)^\W*(?:train\w*\W+)?epoch\W{0,4}(?P<epoch>\d{1,6})\b(?!\.\d)")
+EPOCH = re.compile(r"(?i)(?:^|\| {0,3})\W*(?:train\w*\W+)?epoch\W{0,4}(?P<epoch>\d{1,6})\b(?!\.\d)")
 MIN_EPOCHS = 3  # of a training behind which another begins
 STEP_COLUMN = re.compile(r"(?i)(?:global[_ ])?(?:step|iter(?:ation)?|epoch)s?")
 ROW_STARTS = frozenset("0123456789-nNi")  # 3/30, nan, NaN, No log, inf
@@ -147,6 +147,8 @@ class ProgressTracker:
         if (match := EPOCH.search(line.text)) is not None:
             self._begin_epoch(int(match["epoch"]))
         progress = read_row(line.text, self._columns) or read_step_and_loss(line.text) or bar
+        if progress is None and match is not None:
+            progress = StepLoss(None, None)
         if progress is not None:
             self._add_progress(number, line.rank, progress)
         self._add_memory(line)

@@ -9,6 +9,7 @@ from paceline.explain.several_runs import reach_verdict
 START = "INFO - loading the model speech-1b\nINFO - reading 5,000 samples of audio\n"
 OTHER_OUTPUT = "".join(f"INFO - sample {n} has {n % 7} words\n" for n in range(50))
 BUG = "ValueError: sample 1841 has 3 fields, expected 4"
+LAUNCH = "+ torchrun --nproc-per-node 8 train.py\n"
 CANCELLED = "slurmstepd: error: *** JOB {} ON node-3 CANCELLED AT 2026-08-21T02:33:05 ***\n"
 
 
@@ -67,6 +68,13 @@ def test_an_error_line_whose_like_was_survived_twice_leaves_a_run_healthy():
     error = "[ERROR] Error plotting image\n"
     assert verdict((STEPS + error) * 3 + OTHER_OUTPUT).cause == "healthy"
     assert verdict(STEPS + error + OTHER_OUTPUT).cause == "unknown"
+
+
+def test_a_run_that_made_steps_did_not_end_because_of_the_run_before_it():
+    stopped = uncaught("torch.distributed.elastic.multiprocessing.api.SignalException: Process 1701 got signal: 15")
+    first = START + uncaught("ValueError: generation_batch_size (4) must be divisible by num_generations (8).")
+    assert verdict(first + LAUNCH + START + STEPS + stopped).cause == "preempted-sigterm"
+    assert verdict(first + LAUNCH + START + stopped).cause == "batch-divisibility"
 
 
 def test_an_error_line_that_comes_often_in_a_log_without_steps_does_not_end_it():

@@ -199,6 +199,27 @@ def test_a_log_that_ends_where_training_begins_is_no_healthy_log():
     assert verdict(output + "starting training of the tokenizer\n" + output[:30]).cause == "healthy"
 
 
+def test_epochs_without_a_loss_show_that_a_run_works():
+    text = "Error in model gem\n" + "".join(f"[ 15:2{n} ] Task 1 | epoch {n}\nAccuracy: {n}.41 %\n" for n in range(4))
+    explanation = verdict(text)
+    assert (explanation.cause, explanation.progress.steps) == ("healthy", 4)
+
+
+def test_a_loss_that_is_written_as_zero_while_all_outputs_are_nan_is_nan():
+    line = "{{'loss': {}, 'rewards/chosen': nan, 'logps/chosen': nan, 'logits/chosen': nan, 'epoch': 0.{}}}\n"
+    mean = "{'train_runtime': 4730.6, 'train_loss': 700461828.4, 'epoch': 1.0}\n  train_loss   =  700461828.4\n"
+    assert verdict("".join(line.format(loss, n) for n, loss in enumerate((2.4, 0.0, 0.0))) + mean).cause == "loss-nan"
+
+
+def test_the_message_of_a_hub_error_goes_on_behind_a_blank_line():
+    error = (
+        "RepositoryNotFoundError: 404 Client Error. (Request ID: Root=1-68;19)\n\nRepository Not Found for url: "
+        "https://huggingface.co/datasets/lab/corpus/resolve/main/train.pkl.\nPlease make sure you specified the correct `repo_id`."
+    )
+    explanation = verdict(raised(None, error))
+    assert explanation.cause == "dataset-missing" and "lab/corpus" in explanation.summary
+
+
 def test_output_that_could_not_be_decoded_is_no_healthy_log():
     assert verdict("'cli' \ufffd\ufffd\ufffd\n" * 12).cause == "unknown"
 

@@ -195,7 +195,7 @@ def test_a_model_that_is_built_without_memory_takes_none():
     assert traced_bytes(setup) < 4 * num_params(setup.model)
 
 
-NARROW_MODELS = {  # whose activations outweigh their weights
+ONE_SIDED = {  # activations, or tables, outweigh all else
     "a checkpointed layer runs again": setup_of(
         depth=2, world_size=2, optimizer="adamw", activation_checkpointing=True, sequence_len=256, vocab_size=512,
         device_batch_size=32, n_kv_head=1,
@@ -204,11 +204,15 @@ NARROW_MODELS = {  # whose activations outweigh their weights
         depth=2, world_size=2, optimizer="adamw", shard="none", grad_accum_steps=2, activation_checkpointing=True,
         n_embd=640, sequence_len=512, vocab_size=10_000,
     ),
+    "a table's gradient is there in two dtypes": setup_of(
+        depth=4, device="cuda", n_embd=512, world_size=8, shard="full", precision="bf16", vocab_size=65_536,
+        device_batch_size=1,
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setup", NARROW_MODELS.values(), ids=NARROW_MODELS)
+@pytest.mark.parametrize("setup", ONE_SIDED.values(), ids=ONE_SIDED)
 def test_the_closed_form_of_a_backward_is_the_trace_within_half_a_per_cent(setup: MemorySetup):
     planned = next(phase.bytes for phase in phases(setup) if phase.name == "backward")
     assert planned == pytest.approx(trace_steps(setup).peaks["backward"], rel=0.005)

@@ -283,7 +283,7 @@ def ended_thread(record: Record, log: Log) -> bool:
         twins = (other for other in log.records if other.frames and other.text.startswith(record.text))
         return record.kind == "exception" and any(ended_thread(twin, log) for twin in twins)
     if TRACKER.search(record.frames[-1]):  # threads that print at once mix their frames
-        return all(map(INSTALLED.search, record.frames))
+        return not record.text.startswith("KeyboardInterrupt") and all(map(INSTALLED.search, record.frames))
     done_line = log.progress.done_line or (last_progress_line(log) if log.progress.finished else None)
     is_later = done_line is not None and record.line > done_line
     return is_later and IN_THREAD.search(record.frames[0]) is not None

@@ -358,13 +358,13 @@ def _layer_backward_bytes(setup: MemorySetup, layer: int, saved: int, *, buffer:
 
 
 def _embedding_bytes(setup: MemorySetup, rows_bytes: int, table: int, *, buffer: int) -> int:
-    """Returns one table's gradient: by its rows, in fp32 too, then the table's in fp32, then beside it in the weight's dtype.
+    """Returns one table's gradient: by its rows, in fp32 too, then the table's in fp32, then beside it in the dtype that is left.
 
     buffer: that it is copied to in the end, where it does not lie yet.
     """
     widened = 0 if setup.element_bytes == FP32 else rows_bytes * FP32 // setup.element_bytes
-    narrow = _width(setup) * table if _width(setup) != FP32 else 0
-    made = FP32 * table + max(rows_bytes + widened, narrow)
+    width = _width(setup) if setup.one_graph else _sent_width(setup)
+    made = FP32 * table + max(rows_bytes + widened, width * table if width != FP32 else 0)
     return max(made, _sent_width(setup) * table + buffer) if buffer else made
 
 

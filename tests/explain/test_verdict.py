@@ -349,8 +349,11 @@ def test_jobs_that_were_cancelled_one_after_the_other_are_cancelled_at_the_end_t
 
 
 def test_ctrl_c_inside_a_tracker_ends_the_run():
-    waiting = '  File "/env/site-packages/wandb/sdk/service/service.py", line 126, in _wait_for_ports\n    time.sleep(0.2)\n'
-    begin, chain = "Traceback (most recent call last):\n", "\nDuring handling of the above exception, another exception occurred:\n\n"
+    waiting = (
+        '  File "/env/site-packages/wandb/sdk/service/service.py", line 126, in _wait_for_ports\n    time.sleep(0.2)\n'
+    )
+    begin = "Traceback (most recent call last):\n"
+    chain = "\nDuring handling of the above exception, another exception occurred:\n\n"
     after = '  File "/home/lab/tune.py", line 209, in <module>\n    wandb.init()\n' + waiting + "AssertionError\n"
     assert verdict(begin + waiting + "KeyboardInterrupt\n" + chain + begin + after).cause == "keyboard-interrupt"
 

@@ -166,6 +166,7 @@ def test_every_contract_is_started_for_real():
     assert {*CONTRACT_ENV, "Open MPI's variables"} == {contract.source for contract in CONTRACTS}
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="mpirun is not installed (openmpi-bin)")
 def test_mpirun_trains_on_two_hosts(job):
     mpirun = ["mpirun", "--allow-run-as-root", "-H", "h1,h2", "--bind-to", "none", "--tag-output"]
@@ -219,6 +220,7 @@ def test_others_are_refused_while_a_run_goes_on_and_sigterm_on_a_node_saves_and_
     assert not left(job.hosts, "h1") and not left(job.hosts, "h2")
 
 
+@pytest.mark.soak
 def test_a_node_that_comes_late_is_refused_and_the_run_goes_on_without_it(job):
     env = {**PLAIN, "NNODES": "3"}
     words = [SCRIPT[0], "--min-hosts=2", "--join-timeout=30", *SCRIPT[1:]]

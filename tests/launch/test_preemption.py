@@ -294,6 +294,7 @@ SMALL = {
 }  # fmt: skip
 
 
+@pytest.mark.soak
 @pytest.mark.dist
 def test_an_emitted_script_saves_on_a_notice_and_what_starts_again_resumes(metadata, tmp_path, monkeypatch):
     """The script of a compose file as a shell runs it, with the metadata service of a cloud in place."""

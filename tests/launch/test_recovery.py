@@ -191,6 +191,7 @@ def run_script(folder: Path, text: str, *flags: str) -> subprocess.CompletedProc
     return subprocess.run(command, cwd=folder, env=ENV, capture_output=True, text=True, timeout=DEADLINE_S)
 
 
+@pytest.mark.soak
 def test_a_script_learns_its_attempt_and_resumes_from_its_own_checkpoint(tmp_path):
     done = run_script(tmp_path, """
         import os, pathlib, signal, sys

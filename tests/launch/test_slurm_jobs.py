@@ -168,6 +168,7 @@ def test_a_run_that_waits_is_watched_and_cancelled(cluster):
     cluster.slurm("scancel", "--name=first")
 
 
+@pytest.mark.soak
 def test_ctrl_c_ends_the_following_alone_and_stop_ends_the_run_with_a_checkpoint(cluster):
     words = ("train", *SIZES, "--name=stopped", "--num-steps=3000", "--slurm", "--hosts=2", "--slurm-args=--time=30")
     run = RunDir(cluster.runs / "stopped")
@@ -198,6 +199,7 @@ def test_ctrl_c_ends_the_following_alone_and_stop_ends_the_run_with_a_checkpoint
     assert [event["job_id"] for event in events_of(run, "submitted")] == [job_id(run)]
 
 
+@pytest.mark.soak
 def test_the_tasks_of_srun_join_as_nodes(cluster):
     words = ("train", *SIZES, "--name=joined", "--num-steps=3")
     srun = ("srun", "--nodes=2", "--ntasks-per-node=1", "--mpi=none", "--time=10", "--label")

@@ -134,6 +134,7 @@ def test_traced_bytes_are_those_of_the_closed_form(name):
     assert traced["optimizer"] == pytest.approx(planned["optimizer"], rel=0.03)
 
 
+@pytest.mark.soak
 @dist
 def test_a_whole_run_is_resumed_to_the_same_bits_or_with_fp32_states_which_it_says(tmp_path):
     shop = Workshop(tmp_path)

@@ -138,6 +138,7 @@ def test_damaged_places_are_refused(folder, damage):
         folder.look()
 
 
+@pytest.mark.soak
 @pytest.mark.dist
 @pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 def test_a_real_run_on_two_hosts_without_a_shared_disk_is_seen_whole(tmp_path):

@@ -55,6 +55,7 @@ PIPE, DUMP = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_FR_DUMP_TEMP_FILE"  # ste
 OLDER_DUMP = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
 PIPE_STEM = "collectives_"
 RECORDING_S = 1.2
+GONE = ("Z", None)  # states of a process that runs no more; nobody may have asked how it ended
 
 
 def process_state(pid: int) -> str | None:

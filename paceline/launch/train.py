@@ -36,6 +36,7 @@ from paceline.launch.notify import checked_services
 from paceline.launch.requeue import announce_job, check_free, current_job, find_start, record_job
 from paceline.launch.run_text import check_text, file_hashes, planner, prepare_data, record_data, reopen_data
 from paceline.launch.sbatch import check_options, job_note, submit_resume, submit_run
+from paceline.launch.stacks import GONE, process_state
 from paceline.launch.sync import send_text
 from paceline.launch.trial import try_plan
 from paceline.model.manifest import newest_good, read_manifest
@@ -43,6 +44,7 @@ from paceline.options import ResumeOptions, Services, TrainOptions
 from paceline.plan.forecast import format_plan, measured_here
 from paceline.plan.machine import Machine, probe_machine
 from paceline.plan.planner import Plan, choose_device, choose_world_size, make_plan, memory_setup
+from paceline.plan.precision import precision_name
 from paceline.plan.replan import replan
 from paceline.plan.shapes import choose_eval_tokens
 from paceline.rundir import (
@@ -155,6 +157,10 @@ def resume_run(run: RunDir, options: ResumeOptions, nodes: Sequence[HostEntry] =
     lock, notes, cluster = wait_for_lock(run), list[str](), partial(cluster_of, entries, config, machine)
     if memory_setup(plan) != memory_setup(plan_before):
         config, plan, notes = try_plan(config, plan, machine, make=make, libuv=checked.libuv, cluster=cluster)
+    before, now = (precision_name(made.precision, made.low_precision) for made in (plan_before, plan))
+    if now != before:
+        notes.append(f"precision changed from {before} to {now}")
+        print(notes[-1])
     if plan.num_steps != plan_before.num_steps:
         lengths = f"from {plan_before.num_steps:,} to {plan.num_steps:,} steps"
         notes.append(f"length changed {lengths}: the learning rate schedule now covers the whole length")
@@ -240,7 +246,7 @@ def wait_for_lock(run: RunDir) -> int:
         try:
             return lock_run(run)
         except RunInUse as error:
-            if error.pid is None or Path(f"/proc/{error.pid}").exists() or time.monotonic() > deadline:
+            if error.pid is None or process_state(error.pid) not in GONE or time.monotonic() > deadline:
                 raise
         if not announced:
             print(f"waiting for the workers of {run.name}'s last attempt to end", flush=True)

@@ -28,6 +28,7 @@ from paceline.heartbeat import PHASES, Heartbeat, read_heartbeat
 from paceline.launch.cluster import Cluster
 from paceline.launch.stacks import (
     CANNOT_RUN,
+    GONE,
     IDLE,
     STATES,
     WORKING,
@@ -53,7 +54,6 @@ LONG_PHASE = 10  # times the floor: the start, the first step (it compiles), an 
 WORKING_PHASE = 6  # times that while the processor is used: a large model compiles, a large checkpoint is hashed
 IN_STEP = ("train", "load", "forward", "backward", "reduce", "update")
 MEDIAN_OF = 20  # steps
-GONE = ("Z", None)
 FINAL_PHASES = ("stopped", "done")
 
 

@@ -174,7 +174,7 @@ def problems_of_run(
         problems.append(f"it ended with {exit_code}")
     if left:
         problems.append(f"processes were left: {', '.join(map(str, left))}")
-    steps = [line["step"] for line in record.metrics]
+    steps = [line["step"] for line in record.metrics if "loss" in line]  # an evaluation before the first step has none
     if steps != list(range(1, num_steps + 1)):
         problems.append(f"metrics.jsonl has the steps {steps}")
     problems += problems_of_files(record.run)

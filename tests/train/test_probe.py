@@ -13,10 +13,11 @@ from runs import Workshop, events, final_bits, metrics
 
 from paceline.config import Config
 from paceline.plan.history import FILE_NAME, keep_record, read_records
-from paceline.plan.machine import Machine
+from paceline.plan.machine import Machine, probe_machine
 from paceline.plan.planner import make_plan
 from paceline.train.probe import made_up_tokens, shortened
 from paceline.train.process import footprint, own_bytes, peak_resident_bytes
+from paceline.units import MIB
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +46,13 @@ def test_the_next_plan_uses_the_memory_of_a_runs_fullest_rank(unbroken):
 @pytest.mark.dist
 @pytest.mark.soak
 def test_a_calibration_made_while_a_run_was_interrupted_does_not_change_its_bits(shop):
-    whole = shop.train("whole", nproc=2, num_steps=40, device_batch_size="auto")
-    command = shop.train_command("broken", nproc=2, num_steps=40, device_batch_size="auto")
+    keys = {
+        "nproc": 2,
+        "device_batch_size": "auto",
+        "memory_share": round(2 * 400 * MIB / probe_machine().memory_bytes, 4),
+    }
+    whole = shop.train("whole", num_steps=40, **keys)
+    command = shop.train_command("broken", num_steps=40, **keys)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     run, deadline = shop.folder / "runs" / "broken", time.monotonic() + 300
     while not (run / "metrics.jsonl").exists() or len(metrics(run)) < 5:
@@ -57,8 +63,8 @@ def test_a_calibration_made_while_a_run_was_interrupted_does_not_change_its_bits
     cache = shop.folder / "cache"
     [record] = [record for record in read_records(cache) if record.source == "broken"]  # of an interrupted attempt too
     (cache / FILE_NAME).unlink()
-    keep_record(cache, replace(record, driver_bytes=1 << 42))
-    refused = shop.finish(shop.train_command("other", nproc=2, device_batch_size="auto"), code=1)
+    keep_record(cache, replace(record, driver_bytes=560 * MIB))
+    refused = shop.finish(shop.train_command("other", **keys), code=1)
     assert "needed on each process" in refused
     shop.resume(run)
     assert json.loads((run / "plan.json").read_text())["device_batch_size"] == 6

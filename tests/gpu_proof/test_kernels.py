@@ -109,7 +109,9 @@ def test_a_step_with_low_products_is_one_graph_whose_kernels_fit(compiled, capab
     (facts,) = compiled(capability, LOW | {"precision": precision, "emulate": emulate})
     assert facts["graphs"] == [["step", ["forward"]], ["step", []]]
     check_fit(facts, capability)
-    check_work(facts, "bfloat16", "float32", ops=frozenset(EAGER_OPS | OWN_OPS))
+    # Triton converts e4m3 from compute capability 8.9 on; before, PyTorch does so between the kernels of an emulation
+    conversion = {"torch.ops.prims.convert_element_type.default"} if capability < 89 else set()
+    check_work(facts, "bfloat16", "float32", ops=frozenset(EAGER_OPS | OWN_OPS | conversion))
     low_ops = Counter(op for program in facts["programs"] for op in program["eager_ops"] if op in OWN_OPS)
     assert low_ops == low_ops_of(precision, emulate)
     buffers = [buffer for program in facts["programs"] for buffer in program["buffers"]]

@@ -20,7 +20,7 @@ from real_steps import PHASES, profile_as_rank, profiled_peaks, setup_of
 from torch.distributed import TCPStore
 
 from paceline.plan.activations import MemorySetup, chunk_sizes
-from paceline.plan.memory import peak_phase, phases
+from paceline.plan.memory import STATE_KEYS, fullest_state, peak_phase, phases, state_bytes
 from paceline.plan.shapes import num_params
 from paceline.train.exact import trace_steps
 
@@ -171,6 +171,12 @@ def ddp_grid(count: int, *, seed: int, most_ops: int) -> list[MemorySetup]:
     return [replace(setup, world_size=draw.choice([2, 3, 8])) for setup in replicated][:count]
 
 
+def peak_of_first_rank(setup: MemorySetup) -> int:
+    """The peak of the rank that is traced; the plan's is that of the fullest one, which may own a matrix more."""
+    keys = {name: getattr(setup, name) for name in STATE_KEYS}
+    return peak_phase(setup).bytes - fullest_state(setup).total + state_bytes(setup.model, rank=0, **keys).total
+
+
 def short_name(setup: MemorySetup) -> str:
     words = (setup.attention, setup.precision, setup.optimizer, f"d{setup.model.n_layer}", f"{setup.world_size} ranks")
     return " ".join(words)
@@ -183,7 +189,7 @@ def short_name(setup: MemorySetup) -> str:
     ids=short_name,
 )
 def test_the_closed_form_is_the_trace_within_three_per_cent(setup: MemorySetup):
-    assert peak_phase(setup).bytes == pytest.approx(traced_bytes(setup), rel=0.03)
+    assert peak_of_first_rank(setup) == pytest.approx(traced_bytes(setup), rel=0.03)
 
 
 @pytest.mark.slow
@@ -228,7 +234,7 @@ def test_the_closed_form_of_a_backward_is_the_trace_within_half_a_per_cent(setup
     ids=short_name,
 )
 def test_the_closed_form_is_the_trace_on_a_grid_of_300(setup: MemorySetup):
-    assert peak_phase(setup).bytes == pytest.approx(traced_bytes(setup), rel=0.03)
+    assert peak_of_first_rank(setup) == pytest.approx(traced_bytes(setup), rel=0.03)
 
 
 GLIBC = {

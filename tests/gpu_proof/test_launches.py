@@ -38,7 +38,7 @@ WALKS: dict[int, dict[str, dict[str, Any]]] = {
         "step": STEP,
         WIDE_FLEX: {"flex": 256},
         SPLIT: STEP | {"depth": 2, "broken": SPLIT},
-        SINGLE: STEP | {"depth": 8, "compile": False, "broken": SINGLE},
+        SINGLE: STEP | {"depth": 6, "compile": False, "broken": SINGLE},
     },
 }
 ON_CARDS = pytest.mark.parametrize("capability", [pytest.param(90, marks=pytest.mark.soak), 120])

@@ -2,12 +2,16 @@
 
 import errno
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from paceline import locks
 from paceline.data.prepare import prepare
+from paceline.launch import train
+from paceline.launch.stacks import process_state
 from paceline.locks import NoLocks, is_of_one_host, try_lock
 from paceline.rundir import RunDir, is_locked, lock_run
 from paceline.track.follower import only_one
@@ -31,6 +35,31 @@ def test_a_lock_is_held_once_and_by_many_readers(tmp_path):
         first.close()
         assert try_lock(reader, shared=True) and try_lock(other, shared=True)
         assert not try_lock(second, patient=True)
+
+
+WORKER = "import sys; sys.stdin.read()"
+SUPERVISOR = f"""
+import subprocess, sys
+from pathlib import Path
+from paceline.rundir import RunDir, lock_run
+lock = lock_run(RunDir(Path(sys.argv[1])))
+subprocess.Popen([sys.executable, "-c", {WORKER!r}], pass_fds=(lock,))
+"""
+
+
+def test_resume_waits_for_workers_that_outlive_a_supervisor_whose_end_nobody_asked_for(tmp_path, capsys, monkeypatch):
+    supervisor = subprocess.Popen([sys.executable, "-c", SUPERVISOR, str(tmp_path)], stdin=subprocess.PIPE)
+    os.waitid(os.P_PID, supervisor.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
+    assert Path(f"/proc/{supervisor.pid}").exists() and is_locked(RunDir(tmp_path))
+
+    def state_of(pid: int) -> str | None:
+        supervisor.stdin.close()  # the worker ends
+        return process_state(pid)
+
+    monkeypatch.setattr(train, "process_state", state_of)
+    os.close(train.wait_for_lock(RunDir(tmp_path)))
+    assert "waiting for the workers" in capsys.readouterr().out
+    supervisor.wait()
 
 
 def test_a_file_system_without_locks_stops_no_run(tmp_path, without_locks, capsys):

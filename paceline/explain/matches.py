@@ -279,11 +279,13 @@ def steps_after(record: Record, log: Log) -> set[int]:
 
 def ended_thread(record: Record, log: Log) -> bool:
     """Whether an exception ended no more than a thread: a tracker's, or one of a program whose work was done."""
+    if record.text.startswith("KeyboardInterrupt"):  # Python raises it in the main thread alone
+        return False
     if not record.frames:  # of one that threads have printed at once
         twins = (other for other in log.records if other.frames and other.text.startswith(record.text))
         return record.kind == "exception" and any(ended_thread(twin, log) for twin in twins)
     if TRACKER.search(record.frames[-1]):  # threads that print at once mix their frames
-        return not record.text.startswith("KeyboardInterrupt") and all(map(INSTALLED.search, record.frames))
+        return all(map(INSTALLED.search, record.frames))
     done_line = log.progress.done_line or (last_progress_line(log) if log.progress.finished else None)
     is_later = done_line is not None and record.line > done_line
     return is_later and IN_THREAD.search(record.frames[0]) is not None
@@ -325,15 +327,14 @@ def is_failure(record: Record) -> bool:
 
 
 def last_errors(log: Log) -> list[Record]:
-    """The lines that a logger marks as errors and after which the log shows no progress; none whose like the run survived."""
-    last_line, repeated = last_progress_line(log), continuation_of(log).repeated
+    """The lines that a logger marks as errors and after which the log shows no progress; none whose like the run survived twice."""
+    last_line = last_progress_line(log)
     records = [record for record in log.records if record.kind == "line" and ERROR_PREFIX.search(record.text)]
     survived = Counter(shape_of(record.text) for record in records if record.line <= last_line)
     return [
         record
         for record in records
-        if record.line > last_line and survived[shape_of(record.text)] < 2
-        if shape_of(record.text) not in repeated and not NO_TROUBLE.search(record.text)
+        if record.line > last_line and survived[shape_of(record.text)] < 2 and not NO_TROUBLE.search(record.text)
     ]
 
 

@@ -44,8 +44,7 @@ from paceline.options import ResumeOptions, Services, TrainOptions
 from paceline.plan.forecast import format_plan, measured_here
 from paceline.plan.machine import Machine, probe_machine
 from paceline.plan.planner import Plan, choose_device, choose_world_size, make_plan, memory_setup
-from paceline.plan.precision import precision_name
-from paceline.plan.replan import replan
+from paceline.plan.replan import changes_on_resume, replan
 from paceline.plan.shapes import choose_eval_tokens
 from paceline.rundir import (
     RunDir,
@@ -157,15 +156,10 @@ def resume_run(run: RunDir, options: ResumeOptions, nodes: Sequence[HostEntry] =
     lock, notes, cluster = wait_for_lock(run), list[str](), partial(cluster_of, entries, config, machine)
     if memory_setup(plan) != memory_setup(plan_before):
         config, plan, notes = try_plan(config, plan, machine, make=make, libuv=checked.libuv, cluster=cluster)
-    before, now = (precision_name(made.precision, made.low_precision) for made in (plan_before, plan))
-    if now != before:
-        notes.append(f"precision changed from {before} to {now}")
-        print(notes[-1])
-    if plan.num_steps != plan_before.num_steps:
-        lengths = f"from {plan_before.num_steps:,} to {plan.num_steps:,} steps"
-        notes.append(f"length changed {lengths}: the learning rate schedule now covers the whole length")
-        print(notes[-1])
-    for text in notes:
+    changes = changes_on_resume(plan_before, plan)
+    for text in changes:
+        print(text)
+    for text in (*notes, *changes):
         append_event(run, "note", text=text)
     record_data(run, dataset)
     config = config_of_plan(config, plan)

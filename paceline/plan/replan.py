@@ -12,6 +12,7 @@ from typing import Any
 from paceline.config import Config
 from paceline.plan.machine import Machine
 from paceline.plan.planner import Plan, choose_device, choose_world_size, memory_setup
+from paceline.plan.precision import precision_name
 from paceline.plan.shapes import RUNGS
 from paceline.plan.sizing import DoesNotFit, divisors
 from paceline.units import MIB
@@ -86,6 +87,18 @@ def format_change(old: Plan, new: Plan) -> str:
     if new.shard != old.shard:
         parts.append(f"shard {new.shard}")
     return ", ".join(parts)
+
+
+def changes_on_resume(old: Plan, new: Plan) -> list[str]:
+    """Returns a sentence for each change that the curves of a resumed run will show."""
+    sentences = []
+    before, now = (precision_name(plan.precision, plan.low_precision) for plan in (old, new))
+    if now != before:
+        sentences.append(f"precision changed from {before} to {now}")
+    if new.num_steps != old.num_steps:
+        lengths = f"from {old.num_steps:,} to {new.num_steps:,} steps"
+        sentences.append(f"length changed {lengths}: the learning rate schedule now covers the whole length")
+    return sentences
 
 
 def fewer_ranks(old: Plan, *, devices: int) -> int:

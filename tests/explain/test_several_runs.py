@@ -77,11 +77,6 @@ def test_a_run_that_made_steps_did_not_end_because_of_the_run_before_it():
     assert verdict(first + LAUNCH + START + stopped).cause == "batch-divisibility"
 
 
-def test_an_error_line_that_comes_often_in_a_log_without_steps_does_not_end_it():
-    errors = ("[ERROR] Error plotting image\n" + OTHER_OUTPUT) * 12
-    assert "not in the catalogue" not in verdict(errors).summary
-
-
 def test_a_long_run_behind_a_failed_one_is_asked_about_although_it_reports_no_step():
     failed, banner = CANCELLED.format(11), "| NVIDIA-SMI 570.158.01\n"
     assert verdict(failed + banner + OTHER_OUTPUT).cause == "slurm-cancelled"

@@ -254,6 +254,10 @@ def test_ordinary_output_with_a_word_of_trouble_is_no_healthy_log(line):
         "FSDP is not supported on cpu devices; falling back to DDP.",
         "Unexpected error during package walk: cutlass.cute.experimental",
         "Using default MoE kernel config: no config file found, cannot be optimal",
+        "Runtime error during autotuning:",
+        "Task 1 errors:",
+        "Parse failures: 762",
+        f"['{'a sentence of the data set, ' * 8}which cannot fail']",
     ],
 )
 def test_output_that_is_usual_in_healthy_runs_is_no_trouble(line):

@@ -12,7 +12,8 @@ from paceline.plan.estimate import Calibration, Range
 from paceline.plan.machine import Machine
 from paceline.plan.memory import peak_phase
 from paceline.plan.planner import Measured, Plan, make_plan
-from paceline.plan.replan import fewer_ranks, format_change, replan, smaller_plan
+from paceline.plan.precision import LowPrecision
+from paceline.plan.replan import changes_on_resume, fewer_ranks, format_change, replan, smaller_plan
 
 
 def maker(ratio: float | None = None):
@@ -127,3 +128,12 @@ def test_a_run_that_was_made_smaller_stays_smaller_when_it_is_resumed(tmp_path):
 def test_a_run_continues_on_as_many_devices_as_can_share_the_rows(devices, ranks, tmp_path):
     plan = replace(planner(tmp_path)(DEPTH_12, TWO), world_size=4, total_batch_size=16 * DEPTH_12.sequence_len)
     assert fewer_ranks(plan, devices=devices) == ranks
+
+
+def test_a_resumed_run_says_which_changes_its_curves_will_show():
+    plan = maker()(DEPTH_12, ONE)
+    fp8 = replace(plan, low_precision=LowPrecision("fp8", False, 12), num_steps=plan.num_steps + 1000)
+    assert changes_on_resume(plan, replace(plan, device_batch_size=1)) == []
+    precision, length = changes_on_resume(fp8, plan)
+    assert precision == "precision changed from bf16 with fp8 products to bf16"
+    assert length.startswith(f"length changed from {fp8.num_steps:,} to {plan.num_steps:,} steps")

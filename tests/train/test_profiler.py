@@ -34,7 +34,6 @@ def check(results: dict, *, ranks: int) -> None:
     )
 
 
-@pytest.mark.soak
 @pytest.mark.dist
 def test_two_ranks_of_a_run_are_profiled_and_the_run_stays_as_it_was(unbroken, tmp_path):
     workshop = Workshop(tmp_path)

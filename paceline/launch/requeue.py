@@ -128,14 +128,22 @@ def not_requeued(run: RunDir, place: Allocation, why: str, fix: str) -> list[str
 
 
 def record_job(run: RunDir, job_id: int, **facts: Any) -> None:
-    """Writes which Slurm job has the run."""
-    write_atomic(run.slurm_json, json.dumps({"job_id": job_id, "time": utc_now(), **facts}) + "\n")
+    """Writes which Slurm job has the run; facts that were written before stay: the submitter and the job both write."""
+    write_atomic(run.slurm_json, json.dumps({**job_facts(run), "job_id": job_id, "time": utc_now(), **facts}) + "\n")
+
+
+def job_facts(run: RunDir) -> dict[str, Any]:
+    """Returns what slurm.json says; nothing where it is missing or broken."""
+    with suppress(OSError, ValueError):
+        facts = json.loads(run.slurm_json.read_text(encoding="utf-8"))
+        return facts if isinstance(facts, dict) else {}
+    return {}
 
 
 def job_of(run: RunDir) -> int | None:
     """Returns the Slurm job that had the run last."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        return int(json.loads(run.slurm_json.read_text(encoding="utf-8"))["job_id"])
+    with suppress(ValueError, KeyError, TypeError):
+        return int(job_facts(run)["job_id"])
     return None
 
 

@@ -23,7 +23,7 @@ from paceline.config_file import format_toml, resolve_config
 from paceline.errors import PacelineError, PlanError, UsageError, nearest
 from paceline.launch.job import planned_step, stop_grace_s
 from paceline.launch.queue import follow_job, format_job_commands
-from paceline.launch.requeue import check_free, record_job
+from paceline.launch.requeue import check_free, job_facts, record_job
 from paceline.options import PlanOptions, ResumeOptions, SubmitOptions, TrainOptions
 from paceline.plan.forecast import Forecast, forecast
 from paceline.plan.gpu_table import find_gpu
@@ -100,13 +100,16 @@ def submit_run(config: Config, run: RunDir, options: TrainOptions) -> int:
 
 
 def submit_resume(run: RunDir, config: Config, plan: Plan, options: ResumeOptions) -> int:
-    """Submits the continuation of a run to Slurm, on as many nodes as before or as --hosts says."""
+    """Submits the continuation of a run to Slurm, on as many nodes as before or as --hosts says; so with --slurm-args."""
     check_free(run)
+    slurm_args = options.slurm_args or str(job_facts(run).get("args", ""))
+    if slurm_args and not (options.slurm_args or options.print):
+        print(f"slurm   as submitted before: --slurm-args {shlex.quote(slurm_args)}", flush=True)
     nodes, config = nodes_of(replace(config, hosts=options.keys.get("hosts", str(plan.hosts))))
-    keys = [f"--{name.replace('_', '-')}={'auto' if value is None else value}" for name, value in options.keys.items()]
-    keys = [key for key in keys if not key.startswith(("--hosts=", "--runs-dir="))]
+    given = {name: value for name, value in options.keys.items() if name not in ("hosts", "runs_dir")}
+    keys = [f"--{name.replace('_', '-')}={'auto' if value is None else value}" for name, value in given.items()]
     command = ["resume", str(run.path.resolve()), *keys, *option_flags(options)]
-    return submit(run, command, options, make_submission(config, nodes, options.slurm_args), config=None)
+    return submit(run, command, options, make_submission(config, nodes, slurm_args), config=None)
 
 
 def submit(
@@ -140,11 +143,11 @@ def submit(
             shutil.rmtree(run.path)
         fix = "see --slurm-args, and what there is: sinfo -o '%P %l %D %G'"
         raise PacelineError(f"{error.message.rstrip('.')}: Slurm does not take this job", fix=fix) from error
-    record_job(run, job_id, nodes=submission.nodes)
+    record_job(run, job_id, nodes=submission.nodes, args=shlex.join(submission.args))
     if not config:  # a new run has no events yet
         append_event(run, "submitted", job_id=job_id)
-    nodes = format_number_of(submission.nodes, "node")
-    print(f"slurm   job {job_id}, {nodes} of partition {submission.partition.name}; {length.text}")
+    where = f"{format_number_of(submission.nodes, 'node')} of partition {submission.partition.name}"
+    print(f"slurm   job {job_id}, {where}; {length.text}")
     print(f"script  {run.path / SCRIPT}", flush=True)
     if options.detach:
         print(format_job_commands(run))
@@ -312,16 +315,13 @@ def check_length(length: JobLength, estimate: Forecast | None) -> None:
 
 def batch_script(run: RunDir, command: Sequence[str], submission: Submission, *, python: str = sys.executable) -> str:
     """Returns the batch script. command: what `paceline` runs in the job."""
+    whole_nodes = not submission.gpus and not (CPU_OPTIONS | GPU_OPTIONS) & read_args(submission.args).keys()
     lines = [
         f"--job-name={quote(run.name)}",
         f"--nodes={submission.nodes}",
         "--ntasks-per-node=1",
         *([f"--gpus-per-node={submission.gpus}"] if submission.gpus else []),
-        *(
-            ["--exclusive"]
-            if not submission.gpus and not (CPU_OPTIONS | GPU_OPTIONS) & read_args(submission.args).keys()
-            else []
-        ),
+        *(["--exclusive"] if whole_nodes else []),
         f"--signal=B:USR1@{submission.warn_s}",
         "--requeue",
         "--open-mode=append",

@@ -23,6 +23,8 @@ from paceline.launch.requeue import (
     find_start,
     has_progressed,
     is_ending,
+    job_facts,
+    job_of,
     record_job,
     requeue_job,
     requeue_reason,
@@ -394,6 +396,17 @@ def test_a_job_that_slurm_started_again_continues_the_run_that_it_began(tmp_path
     assert find_start(run) == "continues"
     record_job(run, 4710)
     assert find_start(run) == "new"
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{", '{"job_id": "x"}'])
+def test_what_was_submitted_stays_known_when_its_job_starts_and_a_broken_file_says_nothing(tmp_path, text):
+    run = RunDir(tmp_path)
+    run.slurm_json.write_text(text)
+    assert job_of(run) is None
+    record_job(run, 4711, nodes=2, args="--partition=gpu --time=8:00:00")
+    record_job(run, 4712)
+    assert job_of(run) == 4712
+    assert job_facts(run)["args"] == "--partition=gpu --time=8:00:00"
 
 
 def test_a_run_whose_job_waits_or_runs_is_not_resumed_elsewhere(tmp_path, monkeypatch):

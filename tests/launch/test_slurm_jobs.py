@@ -191,8 +191,9 @@ def test_ctrl_c_ends_the_following_alone_and_stop_ends_the_run_with_a_checkpoint
     assert stopped.stdout.startswith("stopped: runs/stopped, checkpoint at step "), stopped
     assert not events_of(run, "requeued") and cluster.state(job_id(run)) not in ("PENDING", "RUNNING")
 
-    resume = ("resume", "stopped", "--slurm", "--slurm-args=--time=30", "--no-check")
-    assert cluster.paceline(*resume, "--detach").returncode == 0
+    resume = ("resume", "stopped", "--slurm", "--no-check")
+    resubmitted = cluster.paceline(*resume, "--detach")
+    assert resubmitted.stdout.startswith("slurm   as submitted before: --slurm-args --time=30\n"), resubmitted
     refused = cluster.paceline(*resume)
     assert f"error: stopped is in Slurm's job {job_id(run)}, " in refused.stderr
     assert cluster.paceline("stop", "stopped").returncode == 0

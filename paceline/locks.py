@@ -4,8 +4,9 @@ import errno
 import fcntl
 import os
 import time
-from pathlib import Path
 from typing import IO
+
+from paceline.mounts import read_mounts
 
 ATTEMPTS, RETRY_S = 3, 0.02  # rundir.is_locked holds a lock for some microseconds
 NONE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # NFS 3 without its lock service, Lustre without -o flock
@@ -43,9 +44,4 @@ def is_of_one_host(fd: int) -> bool:
     """Whether locks of this open file are kept from other hosts by the way its file system is mounted."""
     device = os.fstat(fd).st_dev
     requested = f"{os.major(device)}:{os.minor(device)}"
-    try:
-        lines = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
-    except OSError:
-        return False
-    options = (line.split()[-1].split(",") for line in lines if line.split()[2] == requested)
-    return any(OF_ONE_HOST & set(names) for names in options)
+    return any(mount.device == requested and OF_ONE_HOST & mount.options for mount in read_mounts())

@@ -12,6 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.mounts import read_mounts
+
 NO_LIMIT_BYTES = 1 << 60  # version 1 writes "no limit" as the largest whole number of pages
 NETWORK = Path("/sys/class/net")
 
@@ -192,12 +194,10 @@ def _groups(controller: str, root: Path) -> Iterator[Path]:
 
 def _mounts(controller: str | None, root: Path) -> Iterator[tuple[str, Path]]:
     """Yields each hierarchy's folder and where it is mounted; controller None is version 2."""
-    for line in (read_text(root / "proc/self/mountinfo") or "").splitlines():
-        left, _, right = line.partition(" - ")
-        fields, kind = left.split(), right.split()
+    for mount in read_mounts(root):
         if controller is None:
-            matches = kind[0] == "cgroup2"
+            matches = mount.filesystem == "cgroup2"
         else:
-            matches = kind[0] == "cgroup" and controller in kind[-1].split(",")
+            matches = mount.filesystem == "cgroup" and controller in mount.options
         if matches:
-            yield fields[3], root / fields[4].lstrip("/")
+            yield mount.root, root / mount.point.lstrip("/")

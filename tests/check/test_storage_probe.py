@@ -2,6 +2,7 @@ import argparse
 import inspect
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -106,9 +107,12 @@ def test_only_text_on_a_disk_has_a_path(data, path):
 
 @pytest.mark.dist
 @NAMESPACES
-def test_a_read_only_run_folder_is_detected_by_writing(tmp_path):
-    before = in_mounts(f"mount -t tmpfs -o ro tmpfs {tmp_path}")
-    place = ask("storage_probe", before=before, run_dir=str(tmp_path / "runs"), measure_disk=True)["storage"]["run_dir"]
+@pytest.mark.parametrize("name", ["disk", "große läufe", "a\\b"])
+def test_a_read_only_run_folder_is_detected_by_writing(tmp_path, name):
+    disk = tmp_path / name
+    disk.mkdir()
+    before = in_mounts(f"mount -t tmpfs -o ro tmpfs {shlex.quote(str(disk))}")
+    place = ask("storage_probe", before=before, run_dir=str(disk / "runs"), measure_disk=True)["storage"]["run_dir"]
     assert (place["exists"], place["writable"], place["error"]) == (False, False, "Read-only file system")
     assert (place["filesystem"], place["write_bytes_per_s"]) == ("tmpfs", None)
 

@@ -26,6 +26,7 @@ from typing import Any
 
 from paceline.check.probes.facts import Json, answer
 from paceline.hub import ask_hub, endpoint, is_cached, missing_packages
+from paceline.mounts import read_mounts
 from paceline.plan.host import names_in, read_text
 
 PLACE_DEADLINE_S = 3.0
@@ -169,12 +170,10 @@ def filesystem_of(path: Path) -> str | None:
     """Returns the type of the file system: that of the longest mount point on the path, the last of equal ones."""
     real = os.path.realpath(path)
     longest, filesystem = "", None
-    for line in (read_text("/proc/self/mountinfo") or "").splitlines():
-        left, _, right = line.partition(" - ")
-        point = left.split()[4].encode().decode("unicode_escape")
-        inside = real == point or real.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(longest):
-            longest, filesystem = point, right.split()[0]
+    for mount in read_mounts():
+        inside = real == mount.point or real.startswith(mount.point.rstrip("/") + "/")
+        if inside and len(mount.point) >= len(longest):
+            longest, filesystem = mount.point, mount.filesystem
     return filesystem
 
 

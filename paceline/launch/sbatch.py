@@ -106,8 +106,8 @@ def submit_resume(run: RunDir, config: Config, plan: Plan, options: ResumeOption
     if slurm_args and not (options.slurm_args or options.print):
         print(f"slurm   as submitted before: --slurm-args {shlex.quote(slurm_args)}", flush=True)
     nodes, config = nodes_of(replace(config, hosts=options.keys.get("hosts", str(plan.hosts))))
-    given = {name: value for name, value in options.keys.items() if name not in ("hosts", "runs_dir")}
-    keys = [f"--{name.replace('_', '-')}={'auto' if value is None else value}" for name, value in given.items()]
+    changed = {name: value for name, value in options.keys.items() if name not in ("hosts", "runs_dir")}
+    keys = [f"--{name.replace('_', '-')}={'auto' if value is None else value}" for name, value in changed.items()]
     command = ["resume", str(run.path.resolve()), *keys, *option_flags(options)]
     return submit(run, command, options, make_submission(config, nodes, slurm_args), config=None)
 

@@ -45,6 +45,7 @@ ZEROS, ZERO_REWARDS = 3, 10  # on the lines of a log, if no others are there
 NO_REWARD = "every reward is 0"
 LOG_GROWTH = 0.2  # of memory
 MIN_FLAT, FLAT_RANGE = 5, 0.0015  # points of a loss, and the share of its level that they span
+LEARNED = 0.5  # of its first value: a loss that is lower for good has fallen before the points where it is level
 
 
 def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation:
@@ -97,6 +98,8 @@ def hardly_moves(series: MetricSeries) -> bool:
     if len(values) < MIN_FLAT or not is_whole(series):
         return False
     tail = values[len(values) // 4 :]
+    if abs(median(tail)) < LEARNED * abs(values[0]):
+        return False
     fell = median(values[: len(values) // 4] or values) - median(tail)
     return max(tail) - min(tail) < FLAT_RANGE * abs(values[0]) and fell < STUCK_FALL * abs(values[0])
 

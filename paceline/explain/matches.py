@@ -83,6 +83,15 @@ TROUBLE = re.compile(
     r"(?i)error|exception|traceback|\bfatal|\bfail|\babort(?:ed|ing|s)?\b|\bkill|denied|refused|cannot|can't|unable|invalid"
     r"|no such|not found|not supported|timed? ?out|out of memory|panic|crash|\bXid\b|\bNVRM: (?!loading)"
 )
+LOGGING = re.compile(
+    r"\blogging[/\\]__init__\.py\", line \d+, in emit$"
+)  # where logging prints what a wrong call raised
+LOGGED = re.compile(r"Message: .*\nArguments: \(")  # behind the stack that logging prints with it
+USAGE = re.compile(r"error: (?:unrecognized arguments|argument |the following arguments|ambiguous option)")
+RESULT = re.compile(
+    r"(?i)\W{0,3}(?:all |successfully )?(?:saved|wrote|done)\b(?! (?:before|until|so far))"
+)  # of work that ended
+SHUT_DOWN = re.compile(r"(?i)\bapplication shutdown complete\b")  # uvicorn, in a server of vLLM for one
 # a launcher says it as a warning, and Python in place of processes that were killed
 ENDED = re.compile(r"closing signal SIG|There appear to be \d+ leaked")
 TROUBLE_AT_END = re.compile(  # of a log, where nothing shows that the program went on
@@ -97,6 +106,9 @@ NO_TROUBLE = re.compile(
     r"|LNK1181: cannot open input file '(?:aio|cufile)\.lib'|error during package walk"
     r"|\w*(?:Mean|Squared|Absolute|Percentage)\w*Error\b|\bfall(?:ing|s) back\b|\busing default\b"
     r"|error during autotuning|\berrors?:$|\bfailures?:(?: \d+)?$"
+    # PowerShell's words around whatever a program writes to stderr, transformers' about a mask that it builds itself
+    r"|RemoteException|FullyQualifiedError|NativeCommandErr|attention mask is not set and cannot be inferred"
+    r"|\bbusbw\b|--- Logging error ---|^#\d+ \d+\.\d+ "  # the head of nccl-tests' table, what docker build quotes of a command
 )
 ERROR_PREFIX = re.compile(r"^(?:\S{1,40}:? )?(?:\[?(?:ERROR|FATAL|CRITICAL)\b|(?:[Ff]atal|[Ee]rror)(?: error)?: )")
 
@@ -148,7 +160,7 @@ def find_events(log: Log, *, number: int) -> list[Event]:
             IGNORABLE.search(record.text) or (is_shut_down and NCCL_RETURN.search(record.text))
         ):
             continue
-        if ended_thread(record, log):
+        if left_program_running(record, log):
             continue
         shape = shape_of(record.text)
         is_end = ended_program(record) or CANCELLED_STEP.search(record.text)
@@ -203,6 +215,8 @@ def run_continued(record: Record, log: Log, continuation: Continuation) -> bool:
         return False  # nothing runs on a GPU after it; the steps behind it were in a buffer
     if record.line in continuation.done:
         return True
+    if USAGE.search(record.text) and last_line > record.line + BUFFERED_LINES:
+        return True  # argparse ends a program before it has done anything: another one wrote what follows
     if NOT_FOUND.search(record.text) and last_line > record.line + WENT_ON:
         return True
     if is_of_item(record) and shape_of(record.text) in continuation.repeated:
@@ -277,15 +291,17 @@ def steps_after(record: Record, log: Log) -> set[int]:
     }
 
 
-def ended_thread(record: Record, log: Log) -> bool:
-    """Whether an exception ended no more than a thread: a tracker's, or one of a program whose work was done."""
+def left_program_running(record: Record, log: Log) -> bool:
+    """Whether an exception ended no more than a thread, a tracker's or one of a program whose work was done, or a logging call."""
     if record.text.startswith("KeyboardInterrupt"):  # Python raises it in the main thread alone
         return False
     if not record.frames:  # of one that threads have printed at once
         twins = (other for other in log.records if other.frames and other.text.startswith(record.text))
-        return record.kind == "exception" and any(ended_thread(twin, log) for twin in twins)
+        return record.kind == "exception" and any(left_program_running(twin, log) for twin in twins)
     if TRACKER.search(record.frames[-1]):  # threads that print at once mix their frames
         return all(map(INSTALLED.search, record.frames))
+    if LOGGING.search(record.frames[0]) or LOGGED.match(record.text):
+        return True
     done_line = log.progress.done_line or (last_progress_line(log) if log.progress.finished else None)
     is_later = done_line is not None and record.line > done_line
     return is_later and IN_THREAD.search(record.frames[0]) is not None
@@ -313,7 +329,7 @@ def unexplained_failures(logs: Sequence[Log], events: Sequence[Event]) -> list[R
         if id(record) not in explained
         and is_failure(record)
         and not run_continued(record, log, continuation)
-        and not ended_thread(record, log)
+        and not left_program_running(record, log)
     ]
 
 
@@ -335,23 +351,36 @@ def last_errors(log: Log) -> list[Record]:
         record
         for record in records
         if record.line > last_line and survived[shape_of(record.text)] < 2 and not NO_TROUBLE.search(record.text)
+        if not run_continued(record, log, continuation_of(log))
     ]
 
 
 def trouble_at_end(logs: Sequence[Log]) -> list[tuple[int, str]]:
-    """The last lines of the logs, after the last progress, of which a word tells of trouble; of a thread that ended none."""
-    return [
-        (number, text)
-        for log in logs
-        for threads in [[record.line for record in log.records if ended_thread(record, log)]]
-        for number, text in log.last_lines[-LAST_CHECKED:]
-        if last_progress_line(log) < number <= min([number, *threads]) and is_trouble(text, at_end=True)
-    ]
+    """The last lines of the logs, behind progress and results, of which a word tells of trouble; of a thread that ended none."""
+    trouble = []
+    for log in logs:
+        threads = [record.line for record in log.records if left_program_running(record, log)]
+        lines = log.last_lines[-LAST_CHECKED:]
+        results = [number for number, text in lines if RESULT.match(split_prefix(text).text)]
+        last_good = max([last_progress_line(log), *results])
+        was_shut_down = any(SHUT_DOWN.search(text) for _, text in log.last_lines)
+        trouble += [
+            (number, text)
+            for number, text in lines
+            if last_good < number <= min([number, *threads]) and is_trouble(text, at_end=True)
+            if not (was_shut_down and ENDED.search(text))
+        ]
+    return trouble
 
 
 def trouble_anywhere(logs: Sequence[Log]) -> list[tuple[int, str]]:
     """The records of which a word tells of trouble."""
-    return [(record.line, record.text) for log in logs for record in log.records if is_trouble(record.text)]
+    return [
+        (record.line, record.text)
+        for log in logs
+        for record in log.records
+        if is_trouble(record.text) and not left_program_running(record, log)
+    ]
 
 
 def is_trouble(text: str, *, at_end: bool = False) -> bool:

@@ -26,6 +26,9 @@ BAR = re.compile(
     r"(?:[^\s|%][^|%]{0,80}?: +)? {0,3}(?P<percent>\d{1,3})%\|[^|]*"
     r"\|? {0,2}(?P<at>[\d.,]+[kMG]?)/(?P<of>[\d.,]+[kMG]?)(?: \[[^\]]*(?:\]|$)|)"
 )
+COUNTER = re.compile(
+    r"(?:[^\s|%][^|%]{0,80}?: +)? {0,3}(?P<at>\d+)it \[\d+:\d\d[^\]]*(?:\]|$)"
+)  # tqdm's, without a total
 PREPARATION = re.compile(  # the bar of what comes before training, or beside it
     r"\W*(?:(?:Up|Down)?[Ll]oad|Fetch|Map|Tokeniz|Generating \w+ split|Filter|Resolv|Prepar|Extract|Convert|Writ|Sav|Quantiz"
     r"|Compil|Captur|Cach|Index|Pack|Cast|Flatten|Sett|Applying|Adding|Truncating|Creating)"
@@ -164,7 +167,10 @@ class ProgressTracker:
 
     def _add_progress(self, number: int, rank: int | None, progress: StepLoss) -> None:
         self._num_lines += 1
-        self._is_last = progress.is_last
+        overruns = (
+            self._is_last and progress.step == (self._last_step or 0) + 1
+        )  # tqdm goes on counting without the total
+        self._is_last = progress.is_last or overruns
         if progress.step is not None:
             self._last_step = progress.step
             # a header may report the number of all steps first
@@ -267,7 +273,7 @@ def store(points: list[Point], point: Point) -> None:
 def strip_bars(text: str) -> tuple[str, StepLoss | None]:
     """The line without its progress bars, and the count of the last one with the loss beside it."""
     if "%|" not in text:
-        return text, None
+        return strip_counters(text) if "it [" in text else (text, None)
     progress = None
     for match in BAR.finditer(text):
         at, of = parse_count(match["at"]), parse_count(match["of"])
@@ -278,6 +284,13 @@ def strip_bars(text: str) -> tuple[str, StepLoss | None]:
             loss = sum(map(float, row["losses"].split()))
         progress = StepLoss(step=at, loss=loss, is_last=at is not None and at == of)
     return BARE_BAR.sub("", BAR.sub("", text)).strip(" \t"), progress
+
+
+def strip_counters(text: str) -> tuple[str, StepLoss | None]:
+    """The same for bars without a total."""
+    counted = [match for match in COUNTER.finditer(text) if not PREPARATION.match(match[0])]
+    progress = StepLoss(parse_count(counted[-1]["at"]), None) if counted else None
+    return COUNTER.sub("", text).strip(" \t"), progress
 
 
 def read_step_and_loss(text: str) -> StepLoss | None:

@@ -9,6 +9,7 @@ What a finding is called and what helps stands in the catalogue.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import Explanation, LogProgress, format_value
@@ -64,6 +65,10 @@ MIN_GROWTH = 0.1  # of memory
 GROWTH_STARTS = (0.2, 0.4, 0.6)  # of the curve: memory grows in any run at first, and a leak may begin late
 MIN_VALIDATION, MIN_AFTER = 6, 3  # points of a validation curve, and after its lowest
 VALIDATION_RISE, Z_VALIDATION = 0.02, 5.0
+MIN_RISES, FEW_RISE = (
+    2,
+    0.3,
+)  # of a validation curve of fewer points: one after the other, and all of them as a share of the lowest
 CONFIDENCE = 0.8
 
 
@@ -346,17 +351,26 @@ def is_stuck(values: Sequence[float]) -> bool:
 def turn_of(values: Sequence[float]) -> int | None:
     """Where a curve is lowest that rises from there to its end, beyond its noise."""
     if len(values) < MIN_VALIDATION:
-        return None
+        return turn_of_few(values)
     smooth = [median(values[max(0, at - 1) : at + 2]) for at in range(len(values))]
     at = min(range(len(values)), key=smooth.__getitem__)
     after = len(values) - 1 - at
     if after < MIN_AFTER:
         return None
     last = values[-max(MIN_AFTER, after // 3) :]
-    jumps = [abs(values[i + 1] - 2 * values[i] + values[i - 1]) for i in range(1, len(values) - 1)]
+    first = at if after >= MIN_VALIDATION else 0  # a steep fall before it is no noise
+    jumps = [abs(values[i + 1] - 2 * values[i] + values[i - 1]) for i in range(max(1, first), len(values) - 1)]
     noise = max(1.4826 * median(jumps) / math.sqrt(6), 1e-4 * abs(smooth[at]))
     rise = median(last) - smooth[at]
     beyond = rise > Z_VALIDATION * noise * math.sqrt(1 / len(last) + 1 / 3)
     if not beyond or rise <= VALIDATION_RISE * abs(smooth[at]) or min(last) <= smooth[at]:
         return None
     return min(range(max(0, at - 1), at + 2), key=values.__getitem__)
+
+
+def turn_of_few(values: Sequence[float]) -> int | None:
+    """The same for few points: they must rise one after the other, and far."""
+    at = max((at for at, value in enumerate(values) if value == min(values)), default=0)
+    after = values[at:]
+    rises = len(after) > MIN_RISES and all(low < high for low, high in pairwise(after))
+    return at if rises and after[-1] > (1 + FEW_RISE) * after[0] > 0 else None

@@ -70,7 +70,7 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
         *find_zeros(losses, ZEROS),
         *find_zeros(line_series(points["rewards"], source="log", kind=REWARD), ZERO_REWARDS, NO_REWARD),
         *find_growth(memories, LOG_GROWTH),
-        *find_overfitting(line_series(points["held_out"], source="log")),
+        *find_overfitting([*line_series(points["held_out"], source="log"), *held_out]),
     ]
     if not findings and explanation.cause == HEALTHY and (flat := next(filter(hardly_moves, losses + held_out), None)):
         return unproven(explanation, flat)

@@ -16,6 +16,7 @@ from paceline.explain.explanation import Record
 from paceline.explain.lines import split_prefix
 from paceline.explain.log import LAST_LINES, Log
 from paceline.explain.run_bounds import BUFFERED_LINES, ended_program, shape_of
+from paceline.explain.tracebacks import IGNORED
 
 MIN_STEPS = 2  # progress lines that show that a run goes on
 STEPS_AFTER = 3  # different steps after an error: it did not end the run
@@ -108,7 +109,10 @@ NO_TROUBLE = re.compile(
     r"|error during autotuning|\berrors?:$|\bfailures?:(?: \d+)?$"
     # PowerShell's words around whatever a program writes to stderr, transformers' about a mask that it builds itself
     r"|RemoteException|FullyQualifiedError|NativeCommandErr|attention mask is not set and cannot be inferred"
-    r"|\bbusbw\b|--- Logging error ---|^#\d+ \d+\.\d+ "  # the head of nccl-tests' table, what docker build quotes of a command
+    # what a program does about it, a line that is marked as good
+    r"|, (?:attempting|trying|installing|downloading|creating|continuing|using)\b|^\W*[ℹ✅✓✔🏆🎉]"
+    # Debian's packages, the head of nccl-tests' table, logging's own report, what docker build quotes of a command
+    r"|^(?:debconf|invoke-rc\.d): |\bbusbw\b|--- Logging error ---|^#\d+ \d+\.\d+ "
 )
 ERROR_PREFIX = re.compile(r"^(?:\S{1,40}:? )?(?:\[?(?:ERROR|FATAL|CRITICAL)\b|(?:[Ff]atal|[Ee]rror)(?: error)?: )")
 
@@ -298,13 +302,15 @@ def left_program_running(record: Record, log: Log) -> bool:
     if not record.frames:  # of one that threads have printed at once
         twins = (other for other in log.records if other.frames and other.text.startswith(record.text))
         return record.kind == "exception" and any(left_program_running(twin, log) for twin in twins)
-    if TRACKER.search(record.frames[-1]):  # threads that print at once mix their frames
+    is_thread = IN_THREAD.search(record.frames[0]) is not None
+    # threads that print at once mix their frames
+    if TRACKER.search(record.frames[-1]) or (is_thread and any(map(TRACKER.search, record.frames))):
         return all(map(INSTALLED.search, record.frames))
     if LOGGING.search(record.frames[0]) or LOGGED.match(record.text):
         return True
     done_line = log.progress.done_line or (last_progress_line(log) if log.progress.finished else None)
     is_later = done_line is not None and record.line > done_line
-    return is_later and IN_THREAD.search(record.frames[0]) is not None
+    return is_later and is_thread
 
 
 def ended_programs(logs: Sequence[Log], events: Sequence[Event]) -> list[Record]:
@@ -360,6 +366,7 @@ def trouble_at_end(logs: Sequence[Log]) -> list[tuple[int, str]]:
     trouble = []
     for log in logs:
         threads = [record.line for record in log.records if left_program_running(record, log)]
+        threads += [number for number, text in log.last_lines if IGNORED.match(text)]
         lines = log.last_lines[-LAST_CHECKED:]
         results = [number for number, text in lines if RESULT.match(split_prefix(text).text)]
         last_good = max([last_progress_line(log), *results])

@@ -73,17 +73,22 @@ NAME_START = re.compile(r"[\w./-]*$")  # of a measure's name, before the part th
 COLUMN_GAP = re.compile(r"\s*\|\s*|\t+|\s{2,}")
 LOSS_COLUMN = re.compile(r"(?i)(?:^|[\s_/-])loss$")
 YOLO_ROW = re.compile(r"^\s*\d+/\d+\s+[\d.]+[GM]?\s+(?P<losses>(?:(?:\d+\.\d+|0|nan|inf)\s+){2,5})")  # epoch, memory
-EPOCH = re.compile(r"(?i)(?:^|\| {0,3})\W*(?:train\w*\W+)?epoch\W{0,4}(?P<epoch>\d{1,6})\b(?!\.\d)")
+TIMESTEPS = re.compile(r"^\| +total_timesteps +\| +(?P<step>\d+) +\|$")  # in the tables of stable-baselines3
+EPOCH = re.compile(r"(?i)(?:^|[|\]] {0,3}| [-:] )\W*(?:train\w*\W+)?epoch\W{0,4}(?P<epoch>\d{1,6})\b(?!\.\d)")
 MIN_EPOCHS = 3  # of a training behind which another begins
 STEP_COLUMN = re.compile(r"(?i)(?:global[_ ])?(?:step|iter(?:ation)?|epoch)s?")
 ROW_STARTS = frozenset("0123456789-nNi")  # 3/30, nan, NaN, No log, inf
 NUMBER_CELL = re.compile(r"(?i)[-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan|inf)")
 OTHER_LOSS = re.compile(r"(?:val|valid|validation|eval|test|dev|best|min|prev)[_ /.-]*$", re.IGNORECASE)
-EVALUATION = re.compile(r"(?i)^\W*(?:test|val|valid|validation|eval|evaluation)\b ?[:\[]")  # how a line of one begins
+EVALUATION = re.compile(  # how a line of one begins
+    r"(?i)^\W*(?:test|val|valid|validation|eval|evaluation|(?:test|validat|evaluat)ing)\b ?(?:[:\[]|- )"
+)
 REWARD = re.compile(rf"(?i)(?<![\w/])(?:(?:train|critic)/)?(?:mean_)?rewards?(?:[/_]mean)?{VALUE}")
-RECORD_LOSS = re.compile(r"(?:best|min|prev)[_ /.-]*(?:\w{2,6}[_ /.-]*)?$", re.IGNORECASE)  # infinite at first
+RECORD_LOSS = re.compile(
+    r"(?:best|min|prev|(?:keep\w*|the) last)[_ /.-]*(?:\w{2,6}[_ /.-]*)?$", re.IGNORECASE
+)  # infinite at first
 DONE = re.compile(
-    r"training (?:is )?(?:completed?|finished|done)|(?:finished|done) training|train_runtime|saved (?:the )?final"
+    r"(?:train|tun)ing (?:is )?(?:completed?|finished|done)|(?:finished|done) training|train_runtime|saved (?:the )?final"
     r"|(?:max_steps|max_epochs)=?\d*`? reached|job (?:finished|completed) success|\ball \d* ?(?:tests|checks) passed"
     r"|training has finished|run finished|finished successfully|^done\.?$|^training time \d+:\d\d:\d\d$"
     r"|terminated of its own accord .*with exit-code 0"
@@ -124,6 +129,7 @@ class ProgressTracker:
         self._memory: dict[str, list[tuple[int, float]]] = {}
         self._loss_rank: int | None = None  # whose losses are stored: the first that reported one
         self._is_policy = False
+        self._is_dict = False  # the line is one of transformers' Trainer
         self._is_filtered = False  # the losses are 0 in place of NaN
         self._columns: tuple[str, ...] = ()  # of the table whose rows may follow
         self._num_lines = 0
@@ -145,11 +151,14 @@ class ProgressTracker:
         """Adds line `number` of the log and returns whether it reports progress; bar: the progress bar that was removed from it."""
         if DONE.search(line.text):
             self._done_line = number
+        self._is_dict = "'loss':" in line.text
         self._is_policy = self._is_policy or "reward" in line.text.lower()
         self._columns = read_columns(line.text) or self._columns
         if (match := EPOCH.search(line.text)) is not None:
             self._begin_epoch(int(match["epoch"]))
         progress = read_row(line.text, self._columns) or read_step_and_loss(line.text) or bar
+        if progress is None and (row := TIMESTEPS.match(line.text)) is not None:
+            progress = StepLoss(parse_count(row["step"]), None)
         if progress is None and match is not None:
             progress = StepLoss(None, None)
         if progress is not None:
@@ -178,7 +187,7 @@ class ProgressTracker:
             if rank is not None and len(self.steps_by_rank) < MAX_RANKS:
                 self.steps_by_rank[rank] = progress.step
         if progress.loss is not None:
-            fell_to_zero = progress.loss == 0 and (self._last_loss or 0.0) > ABRUPT
+            fell_to_zero = progress.loss == 0 and (self._last_loss or 0.0) > ABRUPT and self._is_dict
             self._is_filtered = fell_to_zero or (progress.loss == 0 and self._is_filtered)
             self._last_loss = progress.loss
             self._add_loss(rank, (progress.step, progress.name, progress.loss))
@@ -300,7 +309,7 @@ def read_step_and_loss(text: str) -> StepLoss | None:
     loss = read_value(loss_match)
     if loss is not None and math.isfinite(loss) and OF_WHOLE_RUN.search(text):
         return None
-    held_out = read_value(HELD_OUT_LOSS.search(text)) if "val" in lowered and loss is not None else None
+    held_out = read_value(find_measure(HELD_OUT_LOSS, text)) if "val" in lowered and loss is not None else None
     step = STEP.search(text)
     grad_norm = read_value(find_measure(GRAD_NORM, text)) if "norm" in lowered else None
     if step is None and loss is None:
@@ -322,13 +331,16 @@ def read_step_and_loss(text: str) -> StepLoss | None:
 
 
 def find_measure(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
-    """The measure's first value of training, or its first one that is not finite; of validation if there is no other."""
-    matches = list(pattern.finditer(text))
-    names = [text[max(0, match.start() - 20) : match.start()] for match in matches]
-    training = [match for match, name in zip(matches, names, strict=True) if not OTHER_LOSS.search(name)]
-    measured = [match for match, name in zip(matches, names, strict=True) if not RECORD_LOSS.search(name)]
-    broken = (match for match in [*training, *measured] if not math.isfinite(float(match["value"])))
+    """The measure's first value of training, or its first one that is not finite; of validation if there is no other; no record."""
+    matches = [match for match in pattern.finditer(text) if not RECORD_LOSS.search(before(match))]
+    training = [match for match in matches if not OTHER_LOSS.search(before(match))]
+    broken = (match for match in [*training, *matches] if not math.isfinite(float(match["value"])))
     return next(broken, next(iter(training or matches), None))
+
+
+def before(match: re.Match[str]) -> str:
+    """The words before a match that tell what is measured."""
+    return match.string[max(0, match.start() - 20) : match.start()]
 
 
 def name_of(match: re.Match[str]) -> str:

@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import chain
 
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import Record, RecordKind
@@ -45,6 +45,7 @@ PROGRESS_WORD = re.compile(
     rb"|conclu|termin|beend|abgeschl|\xd0\xbe\xd0\xb1\xd1\x83\xd1\x87\xd0\xb5\xd0\xbd|\xe8\xae\xad\xe7\xbb\x83|\xe5\xad\xa6\xe7\xbf\x92|\xed\x95\x99\xec\x8a\xb5"
     rb"|^[\s|]*\d[\d./]*[\s|]+\d"
 )
+EVALUATED = re.compile(rb"[Vv]al|VAL")
 SIGNAL = re.compile(
     r"\bSIG(?:KILL|TERM|SEGV|ABRT|BUS|INT|HUP|ILL|FPE|PIPE|USR1|USR2)\b|[Ss]ignal:? \d+|Segmentation fault|core dumped"
     r"|^(?:.*: line \d+: +\d+ )?(?:Killed|Aborted|Terminated|Bus error|Illegal instruction)\b|Signals\.SIG"
@@ -128,11 +129,12 @@ class LogParser:
         pending = range(min(self._pending, len(lines)))
         if pending or self._starts:
             selected = sorted({*pending, *selected, *self._filter.starts})
+        has_evaluations = EVALUATED.search(block) is not None
         self._pending = AFTER if selected and selected[-1] == len(lines) - 1 else 0
         before = -1
         for at in (*selected, len(lines)):
             if at != before + 1:
-                self._skip(lines, numbers, range(before + 1, at), has_evaluations=b"val" in block)
+                self._skip(lines, numbers, range(before + 1, at), has_evaluations=has_evaluations)
             if at < len(lines):
                 self._select(numbers[at], lines[at])
             before = at
@@ -209,8 +211,8 @@ class LogParser:
         samples = max(LATE_SAMPLES, SAMPLED_LINES * LATE // max(LATE, self._number))
         between: Sequence[int] = range(first, start, 1 + max(0, start - first) // samples)
         if has_evaluations:
-            evaluations = (at for at in range(first, start) if b"val" in lines[at])
-            between = sorted({*between, *islice(evaluations, samples)})
+            evaluations = [at for at in range(first, start) if EVALUATED.search(lines[at])]
+            between = sorted({*between, *evaluations[:: 1 + len(evaluations) // samples]})
         for at in (*range(gap.start, min(first, start)), *between):
             self._read_progress(numbers[at], lines[at])
         self._waiting.extend((numbers[at], lines[at]) for at in range(start, gap.stop))

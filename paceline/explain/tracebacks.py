@@ -72,6 +72,7 @@ class Unfinished:
     record: Record  # without text and frames
     ignored: bool
     has_header: bool = False
+    type: str = ""  # as IPython prints it in the header
     frames: list[str] = field(default_factory=list)
     source: list[str] = field(default_factory=list)  # lines below the last frame
     message: list[str] = field(default_factory=list)
@@ -143,7 +144,9 @@ class TracebackReader:
         elif match := SPAWNED.search(text):
             self._spawned[key] = int(match["rank"])
         elif header := HEADER.search(text):
-            self._start(number, line, step).has_header = True
+            error = self._start(number, line, step)
+            error.has_header, named = True, text[: header.start()].strip()
+            error.type = named if named and EXCEPTION.fullmatch(named) else ""
             return not MESSAGE_BEFORE.search(
                 text[: header.start()]
             )  # a logger's own sentence, with the error behind it
@@ -206,7 +209,7 @@ class TracebackReader:
     def _finish(self, key: str) -> list[Record]:
         """Closes the error as a record; none for an exception that Python ignored, because it ends no run."""
         error = self._open.pop(key)
-        text = "\n".join(error.message)[:MAX_MESSAGE_CHARS].rstrip()
+        text = "\n".join(error.message)[:MAX_MESSAGE_CHARS].rstrip() or error.type
         is_cut = not text and error.has_header and bool(error.frames)
         if error.ignored or not (text or is_cut):
             return []

@@ -188,9 +188,7 @@ def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[st
         return explain_silence(logs, progress, trouble)
     if progress.finished or progress.steps >= MIN_STEPS:
         return explain_health(progress)
-    if any(
-        log.is_restart and log.last_lines[-1][0] - log.first_line <= BUFFERED_LINES for log in logs if log.last_lines
-    ):
+    if any(map(hardly_began, logs)):
         return explain_silence(logs, progress, ())
     last_lines = [[text for _, text in log.last_lines] for log in logs if log.last_lines]
     if last_lines and all(map(ends_in_nccl, last_lines)):
@@ -214,14 +212,22 @@ def explain_quiet(logs: Sequence[Log], progress: LogProgress, values: Mapping[st
     return explain_silence(logs, progress, ())
 
 
+def hardly_began(log: Log) -> bool:
+    """Whether a log's last run printed little and no step, although runs before it reported steps."""
+    has_steps = any(run.progress.steps >= MIN_STEPS for run in log.earlier)
+    last_line = log.last_lines[-1][0] if log.last_lines else 0
+    return log.is_restart and has_steps and last_line - log.first_line <= BUFFERED_LINES
+
+
 def is_ordinary(log: Log) -> bool:
     """Whether a log without progress ends with ordinary output: of a program, not of free or nvidia-smi, and decoded.
 
     Training that is announced at the very end did not get to its first step.
     """
     ordinary = {number for number, text in log.last_lines if not MONITOR.search(text)}
-    broken = any("\ufffd" in text or TRAINING_BEGINS.search(text) for _, text in log.last_lines)
-    return len(ordinary) >= MIN_LINES and not broken
+    begins = any(TRAINING_BEGINS.search(text) for _, text in log.last_lines[-1 - LAST_CHECKED :])
+    is_decoded = not any("\ufffd" in text for _, text in log.last_lines)
+    return len(ordinary) >= MIN_LINES and is_decoded and not begins
 
 
 def explain_silence(logs: Sequence[Log], progress: LogProgress, trouble: Sequence[Evidence]) -> Explanation:

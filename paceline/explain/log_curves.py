@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from paceline.explain.curve_verdict import (
+    MIN_POINTS,
     SPIKE,
     STANDS_STILL,
     START_RISE,
@@ -37,7 +38,7 @@ from paceline.explain.series import (
     show_curve,
 )
 from paceline.explain.verdict import HEALTHY, UNKNOWN
-from paceline.noise import median
+from paceline.noise import median, standard_errors_below
 
 LOG_RISE = 1.0  # of a loss that was higher at first
 PART_RISE = 9.0  # of one whose first steps are not in the log
@@ -45,6 +46,7 @@ ZEROS, ZERO_REWARDS = 3, 10  # on the lines of a log, if no others are there
 NO_REWARD = "every reward is 0"
 LOG_GROWTH = 0.2  # of memory
 MIN_FLAT, FLAT_RANGE = 5, 0.0015  # points of a loss, and the share of its level that they span
+Z_FALL, MAX_FALL = 2.0, 0.05  # of a loss, in standard errors and as a share: less is no fall
 LEARNED = 0.5  # of its first value: a loss that is lower for good has fallen before the points where it is level
 
 
@@ -67,6 +69,7 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
     findings = [
         *(rise for item in losses for rise in find_rises([item], least_rise(item))),
         *still,
+        *find_unlearned(losses, held_out),
         *find_zeros(losses, ZEROS),
         *find_zeros(line_series(points["rewards"], source="log", kind=REWARD), ZERO_REWARDS, NO_REWARD),
         *find_growth(memories, LOG_GROWTH),
@@ -82,6 +85,22 @@ def find_zeros(series: Sequence[MetricSeries], at_least: int, reason: str | None
     for item in series:
         if len(item.values) >= at_least and not any(item.values):
             yield CurveFinding(STANDS_STILL, item, 0, reason)
+
+
+def find_unlearned(losses: Sequence[MetricSeries], held_out: Sequence[MetricSeries]) -> Iterator[CurveFinding]:
+    """Losses of training that do not fall over the whole run, beyond their noise, while those of evaluations do not either."""
+    if losses and held_out and not any(map(falls, [*losses, *held_out])):
+        yield CurveFinding(STANDS_STILL, losses[0], 0)
+
+
+def falls(series: MetricSeries) -> bool:
+    """Whether a loss falls, or has too few points to tell."""
+    values = list(filter(math.isfinite, series.values))
+    third = len(values) // 3
+    if len(values) < MIN_POINTS or not is_whole(series):
+        return True
+    first, last = values[:third], values[-third:]
+    return standard_errors_below(last, first) > Z_FALL or median(last) < (1 - MAX_FALL) * median(first)
 
 
 def least_rise(series: MetricSeries) -> float:

@@ -20,7 +20,7 @@ from paceline.explain.explanation import Record, RecordKind
 from paceline.explain.line_filter import AFTER, MAX_LINE_BYTES, LineFilter, Shapes
 from paceline.explain.lines import MAX_RANKS, LogLine, split_prefix, strip_escapes, unwrap_json
 from paceline.explain.log import LAST_LINES, Log, OpenRun
-from paceline.explain.progress import StepLoss, read_step_and_loss, strip_bars
+from paceline.explain.measures import StepLoss, read_step_and_loss, strip_bars
 from paceline.explain.run_bounds import COMMAND, START_WORD, may_start, shape_of
 from paceline.explain.tracebacks import TracebackReader
 
@@ -43,7 +43,7 @@ LATE = 10_000  # lines into a log: it has enough samples, and later blocks give 
 PROGRESS_WORD = re.compile(
     rb"(?i)step|loss|iter|\bit\b|updat|batch|%\||finish|complet|done|train_runtime|reached|passed|saved|mem|rss|vram"
     rb"|conclu|termin|beend|abgeschl|\xd0\xbe\xd0\xb1\xd1\x83\xd1\x87\xd0\xb5\xd0\xbd|\xe8\xae\xad\xe7\xbb\x83|\xe5\xad\xa6\xe7\xbf\x92|\xed\x95\x99\xec\x8a\xb5"
-    rb"|^[\s|]*\d[\d./]*[\s|]+\d"
+    rb"|^[\s|]*\d[\d./]*[\s|,]+-?\d"
 )
 EVALUATED = re.compile(rb"[Vv]al|VAL")
 SIGNAL = re.compile(

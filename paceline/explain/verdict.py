@@ -15,7 +15,6 @@ from paceline.explain.collectives import DESYNC, FIRST_TRANSFER, CollectiveHang,
 from paceline.explain.explanation import Evidence, Explanation, LogProgress, Record
 from paceline.explain.log import Log
 from paceline.explain.matches import (
-    LAST_CHECKED,
     MIN_STEPS,
     WAITING,
     Event,
@@ -23,9 +22,6 @@ from paceline.explain.matches import (
     ended_programs,
     find_events,
     guess_events,
-    last_errors,
-    trouble_anywhere,
-    trouble_at_end,
     unexplained_failures,
 )
 from paceline.explain.reader import INCOMPLETE, NOT_TEXT
@@ -33,6 +29,7 @@ from paceline.explain.roots import apply_hang, choose_culprit, find_hang, find_r
 from paceline.explain.run_bounds import BUFFERED_LINES
 from paceline.explain.sentences import clean_values, fill_template, format_fix, frame_values, template_values
 from paceline.explain.tracebacks import CUT_OFF
+from paceline.explain.trouble import LAST_CHECKED, ends_well, last_errors, trouble_anywhere, trouble_at_end
 
 HEALTHY, UNKNOWN, DIVERGED = "healthy", "unknown", "loss-nan"
 MIN_SCORE = 0.2  # an event with a lower score is ignored
@@ -227,7 +224,7 @@ def is_ordinary(log: Log) -> bool:
     ordinary = {number for number, text in log.last_lines if not MONITOR.search(text)}
     begins = any(TRAINING_BEGINS.search(text) for _, text in log.last_lines[-1 - LAST_CHECKED :])
     is_decoded = not any("\ufffd" in text for _, text in log.last_lines)
-    return len(ordinary) >= MIN_LINES and is_decoded and not begins
+    return (len(ordinary) >= MIN_LINES or ends_well(log)) and is_decoded and not begins
 
 
 def explain_silence(logs: Sequence[Log], progress: LogProgress, trouble: Sequence[Evidence]) -> Explanation:

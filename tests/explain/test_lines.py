@@ -4,7 +4,8 @@ import pytest
 from log_samples import read
 
 from paceline.explain.lines import LogLine, split_prefix
-from paceline.explain.progress import MAX_LOSSES, ProgressTracker, read_step_and_loss
+from paceline.explain.measures import read_step_and_loss
+from paceline.explain.progress import MAX_LOSSES, ProgressTracker
 
 
 def test_an_nccl_line_has_a_host_and_a_device_that_is_not_a_rank():

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from log_samples import read
 
-from paceline.explain.progress import StepLoss, read_columns, read_row
+from paceline.explain.measures import StepLoss, read_columns, read_row
 from paceline.explain.run_folder import explain
 
 TABLE = Path(__file__).parent / "trainers.toml"
@@ -130,5 +130,8 @@ def test_text_about_a_loss_is_no_header_of_a_table(line):
 def test_a_row_without_all_its_cells_or_without_numbers_is_no_row():
     columns = read_columns("Step  Training Loss  Validation Loss")
     assert read_row("10  2.5  nan", columns) == StepLoss(10, 2.5, name="Training Loss")
+    assert read_row("10  2.5  2.6", columns) == StepLoss(10, 2.5, name="Training Loss", held_out=2.6)
+    commas = read_columns("epoch,acc,loss,val_loss")
+    assert read_row("3,0.61,1.48, 2.01", commas) == StepLoss(3, 1.48, held_out=2.01)
     for text in ("10  2.5", "10  no log  none", "all  2.5  2.4"):
         assert read_row(text, columns) is None

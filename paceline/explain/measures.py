@@ -1,0 +1,230 @@
+"""
+What one line of a log reports of the progress of a run: the step, losses, the norm of the gradients, rewards, memory.
+
+The forms are those of the usual trainers: sentences, dictionaries, progress bars, rows of tables. A program that prints behind an
+open progress bar prints on the same line, so bars are removed from a line before it is read.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+MAX_DIGITS = 15
+BAR = re.compile(
+    r"(?:[^\s|%][^|%]{0,80}?: +)? {0,3}(?P<percent>\d{1,3})%\|[^|]*"
+    r"\|? {0,2}(?P<at>[\d.,]+[kMG]?)/(?P<of>[\d.,]+[kMG]?)(?: \[[^\]]*(?:\]|$)|)"
+)
+COUNTER = re.compile(
+    r"(?:[^\s|%][^|%]{0,80}?: +)? {0,3}(?P<at>\d+)it \[\d+:\d\d[^\]]*(?:\]|$)"
+)  # tqdm's, without a total
+PREPARATION = re.compile(  # the bar of what comes before training, or beside it
+    r"\W*(?:(?:Up|Down)?[Ll]oad|Fetch|Map|Tokeniz|Generating \w+ split|Filter|Resolv|Prepar|Extract|Convert|Writ|Sav|Quantiz"
+    r"|Compil|Captur|Cach|Index|Pack|Cast|Flatten|Sett|Applying|Adding|Truncating|Creating)"
+)
+BARE_BAR = re.compile(r" {0,3}\d{1,3}%\|[█▏▎▍▌▋▊▉ #=>.-]*\|?")  # cut in the middle, or without a count
+# `gradient accumulation steps: 8` is a setting, no progress
+SETTINGS = (
+    "accumulation", "accum", "warmup", "max", "num", "total", "optimization", "decay", "logging", "save", "eval", "target",
+    "print", "of",
+)  # fmt: skip
+STEP = re.compile(
+    "".join(f"(?<!{word}.)" for word in SETTINGS)
+    + r"(?<![a-z])(?:global[_ ]?steps?|steps?|iter(?:ation)?s?|updates?|num_updates|batch"
+    r"|(?<!\d)it)['\"]?\s*[:=# \[(]{0,3}\s*(?P<step>\d[\d,]*)(?P<of>\s*/\s*\d[\d,]*)?(?![\w.]|\s*[A-Za-z]+/)",
+    re.IGNORECASE,
+)
+# 2.5, '2.5', nan.0, tensor(nan, np.float64(nan)
+VALUE = (
+    r"['\"]?\s*(?:[:=|]|is\b(?: (?:not finite|non-finite|NaN)[:,]?)?)?\s*(?:[\w.]{1,20}\()?['\"]?"
+    r"(?P<value>[-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan|inf))(?:\.0)?\b"
+)
+LOSS = re.compile(
+    r"loss(?: (?:train|average|avg|mean)|_(?!scal|weight|fn|func|type)[a-z]\w{0,15}|[_-]?\d{1,2}(?= ?[:=]|[ ]+[-+]?\d))?"
+    + VALUE,
+    re.IGNORECASE,
+)
+HELD_OUT_LOSS = re.compile(rf"\be?val(?:id(?:ation)?)?[_ /.-]*loss{VALUE}", re.IGNORECASE)
+OF_WHOLE_RUN = re.compile(r"train_runtime|^ *train_loss +=")  # a line whose loss is a mean
+NAN_OUTPUT = re.compile(r"['\"]log(?:p|it)s/\w+['\"]: nan")  # of a model whose loss is written as 0
+GRAD_NORM = re.compile(rf"(?:grad(?:ient)?s?[_ /.-]*(?:global[_ ])?|\bg|\b)norm{VALUE}", re.IGNORECASE)
+MEMORY_WORD = re.compile(r"(?i)(?<![a-z])(?:mem(?:ory)?|v?ram|rss|allocated|reserved)(?![a-z])")
+PART_END = re.compile(r"[,|;{}\t]|\s{2}")
+AMOUNT = re.compile(
+    r"(?i)(?<![\w./-])(?P<value>\d{1,15}(?:\.\d{1,9})?)[ \t]?(?P<unit>[kmgt]?i?b?)%?(?=[\s,;|()\]/}'\"]|$)"
+)
+MAX_NAME = 60  # characters of a measure's name
+UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+COUNTERS = re.compile(r"(?i)((?:gpu|cuda|device|rank)[ :#]{0,2}\d+)|[ :]?\d+")  # all but a device's number
+NOT_IN_USE = re.compile(
+    r"(?i)free|avail|total|limit|capacity|cach|load|disk|file|param|fraction|(?:time|step|iter|iteration|epoch|batch|loss)\W*$"
+)
+NAME_START = re.compile(r"[\w./-]*$")  # of a measure's name, before the part that LOSS finds
+COLUMN_GAP = re.compile(r"\s*\|\s*|\t+|\s{2,}")
+LOSS_COLUMN = re.compile(r"(?i)(?:^|[\s_/-])loss$")
+YOLO_ROW = re.compile(r"^\s*\d+/\d+\s+[\d.]+[GM]?\s+(?P<losses>(?:(?:\d+\.\d+|0|nan|inf)\s+){2,5})")  # epoch, memory
+COUNTED = re.compile(  # stable-baselines3's table, DeepSpeed's timer, a step and a value
+    r"\| +total_timesteps +\| +(?P<step>\d+) +\||.{0,80}\[timer\.py:\d+:stop\] \d+/(?P<at>\d+), "
+    r"|(?P<n>\d{1,9})[ \t]+(?P<value>-?\d+\.\d+(?:e[-+]?\d+)?|nan)$"
+)
+STEP_COLUMN = re.compile(r"(?i)(?:global[_ ])?(?:step|iter(?:ation)?|epoch)s?")
+ROW_STARTS = frozenset("0123456789-nNi")  # 3/30, nan, NaN, No log, inf
+NUMBER_CELL = re.compile(r"(?i)[-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|nan|inf)")
+OTHER_LOSS = re.compile(r"(?:val|valid|validation|eval|test|dev|best|min|prev)[_ /.-]*$", re.IGNORECASE)
+EVALUATION = re.compile(  # how a line of one begins
+    r"(?i)^\W*(?:test|val|valid|validation|eval|evaluation|(?:test|validat|evaluat)ing)\b ?(?:[:\[]|- |result\b)"
+)
+REWARD = re.compile(rf"(?i)(?<![\w/])(?:(?:train|critic)/)?(?:mean_)?rewards?(?:[/_]mean)?{VALUE}")
+RECORD_LOSS = re.compile(
+    r"(?:best|min|prev|(?:keep\w*|the) last)[_ /.-]*(?:\w{2,6}[_ /.-]*)?$", re.IGNORECASE
+)  # infinite at first
+
+
+@dataclass(frozen=True)
+class StepLoss:
+    """The step, the loss and the norm of the gradients that one line reports."""
+
+    step: int | None
+    loss: float | None
+    is_last: bool = False  # step 100/100
+    grad_norm: float | None = None
+    name: str = "loss"
+    held_out: float | None = None  # the loss of an evaluation beside that of training
+    reward: float | None = None
+
+
+def strip_bars(text: str) -> tuple[str, StepLoss | None]:
+    """The line without its progress bars, and the count of the last one with the loss beside it."""
+    if "%|" not in text:
+        return strip_counters(text) if "it [" in text else (text, None)
+    progress = None
+    for match in BAR.finditer(text):
+        at, of = parse_count(match["at"]), parse_count(match["of"])
+        if PREPARATION.match(match[0]):
+            continue
+        loss = read_value(find_measure(LOSS, match[0])) if "loss" in match[0].lower() else None
+        if row := YOLO_ROW.match(match[0]):
+            loss = sum(map(float, row["losses"].split()))
+        progress = StepLoss(step=at, loss=loss, is_last=at is not None and at == of)
+    return BARE_BAR.sub("", BAR.sub("", text)).strip(" \t"), progress
+
+
+def strip_counters(text: str) -> tuple[str, StepLoss | None]:
+    """The same for bars without a total."""
+    counted = [match for match in COUNTER.finditer(text) if not PREPARATION.match(match[0])]
+    progress = StepLoss(parse_count(counted[-1]["at"]), None) if counted else None
+    return COUNTER.sub("", text).strip(" \t"), progress
+
+
+def read_step_and_loss(text: str) -> StepLoss | None:
+    """The step or the loss that a line reports; None if it reports neither."""
+    lowered = text.lower()
+    loss_match = find_measure(LOSS, text) if "loss" in lowered else None
+    loss = read_value(loss_match)
+    if loss is not None and math.isfinite(loss) and OF_WHOLE_RUN.search(text):
+        return None
+    held_out = read_value(find_measure(HELD_OUT_LOSS, text)) if "val" in lowered and loss is not None else None
+    step = STEP.search(text)
+    grad_norm = read_value(find_measure(GRAD_NORM, text)) if "norm" in lowered else None
+    if step is None and loss is None:
+        return None if grad_norm is None or math.isfinite(grad_norm) else StepLoss(None, None, grad_norm=grad_norm)
+    if loss is None and step is not None and not (step["of"] or ":" in text or "=" in text or len(text) < 40):
+        return None  # prose, such as "takes 3 steps 2 at a time"
+    number = parse_count(step["step"]) if step else None
+    is_last = bool(step and step["of"] and parse_count(step["of"].strip("/ \t")) == number)
+    if loss == 0 and NAN_OUTPUT.search(text):
+        loss = math.nan
+    if loss == 0 and "reward" in lowered and lowered.count("nan") == 1:
+        grad_norm = (
+            None  # of GRPO, whose loss is 0 by design: as long as rewards and KL are finite, only the step is skipped
+        )
+    name = name_of(loss_match) if loss_match else "loss"
+    name = "eval_loss" if EVALUATION.match(text) else name
+    reward = read_value(REWARD.search(text)) if "reward" in lowered else None
+    return StepLoss(number, loss, is_last, grad_norm, name, held_out, reward)
+
+
+def find_measure(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    """The measure's first value of training, or its first one that is not finite; of validation if there is no other; no record."""
+    matches = [match for match in pattern.finditer(text) if not RECORD_LOSS.search(before(match))]
+    training = [match for match in matches if not OTHER_LOSS.search(before(match))]
+    broken = (match for match in [*training, *matches] if not math.isfinite(float(match["value"])))
+    return next(broken, next(iter(training or matches), None))
+
+
+def before(match: re.Match[str]) -> str:
+    """The words before a match that tell what is measured."""
+    return match.string[max(0, match.start() - 20) : match.start()]
+
+
+def name_of(match: re.Match[str]) -> str:
+    """The name of a loss in the form of metrics: train/loss."""
+    before = match.string[max(0, match.start() - 40) : match.start()]
+    prefix = NAME_START.search(before)
+    return "eval_loss" if OTHER_LOSS.search(before) else f"{prefix[0] if prefix else ''}loss"
+
+
+def read_memory(text: str) -> Iterator[tuple[str, float]]:
+    """The amounts of memory in use that a line reports, by name: in bytes where they have a unit."""
+    for part in filter(MEMORY_WORD.search, PART_END.split(text)):
+        for match in AMOUNT.finditer(part):
+            name = part[: match.start()]
+            if MEMORY_WORD.search(name) and not NOT_IN_USE.search(name):
+                words = COUNTERS.sub(r"\1", name).split()
+                named = " ".join(words).strip(" :=([{'\"")[-MAX_NAME:]
+                unit = UNITS.get(match["unit"][:1].lower())
+                yield (
+                    (named, float(match["value"]))
+                    if unit is None
+                    else (f"{named} (bytes)", float(match["value"]) * unit)
+                )
+
+
+def read_value(match: re.Match[str] | None) -> float | None:
+    return float(match["value"]) if match else None
+
+
+def read_columns(text: str) -> tuple[str, ...]:
+    """The names of a table's columns; none if no column is a loss."""
+    names = split_cells(text) if "loss" in text.lower() else ()
+    is_header = len(names) > 1 and all(name[:1].isalpha() and not set(name) & set(":={") for name in names)
+    return names if is_header and any(map(LOSS_COLUMN.search, names)) else ()
+
+
+def split_cells(text: str) -> tuple[str, ...]:
+    """The cells of a table's row, between bars, tabs, spaces or, where there are none of them, commas."""
+    cells = tuple(filter(None, COLUMN_GAP.split(text.strip(" \t|"))))
+    return tuple(map(str.strip, text.split(","))) if len(cells) == 1 and "," in text else cells
+
+
+def read_row(text: str, columns: Sequence[str]) -> StepLoss | None:
+    """The step and a loss in a row of a table: the first loss that is not finite, of training if there is one."""
+    if not columns or text.strip(" \t|")[:1] not in ROW_STARTS:
+        return None
+    row = dict(zip(columns, split_cells(text), strict=False))
+    losses = {name: float(row[name]) for name in row if LOSS_COLUMN.search(name) and NUMBER_CELL.fullmatch(row[name])}
+    if len(row) < len(columns) or not losses:
+        return None
+    training = {name: loss for name, loss in losses.items() if not OTHER_LOSS.search(name[:-4])} or losses
+    name = next((name for name, loss in training.items() if not math.isfinite(loss)), next(iter(training)))
+    counters = sorted(filter(STEP_COLUMN.fullmatch, row), key=lambda name: name.lower().startswith("epoch"))
+    counts = [parse_count(row[name].partition("/")[0]) for name in counters]
+    reward = float(row["reward"]) if NUMBER_CELL.fullmatch(row.get("reward", "")) else None
+    step = next((count for count in counts if count is not None), None)
+    held_out = next((loss for other, loss in losses.items() if other not in training and math.isfinite(loss)), None)
+    return StepLoss(step, training[name], name=name, held_out=held_out, reward=reward)
+
+
+def parse_count(text: str) -> int | None:
+    """'12,345' -> 12345; None if it is not a whole number of at most 15 digits."""
+    digits = text.replace(",", "")
+    return int(digits) if digits.isdigit() and digits.isascii() and len(digits) <= MAX_DIGITS else None
+
+
+def read_counter(text: str) -> StepLoss | None:
+    """The step on a line that reports one in a form of its own, and NaN where the value beside it is NaN."""
+    match = COUNTED.match(text)
+    if match is None:
+        return None
+    step = parse_count(match["step"] or match["at"] or match["n"])
+    return StepLoss(step, math.nan if match["value"] == "nan" else None)

@@ -1,0 +1,121 @@
+"""
+Lines that tell of trouble although no cause of the catalogue is in them, and lines that tell that the work is done.
+
+They decide between healthy and unknown where a log shows no failure that is known.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from paceline.explain.explanation import Record
+from paceline.explain.lines import split_prefix
+from paceline.explain.log import Log
+from paceline.explain.matches import (
+    EXIT_ZERO,
+    WARNING_LINE,
+    continuation_of,
+    last_progress_line,
+    left_program_running,
+    run_continued,
+)
+from paceline.explain.run_bounds import shape_of
+from paceline.explain.tracebacks import IGNORED
+
+LAST_CHECKED = 3  # lines at the end of a log
+MAX_WORDS = 200  # characters in which a line tells of trouble; in a long one such a word can be in the data
+TROUBLE = re.compile(
+    r"(?i)error|exception|traceback|\bfatal|\bfail|\babort(?:ed|ing|s)?\b|\bkill|denied|refused|cannot|can't|unable|invalid"
+    r"|no such|not found|not supported|timed? ?out|out of memory|panic|crash|\bXid\b|\bNVRM: (?!loading)"
+)
+RESULT = re.compile(  # of work that ended
+    r"(?i)(?:\W?(?:INFO|SUCCESS)\b[\]:\s-]*(?:\w[\w.]*: ?)?)?\W{0,3}(?:all |successfully )?(?:saved|wrote|done)\b"
+    r"(?! (?:before|until|so far))"
+)
+SUCCESS = re.compile(r"(?i)\bsuccessfully [a-z]+ed\b|\b[a-z]+ed successfully\b")
+SHUT_DOWN = re.compile(r"(?i)\bapplication shutdown complete\b")  # uvicorn, in a server of vLLM for one
+# a launcher says it as a warning, and Python in place of processes that were killed
+ENDED = re.compile(r"closing signal SIG|There appear to be \d+ leaked")
+TROUBLE_AT_END = re.compile(  # of a log, where nothing shows that the program went on
+    r"(?i)terminat|usage:|(?<!\*)\*{3} (?:STEP|JOB|SIG|Process|Abort|Error|Exception|buffer|stack)|NCCL WARN |stuck|\bhangs?\b"
+    r"|waiting for (?:all|other|rank|worker|peer|client|node)|stack ?trace|^ *\[bt\] |^[ ~]*\^{3,}[ ~^]*$"
+)
+# a count of none, a measure, the end of a tracker, a test of failures, a search for what is optional, a fallback
+NO_TROUBLE = re.compile(
+    f"(?i){EXIT_ZERO}"
+    r"|\b(?:0|no|without) (?:errors?|fail\w*|invalid)|(?:errors?|fail\w*|invalid|killed)\W{1,3}0\b|error[ _]rate"
+    r"|error\w*\W{1,3}\d*\.\d|^wandb:|^frame #|\bsimulat\w+ [\w ]{0,20}(?:fail|error|crash)|unable to register cu\w+ factory"
+    r"|LNK1181: cannot open input file '(?:aio|cufile)\.lib'|error during package walk"
+    r"|\w*(?:Mean|Squared|Absolute|Percentage)\w*Error\b|\bfall(?:ing|s) back\b|\busing default\b"
+    r"|error during autotuning|\berrors?:$|\bfailures?:(?: \d+)?$"
+    # PowerShell's words around whatever a program writes to stderr, transformers' about a mask that it builds itself
+    r"|RemoteException|FullyQualifiedError|NativeCommandErr|attention mask is not set and cannot be inferred"
+    # what a program does about it, a line that is marked as good
+    r"|, (?:attempting|trying|installing|downloading|creating|continuing|using)\b|^\W*[ℹ✅✓✔🏆🎉]"
+    # Debian's packages, the head of nccl-tests' table, logging's own report, what docker build quotes of a command
+    r"|^(?:debconf|invoke-rc\.d): |\bbusbw\b|--- Logging error ---|^#\d+ \d+\.\d+ "
+)
+ERROR_PREFIX = re.compile(r"^(?:\S{1,40}:? )?(?:\[?(?:ERROR|FATAL|CRITICAL)\b|(?:[Ff]atal|[Ee]rror)(?: error)?: )")
+
+
+def last_errors(log: Log) -> list[Record]:
+    """The lines that a logger marks as errors and after which the log shows no progress; none whose like the run survived twice."""
+    if any(SUCCESS.search(text) for _, text in log.last_lines[-LAST_CHECKED:]):
+        return []
+    last_line = last_progress_line(log)
+    records = [record for record in log.records if record.kind == "line" and ERROR_PREFIX.search(record.text)]
+    survived = Counter(shape_of(record.text) for record in records if record.line <= last_line)
+    return [
+        record
+        for record in records
+        if record.line > last_line and survived[shape_of(record.text)] < 2 and not NO_TROUBLE.search(record.text)
+        if not run_continued(record, log, continuation_of(log))
+    ]
+
+
+def trouble_at_end(logs: Sequence[Log]) -> list[tuple[int, str]]:
+    """The last lines of the logs, behind progress and results, of which a word tells of trouble; of a thread that ended none."""
+    trouble = []
+    for log in logs:
+        threads = [record.line for record in log.records if left_program_running(record, log)]
+        threads += [number for number, text in log.last_lines if IGNORED.match(text)]
+        lines = log.last_lines[-LAST_CHECKED:]
+        results = [number for number, text in lines if is_result(text)]
+        last_good = max([last_progress_line(log), *results])
+        was_shut_down = any(SHUT_DOWN.search(text) for _, text in log.last_lines)
+        trouble += [
+            (number, text)
+            for number, text in lines
+            if last_good < number <= min([number, *threads]) and is_trouble(text, at_end=True)
+            if not (was_shut_down and ENDED.search(text))
+        ]
+    return trouble
+
+
+def trouble_anywhere(logs: Sequence[Log]) -> list[tuple[int, str]]:
+    """The records of which a word tells of trouble."""
+    return [
+        (record.line, record.text)
+        for log in logs
+        for record in log.records
+        if is_trouble(record.text) and not left_program_running(record, log)
+    ]
+
+
+def is_trouble(text: str, *, at_end: bool = False) -> bool:
+    if at_end and ENDED.search(text):
+        return True
+    text = split_prefix(text).text[:MAX_WORDS]
+    has_word = TROUBLE.search(text) or (at_end and TROUBLE_AT_END.search(text))
+    return bool(has_word) and not NO_TROUBLE.search(text) and not WARNING_LINE.search(text)
+
+
+def is_result(text: str) -> bool:
+    """Whether a line tells that the work is done: saved, done, completed successfully."""
+    text = split_prefix(text).text
+    return RESULT.match(text) is not None or SUCCESS.search(text) is not None
+
+
+def ends_well(log: Log) -> bool:
+    """Whether one of the last lines tells that the work is done."""
+    return any(is_result(text) for _, text in log.last_lines[-LAST_CHECKED:])

@@ -287,6 +287,7 @@ def ended_programs(logs: Sequence[Log], events: Sequence[Event]) -> list[Record]
         for log in logs
         for record in log.records
         if id(record) not in explained and is_failure(record) and ended_program(record) and is_near_end(record, log)
+        if not left_program_running(record, log)
     ]
 
 

@@ -41,7 +41,7 @@ LATE = 10_000  # lines into a log: it has enough samples, and later blocks give 
 
 # in every line that reports a step, a loss, memory or the end of the work, and in the rows of a table of numbers
 PROGRESS_WORD = re.compile(
-    rb"(?i)step|loss|iter|\bit\b|updat|batch|%\||finish|complet|done|train_runtime|reached|passed|saved|mem|rss|vram"
+    rb"(?i)step|loss|iter|\bit\b|\dit \[|updat|batch|%\||finish|complet|done|train_runtime|reached|passed|saved|mem|rss|vram"
     rb"|conclu|termin|beend|abgeschl|\xd0\xbe\xd0\xb1\xd1\x83\xd1\x87\xd0\xb5\xd0\xbd|\xe8\xae\xad\xe7\xbb\x83|\xe5\xad\xa6\xe7\xbf\x92|\xed\x95\x99\xec\x8a\xb5"
     rb"|^[\s|]*\d[\d./]*[\s|,]+-?\d"
 )

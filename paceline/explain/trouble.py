@@ -14,10 +14,8 @@ from paceline.explain.log import Log
 from paceline.explain.matches import (
     EXIT_ZERO,
     WARNING_LINE,
-    continuation_of,
     last_progress_line,
     left_program_running,
-    run_continued,
 )
 from paceline.explain.run_bounds import shape_of
 from paceline.explain.tracebacks import IGNORED
@@ -69,7 +67,6 @@ def last_errors(log: Log) -> list[Record]:
         record
         for record in records
         if record.line > last_line and survived[shape_of(record.text)] < 2 and not NO_TROUBLE.search(record.text)
-        if not run_continued(record, log, continuation_of(log))
     ]
 
 

@@ -439,6 +439,16 @@ def test_curves_begin_again_with_the_epochs_of_another_training():
     assert explain([(first + second.replace("[epoch 0", "[part 0")).encode()]).cause == "loss-diverged"
 
 
+def test_curves_begin_again_with_epochs_that_are_counted_in_fifties():
+    def epochs(losses):
+        return "".join(f"epoch {50 * n}, content loss {loss}\n" for n, loss in enumerate(losses, 1))
+
+    low = epochs(0.3 - n / 1000 for n in range(30))
+    high = epochs(2.4 - n / 50 for n in range(30))
+    assert explain([(low + high).encode()]).cause == "healthy"
+    assert explain([(low + high.replace("epoch ", "part ")).encode()]).cause == "loss-diverged"
+
+
 def test_the_number_of_a_loss_is_not_its_value():
     text = "".join(f"[Epoch:{n}/50]: loss1:{0.9 / n:.4f} loss2:{1.7 / n:.4f}| AUC:0.8\n" for n in range(1, 40))
     explanation = explain([text.encode()])
@@ -451,3 +461,83 @@ def test_losses_on_lines_of_an_evaluation_are_no_rise_of_the_training():
     lines += [f"Test:  [ {n}/99]  eta: 0:05:10  loss: {98 + n / 9:.4f} (64.9)" for n in range(12)]
     assert explain(["\n".join(lines).encode()]).cause == "healthy"
     assert explain(["\n".join(lines).replace("Test:", "Step:").encode()]).cause == "loss-diverged"
+
+
+def test_curves_of_several_trainings_whose_lines_have_a_logger_s_prefix_are_told_apart():
+    first = [
+        f"2026-10-09 15:11:1{n} - root - INFO - Epoch [{n}/9], Train Loss: {3 / n:.3f} Validation Loss: 0.04"
+        for n in range(1, 10)
+    ]
+    second = [line.replace("Loss: 0.04", f"Loss: {0.08 + 0.1 / n:.3f}") for n, line in enumerate(first, 1)]
+    assert explain(["\n".join(first + second).encode()]).cause == "healthy"
+    assert explain(["\n".join(first + second).replace("Epoch [", "Part [").encode()]).cause == "validation-turns-up"
+
+
+def test_a_validation_loss_of_few_points_turns_up_if_it_rises_far_from_one_to_the_next():
+    line = "Epoch {step}/50 | Train Loss: 0.{step}\nValidation Loss: {loss}\nskipped (keeping last val_loss=1.4113)\n"
+    assert explain(log_of(enumerate([1.4113, 1.7492, 2.1625], 1), line)).cause == "validation-turns-up"
+    assert explain(log_of(enumerate([1.4113, 1.7492, 1.6], 1), line)).cause == "healthy"
+    assert explain(log_of(enumerate([1.4113, 1.45, 1.5], 1), line)).cause == "healthy"
+
+
+def test_a_validation_loss_that_fell_steeply_at_first_still_turns_up():
+    values = [6.857, 6.857, 1.517, 1.517, 2.59, 2.933, 3.635, 3.189, 3.394, 3.565]
+    line = "Epoch {step}/50 | Train Loss: 0.5 | Val Loss: {loss}\n"
+    assert explain(log_of(enumerate(values, 1), line)).cause == "validation-turns-up"
+
+
+def test_a_loss_that_fell_at_once_and_is_level_since_has_learned():
+    line = "iteration {step} loss: {loss}\n"
+    values = [110576.0, 9000.0, 800.0, 90.0, 30.0, *(27.5 + 0.001 * (n % 3) for n in range(60))]
+    assert explain(log_of(enumerate(values, 1), line)).cause == "healthy"
+    assert explain(log_of(enumerate(values[5:], 1), line)).cause != "healthy"
+
+
+def test_noisy_losses_of_training_and_evaluation_of_which_none_falls_have_learned_nothing():
+    line = "Epoch number: {step}\nTraining loss average: tensor({loss}, device='cuda:0')\nDev loss average: tensor({dev})\n"
+    noise = [((n * 37) % 23 - 11) / 23 for n in range(60)]
+
+    def log(slope):
+        rows = (
+            line.format(step=n, loss=9 + noise[n] - slope * n, dev=6700 + 300 * noise[-n] - 100 * slope * n)
+            for n in range(60)
+        )
+        return ["".join(rows).encode()]
+
+    assert explain(log(0)).cause == "loss-stands-still"
+    assert explain(log(0.02)).cause == "healthy"
+
+
+def test_evaluations_of_a_long_log_are_read_over_its_whole_length():
+    step = "TRAINING - Epoch: [{epoch}][{batch}/200]\tLoss {loss:.4f}\n"
+    lines = []
+    for epoch in range(1, 601):
+        lines += [step.format(epoch=epoch, batch=batch, loss=2 / epoch) for batch in range(20)]
+        lines.append(f"EVALUATING - Epoch: [{epoch}][0/79]\tLoss {abs(epoch - 400) / 400 + 1:.4f}\n")
+    assert explain(["".join(lines).encode()]).cause == "validation-turns-up"
+
+
+def test_the_result_of_a_validation_is_no_loss_of_the_training():
+    line = "Validation result (greedy) at epoch {step}, step {step}000: token_accuracy: 6.2, loss: {loss}, ppl: 22.9\n"
+    assert explain(log_of(enumerate([38782.66, 49468.65, 52000.5], 1), line)).cause == "validation-turns-up"
+
+
+@pytest.mark.parametrize("line", [
+    "stdout: [2026-12-20 08:26:26,101] [INFO] [timer.py:197:stop] 0/{step}, RunningAvgSamplesPerSec=158.3, MemAllocated=1.75GB\n",
+    "|    total_timesteps | {step}    |\n",
+    "{step}it [00:07,  1.39it/s]\n",
+    "{step} 2.6496577\n",
+])  # fmt: skip
+def test_steps_in_forms_of_their_own_show_that_a_run_works(line):
+    explanation = explain(["".join(line.format(step=step) for step in range(1, 9)).encode()])
+    assert (explanation.cause, explanation.progress.last_step) == ("healthy", 8)
+
+
+def test_a_step_and_nan_alone_on_a_line_are_a_loss_that_is_nan():
+    assert explain([b"76960 2.735384\n76970 2.6265104\n76980 nan\n76990 nan\n77000 nan\n"]).cause == "loss-nan"
+
+
+def test_a_loss_that_reaches_zero_in_lines_that_are_not_transformers_own_is_no_nan():
+    dicts = "".join(f"{{'loss': {loss}, 'epoch': {n}}}\n" for n, loss in enumerate([2.4, 0.9, 0.0, 0.0]))
+    assert explain([dicts.encode()]).cause == "loss-nan"
+    assert explain([dicts.replace("'", "").encode()]).cause == "healthy"

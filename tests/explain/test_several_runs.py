@@ -169,3 +169,9 @@ def test_the_first_lines_of_a_log_that_come_again_after_a_time_are_a_new_run_s()
     text = first.format(50, 50) + failed
     assert verdict(text + first.format(53, 53)).cause == "unknown"
     assert verdict(text + first.format(50, 50)).cause == "user-code-exception"  # of another rank
+
+
+def test_a_program_that_never_prints_steps_works_although_it_has_just_been_started_again():
+    again = START + OTHER_OUTPUT
+    assert verdict(again + OTHER_OUTPUT + again).cause == "healthy"
+    assert verdict(START + STEPS + OTHER_OUTPUT + again).cause == "unknown"

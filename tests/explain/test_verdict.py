@@ -197,6 +197,7 @@ def test_a_log_that_ends_where_training_begins_is_no_healthy_log():
     output = "".join(f"saved shard {n}\n" for n in range(9))
     assert verdict(output + "train:375 INFO Starting training...\n" + output[:30]).cause == "unknown"
     assert verdict(output + "starting training of the tokenizer\n" + output[:30]).cause == "healthy"
+    assert verdict(output + "train:375 INFO Starting training...\n" + output[:70]).cause == "healthy"
 
 
 def test_epochs_without_a_loss_show_that_a_run_works():
@@ -258,6 +259,13 @@ def test_ordinary_output_with_a_word_of_trouble_is_no_healthy_log(line):
         "Task 1 errors:",
         "Parse failures: 762",
         f"['{'a sentence of the data set, ' * 8}which cannot fail']",
+        "    + FullyQualifiedErrorId : NativeCommandError",
+        "The attention mask is not set and cannot be inferred from input because pad token is same as eos token.",
+        "requirements: 'ncnn' not found, attempting AutoUpdate...",
+        "ℹ️  word errors are counted by meaning",
+        "debconf: unable to initialize frontend: Dialog",
+        "#       size         count    type   redop     time   algbw   busbw  error",
+        "#6 57.79 libgpg-error-dev is already the newest version",
     ],
 )
 def test_output_that_is_usual_in_healthy_runs_is_no_trouble(line):
@@ -378,6 +386,23 @@ def test_an_exception_that_ends_a_thread_of_a_tracker_ends_no_run():
     )
 
 
+def test_a_thread_of_a_tracker_that_ends_in_python_s_own_code_ends_no_run():
+    frames = "".join(
+        f'  File "/usr/lib/python3.10/{file}", line 7, in {name}\n'
+        for file, name in (
+            ("threading.py", "_bootstrap_inner"),
+            ("site-packages/wandb/sdk/interface/router.py", "message_loop"),
+            ("multiprocessing/connection.py", "_check_closed"),
+        )
+    )
+    thread = (
+        f"Exception in thread MsgRouterThr:\nTraceback (most recent call last):\n{frames}OSError: handle is closed\n"
+    )
+    lost = "".join(f"step {n} loss: nan\n" for n in range(9))
+    assert verdict(lost + thread).cause == "loss-nan"
+    assert verdict(lost + thread.replace("site-packages/wandb", "mine/wandb")).cause == "user-code-exception"
+
+
 def test_a_function_of_the_users_own_that_lacks_an_argument_is_no_mismatch_of_versions():
     error = (
         'Traceback (most recent call last):\n  File "train.py", line 9, in <module>\n    main()\n  File "{}", line 3, in run\n'
@@ -402,6 +427,66 @@ def test_a_function_of_the_users_own_that_lacks_an_argument_is_no_mismatch_of_ve
 ])  # fmt: skip
 def test_what_a_program_leaves_behind_when_it_goes_down_is_no_healthy_end(end):
     assert verdict("reading the data\n" * 9 + end + "\n").cause == "unknown"
+
+
+def test_what_a_server_leaves_behind_when_it_was_shut_down_in_order_is_no_trouble():
+    leak = "resource_tracker.py:216: UserWarning: resource_tracker: There appear to be 1 leaked shared_memory objects\n"
+    served = "Avg generation throughput: 0.0 tokens/s\n" * 9
+    assert verdict(served + "INFO:     Application shutdown complete.\n" + leak).cause == "healthy"
+    assert verdict(served + leak).cause == "unknown"
+
+
+def test_what_logging_prints_of_a_wrong_call_ends_no_program():
+    logging = raised(
+        None, "TypeError: not all arguments converted during string formatting", file="logging/__init__.py"
+    )
+    logging = logging.replace("in main", "in emit")
+    stack = '  File "train.py", line 9, in <module>\n    log.info("a", 1)\n' + "Message: 'a'\nArguments: (1,)\n"
+    output = "saved shard 1\n" * 9
+    assert "in emit" in logging
+    assert verdict("--- Logging error ---\n" + logging + "Call stack:\n" + stack + output).cause == "healthy"
+    assert verdict(logging.replace("logging/__init__", "train") + output).cause == "user-code-exception"
+
+
+def test_what_python_ignores_at_the_end_is_no_trouble():
+    error = raised(None, "TypeError: 'NoneType' object is not callable")
+    assert verdict(STEPS + "Exception ignored in: <function Session.__del__ at 0x7f>\n" + error).cause == "healthy"
+    assert verdict(STEPS + error).cause == "user-code-exception"
+
+
+def test_a_command_line_that_was_rejected_far_above_is_not_that_of_the_program_that_printed_on():
+    rejected = "usage: main.py [-h]\nmain.py: error: unrecognized arguments: --optimizer adam\n"
+    assert verdict(rejected + "reading the data\n" * 9).cause == "config-error"
+    assert verdict(rejected + "reading the data\n" * 200).cause != "config-error"
+
+
+def test_lines_behind_which_a_program_says_that_its_work_is_done_are_no_trouble():
+    output = "reading the data\n" * 9
+    assert verdict(output + "Error with item 7\n").cause == "unknown"
+    assert verdict(output + "Error with item 7\nSaved 12 items to out.pkl\n").cause == "unknown"  # it may be the reason
+    assert verdict(STEPS + "Error with item 7\nSaved 12 items to out.pkl\n").cause == "healthy"
+    critical = "CRITICAL:__main__:the flux capacitor is empty\n"
+    assert verdict(STEPS + critical + "INFO:__main__:exported successfully\n").cause == "healthy"
+    assert verdict(STEPS + critical + "INFO:__main__:a line\n").cause == "unknown"
+
+
+def test_few_lines_of_output_that_end_with_a_result_are_healthy():
+    assert (
+        verdict("[1/2] clip\n[2/2] scale\n2026-04-29 23:12:22 [INFO] ✅ Done. Data saved to out\n").cause == "healthy"
+    )
+    assert verdict("[1/2] clip\n[2/2] scale\n").cause == "unknown"
+
+
+def test_a_traceback_of_ipython_that_is_cut_off_has_the_type_in_its_header():
+    header = "OutOfMemoryError                          Traceback (most recent call last)\n"
+    frame = "/usr/lib/python3.11/dist-packages/transformers/trainer.py in train(self, **kwargs)\n   2236\n"
+    assert verdict("-" * 75 + "\n" + header + frame).cause == "cuda-oom"
+
+
+def test_a_step_that_srun_aborted_was_not_cancelled():
+    step = "srun: Job step aborted: Waiting up to 32 seconds for job step to finish.\n"
+    explanation = verdict(step + "srun: error: n1: task 1: Exited with exit code 1\n")
+    assert (explanation.cause, explanation.rank) == ("unknown", 1)
 
 
 def test_a_script_that_goes_on_without_a_program_has_not_failed_for_it():

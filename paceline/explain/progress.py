@@ -10,8 +10,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from paceline.explain.explanation import LogProgress
-from paceline.explain.lines import MAX_RANKS, LogLine
-from paceline.explain.measures import (
+from paceline.explain.line_measures import (
     MEMORY_WORD,
     StepLoss,
     read_columns,
@@ -20,6 +19,7 @@ from paceline.explain.measures import (
     read_row,
     read_step_and_loss,
 )
+from paceline.explain.lines import MAX_RANKS, LogLine
 
 MAX_PROGRESS_LINES = 64  # stored; what came before them has not ended the run
 MAX_LOSSES = 2000  # stored; with more every second one is dropped

@@ -18,9 +18,9 @@ from itertools import chain
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import Record, RecordKind
 from paceline.explain.line_filter import AFTER, MAX_LINE_BYTES, LineFilter, Shapes
+from paceline.explain.line_measures import StepLoss, read_step_and_loss, strip_bars
 from paceline.explain.lines import MAX_RANKS, LogLine, split_prefix, strip_escapes, unwrap_json
 from paceline.explain.log import LAST_LINES, Log, OpenRun
-from paceline.explain.measures import StepLoss, read_step_and_loss, strip_bars
 from paceline.explain.run_bounds import COMMAND, START_WORD, may_start, shape_of
 from paceline.explain.tracebacks import TracebackReader
 

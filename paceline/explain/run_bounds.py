@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field
 
 from paceline.explain.explanation import Record
-from paceline.explain.measures import StepLoss
+from paceline.explain.line_measures import StepLoss
 
 BUFFERED_LINES = 120  # that a buffer may still hold when a program ends
 MAX_SHAPES, SHAPE_CHARS = 64, 30

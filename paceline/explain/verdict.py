@@ -28,8 +28,8 @@ from paceline.explain.reader import INCOMPLETE, NOT_TEXT
 from paceline.explain.roots import apply_hang, choose_culprit, find_hang, find_roots, silent_exit
 from paceline.explain.run_bounds import BUFFERED_LINES
 from paceline.explain.sentences import clean_values, fill_template, format_fix, frame_values, template_values
+from paceline.explain.signs_of_trouble import LAST_CHECKED, ends_well, last_errors, trouble_anywhere, trouble_at_end
 from paceline.explain.tracebacks import CUT_OFF
-from paceline.explain.trouble import LAST_CHECKED, ends_well, last_errors, trouble_anywhere, trouble_at_end
 
 HEALTHY, UNKNOWN, DIVERGED = "healthy", "unknown", "loss-nan"
 MIN_SCORE = 0.2  # an event with a lower score is ignored

@@ -25,8 +25,8 @@ import numpy as np
 
 from paceline.errors import PacelineError
 from paceline.explain.curve_verdict import MEMORY_GROWS, OVERFITS, SLOWS_DOWN, STANDS_STILL
+from paceline.explain.line_measures import BAR, parse_count, read_step_and_loss, strip_bars
 from paceline.explain.lines import split_prefix, strip_escapes
-from paceline.explain.measures import BAR, parse_count, read_step_and_loss, strip_bars
 from paceline.explain.run_folder import explain
 from paceline.explain.verdict import HEALTHY, UNKNOWN
 from paceline.rundir import open_file

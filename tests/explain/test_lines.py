@@ -3,8 +3,8 @@
 import pytest
 from log_samples import read
 
+from paceline.explain.line_measures import read_step_and_loss
 from paceline.explain.lines import LogLine, split_prefix
-from paceline.explain.measures import read_step_and_loss
 from paceline.explain.progress import MAX_LOSSES, ProgressTracker
 
 

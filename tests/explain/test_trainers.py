@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from log_samples import read
 
-from paceline.explain.measures import StepLoss, read_columns, read_row
+from paceline.explain.line_measures import StepLoss, read_columns, read_row
 from paceline.explain.run_folder import explain
 
 TABLE = Path(__file__).parent / "trainers.toml"

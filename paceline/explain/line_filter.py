@@ -11,6 +11,7 @@ from functools import cache
 from itertools import pairwise
 
 from paceline.explain.catalogue import load_catalogue
+from paceline.explain.progress import reports_progress
 from paceline.explain.run_bounds import START_WORD
 
 MAX_LINE_BYTES = 1 << 16  # only the beginning of a longer line is parsed
@@ -18,6 +19,7 @@ BEFORE, AFTER = 3, 24  # lines selected around one with an error word: the conte
 MAX_SHAPES = 50_000  # remembered; with more the set is cleared
 # characters in each of a log's first lines, and lines, that show a new run where two recur
 MIN_START, MAX_STARTS = 12, 6
+MAX_START_BYTES = 4000  # of such a line
 NO_START = re.compile(rb"(?i)warn|error")  # comes again within one run
 MAX_REPEATS = 200  # times that a line shape with an error word is parsed
 # digits, separators, blocks of progress bars
@@ -63,7 +65,7 @@ class LineFilter:
     def __init__(self, shapes: Shapes) -> None:
         self._shapes = shapes
         self._ignored: set[bytes] = set()  # plain ones, and those that were parsed often enough
-        self._start: tuple[bytes, ...] = ()  # the shapes of the log's first lines, up to the first traceback
+        self._start: tuple[bytes, ...] = ()  # the shapes of the log's first lines, up to the first traceback or progress
         self._has_start = False  # these are complete
         self._before = b""  # the last shape of the lines before
         # in the lines given last, where two of these come in turn; True for the first two
@@ -74,7 +76,7 @@ class LineFilter:
         """Indices of the lines worth parsing and of those around them; block is the same lines joined by newlines."""
         shapes = block.translate(None, SHAPE_DROPS).split(b"\n")
         all_shapes = set(shapes)
-        self.starts = self._find_starts(shapes, all_shapes)
+        self.starts = self._find_starts(lines, shapes, all_shapes)
         new_shapes = all_shapes - self._ignored
         if not new_shapes:
             return []
@@ -100,12 +102,12 @@ class LineFilter:
                     selected.update(range(max(0, at - BEFORE), min(len(lines), at + AFTER + 1)))
         return sorted(selected)
 
-    def _find_starts(self, shapes: list[bytes], all_shapes: set[bytes]) -> dict[int, bool]:
+    def _find_starts(self, lines: list[bytes], shapes: list[bytes], all_shapes: set[bytes]) -> dict[int, bool]:
         """Where two of the log's first lines come in turn, but for digits: a program that appends to its log starts there.
 
         The value is whether these are the first two.
         """
-        first = self._read_start(shapes)
+        first = self._read_start(lines, shapes)
         before, self._before = self._before, next(filter(None, reversed(shapes)), self._before)
         pairs = {pair for at, pair in enumerate(pairwise(self._start)) if is_start(pair, is_first=at == 0)}
         if not any(last in all_shapes for _, last in pairs):
@@ -115,12 +117,13 @@ class LineFilter:
         places = [(at, pair) for at, pair in zip(numbers, adjacent, strict=True) if pair in pairs and at >= first]
         return {at: pair == self._start[:2] for at, pair in places}
 
-    def _read_start(self, shapes: list[bytes]) -> int:
+    def _read_start(self, lines: list[bytes], shapes: list[bytes]) -> int:
         """Reads the log's first lines until there are enough; returns the index of the first line behind them."""
         if self._has_start:
             return 0
         for at, shape in enumerate(shapes):
-            if len(self._start) == MAX_STARTS or b"Traceback" in shape or b'File"' in shape:
+            is_enough = len(self._start) == MAX_STARTS or b"Traceback" in shape or b'File"' in shape
+            if is_enough or reports_progress(lines[at][:MAX_START_BYTES].decode("utf-8", "replace")):
                 self._has_start = True
                 return at
             self._start = (*self._start, shape) if shape else self._start

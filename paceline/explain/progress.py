@@ -18,6 +18,7 @@ from paceline.explain.line_measures import (
     read_memory,
     read_row,
     read_step_and_loss,
+    strip_bars,
 )
 from paceline.explain.lines import MAX_RANKS, LogLine
 
@@ -199,6 +200,12 @@ class ProgressTracker:
                 number, _, step = values[0]
                 return replace(reached, nan_line=number, nan_step=step, nan_measure=measure)
         return reached
+
+
+def reports_progress(text: str) -> bool:
+    """Whether a line alone, without the header of a table before it, reports a step, an epoch or a loss."""
+    text, bar = strip_bars(text)
+    return bool(bar or read_step_and_loss(text) or read_counter(text) or EPOCH.search(text))
 
 
 def store(points: list[Point], point: Point) -> None:

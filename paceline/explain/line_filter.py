@@ -21,7 +21,8 @@ MAX_SHAPES = 50_000  # remembered; with more the set is cleared
 MIN_START, MAX_STARTS = 12, 6
 MAX_START_BYTES = 4000  # of such a line
 NO_START = re.compile(rb"(?i)warn|error")  # comes again within one run
-MAX_REPEATS = 200  # times that a line shape with an error word is parsed
+MAX_REPEATS = 200  # times that a line shape with an error word is parsed, but in the log's last lines
+LAST_LINES = 200
 # digits, separators, blocks of progress bars
 SHAPE_DROPS = b" \t0123456789.,-+:\xe2\x96\x88\x89\x8a\x8b\x8c\x8d\x8e\x8f"
 
@@ -65,19 +66,26 @@ class LineFilter:
     def __init__(self, shapes: Shapes) -> None:
         self._shapes = shapes
         self._ignored: set[bytes] = set()  # plain ones, and those that were parsed often enough
-        self._start: tuple[bytes, ...] = ()  # the shapes of the log's first lines, up to the first traceback or progress
+        self._start: tuple[
+            bytes, ...
+        ] = ()  # the shapes of the log's first lines, up to the first traceback or progress
         self._has_start = False  # these are complete
         self._before = b""  # the last shape of the lines before
         # in the lines given last, where two of these come in turn; True for the first two
         self.starts: dict[int, bool] = {}
         self._repeats: dict[bytes, int] = {}
 
-    def select(self, lines: list[bytes], block: bytes) -> list[int]:
-        """Indices of the lines worth parsing and of those around them; block is the same lines joined by newlines."""
+    def select(self, lines: list[bytes], block: bytes, *, is_last: bool = False) -> list[int]:
+        """Indices of the lines worth parsing and of those around them; block is the same lines joined by newlines.
+
+        is_last: of the log, whose end tells how the run ended, and so is parsed however often it has said the same.
+        """
         shapes = block.translate(None, SHAPE_DROPS).split(b"\n")
         all_shapes = set(shapes)
         self.starts = self._find_starts(lines, shapes, all_shapes)
-        new_shapes = all_shapes - self._ignored
+        last = len(lines) - LAST_LINES if is_last else len(lines)
+        repeated = {shape for shape in shapes[max(0, last) :] if shape in self._repeats}
+        new_shapes = all_shapes - self._ignored | repeated
         if not new_shapes:
             return []
         candidates = [at for at, shape in enumerate(shapes) if shape in new_shapes]
@@ -96,7 +104,7 @@ class LineFilter:
         for at in candidates:
             if (shape := shapes[at]) in error_shapes:
                 repeats = self._repeats[shape] = self._repeats.get(shape, 0) + 1
-                if repeats > MAX_REPEATS:
+                if repeats > MAX_REPEATS and at < last:
                     self._ignored.add(shape)
                 else:
                     selected.update(range(max(0, at - BEFORE), min(len(lines), at + AFTER + 1)))

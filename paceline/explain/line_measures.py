@@ -167,9 +167,10 @@ def name_of(match: re.Match[str]) -> str:
 def read_memory(text: str) -> Iterator[tuple[str, float]]:
     """The amounts of memory in use that a line reports, by name: in bytes where they have a unit."""
     for part in filter(MEMORY_WORD.search, PART_END.split(text)):
-        for match in AMOUNT.finditer(part):
+        amounts = (AMOUNT.search(part, word.end()) for word in MEMORY_WORD.finditer(part))
+        for match in {match.start(): match for match in amounts if match}.values():
             name = part[: match.start()]
-            if MEMORY_WORD.search(name) and not NOT_IN_USE.search(name):
+            if not NOT_IN_USE.search(name):
                 words = COUNTERS.sub(r"\1", name).split()
                 named = " ".join(words).strip(" :=([{'\"")[-MAX_NAME:]
                 unit = UNITS.get(match["unit"][:1].lower())

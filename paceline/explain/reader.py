@@ -35,7 +35,8 @@ FIRST_SELECTED, LAST_SELECTED = 6000, 3000  # lines parsed of a log in which nea
 # lines or seconds from one start of a program to the next; ranks print the same within less
 MIN_RUN, MIN_RUN_S = 40, 30.0
 MAX_RUNS = 32  # before the last one, stored of a log with more
-PROGRESS_LINES = 60  # searched for a step before a selected line
+PROGRESS_LINES, FEW_PROGRESS_LINES = 60, 8  # searched for a step before a selected line; of a log in which many were
+MANY_PROGRESS_LINES = 20_000  # searched, of which each takes 0.1 to 0.3 ms
 SAMPLED_LINES, LATE_SAMPLES = 200, 3  # of those before them: where steps begin again, a new curve begins
 LATE = 10_000  # lines into a log: it has enough samples, and later blocks give fewer
 
@@ -91,8 +92,8 @@ def read_log(
         first, chunks = split_start(chunks)
         if is_binary(first[:SAMPLE_BYTES]):
             return Log(problem=NOT_TEXT)
-        for block in whole_lines(as_utf8(first, chunks)):
-            parser.feed(block)
+        for block, is_last in with_last(whole_lines(as_utf8(first, chunks))):
+            parser.feed(block, is_last=is_last)
     except (EOFError, lzma.LZMAError, zlib.error):
         problem = INCOMPLETE
     return replace(parser.finish(), problem=problem)
@@ -118,12 +119,13 @@ class LogParser:
         self._waiting: deque[tuple[int, bytes]] = deque(
             maxlen=PROGRESS_LINES
         )  # skipped last; parsed before the next event
+        self._num_progress = 0  # lines read for progress
         self._banner_rank: int | None = None
         self._banner_host: str | None = None
 
-    def feed(self, block: bytes) -> None:
+    def feed(self, block: bytes, *, is_last: bool = False) -> None:
         block, lines, numbers = self._split(block)
-        selected = self._filter.select(lines, block)
+        selected = self._filter.select(lines, block, is_last=is_last)
         self._lines = (numbers, lines, 0)
         self._starts = {numbers[at]: is_first for at, is_first in self._filter.starts.items()}
         pending = range(min(self._pending, len(lines)))
@@ -206,8 +208,9 @@ class LogParser:
         self._add(self._tracebacks.flush())
         if self._run.progress.first_step is None:
             self._read_waiting()
-        start = max(gap.start, gap.stop - PROGRESS_LINES)
-        first = gap.start + PROGRESS_LINES if self._run.progress.first_step is None else gap.start
+        num_lines = PROGRESS_LINES if self._num_progress < MANY_PROGRESS_LINES else FEW_PROGRESS_LINES
+        start = max(gap.start, gap.stop - num_lines)
+        first = gap.start + num_lines if self._run.progress.first_step is None else gap.start
         samples = max(LATE_SAMPLES, SAMPLED_LINES * LATE // max(LATE, self._number))
         between: Sequence[int] = range(first, start, 1 + max(0, start - first) // samples)
         if has_evaluations:
@@ -222,6 +225,7 @@ class LogParser:
             self._read_progress(*self._waiting.popleft())
 
     def _read_progress(self, number: int, raw: bytes) -> None:
+        self._num_progress += 1
         for part in unwrap_json(raw) if PROGRESS_WORD.search(raw) else ():
             text, bar = strip_bars(strip_escapes(part[:MAX_LINE_CHARS].decode("utf-8", "replace")))
             self._add_progress(number, split_prefix(text), bar)
@@ -362,6 +366,17 @@ def as_utf8(first: bytes, others: Iterator[bytes]) -> Iterator[bytes]:
     is_big = first.startswith(b"\xfe\xff") or (not first.startswith(b"\xff\xfe") and first[:1] == b"\0")
     for text in codecs.iterdecode(chunks, "utf-16-be" if is_big else "utf-16-le", "replace"):
         yield text.encode("utf-8", "replace")
+
+
+def with_last(blocks: Iterable[bytes]) -> Iterator[tuple[bytes, bool]]:
+    """Each block, and whether it is the last one."""
+    before = None
+    for block in blocks:
+        if before is not None:
+            yield before, False
+        before = block
+    if before is not None:
+        yield before, True
 
 
 def whole_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:

@@ -382,6 +382,11 @@ def test_memory_that_settles_or_varies_is_healthy(line):
             assert explain(memory_log(memories, line)).cause in ("healthy", "unknown")
 
 
+def test_a_rate_behind_the_memory_is_no_memory():
+    line = "step: {step} loss: {loss:.3f} memory: 30.55GiB(40%) tps: {memory:.1f} tflops: {memory:.1f}\n"
+    assert explain(memory_log([7000 + 100 * number for number in range(60)], line)).cause == "healthy"
+
+
 def test_free_memory_is_not_memory_in_use():
     line = "step {step} loss {loss:.3f} free mem: {memory:.3f} GB, total mem: {memory:.3f} GB, cached memory {memory:.1f}\n"
     assert explain(memory_log([2 + 0.2 * number for number in range(9)], line)).cause == "healthy"

@@ -175,3 +175,28 @@ def test_a_program_that_never_prints_steps_works_although_it_has_just_been_start
     again = START + OTHER_OUTPUT
     assert verdict(again + OTHER_OUTPUT + again).cause == "healthy"
     assert verdict(START + STEPS + OTHER_OUTPUT + again).cause == "unknown"
+
+
+def test_evaluations_between_the_steps_begin_no_run_though_the_log_began_with_one():
+    evaluation = "INFO - validation step {} val_loss: {:.3f}\n"
+    steps = "".join(
+        f"INFO - step: {step} loss: {2 + 3 / step:.3f} lr: 0.001\n"
+        + evaluation.format(step, 2.1 + 3 / step) * (step % 50 == 0)
+        for step in range(1, 301)
+    )
+    log = read_log([(evaluation.format(0, 11.0) + steps).encode()])
+    assert (log.earlier, log.progress.first_step, log.progress.last_step) == ((), 0, 300)
+
+
+def test_epochs_begin_no_run_though_the_log_began_with_one():
+    rows = "".join(f"Train: [{at}/50] loss: {3 - at / 50:.3f} time: 0.1\n" for at in range(1, 51))
+    text = "".join(f"Beginning epoch {epoch} of 5\n{rows}" for epoch in range(1, 6))
+    assert read_log([text.encode()]).earlier == ()
+
+
+def test_of_a_program_that_is_started_again_and_again_the_last_end_is_read():
+    ends = (LAUNCH + STEPS + uncaught(BUG)) * 300
+    log = read_log([ends.encode()])
+    assert log.records[-1].line > len(ends.splitlines()) - 5
+    assert verdict(ends).cause == "user-code-exception"
+    assert verdict(ends + LAUNCH + STEPS + uncaught(OOM)).cause == "cuda-oom"

@@ -84,7 +84,7 @@ MAX_JSON_BYTES = 1 << 18  # a longer line is read as plain text
 MAX_BEFORE = 200  # bytes of another program's prefix before the object
 MAX_DEPTH = 3  # of objects in the object
 
-MESSAGES = ("log", "message", "msg", "event", "text", "textPayload", "body", "short_message", "error.message")
+MESSAGES = ("log", "message", "msg", "event", "text", "textPayload", "body", "short_message", "error.message", "MESSAGE")
 TRACEBACKS = (
     *("exc_info", "exception", "exc_text", "traceback", "stack_trace", "stacktrace", "stack", "full_message"),
     *("error.stack_trace", "exception.stacktrace", "formatted"),
@@ -180,7 +180,8 @@ def logged_lines(fields: Fields, depth: int = 0) -> Iterator[str]:
     message = first_text(fields, MESSAGES)
     lines = message.splitlines()
     level = first_text(fields, LEVELS)
-    if lines and SHOWN_LEVEL.match(level) and not EXCEPTION.match(message):
+    is_output = "textPayload" in fields  # Google Cloud calls all that a container writes to stderr an error
+    if lines and SHOWN_LEVEL.match(level) and not is_output and not EXCEPTION.match(message):
         lines[0] = f"{level.upper()}: {lines[0]}"
     yield from lines
     for name in TRACEBACKS:

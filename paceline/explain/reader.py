@@ -17,6 +17,7 @@ from itertools import chain
 
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import Record, RecordKind
+from paceline.explain.forwarded import ForwardedLines
 from paceline.explain.line_filter import AFTER, MAX_LINE_BYTES, LineFilter, Shapes
 from paceline.explain.line_measures import StepLoss, read_step_and_loss, strip_bars
 from paceline.explain.lines import MAX_RANKS, LogLine, split_prefix, strip_escapes, unwrap_json
@@ -62,10 +63,11 @@ FORWARDED = re.compile(  # by a launcher to the other ranks
 AFTER_BAR = re.compile(  # the shell's message about a process, behind a progress bar without a newline
     r"[\d\]%)s](?P<word>(?:Killed|Terminated|Aborted|Bus error|Segmentation fault)(?: \(core dumped\))?)$"
 )
-BANNER_RANK = re.compile(r"^\s+rank\s+: (?P<rank>\d+) \(local_rank: \d+\)")
-BANNER_HOST = re.compile(r"^\s+host\s+: (?P<host>\S+)")
-BANNER_LINE = re.compile(r"^\s+(?:time|error_file)\s+: ")
-BANNER_TRACEBACK = re.compile(r"^\s+traceback : ")
+BANNER_RANK = re.compile(r"^\s*rank\s+: (?P<rank>\d+) \(local_rank: \d+\)")
+BANNER_HOST = re.compile(r"^\s*host\s+: (?P<host>\S+)")
+BANNER_LINE = re.compile(r"^\s*(?:time|error_file)\s+: ")
+BANNER_TRACEBACK = re.compile(r"^\s*traceback : ")
+BANNER_EXIT = re.compile(r"^\s*exitcode\s+: ")
 RANK_IN_TEXT = re.compile(
     r"\[(?:Rank|rank|RANK|global rank) (?P<a>\d+)\]|\[PG[^\]]*\bRank (?P<b>\d+)\]|\blocal_rank: (?P<c>\d+)"
     r"|\[Rank (?P<d>\d+)\b|\b[Tt]ask (?P<e>\d+): |task_id=(?P<f>\d+)"
@@ -76,6 +78,7 @@ RANK_IN_TEXT = re.compile(
 EXCEPTION_REPR = re.compile(  # alone on its line, as Hydra and loggers print it
     r"(?P<type>(?:\w+\.)*[A-Z]\w*(?:Error|Exception))\((?P<quote>['\"])(?P<message>.*)(?P=quote),?\)$"
 )
+ESCAPED = re.compile(rb'\\n *File \\?"')  # a traceback as one text, with its newlines as two characters
 GLUED = re.compile(rb"(?<=[^\s:\]])(?=\[rank\d+\]:)")  # where two ranks have written on one line
 
 
@@ -104,6 +107,7 @@ class LogParser:
 
     def __init__(self, *, rank: int | None, source: str | None, filter: LineFilter):
         self._filter = filter
+        self._forwarded = ForwardedLines()
         self._tracebacks = TracebackReader()
         self._rank, self._source = rank, source
         self._run = OpenRun(1, rank=rank)
@@ -196,12 +200,14 @@ class LogParser:
     def _split(self, block: bytes) -> tuple[bytes, list[bytes], Sequence[int]]:
         """The block with carriage returns as newlines, its lines, and the number of each line in the log."""
         lines = block.split(b"\n")
-        if b"\r" not in block:
-            return block, lines, range(self._number + 1, self._number + 1 + len(lines))
-        states = [line.rstrip(b"\r").split(b"\r") for line in lines]
-        numbers = [number for number, parts in enumerate(states, self._number + 1) for _ in parts]
-        lines = [part for parts in states for part in parts]
-        return b"\n".join(lines), lines, numbers
+        numbers: Sequence[int] = range(self._number + 1, self._number + 1 + len(lines))
+        if b"\r" in block:
+            states = [line.rstrip(b"\r").split(b"\r") for line in lines]
+            numbers = [number for number, parts in enumerate(states, self._number + 1) for _ in parts]
+            lines = [part for parts in states for part in parts]
+            block = b"\n".join(lines)
+        unwrapped = self._forwarded.unwrap(lines, block)
+        return block if unwrapped is lines else b"\n".join(unwrapped), unwrapped, numbers
 
     def _skip(self, lines: list[bytes], numbers: Sequence[int], gap: range, *, has_evaluations: bool) -> None:
         """Skips lines without an error word but progress at the gap's end, some before, evaluations, and the log's first."""
@@ -294,8 +300,7 @@ class LogParser:
             self._banner_rank = int(match["rank"])
         elif match := BANNER_HOST.match(text):
             self._banner_host = match["host"]
-        in_banner = self._banner_rank is not None and text.startswith("  ")
-        if in_banner and (EXIT.search(text) or BANNER_TRACEBACK.match(text)):
+        if self._banner_rank is not None and (BANNER_EXIT.match(text) or BANNER_TRACEBACK.match(text)):
             rank, host = self._banner_rank, self._banner_host
         elif rank is None and (match := RANK_IN_TEXT.search(text)):
             rank = int(match[match.lastgroup or 0])
@@ -313,8 +318,11 @@ class LogParser:
 
 
 def split_line(raw: bytes) -> list[bytes]:
-    """The parts of a line that different ranks have written without a newline, or the lines of text in a line of JSON."""
-    return [part for line in unwrap_json(raw) for part in GLUED.split(line)]
+    """The parts of a line that different ranks have written without a newline, or the lines of text in a line of JSON or in quotes."""
+    lines = unwrap_json(raw)
+    if ESCAPED.search(raw) and lines == [raw]:
+        lines = raw.replace(b'\\"', b'"').split(b"\\n")
+    return [part for line in lines for part in GLUED.split(line)]
 
 
 def decode_line(raw: bytes) -> str:

@@ -1,0 +1,109 @@
+"""
+The prefix that a program writes before each line of another one's output: Airflow, Spark, Determined, a launcher's own logger.
+
+Such a prefix is in no list, and its level says nothing about the line behind it. It is learned where it is certain: two lines that no
+logger writes one by one, such as frames of a traceback, have the same before them, but for digits. From then on it is removed from
+every line that begins so. So is what every line of a log begins with: the spaces of a pasted one, a tag in brackets.
+"""
+
+import re
+from collections.abc import Sequence
+from os.path import commonprefix
+
+from paceline.explain.lines import HOST, split_prefix, strip_escapes, unwrap_json
+from paceline.explain.progress import reports_progress
+
+# of Python and NCCL, which write them at the start of a line
+DIRECT = re.compile(
+    r'Traceback \(most recent call last\)|(?:  )?File "[^"]*", line \d|[\w.-]{1,80}:\d+:\d+ \[-?\d+\] NCCL '
+)
+DIRECT_WORD = re.compile(rb'Traceback \(most|File "|\] NCCL ')
+MAX_APART = 12  # lines between two of them
+MAX_LINES, MAX_PREFIXES, MAX_PREFIX = 60, 8, 120  # of them looked at in a block; learned; characters
+MIN_COMMON = 3  # lines that begin alike
+TAG = re.compile(rb"\s*(?:[^\s|][^\n]{0,60}[\]|>] |> |)")  # but not the edge of a table
+DIGITS = re.compile(r"\d+")
+PARTS = re.compile(r"(\d+|\s+)")
+CLOCK = re.compile(r"\d:\d\d")
+LEVEL = re.compile(r"\b(?:INFO|WARN(?:ING)?|ERROR|DEBUG|CRITICAL)\b")
+RANK = re.compile(r"(?i)\brank\W?(\d{1,6})\b|\[(\d{1,6})\]<std")
+NOT_IN_NAME = re.compile(r"[^\w.-]+")
+
+
+class ForwardedLines:
+    """Learns the prefixes of one log and removes them; a rank or the name of a host in them stays."""
+
+    def __init__(self) -> None:
+        self._patterns: dict[str, re.Pattern[bytes]] = {}  # by prefix without digits
+        self._common: bytes | None = None  # what all lines of the first block begin with
+
+    def unwrap(self, lines: list[bytes], block: bytes) -> list[bytes]:
+        """The lines of a block without these prefixes; the same list if it has none."""
+        if self._common is None:
+            self._common = common_start(lines)
+        if self._common:
+            lines = [line.removeprefix(self._common) for line in lines]
+        if len(self._patterns) < MAX_PREFIXES and DIRECT_WORD.search(block):
+            self._learn(lines)
+        return [self._strip(line) for line in lines] if self._patterns else lines
+
+    def _learn(self, lines: Sequence[bytes]) -> None:
+        found = [at for at, line in enumerate(lines) if DIRECT_WORD.search(line)]
+        last: dict[str, int] = {}  # by prefix without digits: the line that had it last
+        for at in found[:MAX_LINES]:
+            whole = read_text(lines[at]).rstrip()
+            text = split_prefix(whole).text
+            text = text if whole.endswith(text) else whole  # a level of glog stays in the text behind its time
+            match = DIRECT.search(text)
+            prefix = text[: match.start()] if match else ""
+            if not prefix.strip() or len(prefix) > MAX_PREFIX:
+                continue
+            shape = DIGITS.sub("", prefix)
+            if at - last.get(shape, -MAX_APART) < MAX_APART:
+                known = whole[: len(whole) - len(text)]
+                pattern = f"({pattern_of(known)})({pattern_of(prefix)})"
+                self._patterns.setdefault(shape, re.compile(pattern.encode("utf-8", "replace")))
+            last[shape] = at
+
+    def _strip(self, raw: bytes) -> bytes:
+        """A line without the first of the prefixes with which it begins."""
+        if b"\x1b" in raw or raw.startswith(b"{"):
+            raw = read_text(raw).encode("utf-8", "replace")
+        for pattern in self._patterns.values():
+            if match := pattern.match(raw):
+                return match[1] + origin_of(match[2].decode("utf-8", "replace")).encode() + raw[match.end() :]
+        return raw
+
+
+def common_start(lines: Sequence[bytes]) -> bytes:
+    """What all lines begin with that are not empty: spaces and a tag, but no level and no progress."""
+    texts = [line for line in lines if line.strip()]
+    match = TAG.match(commonprefix(texts)) if len(texts) >= MIN_COMMON else None
+    tag = match[0].decode("utf-8", "replace") if match else ""
+    is_tag = not LEVEL.search(tag) and not split_prefix(f"{tag}text").text == "text" and not reports_progress(tag)
+    return match[0] if match and (is_tag or not tag.strip()) else b""
+
+
+def read_text(raw: bytes) -> str:
+    """A line without colours; of a JSON object the message, if it is one line."""
+    parts = unwrap_json(raw)
+    return strip_escapes((parts[0] if len(parts) == 1 else raw).decode("utf-8", "replace"))
+
+
+def pattern_of(prefix: str) -> str:
+    """A pattern for prefixes that differ in their digits; on an empty line it ends without its spaces."""
+    words = prefix.strip()
+    pattern = "".join(
+        r"\d+" if part.isdigit() else r"\s+" if part.isspace() else re.escape(part) for part in PARTS.split(words)
+    )
+    spaces = prefix[len(prefix.rstrip()) :]
+    return f"\\s*{pattern}" + (f"(?:{re.escape(spaces)}|\\s*$)" if spaces else "")
+
+
+def origin_of(prefix: str) -> str:
+    """What a prefix tells of where a line comes from, in the form of torchrun or docker compose; empty if it tells nothing."""
+    if match := RANK.search(prefix):
+        return f"[rank{match[match.lastindex or 0]}]: "
+    name = NOT_IN_NAME.sub("-", prefix).strip("-") + " | "
+    is_name = HOST.fullmatch(name) and any(map(str.isdigit, name)) and not CLOCK.search(prefix)
+    return name if is_name and not LEVEL.search(prefix) else ""

@@ -1,33 +1,43 @@
 """
-The prefix that a program writes before each line of another one's output: Airflow, Spark, Determined, a launcher's own logger.
+Undoes what other programs have done to a program's output: a prefix before each line, lines broken at a width.
 
-Such a prefix is in no list, and its level says nothing about the line behind it. It is learned where it is certain: two lines that no
-logger writes one by one, such as frames of a traceback, have the same before them, but for digits. From then on it is removed from
-every line that begins so. So is what every line of a log begins with: the spaces of a pasted one, a tag in brackets.
+Airflow, Spark, Determined or a launcher's own logger write a prefix before each line. It is in no list, and its level says nothing
+about the line behind it. It is learned where it is certain: two lines that no logger writes one by one, such as frames of a
+traceback, have the same before them, but for digits. From then on it is removed from every line that begins so. So is what every
+line of a log begins with: the spaces of a pasted one, a tag in brackets.
+
+A terminal breaks lines at its width: in a copy from tmux, in what PowerShell writes of a program's stderr. A log counts as broken
+where its longest lines are equally long, most of them are followed by a line that begins otherwise than they do, and words go on in
+that line.
 """
 
 import re
 from collections.abc import Sequence
-from os.path import commonprefix
+from itertools import pairwise
 
 from paceline.explain.lines import HOST, split_prefix, strip_escapes, unwrap_json
 from paceline.explain.progress import reports_progress
+from paceline.explain.run_bounds import DIGITS
 
 # of Python and NCCL, which write them at the start of a line
 DIRECT = re.compile(
     r'Traceback \(most recent call last\)|(?:  )?File "[^"]*", line \d|[\w.-]{1,80}:\d+:\d+ \[-?\d+\] NCCL '
 )
-DIRECT_WORD = re.compile(rb'Traceback \(most|File "|\] NCCL ')
+TRACEBACK = b"Traceback (most recent call last)"
+DIRECT_WORDS = (TRACEBACK, b'File "', b'File \\"', b"] NCCL ")
 MAX_APART = 12  # lines between two of them
 MAX_LINES, MAX_PREFIXES, MAX_PREFIX = 60, 8, 120  # of them looked at in a block; learned; characters
 MIN_COMMON = 3  # lines that begin alike
 TAG = re.compile(rb"\s*(?:[^\s|][^\n]{0,60}[\]|>] |> |)")  # but not the edge of a table
-DIGITS = re.compile(r"\d+")
 PARTS = re.compile(r"(\d+|\s+)")
 CLOCK = re.compile(r"\d:\d\d")
 LEVEL = re.compile(r"\b(?:INFO|WARN(?:ING)?|ERROR|DEBUG|CRITICAL)\b")
 RANK = re.compile(r"(?i)\brank\W?(\d{1,6})\b|\[(\d{1,6})\]<std")
 NOT_IN_NAME = re.compile(r"[^\w.-]+")
+MIN_WIDTH, MAX_WIDTH = 60, 400  # characters of a line
+MIN_BROKEN, MIN_SHARE = 3, 0.6  # different lines that go on in the next one, and their share of those of full width
+START = 4  # characters by which two lines begin alike
+RULE = 12  # different characters; fewer are a line of dashes
 
 
 class ForwardedLines:
@@ -39,18 +49,19 @@ class ForwardedLines:
 
     def unwrap(self, lines: list[bytes], block: bytes) -> list[bytes]:
         """The lines of a block without these prefixes; the same list if it has none."""
+        is_first = self._common is None
         if self._common is None:
             self._common = common_start(lines)
         if self._common:
             lines = [line.removeprefix(self._common) for line in lines]
-        if len(self._patterns) < MAX_PREFIXES and DIRECT_WORD.search(block):
+        if len(self._patterns) < MAX_PREFIXES and (is_first or TRACEBACK in block):
             self._learn(lines)
         return [self._strip(line) for line in lines] if self._patterns else lines
 
     def _learn(self, lines: Sequence[bytes]) -> None:
-        found = [at for at, line in enumerate(lines) if DIRECT_WORD.search(line)]
+        direct = [at for at, line in enumerate(lines) if any(word in line for word in DIRECT_WORDS)]
         last: dict[str, int] = {}  # by prefix without digits: the line that had it last
-        for at in found[:MAX_LINES]:
+        for at in direct[:MAX_LINES]:
             whole = read_text(lines[at]).rstrip()
             text = split_prefix(whole).text
             text = text if whole.endswith(text) else whole  # a level of glog stays in the text behind its time
@@ -58,7 +69,7 @@ class ForwardedLines:
             prefix = text[: match.start()] if match else ""
             if not prefix.strip() or len(prefix) > MAX_PREFIX:
                 continue
-            shape = DIGITS.sub("", prefix)
+            shape = prefix.translate(DIGITS)
             if at - last.get(shape, -MAX_APART) < MAX_APART:
                 known = whole[: len(whole) - len(text)]
                 pattern = f"({pattern_of(known)})({pattern_of(prefix)})"
@@ -75,12 +86,41 @@ class ForwardedLines:
         return raw
 
 
+class WrappedLines:
+    """Finds the width at which the lines of a log are broken, in its first block, and joins them."""
+
+    def __init__(self) -> None:
+        self._width: int | None = None  # 0 if the lines are whole
+
+    def join(self, lines: list[bytes], numbers: Sequence[int]) -> tuple[list[bytes], Sequence[int]]:
+        """The lines as they were before, each with the number of its first part; the same lists if none is broken."""
+        if self._width is None:
+            self._width = find_width([line.decode("utf-8", "replace") for line in lines])
+        if not self._width:
+            return lines, numbers
+        joined: list[bytes] = []
+        first_numbers: list[int] = []
+        goes_on = False
+        for line, number in zip(lines, numbers, strict=True):
+            if goes_on:
+                joined[-1] += line
+            else:
+                joined.append(line)
+                first_numbers.append(number)
+            goes_on = len(line.decode("utf-8", "replace")) == self._width
+        return joined, first_numbers
+
+
 def common_start(lines: Sequence[bytes]) -> bytes:
     """What all lines begin with that are not empty: spaces and a tag, but no level and no progress."""
     texts = [line for line in lines if line.strip()]
-    match = TAG.match(commonprefix(texts)) if len(texts) >= MIN_COMMON else None
+    if len(texts) < MIN_COMMON:
+        return b""
+    first, last = min(texts), max(texts)
+    length = next((at for at, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), len(first))
+    match = TAG.match(first[:length])
     tag = match[0].decode("utf-8", "replace") if match else ""
-    is_tag = not LEVEL.search(tag) and not split_prefix(f"{tag}text").text == "text" and not reports_progress(tag)
+    is_tag = not LEVEL.search(tag) and split_prefix(f"{tag}text").text != "text" and not reports_progress(tag)
     return match[0] if match and (is_tag or not tag.strip()) else b""
 
 
@@ -107,3 +147,20 @@ def origin_of(prefix: str) -> str:
     name = NOT_IN_NAME.sub("-", prefix).strip("-") + " | "
     is_name = HOST.fullmatch(name) and any(map(str.isdigit, name)) and not CLOCK.search(prefix)
     return name if is_name and not LEVEL.search(prefix) else ""
+
+
+def find_width(lines: Sequence[str]) -> int:
+    """The width at which lines are broken; 0 if they are whole."""
+    width = max(map(len, lines), default=0)
+    if not MIN_WIDTH <= width <= MAX_WIDTH:
+        return 0
+    full = [(line, after) for line, after in pairwise(lines) if len(line) == width and len(set(line)) > RULE]
+    broken = [(line, after) for line, after in full if after and line[:START] != after[:START]]
+    num_words = sum(is_word(line[-1]) and is_word(after[0]) for line, after in broken)
+    num_shapes = len({line.translate(DIGITS) for line, _ in broken})  # a line of progress has one
+    is_wrapped = num_shapes >= MIN_BROKEN and len(broken) >= MIN_SHARE * len(full) and num_words >= len(broken) / 2
+    return width if is_wrapped else 0
+
+
+def is_word(character: str) -> bool:
+    return character.isalnum() or character in "_./-"

@@ -84,7 +84,18 @@ MAX_JSON_BYTES = 1 << 18  # a longer line is read as plain text
 MAX_BEFORE = 200  # bytes of another program's prefix before the object
 MAX_DEPTH = 3  # of objects in the object
 
-MESSAGES = ("log", "message", "msg", "event", "text", "textPayload", "body", "short_message", "error.message", "MESSAGE")
+MESSAGES = (
+    "log",
+    "message",
+    "msg",
+    "event",
+    "text",
+    "textPayload",
+    "body",
+    "short_message",
+    "error.message",
+    "MESSAGE",
+)
 TRACEBACKS = (
     *("exc_info", "exception", "exc_text", "traceback", "stack_trace", "stacktrace", "stack", "full_message"),
     *("error.stack_trace", "exception.stacktrace", "formatted"),

@@ -17,7 +17,7 @@ from itertools import chain
 
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import Record, RecordKind
-from paceline.explain.forwarded import ForwardedLines
+from paceline.explain.forwarded import ForwardedLines, WrappedLines
 from paceline.explain.line_filter import AFTER, MAX_LINE_BYTES, LineFilter, Shapes
 from paceline.explain.line_measures import StepLoss, read_step_and_loss, strip_bars
 from paceline.explain.lines import MAX_RANKS, LogLine, split_prefix, strip_escapes, unwrap_json
@@ -95,7 +95,7 @@ def read_log(
         first, chunks = split_start(chunks)
         if is_binary(first[:SAMPLE_BYTES]):
             return Log(problem=NOT_TEXT)
-        for block, is_last in with_last(whole_lines(as_utf8(first, chunks))):
+        for block, is_last in whole_lines(as_utf8(first, chunks)):
             parser.feed(block, is_last=is_last)
     except (EOFError, lzma.LZMAError, zlib.error):
         problem = INCOMPLETE
@@ -107,7 +107,7 @@ class LogParser:
 
     def __init__(self, *, rank: int | None, source: str | None, filter: LineFilter):
         self._filter = filter
-        self._forwarded = ForwardedLines()
+        self._wrapped, self._forwarded = WrappedLines(), ForwardedLines()
         self._tracebacks = TracebackReader()
         self._rank, self._source = rank, source
         self._run = OpenRun(1, rank=rank)
@@ -206,7 +206,8 @@ class LogParser:
             numbers = [number for number, parts in enumerate(states, self._number + 1) for _ in parts]
             lines = [part for parts in states for part in parts]
             block = b"\n".join(lines)
-        unwrapped = self._forwarded.unwrap(lines, block)
+        whole, numbers = self._wrapped.join(lines, numbers)
+        unwrapped = self._forwarded.unwrap(whole, block)
         return block if unwrapped is lines else b"\n".join(unwrapped), unwrapped, numbers
 
     def _skip(self, lines: list[bytes], numbers: Sequence[int], gap: range, *, has_evaluations: bool) -> None:
@@ -318,7 +319,7 @@ class LogParser:
 
 
 def split_line(raw: bytes) -> list[bytes]:
-    """The parts of a line that different ranks have written without a newline, or the lines of text in a line of JSON or in quotes."""
+    """The parts of a line that different ranks wrote without a newline, or the lines of text in a line of JSON or in quotes."""
     lines = unwrap_json(raw)
     if ESCAPED.search(raw) and lines == [raw]:
         lines = raw.replace(b'\\"', b'"').split(b"\\n")
@@ -376,20 +377,9 @@ def as_utf8(first: bytes, others: Iterator[bytes]) -> Iterator[bytes]:
         yield text.encode("utf-8", "replace")
 
 
-def with_last(blocks: Iterable[bytes]) -> Iterator[tuple[bytes, bool]]:
-    """Each block, and whether it is the last one."""
-    before = None
-    for block in blocks:
-        if before is not None:
-            yield before, False
-        before = block
-    if before is not None:
-        yield before, True
-
-
-def whole_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Blocks that end at a line end, without the last newline. A longer line is cut at CHUNK_BYTES."""
-    part = b""
+def whole_lines(chunks: Iterable[bytes]) -> Iterator[tuple[bytes, bool]]:
+    """Blocks that end at a line end, without its newline, and whether each is the last. A line over CHUNK_BYTES is cut."""
+    block, part = None, b""
     for chunk in chunks:
         part += chunk
         end = part.rfind(b"\n")
@@ -397,7 +387,10 @@ def whole_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
             end = part.rfind(b"\r")
             end = end if end > 0 else len(part)
         if end >= 0:
-            yield part[:end]
-            part = part[end + 1 :]
-    if part:
-        yield part
+            if block is not None:
+                yield block, False
+            block, part = part[:end], part[end + 1 :]
+    if block is not None:
+        yield block + b"\n" + part if part else block, True
+    elif part:
+        yield part, True

@@ -56,6 +56,7 @@ UNREADABLE = re.compile(
 )  # what a parent did not finish to send
 ASSERTION = re.compile(r"^\W*(?:\d+\W+)?assert\b\s*(?P<expression>.+)")
 BARE_ASSERTION = re.compile(r"^AssertionError:?\s*$")
+LONELY_TYPE = re.compile(r"^((?:\w+\.)*\w+:) *\n(?=\S)")  # its message is on the next line, as rich breaks it
 REQUEST_ID = re.compile(r"\(Request ID: [^)]*\)$")  # of huggingface_hub, whose message follows a blank line
 NOT_MESSAGE = re.compile(  # a new log line, not a further line of the message
     r"^\[|^\d{4}-\d\d|^(?:INFO|WARNING|ERROR|DEBUG|CRITICAL|FATAL)\b|^(?:wandb|srun|slurmstepd|INFO|W|E|I) ?[:\[]"
@@ -210,6 +211,7 @@ class TracebackReader:
         """Closes the error as a record; none for an exception that Python ignored, because it ends no run."""
         error = self._open.pop(key)
         text = "\n".join(error.message)[:MAX_MESSAGE_CHARS].rstrip() or error.type
+        text = LONELY_TYPE.sub(r"\1 ", text)
         is_cut = not text and error.has_header and bool(error.frames)
         if error.ignored or not (text or is_cut):
             return []

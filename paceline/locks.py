@@ -1,9 +1,12 @@
 """Locks on open files. They hold for every host that sees the file, where its file system passes them on as NFS does."""
 
+import contextlib
 import errno
 import fcntl
 import os
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import IO
 
 from paceline.mounts import read_mounts
@@ -38,6 +41,15 @@ def try_lock(
             raise
         return True
     return False
+
+
+@contextlib.contextmanager
+def one_writer(path: Path) -> Iterator[None]:
+    """Holds a lock beside a file that several runs read, change and replace; without locks a change of the same moment is lost."""
+    with path.with_name(f"{path.name}.lock").open("a") as lock:  # until it is closed
+        with contextlib.suppress(NoLocks):
+            try_lock(lock, wait=True)
+        yield
 
 
 def is_of_one_host(fd: int) -> bool:

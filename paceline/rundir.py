@@ -11,6 +11,7 @@ import os
 import socket
 import stat
 import sys
+import threading
 import tomllib
 from collections.abc import Iterator
 from contextlib import suppress
@@ -201,10 +202,11 @@ def check_unused(run: RunDir, *, fix: str, is_submitted: bool = False) -> None:
 
     is_submitted: it holds what the submission of a Slurm job has left.
     """
-    remains = {run.lock.name, run.preparing_json.name, f"{run.preparing_json.name}.part"}  # of a killed preparation
-    if is_submitted:
-        remains |= {path.name for path in run.path.iterdir() if path.name.startswith(("slurm", "submitted", "events"))}
-    if run.path.exists() and (not run.path.is_dir() or any(path.name not in remains for path in run.path.iterdir())):
+    # a killed preparation has left the first two, perhaps with a half of its next version
+    remains = (run.lock.name, run.preparing_json.name) + (("slurm", "submitted", "events") if is_submitted else ())
+    if run.path.exists() and not (
+        run.path.is_dir() and all(path.name.startswith(remains) for path in run.path.iterdir())
+    ):
         is_run = run.config_toml.is_file()
         text = f"{run.path} already exists" + ("" if is_run else " and is not a run")
         raise PacelineError(text, fix=fix if is_run else "another --name")
@@ -280,7 +282,7 @@ def read_end(path: Path, length: int) -> tuple[bytes, bool]:
 
 def write_atomic(path: Path, text: str) -> None:
     """Replaces a file at once: a reader never sees half of it, nor does a crash leave half of it."""
-    part = path.with_name(path.name + ".part")
+    part = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_native_id()}.part")  # each writer has its own
     try:
         with part.open("w", encoding="utf-8") as file:
             file.write(text)

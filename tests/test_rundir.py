@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -63,3 +64,16 @@ def test_a_run_in_use_names_its_process_and_is_free_when_that_ends(tmp_path):
     holder.wait()
     assert not is_locked(run)
     os.close(lock_run(run))
+
+
+def test_writers_of_one_file_do_not_take_each_other_s_half(tmp_path):
+    path = tmp_path / "speeds.json"
+
+    def write(number):
+        for _ in range(100):
+            write_atomic(path, str(number) * 5000)
+            assert len(set(path.read_text())) == 1 and path.stat().st_size == 5000
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, range(4)))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["speeds.json"]

@@ -173,12 +173,18 @@ def resume_run(run: RunDir, options: ResumeOptions, nodes: Sequence[HostEntry] =
 
 
 def adopt_copy(run: RunDir) -> None:
-    """Makes the copy of a run that another machine's supervisor has left here a run of its own, with its history."""
+    """Makes the copy of a run that another machine's supervisor left here a run of its own, with its history. Raises RunInUse."""
     history = run.path / "history"
-    for path in history.glob("*.jsonl"):
-        path.replace(run.path / path.name)
-    with suppress(OSError):
-        history.rmdir()
+    if not history.is_dir():
+        return
+    lock = wait_for_lock(run)  # as long as that run goes on, the copy is its own
+    try:
+        for path in history.glob("*.jsonl"):
+            path.replace(run.path / path.name)
+        with suppress(OSError):
+            history.rmdir()
+    finally:
+        os.close(lock)
 
 
 def cluster_of(

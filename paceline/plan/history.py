@@ -15,13 +15,13 @@ import math
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from paceline.locks import NoLocks, try_lock
+from paceline.errors import PacelineError
+from paceline.locks import one_writer
 from paceline.plan.activations import MemorySetup
 from paceline.plan.estimate import (
     CPU_HEAP_GROWTH,
@@ -258,9 +258,7 @@ def keep_record(folder: Path, record: MemoryRecord) -> None:
     """Adds a record and drops the oldest of its kind. A folder that cannot be written is reported: nothing depends on it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / f"{FILE_NAME}.lock").open("a") as lock:  # until it is closed
-            with suppress(NoLocks):  # then a record of another run at the same moment is lost
-                try_lock(lock, wait=True)
+        with one_writer(folder / FILE_NAME):
             records = _read(folder)
             records[record.kind] = [*records.get(record.kind, []), record][-KEEP_RECORDS:]
             table = {kind: [asdict(record) for record in members] for kind, members in records.items()}
@@ -342,3 +340,5 @@ def keep_too_large(folder: Path, plan: Plan, *, card_bytes: int | None, source: 
         append_json_line(folder / FAILURES_FILE, failure)
     except OSError as error:
         _note(f"{folder / FAILURES_FILE} cannot be written ({error.strerror}): the size is not kept")
+    except PacelineError as error:
+        _note(f"{error.message}: the size is not kept")

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError
+from paceline.locks import one_writer
 from paceline.plan.algorithms import ALGORITHMS
 from paceline.plan.gpu_table import GpuSpec
 from paceline.rundir import write_atomic
@@ -134,11 +135,12 @@ def load_speeds(folder: Path, *, device_name: str, threads: int, processes: int)
 
 def keep_speeds(folder: Path, speeds: Speeds) -> None:
     """Replaces what was measured before; ratios of steps belong to the old rates and go with them."""
-    records = _read(folder)
-    records[_key(speeds.device_name, speeds.threads, speeds.processes)] = asdict(speeds)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(folder / FILE_NAME, json.dumps(records, indent=1) + "\n")
+        with one_writer(folder / FILE_NAME):
+            records = _read(folder)
+            records[_key(speeds.device_name, speeds.threads, speeds.processes)] = asdict(speeds)
+            write_atomic(folder / FILE_NAME, json.dumps(records, indent=1) + "\n")
     except OSError as error:
         raise PacelineError(
             f"{folder / FILE_NAME} cannot be written: {error.strerror}", fix="--cache-dir DIR in a place you can write"

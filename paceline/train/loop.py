@@ -28,7 +28,7 @@ from paceline.heartbeat import HeartbeatWriter
 from paceline.model.linear import LowProducts
 from paceline.plan.cost import mfu
 from paceline.plan.planner import Plan
-from paceline.rundir import RunDir, append_json_line, utc_now
+from paceline.rundir import RunDir, append_event, append_json_line, utc_now
 from paceline.train.optim import ShardedOptimizer
 from paceline.train.process import BusyClock, peak_bytes
 from paceline.train.trouble import LossGuard, LossTrouble, find_trouble
@@ -81,9 +81,12 @@ class LossScale:
         return {"value": self.value, "good_steps": self.good_steps, "skipped_steps": self.skipped_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back what state_dict returned."""
-        self.value, self.good_steps = float(state["value"]), int(state["good_steps"])
-        self.skipped_steps = int(state.get("skipped_steps", 0))  # not in the checkpoints of earlier versions
+        """Takes back what state_dict returned; a scale that changes stays where another precision's was saved, which does not."""
+        fresh = LossScale().state_dict()
+        state = {**fresh, **state}  # checkpoints of earlier versions have no skipped_steps
+        if self.dynamic and state != fresh:
+            self.value, self.good_steps = float(state["value"]), int(state["good_steps"])
+            self.skipped_steps = int(state["skipped_steps"])
 
 
 def loss_scale(plan: Plan) -> LossScale:
@@ -210,7 +213,7 @@ class Loop:
             if due and not stopping:
                 self.progress.beat(done, "eval")
                 gc.collect()
-                bpb = self.evaluate()
+                bpb = self._finite_bpb(done)
             if last or stopping or due or done == start_step + 1 or done % self.config.log_every == 0:
                 self._log(done, values, bpb=bpb, step_ms=1000 * fmean(seconds))
                 seconds.clear()
@@ -230,10 +233,21 @@ class Loop:
     def _evaluate_first(self) -> None:
         """Evaluates the first weights, so that the curve of val_bpb begins where the training does. Collective."""
         self.progress.beat(0, "eval")
-        bpb = self.evaluate()
-        if self.rank == 0:
+        bpb = self._finite_bpb(0)
+        if self.rank == 0 and bpb is not None:
             append_json_line(self.run.metrics, {"step": 0, "val_bpb": bpb, "time": utc_now()}, quiet=True)
             log.info(f"step {0:0{len(str(self.plan.num_steps))}d}/{self.plan.num_steps} | val_bpb {bpb:.4f}")
+
+    def _finite_bpb(self, step: int) -> float | None:
+        """Evaluates. A val_bpb that is not finite is reported and left out: the next step's loss decides what to do. Collective."""
+        bpb = self.evaluate()
+        if math.isfinite(bpb):
+            return bpb
+        if self.rank == 0:
+            append_event(
+                self.run, "note", text=f"the evaluation at step {step:,} gave {bpb} as val_bpb, which is left out"
+            )
+        return None
 
     def one_step(self, step: int) -> tuple[dict[str, Any], bool, bool]:
         """Does forward, backward, agreement and update. Collective.

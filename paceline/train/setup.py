@@ -324,8 +324,7 @@ def resume(loop: Loop) -> int:
     checkpoint = CheckpointReader(run.checkpoints / path)
     loop.optimizer.load(checkpoint.read)
     loop.optimizer.load_state_dict(checkpoint.state["optimizer"])
-    if scale.dynamic and checkpoint.state["scale"]["value"] != 1.0:
-        scale.load_state_dict(checkpoint.state["scale"])
+    scale.load_state_dict(checkpoint.state["scale"])
     if "loss_guard" in checkpoint.state:  # not in those of earlier versions
         loop.guard.load_state_dict(checkpoint.state["loss_guard"])
     keys = checkpoint.keys()  # a rank that did not exist at the save keeps its fresh seed

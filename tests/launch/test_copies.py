@@ -3,12 +3,15 @@
 import os
 from contextlib import contextmanager
 
+import pytest
+
 from paceline.launch.channel import Channel
 from paceline.launch.copies import Copies
 from paceline.launch.hosts import HostEntry
 from paceline.launch.member import Member
+from paceline.launch.train import adopt_copy
 from paceline.model.manifest import FileEntry, Manifest, encode_manifest
-from paceline.rundir import RunDir, append_event
+from paceline.rundir import RunDir, RunInUse, append_event, lock_run
 
 
 @contextmanager
@@ -66,3 +69,17 @@ def test_one_other_host_is_asked_for_a_copy_of_each_new_checkpoint_and_may_be_un
             assert order["folder"] == f"step_{step}" and order["manifest"] and other["manifest"] is None
             assert copies.unfinished and not copies.give_up(cem)
         assert copies.give_up(bob) and not copies.unfinished  # nobody waits for a copy that does not come
+
+
+def test_the_history_of_a_copy_is_adopted_only_once_its_run_has_ended(tmp_path):
+    run = RunDir(tmp_path / "copy")
+    (run.path / "history").mkdir(parents=True)
+    (run.path / "history" / "metrics.jsonl").write_text('{"step": 2}\n')
+    run.metrics.write_text('{"step": 4}\n')
+    lock = lock_run(run)  # as the host of the copy does while the run goes on
+    with pytest.raises(RunInUse):
+        adopt_copy(run)
+    assert run.metrics.read_text() == '{"step": 4}\n'
+    os.close(lock)
+    adopt_copy(run)
+    assert run.metrics.read_text() == '{"step": 2}\n' and not (run.path / "history").exists()

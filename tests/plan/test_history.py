@@ -313,6 +313,12 @@ def test_the_next_plan_takes_the_next_fewer_rows(tmp_path):
     assert rows(planner(tmp_path)(DEPTH_12, TWO)) == (first.device_batch_size // 4, False)
 
 
+def test_a_failure_that_cannot_be_written_is_reported_and_ends_nothing(tmp_path, capsys):
+    (tmp_path / FAILURES_FILE).mkdir()
+    keep_failure(tmp_path, planner(tmp_path / "other")(DEPTH_12, TWO))
+    assert "too_large.jsonl cannot be written: Is a directory: the size is not kept" in capsys.readouterr().err
+
+
 def test_a_size_that_failed_on_a_partly_used_device_is_allowed_when_the_device_is_empty(tmp_path):
     first = planner(tmp_path)(DEPTH_12, TWO)
     keep_failure(tmp_path, first, card_bytes=RTX_5090.memory_bytes // 2)

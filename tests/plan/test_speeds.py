@@ -1,3 +1,4 @@
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -31,6 +32,16 @@ def test_speeds_are_read_back_equal_and_only_for_their_layout(tmp_path):
     keep_speeds(tmp_path, replace(SPEEDS, threads=2, processes=1))
     assert load(tmp_path) == SPEEDS
     assert load_speeds(tmp_path, device_name="CPU", threads=4, processes=1) is None
+
+
+def test_speeds_of_two_runs_at_the_same_moment_are_both_stored(tmp_path):
+    def measure(threads):
+        for _ in range(40):
+            keep_speeds(tmp_path, replace(SPEEDS, threads=threads))
+            assert load_speeds(tmp_path, device_name="CPU", threads=threads, processes=2)
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(measure, (1, 2, 3)))
 
 
 def test_a_missing_or_damaged_file_holds_no_speeds(tmp_path):

@@ -40,6 +40,15 @@ def test_a_loss_scale_survives_its_state():
     assert other == scale
 
 
+def test_a_scale_of_one_resumes_its_count_and_that_of_another_precision_is_left():
+    resumed = LossScale(32.0, dynamic=True)
+    resumed.load_state_dict(LossScale(1.0, good_steps=1999, dynamic=True).state_dict())
+    assert (resumed.value, resumed.good_steps) == (1.0, 1999)
+    other = LossScale(32.0, dynamic=True)
+    other.load_state_dict(LossScale().state_dict())  # of bf16
+    assert other == LossScale(32.0, dynamic=True)
+
+
 def test_twenty_steps_in_a_row_may_be_skipped_and_a_good_one_begins_the_count_again():
     scale = LossScale(1.0, dynamic=True)
     for _ in range(MAX_SKIPPED_STEPS - 1):
@@ -170,32 +179,55 @@ def test_an_error_while_reading_ahead_is_raised_by_the_micro_batch_that_needs_th
         loader.micro_batch(1, 0)
 
 
+class MadeUpLoop(loop.Loop):
+    """Steps without a model."""
+
+    def one_step(self, step):
+        return {"loss": 2.0, "grad_norm": 1.0, "lr_mult": 1.0, "rank_ms": [1.0]}, False, False
+
+
+def run_made_up(kind, folder, evaluate, *, num_steps, every):
+    """The lines of metrics.jsonl of such a loop."""
+    plan = SimpleNamespace(
+        num_steps=num_steps, total_batch_size=6000, world_size=1, flops_per_token=1, peak_flops=None, precision="fp32"
+    )
+    config = SimpleNamespace(max_loss_spike=None, eval_every=every, log_every=every, save_every=0, sample_every=0)
+    stop, progress = SimpleNamespace(training=False), SimpleNamespace(beat=lambda *_: None)
+    optimizer, device = SimpleNamespace(waits_in_backward=False), torch.device("cpu")
+    run = RunDir(folder)
+    try:
+        kind(run, config, plan, optimizer, None, 0, device, progress, stop, evaluate=evaluate).train(0)
+    finally:
+        gc.unfreeze()
+        gc.enable()
+    return [json.loads(line) for line in run.metrics.read_text().splitlines()]
+
+
+def test_an_evaluation_that_is_not_finite_is_reported_and_does_not_end_the_run(tmp_path):
+    values = iter([math.inf, 1.5, math.nan, 1.25])
+    lines = run_made_up(MadeUpLoop, tmp_path, lambda: next(values), num_steps=3, every=1)
+    assert [(line["step"], line.get("val_bpb")) for line in lines] == [(1, 1.5), (2, None), (3, 1.25)]
+    events = [json.loads(line) for line in RunDir(tmp_path).events.read_text().splitlines()]
+    assert [event["text"] for event in events] == [
+        "the evaluation at step 0 gave inf as val_bpb, which is left out",
+        "the evaluation at step 2 gave nan as val_bpb, which is left out",
+    ]
+
+
 def test_step_ms_is_the_mean_of_the_steps_since_the_last_line_without_evaluations(tmp_path, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
-    class TimedLoop(loop.Loop):
+    class TimedLoop(MadeUpLoop):
         def one_step(self, step):
             now[0] += step + 1  # seconds
-            return {"loss": 2.0, "grad_norm": 1.0, "lr_mult": 1.0, "rank_ms": [1.0]}, False, False
+            return super().one_step(step)
 
     def evaluate():
         now[0] += 100
         return 1.5
 
-    plan = SimpleNamespace(
-        num_steps=6, total_batch_size=6000, world_size=1, flops_per_token=1, peak_flops=None, precision="fp32"
-    )
-    config = SimpleNamespace(max_loss_spike=None, eval_every=3, log_every=3, save_every=0, sample_every=0)
-    stop, progress = SimpleNamespace(training=False), SimpleNamespace(beat=lambda *_: None)
-    optimizer, device = SimpleNamespace(waits_in_backward=False), torch.device("cpu")
-    run = RunDir(tmp_path)
-    try:
-        TimedLoop(run, config, plan, optimizer, None, 0, device, progress, stop, evaluate=evaluate).train(0)
-    finally:
-        gc.unfreeze()
-        gc.enable()
-    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    lines = run_made_up(TimedLoop, tmp_path, evaluate, num_steps=6, every=3)
     first = lines.pop(0)  # evaluated before the first step
     assert (first["step"], first["val_bpb"]) == (0, 1.5) and "step_ms" not in first
     shown = [(line["step"], line["step_ms"], line["tok_per_sec"]) for line in lines]

@@ -18,7 +18,7 @@ from paceline.launch.background import stop_run
 from paceline.launch.connect import open_module
 from paceline.launch.hosts import HostEntry, hosts_of
 from paceline.launch.job import TrainingJob
-from paceline.launch.queue import parse_accounted, record_job_end
+from paceline.launch.queue import parse_accounted, record_job_end, stop_job
 from paceline.launch.requeue import (
     check_free,
     decide_requeue,
@@ -575,6 +575,21 @@ def scontrol(folder, monkeypatch, text: str) -> None:
     (folder / "scontrol").write_text(f"#!/bin/sh\nexec cat {folder}/record\n")
     (folder / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+
+def test_stop_waits_for_the_end_of_a_job_while_slurm_does_not_answer(tmp_path, monkeypatch):
+    running = WAITING.replace("PENDING", "RUNNING")
+    scontrol(tmp_path, monkeypatch, running.replace("RUNNING", "CANCELLED"))
+    # the first answer is an error, as while slurmctld restarts
+    outage = f"mkdir {tmp_path}/asked 2>/dev/null && {{ echo 'Unable to contact slurm controller' >&2; exit 1; }}"
+    (tmp_path / "scontrol").write_text(f"#!/bin/sh\n{outage}\nexec cat {tmp_path}/record\n")
+    (tmp_path / "scancel").write_text("#!/bin/sh\n")
+    (tmp_path / "scancel").chmod(0o755)
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    record_job(run, 4711)
+    stop_job(run, parse_job(running), now=False)
+    assert [event["state"] for event in read_json_lines(run.events)] == ["CANCELLED"]
 
 
 @pytest.mark.parametrize("state, cause", [

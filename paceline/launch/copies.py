@@ -3,7 +3,8 @@ Checkpoints of a run on several hosts without a shared disk: where their parts g
 
 Each host writes its ranks' parts. They reach the supervisor in the background (launch/gather.py). Where rank 0 is on another host
 than the supervisor, the parts go on to it; it completes the checkpoint, which then comes back. One other host keeps a copy of what
-is complete, so that the loss of any one machine costs no more than one save interval.
+is complete, so that the loss of any one machine costs no more than one save interval. Where the link takes longer than that for a
+copy, checkpoints that are superseded meanwhile have none.
 """
 
 import shutil

@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "plan": {"foundation"},
     "data": {"foundation"},
     "watch": {"foundation", "explain"},
-    "check": {"foundation", "plan"},
+    "check": {"foundation", "plan", "data"},
     "explain": {"foundation"},
     "track": {"foundation", "watch"},
     "comm": {"foundation", "plan", "check", "launch"},

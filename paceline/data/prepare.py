@@ -80,9 +80,8 @@ def prepare(
     """
     files = list_files(source)
     tokenizer_json = None if tokenizer is None else read_tokenizer_file(tokenizer)
-    ids_of = f"trained {vocab_size}" if tokenizer_json is None else hashlib.sha256(tokenizer_json).hexdigest()
-    settings = {"tokenizer": ids_of, "shard_tokens": SHARD_TOKENS}
-    path = cache_dir.expanduser() / "data" / make_fingerprint(files, settings)
+    tokenizer_hash = None if tokenizer_json is None else hashlib.sha256(tokenizer_json).hexdigest()
+    path = dataset_path(files, tokenizer_hash=tokenizer_hash, vocab_size=vocab_size, cache_dir=cache_dir)
     if (path / META).exists():
         return open_dataset(path)
 
@@ -101,7 +100,8 @@ def prepare(
             shard_tokens=SHARD_TOKENS,
             progress=progress,
         )
-        if make_fingerprint(list_files(source), settings) != path.name:
+        files_now = list_files(source)
+        if path != dataset_path(files_now, tokenizer_hash=tokenizer_hash, vocab_size=vocab_size, cache_dir=cache_dir):
             raise PacelineError(
                 f"the files of {source} changed while they were read",
                 fix="wait until what writes them is done, then run the same command again",
@@ -109,6 +109,14 @@ def prepare(
         meta = {"format_version": FORMAT_VERSION, "fingerprint": path.name, "source": source} | meta
         write_atomic(folder / META, json.dumps(meta, indent=1) + "\n")
     return replace(open_dataset(path), reused=False)
+
+
+def dataset_path(
+    files: list[SourceFile], *, tokenizer_hash: str | None, vocab_size: int | None, cache_dir: Path
+) -> Path:
+    """Returns where the prepared text of these files is, or would be. tokenizer_hash None: one of vocab_size is trained on them."""
+    settings = {"tokenizer": tokenizer_hash or f"trained {vocab_size}", "shard_tokens": SHARD_TOKENS}
+    return cache_dir.expanduser() / "data" / make_fingerprint(files, settings)
 
 
 @contextmanager

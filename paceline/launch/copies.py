@@ -3,7 +3,8 @@ Checkpoints of a run on several hosts without a shared disk: where their parts g
 
 Each host writes its ranks' parts. They reach the supervisor in the background (launch/gather.py). Where rank 0 is on another host
 than the supervisor, the parts go on to it; it completes the checkpoint, which then comes back. One other host keeps a copy of what
-is complete, so that the loss of any one machine costs no more than one save interval.
+is complete, so that the loss of any one machine costs no more than one save interval. Where the link takes longer than that for a
+copy, checkpoints that are superseded meanwhile have none.
 """
 
 import shutil
@@ -12,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from paceline.launch.channel import Line
-from paceline.launch.gather import PART, file_frames, folder_frames, missing_files, stamp
+from paceline.launch.gather import PART, file_frames, folder_frames, missing_files, open_frames, stamp
 from paceline.launch.member import Member
 from paceline.model.manifest import MANIFEST, newest_folder, read_manifest
 from paceline.model.publish import prune
@@ -28,6 +29,7 @@ class Copies:
         self.run = run
         self.published: dict[str, str] = {}  # whole at the host of rank 0, not yet here: folder -> manifest
         self._history = (0, 0, 0)  # the version of the events that was sent
+        self._newest = ""  # the last checkpoint that the hosts know to be complete
         self._copied = ""  # the last checkpoint whose copy was ordered
         self._owed: dict[str, Member] = {}  # copies under way: folder -> the host that makes it
         self._relayed, self._fetched = set[str](), set[str]()
@@ -36,7 +38,11 @@ class Copies:
     @property
     def unfinished(self) -> bool:
         """Whether a checkpoint is still on its way here, or its copy to another host."""
-        return bool(self.published) or any(member.lost is None for member in self._owed.values())
+        return bool(self.published) or self._is_copying
+
+    @property
+    def _is_copying(self) -> bool:
+        return any(member.lost is None for member in self._owed.values())
 
     def confirm(self, folder: str) -> None:
         """Takes the report that the copy of a checkpoint is whole."""
@@ -70,27 +76,46 @@ class Copies:
             for keeper in keepers:
                 keeper.send_behind(folder_frames(self.run.path, [self.run.events.name], HISTORY))
         folder = newest_folder(self.run.checkpoints)
-        if folder is None or folder.name == self._copied:
+        if folder is None:
             return
-        self._copied = folder.name
         others = [member for member in others if not member.shared]
-        text = (folder / MANIFEST).read_text(encoding="utf-8")
+        if folder.name != self._newest:
+            self._announce(folder.name, others)
+            for keeper in keepers if self.run.metrics.exists() else ():
+                keeper.send_behind(folder_frames(self.run.path, [self.run.metrics.name], HISTORY))
+        if folder.name != self._copied and not self._is_copying:
+            self._order_copy(folder, others[:1], keep_last=keep_last)
+
+    def _announce(self, name: str, others: Sequence[Member]) -> None:
+        """Lets the hosts remove their parts of a complete checkpoint. The first, which keeps the copies, still needs its own."""
+        for member in others[1:]:
+            member.send({"do": "saved", "folder": name, "manifest": None})
+        if self._newest != self._copied:  # it waited for the copy before it, and is superseded now
+            for member in others[:1]:
+                member.send({"do": "saved", "folder": self._newest, "manifest": None})
+        self._newest = name
+
+    def _order_copy(self, folder: Path, keepers: Sequence[Member], *, keep_last: int) -> None:
+        """Orders the copy of a checkpoint. Only one is under way at a time: otherwise a slow link would complete none."""
         files = {name: entry.sha256 for name, entry in read_manifest(folder).files.items()}
-        order = {"do": "saved", "folder": folder.name, "keep_last": keep_last, "files": files}
-        for member in others:
-            keeps = member is others[0]
-            member.send({**order, "manifest": text if keeps else None})
-            if keeps:
-                self._owed = {folder.name: member}
-        for keeper in keepers if self.run.metrics.exists() else ():
-            keeper.send_behind(folder_frames(self.run.path, [self.run.metrics.name], HISTORY))
+        text = (folder / MANIFEST).read_text(encoding="utf-8")
+        self._copied, self._owed = folder.name, {}
+        for keeper in keepers:
+            self._owed[folder.name] = keeper
+            keeper.send(
+                {"do": "saved", "folder": folder.name, "keep_last": keep_last, "files": files, "manifest": text}
+            )
 
     def send(self, member: Member, line: Line) -> None:
-        """Sends the files of a checkpoint that the host of the copy lacks."""
+        """Sends the files of a checkpoint that the host of the copy lacks. A copy that lost its source is no longer expected."""
         folder = self.run.checkpoints / Path(line["of"]).name
-        if folder.is_dir() and member.channel:
-            names = [Path(name).name for name in line["files"]]
-            member.channel.send_behind(folder_frames(folder, names, f"checkpoints/{folder.name}/"))
+        if self._owed.get(folder.name) is not member:
+            return
+        frames = open_frames(folder, [Path(name).name for name in line["files"]], f"checkpoints/{folder.name}/")
+        if frames is None:
+            self.confirm(folder.name)
+        else:
+            member.send_behind(frames)
 
     def _relay_parts(self, first: Member) -> None:
         """Sends what other hosts have written of a checkpoint to the host of rank 0, which completes it."""

@@ -13,6 +13,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +247,21 @@ def folder_frames(folder: Path, names: Iterable[str], prefix: str) -> Iterator[b
     """Yields files of a folder in pieces, the manifest of a checkpoint last."""
     for name in sorted(names, key=lambda name: name == MANIFEST):
         yield from file_frames(folder / name, f"{prefix}{name}")
+
+
+def open_frames(folder: Path, names: Iterable[str], prefix: str) -> Iterator[bytes] | None:
+    """Returns files of a folder in pieces, or None where one is missing.
+
+    They are opened now, so that they arrive even if they are removed before their turn.
+    """
+    opened = []
+    for name in names:
+        frames = file_frames(folder / name, f"{prefix}{name}")
+        first = next(frames, None)
+        if first is None:
+            return None
+        opened.append(chain([first], frames))
+    return chain.from_iterable(opened)
 
 
 def remove_newer(checkpoints: Path, step: int) -> None:

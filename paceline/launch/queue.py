@@ -47,10 +47,10 @@ def follow_job(run: RunDir, job_id: int) -> int:
         while True:
             if time.monotonic() - asked_at > POLL_S:
                 asked_at = time.monotonic()
-                with suppress(SlurmError):  # slurmctld restarts
-                    job = read_job(job_id)
-                    if job is None or job.is_over:
-                        break
+                current, has_ended = poll_job(job_id)
+                job = current if current or has_ended else job
+                if has_ended:
+                    break
                 if job and job.text != shown:
                     log.poll()
                     shown = job.text
@@ -76,10 +76,16 @@ def active_job(run: RunDir) -> SlurmJob | None:
     job_id = job_of(run)
     if job_id is None:
         return None
-    with suppress(SlurmError):  # no Slurm here: the run folder alone is known
+    job, has_ended = poll_job(job_id)
+    return None if has_ended else job
+
+
+def poll_job(job_id: int) -> tuple[SlurmJob | None, bool]:
+    """Returns a job, and whether it has ended; None and False where Slurm does not answer, as while slurmctld restarts."""
+    with suppress(SlurmError):
         job = read_job(job_id)
-        return job if job and not job.is_over else None
-    return None
+        return job, job is None or job.is_over
+    return None, False
 
 
 def stop_job(run: RunDir, job: SlurmJob, *, now: bool) -> None:
@@ -92,10 +98,7 @@ def stop_job(run: RunDir, job: SlurmJob, *, now: bool) -> None:
             ask("scancel", "--signal=INT", "--batch", job_id)
     except SlurmError as error:
         raise PacelineError(error.message, fix=f"scancel {job_id}") from error
-    while True:
-        current = read_job(job.job_id)
-        if current is None or current.is_over:
-            break
+    while not poll_job(job.job_id)[1]:
         time.sleep(STOP_POLL_S)
     record_job_end(run)
 
@@ -105,10 +108,8 @@ def record_job_end(run: RunDir) -> str | None:
     job_id = job_of(run)
     if job_id is None:
         return None
-    job = None
-    with suppress(SlurmError):
-        job = read_job(job_id)
-    if job is not None and not job.is_over:
+    job, has_ended = poll_job(job_id)
+    if job is not None and not has_ended:
         return None
     state, source = (job.state, "scontrol show job") if job else (accounted_state(job_id), "sacct")
     if not state:

@@ -39,7 +39,7 @@ from paceline.launch.gather import (
 )
 from paceline.launch.script_copy import PREFIX, ScriptCopy
 from paceline.launch.stacks import inspect_ranks, rank_processes
-from paceline.model.manifest import MANIFEST, read_manifest
+from paceline.model.manifest import MANIFEST, read_manifest, step_folders
 from paceline.model.publish import free_space, prune
 from paceline.rundir import RunDir, RunInUse, lock_run, write_atomic
 
@@ -84,7 +84,8 @@ class FarEnd:
         self.interface: str | None = None  # --interface
         self.pool, self.pending = ThreadPoolExecutor(1), list[tuple[Future[Any], Callable[[Any], object]]]()
         self.known = set[str]()  # whole checkpoints of which the supervisor knows
-        self.copied_files: dict[str, str] = {}  # of the checkpoint whose copy is under way: name -> hash
+        self.copy = ""  # the folder of the checkpoint whose copy is under way
+        self.copied_files: dict[str, str] = {}  # of it: name -> hash
         self.keep_last = 1
         self.ranks = range(0)  # of the attempt, here
         self.is_leaving = False  # the supervisor is lost
@@ -306,11 +307,14 @@ class FarEnd:
             self.script.take(name.removeprefix(PREFIX), line, data)
             return
         assert self.run
+        folder = (self.run.path / name).parent
+        is_copy = name.startswith("checkpoints/step_")
+        if is_copy and not self.is_settling and folder.name != self.copy:
+            return  # the supervisor gave that copy up
         receive(self.run, line, data, allowed=SENT)
-        if line["last"] and name.startswith("checkpoints/step_"):
-            folder = (self.run.path / name).parent
-            if (folder / f".{MANIFEST}").exists() and all((folder / file).exists() for file in self.copied_files):
-                self.complete_copy(folder)
+        needed = (f".{MANIFEST}", *self.copied_files)
+        if line["last"] and is_copy and all((folder / file).exists() for file in needed):
+            self.complete_copy(folder)
         if line["last"] and name == "dataset.json" and self.text:
             record = json.loads(self.run.dataset_json.read_text())
             write_atomic(self.run.dataset_json, json.dumps({**record, "path": str(self.text)}) + "\n")
@@ -354,7 +358,10 @@ class FarEnd:
         if line["manifest"] is None:
             return
         write_atomic(final / f".{MANIFEST}", line["manifest"])  # without its name until every file is there
-        self.copied_files, self.keep_last = line["files"], line["keep_last"]
+        self.copy, self.copied_files, self.keep_last = final.name, line["files"], line["keep_last"]
+        for folder in step_folders(self.run.checkpoints):
+            if folder != final and not (folder / MANIFEST).exists():  # a copy that the supervisor gave up
+                shutil.rmtree(folder, ignore_errors=True)
         self.complete_copy(final)
 
     def complete_copy(self, folder: Path) -> None:

@@ -308,8 +308,8 @@ def run_training(
                 text = send_text(job.cluster, dataset.path, file_hashes(dataset), progress=progress)
         except BaseException:
             job.cluster.close()
-            if is_new and not job.options.detach:  # nothing has run; a log in the folder has the error
-                shutil.rmtree(job.run.path)
+            if is_new and not job.options.detach:  # a log in the folder has the error
+                remove_unstarted(job.run)
             raise
         if text:
             job.show([text])
@@ -376,7 +376,13 @@ def new_folder(run: RunDir, *, is_submitted: bool = False) -> Iterator[tuple[int
     finally:
         run.preparing_json.unlink(missing_ok=True)
         if not run.config_toml.is_file():
-            run.lock.unlink(missing_ok=True)
-            with suppress(OSError):
-                run.path.rmdir()
+            remove_unstarted(run)
             os.close(lock)
+
+
+def remove_unstarted(run: RunDir) -> None:
+    """Removes the folder of a run in which nothing has run, unless the log of its Slurm job is there: that has the error."""
+    if run.submitted_toml.is_file():
+        run.lock.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(run.path, ignore_errors=True)

@@ -206,7 +206,9 @@ def session_folder(parent: Path, *, fix: str = "--cache-dir DIR in a place you c
         path = Path(tempfile.mkdtemp(prefix=time.strftime("%Y%m%d-%H%M%S-"), dir=parent)).resolve()
     except OSError as error:
         raise PacelineError(f"{parent} cannot be written: {error.strerror}", fix=fix) from error
-    for old in sorted(parent.iterdir())[:-KEEP_FOLDERS]:
+    # the clock may have been set back: the new folder is not always the last by name
+    earlier = sorted(folder for folder in parent.iterdir() if folder.name != path.name)
+    for old in earlier[: -(KEEP_FOLDERS - 1)]:
         shutil.rmtree(old, ignore_errors=True)
     return RunDir(path)
 

@@ -206,7 +206,8 @@ def discard(path: Path) -> None:
     hidden = path.with_name(f".{path.name}.discarded.tmp")
     shutil.rmtree(hidden, ignore_errors=True)
     path.rename(hidden)
-    shutil.rmtree(hidden)
+    # NFS keeps a file that is still being sent to another host; clean_leftovers removes what remains
+    shutil.rmtree(hidden, ignore_errors=True)
 
 
 def read_manifest(path: Path) -> Manifest:

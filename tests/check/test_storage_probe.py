@@ -5,7 +5,9 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
+import threading
 import typing
 from pathlib import Path
 
@@ -221,7 +223,7 @@ def test_a_dataset_of_the_hub_is_unknown_until_it_was_downloaded(tmp_path, monke
 
 def test_a_folder_too_large_to_count_has_no_size(corpus, monkeypatch):
     monkeypatch.setattr("paceline.check.probes.storage_probe.LISTING_S", -1.0)
-    assert measure_folder(corpus, types=(".txt",), skip=set()) == ({"exists": True}, None)
+    assert measure_folder(corpus, types=(".txt",), skip=set()) == {"exists": True}
 
 
 def test_text_counts_as_prepared_until_it_changes(corpus, tmp_path):
@@ -230,11 +232,37 @@ def test_text_counts_as_prepared_until_it_changes(corpus, tmp_path):
     prepare(str(corpus), tokenizer=None, vocab_size=300, cache_dir=cache)
     assert text_facts(str(corpus), cache_dir=cache)["prepared"] is True
     assert text_facts(str(corpus), cache_dir=cache, vocab_size=290)["prepared"] is False
-    assert (
-        text_facts(str(corpus), cache_dir=cache, vocab_size=400)["prepared"] is None
-    )  # the text may have had no more in it
-    os.utime(corpus / "0.txt", (4e9, 4e9))
+    assert text_facts(str(corpus), cache_dir=cache, tokenizer=tmp_path / "missing.json")["prepared"] is False
+
+
+@pytest.mark.parametrize("change", ["newer", "removed", "added with an old time"])
+def test_changed_text_counts_as_prepared_only_where_a_run_would_reuse_it(corpus, tmp_path, change):
+    cache = tmp_path / "cache"
+    prepare(str(corpus), tokenizer=None, vocab_size=300, cache_dir=cache)
+    if change == "newer":
+        os.utime(corpus / "0.txt", (4e9, 4e9))
+    elif change == "removed":
+        (corpus / "0.txt").unlink()
+    else:
+        shutil.copyfile(corpus / "0.txt", corpus / "3.txt")
+        os.utime(corpus / "3.txt", (1e9, 1e9))  # as `cp -p` and `rsync -a` do
     assert text_facts(str(corpus), cache_dir=cache)["prepared"] is False
+    prepare(str(corpus), tokenizer=None, vocab_size=300, cache_dir=cache)
+    assert text_facts(str(corpus), cache_dir=cache)["prepared"] is True
+
+
+def test_whether_text_on_a_dead_disk_is_prepared_is_unknown(corpus, tmp_path, monkeypatch):
+    is_over = threading.Event()
+    monkeypatch.setattr("paceline.check.probes.storage_probe.list_files", lambda _: is_over.wait() and [])
+    monkeypatch.setattr("paceline.check.probes.storage_probe.LISTING_S", 0.1)
+    assert text_facts(str(corpus), cache_dir=tmp_path)["prepared"] is None
+    is_over.set()
+
+
+def test_the_probe_of_the_text_imports_what_is_light_alone():
+    code = "import sys, paceline.check.probes.storage_probe; print({'torch', 'numpy', 'tokenizers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
 
 
 def test_a_damaged_folder_is_not_prepared(corpus, tmp_path):
@@ -250,7 +278,10 @@ def test_a_tokenizer_has_the_vocabulary_that_the_data_layer_counts(corpus, tmp_p
     assert text["tokenizer"] == {
         "path": str(dataset.tokenizer_json), "exists": True, "vocab_size": vocab_size, "error": None,
     }  # fmt: skip
-    assert (text["vocab_size"], text["prepared"]) == (vocab_size, True)
+    # the same tokenizer, but the run would prepare the text for a tokenizer from a file
+    assert (text["vocab_size"], text["prepared"]) == (vocab_size, False)
+    prepare(str(corpus), tokenizer=dataset.tokenizer_json, vocab_size=1, cache_dir=tmp_path / "cache")
+    assert text_facts(str(corpus), tokenizer=dataset.tokenizer_json, cache_dir=tmp_path / "cache")["prepared"] is True
 
 
 @pytest.mark.parametrize(

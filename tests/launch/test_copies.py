@@ -1,17 +1,22 @@
 """Who keeps the copy of a checkpoint, and what happens when a host cannot."""
 
+import hashlib
 import os
+import shutil
 from contextlib import contextmanager
 
 import pytest
 
-from paceline.launch.channel import Channel
+from paceline.launch.channel import Channel, wait
 from paceline.launch.copies import Copies
 from paceline.launch.hosts import HostEntry
 from paceline.launch.member import Member
+from paceline.launch.remote import FarEnd
 from paceline.launch.train import adopt_copy
 from paceline.model.manifest import FileEntry, Manifest, encode_manifest
 from paceline.rundir import RunDir, RunInUse, append_event, lock_run
+
+SHARDS = {f"shard_{rank:05d}_of_00002.safetensors": os.urandom(200_000) for rank in range(2)}  # more than a pipe holds
 
 
 @contextmanager
@@ -29,8 +34,34 @@ def linked(name: str, *, first_rank: int):
 def checkpoint(run: RunDir, step: int) -> None:
     folder = run.checkpoints / f"step_{step:06d}"
     folder.mkdir(parents=True)
-    manifest = Manifest(step, 2, "2026-11-23T00:00:00.000Z", "0", "0", None, {"shard": FileEntry(1, "0")}, {}, {})
+    for name, content in SHARDS.items():
+        (folder / name).write_bytes(content)
+    entries = {name: FileEntry(len(data), hashlib.sha256(data).hexdigest()) for name, data in SHARDS.items()}
+    manifest = Manifest(step, 2, "2026-11-23T00:00:00.000Z", "0", "0", None, entries, {}, {})
     (folder / "manifest.json").write_text(encode_manifest(manifest))
+
+
+@pytest.fixture
+def far(tmp_path):
+    """A run here, a real far end, the member that leads to it, and a function that lets both ends read and write once."""
+    run, copy = RunDir(tmp_path / "here"), RunDir(tmp_path / "there")
+    run.path.mkdir()
+    append_event(run, "launch")
+    with linked("bob", first_rank=1) as (member, channel):
+        end = FarEnd(channel)
+        end.run = copy
+
+        def turn() -> list[dict]:
+            wait([member.channel, channel], 0.05)
+            for line, content in channel.read():
+                end.obey(line, content)
+            while end.pending and end.pending[0][0].done():
+                future, then = end.pending.pop(0)
+                then(future.result())
+            return [line for line, _ in member.channel.read()]
+
+        yield run, end, member, turn
+        end.pool.shutdown()
 
 
 def orders(end: Channel) -> list[dict]:
@@ -68,6 +99,8 @@ def test_one_other_host_is_asked_for_a_copy_of_each_new_checkpoint_and_may_be_un
             [order], [other] = orders(bob_end), orders(cem_end)
             assert order["folder"] == f"step_{step}" and order["manifest"] and other["manifest"] is None
             assert copies.unfinished and not copies.give_up(cem)
+            if step == 999_990:
+                copies.confirm(order["folder"])
         assert copies.give_up(bob) and not copies.unfinished  # nobody waits for a copy that does not come
 
 
@@ -83,3 +116,68 @@ def test_the_history_of_a_copy_is_adopted_only_once_its_run_has_ended(tmp_path):
     os.close(lock)
     adopt_copy(run)
     assert run.metrics.read_text() == '{"step": 2}\n' and not (run.path / "history").exists()
+
+
+def test_a_copy_is_ordered_when_the_one_before_it_is_complete_and_of_the_newest_checkpoint_alone(tmp_path):
+    run = RunDir(tmp_path)
+    append_event(run, "launch")
+    with linked("bob", first_rank=1) as (bob, bob_end), linked("cem", first_rank=2) as (cem, cem_end):
+        copies, members = Copies(run), [Member(HostEntry("localhost"), 1), bob, cem]
+        for step in (10, 20, 30):
+            checkpoint(run, step)
+            copies.follow(members, keep_last=1)
+        # bob removes its part of the superseded checkpoint, cem those of all three
+        assert [(order["folder"], order["manifest"] is None) for order in orders(bob_end)] == [
+            ("step_000010", False),
+            ("step_000020", True),
+        ]
+        assert [order["folder"] for order in orders(cem_end)] == ["step_000010", "step_000020", "step_000030"]
+        copies.confirm("step_000010")
+        copies.follow(members, keep_last=1)
+        assert [order["folder"] for order in orders(bob_end)] == ["step_000030"]
+        copies.confirm("step_000030")
+        assert not copies.unfinished
+
+
+def test_a_copy_is_completed_although_its_checkpoint_is_removed_here_meanwhile(tmp_path, far):
+    run, end, member, turn = far
+    copies = Copies(run)
+    checkpoint(run, 10)
+    copies.follow([Member(HostEntry("localhost"), 1), member], keep_last=1)
+    while not (lacks := [line for line in turn() if line["event"] == "lacks"]):
+        pass
+    copies.send(member, lacks[0])
+    shutil.rmtree(run.checkpoints / "step_000010")
+    while "copied" not in [line["event"] for line in turn()]:
+        pass
+    assert {path.name for path in (end.run.checkpoints / "step_000010").iterdir()} == {*SHARDS, "manifest.json"}
+
+
+def test_a_copy_whose_checkpoint_was_removed_before_it_was_sent_is_not_expected(tmp_path, far):
+    run, _, member, turn = far
+    copies = Copies(run)
+    checkpoint(run, 10)
+    copies.follow([Member(HostEntry("localhost"), 1), member], keep_last=1)
+    while not (lacks := [line for line in turn() if line["event"] == "lacks"]):
+        pass
+    shutil.rmtree(run.checkpoints / "step_000010")
+    copies.send(member, lacks[0])
+    assert not copies.unfinished
+
+
+def test_a_copy_that_is_given_up_leaves_nothing_and_its_late_files_are_ignored(far):
+    run, end, member, turn = far
+    lacking, copied = [], []
+    for step in (10, 20):  # the files of the first are on their way when the second is ordered
+        checkpoint(run, step)
+        copies = Copies(run)
+        copies.follow([Member(HostEntry("localhost"), 1), member], keep_last=1)
+        while f"step_{step:06d}" not in lacking:
+            for line in turn():
+                if line["event"] == "lacks":
+                    lacking.append(line["of"])
+                    copies.send(member, line)
+    while not copied:
+        copied += [line["folder"] for line in turn() if line["event"] == "copied"]
+    assert (lacking, copied) == (["step_000010", "step_000020"], ["step_000020"])
+    assert [path.name for path in end.run.checkpoints.iterdir()] == ["step_000020"]

@@ -8,14 +8,17 @@ from dataclasses import replace
 
 import pytest
 
+from paceline.check.ready import CheckResult
 from paceline.config import Config
+from paceline.data.prepare import prepare
 from paceline.errors import PacelineError, UsageError
 from paceline.explain.explanation import Explanation
 from paceline.explain.run_folder import explain_run
 from paceline.launch.background import stop_run
 from paceline.launch.connect import open_module
 from paceline.launch.hosts import HostEntry, hosts_of
-from paceline.launch.queue import parse_accounted, record_job_end
+from paceline.launch.job import TrainingJob
+from paceline.launch.queue import parse_accounted, record_job_end, stop_job
 from paceline.launch.requeue import (
     check_free,
     decide_requeue,
@@ -49,9 +52,11 @@ from paceline.launch.sbatch import (
     split_args,
 )
 from paceline.launch.supervisor import Outcome, StopSignals
-from paceline.options import PlanOptions, ResumeOptions, TrainOptions
+from paceline.launch.train import new_folder, run_training
+from paceline.options import PlanOptions, ResumeOptions, Services, TrainOptions
 from paceline.plan.machine import probe_machine
-from paceline.rundir import RunDir, append_event, read_json_lines
+from paceline.plan.planner import make_plan
+from paceline.rundir import RunDir, append_event, lock_run, read_json_lines
 from paceline.slurm import (
     Allocation,
     SlurmJob,
@@ -398,6 +403,50 @@ def test_a_job_that_slurm_started_again_continues_the_run_that_it_began(tmp_path
     assert find_start(run) == "new"
 
 
+class LostCluster:
+    """Hosts that cannot be reached."""
+
+    members = ()
+
+    def connect(self, *_, **__):
+        raise PacelineError("host n2: it did not answer for 150 s", fix="ping n2")
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("is_submitted", [True, False])
+def test_a_job_whose_hosts_cannot_be_reached_keeps_its_folder_and_log_and_another_run_leaves_nothing(
+    tmp_path, capsys, is_submitted
+):
+    run = RunDir(tmp_path / "run")
+    log = run.path / "slurm-17.log"
+    run.path.mkdir()
+    if is_submitted:
+        run.submitted_toml.write_text("")
+        log.write_text("the output of the job\n")
+    run.config_toml.write_text("")
+    (tmp_path / "books.txt").write_text("A line of a book.\n" * 1000)
+    dataset = prepare(str(tmp_path / "books.txt"), tokenizer=None, vocab_size=300, cache_dir=tmp_path / "cache")
+    plan = make_plan(Config(device="cpu"), probe_machine(), vocab_size=300, num_rows=1000)
+    job = TrainingJob(run, lock_run(run), True, TrainOptions(keys={}), Config(), lambda *_: plan, LostCluster())
+    with pytest.raises(PacelineError, match="did not answer"):
+        run_training(job, plan, CheckResult((), ()), dataset, Services(), started=0.0, is_new=True)
+    assert (log.is_file(), run.submitted_toml.is_file(), run.path.exists()) == (is_submitted,) * 3
+
+
+@pytest.mark.parametrize("is_submitted", [True, False])
+def test_a_run_that_fails_before_its_launch_leaves_what_its_submission_wrote_alone(tmp_path, is_submitted):
+    run = RunDir(tmp_path / "run")
+    if is_submitted:
+        run.path.mkdir()
+        run.submitted_toml.write_text("")
+    with pytest.raises(OSError, match="full"), new_folder(run, is_submitted=is_submitted):
+        run.dataset_json.write_text("{}")
+        raise OSError("the disk is full")
+    assert (run.submitted_toml.is_file(), run.lock.exists(), run.path.exists()) == (is_submitted, False, is_submitted)
+
+
 @pytest.mark.parametrize("text", ["", "[1]", "{", '{"job_id": "x"}'])
 def test_what_was_submitted_stays_known_when_its_job_starts_and_a_broken_file_says_nothing(tmp_path, text):
     run = RunDir(tmp_path)
@@ -526,6 +575,21 @@ def scontrol(folder, monkeypatch, text: str) -> None:
     (folder / "scontrol").write_text(f"#!/bin/sh\nexec cat {folder}/record\n")
     (folder / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+
+def test_stop_waits_for_the_end_of_a_job_while_slurm_does_not_answer(tmp_path, monkeypatch):
+    running = WAITING.replace("PENDING", "RUNNING")
+    scontrol(tmp_path, monkeypatch, running.replace("RUNNING", "CANCELLED"))
+    # the first answer is an error, as while slurmctld restarts
+    outage = f"mkdir {tmp_path}/asked 2>/dev/null && {{ echo 'Unable to contact slurm controller' >&2; exit 1; }}"
+    (tmp_path / "scontrol").write_text(f"#!/bin/sh\n{outage}\nexec cat {tmp_path}/record\n")
+    (tmp_path / "scancel").write_text("#!/bin/sh\n")
+    (tmp_path / "scancel").chmod(0o755)
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    record_job(run, 4711)
+    stop_job(run, parse_job(running), now=False)
+    assert [event["state"] for event in read_json_lines(run.events)] == ["CANCELLED"]
 
 
 @pytest.mark.parametrize("state, cause", [

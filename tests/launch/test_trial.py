@@ -141,6 +141,13 @@ def test_only_the_folders_of_the_last_measurements_are_kept(tmp_path):
     assert len(left) == KEEP_FOLDERS and left[0] == "20200101-000004" and left[-1] == run.name
 
 
+def test_a_new_folder_stays_although_the_clock_was_set_back(tmp_path):
+    for i in range(KEEP_FOLDERS + 3):
+        (tmp_path / f"20990101-{i:06d}").mkdir()
+    run = session_folder(tmp_path)
+    assert run.path.is_dir() and len(list(tmp_path.iterdir())) == KEEP_FOLDERS
+
+
 def test_a_time_becomes_steps_and_automatic_evaluations_a_tenth_of_it():
     config = replace(SMALL, num_steps=None, time="2m", eval_every=0)
     plan = planned(num_steps=None, time="2m")

@@ -3,8 +3,7 @@ The folders that a run writes to and reads from, its text and its tokenizer: `py
 
 Two probes in two processes. The first measures space, rights, file system and speed. Rights are tested by really writing; what is
 written has no name in any folder or loses it at once, and a missing folder is judged by its nearest parent. The second reads file
-names, sizes and JSON of the text. `prepared` says whether the cache has a complete folder of this source that is newer than every
-file of it; data/prepare.py verifies the shards themselves.
+names, sizes and times of the text. `prepared` says whether a run would find it prepared, by the fingerprint of data/prepare.py.
 """
 
 import difflib
@@ -19,15 +18,17 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from paceline.check.probes.facts import Json, answer
+from paceline.data.corpus import FORMATS, NOT_TEXT_TO_LEARN, list_files
+from paceline.data.prepare import dataset_path, open_dataset
+from paceline.errors import PacelineError
 from paceline.hub import ask_hub, endpoint, is_cached, missing_packages
 from paceline.mounts import read_mounts
-from paceline.plan.host import names_in, read_text
+from paceline.plan.host import names_in
 
 PLACE_DEADLINE_S = 3.0
 SPEED_DEADLINE_S = 1.5
@@ -39,8 +40,6 @@ NETWORK_FILESYSTEMS = {
     "pvfs2", "orangefs", "ocfs2", "gfs2", "fuse.sshfs", "fuse.glusterfs", "fuse.ceph", "fuse.s3fs", "fuse.gcsfuse",
     "fuse.juicefs", "fuse.rclone", "fuse.goofys", "fuse.mount-s3", "fuse.blobfuse2", "fuse.alluxio-fuse", "fuse.seaweedfs",
 }  # fmt: skip
-TYPES = (".txt", ".md", ".py", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")  # data/corpus.py's FORMATS
-NOT_TEXT_TO_LEARN = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
 LISTING_S = 1.0  # a folder of a million files is not counted to the end
 BUILTIN, HUB = "builtin", "hf:"
 
@@ -227,52 +226,47 @@ def probe_text(request: Json) -> Json:
     if data is None and tokenizer is None:
         return {"text": None}
     facts: dict[str, Any] = {"data": data, "exists": None, "bytes": None, "prepared": None, "error": None}
-    newest: float | None = None
     if data is not None:
-        source, newest = probe_source(data)
-        facts |= source
+        facts |= probe_source(data)
     tokenizer_facts, tokenizer_hash = (
         (None, None) if tokenizer is None else probe_tokenizer(Path(tokenizer).expanduser())
     )
     vocab_size = tokenizer_facts["vocab_size"] if tokenizer_facts else request.get("vocab_size")
     if data is not None and request.get("cache_dir"):
-        facts["prepared"] = facts["exists"] is not False and is_prepared(
-            Path(request["cache_dir"]).expanduser() / "data",
-            source=data,
-            tokenizer_hash=tokenizer_hash,
-            vocab_size=vocab_size,
-            newest=newest,
+        can_exist = facts["exists"] is not False and (tokenizer is None or tokenizer_hash is not None)
+        facts["prepared"] = can_exist and is_prepared(
+            data, tokenizer_hash=tokenizer_hash, vocab_size=vocab_size, cache_dir=Path(request["cache_dir"])
         )
     if data is not None and data.startswith(HUB) and local_path(data) is None and not facts["prepared"]:
         facts["hub"] = probe_hub(data)
     return {"text": {**facts, "vocab_size": vocab_size, "tokenizer": tokenizer_facts}}
 
 
-def probe_source(data: str) -> tuple[dict[str, Any], float | None]:
-    """Returns exists, bytes and error of a source, and when its newest file was changed."""
+def probe_source(data: str) -> dict[str, Any]:
+    """Returns exists, bytes and error of a source."""
     if data == BUILTIN:
         return measure_folder(Path(sysconfig.get_path("stdlib")), types=(".py",), skip=NOT_TEXT_TO_LEARN)
     name = local_path(data)
     if name is None:
         name = data.removeprefix(HUB).partition(":")[0]
-        return {"exists": True if is_cached(name) else None}, 0.0
+        return {"exists": True if is_cached(name) else None}
     path = Path(name).expanduser()
     try:
         status = path.stat()
         if path.is_dir():
             os.listdir(path)
-            return measure_folder(path, types=() if data.startswith(HUB) else TYPES, skip={"__pycache__"})
+            return measure_folder(path, types=() if data.startswith(HUB) else tuple(FORMATS), skip={"__pycache__"})
         if not path.is_file():
-            return {"exists": True, "error": "not a regular file"}, None
+            return {"exists": True, "error": "not a regular file"}
         with path.open("rb") as file:
             file.read(1)
     except FileNotFoundError:
         if path.is_symlink():
-            return {"exists": False, "error": f"a link to {path.readlink()}, which does not exist"}, None
-        return {"exists": False, "near": nearest_neighbour(name)}, None
+            return {"exists": False, "error": f"a link to {path.readlink()}, which does not exist"}
+        return {"exists": False, "near": nearest_neighbour(name)}
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        return {"exists": None, "error": getattr(error, "strerror", None) or str(error)}, None
-    return {"exists": True, "bytes": status.st_size}, status.st_mtime
+        return {"exists": None, "error": getattr(error, "strerror", None) or str(error)}
+    return {"exists": True, "bytes": status.st_size}
 
 
 def nearest_neighbour(name: str) -> str | None:
@@ -282,24 +276,22 @@ def nearest_neighbour(name: str) -> str | None:
     return str(path.with_name(close[0])) if close else None
 
 
-def measure_folder(folder: Path, *, types: tuple[str, ...], skip: set[str]) -> tuple[dict[str, Any], float | None]:
+def measure_folder(folder: Path, *, types: tuple[str, ...], skip: set[str]) -> dict[str, Any]:
     """types: suffixes of the files that count, () for all. bytes is None where there are too many files to read in time."""
-    num_bytes, newest, deadline = 0, 0.0, time.monotonic() + LISTING_S
+    num_bytes, deadline = 0, time.monotonic() + LISTING_S
     for here, subfolders, names in os.walk(folder):
         subfolders[:] = [name for name in subfolders if name not in skip and not name.startswith(".")]
         for name in names:
             if name.startswith(".") or (types and not name.lower().endswith(types)):
                 continue
             try:
-                status = os.stat(os.path.join(here, name))  # noqa: PTH116, PTH118 (a Path for each would double the time)
+                num_bytes += os.stat(os.path.join(here, name)).st_size  # noqa: PTH116, PTH118 (a Path would double the time)
             except OSError:
                 continue  # a broken link; preparing reports it
-            num_bytes += status.st_size
-            newest = max(newest, status.st_mtime)
         if time.monotonic() > deadline:
-            return {"exists": True}, None
+            return {"exists": True}
     error = None if num_bytes else "no text in it: no file of " + " ".join(types) if types else "an empty folder"
-    return {"exists": True, "bytes": num_bytes, "error": error}, newest
+    return {"exists": True, "bytes": num_bytes, "error": error}
 
 
 def probe_hub(data: str) -> dict[str, Any]:
@@ -349,36 +341,21 @@ def tokenizer_vocab_size(content: Any) -> int | None:
         return None
 
 
-def is_prepared(
-    folder: Path, *, source: str, tokenizer_hash: str | None, vocab_size: int | None, newest: float | None
-) -> bool | None:
-    """Returns whether one of the prepared folders is of this source, cut by this tokenizer, whole, and newer than the text.
+def is_prepared(source: str, *, tokenizer_hash: str | None, vocab_size: int | None, cache_dir: Path) -> bool | None:
+    """Returns whether a run would find this text prepared and whole; None where its files are too many to list in time."""
+    results: list[bool] = []
 
-    None where it is unknown: the age of the text is unknown (a folder too large to list), or the
-    text had only enough for a smaller vocabulary than requested.
-    """
-    result: bool | None = False
-    for meta in (read_meta(folder / name) for name in names_in(folder)):
-        if meta is None or meta["source"] != source:
-            continue
-        if newest is not None and datetime.fromisoformat(meta["created"]).timestamp() <= newest:
-            continue
-        if meta["tokenizer_hash"] == tokenizer_hash if tokenizer_hash else meta["vocab_size"] == vocab_size:
-            return None if newest is None else True
-        if tokenizer_hash is None and meta["vocab_size"] < (vocab_size or 0):
-            result = None
-    return result
+    def find() -> None:
+        try:
+            files = list_files(source)
+            open_dataset(dataset_path(files, tokenizer_hash=tokenizer_hash, vocab_size=vocab_size, cache_dir=cache_dir))
+        except PacelineError:
+            results.append(False)
+        else:
+            results.append(True)
 
-
-def read_meta(folder: Path) -> dict[str, Any] | None:
-    """Returns meta.json of a prepared folder; None unless all files are there and as long as it records."""
-    try:
-        meta: dict[str, Any] = json.loads(read_text(folder / "meta.json") or "")
-        sizes = {name: (folder / name).stat().st_size for name in meta["files"]}
-        whole = all(sizes[name] == facts["bytes"] for name, facts in meta["files"].items())
-        return meta if whole and {"source", "tokenizer_hash", "vocab_size", "created"} <= meta.keys() else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+    run_threads([find], deadline_s=LISTING_S)
+    return next(iter(results), None)
 
 
 if __name__ == "__main__":

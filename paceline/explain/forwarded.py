@@ -25,6 +25,9 @@ DIRECT = re.compile(
 )
 TRACEBACK = b"Traceback (most recent call last)"
 DIRECT_WORDS = (TRACEBACK, b'File "', b'File \\"', b"] NCCL ")
+MESSAGE = re.compile(
+    r"(?:Error|Exception|Interrupt)\b"
+)  # of an error behind which the next text began without a newline
 MAX_APART = 12  # lines between two of them
 MAX_LINES, MAX_PREFIXES, MAX_PREFIX = 60, 8, 120  # of them looked at in a block; learned; characters
 MIN_COMMON = 3  # lines that begin alike
@@ -67,7 +70,7 @@ class ForwardedLines:
             text = text if whole.endswith(text) else whole  # a level of glog stays in the text behind its time
             match = DIRECT.search(text)
             prefix = text[: match.start()] if match else ""
-            if not prefix.strip() or len(prefix) > MAX_PREFIX:
+            if not prefix.strip() or len(prefix) > MAX_PREFIX or MESSAGE.search(prefix):
                 continue
             shape = prefix.translate(DIGITS)
             if at - last.get(shape, -MAX_APART) < MAX_APART:

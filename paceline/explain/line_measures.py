@@ -19,7 +19,8 @@ COUNTER = re.compile(
     r"(?:[^\s|%][^|%]{0,80}?: +)? {0,3}(?P<at>\d+)it \[\d+:\d\d[^\]]*(?:\]|$)"
 )  # tqdm's, without a total
 PREPARATION = re.compile(  # the bar of what comes before training, or beside it
-    r"\W*(?:(?:Up|Down)?[Ll]oad|Fetch|Map|Tokeniz|Generating \w+ split|Filter|Resolv|Prepar|Extract|Convert|Writ|Sav|Quantiz"
+    r"\W*(?:Running tokeniz"
+    r"|(?:Up|Down)?[Ll]oad|Fetch|Map|Tokeniz|Generating \w+ split|Filter|Resolv|Prepar|Extract|Convert|Writ|Sav|Quantiz"
     r"|Compil|Captur|Cach|Index|Pack|Cast|Flatten|Sett|Applying|Adding|Truncating|Creating)"
 )
 BARE_BAR = re.compile(r" {0,3}\d{1,3}%\|[█▏▎▍▌▋▊▉ #=>.-]*\|?")  # cut in the middle, or without a count
@@ -74,6 +75,10 @@ OTHER_LOSS = re.compile(r"(?:val|valid|validation|eval|test|dev|best|min|prev)[_
 EVALUATION = re.compile(  # how a line of one begins
     r"(?i)^\W*(?:test|val|valid|validation|eval|evaluation|(?:test|validat|evaluat)ing)\b ?(?:[:\[]|- |result\b)"
 )
+SCORE = re.compile(
+    r"(?i)(?<![a-z])(?:acc|accuracy|f1|top-?1|auc)['\"]?\s*[:=]\s*['\"]?(?P<value>\d+(?:\.\d+)?)"
+)  # higher is better
+SHORT_NAN = re.compile(r"(?<![\w.])(?:avg_)?L=nan\b")
 REWARD = re.compile(rf"(?i)(?<![\w/])(?:(?:train|critic)/)?(?:mean_)?rewards?(?:[/_]mean)?{VALUE}")
 RECORD_LOSS = re.compile(
     r"(?:best|min|prev|(?:keep\w*|the) last)[_ /.-]*(?:\w{2,6}[_ /.-]*)?$", re.IGNORECASE
@@ -91,6 +96,7 @@ class StepLoss:
     name: str = "loss"
     held_out: float | None = None  # the loss of an evaluation beside that of training
     reward: float | None = None
+    score: float | None = None  # of an evaluation: the accuracy or the like
 
 
 def strip_bars(text: str) -> tuple[str, StepLoss | None]:
@@ -132,7 +138,7 @@ def read_step_and_loss(text: str) -> StepLoss | None:
         return None  # prose, such as "takes 3 steps 2 at a time"
     number = parse_count(step["step"]) if step else None
     is_last = bool(step and step["of"] and parse_count(step["of"].strip("/ \t")) == number)
-    if loss == 0 and NAN_OUTPUT.search(text):
+    if (loss == 0 and NAN_OUTPUT.search(text)) or (loss is None and SHORT_NAN.search(text)):
         loss = math.nan
     if loss == 0 and "reward" in lowered and lowered.count("nan") == 1:
         grad_norm = (
@@ -141,7 +147,8 @@ def read_step_and_loss(text: str) -> StepLoss | None:
     name = name_of(loss_match) if loss_match else "loss"
     name = "eval_loss" if EVALUATION.match(text) else name
     reward = read_value(REWARD.search(text)) if "reward" in lowered else None
-    return StepLoss(number, loss, is_last, grad_norm, name, held_out, reward)
+    score = read_value(SCORE.search(text)) if held_out is not None or name == "eval_loss" else None
+    return StepLoss(number, loss, is_last, grad_norm, name, held_out, reward, score)
 
 
 def find_measure(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:

@@ -33,6 +33,7 @@ RANK = re.compile(
     r"|\(Worker_(?:TP|PP)(?P<vllm>\d+) pid=\d+\) ?"  # vLLM with one parallel dimension; Ray and NeMo-RL
     r"|\((?P<actor>(?:[\w.:-]{1,80}(?:\(\w*\)|\[rank=(?P<nemo>\d+)\])?,? ?)?(?:rank=(?P<ray>\d+), ?)?pid=\d+"
     r"(?:, ?ip=(?P<ip>[\d.]+))?)\) ?"
+    r"|\(raylet(?:, ip=(?P<raylet>[\d.]+))?\) "  # Ray, for processes that have not registered yet
     r"|(?:CRITICAL|ERROR) \[[\w.]{1,80}:\d+, rank=(?P<olmo>\d+)\] "
     r"|\[(?P<paceline>\d{1,4})\] {1,4}(?=[^\s{])"  # the terminal output of paceline; [17] {'loss': ... is a list's number
 )
@@ -49,7 +50,6 @@ OTHER = re.compile(
     r"|\d+\.\d+s[ \t]+\d+[ \t]+"  # Kaggle: seconds, line number
     r"|std(?:out|err) [FP] "  # Kubernetes
     r"|\|? ?(?:ERROR|INFO) \| std(?:err|out) \| "  # FastChat, which logs what other code prints
-    r"|\(raylet(?:, ip=[\d.]+)?\) "  # Ray, for processes that have not registered yet
     r"|\[\d+ similar log lines\] "  # Monarch
     r"|(?:python[\d.]*|torchrun|accelerate|deepspeed|bash|sh)\[\d{1,7}\]: "  # journald
     r"|ERROR \d\d-\d\d \d\d:\d\d:\d\d \[?[\w./-]{1,200}\.py:\d+\] ?"  # vLLM
@@ -140,7 +140,7 @@ def split_prefix(text: str) -> LogLine:
         if match := RANK.match(text):
             numbers = match.group("rank", "mpi", "horovod", "vllm", "nemo", "ray", "olmo", "paceline")
             rank = next((int(number) for number in numbers if number), rank)
-            host = match["ip"] or host
+            host = match["ip"] or match["raylet"] or host
             stream = stream or match[0].strip(" :")
         elif match := NCCL.match(text) or HOST.match(text):
             host = match["host"]

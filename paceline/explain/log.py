@@ -24,6 +24,7 @@ class Log:
     ranks: frozenset[int] = frozenset()  # whose lines were parsed
     losses: tuple[LossPoint, ...] = ()  # of one rank, a part of them in a long log
     held_out: tuple[LossPoint, ...] = ()  # likewise, of evaluations
+    scores: tuple[LossPoint, ...] = ()  # likewise, of evaluations: accuracies
     memory: tuple[LossPoint, ...] = ()  # in use
     rewards: tuple[LossPoint, ...] = ()  # of a policy
     first_line: int = 1  # of the run
@@ -65,6 +66,7 @@ class OpenRun:
             ranks=frozenset(self.ranks),
             losses=self.progress.losses,
             held_out=self.progress.held_out,
+            scores=self.progress.scores,
             memory=self.progress.memory,
             rewards=self.progress.rewards,
             first_line=self.first_line,

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from paceline.explain.curve_verdict import (
+    DIVERGED,
     MIN_POINTS,
     SPIKE,
     STANDS_STILL,
@@ -22,11 +23,13 @@ from paceline.explain.curve_verdict import (
     find_overfitting,
     find_rises,
     find_still,
+    is_level,
     is_stuck,
     is_whole,
 )
 from paceline.explain.explanation import Explanation, format_value
 from paceline.explain.log import Log
+from paceline.explain.progress import LossPoint
 from paceline.explain.series import (
     LOSS,
     MEMORY,
@@ -47,6 +50,12 @@ NO_REWARD = "every reward is 0"
 LOG_GROWTH = 0.2  # of memory
 MIN_FLAT, FLAT_RANGE = 5, 0.0015  # points of a loss, and the share of its level that they span
 Z_FALL, MAX_FALL = 2.0, 0.05  # of a loss, in standard errors and as a share: less is no fall
+# classes between which a model guesses: the loss is the logarithm of their number; how near to it, of many points and of few
+MAX_CLASSES, NEAR_CHANCE, ABOUT_CHANCE = 10, 0.0015, 0.015
+MIN_CHANCE, MIN_FEW = 30, 3  # points of the last half; of a curve that rounds its losses, beside one of evaluations
+MIN_SCORES, NEAR_BEST = 3, 0.02  # points of evaluations, and the share by which the last may miss the best
+VANISHED = 0.02  # of its first points
+TRAIN_RISE = 0.1  # of the loss of training, as a share
 LEARNED = 0.5  # of its first value: a loss that is lower for good has fallen before the points where it is level
 
 
@@ -56,7 +65,7 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
         return explanation
     points = {
         name: max((getattr(log, name) for log in logs), key=len, default=())
-        for name in ("losses", "held_out", "memory", "rewards")
+        for name in ("losses", "held_out", "scores", "memory", "rewards")
     }
     reported = line_series(points["losses"], source="log")
     losses, held_out = ([item for item in reported if item.kind == kind] for kind in (LOSS, VALIDATION))
@@ -66,18 +75,43 @@ def judge_progress(explanation: Explanation, logs: Sequence[Log]) -> Explanation
         for finding in find_still(losses, [], [])
         if finding.at < len(finding.series.values) // 2 or is_stuck(finding.series.values)
     )
+    evaluations = [*line_series(points["held_out"], source="log"), *held_out]
+    ends_best = any(map(is_lowest_at_end, evaluations))
     findings = [
-        *(rise for item in losses for rise in find_rises([item], least_rise(item))),
+        *(
+            rise
+            for item in losses
+            if not (ends_best or is_learned(item))
+            for rise in find_rises([item], least_rise(item))
+        ),
         *still,
         *find_unlearned(losses, held_out),
+        *find_chance(losses, held_out),
         *find_zeros(losses, ZEROS),
         *find_zeros(line_series(points["rewards"], source="log", kind=REWARD), ZERO_REWARDS, NO_REWARD),
         *find_growth(memories, LOG_GROWTH),
-        *find_overfitting([*line_series(points["held_out"], source="log"), *held_out]),
+        *(() if is_best_at_end(points["scores"]) else find_turns(losses, evaluations)),
     ]
     if not findings and explanation.cause == HEALTHY and (flat := next(filter(hardly_moves, losses + held_out), None)):
         return unproven(explanation, flat)
     return add_findings(explanation, findings[:1])
+
+
+def is_lowest_at_end(series: MetricSeries) -> bool:
+    """Whether a loss of evaluations ends at about its lowest, below where it began."""
+    values = list(filter(math.isfinite, series.values))
+    return len(values) >= MIN_SCORES and values[-1] <= (1 + NEAR_BEST) * min(values) < values[0]
+
+
+def is_best_at_end(scores: Sequence[LossPoint]) -> bool:
+    """Whether the accuracy of evaluations has risen and ends at about its best: a loss that rises is no failure then."""
+    values = [value for _, _, value in scores]
+    return len(values) >= MIN_SCORES and values[0] < median(values[-MIN_SCORES:]) >= (1 - NEAR_BEST) * max(values)
+
+
+def is_learned(series: MetricSeries) -> bool:
+    """Whether a loss has nearly vanished since its first points, where any noise multiplies it."""
+    return is_whole(series) and 0 <= series.values[-1] < VANISHED * max(series.values[:SPIKE])
 
 
 def find_zeros(series: Sequence[MetricSeries], at_least: int, reason: str | None = None) -> Iterator[CurveFinding]:
@@ -91,6 +125,40 @@ def find_unlearned(losses: Sequence[MetricSeries], held_out: Sequence[MetricSeri
     """Losses of training that do not fall over the whole run, beyond their noise, while those of evaluations do not either."""
     if losses and held_out and not any(map(falls, [*losses, *held_out])):
         yield CurveFinding(STANDS_STILL, losses[0], 0)
+
+
+def find_chance(losses: Sequence[MetricSeries], held_out: Sequence[MetricSeries]) -> Iterator[CurveFinding]:
+    """Losses that come down to what guessing between a few classes gives, and stay; few points count where evaluations agree."""
+    for series in filter(is_whole, losses):
+        values = list(filter(math.isfinite, series.values))
+        half = values[len(values) // 2 :]
+        number = round(math.exp(min(max(median(half), 0.0), 9.0))) if half else 0
+        if not 2 <= number <= MAX_CLASSES:
+            continue
+        chance = math.log(number)
+        is_near = len(half) >= MIN_CHANCE and is_level(half) and abs(median(half) - chance) < NEAR_CHANCE * chance
+        curves = [values, *(item.values for item in held_out)]
+        has_few = number == 2 and len(curves) > 1 and min(map(len, curves)) >= MIN_FEW
+        if is_near or (
+            has_few and all(abs(value - chance) < ABOUT_CHANCE * chance for curve in curves for value in curve)
+        ):
+            at = len(series.values) // 2 if is_near else 0
+            yield CurveFinding(STANDS_STILL, series, at, f"ln {number}, as of a guess between {number} classes")
+
+
+def find_turns(losses: Sequence[MetricSeries], held_out: Sequence[MetricSeries]) -> Iterator[CurveFinding]:
+    """Validation losses that turn up; where the loss of training is higher at its end than at that time, it is no overfitting."""
+    for finding in find_overfitting(held_out):
+        share = finding.at / len(finding.series.values)
+        rises = (rise for item in losses if (rise := rise_since(item, int(share * len(item.values)))))
+        yield next(rises, finding)
+
+
+def rise_since(series: MetricSeries, at: int) -> CurveFinding | None:
+    """A loss that is higher at its end than about a point of it."""
+    near, last = series.values[max(0, at - SPIKE) : at + SPIKE], series.values[-2 * SPIKE :]
+    has_risen = len(series.values) >= MIN_POINTS and median(last) > (1 + TRAIN_RISE) * median(near) > 0
+    return CurveFinding(DIVERGED, series, at) if has_risen else None
 
 
 def falls(series: MetricSeries) -> bool:

@@ -66,7 +66,9 @@ PROGRAM_ENDED = re.compile(
 CANCELLED_STEP = re.compile(
     r"\*\*\* (?:STEP|JOB) \S+ (?:ON \S+ )?CANCELLED|srun: (?:Force Terminated|forcing job termination)"
 )
-KERNEL_ASSERT = re.compile(r"block: \[[\d,]+\], thread: \[[\d,]+\] Assertion ")
+FATAL = re.compile(  # a kernel's assertion, NCCL's watchdog
+    r"block: \[[\d,]+\], thread: \[[\d,]+\] Assertion |Watchdog caught collective operation timeout|taking the entire process down"
+)
 TASK_KILLED = re.compile(r"task \d+(?:[,-]\d+)*: (?:Killed|Terminated)|^(?:Killed|Terminated)\b")
 INSTALLED = re.compile(r"site-packages|dist-packages|/lib/python\d|<frozen |^<")  # a file that is not the user's
 # what the user's file calls is more often their own than a package's: a function, or something private of an object
@@ -181,8 +183,8 @@ def run_continued(record: Record, log: Log, continuation: Continuation) -> bool:
     A shell script goes on without a program that it does not find, and what fails for that reason says so itself.
     """
     last_line = log.last_lines[-1][0] if log.last_lines else 0
-    if KERNEL_ASSERT.search(record.text) and last_line - record.line <= BUFFERED_LINES:
-        return False  # nothing runs on a GPU after it; the steps behind it were in a buffer
+    if FATAL.search(record.text) and last_line - record.line <= BUFFERED_LINES:
+        return False  # the process ends; the steps behind it are other processes' or were in a buffer
     if record.line in continuation.done:
         return True
     if USAGE.search(record.text) and last_line > record.line + BUFFERED_LINES:

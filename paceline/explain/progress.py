@@ -35,7 +35,7 @@ MIN_EPOCHS = 3  # of a training behind which another begins
 DONE = re.compile(
     r"(?:train|tun)ing (?:is )?(?:completed?|finished|done)|(?:finished|done) training|train_runtime|saved (?:the )?final"
     r"|(?:max_steps|max_epochs)=?\d*`? reached|job (?:finished|completed) success|\ball \d* ?(?:tests|checks) passed"
-    r"|training has finished|run finished|finished successfully|^done\.?$|^training time \d+:\d\d:\d\d$"
+    r"|training has finished|\ball stages complete|run finished|finished successfully|^done\.?$|^training time \d+:\d\d:\d\d$"
     r"|terminated of its own accord .*with exit-code 0"
     r"|(?:treinamento|entrenamiento) (?:conclu|complet|finaliz|termin)[a-zí]+|training (?:ist )?(?:abgeschlossen|beendet)"
     r"|entra[iî]nement termin[eé]|обучение (?:завершено|закончено)"
@@ -72,6 +72,7 @@ class ProgressTracker:
         self._finite: set[str] = set()  # measures that were finite at least once
         self._infinite: set[str] = set()  # measures of which one of those values is infinite, not NaN
         self._rewards: list[LossPoint] = []
+        self._scores: list[LossPoint] = []
         self._epoch, self._first_epoch = 0, sys.maxsize
 
     def step_of(self, rank: int | None) -> int | None:
@@ -98,8 +99,8 @@ class ProgressTracker:
     def _begin_epoch(self, epoch: int) -> None:
         """Notes the epoch of a line. Where the epochs begin again, another training does: curves do not go on from the last one."""
         self._first_epoch = min(epoch, self._first_epoch)
-        if epoch <= max(1, self._first_epoch) and self._epoch >= epoch + MIN_EPOCHS:
-            for points in (self._losses, self._held_out, self._rewards):
+        if epoch <= max(1, self._first_epoch) + 1 and self._epoch >= epoch + MIN_EPOCHS:
+            for points in (self._losses, self._held_out, self._rewards, self._scores):
                 points.clear()
             self._memory.clear()
         self._epoch = epoch
@@ -123,6 +124,8 @@ class ProgressTracker:
             self._add_loss(rank, (progress.step, progress.name, progress.loss))
         if progress.reward is not None:
             store(self._rewards, (progress.step, "reward", progress.reward))
+        if progress.score is not None:
+            store(self._scores, (progress.step, "score", progress.score))
         if progress.held_out is not None and rank == self._loss_rank:
             store(self._held_out, (progress.step, "eval_loss", progress.held_out))
         for measure, value in (("loss", progress.loss), ("grad_norm", progress.grad_norm)):
@@ -154,6 +157,11 @@ class ProgressTracker:
     def rewards(self) -> tuple[LossPoint, ...]:
         """A policy's rewards."""
         return tuple(self._rewards)
+
+    @property
+    def scores(self) -> tuple[LossPoint, ...]:
+        """The accuracies of evaluations."""
+        return tuple(self._scores)
 
     @property
     def held_out(self) -> tuple[LossPoint, ...]:

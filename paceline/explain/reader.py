@@ -43,18 +43,22 @@ LATE = 10_000  # lines into a log: it has enough samples, and later blocks give 
 
 # in every line that reports a step, a loss, memory or the end of the work, and in the rows of a table of numbers
 PROGRESS_WORD = re.compile(
-    rb"(?i)step|loss|iter|\bit\b|\dit \[|updat|batch|%\||finish|complet|done|train_runtime|reached|passed|saved|mem|rss|vram"
+    rb"(?i)step|loss|iter|epoch|\bit\b|\dit \[|updat|batch|%\||finish|complet|done|train_runtime|reached|passed|saved|mem|rss|vram"
     rb"|conclu|termin|beend|abgeschl|\xd0\xbe\xd0\xb1\xd1\x83\xd1\x87\xd0\xb5\xd0\xbd|\xe8\xae\xad\xe7\xbb\x83|\xe5\xad\xa6\xe7\xbf\x92|\xed\x95\x99\xec\x8a\xb5"
     rb"|^[\s|]*\d[\d./]*[\s|,]+-?\d"
 )
-EVALUATED = re.compile(rb"[Vv]al|VAL")
+MARKS = (
+    re.compile(rb"[Vv]al|VAL"),
+    re.compile(rb"[Ee]poch|EPOCH"),
+)  # of evaluations, and of where another training begins
 SIGNAL = re.compile(
     r"\bSIG(?:KILL|TERM|SEGV|ABRT|BUS|INT|HUP|ILL|FPE|PIPE|USR1|USR2)\b|[Ss]ignal:? \d+|Segmentation fault|core dumped"
     r"|^(?:.*: line \d+: +\d+ )?(?:Killed|Aborted|Terminated|Bus error|Illegal instruction)\b|Signals\.SIG"
     r"|^(?:zsh: |\[\d+\] +[-+] +\d+ )(?:killed|segmentation fault|abort|bus error|terminated|illegal hardware instruction)\b"
 )
 EXIT = re.compile(
-    r"exit(?:ed|ing|s)? (?:\w+ )?(?:with )?(?:exit )?(?:status|code)|exit ?code|non-zero exit|return code|Exited with",
+    r"exit(?:ed|ing|s)? (?:\w+ )?(?:with )?(?:exit )?(?:status|code)|exit ?code|non-zero exit|return code|Exited with"
+    r"|^wandb: .*\(failed \d+\)",
     re.IGNORECASE,
 )
 FORWARDED = re.compile(  # by a launcher to the other ranks
@@ -135,12 +139,12 @@ class LogParser:
         pending = range(min(self._pending, len(lines)))
         if pending or self._starts:
             selected = sorted({*pending, *selected, *self._filter.starts})
-        has_evaluations = EVALUATED.search(block) is not None
+        marks = [mark for mark in MARKS if mark.search(block)]
         self._pending = AFTER if selected and selected[-1] == len(lines) - 1 else 0
         before = -1
         for at in (*selected, len(lines)):
             if at != before + 1:
-                self._skip(lines, numbers, range(before + 1, at), has_evaluations=has_evaluations)
+                self._skip(lines, numbers, range(before + 1, at), marks)
             if at < len(lines):
                 self._select(numbers[at], lines[at])
             before = at
@@ -210,8 +214,8 @@ class LogParser:
         unwrapped = self._forwarded.unwrap(whole, block)
         return block if unwrapped is lines else b"\n".join(unwrapped), unwrapped, numbers
 
-    def _skip(self, lines: list[bytes], numbers: Sequence[int], gap: range, *, has_evaluations: bool) -> None:
-        """Skips lines without an error word but progress at the gap's end, some before, evaluations, and the log's first."""
+    def _skip(self, lines: list[bytes], numbers: Sequence[int], gap: range, marks: Sequence[re.Pattern[bytes]]) -> None:
+        """Skips lines without an error word but progress at the gap's end, some before, marked ones, and the log's first."""
         self._add(self._tracebacks.flush())
         if self._run.progress.first_step is None:
             self._read_waiting()
@@ -219,11 +223,11 @@ class LogParser:
         start = max(gap.start, gap.stop - num_lines)
         first = gap.start + num_lines if self._run.progress.first_step is None else gap.start
         samples = max(LATE_SAMPLES, SAMPLED_LINES * LATE // max(LATE, self._number))
-        between: Sequence[int] = range(first, start, 1 + max(0, start - first) // samples)
-        if has_evaluations:
-            evaluations = [at for at in range(first, start) if EVALUATED.search(lines[at])]
-            between = sorted({*between, *evaluations[:: 1 + len(evaluations) // samples]})
-        for at in (*range(gap.start, min(first, start)), *between):
+        between = {*range(first, start, 1 + max(0, start - first) // samples)}
+        for mark in marks:
+            marked = [at for at in range(first, start) if mark.search(lines[at])]
+            between |= {*marked[:: 1 + len(marked) // samples]}
+        for at in (*range(gap.start, min(first, start)), *sorted(between)):
             self._read_progress(numbers[at], lines[at])
         self._waiting.extend((numbers[at], lines[at]) for at in range(start, gap.stop))
 

@@ -36,7 +36,10 @@ SHUT_DOWN = re.compile(r"(?i)\bapplication shutdown complete\b")  # uvicorn, in 
 ENDED = re.compile(r"closing signal SIG|There appear to be \d+ leaked")
 TROUBLE_AT_END = re.compile(  # of a log, where nothing shows that the program went on
     r"(?i)terminat|usage:|(?<!\*)\*{3} (?:STEP|JOB|SIG|Process|Abort|Error|Exception|buffer|stack)|NCCL WARN |stuck|\bhangs?\b"
-    r"|waiting for (?:all|other|rank|worker|peer|client|node)|stack ?trace|^ *\[bt\] |^[ ~]*\^{3,}[ ~^]*$"
+    r"|waiting for (?:all|other|rank|worker|peer|client|node)|stack ?trace|^[ ~]*\^{3,}[ ~^]*$"
+)
+STACK_FRAME = re.compile(  # of C++ in several forms, of Java
+    r"^ *(?:\[bt\] |frame #\d+: |@ +0x[0-9a-f]{6,}|at [\w.$<>]+\([\w.]+:\d+\)|\d+# )|\[0x[0-9a-f]{8,}\]$|^=+ Memory map: =+$"
 )
 # a count of none, a measure, the end of a tracker, a test of failures, a search for what is optional, a fallback
 NO_TROUBLE = re.compile(
@@ -103,6 +106,8 @@ def is_trouble(text: str, *, at_end: bool = False) -> bool:
     if at_end and ENDED.search(text):
         return True
     text = split_prefix(text).text[:MAX_WORDS]
+    if at_end and STACK_FRAME.search(text):
+        return True
     has_word = TROUBLE.search(text) or (at_end and TROUBLE_AT_END.search(text))
     return bool(has_word) and not NO_TROUBLE.search(text) and not WARNING_LINE.search(text)
 

@@ -546,3 +546,78 @@ def test_a_loss_that_reaches_zero_in_lines_that_are_not_transformers_own_is_no_n
     dicts = "".join(f"{{'loss': {loss}, 'epoch': {n}}}\n" for n, loss in enumerate([2.4, 0.9, 0.0, 0.0]))
     assert explain([dicts.encode()]).cause == "loss-nan"
     assert explain([dicts.replace("'", "").encode()]).cause == "healthy"
+
+
+def test_a_loss_of_evaluations_that_rises_beside_an_accuracy_that_does_too_is_no_failure():
+    line = "Epoch {epoch}: val loss: {loss:.3f}, val accuracy: {accuracy:.2f}\n"
+
+    def log(accuracy):
+        rows = ((epoch, 1.0 + 0.1 * abs(epoch - 4), accuracy(epoch)) for epoch in range(1, 15))
+        return ["".join(line.format(epoch=epoch, loss=loss, accuracy=score) for epoch, loss, score in rows).encode()]
+
+    assert explain(log(lambda epoch: 80 - 30 / epoch)).cause == "healthy"
+    assert explain(log(lambda epoch: 80 - abs(epoch - 4))).cause == "validation-turns-up"
+    assert explain(log(lambda epoch: 50.0)).cause == "validation-turns-up"
+
+
+def test_a_loss_of_training_that_rises_while_that_of_evaluations_falls_is_no_failure():
+    def log(last):
+        rows = [f"step {step}: loss {0.01 + step / 1000:.4f}\n" for step in range(1, 61)]
+        for at, value in ((20, 0.5), (40, 0.4), (59, last)):
+            rows[at] += f"step {at}: val loss: {value}\n"
+        return ["".join(rows).encode()]
+
+    assert explain(log(0.3)).cause == "healthy"
+    assert explain(log(0.9)).cause == "loss-diverged"
+
+
+def test_a_loss_of_training_that_rises_with_that_of_evaluations_is_no_overfitting():
+    def log(train):
+        rows = (
+            f"Iter {n}: train loss : {train(n):.3f}. valid loss : {4 + abs(n - 40) / 40:.3f}\n" for n in range(1, 81)
+        )
+        return ["".join(rows).encode()]
+
+    assert explain(log(lambda n: 4 + abs(n - 40) / 40)).cause == "loss-diverged"
+    assert explain(log(lambda n: 6 - n / 40)).cause == "validation-turns-up"
+
+
+@pytest.mark.parametrize("classes", [2, 8])
+def test_a_loss_that_comes_down_to_that_of_a_guess_is_no_healthy_log(classes):
+    chance, noise = math.log(classes), Noise(3, 0.002)
+    falls = [chance + 1.5 * math.exp(-n / 10) for n in range(200)]
+    lines = "".join(f"step {n} | loss {loss * noise.factor():.4f}\n" for n, loss in enumerate(falls, 1))
+    explanation = explain([lines.encode()])
+    assert explanation.cause == "loss-stands-still"
+    assert explanation.summary.endswith(f"ln {classes}, as of a guess between {classes} classes")
+
+
+def test_a_few_rounded_losses_of_a_guess_between_two_classes_are_no_healthy_log():
+    epochs = "".join(
+        f"Epoch {n}\n  Average training loss: {loss}\n  Validation Loss: 0.69\n"
+        for n, loss in enumerate((0.7, 0.7, 0.69, 0.69), 1)
+    )
+    assert explain([epochs.encode()]).cause == "loss-stands-still"
+    learned = epochs.replace("0.7\n", "0.71\n", 1).replace("loss: 0.69", "loss: 0.61")
+    assert explain([learned.encode()]).cause != "loss-stands-still"
+
+
+def test_a_loss_that_has_vanished_varies_by_factors():
+    losses = [2 * math.exp(-n / 5) + 0.0006 + 0.0008 * (n > 60) for n in range(100)]
+    lines = "".join(f"step {n} | loss {loss:.6f}\n" for n, loss in enumerate(losses, 1))
+    assert explain([lines.encode()]).cause == "healthy"
+
+
+def test_epochs_that_begin_again_among_many_lines_begin_a_new_curve():
+    epochs = [*range(1, 31), *range(1, 4)]
+    lines = [
+        f"[INFO] Epoch {epoch}/30 started\n"
+        + "".join(f"[INFO] step={step}/144 loss={5 / (epoch + step / 144):.4f}\n" for step in range(2, 144, 2))
+        for epoch in epochs
+    ]
+    assert explain(["".join(lines).encode()]).cause == "healthy"
+
+
+def test_a_loss_with_one_letter_is_nan_too():
+    line = "ep={step} LR=4.4e-04 L={loss} top=1.26 acc=0.5\n"
+    assert explain(log_of(enumerate([1.5] * 5 + ["nan"] * 5, 1), "step={step} " + line)).cause == "loss-nan"

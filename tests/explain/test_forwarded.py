@@ -125,3 +125,8 @@ def test_lines_of_equal_length_are_whole(number):
         f"{step.format(n, 3 - n / 999)}\n" + "saved a checkpoint\n" * (n % number == 0) for n in range(1, 300)
     )
     assert find_width(log.splitlines()) == 0
+
+
+def test_a_message_behind_which_the_next_text_began_without_a_newline_is_no_prefix():
+    glued = raised(None, BUG).strip().removeprefix("Traceback (most recent call last):\n")
+    assert explain([(3 * glued).encode()]).cause == "user-code-exception"

@@ -76,7 +76,10 @@ def val_bpb(
 def score_rows(
     model: GPT, split: TokenSplit, rows: np.ndarray, *, token_bytes: Tensor, device_batch_size: int
 ) -> Tensor:
-    """Returns nats, bytes and predicted tokens of at most device_batch_size rows, (3,) fp64. Special tokens count only as tokens."""
+    """Returns nats, bytes and predicted tokens of at most device_batch_size rows, (3,) fp64.
+
+    Special tokens are predicted too, but count neither nats nor bytes.
+    """
     inputs, answers = split.rows(rows, model.config.sequence_len)
     # a shorter last batch would be compiled for itself, and none at all is no batch
     missing = ((0, (device_batch_size if model.compiled else max(1, len(inputs))) - len(inputs)), (0, 0))

@@ -282,10 +282,11 @@ def read_config(path: Path) -> dict[str, Any]:
     if (
         set(values) - CONFIG_KEYS - set(HOST_KEYS)
         or not isinstance(args, list)
-        or not all(isinstance(arg, str) for arg in args)
+        or not all(isinstance(text, str) for text in (*args, values["cwd"]))
     ):
         raise PacelineError(
-            f"{path}: it takes command, a list of strings, with nproc, device, cwd and hosts", fix='command = ["x.py"]'
+            f"{path}: it takes command, a list of strings, cwd, a string, with nproc, device and hosts",
+            fix='command = ["x.py"]' if isinstance(values["cwd"], str) else 'cwd = "/home/me/code"',
         )
     return values
 

@@ -227,20 +227,9 @@ def evaluate(args: run_options.EvalOptions) -> None:
 
     folder = find_training_run(args.run, runs_dir=args.runs_dir)
     from paceline.launch.run_text import run_data
-    from paceline.terminal import show_progress
     from paceline.train.evaluate import evaluate_run, format_evaluation
 
-    dataset = run_data(folder, other=args.data)
-    with show_progress() as progress:
-        result = evaluate_run(
-            folder,
-            dataset=dataset,
-            splits=("val",) if args.data is None else ("train", "val"),
-            max_tokens=args.tokens,
-            step=args.step,
-            device=args.device,
-            progress=progress,
-        )
+    result = evaluate_run(folder, args, dataset=run_data(folder, other=args.data))
     print(json.dumps(result) if args.json else format_evaluation(result, name=folder.name))
 
 
@@ -250,10 +239,9 @@ def sample(args: run_options.SampleOptions) -> None:
     folder = find_training_run(args.run, runs_dir=args.runs_dir)
     from paceline.train.evaluate import sample_run
 
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     texts = sample_run(
         folder,
-        prompt=prompt,
+        prompt=(prompt := sys.stdin.read() if args.prompt == "-" else args.prompt),
         num_samples=args.num,
         max_new_tokens=args.tokens,
         temperature=args.temperature,

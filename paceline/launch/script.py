@@ -228,9 +228,7 @@ def hosts_facts(entries: Sequence[HostEntry], config: Config, run: RunDir) -> li
     """Returns the facts of all hosts, or of this one where the list is empty."""
     folders = {"run_dir": run.path, "cache_dir": None, "cached_torch": cache_dir(Config()) / "torch.json"}
     with start_gathering(**folders, measure_disk=False) as gathered:
-        if not entries:
-            return [gathered.facts()]
-        return hosts_asker(entries, config)(gathered.facts)
+        return hosts_asker(entries, config)(gathered.facts) if entries else [gathered.facts()]
 
 
 def check_script(
@@ -283,15 +281,11 @@ def read_config(path: Path) -> dict[str, Any]:
             f"{path} is not the config of a script: {', '.join(missing)} not in it",
             fix=f"paceline train {path}, if it is that of a training run",
         )
-    args = values["command"]
-    if (
-        set(values) - CONFIG_KEYS - set(HOST_KEYS)
-        or not isinstance(args, list)
-        or not all(isinstance(text, str) for text in (*args, values["cwd"]))
-    ):
+    texts = [*values["command"], values["cwd"]] if isinstance(values["command"], list) else [None]
+    if set(values) - CONFIG_KEYS - set(HOST_KEYS) or not all(isinstance(text, str) for text in texts):
         raise PacelineError(
-            f"{path}: it takes command, a list of strings, cwd, a string, with nproc, device and hosts",
-            fix='command = ["x.py"]' if isinstance(values["cwd"], str) else 'cwd = "/home/me/code"',
+            f"{path}: it takes command, a list of strings, and cwd, a string, with nproc, device and hosts",
+            fix='command = ["x.py"] and cwd = "/home/me/code"',
         )
     return values
 

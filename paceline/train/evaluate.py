@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from paceline.config_file import load_config
-from paceline.data.corpus import Progress
 from paceline.data.dataset import TokenSplit
 from paceline.data.prepare import TokenDataset
 from paceline.data.tokenizer import DecodeStream, Tokenizer
@@ -34,7 +33,9 @@ from paceline.model.layers import fused_loss_problem
 from paceline.model.manifest import newest_good, step_folder_name, step_folders
 from paceline.plan.machine import AttentionCase
 from paceline.plan.planner import Plan
+from paceline.run_options import EvalOptions
 from paceline.rundir import NO_SPACE, RunDir, append_event, write_atomic
+from paceline.terminal import show_progress
 from paceline.train.loop import to_device
 from paceline.train.process import all_reduce_sum
 
@@ -179,31 +180,23 @@ def choose_way(plan: Plan, device: torch.device) -> str:
     return "sdpa" if problem else "flash"
 
 
-def evaluate_run(
-    run: RunDir,
-    *,
-    dataset: TokenDataset,
-    splits: Sequence[Literal["train", "val"]],
-    max_tokens: int | None,
-    step: int | None,
-    device: str | None,
-    progress: Progress,
-) -> dict[str, Any]:
-    """Returns val_bpb of a checkpoint on these splits of `dataset`, which the run's own tokenizer has encoded.
+def evaluate_run(run: RunDir, options: EvalOptions, *, dataset: TokenDataset) -> dict[str, Any]:
+    """Returns val_bpb of a checkpoint on the text of the options, which the run's own tokenizer has encoded into `dataset`.
 
-    It scores all rows, or as many as max_tokens fill, evenly spread over the splits.
+    It scores all rows, or as many as options.tokens fill, evenly spread. Of another text it takes both splits.
     """
     config, _ = load_config(run.config_toml, {})
-    model, reader = load_model(run, step=step, device=device)
+    names: Sequence[Literal["train", "val"]] = ("val",) if options.data is None else ("train", "val")
+    splits = [dataset.split(name, config.packing) for name in names]
+    model, reader = load_model(run, step=options.step, device=options.device)
     choose_loss(model)
     token_bytes = torch.from_numpy(Tokenizer.load(run.tokenizer_json).token_bytes()).to(model.lm_head.weight.device)
     sums = torch.zeros(3, dtype=torch.float64, device=token_bytes.device)
-    batches = run_batches(
-        [dataset.split(name, config.packing) for name in splits], model.config.sequence_len, max_tokens
-    )
-    for number, (split, rows) in enumerate(batches):
-        progress("evaluate", number, len(batches))
-        sums += score_rows(model, split, rows, token_bytes=token_bytes, device_batch_size=RUN_BATCH_ROWS)
+    batches = run_batches(splits, model.config.sequence_len, options.tokens)
+    with show_progress() as progress:
+        for number, (split, rows) in enumerate(batches):
+            progress("evaluate", number, len(batches))
+            sums += score_rows(model, split, rows, token_bytes=token_bytes, device_batch_size=RUN_BATCH_ROWS)
     nats, num_bytes, tokens = sums.tolist()
     bpb = bits_per_byte(nats, num_bytes)
     return {"step": reader.step, "val_bpb": bpb, "tokens": int(tokens), "data": dataset.meta["source"]}

@@ -336,15 +336,13 @@ def test_a_config_that_is_not_of_a_script_is_refused(tmp_path):
     assert error.value.message.endswith("is not the config of a script: command, cwd, device, nproc not in it")
 
 
-@pytest.mark.parametrize(
-    ("changed", "fix"), [({"cwd": "5"}, 'cwd = "/home/me/code"'), ({"command": "[1]"}, 'command = ["x.py"]')]
-)
-def test_a_config_of_a_script_with_a_wrong_type_is_refused(tmp_path, changed, fix):
+@pytest.mark.parametrize("changed", [{"cwd": "5"}, {"command": "[1]"}, {"command": '"x.py"'}])
+def test_a_config_of_a_script_with_a_wrong_type_is_refused(tmp_path, changed):
     lines = {"command": '["x.py"]', "nproc": "1", "device": '"cpu"', "cwd": '"/"', **changed}
     (tmp_path / "c.toml").write_text("".join(f"{name} = {value}\n" for name, value in lines.items()))
     with pytest.raises(PacelineError) as error:
         read_request([str(tmp_path / "c.toml")], {})
-    assert error.value.fix == fix
+    assert error.value.fix == 'command = ["x.py"] and cwd = "/home/me/code"'
 
 
 def test_a_flag_wins_over_the_config_of_an_earlier_run(tmp_path):

@@ -229,8 +229,7 @@ def evaluate(args: run_options.EvalOptions) -> None:
     from paceline.launch.run_text import run_data
     from paceline.train.evaluate import evaluate_run, format_evaluation
 
-    dataset = run_data(folder, other=args.data)
-    result = evaluate_run(folder, dataset=dataset, max_tokens=args.tokens, step=args.step, device=args.device)
+    result = evaluate_run(folder, args, dataset=run_data(folder, other=args.data))
     print(json.dumps(result) if args.json else format_evaluation(result, name=folder.name))
 
 
@@ -242,7 +241,7 @@ def sample(args: run_options.SampleOptions) -> None:
 
     texts = sample_run(
         folder,
-        prompt=sys.stdin.read() if args.prompt == "-" else args.prompt,
+        prompt=(prompt := sys.stdin.read() if args.prompt == "-" else args.prompt),
         num_samples=args.num,
         max_new_tokens=args.tokens,
         temperature=args.temperature,
@@ -253,7 +252,7 @@ def sample(args: run_options.SampleOptions) -> None:
         write=(lambda _: None) if args.json else partial(print, end="", flush=True),
     )
     if args.json:
-        print(json.dumps({"prompt": args.prompt, "samples": texts}, ensure_ascii=False))
+        print(json.dumps({"prompt": prompt, "samples": texts}, ensure_ascii=False))
 
 
 def data(args: options.DataOptions) -> None:

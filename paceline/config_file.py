@@ -12,6 +12,7 @@ import operator
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -310,6 +311,6 @@ def _evaluate(node: ast.expr, names: Mapping[str, Any]) -> Any:
             a, b = _evaluate(left, names), _evaluate(right, names)
             if all(isinstance(number, int | float) and abs(number) < 2**63 for number in (a, b)):
                 too_large = isinstance(op, ast.Pow) and abs(b) > 64
-                if not too_large and not (b == 0 and isinstance(op, ast.Div | ast.FloorDiv)):
-                    return OPERATORS[type(op)](a, b)
+                with suppress(ArithmeticError):  # a division by zero, a float that overflows
+                    return NOT_PLAIN if too_large else OPERATORS[type(op)](a, b)
     return NOT_PLAIN

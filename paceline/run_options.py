@@ -113,13 +113,15 @@ class CheckpointOptions(JsonOption, RunsOption):
 
 
 class EvalOptions(CheckpointOptions):
-    """Measure bits per byte of a run's model on held-out text, or on all of another text.
+    """Measure bits per byte of a run's model on all held-out text, or on all of another text.
 
     $ paceline eval books --data builtin
     """
 
     data: str | None = option(None, "builtin, a file or folder, or hf:NAME; auto: the held-out text", value="SOURCE")
-    tokens: int | None = option(None, "evaluate at most this many; auto: all", low=1, high=10**15)
+    tokens: int | None = option(
+        None, "evaluate at most this many in whole rows, but at least one row; auto: all", low=1, high=10**15
+    )
 
 
 class SampleOptions(CheckpointOptions):

@@ -267,6 +267,14 @@ def test_a_learning_rate_of_adamw_is_no_rate_of_muon(tmp_path):
     assert (config.matrix_lr, notes) == (6e-4, [])
 
 
+@pytest.mark.parametrize("value", ["1e18 ** 64", "0 ** -1", "1 / 0", "1 // 0", "2 ** 65"])
+def test_arithmetic_without_a_result_in_a_python_file_is_refused_as_code_is(tmp_path, value):
+    _, notes = load_config(write(tmp_path / "a.py", f"x = {value}\n"), {})
+    assert notes == ["a.py: not executed: line 1"]
+    with pytest.raises(PacelineError, match="a.py:1"):
+        load_config(write(tmp_path / "a.py", f"depth = {value}\n"), {})
+
+
 def test_off_is_off_under_either_name_and_what_a_function_does_inside_is_its_own(tmp_path):
     text = "eval_interval = -1; save_every = -1\ndef rate(step):\n    lr = depth = step\n    return lr\n"
     config, notes = load_config(write(tmp_path / "a.py", text), {})

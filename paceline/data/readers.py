@@ -115,11 +115,11 @@ def _read_jsonl(file: SourceFile, part_bytes: int) -> Iterator[tuple[bytes, floa
             where, offset, end = f"{file.path}:{number}", end, end + len(line)
             if number == 1:
                 line = line.removeprefix(BOM)
-            if line.isspace():
+            if not line.strip():
                 continue
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:  # json stops at about 1,000 levels
                 check_utf8(file.path, line, offset=offset)
                 cut = "" if line.endswith(b"\n") else ", and the file ends within the line: it may be cut short"
                 raise UnreadableFile(
@@ -131,7 +131,9 @@ def _read_jsonl(file: SourceFile, part_bytes: int) -> Iterator[tuple[bytes, floa
                     f"{where} is a JSON {type(record).__name__}, not an object",
                     fix='write each line as {"text": "..."}',
                 )
-            field = field or _text_field(where, {key: isinstance(value, str) for key, value in record.items()})
+            field = field or _field_of_record(where, record)
+            if field is None:
+                continue
             if field not in record:
                 raise UnreadableFile(
                     f"{where} has no field {field!r}, which the lines before it have; it has {', '.join(record) or 'none'}",
@@ -238,6 +240,16 @@ def _opened(file: SourceFile) -> Iterator[tuple[BinaryIO, BinaryIO]]:
             f"cannot read {file.path}: {error.strerror or error}",
             fix="check that the file is there, that you may read it, and the disk",
         ) from error
+
+
+def _field_of_record(where: str, record: dict[str, Any]) -> str | None:
+    """Returns the field of the text; None where only a record after this one can show it, as this one has nulls and no strings."""
+    if TEXT_FIELD in record and record[TEXT_FIELD] is None:
+        return TEXT_FIELD
+    is_string = {key: isinstance(value, str) for key, value in record.items()}
+    if not any(is_string.values()) and None in record.values():
+        return None
+    return _text_field(where, is_string)
 
 
 def _text_field(where: str, is_string: dict[str, bool]) -> str:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import combinations, repeat
 from typing import Any, TextIO
@@ -243,12 +243,15 @@ def start_check(
     options: TrainOptions | ResumeOptions,
     *,
     command: str,
+    trackers: tuple[str, ...],
     entries: Sequence[HostEntry] = (),
 ) -> Iterator[StartCheck]:
     """Gathers the facts of this host, or of all hosts, while the block prepares the run."""
 
     def intent(plan: Plan) -> Intent:
-        return training_intent(config, plan, command=command, set_keys=frozenset(options.keys), run_path=run.path)
+        keys = frozenset(options.keys)
+        training = training_intent(config, plan, command=command, set_keys=keys, run_path=run.path)
+        return replace(training, trackers=trackers)
 
     if not options.check and not entries:
         yield StartCheck(tuple, entries, intent, is_on=False)

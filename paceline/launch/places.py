@@ -7,7 +7,7 @@ environment variables; mpirun(1) of Open MPI 4 and 5; the plain ones are those t
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline.errors import PacelineError
@@ -94,7 +94,8 @@ def find_place(env: Mapping[str, str], *, port: int | None = None) -> Place | No
     """
     env = {name: value.strip() for name, value in env.items() if value.strip()}
     places = [place for contract in CONTRACTS if (place := place_of(contract, env, port=port))]
-    outer = {source for contract in CONTRACTS for source in contract.outer if contract.source in sources_of(places)}
+    present = {place.source for place in places}
+    outer = {source for contract in CONTRACTS for source in contract.outer if contract.source in present}
     places = [place for place in places if place.source not in outer]
     refuse_ranks(env, has_place=bool(places))
     if not places:
@@ -105,10 +106,6 @@ def find_place(env: Mapping[str, str], *, port: int | None = None) -> Place | No
             what = f"this is {places[0].text}, and {other.text.removeprefix('node ')}"
             raise PacelineError(what, fix=f"unset those that are not meant; {NO_JOIN}")
     return places[0]
-
-
-def sources_of(places: Sequence[Place]) -> set[str]:
-    return {place.source for place in places}
 
 
 def place_of(contract: Contract, env: Mapping[str, str], *, port: int | None) -> Place | None:

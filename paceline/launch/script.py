@@ -87,7 +87,9 @@ def run_script(options: ScriptOptions, nodes: Sequence[HostEntry] = ()) -> int:
     facts = hosts_facts(entries, config, run) if entries else ()
     machine = StartCheck(lambda: facts, entries, lambda _: Intent(), is_on=options.check, stream=sys.stderr).machine()
     script = make_script(request, machine)
-    checked = check_script(script, run, facts, config=config) if options.check else CheckResult((), ())
+    checked = CheckResult((), ())
+    if options.check:
+        checked = check_script(script, run, facts, config=config, trackers=services.track)
     launch = Launch(script.nproc, script.device, machine.cpu_cores, libuv=checked.libuv, for_script=True)
     env, rows = worker_env(os.environ, launch)
     with suppress(PacelineError) if options.show_env else nullcontext():
@@ -226,16 +228,17 @@ def hosts_facts(entries: Sequence[HostEntry], config: Config, run: RunDir) -> li
     """Returns the facts of all hosts, or of this one where the list is empty."""
     folders = {"run_dir": run.path, "cache_dir": None, "cached_torch": cache_dir(Config()) / "torch.json"}
     with start_gathering(**folders, measure_disk=False) as gathered:
-        if not entries:
-            return [gathered.facts()]
-        return hosts_asker(entries, config)(gathered.facts)
+        return hosts_asker(entries, config)(gathered.facts) if entries else [gathered.facts()]
 
 
-def check_script(script: Script, run: RunDir, facts: Sequence[Facts], *, config: Config) -> CheckResult:
+def check_script(
+    script: Script, run: RunDir, facts: Sequence[Facts], *, config: Config, trackers: tuple[str, ...]
+) -> CheckResult:
     """Checks whether the script would fail, and what would hurt it. facts: of several hosts; empty for this one."""
     keys = {key: getattr(config, key) for key in ("device", *HOST_KEYS)}
     intent = Intent(command="run", device=script.device, nproc=script.nproc, run_dir=str(run.path), config=keys)
-    return judge_facts(facts or hosts_facts((), Config(), run), replace(intent, num_hosts=max(1, len(facts))))
+    intent = replace(intent, num_hosts=max(1, len(facts)), trackers=trackers)
+    return judge_facts(facts or hosts_facts((), Config(), run), intent)
 
 
 def read_request(command: Sequence[str], keys: Mapping[str, Any]) -> Request:
@@ -278,14 +281,11 @@ def read_config(path: Path) -> dict[str, Any]:
             f"{path} is not the config of a script: {', '.join(missing)} not in it",
             fix=f"paceline train {path}, if it is that of a training run",
         )
-    args = values["command"]
-    if (
-        set(values) - CONFIG_KEYS - set(HOST_KEYS)
-        or not isinstance(args, list)
-        or not all(isinstance(arg, str) for arg in args)
-    ):
+    texts = [*values["command"], values["cwd"]] if isinstance(values["command"], list) else [None]
+    if set(values) - CONFIG_KEYS - set(HOST_KEYS) or not all(isinstance(text, str) for text in texts):
         raise PacelineError(
-            f"{path}: it takes command, a list of strings, with nproc, device, cwd and hosts", fix='command = ["x.py"]'
+            f"{path}: it takes command, a list of strings, and cwd, a string, with nproc, device and hosts",
+            fix='command = ["x.py"] and cwd = "/home/me/code"',
         )
     return values
 

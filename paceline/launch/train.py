@@ -96,7 +96,7 @@ def start_run(config: Config, options: TrainOptions, nodes: Sequence[HostEntry] 
         make_plan(config, probe_machine(), vocab_size=config.vocab_size, num_rows=0, measured=measured)
     with new_folder(run, is_submitted=start == "submitted") as (lock, publish):
         reaches = reach_early(entries, config.python, options)
-        with start_check(config, run, options, command="train", entries=entries) as check:
+        with start_check(config, run, options, command="train", trackers=services.track, entries=entries) as check:
             dataset = prepare_data(config, publish)
             publish("plan and checks", 0, 0)
             make, machine = planner(dataset), check.machine()
@@ -144,7 +144,7 @@ def resume_run(run: RunDir, options: ResumeOptions, nodes: Sequence[HostEntry] =
     entries, config = hosts_of(config, nodes)
     check_host_options(os.environ, options, num_hosts=len(entries), rejoin=options.rejoin)
     reaches = reach_early(entries, config.python, options)
-    with start_check(config, run, options, command="resume", entries=entries) as check:
+    with start_check(config, run, options, command="resume", trackers=services.track, entries=entries) as check:
         dataset = reopen_data(run, config)
         make, machine = planner(dataset), check.machine()
         plan = replan(plan_before, config, machine, make=make, set_keys=frozenset(options.keys))

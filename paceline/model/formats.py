@@ -65,18 +65,17 @@ def _quantize_float8(x: Tensor, element: str, amax: Tensor, *, block: int) -> Qu
     return Quantized(_to_element(x.float() * (largest / amax), element), amax * (1 / largest), block)
 
 
-def quantize_mx(x: Tensor, element: str, *, rule: str = "rceil", noise: Tensor | None = None) -> Quantized:
+def quantize_mx(x: Tensor, element: str, *, noise: Tensor | None = None) -> Quantized:
     """Quantizes (R, K) with a power of two for each 32 elements of a row.
 
-    rule: floor, the specification's, by which the largest element of a block may be clipped; or rceil, which takes the next power
-    of two then. noise: of uniform, for stochastic rounding of E2M1. A block with a NaN or an infinity is all NaN.
+    The specification takes the power of two below the largest element, which may be clipped then: this takes the next one in that
+    case, the rule that is called rceil. noise: of uniform, for stochastic rounding of E2M1. A block with a NaN or an infinity is
+    all NaN.
     """
     blocks = in_blocks(x.float(), MX_BLOCK)  # (R, S, 32)
     bits = blocks.abs().amax(-1).view(torch.int32)  # (R, S); of fp32: 8 of the exponent, 23 of the mantissa
     largest = math.frexp(LARGEST[element])  # mantissa in [0.5, 1), exponent
-    byte = (bits >> 23) - (largest[1] - 1)
-    if rule == "rceil":
-        byte = byte + ((bits & 0x7FFFFF) > int((2 * largest[0] - 1) * 2**23))
+    byte = (bits >> 23) - (largest[1] - 1) + ((bits & 0x7FFFFF) > int((2 * largest[0] - 1) * 2**23))
     byte = torch.where(bits >= 0x7F800000, NOT_A_NUMBER, byte.clamp_min(0))
     inverse = ((2 * BIAS - byte) << 23).view(torch.float32)  # 2 ** (127 - byte)
     inverse = torch.where(byte == NOT_A_NUMBER, math.nan, inverse).unsqueeze(-1)

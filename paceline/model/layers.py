@@ -236,11 +236,8 @@ def sum_of_nats(
     compiled, fused: what works on the logits is a graph of its own, or model/loss_kernel.py. The gradients are multiplied by
     grad_scale, () fp32, before the first product: in fp16 that one may overflow too.
     """
-    if torch.is_grad_enabled():
-        settings = (vocab_size, budget_bytes, compiled, fused, grad_scale)
-        return cast(Tensor, _SumOfNats.apply(x, weight, targets, *settings))  # type: ignore[no-untyped-call]
-    chunks = nats_by_chunk(x, weight, targets, vocab_size, budget_bytes, compiled, fused, with_grad=False)
-    return torch.cat([nats for _, nats, _ in chunks]).sum()
+    settings = (vocab_size, budget_bytes, compiled, fused, grad_scale)
+    return cast(Tensor, _SumOfNats.apply(x, weight, targets, *settings))  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()

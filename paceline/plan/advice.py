@@ -155,7 +155,7 @@ def advise(
         if fit is None:
             deeper = f"depth {depth} does not fit in memory"
             break
-        total = total_batch_size or batch_of_horizon(model, tokens_per_param=tokens_per_param)
+        total = total_batch_size or batch_of_horizon(model)
         accum = max(1, round(total / (fit["device_batch_size"] * model.sequence_len * template.world_size)))
         setup = replace(template, model=model, grad_accum_steps=accum, **fit)
         step = step_time(setup)

@@ -61,10 +61,8 @@ RANKS = Range(0.45 * GIB, 0.85 * GIB, 1.8 * GIB)  # context and NCCL, more ranks
 # the driver's total less torch's capacity: 0.25 to 0.5 GiB of 12, 0.3 to 0.5 of 24 and 32, 0.3 to 0.65 of 45, 0.4 to 0.86 of 80
 HELD_BACK = Range(0.25 * GIB, 0.35 * GIB, 0.43 * GIB)
 HELD_BACK_SHARE = Range(0.0, 0.002, 0.0055)
-# reserved beyond allocated where a card is full: under 0.7 % in eleven messages with expandable segments, up to 3 % in simulation;
-# without them the allocator gives back what is wholly free and tries again, and what remains was not measured
+# reserved beyond allocated where a card is full: under 0.7 % in eleven messages with expandable segments, up to 3 % in simulation
 EXPANDABLE = Range(0.0, 0.007, 0.03)
-NOT_EXPANDABLE = Range(0.0, 0.04, 0.10)
 # torch.cuda.max_memory_allocated against the sum of tensors: kernels' own workspaces and what is not known of a card
 # (the facts' error budget of July 2026, nanochat-type models); a CPU's allocator is counted to the byte
 EAGER_ERROR, COMPILED_ERROR, CPU_ERROR = 0.10, 0.15, 0.03
@@ -83,12 +81,12 @@ def verdict(need_bytes: Range, card_bytes: int) -> Verdict:
     return "does not fit" if need_bytes.low > card_bytes else "undecidable"
 
 
-def process_bytes(allocated: Range, *, world_size: int, consumer: bool | None, expandable: bool) -> Range:
-    """Returns the total that a card must have for torch to allocate that much.
+def process_bytes(allocated: Range, *, world_size: int, consumer: bool | None) -> Range:
+    """Returns the total that a card must have for torch to allocate that much, in expandable segments.
 
-    consumer: GeForce and the like; None if the card is not known. expandable: the allocator's expandable_segments.
+    consumer: GeForce and the like; None if the card is not known.
     """
-    fragments = (EXPANDABLE if expandable else NOT_EXPANDABLE).scaled(allocated.expected)
+    fragments = EXPANDABLE.scaled(allocated.expected)
     growing = HELD_BACK_SHARE.scaled(allocated.expected)
     context = context_bytes(world_size, consumer=consumer)
     return sum_of_independent(allocated, fragments, context, HELD_BACK, growing)
@@ -186,7 +184,7 @@ def estimate_memory(
         )
         process = heap + CPU_PROCESS_BYTES + Range(copies, copies, copies)
     else:
-        process = process_bytes(allocated, world_size=setup.world_size, consumer=consumer, expandable=True)
+        process = process_bytes(allocated, world_size=setup.world_size, consumer=consumer)
     source = calibration.source if calibration else "arithmetic alone: nothing was measured on this kind of device yet"
     on_gpu = setup.device == "cuda"
     offloaded = fullest_state(setup).on_host

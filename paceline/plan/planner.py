@@ -362,7 +362,7 @@ def _auto_total_batch_size(config: Config, model: ModelConfig, *, world_size: in
 
     Where the micro-batch is open, a device's rows divide well: with a prime number of them, a micro-step has all rows or one.
     """
-    ideal = batch_of_horizon(model, tokens_per_param=config.tokens_per_param)
+    ideal = batch_of_horizon(model)
     unit = (config.device_batch_size or 1) * model.sequence_len * world_size
     count = max(1, round(ideal / unit))
     if config.device_batch_size is None:

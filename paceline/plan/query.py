@@ -138,7 +138,7 @@ def config_facts(name: str, path: Path) -> dict[str, Any]:
     """Returns what a packaged config trains, by arithmetic alone. tokens is None where the length is a time."""
     config, _ = load_config(path, {})
     model = make_model_config(config, vocab_size=config.vocab_size, device="cpu")
-    total = config.total_batch_size or batch_of_horizon(model, tokens_per_param=config.tokens_per_param)
+    total = config.total_batch_size or batch_of_horizon(model)
     num_steps = choose_num_steps(config, model, total_batch_size=total, num_rows=0)
     about = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
     return {

@@ -143,8 +143,8 @@ def horizon_tokens(model: ModelConfig, *, tokens_per_param: float) -> int:
     return int(tokens_per_param * matmul_params(model))
 
 
-def batch_of_horizon(model: ModelConfig, *, tokens_per_param: float) -> int:
-    """Returns the tokens of a step, a power of two, that suit a run of horizon_tokens."""
+def batch_of_horizon(model: ModelConfig) -> int:
+    """Returns the tokens of a step, a power of two, that suit a run of horizon_tokens at any tokens_per_param."""
     growth = matmul_params(model) / reference_params(model)
     return int(2 ** round(math.log2(REFERENCE_BATCH * growth**BATCH_EXPONENT)))
 

@@ -14,8 +14,8 @@ back as its window did in training.
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -33,17 +33,18 @@ from paceline.model.layers import fused_loss_problem
 from paceline.model.manifest import newest_good, step_folder_name, step_folders
 from paceline.plan.machine import AttentionCase
 from paceline.plan.planner import Plan
-from paceline.plan.shapes import choose_eval_tokens
+from paceline.run_options import EvalOptions
 from paceline.rundir import NO_SPACE, RunDir, append_event, write_atomic
+from paceline.terminal import show_progress
 from paceline.train.loop import to_device
 from paceline.train.process import all_reduce_sum
 
 log = logging.getLogger("paceline")
 
 SAMPLE_PROMPT_TOKENS, SAMPLE_TOKENS = 48, 160
+RUN_BATCH_ROWS = 8  # of evaluate_run
 
 
-@torch.no_grad()
 def val_bpb(
     model: GPT,
     split: TokenSplit,
@@ -54,38 +55,52 @@ def val_bpb(
     rank: int,
     world_size: int,
 ) -> float:
-    """Returns bits per byte over at most max_tokens of the split, evenly spread over it, always the same rows.
+    """Returns bits per byte over at most max_tokens of the split, but at least a row, evenly spread over it, always the same rows.
 
     token_bytes: (V,) int64, UTF-8 length of each token, 0 for special tokens: those do not count.
     Collective: every rank must call it, and every rank gets the same number.
     """
-    sequence_len, device = model.config.sequence_len, token_bytes.device
-    max_rows = max(1, max_tokens // sequence_len)
-    rows = eval_rows(split.num_rows(sequence_len), max_rows=max_rows)
+    rows = eval_rows(split.num_rows(model.config.sequence_len), max_rows=max_tokens // model.config.sequence_len)
     most = -(-len(rows) // world_size)  # of one rank
     rows = rows[rank::world_size]  # this rank's
-    sums = torch.zeros(2, dtype=torch.float64, device=device)  # nats, bytes
+    sums = torch.zeros(3, dtype=torch.float64, device=token_bytes.device)
     model.zero_grad()  # the compiler breaks its graph at every bf16 weight that has a gradient in fp32
     for start in range(0, most, device_batch_size):  # as many on all ranks, which may gather weights in each
-        inputs, answers = split.rows(rows[start : start + device_batch_size], sequence_len)
-        # a shorter last batch would be compiled for itself, and none at all is no batch
-        missing = ((0, (device_batch_size if model.compiled else max(1, len(inputs))) - len(inputs)), (0, 0))
-        inputs, answers = np.pad(inputs, missing), np.pad(answers, missing, constant_values=-1)
-        idx, targets = to_device(inputs, device), to_device(answers, device)  # (B, T) int64
-        nats = model(idx, targets, reduction="none")  # (B, T) fp32
-        size = token_bytes[targets.clamp_min(0)] * (targets >= 0)  # (B, T) int64
-        sums[0] += (nats * (size > 0)).sum(dtype=torch.float64)
-        sums[1] += size.sum()
+        batch = rows[start : start + device_batch_size]
+        sums += score_rows(model, split, batch, token_bytes=token_bytes, device_batch_size=device_batch_size)
     all_reduce_sum(sums)  # sums first, one division last: a mean of per-rank means weighs ranks wrongly
-    total_nats, total_bytes = sums.tolist()
-    if not total_bytes:
-        raise PacelineError("the held-out text has no bytes to score", fix="more text, or another --data")
-    return float(total_nats / (math.log(2) * total_bytes))
+    nats, num_bytes, _ = sums.tolist()
+    return bits_per_byte(nats, num_bytes)
+
+
+@torch.no_grad()
+def score_rows(
+    model: GPT, split: TokenSplit, rows: np.ndarray, *, token_bytes: Tensor, device_batch_size: int
+) -> Tensor:
+    """Returns nats, bytes and predicted tokens of at most device_batch_size rows, (3,) fp64.
+
+    Special tokens are predicted too, but count neither nats nor bytes.
+    """
+    inputs, answers = split.rows(rows, model.config.sequence_len)
+    # a shorter last batch would be compiled for itself, and none at all is no batch
+    missing = ((0, (device_batch_size if model.compiled else max(1, len(inputs))) - len(inputs)), (0, 0))
+    inputs, answers = np.pad(inputs, missing), np.pad(answers, missing, constant_values=-1)
+    idx, targets = to_device(inputs, token_bytes.device), to_device(answers, token_bytes.device)  # (B, T) int64
+    nats = model(idx, targets, reduction="none")  # (B, T) fp32
+    size = token_bytes[targets.clamp_min(0)] * (targets >= 0)  # (B, T) int64
+    return torch.stack(((nats * (size > 0)).sum(dtype=torch.float64), size.sum(), (targets >= 0).sum()))
+
+
+def bits_per_byte(nats: float, num_bytes: float) -> float:
+    """Returns nats as bits per byte. Raises PacelineError where nothing was scored."""
+    if not num_bytes:
+        raise PacelineError("the text has no bytes to score", fix="more text, or another --data")
+    return float(nats / (math.log(2) * num_bytes))
 
 
 def eval_rows(num_rows: int, *, max_rows: int) -> np.ndarray:
-    """Returns all rows, or max_rows of them at even distances, (n,) int64."""
-    count = min(num_rows, max_rows)
+    """Returns all rows, or max_rows of them at even distances but at least one, (n,) int64."""
+    count = min(num_rows, max(1, max_rows))
     return np.arange(count, dtype=np.int64) * num_rows // count
 
 
@@ -165,29 +180,40 @@ def choose_way(plan: Plan, device: torch.device) -> str:
     return "sdpa" if problem else "flash"
 
 
-def evaluate_run(
-    run: RunDir, *, dataset: TokenDataset, max_tokens: int | None, step: int | None, device: str | None
-) -> dict[str, Any]:
-    """Returns val_bpb of a checkpoint on the held-out part of `dataset`, which the run's own tokenizer has encoded."""
+def evaluate_run(run: RunDir, options: EvalOptions, *, dataset: TokenDataset) -> dict[str, Any]:
+    """Returns val_bpb of a checkpoint on the text of the options, which the run's own tokenizer has encoded into `dataset`.
+
+    It scores all rows, or as many as options.tokens fill, evenly spread. Of another text it takes both splits.
+    """
     config, _ = load_config(run.config_toml, {})
-    model, reader = load_model(run, step=step, device=device)
+    names: Sequence[Literal["train", "val"]] = ("val",) if options.data is None else ("train", "val")
+    splits = [dataset.split(name, config.packing) for name in names]
+    model, reader = load_model(run, step=options.step, device=options.device)
     choose_loss(model)
-    split, tokenizer = dataset.split("val", config.packing), Tokenizer.load(run.tokenizer_json)
-    plan = Plan.from_json(run.plan_json.read_text())
-    max_tokens = max_tokens or choose_eval_tokens(
-        config, num_steps=plan.num_steps, total_batch_size=plan.total_batch_size
-    )
-    bpb = val_bpb(
-        model,
-        split,
-        token_bytes=torch.from_numpy(tokenizer.token_bytes()).to(model.lm_head.weight.device),
-        max_tokens=max_tokens,
-        device_batch_size=8,
-        rank=0,
-        world_size=1,
-    )
-    tokens = min(max_tokens, split.num_tokens)
-    return {"step": reader.step, "val_bpb": bpb, "tokens": tokens, "data": dataset.meta["source"]}
+    token_bytes = torch.from_numpy(Tokenizer.load(run.tokenizer_json).token_bytes()).to(model.lm_head.weight.device)
+    sums = torch.zeros(3, dtype=torch.float64, device=token_bytes.device)
+    batches = run_batches(splits, model.config.sequence_len, options.tokens)
+    with show_progress() as progress:
+        for number, (split, rows) in enumerate(batches):
+            progress("evaluate", number, len(batches))
+            sums += score_rows(model, split, rows, token_bytes=token_bytes, device_batch_size=RUN_BATCH_ROWS)
+    nats, num_bytes, tokens = sums.tolist()
+    bpb = bits_per_byte(nats, num_bytes)
+    return {"step": reader.step, "val_bpb": bpb, "tokens": int(tokens), "data": dataset.meta["source"]}
+
+
+def run_batches(
+    splits: Sequence[TokenSplit], sequence_len: int, max_tokens: int | None
+) -> list[tuple[TokenSplit, np.ndarray]]:
+    """Returns the batches of rows that evaluate_run scores: all rows of the splits, or those of max_tokens."""
+    num_rows = [split.num_rows(sequence_len) for split in splits]
+    max_rows = sum(num_rows) if max_tokens is None else max_tokens // sequence_len
+    chosen, batches, first = eval_rows(sum(num_rows), max_rows=max_rows), [], 0
+    for split, count in zip(splits, num_rows, strict=True):
+        rows = chosen[(chosen >= first) & (chosen < first + count)] - first
+        batches += [(split, rows[start : start + RUN_BATCH_ROWS]) for start in range(0, len(rows), RUN_BATCH_ROWS)]
+        first += count
+    return batches
 
 
 def choose_loss(model: GPT) -> None:

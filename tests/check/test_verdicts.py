@@ -146,6 +146,7 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any], str]] = [
     ("compiler-missing", "workstation", {"tools.cxx": None}, CUDA, "stop"),
     ("compiler-missing", "workstation", {"tools.python_headers": False}, {**CUDA, "compile": False}, "stop"),
     ("wandb-silent", "cpu_box", {"env.WANDB_PROJECT": "books"}, CPU, "warn"),
+    ("wandb-silent", "cpu_box", {}, {**CPU, "trackers": ("tensorboard", "wandb")}, "warn"),
     ("folder-unwritable", "cpu_box",
      {"storage.run_dir.writable": False, "storage.run_dir.error": "Read-only file system"}, DISK, "stop"),
     ("disk-full", "cpu_box", {"storage.run_dir.free_bytes": 3 * GIB}, DISK, "stop"),
@@ -342,6 +343,7 @@ HEALTHY: list[tuple[str, str, dict[str, Any], dict[str, Any], tuple[str, str] | 
      ("warn", "export PYTORCH_ALLOC_CONF=expandable_segments:True; unset PYTORCH_CUDA_ALLOC_CONF")),
     *((id, "cpu_box", {"env.PYTORCH_CUDA_ALLOC_CONF": CLASH, "env.PYTORCH_ALLOC_CONF": "backend:native"}, CPU, None)
       for id in ("allocator-twice", "allocator-old-name", "allocator-clash")),
+    ("wandb-silent", "cpu_box", {"connection": {"here": False, "error": None}}, {**CPU, "trackers": ("wandb",)}, None),
     ("memory-held", "cpu_box", {"host.memory.available_bytes": GIB}, CPU,
      ("stop", "ps -eo pid,rss,args --sort=-rss | head")),  # a browser holds it
 ]  # fmt: skip

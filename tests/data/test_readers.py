@@ -99,6 +99,22 @@ def test_jsonl_takes_the_only_field_of_strings_when_there_is_no_text(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "records",
+    [
+        ({"text": None, "id": "17"}, {"text": "one", "id": "18"}),
+        ({"text": None}, {"text": "one"}),
+        ({"n": 1, "body": None}, {"n": 2, "body": "one"}),
+    ],
+)
+def test_a_null_in_the_first_record_of_jsonl_does_not_decide_against_its_field(tmp_path, records):
+    assert texts(write(tmp_path / "a.jsonl", jsonl(*records))) == ["one"]
+
+
+def test_jsonl_of_a_byte_order_mark_alone_has_no_documents(tmp_path):
+    assert texts(write(tmp_path / "a.jsonl", b"\xef\xbb\xbf")) == []
+
+
+@pytest.mark.parametrize(
     ("content", "message"),
     [
         (
@@ -110,6 +126,7 @@ def test_jsonl_takes_the_only_field_of_strings_when_there_is_no_text(tmp_path):
         (jsonl({"text": "a"}, {"text": ["b"]}), ":2 holds list, not text"),
         ('{"text": "a"}\n["b"]\n', ":2 is a JSON list, not an object"),
         ('{"text": "a"}\n\n{"text": b}\n{}\n', ":3 is not JSON"),
+        ('{"text": "a"}\n{"text": ' + "[" * 100_000, ":2 is not JSON: maximum recursion depth"),
         ('{"text": "a"}\n{"text": "cut of', "and the file ends within the line: it may be cut short"),
         ('{"text": "a"}\n{"text": "\\ud83d"}\n', ":2 holds half a character: \\ud83d at character 0"),
     ],

@@ -10,10 +10,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from paceline.config import Config
 from paceline.errors import UsageError
 from paceline.launch import notify
+from paceline.launch.host_facts import start_check
 from paceline.launch.notify import Receiver, RunNews, parse_receiver, run_services, send
-from paceline.options import Services
+from paceline.launch.script import Script, check_script
+from paceline.options import Services, TrainOptions
+from paceline.plan.machine import Machine
+from paceline.plan.planner import make_plan
 from paceline.rundir import RunDir, append_event, append_json_line, lock_run, read_json_lines, utc_now
 
 MESSAGE = {"event": "failed", "run": "books", "title": "books failed on one", "text": "rank 1: <boom> & more"}
@@ -289,3 +294,19 @@ def test_a_message_names_the_host_that_failed(run):
     message = notify.make_message("failed", news)
     assert (message["failed_host"], message["rank"]) == ("bob", None)
     assert message["text"].startswith("bob is silent (after ")
+
+
+def test_what_a_training_is_checked_for_has_the_trackers_that_follow_it(run):
+    config, machine = Config(depth=2), Machine(gpus=(), cpu_cores=2, cpu_bf16=False, memory_bytes=1 << 33)
+    plan = make_plan(config, machine, vocab_size=512, num_rows=0)
+    options = TrainOptions(check=False)
+    with start_check(config, run, options, command="train", trackers=("wandb",)) as check:
+        assert check.intent(plan).trackers == ("wandb",)
+
+
+@pytest.mark.parametrize(("trackers", "fixes"), [(("wandb",), ["wandb login"]), (("tensorboard",), [])])
+def test_a_script_that_wandb_follows_is_checked_for_its_login(run, trackers, fixes):
+    facts = {"host": {"name": "ada"}, "tools": {"wandb": {"installed": True, "logged_in": False, "mode": None}}}
+    script = Script(("x.py",), 1, "cpu", run.path)
+    findings = check_script(script, run, [facts], config=Config(), trackers=trackers).findings
+    assert [finding.fix for finding in findings if finding.id == "wandb-silent"] == fixes

@@ -298,7 +298,7 @@ def test_a_failed_check_stops_the_run_before_it_has_a_folder(tmp_path, monkeypat
     Path("train.py").write_text("print('started')")
     calls = []
 
-    def check(script, run, facts, *, config):
+    def check(script, run, facts, *, config, trackers):
         calls.append((script.command, run.path))
         return CheckResult([{}], [Finding("no-room", "stop", "no room", "it would fail", "make room")])
 
@@ -334,6 +334,15 @@ def test_a_config_that_is_not_of_a_script_is_refused(tmp_path):
     with pytest.raises(PacelineError) as error:
         read_request([str(tmp_path / "c.toml")], {})
     assert error.value.message.endswith("is not the config of a script: command, cwd, device, nproc not in it")
+
+
+@pytest.mark.parametrize("changed", [{"cwd": "5"}, {"command": "[1]"}, {"command": '"x.py"'}])
+def test_a_config_of_a_script_with_a_wrong_type_is_refused(tmp_path, changed):
+    lines = {"command": '["x.py"]', "nproc": "1", "device": '"cpu"', "cwd": '"/"', **changed}
+    (tmp_path / "c.toml").write_text("".join(f"{name} = {value}\n" for name, value in lines.items()))
+    with pytest.raises(PacelineError) as error:
+        read_request([str(tmp_path / "c.toml")], {})
+    assert error.value.fix == 'command = ["x.py"] and cwd = "/home/me/code"'
 
 
 def test_a_flag_wins_over_the_config_of_an_earlier_run(tmp_path):

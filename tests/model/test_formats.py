@@ -44,36 +44,30 @@ def key(number):
 
 
 # input, scale byte, codes, values; by hand from OCP Microscaling Formats v1.0
-@pytest.mark.parametrize("values, rule, byte, codes, expected", [
-    ((0, 0.5, 1, 1.5, 2, 3, 4, 6), "floor", 127, "01234567", (0, 0.5, 1, 1.5, 2, 3, 4, 6)),
-    ((6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5), "floor", 127, "70224466", (6, 0, 1, 1, 2, 2, 4, 4)),
-    ((-6, -0.25, -0.75, -5, -0.0, 0.26), "floor", 127, "f8ae81", (-6, 0, -1, -4, 0, 0.5)),
-    ((7, -7, 6.9, 0.6, 3.4), "floor", 127, "7f715", (6, -6, 6, 0.5, 3)),
-    ((7, -7, 6.9, 0.6, 3.4), "rceil", 128, "6e513", (8, -8, 6, 1, 3)),
-    ((8, 1, 0.4, 5), "floor", 128, "6104", (8, 1, 0, 4)),
-    ((0.75, 0.1, 0.0625, 0.03125), "floor", 124, "7210", (0.75, 0.125, 0.0625, 0)),
-    ((5.99, 4.99, 5.01), "floor", 127, "767", (6, 4, 6)),
-    ((12, 10, 9.99, 2), "floor", 128, "7662", (12, 8, 8, 2)),
-    ((2**-124, 2**-126), "floor", 1, "62", (2**-124, 2**-126)),
-    ((3e38, 1e38, 1e37), "floor", 252, "740", (6 * HUGE, 2 * HUGE, 0)),
-    ((3e38, 1e38, 1e37), "rceil", 253, "620", (math.inf, 2 * HUGE, 0)),  # 2**128 is beyond fp32
-    ((0, 0), "floor", 0, "00", (0, 0)),
+@pytest.mark.parametrize("values, byte, codes, expected", [
+    ((0, 0.5, 1, 1.5, 2, 3, 4, 6), 127, "01234567", (0, 0.5, 1, 1.5, 2, 3, 4, 6)),
+    ((6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5), 127, "70224466", (6, 0, 1, 1, 2, 2, 4, 4)),
+    ((-6, -0.25, -0.75, -5, -0.0, 0.26), 127, "f8ae81", (-6, 0, -1, -4, 0, 0.5)),
+    ((7, -7, 6.9, 0.6, 3.4), 128, "6e513", (8, -8, 6, 1, 3)),
+    ((8, 1, 0.4, 5), 128, "6104", (8, 1, 0, 4)),
+    ((0.75, 0.1, 0.0625, 0.03125), 124, "7210", (0.75, 0.125, 0.0625, 0)),
+    ((5.99, 4.99, 5.01), 127, "767", (6, 4, 6)),
+    ((12, 10, 9.99, 2), 128, "7662", (12, 8, 8, 2)),
+    ((2**-124, 2**-126), 1, "62", (2**-124, 2**-126)),
+    ((3e38, 1e38, 1e37), 253, "620", (math.inf, 2 * HUGE, 0)),  # 2**128 is beyond fp32
+    ((0, 0), 0, "00", (0, 0)),
 ])  # fmt: skip
-def test_a_block_of_mxfp4_is_what_the_specification_says(values, rule, byte, codes, expected):
-    q = quantize_mx(row(values, 32), "e2m1", rule=rule)
+def test_a_block_of_mxfp4_is_what_the_specification_says(values, byte, codes, expected):
+    q = quantize_mx(row(values, 32), "e2m1")
     assert q.scales.tolist() == [[byte]]
     assert "".join(f"{code:x}" for code in e2m1_codes(q.elements)[0, : len(codes)].tolist()) == codes
     assert dequantize(q)[0, : len(expected)].tolist() == list(expected)
 
 
-@pytest.mark.parametrize("rule, byte, expected", [
-    ("floor", 127, (448, 448, 1, TINY, -288, 16)),
-    ("rceil", 128, (448, 512, 1, 0, -288, 16)),
-])  # fmt: skip
-def test_a_block_of_mxfp8_is_clipped_by_floor_and_not_by_rceil(rule, byte, expected):
-    q = quantize_mx(row((448, 500, 1, 0.001, -300, 17), 32), "e4m3", rule=rule)
-    assert q.scales.item() == byte
-    assert dequantize(q)[0, :6].tolist() == list(expected)
+def test_the_largest_element_of_a_block_of_mxfp8_is_not_clipped():
+    q = quantize_mx(row((448, 500, 1, 0.001, -300, 17), 32), "e4m3")
+    assert q.scales.item() == 128
+    assert dequantize(q)[0, :6].tolist() == [448, 512, 1, 0, -288, 16]
 
 
 # amax of the tensor, a block, the byte of its scale, codes, values; those of TransformerEngine's reference
@@ -131,7 +125,7 @@ def test_every_value_of_a_format_stays_and_every_midpoint_goes_to_the_even_code(
     even = torch.where(codes[:-1] % 2 == 0, low, high)
     blocks = torch.full((len(even), 2, 32), LARGEST[element])  # the largest value keeps each scale at one
     blocks[:, 0, 1], blocks[:, 1, 1] = low, (low + high) / 2
-    got = dequantize(quantize_mx(blocks.flatten(1), element, rule="floor")).view_as(blocks)
+    got = dequantize(quantize_mx(blocks.flatten(1), element)).view_as(blocks)
     assert torch.equal(got[:, 0, 1], low)
     assert torch.equal(got[:, 1, 1], even)
 
@@ -239,13 +233,12 @@ def test_the_codes_are_those_of_torchao():
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(64, 128, generator=generator) * 2.0 ** torch.randint(-20, 20, (64, 1), generator=generator)
     x = x.bfloat16()
-    for rule, mode in (("floor", Mode.FLOOR), ("rceil", Mode.RCEIL)):
-        for element, dtype in (("e4m3", torch.float8_e4m3fn), ("e2m1", torch.float4_e2m1fn_x2)):
-            scales, elements = mx.to_mx(x, dtype, 32, mode)
-            q = quantize_mx(x, element, rule=rule)
-            codes = q.elements.view(torch.uint8) if element == "e4m3" else pack_e2m1(e2m1_codes(q.elements))
-            assert torch.equal(scales.view(torch.uint8), q.scales)
-            assert torch.equal(elements.view(torch.uint8), codes)
+    for element, dtype in (("e4m3", torch.float8_e4m3fn), ("e2m1", torch.float4_e2m1fn_x2)):
+        scales, elements = mx.to_mx(x, dtype, 32, Mode.RCEIL)
+        q = quantize_mx(x, element)
+        codes = q.elements.view(torch.uint8) if element == "e4m3" else pack_e2m1(e2m1_codes(q.elements))
+        assert torch.equal(scales.view(torch.uint8), q.scales)
+        assert torch.equal(elements.view(torch.uint8), codes)
 
 
 @pytest.mark.parametrize("square", [False, True])

@@ -116,13 +116,6 @@ def test_nats_per_token_equal_cross_entropy_without_reduction(budget_bytes):
     assert not nats.requires_grad
 
 
-def test_without_gradients_the_sum_is_the_same():
-    x, weight, targets = case()
-    with torch.no_grad():
-        nats = sum_of_nats(x, weight, targets, vocab_size=VOCAB, budget_bytes=20_000, compiled=False)
-    assert nats.item() == pytest.approx(ours(x, weight, targets)[0].item(), rel=1e-6)
-
-
 class LiveBytes(TorchDispatchMode):
     """The most bytes that matrices with a column for every token held at once, each storage counted once, the weight not."""
 
@@ -143,10 +136,9 @@ class LiveBytes(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("budget_bytes", [20_000, 60_000, 200_000])
-@pytest.mark.parametrize("with_grad", [True, False])
-def test_logits_and_all_that_is_as_large_stay_within_the_budget(dtype, budget_bytes, with_grad):
+def test_logits_and_all_that_is_as_large_stay_within_the_budget(dtype, budget_bytes):
     x, weight, targets = case(dtype=dtype)
-    with LiveBytes(weight) as seen, torch.set_grad_enabled(with_grad):
+    with LiveBytes(weight) as seen:
         sum_of_nats(x, weight, targets, vocab_size=VOCAB, budget_bytes=budget_bytes, compiled=False)
     assert budget_bytes / 8 < seen.peak <= budget_bytes
 

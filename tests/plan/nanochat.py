@@ -135,13 +135,16 @@ class Run:
 def verdict_of(point: Point) -> tuple[Range, Verdict]:
     """What a card must have, and whether this point's has it."""
     card = card_of(point)
-    need = process_bytes(
-        allocated_of(point),
-        world_size=point["world_size"],
-        consumer=card.consumer,
-        expandable=point.get("expandable_segments", families_of(point)[0].expandable),
-    )
+    allocated = allocated_of(point)
+    if not point.get("expandable_segments", families_of(point)[0].expandable):
+        allocated = with_fragments(allocated)
+    need = process_bytes(allocated, world_size=point["world_size"], consumer=card.consumer)
     return need, verdict(need, card.memory_mib << 20)
+
+
+def with_fragments(allocated: Range) -> Range:
+    """What is reserved without expandable segments, which paceline always sets: beyond what is allocated, a judgement."""
+    return sum_of_independent(allocated, Range(0.0, 0.04, 0.10).scaled(allocated.expected))
 
 
 def allocated_of(point: Point) -> Range:

@@ -1,6 +1,9 @@
 """val_bpb: the same rows whatever the world size, bytes counted once."""
 
+import io
+import json
 import math
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -9,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from paceline.cli import run_command
 from paceline.config import ModelConfig
 from paceline.model.gpt import GPT
 from paceline.plan.activations import CPU_CHUNK_BYTES
@@ -42,6 +46,7 @@ def model():
 def test_rows_are_spread_evenly_over_the_held_out_part():
     assert eval_rows(10, max_rows=5).tolist() == [0, 2, 4, 6, 8]
     assert eval_rows(3, max_rows=5).tolist() == [0, 1, 2]
+    assert eval_rows(3, max_rows=0).tolist() == [0]
 
 
 def test_a_compiled_model_is_compiled_once_whatever_is_left_for_the_last_batch(model):
@@ -112,3 +117,38 @@ def test_a_checkpoint_is_scored_by_the_loss_of_training_where_the_device_has_it(
     monkeypatch.setattr(evaluate, "fused_loss_problem", lambda device: None)
     choose_loss(model)
     assert model.fused_loss and not capsys.readouterr().out
+
+
+def json_of(capsys, *words):
+    capsys.readouterr()
+    assert run_command([*words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def splits_of(capsys, run, *, data):
+    facts = json_of(capsys, "data", "info", f"--data={data}", f"--tokenizer={run / 'tokenizer/tokenizer.json'}")
+    return {name: split["num_tokens"] for name, split in facts["splits"].items()}
+
+
+def test_eval_scores_all_held_out_text_of_a_run_whatever_its_own_evaluations_take(unbroken, capsys):
+    held_out = splits_of(capsys, unbroken, data=unbroken.parents[1] / "text")["val"]
+    assert held_out > 4096  # eval_tokens of the run
+    assert json_of(capsys, "eval", str(unbroken), "--device=cpu")["tokens"] == held_out - 1  # all but the first
+
+
+def test_eval_scores_both_splits_of_another_text(unbroken, capsys, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text("".join(f"{n} bottles of beer on the wall\n" for n in range(3000)))
+    tokens = json_of(capsys, "eval", str(unbroken), f"--data={other}", "--device=cpu")["tokens"]
+    assert tokens == sum(splits_of(capsys, unbroken, data=other).values()) - 2
+
+
+@pytest.mark.parametrize(("requested", "scored"), [(10, 64), (64, 64), (200, 192)])
+def test_eval_takes_whole_rows_and_reports_what_it_scored(unbroken, capsys, requested, scored):
+    assert json_of(capsys, "eval", str(unbroken), f"--tokens={requested}", "--device=cpu")["tokens"] == scored
+
+
+def test_sample_reports_the_prompt_that_it_read_from_standard_input(unbroken, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("def "))
+    answer = json_of(capsys, "sample", str(unbroken), "--prompt=-", "--tokens=2", "--device=cpu")
+    assert answer["prompt"] == "def "

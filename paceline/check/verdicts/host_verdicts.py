@@ -317,7 +317,8 @@ def has_triton(host: Host) -> bool:
 
 def wandb_silent(host: Host) -> Cases:
     wandb, names = host.at("tools.wandb") or {}, ("PROJECT", "ENTITY", "RUN_GROUP")
-    if host.intent.tracker != "wandb" and not any(host.env(f"WANDB_{name}") for name in names):
+    is_followed = "wandb" in host.intent.trackers and host.at("connection.here") is not False
+    if not is_followed and not any(host.env(f"WANDB_{name}") for name in names):
         return
     if wandb.get("installed") is False:
         yield Case("W&B is requested but not installed", "pip install wandb")

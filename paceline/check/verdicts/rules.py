@@ -39,7 +39,7 @@ class Intent:
     checkpoint_bytes: int | None = None
     num_checkpoints: int | None = None  # at one time
     port: int | None = None  # None: the kernel chooses one
-    tracker: str | None = None
+    trackers: tuple[str, ...] = ()  # which follow the run, on the host that this process runs on
     refused: tuple[str, str] | None = None  # message and fix of a plan that is impossible
 
     def set_value(self, key: str) -> Any:

@@ -188,7 +188,7 @@ def goodput_lines(snapshot: Snapshot, *, width: int) -> list[Line]:
     return lines
 
 
-def plan_lines(snapshot: Snapshot, *, width: int) -> list[Line]:
+def plan_lines(snapshot: Snapshot) -> list[Line]:
     """What the plan expected, what is measured, and the difference."""
     lines: list[Line] = [((f" {'':<12}{'planned':>12}{'measured':>12}", "faint"),)]
     for figure in figures(snapshot):

@@ -177,7 +177,7 @@ def wide_overview(snapshot: Snapshot, *, now: float, width: int, height: int, lo
 
 def right_side(snapshot: Snapshot, *, width: int, height: int) -> list[Line]:
     """Machines and ranks, then plan and time, then GPUs over time where there is room."""
-    tables = section("plan", head.plan_lines(snapshot, width=width), width)
+    tables = section("plan", head.plan_lines(snapshot), width)
     tables += section("time", head.goodput_lines(snapshot, width=width), width)
     ranks = machines.known_ranks(snapshot.ranks)
     ranks_height = min(12, len(ranks) + 2, height // 3) if ranks else 0
@@ -267,7 +267,7 @@ def format_once(snapshot: Snapshot, *, now: float, width: int, colour: bool = Fa
         "curves": [once_curve(name, series, width=width) for name, series in snapshot.series.items() if series.values],
         f"{'' if snapshot.state in LIVE else 'last sample: '}machines": machines.machine_lines(snapshot, width=width),
         machines.ranks_title(ranks): machines.rank_grid(ranks, width=width, height=64),
-        "plan": head.plan_lines(snapshot, width=width),
+        "plan": head.plan_lines(snapshot),
         "time": head.goodput_lines(snapshot, width=width),
         "events, UTC": recent,
         "notes": [line for note in snapshot.notes for line in paragraph(note, width - 1, (" ", ""))],

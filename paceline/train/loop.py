@@ -10,8 +10,10 @@ import gc
 import logging
 import math
 import os
+import signal
+import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import fmean
@@ -103,6 +105,20 @@ class StopRequest:
 
     is_set: bool = False
     training: bool = False  # before the first step there is nothing to save
+
+    def listen(self, signums: Sequence[int]) -> None:
+        """Handles these signals. Before the first step they end the process even while it waits in native code for other ranks."""
+        for signum in signums:
+            signal.signal(signum, self.set)
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        signal.set_wakeup_fd(writing)  # Python's own handlers run only when native code has returned
+        threading.Thread(target=self._end_early, args=(reading, signums), daemon=True).start()
+
+    def _end_early(self, fd: int, signums: Sequence[int]) -> None:
+        while number := os.read(fd, 1):
+            if number[0] in signums and not self.training:
+                os._exit(0)
 
     def set(self, signum: int, frame: FrameType | None) -> None:
         """Handles a signal: requests a stop, or ends the process where there is nothing to save yet."""

@@ -57,8 +57,7 @@ def main() -> None:
     args = parser.parse_args()
     run, rank = RunDir(args.run), int(os.environ.get("RANK", "0"))
     stop = StopRequest()
-    for signum in (signal.SIGTERM, signal.SIGUSR1):  # SIGUSR1: a batch system's warning that the time is nearly up
-        signal.signal(signum, stop.set)
+    stop.listen((signal.SIGTERM, signal.SIGUSR1))  # SIGUSR1: a batch system's warning that the time is nearly up
     logging.basicConfig(
         stream=sys.stdout,
         level=logging.INFO,

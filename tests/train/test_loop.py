@@ -3,6 +3,9 @@
 import gc
 import json
 import math
+import signal
+import subprocess
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -177,6 +180,24 @@ def test_an_error_while_reading_ahead_is_raised_by_the_micro_batch_that_needs_th
     assert split.thread_has_read.wait(timeout=120)  # the thread has met the damage, the step does not need it
     with pytest.raises(OSError, match="cannot read"):
         loader.micro_batch(1, 0)
+
+
+WAITING = """
+import signal
+import torch.distributed as dist
+from paceline.train.loop import StopRequest
+StopRequest().listen((signal.SIGTERM,))
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print("ready", flush=True)
+store.get("what another rank writes")
+"""
+
+
+def test_a_signal_before_the_first_step_ends_a_rank_that_waits_for_another_one():
+    with subprocess.Popen([sys.executable, "-c", WAITING], stdout=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout.readline() == "ready\n"
+        rank.send_signal(signal.SIGTERM)
+        assert rank.wait(timeout=60) == 0  # the store itself waits for 300 s
 
 
 class MadeUpLoop(loop.Loop):

@@ -9,15 +9,11 @@ each other only in the optimizer's own collectives and in the evaluation's sum; 
 import gc
 import logging
 import math
-import os
-import signal
-import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import fmean
-from types import FrameType
 from typing import Any, cast
 
 import numpy as np
@@ -32,7 +28,7 @@ from paceline.plan.cost import mfu
 from paceline.plan.planner import Plan
 from paceline.rundir import RunDir, append_event, append_json_line, utc_now
 from paceline.train.optim import ShardedOptimizer
-from paceline.train.process import BusyClock, peak_bytes
+from paceline.train.process import BusyClock, StopRequest, peak_bytes
 from paceline.train.trouble import LossGuard, LossTrouble, find_trouble
 from paceline.train.updates import lr_mult, momentum_of_step, weight_decay_mult
 from paceline.units import format_bytes, format_duration, format_mfu
@@ -97,34 +93,6 @@ def loss_scale(plan: Plan) -> LossScale:
         return LossScale()
     tokens = plan.device_batch_size * plan.model.sequence_len
     return LossScale(float(2 ** max(0, 16 - (tokens - 1).bit_length())), dynamic=True)
-
-
-@dataclass
-class StopRequest:
-    """A request to stop, set by a signal handler at any moment; ranks agree on it in the step's own collective."""
-
-    is_set: bool = False
-    training: bool = False  # before the first step there is nothing to save
-
-    def listen(self, signums: Sequence[int]) -> None:
-        """Handles these signals. Before the first step they end the process even while it waits in native code for other ranks."""
-        for signum in signums:
-            signal.signal(signum, self.set)
-        reading, writing = os.pipe()
-        os.set_blocking(writing, False)
-        signal.set_wakeup_fd(writing)  # Python's own handlers run only when native code has returned
-        threading.Thread(target=self._end_early, args=(reading, signums), daemon=True).start()
-
-    def _end_early(self, fd: int, signums: Sequence[int]) -> None:
-        while number := os.read(fd, 1):
-            if number[0] in signums and not self.training:
-                os._exit(0)
-
-    def set(self, signum: int, frame: FrameType | None) -> None:
-        """Handles a signal: requests a stop, or ends the process where there is nothing to save yet."""
-        if not self.training:
-            os._exit(0)
-        self.is_set = True
 
 
 @dataclass

@@ -25,9 +25,9 @@ from paceline.heartbeat import HeartbeatWriter
 from paceline.model.gpt import GPT
 from paceline.plan.planner import Plan
 from paceline.rundir import RunDir, utc_now, write_atomic
-from paceline.train.loop import Loop, MicroBatch, StopRequest
+from paceline.train.loop import Loop, MicroBatch
 from paceline.train.optim import make_optimizer
-from paceline.train.process import broadcast_object, footprint, forget_peaks, run_rank
+from paceline.train.process import StopRequest, broadcast_object, footprint, forget_peaks, run_rank
 from paceline.train.setup import compile_model, make_model, start_ranks, trial_ms
 
 NUM_STEPS = 2  # the first has no states and gradients of an earlier one

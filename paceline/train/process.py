@@ -19,14 +19,15 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
 from statistics import median
 from threading import Thread
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -352,3 +353,31 @@ class BusyClock:
     def _add(self, ms: float) -> None:
         self._steps += 1
         self.mean_ms += (ms - self.mean_ms) / self._steps
+
+
+@dataclass
+class StopRequest:
+    """A request to stop, set by a signal handler at any moment; ranks agree on it in the step's own collective."""
+
+    is_set: bool = False
+    training: bool = False  # before the first step there is nothing to save
+
+    def listen(self, signums: Sequence[int]) -> None:
+        """Handles these signals. Before the first step they end the process even while it waits in native code for other ranks."""
+        for signum in signums:
+            signal.signal(signum, self.set)
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        signal.set_wakeup_fd(writing)  # Python's own handlers run only when native code has returned
+        Thread(target=self._end_early, args=(reading, signums), daemon=True).start()
+
+    def _end_early(self, fd: int, signums: Sequence[int]) -> None:
+        while number := os.read(fd, 1):
+            if number[0] in signums and not self.training:
+                os._exit(0)
+
+    def set(self, signum: int, frame: FrameType | None) -> None:
+        """Handles a signal: requests a stop, or ends the process where there is nothing to save yet."""
+        if not self.training:
+            os._exit(0)
+        self.is_set = True

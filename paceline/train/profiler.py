@@ -24,9 +24,9 @@ from paceline.data.prepare import open_dataset
 from paceline.heartbeat import HeartbeatWriter
 from paceline.plan.breakdown import PHASES, RANGE, break_down, memory_by_kind
 from paceline.rundir import RunDir, write_atomic
-from paceline.train.loop import Loop, StopRequest, TrainLoader, freeze_objects
+from paceline.train.loop import Loop, TrainLoader, freeze_objects
 from paceline.train.optim import make_optimizer
-from paceline.train.process import run_rank
+from paceline.train.process import StopRequest, run_rank
 from paceline.train.setup import choose_compile, make_model, start_ranks
 
 WARMUP_STEPS = 3  # files, kernels and memory are used for the first time, and compiled

@@ -35,9 +35,9 @@ from paceline.plan.planner import Plan
 from paceline.plan.shapes import choose_eval_tokens
 from paceline.rundir import RunDir, append_event, read_json_lines, utc_now, write_atomic
 from paceline.train.evaluate import val_bpb, write_sample
-from paceline.train.loop import Loop, StopRequest, TrainLoader
+from paceline.train.loop import Loop, TrainLoader
 from paceline.train.optim import make_optimizer
-from paceline.train.process import MemoryEvents, answer_with_stacks, broadcast_object, run_rank
+from paceline.train.process import MemoryEvents, StopRequest, answer_with_stacks, broadcast_object, run_rank
 from paceline.train.setup import choose_compile, make_model, resume, rng_pieces, start_ranks
 from paceline.train.trouble import LossTrouble, answer_trouble, load_skipped
 from paceline.units import format_bytes

@@ -39,8 +39,9 @@ from paceline.rundir import RunDir
 from paceline.train import buckets, evaluate, setup
 from paceline.train.buckets import GatheredBucket
 from paceline.train.exact import LiveBytes, attention_kernel
-from paceline.train.loop import Loop, StopRequest, TrainLoader
+from paceline.train.loop import Loop, TrainLoader
 from paceline.train.optim import make_optimizer
+from paceline.train.process import StopRequest
 from paceline.train.worker import make_writer
 
 CARD = torch.device("cuda", 0)

@@ -23,6 +23,7 @@ from paceline.train import loop
 from paceline.train.loop import MAX_SKIPPED_STEPS, SCALE_GROWTH_STEPS, LossScale, TrainLoader
 from paceline.train.optim import make_optimizer
 from paceline.train.probe import made_up_tokens
+from paceline.train.process import StopRequest
 from paceline.train.setup import make_model
 from paceline.train.trouble import LossTrouble
 
@@ -75,7 +76,7 @@ def fp16_loop(folder):
     model = make_model(plan, seed=0, device=device)
     optimizer, run = make_optimizer(model, plan, plan.groups, rank=0), RunDir(folder)
     tokens, progress = made_up_tokens(plan, device), HeartbeatWriter(run, 0)
-    return loop.Loop(run, config, plan, optimizer, tokens, 0, device, progress, loop.StopRequest())
+    return loop.Loop(run, config, plan, optimizer, tokens, 0, device, progress, StopRequest())
 
 
 def test_a_gradient_that_overflows_at_every_scale_ends_the_run_after_twenty_skipped_steps(tmp_path):
@@ -185,7 +186,7 @@ def test_an_error_while_reading_ahead_is_raised_by_the_micro_batch_that_needs_th
 WAITING = """
 import signal
 import torch.distributed as dist
-from paceline.train.loop import StopRequest
+from paceline.train.process import StopRequest
 StopRequest().listen((signal.SIGTERM,))
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 print("ready", flush=True)

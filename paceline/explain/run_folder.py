@@ -29,6 +29,7 @@ from paceline.explain.evidence import (
     RAS_NAME,
     SAMPLE_BYTES,
     Sample,
+    apply_missing_end,
     clock_texts,
     companion_logs,
     count_lines,
@@ -130,6 +131,7 @@ def explain_attempt(run: RunDir, attempt: int | None) -> Explanation:
         explanation = correct_kill(explanation, events, values)
     explanation = apply_reported_error(explanation, error_files)
     explanation = apply_supervisor_verdict(explanation, run, events, attempt)
+    explanation = apply_missing_end(explanation, run, events)
     explanation = name_host(explanation, hosts)
     state = [  # of the hosts at the end of the attempt
         Evidence(count_lines(run.health(host)), text, None, f"health/{host}.jsonl")
@@ -230,11 +232,8 @@ def apply_reported_error(explanation: Explanation, error_files: Sequence[Path]) 
     for path in error_files:
         with suppress(*BROKEN_FILE):
             error = json.loads(read_text(path))
-            message, exit_code, rank = (
-                str(error["message"]),
-                int(error.get("exit_code", 1)),
-                int(path.name.split(".")[0]),
-            )
+            message, exit_code = str(error["message"]), int(error.get("exit_code", 1))
+            rank = int(path.name.split(".")[0])
             cause, confidence = explanation.cause, max(explanation.confidence, SURE)
             if cause == UNKNOWN or explanation.confidence < SURE:
                 cause = UNKNOWN if exit_code == TrainingFailed.exit_code else "config-error"

@@ -3,6 +3,8 @@
 import gzip
 import io
 import json
+import os
+import shlex
 import subprocess
 import sys
 
@@ -12,7 +14,7 @@ from paceline.cli import run_command
 from paceline.explain.catalogue import load_catalogue
 from paceline.explain.explanation import with_commands
 from paceline.heartbeat import HeartbeatWriter
-from paceline.rundir import RunDir, append_event, write_atomic
+from paceline.rundir import RunDir, append_event, lock_run, write_atomic
 
 LOG = """\
 step 00001/00100 | loss 3.100
@@ -254,3 +256,33 @@ def test_a_hang_is_explained_by_what_the_supervisor_recorded(run, capsys):
         '  hangs/1/1.txt:8  rank 1  File "loader.py", line 80 in micro_batch',
     ]
     assert "100% sure" in lines
+
+
+@pytest.fixture
+def works(tmp_path):
+    """A run whose ranks have trained, and that was stopped then."""
+    run = RunDir(tmp_path / "runs" / "it's on")
+    run.logs(1).mkdir(parents=True)
+    write_atomic(run.config_toml, "device_batch_size = 16\n")
+    append_event(run, "attempt", attempt=1, nproc=1, world_size=1, pids=[4711])
+    run.rank_log(1, 0).write_text("".join(f"step {n:05d}/00100 | loss {3 - n / 50:.3f}\n" for n in range(30)))
+    return run
+
+
+def test_a_run_that_was_stopped_with_ctrl_c_is_not_broken(works, capsys):
+    append_event(works, "stopping", attempt=1, signal="SIGINT")
+    append_event(works, "attempt_ended", attempt=1, state="interrupted", exit_code=130)
+    first, second, *_ = explained(capsys, works.path).splitlines()
+    assert first.startswith("keyboard-interrupt: the run was stopped with Ctrl-C (SIGINT) or `paceline stop ")
+    assert second.startswith(f"  fix: nothing is broken: `paceline resume {shlex.quote(str(works.path))}`")
+
+
+def test_an_attempt_without_an_end_that_no_process_holds_has_lost_its_command(works, capsys):
+    lock = lock_run(works)
+    assert explained(capsys, works.path).startswith("healthy: ")
+    os.close(lock)
+    first, second, *_ = explained(capsys, works.path).splitlines()
+    assert first.startswith("supervisor-lost: the command that ran this attempt recorded no end")
+    assert second == f"  fix: `paceline resume {shlex.quote(str(works.path))}` goes on from the last checkpoint"
+    append_event(works, "attempt_ended", attempt=1, state="succeeded", exit_code=0)
+    assert explained(capsys, works.path).startswith("healthy: ")

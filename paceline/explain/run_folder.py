@@ -245,9 +245,10 @@ def apply_reported_error(explanation: Explanation, error_files: Sequence[Path]) 
 def apply_supervisor_verdict(
     explanation: Explanation, run: RunDir, events: Sequence[Mapping[str, Any]], attempt: int
 ) -> Explanation:
-    """If the supervisor observed a cause that no log shows, its verdict replaces the explanation's."""
+    """If the supervisor observed a cause that no log shows, or the logs show no failure at all, its verdict counts."""
     verdict = next((event for event in reversed(events) if event.get("event") == "verdict"), None)
-    if verdict is None or verdict.get("cause") not in SUPERVISOR_CAUSES:
+    cause = verdict.get("cause") if verdict else None
+    if verdict is None or cause in ("healthy", None) or (cause not in SUPERVISOR_CAUSES and explanation.shows_failure):
         return explanation
     names = ("cause", "rank", "step", "host", "summary", "fix", "confidence")
     fields: dict[str, Any] = {name: verdict.get(name) for name in names}

@@ -225,6 +225,11 @@ def explain_end(
         explanation = explain_hang(explanation, hang, recorder_logs=flight_recorder_logs(run, attempt, events))
     elif root.signal == "SIGKILL" and root.traceback is None and not root.consequence:
         explanation = explain_kill(explanation, root, memory_ran_out=memory_ran_out)
+    if explanation.cause == "healthy":  # the logs show nothing, but a rank failed
+        fix = f"read the end of its log: {run.rank_log(attempt, root.rank or 0)}"
+        explanation = replace(
+            explanation, cause="unknown", summary=f"{root.subject}: {root.message}", fix=fix, confidence=0.0
+        )
     if explanation.cause == "unknown":
         explanation = explain_full_disk(explanation, run, free_bytes.get(root.host or ""), host=root.host)
     record: dict[str, Any] = {}  # what the trainer's rank to blame wrote about its error

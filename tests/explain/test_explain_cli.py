@@ -277,6 +277,15 @@ def test_a_run_that_was_stopped_with_ctrl_c_is_not_broken(works, capsys):
     assert second.startswith(f"  fix: nothing is broken: `paceline resume {shlex.quote(str(works.path))}`")
 
 
+def test_what_the_supervisor_recorded_counts_where_the_logs_show_no_failure(works, capsys):
+    append_event(works, "finished", step=30)
+    append_event(
+        works, "verdict", attempt=1, cause="disk-full", summary="the disk is full", fix="make room", confidence=0.8
+    )
+    append_event(works, "attempt_ended", attempt=1, state="failed", exit_code=3)
+    assert explained(capsys, works.path).startswith("disk-full: the disk is full\n  fix: make room\n")
+
+
 def test_an_attempt_without_an_end_that_no_process_holds_has_lost_its_command(works, capsys):
     lock = lock_run(works)
     assert explained(capsys, works.path).startswith("healthy: ")

@@ -81,9 +81,21 @@ def test_a_run_folder_that_is_lost_is_an_error_that_says_where_the_copy_is(clust
     assert error.value.fix == f"on bob.invalid: paceline resume {bob.folder} --hosts bob.invalid,ada.invalid"
 
 
-def explained(run: RunDir, root: Failure, free_bytes: dict[str, int]) -> tuple[str, str | None, str, str, str]:
-    end, explanation = explain_end(run, 1, root, Explanation("unknown"), memory_ran_out=None, free_bytes=free_bytes)
+def explained(
+    run: RunDir, root: Failure, free_bytes: dict[str, int], *, logs_show: str = "unknown"
+) -> tuple[str, str | None, str, str, str]:
+    end, explanation = explain_end(run, 1, root, Explanation(logs_show), memory_ran_out=None, free_bytes=free_bytes)
     return explanation.cause, explanation.host, explanation.summary, explanation.fix, end.retry
+
+
+def test_a_rank_that_failed_is_never_healthy_whatever_its_log_shows(tmp_path):
+    run = RunDir(tmp_path)
+    append_event(run, "attempt", attempt=1, hosts={"ada": [0], "bob": [1]}, head="ada")
+    silent = Failure(1, 1, None, "exit code 1, no output", 0.0, consequence=False, host="bob")
+    cause, _, summary, fix, _ = explained(run, silent, {"bob": 1 << 30}, logs_show="healthy")
+    assert (cause, summary) == ("unknown", "rank 1 on bob: exit code 1, no output")
+    assert fix == f"read the end of its log: {run.rank_log(1, 1)}"
+    assert explained(run, silent, {"bob": 0}, logs_show="healthy")[0] == "disk-full"
 
 
 def test_a_full_disk_of_another_host_is_named_with_the_host(tmp_path):

@@ -279,6 +279,8 @@ def tokenizer_train(args: options.TokenizerTrainOptions) -> None:
 
     if args.out is None:
         raise UsageError("tokenizer train needs --out FILE", fix="paceline tokenizer train --out tokenizer.json")
+    if args.out.exists() and not args.force:
+        raise PacelineError(f"{args.out} already exists", fix="--force overwrites it, --out FILE writes another one")
     with show_progress() as progress:
         tokenizer = train_tokenizer_on(list_files(args.data), vocab_size=args.vocab_size, progress=progress)
     tokenizer.save(args.out)

@@ -38,7 +38,8 @@ def not_utf8(path: str | Path, content: bytes, error: UnicodeDecodeError, *, off
     if encoding is None and is_damaged_utf8(content):
         return f"{message}; a few bytes are damaged", f"iconv -c -f utf-8 -t utf-8 {file} > {new}; mv {new} {file}"
     if encoding is None:
-        return message, f"{conversion(path, 'latin-1')} > {new}, with the encoding it is in in place of latin-1"
+        command = f"{conversion(path, 'ISO-8859-1')} > {new} && mv {new} {file}"
+        return message, f"{command}, with the encoding it is in in place of ISO-8859-1"
     return f"{message}; it looks like {TITLES[encoding]}", f"{conversion(path, encoding)} > {new} && mv {new} {file}"
 
 

@@ -150,6 +150,13 @@ CASES = [
     ("data with a wrong action", lambda d: ["data", "prepair"], 2, "not prepair", "data prepare"),
     ("data without an action", lambda d: ["data"], 2, "prepare or info", "data prepare"),
     ("tokenizer info of nothing", lambda d: ["tokenizer", "info", str(d / "t.json")], 1, "t.json", ""),
+    (
+        "tokenizer train onto a file",
+        lambda d: ["tokenizer", "train", "--data", put(d, "a.txt", "x y " * 999), "--vocab-size", "300", "--out", put(d, "t.json", "{}")],
+        1,
+        "already exists",
+        "--force overwrites it",
+    ),
     ("tokenizer train without a place", lambda d: ["tokenizer", "train"], 2, "--out", "--out tokenizer.json"),
 ]  # fmt: skip
 

@@ -103,6 +103,15 @@ def test_a_utf8_text_with_a_damaged_byte_is_not_taken_for_another_encoding(tmp_p
     assert read(path) == TEXTS["zh"] + "\n" + TEXTS["zh"]
 
 
+def test_the_command_for_a_text_of_one_byte_a_character_makes_it_readable(tmp_path):
+    path = tmp_path / "é.txt"
+    path.write_bytes(TEXTS["fr"].encode("latin-1"))
+    fix, _, hint = refused(read, path).fix.partition(", ")
+    assert hint == "with the encoding it is in in place of ISO-8859-1"
+    subprocess.run(fix, shell=True, check=True)
+    assert read(path) == TEXTS["fr"]
+
+
 def test_a_text_of_one_byte_a_character_is_not_guessed():
     assert guess_encoding(TEXTS["fr"].encode("latin-1")) is None
     assert guess_encoding("Мы обучаем эту модель на двух видеокартах.\n".encode("cp1251")) is None

@@ -217,6 +217,7 @@ REFUSALS = [
     (["--gpus", "0", "--gpu", "5090"], "--gpus 0 is out of range", "from 1"),
     ([*TWO, "--link", "warp"], "warp is not a known link", "10GbE"),
     ([*TWO, "--price", "3"], "does not say what is paid for", "2.50/gpu-hour"),
+    ([*TWO, "--price", "-1/kWh"], "does not say what is paid for", "2.50/gpu-hour"),
     (["--device", "cpu", "--price", "2/gpu-hour"], "this CPU was not measured yet", "paceline plan --measure"),
     (["--gpu", "RTX PRO 4000", "--price", "2/gpu-hour"], "in no table", "leave --price out"),
     ([*TWO, "--sweep", "depth", "--follow-rows"], "needs --sweep device_batch_size", "--sweep device_batch_size --follow-rows"),

@@ -7,6 +7,7 @@ attempts and the closing lines are those of every job (launch/attempts.py); what
 
 import json
 import os
+import shlex
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -257,10 +258,10 @@ def wait_for_lock(run: RunDir) -> int:
 def check_unfinished(run: RunDir, num_steps: int) -> None:
     """Raises PacelineError where the run has finished all these steps."""
     events = (event for event in read_json_lines(run.events) if event.get("event") != "submitted")
-    if end_state(events) == "finished" and last_good_step(run) >= num_steps:
+    if end_state(events) == "finished" and (step := last_good_step(run)) >= num_steps:
         raise PacelineError(
-            f"{run.name} is finished at step {last_good_step(run):,} of {num_steps:,}",
-            fix=f"paceline resume {run.path} --num-steps {2 * num_steps} extends it",
+            f"{run.name} is finished at step {step:,} of {num_steps:,}",
+            fix=f"paceline resume {shlex.quote(str(run.path))} --num-steps {2 * step} extends it",
         )
 
 

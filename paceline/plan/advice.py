@@ -60,7 +60,7 @@ class RunCost:
 
 def parse_price(text: str) -> Price:
     """Reads '0.30/kWh' or '2.50/gpu-hour', with or without a currency sign; raises PlanError for anything else."""
-    match = re.fullmatch(r"[^\d.,]*(\d+(?:\.\d+)?|\.\d+)[^\d/]*/(kwh|gpu-?hour)", text.lower().replace(" ", ""))
+    match = re.fullmatch(r"[^\d.,-]*(\d+(?:\.\d+)?|\.\d+)[^\d/]*/(kwh|gpu-?hour)", text.lower().replace(" ", ""))
     if match is None:
         raise PlanError(
             f"--price {text} does not say what is paid for", fix="--price 0.30/kWh or --price 2.50/gpu-hour"

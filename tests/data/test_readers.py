@@ -63,7 +63,8 @@ def test_the_offset_of_a_byte_that_is_not_utf8_is_named(tmp_path, part_bytes):
         list(read_documents(list_files(str(path))[0], part_bytes=part_bytes))
     assert error.value.message == f"{path} is not UTF-8: byte 0xe9 at offset 38"
     assert error.value.fix == (
-        f"iconv -f latin-1 -t utf-8 '{path}' > '{path}.utf8', with the encoding it is in in place of latin-1"
+        f"iconv -f ISO-8859-1 -t utf-8 '{path}' > '{path}.utf8' && mv '{path}.utf8' '{path}',"
+        " with the encoding it is in in place of ISO-8859-1"
     )
 
 

@@ -319,7 +319,9 @@ def slurm_logs(run: RunDir, events: Sequence[Mapping[str, Any]], *, has_attempt:
 def apply_missing_end(explanation: Explanation, run: RunDir, events: Sequence[Mapping[str, Any]]) -> Explanation:
     """Where nothing failed, but an attempt has no end and no process holds the run, the command itself was killed."""
     names = {event.get("event") for event in events}
-    has_end = bool(names & {"attempt_ended", "finished"}) or not run.lock.exists()  # without a lock nothing has run here
+    has_end = (
+        bool(names & {"attempt_ended", "finished"}) or not run.lock.exists()
+    )  # without a lock nothing has run here
     if explanation.shows_failure or "attempt" not in names or has_end or is_locked(run):
         return explanation
     summary = "the command that ran this attempt recorded no end: it was killed (SIGKILL), or its machine went down"

@@ -21,7 +21,7 @@ from typing import Any
 from paceline import __version__, options, run_options
 from paceline.command_line import HELP_FLAGS, complete, format_commands, parse, unknown_command
 from paceline.config_file import resolve_config
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import PacelineError, UsageError, check_new_file
 from paceline.terminal import plain_output, problem_of, tolerant_output
 
 
@@ -279,8 +279,7 @@ def tokenizer_train(args: options.TokenizerTrainOptions) -> None:
 
     if args.out is None:
         raise UsageError("tokenizer train needs --out FILE", fix="paceline tokenizer train --out tokenizer.json")
-    if args.out.exists() and not args.force:
-        raise PacelineError(f"{args.out} already exists", fix="--force overwrites it, --out FILE writes another one")
+    check_new_file(args.out, force=args.force)
     with show_progress() as progress:
         tokenizer = train_tokenizer_on(list_files(args.data), vocab_size=args.vocab_size, progress=progress)
     tokenizer.save(args.out)

@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 NEAR = 0.75  # of the letters: a suggestion that is further off leads astray
@@ -21,6 +22,12 @@ class PacelineError(Exception):
 
     def __str__(self) -> str:
         return f"error: {self.message}\n  fix: {self.fix}"
+
+
+def check_new_file(path: Path, *, force: bool) -> None:
+    """Raises PacelineError for a file of --out that exists, unless --force is set."""
+    if path.exists() and not force:
+        raise PacelineError(f"{path} already exists", fix="--force overwrites it, --out FILE writes another one")
 
 
 class UsageError(PacelineError):

@@ -15,7 +15,7 @@ import re
 from collections.abc import Sequence
 from itertools import pairwise
 
-from paceline.explain.lines import HOST, split_prefix, strip_escapes, unwrap_json
+from paceline.explain.lines import HOST, has_word, split_prefix, strip_escapes, unwrap_json
 from paceline.explain.progress import reports_progress
 from paceline.explain.run_bounds import DIGITS
 
@@ -25,9 +25,8 @@ DIRECT = re.compile(
 )
 TRACEBACK = b"Traceback (most recent call last)"
 DIRECT_WORDS = (TRACEBACK, b'File "', b'File \\"', b"] NCCL ")
-MESSAGE = re.compile(
-    r"(?:Error|Exception|Interrupt)\b"
-)  # of an error behind which the next text began without a newline
+# of an error behind which the next text began without a newline
+MESSAGE = re.compile(r"(?:Error|Exception|Interrupt)\b")
 MAX_APART = 12  # lines between two of them
 MAX_LINES, MAX_PREFIXES, MAX_PREFIX = 60, 8, 120  # of them looked at in a block; learned; characters
 MIN_COMMON = 3  # lines that begin alike
@@ -62,7 +61,7 @@ class ForwardedLines:
         return [self._strip(line) for line in lines] if self._patterns else lines
 
     def _learn(self, lines: Sequence[bytes]) -> None:
-        direct = [at for at, line in enumerate(lines) if any(word in line for word in DIRECT_WORDS)]
+        direct = [at for at, line in enumerate(lines) if has_word(line, DIRECT_WORDS)]
         last: dict[str, int] = {}  # by prefix without digits: the line that had it last
         for at in direct[:MAX_LINES]:
             whole = read_text(lines[at]).rstrip()

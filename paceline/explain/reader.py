@@ -20,7 +20,7 @@ from paceline.explain.explanation import Record, RecordKind
 from paceline.explain.forwarded import ForwardedLines, WrappedLines
 from paceline.explain.line_filter import AFTER, MAX_LINE_BYTES, LineFilter, Shapes
 from paceline.explain.line_measures import StepLoss, read_step_and_loss, strip_bars
-from paceline.explain.lines import MAX_RANKS, LogLine, split_prefix, strip_escapes, unwrap_json
+from paceline.explain.lines import MAX_RANKS, LogLine, has_word, split_prefix, strip_escapes, unwrap_json
 from paceline.explain.log import LAST_LINES, Log, OpenRun
 from paceline.explain.run_bounds import COMMAND, START_WORD, may_start, shape_of
 from paceline.explain.tracebacks import TracebackReader
@@ -47,10 +47,7 @@ PROGRESS_WORD = re.compile(
     rb"|conclu|termin|beend|abgeschl|\xd0\xbe\xd0\xb1\xd1\x83\xd1\x87\xd0\xb5\xd0\xbd|\xe8\xae\xad\xe7\xbb\x83|\xe5\xad\xa6\xe7\xbf\x92|\xed\x95\x99\xec\x8a\xb5"
     rb"|^[\s|]*\d[\d./]*[\s|,]+-?\d"
 )
-MARKS = (
-    re.compile(rb"[Vv]al|VAL"),
-    re.compile(rb"[Ee]poch|EPOCH"),
-)  # of evaluations, and of where another training begins
+MARKS = ((b"val", b"Val", b"VAL"), (b"poch", b"POCH"))  # words of evaluations, and of where another training begins
 SIGNAL = re.compile(
     r"\bSIG(?:KILL|TERM|SEGV|ABRT|BUS|INT|HUP|ILL|FPE|PIPE|USR1|USR2)\b|[Ss]ignal:? \d+|Segmentation fault|core dumped"
     r"|^(?:.*: line \d+: +\d+ )?(?:Killed|Aborted|Terminated|Bus error|Illegal instruction)\b|Signals\.SIG"
@@ -139,7 +136,7 @@ class LogParser:
         pending = range(min(self._pending, len(lines)))
         if pending or self._starts:
             selected = sorted({*pending, *selected, *self._filter.starts})
-        marks = [mark for mark in MARKS if mark.search(block)]
+        marks = [words for words in MARKS if has_word(block, words)]
         self._pending = AFTER if selected and selected[-1] == len(lines) - 1 else 0
         before = -1
         for at in (*selected, len(lines)):
@@ -214,7 +211,7 @@ class LogParser:
         unwrapped = self._forwarded.unwrap(whole, block)
         return block if unwrapped is lines else b"\n".join(unwrapped), unwrapped, numbers
 
-    def _skip(self, lines: list[bytes], numbers: Sequence[int], gap: range, marks: Sequence[re.Pattern[bytes]]) -> None:
+    def _skip(self, lines: list[bytes], numbers: Sequence[int], gap: range, marks: Sequence[Sequence[bytes]]) -> None:
         """Skips lines without an error word but progress at the gap's end, some before, marked ones, and the log's first."""
         self._add(self._tracebacks.flush())
         if self._run.progress.first_step is None:
@@ -224,8 +221,8 @@ class LogParser:
         first = gap.start + num_lines if self._run.progress.first_step is None else gap.start
         samples = max(LATE_SAMPLES, SAMPLED_LINES * LATE // max(LATE, self._number))
         between = {*range(first, start, 1 + max(0, start - first) // samples)}
-        for mark in marks:
-            marked = [at for at in range(first, start) if mark.search(lines[at])]
+        for words in marks:
+            marked = [at for at in range(first, start) if has_word(lines[at], words)]
             between |= {*marked[:: 1 + len(marked) // samples]}
         for at in (*range(gap.start, min(first, start)), *sorted(between)):
             self._read_progress(numbers[at], lines[at])

@@ -152,7 +152,7 @@ def run_values(run: RunDir) -> dict[str, str]:
         config = tomllib.loads(read_text(run.config_toml))
     size = config.get("device_batch_size")
     half = {"half_batch": str(size // 2)} if isinstance(size, int) and size > 1 else {}
-    return {"run": str(run.path), **half}
+    return {**half, **({"script": str(run.config_toml)} if "command" in config else {"run": str(run.path)})}
 
 
 def exit_log(events: Sequence[Mapping[str, Any]]) -> Log:

@@ -18,7 +18,7 @@ import paceline
 from paceline.check.ready import training_intent
 from paceline.config import Config, cache_dir
 from paceline.config_file import find_config, format_toml_value, load_config, resolve_config
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import PacelineError, UsageError, check_new_file
 from paceline.launch.job import stop_grace_s
 from paceline.options import PlanOptions
 from paceline.plan.forecast import forecast
@@ -203,8 +203,7 @@ def write_file(options: EmitOptions, text: str) -> str:
     """Writes the file of --out, if there is one, and returns what to print. Raises PacelineError for a file that exists."""
     if options.out is None:
         return text
-    if options.out.exists() and not options.force:
-        raise PacelineError(f"{options.out} already exists", fix="--force overwrites it, --out FILE writes another one")
+    check_new_file(options.out, force=options.force)
     try:
         options.out.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple
 from paceline.check.probes.network_probe import route_to
 from paceline.config import Config
 from paceline.config_file import checked_value
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import PacelineError, UsageError, check_new_file
 from paceline.launch.hosts import HostEntry, is_this_host, parse_hosts, ranks_of
 from paceline.launch.preemption import check_preempt_options
 from paceline.launch.ssh import ssh_name
@@ -352,8 +352,7 @@ def accelerate_config(options: AccelerateOptions, machine: Machine) -> str:
     file = options.out
     if file == "-":
         return format_yaml(values).rstrip("\n")
-    if Path(file).exists() and not options.force:
-        raise PacelineError(f"{file} already exists", fix="--force overwrites it, --out FILE writes another one")
+    check_new_file(Path(file), force=options.force)
     try:
         Path(file).write_text(format_yaml(values), encoding="utf-8")
     except OSError as error:

@@ -139,29 +139,31 @@ def test_a_copy_is_ordered_when_the_one_before_it_is_complete_and_of_the_newest_
         assert not copies.unfinished
 
 
-def test_a_copy_is_completed_although_its_checkpoint_is_removed_here_meanwhile(tmp_path, far):
-    run, end, member, turn = far
+def order_copy(run, member, turn):
+    """Orders the copy of a checkpoint of step 10; also returns the answer, which lists the files that the other host lacks."""
     copies = Copies(run)
     checkpoint(run, 10)
     copies.follow([Member(HostEntry("localhost"), 1), member], keep_last=1)
     while not (lacks := [line for line in turn() if line["event"] == "lacks"]):
         pass
-    copies.send(member, lacks[0])
+    return copies, lacks[0]
+
+
+def test_a_copy_is_completed_although_its_checkpoint_is_removed_here_meanwhile(far):
+    run, end, member, turn = far
+    copies, lacks = order_copy(run, member, turn)
+    copies.send(member, lacks)
     shutil.rmtree(run.checkpoints / "step_000010")
     while "copied" not in [line["event"] for line in turn()]:
         pass
     assert {path.name for path in (end.run.checkpoints / "step_000010").iterdir()} == {*SHARDS, "manifest.json"}
 
 
-def test_a_copy_whose_checkpoint_was_removed_before_it_was_sent_is_not_expected(tmp_path, far):
+def test_a_copy_whose_checkpoint_was_removed_before_it_was_sent_is_not_expected(far):
     run, _, member, turn = far
-    copies = Copies(run)
-    checkpoint(run, 10)
-    copies.follow([Member(HostEntry("localhost"), 1), member], keep_last=1)
-    while not (lacks := [line for line in turn() if line["event"] == "lacks"]):
-        pass
+    copies, lacks = order_copy(run, member, turn)
     shutil.rmtree(run.checkpoints / "step_000010")
-    copies.send(member, lacks[0])
+    copies.send(member, lacks)
     assert not copies.unfinished
 
 

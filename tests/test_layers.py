@@ -15,8 +15,7 @@ PACKAGE = ROOT / "paceline"
 # layer -> what of paceline it may import besides itself; "foundation" stands for the modules of FOUNDATION
 FOUNDATION = {
     "command_line", "config", "config_file", "encoding", "errors", "heartbeat", "hub", "locks", "mounts", "noise", "options",
-    "other_names", "redaction", "run_options", "rundir", "slurm", "terminal", "training_run", "typed_fields",
-    "units", "__init__",
+    "other_names", "redaction", "run_options", "rundir", "slurm", "terminal", "typed_fields", "units", "__init__",
 }  # fmt: skip
 MAY_IMPORT = {
     "plan": {"foundation"},

@@ -17,7 +17,7 @@ from paceline.plan.planner import Plan
 from paceline.plan.replan import MakePlan
 from paceline.rundir import RunDir, write_atomic
 from paceline.terminal import show_progress
-from paceline.training_run import read_run_file
+from paceline.typed_fields import read_run_file
 
 
 def check_text(config: Config) -> None:

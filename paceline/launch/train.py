@@ -59,7 +59,7 @@ from paceline.rundir import (
     write_atomic,
 )
 from paceline.terminal import show_progress
-from paceline.training_run import read_run_file
+from paceline.typed_fields import read_run_file
 from paceline.units import format_count
 from paceline.watch.events import end_state
 from paceline.watch.status import run_status

@@ -38,7 +38,7 @@ from paceline.rundir import NO_SPACE, RunDir, append_event, write_atomic
 from paceline.terminal import show_progress
 from paceline.train.loop import to_device
 from paceline.train.process import all_reduce_sum
-from paceline.training_run import read_run_file
+from paceline.typed_fields import read_run_file
 
 log = logging.getLogger("paceline")
 

@@ -1,8 +1,8 @@
 """
 What a run folder's files hold, which anybody may have written.
 
-For views a field of a wrong type counts as absent. A command that uses a run again needs its files whole: one that is missing, empty
-or cut ends it with an error that names the file.
+For views a field of a wrong type counts as absent. A command that uses a run again needs its files whole: one that is missing,
+empty or cut ends it with an error that names the file.
 """
 
 import tomllib

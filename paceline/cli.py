@@ -36,7 +36,7 @@ def train(args: options.TrainOptions) -> int:
 @tolerant_output()
 def resume(args: options.ResumeOptions) -> int:
     from paceline.launch import connect, train
-    from paceline.rundir import find_training_run
+    from paceline.typed_fields import find_training_run
 
     find = partial(find_training_run, args.run, runs_dir=args.keys.get("runs_dir", "runs"))  # other nodes may lack it
     return connect.run_at_place(args, lambda nodes: train.resume_run(find(), args, nodes), ports=args.keys.get("ports"))
@@ -223,7 +223,7 @@ def accelerate_config(args: options.AccelerateOptions) -> None:
 
 
 def evaluate(args: run_options.EvalOptions) -> None:
-    from paceline.rundir import find_training_run
+    from paceline.typed_fields import find_training_run
 
     folder = find_training_run(args.run, runs_dir=args.runs_dir)
     from paceline.launch.run_text import run_data
@@ -234,7 +234,7 @@ def evaluate(args: run_options.EvalOptions) -> None:
 
 
 def sample(args: run_options.SampleOptions) -> None:
-    from paceline.rundir import find_training_run
+    from paceline.typed_fields import find_training_run
 
     folder = find_training_run(args.run, runs_dir=args.runs_dir)
     from paceline.train.evaluate import sample_run

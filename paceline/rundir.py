@@ -378,22 +378,6 @@ def find_run(name: str, *, runs_dir: str = "runs") -> RunDir:
     raise PacelineError(f"no run {name}: neither it nor {folder / name} holds a config.toml", fix=fix)
 
 
-def find_training_run(name: str, *, runs_dir: str) -> RunDir:
-    """find_run, but for a script's run, which has neither our config nor a checkpoint that we can read."""
-    run = find_run(name, runs_dir=runs_dir)
-    if is_queued(run):
-        raise PacelineError(
-            f"{run.name} was submitted to Slurm and has not begun",
-            fix=f"paceline watch {run.path} shows where it is; where its job has ended, the same command submits it again",
-        )
-    if is_script_run(run):
-        raise PacelineError(
-            f"{run.name} is the run of a script, not a training run of paceline's own",
-            fix=f"paceline run {run.config_toml} runs it again",
-        )
-    return run
-
-
 def is_script_run(run: RunDir) -> bool:
     with suppress(OSError, ValueError):
         return "command" in tomllib.loads(read_text(run.config_toml))

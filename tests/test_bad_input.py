@@ -36,6 +36,16 @@ def finished_run(folder: Path) -> str:
     return name
 
 
+def run_without(folder: Path, name: str, content: str | None) -> str:
+    """A run of which one file is missing, or holds this content."""
+    put(folder, "runs/old/plan.json", "{}")
+    run = make_run(folder)
+    (folder / "runs/old" / name).unlink(missing_ok=True)
+    if content is not None:
+        put(folder, f"runs/old/{name}", content)
+    return run
+
+
 # name, what is typed (given the folder), exit code, a word of the error, a word of the fix
 CASES = [
     ("no such command", lambda d: ["trian"], 2, "trian", "paceline train"),
@@ -145,6 +155,14 @@ CASES = [
     ("sample what is not there", lambda d: ["sample", "none"], 1, "no run none", ""),
     ("sample with a wrong flag", lambda d: ["sample", "x", "--promt", "a"], 2, "--promt", "--prompt"),
     ("sample with text for a number", lambda d: ["sample", "x", "--num", "two"], 2, "two", "--num"),
+    ("resume with an empty plan", lambda d: ["resume", run_without(d, "plan.json", "")], 1, "plan.json is empty", "--name NEW"),
+    ("sample with a plan that is cut", lambda d: ["sample", run_without(d, "plan.json", '{"a": ')], 1, "plan.json is damaged",
+     "restore it"),
+    ("sample with a plan of nothing", lambda d: ["sample", run_without(d, "plan.json", "{}")], 1, "plan.json is damaged", "copy"),
+    ("eval without its text", lambda d: ["eval", run_without(d, "dataset.json", None)], 1, "dataset.json is missing", "--name NEW"),
+    ("eval with an empty config", lambda d: ["eval", run_without(d, "config.toml", "")], 1, "config.toml is empty", "new run"),
+    ("resume with a config that is cut", lambda d: ["resume", run_without(d, "config.toml", "depth = ")], 1,
+     "config.toml is damaged", "restore it"),
     ("eval what is not there", lambda d: ["eval", "none"], 1, "no run none", ""),
     ("runs of an empty folder", lambda d: ["runs", str(d)], 1, "no runs", "paceline train"),
     ("data with a wrong action", lambda d: ["data", "prepair"], 2, "not prepair", "data prepare"),

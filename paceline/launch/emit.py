@@ -26,7 +26,7 @@ from paceline.plan.machine import Machine
 from paceline.plan.planner import Plan
 from paceline.plan.query import machine_of, num_hosts
 from paceline.run_options import EmitOptions
-from paceline.rundir import find_training_run
+from paceline.typed_fields import find_training_run
 from paceline.units import GIB, MIB, format_bytes, format_number_of
 
 WORKSPACE = "/workspace"  # in the container: runs, prepared text and the text itself

@@ -39,8 +39,9 @@ from paceline.plan.memory import fullest_state
 from paceline.plan.planner import Plan, memory_setup
 from paceline.plan.replan import MakePlan, replan
 from paceline.plan.sizing import PROFILES, divisors
-from paceline.rundir import RunDir, find_training_run, is_locked, write_atomic
+from paceline.rundir import RunDir, is_locked, write_atomic
 from paceline.terminal import show_progress
+from paceline.typed_fields import find_training_run
 from paceline.units import format_bytes, format_ms, format_number_of
 
 WARMUP_STEPS = 6  # and those in which memory is traced

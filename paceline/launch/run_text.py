@@ -17,6 +17,7 @@ from paceline.plan.planner import Plan
 from paceline.plan.replan import MakePlan
 from paceline.rundir import RunDir, write_atomic
 from paceline.terminal import show_progress
+from paceline.typed_fields import read_run_file
 
 
 def check_text(config: Config) -> None:
@@ -58,16 +59,22 @@ def prepare_data(config: Config, publish: Progress = lambda *_: None) -> TokenDa
 
 def reopen_data(run: RunDir, config: Config) -> TokenDataset:
     """Returns the shards that the run began with, prepared again if they are gone. Raises PacelineError if the text has changed."""
-    record = json.loads(run.dataset_json.read_text())
-    if (Path(record["path"]) / "meta.json").is_file():
-        return open_dataset(Path(record["path"]))
+    path, fingerprint = read_run_file(run.dataset_json, parse_record)
+    if (path / "meta.json").is_file():
+        return open_dataset(path)
     dataset = prepare_data(config)
-    if dataset.meta["fingerprint"] != record["fingerprint"]:
+    if dataset.meta["fingerprint"] != fingerprint:
         raise PacelineError(
             f"the token shards of {run.name} are gone and its text has changed since",
             fix="restore the text, or start a new run",
         )
     return dataset
+
+
+def parse_record(text: str) -> tuple[Path, str]:
+    """Returns the folder of the shards and their fingerprint, as dataset.json has them."""
+    record = json.loads(text)
+    return Path(record["path"]), str(record["fingerprint"])
 
 
 def record_data(run: RunDir, dataset: TokenDataset) -> None:

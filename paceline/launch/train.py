@@ -60,6 +60,7 @@ from paceline.rundir import (
     write_atomic,
 )
 from paceline.terminal import show_progress
+from paceline.typed_fields import read_run_file
 from paceline.units import format_count
 from paceline.watch.events import end_state
 from paceline.watch.status import run_status
@@ -213,7 +214,7 @@ def changed_run(
     """
     config, _ = load_config(run.config_toml, {})
     check_changes(run, config, changes, otherwise=otherwise)
-    plan = Plan.from_json(run.plan_json.read_text())
+    plan = read_run_file(run.plan_json, Plan.from_json)
     per_host = plan.world_size // plan.hosts
     hosts = None if takes_count and str(changes.get("hosts")).isdecimal() else changes.get("hosts")
     if "nproc" not in changes and (nproc := hosts_of(Config(hosts=hosts))[1].nproc):

@@ -38,6 +38,7 @@ from paceline.rundir import NO_SPACE, RunDir, append_event, write_atomic
 from paceline.terminal import show_progress
 from paceline.train.loop import to_device
 from paceline.train.process import all_reduce_sum
+from paceline.typed_fields import read_run_file
 
 log = logging.getLogger("paceline")
 
@@ -146,7 +147,7 @@ def write_sample(run: RunDir, model: GPT, dataset: TokenDataset, *, step: int, s
 
 def load_model(run: RunDir, *, step: int | None, device: str | None) -> tuple[GPT, CheckpointReader]:
     """Returns the run's model at its newest good checkpoint, or at `step`, in the precision that it was trained in."""
-    plan = Plan.from_json(run.plan_json.read_text())
+    plan = read_run_file(run.plan_json, Plan.from_json)
     if step is None:
         path, notes = newest_good(run.checkpoints, set_aside=False)
         for note in notes:

@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from paceline.config import Config, cache_dir
 from paceline.config_file import load_config
@@ -25,6 +27,14 @@ def check_text(config: Config) -> None:
         list_files(config.data)
     except PacelineError as error:
         raise PacelineError(error.message, fix=f"{error.fix}; --no-check, if only the nodes have it") from error
+
+
+def absolute_texts(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keys of a config with absolute paths of a local text and tokenizer: a run may be resumed from any folder."""
+    local = {name: keys[name] for name in ("data", "tokenizer") if keys.get(name)}
+    if local.get("data") == "builtin" or str(local.get("data")).startswith("hf:"):
+        del local["data"]
+    return {**keys, **{name: str(Path(value).expanduser().absolute()) for name, value in local.items()}}
 
 
 def planner(dataset: TokenDataset) -> MakePlan:
@@ -61,7 +71,13 @@ def reopen_data(run: RunDir, config: Config) -> TokenDataset:
     record = json.loads(run.dataset_json.read_text())
     if (Path(record["path"]) / "meta.json").is_file():
         return open_dataset(Path(record["path"]))
-    dataset = prepare_data(config)
+    try:
+        dataset = prepare_data(config)
+    except PacelineError as error:
+        raise PacelineError(
+            f"the token shards of {run.name} are gone and its text cannot be prepared: {error.message}",
+            fix=f"restore {record['path']} or the text, or start a new run",
+        ) from error
     if dataset.meta["fingerprint"] != record["fingerprint"]:
         raise PacelineError(
             f"the token shards of {run.name} are gone and its text has changed since",

@@ -257,7 +257,9 @@ def start_check(
         yield StartCheck(tuple, entries, intent, is_on=False)
         return
     folders = {"run_dir": run.path, "cache_dir": cache_dir(config), "cached_torch": cache_dir(config) / "torch.json"}
-    text = {"data": config.data, "tokenizer": config.tokenizer, "vocab_size": config.vocab_size}
+    text: dict[str, Any] = {"data": config.data, "tokenizer": config.tokenizer, "vocab_size": config.vocab_size}
+    if command == "resume":  # it trains on the shards that the run recorded: the text may be gone
+        text = {}
     with ThreadPoolExecutor(1) as pool, start_gathering(**folders, **text, measure_disk=False) as gathered:
         if not entries:
             facts: Callable[[], Sequence[Facts]] = lambda: [gathered.facts()]  # noqa: E731

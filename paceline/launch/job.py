@@ -217,10 +217,12 @@ class TrainingJob(Job):
             head = f"interrupted after {format_duration(seconds)}, {progress}"
             return ["", head, time_line, f"next    paceline resume {run.path}"]
         status = run_status(run)
+        first = first_step(run)
+        own_steps = f", {status.step - first:,} of them" if first and status.step else ""
         bpb = "n/a" if status.val_bpb is None else f"{status.val_bpb:.4f}"
         lines = [
             "",
-            f"done    {status.step:,} steps in {format_duration(seconds)}, val_bpb {bpb}",
+            f"done    {status.step:,} steps{own_steps} in {format_duration(seconds)}, val_bpb {bpb}",
             time_line,
             f"run     {run.path}",
             f'next    paceline sample {run.path} --prompt "..."',
@@ -233,6 +235,17 @@ class TrainingJob(Job):
         prompt, text = (quoted(str(samples[-1].get(name, ""))) for name in ("prompt", "text"))
         head = f"sample  held-out text, which the model then continues ({run.sample(status.step)})"
         return ["", head, prompt, "        continued by the model", text, *lines]
+
+
+def first_step(run: RunDir) -> int:
+    """Returns the step from which the last command started or resumed the run."""
+    step: int | None = None
+    for event in read_json_lines(run.events):
+        if event.get("event") == "launch":
+            step = None
+        elif event.get("event") == "resumed" and step is None:
+            step = event["step"]
+    return step or 0
 
 
 def quoted(text: str) -> str:

@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from paceline.config import Config, cache_dir
 from paceline.config_file import load_config
@@ -26,6 +28,14 @@ def check_text(config: Config) -> None:
         list_files(config.data)
     except PacelineError as error:
         raise PacelineError(error.message, fix=f"{error.fix}; --no-check, if only the nodes have it") from error
+
+
+def absolute_texts(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keys of a config with absolute paths of a local text and tokenizer: a run may be resumed from any folder."""
+    local = {name: keys[name] for name in ("data", "tokenizer") if keys.get(name)}
+    if local.get("data") == "builtin" or str(local.get("data")).startswith("hf:"):
+        del local["data"]
+    return {**keys, **{name: str(Path(value).expanduser().absolute()) for name, value in local.items()}}
 
 
 def planner(dataset: TokenDataset) -> MakePlan:
@@ -62,7 +72,13 @@ def reopen_data(run: RunDir, config: Config) -> TokenDataset:
     path, fingerprint = read_run_file(run.dataset_json, parse_record)
     if (path / "meta.json").is_file():
         return open_dataset(path)
-    dataset = prepare_data(config)
+    try:
+        dataset = prepare_data(config)
+    except PacelineError as error:
+        raise PacelineError(
+            f"the token shards of {run.name} are gone and its text cannot be prepared: {error.message}",
+            fix=f"restore {path} or the text, or start a new run",
+        ) from error
     if dataset.meta["fingerprint"] != fingerprint:
         raise PacelineError(
             f"the token shards of {run.name} are gone and its text has changed since",

@@ -35,7 +35,15 @@ from paceline.launch.losses import cluster_session
 from paceline.launch.member import Reach, reach_early
 from paceline.launch.notify import checked_services
 from paceline.launch.requeue import announce_job, check_free, current_job, find_start, record_job
-from paceline.launch.run_text import check_text, file_hashes, planner, prepare_data, record_data, reopen_data
+from paceline.launch.run_text import (
+    absolute_texts,
+    check_text,
+    file_hashes,
+    planner,
+    prepare_data,
+    record_data,
+    reopen_data,
+)
 from paceline.launch.sbatch import check_options, job_note, submit_resume, submit_run
 from paceline.launch.stacks import GONE, process_state
 from paceline.launch.sync import send_text
@@ -71,7 +79,7 @@ PUBLISH_S = 1.0
 
 # keys that shape weights or choose rows: a run cannot change them and still be the same run
 FIXED_KEYS = (
-    "name", "runs_dir", "seed", "data", "tokenizer", "vocab_size", "depth", "n_embd", "head_dim", "n_kv_head", "sequence_len",
+    "name", "seed", "data", "tokenizer", "vocab_size", "depth", "n_embd", "head_dim", "n_kv_head", "sequence_len",
     "total_batch_size", "optimizer", "packing",
 )  # fmt: skip
 
@@ -113,7 +121,7 @@ def start_run(config: Config, options: TrainOptions, nodes: Sequence[HostEntry] 
         run.tokenizer_json.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(dataset.tokenizer_json, run.tokenizer_json)
         record_data(run, dataset)
-        config = config_of_plan(config, plan)
+        config = Config(**absolute_texts(asdict(config_of_plan(config, plan))))
         write_atomic(run.plan_json, plan.to_json())
         if place:
             record_job(run, place.job_id)
@@ -214,6 +222,7 @@ def changed_run(
     """
     config, _ = load_config(run.config_toml, {})
     check_changes(run, config, changes, otherwise=otherwise)
+    changes = {key: value for key, value in changes.items() if key not in (*FIXED_KEYS, "runs_dir")}  # where the run is
     plan = read_run_file(run.plan_json, Plan.from_json)
     per_host = plan.world_size // plan.hosts
     hosts = None if takes_count and str(changes.get("hosts")).isdecimal() else changes.get("hosts")
@@ -228,11 +237,13 @@ def changed_run(
 
 def check_changes(run: RunDir, config: Config, changes: Mapping[str, Any], *, otherwise: str) -> None:
     """Raises PacelineError for a key that a run cannot change."""
-    fixed = [key for key in FIXED_KEYS if key in changes and changes[key] != getattr(config, key)]
+    before, after = absolute_texts(asdict(config)), absolute_texts(changes)
+    fixed = [key for key in FIXED_KEYS if key in after and after[key] != before[key]]
     if fixed:
+        flag = f"--{fixed[0].replace('_', '-')}"
         raise PacelineError(
             f"{fixed[0]} is {getattr(config, fixed[0])} in {run.name} and cannot change within a run",
-            fix=f"{otherwise} --{fixed[0].replace('_', '-')} ...",
+            fix=otherwise if otherwise.endswith(f" {flag} NEW") else f"{otherwise} {flag} ...",
         )
     if changes.get("time") is not None:
         raise PacelineError(

@@ -7,13 +7,16 @@ from dataclasses import asdict, replace
 import pytest
 
 from paceline.config import Config, cache_dir
-from paceline.errors import Finding, PlanError
+from paceline.config_file import format_toml
+from paceline.errors import Finding, PacelineError, PlanError
 from paceline.launch.cluster import Cluster
 from paceline.launch.digest import Digest
 from paceline.launch.hosts import HostEntry
 from paceline.launch.job import StepWatch, TrainingJob, planned_step, stop_grace_s, watch_steps
 from paceline.launch.policy import Abilities, AttemptEnd, Decision
+from paceline.launch.run_text import absolute_texts, reopen_data
 from paceline.launch.supervisor import Outcome
+from paceline.launch.train import changed_run, check_unfinished
 from paceline.options import LaunchOptions
 from paceline.plan.estimate import Range
 from paceline.plan.gpu_table import find_gpu
@@ -233,3 +236,60 @@ def test_the_closing_lines_keep_the_prompt_of_a_sample_apart_from_what_the_model
     outcome = Outcome("finished", 0, 1, [])
     lines = "\n".join(job.closing_lines(outcome, seconds=1.0, time_line="time"))
     assert "\n  | painted by local\n        continued by the model\n  | ay of\n  | his\n" in lines
+
+
+def test_the_closing_lines_of_a_resumed_run_count_the_steps_of_the_last_command(job_on):
+    job = job_on(lambda: TWO)
+    append_json_line(job.run.metrics, {"step": 50, "loss": 2.0, "val_bpb": 1.0})
+    for event in (
+        {"event": "launch"},
+        {"event": "resumed", "step": 10},
+        {"event": "launch"},
+        {"event": "resumed", "step": 45},
+    ):
+        append_json_line(job.run.events, event)
+    append_json_line(job.run.events, {"event": "resumed", "step": 48})  # after a failure of the same command
+    lines = job.closing_lines(Outcome("finished", 0, 1, []), seconds=5.0, time_line="time")
+    assert "done    50 steps, 5 of them in 5s, val_bpb 1.0000" in lines
+
+
+def test_what_a_resume_cannot_change_is_refused_with_a_command_that_works(job_on, tmp_path, monkeypatch):
+    run, text = job_on(lambda: TWO).run, tmp_path / "t.txt"
+    run.config_toml.write_text(format_toml(replace(CONFIG, name="run", data=str(text))))
+    monkeypatch.chdir(tmp_path)
+    config, _ = changed_run(run, {"runs_dir": str(tmp_path), "data": "t.txt"}, otherwise="x")
+    assert (config.runs_dir, config.data) == ("runs", str(text))
+    for key, fix in (("name", "x --name NEW"), ("data", "x --name NEW --data ...")):
+        with pytest.raises(PacelineError, match="cannot change within a run") as error:
+            changed_run(run, {key: "other"}, otherwise="x --name NEW")
+        assert error.value.fix == fix
+
+
+def test_a_finished_run_is_extended_past_its_present_step(job_on, monkeypatch):
+    run = job_on(lambda: TWO).run
+    append_json_line(run.events, {"event": "finished"})
+    monkeypatch.setattr("paceline.launch.train.last_good_step", lambda _: 55)
+    with pytest.raises(PacelineError, match="finished at step 55 of 20") as error:
+        check_unfinished(run, 20)
+    assert "--num-steps 110" in error.value.fix
+
+
+def test_a_run_records_absolute_paths_of_a_local_text_and_tokenizer(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    local = {"data": str(tmp_path / "t.txt"), "tokenizer": str(tmp_path / "t.json"), "depth": 2}
+    assert absolute_texts({"data": "t.txt", "tokenizer": "t.json", "depth": 2}) == local
+    for data in ("builtin", "hf:books:en"):
+        assert absolute_texts({"data": data, "tokenizer": None}) == {"data": data, "tokenizer": None}
+
+
+def test_a_run_whose_text_is_gone_resumes_with_its_shards_and_is_refused_without_them(job_on, tmp_path):
+    run = job_on(lambda: TWO).run
+    run.dataset_json.write_text(json.dumps({"path": str(tmp_path / "shards"), "fingerprint": "x"}))
+    with pytest.raises(
+        PacelineError, match="the token shards of run are gone and its text cannot be prepared"
+    ) as error:
+        reopen_data(run, replace(CONFIG, data=str(tmp_path / "gone.txt")))
+    assert error.value.fix == f"restore {tmp_path / 'shards'} or the text, or start a new run"
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards/meta.json").write_text('{"format_version": 1, "files": {}}')
+    assert reopen_data(run, replace(CONFIG, data=str(tmp_path / "gone.txt"))).path == tmp_path / "shards"

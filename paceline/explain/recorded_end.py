@@ -44,7 +44,7 @@ def apply_recorded_end(
         if not explanation.shows_failure:
             summary, fix = lost_supervisor_texts(start["attempt"], start.get("head"))
             fix = f"{fix}; {next_command(run, events)}"
-            facts = {"host": start.get("head"), "confidence": 0.9, "summary": summary, "fix": fix}
+            facts: dict[str, Any] = {"host": start.get("head"), "confidence": 0.9, "summary": summary, "fix": fix}
             explanation = replace(explanation, cause=SUPERVISOR_LOST, also=(), **facts)
         return explanation
     return explain_own_exit(explanation, run, attempt)
